@@ -1,0 +1,47 @@
+"""Practical sparse attention: measure, choose, prove, run and watch it.
+
+Names are loaded when they are first used, so `import dynaxx` costs little and loads torch alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_SOURCES = {
+    "dynaxx.errors": ("PolicyError", "UnsupportedInputError"),
+    "dynaxx.layout": ("BlockLayout",),
+    "dynaxx.patterns": (
+        "Causal",
+        "Dilated",
+        "Documents",
+        "Full",
+        "GlobalTokens",
+        "Pattern",
+        "RandomBlocks",
+        "Sink",
+        "SlidingWindow",
+        "Strided",
+        "bigbird",
+        "longformer",
+        "streaming",
+    ),
+    "dynaxx.ops": ("SparseAttentionOutput", "explain", "merge_states", "sparse_attention"),
+}
+_SOURCE_OF = {name: source for source, names in _SOURCES.items() for name in names}
+
+__all__ = ["__version__", *_SOURCE_OF]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _SOURCE_OF:
+        raise AttributeError(f"module 'dynaxx' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_SOURCE_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

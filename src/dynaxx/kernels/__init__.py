@@ -1,0 +1,8 @@
+"""Backends. Each is a package with the same functions, pure on tensors: no checks, no state, no autograd.
+
+`unsupported_reasons(problem)`            why it cannot serve; an empty list means it can
+`attention_forward(q, k, v, layout, scale)`  -> (out, lse)
+`attention_backward(do, dlse, q, k, v, out, lse, layout, scale)` -> (dq, dk, dv), where the backend has one
+
+`reference` defines them; every other backend is tested against it.
+"""

@@ -1,0 +1,34 @@
+"""Sparse attention, defined: softmax attention over the pairs that the layout shows, and nothing else.
+
+B batch, Hq / Hk query and kv heads, N / M queries and keys, D / E head_dim of q, k and of v.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dynaxx.kernels.problem import AttentionProblem
+from dynaxx.layout import BlockLayout
+
+
+def unsupported_reasons(problem: AttentionProblem) -> list[str]:
+    """The definition serves everything; it holds seqlen_q x seqlen_k scores, so it is for tests and small inputs."""
+    return []
+
+
+def attention_forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float) -> tuple[Tensor, Tensor]:
+    """Return out (B, N, Hq, E) in q's dtype and lse (B, Hq, N), natural log, in fp32 (fp64 for fp64 inputs).
+
+    Computes in fp32 at least. A query that sees nothing gives out = 0 and lse = -inf, and zero gradients.
+    Differentiable by autograd.
+    """
+    group_size = q.shape[2] // k.shape[2]
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    k, v = (x.to(dtype).repeat_interleave(group_size, dim=2) for x in (k, v))
+    scores = torch.einsum("bnhd,bmhd->bhnm", q.to(dtype), k) * scale
+    scores = scores.masked_fill(~layout.to_dense(), -torch.inf)
+    sees_any = layout.to_dense().any(-1, keepdim=True)
+    weights = scores.masked_fill(~sees_any, 0.0).softmax(-1) * sees_any
+    lse = scores.masked_fill(~sees_any, 0.0).logsumexp(-1).masked_fill(~sees_any[..., 0], -torch.inf)
+    return torch.einsum("bhnm,bmhe->bnhe", weights, v).to(q.dtype), lse

@@ -1,0 +1,19 @@
+"""The currency of dynaxx: `BlockLayout`, its grid, its element masks, and conversions."""
+
+from dynaxx.layout.block_layout import BlockLayout, TransposedLayout
+from dynaxx.layout.convert import from_block_mask, to_block_mask
+from dynaxx.layout.grid import BLOCK_SIZES, BlockGrid, as_block_size
+from dynaxx.layout.masks import EMPTY, FULL, ElementMasks
+
+__all__ = [
+    "BLOCK_SIZES",
+    "EMPTY",
+    "FULL",
+    "BlockGrid",
+    "BlockLayout",
+    "ElementMasks",
+    "TransposedLayout",
+    "as_block_size",
+    "from_block_mask",
+    "to_block_mask",
+]

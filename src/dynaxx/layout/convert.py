@@ -1,0 +1,160 @@
+"""`BlockLayout` from and to a dense mask and FlexAttention's `BlockMask`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from dynaxx.layout.block_layout import BlockLayout
+from dynaxx.layout.grid import BlockGrid, as_block_size
+from dynaxx.layout.masks import EMPTY, FULL, ElementMasks
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+
+def layout_from_dense(mask: Tensor, block_size: tuple[int, int]) -> BlockLayout:
+    """See `BlockLayout.from_dense`."""
+    if mask.dtype != torch.bool or mask.ndim not in (2, 4):
+        raise ValueError(
+            "`mask` must be bool, (seqlen_q, seqlen_k) or (batch, heads, seqlen_q, seqlen_k), "
+            f"got {mask.dtype} {tuple(mask.shape)}"
+        )
+    mask = mask.view(1, 1, *mask.shape) if mask.ndim == 2 else mask
+    batch, heads, seqlen_q, seqlen_k = mask.shape
+    grid = BlockGrid(seqlen_q, seqlen_k, block_size, causal=False)
+    (q_block, kv_block), (rows, cols) = block_size, (grid.q_blocks, grid.kv_blocks)
+    pad = (0, cols * kv_block - seqlen_k, 0, rows * q_block - seqlen_q)
+    tiles = torch.nn.functional.pad(mask, pad).view(batch, heads, rows, q_block, cols, kv_block).transpose(3, 4)
+    in_range = torch.nn.functional.pad(torch.ones_like(mask[:1, :1]), pad)
+    in_range = in_range.view(1, 1, rows, q_block, cols, kv_block).transpose(3, 4)
+    full = (tiles | ~in_range).all(-1).all(-1)
+    partial = tiles.any(-1).any(-1) & ~full
+    batch_i, head_i, row, col = (partial | full).nonzero(as_tuple=True)
+    lead = (batch_i * heads + head_i) * rows + row
+    codes = torch.full_like(lead, FULL)
+    is_partial = partial[batch_i, head_i, row, col]
+    masks, codes[is_partial] = unique_masks(tiles[batch_i, head_i, row, col][is_partial])
+    return BlockLayout.from_entries(grid, lead, col, codes, masks, layout_batch=batch, layout_heads=heads)
+
+
+def unique_masks(tiles: Tensor) -> tuple[ElementMasks, Tensor]:
+    """Distinct masks of (n, q_block, kv_block) bool tiles, and for each tile its entry, (n,) int64."""
+    packed = ElementMasks.from_dense(tiles)
+    if len(packed) == 0:
+        return packed, torch.zeros(0, dtype=torch.int64, device=tiles.device)
+    bits, entry = packed.bits.flatten(1).unique(dim=0, return_inverse=True)
+    first = torch.full((bits.shape[0],), len(packed), device=tiles.device)
+    first.scatter_reduce_(0, entry, torch.arange(len(packed), device=tiles.device), "amin")
+    return ElementMasks(packed.bits[first], packed.bands[first], packed.kv_block), entry
+
+
+def layout_to_dense(layout: BlockLayout) -> Tensor:
+    """See `BlockLayout.to_dense`."""
+    q_block, kv_block = layout.block_size
+    shape = (layout.layout_batch, layout.layout_heads)
+    lead, cols, codes = layout.entries()
+    tiles = torch.zeros(
+        shape[0] * shape[1] * layout.q_blocks,
+        layout.kv_blocks,
+        q_block,
+        kv_block,
+        dtype=torch.bool,
+        device=layout.device,
+    )
+    table = torch.cat([layout.masks.to_dense(), torch.ones_like(tiles[:1, :1, :, :].reshape(-1, q_block, kv_block))])
+    if cols.numel():
+        tiles[lead, cols] = table[torch.where(codes == FULL, table.shape[0] - 1, codes)]
+    dense = tiles.view(*shape, layout.q_blocks, layout.kv_blocks, q_block, kv_block).transpose(3, 4)
+    dense = dense.reshape(*shape, layout.q_blocks * q_block, layout.kv_blocks * kv_block)
+    return dense[..., : layout.seqlen_q, : layout.seqlen_k]
+
+
+def block_codes(layout: BlockLayout) -> Tensor:
+    """(layout_batch, layout_heads, q_blocks, kv_blocks) int64: the mask code of each block, EMPTY where not visited."""
+    lead, cols, codes = layout.entries()
+    table = torch.full(
+        (layout.layout_batch * layout.layout_heads * layout.q_blocks, layout.kv_blocks), EMPTY, device=layout.device
+    )
+    table[lead, cols] = codes
+    return table.view(layout.layout_batch, layout.layout_heads, layout.q_blocks, layout.kv_blocks)
+
+
+def to_block_mask(layout: BlockLayout) -> BlockMask:
+    """FlexAttention's `BlockMask` of a layout, full and partial blocks apart, its `mask_mod` reading our bits."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    codes = block_codes(layout)
+    bits = layout.masks.bits
+    bits = torch.cat([bits, torch.full_like(bits[:1], -1) if len(bits) else bits.new_full((1, *bits.shape[1:]), -1)])
+    q_block, kv_block = layout.block_size
+    shared_batch, shared_heads = layout.layout_batch == 1, layout.layout_heads == 1
+
+    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        code = codes[b * 0 if shared_batch else b, h * 0 if shared_heads else h, q_idx // q_block, kv_idx // kv_block]
+        column = kv_idx % kv_block
+        word = bits[torch.where(code < 0, bits.shape[0] - 1, code), q_idx % q_block, column // 32]
+        return (code != EMPTY) & ((word >> (column % 32)) & 1).bool()
+
+    def listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
+        order = chosen.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
+        return chosen.sum(-1).to(torch.int32), order
+
+    return BlockMask.from_kv_blocks(
+        *listed(codes >= 0),
+        *listed(codes == FULL),
+        BLOCK_SIZE=layout.block_size,
+        mask_mod=mask_mod,
+        seq_lengths=(layout.seqlen_q, layout.seqlen_k),
+    )
+
+
+def from_block_mask(block_mask: BlockMask, *, chunk: int = 1024) -> BlockLayout:
+    """A `BlockLayout` of FlexAttention's `BlockMask`; `mask_mod` runs on partial blocks only, `chunk` at a time.
+
+    Raises:
+        ValueError: a block size that dynaxx does not have.
+    """
+    q_block, kv_block = block_mask.BLOCK_SIZE
+    block_size = as_block_size((q_block, kv_block))
+    seqlen_q, seqlen_k = block_mask.seq_lengths
+    grid = BlockGrid(seqlen_q, seqlen_k, block_size, causal=False)
+    batch, heads, q_blocks = block_mask.kv_num_blocks.shape
+
+    def entries(num: Tensor | None, indices: Tensor | None) -> tuple[Tensor, Tensor]:
+        if num is None or indices is None:
+            none = torch.zeros(0, dtype=torch.int64, device=block_mask.kv_num_blocks.device)
+            return none, none
+        listed = torch.arange(indices.shape[-1], device=num.device) < num[..., None]
+        lead, slot = listed.flatten(0, 2).nonzero(as_tuple=True)
+        return lead, indices.flatten(0, 2)[lead, slot].long()
+
+    lead, cols = entries(block_mask.kv_num_blocks, block_mask.kv_indices)
+    r = torch.arange(block_size[0], device=lead.device)[:, None]
+    c = torch.arange(block_size[1], device=lead.device)
+    bits = []
+    for some, col in zip(lead.split(chunk), cols.split(chunk), strict=True):
+        row, head, b = some % q_blocks, some // q_blocks % heads, some // q_blocks // heads
+        q_idx, kv_idx = row[:, None, None] * block_size[0] + r, col[:, None, None] * block_size[1] + c
+        in_range = (q_idx < seqlen_q) & (kv_idx < seqlen_k)
+        q_safe, kv_safe = q_idx.clamp(max=seqlen_q - 1), kv_idx.clamp(max=seqlen_k - 1)
+        seen = block_mask.mask_mod(b[:, None, None], head[:, None, None], q_safe, kv_safe) & in_range
+        bits.append(seen.expand(len(some), *block_size))
+    none = torch.zeros(0, *block_size, dtype=torch.bool, device=lead.device)
+    masks, codes = unique_masks(torch.cat([none, *bits]))
+    empty = (masks.bits == 0).all(-1).all(-1) if len(masks) else None
+    if empty is not None:
+        codes = torch.where(empty[codes], EMPTY, codes)
+    full_lead, full_cols = entries(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+    codes = torch.cat([codes, torch.full_like(full_lead, FULL)])
+    return BlockLayout.from_entries(
+        grid,
+        torch.cat([lead, full_lead]),
+        torch.cat([cols, full_cols]),
+        codes,
+        masks,
+        layout_batch=batch,
+        layout_heads=heads,
+    )

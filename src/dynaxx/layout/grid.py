@@ -1,0 +1,71 @@
+"""The grid of blocks that a layout lives on: lengths, block sizes, and where block (row, col) lies.
+
+Legend: row = q block index, col = kv block index. Queries are bottom-right aligned to keys: query `i` stands at key
+position `i + offset`, offset = seqlen_k - seqlen_q.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+BLOCK_SIZES = (16, 32, 64, 128)
+
+
+def as_block_size(block_size: int | tuple[int, int]) -> tuple[int, int]:
+    """Return (q_block, kv_block); each must be one of 16, 32, 64, 128."""
+    pair = (block_size, block_size) if isinstance(block_size, int) else tuple(block_size)
+    if len(pair) != 2 or any(size not in BLOCK_SIZES for size in pair):
+        raise ValueError(f"`block_size` must be one of {BLOCK_SIZES} or a pair of them, got {block_size!r}")
+    return pair[0], pair[1]
+
+
+@dataclass(frozen=True)
+class BlockGrid:
+    """Lengths in tokens, block sizes in tokens, and whether keys after the query are hidden."""
+
+    seqlen_q: int
+    seqlen_k: int
+    block_size: tuple[int, int]
+    causal: bool = True
+
+    def __post_init__(self) -> None:
+        if self.seqlen_q < 0 or self.seqlen_k < 0:
+            raise ValueError(f"sequence lengths must be >= 0, got {self.seqlen_q} and {self.seqlen_k}")
+        as_block_size(self.block_size)
+
+    @property
+    def offset(self) -> int:
+        """Key position of query 0; negative where there are more queries than keys."""
+        return self.seqlen_k - self.seqlen_q
+
+    @property
+    def q_blocks(self) -> int:
+        return -(-self.seqlen_q // self.block_size[0])
+
+    @property
+    def kv_blocks(self) -> int:
+        return -(-self.seqlen_k // self.block_size[1])
+
+    def q_span(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """First and last key position at which the queries of each row stand (the last one clipped to seqlen_q)."""
+        first = rows * self.block_size[0]
+        last = (first + self.block_size[0]).clamp(max=self.seqlen_q) - 1
+        return first + self.offset, last + self.offset
+
+    def k_span(self, cols: Tensor) -> tuple[Tensor, Tensor]:
+        """First and last key position of each kv block (the last one clipped to seqlen_k)."""
+        first = cols * self.block_size[1]
+        return first, (first + self.block_size[1]).clamp(max=self.seqlen_k) - 1
+
+    def rows(self) -> Tensor:
+        return torch.arange(self.q_blocks)
+
+    def causal_kv_blocks(self, rows: Tensor) -> Tensor:
+        """How many kv blocks each row may visit at all: a prefix of the columns. Shape and device of `rows`."""
+        if not self.causal:
+            return torch.full_like(rows, self.kv_blocks)
+        _, last = self.q_span(rows)
+        return torch.div(last, self.block_size[1], rounding_mode="floor").add(1).clamp(0, self.kv_blocks)

@@ -1,0 +1,77 @@
+"""Which backend serves a problem, and why the others do not."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from types import ModuleType
+
+from torch import Tensor
+
+from dynaxx.errors import UnsupportedInputError
+from dynaxx.kernels.problem import AttentionProblem
+from dynaxx.layout import BlockLayout
+
+BACKENDS = ("hopper", "triton", "cpu", "reference")  # in the order that "auto" prefers
+
+
+def load_backend(name: str) -> ModuleType:
+    """Import a backend's module; only then does triton or the compiled core load."""
+    return importlib.import_module(f"dynaxx.kernels.{name}")
+
+
+def unsupported_reasons(name: str, problem: AttentionProblem) -> list[str]:
+    """Why the backend cannot serve; a backend whose import fails says so instead of failing the others."""
+    try:
+        module = load_backend(name)
+    except ImportError as error:
+        return [f"not available: {error}"]
+    reasons: list[str] = module.unsupported_reasons(problem)
+    return reasons
+
+
+def choose_backend(problem: AttentionProblem, backend: str = "auto") -> str:
+    """The named backend, or the first that can serve.
+
+    Raises:
+        ValueError: an unknown name.
+        UnsupportedInputError: the named backend, or all of them, cannot serve; with the reasons of each.
+    """
+    if backend != "auto" and backend not in BACKENDS:
+        raise ValueError(f"`backend` must be 'auto' or one of {BACKENDS}, got {backend!r}")
+    reasons = {}
+    for name in BACKENDS if backend == "auto" else (backend,):
+        reasons[name] = unsupported_reasons(name, problem)
+        if not reasons[name]:
+            return name
+    raise UnsupportedInputError(str(problem), reasons)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `explain` found: print it, or read `chosen` and `reasons`."""
+
+    problem: AttentionProblem
+    chosen: str
+    reasons: dict[str, list[str]]  # by backend; empty where it could serve
+    density: float
+
+    def __str__(self) -> str:
+        lines = [str(self.problem), f"visited blocks: {self.density:.1%} of the causally visible ones"]
+        for name, why in self.reasons.items():
+            verdict = "would run" if name == self.chosen else "; ".join(why) or "could serve, comes later in the order"
+            lines.append(f"  {name:<10} {verdict}")
+        return "\n".join(lines)
+
+
+def explain(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, *, backend: str = "auto") -> Explanation:
+    """Say which backend `sparse_attention(q, k, v, layout)` would run, and why the others would not.
+
+    Raises:
+        ValueError, TypeError, UnsupportedInputError: as `sparse_attention` would.
+    """
+    from dynaxx.ops.attention import check_inputs
+
+    problem = check_inputs(q, k, v, layout)
+    reasons = {name: unsupported_reasons(name, problem) for name in BACKENDS}
+    return Explanation(problem, choose_backend(problem, backend), reasons, layout.density())

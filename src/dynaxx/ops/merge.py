@@ -1,0 +1,40 @@
+"""`merge_states`: one attention result from several over disjoint sets of keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dynaxx.ops.attention import SparseAttentionOutput
+
+
+def merge_states(states: Sequence[tuple[Tensor, Tensor]]) -> SparseAttentionOutput:
+    """Merge partial results `(out, lse)` as if their keys had been attended to together.
+
+    Args:
+        states: each out (batch, seqlen_q, q_heads, head_dim_v) and lse (batch, q_heads, seqlen_q), of disjoint keys.
+
+    Returns:
+        (out, lse). A query that sees nothing in any state gives out = 0, lse = -inf. Differentiable.
+
+    Raises:
+        ValueError: no states, or shapes that differ.
+    """
+    if not states:
+        raise ValueError("`states` must hold at least one (out, lse)")
+    for out, lse in states:
+        if out.shape != states[0][0].shape or lse.shape != (out.shape[0], out.shape[2], out.shape[1]):
+            raise ValueError(
+                f"`states` must agree in shape, with lse (batch, q_heads, seqlen_q), "
+                f"got out {tuple(out.shape)} and lse {tuple(lse.shape)}"
+            )
+    outs = torch.stack([out for out, _ in states])
+    lses = torch.stack([lse for _, lse in states])
+    nothing = (lses == -torch.inf).all(0)
+    finite = lses.masked_fill(nothing, 0.0)
+    lse = finite.logsumexp(0)
+    weights = (finite - lse).exp().masked_fill(nothing, 0.0)
+    merged = (outs * weights.transpose(-1, -2)[..., None]).sum(0).to(outs.dtype)
+    return SparseAttentionOutput(merged, lse.masked_fill(nothing, -torch.inf))

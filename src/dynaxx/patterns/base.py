@@ -1,0 +1,170 @@
+"""`Pattern`: a rule over positions, and how rules combine.
+
+A rule says three things about a grid of blocks, all in closed form: which element pairs are visible (the definition),
+which blocks may hold a visible pair (its candidates), and for a given block whether it is full, partial or empty. From
+these `Pattern.layout` builds a `BlockLayout` in O(visited blocks), without any object of seqlen x seqlen.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from dynaxx.layout import BlockGrid, BlockLayout, as_block_size
+
+
+@dataclass(frozen=True)
+class BlockStates:
+    """What a rule says of n blocks: `full` and `partial` (n,) bool, neither means empty; `key` (n,) int64 is equal for
+    two partial blocks only if their element masks are equal."""
+
+    full: Tensor
+    partial: Tensor
+    key: Tensor
+
+
+class Pattern(ABC):
+    """A rule over positions. Hashable and immutable; combine with `|` (either shows the pair) and `&` (both do)."""
+
+    def layout(
+        self,
+        seqlen_q: int,
+        seqlen_k: int | None = None,
+        *,
+        causal: bool = True,
+        block_size: int | tuple[int, int] = 128,
+        device: torch.device | str = "cpu",
+    ) -> BlockLayout:
+        """Build the block layout of this rule.
+
+        Args:
+            seqlen_q: number of queries; they are aligned to the last keys.
+            seqlen_k: number of keys, `seqlen_q` by default.
+            causal: hide keys after the query.
+            block_size: tokens per block, one of 16, 32, 64, 128, or (q_block, kv_block).
+
+        Returns:
+            A layout shared by all batch entries and heads. Layouts are cached by value. They are computed on the host
+            from host integers and copied, so a GPU is never waited for.
+        """
+        grid = BlockGrid(seqlen_q, seqlen_q if seqlen_k is None else seqlen_k, as_block_size(block_size), causal)
+        return _cached_layout(self, grid, torch.device(device))
+
+    @abstractmethod
+    def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        """The definition: bool, broadcast of two tensors of key positions (query `i` stands at `i + grid.offset`)."""
+
+    @abstractmethod
+    def candidates(self, grid: BlockGrid) -> Tensor:
+        """(n,) int64 `row * kv_blocks + col` of blocks that hold every visible pair, unique, O(visited blocks)."""
+
+    @abstractmethod
+    def candidate_count(self, grid: BlockGrid) -> int:
+        """About how many candidates there are, without listing them."""
+
+    @abstractmethod
+    def classify(self, grid: BlockGrid, rows: Tensor, cols: Tensor) -> BlockStates:
+        """Full, partial or empty for each block (rows[n], cols[n])."""
+
+    def __or__(self, other: object) -> Pattern:
+        return Union(_flat(Union, self) + _flat(Union, other)) if isinstance(other, Pattern) else NotImplemented
+
+    def __and__(self, other: object) -> Pattern:
+        return (
+            Intersection(_flat(Intersection, self) + _flat(Intersection, other))
+            if isinstance(other, Pattern)
+            else NotImplemented
+        )
+
+
+def _flat(kind: type[Union] | type[Intersection], pattern: Pattern) -> tuple[Pattern, ...]:
+    return pattern.parts if isinstance(pattern, kind) else (pattern,)
+
+
+@dataclass(frozen=True)
+class Union(Pattern):
+    """A pair is visible if any part shows it."""
+
+    parts: tuple[Pattern, ...]
+
+    def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        seen = self.parts[0].visible(grid, q_pos, k_pos)
+        for part in self.parts[1:]:
+            seen = seen | part.visible(grid, q_pos, k_pos)
+        return seen
+
+    def candidates(self, grid: BlockGrid) -> Tensor:
+        return torch.cat([part.candidates(grid) for part in self.parts]).unique()
+
+    def candidate_count(self, grid: BlockGrid) -> int:
+        return sum(part.candidate_count(grid) for part in self.parts)
+
+    def classify(self, grid: BlockGrid, rows: Tensor, cols: Tensor) -> BlockStates:
+        states = [part.classify(grid, rows, cols) for part in self.parts]
+        full = torch.stack([state.full for state in states]).any(0)
+        partial = torch.stack([state.partial for state in states]).any(0) & ~full
+        return BlockStates(full, partial, _joint_key(states, partial))
+
+    def __repr__(self) -> str:
+        return " | ".join(f"({part!r})" if isinstance(part, Intersection) else repr(part) for part in self.parts)
+
+
+@dataclass(frozen=True)
+class Intersection(Pattern):
+    """A pair is visible if every part shows it."""
+
+    parts: tuple[Pattern, ...]
+
+    def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        seen = self.parts[0].visible(grid, q_pos, k_pos)
+        for part in self.parts[1:]:
+            seen = seen & part.visible(grid, q_pos, k_pos)
+        return seen
+
+    def candidates(self, grid: BlockGrid) -> Tensor:
+        return min(self.parts, key=lambda part: part.candidate_count(grid)).candidates(grid)
+
+    def candidate_count(self, grid: BlockGrid) -> int:
+        return min(part.candidate_count(grid) for part in self.parts)
+
+    def classify(self, grid: BlockGrid, rows: Tensor, cols: Tensor) -> BlockStates:
+        states = [part.classify(grid, rows, cols) for part in self.parts]
+        full = torch.stack([state.full for state in states]).all(0)
+        partial = torch.stack([state.full | state.partial for state in states]).all(0) & ~full
+        return BlockStates(full, partial, _joint_key(states, partial))
+
+    def __repr__(self) -> str:
+        return " & ".join(f"({part!r})" if isinstance(part, Union) else repr(part) for part in self.parts)
+
+
+def _joint_key(states: list[BlockStates], partial: Tensor) -> Tensor:
+    """A key per block that is equal only where all parts' states and keys are; computed where `partial`, else 0."""
+    joint = torch.zeros(int(partial.sum()), dtype=torch.int64)
+    for state in states:
+        full, cut = state.full[partial], state.partial[partial]
+        joint = _rank_pairs(joint, torch.where(cut, _rank(state.key[partial]) + 2, full.long()))
+    key = torch.zeros(partial.shape, dtype=torch.int64)
+    key[partial] = joint
+    return key
+
+
+def _rank(values: Tensor) -> Tensor:
+    return values.unique(return_inverse=True)[1]
+
+
+def _rank_pairs(a: Tensor, b: Tensor) -> Tensor:
+    """The rank of each pair; both non-negative. Sorts plain integers: much faster than `unique(dim=1)`."""
+    return _rank(a * (int(b.amax()) + 1) + b) if b.numel() else a
+
+
+@lru_cache(maxsize=128)
+def _cached_layout(pattern: Pattern, grid: BlockGrid, device: torch.device) -> BlockLayout:
+    if device.type != "cpu":
+        return _cached_layout(pattern, grid, torch.device("cpu")).to(device)
+    from dynaxx.patterns.build import build_layout
+
+    return build_layout(pattern, grid)

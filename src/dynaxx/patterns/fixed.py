@@ -1,0 +1,211 @@
+"""Rules on where a token stands: global tokens, sinks, documents, random blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from dynaxx.layout import BlockGrid
+from dynaxx.patterns.base import BlockStates, Pattern
+from dynaxx.patterns.local import SlidingWindow, _enumerate
+
+
+@dataclass(frozen=True)
+class GlobalTokens(Pattern):
+    """Tokens that every query sees (Longformer, BigBird).
+
+    Args:
+        tokens: the first n positions, or a tuple of positions.
+        symmetric: the global tokens see every key, too.
+    """
+
+    tokens: int | tuple[int, ...]
+    symmetric: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.tokens, int):
+            if self.tokens < 0:
+                raise ValueError(f"`tokens` must be >= 0, got {self.tokens}")
+            return
+        positions = tuple(sorted({int(position) for position in self.tokens}))
+        if positions and positions[0] < 0:
+            raise ValueError(f"`tokens` must be positions >= 0, got {positions[0]}")
+        object.__setattr__(self, "tokens", positions)
+
+    def _is_global(self, positions: Tensor) -> Tensor:
+        if isinstance(self.tokens, int):
+            return (positions >= 0) & (positions < self.tokens)
+        return torch.isin(positions, torch.tensor(self.tokens, dtype=positions.dtype))
+
+    def _count_before(self, positions: Tensor) -> Tensor:
+        """How many global tokens stand before each position."""
+        if isinstance(self.tokens, int):
+            return positions.clamp(0, self.tokens)
+        return torch.searchsorted(torch.tensor(self.tokens, dtype=torch.int64), positions)
+
+    def _blocks(self, grid: BlockGrid, size: int, count: int, offset: int) -> Tensor:
+        """Blocks of `size` tokens, the first standing at `offset`, that hold a global token."""
+        starts = torch.arange(count) * size + offset
+        return (self._count_before(starts + size) > self._count_before(starts)).nonzero().flatten()
+
+    def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        seen = self._is_global(k_pos) & torch.ones_like(q_pos, dtype=torch.bool)
+        return seen | self._is_global(q_pos) if self.symmetric else seen
+
+    def candidates(self, grid: BlockGrid) -> Tensor:
+        cols = self._blocks(grid, grid.block_size[1], grid.kv_blocks, 0)
+        flat = (grid.rows()[:, None] * grid.kv_blocks + cols).flatten()
+        if not self.symmetric:
+            return flat
+        rows = self._blocks(grid, grid.block_size[0], grid.q_blocks, grid.offset)
+        return torch.cat([flat, (rows[:, None] * grid.kv_blocks + torch.arange(grid.kv_blocks)).flatten()]).unique()
+
+    def candidate_count(self, grid: BlockGrid) -> int:
+        cols = len(self._blocks(grid, grid.block_size[1], grid.kv_blocks, 0))
+        return cols * (grid.q_blocks + grid.kv_blocks * self.symmetric)
+
+    def _side(self, start: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Whether the tokens start .. start + size - 1 are all, or some, global; and then a key of which, else 0."""
+        count = self._count_before(start + size) - self._count_before(start)
+        some = (count > 0) & (count < size)
+        return count == size, some, torch.where(some, start + size, 0)
+
+    def classify(self, grid: BlockGrid, rows: Tensor, cols: Tensor) -> BlockStates:
+        q_block, kv_block = grid.block_size
+        full, partial, key = self._side(cols * kv_block, kv_block)
+        if self.symmetric:
+            q_full, q_partial, q_key = self._side(rows * q_block + grid.offset, q_block)
+            key = key * (grid.seqlen_k + q_block + 1) + q_key
+            full, partial = full | q_full, partial | q_partial
+        return BlockStates(full, partial & ~full, key)
+
+
+class Sink(GlobalTokens):
+    """The first `tokens` keys, which language models use as attention sinks (StreamingLLM)."""
+
+    def __init__(self, tokens: int = 4) -> None:
+        super().__init__(tokens)
+
+    def __repr__(self) -> str:
+        return f"Sink({self.tokens})"
+
+
+@dataclass(frozen=True)
+class Documents(Pattern):
+    """Pairs within one document of a packed sequence.
+
+    Args:
+        cu_seqlens: cumulative lengths (0, ..., total) of the documents in key positions, host integers.
+    """
+
+    cu_seqlens: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        ends = self.cu_seqlens.tolist() if isinstance(self.cu_seqlens, Tensor) else list(self.cu_seqlens)
+        if len(ends) < 2 or ends[0] != 0 or any(b < a for a, b in pairwise(ends)):
+            raise ValueError(f"`cu_seqlens` must start at 0 and not fall, got {ends[:8]}")
+        object.__setattr__(self, "cu_seqlens", tuple(int(end) for end in ends))
+
+    def _document(self, positions: Tensor) -> Tensor:
+        """Index of each position's document; positions past the end count to the last one."""
+        return torch.searchsorted(torch.tensor(self.cu_seqlens[1:-1]), positions.contiguous(), right=True)
+
+    def _check(self, grid: BlockGrid) -> None:
+        if self.cu_seqlens[-1] != grid.seqlen_k:
+            raise ValueError(f"`cu_seqlens` must end at seqlen_k = {grid.seqlen_k}, got {self.cu_seqlens[-1]}")
+
+    def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        return self._document(q_pos) == self._document(k_pos)
+
+    def _reach(self, grid: BlockGrid) -> tuple[Tensor, Tensor]:
+        """First and last kv block of the documents that each row's queries are in."""
+        self._check(grid)
+        bounds = torch.tensor(self.cu_seqlens)
+        first, last = grid.q_span(grid.rows())
+        start = bounds[self._document(first)]
+        end = last if grid.causal else bounds[self._document(last) + 1] - 1
+        end = end.clamp(max=grid.seqlen_k - 1)
+        return start // grid.block_size[1], torch.div(end, grid.block_size[1], rounding_mode="floor")
+
+    def candidates(self, grid: BlockGrid) -> Tensor:
+        return _enumerate(grid, *self._reach(grid))
+
+    def candidate_count(self, grid: BlockGrid) -> int:
+        start, end = self._reach(grid)
+        return int((end - start + 1).clamp(min=0).sum())
+
+    def classify(self, grid: BlockGrid, rows: Tensor, cols: Tensor) -> BlockStates:
+        self._check(grid)
+        q_start, k_start = (
+            rows * grid.block_size[0] + grid.offset,
+            cols * grid.block_size[1],
+        )  # whole blocks, as masks are
+        q_first, q_last = self._document(q_start), self._document(q_start + grid.block_size[0] - 1)
+        k_first, k_last = self._document(k_start), self._document(k_start + grid.block_size[1] - 1)
+        full = (q_first == q_last) & (k_first == k_last) & (q_first == k_first)
+        touched = (k_last >= q_first) & (k_first <= q_last)
+        return BlockStates(full, touched & ~full, rows * grid.kv_blocks + cols)
+
+
+@dataclass(frozen=True)
+class RandomBlocks(Pattern):
+    """`blocks` random kv blocks per q block (BigBird), one from each of as many equal shares of the visible ones.
+
+    Drawn by a counter-based hash of (seed, row, share): the same on every device and machine, and no state.
+    """
+
+    blocks: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.blocks < 0:
+            raise ValueError(f"`blocks` must be >= 0, got {self.blocks}")
+
+    def _drawn(self, grid: BlockGrid, rows: Tensor) -> Tensor:
+        """(..., blocks) kv blocks of each row; a row that sees no more than `blocks` of them gets them all, then -1."""
+        slot = torch.arange(self.blocks)
+        available = grid.causal_kv_blocks(rows)[..., None]
+        low, high = slot * available // max(1, self.blocks), (slot + 1) * available // max(1, self.blocks)
+        col = low + _hash(self.seed, rows[..., None], slot) % (high - low).clamp(min=1)
+        return torch.where(high > low, col, -1)
+
+    def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        rows = torch.div(q_pos - grid.offset, grid.block_size[0], rounding_mode="floor").clamp(0, grid.q_blocks - 1)
+        return (self._drawn(grid, rows) == (k_pos // grid.block_size[1])[..., None]).any(-1)
+
+    def candidates(self, grid: BlockGrid) -> Tensor:
+        cols = self._drawn(grid, grid.rows())
+        return (grid.rows()[:, None] * grid.kv_blocks + cols)[cols >= 0]
+
+    def candidate_count(self, grid: BlockGrid) -> int:
+        return self.blocks * grid.q_blocks
+
+    def classify(self, grid: BlockGrid, rows: Tensor, cols: Tensor) -> BlockStates:
+        full = (self._drawn(grid, rows) == cols[..., None]).any(-1)
+        return BlockStates(full, torch.zeros_like(full), torch.zeros_like(rows))
+
+
+def _hash(seed: int, rows: Tensor, slot: Tensor) -> Tensor:
+    """A well-mixed 31-bit integer per (row, slot): three rounds of multiply and xor-shift in wrapping int64."""
+    x = rows * 0x9E3779B1 + slot * 0x85EBCA77 + seed * 0xC2B2AE3D + 0x27D4EB2F
+    for _ in range(3):
+        x = (x ^ (x >> 29)) * 0x1B873593CC9E2D51
+    return (x >> 32) & 0x7FFFFFFF
+
+
+def longformer(window: int, global_tokens: int | tuple[int, ...] = 1) -> Pattern:
+    """Longformer: a window and symmetric global tokens (arXiv 2004.05150)."""
+    return SlidingWindow(window) | GlobalTokens(global_tokens, symmetric=True)
+
+
+def bigbird(window: int, global_tokens: int | tuple[int, ...], random_blocks: int, seed: int = 0) -> Pattern:
+    """BigBird: a window, symmetric global tokens and random blocks (arXiv 2007.14062)."""
+    return SlidingWindow(window) | GlobalTokens(global_tokens, symmetric=True) | RandomBlocks(random_blocks, seed)
+
+
+def streaming(window: int, sinks: int = 4) -> Pattern:
+    """StreamingLLM: sinks and a window (arXiv 2309.17453)."""
+    return Sink(sinks) | SlidingWindow(window)

@@ -1,0 +1,105 @@
+"""The fp64 oracle and the derived tolerance: error against it at most twice that of the same math done eagerly.
+
+The oracle shares nothing with the kernels but the dense mask of a layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dynaxx.layout import BlockLayout
+
+Attend = Callable[[Tensor, Tensor, Tensor, BlockLayout], tuple[Tensor, Tensor]]
+
+
+def oracle_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention over the visible pairs as a formula, in the dtype of its inputs.
+
+    Args:
+        q, k, v: (batch, seqlen, heads, head_dim).
+        mask: bool, broadcastable to (batch, q_heads, seqlen_q, seqlen_k), True = visible.
+
+    Returns:
+        out (batch, seqlen_q, q_heads, head_dim_v) in q's dtype and lse (batch, q_heads, seqlen_q), fp32 or fp64.
+    """
+    group_size = q.shape[2] // k.shape[2]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    k, v = k.repeat_interleave(group_size, 2).transpose(1, 2), v.repeat_interleave(group_size, 2).transpose(1, 2)
+    scores = ((q.transpose(1, 2) @ k.transpose(-1, -2)) * scale).to(torch.promote_types(q.dtype, torch.float32))
+    top = scores.masked_fill(~mask, -torch.inf).amax(-1, keepdim=True).detach()
+    top = top.where(top.isfinite(), 0.0)
+    weights = (scores - top).masked_fill(~mask, -torch.inf).exp()
+    total = weights.sum(-1, keepdim=True)
+    out = (weights / total.where(total > 0, 1.0)).to(v.dtype) @ v
+    lse = torch.where(total > 0, total.where(total > 0, 1.0).log() + top, -torch.inf)[..., 0]
+    return out.transpose(1, 2), lse
+
+
+@dataclass(frozen=True)
+class ErrorReport:
+    """Largest error of one tensor against fp64, and the budget it must keep."""
+
+    name: str
+    error: float
+    budget: float
+
+    @property
+    def ok(self) -> bool:
+        return self.error <= self.budget  # False for NaN
+
+    def __str__(self) -> str:
+        return f"{self.name}: error {self.error:.2e}, budget {self.budget:.2e} ({'ok' if self.ok else 'FAIL'})"
+
+
+def check_forward(
+    attend: Attend, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float | None = None
+) -> list[ErrorReport]:
+    """Errors of `attend(q, k, v, layout) -> (out, lse)` against fp64, with their derived budgets."""
+    mask = layout.to_dense()
+    exact = oracle_attention(q.double(), k.double(), v.double(), mask, scale)
+    eager = oracle_attention(q, k, v, mask, scale)
+    return _reports(("out", "lse"), attend(q, k, v, layout), eager, exact)
+
+
+def check_gradients(
+    attend: Attend, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float | None = None, seed: int = 0
+) -> list[ErrorReport]:
+    """Errors of dq, dk, dv for random gradients of out and of lse, with their derived budgets."""
+    mask = layout.to_dense()
+    generator = torch.Generator(q.device).manual_seed(seed)
+
+    def grads(run: Callable[..., tuple[Tensor, Tensor]], dtype: torch.dtype) -> tuple[Tensor, ...]:
+        leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
+        out, lse = run(*leaves)
+        seen = lse.isfinite()
+        return torch.autograd.grad([out, lse[seen]], leaves, [do.to(out.dtype), dlse.to(lse.dtype)[seen]])
+
+    do = torch.randn(*q.shape[:3], v.shape[-1], generator=generator, device=q.device).to(q.dtype)
+    dlse = torch.randn(q.shape[0], q.shape[2], q.shape[1], generator=generator, device=q.device)
+    exact = grads(lambda q, k, v: oracle_attention(q, k, v, mask, scale), torch.float64)
+    eager = grads(lambda q, k, v: oracle_attention(q, k, v, mask, scale), q.dtype)
+    got = grads(lambda q, k, v: attend(q, k, v, layout), q.dtype)
+    return _reports(("dq", "dk", "dv"), got, eager, exact)
+
+
+def _reports(names: tuple[str, ...], *tensors: tuple[Tensor, ...]) -> list[ErrorReport]:
+    return [_report(name, *each) for name, *each in zip(names, *tensors, strict=True)]
+
+
+def _report(name: str, got: Tensor, eager: Tensor, exact: Tensor) -> ErrorReport:
+    """Compare the places of inf and nan first, then the largest difference of what is finite."""
+    if got.shape != exact.shape or not torch.equal(got.isfinite(), exact.isfinite()):
+        return ErrorReport(name, float("nan"), 0.0)
+    finite = exact.isfinite()
+    if not finite.any():
+        return ErrorReport(name, 0.0, 0.0)
+    worst = lambda x: float((x.double() - exact)[finite].abs().amax())
+    steps = 16 if got.dtype == torch.float64 else 1  # fp64 against fp64: the oracle's own roundings are in the error
+    rounding = steps * torch.finfo(got.dtype).eps * float(exact[finite].abs().amax())
+    return ErrorReport(name, worst(got), 2 * (worst(eager) + rounding))

@@ -1,0 +1,110 @@
+"""Patterns and layouts against the definition, element by element."""
+
+import random
+
+import pytest
+import torch
+
+import dynaxx as dx
+from dynaxx.layout import BlockGrid, BlockLayout, from_block_mask, to_block_mask
+from dynaxx.testing import random_pattern
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_layout_shows_exactly_what_the_rule_says(seed):
+    rng = random.Random(seed)
+    seqlen_k = rng.choice((1, 15, 16, 17, 63, 65, 100, 129, 200, 257))
+    seqlen_q = seqlen_k if rng.random() < 0.6 else rng.randint(1, 257)
+    block_size = (rng.choice((16, 32, 64, 128)), rng.choice((16, 32, 64, 128)))
+    causal, rule = rng.random() < 0.6, random_pattern(rng, seqlen_k)
+    layout = rule.layout(seqlen_q, seqlen_k, causal=causal, block_size=block_size).validate()
+    grid = BlockGrid(seqlen_q, seqlen_k, block_size, causal)
+    q_pos, k_pos = torch.arange(seqlen_q)[:, None] + grid.offset, torch.arange(seqlen_k)[None]
+    want = rule.visible(grid, q_pos, k_pos).expand(seqlen_q, seqlen_k)
+    want = want & (k_pos <= q_pos) if causal else want
+
+    assert torch.equal(layout.to_dense()[0, 0], want), rule
+    assert int(layout.visible_pairs()[0, 0]) == int(want.sum())
+    again = BlockLayout.from_dense(want, block_size=block_size).validate()
+    assert torch.equal(again.to_dense()[0, 0], want)
+    flex = from_block_mask(to_block_mask(layout)).validate()
+    assert torch.equal(flex.to_dense()[0, 0], want)
+    both = BlockLayout.stack_heads([layout, again]).validate()
+    assert torch.equal(both.head_slice([1]).to_dense()[0, 0], want)
+    masks = layout.masks
+    r, c = torch.arange(block_size[0])[:, None], torch.arange(block_size[1])
+    for dense, (lo, hi) in zip(masks.to_dense(), masks.bands.tolist(), strict=True):
+        assert lo > hi or torch.equal(dense, (r - c >= lo) & (r - c <= hi))
+
+
+def test_transposed_lists_the_same_blocks():
+    layout = (dx.SlidingWindow(50) | dx.GlobalTokens(3)).layout(200, 230, block_size=(32, 16))
+    lead, cols, codes = layout.entries()
+    forward = set(zip(lead.tolist(), cols.tolist(), codes.tolist(), strict=True))
+    turned = layout.transposed
+    counts = turned.q_indptr.diff(dim=-1)[0, 0].tolist()
+    starts = turned.q_indptr[0, 0].tolist()
+    backward = {
+        (int(turned.q_indices[at]), col, int(turned.q_masks[at]))
+        for col, count in enumerate(counts)
+        for at in range(starts[col], starts[col] + count)
+    }
+    assert forward == backward
+    for col, count in enumerate(turned.q_num_partial[0, 0].tolist()):
+        masks = turned.q_masks[starts[col] : starts[col + 1]]
+        assert (masks[:count] >= 0).all()
+        assert (masks[count:] == -1).all()
+
+
+def test_a_million_tokens_stay_small():
+    layout = (dx.SlidingWindow(4096) | dx.GlobalTokens(64)).layout(1_048_576, block_size=128)
+    assert layout.nnz < 300_000
+    assert len(layout.masks) <= 8
+
+
+def test_layouts_are_cached_by_value():
+    make = lambda: (dx.SlidingWindow(64) | dx.Sink(4)).layout(512, block_size=64)
+    assert make() is make()
+
+
+def test_presets_and_repr():
+    assert dx.longformer(8, 2) == dx.SlidingWindow(8) | dx.GlobalTokens(2, symmetric=True)
+    assert repr(dx.streaming(8, 2)) == "Sink(2) | SlidingWindow(window=8)"
+    assert dx.bigbird(8, 2, 3).layout(256, block_size=16).validate().nnz > 0
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: dx.SlidingWindow(0), "`window` must be >= 1"),
+        (lambda: dx.SlidingWindow((1, -2)), "`window` must be"),
+        (lambda: dx.Strided(0), "`stride` must be >= 1"),
+        (lambda: dx.GlobalTokens((-1,)), "`tokens` must be positions"),
+        (lambda: dx.Documents((1, 2)), "`cu_seqlens` must start at 0"),
+        (lambda: dx.Documents((0, 5)).layout(6), "`cu_seqlens` must end at seqlen_k = 6"),
+        (lambda: dx.Full().layout(6, block_size=48), "`block_size` must be one of"),
+        (lambda: dx.Full().layout(-1), "must be >= 0"),
+        (lambda: indices([[5]]), r"in \[0, kv_blocks = 2\)"),
+        (lambda: indices([[1, 1]]), "twice"),
+        (lambda: BlockLayout.from_dense(torch.ones(3, 3)), "`mask` must be bool"),
+    ],
+)
+def test_bad_input_is_refused_with_its_contract(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+def indices(rows):
+    return BlockLayout.from_block_indices(torch.tensor([[rows, rows]]).view(1, 1, 2, -1), 32, block_size=16)
+
+
+def test_block_indices_drop_empty_slots_and_the_future():
+    layout = indices([[-1, 1]]).validate()
+    assert layout.kv_num_blocks.tolist() == [[[0, 1]]]
+
+
+def test_no_queries_and_no_keys():
+    for seqlen_q, seqlen_k in ((0, 0), (0, 5), (5, 0)):
+        layout = (dx.SlidingWindow(4) | dx.GlobalTokens(2)).layout(seqlen_q, seqlen_k, block_size=16).validate()
+        assert layout.nnz == 0
+        assert layout.to_dense().shape == (1, 1, seqlen_q, seqlen_k)
