@@ -28,6 +28,7 @@ _SOURCES = {
         "longformer",
         "streaming",
     ),
+    "dynaxx.selection": ("Hybrid", "LastQueryProbe", "MeanPool", "MinMax", "Selector", "TopK", "TopP", "select_blocks"),
     "dynaxx.ops": ("SparseAttentionOutput", "explain", "merge_states", "sparse_attention"),
 }
 _SOURCE_OF = {name: source for source, names in _SOURCES.items() for name in names}

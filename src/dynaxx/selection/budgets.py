@@ -1,0 +1,85 @@
+"""How much to keep of what was scored: a number of blocks, a share of them, or a share of the attention mass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from dynaxx.selection.base import Selector
+from dynaxx.selection.scorers import MeanPool, Scorer
+
+
+@dataclass(frozen=True)
+class TopK(Selector):
+    """Keep the best-scored blocks of every q block.
+
+    Args:
+        budget: an int is a number of blocks, a float a share of the causally visible blocks (rounded up), both beside
+            what a hybrid's pattern shows anyway; a tuple has one such value per q head.
+        scorer: what to rank them by.
+    """
+
+    budget: int | float | tuple[int | float, ...]
+    scorer: Scorer = field(default_factory=MeanPool)
+
+    def __post_init__(self) -> None:
+        for budget in _per_head(self.budget):
+            if budget < 0 or (isinstance(budget, float) and budget > 1):
+                raise ValueError(f"`budget` must be a count >= 0 or a share from 0.0 to 1.0, got {budget}")
+
+    def choose(self, scores: Tensor, optional: Tensor, visible: Tensor) -> Tensor:
+        budgets = _checked_heads("budget", _per_head(self.budget), scores.shape[1])
+        counts = torch.stack([_count(budget, visible) for budget in budgets])[..., None]  # (Hq | 1, R, 1)
+        most = min(scores.shape[-1], int(counts.amax())) if counts.numel() else 0
+        if most == 0:
+            return torch.zeros_like(scores, dtype=torch.bool)
+        best, where = scores.masked_fill(~optional, -torch.inf).topk(most, dim=-1)
+        kept = (torch.arange(most, device=scores.device) < counts) & (best > -torch.inf)
+        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, where, kept)
+        return chosen | ((counts >= visible[:, None]) & optional)  # a full budget keeps what scores -inf, too
+
+
+@dataclass(frozen=True)
+class TopP(Selector):
+    """Keep the best-scored blocks until their estimated attention mass reaches a share, per head and q block.
+
+    Args:
+        mass: share to reach, 0.0 to 1.0, what a hybrid's pattern shows included; a tuple has one value per q head.
+        scorer: what estimates the mass.
+    """
+
+    mass: float | tuple[float, ...]
+    scorer: Scorer = field(default_factory=MeanPool)
+
+    def __post_init__(self) -> None:
+        for mass in _per_head(self.mass):
+            if not 0 <= mass <= 1:
+                raise ValueError(f"`mass` must be from 0.0 to 1.0, got {mass}")
+
+    def choose(self, scores: Tensor, optional: Tensor, visible: Tensor) -> Tensor:
+        goals = _checked_heads("mass", _per_head(self.mass), scores.shape[1])
+        goal = torch.tensor(goals, device=scores.device)[:, None, None]
+        share = scores.softmax(-1).nan_to_num(0.0)
+        best, where = share.masked_fill(~optional, -1.0).sort(dim=-1, descending=True)
+        covered = share.masked_fill(optional, 0.0).sum(-1, keepdim=True)
+        before = covered + best.clamp(min=0).cumsum(-1) - best  # mass of all blocks ahead of each in the order
+        kept = ((before < goal) | (goal >= 1)) & (best >= 0)
+        return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, where, kept)
+
+
+def _per_head(value: float | tuple[float, ...]) -> tuple[float, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _checked_heads(name: str, values: tuple[float, ...], heads: int) -> tuple[float, ...]:
+    if len(values) not in (1, heads):
+        raise ValueError(f"`{name}` must be one value or one per q head ({heads}), got {len(values)}")
+    return values
+
+
+def _count(budget: float, visible: Tensor) -> Tensor:
+    if isinstance(budget, int):
+        return torch.full_like(visible, budget)
+    return (visible * budget).ceil().long()
