@@ -1,0 +1,105 @@
+"""Files that are whole or absent: write beside the target, sync, rename. A kill or a full disk leaves no half of one."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+
+class OutOfSpaceError(OSError):
+    """The disk is full; the message names the file and what to do. The previous file, if any, is untouched."""
+
+
+def write_text(path: Path | str, text: str) -> Path:
+    """Write a UTF-8 text file in one step; return its path.
+
+    Raises:
+        OutOfSpaceError: no room; nothing was changed.
+        OSError: no permission, no such folder and so on; nothing was changed.
+    """
+    return _write(Path(path), lambda file: file.write(text.encode()))
+
+
+def write_bytes(path: Path | str, data: bytes) -> Path:
+    """Write a binary file in one step; return its path. Errors as `write_text`."""
+    return _write(Path(path), lambda file: file.write(data))
+
+
+def write_json(path: Path | str, document: Any) -> Path:
+    """Write strict JSON (no NaN) in one step, keys in the order given; return its path.
+
+    Raises:
+        ValueError: NaN or infinity, which JSON cannot say.
+        TypeError: a value that is not JSON.
+        OSError: as `write_text`.
+    """
+    return write_text(path, json.dumps(document, indent=2, allow_nan=False) + "\n")
+
+
+def read_json(path: Path | str) -> Any:
+    """Read a JSON file.
+
+    Raises:
+        ValueError: the file is missing or is not JSON; the message names it.
+    """
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+
+
+def sync_tree(folder: Path) -> None:
+    """Bring every file below `folder`, and the folders themselves, to the disk."""
+    for base, _, names in os.walk(folder):
+        for name in names:
+            _sync_path(Path(base) / name)
+        _sync_path(Path(base))
+
+
+@contextmanager
+def explain_full_disk(path: Path | str) -> Iterator[None]:
+    """Turn "no space left" (also a quota) into an `OutOfSpaceError` that names what was being written."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        message = f"no space left to write {path}; free some, or choose another folder (what was there is untouched)"
+        raise OutOfSpaceError(error.errno, message) from error
+
+
+def _write(path: Path, fill: Callable[[IO[bytes]], object]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    try:
+        with explain_full_disk(path):
+            with open(temporary, "xb") as file:
+                fill(file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _sync_path(path.parent)
+    return path
+
+
+def _sync_path(path: Path) -> None:
+    """fsync a file, or a folder where the system can."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except PermissionError:  # a folder on Windows cannot be opened; its rename is journaled there
+        return
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

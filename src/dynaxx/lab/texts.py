@@ -1,0 +1,99 @@
+"""Sample text: where it comes from, how it is split so that what a policy is validated on was never tuned on."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+SECTION_CHARS = 65_536  # about 16k tokens of English: a section holds a whole long context
+
+
+class TextSplit(NamedTuple):
+    """Two parts of one text that share nothing."""
+
+    calibration: str  # to analyze and tune on
+    held_out: str  # to validate on, never seen before
+
+
+def load_text(source: str | Path) -> str:
+    """Read sample text.
+
+    Args:
+        source: a UTF-8 file; "pydoc" for the 465 kB of language documentation that come with every Python; "-" for
+            standard input.
+
+    Raises:
+        ValueError: no such file, not text, or empty; the message says what to give.
+    """
+    if str(source) == "-":
+        text = sys.stdin.read()
+    elif str(source) == "pydoc":
+        text = pydoc_text()
+    else:
+        try:
+            text = Path(source).read_text(encoding="utf-8")
+        except (FileNotFoundError, IsADirectoryError):
+            raise ValueError(
+                f"text source must be a UTF-8 file, 'pydoc' (comes with Python) or '-' (stdin), got {str(source)!r}"
+            ) from None
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{source} must be UTF-8 text, but: {error}") from None
+    if not text.strip():
+        raise ValueError(f"text from {str(source)!r} is empty; give a sample of your workload")
+    return text
+
+
+def pydoc_text() -> str:
+    """The topics of Python's own `help()`, in their order."""
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics.values())
+
+
+def split_text(text: str, *, section_chars: int = SECTION_CHARS) -> TextSplit:
+    """Split into calibration and held-out text, the same way every time.
+
+    The text is cut at paragraph (or line) ends into sections of about `section_chars` characters, at least three of
+    them; even ones are for calibration, odd ones are held out. Both parts so cover the whole text, and each section
+    keeps its long-range structure.
+
+    Raises:
+        ValueError: a text too short to split.
+    """
+    size = min(section_chars, -(-len(text) // 4))
+    sections, start = [], 0
+    while start < len(text):
+        end = _paragraph_end(text, start, start + size) if len(text) - start > 1.5 * size else len(text)
+        sections.append(text[start:end])
+        start = end
+    if len(sections) < 2:
+        raise ValueError(f"text must have at least a few paragraphs to split, got {len(text)} characters")
+    return TextSplit("".join(sections[::2]), "".join(sections[1::2]))
+
+
+def _paragraph_end(text: str, start: int, wanted: int) -> int:
+    """The last paragraph end (else line end, else nothing) in the second half of text[start:wanted]."""
+    for mark in ("\n\n", "\n"):
+        at = text.rfind(mark, (start + wanted) // 2, wanted)
+        if at >= 0:
+            return at + len(mark)
+    return wanted
+
+
+def encode(tokenizer: Any, text: str, tokens: int, *, skip: int = 0) -> Tensor:
+    """The token ids `skip` to `skip + tokens` of a text, (1, tokens) int64, without special tokens.
+
+    Raises:
+        ValueError: the text is too short; the message says how much it has.
+    """
+    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    if len(ids) < skip + tokens:
+        raise ValueError(
+            f"text must have at least {skip + tokens:,} tokens, got {len(ids):,}; give more text, or ask for fewer"
+        )
+    import torch
+
+    return torch.tensor([ids[skip : skip + tokens]], dtype=torch.int64)
