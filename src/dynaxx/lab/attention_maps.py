@@ -1,0 +1,351 @@
+"""Look at a model's attention: q and k of every layer of one forward pass, and statistics of one head's map at a time.
+
+A map exists only as a chunk of its rows, so the memory is a few megabytes whatever the length. The exact map is used
+throughout; texts longer than `MAX_ROWS` tokens are sampled by query blocks, and the statistics say how many rows.
+
+N tokens, H q heads, D head_dim, R rows of a chunk, C keys of a chunk.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dynaxx.layout import FULL, BlockLayout
+
+CAPTURE = "dynaxx_capture"  # our name in transformers' AttentionInterface
+CHUNK_ROWS = 128  # 2 MB of scores at 4,096 keys: they stay in a CPU's cache through all the statistics
+MAX_ROWS = 4096  # rows of a map that are looked at; more tokens than that are sampled
+SINK_TOKENS = 4
+LOCAL_TOKENS = 64
+HIDDEN = -1e4  # score of a pair that is not visible: exp is 0 and 0 * score stays 0
+
+
+@dataclass(frozen=True)
+class LayerAttention:
+    """What one attention layer was given, after its rotary embedding."""
+
+    layer: int
+    q: Tensor  # (N, H, D) the model's dtype
+    k: Tensor  # (N, H, D) one per q head (a view: kv heads are not copied)
+    scale: float
+    mask: Tensor | None  # (N, N) bool, True = visible, or None for plain causal
+    window: int | None  # the layer's own sliding window in tokens
+    softcap: float | None
+
+    def only(self, heads: Sequence[int]) -> LayerAttention:
+        """The same layer with some of its q heads."""
+        return replace(self, q=self.q[:, list(heads)], k=self.k[:, list(heads)])
+
+
+Visitor = Callable[[LayerAttention], None]
+_visitor: ContextVar[tuple[Visitor, set[int]] | None] = ContextVar("dynaxx_capture", default=None)
+
+
+@torch.no_grad()
+def visit_attention(model: Any, input_ids: Tensor, visit: Visitor) -> None:
+    """Run one dense forward pass and hand over q and k of every attention layer, in order, as they come up.
+
+    Goes through transformers' `AttentionInterface` and `AttentionMaskInterface`; the model's own attention and training
+    mode are back afterwards, also after an error. Nothing is kept from one layer to the next.
+
+    Args:
+        model: a causal language model of transformers.
+        input_ids: (1, N) int64, one unpadded text.
+        visit: called once per layer.
+
+    Raises:
+        ValueError: the model does not let its attention be set, or computes something that a map of q and k is not
+            (learned sinks in the softmax, a position bias, attention that is not causal).
+    """
+    seen: set[int] = set()
+    with _captured(model), _evaluating(model):
+        token = _visitor.set((visit, seen))
+        try:
+            model.base_model(input_ids.to(model.device), use_cache=False)  # no lm head: logits would be N x vocabulary
+        finally:
+            _visitor.reset(token)
+    if not seen:
+        raise ValueError(
+            f"{type(model).__name__} does not call its attention through transformers' AttentionInterface, "
+            "so its maps cannot be read"
+        )
+
+
+@contextmanager
+def _captured(model: Any) -> Iterator[None]:
+    """Route attention through `_capture`."""
+    modeling = importlib.import_module("transformers.modeling_utils")
+    masking = importlib.import_module("transformers.masking_utils")
+    modeling.AttentionInterface.register(CAPTURE, _capture)
+    masking.AttentionMaskInterface.register(CAPTURE, masking.sdpa_mask)  # without it masks would arrive as None
+    own = model.config._attn_implementation
+    try:
+        model.set_attn_implementation(CAPTURE)
+        yield
+    finally:
+        model.set_attn_implementation(own)
+
+
+@contextmanager
+def _evaluating(model: Any) -> Iterator[None]:
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
+def _capture(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Show the layer to the visitor, then attend as the model would: by "sdpa", or "eager" where a softcap asks for it.
+
+    query (1, H, N, D), key and value (1, kv_heads, N, D), as transformers passes them.
+    """
+    current = _visitor.get()
+    if current is None:
+        raise RuntimeError(f"the attention {CAPTURE!r} works only inside `visit_attention`")
+    visit, seen = current
+    for name in ("s_aux", "position_bias"):
+        if kwargs.get(name) is not None:
+            raise ValueError(f"attention maps of a model that uses `{name}` are not supported")
+    if not getattr(module, "is_causal", True):
+        raise ValueError(f"attention maps are for causal attention, and {type(module).__name__} is not causal")
+    group_size = query.shape[1] // key.shape[1]
+    scale = kwargs.get("scaling")
+    seen.add(module.layer_idx)
+    visit(
+        LayerAttention(
+            layer=module.layer_idx,
+            q=query[0].transpose(0, 1),
+            k=key[0].unsqueeze(1).expand(-1, group_size, -1, -1).flatten(0, 1).transpose(0, 1),
+            scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
+            mask=None if attention_mask is None else attention_mask[0, 0],
+            window=kwargs.get("sliding_window"),
+            softcap=kwargs.get("softcap"),
+        )
+    )
+    return _attend(query, key, value, attention_mask, scale, kwargs.get("softcap")), None
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, softcap: float | None
+) -> Tensor:
+    """Dense attention, (1, N, H, D)."""
+    if softcap is None:
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+        )
+        return out.transpose(1, 2)
+    outs = []
+    for head in range(query.shape[1]):
+        kv = head // (query.shape[1] // key.shape[1])
+        scores = _scores(query[0, head].float(), key[0, kv].float(), scale or query.shape[-1] ** -0.5, softcap)
+        visible = torch.ones_like(scores, dtype=torch.bool).tril() if mask is None else mask[0, 0]
+        outs.append(scores.masked_fill_(~visible, HIDDEN).softmax(-1) @ value[0, kv].float())
+    return torch.stack(outs, dim=1)[None].to(value.dtype)
+
+
+def _scores(q: Tensor, k: Tensor, scale: float, softcap: float | None) -> Tensor:
+    scores = (q * scale) @ k.transpose(-1, -2)
+    return scores if softcap is None else torch.tanh(scores / softcap) * softcap
+
+
+# ---- statistics of one map ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class MapStatistics:
+    """One head's attention map, summed up. A row of the map sums to 1, so every mass is a number of rows."""
+
+    rows: int  # rows looked at
+    block_size: int
+    lse: Tensor  # (N,) natural log of each row's softmax denominator; 0 for rows not looked at
+    block_mass: Tensor  # (blocks, blocks) mass of each block; rows of blocks that were not looked at are 0
+    by_distance: Tensor  # (N,) mass at each distance query - key
+    by_slash: Tensor  # (N,) the same without the first SINK_TOKENS keys
+    by_vertical: Tensor  # (N,) mass on each key, without distances below LOCAL_TOKENS and the first SINK_TOKENS keys
+    sink_mass: float  # mass on the first SINK_TOKENS keys
+    entropy: float  # mean over rows, nats
+    heatmap: (
+        Tensor  # (cells, cells), cells <= 64: share of a row's attention in a range of keys, mean over a range of rows
+    )
+
+
+def sampled_blocks(seqlen: int, block_size: int) -> Tensor:
+    """The query blocks that are looked at: all, or evenly spaced ones that make MAX_ROWS rows. (n,) int64."""
+    blocks = -(-seqlen // block_size)
+    most = max(1, MAX_ROWS // block_size)
+    return torch.arange(blocks) if blocks <= most else torch.linspace(0, blocks - 1, most).round().long()
+
+
+def map_statistics(attention: LayerAttention, head: int, *, block_size: int, cells: int = 64) -> MapStatistics:
+    """Compute the statistics of one head's exact map, a chunk of rows at a time.
+
+    Args:
+        attention: a layer.
+        head: index among its q heads.
+        block_size: tokens per block.
+        cells: rows and columns of the heat map at most.
+    """
+    q, k = attention.q[:, head].float().contiguous(), attention.k[:, head].float().contiguous()
+    seqlen, blocks = q.shape[0], -(-q.shape[0] // block_size)
+    cell = -(-seqlen // cells)
+    zeros = lambda *shape: torch.zeros(*shape, device=q.device)
+    lse, block_mass, by_distance, by_vertical = zeros(seqlen), zeros(blocks, blocks), zeros(seqlen), zeros(seqlen)
+    heat, heat_rows = zeros(-(-seqlen // cell), -(-seqlen // cell)), zeros(-(-seqlen // cell))
+    sinks, entropy, rows = zeros(seqlen, min(SINK_TOKENS, seqlen)), 0.0, 0
+    for first, last in _chunks(sampled_blocks(seqlen, block_size), block_size, seqlen):
+        height = last - first
+        width = -(-last // max(block_size, cell)) * max(block_size, cell)  # whole blocks and cells
+        share, lse[first:last], chunk_entropy = _softmax_chunk(attention, q, k, first, last)
+        # A margin of `height` zeros on the left makes every diagonal of the chunk a column of a strided view.
+        padded = torch.nn.functional.pad(share, (height, width - last))
+        inside = padded[:, height:]
+        by_row = torch.arange(first, last, device=q.device)
+        block_mass.index_add_(0, by_row // block_size, _pooled(inside, block_size, blocks))
+        if cell != block_size:
+            heat.index_add_(0, by_row // cell, _pooled(inside, cell, len(heat)))
+        heat_rows.index_add_(0, by_row // cell, torch.ones(height, device=q.device))
+        diagonals = padded.as_strided((height, width + 1), (padded.stride(0) + 1, 1))  # column j: distance last - j
+        by_distance[:last] += diagonals.sum(0)[1 : last + 1].flip(0)
+        sinks[first:last] = inside[:, : sinks.shape[1]]
+        inside[:, : sinks.shape[1]] = 0.0
+        diagonals[:, max(0, last - LOCAL_TOKENS + 1) : last + 1] = 0.0
+        by_vertical[:last] += inside[:, :last].sum(0)
+        entropy, rows = entropy + float(chunk_entropy.sum()), rows + height
+    by_slash = by_distance.clone()
+    for column in range(sinks.shape[1]):
+        by_slash[: seqlen - column] -= sinks[column:, column]
+    return MapStatistics(
+        rows=rows,
+        block_size=block_size,
+        lse=lse,
+        block_mass=block_mass,
+        by_distance=by_distance,
+        by_slash=by_slash.clamp(min=0),
+        by_vertical=by_vertical,
+        sink_mass=float(sinks.sum()),
+        entropy=entropy / rows,
+        heatmap=_filled(block_mass if cell == block_size else heat, heat_rows),
+    )
+
+
+def _chunks(blocks: Tensor, block_size: int, seqlen: int) -> Iterator[tuple[int, int]]:
+    """Rows first .. last of the blocks, neighbours joined up to CHUNK_ROWS."""
+    at_once = max(1, CHUNK_ROWS // block_size)
+    start = 0
+    listed = [int(block) for block in blocks]
+    while start < len(listed):
+        stop = start + 1
+        while stop < len(listed) and stop - start < at_once and listed[stop] == listed[stop - 1] + 1:
+            stop += 1
+        yield listed[start] * block_size, min(seqlen, (listed[stop - 1] + 1) * block_size)
+        start = stop
+
+
+def _softmax_chunk(
+    attention: LayerAttention, q: Tensor, k: Tensor, first: int, last: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows first .. last of the map over keys 0 .. last, (R, C); their lse and their entropy in nats, (R,)."""
+    scores = _scores(q[first:last], k[:last], attention.scale, attention.softcap)
+    if attention.mask is not None:
+        scores.masked_fill_(~attention.mask[first:last, :last], HIDDEN)
+    else:
+        corner = scores[:, first:]
+        corner.masked_fill_(torch.ones(last - first, last - first, dtype=torch.bool, device=q.device).triu_(1), HIDDEN)
+    top = scores.amax(-1, keepdim=True)
+    scores -= top
+    share = scores.exp()
+    total = share.sum(-1, keepdim=True)
+    share /= total
+    entropy = total.log()[:, 0] - torch.einsum("rc,rc->r", share, scores)
+    return share, (top + total.log())[:, 0], entropy
+
+
+def _pooled(share: Tensor, size: int, count: int) -> Tensor:
+    """(R, C) -> (R, count): sums of `size` neighbours; columns past the end are cut or 0."""
+    sums = share[:, : share.shape[1] // size * size].unflatten(1, (-1, size)).sum(-1)[:, :count]
+    return torch.nn.functional.pad(sums, (0, count - sums.shape[1]))
+
+
+def _filled(heat: Tensor, rows: Tensor) -> Tensor:
+    """Means over each range of rows; one without a sampled row repeats the one above."""
+    heat = heat / rows.clamp(min=1)[:, None]
+    index = torch.where(rows > 0, torch.arange(len(rows), device=rows.device), 0).cummax(0).values
+    return heat[index]
+
+
+# ---- mass that a layout shows ------------------------------------------------------------------------------------
+
+
+def visible_mass(attention: LayerAttention, statistics: Sequence[MapStatistics], layout: BlockLayout) -> Tensor:
+    """The mass of each head's map on the pairs that a layout shows, exact to the element, in rows.
+
+    Whole blocks are looked up; partial blocks that hide more than causality does are computed again from q and k.
+
+    Args:
+        attention: a layer of H q heads.
+        statistics: of each of them.
+        layout: shared, or one per head.
+
+    Returns:
+        (H,) fp32.
+    """
+    heads = len(statistics)
+    lead, cols, codes = layout.entries()
+    head, rows = lead // layout.q_blocks, lead % layout.q_blocks
+    if layout.layout_heads == 1:
+        head = torch.arange(heads, device=lead.device).repeat_interleave(len(lead))
+        rows, cols, codes = rows.repeat(heads), cols.repeat(heads), codes.repeat(heads)
+    mass = torch.stack([each.block_mass for each in statistics])[head, rows, cols]
+    partial = (codes != FULL) & ~_only_causal(layout, rows, cols, codes) & (mass > 0)
+    if partial.any():
+        mass[partial] = _partial_mass(attention, statistics, layout, head, rows, cols, codes, partial)
+    return torch.zeros(heads, device=mass.device).index_add_(0, head, mass)
+
+
+def _partial_mass(
+    attention: LayerAttention,
+    statistics: Sequence[MapStatistics],
+    layout: BlockLayout,
+    head: Tensor,
+    rows: Tensor,
+    cols: Tensor,
+    codes: Tensor,
+    partial: Tensor,
+) -> Tensor:
+    """Mass on the pairs that the element masks of some blocks show, (n,)."""
+    seqlen, size = attention.q.shape[0], statistics[0].block_size
+    head, rows, cols, codes = head[partial], rows[partial], cols[partial], codes[partial]
+    within = torch.arange(size, device=rows.device)
+    q_pos, k_pos = rows[:, None] * size + within, cols[:, None] * size + within  # (n, size)
+    shown = (q_pos < seqlen)[:, :, None] & (k_pos < seqlen)[:, None, :] & layout.masks.to_dense()[codes]
+    q_pos, k_pos = q_pos.clamp(max=seqlen - 1), k_pos.clamp(max=seqlen - 1)
+    if attention.mask is None:
+        shown &= k_pos[:, None, :] <= q_pos[:, :, None]
+    else:
+        shown &= attention.mask[q_pos[:, :, None], k_pos[:, None, :]]
+    q, k = attention.q[q_pos, head[:, None]].float(), attention.k[k_pos, head[:, None]].float()
+    lse = torch.stack([each.lse for each in statistics])[head[:, None], q_pos]
+    share = (_scores(q, k, attention.scale, attention.softcap) - lse[:, :, None]).exp()
+    return share.masked_fill(~shown, 0.0).sum((1, 2))
+
+
+def _only_causal(layout: BlockLayout, rows: Tensor, cols: Tensor, codes: Tensor) -> Tensor:
+    """Whether each block's mask hides nothing but keys after the query."""
+    if not len(layout.masks):
+        return torch.zeros_like(codes, dtype=torch.bool)
+    q_block, kv_block = layout.block_size
+    bands = layout.masks.bands[codes.clamp(min=0)]
+    first = rows * q_block + (layout.seqlen_k - layout.seqlen_q) - cols * kv_block
+    return (bands[:, 0] <= -first) & (bands[:, 1] >= q_block - 1)
