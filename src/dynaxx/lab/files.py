@@ -1,4 +1,4 @@
-"""Files that are whole or absent: write beside the target, sync, rename. A kill or a full disk leaves no half of one."""
+"""Files that are whole or absent: write beside the target, sync, rename. A kill or a full disk leaves no half."""
 
 from __future__ import annotations
 

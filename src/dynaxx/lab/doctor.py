@@ -1,0 +1,242 @@
+"""`dynaxx doctor`: what this machine is, which backends can serve it, and whether they compute the right thing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dynaxx.kernels.problem import AttentionProblem
+from dynaxx.lab.machine import Machine, machine_facts
+from dynaxx.lab.progress import Progress, SilentProgress
+from dynaxx.layout import BlockLayout
+from dynaxx.ops import sparse_attention
+from dynaxx.ops.dispatch import BACKENDS, unsupported_reasons
+from dynaxx.patterns import Full, GlobalTokens, RandomBlocks, Sink, SlidingWindow
+from dynaxx.testing import ErrorReport, check_forward, check_gradients, make_qkv
+
+ORACLE_BYTES = (
+    256 * 2**20
+)  # the oracle holds some seqlen x seqlen matrices in fp64; longer problems are checked shorter
+
+BROKEN = "broken: "  # begins the reason of a backend that cannot answer
+
+
+@dataclass(frozen=True)
+class BackendStatus:
+    """What one backend answers to the user's problem; no reasons means it can serve."""
+
+    name: str
+    forward_reasons: tuple[str, ...]
+    gradient_reasons: tuple[str, ...]
+
+    @property
+    def broken(self) -> bool:
+        return any(reason.startswith(BROKEN) for reason in (*self.forward_reasons, *self.gradient_reasons))
+
+
+@dataclass(frozen=True)
+class OracleCheck:
+    """One backend on one layout against the fp64 oracle."""
+
+    backend: str
+    what: str  # "forward" or "gradients"
+    pattern: str
+    reports: tuple[ErrorReport, ...]
+    error: str = ""  # why it could not be run at all
+
+    @property
+    def ok(self) -> bool:
+        return not self.error and all(report.ok for report in self.reports)
+
+
+@dataclass(frozen=True)
+class DoctorResult:
+    """Everything doctor found."""
+
+    machine: Machine
+    problem: AttentionProblem  # as asked for
+    backends: tuple[BackendStatus, ...]
+    chosen_forward: str  # by backend="auto"; "" if none can serve
+    chosen_gradients: str
+    checked_seqlen: int  # the oracle is quadratic: long problems are checked at this length
+    checks: tuple[OracleCheck, ...]
+
+    @property
+    def ok(self) -> bool:
+        whole = not any(backend.broken for backend in self.backends)
+        return bool(self.chosen_forward) and whole and all(check.ok for check in self.checks)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "ok": self.ok,
+            "machine": self.machine.to_dict(),
+            "problem": str(self.problem),
+            "backends": [
+                {
+                    "name": backend.name,
+                    "forward": {"serves": not backend.forward_reasons, "reasons": list(backend.forward_reasons)},
+                    "gradients": {"serves": not backend.gradient_reasons, "reasons": list(backend.gradient_reasons)},
+                }
+                for backend in self.backends
+            ],
+            "chosen": {"forward": self.chosen_forward or None, "gradients": self.chosen_gradients or None},
+            "checked_seqlen": self.checked_seqlen,
+            "checks": [
+                {
+                    "backend": check.backend,
+                    "what": check.what,
+                    "pattern": check.pattern,
+                    "ok": check.ok,
+                    "error": check.error or None,
+                    "tensors": [
+                        {"name": r.name, "error": _finite(r.error), "budget": _finite(r.budget)} for r in check.reports
+                    ],
+                }
+                for check in self.checks
+            ],
+        }
+
+    def summary(self) -> str:
+        """What the command prints."""
+        machine = self.machine
+        versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
+        lines = [
+            f"machine   {machine.cpu}, {machine.cores} cores ({machine.threads} threads, {machine.cpu_capability}), "
+            f"{machine.memory_gib} GiB, {', '.join(machine.gpus) or 'no GPU'}",
+            f"versions  python {machine.python}, {versions}",
+            f"problem   {self.problem}",
+            "",
+        ]
+        for backend in self.backends:
+            for what, reasons, chosen in (
+                ("forward", backend.forward_reasons, self.chosen_forward),
+                ("gradients", backend.gradient_reasons, self.chosen_gradients),
+            ):
+                mark = "-> auto picks it" if backend.name == chosen else ""
+                lines.append(f"{backend.name:<10} {what:<10} {'; '.join(reasons) or 'can serve ' + mark}".rstrip())
+        shorter = "" if self.checked_seqlen == self.problem.seqlen_q else " (the oracle is quadratic)"
+        lines += ["", f"against the fp64 oracle, at {self.checked_seqlen} tokens{shorter}:"]
+        for check in self.checks:
+            found = check.error or ", ".join(f"{r.name} {r.error:.1e} of {r.budget:.1e}" for r in check.reports)
+            lines.append(
+                f"{'pass' if check.ok else 'FAIL'}  {check.backend:<10} {check.what:<10} {check.pattern}: {found}"
+            )
+        verdict = "all is well" if self.ok else "something is wrong: see FAIL or broken above"
+        return "\n".join([*lines, "", verdict if self.chosen_forward else "no backend can serve this problem"])
+
+
+def diagnose(
+    *,
+    q_heads: int = 8,
+    kv_heads: int = 2,
+    head_dim: int = 64,
+    seqlen: int = 1024,
+    dtype: torch.dtype = torch.float32,
+    block_size: int = 64,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> DoctorResult:
+    """Ask every backend about a problem, and check those that can serve it against the fp64 oracle.
+
+    Raises:
+        ValueError: sizes that no attention could have.
+    """
+    for name, value in (("q_heads", q_heads), ("kv_heads", kv_heads), ("head_dim", head_dim), ("seqlen", seqlen)):
+        if value < 1:
+            raise ValueError(f"`{name}` must be at least 1, got {value}")
+    if q_heads % kv_heads:
+        raise ValueError(f"`q_heads` must be a multiple of `kv_heads`, got {q_heads} and {kv_heads}")
+    problem = AttentionProblem(
+        device=torch.device(device),
+        dtype=dtype,
+        batch=1,
+        seqlen_q=seqlen,
+        seqlen_k=seqlen,
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        head_dim_v=head_dim,
+        block_size=(block_size, block_size),
+        needs_grad=False,
+    )
+    training = replace(problem, needs_grad=True)
+    backends = tuple(BackendStatus(name, _reasons(name, problem), _reasons(name, training)) for name in BACKENDS)
+    checked_seqlen = min(seqlen, max(block_size, int((ORACLE_BYTES / (8 * q_heads)) ** 0.5)))
+    return DoctorResult(
+        machine=machine_facts(),
+        problem=problem,
+        backends=backends,
+        chosen_forward=next((backend.name for backend in backends if not backend.forward_reasons), ""),
+        chosen_gradients=next((backend.name for backend in backends if not backend.gradient_reasons), ""),
+        checked_seqlen=checked_seqlen,
+        checks=_run_checks(
+            replace(problem, seqlen_q=checked_seqlen, seqlen_k=checked_seqlen), backends, seed, progress
+        ),
+    )
+
+
+def _reasons(name: str, problem: AttentionProblem) -> tuple[str, ...]:
+    """Why a backend cannot serve; one that cannot even be asked is broken, and the others are still worth asking."""
+    try:
+        return tuple(unsupported_reasons(name, problem))
+    except Exception as error:
+        return (f"{BROKEN}{type(error).__name__}: {error}",)
+
+
+def _run_checks(
+    problem: AttentionProblem, backends: tuple[BackendStatus, ...], seed: int, progress: Progress | None
+) -> tuple[OracleCheck, ...]:
+    seqlen, block = problem.seqlen_q, problem.block_size[0]
+    rules = {
+        "window and sink": SlidingWindow(max(1, seqlen // 8)) | Sink(4),
+        "random blocks and global tokens": RandomBlocks(2, seed=seed) | GlobalTokens(3) | SlidingWindow(1),
+        "dense": Full(),
+    }
+    layouts = {name: rule.layout(seqlen, block_size=block, device=problem.device) for name, rule in rules.items()}
+    qkv = make_qkv(1, seqlen, seqlen, problem.q_heads, problem.kv_heads, problem.head_dim,
+                   dtype=problem.dtype, device=problem.device, seed=seed)  # fmt: skip
+    plan = [
+        (backend.name, what, check, pattern)
+        for backend in backends
+        for what, reasons, check in (
+            ("forward", backend.forward_reasons, check_forward),
+            ("gradients", backend.gradient_reasons, check_gradients),
+        )
+        if not reasons
+        for pattern in layouts
+    ]
+    checks = []
+    with (progress or SilentProgress()).task("Checking against the fp64 oracle", len(plan)) as task:
+        for name, what, check, pattern in plan:
+            checks.append(_run_check(name, what, check, pattern, qkv, layouts[pattern]))
+            task.advance(1, f"{name} {what}")
+    return tuple(checks)
+
+
+def _run_check(
+    name: str,
+    what: str,
+    check: Callable[..., list[ErrorReport]],
+    pattern: str,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    layout: BlockLayout,
+) -> OracleCheck:
+    """One check; a backend that said yes and then fails is a finding, not a crash of the doctor."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout) -> tuple[Tensor, Tensor]:
+        out, lse = sparse_attention(q, k, v, layout, return_lse=True, backend=name)
+        return out, lse
+
+    try:
+        return OracleCheck(name, what, pattern, tuple(check(attend, *qkv, layout)))
+    except (RuntimeError, ValueError, TypeError, OSError, AttributeError) as error:
+        return OracleCheck(name, what, pattern, (), f"{type(error).__name__}: {error}")
+
+
+def _finite(value: float) -> float | None:
+    return value if abs(value) < float("inf") else None

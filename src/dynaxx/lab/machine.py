@@ -1,0 +1,136 @@
+"""The machine under a measurement: what it is, which versions run on it, and the ceilings it can reach."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VERSIONS_OF = ("dynaxx", "torch", "triton", "transformers", "gguf", "numpy", "pydantic", "vllm", "onnxruntime")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Facts that a figure needs beside it."""
+
+    system: str
+    cpu: str
+    cpu_capability: str  # the widest vectors that torch uses: "AVX2", "AVX512", "NEON"
+    cores: int  # that this process may use
+    threads: int  # that torch uses
+    memory_gib: float
+    gpus: tuple[str, ...]
+    python: str
+    versions: dict[str, str]  # of what is installed, by distribution
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "gpus": list(self.gpus)}
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """The best this machine did, just now: what achieved figures are held against."""
+
+    gemm_gflops: float  # a large matrix product
+    copy_gbs: float  # a copy far larger than the caches, bytes read and written
+    dtype: str
+    device: str
+    threads: int
+
+    def best_of(self, other: Ceilings) -> Ceilings:
+        """The higher of two measurements: what disturbs one can only lower it."""
+        gemm, copy = max(self.gemm_gflops, other.gemm_gflops), max(self.copy_gbs, other.copy_gbs)
+        return replace(self, gemm_gflops=gemm, copy_gbs=copy)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@cache
+def machine_facts() -> Machine:
+    """Look at the machine."""
+    return Machine(
+        system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        cpu=_cpu_name(),
+        cpu_capability=torch.backends.cpu.get_cpu_capability(),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        threads=torch.get_num_threads(),
+        memory_gib=round(_memory_bytes() / 2**30, 1),
+        gpus=tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())),
+        python=platform.python_version(),
+        versions={name: version for name in VERSIONS_OF if (version := _version(name))},
+    )
+
+
+def measure_ceilings(
+    device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, *, seconds: float = 1.0
+) -> Ceilings:
+    """Measure what the device reaches at best, in about `seconds` for each of the two.
+
+    The product grows until one run takes a tenth of a second, so that a dtype that the device has no fast path
+    for (bf16 on a CPU without AVX-512) is measured for what it is instead of hanging.
+    """
+    device = torch.device(device)
+    size = 256
+    while True:
+        a = torch.randn(size, size, device=device, dtype=torch.float32).to(dtype)
+        if _best_seconds(partial(torch.mm, a, a), device, 0.0) > 0.1 or size >= 8192:
+            break
+        size *= 2
+    gemm = 2 * size**3 / _best_seconds(partial(torch.mm, a, a), device, seconds) / 1e9
+    source = torch.ones(64 * 2**20 if device.type == "cpu" else 512 * 2**20, device=device)
+    target = torch.empty_like(source)
+    copied = 2 * source.numel() * source.element_size()
+    copy = copied / _best_seconds(partial(target.copy_, source), device, seconds) / 1e9
+    return Ceilings(gemm, copy, str(dtype).removeprefix("torch."), str(device), torch.get_num_threads())
+
+
+def synchronize(device: torch.device | str) -> None:
+    """Wait until a GPU has done what it was given; nothing on a CPU."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _best_seconds(run: Callable[[], Any], device: torch.device, seconds: float) -> float:
+    """The shortest of at least two runs after one to warm up."""
+    run()
+    best, started, runs = float("inf"), time.perf_counter(), 0
+    while runs < 2 or time.perf_counter() - started < seconds:
+        synchronize(device)
+        before = time.perf_counter()
+        run()
+        synchronize(device)
+        best, runs = min(best, time.perf_counter() - before), runs + 1
+    return best
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _memory_bytes() -> int:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return 0
