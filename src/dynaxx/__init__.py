@@ -19,6 +19,7 @@ _SOURCES = {
         "Documents",
         "Full",
         "GlobalTokens",
+        "LocalBlocks",
         "Pattern",
         "RandomBlocks",
         "Sink",

@@ -4,6 +4,7 @@ from dynaxx.patterns.base import Intersection, Pattern, Union
 from dynaxx.patterns.fixed import (
     Documents,
     GlobalTokens,
+    LocalBlocks,
     RandomBlocks,
     Sink,
     bigbird,
@@ -19,6 +20,7 @@ __all__ = [
     "Full",
     "GlobalTokens",
     "Intersection",
+    "LocalBlocks",
     "Pattern",
     "RandomBlocks",
     "Sink",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dynaxx.layout import BlockGrid
 from dynaxx.patterns.base import BlockStates, Pattern
-from dynaxx.patterns.local import SlidingWindow, _enumerate
+from dynaxx.patterns.local import SlidingWindow, enumerate_blocks
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Documents(Pattern):
         return start // grid.block_size[1], torch.div(end, grid.block_size[1], rounding_mode="floor")
 
     def candidates(self, grid: BlockGrid) -> Tensor:
-        return _enumerate(grid, *self._reach(grid))
+        return enumerate_blocks(grid, *self._reach(grid))
 
     def candidate_count(self, grid: BlockGrid) -> int:
         start, end = self._reach(grid)
@@ -148,6 +148,43 @@ class Documents(Pattern):
         full = (q_first == q_last) & (k_first == k_last) & (q_first == k_first)
         touched = (k_last >= q_first) & (k_first <= q_last)
         return BlockStates(full, touched & ~full, rows * grid.kv_blocks + cols)
+
+
+@dataclass(frozen=True)
+class LocalBlocks(Pattern):
+    """A window of whole blocks: the kv block in which a q block ends, and those before it, `blocks` in all.
+
+    It costs as many blocks as a sliding window of (blocks - 1) * kv_block + 1 tokens and shows more of them.
+    """
+
+    blocks: int
+
+    def __post_init__(self) -> None:
+        if self.blocks < 1:
+            raise ValueError(f"`blocks` must be >= 1, got {self.blocks}")
+
+    def _reach(self, grid: BlockGrid, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """First and last kv block of each row, unclipped."""
+        end = rows * grid.block_size[0] + grid.block_size[0] - 1 + grid.offset
+        last = torch.div(end, grid.block_size[1], rounding_mode="floor")
+        return last - self.blocks + 1, last
+
+    def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        first, last = self._reach(grid, torch.div(q_pos - grid.offset, grid.block_size[0], rounding_mode="floor"))
+        col = k_pos // grid.block_size[1]
+        return (col >= first) & (col <= last)
+
+    def candidates(self, grid: BlockGrid) -> Tensor:
+        first, last = self._reach(grid, grid.rows())
+        return enumerate_blocks(grid, first.clamp(min=0), last.clamp(max=grid.kv_blocks - 1))
+
+    def candidate_count(self, grid: BlockGrid) -> int:
+        return self.blocks * grid.q_blocks
+
+    def classify(self, grid: BlockGrid, rows: Tensor, cols: Tensor) -> BlockStates:
+        first, last = self._reach(grid, rows)
+        full = (cols >= first) & (cols <= last)
+        return BlockStates(full, torch.zeros_like(full), torch.zeros_like(rows))
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ def _band(grid: BlockGrid, lo: int | None, hi: int | None) -> tuple[Tensor, Tens
     return start, torch.div(end, kv_block, rounding_mode="floor")
 
 
-def _enumerate(grid: BlockGrid, start: Tensor, end: Tensor) -> Tensor:
+def enumerate_blocks(grid: BlockGrid, start: Tensor, end: Tensor) -> Tensor:
     """Flat indices of blocks start[row] .. end[row] of every row."""
     counts = (end - start + 1).clamp(min=0)
     rows = torch.repeat_interleave(grid.rows(), counts)
@@ -44,7 +44,7 @@ class Full(Pattern):
         return torch.ones_like(q_pos - k_pos, dtype=torch.bool)
 
     def candidates(self, grid: BlockGrid) -> Tensor:
-        return _enumerate(grid, *_band(grid, 0 if grid.causal else None, None))
+        return enumerate_blocks(grid, *_band(grid, 0 if grid.causal else None, None))
 
     def candidate_count(self, grid: BlockGrid) -> int:
         return grid.q_blocks * grid.kv_blocks
@@ -62,7 +62,7 @@ class Causal(Pattern):
         return k_pos <= q_pos
 
     def candidates(self, grid: BlockGrid) -> Tensor:
-        return _enumerate(grid, *_band(grid, 0, None))
+        return enumerate_blocks(grid, *_band(grid, 0, None))
 
     def candidate_count(self, grid: BlockGrid) -> int:
         return grid.q_blocks * grid.kv_blocks
@@ -111,7 +111,7 @@ class SlidingWindow(Pattern):
         return seen
 
     def candidates(self, grid: BlockGrid) -> Tensor:
-        return _enumerate(grid, *_band(grid, *self._limits(grid)))
+        return enumerate_blocks(grid, *_band(grid, *self._limits(grid)))
 
     def candidate_count(self, grid: BlockGrid) -> int:
         start, end = _band(grid, *self._limits(grid))
