@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -19,6 +19,32 @@ class SparseAttentionOutput(NamedTuple):
 
     out: Tensor  # (batch, seqlen_q, q_heads, head_dim_v), q's dtype
     lse: Tensor  # (batch, q_heads, seqlen_q) fp32, natural log; -inf where a query sees nothing
+
+
+@overload
+def sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: BlockLayout,
+    *,
+    scale: float | None = None,
+    return_lse: Literal[False] = False,
+    backend: str = "auto",
+) -> Tensor: ...
+
+
+@overload
+def sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: BlockLayout,
+    *,
+    scale: float | None = None,
+    return_lse: Literal[True],
+    backend: str = "auto",
+) -> SparseAttentionOutput: ...
 
 
 def sparse_attention(

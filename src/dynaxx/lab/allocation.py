@@ -1,0 +1,87 @@
+"""Share one density among many heads so that the predicted loss is least.
+
+Each head offers a few candidates, each with a density and a loss. On the lower convex hull of its points a head gains
+less and less for each block more; so spending block by block where the next one gains most is optimal for every total
+on the way (Lagrange). The hull steps of all heads are sorted once; any density is then a prefix of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Step(NamedTuple):
+    """Give one head its next candidate on the hull."""
+
+    gain: float  # predicted loss saved per unit of density
+    head: int
+    candidate: int
+    density: float  # added to the head's own
+    saved: float
+
+
+class Allocation(NamedTuple):
+    """Which candidate each head takes, and what is predicted of it."""
+
+    choice: Tensor  # (heads,) int64
+    density: float  # mean over heads
+    loss: float  # sum over heads, nats per token
+
+
+def lower_hull(density: Sequence[float], loss: Sequence[float]) -> list[int]:
+    """Indices of the points on the lower convex hull of falling losses, by ascending density."""
+    hull: list[int] = []
+    for point in sorted(range(len(density)), key=lambda i: (density[i], loss[i])):
+        if hull and loss[point] >= loss[hull[-1]]:
+            continue
+        while len(hull) >= 2:
+            a, b = hull[-2], hull[-1]
+            before = (loss[a] - loss[b]) * (density[point] - density[b])
+            if before > (loss[b] - loss[point]) * (density[b] - density[a]):
+                break
+            hull.pop()
+        if len(hull) == 1 and density[point] == density[hull[0]]:
+            hull.pop()
+        hull.append(point)
+    return hull
+
+
+class Allocator:
+    """Answers, for any mean density, who gets what.
+
+    Args:
+        density, loss: (candidates, heads); the heads of all layers side by side.
+    """
+
+    def __init__(self, density: Tensor, loss: Tensor) -> None:
+        self._heads = density.shape[1]
+        hulls = [lower_hull(density[:, head].tolist(), loss[:, head].tolist()) for head in range(self._heads)]
+        self._start = torch.tensor([hull[0] for hull in hulls])
+        every = torch.arange(self._heads)
+        self._least = float(density[self._start, every].sum()), float(loss[self._start, every].sum())
+        steps = []
+        for head, hull in enumerate(hulls):
+            for a, b in pairwise(hull):
+                more, saved = float(density[b, head] - density[a, head]), float(loss[a, head] - loss[b, head])
+                steps.append(Step(saved / max(more, 1e-12), head, b, more, saved))
+        self._steps = sorted(steps, key=lambda step: -step.gain)  # stable: a head's own steps stay in order
+
+    @property
+    def least_density(self) -> float:
+        """The mean density when every head has its cheapest candidate."""
+        return self._least[0] / self._heads
+
+    def at(self, density: float) -> Allocation:
+        """The best allocation of at most this mean density (of `least_density` at least)."""
+        choice, (spent, loss) = self._start.clone(), self._least
+        for step in self._steps:
+            if spent + step.density > density * self._heads + 1e-9:
+                break
+            choice[step.head] = step.candidate
+            spent, loss = spent + step.density, loss - step.saved
+        return Allocation(choice, spent / self._heads, loss)

@@ -1,0 +1,34 @@
+"""Next-token loss of a language model over long texts, without ever holding all its logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROWS = 512  # tokens whose logits exist at once
+
+
+def logits_of(model: Any, hidden: Tensor) -> Tensor:
+    """The model's logits of final hidden states (..., hidden_size), fp32, softcapped where the model does it."""
+    logits: Tensor = model.get_output_embeddings()(hidden).float()
+    cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+@torch.no_grad()
+def token_losses(model: Any, ids: Tensor) -> Tensor:
+    """Cross-entropy in nats of each next token, (batch, tokens - 1) fp32, for ids (batch, tokens)."""
+    hidden = model.base_model(ids[:, :-1].to(model.device), use_cache=False)[0]
+    losses = []
+    for start in range(0, hidden.shape[1], ROWS):
+        logits = logits_of(model, hidden[:, start : start + ROWS])
+        labels = ids[:, 1 + start : 1 + start + logits.shape[1]].to(logits.device)
+        losses.append(torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none"))
+    return torch.cat(losses, dim=1)
+
+
+def perplexity(losses: Tensor) -> float:
+    """exp of the mean loss."""
+    return float(losses.double().mean().exp())

@@ -1,0 +1,145 @@
+"""What each head loses at each budget, from one forward and one backward pass.
+
+Dropping keys changes a head's output by some delta. To second order that raises the model's loss by 1/2 delta' F delta,
+where F is the Fisher information of the next-token distribution with respect to that output. The gradient g of the
+log-likelihood of tokens drawn from the model itself is a sample of it: the cost of a head is 1/2 sum over tokens of
+(g . delta)^2, in nats. Costs of heads add up, to first order, so a budget can be shared among them (`allocation`).
+
+N tokens, H / G q and kv heads, D / E head_dim of q, k and of v.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dynaxx.lab.perplexity import ROWS, logits_of
+from dynaxx.ops import sparse_attention
+from dynaxx.selection import Hybrid, TopK, select_blocks
+
+PROBE = "dynaxx_sensitivity"  # our name in transformers' AttentionInterface
+
+
+class HeadCosts(NamedTuple):
+    """Of one layer, for each candidate and q head."""
+
+    layer: int
+    loss: Tensor  # (candidates, H) fp64, nats per token
+    density: Tensor  # (candidates, H) fp64, visited / causally visible blocks
+
+
+Visitor = Callable[[int, Tensor, Tensor, Tensor, Tensor, Tensor, float], None]
+_visitors: list[Visitor] = []  # the one whose pass is under way
+
+
+def measure_head_costs(
+    model: Any,
+    ids: Tensor,
+    candidates: Sequence[Hybrid],
+    *,
+    block_size: int,
+    seed: int = 0,
+    done: Callable[[int], None] = lambda layer: None,
+) -> list[HeadCosts]:
+    """Measure every candidate on every head of every layer that sees its whole context.
+
+    Args:
+        model: a causal language model of transformers, in eval mode.
+        ids: (1, N) one text.
+        candidates: hybrids with one budget for all heads.
+        done: called with each layer's index as it is finished.
+
+    Returns:
+        The costs by layer, in ascending order. Layers with a sliding window of their own are left out.
+    """
+    found: list[HeadCosts] = []
+
+    def visit(layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, grad: Tensor, scale: float) -> None:
+        loss, density = [], []
+        for candidate in candidates:
+            layout = select_blocks(q, k, candidate, block_size=block_size, scale=scale)
+            delta = sparse_attention(q, k, v, layout, scale=scale) - out
+            loss.append(((delta * grad).sum(-1).double() ** 2).sum((0, 1)) / (2 * out.shape[1]))
+            density.append(_head_density(layout, q.shape[2]))
+        found.append(HeadCosts(layer, torch.stack(loss).cpu(), torch.stack(density).cpu()))
+        done(layer)
+
+    with _probing(model, visit):
+        hidden = model.base_model(ids[:, :-1].to(model.device), use_cache=False)[0]
+        hidden.backward(_fisher_gradient(model, hidden.detach(), seed))
+    return sorted(found, key=lambda costs: costs.layer)
+
+
+def _head_density(layout: Any, heads: int) -> Tensor:
+    grid = layout.grid()
+    visible = int(grid.causal_kv_blocks(grid.rows()).sum())
+    return (layout.kv_num_blocks.sum((0, 2)).double() / max(1, visible)).expand(heads)
+
+
+def _fisher_gradient(model: Any, hidden: Tensor, seed: int) -> Tensor:
+    """d(sum of log-likelihoods of tokens drawn from the model) / d(hidden), a chunk of logits at a time."""
+    generator = torch.Generator(hidden.device).manual_seed(seed)
+    gradient = torch.empty_like(hidden)
+    for start in range(0, hidden.shape[1], ROWS):
+        with torch.enable_grad():
+            some = hidden[:, start : start + ROWS].requires_grad_()
+            logits = logits_of(model, some)[0]
+            drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)[:, 0]
+            likelihood = -torch.nn.functional.cross_entropy(logits, drawn, reduction="sum")
+        gradient[:, start : start + ROWS] = torch.autograd.grad(likelihood, some)[0]
+    return gradient
+
+
+@contextmanager
+def _probing(model: Any, visit: Visitor) -> Iterator[None]:
+    """Route attention through `_probe`; parameters take no part in the backward pass."""
+    modeling = importlib.import_module("transformers.modeling_utils")
+    masking = importlib.import_module("transformers.masking_utils")
+    modeling.AttentionInterface.register(PROBE, _probe)
+    masking.AttentionMaskInterface.register(PROBE, masking.sdpa_mask)
+    own, learning = model.config._attn_implementation, [p for p in model.parameters() if p.requires_grad]
+    _visitors.append(visit)
+    try:
+        model.set_attn_implementation(PROBE)
+        for parameter in learning:
+            parameter.requires_grad_(False)
+        with torch.enable_grad():
+            yield
+    finally:
+        _visitors.pop()
+        model.set_attn_implementation(own)
+        for parameter in learning:
+            parameter.requires_grad_(True)
+
+
+def _probe(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Attend densely, (1, H, N, D) in and (1, N, H, E) out; show the layer once its gradient is known."""
+    scale = query.shape[-1] ** -0.5 if kwargs.get("scaling") is None else float(kwargs["scaling"])
+    out = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=attention_mask, is_causal=attention_mask is None, scale=scale, enable_gqa=True
+    ).transpose(1, 2)
+    if not out.requires_grad:
+        out.requires_grad_()  # the first layer: nothing before it is differentiated
+    if kwargs.get("sliding_window") is None:
+        q, k, v = (x.detach().transpose(1, 2) for x in (query, key, value))
+        kept, visit, layer = out.detach(), _visitors[-1], module.layer_idx
+        out.register_hook(lambda grad: _show(visit, layer, q, k, v, kept, grad, scale))
+    return out, None
+
+
+@torch.no_grad()
+def _show(visit: Visitor, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, grad: Tensor, scale: float) -> None:
+    visit(layer, q, k, v, out, grad, scale)
+
+
+def with_budget(hybrid: Hybrid, budget: float | tuple[float, ...]) -> Hybrid:
+    """The same hybrid with another top-k budget."""
+    assert isinstance(hybrid.selector, TopK), "candidates are top-k hybrids"
+    return Hybrid(hybrid.pattern, TopK(budget, hybrid.selector.scorer))
