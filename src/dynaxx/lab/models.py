@@ -24,7 +24,7 @@ import torch
 from dynaxx.lab.files import explain_full_disk, sync_tree
 from dynaxx.lab.progress import Progress, SilentProgress
 
-CACHE_FORMAT = "v1"  # part of every cached folder's name; raise it when what is written changes
+CACHE_FORMAT = "v1"  # part of every cached folder's path; raise it when what is written changes
 LEFTOVER_SECONDS = 24 * 3600  # an unfinished folder older than this belongs to no running conversion
 
 
@@ -112,6 +112,11 @@ def resolve_model(name_or_path: str | Path, *, progress: Progress | None = None)
     )
 
 
+def model_name(name_or_path: str | Path) -> str:
+    """What to call a model in a report."""
+    return str(name_or_path) if str(name_or_path) in PACKAGES else Path(name_or_path).resolve().name
+
+
 def cache_folder() -> Path:
     """Where converted models are kept: `DYNAXX_CACHE`, else the user's cache folder."""
     named = os.environ.get("DYNAXX_CACHE")
@@ -154,11 +159,11 @@ def _converted(gguf: Path, name: str, progress: Progress) -> Path:
     """The folder that holds this GGUF's weights in Hugging Face's format, made now if it is not there."""
     if not gguf.is_file():
         raise ValueError(f"{gguf} does not exist; reinstall what brought it")
-    target = cache_folder() / "models" / f"{name}-{CACHE_FORMAT}-{_fingerprint(gguf)}"
+    target = cache_folder() / "models" / f"{CACHE_FORMAT}-{_fingerprint(gguf)}" / name
     if target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    _sweep(target.parent)
+    _sweep(target.parent.parent)
     with _beside(target) as temporary, explain_full_disk(target):
         _convert(gguf, temporary, progress)
         sync_tree(temporary)
@@ -218,7 +223,7 @@ def _beside(target: Path) -> Iterator[Path]:
 
 def _sweep(folder: Path) -> None:
     """Remove what conversions left that were killed long ago."""
-    for leftover in folder.glob(".*.tmp"):
+    for leftover in folder.glob("*/.*.tmp"):
         try:
             old = time.time() - leftover.stat().st_mtime > LEFTOVER_SECONDS
         except FileNotFoundError:
