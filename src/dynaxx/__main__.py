@@ -1,0 +1,22 @@
+"""The `dynaxx` command: `dynaxx ...` or `python -m dynaxx ...`."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Run the command line; say what to install where it cannot start."""
+    try:
+        from dynaxx.cli import app
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] not in ("typer", "rich"):
+            raise
+        sys.exit(f"error: the dynaxx command needs {error.name}: pip install 'dynaxx[cli]'")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    app()
+
+
+if __name__ == "__main__":
+    main()

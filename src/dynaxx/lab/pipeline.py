@@ -1,0 +1,184 @@
+"""`dynaxx tune` as one command: profile, analyze, tune, validate, report, into one folder.
+
+Steps that were done before, with the same settings, are not done again; a kill loses the step under way at most, and
+`tune` itself continues within it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dynaxx.lab.files import read_json, write_json
+from dynaxx.lab.machine import machine_facts
+from dynaxx.lab.profile import default_lengths, profile
+from dynaxx.lab.progress import Progress, SilentProgress
+from dynaxx.lab.texts import split_text
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to do to a model, and where its results go."""
+
+    name: str
+    out: Path
+    tolerance: float = 0.01  # perplexity may rise by this share
+    tokens: int = 4096
+    time_budget: float | None = None  # seconds for tuning
+    lengths: tuple[int, ...] = ()  # to profile and validate at; empty takes defaults
+    block_size: int = 64
+    price_per_hour: float | None = None
+    seed: int = 0
+    resume: bool = True
+    skip: frozenset[str] = field(default_factory=frozenset)  # of "profile", "analyze", "validate", "report"
+
+
+@dataclass(frozen=True)
+class PipelineResult:
+    """The documents that were made or found, by step."""
+
+    profile: dict[str, Any] | None
+    analysis: dict[str, Any] | None
+    tuning: dict[str, Any]
+    validation: dict[str, Any] | None
+    files: tuple[Path, ...]
+
+    @property
+    def ok(self) -> bool:
+        """False if the policy was validated and did not pass."""
+        return self.validation is None or bool(self.validation.get("passed", self.validation.get("ok", True)))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "ok": self.ok,
+            "profile": self.profile,
+            "analysis": self.analysis,
+            "tuning": self.tuning,
+            "validation": self.validation,
+            "files": [str(file) for file in self.files],
+        }
+
+    def summary(self) -> str:
+        """What the command prints."""
+        lines = [self.profile["verdict"]] if self.profile else []
+        if self.validation is not None:
+            lines.append("the policy passes its validation" if self.ok else "the policy FAILS its validation")
+        return "\n".join(lines)
+
+
+def run(model: Any, tokenizer: Any, text: str, plan: Plan, *, progress: Progress | None = None) -> PipelineResult:
+    """Do every step of `plan` that is not skipped or done; write each result as it is there.
+
+    Raises:
+        ValueError: settings or a text that a step refuses.
+    """
+    progress = progress or SilentProgress()
+    lengths = plan.lengths or default_lengths(model)
+    known = _begin(model, text, plan, lengths)
+    files: list[Path] = []
+
+    def step(name: str, file: str, make: Callable[[], Any]) -> dict[str, Any] | None:
+        """Take a step's document from its file if an earlier run with these settings wrote it, else make it."""
+        if name in plan.skip:
+            return None
+        path = plan.out / file
+        files.append(path)
+        if known and path.exists():
+            earlier: dict[str, Any] = read_json(path)
+            return earlier
+        document: dict[str, Any] = make().to_dict()
+        write_json(path, document)
+        return document
+
+    with progress.task(f"Tuning {plan.name}", 5) as task:
+        task.advance(0, "profile: where the time goes")
+        profiled = step(
+            "profile",
+            "profile.json",
+            lambda: profile(
+                model,
+                tokenizer,
+                text,
+                lengths=lengths,
+                name=plan.name,
+                price_per_hour=plan.price_per_hour,
+                progress=progress,
+            ),
+        )
+        task.advance(1, "analyze: where the heads attend")
+        analyzed = step(
+            "analyze",
+            "analysis.json",
+            lambda: _tool("analyze").analyze(
+                model,
+                tokenizer,
+                split_text(text).calibration,
+                tokens=plan.tokens,
+                block_size=plan.block_size,
+                seed=plan.seed,
+                progress=progress,
+            ),
+        )
+        task.advance(1, "tune: the sparsest that keeps quality")
+        tuned = _tool("tune").tune(
+            model,
+            tokenizer,
+            text,
+            out=plan.out,
+            tolerance=plan.tolerance,
+            tokens=plan.tokens,
+            time_budget=plan.time_budget,
+            block_size=plan.block_size,
+            seed=plan.seed,
+            resume=plan.resume,
+            progress=progress,
+        )
+        files += [plan.out / "tuning.json", plan.out / "policy.json"]
+        task.advance(1, "validate: on text it has not seen")
+        validated = None
+        if "validate" not in plan.skip:
+            found = _tool("validate").validate(
+                model, tokenizer, tuned.policy, text, lengths=lengths, seed=plan.seed, progress=progress
+            )
+            validated = found.to_dict()
+            files.append(write_json(plan.out / "validation.json", validated))
+        task.advance(1, "report")
+        if "report" not in plan.skip:
+            files.append(_tool("report").write_report(plan.out))
+        task.advance(1, "done")
+    return PipelineResult(profiled, analyzed, tuned.to_dict(), validated, tuple(files))
+
+
+def _begin(model: Any, text: str, plan: Plan, lengths: tuple[int, ...]) -> bool:
+    """Whether the folder holds a run of exactly these settings to go on with; if not, begin one.
+
+    `tune` keeps its own state in the folder and checks it itself.
+    """
+    settings = {
+        "model": plan.name,
+        "parameters": sum(tensor.numel() for tensor in model.parameters()),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": str(model.device),
+        "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
+        "tokens": plan.tokens,
+        "lengths": list(lengths),
+        "block_size": plan.block_size,
+        "price_per_hour": plan.price_per_hour,
+        "seed": plan.seed,
+        "versions": machine_facts().versions,
+    }
+    path = plan.out / "run.json"
+    if plan.resume and path.exists() and read_json(path) == settings:
+        return True
+    for stale in ("profile.json", "analysis.json"):
+        (plan.out / stale).unlink(missing_ok=True)
+    write_json(path, settings)
+    return False
+
+
+def _tool(name: str) -> Any:
+    return importlib.import_module(f"dynaxx.lab.{name}")
