@@ -1,0 +1,454 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""Block-sparse attention backward in Triton: dq over the layout, dk and dv over its transpose. No atomics.
+
+With weights p = exp(s - lse), dp = do @ v.T and delta = rowsum(do * out) - dlse, the gradient of the scores is
+ds = p * (dp - delta), so the gradient through lse costs nothing. A program for dk and dv sums over the heads of its
+group in a fixed order: the result is the same bit for bit in every run.
+
+Shapes: B batch, N / M queries and keys, Hq / Hk query and kv heads, D / E head_dim of q, k and of v.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dynaxx.kernels.triton.config import backward_dkv_tiles, backward_dq_tiles, padded
+from dynaxx.kernels.triton.launch import layout_arguments, strides, transposed_arguments, unit_stride
+from dynaxx.kernels.triton.primitives import (
+    FULL,
+    LOG2E,
+    PARTIAL,
+    load_rows,
+    row_entries,
+    store_rows,
+    tile_positions,
+    visible_elements,
+)
+from dynaxx.layout import BlockLayout
+
+DELTA_ROWS = 64
+RUNTIME_SIZES = ["capacity", "num_masks", "seqlen_q", "seqlen_k", "batch", "q_heads", "group_size"]
+
+
+@triton.jit
+def _load_row_values(p_lse, p_delta, positions, seqlen):
+    """lse in base 2 and delta; a query that sees nothing gets lse = inf, so that its weights vanish."""
+    inside = (positions >= 0) & (positions < seqlen)
+    lse = tl.load(p_lse + positions, mask=inside, other=float("inf"))
+    delta = tl.load(p_delta + positions, mask=inside, other=0.0)
+    return tl.where(lse == float("-inf"), float("inf"), lse * LOG2E), delta
+
+
+@triton.jit(do_not_specialize=["seqlen_q", "q_heads"])
+def _sparse_attention_bwd_delta_kernel(
+    p_do,
+    p_dlse,
+    p_out,
+    p_lse,
+    p_delta,  # (B, Hq, N) contiguous, fp32
+    seqlen_q,
+    q_heads,
+    stride_dob,
+    stride_don,
+    stride_doh,
+    stride_dlb,
+    stride_dlh,
+    stride_dln,
+    stride_ob,
+    stride_on,
+    stride_oh,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    tiles = tl.cdiv(seqlen_q, BLOCK_M)
+    i_tile = tl.program_id(0) % tiles
+    head = (tl.program_id(0) // tiles).to(tl.int64)
+    i_b, i_h = head // q_heads, head % q_heads
+    pos_q = i_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    inside = pos_q < seqlen_q
+    b_do = load_rows(p_do + i_b * stride_dob + i_h * stride_doh, pos_q, stride_don, seqlen_q, E, BLOCK_E)
+    b_out = load_rows(p_out + i_b * stride_ob + i_h * stride_oh, pos_q, stride_on, seqlen_q, E, BLOCK_E)
+    p_row = p_dlse + i_b * stride_dlb + i_h * stride_dlh + pos_q.to(tl.int64) * stride_dln
+    dlse = tl.load(p_row, mask=inside, other=0.0).to(tl.float32)
+    lse = tl.load(p_lse + head * seqlen_q + pos_q, mask=inside, other=0.0)
+    delta = tl.sum(b_do.to(tl.float32) * b_out.to(tl.float32), 1) - dlse
+    tl.store(p_delta + head * seqlen_q + pos_q, tl.where(lse == float("-inf"), 0.0, delta), mask=inside)
+
+
+@triton.jit
+def _accumulate_dq(
+    dq,  # [BLOCK_M, BLOCK_D] fp32
+    b_q,  # [BLOCK_M, BLOCK_D]
+    b_do,  # [BLOCK_M, BLOCK_E]
+    lse,  # [BLOCK_M], base 2
+    delta,  # [BLOCK_M]
+    inner_q,  # [BLOCK_M], positions in the q block
+    p_k,
+    p_v,
+    stride_kn,
+    stride_vn,
+    seqlen_k,
+    scale_log2,
+    p_indices,
+    p_codes,
+    p_bits,
+    p_bands,
+    num_masks,
+    first,
+    count,
+    begin,
+    end,
+    MASKING: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    Q_BLOCK: tl.constexpr,
+    KV_BLOCK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Add what tiles begin..end of the `count` blocks from entry `first` give."""
+    WORDS: tl.constexpr = (KV_BLOCK + 31) // 32
+    for i_tile in range(begin, end):
+        pos_k, inner_k, code = tile_positions(p_indices, p_codes, first, count, i_tile, KV_BLOCK, BLOCK_N)
+        b_k = load_rows(p_k, pos_k, stride_kn, seqlen_k, D, BLOCK_D)
+        b_v = load_rows(p_v, pos_k, stride_vn, seqlen_k, E, BLOCK_E)
+        scores = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale_log2  # [BLOCK_M, BLOCK_N]
+        weights = tl.exp2(scores - lse[:, None])
+        if MASKING == PARTIAL:
+            if BLOCK_N > KV_BLOCK:
+                code = code[None, :]
+            r, c = inner_q[:, None], inner_k[None, :]
+            visible = visible_elements(p_bits, p_bands, num_masks, code, r, c, Q_BLOCK, WORDS)
+            weights = tl.where(visible, weights, 0.0)
+        if MASKING != FULL:
+            weights = tl.where(((pos_k >= 0) & (pos_k < seqlen_k))[None, :], weights, 0.0)
+        dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
+        ds = weights * (dp - delta[:, None])
+        dq = tl.dot(ds.to(b_k.dtype), b_k, dq, input_precision=PRECISION)
+    return dq
+
+
+@triton.jit(do_not_specialize=RUNTIME_SIZES)
+def _sparse_attention_bwd_dq_kernel(
+    p_do,
+    p_q,
+    p_k,
+    p_v,
+    p_lse,
+    p_delta,
+    p_dq,  # (B, N, Hq, D) contiguous
+    p_indptr,
+    p_num_partial,
+    p_indices,
+    p_codes,
+    p_bits,
+    p_bands,
+    capacity,
+    num_masks,
+    layout_stride_b,
+    layout_stride_h,
+    seqlen_q,
+    seqlen_k,
+    batch,
+    q_heads,
+    group_size,
+    scale,
+    stride_dob,
+    stride_don,
+    stride_doh,
+    stride_qb,
+    stride_qn,
+    stride_qh,
+    stride_kb,
+    stride_kn,
+    stride_kh,
+    stride_vb,
+    stride_vn,
+    stride_vh,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    Q_BLOCK: tl.constexpr,
+    KV_BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    SPLIT_M: tl.constexpr = Q_BLOCK // BLOCK_M
+    TAIL: tl.constexpr = (KV_BLOCK + BLOCK_N - 1) // BLOCK_N  # tiles that the last block of a row can reach into
+    i_program = tl.program_id(0)
+    i_h = (i_program % q_heads).to(tl.int64)
+    i_b = (i_program // q_heads % batch).to(tl.int64)
+    i_tile = (tl.num_programs(0) - 1 - i_program) // (q_heads * batch)
+    i_row = i_tile // SPLIT_M
+    inner_q = i_tile % SPLIT_M * BLOCK_M + tl.arange(0, BLOCK_M)
+    pos_q = i_row * Q_BLOCK + inner_q
+    q_blocks = (seqlen_q + Q_BLOCK - 1) // Q_BLOCK
+    lead = i_b * layout_stride_b + i_h * layout_stride_h
+    start, partial, total = row_entries(p_indptr, p_num_partial, lead, i_row, q_blocks, capacity)
+
+    p_k += i_b * stride_kb + i_h // group_size * stride_kh
+    p_v += i_b * stride_vb + i_h // group_size * stride_vh
+    head = i_b * q_heads + i_h
+    b_q = load_rows(p_q + i_b * stride_qb + i_h * stride_qh, pos_q, stride_qn, seqlen_q, D, BLOCK_D)
+    b_do = load_rows(p_do + i_b * stride_dob + i_h * stride_doh, pos_q, stride_don, seqlen_q, E, BLOCK_E)
+    lse, delta = _load_row_values(p_lse + head * seqlen_q, p_delta + head * seqlen_q, pos_q, seqlen_q)
+    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    full_tiles = tl.cdiv((total - partial) * KV_BLOCK, BLOCK_N)
+    for MASKING in tl.static_range(3):
+        if MASKING == PARTIAL:
+            first, count, begin, end = start, partial, 0, tl.cdiv(partial * KV_BLOCK, BLOCK_N)
+        elif MASKING == FULL:
+            first, count, begin, end = start + partial, total - partial, 0, tl.maximum(full_tiles - TAIL, 0)
+        else:
+            first, count = start + partial, total - partial
+            begin, end = tl.maximum(full_tiles - TAIL, 0), full_tiles
+        dq = _accumulate_dq(
+            dq, b_q, b_do, lse, delta, inner_q, p_k, p_v, stride_kn, stride_vn, seqlen_k, scale * LOG2E,
+            p_indices, p_codes, p_bits, p_bands, num_masks, first, count, begin, end,
+            MASKING, D, E, BLOCK_D, BLOCK_E, Q_BLOCK, KV_BLOCK, BLOCK_N, PRECISION,
+        )  # fmt: skip
+    p_dq += (i_b * seqlen_q * q_heads + i_h) * D
+    store_rows(p_dq, dq * scale, pos_q, q_heads * D, seqlen_q, D, BLOCK_D)
+
+
+@triton.jit
+def _accumulate_dkv(
+    dk,  # [BLOCK_N, BLOCK_D] fp32
+    dv,  # [BLOCK_N, BLOCK_E] fp32
+    b_k,  # [BLOCK_N, BLOCK_D]
+    b_v,  # [BLOCK_N, BLOCK_E]
+    inner_k,  # [BLOCK_N], positions in the kv block
+    p_q,
+    p_do,
+    p_lse,
+    p_delta,
+    stride_qn,
+    stride_don,
+    seqlen_q,
+    scale_log2,
+    p_indices,
+    p_codes,
+    p_bits,
+    p_bands,
+    num_masks,
+    first,
+    count,
+    MASKING: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    Q_BLOCK: tl.constexpr,
+    KV_BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Add what the `count` q blocks from entry `first` give. Queries past the end have lse = inf and give nothing."""
+    WORDS: tl.constexpr = (KV_BLOCK + 31) // 32
+    for i_tile in range(0, tl.cdiv(count * Q_BLOCK, BLOCK_M)):
+        pos_q, inner_q, code = tile_positions(p_indices, p_codes, first, count, i_tile, Q_BLOCK, BLOCK_M)
+        b_q = load_rows(p_q, pos_q, stride_qn, seqlen_q, D, BLOCK_D)
+        b_do = load_rows(p_do, pos_q, stride_don, seqlen_q, E, BLOCK_E)
+        lse, delta = _load_row_values(p_lse, p_delta, pos_q, seqlen_q)
+        scores = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION) * scale_log2  # [BLOCK_N, BLOCK_M]
+        weights = tl.exp2(scores - lse[None, :])
+        if MASKING == PARTIAL:
+            if BLOCK_M > Q_BLOCK:
+                code = code[None, :]
+            r, c = inner_q[None, :], inner_k[:, None]
+            visible = visible_elements(p_bits, p_bands, num_masks, code, r, c, Q_BLOCK, WORDS)
+            weights = tl.where(visible, weights, 0.0)
+        dv = tl.dot(weights.to(b_do.dtype), b_do, dv, input_precision=PRECISION)
+        dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
+        ds = weights * (dp - delta[None, :])
+        dk = tl.dot(ds.to(b_q.dtype), b_q, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=RUNTIME_SIZES)
+def _sparse_attention_bwd_dkv_kernel(
+    p_do,
+    p_q,
+    p_k,
+    p_v,
+    p_lse,
+    p_delta,
+    p_dk,  # (B, M, Hk, D) contiguous
+    p_dv,  # (B, M, Hk, E) contiguous
+    p_indptr,
+    p_num_partial,
+    p_indices,
+    p_codes,
+    p_bits,
+    p_bands,
+    capacity,
+    num_masks,
+    layout_stride_b,
+    layout_stride_h,
+    seqlen_q,
+    seqlen_k,
+    batch,
+    q_heads,
+    group_size,
+    scale,
+    stride_dob,
+    stride_don,
+    stride_doh,
+    stride_qb,
+    stride_qn,
+    stride_qh,
+    stride_kb,
+    stride_kn,
+    stride_kh,
+    stride_vb,
+    stride_vn,
+    stride_vh,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    Q_BLOCK: tl.constexpr,
+    KV_BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    SPLIT_N: tl.constexpr = KV_BLOCK // BLOCK_N
+    kv_heads = q_heads // group_size
+    i_program = tl.program_id(0)
+    i_hk = (i_program % kv_heads).to(tl.int64)
+    i_b = (i_program // kv_heads % batch).to(tl.int64)
+    i_tile = i_program // (kv_heads * batch)  # the first keys are seen by most queries under a causal mask
+    i_col = i_tile // SPLIT_N
+    inner_k = i_tile % SPLIT_N * BLOCK_N + tl.arange(0, BLOCK_N)
+    pos_k = i_col * KV_BLOCK + inner_k
+    kv_blocks = (seqlen_k + KV_BLOCK - 1) // KV_BLOCK
+    b_k = load_rows(p_k + i_b * stride_kb + i_hk * stride_kh, pos_k, stride_kn, seqlen_k, D, BLOCK_D)
+    b_v = load_rows(p_v + i_b * stride_vb + i_hk * stride_vh, pos_k, stride_vn, seqlen_k, E, BLOCK_E)
+    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
+    for i_group in range(group_size):
+        i_h = i_hk * group_size + i_group
+        lead = i_b * layout_stride_b + i_h * layout_stride_h
+        start, partial, total = row_entries(p_indptr, p_num_partial, lead, i_col, kv_blocks, capacity)
+        row = (i_b * q_heads + i_h) * seqlen_q
+        for MASKING in tl.static_range(2):
+            if MASKING == PARTIAL:
+                first, count = start, partial
+            else:
+                first, count = start + partial, total - partial
+            dk, dv = _accumulate_dkv(
+                dk, dv, b_k, b_v, inner_k, p_q + i_b * stride_qb + i_h * stride_qh,
+                p_do + i_b * stride_dob + i_h * stride_doh, p_lse + row, p_delta + row,
+                stride_qn, stride_don, seqlen_q, scale * LOG2E,
+                p_indices, p_codes, p_bits, p_bands, num_masks, first, count,
+                MASKING, D, E, BLOCK_D, BLOCK_E, Q_BLOCK, KV_BLOCK, BLOCK_M, PRECISION,
+            )  # fmt: skip
+    first_row = i_b * seqlen_k * kv_heads + i_hk
+    store_rows(p_dk + first_row * D, dk * scale, pos_k, kv_heads * D, seqlen_k, D, BLOCK_D)
+    store_rows(p_dv + first_row * E, dv, pos_k, kv_heads * E, seqlen_k, E, BLOCK_E)
+
+
+def attention_backward(
+    do: Tensor,
+    dlse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    layout: BlockLayout,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients (dq, dk, dv), in the shapes and dtypes of q, k, v, of a forward that gave `out` and `lse`.
+
+    Args:
+        do: (B, N, Hq, E), gradient of `out`.
+        dlse: (B, Hq, N) fp32, gradient of `lse`; ignored where lse is -inf, as a query that sees nothing has none.
+    """
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    batch, seqlen_q, q_heads, head_dim = q.shape
+    seqlen_k, kv_heads, head_dim_v = v.shape[1:]
+    if out.numel() == 0 or v.numel() == 0:
+        return dq.zero_(), dk.zero_(), dv.zero_()
+    do, q, k, v, out = (unit_stride(x) for x in (do, q, k, v, out))
+    lse = lse.contiguous()
+    delta = torch.empty_like(lse)
+    _sparse_attention_bwd_delta_kernel[(-(-seqlen_q // DELTA_ROWS) * batch * q_heads,)](
+        do,
+        dlse,
+        out,
+        lse,
+        delta,
+        seqlen_q=seqlen_q,
+        q_heads=q_heads,
+        **strides("do", do),
+        stride_dlb=dlse.stride(0),
+        stride_dlh=dlse.stride(1),
+        stride_dln=dlse.stride(2),
+        **strides("o", out),
+        E=head_dim_v,
+        BLOCK_E=padded(head_dim_v),
+        BLOCK_M=DELTA_ROWS,
+    )
+    shared = {
+        "seqlen_q": seqlen_q,
+        "seqlen_k": seqlen_k,
+        "batch": batch,
+        "q_heads": q_heads,
+        "group_size": q_heads // kv_heads,
+        "scale": scale,
+        **strides("do", do),
+        **strides("q", q),
+        **strides("k", k),
+        **strides("v", v),
+        "D": head_dim,
+        "E": head_dim_v,
+        "BLOCK_D": padded(head_dim),
+        "BLOCK_E": padded(head_dim_v),
+        "Q_BLOCK": layout.block_size[0],
+        "KV_BLOCK": layout.block_size[1],
+        "PRECISION": "ieee",
+    }
+    tiles = backward_dq_tiles(q.device, q.dtype, head_dim, head_dim_v, layout.block_size)
+    q_tiles = layout.q_blocks * (layout.block_size[0] // tiles.block_m)
+    _sparse_attention_bwd_dq_kernel[(q_tiles * batch * q_heads,)](
+        do,
+        q,
+        k,
+        v,
+        lse,
+        delta,
+        dq,
+        *layout_arguments(layout),
+        **shared,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+    tiles = backward_dkv_tiles(q.device, q.dtype, head_dim, head_dim_v, layout.block_size)
+    kv_tiles = layout.kv_blocks * (layout.block_size[1] // tiles.block_n)
+    _sparse_attention_bwd_dkv_kernel[(kv_tiles * batch * kv_heads,)](
+        do,
+        q,
+        k,
+        v,
+        lse,
+        delta,
+        dk,
+        dv,
+        *transposed_arguments(layout),
+        **shared,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+    return dq, dk, dv

@@ -1,0 +1,104 @@
+"""Tile sizes: a pure function of shapes, dtype and the device's shared memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+
+INTERPRETER_SHARED_MEMORY = 1 << 20
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """`block_m` queries by `block_n` keys per step, and how Triton runs them."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def padded(head_dim: int) -> int:
+    """head_dim as a tile holds it: a power of two from 16."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+@lru_cache(maxsize=1024)
+def forward_tiles(
+    device: torch.device, dtype: torch.dtype, head_dim: int, head_dim_v: int, block_size: tuple[int, int]
+) -> Tiles:
+    """Of the forward kernel: q stays, k and v pass by."""
+    wide = max(padded(head_dim), padded(head_dim_v))
+    if dtype == torch.float32:  # no matrix unit multiplies exact fp32: the tiles live in registers
+        tiles = Tiles(32 if wide <= 64 else 16, 32, 4, 1)
+    elif wide <= 64:
+        tiles = Tiles(128, 128, 8, 3)
+    else:
+        tiles = Tiles(128, 64, 8, 3) if wide <= 128 else Tiles(64, 64, 8, 2)
+    return _fit(
+        tiles, block_size, dtype, padded(head_dim), padded(head_dim) + padded(head_dim_v), shared_memory(device)
+    )
+
+
+@lru_cache(maxsize=1024)
+def backward_dq_tiles(
+    device: torch.device, dtype: torch.dtype, head_dim: int, head_dim_v: int, block_size: tuple[int, int]
+) -> Tiles:
+    """Of the kernel for dq: q and do stay, k and v pass by."""
+    wide = max(padded(head_dim), padded(head_dim_v))
+    if dtype == torch.float32:
+        tiles = Tiles(32 if wide <= 64 else 16, 32, 4, 1)
+    else:
+        tiles = Tiles(128, 64, 8, 2) if wide <= 128 else Tiles(64, 32, 8, 1)
+    both = padded(head_dim) + padded(head_dim_v)
+    return _fit(tiles, block_size, dtype, both, both, shared_memory(device))
+
+
+@lru_cache(maxsize=1024)
+def backward_dkv_tiles(
+    device: torch.device, dtype: torch.dtype, head_dim: int, head_dim_v: int, block_size: tuple[int, int]
+) -> Tiles:
+    """Of the kernel for dk and dv: k and v stay, q and do pass by."""
+    wide = max(padded(head_dim), padded(head_dim_v))
+    if dtype == torch.float32:
+        tiles = Tiles(32, 32 if wide <= 64 else 16, 4, 1)
+    else:
+        tiles = Tiles(64, 128, 8, 2) if wide <= 128 else Tiles(32, 64, 8, 1)
+    both = padded(head_dim) + padded(head_dim_v)
+    turned = replace(tiles, block_m=tiles.block_n, block_n=tiles.block_m)
+    turned = _fit(turned, block_size[::-1], dtype, both, both, shared_memory(device))
+    return replace(turned, block_m=turned.block_n, block_n=turned.block_m)
+
+
+def _fit(tiles: Tiles, block_size: tuple[int, int], dtype: torch.dtype, stay: int, move: int, limit: int) -> Tiles:
+    """Shrink tiles to blocks and shared memory: `block_m` rows of `stay` elements stay, `block_n` of `move` pass.
+
+    `block_m` then divides its block; `block_n` divides its block, or is a multiple of it that gathers several.
+    """
+    tiles = replace(
+        tiles, block_m=min(tiles.block_m, block_size[0]), block_n=min(tiles.block_n, max(block_size[1], 64))
+    )
+    if tiles.block_m * tiles.block_n <= 64 * 64:
+        tiles = replace(tiles, num_warps=4)
+    while (tiles.block_m * stay + tiles.num_stages * tiles.block_n * move) * dtype.itemsize > limit:
+        if tiles.num_stages > 1:
+            tiles = replace(tiles, num_stages=tiles.num_stages - 1)
+        elif tiles.block_n > 16:
+            tiles = replace(tiles, block_n=tiles.block_n // 2)
+        elif tiles.block_m > 16:
+            tiles = replace(tiles, block_m=tiles.block_m // 2)
+        else:
+            break
+    return tiles
+
+
+@lru_cache(maxsize=16)
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program may use."""
+    if device.type != "cuda":
+        return INTERPRETER_SHARED_MEMORY
+    from triton.runtime import driver
+
+    return int(driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"])

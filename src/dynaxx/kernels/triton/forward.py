@@ -1,0 +1,216 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""Block-sparse attention forward in Triton: one program per tile of BLOCK_M queries of one head.
+
+It walks the partial blocks of its row with their element masks, then the full blocks without, and keeps the running
+softmax in base 2. Programs start with the last rows, which are the longest under a causal mask, and with all heads of a
+row together, so that the heads of a group read the same keys from L2.
+
+Shapes: B batch, N / M queries and keys, Hq / Hk query and kv heads, D / E head_dim of q, k and of v.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dynaxx.kernels.triton.config import forward_tiles, padded
+from dynaxx.kernels.triton.launch import layout_arguments, strides, unit_stride
+from dynaxx.kernels.triton.primitives import (
+    FULL,
+    LN2,
+    LOG2E,
+    PARTIAL,
+    load_rows,
+    row_entries,
+    store_rows,
+    tile_positions,
+    visible_elements,
+)
+from dynaxx.layout import BlockLayout
+
+
+@triton.jit
+def _attend(
+    acc,  # [BLOCK_M, BLOCK_E] fp32, sum of p @ v
+    row_max,  # [BLOCK_M] fp32, base 2
+    row_sum,  # [BLOCK_M] fp32
+    b_q,  # [BLOCK_M, BLOCK_D]
+    inner_q,  # [BLOCK_M], positions in the q block
+    p_k,
+    p_v,
+    stride_kn,
+    stride_vn,
+    seqlen_k,
+    scale_log2,
+    p_indices,
+    p_codes,
+    p_bits,
+    p_bands,
+    num_masks,
+    first,
+    count,
+    begin,
+    end,
+    MASKING: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    Q_BLOCK: tl.constexpr,
+    KV_BLOCK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Attend to tiles begin..end of the `count` blocks from entry `first`."""
+    WORDS: tl.constexpr = (KV_BLOCK + 31) // 32
+    for i_tile in range(begin, end):
+        pos_k, inner_k, code = tile_positions(p_indices, p_codes, first, count, i_tile, KV_BLOCK, BLOCK_N)
+        b_k = load_rows(p_k, pos_k, stride_kn, seqlen_k, D, BLOCK_D)
+        scores = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale_log2  # [BLOCK_M, BLOCK_N]
+        if MASKING == PARTIAL:
+            if BLOCK_N > KV_BLOCK:
+                code = code[None, :]
+            r, c = inner_q[:, None], inner_k[None, :]
+            visible = visible_elements(p_bits, p_bands, num_masks, code, r, c, Q_BLOCK, WORDS)
+            scores = tl.where(visible, scores, float("-inf"))
+        if MASKING != FULL:
+            scores = tl.where(((pos_k >= 0) & (pos_k < seqlen_k))[None, :], scores, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weights = tl.exp2(scores - shift[:, None])
+        rescale = tl.exp2(row_max - shift)
+        row_sum = row_sum * rescale + tl.sum(weights, 1)
+        row_max = new_max
+        b_v = load_rows(p_v, pos_k, stride_vn, seqlen_k, E, BLOCK_E)
+        acc = tl.dot(weights.to(b_v.dtype), b_v, acc * rescale[:, None], input_precision=PRECISION)
+    return acc, row_max, row_sum
+
+
+@triton.jit(do_not_specialize=["capacity", "num_masks", "seqlen_q", "seqlen_k", "batch", "q_heads", "group_size"])
+def _sparse_attention_fwd_kernel(
+    p_q,
+    p_k,
+    p_v,
+    p_out,  # (B, N, Hq, E) contiguous
+    p_lse,  # (B, Hq, N) contiguous, fp32
+    p_indptr,
+    p_num_partial,
+    p_indices,
+    p_codes,
+    p_bits,
+    p_bands,
+    capacity,
+    num_masks,
+    layout_stride_b,
+    layout_stride_h,
+    seqlen_q,
+    seqlen_k,
+    batch,
+    q_heads,
+    group_size,
+    scale,
+    stride_qb,
+    stride_qn,
+    stride_qh,
+    stride_kb,
+    stride_kn,
+    stride_kh,
+    stride_vb,
+    stride_vn,
+    stride_vh,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    Q_BLOCK: tl.constexpr,
+    KV_BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    SPLIT_M: tl.constexpr = Q_BLOCK // BLOCK_M
+    TAIL: tl.constexpr = (KV_BLOCK + BLOCK_N - 1) // BLOCK_N  # tiles that the last block of a row can reach into
+    i_program = tl.program_id(0)
+    i_h = (i_program % q_heads).to(tl.int64)
+    i_b = (i_program // q_heads % batch).to(tl.int64)
+    i_tile = (tl.num_programs(0) - 1 - i_program) // (q_heads * batch)
+    i_row = i_tile // SPLIT_M
+    inner_q = i_tile % SPLIT_M * BLOCK_M + tl.arange(0, BLOCK_M)
+    pos_q = i_row * Q_BLOCK + inner_q
+
+    lead = i_b * layout_stride_b + i_h * layout_stride_h
+    q_blocks = (seqlen_q + Q_BLOCK - 1) // Q_BLOCK
+    start, partial, total = row_entries(p_indptr, p_num_partial, lead, i_row, q_blocks, capacity)
+
+    p_k += i_b * stride_kb + i_h // group_size * stride_kh
+    p_v += i_b * stride_vb + i_h // group_size * stride_vh
+    b_q = load_rows(p_q + i_b * stride_qb + i_h * stride_qh, pos_q, stride_qn, seqlen_q, D, BLOCK_D)
+
+    acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    scale_log2 = scale * LOG2E
+    full_tiles = tl.cdiv((total - partial) * KV_BLOCK, BLOCK_N)
+    for MASKING in tl.static_range(3):
+        if MASKING == PARTIAL:
+            first, count, begin, end = start, partial, 0, tl.cdiv(partial * KV_BLOCK, BLOCK_N)
+        elif MASKING == FULL:
+            first, count, begin, end = start + partial, total - partial, 0, tl.maximum(full_tiles - TAIL, 0)
+        else:
+            first, count = start + partial, total - partial
+            begin, end = tl.maximum(full_tiles - TAIL, 0), full_tiles
+        acc, row_max, row_sum = _attend(
+            acc, row_max, row_sum, b_q, inner_q, p_k, p_v, stride_kn, stride_vn, seqlen_k, scale_log2,
+            p_indices, p_codes, p_bits, p_bands, num_masks, first, count, begin, end,
+            MASKING, D, E, BLOCK_D, BLOCK_E, Q_BLOCK, KV_BLOCK, BLOCK_N, PRECISION,
+        )  # fmt: skip
+
+    empty = row_sum == 0
+    row_sum = tl.where(empty, 1.0, row_sum)
+    acc = acc / row_sum[:, None]
+    lse = tl.where(empty, float("-inf"), (row_max + tl.log2(row_sum)) * LN2)
+    tl.store(p_lse + (i_b * q_heads + i_h) * seqlen_q + pos_q, lse, mask=pos_q < seqlen_q)
+    p_out += (i_b * seqlen_q * q_heads + i_h) * E
+    store_rows(p_out, acc, pos_q, q_heads * E, seqlen_q, E, BLOCK_E)
+
+
+def attention_forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float) -> tuple[Tensor, Tensor]:
+    """As `kernels.reference.attention_forward`; fp32 inputs are multiplied in full fp32."""
+    batch, seqlen_q, q_heads, head_dim = q.shape
+    seqlen_k, kv_heads, head_dim_v = v.shape[1:]
+    out = q.new_empty(batch, seqlen_q, q_heads, head_dim_v)
+    lse = q.new_empty(batch, q_heads, seqlen_q, dtype=torch.float32)
+    if out.numel() == 0:
+        return out, lse
+    q, k, v = (unit_stride(x) for x in (q, k, v))
+    tiles = forward_tiles(q.device, q.dtype, head_dim, head_dim_v, layout.block_size)
+    q_tiles = layout.q_blocks * (layout.block_size[0] // tiles.block_m)
+    _sparse_attention_fwd_kernel[(q_tiles * batch * q_heads,)](
+        q,
+        k,
+        v,
+        out,
+        lse,
+        *layout_arguments(layout),
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        batch=batch,
+        q_heads=q_heads,
+        group_size=q_heads // kv_heads,
+        scale=scale,
+        **strides("q", q),
+        **strides("k", k),
+        **strides("v", v),
+        D=head_dim,
+        E=head_dim_v,
+        BLOCK_D=padded(head_dim),
+        BLOCK_E=padded(head_dim_v),
+        Q_BLOCK=layout.block_size[0],
+        KV_BLOCK=layout.block_size[1],
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        PRECISION="ieee",
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+    return out, lse

@@ -1,0 +1,52 @@
+"""What the host passes to every kernel."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from dynaxx.layout import BlockLayout
+
+
+def unit_stride(x: Tensor) -> Tensor:
+    """`x` itself where its last dimension is dense, as it is for every transposed or sliced view; else a copy."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def strides(name: str, x: Tensor) -> dict[str, int]:
+    """Strides of batch, sequence and heads, as the kernels name them."""
+    return {f"stride_{name}b": x.stride(0), f"stride_{name}n": x.stride(1), f"stride_{name}h": x.stride(2)}
+
+
+def layout_arguments(layout: BlockLayout) -> tuple[Tensor | int, ...]:
+    """A layout as a kernel takes it: its tensors, capacity, number of masks, and strides of batch and head in rows."""
+    return (
+        layout.kv_indptr.contiguous(),
+        layout.kv_num_partial.contiguous(),
+        layout.kv_indices.contiguous(),
+        layout.kv_masks.contiguous(),
+        *mask_arguments(layout, layout.kv_indices.numel()),
+    )
+
+
+def transposed_arguments(layout: BlockLayout) -> tuple[Tensor | int, ...]:
+    """`layout_arguments` of the same blocks by kv block."""
+    turned = layout.transposed
+    return (
+        turned.q_indptr.contiguous(),
+        turned.q_num_partial.contiguous(),
+        turned.q_indices.contiguous(),
+        turned.q_masks.contiguous(),
+        *mask_arguments(layout, turned.q_indices.numel()),
+    )
+
+
+def mask_arguments(layout: BlockLayout, capacity: int) -> tuple[Tensor | int, ...]:
+    """The element masks, and the sizes that keep a kernel inside of the tensors."""
+    return (
+        layout.masks.bits.contiguous(),
+        layout.masks.bands.contiguous(),
+        capacity,
+        len(layout.masks),
+        layout.layout_heads if layout.layout_batch > 1 else 0,
+        1 if layout.layout_heads > 1 else 0,
+    )

@@ -1,0 +1,95 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""Helpers of the Triton kernels: rows of a layout, positions of a tile, visibility of its elements, guarded loads.
+
+A row of a layout is a list of blocks. A tile of TILE tokens is a part of one block where TILE <= BLOCK, and gathers
+TILE // BLOCK blocks where it is larger, so that small blocks still fill a matrix instruction. Whatever a layout's
+tensors hold, no helper reads outside of them, and positions outside of the sequence load as zero.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+# The passes over a row, in order.
+PARTIAL = tl.constexpr(0)  # what the element masks of the partial blocks show
+FULL = tl.constexpr(1)  # every pair of the tile is visible
+BOUNDS = tl.constexpr(2)  # every pair within the lengths is: the last full block
+
+
+@triton.jit
+def row_entries(p_indptr, p_num_partial, lead, i_row, num_rows, capacity):
+    """First entry of a row, its number of partial blocks, and of blocks; all within `capacity` entries."""
+    at = lead.to(tl.int64) * (num_rows + 1) + i_row
+    start = tl.minimum(tl.maximum(tl.load(p_indptr + at), 0), capacity)
+    count = tl.minimum(tl.maximum(tl.load(p_indptr + at + 1), start), capacity) - start
+    partial = tl.load(p_num_partial + lead.to(tl.int64) * num_rows + i_row)
+    return start, tl.minimum(tl.maximum(partial, 0), count), count
+
+
+@triton.jit
+def tile_positions(p_indices, p_codes, first, count, i_tile, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """Positions in the sequence, positions in the block, and mask codes of a tile of `count` blocks from `first`.
+
+    Positions are [TILE]; codes are a scalar where the tile lies in one block, else [TILE]. Slots past the last block
+    get negative positions.
+    """
+    o_tile = tl.arange(0, TILE)
+    if TILE <= BLOCK:
+        SPLIT: tl.constexpr = BLOCK // TILE
+        entry = first + i_tile // SPLIT
+        inner = (i_tile % SPLIT) * TILE + o_tile
+        block = tl.load(p_indices + entry)
+        code = tl.load(p_codes + entry)
+    else:
+        slot = i_tile * (TILE // BLOCK) + o_tile // BLOCK
+        inner = o_tile % BLOCK
+        block = tl.load(p_indices + first + slot, mask=slot < count, other=-1)
+        code = tl.load(p_codes + first + slot, mask=slot < count, other=-1)
+    return block * BLOCK + inner, inner, code
+
+
+@triton.jit
+def visible_elements(p_bits, p_bands, num_masks, code, r, c, Q_BLOCK: tl.constexpr, WORDS: tl.constexpr):
+    """Which of the in-block pairs (r, c) a partial block shows, [broadcast of r and c] bool.
+
+    A scalar code takes the band where the mask is one; codes of a gathered tile are given in the shape of r or of c.
+    """
+    known = (code >= 0) & (code < num_masks)
+    if len(code.shape) == 0:
+        lo = tl.load(p_bands + code.to(tl.int64) * 2, mask=known, other=1)
+        hi = tl.load(p_bands + code.to(tl.int64) * 2 + 1, mask=known, other=0)
+        if lo <= hi:
+            visible = (r - c >= lo) & (r - c <= hi)
+        else:
+            word = (r + c) * 0
+            p_row = p_bits + (code.to(tl.int64) * Q_BLOCK + r) * WORDS
+            rows_known = r * 0 + tl.where(known, code, -1) >= 0
+            for i_word in tl.static_range(WORDS):
+                word = tl.where(c // 32 == i_word, tl.load(p_row + i_word, mask=rows_known, other=0), word)
+            visible = ((word >> (c % 32)) & 1) != 0
+    else:
+        p_word = p_bits + (code.to(tl.int64) * Q_BLOCK + r) * WORDS + c // 32
+        word = tl.load(p_word, mask=known & (r + c >= 0), other=0)
+        visible = ((word >> (c % 32)) & 1) != 0
+    return visible
+
+
+@triton.jit
+def load_rows(p_base, positions, stride, seqlen, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
+    """[len(positions), BLOCK_DIM] rows of one head; zero outside of the sequence and of head_dim."""
+    o_d = tl.arange(0, BLOCK_DIM)
+    inside = ((positions >= 0) & (positions < seqlen))[:, None]
+    if DIM < BLOCK_DIM:
+        inside = inside & (o_d < DIM)[None, :]
+    return tl.load(p_base + positions.to(tl.int64)[:, None] * stride + o_d[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def store_rows(p_base, rows, positions, stride, seqlen, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
+    """Store what `load_rows` would load, in the pointer's dtype."""
+    o_d = tl.arange(0, BLOCK_DIM)
+    inside = ((positions >= 0) & (positions < seqlen))[:, None] & (o_d < DIM)[None, :]
+    p_rows = p_base + positions.to(tl.int64)[:, None] * stride + o_d[None, :]
+    tl.store(p_rows, rows.to(p_base.dtype.element_ty), mask=inside)

@@ -1,0 +1,34 @@
+"""What the Triton kernels serve, said without loading Triton."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import torch
+
+from dynaxx.kernels.problem import AttentionProblem
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MAX_HEAD_DIM = 256
+
+
+def unsupported_reasons(problem: AttentionProblem) -> list[str]:
+    """Why these kernels cannot serve; an empty list means they can."""
+    reasons = []
+    if problem.device.type != "cuda" and not (problem.device.type == "cpu" and interpreted()):
+        reasons.append(f"runs on a GPU (or under TRITON_INTERPRET=1), got tensors on {problem.device}")
+    elif importlib.util.find_spec("triton") is None:
+        reasons.append("triton is not installed: pip install triton")
+    if problem.dtype not in DTYPES:
+        reasons.append(f"serves fp16, bf16 and fp32, got {problem.dtype}")
+    elif problem.dtype == torch.bfloat16 and problem.device.type == "cpu":
+        reasons.append("Triton's interpreter does not multiply bf16")
+    if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
+        reasons.append(f"serves head_dim up to {MAX_HEAD_DIM}, got {problem.head_dim}/{problem.head_dim_v}")
+    return reasons
+
+
+def interpreted() -> bool:
+    """Whether Triton's own interpreter runs the kernels, on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
