@@ -31,6 +31,8 @@ _SOURCES = {
     ),
     "dynaxx.selection": ("Hybrid", "LastQueryProbe", "MeanPool", "MinMax", "Selector", "TopK", "TopP", "select_blocks"),
     "dynaxx.ops": ("SparseAttentionOutput", "explain", "merge_states", "sparse_attention"),
+    "dynaxx.policy": ("Policy", "Rule", "load_policy", "save_policy"),
+    "dynaxx.integrations.transformers": ("apply",),
 }
 _SOURCE_OF = {name: source for source, names in _SOURCES.items() for name in names}
 

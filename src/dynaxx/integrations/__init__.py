@@ -1,0 +1,1 @@
+"""Adapters to other libraries, through their official extension points only."""

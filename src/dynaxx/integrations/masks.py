@@ -1,0 +1,88 @@
+"""What a mask says about sequences: which queries form one causal sequence with which keys.
+
+A framework hands attention one boolean mask for everything: left and right padding, packed documents, a chunk of a long
+prompt, a cache longer than what is in it. Each of these is a few runs of rows, and this module finds them by reading
+the mask itself, so whatever made it, the sparse result covers what the mask shows and nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+ROWS_AT_ONCE = 1024
+TOKENS_PER_RUN = 8  # a mask with more runs than one per so many rows is no set of causal sequences
+
+
+class Run(NamedTuple):
+    """Consecutive queries that see keys `k_start : k_stop`; if causal, query `q_stop - 1 - i` misses the last `i`."""
+
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+    causal: bool
+
+    @property
+    def seqlen_q(self) -> int:
+        return self.q_stop - self.q_start
+
+    @property
+    def seqlen_k(self) -> int:
+        return self.k_stop - self.k_start
+
+
+def read_mask(mask: Tensor) -> list[list[Run]] | None:
+    """The runs of each batch entry, which cover all its queries in order; None if the mask is no set of such runs.
+
+    Args:
+        mask: (batch, seqlen_q, seqlen_k) bool, True = visible. Queries that see nothing form a run without keys.
+    """
+    if mask.stride(0) == 0:  # one mask, expanded
+        runs = _read_entry(mask[0])
+        return None if runs is None else [runs] * mask.shape[0]
+    entries = [_read_entry(entry) for entry in mask]
+    return None if any(runs is None for runs in entries) else entries  # type: ignore[return-value]
+
+
+def _read_entry(mask: Tensor) -> list[Run] | None:
+    seqlen_q, seqlen_k = mask.shape
+    if seqlen_q == 0 or seqlen_k == 0:
+        return None
+    spans = [_spans(rows) for rows in mask.split(ROWS_AT_ONCE)]
+    if not all(contiguous for _, _, contiguous in spans):
+        return None
+    start, stop = torch.cat([s for s, _, _ in spans]), torch.cat([e for _, e, _ in spans])
+    step = stop[1:] - stop[:-1]
+    same = start[1:] == start[:-1]
+    kind = torch.where(same & (step == 1), 1, torch.where(same & (step == 0), 2, 0))  # grows, repeats, neither
+    turns = (kind[1:] != kind[:-1]) | (kind[1:] == 0)
+    changes = [1, *(turns.nonzero().flatten() + 2).tolist()] if seqlen_q > 1 else []
+    if len(changes) > max(TOKENS_PER_RUN, seqlen_q // TOKENS_PER_RUN):
+        return None
+    kinds = kind[torch.tensor(changes, dtype=torch.int64, device=mask.device) - 1].tolist() if changes else []
+    bounds = [0]
+    for row, row_kind in zip(changes, kinds, strict=True):
+        if row_kind == 0 or bounds[-1] != row - 1:  # the second row of a run says what kind of run it is
+            bounds.append(row)
+    bounds.append(seqlen_q)
+    first, last = torch.tensor(bounds[:-1], device=mask.device), torch.tensor(bounds[1:], device=mask.device) - 1
+    rows = torch.stack([start[first], stop[first], stop[last]], -1).tolist()
+    return [
+        Run(q_start, q_stop, max(0, k_start), k_stop, causal=k_stop > first_stop or q_stop - q_start == 1)
+        for q_start, q_stop, (k_start, first_stop, k_stop) in zip(bounds[:-1], bounds[1:], rows, strict=True)
+    ]
+
+
+def _spans(mask: Tensor) -> tuple[Tensor, Tensor, bool]:
+    """First visible key (-1 where none) and end of each row, and whether all keys between are visible."""
+    width = mask.shape[1]
+    start = mask.view(torch.uint8).argmax(-1)
+    stop = width - mask.flip(-1).view(torch.uint8).argmax(-1)
+    nothing = ~mask.gather(1, start[:, None])[:, 0]
+    rises = mask[:, 1:] & ~mask[:, :-1]
+    if width > 1:  # the one rise that may be is at the first visible key
+        rises.scatter_(1, (start - 1).clamp(min=0)[:, None], False)
+    return start.masked_fill(nothing, -1), stop.masked_fill(nothing, 0), not bool(rises.any())

@@ -1,0 +1,100 @@
+"""Policy files: read with errors that say what to fix, written whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from dynaxx.errors import PolicyError
+from dynaxx.policy.schema import FORMAT, VERSION, Policy, explain_errors
+
+_NUMBER_LIST = re.compile(r"\[\n[\s\d.,eE+-]*\]")  # written on one line
+
+
+def load_policy(path: str | os.PathLike[str]) -> Policy:
+    """Read and validate a policy file.
+
+    Raises:
+        FileNotFoundError: no such file.
+        PolicyError: not JSON, not a dynaxx policy, of a newer version, or a wrong field; with the field and the fix.
+    """
+    raw = Path(path).read_bytes()
+    try:
+        return parse_policy(raw)
+    except PolicyError as error:
+        raise PolicyError(f"{os.fspath(path)}: {error}") from None
+
+
+def parse_policy(text: str | bytes) -> Policy:
+    """A policy from the text of its file. Raises `PolicyError` as `load_policy`."""
+    try:
+        data = json.loads(text, object_pairs_hook=_no_duplicates)
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise PolicyError(f"is not JSON: {error}; write it again with save_policy") from None
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        found = data.get("format") if isinstance(data, dict) else type(data).__name__
+        raise PolicyError(f"`format` must be {FORMAT!r}, got {found!r}; this is not a dynaxx policy")
+    version = data.get("version")
+    if isinstance(version, bool):
+        raise PolicyError(f"`version` must be {VERSION}, got {version}")
+    if isinstance(version, int) and version > VERSION:
+        raise PolicyError(
+            f"`version` must be at most {VERSION}, got {version}; a newer dynaxx wrote it: "
+            "upgrade dynaxx, or write the policy again with this one"
+        )
+    try:
+        return Policy.model_validate_json(json.dumps(data))
+    except ValidationError as error:
+        raise PolicyError(explain_errors(error)) from None
+
+
+def policy_text(policy: Policy) -> str:
+    """The text of a policy's file. Fields at their defaults are written, so that a file says everything."""
+    text = json.dumps(policy.model_dump(mode="json"), indent=2)
+    return (
+        _NUMBER_LIST.sub(lambda found: re.sub(r"\s+", " ", found[0]).replace("[ ", "[").replace(" ]", "]"), text) + "\n"
+    )
+
+
+def save_policy(policy: Policy, path: str | os.PathLike[str]) -> None:
+    """Write a policy file; a reader at any moment, even after a crash, sees the old file or the new one, whole."""
+    target = Path(path)
+    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(policy_text(policy))
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, 0o644)
+        os.replace(name, target)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
+        raise
+    _sync_directory(target.parent)
+
+
+def _sync_directory(folder: Path) -> None:
+    """Make the rename itself survive a power cut, where the system can."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    data: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in data:
+            raise PolicyError(f"`{name}` must be given once in an object; remove one of the two")
+        data[name] = value
+    return data

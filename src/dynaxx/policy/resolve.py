@@ -1,0 +1,228 @@
+"""From a policy to plans: per layer, which heads follow which rule, in as few selection calls as can be.
+
+Heads whose rules differ only in their budget share one rule with a budget per head. A static head joins such a rule
+with a budget of 0.0 and a dense head with 1.0, which mean exactly that; so a layer of windows, hybrids and dense heads
+is one selection and one attention call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dynaxx.layout import BlockLayout, as_block_size
+from dynaxx.patterns import Causal, Pattern
+from dynaxx.policy.schema import Policy, head_values
+from dynaxx.policy.specs import AttentionRule
+from dynaxx.selection import Hybrid, Selector, TopK, TopP, select_blocks
+
+
+@dataclass(frozen=True)
+class HeadGroup:
+    """Some q heads, ascending, and the rule they follow; its budgets, where per head, are in that order."""
+
+    heads: tuple[int, ...]
+    rule: AttentionRule
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What the heads of one layer do in prefill; the groups cover every q head once."""
+
+    groups: tuple[HeadGroup, ...]
+    q_heads: int
+    kv_heads: int
+    block_size: tuple[int, int]
+
+    @cached_property
+    def is_static(self) -> bool:
+        """Whether positions alone decide, so that layouts are cached."""
+        return all(isinstance(group.rule, Pattern) for group in self.groups)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def layout(self, q: Tensor, k: Tensor, *, scale: float | None = None) -> BlockLayout:
+        """The causal layout of this layer for these queries and keys, exact for every head.
+
+        Args:
+            q: (batch, seqlen_q, q_heads, head_dim), aligned to the last keys.
+            k: (batch, seqlen_k, kv_heads, head_dim).
+            scale: softmax scale, default head_dim ** -0.5.
+        """
+        # Outside inference mode: what is cached now may be saved for a backward pass later.
+        if self.is_static:
+            return _static_layout(self, q.shape[1], k.shape[1], q.device)
+        first = self.groups[0]
+        if len(self.groups) == 1:
+            return select_blocks(q, k, first.rule, block_size=self.block_size, scale=scale)
+        layouts = []
+        for group in self.groups:
+            part = select_blocks(
+                q[:, :, list(group.heads)],
+                _keys_of(k, group.heads, self.q_heads),
+                group.rule,
+                block_size=self.block_size,
+                scale=scale,
+            )
+            layouts.append(_repeat(part, q.shape[0], len(group.heads)))
+        return _side_by_side(layouts, self.groups)
+
+
+class LengthSwitch:
+    """Dense or sparse by length, with hysteresis; see `Policy`. Keeps the last answer."""
+
+    __slots__ = ("_sparse", "dense_below", "sparse_from")
+
+    def __init__(self, dense_below: int, sparse_from: int | None = None) -> None:
+        self.dense_below = dense_below
+        self.sparse_from = dense_below if sparse_from is None else sparse_from
+        self._sparse = False
+
+    def sparse(self, seqlen_k: int) -> bool:
+        """Whether a sequence of so many keys runs sparse."""
+        if seqlen_k >= self.sparse_from:
+            self._sparse = True
+        elif seqlen_k < self.dense_below:
+            self._sparse = False
+        return self._sparse
+
+    def reset(self) -> None:
+        """Forget the last answer."""
+        self._sparse = False
+
+
+def resolve(policy: Policy) -> dict[int, LayerPlan]:
+    """A plan for every layer in which some head is sparse."""
+    facts = policy.model
+    rules: dict[int, dict[int, AttentionRule | None]] = {}
+    block_size: dict[int, tuple[int, int]] = {}
+    for rule in policy.rules:
+        heads = rule.head_list(facts.q_heads)
+        built = _per_head(rule.attention.build(), len(heads), head_values(rule.attention) is not None)
+        for layer in rule.layer_list(facts.layers):
+            rules.setdefault(layer, {}).update(zip(heads, built, strict=True))
+            block_size[layer] = as_block_size(policy.block_size if rule.block_size is None else rule.block_size)
+    return {
+        layer: LayerPlan(
+            _grouped([rules[layer].get(head) for head in range(facts.q_heads)]),
+            facts.q_heads,
+            facts.kv_heads,
+            block_size[layer],
+        )
+        for layer in sorted(rules)
+        if any(rule is not None for rule in rules[layer].values())
+    }
+
+
+def _per_head(rule: AttentionRule | None, count: int, has_values: bool) -> Sequence[AttentionRule | None]:
+    """One rule per head, each with a single budget."""
+    if not has_values:
+        return [rule] * count
+    pattern, selector = _parts(rule)
+    assert selector is not None, "only selectors have budgets"
+    return [_rule(pattern, _with_budget(selector, value)) for value in _budget(selector)]
+
+
+def _grouped(rules: list[AttentionRule | None]) -> tuple[HeadGroup, ...]:
+    """Heads by what they follow, budgets aside; static and dense heads join a selecting group where one fits."""
+    by_key: dict[Any, list[int]] = {}
+    for head, rule in enumerate(rules):
+        pattern, selector = _parts(rule)
+        key = (pattern, None if selector is None else (type(selector), selector.scorer), rule is None)
+        by_key.setdefault(key, []).append(head)
+    selecting = [key for key in by_key if key[1] is not None]
+    for pattern, family, dense in [key for key in by_key if key[1] is None]:
+        hosts = [host for host in selecting if dense or host[0] == pattern]
+        if hosts:
+            by_key[hosts[0]] += by_key.pop((pattern, family, dense))
+    groups = []
+    for (pattern, family, _), members in by_key.items():
+        heads = tuple(sorted(members))
+        if family is None:
+            groups.append(HeadGroup(heads, pattern if pattern is not None else Causal()))
+            continue
+        kind, scorer = family
+        budgets = tuple(_head_budget(rules[head]) for head in heads)
+        same = budgets[0] if len(set(map(repr, budgets))) == 1 else budgets
+        groups.append(HeadGroup(heads, _rule(pattern, kind(same, scorer))))
+    return tuple(sorted(groups, key=lambda group: group.heads))
+
+
+def _parts(rule: AttentionRule | None) -> tuple[Pattern | None, TopK | TopP | None]:
+    if isinstance(rule, Hybrid):
+        return rule.pattern, rule.selector  # type: ignore[return-value]  # a policy holds these two selectors only
+    if isinstance(rule, Selector):
+        return None, rule  # type: ignore[return-value]
+    return rule, None
+
+
+def _rule(pattern: Pattern | None, selector: Selector) -> AttentionRule:
+    return selector if pattern is None else Hybrid(pattern, selector)
+
+
+def _budget(selector: TopK | TopP) -> Any:
+    return selector.budget if isinstance(selector, TopK) else selector.mass
+
+
+def _with_budget(selector: TopK | TopP, value: Any) -> TopK | TopP:
+    return type(selector)(value, selector.scorer)
+
+
+def _head_budget(rule: AttentionRule | None) -> float:
+    """A head's budget in a shared rule: everything for a dense one, nothing beside the pattern for a static one."""
+    if rule is None:
+        return 1.0
+    _, selector = _parts(rule)
+    return 0.0 if selector is None else _budget(selector)
+
+
+@lru_cache(maxsize=256)
+def _static_layout(plan: LayerPlan, seqlen_q: int, seqlen_k: int, device: torch.device) -> BlockLayout:
+    made = [
+        group.rule.layout(seqlen_q, seqlen_k, block_size=plan.block_size, device=device)
+        for group in plan.groups
+        if isinstance(group.rule, Pattern)
+    ]
+    if len(made) == 1:
+        return made[0]
+    parts = [_repeat(layout, 1, len(group.heads)) for layout, group in zip(made, plan.groups, strict=True)]
+    return _side_by_side(parts, plan.groups)
+
+
+def _keys_of(k: Tensor, heads: tuple[int, ...], q_heads: int) -> Tensor:
+    """The kv heads that `heads` read, each once where they share evenly, else one per q head."""
+    group_size = q_heads // k.shape[2]
+    of_head = [head // group_size for head in heads]
+    used = sorted(set(of_head))
+    evenly = all(of_head.count(kv_head) * len(used) == len(heads) for kv_head in used)
+    return k[:, :, used if evenly else of_head]
+
+
+def _repeat(layout: BlockLayout, batch: int, heads: int) -> BlockLayout:
+    """A shared layout written out for every batch entry and head; any other one as it is."""
+    copies = (batch // layout.layout_batch) * (heads // layout.layout_heads)
+    if copies == 1:
+        return layout
+    lead, cols, codes = layout.entries()
+    shift = torch.arange(copies, device=layout.device)[:, None] * layout.q_blocks
+    return BlockLayout.from_entries(
+        layout.grid(),
+        (lead + shift).flatten(),
+        cols.repeat(copies),
+        codes.repeat(copies),
+        layout.masks,
+        layout_batch=batch,
+        layout_heads=heads,
+    )
+
+
+def _side_by_side(layouts: Iterable[BlockLayout], groups: Sequence[HeadGroup]) -> BlockLayout:
+    """One layout in the order of the heads."""
+    order = [head for group in groups for head in group.heads]
+    stacked = BlockLayout.stack_heads(list(layouts))
+    return stacked.head_slice(sorted(range(len(order)), key=order.__getitem__))

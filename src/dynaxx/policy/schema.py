@@ -1,0 +1,236 @@
+"""The policy document: what runs where, from which length, with which tolerance, and the evidence it rests on.
+
+Pure data. Unknown fields are refused, so nothing in a file is without effect; a policy that validates can be run.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, Strict, ValidationError, model_validator
+
+from dynaxx.errors import PolicyError
+from dynaxx.layout import as_block_size
+from dynaxx.policy import specs
+from dynaxx.policy.specs import AttentionSpec, Count, Document, Int, Positive, to_spec
+
+FORMAT: Literal["dynaxx.policy"] = "dynaxx.policy"
+VERSION: Literal[1] = 1
+
+
+def _checked_block_size(value: int | tuple[int, int] | None) -> int | tuple[int, int] | None:
+    if value is not None:
+        as_block_size(value)
+    return value
+
+
+Number = Annotated[float, Strict()]
+BlockSize = Annotated[Int | tuple[Int, Int], AfterValidator(_checked_block_size)]
+Indices = Literal["all"] | Annotated[tuple[Count, ...], Field(min_length=1)]
+
+
+class ModelFacts(Document):
+    """What a model must be for the policy to apply to it."""
+
+    model_type: str  # transformers' config.model_type of the text model, e.g. "llama"
+    layers: Positive
+    q_heads: Positive
+    kv_heads: Positive
+    head_dim: Positive
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> ModelFacts:
+        if self.q_heads % self.kv_heads:
+            raise ValueError(f"`q_heads` must be a multiple of `kv_heads`, got {self.q_heads} and {self.kv_heads}")
+        return self
+
+
+class Rule(Document):
+    """What some heads of some layers do. Heads that no rule covers are dense."""
+
+    layers: Indices = "all"
+    heads: Indices = "all"  # q heads
+    phase: Literal["prefill"] = "prefill"
+    attention: AttentionSpec
+    block_size: BlockSize | None = None  # tokens, or (q_block, kv_block); the policy's where None
+
+    @classmethod
+    def of(
+        cls,
+        attention: specs.AttentionRule | None,
+        *,
+        layers: Any = "all",
+        heads: Any = "all",
+        block_size: int | tuple[int, int] | None = None,
+    ) -> Rule:
+        """A rule from a pattern, selector or hybrid (None: dense).
+
+        Args:
+            attention: a selector's budget may be a tuple, one value per head of `heads`, in that order.
+            layers, heads: "all", or a sequence of indices.
+
+        Raises:
+            ValueError: indices, a block size or an object that a policy cannot hold.
+        """
+        return cls(layers=layers, heads=heads, attention=to_spec(attention), block_size=block_size)
+
+    def head_list(self, q_heads: int) -> tuple[int, ...]:
+        """The q heads it covers, in its own order."""
+        return tuple(range(q_heads)) if self.heads == "all" else self.heads
+
+    def layer_list(self, layers: int) -> tuple[int, ...]:
+        """The layers it covers."""
+        return tuple(range(layers)) if self.layers == "all" else self.layers
+
+
+class Tolerances(Document):
+    """Limits that `dynaxx validate` holds the policy to; None means not checked."""
+
+    perplexity_ratio: Number | None = 1.01  # sparse / dense perplexity on held-out text, at most
+    kl: Number | None = None  # mean KL(dense || sparse) of next-token distributions in nats, at most
+    top1_agreement: Annotated[Number, Field(ge=0, le=1)] | None = None  # same most likely token, at least
+    logits_mean_error: Number | None = None  # mean absolute difference of logits, at most
+    task_logprob_drop: Number | None = 0.1  # nats per answer token lost on any generated retrieval task, at most
+    repetition_increase: Number | None = 0.1  # rise of the share of repeated 4-grams in generated text, at most
+    slowdown: Number | None = 1.03  # sparse / dense seconds at any measured length, at most
+
+
+class MeasuredOn(Document):
+    """The machine and the versions behind `dense_below` and every figure in the evidence."""
+
+    device: str  # "cpu", "cuda"
+    hardware: str = ""  # the processor's own name
+    threads: Positive | None = None
+    dtype: str = ""
+    versions: dict[str, str] = Field(default_factory=dict)
+
+
+class Evidence(Document):
+    """One measurement: what, by which command, and its figures."""
+
+    what: str
+    command: str
+    values: dict[str, Annotated[bool, Strict()] | Int | Number | str | None] = Field(default_factory=dict)
+
+
+class Policy(Document):
+    """A validated, versioned policy. Read with `load_policy`, write with `save_policy`, run with `dynaxx.apply`.
+
+    A sequence of fewer than `dense_below` keys runs dense, one of at least `sparse_from` keys runs sparse, and one in
+    between runs as the one before it did (dense at first), so a length that flaps around the border does not switch
+    back and forth. Without `sparse_from` there is one border.
+
+    Raises:
+        PolicyError: a field that is wrong, with its name and the fix.
+    """
+
+    format: Literal["dynaxx.policy"] = FORMAT
+    version: Literal[1] = VERSION
+    model: ModelFacts
+    block_size: BlockSize = 64
+    dense_below: Count = 0  # tokens, measured
+    sparse_from: Count | None = None  # tokens, >= dense_below
+    rules: tuple[Rule, ...] = ()
+    tolerances: Tolerances = Tolerances()
+    measured_on: MeasuredOn | None = None
+    evidence: tuple[Evidence, ...] = ()
+
+    def __init__(self, **data: Any) -> None:
+        try:
+            super().__init__(**data)
+        except ValidationError as error:
+            raise PolicyError(explain_errors(error)) from None
+
+    def replace(self, **changes: Any) -> Policy:
+        """This policy with some fields changed, validated again."""
+        return Policy(**{**{name: getattr(self, name) for name in type(self).model_fields}, **changes})
+
+    @model_validator(mode="after")
+    def _borders_in_order(self) -> Policy:
+        if self.sparse_from is not None and self.sparse_from < self.dense_below:
+            raise ValueError(
+                f"`sparse_from` must be >= `dense_below` = {self.dense_below}, got {self.sparse_from}; "
+                "leave it out for one border"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _rules_fit(self) -> Policy:
+        owner: dict[tuple[int, int], int] = {}
+        block_of: dict[int, tuple[int, Any]] = {}
+        for index, rule in enumerate(self.rules):
+            layers, heads = rule.layer_list(self.model.layers), rule.head_list(self.model.q_heads)
+            for name, given, count in (("layers", layers, self.model.layers), ("heads", heads, self.model.q_heads)):
+                outside = [each for each in given if each >= count]
+                if outside:
+                    raise ValueError(
+                        f"`rules.{index}.{name}` must be below {count}, the model's number of them, got {outside[0]}"
+                    )
+                if len(set(given)) != len(given):
+                    raise ValueError(f"`rules.{index}.{name}` must not name one twice, got {list(given)}")
+            per_head = head_values(rule.attention)
+            if per_head is not None and len(per_head) != len(heads):
+                raise ValueError(
+                    f"`rules.{index}.attention` must give one budget, or one per covered head ({len(heads)}), "
+                    f"got {len(per_head)}"
+                )
+            block_size = as_block_size(self.block_size if rule.block_size is None else rule.block_size)
+            for layer in layers:
+                first, other = block_of.setdefault(layer, (index, block_size))
+                if other != block_size:
+                    raise ValueError(
+                        f"`rules.{index}.block_size` must be {other} in layer {layer}, as in `rules.{first}`: "
+                        "all heads of a layer share one block size"
+                    )
+                for head in heads:
+                    before = owner.setdefault((layer, head), index)
+                    if before != index:
+                        raise ValueError(
+                            f"`rules.{index}` and `rules.{before}` both cover layer {layer}, head {head}; "
+                            "take it out of one of them"
+                        )
+        return self
+
+
+def head_values(attention: Any) -> tuple[float, ...] | None:
+    """The per-head budgets of an attention spec, None where it has one value or none."""
+    selector = getattr(attention, "selector", attention)
+    values = getattr(selector, "values", None)
+    return values if isinstance(values, tuple) else None
+
+
+_FIXES = {
+    "extra_forbidden": "remove it; this version does not know it",
+    "missing": "add it",
+    "union_tag_not_found": "add `kind`",
+}
+
+
+def explain_errors(error: ValidationError) -> str:
+    """Pydantic's findings, one line each: the field, what is wrong, what was found, the fix."""
+    lines = []
+    for found in error.errors(include_url=False):
+        where = ".".join(str(part) for part in found["loc"] if not _is_branch(part))
+        fix = _FIXES.get(found["type"])
+        value = repr(found["input"])
+        said = found["msg"].removeprefix("Value error, ")
+        line = f"`{where}`: {said}" if where else said
+        if found["type"] not in ("missing", "value_error"):
+            line += f", got {value if len(value) <= 80 else value[:77] + '...'}"
+        lines.append(f"{line}; {fix}" if fix else line)
+    return "\n".join(dict.fromkeys(lines))
+
+
+def _is_branch(part: Any) -> bool:
+    """Whether a part of a location names a branch of a union and not a field."""
+    return isinstance(part, str) and (
+        part in _KINDS or "[" in part or part in _TYPES or part.startswith("constrained-")
+    )
+
+
+_TYPES = ("int", "float", "str", "bool")
+_KINDS = {
+    cls.model_fields["kind"].default
+    for cls in vars(specs).values()
+    if isinstance(cls, type) and issubclass(cls, specs.Spec) and "kind" in cls.model_fields
+}
