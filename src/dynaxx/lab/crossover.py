@@ -1,0 +1,104 @@
+"""From which length sparse attention is faster than dense on this machine, selection included."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from dynaxx.ops import sparse_attention
+from dynaxx.policy import LayerPlan, resolve
+
+if TYPE_CHECKING:
+    from dynaxx.policy import Policy
+
+LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
+REPEATS = 5
+LONG = 4096  # from here on fewer repeats: they take seconds and noise is small beside them
+GAIN = 1.05  # sparse must be this much faster to count
+HYSTERESIS = 1.25  # sparse_from / dense_below
+
+
+@dataclass(frozen=True)
+class LengthTiming:
+    """Median seconds of attention in all sparse layers of a prefill, extrapolated from the sampled ones."""
+
+    seqlen: int
+    dense_seconds: float
+    sparse_seconds: float
+
+
+@torch.no_grad()
+def time_lengths(model: Any, policy: Policy, lengths: Sequence[int] = LENGTHS) -> list[LengthTiming]:
+    """Time dense (SDPA) and the policy's attention at several lengths, interleaved, on random inputs.
+
+    Three layers are timed, those of the lowest, middle and highest density, and their mean stands for all.
+    """
+    plans = resolve(policy)
+    if not plans:
+        return []
+    parameter = next(model.parameters())
+    facts = policy.model
+    typical = _typical(list(plans.values()))
+    found = []
+    for seqlen in lengths:
+        q, k, v = (
+            torch.randn(1, heads, seqlen, facts.head_dim, dtype=parameter.dtype, device=parameter.device)
+            for heads in (facts.q_heads, facts.kv_heads, facts.kv_heads)
+        )
+        runs = [partial(_attend_densely, q, k, v), *(partial(_attend, plan, q, k, v) for plan in typical)]
+        dense, *sparse = _interleaved(runs, REPEATS if seqlen < LONG else 2, parameter.device)
+        found.append(LengthTiming(seqlen, dense * len(plans), statistics.mean(sparse) * len(plans)))
+    return found
+
+
+def _attend_densely(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def _attend(plan: LayerPlan, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return sparse_attention(q, k, v, plan.layout(q, k))
+
+
+def _typical(plans: list[LayerPlan]) -> list[LayerPlan]:
+    """The plans of the lowest, middle and highest budget."""
+
+    def weight(plan: LayerPlan) -> float:
+        budgets = [getattr(getattr(group.rule, "selector", None), "budget", 0.0) for group in plan.groups]
+        flat = [x for budget in budgets for x in (budget if isinstance(budget, tuple) else (budget,))]
+        return sum(flat) / max(1, len(flat))
+
+    ordered = sorted(plans, key=weight)
+    return [ordered[0], ordered[len(ordered) // 2], ordered[-1]]
+
+
+def _interleaved(runs: Sequence[Callable[[], Any]], repeats: int, device: torch.device) -> list[float]:
+    """Median seconds of each, taken in turn so that a drifting machine is fair to all."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    seconds: list[list[float]] = [[] for _ in runs]
+    for repeat in range(repeats + 1):
+        for index, run in enumerate(runs):
+            wait()
+            start = time.perf_counter()
+            run()
+            wait()
+            if repeat:  # the first round warms up
+                seconds[index].append(time.perf_counter() - start)
+    return [statistics.median(each) for each in seconds]
+
+
+def dense_below(timings: Sequence[LengthTiming]) -> int | None:
+    """The shortest measured length from which sparse stays faster; None if it is not faster at the longest."""
+    border = None
+    for timing in sorted(timings, key=lambda each: -each.seqlen):
+        if timing.dense_seconds < GAIN * timing.sparse_seconds:
+            break
+        border = timing.seqlen
+    return border

@@ -1,0 +1,47 @@
+"""What a policy carries of its tuning: where it was measured, with which command, and the figures."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from dynaxx.lab.crossover import HYSTERESIS
+from dynaxx.lab.machine import machine_facts
+
+if TYPE_CHECKING:
+    from dynaxx.lab.tune import TuneResult
+
+
+def with_evidence(result: TuneResult, device: str, dtype: str) -> TuneResult:
+    """The result with a policy that says from which length it runs, where that was measured, and what was found.
+
+    Without a chosen trial, or where sparse is never faster, the policy has no rules: it is dense everywhere.
+    """
+    from dynaxx.policy import Evidence, MeasuredOn
+
+    machine = machine_facts()
+    runs_sparse = result.chosen is not None and result.dense_below is not None
+    border = result.dense_below or 0
+    figures: dict[str, bool | int | float | str | None] = {
+        "tokens": result.tokens,
+        "scorer": result.scorer,
+        "dense_perplexity": result.dense_perplexity,
+        "best_uniform_density": result.best_uniform_density,
+    }
+    if result.chosen is not None:
+        figures |= {"density": result.chosen.density, "perplexity_ratio": result.chosen.ratio}
+        figures |= {"perplexity_ratio_error": result.chosen.error}
+    policy = result.policy.replace(
+        rules=result.policy.rules if runs_sparse else (),
+        dense_below=border,
+        sparse_from=int(border * HYSTERESIS),
+        measured_on=MeasuredOn(
+            device=device,
+            hardware=machine.gpus[0] if device == "cuda" else machine.cpu,
+            threads=machine.threads,
+            dtype=dtype,
+            versions=machine.versions,
+        ),
+        evidence=(Evidence(what="tuning on the calibration part of the text", command=result.command, values=figures),),
+    )
+    return dataclasses.replace(result, policy=policy)

@@ -1,0 +1,332 @@
+"""Find the sparsest policy that keeps a model's perplexity, and write it down with its evidence.
+
+Three ideas: a gradient tells what each head loses at each budget (`sensitivity`); one density is shared among all heads
+so that the predicted loss is least (`allocation`); and the real perplexity on text that was not used for either decides
+how low that density may go, from 50 % down. The best uniform budget is found the same way, to compare with.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from dynaxx.lab.allocation import Allocator
+from dynaxx.lab.crossover import LengthTiming, dense_below, time_lengths
+from dynaxx.lab.files import write_json
+from dynaxx.lab.perplexity import token_losses
+from dynaxx.lab.progress import Progress, SilentProgress, Task
+from dynaxx.lab.resume import Steps, fingerprint
+from dynaxx.lab.sensitivity import HeadCosts, measure_head_costs
+from dynaxx.lab.texts import encode, split_text
+from dynaxx.patterns import LocalBlocks, Pattern, Sink
+from dynaxx.selection import Hybrid, MeanPool, MinMax, Scorer, TopK
+
+if TYPE_CHECKING:
+    from dynaxx.policy import Policy
+
+BUDGETS = (0.0, 0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0)  # what heads choose from
+SCORERS: dict[str, Scorer] = {"mean": MeanPool(), "mean of 16": MeanPool(pool=16), "bound": MinMax()}
+LOCAL_BLOCKS = 2
+SEARCH_TEXTS = 2
+SEARCH_STEPS = 6  # real evaluations per search, the first at 50 %
+SCORER_DENSITY = 0.25  # the scorer with the least predicted loss here is taken
+FINE_ENOUGH = 1.05  # a search ends when the passing and the failing density are this close
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One evaluated budget: mean density over sparse heads, perplexity, its ratio to dense, and that ratio's standard
+    error; `passed` if the ratio plus its error is within the tolerance."""
+
+    density: float
+    perplexity: float
+    ratio: float
+    error: float
+    passed: bool
+
+
+@dataclass(frozen=True)
+class TuneResult:
+    """What `tune` found; `.policy` is the document, `.to_dict()` the evidence that `tuning.json` holds."""
+
+    model: str
+    tokens: int
+    tolerance: float
+    scorer: str
+    dense_perplexity: float
+    uniform: tuple[Trial, ...]
+    tuned: tuple[Trial, ...]
+    chosen: Trial | None  # None: nothing sparse was within the tolerance
+    best_uniform_density: float | None
+    crossover: tuple[LengthTiming, ...]
+    dense_below: int | None
+    budgets: tuple[tuple[float, ...], ...]  # per layer of the policy and q head
+    layers: tuple[int, ...]
+    seconds: float
+    command: str
+    policy: Policy
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON data."""
+        return asdict(dataclasses.replace(self, policy=None))  # type: ignore[arg-type]
+
+
+def tune(
+    model: Any,
+    tokenizer: Any,
+    text: str,
+    *,
+    out: Path,
+    tolerance: float = 0.01,
+    tokens: int = 4096,
+    time_budget: float | None = None,
+    block_size: int = 64,
+    seed: int = 0,
+    resume: bool = True,
+    progress: Progress | None = None,
+    command: str = "dynaxx tune",
+    name: str = "",
+) -> TuneResult:
+    """Tune a policy for `model` on `text`; write `tuning.json` and `policy.json` to `out`.
+
+    Args:
+        text: sample of the workload. Only its calibration part (`texts.split_text`) is used.
+        tolerance: how much perplexity may rise, relative; 0.01 is 1 %. It is measured on the second half of each text,
+            where the context is long.
+        tokens: length of the texts.
+        time_budget: seconds after which no further evaluation starts; the best found so far is written.
+        resume: go on from `out/tuning_state.json` if it is of the same model, text and settings.
+
+    Raises:
+        ValueError: too little text, or settings out of range.
+        UnsupportedInputError: a model that `dynaxx.apply` cannot serve.
+    """
+    if not 0 < tolerance < 1:
+        raise ValueError(f"`tolerance` must be between 0 and 1 (0.01 is 1 %), got {tolerance}")
+    search = _Search(model, tokenizer, text, out, tokens, block_size, seed, resume, progress, time_budget, tolerance)
+    return search.run(command, name or type(model).__name__)
+
+
+class _Search:
+    """One run: its texts, its remembered steps, its clock."""
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        text: str,
+        out: Path,
+        tokens: int,
+        block_size: int,
+        seed: int,
+        resume: bool,
+        progress: Progress | None,
+        time_budget: float | None,
+        tolerance: float,
+    ) -> None:
+        self.model, self.out, self.tokens, self.block_size, self.seed = model, Path(out), tokens, block_size, seed
+        self.tolerance, self.progress = tolerance, progress or SilentProgress()
+        self.started = time.monotonic()
+        self.deadline = None if time_budget is None else self.started + time_budget
+        part = split_text(text).calibration
+        ids = encode(tokenizer, part, (1 + SEARCH_TEXTS) * tokens + 1)
+        self.cost_ids = ids[:, : tokens + 1]
+        starts = range(tokens, tokens * (1 + SEARCH_TEXTS), tokens)
+        self.search_ids = [ids[:, start : start + tokens + 1] for start in starts]
+        key = fingerprint(model, ids, tokens=tokens, block_size=block_size, seed=seed)
+        self.steps = Steps(self.out / "tuning_state.json", key, resume)
+        self.pattern: Pattern = Sink(block_size) | LocalBlocks(LOCAL_BLOCKS)
+
+    def run(self, command: str, name: str) -> TuneResult:
+        training = self.model.training
+        self.model.eval()
+        try:
+            with self.progress.task("tuning", total=4 + 2 * SEARCH_STEPS + 2) as task:
+                return self._run(task, command, name)
+        finally:
+            self.model.train(training)
+
+    def _run(self, task: Task, command: str, name: str) -> TuneResult:
+        task.advance(0, "dense perplexity")
+        self.dense = torch.tensor(self.steps.remember("dense", lambda: self._losses(None)))
+        task.advance(1, "what each head loses")
+        scorer_name, density, loss, layers = self._head_costs(task)
+        scorer = SCORERS[scorer_name]
+        heads = density.shape[1] // len(layers)
+        allocator = Allocator(density, loss)
+
+        def tuned(target: float) -> tuple[float, list[list[float]]]:
+            found = allocator.at(target)
+            budgets = torch.tensor(BUDGETS, dtype=torch.float64)[found.choice]
+            return found.density, budgets.view(len(layers), heads).tolist()
+
+        def uniform(target: float) -> tuple[float, list[list[float]]]:
+            mean = density.mean(1)
+            budget = _interpolate(target, mean.tolist(), BUDGETS)
+            return target, [[budget] * heads] * len(layers)
+
+        least = allocator.least_density
+        tuned_trials, chosen = self._bisect("tuned", tuned, least, layers, scorer, task)
+        uniform_trials, best_uniform = self._bisect("uniform", uniform, least, layers, scorer, task)
+        budgets = tuned(chosen.density)[1] if chosen else [[1.0] * heads for _ in layers]
+        policy = self._policy(layers, budgets, scorer)
+        task.advance(0, "crossover against dense")
+        timings = self.steps.remember("crossover", lambda: [asdict(t) for t in time_lengths(self.model, policy)])
+        crossover = tuple(LengthTiming(**timing) for timing in timings)
+        border = dense_below(crossover) if chosen else None
+        result = TuneResult(
+            model=name,
+            tokens=self.tokens,
+            tolerance=self.tolerance,
+            scorer=repr(scorer),
+            dense_perplexity=float(self.dense.double().mean().exp()),
+            uniform=tuple(uniform_trials),
+            tuned=tuple(tuned_trials),
+            chosen=chosen,
+            best_uniform_density=best_uniform.density if best_uniform else None,
+            crossover=crossover,
+            dense_below=border,
+            budgets=tuple(tuple(row) for row in budgets),
+            layers=tuple(layers),
+            seconds=self.steps.seconds + time.monotonic() - self.started,
+            command=command,
+            policy=policy,
+        )
+        task.advance(2, "done")
+        return self._write(result)
+
+    def _head_costs(self, task: Task) -> tuple[str, Tensor, Tensor, list[int]]:
+        """The best scorer, its (candidates, heads) densities and losses, and the layers they are of."""
+
+        def measure() -> dict[str, Any]:
+            candidates = [
+                Hybrid(self.pattern, TopK(budget, scorer)) for scorer in SCORERS.values() for budget in BUDGETS
+            ]
+            layers = self.model.config.get_text_config().num_hidden_layers
+            with self.progress.task("what each head loses", total=layers) as inner:
+                costs = measure_head_costs(
+                    self.model,
+                    self.cost_ids,
+                    candidates,
+                    block_size=self.block_size,
+                    seed=self.seed,
+                    done=lambda layer: inner.advance(1, f"layer {layer}"),
+                )
+            return _plain(costs)
+
+        found = self.steps.remember("head costs", measure)
+        task.advance(3, "starting at 50 %")
+        if not found["layers"]:
+            raise ValueError("no layer of this model sees its whole context: there is nothing to make sparse")
+        density, loss = torch.tensor(found["density"]), torch.tensor(found["loss"])
+        count, best = len(BUDGETS), {}
+        for index, name in enumerate(SCORERS):
+            own = slice(index * count, (index + 1) * count)
+            best[name] = (Allocator(density[own], loss[own]).at(SCORER_DENSITY).loss, own)
+        name = min(best, key=lambda each: best[each][0])
+        own = best[name][1]
+        return name, density[own], loss[own], found["layers"]
+
+    def _bisect(
+        self, kind: str, make: Any, least: float, layers: Sequence[int], scorer: Scorer, task: Task
+    ) -> tuple[list[Trial], Trial | None]:
+        """Evaluate densities from 50 % down (or up, if that fails); the trials, and the sparsest that passed."""
+        fails, passes, target, trials = least, None, 0.5, []
+        best: Trial | None = None
+        for step in range(SEARCH_STEPS):
+            if self.deadline is not None and time.monotonic() > self.deadline and (best or step >= 2):
+                break
+            density, budgets = make(target)
+            trial = self._evaluate(density, budgets, layers, scorer)
+            trials.append(trial)
+            said = f"{kind} density {density:.0%}: perplexity {trial.ratio - 1:+.2%}"
+            task.advance(1, said)
+            if trial.passed:
+                passes = density
+                best = trial if best is None or density < best.density else best
+            else:
+                fails = max(fails, density)
+            ceiling = 1.0 if passes is None else passes
+            if ceiling / max(fails, 1e-6) < FINE_ENOUGH:
+                task.advance(SEARCH_STEPS - 1 - step)
+                break
+            target = (ceiling * fails) ** 0.5
+        return sorted(trials, key=lambda trial: -trial.density), best
+
+    def _evaluate(self, density: float, budgets: list[list[float]], layers: Sequence[int], scorer: Scorer) -> Trial:
+        policy = self._policy(layers, budgets, scorer)
+        key = "budgets " + fingerprint(None, torch.tensor(budgets), scorer=repr(scorer))
+        losses = torch.tensor(self.steps.remember(key, lambda: self._losses(policy)))
+        change = (losses - self.dense).double()
+        mean, error = float(change.mean()), float(change.std() / change.numel() ** 0.5)
+        ratio = float(torch.tensor(mean).exp())
+        passed = float(torch.tensor(mean + error).exp()) <= 1 + self.tolerance
+        return Trial(density, float(losses.double().mean().exp()), ratio, error, passed)
+
+    def _losses(self, policy: Policy | None) -> list[float]:
+        """Loss of every token in the second half of the search texts, dense or under a policy."""
+        from dynaxx.integrations.transformers import apply
+
+        handle = apply(self.model, policy) if policy is not None else None
+        try:
+            found = [token_losses(self.model, ids)[0, ids.shape[1] // 2 :] for ids in self.search_ids]
+        finally:
+            if handle is not None:
+                handle.remove()
+        return [round(value, 6) for value in torch.cat(found).tolist()]
+
+    def _policy(self, layers: Sequence[int], budgets: list[list[float]], scorer: Scorer) -> Policy:
+        from dynaxx.integrations.transformers import model_facts
+        from dynaxx.policy import Policy, Rule, Tolerances
+
+        by_budgets: dict[tuple[float, ...], list[int]] = {}
+        for layer, row in zip(layers, budgets, strict=True):
+            by_budgets.setdefault(tuple(row), []).append(layer)
+        rules = [
+            Rule.of(Hybrid(self.pattern, TopK(row[0] if len(set(row)) == 1 else row, scorer)), layers=same)
+            for row, same in by_budgets.items()
+        ]
+        return Policy(
+            model=model_facts(self.model),
+            block_size=self.block_size,
+            rules=tuple(rules),
+            tolerances=Tolerances(perplexity_ratio=1 + self.tolerance),
+        )
+
+    def _write(self, result: TuneResult) -> TuneResult:
+        from dynaxx.lab.evidence import with_evidence
+        from dynaxx.policy import save_policy
+
+        parameter = next(self.model.parameters())
+        result = with_evidence(result, parameter.device.type, str(parameter.dtype).removeprefix("torch."))
+        save_policy(result.policy, self.out / "policy.json")
+        write_json(self.out / "tuning.json", result.to_dict())
+        return result
+
+
+def _plain(costs: Sequence[HeadCosts]) -> dict[str, Any]:
+    """Costs of all layers side by side, as JSON data."""
+    if not costs:
+        return {"layers": [], "density": [], "loss": []}
+    return {
+        "layers": [each.layer for each in costs],
+        "density": torch.cat([each.density for each in costs], dim=1).tolist(),
+        "loss": torch.cat([each.loss for each in costs], dim=1).tolist(),
+    }
+
+
+def _interpolate(at: float, xs: Sequence[float], ys: Sequence[float]) -> float:
+    """Piecewise linear y at x, clamped, for ascending xs."""
+    if at <= xs[0]:
+        return ys[0]
+    for (x0, y0), (x1, y1) in zip(zip(xs, ys, strict=True), list(zip(xs, ys, strict=True))[1:], strict=False):
+        if at <= x1:
+            return y0 + (y1 - y0) * (at - x0) / max(x1 - x0, 1e-12)
+    return ys[-1]

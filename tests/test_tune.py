@@ -1,0 +1,61 @@
+"""The tuner's parts: allocation against brute force, costs against measured divergence, resuming after a kill."""
+
+import itertools
+import json
+
+import pytest
+import torch
+
+from dynaxx.lab.allocation import Allocator, lower_hull
+from dynaxx.lab.crossover import LengthTiming, dense_below
+from dynaxx.lab.resume import Steps, fingerprint
+
+
+def test_hull_keeps_only_points_that_pay():
+    assert lower_hull([0, 1, 2, 3], [10, 9, 2, 1]) == [0, 2, 3]
+    assert lower_hull([0, 0, 1], [5, 4, 4]) == [1]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_allocation_is_optimal_at_its_own_density(seed):
+    torch.manual_seed(seed)
+    density = torch.rand(4, 5, dtype=torch.float64).sort(0).values
+    loss = torch.rand(4, 5, dtype=torch.float64).sort(0, descending=True).values
+    found = Allocator(density, loss).at(0.5)
+    best = min(
+        float(loss[list(choice), range(5)].sum())
+        for choice in itertools.product(range(4), repeat=5)
+        if float(density[list(choice), range(5)].mean()) <= found.density + 1e-9
+    )
+    assert found.loss == pytest.approx(best)
+    assert found.loss == pytest.approx(float(loss[found.choice, range(5)].sum()))
+    assert found.density == pytest.approx(float(density[found.choice, range(5)].mean()))
+
+
+def test_steps_survive_a_kill_and_refuse_another_key(tmp_path, caplog):
+    path = tmp_path / "state.json"
+    assert Steps(path, "a").remember("x", lambda: [1, 2]) == [1, 2]
+    again = Steps(path, "a")
+    assert again.remember("x", lambda: pytest.fail("computed twice")) == [1, 2]
+    assert "x" not in Steps(path, "b")
+    assert "starting anew" in caplog.text
+    path.write_text(path.read_text()[:20])
+    assert "x" not in Steps(path, "a")
+    assert "x" not in Steps(tmp_path / "none.json", "a")
+    Steps(path, "a").remember("y", lambda: 1)
+    assert json.loads(path.read_text())["results"] == {"y": 1}
+
+
+def test_fingerprint_sees_weights_and_settings():
+    model = torch.nn.Linear(4, 4)
+    ids = torch.arange(5)
+    first = fingerprint(model, ids, seed=0)
+    assert first == fingerprint(model, ids, seed=0)
+    assert first != fingerprint(model, ids, seed=1)
+    assert first != fingerprint(torch.nn.Linear(4, 4), ids, seed=0)
+
+
+def test_dense_below_is_where_sparse_stays_faster():
+    timings = [LengthTiming(64, 1, 2), LengthTiming(128, 3, 1), LengthTiming(256, 4, 5), LengthTiming(512, 9, 5)]
+    assert dense_below(timings) == 512
+    assert dense_below(timings[:3]) is None
