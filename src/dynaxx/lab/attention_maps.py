@@ -9,11 +9,12 @@ N tokens, H q heads, D head_dim, R rows of a chunk, C keys of a chunk.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -45,6 +46,8 @@ class LayerAttention:
         return replace(self, q=self.q[:, list(heads)], k=self.k[:, list(heads)])
 
 
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 Visitor = Callable[[LayerAttention], None]
 _visitor: ContextVar[tuple[Visitor, set[int]] | None] = ContextVar("dynaxx_capture", default=None)
 
@@ -160,6 +163,23 @@ def _scores(q: Tensor, k: Tensor, scale: float, softcap: float | None) -> Tensor
     return scores if softcap is None else torch.tanh(scores / softcap) * softcap
 
 
+def in_parallel(work: Callable[[Item], Result], items: Iterable[Item], device: torch.device) -> Iterator[Result]:
+    """Map over items in order; on a CPU in as many threads as torch has, each of which computes alone.
+
+    Statistics are many small operations: one thread per item is faster than several per operation, by far so on a
+    machine that is busy with other work.
+    """
+    threads = torch.get_num_threads()
+    if device.type != "cpu" or threads == 1:
+        yield from map(work, items)
+        return
+    with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        try:
+            yield from pool.map(torch.no_grad()(work), items)
+        finally:
+            torch.set_num_threads(threads)  # what threads that come later start from
+
+
 # ---- statistics of one map ---------------------------------------------------------------------------------------
 
 
@@ -238,6 +258,12 @@ def map_statistics(attention: LayerAttention, head: int, *, block_size: int, cel
         entropy=entropy / rows,
         heatmap=_filled(block_mass if cell == block_size else heat, heat_rows),
     )
+
+
+def whole_map(attention: LayerAttention, head: int) -> Tensor:
+    """One head's map, (N, N) fp32, its rows summing to 1. For short texts: N x N numbers."""
+    q, k = attention.q[:, head].float(), attention.k[:, head].float()
+    return _softmax_chunk(attention, q, k, 0, len(q))[0]
 
 
 def _chunks(blocks: Tensor, block_size: int, seqlen: int) -> Iterator[tuple[int, int]]:

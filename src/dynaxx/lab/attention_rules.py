@@ -1,0 +1,84 @@
+"""The rules that `analyze` tries on every head, each at several budgets that come to about the same density."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from dynaxx.layout import FULL, BlockGrid, as_block_size
+from dynaxx.patterns import Pattern, Sink, SlidingWindow
+from dynaxx.selection import Hybrid, LastQueryProbe, MeanPool, MinMax, Scorer, TopK
+
+BUDGETS = (0.1, 0.15, 0.2, 0.3, 0.4, 0.5)  # shares of the causally visible blocks
+SELECTORS: dict[str, Scorer] = {"mean_pool": MeanPool(), "min_max": MinMax(), "last_query_probe": LastQueryProbe()}
+SCORER_WORDS = {
+    "mean_pool": "mean-pooled keys",
+    "min_max": "the min/max bound of the keys",
+    "last_query_probe": "the last-query probe",
+}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A rule at one budget. `rule` is None for the oracle: the blocks of most true mass, wherever they are."""
+
+    name: str
+    budget: float
+    rule: Pattern | Hybrid | None
+
+    @property
+    def attention(self) -> str:
+        """The rule as Python."""
+        if self.rule is None:
+            return f"the {self.budget:.0%} of blocks with most attention"
+        if isinstance(self.rule, Hybrid):
+            selector = self.rule.selector
+            assert isinstance(selector, TopK), "the hybrids tried here select with TopK"
+            return f"{_plain(self.rule.pattern)} | TopK({selector.budget}, {type(selector.scorer).__name__}())"
+        return _plain(self.rule)
+
+
+def candidates(seqlen: int, block_size: int) -> tuple[Candidate, ...]:
+    """Every rule at every budget: sinks with a window ("streaming"), a small one of these with top-k by each scorer,
+    and the oracle. Windows and shares are set so that the density comes closest to the budget."""
+    grid = BlockGrid(seqlen, seqlen, as_block_size(block_size))
+    forced = Sink(block_size) | SlidingWindow(block_size)
+    listed = [Candidate("streaming", budget, _streaming(grid, budget)) for budget in BUDGETS]
+    for name, scorer in SELECTORS.items():
+        for budget in BUDGETS:
+            listed.append(Candidate(name, budget, forced | TopK(_share(forced, grid, budget), scorer)))
+    return (*listed, *(Candidate("oracle", budget, None) for budget in BUDGETS))
+
+
+def window_density(window: int, sinks: int, seqlen: int, block_size: int) -> float:
+    """Density of sinks and a window."""
+    return (Sink(sinks) | SlidingWindow(window)).layout(seqlen, block_size=block_size).density()
+
+
+def _streaming(grid: BlockGrid, density: float) -> Pattern:
+    """A block of sinks and the window of whole blocks that comes closest to a density."""
+    size = grid.block_size[1]
+    windows = [blocks * size for blocks in range(1, grid.kv_blocks + 1)]
+    best = min(windows, key=lambda window: abs(window_density(window, size, grid.seqlen_q, size) - density))
+    return Sink(size) | SlidingWindow(best)
+
+
+def _share(forced: Pattern, grid: BlockGrid, density: float) -> float:
+    """The share for `TopK` beside a pattern that comes closest to a density, to three digits.
+
+    The block that the window cuts may be chosen whole, and mostly is: it is counted once.
+    """
+    visible = grid.causal_kv_blocks(grid.rows())
+    layout = forced.layout(grid.seqlen_q, block_size=grid.block_size)
+    rows, cols, codes = layout.entries()
+    whole = torch.bincount(rows[(codes == FULL) | (rows == cols)], minlength=grid.q_blocks)
+    shares = torch.arange(0, 1001)[:, None] / 1000
+    added = torch.minimum((visible * shares).ceil(), visible - whole)
+    counts = torch.maximum(whole + added, layout.kv_num_blocks[0, 0])
+    densities = counts.sum(1) / visible.sum()
+    return int((densities - density).abs().argmin()) / 1000
+
+
+def _plain(pattern: Pattern) -> str:
+    return repr(pattern).replace("SlidingWindow(window=", "SlidingWindow(")
