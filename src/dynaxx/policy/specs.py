@@ -107,6 +107,14 @@ class Sink(_Leaf):
     tokens: Count = 4
 
 
+class LocalBlocks(_Leaf):
+    """The q block's own kv block and those before it, `blocks` in all."""
+
+    makes = p.LocalBlocks
+    kind: Literal["local_blocks"] = "local_blocks"
+    blocks: Positive
+
+
 class RandomBlocks(_Leaf):
     """`blocks` random kv blocks per q block."""
 
@@ -228,7 +236,18 @@ class Dense(Spec):
 
 
 PatternSpec: TypeAlias = Annotated[
-    Causal | Full | SlidingWindow | Dilated | Strided | GlobalTokens | Sink | RandomBlocks | Documents | AnyOf | AllOf,
+    Causal
+    | Full
+    | SlidingWindow
+    | Dilated
+    | Strided
+    | GlobalTokens
+    | Sink
+    | LocalBlocks
+    | RandomBlocks
+    | Documents
+    | AnyOf
+    | AllOf,
     Field(discriminator="kind"),
 ]
 ScorerSpec: TypeAlias = Annotated[MeanPool | MinMax | LastQueryProbe, Field(discriminator="kind")]
@@ -241,6 +260,7 @@ AttentionSpec: TypeAlias = Annotated[
     | Strided
     | GlobalTokens
     | Sink
+    | LocalBlocks
     | RandomBlocks
     | Documents
     | AnyOf
@@ -262,6 +282,7 @@ _LEAVES: tuple[type[_Leaf], ...] = (
     Strided,
     GlobalTokens,
     Sink,
+    LocalBlocks,
     RandomBlocks,
     Documents,
     MeanPool,
