@@ -107,7 +107,8 @@ class AnalysisResult:
     seconds: float
 
     @property
-    def summary(self) -> dict[str, Any]:
+    def totals(self) -> dict[str, Any]:
+        """Over all heads looked at."""
         count = max(1, len(self.heads))
         return {
             "heads": len(self.heads),
@@ -121,8 +122,27 @@ class AnalysisResult:
     def to_dict(self) -> dict[str, Any]:
         plain = {name: value for name, value in vars(self).items() if name not in ("heads", "rules")}
         rules = {name: asdict(rule) for name, rule in self.rules.items()}
-        listed = _rounded(plain | {"rules": rules, "summary": self.summary})
+        listed = _rounded(plain | {"rules": rules, "summary": self.totals})
         return listed | {"heads": [head.to_dict() for head in self.heads]}
+
+    def summary(self) -> str:
+        """What the command prints."""
+        totals = self.totals
+        kinds = ", ".join(f"{count} {kind}" for kind, count in totals["kinds"].items())
+        lines = [
+            f"{len(self.heads)} heads, {self.tokens:,} tokens, {self.rows:,} queries each, {self.seconds:.0f} s",
+            f"attention on the first {maps.SINK_TOKENS} tokens {totals['mean_sink_mass']:.0%}, "
+            f"within {maps.LOCAL_TOKENS} tokens {totals['mean_local_mass']:.0%}",
+            "",
+            f"{'mean recall at a density of about':36}" + "".join(f"{budget:8.0%}" for budget in self.budgets),
+        ]
+        lines += [f"  {name:34}" + "".join(f"{x:8.1%}" for x in rule.recall) for name, rule in self.rules.items()]
+        lines += [
+            "",
+            f"heads by what keeps {TARGET_RECALL:.0%} of their attention: {kinds}",
+            f"mean density of that: {totals['mean_recommended_density']:.0%}",
+        ]
+        return "\n".join(lines)
 
 
 def analyze(

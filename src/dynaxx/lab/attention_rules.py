@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import torch
 
-from dynaxx.layout import FULL, BlockGrid, as_block_size
-from dynaxx.patterns import Pattern, Sink, SlidingWindow
+from dynaxx.layout import BlockGrid, as_block_size
+from dynaxx.patterns import LocalBlocks, Pattern, Sink, SlidingWindow
 from dynaxx.selection import Hybrid, LastQueryProbe, MeanPool, MinMax, Scorer, TopK
 
 BUDGETS = (0.1, 0.15, 0.2, 0.3, 0.4, 0.5)  # shares of the causally visible blocks
@@ -17,6 +18,8 @@ SCORER_WORDS = {
     "min_max": "the min/max bound of the keys",
     "last_query_probe": "the last-query probe",
 }
+
+LOCAL_BLOCKS = 2  # shown by every hybrid that is tried, beside a block of sinks
 
 
 @dataclass(frozen=True)
@@ -40,10 +43,10 @@ class Candidate:
 
 
 def candidates(seqlen: int, block_size: int) -> tuple[Candidate, ...]:
-    """Every rule at every budget: sinks with a window ("streaming"), a small one of these with top-k by each scorer,
+    """Every rule at every budget: sinks with a window ("streaming"), sinks and local blocks with top-k by each scorer,
     and the oracle. Windows and shares are set so that the density comes closest to the budget."""
     grid = BlockGrid(seqlen, seqlen, as_block_size(block_size))
-    forced = Sink(block_size) | SlidingWindow(block_size)
+    forced = Sink(block_size) | LocalBlocks(LOCAL_BLOCKS)
     listed = [Candidate("streaming", budget, _streaming(grid, budget)) for budget in BUDGETS]
     for name, scorer in SELECTORS.items():
         for budget in BUDGETS:
@@ -65,20 +68,14 @@ def _streaming(grid: BlockGrid, density: float) -> Pattern:
 
 
 def _share(forced: Pattern, grid: BlockGrid, density: float) -> float:
-    """The share for `TopK` beside a pattern that comes closest to a density, to three digits.
-
-    The block that the window cuts may be chosen whole, and mostly is: it is counted once.
-    """
+    """The share for `TopK` beside whole blocks of a pattern that comes closest to a density, to three digits."""
     visible = grid.causal_kv_blocks(grid.rows())
-    layout = forced.layout(grid.seqlen_q, block_size=grid.block_size)
-    rows, cols, codes = layout.entries()
-    whole = torch.bincount(rows[(codes == FULL) | (rows == cols)], minlength=grid.q_blocks)
+    forced_blocks = forced.layout(grid.seqlen_q, block_size=grid.block_size).kv_num_blocks[0, 0]
     shares = torch.arange(0, 1001)[:, None] / 1000
-    added = torch.minimum((visible * shares).ceil(), visible - whole)
-    counts = torch.maximum(whole + added, layout.kv_num_blocks[0, 0])
+    counts = torch.minimum(forced_blocks + (visible * shares).ceil(), visible)
     densities = counts.sum(1) / visible.sum()
     return int((densities - density).abs().argmin()) / 1000
 
 
 def _plain(pattern: Pattern) -> str:
-    return repr(pattern).replace("SlidingWindow(window=", "SlidingWindow(")
+    return re.sub(r"\b(window|blocks)=", "", repr(pattern))
