@@ -172,7 +172,7 @@ def test_what_is_no_policy_is_refused(text):
 
 
 def test_python_built_policies_are_checked_too():
-    with pytest.raises(dx.PolicyError, match="`rules.0.heads` must be below 6"):
+    with pytest.raises(dx.PolicyError, match=r"`rules\.0\.heads` must be below 6"):
         policy(Rule.of(dx.Sink(4), heads=[6]))
     with pytest.raises(ValueError, match="no word for"):
         Rule.of(object())

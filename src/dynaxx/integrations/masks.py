@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 ROWS_AT_ONCE = 1024
-TOKENS_PER_RUN = 8  # a mask with more runs than one per so many rows is no set of causal sequences
+FEWEST_RUNS, TOKENS_PER_RUN = 16, 8  # a mask with more runs, and more than one per so many rows, is something else
 
 
 class Run(NamedTuple):
@@ -60,7 +60,7 @@ def _read_entry(mask: Tensor) -> list[Run] | None:
     kind = torch.where(same & (step == 1), 1, torch.where(same & (step == 0), 2, 0))  # grows, repeats, neither
     turns = (kind[1:] != kind[:-1]) | (kind[1:] == 0)
     changes = [1, *(turns.nonzero().flatten() + 2).tolist()] if seqlen_q > 1 else []
-    if len(changes) > max(TOKENS_PER_RUN, seqlen_q // TOKENS_PER_RUN):
+    if len(changes) > max(FEWEST_RUNS, seqlen_q // TOKENS_PER_RUN):
         return None
     kinds = kind[torch.tensor(changes, dtype=torch.int64, device=mask.device) - 1].tolist() if changes else []
     bounds = [0]

@@ -426,7 +426,7 @@ class _Decoder:
             if module.layer_idx in layers:
                 raise _refusal(model, f"two attention modules claim layer {module.layer_idx} (cross attention?)")
             layers[module.layer_idx] = module
-        if sorted(layers) != list(range(len(layers))) or not layers:
+        if sorted(layers) != list(range(config.num_hidden_layers)):
             raise _refusal(
                 model, "no attention modules with `layer_idx` and `num_key_value_groups` were found for all layers"
             )
@@ -434,15 +434,7 @@ class _Decoder:
 
     @property
     def facts(self) -> ModelFacts:
-        config = self.config
-        heads = config.num_attention_heads
-        return ModelFacts(
-            model_type=config.model_type,
-            layers=len(self.layers),
-            q_heads=heads,
-            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        )
+        return ModelFacts.of(self.config)
 
     def refusals(self, plans: dict[int, LayerPlan]) -> list[str]:
         """Why this model cannot run such plans rightly."""

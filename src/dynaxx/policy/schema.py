@@ -38,6 +38,19 @@ class ModelFacts(Document):
     kv_heads: Positive
     head_dim: Positive
 
+    @classmethod
+    def of(cls, config: Any) -> ModelFacts:
+        """The facts of a transformers config; of one with parts (vision, text), those of its text decoder."""
+        config = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+        heads = config.num_attention_heads
+        return cls(
+            model_type=config.model_type,
+            layers=config.num_hidden_layers,
+            q_heads=heads,
+            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        )
+
     @model_validator(mode="after")
     def _heads_divide(self) -> ModelFacts:
         if self.q_heads % self.kv_heads:
