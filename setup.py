@@ -1,0 +1,55 @@
+"""Build the C++ core of the CPU backend; everything else is in pyproject.toml.
+
+The core is plain C++ behind ctypes: it depends on no Python and no torch, so one wheel per platform serves them all.
+Without a compiler the package installs all the same, and compiles at first use or runs in torch.
+"""
+
+import runpy
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
+
+PACKAGE = "dynaxx.kernels.cpu"
+core = runpy.run_path(str(Path(__file__).parent / "src" / PACKAGE.replace(".", "/") / "build.py"))
+
+
+class BuildCore(build_ext):
+    """One shared library per instruction set, named without a Python version."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return fullname.replace(".", "/") + ".so"
+
+    def build_extension(self, ext: Extension) -> None:
+        compiler = core["find_compiler"]()
+        if compiler is None:
+            raise CompileError("no C++ compiler found")
+        target = Path(self.get_ext_fullpath(ext.name)).resolve()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            core["compile_library"](ext.isa, target, compiler)
+        except (OSError, RuntimeError) as error:
+            raise CompileError(str(error)) from error
+
+
+class PlatformWheel(bdist_wheel):
+    """Tagged for this platform and any Python 3."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+def extension(isa: str) -> Extension:
+    """The library of one instruction set, as setuptools sees it."""
+    name = f"{PACKAGE}.{core['library_name'](isa).removesuffix('.so')}"
+    built = Extension(name, sources=[], depends=sorted(map(str, core["CORE"].iterdir())), optional=True)
+    built.isa = isa
+    return built
+
+
+setup(
+    ext_modules=[extension(isa) for isa in core["buildable_isas"]()],
+    cmdclass={"build_ext": BuildCore, "bdist_wheel": PlatformWheel},
+)

@@ -1,0 +1,62 @@
+"""The structures of `core/args.h`, field by field, and how tensors fill them."""
+
+from __future__ import annotations
+
+from ctypes import POINTER, Structure, c_double, c_int64, c_void_p
+from typing import ClassVar
+
+from torch import Tensor
+
+
+class Plan(Structure):
+    """A layout prepared for the core. Pointers only: `LayoutPlan` owns the memory."""
+
+    _fields_: ClassVar = [
+        ("seqlen_q", c_int64),
+        ("seqlen_k", c_int64),
+        ("q_block", c_int64),
+        ("kv_block", c_int64),
+        ("layout_batch", c_int64),
+        ("layout_heads", c_int64),
+        ("kv_indptr", c_void_p),
+        ("kv_indices", c_void_p),
+        ("kv_masks", c_void_p),
+        ("row_order", c_void_p),
+        ("mask_words", c_void_p),
+        ("mask_runs", c_void_p),
+    ]
+
+
+class ForwardArgs(Structure):
+    """One forward launch."""
+
+    _fields_: ClassVar = [
+        ("q", c_void_p),
+        ("k", c_void_p),
+        ("v", c_void_p),
+        ("out", c_void_p),
+        ("lse", c_void_p),
+        ("batch", c_int64),
+        ("q_heads", c_int64),
+        ("kv_heads", c_int64),
+        ("head_dim", c_int64),
+        ("head_dim_v", c_int64),
+        ("q_strides", c_int64 * 3),
+        ("k_strides", c_int64 * 3),
+        ("v_strides", c_int64 * 3),
+        ("plan", POINTER(Plan)),
+        ("scale", c_double),
+        ("threads", c_int64),
+    ]
+
+
+def readable(x: Tensor) -> Tensor:
+    """In fp32 and with a last dimension that is contiguous: the tensor itself where it is so, else a copy."""
+    x = x.float()
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def strides(x: Tensor) -> tuple[int, int, int]:
+    """(batch, token, head) strides in elements."""
+    batch, token, head, _ = x.stride()
+    return batch, token, head

@@ -1,0 +1,106 @@
+"""Compile the C++ core. Standard library alone: `setup.py` runs this file before anything is installed.
+
+One shared library per instruction set, not one with three bodies: inline functions of the standard library compiled for
+AVX-512 could otherwise be the ones that the linker keeps for all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+CORE = Path(__file__).parent / "core"
+
+# Fastest first. Flags of GCC and Clang.
+ISAS: dict[str, tuple[str, ...]] = {
+    "x86-64-v4": ("-march=x86-64-v4", "-mprefer-vector-width=512"),
+    "x86-64-v3": ("-march=x86-64-v3",),
+    "baseline": (),
+}
+_CPU_FLAGS = {
+    "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
+    "x86-64-v3": {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"},
+    "baseline": set[str](),
+}
+
+
+def buildable_isas() -> list[str]:
+    """The instruction sets to build for on this kind of machine, fastest first."""
+    return list(ISAS) if platform.machine() in ("x86_64", "AMD64") else ["baseline"]
+
+
+@cache
+def supported_isas() -> tuple[str, ...]:
+    """The instruction sets this processor runs, fastest first; only the baseline where it cannot be asked."""
+    flags: set[str] = set()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text(errors="replace").splitlines():
+            if line.startswith("flags"):
+                flags = set(line.split(":", 1)[1].split())
+                break
+    needed = lambda isa: _CPU_FLAGS[isa] | (_CPU_FLAGS["x86-64-v3"] if isa == "x86-64-v4" else set())
+    return tuple(isa for isa in buildable_isas() if needed(isa) <= flags)
+
+
+@cache
+def source_hash() -> str:
+    """Changes with any source file of the core: tells a library of other sources from one of these."""
+    digest = hashlib.sha256()
+    for path in sorted(CORE.iterdir()):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def library_name(isa: str) -> str:
+    """File name of a library, beside this file or in the cache."""
+    return f"_core_{isa.replace('-', '_')}.so"
+
+
+def find_compiler() -> str | None:
+    """The C++ compiler: $CXX, or the first of c++, g++, clang++ on the path; may carry arguments."""
+    chosen = os.environ.get("CXX")
+    if chosen:
+        return chosen if shutil.which(shlex.split(chosen)[0]) else None
+    return next((name for name in ("c++", "g++", "clang++") if shutil.which(name)), None)
+
+
+def compile_library(isa: str, target: Path, compiler: str) -> None:
+    """Compile the core for `isa` into `target`; the file appears whole or not at all.
+
+    No OpenMP runtime is linked: core/tasks.h calls the one that torch has loaded, whatever its file is called, so that
+    there is one pool of threads and `torch.set_num_threads` governs it.
+
+    Raises:
+        OSError: no such directory, or it cannot be written.
+        RuntimeError: the compiler failed, with what it said.
+    """
+    sources = [str(path) for path in sorted(CORE.glob("*.cpp"))]
+    handle, temporary = tempfile.mkstemp(dir=target.parent, suffix=".so.tmp")
+    os.close(handle)
+    flags = ["-O3", "-std=c++17", "-fPIC", "-fno-math-errno", "-ffp-contract=fast", "-fvisibility=hidden"]
+    define = f'-DDYNAXX_SOURCE_HASH="{source_hash()}"'
+    try:
+        with tempfile.TemporaryDirectory() as build:
+            command = [*shlex.split(compiler), *flags, *ISAS[isa], define, "-c", *sources]
+            _run(command, build)
+            objects = [str(path) for path in sorted(Path(build).glob("*.o"))]
+            _run([*shlex.split(compiler), "-shared", *objects, "-o", temporary], build)
+        os.chmod(temporary, 0o755)
+        os.replace(temporary, target)
+    finally:
+        if os.path.exists(temporary):
+            os.unlink(temporary)
+
+
+def _run(command: list[str], directory: str) -> None:
+    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        raise RuntimeError(f"{shlex.join(command)} failed:\n{done.stderr.strip()[-2000:]}")

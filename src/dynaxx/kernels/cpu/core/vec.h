@@ -1,0 +1,49 @@
+// Vectors of the widest registers that the build may use, and the panel: 16 queries side by side.
+//
+// Plain vector extensions (GCC, Clang): the same source serves SSE2, AVX2, AVX-512 and NEON; only LANES changes.
+#pragma once
+#include <cstdint>
+#include <limits>
+
+#define DYNAXX_EXPORT __attribute__((visibility("default")))
+#define DYNAXX_INLINE static inline __attribute__((always_inline))
+#define DYNAXX_UNROLL _Pragma("GCC unroll 16")
+
+namespace dynaxx {
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+constexpr int SCORE_ROWS = 8, VALUE_ROWS = 16;
+#elif defined(__AVX2__)
+constexpr int LANES = 8;
+constexpr int SCORE_ROWS = 6, VALUE_ROWS = 6;  // 6 x 2 accumulators, 2 operands and 1 broadcast of 16 registers
+#else
+constexpr int LANES = 4;
+constexpr int SCORE_ROWS = 2, VALUE_ROWS = 2;  // 2 x 4 accumulators, 4 operands and 1 broadcast of 16 registers
+#endif
+
+constexpr int PANEL = 16;  // queries per panel: divides every block size, and is one AVX-512 register
+constexpr int VECS = PANEL / LANES;
+constexpr float NEG_INF = -std::numeric_limits<float>::infinity();
+
+typedef float vec __attribute__((vector_size(LANES * 4)));
+typedef int32_t ivec __attribute__((vector_size(LANES * 4)));
+typedef float loose_vec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+
+DYNAXX_INLINE vec load(const float* p) { return *(const loose_vec*)p; }
+DYNAXX_INLINE void store(float* p, vec x) { *(loose_vec*)p = x; }
+DYNAXX_INLINE vec splat(float x) { return x - vec{}; }
+
+// As the maxps instruction: the second operand where either is NaN.
+DYNAXX_INLINE vec max_second_if_nan(vec a, vec b) { return a > b ? a : b; }
+
+// One lane per bit of `bits`: lanes of vector `i` of a panel are its bits i * LANES and up.
+DYNAXX_INLINE ivec lanes_set(uint16_t bits, int i) {
+  ivec lane_bit;
+  DYNAXX_UNROLL
+  for (int lane = 0; lane < LANES; lane++) lane_bit[lane] = 1 << lane;
+  const ivec shifted = int32_t(bits >> (i * LANES)) - ivec{};
+  return (shifted & lane_bit) != 0;
+}
+
+}  // namespace dynaxx

@@ -1,0 +1,121 @@
+"""Sparse attention in plain torch, O(visited blocks): gather each row's blocks, attend densely over them.
+
+Serves where there is no C++ core, and defines nothing: exact like every backend, differentiable by autograd. Rows that
+visit the same number of blocks go together, as many at a time as keep the gathered rows in the cache.
+
+B batch, Hq / Hk query and kv heads, N / M queries and keys, D / E head_dim of q, k and of v; U units, one per row of
+blocks of one q head; S keys that a unit visits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dynaxx.layout import BlockLayout
+
+CHUNK_BYTES = 4 << 20  # of gathered k, v and scores; 1 to 8 MiB measure alike, more is slower
+
+
+@dataclass(frozen=True)
+class Units:
+    """Rows of blocks of single q heads."""
+
+    batch: Tensor  # (U,) int64
+    head: Tensor  # (U,) int64, q head
+    row: Tensor  # (U,) int64, q block
+    start: Tensor  # (U,) int64, first entry of `kv_indices`
+    count: Tensor  # (U,) int64, visited blocks
+
+    def __getitem__(self, chosen: Tensor) -> Units:
+        return Units(self.batch[chosen], self.head[chosen], self.row[chosen], self.start[chosen], self.count[chosen])
+
+
+def attention_forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float) -> tuple[Tensor, Tensor]:
+    """Return out (B, N, Hq, E) in q's dtype and lse (B, Hq, N) in fp32 (fp64 for fp64), as the reference does."""
+    out_dtype, dtype = q.dtype, torch.float64 if q.dtype == torch.float64 else torch.float32
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    batch, seqlen_q, q_heads = q.shape[:3]
+    out = torch.zeros(batch * seqlen_q * q_heads, v.shape[-1], dtype=dtype)
+    lse = torch.full((batch * seqlen_q * q_heads,), -torch.inf, dtype=dtype)
+    table = torch.cat([layout.masks.to_dense(), torch.ones(1, *layout.block_size, dtype=torch.bool)])  # [-1] is full
+    places, outs, lses = [], [], []
+    for units in _chunks(layout, batch, q_heads, k.shape[-1] + v.shape[-1]):
+        place, in_range = _query_places(units, layout, q_heads)
+        unit_out, unit_lse = _attend(units, q, k, v, layout, table, scale)
+        places.append(place[in_range])
+        outs.append(unit_out[in_range])
+        lses.append(unit_lse[in_range])
+    if places:
+        where = (torch.cat(places),)
+        out, lse = out.index_put(where, torch.cat(outs)), lse.index_put(where, torch.cat(lses))
+    out = out.view(batch, seqlen_q, q_heads, v.shape[-1]).to(out_dtype)
+    return out, lse.view(batch, seqlen_q, q_heads).transpose(1, 2).contiguous()
+
+
+def attention_backward(
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    layout: BlockLayout,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq, dk, dv: the forward again, and autograd through it."""
+    with torch.enable_grad():
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        out, lse = attention_forward(q, k, v, layout, scale)
+        if not out.requires_grad:  # no row visits anything
+            return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        given = [do, torch.zeros_like(lse) if dlse is None else dlse]
+        dq, dk, dv = torch.autograd.grad([out, lse], [q, k, v], given)
+    return dq, dk, dv
+
+
+def _chunks(layout: BlockLayout, batch: int, q_heads: int, row_size: int) -> list[Units]:
+    """All units that visit anything, grouped by how many blocks they visit, CHUNK_BYTES of gathered rows each."""
+    shape = (batch, q_heads, layout.q_blocks)
+    of_layout = lambda x: x.expand(*shape).flatten().long()
+    b, h, i = (x.flatten() for x in torch.meshgrid(*map(torch.arange, shape), indexing="ij"))
+    units = Units(b, h, i, of_layout(layout.kv_indptr[..., :-1]), of_layout(layout.kv_num_blocks))
+    chunks = []
+    q_block, kv_block = layout.block_size
+    for count in units.count.unique().tolist():
+        if count:
+            unit_bytes = 4 * count * kv_block * (row_size + 2 * q_block)
+            chosen = (units.count == count).nonzero().flatten()
+            chunks += [units[some] for some in chosen.split(max(1, CHUNK_BYTES // unit_bytes))]
+    return chunks
+
+
+def _query_places(units: Units, layout: BlockLayout, q_heads: int) -> tuple[Tensor, Tensor]:
+    """Flat place (batch, token, head) of each query of each unit, and whether the query exists; (U, q_block) both."""
+    token = units.row[:, None] * layout.block_size[0] + torch.arange(layout.block_size[0])
+    place = (units.batch[:, None] * layout.seqlen_q + token) * q_heads + units.head[:, None]
+    return place, token < layout.seqlen_q
+
+
+def _attend(
+    units: Units, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, table: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Out (U, q_block, E) and lse (U, q_block) of units that all visit equally many blocks."""
+    q_block, kv_block = layout.block_size
+    entries = units.start[:, None] + torch.arange(int(units.count[0]))
+    cols, codes = layout.kv_indices[entries].long(), layout.kv_masks[entries].long()
+    keys = (cols[..., None] * kv_block + torch.arange(kv_block)).flatten(1)  # (U, S)
+    visible = table[codes].transpose(1, 2).flatten(2) & (keys < layout.seqlen_k)[:, None]  # (U, q_block, S)
+    queries = (units.row[:, None] * q_block + torch.arange(q_block)).clamp(max=layout.seqlen_q - 1)
+    keys = keys.clamp(max=layout.seqlen_k - 1)
+    batch, head = units.batch[:, None], units.head[:, None]
+    kv_head = head // (q.shape[2] // k.shape[2])
+    scores = (q[batch, queries, head] * scale) @ k[batch, keys, kv_head].mT
+    sees_any = visible.any(-1, keepdim=True)
+    scores = scores.masked_fill(~visible, -torch.inf).masked_fill(~sees_any, 0.0)
+    lse = scores.logsumexp(-1, keepdim=True)
+    out = ((scores - lse).exp() * sees_any) @ v[batch, keys, kv_head]
+    return out, lse.masked_fill(~sees_any, -torch.inf)[..., 0]

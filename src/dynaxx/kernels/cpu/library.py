@@ -1,0 +1,146 @@
+"""Find, compile or do without the C++ core, and say which.
+
+In this order: a library that was built with the package; one compiled at first use and kept in the user's cache; none,
+and attention runs as gathers in torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from ctypes import CDLL
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+from dynaxx.kernels.cpu import build
+from dynaxx.kernels.cpu.arguments import ForwardArgs
+
+logger = logging.getLogger("dynaxx")
+
+ISA_VARIABLE = "DYNAXX_CPU_ISA"
+CACHE_VARIABLE = "DYNAXX_CACHE_DIR"
+
+
+@dataclass(frozen=True)
+class CpuStatus:
+    """What serves attention on this CPU, and why."""
+
+    kind: Literal["built", "compiled", "torch"]  # with the package; at first use; no core, gathers in torch
+    isa: str | None  # instruction set of the core, None without one
+    path: Path | None
+    why: str
+
+    def __str__(self) -> str:
+        return f"C++ core for {self.isa} ({self.why})" if self.isa else f"gathers in torch ({self.why})"
+
+
+@dataclass(frozen=True)
+class Core:
+    """A loaded core, or none, and how that came."""
+
+    library: CDLL | None
+    status: CpuStatus
+
+
+def cpu_status() -> CpuStatus:
+    """Say whether the C++ core is active, for which instruction set, from where; or why not. Loads it."""
+    return load_core(os.environ.get(ISA_VARIABLE, "")).status
+
+
+def active_library() -> CDLL | None:
+    """The core that this process uses, None where gathers in torch serve."""
+    return load_core(os.environ.get(ISA_VARIABLE, "")).library
+
+
+@cache
+def load_core(isa: str) -> Core:
+    """Load the core for one instruction set, or the best this processor runs for ""; "torch" asks for none.
+
+    Raises:
+        ValueError: an instruction set that this processor does not run.
+    """
+    choices = (*build.supported_isas(), "torch")
+    if isa and isa not in choices:
+        raise ValueError(f"`{ISA_VARIABLE}` must be one of {choices} on this processor, got {isa!r}")
+    if isa == "torch":
+        return _without_core(f"{ISA_VARIABLE}=torch")
+    reasons = []
+    wanted = (isa,) if isa else build.supported_isas()
+    for name in wanted:
+        path = Path(__file__).parent / build.library_name(name)
+        if path.exists():
+            try:
+                return Core(_open(path), CpuStatus("built", name, path, f"built with the package; {_choice(isa)}"))
+            except (OSError, ImportError) as error:
+                reasons.append(f"{path.name}: {error}")
+    return _compiled_at_first_use(wanted[0], _choice(isa), reasons)
+
+
+def _choice(isa: str) -> str:
+    return f"{ISA_VARIABLE}={isa}" if isa else "the fastest of what the processor runs"
+
+
+def _compiled_at_first_use(isa: str, choice: str, reasons: list[str]) -> Core:
+    reasons = reasons or ["no library was built with the package"]
+    directory = _cache_directory() / f"core-{build.source_hash()}"
+    path = directory / build.library_name(isa)
+    try:
+        if not path.exists():
+            compiler = build.find_compiler()
+            if compiler is None:
+                return _without_core("; ".join([*reasons, "no C++ compiler to build one with"]))
+            logger.info("compiling the CPU core for %s into %s", isa, path)
+            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            build.compile_library(isa, path, compiler)
+        return Core(_open(path), CpuStatus("compiled", isa, path, f"compiled at first use; {choice}"))
+    except (OSError, ImportError, RuntimeError) as error:
+        return _without_core("; ".join([*reasons, str(error)]))
+
+
+def _without_core(why: str) -> Core:
+    return Core(None, CpuStatus("torch", None, None, why))
+
+
+def _cache_directory() -> Path:
+    chosen = os.environ.get(CACHE_VARIABLE)
+    if chosen:
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dynaxx"
+
+
+def _show_openmp() -> None:
+    """Make the OpenMP runtime that torch has loaded visible to the core, where it is not already."""
+    maps = Path("/proc/self/maps")
+    if hasattr(CDLL(None), "GOMP_parallel") or not maps.exists():
+        return
+    loaded = {line.split()[-1] for line in maps.read_text().splitlines() if "omp" in line.rsplit("/", 1)[-1]}
+    for path in sorted(loaded):
+        runtime = CDLL(path, mode=ctypes.RTLD_GLOBAL)
+        if hasattr(runtime, "GOMP_parallel"):
+            return
+
+
+def _open(path: Path) -> CDLL:
+    """Load a library and declare its functions.
+
+    Raises:
+        OSError: it does not load.
+        ImportError: it was built from other sources than those beside it.
+    """
+    _show_openmp()
+    library = CDLL(str(path))
+    library.dynaxx_cpu_source_hash.restype = ctypes.c_char_p
+    found = library.dynaxx_cpu_source_hash().decode()
+    if found != build.source_hash():
+        raise ImportError(f"built from other sources ({found}, expected {build.source_hash()}); build it again")
+    pointer, size = ctypes.c_void_p, ctypes.c_int64
+    library.dynaxx_cpu_plan_masks.argtypes = [pointer, size, size, size, pointer, pointer]
+    library.dynaxx_cpu_plan_masks.restype = None
+    library.dynaxx_cpu_plan_rows.argtypes = [pointer, size, size, pointer]
+    library.dynaxx_cpu_plan_rows.restype = None
+    library.dynaxx_cpu_forward.argtypes = [ctypes.POINTER(ForwardArgs)]
+    library.dynaxx_cpu_forward.restype = ctypes.c_int
+    return library

@@ -1,0 +1,230 @@
+"""The CPU core and the gathers in torch against the oracle, and their edges."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import dynaxx as dx
+from dynaxx.kernels import cpu
+from dynaxx.kernels.cpu import build, gather, library
+from dynaxx.kernels.cpu.plan import mask_tables
+from dynaxx.testing import check_forward, check_gradients, make_qkv, random_case
+
+SHORT = {"lengths": (1, 15, 17, 63, 64, 65, 100, 129), "head_dims": (16, 24, 32, 64, 80, 96)}
+FEW = 64  # numbers; below, the eager error is a small sample, and can be luckier than any budget should ask for
+
+needs_core = pytest.mark.skipif(library.active_library() is None, reason="no C++ core here")
+
+
+def attend(q, k, v, layout):
+    return cpu.attention_forward(q, k, v, layout, q.shape[-1] ** -0.5)
+
+
+def attend_by_gather(q, k, v, layout):
+    return gather.attention_forward(q, k, v, layout, q.shape[-1] ** -0.5)
+
+
+def assert_within_budget(reports, case):
+    few = case.q.numel() // case.q.shape[-1] < FEW or case.k.shape[1] < 8
+    for report in reports:
+        assert report.ok or (few and report.error <= 1e-6), f"{report}\n{case.label}"
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    """Fresh tensors hold NaN, one thread: what a kernel forgets to write is seen."""
+    threads, before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def isa(monkeypatch, request):
+    monkeypatch.setenv(library.ISA_VARIABLE, request.param)
+    return request.param
+
+
+@needs_core
+@pytest.mark.parametrize("seeds", [range(first, first + 50) for first in range(0, 1000, 50)], ids=str)
+def test_random_cases(seeds):
+    for seed in seeds:
+        case = random_case(seed, **SHORT)
+        assert_within_budget(check_forward(attend, case.q, case.k, case.v, case.layout), case)
+
+
+@needs_core
+@pytest.mark.parametrize("seeds", [range(first, first + 25) for first in range(5000, 5200, 25)], ids=str)
+def test_random_cases_of_any_size_on_two_threads(seeds):
+    torch.set_num_threads(2)
+    for seed in seeds:
+        case = random_case(seed)
+        assert_within_budget(check_forward(attend, case.q, case.k, case.v, case.layout), case)
+
+
+@needs_core
+@pytest.mark.parametrize("isa", build.supported_isas(), indirect=True)
+def test_every_instruction_set(isa):
+    assert cpu.cpu_status().isa == isa
+    for seed in range(7000, 7040):
+        case = random_case(seed, **SHORT)
+        assert_within_budget(check_forward(attend, case.q, case.k, case.v, case.layout), case)
+
+
+@pytest.mark.parametrize("seeds", [range(first, first + 20) for first in range(0, 100, 20)], ids=str)
+def test_gathers_in_torch(seeds):
+    for seed in seeds:
+        case = random_case(seed, **SHORT)
+        assert_within_budget(check_forward(attend_by_gather, case.q, case.k, case.v, case.layout), case)
+        if seed % 4 == 0:
+            assert_within_budget(check_gradients(attend_by_gather, case.q, case.k, case.v, case.layout), case)
+
+
+@pytest.mark.parametrize("isa", ["torch"], indirect=True)
+def test_without_a_core_gathers_serve(isa):
+    assert cpu.cpu_status().kind == "torch"
+    case = random_case(3, **SHORT)
+    assert_within_budget(check_forward(attend, case.q, case.k, case.v, case.layout), case)
+    assert "gathers in torch" in str(cpu.cpu_status())
+
+
+def test_an_instruction_set_that_is_none(monkeypatch):
+    monkeypatch.setenv(library.ISA_VARIABLE, "z80")
+    with pytest.raises(ValueError, match="`DYNAXX_CPU_ISA` must be one of"):
+        cpu.cpu_status()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_computed_in_fp32(dtype):
+    for seed in range(20):
+        case = random_case(seed, dtype=dtype, **SHORT)
+        assert_within_budget(check_forward(attend, case.q, case.k, case.v, case.layout), case)
+
+
+@pytest.mark.parametrize("attention", [attend, attend_by_gather])
+def test_any_strides(attention):
+    layout = (dx.SlidingWindow(40) | dx.Sink(3)).layout(100, block_size=(32, 16))
+    q, k, v = make_qkv(2, 100, 100, 6, 2, 32, 48)
+    want = attention(q, k, v, layout)
+    heads_first = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    spread = [torch.stack([x, x * torch.nan], -1)[..., 0] for x in (q, k, v)]
+    wide = [torch.cat([x, x * torch.nan], -1)[..., : x.shape[-1]] for x in (q, k, v)]
+    dims_outside = [x.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0) for x in (q, k, v)]
+    for inputs in (heads_first, spread, wide, dims_outside):
+        assert not inputs[0].is_contiguous()
+        torch.testing.assert_close(attention(*inputs, layout), want, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("attention", [attend, attend_by_gather])
+def test_rows_that_see_nothing(attention):
+    q, k, v = make_qkv(1, 40, 20, 2, 1, 16)
+    out, lse = attention(q, k, v, dx.Full().layout(40, 20, block_size=16))
+    assert (out[:, :20] == 0).all()
+    assert (lse[..., :20] == -torch.inf).all()
+    assert lse[..., 20:].isfinite().all()
+
+
+@pytest.mark.parametrize("attention", [attend, attend_by_gather])
+@pytest.mark.parametrize(("batch", "seqlen_q", "seqlen_k"), [(0, 64, 64), (1, 0, 64), (1, 64, 0), (2, 1, 1)])
+def test_nothing_to_do(attention, batch, seqlen_q, seqlen_k):
+    q, k, v = make_qkv(batch, seqlen_q, seqlen_k, 4, 2, 16)
+    out, lse = attention(q, k, v, dx.Full().layout(seqlen_q, seqlen_k, causal=False, block_size=32))
+    assert out.shape == (batch, seqlen_q, 4, 16)
+    assert lse.shape == (batch, 4, seqlen_q)
+    if seqlen_k == 0:
+        assert (out == 0).all()
+        assert (lse == -torch.inf).all()
+
+
+@needs_core
+def test_one_and_two_threads_agree_bitwise():
+    q, k, v = make_qkv(2, 257, 257, 6, 2, 64)
+    layout = (dx.SlidingWindow(70) | dx.RandomBlocks(2)).layout(257, block_size=32)
+    one = attend(q, k, v, layout)
+    torch.set_num_threads(2)
+    for _ in range(3):
+        two = attend(q, k, v, layout)
+        assert torch.equal(one[0], two[0])
+        assert torch.equal(one[1], two[1])
+
+
+@needs_core
+def test_hidden_keys_do_not_leak_and_visible_nan_shows():
+    q, k, v = make_qkv(1, 96, 96, 2, 1, 32)
+    k[:, 80], v[:, 80] = torch.nan, torch.nan
+    layout = dx.Full().layout(96, block_size=32)
+    out, lse = attend(q, k, v, layout)
+    assert out[:, :64].isfinite().all()
+    assert out[:, 80:].isnan().all()
+    assert lse[..., 80:].isnan().all()
+
+
+@needs_core
+@pytest.mark.parametrize("size", [1e-30, 1e-3, 30.0, 3e4])
+def test_scores_of_any_size(size):
+    case = random_case(11, lengths=(129,), head_dims=(64,))
+    k = case.k * size
+    for report in check_forward(attend, case.q, k, case.v, case.layout):
+        assert report.ok, report
+
+
+@needs_core
+def test_mask_tables_say_what_the_bits_say():
+    layout = dx.BlockLayout.from_dense(torch.rand(200, 300, generator=torch.Generator().manual_seed(0)) < 0.05,
+                                       block_size=(32, 64))  # fmt: skip
+    words, runs = mask_tables(layout, library.active_library())
+    dense = layout.masks.to_dense()
+    bits = ((words[:, :, None, :] >> torch.arange(16, dtype=torch.int16)[:, None]) & 1).bool().flatten(1, 2)
+    assert torch.equal(bits, dense)
+    inside = torch.zeros(*words.shape, dtype=torch.bool)
+    key = torch.arange(64)
+    for run in range(runs.shape[2]):
+        inside |= (key >= runs[:, :, run, 0, None]) & (key < runs[:, :, run, 1, None])
+    assert (inside | (words == 0)).all()
+
+
+def test_reasons():
+    from dynaxx.kernels.problem import AttentionProblem
+
+    problem = AttentionProblem(torch.device("cuda"), torch.float64, 1, 64, 64, 2, 1, 64, 64, (64, 64), False)
+    device, dtype = cpu.unsupported_reasons(problem)
+    assert "cuda" in device
+    assert "float64" in dtype
+
+
+@needs_core
+def test_auto_takes_the_cpu_and_gradients_flow():
+    q, k, v = (x.requires_grad_() for x in make_qkv(1, 100, 100, 4, 2, 32))
+    layout = dx.SlidingWindow(30).layout(100, block_size=16)
+    assert dx.explain(q, k, v, layout).chosen == "cpu"
+    case = random_case(12, lengths=(100,), head_dims=(32,))
+    public = lambda q, k, v, layout: dx.sparse_attention(q, k, v, layout, return_lse=True)
+    assert_within_budget(check_gradients(public, case.q, case.k, case.v, case.layout), case)
+
+
+def test_first_use_compiles_once_for_concurrent_processes(tmp_path):
+    if build.find_compiler() is None:
+        pytest.skip("no C++ compiler")
+    code = (
+        "from dynaxx.kernels.cpu import library\n"
+        "core = library._compiled_at_first_use('baseline', 'test', [])\n"
+        "assert core.library is not None, core.status\n"
+    )
+    env = {**os.environ, library.CACHE_VARIABLE: str(tmp_path)}
+    running = [subprocess.Popen([sys.executable, "-c", code], env=env) for _ in range(2)]
+    assert [process.wait() for process in running] == [0, 0]
+    assert [path.name for path in tmp_path.glob("*/*")] == [build.library_name("baseline")]
+
+
+def test_a_failing_compiler_leaves_torch(tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", "false")
+    monkeypatch.setenv(library.CACHE_VARIABLE, str(tmp_path))
+    core = library._compiled_at_first_use("baseline", "test", [])
+    assert core.library is None
+    assert "failed" in core.status.why
+    assert not list(tmp_path.glob("*/*"))
