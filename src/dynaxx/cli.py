@@ -9,6 +9,7 @@ import contextlib
 import importlib
 import json
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from enum import StrEnum
@@ -28,6 +29,9 @@ EXTRAS = {
     "metrics": ("prometheus_client",),
     "onnx": ("onnx", "onnxscript", "onnxruntime"),
 }
+
+MOST_IN_A_RANGE = 10_000  # as many layers or heads as anyone has
+BERTVIZ_CHARS = 400  # BertViz draws every pair of tokens
 
 app = typer.Typer(
     help="Practical sparse attention: measure a model, choose a policy, prove it, run it.",
@@ -215,9 +219,6 @@ def analyze(
         finish(found, _summary(found), files=files)
 
 
-BERTVIZ_CHARS = 400  # BertViz draws every pair of tokens
-
-
 @app.command()
 def tune(
     model: ModelArgument,
@@ -272,6 +273,7 @@ def tune(
             block_size=block_size,
             price_per_hour=price_per_hour,
             seed=seed,
+            command=_command(),
             resume=resume,
             skip=frozenset(
                 step
@@ -311,8 +313,8 @@ def validate(
       dynaxx validate ./my-model run/policy.json --text prompts.txt --lengths 2048,8192 --json
     """
     with _running(as_json, threads, seed) as finish:
-        tool, progress = _tool("validate"), _progress(quiet)
         document = importlib.import_module("dynaxx.policy").load_policy(policy)
+        tool, progress = _tool("validate"), _progress(quiet)
         found = tool.validate(
             *_load(model, device, dtype, progress),
             document,
@@ -471,7 +473,7 @@ def _numbers(option: str, text: str) -> tuple[int, ...]:
     found: list[int] = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         first, _, last = part.partition("-")
-        if not first.isdigit() or (last and not last.isdigit()):
+        if not first.isdigit() or (last and not last.isdigit()) or int(last or 0) > int(first) + MOST_IN_A_RANGE:
             raise ValueError(f"{option} must be numbers and ranges like 0,4-6, got {text!r}")
         found += range(int(first), int(last or first) + 1)
     return tuple(found)
@@ -490,6 +492,11 @@ def _seconds(text: str) -> float | None:
     if not 0 < seconds < float("inf"):
         raise ValueError(f"--time-budget must be a time like 90, 10m or 2h, got {text!r}")
     return seconds
+
+
+def _command() -> str:
+    """The command line as it was given, for the evidence."""
+    return shlex.join(["dynaxx", *sys.argv[1:]])
 
 
 def _summary(result: Any) -> str:

@@ -33,6 +33,7 @@ class Plan:
     block_size: int = 64
     price_per_hour: float | None = None
     seed: int = 0
+    command: str = "dynaxx tune"  # how to get these results again; kept as evidence
     resume: bool = True
     skip: frozenset[str] = field(default_factory=frozenset)  # of "profile", "analyze", "validate", "report"
 
@@ -136,6 +137,8 @@ def run(model: Any, tokenizer: Any, text: str, plan: Plan, *, progress: Progress
             seed=plan.seed,
             resume=plan.resume,
             progress=progress,
+            command=plan.command,
+            name=plan.name,
         )
         files += [plan.out / "tuning.json", plan.out / "policy.json"]
         task.advance(1, "validate: on text it has not seen")

@@ -1,0 +1,330 @@
+"""The command line: codes, messages, clean stdout. The tools' own tests are elsewhere; slow ones are stood in for."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner
+
+import dynaxx
+from dynaxx import cli
+from dynaxx.lab import doctor, profile
+from dynaxx.lab.machine import Ceilings
+from tiny import TEXT, save_tiny_model
+
+COMMANDS = ("doctor", "profile", "analyze", "tune", "validate", "report", "bench")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "text.txt").write_text(TEXT)
+    return save_tiny_model(folder / "tiny")
+
+
+@pytest.fixture(autouse=True)
+def calm(monkeypatch):
+    """No measured ceilings (seconds), and only the reference backend."""
+    monkeypatch.setattr(profile, "measure_ceilings", lambda device, dtype: Ceilings(100.0, 10.0, "float32", "cpu", 2))
+    monkeypatch.setattr(doctor, "BACKENDS", ("reference",))
+
+
+def dynaxx_(*args):
+    return CliRunner().invoke(cli.app, [str(arg) for arg in args])
+
+
+class Result(SimpleNamespace):
+    def to_dict(self):
+        return {key: value for key, value in vars(self).items() if key != "policy"}
+
+
+def stand_in(monkeypatch, name, **functions):
+    module = ModuleType(f"dynaxx.lab.{name}")
+    vars(module).update(functions)
+    monkeypatch.setitem(sys.modules, f"dynaxx.lab.{name}", module)
+
+
+@pytest.fixture
+def tools(monkeypatch):
+    """Stand-ins for the slow tools; returns what they were called with."""
+    calls = {}
+
+    def call(name, result):
+        def tool(*args, **kwargs):
+            calls.setdefault(name, []).append((args, kwargs))
+            return result
+
+        return tool
+
+    def tune(model, tokenizer, text, *, out, **options):
+        calls.setdefault("tune", []).append(((text,), options))
+        (out / "policy.json").write_text("{}")
+        return Result(density=0.2, policy="the policy")
+
+    def write_report(run_dir):
+        (run_dir / "report.html").write_text("<html>")
+        return run_dir / "report.html"
+
+    analysis = Result(tokens=256, summary={"heads": 8})
+    stand_in(monkeypatch, "analyze", analyze=call("analyze", analysis), write_bertviz=call("bertviz", None))
+    stand_in(monkeypatch, "tune", tune=tune)
+    stand_in(monkeypatch, "validate", validate=call("validate", Result(passed=True)))
+    stand_in(monkeypatch, "report", write_report=write_report)
+    stand_in(monkeypatch, "bench_cpu", run_cpu_suite=call("bench", {"ok": True, "rows": []}))
+    return calls
+
+
+# ---- every command -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_examples(command):
+    shown = dynaxx_(command, "--help")
+    assert shown.exit_code == 0
+    assert "Example" in shown.stdout
+    assert f"  dynaxx {command}" in shown.stdout
+    assert "--json" in shown.stdout
+
+
+def test_version_and_no_arguments():
+    assert dynaxx_("--version").stdout == f"{dynaxx.__version__}\n"
+    assert dynaxx_().exit_code == 2
+    assert dynaxx_("no-such").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["profile", "nothing-here"], "no model at 'nothing-here'"),
+        (["profile", "MODEL", "--text", "nowhere.txt"], "'pydoc' (comes with Python)"),
+        (["profile", "MODEL", "--lengths", "1k"], "--lengths must be numbers"),
+        (["profile", "MODEL", "--lengths", "100000"], "from 2 to the model's 1,024 tokens"),
+        (["profile", "MODEL", "--device", "cuda:9"], "needs a GPU"),
+        (["profile", "MODEL", "--device", "tpu"], "must be auto, cpu or cuda"),
+        (["tune", "MODEL", "--time-budget", "soon"], "--time-budget must be a time like 90, 10m or 2h"),
+        (["analyze", "MODEL", "--layers", "a"], "--layers must be numbers and ranges"),
+        (["analyze", "MODEL", "--layers", "0-99999999999"], "--layers must be numbers and ranges"),
+        (["validate", "MODEL", "no-policy.json"], "no-policy.json"),
+        (["report", "no-folder"], "DIR must be a folder"),
+        (["doctor", "--q-heads", "3"], "`q_heads` must be a multiple"),
+        (["doctor", "--block-size", "5"], "5"),
+    ],
+)
+def test_bad_input_is_code_2_with_a_message(tiny, tmp_path, monkeypatch, args, message):
+    monkeypatch.chdir(tmp_path)
+    shown = dynaxx_(*(tiny if arg == "MODEL" else arg for arg in args))
+    assert shown.exit_code == 2, shown.output
+    assert shown.stdout == ""
+    assert shown.stderr.strip().splitlines()[-1].startswith("error: ")
+    assert message in shown.stderr
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_missing_extra_says_what_to_install(monkeypatch, tiny):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    shown = dynaxx_("profile", tiny)
+    assert shown.exit_code == 2
+    assert "pip install 'dynaxx[transformers]'" in shown.stderr
+
+
+def test_without_typer_the_command_says_what_to_install():
+    code = "import sys; sys.modules['typer'] = None; from dynaxx.__main__ import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "pip install 'dynaxx[cli]'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_ctrl_c_is_code_130(tools, monkeypatch, tiny):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    stand_in(monkeypatch, "analyze", analyze=interrupted)
+    shown = dynaxx_("analyze", tiny)
+    assert shown.exit_code == 130
+    assert "stopped" in shown.stderr
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_a_real_ctrl_c_ends_quietly(tmp_path):
+    command = [sys.executable, "-m", "dynaxx", "doctor", "--seqlen", "4096"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for line in process.stderr:  # wait until it is at work
+        if "oracle" in line:
+            break
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert out == ""
+    assert "Traceback" not in err
+
+
+def test_debug_shows_the_traceback(monkeypatch):
+    monkeypatch.setenv("DYNAXX_DEBUG", "1")
+    assert isinstance(dynaxx_("report", "no-folder").exception, ValueError)
+
+
+# ---- one by one --------------------------------------------------------------------------------------------------
+
+
+def test_doctor(monkeypatch):
+    args = ("doctor", "--q-heads", 2, "--kv-heads", 1, "--head-dim", 16, "--seqlen", 64, "--block-size", 16)
+    shown = dynaxx_(*args, "--json", "--quiet")
+    assert shown.exit_code == 0
+    assert shown.stderr == ""
+    assert json.loads(shown.stdout)["ok"] is True
+    assert "all is well" in dynaxx_(*args).stdout
+    monkeypatch.setattr(doctor, "check_forward", lambda *args: [doctor.ErrorReport("out", 1.0, 0.1)])
+    wrong = dynaxx_(*args, "--json")
+    assert wrong.exit_code == 1
+    assert json.loads(wrong.stdout)["ok"] is False
+
+
+def test_profile(tiny, tmp_path):
+    args = ("profile", tiny, "--text", tiny.parent / "text.txt", "--lengths", "32,64", "--price-per-hour", 2)
+    shown = dynaxx_(*args, "--json", "--out", tmp_path, "--trace", tmp_path / "t.json")
+    assert shown.exit_code == 0, shown.stderr
+    assert json.loads(shown.stdout) == json.loads((tmp_path / "profile.json").read_text())
+    assert json.loads(shown.stdout)["model"] == "tiny"
+    assert (tmp_path / "t.json").is_file()
+    human = dynaxx_(*args, "--quiet", "--out", tmp_path)
+    assert "attention's share of prefill" in human.stdout
+    assert f"wrote {tmp_path / 'profile.json'}" in human.stdout
+
+
+def test_analyze(tools, tiny, tmp_path):
+    shown = dynaxx_("analyze", tiny, "--text", tiny.parent / "text.txt", "--layers", "0,3-5", "--out", tmp_path,
+                    "--bertviz", tmp_path / "b.html", "--json")  # fmt: skip
+    assert shown.exit_code == 0, shown.stderr
+    (_, _, text), options = tools["analyze"][0]
+    assert 0 < len(text) < len(TEXT)  # the calibration part
+    assert options["layers"] == (0, 3, 4, 5)
+    assert options["heads"] is None
+    assert "bertviz" in tools
+    assert json.loads((tmp_path / "analysis.json").read_text())["tokens"] == 256
+
+
+def test_validate(tools, monkeypatch, tiny, tmp_path):
+    policy = tmp_path / "policy.json"
+    policy.write_text("{}")
+    monkeypatch.setattr("dynaxx.policy.load_policy", lambda path: f"policy of {Path(path).name}")
+    args = ("validate", tiny, policy, "--lengths", "64,128", "--out", tmp_path)
+    assert dynaxx_(*args).exit_code == 0
+    (_, _, document, text), options = tools["validate"][0]
+    assert document == "policy of policy.json"
+    assert len(text) > 300_000
+    assert options["lengths"] == (64, 128)
+    stand_in(monkeypatch, "validate", validate=lambda *args, **kwargs: Result(passed=False))
+    failed = dynaxx_(*args, "--json")
+    assert failed.exit_code == 1
+    assert json.loads(failed.stdout) == {"passed": False}
+
+
+def test_report_and_bench(tools, monkeypatch, tmp_path):
+    assert f"wrote {tmp_path / 'report.html'}" in dynaxx_("report", tmp_path).stdout
+    assert json.loads(dynaxx_("report", tmp_path, "--json").stdout) == {"report": str(tmp_path / "report.html")}
+    shown = dynaxx_("bench", "--quick", "--json", "--out", tmp_path / "b.json", "--seed", 3)
+    assert json.loads(shown.stdout) == {"ok": True, "rows": []}
+    assert (tmp_path / "b.json").is_file()
+    assert tools["bench"][0][1]["quick"] is True
+    assert tools["bench"][0][1]["seed"] == 3
+    stand_in(monkeypatch, "bench_cpu", run_cpu_suite=lambda **options: {"ok": False})
+    assert dynaxx_("bench").exit_code == 1
+
+
+# ---- tune: the whole way -------------------------------------------------------------------------------------------
+
+
+def tune_args(tiny, out, *more):
+    return (
+        "tune",
+        tiny,
+        "--text",
+        tiny.parent / "text.txt",
+        "--out",
+        out,
+        "--lengths",
+        "32,64",
+        "--tokens",
+        128,
+        *more,
+    )
+
+
+def test_tune_goes_the_whole_way(tools, tiny, tmp_path):
+    out = tmp_path / "run"
+    shown = dynaxx_(*tune_args(tiny, out, "--time-budget", "10m", "--tolerance", "0.02", "--json"))
+    assert shown.exit_code == 0, shown.stderr
+    found = json.loads(shown.stdout)
+    assert found["ok"] is True
+    assert found["tuning"] == {"density": 0.2}
+    assert {path.name for path in out.iterdir()} == {
+        "run.json", "profile.json", "analysis.json", "policy.json", "validation.json", "report.html",
+    }  # fmt: skip
+    (text,), options = tools["tune"][0]
+    assert text == TEXT
+    assert (options["time_budget"], options["tolerance"], options["tokens"]) == (600.0, 0.02, 128)
+    assert tools["validate"][0][0][2] == "the policy"
+    assert tools["validate"][0][1]["lengths"] == (32, 64)
+
+
+def test_tune_does_not_repeat_what_it_did(tools, tiny, tmp_path):
+    first = dynaxx_(*tune_args(tiny, tmp_path))
+    assert first.exit_code == 0, first.stderr
+    before = (tmp_path / "profile.json").stat().st_mtime_ns
+    dynaxx_(*tune_args(tiny, tmp_path))
+    assert (tmp_path / "profile.json").stat().st_mtime_ns == before
+    assert len(tools["analyze"]) == 1
+    assert len(tools["tune"]) == 2  # keeps its own state
+    dynaxx_(*tune_args(tiny, tmp_path, "--seed", 1))  # other settings: nothing of before is good
+    assert (tmp_path / "profile.json").stat().st_mtime_ns > before
+    dynaxx_(*tune_args(tiny, tmp_path, "--seed", 1, "--restart"))
+    assert len(tools["analyze"]) == 3
+
+
+def test_tune_leaves_out_what_is_not_wanted(tools, tiny, tmp_path):
+    flags = ("--no-profile", "--no-analysis", "--no-validation", "--no-report")
+    assert dynaxx_(*tune_args(tiny, tmp_path, *flags)).exit_code == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"run.json", "policy.json"}
+
+
+def test_tune_fails_when_the_policy_does(tools, monkeypatch, tiny, tmp_path):
+    stand_in(monkeypatch, "validate", validate=lambda *args, **kwargs: Result(passed=False))
+    shown = dynaxx_(*tune_args(tiny, tmp_path))
+    assert shown.exit_code == 1
+    assert "FAILS its validation" in shown.stdout
+    assert "report.html" in shown.stdout
+
+
+def test_a_run_that_was_killed_goes_on(tools, monkeypatch, tiny, tmp_path):
+    def killed(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    real = sys.modules["dynaxx.lab.tune"]
+    stand_in(monkeypatch, "tune", tune=killed)
+    assert dynaxx_(*tune_args(tiny, tmp_path)).exit_code == 130
+    monkeypatch.setitem(sys.modules, "dynaxx.lab.tune", real)
+    assert dynaxx_(*tune_args(tiny, tmp_path)).exit_code == 0
+    assert len(tools["analyze"]) == 1
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("", None), ("90", 90), ("1.5m", 90), ("2h", 7200), ("5s", 5)])
+def test_times(text, seconds):
+    assert cli._seconds(text) == seconds
+
+
+def test_the_command_starts_in_a_moment():
+    """No torch for --help: CPU time, best of three."""
+    code = (
+        "import sys, time; sys.argv = ['dynaxx', '--help']\n"
+        "from dynaxx.__main__ import main\n"
+        "try: main()\n"
+        "except SystemExit: print('torch' in sys.modules, time.process_time(), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.split()[0] == "False"
