@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
+from functools import cache
 from types import ModuleType
 
 from torch import Tensor
@@ -17,7 +18,19 @@ BACKENDS = ("hopper", "triton", "cpu", "reference")  # in the order that "auto" 
 
 def load_backend(name: str) -> ModuleType:
     """Import a backend's module; only then does triton or the compiled core load."""
-    return importlib.import_module(f"dynaxx.kernels.{name}")
+    found = _import_once(name)
+    if isinstance(found, ImportError):
+        raise found
+    return found
+
+
+@cache
+def _import_once(name: str) -> ModuleType | ImportError:
+    """The module, or why it does not import: a failing import costs 50 us, and would at every call."""
+    try:
+        return importlib.import_module(f"dynaxx.kernels.{name}")
+    except ImportError as error:
+        return error
 
 
 def unsupported_reasons(name: str, problem: AttentionProblem) -> list[str]:
