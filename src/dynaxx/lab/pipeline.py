@@ -19,6 +19,8 @@ from dynaxx.lab.profile import default_lengths, profile
 from dynaxx.lab.progress import Progress, SilentProgress
 from dynaxx.lab.texts import split_text
 
+SHARES = {"profile": 10, "analyze": 10, "tune": 60, "validate": 19, "report": 1}  # of the time, about
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -95,7 +97,7 @@ def run(model: Any, tokenizer: Any, text: str, plan: Plan, *, progress: Progress
         write_json(path, document)
         return document
 
-    with progress.task(f"Tuning {plan.name}", 5) as task:
+    with progress.task(f"Tuning {plan.name}", sum(SHARES.values())) as task:
         task.advance(0, "profile: where the time goes")
         profiled = step(
             "profile",
@@ -110,7 +112,7 @@ def run(model: Any, tokenizer: Any, text: str, plan: Plan, *, progress: Progress
                 progress=progress,
             ),
         )
-        task.advance(1, "analyze: where the heads attend")
+        task.advance(SHARES["profile"], "analyze: where the heads attend")
         analyzed = step(
             "analyze",
             "analysis.json",
@@ -124,7 +126,7 @@ def run(model: Any, tokenizer: Any, text: str, plan: Plan, *, progress: Progress
                 progress=progress,
             ),
         )
-        task.advance(1, "tune: the sparsest that keeps quality")
+        task.advance(SHARES["analyze"], "tune: the sparsest that keeps quality")
         tuned = _tool("tune").tune(
             model,
             tokenizer,
@@ -141,7 +143,7 @@ def run(model: Any, tokenizer: Any, text: str, plan: Plan, *, progress: Progress
             name=plan.name,
         )
         files += [plan.out / "tuning.json", plan.out / "policy.json"]
-        task.advance(1, "validate: on text it has not seen")
+        task.advance(SHARES["tune"], "validate: on text it has not seen")
         validated = None
         if "validate" not in plan.skip:
             found = _tool("validate").validate(
@@ -149,10 +151,10 @@ def run(model: Any, tokenizer: Any, text: str, plan: Plan, *, progress: Progress
             )
             validated = found.to_dict()
             files.append(write_json(plan.out / "validation.json", validated))
-        task.advance(1, "report")
+        task.advance(SHARES["validate"], "report")
         if "report" not in plan.skip:
             files.append(_tool("report").write_report(plan.out))
-        task.advance(1, "done")
+        task.advance(SHARES["report"], "done")
     return PipelineResult(profiled, analyzed, tuned.to_dict(), validated, tuple(files))
 
 

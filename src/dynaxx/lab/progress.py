@@ -86,17 +86,22 @@ class RichProgress:
         from rich.console import Console
         from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
         from rich.progress import Progress as Bars
+        from rich.table import Column
+
+        def times() -> Column:
+            return Column(no_wrap=True, min_width=7, justify="right")
 
         self._bars = Bars(
             SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=28),
+            TextColumn("{task.description}", table_column=Column(no_wrap=True)),
+            BarColumn(bar_width=20),
             TextColumn("{task.percentage:>3.0f}%"),
-            TimeElapsedColumn(),
+            TimeElapsedColumn(table_column=times()),
             TextColumn("left"),
-            TimeRemainingColumn(elapsed_when_finished=False),
-            TextColumn("[dim]{task.fields[note]}"),
+            TimeRemainingColumn(table_column=times()),
+            TextColumn("[dim]{task.fields[note]}", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)),
             console=Console(stderr=True),
+            expand=True,
         )
         self._depth = 0
 
