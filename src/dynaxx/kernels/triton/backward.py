@@ -24,6 +24,7 @@ from dynaxx.kernels.triton.primitives import (
     store_rows,
     tile_positions,
     visible_elements,
+    whole_tiles,
 )
 from dynaxx.layout import BlockLayout
 
@@ -33,7 +34,7 @@ RUNTIME_SIZES = ["capacity", "num_masks", "seqlen_q", "seqlen_k", "batch", "q_he
 
 @triton.jit
 def _load_row_values(p_lse, p_delta, positions, seqlen):
-    """lse in base 2 and delta; a query that sees nothing gets lse = inf, so that its weights vanish."""
+    """lse in base 2 and delta; a query that sees nothing, or is none, gets lse = inf, so that its weights vanish."""
     inside = (positions >= 0) & (positions < seqlen)
     lse = tl.load(p_lse + positions, mask=inside, other=float("inf"))
     delta = tl.load(p_delta + positions, mask=inside, other=0.0)
@@ -68,8 +69,8 @@ def _sparse_attention_bwd_delta_kernel(
     i_b, i_h = head // q_heads, head % q_heads
     pos_q = i_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = pos_q < seqlen_q
-    b_do = load_rows(p_do + i_b * stride_dob + i_h * stride_doh, pos_q, stride_don, seqlen_q, E, BLOCK_E)
-    b_out = load_rows(p_out + i_b * stride_ob + i_h * stride_oh, pos_q, stride_on, seqlen_q, E, BLOCK_E)
+    b_do = load_rows(p_do + i_b * stride_dob + i_h * stride_doh, 0, pos_q, stride_don, seqlen_q, E, BLOCK_E)
+    b_out = load_rows(p_out + i_b * stride_ob + i_h * stride_oh, 0, pos_q, stride_on, seqlen_q, E, BLOCK_E)
     p_row = p_dlse + i_b * stride_dlb + i_h * stride_dlh + pos_q.to(tl.int64) * stride_dln
     dlse = tl.load(p_row, mask=inside, other=0.0).to(tl.float32)
     lse = tl.load(p_lse + head * seqlen_q + pos_q, mask=inside, other=0.0)
@@ -113,11 +114,13 @@ def _accumulate_dq(
     """Add what tiles begin..end of the `count` blocks from entry `first` give."""
     WORDS: tl.constexpr = (KV_BLOCK + 31) // 32
     for i_tile in range(begin, end):
-        pos_k, inner_k, code = tile_positions(p_indices, p_codes, first, count, i_tile, KV_BLOCK, BLOCK_N)
-        b_k = load_rows(p_k, pos_k, stride_kn, seqlen_k, D, BLOCK_D)
-        b_v = load_rows(p_v, pos_k, stride_vn, seqlen_k, E, BLOCK_E)
-        scores = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale_log2  # [BLOCK_M, BLOCK_N]
-        weights = tl.exp2(scores - lse[:, None])
+        start, offsets, inner_k, code = tile_positions(
+            p_indices, p_codes, first, count, i_tile, seqlen_k, KV_BLOCK, BLOCK_N, MASKING
+        )
+        b_k = load_rows(p_k, start, offsets, stride_kn, seqlen_k, D, BLOCK_D, MASKING != FULL)
+        b_v = load_rows(p_v, start, offsets, stride_vn, seqlen_k, E, BLOCK_E, MASKING != FULL)
+        scores = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        weights = tl.exp2(scores * scale_log2 - lse[:, None])
         if MASKING == PARTIAL:
             if BLOCK_N > KV_BLOCK:
                 code = code[None, :]
@@ -125,6 +128,7 @@ def _accumulate_dq(
             visible = visible_elements(p_bits, p_bands, num_masks, code, r, c, Q_BLOCK, WORDS)
             weights = tl.where(visible, weights, 0.0)
         if MASKING != FULL:
+            pos_k = start + offsets
             weights = tl.where(((pos_k >= 0) & (pos_k < seqlen_k))[None, :], weights, 0.0)
         dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
         ds = weights * (dp - delta[:, None])
@@ -180,7 +184,6 @@ def _sparse_attention_bwd_dq_kernel(
     PRECISION: tl.constexpr,
 ):
     SPLIT_M: tl.constexpr = Q_BLOCK // BLOCK_M
-    TAIL: tl.constexpr = (KV_BLOCK + BLOCK_N - 1) // BLOCK_N  # tiles that the last block of a row can reach into
     i_program = tl.program_id(0)
     i_h = (i_program % q_heads).to(tl.int64)
     i_b = (i_program // q_heads % batch).to(tl.int64)
@@ -195,19 +198,19 @@ def _sparse_attention_bwd_dq_kernel(
     p_k += i_b * stride_kb + i_h // group_size * stride_kh
     p_v += i_b * stride_vb + i_h // group_size * stride_vh
     head = i_b * q_heads + i_h
-    b_q = load_rows(p_q + i_b * stride_qb + i_h * stride_qh, pos_q, stride_qn, seqlen_q, D, BLOCK_D)
-    b_do = load_rows(p_do + i_b * stride_dob + i_h * stride_doh, pos_q, stride_don, seqlen_q, E, BLOCK_E)
+    b_q = load_rows(p_q + i_b * stride_qb + i_h * stride_qh, 0, pos_q, stride_qn, seqlen_q, D, BLOCK_D)
+    b_do = load_rows(p_do + i_b * stride_dob + i_h * stride_doh, 0, pos_q, stride_don, seqlen_q, E, BLOCK_E)
     lse, delta = _load_row_values(p_lse + head * seqlen_q, p_delta + head * seqlen_q, pos_q, seqlen_q)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    full_tiles = tl.cdiv((total - partial) * KV_BLOCK, BLOCK_N)
+    whole = whole_tiles(total - partial, seqlen_k, KV_BLOCK, BLOCK_N)
     for MASKING in tl.static_range(3):
         if MASKING == PARTIAL:
             first, count, begin, end = start, partial, 0, tl.cdiv(partial * KV_BLOCK, BLOCK_N)
         elif MASKING == FULL:
-            first, count, begin, end = start + partial, total - partial, 0, tl.maximum(full_tiles - TAIL, 0)
+            first, count, begin, end = start + partial, total - partial, 0, whole
         else:
             first, count = start + partial, total - partial
-            begin, end = tl.maximum(full_tiles - TAIL, 0), full_tiles
+            begin, end = whole, tl.cdiv((total - partial) * KV_BLOCK, BLOCK_N)
         dq = _accumulate_dq(
             dq, b_q, b_do, lse, delta, inner_q, p_k, p_v, stride_kn, stride_vn, seqlen_k, scale * LOG2E,
             p_indices, p_codes, p_bits, p_bands, num_masks, first, count, begin, end,
@@ -239,6 +242,8 @@ def _accumulate_dkv(
     num_masks,
     first,
     count,
+    begin,
+    end,
     MASKING: tl.constexpr,
     D: tl.constexpr,
     E: tl.constexpr,
@@ -249,15 +254,17 @@ def _accumulate_dkv(
     BLOCK_M: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Add what the `count` q blocks from entry `first` give. Queries past the end have lse = inf and give nothing."""
+    """Add what tiles begin..end of the `count` q blocks from entry `first` give."""
     WORDS: tl.constexpr = (KV_BLOCK + 31) // 32
-    for i_tile in range(0, tl.cdiv(count * Q_BLOCK, BLOCK_M)):
-        pos_q, inner_q, code = tile_positions(p_indices, p_codes, first, count, i_tile, Q_BLOCK, BLOCK_M)
-        b_q = load_rows(p_q, pos_q, stride_qn, seqlen_q, D, BLOCK_D)
-        b_do = load_rows(p_do, pos_q, stride_don, seqlen_q, E, BLOCK_E)
-        lse, delta = _load_row_values(p_lse, p_delta, pos_q, seqlen_q)
-        scores = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION) * scale_log2  # [BLOCK_N, BLOCK_M]
-        weights = tl.exp2(scores - lse[None, :])
+    for i_tile in range(begin, end):
+        start, offsets, inner_q, code = tile_positions(
+            p_indices, p_codes, first, count, i_tile, seqlen_q, Q_BLOCK, BLOCK_M, MASKING
+        )
+        b_q = load_rows(p_q, start, offsets, stride_qn, seqlen_q, D, BLOCK_D, MASKING != FULL)
+        b_do = load_rows(p_do, start, offsets, stride_don, seqlen_q, E, BLOCK_E, MASKING != FULL)
+        lse, delta = _load_row_values(p_lse, p_delta, start + offsets, seqlen_q)
+        scores = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
+        weights = tl.exp2(scores * scale_log2 - lse[None, :])
         if MASKING == PARTIAL:
             if BLOCK_M > Q_BLOCK:
                 code = code[None, :]
@@ -318,6 +325,7 @@ def _sparse_attention_bwd_dkv_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
+    PER_HEAD: tl.constexpr,  # sum the heads of a group apart: exact fp32 needs short sums, and has the registers
 ):
     SPLIT_N: tl.constexpr = KV_BLOCK // BLOCK_N
     kv_heads = q_heads // group_size
@@ -329,8 +337,8 @@ def _sparse_attention_bwd_dkv_kernel(
     inner_k = i_tile % SPLIT_N * BLOCK_N + tl.arange(0, BLOCK_N)
     pos_k = i_col * KV_BLOCK + inner_k
     kv_blocks = (seqlen_k + KV_BLOCK - 1) // KV_BLOCK
-    b_k = load_rows(p_k + i_b * stride_kb + i_hk * stride_kh, pos_k, stride_kn, seqlen_k, D, BLOCK_D)
-    b_v = load_rows(p_v + i_b * stride_vb + i_hk * stride_vh, pos_k, stride_vn, seqlen_k, E, BLOCK_E)
+    b_k = load_rows(p_k + i_b * stride_kb + i_hk * stride_kh, 0, pos_k, stride_kn, seqlen_k, D, BLOCK_D)
+    b_v = load_rows(p_v + i_b * stride_vb + i_hk * stride_vh, 0, pos_k, stride_vn, seqlen_k, E, BLOCK_E)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
     for i_group in range(group_size):
@@ -338,18 +346,27 @@ def _sparse_attention_bwd_dkv_kernel(
         lead = i_b * layout_stride_b + i_h * layout_stride_h
         start, partial, total = row_entries(p_indptr, p_num_partial, lead, i_col, kv_blocks, capacity)
         row = (i_b * q_heads + i_h) * seqlen_q
-        for MASKING in tl.static_range(2):
+        whole = whole_tiles(total - partial, seqlen_q, Q_BLOCK, BLOCK_M)
+        if PER_HEAD:
+            sum_dk, sum_dv = dk, dv
+            dk, dv = tl.zeros_like(dk), tl.zeros_like(dv)
+        for MASKING in tl.static_range(3):
             if MASKING == PARTIAL:
-                first, count = start, partial
+                first, count, begin, end = start, partial, 0, tl.cdiv(partial * Q_BLOCK, BLOCK_M)
+            elif MASKING == FULL:
+                first, count, begin, end = start + partial, total - partial, 0, whole
             else:
                 first, count = start + partial, total - partial
+                begin, end = whole, tl.cdiv((total - partial) * Q_BLOCK, BLOCK_M)
             dk, dv = _accumulate_dkv(
                 dk, dv, b_k, b_v, inner_k, p_q + i_b * stride_qb + i_h * stride_qh,
                 p_do + i_b * stride_dob + i_h * stride_doh, p_lse + row, p_delta + row,
                 stride_qn, stride_don, seqlen_q, scale * LOG2E,
-                p_indices, p_codes, p_bits, p_bands, num_masks, first, count,
+                p_indices, p_codes, p_bits, p_bands, num_masks, first, count, begin, end,
                 MASKING, D, E, BLOCK_D, BLOCK_E, Q_BLOCK, KV_BLOCK, BLOCK_M, PRECISION,
             )  # fmt: skip
+        if PER_HEAD:
+            dk, dv = sum_dk + dk, sum_dv + dv
     first_row = i_b * seqlen_k * kv_heads + i_hk
     store_rows(p_dk + first_row * D, dk * scale, pos_k, kv_heads * D, seqlen_k, D, BLOCK_D)
     store_rows(p_dv + first_row * E, dv, pos_k, kv_heads * E, seqlen_k, E, BLOCK_E)
@@ -446,6 +463,7 @@ def attention_backward(
         dv,
         *transposed_arguments(layout),
         **shared,
+        PER_HEAD=q.dtype == torch.float32,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         num_warps=tiles.num_warps,

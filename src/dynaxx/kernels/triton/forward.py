@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dynaxx.kernels.triton.config import forward_tiles, padded
-from dynaxx.kernels.triton.launch import layout_arguments, strides, unit_stride
+from dynaxx.kernels.triton.launch import layout_arguments, positive_scale, strides, unit_stride
 from dynaxx.kernels.triton.primitives import (
     FULL,
     LN2,
@@ -25,6 +25,7 @@ from dynaxx.kernels.triton.primitives import (
     store_rows,
     tile_positions,
     visible_elements,
+    whole_tiles,
 )
 from dynaxx.layout import BlockLayout
 
@@ -41,7 +42,7 @@ def _attend(
     stride_kn,
     stride_vn,
     seqlen_k,
-    scale_log2,
+    scale_log2,  # > 0
     p_indices,
     p_codes,
     p_bits,
@@ -64,9 +65,11 @@ def _attend(
     """Attend to tiles begin..end of the `count` blocks from entry `first`."""
     WORDS: tl.constexpr = (KV_BLOCK + 31) // 32
     for i_tile in range(begin, end):
-        pos_k, inner_k, code = tile_positions(p_indices, p_codes, first, count, i_tile, KV_BLOCK, BLOCK_N)
-        b_k = load_rows(p_k, pos_k, stride_kn, seqlen_k, D, BLOCK_D)
-        scores = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale_log2  # [BLOCK_M, BLOCK_N]
+        start, offsets, inner_k, code = tile_positions(
+            p_indices, p_codes, first, count, i_tile, seqlen_k, KV_BLOCK, BLOCK_N, MASKING
+        )
+        b_k = load_rows(p_k, start, offsets, stride_kn, seqlen_k, D, BLOCK_D, MASKING != FULL)
+        scores = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         if MASKING == PARTIAL:
             if BLOCK_N > KV_BLOCK:
                 code = code[None, :]
@@ -74,14 +77,17 @@ def _attend(
             visible = visible_elements(p_bits, p_bands, num_masks, code, r, c, Q_BLOCK, WORDS)
             scores = tl.where(visible, scores, float("-inf"))
         if MASKING != FULL:
+            pos_k = start + offsets
             scores = tl.where(((pos_k >= 0) & (pos_k < seqlen_k))[None, :], scores, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(scores, 1))
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = tl.exp2(scores - shift[:, None])
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
+        shift = new_max
+        if MASKING != FULL:
+            shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weights = tl.exp2(scores * scale_log2 - shift[:, None])
         rescale = tl.exp2(row_max - shift)
         row_sum = row_sum * rescale + tl.sum(weights, 1)
         row_max = new_max
-        b_v = load_rows(p_v, pos_k, stride_vn, seqlen_k, E, BLOCK_E)
+        b_v = load_rows(p_v, start, offsets, stride_vn, seqlen_k, E, BLOCK_E, MASKING != FULL)
         acc = tl.dot(weights.to(b_v.dtype), b_v, acc * rescale[:, None], input_precision=PRECISION)
     return acc, row_max, row_sum
 
@@ -129,7 +135,6 @@ def _sparse_attention_fwd_kernel(
     PRECISION: tl.constexpr,
 ):
     SPLIT_M: tl.constexpr = Q_BLOCK // BLOCK_M
-    TAIL: tl.constexpr = (KV_BLOCK + BLOCK_N - 1) // BLOCK_N  # tiles that the last block of a row can reach into
     i_program = tl.program_id(0)
     i_h = (i_program % q_heads).to(tl.int64)
     i_b = (i_program // q_heads % batch).to(tl.int64)
@@ -144,21 +149,21 @@ def _sparse_attention_fwd_kernel(
 
     p_k += i_b * stride_kb + i_h // group_size * stride_kh
     p_v += i_b * stride_vb + i_h // group_size * stride_vh
-    b_q = load_rows(p_q + i_b * stride_qb + i_h * stride_qh, pos_q, stride_qn, seqlen_q, D, BLOCK_D)
+    b_q = load_rows(p_q + i_b * stride_qb + i_h * stride_qh, 0, pos_q, stride_qn, seqlen_q, D, BLOCK_D)
 
     acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     scale_log2 = scale * LOG2E
-    full_tiles = tl.cdiv((total - partial) * KV_BLOCK, BLOCK_N)
+    whole = whole_tiles(total - partial, seqlen_k, KV_BLOCK, BLOCK_N)
     for MASKING in tl.static_range(3):
         if MASKING == PARTIAL:
             first, count, begin, end = start, partial, 0, tl.cdiv(partial * KV_BLOCK, BLOCK_N)
         elif MASKING == FULL:
-            first, count, begin, end = start + partial, total - partial, 0, tl.maximum(full_tiles - TAIL, 0)
+            first, count, begin, end = start + partial, total - partial, 0, whole
         else:
             first, count = start + partial, total - partial
-            begin, end = tl.maximum(full_tiles - TAIL, 0), full_tiles
+            begin, end = whole, tl.cdiv((total - partial) * KV_BLOCK, BLOCK_N)
         acc, row_max, row_sum = _attend(
             acc, row_max, row_sum, b_q, inner_q, p_k, p_v, stride_kn, stride_vn, seqlen_k, scale_log2,
             p_indices, p_codes, p_bits, p_bands, num_masks, first, count, begin, end,
@@ -182,6 +187,7 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scal
     lse = q.new_empty(batch, q_heads, seqlen_q, dtype=torch.float32)
     if out.numel() == 0:
         return out, lse
+    q, scale = positive_scale(q, scale)
     q, k, v = (unit_stride(x) for x in (q, k, v))
     tiles = forward_tiles(q.device, q.dtype, head_dim, head_dim_v, layout.block_size)
     q_tiles = layout.q_blocks * (layout.block_size[0] // tiles.block_m)

@@ -12,6 +12,13 @@ def unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
+    """The same scores with a scale > 0, so that the largest scaled score is the scaled largest score."""
+    if scale > 0:
+        return q, scale
+    return (-q, -scale) if scale < 0 else (q * 0, 1.0)
+
+
 def strides(name: str, x: Tensor) -> dict[str, int]:
     """Strides of batch, sequence and heads, as the kernels name them."""
     return {f"stride_{name}b": x.stride(0), f"stride_{name}n": x.stride(1), f"stride_{name}h": x.stride(2)}

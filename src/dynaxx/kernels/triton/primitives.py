@@ -29,25 +29,45 @@ def row_entries(p_indptr, p_num_partial, lead, i_row, num_rows, capacity):
 
 
 @triton.jit
-def tile_positions(p_indices, p_codes, first, count, i_tile, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """Positions in the sequence, positions in the block, and mask codes of a tile of `count` blocks from `first`.
+def tile_positions(
+    p_indices, p_codes, first, count, i_tile, seqlen, BLOCK: tl.constexpr, TILE: tl.constexpr, MASKING: tl.constexpr
+):
+    """Where tile `i_tile` of `count` blocks from entry `first` lies: start, offsets, positions in the block, codes.
 
-    Positions are [TILE]; codes are a scalar where the tile lies in one block, else [TILE]. Slots past the last block
-    get negative positions.
+    The tile holds positions start + offsets [TILE] of the sequence. Where it lies in one block, start and code are
+    scalars and the offsets the same for every tile, so addresses stay out of the loop; where it gathers several blocks,
+    start is 0 and codes are [TILE]. Slots past the last block get negative positions. Under FULL every position is
+    within the sequence, even if an index is not.
     """
     o_tile = tl.arange(0, TILE)
     if TILE <= BLOCK:
         SPLIT: tl.constexpr = BLOCK // TILE
-        entry = first + i_tile // SPLIT
-        inner = (i_tile % SPLIT) * TILE + o_tile
-        block = tl.load(p_indices + entry)
-        code = tl.load(p_codes + entry)
+        part = i_tile % SPLIT * TILE
+        block = tl.load(p_indices + first + i_tile // SPLIT)
+        code = tl.load(p_codes + first + i_tile // SPLIT)
+        inner = part + o_tile
+        offsets = o_tile
     else:
+        part = 0
         slot = i_tile * (TILE // BLOCK) + o_tile // BLOCK
-        inner = o_tile % BLOCK
         block = tl.load(p_indices + first + slot, mask=slot < count, other=-1)
         code = tl.load(p_codes + first + slot, mask=slot < count, other=-1)
-    return block * BLOCK + inner, inner, code
+        inner = o_tile % BLOCK
+        offsets = inner
+    if MASKING == FULL:
+        block = tl.minimum(tl.maximum(block, 0), seqlen // BLOCK - 1)
+    start = (block * BLOCK + part).to(tl.int64)
+    if TILE > BLOCK:
+        offsets = start + offsets
+        start = 0
+    return start, offsets, inner, code
+
+
+@triton.jit
+def whole_tiles(count, seqlen, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """How many tiles of `count` full blocks lie within the sequence for sure: all but those of the last block."""
+    tiles = tl.cdiv(count * BLOCK, TILE) - (BLOCK + TILE - 1) // TILE
+    return tl.where(seqlen < BLOCK, 0, tl.maximum(tiles, 0))
 
 
 @triton.jit
@@ -77,13 +97,23 @@ def visible_elements(p_bits, p_bands, num_masks, code, r, c, Q_BLOCK: tl.constex
 
 
 @triton.jit
-def load_rows(p_base, positions, stride, seqlen, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
-    """[len(positions), BLOCK_DIM] rows of one head; zero outside of the sequence and of head_dim."""
+def load_rows(
+    p_base, start, offsets, stride, seqlen, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, CHECKED: tl.constexpr = True
+):
+    """[len(offsets), BLOCK_DIM] rows start + offsets of one head; zero outside of the sequence and of head_dim."""
     o_d = tl.arange(0, BLOCK_DIM)
-    inside = ((positions >= 0) & (positions < seqlen))[:, None]
-    if DIM < BLOCK_DIM:
-        inside = inside & (o_d < DIM)[None, :]
-    return tl.load(p_base + positions.to(tl.int64)[:, None] * stride + o_d[None, :], mask=inside, other=0.0)
+    p_rows = p_base + start * stride + (offsets.to(tl.int64)[:, None] * stride + o_d[None, :])
+    if CHECKED:
+        positions = start + offsets
+        inside = ((positions >= 0) & (positions < seqlen))[:, None]
+        if DIM < BLOCK_DIM:
+            inside = inside & (o_d < DIM)[None, :]
+        rows = tl.load(p_rows, mask=inside, other=0.0)
+    elif DIM < BLOCK_DIM:
+        rows = tl.load(p_rows, mask=(o_d < DIM)[None, :], other=0.0)
+    else:
+        rows = tl.load(p_rows)
+    return rows
 
 
 @triton.jit

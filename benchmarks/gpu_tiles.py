@@ -1,0 +1,76 @@
+"""Time tile sizes of the Triton kernels on one workload, to choose `kernels/triton/config.py` from."""
+
+import argparse
+import itertools
+
+import torch
+from triton.testing import do_bench
+
+from dynaxx.kernels.triton import backward, config, forward
+from dynaxx.lab.bench_gpu import HEAD_DIM, KV_HEADS, Q_HEADS, Workload
+
+CANDIDATES = {
+    "forward": [
+        (128, 64, 8, 3), (128, 64, 8, 2), (128, 128, 8, 2), (128, 64, 4, 3), (128, 64, 4, 2),
+        (64, 64, 4, 3), (64, 64, 4, 2), (64, 128, 4, 2),
+    ],
+    "dq": [
+        (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 1), (128, 128, 8, 1), (64, 64, 4, 2), (64, 64, 4, 3),
+        (64, 32, 4, 2), (64, 32, 4, 3),
+    ],
+    "dkv": [
+        (64, 128, 8, 2), (64, 128, 8, 3), (64, 128, 8, 1), (64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 1),
+        (32, 64, 4, 2), (32, 64, 4, 3), (32, 128, 8, 2), (32, 128, 4, 2),
+    ],
+}  # fmt: skip
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seqlen", type=int, default=32768)
+    parser.add_argument("--density", type=float, default=0.1)
+    parser.add_argument("--block", type=int, default=128)
+    parser.add_argument("--head-dim", type=int, default=HEAD_DIM)
+    args = parser.parse_args()
+    device = torch.device("cuda", 0)
+    layout = Workload("tiles", args.seqlen, density=args.density, block_size=args.block).layout(device, 0)
+    draw = lambda heads: torch.randn(1, args.seqlen, heads, args.head_dim, device=device, dtype=torch.bfloat16)
+    q, k, v = draw(Q_HEADS), draw(KV_HEADS), draw(KV_HEADS)
+    scale = args.head_dim**-0.5
+    flops = 4 * args.head_dim * Q_HEADS * int(layout.visible_pairs().sum())
+    out, lse = forward.attention_forward(q, k, v, layout, scale)
+    do, dlse = torch.randn_like(out), torch.zeros_like(lse)
+    runs = {
+        "forward": lambda: forward.attention_forward(q, k, v, layout, scale),
+        "dq": lambda: backward.attention_backward(do, dlse, q, k, v, out, lse, layout, scale),
+        "dkv": lambda: backward.attention_backward(do, dlse, q, k, v, out, lse, layout, scale),
+    }
+    where = {
+        "forward": (forward, "forward_tiles"),
+        "dq": (backward, "backward_dq_tiles"),
+        "dkv": (backward, "backward_dkv_tiles"),
+    }
+    print(f"seqlen {args.seqlen} density {layout.density():.3f} block {args.block} head_dim {args.head_dim}")
+    for kind in runs:
+        module, name = where[kind]
+        default = getattr(module, name)
+        results = []
+        for values in itertools.chain([None], CANDIDATES[kind]):
+            tiles = values and config.Tiles(*values)
+            if tiles and (tiles.block_m > args.block or tiles.block_n > args.block):
+                continue
+            setattr(module, name, (lambda *_, tiles=tiles: tiles) if tiles else default)
+            try:
+                ms = do_bench(runs[kind], warmup=10, rep=60, return_mode="median")
+            except Exception as error:  # a tile too large for shared memory is an answer, not an end
+                print(f"  {kind} {values}: {type(error).__name__}")
+                continue
+            results.append((ms, values))
+        setattr(module, name, default)
+        work = flops if kind == "forward" else 2.5 * flops
+        for ms, values in sorted(results, key=lambda each: each[0]):
+            print(f"  {kind} {values or 'default'}: {ms:.3f} ms, {work / ms / 1e9:.0f} TF/s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

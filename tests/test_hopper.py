@@ -1,0 +1,124 @@
+"""The Hopper kernels against the oracle, and their refusals."""
+
+import pytest
+import torch
+
+import dynaxx as dx
+from dynaxx.kernels.problem import AttentionProblem
+from dynaxx.ops.dispatch import load_backend, unsupported_reasons
+from dynaxx.testing import check_forward, check_gradients, make_qkv, random_case
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+LENGTHS = (1, 63, 64, 65, 127, 128, 129, 257, 400, 513)
+
+
+def attend(q, k, v, layout):
+    return dx.sparse_attention(q, k, v, layout, return_lse=True, backend="hopper")
+
+
+def check(q, k, v, layout, label=""):
+    for report in check_forward(attend, q, k, v, layout) + check_gradients(attend, q, k, v, layout):
+        assert report.ok, f"{report}\n{label}"
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("seed", range(60))
+def test_random_cases(seed, dtype):
+    case = random_case(seed, dtype=dtype, device="cuda", head_dims=(64, 128), block_sizes=(64, 128), lengths=LENGTHS)
+    if case.q.shape[-1] != case.v.shape[-1]:
+        pytest.skip("refused: head_dim of v differs")
+    check(case.q, case.k, case.v, case.layout, case.label)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("block_size", [(64, 64), (64, 128), (128, 64), (128, 128)])
+@pytest.mark.parametrize("group_size", [1, 2, 3, 8])
+def test_groups_share_or_do_not(block_size, group_size):
+    """Two heads of a group share a program with q blocks of 64, where the group is even and shares its layout."""
+    q, k, v = make_qkv(2, 300, 420, 2 * group_size, 2, 128, dtype=torch.bfloat16, device="cuda")
+    shared = (dx.SlidingWindow(150) | dx.Sink(3) | dx.Strided(37)).layout(
+        300, 420, block_size=block_size, device="cuda"
+    )
+    check(q, k, v, shared)
+    check(q, k, v, dx.BlockLayout.stack_heads([shared] * (2 * group_size)))
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_views_of_any_stride():
+    wide = make_qkv(2, 200, 200, 4, 2, 80, dtype=torch.bfloat16, device="cuda")
+    layout = dx.SlidingWindow(90).layout(200, block_size=128, device="cuda")
+    for q, k, v in (
+        tuple(x[..., :64] for x in wide),
+        tuple(x[..., 3:67] for x in wide),
+        tuple(x[..., :64].transpose(1, 2).contiguous().transpose(1, 2) for x in wide),
+        tuple(x[:1, ..., :64].expand(2, -1, -1, -1) for x in wide),
+    ):
+        check(q, k, v, layout)
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_rows_of_nan_stay_alone():
+    q, k, v = make_qkv(2, 200, 200, 2, 2, 64, dtype=torch.bfloat16, device="cuda")
+    k[1], v[1] = torch.nan, torch.nan
+    out, lse = attend(q, k, v, dx.SlidingWindow(90).layout(200, block_size=128, device="cuda"))
+    assert out[0].isfinite().all()
+    assert lse[0].isfinite().all()
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_bad_layouts_read_nothing_outside():
+    q, k, v = make_qkv(1, 256, 256, 2, 1, 64, dtype=torch.bfloat16, device="cuda")
+    good = (dx.SlidingWindow(100) | dx.Dilated(3, 5)).layout(256, block_size=(128, 64), device="cuda")
+    tensors = {name: getattr(good, name) for name in ("kv_indptr", "kv_num_partial", "kv_indices", "kv_masks")}
+    for name in tensors:
+        for wrong in (-(1 << 20), 1 << 20, 2**31 - 1):
+            bad = dx.BlockLayout(256, 256, (128, 64), **{**tensors, name: torch.full_like(tensors[name], wrong)},
+                                 masks=good.masks)  # fmt: skip
+            load_backend("hopper").attention_forward(q, k, v, bad, 0.25)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("scale", [0.3, -0.5, 0.0])
+def test_any_scale(scale):
+    q, k, v = make_qkv(1, 200, 200, 2, 1, 64, dtype=torch.float16, device="cuda")
+    layout = (dx.SlidingWindow(90) | dx.Strided(4)).layout(200, block_size=64, device="cuda")
+    run = lambda q, k, v, layout: dx.sparse_attention(q, k, v, layout, scale=scale, return_lse=True, backend="hopper")
+    for report in check_forward(run, q, k, v, layout, scale):
+        assert report.ok, report
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_cuda_graph():
+    q, k, v = make_qkv(1, 700, 700, 4, 2, 128, dtype=torch.bfloat16, device="cuda")
+    layout = dx.SlidingWindow(300).layout(700, block_size=128, device="cuda")
+    attend(q, k, v, layout)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = attend(q, k, v, layout)
+    q.copy_(torch.randn_like(q))
+    graph.replay()
+    again = attend(q, k, v, layout)
+    assert torch.equal(out, again.out)
+    assert torch.equal(lse, again.lse)
+
+
+def test_refusals_say_why():
+    values = {
+        "device": torch.device("cuda"), "dtype": torch.float32, "batch": 1, "seqlen_q": 64, "seqlen_k": 64,
+        "q_heads": 2, "kv_heads": 1, "head_dim": 80, "head_dim_v": 64, "block_size": (64, 32), "needs_grad": False,
+    }  # fmt: skip
+    text = "; ".join(unsupported_reasons("hopper", AttentionProblem(**values)))
+    for reason in ("fp16 and bf16", "head_dim (64, 128)", "blocks of (64, 128)"):
+        assert reason in text
+    on_cpu = AttentionProblem(**{**values, "device": torch.device("cpu")})
+    assert "runs on a Hopper GPU" in unsupported_reasons("hopper", on_cpu)[0]
