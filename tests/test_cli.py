@@ -75,7 +75,7 @@ def tools(monkeypatch):
     stand_in(monkeypatch, "tune", tune=tune)
     stand_in(monkeypatch, "validate", validate=call("validate", Result(passed=True)))
     stand_in(monkeypatch, "report", write_report=write_report)
-    stand_in(monkeypatch, "bench_cpu", run_cpu_suite=call("bench", {"ok": True, "rows": []}))
+    stand_in(monkeypatch, "bench_cpu", run_cpu_suite=call("bench", {"bars": [{"ok": True}], "rows": []}))
     return calls
 
 
@@ -225,16 +225,40 @@ def test_validate(tools, monkeypatch, tiny, tmp_path):
     assert json.loads(failed.stdout) == {"passed": False}
 
 
-def test_report_and_bench(tools, monkeypatch, tmp_path):
+def test_report(tools, tmp_path):
     assert f"wrote {tmp_path / 'report.html'}" in dynaxx_("report", tmp_path).stdout
     assert json.loads(dynaxx_("report", tmp_path, "--json").stdout) == {"report": str(tmp_path / "report.html")}
+
+
+def test_bench(tools, monkeypatch, tmp_path):
     shown = dynaxx_("bench", "--quick", "--json", "--out", tmp_path / "b.json", "--seed", 3)
-    assert json.loads(shown.stdout) == {"ok": True, "rows": []}
+    assert json.loads(shown.stdout) == {"bars": [{"ok": True}], "rows": []}
     assert (tmp_path / "b.json").is_file()
-    assert tools["bench"][0][1]["quick"] is True
-    assert tools["bench"][0][1]["seed"] == 3
-    stand_in(monkeypatch, "bench_cpu", run_cpu_suite=lambda **options: {"ok": False})
-    assert dynaxx_("bench").exit_code == 1
+    options = tools["bench"][0][1]
+    assert (options["quick"], options["seed"], options["threads"]) == (True, 3, None)
+
+    def missing(progress, **options):
+        progress("one figure")
+        return {"bars": [{"ok": True}, {"ok": False}]}
+
+    stand_in(monkeypatch, "bench_cpu", run_cpu_suite=missing)
+    missed = dynaxx_("bench")
+    assert missed.exit_code == 1
+    assert missed.stdout == "one figure\n"
+
+    def wrong(**options):
+        raise RuntimeError("out: error 1, budget 0.1")
+
+    stand_in(monkeypatch, "bench_cpu", run_cpu_suite=wrong)
+    failed = dynaxx_("bench", "--json")
+    assert failed.exit_code == 1
+    assert failed.stdout == ""
+    assert "budget" in failed.stderr
+
+
+def test_a_table_has_every_column():
+    rows = [{"name": "a", "ms": 1.23456}, {"name": "bc", "skipped": ["why"]}]
+    assert cli._table(rows).splitlines() == ["name  ms     skipped", "a     1.235", "bc           ['why']"]
 
 
 # ---- tune: the whole way -------------------------------------------------------------------------------------------

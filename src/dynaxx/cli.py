@@ -355,21 +355,35 @@ def bench(
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Test the kernels, then time them against dense attention. A failed test gives exit code 1 and no figures.
+    """Test the kernels, then time them beside dense attention.
+
+    A kernel that is wrong gives no figures. Exit code 1 if one is, or if a figure misses its bar.
 
     \b
     Examples:
       dynaxx bench --suite cpu --quick
       dynaxx bench --suite gpu --out gpu.json
     """
+    stdout = sys.stdout  # results are said as they come
+
+    def say(line: str) -> None:
+        if not (as_json and quiet):
+            print(line, file=sys.stderr if as_json else stdout, flush=True)
+
     with _running(as_json, threads, seed) as finish:
         tool = _tool(f"bench_{suite}")
-        if suite is Suite.cpu:
-            found = tool.run_cpu_suite(quick=quick, threads=threads, seed=seed)
-        else:
-            found = tool.run_gpu_suite(quick=quick, seed=seed)
+        _device("cuda" if suite is Suite.gpu else "cpu")
+        try:
+            if suite is Suite.cpu:
+                found = tool.run_cpu_suite(quick=quick, threads=threads, seed=seed, progress=say)
+            else:
+                found = tool.run_gpu_suite(quick=quick, seed=seed)
+                say(_table(found["rows"]))
+        except RuntimeError as error:
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(1) from None
         files = [_tool("files").write_json(out, found)] if out else []
-        finish(found, "" if as_json else json.dumps(found, indent=2), ok=_passed(found), files=files)
+        finish(found, ok=all(bar["ok"] for bar in found.get("bars", ())), files=files)
 
 
 @contextlib.contextmanager
@@ -506,6 +520,15 @@ def _summary(result: Any) -> str:
     if isinstance(summary, dict):
         return "\n".join(f"{name.replace('_', ' ')}: {value}" for name, value in summary.items())
     return str(summary)
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    """Rows under the names of their columns, numbers short."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    short = lambda value: f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
+    cells = [columns, *([short(row.get(name)) for name in columns] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join("  ".join(f"{x:<{w}}" for x, w in zip(line, widths, strict=True)).rstrip() for line in cells)
 
 
 def _passed(result: dict[str, Any]) -> bool:
