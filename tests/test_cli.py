@@ -164,6 +164,22 @@ def test_a_real_ctrl_c_ends_quietly(tmp_path):
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: not enough memory: you tried")])
+def test_too_little_memory_is_a_message(monkeypatch, tiny, error):
+    def fail(*args, **kwargs):
+        raise error
+
+    stand_in(monkeypatch, "analyze", analyze=fail)
+    shown = dynaxx_("analyze", tiny)
+    assert shown.exit_code == 2
+    assert "shorter lengths" in shown.stderr
+
+
+def test_a_bug_is_not_hidden(monkeypatch, tiny):
+    stand_in(monkeypatch, "analyze", analyze=lambda *args, **kwargs: {}["key"])
+    assert isinstance(dynaxx_("analyze", tiny).exception, KeyError)
+
+
 def test_debug_shows_the_traceback(monkeypatch):
     monkeypatch.setenv("DYNAXX_DEBUG", "1")
     assert isinstance(dynaxx_("report", "no-folder").exception, ValueError)

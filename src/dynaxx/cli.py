@@ -403,10 +403,11 @@ def _running(as_json: bool, threads: int | None = None, seed: int | None = None)
         typer.echo("stopped; run the same command again to go on", err=True)
         raise typer.Exit(130) from None
     except (ValueError, TypeError, ImportError, OSError) as error:
-        if os.environ.get("DYNAXX_DEBUG") == "1":
+        raise _refusal(error, str(error)) from None
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, typer.Exit) or "memory" not in f"{type(error).__name__}: {error}".lower():
             raise
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
+        raise _refusal(error, f"out of memory; try shorter lengths or a smaller model ({error})") from None
     if as_json:
         result = outcome["result"]
         typer.echo(json.dumps(result if isinstance(result, dict) else result.to_dict(), allow_nan=False))
@@ -416,6 +417,14 @@ def _running(as_json: bool, threads: int | None = None, seed: int | None = None)
                 typer.echo(line)
     if not outcome["ok"]:
         raise typer.Exit(1)
+
+
+def _refusal(error: BaseException, message: str) -> typer.Exit:
+    """Say what is wrong and give exit code 2; under DYNAXX_DEBUG=1 raise the error itself."""
+    if os.environ.get("DYNAXX_DEBUG") == "1":
+        raise error
+    typer.echo(f"error: {message}", err=True)
+    return typer.Exit(2)
 
 
 def _prepare(threads: int | None, seed: int | None) -> None:
