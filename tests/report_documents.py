@@ -1,0 +1,195 @@
+"""Made-up results of every tool, of the shape that the tools write: what the report's tests show."""
+
+import base64
+import json
+import math
+from pathlib import Path
+
+LAYERS, HEADS = 30, 9
+
+
+def profile() -> dict:
+    lengths = []
+    for seqlen, attention, rest in ((512, 0.03, 0.9), (2048, 0.5, 3.1), (4096, 2.0, 6.3), (8192, 8.1, 12.8)):
+        total = attention + rest
+        lengths.append(
+            {
+                "seqlen": seqlen,
+                "seconds": {
+                    "attention": attention,
+                    "projections": 0.33 * rest,
+                    "mlp": 0.55 * rest,
+                    "rest": 0.12 * rest,
+                    "total": total,
+                },
+                "attention_share": attention / total,
+                "attention_gflops_per_s": 92.0,
+                "of_gemm_ceiling": 0.62,
+                "max_speedup": total / rest,
+            }
+        )
+    versions = {"dynaxx": "0.1.0", "torch": "2.13.0", "transformers": "5.23.0"}
+    return {
+        "machine": {
+            "system": "Linux x86_64",
+            "cpu": "AMD EPYC 9R14",
+            "cores": 2,
+            "memory_gib": 7.6,
+            "versions": versions,
+        },
+        "model": "SmolLM2-135M-Instruct",
+        "ceilings": {"gemm_gflops": 148.0, "copy_gbs": 21.4},
+        "lengths": lengths,
+        "verdict": "attention's share of prefill is 3% at 512: not worth it; 39% at 8,192: up to 1.6x",
+        "worth_it": True,
+        "savings": [],
+    }
+
+
+def analysis(layers: int = LAYERS, heads: int = HEADS, size: int = 64) -> dict:
+    found = []
+    for layer in range(layers):
+        for head in range(heads):
+            width = 1 + (layer * 7 + head * 5) % 23
+            codes = bytes(
+                0 if x > y else max(1, min(255, int(225 * math.exp(-(y - x) / width)) + (190 if x == 0 else 0)))
+                for y in range(size)
+                for x in range(size)
+            )
+            kind = ("local", "selected", "broad", "lines")[(layer + head) % 4]
+            found.append(
+                {
+                    "layer": layer,
+                    "head": head,
+                    "mass_by_distance": {"edges": [0, 1, 2], "mass": [0.4, 0.6]},
+                    "median_distance": 17,
+                    "sink_mass": 0.3,
+                    "local_mass": 0.4,
+                    "vertical_mass": 0.1,
+                    "slash_mass": 0.05,
+                    "entropy": 2.5,
+                    "recall": {"streaming": [0.7, 0.9], "oracle": [0.8, 0.97]},
+                    "recommended": {
+                        "kind": kind,
+                        "attention": "Sink(4) | SlidingWindow(256)",
+                        "reason": f"{kind}: 97% of the mass within 256 tokens",
+                        "density": 1.0 if kind == "broad" else 0.18,
+                        "recall": 0.97,
+                    },
+                    "heatmap": {"size": size, "low": 1e-5, "scale": "log10", "data": base64.b64encode(codes).decode()},
+                }
+            )
+    rule = lambda *recall: {"attention": ["a", "b", "c"], "density": [0.1, 0.3, 0.5], "recall": list(recall)}
+    return {
+        "model": "SmolLM2-135M-Instruct",
+        "tokens": 4096,
+        "block_size": 64,
+        "budgets": [0.1, 0.3, 0.5],
+        "rules": {
+            "streaming": rule(0.71, 0.88, 0.93),
+            "mean_pool": rule(0.74, 0.88, 0.94),
+            "min_max": rule(0.74, 0.9, 0.957),
+            "last_query_probe": rule(0.74, 0.885, 0.942),
+            "oracle": rule(0.79, 0.93, 0.976),
+        },
+        "heads": found,
+        "summary": {
+            "heads": len(found),
+            "kinds": {"local": 94, "broad": 80, "selected": 71, "lines": 25},
+            "mean_recommended_density": 0.48,
+            "target_recall": 0.95,
+            "mean_sink_mass": 0.27,
+            "mean_local_mass": 0.41,
+        },
+    }
+
+
+def _trial(density: float, change: float) -> dict:
+    return {"density": density, "perplexity": 14.49 * (1 + change), "ratio": 1 + change, "error": 0.0004}
+
+
+def tuning() -> dict:
+    tuned = [_trial(0.5, 0.0003), _trial(0.3, 0.0021), _trial(0.21, 0.006), _trial(0.17, 0.0131), _trial(0.13, 0.031)]
+    uniform = [
+        _trial(0.5, 0.0016),
+        _trial(0.4, 0.0048),
+        _trial(0.33, 0.0094),
+        _trial(0.27, 0.0163),
+        _trial(0.15, 0.101),
+    ]
+    crossover = [(64, 0.02, 0.0204), (256, 0.06, 0.0602), (1024, 0.31, 0.29), (4096, 2.1, 1.62), (8192, 6.4, 4.0)]
+    return {
+        "model": "SmolLM2-135M-Instruct",
+        "tokens": 4096,
+        "tolerance": 0.01,
+        "dense_perplexity": 14.49,
+        "uniform": uniform,
+        "tuned": tuned,
+        "chosen": tuned[2],
+        "best_uniform_density": 0.33,
+        "crossover": [{"seqlen": n, "dense_seconds": d, "sparse_seconds": s} for n, d, s in crossover],
+        "dense_below": 512,
+        "layers": list(range(LAYERS)),
+        "budgets": [[((layer * 13 + head * 29) % 17) / 40 for head in range(HEADS)] for layer in range(LAYERS)],
+        "seconds": 310.0,
+        "command": "dynaxx tune smollm2 --out run",
+    }
+
+
+def policy() -> dict:
+    return {
+        "format": "dynaxx.policy",
+        "version": 1,
+        "model": {"model_type": "llama", "layers": LAYERS, "q_heads": HEADS, "kv_heads": 3, "head_dim": 64},
+        "block_size": 64,
+        "dense_below": 512,
+        "sparse_from": 563,
+        "rules": [{"layers": [0], "heads": "all", "attention": {"kind": "full"}}],
+        "tolerances": {"perplexity_ratio": 1.01, "kl": None},
+        "measured_on": {"device": "cpu", "hardware": "AMD EPYC 9R14", "versions": {"torch": "2.13.0"}},
+        "evidence": [],
+    }
+
+
+def validation(passed: bool = True, speedup: float = 1.6) -> dict:
+    checks = [
+        ("perplexity_ratio", 1.006, 1.01, True, ""),
+        ("task_logprob_drop", 0.02, 0.1, True, "nats"),
+        ("repetition_increase", 0.31 if not passed else 0.0, 0.1, passed, ""),
+        ("slowdown", 1.012, 1.03, True, ""),
+    ]
+    speed = [(512, 0.9, 0.9), (2048, 3.6, 3.2), (4096, 8.3, 6.3), (8192, 20.9, 20.9 / speedup)]
+    return {
+        "passed": passed,
+        "model": "SmolLM2-135M-Instruct",
+        "checks": [dict(zip(("name", "value", "limit", "passed", "unit"), check, strict=True)) for check in checks],
+        "logits": {"max_error": 3.1, "mean_error": 0.11, "top1_agreement": 0.973, "kl": 0.0041},
+        "perplexity": {"dense": 15.02, "sparse": 15.11, "ratio": 1.006},
+        "tasks": [
+            {"task": "needle", "dense": 0.92, "sparse": 0.91, "logprob_drop": 0.02},
+            {"task": "several keys", "dense": 0.81, "sparse": 0.8, "logprob_drop": 0.01},
+        ],
+        "repetition": {"dense": 0.04, "sparse": 0.04},
+        "speed": [
+            {"seqlen": n, "dense_seconds": d, "sparse_seconds": s, "speedup": d / s, "dense_peak_mb": 900.0 + n / 8}
+            | {"sparse_peak_mb": 880.0 + n / 8}
+            for n, d, s in speed
+        ],
+        "density": 0.21,
+    }
+
+
+DOCUMENTS = {
+    "profile": profile,
+    "analysis": analysis,
+    "tuning": tuning,
+    "policy": policy,
+    "validation": validation,
+}
+
+
+def write_documents(folder: Path, names: object = tuple(DOCUMENTS), **replaced: dict) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:  # type: ignore[attr-defined]
+        (folder / f"{name}.json").write_text(json.dumps(replaced.get(name) or DOCUMENTS[name]()))
+    return folder
