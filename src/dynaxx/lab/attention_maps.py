@@ -226,7 +226,7 @@ def map_statistics(attention: LayerAttention, head: int, *, block_size: int, cel
     sinks, entropy, rows = zeros(seqlen, min(SINK_TOKENS, seqlen)), 0.0, 0
     for first, last in _chunks(sampled_blocks(seqlen, block_size), block_size, seqlen):
         height = last - first
-        width = -(-last // max(block_size, cell)) * max(block_size, cell)  # whole blocks and cells
+        width = max(-(-last // size) * size for size in (block_size, cell))  # whole blocks and whole cells
         share, lse[first:last], chunk_entropy = _softmax_chunk(attention, q, k, first, last)
         # A margin of `height` zeros on the left makes every diagonal of the chunk a column of a strided view.
         padded = torch.nn.functional.pad(share, (height, width - last))

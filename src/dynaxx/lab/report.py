@@ -42,6 +42,7 @@ KIND_WORDS = {
     "broad": "spread too wide for half of the blocks: keep dense",
     "windowed": "the layer has a window of its own: leave it",
 }
+ODD = (KeyError, TypeError, ValueError, IndexError, AttributeError, ZeroDivisionError, OverflowError)
 MOST_MAPS = 400  # more heads than that get smaller heat maps, to keep the page small
 
 
@@ -81,7 +82,21 @@ def write_report(run_dir: Path) -> Path:
         lstrip_blocks=True,
     )
     environment.filters |= {"percent": percent, "change": change, "times": times, "number": number}
-    page = environment.get_template("report.html.j2").render(_page(run_dir))
+    template = environment.get_template("report.html.j2")
+    odd = (*ODD, jinja2.TemplateError)
+    documents, problems = _read(run_dir)
+    folder = run_dir.resolve().name
+    try:
+        page = template.render(_page(documents, problems, folder))
+    except odd:  # some file is not as this version writes it: find which, and make the page from the others
+        for name in list(documents):
+            try:
+                template.render(_page({name: documents[name]}, {}, folder))
+            except odd as error:
+                said = f"{type(error).__name__}: {error}"
+                problems[name] = f"{FILES[name]} is not as this version writes it ({said})."
+                del documents[name]
+        page = template.render(_page(documents, problems, folder))
     return write_text(run_dir / "report.html", page)
 
 
@@ -92,10 +107,9 @@ def number(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
-def _page(run_dir: Path) -> dict[str, Any]:
-    documents, problems = _read(run_dir)
+def _page(documents: dict[str, Any], problems: dict[str, str], folder: str) -> dict[str, Any]:
+    """What the template shows."""
     model = next((str(each["model"]) for each in documents.values() if isinstance(each.get("model"), str)), "MODEL")
-    folder = run_dir.resolve().name
     makers: dict[str, Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]] = {
         "profile": _profile,
         "analysis": _analysis,
@@ -103,21 +117,20 @@ def _page(run_dir: Path) -> dict[str, Any]:
         "policy": _policy,
         "validation": _validation,
     }
-    if "policy" in documents and "tuning" in documents:
-        documents["policy"].setdefault("command", documents["tuning"].get("command"))
     sections = {}
     for name, make in makers.items():
-        command = str((documents.get(name) or {}).get("command") or COMMANDS[name].format(model=model, folder=folder))
-        section = sections[name] = Section(name, command, problem=problems.get(name, ""))
-        if name in documents:
-            try:
-                section.shown = make(documents[name], documents)
-            except (KeyError, TypeError, ValueError, IndexError, AttributeError, ZeroDivisionError) as error:
-                section.problem = f"{FILES[name]} is not as this version writes it ({type(error).__name__}: {error})."
-                del documents[name]
+        document = documents.get(name)
+        known = (document or {}).get("command") or (
+            documents.get("tuning", {}).get("command") if name == "policy" else ""
+        )
+        section = Section(name, str(known or COMMANDS[name].format(model=model, folder=folder)))
+        section.problem = problems.get(name, "")
+        if document is not None:
+            section.shown = make(document, documents)
+        sections[name] = section
     try:
         judged = verdict(documents)
-    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+    except ODD as error:
         judged = Verdict("open", "The results do not fit together.", f"{type(error).__name__}: {error}")
     return {
         "title": "" if model == "MODEL" else model,
@@ -344,7 +357,7 @@ def _policy(document: dict[str, Any], documents: dict[str, Any]) -> dict[str, An
         "dense_below": document.get("dense_below"),
         "sparse_from": document.get("sparse_from"),
         "tolerances": {name: value for name, value in document["tolerances"].items() if value is not None},
-        "text": json.dumps({k: v for k, v in document.items() if k != "command"}, indent=2, ensure_ascii=False),
+        "text": json.dumps(document, indent=2, ensure_ascii=False),
     }
 
 
