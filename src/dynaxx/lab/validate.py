@@ -1,0 +1,489 @@
+"""`dynaxx validate`: is a model under a policy still the model, and is it faster? Against the policy's own tolerances.
+
+Everything is measured on text and tasks that tuning never saw, dense beside sparse in one process: next-token
+distributions, perplexity, retrieval, repetition in generated text, then time and memory of the whole prefill.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from dynaxx.lab.machine import synchronize
+from dynaxx.lab.perplexity import ROWS, logits_of
+from dynaxx.lab.progress import Progress, SilentProgress
+from dynaxx.lab.tasks import TASKS, make_samples, score
+from dynaxx.lab.texts import split_text
+from dynaxx.layout import BlockLayout
+
+if TYPE_CHECKING:
+    from dynaxx.policy import Policy
+
+WINDOWS = 3  # stretches of held-out text
+TOKENS = 4096  # of each, or what the model and the text have
+TASK_TOKENS = 2048
+TASK_SAMPLES = 4  # of each task
+PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 1024, 64  # generated text
+NGRAM = 4
+SHORTEST = 64  # tokens; the policy must not be slower even here
+FEWEST_PAIRS, MOST_PAIRS, PAIR_SECONDS = 3, 25, 15.0  # timed dense-sparse pairs per length
+
+
+@dataclass(frozen=True)
+class Check:
+    """One figure held against one tolerance."""
+
+    name: str
+    value: float
+    limit: float
+    passed: bool
+    unit: str = ""
+
+
+@dataclass(frozen=True)
+class LogitErrors:
+    """Next-token logits under the policy against dense, over all held-out tokens."""
+
+    max_error: float
+    mean_error: float  # absolute
+    top1_agreement: float  # share of tokens with the same most likely next token
+    kl: float  # mean KL(dense || sparse), nats
+
+
+@dataclass(frozen=True)
+class Perplexities:
+    """Perplexity on held-out text."""
+
+    dense: float
+    sparse: float
+    ratio: float
+    ratio_second_half: float  # of each window, where every token has a long context
+    loss_dense: float
+    loss_sparse: float
+    tokens: int
+
+
+@dataclass(frozen=True)
+class TaskScore:
+    """One retrieval task, mean over its samples."""
+
+    task: str
+    dense_accuracy: float
+    sparse_accuracy: float
+    dense_logprob: float  # nats per answer token
+    sparse_logprob: float
+    logprob_drop: float
+    drop_error: float  # standard error of the drop
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """Share of 4-grams that occurred before in greedily generated text, mean over prompts."""
+
+    dense: float
+    sparse: float
+    increase: float
+    increase_error: float  # standard error
+    same_tokens: float  # share of generated tokens that are the same
+
+
+@dataclass(frozen=True)
+class SpeedRow:
+    """The whole prefill at one length; medians of interleaved runs."""
+
+    seqlen: int
+    dense_seconds: float
+    sparse_seconds: float
+    speedup: float
+    pairs: int
+    dense_peak_mb: float | None  # of the process on a CPU, of the allocator on a GPU; None where it cannot be known
+    sparse_peak_mb: float | None
+
+
+@dataclass(frozen=True)
+class ValidationResult:
+    """What `validate` found. `passed` is all of `checks`."""
+
+    passed: bool
+    checks: tuple[Check, ...]
+    logits: LogitErrors
+    perplexity: Perplexities
+    tasks: tuple[TaskScore, ...]
+    repetition: Repetition
+    speed: tuple[SpeedRow, ...]
+    density: float  # visited / causally visible blocks over all layers that see the whole sequence, on held-out text
+    layer_calls: dict[str, Any]  # how many ran sparse, and why others did not, on held-out text
+    windows: int
+    window_tokens: int
+    seed: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def summary(self) -> str:
+        """The checks, one line each."""
+        lines = []
+        for check in self.checks:
+            name, value = check.name.replace("_", " "), f"{check.value:.4g} {check.unit}".rstrip()
+            lines.append(f"{'pass' if check.passed else 'FAIL'}  {name}: {value} (limit {check.limit:g})")
+        longest = max(self.speed, key=lambda row: row.seqlen, default=None)
+        if longest is not None:
+            lines.append(f"{longest.speedup:.2f}x dense at {longest.seqlen:,} tokens, density {self.density:.1%}")
+        return "\n".join(lines)
+
+
+def validate(
+    model: Any,
+    tokenizer: Any,
+    policy: Policy,
+    text: str,
+    *,
+    lengths: Sequence[int] = (512, 2048, 8192),
+    tokens: int | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> ValidationResult:
+    """Hold a model under a policy against the dense model.
+
+    Args:
+        model: a transformers causal language model without a policy.
+        text: sample text; only its held-out part (`split_text`) is used.
+        lengths: prompt lengths in tokens at which time and memory are measured; 64 and the policy's border join them.
+        tokens: length of the stretches of text on which quality is measured; by default 4,096, or what there is.
+        seed: of the tasks.
+
+    Raises:
+        ValueError: a text too short, or lengths at which the policy would be dense, so that nothing was validated.
+        PolicyError, UnsupportedInputError: as `dynaxx.apply`.
+    """
+    progress = progress or SilentProgress()
+    border = policy.dense_below if policy.sparse_from is None else policy.sparse_from
+    ids: list[int] = tokenizer(split_text(text).held_out, add_special_tokens=False, verbose=False)["input_ids"]
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or TOKENS
+    window = min(tokens or TOKENS, limit, len(ids))
+    if policy.rules and window < border:
+        raise ValueError(
+            f"the policy is dense below {border:,} tokens, and quality would be measured at {window:,} "
+            f"(the held-out half of the text has {len(ids):,}, the model takes {limit:,}): give more text or `tokens`"
+        )
+    lengths = _lengths(lengths, border if policy.rules else 0, min(limit, len(ids)))
+    was_training = model.training
+    model.eval()
+    try:
+        with progress.task("Validating", 100) as task:
+            run = _Run(model, policy, task)
+            logits, perplexity = run.compare_text(ids, window, share=35)
+            at = max(border, min(window, TASK_TOKENS))
+            tasks = run.retrieval(make_samples(tokenizer, ids, at, TASK_SAMPLES, seed), share=20)
+            repetition = run.repetition(ids, max(border, min(window, PROMPT_TOKENS)), share=15)
+            speed = run.speed(ids, lengths, share=30)
+    finally:
+        model.train(was_training)
+    checks = _checks(policy, logits, perplexity, tasks, repetition, speed)
+    return ValidationResult(
+        passed=all(check.passed for check in checks),
+        checks=checks,
+        logits=logits,
+        perplexity=perplexity,
+        tasks=tasks,
+        repetition=repetition,
+        speed=speed,
+        density=run.density,
+        layer_calls=run.layer_calls,
+        windows=max(1, min(WINDOWS, len(ids) // window)),
+        window_tokens=window,
+        seed=seed,
+    )
+
+
+class _Run:
+    """The measurements; `task` learns of each step."""
+
+    def __init__(self, model: Any, policy: Policy, task: Any) -> None:
+        self.model = model
+        self.policy = policy
+        self.task = task
+        self.density = 1.0
+        self.layer_calls: dict[str, Any] = {}
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[Any]:
+        from dynaxx.integrations.transformers import apply
+
+        with apply(self.model, self.policy) as handle:
+            yield handle
+
+    @torch.no_grad()
+    def hidden(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.model.base_model(ids.to(self.model.device), use_cache=False)[0]
+        return out
+
+    def compare_text(self, ids: list[int], window: int, share: float) -> tuple[LogitErrors, Perplexities]:
+        """Logits and loss on stretches of text, dense and sparse."""
+        from dynaxx.integrations.transformers import full_attention_layers
+
+        count = max(1, min(WINDOWS, len(ids) // window))
+        stride = (len(ids) - window) // max(1, count - 1) if count > 1 else 0
+        found, densities = [], []
+        for index in range(count):
+            some = torch.tensor([ids[index * stride : index * stride + window]])
+            self.task.advance(0, f"held-out text {index + 1} of {count}: dense")
+            dense = self.hidden(some[:, :-1])
+            self.task.advance(share / count / 2, f"held-out text {index + 1} of {count}: sparse")
+            seen: list[float] = []
+            with self.applied() as handle, handle.watch(lambda _, layout, seen=seen: seen.append(_density(layout))):
+                sparse = self.hidden(some[:, :-1])
+            self.layer_calls = _added(self.layer_calls, handle.stats())
+            full = len(full_attention_layers(self.model))
+            densities.append((sum(seen) + full - len(seen)) / full)
+            found.append(_compare_rows(self.model, dense, sparse, some))
+            self.task.advance(share / count / 2)
+        self.density = statistics.mean(densities)
+        if self.policy.rules and not self.layer_calls["sparse_calls"] and _has_sparse_rule(self.policy):
+            raise ValueError(f"no layer ran sparse, so nothing can be validated: {self.layer_calls['dense_calls']}")
+        losses_dense, losses_sparse = (torch.stack([each[i] for each in found]).double() for i in (0, 1))
+        change = losses_sparse - losses_dense
+        errors = torch.stack([each[2] for each in found])
+        logits = LogitErrors(
+            max_error=float(errors[:, 0].amax()),
+            mean_error=float(errors[:, 1].mean()),
+            top1_agreement=float(errors[:, 2].mean()),
+            kl=float(errors[:, 3].mean()),
+        )
+        return logits, Perplexities(
+            dense=float(losses_dense.mean().exp()),
+            sparse=float(losses_sparse.mean().exp()),
+            ratio=float(change.mean().exp()),
+            ratio_second_half=float(change[:, change.shape[1] // 2 :].mean().exp()),
+            loss_dense=float(losses_dense.mean()),
+            loss_sparse=float(losses_sparse.mean()),
+            tokens=losses_dense.numel(),
+        )
+
+    def retrieval(self, samples: Sequence[Any], share: float) -> tuple[TaskScore, ...]:
+        """Every task, dense and sparse."""
+        scores: dict[str, list[tuple[float, float, float, float]]] = {}
+        for sample in samples:
+            self.task.advance(share / len(samples), f"retrieval: {sample.task}")
+            dense = score(self.model, sample)
+            with self.applied():
+                sparse = score(self.model, sample)
+            scores.setdefault(sample.task, []).append((*dense, *sparse))
+        rows = []
+        for task in TASKS:
+            dense_logprob, dense_accuracy, sparse_logprob, sparse_accuracy = (
+                statistics.mean(column) for column in zip(*scores[task], strict=True)
+            )
+            drop, error = _mean_and_error([each[0] - each[2] for each in scores[task]])
+            rows.append(TaskScore(task, dense_accuracy, sparse_accuracy, dense_logprob, sparse_logprob, drop, error))
+        return tuple(rows)
+
+    def repetition(self, ids: list[int], prompt_tokens: int, share: float) -> Repetition:
+        """Greedy continuations of held-out text, dense and sparse."""
+        count = max(1, min(PROMPTS, len(ids) // prompt_tokens))
+        stride = (len(ids) - prompt_tokens) // max(1, count - 1) if count > 1 else 0
+        prompts = torch.tensor([ids[i * stride : i * stride + prompt_tokens] for i in range(count)])
+        self.task.advance(0, "generating: dense")
+        dense = self._generate(prompts)
+        self.task.advance(share / 2, "generating: sparse")
+        with self.applied():
+            sparse = self._generate(prompts)
+        self.task.advance(share / 2)
+        pairs = list(zip(map(repeated, dense), map(repeated, sparse), strict=True))
+        increase, error = _mean_and_error([after - before for before, after in pairs])
+        same = float((torch.tensor(dense) == torch.tensor(sparse)).float().mean())
+        before, after = (statistics.mean(column) for column in zip(*pairs, strict=True))
+        return Repetition(before, after, increase, error, same)
+
+    @torch.no_grad()
+    def _generate(self, prompts: Tensor) -> list[list[int]]:
+        """Greedy, and on after an end-of-text token: repetition is a matter of attention, not of stopping."""
+        fed, cache, made = prompts.to(self.model.device), None, []
+        for _ in range(NEW_TOKENS):
+            out = self.model.base_model(fed, use_cache=True, past_key_values=cache)
+            cache = out.past_key_values
+            fed = logits_of(self.model, out[0][:, -1:]).argmax(-1)
+            made.append(fed)
+        rows: list[list[int]] = torch.cat(made, dim=1).tolist()
+        return rows
+
+    def speed(self, ids: list[int], lengths: Sequence[int], share: float) -> tuple[SpeedRow, ...]:
+        """Dense and sparse prefill in turns, at each length until the answer is clear or time is up."""
+        rows = []
+        for seqlen in lengths:
+            self.task.advance(0, f"prefill of {seqlen:,} tokens: time and memory")
+            rows.append(self._time(torch.tensor([ids[:seqlen]])))
+            self.task.advance(share * seqlen / sum(lengths))
+        return tuple(rows)
+
+    def _time(self, ids: Tensor) -> SpeedRow:
+        ids = ids.to(self.model.device)
+        limit = self.policy.tolerances.slowdown or 1.0
+        dense: list[float] = []
+        sparse: list[float] = []
+        dense_peak, sparse_peak = self._peak(ids, sparse=False), self._peak(ids, sparse=True)  # these warm up, too
+        started = time.perf_counter()
+        while len(dense) < MOST_PAIRS:
+            order = (dense, sparse) if len(dense) % 2 == 0 else (sparse, dense)
+            for into in order:
+                into.append(self._seconds(ids, sparse=into is sparse))
+            spent = time.perf_counter() - started
+            ratio = statistics.median(sparse) / statistics.median(dense)
+            if len(dense) >= FEWEST_PAIRS and spent > 1.0 and (ratio <= limit or spent > PAIR_SECONDS):
+                break
+        before, after = statistics.median(dense), statistics.median(sparse)
+        return SpeedRow(ids.shape[1], before, after, before / after, len(dense), dense_peak, sparse_peak)
+
+    @torch.no_grad()
+    def _seconds(self, ids: Tensor, *, sparse: bool) -> float:
+        with self.applied() if sparse else contextlib.nullcontext():
+            synchronize(ids.device)
+            started = time.perf_counter()
+            self.model(ids, use_cache=True, logits_to_keep=1)
+            synchronize(ids.device)
+            return time.perf_counter() - started
+
+    def _peak(self, ids: Tensor, *, sparse: bool) -> float | None:
+        """Peak memory of one prefill in MB."""
+        if ids.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(ids.device)
+            self._seconds(ids, sparse=sparse)
+            return torch.cuda.max_memory_allocated(ids.device) / 1e6
+        known = _reset_peak()
+        self._seconds(ids, sparse=sparse)
+        return _peak_mb() if known else None
+
+
+@torch.no_grad()
+def _compare_rows(model: Any, dense: Tensor, sparse: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Dense and sparse loss of each token (tokens,), and (max error, mean error, top-1 agreement, kl), a few rows of
+    logits at a time."""
+    labels = ids[0, 1:].to(dense.device)
+    losses: tuple[list[Tensor], list[Tensor]] = ([], [])
+    worst, sums = 0.0, torch.zeros(3, dtype=torch.float64)
+    for start in range(0, dense.shape[1], ROWS):
+        rows = slice(start, start + ROWS)
+        a, b = (logits_of(model, hidden[0, rows]) for hidden in (dense, sparse))
+        p, q = a.log_softmax(-1), b.log_softmax(-1)
+        for into, logprobs in zip(losses, (p, q), strict=True):
+            into.append(-logprobs.gather(1, labels[rows, None])[:, 0].cpu())
+        difference = (a - b).abs()
+        worst = max(worst, float(difference.amax()))
+        agree = (a.argmax(-1) == b.argmax(-1)).double().sum()
+        kl = (p.exp() * (p - q)).sum(-1).double().sum()
+        sums += torch.stack([difference.mean(-1).double().sum(), agree, kl]).cpu()
+    mean = (sums / dense.shape[1]).tolist()
+    return torch.cat(losses[0]), torch.cat(losses[1]), torch.tensor([worst, *mean])
+
+
+def _checks(
+    policy: Policy,
+    logits: LogitErrors,
+    perplexity: Perplexities,
+    tasks: Sequence[TaskScore],
+    repetition: Repetition,
+    speed: Sequence[SpeedRow],
+) -> tuple[Check, ...]:
+    """What the policy sets a limit to.
+
+    Of few samples (tasks, generated text) only what exceeds a standard error counts, or chance alone would fail it.
+    """
+    limits = policy.tolerances
+    at_most = [
+        ("perplexity_ratio", perplexity.ratio, limits.perplexity_ratio, ""),
+        ("kl", logits.kl, limits.kl, "nats"),
+        ("logits_mean_error", logits.mean_error, limits.logits_mean_error, ""),
+        (
+            "task_logprob_drop",
+            max((task.logprob_drop - task.drop_error for task in tasks), default=0.0),
+            limits.task_logprob_drop,
+            "nats",
+        ),
+        (
+            "repetition_increase",
+            repetition.increase - repetition.increase_error,
+            limits.repetition_increase,
+            "",
+        ),
+        ("slowdown", max((1 / row.speedup for row in speed), default=1.0), limits.slowdown, ""),
+    ]
+    checks = [
+        Check(name, value, limit, value <= limit, unit) for name, value, limit, unit in at_most if limit is not None
+    ]
+    if limits.top1_agreement is not None:
+        agreement, least = logits.top1_agreement, limits.top1_agreement
+        checks.append(Check("top1_agreement", agreement, least, agreement >= least))
+    return tuple(checks)
+
+
+def repeated(tokens: Sequence[int], n: int = NGRAM) -> float:
+    """Share of n-grams that occurred before."""
+    grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def _lengths(lengths: Sequence[int], border: int, longest: int) -> tuple[int, ...]:
+    """The lengths to time: those asked for, the shortest, and the border, where a policy gains least."""
+    wrong = [length for length in lengths if not 1 < length <= longest]
+    if wrong:
+        raise ValueError(
+            f"`lengths` must be from 2 to {longest:,}, what the model and the text allow, got {wrong[0]:,}"
+        )
+    return tuple(sorted({*lengths, *(n for n in (SHORTEST, border) if 1 < n <= max(lengths, default=0))}))
+
+
+def _density(layout: BlockLayout) -> float:
+    return layout.density()
+
+
+def _has_sparse_rule(policy: Policy) -> bool:
+    from dynaxx.policy import resolve
+
+    return bool(resolve(policy))
+
+
+def _added(total: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """Two results of `Handle.stats`, summed."""
+    merged = {"sparse_calls": total.get("sparse_calls", 0) + more["sparse_calls"]}
+    for kind in ("dense_calls", "dense_sequences"):
+        counts = dict(total.get(kind, {}))
+        for reason, count in more[kind].items():
+            counts[reason] = counts.get(reason, 0) + count
+        merged[kind] = counts
+    return merged
+
+
+def _mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and its standard error; 0 for a single value."""
+    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
+    return statistics.mean(values), error
+
+
+def _reset_peak() -> bool:
+    """Forget the process's peak memory, where Linux lets us, after giving free memory back."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def _peak_mb() -> float | None:
+    """The process's peak resident memory since `_reset_peak`."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return None
+    kib = next((line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")), None)
+    return None if kib is None else int(kib) * 1024 / 1e6

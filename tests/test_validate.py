@@ -1,0 +1,164 @@
+"""`validate` on a tiny model: what it measures is what is there, and it fails what should fail."""
+
+import json
+import math
+import random
+
+import pytest
+import torch
+
+import dynaxx as dx
+from dynaxx.lab import validate as module
+from dynaxx.lab.tasks import TASKS, make_samples, score
+from dynaxx.lab.validate import repeated, validate
+from dynaxx.policy import Tolerances
+
+transformers = pytest.importorskip("transformers")
+from dynaxx.integrations.transformers import model_facts  # noqa: E402
+
+
+class Letters:
+    """A tokenizer of single characters."""
+
+    def __call__(self, text, **_):
+        return {"input_ids": [1 + ord(letter) % 96 for letter in text]}
+
+
+def words(count, seed=0):
+    rng = random.Random(seed)
+    return "".join(rng.choice(("sparse ", "block ", "query ", "attends ", "to.\n\n")) for _ in range(count))
+
+
+TEXT = words(2000)
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=100, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=1024, initializer_range=0.3,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def check(model, rule, *, tokens=500, **fields):
+    policy = dx.Policy(model=model_facts(model), block_size=16, rules=(dx.Rule.of(rule),), **fields)
+    return validate(model, Letters(), policy, TEXT, lengths=(300,), tokens=tokens)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(module, "NEW_TOKENS", 8)
+    monkeypatch.setattr(module, "TASK_SAMPLES", 2)
+    monkeypatch.setattr(module, "PAIR_SECONDS", 0.0)
+
+
+def test_a_policy_that_keeps_everything_passes(model):
+    found = check(model, dx.SlidingWindow(16) | dx.TopK(1.0), tolerances=Tolerances(slowdown=None, kl=1e-6))
+    assert found.passed, found.summary()
+    assert found.density == 1
+    assert found.layer_calls["sparse_calls"] == 6
+    assert found.perplexity.ratio == pytest.approx(1, abs=1e-5)
+    assert found.logits.top1_agreement > 0.99
+    assert found.logits.max_error < 1e-3
+    assert [task.task for task in found.tasks] == list(TASKS)
+    assert {row.seqlen for row in found.speed} == {64, 300}
+    document = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert document["passed"] is True
+    assert set(document["checks"][0]) == {"name", "value", "limit", "passed", "unit"}
+    assert document["speed"][0]["dense_peak_mb"] > 0
+    assert "pass  perplexity ratio" in found.summary()
+
+
+def test_a_policy_that_sees_little_fails(model):
+    limits = Tolerances(perplexity_ratio=1.0001, kl=1e-4, top1_agreement=0.999, logits_mean_error=1e-3, slowdown=0.0)
+    found = check(model, dx.SlidingWindow(2), tolerances=limits)
+    assert not found.passed
+    failed = {each.name for each in found.checks if not each.passed}
+    assert failed >= {"kl", "top1_agreement", "logits_mean_error", "slowdown"}
+    assert "FAIL  kl" in found.summary()
+    assert found.density < 0.2
+
+
+def test_figures_are_those_of_a_plain_computation(model):
+    rule = dx.SlidingWindow(40)
+    found = check(model, rule, tolerances=Tolerances(slowdown=None))
+    ids = Letters()(module.split_text(TEXT).held_out)["input_ids"]
+    starts = [0, (len(ids) - 500) // 2, 2 * ((len(ids) - 500) // 2)]
+    assert found.windows == 3
+    windows = torch.tensor([ids[start : start + 500] for start in starts])
+    policy = dx.Policy(model=model_facts(model), block_size=16, rules=(dx.Rule.of(rule),))
+    with torch.no_grad():
+        dense = model(windows[:, :-1]).logits.double()
+        with dx.apply(model, policy):
+            sparse = model(windows[:, :-1]).logits.double()
+    loss = [torch.nn.functional.cross_entropy(x.flatten(0, 1), windows[:, 1:].flatten()) for x in (dense, sparse)]
+    assert found.perplexity.dense == pytest.approx(float(loss[0].exp()), rel=1e-4)
+    assert found.perplexity.ratio == pytest.approx(float((loss[1] - loss[0]).exp()), rel=1e-4)
+    assert found.logits.max_error == pytest.approx(float((dense - sparse).abs().max()), rel=1e-3)
+    assert found.logits.mean_error == pytest.approx(float((dense - sparse).abs().mean()), rel=1e-3)
+    assert found.logits.top1_agreement == pytest.approx(float((dense.argmax(-1) == sparse.argmax(-1)).double().mean()))
+    p, q = dense.log_softmax(-1), sparse.log_softmax(-1)
+    assert found.logits.kl == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-3)
+
+
+def test_what_would_not_run_sparse_is_not_validated(model):
+    with pytest.raises(ValueError, match=r"dense below 600 tokens, and quality would be measured at 500"):
+        check(model, dx.SlidingWindow(16), dense_below=300, sparse_from=600)
+    with pytest.raises(ValueError, match=r"`lengths` must be from 2 to 1,024"):
+        validate(model, Letters(), dx.Policy(model=model_facts(model)), TEXT, lengths=(2000,))
+    found = check(model, None, tolerances=Tolerances(slowdown=None))  # a dense policy is what it says
+    assert found.passed
+    assert found.perplexity.ratio == 1
+    assert found.layer_calls == {"sparse_calls": 0, "dense_calls": {"no rule": 6}, "dense_sequences": {}}
+
+
+def test_the_model_is_left_as_it_was(model):
+    ids = torch.tensor([Letters()(TEXT[:100])["input_ids"]])
+    before = model(ids).logits
+    model.train()
+    check(model, dx.SlidingWindow(16))
+    assert model.training
+    model.eval()
+    assert torch.equal(model(ids).logits, before)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_tasks_hold_their_facts_and_end_in_the_answer():
+    haystack = Letters()(words(900, seed=3))["input_ids"]
+    text = lambda ids: "".join(chr((i - 1) if i > 32 else i + 95) for i in ids)
+    samples = make_samples(Letters(), haystack, 1000, 3, seed=1)
+    assert [sample.task for sample in samples] == [task for task in TASKS for _ in range(3)]
+    for sample in samples:
+        assert sample.ids.shape == (1, 1000)
+        said = text(sample.ids[0].tolist())
+        answer = said[-sample.answer_tokens :].strip()
+        if sample.task == "variable tracing":
+            first, second, third = answer.split(", ")
+            assert f"VAR {second} = VAR {first}" in said
+            assert f"VAR {third} = VAR {second}" in said
+        else:
+            assert said.count(answer) == 2
+            assert said.count("The secret number of") == (2 if sample.task == "needle" else 7)
+    again = make_samples(Letters(), haystack, 1000, 3, seed=1)
+    assert all(torch.equal(a.ids, b.ids) for a, b in zip(samples, again, strict=True))
+    with pytest.raises(ValueError, match="retrieval tasks need prompts of some hundred tokens"):
+        make_samples(Letters(), haystack, 100, 1)
+
+
+def test_scores_are_teacher_forced(model):
+    sample = make_samples(Letters(), Letters()(TEXT)["input_ids"], 600, 1)[0]
+    logprob, accuracy = score(model, sample)
+    with torch.no_grad():
+        found = model(sample.ids).logits.log_softmax(-1)[0, -sample.answer_tokens - 1 : -1]
+    answer = sample.ids[0, -sample.answer_tokens :]
+    assert logprob == pytest.approx(float(found[range(len(answer)), answer].mean()), rel=1e-4)
+    assert accuracy == pytest.approx(float((found.argmax(-1) == answer).float().mean()))
+
+
+def test_repetition_counts_what_came_before():
+    assert repeated([1, 2, 3]) == 0
+    assert repeated([1, 2, 3, 4, 5, 6]) == 0
+    assert repeated([7] * 10) == pytest.approx(6 / 7)
+    assert math.isclose(repeated([1, 2, 3, 4] * 3), 5 / 9)
