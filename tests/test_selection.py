@@ -7,7 +7,7 @@ import dynaxx as dx
 from dynaxx.selection import LastQueryProbe, MeanPool, MinMax, TopK, TopP
 from dynaxx.testing import make_qkv
 
-SCORERS = [MeanPool(), MeanPool(pool=16), MinMax(), LastQueryProbe(), LastQueryProbe(queries=1000)]
+SCORERS = [MeanPool(), MeanPool(pool=16), MinMax(), MinMax(bound=0.5), LastQueryProbe(), LastQueryProbe(queries=1000)]
 
 
 def causal_mask(seqlen_q, seqlen_k):
@@ -98,6 +98,7 @@ def test_memory_budget_does_not_change_the_choice(monkeypatch):
         (lambda q, k: TopK(-1), "`budget` must be a count"),
         (lambda q, k: TopP(2.0), "`mass` must be from"),
         (lambda q, k: MeanPool(pool=0), "`pool` must be >= 1"),
+        (lambda q, k: MinMax(bound=1.1), "`bound` must be from"),
         (lambda q, k: LastQueryProbe(queries=0), "`queries` must be >= 1"),
         (lambda q, k: dx.select_blocks(q, k, TopK((1, 2))), "one per q head"),
         (lambda q, k: dx.select_blocks(q[0], k, TopK(1)), "`q` must be"),

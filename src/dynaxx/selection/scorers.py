@@ -67,14 +67,27 @@ class MeanPool(Scorer):
 
 @dataclass(frozen=True)
 class MinMax(Scorer):
-    """An upper bound of the mean query's score from each block's smallest and largest keys (Quest)."""
+    """The mean query's score bounded from each block's smallest and largest keys (Quest).
+
+    Args:
+        bound: 1.0 is the upper bound itself, 0.0 the score of the mean key, and between them their mixture: the bound
+            alone overrates blocks whose keys differ much, the mean overlooks single keys that matter.
+    """
+
+    bound: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.bound <= 1:
+            raise ValueError(f"`bound` must be from 0.0 to 1.0, got {self.bound}")
 
     def prepare(self, q: Tensor, k: Tensor, grid: BlockGrid, scale: float) -> ScoreRows:
         queries = _pooled(q, grid.block_size[0]) * scale
-        blocks = _blocks(k.float(), grid.block_size[1], pad=torch.inf)  # (B, C, kv_block, Hk, D)
-        smallest = _per_q_head(blocks.amin(2).transpose(1, 2), q.shape[2])
-        largest = _blocks(k.float(), grid.block_size[1], pad=-torch.inf).amax(2)
-        largest = _per_q_head(largest.transpose(1, 2), q.shape[2])
+        summary = lambda x: _per_q_head(x.transpose(1, 2), q.shape[2])
+        smallest = summary(_blocks(k.float(), grid.block_size[1], pad=torch.inf).amin(2))  # (B, Hq, C, D)
+        largest = summary(_blocks(k.float(), grid.block_size[1], pad=-torch.inf).amax(2))
+        if self.bound < 1:
+            mean = _per_q_head(_pooled(k, grid.block_size[1]), q.shape[2])
+            smallest, largest = (mean + self.bound * (extreme - mean) for extreme in (smallest, largest))
 
         def rows(start: int, stop: int) -> Tensor:
             some = queries[:, :, start:stop]
