@@ -43,6 +43,11 @@ class Result(SimpleNamespace):
         return {key: value for key, value in vars(self).items() if key != "policy"}
 
 
+class Validation(Result):
+    def summary(self):
+        return "some checks"
+
+
 def stand_in(monkeypatch, name, **functions):
     module = ModuleType(f"dynaxx.lab.{name}")
     vars(module).update(functions)
@@ -64,7 +69,8 @@ def tools(monkeypatch):
     def tune(model, tokenizer, text, *, out, **options):
         calls.setdefault("tune", []).append(((text,), options))
         (out / "policy.json").write_text("{}")
-        return Result(density=0.2, policy="the policy")
+        chosen = {"density": 0.2, "ratio": 1.004}
+        return Result(chosen=chosen, best_uniform_density=0.3, policy="the policy")
 
     def write_report(run_dir):
         (run_dir / "report.html").write_text("<html>")
@@ -73,7 +79,7 @@ def tools(monkeypatch):
     analysis = Result(tokens=256, summary={"heads": 8})
     stand_in(monkeypatch, "analyze", analyze=call("analyze", analysis), write_bertviz=call("bertviz", None))
     stand_in(monkeypatch, "tune", tune=tune)
-    stand_in(monkeypatch, "validate", validate=call("validate", Result(passed=True)))
+    stand_in(monkeypatch, "validate", validate=call("validate", Validation(passed=True)))
     stand_in(monkeypatch, "report", write_report=write_report)
     stand_in(monkeypatch, "bench_cpu", run_cpu_suite=call("bench", {"bars": [{"ok": True}], "rows": []}))
     return calls
@@ -235,7 +241,7 @@ def test_validate(tools, monkeypatch, tiny, tmp_path):
     assert document == "policy of policy.json"
     assert len(text) > 300_000
     assert options["lengths"] == (64, 128)
-    stand_in(monkeypatch, "validate", validate=lambda *args, **kwargs: Result(passed=False))
+    stand_in(monkeypatch, "validate", validate=lambda *args, **kwargs: Validation(passed=False))
     failed = dynaxx_(*args, "--json")
     assert failed.exit_code == 1
     assert json.loads(failed.stdout) == {"passed": False}
@@ -302,7 +308,7 @@ def test_tune_goes_the_whole_way(tools, tiny, tmp_path):
     assert shown.exit_code == 0, shown.stderr
     found = json.loads(shown.stdout)
     assert found["ok"] is True
-    assert found["tuning"] == {"density": 0.2}
+    assert found["tuning"]["chosen"]["density"] == 0.2
     assert {path.name for path in out.iterdir()} == {
         "run.json", "profile.json", "analysis.json", "policy.json", "validation.json", "report.html",
     }  # fmt: skip
@@ -334,11 +340,24 @@ def test_tune_leaves_out_what_is_not_wanted(tools, tiny, tmp_path):
 
 
 def test_tune_fails_when_the_policy_does(tools, monkeypatch, tiny, tmp_path):
-    stand_in(monkeypatch, "validate", validate=lambda *args, **kwargs: Result(passed=False))
+    stand_in(monkeypatch, "validate", validate=lambda *args, **kwargs: Validation(passed=False))
     shown = dynaxx_(*tune_args(tiny, tmp_path))
     assert shown.exit_code == 1
-    assert "FAILS its validation" in shown.stdout
+    assert "tuned: 20.0% of the blocks, perplexity +0.40%; one budget for all heads needs 30.0%" in shown.stdout
+    assert "FAILS its validation:\nsome checks" in shown.stdout
     assert "report.html" in shown.stdout
+
+
+def test_tune_without_a_possible_validation_still_reports(tools, monkeypatch, tiny, tmp_path):
+    def refuse(*args, **kwargs):
+        raise ValueError("the policy is dense below 10,000 tokens")
+
+    stand_in(monkeypatch, "validate", validate=refuse)
+    shown = dynaxx_(*tune_args(tiny, tmp_path))
+    assert shown.exit_code == 1
+    assert "could not be validated:\nthe policy is dense below" in shown.stdout
+    assert (tmp_path / "report.html").exists()
+    assert not (tmp_path / "validation.json").exists()
 
 
 def test_a_run_that_was_killed_goes_on(tools, monkeypatch, tiny, tmp_path):

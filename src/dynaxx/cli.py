@@ -295,7 +295,8 @@ def validate(
     policy: Annotated[Path, typer.Argument(metavar="POLICY", help="A policy file, as tune writes it.")],
     text: TextOption = "pydoc",
     out: OutOption = Path("dynaxx-run"),
-    lengths: LengthsOption = "1024,4096",
+    lengths: LengthsOption = "512,2048,8192",
+    tokens: Annotated[int | None, typer.Option(min=2, help="Length of the held-out samples. [default: 4096]")] = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = Dtype.auto,
     threads: ThreadsOption = None,
@@ -320,11 +321,12 @@ def validate(
             document,
             _text(text),
             lengths=_numbers("--lengths", lengths),
+            tokens=tokens,
             seed=seed,
             progress=progress,
         )
         files = [_tool("files").write_json(out / "validation.json", found.to_dict())]
-        finish(found, _summary(found), ok=_passed(found.to_dict()), files=files)
+        finish(found, found.summary(), ok=found.passed, files=files)
 
 
 @app.command()
@@ -538,8 +540,3 @@ def _table(rows: list[dict[str, Any]]) -> str:
     cells = [columns, *([short(row.get(name)) for name in columns] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join("  ".join(f"{x:<{w}}" for x, w in zip(line, widths, strict=True)).rstrip() for line in cells)
-
-
-def _passed(result: dict[str, Any]) -> bool:
-    """What a result says of itself; one that says nothing has nothing to fail."""
-    return bool(result.get("passed", result.get("ok", True)))

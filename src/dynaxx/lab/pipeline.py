@@ -7,7 +7,6 @@ Steps that were done before, with the same settings, are not done again; a kill 
 from __future__ import annotations
 
 import hashlib
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,12 +47,13 @@ class PipelineResult:
     analysis: dict[str, Any] | None
     tuning: dict[str, Any]
     validation: dict[str, Any] | None
+    validation_summary: str  # its checks, or why there was none
     files: tuple[Path, ...]
 
     @property
     def ok(self) -> bool:
-        """False if the policy was validated and did not pass."""
-        return self.validation is None or bool(self.validation.get("passed", self.validation.get("ok", True)))
+        """Whether the policy passed its validation, or none was wanted."""
+        return not self.validation_summary if self.validation is None else bool(self.validation["passed"])
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -68,9 +68,19 @@ class PipelineResult:
     def summary(self) -> str:
         """What the command prints."""
         lines = [self.profile["verdict"]] if self.profile else []
+        chosen, uniform = self.tuning.get("chosen"), self.tuning.get("best_uniform_density")
+        if chosen:
+            lines.append(
+                f"tuned: {chosen['density']:.1%} of the blocks, perplexity {chosen['ratio'] - 1:+.2%}; "
+                + (f"one budget for all heads needs {uniform:.1%}" if uniform else "no one budget for all heads passes")
+            )
+        else:
+            lines.append("tuned: nothing sparse stays within the tolerance; the policy is dense")
         if self.validation is not None:
-            lines.append("the policy passes its validation" if self.ok else "the policy FAILS its validation")
-        return "\n".join(lines)
+            lines.append("the policy passes its validation:" if self.ok else "the policy FAILS its validation:")
+        elif self.validation_summary:
+            lines.append("the policy could not be validated:")
+        return "\n".join([*lines, self.validation_summary]).rstrip()
 
 
 def run(model: Any, tokenizer: Any, text: str, plan: Plan, *, progress: Progress | None = None) -> PipelineResult:
@@ -79,6 +89,11 @@ def run(model: Any, tokenizer: Any, text: str, plan: Plan, *, progress: Progress
     Raises:
         ValueError: settings or a text that a step refuses.
     """
+    from dynaxx.lab.analyze import analyze
+    from dynaxx.lab.report import write_report
+    from dynaxx.lab.tune import tune
+    from dynaxx.lab.validate import validate
+
     progress = progress or SilentProgress()
     lengths = plan.lengths or default_lengths(model)
     known = _begin(model, text, plan, lengths)
@@ -116,7 +131,7 @@ def run(model: Any, tokenizer: Any, text: str, plan: Plan, *, progress: Progress
         analyzed = step(
             "analyze",
             "analysis.json",
-            lambda: _tool("analyze").analyze(
+            lambda: analyze(
                 model,
                 tokenizer,
                 split_text(text).calibration,
@@ -127,7 +142,7 @@ def run(model: Any, tokenizer: Any, text: str, plan: Plan, *, progress: Progress
             ),
         )
         task.advance(SHARES["analyze"], "tune: the sparsest that keeps quality")
-        tuned = _tool("tune").tune(
+        tuned = tune(
             model,
             tokenizer,
             text,
@@ -144,18 +159,21 @@ def run(model: Any, tokenizer: Any, text: str, plan: Plan, *, progress: Progress
         )
         files += [plan.out / "tuning.json", plan.out / "policy.json"]
         task.advance(SHARES["tune"], "validate: on text it has not seen")
-        validated = None
+        validated, said = None, ""
         if "validate" not in plan.skip:
-            found = _tool("validate").validate(
-                model, tokenizer, tuned.policy, text, lengths=lengths, seed=plan.seed, progress=progress
-            )
-            validated = found.to_dict()
-            files.append(write_json(plan.out / "validation.json", validated))
+            try:
+                found = validate(
+                    model, tokenizer, tuned.policy, text, lengths=lengths, seed=plan.seed, progress=progress
+                )
+                validated, said = found.to_dict(), found.summary()
+                files.append(write_json(plan.out / "validation.json", validated))
+            except ValueError as error:  # the policy and the report are worth having all the same
+                said = str(error)
         task.advance(SHARES["validate"], "report")
         if "report" not in plan.skip:
-            files.append(_tool("report").write_report(plan.out))
+            files.append(write_report(plan.out))
         task.advance(SHARES["report"], "done")
-    return PipelineResult(profiled, analyzed, tuned.to_dict(), validated, tuple(files))
+    return PipelineResult(profiled, analyzed, tuned.to_dict(), validated, said, tuple(files))
 
 
 def _begin(model: Any, text: str, plan: Plan, lengths: tuple[int, ...]) -> bool:
@@ -179,11 +197,7 @@ def _begin(model: Any, text: str, plan: Plan, lengths: tuple[int, ...]) -> bool:
     path = plan.out / "run.json"
     if plan.resume and path.exists() and read_json(path) == settings:
         return True
-    for stale in ("profile.json", "analysis.json"):
+    for stale in ("profile.json", "analysis.json", "validation.json", "report.html"):
         (plan.out / stale).unlink(missing_ok=True)
     write_json(path, settings)
     return False
-
-
-def _tool(name: str) -> Any:
-    return importlib.import_module(f"dynaxx.lab.{name}")
