@@ -65,7 +65,7 @@ def verdict(documents: dict[str, Any]) -> Verdict:
         return Verdict("no", f"Not worth it here: attention is only {share}.", sentence, stats)
     if documents.get("analysis"):
         return Verdict("open", "Attention is mapped; nothing has been timed or tuned yet.", sentence, stats)
-    return Verdict("open", "Nothing has been measured yet.", "Run `dynaxx tune MODEL --out DIR` to fill this page.")
+    return Verdict("open", "Nothing has been measured yet.", "Run dynaxx tune MODEL --out DIR to fill this page.")
 
 
 def _validated(validation: dict[str, Any], sentence: str, stats: tuple[Stat, ...]) -> Verdict:
@@ -89,7 +89,7 @@ def _tuned(tuning: dict[str, Any], sentence: str, stats: tuple[Stat, ...]) -> Ve
     if tuning.get("crossover") and tuning.get("dense_below") is None:
         return Verdict("no", "Quality would hold, but sparse attention is never faster here.", sentence, stats)
     headline = f"Tuned to {percent(tuning['chosen']['density'])} of the attention, not validated yet."
-    return Verdict("open", headline, f"{sentence} Run `dynaxx validate` before you rely on it.", stats)
+    return Verdict("open", headline, f"{sentence} Validate it before you rely on it.", stats)
 
 
 def _sentence(documents: dict[str, Any]) -> str:
