@@ -1,12 +1,13 @@
-"""Time tile sizes of the Triton kernels on one workload, to choose `kernels/triton/config.py` from."""
+"""Time tile sizes of a backend's kernels on one workload, to choose its `config.py` from."""
 
 import argparse
+import importlib
 import itertools
 
 import torch
 from triton.testing import do_bench
 
-from dynaxx.kernels.triton import backward, config, forward
+from dynaxx.kernels.triton import config
 from dynaxx.lab.bench_gpu import HEAD_DIM, KV_HEADS, Q_HEADS, Workload
 
 CANDIDATES = {
@@ -16,11 +17,11 @@ CANDIDATES = {
     ],
     "dq": [
         (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 1), (128, 128, 8, 1), (64, 64, 4, 2), (64, 64, 4, 3),
-        (64, 32, 4, 2), (64, 32, 4, 3),
+        (64, 32, 4, 3), (128, 128, 8, 2), (64, 128, 4, 2),
     ],
     "dkv": [
         (64, 128, 8, 2), (64, 128, 8, 3), (64, 128, 8, 1), (64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 1),
-        (32, 64, 4, 2), (32, 64, 4, 3), (32, 128, 8, 2), (32, 128, 4, 2),
+        (32, 64, 4, 2), (32, 64, 4, 3), (32, 128, 8, 2), (32, 128, 8, 3), (128, 64, 8, 1),
     ],
 }  # fmt: skip
 
@@ -31,7 +32,10 @@ def main():
     parser.add_argument("--density", type=float, default=0.1)
     parser.add_argument("--block", type=int, default=128)
     parser.add_argument("--head-dim", type=int, default=HEAD_DIM)
+    parser.add_argument("--backend", choices=("triton", "hopper"), default="triton")
     args = parser.parse_args()
+    forward = importlib.import_module(f"dynaxx.kernels.{args.backend}.forward")
+    backward = importlib.import_module(f"dynaxx.kernels.{args.backend}.backward")
     device = torch.device("cuda", 0)
     layout = Workload("tiles", args.seqlen, density=args.density, block_size=args.block).layout(device, 0)
     draw = lambda heads: torch.randn(1, args.seqlen, heads, args.head_dim, device=device, dtype=torch.bfloat16)
@@ -51,6 +55,8 @@ def main():
         "dkv": (backward, "backward_dkv_tiles"),
     }
     print(f"seqlen {args.seqlen} density {layout.density():.3f} block {args.block} head_dim {args.head_dim}")
+    if args.backend == "hopper":
+        print(f"  forward: {do_bench(runs.pop('forward'), return_mode='median'):.3f} ms")  # its tiles are the blocks
     for kind in runs:
         module, name = where[kind]
         default = getattr(module, name)

@@ -1,7 +1,6 @@
-"""The Hopper backend, in Gluon: blocks of 64 and 128, head_dim 64 and 128, bf16 and fp16, by TMA and wgmma.
+"""The Hopper backend: blocks of 64 and 128, head_dim 64 and 128, bf16 and fp16; by TMA and wgmma.
 
-Forward is its own; backward is the Triton backend's, which reads the same layout and lse. Gluon loads with the first
-kernel, not with this package.
+Forward is in Gluon, backward in Triton with TMA. Both load with the first kernel, not with this package.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ __all__ = ["attention_backward", "attention_forward", "unsupported_reasons"]
 
 _SOURCES = {
     "attention_forward": "dynaxx.kernels.hopper.forward",
-    "attention_backward": "dynaxx.kernels.triton.backward",
+    "attention_backward": "dynaxx.kernels.hopper.backward",
 }
 
 

@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from dynaxx.kernels.hopper.launch import tma_view
 from dynaxx.kernels.triton.launch import mask_arguments, positive_scale
 from dynaxx.layout import BlockLayout
 
@@ -64,33 +65,38 @@ def _produce(
 
 
 @gluon.jit
-def _hide(
-    scores, rows, columns, p_indices, p_codes, p_bits, p_bands, capacity, num_masks, entry, count, seqlen_k,
-    Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr,
-):  # fmt: skip
-    """-inf where the entry's mask, or the end of the keys, hides a pair; rows and columns are in-block positions."""
+def _mask_of(p_indices, p_codes, p_bands, capacity, num_masks, entry, count, seqlen_k, KV_BLOCK: gl.constexpr):
+    """An entry's mask: its code, its band (lo > hi where it has none), and how many keys of the block there are.
+
+    Called before the wait for the block's data, so that these loads are over when the scores are there.
+    """
     block = gl.load(p_indices + entry, mask=entry < capacity, other=0)
     code = gl.load(p_codes + entry, mask=entry < capacity, other=-1)
-    limit = gl.where(count > 0, seqlen_k - block * KV_BLOCK, 0)
     known = (code >= 0) & (code < num_masks)
     lo = gl.load(p_bands + code * 2, mask=known, other=1)
     hi = gl.load(p_bands + code * 2 + 1, mask=known, other=0)
     lo = gl.where(code == -1, -EVERYWHERE, lo)
     hi = gl.where(code == -1, EVERYWHERE, hi)
-    scores = gl.where((columns < limit)[None, :], scores, -float("inf"))
+    return gl.where(known, code, -1), lo, hi, gl.where(count > 0, seqlen_k - block * KV_BLOCK, 0)
+
+
+@gluon.jit
+def _hide(scores, rows, columns, p_bits, code, lo, hi, keys, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr):
+    """-inf where the mask, or the end of the keys, hides a pair; rows and columns are in-block positions."""
+    inside = (columns < keys)[None, :]
     if lo <= hi:
         distance = rows[:, None] - columns[None, :]
-        scores = gl.where((distance >= lo) & (distance <= hi), scores, -float("inf"))
+        scores = gl.where((distance >= lo) & (distance <= hi) & inside, scores, -float("inf"))
     else:
         WORDS: gl.constexpr = KV_BLOCK // 32
         p_rows = p_bits + (code.to(gl.int64) * Q_BLOCK + rows) * WORDS
-        rows_known = rows * 0 + gl.where(known, code, -1) >= 0
+        known = rows * 0 + code >= 0
         c = columns[None, :]
-        word = gl.load(p_rows, mask=rows_known, other=0)[:, None] + c * 0
+        word = gl.load(p_rows, mask=known, other=0)[:, None] + c * 0
         for i_word in gl.static_range(1, WORDS):
-            next_word = gl.load(p_rows + i_word, mask=rows_known, other=0)
+            next_word = gl.load(p_rows + i_word, mask=known, other=0)
             word = gl.where(c >= i_word * 32, next_word[:, None], word)
-        scores = gl.where(((word >> (c % 32)) & 1) != 0, scores, -float("inf"))
+        scores = gl.where((((word >> (c % 32)) & 1) != 0) & inside, scores, -float("inf"))
     return scores
 
 
@@ -119,6 +125,11 @@ def _consume_tiles(
     for i_tile in range(begin, end):
         stage = i_tile % STAGES
         before = (i_tile - 1) % STAGES
+        if MASKED:
+            entry = _entry(i_tile, start, count, tail)
+            code, lo, hi, keys = _mask_of(
+                p_indices, p_codes, p_bands, capacity, num_masks, entry, count, seqlen_k, KV_BLOCK
+            )
         mbarrier.wait(k_full.index(stage), (i_tile // STAGES) & 1)
         zero = gl.zeros([ROWS, KV_BLOCK], gl.float32, s_layout)
         k = k_buffers.index(stage).reshape([KV_BLOCK, q.shape[1]])
@@ -129,10 +140,7 @@ def _consume_tiles(
         scores = warpgroup_mma_wait(1, deps=[s_token])
         mbarrier.arrive(k_empty.index(stage), count=1)
         if MASKED:
-            scores = _hide(
-                scores, rows, columns, p_indices, p_codes, p_bits, p_bands, capacity, num_masks,
-                _entry(i_tile, start, count, tail), count, seqlen_k, Q_BLOCK, KV_BLOCK,
-            )  # fmt: skip
+            scores = _hide(scores, rows, columns, p_bits, code, lo, hi, keys, Q_BLOCK, KV_BLOCK)
         exact, row_max, row_sum, rescale = _softmax_step(scores, row_max, row_sum, scale_log2, MASKED)
         acc = warpgroup_mma_wait(0, deps=[acc_token])
         mbarrier.arrive(v_empty.index(before), count=1)
@@ -159,6 +167,8 @@ def _consume(
     i_h += CONSUMER * STEP_HEADS
     row_q += CONSUMER * STEP_ROWS
 
+    entry = _entry(0, start, count, tail)
+    code, lo, hi, keys = _mask_of(p_indices, p_codes, p_bands, capacity, num_masks, entry, count, seqlen_k, KV_BLOCK)
     q = q_buffers.index(CONSUMER).reshape([ROWS, D])
     mbarrier.wait(q_full.index(0), 0)
     mbarrier.wait(k_full.index(0), 0)
@@ -167,10 +177,7 @@ def _consume(
     s_token = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=[s_token])
     mbarrier.arrive(k_empty.index(0), count=1)
-    scores = _hide(
-        scores, rows, columns, p_indices, p_codes, p_bits, p_bands, capacity, num_masks,
-        _entry(0, start, count, tail), count, seqlen_k, Q_BLOCK, KV_BLOCK,
-    )  # fmt: skip
+    scores = _hide(scores, rows, columns, p_bits, code, lo, hi, keys, Q_BLOCK, KV_BLOCK)
     row_max = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, s_layout))
     row_sum = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, s_layout))
     exact, row_max, row_sum, _ = _softmax_step(scores, row_max, row_sum, scale_log2, True)
@@ -333,12 +340,9 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scal
 
 
 def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    """TMA's view of (B, N, H, D) as (B, H, N, D), `rows` of one head at a time; a copy only where TMA cannot stride."""
-    aligned = all(x.stride(i) * x.itemsize % 16 == 0 and x.stride(i) > 0 for i in range(3) if x.shape[i] > 1)
-    if not aligned or x.stride(3) != 1 or x.data_ptr() % 16:
-        x = x.contiguous()
-    strides = [x.stride(i) if x.shape[i] > 1 else x.shape[3] for i in (0, 2, 1)]
-    shape = [x.shape[0], x.shape[2], x.shape[1], x.shape[3]]
-    block = [1, 1, rows, x.shape[3]]
+    """`rows` rows of one head of (B, N, H, D) at a time."""
+    view = tma_view(x)
+    block = [1, 1, rows, view.shape[3]]
     dtype = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
-    return TensorDescriptor(x, shape, [*strides, 1], block, gl.NVMMASharedLayout.get_default_for(block, dtype))
+    layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
+    return TensorDescriptor(view, list(view.shape), list(view.stride()), block, layout)

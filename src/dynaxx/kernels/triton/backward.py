@@ -16,6 +16,7 @@ from torch import Tensor
 from dynaxx.kernels.triton.config import backward_dkv_tiles, backward_dq_tiles, padded
 from dynaxx.kernels.triton.launch import layout_arguments, strides, transposed_arguments, unit_stride
 from dynaxx.kernels.triton.primitives import (
+    BOUNDS,
     FULL,
     LOG2E,
     PARTIAL,
@@ -33,7 +34,7 @@ RUNTIME_SIZES = ["capacity", "num_masks", "seqlen_q", "seqlen_k", "batch", "q_he
 
 
 @triton.jit
-def _load_row_values(p_lse, p_delta, positions, seqlen):
+def load_row_values(p_lse, p_delta, positions, seqlen):
     """lse in base 2 and delta; a query that sees nothing, or is none, gets lse = inf, so that its weights vanish."""
     inside = (positions >= 0) & (positions < seqlen)
     lse = tl.load(p_lse + positions, mask=inside, other=float("inf"))
@@ -200,7 +201,7 @@ def _sparse_attention_bwd_dq_kernel(
     head = i_b * q_heads + i_h
     b_q = load_rows(p_q + i_b * stride_qb + i_h * stride_qh, 0, pos_q, stride_qn, seqlen_q, D, BLOCK_D)
     b_do = load_rows(p_do + i_b * stride_dob + i_h * stride_doh, 0, pos_q, stride_don, seqlen_q, E, BLOCK_E)
-    lse, delta = _load_row_values(p_lse + head * seqlen_q, p_delta + head * seqlen_q, pos_q, seqlen_q)
+    lse, delta = load_row_values(p_lse + head * seqlen_q, p_delta + head * seqlen_q, pos_q, seqlen_q)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     whole = whole_tiles(total - partial, seqlen_k, KV_BLOCK, BLOCK_N)
     for MASKING in tl.static_range(3):
@@ -242,9 +243,7 @@ def _accumulate_dkv(
     num_masks,
     first,
     count,
-    begin,
-    end,
-    MASKING: tl.constexpr,
+    MASKED: tl.constexpr,
     D: tl.constexpr,
     E: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -254,18 +253,18 @@ def _accumulate_dkv(
     BLOCK_M: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Add what tiles begin..end of the `count` q blocks from entry `first` give."""
+    """Add what the `count` q blocks from entry `first` give; queries past the end have lse = inf and give nothing."""
     WORDS: tl.constexpr = (KV_BLOCK + 31) // 32
-    for i_tile in range(begin, end):
+    for i_tile in range(0, tl.cdiv(count * Q_BLOCK, BLOCK_M)):
         start, offsets, inner_q, code = tile_positions(
-            p_indices, p_codes, first, count, i_tile, seqlen_q, Q_BLOCK, BLOCK_M, MASKING
+            p_indices, p_codes, first, count, i_tile, seqlen_q, Q_BLOCK, BLOCK_M, BOUNDS
         )
-        b_q = load_rows(p_q, start, offsets, stride_qn, seqlen_q, D, BLOCK_D, MASKING != FULL)
-        b_do = load_rows(p_do, start, offsets, stride_don, seqlen_q, E, BLOCK_E, MASKING != FULL)
-        lse, delta = _load_row_values(p_lse, p_delta, start + offsets, seqlen_q)
+        b_q = load_rows(p_q, start, offsets, stride_qn, seqlen_q, D, BLOCK_D)
+        b_do = load_rows(p_do, start, offsets, stride_don, seqlen_q, E, BLOCK_E)
+        lse, delta = load_row_values(p_lse, p_delta, start + offsets, seqlen_q)
         scores = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
         weights = tl.exp2(scores * scale_log2 - lse[None, :])
-        if MASKING == PARTIAL:
+        if MASKED:
             if BLOCK_M > Q_BLOCK:
                 code = code[None, :]
             r, c = inner_q[None, :], inner_k[:, None]
@@ -346,30 +345,51 @@ def _sparse_attention_bwd_dkv_kernel(
         lead = i_b * layout_stride_b + i_h * layout_stride_h
         start, partial, total = row_entries(p_indptr, p_num_partial, lead, i_col, kv_blocks, capacity)
         row = (i_b * q_heads + i_h) * seqlen_q
-        whole = whole_tiles(total - partial, seqlen_q, Q_BLOCK, BLOCK_M)
         if PER_HEAD:
             sum_dk, sum_dv = dk, dv
             dk, dv = tl.zeros_like(dk), tl.zeros_like(dv)
-        for MASKING in tl.static_range(3):
-            if MASKING == PARTIAL:
-                first, count, begin, end = start, partial, 0, tl.cdiv(partial * Q_BLOCK, BLOCK_M)
-            elif MASKING == FULL:
-                first, count, begin, end = start + partial, total - partial, 0, whole
+        for i_pass in tl.static_range(2):
+            if i_pass == 0:
+                first, count = start, partial
             else:
                 first, count = start + partial, total - partial
-                begin, end = whole, tl.cdiv((total - partial) * Q_BLOCK, BLOCK_M)
             dk, dv = _accumulate_dkv(
                 dk, dv, b_k, b_v, inner_k, p_q + i_b * stride_qb + i_h * stride_qh,
                 p_do + i_b * stride_dob + i_h * stride_doh, p_lse + row, p_delta + row,
                 stride_qn, stride_don, seqlen_q, scale * LOG2E,
-                p_indices, p_codes, p_bits, p_bands, num_masks, first, count, begin, end,
-                MASKING, D, E, BLOCK_D, BLOCK_E, Q_BLOCK, KV_BLOCK, BLOCK_M, PRECISION,
+                p_indices, p_codes, p_bits, p_bands, num_masks, first, count,
+                i_pass == 0, D, E, BLOCK_D, BLOCK_E, Q_BLOCK, KV_BLOCK, BLOCK_M, PRECISION,
             )  # fmt: skip
         if PER_HEAD:
             dk, dv = sum_dk + dk, sum_dv + dv
     first_row = i_b * seqlen_k * kv_heads + i_hk
     store_rows(p_dk + first_row * D, dk * scale, pos_k, kv_heads * D, seqlen_k, D, BLOCK_D)
     store_rows(p_dv + first_row * E, dv, pos_k, kv_heads * E, seqlen_k, E, BLOCK_E)
+
+
+def row_delta(do: Tensor, dlse: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+    """(B, Hq, N) fp32: rowsum(do * out) - dlse, and 0 for a query that sees nothing."""
+    batch, seqlen_q, q_heads = out.shape[:3]
+    do, out = unit_stride(do), unit_stride(out)
+    delta = torch.empty_like(lse)
+    _sparse_attention_bwd_delta_kernel[(-(-seqlen_q // DELTA_ROWS) * batch * q_heads,)](
+        do,
+        dlse,
+        out,
+        lse,
+        delta,
+        seqlen_q=seqlen_q,
+        q_heads=q_heads,
+        **strides("do", do),
+        stride_dlb=dlse.stride(0),
+        stride_dlh=dlse.stride(1),
+        stride_dln=dlse.stride(2),
+        **strides("o", out),
+        E=do.shape[3],
+        BLOCK_E=padded(do.shape[3]),
+        BLOCK_M=DELTA_ROWS,
+    )
+    return delta
 
 
 def attention_backward(
@@ -394,26 +414,9 @@ def attention_backward(
     seqlen_k, kv_heads, head_dim_v = v.shape[1:]
     if out.numel() == 0 or v.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
-    do, q, k, v, out = (unit_stride(x) for x in (do, q, k, v, out))
+    do, q, k, v = (unit_stride(x) for x in (do, q, k, v))
     lse = lse.contiguous()
-    delta = torch.empty_like(lse)
-    _sparse_attention_bwd_delta_kernel[(-(-seqlen_q // DELTA_ROWS) * batch * q_heads,)](
-        do,
-        dlse,
-        out,
-        lse,
-        delta,
-        seqlen_q=seqlen_q,
-        q_heads=q_heads,
-        **strides("do", do),
-        stride_dlb=dlse.stride(0),
-        stride_dlh=dlse.stride(1),
-        stride_dln=dlse.stride(2),
-        **strides("o", out),
-        E=head_dim_v,
-        BLOCK_E=padded(head_dim_v),
-        BLOCK_M=DELTA_ROWS,
-    )
+    delta = row_delta(do, dlse, out, lse)
     shared = {
         "seqlen_q": seqlen_q,
         "seqlen_k": seqlen_k,

@@ -1,4 +1,7 @@
-"""Tile sizes: a pure function of shapes, dtype and the device's shared memory."""
+"""Tile sizes: a pure function of shapes, dtype and the device's shared memory.
+
+Those for head_dim up to 128 were the fastest of `benchmarks/gpu_tiles.py` on an H200.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ def forward_tiles(
     elif wide <= 64:
         tiles = Tiles(128, 128, 8, 3)
     else:
-        tiles = Tiles(128, 64, 8, 3) if wide <= 128 else Tiles(64, 64, 8, 2)
+        tiles = Tiles(64, 64, 4, 2) if wide <= 128 else Tiles(64, 64, 8, 2)
     return _fit(
         tiles, block_size, dtype, padded(head_dim), padded(head_dim) + padded(head_dim_v), shared_memory(device)
     )
@@ -51,7 +54,7 @@ def backward_dq_tiles(
     if dtype == torch.float32:
         tiles = Tiles(32 if wide <= 64 else 16, 32, 4, 1)
     else:
-        tiles = Tiles(128, 64, 8, 2) if wide <= 128 else Tiles(64, 32, 8, 1)
+        tiles = Tiles(64, 64, 4, 2) if wide <= 128 else Tiles(64, 32, 8, 1)
     both = padded(head_dim) + padded(head_dim_v)
     return _fit(tiles, block_size, dtype, both, both, shared_memory(device))
 
@@ -65,7 +68,7 @@ def backward_dkv_tiles(
     if dtype == torch.float32:
         tiles = Tiles(32, 32 if wide <= 64 else 16, 4, 1)
     else:
-        tiles = Tiles(64, 128, 8, 2) if wide <= 128 else Tiles(32, 64, 8, 1)
+        tiles = Tiles(32, 64, 4, 3) if wide <= 128 else Tiles(32, 64, 8, 1)
     both = padded(head_dim) + padded(head_dim_v)
     turned = replace(tiles, block_m=tiles.block_n, block_n=tiles.block_m)
     turned = _fit(turned, block_size[::-1], dtype, both, both, shared_memory(device))

@@ -17,7 +17,6 @@ from dynaxx.kernels.triton.config import forward_tiles, padded
 from dynaxx.kernels.triton.launch import layout_arguments, positive_scale, strides, unit_stride
 from dynaxx.kernels.triton.primitives import (
     FULL,
-    LN2,
     LOG2E,
     PARTIAL,
     load_rows,
@@ -33,7 +32,7 @@ from dynaxx.layout import BlockLayout
 @triton.jit
 def _attend(
     acc,  # [BLOCK_M, BLOCK_E] fp32, sum of p @ v
-    row_max,  # [BLOCK_M] fp32, base 2
+    row_max,  # [BLOCK_M] fp32, of the unscaled scores
     row_sum,  # [BLOCK_M] fp32
     b_q,  # [BLOCK_M, BLOCK_D]
     inner_q,  # [BLOCK_M], positions in the q block
@@ -79,12 +78,12 @@ def _attend(
         if MASKING != FULL:
             pos_k = start + offsets
             scores = tl.where(((pos_k >= 0) & (pos_k < seqlen_k))[None, :], scores, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
         shift = new_max
         if MASKING != FULL:
             shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = tl.exp2(scores * scale_log2 - shift[:, None])
-        rescale = tl.exp2(row_max - shift)
+        weights = tl.exp2(scores * scale_log2 - (shift * scale_log2)[:, None])
+        rescale = tl.exp2((row_max - shift) * scale_log2)
         row_sum = row_sum * rescale + tl.sum(weights, 1)
         row_max = new_max
         b_v = load_rows(p_v, start, offsets, stride_vn, seqlen_k, E, BLOCK_E, MASKING != FULL)
@@ -173,7 +172,7 @@ def _sparse_attention_fwd_kernel(
     empty = row_sum == 0
     row_sum = tl.where(empty, 1.0, row_sum)
     acc = acc / row_sum[:, None]
-    lse = tl.where(empty, float("-inf"), (row_max + tl.log2(row_sum)) * LN2)
+    lse = tl.where(empty, float("-inf"), row_max * scale + tl.log(row_sum))
     tl.store(p_lse + (i_b * q_heads + i_h) * seqlen_q + pos_q, lse, mask=pos_q < seqlen_q)
     p_out += (i_b * seqlen_q * q_heads + i_h) * E
     store_rows(p_out, acc, pos_q, q_heads * E, seqlen_q, E, BLOCK_E)

@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
 
 # The passes over a row, in order.
 PARTIAL = tl.constexpr(0)  # what the element masks of the partial blocks show
