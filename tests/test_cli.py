@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import dynaxx
@@ -29,9 +30,13 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def calm(monkeypatch):
-    """No measured ceilings (seconds), and only the reference backend."""
+    """No measured ceilings (seconds), only the reference backend, and one thread: tiny models gain nothing from more."""
     monkeypatch.setattr(profile, "measure_ceilings", lambda device, dtype: Ceilings(100.0, 10.0, "float32", "cpu", 2))
     monkeypatch.setattr(doctor, "BACKENDS", ("reference",))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def dynaxx_(*args):
@@ -370,6 +375,21 @@ def test_a_run_that_was_killed_goes_on(tools, monkeypatch, tiny, tmp_path):
     monkeypatch.setitem(sys.modules, "dynaxx.lab.tune", real)
     assert dynaxx_(*tune_args(tiny, tmp_path)).exit_code == 0
     assert len(tools["analyze"]) == 1
+
+
+def test_tune_for_real(monkeypatch, tiny, tmp_path):
+    """With every tool as it is, on a tiny model: what each writes, the next can read."""
+    monkeypatch.setattr("dynaxx.lab.tune.time_lengths", lambda model, policy: [])
+    args = tune_args(tiny, tmp_path, "--block-size", 16, "--time-budget", "5s", "--quiet")
+    shown = dynaxx_(*args)
+    assert shown.exit_code in (0, 1), shown.stderr  # a random model may fail its validation
+    assert {"profile.json", "analysis.json", "tuning.json", "policy.json", "report.html"} <= set(os.listdir(tmp_path))
+    assert dynaxx.load_policy(tmp_path / "policy.json")
+    policy = (tmp_path / "policy.json").read_bytes()
+    again = dynaxx_(*args, "--json")
+    assert again.exit_code == shown.exit_code
+    assert json.loads(again.stdout)["tuning"]["chosen"] == json.loads((tmp_path / "tuning.json").read_text())["chosen"]
+    assert json.loads((tmp_path / "policy.json").read_text())["rules"] == json.loads(policy)["rules"]
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("", None), ("90", 90), ("1.5m", 90), ("2h", 7200), ("5s", 5)])

@@ -18,8 +18,12 @@ def loaded(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def ceilings(monkeypatch):
-    """Measuring takes seconds; one test does it for real."""
+    """Measuring takes seconds; one test does it for real. One thread: a tiny model gains nothing from more."""
     monkeypatch.setattr(tool, "measure_ceilings", lambda device, dtype: Ceilings(100.0, 10.0, "float32", "cpu", 2))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def test_the_parts_add_up_and_the_model_is_left_alone(loaded, tmp_path):
