@@ -30,7 +30,7 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def calm(monkeypatch):
-    """No measured ceilings (seconds), only the reference backend, and one thread: tiny models gain nothing from more."""
+    """No measured ceilings (seconds), only the reference backend, one thread: tiny models gain nothing from more."""
     monkeypatch.setattr(profile, "measure_ceilings", lambda device, dtype: Ceilings(100.0, 10.0, "float32", "cpu", 2))
     monkeypatch.setattr(doctor, "BACKENDS", ("reference",))
     threads = torch.get_num_threads()
