@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dynaxx as dx
+from dynaxx.lab import attention_capture as capture
 from dynaxx.lab import attention_maps as maps
 from dynaxx.lab.analyze import _analyze_layer, analyze, encode_heatmap, write_bertviz
 from dynaxx.lab.attention_rules import BUDGETS, candidates
@@ -24,7 +25,7 @@ def tiny(tmp_path_factory):
 
 def attention_of(q, k, **changes):
     given = {"layer": 0, "scale": q.shape[-1] ** -0.5, "mask": None, "window": None, "softcap": None}
-    return maps.LayerAttention(q=q, k=k, **(given | changes))
+    return capture.LayerAttention(q=q, k=k, **(given | changes))
 
 
 def random_attention(seqlen, heads=1, seed=0, **changes):
@@ -245,10 +246,10 @@ def test_the_model_is_left_as_it_was_also_after_an_error(tiny, training):
             raise RuntimeError("stop")
 
         with pytest.raises(RuntimeError, match="stop"):
-            maps.visit_attention(model, torch.zeros(1, 8, dtype=torch.long), fail)
+            capture.visit_attention(model, torch.zeros(1, 8, dtype=torch.long), fail)
         assert model.config._attn_implementation == "sdpa"
         assert model.training is training
-        assert maps._visitor.get() is None
+        assert capture._visitor.get() is None
     finally:
         model.eval()
 
@@ -288,7 +289,7 @@ def test_layers_with_a_window_of_their_own_are_left():
     model = MistralForCausalLM(MistralConfig(**sizes, **heads, sliding_window=24)).eval()
     seen = []
     ids = torch.randint(64, (1, 100))
-    maps.visit_attention(model, ids, seen.append)
+    capture.visit_attention(model, ids, seen.append)
     (attention,) = seen
     assert attention.window == 24
     found = maps.map_statistics(attention, 0, block_size=16)
@@ -313,7 +314,7 @@ def test_a_softcapped_model_runs_as_it_does_eagerly():
     seen, outs = [], []
     hook = model.base_model.register_forward_hook(lambda module, args, out: outs.append(out.last_hidden_state))
     model.base_model(ids)
-    maps.visit_attention(model, ids, seen.append)
+    capture.visit_attention(model, ids, seen.append)
     hook.remove()
     assert [attention.softcap for attention in seen] == [1.0, 1.0]
     torch.testing.assert_close(outs[1], outs[0], rtol=1e-4, atol=1e-5)
@@ -347,7 +348,7 @@ def test_a_model_without_the_interface_is_refused():
     model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64))
     model.base_model.h = torch.nn.ModuleList()  # no attention at all
     with pytest.raises(ValueError, match="AttentionInterface"):
-        maps.visit_attention(model, torch.zeros(1, 4, dtype=torch.long), lambda attention: None)
+        capture.visit_attention(model, torch.zeros(1, 4, dtype=torch.long), lambda attention: None)
 
 
 def test_heatmap_codes():

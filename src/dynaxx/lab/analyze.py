@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.lab import attention_maps as maps
+from dynaxx.lab.attention_capture import LayerAttention, visit_attention
 from dynaxx.lab.attention_rules import BUDGETS, Candidate, candidates
 from dynaxx.lab.bertviz_view import write_bertviz
 from dynaxx.lab.progress import Progress, SilentProgress, Task
@@ -191,11 +192,11 @@ def analyze(
     total = len(chosen_layers) * len(chosen_heads)
     with (progress or SilentProgress()).task(f"Reading attention maps, {tokens:,} tokens", total) as task:
 
-        def visit(attention: maps.LayerAttention) -> None:
+        def visit(attention: LayerAttention) -> None:
             if attention.layer in chosen_layers:
                 found.extend(_analyze_layer(attention, chosen_heads, tried, block_size, task))
 
-        maps.visit_attention(model, input_ids, visit)
+        visit_attention(model, input_ids, visit)
     return AnalysisResult(
         model=Path(str(getattr(config, "_name_or_path", "") or type(model).__name__)).name,
         tokens=tokens,
@@ -250,7 +251,7 @@ def _rules(tried: Sequence[Candidate], heads: Sequence[HeadAnalysis]) -> dict[st
 
 
 def _analyze_layer(
-    attention: maps.LayerAttention, heads: Sequence[int], tried: Sequence[Candidate], block_size: int, task: Task
+    attention: LayerAttention, heads: Sequence[int], tried: Sequence[Candidate], block_size: int, task: Task
 ) -> list[HeadAnalysis]:
     attention = attention.only(heads)
     work = partial(maps.map_statistics, attention, block_size=block_size)
@@ -266,9 +267,7 @@ def _analyze_layer(
     ]
 
 
-def _catch(
-    attention: maps.LayerAttention, statistics: Sequence[maps.MapStatistics], candidate: Candidate
-) -> list[Catch]:
+def _catch(attention: LayerAttention, statistics: Sequence[maps.MapStatistics], candidate: Candidate) -> list[Catch]:
     """What a rule comes to on each head."""
     rows, size = statistics[0].rows, statistics[0].block_size
     if candidate.rule is None:
@@ -291,7 +290,7 @@ def _oracle(statistics: maps.MapStatistics, budget: float) -> Catch:
 
 
 def _head(
-    attention: maps.LayerAttention,
+    attention: LayerAttention,
     head: int,
     statistics: maps.MapStatistics,
     tried: Sequence[Candidate],

@@ -1,186 +1,31 @@
-"""Look at a model's attention: q and k of every layer of one forward pass, and statistics of one head's map at a time.
+"""Statistics of attention maps, one head at a time and a chunk of its rows at a time.
 
-A map exists only as a chunk of its rows, so the memory is a few megabytes whatever the length. The exact map is used
-throughout; texts longer than `MAX_ROWS` tokens are sampled by query blocks, and the statistics say how many rows.
+The memory is a few megabytes whatever the length. The exact map is used throughout; texts longer than `MAX_ROWS` tokens
+are sampled by query blocks, and the statistics say how many rows.
 
 N tokens, H q heads, D head_dim, R rows of a chunk, C keys of a chunk.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from dynaxx.lab.attention_capture import HIDDEN, LayerAttention, attention_scores
 from dynaxx.layout import FULL, BlockLayout
 
-CAPTURE = "dynaxx_capture"  # our name in transformers' AttentionInterface
 CHUNK_ROWS = 128  # 2 MB of scores at 4,096 keys: they stay in a CPU's cache through all the statistics
 MAX_ROWS = 4096  # rows of a map that are looked at; more tokens than that are sampled
 SINK_TOKENS = 4
 LOCAL_TOKENS = 64
-HIDDEN = -1e4  # score of a pair that is not visible: exp is 0 and 0 * score stays 0
-
-
-@dataclass(frozen=True)
-class LayerAttention:
-    """What one attention layer was given, after its rotary embedding."""
-
-    layer: int
-    q: Tensor  # (N, H, D) the model's dtype
-    k: Tensor  # (N, H, D) one per q head (a view: kv heads are not copied)
-    scale: float
-    mask: Tensor | None  # (N, N) bool, True = visible, or None for plain causal
-    window: int | None  # the layer's own sliding window in tokens
-    softcap: float | None
-
-    def only(self, heads: Sequence[int]) -> LayerAttention:
-        """The same layer with some of its q heads."""
-        return replace(self, q=self.q[:, list(heads)], k=self.k[:, list(heads)])
-
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-Visitor = Callable[[LayerAttention], None]
-_visitor: ContextVar[tuple[Visitor, set[int]] | None] = ContextVar("dynaxx_capture", default=None)
-
-
-@torch.no_grad()
-def visit_attention(model: Any, input_ids: Tensor, visit: Visitor) -> None:
-    """Run one dense forward pass and hand over q and k of every attention layer, in order, as they come up.
-
-    Goes through transformers' `AttentionInterface` and `AttentionMaskInterface`; the model's own attention and training
-    mode are back afterwards, also after an error. Nothing is kept from one layer to the next.
-
-    Args:
-        model: a causal language model of transformers.
-        input_ids: (1, N) int64, one unpadded text.
-        visit: called once per layer.
-
-    Raises:
-        ValueError: the model does not let its attention be set, or computes something that a map of q and k is not
-            (learned sinks in the softmax, a position bias, attention that is not causal).
-    """
-    seen: set[int] = set()
-    with _captured(model), _evaluating(model):
-        token = _visitor.set((visit, seen))
-        try:
-            model.base_model(input_ids.to(model.device), use_cache=False)  # no lm head: logits would be N x vocabulary
-        finally:
-            _visitor.reset(token)
-    if not seen:
-        raise ValueError(
-            f"{type(model).__name__} does not call its attention through transformers' AttentionInterface, "
-            "so its maps cannot be read"
-        )
-
-
-@contextmanager
-def _captured(model: Any) -> Iterator[None]:
-    """Route attention through `_capture`."""
-    modeling = importlib.import_module("transformers.modeling_utils")
-    masking = importlib.import_module("transformers.masking_utils")
-    modeling.AttentionInterface.register(CAPTURE, _capture)
-    masking.AttentionMaskInterface.register(CAPTURE, masking.sdpa_mask)  # without it masks would arrive as None
-    own = model.config._attn_implementation
-    try:
-        model.set_attn_implementation(CAPTURE)
-        yield
-    finally:
-        model.set_attn_implementation(own)
-
-
-@contextmanager
-def _evaluating(model: Any) -> Iterator[None]:
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)
-
-
-def _capture(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
-) -> tuple[Tensor, None]:
-    """Show the layer to the visitor, then attend as the model would: by "sdpa", or "eager" where a softcap asks for it.
-
-    query (1, H, N, D), key and value (1, kv_heads, N, D), as transformers passes them.
-    """
-    current = _visitor.get()
-    if current is None:
-        raise RuntimeError(f"the attention {CAPTURE!r} works only inside `visit_attention`")
-    visit, seen = current
-    for name in ("s_aux", "position_bias"):
-        if kwargs.get(name) is not None:
-            raise ValueError(f"attention maps of a model that uses `{name}` are not supported")
-    if not getattr(module, "is_causal", True):
-        raise ValueError(f"attention maps are for causal attention, and {type(module).__name__} is not causal")
-    group_size = query.shape[1] // key.shape[1]
-    scale = kwargs.get("scaling")
-    seen.add(module.layer_idx)
-    visit(
-        LayerAttention(
-            layer=module.layer_idx,
-            q=query[0].transpose(0, 1),
-            k=key[0].unsqueeze(1).expand(-1, group_size, -1, -1).flatten(0, 1).transpose(0, 1),
-            scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
-            mask=None if attention_mask is None else attention_mask[0, 0],
-            window=kwargs.get("sliding_window"),
-            softcap=kwargs.get("softcap"),
-        )
-    )
-    return _attend(query, key, value, attention_mask, scale, kwargs.get("softcap")), None
-
-
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, softcap: float | None
-) -> Tensor:
-    """Dense attention, (1, N, H, D)."""
-    if softcap is None:
-        out = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
-        )
-        return out.transpose(1, 2)
-    outs = []
-    for head in range(query.shape[1]):
-        kv = head // (query.shape[1] // key.shape[1])
-        scores = _scores(query[0, head].float(), key[0, kv].float(), scale or query.shape[-1] ** -0.5, softcap)
-        visible = torch.ones_like(scores, dtype=torch.bool).tril() if mask is None else mask[0, 0]
-        outs.append(scores.masked_fill_(~visible, HIDDEN).softmax(-1) @ value[0, kv].float())
-    return torch.stack(outs, dim=1)[None].to(value.dtype)
-
-
-def _scores(q: Tensor, k: Tensor, scale: float, softcap: float | None) -> Tensor:
-    scores = (q * scale) @ k.transpose(-1, -2)
-    return scores if softcap is None else torch.tanh(scores / softcap) * softcap
-
-
-def in_parallel(work: Callable[[Item], Result], items: Iterable[Item], device: torch.device) -> Iterator[Result]:
-    """Map over items in order; on a CPU in as many threads as torch has, each of which computes alone.
-
-    Statistics are many small operations: one thread per item is faster than several per operation, by far so on a
-    machine that is busy with other work.
-    """
-    threads = torch.get_num_threads()
-    if device.type != "cpu" or threads == 1:
-        yield from map(work, items)
-        return
-    with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        try:
-            yield from pool.map(torch.no_grad()(work), items)
-        finally:
-            torch.set_num_threads(threads)  # what threads that come later start from
-
-
-# ---- statistics of one map ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -283,7 +128,7 @@ def _softmax_chunk(
     attention: LayerAttention, q: Tensor, k: Tensor, first: int, last: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rows first .. last of the map over keys 0 .. last, (R, C); their lse and their entropy in nats, (R,)."""
-    scores = _scores(q[first:last], k[:last], attention.scale, attention.softcap)
+    scores = attention_scores(q[first:last], k[:last], attention.scale, attention.softcap)
     if attention.mask is not None:
         scores.masked_fill_(~attention.mask[first:last, :last], HIDDEN)
     else:
@@ -363,7 +208,7 @@ def _partial_mass(
         shown &= attention.mask[q_pos[:, :, None], k_pos[:, None, :]]
     q, k = attention.q[q_pos, head[:, None]].float(), attention.k[k_pos, head[:, None]].float()
     lse = torch.stack([each.lse for each in statistics])[head[:, None], q_pos]
-    share = (_scores(q, k, attention.scale, attention.softcap) - lse[:, :, None]).exp()
+    share = (attention_scores(q, k, attention.scale, attention.softcap) - lse[:, :, None]).exp()
     return share.masked_fill(~shown, 0.0).sum((1, 2))
 
 
@@ -375,3 +220,20 @@ def _only_causal(layout: BlockLayout, rows: Tensor, cols: Tensor, codes: Tensor)
     bands = layout.masks.bands[codes.clamp(min=0)]
     first = rows * q_block + (layout.seqlen_k - layout.seqlen_q) - cols * kv_block
     return (bands[:, 0] <= -first) & (bands[:, 1] >= q_block - 1)
+
+
+def in_parallel(work: Callable[[Item], Result], items: Iterable[Item], device: torch.device) -> Iterator[Result]:
+    """Map over items in order; on a CPU in as many threads as torch has, each of which computes alone.
+
+    Statistics are many small operations: one thread per item is faster than several per operation, by far so on a
+    machine that is busy with other work.
+    """
+    threads = torch.get_num_threads()
+    if device.type != "cpu" or threads == 1:
+        yield from map(work, items)
+        return
+    with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        try:
+            yield from pool.map(torch.no_grad()(work), items)
+        finally:
+            torch.set_num_threads(threads)  # what threads that come later start from

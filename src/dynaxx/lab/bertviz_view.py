@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynaxx.lab import attention_maps as maps
+from dynaxx.lab.attention_capture import LayerAttention, visit_attention
+from dynaxx.lab.attention_maps import whole_map
 from dynaxx.lab.files import write_text
 
 MOST_TOKENS = 128  # the view holds every number of every map: 128 tokens of 30 layers x 9 heads are 20 MB
@@ -43,11 +44,11 @@ def write_bertviz(model: Any, tokenizer: Any, excerpt: str, path: Path | str, *,
         raise ValueError(f"`excerpt` must have at least 2 tokens, got {len(ids)}")
     attentions: list[Tensor] = []
 
-    def visit(attention: maps.LayerAttention) -> None:
-        every = [maps.whole_map(attention, head) for head in range(attention.q.shape[1])]
+    def visit(attention: LayerAttention) -> None:
+        every = [whole_map(attention, head) for head in range(attention.q.shape[1])]
         attentions.append(torch.stack(every)[None].double().round(decimals=3))  # short numbers: a smaller page
 
-    maps.visit_attention(model, torch.tensor([ids]), visit)
+    visit_attention(model, torch.tensor([ids]), visit)
     names = tokenizer.convert_ids_to_tokens(ids)
     view = bertviz.head_view(attention=attentions, tokens=names, html_action="return")
     page = "<!doctype html>\n<meta charset='utf-8'>\n<title>Attention, bertviz head view</title>\n"

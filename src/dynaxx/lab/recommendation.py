@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dynaxx.lab.attention_maps import SINK_TOKENS, LayerAttention, MapStatistics
+from dynaxx.lab.attention_capture import LayerAttention
+from dynaxx.lab.attention_maps import SINK_TOKENS, MapStatistics
 from dynaxx.lab.attention_rules import BUDGETS, SCORER_WORDS, SELECTORS, Candidate, window_density
 
 if TYPE_CHECKING:
