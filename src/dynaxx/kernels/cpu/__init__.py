@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from dynaxx.kernels.cpu.backward import attention_backward
 from dynaxx.kernels.cpu.forward import attention_forward
-from dynaxx.kernels.cpu.gather import attention_backward
 from dynaxx.kernels.cpu.library import CpuStatus, cpu_status
 from dynaxx.kernels.problem import AttentionProblem
 

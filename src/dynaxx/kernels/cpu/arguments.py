@@ -12,15 +12,15 @@ class Plan(Structure):
     """A layout prepared for the core. Pointers only: `LayoutPlan` owns the memory."""
 
     _fields_: ClassVar = [
-        ("seqlen_q", c_int64),
-        ("seqlen_k", c_int64),
-        ("q_block", c_int64),
-        ("kv_block", c_int64),
+        ("seqlen", c_int64),
+        ("block", c_int64),
+        ("visited_seqlen", c_int64),
+        ("visited_block", c_int64),
         ("layout_batch", c_int64),
         ("layout_heads", c_int64),
-        ("kv_indptr", c_void_p),
-        ("kv_indices", c_void_p),
-        ("kv_masks", c_void_p),
+        ("indptr", c_void_p),
+        ("indices", c_void_p),
+        ("masks", c_void_p),
         ("row_order", c_void_p),
         ("mask_words", c_void_p),
         ("mask_runs", c_void_p),
@@ -47,6 +47,38 @@ class ForwardArgs(Structure):
         ("plan", POINTER(Plan)),
         ("scale", c_double),
         ("threads", c_int64),
+    ]
+
+
+class BackwardArgs(Structure):
+    """One backward launch."""
+
+    _fields_: ClassVar = [
+        ("q", c_void_p),
+        ("k", c_void_p),
+        ("v", c_void_p),
+        ("out", c_void_p),
+        ("grad", c_void_p),
+        ("lse", c_void_p),
+        ("lse_grad", c_void_p),
+        ("delta", c_void_p),
+        ("dq", c_void_p),
+        ("dk", c_void_p),
+        ("dv", c_void_p),
+        ("batch", c_int64),
+        ("q_heads", c_int64),
+        ("kv_heads", c_int64),
+        ("head_dim", c_int64),
+        ("head_dim_v", c_int64),
+        ("q_strides", c_int64 * 3),
+        ("k_strides", c_int64 * 3),
+        ("v_strides", c_int64 * 3),
+        ("out_strides", c_int64 * 3),
+        ("grad_strides", c_int64 * 3),
+        ("plan", POINTER(Plan)),
+        ("scale", c_double),
+        ("threads", c_int64),
+        ("strips", c_int64),
     ]
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from dynaxx.kernels.cpu import build
-from dynaxx.kernels.cpu.arguments import ForwardArgs
+from dynaxx.kernels.cpu.arguments import BackwardArgs, ForwardArgs
 
 logger = logging.getLogger("dynaxx")
 
@@ -137,10 +137,12 @@ def _open(path: Path) -> CDLL:
     if found != build.source_hash():
         raise ImportError(f"built from other sources ({found}, expected {build.source_hash()}); build it again")
     pointer, size = ctypes.c_void_p, ctypes.c_int64
-    library.dynaxx_cpu_plan_masks.argtypes = [pointer, size, size, size, pointer, pointer]
+    library.dynaxx_cpu_plan_masks.argtypes = [pointer, size, size, size, size, pointer, pointer]
     library.dynaxx_cpu_plan_masks.restype = None
     library.dynaxx_cpu_plan_rows.argtypes = [pointer, size, size, pointer]
     library.dynaxx_cpu_plan_rows.restype = None
     library.dynaxx_cpu_forward.argtypes = [ctypes.POINTER(ForwardArgs)]
     library.dynaxx_cpu_forward.restype = ctypes.c_int
+    library.dynaxx_cpu_backward.argtypes = [ctypes.POINTER(BackwardArgs)]
+    library.dynaxx_cpu_backward.restype = ctypes.c_int
     return library

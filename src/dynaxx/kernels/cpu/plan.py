@@ -18,33 +18,35 @@ MAX_RUNS = 8  # as in core/plan.h
 class LayoutPlan:
     """The prepared layout: a `Plan` and the tensors that it points into."""
 
-    def __init__(self, layout: BlockLayout, library: CDLL) -> None:
-        self.tensors = {
-            "kv_indptr": layout.kv_indptr.contiguous(),
-            "kv_indices": layout.kv_indices.contiguous(),
-            "kv_masks": layout.kv_masks.contiguous(),
-            "row_order": row_order(layout.kv_indptr.contiguous(), library),
-        }
-        self.tensors["mask_words"], self.tensors["mask_runs"] = mask_tables(layout, library)
-        self.struct = Plan(
-            layout.seqlen_q,
-            layout.seqlen_k,
-            *layout.block_size,
-            layout.layout_batch,
-            layout.layout_heads,
-            **{name: tensor.data_ptr() for name, tensor in self.tensors.items()},
-        )
+    def __init__(self, layout: BlockLayout, library: CDLL, rows_are_keys: bool) -> None:
+        if rows_are_keys:
+            by_key = layout.transposed
+            chosen = (by_key.q_indptr, by_key.q_indices, by_key.q_masks)
+        else:
+            chosen = (layout.kv_indptr, layout.kv_indices, layout.kv_masks)
+        indptr, indices, masks = (x.contiguous() for x in chosen)
+        words, runs = mask_tables(layout, library, rows_are_keys)
+        self.tensors = (indptr, indices, masks, row_order(indptr, library), words, runs)
+        sides = [(layout.seqlen_q, layout.block_size[0]), (layout.seqlen_k, layout.block_size[1])]
+        rows, visited = reversed(sides) if rows_are_keys else sides
+        pointers = (x.data_ptr() for x in self.tensors)
+        self.struct = Plan(*rows, *visited, layout.layout_batch, layout.layout_heads, *pointers)
         self.pointer = pointer(self.struct)
 
 
-_plans: WeakKeyDictionary[BlockLayout, LayoutPlan] = WeakKeyDictionary()
+_plans: tuple[WeakKeyDictionary[BlockLayout, LayoutPlan], ...] = (WeakKeyDictionary(), WeakKeyDictionary())
 
 
-def plan_of(layout: BlockLayout, library: CDLL) -> LayoutPlan:
-    """The plan of a layout, from the cache after the first time. Every build of the core reads the same plan."""
-    plan = _plans.get(layout)
+def plan_of(layout: BlockLayout, library: CDLL, *, rows_are_keys: bool = False) -> LayoutPlan:
+    """The plan of a layout, from the cache after the first time. Every build of the core reads the same plan.
+
+    Args:
+        rows_are_keys: rows of kv blocks that visit q blocks, for backward; else the layout's own rows.
+    """
+    plans = _plans[rows_are_keys]
+    plan = plans.get(layout)
     if plan is None:
-        plan = _plans[layout] = LayoutPlan(layout, library)
+        plan = plans[layout] = LayoutPlan(layout, library, rows_are_keys)
     return plan
 
 
@@ -56,17 +58,20 @@ def row_order(indptr: Tensor, library: CDLL) -> Tensor:
     return order
 
 
-def mask_tables(layout: BlockLayout, library: CDLL) -> tuple[Tensor, Tensor]:
-    """The element masks by panels of queries: who sees each key, and the runs of keys that anyone sees.
+def mask_tables(layout: BlockLayout, library: CDLL, rows_are_keys: bool = False) -> tuple[Tensor, Tensor]:
+    """The element masks by panels of the rows' side: who sees each visited token, and the runs that anyone sees.
 
     Returns:
-        words (num_masks, q_block / PANEL, kv_block) int16, bit i is query i of the panel; runs (num_masks,
-        q_block / PANEL, MAX_RUNS, 2) uint8, begin and end, empty behind the last.
+        words (num_masks, block / PANEL, visited_block) int16, bit i is token i of the panel; runs (num_masks,
+        block / PANEL, MAX_RUNS, 2) uint8, begin and end, empty behind the last.
     """
     q_block, kv_block = layout.block_size
+    block, visited_block = (kv_block, q_block) if rows_are_keys else (q_block, kv_block)
     bits = layout.masks.bits.contiguous()
-    shape = (len(layout.masks), q_block // PANEL)
-    words = torch.empty(*shape, kv_block, dtype=torch.int16)
+    shape = (len(layout.masks), block // PANEL)
+    words = torch.empty(*shape, visited_block, dtype=torch.int16)
     runs = torch.empty(*shape, MAX_RUNS, 2, dtype=torch.uint8)
-    library.dynaxx_cpu_plan_masks(bits.data_ptr(), shape[0], q_block, kv_block, words.data_ptr(), runs.data_ptr())
+    library.dynaxx_cpu_plan_masks(
+        bits.data_ptr(), shape[0], q_block, kv_block, rows_are_keys, words.data_ptr(), runs.data_ptr()
+    )
     return words, runs

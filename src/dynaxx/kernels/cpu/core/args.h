@@ -9,17 +9,18 @@ struct Strides {
   int64_t batch, token, head;
 };
 
-// A BlockLayout prepared for this backend: see plan.cpp. Made once per layout.
+// Rows of blocks of one side, and the blocks of the other side that each row visits. Forward, a row is a block of
+// queries that visits blocks of keys; backward, a block of keys that visits blocks of queries. Made once per layout.
 struct Plan {
-  int64_t seqlen_q, seqlen_k;
-  int64_t q_block, kv_block;
-  int64_t layout_batch, layout_heads;  // 1 where shared
-  const int32_t* kv_indptr;            // (layout_batch, layout_heads, q_blocks + 1)
-  const int32_t* kv_indices;           // (nnz,)
-  const int32_t* kv_masks;             // (nnz,) entry of the mask table, -1 for a full block
-  const int32_t* row_order;            // (layout_batch, layout_heads, q_blocks) rows, longest first
-  const uint16_t* mask_words;          // (num_masks, q_panels, kv_block): bit i is query i of the panel
-  const uint8_t* mask_runs;            // (num_masks, q_panels, MAX_RUNS, 2): begin, end of keys that some query sees
+  int64_t seqlen, block;                  // tokens of the rows' side and of its blocks
+  int64_t visited_seqlen, visited_block;  // the same of the visited side
+  int64_t layout_batch, layout_heads;     // 1 where shared
+  const int32_t* indptr;                  // (layout_batch, layout_heads, rows + 1)
+  const int32_t* indices;                 // (nnz,) visited blocks
+  const int32_t* masks;                   // (nnz,) entry of the mask table, -1 for a full block
+  const int32_t* row_order;               // (layout_batch, layout_heads, rows), longest first
+  const uint16_t* mask_words;             // (num_masks, panels, visited_block): bit i is token i of the row's panel
+  const uint8_t* mask_runs;               // (num_masks, panels, MAX_RUNS, 2): begin, end of visited tokens with a bit
 };
 
 struct ForwardArgs {
@@ -28,9 +29,24 @@ struct ForwardArgs {
   float* lse;             // (batch, q_heads, seqlen_q) contiguous
   int64_t batch, q_heads, kv_heads, head_dim, head_dim_v;
   Strides q_strides, k_strides, v_strides;
-  const Plan* plan;
+  const Plan* plan;  // rows of queries
   double scale;
   int64_t threads;
+};
+
+struct BackwardArgs {
+  const void *q, *k, *v;    // as forward
+  const void *out, *grad;   // (batch, seqlen_q, q_heads, head_dim_v), any strides: out and its gradient
+  const float* lse;         // (batch, q_heads, seqlen_q) contiguous
+  const float* lse_grad;    // the same, or null for none
+  float* delta;             // (batch, q_heads, seqlen_q) memory to work in
+  float* dq;                // (strips, batch, seqlen_q, q_heads, head_dim) zeros; to be summed over strips
+  float *dk, *dv;           // (batch, seqlen_k, q_heads, head_dim and head_dim_v); to be summed over each group
+  int64_t batch, q_heads, kv_heads, head_dim, head_dim_v;
+  Strides q_strides, k_strides, v_strides, out_strides, grad_strides;
+  const Plan* plan;  // rows of keys
+  double scale;
+  int64_t threads, strips;
 };
 
 }  // namespace dynaxx

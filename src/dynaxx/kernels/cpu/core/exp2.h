@@ -23,4 +23,16 @@ DYNAXX_INLINE vec exp2_nonpositive(vec x) {
   return p * (vec)((ivec)shifted << 23);
 }
 
+constexpr double LOG2_E = 1.4426950408889634, LN_2 = 0.6931471805599453;
+
+// exp(scale * x) as 2 ** (factor * (sign * x)), factor > 0. The operand takes the sign, which is exact; the factor is
+// applied with the subtraction of the largest, in one rounding. A scale of 0 is in the sign: hidden scores stay -inf.
+struct Scale {
+  float sign, factor;
+
+  explicit Scale(double scale)
+      : sign(scale > 0 ? 1.f : scale < 0 ? -1.f : 0.f),
+        factor(scale == 0 ? 1.f : float((scale < 0 ? -scale : scale) * LOG2_E)) {}
+};
+
 }  // namespace dynaxx

@@ -29,7 +29,7 @@ DYNAXX_INLINE void transpose_4x4(const float* from, int64_t from_stride, float* 
 }
 
 // to[j][i] = from[i][j] * factor for i < rows, j < cols.
-static void transpose(const float* from, int64_t from_stride, int rows, int64_t cols, float* to, int64_t to_stride,
+inline void transpose(const float* from, int64_t from_stride, int rows, int64_t cols, float* to, int64_t to_stride,
                       float factor = 1.f) {
   const int64_t rows4 = rows / 4 * 4, cols4 = cols / 4 * 4;
   for (int64_t j = 0; j < cols4; j += 4)
@@ -40,12 +40,12 @@ static void transpose(const float* from, int64_t from_stride, int rows, int64_t 
 }
 
 // `rows` (<= PANEL) rows as a panel (cols, PANEL), times factor; the panel's other columns are 0.
-static void pack_panel(const float* rows_at, int64_t stride, int rows, int64_t cols, float factor, float* panel) {
+inline void pack_panel(const float* rows_at, int64_t stride, int rows, int64_t cols, float factor, float* panel) {
   if (rows < PANEL) std::memset(panel, 0, sizeof(float) * cols * PANEL);
   transpose(rows_at, stride, rows, cols, panel, PANEL, factor);
 }
 
-static void copy_rows(const float* from, int64_t stride, int64_t rows, int64_t cols, float* to) {
+inline void copy_rows(const float* from, int64_t stride, int64_t rows, int64_t cols, float* to) {
   for (int64_t r = 0; r < rows; r++) std::memcpy(to + r * cols, from + r * stride, sizeof(float) * cols);
 }
 

@@ -8,18 +8,27 @@ using namespace dynaxx;
 
 namespace {
 
-// words[c] bit i = bit (first_row + i, c) of the mask, whose rows are `row_words` of 32 bits.
-void transpose_bits(const uint32_t* bits, int64_t row_words, int64_t kv_block, uint16_t* words) {
-  std::memset(words, 0, sizeof(uint16_t) * kv_block);
-  for (int64_t i = 0; i < PANEL; i++)
-    for (int64_t c = 0; c < kv_block; c++)
-      words[c] |= uint16_t((bits[i * row_words + c / 32] >> (c % 32) & 1) << i);
+// One mask: (q_block, row_words) words of 32 bits.
+struct Mask {
+  const uint32_t* bits;
+  int64_t row_words;
+
+  bool visible(int64_t query, int64_t key) const { return bits[query * row_words + key / 32] >> (key % 32) & 1; }
+};
+
+// words[x] bit i = whether token first + i of the rows' side and token x of the visited side see each other.
+void panel_words(const Mask& mask, bool rows_are_keys, int64_t first, int64_t visited_block, uint16_t* words) {
+  for (int64_t x = 0; x < visited_block; x++) {
+    words[x] = 0;
+    for (int64_t i = 0; i < PANEL; i++)
+      words[x] |= uint16_t((rows_are_keys ? mask.visible(x, first + i) : mask.visible(first + i, x)) << i);
+  }
 }
 
-void find_runs(const uint16_t* words, int64_t kv_block, uint8_t* runs) {
+void find_runs(const uint16_t* words, int64_t visited_block, uint8_t* runs) {
   std::memset(runs, 0, 2 * MAX_RUNS);
   int count = 0;
-  for (int64_t c = 0; c < kv_block; c++) {
+  for (int64_t c = 0; c < visited_block; c++) {
     if (!words[c]) continue;
     const bool joins = count && (c - runs[2 * count - 1] <= MIN_GAP || count == MAX_RUNS);
     if (!joins) runs[2 * count++] = uint8_t(c);
@@ -29,14 +38,19 @@ void find_runs(const uint16_t* words, int64_t kv_block, uint8_t* runs) {
 
 }  // namespace
 
-// bits (num_masks, q_block, ceil(kv_block / 32)) -> words, runs as in Plan.
-extern "C" DYNAXX_EXPORT void dynaxx_cpu_plan_masks(const uint32_t* bits, int64_t num_masks, int64_t q_block, int64_t kv_block,
-                                      uint16_t* words, uint8_t* runs) {
-  const int64_t row_words = (kv_block + 31) / 32, panels = q_block / PANEL;
-  for (int64_t entry = 0; entry < num_masks * panels; entry++) {
-    transpose_bits(bits + entry * PANEL * row_words, row_words, kv_block, words + entry * kv_block);
-    find_runs(words + entry * kv_block, kv_block, runs + entry * 2 * MAX_RUNS);
-  }
+// bits (num_masks, q_block, ceil(kv_block / 32)) -> words, runs as in Plan, for rows of queries or of keys.
+extern "C" DYNAXX_EXPORT void dynaxx_cpu_plan_masks(const uint32_t* bits, int64_t num_masks, int64_t q_block,
+                                                    int64_t kv_block, int64_t rows_are_keys, uint16_t* words,
+                                                    uint8_t* runs) {
+  const int64_t row_words = (kv_block + 31) / 32;
+  const int64_t block = rows_are_keys ? kv_block : q_block, visited_block = rows_are_keys ? q_block : kv_block;
+  for (int64_t mask = 0; mask < num_masks; mask++, bits += q_block * row_words)
+    for (int64_t first = 0; first < block; first += PANEL) {
+      panel_words({bits, row_words}, rows_are_keys, first, visited_block, words);
+      find_runs(words, visited_block, runs);
+      words += visited_block;
+      runs += 2 * MAX_RUNS;
+    }
 }
 
 // Rows of each of `heads` CSR index ranges, longest first and otherwise in order: the last tasks are short ones.

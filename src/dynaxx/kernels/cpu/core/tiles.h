@@ -1,7 +1,7 @@
-// The two matmuls of a panel, in register tiles of up to TILE_ROWS rows by PANEL queries.
+// The matmuls of a panel, in register tiles of R rows by PANEL columns.
 //
-// R rows of the tile; D head_dim of q and k, E of v; every right operand is a panel row of PANEL queries, every left
-// one a broadcast scalar, so neither needs packing and the softmax between them never crosses lanes.
+// Every right operand is a row of a panel (PANEL tokens side by side), every left one a broadcast scalar, so neither
+// needs packing for the tile, and what stands between the matmuls never crosses lanes.
 #pragma once
 #include <array>
 #include <utility>
@@ -10,12 +10,13 @@
 
 namespace dynaxx {
 
-// Keys that one panel visits together: consecutive rows of k and of v, and who sees them.
+// Consecutive visited rows that one panel meets: forward of k and v, backward of q and of out's gradient.
 struct Span {
   const float* k;
   const float* v;
   int rows;
-  const uint16_t* words;  // (rows,) which queries see the key, null for all
+  int at;                 // place of the first row's scores in the step
+  const uint16_t* words;  // (rows,) which of the panel's tokens see the row, null for all
 };
 
 // The next tile's rows of `left`: even shares, so that no tile is left with too few accumulators to hide latency.
@@ -25,41 +26,53 @@ DYNAXX_INLINE int next_tile(int left, int most) {
 
 constexpr int64_t DOT_PART = 128;  // terms summed in a row: sums of sums keep the rounding of long rows down
 
-// scores[r][i] = sum_d k[r][d] * q[d][i], hidden pairs -inf; top[i] = max(top[i], scores[..][i]).
+// sum[r][i] = sum_d rows[r][d] * panel[d][i].
 template <int R>
-static void score_tile(const float* __restrict k, int64_t k_stride, const float* __restrict q, int64_t D,
-                       const uint16_t* words, float* __restrict scores, float* __restrict top) {
-  vec sum[R][VECS] = {};
+DYNAXX_INLINE void dot(const float* __restrict rows, int64_t stride, const float* __restrict panel, int64_t D,
+                       vec (&sum)[R][VECS]) {
+  vec total[R][VECS] = {};
   for (int64_t first = 0; first < D; first += DOT_PART) {
     const int64_t end = first + DOT_PART < D ? first + DOT_PART : D;
+    DYNAXX_UNROLL
+    for (int r = 0; r < R; r++)
+      DYNAXX_UNROLL
+    for (int i = 0; i < VECS; i++) sum[r][i] = vec{};
     for (int64_t d = first; d < end; d++) {
       vec b[VECS];
       DYNAXX_UNROLL
-      for (int i = 0; i < VECS; i++) b[i] = load(q + d * PANEL + i * LANES);
+      for (int i = 0; i < VECS; i++) b[i] = load(panel + d * PANEL + i * LANES);
       DYNAXX_UNROLL
       for (int r = 0; r < R; r++) {
-        const vec a = splat(k[r * k_stride + d]);
+        const vec a = splat(rows[r * stride + d]);
         DYNAXX_UNROLL
         for (int i = 0; i < VECS; i++) sum[r][i] += a * b[i];
       }
     }
-    if (first == 0 && end == D) break;
-    DYNAXX_UNROLL
+    if (D <= DOT_PART) return;
     for (int r = 0; r < R; r++)
-      DYNAXX_UNROLL
-    for (int i = 0; i < VECS; i++) {
-      float* part = scores + r * PANEL + i * LANES;
-      const vec total = first ? load(part) + sum[r][i] : sum[r][i];
-      if (end < D) store(part, total);
-      sum[r][i] = end < D ? vec{} : total;
-    }
+      for (int i = 0; i < VECS; i++) total[r][i] += sum[r][i];
   }
-  if (words) {
+  for (int r = 0; r < R; r++)
+    for (int i = 0; i < VECS; i++) sum[r][i] = total[r][i];
+}
+
+// Hidden pairs become -inf.
+template <int R>
+DYNAXX_INLINE void hide(const uint16_t* words, vec (&scores)[R][VECS]) {
+  if (!words) return;
+  DYNAXX_UNROLL
+  for (int r = 0; r < R; r++)
     DYNAXX_UNROLL
-    for (int r = 0; r < R; r++)
-      DYNAXX_UNROLL
-    for (int i = 0; i < VECS; i++) sum[r][i] = lanes_set(words[r], i) ? sum[r][i] : splat(NEG_INF);
-  }
+  for (int i = 0; i < VECS; i++) scores[r][i] = lanes_set(words[r], i) ? scores[r][i] : splat(NEG_INF);
+}
+
+// scores[r][i] = rows[r] . panel[:][i], hidden pairs -inf; top[i] = max(top[i], scores[..][i]).
+template <int R>
+static void score_tile(const float* rows, int64_t stride, const float* panel, int64_t D, const uint16_t* words,
+                       float* __restrict scores, float* __restrict top) {
+  vec sum[R][VECS];
+  dot<R>(rows, stride, panel, D, sum);
+  hide<R>(words, sum);
   DYNAXX_UNROLL
   for (int i = 0; i < VECS; i++) {
     vec highest = load(top + i * LANES);
@@ -72,49 +85,65 @@ static void score_tile(const float* __restrict k, int64_t k_stride, const float*
   }
 }
 
-// out[r][i] = out[r][i] * alpha[i] + sum over the keys of all spans v[key][r] * weights[key][i].
-template <int R>
-static void value_tile(const Span* spans, int num_spans, int64_t first, int64_t v_stride,
-                       const float* __restrict weights, const float* __restrict alpha, float* __restrict out) {
+// panel[c][i] = panel[c][i] * alpha[i] + sum over the rows of all spans row[first + c] * weights[row][i], c < R.
+// A span's row is its v, or its k where FROM_K.
+template <int R, bool FROM_K>
+static void sum_tile(const Span* spans, int num_spans, int64_t first, int64_t stride, const float* __restrict weights,
+                     const float* __restrict alpha, float* __restrict panel) {
   vec sum[R][VECS];
   DYNAXX_UNROLL
-  for (int r = 0; r < R; r++)
+  for (int c = 0; c < R; c++)
     DYNAXX_UNROLL
-  for (int i = 0; i < VECS; i++) sum[r][i] = load(out + r * PANEL + i * LANES) * load(alpha + i * LANES);
+  for (int i = 0; i < VECS; i++) {
+    sum[c][i] = load(panel + c * PANEL + i * LANES);
+    if (alpha) sum[c][i] *= load(alpha + i * LANES);
+  }
   for (int s = 0; s < num_spans; s++) {
-    const float* v = spans[s].v + first;
-    for (int key = 0; key < spans[s].rows; key++, v += v_stride, weights += PANEL) {
+    const float* row = (FROM_K ? spans[s].k : spans[s].v) + first;
+    const float* weight = weights + spans[s].at * PANEL;
+    for (int r = 0; r < spans[s].rows; r++, row += stride, weight += PANEL) {
       vec b[VECS];
       DYNAXX_UNROLL
-      for (int i = 0; i < VECS; i++) b[i] = load(weights + i * LANES);
+      for (int i = 0; i < VECS; i++) b[i] = load(weight + i * LANES);
       DYNAXX_UNROLL
-      for (int r = 0; r < R; r++) {
-        const vec a = splat(v[r]);
+      for (int c = 0; c < R; c++) {
+        const vec a = splat(row[c]);
         DYNAXX_UNROLL
-        for (int i = 0; i < VECS; i++) sum[r][i] += a * b[i];
+        for (int i = 0; i < VECS; i++) sum[c][i] += a * b[i];
       }
     }
   }
   DYNAXX_UNROLL
-  for (int r = 0; r < R; r++)
+  for (int c = 0; c < R; c++)
     DYNAXX_UNROLL
-  for (int i = 0; i < VECS; i++) store(out + r * PANEL + i * LANES, sum[r][i]);
+  for (int i = 0; i < VECS; i++) store(panel + c * PANEL + i * LANES, sum[c][i]);
 }
 
-using ScoreTile = decltype(&score_tile<1>);
-using ValueTile = decltype(&value_tile<1>);
-
+// The instances for 1 .. SCORE_ROWS and 1 .. VALUE_ROWS rows: TILES[R - 1].
 template <int... R>
-constexpr std::array<ScoreTile, sizeof...(R)> score_tiles(std::integer_sequence<int, R...>) {
-  return {&score_tile<R + 1>...};
+constexpr auto score_tiles(std::integer_sequence<int, R...>) {
+  return std::array{&score_tile<R + 1>...};
 }
 
-template <int... R>
-constexpr std::array<ValueTile, sizeof...(R)> value_tiles(std::integer_sequence<int, R...>) {
-  return {&value_tile<R + 1>...};
+template <bool FROM_K, int... R>
+constexpr auto sum_tiles(std::integer_sequence<int, R...>) {
+  return std::array{&sum_tile<R + 1, FROM_K>...};
 }
 
-constexpr auto SCORE_TILES = score_tiles(std::make_integer_sequence<int, SCORE_ROWS>());  // [R - 1]
-constexpr auto VALUE_TILES = value_tiles(std::make_integer_sequence<int, VALUE_ROWS>());
+constexpr auto SCORE_TILES = score_tiles(std::make_integer_sequence<int, SCORE_ROWS>());
+
+template <bool FROM_K>
+constexpr auto SUM_TILES = sum_tiles<FROM_K>(std::make_integer_sequence<int, VALUE_ROWS>());
+
+// panel (width, PANEL) = panel * alpha + rows^T weights, over the rows of all spans; alpha null for 1.
+template <bool FROM_K>
+static void add_rows(const Span* spans, int num_spans, int64_t stride, int64_t width, const float* weights,
+                     const float* alpha, float* panel) {
+  for (int64_t c = 0; c < width;) {
+    const int cols = next_tile(int(width - c), VALUE_ROWS);
+    SUM_TILES<FROM_K>[cols - 1](spans, num_spans, c, stride, weights, alpha, panel + c * PANEL);
+    c += cols;
+  }
+}
 
 }  // namespace dynaxx

@@ -1,0 +1,101 @@
+// A step: about 128 visited rows that come together in the cache before all panels of a task meet them.
+#pragma once
+#include "args.h"
+#include "pack.h"
+#include "plan.h"
+
+namespace dynaxx {
+
+constexpr int STEP_ROWS = 128;                         // rows per step; a block is never split
+constexpr int MAX_BLOCKS = STEP_ROWS / 16;             // blocks per step
+constexpr int MAX_SPANS = MAX_BLOCKS * MAX_RUNS;       // spans per step and panel
+
+// One of the two tensors whose rows a task visits: of one batch entry and head.
+struct Rows {
+  const float* first;
+  int64_t stride;
+  int64_t width;
+  float* packed;  // (STEP_ROWS, width), or null to read in place
+
+  int64_t step_stride() const { return packed ? width : stride; }
+};
+
+struct Block {
+  const float* k;
+  const float* v;
+  int64_t token;  // the first
+  int rows;
+  int at;  // rows of the step before it
+  int32_t mask;
+};
+
+struct Step {
+  Block blocks[MAX_BLOCKS];
+  int num_blocks = 0;
+  int rows = 0;
+};
+
+// Copying rows pays where several panels read them and they lie apart: neighbours of other heads share their cache
+// sets and pages.
+DYNAXX_INLINE bool worth_packing(int64_t stride, int64_t width, int panels) { return panels > 1 && stride != width; }
+
+DYNAXX_INLINE const float* block_rows(const Rows& rows, int64_t token, int count, int at) {
+  const float* from = rows.first + token * rows.stride;
+  if (!rows.packed) return from;
+  float* to = rows.packed + at * rows.width;
+  copy_rows(from, rows.stride, count, rows.width, to);
+  return to;
+}
+
+// Gather visited blocks from `entry` on; returns the first entry not taken.
+inline int64_t gather_step(const Plan& plan, int64_t entry, int64_t end, const Rows& k, const Rows& v, Step& step) {
+  for (; entry < end; entry++) {
+    const int64_t token = plan.indices[entry] * plan.visited_block;
+    const int count = int(std::min(plan.visited_block, plan.visited_seqlen - token));
+    if (step.rows + count > STEP_ROWS) break;
+    step.blocks[step.num_blocks++] = {block_rows(k, token, count, step.rows), block_rows(v, token, count, step.rows),
+                                      token, count, step.rows, plan.masks[entry]};
+    step.rows += count;
+  }
+  return entry;
+}
+
+// What a panel sees of a block; returns the number of spans.
+inline int block_spans(const Plan& plan, const Block& block, int64_t panel, int64_t k_stride, int64_t v_stride,
+                       Span* spans) {
+  if (block.mask < 0) {
+    spans[0] = {block.k, block.v, block.rows, block.at, nullptr};
+    return 1;
+  }
+  const MaskPanel mask = mask_panel(plan, block.mask, panel);
+  int count = 0;
+  for (; count < MAX_RUNS; count++) {
+    const int begin = mask.runs[2 * count], end = std::min<int>(mask.runs[2 * count + 1], block.rows);
+    if (begin >= end) break;
+    spans[count] = {block.k + begin * k_stride, block.v + begin * v_stride, end - begin, block.at + begin,
+                    mask.words + begin};
+  }
+  return count;
+}
+
+// Whether `next` goes on where `last` ends, both unmasked: one span then.
+DYNAXX_INLINE bool joins(const Span& last, const Span& next, int64_t k_stride, int64_t v_stride) {
+  return !last.words && !next.words && last.k + last.rows * k_stride == next.k &&
+         last.v + last.rows * v_stride == next.v && last.at + last.rows == next.at;
+}
+
+// What a panel sees of a step; returns the number of spans.
+inline int step_spans(const Plan& plan, const Step& step, int64_t panel, int64_t k_stride, int64_t v_stride,
+                      Span* spans) {
+  int count = 0;
+  for (int b = 0; b < step.num_blocks; b++) {
+    const int found = block_spans(plan, step.blocks[b], panel, k_stride, v_stride, spans + count);
+    if (found && count && joins(spans[count - 1], spans[count], k_stride, v_stride))
+      spans[count - 1].rows += spans[count].rows;
+    else
+      count += found;
+  }
+  return count;
+}
+
+}  // namespace dynaxx
