@@ -91,6 +91,12 @@ def test_memory_budget_does_not_change_the_choice(monkeypatch):
     assert torch.equal(whole, dx.select_blocks(q, k, rule, block_size=16).to_dense())
 
 
+def test_floor_gives_early_rows_the_share_of_later_ones():
+    q, k, _ = make_qkv(1, 256, 256, 2, 1, 16)
+    counts = dx.select_blocks(q, k, TopK(0.25, floor=8), block_size=16).kv_num_blocks[0, 0].tolist()
+    assert counts == [1, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4]
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dynaxx.lab.perplexity import ROWS, logits_of
 from dynaxx.ops import sparse_attention
-from dynaxx.selection import Hybrid, TopK, select_blocks
+from dynaxx.selection import Hybrid, select_blocks
 
 PROBE = "dynaxx_sensitivity"  # our name in transformers' AttentionInterface
 
@@ -137,9 +137,3 @@ def _probe(
 @torch.no_grad()
 def _show(visit: Visitor, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, grad: Tensor, scale: float) -> None:
     visit(layer, q, k, v, out, grad, scale)
-
-
-def with_budget(hybrid: Hybrid, budget: float | tuple[float, ...]) -> Hybrid:
-    """The same hybrid with another top-k budget."""
-    assert isinstance(hybrid.selector, TopK), "candidates are top-k hybrids"
-    return Hybrid(hybrid.pattern, TopK(budget, hybrid.selector.scorer))

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,12 +32,15 @@ if TYPE_CHECKING:
     from dynaxx.policy import Policy
 
 BUDGETS = (0.0, 0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0)  # what heads choose from
-SCORERS: dict[str, Scorer] = {"mean": MeanPool(), "mean of 16": MeanPool(pool=16), "bound": MinMax()}
-LOCAL_BLOCKS = 2
+SCORERS: tuple[Scorer, ...] = (MeanPool(pool=16), MinMax(bound=0.5))
+LOCAL_TOKENS = 128  # always visible before each q block, in whole blocks
 SEARCH_TEXTS = 2
 SEARCH_STEPS = 6  # real evaluations per search, the first at 50 %
-SCORER_DENSITY = 0.25  # the scorer with the least predicted loss here is taken
+SCORER_DENSITY = 0.25  # the scorer that loses least here is taken
 FINE_ENOUGH = 1.05  # a search ends when the passing and the failing density are this close
+
+
+Budgets = list[list[float]]  # per layer and q head
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ def tune(
     tolerance: float = 0.01,
     tokens: int = 4096,
     time_budget: float | None = None,
-    block_size: int = 64,
+    block_size: int | None = None,
     seed: int = 0,
     resume: bool = True,
     progress: Progress | None = None,
@@ -98,9 +101,9 @@ def tune(
 
     Args:
         text: sample of the workload. Only its calibration part (`texts.split_text`) is used.
-        tolerance: how much perplexity may rise, relative; 0.01 is 1 %. It is measured on the second half of each text,
-            where the context is long.
+        tolerance: how much perplexity may rise, relative; 0.01 is 1 %.
         tokens: length of the texts.
+        block_size: of the policy; None takes 32 tokens on a CPU, where fine blocks cost nothing, and 64 on a GPU.
         time_budget: seconds after which no further evaluation starts; the best found so far is written.
         resume: go on from `out/tuning_state.json` if it is of the same model, text and settings.
 
@@ -110,8 +113,26 @@ def tune(
     """
     if not 0 < tolerance < 1:
         raise ValueError(f"`tolerance` must be between 0 and 1 (0.01 is 1 %), got {tolerance}")
+    if block_size is None:
+        block_size = 32 if next(model.parameters()).device.type == "cpu" else 64
     search = _Search(model, tokenizer, text, out, tokens, block_size, seed, resume, progress, time_budget, tolerance)
     return search.run(command, name or type(model).__name__)
+
+
+class _Costs(NamedTuple):
+    """What every candidate costs every head, by scorer; each tensor (budgets, layers * heads)."""
+
+    layers: tuple[int, ...]
+    density: dict[Scorer, Tensor]
+    loss: dict[Scorer, Tensor]
+
+    @property
+    def heads(self) -> int:
+        return next(iter(self.density.values())).shape[1] // len(self.layers)
+
+    def budgets(self, choice: Tensor) -> Budgets:
+        """The budgets that an allocation gives to each layer's heads."""
+        return torch.tensor(BUDGETS, dtype=torch.float64)[choice].view(len(self.layers), self.heads).tolist()
 
 
 class _Search:
@@ -142,13 +163,14 @@ class _Search:
         self.search_ids = [ids[:, start : start + tokens + 1] for start in starts]
         key = fingerprint(model, ids, tokens=tokens, block_size=block_size, seed=seed)
         self.steps = Steps(self.out / "tuning_state.json", key, resume)
-        self.pattern: Pattern = Sink(block_size) | LocalBlocks(LOCAL_BLOCKS)
+        self.pattern: Pattern = Sink(block_size) | LocalBlocks(max(2, LOCAL_TOKENS // block_size))
+        self.floor = tokens // block_size // 2
 
     def run(self, command: str, name: str) -> TuneResult:
         training = self.model.training
         self.model.eval()
         try:
-            with self.progress.task("tuning", total=4 + 2 * SEARCH_STEPS + 2) as task:
+            with self.progress.task("tuning", total=4 + len(SCORERS) + 2 * SEARCH_STEPS + 2) as task:
                 return self._run(task, command, name)
         finally:
             self.model.train(training)
@@ -157,25 +179,24 @@ class _Search:
         task.advance(0, "dense perplexity")
         self.dense = torch.tensor(self.steps.remember("dense", lambda: self._losses(None)))
         task.advance(1, "what each head loses")
-        scorer_name, density, loss, layers = self._head_costs(task)
-        scorer = SCORERS[scorer_name]
-        heads = density.shape[1] // len(layers)
-        allocator = Allocator(density, loss)
+        costs = self._head_costs()
+        layers = costs.layers
+        task.advance(3, "which scorer")
+        scorer, allocator, first = self._best_scorer(costs)
+        task.advance(len(SCORERS), repr(scorer))
 
-        def tuned(target: float) -> tuple[float, list[list[float]]]:
+        def tuned(target: float) -> tuple[float, Budgets]:
             found = allocator.at(target)
-            budgets = torch.tensor(BUDGETS, dtype=torch.float64)[found.choice]
-            return found.density, budgets.view(len(layers), heads).tolist()
+            return found.density, costs.budgets(found.choice)
 
-        def uniform(target: float) -> tuple[float, list[list[float]]]:
-            mean = density.mean(1)
-            budget = _interpolate(target, mean.tolist(), BUDGETS)
-            return target, [[budget] * heads] * len(layers)
+        def uniform(target: float) -> tuple[float, Budgets]:
+            budget = _interpolate(target, costs.density[scorer].mean(1).tolist(), BUDGETS)
+            return target, [[budget] * costs.heads] * len(layers)
 
         least = allocator.least_density
-        tuned_trials, chosen = self._bisect("tuned", tuned, least, layers, scorer, task)
+        tuned_trials, chosen = self._bisect("tuned", tuned, least, layers, scorer, task, first)
         uniform_trials, best_uniform = self._bisect("uniform", uniform, least, layers, scorer, task)
-        budgets = tuned(chosen.density)[1] if chosen else [[1.0] * heads for _ in layers]
+        budgets = tuned(chosen.density)[1] if chosen else [[1.0] * costs.heads for _ in layers]
         policy = self._policy(layers, budgets, scorer)
         task.advance(0, "crossover against dense")
         timings = self.steps.remember("crossover", lambda: [asdict(t) for t in time_lengths(self.model, policy)])
@@ -202,13 +223,9 @@ class _Search:
         task.advance(2, "done")
         return self._write(result)
 
-    def _head_costs(self, task: Task) -> tuple[str, Tensor, Tensor, list[int]]:
-        """The best scorer, its (candidates, heads) densities and losses, and the layers they are of."""
-
+    def _head_costs(self) -> _Costs:
         def measure() -> dict[str, Any]:
-            candidates = [
-                Hybrid(self.pattern, TopK(budget, scorer)) for scorer in SCORERS.values() for budget in BUDGETS
-            ]
+            candidates = [self._rule(budget, scorer) for scorer in SCORERS for budget in BUDGETS]
             layers = self.model.config.get_text_config().num_hidden_layers
             with self.progress.task("what each head loses", total=layers) as inner:
                 costs = measure_head_costs(
@@ -222,47 +239,60 @@ class _Search:
             return _plain(costs)
 
         found = self.steps.remember("head costs", measure)
-        task.advance(3, "starting at 50 %")
         if not found["layers"]:
             raise ValueError("no layer of this model sees its whole context: there is nothing to make sparse")
-        density, loss = torch.tensor(found["density"]), torch.tensor(found["loss"])
-        count, best = len(BUDGETS), {}
-        for index, name in enumerate(SCORERS):
-            own = slice(index * count, (index + 1) * count)
-            best[name] = (Allocator(density[own], loss[own]).at(SCORER_DENSITY).loss, own)
-        name = min(best, key=lambda each: best[each][0])
-        own = best[name][1]
-        return name, density[own], loss[own], found["layers"]
+        density, loss = (torch.tensor(found[name]).chunk(len(SCORERS)) for name in ("density", "loss"))
+        by_scorer = lambda parts: dict(zip(SCORERS, parts, strict=True))
+        return _Costs(tuple(found["layers"]), by_scorer(density), by_scorer(loss))
+
+    def _best_scorer(self, costs: _Costs) -> tuple[Scorer, Allocator, Trial]:
+        """The scorer whose shared budgets lose least at one density in the model itself, and that trial."""
+        tried = []
+        for scorer in SCORERS:
+            allocator = Allocator(costs.density[scorer], costs.loss[scorer])
+            found = allocator.at(SCORER_DENSITY)
+            tried.append(
+                (scorer, allocator, self._evaluate(found.density, costs.budgets(found.choice), costs.layers, scorer))
+            )
+        return min(tried, key=lambda each: each[2].ratio)
 
     def _bisect(
-        self, kind: str, make: Any, least: float, layers: Sequence[int], scorer: Scorer, task: Task
+        self,
+        kind: str,
+        make: Callable[[float], tuple[float, Budgets]],
+        least: float,
+        layers: Sequence[int],
+        scorer: Scorer,
+        task: Task,
+        known: Trial | None = None,
     ) -> tuple[list[Trial], Trial | None]:
         """Evaluate densities from 50 % down (or up, if that fails); the trials, and the sparsest that passed."""
-        fails, passes, target, trials = least, None, 0.5, []
-        best: Trial | None = None
+        trials = [] if known is None else [known]
+        target = 0.5
         for step in range(SEARCH_STEPS):
-            if self.deadline is not None and time.monotonic() > self.deadline and (best or step >= 2):
+            if self.deadline is not None and time.monotonic() > self.deadline and step:
+                task.advance(SEARCH_STEPS - step)
                 break
-            density, budgets = make(target)
-            trial = self._evaluate(density, budgets, layers, scorer)
-            trials.append(trial)
-            said = f"{kind} density {density:.0%}: perplexity {trial.ratio - 1:+.2%}"
-            task.advance(1, said)
-            if trial.passed:
-                passes = density
-                best = trial if best is None or density < best.density else best
-            else:
-                fails = max(fails, density)
-            ceiling = 1.0 if passes is None else passes
+            trials.append(self._evaluate(*make(target), layers, scorer))
+            task.advance(1, f"{kind} density {trials[-1].density:.0%}: perplexity {trials[-1].ratio - 1:+.2%}")
+            ceiling = min((trial.density for trial in trials if trial.passed), default=1.0)
+            fails = max(
+                (trial.density for trial in trials if not trial.passed and trial.density < ceiling), default=least
+            )
             if ceiling / max(fails, 1e-6) < FINE_ENOUGH:
                 task.advance(SEARCH_STEPS - 1 - step)
                 break
             target = (ceiling * fails) ** 0.5
+        passed = [trial for trial in trials if trial.passed]
+        best = min(passed, key=lambda trial: trial.density, default=None)
         return sorted(trials, key=lambda trial: -trial.density), best
 
-    def _evaluate(self, density: float, budgets: list[list[float]], layers: Sequence[int], scorer: Scorer) -> Trial:
+    def _rule(self, budget: float | tuple[float, ...], scorer: Scorer) -> Hybrid:
+        return Hybrid(self.pattern, TopK(budget, scorer, self.floor))
+
+    def _evaluate(self, density: float, budgets: Budgets, layers: Sequence[int], scorer: Scorer) -> Trial:
         policy = self._policy(layers, budgets, scorer)
-        key = "budgets " + fingerprint(None, torch.tensor(budgets), scorer=repr(scorer))
+        key = "budgets " + fingerprint(None, torch.tensor(budgets), rule=repr(self._rule(0.0, scorer)))
         losses = torch.tensor(self.steps.remember(key, lambda: self._losses(policy)))
         change = (losses - self.dense).double()
         mean, error = float(change.mean()), float(change.std() / change.numel() ** 0.5)
@@ -271,18 +301,18 @@ class _Search:
         return Trial(density, float(losses.double().mean().exp()), ratio, error, passed)
 
     def _losses(self, policy: Policy | None) -> list[float]:
-        """Loss of every token in the second half of the search texts, dense or under a policy."""
+        """Loss of every token of the search texts, dense or under a policy."""
         from dynaxx.integrations.transformers import apply
 
         handle = apply(self.model, policy) if policy is not None else None
         try:
-            found = [token_losses(self.model, ids)[0, ids.shape[1] // 2 :] for ids in self.search_ids]
+            found = [token_losses(self.model, ids)[0] for ids in self.search_ids]
         finally:
             if handle is not None:
                 handle.remove()
         return [round(value, 6) for value in torch.cat(found).tolist()]
 
-    def _policy(self, layers: Sequence[int], budgets: list[list[float]], scorer: Scorer) -> Policy:
+    def _policy(self, layers: Sequence[int], budgets: Budgets, scorer: Scorer) -> Policy:
         from dynaxx.integrations.transformers import model_facts
         from dynaxx.policy import Policy, Rule, Tolerances
 
@@ -290,7 +320,7 @@ class _Search:
         for layer, row in zip(layers, budgets, strict=True):
             by_budgets.setdefault(tuple(row), []).append(layer)
         rules = [
-            Rule.of(Hybrid(self.pattern, TopK(row[0] if len(set(row)) == 1 else row, scorer)), layers=same)
+            Rule.of(self._rule(row[0] if len(set(row)) == 1 else row, scorer), layers=same)
             for row, same in by_budgets.items()
         ]
         return Policy(

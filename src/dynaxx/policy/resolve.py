@@ -8,7 +8,7 @@ is one selection and one attention call.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -133,7 +133,7 @@ def _grouped(rules: list[AttentionRule | None]) -> tuple[HeadGroup, ...]:
     by_key: dict[Any, list[int]] = {}
     for head, rule in enumerate(rules):
         pattern, selector = _parts(rule)
-        key = (pattern, None if selector is None else (type(selector), selector.scorer), rule is None)
+        key = (pattern, None if selector is None else _with_budget(selector, 0.0), rule is None)
         by_key.setdefault(key, []).append(head)
     selecting = [key for key in by_key if key[1] is not None]
     for pattern, family, dense in [key for key in by_key if key[1] is None]:
@@ -146,10 +146,9 @@ def _grouped(rules: list[AttentionRule | None]) -> tuple[HeadGroup, ...]:
         if family is None:
             groups.append(HeadGroup(heads, pattern if pattern is not None else Causal()))
             continue
-        kind, scorer = family
         budgets = tuple(_head_budget(rules[head]) for head in heads)
         same = budgets[0] if len(set(map(repr, budgets))) == 1 else budgets
-        groups.append(HeadGroup(heads, _rule(pattern, kind(same, scorer))))
+        groups.append(HeadGroup(heads, _rule(pattern, _with_budget(family, same))))
     return tuple(sorted(groups, key=lambda group: group.heads))
 
 
@@ -170,7 +169,7 @@ def _budget(selector: TopK | TopP) -> Any:
 
 
 def _with_budget(selector: TopK | TopP, value: Any) -> TopK | TopP:
-    return type(selector)(value, selector.scorer)
+    return replace(selector, budget=value) if isinstance(selector, TopK) else replace(selector, mass=value)
 
 
 def _head_budget(rule: AttentionRule | None) -> float:

@@ -161,10 +161,11 @@ class MeanPool(_Leaf):
 
 
 class MinMax(_Leaf):
-    """Score blocks by a bound from their smallest and largest keys."""
+    """Score blocks by a bound from their smallest and largest keys, or between that and their mean."""
 
     makes = s.MinMax
     kind: Literal["min_max"] = "min_max"
+    bound: Share = 1.0
 
 
 class LastQueryProbe(_Leaf):
@@ -183,6 +184,7 @@ class TopK(Spec):
     share: Share | tuple[Share, ...] | None = None
     blocks: Count | tuple[Count, ...] | None = None
     scorer: ScorerSpec = MeanPool()
+    floor: Count = 0  # q blocks that see fewer kv blocks than this get the share of so many
 
     @model_validator(mode="after")
     def _one_budget(self) -> TopK:
@@ -196,7 +198,7 @@ class TopK(Spec):
         return self.share if self.blocks is None else self.blocks
 
     def build(self) -> s.TopK:
-        return s.TopK(_floats(self.share) if self.blocks is None else self.blocks, self.scorer.build())
+        return s.TopK(_floats(self.share) if self.blocks is None else self.blocks, self.scorer.build(), self.floor)
 
 
 class TopP(Spec):
@@ -322,7 +324,7 @@ def _top_k_spec(rule: s.TopK) -> TopK:
     if len({type(value) for value in values}) > 1:
         raise ValueError(f"a policy rule has shares or block counts, not both, got {rule.budget}; use a rule for each")
     name = "blocks" if isinstance(values[0], int) else "share"
-    return TopK(**{name: rule.budget}, scorer=to_spec(rule.scorer))  # type: ignore[arg-type]
+    return TopK(**{name: rule.budget}, scorer=to_spec(rule.scorer), floor=rule.floor)  # type: ignore[arg-type]
 
 
 def _floats(value: Any) -> Any:

@@ -19,19 +19,26 @@ class TopK(Selector):
         budget: an int is a number of blocks, a float a share of the causally visible blocks (rounded up), both beside
             what a hybrid's pattern shows anyway; a tuple has one such value per q head.
         scorer: what to rank them by.
+        floor: q blocks that see fewer kv blocks than this get the share of so many. Early tokens need about as many
+            blocks as late ones, and there they are cheap.
     """
 
     budget: int | float | tuple[int | float, ...]
     scorer: Scorer = field(default_factory=MeanPool)
+    floor: int = 0
 
     def __post_init__(self) -> None:
+        if self.floor < 0:
+            raise ValueError(f"`floor` must be >= 0 blocks, got {self.floor}")
         for budget in _per_head(self.budget):
             if budget < 0 or (isinstance(budget, float) and budget > 1):
                 raise ValueError(f"`budget` must be a count >= 0 or a share from 0.0 to 1.0, got {budget}")
 
     def choose(self, scores: Tensor, optional: Tensor, visible: Tensor) -> Tensor:
         budgets = _checked_heads("budget", _per_head(self.budget), scores.shape[1])
-        counts = torch.stack([_count(budget, visible) for budget in budgets])[..., None]  # (Hq | 1, R, 1)
+        counts = torch.stack([_count(budget, visible.clamp(min=self.floor)) for budget in budgets])[
+            ..., None
+        ]  # (Hq | 1, R, 1)
         most = min(scores.shape[-1], int(counts.amax())) if counts.numel() else 0
         if most == 0:
             return torch.zeros_like(scores, dtype=torch.bool)
