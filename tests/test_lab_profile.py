@@ -1,5 +1,6 @@
 """profile: the parts add up, the model is left as it was, the verdict follows the numbers."""
 
+import dataclasses
 import json
 
 import pytest
@@ -101,6 +102,11 @@ def test_the_verdict_follows_the_numbers():
     assert half.speedup == pytest.approx(10 / 7.35)
     assert half.money_saved_per_1000_prompts == pytest.approx(5.30)
     assert result(0.5).savings[0].money_saved_per_1000_prompts is None
+
+
+def test_a_busy_machine_is_mentioned():
+    assert "busy" in dataclasses.replace(result(0.5), load=3.0).summary()
+    assert "busy" not in dataclasses.replace(result(0.5), load=0.1).summary()
 
 
 def test_ceilings_are_measured():

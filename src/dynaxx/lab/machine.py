@@ -70,6 +70,11 @@ def machine_facts() -> Machine:
     )
 
 
+def load_average() -> float | None:
+    """Processes that wanted a core over the last minute, None where the system does not say."""
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+
+
 def measure_ceilings(
     device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, *, seconds: float = 1.0
 ) -> Ceilings:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from dynaxx.lab.files import explain_full_disk
-from dynaxx.lab.machine import Ceilings, Machine, machine_facts, measure_ceilings, synchronize
+from dynaxx.lab.machine import Ceilings, Machine, load_average, machine_facts, measure_ceilings, synchronize
 from dynaxx.lab.progress import Progress, SilentProgress
 from dynaxx.lab.texts import encode
 
@@ -27,6 +27,7 @@ RULE_OF_THUMB = 0.20  # below this share of the time, sparse attention is seldom
 ATTENTION_NAME = "dynaxx_profile"  # in transformers' attention interface, while we measure
 DENSITIES = (0.5, 0.25, 0.1)  # that savings are estimated for
 DECODE_STEPS = 5
+BUSY = 0.7  # load from which others disturb a measurement
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,7 @@ class ProfileResult:
     lengths: tuple[LengthProfile, ...]
     threshold: float
     price_per_hour: float | None
+    load: float | None = None  # of the machine before we began
 
     @property
     def worth_it(self) -> bool:
@@ -115,6 +117,7 @@ class ProfileResult:
     def to_dict(self) -> dict[str, Any]:
         return {
             "machine": self.machine.to_dict(),
+            "load": self.load,
             "model": self.model,
             "ceilings": self.ceilings.to_dict(),
             "lengths": [
@@ -134,6 +137,7 @@ class ProfileResult:
             f"{self.model} on {self.machine.cpu}" + "".join(f", {gpu}" for gpu in self.machine.gpus),
             f"ceilings measured on {c.device} in {c.dtype}, {c.threads} threads: "
             f"{c.gemm_gflops:,.0f} GFLOP/s, {c.copy_gbs:.1f} GB/s",
+            *([f"the machine was busy (load {self.load}): times are too long"] if (self.load or 0) > BUSY else []),
             "",
             "  prompt   prefill  attention  projections     mlp    rest  attention GFLOP/s    decode/token",
         ]
@@ -184,7 +188,7 @@ def profile(
     lengths = tuple(sorted(set(lengths)))
     if not lengths or lengths[0] < 2 or lengths[-1] > limit:
         raise ValueError(f"`lengths` must be from 2 to the model's {limit:,} tokens, got {list(lengths)}")
-    progress, device = progress or SilentProgress(), model.device
+    progress, device, load = progress or SilentProgress(), model.device, load_average()
     ids = _prompt(tokenizer, text, lengths[-1]).to(device)
     with progress.task("Profiling", total=1 + sum(lengths)) as task, torch.inference_mode(), _eval_mode(model):
         ceilings = measure_ceilings(device, model.dtype)
@@ -201,7 +205,7 @@ def profile(
                 _write_trace(trace, partial(_prefill, model, ids))
         ceilings = ceilings.best_of(measure_ceilings(device, model.dtype))
     found = tuple(run.against(ceilings) for run in measured)
-    return ProfileResult(machine_facts(), name, ceilings, found, threshold, price_per_hour)
+    return ProfileResult(machine_facts(), name, ceilings, found, threshold, price_per_hour, load)
 
 
 def default_lengths(model: Any, longest: int = 8192) -> tuple[int, ...]:
