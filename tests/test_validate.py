@@ -42,7 +42,7 @@ def model():
     return transformers.LlamaForCausalLM(config).eval()
 
 
-def check(model, rule, *, tokens=500, **fields):
+def check(model, rule, *, tokens=800, **fields):
     policy = dx.Policy(model=model_facts(model), block_size=16, rules=(dx.Rule.of(rule),), **fields)
     return validate(model, Letters(), policy, TEXT, lengths=(300,), tokens=tokens)
 
@@ -51,7 +51,8 @@ def check(model, rule, *, tokens=500, **fields):
 def quick(monkeypatch):
     monkeypatch.setattr(module, "NEW_TOKENS", 8)
     monkeypatch.setattr(module, "TASK_SAMPLES", 2)
-    monkeypatch.setattr(module, "PAIR_SECONDS", 0.0)
+    monkeypatch.setattr(module, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(module, "MOST_SECONDS", 0.0)
 
 
 def test_a_policy_that_keeps_everything_passes(model):
@@ -85,9 +86,9 @@ def test_figures_are_those_of_a_plain_computation(model):
     rule = dx.SlidingWindow(40)
     found = check(model, rule, tolerances=Tolerances(slowdown=None))
     ids = Letters()(module.split_text(TEXT).held_out)["input_ids"]
-    starts = [0, (len(ids) - 500) // 2, 2 * ((len(ids) - 500) // 2)]
+    starts = [0, (len(ids) - 800) // 2, 2 * ((len(ids) - 800) // 2)]
     assert found.windows == 3
-    windows = torch.tensor([ids[start : start + 500] for start in starts])
+    windows = torch.tensor([ids[start : start + 800] for start in starts])
     policy = dx.Policy(model=model_facts(model), block_size=16, rules=(dx.Rule.of(rule),))
     with torch.no_grad():
         dense = model(windows[:, :-1]).logits.double()
@@ -104,8 +105,8 @@ def test_figures_are_those_of_a_plain_computation(model):
 
 
 def test_what_would_not_run_sparse_is_not_validated(model):
-    with pytest.raises(ValueError, match=r"dense below 600 tokens, and quality would be measured at 500"):
-        check(model, dx.SlidingWindow(16), dense_below=300, sparse_from=600)
+    with pytest.raises(ValueError, match=r"dense below 900 tokens, and quality would be measured at 800"):
+        check(model, dx.SlidingWindow(16), dense_below=300, sparse_from=900)
     with pytest.raises(ValueError, match=r"`lengths` must be from 2 to 1,024"):
         validate(model, Letters(), dx.Policy(model=model_facts(model)), TEXT, lengths=(2000,))
     found = check(model, None, tolerances=Tolerances(slowdown=None))  # a dense policy is what it says
@@ -127,34 +128,39 @@ def test_the_model_is_left_as_it_was(model):
 
 def test_tasks_hold_their_facts_and_end_in_the_answer():
     haystack = Letters()(words(900, seed=3))["input_ids"]
-    text = lambda ids: "".join(chr((i - 1) if i > 32 else i + 95) for i in ids)
     samples = make_samples(Letters(), haystack, 1000, 3, seed=1)
-    assert [sample.task for sample in samples] == [task for task in TASKS for _ in range(3)]
+    depths = []
     for sample in samples:
         assert sample.ids.shape == (1, 1000)
-        said = text(sample.ids[0].tolist())
-        answer = said[-sample.answer_tokens :].strip()
-        if sample.task == "variable tracing":
-            first, second, third = answer.split(", ")
-            assert f"VAR {second} = VAR {first}" in said
-            assert f"VAR {third} = VAR {second}" in said
-        else:
-            assert said.count(answer) == 2
-            assert said.count("The secret number of") == (2 if sample.task == "needle" else 7)
+        said = "".join(chr((i - 1) if i > 32 else i + 95) for i in sample.ids[0].tolist())
+        answers = {answer.task: said[answer.start : answer.stop].strip() for answer in sample.answers}
+        assert list(answers) == list(TASKS)
+        assert sample.answers[-1].stop == 1000
+        first, second, third = answers["variable tracing"].split(", ")
+        assert f"VAR {second} = VAR {first}" in said
+        assert f"VAR {third} = VAR {second}" in said
+        for task in ("needle", "several keys"):
+            assert said.count(answers[task]) == 2
+        assert said.count("The secret number of") == 7 + 2
+        depths.append(said.index(answers["needle"]))
+    assert depths == sorted(depths)
     again = make_samples(Letters(), haystack, 1000, 3, seed=1)
     assert all(torch.equal(a.ids, b.ids) for a, b in zip(samples, again, strict=True))
     with pytest.raises(ValueError, match="retrieval tasks need prompts of some hundred tokens"):
-        make_samples(Letters(), haystack, 100, 1)
+        make_samples(Letters(), haystack, 500, 1)
 
 
 def test_scores_are_teacher_forced(model):
-    sample = make_samples(Letters(), Letters()(TEXT)["input_ids"], 600, 1)[0]
-    logprob, accuracy = score(model, sample)
+    (sample,) = make_samples(Letters(), Letters()(TEXT)["input_ids"], 900, 1)
+    scores = score(model, sample)
     with torch.no_grad():
-        found = model(sample.ids).logits.log_softmax(-1)[0, -sample.answer_tokens - 1 : -1]
-    answer = sample.ids[0, -sample.answer_tokens :]
-    assert logprob == pytest.approx(float(found[range(len(answer)), answer].mean()), rel=1e-4)
-    assert accuracy == pytest.approx(float((found.argmax(-1) == answer).float().mean()))
+        logprobs = model(sample.ids).logits.log_softmax(-1)[0]
+    for answer in sample.answers:
+        found = logprobs[answer.start - 1 : answer.stop - 1]
+        wanted = sample.ids[0, answer.start : answer.stop]
+        logprob, accuracy = scores[answer.task]
+        assert logprob == pytest.approx(float(found[range(len(wanted)), wanted].mean()), rel=1e-4)
+        assert accuracy == pytest.approx(float((found.argmax(-1) == wanted).float().mean()))
 
 
 def test_repetition_counts_what_came_before():

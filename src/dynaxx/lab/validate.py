@@ -31,11 +31,13 @@ if TYPE_CHECKING:
 WINDOWS = 3  # stretches of held-out text
 TOKENS = 4096  # of each, or what the model and the text have
 TASK_TOKENS = 2048
-TASK_SAMPLES = 4  # of each task
+TASK_SAMPLES = 5  # prompts, each with every task
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 1024, 64  # generated text
 NGRAM = 4
 SHORTEST = 64  # tokens; the policy must not be slower even here
-FEWEST_PAIRS, MOST_PAIRS, PAIR_SECONDS = 3, 25, 15.0  # timed dense-sparse pairs per length
+FEWEST_PAIRS, MOST_PAIRS = 3, 25  # timed dense-sparse pairs per length
+LEAST_SECONDS, MOST_SECONDS = 1.0, 15.0  # spent on them, at least, and while the policy looks too slow
+LONG_PAIR = 2.0  # seconds; a pair that takes longer needs no warm-up
 
 
 @dataclass(frozen=True)
@@ -272,12 +274,14 @@ class _Run:
     def retrieval(self, samples: Sequence[Any], share: float) -> tuple[TaskScore, ...]:
         """Every task, dense and sparse."""
         scores: dict[str, list[tuple[float, float, float, float]]] = {}
-        for sample in samples:
-            self.task.advance(share / len(samples), f"retrieval: {sample.task}")
+        for index, sample in enumerate(samples):
+            self.task.advance(0, f"retrieval, prompt {index + 1} of {len(samples)}")
             dense = score(self.model, sample)
             with self.applied():
                 sparse = score(self.model, sample)
-            scores.setdefault(sample.task, []).append((*dense, *sparse))
+            for task in TASKS:
+                scores.setdefault(task, []).append((*dense[task], *sparse[task]))
+            self.task.advance(share / len(samples))
         rows = []
         for task in TASKS:
             dense_logprob, dense_accuracy, sparse_logprob, sparse_accuracy = (
@@ -330,37 +334,39 @@ class _Run:
         limit = self.policy.tolerances.slowdown or 1.0
         dense: list[float] = []
         sparse: list[float] = []
-        dense_peak, sparse_peak = self._peak(ids, sparse=False), self._peak(ids, sparse=True)  # these warm up, too
-        started = time.perf_counter()
+        peaks: dict[int, list[float]] = {id(dense): [], id(sparse): []}
+        started, spent, warm = time.perf_counter(), 0.0, False
         while len(dense) < MOST_PAIRS:
-            order = (dense, sparse) if len(dense) % 2 == 0 else (sparse, dense)
-            for into in order:
-                into.append(self._seconds(ids, sparse=into is sparse))
+            for into in (dense, sparse) if len(dense) % 2 == 0 else (sparse, dense):
+                seconds, peak = self._prefill(ids, sparse=into is sparse)
+                into.append(seconds)
+                peaks[id(into)] += [peak] if peak is not None else []
+            if not warm and dense[0] + sparse[0] < LONG_PAIR:  # the first runs of a length are slower
+                for each in (dense, sparse):
+                    each.clear()
+                started = time.perf_counter()
+            warm = True
             spent = time.perf_counter() - started
-            ratio = statistics.median(sparse) / statistics.median(dense)
-            if len(dense) >= FEWEST_PAIRS and spent > 1.0 and (ratio <= limit or spent > PAIR_SECONDS):
+            enough = len(dense) >= FEWEST_PAIRS or (len(dense) == 2 and spent > MOST_SECONDS)
+            if not enough or spent < LEAST_SECONDS:
+                continue
+            if statistics.median(sparse) <= limit * statistics.median(dense) or spent > MOST_SECONDS:
                 break
         before, after = statistics.median(dense), statistics.median(sparse)
+        dense_peak, sparse_peak = (max(peaks[id(each)], default=None) for each in (dense, sparse))
         return SpeedRow(ids.shape[1], before, after, before / after, len(dense), dense_peak, sparse_peak)
 
     @torch.no_grad()
-    def _seconds(self, ids: Tensor, *, sparse: bool) -> float:
+    def _prefill(self, ids: Tensor, *, sparse: bool) -> tuple[float, float | None]:
+        """Seconds, and peak memory in MB where it can be known."""
         with self.applied() if sparse else contextlib.nullcontext():
+            known = _reset_peak(ids.device)
             synchronize(ids.device)
             started = time.perf_counter()
             self.model(ids, use_cache=True, logits_to_keep=1)
             synchronize(ids.device)
-            return time.perf_counter() - started
-
-    def _peak(self, ids: Tensor, *, sparse: bool) -> float | None:
-        """Peak memory of one prefill in MB."""
-        if ids.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(ids.device)
-            self._seconds(ids, sparse=sparse)
-            return torch.cuda.max_memory_allocated(ids.device) / 1e6
-        known = _reset_peak()
-        self._seconds(ids, sparse=sparse)
-        return _peak_mb() if known else None
+            seconds = time.perf_counter() - started
+        return seconds, _peak_mb(ids.device) if known else None
 
 
 @torch.no_grad()
@@ -468,8 +474,11 @@ def _mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     return statistics.mean(values), error
 
 
-def _reset_peak() -> bool:
-    """Forget the process's peak memory, where Linux lets us, after giving free memory back."""
+def _reset_peak(device: torch.device) -> bool:
+    """Forget the peak memory so far; on a CPU the process's, where Linux lets us, after giving free memory back."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return True
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
     try:
@@ -479,8 +488,10 @@ def _reset_peak() -> bool:
     return True
 
 
-def _peak_mb() -> float | None:
-    """The process's peak resident memory since `_reset_peak`."""
+def _peak_mb(device: torch.device) -> float | None:
+    """The peak since `_reset_peak`: of torch's allocator on a GPU, of the process's resident memory on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e6
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:
