@@ -230,7 +230,9 @@ def tune(
         str, typer.Option(metavar="TIME", help="For tuning: 90, 10m or 2h. No limit by default.")
     ] = "",
     lengths: LengthsOption = "",
-    block_size: BlockSizeOption = 64,
+    block_size: Annotated[
+        int | None, typer.Option("--block-size", help="Tokens per block; by default 32 on a CPU, 64 on a GPU.")
+    ] = None,
     price_per_hour: Annotated[
         float | None, typer.Option(min=0, help="Of the machine: puts savings into money.")
     ] = None,

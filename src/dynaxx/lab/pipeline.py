@@ -31,7 +31,7 @@ class Plan:
     tokens: int = 4096
     time_budget: float | None = None  # seconds for tuning
     lengths: tuple[int, ...] = ()  # to profile and validate at; empty takes defaults
-    block_size: int = 64
+    block_size: int | None = None  # None takes what suits the device
     price_per_hour: float | None = None
     seed: int = 0
     command: str = "dynaxx tune"  # how to get these results again; kept as evidence
@@ -91,11 +91,12 @@ def run(model: Any, tokenizer: Any, text: str, plan: Plan, *, progress: Progress
     """
     from dynaxx.lab.analyze import analyze
     from dynaxx.lab.report import write_report
-    from dynaxx.lab.tune import tune
+    from dynaxx.lab.tune import default_block_size, tune
     from dynaxx.lab.validate import validate
 
     progress = progress or SilentProgress()
     lengths = plan.lengths or default_lengths(model)
+    block_size = plan.block_size or default_block_size(model)
     known = _begin(model, text, plan, lengths)
     files: list[Path] = []
 
@@ -136,7 +137,7 @@ def run(model: Any, tokenizer: Any, text: str, plan: Plan, *, progress: Progress
                 tokenizer,
                 split_text(text).calibration,
                 tokens=plan.tokens,
-                block_size=plan.block_size,
+                block_size=block_size,
                 seed=plan.seed,
                 progress=progress,
             ),
@@ -150,7 +151,7 @@ def run(model: Any, tokenizer: Any, text: str, plan: Plan, *, progress: Progress
             tolerance=plan.tolerance,
             tokens=plan.tokens,
             time_budget=plan.time_budget,
-            block_size=plan.block_size,
+            block_size=block_size,
             seed=plan.seed,
             resume=plan.resume,
             progress=progress,

@@ -103,7 +103,7 @@ def tune(
         text: sample of the workload. Only its calibration part (`texts.split_text`) is used.
         tolerance: how much perplexity may rise, relative; 0.01 is 1 %.
         tokens: length of the texts.
-        block_size: of the policy; None takes 32 tokens on a CPU, where fine blocks cost nothing, and 64 on a GPU.
+        block_size: of the policy; `default_block_size` if None.
         time_budget: seconds after which no further evaluation starts; the best found so far is written.
         resume: go on from `out/tuning_state.json` if it is of the same model, text and settings.
 
@@ -113,10 +113,14 @@ def tune(
     """
     if not 0 < tolerance < 1:
         raise ValueError(f"`tolerance` must be between 0 and 1 (0.01 is 1 %), got {tolerance}")
-    if block_size is None:
-        block_size = 32 if next(model.parameters()).device.type == "cpu" else 64
+    block_size = block_size or default_block_size(model)
     search = _Search(model, tokenizer, text, out, tokens, block_size, seed, resume, progress, time_budget, tolerance)
     return search.run(command, name or type(model).__name__)
+
+
+def default_block_size(model: Any) -> int:
+    """32 tokens on a CPU, where fine blocks cost nothing and choose better; 64 on a GPU."""
+    return 32 if next(model.parameters()).device.type == "cpu" else 64
 
 
 class _Costs(NamedTuple):
