@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -255,3 +257,11 @@ def test_layouts_made_in_inference_mode_serve_training_later():
     q.requires_grad_()
     dx.sparse_attention(q, k, v, plan.layout(q, k), backend="reference").sum().backward()
     assert q.grad.isfinite().all()
+
+
+def test_the_pages_example_runs(tmp_path, monkeypatch):
+    page = Path(__file__).parent.parent / "docs" / "policy.md"
+    monkeypatch.chdir(tmp_path)
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL):
+        exec(compile(block, str(page), "exec"), {})
+    assert (tmp_path / "policy.json").exists()

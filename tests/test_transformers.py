@@ -5,7 +5,9 @@ import gc
 import importlib.util
 import logging
 import random
+import re
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -353,9 +355,19 @@ def test_inference_mode_and_then_training():
 def test_compiled_models_run_dense():
     model, ids = llama(), tokens(1, 80)
     dense = logits(model, input_ids=ids)
-    with dx.apply(model, policy_for(model, dx.Rule.of(SPARSE))):
+    with dx.apply(model, policy_for(model, dx.Rule.of(SPARSE))) as handle:
         compiled = torch.compile(model, backend="eager", fullgraph=True)
-        close(logits(compiled, input_ids=ids, use_cache=False), dense)
+        for _ in range(2):
+            close(logits(compiled, input_ids=ids, use_cache=False), dense)
+        assert handle.stats()["dense_calls"] == {"torch.compile": 6}
+
+
+def test_exported_models_are_dense():
+    model, ids = llama(), tokens(1, 80)
+    dense = logits(model, input_ids=ids)
+    with dx.apply(model, policy_for(model, dx.Rule.of(SPARSE))):
+        program = torch.export.export(model, (), {"input_ids": ids, "use_cache": False})
+    close(program.module()(input_ids=ids, use_cache=False).logits, dense)
 
 
 def test_watchers_see_the_layouts():
@@ -524,3 +536,11 @@ def test_real_weights(smollm2):
     losses = [torch.nn.functional.cross_entropy(x[0, :-1], ids[0, 1:]) for x in (dense, sparse)]
     assert 0 < (losses[1] - losses[0]).abs() < 0.05
     assert torch.equal(logits(model, input_ids=ids), dense)
+
+
+def test_the_pages_example_runs(capsys):
+    page = Path(__file__).parent.parent / "docs" / "integrations.md"
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL):
+        exec(compile(block, str(page), "exec"), {})
+        said = re.findall(r"print\(handle.stats\(\)\) +# (.*)", block)
+    assert said == capsys.readouterr().out.splitlines()

@@ -64,7 +64,7 @@ class Handle:
         self.policy = policy
         self.plans = plans
         self._owner = weakref.ref(owner)  # the registry of layers must not keep a model alive
-        self._dense: Counter[str] = Counter()
+        self._dense: dict[str, int] = {}
         self._parts: Counter[str] = Counter()
         self._sparse = 0
         self._watchers: list[Watcher] = []
@@ -210,7 +210,7 @@ class _Layer:
     ) -> tuple[Tensor, None]:
         work = self._work(module, q, k, mask, kwargs)
         if isinstance(work, str):
-            self.handle._dense[work] += 1
+            self.handle._dense[work] = self.handle._dense.get(work, 0) + 1
             return self.dense(module, q, k, v, mask, **kwargs)
         self.handle._sparse += 1
         return self._run(q, k, v, mask, kwargs.get("scaling"), *work), None
@@ -362,6 +362,9 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """What `AttentionInterface` calls for every layer of every model with a policy."""
     if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling() and (compiled := _LAYERS.get(module)) is not None:
+            dense = compiled.handle._dense
+            dense["torch.compile"] = dense.get("torch.compile", 0) + 1
         return _dense_attention(module)(module, query, key, value, attention_mask, **kwargs)
     layer = _LAYERS.get(module)
     if layer is None:  # a copy of a model with a policy, or one that shares its config
