@@ -70,6 +70,21 @@ def test_a_missing_package_says_how_to_install_it(monkeypatch, cache):
         models.load_model("some")
 
 
+def test_a_package_in_parts_is_joined_once(monkeypatch, cache, tmp_path):
+    (tmp_path / "dynaxx_parts").mkdir()
+    (tmp_path / "dynaxx_parts" / "__init__.py").write_text(
+        "def assemble(path): path.write_bytes(b'joined'); return path"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(models.PACKAGES, "parts", models.ModelPackage("dynaxx-parts", "dynaxx_parts", "", "a model"))
+    monkeypatch.setattr(models, "_convert", write_folder)
+    folder = models.resolve_model("parts")
+    assert (cache / "gguf" / "parts.gguf").read_bytes() == b"joined"
+    monkeypatch.setattr(models, "_convert", None)
+    monkeypatch.setattr(importlib.util, "find_spec", None)  # the package is no longer needed
+    assert models.resolve_model("parts") == folder
+
+
 def write_folder(gguf, folder, progress):
     folder.mkdir()
     (folder / "config.json").write_text("{}")

