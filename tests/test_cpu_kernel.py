@@ -55,7 +55,7 @@ def isa(monkeypatch, request):
 
 
 @needs_core
-@pytest.mark.parametrize("seeds", [range(first, first + 50) for first in range(0, 1000, 50)], ids=str)
+@pytest.mark.parametrize("seeds", [range(first, first + 50) for first in range(0, 950, 50)], ids=str)
 def test_random_cases(seeds):
     for seed in seeds:
         case = random_case(seed, **SHORT)
@@ -63,7 +63,7 @@ def test_random_cases(seeds):
 
 
 @needs_core
-@pytest.mark.parametrize("seeds", [range(first, first + 25) for first in range(5000, 5200, 25)], ids=str)
+@pytest.mark.parametrize("seeds", [range(first, first + 20) for first in range(5000, 5080, 20)], ids=str)
 def test_random_cases_of_any_size_on_two_threads(seeds):
     torch.set_num_threads(2)
     for seed in seeds:
@@ -72,9 +72,9 @@ def test_random_cases_of_any_size_on_two_threads(seeds):
 
 
 @needs_core
-@pytest.mark.parametrize("seeds", [range(first, first + 30) for first in range(2000, 2300, 30)], ids=str)
+@pytest.mark.parametrize("seeds", [range(first, first + 25) for first in range(2000, 2250, 25)], ids=str)
 def test_gradients_of_random_cases(seeds):
-    torch.set_num_threads(1 + seeds[0] // 30 % 2)
+    torch.set_num_threads(2 if seeds[0] % 100 == 0 else 1)
     for seed in seeds:
         case = random_case(seed, **SHORT)
         assert_within_budget(check_gradients(attend_differentiably, case.q, case.k, case.v, case.layout), case)
@@ -82,7 +82,7 @@ def test_gradients_of_random_cases(seeds):
 
 @needs_core
 def test_gradients_of_random_cases_of_any_size():
-    for seed in range(6000, 6040):
+    for seed in range(6000, 6025):
         case = random_case(seed)
         assert_within_budget(check_gradients(attend_differentiably, case.q, case.k, case.v, case.layout), case)
 
@@ -124,7 +124,7 @@ def test_gradients_of_rows_that_see_nothing():
 @pytest.mark.parametrize("isa", build.supported_isas(), indirect=True)
 def test_every_instruction_set(isa):
     assert cpu.cpu_status().isa == isa
-    for seed in range(7000, 7040):
+    for seed in range(7000, 7024):
         case = random_case(seed, **SHORT)
         assert_within_budget(check_forward(attend, case.q, case.k, case.v, case.layout), case)
         if seed % 2:
@@ -159,6 +159,20 @@ def test_half_precision_is_computed_in_fp32(dtype):
     for seed in range(20):
         case = random_case(seed, dtype=dtype, **SHORT)
         assert_within_budget(check_forward(attend, case.q, case.k, case.v, case.layout), case)
+        if seed % 2:
+            assert_within_budget(check_gradients(attend_differentiably, case.q, case.k, case.v, case.layout), case)
+
+
+@needs_core
+def test_every_half_is_widened_right():
+    """One key of value x alone: out is x, for every bit pattern."""
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int16)
+    for dtype in (torch.bfloat16, torch.float16):
+        v = bits.view(dtype).view(256, 1, 1, 256)
+        q = k = torch.zeros(256, 1, 1, 16, dtype=dtype)
+        out, _ = attend(q, k, v, dx.Full().layout(1, block_size=16))
+        assert torch.equal(out.nan_to_num(7.0), v.nan_to_num(7.0))
+        assert torch.equal(out.isnan(), v.isnan())
 
 
 @pytest.mark.parametrize("attention", [attend, attend_by_gather])

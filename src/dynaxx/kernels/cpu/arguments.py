@@ -5,7 +5,10 @@ from __future__ import annotations
 from ctypes import POINTER, Structure, c_double, c_int64, c_void_p
 from typing import ClassVar
 
+import torch
 from torch import Tensor
+
+ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in core/elements.h
 
 
 class Plan(Structure):
@@ -36,6 +39,7 @@ class ForwardArgs(Structure):
         ("v", c_void_p),
         ("out", c_void_p),
         ("lse", c_void_p),
+        ("element", c_int64),
         ("batch", c_int64),
         ("q_heads", c_int64),
         ("kv_heads", c_int64),
@@ -59,6 +63,7 @@ class BackwardArgs(Structure):
         ("v", c_void_p),
         ("out", c_void_p),
         ("grad", c_void_p),
+        ("element", c_int64),
         ("lse", c_void_p),
         ("lse_grad", c_void_p),
         ("delta", c_void_p),
@@ -83,8 +88,7 @@ class BackwardArgs(Structure):
 
 
 def readable(x: Tensor) -> Tensor:
-    """In fp32 and with a last dimension that is contiguous: the tensor itself where it is so, else a copy."""
-    x = x.float()
+    """With a last dimension that is contiguous: the tensor itself where it is so, else a copy."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.kernels.cpu import gather
-from dynaxx.kernels.cpu.arguments import BackwardArgs, readable, strides
+from dynaxx.kernels.cpu.arguments import ELEMENTS, BackwardArgs, readable, strides
 from dynaxx.kernels.cpu.library import active_library
 from dynaxx.kernels.cpu.plan import plan_of
 from dynaxx.layout import BlockLayout
@@ -58,9 +58,9 @@ def _core_backward(
     threads = torch.get_num_threads()
     strips = num_strips(batch * q_heads, -(-seqlen_k // layout.block_size[1]), threads)
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.float().contiguous()
-    dq = q.new_zeros(strips, batch, seqlen_q, q_heads, head_dim)
-    dk = q.new_empty(batch, seqlen_k, q_heads, head_dim)
-    dv = q.new_empty(batch, seqlen_k, q_heads, head_dim_v)
+    dq = lse.new_zeros(strips, batch, seqlen_q, q_heads, head_dim)
+    dk = lse.new_empty(batch, seqlen_k, q_heads, head_dim)
+    dv = lse.new_empty(batch, seqlen_k, q_heads, head_dim_v)
     delta = torch.empty_like(lse)
     args = BackwardArgs(
         q.data_ptr(),
@@ -68,6 +68,7 @@ def _core_backward(
         v.data_ptr(),
         out.data_ptr(),
         do.data_ptr(),
+        ELEMENTS[q.dtype],
         lse.data_ptr(),
         None if dlse is None else dlse.data_ptr(),
         delta.data_ptr(),

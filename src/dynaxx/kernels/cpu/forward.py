@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.kernels.cpu import gather
-from dynaxx.kernels.cpu.arguments import ForwardArgs, readable, strides
+from dynaxx.kernels.cpu.arguments import ELEMENTS, ForwardArgs, readable, strides
 from dynaxx.kernels.cpu.library import active_library
 from dynaxx.kernels.cpu.plan import plan_of
 from dynaxx.layout import BlockLayout
@@ -18,7 +18,7 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scal
     """Return out (B, N, Hq, E) in q's dtype and lse (B, Hq, N), natural log, in fp32; both contiguous.
 
     q (B, N, Hq, D), k (B, M, Hk, D) and v (B, M, Hk, E) may have any strides; a last dimension that is not contiguous
-    is copied. fp16 and bf16 are computed in fp32. Runs on `torch.get_num_threads()` threads.
+    is copied. fp16 and bf16 are widened in the core and computed in fp32. Runs on `torch.get_num_threads()` threads.
     """
     library = active_library()
     if library is None:
@@ -32,14 +32,15 @@ def _core_forward(
 ) -> tuple[Tensor, Tensor]:
     batch, seqlen_q, q_heads, head_dim = q.shape
     head_dim_v = v.shape[3]
-    out = q.new_empty(batch, seqlen_q, q_heads, head_dim_v)
-    lse = q.new_empty(batch, q_heads, seqlen_q)
+    out = q.new_empty(batch, seqlen_q, q_heads, head_dim_v, dtype=torch.float32)
+    lse = q.new_empty(batch, q_heads, seqlen_q, dtype=torch.float32)
     args = ForwardArgs(
         q.data_ptr(),
         k.data_ptr(),
         v.data_ptr(),
         out.data_ptr(),
         lse.data_ptr(),
+        ELEMENTS[q.dtype],
         batch,
         q_heads,
         k.shape[2],

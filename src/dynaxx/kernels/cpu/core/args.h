@@ -25,8 +25,9 @@ struct Plan {
 
 struct ForwardArgs {
   const void *q, *k, *v;  // (batch, seqlen, heads, head_dim), any strides
-  void* out;              // (batch, seqlen_q, q_heads, head_dim_v) contiguous
+  float* out;             // (batch, seqlen_q, q_heads, head_dim_v) contiguous
   float* lse;             // (batch, q_heads, seqlen_q) contiguous
+  int64_t element;        // of q, k and v; see elements.h
   int64_t batch, q_heads, kv_heads, head_dim, head_dim_v;
   Strides q_strides, k_strides, v_strides;
   const Plan* plan;  // rows of queries
@@ -37,6 +38,7 @@ struct ForwardArgs {
 struct BackwardArgs {
   const void *q, *k, *v;    // as forward
   const void *out, *grad;   // (batch, seqlen_q, q_heads, head_dim_v), any strides: out and its gradient
+  int64_t element;          // of all five
   const float* lse;         // (batch, q_heads, seqlen_q) contiguous
   const float* lse_grad;    // the same, or null for none
   float* delta;             // (batch, q_heads, seqlen_q) memory to work in

@@ -135,7 +135,8 @@ class BackwardRow {
 
   static int64_t memory_needed(const BackwardArgs& args) {
     const int64_t D = args.head_dim, E = args.head_dim_v, block = args.plan->block;
-    return block * (2 * D + 2 * E) + block * (D + PANEL) + STEP_ROWS * (D + E + PANEL + MAX_PANELS * PANEL + 2);
+    return block * (2 * D + 2 * E) + block * (D + PANEL) + PANEL * (D + E) +
+           STEP_ROWS * (D + E + PANEL + MAX_PANELS * PANEL + 2);
   }
 
   void run() {
@@ -163,27 +164,27 @@ class BackwardRow {
   }
 
   Rows rows_of(const void* tensor, const Strides& at, int64_t width) {
-    float* packed = worth_packing(at.token, width, num_panels_) ? take(STEP_ROWS * width) : nullptr;
-    return {(const float*)tensor + batch_ * at.batch + head_ * at.head, at.token, width, packed};
+    const Tokens tokens(tensor, args_.element, at, batch_, head_);
+    return {tokens, width, worth_packing(tokens, width, num_panels_) ? take(STEP_ROWS * width) : nullptr};
   }
 
   // The block's keys and values as panels, and its keys as rows padded to whole vectors for dq.
   void load_keys() {
     const int64_t kv_head = head_ / (args_.q_heads / args_.kv_heads), first = row_ * plan_.block;
-    const Strides &k_at = args_.k_strides, &v_at = args_.v_strides;
-    const float* k = (const float*)args_.k + batch_ * k_at.batch + kv_head * k_at.head + first * k_at.token;
-    const float* v = (const float*)args_.v + batch_ * v_at.batch + kv_head * v_at.head + first * v_at.token;
+    const Tokens k(args_.k, args_.element, args_.k_strides, batch_, kv_head);
+    const Tokens v(args_.v, args_.element, args_.v_strides, batch_, kv_head);
+    float* space = take(PANEL * std::max(D_, E_));
     for (int p = 0; p < num_panels_; p++) {
       const int rows = std::min(PANEL, keys_ - p * PANEL);
       panels_[p] = {take(D_ * PANEL), take(E_ * PANEL), take(D_ * PANEL), take(E_ * PANEL)};
-      pack_panel(k + p * PANEL * k_at.token, k_at.token, rows, D_, scale_.sign, panels_[p].k);
-      pack_panel(v + p * PANEL * v_at.token, v_at.token, rows, E_, 1.f, panels_[p].v);
+      pack_panel(k, first + p * PANEL, rows, D_, scale_.sign, space, panels_[p].k);
+      pack_panel(v, first + p * PANEL, rows, E_, 1.f, space, panels_[p].v);
       std::memset(panels_[p].dk, 0, sizeof(float) * D_ * PANEL);
       std::memset(panels_[p].dv, 0, sizeof(float) * E_ * PANEL);
     }
     k_rows_ = take(keys_ * k_stride_);
     for (int r = 0; r < keys_; r++) {
-      std::memcpy(k_rows_ + r * k_stride_, k + r * k_at.token, sizeof(float) * D_);
+      k.read(first + r, D_, k_rows_ + r * k_stride_);
       for (int64_t d = D_; d < k_stride_; d++) k_rows_[r * k_stride_ + d] = 0;
     }
   }
@@ -276,22 +277,27 @@ class BackwardRow {
   Base* base_;
 };
 
-// delta[i] = grad[i] . out[i] - lse_grad[i] of one block of queries of one head.
-void fill_delta(const BackwardArgs& args, int64_t batch, int64_t head, int64_t first) {
+float dot_rows(const float* a, const float* b, int64_t width) {
+  vec sums = {};
+  int64_t e = 0;
+  for (; e + LANES <= width; e += LANES) sums += load(a + e) * load(b + e);
+  float sum = 0;
+  for (int lane = 0; lane < LANES; lane++) sum += sums[lane];
+  for (; e < width; e++) sum += a[e] * b[e];
+  return sum;
+}
+
+// delta[i] = grad[i] . out[i] - lse_grad[i] of one block of queries of one head. `space` holds 2 * E floats.
+void fill_delta(const BackwardArgs& args, int64_t batch, int64_t head, int64_t first, float* space) {
   const int64_t N = args.plan->visited_seqlen, last = std::min(N, first + args.plan->visited_block);
-  const Strides &out_at = args.out_strides, &grad_at = args.grad_strides;
-  const float* out = (const float*)args.out + batch * out_at.batch + head * out_at.head;
-  const float* grad = (const float*)args.grad + batch * grad_at.batch + head * grad_at.head;
+  const int64_t E = args.head_dim_v;
+  const Tokens out(args.out, args.element, args.out_strides, batch, head);
+  const Tokens grad(args.grad, args.element, args.grad_strides, batch, head);
   for (int64_t i = first; i < last; i++) {
-    const float *o = out + i * out_at.token, *g = grad + i * grad_at.token;
-    vec sums = {};
-    int64_t e = 0;
-    for (; e + LANES <= args.head_dim_v; e += LANES) sums += load(o + e) * load(g + e);
-    float sum = 0;
-    for (int lane = 0; lane < LANES; lane++) sum += sums[lane];
-    for (; e < args.head_dim_v; e++) sum += o[e] * g[e];
+    out.read(i, E, space);
+    grad.read(i, E, space + E);
     const int64_t at = (batch * args.q_heads + head) * N + i;
-    args.delta[at] = sum - (args.lse_grad ? args.lse_grad[at] : 0.f);
+    args.delta[at] = dot_rows(space, space + E, E) - (args.lse_grad ? args.lse_grad[at] : 0.f);
   }
 }
 
@@ -302,10 +308,16 @@ extern "C" DYNAXX_EXPORT int dynaxx_cpu_backward(const BackwardArgs* args) {
   const Plan& plan = *args->plan;
   const int64_t rows = num_rows(plan), heads = args->q_heads;
   const int64_t q_blocks = (plan.visited_seqlen + plan.visited_block - 1) / plan.visited_block;
-  for_each_task(args->batch * heads * q_blocks, args->threads, [&](int64_t index) {
-    fill_delta(*args, index / q_blocks / heads, index / q_blocks % heads, index % q_blocks * plan.visited_block);
-  });
   std::atomic<int> failed{0};
+  for_each_task(args->batch * heads * q_blocks, args->threads, [&](int64_t index) {
+    try {
+      float* space = thread_scratch().reserve(2 * args->head_dim_v);
+      const int64_t first = index % q_blocks * plan.visited_block;
+      fill_delta(*args, index / q_blocks / heads, index / q_blocks % heads, first, space);
+    } catch (const std::bad_alloc&) {
+      failed = 1;
+    }
+  });
   for_each_task(args->batch * heads * args->strips, args->threads, [&](int64_t index) {
     const int64_t strip = index % args->strips, head = index / args->strips % heads;
     const int64_t batch = index / args->strips / heads;

@@ -33,7 +33,7 @@ class ForwardRow {
   static int64_t memory_needed(const ForwardArgs& args, int64_t heads) {
     const int64_t panels = heads * (args.plan->block / PANEL);
     return panels * (args.head_dim + args.head_dim_v + 2) * PANEL +
-           STEP_ROWS * (PANEL + args.head_dim + args.head_dim_v);
+           STEP_ROWS * (PANEL + args.head_dim + args.head_dim_v) + PANEL * args.head_dim;
   }
 
   void run() {
@@ -63,14 +63,14 @@ class ForwardRow {
   }
 
   void load_queries() {
-    const Strides& at = args_.q_strides;
+    float* space = take(PANEL * D_);
     for (int64_t h = 0; h < task_.num_heads; h++) {
-      const float* q = (const float*)args_.q + task_.batch * at.batch + (task_.head + h) * at.head;
+      const Tokens q(args_.q, args_.element, args_.q_strides, task_.batch, task_.head + h);
       for (int64_t i = 0; i < queries_; i += PANEL) {
         QueryPanel& panel = panels_[num_panels_++];
         panel = {take(D_ * PANEL), take(E_ * PANEL), take(PANEL), take(PANEL)};
         const int rows = int(std::min<int64_t>(PANEL, queries_ - i));
-        pack_panel(q + (task_.row * plan_.block + i) * at.token, at.token, rows, D_, scale_.sign, panel.q);
+        pack_panel(q, task_.row * plan_.block + i, rows, D_, scale_.sign, space, panel.q);
         reset(panel, E_);
       }
     }
@@ -78,8 +78,8 @@ class ForwardRow {
 
   Rows rows_of(const void* tensor, const Strides& at, int64_t width) {
     const int64_t kv_head = task_.head / (args_.q_heads / args_.kv_heads);
-    float* packed = worth_packing(at.token, width, num_panels_) ? take(STEP_ROWS * width) : nullptr;
-    return {(const float*)tensor + task_.batch * at.batch + kv_head * at.head, at.token, width, packed};
+    const Tokens tokens(tensor, args_.element, at, task_.batch, kv_head);
+    return {tokens, width, worth_packing(tokens, width, num_panels_) ? take(STEP_ROWS * width) : nullptr};
   }
 
   void store_panel(int p) const {
@@ -98,7 +98,7 @@ class ForwardRow {
         store(x, load(x) * load(inverse + i));
       }
     const int64_t token = args_.q_heads * E_;
-    float* out = (float*)args_.out + (task_.batch * plan_.seqlen + first) * token + head * E_;
+    float* out = args_.out + (task_.batch * plan_.seqlen + first) * token + head * E_;
     transpose(panel.out, PANEL, int(E_), rows, out, token);
   }
 

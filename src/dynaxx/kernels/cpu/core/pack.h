@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "vec.h"
+#include "elements.h"
 
 namespace dynaxx {
 
@@ -39,14 +39,17 @@ inline void transpose(const float* from, int64_t from_stride, int rows, int64_t 
     for (int64_t j = i < rows4 ? cols4 : 0; j < cols; j++) to[j * to_stride + i] = from[i * from_stride + j] * factor;
 }
 
-// `rows` (<= PANEL) rows as a panel (cols, PANEL), times factor; the panel's other columns are 0.
-inline void pack_panel(const float* rows_at, int64_t stride, int rows, int64_t cols, float factor, float* panel) {
-  if (rows < PANEL) std::memset(panel, 0, sizeof(float) * cols * PANEL);
-  transpose(rows_at, stride, rows, cols, panel, PANEL, factor);
-}
-
-inline void copy_rows(const float* from, int64_t stride, int64_t rows, int64_t cols, float* to) {
-  for (int64_t r = 0; r < rows; r++) std::memcpy(to + r * cols, from + r * stride, sizeof(float) * cols);
+// `rows` (<= PANEL) tokens from `token` on as a panel (width, PANEL), times factor; the panel's other columns are 0.
+// `space` holds PANEL * width floats.
+inline void pack_panel(const Tokens& tokens, int64_t token, int rows, int64_t width, float factor, float* space,
+                       float* panel) {
+  if (rows < PANEL) std::memset(panel, 0, sizeof(float) * width * PANEL);
+  if (tokens.element == Element::FP32) {
+    transpose(tokens.row(token), tokens.stride, rows, width, panel, PANEL, factor);
+    return;
+  }
+  for (int r = 0; r < rows; r++) tokens.read(token + r, width, space + r * width);
+  transpose(space, width, rows, width, panel, PANEL, factor);
 }
 
 }  // namespace dynaxx

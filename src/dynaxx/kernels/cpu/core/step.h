@@ -10,14 +10,13 @@ constexpr int STEP_ROWS = 128;                         // rows per step; a block
 constexpr int MAX_BLOCKS = STEP_ROWS / 16;             // blocks per step
 constexpr int MAX_SPANS = MAX_BLOCKS * MAX_RUNS;       // spans per step and panel
 
-// One of the two tensors whose rows a task visits: of one batch entry and head.
+// One of the two tensors whose rows a task visits.
 struct Rows {
-  const float* first;
-  int64_t stride;
+  Tokens tokens;
   int64_t width;
   float* packed;  // (STEP_ROWS, width), or null to read in place
 
-  int64_t step_stride() const { return packed ? width : stride; }
+  int64_t step_stride() const { return packed ? width : tokens.stride; }
 };
 
 struct Block {
@@ -35,15 +34,16 @@ struct Step {
   int rows = 0;
 };
 
-// Copying rows pays where several panels read them and they lie apart: neighbours of other heads share their cache
-// sets and pages.
-DYNAXX_INLINE bool worth_packing(int64_t stride, int64_t width, int panels) { return panels > 1 && stride != width; }
+// Rows are copied where they need widening, and where several panels read them and they lie apart: rows between which
+// other heads lie share their cache sets and pages.
+DYNAXX_INLINE bool worth_packing(const Tokens& tokens, int64_t width, int panels) {
+  return tokens.element != Element::FP32 || (panels > 1 && tokens.stride != width);
+}
 
 DYNAXX_INLINE const float* block_rows(const Rows& rows, int64_t token, int count, int at) {
-  const float* from = rows.first + token * rows.stride;
-  if (!rows.packed) return from;
+  if (!rows.packed) return rows.tokens.row(token);
   float* to = rows.packed + at * rows.width;
-  copy_rows(from, rows.stride, count, rows.width, to);
+  for (int r = 0; r < count; r++) rows.tokens.read(token + r, rows.width, to + r * rows.width);
   return to;
 }
 
