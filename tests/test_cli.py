@@ -83,7 +83,7 @@ def tools(monkeypatch):
 
     analysis = Result(tokens=256, summary={"heads": 8})
     stand_in(monkeypatch, "analyze", analyze=call("analyze", analysis), write_bertviz=call("bertviz", None))
-    stand_in(monkeypatch, "tune", tune=tune)
+    stand_in(monkeypatch, "tune", tune=tune, default_block_size=lambda model: 32)
     stand_in(monkeypatch, "validate", validate=call("validate", Validation(passed=True)))
     stand_in(monkeypatch, "report", write_report=write_report)
     stand_in(monkeypatch, "bench_cpu", run_cpu_suite=call("bench", {"bars": [{"ok": True}], "rows": []}))
@@ -370,7 +370,7 @@ def test_a_run_that_was_killed_goes_on(tools, monkeypatch, tiny, tmp_path):
         raise KeyboardInterrupt
 
     real = sys.modules["dynaxx.lab.tune"]
-    stand_in(monkeypatch, "tune", tune=killed)
+    stand_in(monkeypatch, "tune", tune=killed, default_block_size=lambda model: 32)
     assert dynaxx_(*tune_args(tiny, tmp_path)).exit_code == 130
     monkeypatch.setitem(sys.modules, "dynaxx.lab.tune", real)
     assert dynaxx_(*tune_args(tiny, tmp_path)).exit_code == 0

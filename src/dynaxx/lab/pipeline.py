@@ -19,7 +19,6 @@ from dynaxx.lab.progress import Progress, SilentProgress
 from dynaxx.lab.texts import split_text
 
 SHARES = {"profile": 10, "analyze": 10, "tune": 60, "validate": 19, "report": 1}  # of the time, about
-ANALYSIS_BLOCK = 64
 
 
 @dataclass(frozen=True)
