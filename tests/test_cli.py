@@ -382,12 +382,12 @@ def test_tune_for_real(monkeypatch, tiny, tmp_path):
     monkeypatch.setattr("dynaxx.lab.tune.time_lengths", lambda model, policy: [])
     args = tune_args(tiny, tmp_path, "--block-size", 16, "--time-budget", "5s", "--quiet")
     shown = dynaxx_(*args)
-    assert shown.exit_code in (0, 1), shown.stderr  # a random model may fail its validation
+    assert shown.exit_code in (0, 1), shown.stderr  # whether it is fast enough depends on the machine's other work
     assert {"profile.json", "analysis.json", "tuning.json", "policy.json", "report.html"} <= set(os.listdir(tmp_path))
     assert dynaxx.load_policy(tmp_path / "policy.json")
     policy = (tmp_path / "policy.json").read_bytes()
     again = dynaxx_(*args, "--json")
-    assert again.exit_code == shown.exit_code
+    assert again.exit_code == int(not json.loads(again.stdout)["ok"])
     assert json.loads(again.stdout)["tuning"]["chosen"] == json.loads((tmp_path / "tuning.json").read_text())["chosen"]
     assert json.loads((tmp_path / "policy.json").read_text())["rules"] == json.loads(policy)["rules"]
 
