@@ -19,13 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from dynaxx.errors import PolicyError, UnsupportedInputError
+from dynaxx.integrations.decoder import DENSE, NAME, Decoder, implementation, window_of
 from dynaxx.integrations.masks import Run, read_mask
 from dynaxx.layout import BlockLayout
 from dynaxx.ops import sparse_attention
 from dynaxx.policy import LayerPlan, LengthSwitch, ModelFacts, Policy, resolve
-
-NAME = "dynaxx"  # without "flash", "sdpa", "flex_attention" or "/", which transformers treats in special ways
-DENSE = "sdpa"
 
 # Arguments of attention calls that do not change what is computed, or are handled here.
 _HARMLESS = frozenset(
@@ -75,7 +73,7 @@ class Handle:
     @property
     def active(self) -> bool:
         """Whether the policy is still applied."""
-        return any(m in _LAYERS and _implementation(m) == NAME for m in self._layers)
+        return any(m in _LAYERS and implementation(m) == NAME for m in self._layers)
 
     def remove(self) -> None:
         """Give the model back exactly the attention it had. More calls do nothing."""
@@ -148,7 +146,7 @@ def apply(model: nn.Module, policy: Policy) -> Handle:
     if not isinstance(policy, Policy):
         raise TypeError(f"`policy` must be a Policy, got {type(policy).__name__}; read a file with load_policy")
     interface, masks = _interfaces()
-    found = _Decoder.of(model)
+    found = Decoder.of(model)
     if any(module in _LAYERS for module in found.layers.values()):
         raise ValueError("`model` has a policy already; call remove() on its handle first")
     _check_same_model(policy.model, found.facts)
@@ -162,7 +160,7 @@ def apply(model: nn.Module, policy: Policy) -> Handle:
     handle = Handle(policy, plans, found.owner, found.layers)
     try:
         found.owner.set_attn_implementation(NAME)
-        escaped = [i for i, m in found.layers.items() if _implementation(m) != NAME]
+        escaped = [i for i, m in found.layers.items() if implementation(m) != NAME]
         if escaped:
             raise UnsupportedInputError(
                 f"{found.facts.model_type} with a policy",
@@ -180,17 +178,17 @@ def model_facts(model: nn.Module) -> ModelFacts:
     Raises:
         UnsupportedInputError: no decoder attention of transformers was found in it.
     """
-    return _Decoder.of(model).facts
+    return Decoder.of(model).facts
 
 
 def attention_layers(model: nn.Module) -> dict[int, nn.Module]:
     """The decoder's attention modules by layer index. Raises as `model_facts`."""
-    return dict(_Decoder.of(model).layers)
+    return dict(Decoder.of(model).layers)
 
 
 def full_attention_layers(model: nn.Module) -> list[int]:
     """Layers that see the whole sequence, which a policy can make sparse; not those with a window of their own."""
-    return [index for index, module in _Decoder.of(model).layers.items() if not _window_of(module)]
+    return [index for index, module in Decoder.of(model).layers.items() if not window_of(module)]
 
 
 class _Layer:
@@ -403,82 +401,6 @@ class _MaskReader:
         return self._runs
 
 
-class _Decoder:
-    """The text decoder of a model: the module that owns its config, and its attention modules."""
-
-    def __init__(self, owner: Any, config: Any, layers: dict[int, nn.Module]) -> None:
-        self.owner = owner
-        self.config = config
-        self.layers = layers
-
-    @classmethod
-    def of(cls, model: nn.Module) -> _Decoder:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"`model` must be a transformers model, got {type(model).__name__}")
-        from transformers import PreTrainedModel
-
-        owners = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-        if not owners:
-            raise _refusal(model, "it holds no transformers.PreTrainedModel")
-        config = owners[0].config.get_text_config(decoder=True)
-        owner = next((module for module in owners if module.config is config), owners[0])
-        layers: dict[int, nn.Module] = {}
-        for module in owner.modules():
-            if not _is_attention(module):
-                continue
-            if module.layer_idx in layers:
-                raise _refusal(model, f"two attention modules claim layer {module.layer_idx} (cross attention?)")
-            layers[module.layer_idx] = module
-        if sorted(layers) != list(range(config.num_hidden_layers)):
-            raise _refusal(
-                model, "no attention modules with `layer_idx` and `num_key_value_groups` were found for all layers"
-            )
-        return cls(owner, config, layers)
-
-    @property
-    def facts(self) -> ModelFacts:
-        return ModelFacts.of(self.config)
-
-    def refusals(self, plans: dict[int, LayerPlan]) -> list[str]:
-        """Why this model cannot run such plans rightly."""
-        config, reasons = self.config, []
-        before = {_implementation(module) for module in self.layers.values()} - {NAME}
-        if before - {DENSE}:
-            reasons.append(
-                f"its attention is {sorted(map(str, before))}; call model.set_attn_implementation({DENSE!r}) first"
-            )
-        if getattr(config, "is_encoder_decoder", False):
-            reasons.append("encoder-decoder attention is not served")
-        if getattr(config, "kv_lora_rank", None):
-            reasons.append("multi-head latent attention is not served")
-        if getattr(config, "attn_logit_softcapping", None):
-            reasons.append("softcapped attention scores are not served")
-        for index in plans:
-            module = self.layers[index]
-            if getattr(module, "sinks", None) is not None:
-                reasons.append(f"layer {index} has learned attention sinks")
-            if not getattr(module, "is_causal", True):
-                reasons.append(f"layer {index} is not causal")
-        return reasons
-
-
-def _is_attention(module: nn.Module) -> bool:
-    """Whether it is a self-attention module that goes through `AttentionInterface`."""
-    return (
-        isinstance(getattr(module, "layer_idx", None), int)
-        and hasattr(module, "num_key_value_groups")
-        and hasattr(module, "config")
-    )
-
-
-def _implementation(module: Any) -> str:
-    return module.config._attn_implementation
-
-
-def _window_of(module: nn.Module) -> int | None:
-    return getattr(module, "sliding_window", None)
-
-
 def _dense_attention(module: nn.Module) -> Callable[..., tuple[Tensor, None]]:
     """The dense attention this module's own file would look up."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -521,7 +443,3 @@ def _warn_if_measured_elsewhere(policy: Policy, model: nn.Module) -> None:
             policy.measured_on.device,
             device,
         )
-
-
-def _refusal(model: nn.Module, reason: str) -> UnsupportedInputError:
-    return UnsupportedInputError(type(model).__name__, {"transformers": [reason]})

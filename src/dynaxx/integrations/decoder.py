@@ -1,0 +1,101 @@
+"""Finding the decoder in a transformers model: its config, its attention modules, and why it could not be served."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from dynaxx.errors import UnsupportedInputError
+from dynaxx.policy import LayerPlan, ModelFacts
+
+NAME = "dynaxx"  # without "flash", "sdpa", "flex_attention" or "/", which transformers treats in special ways
+DENSE = "sdpa"
+
+
+class Decoder:
+    """The text decoder of a model: the module that owns its config, and its attention modules."""
+
+    def __init__(self, owner: Any, config: Any, layers: dict[int, nn.Module]) -> None:
+        self.owner = owner
+        self.config = config
+        self.layers = layers
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Decoder:
+        """Find it.
+
+        Raises:
+            TypeError, UnsupportedInputError: this is no model, or none with such a decoder.
+        """
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"`model` must be a transformers model, got {type(model).__name__}")
+        from transformers import PreTrainedModel
+
+        owners = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+        if not owners:
+            raise _refusal(model, "it holds no transformers.PreTrainedModel")
+        config = owners[0].config.get_text_config(decoder=True)
+        owner = next((module for module in owners if module.config is config), owners[0])
+        layers: dict[int, nn.Module] = {}
+        for module in owner.modules():
+            if not _is_attention(module):
+                continue
+            if module.layer_idx in layers:
+                raise _refusal(model, f"two attention modules claim layer {module.layer_idx} (cross attention?)")
+            layers[module.layer_idx] = module
+        if sorted(layers) != list(range(config.num_hidden_layers)):
+            raise _refusal(
+                model, "no attention modules with `layer_idx` and `num_key_value_groups` were found for all layers"
+            )
+        return cls(owner, config, layers)
+
+    @property
+    def facts(self) -> ModelFacts:
+        """What a policy for this model has to say about it."""
+        return ModelFacts.of(self.config)
+
+    def refusals(self, plans: dict[int, LayerPlan]) -> list[str]:
+        """Why this model cannot run such plans rightly."""
+        config, reasons = self.config, []
+        before = {implementation(module) for module in self.layers.values()} - {NAME}
+        if before - {DENSE}:
+            reasons.append(
+                f"its attention is {sorted(map(str, before))}; call model.set_attn_implementation({DENSE!r}) first"
+            )
+        if getattr(config, "is_encoder_decoder", False):
+            reasons.append("encoder-decoder attention is not served")
+        if getattr(config, "kv_lora_rank", None):
+            reasons.append("multi-head latent attention is not served")
+        if getattr(config, "attn_logit_softcapping", None):
+            reasons.append("softcapped attention scores are not served")
+        for index in plans:
+            module = self.layers[index]
+            if getattr(module, "sinks", None) is not None:
+                reasons.append(f"layer {index} has learned attention sinks")
+            if not getattr(module, "is_causal", True):
+                reasons.append(f"layer {index} is not causal")
+        return reasons
+
+
+def _is_attention(module: nn.Module) -> bool:
+    """Whether it is a self-attention module that goes through `AttentionInterface`."""
+    return (
+        isinstance(getattr(module, "layer_idx", None), int)
+        and hasattr(module, "num_key_value_groups")
+        and hasattr(module, "config")
+    )
+
+
+def implementation(module: Any) -> str:
+    """The name under which a module looks up its attention."""
+    return module.config._attn_implementation
+
+
+def window_of(module: nn.Module) -> int | None:
+    """The window of a local layer; None if it sees everything."""
+    return getattr(module, "sliding_window", None)
+
+
+def _refusal(model: nn.Module, reason: str) -> UnsupportedInputError:
+    return UnsupportedInputError(type(model).__name__, {"transformers": [reason]})
