@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from dynaxx.lab.attention_route import evaluating, routed
 
 CAPTURE = "dynaxx_capture"  # our name in transformers' AttentionInterface
 HIDDEN = -1e4  # score of a pair that is not visible: exp is 0 and 0 * score stays 0
@@ -54,7 +54,7 @@ def visit_attention(model: Any, input_ids: Tensor, visit: Visitor) -> None:
             (learned sinks in the softmax, a position bias, attention that is not causal).
     """
     seen: set[int] = set()
-    with _captured(model), _evaluating(model):
+    with routed(model, CAPTURE, _capture), evaluating(model):
         token = _visitor.set((visit, seen))
         try:
             model.base_model(input_ids.to(model.device), use_cache=False)  # no lm head: logits would be N x vocabulary
@@ -65,31 +65,6 @@ def visit_attention(model: Any, input_ids: Tensor, visit: Visitor) -> None:
             f"{type(model).__name__} does not call its attention through transformers' AttentionInterface, "
             "so its maps cannot be read"
         )
-
-
-@contextmanager
-def _captured(model: Any) -> Iterator[None]:
-    """Route attention through `_capture`."""
-    modeling = importlib.import_module("transformers.modeling_utils")
-    masking = importlib.import_module("transformers.masking_utils")
-    modeling.AttentionInterface.register(CAPTURE, _capture)
-    masking.AttentionMaskInterface.register(CAPTURE, masking.sdpa_mask)  # without it masks would arrive as None
-    own = model.config._attn_implementation
-    try:
-        model.set_attn_implementation(CAPTURE)
-        yield
-    finally:
-        model.set_attn_implementation(own)
-
-
-@contextmanager
-def _evaluating(model: Any) -> Iterator[None]:
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)
 
 
 def _capture(

@@ -10,7 +10,6 @@ N tokens, H / G q and kv heads, D / E head_dim of q, k and of v.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dynaxx.lab.attention_route import routed
 from dynaxx.lab.perplexity import ROWS, logits_of
 from dynaxx.ops import sparse_attention
 from dynaxx.selection import Hybrid, select_blocks
@@ -98,21 +98,15 @@ def _fisher_gradient(model: Any, hidden: Tensor, seed: int) -> Tensor:
 @contextmanager
 def _probing(model: Any, visit: Visitor) -> Iterator[None]:
     """Route attention through `_probe`; parameters take no part in the backward pass."""
-    modeling = importlib.import_module("transformers.modeling_utils")
-    masking = importlib.import_module("transformers.masking_utils")
-    modeling.AttentionInterface.register(PROBE, _probe)
-    masking.AttentionMaskInterface.register(PROBE, masking.sdpa_mask)
-    own, learning = model.config._attn_implementation, [p for p in model.parameters() if p.requires_grad]
+    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     _visitors.append(visit)
     try:
-        model.set_attn_implementation(PROBE)
         for parameter in learning:
             parameter.requires_grad_(False)
-        with torch.enable_grad():
+        with routed(model, PROBE, _probe), torch.enable_grad():
             yield
     finally:
         _visitors.pop()
-        model.set_attn_implementation(own)
         for parameter in learning:
             parameter.requires_grad_(True)
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.lab.allocation import Allocator
+from dynaxx.lab.attention_route import evaluating
 from dynaxx.lab.crossover import LengthTiming, dense_below, time_lengths
 from dynaxx.lab.files import write_json
 from dynaxx.lab.perplexity import token_losses
@@ -171,13 +172,9 @@ class _Search:
         self.floor = tokens // block_size // 2
 
     def run(self, command: str, name: str) -> TuneResult:
-        training = self.model.training
-        self.model.eval()
-        try:
-            with self.progress.task("tuning", total=4 + len(SCORERS) + 2 * SEARCH_STEPS + 2) as task:
-                return self._run(task, command, name)
-        finally:
-            self.model.train(training)
+        steps = 4 + len(SCORERS) + 2 * SEARCH_STEPS + 2
+        with evaluating(self.model), self.progress.task("tuning", total=steps) as task:
+            return self._run(task, command, name)
 
     def _run(self, task: Task, command: str, name: str) -> TuneResult:
         task.advance(0, "dense perplexity")

@@ -12,6 +12,7 @@ from torch import Tensor
 from dynaxx.errors import UnsupportedInputError
 from dynaxx.kernels.problem import AttentionProblem
 from dynaxx.layout import BlockLayout
+from dynaxx.ops.checks import check_inputs
 
 BACKENDS = ("hopper", "triton", "cpu", "reference")  # in the order that "auto" prefers
 
@@ -83,8 +84,6 @@ def explain(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, *, backend: st
     Raises:
         ValueError, TypeError, UnsupportedInputError: as `sparse_attention` would.
     """
-    from dynaxx.ops.attention import check_inputs
-
     problem = check_inputs(q, k, v, layout)
     reasons = {name: unsupported_reasons(name, problem) for name in BACKENDS}
     return Explanation(problem, choose_backend(problem, backend), reasons, layout.density())

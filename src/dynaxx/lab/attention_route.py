@@ -1,0 +1,40 @@
+"""Send a model's attention through a function of ours for a while, by transformers' own extension points."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def routed(model: Any, name: str, attend: Callable[..., Any]) -> Iterator[None]:
+    """Let `attend` compute attention within the block; afterwards, and after an error, the model has its own back.
+
+    Args:
+        name: what the function is registered as, in `AttentionInterface` and, with SDPA's masks, in
+            `AttentionMaskInterface`; without the latter masks would arrive as None.
+        attend: (module, query, key, value, attention_mask, **kwargs) -> (out, None), as transformers calls it.
+    """
+    modeling = importlib.import_module("transformers.modeling_utils")
+    masking = importlib.import_module("transformers.masking_utils")
+    modeling.AttentionInterface.register(name, attend)
+    masking.AttentionMaskInterface.register(name, masking.sdpa_mask)
+    own = model.config._attn_implementation
+    try:
+        model.set_attn_implementation(name)
+        yield
+    finally:
+        model.set_attn_implementation(own)
+
+
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Put the model in eval mode within the block, and back into its own afterwards."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)

@@ -1,0 +1,76 @@
+"""What must hold of the inputs before any backend sees them."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+from dynaxx.kernels.problem import AttentionProblem
+from dynaxx.layout import BlockLayout
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_inputs(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout) -> AttentionProblem:
+    """Check that the inputs fit together, and describe them.
+
+    Raises:
+        TypeError: an unsupported or mixed dtype.
+        ValueError: a shape, device or layout that does not fit, or block indices out of range.
+    """
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.ndim != 4:
+            raise ValueError(f"`{name}` must be (batch, seqlen, heads, head_dim), got shape {tuple(tensor.shape)}")
+        if tensor.dtype not in DTYPES:
+            raise TypeError(f"`{name}` must be one of {DTYPES}, got {tensor.dtype}")
+        if tensor.dtype != q.dtype:
+            raise TypeError(f"`{name}` must have q's dtype {q.dtype}, got {tensor.dtype}")
+        if tensor.device != q.device:
+            raise ValueError(f"`{name}` must be on q's device {q.device}, got {tensor.device}")
+    batch, seqlen_q, q_heads, head_dim = q.shape
+    seqlen_k, kv_heads = k.shape[1:3]
+    if k.shape != (batch, seqlen_k, kv_heads, head_dim):
+        raise ValueError(
+            f"`k` must be (batch = {batch}, seqlen_k, kv_heads, head_dim = {head_dim}), got {tuple(k.shape)}"
+        )
+    if v.shape[:3] != k.shape[:3]:
+        raise ValueError(
+            f"`v` must agree with k in batch, seqlen_k and kv_heads {tuple(k.shape[:3])}, got {tuple(v.shape)}"
+        )
+    if kv_heads == 0 or q_heads % kv_heads:
+        raise ValueError(f"q_heads must be a multiple of kv_heads, got {q_heads} and {kv_heads}")
+    if head_dim == 0 or v.shape[-1] == 0:
+        raise ValueError(f"head_dim must be >= 1, got {head_dim} and {v.shape[-1]}")
+    if (layout.seqlen_q, layout.seqlen_k) != (seqlen_q, seqlen_k):
+        raise ValueError(
+            f"`layout` must be for {seqlen_q} x {seqlen_k} tokens, got one for {layout.seqlen_q} x {layout.seqlen_k}"
+        )
+    if layout.layout_batch not in (1, batch) or layout.layout_heads not in (1, q_heads):
+        raise ValueError(
+            f"`layout` must be shared or for batch {batch} and {q_heads} q heads, "
+            f"got batch {layout.layout_batch} and {layout.layout_heads} heads"
+        )
+    if layout.device != q.device:
+        raise ValueError(f"`layout` must be on q's device {q.device}, got {layout.device}; use layout.to(q.device)")
+    _check_values(layout)
+    return AttentionProblem(
+        device=q.device,
+        dtype=q.dtype,
+        batch=batch,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        head_dim_v=v.shape[-1],
+        block_size=layout.block_size,
+        needs_grad=torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)),
+    )
+
+
+def _check_values(layout: BlockLayout) -> None:
+    """Before a launch, once per layout: on a CPU always, on a GPU (where it waits for the device) on request."""
+    if layout.device.type == "cpu" or os.environ.get("DYNAXX_DEBUG") == "1":
+        layout.validated  # noqa: B018  (a cached property that raises)
