@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynaxx.kernels.problem import AttentionProblem
 from dynaxx.layout import BlockLayout, to_block_mask
-from dynaxx.ops.attention import sparse_attention
+from dynaxx.ops.attention import check_inputs, sparse_attention
 from dynaxx.ops.dispatch import unsupported_reasons
 from dynaxx.patterns import SlidingWindow
 
@@ -102,7 +101,7 @@ def check_backend(name: str, device: torch.device, *, cases: int, seed: int) -> 
     served = 0
     for case_seed in range(seed, seed + cases):
         case = random_case(case_seed, dtype=torch.bfloat16, device=device, head_dims=(64, 128), block_sizes=(64, 128))
-        if unsupported_reasons(name, _problem(case.q, case.k, case.layout)):
+        if unsupported_reasons(name, check_inputs(case.q, case.k, case.v, case.layout)):
             continue
         for check in (check_forward, check_gradients):
             for report in check(attend, case.q, case.k, case.v, case.layout):
@@ -130,7 +129,7 @@ def time_workload(workload: Workload, device: torch.device, seed: int, *, with_f
     }
     rows = []
     for name in BACKENDS:
-        why = unsupported_reasons(name, _problem(q, k, layout))
+        why = unsupported_reasons(name, check_inputs(q, k, v, layout))
         run = lambda name=name: sparse_attention(q, k, v, layout, backend=name)
         rows.append({**common, "implementation": name, **({"skipped": why} if why else _times(run, (q, k, v), flops))})
     peers: list[tuple[str, Callable[[], Callable[[], Tensor]], int]] = [
@@ -214,22 +213,6 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, workload: Worklo
     compiled = torch.compile(flex_attention, dynamic=False)
     return lambda: compiled(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), block_mask=block_mask, enable_gqa=True
-    )
-
-
-def _problem(q: Tensor, k: Tensor, layout: BlockLayout) -> AttentionProblem:
-    return AttentionProblem(
-        device=q.device,
-        dtype=q.dtype,
-        batch=q.shape[0],
-        seqlen_q=q.shape[1],
-        seqlen_k=k.shape[1],
-        q_heads=q.shape[2],
-        kv_heads=k.shape[2],
-        head_dim=q.shape[3],
-        head_dim_v=k.shape[3],
-        block_size=layout.block_size,
-        needs_grad=True,
     )
 
 
