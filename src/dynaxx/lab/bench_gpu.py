@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from dynaxx.layout import BlockLayout, to_block_mask
-from dynaxx.ops.attention import check_inputs, sparse_attention
+from dynaxx.ops.attention import sparse_attention
+from dynaxx.ops.checks import check_inputs
 from dynaxx.ops.dispatch import unsupported_reasons
 from dynaxx.patterns import SlidingWindow
 
@@ -194,6 +195,7 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, workload: Worklo
     """FlexAttention over the same blocks, masking its partial ones in closed form as its users do."""
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+    torch.compiler.reset()  # every workload's mask_mod is another function: the cache would run full
     lists = to_block_mask(layout)
     window = workload.window
 
