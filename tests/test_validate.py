@@ -126,41 +126,40 @@ def test_the_model_is_left_as_it_was(model):
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_tasks_hold_their_facts_and_end_in_the_answer():
+def test_tasks_hold_their_facts():
     haystack = Letters()(words(900, seed=3))["input_ids"]
-    samples = make_samples(Letters(), haystack, 1000, 3, seed=1)
+    said = lambda ids: "".join(chr((i - 1) if i > 32 else i + 95) for i in ids.flatten().tolist())
+    samples = make_samples(Letters(), haystack, 900, 3, seed=1)
+    assert [sample.task for sample in samples] == list(TASKS) * 3
     depths = []
     for sample in samples:
-        assert sample.ids.shape == (1, 1000)
-        said = "".join(chr((i - 1) if i > 32 else i + 95) for i in sample.ids[0].tolist())
-        answers = {answer.task: said[answer.start : answer.stop].strip() for answer in sample.answers}
-        assert list(answers) == list(TASKS)
-        assert sample.answers[-1].stop == 1000
-        first, second, third = answers["variable tracing"].split(", ")
-        assert f"VAR {second} = VAR {first}" in said
-        assert f"VAR {third} = VAR {second}" in said
-        for task in ("needle", "several keys"):
-            assert said.count(answers[task]) == 2
-        assert said.count("The secret number of") == 7 + 2
-        depths.append(said.index(answers["needle"]))
+        assert sample.prompt.shape == (1, 900)
+        prompt, answer = said(sample.prompt), said(sample.answer).strip()
+        if sample.task == "variable tracing":
+            first, second, third = answer.split(", ")
+            assert f"VAR {second} = VAR {first}" in prompt
+            assert f"VAR {third} = VAR {second}" in prompt
+            assert prompt.endswith("are:")
+        else:
+            assert prompt.count(f"is {answer}.") == 1
+            assert prompt.count("The secret number of") == (2 if sample.task == "needle" else 7)
+        if sample.task == "needle":
+            depths.append(prompt.index(answer))
     assert depths == sorted(depths)
-    again = make_samples(Letters(), haystack, 1000, 3, seed=1)
-    assert all(torch.equal(a.ids, b.ids) for a, b in zip(samples, again, strict=True))
+    again = make_samples(Letters(), haystack, 900, 3, seed=1)
+    assert all(torch.equal(a.prompt, b.prompt) for a, b in zip(samples, again, strict=True))
     with pytest.raises(ValueError, match="retrieval tasks need prompts of some hundred tokens"):
-        make_samples(Letters(), haystack, 500, 1)
+        make_samples(Letters(), haystack, 200, 1)
 
 
 def test_scores_are_teacher_forced(model):
-    (sample,) = make_samples(Letters(), Letters()(TEXT)["input_ids"], 900, 1)
-    scores = score(model, sample)
-    with torch.no_grad():
-        logprobs = model(sample.ids).logits.log_softmax(-1)[0]
-    for answer in sample.answers:
-        found = logprobs[answer.start - 1 : answer.stop - 1]
-        wanted = sample.ids[0, answer.start : answer.stop]
-        logprob, accuracy = scores[answer.task]
-        assert logprob == pytest.approx(float(found[range(len(wanted)), wanted].mean()), rel=1e-4)
-        assert accuracy == pytest.approx(float((found.argmax(-1) == wanted).float().mean()))
+    for sample in make_samples(Letters(), Letters()(TEXT)["input_ids"], 700, 1):
+        logprob, accuracy = score(model, sample)
+        with torch.no_grad():
+            ids = torch.cat([sample.prompt, sample.answer[None]], dim=1)
+            found = model(ids).logits.log_softmax(-1)[0, sample.prompt.shape[1] - 1 : -1]
+        assert logprob == pytest.approx(float(found[range(len(sample.answer)), sample.answer].mean()), rel=1e-4)
+        assert accuracy == pytest.approx(float((found.argmax(-1) == sample.answer).float().mean()))
 
 
 def test_repetition_counts_what_came_before():

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 WINDOWS = 3  # stretches of held-out text
 TOKENS = 4096  # of each, or what the model and the text have
 TASK_TOKENS = 2048
-TASK_SAMPLES = 5  # prompts, each with every task
+TASK_SAMPLES = 4  # of each task
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 1024, 64  # generated text
 NGRAM = 4
 SHORTEST = 64  # tokens; the policy must not be slower even here
@@ -274,13 +274,12 @@ class _Run:
     def retrieval(self, samples: Sequence[Any], share: float) -> tuple[TaskScore, ...]:
         """Every task, dense and sparse."""
         scores: dict[str, list[tuple[float, float, float, float]]] = {}
-        for index, sample in enumerate(samples):
-            self.task.advance(0, f"retrieval, prompt {index + 1} of {len(samples)}")
+        for sample in samples:
+            self.task.advance(0, f"retrieval: {sample.task}")
             dense = score(self.model, sample)
             with self.applied():
                 sparse = score(self.model, sample)
-            for task in TASKS:
-                scores.setdefault(task, []).append((*dense[task], *sparse[task]))
+            scores.setdefault(sample.task, []).append((*dense, *sparse))
             self.task.advance(share / len(samples))
         rows = []
         for task in TASKS:
