@@ -211,6 +211,25 @@ def test_nothing_to_do(attention, batch, seqlen_q, seqlen_k):
 
 
 @needs_core
+@pytest.mark.parametrize(("batch", "seqlen_q", "seqlen_k"), [(0, 64, 64), (1, 0, 64), (1, 64, 0), (2, 1, 1)])
+def test_gradients_of_nothing(batch, seqlen_q, seqlen_k):
+    q, k, v = (x.requires_grad_() for x in make_qkv(batch, seqlen_q, seqlen_k, 4, 2, 16))
+    layout = dx.Full().layout(seqlen_q, seqlen_k, causal=False, block_size=32)
+    dx.sparse_attention(q, k, v, layout, backend="cpu").sum().backward()
+    if batch == 1:
+        assert all((x.grad == 0).all() for x in (q, k, v))
+
+
+@needs_core
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-4])
+def test_any_scale(scale):
+    case = random_case(11, lengths=(100,), head_dims=(32,))
+    scaled = lambda q, k, v, layout: dx.sparse_attention(q, k, v, layout, scale=scale, return_lse=True, backend="cpu")
+    for check in (check_forward, check_gradients):
+        assert_within_budget(check(scaled, case.q, case.k, case.v, case.layout, scale), case)
+
+
+@needs_core
 def test_one_and_two_threads_agree_bitwise():
     q, k, v = make_qkv(2, 257, 257, 6, 2, 64)
     layout = (dx.SlidingWindow(70) | dx.RandomBlocks(2)).layout(257, block_size=32)

@@ -101,9 +101,8 @@ def run_cpu_suite(
         error = relative_error(seed)
         bars = [Bar("relative error against fp64", RELATIVE_ERROR, error, "window 512, 2048 tokens", at_most=True)]
         rows = []
-        for seqlen, head_dim, backward in _shapes(quick):
-            for timed_pass in ("forward", "backward") if backward else ("forward",):
-                rows += time_shape(_workloads(seqlen, head_dim), timed_pass, seed, say)
+        for seqlen, head_dim, timed_pass, memory in QUICK_SHAPES if quick else SHAPES:
+            rows += time_shape(_workloads(seqlen, head_dim), timed_pass, seed, say, memory)
         small = time_small(seed, say)
         bars += bars_of(rows) + bars_of_small(small)
     finally:
@@ -172,18 +171,23 @@ def relative_error(seed: int) -> float:
 # ---- times -----------------------------------------------------------------------------------------------------------
 
 
-def time_shape(workloads: list[Workload], timed_pass: str, seed: int, say: Report) -> list[dict[str, Any]]:
-    """Time workloads of one shape, SDPA and the matmul, in turns."""
+def time_shape(
+    workloads: list[Workload], timed_pass: str, seed: int, say: Report, memory: str = "heads first"
+) -> list[dict[str, Any]]:
+    """Time workloads of one shape, SDPA and the matmul, in turns; SDPA reads the same memory."""
     seqlen, head_dim = workloads[0].seqlen, workloads[0].head_dim
     layouts = {workload.name: workload.layout(seed) for workload in workloads}
-    q, k, v = (_heads_first(x) for x in make_qkv(1, seqlen, seqlen, HEADS, HEADS, head_dim, seed=seed))
+    q, k, v = make_qkv(1, seqlen, seqlen, HEADS, HEADS, head_dim, seed=seed)
+    if memory == "heads first":
+        q, k, v = (_heads_first(x) for x in (q, k, v))
     runs: dict[str, Run] = {name: _sparse_run(q, k, v, layout, timed_pass) for name, layout in layouts.items()}
     runs |= {"sdpa": _dense_run(q, k, v, timed_pass), "gemm": _gemm_run(seed)}
     times = medians(runs, rounds=5 if seqlen <= 4096 else 3)
     flops = (4 if timed_pass == "forward" else 10) * head_dim * HEADS
     gemm_gf = 2e-9 * GEMM**3 / times["gemm"]
     sdpa_gf = 1e-9 * flops * seqlen * (seqlen + 1) / 2 / times["sdpa"]
-    say(f"{timed_pass} {seqlen} x {head_dim} x {HEADS} heads: matmul {gemm_gf:.0f} GF, causal SDPA {sdpa_gf:.0f} GF")
+    shape = f"{timed_pass} {seqlen} x {head_dim} x {HEADS} heads, {memory}"
+    say(f"{shape}: matmul {gemm_gf:.0f} GF, causal SDPA {sdpa_gf:.0f} GF")
     rows = []
     for workload in workloads:
         layout = layouts[workload.name]
@@ -191,6 +195,7 @@ def time_shape(workloads: list[Workload], timed_pass: str, seed: int, say: Repor
         gf = 1e-9 * flops * pairs / times[workload.name]
         row = {
             "pass": timed_pass,
+            "memory": memory,
             "workload": workload.name,
             "seqlen": seqlen,
             "head_dim": head_dim,
@@ -290,9 +295,18 @@ def _dense_run(q: Tensor, k: Tensor, v: Tensor, timed_pass: str) -> Run:
 # ---- what is timed, and what it must reach ---------------------------------------------------------------------------
 
 
-def _shapes(quick: bool) -> list[tuple[int, int, bool]]:
-    """(seqlen, head_dim, whether backward too)."""
-    return [(4096, 64, True)] if quick else [(4096, 64, True), (4096, 128, True), (8192, 64, False)]
+# seqlen, head_dim, pass, memory of q, k, v: of (batch, heads, seqlen, head_dim) as a kv cache has it, or of (batch,
+# seqlen, heads, head_dim) as a projection leaves it, where the rows of a head lie apart.
+SHAPES = (
+    (4096, 64, "forward", "heads first"),
+    (4096, 64, "backward", "heads first"),
+    (4096, 128, "forward", "heads first"),
+    (4096, 128, "backward", "heads first"),
+    (8192, 64, "forward", "heads first"),
+    (4096, 64, "forward", "tokens first"),
+    (4096, 128, "forward", "tokens first"),
+)
+QUICK_SHAPES = SHAPES[:2]
 
 
 def _workloads(seqlen: int, head_dim: int) -> list[Workload]:
@@ -305,9 +319,11 @@ def _workloads(seqlen: int, head_dim: int) -> list[Workload]:
 
 
 def bars_of(rows: Iterable[dict[str, Any]]) -> list[Bar]:
-    """The bars that each row of `time_shape` must reach."""
+    """The bars that each row of `time_shape` must reach; those of memory with tokens first are for information."""
     bars = []
     for row in rows:
+        if row["memory"] != "heads first":
+            continue
         name, forward = row["workload"], row["pass"] == "forward"
         where = f"{name}, {row['seqlen']} x {row['head_dim']}"
         main = name in ("window 512", "window 1024", "random 10 %, blocks 64")

@@ -27,7 +27,7 @@ def attention_backward(
     layout: BlockLayout,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv in the dtype and shape of q, k, v, contiguous.
+    """Return dq, dk, dv in the dtype and shape of q, k, v, with tokens or heads outermost in memory as these have them.
 
     do (B, N, Hq, E) is the gradient of out, dlse (B, Hq, N) that of lse, None for none; out and lse as the forward gave
     them. Any strides. Deterministic, bitwise, for a given number of threads: sums run in a fixed order.
@@ -58,9 +58,9 @@ def _core_backward(
     threads = torch.get_num_threads()
     strips = num_strips(batch * q_heads, -(-seqlen_k // layout.block_size[1]), threads)
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.float().contiguous()
-    dq = lse.new_zeros(strips, batch, seqlen_q, q_heads, head_dim)
-    dk = lse.new_empty(batch, seqlen_k, q_heads, head_dim)
-    dv = lse.new_empty(batch, seqlen_k, q_heads, head_dim_v)
+    dq = _empty_like(q, (strips, batch, seqlen_q, q_heads, head_dim)).zero_()
+    dk = _empty_like(k, (batch, seqlen_k, q_heads, head_dim))
+    dv = _empty_like(v, (batch, seqlen_k, q_heads, head_dim_v))
     delta = torch.empty_like(lse)
     args = BackwardArgs(
         q.data_ptr(),
@@ -75,6 +75,7 @@ def _core_backward(
         dq.data_ptr(),
         dk.data_ptr(),
         dv.data_ptr(),
+        dq.stride(0),
         batch,
         q_heads,
         kv_heads,
@@ -85,6 +86,9 @@ def _core_backward(
         strides(v),
         strides(out),
         strides(do),
+        strides(dq[0]),
+        strides(dk),
+        strides(dv),
         plan_of(layout, library, rows_are_keys=True).pointer,
         scale,
         threads,
@@ -100,6 +104,14 @@ def num_strips(heads: int, kv_blocks: int, threads: int) -> int:
     if threads == 1 or heads >= TASKS_PER_THREAD * threads or heads == 0:
         return 1
     return max(1, min(kv_blocks, -(-TASKS_PER_THREAD * threads // heads)))
+
+
+def _empty_like(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Fp32 memory of a (..., seqlen, heads, head_dim) shape, with tokens or heads outermost as x has them."""
+    if x.stride(1) >= x.stride(2):
+        return x.new_empty(shape, dtype=torch.float32)
+    *batch, seqlen, heads, head_dim = shape
+    return x.new_empty(*batch, heads, seqlen, head_dim, dtype=torch.float32).transpose(-3, -2)
 
 
 def _sum_groups(x: Tensor, kv_heads: int) -> Tensor:

@@ -95,7 +95,8 @@ def _compiled_at_first_use(isa: str, choice: str, reasons: list[str]) -> Core:
             logger.info("compiling the CPU core for %s into %s", isa, path)
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
             build.compile_library(isa, path, compiler)
-        return Core(_open(path), CpuStatus("compiled", isa, path, f"compiled at first use; {choice}"))
+        why = f"compiled at first use, as {'; '.join(reasons)}; {choice}"
+        return Core(_open(path), CpuStatus("compiled", isa, path, why))
     except (OSError, ImportError, RuntimeError) as error:
         return _without_core("; ".join([*reasons, str(error)]))
 

@@ -44,8 +44,9 @@ struct BackwardArgs {
   float* delta;             // (batch, q_heads, seqlen_q) memory to work in
   float* dq;                // (strips, batch, seqlen_q, q_heads, head_dim) zeros; to be summed over strips
   float *dk, *dv;           // (batch, seqlen_k, q_heads, head_dim and head_dim_v); to be summed over each group
+  int64_t dq_strip;         // stride of strips
   int64_t batch, q_heads, kv_heads, head_dim, head_dim_v;
-  Strides q_strides, k_strides, v_strides, out_strides, grad_strides;
+  Strides q_strides, k_strides, v_strides, out_strides, grad_strides, dq_strides, dk_strides, dv_strides;
   const Plan* plan;  // rows of keys
   double scale;
   int64_t threads, strips;

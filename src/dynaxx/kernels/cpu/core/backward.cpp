@@ -4,7 +4,7 @@
 // of out are the visited rows. With s = scale * q . k, p = exp(s - lse), delta = rowsum(grad * out) - lse_grad:
 //     dv = p^T grad,    ds = p * (grad . v - delta) * scale,    dk = ds^T q,    dq = ds k
 // which are five matmuls for each visited pair of blocks: two score tiles, two sums into panels, one into rows of dq.
-#include "exp2.h"
+#include "gradient_tiles.h"
 #include "scratch.h"
 #include "step.h"
 #include "tasks.h"
@@ -15,11 +15,6 @@ namespace {
 
 constexpr int MAX_PANELS = 8;  // panels of one block of keys
 
-// lse in units of log2 e, in two floats: its rounding to one would be a relative error of every weight.
-struct Base {
-  float high, low;
-};
-
 // What the gradient of a panel of keys needs, and the gradients so far.
 struct KeyPanel {
   float* k;   // (D, PANEL) times the scale's sign
@@ -27,95 +22,6 @@ struct KeyPanel {
   float* dk;  // (D, PANEL)
   float* dv;  // (E, PANEL)
 };
-
-// p[r][i] = 2 ** (rows[r] . panel[:][i] * factor - base[r]), 0 for hidden pairs.
-template <int R>
-void weight_tile(const float* rows, int64_t stride, const float* panel, int64_t D, const uint16_t* words,
-                 float factor, const Base* base, float* __restrict p) {
-  vec sum[R][VECS];
-  dot<R>(rows, stride, panel, D, sum);
-  hide<R>(words, sum);
-  DYNAXX_UNROLL
-  for (int r = 0; r < R; r++)
-    DYNAXX_UNROLL
-  for (int i = 0; i < VECS; i++) {
-    const vec exponent = sum[r][i] * factor - splat(base[r].high) - splat(base[r].low);
-    store(p + r * PANEL + i * LANES, exp2_nonpositive(exponent));
-  }
-}
-
-// ds[r][i] = p[r][i] * (rows[r] . panel[:][i] - delta[r]) * scale.
-template <int R>
-void score_grad_tile(const float* rows, int64_t stride, const float* panel, int64_t E, const float* delta, float scale,
-                     const float* __restrict p, float* __restrict ds) {
-  vec sum[R][VECS];
-  dot<R>(rows, stride, panel, E, sum);
-  DYNAXX_UNROLL
-  for (int r = 0; r < R; r++)
-    DYNAXX_UNROLL
-  for (int i = 0; i < VECS; i++) {
-    const int at = r * PANEL + i * LANES;
-    store(ds + at, load(p + at) * (sum[r][i] - splat(delta[r])) * splat(scale));
-  }
-}
-
-// Panels whose scores some rows have: where their ds begin, and their keys.
-struct RowTerm {
-  const float* ds;  // (R, PANEL)
-  const float* k;   // (keys, stride)
-  int keys;
-};
-
-// dq[r][c] += sum over terms and keys ds[r][key] * k[key][first + c], c < PANEL; only `cols` of them are there.
-template <int R>
-void query_grad_tile(const RowTerm* terms, int num_terms, int64_t first, int64_t k_stride, int cols, float* dq,
-                     int64_t dq_stride) {
-  vec sum[R][VECS] = {};
-  for (int t = 0; t < num_terms; t++) {
-    const float* k = terms[t].k + first;
-    for (int key = 0; key < terms[t].keys; key++, k += k_stride) {
-      vec b[VECS];
-      DYNAXX_UNROLL
-      for (int i = 0; i < VECS; i++) b[i] = load(k + i * LANES);
-      DYNAXX_UNROLL
-      for (int r = 0; r < R; r++) {
-        const vec a = splat(terms[t].ds[r * PANEL + key]);
-        DYNAXX_UNROLL
-        for (int i = 0; i < VECS; i++) sum[r][i] += a * b[i];
-      }
-    }
-  }
-  DYNAXX_UNROLL
-  for (int r = 0; r < R; r++) {
-    float part[PANEL];
-    DYNAXX_UNROLL
-    for (int i = 0; i < VECS; i++) {
-      float* to = dq + r * dq_stride + i * LANES;
-      if (cols == PANEL)
-        store(to, load(to) + sum[r][i]);
-      else
-        store(part + i * LANES, sum[r][i]);
-    }
-    if (cols < PANEL)
-      for (int c = 0; c < cols; c++) dq[r * dq_stride + c] += part[c];
-  }
-}
-
-template <int... R>
-constexpr auto weight_tiles(std::integer_sequence<int, R...>) {
-  return std::array{&weight_tile<R + 1>...};
-}
-template <int... R>
-constexpr auto score_grad_tiles(std::integer_sequence<int, R...>) {
-  return std::array{&score_grad_tile<R + 1>...};
-}
-template <int... R>
-constexpr auto query_grad_tiles(std::integer_sequence<int, R...>) {
-  return std::array{&query_grad_tile<R + 1>...};
-}
-constexpr auto WEIGHT_TILES = weight_tiles(std::make_integer_sequence<int, SCORE_ROWS>());
-constexpr auto SCORE_GRAD_TILES = score_grad_tiles(std::make_integer_sequence<int, SCORE_ROWS>());
-constexpr auto QUERY_GRAD_TILES = query_grad_tiles(std::make_integer_sequence<int, SCORE_ROWS>());
 
 // Rows of a step.
 struct RowRange {
@@ -235,17 +141,17 @@ class BackwardRow {
 
   // ds k of one block of queries, over all panels of keys that its rows see.
   void add_query_grads(const Block& block, int index) {
-    const int64_t token = args_.q_heads * D_;
-    const int64_t batch = strip_ * args_.batch + batch_;
-    float* dq = args_.dq + (batch * plan_.visited_seqlen + block.token) * token + head_ * D_;
+    const Strides& at = args_.dq_strides;
+    const int64_t token = at.token;
+    float* dq = args_.dq + strip_ * args_.dq_strip + batch_ * at.batch + head_ * at.head + block.token * token;
     for (int r = 0; r < block.rows;) {
       const int rows = next_tile(block.rows - r, SCORE_ROWS);
       RowTerm terms[MAX_PANELS];
       int num_terms = 0;
       for (int p = 0; p < num_panels_; p++) {
-        const int at = block.at + r;
-        if (at + rows <= seen_[p][index].begin || at >= seen_[p][index].end) continue;
-        terms[num_terms++] = {ds_ + (p * STEP_ROWS + at) * PANEL, k_rows_ + p * PANEL * k_stride_,
+        const int row = block.at + r;
+        if (row + rows <= seen_[p][index].begin || row >= seen_[p][index].end) continue;
+        terms[num_terms++] = {ds_ + (p * STEP_ROWS + row) * PANEL, k_rows_ + p * PANEL * k_stride_,
                               std::min(PANEL, keys_ - p * PANEL)};
       }
       for (int64_t d = 0; d < D_; d += PANEL)
@@ -258,9 +164,12 @@ class BackwardRow {
   void store_key_grads() const {
     for (int p = 0; p < num_panels_; p++) {
       const int rows = std::min(PANEL, keys_ - p * PANEL);
-      const int64_t at = (batch_ * plan_.seqlen + row_ * plan_.block + p * PANEL) * args_.q_heads + head_;
-      transpose(panels_[p].dk, PANEL, int(D_), rows, args_.dk + at * D_, args_.q_heads * D_);
-      transpose(panels_[p].dv, PANEL, int(E_), rows, args_.dv + at * E_, args_.q_heads * E_);
+      const int64_t token = row_ * plan_.block + p * PANEL;
+      const Strides &dk_at = args_.dk_strides, &dv_at = args_.dv_strides;
+      float* dk = args_.dk + batch_ * dk_at.batch + head_ * dk_at.head + token * dk_at.token;
+      float* dv = args_.dv + batch_ * dv_at.batch + head_ * dv_at.head + token * dv_at.token;
+      transpose(panels_[p].dk, PANEL, int(D_), rows, dk, dk_at.token);
+      transpose(panels_[p].dv, PANEL, int(E_), rows, dv, dv_at.token);
     }
   }
 

@@ -13,7 +13,7 @@ namespace dynaxx {
 
 #if defined(__AVX512F__)
 constexpr int LANES = 16;
-constexpr int SCORE_ROWS = 8, VALUE_ROWS = 16;
+constexpr int SCORE_ROWS = 8, VALUE_ROWS = 16;  // rows far apart run out of address registers beyond 8
 #elif defined(__AVX2__)
 constexpr int LANES = 8;
 constexpr int SCORE_ROWS = 6, VALUE_ROWS = 6;  // 6 x 2 accumulators, 2 operands and 1 broadcast of 16 registers
