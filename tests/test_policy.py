@@ -40,6 +40,7 @@ RULES = [
     dx.GlobalTokens(16, symmetric=True),
     dx.GlobalTokens((3, 9)),
     dx.Sink(4),
+    dx.LastQueries(64),
     dx.LocalBlocks(2),
     dx.RandomBlocks(2, seed=-7),
     dx.Documents((0, 10, 200)),

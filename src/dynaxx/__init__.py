@@ -19,6 +19,7 @@ _SOURCES = {
         "Documents",
         "Full",
         "GlobalTokens",
+        "LastQueries",
         "LocalBlocks",
         "Pattern",
         "RandomBlocks",

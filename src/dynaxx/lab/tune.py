@@ -26,7 +26,7 @@ from dynaxx.lab.progress import Progress, SilentProgress, Task
 from dynaxx.lab.resume import Steps, fingerprint
 from dynaxx.lab.sensitivity import HeadCosts, measure_head_costs
 from dynaxx.lab.texts import encode, split_text
-from dynaxx.patterns import LocalBlocks, Pattern, Sink
+from dynaxx.patterns import LastQueries, LocalBlocks, Pattern, Sink
 from dynaxx.selection import Hybrid, MeanPool, MinMax, Scorer, TopK
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 BUDGETS = (0.0, 0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0)  # what heads choose from
 SCORERS: tuple[Scorer, ...] = (MeanPool(pool=16), MinMax(bound=0.5))
 LOCAL_TOKENS = 128  # always visible before each q block, in whole blocks
+LAST_QUERIES = 64  # see everything: without it perplexity stays and retrieval suffers
 SEARCH_TEXTS = 2
 SEARCH_STEPS = 6  # real evaluations per search, the first at 50 %
 SCORER_DENSITY = 0.25  # the scorer that loses least here is taken
@@ -168,7 +169,8 @@ class _Search:
         self.search_ids = [ids[:, start : start + tokens + 1] for start in starts]
         key = fingerprint(model, ids, tokens=tokens, block_size=block_size, seed=seed)
         self.steps = Steps(self.out / "tuning_state.json", key, resume)
-        self.pattern: Pattern = Sink(block_size) | LocalBlocks(max(2, LOCAL_TOKENS // block_size))
+        local = LocalBlocks(max(2, LOCAL_TOKENS // block_size))
+        self.pattern: Pattern = Sink(block_size) | local | LastQueries(LAST_QUERIES)
         self.floor = tokens // block_size // 2
 
     def run(self, command: str, name: str) -> TuneResult:

@@ -91,9 +91,10 @@ def causal_masks(grid: BlockGrid) -> ElementMasks:
     q_block, kv_block = grid.block_size
     if not grid.causal:
         return ElementMasks.empty(grid.block_size)
-    distances = torch.arange(_first_distance(grid), kv_block - 1, _distance_step(grid))
-    r, c = torch.arange(q_block)[:, None], torch.arange(kv_block)[None, :]
-    return ElementMasks.from_dense(distances[:, None, None] + r - c >= 0)
+    with torch.inference_mode(False):  # what is cached must serve training, too
+        distances = torch.arange(_first_distance(grid), kv_block - 1, _distance_step(grid))
+        r, c = torch.arange(q_block)[:, None], torch.arange(kv_block)[None, :]
+        return ElementMasks.from_dense(distances[:, None, None] + r - c >= 0)
 
 
 def _distance_step(grid: BlockGrid) -> int:

@@ -4,6 +4,7 @@ from dynaxx.patterns.base import Intersection, Pattern, Union
 from dynaxx.patterns.fixed import (
     Documents,
     GlobalTokens,
+    LastQueries,
     LocalBlocks,
     RandomBlocks,
     Sink,
@@ -20,6 +21,7 @@ __all__ = [
     "Full",
     "GlobalTokens",
     "Intersection",
+    "LastQueries",
     "LocalBlocks",
     "Pattern",
     "RandomBlocks",

@@ -167,4 +167,5 @@ def _cached_layout(pattern: Pattern, grid: BlockGrid, device: torch.device) -> B
         return _cached_layout(pattern, grid, torch.device("cpu")).to(device)
     from dynaxx.patterns.build import build_layout
 
-    return build_layout(pattern, grid)
+    with torch.inference_mode(False):  # what is cached must serve training, too
+        return build_layout(pattern, grid)

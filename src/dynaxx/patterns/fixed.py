@@ -94,6 +94,37 @@ class Sink(GlobalTokens):
 
 
 @dataclass(frozen=True)
+class LastQueries(Pattern):
+    """The last `queries` queries see every key: in a prompt they are the question, and its answer may stand anywhere.
+
+    They cost about 2 * queries / seqlen of a causal layout's blocks.
+    """
+
+    queries: int
+
+    def __post_init__(self) -> None:
+        if self.queries < 0:
+            raise ValueError(f"`queries` must be >= 0, got {self.queries}")
+
+    def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        return (q_pos >= grid.seqlen_k - self.queries) & torch.ones_like(k_pos, dtype=torch.bool)
+
+    def candidates(self, grid: BlockGrid) -> Tensor:
+        first = max(0, grid.seqlen_q - self.queries) // grid.block_size[0] if self.queries else grid.q_blocks
+        rows = torch.arange(first, grid.q_blocks)
+        return (rows[:, None] * grid.kv_blocks + torch.arange(grid.kv_blocks)).flatten()
+
+    def candidate_count(self, grid: BlockGrid) -> int:
+        return (-(-self.queries // grid.block_size[0]) + 1) * grid.kv_blocks
+
+    def classify(self, grid: BlockGrid, rows: Tensor, cols: Tensor) -> BlockStates:
+        first = rows * grid.block_size[0] + grid.offset
+        since = grid.seqlen_k - self.queries
+        full, touched = first >= since, first + grid.block_size[0] - 1 >= since
+        return BlockStates(full, touched & ~full, torch.zeros_like(rows))  # one row at most is partial: one mask
+
+
+@dataclass(frozen=True)
 class Documents(Pattern):
     """Pairs within one document of a packed sequence.
 

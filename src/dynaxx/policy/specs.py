@@ -107,6 +107,14 @@ class Sink(_Leaf):
     tokens: Count = 4
 
 
+class LastQueries(_Leaf):
+    """The last `queries` queries see everything."""
+
+    makes = p.LastQueries
+    kind: Literal["last_queries"] = "last_queries"
+    queries: Count
+
+
 class LocalBlocks(_Leaf):
     """The q block's own kv block and those before it, `blocks` in all."""
 
@@ -245,6 +253,7 @@ PatternSpec: TypeAlias = Annotated[
     | Strided
     | GlobalTokens
     | Sink
+    | LastQueries
     | LocalBlocks
     | RandomBlocks
     | Documents
@@ -262,6 +271,7 @@ AttentionSpec: TypeAlias = Annotated[
     | Strided
     | GlobalTokens
     | Sink
+    | LastQueries
     | LocalBlocks
     | RandomBlocks
     | Documents
@@ -284,6 +294,7 @@ _LEAVES: tuple[type[_Leaf], ...] = (
     Strided,
     GlobalTokens,
     Sink,
+    LastQueries,
     LocalBlocks,
     RandomBlocks,
     Documents,

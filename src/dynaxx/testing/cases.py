@@ -26,6 +26,7 @@ def random_pattern(rng: random.Random, seqlen_k: int) -> p.Pattern:
         lambda: p.GlobalTokens(rng.randint(0, 40), symmetric=rng.random() < 0.5),
         lambda: p.GlobalTokens(tuple(rng.sample(range(seqlen_k), min(seqlen_k, 3))), symmetric=rng.random() < 0.5),
         lambda: p.Sink(rng.randint(0, 5)),
+        lambda: p.LastQueries(rng.randint(0, 70)),
         lambda: p.LocalBlocks(rng.randint(1, 3)),
         lambda: p.RandomBlocks(rng.randint(0, 4), seed=rng.randint(0, 9)),
         lambda: p.Documents((0, *cuts, seqlen_k)),
