@@ -72,9 +72,9 @@ def test_random_cases_of_any_size_on_two_threads(seeds):
 
 
 @needs_core
-@pytest.mark.parametrize("seeds", [range(first, first + 25) for first in range(2000, 2250, 25)], ids=str)
+@pytest.mark.parametrize("seeds", [range(first, first + 10) for first in range(2000, 2250, 10)], ids=str)
 def test_gradients_of_random_cases(seeds):
-    torch.set_num_threads(2 if seeds[0] % 100 == 0 else 1)
+    torch.set_num_threads(2 if seeds[0] == 2000 else 1)
     for seed in seeds:
         case = random_case(seed, **SHORT)
         assert_within_budget(check_gradients(attend_differentiably, case.q, case.k, case.v, case.layout), case)
