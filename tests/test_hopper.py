@@ -44,7 +44,8 @@ def test_groups_share_or_do_not(block_size, group_size):
         300, 420, block_size=block_size, device="cuda"
     )
     check(q, k, v, shared)
-    check(q, k, v, dx.BlockLayout.stack_heads([shared] * (2 * group_size)))
+    other = dx.Full().layout(300, 420, block_size=block_size, device="cuda")
+    check(q, k, v, dx.BlockLayout.stack_heads([shared, other] * group_size))
 
 
 @pytest.mark.gpu

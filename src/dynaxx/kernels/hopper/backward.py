@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""Block-sparse attention backward for Hopper: the Triton backend's, with tiles moved by TMA from descriptors.
+"""Block-sparse attention backward for Hopper: dq in Triton with TMA, dk and dv in Gluon (`backward_dkv`).
 
 dq over the layout, dk and dv over its transpose, no atomics, heads of a group summed in a fixed order. TMA clips at the
 ends of each sequence, so tiles need no bound checks; queries past the end have lse = inf and give nothing.
@@ -12,10 +12,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dynaxx.kernels.hopper.config import backward_dkv_tiles, backward_dq_tiles
-from dynaxx.kernels.hopper.launch import tma_view
-from dynaxx.kernels.triton.backward import RUNTIME_SIZES, load_row_values, row_delta
-from dynaxx.kernels.triton.launch import layout_arguments, transposed_arguments
+from dynaxx.kernels.hopper.backward_dkv import backward_dkv
+from dynaxx.kernels.hopper.config import backward_dq_tiles
+from dynaxx.kernels.hopper.launch import dense_rows, tma_view
+from dynaxx.kernels.triton.backward import RUNTIME_SIZES
+from dynaxx.kernels.triton.launch import layout_arguments
 from dynaxx.kernels.triton.primitives import FULL, LOG2E, PARTIAL, row_entries, visible_elements, whole_tiles
 from dynaxx.layout import BlockLayout
 
@@ -84,8 +85,8 @@ def _sparse_attention_hopper_bwd_dq_kernel(
     k_desc,
     v_desc,
     dq_desc,
-    p_lse,
-    p_delta,
+    p_lse,  # (B, Hq, q_blocks * Q_BLOCK), base 2
+    p_delta,  # the same shape
     p_indptr,
     p_num_partial,
     p_indices,
@@ -122,8 +123,8 @@ def _sparse_attention_hopper_bwd_dq_kernel(
 
     b_q = q_desc.load([i_b, i_h, row_q, 0]).reshape(BLOCK_M, D)
     b_do = do_desc.load([i_b, i_h, row_q, 0]).reshape(BLOCK_M, D)
-    row = (i_b.to(tl.int64) * q_heads + i_h) * seqlen_q
-    lse, delta = load_row_values(p_lse + row, p_delta + row, row_q + tl.arange(0, BLOCK_M), seqlen_q)
+    at = (i_b.to(tl.int64) * q_heads + i_h) * (q_blocks * Q_BLOCK) + row_q + tl.arange(0, BLOCK_M)
+    lse, delta = tl.load(p_lse + at), tl.load(p_delta + at)
     dq = tl.zeros([BLOCK_M, D], tl.float32)
     whole = whole_tiles(total - partial, seqlen_k, KV_BLOCK, BLOCK_N)
     for MASKING in tl.static_range(3):
@@ -140,117 +141,39 @@ def _sparse_attention_hopper_bwd_dq_kernel(
     dq_desc.store([i_b, i_h, row_q, 0], (dq * scale).to(b_q.dtype).reshape(1, 1, BLOCK_M, D))
 
 
-@triton.jit
-def _accumulate_dkv(
-    dk,  # [BLOCK_N, D] fp32
-    dv,  # [BLOCK_N, D] fp32
-    b_k,  # [BLOCK_N, D]
-    b_v,  # [BLOCK_N, D]
-    inner_k,  # [BLOCK_N], positions in the kv block
-    q_desc,
+@triton.jit(do_not_specialize=["seqlen_q", "padded_q", "q_heads"])
+def _sparse_attention_hopper_bwd_rows_kernel(
     do_desc,
+    out_desc,
+    p_dlse,
     p_lse,
-    p_delta,
-    i_b,
-    i_h,
+    p_lse_log2,  # (B, Hq, padded_q) fp32
+    p_delta,  # (B, Hq, padded_q) fp32
     seqlen_q,
-    scale_log2,
-    p_indices,
-    p_codes,
-    p_bits,
-    p_bands,
-    num_masks,
-    first,
-    end,
-    MASKED: tl.constexpr,
-    D: tl.constexpr,
-    Q_BLOCK: tl.constexpr,
-    KV_BLOCK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
-    """Add what the first `end` tiles of the q blocks from entry `first` give."""
-    o_q = tl.arange(0, BLOCK_M)
-    for i_tile in range(0, end):
-        start, part, code = _entry_of(p_indices, p_codes, first, i_tile, Q_BLOCK, BLOCK_M)
-        b_q = q_desc.load([i_b, i_h, start, 0]).reshape(BLOCK_M, D)
-        b_do = do_desc.load([i_b, i_h, start, 0]).reshape(BLOCK_M, D)
-        lse, delta = load_row_values(p_lse, p_delta, start + o_q, seqlen_q)
-        scores = tl.dot(b_k, b_q.T)  # [BLOCK_N, BLOCK_M]
-        weights = tl.exp2(scores * scale_log2 - lse[None, :])
-        if MASKED:
-            r, c = (part + o_q)[None, :], inner_k[:, None]
-            visible = visible_elements(p_bits, p_bands, num_masks, code, r, c, Q_BLOCK, KV_BLOCK // 32)
-            weights = tl.where(visible, weights, 0.0)
-        dv = tl.dot(weights.to(b_do.dtype), b_do, dv)
-        dp = tl.dot(b_v, b_do.T)
-        ds = weights * (dp - delta[None, :])
-        dk = tl.dot(ds.to(b_q.dtype), b_q, dk)
-    return dk, dv
-
-
-@triton.jit(do_not_specialize=RUNTIME_SIZES)
-def _sparse_attention_hopper_bwd_dkv_kernel(
-    do_desc,
-    q_desc,
-    k_desc,
-    v_desc,
-    dk_desc,
-    dv_desc,
-    p_lse,
-    p_delta,
-    p_indptr,
-    p_num_partial,
-    p_indices,
-    p_codes,
-    p_bits,
-    p_bands,
-    capacity,
-    num_masks,
-    layout_stride_b,
-    layout_stride_h,
-    seqlen_q,
-    seqlen_k,
-    batch,
+    padded_q,
     q_heads,
-    group_size,
-    scale,
+    stride_dlb,
+    stride_dlh,
+    stride_dln,
     D: tl.constexpr,
-    Q_BLOCK: tl.constexpr,
-    KV_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
 ):
-    SPLIT_N: tl.constexpr = KV_BLOCK // BLOCK_N
-    kv_heads = q_heads // group_size
-    i_program = tl.program_id(0)
-    i_hk = i_program % kv_heads
-    i_b = i_program // kv_heads % batch
-    i_tile = i_program // (kv_heads * batch)  # the first keys are seen by most queries under a causal mask
-    i_col = i_tile // SPLIT_N
-    inner_k = i_tile % SPLIT_N * BLOCK_N + tl.arange(0, BLOCK_N)
-    row_k = i_col * KV_BLOCK + i_tile % SPLIT_N * BLOCK_N
-    kv_blocks = (seqlen_k + KV_BLOCK - 1) // KV_BLOCK
-    b_k = k_desc.load([i_b, i_hk, row_k, 0]).reshape(BLOCK_N, D)
-    b_v = v_desc.load([i_b, i_hk, row_k, 0]).reshape(BLOCK_N, D)
-    dk = tl.zeros([BLOCK_N, D], tl.float32)
-    dv = tl.zeros([BLOCK_N, D], tl.float32)
-    for i_group in range(group_size):
-        i_h = i_hk * group_size + i_group
-        lead = i_b * layout_stride_b + i_h * layout_stride_h
-        start, partial, total = row_entries(p_indptr, p_num_partial, lead, i_col, kv_blocks, capacity)
-        row = (i_b.to(tl.int64) * q_heads + i_h) * seqlen_q
-        for i_pass in tl.static_range(2):
-            if i_pass == 0:
-                first, count = start, partial
-            else:
-                first, count = start + partial, total - partial
-            dk, dv = _accumulate_dkv(
-                dk, dv, b_k, b_v, inner_k, q_desc, do_desc, p_lse + row, p_delta + row, i_b, i_h, seqlen_q,
-                scale * LOG2E, p_indices, p_codes, p_bits, p_bands, num_masks, first, count * (Q_BLOCK // BLOCK_M),
-                i_pass == 0, D, Q_BLOCK, KV_BLOCK, BLOCK_M,
-            )  # fmt: skip
-    dk_desc.store([i_b, i_hk, row_k, 0], (dk * scale).to(b_k.dtype).reshape(1, 1, BLOCK_N, D))
-    dv_desc.store([i_b, i_hk, row_k, 0], dv.to(b_k.dtype).reshape(1, 1, BLOCK_N, D))
+    """lse in base 2 and delta = rowsum(do * out) - dlse; inf and 0 where there is no query, or it sees nothing."""
+    tiles = padded_q // BLOCK_M
+    head = tl.program_id(0) // tiles
+    row_q = tl.program_id(0) % tiles * BLOCK_M
+    i_b, i_h = head // q_heads, head % q_heads
+    pos_q = row_q + tl.arange(0, BLOCK_M)
+    inside = pos_q < seqlen_q
+    b_do = do_desc.load([i_b, i_h, row_q, 0]).reshape(BLOCK_M, D).to(tl.float32)
+    b_out = out_desc.load([i_b, i_h, row_q, 0]).reshape(BLOCK_M, D).to(tl.float32)
+    p_row = p_dlse + i_b.to(tl.int64) * stride_dlb + i_h.to(tl.int64) * stride_dlh + pos_q.to(tl.int64) * stride_dln
+    dlse = tl.load(p_row, mask=inside, other=0.0).to(tl.float32)
+    lse = tl.load(p_lse + head.to(tl.int64) * seqlen_q + pos_q, mask=inside, other=float("-inf"))
+    empty = lse == float("-inf")
+    at = head.to(tl.int64) * padded_q + pos_q
+    tl.store(p_lse_log2 + at, tl.where(empty, float("inf"), lse * LOG2E))
+    tl.store(p_delta + at, tl.where(empty, 0.0, tl.sum(b_do * b_out, 1) - dlse))
 
 
 def attention_backward(
@@ -265,63 +188,59 @@ def attention_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `kernels.triton.attention_backward`."""
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     if out.numel() == 0 or v.numel() == 0:
-        return dq.zero_(), dk.zero_(), dv.zero_()
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     batch, seqlen_q, q_heads, head_dim = q.shape
     seqlen_k, kv_heads = k.shape[1:3]
     q_block, kv_block = layout.block_size
-    lse = lse.contiguous()
-    delta = row_delta(do, dlse, out, lse)
-    do, q, k, v = (tma_view(x) for x in (do, q, k, v))
-    dq_view, dk_view, dv_view = (tma_view(x) for x in (dq, dk, dv))
-    shared = {
-        "seqlen_q": seqlen_q,
-        "seqlen_k": seqlen_k,
-        "batch": batch,
-        "q_heads": q_heads,
-        "group_size": q_heads // kv_heads,
-        "scale": scale,
-        "D": head_dim,
-        "Q_BLOCK": q_block,
-        "KV_BLOCK": kv_block,
-    }
+    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+    do, q, k, v = (dense_rows(x) for x in (do, q, k, v))
+    padded_q = layout.q_blocks * q_block
+    lse_log2, delta = lse.new_empty(2, batch, q_heads, padded_q)
+    _sparse_attention_hopper_bwd_rows_kernel[(batch * q_heads * padded_q // 64,)](
+        _rows(do, 64),
+        _rows(out, 64),
+        dlse,
+        lse.contiguous(),
+        lse_log2,
+        delta,
+        seqlen_q=seqlen_q,
+        padded_q=padded_q,
+        q_heads=q_heads,
+        stride_dlb=dlse.stride(0),
+        stride_dlh=dlse.stride(1),
+        stride_dln=dlse.stride(2),
+        D=head_dim,
+        BLOCK_M=64,
+    )
     tiles = backward_dq_tiles(head_dim, q_block, kv_block)
     _sparse_attention_hopper_bwd_dq_kernel[(layout.q_blocks * (q_block // tiles.block_m) * batch * q_heads,)](
         _rows(do, tiles.block_m),
         _rows(q, tiles.block_m),
         _rows(k, tiles.block_n),
         _rows(v, tiles.block_n),
-        _rows(dq_view, tiles.block_m),
-        lse,
+        _rows(dq, tiles.block_m),
+        lse_log2,
         delta,
         *layout_arguments(layout),
-        **shared,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        batch=batch,
+        q_heads=q_heads,
+        group_size=q_heads // kv_heads,
+        scale=scale,
+        D=head_dim,
+        Q_BLOCK=q_block,
+        KV_BLOCK=kv_block,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
-    tiles = backward_dkv_tiles(head_dim, q_block, kv_block)
-    _sparse_attention_hopper_bwd_dkv_kernel[(layout.kv_blocks * (kv_block // tiles.block_n) * batch * kv_heads,)](
-        _rows(do, tiles.block_m),
-        _rows(q, tiles.block_m),
-        _rows(k, tiles.block_n),
-        _rows(v, tiles.block_n),
-        _rows(dk_view, tiles.block_n),
-        _rows(dv_view, tiles.block_n),
-        lse,
-        delta,
-        *transposed_arguments(layout),
-        **shared,
-        BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-    )
-    return dq, dk, dv
+    return dq, *backward_dkv(do, q, k, v, lse_log2, delta, layout, scale)
 
 
 def _rows(x: Tensor, rows: int) -> TensorDescriptor:
-    """`rows` rows of one head of a `tma_view` at a time."""
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, x.shape[3]])
+    """`rows` rows of one head of (B, N, H, D) at a time."""
+    view = tma_view(x)
+    return TensorDescriptor(view, list(view.shape), list(view.stride()), [1, 1, rows, view.shape[3]])

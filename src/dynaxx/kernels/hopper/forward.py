@@ -312,10 +312,10 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scal
     consumers = 2 if q_block == 128 or pair_heads else 1
     grid = layout.q_blocks * batch * q_heads // (2 if pair_heads else 1)
     _sparse_attention_hopper_fwd_kernel[(grid,)](
-        _descriptor(q, 64),
-        _descriptor(k, kv_block),
-        _descriptor(v, kv_block),
-        _descriptor(out, 64),
+        gluon_rows(q, 64),
+        gluon_rows(k, kv_block),
+        gluon_rows(v, kv_block),
+        gluon_rows(out, 64),
         lse,
         layout.kv_indptr.contiguous(),
         layout.kv_num_partial.contiguous(),
@@ -342,7 +342,7 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scal
     return out, lse
 
 
-def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
+def gluon_rows(x: Tensor, rows: int) -> TensorDescriptor:
     """`rows` rows of one head of (B, N, H, D) at a time."""
     view = tma_view(x)
     block = [1, 1, rows, view.shape[3]]

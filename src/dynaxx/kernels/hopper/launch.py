@@ -5,11 +5,14 @@ from __future__ import annotations
 from torch import Tensor
 
 
-def tma_view(x: Tensor) -> Tensor:
-    """(B, N, H, D) as (B, H, N, D) with strides that TMA takes: 16-byte steps. A copy only where it cannot."""
+def dense_rows(x: Tensor) -> Tensor:
+    """`x` where TMA can step through it: dense rows, 16-byte strides; else a copy."""
     aligned = all(x.stride(i) * x.itemsize % 16 == 0 and x.stride(i) > 0 for i in range(3) if x.shape[i] > 1)
-    if not aligned or x.stride(3) != 1 or x.data_ptr() % 16:
-        x = x.contiguous()
-    x = x.transpose(1, 2)
+    return x if aligned and x.stride(3) == 1 and x.data_ptr() % 16 == 0 else x.contiguous()
+
+
+def tma_view(x: Tensor) -> Tensor:
+    """(B, N, H, D) as (B, H, N, D), with strides that TMA takes."""
+    x = dense_rows(x).transpose(1, 2)
     strides = [x.stride(i) if x.shape[i] > 1 else x.shape[3] for i in range(3)]  # of a single entry it is any number
     return x.as_strided(x.shape, (*strides, 1))

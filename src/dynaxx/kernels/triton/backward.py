@@ -34,7 +34,7 @@ RUNTIME_SIZES = ["capacity", "num_masks", "seqlen_q", "seqlen_k", "batch", "q_he
 
 
 @triton.jit
-def load_row_values(p_lse, p_delta, positions, seqlen):
+def _load_row_values(p_lse, p_delta, positions, seqlen):
     """lse in base 2 and delta; a query that sees nothing, or is none, gets lse = inf, so that its weights vanish."""
     inside = (positions >= 0) & (positions < seqlen)
     lse = tl.load(p_lse + positions, mask=inside, other=float("inf"))
@@ -201,7 +201,7 @@ def _sparse_attention_bwd_dq_kernel(
     head = i_b * q_heads + i_h
     b_q = load_rows(p_q + i_b * stride_qb + i_h * stride_qh, 0, pos_q, stride_qn, seqlen_q, D, BLOCK_D)
     b_do = load_rows(p_do + i_b * stride_dob + i_h * stride_doh, 0, pos_q, stride_don, seqlen_q, E, BLOCK_E)
-    lse, delta = load_row_values(p_lse + head * seqlen_q, p_delta + head * seqlen_q, pos_q, seqlen_q)
+    lse, delta = _load_row_values(p_lse + head * seqlen_q, p_delta + head * seqlen_q, pos_q, seqlen_q)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     whole = whole_tiles(total - partial, seqlen_k, KV_BLOCK, BLOCK_N)
     for MASKING in tl.static_range(3):
@@ -261,7 +261,7 @@ def _accumulate_dkv(
         )
         b_q = load_rows(p_q, start, offsets, stride_qn, seqlen_q, D, BLOCK_D)
         b_do = load_rows(p_do, start, offsets, stride_don, seqlen_q, E, BLOCK_E)
-        lse, delta = load_row_values(p_lse, p_delta, start + offsets, seqlen_q)
+        lse, delta = _load_row_values(p_lse, p_delta, start + offsets, seqlen_q)
         scores = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
         weights = tl.exp2(scores * scale_log2 - lse[None, :])
         if MASKED:
