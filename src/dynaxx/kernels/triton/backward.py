@@ -35,11 +35,18 @@ RUNTIME_SIZES = ["capacity", "num_masks", "seqlen_q", "seqlen_k", "batch", "q_he
 
 @triton.jit
 def _load_row_values(p_lse, p_delta, positions, seqlen):
-    """lse in base 2 and delta; a query that sees nothing, or is none, gets lse = inf, so that its weights vanish."""
+    """lse and delta; a query that sees nothing, or is none, gets lse = inf, so that its weights vanish."""
     inside = (positions >= 0) & (positions < seqlen)
     lse = tl.load(p_lse + positions, mask=inside, other=float("inf"))
     delta = tl.load(p_delta + positions, mask=inside, other=0.0)
-    return tl.where(lse == float("-inf"), float("inf"), lse * LOG2E), delta
+    return tl.where(lse == float("-inf"), float("inf"), lse), delta
+
+
+@triton.jit
+def _weights_of(scores, lse, scale, EXACT: tl.constexpr):
+    """exp(scores * scale - lse); through base 2 at once, unless the rounding of both terms there would show."""
+    weights = tl.exp(scores * scale - lse) if EXACT else tl.exp2(scores * (scale * LOG2E) - lse * LOG2E)
+    return weights
 
 
 @triton.jit(do_not_specialize=["seqlen_q", "q_heads"])
@@ -84,7 +91,7 @@ def _accumulate_dq(
     dq,  # [BLOCK_M, BLOCK_D] fp32
     b_q,  # [BLOCK_M, BLOCK_D]
     b_do,  # [BLOCK_M, BLOCK_E]
-    lse,  # [BLOCK_M], base 2
+    lse,  # [BLOCK_M]
     delta,  # [BLOCK_M]
     inner_q,  # [BLOCK_M], positions in the q block
     p_k,
@@ -92,7 +99,7 @@ def _accumulate_dq(
     stride_kn,
     stride_vn,
     seqlen_k,
-    scale_log2,
+    scale,
     p_indices,
     p_codes,
     p_bits,
@@ -121,7 +128,7 @@ def _accumulate_dq(
         b_k = load_rows(p_k, start, offsets, stride_kn, seqlen_k, D, BLOCK_D, MASKING != FULL)
         b_v = load_rows(p_v, start, offsets, stride_vn, seqlen_k, E, BLOCK_E, MASKING != FULL)
         scores = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
-        weights = tl.exp2(scores * scale_log2 - lse[:, None])
+        weights = _weights_of(scores, lse[:, None], scale, b_k.dtype == tl.float32)
         if MASKING == PARTIAL:
             if BLOCK_N > KV_BLOCK:
                 code = code[None, :]
@@ -213,7 +220,7 @@ def _sparse_attention_bwd_dq_kernel(
             first, count = start + partial, total - partial
             begin, end = whole, tl.cdiv((total - partial) * KV_BLOCK, BLOCK_N)
         dq = _accumulate_dq(
-            dq, b_q, b_do, lse, delta, inner_q, p_k, p_v, stride_kn, stride_vn, seqlen_k, scale * LOG2E,
+            dq, b_q, b_do, lse, delta, inner_q, p_k, p_v, stride_kn, stride_vn, seqlen_k, scale,
             p_indices, p_codes, p_bits, p_bands, num_masks, first, count, begin, end,
             MASKING, D, E, BLOCK_D, BLOCK_E, Q_BLOCK, KV_BLOCK, BLOCK_N, PRECISION,
         )  # fmt: skip
@@ -235,7 +242,7 @@ def _accumulate_dkv(
     stride_qn,
     stride_don,
     seqlen_q,
-    scale_log2,
+    scale,
     p_indices,
     p_codes,
     p_bits,
@@ -263,7 +270,7 @@ def _accumulate_dkv(
         b_do = load_rows(p_do, start, offsets, stride_don, seqlen_q, E, BLOCK_E)
         lse, delta = _load_row_values(p_lse, p_delta, start + offsets, seqlen_q)
         scores = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
-        weights = tl.exp2(scores * scale_log2 - lse[None, :])
+        weights = _weights_of(scores, lse[None, :], scale, b_q.dtype == tl.float32)
         if MASKED:
             if BLOCK_M > Q_BLOCK:
                 code = code[None, :]
@@ -356,7 +363,7 @@ def _sparse_attention_bwd_dkv_kernel(
             dk, dv = _accumulate_dkv(
                 dk, dv, b_k, b_v, inner_k, p_q + i_b * stride_qb + i_h * stride_qh,
                 p_do + i_b * stride_dob + i_h * stride_doh, p_lse + row, p_delta + row,
-                stride_qn, stride_don, seqlen_q, scale * LOG2E,
+                stride_qn, stride_don, seqlen_q, scale,
                 p_indices, p_codes, p_bits, p_bands, num_masks, first, count,
                 i_pass == 0, D, E, BLOCK_D, BLOCK_E, Q_BLOCK, KV_BLOCK, BLOCK_M, PRECISION,
             )  # fmt: skip
