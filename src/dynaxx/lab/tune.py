@@ -37,8 +37,9 @@ SCORERS: tuple[Scorer, ...] = (MeanPool(pool=16), MinMax(bound=0.5))
 LOCAL_TOKENS = 128  # always visible before each q block, in whole blocks
 LAST_QUERIES = 64  # see everything: without it perplexity stays and retrieval suffers
 SEARCH_TEXTS = 2
-SEARCH_STEPS = 6  # real evaluations per search, the first at 50 %
+SEARCH_STEPS = 5  # real evaluations per search, the first at 50 %
 SCORER_DENSITY = 0.25  # the scorer that loses least here is taken
+ERRORS = 2  # standard errors that a rise of perplexity must stay below the tolerance by
 FINE_ENOUGH = 1.05  # a search ends when the passing and the failing density are this close
 
 
@@ -48,7 +49,7 @@ Budgets = list[list[float]]  # per layer and q head
 @dataclass(frozen=True)
 class Trial:
     """One evaluated budget: mean density over sparse heads, perplexity, its ratio to dense, and that ratio's standard
-    error; `passed` if the ratio plus its error is within the tolerance."""
+    error; `passed` if the ratio plus twice its error is within the tolerance."""
 
     density: float
     perplexity: float
@@ -300,7 +301,7 @@ class _Search:
         change = (losses - self.dense).double()
         mean, error = float(change.mean()), float(change.std() / change.numel() ** 0.5)
         ratio = float(torch.tensor(mean).exp())
-        passed = float(torch.tensor(mean + error).exp()) <= 1 + self.tolerance
+        passed = float(torch.tensor(mean + ERRORS * error).exp()) <= 1 + self.tolerance
         return Trial(density, float(losses.double().mean().exp()), ratio, error, passed)
 
     def _losses(self, policy: Policy | None) -> list[float]:
