@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dynaxx import patterns as p
 from dynaxx.layout import BLOCK_SIZES, BlockLayout
+from dynaxx.selection import LastQueryProbe, MeanPool, MinMax, Selector, TopK, TopP, select_blocks
 
 LENGTHS = (1, 15, 17, 63, 64, 65, 100, 127, 128, 129, 200, 257)
 
@@ -37,6 +38,19 @@ def random_pattern(rng: random.Random, seqlen_k: int) -> p.Pattern:
     for _ in range(rng.randint(0, 2)):
         pattern = pattern | rng.choice(rules)() if rng.random() < 0.6 else pattern & rng.choice(rules)()
     return pattern
+
+
+def random_selector(rng: random.Random) -> Selector:
+    """A budget and a scorer."""
+    scorer = rng.choice(
+        (MeanPool(), MeanPool(pool=8), MinMax(), MinMax(bound=0.5), LastQueryProbe(rng.choice((1, 64))))
+    )
+    budgets: tuple[Selector, ...] = (
+        TopK(rng.randint(0, 4), scorer),
+        TopK(rng.random(), scorer, floor=rng.choice((0, 3))),
+        TopP(rng.random(), scorer),
+    )
+    return rng.choice(budgets)
 
 
 @dataclass(frozen=True)
@@ -92,12 +106,20 @@ def random_case(
     block_size = (rng.choice(block_sizes), rng.choice(block_sizes))
     causal, batch = rng.random() < 0.7, rng.choice((1, 2))
     heads = group_size * kv_heads if rng.random() < 0.3 else 1
-    rules = [random_pattern(rng, seqlen_k) for _ in range(heads)]
-    layouts = [rule.layout(seqlen_q, seqlen_k, causal=causal, block_size=block_size, device=device) for rule in rules]
+    patterns = [random_pattern(rng, seqlen_k) for _ in range(heads)]
+    layouts = [
+        rule.layout(seqlen_q, seqlen_k, causal=causal, block_size=block_size, device=device) for rule in patterns
+    ]
     q, k, v = make_qkv(batch, seqlen_q, seqlen_k, group_size * kv_heads, kv_heads, head_dim, head_dim_v,
                        dtype=dtype, device=device, seed=seed)  # fmt: skip
+    layout, rules = BlockLayout.stack_heads(layouts), repr(patterns)
+    if rng.random() < 0.25:  # chosen from the data instead, on the CPU so that every device gets the same
+        hybrid = patterns[0] | random_selector(rng)
+        rules = repr(hybrid)
+        chosen = select_blocks(q.cpu().float(), k.cpu().float(), hybrid, causal=causal, block_size=block_size)
+        layout = chosen.to(device)
     label = (
         f"seed {seed}: {rules} causal={causal} {seqlen_q}x{seqlen_k} batch {batch} heads {q.shape[2]}/{kv_heads} "
         f"dims {head_dim}/{head_dim_v} blocks {block_size}"
     )
-    return AttentionCase(q, k, v, BlockLayout.stack_heads(layouts), label)
+    return AttentionCase(q, k, v, layout, label)
