@@ -82,8 +82,11 @@ def _attend(
         shift = new_max
         if MASKING != FULL:
             shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = tl.exp2(scores * scale_log2 - (shift * scale_log2)[:, None])
         rescale = tl.exp2((row_max - shift) * scale_log2)
+        if b_q.dtype == tl.float32:  # the rounding of two products that nearly cancel would show
+            weights = tl.exp2((scores - shift[:, None]) * scale_log2)
+        else:
+            weights = tl.exp2(scores * scale_log2 - (shift * scale_log2)[:, None])
         row_sum = row_sum * rescale + tl.sum(weights, 1)
         row_max = new_max
         b_v = load_rows(p_v, start, offsets, stride_vn, seqlen_k, E, BLOCK_E, MASKING != FULL)
