@@ -40,7 +40,7 @@ SEARCH_TEXTS = 2
 SEARCH_STEPS = 5  # real evaluations per search, the first at 50 %
 SCORER_DENSITY = 0.25  # the scorer that loses least here is taken
 ERRORS = 2  # standard errors that a rise of perplexity must stay below the tolerance by
-FINE_ENOUGH = 1.05  # a search ends when the passing and the failing density are this close
+FINE_ENOUGH = 1.1  # a search ends when the passing and the failing density are this close
 
 
 Budgets = list[list[float]]  # per layer and q head
