@@ -51,6 +51,15 @@ class Decoder:
         return cls(owner, config, layers)
 
     @property
+    def body(self) -> nn.Module:
+        """The innermost model around all attention modules: the one that turns token ids into hidden states."""
+        from transformers import PreTrainedModel
+
+        wanted = set(self.layers.values())
+        around = [m for m in self.owner.modules() if isinstance(m, PreTrainedModel) and wanted <= set(m.modules())]
+        return around[-1]
+
+    @property
     def facts(self) -> ModelFacts:
         """What a policy for this model has to say about it."""
         return ModelFacts.of(self.config)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from dynaxx.errors import PolicyError, UnsupportedInputError
 from dynaxx.integrations.decoder import DENSE, NAME, Decoder, implementation, window_of
 from dynaxx.integrations.masks import Run, read_mask
+from dynaxx.integrations.request import ARGUMENT, UNKNOWN, RequestTokens, TokenReader
 from dynaxx.layout import BlockLayout
 from dynaxx.ops import sparse_attention
 from dynaxx.policy import LayerPlan, LengthSwitch, ModelFacts, Policy, resolve
@@ -69,6 +70,7 @@ class Handle:
         self._masks = _MaskReader()
         self._layers = weakref.WeakKeyDictionary({m: _Layer(self, index, m) for index, m in layers.items()})
         _LAYERS.update(self._layers)
+        self._tokens: TokenReader | None = None
 
     @property
     def active(self) -> bool:
@@ -80,6 +82,8 @@ class Handle:
         configs = {id(module.config) for module in self._layers}
         for module in self._layers:
             _LAYERS.pop(module, None)
+        if self._tokens is not None:
+            self._tokens.remove()
         shared = any(id(module.config) in configs for module in _LAYERS)  # two models of one config object
         owner = self._owner()
         if owner is not None and owner.config._attn_implementation == NAME and not shared:
@@ -159,6 +163,8 @@ def apply(model: nn.Module, policy: Policy) -> Handle:
     masks.register(NAME, masks()[DENSE])
     handle = Handle(policy, plans, found.owner, found.layers)
     try:
+        if any(plan.needs_tokens for plan in plans.values()):
+            handle._tokens = TokenReader(found.body)
         found.owner.set_attn_implementation(NAME)
         escaped = [i for i, m in found.layers.items() if implementation(m) != NAME]
         if escaped:
@@ -206,15 +212,22 @@ class _Layer:
     def __call__(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        work = self._work(module, q, k, mask, kwargs)
+        tokens = kwargs.pop(ARGUMENT, UNKNOWN)
+        work = self._work(module, q, k, mask, tokens, kwargs)
         if isinstance(work, str):
             self.handle._dense[work] = self.handle._dense.get(work, 0) + 1
             return self.dense(module, q, k, v, mask, **kwargs)
         self.handle._sparse += 1
-        return self._run(q, k, v, mask, kwargs.get("scaling"), *work), None
+        return self._run(q, k, v, mask, kwargs.get("scaling"), tokens, *work), None
 
     def _work(
-        self, module: nn.Module, q: Tensor, k: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
+        self,
+        module: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        mask: Tensor | None,
+        tokens: RequestTokens,
+        kwargs: dict[str, Any],
     ) -> str | tuple[list[list[Run]], list[list[bool]]]:
         """Why the whole call is dense; or the runs of each batch entry, and which of them are sparse."""
         if self.plan is None:
@@ -245,7 +258,11 @@ class _Layer:
             [run.causal and run.seqlen_q >= q_block and self.switch.sparse(run.seqlen_k) for run in entry]
             for entry in runs
         ]
-        return (runs, sparse) if any(map(any, sparse)) else "below dense_below"
+        if not any(map(any, sparse)):
+            return "below dense_below"
+        if self.plan.needs_tokens and (missing := tokens.missing(q.shape[0], seqlen_k, runs)):
+            return missing
+        return runs, sparse
 
     def _run(
         self,
@@ -254,17 +271,30 @@ class _Layer:
         v: Tensor,
         mask: Tensor | None,
         scale: float | None,
+        tokens: RequestTokens,
         runs: list[list[Run]],
         sparse: list[list[bool]],
     ) -> Tensor:
         """(B, Lq, Hq, D) from q (B, Hq, Lq, D) and k, v (B, Hk, Lk, D), each sequence with its own layout."""
-        if all(entry == runs[0] for entry in runs) and all(entry == sparse[0] for entry in sparse):
-            return self._run_entry(q, k, v, mask, scale, runs[0], sparse[0])
+        assert self.plan is not None
+        alike = all(entry == runs[0] for entry in runs) and all(entry == sparse[0] for entry in sparse)
+        plans = [[self.plan] * len(entry) for entry in runs]
+        if self.plan.needs_tokens:
+            plans = [
+                [
+                    tokens.resolve(self.plan, b, run) if is_sparse else self.plan
+                    for run, is_sparse in zip(*entry, strict=True)
+                ]
+                for b, entry in enumerate(zip(runs, sparse, strict=True))
+            ]
+            alike = alike and all(entry == plans[0] for entry in plans)
+        if alike:
+            return self._run_entry(q, k, v, mask, scale, runs[0], sparse[0], plans[0])
         at = lambda x, b: x[b : b + 1]
         return torch.cat(
             [
                 self._run_entry(at(q, b), at(k, b), at(v, b), None if mask is None else at(mask, b), scale, *entry)
-                for b, entry in enumerate(zip(runs, sparse, strict=True))
+                for b, entry in enumerate(zip(runs, sparse, plans, strict=True))
             ]
         )
 
@@ -277,22 +307,22 @@ class _Layer:
         scale: float | None,
         runs: list[Run],
         sparse: list[bool],
+        plans: list[LayerPlan],
     ) -> Tensor:
         pieces = []
-        for run, is_sparse in zip(runs, sparse, strict=True):
+        for run, is_sparse, plan in zip(runs, sparse, plans, strict=True):
             rows, keys = slice(run.q_start, run.q_stop), slice(run.k_start, run.k_stop)
             part = (q[:, :, rows], k[:, :, keys], v[:, :, keys])
             if is_sparse:
-                pieces.append(self._sparse_piece(*part, scale))
+                pieces.append(self._sparse_piece(*part, scale, plan))
             else:
                 pieces.append(_dense_piece(*part, None if mask is None else mask[:, :, rows, keys], scale, run))
                 self.handle._parts["padding or prefix" if not run.causal else "below dense_below"] += q.shape[0]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
 
-    def _sparse_piece(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-        assert self.plan is not None
+    def _sparse_piece(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, plan: LayerPlan) -> Tensor:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        layout = self.plan.layout(q, k, scale=scale)
+        layout = plan.layout(q, k, scale=scale)
         for watcher in self.handle._watchers:
             watcher(self.index, layout)
         out = sparse_attention(q, k, v, layout, scale=scale)
@@ -367,6 +397,7 @@ def _attention(
     layer = _LAYERS.get(module)
     if layer is None:  # a copy of a model with a policy, or one that shares its config
         _warn_once(f"{type(module).__name__} asks for dynaxx attention but has no policy: it runs dense")
+        kwargs.pop(ARGUMENT, None)
         return _dense_attention(module)(module, query, key, value, attention_mask, **kwargs)
     return layer(module, query, key, value, attention_mask, **kwargs)
 

@@ -1,6 +1,7 @@
 """Position-only rules. Each has a closed-form layout; `|` and `&` combine them."""
 
 from dynaxx.patterns.base import Intersection, Pattern, Union
+from dynaxx.patterns.content import GlobalContent, content_tokens
 from dynaxx.patterns.fixed import (
     Documents,
     GlobalTokens,
@@ -19,6 +20,7 @@ __all__ = [
     "Dilated",
     "Documents",
     "Full",
+    "GlobalContent",
     "GlobalTokens",
     "Intersection",
     "LastQueries",
@@ -30,6 +32,7 @@ __all__ = [
     "Strided",
     "Union",
     "bigbird",
+    "content_tokens",
     "longformer",
     "streaming",
 ]

@@ -8,6 +8,7 @@ these `Pattern.layout` builds a `BlockLayout` in O(visited blocks), without any 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -54,6 +55,19 @@ class Pattern(ABC):
         grid = BlockGrid(seqlen_q, seqlen_q if seqlen_k is None else seqlen_k, as_block_size(block_size), causal)
         return _cached_layout(self, grid, torch.device(device))
 
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether a part of it is known only from a request's tokens, so that it must be resolved first."""
+        return False
+
+    def resolve(self, input_ids: Tensor | Sequence[int]) -> Pattern:
+        """This rule for one request: parts by content (`GlobalContent`) become positions. Others stay as they are.
+
+        Args:
+            input_ids: (seqlen,) token ids of one sequence, up to its last key.
+        """
+        return self
+
     @abstractmethod
     def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         """The definition: bool, broadcast of two tensors of key positions (query `i` stands at `i + grid.offset`)."""
@@ -91,6 +105,13 @@ class Union(Pattern):
 
     parts: tuple[Pattern, ...]
 
+    @property
+    def needs_tokens(self) -> bool:
+        return any(part.needs_tokens for part in self.parts)
+
+    def resolve(self, input_ids: Tensor | Sequence[int]) -> Pattern:
+        return Union(tuple(part.resolve(input_ids) for part in self.parts)) if self.needs_tokens else self
+
     def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         seen = self.parts[0].visible(grid, q_pos, k_pos)
         for part in self.parts[1:]:
@@ -118,6 +139,13 @@ class Intersection(Pattern):
     """A pair is visible if every part shows it."""
 
     parts: tuple[Pattern, ...]
+
+    @property
+    def needs_tokens(self) -> bool:
+        return any(part.needs_tokens for part in self.parts)
+
+    def resolve(self, input_ids: Tensor | Sequence[int]) -> Pattern:
+        return Intersection(tuple(part.resolve(input_ids) for part in self.parts)) if self.needs_tokens else self
 
     def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         seen = self.parts[0].visible(grid, q_pos, k_pos)

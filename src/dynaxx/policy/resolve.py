@@ -44,6 +44,21 @@ class LayerPlan:
         """Whether positions alone decide, so that layouts are cached."""
         return all(isinstance(group.rule, Pattern) for group in self.groups)
 
+    @cached_property
+    def needs_tokens(self) -> bool:
+        """Whether some rule looks at content, so that a request's tokens must resolve it first."""
+        return any(group.rule.needs_tokens for group in self.groups if isinstance(group.rule, Pattern | Hybrid))
+
+    def resolve(self, input_ids: Tensor) -> LayerPlan:
+        """This plan for one sequence of (seqlen_k,) token ids; see `Pattern.resolve`."""
+        if not self.needs_tokens:
+            return self
+        groups = (
+            replace(group, rule=group.rule.resolve(input_ids)) if isinstance(group.rule, Pattern | Hybrid) else group
+            for group in self.groups
+        )
+        return replace(self, groups=tuple(groups))
+
     @torch.inference_mode(False)
     @torch.no_grad()
     def layout(self, q: Tensor, k: Tensor, *, scale: float | None = None) -> BlockLayout:

@@ -99,6 +99,17 @@ class GlobalTokens(_Leaf):
     symmetric: Flag = False
 
 
+class GlobalContent(_Leaf):
+    """The tokens that match, and `span` after each match; token ids of the policy's model, see `content_tokens`."""
+
+    makes = p.GlobalContent
+    kind: Literal["global_content"] = "global_content"
+    token_ids: tuple[Count, ...] = ()
+    sequences: tuple[tuple[Count, ...], ...] = ()
+    span: Count = 0
+    symmetric: Flag = False
+
+
 class Sink(_Leaf):
     """The first `tokens` keys."""
 
@@ -252,6 +263,7 @@ PatternSpec: TypeAlias = Annotated[
     | Dilated
     | Strided
     | GlobalTokens
+    | GlobalContent
     | Sink
     | LastQueries
     | LocalBlocks
@@ -270,6 +282,7 @@ AttentionSpec: TypeAlias = Annotated[
     | Dilated
     | Strided
     | GlobalTokens
+    | GlobalContent
     | Sink
     | LastQueries
     | LocalBlocks
@@ -293,6 +306,7 @@ _LEAVES: tuple[type[_Leaf], ...] = (
     Dilated,
     Strided,
     GlobalTokens,
+    GlobalContent,
     Sink,
     LastQueries,
     LocalBlocks,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -72,6 +73,15 @@ class Hybrid:
     ) -> BlockLayout:
         """Choose kv blocks beside the pattern's. See `select_blocks`."""
         return _select(q, k, self.pattern, self.selector, causal, block_size, scale)
+
+    @property
+    def needs_tokens(self) -> bool:
+        """As `Pattern.needs_tokens`."""
+        return self.pattern.needs_tokens
+
+    def resolve(self, input_ids: Tensor | Sequence[int]) -> Hybrid:
+        """This rule for one request; as `Pattern.resolve`."""
+        return Hybrid(self.pattern.resolve(input_ids), self.selector)
 
     def __repr__(self) -> str:
         return f"{self.pattern!r} | {self.selector!r}"

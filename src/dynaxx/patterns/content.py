@@ -1,0 +1,157 @@
+"""Rules on what a token is: global tokens by content, which become positions once a request's tokens are known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from dynaxx.layout import BlockGrid
+from dynaxx.patterns.base import BlockStates, Pattern
+from dynaxx.patterns.fixed import GlobalTokens
+
+TokenSequence = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class GlobalContent(Pattern):
+    """Tokens that every query sees because of what they are: separators, section headings, definitions.
+
+    It has no positions of its own: `resolve(input_ids)` finds them in one request, and a policy under `dynaxx.apply`
+    does so for every sequence. `a | GlobalContent(...)` resolves as a whole, too.
+
+    Args:
+        token_ids: each of these tokens is a match.
+        sequences: each run of exactly these tokens is a match; `content_tokens` makes them from text.
+        span: so many tokens after a match are global as well: a heading and the clause below it.
+        symmetric: the global tokens see every key, too.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    sequences: tuple[TokenSequence, ...] = ()
+    span: int = 0
+    symmetric: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "token_ids", tuple(sorted({int(token) for token in self.token_ids})))
+        sequences = {tuple(int(token) for token in sequence) for sequence in self.sequences}
+        object.__setattr__(self, "sequences", tuple(sorted(sequences)))
+        if not self.token_ids and not self.sequences:
+            raise ValueError("`GlobalContent` must have `token_ids` or `sequences`, got neither")
+        if () in sequences:
+            raise ValueError("`sequences` must not hold an empty one: it would match everywhere")
+        for name, tokens in (("token_ids", self.token_ids), ("sequences", sum(self.sequences, ()))):
+            if min(tokens, default=0) < 0:
+                raise ValueError(f"`{name}` must be token ids >= 0, got {min(tokens)}")
+        if self.span < 0:
+            raise ValueError(f"`span` must be >= 0 tokens, got {self.span}")
+
+    @property
+    def needs_tokens(self) -> bool:
+        return True
+
+    def resolve(self, input_ids: Tensor | Sequence[int]) -> GlobalTokens:
+        """The positions of the matches in one sequence; none give `GlobalTokens(())`.
+
+        Args:
+            input_ids: (seqlen,) or (1, seqlen) token ids: all tokens up to the last key, the cached ones included.
+                Ids on a GPU are read back.
+        """
+        ids = torch.as_tensor(input_ids)
+        if ids.numel() == 0:
+            return GlobalTokens((), self.symmetric)
+        if ids.is_floating_point() or ids.ndim > 2 or (ids.ndim == 2 and ids.shape[0] != 1):
+            raise ValueError(
+                f"`input_ids` must be integers (seqlen,) of one sequence, got {ids.dtype} {tuple(ids.shape)}; "
+                "resolve each sequence of a batch by itself"
+            )
+        ids = ids.flatten().cpu()
+        # Edges of the global ranges, summed up: +1 where one starts, -1 where it ends.
+        edges = torch.zeros(len(ids) + 1, dtype=torch.int64)
+        singles = torch.isin(ids, torch.tensor(self.token_ids, dtype=ids.dtype)).nonzero().flatten()
+        _mark(edges, singles, 1 + self.span)
+        for sequence in self.sequences:
+            if len(sequence) <= len(ids):
+                found = (ids.unfold(0, len(sequence), 1) == torch.tensor(sequence, dtype=ids.dtype)).all(1)
+                _mark(edges, found.nonzero().flatten(), len(sequence) + self.span)
+        return GlobalTokens(tuple(edges.cumsum(0)[:-1].nonzero().flatten().tolist()), self.symmetric)
+
+    def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        self._refuse()
+
+    def candidates(self, grid: BlockGrid) -> Tensor:
+        self._refuse()
+
+    def candidate_count(self, grid: BlockGrid) -> int:
+        self._refuse()
+
+    def classify(self, grid: BlockGrid, rows: Tensor, cols: Tensor) -> BlockStates:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise ValueError(
+            "`GlobalContent` has no positions before it has seen the request's tokens; use "
+            "`pattern.resolve(input_ids)`, or run it in a policy with `dynaxx.apply`, which resolves every sequence"
+        )
+
+
+def _mark(edges: Tensor, starts: Tensor, length: int) -> None:
+    edges.index_add_(0, starts, torch.ones_like(starts))
+    edges.index_add_(0, (starts + length).clamp(max=len(edges) - 1), -torch.ones_like(starts))
+
+
+# What may stand before and after a text: tokenisers merge it with its neighbours, and differently at a line's start.
+BEFORE = ("", " ", "\n", "\n\n", "a ", "a\n", "a\n\n", ". ", "(", '"', "\t")
+AFTER = ("", " a", "\n", "\n\n", "\na", ".", ":", ", a", ")", '"')
+
+
+def content_tokens(tokenizer: Any, texts: Sequence[str]) -> tuple[TokenSequence, ...]:
+    """Turn texts into token sequences for `GlobalContent`, once, with the tokenizer of the model.
+
+    A text is one thing, its tokens are not: "DEFINITIONS" after a space, at the start of a line, or before a colon may
+    be other tokens. Each text is tokenised in many such surroundings, and every way in which it comes out is kept.
+
+    Args:
+        tokenizer: a transformers tokenizer; only its `encode` and `decode` are used.
+        texts: literal texts, case as it stands ("[SEP]", "Definitions", "DEFINITIONS"). A short text matches within
+            longer words whose tokens begin alike.
+
+    Raises:
+        ValueError: a text that is empty, or that this tokenizer cannot write (it gives its unknown token).
+    """
+    if isinstance(texts, str):
+        raise TypeError(f"`texts` must be a sequence of texts, got the one text {texts!r}; put it in a list")
+    found: set[TokenSequence] = set()
+    for text in texts:
+        wanted = _decode(tokenizer, tokenizer.encode(text, add_special_tokens=False)).strip()
+        if not text.strip() or not wanted:
+            raise ValueError(f"`texts` must not hold empty texts, got {text!r}")
+        ways = {
+            _covering(tokenizer, tokenizer.encode(before + text + after, add_special_tokens=False), wanted)
+            for before in BEFORE
+            for after in AFTER
+        } - {()}
+        unknown = getattr(tokenizer, "unk_token_id", None)
+        if not ways or any(unknown in way for way in ways if text != getattr(tokenizer, "unk_token", None)):
+            raise ValueError(f"`texts` must be texts that this tokenizer can write, got {text!r}")
+        found |= ways
+    return tuple(sorted(found))
+
+
+def _covering(tokenizer: Any, ids: list[int], wanted: str) -> TokenSequence:
+    """The fewest tokens that hold the wanted text; () if even all of them do not."""
+    if wanted not in _decode(tokenizer, ids):
+        return ()
+    start, stop = 0, len(ids)
+    while wanted in _decode(tokenizer, ids[start : stop - 1]):
+        stop -= 1
+    while wanted in _decode(tokenizer, ids[start + 1 : stop]):
+        start += 1
+    return tuple(ids[start:stop])
+
+
+def _decode(tokenizer: Any, ids: list[int]) -> str:
+    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
