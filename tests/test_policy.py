@@ -57,6 +57,11 @@ RULES = [
     dx.TopP(0.9),
     dx.TopP((0.5, 0.6, 0.7, 0.8, 0.9, 1.0), scorer=dx.MinMax()),
     dx.SlidingWindow(32) | dx.TopK(0.1),
+    dx.Threshold(0.1),
+    dx.Threshold((0.0, 0.5, 1.0, 2.0, 3.0, 4.0), "uniform", dx.AntiDiagonal(8)),
+    dx.SlidingWindow(32) | dx.TopK(0.2, scorer=dx.SimHash(tables=4, bits=5, seed=-3)),
+    dx.TopK(0.2, scorer=dx.KeyClusters(64, 8, 2, seed=9)),
+    dx.TopP(0.9, scorer=dx.Int8Pool(8, 2, 0.25)),
     (dx.SlidingWindow(32) | dx.Sink(2)) | dx.TopP(0.95, scorer=dx.LastQueryProbe()),
     None,
 ]
@@ -236,6 +241,8 @@ def test_heads_that_differ_in_budget_share_one_rule():
         {0: dx.TopK(2), 1: dx.TopK(0.5), 2: dx.TopP(0.7), 3: dx.TopP(0.9, scorer=dx.MinMax()), 5: dx.Strided(7)},
         {1: dx.Sink(3) | dx.SlidingWindow(9), 3: dx.Dilated(5, 3)},
         {head: dx.SlidingWindow(9) for head in range(6)},
+        {1: dx.Threshold(0.5), 2: dx.Threshold(1.5, "uniform"), 4: dx.Threshold(0.9)},
+        {0: dx.Sink(2) | dx.Threshold(0.5), 3: dx.Sink(2)},
         {5: dx.SlidingWindow(9) | dx.TopP(0.5), 0: dx.SlidingWindow(9)},
     ],
 )

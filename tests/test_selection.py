@@ -1,13 +1,44 @@
 """Selection: forced blocks, budgets, causality, scorers, and hybrids."""
 
+import weakref
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import dynaxx as dx
-from dynaxx.selection import LastQueryProbe, MeanPool, MinMax, TopK, TopP
+from dynaxx.selection import (
+    AntiDiagonal,
+    Int8Pool,
+    KeyClusters,
+    LastQueryProbe,
+    MeanPool,
+    MinMax,
+    SimHash,
+    Threshold,
+    TopK,
+    TopP,
+)
 from dynaxx.testing import make_qkv
 
-SCORERS = [MeanPool(), MeanPool(pool=16), MinMax(), MinMax(bound=0.5), LastQueryProbe(), LastQueryProbe(queries=1000)]
+SCORERS = [
+    MeanPool(),
+    MeanPool(pool=16),
+    MeanPool(pool=3),
+    MinMax(),
+    MinMax(bound=0.5),
+    LastQueryProbe(),
+    LastQueryProbe(queries=1000),
+    AntiDiagonal(),
+    AntiDiagonal(stride=4),
+    SimHash(),
+    KeyClusters(),
+    KeyClusters(clusters=16, nearest=4),
+    Int8Pool(),
+    Int8Pool(pool=4, fine=1, survivors=1.0),
+    Int8Pool(survivors=0.0),
+]
 
 
 def causal_mask(seqlen_q, seqlen_k):
@@ -20,7 +51,12 @@ def causal_mask(seqlen_q, seqlen_k):
 def test_budget_one_is_dense_and_zero_is_the_pattern(scorer, seqlen_q, seqlen_k, causal):
     q, k, _ = make_qkv(2, seqlen_q, seqlen_k, 4, 2, 16)
     pattern = dx.SlidingWindow(20) | dx.Sink(3)
-    for make in (lambda b: TopK(float(b), scorer), lambda b: TopP(float(b), scorer)):
+    for make in (
+        lambda b: TopK(float(b), scorer),
+        lambda b: TopP(float(b), scorer),
+        lambda b: Threshold(0.0 if b else float("inf"), "max", scorer),
+        lambda b: Threshold(0.0 if b else 1e9, "uniform", scorer),
+    ):
         full = dx.select_blocks(q, k, make(1), block_size=16, causal=causal).validate().to_dense()
         hybrid = dx.select_blocks(q, k, pattern | make(1), block_size=16, causal=causal).validate().to_dense()
         want = causal_mask(seqlen_q, seqlen_k) if causal else torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
@@ -59,7 +95,12 @@ def planted(block):
 @pytest.mark.parametrize("scorer", SCORERS, ids=repr)
 def test_scorers_find_a_planted_block(scorer):
     q, k = planted(3)
-    for selector in (TopK(1, scorer), TopP(0.6, scorer)):
+    for selector in (
+        TopK(1, scorer),
+        TopP(0.6, scorer),
+        Threshold(0.5, "max", scorer),
+        Threshold(1.5, "uniform", scorer),
+    ):
         layout = dx.select_blocks(q, k, selector, block_size=16)
         seen = layout.to_dense()[0, :, 64:, 48:64]
         assert seen.all()
@@ -83,12 +124,148 @@ def test_mean_pool_of_one_token_is_the_true_mass():
     torch.testing.assert_close(scores, mass, rtol=1e-4, atol=1e-4)
 
 
-def test_memory_budget_does_not_change_the_choice(monkeypatch):
-    q, k, _ = make_qkv(2, 300, 300, 4, 2, 16)
-    rule = dx.SlidingWindow(40) | TopK(0.2, MeanPool(pool=4))
-    whole = dx.select_blocks(q, k, rule, block_size=16).to_dense()
-    monkeypatch.setattr("dynaxx.selection.base.SCORE_BYTES", 1)
-    assert torch.equal(whole, dx.select_blocks(q, k, rule, block_size=16).to_dense())
+@pytest.mark.parametrize("scorer", SCORERS, ids=repr)
+@pytest.mark.parametrize("budget", [1, 40_000])
+def test_memory_budget_does_not_change_the_choice(scorer, budget):
+    q, k, _ = make_qkv(2, 301, 333, 4, 2, 16)
+    rule = dx.SlidingWindow(40) | TopK(0.2, scorer)
+    whole = dx.select_blocks(q, k, rule, block_size=16)
+    cut = dx.select_blocks(q, k, rule, block_size=16, memory_budget=budget)
+    assert torch.equal(whole.kv_indptr, cut.kv_indptr)
+    assert torch.equal(whole.kv_indices, cut.kv_indices)
+
+
+class PeakBytes(TorchDispatchMode):
+    """The most bytes that tensors made within held at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.live = self.peak = 0
+        self.known = weakref.WeakKeyDictionary()
+
+    def freed(self, size):
+        self.live -= size
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        before = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            storage = x.untyped_storage() if isinstance(x, torch.Tensor) else None
+            if storage is None or storage in self.known or storage.data_ptr() in before:
+                continue
+            self.known[storage] = True
+            self.live += storage.nbytes()
+            weakref.finalize(storage, self.freed, storage.nbytes())
+        self.peak = max(self.peak, self.live)
+        return out
+
+
+def peak_bytes(rule, memory_budget):
+    """Of a selection over 4,101 tokens, the layout's own share taken off."""
+    q, k, _ = make_qkv(1, 4101, 4101, 4, 2, 32, dtype=torch.bfloat16)
+    with PeakBytes() as memory:
+        layout = dx.select_blocks(q, k, dx.Sink(4) | rule, block_size=16, memory_budget=memory_budget)
+    return memory.peak - 100 * layout.nnz
+
+
+@pytest.mark.parametrize("scorer", SCORERS, ids=repr)
+def test_memory_budget_holds(scorer):
+    assert peak_bytes(TopK(2, scorer), 8 << 20) < 8 << 20
+    assert peak_bytes(Threshold(0.9, "max", scorer), 8 << 20) < 8 << 20
+
+
+def test_memory_budget_matters():
+    with PeakBytes() as memory:
+        kept = torch.zeros(1000)
+        del kept
+        torch.ones(10)[2:].add_(torch.ones(8))
+    assert memory.peak == 4000
+    assert memory.live == 0
+    for rule in (TopK(2, KeyClusters()), TopK(2, LastQueryProbe(1000))):  # what the last test would see without one
+        assert peak_bytes(rule, 64 << 20) > 16 << 20
+    assert peak_bytes(TopP(0.02), 2 << 20) < 2 << 20 < peak_bytes(TopP(0.02), 64 << 20)
+
+
+@pytest.mark.parametrize("scorer", [SimHash, KeyClusters])
+def test_a_seed_decides(scorer):
+    q, k, _ = make_qkv(1, 512, 512, 2, 1, 16)
+    choice = lambda seed: dx.select_blocks(q, k, TopK(0.2, scorer(seed=seed)), block_size=16).kv_indices
+    torch.manual_seed(1)
+    first = choice(0)
+    torch.manual_seed(2)
+    assert torch.equal(first, choice(0))
+    assert not torch.equal(first, choice(1))
+
+
+@pytest.mark.parametrize("scorer", SCORERS, ids=repr)
+def test_ties_keep_the_budget_and_repeat(scorer):
+    q, k = torch.zeros(1, 200, 2, 16), torch.zeros(1, 200, 1, 16)
+    layout = dx.select_blocks(q, k, TopK(3, scorer), block_size=16).validate()
+    assert layout.kv_num_blocks.amax() == 3
+    assert torch.equal(layout.kv_indices, dx.select_blocks(q, k, TopK(3, scorer), block_size=16).kv_indices)
+    assert dx.select_blocks(q, k, Threshold(0.5, "max", scorer), block_size=16).validate().nnz
+
+
+@pytest.mark.parametrize("scorer", SCORERS, ids=repr)
+def test_values_past_the_tensors_are_not_read(scorer):
+    """Odd lengths, strided inputs: what lies around q and k does not matter."""
+    q, k, _ = make_qkv(1, 77, 93, 4, 2, 16)
+    around = [torch.full((1, x.shape[1] + 40, 8, 20), float("nan")) for x in (q, k)]
+    views = [a[:, 7 : 7 + x.shape[1], 1 : 1 + x.shape[2], 2:18].copy_(x) for a, x in zip(around, (q, k), strict=True)]
+    rule = TopK(0.4, scorer)
+    want, got = dx.select_blocks(q, k, rule, block_size=16), dx.select_blocks(*views, rule, block_size=16)
+    assert torch.equal(want.kv_indices, got.kv_indices)
+
+
+def test_anti_diagonal_is_its_definition():
+    q, k, _ = make_qkv(1, 96, 96, 2, 1, 16)
+    grid, stride = dx.layout.BlockGrid(96, 96, (32, 16)), 8
+    got = AntiDiagonal(stride).prepare(q, k, grid, 0.25)(0, 3)[0]
+    full = q[0].transpose(0, 1) @ k[0, :, 0].T * 0.25
+    tiles = full.view(2, 12, 8, 12, 8).permute(0, 1, 3, 2, 4).flip(-1).diagonal(dim1=-2, dim2=-1).mean(-1)
+    share = tiles.masked_fill(torch.ones(12, 12, dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
+    want = share.view(2, 3, 4, 6, 2).sum((2, 4))
+    torch.testing.assert_close(got.exp(), want)
+
+
+def test_key_clusters_of_one_key_each_are_the_true_mass():
+    q, k, _ = make_qkv(1, 64, 64, 2, 1, 16, dtype=torch.float64)
+    scores = KeyClusters(clusters=64, nearest=64).prepare(q, k, dx.layout.BlockGrid(64, 64, (16, 16), False), 0.25)(
+        0, 4
+    )
+    mass = (q[0].transpose(0, 1) @ k[0, :, 0].T / 4).softmax(-1).view(2, 4, 16, 4, 16).sum((2, 4))
+    torch.testing.assert_close(scores[0].double().exp(), mass, rtol=1e-4, atol=1e-4)
+
+
+def test_sim_hash_counts_collisions():
+    q, k, _ = make_qkv(1, 32, 32, 1, 1, 16)
+    k = k - k.mean(1, keepdim=True)
+    scorer = SimHash(tables=3, bits=4, seed=5)
+    got = scorer.prepare(q, k, dx.layout.BlockGrid(32, 32, (16, 16), False), 1.0)(0, 2)[0, 0].exp() - 0.5
+    planes = torch.randn(16, 12, generator=torch.Generator().manual_seed(5))
+    same = ((q[0, :, None, 0] @ planes > 0) == (k[0, None, :, 0] @ planes > 0)).unflatten(-1, (3, 4)).all(-1).sum(-1)
+    torch.testing.assert_close(got, same.view(2, 16, 2, 16).sum((1, 3)).float(), rtol=0, atol=1e-3)
+
+
+def test_the_second_stage_of_int8_refines_the_first():
+    q, k, _ = make_qkv(1, 512, 512, 2, 1, 16)
+    q, k = q * 2, k * 2
+    grid = dx.layout.BlockGrid(512, 512, (64, 64))
+    share = lambda scorer: scorer.prepare(q, k, grid, 0.25)(0, 8).softmax(-1)
+    wrong = [(share(Int8Pool(16, 1, part)) - share(MeanPool(pool=1))).abs().mean() for part in (1.0, 0.5, 0.0)]
+    assert wrong[0] < 0.1 * wrong[1]  # all blocks again, token by token: what is left is the rounding
+    assert wrong[1] < wrong[2]
+
+
+def test_threshold_compares_mass_with_its_reference():
+    q, k, _ = make_qkv(1, 256, 256, 2, 1, 16)
+    grid = dx.layout.BlockGrid(256, 256, (16, 16))
+    mass = MeanPool().prepare(q, k, grid, 0.25)(0, 16)
+    mass = mass.masked_fill(~torch.ones(16, 16, dtype=torch.bool).tril(), -torch.inf).softmax(-1)
+    for of, reference in (("max", mass.amax(-1, keepdim=True)), ("uniform", 1 / torch.arange(1, 17)[:, None])):
+        layout = dx.select_blocks(q, k, Threshold((0.9, 0.4), of), block_size=16)
+        kept = (mass >= torch.tensor([0.9, 0.4])[:, None, None] * reference).sum(-1)
+        assert torch.equal(layout.kv_num_blocks.long(), kept)
 
 
 def test_floor_gives_early_rows_the_share_of_later_ones():
@@ -106,6 +283,15 @@ def test_floor_gives_early_rows_the_share_of_later_ones():
         (lambda q, k: MeanPool(pool=0), "`pool` must be >= 1"),
         (lambda q, k: MinMax(bound=1.1), "`bound` must be from"),
         (lambda q, k: LastQueryProbe(queries=0), "`queries` must be >= 1"),
+        (lambda q, k: AntiDiagonal(0), "`stride` must be >= 1"),
+        (lambda q, k: SimHash(tables=0), "`tables` must be >= 1"),
+        (lambda q, k: SimHash(bits=13), "`bits` must be from 1 to 12"),
+        (lambda q, k: KeyClusters(nearest=0), "`nearest` must be >= 1"),
+        (lambda q, k: Int8Pool(pool=4, fine=8), "1 <= fine <= pool"),
+        (lambda q, k: Int8Pool(survivors=1.5), "`survivors` must be from"),
+        (lambda q, k: Threshold(-0.1), "`share` must be >= 0"),
+        (lambda q, k: Threshold(0.1, "mean"), "`of` must be"),
+        (lambda q, k: dx.select_blocks(q, k, TopK(1), memory_budget=0), "`memory_budget` must be >= 1"),
         (lambda q, k: dx.select_blocks(q, k, TopK((1, 2))), "one per q head"),
         (lambda q, k: dx.select_blocks(q[0], k, TopK(1)), "`q` must be"),
         (lambda q, k: dx.select_blocks(q, k[..., :8], TopK(1)), "must agree"),

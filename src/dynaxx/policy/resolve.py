@@ -19,7 +19,7 @@ from dynaxx.layout import BlockLayout, as_block_size
 from dynaxx.patterns import Causal, Pattern
 from dynaxx.policy.schema import Policy, head_values
 from dynaxx.policy.specs import AttentionRule
-from dynaxx.selection import Hybrid, Selector, TopK, TopP, select_blocks
+from dynaxx.selection import Hybrid, Selector, select_blocks
 
 
 @dataclass(frozen=True)
@@ -161,17 +161,17 @@ def _grouped(rules: list[AttentionRule | None]) -> tuple[HeadGroup, ...]:
         if family is None:
             groups.append(HeadGroup(heads, pattern if pattern is not None else Causal()))
             continue
-        budgets = tuple(_head_budget(rules[head]) for head in heads)
+        budgets = tuple(_head_budget(rules[head], family) for head in heads)
         same = budgets[0] if len(set(map(repr, budgets))) == 1 else budgets
         groups.append(HeadGroup(heads, _rule(pattern, _with_budget(family, same))))
     return tuple(sorted(groups, key=lambda group: group.heads))
 
 
-def _parts(rule: AttentionRule | None) -> tuple[Pattern | None, TopK | TopP | None]:
+def _parts(rule: AttentionRule | None) -> tuple[Pattern | None, Selector | None]:
     if isinstance(rule, Hybrid):
-        return rule.pattern, rule.selector  # type: ignore[return-value]  # a policy holds these two selectors only
+        return rule.pattern, rule.selector
     if isinstance(rule, Selector):
-        return None, rule  # type: ignore[return-value]
+        return None, rule
     return rule, None
 
 
@@ -179,20 +179,20 @@ def _rule(pattern: Pattern | None, selector: Selector) -> AttentionRule:
     return selector if pattern is None else Hybrid(pattern, selector)
 
 
-def _budget(selector: TopK | TopP) -> Any:
-    return selector.budget if isinstance(selector, TopK) else selector.mass
+def _budget(selector: Selector) -> Any:
+    return getattr(selector, selector.budget_field)
 
 
-def _with_budget(selector: TopK | TopP, value: Any) -> TopK | TopP:
-    return replace(selector, budget=value) if isinstance(selector, TopK) else replace(selector, mass=value)
+def _with_budget(selector: Selector, value: Any) -> Selector:
+    return replace(selector, **{selector.budget_field: value})  # type: ignore[type-var]  # every selector is a dataclass
 
 
-def _head_budget(rule: AttentionRule | None) -> float:
+def _head_budget(rule: AttentionRule | None, family: Selector) -> float:
     """A head's budget in a shared rule: everything for a dense one, nothing beside the pattern for a static one."""
     if rule is None:
-        return 1.0
+        return family.everything
     _, selector = _parts(rule)
-    return 0.0 if selector is None else _budget(selector)
+    return family.nothing if selector is None else _budget(selector)
 
 
 @lru_cache(maxsize=256)

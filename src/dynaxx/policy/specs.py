@@ -20,6 +20,7 @@ Int = Annotated[int, Strict()]
 Count = Annotated[int, Strict(), Field(ge=0)]
 Positive = Annotated[int, Strict(), Field(ge=1)]
 Share = Annotated[float, Strict(), Field(ge=0, le=1)]
+NotNegative = Annotated[float, Strict(), Field(ge=0)]
 Flag = Annotated[bool, Strict()]
 
 
@@ -195,6 +196,45 @@ class LastQueryProbe(_Leaf):
     queries: Positive = 64
 
 
+class AntiDiagonal(_Leaf):
+    """Score blocks by sums over strided anti-diagonals."""
+
+    makes = s.AntiDiagonal
+    kind: Literal["anti_diagonal"] = "anti_diagonal"
+    stride: Positive = 16
+
+
+class SimHash(_Leaf):
+    """Score blocks by how often their keys share a random bucket with the queries."""
+
+    makes = s.SimHash
+    kind: Literal["sim_hash"] = "sim_hash"
+    tables: Positive = 16
+    bits: Positive = 6
+    seed: Int = 0
+
+
+class KeyClusters(_Leaf):
+    """Score blocks by the clusters of keys nearest to the queries."""
+
+    makes = s.KeyClusters
+    kind: Literal["key_clusters"] = "key_clusters"
+    clusters: Positive = 128
+    nearest: Positive = 32
+    iterations: Positive = 4
+    seed: Int = 0
+
+
+class Int8Pool(_Leaf):
+    """Score blocks by 8-bit mean-pooled keys, the better part again at a finer grain."""
+
+    makes = s.Int8Pool
+    kind: Literal["int8_pool"] = "int8_pool"
+    pool: Positive = 16
+    fine: Positive = 4
+    survivors: Share = 0.5
+
+
 class TopK(Spec):
     """The best-scored blocks: a `share` of the causally visible ones, or a number of `blocks`; one value, or one per
     head that the rule covers. JSON does not tell 1 from 1.0, so the two have names."""
@@ -236,6 +276,24 @@ class TopP(Spec):
         return s.TopP(_floats(self.mass), self.scorer.build())
 
 
+class Threshold(Spec):
+    """The blocks whose estimated mass reaches a share of the row's largest, or of an even spread; one value, or one per
+    head."""
+
+    kind: Literal["threshold"] = "threshold"
+    share: NotNegative | tuple[NotNegative, ...]
+    of: Literal["max", "uniform"] = "max"
+    scorer: ScorerSpec = MeanPool()
+
+    @property
+    def values(self) -> Any:
+        """The share, one value or a tuple."""
+        return self.share
+
+    def build(self) -> s.Threshold:
+        return s.Threshold(_floats(self.share), self.of, self.scorer.build())
+
+
 class Hybrid(Spec):
     """A pattern that is always visible, and a selector that spends its budget on the rest."""
 
@@ -273,8 +331,10 @@ PatternSpec: TypeAlias = Annotated[
     | AllOf,
     Field(discriminator="kind"),
 ]
-ScorerSpec: TypeAlias = Annotated[MeanPool | MinMax | LastQueryProbe, Field(discriminator="kind")]
-SelectorSpec: TypeAlias = Annotated[TopK | TopP, Field(discriminator="kind")]
+ScorerSpec: TypeAlias = Annotated[
+    MeanPool | MinMax | LastQueryProbe | AntiDiagonal | SimHash | KeyClusters | Int8Pool, Field(discriminator="kind")
+]
+SelectorSpec: TypeAlias = Annotated[TopK | TopP | Threshold, Field(discriminator="kind")]
 AttentionSpec: TypeAlias = Annotated[
     Causal
     | Full
@@ -292,11 +352,12 @@ AttentionSpec: TypeAlias = Annotated[
     | AllOf
     | TopK
     | TopP
+    | Threshold
     | Hybrid
     | Dense,
     Field(discriminator="kind"),
 ]
-for _model in (AnyOf, AllOf, TopK, TopP, Hybrid):
+for _model in (AnyOf, AllOf, TopK, TopP, Threshold, Hybrid):
     _model.model_rebuild()
 
 _LEAVES: tuple[type[_Leaf], ...] = (
@@ -315,6 +376,10 @@ _LEAVES: tuple[type[_Leaf], ...] = (
     MeanPool,
     MinMax,
     LastQueryProbe,
+    AntiDiagonal,
+    SimHash,
+    KeyClusters,
+    Int8Pool,
 )
 _SPEC_OF = {leaf.makes: leaf for leaf in _LEAVES}
 
@@ -337,6 +402,8 @@ def to_spec(rule: AttentionRule | s.Scorer | None) -> Any:
         return _top_k_spec(rule)
     if type(rule) is s.TopP:
         return TopP(mass=rule.mass, scorer=to_spec(rule.scorer))
+    if type(rule) is s.Threshold:
+        return Threshold(share=rule.share, of=rule.of, scorer=to_spec(rule.scorer))
     leaf = _SPEC_OF.get(type(rule))
     if leaf is None:
         raise ValueError(f"a policy has no word for {rule!r}; use a pattern, selector or hybrid of dynaxx")

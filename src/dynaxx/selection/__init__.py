@@ -1,7 +1,34 @@
 """Data-dependent choice of blocks: a cheap score per block, then a budget. `pattern | selector` combines both kinds."""
 
 from dynaxx.selection.base import Hybrid, Selector, select_blocks
-from dynaxx.selection.budgets import TopK, TopP
-from dynaxx.selection.scorers import LastQueryProbe, MeanPool, MinMax, Scorer
+from dynaxx.selection.budgets import Threshold, TopK, TopP
+from dynaxx.selection.recall import Recall, recall
+from dynaxx.selection.scorers import (
+    AntiDiagonal,
+    Int8Pool,
+    KeyClusters,
+    LastQueryProbe,
+    MeanPool,
+    MinMax,
+    Scorer,
+    SimHash,
+)
 
-__all__ = ["Hybrid", "LastQueryProbe", "MeanPool", "MinMax", "Scorer", "Selector", "TopK", "TopP", "select_blocks"]
+__all__ = [
+    "AntiDiagonal",
+    "Hybrid",
+    "Int8Pool",
+    "KeyClusters",
+    "LastQueryProbe",
+    "MeanPool",
+    "MinMax",
+    "Recall",
+    "Scorer",
+    "Selector",
+    "SimHash",
+    "Threshold",
+    "TopK",
+    "TopP",
+    "recall",
+    "select_blocks",
+]

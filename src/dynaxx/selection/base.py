@@ -5,26 +5,26 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dynaxx.layout import EMPTY, FULL, BlockGrid, BlockLayout, ElementMasks, as_block_size
-from dynaxx.layout.convert import block_codes
 from dynaxx.layout.masks import causal_codes, causal_masks
 from dynaxx.patterns.base import Pattern
+from dynaxx.selection.scorers.base import MEMORY_BUDGET, Scorer, pieces
 
-if TYPE_CHECKING:
-    from dynaxx.selection.scorers import Scorer
-
-SCORE_BYTES = 64 << 20  # scores of so many bytes exist at once
+BYTES_PER_SCORE = 64  # what scoring a block, ranking it and listing the chosen ones hold at most, measured
 
 
 class Selector(ABC):
     """A data-dependent choice of blocks per q head. Hashable and immutable; `pattern | selector` is a `Hybrid`."""
 
     scorer: Scorer
+    budget_field: ClassVar[str]  # name of the field that says how much to keep, one value or one per q head
+    nothing: ClassVar[float] = 0.0  # its value that keeps nothing beside a pattern
+    everything: ClassVar[float] = 1.0  # its value that keeps every visible block
 
     @abstractmethod
     def choose(self, scores: Tensor, optional: Tensor, visible: Tensor) -> Tensor:
@@ -47,9 +47,10 @@ class Selector(ABC):
         causal: bool = True,
         block_size: int | tuple[int, int] = 64,
         scale: float | None = None,
+        memory_budget: int = MEMORY_BUDGET,
     ) -> BlockLayout:
         """Choose kv blocks for every q block. See `select_blocks`."""
-        return _select(q, k, None, self, causal, block_size, scale)
+        return _select(q, k, None, self, causal, block_size, scale, memory_budget)
 
     def __ror__(self, pattern: object) -> Hybrid:
         return Hybrid(pattern, self) if isinstance(pattern, Pattern) else NotImplemented
@@ -70,9 +71,10 @@ class Hybrid:
         causal: bool = True,
         block_size: int | tuple[int, int] = 64,
         scale: float | None = None,
+        memory_budget: int = MEMORY_BUDGET,
     ) -> BlockLayout:
         """Choose kv blocks beside the pattern's. See `select_blocks`."""
-        return _select(q, k, self.pattern, self.selector, causal, block_size, scale)
+        return _select(q, k, self.pattern, self.selector, causal, block_size, scale, memory_budget)
 
     @property
     def needs_tokens(self) -> bool:
@@ -96,6 +98,7 @@ def select_blocks(
     causal: bool = True,
     block_size: int | tuple[int, int] = 64,
     scale: float | None = None,
+    memory_budget: int = MEMORY_BUDGET,
 ) -> BlockLayout:
     """Make the layout that a pattern, a selector, or both say for these queries and keys.
 
@@ -106,16 +109,19 @@ def select_blocks(
         causal: hide keys after the query.
         block_size: tokens per block, or (q_block, kv_block).
         scale: softmax scale, default head_dim ** -0.5; estimates of attention mass depend on it.
+        memory_budget: bytes that scoring and choosing may hold at once beside q, k and the layout, which takes about
+            100 bytes per visited block while it is put together. Less memory is more, smaller steps. What cannot be
+            cut may hold more: summaries of all keys (docs/selection.md has their sizes), and one row of q blocks.
 
     Returns:
         A layout per batch entry and q head. No gradient flows through a choice.
 
     Raises:
-        ValueError: shapes that do not fit, or a per-head budget for another number of heads.
+        ValueError: shapes that do not fit, a memory budget below 1, or a per-head budget for another number of heads.
     """
     if isinstance(rule, Pattern):
         return rule.layout(q.shape[1], k.shape[1], causal=causal, block_size=block_size, device=q.device)
-    return rule.select(q, k, causal=causal, block_size=block_size, scale=scale)
+    return rule.select(q, k, causal=causal, block_size=block_size, scale=scale, memory_budget=memory_budget)
 
 
 @torch.no_grad()
@@ -127,26 +133,30 @@ def _select(
     causal: bool,
     block_size: int | tuple[int, int],
     scale: float | None,
+    memory_budget: int,
 ) -> BlockLayout:
     grid = _checked_grid(q, k, as_block_size(block_size), causal)
+    if memory_budget < 1:
+        raise ValueError(f"`memory_budget` must be >= 1 byte, got {memory_budget}")
     batch, _, heads, head_dim = q.shape
-    forced = _forced(pattern, grid, q.device)
-    score_rows = selector.scorer.prepare(q, k, grid, head_dim**-0.5 if scale is None else scale)
-    at_once = max(1, SCORE_BYTES // (4 * max(1, batch * heads * grid.kv_blocks)))
+    forced = _Forced.of(pattern, grid, q.device)
+    scale = head_dim**-0.5 if scale is None else scale
+    score_rows = selector.scorer.prepare(q, k, grid, scale, memory_budget=max(1, memory_budget // 2))
     cols = torch.arange(grid.kv_blocks, device=q.device)
     leads, columns, codes = [cols[:0]], [cols[:0]], [cols[:0]]
-    for start in range(0, grid.q_blocks if grid.kv_blocks else 0, at_once):
-        rows = torch.arange(start, min(start + at_once, grid.q_blocks), device=q.device)
+    row_bytes = BYTES_PER_SCORE * batch * heads * grid.kv_blocks
+    for start, stop in pieces(grid.q_blocks if grid.kv_blocks else 0, row_bytes, memory_budget // 2):
+        rows = torch.arange(start, stop, device=q.device)
         causal_code = causal_codes(grid, rows[:, None], cols)
-        own = forced.codes[rows]
+        own = forced.codes(start, stop)
         covered = (own == FULL) | ((own >= 0) & (forced.same_as_causal[own.clamp(min=0)] == causal_code))
-        scores = score_rows(start, start + len(rows)).masked_fill(causal_code == EMPTY, -torch.inf)
+        scores = score_rows(start, stop).masked_fill_(causal_code == EMPTY, -torch.inf)
         chosen = selector.choose(scores, (causal_code != EMPTY) & ~covered, grid.causal_kv_blocks(rows))
-        code = torch.where(chosen, causal_code, own)
-        b, h, r, col = (code != EMPTY).nonzero(as_tuple=True)
+        del scores
+        b, h, r, col = (chosen | (own != EMPTY)).nonzero(as_tuple=True)
         leads.append((b * heads + h) * grid.q_blocks + r + start)
         columns.append(col)
-        codes.append(code[b, h, r, col])
+        codes.append(torch.where(chosen[b, h, r, col], causal_code[r, col], own[r, col]))
     return BlockLayout.from_entries(
         grid,
         torch.cat(leads),
@@ -175,20 +185,35 @@ def _checked_grid(q: Tensor, k: Tensor, block_size: tuple[int, int], causal: boo
 class _Forced(NamedTuple):
     """What a pattern shows of each block, beside the causal masks."""
 
-    codes: Tensor  # (q_blocks | 1, kv_blocks) int64 code of each block in `masks`, EMPTY where the pattern has nothing
+    grid: BlockGrid
+    starts: list[int]  # (q_blocks + 1): where each row's entries start; empty without a pattern
+    entries: tuple[Tensor, Tensor, Tensor]  # row, kv block and code in `masks` of each block that the pattern shows
     same_as_causal: Tensor  # (len(masks) | 1,) int64: for a mask, the causal mask that equals it, else EMPTY
     masks: ElementMasks  # the causal masks, then the pattern's
 
+    @classmethod
+    def of(cls, pattern: Pattern | None, grid: BlockGrid, device: torch.device) -> _Forced:
+        causal = causal_masks(grid).to(device)
+        none = torch.zeros(0, dtype=torch.int64, device=device)
+        if pattern is None:
+            return cls(grid, [], (none, none, none), none.new_full((1,), EMPTY), causal)
+        static = pattern.layout(
+            grid.seqlen_q, grid.seqlen_k, causal=grid.causal, block_size=grid.block_size, device=device
+        )
+        masks = causal.append(static.masks)
+        equal = (masks.bits[:, None] == causal.bits[None]).flatten(2).all(-1)  # (masks, causal masks)
+        same = none.new_full((max(1, len(masks)),), EMPTY)
+        which, twin = equal.nonzero(as_tuple=True)
+        same[which] = twin
+        rows, cols, codes = static.entries()
+        entries = rows, cols, torch.where(codes >= 0, codes + len(causal), codes)
+        return cls(grid, static.kv_indptr[0, 0].tolist(), entries, same, masks)
 
-def _forced(pattern: Pattern | None, grid: BlockGrid, device: torch.device) -> _Forced:
-    causal = causal_masks(grid).to(device)
-    if pattern is None:
-        nothing = torch.full((1, grid.kv_blocks), EMPTY, device=device)
-        return _Forced(nothing.expand(grid.q_blocks, -1), nothing.new_full((1,), EMPTY), causal)
-    static = pattern.layout(grid.seqlen_q, grid.seqlen_k, causal=grid.causal, block_size=grid.block_size, device=device)
-    codes, masks = block_codes(static)[0, 0], causal.append(static.masks)
-    equal = (masks.bits[:, None] == causal.bits[None]).flatten(2).all(-1)  # (masks, causal masks)
-    same = torch.full((max(1, len(masks)),), EMPTY, device=device)
-    which, twin = equal.nonzero(as_tuple=True)
-    same[which] = twin
-    return _Forced(torch.where(codes >= 0, codes + len(causal), codes), same, masks)
+    def codes(self, start: int, stop: int) -> Tensor:
+        """(stop - start, kv_blocks) int64: code of each block of some rows, EMPTY where the pattern has nothing."""
+        table = torch.full((stop - start, self.grid.kv_blocks), EMPTY, device=self.same_as_causal.device)
+        if self.starts:
+            some = slice(self.starts[start], self.starts[stop])
+            rows, cols, codes = (each[some] for each in self.entries)
+            table[rows - start, cols] = codes
+        return table

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -26,6 +28,7 @@ class TopK(Selector):
     budget: int | float | tuple[int | float, ...]
     scorer: Scorer = field(default_factory=MeanPool)
     floor: int = 0
+    budget_field: ClassVar[str] = "budget"
 
     def __post_init__(self) -> None:
         if self.floor < 0:
@@ -39,7 +42,9 @@ class TopK(Selector):
         counts = torch.stack([_count(budget, visible.clamp(min=self.floor)) for budget in budgets])[
             ..., None
         ]  # (Hq | 1, R, 1)
-        most = min(scores.shape[-1], int(counts.amax())) if counts.numel() else 0
+        # The same for every piece of rows, so that ties break the same way however the rows are cut.
+        columns = scores.shape[-1]
+        most = min(columns, max(int(_count(budget, torch.tensor(max(columns, self.floor)))) for budget in budgets))
         if most == 0:
             return torch.zeros_like(scores, dtype=torch.bool)
         best, where = scores.masked_fill(~optional, -torch.inf).topk(most, dim=-1)
@@ -59,6 +64,7 @@ class TopP(Selector):
 
     mass: float | tuple[float, ...]
     scorer: Scorer = field(default_factory=MeanPool)
+    budget_field: ClassVar[str] = "mass"
 
     def __post_init__(self) -> None:
         for mass in _per_head(self.mass):
@@ -74,6 +80,43 @@ class TopP(Selector):
         before = covered + best.clamp(min=0).cumsum(-1) - best  # mass of all blocks ahead of each in the order
         kept = ((before < goal) | (goal >= 1)) & (best >= 0)
         return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, where, kept)
+
+
+@dataclass(frozen=True)
+class Threshold(Selector):
+    """Keep the blocks whose estimated attention mass reaches a threshold, per head and q block. Nothing is sorted: one
+    pass finds the row's reference, one compares with it (FlashPrefill), so choosing costs O(blocks).
+
+    Args:
+        share: of the reference mass that a block must have: 0.0 keeps every visible block, more than the row's largest
+            mass none; a tuple has one value per q head.
+        of: the reference: "max", the largest mass of a block in the row, what a hybrid's pattern shows included; or
+            "uniform", the mass of a block if the row's mass were spread evenly over the blocks it may see.
+        scorer: what estimates the mass.
+    """
+
+    share: float | tuple[float, ...]
+    of: Literal["max", "uniform"] = "max"
+    scorer: Scorer = field(default_factory=MeanPool)
+    budget_field: ClassVar[str] = "share"
+    nothing: ClassVar[float] = math.inf
+    everything: ClassVar[float] = 0.0
+
+    def __post_init__(self) -> None:
+        for share in _per_head(self.share):
+            if not share >= 0:
+                raise ValueError(f"`share` must be >= 0.0, got {share}")
+        if self.of not in ("max", "uniform"):
+            raise ValueError(f"`of` must be 'max' or 'uniform', got {self.of!r}")
+
+    def choose(self, scores: Tensor, optional: Tensor, visible: Tensor) -> Tensor:
+        shares = torch.tensor(_checked_heads("share", _per_head(self.share), scores.shape[1]), device=scores.device)
+        if self.of == "max":
+            reference = scores.amax(-1, keepdim=True)
+        else:
+            reference = scores.logsumexp(-1, keepdim=True) - visible.clamp(min=1).log()[:, None]
+        least = reference + shares.log()[:, None, None]  # share 0: -inf, which everything reaches
+        return (scores >= least) & optional
 
 
 def _per_head(value: float | tuple[float, ...]) -> tuple[float, ...]:

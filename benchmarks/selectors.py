@@ -1,0 +1,100 @@
+"""Scorers on a model's real attention: what they keep of its mass at a budget, and what they cost.
+
+    OMP_NUM_THREADS=1 python benchmarks/selectors.py smollm2 --tokens 4096 --layers 3 12 21
+
+Prints Markdown. Recall is of dense causal attention, over sampled queries; the oracle ranks blocks by their true mass.
+"""
+
+import argparse
+import statistics
+import time
+
+import torch
+
+import dynaxx as dx
+from dynaxx.lab.attention_capture import visit_attention
+from dynaxx.lab.models import load_model
+from dynaxx.lab.texts import encode, load_text
+
+BUDGETS = (0.10, 0.25)
+SCORERS = {
+    "oracle": dx.MeanPool(pool=1),  # means of one token: the map itself
+    "`MeanPool()`": dx.MeanPool(),
+    "`MeanPool(16)`": dx.MeanPool(pool=16),
+    "`MinMax()`": dx.MinMax(),
+    "`MinMax(0.5)`": dx.MinMax(bound=0.5),
+    "`LastQueryProbe()`": dx.LastQueryProbe(),
+    "`AntiDiagonal()`": dx.AntiDiagonal(),
+    "`AntiDiagonal(8)`": dx.AntiDiagonal(8),
+    "`SimHash()`": dx.SimHash(),
+    "`KeyClusters()`": dx.KeyClusters(),
+    "`Int8Pool()`": dx.Int8Pool(),
+}
+RULES = [
+    dx.TopK(0.25, dx.AntiDiagonal()),
+    dx.TopP(0.9, dx.AntiDiagonal()),
+    dx.Threshold(0.1, "max", dx.AntiDiagonal()),
+    dx.Threshold(0.5, "uniform", dx.AntiDiagonal()),
+]
+
+
+def captured(name, tokens, layers):
+    """(1, tokens, heads, head_dim) q and k, k once per kv head, of some layers."""
+    model, tokenizer = load_model(name)
+    group = model.config.num_attention_heads // model.config.num_key_value_heads
+    found = []
+
+    def keep(layer):
+        if layer.layer in layers:
+            found.append((layer.q[None].clone(), layer.k[None, :, ::group].clone(), layer.scale))
+
+    visit_attention(model, encode(tokenizer, load_text("pydoc"), tokens), keep)
+    return found
+
+
+def measured(rule, heads, block_size, rows):
+    """Mean recall, half its interval, density and median milliseconds over the layers."""
+    results, half, density, ms = [], [], [], []
+    for q, k, scale in heads:
+        for _ in range(3):
+            start = time.perf_counter()
+            layout = dx.select_blocks(q, k, rule, block_size=block_size, scale=scale)
+            ms.append(1e3 * (time.perf_counter() - start))
+        found = dx.recall(q, k, layout, rows=rows, scale=scale)
+        results.append(found.mean)
+        half.append((found.high - found.low) / 2)
+        density.append(layout.density())
+    error = sum(each**2 for each in half) ** 0.5 / len(half)
+    return statistics.mean(results), error, statistics.mean(density), statistics.median(ms)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--layers", type=int, nargs="+", default=[3, 12, 21])
+    parser.add_argument("--block-size", type=int, default=64)
+    parser.add_argument("--rows", type=int, default=512)
+    args = parser.parse_args()
+    heads = captured(args.model, args.tokens, args.layers)
+    q, k, _ = (x.transpose(1, 2) if isinstance(x, torch.Tensor) else x for x in heads[0])
+    start = time.perf_counter()
+    torch.nn.functional.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=True)
+    print(
+        f"dense attention of a layer: {1e3 * (time.perf_counter() - start):.0f} ms, {torch.get_num_threads()} thread(s)"
+    )
+    print("\n| scorer |" + "".join(f" recall at {budget:.0%} |" for budget in BUDGETS) + " ms per layer |")
+    print("|---|" + "---|" * (len(BUDGETS) + 1))
+    for name, scorer in SCORERS.items():
+        found = [measured(dx.TopK(budget, scorer), heads, args.block_size, args.rows) for budget in BUDGETS]
+        cells = "".join(f" {recall:.3f} ± {error:.3f} |" for recall, error, _, _ in found)
+        print(f"| {name} |{cells} {found[-1][3]:.0f} |", flush=True)
+    print("\n| rule | density | recall | ms per layer |\n|---|---|---|---|")
+    for rule in RULES:
+        recall, error, density, ms = measured(rule, heads, args.block_size, args.rows)
+        print(f"| `{rule!r}` | {density:.3f} | {recall:.3f} ± {error:.3f} | {ms:.0f} |", flush=True)
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        main()

@@ -1,0 +1,62 @@
+"""Blocks by sums over anti-diagonals."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from dynaxx.layout import BlockGrid
+from dynaxx.selection.scorers.base import MEMORY_BUDGET, Scorer, ScoreRows, divisor_at_most
+from dynaxx.selection.scorers.tiles import Tiles, tile_scores
+
+
+@dataclass(frozen=True)
+class AntiDiagonal(Scorer):
+    """Strided anti-diagonals of the scores (XAttention).
+
+    The map is cut into tiles of S x S pairs, S = `stride`. Of tile (i, j) the anti-diagonal is looked at, the S pairs
+    of query S i + S - 1 - s with key S j + s for s = 0 .. S - 1: every query and every key once, and every vertical or
+    slash line that crosses the tile. Their mean is the tile's logit. Each row of tiles goes through a softmax over the
+    tiles that start no later than it ends (all, if not causal); a block's estimate is the sum over its tiles. That
+    costs a share 1 / S of the full map. Past the end of a sequence its last token is repeated.
+
+    Args:
+        stride: tokens per tile (the largest divisor of both block sizes up to it).
+    """
+
+    stride: int = 16
+
+    def __post_init__(self) -> None:
+        if self.stride < 1:
+            raise ValueError(f"`stride` must be >= 1 tokens, got {self.stride}")
+
+    def prepare(
+        self, q: Tensor, k: Tensor, grid: BlockGrid, scale: float, *, memory_budget: int = MEMORY_BUDGET
+    ) -> ScoreRows:
+        size = divisor_at_most(min(grid.block_size), self.stride)
+        count = lambda x: -(-x.shape[1] // size)
+        queries = Tiles(size, count(q), partial(_reversed_tiles, q, size, scale / size))
+        keys = Tiles(size, count(k), partial(_flat_tiles, k, size))
+        return tile_scores(queries, keys, grid, (q.shape[0], q.shape[2]), memory_budget)
+
+
+def _flat_tiles(x: Tensor, size: int, first: int, last: int) -> Tensor:
+    """The tokens of each tile side by side, (B, H, last - first, size * D) fp32."""
+    return _tiles(x, size, first, last).permute(0, 3, 1, 2, 4).flatten(3).float()
+
+
+def _reversed_tiles(x: Tensor, size: int, scale: float, first: int, last: int) -> Tensor:
+    """The same in reverse order within a tile, times `scale`."""
+    return _tiles(x, size, first, last).flip(2).permute(0, 3, 1, 2, 4).flatten(3).float() * scale
+
+
+def _tiles(x: Tensor, size: int, first: int, last: int) -> Tensor:
+    """(B, last - first, size, H, D)."""
+    some = x[:, first * size : last * size]
+    missing = (last - first) * size - some.shape[1]
+    if missing:
+        some = torch.cat([some, x[:, -1:].expand(-1, missing, -1, -1)], dim=1)
+    return some.unflatten(1, (last - first, size))

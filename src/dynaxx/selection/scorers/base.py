@@ -1,0 +1,94 @@
+"""What every scorer is, and sums and products that keep to a number of bytes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from dynaxx.layout import BlockGrid
+
+MEMORY_BUDGET = 64 << 20  # bytes, where the caller does not say
+
+ScoreRows = Callable[[int, int], Tensor]  # (first row, last row + 1) -> (B, Hq, R, C) fp32 logits
+Reduce = Callable[[Tensor, int], Tensor]  # (fp32 tensor, dim) -> without that dim
+
+
+class Scorer(ABC):
+    """A rule that scores blocks.
+
+    It returns logits: their softmax over the visible kv blocks estimates the share of attention mass. They come a few
+    rows of q blocks at a time, so nothing of seqlen_q x seqlen_k, and not even all (q block, kv block) pairs, need
+    exist.
+    """
+
+    @abstractmethod
+    def prepare(
+        self, q: Tensor, k: Tensor, grid: BlockGrid, scale: float, *, memory_budget: int = MEMORY_BUDGET
+    ) -> ScoreRows:
+        """Summarise q and k once; return a function that scores some rows of q blocks. Causality is the caller's.
+
+        Args:
+            q: (B, seqlen_q, Hq, D).
+            k: (B, seqlen_k, Hk, D).
+            grid: lengths and block sizes.
+            scale: softmax scale.
+            memory_budget: bytes that the work may hold at once beside q, k and a dozen fp32 numbers per score. What
+                cannot be cut holds more: the summaries of all keys, and one row of scores.
+        """
+
+
+def pieces(total: int, bytes_each: int, memory_budget: int, multiple: int = 1) -> Iterator[tuple[int, int]]:
+    """(first, last + 1) of pieces of `total` things that keep to the budget, at least `multiple` at a time."""
+    step = max(1, memory_budget // max(1, bytes_each * multiple)) * multiple
+    for first in range(0, total, step):
+        yield first, min(total, first + step)
+
+
+def per_kv_head(queries: Tensor, keys: Tensor) -> Tensor:
+    """(B, Hq, M, E) @ (B, Hk, E, T) -> (B, Hq, M, T): each kv head against its group of q heads, no copy of keys."""
+    batch, q_heads, count, width = queries.shape
+    kv_heads = keys.shape[1]
+    grouped = queries.reshape(batch, kv_heads, q_heads // kv_heads * count, width)
+    return (grouped @ keys).view(batch, q_heads, count, keys.shape[-1])
+
+
+def reduce_blocks(x: Tensor, size: int, reduce: Reduce, memory_budget: int) -> Tensor:
+    """(B, N, H, D) -> (B, H, ceil(N / size), D) fp32, `reduce` over each `size` tokens, the last over what is left."""
+    batch, tokens, heads, dim = x.shape
+    whole = tokens // size
+    out = torch.empty(batch, heads, -(-tokens // size), dim, device=x.device)
+    for first, last in pieces(whole, 8 * batch * heads * dim * size, memory_budget):
+        some = x[:, first * size : last * size].unflatten(1, (-1, size)).float()
+        out[:, :, first:last] = reduce(some, 2).transpose(1, 2)
+    if tokens % size:
+        out[:, :, whole:] = reduce(x[:, None, whole * size :].float(), 2).transpose(1, 2)
+    return out
+
+
+def pooled(x: Tensor, size: int, memory_budget: int = MEMORY_BUDGET) -> Tensor:
+    """(B, N, H, D) -> (B, H, ceil(N / size), D) fp32 means."""
+    if size == 1:
+        return x.float().transpose(1, 2)
+    return reduce_blocks(x, size, torch.mean, memory_budget)
+
+
+def sum_groups(x: Tensor, size: int, dim: int) -> Tensor:
+    """Sum every `size` neighbours along `dim` (negative); the last group over what is left."""
+    if size == 1:
+        return x
+    missing = -x.shape[dim] % size
+    x = torch.nn.functional.pad(x, (0, 0) * (-1 - dim) + (0, missing)) if missing else x
+    return x.unflatten(dim, (-1, size)).sum(dim)
+
+
+def log_share(mass: Tensor) -> Tensor:
+    """Logits of an estimated mass, in place; finite, so that a budget may choose what seems to have none."""
+    return mass.clamp_(min=torch.finfo(mass.dtype).tiny).log_()
+
+
+def divisor_at_most(size: int, most: int) -> int:
+    """The largest divisor of `size` that is at most `most` (>= 1)."""
+    return next(part for part in range(min(size, most), 0, -1) if size % part == 0)

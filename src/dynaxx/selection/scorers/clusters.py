@@ -1,0 +1,111 @@
+"""Blocks by an index of the keys: clusters, and which block holds how many keys of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dynaxx.layout import BlockGrid
+from dynaxx.selection.scorers.base import MEMORY_BUDGET, Scorer, ScoreRows, log_share, per_kv_head, pieces
+
+KEYS_PER_CLUSTER = 32  # so many keys per cluster, taken at random, place the centroids
+
+
+@dataclass(frozen=True)
+class KeyClusters(Scorer):
+    """Nearest clusters of keys (the inverted-file index of nearest-neighbour search; for attention: RetrievalAttention,
+    Squeezed Attention, ClusterKV).
+
+    A few steps of k-means place `clusters` centroids per kv head, and every key belongs to the nearest one. A query
+    attends to the `nearest` clusters with the largest product, to each key of a cluster as if it were the centroid; a
+    block's estimate is the attention of its queries to the keys that it holds. Centroids are those of all keys, so
+    early queries are judged with an index that knows of later keys.
+
+    Args:
+        clusters: centroids per kv head (all keys, if there are fewer).
+        nearest: clusters that each query looks at.
+        iterations: steps of Lloyd's algorithm.
+        seed: of the keys that it starts from.
+    """
+
+    clusters: int = 128
+    nearest: int = 32
+    iterations: int = 4
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("clusters", "nearest", "iterations"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` must be >= 1, got {getattr(self, name)}")
+
+    def prepare(
+        self, q: Tensor, k: Tensor, grid: BlockGrid, scale: float, *, memory_budget: int = MEMORY_BUDGET
+    ) -> ScoreRows:
+        (batch, _, q_heads, dim), q_block = q.shape, grid.block_size[0]
+        centroids = self._centroids(k, memory_budget // 2)  # (B, Hk, K, D)
+        members = _members(k, centroids, grid, memory_budget // 2)  # (B, Hk, K, C): keys of each cluster per block
+        log_size = members.sum(-1).log()  # (B, Hk, K), -inf for an empty cluster
+        log_size = log_size.repeat_interleave(q_heads // k.shape[2], dim=1)[:, :, None]
+        nearest = min(self.nearest, centroids.shape[2])
+
+        def rows(start: int, stop: int) -> Tensor:
+            scores = torch.zeros(batch, q_heads, stop - start, grid.kv_blocks, device=q.device)
+            row_bytes = q_block * batch * q_heads * (4 * dim + 16 * centroids.shape[2] + 12 * nearest)
+            for a, b in pieces(stop - start if grid.kv_blocks else 0, row_bytes, memory_budget):
+                some = q[:, (start + a) * q_block : (start + b) * q_block].transpose(1, 2).float() * scale
+                logits = per_kv_head(some, centroids.transpose(-1, -2))  # (B, Hq, n, K)
+                cutoff = logits.topk(nearest, dim=-1).values[..., -1:]
+                lse = (logits + log_size).logsumexp(-1, keepdim=True)
+                logits = logits.masked_fill_(logits < cutoff, -torch.inf).sub_(lse).exp_()  # of one key
+                scores[:, :, a:b] = per_kv_head(_sum_rows(logits, q_block), members)
+            return log_share(scores)
+
+        return rows
+
+    def _centroids(self, k: Tensor, memory_budget: int) -> Tensor:
+        """(B, Hk, K, D) fp32."""
+        tokens = k.shape[1]
+        count = min(self.clusters, max(1, tokens))
+        order = torch.randperm(tokens, generator=torch.Generator().manual_seed(self.seed))
+        sample = k[:, order[: count * KEYS_PER_CLUSTER].to(k.device)].transpose(1, 2).float()  # (B, Hk, n, D)
+        if not tokens:
+            return sample.new_zeros(*sample.shape[:2], 1, sample.shape[-1])
+        centroids = sample[:, :, :count].clone()
+        for _ in range(self.iterations):
+            sums, sizes = torch.zeros_like(centroids), torch.zeros_like(centroids[..., :1])
+            for a, b in pieces(sample.shape[2], 12 * centroids[..., 0].numel(), memory_budget):
+                some = sample[:, :, a:b]
+                of = _nearest(some, centroids)[:, :, None]  # (B, Hk, 1, n)
+                # A product with zeros and ones rather than index_add_: deterministic on every device.
+                one_hot = (torch.arange(count, device=k.device)[:, None] == of).float()
+                sums += one_hot @ some
+                sizes += one_hot.sum(-1, keepdim=True)
+            centroids = torch.where(sizes > 0, sums / sizes.clamp(min=1), centroids)
+        return centroids
+
+
+def _nearest(keys: Tensor, centroids: Tensor) -> Tensor:
+    """(B, Hk, n) int64: the centroid at the smallest distance."""
+    half_norm = centroids.square().sum(-1)[:, :, None] / 2
+    return (keys @ centroids.transpose(-1, -2)).sub_(half_norm).argmax(-1)
+
+
+def _members(k: Tensor, centroids: Tensor, grid: BlockGrid, memory_budget: int) -> Tensor:
+    """(B, Hk, K, C) fp32: how many of each cluster's keys lie in each kv block."""
+    batch, tokens, heads, dim = k.shape
+    count, kv_block = centroids.shape[2], grid.block_size[1]
+    members = torch.zeros(batch, heads, count * grid.kv_blocks, device=k.device)
+    for a, b in pieces(tokens, batch * heads * (4 * dim + 4 * count + 32), memory_budget):
+        of = _nearest(k[:, a:b].transpose(1, 2).float(), centroids)
+        place = of * grid.kv_blocks + torch.arange(a, b, device=k.device) // kv_block
+        members.scatter_add_(-1, place, torch.ones((), device=k.device).expand_as(place))
+    return members.view(batch, heads, count, grid.kv_blocks)
+
+
+def _sum_rows(x: Tensor, size: int) -> Tensor:
+    """(B, H, n, K) -> (B, H, ceil(n / size), K)."""
+    whole = x.shape[2] // size * size
+    sums = x[:, :, :whole].unflatten(2, (-1, size)).sum(3)
+    return sums if whole == x.shape[2] else torch.cat([sums, x[:, :, whole:].sum(2, keepdim=True)], dim=2)

@@ -1,0 +1,91 @@
+"""Blocks by means and bounds of their keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dynaxx.layout import BlockGrid
+from dynaxx.selection.scorers.base import (
+    MEMORY_BUDGET,
+    Scorer,
+    ScoreRows,
+    divisor_at_most,
+    per_kv_head,
+    pooled,
+    reduce_blocks,
+)
+from dynaxx.selection.scorers.tiles import Tiles, tile_scores
+
+
+@dataclass(frozen=True)
+class MeanPool(Scorer):
+    """Mean-pooled queries against mean-pooled keys (MoBA, FlexPrefill, and many others).
+
+    Args:
+        pool: tokens per mean (the largest divisor of the block up to it), or None for one mean per block. A smaller
+            pool sees more of a block: its estimates are summed over the block's keys and averaged over its queries.
+    """
+
+    pool: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.pool is not None and self.pool < 1:
+            raise ValueError(f"`pool` must be >= 1 tokens, got {self.pool}")
+
+    def prepare(
+        self, q: Tensor, k: Tensor, grid: BlockGrid, scale: float, *, memory_budget: int = MEMORY_BUDGET
+    ) -> ScoreRows:
+        q_size, k_size = (size if self.pool is None else divisor_at_most(size, self.pool) for size in grid.block_size)
+        queries = mean_tiles(q, q_size, memory_budget // 4, scale)
+        keys = mean_tiles(k, k_size, memory_budget // 4)
+        if (q_size, k_size) != grid.block_size:
+            return tile_scores(queries, keys, grid, (q.shape[0], q.shape[2]), memory_budget // 2)
+        summary = keys.vectors(0, keys.count).transpose(-1, -2)
+        return lambda start, stop: per_kv_head(queries.vectors(start, stop), summary)
+
+
+def mean_tiles(x: Tensor, size: int, memory_budget: int, scale: float = 1.0) -> Tiles:
+    """Means of `size` tokens as tiles."""
+
+    def vectors(first: int, last: int) -> Tensor:
+        means = pooled(x[:, first * size : last * size], size, memory_budget)
+        return means if scale == 1.0 else means * scale
+
+    return Tiles(size, -(-x.shape[1] // size), vectors)
+
+
+@dataclass(frozen=True)
+class MinMax(Scorer):
+    """The mean query's score bounded from each block's smallest and largest keys (Quest).
+
+    Args:
+        bound: 1.0 is the upper bound itself, 0.0 the score of the mean key, and between them their mixture: the bound
+            alone overrates blocks whose keys differ much, the mean overlooks single keys that matter.
+    """
+
+    bound: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.bound <= 1:
+            raise ValueError(f"`bound` must be from 0.0 to 1.0, got {self.bound}")
+
+    def prepare(
+        self, q: Tensor, k: Tensor, grid: BlockGrid, scale: float, *, memory_budget: int = MEMORY_BUDGET
+    ) -> ScoreRows:
+        queries = mean_tiles(q, grid.block_size[0], memory_budget // 4, scale)
+        smallest = reduce_blocks(k, grid.block_size[1], torch.amin, memory_budget // 4)  # (B, Hk, C, D)
+        largest = reduce_blocks(k, grid.block_size[1], torch.amax, memory_budget // 4)
+        if self.bound < 1:
+            mean = pooled(k, grid.block_size[1], memory_budget // 4)
+            for extreme in (smallest, largest):
+                extreme.sub_(mean).mul_(self.bound).add_(mean)
+
+        def rows(start: int, stop: int) -> Tensor:
+            some = queries.vectors(start, stop)
+            scores = per_kv_head(some.clamp(min=0), largest.transpose(-1, -2))
+            return scores.add_(per_kv_head(some.clamp(max=0), smallest.transpose(-1, -2)))
+
+        return rows

@@ -1,0 +1,59 @@
+"""Blocks by the lines that the last queries see."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dynaxx.layout import BlockGrid
+from dynaxx.selection.scorers.base import MEMORY_BUDGET, Scorer, ScoreRows, per_kv_head, pieces, sum_groups
+
+
+@dataclass(frozen=True)
+class LastQueryProbe(Scorer):
+    """Vertical and slash lines seen by the last queries (MInference): the attention of `queries` queries over all keys,
+    summed by key and by distance; a block's score is the mass of the lines that cross it."""
+
+    queries: int = 64
+
+    def __post_init__(self) -> None:
+        if self.queries < 1:
+            raise ValueError(f"`queries` must be >= 1, got {self.queries}")
+
+    def prepare(
+        self, q: Tensor, k: Tensor, grid: BlockGrid, scale: float, *, memory_budget: int = MEMORY_BUDGET
+    ) -> ScoreRows:
+        (q_block, kv_block), (batch, seqlen_k, _, dim) = grid.block_size, k.shape
+        probes = q[:, -self.queries :].float().transpose(1, 2) * scale  # (B, Hq, P, D)
+        reach = max(grid.seqlen_q, seqlen_k) + q_block + kv_block  # distances -reach .. reach, for cumulative sums
+        by_key = probes.new_zeros(*probes.shape[:2], seqlen_k)
+        by_distance = probes.new_zeros(*probes.shape[:2], 2 * reach + 1)
+        position = torch.arange(seqlen_k, device=q.device)
+        for first, last in pieces(probes.shape[2], 8 * batch * q.shape[2] * seqlen_k, memory_budget // 2):
+            logits = probes.new_empty(*probes.shape[:2], last - first, seqlen_k)
+            for a, b in pieces(
+                seqlen_k, 4 * batch * (k.shape[2] * dim + q.shape[2] * (last - first)), memory_budget // 4
+            ):
+                logits[..., a:b] = per_kv_head(probes[:, :, first:last], k[:, a:b].float().permute(0, 2, 3, 1))
+            stands = seqlen_k - probes.shape[2] + torch.arange(first, last, device=q.device)
+            if grid.causal:
+                logits.masked_fill_(position > stands[:, None], -torch.inf)
+            share = logits.softmax(-1).nan_to_num_(0.0).div_(probes.shape[2])
+            by_key += share.sum(2)
+            for probe in range(last - first):  # key 0 is the farthest
+                far = reach + seqlen_k - probes.shape[2] + first + probe + 1
+                by_distance[..., far - seqlen_k : far] += share[:, :, probe].flip(-1)
+        vertical = sum_groups(by_key, kv_block, -1)  # (B, Hq, C)
+        cumulative = torch.nn.functional.pad(by_distance, (1, 0)).cumsum_(-1)
+        cols = torch.arange(grid.kv_blocks, device=q.device)
+
+        def rows(start: int, stop: int) -> Tensor:
+            row = torch.arange(start, stop, device=q.device)[:, None]
+            first = row * q_block + grid.offset - cols * kv_block + reach  # of the block's first pair
+            lo, hi = (first - kv_block + 1).clamp(min=0), (first + q_block).clamp(max=2 * reach + 1)
+            slash = cumulative[..., hi.flatten()].sub_(cumulative[..., lo.flatten()]).unflatten(-1, first.shape)
+            return slash.clamp_(min=0).add_(vertical[:, :, None]).log_()
+
+        return rows

@@ -1,0 +1,79 @@
+"""Blocks by how often their keys share a random bucket with the queries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dynaxx.layout import BlockGrid
+from dynaxx.selection.scorers.base import MEMORY_BUDGET, Scorer, ScoreRows, per_kv_head, pieces
+
+
+@dataclass(frozen=True)
+class SimHash(Scorer):
+    """Random-projection hashing (SimHash; Charikar 2002, used for attention by Reformer and MagicPIG).
+
+    Each of `tables` hashes a vector to the signs of `bits` random projections. A query and a key at angle a fall into
+    one bucket of a table with probability (1 - a / pi) ** bits, so of the pairs of a block a share that grows steeply
+    where they point the same way. A block's score is the log of the number of (query, key, table) that share a bucket,
+    one half added. It ranks blocks; as an estimate of attention mass it is rough. The mean key is taken off all keys
+    first, which no softmax notices and which spreads them over the buckets.
+
+    Args:
+        tables: independent hashes.
+        bits: projections per hash; a table has 2 ** bits buckets.
+        seed: of the projections.
+    """
+
+    tables: int = 16
+    bits: int = 6
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.tables < 1:
+            raise ValueError(f"`tables` must be >= 1, got {self.tables}")
+        if not 1 <= self.bits <= 12:
+            raise ValueError(f"`bits` must be from 1 to 12, got {self.bits}")
+
+    def prepare(
+        self, q: Tensor, k: Tensor, grid: BlockGrid, scale: float, *, memory_budget: int = MEMORY_BUDGET
+    ) -> ScoreRows:
+        random = torch.Generator().manual_seed(self.seed)
+        planes = torch.randn(k.shape[-1], self.tables * self.bits, generator=random).to(k.device)
+        center = _mean_token(k)
+        q_block, kv_block = grid.block_size
+        of_keys = self._histograms(k, kv_block, planes, center, memory_budget // 2).transpose(-1, -2)
+        origin = torch.zeros((), device=q.device)
+
+        def rows(start: int, stop: int) -> Tensor:
+            some = q[:, start * q_block : stop * q_block]
+            of_queries = self._histograms(some, q_block, planes, origin, memory_budget // 2)
+            return per_kv_head(of_queries, of_keys).add_(0.5).log_()
+
+        return rows
+
+    def _histograms(self, x: Tensor, size: int, planes: Tensor, center: Tensor, memory_budget: int) -> Tensor:
+        """(B, N, H, D) -> (B, H, ceil(N / size), tables * 2 ** bits) fp32: tokens of each block in each bucket."""
+        batch, tokens, heads, dim = x.shape
+        blocks, width = -(-tokens // size), self.tables << self.bits
+        table = torch.arange(self.tables, device=x.device) << self.bits
+        place = 2.0 ** torch.arange(self.bits, device=x.device)
+        out = torch.zeros(batch, heads, blocks * width, device=x.device)
+        token_bytes = batch * heads * (8 * dim + self.tables * (8 * self.bits + 40))
+        for first, last in pieces(tokens, token_bytes, memory_budget):
+            signs = ((x[:, first:last].float() - center) @ planes > 0).unflatten(-1, (self.tables, self.bits))
+            bucket = ((signs.float() @ place).long() + table).transpose(1, 2)  # (B, H, n, tables)
+            block = torch.arange(first, last, device=x.device) // size
+            bucket = (bucket + block[:, None] * width).flatten(2)
+            out.scatter_add_(-1, bucket, torch.ones((), device=x.device).expand_as(bucket))
+        return out.view(batch, heads, blocks, width)
+
+
+def _mean_token(x: Tensor) -> Tensor:
+    """(B, 1, H, D) fp32. Its pieces do not depend on a memory budget: another rounding could turn a sign."""
+    total = torch.zeros(x.shape[0], 1, *x.shape[2:], device=x.device)
+    for some in x.split(512, dim=1):
+        total += some.float().sum(1, keepdim=True)
+    return total / max(1, x.shape[1])

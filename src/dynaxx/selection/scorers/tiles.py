@@ -1,0 +1,82 @@
+"""Scores at a finer grain than blocks: a softmax over tiles of a few keys for each tile of a few queries, summed up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dynaxx.layout import BlockGrid
+from dynaxx.selection.scorers.base import ScoreRows, per_kv_head, pieces, sum_groups
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Vectors that stand for tiles of tokens."""
+
+    size: int  # tokens per tile; divides the block
+    count: int  # ceil(seqlen / size)
+    vectors: Callable[[int, int], Tensor]  # (first, last + 1) -> (B, H, last - first, E) fp32
+
+
+def tile_scores(
+    queries: Tiles, keys: Tiles, grid: BlockGrid, heads: tuple[int, int], memory_budget: int, *, hold_keys: bool = True
+) -> ScoreRows:
+    """Log of each block's mass when every q tile attends to key tiles by the product of their vectors.
+
+    A key tile counts as many times as it has keys, and is hidden from a q tile that ends before it starts.
+
+    Args:
+        queries: tiles of the queries, their vectors times the softmax scale.
+        keys: tiles of the keys.
+        grid: the blocks that are scored.
+        heads: (B, Hq).
+        memory_budget: bytes for the scores of tiles and the vectors of keys.
+        hold_keys: keep the vectors of all keys if they fit; False where making them again is cheap.
+    """
+    q_parts, k_parts = grid.block_size[0] // queries.size, grid.block_size[1] // keys.size
+    row_bytes = 3 * 4 * heads[0] * heads[1] * max(1, keys.count)
+    # A few q tiles at a time: whole rows of blocks, or a power of two of tiles that divides one.
+    at_once = max(1, memory_budget // 2 // row_bytes)
+    at_once = at_once // q_parts * q_parts if at_once >= q_parts else 1 << at_once.bit_length() - 1
+    sample = keys.vectors(0, min(1, keys.count))
+    key_bytes = 2 * 4 * sample[:, :, :1].numel()
+    held = keys.vectors(0, keys.count) if hold_keys and keys.count * key_bytes <= memory_budget // 2 else None
+    position = torch.arange(keys.count, device=sample.device) * keys.size
+    weight = (grid.seqlen_k - position).clamp(max=keys.size).float().div(keys.size).log()
+
+    def shares(first: int, last: int) -> Tensor:
+        """(B, Hq, last - first, C): mass of each kv block for some q tiles, each summing to 1 or 0."""
+        some = queries.vectors(first, last)
+        if held is not None:
+            logits = per_kv_head(some, held.transpose(-1, -2))
+        else:
+            logits = torch.empty(*heads, last - first, keys.count, device=some.device)
+            for a, b in pieces(keys.count, key_bytes + 4 * logits[..., :1].numel(), memory_budget // 4):
+                logits[..., a:b] = per_kv_head(some, keys.vectors(a, b).transpose(-1, -2))
+        logits += weight
+        if grid.causal:
+            ends = torch.arange(first + 1, last + 1, device=some.device) * queries.size - 1 + grid.offset
+            logits.masked_fill_(position > ends[:, None], -torch.inf)
+        logits -= logits.amax(-1, keepdim=True).clamp(min=torch.finfo(logits.dtype).min)
+        logits.exp_()
+        logits /= logits.sum(-1, keepdim=True).clamp(min=1.0)  # at least 1 where the row sees anything
+        return sum_groups(logits, k_parts, -1)
+
+    def rows(start: int, stop: int) -> Tensor:
+        mass = torch.zeros(*heads, stop - start, grid.kv_blocks, device=sample.device)
+        if not keys.count:
+            return mass
+        end = min(stop * q_parts, queries.count)
+        for first in range(start * q_parts, end, at_once):
+            last, row = min(first + at_once, end), first // q_parts - start
+            if at_once < q_parts:
+                mass[:, :, row] += shares(first, last).sum(2)
+            else:
+                some = sum_groups(shares(first, last), q_parts, -2)
+                mass[:, :, row : row + some.shape[2]] = some
+        return mass.log_()
+
+    return rows
