@@ -1,6 +1,6 @@
 """Scorers on a model's real attention: what they keep of its mass at a budget, and what they cost.
 
-    OMP_NUM_THREADS=1 python benchmarks/selectors.py smollm2 --tokens 4096 --layers 3 12 21
+    OMP_NUM_THREADS=1 python benchmarks/scorers.py smollm2 --tokens 4096 --layers 3 12 21
 
 Prints Markdown. Recall is of dense causal attention, over sampled queries; the oracle ranks blocks by their true mass.
 """
