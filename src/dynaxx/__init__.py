@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 
 _SOURCES = {
     "dynaxx.errors": ("PolicyError", "UnsupportedInputError"),
-    "dynaxx.layout": ("BlockLayout",),
+    "dynaxx.layout": ("BlockLayout", "PackedLayout", "pack_layouts"),
     "dynaxx.patterns": (
         "Causal",
         "Dilated",
@@ -49,6 +49,8 @@ _SOURCES = {
         "recall",
         "select_blocks",
     ),
+    "dynaxx.patterns.packed": ("packed_layout",),
+    "dynaxx.selection.packed": ("select_packed_blocks",),
     "dynaxx.ops": ("SparseAttentionOutput", "explain", "merge_states", "sparse_attention"),
     "dynaxx.policy": ("Policy", "Rule", "load_policy", "save_policy"),
     "dynaxx.integrations.transformers": ("apply",),

@@ -4,6 +4,7 @@ from dynaxx.layout.block_layout import BlockLayout, TransposedLayout
 from dynaxx.layout.convert import from_block_mask, to_block_mask
 from dynaxx.layout.grid import BLOCK_SIZES, BlockGrid, as_block_size
 from dynaxx.layout.masks import EMPTY, FULL, ElementMasks
+from dynaxx.layout.packed import CuSeqlens, PackedLayout, pack_layouts
 
 __all__ = [
     "BLOCK_SIZES",
@@ -11,9 +12,12 @@ __all__ = [
     "FULL",
     "BlockGrid",
     "BlockLayout",
+    "CuSeqlens",
     "ElementMasks",
+    "PackedLayout",
     "TransposedLayout",
     "as_block_size",
     "from_block_mask",
+    "pack_layouts",
     "to_block_mask",
 ]

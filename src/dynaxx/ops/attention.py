@@ -7,16 +7,17 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from dynaxx.layout import BlockLayout
-from dynaxx.ops.checks import check_inputs
-from dynaxx.ops.dispatch import choose_backend, load_backend
+from dynaxx.layout import BlockLayout, CuSeqlens, PackedLayout
+from dynaxx.ops.checks import check_inputs, check_packed
+from dynaxx.ops.dispatch import check_name, choose_backend, load_backend
+from dynaxx.ops.library import attention_forward, is_traced, layout_tensors
 
 
 class SparseAttentionOutput(NamedTuple):
     """What `sparse_attention(..., return_lse=True)` returns."""
 
-    out: Tensor  # (batch, seqlen_q, q_heads, head_dim_v), q's dtype
-    lse: Tensor  # (batch, q_heads, seqlen_q) fp32, natural log; -inf where a query sees nothing
+    out: Tensor  # (batch, seqlen_q, q_heads, head_dim_v), q's dtype; packed (tokens, q_heads, head_dim_v)
+    lse: Tensor  # (batch, q_heads, seqlen_q) fp32, natural log, -inf where a query sees nothing; packed without batch
 
 
 @overload
@@ -26,6 +27,8 @@ def sparse_attention(
     v: Tensor,
     layout: BlockLayout,
     *,
+    cu_seqlens_q: CuSeqlens | None = None,
+    cu_seqlens_k: CuSeqlens | None = None,
     scale: float | None = None,
     return_lse: Literal[False] = False,
     backend: str = "auto",
@@ -39,6 +42,8 @@ def sparse_attention(
     v: Tensor,
     layout: BlockLayout,
     *,
+    cu_seqlens_q: CuSeqlens | None = None,
+    cu_seqlens_k: CuSeqlens | None = None,
     scale: float | None = None,
     return_lse: Literal[True],
     backend: str = "auto",
@@ -51,6 +56,8 @@ def sparse_attention(
     v: Tensor,
     layout: BlockLayout,
     *,
+    cu_seqlens_q: CuSeqlens | None = None,
+    cu_seqlens_k: CuSeqlens | None = None,
     scale: float | None = None,
     return_lse: bool = False,
     backend: str = "auto",
@@ -59,27 +66,49 @@ def sparse_attention(
 
     Args:
         q: (batch, seqlen_q, q_heads, head_dim); fp16, bf16, fp32 or fp64. Any strides.
+            Packed, (tokens, q_heads, head_dim): sequences of any length behind one another.
         k, v: (batch, seqlen_k, kv_heads, head_dim) and (..., head_dim_v); q_heads must be a multiple of kv_heads.
-        layout: of the same lengths; shared, or one per batch entry and per q head.
+        layout: of the same lengths; shared, or one per batch entry and per q head. Packed: from `packed_layout`,
+            `select_packed_blocks` or `pack_layouts`.
+        cu_seqlens_q, cu_seqlens_k: packed only, (num_seqs + 1,) cumulative lengths from 0, `cu_seqlens_k` as
+            `cu_seqlens_q` by default. The layout knows its lengths; where these are given they must be the same. On a
+            GPU and under a compiler their values are not read, only how many there are (DYNAXX_DEBUG=1 waits for the
+            GPU and reads them).
         scale: softmax scale, default head_dim ** -0.5.
         return_lse: also return the log-sum-exp of the visible scores.
         backend: "auto", or "reference", "cpu", "triton", "hopper".
 
     Returns:
-        out (batch, seqlen_q, q_heads, head_dim_v), or (out, lse). A query that sees nothing gives out = 0, lse = -inf.
+        out (batch, seqlen_q, q_heads, head_dim_v), or (out, lse); packed (tokens, q_heads, head_dim_v) and lse
+        (q_heads, tokens). A query that sees nothing gives out = 0, lse = -inf.
 
     Raises:
         ValueError, TypeError: inputs that do not fit together.
         UnsupportedInputError: no backend, or not the named one, can serve; with the reasons of each.
     """
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    packed = q.ndim == 3 and isinstance(layout, PackedLayout)
+    if packed or cu_seqlens_q is not None or cu_seqlens_k is not None:
+        check_packed(q, k, v, layout, cu_seqlens_q, cu_seqlens_k)
+        q, k, v = q[None], k[None], v[None]
+    out, lse = _attend(q, k, v, layout, scale, backend)
+    if packed:
+        out, lse = out[0], lse[0]
+    return SparseAttentionOutput(out, lse) if return_lse else out
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float, backend: str) -> tuple[Tensor, Tensor]:
+    """Check, choose and call: the backend itself, or its registered op where something traces."""
+    if is_traced(q):
+        check_name(backend)
+        needs_grad = check_inputs(q, k, v, layout, values=False).needs_grad
+        tensors = layout_tensors(layout, q)
+        return attention_forward(q, k, v, tensors, *layout.block_size, scale, backend, needs_grad)
     problem = check_inputs(q, k, v, layout)
     name = choose_backend(problem, backend)
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if name == "reference" or not problem.needs_grad:
-        out, lse = load_backend(name).attention_forward(q, k, v, layout, scale)
-    else:
-        out, lse = _SparseAttention.apply(q, k, v, layout, scale, name)
-    return SparseAttentionOutput(out, lse) if return_lse else out
+        return load_backend(name).attention_forward(q, k, v, layout, scale)
+    return _SparseAttention.apply(q, k, v, layout, scale, name)
 
 
 class _SparseAttention(torch.autograd.Function):

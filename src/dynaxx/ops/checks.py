@@ -8,13 +8,19 @@ import torch
 from torch import Tensor
 
 from dynaxx.kernels.problem import AttentionProblem
-from dynaxx.layout import BlockLayout
+from dynaxx.layout import BlockLayout, CuSeqlens, PackedLayout
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def check_inputs(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout) -> AttentionProblem:
+def check_inputs(
+    q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, *, needs_grad: bool | None = None, values: bool = True
+) -> AttentionProblem:
     """Check that the inputs fit together, and describe them.
+
+    Args:
+        needs_grad: whether a gradient will be asked for; by default what autograd says.
+        values: look into the layout, too; a tracer cannot.
 
     Raises:
         TypeError: an unsupported or mixed dtype.
@@ -22,7 +28,10 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout) -> Attent
     """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.ndim != 4:
-            raise ValueError(f"`{name}` must be (batch, seqlen, heads, head_dim), got shape {tuple(tensor.shape)}")
+            raise ValueError(
+                f"`{name}` must be (batch, seqlen, heads, head_dim), (tokens, heads, head_dim) with a packed layout, "
+                f"got shape {tuple(tensor.shape)}"
+            )
         if tensor.dtype not in DTYPES:
             raise TypeError(f"`{name}` must be one of {DTYPES}, got {tensor.dtype}")
         if tensor.dtype != q.dtype:
@@ -54,7 +63,10 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout) -> Attent
         )
     if layout.device != q.device:
         raise ValueError(f"`layout` must be on q's device {q.device}, got {layout.device}; use layout.to(q.device)")
-    _check_values(layout)
+    if values:
+        _check_values(layout)
+    if needs_grad is None:
+        needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     return AttentionProblem(
         device=q.device,
         dtype=q.dtype,
@@ -66,8 +78,48 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout) -> Attent
         head_dim=head_dim,
         head_dim_v=v.shape[-1],
         block_size=layout.block_size,
-        needs_grad=torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)),
+        needs_grad=needs_grad,
     )
+
+
+def check_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: BlockLayout,
+    cu_seqlens_q: CuSeqlens | None,
+    cu_seqlens_k: CuSeqlens | None,
+) -> None:
+    """Check what packed input has beside a batch: its rank, and a layout of the lengths given, if any.
+
+    Raises:
+        ValueError: another rank, another kind of layout, or other lengths than the layout's.
+    """
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.ndim != 3:
+            raise ValueError(f"packed `{name}` must be (tokens, heads, head_dim), got shape {tuple(tensor.shape)}")
+    if not isinstance(layout, PackedLayout):
+        raise ValueError(
+            "`layout` of packed (tokens, heads, head_dim) inputs must be packed, from `packed_layout` or "
+            f"`select_packed_blocks`, got a {type(layout).__name__}"
+        )
+    if cu_seqlens_q is None:
+        if cu_seqlens_k is not None:
+            raise ValueError("`cu_seqlens_k` needs `cu_seqlens_q` beside it")
+        return
+    _check_lengths("cu_seqlens_q", cu_seqlens_q, layout.cu_seqlens_q)
+    _check_lengths("cu_seqlens_k", cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k, layout.cu_seqlens_k)
+
+
+def _check_lengths(name: str, given: CuSeqlens, built: Tensor) -> None:
+    if len(given) != len(built):
+        raise ValueError(f"`{name}` must have the layout's {len(built)} lengths, got {len(given)}")
+    if torch.compiler.is_compiling():
+        return
+    if isinstance(given, Tensor) and given.device.type != "cpu" and os.environ.get("DYNAXX_DEBUG") != "1":
+        return
+    if not torch.equal(torch.as_tensor(given, dtype=torch.int32, device="cpu"), built):
+        raise ValueError(f"`{name}` must be what the layout was built for, {built.tolist()[:8]}, got {given}")
 
 
 def _check_values(layout: BlockLayout) -> None:

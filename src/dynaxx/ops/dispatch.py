@@ -51,14 +51,19 @@ def choose_backend(problem: AttentionProblem, backend: str = "auto") -> str:
         ValueError: an unknown name.
         UnsupportedInputError: the named backend, or all of them, cannot serve; with the reasons of each.
     """
-    if backend != "auto" and backend not in BACKENDS:
-        raise ValueError(f"`backend` must be 'auto' or one of {BACKENDS}, got {backend!r}")
+    check_name(backend)
     reasons = {}
     for name in BACKENDS if backend == "auto" else (backend,):
         reasons[name] = unsupported_reasons(name, problem)
         if not reasons[name]:
             return name
     raise UnsupportedInputError(str(problem), reasons)
+
+
+def check_name(backend: str) -> None:
+    """Raise ValueError for an unknown backend."""
+    if backend != "auto" and backend not in BACKENDS:
+        raise ValueError(f"`backend` must be 'auto' or one of {BACKENDS}, got {backend!r}")
 
 
 @dataclass(frozen=True)

@@ -32,3 +32,33 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scal
     weights = scores.masked_fill(~sees_any, 0.0).softmax(-1) * sees_any
     lse = scores.masked_fill(~sees_any, 0.0).logsumexp(-1).masked_fill(~sees_any[..., 0], -torch.inf)
     return torch.einsum("bhnm,bmhe->bnhe", weights, v).to(q.dtype), lse
+
+
+def attention_backward(
+    do: Tensor,
+    dlse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    layout: BlockLayout,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq, dk, dv in the dtype and shape of q, k, v; do is the gradient of out, dlse that of lse.
+
+    With weights P = exp(scores - lse), zero where nothing is seen: dP = do v^T, dS = P (dP - (do . out) + dlse).
+    """
+    heads, kv_heads = q.shape[2], k.shape[2]
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    wide_q, wide_do, wide_out = (x.to(dtype) for x in (q, do, out))
+    wide_k, wide_v = (x.to(dtype).repeat_interleave(heads // kv_heads, dim=2) for x in (k, v))
+    scores = torch.einsum("bnhd,bmhd->bhnm", wide_q, wide_k) * scale
+    shift = lse.masked_fill(lse == -torch.inf, 0.0)[..., None]
+    weights = (scores - shift).masked_fill(~layout.to_dense(), -torch.inf).exp()
+    delta = (wide_do * wide_out).sum(-1).transpose(1, 2) - dlse
+    d_scores = weights * (torch.einsum("bnhe,bmhe->bhnm", wide_do, wide_v) - delta[..., None]) * scale
+    dq = torch.einsum("bhnm,bmhd->bnhd", d_scores, wide_k)
+    dk = torch.einsum("bhnm,bnhd->bmhd", d_scores, wide_q).unflatten(2, (kv_heads, -1)).sum(3)
+    dv = torch.einsum("bhnm,bnhe->bmhe", weights, wide_do).unflatten(2, (kv_heads, -1)).sum(3)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)

@@ -1,0 +1,263 @@
+"""Packed batches: sequences of any length behind one another on one axis, and the one layout that covers them all.
+
+A packed layout is a `BlockLayout` of the packed axis, so every kernel serves it as a batch of one. Its blocks count
+from the start of the axis, the blocks of each sequence's own layout from the start of the sequence: each of these is
+cut at the packed grid into at most four pieces, and a packed block shows what its pieces show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from dynaxx.layout.block_layout import BlockLayout
+from dynaxx.layout.convert import unique_masks
+from dynaxx.layout.grid import BlockGrid, as_block_size
+from dynaxx.layout.masks import EMPTY, FULL, ElementMasks
+
+CuSeqlens: TypeAlias = Tensor | Sequence[int]  # cumulative lengths (0, ..., total), num_seqs + 1 of them
+
+PIECES_AT_ONCE = 256
+
+
+@dataclass(frozen=True, eq=False)
+class PackedLayout(BlockLayout):
+    """A layout over packed tokens. Sequence `s` has queries `cu_seqlens_q[s] : cu_seqlens_q[s + 1]`, keys likewise; no
+    query sees a key of another sequence."""
+
+    cu_seqlens_q: Tensor  # (num_seqs + 1,) int32, on the host
+    cu_seqlens_k: Tensor  # (num_seqs + 1,) int32, on the host
+
+    def to(self, device: torch.device | str) -> PackedLayout:
+        if torch.device(device) == self.device:
+            return self
+        return _with_lengths(BlockLayout.to(self, device), self.cu_seqlens_q, self.cu_seqlens_k)
+
+    def density(self, causal: bool = True) -> float:
+        """Visited blocks / blocks of the packed axis that hold a (causally) visible pair of one sequence."""
+        dense = _dense_blocks(self.cu_seqlens_q, self.cu_seqlens_k, self.block_size, causal)
+        return self.nnz / max(1, dense * self.layout_heads)
+
+    __repr__ = BlockLayout.__repr__
+
+
+def host_lengths(name: str, cu_seqlens: CuSeqlens) -> tuple[int, ...]:
+    """Cumulative lengths as host integers; reads them back from a GPU.
+
+    Raises:
+        ValueError: they do not start at 0, or fall.
+    """
+    ends = tuple(int(end) for end in (cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens))
+    if not ends or ends[0] != 0 or any(b < a for a, b in pairwise(ends)):
+        raise ValueError(f"`{name}` must start at 0 and not fall, got {ends[:8]}")
+    return ends
+
+
+def pack_layouts(
+    layouts: Sequence[BlockLayout | None],
+    cu_seqlens_q: CuSeqlens,
+    cu_seqlens_k: CuSeqlens | None = None,
+    *,
+    block_size: int | tuple[int, int],
+) -> PackedLayout:
+    """Make one layout over packed tokens from one layout per sequence. Exact; O(visited blocks).
+
+    Args:
+        layouts: of each sequence's own lengths, of batch 1 and as many heads each; None for a sequence
+            that shows nothing, as one without queries or keys.
+        cu_seqlens_q: (num_seqs + 1,) cumulative numbers of queries, from 0.
+        cu_seqlens_k: of keys; `cu_seqlens_q` by default.
+        block_size: of all layouts and of the result.
+
+    Returns:
+        A layout with layout_batch 1. Where sequences start inside of a block it visits more blocks than the layouts do
+        together, up to four times as many; none more where all starts are multiples of the block size.
+
+    Raises:
+        ValueError: layouts that do not fit the lengths or one another.
+    """
+    starts_q = host_lengths("cu_seqlens_q", cu_seqlens_q)
+    starts_k = starts_q if cu_seqlens_k is None else host_lengths("cu_seqlens_k", cu_seqlens_k)
+    present = _checked(layouts, starts_q, starts_k, as_block_size(block_size))
+    if not present:
+        nothing = BlockGrid(starts_q[-1], starts_k[-1], as_block_size(block_size), causal=False)
+        none = torch.zeros(0, dtype=torch.int64)
+        base = BlockLayout.from_entries(nothing, none, none, none, ElementMasks.empty(nothing.block_size))
+        return _with_lengths(base, starts_q, starts_k)
+    first = present[0][1]
+    grid = BlockGrid(starts_q[-1], starts_k[-1], first.block_size, causal=False)
+    pieces, table = _cut(present, starts_q, starts_k)
+    targets, which = pieces.target.unique(return_inverse=True)
+    row = targets // max(1, grid.kv_blocks)
+    col = targets % max(1, grid.kv_blocks)
+    height = (grid.seqlen_q - row % max(1, grid.q_blocks) * first.block_size[0]).clamp(max=first.block_size[0])
+    width = (grid.seqlen_k - col * first.block_size[1]).clamp(max=first.block_size[1])
+    covered = torch.zeros_like(targets).index_add_(0, which, pieces.area() * (pieces.code == FULL))
+    codes = torch.full_like(targets, FULL)
+    partial = covered < height * width
+    masks, codes[partial] = _union_masks(pieces, which, partial, table, first.block_size)
+    base = BlockLayout.from_entries(grid, row, col, codes, masks, layout_heads=first.layout_heads)
+    return _with_lengths(base, starts_q, starts_k)
+
+
+def _with_lengths(base: BlockLayout, ends_q: CuSeqlens, ends_k: CuSeqlens) -> PackedLayout:
+    own = {field.name: getattr(base, field.name) for field in fields(BlockLayout)}
+    lengths = [torch.as_tensor(ends, dtype=torch.int32, device="cpu") for ends in (ends_q, ends_k)]
+    return PackedLayout(**own, cu_seqlens_q=lengths[0], cu_seqlens_k=lengths[1])
+
+
+def _checked(
+    layouts: Sequence[BlockLayout | None],
+    starts_q: tuple[int, ...],
+    starts_k: tuple[int, ...],
+    block_size: tuple[int, int],
+) -> list[tuple[int, BlockLayout]]:
+    """(sequence, its layout) of every sequence that has one."""
+    if not len(layouts) == len(starts_q) - 1 == len(starts_k) - 1:
+        raise ValueError(
+            "`layouts`, `cu_seqlens_q` and `cu_seqlens_k` must be of as many sequences, "
+            f"got {len(layouts)}, {len(starts_q) - 1} and {len(starts_k) - 1}"
+        )
+    present = [(s, layout) for s, layout in enumerate(layouts) if layout is not None]
+    for s, layout in present:
+        lengths = (starts_q[s + 1] - starts_q[s], starts_k[s + 1] - starts_k[s])
+        if (layout.seqlen_q, layout.seqlen_k) != lengths:
+            raise ValueError(f"`layouts[{s}]` must be for {lengths} tokens, got {layout.seqlen_q} x {layout.seqlen_k}")
+        first = present[0][1]
+        kind = (layout.block_size, layout.layout_batch, layout.layout_heads, layout.device)
+        if kind != (block_size, 1, first.layout_heads, first.device):
+            raise ValueError(
+                "`layouts` must agree in block size, heads and device, with batch 1, "
+                f"got {kind} where {(block_size, 1, first.layout_heads, first.device)} is wanted"
+            )
+    return present
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    """n rectangles of visited blocks, each within one packed block. Tensors are (n,) int64."""
+
+    block_size: tuple[int, int]
+    target: Tensor  # head * q_blocks * kv_blocks + row * kv_blocks + col, of the packed grid
+    code: Tensor  # entry of the table of masks, or FULL
+    shift_q: Tensor  # first query of the source block minus first query of the target block, in tokens
+    shift_k: Tensor
+    rows: Tensor  # queries of the source block that are in its sequence
+    cols: Tensor
+
+    def area(self) -> Tensor:
+        """Pairs of the source block that lie in the target."""
+        q_block, kv_block = self.block_size
+        height = (self.shift_q + self.rows).clamp(max=q_block) - self.shift_q.clamp(min=0)
+        width = (self.shift_k + self.cols).clamp(max=kv_block) - self.shift_k.clamp(min=0)
+        return height.clamp(min=0) * width.clamp(min=0)
+
+    def take(self, kept: Tensor) -> _Pieces:
+        names = ("target", "code", "shift_q", "shift_k", "rows", "cols")
+        return _Pieces(self.block_size, **{name: getattr(self, name)[kept] for name in names})
+
+
+def _cut(
+    present: list[tuple[int, BlockLayout]], starts_q: tuple[int, ...], starts_k: tuple[int, ...]
+) -> tuple[_Pieces, ElementMasks]:
+    """Cut the blocks of every sequence at the packed grid; and the table that the pieces' codes name."""
+    first = present[0][1]
+    (q_block, kv_block), device = first.block_size, first.device
+    tables: dict[int, int] = {}  # where the masks of a layout begin; sequences of one length share a layout
+    masks, columns = ElementMasks.empty(first.block_size, device), []
+    for s, layout in present:
+        if id(layout) not in tables:
+            tables[id(layout)] = len(masks)
+            masks = masks.append(layout.masks)
+        lead, cols, codes = layout.entries()
+        row, head = lead % max(1, layout.q_blocks) * q_block, lead // max(1, layout.q_blocks)
+        col = cols * kv_block
+        codes = torch.where(codes == FULL, FULL, codes + tables[id(layout)])
+        rows, width = (layout.seqlen_q - row).clamp(max=q_block), (layout.seqlen_k - col).clamp(max=kv_block)
+        columns.append(torch.stack([head, row + starts_q[s], col + starts_k[s], codes, rows, width]))
+    head, at_q, at_k, codes, rows, width = torch.cat(columns, dim=1)
+    q_blocks, kv_blocks = -(-starts_q[-1] // q_block), -(-starts_k[-1] // kv_block)
+    found = []
+    for down, right in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        row, col = at_q // q_block + down, at_k // kv_block + right
+        target = (head * q_blocks + row) * kv_blocks + col
+        found.append(torch.stack([target, codes, at_q - row * q_block, at_k - col * kv_block, rows, width]))
+    pieces = _Pieces(first.block_size, *torch.cat(found, dim=1))
+    return pieces.take(pieces.area() > 0), masks
+
+
+def _union_masks(
+    pieces: _Pieces, which: Tensor, partial: Tensor, table: ElementMasks, block_size: tuple[int, int]
+) -> tuple[ElementMasks, Tensor]:
+    """The table of what the partial targets show, each kind drawn once, and each one's code in it."""
+    kept = partial[which]
+    pieces, which = pieces.take(kept), (partial.cumsum(0) - 1)[which[kept]]
+    kind = _kinds(pieces, which, int(partial.sum()))
+    kinds = int(kind.amax()) + 1 if kind.numel() else 0
+    example = torch.full((kinds,), kind.numel(), device=kind.device)
+    example.scatter_reduce_(0, kind, torch.arange(kind.numel(), device=kind.device), "amin")
+    drawn = torch.full_like(kind, -1)
+    drawn[example] = torch.arange(kinds, device=kind.device)
+    needed = drawn[which] >= 0
+    pieces, which = pieces.take(needed), drawn[which[needed]]
+    order = which.argsort(stable=True)
+    pieces, which = pieces.take(order), which[order]
+    tiles = torch.zeros(kinds, *block_size, dtype=torch.bool, device=kind.device)
+    sources = torch.cat([table.to_dense(), tiles.new_ones(1, *block_size)])  # code FULL = -1 is the last
+    r, c = (torch.arange(size, device=kind.device) for size in block_size)
+    for some in torch.arange(len(which), device=kind.device).split(PIECES_AT_ONCE):
+        row, col = r - pieces.shift_q[some, None], c - pieces.shift_k[some, None]
+        in_row, in_col = (row >= 0) & (row < pieces.rows[some, None]), (col >= 0) & (col < pieces.cols[some, None])
+        row, col = row.clamp(0, block_size[0] - 1), col.clamp(0, block_size[1] - 1)
+        seen = sources[pieces.code[some, None, None], row[:, :, None], col[:, None, :]]
+        seen = seen & in_row[:, :, None] & in_col[:, None, :]
+        tiles.index_put_((which[some],), seen, accumulate=True)
+    all_set, none_set = tiles.flatten(1).all(1), ~tiles.flatten(1).any(1)
+    codes = torch.where(all_set, FULL, EMPTY)
+    masks, codes[~all_set & ~none_set] = unique_masks(tiles[~all_set & ~none_set])
+    return masks, codes[kind]
+
+
+def _kinds(pieces: _Pieces, which: Tensor, num_targets: int) -> Tensor:
+    """(num_targets,) int64: equal for two targets only if their pieces are. `which` is each piece's target."""
+    q_block, kv_block = pieces.block_size
+    key = pieces.code + 1
+    for value, span in (
+        (pieces.shift_q, 2 * q_block),
+        (pieces.shift_k, 2 * kv_block),
+        (pieces.rows, q_block + 1),
+        (pieces.cols, kv_block + 1),
+    ):
+        key = key * span + (value + span // 2 if span % 2 == 0 else value)
+    piece = key.unique(return_inverse=True)[1] + 1
+    order = (which * (len(piece) + 1) + piece).argsort()
+    which, piece = which[order], piece[order]
+    counts = torch.bincount(which, minlength=num_targets)
+    nth = torch.arange(len(which), device=which.device) - (counts.cumsum(0) - counts)[which]
+    kind = torch.zeros(num_targets, dtype=torch.int64, device=which.device)
+    for n in range(int(counts.amax()) if num_targets else 0):
+        slot = torch.zeros_like(kind)
+        slot[which[nth == n]] = piece[nth == n]
+        kind = (kind * (len(piece) + 1) + slot).unique(return_inverse=True)[1]
+    return kind
+
+
+def _dense_blocks(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, block_size: tuple[int, int], causal: bool) -> int:
+    """How many blocks of the packed axis hold a (causally) visible pair of one sequence. O(rows + sequences)."""
+    total, (q_block, kv_block) = 0, block_size
+    last_row, last_col = -1, -1
+    for (q0, q1), (k0, k1) in zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True):
+        for row in range(q0 // q_block, -(-q1 // q_block) if q1 > q0 else 0):
+            end = k1 - q1 + min(q1, (row + 1) * q_block) if causal else k1  # one past the last key that the row sees
+            if end <= k0:
+                continue
+            begin = max(k0 // kv_block, last_col + 1 if row == last_row else 0)
+            last = (end - 1) // kv_block
+            total += max(0, last - begin + 1)
+            last_row, last_col = row, max(last, last_col) if row == last_row else last
+    return total

@@ -1,0 +1,159 @@
+"""`dynaxx::attention_forward` and `dynaxx::attention_backward` for `torch.library`: what compilers and tracers see.
+
+A compiler cannot see a `BlockLayout`, so the ops take its tensors. Run eagerly, `sparse_attention` calls the backend
+directly: these ops cost about 100 us more per call, and no more than that only where something traces.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from dynaxx.layout import BlockLayout, ElementMasks
+from dynaxx.ops.checks import check_inputs
+from dynaxx.ops.dispatch import choose_backend, load_backend
+
+
+def is_traced(q: Tensor) -> bool:
+    """Whether more than plain autograd looks at operations: a compiler, a dispatch mode, a subclass, or meta."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or (type(q) is not Tensor and type(q) is not torch.nn.Parameter)
+        or q.is_meta
+    )
+
+
+def layout_tensors(layout: BlockLayout, q: Tensor) -> list[Tensor]:
+    """The tensors of a layout, in the order that `_layout_of` reads; fake where q is fake outside of a compiler."""
+    masks = layout.masks
+    tensors = [
+        layout.kv_indptr,
+        layout.kv_num_partial,
+        layout.kv_indices,
+        layout.kv_masks,
+        masks.bits,
+        masks.bands,
+    ]
+    if not torch.compiler.is_compiling() and hasattr(q, "fake_mode"):
+        return [q.fake_mode.from_tensor(tensor) for tensor in tensors]
+    return tensors
+
+
+@torch.library.custom_op("dynaxx::attention_forward", mutates_args=())
+def attention_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: list[Tensor],
+    q_block: int,
+    kv_block: int,
+    scale: float,
+    backend: str,
+    needs_grad: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return out and lse, both contiguous; `needs_grad` lets "auto" choose a backend that has a backward, too."""
+    built = _layout_of(layout, q.shape[1], k.shape[1], (q_block, kv_block))
+    name = choose_backend(check_inputs(q, k, v, built, needs_grad=needs_grad), backend)
+    out, lse = load_backend(name).attention_forward(q, k, v, built, scale)
+    return out.contiguous(), lse.contiguous()
+
+
+@torch.library.custom_op("dynaxx::attention_backward", mutates_args=())
+def attention_backward(
+    do: Tensor,
+    dlse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    layout: list[Tensor],
+    q_block: int,
+    kv_block: int,
+    scale: float,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq, dk, dv, in memory as `torch.empty_like` lays them out."""
+    built = _layout_of(layout, q.shape[1], k.shape[1], (q_block, kv_block))
+    name = choose_backend(check_inputs(q, k, v, built, needs_grad=True), backend)
+    dq, dk, dv = load_backend(name).attention_backward(do, dlse, q, k, v, out, lse, built, scale)
+    return _in_memory_as(q, dq), _in_memory_as(k, dk), _in_memory_as(v, dv)
+
+
+@attention_forward.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: list[Tensor],
+    q_block: int,
+    kv_block: int,
+    scale: float,
+    backend: str,
+    needs_grad: bool,
+) -> tuple[Tensor, Tensor]:
+    batch, seqlen_q, q_heads, _ = q.shape
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    out = q.new_empty(batch, seqlen_q, q_heads, v.shape[3])
+    return out, q.new_empty(batch, q_heads, seqlen_q, dtype=lse_dtype)
+
+
+@attention_backward.register_fake
+def _(
+    do: Tensor,
+    dlse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    layout: list[Tensor],
+    q_block: int,
+    kv_block: int,
+    scale: float,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _save_for_backward(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:  # type: ignore[type-arg]
+    q, k, v, layout, *ctx.settings, _ = inputs  # type: ignore[attr-defined]
+    ctx.save_for_backward(q, k, v, *output, *layout)
+
+
+def _backward(ctx: torch.autograd.function.FunctionCtx, do: Tensor, dlse: Tensor) -> tuple:  # type: ignore[type-arg]
+    q, k, v, out, lse, *layout = ctx.saved_tensors  # type: ignore[attr-defined]
+    grads = attention_backward(do, dlse, q, k, v, out, lse, layout, *ctx.settings)  # type: ignore[attr-defined]
+    return *grads, [None] * len(layout), None, None, None, None, None
+
+
+attention_forward.register_autograd(_backward, setup_context=_save_for_backward)
+
+
+def _in_memory_as(x: Tensor, grad: Tensor) -> Tensor:
+    wanted = torch.empty_like(x, device="meta").stride()
+    return grad if grad.stride() == wanted else torch.empty_like(x).copy_(grad)
+
+
+_layouts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def _layout_of(tensors: list[Tensor], seqlen_q: int, seqlen_k: int, block_size: tuple[int, int]) -> BlockLayout:
+    """The layout that these tensors make, kept as long as the first of them lives: with what kernels prepare of it.
+
+    Tensors written to since are read again.
+    """
+    state = (seqlen_q, seqlen_k, block_size, *((x.data_ptr(), x.shape, _version(x)) for x in tensors))
+    found = _layouts.get(tensors[0])
+    if found is None or found[0] != state:
+        indptr, num_partial, indices, entry_masks, bits, bands = (x.detach() for x in tensors)  # not the key: no cycle
+        masks = ElementMasks(bits, bands, block_size[1])
+        layout = BlockLayout(seqlen_q, seqlen_k, block_size, indptr, num_partial, indices, entry_masks, masks)
+        found = _layouts[tensors[0]] = (state, layout)
+    return found[1]
+
+
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version

@@ -1,0 +1,58 @@
+"""Selection over a packed batch: every sequence by itself, then one layout."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dynaxx.layout import CuSeqlens, PackedLayout, pack_layouts
+from dynaxx.layout.packed import host_lengths
+from dynaxx.patterns.base import Pattern
+from dynaxx.patterns.packed import packed_layout
+from dynaxx.selection.base import Hybrid, Selector
+
+
+@torch.no_grad()
+def select_packed_blocks(
+    q: Tensor,
+    k: Tensor,
+    rule: Pattern | Selector | Hybrid,
+    cu_seqlens_q: CuSeqlens,
+    cu_seqlens_k: CuSeqlens | None = None,
+    *,
+    causal: bool = True,
+    block_size: int | tuple[int, int] = 64,
+    scale: float | None = None,
+) -> PackedLayout:
+    """Make the layout that a rule says for packed queries and keys; each sequence chooses as it would alone.
+
+    Args:
+        q: (tokens, q_heads, head_dim).
+        k: (tokens, kv_heads, head_dim).
+        rule: budgets and positions count per sequence.
+        cu_seqlens_q: (num_seqs + 1,) cumulative lengths from 0; read back where they are on a GPU.
+        cu_seqlens_k: `cu_seqlens_q` by default.
+        causal, block_size, scale: as `select_blocks`.
+
+    Returns:
+        A layout for `sparse_attention`. Chosen blocks count from the start of their sequence: where that is not a
+        multiple of the block size, each is up to four blocks of the packed axis.
+
+    Raises:
+        ValueError: shapes or lengths that do not fit.
+    """
+    ends_q = host_lengths("cu_seqlens_q", cu_seqlens_q)
+    ends_k = ends_q if cu_seqlens_k is None else host_lengths("cu_seqlens_k", cu_seqlens_k)
+    if q.ndim != 3 or k.ndim != 3 or (len(q), len(k)) != (ends_q[-1], ends_k[-1]) or len(ends_q) != len(ends_k):
+        raise ValueError(
+            f"`q` and `k` must be (tokens, heads, head_dim) of {ends_q[-1]} and {ends_k[-1]} tokens in as many "
+            f"sequences, got {tuple(q.shape)} and {tuple(k.shape)}, {len(ends_q) - 1} and {len(ends_k) - 1} sequences"
+        )
+    if isinstance(rule, Pattern):
+        return packed_layout(rule, ends_q, ends_k, causal=causal, block_size=block_size, device=q.device)
+    layouts = []
+    for s in range(len(ends_q) - 1):
+        one_q, one_k = q[None, ends_q[s] : ends_q[s + 1]], k[None, ends_k[s] : ends_k[s + 1]]
+        shown = min(one_q.shape[1], one_k.shape[1]) > 0
+        layouts.append(rule.select(one_q, one_k, causal=causal, block_size=block_size, scale=scale) if shown else None)
+    return pack_layouts(layouts, ends_q, ends_k, block_size=block_size)

@@ -1,0 +1,116 @@
+"""`sparse_attention` under `torch.library`: opcheck, compilers, fake tensors, meta."""
+
+import pytest
+import torch
+import torch.fx.experimental._config
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import dynaxx as dx
+from dynaxx.ops import library
+from dynaxx.testing import make_qkv
+
+PATTERN = dx.SlidingWindow(20) | dx.Sink(2)
+
+
+def loss(q, k, v, layout, backend="auto"):
+    out, lse = dx.sparse_attention(q * 1.5, k, v, layout, return_lse=True, backend=backend)
+    return out.square().sum() + lse.sum()
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype"), [("cpu", torch.float32), ("cpu", torch.bfloat16), ("reference", torch.float64)]
+)
+def test_opcheck(backend, dtype):
+    q, k, v = make_qkv(2, 35, 50, 4, 2, 8, 12, dtype=dtype)
+    q = q.transpose(1, 2).contiguous().transpose(1, 2)
+    layout = library.layout_tensors(PATTERN.layout(35, 50, block_size=(16, 32)), q)
+    settings = (16, 32, 0.25, backend)
+    for needs_grad in (False, True):
+        inputs = [x.clone().requires_grad_(needs_grad) for x in (q, k, v)]
+        torch.library.opcheck(library.attention_forward, (*inputs, layout, *settings, needs_grad))
+    out, lse = library.attention_forward(q, k, v, layout, *settings, True)
+    inputs = (torch.randn_like(out), torch.randn_like(lse), q, k, v, out, lse)
+    torch.library.opcheck(library.attention_backward, (*inputs, layout, *settings))
+
+
+def compiled(function, **options):
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    return torch.compile(function, backend=counter, fullgraph=True, **options), counter
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@torch.fx.experimental._config.patch(use_duck_shape=False)  # else sizes that happen to be equal are taken for one
+def test_one_compilation_serves_several_lengths(backend):
+    run, counter = compiled(loss, dynamic=True)
+    for seqlen in (70, 129, 200, 257):
+        inputs = [x.requires_grad_() for x in make_qkv(1, seqlen, seqlen, 4, 2, 16)]
+        layout = PATTERN.layout(seqlen, block_size=32)
+        got, want = run(*inputs, layout, backend), loss(*inputs, layout, backend)
+        torch.testing.assert_close(got, want)
+        for a, b in zip(torch.autograd.grad(got, inputs), torch.autograd.grad(want, inputs), strict=True):
+            torch.testing.assert_close(a, b)
+    assert counter.frame_count == 1
+
+
+def test_a_compiled_call_prepares_a_layout_once_and_forgets_it():
+    run, _ = compiled(loss)
+    q, k, v = make_qkv(1, 64, 64, 2, 1, 16)
+    layout = dx.BlockLayout.from_dense(torch.ones(64, 64, dtype=torch.bool).tril(), block_size=32)
+    before = len(library._layouts)
+    for _ in range(3):
+        run(q, k, v, layout)
+    assert len(library._layouts) == before + 1
+    torch._dynamo.reset()
+    del layout, run
+    assert len(library._layouts) == before
+
+
+def test_a_layout_written_to_is_read_again():
+    q, k, v = make_qkv(1, 64, 64, 2, 1, 16)
+    layout = dx.LocalBlocks(1).layout(64, block_size=32, causal=False).to_dense()
+    layout = dx.BlockLayout.from_dense(layout, block_size=32)
+    tensors = library.layout_tensors(layout, q)
+    before, _ = library.attention_forward(q, k, v, tensors, 32, 32, 0.25, "auto", False)
+    layout.kv_indices.copy_(layout.kv_indices.flip(0))
+    after, _ = library.attention_forward(q, k, v, tensors, 32, 32, 0.25, "auto", False)
+    want = dx.sparse_attention(q, k, v, dx.BlockLayout.from_dense(~PATTERN_DENSE, block_size=32), scale=0.25)
+    assert not torch.equal(before, after)
+    torch.testing.assert_close(after, want)
+
+
+PATTERN_DENSE = torch.block_diag(torch.ones(32, 32), torch.ones(32, 32)).bool()
+
+
+def test_fake_and_meta_tensors_have_the_real_shapes():
+    q, k, v = make_qkv(2, 35, 50, 4, 2, 8, 12, dtype=torch.bfloat16)
+    layout = PATTERN.layout(35, 50, block_size=16)
+    want = dx.sparse_attention(q, k, v, layout, return_lse=True)
+    mode = FakeTensorMode()
+    with mode:
+        got = dx.sparse_attention(*(mode.from_tensor(x) for x in (q, k, v)), layout, return_lse=True)
+    meta = dx.sparse_attention(*(x.to("meta") for x in (q, k, v)), layout.to("meta"), return_lse=True)
+    for result in (got, meta):
+        assert [(x.shape, x.dtype, x.stride()) for x in result] == [(x.shape, x.dtype, x.stride()) for x in want]
+
+
+def test_a_packed_call_compiles():
+    run, counter = compiled(loss)
+    layout = dx.packed_layout(PATTERN, (0, 30, 30, 77), block_size=32)
+    inputs = [x[0].requires_grad_() for x in make_qkv(1, 77, 77, 4, 2, 16)]
+    got, want = run(*inputs, layout), loss(*inputs, layout)
+    torch.testing.assert_close(got, want)
+    for a, b in zip(torch.autograd.grad(got, inputs), torch.autograd.grad(want, inputs), strict=True):
+        torch.testing.assert_close(a, b)
+    assert counter.frame_count == 1
+
+
+def test_a_wrong_layout_is_refused_under_a_compiler():
+    q, k, v = make_qkv(1, 64, 64, 4, 2, 16)
+    layout = PATTERN.layout(64, block_size=16)
+    bad = dx.BlockLayout(64, 64, layout.block_size, layout.kv_indptr, layout.kv_num_partial, layout.kv_indices + 9,
+                         layout.kv_masks, layout.masks)  # fmt: skip
+    run, _ = compiled(loss)
+    with pytest.raises(ValueError, match=r"`kv_indices` must be in \[0"):
+        run(q, k, v, bad)
