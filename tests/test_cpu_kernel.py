@@ -88,6 +88,14 @@ def test_gradients_of_random_cases_of_any_size():
 
 
 @needs_core
+def test_long_rows_do_not_gather_rounding():
+    q, k, v = make_qkv(1, 1024, 1024, 4, 1, 64)
+    layout = dx.Full().layout(1024, block_size=64)
+    for check in (check_forward, check_gradients):
+        for report in check(attend_differentiably, q, k, v, layout):
+            assert report.ok, str(report)
+
+
 def test_gradients_are_bitwise_the_same_every_time():
     torch.set_num_threads(2)
     q, k, v = make_qkv(1, 257, 257, 6, 2, 64, 32)

@@ -40,7 +40,7 @@ inline void softmax_step(const QueryPanel& panel, const Span* spans, int num_spa
     const vec top = load(panel.top + i);
     const vec base = top == splat(NEG_INF) ? splat(0.f) : top * factor;  // a query that saw nothing yet: no inf - inf
     const vec shrink = exp2_nonpositive(load(top_before + i) * factor - base);
-    vec sum = load(panel.sum + i) * shrink;
+    vec sum = {};  // of this step alone: a sum of sums keeps the rounding of long rows down
     store(alpha + i, shrink);
     for (int s = 0; s < num_spans; s++) {
       float* score = scores + spans[s].at * PANEL + i;
@@ -50,7 +50,7 @@ inline void softmax_step(const QueryPanel& panel, const Span* spans, int num_spa
         sum += weight;
       }
     }
-    store(panel.sum + i, sum);
+    store(panel.sum + i, load(panel.sum + i) * shrink + sum);
   }
 }
 

@@ -86,7 +86,7 @@ static void score_tile(const float* rows, int64_t stride, const float* panel, in
 }
 
 // panel[c][i] = panel[c][i] * alpha[i] + sum over the rows of all spans row[first + c] * weights[row][i], c < R.
-// A span's row is its v, or its k where FROM_K.
+// A span's row is its v, or its k where FROM_K. The step is summed by itself first: over long rows a sum of sums rounds less.
 template <int R, bool FROM_K>
 static void sum_tile(const Span* spans, int num_spans, int64_t first, int64_t stride, const float* __restrict weights,
                      const float* __restrict alpha, float* __restrict panel) {
@@ -94,10 +94,7 @@ static void sum_tile(const Span* spans, int num_spans, int64_t first, int64_t st
   DYNAXX_UNROLL
   for (int c = 0; c < R; c++)
     DYNAXX_UNROLL
-  for (int i = 0; i < VECS; i++) {
-    sum[c][i] = load(panel + c * PANEL + i * LANES);
-    if (alpha) sum[c][i] *= load(alpha + i * LANES);
-  }
+  for (int i = 0; i < VECS; i++) sum[c][i] = vec{};
   for (int s = 0; s < num_spans; s++) {
     const float* row = (FROM_K ? spans[s].k : spans[s].v) + first;
     const float* weight = weights + spans[s].at * PANEL;
@@ -116,7 +113,11 @@ static void sum_tile(const Span* spans, int num_spans, int64_t first, int64_t st
   DYNAXX_UNROLL
   for (int c = 0; c < R; c++)
     DYNAXX_UNROLL
-  for (int i = 0; i < VECS; i++) store(panel + c * PANEL + i * LANES, sum[c][i]);
+  for (int i = 0; i < VECS; i++) {
+    float* at = panel + c * PANEL + i * LANES;
+    const vec before = alpha ? load(at) * load(alpha + i * LANES) : load(at);
+    store(at, before + sum[c][i]);
+  }
 }
 
 // The instances for 1 .. SCORE_ROWS and 1 .. VALUE_ROWS rows: TILES[R - 1].
