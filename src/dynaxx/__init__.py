@@ -52,6 +52,7 @@ _SOURCES = {
     "dynaxx.patterns.packed": ("packed_layout",),
     "dynaxx.selection.packed": ("select_packed_blocks",),
     "dynaxx.ops": ("SparseAttentionOutput", "explain", "merge_states", "sparse_attention"),
+    "dynaxx.ops.buckets": ("Bucket", "Request", "attend_in_buckets", "bucket_by_length"),
     "dynaxx.policy": ("Policy", "Rule", "load_policy", "save_policy"),
     "dynaxx.integrations.transformers": ("apply",),
 }

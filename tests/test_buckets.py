@@ -1,0 +1,44 @@
+"""Requests of mixed length, each by the rule of its bucket, back in their order."""
+
+import pytest
+import torch
+
+import dynaxx as dx
+from dynaxx.testing import make_qkv
+
+BUCKETS = [
+    dx.Bucket(32, dx.Causal()),
+    dx.Bucket(100, dx.SlidingWindow(20) | dx.Sink(2)),
+    dx.Bucket(None, dx.SlidingWindow(20) | dx.TopK(1)),
+]
+
+
+def test_each_request_is_as_alone_and_in_order():
+    lengths = (150, 7, 64, 150, 33, 0, 100, 32, 64, 101)
+    requests = [[x[0].requires_grad_() for x in make_qkv(1, n, n, 4, 2, 16, seed=i)] for i, n in enumerate(lengths)]
+    outs = dx.attend_in_buckets(requests, BUCKETS, block_size=16)
+    assert len(outs) == len(requests)
+    for (q, k, v), out in zip(requests, outs, strict=True):
+        rule = BUCKETS[0 if len(k) <= 32 else 1 if len(k) <= 100 else 2].rule
+        layout = dx.select_blocks(q[None], k[None], rule, block_size=16)
+        want = dx.sparse_attention(q[None], k[None], v[None], layout)[0]
+        torch.testing.assert_close(out, want)
+        weights = torch.randn_like(out)
+        for a, b in zip(torch.autograd.grad((out * weights).sum(), (q, k, v), retain_graph=True),
+                        torch.autograd.grad((want * weights).sum(), (q, k, v)), strict=True):  # fmt: skip
+            torch.testing.assert_close(a, b)
+
+
+def test_groups():
+    assert dx.bucket_by_length([5, 200, 32, 33], BUCKETS) == [[0, 2], [3], [1]]
+    assert dx.bucket_by_length([], BUCKETS) == [[], [], []]
+
+
+def test_bad_buckets_and_requests_are_refused():
+    with pytest.raises(ValueError, match="limits that rise"):
+        dx.bucket_by_length([1], BUCKETS[::-1])
+    with pytest.raises(ValueError, match="request 1 has 101 keys"):
+        dx.bucket_by_length([1, 101], BUCKETS[:2])
+    with pytest.raises(ValueError, match="request 0 must be"):
+        dx.attend_in_buckets([make_qkv(1, 8, 8, 2, 1, 16)], BUCKETS)
+    assert dx.attend_in_buckets([], BUCKETS) == []
