@@ -36,6 +36,10 @@ class RequestTokens:
         self._host: Tensor | None = None
         self._plans: dict[tuple[LayerPlan, int, int, int], LayerPlan] = {}
 
+    def without_plans(self) -> RequestTokens:
+        """The tokens alone, to be kept as long as a cache."""
+        return RequestTokens(self.ids, self.reason, reorderable=self.reorderable)
+
     def missing(self, batch: int, seqlen_k: int, runs: list[list[Run]]) -> str:
         """Why these runs cannot be resolved; "" if they can."""
         if self.ids is None:
@@ -62,11 +66,11 @@ class TokenReader:
     """Hooks on a decoder that hand its layers the tokens; `remove()` takes them off."""
 
     def __init__(self, body: nn.Module) -> None:
-        parameters = inspect.signature(body.forward).parameters
-        self.serves = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        self._signature = inspect.signature(body.forward)
+        parameters = self._signature.parameters.values()
         self.caches: weakref.WeakKeyDictionary[Any, RequestTokens] = weakref.WeakKeyDictionary()
         self._hooks: list[Any] = []
-        if self.serves:
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):  # else: counted as unknown
             _READERS[body] = self
             self._hooks = [
                 body.register_forward_pre_hook(_add_tokens, with_kwargs=True),
@@ -78,9 +82,9 @@ class TokenReader:
         while self._hooks:
             self._hooks.pop().remove()
 
-    def read(self, body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RequestTokens:
+    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RequestTokens:
         """The tokens of a pass that is about to run."""
-        given = inspect.signature(body.forward).bind_partial(*args, **kwargs).arguments
+        given = self._signature.bind_partial(*args, **kwargs).arguments
         new, cache = given.get("input_ids"), given.get("past_key_values")
         if new is None or new.ndim != 2:
             return UNKNOWN
@@ -109,7 +113,7 @@ def _add_tokens(
     reader = _READERS.get(body)
     if reader is None:  # a copy of a model with a policy
         return None
-    return args, {**kwargs, ARGUMENT: reader.read(body, args, kwargs)}
+    return args, {**kwargs, ARGUMENT: reader.read(args, kwargs)}
 
 
 def _remember(body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -121,4 +125,4 @@ def _remember(body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], ou
     found = output if isinstance(output, tuple) else (getattr(output, "past_key_values", None),)
     for cache in found:
         if hasattr(cache, "get_seq_length"):
-            reader.caches[cache] = tokens
+            reader.caches[cache] = tokens.without_plans()
