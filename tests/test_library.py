@@ -5,6 +5,7 @@ import torch
 import torch.fx.experimental._config
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import dynaxx as dx
 from dynaxx.ops import library
@@ -114,3 +115,34 @@ def test_a_wrong_layout_is_refused_under_a_compiler():
     run, _ = compiled(loss)
     with pytest.raises(ValueError, match=r"`kv_indices` must be in \[0"):
         run(q, k, v, bad)
+
+
+def test_a_module_exports():
+    q, k, v = make_qkv(1, 64, 64, 4, 2, 16)
+    layout = PATTERN.layout(64, block_size=32)
+
+    class Attention(torch.nn.Module):
+        def forward(self, q, k, v):
+            return dx.sparse_attention(q, k, v, layout)
+
+    exported = torch.export.export(Attention(), (q, k, v))
+    targets = [node.target for node in exported.graph.nodes]
+    assert torch.ops.dynaxx.attention_forward.default in targets
+    torch.testing.assert_close(exported.module()(q, k, v), dx.sparse_attention(q, k, v, layout))
+
+
+def test_a_dispatch_mode_sees_the_op():
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    q, k, v = (x.requires_grad_() for x in make_qkv(1, 64, 64, 4, 2, 16))
+    layout = PATTERN.layout(64, block_size=32)
+    with Watch():
+        got = torch.autograd.grad(loss(q, k, v, layout), (q, k, v))
+    assert {torch.ops.dynaxx.attention_forward.default, torch.ops.dynaxx.attention_backward.default} <= set(seen)
+    for a, b in zip(got, torch.autograd.grad(loss(q, k, v, layout), (q, k, v)), strict=True):
+        torch.testing.assert_close(a, b)
