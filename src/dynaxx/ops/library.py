@@ -1,7 +1,7 @@
 """`dynaxx::attention_forward` and `dynaxx::attention_backward` for `torch.library`: what compilers and tracers see.
 
-A compiler cannot see a `BlockLayout`, so the ops take its tensors. They cost about 0.1 ms more per call than the backend
-itself, which `sparse_attention` calls where nothing traces.
+A compiler cannot see a `BlockLayout`, so the ops take its tensors. They cost about 0.1 ms more per call than the
+backend itself, which `sparse_attention` calls where nothing traces.
 """
 
 from __future__ import annotations
