@@ -18,10 +18,11 @@ class KeyClusters(Scorer):
     """Nearest clusters of keys (the inverted-file index of nearest-neighbour search; for attention: RetrievalAttention,
     Squeezed Attention, ClusterKV).
 
-    A few steps of k-means place `clusters` centroids per kv head, and every key belongs to the nearest one. A query
-    attends to the `nearest` clusters with the largest product, to each key of a cluster as if it were the centroid; a
-    block's estimate is the attention of its queries to the keys that it holds. Centroids are those of all keys, so
-    early queries are judged with an index that knows of later keys.
+    A few steps of k-means, from an eighth of outlying and seven eighths of random keys, place `clusters` centroids per
+    kv head, and every key belongs to the nearest one. A query attends to the `nearest` clusters with the largest
+    product, to each key of a cluster as if it were the centroid; a block's estimate is the attention of its queries to
+    the keys that it holds. Centroids are those of all keys, so early queries are judged with an index that knows of
+    later keys.
 
     Args:
         clusters: centroids per kv head (all keys, if there are fewer).
@@ -72,7 +73,10 @@ class KeyClusters(Scorer):
         sample = k[:, order[: count * KEYS_PER_CLUSTER].to(k.device)].transpose(1, 2).float()  # (B, Hk, n, D)
         if not tokens:
             return sample.new_zeros(*sample.shape[:2], 1, sample.shape[-1])
-        centroids = sample[:, :, :count].clone()
+        # Start from keys that stand apart, as attention sinks do (no cluster would form around them), then from others.
+        apart = (sample - sample.mean(2, keepdim=True)).square().sum(-1).topk(count // 8, dim=-1).indices
+        first = torch.zeros_like(sample[..., 0]).scatter_(-1, apart, 1.0).argsort(dim=-1, descending=True, stable=True)
+        centroids = sample.gather(2, first[:, :, :count, None].expand(-1, -1, -1, sample.shape[-1]))
         for _ in range(self.iterations):
             sums, sizes = torch.zeros_like(centroids), torch.zeros_like(centroids[..., :1])
             for a, b in pieces(sample.shape[2], 12 * centroids[..., 0].numel(), memory_budget):
