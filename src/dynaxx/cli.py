@@ -96,6 +96,10 @@ def doctor(
     block_size: BlockSizeOption = 64,
     device: DeviceOption = "auto",
     threads: ThreadsOption = None,
+    fuzz: Annotated[
+        str, typer.Option("--fuzz", metavar="TIME", help="Check random problems instead, for so long: 90, 10m or 2h.")
+    ] = "",
+    fuzz_seed: Annotated[int | None, typer.Option("--fuzz-seed", help="Check this one random problem again.")] = None,
     seed: SeedOption = 0,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
@@ -103,15 +107,27 @@ def doctor(
     """Say what this machine can serve, and check it against an oracle.
 
     Lists machine and versions, which backends can serve your shapes and why the others cannot, and compares each that
-    can, forward and gradients, with attention computed in fp64. Exit code 1 if one is wrong.
+    can, forward and gradients, with attention computed in fp64. With --fuzz, random patterns, selectors, shapes and
+    dtypes are checked; a failing one prints the line that shows it again. Exit code 1 if a backend is wrong.
 
     \b
     Examples:
       dynaxx doctor
       dynaxx doctor --q-heads 32 --kv-heads 8 --head-dim 128 --seqlen 8192 --dtype bfloat16
       dynaxx doctor --json | jq .chosen
+      dynaxx doctor --fuzz 10m
     """
     with _running(as_json, threads) as finish:
+        if fuzz or fuzz_seed is not None:
+            result = _tool("fuzz").fuzz(
+                _seconds(fuzz) or 0.0,
+                seed=seed if fuzz_seed is None else fuzz_seed,
+                cases=None if fuzz_seed is None else 1,
+                device=_device(device),
+                progress=_progress(quiet),
+            )
+            finish(result, result.summary(), ok=result.ok)
+            return
         found = _tool("doctor").diagnose(
             q_heads=q_heads,
             kv_heads=kv_heads,
