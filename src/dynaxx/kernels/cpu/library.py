@@ -21,7 +21,7 @@ from dynaxx.kernels.cpu.arguments import BackwardArgs, ForwardArgs
 logger = logging.getLogger("dynaxx")
 
 ISA_VARIABLE = "DYNAXX_CPU_ISA"
-CACHE_VARIABLE = "DYNAXX_CACHE_DIR"
+CACHE_VARIABLE = "DYNAXX_CACHE"
 
 
 @dataclass(frozen=True)
