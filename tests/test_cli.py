@@ -164,7 +164,13 @@ def test_ctrl_c_is_code_130(tools, monkeypatch, tiny):
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 def test_a_real_ctrl_c_ends_quietly(tmp_path):
     command = [sys.executable, "-m", "dynaxx", "doctor", "--seqlen", "4096"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job inherits that it is ignored
+    )
     for line in process.stderr:  # wait until it is at work
         if "oracle" in line:
             break
