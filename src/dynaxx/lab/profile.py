@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dynaxx.lab.attention_route import evaluating
 from dynaxx.lab.files import explain_full_disk
 from dynaxx.lab.machine import Ceilings, Machine, load_average, machine_facts, measure_ceilings, synchronize
 from dynaxx.lab.progress import Progress, SilentProgress
@@ -190,7 +191,7 @@ def profile(
         raise ValueError(f"`lengths` must be from 2 to the model's {limit:,} tokens, got {list(lengths)}")
     progress, device, load = progress or SilentProgress(), model.device, load_average()
     ids = _prompt(tokenizer, text, lengths[-1]).to(device)
-    with progress.task("Profiling", total=1 + sum(lengths)) as task, torch.inference_mode(), _eval_mode(model):
+    with progress.task("Profiling", total=1 + sum(lengths)) as task, torch.inference_mode(), evaluating(model):
         ceilings = measure_ceilings(device, model.dtype)
         task.advance(1, f"machine reaches {ceilings.gemm_gflops:,.0f} GFLOP/s")
         measured = []
@@ -439,16 +440,6 @@ def _prompt(tokenizer: Any, text: str, tokens: int) -> Tensor:
     """A prompt of this many tokens; a short text is repeated, which changes no timing."""
     have = len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     return encode(tokenizer, text * (2 * tokens // max(1, have) + 1), tokens)
-
-
-@contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)
 
 
 def _write_trace(path: Path, run: Callable[[], Any]) -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from dynaxx.lab.attention_route import evaluating
 from dynaxx.lab.machine import synchronize
 from dynaxx.lab.perplexity import ROWS, logits_of
 from dynaxx.lab.progress import Progress, SilentProgress
@@ -178,18 +179,13 @@ def validate(
             f"(the held-out half of the text has {len(ids):,}, the model takes {limit:,}): give more text or `tokens`"
         )
     lengths = _lengths(lengths, border if policy.rules else 0, min(limit, len(ids)))
-    was_training = model.training
-    model.eval()
-    try:
-        with progress.task("Validating", 100) as task:
-            run = _Run(model, policy, task)
-            logits, perplexity = run.compare_text(ids, window, share=35)
-            at = max(border, min(window, TASK_TOKENS))
-            tasks = run.retrieval(make_samples(tokenizer, ids, at, TASK_SAMPLES, seed), share=20)
-            repetition = run.repetition(ids, max(border, min(window, PROMPT_TOKENS)), share=15)
-            speed = run.speed(ids, lengths, share=30)
-    finally:
-        model.train(was_training)
+    with evaluating(model), progress.task("Validating", 100) as task:
+        run = _Run(model, policy, task)
+        logits, perplexity = run.compare_text(ids, window, share=35)
+        at = max(border, min(window, TASK_TOKENS))
+        tasks = run.retrieval(make_samples(tokenizer, ids, at, TASK_SAMPLES, seed), share=20)
+        repetition = run.repetition(ids, max(border, min(window, PROMPT_TOKENS)), share=15)
+        speed = run.speed(ids, lengths, share=30)
     checks = _checks(policy, logits, perplexity, tasks, repetition, speed)
     return ValidationResult(
         passed=all(check.passed for check in checks),
