@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dynaxx.kernels.cpu.library import cache_directory
 from dynaxx.lab.files import explain_full_disk, sync_tree
 from dynaxx.lab.progress import Progress, SilentProgress
 
@@ -117,14 +118,6 @@ def model_name(name_or_path: str | Path) -> str:
     return str(name_or_path) if str(name_or_path) in PACKAGES else Path(name_or_path).resolve().name
 
 
-def cache_folder() -> Path:
-    """Where converted models are kept: `DYNAXX_CACHE`, else the user's cache folder."""
-    named = os.environ.get("DYNAXX_CACHE")
-    if named:
-        return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dynaxx"
-
-
 def _hub_folder(name: str) -> Path | None:
     """Where the hub's own cache holds `owner/model`, if it does."""
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
@@ -137,7 +130,7 @@ def _hub_folder(name: str) -> Path | None:
 
 def _package_folder(name: str, progress: Progress) -> Path:
     """The converted folder of a packaged model. The package is located, not imported: it may need more than we do."""
-    entry, joined = PACKAGES[name], cache_folder() / "gguf" / f"{name}.gguf"
+    entry, joined = PACKAGES[name], cache_directory() / "gguf" / f"{name}.gguf"
     if not entry.file and joined.is_file():
         return _converted(joined, name, progress)
     spec = importlib.util.find_spec(entry.module)
@@ -160,7 +153,7 @@ def _converted(gguf: Path, name: str, progress: Progress) -> Path:
     """The folder that holds this GGUF's weights in Hugging Face's format, made now if it is not there."""
     if not gguf.is_file():
         raise ValueError(f"{gguf} does not exist; reinstall what brought it")
-    target = cache_folder() / "models" / f"{CACHE_FORMAT}-{_fingerprint(gguf)}" / name
+    target = cache_directory() / "models" / f"{CACHE_FORMAT}-{_fingerprint(gguf)}" / name
     if target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,7 @@ from dynaxx.lab.allocation import Allocator
 from dynaxx.lab.attention_route import evaluating
 from dynaxx.lab.crossover import LengthTiming, dense_below, time_lengths
 from dynaxx.lab.files import write_json
-from dynaxx.lab.perplexity import token_losses
+from dynaxx.lab.perplexity import perplexity, token_losses
 from dynaxx.lab.progress import Progress, SilentProgress, Task
 from dynaxx.lab.resume import Steps, fingerprint
 from dynaxx.lab.sensitivity import HeadCosts, measure_head_costs
@@ -211,7 +211,7 @@ class _Search:
             tokens=self.tokens,
             tolerance=self.tolerance,
             scorer=repr(scorer),
-            dense_perplexity=float(self.dense.double().mean().exp()),
+            dense_perplexity=perplexity(self.dense),
             uniform=tuple(uniform_trials),
             tuned=tuple(tuned_trials),
             chosen=chosen,
@@ -302,7 +302,7 @@ class _Search:
         mean, error = float(change.mean()), float(change.std() / change.numel() ** 0.5)
         ratio = float(torch.tensor(mean).exp())
         passed = float(torch.tensor(mean + ERRORS * error).exp()) <= 1 + self.tolerance
-        return Trial(density, float(losses.double().mean().exp()), ratio, error, passed)
+        return Trial(density, perplexity(losses), ratio, error, passed)
 
     def _losses(self, policy: Policy | None) -> list[float]:
         """Loss of every token of the search texts, dense or under a policy."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dynaxx.lab.attention_route import evaluating
 from dynaxx.lab.machine import synchronize
-from dynaxx.lab.perplexity import ROWS, logits_of
+from dynaxx.lab.perplexity import ROWS, logits_of, perplexity
 from dynaxx.lab.progress import Progress, SilentProgress
 from dynaxx.lab.tasks import TASKS, make_samples, score
 from dynaxx.lab.texts import split_text
@@ -258,8 +258,8 @@ class _Run:
             kl=float(errors[:, 3].mean()),
         )
         return logits, Perplexities(
-            dense=float(losses_dense.mean().exp()),
-            sparse=float(losses_sparse.mean().exp()),
+            dense=perplexity(losses_dense),
+            sparse=perplexity(losses_sparse),
             ratio=float(change.mean().exp()),
             ratio_second_half=float(change[:, change.shape[1] // 2 :].mean().exp()),
             loss_dense=float(losses_dense.mean()),

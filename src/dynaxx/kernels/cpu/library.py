@@ -85,7 +85,7 @@ def _choice(isa: str) -> str:
 
 def _compiled_at_first_use(isa: str, choice: str, reasons: list[str]) -> Core:
     reasons = reasons or ["no library was built with the package"]
-    directory = _cache_directory() / f"core-{build.source_hash()}"
+    directory = cache_directory() / f"core-{build.source_hash()}"
     path = directory / build.library_name(isa)
     try:
         if not path.exists():
@@ -105,7 +105,8 @@ def _without_core(why: str) -> Core:
     return Core(None, CpuStatus("torch", None, None, why))
 
 
-def _cache_directory() -> Path:
+def cache_directory() -> Path:
+    """Where what is made once is kept: `DYNAXX_CACHE`, else the user's cache folder."""
     chosen = os.environ.get(CACHE_VARIABLE)
     if chosen:
         return Path(chosen)

@@ -27,8 +27,9 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scal
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     k, v = (x.to(dtype).repeat_interleave(group_size, dim=2) for x in (k, v))
     scores = torch.einsum("bnhd,bmhd->bhnm", q.to(dtype), k) * scale
-    scores = scores.masked_fill(~layout.to_dense(), -torch.inf)
-    sees_any = layout.to_dense().any(-1, keepdim=True)
+    visible = layout.to_dense()
+    scores = scores.masked_fill(~visible, -torch.inf)
+    sees_any = visible.any(-1, keepdim=True)
     weights = scores.masked_fill(~sees_any, 0.0).softmax(-1) * sees_any
     lse = scores.masked_fill(~sees_any, 0.0).logsumexp(-1).masked_fill(~sees_any[..., 0], -torch.inf)
     return torch.einsum("bhnm,bmhe->bnhe", weights, v).to(q.dtype), lse
