@@ -1,0 +1,34 @@
+"""The `dynaxx` command: one file per command, thin over its tool in `dynaxx.lab`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import dynaxx
+from dynaxx.cli.analyze import analyze
+from dynaxx.cli.bench import bench
+from dynaxx.cli.doctor import doctor
+from dynaxx.cli.profile import profile
+from dynaxx.cli.report import report
+from dynaxx.cli.tune import tune
+from dynaxx.cli.validate import validate
+
+app = typer.Typer(
+    help="Practical sparse attention: measure a model, choose a policy, prove it, run it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+for command in (doctor, profile, analyze, tune, validate, report, bench):  # in the order of `dynaxx --help`
+    app.command()(command)
+
+
+@app.callback(invoke_without_command=True)
+def _top(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        typer.echo(dynaxx.__version__)
+        raise typer.Exit

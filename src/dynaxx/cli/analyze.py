@@ -1,0 +1,73 @@
+"""`dynaxx analyze`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dynaxx.cli.options import (
+    BlockSizeOption,
+    DeviceOption,
+    Dtype,
+    DtypeOption,
+    JsonOption,
+    ModelArgument,
+    OutOption,
+    QuietOption,
+    SeedOption,
+    TextOption,
+    ThreadsOption,
+    numbers,
+)
+from dynaxx.cli.running import load, progress_of, read_text, running, summary_of, tool
+
+BERTVIZ_CHARS = 400  # BertViz draws every pair of tokens
+
+
+def analyze(
+    model: ModelArgument,
+    text: TextOption = "pydoc",
+    out: OutOption = Path("dynaxx-run"),
+    tokens: Annotated[int, typer.Option(min=2, help="Length of the sample.")] = 4096,
+    layers: Annotated[str, typer.Option(metavar="N,N-M,...", help="Which layers; all by default.")] = "",
+    heads: Annotated[str, typer.Option(metavar="N,N-M,...", help="Which heads; all by default.")] = "",
+    block_size: BlockSizeOption = 64,
+    bertviz: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write a BertViz page of a short excerpt.")
+    ] = None,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = Dtype.auto,
+    threads: ThreadsOption = None,
+    seed: SeedOption = 0,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Say where each head attends, and which pattern would keep it. Writes DIR/analysis.json.
+
+    \b
+    Examples:
+      dynaxx analyze smollm2 --out run
+      dynaxx analyze ./my-model --text prompts.txt --tokens 16384 --layers 0,8-11 --out run
+      dynaxx analyze smollm2 --layers 3 --bertviz heads.html
+    """
+    with running(as_json, threads, seed) as finish:
+        lab, progress = tool("analyze"), progress_of(quiet)
+        sample = tool("texts").split_text(read_text(text)).calibration
+        loaded = load(model, device, dtype, progress)
+        found = lab.analyze(
+            *loaded,
+            sample,
+            tokens=tokens,
+            layers=numbers("--layers", layers) or None,
+            heads=numbers("--heads", heads) or None,
+            block_size=block_size,
+            seed=seed,
+            progress=progress,
+        )
+        files = [tool("files").write_json(out / "analysis.json", found.to_dict())]
+        if bertviz:
+            lab.write_bertviz(*loaded, sample[:BERTVIZ_CHARS], bertviz)
+            files.append(bertviz)
+        finish(found, summary_of(found), files=files)

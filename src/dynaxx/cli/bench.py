@@ -1,0 +1,60 @@
+"""`dynaxx bench`."""
+
+from __future__ import annotations
+
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dynaxx.cli.options import JsonOption, QuietOption, SeedOption, ThreadsOption, device_of
+from dynaxx.cli.running import running, table, tool
+
+
+class Suite(StrEnum):
+    """What to benchmark."""
+
+    cpu = "cpu"
+    gpu = "gpu"
+
+
+def bench(
+    suite: Annotated[Suite, typer.Option(help="Which kernels.")] = Suite.cpu,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer and smaller shapes.")] = False,
+    threads: ThreadsOption = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Also write the figures as JSON.")] = None,
+    seed: SeedOption = 0,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Test the kernels, then time them beside dense attention.
+
+    A kernel that is wrong gives no figures. Exit code 1 if one is, or if a figure misses its bar.
+
+    \b
+    Examples:
+      dynaxx bench --suite cpu --quick
+      dynaxx bench --suite gpu --out gpu.json
+    """
+    stdout = sys.stdout  # results are said as they come
+
+    def say(line: str) -> None:
+        if not (as_json and quiet):
+            print(line, file=sys.stderr if as_json else stdout, flush=True)
+
+    with running(as_json, threads, seed) as finish:
+        lab = tool(f"bench_{suite}")
+        device_of("cuda" if suite is Suite.gpu else "cpu")
+        try:
+            if suite is Suite.cpu:
+                found = lab.run_cpu_suite(quick=quick, threads=threads, seed=seed, progress=say)
+            else:
+                found = lab.run_gpu_suite(quick=quick, seed=seed)
+                say(table(found["rows"]))
+        except RuntimeError as error:
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(1) from None
+        files = [tool("files").write_json(out, found)] if out else []
+        finish(found, ok=all(bar["ok"] for bar in found.get("bars", ())), files=files)

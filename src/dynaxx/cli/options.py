@@ -1,0 +1,90 @@
+"""Options that commands share, and how their values are read."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+MOST_IN_A_RANGE = 10_000  # as many layers or heads as anyone has
+
+
+class Dtype(StrEnum):
+    """What a model computes in."""
+
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+ModelArgument = Annotated[
+    str,
+    typer.Argument(metavar="MODEL", help="A folder in Hugging Face's format, a .gguf file, or smollm2, gemma3-270m."),
+]
+TextOption = Annotated[
+    str, typer.Option("--text", metavar="FILE", help="Sample of the workload: a text file, '-' for stdin, or 'pydoc'.")
+]
+OutOption = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for the results.")]
+LengthsOption = Annotated[str, typer.Option("--lengths", metavar="N,N,...", help="Prompt lengths in tokens.")]
+BlockSizeOption = Annotated[int, typer.Option("--block-size", help="Tokens per block: 16, 32, 64 or 128.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else, on stdout.")]
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")]
+SeedOption = Annotated[int, typer.Option("--seed", help="Where anything is drawn at random.")]
+DeviceOption = Annotated[
+    str, typer.Option("--device", help="cpu, cuda, cuda:1, ...; auto takes a GPU if there is one.")
+]
+DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="auto: bfloat16 on a GPU, float32 on a CPU.")]
+ThreadsOption = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads; all cores by default.")]
+
+
+def device_of(device: str) -> str:
+    """Resolve "auto", and refuse a device that is not there before anything is loaded."""
+    import torch
+
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        raise ValueError(f"--device must be auto, cpu or cuda, got {device!r}") from None
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device {device} needs a GPU that torch can use; torch {torch.__version__} sees none")
+    return device
+
+
+def dtype_of(dtype: Dtype, device: str) -> Any:
+    """Resolve "auto" for a device, and give torch's dtype."""
+    import torch
+
+    if dtype is Dtype.auto:
+        return torch.float32 if device == "cpu" else torch.bfloat16
+    return getattr(torch, dtype.value)
+
+
+def numbers(option: str, text: str) -> tuple[int, ...]:
+    """ "0,4-6" -> (0, 4, 5, 6); empty -> ()."""
+    found: list[int] = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        first, _, last = part.partition("-")
+        if not first.isdigit() or (last and not last.isdigit()) or int(last or 0) > int(first) + MOST_IN_A_RANGE:
+            raise ValueError(f"{option} must be numbers and ranges like 0,4-6, got {text!r}")
+        found += range(int(first), int(last or first) + 1)
+    return tuple(found)
+
+
+def seconds(text: str) -> float | None:
+    """ "90", "90s", "10m", "2h" -> seconds; empty -> None."""
+    if not text:
+        return None
+    units = {"s": 1, "m": 60, "h": 3600}
+    number, unit = (text[:-1], units[text[-1]]) if text[-1] in units else (text, 1)
+    try:
+        seconds = float(number) * unit
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds < float("inf"):
+        raise ValueError(f"--time-budget must be a time like 90, 10m or 2h, got {text!r}")
+    return seconds

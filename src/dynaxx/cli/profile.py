@@ -1,0 +1,67 @@
+"""`dynaxx profile`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dynaxx.cli.options import (
+    DeviceOption,
+    Dtype,
+    DtypeOption,
+    JsonOption,
+    LengthsOption,
+    ModelArgument,
+    QuietOption,
+    SeedOption,
+    TextOption,
+    ThreadsOption,
+    numbers,
+)
+from dynaxx.cli.running import load, progress_of, read_text, running, tool
+
+
+def profile(
+    model: ModelArgument,
+    text: TextOption = "pydoc",
+    lengths: LengthsOption = "",
+    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Also write DIR/profile.json.")] = None,
+    price_per_hour: Annotated[
+        float | None, typer.Option(min=0, help="Of the machine: puts savings into money.")
+    ] = None,
+    threshold: Annotated[float, typer.Option(min=0, max=1, help="Share of time from which it is worth it.")] = 0.2,
+    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a trace of PyTorch's profiler.")] = None,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = Dtype.auto,
+    threads: ThreadsOption = None,
+    seed: SeedOption = 0,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Say where a model's time goes, and whether sparse attention is worth it.
+
+    Measures the ceilings of the machine, then at each length the time in attention, projections, MLP and the rest.
+
+    \b
+    Examples:
+      dynaxx profile smollm2
+      dynaxx profile ./my-model --text prompts.txt --lengths 2048,8192,32768 --price-per-hour 2.50
+      dynaxx profile smollm2 --lengths 4096 --trace trace.json
+    """
+    with running(as_json, threads, seed) as finish:
+        lab, progress = tool("profile"), progress_of(quiet)
+        loaded = load(model, device, dtype, progress)
+        found = lab.profile(
+            *loaded,
+            read_text(text),
+            lengths=numbers("--lengths", lengths) or lab.default_lengths(loaded.model),
+            name=tool("models").model_name(model),
+            threshold=threshold,
+            price_per_hour=price_per_hour,
+            trace=trace,
+            progress=progress,
+        )
+        files = [tool("files").write_json(out / "profile.json", found.to_dict())] if out else []
+        finish(found, found.summary(), files=[*files, *([trace] if trace else [])])

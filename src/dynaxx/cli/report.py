@@ -1,0 +1,28 @@
+"""`dynaxx report`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dynaxx.cli.options import JsonOption
+from dynaxx.cli.running import running, tool
+
+
+def report(
+    run_dir: Annotated[Path, typer.Argument(metavar="DIR", help="Folder with the JSON files of other commands.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Write DIR/report.html, one page that needs no network, from the results in DIR.
+
+    \b
+    Example:
+      dynaxx report run
+    """
+    with running(as_json) as finish:
+        if not run_dir.is_dir():
+            raise ValueError(f"DIR must be a folder with results of dynaxx tune or others, got {run_dir}")
+        path = tool("report").write_report(run_dir)
+        finish({"report": str(path)}, "", files=[path])

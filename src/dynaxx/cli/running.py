@@ -1,0 +1,138 @@
+"""How a command runs: its tool is loaded late, its result goes to stdout, what goes wrong becomes an exit code.
+
+Exit codes: 0 done, 1 a check failed, 2 wrong use or input (the message says how to fix it), 130 stopped with Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import shlex
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from dynaxx.cli.options import Dtype, device_of, dtype_of
+
+if TYPE_CHECKING:
+    from dynaxx.lab.models import LoadedModel
+
+EXTRAS = {
+    "cli": ("typer", "rich", "jinja2", "matplotlib", "psutil"),
+    "transformers": ("transformers", "gguf", "accelerate", "tokenizers", "safetensors"),
+    "metrics": ("prometheus_client",),
+    "onnx": ("onnx", "onnxscript", "onnxruntime"),
+}
+
+
+@contextlib.contextmanager
+def running(as_json: bool, threads: int | None = None, seed: int | None = None) -> Iterator[Any]:
+    """Turn what can go wrong into a message and an exit code; keep stdout for the result.
+
+    Yields `finish(result, summary, ok=, files=)`, which the command calls last. DYNAXX_DEBUG=1 shows tracebacks.
+    """
+    outcome: dict[str, Any] = {}
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            _prepare(threads, seed)
+            yield lambda result, summary="", ok=True, files=(): outcome.update(
+                result=result, summary=summary, ok=ok, files=files
+            )
+    except KeyboardInterrupt:
+        typer.echo("stopped; run the same command again to go on", err=True)
+        raise typer.Exit(130) from None
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        raise _refusal(error, str(error)) from None
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, typer.Exit) or "memory" not in f"{type(error).__name__}: {error}".lower():
+            raise
+        raise _refusal(error, f"out of memory; try shorter lengths or a smaller model ({error})") from None
+    if as_json:
+        result = outcome["result"]
+        typer.echo(json.dumps(result if isinstance(result, dict) else result.to_dict(), allow_nan=False))
+    else:
+        for line in (outcome["summary"], *(f"wrote {file}" for file in outcome["files"])):
+            if line:
+                typer.echo(line)
+    if not outcome["ok"]:
+        raise typer.Exit(1)
+
+
+def tool(name: str) -> Any:
+    """A module of `dynaxx.lab`, loaded when its command runs.
+
+    Raises:
+        ImportError: it needs something that is not installed; the message says what to install.
+    """
+    try:
+        return importlib.import_module(f"dynaxx.lab.{name}")
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").split(".")[0]
+        if error.name == f"dynaxx.lab.{name}":
+            raise ImportError(f"this version of dynaxx has no `{name}`") from error
+        extra = next((extra for extra, names in EXTRAS.items() if missing in names), "")
+        fix = f"'dynaxx[{extra}]'" if extra else missing
+        raise ImportError(f"`dynaxx {name}` needs {missing}: pip install {fix}") from error
+
+
+def load(model: str, device: str, dtype: Dtype, progress: Any) -> LoadedModel:
+    place = device_of(device)
+    loaded: LoadedModel = tool("models").load_model(
+        model, dtype=dtype_of(dtype, place), device=place, progress=progress
+    )
+    return loaded
+
+
+def read_text(source: str) -> str:
+    """Read the sample that --text names."""
+    text: str = tool("texts").load_text(source)
+    return text
+
+
+def progress_of(quiet: bool) -> Any:
+    """Progress on stderr, or none."""
+    return tool("progress").make_progress(quiet)
+
+
+def command_line() -> str:
+    """The command line as it was given, for the evidence."""
+    return shlex.join(["dynaxx", *sys.argv[1:]])
+
+
+def summary_of(result: Any) -> str:
+    """A result's own words: a method or property `summary`, as text or as a few named values."""
+    summary = getattr(result, "summary", "")
+    summary = summary() if callable(summary) else summary
+    if isinstance(summary, dict):
+        return "\n".join(f"{name.replace('_', ' ')}: {value}" for name, value in summary.items())
+    return str(summary)
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Rows under the names of their columns, numbers short."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    short = lambda value: f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
+    cells = [columns, *([short(row.get(name)) for name in columns] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join("  ".join(f"{x:<{w}}" for x, w in zip(line, widths, strict=True)).rstrip() for line in cells)
+
+
+def _refusal(error: BaseException, message: str) -> typer.Exit:
+    """Say what is wrong and give exit code 2; under DYNAXX_DEBUG=1 raise the error itself."""
+    if os.environ.get("DYNAXX_DEBUG") == "1":
+        raise error
+    typer.echo(f"error: {message}", err=True)
+    return typer.Exit(2)
+
+
+def _prepare(threads: int | None, seed: int | None) -> None:
+    import torch
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    if seed is not None:
+        torch.manual_seed(seed)

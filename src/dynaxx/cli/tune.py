@@ -1,0 +1,96 @@
+"""`dynaxx tune`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dynaxx.cli.options import (
+    DeviceOption,
+    Dtype,
+    DtypeOption,
+    JsonOption,
+    LengthsOption,
+    ModelArgument,
+    OutOption,
+    QuietOption,
+    SeedOption,
+    TextOption,
+    ThreadsOption,
+    numbers,
+    seconds,
+)
+from dynaxx.cli.running import command_line, load, progress_of, read_text, running, tool
+
+
+def tune(
+    model: ModelArgument,
+    text: TextOption = "pydoc",
+    out: OutOption = Path("dynaxx-run"),
+    tolerance: Annotated[float, typer.Option(min=0, help="Perplexity may rise by this share.")] = 0.01,
+    tokens: Annotated[int, typer.Option(min=2, help="Length of the samples it tunes on.")] = 4096,
+    time_budget: Annotated[
+        str, typer.Option(metavar="TIME", help="For tuning: 90, 10m or 2h. No limit by default.")
+    ] = "",
+    lengths: LengthsOption = "",
+    block_size: Annotated[
+        int | None, typer.Option("--block-size", help="Tokens per block; by default 32 on a CPU, 64 on a GPU.")
+    ] = None,
+    price_per_hour: Annotated[
+        float | None, typer.Option(min=0, help="Of the machine: puts savings into money.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume/--restart", help="Go on with what DIR holds, or begin anew.")
+    ] = True,
+    with_profile: Annotated[bool, typer.Option("--profile/--no-profile", help="Profile first.")] = True,
+    with_analysis: Annotated[bool, typer.Option("--analysis/--no-analysis", help="Analyze the heads first.")] = True,
+    with_validation: Annotated[bool, typer.Option("--validation/--no-validation", help="Validate afterwards.")] = True,
+    with_report: Annotated[bool, typer.Option("--report/--no-report", help="Write report.html at the end.")] = True,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = Dtype.auto,
+    threads: ThreadsOption = None,
+    seed: SeedOption = 0,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Find the sparsest policy that keeps the model's quality. Writes DIR/policy.json and DIR/report.html.
+
+    Profiles the model, reads its attention maps, tunes heads and layers, validates the policy on text it was not tuned
+    on, and writes the report. Stop it when you like: the same command goes on where it was. Exit code 1 if the policy
+    does not pass its validation.
+
+    \b
+    Examples:
+      dynaxx tune smollm2 --out run
+      dynaxx tune ./my-model --text prompts.txt --out run --tolerance 0.005 --time-budget 30m
+      dynaxx tune smollm2 --out run --no-profile --no-analysis
+    """
+    with running(as_json, threads, seed) as finish:
+        pipeline, progress = tool("pipeline"), progress_of(quiet)
+        source = read_text(text)
+        plan = pipeline.Plan(
+            name=tool("models").model_name(model),
+            out=out,
+            tolerance=tolerance,
+            tokens=tokens,
+            time_budget=seconds(time_budget),
+            lengths=numbers("--lengths", lengths),
+            block_size=block_size,
+            price_per_hour=price_per_hour,
+            seed=seed,
+            command=command_line(),
+            resume=resume,
+            skip=frozenset(
+                step
+                for step, wanted in zip(
+                    ("profile", "analyze", "validate", "report"),
+                    (with_profile, with_analysis, with_validation, with_report),
+                    strict=True,
+                )
+                if not wanted
+            ),
+        )
+        found = pipeline.run(*load(model, device, dtype, progress), source, plan, progress=progress)
+        finish(found, found.summary(), ok=found.ok, files=found.files)
