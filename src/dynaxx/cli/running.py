@@ -80,10 +80,9 @@ def tool(name: str) -> Any:
 
 
 def load(model: str, device: str, dtype: Dtype, progress: Any) -> LoadedModel:
-    place = device_of(device)
-    loaded: LoadedModel = tool("models").load_model(
-        model, dtype=dtype_of(dtype, place), device=place, progress=progress
-    )
+    """Load the model and tokenizer that MODEL names."""
+    place, models = device_of(device), tool("models")
+    loaded: LoadedModel = models.load_model(model, dtype=dtype_of(dtype, place), device=place, progress=progress)
     return loaded
 
 
