@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 import dynaxx
 from dynaxx import cli
+from dynaxx.cli import options, running
 from dynaxx.lab import doctor, profile
 from dynaxx.lab.machine import Ceilings
 from tiny import TEXT, save_tiny_model
@@ -291,7 +292,7 @@ def test_bench(tools, monkeypatch, tmp_path):
 
 def test_a_table_has_every_column():
     rows = [{"name": "a", "ms": 1.23456}, {"name": "bc", "skipped": ["why"]}]
-    assert cli._table(rows).splitlines() == ["name  ms     skipped", "a     1.235", "bc           ['why']"]
+    assert running.table(rows).splitlines() == ["name  ms     skipped", "a     1.235", "bc           ['why']"]
 
 
 # ---- tune: the whole way -------------------------------------------------------------------------------------------
@@ -400,7 +401,7 @@ def test_tune_for_real(monkeypatch, tiny, tmp_path):
 
 @pytest.mark.parametrize(("text", "seconds"), [("", None), ("90", 90), ("1.5m", 90), ("2h", 7200), ("5s", 5)])
 def test_times(text, seconds):
-    assert cli._seconds(text) == seconds
+    assert options.seconds(text) == seconds
 
 
 def test_the_command_starts_in_a_moment():
