@@ -20,13 +20,19 @@ def loss(q, k, v, layout, backend="auto"):
 
 
 @pytest.mark.parametrize(
-    ("backend", "dtype"), [("cpu", torch.float32), ("cpu", torch.bfloat16), ("reference", torch.float64)]
+    ("backend", "dtype", "softcap"),
+    [
+        ("cpu", torch.float32, None),
+        ("cpu", torch.bfloat16, None),
+        ("reference", torch.float64, None),
+        ("reference", torch.float32, 2.0),
+    ],
 )
-def test_opcheck(backend, dtype):
+def test_opcheck(backend, dtype, softcap):
     q, k, v = make_qkv(2, 35, 50, 4, 2, 8, 12, dtype=dtype)
     q = q.transpose(1, 2).contiguous().transpose(1, 2)
     layout = library.layout_tensors(PATTERN.layout(35, 50, block_size=(16, 32)), q)
-    settings = (16, 32, 0.25, backend)
+    settings = (16, 32, 0.25, softcap, backend)
     for needs_grad in (False, True):
         inputs = [x.clone().requires_grad_(needs_grad) for x in (q, k, v)]
         torch.library.opcheck(library.attention_forward, (*inputs, layout, *settings, needs_grad))
@@ -73,9 +79,9 @@ def test_a_layout_written_to_is_read_again():
     layout = dx.LocalBlocks(1).layout(64, block_size=32, causal=False).to_dense()
     layout = dx.BlockLayout.from_dense(layout, block_size=32)
     tensors = library.layout_tensors(layout, q)
-    before, _ = library.attention_forward(q, k, v, tensors, 32, 32, 0.25, "auto", False)
+    before, _ = library.attention_forward(q, k, v, tensors, 32, 32, 0.25, None, "auto", False)
     layout.kv_indices.copy_(layout.kv_indices.flip(0))
-    after, _ = library.attention_forward(q, k, v, tensors, 32, 32, 0.25, "auto", False)
+    after, _ = library.attention_forward(q, k, v, tensors, 32, 32, 0.25, None, "auto", False)
     want = dx.sparse_attention(q, k, v, dx.BlockLayout.from_dense(~PATTERN_DENSE, block_size=32), scale=0.25)
     assert not torch.equal(before, after)
     torch.testing.assert_close(after, want)
@@ -101,6 +107,21 @@ def test_a_packed_call_compiles():
     layout = dx.packed_layout(PATTERN, (0, 30, 30, 77), block_size=32)
     inputs = [x[0].requires_grad_() for x in make_qkv(1, 77, 77, 4, 2, 16)]
     got, want = run(*inputs, layout), loss(*inputs, layout)
+    torch.testing.assert_close(got, want)
+    for a, b in zip(torch.autograd.grad(got, inputs), torch.autograd.grad(want, inputs), strict=True):
+        torch.testing.assert_close(a, b)
+    assert counter.frame_count == 1
+
+
+def test_softcap_and_sinks_compile():
+    def capped(q, k, v, layout, sinks):
+        out, lse = dx.sparse_attention(q * 1.5, k, v, layout, softcap=3.0, sinks=sinks, return_lse=True)
+        return out.square().sum() + lse.sum()
+
+    run, counter = compiled(capped)
+    layout = dx.packed_layout(PATTERN, (0, 30, 30, 77), block_size=32)
+    inputs = [*(x[0].requires_grad_() for x in make_qkv(1, 77, 77, 4, 2, 16)), torch.randn(4, requires_grad=True)]
+    got, want = run(*inputs[:3], layout, inputs[3]), capped(*inputs[:3], layout, inputs[3])
     torch.testing.assert_close(got, want)
     for a, b in zip(torch.autograd.grad(got, inputs), torch.autograd.grad(want, inputs), strict=True):
         torch.testing.assert_close(a, b)

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import dynaxx as dx
-from dynaxx.testing import check_forward, check_gradients, make_qkv, random_case
+from dynaxx.kernels.reference import attention_backward, attention_forward
+from dynaxx.testing import check_forward, check_gradients, make_qkv, oracle_attention, random_case
 
 
 def reference(q, k, v, layout):
@@ -81,3 +82,92 @@ def test_indices_out_of_range_are_refused_before_launch():
                          layout.kv_masks, layout.masks)  # fmt: skip
     with pytest.raises(ValueError, match=r"`kv_indices` must be in \[0"):
         dx.sparse_attention(q, k, v, bad)
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("softcap", [0.5, 20.0])
+def test_softcap_is_the_oracles(seed, softcap):
+    def attend(q, k, v, layout):
+        return dx.sparse_attention(q, k, v, layout, softcap=softcap, return_lse=True, backend="reference")
+
+    case = random_case(seed, dtype=torch.float64 if seed % 2 else torch.float32)
+    for check in (check_forward, check_gradients):
+        for report in check(attend, case.q, case.k, case.v, case.layout, softcap=softcap):
+            assert report.ok, f"{report}\n{case.label}"
+
+
+def test_gradcheck_through_softcap_and_sinks():
+    inputs = [x.requires_grad_() for x in make_qkv(1, 40, 20, 4, 2, 8, 5, dtype=torch.float64)]
+    sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    layout = (dx.SlidingWindow(6) | dx.Sink(2)).layout(40, 20, block_size=16)  # 20 queries see nothing
+
+    def attend(q, k, v, sinks):
+        results = dx.sparse_attention(q, k, v, layout, softcap=0.7, sinks=sinks, return_lse=True, backend="reference")
+        return tuple(results)
+
+    assert torch.autograd.gradcheck(attend, (*inputs, sinks))
+
+
+def test_the_backward_of_the_reference_is_its_autograd():
+    q, k, v = (x.requires_grad_() for x in make_qkv(1, 40, 20, 4, 2, 8, 5, dtype=torch.float64))
+    layout = (dx.SlidingWindow(6) | dx.Sink(2)).layout(40, 20, block_size=16)
+    for softcap in (None, 0.7):
+        out, lse = attention_forward(q, k, v, layout, 0.3, softcap)
+        do, dlse = torch.randn_like(out), torch.randn_like(lse)
+        want = torch.autograd.grad([out, lse[..., 20:]], (q, k, v), [do, dlse[..., 20:]])
+        got = attention_backward(do, dlse, q, k, v, out, lse, layout, 0.3, softcap)
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_sink_is_a_key_of_value_zero(dtype):
+    q, k, v = make_qkv(2, 40, 20, 4, 2, 16, dtype=dtype)
+    sinks = torch.tensor([-3.0, 0.0, 2.0, 40.0])
+    layout = dx.SlidingWindow(6).layout(40, 20, block_size=16)
+    out, lse = dx.sparse_attention(q, k, v, layout, sinks=sinks, return_lse=True)
+    want = oracle_attention(q.double(), k.double(), v.double(), layout.to_dense(), sinks=sinks.double())
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(out.double(), want[0], rtol=4 * eps, atol=4 * eps)
+    torch.testing.assert_close(lse.double(), want[1], rtol=1e-6, atol=1e-6)
+    assert out.dtype == dtype
+    assert (out[:, :20] == 0).all()
+    assert torch.equal(lse[..., :20].float(), sinks[:, None].expand(2, 4, 20))
+
+
+def test_a_sink_is_a_state_to_merge():
+    q, k, v = make_qkv(1, 64, 64, 4, 2, 16, dtype=torch.float64)
+    sinks = torch.randn(4, dtype=torch.float64)
+    layout = dx.SlidingWindow(10).layout(64, block_size=16)
+    state = reference(q, k, v, layout)
+    sink = (torch.zeros_like(state.out), sinks[:, None].expand_as(state.lse))
+    got = dx.sparse_attention(q, k, v, layout, sinks=sinks, return_lse=True, backend="reference")
+    torch.testing.assert_close(tuple(got), tuple(dx.merge_states([state, sink])))
+
+
+def test_no_sink_is_one_of_minus_infinity():
+    q, k, v = (x.requires_grad_() for x in make_qkv(1, 40, 20, 2, 1, 16))
+    layout = dx.Full().layout(40, 20, block_size=16)
+    sinks = torch.full((2,), -torch.inf, requires_grad=True)
+    got = dx.sparse_attention(q, k, v, layout, sinks=sinks, return_lse=True)
+    torch.testing.assert_close(tuple(got), tuple(dx.sparse_attention(q, k, v, layout, return_lse=True)))
+    (got.out.sum() + got.lse[..., 20:].sum()).backward()
+    assert all(x.grad.isfinite().all() for x in (q, k, v, sinks))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"softcap": 0.0}, ValueError, "`softcap` must be > 0 and finite, or None"),
+        ({"softcap": -5}, ValueError, "`softcap` must be > 0"),
+        ({"softcap": float("nan")}, ValueError, "`softcap` must be > 0"),
+        ({"softcap": float("inf")}, ValueError, "`softcap` must be > 0"),
+        ({"sinks": torch.zeros(2)}, ValueError, r"`sinks` must be \(q_heads = 4,\)"),
+        ({"sinks": torch.zeros(4, 1)}, ValueError, r"`sinks` must be \(q_heads = 4,\)"),
+        ({"sinks": torch.zeros(4, dtype=torch.int32)}, TypeError, "`sinks` must be one of"),
+        ({"sinks": torch.zeros(4, device="meta")}, ValueError, "`sinks` must be on q's device"),
+    ],
+)
+def test_a_bad_softcap_or_sink_names_the_contract(options, error, message):
+    q, k, v = make_qkv(1, 64, 64, 4, 2, 16)
+    with pytest.raises(error, match=message):
+        dx.sparse_attention(q, k, v, dx.Full().layout(64, block_size=16), **options)

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from dynaxx.layout import BlockLayout, CuSeqlens, PackedLayout
-from dynaxx.ops.checks import check_inputs, check_packed
-from dynaxx.ops.dispatch import check_name, choose_backend, load_backend
+from dynaxx.ops.checks import check_inputs, check_packed, check_sinks
+from dynaxx.ops.dispatch import check_name, choose_backend, load_backend, score_options
 from dynaxx.ops.library import attention_forward, is_traced, layout_tensors
+from dynaxx.ops.sinks import add_sinks
 
 
 class SparseAttentionOutput(NamedTuple):
@@ -30,6 +31,8 @@ def sparse_attention(
     cu_seqlens_q: CuSeqlens | None = None,
     cu_seqlens_k: CuSeqlens | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     return_lse: Literal[False] = False,
     backend: str = "auto",
 ) -> Tensor: ...
@@ -45,6 +48,8 @@ def sparse_attention(
     cu_seqlens_q: CuSeqlens | None = None,
     cu_seqlens_k: CuSeqlens | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     return_lse: Literal[True],
     backend: str = "auto",
 ) -> SparseAttentionOutput: ...
@@ -59,6 +64,8 @@ def sparse_attention(
     cu_seqlens_q: CuSeqlens | None = None,
     cu_seqlens_k: CuSeqlens | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Tensor | SparseAttentionOutput:
@@ -75,12 +82,15 @@ def sparse_attention(
             GPU and under a compiler their values are not read, only how many there are (DYNAXX_DEBUG=1 waits for the
             GPU and reads them).
         scale: softmax scale, default head_dim ** -0.5.
+        softcap: c > 0 caps each score s to c * tanh(s / c), after the scale, as in Gemma 2.
+        sinks: (q_heads,), a logit per head that joins each softmax's denominator and has no value, as in gpt-oss; not
+            scaled, not capped, differentiable.
         return_lse: also return the log-sum-exp of the visible scores.
         backend: "auto", or "reference", "cpu", "triton", "hopper".
 
     Returns:
         out (batch, seqlen_q, q_heads, head_dim_v), or (out, lse); packed (tokens, q_heads, head_dim_v) and lse
-        (q_heads, tokens). A query that sees nothing gives out = 0, lse = -inf.
+        (q_heads, tokens). A query that sees nothing gives out = 0, lse = -inf; with sinks lse = its head's sink.
 
     Raises:
         ValueError, TypeError: inputs that do not fit together.
@@ -91,38 +101,55 @@ def sparse_attention(
     if packed or cu_seqlens_q is not None or cu_seqlens_k is not None:
         check_packed(q, k, v, layout, cu_seqlens_q, cu_seqlens_k)
         q, k, v = q[None], k[None], v[None]
-    out, lse = _attend(q, k, v, layout, scale, backend)
+    softcap = None if softcap is None else float(softcap)
+    out, lse = _attend(q, k, v, layout, scale, softcap, backend)
+    if sinks is not None:
+        check_sinks(sinks, q)
+        out, lse = add_sinks(out, lse, sinks)
     if packed:
         out, lse = out[0], lse[0]
     return SparseAttentionOutput(out, lse) if return_lse else out
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float, backend: str) -> tuple[Tensor, Tensor]:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float, softcap: float | None, backend: str
+) -> tuple[Tensor, Tensor]:
     """Check, choose and call: the backend itself, or its registered op where something traces."""
     if is_traced(q):
         check_name(backend)
-        needs_grad = check_inputs(q, k, v, layout, values=False).needs_grad
+        needs_grad = check_inputs(q, k, v, layout, softcap=softcap, values=False).needs_grad
         tensors = layout_tensors(layout, q)
-        return attention_forward(q, k, v, tensors, *layout.block_size, scale, backend, needs_grad)
-    problem = check_inputs(q, k, v, layout)
+        return attention_forward(q, k, v, tensors, *layout.block_size, scale, softcap, backend, needs_grad)
+    problem = check_inputs(q, k, v, layout, softcap=softcap)
     name = choose_backend(problem, backend)
     if name == "reference" or not problem.needs_grad:
-        return load_backend(name).attention_forward(q, k, v, layout, scale)
-    return _SparseAttention.apply(q, k, v, layout, scale, name)
+        return load_backend(name).attention_forward(q, k, v, layout, scale, **score_options(softcap))
+    return _SparseAttention.apply(q, k, v, layout, scale, softcap, name)
 
 
 class _SparseAttention(torch.autograd.Function):
     """Glue between a backend's forward and its backward; gradients flow through `out` and through `lse`."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float, name: str) -> Any:
-        out, lse = load_backend(name).attention_forward(q, k, v, layout, scale)
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layout: BlockLayout,
+        scale: float,
+        softcap: float | None,
+        name: str,
+    ) -> Any:
+        options = score_options(softcap)
+        out, lse = load_backend(name).attention_forward(q, k, v, layout, scale, **options)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.layout, ctx.scale, ctx.name = layout, scale, name
+        ctx.layout, ctx.scale, ctx.options, ctx.name = layout, scale, options, name
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, do: Tensor, dlse: Tensor) -> Any:
         q, k, v, out, lse = ctx.saved_tensors
-        grads = load_backend(ctx.name).attention_backward(do, dlse, q, k, v, out, lse, ctx.layout, ctx.scale)
-        return *grads, None, None, None
+        backend = load_backend(ctx.name)
+        grads = backend.attention_backward(do, dlse, q, k, v, out, lse, ctx.layout, ctx.scale, **ctx.options)
+        return *grads, None, None, None, None

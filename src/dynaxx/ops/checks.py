@@ -14,7 +14,14 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_inputs(
-    q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, *, needs_grad: bool | None = None, values: bool = True
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: BlockLayout,
+    *,
+    softcap: float | None = None,
+    needs_grad: bool | None = None,
+    values: bool = True,
 ) -> AttentionProblem:
     """Check that the inputs fit together, and describe them.
 
@@ -24,7 +31,7 @@ def check_inputs(
 
     Raises:
         TypeError: an unsupported or mixed dtype.
-        ValueError: a shape, device or layout that does not fit, or block indices out of range.
+        ValueError: a shape, device or layout that does not fit, block indices out of range, or a softcap that is none.
     """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.ndim != 4:
@@ -63,6 +70,8 @@ def check_inputs(
         )
     if layout.device != q.device:
         raise ValueError(f"`layout` must be on q's device {q.device}, got {layout.device}; use layout.to(q.device)")
+    if softcap is not None and not 0 < softcap < float("inf"):
+        raise ValueError(f"`softcap` must be > 0 and finite, or None for no cap, got {softcap}")
     if values:
         _check_values(layout)
     if needs_grad is None:
@@ -79,7 +88,24 @@ def check_inputs(
         head_dim_v=v.shape[-1],
         block_size=layout.block_size,
         needs_grad=needs_grad,
+        softcap=softcap,
     )
+
+
+def check_sinks(sinks: Tensor, q: Tensor) -> None:
+    """Check that there is one sink logit per q head.
+
+    Raises:
+        TypeError: not floating point.
+        ValueError: another shape or device.
+    """
+    q_heads = q.shape[-2]
+    if sinks.shape != (q_heads,):
+        raise ValueError(f"`sinks` must be (q_heads = {q_heads},), one logit per head, got shape {tuple(sinks.shape)}")
+    if sinks.dtype not in DTYPES:
+        raise TypeError(f"`sinks` must be one of {DTYPES}, got {sinks.dtype}")
+    if sinks.device != q.device:
+        raise ValueError(f"`sinks` must be on q's device {q.device}, got {sinks.device}")
 
 
 def check_packed(

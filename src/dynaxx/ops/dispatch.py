@@ -60,6 +60,11 @@ def choose_backend(problem: AttentionProblem, backend: str = "auto") -> str:
     raise UnsupportedInputError(str(problem), reasons)
 
 
+def score_options(softcap: float | None) -> dict[str, float]:
+    """What a backend's functions are given beside the scale: nothing that is not asked for."""
+    return {} if softcap is None else {"softcap": softcap}
+
+
 def check_name(backend: str) -> None:
     """Raise ValueError for an unknown backend."""
     if backend != "auto" and backend not in BACKENDS:
@@ -83,12 +88,14 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, *, backend: str = "auto") -> Explanation:
-    """Say which backend `sparse_attention(q, k, v, layout)` would run, and why the others would not.
+def explain(
+    q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, *, softcap: float | None = None, backend: str = "auto"
+) -> Explanation:
+    """Say which backend `sparse_attention` would run on the same arguments, and why the others would not.
 
     Raises:
         ValueError, TypeError, UnsupportedInputError: as `sparse_attention` would.
     """
-    problem = check_inputs(q, k, v, layout)
+    problem = check_inputs(q, k, v, layout, softcap=softcap)
     reasons = {name: unsupported_reasons(name, problem) for name in BACKENDS}
     return Explanation(problem, choose_backend(problem, backend), reasons, layout.density())

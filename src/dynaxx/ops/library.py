@@ -12,7 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from dynaxx.layout import BlockLayout, ElementMasks
 from dynaxx.ops.checks import check_inputs
-from dynaxx.ops.dispatch import choose_backend, load_backend
+from dynaxx.ops.dispatch import choose_backend, load_backend, score_options
 
 
 def is_traced(q: Tensor) -> bool:
@@ -50,13 +50,14 @@ def attention_forward(
     q_block: int,
     kv_block: int,
     scale: float,
+    softcap: float | None,
     backend: str,
     needs_grad: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return out and lse, both contiguous; `needs_grad` lets "auto" choose a backend that has a backward, too."""
     built = _layout_of(layout, q.shape[1], k.shape[1], (q_block, kv_block))
-    name = choose_backend(check_inputs(q, k, v, built, needs_grad=needs_grad), backend)
-    out, lse = load_backend(name).attention_forward(q, k, v, built, scale)
+    name = choose_backend(check_inputs(q, k, v, built, softcap=softcap, needs_grad=needs_grad), backend)
+    out, lse = load_backend(name).attention_forward(q, k, v, built, scale, **score_options(softcap))
     return out.contiguous(), lse.contiguous()
 
 
@@ -73,12 +74,15 @@ def attention_backward(
     q_block: int,
     kv_block: int,
     scale: float,
+    softcap: float | None,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv, in memory as `torch.empty_like` lays them out."""
     built = _layout_of(layout, q.shape[1], k.shape[1], (q_block, kv_block))
-    name = choose_backend(check_inputs(q, k, v, built, needs_grad=True), backend)
-    dq, dk, dv = load_backend(name).attention_backward(do, dlse, q, k, v, out, lse, built, scale)
+    name = choose_backend(check_inputs(q, k, v, built, softcap=softcap, needs_grad=True), backend)
+    dq, dk, dv = load_backend(name).attention_backward(
+        do, dlse, q, k, v, out, lse, built, scale, **score_options(softcap)
+    )
     return _in_memory_as(q, dq), _in_memory_as(k, dk), _in_memory_as(v, dv)
 
 
@@ -91,6 +95,7 @@ def _(
     q_block: int,
     kv_block: int,
     scale: float,
+    softcap: float | None,
     backend: str,
     needs_grad: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -113,6 +118,7 @@ def _(
     q_block: int,
     kv_block: int,
     scale: float,
+    softcap: float | None,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -126,7 +132,7 @@ def _save_for_backward(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, 
 def _backward(ctx: torch.autograd.function.FunctionCtx, do: Tensor, dlse: Tensor) -> tuple:  # type: ignore[type-arg]
     q, k, v, out, lse, *layout = ctx.saved_tensors  # type: ignore[attr-defined]
     grads = attention_backward(do, dlse, q, k, v, out, lse, layout, *ctx.settings)  # type: ignore[attr-defined]
-    return *grads, [None] * len(layout), None, None, None, None, None
+    return *grads, [None] * len(layout), None, None, None, None, None, None
 
 
 attention_forward.register_autograd(_backward, setup_context=_save_for_backward)

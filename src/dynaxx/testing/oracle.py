@@ -17,13 +17,20 @@ Attend = Callable[[Tensor, Tensor, Tensor, BlockLayout], tuple[Tensor, Tensor]]
 
 
 def oracle_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention over the visible pairs as a formula, in the dtype of its inputs.
 
     Args:
         q, k, v: (batch, seqlen, heads, head_dim).
         mask: bool, broadcastable to (batch, q_heads, seqlen_q, seqlen_k), True = visible.
+        softcap, sinks: as `sparse_attention`; a sink is one more key, of value zero, that every query sees.
 
     Returns:
         out (batch, seqlen_q, q_heads, head_dim_v) in q's dtype and lse (batch, q_heads, seqlen_q), fp32 or fp64.
@@ -32,6 +39,12 @@ def oracle_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     k, v = k.repeat_interleave(group_size, 2).transpose(1, 2), v.repeat_interleave(group_size, 2).transpose(1, 2)
     scores = ((q.transpose(1, 2) @ k.transpose(-1, -2)) * scale).to(torch.promote_types(q.dtype, torch.float32))
+    if softcap is not None:
+        scores = (scores / softcap).tanh() * softcap
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].to(scores.dtype).expand(*scores.shape[:3], 1)], -1)
+        v = torch.nn.functional.pad(v, (0, 0, 0, 1))
+        mask = torch.nn.functional.pad(mask.expand(scores.shape[:3] + mask.shape[-1:]), (0, 1), value=True)
     top = scores.masked_fill(~mask, -torch.inf).amax(-1, keepdim=True).detach()
     top = top.where(top.isfinite(), 0.0)
     weights = (scores - top).masked_fill(~mask, -torch.inf).exp()
@@ -58,17 +71,32 @@ class ErrorReport:
 
 
 def check_forward(
-    attend: Attend, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float | None = None
+    attend: Attend,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: BlockLayout,
+    scale: float | None = None,
+    *,
+    softcap: float | None = None,
 ) -> list[ErrorReport]:
     """Errors of `attend(q, k, v, layout) -> (out, lse)` against fp64, with their derived budgets."""
     mask = layout.to_dense()
-    exact = oracle_attention(q.double(), k.double(), v.double(), mask, scale)
-    eager = oracle_attention(q, k, v, mask, scale)
+    exact = oracle_attention(q.double(), k.double(), v.double(), mask, scale, softcap)
+    eager = oracle_attention(q, k, v, mask, scale, softcap)
     return _reports(("out", "lse"), attend(q, k, v, layout), eager, exact)
 
 
 def check_gradients(
-    attend: Attend, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float | None = None, seed: int = 0
+    attend: Attend,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: BlockLayout,
+    scale: float | None = None,
+    seed: int = 0,
+    *,
+    softcap: float | None = None,
 ) -> list[ErrorReport]:
     """Errors of dq, dk, dv for random gradients of out and of lse, with their derived budgets."""
     mask = layout.to_dense()
@@ -82,8 +110,8 @@ def check_gradients(
 
     do = torch.randn(*q.shape[:3], v.shape[-1], generator=generator, device=q.device).to(q.dtype)
     dlse = torch.randn(q.shape[0], q.shape[2], q.shape[1], generator=generator, device=q.device)
-    exact = grads(lambda q, k, v: oracle_attention(q, k, v, mask, scale), torch.float64)
-    eager = grads(lambda q, k, v: oracle_attention(q, k, v, mask, scale), q.dtype)
+    exact = grads(lambda q, k, v: oracle_attention(q, k, v, mask, scale, softcap), torch.float64)
+    eager = grads(lambda q, k, v: oracle_attention(q, k, v, mask, scale, softcap), q.dtype)
     got = grads(lambda q, k, v: attend(q, k, v, layout), q.dtype)
     # ds = weights * (do @ v.T - delta) is a difference: dq and dk carry the rounding of what cancels in it as well
     single = torch.finfo(torch.promote_types(q.dtype, torch.float32)).eps

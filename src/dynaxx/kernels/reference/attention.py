@@ -1,5 +1,7 @@
 """Sparse attention, defined: softmax attention over the pairs that the layout shows, and nothing else.
 
+With a softcap c, a score s becomes c tanh(s / c), between -c and c, before the softmax (Gemma 2).
+
 B batch, Hq / Hk query and kv heads, N / M queries and keys, D / E head_dim of q, k and of v.
 """
 
@@ -17,7 +19,9 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
     return []
 
 
-def attention_forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float) -> tuple[Tensor, Tensor]:
+def attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
     """Return out (B, N, Hq, E) in q's dtype and lse (B, Hq, N), natural log, in fp32 (fp64 for fp64 inputs).
 
     Computes in fp32 at least. A query that sees nothing gives out = 0 and lse = -inf, and zero gradients.
@@ -27,6 +31,8 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scal
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     k, v = (x.to(dtype).repeat_interleave(group_size, dim=2) for x in (k, v))
     scores = torch.einsum("bnhd,bmhd->bhnm", q.to(dtype), k) * scale
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
     visible = layout.to_dense()
     scores = scores.masked_fill(~visible, -torch.inf)
     sees_any = visible.any(-1, keepdim=True)
@@ -45,20 +51,26 @@ def attention_backward(
     lse: Tensor,
     layout: BlockLayout,
     scale: float,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv in the dtype and shape of q, k, v; do is the gradient of out, dlse that of lse.
 
     With weights P = exp(scores - lse), zero where nothing is seen: dP = do v^T, dS = P (dP - (do . out) + dlse).
+    Through a softcap c, dS is multiplied by 1 - tanh(s / c) ** 2.
     """
     heads, kv_heads = q.shape[2], k.shape[2]
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     wide_q, wide_do, wide_out = (x.to(dtype) for x in (q, do, out))
     wide_k, wide_v = (x.to(dtype).repeat_interleave(heads // kv_heads, dim=2) for x in (k, v))
     scores = torch.einsum("bnhd,bmhd->bhnm", wide_q, wide_k) * scale
+    slope = 1.0
+    if softcap is not None:
+        capped = (scores / softcap).tanh()
+        scores, slope = softcap * capped, 1 - capped**2
     shift = lse.masked_fill(lse == -torch.inf, 0.0)[..., None]
     weights = (scores - shift).masked_fill(~layout.to_dense(), -torch.inf).exp()
     delta = (wide_do * wide_out).sum(-1).transpose(1, 2) - dlse
-    d_scores = weights * (torch.einsum("bnhe,bmhe->bhnm", wide_do, wide_v) - delta[..., None]) * scale
+    d_scores = weights * (torch.einsum("bnhe,bmhe->bhnm", wide_do, wide_v) - delta[..., None]) * slope * scale
     dq = torch.einsum("bhnm,bmhd->bnhd", d_scores, wide_k)
     dk = torch.einsum("bhnm,bnhd->bmhd", d_scores, wide_q).unflatten(2, (kv_heads, -1)).sum(3)
     dv = torch.einsum("bhnm,bnhe->bmhe", weights, wide_do).unflatten(2, (kv_heads, -1)).sum(3)
