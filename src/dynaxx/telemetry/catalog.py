@@ -1,0 +1,211 @@
+"""Every metric and every event, declared once. Exporters, alerts, dashboard, watch and tests read this file.
+
+Names follow Prometheus: `dynaxx_`, base units (`_seconds`, `_bytes`, `_ratio`), `_total` for counters. Every series
+also carries `model_name` and `engine`, as vLLM's do. Label values are words of ours or small numbers, never content.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["counter", "gauge", "histogram", "info"]
+BASE_LABELS = ("model_name", "engine")
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric.
+
+    Attributes:
+        kind: "info" is a gauge of 1 whose labels are the value; a new one replaces the old.
+        help: one sentence; the unit where the name does not say it.
+        labels: beside the base labels.
+        buckets: upper bounds of a histogram, ascending, +Inf left out.
+        combine: what several processes' values of a gauge make together.
+    """
+
+    name: str
+    kind: Kind
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+    combine: Literal["sum", "min", "max", "last"] = "last"
+
+    def __post_init__(self) -> None:
+        assert self.name.startswith("dynaxx_"), self.name
+        assert (self.kind == "counter") == self.name.endswith("_total"), f"{self.name}: counters end in _total"
+        assert (self.kind == "info") == self.name.endswith("_info"), f"{self.name}: infos end in _info"
+        assert (self.kind == "histogram") == bool(self.buckets), f"{self.name}: histograms have buckets"
+        assert list(self.buckets) == sorted(set(self.buckets)), f"{self.name}: buckets ascend"
+        assert not set(self.labels) & set(BASE_LABELS), f"{self.name}: base labels are not named again"
+
+    @property
+    def all_labels(self) -> tuple[str, ...]:
+        return BASE_LABELS + self.labels
+
+
+KERNEL_SECONDS = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
+REQUEST_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 180.0)
+SHARES = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+HIGH_SHARES = (0.5, 0.7, 0.8, 0.85, 0.9, 0.93, 0.95, 0.97, 0.98, 0.99, 0.995, 0.999, 1.0)
+ERRORS = (1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+
+CATALOG: dict[str, Metric] = {
+    metric.name: metric
+    for metric in (
+        # ---- traffic -------------------------------------------------------------------------------------------------
+        Metric("dynaxx_requests_total", "counter", "Prompts by route: sparse, dense.", ("route",)),
+        Metric("dynaxx_tokens_total", "counter", "Prompt tokens by route.", ("route",)),
+        Metric(
+            "dynaxx_request_seconds",
+            "histogram",
+            "Time of one forward pass over a prompt, or over a chunk of one.",
+            ("route",),
+            REQUEST_SECONDS,
+        ),
+        Metric("dynaxx_kv_cache_bytes", "gauge", "Memory that holds keys and values.", combine="sum"),
+        # ---- what ran ------------------------------------------------------------------------------------------------
+        Metric(
+            "dynaxx_layer_calls_total",
+            "counter",
+            "Attention calls of layers, by backend (dense is one) and phase (prefill, decode).",
+            ("backend", "phase"),
+        ),
+        Metric(
+            "dynaxx_dense_calls_total",
+            "counter",
+            "Attention calls that ran dense, by reason; most reasons are what the policy says.",
+            ("reason",),
+        ),
+        Metric(
+            "dynaxx_fallbacks_total",
+            "counter",
+            "Attention calls that should have run sparse and ran dense: failures and the guard, by reason.",
+            ("reason",),
+        ),
+        Metric(
+            "dynaxx_density_ratio",
+            "histogram",
+            "Visited over causally visible blocks of sampled sparse calls; 1 is dense.",
+            ("phase",),
+            SHARES,
+        ),
+        Metric("dynaxx_layer_density_ratio", "gauge", "The layer's last sampled density.", ("layer",)),
+        Metric(
+            "dynaxx_overlap_ratio",
+            "histogram",
+            "Shared over all blocks of neighbouring rows' selections, sampled.",
+            ("phase",),
+            SHARES,
+        ),
+        # ---- how fast ------------------------------------------------------------------------------------------------
+        Metric(
+            "dynaxx_attention_seconds",
+            "histogram",
+            "Time of sampled sparse attention calls, selection left out.",
+            ("backend", "phase"),
+            KERNEL_SECONDS,
+        ),
+        Metric(
+            "dynaxx_selection_seconds",
+            "histogram",
+            "Time that the same calls took to choose their blocks.",
+            ("backend", "phase"),
+            KERNEL_SECONDS,
+        ),
+        Metric(
+            "dynaxx_attention_flops_total",
+            "counter",
+            "Floating point operations over the visited blocks of the same calls.",
+            ("backend", "phase"),
+        ),
+        Metric(
+            "dynaxx_attention_bytes_total",
+            "counter",
+            "Bytes of q, out and every visited block of keys and values of the same calls.",
+            ("backend", "phase"),
+        ),
+        # ---- how faithful --------------------------------------------------------------------------------------------
+        Metric(
+            "dynaxx_recall_ratio",
+            "histogram",
+            "Share of dense attention mass in the visited blocks, estimated on rows that the guard samples.",
+            (),
+            HIGH_SHARES,
+        ),
+        Metric(
+            "dynaxx_output_error_ratio",
+            "histogram",
+            "Relative error of the attention output against dense, estimated on the same rows.",
+            (),
+            ERRORS,
+        ),
+        Metric(
+            "dynaxx_next_token_kl_nats",
+            "histogram",
+            "Divergence of the next-token distribution from the dense model's, on sampled requests.",
+            (),
+            ERRORS,
+        ),
+        Metric("dynaxx_layer_recall_ratio", "gauge", "The layer's running recall estimate.", ("layer",), combine="min"),
+        Metric(
+            "dynaxx_layer_output_error_ratio",
+            "gauge",
+            "The layer's running output error estimate.",
+            ("layer",),
+            combine="max",
+        ),
+        Metric(
+            "dynaxx_layer_drift_ratio",
+            "gauge",
+            "The layer's drift statistic, worst head, over the policy's threshold; from 1 it has drifted.",
+            ("layer",),
+            combine="max",
+        ),
+        Metric(
+            "dynaxx_guard_checks_total", "counter", "Sampled calls that the guard compared: ok, violated.", ("verdict",)
+        ),
+        Metric(
+            "dynaxx_guard_level",
+            "gauge",
+            "What the guard does: 0 nothing, 1 warns, 2 widened the budget, 3 runs dense.",
+            combine="max",
+        ),
+        # ---- what is in force ----------------------------------------------------------------------------------------
+        Metric("dynaxx_build_info", "info", "The program.", ("version", "torch", "device")),
+        Metric("dynaxx_policy_info", "info", "The policy in force.", ("version", "digest")),
+        Metric("dynaxx_policy_loaded_timestamp_seconds", "gauge", "When it came into force, in Unix time."),
+        Metric("dynaxx_policy_reloads_total", "counter", "Changed policy files by result: ok, failed.", ("result",)),
+        Metric("dynaxx_policy_stale", "gauge", "1 while the policy file is not the one in force.", combine="max"),
+        Metric("dynaxx_rollout_ratio", "gauge", "Share of requests that the rollout sends to sparse."),
+        Metric("dynaxx_kill_switch", "gauge", "1 while the kill switch keeps everything dense.", combine="max"),
+        Metric("dynaxx_events_total", "counter", "What happened, by event.", ("event",)),
+        Metric(
+            "dynaxx_telemetry_errors_total",
+            "counter",
+            "What telemetry could not do; requests never feel it.",
+            ("what",),
+        ),
+    )
+}
+
+EVENTS: dict[str, str] = {
+    "policy_loaded": "a policy came into force",
+    "policy_refused": "a changed policy file was refused; the old policy stays in force",
+    "policy_removed": "a policy was taken off its model",
+    "kill_switch_on": "the kill switch was turned on",
+    "kill_switch_off": "the kill switch was turned off",
+    "rollout_changed": "the share of requests that run sparse changed",
+    "guard_warned": "an estimate crossed its limit; the policy says to warn",
+    "guard_widened": "an estimate crossed its limit; the guard widened the budget",
+    "guard_dense": "an estimate crossed its limit; the guard went dense",
+    "guard_recovered": "estimates are within their limits again",
+    "kernel_failed": "a kernel failed; the call ran dense",
+    "compile_failed": "a kernel did not compile; the call ran dense",
+    "out_of_memory": "a sparse call ran out of memory; it ran dense",
+    "drift_found": "attention differs from the profile that the policy was tuned on",
+    "drift_gone": "attention is as the policy was tuned on again",
+    "retune_recommended": "the policy should be tuned again",
+    "telemetry_failed": "an exporter or the statistics file failed",
+}
