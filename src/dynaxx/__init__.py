@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 _SOURCES = {
     "dynaxx.errors": ("PolicyError", "UnsupportedInputError"),
     "dynaxx.layout": ("BlockLayout", "PackedLayout", "pack_layouts"),
+    "dynaxx.layout.paging": ("PageSummaries", "PagedCache", "quantize_pages"),
     "dynaxx.patterns": (
         "Causal",
         "Dilated",
@@ -51,7 +52,9 @@ _SOURCES = {
     ),
     "dynaxx.patterns.packed": ("packed_layout",),
     "dynaxx.selection.packed": ("select_packed_blocks",),
+    "dynaxx.selection.pages": ("PageBudget",),
     "dynaxx.ops": ("SparseAttentionOutput", "explain", "merge_states", "sparse_attention"),
+    "dynaxx.ops.decode": ("select_pages", "sparse_decode", "summarize_pages"),
     "dynaxx.ops.buckets": ("Bucket", "Request", "attend_in_buckets", "bucket_by_length"),
     "dynaxx.policy": ("Policy", "Rule", "load_policy", "save_policy"),
     "dynaxx.integrations.transformers": ("apply",),

@@ -7,6 +7,7 @@ import os
 
 import torch
 
+from dynaxx.kernels.decode_problem import DecodeProblem
 from dynaxx.kernels.problem import AttentionProblem
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -29,6 +30,11 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
     if problem.softcap is not None:
         reasons.append(f"does not cap scores yet, got softcap {problem.softcap:g}")
     return reasons
+
+
+def decode_reasons(problem: DecodeProblem) -> list[str]:
+    """Why the decode kernels cannot serve."""
+    return ["not there yet"]
 
 
 def interpreted() -> bool:

@@ -1,0 +1,156 @@
+"""Decoding over a paged cache, defined: which pages are read, and softmax attention over their keys.
+
+B batch, N queries of a step, Hq / Hk query and kv heads, D / E head_dim of q, k and of v, P logical pages, S slots.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dynaxx.kernels.decode_problem import DecodeProblem
+from dynaxx.layout.paging import PagedCache, PageSummaries
+
+
+def unsupported_reasons(problem: DecodeProblem) -> list[str]:
+    """The definition serves everything; it writes the whole cache out, so it is for tests and small inputs."""
+    return []
+
+
+def attend_pages(q: Tensor, cache: PagedCache, block_indices: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """Return out (B, N, Hq, E) in q's dtype and lse (B, Hq, N), natural log, in fp32 (fp64 for fp64 queries).
+
+    Query i of batch entry b stands at position seqused_k[b] - N + i and sees the keys up to it, from leftpad_k[b] on,
+    in the pages of block_indices (B, Hk, S), -1 = empty; in all pages where that is None. Computes in fp32 at least.
+    A query that sees nothing gives out = 0 and lse = -inf.
+    """
+    group_size = q.shape[2] // cache.kv_heads
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    k, v = (x.repeat_interleave(group_size, dim=2) for x in read_cache(cache, dtype))
+    visible = visible_keys(cache, q.shape[1], block_indices).repeat_interleave(group_size, dim=1)
+    scores = torch.einsum("bnhd,bmhd->bhnm", q.to(dtype), k) * scale
+    scores = scores.masked_fill(~visible, -torch.inf)
+    sees_any = visible.any(-1, keepdim=True)
+    weights = scores.masked_fill(~sees_any, 0.0).softmax(-1) * sees_any
+    lse = scores.masked_fill(~sees_any, 0.0).logsumexp(-1).masked_fill(~sees_any[..., 0], -torch.inf)
+    return torch.einsum("bhnm,bmhe->bnhe", weights, v).to(q.dtype), lse
+
+
+def select_pages(
+    q: Tensor, cache: PagedCache, wanted: Tensor, sinks: int, window: int, slots: int, scale: float
+) -> Tensor:
+    """Return (B, Hk, slots) int32: the pages to read, ascending, then -1; as `selection.PageBudget` says.
+
+    wanted (2, Hk): a head's number of pages beside sinks and window is row 0 + ceil(row 1 * pages of the sequence), in
+    fp32. The best scores win, of equal ones the earlier page.
+    """
+    first, stop = page_range(cache)
+    pages = torch.arange(cache.max_pages, device=q.device)
+    exists = (pages >= first[:, None]) & (pages < stop[:, None])
+    if cache.page_table is not None:
+        exists &= cache.page_table >= 0
+    leftpad = torch.zeros_like(cache.seqused_k) if cache.leftpad_k is None else cache.leftpad_k
+    window_start = cache.seqused_k - (q.shape[1] + window - 1)
+    sink = pages * cache.page_size < leftpad[:, None] + sinks if sinks else torch.zeros_like(exists)
+    forced = exists & (sink | ((pages + 1) * cache.page_size > window_start[:, None]))
+    counts = wanted[0] + (wanted[1] * (stop - first).clamp(min=0)[:, None].float()).ceil()  # (B, Hk)
+    scores = page_scores(q, cache, scale).masked_fill(~(exists & ~forced)[:, None], -torch.inf)
+    rank = scores.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+    chosen = (exists & ~forced)[:, None] & (rank < counts[..., None]) | forced[:, None]
+    ascending = torch.where(chosen, pages, cache.max_pages).sort(-1).values[..., :slots]
+    return torch.where(ascending < cache.max_pages, ascending, -1).int()
+
+
+def page_scores(q: Tensor, cache: PagedCache, scale: float) -> Tensor:
+    """(B, Hk, P) in fp32 (fp64 for fp64 queries): relu(q) . high + min(q, 0) . low, summed over queries and group."""
+    assert cache.summaries is not None, "checked before"
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    low, high = (_by_logical_page(cache, x.to(dtype)) for x in (cache.summaries.low, cache.summaries.high))
+    grouped = (q.to(dtype) * scale).unflatten(2, (cache.kv_heads, -1))  # (B, N, Hk, G, D)
+    up, down = grouped.clamp(min=0).sum((1, 3)), grouped.clamp(max=0).sum((1, 3))
+    return torch.einsum("bhd,bphd->bhp", up, high) + torch.einsum("bhd,bphd->bhp", down, low)
+
+
+def summarize_pages(cache: PagedCache, summaries: PageSummaries, new_tokens: int | None) -> None:
+    """Fill in the summaries of the pages that hold the last `new_tokens` keys of each sequence, None: of all pages.
+
+    A summary is made of the keys of its page that are in use, so it is the same whatever was there before. Pages
+    without such a key keep what they have.
+    """
+    k = read_keys(cache, torch.float32 if cache.k.dtype != torch.float64 else torch.float64)
+    used = _used_keys(cache).unflatten(1, (cache.max_pages, cache.page_size))  # (B, P, page_size)
+    first, stop = page_range(cache)
+    if new_tokens is not None:
+        first = torch.maximum(first, (cache.seqused_k - new_tokens).clamp(min=0) // cache.page_size)
+    pages = torch.arange(cache.max_pages, device=cache.device)
+    touched = (pages >= first[:, None]) & (pages < stop[:, None]) & used.any(-1)
+    if cache.page_table is not None:
+        touched &= cache.page_table >= 0
+    k = k.unflatten(1, (cache.max_pages, cache.page_size))  # (B, P, page_size, Hk, D)
+    hidden = ~used[..., None, None]
+    mean = k.masked_fill(hidden, 0.0).sum(2) / used.sum(-1).clamp(min=1)[..., None, None]
+    low, high = k.masked_fill(hidden, torch.inf).amin(2), k.masked_fill(hidden, -torch.inf).amax(2)
+    entry, page = touched.nonzero(as_tuple=True)
+    where = (entry, page) if cache.page_table is None else (cache.page_table[entry, page].long(),)
+    for to, extreme in ((summaries.low, low), (summaries.high, high)):
+        to[where] = (mean + summaries.bound * (extreme - mean))[entry, page].to(to.dtype)
+
+
+def page_range(cache: PagedCache) -> tuple[Tensor, Tensor]:
+    """First logical page with a visible key, and the end of those in use, each (B,)."""
+    leftpad = torch.zeros_like(cache.seqused_k) if cache.leftpad_k is None else cache.leftpad_k
+    return leftpad // cache.page_size, (cache.seqused_k + cache.page_size - 1) // cache.page_size
+
+
+def visible_keys(cache: PagedCache, seqlen_q: int, block_indices: Tensor | None) -> Tensor:
+    """(B, Hk, N, P * page_size) bool: what each query of a kv head's group sees."""
+    position = torch.arange(cache.max_pages * cache.page_size, device=cache.device)
+    query = cache.seqused_k[:, None] - seqlen_q + torch.arange(seqlen_q, device=cache.device)  # (B, N)
+    visible = (_used_keys(cache)[:, None] & (position <= query[..., None]))[:, None]
+    if block_indices is None:
+        return visible.expand(-1, cache.kv_heads, -1, -1)
+    batch, heads, _ = block_indices.shape
+    kept = torch.zeros(batch, heads, cache.max_pages + 1, dtype=torch.bool, device=cache.device)
+    kept.scatter_(2, torch.where(block_indices < 0, cache.max_pages, block_indices).long(), True)
+    return visible & kept[..., :-1].repeat_interleave(cache.page_size, 2)[:, :, None]
+
+
+def read_cache(cache: PagedCache, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """k and v as (B, P * page_size, Hk, D) and (.., E), by logical position, scaled; zeros where nothing is in use."""
+    hidden = ~_used_keys(cache)[..., None, None]
+    v = _by_position(cache, cache.v, cache.v_scale, dtype).masked_fill(hidden, 0.0)
+    return read_keys(cache, dtype).masked_fill(hidden, 0.0), v
+
+
+def read_keys(cache: PagedCache, dtype: torch.dtype) -> Tensor:
+    """k of `read_cache`, with whatever memory holds where nothing is in use."""
+    return _by_position(cache, cache.k, cache.k_scale, dtype)
+
+
+def _used_keys(cache: PagedCache) -> Tensor:
+    """(B, P * page_size) bool: keys that are in use, in a page that is there."""
+    position = torch.arange(cache.max_pages * cache.page_size, device=cache.device)
+    used = position < cache.seqused_k[:, None]
+    if cache.leftpad_k is not None:
+        used &= position >= cache.leftpad_k[:, None]
+    if cache.page_table is not None:
+        used &= (cache.page_table >= 0).repeat_interleave(cache.page_size, 1)
+    return used
+
+
+def _by_position(cache: PagedCache, x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    x = x.to(dtype)
+    if cache.page_table is None:
+        x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, cache.max_pages * cache.page_size - x.shape[1]))
+        pages = x.unflatten(1, (cache.max_pages, cache.page_size))
+    else:
+        pages = x[cache.page_table.clamp(min=0).long()]
+    if scale is not None:
+        by_page = scale.to(dtype) if scale.ndim <= 1 else _by_logical_page(cache, scale.to(dtype))[:, :, None]
+        pages = pages * by_page[..., None]
+    return pages.flatten(1, 2)
+
+
+def _by_logical_page(cache: PagedCache, x: Tensor) -> Tensor:
+    """What lies by physical page, (B, P, ...)."""
+    return x[:, : cache.max_pages] if cache.page_table is None else x[cache.page_table.clamp(min=0).long()]

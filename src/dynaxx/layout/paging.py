@@ -1,0 +1,252 @@
+"""`PagedCache`: keys and values as a decoding engine keeps them, in pages; a contiguous cache is the trivial one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+CACHE_DTYPES = (
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.int8,
+)
+SCALED_DTYPES = (torch.float8_e4m3fn, torch.int8)
+PAGE_SIZES = (16, 32, 64, 128, 256)
+
+
+class PageStrides(NamedTuple):
+    """Where things lie, in elements: token t of page p, kv head h of batch entry b starts at b * batch + p * page + ..
+
+    p is the physical page where the cache is paged (batch is 0 then), the logical one where it is contiguous.
+    """
+
+    batch: int
+    page: int
+    token: int
+    head: int
+
+
+@dataclass(frozen=True)
+class PageSummaries:
+    """What choosing pages knows of each page's keys, laid out by physical page, so that it follows the page table.
+
+    The score of a page for a query is relu(q) . high + min(q, 0) . low, summed over the queries and heads that choose
+    together: the largest score that a key of the page may have (Quest). `bound` moves both vectors towards the mean
+    key, and at 0.0 they are the mean, one tensor.
+    """
+
+    low: Tensor  # (num_pages, kv_heads, head_dim) = mean + bound * (min - mean); contiguous: (batch, pages, ...)
+    high: Tensor  # the same of max; `low` itself where bound is 0
+    bound: float  # from 0.0, the mean, to 1.0, min and max
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.bound <= 1:
+            raise ValueError(f"`bound` must be from 0.0 to 1.0, got {self.bound}")
+        if self.low.shape != self.high.shape or self.low.ndim not in (3, 4):
+            raise ValueError(
+                "`low` and `high` must both be (num_pages, kv_heads, head_dim), or with batch before, "
+                f"got {tuple(self.low.shape)} and {tuple(self.high.shape)}"
+            )
+        if self.low.dtype not in CACHE_DTYPES[:4] or self.low.dtype != self.high.dtype:
+            raise TypeError(f"summaries must be floats of one dtype, got {self.low.dtype} and {self.high.dtype}")
+        if (self.bound == 0) != (self.low is self.high):
+            raise ValueError("`high` must be `low` itself where `bound` is 0, and only there")
+
+    @classmethod
+    def empty(cls, cache: PagedCache, bound: float = 1.0, dtype: torch.dtype | None = None) -> PageSummaries:
+        """Memory for the summaries of a cache, to be filled by `summarize_pages`.
+
+        Args:
+            dtype: bf16 where the cache is 16 bits or fewer, else the cache's own: half the traffic is worth more than
+                the last bits of a score.
+        """
+        if dtype is None:
+            dtype = cache.k.dtype if cache.k.dtype.itemsize >= 2 else torch.bfloat16
+        lead = (cache.k.shape[0],) if cache.is_paged else (cache.batch, cache.max_pages)
+        low = torch.zeros(*lead, cache.kv_heads, cache.head_dim, dtype=dtype, device=cache.device)
+        return cls(low, low if bound == 0 else torch.zeros_like(low), bound)
+
+    def strides(self) -> PageStrides:
+        """Of `low` and `high` alike; there is one row per page and head."""
+        return _summary_strides(self.low)
+
+
+@dataclass(frozen=True)
+class PagedCache:
+    """Keys and values in pages, and how far each sequence has come. Tensors are the engine's own: views, no copies.
+
+    Queries are aligned to the last key of their sequence. Keys before `leftpad_k` and from `seqused_k` on are hidden,
+    whatever their memory holds; a logical page whose entry is -1 holds nothing.
+    """
+
+    k: Tensor  # (num_pages, page_size, kv_heads, head_dim), head_dim dense; contiguous: (batch, seqlen_k, ...)
+    v: Tensor  # the same with head_dim_v, k's dtype
+    seqused_k: Tensor  # (batch,) int32, keys in use, padding included
+    page_table: Tensor | None = None  # (batch, max_pages) int32, physical page of each logical one; None: contiguous
+    page_size: int = 0  # tokens; k's own where paged, to be given where contiguous
+    leftpad_k: Tensor | None = None  # (batch,) int32, hidden keys at the start; None: none
+    k_scale: Tensor | None = None  # fp32, key = stored * scale: (), (kv_heads,), or per page as summaries lie
+    v_scale: Tensor | None = None
+    summaries: PageSummaries | None = None  # needed by rules that choose pages
+
+    def __post_init__(self) -> None:
+        if self.k.ndim != 4 or self.v.ndim != 4 or self.k.shape[:3] != self.v.shape[:3]:
+            raise ValueError(
+                "`k` and `v` must be (num_pages, page_size, kv_heads, head_dim), contiguous (batch, seqlen, kv_heads, "
+                f"head_dim), and agree but for head_dim, got {tuple(self.k.shape)} and {tuple(self.v.shape)}"
+            )
+        if self.k.dtype not in CACHE_DTYPES or self.v.dtype != self.k.dtype:
+            raise TypeError(f"`k` and `v` must both be one of {CACHE_DTYPES}, got {self.k.dtype} and {self.v.dtype}")
+        for name, x in (("k", self.k), ("v", self.v)):
+            if x.shape[3] > 1 and x.stride(3) != 1:
+                raise ValueError(f"`{name}` must have a dense last dimension, got stride {x.stride(3)}")
+        self._check_table()
+        for name, each in (("seqused_k", self.seqused_k), ("leftpad_k", self.leftpad_k)):
+            if each is not None and (each.shape != (self.batch,) or each.dtype != torch.int32):
+                raise ValueError(
+                    f"`{name}` must be (batch = {self.batch},) int32, got {each.dtype} {tuple(each.shape)}"
+                )
+        self._check_scales()
+        for name in ("v", "seqused_k", "page_table", "leftpad_k", "k_scale", "v_scale"):
+            tensor = getattr(self, name)
+            if tensor is not None and tensor.device != self.device:
+                raise ValueError(f"`{name}` must be on k's device {self.device}, got {tensor.device}")
+        if self.summaries is not None:
+            self._check_summaries(self.summaries)
+
+    @classmethod
+    def contiguous(
+        cls,
+        k: Tensor,
+        v: Tensor,
+        *,
+        page_size: int = 64,
+        seqused_k: Tensor | None = None,
+        leftpad_k: Tensor | None = None,
+    ) -> PagedCache:
+        """A cache without a page table: k (batch, seqlen_k, kv_heads, head_dim), all of it in use by default."""
+        if seqused_k is None:
+            seqused_k = torch.full((k.shape[0],), k.shape[1], dtype=torch.int32, device=k.device)
+        return cls(k, v, seqused_k, page_size=page_size, leftpad_k=leftpad_k)
+
+    @property
+    def is_paged(self) -> bool:
+        return self.page_table is not None
+
+    @property
+    def batch(self) -> int:
+        return (self.k if self.page_table is None else self.page_table).shape[0]
+
+    @property
+    def max_pages(self) -> int:
+        """Logical pages that a sequence may have."""
+        return -(-self.k.shape[1] // self.page_size) if self.page_table is None else self.page_table.shape[1]
+
+    @property
+    def kv_heads(self) -> int:
+        return self.k.shape[2]
+
+    @property
+    def head_dim(self) -> int:
+        return self.k.shape[3]
+
+    @property
+    def head_dim_v(self) -> int:
+        return self.v.shape[3]
+
+    @property
+    def device(self) -> torch.device:
+        return self.k.device
+
+    def strides(self, x: Tensor) -> PageStrides:
+        """Of `k` or `v`."""
+        first, token, head, _ = x.stride()
+        return (
+            PageStrides(0, first, token, head)
+            if self.is_paged
+            else PageStrides(first, token * self.page_size, token, head)
+        )
+
+    def scale_strides(self, scale: Tensor) -> PageStrides:
+        """Of `k_scale` or `v_scale`."""
+        if scale.ndim <= 1:
+            return PageStrides(0, 0, 0, scale.stride(0) if scale.ndim else 0)
+        return _summary_strides(scale[..., None])
+
+    def _check_table(self) -> None:
+        if self.page_table is None:
+            if self.page_size not in PAGE_SIZES:
+                raise ValueError(f"`page_size` of a contiguous cache must be one of {PAGE_SIZES}, got {self.page_size}")
+            return
+        if self.page_table.ndim != 2 or self.page_table.dtype != torch.int32:
+            raise ValueError(
+                f"`page_table` must be (batch, max_pages) int32, got {self.page_table.dtype} "
+                f"{tuple(self.page_table.shape)}"
+            )
+        if self.page_size not in (0, self.k.shape[1]):
+            raise ValueError(f"`page_size` must be k's {self.k.shape[1]} or left out, got {self.page_size}")
+        if self.k.shape[1] not in PAGE_SIZES:
+            raise ValueError(f"pages must hold one of {PAGE_SIZES} tokens, got {self.k.shape[1]}")
+        object.__setattr__(self, "page_size", self.k.shape[1])
+
+    def _check_scales(self) -> None:
+        for name, scale in (("k_scale", self.k_scale), ("v_scale", self.v_scale)):
+            if (scale is None) != (self.k.dtype not in SCALED_DTYPES):
+                raise ValueError(
+                    f"`{name}` must be given for fp8 and int8 caches and only for them, dtype {self.k.dtype}"
+                )
+            lead = (self.k.shape[0],) if self.is_paged else (self.batch, self.max_pages)
+            allowed = [(), (self.kv_heads,), (*lead, self.kv_heads)]
+            if scale is not None and (tuple(scale.shape) not in allowed or scale.dtype != torch.float32):
+                raise ValueError(f"`{name}` must be fp32 of one of {allowed}, got {scale.dtype} {tuple(scale.shape)}")
+
+    def _check_summaries(self, summaries: PageSummaries) -> None:
+        own = summaries.low.shape
+        fits = own[-2:] == (self.kv_heads, self.head_dim) and summaries.low.device == self.device
+        if self.is_paged:
+            fits = fits and len(own) == 3 and own[0] >= self.k.shape[0]
+        else:
+            fits = fits and len(own) == 4 and own[0] == self.batch and own[1] >= self.max_pages
+        if not fits:
+            raise ValueError(
+                f"`summaries` must be made for this cache, got {tuple(own)} on {summaries.low.device} for k "
+                f"{tuple(self.k.shape)}; make them with summarize_pages(cache)"
+            )
+
+
+def _summary_strides(x: Tensor) -> PageStrides:
+    *batch, page, head, _ = x.stride()
+    return PageStrides(batch[0] if batch else 0, page, 0, head)
+
+
+def quantize_pages(x: Tensor, dtype: torch.dtype, page_size: int | None = None) -> tuple[Tensor, Tensor]:
+    """Store keys or values in 8 bits, one scale per page and kv head, so that the largest of them is exact.
+
+    Args:
+        x: (num_pages, page_size, kv_heads, head_dim) of floats; contiguous (batch, seqlen, ...) with `page_size`.
+        dtype: torch.float8_e4m3fn or torch.int8.
+
+    Returns:
+        (stored, scale): x's shape in `dtype`, and fp32 (num_pages, kv_heads) or (batch, pages, kv_heads).
+    """
+    if dtype not in SCALED_DTYPES:
+        raise TypeError(f"`dtype` must be one of {SCALED_DTYPES}, got {dtype}")
+    largest = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
+    if page_size is None:
+        scale = (x.float().abs().amax((1, 3)) / largest).clamp(min=torch.finfo(torch.float32).tiny)
+        per_token = scale[:, None, :, None]
+    else:
+        pages = -(-x.shape[1] // page_size)
+        padded = torch.nn.functional.pad(x.float().abs().amax(3), (0, 0, 0, pages * page_size - x.shape[1]))
+        scale = padded.unflatten(1, (pages, page_size)).amax(2) / largest
+        scale = scale.clamp(min=torch.finfo(torch.float32).tiny)
+        per_token = scale.repeat_interleave(page_size, 1)[:, : x.shape[1], :, None]
+    stored = x.float() / per_token
+    stored = stored.round() if dtype == torch.int8 else stored
+    return stored.clamp(-largest, largest).to(dtype), scale

@@ -1,0 +1,253 @@
+"""`sparse_decode`: attention of a decoding step over a kv cache, over all of its pages or those worth reading."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from dataclasses import replace
+from types import ModuleType
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from dynaxx.errors import UnsupportedInputError
+from dynaxx.kernels.decode_problem import DecodeProblem
+from dynaxx.layout.paging import PagedCache, PageSummaries
+from dynaxx.ops.attention import SparseAttentionOutput
+from dynaxx.ops.checks import DTYPES
+from dynaxx.selection.pages import PageBudget
+
+DECODE_BACKENDS = ("triton", "cpu", "reference")  # in the order that "auto" prefers
+
+
+@overload
+def sparse_decode(
+    q: Tensor,
+    cache: PagedCache,
+    pages: PageBudget | Tensor | None = None,
+    *,
+    scale: float | None = None,
+    return_lse: Literal[False] = False,
+    backend: str = "auto",
+) -> Tensor: ...
+
+
+@overload
+def sparse_decode(
+    q: Tensor,
+    cache: PagedCache,
+    pages: PageBudget | Tensor | None = None,
+    *,
+    scale: float | None = None,
+    return_lse: Literal[True],
+    backend: str = "auto",
+) -> SparseAttentionOutput: ...
+
+
+@torch.no_grad()
+def sparse_decode(
+    q: Tensor,
+    cache: PagedCache,
+    pages: PageBudget | Tensor | None = None,
+    *,
+    scale: float | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | SparseAttentionOutput:
+    """Attend from the last tokens of each sequence to its cache, exactly over the pages that are read.
+
+    Args:
+        q: (batch, seqlen_q, q_heads, head_dim), fp16, bf16, fp32 or fp64, any strides: the last `seqlen_q` tokens of
+            each sequence, whose keys are in the cache already. Causal among themselves.
+        cache: keys and values; q_heads must be a multiple of its kv_heads. fp8 and int8 are computed as their values.
+        pages: a budget: pages are chosen here, by the cache's summaries. Or block_indices (batch, kv_heads, slots)
+            int32: logical pages in any order, -1 = empty, no duplicates. Or None: all pages, which is dense attention.
+        scale: softmax scale, default head_dim ** -0.5.
+        return_lse: also return the log-sum-exp of the visible scores.
+        backend: "auto", or "triton", "cpu", "reference".
+
+    Returns:
+        out (batch, seqlen_q, q_heads, head_dim_v) in q's dtype, or (out, lse), lse (batch, q_heads, seqlen_q) fp32. A
+        query that sees nothing gives out = 0, lse = -inf. No gradients: use `sparse_attention` to train.
+
+    Raises:
+        ValueError, TypeError: inputs that do not fit together. Values (lengths, page numbers) are checked on a CPU, on
+            a GPU only with DYNAXX_DEBUG=1; there pages out of range are skipped.
+        UnsupportedInputError: no backend, or not the named one, can serve; with the reasons of each.
+    """
+    problem = _checked(q, cache)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    kernels = _choose(problem, backend)
+    if isinstance(pages, PageBudget):
+        pages = None if pages.reads_everything else _select(kernels, q, cache, pages, scale)
+    elif pages is not None:
+        _check_block_indices(pages, cache)
+    out, lse = kernels.attend_pages(q, cache, pages, scale)
+    return SparseAttentionOutput(out, lse) if return_lse else out
+
+
+@torch.no_grad()
+def select_pages(
+    q: Tensor, cache: PagedCache, budget: PageBudget, *, scale: float | None = None, backend: str = "auto"
+) -> Tensor:
+    """Choose the pages that `sparse_decode(q, cache, budget)` reads.
+
+    Returns:
+        block_indices (batch, kv_heads, slots) int32: logical pages, ascending, then -1. `slots` depends on sizes alone,
+        never on lengths.
+
+    Raises:
+        As `sparse_decode`; ValueError, too, where the cache has no summaries, or some of another bound.
+    """
+    problem = _checked(q, cache)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    return _select(_choose(problem, backend), q, cache, budget, scale)
+
+
+@torch.no_grad()
+def summarize_pages(
+    cache: PagedCache,
+    *,
+    bound: float = 1.0,
+    new_tokens: int | None = None,
+    dtype: torch.dtype | None = None,
+    backend: str = "auto",
+) -> PagedCache:
+    """Make the summaries that choosing pages needs, or bring those of a cache up to date.
+
+    A page's summary is made again from its keys, so it never drifts, and the call may cover more than is new. Call it
+    after writing keys and before the step that reads them.
+
+    Args:
+        cache: with summaries: they are updated in place. Without: new ones are made.
+        bound: of new summaries; see `PageBudget`.
+        new_tokens: the most keys that a sequence has gained (or had rewritten) at its end since the last call; None:
+            all pages. A prefix that was cached by others is known by its physical pages.
+        dtype: of new summaries, default the cache's, at most 16 bits wide for 16-bit and 8-bit caches.
+
+    Returns:
+        The cache, with its summaries.
+    """
+    if cache.summaries is None:
+        if new_tokens is not None:
+            raise ValueError("`new_tokens` must be None where the cache has no summaries: all pages are to be read")
+        cache = replace(cache, summaries=PageSummaries.empty(cache, bound, dtype))
+    elif dtype is not None or (bound != 1.0 and bound != cache.summaries.bound):
+        raise ValueError("`bound` and `dtype` are of new summaries; this cache has some")
+    if new_tokens is not None and new_tokens < 0:
+        raise ValueError(f"`new_tokens` must be >= 0, got {new_tokens}")
+    _check_values(cache)
+    kernels = _choose(_problem(cache, torch.float32, 1, cache.kv_heads), backend)
+    kernels.summarize_pages(cache, cache.summaries, new_tokens)
+    return cache
+
+
+def _select(kernels: ModuleType, q: Tensor, cache: PagedCache, budget: PageBudget, scale: float) -> Tensor:
+    if cache.summaries is None:
+        raise ValueError("`cache` must have summaries for pages to be chosen: cache = summarize_pages(cache)")
+    if cache.summaries.bound != budget.bound:
+        raise ValueError(
+            f"the cache's summaries have bound {cache.summaries.bound}, the budget asks for {budget.bound}: "
+            "use summarize_pages(cache, bound=budget.bound)"
+        )
+    wanted = budget.wanted(cache.kv_heads, cache.device)
+    slots = budget.slots(cache, q.shape[1])
+    chosen: Tensor = kernels.select_pages(q, cache, wanted, budget.sinks, budget.window, slots, scale)
+    return chosen
+
+
+def _checked(q: Tensor, cache: PagedCache) -> DecodeProblem:
+    """Check that q fits the cache and the cache's values its sizes, and describe them."""
+    if not isinstance(cache, PagedCache):
+        raise TypeError(f"`cache` must be a PagedCache, got {type(cache).__name__}; see PagedCache.contiguous")
+    if q.ndim != 4 or q.shape[0] != cache.batch or q.shape[3] != cache.head_dim:
+        raise ValueError(
+            f"`q` must be (batch = {cache.batch}, seqlen_q, q_heads, head_dim = {cache.head_dim}), got {tuple(q.shape)}"
+        )
+    if q.dtype not in DTYPES:
+        raise TypeError(f"`q` must be one of {DTYPES}, got {q.dtype}")
+    if q.device != cache.device:
+        raise ValueError(f"`q` must be on the cache's device {cache.device}, got {q.device}")
+    if cache.kv_heads == 0 or q.shape[2] % cache.kv_heads:
+        raise ValueError(f"q_heads must be a multiple of kv_heads, got {q.shape[2]} and {cache.kv_heads}")
+    _check_values(cache)
+    return _problem(cache, q.dtype, q.shape[1], q.shape[2])
+
+
+def _problem(cache: PagedCache, dtype: torch.dtype, seqlen_q: int, q_heads: int) -> DecodeProblem:
+    return DecodeProblem(
+        device=cache.device,
+        dtype=dtype,
+        cache_dtype=cache.k.dtype,
+        batch=cache.batch,
+        seqlen_q=seqlen_q,
+        max_seqlen_k=cache.max_pages * cache.page_size,
+        q_heads=q_heads,
+        kv_heads=cache.kv_heads,
+        head_dim=cache.head_dim,
+        head_dim_v=cache.head_dim_v,
+        page_size=cache.page_size,
+        paged=cache.is_paged,
+    )
+
+
+def _choose(problem: DecodeProblem, backend: str) -> ModuleType:
+    """The named backend's decode kernels, or those of the first that can serve."""
+    if backend != "auto" and backend not in DECODE_BACKENDS:
+        raise ValueError(f"`backend` must be 'auto' or one of {DECODE_BACKENDS}, got {backend!r}")
+    reasons: dict[str, list[str]] = {}
+    for name in DECODE_BACKENDS if backend == "auto" else (backend,):
+        reasons[name] = _unsupported_reasons(name, problem)
+        if not reasons[name]:
+            return importlib.import_module(f"dynaxx.kernels.{name}.decode")
+    raise UnsupportedInputError(str(problem), reasons)
+
+
+def _unsupported_reasons(name: str, problem: DecodeProblem) -> list[str]:
+    where = "support" if name == "triton" else "decode"  # asking must not load triton
+    module = importlib.import_module(f"dynaxx.kernels.{name}.{where}")
+    ask = module.decode_reasons if name == "triton" else module.unsupported_reasons
+    found: list[str] = ask(problem)
+    return found
+
+
+def _looks_at_values(device: torch.device) -> bool:
+    return device.type == "cpu" or os.environ.get("DYNAXX_DEBUG") == "1"
+
+
+def _check_values(cache: PagedCache) -> None:
+    if not _looks_at_values(cache.device) or cache.batch == 0:
+        return
+    capacity = cache.max_pages * cache.page_size if cache.is_paged else cache.k.shape[1]
+    least, most = (int(x) for x in cache.seqused_k.aminmax())
+    if least < 0 or most > capacity:
+        raise ValueError(f"`seqused_k` must be from 0 to the cache's {capacity} keys, got {least} to {most}")
+    if cache.leftpad_k is not None and int(cache.leftpad_k.min()) < 0:
+        raise ValueError(f"`leftpad_k` must be >= 0, got {int(cache.leftpad_k.min())}")
+    if cache.page_table is not None and cache.page_table.numel():
+        least, most = (int(x) for x in cache.page_table.aminmax())
+        if least < -1 or most >= cache.k.shape[0]:
+            raise ValueError(
+                f"`page_table` must hold -1 or pages below {cache.k.shape[0]}, got values from {least} to {most}"
+            )
+
+
+def _check_block_indices(pages: Tensor, cache: PagedCache) -> None:
+    if not isinstance(pages, Tensor):
+        raise TypeError(f"`pages` must be a PageBudget, block_indices or None, got {type(pages).__name__}")
+    if pages.ndim != 3 or pages.shape[:2] != (cache.batch, cache.kv_heads) or pages.dtype != torch.int32:
+        raise ValueError(
+            f"block_indices must be (batch = {cache.batch}, kv_heads = {cache.kv_heads}, slots) int32, "
+            f"got {pages.dtype} {tuple(pages.shape)}"
+        )
+    if pages.device != cache.device:
+        raise ValueError(f"block_indices must be on the cache's device {cache.device}, got {pages.device}")
+    if not _looks_at_values(cache.device) or pages.numel() == 0:
+        return
+    least, most = (int(x) for x in pages.aminmax())
+    if least < -1 or most >= cache.max_pages:
+        raise ValueError(f"block_indices must hold -1 or pages below {cache.max_pages}, got {least} to {most}")
+    in_order = pages.sort(-1).values
+    if bool(((in_order[..., 1:] == in_order[..., :-1]) & (in_order[..., 1:] >= 0)).any()):
+        raise ValueError("block_indices must not name a page twice in one row")

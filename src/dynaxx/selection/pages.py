@@ -1,0 +1,125 @@
+"""`PageBudget`: which pages of a kv cache a decoding step reads."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from dynaxx.layout.paging import PagedCache
+from dynaxx.patterns import Causal, Full, GlobalTokens, Pattern, Sink, SlidingWindow, Union
+from dynaxx.selection.base import Hybrid, Selector
+from dynaxx.selection.budgets import TopK
+from dynaxx.selection.scorers import MeanPool, MinMax
+
+
+@dataclass(frozen=True)
+class PageBudget:
+    """Read the pages that hold the first `sinks` and the last `window` tokens, and the best-scored of the others.
+
+    A page that is read is read whole. One choice serves all query tokens of a step and all q heads of a kv head.
+
+    Args:
+        budget: an int is a number of pages, a float a share of the sequence's pages (rounded up), both beside the
+            sinks and the window; a tuple has one such value per kv head. 1.0 is dense attention.
+        sinks: first tokens whose pages are always read.
+        window: last tokens whose pages are always read, the query's own included (for several query tokens, the first
+            one's), at least 1.
+        bound: of the summaries that score pages: 1.0 the largest score a key may have, 0.0 that of the mean key.
+    """
+
+    budget: int | float | tuple[int | float, ...]
+    sinks: int = 0
+    window: int = 1
+    bound: float = 1.0
+
+    def __post_init__(self) -> None:
+        for budget in self.budgets:
+            if budget < 0 or (isinstance(budget, float) and not budget <= 1):
+                raise ValueError(f"`budget` must be a count >= 0 or a share from 0.0 to 1.0, got {budget}")
+        if self.sinks < 0 or self.window < 1:
+            raise ValueError(f"`sinks` must be >= 0 and `window` >= 1 tokens, got {self.sinks} and {self.window}")
+        if not 0 <= self.bound <= 1:
+            raise ValueError(f"`bound` must be from 0.0 to 1.0, got {self.bound}")
+
+    @classmethod
+    def of(cls, rule: Pattern | Selector | Hybrid) -> PageBudget:
+        """The same rule for decoding: sinks and windows of its pattern, budget and scorer of its selector.
+
+        Raises:
+            ValueError: a rule that decoding has no equal of, with what it has.
+        """
+        pattern, selector = (rule.pattern, rule.selector) if isinstance(rule, Hybrid) else (None, None)
+        if isinstance(rule, Pattern):
+            pattern = rule
+        elif isinstance(rule, Selector):
+            selector = rule
+        if isinstance(pattern, Causal | Full):
+            return cls(1.0)
+        budget: int | float | tuple[int | float, ...] = 0
+        bound = 1.0
+        if isinstance(selector, TopK) and isinstance(selector.scorer, MinMax | MeanPool):
+            budget = selector.budget
+            bound = selector.scorer.bound if isinstance(selector.scorer, MinMax) else 0.0
+        elif selector is not None:
+            raise _unequal(rule)
+        sinks, window = 0, 1
+        for part in pattern.parts if isinstance(pattern, Union) else () if pattern is None else (pattern,):
+            if isinstance(part, Sink | GlobalTokens) and isinstance(part.tokens, int):
+                sinks = max(sinks, part.tokens)
+            elif isinstance(part, SlidingWindow) and isinstance(part.window, int):
+                window = max(window, part.window)
+            else:
+                raise _unequal(rule)
+        return cls(budget, sinks, window, bound)
+
+    @property
+    def budgets(self) -> tuple[int | float, ...]:
+        """One value, or one per kv head."""
+        return self.budget if isinstance(self.budget, tuple) else (self.budget,)
+
+    @property
+    def reads_everything(self) -> bool:
+        """Whether it is dense attention, whatever the lengths."""
+        return all(isinstance(budget, float) and budget == 1 for budget in self.budgets)
+
+    def slots(self, cache: PagedCache, seqlen_q: int) -> int:
+        """The most pages that a step may choose: what is allocated, whatever the lengths are."""
+        most = max(budget if isinstance(budget, int) else share_of(budget, cache.max_pages) for budget in self.budgets)
+        forced = pages_touched(self.sinks, cache.page_size) + pages_touched(self.window + seqlen_q - 1, cache.page_size)
+        return min(cache.max_pages, most + forced)
+
+    def wanted(self, kv_heads: int, device: torch.device) -> Tensor:
+        """(2, kv_heads) fp32: a head's pages are row 0 + ceil(row 1 * the sequence's pages)."""
+        if len(self.budgets) not in (1, kv_heads):
+            raise ValueError(f"`budget` must be one value or one per kv head ({kv_heads}), got {len(self.budgets)}")
+        return _wanted(self.budgets, kv_heads, device)
+
+
+def share_of(share: float, pages: int) -> int:
+    """ceil(share * pages) in fp32, as every backend counts."""
+    return math.ceil(float(torch.tensor(share, dtype=torch.float32) * pages))
+
+
+def pages_touched(tokens: int, page_size: int) -> int:
+    """The most pages that so many tokens in a row can touch."""
+    return (tokens + page_size - 2) // page_size + 1 if tokens else 0
+
+
+@lru_cache(maxsize=256)
+def _wanted(budgets: tuple[int | float, ...], kv_heads: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        counts = [float(budget) if isinstance(budget, int) else 0.0 for budget in budgets]
+        shares = [budget if isinstance(budget, float) else 0.0 for budget in budgets]
+        table = torch.tensor([counts, shares], dtype=torch.float32)
+        return table.expand(2, kv_heads).contiguous().to(device)
+
+
+def _unequal(rule: object) -> ValueError:
+    return ValueError(
+        f"decoding follows unions of Sink, GlobalTokens(count) and SlidingWindow(count), TopK with MeanPool or MinMax, "
+        f"and hybrids of both, got {rule!r}"
+    )
