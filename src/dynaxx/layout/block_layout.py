@@ -104,9 +104,12 @@ class BlockLayout:
 
     def density(self, causal: bool = True) -> float:
         """Visited blocks / (causally) visible blocks, averaged over batch and heads; 1.0 is dense."""
+        return self.nnz / max(1, self.visible_blocks(causal))
+
+    def visible_blocks(self, causal: bool = True) -> int:
+        """(Causally) visible blocks over all rows, what density is a share of. From lengths alone, on the host."""
         grid = self.grid(causal)
-        visible = int(grid.causal_kv_blocks(grid.rows()).sum())
-        return self.nnz / max(1, visible * self.layout_batch * self.layout_heads)
+        return int(grid.causal_kv_blocks(grid.rows()).sum()) * self.layout_batch * self.layout_heads
 
     def visible_pairs(self) -> Tensor:
         """(layout_batch, layout_heads) int64: visible (query, key) pairs, what useful FLOPs are counted from."""

@@ -38,10 +38,9 @@ class PackedLayout(BlockLayout):
             return self
         return _with_lengths(BlockLayout.to(self, device), self.cu_seqlens_q, self.cu_seqlens_k)
 
-    def density(self, causal: bool = True) -> float:
-        """Visited blocks / blocks of the packed axis that hold a (causally) visible pair of one sequence."""
-        dense = _dense_blocks(self.cu_seqlens_q, self.cu_seqlens_k, self.block_size, causal)
-        return self.nnz / max(1, dense * self.layout_heads)
+    def visible_blocks(self, causal: bool = True) -> int:
+        """Blocks of the packed axis, over all rows, that hold a (causally) visible pair of one sequence."""
+        return _dense_blocks(self.cu_seqlens_q, self.cu_seqlens_k, self.block_size, causal) * self.layout_heads
 
     __repr__ = BlockLayout.__repr__
 
