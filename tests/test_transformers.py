@@ -500,7 +500,7 @@ def test_masks_that_are_no_sequences():
 
 
 def test_a_mask_is_read_once_per_pass(monkeypatch):
-    from dynaxx.integrations import transformers as module
+    from dynaxx.integrations import passes as module
 
     model, reads = llama(), []
     monkeypatch.setattr(module, "read_mask", lambda mask: reads.append(1) or read_mask(mask))

@@ -1,23 +1,15 @@
-"""The tokens of a request, for rules that look at content: from the decoder's own arguments to its attention layers.
-
-Two hooks on the decoder, torch's own: one adds the tokens to the keyword arguments, which transformers hands down to
-every attention call, also when a checkpointed layer runs again in a backward pass; the other remembers them beside the
-cache that the pass filled, for the next chunk of the prompt.
-"""
+"""The tokens of a request, for rules that look at content: read where a pass starts, kept beside the cache it fills."""
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dynaxx.integrations.masks import Run
 from dynaxx.policy import LayerPlan
-
-ARGUMENT = "dynaxx_tokens"  # the keyword under which attention calls get them
 
 
 class RequestTokens:
@@ -63,29 +55,14 @@ EARLIER_UNKNOWN = RequestTokens(None, "token ids of earlier chunks unknown")
 
 
 class TokenReader:
-    """Hooks on a decoder that hand its layers the tokens; `remove()` takes them off."""
+    """Finds the tokens of each pass, with those of earlier chunks, which it remembers by cache."""
 
-    def __init__(self, body: nn.Module) -> None:
-        self._signature = inspect.signature(body.forward)
-        parameters = self._signature.parameters.values()
+    def __init__(self) -> None:
         self.caches: weakref.WeakKeyDictionary[Any, RequestTokens] = weakref.WeakKeyDictionary()
-        self._hooks: list[Any] = []
-        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):  # else: counted as unknown
-            _READERS[body] = self
-            self._hooks = [
-                body.register_forward_pre_hook(_add_tokens, with_kwargs=True),
-                body.register_forward_hook(_remember, with_kwargs=True),
-            ]
 
-    def remove(self) -> None:
-        """Take the hooks off. More calls do nothing."""
-        while self._hooks:
-            self._hooks.pop().remove()
-
-    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RequestTokens:
-        """The tokens of a pass that is about to run."""
-        given = self._signature.bind_partial(*args, **kwargs).arguments
-        new, cache = given.get("input_ids"), given.get("past_key_values")
+    def read(self, arguments: dict[str, Any]) -> RequestTokens:
+        """The tokens of a pass that is about to run, from the decoder's arguments by name."""
+        new, cache = arguments.get("input_ids"), arguments.get("past_key_values")
         if new is None or new.ndim != 2:
             return UNKNOWN
         past = 0 if cache is None else int(cache.get_seq_length())
@@ -101,28 +78,6 @@ class TokenReader:
         ids = torch.cat([before.ids[:, :past], new.to(before.ids.device)], dim=1)
         return RequestTokens(ids, reorderable=before.reorderable or (one_token and new.shape[0] > 1))
 
-
-_READERS: weakref.WeakKeyDictionary[nn.Module, TokenReader] = weakref.WeakKeyDictionary()
-
-
-def _add_tokens(
-    body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    if torch.compiler.is_compiling():  # compiled models run dense
-        return None
-    reader = _READERS.get(body)
-    if reader is None:  # a copy of a model with a policy
-        return None
-    return args, {**kwargs, ARGUMENT: reader.read(args, kwargs)}
-
-
-def _remember(body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    if torch.compiler.is_compiling():
-        return
-    reader, tokens = _READERS.get(body), kwargs.get(ARGUMENT)
-    if reader is None or tokens is None:
-        return
-    found = output if isinstance(output, tuple) else (getattr(output, "past_key_values", None),)
-    for cache in found:
-        if hasattr(cache, "get_seq_length"):
-            reader.caches[cache] = tokens.without_plans()
+    def remember(self, cache: Any, tokens: RequestTokens) -> None:
+        """These are the tokens behind what is in `cache` now."""
+        self.caches[cache] = tokens.without_plans()

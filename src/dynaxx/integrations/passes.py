@@ -1,0 +1,127 @@
+"""One forward pass: what is decided once when it starts, handed down to every attention call of it.
+
+Two hooks on the decoder, torch's own: one adds a `Pass` to the keyword arguments, which transformers hands down to
+every attention call, also when a checkpointed layer runs again in a backward pass; the other tells which cache the pass
+filled, so that the next chunk of a prompt and its decoding follow the decisions of the first. A policy that is replaced
+while a pass runs changes nothing in it, and passes in several threads do not meet.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from dynaxx.integrations.masks import Run, read_mask
+from dynaxx.integrations.request import UNKNOWN, RequestTokens
+from dynaxx.policy import LayerPlan, LengthSwitch, Policy, resolve
+
+ARGUMENT = "dynaxx_pass"  # the keyword under which attention calls get it
+
+
+class Deployed:
+    """A policy made ready to run, with what it remembers between passes. Replaced as a whole.
+
+    Attributes:
+        policy: the policy.
+        plans: by layer, what its heads do in prefill; layers that are not in it are dense.
+        switches: by layer, which side of the length border the last sequence was on.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.plans: dict[int, LayerPlan] = resolve(policy)
+        self.switches = {layer: LengthSwitch(policy.dense_below, policy.sparse_from) for layer in self.plans}
+
+    def reset(self) -> None:
+        """Forget what passes before left."""
+        for switch in self.switches.values():
+            switch.reset()
+
+
+class Pass:
+    """What holds for all attention calls of one forward pass.
+
+    Attributes:
+        deployed: the policy in force when it started.
+        tokens: the token ids behind its keys, as far as known.
+    """
+
+    __slots__ = ("_mask", "_runs", "_version", "deployed", "tokens")
+
+    def __init__(self, deployed: Deployed, tokens: RequestTokens = UNKNOWN) -> None:
+        self.deployed = deployed
+        self.tokens = tokens
+        self._mask: weakref.ref[Tensor] | None = None
+        self._version = -1
+        self._runs: list[list[Run]] | None = None
+
+    def runs(self, mask: Tensor, batch: int) -> list[list[Run]] | None:
+        """The runs of each batch entry, None if the mask is no set of them; layers that share a mask read it once."""
+        version = 0 if mask.is_inference() else mask._version
+        if self._mask is None or self._mask() is not mask or version != self._version:
+            found = read_mask(mask[:, 0])
+            self._runs = found * batch if found is not None and len(found) != batch else found
+            self._mask, self._version = weakref.ref(mask), version
+        return self._runs
+
+
+class Starter(Protocol):
+    """What makes the passes of a decoder; a handle."""
+
+    def start_pass(self, arguments: dict[str, Any]) -> Pass:
+        """A pass that is about to run, from the decoder's own arguments by name."""
+
+    def end_pass(self, done: Pass, cache: Any) -> None:
+        """A pass has run and filled `cache`."""
+
+
+class PassHooks:
+    """Hooks on a decoder that give each pass of it a `Pass`; `remove()` takes them off."""
+
+    def __init__(self, body: nn.Module, starter: Starter) -> None:
+        self.starter = starter
+        self.signature = inspect.signature(body.forward)
+        self._hooks: list[Any] = []
+        parameters = self.signature.parameters.values()
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):  # else layers ask for themselves
+            _HOOKS[body] = self
+            self._hooks = [
+                body.register_forward_pre_hook(_start, with_kwargs=True),
+                body.register_forward_hook(_end, with_kwargs=True),
+            ]
+
+    def remove(self) -> None:
+        """Take the hooks off. More calls do nothing."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+
+_HOOKS: weakref.WeakKeyDictionary[nn.Module, PassHooks] = weakref.WeakKeyDictionary()
+
+
+def _start(
+    body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    if torch.compiler.is_compiling():  # compiled models run dense
+        return None
+    hooks = _HOOKS.get(body)
+    if hooks is None:  # a copy of a model with a policy
+        return None
+    arguments = hooks.signature.bind_partial(*args, **kwargs).arguments
+    return args, {**kwargs, ARGUMENT: hooks.starter.start_pass(arguments)}
+
+
+def _end(body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    hooks, done = _HOOKS.get(body), kwargs.get(ARGUMENT)
+    if hooks is None or done is None:
+        return
+    found = output if isinstance(output, tuple) else (getattr(output, "past_key_values", None),)
+    for cache in found:
+        if hasattr(cache, "get_seq_length"):
+            hooks.starter.end_pass(done, cache)
