@@ -11,6 +11,7 @@ import math
 import os
 import threading
 import time
+import weakref
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator
@@ -45,6 +46,13 @@ class Sink(Protocol):
 
     def update(self, metric: Metric, labels: tuple[str, ...], value: float) -> None:
         """Add a counter's `value`, set a gauge to it, or observe it in a histogram."""
+
+
+class Source(Protocol):
+    """Something with measurements under way that should be asked before numbers are read."""
+
+    def flush(self) -> None:
+        """Record what is ready."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +162,8 @@ class Recorder:
 
     def snapshot(self) -> list[Series]:
         """Copies of all series, consistent with one another."""
+        for source in list(self._store.sources):
+            source.flush()
         return self._store.copy()
 
     def events(self) -> list[Event]:
@@ -174,6 +184,10 @@ class Recorder:
     def remove_sink(self, sink: Sink) -> None:
         self._store.sinks = tuple(other for other in self._store.sinks if other is not sink)
 
+    def add_source(self, source: Source) -> None:
+        """Ask `source`, as long as it lives, whenever numbers are read."""
+        self._store.sources.add(source)
+
     def failed(self, what: str, error: BaseException | str) -> None:
         """Count something telemetry could not do, and say it once per kind."""
         self._store.failed(what, error)
@@ -186,6 +200,7 @@ class _Store:
         self.strict = strict
         self.lock = threading.Lock()
         self.sinks: tuple[Sink, ...] = ()
+        self.sources: weakref.WeakSet[Source] = weakref.WeakSet()
         self.events: deque[Event] = deque(maxlen=RECENT_EVENTS)
         self.started = time.monotonic()
         self._by_name: dict[str, dict[tuple[str, ...], Series]] = {}

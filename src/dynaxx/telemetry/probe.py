@@ -1,0 +1,213 @@
+"""`Probe`: what an integration calls around each attention call of a layer. Counts every call, measures a few.
+
+A measured call is timed by events on a GPU and by the clock on a CPU, and its layout is counted on its device. Nothing
+waits for the GPU: what was queued is read by a later call, or when somebody asks for the numbers.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dynaxx.layout import BlockLayout
+from dynaxx.ops.checks import check_inputs
+from dynaxx.ops.dispatch import choose_backend
+from dynaxx.telemetry.clocks import Clock, clock_of
+from dynaxx.telemetry.recorder import Recorder, recorder
+from dynaxx.telemetry.samples import Sample, count_blocks
+
+SAMPLE_RATE = 1 / 32
+SPACING = 0.02  # seconds between two measured calls at least: decoding makes thousands of calls a second
+OVERLAP_EVERY = 4  # measured calls per one whose neighbouring selections are compared
+MOST_PENDING = 64
+
+
+class Probe:
+    """Measures the sparse calls of one model. One may serve all its layers, from any thread.
+
+    Args:
+        numbers: where to count; the process's recorder by default. `recorder().bind(model_name=...)` names the model.
+        sample_rate: share of calls that are measured; 0 measures none, all are counted.
+        spacing: seconds between two measured calls at least.
+    """
+
+    def __init__(
+        self, numbers: Recorder | None = None, *, sample_rate: float = SAMPLE_RATE, spacing: float = SPACING
+    ) -> None:
+        if not 0 <= sample_rate <= 1:
+            raise ValueError(f"`sample_rate` must be between 0 and 1, got {sample_rate}")
+        self.numbers = recorder() if numbers is None else numbers
+        self.sample_rate, self.spacing = sample_rate, spacing
+        self._pending: deque[Sample | RequestTimer] = deque()
+        self._random = random.Random(0)
+        self._last = -spacing
+        self._measured = 0
+        self._backends: dict[tuple[Any, ...], str] = {}
+        self.numbers.add_source(self)
+
+    # ---- layers --------------------------------------------------------------------------------------------------
+
+    def start(self, layer: int, q: Tensor, *, phase: str = "prefill") -> Call:
+        """A sparse call begins, before its blocks are chosen. q (batch, seqlen_q, q_heads, head_dim)."""
+        if self.sample_rate and self._random.random() < self.sample_rate:
+            now = time.monotonic()
+            if now - self._last >= self.spacing and (clock := clock_of(q.device)) is not None:
+                self._last = now
+                return MeasuredCall(self, layer, q, phase, clock)
+        return Call(self, q, phase)
+
+    def dense(self, reason: str, phase: str = "prefill") -> None:
+        """A call ran dense."""
+        self.numbers.add("dynaxx_layer_calls_total", backend="dense", phase=phase)
+        self.numbers.add("dynaxx_dense_calls_total", reason=reason)
+
+    def fallback(self, reason: str, phase: str = "prefill") -> None:
+        """A call ran dense that should have run sparse."""
+        self.dense(reason, phase)
+        self.numbers.add("dynaxx_fallbacks_total", reason=reason)
+
+    # ---- requests ------------------------------------------------------------------------------------------------
+
+    def request(self, route: str, tokens: int, device: torch.device) -> RequestTimer:
+        """A forward pass over `tokens` tokens of prompts begins; call `done()` on what is returned when it ends."""
+        return RequestTimer(self, route, tokens, clock_of(device))
+
+    # ---- reading back --------------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Record every measurement that is ready; waits for none."""
+        while True:
+            try:
+                sample = self._pending.popleft()
+            except IndexError:
+                return
+            if not sample.ready():
+                self._pending.appendleft(sample)
+                return
+            self._record(sample)
+
+    def _record(self, sample: Sample | RequestTimer) -> None:
+        try:
+            sample.record(self.numbers)
+        except Exception as error:
+            self.numbers.failed("probe", error)
+
+    def _keep(self, sample: Sample | RequestTimer) -> None:
+        """Record a measurement now or, where a GPU has to get there first, later."""
+        self.flush()
+        if not self._pending and sample.ready():
+            self._record(sample)
+        elif len(self._pending) < MOST_PENDING:
+            self._pending.append(sample)
+        else:
+            self.numbers.failed("probe", f"more than {MOST_PENDING} measurements wait for the GPU; one is dropped")
+
+    def _backend(self, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout) -> str:
+        """What `sparse_attention` chooses for such a call."""
+        grads = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        key = (q.device, q.dtype, q.shape[2:], k.shape[2], v.shape[3], layout.block_size, grads)
+        if key not in self._backends:
+            self._backends[key] = choose_backend(check_inputs(q, k, v, layout, values=False))
+        return self._backends[key]
+
+
+class Call:
+    """One sparse call of a layer: `selected(layout)` when its blocks are chosen, `done(k, v)` after it ran.
+
+    A call that fails in between is forgotten: say `probe.fallback(reason)` for it.
+    """
+
+    __slots__ = ("_layout", "_phase", "_probe", "_q")
+
+    def __init__(self, probe: Probe, q: Tensor, phase: str) -> None:
+        self._probe, self._q, self._phase = probe, q, phase
+        self._layout: BlockLayout | None = None
+
+    def selected(self, layout: BlockLayout) -> None:
+        """The blocks are chosen; attention comes next."""
+        self._layout = layout
+
+    def done(self, k: Tensor, v: Tensor, *, backend: str = "") -> None:
+        """The call ran, on the backend that `sparse_attention` chooses by itself if none is named."""
+        self._count(k, v, backend)
+
+    def _count(self, k: Tensor, v: Tensor, backend: str) -> str:
+        probe = self._probe
+        if not backend and self._layout is not None:
+            try:
+                backend = probe._backend(self._q, k, v, self._layout)
+            except Exception as error:
+                probe.numbers.failed("probe", error)
+        probe.numbers.add("dynaxx_layer_calls_total", backend=backend or "unknown", phase=self._phase)
+        return backend or "unknown"
+
+
+class MeasuredCall(Call):
+    """A call that is timed, and whose layout is counted."""
+
+    __slots__ = ("_clock", "_layer", "_selected", "_started")
+
+    def __init__(self, probe: Probe, layer: int, q: Tensor, phase: str, clock: Clock) -> None:
+        super().__init__(probe, q, phase)
+        self._layer, self._clock = layer, clock
+        self._started = self._selected = clock.mark()
+
+    def selected(self, layout: BlockLayout) -> None:
+        self._layout = layout
+        self._selected = self._clock.mark()
+
+    def done(self, k: Tensor, v: Tensor, *, backend: str = "") -> None:
+        ended = self._clock.mark()
+        probe = self._probe
+        backend = self._count(k, v, backend)
+        try:
+            probe._measured += 1
+            layout = self._layout
+            overlap = probe._measured % OVERLAP_EVERY == 0
+            sample = Sample(
+                layer=self._layer,
+                phase=self._phase,
+                backend=backend,
+                clock=self._clock,
+                marks=(self._started, self._selected, ended),
+                blocks=None if layout is None else count_blocks(self._q, k, v, layout, probe._random, overlap),
+                copied=self._clock.mark(),
+            )
+        except Exception as error:
+            probe.numbers.failed("probe", error)
+        else:
+            probe._keep(sample)
+
+
+class RequestTimer:
+    """One forward pass over prompts, from its making to `done()`."""
+
+    __slots__ = ("_clock", "_ended", "_probe", "_route", "_started", "_tokens")
+
+    def __init__(self, probe: Probe, route: str, tokens: int, clock: Clock | None) -> None:
+        self._probe, self._route, self._tokens, self._clock = probe, route, tokens, clock
+        self._started = None if clock is None else clock.mark()
+        self._ended: Any = None
+
+    def done(self, *, route: str = "") -> None:
+        """The pass is over; `route` says where it went if that changed on the way. It may still be at work on a GPU."""
+        self._route = route or self._route
+        self._probe.numbers.add("dynaxx_requests_total", route=self._route)
+        self._probe.numbers.add("dynaxx_tokens_total", self._tokens, route=self._route)
+        if self._clock is not None:
+            self._ended = self._clock.mark()
+            self._probe._keep(self)
+
+    def ready(self) -> bool:
+        assert self._clock is not None, "only timed passes are kept"
+        return self._clock.ready(self._ended)
+
+    def record(self, numbers: Recorder) -> None:
+        assert self._clock is not None, "only timed passes are kept"
+        seconds = self._clock.seconds(self._started, self._ended)
+        numbers.observe("dynaxx_request_seconds", seconds, route=self._route)
