@@ -23,7 +23,20 @@ ROOMS = (
     "cli",
 )
 SOURCE = Path(dynaxx.__file__).parent
-HEAVY = ("triton", "transformers", "matplotlib", "pydantic", "rich", "typer", "jinja2", "gguf", "vllm", "onnx")
+HEAVY = (
+    "triton",
+    "transformers",
+    "matplotlib",
+    "pydantic",
+    "rich",
+    "typer",
+    "jinja2",
+    "gguf",
+    "vllm",
+    "onnx",
+    "prometheus_client",
+    "opentelemetry",
+)
 
 
 def may_import(room: str) -> tuple[str, ...]:
