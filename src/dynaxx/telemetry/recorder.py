@@ -181,6 +181,10 @@ class Recorder:
         """Send every update to `sink` as well; one that raises is counted and never heard by a request."""
         self._store.sinks = (*self._store.sinks, sink)
 
+    def has_sink(self, kind: type) -> bool:
+        """Whether a sink of this kind is there."""
+        return any(isinstance(sink, kind) for sink in self._store.sinks)
+
     def remove_sink(self, sink: Sink) -> None:
         self._store.sinks = tuple(other for other in self._store.sinks if other is not sink)
 

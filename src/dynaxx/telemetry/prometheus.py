@@ -1,0 +1,222 @@
+"""Prometheus: an endpoint of our own, or our metrics in a registry that is served already. Needs prometheus-client.
+
+Three ways, one call each:
+- `serve(port)`: an endpoint on the loopback interface.
+- `register()`: into prometheus-client's registry, for a process that serves it.
+- Either of them under PROMETHEUS_MULTIPROC_DIR: this process's numbers go into that folder too, where the one process
+  that serves finds those of all (vLLM's workers and its API server; a web server's workers).
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+try:
+    import prometheus_client
+    from prometheus_client import CollectorRegistry, core, multiprocess, values
+    from prometheus_client.registry import Collector
+    from prometheus_client.utils import floatToGoString
+except ImportError as error:
+    raise ImportError(f"dynaxx.telemetry.prometheus needs {error.name}: pip install 'dynaxx[metrics]'") from error
+
+from dynaxx.telemetry.catalog import BASE_LABELS, CATALOG, Metric
+from dynaxx.telemetry.recorder import Recorder, recorder
+from dynaxx.telemetry.snapshot import Reading, Snapshot
+
+PORT = 9466
+LOOPBACK = "127.0.0.1"
+FOLDER = "PROMETHEUS_MULTIPROC_DIR"
+
+logger = logging.getLogger("dynaxx")
+
+
+class Server:
+    """An endpoint at `url`, until `close()`. Also a context manager."""
+
+    def __init__(self, registry: CollectorRegistry, port: int, host: str) -> None:
+        if not 0 <= port <= 65535:
+            raise ValueError(f"`port` must be between 0 and 65535 (0 takes a free one), got {port}")
+        try:
+            self._server, self._thread = prometheus_client.start_http_server(port, addr=host, registry=registry)
+        except OSError as error:
+            raise _explained(error, port, host) from None
+        self.host, self.port = host, int(self._server.server_port)
+        shown = f"[{host}]" if ":" in host else host
+        self.url = f"http://{shown}:{self.port}/metrics"
+        logger.info("metrics at %s", self.url)
+
+    def close(self) -> None:
+        """Stop. More calls do nothing."""
+        if self._thread.is_alive():
+            self._server.shutdown()
+            self._server.server_close()
+            self._thread.join()
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def serve(port: int = PORT, *, host: str = LOOPBACK, numbers: Recorder | None = None) -> Server:
+    """Serve this process's metrics, and under PROMETHEUS_MULTIPROC_DIR those of all its processes.
+
+    Args:
+        port: 0 takes a free one; see `Server.port`.
+        host: the interface; only the loopback one unless told otherwise. Metrics have no password.
+
+    Raises:
+        ValueError: a port that is none, or a PROMETHEUS_MULTIPROC_DIR that cannot be used.
+        OSError: the port is taken or not allowed, or no such host; the message says which.
+    """
+    numbers = recorder() if numbers is None else numbers
+    registry = CollectorRegistry()
+    if (folder := multiprocess_folder()) is not None:
+        write_to_folder(numbers)
+        multiprocess.MultiProcessCollector(registry, path=folder)
+    else:
+        registry.register(SnapshotCollector(lambda: Snapshot.of(numbers)))
+    return Server(registry, port, host)
+
+
+def register(registry: CollectorRegistry | None = None, *, numbers: Recorder | None = None) -> None:
+    """Show this process's metrics in a registry that somebody serves; more calls do nothing.
+
+    Under PROMETHEUS_MULTIPROC_DIR they go into that folder, where the serving process finds them.
+
+    Args:
+        registry: prometheus-client's own by default, which transformers' and vLLM's servers show.
+
+    Raises:
+        ValueError: a PROMETHEUS_MULTIPROC_DIR that cannot be used.
+    """
+    numbers = recorder() if numbers is None else numbers
+    if multiprocess_folder() is not None:
+        write_to_folder(numbers)
+        return
+    registry = prometheus_client.REGISTRY if registry is None else registry
+    collector = SnapshotCollector(lambda: Snapshot.of(numbers))
+    try:
+        registry.register(collector)
+    except ValueError:  # prometheus-client's word for names that are there
+        logger.debug("metrics are registered already")
+
+
+class SnapshotCollector(Collector):
+    """Metrics from a snapshot that is taken when they are asked for."""
+
+    def __init__(self, take: Callable[[], Snapshot]) -> None:
+        self._take = take
+
+    def collect(self) -> Iterator[Any]:
+        for name, readings in self._take().readings.items():
+            yield _family(CATALOG[name], readings)
+
+    def describe(self) -> Iterator[Any]:
+        """All names, so that registering twice is seen before anything is counted."""
+        for metric in CATALOG.values():
+            yield _family(metric, [])
+
+
+def _family(metric: Metric, readings: list[Reading]) -> Any:
+    labels = metric.all_labels
+    family: Any
+    if metric.kind == "histogram":
+        family = core.HistogramMetricFamily(metric.name, metric.help, labels=labels)
+        bounds = [*(floatToGoString(bound) for bound in metric.buckets), "+Inf"]
+        for reading in readings:
+            cumulative = [sum(reading.counts[: i + 1]) for i in range(len(bounds))]
+            family.add_metric(_values(reading, labels), list(zip(bounds, cumulative, strict=True)), reading.sum)
+        return family
+    kind = core.CounterMetricFamily if metric.kind == "counter" else core.GaugeMetricFamily
+    family = kind(metric.name, metric.help, labels=labels)
+    for reading in readings:
+        family.add_metric(_values(reading, labels), reading.value)
+    return family
+
+
+def _values(reading: Reading, labels: tuple[str, ...]) -> list[str]:
+    return [reading.labels[label] for label in labels]
+
+
+# ---- several processes -----------------------------------------------------------------------------------------------
+
+
+def multiprocess_folder() -> str | None:
+    """PROMETHEUS_MULTIPROC_DIR if it is set.
+
+    Raises:
+        ValueError: it is no folder that can be written, or it was set after prometheus-client was imported.
+    """
+    folder = os.environ.get(FOLDER) or os.environ.get(FOLDER.lower())
+    if not folder:
+        return None
+    if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
+        raise ValueError(
+            f"{FOLDER} must be a folder that can be written, got {folder!r}: make it, empty, at each start"
+        )
+    if not getattr(values.ValueClass, "_multiprocess", False):
+        raise ValueError(f"{FOLDER} was set after prometheus_client was imported; set it before the process starts")
+    return folder
+
+
+class FolderSink:
+    """Sends every update to prometheus-client's own metrics, which live in PROMETHEUS_MULTIPROC_DIR."""
+
+    def __init__(self) -> None:
+        self._metrics = {name: _client_metric(metric) for name, metric in CATALOG.items()}
+        self._series: dict[tuple[str, tuple[str, ...]], Any] = {}
+
+    def update(self, metric: Metric, labels: tuple[str, ...], value: float) -> None:
+        key = (metric.name, labels)
+        if key not in self._series:
+            self._series[key] = self._metrics[metric.name].labels(*labels)
+        series = self._series[key]
+        if metric.kind == "counter":
+            series.inc(value)
+        elif metric.kind == "histogram":
+            series.observe(value)
+        else:
+            series.set(value)
+
+
+def write_to_folder(numbers: Recorder) -> None:
+    """Keep a recorder's numbers in PROMETHEUS_MULTIPROC_DIR, too, from now on; more calls do nothing.
+
+    What counters and gauges say already is taken over. Histograms begin with what comes: call it at the start.
+    """
+    if numbers.has_sink(FolderSink):
+        return
+    sink = FolderSink()
+    for name, readings in Snapshot.of(numbers).readings.items():
+        if CATALOG[name].kind != "histogram":
+            for reading in readings:
+                sink.update(CATALOG[name], tuple(_values(reading, CATALOG[name].all_labels)), reading.value)
+    numbers.add_sink(sink)
+
+
+def _client_metric(metric: Metric) -> Any:
+    labels = (*BASE_LABELS, *metric.labels)
+    if metric.kind == "counter":
+        return prometheus_client.Counter(metric.name, metric.help, labels, registry=None)
+    if metric.kind == "histogram":
+        return prometheus_client.Histogram(metric.name, metric.help, labels, buckets=metric.buckets, registry=None)
+    modes = {"sum": "livesum", "min": "livemin", "max": "livemax", "last": "livemostrecent"}
+    mode: Any = modes[metric.combine]
+    return prometheus_client.Gauge(metric.name, metric.help, labels, registry=None, multiprocess_mode=mode)
+
+
+def _explained(error: OSError, port: int, host: str) -> OSError:
+    """The same error with words that say what to do."""
+    if error.errno == errno.EADDRINUSE:
+        message = f"port {port} on {host} is taken: choose another one, or 0 for a free one"
+    elif error.errno == errno.EACCES:
+        message = f"port {port} on {host} is not allowed: choose one from 1024 up"
+    else:
+        message = f"cannot serve on {host}:{port}: {error.strerror or error}; `host` must be an address of this machine"
+    return OSError(error.errno, message)

@@ -1,0 +1,199 @@
+"""`Snapshot`: the numbers of one or more processes at one moment, wherever they were read, and questions about them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from dynaxx.telemetry.catalog import CATALOG, Metric
+from dynaxx.telemetry.recorder import Recorder
+
+FORMAT, VERSION = "dynaxx.statistics", 1
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One series."""
+
+    labels: dict[str, str]
+    value: float = 0.0  # of a counter, gauge or info
+    counts: tuple[float, ...] = ()  # of a histogram: values per bucket, the last beyond all bounds
+    sum: float = 0.0
+
+    @property
+    def count(self) -> float:
+        """How many values a histogram has."""
+        return sum(self.counts)
+
+    def has(self, wanted: dict[str, str]) -> bool:
+        return all(self.labels.get(name) == value for name, value in wanted.items())
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Readings by metric name; names that the catalogue does not know are left out when it is made."""
+
+    readings: dict[str, list[Reading]]
+    time: float  # Unix time of the process that counted, seconds
+    uptime: float | None = None  # of that process, by a clock that never goes back; None if it did not say
+    events: list[dict[str, Any]] = field(default_factory=list)  # name, time, facts; oldest first
+
+    # ---- making one ----------------------------------------------------------------------------------------------
+
+    @classmethod
+    def of(cls, numbers: Recorder) -> Snapshot:
+        """The numbers of this process now."""
+        readings: dict[str, list[Reading]] = {}
+        for series in numbers.snapshot():
+            labels = dict(zip(series.metric.all_labels, series.labels, strict=True))
+            counts = tuple(series.counts) if series.metric.kind == "histogram" else ()
+            readings.setdefault(series.metric.name, []).append(Reading(labels, series.value, counts, series.sum))
+        events = [{"name": event.name, "time": event.time, "facts": event.facts} for event in numbers.events()]
+        return cls(readings, time.time(), numbers.uptime, events)
+
+    @classmethod
+    def from_document(cls, document: Any) -> Snapshot:
+        """From what `to_document` made.
+
+        Raises:
+            ValueError: something else, or of a newer version.
+        """
+        if not isinstance(document, dict) or document.get("format") != FORMAT:
+            raise ValueError(f"is no statistics file: `format` must be {FORMAT!r}")
+        if document.get("version") != VERSION:
+            raise ValueError(
+                f"is of version {document.get('version')!r}, this dynaxx reads {VERSION}: use the newer one"
+            )
+        try:
+            readings = {
+                name: [_reading(CATALOG[name], **entry) for entry in entries]
+                for name, entries in document["metrics"].items()
+                if name in CATALOG
+            }
+            return cls(readings, float(document["time"]), float(document["uptime_seconds"]), list(document["events"]))
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"is damaged: {type(error).__name__}: {error}") from None
+
+    def to_document(self) -> dict[str, Any]:
+        """As JSON can say it."""
+        metrics = {
+            name: [
+                {"labels": r.labels, "counts": list(r.counts), "sum": r.sum}
+                if r.counts
+                else {"labels": r.labels, "value": r.value}
+                for r in entries
+            ]
+            for name, entries in sorted(self.readings.items())
+        }
+        uptime = 0.0 if self.uptime is None else self.uptime
+        head = {"format": FORMAT, "version": VERSION, "time": self.time, "uptime_seconds": uptime}
+        return {**head, "metrics": metrics, "events": self.events}
+
+    @classmethod
+    def merged(cls, snapshots: Iterable[Snapshot]) -> Snapshot:
+        """Several processes as one: counters and histograms add up, gauges as the catalogue says."""
+        ordered = sorted(snapshots, key=lambda snapshot: snapshot.time)
+        found: dict[str, dict[tuple[Any, ...], Reading]] = {}
+        for snapshot in ordered:
+            for name, readings in snapshot.readings.items():
+                known = found.setdefault(name, {})
+                for reading in readings:
+                    key = tuple(sorted(reading.labels.items()))
+                    known[key] = _together(CATALOG[name], known[key], reading) if key in known else reading
+        uptimes = [snapshot.uptime for snapshot in ordered if snapshot.uptime is not None]
+        events = sorted((event for s in ordered for event in s.events), key=lambda event: event["time"])
+        merged = {name: list(known.values()) for name, known in found.items()}
+        return cls(merged, max((s.time for s in ordered), default=0.0), max(uptimes, default=None), events)
+
+    def since(self, earlier: Snapshot) -> Snapshot:
+        """What was counted after `earlier`; gauges as they are now. A process that began anew counts from zero."""
+        readings = {}
+        for name, now in self.readings.items():
+            metric = CATALOG[name]
+            if metric.kind in ("gauge", "info"):
+                readings[name] = now
+                continue
+            before = {tuple(sorted(r.labels.items())): r for r in earlier.readings.get(name, [])}
+            readings[name] = [_minus(r, before.get(tuple(sorted(r.labels.items())))) for r in now]
+        uptime = None
+        if self.uptime is not None and earlier.uptime is not None:
+            uptime = self.uptime - earlier.uptime if self.uptime >= earlier.uptime else self.uptime
+        return Snapshot(readings, self.time, uptime, self.events)
+
+    # ---- asking --------------------------------------------------------------------------------------------------
+
+    def get(self, name: str, **labels: str) -> list[Reading]:
+        """The readings of a metric that have these labels."""
+        assert name in CATALOG, name
+        return [reading for reading in self.readings.get(name, []) if reading.has(labels)]
+
+    def total(self, name: str, **labels: str) -> float:
+        """The sum of their values, or of their histograms' sums."""
+        return sum(r.sum if CATALOG[name].kind == "histogram" else r.value for r in self.get(name, **labels))
+
+    def by(self, name: str, label: str) -> dict[str, float]:
+        """Counters or gauges by one label, the others summed (a gauge: as the catalogue combines it)."""
+        found: dict[str, Reading] = {}
+        for reading in self.get(name):
+            key = reading.labels[label]
+            found[key] = _together(CATALOG[name], found[key], reading) if key in found else reading
+        return {key: reading.value for key, reading in found.items()}
+
+    def gauge(self, name: str) -> float | None:
+        """A gauge over everything, as the catalogue combines it; None if nobody set it."""
+        found = self.get(name)
+        if not found:
+            return None
+        value = found[0]
+        for reading in found[1:]:
+            value = _together(CATALOG[name], value, reading)
+        return value.value
+
+    def mean(self, name: str, **labels: str) -> float | None:
+        """The mean of a histogram's values; None without any."""
+        count = sum(reading.count for reading in self.get(name, **labels))
+        return self.total(name, **labels) / count if count else None
+
+    def quantile(self, name: str, q: float, **labels: str) -> float | None:
+        """A quantile of a histogram's values, linear within its bucket as in Prometheus; None without any."""
+        bounds, found = CATALOG[name].buckets, self.get(name, **labels)
+        counts = [sum(reading.counts[i] for reading in found) for i in range(len(bounds) + 1)]
+        rank, below = q * sum(counts), 0.0
+        if not sum(counts):
+            return None
+        for i, count in enumerate(counts[:-1]):
+            if below + count >= rank and count:
+                low = bounds[i - 1] if i else 0.0
+                return low + (bounds[i] - low) * (rank - below) / count
+            below += count
+        return bounds[-1]
+
+
+def _reading(
+    metric: Metric, *, labels: dict[str, str], value: float = 0.0, counts: Any = (), sum: float = 0.0
+) -> Reading:
+    """A reading that came from a file, checked."""
+    wanted = len(metric.buckets) + 1 if metric.kind == "histogram" else 0
+    if set(labels) != set(metric.all_labels) or len(counts) != wanted:
+        raise ValueError(f"{metric.name} has labels {metric.all_labels} and {wanted} buckets, got {labels}")
+    return Reading({str(k): str(v) for k, v in labels.items()}, float(value), tuple(map(float, counts)), float(sum))
+
+
+def _together(metric: Metric, a: Reading, b: Reading) -> Reading:
+    """Two processes' readings of one series; `b` is the newer one."""
+    if metric.kind == "histogram":
+        return Reading(a.labels, 0.0, tuple(x + y for x, y in zip(a.counts, b.counts, strict=True)), a.sum + b.sum)
+    if metric.kind == "counter" or metric.combine == "sum":
+        return Reading(a.labels, a.value + b.value)
+    if metric.combine == "last" or metric.kind == "info":
+        return b
+    return Reading(a.labels, min(a.value, b.value) if metric.combine == "min" else max(a.value, b.value))
+
+
+def _minus(now: Reading, before: Reading | None) -> Reading:
+    if before is None or now.value < before.value or now.count < before.count:  # new, or counting from zero again
+        return now
+    counts = tuple(x - y for x, y in zip(now.counts, before.counts, strict=True))
+    return Reading(now.labels, now.value - before.value, counts, now.sum - before.sum)
