@@ -1,24 +1,54 @@
-"""What runs where: the policy document, its file, and the plan it resolves to per layer. Imports pydantic."""
+"""What runs where: the policy document, its file, and the plan it resolves to per layer; on which requests, under which
+guard, and until when. Imports pydantic."""
 
-from dynaxx.policy.files import load_policy, parse_policy, policy_text, save_policy
+from dynaxx.policy.drift import Drift, DriftDetector
+from dynaxx.policy.files import (
+    load_policy,
+    load_profile,
+    parse_policy,
+    policy_digest,
+    policy_text,
+    rules_digest,
+    save_policy,
+    save_profile,
+)
+from dynaxx.policy.guard import Guard
+from dynaxx.policy.kill import KILL_SWITCH, KillSwitch
+from dynaxx.policy.profile import LayerProfile, Profile
+from dynaxx.policy.reload import PolicyFollower
 from dynaxx.policy.resolve import HeadGroup, LayerPlan, LengthSwitch, resolve
+from dynaxx.policy.rollout import Rollout, request
 from dynaxx.policy.schema import Evidence, MeasuredOn, ModelFacts, Policy, Rule, Tolerances
 from dynaxx.policy.specs import to_spec
 
 __all__ = [
+    "KILL_SWITCH",
+    "Drift",
+    "DriftDetector",
     "Evidence",
+    "Guard",
     "HeadGroup",
+    "KillSwitch",
     "LayerPlan",
+    "LayerProfile",
     "LengthSwitch",
     "MeasuredOn",
     "ModelFacts",
     "Policy",
+    "PolicyFollower",
+    "Profile",
+    "Rollout",
     "Rule",
     "Tolerances",
     "load_policy",
+    "load_profile",
     "parse_policy",
+    "policy_digest",
     "policy_text",
+    "request",
     "resolve",
+    "rules_digest",
     "save_policy",
+    "save_profile",
     "to_spec",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from dynaxx.errors import PolicyError
+from dynaxx.policy.profile import Profile
 from dynaxx.policy.schema import FORMAT, VERSION, Policy, explain_errors
 
 _NUMBER_LIST = re.compile(r"\[\n[\s\d.,eE+-]*\]")  # written on one line
@@ -65,11 +67,43 @@ def policy_text(policy: Policy) -> str:
 
 def save_policy(policy: Policy, path: str | os.PathLike[str]) -> None:
     """Write a policy file; a reader at any moment, even after a crash, sees the old file or the new one, whole."""
-    target = Path(path)
+    _save(policy_text(policy), Path(path))
+
+
+def save_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
+    """Write a statistics file, whole or not at all as `save_policy`."""
+    _save(profile.model_dump_json() + "\n", Path(path))
+
+
+def load_profile(path: str | os.PathLike[str]) -> Profile:
+    """Read a statistics file.
+
+    Raises:
+        FileNotFoundError: no such file.
+        PolicyError: not such a file, cut short, of a newer version, or wrong in a field.
+    """
+    try:
+        return Profile.model_validate_json(Path(path).read_bytes())
+    except ValidationError as error:
+        raise PolicyError(f"{os.fspath(path)}: is no dynaxx profile: {explain_errors(error)}") from None
+
+
+def policy_digest(policy: Policy) -> str:
+    """Twelve hex digits that tell policies apart."""
+    return hashlib.blake2b(policy_text(policy).encode(), digest_size=6).hexdigest()
+
+
+def rules_digest(policy: Policy) -> str:
+    """The same of what changes attention: the model, the block size, the rules."""
+    rules = policy.model_dump_json(include={"model", "block_size", "rules"})
+    return hashlib.blake2b(rules.encode(), digest_size=6).hexdigest()
+
+
+def _save(text: str, target: Path) -> None:
     handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(policy_text(policy))
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(name, 0o644)

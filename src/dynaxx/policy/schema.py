@@ -12,7 +12,11 @@ from pydantic import AfterValidator, Field, Strict, ValidationError, model_valid
 from dynaxx.errors import PolicyError
 from dynaxx.layout import as_block_size
 from dynaxx.policy import specs
-from dynaxx.policy.specs import AttentionSpec, Count, Document, Int, Positive, to_spec
+from dynaxx.policy.drift import Drift
+from dynaxx.policy.guard import Guard
+from dynaxx.policy.profile import Profile
+from dynaxx.policy.rollout import Rollout
+from dynaxx.policy.specs import AttentionSpec, Count, Document, Indices, Int, Positive, to_spec
 
 FORMAT: Literal["dynaxx.policy"] = "dynaxx.policy"
 VERSION: Literal[1] = 1
@@ -26,7 +30,6 @@ def _checked_block_size(value: int | tuple[int, int] | None) -> int | tuple[int,
 
 Number = Annotated[float, Strict()]
 BlockSize = Annotated[Int | tuple[Int, Int], AfterValidator(_checked_block_size)]
-Indices = Literal["all"] | Annotated[tuple[Count, ...], Field(min_length=1)]
 
 
 class ModelFacts(Document):
@@ -144,9 +147,13 @@ class Policy(Document):
     dense_below: Count = 0  # tokens, measured
     sparse_from: Count | None = None  # tokens, >= dense_below
     rules: tuple[Rule, ...] = ()
+    rollout: Rollout = Rollout()
+    guard: Guard | None = None  # None measures nothing on running traffic
+    drift: Drift = Drift()
     tolerances: Tolerances = Tolerances()
     measured_on: MeasuredOn | None = None
     evidence: tuple[Evidence, ...] = ()
+    reference: Profile | None = None  # attention on the traffic it was tuned for; without it no drift is looked for
 
     def __init__(self, **data: Any) -> None:
         try:

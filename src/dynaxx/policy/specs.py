@@ -22,6 +22,7 @@ Positive = Annotated[int, Strict(), Field(ge=1)]
 Share = Annotated[float, Strict(), Field(ge=0, le=1)]
 NotNegative = Annotated[float, Strict(), Field(ge=0)]
 Flag = Annotated[bool, Strict()]
+Indices = Literal["all"] | Annotated[tuple[Count, ...], Field(min_length=1)]
 
 
 class Document(BaseModel):

@@ -1,0 +1,108 @@
+"""A profile of attention: per layer and head, how its statistics are spread over calls. The reference that a policy
+carries, and what a running process records, are both one of these.
+
+One value is the mean of a statistic over the sampled query rows of one call: rows of a call depend on one another,
+calls of different requests hardly do. Statistics are shares from 0 to 1, and bins are finer towards both ends, where
+shares vary less: edges at sin^2.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from dynaxx.policy.specs import Count, Document, NotNegative, Positive
+
+STATISTICS = ("recall", "entropy", "local")
+BINS = 24
+EDGES = torch.tensor([math.sin(math.pi / 2 * i / BINS) ** 2 for i in range(1, BINS)])  # between the bins
+LADDER = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0)  # factors on budgets whose recall is recorded, to tune again
+
+Histogram = tuple[Count, ...]
+
+
+class LayerProfile(Document):
+    """What was seen of one layer."""
+
+    layer: Count
+    calls: Count  # behind each histogram
+    recall: tuple[Histogram, ...]  # by q head: share of dense attention mass in the visited blocks
+    entropy: tuple[Histogram, ...]  # of dense attention, over that of an even spread
+    local: tuple[Histogram, ...]  # share of dense attention mass on the nearest keys
+    ladder_calls: Count = 0
+    ladder: tuple[tuple[NotNegative, ...], ...] = ()  # by q head: mean recall with budgets times each of `LADDER`
+
+    @model_validator(mode="after")
+    def _shapes(self) -> LayerProfile:
+        heads = len(self.recall)
+        for name in STATISTICS:
+            found = getattr(self, name)
+            if len(found) != heads or any(len(each) != BINS for each in found):
+                raise ValueError(f"`{name}` must be {heads} histograms of {BINS} bins")
+            if any(sum(each) != self.calls for each in found):
+                raise ValueError(f"the counts of each histogram of `{name}` must add up to `calls` = {self.calls}")
+        if self.ladder and (len(self.ladder) != heads or any(len(each) != len(LADDER) for each in self.ladder)):
+            raise ValueError(f"`ladder` must be {heads} rows of {len(LADDER)}")
+        return self
+
+    def counts(self) -> Tensor:
+        """(statistics, heads, bins) int64."""
+        return torch.tensor([getattr(self, name) for name in STATISTICS])
+
+
+class Profile(Document):
+    """Attention of one model under one policy, seen on some traffic. Read with `load_profile`."""
+
+    format: Literal["dynaxx.profile"] = "dynaxx.profile"
+    version: Literal[1] = 1
+    policy: str = ""  # digest of the rules it was recorded under, see `rules_digest`
+    command: str = ""  # how it was recorded
+    requests: Count = 0
+    rows: Positive = 16  # query rows per call
+    layers: Annotated[tuple[LayerProfile, ...], Field(min_length=1)]
+
+    def of_layer(self, layer: int) -> LayerProfile | None:
+        """The profile of one layer, None if there is none."""
+        return next((each for each in self.layers if each.layer == layer), None)
+
+
+class LayerRecord:
+    """Gathers the profile of one layer."""
+
+    def __init__(self, heads: int) -> None:
+        self.calls = 0
+        self.counts = torch.zeros(len(STATISTICS), heads, BINS, dtype=torch.int64)
+        self.ladder_calls = 0
+        self.ladder = torch.zeros(heads, len(LADDER), dtype=torch.float64)
+
+    def add(self, values: Tensor) -> None:
+        """One call: (statistics, heads) shares."""
+        place = torch.bucketize(values.float().contiguous().clamp(0, 1), EDGES)
+        self.counts.scatter_add_(2, place[..., None], torch.ones_like(place)[..., None])
+        self.calls += 1
+
+    def add_ladder(self, recalls: Tensor) -> None:
+        """One call: (heads, len(LADDER)) recall with budgets times each factor."""
+        self.ladder += recalls.double()
+        self.ladder_calls += 1
+
+    def clear(self) -> None:
+        """Start again."""
+        self.__init__(self.counts.shape[1])  # type: ignore[misc]
+
+    def to_profile(self, layer: int) -> LayerProfile:
+        """As a document."""
+        named = {name: tuple(map(tuple, rows)) for name, rows in zip(STATISTICS, self.counts.tolist(), strict=True)}
+        mean = (self.ladder / max(1, self.ladder_calls)).clamp(max=1).tolist()
+        ladder = tuple(tuple(round(value, 4) for value in row) for row in mean) if self.ladder_calls else ()
+        return LayerProfile(layer=layer, calls=self.calls, ladder_calls=self.ladder_calls, ladder=ladder, **named)
+
+
+def midpoints() -> Tensor:
+    """(bins,) the middle of each bin, as a share."""
+    edges = torch.cat([torch.zeros(1), EDGES, torch.ones(1)])
+    return (edges[1:] + edges[:-1]) / 2

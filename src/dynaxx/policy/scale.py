@@ -1,0 +1,72 @@
+"""More or less of the same rule: budgets times a factor, and where there is none, windows."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from dynaxx.patterns import Dilated, Pattern, SlidingWindow
+from dynaxx.patterns.base import Intersection, Union
+from dynaxx.policy.resolve import HeadGroup, LayerPlan
+from dynaxx.policy.specs import AttentionRule
+from dynaxx.selection import Hybrid, Selector, Threshold, TopK, TopP
+
+
+def scaled_plan(plan: LayerPlan, factor: float) -> LayerPlan:
+    """A plan whose heads see about `factor` times as much."""
+    return replace(plan, groups=tuple(HeadGroup(group.heads, scaled(group.rule, factor)) for group in plan.groups))
+
+
+def scaled(rule: AttentionRule, factor: float | tuple[float, ...]) -> AttentionRule:
+    """A rule that shows about `factor` times as much; one factor, or one per head of a rule with a selector.
+
+    A selector's shares and counts of blocks are multiplied. Of a mass to reach, what may be missing is divided; so is a
+    threshold. A pattern alone has its windows multiplied. What is full stays full, and what is nothing stays nothing.
+
+    Raises:
+        ValueError: factors per head for a rule without a selector.
+    """
+    if isinstance(rule, Hybrid):
+        return Hybrid(rule.pattern, _scaled_selector(rule.selector, factor))
+    if isinstance(rule, Selector):
+        return _scaled_selector(rule, factor)
+    if isinstance(factor, tuple):
+        raise ValueError(f"{rule!r} has no budget per head; give one factor")
+    return _scaled_pattern(rule, factor)
+
+
+def _scaled_selector(selector: Selector, factor: float | tuple[float, ...]) -> Selector:
+    value = getattr(selector, selector.budget_field)
+    if isinstance(factor, tuple):
+        values = value if isinstance(value, tuple) else (value,) * len(factor)
+        new: Any = tuple(_scaled_budget(selector, *each) for each in zip(values, factor, strict=True))
+    elif isinstance(value, tuple):
+        new = tuple(_scaled_budget(selector, each, factor) for each in value)
+    else:
+        new = _scaled_budget(selector, value, factor)
+    return replace(selector, **{selector.budget_field: new})  # type: ignore[type-var]  # every selector is a dataclass
+
+
+def _scaled_budget(selector: Selector, value: float, factor: float) -> float:
+    if isinstance(selector, TopK) and isinstance(value, int):
+        return math.ceil(value * factor)
+    if isinstance(selector, TopK):
+        return min(1.0, value * factor)
+    if isinstance(selector, TopP):
+        return max(0.0, 1 - (1 - value) / factor) if value else 0.0
+    if isinstance(selector, Threshold):
+        return value / factor
+    return value
+
+
+def _scaled_pattern(pattern: Pattern, factor: float) -> Pattern:
+    if isinstance(pattern, Union | Intersection):
+        return type(pattern)(tuple(_scaled_pattern(part, factor) for part in pattern.parts))
+    if isinstance(pattern, SlidingWindow):
+        window = pattern.window
+        if isinstance(window, int):
+            return SlidingWindow(math.ceil(window * factor))
+        left, right = (side if side < 0 else math.ceil(side * factor) for side in window)
+        return SlidingWindow((left, right))
+    return Dilated(math.ceil(pattern.window * factor), pattern.dilation) if isinstance(pattern, Dilated) else pattern
