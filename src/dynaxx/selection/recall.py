@@ -65,7 +65,7 @@ def recall(
             position = torch.arange(seqlen_k, device=q.device)
             scores.masked_fill_(position > (some + seqlen_k - seqlen_q)[:, None], -torch.inf)
         share = scores.softmax(-1)
-        values[a:b] = share.masked_fill_(~_visible(layout, some), 0.0).sum(-1).permute(2, 0, 1)
+        values[a:b] = share.masked_fill_(~visible_keys(layout, some), 0.0).sum(-1).permute(2, 0, 1)
     if not len(drawn):
         return Recall(1.0, 1.0, 1.0, torch.ones(heads, device=q.device))
     return _estimate(values.clamp(max=1.0), population)
@@ -100,7 +100,7 @@ def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
     return scores
 
 
-def _visible(layout: BlockLayout, rows: Tensor) -> Tensor:
+def visible_keys(layout: BlockLayout, rows: Tensor) -> Tensor:
     """(layout_batch, layout_heads, R, seqlen_k) bool: the keys that some queries see."""
     (q_block, kv_block), count = layout.block_size, len(rows)
     starts = layout.kv_indptr[..., rows // q_block].flatten().long()
