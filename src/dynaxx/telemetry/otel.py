@@ -1,0 +1,64 @@
+"""OpenTelemetry: every update goes to instruments of a meter provider, which exports as it was set up. Needs its SDK.
+
+Names are the same but for the dot of their namespace and `_total`, with units beside them: a collector that shows
+Prometheus what it received says `dynaxx_attention_seconds` again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+try:
+    from opentelemetry import metrics
+except ImportError as error:
+    raise ImportError(f"dynaxx.telemetry.otel needs {error.name}: pip install 'dynaxx[otel]'") from error
+
+from dynaxx.telemetry.catalog import CATALOG, Metric
+from dynaxx.telemetry.recorder import Recorder, recorder
+from dynaxx.telemetry.snapshot import Snapshot
+
+UNITS = {"_seconds": "s", "_bytes": "By", "_ratio": "1", "_nats": "nat"}
+
+
+class OtelSink:
+    """Forwards updates to one instrument per metric."""
+
+    def __init__(self, provider: Any) -> None:
+        meter = metrics.get_meter("dynaxx") if provider is None else provider.get_meter("dynaxx")
+        self._instruments = {metric.name: _instrument(meter, metric) for metric in CATALOG.values()}
+
+    def update(self, metric: Metric, labels: tuple[str, ...], value: float) -> None:
+        self._instruments[metric.name](value, dict(zip(metric.all_labels, labels, strict=True)))
+
+
+def export(provider: Any = None, *, numbers: Recorder | None = None) -> OtelSink:
+    """Send this process's metrics to a meter provider from now on: the global one by default.
+
+    What counters and gauges say already is taken over; histograms begin with what comes. `numbers.remove_sink(...)`
+    with what is returned ends it.
+    """
+    numbers = recorder() if numbers is None else numbers
+    sink = OtelSink(provider)
+    for name, readings in Snapshot.of(numbers).readings.items():
+        metric = CATALOG[name]
+        for reading in readings if metric.kind != "histogram" else ():
+            sink.update(metric, tuple(reading.labels[label] for label in metric.all_labels), reading.value)
+    numbers.add_sink(sink)
+    return sink
+
+
+def otel_name(metric: Metric) -> tuple[str, str]:
+    """Name and unit as OpenTelemetry writes them."""
+    name = metric.name.removesuffix("_total").replace("dynaxx_", "dynaxx.", 1)
+    return name, next((unit for suffix, unit in UNITS.items() if name.endswith(suffix)), "1")
+
+
+def _instrument(meter: Any, metric: Metric) -> Any:
+    """What takes a value and attributes."""
+    name, unit = otel_name(metric)
+    if metric.kind == "counter":
+        return meter.create_counter(name, unit, metric.help).add
+    if metric.kind == "histogram":
+        bounds = list(metric.buckets)
+        return meter.create_histogram(name, unit, metric.help, explicit_bucket_boundaries_advisory=bounds).record
+    return meter.create_gauge(name, unit, metric.help).set
