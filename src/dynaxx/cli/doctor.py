@@ -34,6 +34,10 @@ def doctor(
     fuzz: Annotated[
         str, typer.Option("--fuzz", metavar="TIME", help="Check random problems instead, for so long: 90, 10m or 2h.")
     ] = "",
+    fuzz_cases: Annotated[int | None, typer.Option("--fuzz-cases", min=1, help="Stop after so many problems.")] = None,
+    isas: Annotated[
+        list[str] | None, typer.Option("--isa", metavar="NAME", help="With --fuzz: builds of the CPU core to check.")
+    ] = None,
     fuzz_seed: Annotated[int | None, typer.Option("--fuzz-seed", help="Check this one random problem again.")] = None,
     seed: SeedOption = 0,
     as_json: JsonOption = False,
@@ -42,8 +46,9 @@ def doctor(
     """Say what this machine can serve, and check it against an oracle.
 
     Lists machine and versions, which backends can serve your shapes and why the others cannot, and compares each that
-    can, forward and gradients, with attention computed in fp64. With --fuzz, random patterns, selectors, shapes and
-    dtypes are checked; a failing one prints the line that shows it again. Exit code 1 if a backend is wrong.
+    can, forward and gradients, with attention computed in fp64. With --fuzz, random problems are checked: patterns,
+    selectors, ragged batches, shapes, strides and dtypes; a failing one prints the line that shows it again, and the
+    summary names the seed to go on with. Exit code 1 if a backend is wrong.
 
     \b
     Examples:
@@ -51,14 +56,16 @@ def doctor(
       dynaxx doctor --q-heads 32 --kv-heads 8 --head-dim 128 --seqlen 8192 --dtype bfloat16
       dynaxx doctor --json | jq .chosen
       dynaxx doctor --fuzz 10m
+      dynaxx doctor --fuzz-cases 10000 --isa x86-64-v3 --isa baseline
     """
     with running(as_json, threads) as finish:
-        if fuzz or fuzz_seed is not None:
+        if fuzz or fuzz_cases is not None or fuzz_seed is not None:
             result = tool("fuzz").fuzz(
-                seconds(fuzz) or 0.0,
+                seconds(fuzz),
                 seed=seed if fuzz_seed is None else fuzz_seed,
-                cases=None if fuzz_seed is None else 1,
+                cases=fuzz_cases if fuzz_seed is None else 1,
                 device=device_of(device),
+                isas=isas or (),
                 progress=progress_of(quiet),
             )
             finish(result, result.summary(), ok=result.ok)

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from dynaxx.kernels.problem import AttentionProblem
+from dynaxx.kernels.cpu.build import supported_isas
+from dynaxx.kernels.cpu.library import ISA_VARIABLE
 from dynaxx.lab.progress import Progress, SilentProgress
-from dynaxx.layout import BlockLayout
-from dynaxx.ops import sparse_attention
 from dynaxx.ops.dispatch import BACKENDS, unsupported_reasons
-from dynaxx.testing import AttentionCase, ErrorReport, check_forward, check_gradients, random_case
+from dynaxx.testing import ErrorReport, Expected, Problem, random_memory, random_problem
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FEW = 64  # a largest error over fewer numbers than this is a matter of chance: see `_within_budget`
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A problem on which a backend is wrong, or fails."""
+    """A problem on which a backend is wrong, or fails; or whose layout is."""
 
     seed: int
     backend: str
@@ -38,11 +39,12 @@ class Mismatch:
 
 @dataclass(frozen=True)
 class FuzzResult:
-    """How many problems each backend was right on, and where one was not."""
+    """How many problems each backend was right on, what they were made of, and where one was not."""
 
     first_seed: int
     cases: int
     checked: dict[str, int]  # by backend: problems it served
+    covered: dict[str, dict[str, int]]  # by kind of trait ("pattern", "scorer", ...): problems with each
     mismatches: tuple[Mismatch, ...]
     seconds: float
 
@@ -54,96 +56,122 @@ class FuzzResult:
         return {
             "ok": self.ok,
             "first_seed": self.first_seed,
+            "next_seed": self.first_seed + self.cases,
             "cases": self.cases,
             "checked": self.checked,
+            "covered": self.covered,
             "seconds": self.seconds,
+            "cases_per_second": self.cases / self.seconds,
             "mismatches": [{**vars(each), "reproduce": each.reproduce()} for each in self.mismatches],
         }
 
     def summary(self) -> str:
         """What the command prints."""
-        served = ", ".join(f"{backend} {count:,}" for backend, count in self.checked.items()) or "none"
-        lines = [f"{self.cases:,} random problems, forward and gradients, in {self.seconds:.0f} s; served by: {served}"]
-        lines += [f"FAIL  {each.reproduce()}" for each in self.mismatches]
-        return "\n".join([*lines, "no mismatch" if self.ok else f"{len(self.mismatches)} mismatches"])
+        lines = [
+            f"{self.cases:,} random problems, forward and gradients, in {self.seconds:.0f} s "
+            f"({self.cases / self.seconds:.1f} per second); go on with --seed {self.first_seed + self.cases}",
+            f"  served by: {_counts(self.checked)}",
+            *(f"  {kind}: {_counts(counts)}" for kind, counts in self.covered.items()),
+            *(f"FAIL  {each.reproduce()}" for each in self.mismatches),
+            "no mismatch" if self.ok else f"{len(self.mismatches)} mismatches",
+        ]
+        return "\n".join(lines)
 
 
 def fuzz(
-    seconds: float = 60.0,
+    seconds: float | None = 60.0,
     *,
     seed: int = 0,
     cases: int | None = None,
     device: torch.device | str = "cpu",
+    isas: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> FuzzResult:
     """Check random problems until the time is over.
 
-    Patterns, selectors, lengths, heads, head_dims, blocks and dtypes are drawn from consecutive seeds; every backend
-    that serves a problem is held to the derived budgets of `dynaxx.testing`.
+    Everything is drawn from consecutive seeds: batches, ragged packed batches, merged results and buckets of requests;
+    patterns, selectors and masks; lengths, heads, head_dims, blocks, dtypes, scales, strides. Every layout is held to
+    the definition of its rule, every backend that serves a problem to the derived budgets of `dynaxx.testing`.
 
     Args:
-        seconds: for how long; the problem under way is finished.
-        seed: of the first problem.
+        seconds: for how long, None for no end; the problem under way is finished.
+        seed: of the first problem; the result names the one to go on with.
         cases: stop after so many, too.
+        isas: builds of the CPU core to check ("baseline", ..., "torch" for the gathers); by default the active one.
     """
-    if seconds < 0 or (cases is not None and cases < 1):
-        raise ValueError(f"`seconds` must be >= 0 and `cases` >= 1, got {seconds} and {cases}")
-    start, done = time.monotonic(), 0
+    if set(isas) - {*supported_isas(), "torch"}:
+        raise ValueError(f"`isas` must be of {(*supported_isas(), 'torch')} on this processor, got {tuple(isas)}")
+    if (seconds is not None and seconds < 0) or (cases is not None and cases < 1) or seconds is cases is None:
+        raise ValueError(f"`seconds` must be >= 0 or `cases` >= 1, got {seconds} and {cases}")
+    start, done, passed = time.monotonic(), 0, 0.0
     checked: Counter[str] = Counter()
+    covered: dict[str, Counter[str]] = {}
     mismatches: list[Mismatch] = []
-    with (progress or SilentProgress()).task("Random problems against the fp64 oracle", total=seconds or None) as task:
-        before = 0.0
-        while done == 0 or (time.monotonic() - start < seconds and done != cases):
-            for backend, wrong, label in _check(seed + done, device):
-                checked[backend] += 1
-                mismatches += [Mismatch(seed + done, backend, what, label) for what in wrong]
+    total = seconds or cases
+    with (progress or SilentProgress()).task("Random problems against the fp64 oracle", total=total) as task:
+        while done == 0 or ((seconds is None or passed < seconds) and done != cases):
+            problem, found = _check(seed + done, device, isas)
+            mismatches += found
+            if problem is not None:
+                for kind, names in problem[0].traits.items():
+                    covered.setdefault(kind, Counter()).update(names)
+                checked.update(problem[1])
             done += 1
-            now = time.monotonic() - start
-            task.advance(min(now, seconds) - before, f"{done:,} problems, {len(mismatches)} mismatches")
-            before = min(now, seconds)
-    return FuzzResult(seed, done, dict(checked), tuple(mismatches), time.monotonic() - start)
+            before, passed = passed, time.monotonic() - start
+            step = min(passed, seconds) - min(before, seconds) if seconds else 1
+            task.advance(step, f"{done:,} problems, {len(mismatches)} mismatches")
+    by_kind = {kind: dict(sorted(counts.items())) for kind, counts in sorted(covered.items())}
+    return FuzzResult(seed, done, dict(checked), by_kind, tuple(mismatches), max(1e-9, time.monotonic() - start))
 
 
-def _check(seed: int, device: torch.device | str) -> list[tuple[str, list[str], str]]:
-    """Of one problem: each backend that serves it, and what is wrong with its answers."""
-    dtype = random.Random(seed).choice(DTYPES)
-    case = random_case(seed, dtype=dtype, device=device)
-    label = f"{str(dtype).removeprefix('torch.')} {case.label}"
-    serving = [backend for backend in BACKENDS if not unsupported_reasons(backend, _problem(case))]
-    return [(backend, _wrong(backend, case), label) for backend in serving]
-
-
-def _wrong(backend: str, case: AttentionCase) -> list[str]:
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout) -> tuple[Tensor, Tensor]:
-        return sparse_attention(q, k, v, layout, return_lse=True, backend=backend)
-
+def _check(
+    seed: int, device: torch.device | str, isas: Sequence[str]
+) -> tuple[tuple[Problem, list[str]] | None, list[Mismatch]]:
+    """One problem and the backends that serve it, and what is wrong with it. A crash is what a fuzzer looks for."""
     try:
-        reports = check_forward(attend, case.q, case.k, case.v, case.layout)
-        reports += check_gradients(attend, case.q, case.k, case.v, case.layout)
-    except Exception as error:  # a crash of a backend is what a fuzzer looks for
-        return [f"{type(error).__name__}: {error}"]
-    return [str(report) for report in reports if not _within_budget(report, case)]
+        problem = random_problem(seed, device)
+        expected = Expected(problem.inputs, problem.exact, problem.eager, scale=problem.scale, seed=seed)
+    except Exception as error:
+        return None, [Mismatch(seed, "layout", f"{type(error).__name__}: {error}", "")]
+    wrong = {}
+    for backend in BACKENDS:
+        if not unsupported_reasons(backend, problem.asks):
+            for isa in isas if backend == "cpu" and isas else ("",):
+                with _cpu_isa(isa):
+                    wrong[f"{backend} {isa}".strip()] = _wrong(backend, problem, expected, seed)
+    return (problem, list(wrong)), [Mismatch(seed, name, what, problem.label) for name, what in wrong.items() if what]
 
 
-def _within_budget(report: ErrorReport, case: AttentionCase) -> bool:
+def _wrong(backend: str, problem: Problem, expected: Expected, seed: int) -> str:
+    rng = random.Random(seed)
+    try:
+        reports = expected.reports(partial(problem.attend, backend=backend), lambda grad: random_memory(rng, grad)[0])
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ", ".join(str(report) for report in reports if not _within_budget(report, problem))
+
+
+@contextmanager
+def _cpu_isa(isa: str) -> Iterator[None]:
+    """Use one build of the CPU core for a while, "" for the active one."""
+    before = os.environ.get(ISA_VARIABLE)
+    if isa:
+        os.environ[ISA_VARIABLE] = isa
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ[ISA_VARIABLE] = before
+        elif isa:
+            del os.environ[ISA_VARIABLE]
+
+
+def _within_budget(report: ErrorReport, problem: Problem) -> bool:
     """The derived budget; where the eager error is that of a few numbers, a few roundings are allowed."""
-    few = min(case.q[..., 0].numel(), case.k[..., 0].numel()) < FEW
-    return report.ok or (few and report.error <= 16 * torch.finfo(case.q.dtype).eps)
+    q, k = problem.inputs["q"], problem.inputs["k"]
+    few = min(q[..., 0].numel(), k[..., 0].numel()) < FEW
+    return report.ok or (few and report.error <= 16 * torch.finfo(q.dtype).eps)
 
 
-def _problem(case: AttentionCase) -> AttentionProblem:
-    batch, seqlen_q, q_heads, head_dim = case.q.shape
-    return AttentionProblem(
-        device=case.q.device,
-        dtype=case.q.dtype,
-        batch=batch,
-        seqlen_q=seqlen_q,
-        seqlen_k=case.k.shape[1],
-        q_heads=q_heads,
-        kv_heads=case.k.shape[2],
-        head_dim=head_dim,
-        head_dim_v=case.v.shape[-1],
-        block_size=case.layout.block_size,
-        needs_grad=True,
-    )
+def _counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{name} {count:,}" for name, count in counts.items()) or "none"

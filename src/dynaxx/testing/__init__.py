@@ -1,15 +1,23 @@
 """What tests, benchmarks and users check against: the fp64 oracle, derived error budgets, and random inputs."""
 
-from dynaxx.testing.cases import AttentionCase, make_qkv, random_case, random_pattern
+from dynaxx.testing.cases import AttentionCase, make_qkv, random_case, random_pattern, random_selector
+from dynaxx.testing.expected import Expected
+from dynaxx.testing.memory import random_memory
 from dynaxx.testing.oracle import ErrorReport, check_forward, check_gradients, oracle_attention
+from dynaxx.testing.problems import Problem, random_problem
 
 __all__ = [
     "AttentionCase",
     "ErrorReport",
+    "Expected",
+    "Problem",
     "check_forward",
     "check_gradients",
     "make_qkv",
     "oracle_attention",
     "random_case",
+    "random_memory",
     "random_pattern",
+    "random_problem",
+    "random_selector",
 ]

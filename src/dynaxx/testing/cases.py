@@ -11,7 +11,21 @@ from torch import Tensor
 
 from dynaxx import patterns as p
 from dynaxx.layout import BLOCK_SIZES, BlockLayout
-from dynaxx.selection import LastQueryProbe, MeanPool, MinMax, Selector, TopK, TopP, select_blocks
+from dynaxx.selection import (
+    AntiDiagonal,
+    Int8Pool,
+    KeyClusters,
+    LastQueryProbe,
+    MeanPool,
+    MinMax,
+    Scorer,
+    Selector,
+    SimHash,
+    Threshold,
+    TopK,
+    TopP,
+    select_blocks,
+)
 
 LENGTHS = (1, 15, 17, 63, 64, 65, 100, 127, 128, 129, 200, 257)
 
@@ -40,17 +54,31 @@ def random_pattern(rng: random.Random, seqlen_k: int) -> p.Pattern:
     return pattern
 
 
+def random_scorer(rng: random.Random) -> Scorer:
+    """Any of the library's."""
+    scorers: tuple[Callable[[], Scorer], ...] = (
+        lambda: MeanPool(rng.choice((None, 1, 3, 8, 16))),
+        lambda: MinMax(rng.choice((1.0, 0.5, 0.0))),
+        lambda: LastQueryProbe(rng.choice((1, 64, 1000))),
+        lambda: AntiDiagonal(rng.choice((1, 4, 16, 50))),
+        lambda: SimHash(tables=rng.choice((1, 4)), bits=rng.choice((1, 5)), seed=rng.randint(0, 9)),
+        lambda: KeyClusters(rng.choice((1, 8, 40)), rng.choice((1, 4, 64)), rng.choice((1, 3)), seed=rng.randint(0, 9)),
+        lambda: Int8Pool(rng.choice((8, 16)), rng.choice((1, 3, 8)), rng.choice((0.0, 0.4, 1.0))),
+    )
+    return rng.choice(scorers)()
+
+
 def random_selector(rng: random.Random) -> Selector:
     """A budget and a scorer."""
-    scorer = rng.choice(
-        (MeanPool(), MeanPool(pool=8), MinMax(), MinMax(bound=0.5), LastQueryProbe(rng.choice((1, 64))))
+    scorer = random_scorer(rng)
+    budgets: tuple[Callable[[], Selector], ...] = (
+        lambda: TopK(rng.randint(0, 4), scorer),
+        lambda: TopK(rng.random(), scorer, floor=rng.choice((0, 3))),
+        lambda: TopP(rng.random(), scorer),
+        lambda: Threshold(rng.random(), "max", scorer),
+        lambda: Threshold(2 * rng.random(), "uniform", scorer),
     )
-    budgets: tuple[Selector, ...] = (
-        TopK(rng.randint(0, 4), scorer),
-        TopK(rng.random(), scorer, floor=rng.choice((0, 3))),
-        TopP(rng.random(), scorer),
-    )
-    return rng.choice(budgets)
+    return rng.choice(budgets)()
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,236 @@
+"""What a random problem is drawn from: dtypes, lengths, heads, blocks, rules, memory; and what of it is visible."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dynaxx import patterns as p
+from dynaxx.layout import BLOCK_SIZES, BlockGrid, BlockLayout
+from dynaxx.patterns.base import Intersection, Union
+from dynaxx.selection import Hybrid, Selector, select_blocks
+from dynaxx.testing.cases import make_qkv, random_pattern, random_selector
+from dynaxx.testing.memory import random_memory
+
+DTYPES = (torch.float32,) * 4 + (torch.bfloat16, torch.float16) * 2 + (torch.float64,)
+HEAD_DIMS = (1, 5, 16, 16, 24, 24, 32, 32, 64, 64, 80, 96, 128, 256)
+SHORT = (1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 100)
+MEDIUM = (127, 128, 129, 200, 257)
+LONG = (500, 777, 1024)
+RAGGED = (0, 0, 1, 5, 16, 17, 33, 64, 70)
+MOST_PAIRS = 100_000  # batch * q_heads * N * M; more is cut to two heads of one batch entry, or one
+
+Rule = p.Pattern | Selector | Hybrid
+Piece = tuple[slice, slice]  # queries and keys of one sequence
+
+
+@dataclass
+class Draw:
+    """One seed's numbers; each method draws on, counts what it drew, or says what must be visible."""
+
+    rng: random.Random
+    seed: int
+    device: torch.device
+    dtype: torch.dtype
+    block_size: tuple[int, int]
+    causal: bool
+    heads: tuple[int, int]  # q_heads, kv_heads
+    head_dims: tuple[int, int]  # of q and k, of v
+    traits: dict[str, list[str]] = field(default_factory=dict)
+    rules: list[Rule] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, seed: int, device: torch.device) -> Draw:
+        rng = random.Random(seed)
+        dtype, kv_heads, head_dim = rng.choice(DTYPES), rng.choice((1, 2)), rng.choice(HEAD_DIMS)
+        heads = (rng.choice((1, 1, 2, 3, 3, 4, 5, 7, 8)) * kv_heads, kv_heads)
+        head_dims = (head_dim, head_dim if rng.random() < 0.7 else rng.choice(HEAD_DIMS))
+        blocks = (rng.choice(BLOCK_SIZES), rng.choice(BLOCK_SIZES))
+        draw = cls(rng, seed, device, dtype, blocks, rng.random() < 0.7, heads, head_dims)
+        draw.note("dtype", str(dtype).removeprefix("torch."))
+        draw.note("causal", "yes" if draw.causal else "no")
+        return draw
+
+    def note(self, kind: str, name: str) -> None:
+        """Count a trait, once per problem."""
+        names = self.traits.setdefault(kind, [])
+        if name not in names:
+            names.append(name)
+
+    def describe(self) -> str:
+        rules = list(dict.fromkeys(map(repr, self.rules)))
+        traits = ", ".join(
+            f"{kind} {' '.join(self.traits[kind])}" for kind in ("call", "layout") if kind in self.traits
+        )
+        return f"{traits}; {' / '.join(rules)}; causal={self.causal}"
+
+    # ---- rules -----------------------------------------------------------------------------------------------------
+
+    @property
+    def blocks(self) -> dict[str, Any]:
+        """The options that rules take."""
+        return {"causal": self.causal, "block_size": self.block_size}
+
+    def pattern(self, seqlen_k: int, without: type[p.Pattern] | None = None) -> p.Pattern:
+        """A pattern for sequences of so many keys (of any number, if it is without `Documents`)."""
+        rule = random_pattern(self.rng, max(1, seqlen_k))
+        while (not seqlen_k or without is not None) and any(isinstance(leaf, p.Documents) for leaf in leaves(rule)):
+            rule = random_pattern(self.rng, 1)
+        for leaf in leaves(rule):
+            self.note("pattern", type(leaf).__name__)
+        self.rules.append(rule)
+        return rule
+
+    def rule(self, seqlen_k: int, from_data: bool | None = None, without: type[p.Pattern] | None = None) -> Rule:
+        """A pattern, or what looks at the data: a selector, alone or beside a pattern."""
+        if not (self.rng.random() < 0.5 if from_data is None else from_data):
+            return self.pattern(seqlen_k, without)
+        selector = random_selector(self.rng)
+        self.note("selector", type(selector).__name__)
+        self.note("scorer", type(selector.scorer).__name__)
+        if self.rng.random() < 0.3:
+            self.rules.append(selector)
+            return selector
+        self.note("selector", "Hybrid")
+        self.rules[-1:] = [Hybrid(self.pattern(seqlen_k, without), selector)]
+        return self.rules[-1]
+
+    # ---- sizes and tensors -----------------------------------------------------------------------------------------
+
+    def lengths(self) -> tuple[int, int, int]:
+        """Batch, N, M."""
+        (sizes,) = self.rng.choices((SHORT, MEDIUM, LONG, (0,)), (80, 15, 2, 3))
+        seqlen_q = seqlen_k = self.rng.choice(sizes)
+        if self.rng.random() < 0.35:
+            seqlen_q = self.rng.choice(SHORT + MEDIUM)
+        self._note_lengths([seqlen_q], [seqlen_k])
+        batch = self.rng.choice((1, 1, 2, 3))
+        if self._cut_heads(batch * seqlen_q * seqlen_k):
+            batch = 1
+        return batch, seqlen_q, seqlen_k
+
+    def ragged(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Cumulative lengths of some sequences of queries and of keys, from 0."""
+        seqlens_q = [self.rng.choice(RAGGED) for _ in range(self.rng.randint(1, 6))]
+        if self.rng.random() < 0.03:
+            seqlens_q[0] = self.rng.choice(LONG)
+        seqlens_k = [n if self.rng.random() < 0.6 else self.rng.choice(RAGGED) for n in seqlens_q]
+        self._note_lengths(seqlens_q, seqlens_k)
+        self._cut_heads(sum(seqlens_q) * sum(seqlens_k))
+        return tuple(cumulative(seqlens_q)), tuple(cumulative(seqlens_k))
+
+    def _cut_heads(self, pairs: int) -> bool:
+        """Keep a problem of so many pairs per head small; say whether that took anything."""
+        if self.heads[0] * pairs <= MOST_PAIRS:
+            return False
+        self.heads = (2, 1) if 2 * pairs <= MOST_PAIRS else (1, 1)
+        return True
+
+    def _note_lengths(self, seqlens_q: list[int], seqlens_k: list[int]) -> None:
+        pairs = list(zip(seqlens_q, seqlens_k, strict=True))
+        for name, found in (
+            ("several lengths", len(set(pairs)) > 1),
+            ("no queries or no keys", any(0 in pair for pair in pairs)),
+            ("fewer queries than keys", any(q < k for q, k in pairs)),
+            ("more queries than keys", any(q > k for q, k in pairs)),
+            ("all lengths equal", len(set(seqlens_q + seqlens_k)) == 1),
+        ):
+            if found:
+                self.note("lengths", name)
+
+    def tensors(self, batch: int, seqlen_q: int, seqlen_k: int) -> dict[str, Tensor]:
+        """q, k, v, each in memory of its own kind."""
+        drawn = make_qkv(batch, seqlen_q, seqlen_k, *self.heads, *self.head_dims,
+                         dtype=self.dtype, device=self.device, seed=self.seed)  # fmt: skip
+        inputs = {}
+        for name, x in zip("qkv", drawn, strict=True):
+            inputs[name], memory = random_memory(self.rng, x)
+            self.note("memory", memory)
+        return inputs
+
+    def scale(self) -> float | None:
+        """A softmax scale, mostly the default."""
+        return self.rng.choice((None,) * 7 + (0.3, -0.5, 0.0))
+
+    def score_options(self, inputs: dict[str, Tensor]) -> dict[str, Any]:
+        """Scale and softcap; and now and then sinks, which join the inputs they are given."""
+        softcap = self.rng.choice((None,) * 9 + (self.rng.choice((0.5, 3.0, 30.0)),))
+        self.note("scores", "plain" if softcap is None else "softcap")
+        if inputs and self.rng.random() < 0.1:
+            inputs["sinks"] = torch.randn(self.heads[0], generator=self.generator).to(inputs["q"])
+            self.note("scores", "sinks")
+        return {"scale": self.scale(), "softcap": softcap}
+
+    @property
+    def generator(self) -> torch.Generator:
+        return torch.Generator().manual_seed(self.rng.getrandbits(32))
+
+    def dense_mask(self, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> Tensor:
+        """A mask without any structure, shared or not."""
+        shape = (self.rng.choice((1, batch)), self.rng.choice((1, heads)), seqlen_q, seqlen_k)
+        share = self.rng.choice((0.0, 0.02, 0.5, 0.98, 1.0))
+        return (torch.rand(shape, generator=self.generator) < share).to(self.device)
+
+    def block_indices(self, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> tuple[Tensor, Tensor]:
+        """Blocks as a selection lists them, in any order with empty slots between, and the pairs they show."""
+        grid = BlockGrid(seqlen_q, seqlen_k, self.block_size, self.causal)
+        shape = (self.rng.choice((1, batch)), self.rng.choice((1, heads)), grid.q_blocks)
+        order = torch.rand(*shape, grid.kv_blocks, generator=self.generator).argsort(-1)
+        kept = torch.rand(order.shape, generator=self.generator) < self.rng.choice((0.0, 0.3, 1.0))
+        indices = order.where(kept, -1)
+        table = torch.zeros(*shape, grid.kv_blocks + 1, dtype=torch.bool).scatter_(
+            -1, indices % (grid.kv_blocks + 1), True
+        )
+        shown = table[..., :-1].repeat_interleave(self.block_size[0], -2).repeat_interleave(self.block_size[1], -1)
+        visible = shown[..., :seqlen_q, :seqlen_k] & self._definition(p.Full(), seqlen_q, seqlen_k).cpu()
+        return indices.to(self.device), visible.to(self.device)
+
+    # ---- what must be visible --------------------------------------------------------------------------------------
+
+    def visible(self, rule: Rule, q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
+        """(batch | 1, heads | 1, N, M) bool: what a pattern says of every pair; what a selector chose, once checked."""
+        shape = (q.shape[1], k.shape[1])
+        if isinstance(rule, p.Pattern):
+            return self._definition(rule, *shape)[None, None]
+        chosen = select_blocks(q, k, rule, **self.blocks, scale=scale).validate().to_dense()
+        assert not (chosen & ~self._definition(p.Full(), *shape)).any(), f"{rule} shows keys after the query"
+        if isinstance(rule, Hybrid):
+            assert (chosen | ~self._definition(rule.pattern, *shape)).all(), f"{rule} hides a pair of its pattern"
+        return chosen
+
+    def block_diagonal(
+        self, rules: Sequence[Rule], pieces: Sequence[Piece], q: Tensor, k: Tensor, scale: float | None = None
+    ) -> Tensor:
+        """(1, heads | 1, N, M) bool: each sequence by its rule, nothing between sequences."""
+        visible = torch.zeros(1, q.shape[2], q.shape[1], k.shape[1], dtype=torch.bool, device=self.device)
+        for rule, (rows, cols) in zip(rules, pieces, strict=True):
+            visible[:, :, rows, cols] = self.visible(rule, q[:, rows], k[:, cols], scale)
+        return visible
+
+    def check(self, layout: BlockLayout, visible: Tensor) -> None:
+        """Hold a layout to what must be visible, element by element."""
+        shown = layout.validate().to_dense()
+        assert not (shown ^ visible).any(), f"a layout shows other pairs than its rule: {self.describe()}"
+
+    def _definition(self, rule: p.Pattern, seqlen_q: int, seqlen_k: int) -> Tensor:
+        grid = BlockGrid(seqlen_q, seqlen_k, self.block_size, self.causal)
+        q_pos, k_pos = torch.arange(seqlen_q)[:, None] + grid.offset, torch.arange(seqlen_k)[None]
+        seen = rule.visible(grid, q_pos, k_pos).expand(seqlen_q, seqlen_k)
+        return (seen & (k_pos <= q_pos) if self.causal else seen).to(self.device)
+
+
+def leaves(rule: p.Pattern) -> list[p.Pattern]:
+    """The patterns that a combined one is made of."""
+    if not isinstance(rule, Union | Intersection):
+        return [rule]
+    return [leaf for part in rule.parts for leaf in leaves(part)]
+
+
+def cumulative(lengths: Sequence[int]) -> list[int]:
+    """(0, ..., total)."""
+    return [sum(lengths[:s]) for s in range(len(lengths) + 1)]

@@ -1,0 +1,206 @@
+"""Random problems: what a user may ask of the library, and which pairs must be visible by the rules' definitions.
+
+A problem's tensors are (batch, seqlen, heads, head_dim) whatever it is about: packed sequences and requests of mixed
+length lie behind one another in a batch of one. N, M queries and keys, H heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dynaxx.kernels.problem import AttentionProblem
+from dynaxx.layout import BlockLayout
+from dynaxx.layout.packed import pack_layouts
+from dynaxx.ops import merge_states, sparse_attention
+from dynaxx.ops.buckets import Bucket, attend_in_buckets
+from dynaxx.patterns import Documents
+from dynaxx.selection import select_blocks
+from dynaxx.selection.packed import select_packed_blocks
+from dynaxx.testing.drawing import Draw
+from dynaxx.testing.expected import AttendAll
+from dynaxx.testing.oracle import oracle_attention
+
+Attend = Callable[..., tuple[Tensor, Tensor | None]]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One random problem, ready to be asked of any backend."""
+
+    inputs: dict[str, Tensor]  # q, k, v, and sinks where there are some
+    attend: Attend  # (*inputs, backend=) -> (out, lse, None where the function gives none)
+    exact: AttendAll  # the oracle over the visible pairs
+    eager: AttendAll | None  # the same math done eagerly, where that is more than one attention
+    scale: float | None
+    asks: AttentionProblem
+    traits: dict[str, list[str]]  # what it is made of, for counting: "pattern": ["Sink", "Causal"], ...
+    label: str
+
+
+def random_problem(seed: int, device: torch.device | str = "cpu") -> Problem:
+    """A random problem; the same seed gives the same one everywhere.
+
+    Raises:
+        AssertionError: a layout shows other pairs than its rule.
+    """
+    draw = Draw.of(seed, torch.device(device))
+    kinds: dict[Callable[[Draw], Problem], int] = {_batch: 10, _packed: 7, _merged: 2, _buckets: 2}
+    (make,) = draw.rng.choices(list(kinds), list(kinds.values()))
+    draw.note("call", make.__name__.removeprefix("_"))
+    return make(draw)
+
+
+def _batch(draw: Draw) -> Problem:
+    """One layout, from whatever gives one."""
+    batch, seqlen_q, seqlen_k = draw.lengths()
+    inputs = draw.tensors(batch, seqlen_q, seqlen_k)
+    layout, visible = _any_layout(draw, inputs["q"], inputs["k"])
+    options = draw.score_options(inputs)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, *, backend: str) -> tuple[Tensor, Tensor]:
+        return sparse_attention(q, k, v, layout, sinks=sinks, **options, return_lse=True, backend=backend)
+
+    return _problem(draw, inputs, visible, attend, options)
+
+
+def _any_layout(draw: Draw, q: Tensor, k: Tensor) -> tuple[BlockLayout, Tensor]:
+    """A layout for a batch, and the pairs that it must show."""
+    makers = {"rule": 12, "rule per head": 4, "dense mask": 2, "block indices": 2, "BlockMask": 1}
+    (source,) = draw.rng.choices(list(makers), list(makers.values()))
+    draw.note("layout", source)
+    heads, shape = q.shape[2], (q.shape[1], k.shape[1])
+    if source == "rule":
+        rule = draw.rule(shape[1])
+        layout, visible = select_blocks(q, k, rule, **draw.blocks), draw.visible(rule, q, k)
+    elif source == "rule per head":
+        rules = [draw.pattern(shape[1]) for _ in range(heads)]
+        layout = BlockLayout.stack_heads([rule.layout(*shape, **draw.blocks, device=q.device) for rule in rules])
+        visible = torch.cat([draw.visible(rule, q, k) for rule in rules], dim=1)
+    elif source == "dense mask":
+        visible = draw.dense_mask(q.shape[0], heads, *shape)
+        layout = BlockLayout.from_dense(visible, block_size=draw.block_size)
+    elif source == "block indices":
+        indices, visible = draw.block_indices(q.shape[0], heads, *shape)
+        layout = BlockLayout.from_block_indices(indices, *shape, **draw.blocks)
+    else:
+        from dynaxx.layout import from_block_mask, to_block_mask
+
+        rule = draw.pattern(shape[1])
+        visible = draw.visible(rule, q, k)
+        layout = rule.layout(*shape, **draw.blocks, device=q.device)
+        layout = from_block_mask(to_block_mask(layout)) if min(shape) else layout
+    draw.check(layout, visible)
+    return layout, visible
+
+
+def _packed(draw: Draw) -> Problem:
+    """Ragged sequences on one axis, by one rule or each by its own."""
+    ends_q, ends_k = draw.ragged()
+    inputs = draw.tensors(1, ends_q[-1], ends_k[-1])
+    q, k = inputs["q"], inputs["k"]
+    pieces = [(slice(*ends_q[s : s + 2]), slice(*ends_k[s : s + 2])) for s in range(len(ends_q) - 1)]
+    from_data = draw.rng.random() < 0.4
+    if draw.rng.random() < 0.6:
+        draw.note("layout", "packed, one rule")
+        rules = [draw.rule(max(e.stop - e.start for _, e in pieces), from_data, without=Documents)] * len(pieces)
+        layout = select_packed_blocks(q[0], k[0], rules[0], ends_q, ends_k, **draw.blocks)
+    else:
+        draw.note("layout", "packed, rule per sequence")
+        rules = [draw.rule(e.stop - e.start, from_data) for _, e in pieces]
+        alone = [
+            select_blocks(q[:, rows], k[:, cols], rule, **draw.blocks)
+            for rule, (rows, cols) in zip(rules, pieces, strict=True)
+        ]
+        layout = pack_layouts(alone, ends_q, ends_k, block_size=draw.block_size)
+    visible = draw.block_diagonal(rules, pieces, q, k)
+    draw.check(layout, visible)
+    options = draw.score_options(inputs)
+    ends: dict[str, Any] = {"cu_seqlens_q": torch.tensor(ends_q), "cu_seqlens_k": ends_k}
+    ends = ends if draw.rng.random() < 0.7 else {}
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, *, backend: str) -> tuple[Tensor, Tensor]:
+        out, lse = sparse_attention(
+            q[0], k[0], v[0], layout, **ends, sinks=sinks, **options, return_lse=True, backend=backend
+        )
+        return out[None], lse[None]
+
+    return _problem(draw, inputs, visible, attend, options)
+
+
+def _merged(draw: Draw) -> Problem:
+    """Attention over disjoint pairs, merged by lse."""
+    batch, seqlen_q, seqlen_k = draw.lengths()
+    inputs = draw.tensors(batch, seqlen_q, seqlen_k)
+    layout, visible = _any_layout(draw, inputs["q"], inputs["k"])
+    parts = draw.rng.randint(1, 3)
+    of = torch.randint(parts, (seqlen_q if draw.rng.random() < 0.5 else 1, seqlen_k), generator=draw.generator)
+    masks = [visible & (of == part).to(draw.device) for part in range(parts)]
+    layouts = [layout] if parts == 1 else [BlockLayout.from_dense(m, block_size=draw.block_size) for m in masks]
+    options = draw.score_options({})
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *, backend: str) -> tuple[Tensor, Tensor]:
+        shared: dict[str, Any] = {**options, "return_lse": True, "backend": backend}
+        return merge_states([sparse_attention(q, k, v, layout, **shared) for layout in layouts])
+
+    def eager(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return merge_states([oracle_attention(q, k, v, mask, **options) for mask in masks])
+
+    return _problem(draw, inputs, visible, attend, options, eager)
+
+
+def _buckets(draw: Draw) -> Problem:
+    """Requests of mixed length, each by the rule of its bucket."""
+    ends_q, ends_k = draw.ragged()
+    inputs = draw.tensors(1, ends_q[-1], ends_k[-1])
+    pieces = [(slice(*ends_q[s : s + 2]), slice(*ends_k[s : s + 2])) for s in range(len(ends_q) - 1)]
+    limits = [*sorted(draw.rng.sample((1, 20, 50, 70), draw.rng.randint(0, 2))), None]
+    buckets = [Bucket(limit, draw.rule(1, without=Documents)) for limit in limits]
+    holds = lambda bucket, keys: bucket.max_seqlen is None or keys <= bucket.max_seqlen
+    rules = [next(b.rule for b in buckets if holds(b, cols.stop - cols.start)) for _, cols in pieces]
+    scale = draw.scale()
+    visible = draw.block_diagonal(rules, pieces, inputs["q"], inputs["k"], scale)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *, backend: str) -> tuple[Tensor, None]:
+        requests = [(q[0, rows], k[0, cols], v[0, cols]) for rows, cols in pieces]
+        outs = attend_in_buckets(requests, buckets, **draw.blocks, scale=scale, backend=backend)
+        return torch.cat(outs)[None], None
+
+    return _problem(draw, inputs, visible, attend, {"scale": scale, "softcap": None}, with_lse=False)
+
+
+def _problem(
+    draw: Draw,
+    inputs: dict[str, Tensor],
+    visible: Tensor,
+    attend: Attend,
+    options: dict[str, Any],
+    eager: AttendAll | None = None,
+    with_lse: bool = True,
+) -> Problem:
+    q, k, v = inputs["q"], inputs["k"], inputs["v"]
+
+    def exact(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        out, lse = oracle_attention(q, k, v, visible, sinks=sinks, **options)
+        return out, lse if with_lse else None
+
+    asks = AttentionProblem(
+        device=q.device,
+        dtype=q.dtype,
+        batch=q.shape[0],
+        seqlen_q=q.shape[1],
+        seqlen_k=k.shape[1],
+        q_heads=q.shape[2],
+        kv_heads=k.shape[2],
+        head_dim=q.shape[3],
+        head_dim_v=v.shape[3],
+        block_size=draw.block_size,
+        needs_grad=True,
+        softcap=options["softcap"],
+    )
+    label = f"{draw.describe()}; {asks}; scale {options['scale']}"
+    return Problem(inputs, attend, exact, eager, options["scale"], asks, draw.traits, label)
