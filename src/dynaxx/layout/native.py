@@ -1,0 +1,169 @@
+"""Native Sparse Attention's sizes, and where its compressed tokens and selection blocks lie in packed sequences.
+
+Everything is packed: tokens of all sequences behind one another on one axis, a batch being sequences of equal length.
+Queries of a sequence are aligned to its last keys, so a decode step is a sequence of one query.
+
+Legend: p position of a query among the keys of its sequence, i compressed token, j selection block, each counted from
+the start of its sequence. Compressed token i covers keys [i * cmp_stride, i * cmp_stride + cmp_block) and is visible
+from its last key on; selection block j covers keys [j * slc_block, (j + 1) * slc_block).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from dynaxx.layout.block_layout import BlockLayout
+from dynaxx.layout.grid import BLOCK_SIZES
+from dynaxx.layout.packed import CuSeqlens, host_lengths
+
+
+@dataclass(frozen=True)
+class NativeSizes:
+    """Sizes of the three branches, in tokens and blocks; the defaults are those of the paper (arXiv 2502.11089).
+
+    Raises:
+        ValueError: sizes that do not divide one another, or more forced blocks than are selected.
+    """
+
+    cmp_block: int = 32  # tokens per compressed token (l); a multiple of cmp_stride, at most slc_block
+    cmp_stride: int = 16  # tokens between the starts of neighbours (d); divides slc_block
+    slc_block: int = 64  # tokens per selection block (l'); 16, 32, 64 or 128
+    slc_count: int = 16  # blocks that each query selects (n), forced ones included
+    first_blocks: int = 1  # blocks at the start that are always selected
+    local_blocks: int = 2  # blocks up to and including the query's own that are always selected
+    window: int = 512  # keys that the window branch sees, the query's own included (w)
+
+    def __post_init__(self) -> None:
+        if self.slc_block not in BLOCK_SIZES:
+            raise ValueError(f"`slc_block` must be one of {BLOCK_SIZES}, got {self.slc_block}")
+        if self.cmp_stride < 1 or self.cmp_block % self.cmp_stride or self.slc_block % self.cmp_stride:
+            raise ValueError(
+                "`cmp_stride` must divide `cmp_block` and `slc_block`, "
+                f"got {self.cmp_stride} for {self.cmp_block} and {self.slc_block}"
+            )
+        if not 1 <= self.cmp_block <= self.slc_block:
+            raise ValueError(f"`cmp_block` must be between 1 and slc_block = {self.slc_block}, got {self.cmp_block}")
+        if min(self.first_blocks, self.local_blocks) < 0 or self.slc_count < 1 or self.window < 1:
+            raise ValueError(
+                "`first_blocks` and `local_blocks` must be >= 0, `slc_count` and `window` >= 1, got "
+                f"{self.first_blocks}, {self.local_blocks}, {self.slc_count} and {self.window}"
+            )
+        if self.first_blocks + self.local_blocks > self.slc_count:
+            raise ValueError(
+                f"`slc_count` must cover the forced blocks, {self.first_blocks} first and {self.local_blocks} local, "
+                f"got {self.slc_count}"
+            )
+
+    def compressed(self, seqlen: int) -> int:
+        """How many compressed tokens a sequence of so many keys has: whole windows only."""
+        return 0 if seqlen < self.cmp_block else (seqlen - self.cmp_block) // self.cmp_stride + 1
+
+
+@dataclass(frozen=True, eq=False)
+class NativeSpans:
+    """Where everything lies for sequences of given lengths; rows are rows of the packed q, k, and compressed k."""
+
+    sizes: NativeSizes
+    ends_q: tuple[int, ...]  # (num_seqs + 1,) cumulative numbers of queries
+    ends_k: tuple[int, ...]  # of keys
+    ends_cmp: tuple[int, ...]  # of compressed tokens
+    last_key: Tensor  # (tokens_q,) int32, key row that the query stands at; before its sequence's first if p < 0
+    first_block: Tensor  # (tokens_q,) int32, row in block_start of its sequence's block 0
+    num_blocks: Tensor  # (tokens_q,) int32, selection blocks it may see: p // slc_block + 1
+    first_cmp: Tensor  # (tokens_q,) int32, row of its sequence's compressed token 0
+    num_cmp: Tensor  # (tokens_q,) int32, compressed tokens it may see
+    block_start: Tensor  # (blocks,) int32, first key row of each selection block of all sequences
+    block_end: Tensor  # (blocks,) int32, its last key row + 1
+    cmp_start: Tensor  # (tokens_cmp,) int32, first key row of each compressed token
+    layouts: dict[int, BlockLayout] = field(default_factory=dict)  # over compressed tokens, by block size, once made
+
+    @property
+    def max_blocks(self) -> int:
+        """Selection blocks of the longest sequence."""
+        return max((-(-(b - a) // self.sizes.slc_block) for a, b in pairwise(self.ends_k)), default=0)
+
+    @property
+    def device(self) -> torch.device:
+        return self.last_key.device
+
+    @property
+    def uniform(self) -> tuple[int, int, int] | None:
+        """(num_seqs, queries each, keys each) where all sequences are alike, else None."""
+        lengths = {(b - a, d - c) for (a, b), (c, d) in zip(pairwise(self.ends_q), pairwise(self.ends_k), strict=True)}
+        return (len(self.ends_q) - 1, *lengths.pop()) if len(lengths) == 1 else None
+
+
+def native_spans(
+    sizes: NativeSizes,
+    cu_seqlens_q: CuSeqlens,
+    cu_seqlens_k: CuSeqlens | None = None,
+    *,
+    device: torch.device | str = "cpu",
+) -> NativeSpans:
+    """Lay out packed sequences. Computed on the host, cached by value; lengths on a GPU are read back.
+
+    Args:
+        cu_seqlens_q: (num_seqs + 1,) cumulative numbers of queries, from 0; a sequence may be empty.
+        cu_seqlens_k: of keys; `cu_seqlens_q` by default.
+
+    Raises:
+        ValueError: lengths that do not start at 0, fall, or are of different numbers of sequences.
+    """
+    ends_q = host_lengths("cu_seqlens_q", cu_seqlens_q)
+    ends_k = ends_q if cu_seqlens_k is None else host_lengths("cu_seqlens_k", cu_seqlens_k)
+    if len(ends_q) != len(ends_k):
+        raise ValueError(
+            "`cu_seqlens_q` and `cu_seqlens_k` must be of as many sequences, "
+            f"got {len(ends_q) - 1} and {len(ends_k) - 1}"
+        )
+    return _cached_spans(sizes, ends_q, ends_k, torch.device(device))
+
+
+@lru_cache(maxsize=64)
+def _cached_spans(
+    sizes: NativeSizes, ends_q: tuple[int, ...], ends_k: tuple[int, ...], device: torch.device
+) -> NativeSpans:
+    lengths_q = torch.tensor(ends_q).diff()
+    lengths_k = torch.tensor(ends_k).diff()
+    per_query = lambda values: torch.repeat_interleave(torch.as_tensor(values, dtype=torch.int64), lengths_q)
+    starts_k = torch.tensor(ends_k[:-1], dtype=torch.int64)
+    within = torch.arange(ends_q[-1]) - per_query(ends_q[:-1])
+    position = within + per_query(lengths_k - lengths_q)
+    counts_cmp = [sizes.compressed(length) for length in lengths_k.tolist()]
+    counts_blocks = [-(-length // sizes.slc_block) for length in lengths_k.tolist()]
+    ends_cmp = tuple(accumulate(counts_cmp, initial=0))
+    ends_blocks = tuple(accumulate(counts_blocks, initial=0))
+    block_start = _starts(ends_blocks, starts_k, sizes.slc_block)
+    block_end = torch.minimum(
+        block_start + sizes.slc_block,
+        torch.repeat_interleave(starts_k + lengths_k, torch.tensor(counts_blocks, dtype=torch.int64)),
+    )
+    seen_cmp = torch.div(position + 1 - sizes.cmp_block, sizes.cmp_stride, rounding_mode="floor") + 1
+    place = lambda x: x.to(torch.int32).to(device, non_blocking=True)
+    with torch.inference_mode(False):  # what is cached must serve training, too
+        return NativeSpans(
+            sizes=sizes,
+            ends_q=ends_q,
+            ends_k=ends_k,
+            ends_cmp=ends_cmp,
+            last_key=place(position.clamp(min=-1) + per_query(starts_k)),
+            first_block=place(per_query(ends_blocks[:-1])),
+            num_blocks=place(torch.div(position, sizes.slc_block, rounding_mode="floor").add(1).clamp(min=0)),
+            first_cmp=place(per_query(ends_cmp[:-1])),
+            num_cmp=place(seen_cmp.clamp(min=0)),
+            block_start=place(block_start),
+            block_end=place(block_end),
+            cmp_start=place(_starts(ends_cmp, starts_k, sizes.cmp_stride)),
+        )
+
+
+def _starts(ends: tuple[int, ...], starts_k: Tensor, step: int) -> Tensor:
+    """First key row of each of `ends[-1]` things that lie `step` keys apart in their sequence."""
+    counts = torch.tensor(ends).diff()
+    within = torch.arange(ends[-1]) - torch.repeat_interleave(torch.tensor(ends[:-1], dtype=torch.int64), counts)
+    return torch.repeat_interleave(starts_k, counts) + within * step

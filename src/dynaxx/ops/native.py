@@ -1,0 +1,231 @@
+"""Native Sparse Attention (arXiv 2502.11089): compressed, selected and window attention, mixed by gates."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dynaxx.kernels.reference import native as definition
+from dynaxx.layout import BlockLayout, CuSeqlens, pack_layouts
+from dynaxx.layout.native import NativeSizes, NativeSpans
+from dynaxx.ops.attention import sparse_attention
+from dynaxx.ops.selected import Packed, attend_selected, native_backend, native_module, pack
+from dynaxx.patterns.compressed import Compressed
+from dynaxx.patterns.local import SlidingWindow
+from dynaxx.patterns.packed import packed_layout
+
+LAYOUT_BLOCK = {"cpu": 64}  # of the compressed and the window branch; others 128
+
+
+def compression_windows(x: Tensor, sizes: NativeSizes, *, cu_seqlens: CuSeqlens | None = None) -> Tensor:
+    """Gather the tokens that each compressed token stands for. Differentiable.
+
+    Args:
+        x: (batch, seqlen, heads, dim), or packed (tokens, heads, dim).
+        sizes: `cmp_block` tokens, `cmp_stride` apart.
+        cu_seqlens: packed only.
+
+    Returns:
+        (batch, compressed, cmp_block, heads, dim), or packed (compressed tokens, cmp_block, heads, dim).
+    """
+    spans, packed = pack(x, x, x, sizes, cu_seqlens, None)
+    windows = definition.compression_windows(packed.k, spans)
+    if packed.batch is None:
+        return windows
+    return windows.unflatten(0, (packed.batch[0], sizes.compressed(x.shape[1])))
+
+
+def compress(
+    x: Tensor, sizes: NativeSizes, weight: Tensor | None = None, *, cu_seqlens: CuSeqlens | None = None
+) -> Tensor:
+    """Pool windows of tokens to compressed tokens: their mean, or a weighted sum. Differentiable.
+
+    Args:
+        x: keys or values, (batch, seqlen, heads, dim), or packed (tokens, heads, dim).
+        sizes: `cmp_block` tokens, `cmp_stride` apart.
+        weight: (cmp_block, heads) of each position in a window; the mean by default.
+
+    Returns:
+        (batch, compressed, heads, dim), or packed (compressed tokens, heads, dim), in x's dtype.
+    """
+    windows = compression_windows(x, sizes, cu_seqlens=cu_seqlens)
+    if weight is None:
+        return windows.mean(-3)
+    if weight.shape != (sizes.cmp_block, x.shape[-2]):
+        raise ValueError(
+            f"`weight` must be (cmp_block, heads) = {(sizes.cmp_block, x.shape[-2])}, got {tuple(weight.shape)}"
+        )
+    return torch.einsum("...lhd,lh->...hd", windows, weight.to(x.dtype))
+
+
+@torch.no_grad()
+def select_native(
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor | None,
+    spans: NativeSpans,
+    *,
+    select_heads: int | None = None,
+    scale: float | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Choose the blocks of each query position from its attention to compressed tokens (eq. 9 to 12).
+
+    Args:
+        q: (tokens, q_heads, head_dim), packed.
+        k_cmp: (compressed tokens, kv_heads, head_dim).
+        lse: (q_heads, tokens) of that attention; None to rank by q @ k_cmp itself, for compressed tokens that are the
+            blocks (cmp_block = cmp_stride = slc_block), one q head per selection head.
+        spans: `native_spans` of the lengths; its sizes say how many blocks, and which are forced.
+        select_heads: heads that choose for themselves, each for a group of q heads; kv_heads by default.
+
+    Returns:
+        (tokens, select_heads, slc_count) int32, ascending, -1 behind. No gradient flows through a choice.
+    """
+    heads = k_cmp.shape[1] if select_heads is None else select_heads
+    sizes = spans.sizes
+    if lse is None and (sizes.cmp_block, sizes.cmp_stride, heads) != (sizes.slc_block, sizes.slc_block, q.shape[1]):
+        raise ValueError(
+            "`lse` may be None only where cmp_block = cmp_stride = slc_block and select_heads = q_heads, "
+            f"got {sizes} and {heads} heads for {q.shape[1]}"
+        )
+    if k_cmp.shape[0] != spans.ends_cmp[-1] or k_cmp.shape[2:] != q.shape[2:]:
+        raise ValueError(
+            f"`k_cmp` must be (compressed tokens = {spans.ends_cmp[-1]}, kv_heads, head_dim = {q.shape[2]}), "
+            f"got {tuple(k_cmp.shape)}"
+        )
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    name = native_backend(q, k_cmp, k_cmp, sizes.slc_block, backend)
+    return native_module(name).select_blocks(q, k_cmp, lse, spans, heads, scale)
+
+
+def native_sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    compressed: tuple[Tensor, Tensor],
+    gates: Tensor,
+    sizes: NativeSizes,
+    *,
+    cu_seqlens_q: CuSeqlens | None = None,
+    cu_seqlens_k: CuSeqlens | None = None,
+    scale: float | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Attend to compressed tokens, to selected blocks, and to a window; sum the three, each times its gate.
+
+    Differentiable in everything but the choice of blocks, which kv heads make for their group of q heads.
+
+    Args:
+        q, k, v: as `selected_attention`; any group size, v of its own head_dim.
+        compressed: (k_cmp, v_cmp), each (batch, compressed tokens, kv_heads, dim) as `compress` gives them; packed
+            without batch.
+        gates: (batch, seqlen_q, q_heads, 3), of the compressed, selected and window branch; packed without batch.
+        sizes: of the branches.
+        cu_seqlens_q, cu_seqlens_k: packed only. Keys as queries by default.
+        scale: softmax scale, default head_dim ** -0.5.
+        backend: "auto" for the best of each branch; "reference", "cpu" or "triton" for all of them.
+
+    Returns:
+        (batch, seqlen_q, q_heads, head_dim_v) in q's dtype; packed without batch.
+
+    Raises:
+        ValueError, TypeError, UnsupportedInputError: as `selected_attention`.
+    """
+    spans, packed = pack(q, k, v, sizes, cu_seqlens_q, cu_seqlens_k)
+    k_cmp, v_cmp = (x if packed.batch is None else x.flatten(0, 1) for x in compressed)
+    wanted = [(spans.ends_cmp[-1], *x.shape[-2:]) for x in (k, v)]
+    if [tuple(k_cmp.shape), tuple(v_cmp.shape)] != wanted:
+        raise ValueError(
+            f"`compressed` must hold k_cmp and v_cmp of {wanted[0]} and {wanted[1]} in all (`compress` makes them), "
+            f"got {tuple(k_cmp.shape)} and {tuple(v_cmp.shape)}"
+        )
+    if gates.shape != (*q.shape[:-1], 3):
+        raise ValueError(f"`gates` must be {(*q.shape[:-1], 3)}, got {tuple(gates.shape)}")
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    out_cmp, lse = _compressed_attention(packed, k_cmp, v_cmp, spans, scale, backend)
+    indices = select_native(packed.q, k_cmp, lse.detach(), spans, scale=scale, backend=backend)
+    out_slc, _ = attend_selected(packed.q, packed.k, packed.v, indices, spans, scale, backend)
+    out_swa = _window_attention(packed, spans, scale, backend)
+    gates = gates if packed.batch is None else gates.flatten(0, 1)
+    name = native_backend(packed.q, packed.k, packed.v, sizes.slc_block, backend)
+    return packed.unpack(gated_sum((out_cmp, out_slc, out_swa), gates, name))
+
+
+def _compressed_attention(
+    packed: Packed, k_cmp: Tensor, v_cmp: Tensor, spans: NativeSpans, scale: float, backend: str
+) -> tuple[Tensor, Tensor]:
+    """Out (T, Hq, E) and lse (Hq, T) of attention over the compressed tokens."""
+    return _attend(
+        packed.q, k_cmp, v_cmp, compressed_layout(spans, _block_size(packed.q)), spans.uniform, scale, backend
+    )
+
+
+def compressed_layout(spans: NativeSpans, block_size: int) -> BlockLayout:
+    """The layout of queries over compressed tokens, kept with the spans; one for all sequences that are alike."""
+    sizes, alike = spans.sizes, spans.uniform
+    build = lambda queries, keys: Compressed(sizes.cmp_block, sizes.cmp_stride, keys - queries).layout(
+        queries,
+        sizes.compressed(keys),
+        causal=False,
+        block_size=block_size,
+        device="cpu" if alike is None else spans.device,
+    )
+    if alike is not None:
+        return build(*alike[1:])
+    layout = spans.layouts.get(block_size)
+    if layout is None:
+        lengths = zip(pairwise(spans.ends_q), pairwise(spans.ends_k), strict=True)
+        each = [build(b - a, d - c) if b > a and sizes.compressed(d - c) else None for (a, b), (c, d) in lengths]
+        layout = pack_layouts(each, spans.ends_q, spans.ends_cmp, block_size=block_size).to(spans.device)
+        spans.layouts[block_size] = layout
+    return layout
+
+
+def _window_attention(packed: Packed, spans: NativeSpans, scale: float, backend: str) -> Tensor:
+    """Out (T, Hq, E) of attention over the last `window` keys."""
+    alike, window, size = spans.uniform, SlidingWindow(spans.sizes.window), _block_size(packed.q)
+    if alike is not None:
+        layout: BlockLayout = window.layout(*alike[1:], block_size=size, device=spans.device)
+    else:
+        layout = packed_layout(window, spans.ends_q, spans.ends_k, block_size=size, device=spans.device)
+    return _attend(packed.q, packed.k, packed.v, layout, alike, scale, backend)[0]
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, alike: tuple[int, int, int] | None, scale: float, backend: str
+) -> tuple[Tensor, Tensor]:
+    """Attention of packed tensors: as a batch where sequences are alike, so that they share a layout."""
+    if alike is None:
+        return sparse_attention(q, k, v, layout, scale=scale, return_lse=True, backend=backend)
+    q, k, v = (x.unflatten(0, (alike[0], x.shape[0] // max(1, alike[0]))) for x in (q, k, v))
+    out, lse = sparse_attention(q, k, v, layout, scale=scale, return_lse=True, backend=backend)
+    return out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
+
+
+def _block_size(q: Tensor) -> int:
+    return LAYOUT_BLOCK.get(q.device.type, 128)
+
+
+def gated_sum(outs: tuple[Tensor, Tensor, Tensor], gates: Tensor, backend: str) -> Tensor:
+    """Each (T, Hq, E) branch times its (T, Hq, 3) gate, summed; in one kernel where the backend has one."""
+    kernels = native_module(backend)
+    if not hasattr(kernels, "gated_sum_forward"):
+        return definition.gated_sum(outs, gates)
+    return _GatedSum.apply(*outs, gates, kernels)
+
+
+class _GatedSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, cmp: Tensor, slc: Tensor, swa: Tensor, gates: Tensor, kernels: Any) -> Tensor:
+        ctx.save_for_backward(cmp, slc, swa, gates)
+        ctx.kernels = kernels
+        return kernels.gated_sum_forward((cmp, slc, swa), gates)
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor) -> Any:
+        *outs, gates = ctx.saved_tensors
+        return *ctx.kernels.gated_sum_backward(do, tuple(outs), gates), None
