@@ -12,8 +12,10 @@ from dynaxx.cli.bench import bench
 from dynaxx.cli.doctor import doctor
 from dynaxx.cli.profile import profile
 from dynaxx.cli.report import report
+from dynaxx.cli.serve_metrics import serve_metrics
 from dynaxx.cli.tune import tune
 from dynaxx.cli.validate import validate
+from dynaxx.cli.watch import watch
 
 app = typer.Typer(
     help="Practical sparse attention: measure a model, choose a policy, prove it, run it.",
@@ -23,7 +25,17 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
-for command in (doctor, profile, analyze, tune, validate, report, bench):  # in the order of `dynaxx --help`
+for command in (
+    doctor,
+    profile,
+    analyze,
+    tune,
+    validate,
+    report,
+    bench,
+    watch,
+    serve_metrics,
+):  # in the order of `dynaxx --help`
     app.command()(command)
 
 

@@ -25,6 +25,7 @@ EXTRAS = {
     "cli": ("typer", "rich", "jinja2", "matplotlib", "psutil"),
     "transformers": ("transformers", "gguf", "accelerate", "tokenizers", "safetensors"),
     "metrics": ("prometheus_client",),
+    "otel": ("opentelemetry",),
     "onnx": ("onnx", "onnxscript", "onnxruntime"),
 }
 
@@ -62,17 +63,17 @@ def running(as_json: bool, threads: int | None = None, seed: int | None = None) 
         raise typer.Exit(1)
 
 
-def tool(name: str) -> Any:
-    """A module of `dynaxx.lab`, loaded when its command runs.
+def tool(name: str, room: str = "lab") -> Any:
+    """A module of `dynaxx.lab`, or of another room, loaded when its command runs.
 
     Raises:
         ImportError: it needs something that is not installed; the message says what to install.
     """
     try:
-        return importlib.import_module(f"dynaxx.lab.{name}")
+        return importlib.import_module(f"dynaxx.{room}.{name}")
     except ModuleNotFoundError as error:
         missing = (error.name or "").split(".")[0]
-        if error.name == f"dynaxx.lab.{name}":
+        if error.name == f"dynaxx.{room}.{name}":
             raise ImportError(f"this version of dynaxx has no `{name}`") from error
         extra = next((extra for extra, names in EXTRAS.items() if missing in names), "")
         fix = f"'dynaxx[{extra}]'" if extra else missing

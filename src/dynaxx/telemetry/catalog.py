@@ -182,6 +182,11 @@ CATALOG: dict[str, Metric] = {
         Metric("dynaxx_kill_switch", "gauge", "1 while the kill switch keeps everything dense.", combine="max"),
         Metric("dynaxx_events_total", "counter", "What happened, by event.", ("event",)),
         Metric(
+            "dynaxx_statistics_timestamp_seconds",
+            "gauge",
+            "When a statistics file that is served was written, in Unix time.",
+        ),
+        Metric(
             "dynaxx_telemetry_errors_total",
             "counter",
             "What telemetry could not do; requests never feel it.",

@@ -10,9 +10,11 @@ Three ways, one call each:
 from __future__ import annotations
 
 import errno
+import glob
 import logging
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 try:
@@ -26,6 +28,7 @@ except ImportError as error:
 from dynaxx.telemetry.catalog import BASE_LABELS, CATALOG, Metric
 from dynaxx.telemetry.recorder import Recorder, recorder
 from dynaxx.telemetry.snapshot import Reading, Snapshot
+from dynaxx.telemetry.sources import read_files
 
 PORT = 9466
 LOOPBACK = "127.0.0.1"
@@ -105,6 +108,41 @@ def register(registry: CollectorRegistry | None = None, *, numbers: Recorder | N
         registry.register(collector)
     except ValueError:  # prometheus-client's word for names that are there
         logger.debug("metrics are registered already")
+
+
+def serve_source(where: str, port: int = PORT, *, host: str = LOOPBACK) -> Server:
+    """Serve other processes' metrics.
+
+    Args:
+        where: a statistics file, or a folder or pattern of some; or a folder that was PROMETHEUS_MULTIPROC_DIR.
+
+    Raises:
+        ValueError: there is nothing to serve.
+        OSError: as `serve`.
+    """
+    registry = CollectorRegistry()
+    if os.path.isdir(where) and not glob.glob(os.path.join(glob.escape(where), "*.json")):
+        if not glob.glob(os.path.join(glob.escape(where), "*.db")):
+            raise ValueError(
+                f"{where} holds no statistics files (*.json) and none of Prometheus (*.db): start what writes"
+            )
+        multiprocess.MultiProcessCollector(registry, path=where)
+    else:
+        read_files(where)  # raises now rather than at the first scrape
+        registry.register(SnapshotCollector(lambda: _read_or_say(where)))
+    return Server(registry, port, host)
+
+
+def _read_or_say(where: str) -> Snapshot:
+    """The files' numbers and when they were taken; if they cannot be read, that."""
+    try:
+        snapshot = read_files(where)
+    except (ValueError, OSError) as error:
+        numbers = Recorder()
+        numbers.failed("statistics file", error)
+        return Snapshot.of(numbers)
+    taken = Reading(dict.fromkeys(BASE_LABELS, ""), snapshot.time)
+    return replace(snapshot, readings={**snapshot.readings, "dynaxx_statistics_timestamp_seconds": [taken]})
 
 
 class SnapshotCollector(Collector):

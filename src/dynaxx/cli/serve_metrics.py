@@ -1,0 +1,49 @@
+"""`dynaxx serve-metrics`."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Annotated
+
+import typer
+
+from dynaxx.cli.running import running, tool
+
+HostOption = Annotated[
+    str, typer.Option("--host", help="Interface to serve on. Whoever reaches it can read: there is no password.")
+]
+
+
+def serve_metrics(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE",
+            help="A statistics file, a folder or pattern of some, or a PROMETHEUS_MULTIPROC_DIR (the default).",
+        ),
+    ] = "",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 takes a free one.")] = 9466,
+    host: HostOption = "127.0.0.1",
+) -> None:
+    """Serve other processes' metrics to Prometheus, until Ctrl-C.
+
+    For processes that cannot serve theirs: what they write to a statistics file, or to the folder that
+    PROMETHEUS_MULTIPROC_DIR names. A process that can calls dynaxx.telemetry.prometheus.serve().
+
+    \b
+    Examples:
+      dynaxx serve-metrics statistics.json
+      dynaxx serve-metrics '/var/run/dynaxx/*.json' --port 9100
+      PROMETHEUS_MULTIPROC_DIR=/var/run/workers dynaxx serve-metrics
+    """
+    with running(False) as finish:
+        where = source or os.environ.get("PROMETHEUS_MULTIPROC_DIR", "")
+        if not where:
+            raise ValueError("SOURCE must be given where PROMETHEUS_MULTIPROC_DIR is not set")
+        with tool("prometheus", room="telemetry").serve_source(where, port, host=host) as server:
+            typer.echo(f"metrics of {where} at {server.url} (Ctrl-C ends it)", err=True)
+            try:
+                threading.Event().wait()
+            except KeyboardInterrupt:
+                finish({})

@@ -1,0 +1,76 @@
+"""`dynaxx watch`."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from dynaxx.cli.options import JsonOption
+from dynaxx.cli.running import running, tool
+from dynaxx.cli.serve_metrics import HostOption
+
+
+def watch(
+    source: Annotated[
+        str,
+        typer.Argument(metavar="SOURCE", help="URL, host:port or :port of a metrics endpoint, or a statistics file."),
+    ],
+    interval: Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between two looks.")] = 2.0,
+    window: Annotated[float, typer.Option("--window", min=1, help="Seconds that rates are taken over.")] = 60.0,
+    once: Annotated[bool, typer.Option("--once", help="Look once, print, end.")] = False,
+    web: Annotated[bool, typer.Option("--web", help="Show a web page instead.")] = False,
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Of the page; 0 takes a free one.")] = 9467,
+    host: HostOption = "127.0.0.1",
+    as_json: JsonOption = False,
+) -> None:
+    """Watch a running process: traffic, density, speed, recall, drift, what is in force. Ctrl-C ends it.
+
+    Where stdout is no terminal, and with --once or --json, it looks once; the exit code is 1 if something is wrong.
+
+    \b
+    Examples:
+      dynaxx watch :9466
+      dynaxx watch statistics.json --web
+      dynaxx watch http://server:8000/metrics --json | jq .recall
+    """
+    stdout = sys.stdout
+    with running(as_json) as finish:
+        overview = tool("overview", room="telemetry")
+        looking = overview.Watch(tool("sources", room="telemetry").source_of(source), source, window=window)
+        if web and (as_json or once):
+            raise ValueError("--web goes on until Ctrl-C; leave --json and --once away")
+        if web:
+            _serve(looking, port, interval, host)
+            finish({})
+        elif as_json or once or not stdout.isatty():
+            seen = looking.look()
+            finish(seen, "" if as_json else _text(seen), ok=seen.ok)
+        else:
+            _draw(looking, interval, stdout)
+            finish({})
+
+
+def _serve(looking: Any, port: int, interval: float, host: str) -> None:
+    with tool("web", room="telemetry").WatchPage(looking, port, interval, host=host) as page:
+        typer.echo(f"watch it at {page.url} (Ctrl-C ends it)", err=True)
+        try:
+            page.wait()
+        except KeyboardInterrupt:
+            return
+
+
+def _draw(looking: Any, interval: float, stdout: Any) -> None:
+    terminal = tool("terminal", room="telemetry")
+    try:
+        terminal.run(looking, interval, importlib.import_module("rich.console").Console(file=stdout))
+    except KeyboardInterrupt:
+        return
+
+
+def _text(seen: Any) -> str:
+    """The overview as lines of text."""
+    text: str = tool("terminal", room="telemetry").as_text(seen)
+    return text

@@ -1,0 +1,264 @@
+"""`Overview`: what a person wants to know of a running process, from two snapshots of it. Every view shows this."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+from dynaxx.telemetry.catalog import EVENTS
+from dynaxx.telemetry.snapshot import Snapshot
+
+# The same limits as in alerts.yml.
+RECALL_LOW = 0.9
+ERROR_HIGH = 0.1
+FALLBACKS_HIGH = 0.01
+DRIFTED = 1.0
+SILENT_AFTER = 30.0  # seconds without a new number
+
+GUARD = ("quiet", "warns", "widened the budget", "runs dense")
+WINDOW = 60.0  # seconds that rates are taken over
+MOST_HISTORY = 240
+
+
+@dataclass(frozen=True)
+class Concern:
+    """Something to look at."""
+
+    level: Literal["bad", "warn"]
+    text: str
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The estimates of one layer; None where there is none yet."""
+
+    layer: int
+    density: float | None
+    recall: float | None
+    output_error: float | None
+    drift: float | None
+
+
+@dataclass(frozen=True)
+class Overview:
+    """One look at a process; its means and rates are of the last `window_seconds`, or of the whole run if empty.
+
+    Attributes:
+        problem: why the last reading failed; the numbers are then of the one before.
+        concerns: what is wrong, worst first.
+    """
+
+    source: str
+    problem: str = ""
+    silent_seconds: float = 0.0  # since the numbers last moved on
+    window_seconds: float | None = None
+    uptime_seconds: float | None = None
+    models: list[str] = field(default_factory=list)
+    policy: dict[str, Any] = field(default_factory=dict)  # version, digest, loaded, stale
+    kill_switch: bool = False
+    rollout: float | None = None
+    guard_level: int = 0
+    requests_per_second: dict[str, float] = field(default_factory=dict)  # by route
+    tokens_per_second: dict[str, float] = field(default_factory=dict)
+    request_seconds: dict[str, float | None] = field(default_factory=dict)  # p50, p95
+    calls: dict[str, float] = field(default_factory=dict)  # layer calls in the window, by backend
+    dense_calls: dict[str, float] = field(default_factory=dict)  # by reason
+    fallbacks: dict[str, float] = field(default_factory=dict)  # by reason, over the whole run
+    fallback_share: float | None = None  # of the calls that should have been sparse
+    density: float | None = None
+    overlap: float | None = None
+    attention_seconds: float | None = None  # mean of a call
+    flops_per_second: float | None = None
+    bytes_per_second: float | None = None
+    selection_share: float | None = None  # of selection and attention together
+    kv_cache_bytes: float | None = None
+    recall: float | None = None
+    output_error: float | None = None
+    next_token_kl: float | None = None
+    drift: float | None = None
+    layers: list[Layer] = field(default_factory=list)
+    event_counts: dict[str, float] = field(default_factory=dict)
+    recent_events: list[dict[str, Any]] = field(default_factory=list)
+    telemetry_errors: dict[str, float] = field(default_factory=dict)
+    concerns: list[Concern] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is bad."""
+        return not any(concern.level == "bad" for concern in self.concerns)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Watch:
+    """Looks at a process again and again.
+
+    Args:
+        read: gives a snapshot, or raises ValueError or OSError.
+        source: what to call it.
+        window: seconds that rates are taken over.
+        clock: one that never goes back.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[], Snapshot],
+        source: str,
+        *,
+        window: float = WINDOW,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._read, self._source, self._window, self._clock = read, source, window, clock
+        self._kept: deque[tuple[float, Snapshot]] = deque()
+        self._moved = clock()
+        self.history: deque[dict[str, float | None]] = deque(maxlen=MOST_HISTORY)
+
+    def look(self) -> Overview:
+        """Read once more. A reading that fails gives the last numbers and says so.
+
+        Raises:
+            ValueError, OSError, ImportError: the first reading fails.
+        """
+        problem, moment = "", self._clock()
+        try:
+            now = self._read()
+        except (ValueError, OSError) as error:
+            if not self._kept:
+                raise
+            problem, now = str(error), self._kept[-1][1]
+        else:
+            if not self._kept:
+                self._moved = moment - (0.0 if now.uptime is None else max(0.0, time.time() - now.time))
+            elif (now.readings, now.uptime) != (self._kept[-1][1].readings, self._kept[-1][1].uptime):
+                self._moved = moment
+            self._kept.append((moment, now))
+        while len(self._kept) > 2 and self._kept[1][0] <= moment - self._window:
+            self._kept.popleft()
+        then, earlier = self._kept[0]
+        if len(self._kept) == 1:
+            seen = overview(self._source, now, now, now.uptime, problem, moment - self._moved)
+        else:
+            delta = now.since(earlier)
+            seconds = moment - then if delta.uptime is None else delta.uptime
+            seen = overview(self._source, now, delta, seconds, problem, moment - self._moved)
+        self._remember(seen)
+        return seen
+
+    def _remember(self, seen: Overview) -> None:
+        self.history.append(
+            {
+                "tokens_per_second": sum(seen.tokens_per_second.values()),
+                "request_seconds_p95": seen.request_seconds["p95"],
+                "density": seen.density,
+                "recall": seen.recall,
+                "output_error": seen.output_error,
+                "drift": seen.drift,
+            }
+        )
+
+
+def overview(
+    source: str, now: Snapshot, delta: Snapshot, seconds: float | None, problem: str = "", silent: float = 0.0
+) -> Overview:
+    """Say what two snapshots say: `now`, and `delta`, what came within the last `seconds`."""
+    recent = lambda name: delta.mean(name) if delta.mean(name) is not None else now.mean(name)
+    rates = lambda found: {key: value / seconds for key, value in found.items()} if seconds else {}
+    latest = delta if delta.mean("dynaxx_request_seconds") is not None else now
+    measured = delta if delta.total("dynaxx_attention_seconds") else now
+    attention, selection = (measured.total(f"dynaxx_{part}_seconds") for part in ("attention", "selection"))
+    per_second = lambda name: measured.total(name) / attention if attention else None
+    calls = delta.by("dynaxx_layer_calls_total", "backend")
+    fallen = delta.total("dynaxx_fallbacks_total")
+    wanted = sum(count for backend, count in calls.items() if backend != "dense") + fallen
+    seen = Overview(
+        source=source,
+        problem=problem,
+        silent_seconds=silent,
+        window_seconds=seconds,
+        uptime_seconds=now.uptime,
+        models=sorted({r.labels["model_name"] for found in now.readings.values() for r in found} - {""}),
+        policy=_policy(now),
+        kill_switch=bool(now.gauge("dynaxx_kill_switch")),
+        rollout=now.gauge("dynaxx_rollout_ratio"),
+        guard_level=min(3, int(now.gauge("dynaxx_guard_level") or 0)),
+        requests_per_second=rates(delta.by("dynaxx_requests_total", "route")),
+        tokens_per_second=rates(delta.by("dynaxx_tokens_total", "route")),
+        request_seconds={f"p{p}": latest.quantile("dynaxx_request_seconds", p / 100) for p in (50, 95)},
+        calls=calls,
+        dense_calls=delta.by("dynaxx_dense_calls_total", "reason"),
+        fallbacks=now.by("dynaxx_fallbacks_total", "reason"),
+        fallback_share=fallen / wanted if wanted else None,
+        density=recent("dynaxx_density_ratio"),
+        overlap=recent("dynaxx_overlap_ratio"),
+        attention_seconds=recent("dynaxx_attention_seconds"),
+        flops_per_second=per_second("dynaxx_attention_flops_total"),
+        bytes_per_second=per_second("dynaxx_attention_bytes_total"),
+        selection_share=selection / (selection + attention) if selection else None,
+        kv_cache_bytes=now.gauge("dynaxx_kv_cache_bytes"),
+        recall=recent("dynaxx_recall_ratio"),
+        output_error=recent("dynaxx_output_error_ratio"),
+        next_token_kl=recent("dynaxx_next_token_kl_nats"),
+        drift=now.gauge("dynaxx_layer_drift_ratio"),
+        layers=_layers(now),
+        event_counts=now.by("dynaxx_events_total", "event"),
+        recent_events=now.events[-12:],
+        telemetry_errors=now.by("dynaxx_telemetry_errors_total", "what"),
+    )
+    return replace(seen, concerns=concerns_of(seen))
+
+
+def concerns_of(seen: Overview) -> list[Concern]:
+    """What is wrong, worst first."""
+    percent = lambda share: f"{share:.1%}"
+    found = [
+        (bool(seen.problem), "bad", f"cannot be read: {seen.problem}"),
+        (seen.silent_seconds > SILENT_AFTER, "bad", f"no new number for {seen.silent_seconds:.0f} s"),
+        (seen.guard_level == 3, "bad", "the guard runs everything dense"),
+        (_over(RECALL_LOW, seen.recall), "bad", f"recall is {percent(seen.recall or 0)}, below {percent(RECALL_LOW)}"),
+        (_over(seen.output_error, ERROR_HIGH), "bad", f"the output error is {percent(seen.output_error or 0)}"),
+        (_over(seen.fallback_share, FALLBACKS_HIGH), "bad", f"{percent(seen.fallback_share or 0)} of calls fall back"),
+        (seen.kill_switch, "warn", "the kill switch is on: everything is dense"),
+        (bool(seen.policy.get("stale")), "warn", "the policy file was refused; the policy before it is in force"),
+        (seen.guard_level in (1, 2), "warn", f"the guard {GUARD[seen.guard_level]}"),
+        (_over(seen.drift, DRIFTED, equal=True), "warn", "attention has drifted: tune again (dynaxx retune)"),
+        (bool(seen.telemetry_errors), "warn", "telemetry itself had errors: " + ", ".join(seen.telemetry_errors)),
+    ]
+    return [Concern("bad" if level == "bad" else "warn", text) for wrong, level, text in found if wrong]
+
+
+def _over(value: float | None, limit: float | None, *, equal: bool = False) -> bool:
+    if value is None or limit is None:
+        return False
+    return value > limit or (equal and math.isclose(value, limit))
+
+
+def _policy(now: Snapshot) -> dict[str, Any]:
+    infos = now.get("dynaxx_policy_info")
+    if not infos:
+        return {}
+    return {
+        "version": infos[-1].labels["version"],
+        "digest": infos[-1].labels["digest"],
+        "loaded": now.gauge("dynaxx_policy_loaded_timestamp_seconds"),
+        "stale": bool(now.gauge("dynaxx_policy_stale")),
+    }
+
+
+def _layers(now: Snapshot) -> list[Layer]:
+    """Every layer that has an estimate, in order."""
+    names = ("density", "recall", "output_error", "drift")
+    found = {name: now.by(f"dynaxx_layer_{name}_ratio", "layer") for name in names}
+    indices = sorted({int(layer) for values in found.values() for layer in values if layer.isdigit()})
+    return [Layer(i, *(found[name].get(str(i)) for name in names)) for i in indices]
+
+
+def describe_event(event: dict[str, Any]) -> str:
+    """An event in words, with its facts."""
+    facts = ", ".join(f"{k} {v}" for k, v in event.get("facts", {}).items() if k not in ("model_name", "engine"))
+    words = EVENTS.get(event["name"], event["name"])
+    return f"{words} ({facts})" if facts else words
