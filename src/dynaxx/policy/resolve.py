@@ -59,6 +59,25 @@ class LayerPlan:
         )
         return replace(self, groups=tuple(groups))
 
+    def shard(self, rank: int, ranks: int) -> LayerPlan:
+        """The plan of one of `ranks` equal shares of the q heads, in order, as tensor parallelism cuts them.
+
+        Raises:
+            ValueError: heads that do not divide.
+        """
+        if ranks == 1:
+            return self
+        if self.q_heads % ranks or (self.kv_heads % ranks and ranks % self.kv_heads):
+            raise ValueError(f"{self.q_heads} q heads and {self.kv_heads} kv heads must divide among {ranks} ranks")
+        q_heads = self.q_heads // ranks
+        first, groups = rank * q_heads, []
+        for group in self.groups:
+            own = [at for at, head in enumerate(group.heads) if first <= head < first + q_heads]
+            if own:
+                heads = tuple(group.heads[at] - first for at in own)
+                groups.append(HeadGroup(heads, _some_heads(group.rule, own)))
+        return LayerPlan(tuple(groups), q_heads, max(1, self.kv_heads // ranks), self.block_size)
+
     @torch.inference_mode(False)
     @torch.no_grad()
     def layout(self, q: Tensor, k: Tensor, *, scale: float | None = None) -> BlockLayout:
@@ -185,6 +204,15 @@ def _budget(selector: Selector) -> Any:
 
 def _with_budget(selector: Selector, value: Any) -> Selector:
     return replace(selector, **{selector.budget_field: value})  # type: ignore[type-var]  # every selector is a dataclass
+
+
+def _some_heads(rule: AttentionRule, which: Sequence[int]) -> AttentionRule:
+    """The rule for some of the heads it was made for, by their places."""
+    pattern, selector = _parts(rule)
+    if selector is None or not isinstance(_budget(selector), tuple):
+        return rule
+    budgets = tuple(_budget(selector)[at] for at in which)
+    return _rule(pattern, _with_budget(selector, budgets))
 
 
 def _head_budget(rule: AttentionRule | None, family: Selector) -> float:
