@@ -188,9 +188,14 @@ def sequence(pages: Tensor, page_table: Tensor, seqlen_k: int) -> tuple[Tensor, 
     Args:
         page_table: (max_pages,) its row.
     """
-    used = -(-seqlen_k // pages.shape[2])
-    both = pages.transpose(0, 1).index_select(1, page_table[:used])  # (kv_heads, used, page_size, 2 * head_dim)
-    both = both.flatten(1, 2)[:, :seqlen_k].transpose(0, 1)[None]
+    num_pages, heads, page_size, width = pages.shape
+    used = page_table[: -(-seqlen_k // page_size)].long()
+    if pages.is_contiguous():  # whole pages are copied, each head's behind one another: twice as fast
+        order = used * heads + torch.arange(heads, device=used.device)[:, None]
+        both = pages.view(num_pages * heads, page_size * width).index_select(0, order.flatten())
+    else:
+        both = pages[used].transpose(0, 1)
+    both = both.reshape(heads, -1, width)[:, :seqlen_k].transpose(0, 1)[None]
     k, v = both.chunk(2, dim=-1)
     return k, v
 
