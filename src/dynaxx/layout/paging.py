@@ -63,14 +63,16 @@ class PageSummaries:
         """Memory for the summaries of a cache, to be filled by `summarize_pages`.
 
         Args:
-            dtype: bf16 where the cache is 16 bits or fewer, else the cache's own: half the traffic is worth more than
-                the last bits of a score.
+            dtype: default bf16 (fp64 for fp64 caches): half the traffic is worth more than the last bits of a score.
         """
         if dtype is None:
-            dtype = cache.k.dtype if cache.k.dtype.itemsize >= 2 else torch.bfloat16
-        lead = (cache.k.shape[0],) if cache.is_paged else (cache.batch, cache.max_pages)
-        low = torch.zeros(*lead, cache.kv_heads, cache.head_dim, dtype=dtype, device=cache.device)
-        return cls(low, low if bound == 0 else torch.zeros_like(low), bound)
+            dtype = torch.float64 if cache.k.dtype == torch.float64 else torch.bfloat16
+        lead = () if cache.is_paged else (cache.batch,)
+        pages = cache.k.shape[0] if cache.is_paged else cache.max_pages
+        memory = (*lead, cache.kv_heads, pages, cache.head_dim)  # the pages of a head lie together: scoring reads those
+        empty = lambda: torch.zeros(memory, dtype=dtype, device=cache.device).transpose(-3, -2)
+        low = empty()
+        return cls(low, low if bound == 0 else empty(), bound)
 
     def strides(self) -> PageStrides:
         """Of `low` and `high` alike; there is one row per page and head."""

@@ -124,7 +124,7 @@ def summarize_pages(
         bound: of new summaries; see `PageBudget`.
         new_tokens: the most keys that a sequence has gained (or had rewritten) at its end since the last call; None:
             all pages. A prefix that was cached by others is known by its physical pages.
-        dtype: of new summaries, default the cache's, at most 16 bits wide for 16-bit and 8-bit caches.
+        dtype: of new summaries, default bf16 (fp64 for fp64 caches).
 
     Returns:
         The cache, with its summaries.

@@ -1,10 +1,226 @@
-"""Decoding on a CPU."""
+"""Decoding on a CPU: hand the cache to the core. The structures are those of `core/cache.h` and `core/decode*.cpp`."""
 
 from __future__ import annotations
 
+import ctypes
+from ctypes import CDLL, POINTER, Structure, byref, c_double, c_int64, c_void_p
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from dynaxx.kernels.cpu.arguments import ELEMENTS, readable, strides
+from dynaxx.kernels.cpu.library import active_library
 from dynaxx.kernels.decode_problem import DecodeProblem
+from dynaxx.layout.paging import PagedCache, PageStrides, PageSummaries
+
+STORED = {**ELEMENTS, torch.int8: 3, torch.float8_e4m3fn: 4}  # as in core/cache.h
+NO_STRIDES = PageStrides(0, 0, 0, 0)
+
+
+class CacheArgs(Structure):
+    """A cache."""
+
+    _fields_: ClassVar = [
+        ("k", c_void_p),
+        ("v", c_void_p),
+        ("stored", c_int64),
+        ("k_strides", c_int64 * 4),
+        ("v_strides", c_int64 * 4),
+        ("k_scale", c_void_p),
+        ("v_scale", c_void_p),
+        ("k_scale_strides", c_int64 * 4),
+        ("v_scale_strides", c_int64 * 4),
+        ("page_table", c_void_p),
+        ("table_stride", c_int64),
+        ("seqused", c_void_p),
+        ("leftpad", c_void_p),
+        ("batch", c_int64),
+        ("kv_heads", c_int64),
+        ("max_pages", c_int64),
+        ("page_size", c_int64),
+        ("head_dim", c_int64),
+        ("head_dim_v", c_int64),
+    ]
+
+
+class DecodeArgs(Structure):
+    """Attention of one step."""
+
+    _fields_: ClassVar = [
+        ("cache", POINTER(CacheArgs)),
+        ("q", c_void_p),
+        ("element", c_int64),
+        ("q_strides", c_int64 * 3),
+        ("seqlen_q", c_int64),
+        ("q_heads", c_int64),
+        ("pages", c_void_p),
+        ("slots", c_int64),
+        ("out", c_void_p),
+        ("lse", c_void_p),
+        ("scale", c_double),
+        ("threads", c_int64),
+    ]
+
+
+class SummaryArgs(Structure):
+    """Summaries of a cache, and which of them to make."""
+
+    _fields_: ClassVar = [
+        ("cache", POINTER(CacheArgs)),
+        ("low", c_void_p),
+        ("high", c_void_p),
+        ("element", c_int64),
+        ("strides", c_int64 * 4),
+        ("bound", c_double),
+        ("new_tokens", c_int64),
+        ("threads", c_int64),
+    ]
+
+
+class SelectArgs(Structure):
+    """The choice of pages of one step."""
+
+    _fields_: ClassVar = [
+        ("summaries", POINTER(SummaryArgs)),
+        ("q", c_void_p),
+        ("element", c_int64),
+        ("q_strides", c_int64 * 3),
+        ("seqlen_q", c_int64),
+        ("q_heads", c_int64),
+        ("wanted", c_void_p),
+        ("sinks", c_int64),
+        ("window", c_int64),
+        ("chosen", c_void_p),
+        ("slots", c_int64),
+        ("scale", c_double),
+        ("threads", c_int64),
+    ]
 
 
 def unsupported_reasons(problem: DecodeProblem) -> list[str]:
-    """Why the core cannot serve."""
-    return ["not there yet"]
+    """Another device, fp64, or no core to run."""
+    reasons = []
+    if problem.device.type != "cpu":
+        reasons.append(f"tensors are on {problem.device}, not on the CPU")
+    if problem.dtype not in ELEMENTS or problem.cache_dtype not in STORED:
+        reasons.append(f"computes in fp32, got {problem.dtype} over a cache of {problem.cache_dtype}")
+    if not reasons and active_library() is None:
+        reasons.append("has no C++ core here; see dynaxx.kernels.cpu.cpu_status()")
+    return reasons
+
+
+def attend_pages(q: Tensor, cache: PagedCache, block_indices: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """As `kernels.reference.decode`; every dtype is widened in the core and computed in fp32."""
+    batch, seqlen_q, q_heads, _ = q.shape
+    q = readable(q)
+    pages = None if block_indices is None else block_indices.contiguous()
+    out = q.new_empty(batch, seqlen_q, q_heads, cache.head_dim_v, dtype=torch.float32)
+    lse = q.new_empty(batch, q_heads, seqlen_q, dtype=torch.float32)
+    arguments, _kept = _cache_args(cache)
+    args = DecodeArgs(
+        ctypes.pointer(arguments),
+        q.data_ptr(),
+        ELEMENTS[q.dtype],
+        strides(q),
+        seqlen_q,
+        q_heads,
+        None if pages is None else pages.data_ptr(),
+        0 if pages is None else pages.shape[2],
+        out.data_ptr(),
+        lse.data_ptr(),
+        scale,
+        torch.get_num_threads(),
+    )
+    _run(_library().dynaxx_cpu_decode(byref(args)))
+    return out.to(q.dtype), lse
+
+
+def select_pages(
+    q: Tensor, cache: PagedCache, wanted: Tensor, sinks: int, window: int, slots: int, scale: float
+) -> Tensor:
+    """As `kernels.reference.decode`."""
+    assert cache.summaries is not None, "checked before"
+    q = readable(q)
+    chosen = torch.empty(cache.batch, cache.kv_heads, slots, dtype=torch.int32)
+    arguments, _kept = _cache_args(cache)
+    summaries = _summary_args(arguments, cache.summaries, None)
+    args = SelectArgs(
+        ctypes.pointer(summaries),
+        q.data_ptr(),
+        ELEMENTS[q.dtype],
+        strides(q),
+        q.shape[1],
+        q.shape[2],
+        wanted.data_ptr(),
+        sinks,
+        window,
+        chosen.data_ptr(),
+        slots,
+        scale,
+        torch.get_num_threads(),
+    )
+    _run(_library().dynaxx_cpu_select_pages(byref(args)))
+    return chosen
+
+
+def summarize_pages(cache: PagedCache, summaries: PageSummaries, new_tokens: int | None) -> None:
+    """As `kernels.reference.decode`."""
+    arguments, _kept = _cache_args(cache)
+    _run(_library().dynaxx_cpu_summarize_pages(byref(_summary_args(arguments, summaries, new_tokens))))
+
+
+def _cache_args(cache: PagedCache) -> tuple[CacheArgs, list[Tensor]]:
+    """The arguments, and the tensors that must live as long."""
+    table, seqused = cache.page_table, cache.seqused_k.contiguous()
+    leftpad = None if cache.leftpad_k is None else cache.leftpad_k.contiguous()
+    if table is not None and table.stride(1) != 1 and table.shape[1] > 1:
+        table = table.contiguous()
+    pointer = lambda x: None if x is None else x.data_ptr()
+    scale_strides = lambda x: NO_STRIDES if x is None else cache.scale_strides(x)
+    args = CacheArgs(
+        cache.k.data_ptr(),
+        cache.v.data_ptr(),
+        STORED[cache.k.dtype],
+        cache.strides(cache.k),
+        cache.strides(cache.v),
+        pointer(cache.k_scale),
+        pointer(cache.v_scale),
+        scale_strides(cache.k_scale),
+        scale_strides(cache.v_scale),
+        pointer(table),
+        0 if table is None else table.stride(0),
+        seqused.data_ptr(),
+        pointer(leftpad),
+        cache.batch,
+        cache.kv_heads,
+        cache.max_pages,
+        cache.page_size,
+        cache.head_dim,
+        cache.head_dim_v,
+    )
+    return args, [x for x in (table, seqused, leftpad) if x is not None]
+
+
+def _summary_args(cache: CacheArgs, summaries: PageSummaries, new_tokens: int | None) -> SummaryArgs:
+    return SummaryArgs(
+        ctypes.pointer(cache),
+        summaries.low.data_ptr(),
+        summaries.high.data_ptr(),
+        ELEMENTS[summaries.low.dtype],
+        summaries.strides(),
+        summaries.bound,
+        -1 if new_tokens is None else new_tokens,
+        torch.get_num_threads(),
+    )
+
+
+def _library() -> CDLL:
+    library = active_library()
+    assert library is not None, "`unsupported_reasons` was asked before"
+    return library
+
+
+def _run(code: int) -> None:
+    if code:
+        raise MemoryError("the CPU core could not allocate its working memory")

@@ -147,4 +147,7 @@ def _open(path: Path) -> CDLL:
     library.dynaxx_cpu_forward.restype = ctypes.c_int
     library.dynaxx_cpu_backward.argtypes = [ctypes.POINTER(BackwardArgs)]
     library.dynaxx_cpu_backward.restype = ctypes.c_int
+    for decode in (library.dynaxx_cpu_decode, library.dynaxx_cpu_select_pages, library.dynaxx_cpu_summarize_pages):
+        decode.argtypes = [pointer]
+        decode.restype = ctypes.c_int
     return library

@@ -1,0 +1,113 @@
+// A kv cache in pages, as `layout/paging.py` describes it: arguments, addresses, and stored elements made fp32.
+#pragma once
+#include <algorithm>
+#include <cmath>
+
+#include "pack.h"
+
+namespace dynaxx {
+
+// Beside those of elements.h: two of 8 bits, which have scales.
+enum class Stored : int64_t { FP32 = 0, BF16 = 1, FP16 = 2, INT8 = 3, FP8 = 4 };
+
+DYNAXX_INLINE int64_t bytes_of(Stored stored) { return stored == Stored::FP32 ? 4 : stored <= Stored::FP16 ? 2 : 1; }
+
+// In elements; see PageStrides in paging.py.
+struct PageStrides {
+  int64_t batch, page, token, head;
+
+  int64_t at(int64_t b, int64_t p, int64_t h) const { return b * batch + p * page + h * head; }
+};
+
+struct CacheArgs {
+  const void *k, *v;
+  int64_t stored;
+  PageStrides k_strides, v_strides;
+  const float *k_scale, *v_scale;  // null for 1
+  PageStrides k_scale_strides, v_scale_strides;
+  const int32_t* page_table;  // (batch, max_pages), null where contiguous
+  int64_t table_stride;
+  const int32_t* seqused;  // (batch,)
+  const int32_t* leftpad;  // (batch,), null for zeros
+  int64_t batch, kv_heads, max_pages, page_size, head_dim, head_dim_v;
+
+  int64_t first_key(int64_t b) const { return leftpad ? leftpad[b] : 0; }
+  int64_t first_page(int64_t b) const { return first_key(b) / page_size; }
+  int64_t stop_page(int64_t b) const { return (seqused[b] + page_size - 1) / page_size; }
+
+  // Where a logical page lies, -1 for one that is not there.
+  int64_t physical(int64_t b, int64_t page) const { return page_table ? page_table[b * table_stride + page] : page; }
+};
+
+// NaN apart, e4m3 is fp32 with another bias and fewer bits; the multiplication makes subnormals right too.
+DYNAXX_INLINE float widen_fp8(uint8_t x) {
+  const float magnitude = from_bits(uint32_t(x & 0x7f) << 20) * 0x1p120f;
+  uint32_t bits;
+  std::memcpy(&bits, &magnitude, sizeof bits);
+  return from_bits(((x & 0x7f) == 0x7f ? 0x7fc00000u : bits) | uint32_t(x & 0x80) << 24);
+}
+
+// `count` elements as they are stored to fp32, without their scale.
+inline void widen(Stored stored, const void* from, int64_t count, float* __restrict to) {
+  const uint16_t* __restrict half = (const uint16_t*)from;
+  const uint8_t* __restrict byte = (const uint8_t*)from;
+  if (stored == Stored::FP32)
+    std::memcpy(to, from, sizeof(float) * count);
+  else if (stored == Stored::BF16)
+    for (int64_t i = 0; i < count; i++) to[i] = widen_bf16(half[i]);
+  else if (stored == Stored::FP16)
+    for (int64_t i = 0; i < count; i++) to[i] = widen_fp16(half[i]);
+  else if (stored == Stored::INT8)
+    for (int64_t i = 0; i < count; i++) to[i] = float(int8_t(byte[i]));
+  else
+    for (int64_t i = 0; i < count; i++) to[i] = widen_fp8(byte[i]);
+}
+
+DYNAXX_INLINE void prefetch(const void* from, int64_t bytes) {
+  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch((const char*)from + at);
+}
+
+// A width that whole vectors fill.
+DYNAXX_INLINE int64_t whole_vectors(int64_t width) { return (width + LANES - 1) / LANES * LANES; }
+
+// The sum of every four lanes that are LANES / 4 apart.
+DYNAXX_INLINE vec4 quarter_sums(vec x) {
+  vec4 quarters[LANES / 4];
+#if defined(__clang__) || __GNUC__ >= 12
+  quarters[0] = __builtin_shufflevector(x, x, 0, 1, 2, 3);
+#if defined(__AVX2__)
+  quarters[1] = __builtin_shufflevector(x, x, 4, 5, 6, 7);
+#endif
+#if defined(__AVX512F__)
+  quarters[2] = __builtin_shufflevector(x, x, 8, 9, 10, 11);
+  quarters[3] = __builtin_shufflevector(x, x, 12, 13, 14, 15);
+#endif
+#else
+  std::memcpy(quarters, &x, sizeof x);
+#endif
+  vec4 sum = quarters[0];
+  for (int i = 1; i < LANES / 4; i++) sum += quarters[i];
+  return sum;
+}
+
+// The sums of four vectors side by side: a transposition, so that nothing is summed across lanes one by one.
+DYNAXX_INLINE vec4 sums_of(vec a, vec b, vec c, vec d) {
+  const vec4 w = quarter_sums(a), x = quarter_sums(b), y = quarter_sums(c), z = quarter_sums(d);
+  const vec4 wx = DYNAXX_SHUFFLE(w, x, 0, 4, 1, 5) + DYNAXX_SHUFFLE(w, x, 2, 6, 3, 7);  // w0+w2 x0+x2 w1+w3 x1+x3
+  const vec4 yz = DYNAXX_SHUFFLE(y, z, 0, 4, 1, 5) + DYNAXX_SHUFFLE(y, z, 2, 6, 3, 7);
+  return DYNAXX_SHUFFLE(wx, yz, 0, 1, 4, 5) + DYNAXX_SHUFFLE(wx, yz, 2, 3, 6, 7);
+}
+
+DYNAXX_INLINE float sum_of(vec x) {
+  const vec4 sum = quarter_sums(x);
+  return (sum[0] + sum[2]) + (sum[1] + sum[3]);
+}
+
+// One token of q, fp32, times `factor`, zeros behind.
+inline void read_query(const Tokens& q, int64_t token, int64_t width, float factor, float* to) {
+  q.read(token, width, to);
+  for (int64_t d = 0; d < width; d++) to[d] *= factor;
+  std::fill(to + width, to + whole_vectors(width), 0.f);
+}
+
+}  // namespace dynaxx

@@ -1,0 +1,280 @@
+// Decoding: the queries of a step attend to the pages of a cache that were chosen, or to all of them.
+//
+// One task is a run of pages of one sequence and kv head; the q heads of its group and all queries of the step are the
+// rows that meet each page. Long lists of pages are split so that every thread has work, and partial results are merged
+// in order: the result depends on the number of threads, not on which of them was faster.
+#include <vector>
+
+#include "decode_tiles.h"
+#include "exp2.h"
+#include "scratch.h"
+#include "tasks.h"
+
+using namespace dynaxx;
+
+struct DecodeArgs {
+  const CacheArgs* cache;
+  const void* q;  // (batch, seqlen_q, q_heads, head_dim), any strides
+  int64_t element;
+  Strides q_strides;
+  int64_t seqlen_q, q_heads;
+  const int32_t* pages;  // (batch, kv_heads, slots) logical, -1 = empty, contiguous; null for all
+  int64_t slots;
+  float* out;  // (batch, seqlen_q, q_heads, head_dim_v) contiguous
+  float* lse;  // (batch, q_heads, seqlen_q) contiguous
+  double scale;
+  int64_t threads;
+};
+
+namespace {
+
+constexpr int64_t FEWEST_KEYS = 256;  // of a split: merging should stay a small part
+
+// A run of pages of one (sequence, kv head), and where its partial result lies.
+struct Part {
+  int64_t batch, head;
+  const int32_t* pages;
+  int64_t num_pages;
+};
+
+// Up to CHUNK keys of one page.
+struct KeyChunk {
+  const char *k, *v;
+  int64_t position;  // of the first key
+  int keys;
+  float k_scale, v_scale;
+};
+
+class Decoder {
+ public:
+  Decoder(const DecodeArgs& args, const Part& part)
+      : args_(args), cache_(*args.cache), part_(part), stored_(Stored(cache_.stored)),
+        group_(args.q_heads / cache_.kv_heads), rows_(group_ * args.seqlen_q), D_(whole_vectors(cache_.head_dim)),
+        E_(whole_vectors(cache_.head_dim_v)), scale_(args.scale) {}
+
+  // Of the result: out (rows, head_dim_v in whole vectors), then per row the largest score and the sum of weights.
+  static int64_t result_size(const DecodeArgs& args) {
+    return args.q_heads / args.cache->kv_heads * args.seqlen_q * (whole_vectors(args.cache->head_dim_v) + 2);
+  }
+
+  static int64_t memory_needed(const DecodeArgs& args) {
+    const int64_t rows = args.q_heads / args.cache->kv_heads * args.seqlen_q;
+    const int64_t D = whole_vectors(args.cache->head_dim), E = whole_vectors(args.cache->head_dim_v);
+    return rows * (D + CHUNK) + CHUNK * (D + E);
+  }
+
+  void run(float* memory, float* result) {
+    q_ = memory;
+    scores_ = q_ + rows_ * D_;
+    k_wide_ = scores_ + rows_ * CHUNK;
+    v_wide_ = k_wide_ + CHUNK * D_;
+    out_ = result;
+    top_ = out_ + rows_ * E_;
+    sum_ = top_ + rows_;
+    std::fill(out_, out_ + rows_ * E_, 0.f);
+    std::fill(top_, top_ + rows_, NEG_INF);
+    std::fill(sum_, sum_ + rows_, 0.f);
+    for (int64_t r = 0; r < rows_; r++) {
+      const Tokens q(args_.q, args_.element, args_.q_strides, part_.batch, part_.head * group_ + r % group_);
+      read_query(q, r / group_, cache_.head_dim, scale_.sign, q_ + r * D_);
+    }
+    KeyChunk chunk, next;
+    for (bool more = advance(chunk); more; chunk = next) {
+      more = advance(next);
+      if (!more) next.keys = 0;
+      attend(chunk, next);
+    }
+  }
+
+ private:
+  // The next chunk of the part that holds a key in use.
+  bool advance(KeyChunk& chunk) {
+    const int64_t first = cache_.first_key(part_.batch), stop = cache_.seqused[part_.batch];
+    for (; page_ < part_.num_pages; page_++, offset_ = 0) {
+      const int64_t logical = part_.pages[page_], start = logical * cache_.page_size;
+      const int64_t from = std::max(start + offset_, first);
+      const int64_t to = std::min({start + cache_.page_size, stop, from + CHUNK});
+      if (from >= to) continue;
+      const int64_t physical = cache_.physical(part_.batch, logical), b = part_.batch, h = part_.head;
+      const int64_t bytes = bytes_of(stored_);
+      chunk.k = (const char*)cache_.k + bytes * (cache_.k_strides.at(b, physical, h) + (from - start) * cache_.k_strides.token);
+      chunk.v = (const char*)cache_.v + bytes * (cache_.v_strides.at(b, physical, h) + (from - start) * cache_.v_strides.token);
+      chunk.position = from;
+      chunk.keys = int(to - from);
+      chunk.k_scale = cache_.k_scale ? cache_.k_scale[cache_.k_scale_strides.at(b, physical, h)] : 1.f;
+      chunk.v_scale = cache_.v_scale ? cache_.v_scale[cache_.v_scale_strides.at(b, physical, h)] : 1.f;
+      offset_ = to - start;
+      return true;
+    }
+    return false;
+  }
+
+  void attend(const KeyChunk& chunk, const KeyChunk& next) {
+    const int64_t bytes = bytes_of(stored_);
+    const Ahead values = {chunk.v, cache_.v_strides.token * bytes, cache_.head_dim_v * bytes, chunk.keys};
+    const Ahead keys = {next.k, cache_.k_strides.token * bytes, cache_.head_dim * bytes, next.keys};
+    int64_t k_stride, v_stride;
+    const float* k = in_place_or_wide(chunk.k, cache_.k_strides.token, cache_.head_dim, D_, chunk.keys, k_wide_, k_stride);
+    for (int64_t r = 0; r < rows_; r += QUERY_ROWS) {
+      const int tile = int(std::min<int64_t>(QUERY_ROWS, rows_ - r));
+      SCORE_KEYS[tile - 1](q_ + r * D_, k, k_stride, chunk.keys, D_, r ? NOTHING : values, scores_ + r * CHUNK);
+    }
+    for (int64_t r = 0; r < rows_; r++) weigh(chunk, r);
+    const float* v = in_place_or_wide(chunk.v, cache_.v_strides.token, cache_.head_dim_v, E_, chunk.keys, v_wide_, v_stride);
+    for (int64_t r = 0; r < rows_; r += QUERY_ROWS) {
+      const int tile = int(std::min<int64_t>(QUERY_ROWS, rows_ - r));
+      ADD_VALUES[tile - 1](scores_ + r * CHUNK, v, v_stride, chunk.keys, E_, r ? NOTHING : keys, out_ + r * E_);
+    }
+  }
+
+  // Rows of whole fp32 vectors: the cache's own where they are, else a copy.
+  const float* in_place_or_wide(const char* data, int64_t stride, int64_t width, int64_t padded, int rows, float* wide,
+                                int64_t& wide_stride) const {
+    if (stored_ == Stored::FP32 && width == padded) {
+      wide_stride = stride;
+      return (const float*)data;
+    }
+    wide_stride = padded;
+    for (int j = 0; j < rows; j++) {
+      widen(stored_, data + j * stride * bytes_of(stored_), width, wide + j * padded);
+      std::fill(wide + j * padded + width, wide + (j + 1) * padded, 0.f);
+    }
+    return wide;
+  }
+
+  // Scores of row r become weights, and what was summed before is brought to the new largest score.
+  void weigh(const KeyChunk& chunk, int64_t r) {
+    float* scores = scores_ + r * CHUNK;
+    const int64_t stop = cache_.seqused[part_.batch] - args_.seqlen_q + r / group_ + 1;  // the row's own key is the last
+    const int visible = int(std::clamp<int64_t>(stop - chunk.position, 0, chunk.keys));
+    if (chunk.k_scale != 1.f)
+      for (int j = 0; j < visible; j++) scores[j] *= chunk.k_scale;
+    std::fill(scores + visible, scores + CHUNK, NEG_INF);
+    vec largest = splat(NEG_INF);
+    for (int j = 0; j < CHUNK; j += LANES) largest = max_second_if_nan(largest, load(scores + j));
+    float top = top_[r];
+    for (int i = 0; i < LANES; i++) top = largest[i] > top || largest[i] != largest[i] ? largest[i] : top;
+    if (top == NEG_INF) {
+      std::fill(scores, scores + CHUNK, 0.f);
+      return;
+    }
+    vec total = {};
+    for (int j = 0; j < CHUNK; j += LANES) {
+      const vec weight = exp2_nonpositive((load(scores + j) - splat(top)) * splat(scale_.factor));
+      total += weight;
+      store(scores + j, weight * splat(chunk.v_scale));
+    }
+    if (top != top_[r]) {
+      const vec alpha = exp2_nonpositive(splat((top_[r] - top) * scale_.factor));
+      sum_[r] *= alpha[0];
+      for (int64_t e = 0; e < E_; e += LANES) store(out_ + r * E_ + e, load(out_ + r * E_ + e) * alpha);
+      top_[r] = top;
+    }
+    sum_[r] += sum_of(total);
+  }
+
+  static constexpr Ahead NOTHING = {nullptr, 0, 0, 0};
+
+  const DecodeArgs& args_;
+  const CacheArgs& cache_;
+  const Part& part_;
+  const Stored stored_;
+  const int64_t group_, rows_, D_, E_;
+  const Scale scale_;
+  float *q_, *scores_, *k_wide_, *v_wide_, *out_, *top_, *sum_;
+  int64_t page_ = 0, offset_ = 0;
+};
+
+// The pages that each (sequence, kv head) reads: given and there, with a key in use. starts has one entry more.
+void list_pages(const DecodeArgs& args, std::vector<int32_t>& pages, std::vector<int64_t>& starts) {
+  const CacheArgs& cache = *args.cache;
+  for (int64_t b = 0; b < cache.batch; b++) {
+    const int64_t first = cache.first_page(b), stop = cache.stop_page(b);
+    for (int64_t h = 0; h < cache.kv_heads; h++) {
+      starts.push_back(int64_t(pages.size()));
+      const auto take = [&](int64_t page) {
+        if (page >= first && page < stop && cache.physical(b, page) >= 0) pages.push_back(int32_t(page));
+      };
+      if (args.pages)
+        for (int64_t s = 0; s < args.slots; s++) take(args.pages[(b * cache.kv_heads + h) * args.slots + s]);
+      else
+        for (int64_t page = first; page < stop; page++) take(page);
+    }
+  }
+  starts.push_back(int64_t(pages.size()));
+}
+
+// Runs of about the same number of pages, four for each thread where there are enough. firsts[i] is the first part of
+// (sequence, kv head) i; it has one entry more.
+void split(const DecodeArgs& args, const std::vector<int32_t>& pages, const std::vector<int64_t>& starts,
+           std::vector<Part>& parts, std::vector<int64_t>& firsts) {
+  const CacheArgs& cache = *args.cache;
+  const int64_t even = args.threads == 1 ? int64_t(pages.size()) : int64_t(pages.size()) / (4 * args.threads);
+  const int64_t most = std::max({even, FEWEST_KEYS / cache.page_size, int64_t(1)});
+  for (int64_t i = 0; i < cache.batch * cache.kv_heads; i++) {
+    const int64_t count = starts[i + 1] - starts[i], runs = std::max<int64_t>(1, (count + most - 1) / most);
+    firsts.push_back(int64_t(parts.size()));
+    for (int64_t run = 0; run < runs; run++) {
+      const int64_t from = starts[i] + count * run / runs, to = starts[i] + count * (run + 1) / runs;
+      parts.push_back({i / cache.kv_heads, i % cache.kv_heads, pages.data() + from, to - from});
+    }
+  }
+  firsts.push_back(int64_t(parts.size()));
+}
+
+// out and lse of one (sequence, kv head) from the results of its parts.
+void merge(const DecodeArgs& args, int64_t batch, int64_t head, const float* results, int64_t num_parts) {
+  const CacheArgs& cache = *args.cache;
+  const Scale scale(args.scale);
+  const int64_t group = args.q_heads / cache.kv_heads, rows = group * args.seqlen_q, E = whole_vectors(cache.head_dim_v);
+  const int64_t size = Decoder::result_size(args);
+  for (int64_t r = 0; r < rows; r++) {
+    const int64_t token = r / group, q_head = head * group + r % group;
+    const float* tops = results + rows * E + r;
+    float top = NEG_INF, sum = 0.f;
+    for (int64_t p = 0; p < num_parts; p++) top = std::max(top, tops[p * size]);
+    float* out = args.out + ((batch * args.seqlen_q + token) * args.q_heads + q_head) * cache.head_dim_v;
+    float* lse = args.lse + (batch * args.q_heads + q_head) * args.seqlen_q + token;
+    std::fill(out, out + cache.head_dim_v, 0.f);
+    *lse = NEG_INF;
+    if (top == NEG_INF) continue;
+    for (int64_t p = 0; p < num_parts; p++) {
+      const float weight = exp2_nonpositive(splat((tops[p * size] - top) * scale.factor))[0];
+      if (weight == 0.f) continue;
+      sum += weight * tops[p * size + rows];
+      const float* from = results + p * size + r * E;
+      for (int64_t e = 0; e < cache.head_dim_v; e++) out[e] += weight * from[e];
+    }
+    for (int64_t e = 0; e < cache.head_dim_v; e++) out[e] /= sum;
+    *lse = float(top * scale.factor * LN_2 + std::log(sum));
+  }
+}
+
+}  // namespace
+
+// Returns 0, or 1 where memory ran out.
+extern "C" DYNAXX_EXPORT int dynaxx_cpu_decode(const DecodeArgs* args) try {
+  std::vector<int32_t> pages;
+  std::vector<int64_t> starts, firsts;
+  std::vector<Part> parts;
+  list_pages(*args, pages, starts);
+  split(*args, pages, starts, parts, firsts);
+  const int64_t size = Decoder::result_size(*args), memory = Decoder::memory_needed(*args);
+  std::vector<float> results(parts.size() * size);
+  std::atomic<int> failed{0};
+  for_each_task(int64_t(parts.size()), args->threads, [&](int64_t part) {
+    try {
+      Decoder(*args, parts[part]).run(thread_scratch().reserve(memory), results.data() + part * size);
+    } catch (const std::bad_alloc&) {
+      failed = 1;
+    }
+  });
+  if (failed) return 1;
+  for_each_task(int64_t(firsts.size()) - 1, args->threads, [&](int64_t i) {
+    merge(*args, i / args->cache->kv_heads, i % args->cache->kv_heads, results.data() + firsts[i] * size,
+          firsts[i + 1] - firsts[i]);
+  });
+  return 0;
+} catch (const std::bad_alloc&) {
+  return 1;
+}

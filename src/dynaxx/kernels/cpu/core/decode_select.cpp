@@ -1,0 +1,278 @@
+// Choosing pages: every page's score from its summary, the best of them without sorting, and the summaries themselves.
+#include <vector>
+
+#include "cache.h"
+#include "exp2.h"
+#include "scratch.h"
+#include "tasks.h"
+
+using namespace dynaxx;
+
+struct SummaryArgs {
+  const CacheArgs* cache;
+  void *low, *high;  // by physical page; the same tensor where they are the mean
+  int64_t element;
+  PageStrides strides;
+  double bound;
+  int64_t new_tokens;  // pages of the last so many keys, -1 for all
+  int64_t threads;
+};
+
+struct SelectArgs {
+  const SummaryArgs* summaries;
+  const void* q;  // (batch, seqlen_q, q_heads, head_dim), any strides
+  int64_t element;
+  Strides q_strides;
+  int64_t seqlen_q, q_heads;
+  const float* wanted;  // (2, kv_heads) contiguous: pages beside sinks and window are row 0 + ceil(row 1 * pages)
+  int64_t sinks, window;
+  int32_t* chosen;  // (batch, kv_heads, slots) contiguous
+  int64_t slots;
+  double scale;
+  int64_t threads;
+};
+
+namespace {
+
+constexpr int64_t PAGES_PER_TASK = 128;
+constexpr int64_t PAGES_AHEAD = 12;
+
+// ---- scores ---------------------------------------------------------------------------------------------------------
+
+// Sums over the queries and heads of a group: to[0..D) of their positive parts, to[D..2D) of their negative ones.
+void sum_queries(const SelectArgs& args, int64_t batch, int64_t head, float* space, float* to) {
+  const CacheArgs& cache = *args.summaries->cache;
+  const int64_t D = whole_vectors(cache.head_dim), group = args.q_heads / cache.kv_heads;
+  std::fill(to, to + 2 * D, 0.f);
+  for (int64_t g = 0; g < group; g++)
+    for (int64_t i = 0; i < args.seqlen_q; i++) {
+      const Tokens q(args.q, args.element, args.q_strides, batch, head * group + g);
+      read_query(q, i, cache.head_dim, float(args.scale), space);
+      for (int64_t d = 0; d < D; d++) {
+        to[d] += std::max(space[d], 0.f);
+        to[D + d] += std::min(space[d], 0.f);
+      }
+    }
+}
+
+// Scores of pages [from, to) of one sequence and kv head.
+class PageScorer {
+ public:
+  PageScorer(const SelectArgs& args, int64_t batch, int64_t head, const float* queries, float* memory)
+      : cache_(*args.summaries->cache), summaries_(*args.summaries), stored_(Stored(summaries_.element)), batch_(batch),
+        head_(head), D_(whole_vectors(cache_.head_dim)), up_(queries), down_(queries + D_), low_(memory),
+        high_(memory + D_), mean_(memory + 2 * D_) {
+    for (int64_t d = 0; d < D_; d++) mean_[d] = up_[d] + down_[d];
+  }
+
+  static int64_t memory_needed(int64_t head_dim) { return 3 * whole_vectors(head_dim); }
+
+  void run(int64_t from, int64_t to, float* scores) const {
+    const int64_t bytes = bytes_of(stored_) * cache_.head_dim;
+    const bool one = summaries_.low == summaries_.high;
+    for (int64_t page = from; page < to; page++) {
+      if (page + PAGES_AHEAD < to) {
+        prefetch(row(summaries_.high, page + PAGES_AHEAD), bytes);
+        if (!one) prefetch(row(summaries_.low, page + PAGES_AHEAD), bytes);
+      }
+      if (cache_.physical(batch_, page) < 0) continue;
+      const float* high = read(row(summaries_.high, page), high_);
+      scores[page] = one ? dot(mean_, high) : dot(up_, high) + dot(down_, read(row(summaries_.low, page), low_));
+    }
+  }
+
+ private:
+  const char* row(const void* summary, int64_t page) const {
+    const int64_t physical = std::max<int64_t>(0, cache_.physical(batch_, page));
+    return (const char*)summary + bytes_of(stored_) * summaries_.strides.at(batch_, physical, head_);
+  }
+
+  const float* read(const char* from, float* space) const {
+    if (stored_ == Stored::FP32 && cache_.head_dim == D_) return (const float*)from;
+    widen(stored_, from, cache_.head_dim, space);
+    std::fill(space + cache_.head_dim, space + D_, 0.f);
+    return space;
+  }
+
+  float dot(const float* a, const float* b) const {
+    vec sum = {}, other = {};
+    int64_t d = 0;
+    for (; d + 2 * LANES <= D_; d += 2 * LANES) {
+      sum += load(a + d) * load(b + d);
+      other += load(a + d + LANES) * load(b + d + LANES);
+    }
+    if (d < D_) sum += load(a + d) * load(b + d);
+    return sum_of(sum + other);
+  }
+
+  const CacheArgs& cache_;
+  const SummaryArgs& summaries_;
+  const Stored stored_;
+  const int64_t batch_, head_, D_;
+  const float *up_, *down_;
+  float *low_, *high_, *mean_;
+};
+
+// ---- the best -------------------------------------------------------------------------------------------------------
+
+// Ascends with the score, and for equal scores descends with the page.
+DYNAXX_INLINE uint64_t sort_key(float score, int64_t page) {
+  uint32_t bits;
+  score += 0.f;  // -0 is 0
+  std::memcpy(&bits, &score, sizeof bits);
+  bits = bits >> 31 ? ~bits : bits | 0x80000000u;
+  return uint64_t(bits) << 32 | uint32_t(~uint32_t(page));
+}
+
+// Sinks, window and the best of the others, ascending; the rest of the slots is -1.
+void choose(const SelectArgs& args, int64_t batch, int64_t head, const float* scores, int32_t* chosen) {
+  const CacheArgs& cache = *args.summaries->cache;
+  const int64_t first = cache.first_page(batch), stop = cache.stop_page(batch), size = cache.page_size;
+  const int64_t sinks_stop = args.sinks ? cache.first_key(batch) + args.sinks : 0;
+  const int64_t window_start = cache.seqused[batch] - (args.seqlen_q + args.window - 1);
+  const float share = args.wanted[cache.kv_heads + head] * float(std::max<int64_t>(0, stop - first));
+  const int64_t wanted = int64_t(args.wanted[head] + std::ceil(share));
+  std::vector<uint64_t> optional;
+  std::vector<bool> kept(std::max<int64_t>(0, stop - first));
+  for (int64_t page = first; page < stop; page++) {
+    if (cache.physical(batch, page) < 0) continue;
+    if (page * size < sinks_stop || (page + 1) * size > window_start)
+      kept[page - first] = true;
+    else
+      optional.push_back(sort_key(scores[page], page));
+  }
+  if (wanted < int64_t(optional.size())) {
+    std::nth_element(optional.begin(), optional.begin() + wanted, optional.end(), std::greater<uint64_t>());
+    optional.resize(wanted);
+  }
+  for (const uint64_t key : optional) kept[int64_t(~uint32_t(key)) - first] = true;
+  int64_t slot = 0;
+  for (int64_t page = first; page < stop && slot < args.slots; page++)
+    if (kept[page - first]) chosen[slot++] = int32_t(page);
+  std::fill(chosen + slot, chosen + args.slots, -1);
+}
+
+// ---- summaries ------------------------------------------------------------------------------------------------------
+
+DYNAXX_INLINE uint32_t bits_of(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+
+// To the nearest, of two equally near the even one; NaN stays NaN.
+DYNAXX_INLINE uint16_t narrow_bf16(float x) {
+  const uint32_t bits = bits_of(x);
+  return x != x ? 0x7fc0 : uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+DYNAXX_INLINE uint16_t narrow_fp16(float x) {
+  const uint32_t bits = bits_of(x), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
+  if (magnitude > 0x7f800000) return uint16_t(sign | 0x7e00);
+  if (magnitude >= 0x477ff000) return uint16_t(sign | 0x7c00);  // rounds to inf
+  if (magnitude < 0x38800000)  // subnormal: adding 0.5 leaves the rounded result in the lowest bits
+    return uint16_t(sign | (bits_of(from_bits(magnitude) + 0.5f) - 0x3f000000));
+  return uint16_t(sign | (magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13);
+}
+
+void narrow(Stored stored, const float* from, int64_t count, char* to) {
+  for (int64_t i = 0; i < count; i++)
+    if (stored == Stored::FP32)
+      ((float*)to)[i] = from[i];
+    else
+      ((uint16_t*)to)[i] = stored == Stored::BF16 ? narrow_bf16(from[i]) : narrow_fp16(from[i]);
+}
+
+// One page's keys in use to its row of low and of high.
+void summarize(const SummaryArgs& args, int64_t batch, int64_t head, int64_t page, float* memory) {
+  const CacheArgs& cache = *args.cache;
+  const Stored stored = Stored(cache.stored), element = Stored(args.element);
+  const int64_t D = cache.head_dim, start = page * cache.page_size, physical = cache.physical(batch, page);
+  const int64_t from = std::max(start, cache.first_key(batch));
+  const int64_t to = std::min<int64_t>(start + cache.page_size, cache.seqused[batch]);
+  if (physical < 0 || from >= to) return;
+  float *mean = memory, *low = memory + D, *high = memory + 2 * D, *wide = memory + 3 * D;
+  std::fill(mean, mean + D, 0.f);
+  std::fill(low, low + D, -NEG_INF);
+  std::fill(high, high + D, NEG_INF);
+  const char* base = (const char*)cache.k + bytes_of(stored) * cache.k_strides.at(batch, physical, head);
+  for (int64_t token = from; token < to; token++) {
+    const char* at = base + bytes_of(stored) * (token - start) * cache.k_strides.token;
+    const float* key = (const float*)at;
+    if (stored != Stored::FP32) {
+      widen(stored, at, D, wide);
+      key = wide;
+    }
+    for (int64_t d = 0; d < D; d++) {
+      mean[d] += key[d];
+      low[d] = key[d] < low[d] ? key[d] : low[d];
+      high[d] = key[d] > high[d] ? key[d] : high[d];
+    }
+  }
+  const float scale = cache.k_scale ? cache.k_scale[cache.k_scale_strides.at(batch, physical, head)] : 1.f;
+  const float share = scale / float(to - from), bound = float(args.bound);
+  for (int64_t d = 0; d < D; d++) {
+    mean[d] *= share;
+    low[d] = mean[d] + bound * (low[d] * scale - mean[d]);
+    high[d] = mean[d] + bound * (high[d] * scale - mean[d]);
+  }
+  const int64_t offset = bytes_of(element) * args.strides.at(batch, physical, head);
+  narrow(element, low, D, (char*)args.low + offset);
+  if (args.high != args.low) narrow(element, high, D, (char*)args.high + offset);
+}
+
+}  // namespace
+
+// Returns 0, or 1 where memory ran out.
+extern "C" DYNAXX_EXPORT int dynaxx_cpu_select_pages(const SelectArgs* args) try {
+  const CacheArgs& cache = *args->summaries->cache;
+  const int64_t lists = cache.batch * cache.kv_heads, D = whole_vectors(cache.head_dim);
+  const int64_t tiles = (cache.max_pages + PAGES_PER_TASK - 1) / PAGES_PER_TASK;
+  std::vector<float> queries(lists * 2 * D + D), scores(lists * cache.max_pages, NEG_INF);
+  for (int64_t i = 0; i < lists; i++)
+    sum_queries(*args, i / cache.kv_heads, i % cache.kv_heads, queries.data() + lists * 2 * D, queries.data() + i * 2 * D);
+  std::atomic<int> failed{0};
+  for_each_task(lists * tiles, args->threads, [&](int64_t task) {
+    const int64_t list = task / tiles, batch = list / cache.kv_heads, tile = task % tiles;
+    const int64_t from = std::max(tile * PAGES_PER_TASK, cache.first_page(batch));
+    const int64_t to = std::min((tile + 1) * PAGES_PER_TASK, cache.stop_page(batch));
+    if (from >= to) return;
+    try {
+      float* memory = thread_scratch().reserve(PageScorer::memory_needed(cache.head_dim));
+      PageScorer(*args, batch, list % cache.kv_heads, queries.data() + list * 2 * D, memory)
+          .run(from, to, scores.data() + list * cache.max_pages);
+    } catch (const std::bad_alloc&) {
+      failed = 1;
+    }
+  });
+  for_each_task(failed ? 0 : lists, args->threads, [&](int64_t i) {
+    try {
+      choose(*args, i / cache.kv_heads, i % cache.kv_heads, scores.data() + i * cache.max_pages,
+             args->chosen + i * args->slots);
+    } catch (const std::bad_alloc&) {
+      failed = 1;
+    }
+  });
+  return failed;
+} catch (const std::bad_alloc&) {
+  return 1;
+}
+
+// Returns 0, or 1 where memory ran out.
+extern "C" DYNAXX_EXPORT int dynaxx_cpu_summarize_pages(const SummaryArgs* args) {
+  const CacheArgs& cache = *args->cache;
+  std::atomic<int> failed{0};
+  for_each_task(cache.batch * cache.kv_heads, args->threads, [&](int64_t i) {
+    const int64_t batch = i / cache.kv_heads, head = i % cache.kv_heads;
+    int64_t page = cache.first_page(batch);
+    if (args->new_tokens >= 0)
+      page = std::max(page, std::max<int64_t>(0, cache.seqused[batch] - args->new_tokens) / cache.page_size);
+    try {
+      float* memory = thread_scratch().reserve(4 * cache.head_dim);
+      for (; page < cache.stop_page(batch); page++) summarize(*args, batch, head, page, memory);
+    } catch (const std::bad_alloc&) {
+      failed = 1;
+    }
+  });
+  return failed;
+}

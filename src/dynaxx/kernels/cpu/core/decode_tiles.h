@@ -1,0 +1,115 @@
+// The two matrix products of decoding: a few query rows that stay in registers meet keys, then values, that pass by.
+//
+// Widths are multiples of LANES. Rows of k and v that come next are prefetched here: they lie in pages anywhere, where no
+// hardware prefetcher finds them.
+#pragma once
+#include <array>
+#include <utility>
+
+#include "cache.h"
+
+namespace dynaxx {
+
+constexpr int CHUNK = 32;                         // keys per softmax step; divides every page size but that of 16
+constexpr int QUERY_ROWS = LANES == 16 ? 4 : 2;   // query rows per tile
+constexpr int KEYS = 4;                           // keys per tile: 4 x 4 accumulators of 32 registers, 2 x 4 of 16
+constexpr int VALUE_VECS = 4;                     // vectors of values per tile, the same
+
+// Bytes to come: one row of them is asked for with every row that is worked on.
+struct Ahead {
+  const char* data;
+  int64_t stride, bytes;  // between rows, and of each
+  int rows;
+
+  static void ask(const Ahead& ahead, int row) {
+    if (row < ahead.rows) prefetch(ahead.data + row * ahead.stride, ahead.bytes);
+  }
+};
+
+// scores (R, CHUNK) = q (R, width) k^T (keys, width).
+template <int R>
+static void score_keys(const float* q, const float* k, int64_t k_stride, int keys, int64_t width, const Ahead& ahead,
+                       float* scores) {
+  int j = 0;
+  for (; j + KEYS <= keys; j += KEYS) {
+    vec sum[R][KEYS] = {};
+    DYNAXX_UNROLL
+    for (int i = 0; i < KEYS; i++) Ahead::ask(ahead, j + i);
+    for (int64_t d = 0; d < width; d += LANES) {
+      vec row[KEYS];
+      DYNAXX_UNROLL
+      for (int i = 0; i < KEYS; i++) row[i] = load(k + (j + i) * k_stride + d);
+      DYNAXX_UNROLL
+      for (int r = 0; r < R; r++) {
+        const vec query = load(q + r * width + d);
+        DYNAXX_UNROLL
+        for (int i = 0; i < KEYS; i++) sum[r][i] += query * row[i];
+      }
+    }
+    DYNAXX_UNROLL
+    for (int r = 0; r < R; r++)
+      DYNAXX_UNROLL
+    for (int i = 0; i < KEYS; i += 4)
+      *(vec4*)(scores + r * CHUNK + j + i) = sums_of(sum[r][i], sum[r][i + 1], sum[r][i + 2], sum[r][i + 3]);
+  }
+  for (; j < keys; j++) {
+    Ahead::ask(ahead, j);
+    for (int r = 0; r < R; r++) {
+      vec sum = {};
+      for (int64_t d = 0; d < width; d += LANES) sum += load(q + r * width + d) * load(k + j * k_stride + d);
+      scores[r * CHUNK + j] = sum_of(sum);
+    }
+  }
+}
+
+// out (R, width) += weights (R, CHUNK) v (keys, width), for VECS vectors from column d on.
+template <int R, int VECS>
+DYNAXX_INLINE void add_value_tile(const float* weights, const float* v, int64_t v_stride, int keys, int64_t width,
+                                  int64_t d, const Ahead& ahead, float* out) {
+  vec sum[R][VECS];
+  DYNAXX_UNROLL
+  for (int r = 0; r < R; r++)
+    DYNAXX_UNROLL
+  for (int i = 0; i < VECS; i++) sum[r][i] = load(out + r * width + d + i * LANES);
+  for (int j = 0; j < keys; j++) {
+    if (d == 0) Ahead::ask(ahead, j);
+    vec row[VECS];
+    DYNAXX_UNROLL
+    for (int i = 0; i < VECS; i++) row[i] = load(v + j * v_stride + d + i * LANES);
+    DYNAXX_UNROLL
+    for (int r = 0; r < R; r++) {
+      const vec weight = splat(weights[r * CHUNK + j]);
+      DYNAXX_UNROLL
+      for (int i = 0; i < VECS; i++) sum[r][i] += weight * row[i];
+    }
+  }
+  DYNAXX_UNROLL
+  for (int r = 0; r < R; r++)
+    DYNAXX_UNROLL
+  for (int i = 0; i < VECS; i++) store(out + r * width + d + i * LANES, sum[r][i]);
+}
+
+template <int R>
+static void add_values(const float* weights, const float* v, int64_t v_stride, int keys, int64_t width,
+                       const Ahead& ahead, float* out) {
+  int64_t d = 0;
+  for (; d + VALUE_VECS * LANES <= width; d += VALUE_VECS * LANES)
+    add_value_tile<R, VALUE_VECS>(weights, v, v_stride, keys, width, d, ahead, out);
+  for (; d < width; d += LANES) add_value_tile<R, 1>(weights, v, v_stride, keys, width, d, ahead, out);
+}
+
+// The instances for 1 .. QUERY_ROWS rows: [R - 1].
+template <int... R>
+constexpr auto score_key_tiles(std::integer_sequence<int, R...>) {
+  return std::array{&score_keys<R + 1>...};
+}
+
+template <int... R>
+constexpr auto value_tiles(std::integer_sequence<int, R...>) {
+  return std::array{&add_values<R + 1>...};
+}
+
+constexpr auto SCORE_KEYS = score_key_tiles(std::make_integer_sequence<int, QUERY_ROWS>());
+constexpr auto ADD_VALUES = value_tiles(std::make_integer_sequence<int, QUERY_ROWS>());
+
+}  // namespace dynaxx
