@@ -45,8 +45,8 @@ def plan_of(layout: BlockLayout, library: CDLL, *, rows_are_keys: bool = False) 
     """
     plans = _plans[rows_are_keys]
     plan = plans.get(layout)
-    if plan is None:
-        plan = plans[layout] = LayoutPlan(layout, library, rows_are_keys)
+    if plan is None:  # where two threads get here at once, the first plan stays: its memory is already in use
+        plan = plans.setdefault(layout, LayoutPlan(layout, library, rows_are_keys))
     return plan
 
 

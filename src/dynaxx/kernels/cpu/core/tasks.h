@@ -1,5 +1,7 @@
 // Work shared out to the threads of torch's own OpenMP runtime: from a counter, one task at a time.
 #pragma once
+#include <unistd.h>
+
 #include <atomic>
 #include <cstdint>
 
@@ -9,6 +11,10 @@
 extern "C" void GOMP_parallel(void (*run)(void*), void* data, unsigned threads, unsigned flags) __attribute__((weak));
 
 namespace dynaxx {
+
+// The process that loaded the library. A child forked from it has none of the runtime's threads and would wait for them
+// for ever: there, tasks run on the calling thread.
+inline const pid_t HOME_PROCESS = getpid();
 
 // run(task) for every task in [0, num_tasks), begun in that order, on up to `threads` threads.
 template <class Run>
@@ -24,7 +30,7 @@ void for_each_task(int64_t num_tasks, int64_t threads, const Run& run) {
       shared.run(task);
   };
   if (threads > num_tasks) threads = num_tasks;
-  if (threads > 1 && GOMP_parallel)
+  if (threads > 1 && GOMP_parallel && getpid() == HOME_PROCESS)
     GOMP_parallel(work, &shared, unsigned(threads), 0);
   else
     work(&shared);
