@@ -1,31 +1,68 @@
-"""Counting what calls did: the one place through which every outcome of a layer call goes."""
+"""Counting what calls did: the one place through which every outcome of a layer call goes, to `stats` and telemetry."""
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter
 from typing import Any
 
+from dynaxx.policy.guard import failure_reason
+from dynaxx.telemetry import Recorder
+from dynaxx.telemetry.probe import Probe
+
+logger = logging.getLogger("dynaxx")
+
 
 class Counts:
-    """Layer calls by outcome, since the start or `reset`. Safe to use from several threads."""
+    """Layer calls by outcome, since the start or `reset`. Safe to use from several threads.
 
-    def __init__(self) -> None:
+    Attributes:
+        probe: measures sparse calls, see there.
+    """
+
+    def __init__(self, numbers: Recorder) -> None:
+        self.numbers = numbers
+        self.probe = Probe(numbers)
         self._lock = threading.Lock()
         self._sparse = 0
         self._dense: Counter[str] = Counter()
         self._sequences: Counter[str] = Counter()
         self._compiled: dict[str, int] = {}
+        self._said: set[str] = set()
 
     def sparse(self, layer: int) -> None:
         """A call had at least one sparse sequence."""
         with self._lock:
             self._sparse += 1
 
-    def dense(self, layer: int, reason: str) -> None:
+    def dense(self, layer: int, reason: str, phase: str = "prefill") -> None:
         """A whole call went the old way."""
         with self._lock:
             self._dense[reason] += 1
+        self.probe.dense(reason, phase)
+
+    def fallback(self, layer: int, reason: str, phase: str = "prefill") -> None:
+        """A whole call went the old way that should have been sparse."""
+        with self._lock:
+            self._dense[reason] += 1
+        self.probe.fallback(reason, phase)
+
+    def failed(self, layer: int, error: Exception, phase: str = "prefill") -> None:
+        """A sparse call failed, and goes the old way. The first failure of each kind is told with its traceback."""
+        event = failure_reason(error)
+        self.fallback(layer, event.replace("_", " "), phase)
+        self.numbers.event(event, layer=layer)
+        kind = f"{event} {type(error).__name__}"
+        if kind not in self._said:
+            self._said.add(kind)
+            logger.warning(
+                "layer %d: sparse attention failed (%s), the call ran dense; said once: %s",
+                layer,
+                event.replace("_", " "),
+                error,
+                exc_info=error,
+            )
 
     def dense_sequences(self, layer: int, reason: str, sequences: int) -> None:
         """So many sequences of a call that is sparse otherwise were dense."""

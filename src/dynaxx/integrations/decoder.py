@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
-from dynaxx.errors import UnsupportedInputError
-from dynaxx.policy import LayerPlan, ModelFacts
+from dynaxx.errors import PolicyError, UnsupportedInputError
+from dynaxx.policy import LayerPlan, ModelFacts, Policy, resolve
 
 NAME = "dynaxx"  # without "flash", "sdpa", "flex_attention" or "/", which transformers treats in special ways
 DENSE = "sdpa"
@@ -50,6 +52,16 @@ class Decoder:
             )
         return cls(owner, config, layers)
 
+    def weak(self) -> Callable[[], Decoder | None]:
+        """A way back to it that does not keep the model alive; None when that is gone."""
+        owner = weakref.ref(self.owner)
+
+        def again() -> Decoder | None:
+            alive = owner()
+            return None if alive is None else Decoder.of(alive)
+
+        return again
+
     @property
     def body(self) -> nn.Module:
         """The innermost model around all attention modules: the one that turns token ids into hidden states."""
@@ -63,6 +75,24 @@ class Decoder:
     def facts(self) -> ModelFacts:
         """What a policy for this model has to say about it."""
         return ModelFacts.of(self.config)
+
+    def check(self, policy: Policy) -> None:
+        """Refuse a policy that this decoder cannot run rightly.
+
+        Raises:
+            PolicyError: it was made for another model.
+            UnsupportedInputError: with the reasons.
+        """
+        found = self.facts
+        for name in ModelFacts.model_fields:
+            if getattr(policy.model, name) != getattr(found, name):
+                raise PolicyError(
+                    f"`model.{name}` is {getattr(policy.model, name)!r} in the policy and {getattr(found, name)!r} in "
+                    "the model: the policy was made for another model; tune one for this"
+                )
+        reasons = self.refusals(resolve(policy))
+        if reasons:
+            raise UnsupportedInputError(f"{found.model_type} with a policy", {"transformers": reasons})
 
     def refusals(self, plans: dict[int, LayerPlan]) -> list[str]:
         """Why this model cannot run such plans rightly."""

@@ -1,20 +1,32 @@
-"""A policy at work in a model: what starts its passes, counts them, and takes it off again."""
+"""A policy at work in a model: what starts its passes, counts them, replaces it, and takes it off again."""
 
 from __future__ import annotations
 
+import itertools
+import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
+import torch
+
+from dynaxx.integrations.background import Background
 from dynaxx.integrations.counts import Counts
 from dynaxx.integrations.decoder import DENSE, NAME, Decoder, implementation
 from dynaxx.integrations.layer import LAYERS, Layer
+from dynaxx.integrations.next_token import COMPARISON, compare_later, comparing
 from dynaxx.integrations.passes import Deployed, Pass, PassHooks
 from dynaxx.integrations.request import UNKNOWN, TokenReader
+from dynaxx.integrations.statistics import StatisticsFile
 from dynaxx.layout import BlockLayout
-from dynaxx.policy import LayerPlan, Policy
+from dynaxx.policy import KILL_SWITCH, KillSwitch, LayerPlan, Policy, PolicyFollower, Profile, policy_digest, request
+from dynaxx.policy.drift import HeadDrift
+from dynaxx.policy.rollout import ALL, Choice, Request, choose, current_request
+from dynaxx.telemetry import recorder
 
 Watcher = Callable[[int, BlockLayout], None]
 
@@ -24,20 +36,35 @@ class Handle:
 
     Attributes:
         counts: what layer calls did.
+        kill_switch: of this model; `engage()` makes everything dense from the next pass on. The process's own switch,
+            `dynaxx.policy.KILL_SWITCH`, engages it, too.
         watchers: see `watch`.
+        faults: called with the layer before each sparse call; what they raise is a failure of the kernel. For tests.
     """
 
-    def __init__(self, policy: Policy, decoder: Decoder) -> None:
-        self.counts = Counts()
+    def __init__(self, policy: Policy, decoder: Decoder, name: str = "") -> None:
+        self.kill_switch = KillSwitch(KILL_SWITCH)
         self.watchers: list[Watcher] = []
-        self._deployed = Deployed(policy)
-        self._owner = weakref.ref(decoder.owner)  # the registry of layers must not keep a model alive
+        self.faults: list[Callable[[int], None]] = []
+        self._decoder = decoder.weak()  # the registry of layers must not keep a model alive
+        self._numbers = recorder().bind(model_name=name or decoder.facts.model_type)
+        self.counts = Counts(self._numbers)
+        self._background = Background(partial(self._numbers.failed, "guard"))
+        self._tokens: TokenReader | None = None
+        self._deployed = self._ready(policy)
+        self._deploying = threading.Lock()
+        self._follower: PolicyFollower | None = None
+        self._statistics: StatisticsFile | None = None
+        self._requests: weakref.WeakKeyDictionary[Any, tuple[Deployed, Choice]] = weakref.WeakKeyDictionary()
+        self._unnamed = itertools.count()
+        self._killed: str | None = None
         self._layers = weakref.WeakKeyDictionary({m: Layer(self, index, m) for index, m in decoder.layers.items()})
         LAYERS.update(self._layers)
-        needs_tokens = any(plan.needs_tokens for plan in self._deployed.plans.values())
-        self._tokens = TokenReader() if needs_tokens else None
         self._hooks = PassHooks(decoder.body, self)
         self._own = threading.local()  # the pass of each thread in a model whose decoder cannot hand it down
+        self._tell_policy("policy_loaded")
+
+    # ---- what is in force ----------------------------------------------------------------------------------------
 
     @property
     def policy(self) -> Policy:
@@ -54,33 +81,145 @@ class Handle:
         """Whether the policy is still applied."""
         return any(m in LAYERS and implementation(m) == NAME for m in self._layers)
 
+    def replace(self, policy: Policy) -> bool:
+        """Put another policy in force, for requests that start from now on; those under way keep theirs.
+
+        Returns:
+            Whether it differs from the one in force.
+
+        Raises:
+            PolicyError, UnsupportedInputError: as `apply`; the old policy stays in force.
+        """
+        with self._deploying:
+            if policy == self.policy:
+                self._numbers.set("dynaxx_policy_stale", 0)
+                return False
+            decoder = self._decoder()
+            if decoder is None:
+                return False
+            decoder.check(policy)
+            self._deployed = self._ready(policy)
+        self._numbers.add("dynaxx_policy_reloads_total", result="ok")
+        self._tell_policy("policy_loaded")
+        return True
+
+    def follow(self, path: str | os.PathLike[str], *, interval: float = 1.0) -> PolicyFollower:
+        """Keep the policy that is in a file in force: a daemon thread looks at it every `interval` seconds.
+
+        A file that is bad, of another model, or gone changes nothing, and is logged and counted once.
+        """
+        if self._follower is not None:
+            self._follower.stop()
+        self._follower = PolicyFollower(path, self.replace, self._refused, interval=interval)
+        self._follower.check()
+        self._follower.start()
+        return self._follower
+
+    def request(self, *ids: str, sparse: bool | None = None) -> AbstractContextManager[None]:
+        """Say whose requests run within the block: `with handle.request("id"):`. See `dynaxx.policy.request`."""
+        return request(*ids, sparse=sparse)
+
+    def _ready(self, policy: Policy) -> Deployed:
+        deployed = Deployed(policy, self._numbers, self._background)
+        if self._tokens is None and any(plan.needs_tokens for plan in deployed.plans.values()):
+            self._tokens = TokenReader()
+        return deployed
+
+    def _refused(self, reason: str) -> None:
+        self._numbers.add("dynaxx_policy_reloads_total", result="failed")
+        self._numbers.set("dynaxx_policy_stale", 1)
+        self._numbers.event("policy_refused", reason=reason)
+
+    def _tell_policy(self, event: str) -> None:
+        numbers = self._numbers
+        numbers.info("dynaxx_policy_info", version=str(self.policy.version), digest=policy_digest(self.policy))
+        numbers.set("dynaxx_policy_loaded_timestamp_seconds", time.time())
+        numbers.set("dynaxx_rollout_ratio", self.policy.rollout.share)
+        numbers.set("dynaxx_policy_stale", 0)
+        numbers.set("dynaxx_guard_level", 0)
+        numbers.event(event)
+
+    # ---- passes --------------------------------------------------------------------------------------------------
+
     def start_pass(self, arguments: dict[str, Any]) -> Pass:
         """Decide what holds for a forward pass, from the decoder's own arguments by name."""
-        return Pass(self._deployed, UNKNOWN if self._tokens is None else self._tokens.read(arguments))
+        if comparing():
+            return Pass(self._deployed, choice=COMPARISON)
+        killed, cache = self._is_killed(), arguments.get("past_key_values")
+        said, before = current_request(), self._requests.get(cache) if cache is not None else None
+        plain = before is None or (before[0] is self._deployed and before[1] is ALL)
+        if before is None or (said is not None and said.sparse is not None) or (not plain and _is_empty(cache)):
+            before = self._deployed, self._choose(said)
+        deployed, choice = before
+        tokens = UNKNOWN if self._tokens is None else self._tokens.read(arguments)
+        current = Pass(deployed, tokens, choice, killed=killed is not None)
+        count, device = _prompt_tokens(arguments)
+        if count and device is not None:
+            current.timer = self.counts.probe.request("dense", count, device)
+        return current
 
-    def end_pass(self, done: Pass, cache: Any) -> None:
+    def end_pass(self, done: Pass, arguments: dict[str, Any], output: Any, cache: Any) -> None:
         """Keep for later passes over `cache` what this one knew."""
-        if self._tokens is not None:
-            self._tokens.remember(cache, done.tokens)
+        if done.choice is COMPARISON:
+            return
+        if cache is not None:
+            self._requests[cache] = (done.deployed, done.choice)
+            if self._tokens is not None:
+                self._tokens.remember(cache, done.tokens)
+        if done.timer is not None:
+            done.timer.done(route="sparse" if done.ran_sparse else "dense")
+        guard = done.deployed.guard
+        if guard is not None and done.timer is not None and done.ran_sparse and guard.wants_request():
+            compare_later(self._decoder, guard, self._background, arguments, output)
 
     def unannounced_pass(self, layer: int) -> Pass:
         """The pass that this thread is in, where the decoder hands none down: layers come in ascending order."""
         before = getattr(self._own, "current", None)
         if before is None or layer <= before[0]:
-            before = (layer, Pass(self._deployed))
+            killed = self._is_killed() is not None
+            before = (layer, Pass(self._deployed, choice=self._choose(current_request()), killed=killed))
         self._own.current = (layer, before[1])
         return before[1]
 
-    def remove(self) -> None:
-        """Give the model back exactly the attention it had. More calls do nothing."""
-        configs = {id(module.config) for module in self._layers}
-        for module in self._layers:
-            LAYERS.pop(module, None)
-        self._hooks.remove()
-        shared = any(id(module.config) in configs for module in LAYERS)  # two models of one config object
-        owner = self._owner()
-        if owner is not None and owner.config._attn_implementation == NAME and not shared:
-            owner.set_attn_implementation(DENSE)
+    def _choose(self, said: Request | None) -> Choice:
+        deployed = self._deployed
+        return choose(deployed.policy.rollout, said, lambda: next(self._unnamed), deployed.flags)
+
+    def _is_killed(self) -> str | None:
+        killed = self.kill_switch.engaged()
+        if killed != self._killed:
+            before, self._killed = self._killed, killed
+            self._numbers.set("dynaxx_kill_switch", killed is not None)
+            if (before is None) != (killed is None):
+                self._numbers.event(
+                    "kill_switch_off" if killed is None else "kill_switch_on", reason=str(killed or before)
+                )
+        return killed
+
+    # ---- what is known -------------------------------------------------------------------------------------------
+
+    def drift(self) -> list[HeadDrift]:
+        """How attention has moved away from the policy's reference, worst head first; empty if it has not."""
+        guard = self._deployed.guard
+        return [] if guard is None else guard.drift()
+
+    def statistics(self, command: str = "") -> Profile | None:
+        """What the guard recorded since this policy came into force; None before its first measurement."""
+        guard = self._deployed.guard
+        return None if guard is None else guard.statistics(command)
+
+    def record(self, path: str | os.PathLike[str], *, interval: float = 60.0) -> None:
+        """Write the statistics to a file every `interval` seconds from a daemon thread, and when the policy is removed.
+
+        What `dynaxx retune` reads. A file that cannot be written is counted and logged once.
+        """
+        if self._statistics is not None:
+            self._statistics.stop()
+        self._statistics = StatisticsFile(path, self.statistics, self._numbers, interval)
+
+    def wait(self) -> None:
+        """Wait until everything that was sampled is measured."""
+        self._background.drain()
 
     def stats(self) -> dict[str, Any]:
         """Count layer calls since `apply` or `reset_stats`.
@@ -90,6 +229,25 @@ class Handle:
             "dense_sequences": sequences that ran dense beside sparse ones of the same call, by reason.
         """
         return self.counts.to_dict()
+
+    def remove(self) -> None:
+        """Give the model back exactly the attention it had. More calls do nothing."""
+        if self._follower is not None:
+            self._follower.stop()
+        if self._statistics is not None:
+            self._statistics.stop()
+        self._background.stop()
+        if any(module in LAYERS for module in self._layers):
+            self._numbers.event("policy_removed")
+        configs = {id(module.config) for module in self._layers}
+        for module in self._layers:
+            LAYERS.pop(module, None)
+        self._hooks.remove()
+        shared = any(id(module.config) in configs for module in LAYERS)  # two models of one config object
+        decoder = self._decoder()
+        owner = None if decoder is None else decoder.owner
+        if owner is not None and owner.config._attn_implementation == NAME and not shared:
+            owner.set_attn_implementation(DENSE)
 
     def reset_stats(self) -> None:
         """Start counting from zero, and forget which side of the length border the last sequence was on."""
@@ -115,3 +273,17 @@ class Handle:
         facts = self.policy.model
         state = "active" if self.active else "removed"
         return f"<dynaxx policy on {facts.model_type}: {len(self.plans)} of {facts.layers} layers sparse, {state}>"
+
+
+def _is_empty(cache: Any) -> bool:
+    """Whether a new request starts in a cache that was used before."""
+    return cache is not None and int(cache.get_seq_length()) == 0
+
+
+def _prompt_tokens(arguments: dict[str, Any]) -> tuple[int, torch.device | None]:
+    """How many tokens of prompts a pass brings, 0 for a step of decoding, and where it runs."""
+    given = arguments.get("input_ids")
+    given = arguments.get("inputs_embeds") if given is None else given
+    if given is None or given.ndim < 2 or given.shape[1] < 2:
+        return 0, None
+    return given.shape[0] * given.shape[1], given.device

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from dynaxx.integrations.dense import dense_attention, dense_piece, dense_reason
+from dynaxx.integrations.guarding import LiveGuard
 from dynaxx.integrations.masks import Run
 from dynaxx.integrations.passes import ARGUMENT, Pass
 from dynaxx.ops import sparse_attention
 from dynaxx.policy import LayerPlan
+from dynaxx.policy.guard import Level
 
 if TYPE_CHECKING:
     from dynaxx.integrations.handle import Handle
@@ -25,13 +27,35 @@ class Work(NamedTuple):
     """The sequences of a call, by batch entry."""
 
     runs: list[list[Run]]
-    sparse: list[list[bool]]  # which of them are
+    dense: list[list[str]]  # why they are; "" if they are sparse
     plans: list[list[LayerPlan]]  # what those do
 
     @property
     def alike(self) -> bool:
         """Whether all batch entries have the same, so that they can run as one."""
         return all(entry == part[0] for part in self for entry in part)
+
+
+class Call(NamedTuple):
+    """The tensors of a call and what holds for it: q (B, Hq, Lq, D), k and v (B, Hk, Lk, D)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    scale: float | None
+    guard: LiveGuard | None
+
+    def entry(self, b: int) -> Call:
+        """One batch entry."""
+        mask = self.mask if self.mask is None or self.mask.shape[0] == 1 else self.mask[b : b + 1]
+        return self._replace(q=self.q[b : b + 1], k=self.k[b : b + 1], v=self.v[b : b + 1], mask=mask)
+
+    def part(self, run: Run) -> Call:
+        """One run."""
+        rows, keys = slice(run.q_start, run.q_stop), slice(run.k_start, run.k_stop)
+        mask = None if self.mask is None else self.mask[:, :, rows, keys]
+        return self._replace(q=self.q[:, :, rows], k=self.k[:, :, keys], v=self.v[:, :, keys], mask=mask)
 
 
 class Layer:
@@ -49,13 +73,29 @@ class Layer:
     ) -> tuple[Tensor, None]:
         """Attend, as `AttentionInterface` asks: q (B, Hq, Lq, D), k and v (B, Hk, Lk, D) to (B, Lq, Hq, D)."""
         current = kwargs.pop(ARGUMENT, None) or self.handle.unannounced_pass(self.index)
+        counts, deployed = self.handle.counts, current.deployed
         work = self._work(current, module, q, k, mask, kwargs)
         if isinstance(work, str):
-            self.handle.counts.dense(self.index, work)
+            counts.dense(self.index, work, "decode" if q.shape[2] == 1 else "prefill")
             return self.dense(module, q, k, v, mask, **kwargs)
-        out = self._run(q, k, v, mask, kwargs.get("scaling"), work)
-        self.handle.counts.sparse(self.index)
-        return out, None
+        call, breaker = Call(q, k, v, mask, kwargs.get("scaling"), deployed.guard), deployed.breakers[self.index]
+        if call.guard is not None and call.guard.level(self.index) == Level.DENSE:
+            self._sample_unseen(call, work)
+            counts.fallback(self.index, "guard")
+        elif breaker.resting():
+            counts.fallback(self.index, "resting after failures")
+        else:
+            try:
+                out = self._run(call, work)
+            except Exception as error:  # whatever a kernel does, the request gets its answer
+                breaker.failed()
+                counts.failed(self.index, error)
+            else:
+                breaker.worked()
+                counts.sparse(self.index)
+                current.ran_sparse = True
+                return out, None
+        return self.dense(module, q, k, v, mask, **kwargs)
 
     def _work(
         self, current: Pass, module: nn.Module, q: Tensor, k: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
@@ -72,7 +112,9 @@ class Layer:
             return "fewer queries than one block"
         if q_heads != plan.q_heads:
             return "heads are sharded"
-        switch = current.deployed.switches[self.index]
+        if (reason := current.why_dense(self.index)) is not None:
+            return reason
+        switch, rollout = current.deployed.switches[self.index], current.deployed.policy.rollout
         if seqlen_k < switch.dense_below:
             switch.sparse(seqlen_k)
             return "below dense_below"
@@ -87,67 +129,76 @@ class Layer:
             if found is None:
                 return "mask is not causal sequences"
             runs = found
-        sparse = [
-            [run.causal and run.seqlen_q >= q_block and switch.sparse(run.seqlen_k) for run in entry] for entry in runs
-        ]
-        if not any(map(any, sparse)):
-            return "below dense_below"
+
+        def why_dense(run: Run, row: int) -> str:
+            if not run.causal:
+                return "padding or prefix"
+            if not current.choice.row(row, batch):
+                return current.choice.reason
+            if not rollout.covers_length(run.seqlen_k):
+                return "length not in the rollout"
+            return "" if run.seqlen_q >= q_block and switch.sparse(run.seqlen_k) else "below dense_below"
+
+        dense = [[why_dense(run, row) for run in entry] for row, entry in enumerate(runs)]
+        reasons = {reason for entry in dense for reason in entry}
+        if "" not in reasons:
+            return min(reasons - {"padding or prefix"}, default="below dense_below")
         if not plan.needs_tokens:
-            return Work(runs, sparse, [[plan] * len(entry) for entry in runs])
-        return current.tokens.missing(batch, seqlen_k, runs) or Work(
-            runs, sparse, _resolved(plan, current, runs, sparse)
-        )
+            return Work(runs, dense, [[plan] * len(entry) for entry in runs])
+        missing = current.tokens.missing(batch, seqlen_k, runs)
+        return missing or Work(runs, dense, _resolved(plan, current, runs, dense))
 
-    def _run(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, work: Work) -> Tensor:
+    def _run(self, call: Call, work: Work) -> Tensor:
         """(B, Lq, Hq, D), each sequence with its own layout."""
+        for fault in self.handle.faults:
+            fault(self.index)
         if work.alike:
-            return self._run_entry(q, k, v, mask, scale, work.runs[0], work.sparse[0], work.plans[0])
-        at = lambda x, b: x[b : b + 1]
-        return torch.cat(
-            [
-                self._run_entry(at(q, b), at(k, b), at(v, b), None if mask is None else at(mask, b), scale, *entry)
-                for b, entry in enumerate(zip(*work, strict=True))
-            ]
-        )
+            return self._run_entry(call, work.runs[0], work.dense[0], work.plans[0])
+        return torch.cat([self._run_entry(call.entry(b), *entry) for b, entry in enumerate(zip(*work, strict=True))])
 
-    def _run_entry(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        scale: float | None,
-        runs: list[Run],
-        sparse: list[bool],
-        plans: list[LayerPlan],
-    ) -> Tensor:
+    def _run_entry(self, call: Call, runs: list[Run], dense: list[str], plans: list[LayerPlan]) -> Tensor:
         pieces = []
-        for run, is_sparse, plan in zip(runs, sparse, plans, strict=True):
-            rows, keys = slice(run.q_start, run.q_stop), slice(run.k_start, run.k_stop)
-            part = (q[:, :, rows], k[:, :, keys], v[:, :, keys])
-            if is_sparse:
-                pieces.append(self._sparse_piece(*part, scale, plan))
+        for run, reason, plan in zip(runs, dense, plans, strict=True):
+            part = call.part(run)
+            if reason:
+                pieces.append(dense_piece(part.q, part.k, part.v, part.mask, part.scale, run))
+                self.handle.counts.dense_sequences(self.index, reason, call.q.shape[0])
             else:
-                pieces.append(dense_piece(*part, None if mask is None else mask[:, :, rows, keys], scale, run))
-                reason = "padding or prefix" if not run.causal else "below dense_below"
-                self.handle.counts.dense_sequences(self.index, reason, q.shape[0])
+                pieces.append(self._sparse_piece(part, plan))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
 
-    def _sparse_piece(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, plan: LayerPlan) -> Tensor:
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        layout = plan.layout(q, k, scale=scale)
+    def _sparse_piece(self, part: Call, plan: LayerPlan) -> Tensor:
+        """One sequence, (B, n, Hq, D)."""
+        q, k, v = (x.transpose(1, 2) for x in (part.q, part.k, part.v))
+        runs = plan if part.guard is None else part.guard.plan(self.index, plan)
+        probe = self.handle.counts.probe.start(self.index, q)
+        layout = runs.layout(q, k, scale=part.scale)
+        probe.selected(layout)
+        out = sparse_attention(q, k, v, layout, scale=part.scale)
+        assert isinstance(out, Tensor), "without return_lse there is one result"
+        probe.done(k, v)
         for watcher in self.handle.watchers:
             watcher(self.index, layout)
-        out = sparse_attention(q, k, v, layout, scale=scale)
-        assert isinstance(out, Tensor), "without return_lse there is one result"
+        if part.guard is not None and part.guard.wants_call():
+            part.guard.take(self.index, q[:1], k[:1], v[:1], part.scale, plan, runs, out[:1])
         return out
 
+    def _sample_unseen(self, call: Call, work: Work) -> None:
+        """Show the guard what would have run, so that it sees when that would be good again."""
+        assert call.guard is not None, "it keeps the layer dense"
+        if not call.guard.wants_call():
+            return
+        b, i = next((b, i) for b, entry in enumerate(work.dense) for i, reason in enumerate(entry) if not reason)
+        part = call.entry(b).part(work.runs[b][i])
+        q, k, v = (x.transpose(1, 2) for x in (part.q, part.k, part.v))
+        call.guard.take(self.index, q, k, v, part.scale, work.plans[b][i], None, None)
 
-def _resolved(plan: LayerPlan, current: Pass, runs: list[list[Run]], sparse: list[list[bool]]) -> list[list[LayerPlan]]:
+
+def _resolved(plan: LayerPlan, current: Pass, runs: list[list[Run]], dense: list[list[str]]) -> list[list[LayerPlan]]:
     """The plan of each sequence, for the tokens it has."""
     return [
-        [current.tokens.resolve(plan, b, run) if is_sparse else plan for run, is_sparse in zip(*entry, strict=True)]
-        for b, entry in enumerate(zip(runs, sparse, strict=True))
+        [plan if reason else current.tokens.resolve(plan, b, run) for run, reason in zip(*entry, strict=True)]
+        for b, entry in enumerate(zip(runs, dense, strict=True))
     ]
 
 

@@ -15,9 +15,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from dynaxx.integrations.background import Background
+from dynaxx.integrations.guarding import LiveGuard
 from dynaxx.integrations.masks import Run, read_mask
 from dynaxx.integrations.request import UNKNOWN, RequestTokens
 from dynaxx.policy import LayerPlan, LengthSwitch, Policy, resolve
+from dynaxx.policy.guard import Breaker
+from dynaxx.policy.rollout import ALL, Choice, open_feature
+from dynaxx.telemetry import Recorder
+from dynaxx.telemetry.probe import RequestTimer
 
 ARGUMENT = "dynaxx_pass"  # the keyword under which attention calls get it
 
@@ -29,12 +35,17 @@ class Deployed:
         policy: the policy.
         plans: by layer, what its heads do in prefill; layers that are not in it are dense.
         switches: by layer, which side of the length border the last sequence was on.
+        breakers: by layer, whether failures made it rest.
+        guard: what watches it; None if the policy has no guard.
     """
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, numbers: Recorder, background: Background) -> None:
         self.policy = policy
         self.plans: dict[int, LayerPlan] = resolve(policy)
         self.switches = {layer: LengthSwitch(policy.dense_below, policy.sparse_from) for layer in self.plans}
+        self.breakers = {layer: Breaker() for layer in self.plans}
+        self.guard = LiveGuard(policy, self.plans, numbers, background) if policy.guard and self.plans else None
+        self.flags = open_feature() if policy.rollout.flag is not None else None
 
     def reset(self) -> None:
         """Forget what passes before left."""
@@ -48,16 +59,34 @@ class Pass:
     Attributes:
         deployed: the policy in force when it started.
         tokens: the token ids behind its keys, as far as known.
+        choice: which requests of the batch run sparse.
+        killed: whether the kill switch was engaged.
+        ran_sparse: whether any call of it did.
+        timer: of a pass over a prompt.
     """
 
-    __slots__ = ("_mask", "_runs", "_version", "deployed", "tokens")
+    __slots__ = ("_mask", "_runs", "_version", "choice", "deployed", "killed", "ran_sparse", "timer", "tokens")
 
-    def __init__(self, deployed: Deployed, tokens: RequestTokens = UNKNOWN) -> None:
+    def __init__(
+        self, deployed: Deployed, tokens: RequestTokens = UNKNOWN, choice: Choice = ALL, *, killed: bool = False
+    ) -> None:
         self.deployed = deployed
         self.tokens = tokens
+        self.choice = choice
+        self.killed = killed
+        self.ran_sparse = False
+        self.timer: RequestTimer | None = None
         self._mask: weakref.ref[Tensor] | None = None
         self._version = -1
         self._runs: list[list[Run]] | None = None
+
+    def why_dense(self, layer: int) -> str | None:
+        """Why all calls of a layer are dense, None if they need not be."""
+        if self.killed:
+            return "kill switch"
+        if self.choice.nothing:
+            return self.choice.reason
+        return None if self.deployed.policy.rollout.covers_layer(layer) else "layer not in the rollout"
 
     def runs(self, mask: Tensor, batch: int) -> list[list[Run]] | None:
         """The runs of each batch entry, None if the mask is no set of them; layers that share a mask read it once."""
@@ -75,8 +104,8 @@ class Starter(Protocol):
     def start_pass(self, arguments: dict[str, Any]) -> Pass:
         """A pass that is about to run, from the decoder's own arguments by name."""
 
-    def end_pass(self, done: Pass, cache: Any) -> None:
-        """A pass has run and filled `cache`."""
+    def end_pass(self, done: Pass, arguments: dict[str, Any], output: Any, cache: Any) -> None:
+        """A pass has run; `cache` is what it filled, None if nothing."""
 
 
 class PassHooks:
@@ -122,6 +151,5 @@ def _end(body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output:
     if hooks is None or done is None:
         return
     found = output if isinstance(output, tuple) else (getattr(output, "past_key_values", None),)
-    for cache in found:
-        if hasattr(cache, "get_seq_length"):
-            hooks.starter.end_pass(done, cache)
+    cache = next((each for each in found if hasattr(each, "get_seq_length")), None)
+    hooks.starter.end_pass(done, hooks.signature.bind_partial(*args, **kwargs).arguments, output, cache)

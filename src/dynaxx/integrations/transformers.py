@@ -12,21 +12,22 @@ from typing import Any
 
 from torch import nn
 
-from dynaxx.errors import PolicyError, UnsupportedInputError
+from dynaxx.errors import UnsupportedInputError
 from dynaxx.integrations.decoder import DENSE, NAME, Decoder, implementation, window_of
 from dynaxx.integrations.handle import Handle
 from dynaxx.integrations.layer import LAYERS, attention
-from dynaxx.policy import ModelFacts, Policy, resolve
+from dynaxx.policy import ModelFacts, Policy
 
 logger = logging.getLogger("dynaxx")
 
 
-def apply(model: nn.Module, policy: Policy) -> Handle:
+def apply(model: nn.Module, policy: Policy, *, name: str = "") -> Handle:
     """Run a policy in a transformers model, in place.
 
     Args:
         model: a decoder of transformers >= 5.16 whose attention is "sdpa", in eval or training mode.
         policy: for a model of this shape; see `load_policy`.
+        name: of the model in metrics, `model_name`; its type if empty.
 
     Returns:
         A handle; `handle.remove()` restores the model exactly. It is a context manager too.
@@ -34,6 +35,7 @@ def apply(model: nn.Module, policy: Policy) -> Handle:
     Raises:
         TypeError: not a policy, or nothing that can be a model.
         ValueError: a policy is applied to the model already.
+        ImportError: the policy's rollout names a flag, and openfeature-sdk is not installed.
         PolicyError: the policy was made for another model.
         UnsupportedInputError: a model that cannot be served rightly; with the reasons.
     """
@@ -43,11 +45,11 @@ def apply(model: nn.Module, policy: Policy) -> Handle:
     found = Decoder.of(model)
     if any(module in LAYERS for module in found.layers.values()):
         raise ValueError("`model` has a policy already; call remove() on its handle first")
-    check_policy(policy, found)
+    found.check(policy)
     _warn_if_measured_elsewhere(policy, model)
     interface.register(NAME, attention)
     masks.register(NAME, masks()[DENSE])
-    handle = Handle(policy, found)
+    handle = Handle(policy, found, name)
     try:
         found.owner.set_attn_implementation(NAME)
         escaped = [i for i, m in found.layers.items() if implementation(m) != NAME]
@@ -79,20 +81,6 @@ def attention_layers(model: nn.Module) -> dict[int, nn.Module]:
 def full_attention_layers(model: nn.Module) -> list[int]:
     """Layers that see the whole sequence, which a policy can make sparse; not those with a window of their own."""
     return [index for index, module in Decoder.of(model).layers.items() if not window_of(module)]
-
-
-def check_policy(policy: Policy, decoder: Decoder) -> None:
-    """Refuse a policy that this decoder cannot run rightly. Raises as `apply`."""
-    wanted, found = policy.model, decoder.facts
-    for name in ModelFacts.model_fields:
-        if getattr(wanted, name) != getattr(found, name):
-            raise PolicyError(
-                f"`model.{name}` is {getattr(wanted, name)!r} in the policy and {getattr(found, name)!r} in the model: "
-                "the policy was made for another model; tune one for this"
-            )
-    reasons = decoder.refusals(resolve(policy))
-    if reasons:
-        raise UnsupportedInputError(f"{found.model_type} with a policy", {"transformers": reasons})
 
 
 def _interfaces() -> tuple[Any, Any]:
