@@ -42,6 +42,12 @@ class Layer:
     output_error: float | None
     drift: float | None
 
+    @property
+    def strain(self) -> float:
+        """How near the layer is to a limit; 1 is at it."""
+        lost = 0.0 if self.recall is None else (1 - self.recall) / (1 - RECALL_LOW)
+        return max(lost, (self.output_error or 0.0) / ERROR_HIGH, (self.drift or 0.0) / DRIFTED)
+
 
 @dataclass(frozen=True)
 class Overview:
@@ -214,7 +220,7 @@ def overview(
 
 def concerns_of(seen: Overview) -> list[Concern]:
     """What is wrong, worst first."""
-    percent = lambda share: f"{share:.1%}"
+    percent = lambda share: f"{100 * share:.1f} %"
     found = [
         (bool(seen.problem), "bad", f"cannot be read: {seen.problem}"),
         (seen.silent_seconds > SILENT_AFTER, "bad", f"no new number for {seen.silent_seconds:.0f} s"),

@@ -26,6 +26,7 @@ def show(seen: Overview) -> RenderableType:
         parts.append(Text("● nothing to worry about", style="green"))
     both = Table.grid(padding=(0, 4))
     both.add_row(_facts("traffic", _traffic(seen)), _facts("attention", _attention(seen)))
+    both.add_row("", "")
     both.add_row(_facts("faithful", _faithful(seen)), _facts("in force", _in_force(seen)))
     parts += [Text(), both]
     if seen.layers:
@@ -83,7 +84,7 @@ def number(value: float | None, unit: str = "", *, least: float = 1.0) -> str:
         if abs(value) >= step or step <= least:
             factor, prefix = step, sign
             break
-    text = f"{value / factor:.3g}" if abs(value / factor) < 1000 else f"{value / factor:.0f}"
+    text = f"{value / factor:.3g}" if abs(value / factor) < 999.5 else f"{value / factor:.0f}"
     return f"{text} {prefix}{unit}".rstrip()
 
 
@@ -117,12 +118,13 @@ def _facts(title: str, facts: list[tuple[str, str]]) -> Table:
 
 
 def _traffic(seen: Overview) -> list[tuple[str, str]]:
-    total = sum(seen.requests_per_second.values())
+    requests = sum(seen.requests_per_second.values()) if seen.window_seconds else None
+    tokens = sum(seen.tokens_per_second.values()) if seen.window_seconds else None
     sparse = seen.requests_per_second.get("sparse", 0.0)
     return [
-        ("requests", f"{total:.3g} /s"),
-        ("of them sparse", share(sparse / total if total else None)),
-        ("tokens", f"{number(sum(seen.tokens_per_second.values()))} /s"),
+        ("requests", "-" if requests is None else f"{requests:.3g} /s"),
+        ("of them sparse", share(sparse / requests if requests else None)),
+        ("tokens", "-" if tokens is None else f"{number(tokens)} /s"),
         ("prefill p50", duration(seen.request_seconds.get("p50"))),
         ("prefill p95", duration(seen.request_seconds.get("p95"))),
     ]
@@ -131,10 +133,10 @@ def _traffic(seen: Overview) -> list[tuple[str, str]]:
 def _attention(seen: Overview) -> list[tuple[str, str]]:
     return [
         ("density", share(seen.density)),
-        ("time of a call", duration(seen.attention_seconds)),
+        ("a call takes", duration(seen.attention_seconds)),
         ("achieved", number(seen.flops_per_second, "FLOP/s")),
-        ("read, written", number(seen.bytes_per_second, "B/s")),
-        ("selection takes", share(seen.selection_share)),
+        ("memory traffic", number(seen.bytes_per_second, "B/s")),
+        ("selection", share(seen.selection_share)),
     ]
 
 
@@ -160,8 +162,8 @@ def _in_force(seen: Overview) -> list[tuple[str, str]]:
 
 
 def _layers(layers: list[Layer]) -> Table:
-    """The layers that need a look first: drifted, then least recall, then densest."""
-    worst = sorted(layers, key=lambda one: (-(one.drift or 0.0), one.recall or 1.0, -(one.density or 0.0)))
+    """The layers nearest to, or farthest beyond, a limit first."""
+    worst = sorted(layers, key=lambda one: -one.strain)
     table = Table(box=None, padding=(0, 2), header_style="bold", pad_edge=False)
     for name in ("layer", "density", "recall", "output error", "drift"):
         table.add_column(name, justify="right")

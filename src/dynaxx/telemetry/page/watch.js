@@ -85,28 +85,28 @@ function drawCharts(seen, history) {
   const series = (name) => history.map((point) => point[name]);
   element("charts").replaceChildren(
     chart("tokens per second", number(sum(seen.tokens_per_second)), series("tokens_per_second")),
-    chart("prefill, 95th percentile", duration(seen.request_seconds.p95), series("request_seconds_p95")),
+    chart("prefill, p95", duration(seen.request_seconds.p95), series("request_seconds_p95")),
     chart("density", share(seen.density), series("density")),
     chart("recall", share(seen.recall), series("recall"), seen.recall === null ? undefined : LIMITS.recall),
   );
 }
 
 function drawFacts(seen) {
-  const total = sum(seen.requests_per_second), sparse = seen.requests_per_second.sparse || 0;
+  const total = seen.window_seconds ? sum(seen.requests_per_second) : null, sparse = seen.requests_per_second.sparse || 0;
   const counts = (found) => Object.entries(found).sort((a, b) => b[1] - a[1]).slice(0, 6).map(([k, v]) => [k, String(v)]);
   const cards = [
     facts("Traffic", [
-      ["requests", `${plain(total)} /s`],
+      ["requests", total === null ? "–" : `${plain(total)} /s`],
       ["of them sparse", total ? share(sparse / total) : "–"],
       ["prefill, median", duration(seen.request_seconds.p50)],
       ["key-value cache", number(seen.kv_cache_bytes, "B")],
     ]),
     facts("Attention", [
-      ["time of a call", duration(seen.attention_seconds)],
+      ["a call takes", duration(seen.attention_seconds)],
       ["achieved", number(seen.flops_per_second, "FLOP/s")],
-      ["read and written", number(seen.bytes_per_second, "B/s")],
-      ["selection takes", share(seen.selection_share)],
-      ["neighbours share", share(seen.overlap)],
+      ["memory traffic", number(seen.bytes_per_second, "B/s")],
+      ["selection", share(seen.selection_share)],
+      ["overlap", share(seen.overlap)],
     ]),
     facts("Faithful", [
       ["output error", share(seen.output_error)],
