@@ -12,6 +12,7 @@ from dynaxx.errors import UnsupportedInputError
 from dynaxx.integrations import vllm_engine
 from dynaxx.integrations.vllm_engine import POLICY_VARIABLE, logger
 from dynaxx.policy import load_policy
+from dynaxx.telemetry import prometheus
 
 
 def register() -> None:
@@ -27,6 +28,7 @@ def register() -> None:
     path = vllm_engine.policy_path()
     if path is not None:
         load_policy(path)
+        prometheus.register()
     if current_platform.is_cuda():
         register_backend(AttentionBackendEnum.CUSTOM, "dynaxx.integrations.vllm_cuda.CudaBackend")
     elif path is not None and current_platform.is_cpu():
@@ -38,21 +40,22 @@ def register() -> None:
 
 
 def status() -> dict[str, Any]:
-    """What the policy does in this process.
+    """What the policy does in this process; plain data.
 
     Returns:
-        "active": whether some layer follows it; "policy": its file; "enabled"; "sparse_layers": their indices, of
-        "layers"; "sparse_calls" and "dense_calls" (by reason): layer calls of a sequence; "density" of the sparse ones.
+        "active": whether layers follow it, else "reason"; "policy": its file, and "digest"; "killed": what engages the
+        kill switch, None if nothing; "sparse_layers": their indices, of "layers"; "density": of sampled sparse calls;
+        "sparse_calls", "dense_calls", "dense_sequences": as `Handle.stats`.
     """
     engine = vllm_engine.current()
     if engine is None:
-        reason = "no engine asked for the backend" if vllm_engine.policy_path() else f"{POLICY_VARIABLE} is not set"
+        reason = "no layer asked for the backend" if vllm_engine.policy_path() else f"{POLICY_VARIABLE} is not set"
         return {"active": False, "reason": reason}
     return engine.status()
 
 
 def switch(enabled: bool) -> dict[str, Any]:
-    """Turn sparsity on or off while requests run; returns `status()`.
+    """Turn sparsity on or off from the next step on; returns `status()`.
 
     Raises:
         RuntimeError: no policy is active here.
@@ -60,7 +63,10 @@ def switch(enabled: bool) -> dict[str, Any]:
     engine = vllm_engine.current()
     if engine is None:
         raise RuntimeError(f"no policy is active in this process: {status()['reason']}")
-    engine.enabled = bool(enabled)
+    if enabled:
+        engine.kill_switch.release()
+    else:
+        engine.kill_switch.engage()
     logger.info("sparse attention is switched %s", "on" if enabled else "off")
     return engine.status()
 

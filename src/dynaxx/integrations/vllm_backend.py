@@ -12,17 +12,20 @@ import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config, get_layers_from_vllm_config
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 
 from dynaxx.errors import UnsupportedInputError
 from dynaxx.integrations import vllm_contract
-from dynaxx.integrations.paged import PagedLayer, Split, Step
-from dynaxx.integrations.vllm_engine import engine_of, logger
+from dynaxx.integrations.paged import Sequences
+from dynaxx.integrations.paged_layer import PagedLayer, Step
+from dynaxx.integrations.vllm_engine import Engine, engine_of
 
 vllm_contract.check(vllm_contract.SHARED)
 
+logger = init_logger("vllm.dynaxx")  # shown as vLLM's own
 STEP = "dynaxx_step"  # the attribute of vLLM's metadata that holds ours
 
 
@@ -31,7 +34,8 @@ class PolicyBuilder:
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)  # type: ignore[call-arg]
-        self.bound = bind_layers(vllm_config, layer_names)
+        self.engine = engine_here(vllm_config)
+        self.bound = [] if self.engine is None else bind_layers(self.engine, vllm_config, layer_names)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -44,7 +48,8 @@ class PolicyBuilder:
     ) -> Any:
         """vLLM's metadata, and the step's lengths where some layer follows a rule."""
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)  # type: ignore[misc]
-        setattr(metadata, STEP, step_of(common_attn_metadata) if self.bound else None)
+        step = self.engine.step(sequences_of(common_attn_metadata)) if self.engine is not None and self.bound else None
+        setattr(metadata, STEP, step)
         return metadata
 
     def update_block_table(self, metadata: Any, blk_table: Tensor, slot_mapping: Tensor) -> Any:
@@ -62,7 +67,7 @@ class PolicyImpl:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        engine_of(get_current_vllm_config())  # a wrong policy stops the engine before it loads weights
+        engine_here(get_current_vllm_config())  # a wrong policy stops the engine before it loads weights
 
     def forward(
         self,
@@ -84,11 +89,9 @@ class PolicyImpl:
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("fused output quantization is not served by layers with a sparse rule")
         step: Step = getattr(attn_metadata, STEP)
-        split = self.paged.split(step)
-        self.paged.counts.add(split)
-        self.paged.sparse(query, kv_cache, step, split.sparse, output)
-        if split.dense:
-            self.dense(layer, query, key, value, kv_cache, attn_metadata, split, output)
+        worked = self.paged.sparse(query, kv_cache, step, output)
+        if step.split(self.paged.index).dense or not worked:
+            self.dense(layer, query, key, value, kv_cache, attn_metadata, output, all_of_it=not worked)
         return output
 
     def dense(
@@ -99,33 +102,30 @@ class PolicyImpl:
         value: Tensor,
         kv_cache: Tensor,
         attn_metadata: Any,
-        split: Split,
         output: Tensor,
+        *,
+        all_of_it: bool,
     ) -> None:
-        """Attend densely for the sequences in `split.dense`; each device in its way."""
+        """Attend densely for the dense sequences of the step, or all of it; each device in its way."""
         raise NotImplementedError
 
 
-def bind_layers(vllm_config: Any, layer_names: list[str]) -> list[PagedLayer]:
-    """Give the implementations of some layers their part of the policy."""
-    engine = engine_of(vllm_config)
-    if engine is None:
-        return []
+def engine_here(vllm_config: Any) -> Engine | None:
+    """The engine of this process's share of the heads."""
     ranks = vllm_config.parallel_config.tensor_parallel_size
-    rank = get_tensor_model_parallel_rank() if ranks > 1 else 0
+    return engine_of(vllm_config, get_tensor_model_parallel_rank() if ranks > 1 else 0)
+
+
+def bind_layers(engine: Engine, vllm_config: Any, layer_names: list[str]) -> list[PagedLayer]:
+    """Give the implementations of some layers their part of the policy; those without one stay vLLM's."""
     bound = []
     for name, layer in get_layers_from_vllm_config(vllm_config, Attention, layer_names).items():
-        layer.impl.paged = engine.bind(extract_layer_index(name), layer, rank, ranks)
+        layer.impl.paged = engine.bind(extract_layer_index(name), layer)
         if layer.impl.paged is not None:
             bound.append(layer.impl.paged)
     if bound:
-        logger.info(
-            "%s is active: %d of %d layers follow it (%s)",
-            engine.path,
-            len(engine.layers),
-            engine.policy.model.layers,
-            type(layer.impl).__name__,
-        )
+        kind, layers = type(layer.impl).__name__, engine.policy.model.layers
+        logger.info("%s is active: %d of %d layers (%s)", engine.path, len(engine.layers), layers, kind)
     return bound
 
 
@@ -160,7 +160,7 @@ def some_rows(common: CommonAttentionMetadata, rows: list[int]) -> tuple[Tensor,
     )
 
 
-def step_of(common: CommonAttentionMetadata) -> Step:
+def sequences_of(common: CommonAttentionMetadata) -> Sequences:
     """The lengths of a step, without waiting for a GPU.
 
     Raises:
@@ -172,4 +172,4 @@ def step_of(common: CommonAttentionMetadata) -> Step:
     if lengths is None:
         lengths = common.seq_lens
     starts = common.query_start_loc_cpu.tolist()[: common.num_reqs + 1]
-    return Step(common.block_table_tensor, common.seq_lens, starts, lengths.tolist()[: common.num_reqs])
+    return Sequences(common.block_table_tensor, common.seq_lens, starts, lengths.tolist()[: common.num_reqs])

@@ -11,7 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from dynaxx.integrations import vllm_contract
-from dynaxx.integrations.paged import Split, write
+from dynaxx.integrations.paged import dense_attention, write
+from dynaxx.integrations.paged_layer import Step
 from dynaxx.integrations.vllm_backend import STEP, PolicyBuilder, PolicyImpl
 
 vllm_contract.check(vllm_contract.CPU)
@@ -43,12 +44,15 @@ class CpuImpl(PolicyImpl, CPUAttentionBackendImpl):  # type: ignore[misc]
         value: Tensor,
         kv_cache: Tensor,
         attn_metadata: Any,
-        split: Split,
         output: Tensor,
+        *,
+        all_of_it: bool,
     ) -> None:
         """Dense, by dynaxx's kernels."""
         assert self.paged is not None, "layers without a rule never come here"
-        self.paged.dense(query, kv_cache, getattr(attn_metadata, STEP), split.dense, output)
+        step: Step = getattr(attn_metadata, STEP)
+        rows = step.sequences.rows if all_of_it else step.split(self.paged.index).dense
+        dense_attention(query, kv_cache, step.sequences, rows, self.paged.scale, output)
 
 
 class CpuBuilder(PolicyBuilder, CPUAttentionMetadataBuilder):  # type: ignore[misc]

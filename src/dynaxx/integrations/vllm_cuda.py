@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.integrations import vllm_contract
-from dynaxx.integrations.paged import Split
+from dynaxx.integrations.paged_layer import Step
 from dynaxx.integrations.vllm_backend import STEP, PolicyBuilder, PolicyImpl, some_rows
 
 vllm_contract.check(vllm_contract.CUDA)
@@ -43,9 +43,10 @@ class CudaBuilder(PolicyBuilder, FlashAttentionMetadataBuilder):  # type: ignore
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         """As vLLM's."""
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        step, parts = getattr(metadata, STEP), {}
+        parts: dict[int, DensePart] = {}
         for paged in self.bound:
-            split = paged.split(step)
+            step: Step = getattr(metadata, STEP)
+            split = step.split(paged.index)
             if split.sparse and split.dense and id(split) not in parts:
                 tokens, common = some_rows(common_attn_metadata, [row.index for row in split.dense])
                 parts[id(split)] = DensePart(tokens, self._parts.build(0, common, fast_build))
@@ -64,11 +65,14 @@ class CudaImpl(PolicyImpl, FlashAttentionImpl):  # type: ignore[misc]
         value: Tensor,
         kv_cache: Tensor,
         attn_metadata: Any,
-        split: Split,
         output: Tensor,
+        *,
+        all_of_it: bool,
     ) -> None:
         """Dense, by FlashAttention: the whole step at once, or what is not sparse of it."""
-        if not split.sparse:
+        assert self.paged is not None, "layers without a rule never come here"
+        split = getattr(attn_metadata, STEP).split(self.paged.index)
+        if all_of_it or not split.sparse:
             FlashAttentionImpl.forward(self, layer, query, key, value, kv_cache, attn_metadata, output)
             return
         part: DensePart = getattr(attn_metadata, PARTS)[id(split)]
