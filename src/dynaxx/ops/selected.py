@@ -211,7 +211,7 @@ def attend_selected(
     """Choose a backend and call it: (out (T, Hq, E), lse (Hq, T)) of packed inputs that were checked."""
     name = native_backend(q, k, v, spans.sizes.slc_block, backend)
     kernels = native_module(name)
-    plan = kernels.prepare_selected(indices.contiguous(), spans, q.shape[1], k.shape[1])
+    plan = kernels.prepare_selected(indices.contiguous(), spans, q, k, v)
     if name == "reference":
         return kernels.selected_forward(q, k, v, plan, scale)
     return _SelectedAttention.apply(q, k, v, plan, scale, kernels)

@@ -84,10 +84,10 @@ class SelectedPlan:
     layouts: tuple[BlockLayout, ...]
 
 
-def prepare_selected(block_indices: Tensor, spans: NativeSpans, q_heads: int, kv_heads: int) -> SelectedPlan:
+def prepare_selected(block_indices: Tensor, spans: NativeSpans, q: Tensor, k: Tensor, v: Tensor) -> SelectedPlan:
     """Turn a selection into one layout per sequence; forward and backward share them."""
     heads = block_indices.shape[1]
-    group = q_heads // heads
+    group = q.shape[1] // heads
     rows = next((size for size in (1, 2, 4, 8, 16) if size >= group), -(-group // ROWS) * ROWS)
     layouts = []
     for (a, b), (c, d) in zip(pairwise(spans.ends_q), pairwise(spans.ends_k), strict=True):

@@ -94,7 +94,7 @@ def selected_mask(block_indices: Tensor, spans: NativeSpans) -> Tensor:
     return mask[..., :-1] & (torch.arange(spans.ends_k[-1], device=block.device) <= spans.last_key[:, None])
 
 
-def prepare_selected(block_indices: Tensor, spans: NativeSpans, q_heads: int, kv_heads: int) -> Tensor:
+def prepare_selected(block_indices: Tensor, spans: NativeSpans, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """What forward and backward share: the mask."""
     return selected_mask(block_indices, spans)
 

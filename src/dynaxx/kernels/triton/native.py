@@ -1,0 +1,110 @@
+"""Native Sparse Attention in Triton: selected attention by one of two schedules, selection, and the gated sum.
+
+The schedule by query ("union") reads each block of keys once per few neighbouring positions; the one by key ("gather")
+reads each query once per block it selected and merges partial results, a bounded number of queries at a time. Triton
+itself loads with the first kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from dynaxx.kernels.triton import native_config as config
+from dynaxx.kernels.triton.launch import positive_scale, unit_stride
+from dynaxx.layout.native import NativeSpans
+
+PARTIAL_BYTES = 512 << 20  # of partial results held at once
+
+
+@dataclass(frozen=True)
+class SelectedPlan:
+    """A selection as both directions read it."""
+
+    indices: Tensor  # (T, Hs, n) int32 contiguous
+    spans: NativeSpans
+    group_size: int
+    schedule: config.Schedule
+    tiles: config.QueryTiles
+
+    @cached_property
+    def union(self):  # type: ignore[no-untyped-def]
+        from dynaxx.kernels.triton.native_index import unions
+
+        return unions(self.indices, self.spans, self.tiles.positions)
+
+    def chunks(self, row_bytes: int) -> Iterator[slice]:
+        """Queries whose partial results keep to PARTIAL_BYTES, of `row_bytes` for each q head of each slot."""
+        queries, heads, slots = self.indices.shape
+        step = max(1, PARTIAL_BYTES // max(1, heads * slots * self.group_size * row_bytes))
+        for first in range(0, queries, step):
+            yield slice(first, min(first + step, queries))
+
+
+def prepare_selected(indices: Tensor, spans: NativeSpans, q: Tensor, k: Tensor, v: Tensor) -> SelectedPlan:
+    """What forward and backward share."""
+    group_size = q.shape[1] // indices.shape[1]
+    tiles = config.query_tiles(group_size, indices.shape[2], q.shape[2], v.shape[2], q.dtype)
+    return SelectedPlan(indices, spans, group_size, config.choose_schedule(group_size), tiles)
+
+
+def selected_forward(q: Tensor, k: Tensor, v: Tensor, plan: SelectedPlan, scale: float) -> tuple[Tensor, Tensor]:
+    """As `kernels.reference.native.selected_forward`; fp32 inputs are multiplied in full fp32."""
+    from dynaxx.kernels.triton import native_gather, native_index, native_union
+
+    q, scale = positive_scale(q, scale)
+    q, k, v = (unit_stride(x) for x in (q, k, v))
+    heads, slots = plan.indices.shape[1:]
+    if not (q.shape[0] and k.shape[0] and slots):
+        return q.new_zeros(*q.shape[:2], v.shape[2]), q.new_full((q.shape[1], q.shape[0]), -torch.inf).float()
+    if plan.schedule == "union":
+        return native_union.forward(q, k, v, plan.union, plan.spans, plan.tiles, scale)
+    out = q.new_empty(*q.shape[:2], v.shape[2])
+    lse = q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
+    key_tiles = config.forward_key_tiles(plan.group_size, q.shape[2], v.shape[2], q.dtype)
+    for some in plan.chunks(v.shape[2] * q.dtype.itemsize + 4):
+        index = native_index.items(plan.indices, plan.spans, some, config.item_length(plan.group_size))
+        native_gather.forward_chunk(q, k, v, out, lse, index, some, slots, heads, plan.spans, key_tiles, scale)
+    return out, lse
+
+
+def selected_backward(
+    do: Tensor,
+    dlse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    plan: SelectedPlan,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq, dk, dv in the dtypes of q, k, v; deterministic."""
+    from dynaxx.kernels.triton import native_backward, native_index, native_union
+    from dynaxx.kernels.triton.backward import row_delta
+
+    slots = plan.indices.shape[2]
+    if not (q.shape[0] and k.shape[0] and slots):
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    do, q, k, v = (unit_stride(x) for x in (do, q, k, v))
+    delta = row_delta(do[None], dlse[None], out[None], lse[None])[0]
+    by_query = plan.schedule == "union"
+    chunks = [slice(0, q.shape[0])] if by_query else list(plan.chunks(q.shape[2] * q.dtype.itemsize))
+    dtype = torch.float32 if len(chunks) > 1 else k.dtype
+    dk, dv = (torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in (k, v))
+    tiles = config.backward_key_tiles(plan.group_size, q.shape[2], v.shape[2], q.dtype)
+    if by_query:
+        dq = native_union.backward_dq(do, q, k, v, lse, delta, plan.union, plan.spans, plan.tiles, scale)
+    else:
+        dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+    for some in chunks:
+        index = native_index.items(plan.indices, plan.spans, some, config.item_length(plan.group_size))
+        native_backward.backward_chunk(
+            do, q, k, v, lse, delta, (None if by_query else dq, dk, dv), index, plan.indices, some, plan.spans, tiles,
+            scale, add=some.start > 0,
+        )  # fmt: skip
+    return dq, dk.to(k.dtype), dv.to(v.dtype)

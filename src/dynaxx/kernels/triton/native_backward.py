@@ -1,0 +1,245 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""Gradients of selected attention by key: dk and dv of each item, summed over items in their order, and on request the
+partial dq of each entry, summed over a query's entries. No atomics: every run gives the same bits.
+
+Names and shapes as in `native_gather`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dynaxx.kernels.triton.config import padded
+from dynaxx.kernels.triton.native_config import KeyTiles
+from dynaxx.kernels.triton.native_gather import RUNTIME_SIZES, entry_rows, item_arguments, item_block
+from dynaxx.kernels.triton.native_index import Items
+from dynaxx.kernels.triton.native_union import block_rows, gather_rows, scatter_rows
+from dynaxx.kernels.triton.primitives import LOG2E
+from dynaxx.layout.native import NativeSpans
+
+SUM_ROWS = 16
+
+
+@triton.jit(do_not_specialize=RUNTIME_SIZES)
+def _selected_bwd_dkv_kernel(
+    p_do,
+    p_q,
+    p_k,
+    p_v,
+    p_lse,
+    p_delta,
+    p_dq,  # (entries of these queries, SPLIT, group, D) contiguous; not written without WITH_DQ
+    p_dk,  # (items, KV_BLOCK, D) fp32
+    p_dv,  # (items, KV_BLOCK, E) fp32
+    p_entries,
+    p_cell,
+    p_begin,
+    p_end,
+    p_block_start,
+    p_last_key,
+    blocks,
+    heads,
+    slots,
+    keys,
+    group_size,
+    heads_per_kv,
+    first_entry,
+    queries,
+    scale,
+    stride_don,
+    stride_doh,
+    stride_qn,
+    stride_qh,
+    stride_kn,
+    stride_kh,
+    stride_vn,
+    stride_vh,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    KV_BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WITH_DQ: tl.constexpr,
+):
+    SPLIT: tl.constexpr = KV_BLOCK // BLOCK_N
+    STEP: tl.constexpr = ROWS // GROUP
+    i_item, i_part = tl.program_id(0), tl.program_id(1)
+    i_head, start = item_block(p_cell, p_block_start, i_item, blocks, heads)
+    begin, end = tl.load(p_begin + i_item), tl.load(p_end + i_item)
+    from_key = start + i_part * BLOCK_N
+    o_n = tl.arange(0, BLOCK_N)
+    b_k = block_rows(p_k + i_head // heads_per_kv * stride_kh, from_key, keys, stride_kn, D, BLOCK_D, BLOCK_N)
+    b_v = block_rows(p_v + i_head // heads_per_kv * stride_vh, from_key, keys, stride_vn, E, BLOCK_E, BLOCK_N)
+    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
+    for first in range(begin, end, STEP):
+        entry, t, h, inside, last_key = entry_rows(
+            p_entries, p_last_key, first, end, i_head, heads, slots, group_size, GROUP, ROWS
+        )
+        b_q = gather_rows(p_q, t, h, stride_qn, stride_qh, inside, D, BLOCK_D)
+        b_do = gather_rows(p_do, t, h, stride_don, stride_doh, inside, E, BLOCK_E)
+        at = h.to(tl.int64) * queries + t
+        lse = tl.load(p_lse + at, mask=inside, other=float("inf"))
+        lse = tl.where(lse == float("-inf"), float("inf"), lse)
+        delta = tl.load(p_delta + at, mask=inside, other=0.0)
+        scores = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [BLOCK_N, ROWS]
+        weights = tl.exp2((scores * scale - lse[None, :]) * LOG2E)
+        weights = tl.where((from_key + o_n)[:, None] <= last_key[None, :], weights, 0.0)
+        dv = tl.dot(weights.to(b_do.dtype), b_do, dv, input_precision=PRECISION)
+        dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
+        ds = (weights * (dp - delta[None, :])).to(b_q.dtype)
+        dk = tl.dot(ds, b_q, dk, input_precision=PRECISION)
+        if WITH_DQ:
+            dq = tl.dot(tl.trans(ds), b_k, input_precision=PRECISION)  # [ROWS, BLOCK_D]
+            place = (entry - first_entry).to(tl.int64) * SPLIT + i_part
+            member = tl.arange(0, ROWS) % GROUP
+            scatter_rows(p_dq, dq * scale, place, member, group_size * D, D, inside, D, BLOCK_D)
+    row = i_item.to(tl.int64) * KV_BLOCK + i_part * BLOCK_N + o_n
+    every = o_n >= 0
+    scatter_rows(p_dk, dk * scale, row, o_n, D, 0, every, D, BLOCK_D)
+    scatter_rows(p_dv, dv, row, o_n, E, 0, every, E, BLOCK_E)
+
+
+@triton.jit(do_not_specialize=["blocks", "kv_heads", "heads_per_kv"])
+def _selected_sum_items_kernel(
+    p_items,  # (items, KV_BLOCK, DIM) fp32
+    p_grad,  # (M, Hk, DIM) contiguous
+    p_first_item,
+    p_block_start,
+    p_block_end,
+    blocks,
+    kv_heads,
+    heads_per_kv,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    KV_BLOCK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ADD: tl.constexpr,  # to what p_grad holds
+):
+    """Sum the items of each block over the selection heads of its kv head."""
+    i_block, i_head, i_part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    o_n = i_part * BLOCK_N + tl.arange(0, BLOCK_N)
+    every = o_n >= 0
+    row = tl.load(p_block_start + i_block) + o_n
+    inside = row < tl.load(p_block_end + i_block)
+    acc = tl.zeros([BLOCK_N, BLOCK_DIM], tl.float32)
+    if ADD:
+        acc += gather_rows(p_grad, row, o_n * 0 + i_head, kv_heads * DIM, DIM, inside, DIM, BLOCK_DIM)
+    for i_select in range(heads_per_kv):
+        cell = (i_head * heads_per_kv + i_select) * blocks + i_block
+        for item in range(tl.load(p_first_item + cell), tl.load(p_first_item + cell + 1)):
+            acc += gather_rows(p_items, o_n * 0 + item, o_n, KV_BLOCK * DIM, DIM, every, DIM, BLOCK_DIM)
+    scatter_rows(p_grad, acc, row, o_n * 0 + i_head, kv_heads * DIM, DIM, inside, DIM, BLOCK_DIM)
+
+
+@triton.jit(do_not_specialize=["first_query", "q_heads", "slots", "rows", "group_size"])
+def _selected_sum_entries_kernel(
+    p_entries_dq,  # (entries of these queries, SPLIT, group, D)
+    p_indices,  # (T, Hs, n)
+    p_num_blocks,
+    p_dq,  # (T, Hq, D) contiguous
+    first_query,
+    q_heads,
+    slots,
+    rows,
+    group_size,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Sum the partial dq of each query and q head over its entries."""
+    heads = q_heads // group_size
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = row < rows
+    h, t = row % q_heads, first_query + row // q_heads
+    base = row // q_heads * heads + h // group_size
+    seen = tl.load(p_num_blocks + t, mask=inside, other=0)
+    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    for slot in range(0, slots):
+        p_index = p_indices + (t.to(tl.int64) * heads + h // group_size) * slots + slot
+        index = tl.load(p_index, mask=inside, other=-1)
+        for i_part in tl.static_range(SPLIT):
+            place = (base * slots + slot).to(tl.int64) * SPLIT + i_part
+            valid = (index >= 0) & (index < seen)
+            acc += gather_rows(p_entries_dq, place, h % group_size, group_size * D, D, valid, D, BLOCK_D).to(tl.float32)
+    scatter_rows(p_dq, acc, t, h, q_heads * D, D, inside, D, BLOCK_D)
+
+
+def backward_chunk(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor,
+    grads: tuple[Tensor | None, Tensor, Tensor], index: Items, indices: Tensor, queries: slice, spans: NativeSpans,
+    tiles: KeyTiles, scale: float, add: bool,
+) -> None:  # fmt: skip
+    """What some queries give to dk and dv, added to what these hold or written; and their rows of dq unless None."""
+    dq, dk, dv = grads
+    heads, slots = indices.shape[1:]
+    count, group_size = queries.stop - queries.start, q.shape[1] // heads
+    size, block_n = spans.sizes.slc_block, min(tiles.block_n, spans.sizes.slc_block)
+    split, blocks, kv_heads = size // block_n, len(spans.block_start), k.shape[1]
+    items_dk = torch.empty(len(index.cell), size, q.shape[2], dtype=torch.float32, device=q.device)
+    items_dv = torch.empty(len(index.cell), size, v.shape[2], dtype=torch.float32, device=q.device)
+    entries_dq = q.new_empty((count * heads * slots, split, group_size, q.shape[2]) if dq is not None else (1,))
+    _selected_bwd_dkv_kernel[(len(index.cell), split)](
+        do,
+        q,
+        k,
+        v,
+        lse,
+        delta,
+        entries_dq,
+        items_dk,
+        items_dv,
+        **item_arguments(q, k, v, index, heads, slots, spans),
+        first_entry=queries.start * heads * slots,
+        queries=q.shape[0],
+        scale=scale,
+        stride_don=do.stride(0),
+        stride_doh=do.stride(1),
+        GROUP=tiles.group,
+        ROWS=tiles.rows,
+        BLOCK_N=block_n,
+        WITH_DQ=dq is not None,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+    for summed, grad in ((items_dk, dk), (items_dv, dv)):
+        _selected_sum_items_kernel[(blocks, kv_heads, size // SUM_ROWS)](
+            summed,
+            grad,
+            index.first_item,
+            spans.block_start,
+            spans.block_end,
+            blocks=blocks,
+            kv_heads=kv_heads,
+            heads_per_kv=heads // kv_heads,
+            DIM=grad.shape[2],
+            BLOCK_DIM=padded(grad.shape[2]),
+            KV_BLOCK=size,
+            BLOCK_N=SUM_ROWS,
+            ADD=add,
+            num_warps=4,
+        )
+    if dq is not None:
+        rows = count * q.shape[1]
+        _selected_sum_entries_kernel[(-(-rows // SUM_ROWS),)](
+            entries_dq,
+            indices,
+            spans.num_blocks,
+            dq,
+            first_query=queries.start,
+            q_heads=q.shape[1],
+            slots=slots,
+            rows=rows,
+            group_size=group_size,
+            D=q.shape[2],
+            BLOCK_D=padded(q.shape[2]),
+            SPLIT=split,
+            ROWS=SUM_ROWS,
+            num_warps=4,
+        )

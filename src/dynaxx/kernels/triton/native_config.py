@@ -1,0 +1,85 @@
+"""Schedules and tile sizes of selected attention: pure functions of group, slots, head_dim and dtype."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from dynaxx.kernels.triton.config import padded
+
+Schedule = Literal["union", "gather"]
+UNION_WIDTH = 512  # slots of one tile's union that are compared with one another
+MAX_POSITIONS = 16  # bits of a slot's set of positions
+ITEM_ROWS = 16384  # rows of q in one item of the schedule by key
+GROUP_FOR_UNION = 16  # smaller groups read too many keys per row
+
+
+@dataclass(frozen=True)
+class QueryTiles:
+    """A program of the schedule by query."""
+
+    positions: int  # neighbouring query positions
+    group: int  # rows of each: the group as a power of two
+    rows: int  # of the tile, at least the 16 of a matrix instruction
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class KeyTiles:
+    """A program of the schedule by key: one block of keys, `rows` gathered rows of q at a time."""
+
+    group: int
+    rows: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def group_rows(group_size: int) -> int:
+    """The group as a power of two."""
+    return 1 << (group_size - 1).bit_length()
+
+
+def query_tiles(group_size: int, slots: int, head_dim: int, head_dim_v: int, dtype: torch.dtype) -> QueryTiles:
+    """Of 64 rows in bf16 and fp16, where the slots of so many positions can be united; fewer in fp32."""
+    wide = max(padded(head_dim), padded(head_dim_v))
+    group, exact = group_rows(group_size), dtype == torch.float32
+    positions = max(1, min(MAX_POSITIONS, (16 if exact else 64) // group))
+    while positions > 1 and positions * slots > UNION_WIDTH:
+        positions //= 2
+    rows = max(16, positions * group)
+    block_n = 32 if exact or wide > 128 else 64
+    return QueryTiles(positions, group, rows, block_n, 4 if rows <= 64 else 8, 1 if exact or wide > 128 else 3)
+
+
+def forward_key_tiles(group_size: int, head_dim: int, head_dim_v: int, dtype: torch.dtype) -> KeyTiles:
+    """Of the partial outputs by key."""
+    wide = max(padded(head_dim), padded(head_dim_v))
+    if dtype == torch.float32:
+        return KeyTiles(group_rows(group_size), max(16, group_rows(group_size)), 32, 4, 1)
+    return KeyTiles(group_rows(group_size), max(64, group_rows(group_size)), 128, 4, 2 if wide <= 128 else 1)
+
+
+def backward_key_tiles(group_size: int, head_dim: int, head_dim_v: int, dtype: torch.dtype) -> KeyTiles:
+    """Of dk and dv by key, which stay in registers."""
+    wide = max(padded(head_dim), padded(head_dim_v))
+    group = group_rows(group_size)
+    if dtype == torch.float32:
+        return KeyTiles(group, max(16, group), 16, 4, 1)
+    if wide <= 128:
+        return KeyTiles(group, max(64, group), 64, 8, 2)
+    return KeyTiles(group, max(32, group), 32, 8, 1)
+
+
+def item_length(group_size: int) -> int:
+    """Entries of one item."""
+    return max(64, ITEM_ROWS // group_rows(group_size))
+
+
+def choose_schedule(group_size: int) -> Schedule:
+    """By query where a position fills a matrix instruction, by key where it does not."""
+    return "union" if group_size >= GROUP_FOR_UNION else "gather"
