@@ -175,6 +175,16 @@ class Policy(Document):
         return self
 
     @model_validator(mode="after")
+    def _reference_fits(self) -> Policy:
+        for each in () if self.reference is None else self.reference.layers:
+            if each.layer >= self.model.layers or len(each.recall) != self.model.q_heads:
+                raise ValueError(
+                    f"`reference` must be of q heads {self.model.q_heads} and layers below {self.model.layers}, got "
+                    f"{len(each.recall)} in layer {each.layer}; record it again with dynaxx retune --record"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _rules_fit(self) -> Policy:
         owner: dict[tuple[int, int], int] = {}
         block_of: dict[int, tuple[int, Any]] = {}
