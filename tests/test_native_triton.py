@@ -4,6 +4,7 @@ The interpreter must be chosen before Triton loads, so it runs in a process of i
 """
 
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from dynaxx.kernels.reference import native as definition
 from dynaxx.kernels.triton import native
+from dynaxx.layout.native import NativeSizes, native_spans
+from dynaxx.ops.native import compress, native_sparse_attention
+from dynaxx.testing import make_qkv
 from dynaxx.testing.native import random_selected_case
 
 pytest.importorskip("triton")
@@ -54,3 +59,131 @@ def test_random_cases(seed, schedule, monkeypatch):
     monkeypatch.setattr(native.config, "item_length", lambda group_size: 8)
     sizes = {"head_dims": (16, 24), "lengths": (0, 1, 13, 20), "groups": (1, 2, 3, 4, 16)}
     check(random_selected_case(seed, dtype=torch.float16 if seed % 2 else torch.float32, device=DEVICE, **sizes))
+
+
+def selection_case(seed, dtype=torch.float32, lengths=(0, 1, 40, 77), head_dim=16, sizes=None):
+    rng = random.Random(seed)
+    per_token, per_block = rng.choice(((1, 1), (1, 2), (2, 4), (4, 4), (1, 4)))
+    sizes = sizes or NativeSizes(16 // per_block * per_token, 16 // per_block, 16, rng.choice((3, 5)), 1, 1)
+    seqlens = [rng.choice(lengths) for _ in range(rng.choice((1, 3)))]
+    longer = [n + rng.choice((0, 30)) for n in seqlens]
+    ends, ends_k = ([sum(some[:i]) for i in range(len(some) + 1)] for some in (seqlens, longer))
+    spans = native_spans(sizes, ends, ends_k, device=DEVICE)
+    group, kv_heads = rng.choice((1, 2, 3, 16)), rng.choice((1, 2))
+    q, k, _ = make_qkv(1, ends[-1], spans.ends_cmp[-1], group * kv_heads, kv_heads, head_dim,
+                       dtype=dtype, device=DEVICE, seed=seed)  # fmt: skip
+    return q[0], k[0], spans, kv_heads
+
+
+def check_selection(q, k, lse, spans, heads):
+    """Every choice is right up to the rounding of scores: as many blocks, forced ones in, no better block left out."""
+    got = native.select_blocks(q, k, lse, spans, heads, 0.3)
+    want = definition.select_blocks(q.double(), k.double(), None if lse is None else lse.double(), spans, heads, 0.3)
+    scores = definition.selection_scores(
+        q.double(), k.double(), lse if lse is None else lse.double(), spans, heads, 0.3
+    )
+    assert torch.equal(got >= 0, want >= 0)
+    assert ((got[..., 1:] > got[..., :-1]) | (got[..., 1:] < 0)).all()
+    pick = lambda chosen: scores.gather(-1, chosen.clamp(min=0).long()).masked_fill(chosen < 0, 0.0).sum(-1)
+    limit = 64 * torch.finfo(torch.float32).eps * scores.masked_fill(scores < -1e30, 0.0).abs().sum(-1)
+    if q.dtype != torch.float32:
+        limit = limit + 1e-2  # products of fp16 are summed in another order
+    assert ((pick(want) - pick(got)).abs() <= limit).all()
+
+
+@runs_here
+@pytest.mark.parametrize("seed", range(8))
+def test_selection(seed, monkeypatch):
+    from dynaxx.kernels.triton import native_select
+
+    monkeypatch.setattr(native_select, "SCORE_BYTES", 1 << 10)
+    q, k, spans, heads = selection_case(seed)
+    lse = torch.full((q.shape[1], q.shape[0]), 3.0, device=DEVICE)
+    check_selection(q, k, lse, spans, heads)
+
+
+@runs_here
+def test_selection_by_logits():
+    sizes = NativeSizes(16, 16, 16, 3, 0, 1)
+    q, k, spans, _ = selection_case(1, sizes=sizes)
+    check_selection(q, k, None, spans, q.shape[1])
+
+
+@runs_here
+def test_ties_take_the_first_blocks():
+    sizes = NativeSizes(16, 16, 16, 3, 0, 1)
+    spans = native_spans(sizes, (0, 100), device=DEVICE)
+    q, k = torch.zeros(100, 1, 16, device=DEVICE), torch.zeros(6, 1, 16, device=DEVICE)
+    got = native.select_blocks(q, k, torch.zeros(1, 100, device=DEVICE), spans, 1, 1.0)
+    assert torch.equal(got, definition.select_blocks(q, k, torch.zeros(1, 100, device=DEVICE), spans, 1, 1.0))
+
+
+@runs_here
+@pytest.mark.parametrize("dim", [16, 24])
+def test_gated_sum(dim):
+    dtype = torch.float32
+    outs = [torch.randn(37, 3, dim, dtype=dtype, device=DEVICE, requires_grad=True) for _ in range(3)]
+    gates = torch.rand(37, 3, 3, dtype=dtype, device=DEVICE, requires_grad=True)
+    do = torch.randn(37, 3, dim, dtype=dtype, device=DEVICE)
+    want = definition.gated_sum(tuple(outs), gates)
+    got = native.gated_sum_forward(tuple(outs), gates)
+    assert torch.allclose(got, want, atol=1e-6)
+    grads = torch.autograd.grad(want, [*outs, gates], do)
+    for one, other in zip(native.gated_sum_backward(do, tuple(outs), gates), grads, strict=True):
+        assert torch.allclose(one, other, atol=1e-5)
+
+
+@runs_here
+def test_the_whole_of_it():
+    """All three branches and their gates, forward and backward, against the definition in fp64; ragged."""
+    sizes = NativeSizes(8, 4, 16, 3, 1, 1, window=9)
+    ends = (0, 30, 30, 53)
+    q, k, v = make_qkv(1, 53, 53, 4, 2, 16, device=DEVICE)
+    gates = torch.rand(53, 4, 3, device=DEVICE)
+
+    def run(dtype, backend):
+        leaves = [x.to(dtype).requires_grad_() for x in (q[0], k[0], v[0], gates)]
+        pooled = tuple(compress(x, sizes, cu_seqlens=ends) for x in leaves[1:3])
+        out = native_sparse_attention(*leaves[:3], pooled, leaves[3], sizes, cu_seqlens_q=ends, backend=backend)
+        return out, *torch.autograd.grad(out, leaves, torch.cos(out.detach()))
+
+    for exact, got in zip(run(torch.float64, "reference"), run(torch.float32, "triton"), strict=True):
+        assert torch.allclose(got.double(), exact, atol=2e-5), (got.double() - exact).abs().max()
+
+
+@gpu
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("seed", range(12))
+def test_random_cases_on_a_gpu(seed, schedule, dtype, monkeypatch):
+    monkeypatch.setattr(native.config, "choose_schedule", lambda group_size: schedule)
+    monkeypatch.setattr(native, "PARTIAL_BYTES", 1 << 22)
+    check(random_selected_case(1000 + seed, dtype=dtype, device=DEVICE, head_dims=(64, 128, 256, 40),
+                               lengths=(0, 1, 130, 300, 517)))  # fmt: skip
+
+
+@gpu
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("seed", range(10))
+def test_selection_on_a_gpu(seed, dtype):
+    q, k, spans, heads = selection_case(seed, dtype, lengths=(0, 1, 400, 1500), head_dim=64)
+    lse = torch.full((q.shape[1], q.shape[0]), 3.0, device=DEVICE)
+    check_selection(q, k, lse, spans, heads)
+
+
+@gpu
+@on_gpu
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_two_runs_agree_bit_for_bit(schedule, monkeypatch):
+    monkeypatch.setattr(native.config, "choose_schedule", lambda group_size: schedule)
+    case = random_selected_case(7, dtype=torch.bfloat16, device=DEVICE, head_dims=(64,), lengths=(900,))
+    leaves = [x.requires_grad_() for x in (case.q, case.k, case.v)]
+
+    def run():
+        out, lse = case.attend("triton")(*leaves, case)
+        return out, lse, *torch.autograd.grad(out.square().sum() + lse[lse.isfinite()].sum(), leaves)
+
+    for once, again in zip(run(), run(), strict=True):
+        assert torch.equal(once, again)

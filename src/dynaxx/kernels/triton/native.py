@@ -7,9 +7,11 @@ itself loads with the first kernel.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +20,21 @@ from dynaxx.kernels.triton import native_config as config
 from dynaxx.kernels.triton.launch import positive_scale, unit_stride
 from dynaxx.layout.native import NativeSpans
 
+_LATER = {
+    "select_blocks": "native_select",
+    "gated_sum_forward": "native_gate",
+    "gated_sum_backward": "native_gate",
+}  # kernels that need no more than their own file
+
 PARTIAL_BYTES = 512 << 20  # of partial results held at once
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"dynaxx.kernels.triton.{_LATER[name]}"), name)
+    globals()[name] = value
+    return value
 
 
 @dataclass(frozen=True)

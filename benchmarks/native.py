@@ -1,0 +1,210 @@
+"""Native Sparse Attention on a GPU beside dense attention: correct first, then times, then memory.
+
+    python benchmarks/native.py                 # all of it, about 3 minutes
+    python benchmarks/native.py --only selected --json out.json
+
+Selected rows: 16 blocks of 64 tokens per query, bf16, head_dim 128, batch 1; "overlapping" keeps 75 % of the blocks from
+one query to the next. Whole rows: the paper's sizes (blocks of 32 every 16 tokens compressed, 16 of 64 selected, window
+512), compression and gates included; overlapping inputs are queries that drift. Medians of `do_bench`, one process.
+"""
+
+import argparse
+import json
+import sys
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from triton.testing import do_bench
+
+from dynaxx.kernels.triton import native, native_config
+from dynaxx.layout.native import NativeSizes
+from dynaxx.ops.native import _compressed_attention, _window_attention, compress, gated_sum, native_sparse_attention
+from dynaxx.ops.selected import pack, selected_attention
+from dynaxx.testing.native import random_selected_case
+
+DIM, SIZES = 128, NativeSizes()
+HEADS = {"64/4": (64, 4), "32/8": (32, 8)}
+
+
+def time_of(run):
+    return round(do_bench(run, warmup=10, rep=60, return_mode="median"), 3)
+
+
+def block_indices(seqlen, heads, keep, slots=16, block=64):
+    """(T, heads, slots) int32: slot s takes blocks s, s + slots, ...; a share `keep` of slots stays from query to query."""
+    torch.manual_seed(0)
+    shape = (seqlen, heads, slots)
+    drawn, changes = torch.rand(shape, device="cuda"), torch.rand(shape, device="cuda") >= keep
+    changes[0] = True
+    at = torch.where(changes, torch.arange(seqlen, device="cuda")[:, None, None], 0).cummax(0).values
+    own = torch.arange(seqlen, device="cuda")[:, None, None] // block
+    slot = torch.arange(slots, device="cuda")
+    count = torch.div(own - slot, slots, rounding_mode="floor") + 1
+    chosen = slot + slots * (drawn.gather(0, at) * count).long()
+    return torch.where(count > 0, chosen, -1).to(torch.int32)
+
+
+def check(cases):
+    """Random problems against fp64 by either schedule. A failure ends the program: no times."""
+    chosen = native_config.choose_schedule
+    for schedule in ("union", "gather"):
+        native_config.choose_schedule = lambda group_size: schedule  # noqa: B023
+        for seed in range(cases):
+            case = random_selected_case(seed, dtype=torch.bfloat16, device="cuda", head_dims=(64, 128),
+                                        lengths=(1, 130, 517))  # fmt: skip
+            for report in case.check("triton"):
+                if not report.ok:
+                    sys.exit(f"{schedule} is wrong, so nothing is timed: {report}; {case.label}")
+    native_config.choose_schedule = chosen
+
+
+def time_selected(name, seqlen, keep, schedule):
+    q_heads, kv_heads = HEADS[name]
+    indices = block_indices(seqlen, kv_heads, keep)
+    draw = lambda heads: torch.randn(1, seqlen, heads, DIM, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    q, k, v = draw(q_heads), draw(kv_heads), draw(kv_heads)
+    own = torch.arange(seqlen, device="cuda")[:, None, None]
+    keys = torch.where(indices == own // 64, own % 64 + 1, 64) * (indices >= 0)
+    flops = 4 * DIM * q_heads // kv_heads * int(keys.sum())
+    chosen, native_config.choose_schedule = native_config.choose_schedule, lambda group_size: schedule
+    run = lambda: selected_attention(q, k, v, indices[None])
+    with torch.no_grad():
+        forward = time_of(run)
+    out = run()
+    do = torch.randn_like(out)
+    backward = time_of(lambda: torch.autograd.grad(out, (q, k, v), do, retain_graph=True))
+    native_config.choose_schedule = chosen
+    return {"work": f"selected {name} {seqlen // 1024}k", "inputs": f"overlap {keep:.0%}", "schedule": schedule,
+            "forward_ms": forward, "forward_tflops": round(flops / forward / 1e9),
+            "backward_ms": backward, "backward_tflops": round(2.5 * flops / backward / 1e9)}  # fmt: skip
+
+
+def inputs_of(q_heads, kv_heads, seqlen, drift):
+    """q, k, v, gates; queries that drift slowly choose alike."""
+    torch.manual_seed(0)
+    draw = lambda heads, dim: torch.randn(1, seqlen, heads, dim, device="cuda")
+    q = draw(q_heads, DIM)
+    if drift:  # a walk of step sqrt(1 - drift^2), by blocks of 1024 so that powers stay in range
+        steps = torch.arange(1024, device="cuda")
+        decay = (drift ** (steps[:, None] - steps)).tril() * (1 - drift**2) ** 0.5
+        q = torch.einsum("st,bntd->bnsd", decay, q[0].transpose(0, 1).unflatten(1, (-1, 1024)))
+        q = q.flatten(1, 2).transpose(0, 1)[None]
+    some = [x.bfloat16().requires_grad_() for x in (q, draw(kv_heads, DIM), draw(kv_heads, DIM))]
+    return *some, torch.rand(1, seqlen, q_heads, 3, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+
+def attend(q, k, v, gates):
+    return native_sparse_attention(q, k, v, (compress(k, SIZES), compress(v, SIZES)), gates, SIZES)
+
+
+def dense(q, k, v, gates=None):
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return torch.nn.functional.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
+        ).transpose(1, 2)
+
+
+def both_ways(run, leaves):
+    """Forward and backward ms, and peak GiB of one step over what the leaves hold."""
+    with torch.no_grad():
+        forward = time_of(lambda: run(*leaves))
+    out = run(*leaves)
+    do = torch.randn_like(out)
+    used = [x for x in leaves if torch.autograd.grad(out, x, do, retain_graph=True, allow_unused=True)[0] is not None]
+    backward = time_of(lambda: torch.autograd.grad(out, used, do, retain_graph=True))
+    del out
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.autograd.grad(run(*leaves), used, do)
+    peak = (torch.cuda.max_memory_allocated() - before) / 2**30
+    return {"forward_ms": forward, "backward_ms": backward, "peak_gib": round(peak, 2)}
+
+
+def time_whole(name, q_heads, kv_heads, seqlen, drift, schedule=None):
+    leaves = inputs_of(q_heads, kv_heads, seqlen, drift)
+    row = {"work": f"native {name} {seqlen // 1024}k", "inputs": "drifting" if drift else "random"}
+    row |= {"overlap": round(overlap_of(leaves), 2), **both_ways(attend, leaves)}
+    row |= {f"dense_{key}": value for key, value in both_ways(dense, leaves[:3]).items()}
+    return row
+
+
+def overlap_of(leaves):
+    """Share of a query's blocks that the query before it selected, too."""
+    indices = parts_of(leaves)["indices"].long()
+    blocks = torch.zeros(*indices.shape[:2], int(indices.max()) + 2, dtype=torch.bool, device="cuda")
+    blocks.scatter_(2, indices + 1, True)
+    blocks[..., 0] = False
+    return float((blocks[1:] & blocks[:-1]).sum() / blocks[1:].sum())
+
+
+def parts_of(leaves):
+    q, k, v, gates = (x.detach() for x in leaves)
+    spans, packed = pack(q, k, v, SIZES, None, None)
+    k_cmp, v_cmp = compress(k, SIZES)[0], compress(v, SIZES)[0]
+    scale = DIM**-0.5
+    out, lse = _compressed_attention(packed, k_cmp, v_cmp, spans, scale, "auto")
+    indices = native.select_blocks(packed.q, k_cmp, lse, spans, k.shape[2], scale)
+    return locals()
+
+
+def time_parts(q_heads, kv_heads, seqlen):
+    """Where the forward of a drifting input goes."""
+    leaves = inputs_of(q_heads, kv_heads, seqlen, 0.999)
+    p = parts_of(leaves)
+    slc = lambda: selected_attention(p["q"], p["k"], p["v"], p["indices"][None])
+    outs = (p["out"],) * 3
+    parts = {
+        "compress": lambda: (compress(p["k"], SIZES), compress(p["v"], SIZES)),
+        "compressed": lambda: _compressed_attention(
+            p["packed"], p["k_cmp"], p["v_cmp"], p["spans"], p["scale"], "auto"
+        ),
+        "select": lambda: native.select_blocks(p["packed"].q, p["k_cmp"], p["lse"], p["spans"], kv_heads, p["scale"]),
+        "selected": slc,
+        "window": lambda: _window_attention(p["packed"], p["spans"], p["scale"], "auto"),
+        "gate": lambda: gated_sum(outs, p["gates"][0], "triton"),
+    }
+    with torch.no_grad():
+        return {name: time_of(run) for name, run in parts.items()}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=["selected", "whole", "lengths"], help="one of the parts")
+    parser.add_argument("--json", help="also write the rows here")
+    parser.add_argument("--cases", type=int, default=10, help="random problems per schedule that must pass first")
+    args = parser.parse_args()
+    check(args.cases)
+    print(
+        f"{2 * args.cases} random problems agree with fp64; {torch.cuda.get_device_name()}, torch {torch.__version__}"
+    )
+    rows = []
+
+    def report(row):
+        rows.append(row)
+        print(row, flush=True)
+
+    if args.only in (None, "selected"):
+        for name in HEADS:
+            for keep in (0.0, 0.75):
+                for schedule in ("union", "gather"):
+                    report(time_selected(name, 32768, keep, schedule))
+    if args.only in (None, "whole"):
+        for name, heads in HEADS.items():
+            report({"work": f"parts {name} 32k", **time_parts(*heads, 32768)})
+        report(time_whole("64/4", 64, 4, 32768, 0.999))
+        report(time_whole("64/4", 64, 4, 32768, 0.0))
+        report(time_whole("32/8", 32, 8, 32768, 0.999))
+        report(time_whole("64/4", 64, 4, 65536, 0.999))
+    if args.only in (None, "lengths"):
+        for seqlen in (4096, 8192, 16384):
+            report(time_whole("64/4", 64, 4, seqlen, 0.999))
+        for group in (1, 2, 4, 8):
+            for seqlen in (16384, 32768):
+                report(time_whole(f"32/{32 // group}", 32, 32 // group, seqlen, 0.999))
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump(rows, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

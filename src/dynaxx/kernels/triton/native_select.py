@@ -1,0 +1,252 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""Selection: scores of blocks from attention to compressed tokens, a bounded number of queries at a time, and top-k.
+
+A program of the score kernel holds some compressed tokens and sums the weights that the q heads of a group give them,
+exp(q @ k_cmp - lse), then sums tokens to blocks: each token adds to its own block, and its overlap to the next one. The
+top-k kernel finds the n-th best score of a row bit by bit, so it needs no sort.
+
+T queries of a chunk, Hq / Hk / Hs query, kv and selection heads, C blocks of the longest sequence, n selected.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from weakref import WeakKeyDictionary
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dynaxx.kernels.triton.config import padded
+from dynaxx.kernels.triton.launch import positive_scale, unit_stride
+from dynaxx.kernels.triton.native_union import block_rows, gather_rows
+from dynaxx.kernels.triton.primitives import LOG2E
+from dynaxx.layout.native import NativeSpans
+
+SCORE_BYTES = 256 << 20  # of scores held at once
+QUERIES = 128  # per program of the score kernel
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+
+
+@triton.jit(do_not_specialize=["first_row", "queries", "group_size", "heads_per_kv", "blocks"])
+def _score_kernel(
+    p_q,
+    p_k,
+    p_lse,  # (Hq, all queries) contiguous; not read under RAW
+    p_own,  # (T, Hs, C) fp32, what tokens give to the block that they start in
+    p_next,  # (T, Hs, C) fp32, what they give to the block behind it; not written where PER_TOKEN is 1
+    p_tile_first,
+    p_tile_end,
+    p_first_cmp,
+    p_num_cmp,
+    first_row,  # of the chunk
+    queries,  # of all chunks
+    group_size,
+    heads_per_kv,
+    blocks,
+    scale,
+    stride_qn,
+    stride_qh,
+    stride_kn,
+    stride_kh,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PER_TOKEN: tl.constexpr,  # strides in a compressed token
+    PER_BLOCK: tl.constexpr,  # strides in a block
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    RAW: tl.constexpr,  # scores are q @ k_cmp itself
+    PRECISION: tl.constexpr,
+):
+    BLOCKS: tl.constexpr = BLOCK_N // PER_BLOCK
+    heads = tl.num_programs(0)
+    i_head, i_part, i_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first, end = tl.load(p_tile_first + i_tile), tl.load(p_tile_end + i_tile)
+    most = tl.load(p_num_cmp + end - 1)  # the last query of a sequence sees most
+    if i_part * BLOCK_N < most:
+        t = first + tl.arange(0, BLOCK_M)
+        inside = t < end
+        token = i_part * BLOCK_N + tl.arange(0, BLOCK_N)
+        seen = tl.load(p_num_cmp + t, mask=inside, other=0)
+        start = tl.load(p_first_cmp + first)
+        p_head = p_k + (i_head // heads_per_kv).to(tl.int64) * stride_kh
+        b_k = block_rows(p_head, start + i_part * BLOCK_N, start + most, stride_kn, D, BLOCK_D, BLOCK_N)
+        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for member in range(group_size):
+            h = i_head * group_size + member
+            b_q = gather_rows(p_q, t, t * 0 + h, stride_qn, stride_qh, inside, D, BLOCK_D)
+            scores = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale
+            if not RAW:
+                lse = tl.load(p_lse + h.to(tl.int64) * queries + t, mask=inside, other=float("inf"))
+                scores = tl.exp2((scores - lse[:, None]) * LOG2E)
+            total += scores
+        total = tl.where(token[None, :] < seen[:, None], total, 0.0)
+        if PER_BLOCK == 1:
+            own = total
+        else:
+            by_block = tl.reshape(total, [BLOCK_M, BLOCKS, PER_BLOCK])
+            shared = tl.minimum(PER_BLOCK - tl.arange(0, PER_BLOCK), PER_TOKEN)[None, None, :]
+            own = tl.sum(by_block * shared, 2)
+        block = i_part * BLOCKS + tl.arange(0, BLOCKS)
+        row = ((t - first_row).to(tl.int64) * heads + i_head) * blocks
+        mask = inside[:, None] & (block < blocks)[None, :]
+        tl.store(p_own + row[:, None] + block[None, :], own, mask=mask)
+        if PER_TOKEN > 1:
+            tl.store(p_next + row[:, None] + block[None, :], tl.sum(by_block * (PER_TOKEN - shared), 2), mask=mask)
+
+
+@triton.jit(do_not_specialize=["first_row", "rows", "heads", "blocks", "slots", "first_blocks", "local_blocks"])
+def _top_blocks_kernel(
+    p_own,
+    p_next,
+    p_indices,  # (all queries, Hs, n) int32
+    p_num_blocks,
+    p_num_cmp,
+    first_row,
+    rows,  # T * Hs
+    heads,
+    blocks,
+    slots,
+    first_blocks,
+    local_blocks,
+    PER_TOKEN: tl.constexpr,
+    PER_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,  # C as a power of two
+    WIDE_SLOTS: tl.constexpr,  # n as a power of two
+    RAW: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = row < rows
+    t = first_row + row // heads
+    seen = tl.load(p_num_blocks + t, mask=inside, other=0)[:, None]
+    tokens = tl.load(p_num_cmp + t, mask=inside, other=0)[:, None]
+    block = tl.arange(0, WIDTH)[None, :]
+    p_row = row.to(tl.int64)[:, None] * blocks + block
+    scored = (block * PER_BLOCK < tokens) & (block < blocks)
+    score = tl.load(p_own + p_row, mask=scored, other=LOWEST if RAW else 0.0)
+    if PER_TOKEN > 1:
+        before = (block > 0) & ((block - 1) * PER_BLOCK < tokens) & (block < blocks)
+        score += tl.load(p_next + p_row - 1, mask=before, other=0.0)
+    bits = score.to(tl.int32, bitcast=True)
+    key = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.uint32, bitcast=True) ^ 0x80000000  # ordered as the scores are
+    forced = (block < first_blocks) | (block >= seen - local_blocks)
+    key = tl.where(forced, 0xFFFFFFFF, key).to(tl.uint32)
+    visible = block < seen
+    need = tl.minimum(seen, slots)  # [ROWS, 1]
+    least = (need * 0).to(tl.uint32)  # the key of the last block chosen
+    for i_bit in tl.static_range(32):
+        larger = least | tl.full([1, 1], 1 << (31 - i_bit), tl.uint32)
+        enough = tl.sum((visible & (key >= larger)).to(tl.int32), 1)[:, None] >= need
+        least = tl.where(enough, larger, least)
+    chosen = visible & (key > least)
+    ties = visible & (key == least)
+    rest = need - tl.sum(chosen.to(tl.int32), 1)[:, None]
+    chosen = chosen | (ties & (tl.cumsum(ties.to(tl.int32), 1) <= rest))
+    place = tl.cumsum(chosen.to(tl.int32), 1) - 1
+    p_out = p_indices + (first_row.to(tl.int64) * heads + row)[:, None] * slots
+    tl.store(p_out + place, block + row[:, None] * 0, mask=chosen & inside[:, None])
+    slot = tl.arange(0, WIDE_SLOTS)[None, :]
+    tl.store(p_out + slot, slot * 0 + row[:, None] * 0 - 1, mask=(slot >= need) & (slot < slots) & inside[:, None])
+
+
+@dataclass(frozen=True)
+class _Tiles:
+    """Tiles of QUERIES rows that lie in one sequence each."""
+
+    bounds: list[tuple[int, int]]
+    first: Tensor
+    end: Tensor
+
+
+_tiles: WeakKeyDictionary[NativeSpans, _Tiles] = WeakKeyDictionary()
+
+
+def _tiles_of(spans: NativeSpans) -> _Tiles:
+    found = _tiles.get(spans)
+    if found is None:
+        bounds = [(first, min(first + QUERIES, b)) for a, b in pairwise(spans.ends_q) for first in range(a, b, QUERIES)]
+        ends = torch.tensor(bounds, dtype=torch.int32).view(-1, 2).to(spans.device, non_blocking=True)
+        found = _tiles[spans] = _Tiles(bounds, ends[:, 0].contiguous(), ends[:, 1].contiguous())
+    return found
+
+
+def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor | None, spans: NativeSpans, heads: int, scale: float) -> Tensor:
+    """As `kernels.reference.native.select_blocks`; holds SCORE_BYTES of scores."""
+    sizes, blocks = spans.sizes, spans.max_blocks
+    indices = torch.full((q.shape[0], heads, sizes.slc_count), -1, dtype=torch.int32, device=q.device)
+    if not (q.shape[0] and blocks):
+        return indices
+    if lse is None:
+        q, scale = positive_scale(q, scale)
+    q, k_cmp = unit_stride(q), unit_stride(k_cmp)
+    tiles = _tiles_of(spans)
+    rows = max(QUERIES, SCORE_BYTES // (8 * heads * blocks) // QUERIES * QUERIES)
+    per_token, per_block = sizes.cmp_block // sizes.cmp_stride, sizes.slc_block // sizes.cmp_stride
+    block_n = max(per_block, 16 if q.dtype == torch.float32 else 64)
+    parts = -(-blocks * per_block // block_n)
+    begin = 0
+    while begin < len(tiles.bounds):
+        first, stop = tiles.bounds[begin][0], begin + 1
+        while stop < len(tiles.bounds) and tiles.bounds[stop][1] - first <= rows:
+            stop += 1
+        count = tiles.bounds[stop - 1][1] - first
+        own = torch.empty(count, heads, blocks, dtype=torch.float32, device=q.device)
+        behind = torch.empty_like(own) if per_token > 1 else own
+        if k_cmp.shape[0]:
+            _score_kernel[(heads, parts, stop - begin)](
+                q,
+                k_cmp,
+                own if lse is None else lse.contiguous(),
+                own,
+                behind,
+                tiles.first[begin:],
+                tiles.end[begin:],
+                spans.first_cmp,
+                spans.num_cmp,
+                first_row=first,
+                queries=q.shape[0],
+                group_size=q.shape[1] // heads,
+                heads_per_kv=heads // k_cmp.shape[1],
+                blocks=blocks,
+                scale=scale,
+                stride_qn=q.stride(0),
+                stride_qh=q.stride(1),
+                stride_kn=k_cmp.stride(0),
+                stride_kh=k_cmp.stride(1),
+                D=q.shape[2],
+                BLOCK_D=padded(q.shape[2]),
+                PER_TOKEN=per_token,
+                PER_BLOCK=per_block,
+                BLOCK_M=QUERIES,
+                BLOCK_N=block_n,
+                RAW=lse is None,
+                PRECISION="ieee",
+                num_warps=8,
+                num_stages=1 if q.dtype == torch.float32 else 2,
+            )
+        width = triton.next_power_of_2(blocks)
+        some = max(1, 2048 // width)
+        _top_blocks_kernel[(-(-count * heads // some),)](
+            own,
+            behind,
+            indices,
+            spans.num_blocks,
+            spans.num_cmp,
+            first_row=first,
+            rows=count * heads,
+            heads=heads,
+            blocks=blocks,
+            slots=sizes.slc_count,
+            first_blocks=sizes.first_blocks,
+            local_blocks=sizes.local_blocks,
+            PER_TOKEN=per_token,
+            PER_BLOCK=per_block,
+            ROWS=some,
+            WIDTH=width,
+            WIDE_SLOTS=triton.next_power_of_2(sizes.slc_count),
+            RAW=lse is None,
+            num_warps=4,
+        )
+        begin = stop
+    return indices
