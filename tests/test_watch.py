@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from dynaxx.telemetry import Recorder, statistics
+from dynaxx.telemetry import Recorder, files
 from dynaxx.telemetry.overview import MOST_HISTORY, SILENT_AFTER, Layer, Overview, Watch, concerns_of
 from dynaxx.telemetry.snapshot import Snapshot
 from dynaxx.telemetry.sources import parse_text, read_endpoint, source_of
@@ -125,9 +125,9 @@ def test_concerns(change, level, words):
 
 
 def test_a_reading_that_fails_later_keeps_the_numbers_and_says_so(telemetry, tmp_path):
-    path = tmp_path / "statistics.json"
+    path = tmp_path / "snapshot.json"
     serve_some(telemetry)
-    statistics.write_statistics(path, Snapshot.of(telemetry))
+    files.write_snapshot(path, Snapshot.of(telemetry))
     clock = Clock()
     watch = Watch(source_of(str(path)), str(path), clock=clock)
     assert watch.look().ok
@@ -141,7 +141,7 @@ def test_a_reading_that_fails_later_keeps_the_numbers_and_says_so(telemetry, tmp
 
 
 def test_a_file_from_the_past_is_silent_at_once_and_one_from_the_future_is_not(telemetry, tmp_path):
-    path = tmp_path / "statistics.json"
+    path = tmp_path / "snapshot.json"
     document = Snapshot.of(telemetry).to_document()
     for shift, silent in ((-3600, True), (3600, False)):
         path.write_text(json.dumps({**document, "time": time.time() + shift}))
@@ -176,7 +176,7 @@ def test_wrong_sources_are_named(tmp_path):
         source_of("")
     with pytest.raises(ValueError, match="does not exist"):
         source_of(str(tmp_path / "no.json"))()
-    with pytest.raises(ValueError, match="matches no statistics file"):
+    with pytest.raises(ValueError, match="matches no snapshot file"):
         source_of(str(tmp_path))()
     for text in ("{'json': 1}", "dynaxx_guard_level{", 'dynaxx_guard_level{engine="0",model_name=""} x'):
         with pytest.raises(ValueError, match="not Prometheus's text format"):
@@ -238,14 +238,14 @@ def dynaxx(*arguments: str):
 
 
 def test_the_command_looks_once_where_there_is_no_terminal(telemetry, tmp_path):
-    path = tmp_path / "statistics.json"
+    path = tmp_path / "snapshot.json"
     serve_some(telemetry)
-    statistics.write_statistics(path, Snapshot.of(telemetry))
+    files.write_snapshot(path, Snapshot.of(telemetry))
     good = dynaxx("watch", str(path), "--json")
     assert good.exit_code == 0, good.output
     assert json.loads(good.stdout)["recall"] == pytest.approx(0.96)
     serve_some(telemetry, recall=0.5)
-    statistics.write_statistics(path, Snapshot.of(telemetry))
+    files.write_snapshot(path, Snapshot.of(telemetry))
     bad = dynaxx("watch", str(path))
     assert bad.exit_code == 1
     assert "recall is 73.0 %" in bad.stdout
@@ -262,18 +262,18 @@ def test_the_command_looks_once_where_there_is_no_terminal(telemetry, tmp_path):
     assert "Examples:" in dynaxx("watch", "--help").stdout
 
 
-def test_serve_metrics_serves_a_statistics_file_and_notices_when_it_goes(telemetry, tmp_path):
+def test_serve_metrics_serves_a_snapshot_file_and_notices_when_it_goes(telemetry, tmp_path):
     prometheus = pytest.importorskip("dynaxx.telemetry.prometheus")
-    path = tmp_path / "statistics.json"
+    path = tmp_path / "snapshot.json"
     serve_some(telemetry)
-    statistics.write_statistics(path, Snapshot.of(telemetry))
+    files.write_snapshot(path, Snapshot.of(telemetry))
     with prometheus.serve_source(str(path), 0) as server:
         found = read_endpoint(server.url).readings
-        assert {n: r for n, r in found.items() if "statistics" not in n} == Snapshot.of(telemetry).readings
-        assert found["dynaxx_statistics_timestamp_seconds"][0].value == pytest.approx(time.time(), abs=60)
+        assert {n: r for n, r in found.items() if "snapshot" not in n} == Snapshot.of(telemetry).readings
+        assert found["dynaxx_snapshot_timestamp_seconds"][0].value == pytest.approx(time.time(), abs=60)
         path.unlink()
         found = read_endpoint(server.url).readings
-        assert found["dynaxx_telemetry_errors_total"][0].labels["what"] == "statistics file"
+        assert found["dynaxx_telemetry_errors_total"][0].labels["what"] == "snapshot file"
     with pytest.raises(ValueError, match="does not exist"):
         prometheus.serve_source(str(path), 0)
     with pytest.raises(ValueError, match="start what writes"):
@@ -301,9 +301,9 @@ def stop(process: subprocess.Popen) -> int:
 
 def test_serve_metrics_and_the_page_end_with_ctrl_c(telemetry, tmp_path):
     pytest.importorskip("prometheus_client")
-    path = tmp_path / "statistics.json"
+    path = tmp_path / "snapshot.json"
     serve_some(telemetry)
-    statistics.write_statistics(path, Snapshot.of(telemetry))
+    files.write_snapshot(path, Snapshot.of(telemetry))
     commands = (("serve-metrics", str(path), "--port", "0"), ("watch", str(path), "--web", "--port", "0"))
     for process, url in [start(*command) for command in commands]:
         with urllib.request.urlopen(url, timeout=10) as answer:

@@ -20,7 +20,7 @@ def serve_metrics(
         str,
         typer.Argument(
             metavar="SOURCE",
-            help="A statistics file, a folder or pattern of some, or a PROMETHEUS_MULTIPROC_DIR (the default).",
+            help="A snapshot file, a folder or pattern of some, or a PROMETHEUS_MULTIPROC_DIR (the default).",
         ),
     ] = "",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 takes a free one.")] = 9466,
@@ -28,12 +28,12 @@ def serve_metrics(
 ) -> None:
     """Serve other processes' metrics to Prometheus, until Ctrl-C.
 
-    For processes that cannot serve theirs: what they write to a statistics file, or to the folder that
+    For processes that cannot serve theirs: what they write to a snapshot file, or to the folder that
     PROMETHEUS_MULTIPROC_DIR names. A process that can calls dynaxx.telemetry.prometheus.serve().
 
     \b
     Examples:
-      dynaxx serve-metrics statistics.json
+      dynaxx serve-metrics snapshot.json
       dynaxx serve-metrics '/var/run/dynaxx/*.json' --port 9100
       PROMETHEUS_MULTIPROC_DIR=/var/run/workers dynaxx serve-metrics
     """

@@ -16,7 +16,7 @@ from dynaxx.cli.serve_metrics import HostOption
 def watch(
     source: Annotated[
         str,
-        typer.Argument(metavar="SOURCE", help="URL, host:port or :port of a metrics endpoint, or a statistics file."),
+        typer.Argument(metavar="SOURCE", help="URL, host:port or :port of a metrics endpoint, or a snapshot file."),
     ],
     interval: Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between two looks.")] = 2.0,
     window: Annotated[float, typer.Option("--window", min=1, help="Seconds that rates are taken over.")] = 60.0,
@@ -33,7 +33,7 @@ def watch(
     \b
     Examples:
       dynaxx watch :9466
-      dynaxx watch statistics.json --web
+      dynaxx watch snapshot.json --web
       dynaxx watch http://server:8000/metrics --json | jq .recall
     """
     stdout = sys.stdout

@@ -182,9 +182,9 @@ CATALOG: dict[str, Metric] = {
         Metric("dynaxx_kill_switch", "gauge", "1 while the kill switch keeps everything dense.", combine="max"),
         Metric("dynaxx_events_total", "counter", "What happened, by event.", ("event",)),
         Metric(
-            "dynaxx_statistics_timestamp_seconds",
+            "dynaxx_snapshot_timestamp_seconds",
             "gauge",
-            "When a statistics file that is served was written, in Unix time.",
+            "When a snapshot file that is served was written, in Unix time.",
         ),
         Metric(
             "dynaxx_telemetry_errors_total",
@@ -212,5 +212,5 @@ EVENTS: dict[str, str] = {
     "drift_found": "attention differs from the profile that the policy was tuned on",
     "drift_gone": "attention is as the policy was tuned on again",
     "retune_recommended": "the policy should be tuned again",
-    "telemetry_failed": "an exporter or the statistics file failed",
+    "telemetry_failed": "an exporter or the snapshot file failed",
 }

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
-LONGEST = 200  # characters of a word
+from dynaxx.telemetry.recorder import harmless
 
 
 class JsonFormatter(logging.Formatter):
@@ -23,7 +22,7 @@ class JsonFormatter(logging.Formatter):
         }
         facts = getattr(record, "facts", None)
         if isinstance(facts, dict):
-            line["facts"] = {str(name): _harmless(value) for name, value in facts.items()}
+            line["facts"] = {str(name): harmless(value) for name, value in facts.items()}
         if record.exc_info:
             line["error"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False)
@@ -44,14 +43,3 @@ def log_json(stream: TextIO | None = None, *, level: int | str = logging.INFO) -
     logger.setLevel(level)
     logger.propagate = False
     return handler
-
-
-def _harmless(value: Any) -> Any:
-    """Numbers and short words as they are; of anything else its type alone."""
-    if value is None or isinstance(value, bool | int):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    if isinstance(value, str):
-        return value if len(value) <= LONGEST else value[: LONGEST - 3] + "..."
-    return f"<{type(value).__name__}>"

@@ -114,7 +114,7 @@ def serve_source(where: str, port: int = PORT, *, host: str = LOOPBACK) -> Serve
     """Serve other processes' metrics.
 
     Args:
-        where: a statistics file, or a folder or pattern of some; or a folder that was PROMETHEUS_MULTIPROC_DIR.
+        where: a snapshot file, or a folder or pattern of some; or a folder that was PROMETHEUS_MULTIPROC_DIR.
 
     Raises:
         ValueError: there is nothing to serve.
@@ -124,7 +124,7 @@ def serve_source(where: str, port: int = PORT, *, host: str = LOOPBACK) -> Serve
     if os.path.isdir(where) and not glob.glob(os.path.join(glob.escape(where), "*.json")):
         if not glob.glob(os.path.join(glob.escape(where), "*.db")):
             raise ValueError(
-                f"{where} holds no statistics files (*.json) and none of Prometheus (*.db): start what writes"
+                f"{where} holds no snapshot files (*.json) and none of Prometheus (*.db): start what writes"
             )
         multiprocess.MultiProcessCollector(registry, path=where)
     else:
@@ -139,10 +139,10 @@ def _read_or_say(where: str) -> Snapshot:
         snapshot = read_files(where)
     except (ValueError, OSError) as error:
         numbers = Recorder()
-        numbers.failed("statistics file", error)
+        numbers.failed("snapshot file", error)
         return Snapshot.of(numbers)
     taken = Reading(dict.fromkeys(BASE_LABELS, ""), snapshot.time)
-    return replace(snapshot, readings={**snapshot.readings, "dynaxx_statistics_timestamp_seconds": [taken]})
+    return replace(snapshot, readings={**snapshot.readings, "dynaxx_snapshot_timestamp_seconds": [taken]})
 
 
 class SnapshotCollector(Collector):

@@ -24,6 +24,7 @@ from dynaxx.telemetry.catalog import CATALOG, EVENTS, Metric
 MOST_SERIES = 1024  # per metric; a label value that never repeats must not eat the memory
 OTHER = "other"
 RECENT_EVENTS = 64
+LONGEST_FACT = 200  # characters
 
 logger = logging.getLogger("dynaxx")
 
@@ -105,7 +106,7 @@ class Recorder:
         if name not in EVENTS:
             self._store.complain(f"unknown event {name!r}; declare it in telemetry/catalog.py")
             return
-        happened = Event(name, time.time(), {**self._base, **facts})
+        happened = Event(name, time.time(), {**self._base, **{key: harmless(value) for key, value in facts.items()}})
         self._store.events.append(happened)
         logger.info("%s: %s", name, EVENTS[name], extra={"facts": happened.facts})
         self.add("dynaxx_events_total", event=name)
@@ -277,6 +278,17 @@ def _matches(series: Series, wanted: dict[str, str]) -> bool:
 
 
 _default = Recorder()
+
+
+def harmless(value: Any) -> Any:
+    """A fact as it may be kept and shown: numbers and short words as they are; of anything else its type alone."""
+    if value is None or isinstance(value, bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, str):
+        return value if len(value) <= LONGEST_FACT else value[: LONGEST_FACT - 3] + "..."
+    return f"<{type(value).__name__}>"
 
 
 def recorder() -> Recorder:

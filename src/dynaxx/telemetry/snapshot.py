@@ -10,7 +10,7 @@ from typing import Any
 from dynaxx.telemetry.catalog import CATALOG, Metric
 from dynaxx.telemetry.recorder import Recorder
 
-FORMAT, VERSION = "dynaxx.statistics", 1
+FORMAT, VERSION = "dynaxx.snapshot", 1
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Snapshot:
             ValueError: something else, or of a newer version.
         """
         if not isinstance(document, dict) or document.get("format") != FORMAT:
-            raise ValueError(f"is no statistics file: `format` must be {FORMAT!r}")
+            raise ValueError(f"is no snapshot file: `format` must be {FORMAT!r}")
         if document.get("version") != VERSION:
             raise ValueError(
                 f"is of version {document.get('version')!r}, this dynaxx reads {VERSION}: use the newer one"

@@ -1,4 +1,4 @@
-"""Where another process's numbers are read from: its metrics endpoint, its statistics file, or a folder of those."""
+"""Where another process's numbers are read from: its metrics endpoint, its snapshot file, or a folder of those."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from collections.abc import Callable
 from itertools import pairwise
 
 from dynaxx.telemetry.catalog import CATALOG
+from dynaxx.telemetry.files import read_all
 from dynaxx.telemetry.snapshot import Reading, Snapshot
-from dynaxx.telemetry.statistics import read_all
 
 TIMEOUT = 5.0  # seconds
 MOST_BYTES = 1 << 24
@@ -24,7 +24,7 @@ def source_of(where: str) -> Read:
     """What reads the numbers at `where`, anew with every call.
 
     Args:
-        where: an URL, `host:port` or `:port` of a metrics endpoint; a statistics file, or a folder or pattern (`*`) of
+        where: an URL, `host:port` or `:port` of a metrics endpoint; a snapshot file, or a folder or pattern (`*`) of
             some, one per process.
 
     Raises:
@@ -37,15 +37,15 @@ def source_of(where: str) -> Read:
         url = f"http://{host or '127.0.0.1'}:{port}/metrics"
         return lambda: read_endpoint(url)
     if "://" in where or not where:
-        raise ValueError(f"SOURCE must be an http URL, host:port, or a statistics file, got {where!r}")
+        raise ValueError(f"SOURCE must be an http URL, host:port, or a snapshot file, got {where!r}")
     return lambda: read_files(where)
 
 
 def read_files(where: str) -> Snapshot:
-    """The statistics file at `where`; those of a folder or a pattern together.
+    """The snapshot file at `where`; those of a folder or a pattern together.
 
     Raises:
-        ValueError: there is none, or one is not a statistics file.
+        ValueError: there is none, or one is not a snapshot file.
     """
     if os.path.isdir(where):
         where = os.path.join(glob.escape(where), "*.json")
@@ -53,7 +53,7 @@ def read_files(where: str) -> Snapshot:
         return read_all([where])
     paths = sorted(glob.glob(where))
     if not paths:
-        raise ValueError(f"{where} matches no statistics file; StatisticsFile(path) in each process writes one")
+        raise ValueError(f"{where} matches no snapshot file; SnapshotFile(path) in each process writes one")
     return read_all(paths)
 
 

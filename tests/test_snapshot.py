@@ -1,4 +1,4 @@
-"""Snapshots say what was counted, and the statistics file is whole, whatever happens to its disk and its clock."""
+"""Snapshots say what was counted, and the snapshot file is whole, whatever happens to its disk and its clock."""
 
 import errno
 import json
@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from dynaxx.telemetry import Recorder, use
+from dynaxx.telemetry.files import SnapshotFile, read_all, read_snapshot
 from dynaxx.telemetry.snapshot import Snapshot
-from dynaxx.telemetry.statistics import StatisticsFile, read_all, read_statistics
 
 CALLS = "dynaxx_layer_calls_total"
 
@@ -35,24 +35,26 @@ def wait_for(condition, seconds: float = 10.0):
 
 def test_a_snapshot_survives_its_file(telemetry, tmp_path):
     fill(telemetry, 5)
-    path = tmp_path / "statistics.json"
-    with StatisticsFile(path, interval=60):
+    telemetry.event("kernel_failed", ids=[1, 2], share=float("inf"))
+    path = tmp_path / "snapshot.json"
+    with SnapshotFile(path, interval=60):
         wait_for(path.exists)
-    before, after = Snapshot.of(telemetry), read_statistics(path)
+    before, after = Snapshot.of(telemetry), read_snapshot(path)
     assert after.readings == before.readings
-    assert [event["name"] for event in after.events] == ["policy_loaded"]
+    assert [event["name"] for event in after.events] == ["policy_loaded", "kernel_failed"]
+    assert after.events[1]["facts"]["ids"] == "<list>"
     assert list(tmp_path.iterdir()) == [path]
 
 
 def test_it_is_written_again_and_again_and_once_at_the_end(telemetry, tmp_path):
-    path = tmp_path / "statistics.json"
-    with StatisticsFile(path, interval=0.02) as file:
+    path = tmp_path / "snapshot.json"
+    with SnapshotFile(path, interval=0.02) as file:
         wait_for(path.exists)
         fill(telemetry)
-        wait_for(lambda: read_statistics(path).total(CALLS) == 1)
+        wait_for(lambda: read_snapshot(path).total(CALLS) == 1)
         telemetry.add(CALLS, backend="cpu", phase="decode")
         file.close()
-        assert read_statistics(path).total(CALLS) == 2
+        assert read_snapshot(path).total(CALLS) == 2
 
 
 def test_questions(telemetry):
@@ -106,7 +108,7 @@ def test_several_processes_make_one(tmp_path):
         numbers.set("dynaxx_kv_cache_bytes", 100)
         numbers.set("dynaxx_layer_recall_ratio", 0.9 - index * 0.1, layer=0)
         paths.append(tmp_path / f"{index}.json")
-        StatisticsFile(paths[-1], interval=60, numbers=numbers).close()
+        SnapshotFile(paths[-1], interval=60, numbers=numbers).close()
     together = read_all(paths)
     assert together.total(CALLS) == 3
     assert together.get("dynaxx_recall_ratio")[0].count == 2
@@ -119,8 +121,8 @@ def test_several_processes_make_one(tmp_path):
 
 @pytest.mark.parametrize("fault", [OSError(errno.ENOSPC, "No space left on device"), PermissionError(13, "no")])
 def test_a_full_disk_is_counted_and_the_old_file_stays(telemetry, tmp_path, monkeypatch, fault, caplog):
-    path = tmp_path / "statistics.json"
-    file = StatisticsFile(path, interval=60)
+    path = tmp_path / "snapshot.json"
+    file = SnapshotFile(path, interval=60)
     wait_for(path.exists)
 
     def broken(self, text, **_):
@@ -131,16 +133,16 @@ def test_a_full_disk_is_counted_and_the_old_file_stays(telemetry, tmp_path, monk
     assert not file.write()
     assert not file.write()
     monkeypatch.undo()
-    assert telemetry.value("dynaxx_telemetry_errors_total", what="statistics file") == 2
-    assert read_statistics(path).total(CALLS) == 0
-    assert [p.name for p in tmp_path.iterdir()] == ["statistics.json"]
+    assert telemetry.value("dynaxx_telemetry_errors_total", what="snapshot file") == 2
+    assert read_snapshot(path).total(CALLS) == 0
+    assert [p.name for p in tmp_path.iterdir()] == ["snapshot.json"]
     assert caplog.text.count("said once") == 1
     file.close()
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is full")
 def test_a_device_that_is_really_full(telemetry, tmp_path, monkeypatch):
-    file = StatisticsFile(tmp_path / "statistics.json", interval=60)
+    file = SnapshotFile(tmp_path / "snapshot.json", interval=60)
     wait_for(file.path.exists)
     before = file.path.read_bytes()
     monkeypatch.setattr(Path, "with_name", lambda self, name: Path("/dev/full"))
@@ -154,12 +156,12 @@ def test_a_device_that_is_really_full(telemetry, tmp_path, monkeypatch):
 def test_a_folder_that_goes_away_is_counted(telemetry, tmp_path):
     folder = tmp_path / "gone"
     folder.mkdir()
-    file = StatisticsFile(folder / "statistics.json", interval=60)
+    file = SnapshotFile(folder / "snapshot.json", interval=60)
     wait_for(file.path.exists)
     file.path.unlink()
     folder.rmdir()
     file.close()
-    assert telemetry.value("dynaxx_telemetry_errors_total", what="statistics file") == 1
+    assert telemetry.value("dynaxx_telemetry_errors_total", what="snapshot file") == 1
 
 
 def test_a_clock_that_goes_back_bends_no_duration(telemetry, monkeypatch):
@@ -175,9 +177,9 @@ def test_a_clock_that_goes_back_bends_no_duration(telemetry, monkeypatch):
 
 def test_wrong_places_are_refused(tmp_path):
     with pytest.raises(ValueError, match="folder that exists"):
-        StatisticsFile(tmp_path / "no" / "statistics.json")
+        SnapshotFile(tmp_path / "no" / "snapshot.json")
     with pytest.raises(ValueError, match="positive seconds"):
-        StatisticsFile(tmp_path / "statistics.json", interval=0)
+        SnapshotFile(tmp_path / "snapshot.json", interval=0)
 
 
 @pytest.mark.parametrize(
@@ -186,49 +188,49 @@ def test_wrong_places_are_refused(tmp_path):
         (None, "does not exist"),
         ("", "is not JSON"),
         ("\x00\xff", "is not JSON"),
-        ("[1]", "no statistics file"),
-        ('{"format": "dynaxx.policy"}', "no statistics file"),
-        ('{"format": "dynaxx.statistics", "version": 2}', "use the newer one"),
-        ('{"format": "dynaxx.statistics", "version": 1}', "is damaged"),
+        ("[1]", "no snapshot file"),
+        ('{"format": "dynaxx.policy"}', "no snapshot file"),
+        ('{"format": "dynaxx.snapshot", "version": 2}', "use the newer one"),
+        ('{"format": "dynaxx.snapshot", "version": 1}', "is damaged"),
         (
-            '{"format": "dynaxx.statistics", "version": 1, "time": 0, "uptime_seconds": 0, "events": [], "metrics": '
+            '{"format": "dynaxx.snapshot", "version": 1, "time": 0, "uptime_seconds": 0, "events": [], "metrics": '
             '{"dynaxx_recall_ratio": [{"labels": {"model_name": "", "engine": "0"}, "counts": [1], "sum": 1}]}}',
             "is damaged",
         ),
         (
-            '{"format": "dynaxx.statistics", "version": 1, "time": 0, "uptime_seconds": 0, "events": [], "metrics": '
+            '{"format": "dynaxx.snapshot", "version": 1, "time": 0, "uptime_seconds": 0, "events": [], "metrics": '
             '{"dynaxx_guard_level": [{"labels": {}, "value": 1}]}}',
             "is damaged",
         ),
     ],
 )
 def test_wrong_files_are_named(tmp_path, text, message):
-    path = tmp_path / "statistics.json"
+    path = tmp_path / "snapshot.json"
     if text is not None:
         path.write_text(text, encoding="latin-1")
-    with pytest.raises(ValueError, match=rf"statistics.json {message}|statistics.json.*{message}"):
-        read_statistics(path)
+    with pytest.raises(ValueError, match=rf"snapshot.json {message}|snapshot.json.*{message}"):
+        read_snapshot(path)
 
 
 def test_a_metric_of_another_version_is_left_out(telemetry, tmp_path):
     document = Snapshot.of(telemetry).to_document()
     document["metrics"]["dynaxx_future_total"] = [{"labels": {}, "value": 1}]
-    path = tmp_path / "statistics.json"
+    path = tmp_path / "snapshot.json"
     path.write_text(json.dumps(document))
-    assert read_statistics(path).readings == {}
+    assert read_snapshot(path).readings == {}
 
 
 def test_a_process_that_is_killed_leaves_a_whole_file(tmp_path):
-    path = tmp_path / "statistics.json"
+    path = tmp_path / "snapshot.json"
     code = (
-        "import sys; from dynaxx.telemetry import recorder; from dynaxx.telemetry.statistics import StatisticsFile\n"
-        f"file = StatisticsFile({str(path)!r}, interval=0.0005)\n"
+        "import sys; from dynaxx.telemetry import recorder; from dynaxx.telemetry.files import SnapshotFile\n"
+        f"file = SnapshotFile({str(path)!r}, interval=0.0005)\n"
         "while True: recorder().add('dynaxx_fallbacks_total', reason='x')"
     )
     process = subprocess.Popen([sys.executable, "-c", code])
     wait_for(path.exists, 60)
     for _ in range(200):
-        assert read_statistics(path).time > 0
+        assert read_snapshot(path).time > 0
     process.kill()
     process.wait()
-    assert read_statistics(path).time > 0
+    assert read_snapshot(path).time > 0

@@ -1,4 +1,4 @@
-"""The statistics file: a process's numbers as JSON, written whole every few seconds. For `dynaxx watch` and people.
+"""The snapshot file: a process's numbers as JSON, written whole every few seconds. For `dynaxx watch` and people.
 
 A disk that is full or gone is counted and said once; the file that was there stays, and no request feels it.
 """
@@ -19,7 +19,7 @@ from dynaxx.telemetry.snapshot import Snapshot
 INTERVAL = 5.0  # seconds between two writes
 
 
-class StatisticsFile:
+class SnapshotFile:
     """Writes the numbers to `path` every `interval` seconds until `close()`, and once more then.
 
     Raises:
@@ -37,15 +37,15 @@ class StatisticsFile:
         self._numbers = recorder() if numbers is None else numbers
         self._interval = interval
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="dynaxx statistics", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="dynaxx snapshot", daemon=True)
         self._thread.start()
 
     def write(self) -> bool:
         """Write now; whether it worked."""
         try:
-            write_statistics(self.path, Snapshot.of(self._numbers))
+            write_snapshot(self.path, Snapshot.of(self._numbers))
         except Exception as error:
-            self._numbers.failed("statistics file", error)
+            self._numbers.failed("snapshot file", error)
             return False
         return True
 
@@ -61,14 +61,14 @@ class StatisticsFile:
         while not self._closed.wait(self._interval):
             self.write()
 
-    def __enter__(self) -> StatisticsFile:
+    def __enter__(self) -> SnapshotFile:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
-def write_statistics(path: Path, snapshot: Snapshot) -> None:
+def write_snapshot(path: Path, snapshot: Snapshot) -> None:
     """Write a snapshot; a reader at any moment sees the old file or the new one, whole."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     text = json.dumps(snapshot.to_document(), allow_nan=False)
@@ -81,18 +81,18 @@ def write_statistics(path: Path, snapshot: Snapshot) -> None:
         raise
 
 
-def read_statistics(path: str | os.PathLike[str]) -> Snapshot:
+def read_snapshot(path: str | os.PathLike[str]) -> Snapshot:
     """Read one file.
 
     Raises:
-        ValueError: missing, or not a statistics file of this version; the message names it.
+        ValueError: missing, or not a snapshot file of this version; the message names it.
         OSError: it cannot be read.
     """
     try:
         document: Any = json.loads(Path(path).read_bytes())
         return Snapshot.from_document(document)
     except FileNotFoundError:
-        raise ValueError(f"{os.fspath(path)} does not exist; StatisticsFile(path) in the process writes it") from None
+        raise ValueError(f"{os.fspath(path)} does not exist; SnapshotFile(path) in the process writes it") from None
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{os.fspath(path)} is not JSON: {error}") from None
     except ValueError as error:
@@ -100,5 +100,5 @@ def read_statistics(path: str | os.PathLike[str]) -> Snapshot:
 
 
 def read_all(paths: Sequence[str | os.PathLike[str]]) -> Snapshot:
-    """Read one file or several, one per process, as one snapshot. Raises as `read_statistics`."""
-    return Snapshot.merged(read_statistics(path) for path in paths)
+    """Read one file or several, one per process, as one snapshot. Raises as `read_snapshot`."""
+    return Snapshot.merged(read_snapshot(path) for path in paths)
