@@ -3,9 +3,9 @@
     python benchmarks/native.py                 # all of it, about 3 minutes
     python benchmarks/native.py --only selected --json out.json
 
-Selected rows: 16 blocks of 64 tokens per query, bf16, head_dim 128, batch 1; "overlapping" keeps 75 % of the blocks from
-one query to the next. Whole rows: the paper's sizes (blocks of 32 every 16 tokens compressed, 16 of 64 selected, window
-512), compression and gates included; overlapping inputs are queries that drift. Medians of `do_bench`, one process.
+Selected rows: 16 blocks of 64 tokens per query, bf16, head_dim 128, batch 1; an overlap of 75 % keeps that share of the
+blocks from one query to the next. Whole rows: the paper's sizes (blocks of 32 every 16 tokens compressed, 16 of 64
+selected, window 512), compression and gates included; drifting queries choose alike. Medians of `do_bench`, one process.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def time_of(run):
 
 
 def block_indices(seqlen, heads, keep, slots=16, block=64):
-    """(T, heads, slots) int32: slot s takes blocks s, s + slots, ...; a share `keep` of slots stays from query to query."""
+    """(T, heads, slots) int32: slot s takes blocks s, s + slots, ...; a share `keep` of slots stays as it was."""
     torch.manual_seed(0)
     shape = (seqlen, heads, slots)
     drawn, changes = torch.rand(shape, device="cuda"), torch.rand(shape, device="cuda") >= keep
@@ -70,9 +70,7 @@ def time_selected(name, seqlen, keep, schedule):
     run = lambda: selected_attention(q, k, v, indices[None])
     with torch.no_grad():
         forward = time_of(run)
-    out = run()
-    do = torch.randn_like(out)
-    backward = time_of(lambda: torch.autograd.grad(out, (q, k, v), do, retain_graph=True))
+    backward = backward_time(lambda *leaves: selected_attention(*leaves, indices[None]), (q, k, v))
     native_config.choose_schedule = chosen
     return {"work": f"selected {name} {seqlen // 1024}k", "inputs": f"overlap {keep:.0%}", "schedule": schedule,
             "forward_ms": forward, "forward_tflops": round(flops / forward / 1e9),
@@ -104,18 +102,20 @@ def dense(q, k, v, gates=None):
         ).transpose(1, 2)
 
 
+def backward_time(run, leaves):
+    out = run(*leaves)
+    do = torch.randn_like(out)
+    return time_of(lambda: torch.autograd.grad(out, leaves, do, retain_graph=True))
+
+
 def both_ways(run, leaves):
     """Forward and backward ms, and peak GiB of one step over what the leaves hold."""
     with torch.no_grad():
         forward = time_of(lambda: run(*leaves))
-    out = run(*leaves)
-    do = torch.randn_like(out)
-    used = [x for x in leaves if torch.autograd.grad(out, x, do, retain_graph=True, allow_unused=True)[0] is not None]
-    backward = time_of(lambda: torch.autograd.grad(out, used, do, retain_graph=True))
-    del out
+    backward = backward_time(run, leaves)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    torch.autograd.grad(run(*leaves), used, do)
+    torch.autograd.grad(run(*leaves).sum(), leaves)
     peak = (torch.cuda.max_memory_allocated() - before) / 2**30
     return {"forward_ms": forward, "backward_ms": backward, "peak_gib": round(peak, 2)}
 
