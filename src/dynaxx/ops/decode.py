@@ -79,11 +79,12 @@ def sparse_decode(
     problem = _checked(q, cache)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     kernels = _choose(problem, backend)
+    counts = None
     if isinstance(pages, PageBudget):
-        pages = None if pages.reads_everything else _select(kernels, q, cache, pages, scale)
+        pages, counts = (None, None) if pages.reads_everything else _select(kernels, q, cache, pages, scale)
     elif pages is not None:
         _check_block_indices(pages, cache)
-    out, lse = kernels.attend_pages(q, cache, pages, scale)
+    out, lse = kernels.attend_pages(q, cache, pages, counts, scale)
     return SparseAttentionOutput(out, lse) if return_lse else out
 
 
@@ -102,7 +103,7 @@ def select_pages(
     """
     problem = _checked(q, cache)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    return _select(_choose(problem, backend), q, cache, budget, scale)
+    return _select(_choose(problem, backend), q, cache, budget, scale)[0]
 
 
 @torch.no_grad()
@@ -143,7 +144,10 @@ def summarize_pages(
     return cache
 
 
-def _select(kernels: ModuleType, q: Tensor, cache: PagedCache, budget: PageBudget, scale: float) -> Tensor:
+def _select(
+    kernels: ModuleType, q: Tensor, cache: PagedCache, budget: PageBudget, scale: float
+) -> tuple[Tensor, Tensor | None]:
+    """Block indices, and how many there are in each list where the kernels say."""
     if cache.summaries is None:
         raise ValueError("`cache` must have summaries for pages to be chosen: cache = summarize_pages(cache)")
     if cache.summaries.bound != budget.bound:
@@ -153,7 +157,9 @@ def _select(kernels: ModuleType, q: Tensor, cache: PagedCache, budget: PageBudge
         )
     wanted = budget.wanted(cache.kv_heads, cache.device)
     slots = budget.slots(cache, q.shape[1])
-    chosen: Tensor = kernels.select_pages(q, cache, wanted, budget.sinks, budget.window, slots, scale)
+    chosen: tuple[Tensor, Tensor | None] = kernels.select_pages(
+        q, cache, wanted, budget.sinks, budget.window, slots, scale
+    )
     return chosen
 
 

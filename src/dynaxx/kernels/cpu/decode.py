@@ -110,8 +110,10 @@ def unsupported_reasons(problem: DecodeProblem) -> list[str]:
     return reasons
 
 
-def attend_pages(q: Tensor, cache: PagedCache, block_indices: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """As `kernels.reference.decode`; every dtype is widened in the core and computed in fp32."""
+def attend_pages(
+    q: Tensor, cache: PagedCache, block_indices: Tensor | None, counts: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """As `kernels.reference.decode`; counts are not needed. Every dtype is widened in the core."""
     batch, seqlen_q, q_heads, _ = q.shape
     q = readable(q)
     pages = None if block_indices is None else block_indices.contiguous()
@@ -138,8 +140,8 @@ def attend_pages(q: Tensor, cache: PagedCache, block_indices: Tensor | None, sca
 
 def select_pages(
     q: Tensor, cache: PagedCache, wanted: Tensor, sinks: int, window: int, slots: int, scale: float
-) -> Tensor:
-    """As `kernels.reference.decode`."""
+) -> tuple[Tensor, None]:
+    """As `kernels.reference.decode`, without counts, which the core does not need."""
     assert cache.summaries is not None, "checked before"
     q = readable(q)
     chosen = torch.empty(cache.batch, cache.kv_heads, slots, dtype=torch.int32)
@@ -161,7 +163,7 @@ def select_pages(
         torch.get_num_threads(),
     )
     _run(_library().dynaxx_cpu_select_pages(byref(args)))
-    return chosen
+    return chosen, None
 
 
 def summarize_pages(cache: PagedCache, summaries: PageSummaries, new_tokens: int | None) -> None:

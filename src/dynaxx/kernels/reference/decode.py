@@ -17,12 +17,15 @@ def unsupported_reasons(problem: DecodeProblem) -> list[str]:
     return []
 
 
-def attend_pages(q: Tensor, cache: PagedCache, block_indices: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+def attend_pages(
+    q: Tensor, cache: PagedCache, block_indices: Tensor | None, counts: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
     """Return out (B, N, Hq, E) in q's dtype and lse (B, Hq, N), natural log, in fp32 (fp64 for fp64 queries).
 
     Query i of batch entry b stands at position seqused_k[b] - N + i and sees the keys up to it, from leftpad_k[b] on,
-    in the pages of block_indices (B, Hk, S), -1 = empty; in all pages where that is None. Computes in fp32 at least.
-    A query that sees nothing gives out = 0 and lse = -inf.
+    in the pages of block_indices (B, Hk, S), -1 = empty; in all pages where that is None. counts are what
+    `select_pages` returned beside them, None for pages in any order. Computes in fp32 at least. A query that sees
+    nothing gives out = 0 and lse = -inf.
     """
     group_size = q.shape[2] // cache.kv_heads
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -38,8 +41,9 @@ def attend_pages(q: Tensor, cache: PagedCache, block_indices: Tensor | None, sca
 
 def select_pages(
     q: Tensor, cache: PagedCache, wanted: Tensor, sinks: int, window: int, slots: int, scale: float
-) -> Tensor:
-    """Return (B, Hk, slots) int32: the pages to read, ascending, then -1; as `selection.PageBudget` says.
+) -> tuple[Tensor, Tensor]:
+    """Return (B, Hk, slots) int32: the pages to read, ascending, then -1; as `selection.PageBudget` says. And how many,
+    (B, Hk) int32.
 
     wanted (2, Hk): a head's number of pages beside sinks and window is row 0 + ceil(row 1 * pages of the sequence), in
     fp32. The best scores win, of equal ones the earlier page.
@@ -58,7 +62,8 @@ def select_pages(
     rank = scores.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
     chosen = (exists & ~forced)[:, None] & (rank < counts[..., None]) | forced[:, None]
     ascending = torch.where(chosen, pages, cache.max_pages).sort(-1).values[..., :slots]
-    return torch.where(ascending < cache.max_pages, ascending, -1).int()
+    block_indices = torch.where(ascending < cache.max_pages, ascending, -1).int()
+    return block_indices, (block_indices >= 0).sum(-1).int()
 
 
 def page_scores(q: Tensor, cache: PagedCache, scale: float) -> Tensor:

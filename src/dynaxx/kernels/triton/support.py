@@ -12,6 +12,8 @@ from dynaxx.kernels.problem import AttentionProblem
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
+MAX_PAGES = 16384  # keys that one program ranks in its registers
+MAX_LISTS = 8192
 
 
 def unsupported_reasons(problem: AttentionProblem) -> list[str]:
@@ -27,14 +29,27 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
         reasons.append("Triton's interpreter does not multiply bf16")
     if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
         reasons.append(f"serves head_dim up to {MAX_HEAD_DIM}, got {problem.head_dim}/{problem.head_dim_v}")
-    if problem.softcap is not None:
-        reasons.append(f"does not cap scores yet, got softcap {problem.softcap:g}")
     return reasons
 
 
 def decode_reasons(problem: DecodeProblem) -> list[str]:
-    """Why the decode kernels cannot serve."""
-    return ["not there yet"]
+    """Why the decode kernels cannot serve; an empty list means they can."""
+    reasons = []
+    if problem.device.type != "cuda" and not (problem.device.type == "cpu" and interpreted()):
+        reasons.append(f"runs on a GPU (or under TRITON_INTERPRET=1), got tensors on {problem.device}")
+    elif importlib.util.find_spec("triton") is None:
+        reasons.append("triton is not installed: pip install triton")
+    if problem.dtype not in DTYPES or problem.cache_dtype == torch.float64:
+        reasons.append(f"serves fp16, bf16 and fp32, got {problem.dtype} over a cache of {problem.cache_dtype}")
+    elif problem.dtype == torch.bfloat16 and problem.device.type == "cpu":
+        reasons.append("Triton's interpreter does not multiply bf16")
+    if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
+        reasons.append(f"serves head_dim up to {MAX_HEAD_DIM}, got {problem.head_dim}/{problem.head_dim_v}")
+    if problem.max_seqlen_k > MAX_PAGES * problem.page_size:
+        reasons.append(f"chooses among {MAX_PAGES} pages, got more: use larger ones than {problem.page_size} tokens")
+    if problem.batch * problem.kv_heads > MAX_LISTS:
+        reasons.append(f"serves up to {MAX_LISTS} sequences times kv heads, got {problem.batch * problem.kv_heads}")
+    return reasons
 
 
 def interpreted() -> bool:

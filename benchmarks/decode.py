@@ -1,0 +1,251 @@
+"""Decoding with chosen pages against dense attention and against the bytes that must be read, on a GPU or a CPU.
+
+python benchmarks/decode.py [--quick] [--only NAME ...] [--json FILE]
+
+Checks first: random caches against the definition in fp64; a wrong kernel gets no times. Times are medians; on a GPU of
+a replayed CUDA graph with the L2 cache flushed, so launches of Python cost nothing in either candidate; on a CPU of one
+thread's CPU time. "bytes" is the time that reading the chosen pages, summaries included, takes at the rate of a copy.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import cosine_similarity, scaled_dot_product_attention
+
+import dynaxx as dx
+
+KV_HEADS, GROUP, HEAD_DIM = 8, 4, 128
+
+
+@dataclass(frozen=True)
+class Case:
+    """One step: `batch` sequences of `seqlen` keys, a share of whose pages is read."""
+
+    name: str
+    batch: int
+    seqlen: int
+    page_size: int = 64
+    share: float = 0.1
+    bound: float = 1.0
+    seqlen_q: int = 1
+    dtype: str = "bfloat16"
+    paged: bool = False
+
+    @property
+    def budget(self):
+        """So many pages in all; the last one, which is always read, is one of them."""
+        pages = math.ceil(self.share * self.seqlen / self.page_size)
+        return dx.PageBudget(max(0, pages - 1), bound=self.bound)
+
+
+GPU_CASES = (
+    Case("batch 16, 32k", 16, 32768),
+    Case("batch 16, 32k, mean", 16, 32768, bound=0.0),
+    Case("batch 16, 32k, paged", 16, 32768, paged=True),
+    Case("batch 16, 32k, pages of 16", 16, 32768, page_size=16),
+    Case("batch 16, 32k, 4 queries", 16, 32768, seqlen_q=4),
+    Case("batch 1, 128k", 1, 131072),
+    Case("batch 1, 128k, mean", 1, 131072, bound=0.0),
+    Case("batch 64, 32k", 64, 32768),
+    Case("batch 64, 32k, fp8", 64, 32768, dtype="float8_e4m3fn"),
+    Case("batch 64, 32k, int8", 64, 32768, dtype="int8"),
+)
+CPU_CASES = (
+    Case("batch 1, 32k", 1, 32768, dtype="float32"),
+    Case("batch 1, 32k, mean", 1, 32768, bound=0.0, dtype="float32"),
+    Case("batch 1, 32k, pages of 16", 1, 32768, page_size=16, dtype="float32"),
+    Case("batch 1, 32k, paged", 1, 32768, dtype="float32", paged=True),
+    Case("batch 1, 32k, bf16", 1, 32768),
+    Case("batch 1, 32k, fp8", 1, 32768, dtype="float8_e4m3fn"),
+    Case("batch 1, 32k, int8", 1, 32768, dtype="int8"),
+)
+
+
+def make_inputs(case, device):
+    """q, k and v in bf16 (fp32 on a CPU, but for a bf16 cache), and the cache in the case's dtype."""
+    wide = torch.float32 if device.type == "cpu" and case.dtype != "bfloat16" else torch.bfloat16
+    generator = torch.Generator(device).manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, device=device, dtype=wide, generator=generator)
+    q = draw(case.batch, case.seqlen_q, KV_HEADS * GROUP, HEAD_DIM)
+    k, v = (draw(case.batch, KV_HEADS, case.seqlen, HEAD_DIM).transpose(1, 2) for _ in range(2))
+    return q, k, v, make_cache(case, k, v)
+
+
+def make_cache(case, k, v):
+    dtype = getattr(torch, case.dtype)
+    scales = {}
+    if dtype.itemsize == 1:
+        (k, k_scale), (v, v_scale) = (dx.quantize_pages(x, dtype, case.page_size) for x in (k, v))
+        scales = {"k_scale": k_scale, "v_scale": v_scale}
+    used = torch.full((case.batch,), case.seqlen, dtype=torch.int32, device=k.device)
+    if not case.paged:
+        cache = dx.PagedCache(k, v, used, page_size=case.page_size, **scales)
+        return dx.summarize_pages(cache, bound=case.bound)
+    pages = case.seqlen // case.page_size
+    order = torch.randperm(case.batch * pages, device=k.device)
+    scatter = lambda x: torch.empty_like(x).index_copy_(0, order, x)
+    heads_first = lambda x: x.transpose(1, 2).unflatten(2, (pages, case.page_size)).transpose(1, 2).flatten(0, 1)
+    by_page = lambda x: scatter(heads_first(x)).transpose(1, 2)  # memory (pages, heads, page_size, head_dim), as vLLM
+    cache = dx.PagedCache(by_page(k), by_page(v), used, order.view(case.batch, pages).int())
+    return dx.summarize_pages(cache, bound=case.bound)
+
+
+def check(device):
+    """Random small caches against the definition in fp64, with the pages that were chosen."""
+    for seed, dtype in enumerate((torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int8) * 2):
+        generator = torch.Generator().manual_seed(seed)
+        k, v = torch.randn(2, 2, 500, 2, 64, generator=generator).to(device)
+        q = torch.randn(2, 3, 6, 64, generator=generator).to(device, torch.bfloat16 if seed % 2 else torch.float32)
+        scales = {}
+        if dtype.itemsize == 1:
+            (k, k_scale), (v, v_scale) = (dx.quantize_pages(x, dtype, 32) for x in (k, v))
+            scales = {"k_scale": k_scale, "v_scale": v_scale}
+        used = torch.tensor([500, 77], dtype=torch.int32, device=device)
+        cache = dx.PagedCache(k.to(dtype), v.to(dtype), used, page_size=32, **scales)
+        cache = dx.summarize_pages(cache)
+        pages = dx.select_pages(q, cache, dx.PageBudget(0.3, sinks=4, window=40))
+        out = dx.sparse_decode(q, cache, dx.PageBudget(0.3, sinks=4, window=40)).double()
+        exact = dx.sparse_decode(q.double(), cache, pages, backend="reference")
+        error = float((out - exact).abs().amax() / exact.abs().amax())
+        if not error < (2e-2 if q.dtype == torch.bfloat16 or dtype == torch.bfloat16 else 2e-3):
+            raise SystemExit(f"no times: error {error:.1e} with a cache of {dtype} and queries of {q.dtype}")
+    return 10
+
+
+def measure(runs, device):
+    """Median milliseconds of each, in turns on a CPU."""
+    if device.type == "cuda":
+        from triton.testing import do_bench
+
+        return {name: do_bench(captured(run), return_mode="median") for name, run in runs.items()}
+    seconds = {name: [] for name in runs}
+    for _ in range(8):
+        for name, run in runs.items():
+            start = time.thread_time()
+            run()
+            seconds[name].append(time.thread_time() - start)
+    return {name: 1e3 * statistics.median(each[1:]) for name, each in seconds.items()}
+
+
+def captured(run):
+    for _ in range(2):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def dense_forms(q, k, v, device):
+    """SDPA as it would be called, and with the heads of a group as rows, where all queries of a step see all keys."""
+    heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+    rows = q.unflatten(2, (KV_HEADS, GROUP)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    forms = {
+        "sdpa, enable_gqa": lambda: scaled_dot_product_attention(*heads_first, enable_gqa=True),
+        "sdpa, groups as rows": lambda: scaled_dot_product_attention(rows, *heads_first[1:]),
+    }
+    if device.type == "cuda":
+        for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+
+            def run(backend=backend):
+                with sdpa_kernel(backend):
+                    return scaled_dot_product_attention(rows, *heads_first[1:])
+
+            forms[f"sdpa, groups as rows, {backend.name.split('_')[0].lower()}"] = run
+    return forms
+
+
+def bytes_read(case, cache):
+    """Keys and values of the chosen pages, and the summaries of all."""
+    pages = math.ceil(case.share * case.seqlen / case.page_size) * case.batch * KV_HEADS
+    summaries = cache.summaries.low.numel() * cache.summaries.low.dtype.itemsize * (1 if case.bound == 0 else 2)
+    return pages * case.page_size * 2 * HEAD_DIM * cache.k.dtype.itemsize, summaries
+
+
+def copy_rate(device):
+    """Bytes per second, read and written, of a large copy."""
+    size = 2**30 if device.type == "cuda" else 2**26
+    x = torch.empty(size, dtype=torch.uint8, device=device)
+    y = torch.empty_like(x)
+    return 2 * size / (1e-3 * measure({"copy": lambda: y.copy_(x)}, device)["copy"])
+
+
+def run_case(case, device, rate):
+    q, k, v, cache = make_inputs(case, device)
+    budget = case.budget
+    pages = dx.select_pages(q, cache, budget)
+    runs = {
+        "selection and attention": lambda: dx.sparse_decode(q, cache, budget),
+        "selection": lambda: dx.select_pages(q, cache, budget),
+        "attention, pages given": lambda: dx.sparse_decode(q, cache, pages),
+        "summaries of one token": lambda: dx.summarize_pages(cache, new_tokens=1),
+        "dense, ours": lambda: dx.sparse_decode(q, cache),
+    }
+    notes = {}
+    dense = dense_forms(q, k, v, device) if q.dtype != torch.bfloat16 or device.type == "cuda" else {}
+    for name, run in dense.items():
+        try:
+            run()
+            runs[name] = run
+        except RuntimeError as error:
+            notes[name] = str(error).splitlines()[0]
+    times = measure(runs, device)
+    best = min((ms for name, ms in times.items() if name.startswith("sdpa")), default=float("nan"))
+    attention, summaries = bytes_read(case, cache)
+    wide = make_cache(replace(case, dtype=str(k.dtype).removeprefix("torch.")), k, v)
+    reference = dx.sparse_decode(q, wide, pages).float().flatten(2)
+    cosine = float(cosine_similarity(dx.sparse_decode(q, cache, pages).float().flatten(2), reference, dim=-1).min())
+    return {
+        "case": case.name,
+        "ms": times,
+        "times_faster": best / times["selection and attention"],
+        "bytes_ms": 1e3 * (attention + summaries) / rate,
+        "attention_bytes_ms": 1e3 * attention / rate,
+        "tokens_per_second": 1e3 * case.batch * case.seqlen_q / times["selection and attention"],
+        "cosine": cosine,
+        "notes": notes,
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="the first case alone")
+    parser.add_argument("--only", nargs="*", default=[], help="cases whose name contains one of these")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--threads", type=int, default=1, help="on a CPU")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    torch.set_num_threads(args.threads)
+    print(f"{check(device)} random caches within tolerance")
+    rate = copy_rate(device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    print(f"{name}, torch {torch.__version__}; a copy moves {rate / 1e9:.0f} GB/s")
+    cases = GPU_CASES if device.type == "cuda" else CPU_CASES
+    cases = [case for case in cases if not args.only or any(part in case.name for part in args.only)]
+    rows = []
+    for case in cases[:1] if args.quick else cases:
+        rows.append(row := run_case(case, device, rate))
+        print(
+            f"\n{case.name}: {row['times_faster']:.2f}x the best dense; bytes {row['bytes_ms']:.4f} ms (attention's "
+            f"{row['attention_bytes_ms']:.4f}); {row['tokens_per_second']:.0f} tokens/s; cosine {row['cosine']:.6f}"
+        )
+        for run, ms in row["ms"].items():
+            print(f"  {run:<36} {ms:9.4f} ms")
+        for run, why in row["notes"].items():
+            print(f"  {run:<36} not run: {why}")
+    if args.json:
+        result = {"device": name, "torch": torch.__version__, "copy_bytes_per_second": rate, "rows": rows}
+        args.json.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
