@@ -9,9 +9,11 @@ import typer
 import dynaxx
 from dynaxx.cli.analyze import analyze
 from dynaxx.cli.bench import bench
+from dynaxx.cli.diff import diff
 from dynaxx.cli.doctor import doctor
 from dynaxx.cli.profile import profile
 from dynaxx.cli.report import report
+from dynaxx.cli.retune import retune
 from dynaxx.cli.serve_metrics import serve_metrics
 from dynaxx.cli.tune import tune
 from dynaxx.cli.validate import validate
@@ -33,6 +35,8 @@ for command in (
     validate,
     report,
     bench,
+    retune,
+    diff,
     watch,
     serve_metrics,
 ):  # in the order of `dynaxx --help`

@@ -17,9 +17,14 @@ class Background:
     """Runs jobs one after the other, off the thread that hands them in. The thread starts with the first job.
 
     Args:
-        depth: jobs that may wait.
         failed: told of what a job raised; jobs never stop the thread.
+        depth: jobs that may wait.
+
+    Attributes:
+        patient: whether `submit` waits for room: to record everything, never in service.
     """
+
+    patient = False
 
     def __init__(self, failed: Callable[[Exception], Any], depth: int = 4) -> None:
         self._failed = failed
@@ -45,7 +50,7 @@ class Background:
                     )
                     self._thread.start()
         try:
-            self._queue.put_nowait(job)
+            self._queue.put(job, block=self.patient)
         except queue.Full:
             return False
         return True

@@ -39,6 +39,7 @@ class Handle:
         kill_switch: of this model; `engage()` makes everything dense from the next pass on. The process's own switch,
             `dynaxx.policy.KILL_SWITCH`, engages it, too.
         watchers: see `watch`.
+        background: what measures samples; make it `patient` to record every call, which requests then wait for.
         faults: called with the layer before each sparse call; what they raise is a failure of the kernel. For tests.
     """
 
@@ -49,7 +50,7 @@ class Handle:
         self._decoder = decoder.weak()  # the registry of layers must not keep a model alive
         self._numbers = recorder().bind(model_name=name or decoder.facts.model_type)
         self.counts = Counts(self._numbers)
-        self._background = Background(partial(self._numbers.failed, "guard"))
+        self.background = Background(partial(self._numbers.failed, "guard"))
         self._tokens: TokenReader | None = None
         self._deployed = self._ready(policy)
         self._deploying = threading.Lock()
@@ -120,7 +121,7 @@ class Handle:
         return request(*ids, sparse=sparse)
 
     def _ready(self, policy: Policy) -> Deployed:
-        deployed = Deployed(policy, self._numbers, self._background)
+        deployed = Deployed(policy, self._numbers, self.background)
         if self._tokens is None and any(plan.needs_tokens for plan in deployed.plans.values()):
             self._tokens = TokenReader()
         return deployed
@@ -170,7 +171,7 @@ class Handle:
             done.timer.done(route="sparse" if done.ran_sparse else "dense")
         guard = done.deployed.guard
         if guard is not None and done.timer is not None and done.ran_sparse and guard.wants_request():
-            compare_later(self._decoder, guard, self._background, arguments, output)
+            compare_later(self._decoder, guard, self.background, arguments, output)
 
     def unannounced_pass(self, layer: int) -> Pass:
         """The pass that this thread is in, where the decoder hands none down: layers come in ascending order."""
@@ -219,7 +220,7 @@ class Handle:
 
     def wait(self) -> None:
         """Wait until everything that was sampled is measured."""
-        self._background.drain()
+        self.background.drain()
 
     def stats(self) -> dict[str, Any]:
         """Count layer calls since `apply` or `reset_stats`.
@@ -236,7 +237,7 @@ class Handle:
             self._follower.stop()
         if self._statistics is not None:
             self._statistics.stop()
-        self._background.stop()
+        self.background.stop()
         if any(module in LAYERS for module in self._layers):
             self._numbers.event("policy_removed")
         configs = {id(module.config) for module in self._layers}

@@ -132,14 +132,10 @@ class LengthSwitch:
 
 def resolve(policy: Policy) -> dict[int, LayerPlan]:
     """A plan for every layer in which some head is sparse."""
-    facts = policy.model
-    rules: dict[int, dict[int, AttentionRule | None]] = {}
+    facts, rules = policy.model, head_rules(policy)
     block_size: dict[int, tuple[int, int]] = {}
     for rule in policy.rules:
-        heads = rule.head_list(facts.q_heads)
-        built = _per_head(rule.attention.build(), len(heads), head_values(rule.attention) is not None)
         for layer in rule.layer_list(facts.layers):
-            rules.setdefault(layer, {}).update(zip(heads, built, strict=True))
             block_size[layer] = as_block_size(policy.block_size if rule.block_size is None else rule.block_size)
     return {
         layer: LayerPlan(
@@ -151,6 +147,18 @@ def resolve(policy: Policy) -> dict[int, LayerPlan]:
         for layer in sorted(rules)
         if any(rule is not None for rule in rules[layer].values())
     }
+
+
+def head_rules(policy: Policy) -> dict[int, dict[int, AttentionRule | None]]:
+    """By layer and head, what each covered head does by itself; None is dense."""
+    facts = policy.model
+    rules: dict[int, dict[int, AttentionRule | None]] = {}
+    for rule in policy.rules:
+        heads = rule.head_list(facts.q_heads)
+        built = _per_head(rule.attention.build(), len(heads), head_values(rule.attention) is not None)
+        for layer in rule.layer_list(facts.layers):
+            rules.setdefault(layer, {}).update(zip(heads, built, strict=True))
+    return rules
 
 
 def _per_head(rule: AttentionRule | None, count: int, has_values: bool) -> Sequence[AttentionRule | None]:

@@ -1,0 +1,29 @@
+"""`dynaxx diff`."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dynaxx.cli.options import JsonOption
+from dynaxx.cli.running import running
+
+
+def diff(
+    old: Annotated[Path, typer.Argument(metavar="OLD", help="A policy file.")],
+    new: Annotated[Path, typer.Argument(metavar="NEW", help="Another.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Show what differs between two policies: fields, and what each head does.
+
+    \b
+    Example:
+      dynaxx diff policy.json new.json
+    """
+    with running(as_json) as finish:
+        policies = importlib.import_module("dynaxx.policy")
+        found = importlib.import_module("dynaxx.policy.diff").diff(*map(policies.load_policy, (old, new)))
+        finish(found, found.summary())

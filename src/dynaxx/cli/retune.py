@@ -1,0 +1,79 @@
+"""`dynaxx retune`."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dynaxx.cli.options import (
+    DeviceOption,
+    Dtype,
+    DtypeOption,
+    JsonOption,
+    LengthsOption,
+    QuietOption,
+    SeedOption,
+    TextOption,
+    ThreadsOption,
+    numbers,
+)
+from dynaxx.cli.running import command_line, load, progress_of, read_text, running, tool
+
+PolicyArgument = Annotated[Path, typer.Argument(metavar="POLICY", help="The policy file that is in force.")]
+
+
+def retune(
+    policy: PolicyArgument,
+    stats: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Statistics that a process recorded (handle.record).")
+    ] = None,
+    model: Annotated[str, typer.Option(metavar="MODEL", help="Or a model, to record fresh ones on --text.")] = "",
+    text: TextOption = "pydoc",
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="The new policy. [default: only show it]")] = None,
+    record: Annotated[
+        bool, typer.Option("--record", help="Keep the budgets; only put what was recorded in as the reference.")
+    ] = False,
+    recall: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Goal for every head. [default: the reference's, by head]")
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, help="Prompts to run with --model.")] = 96,
+    lengths: LengthsOption = "",
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = Dtype.auto,
+    threads: ThreadsOption = None,
+    seed: SeedOption = 0,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Renew a policy for the traffic it has, and show the difference. Writes a new file only with --out.
+
+    Each head gets the least budget with which it finds as much attention as it did in the policy's reference.
+
+    \b
+    Examples:
+      dynaxx retune policy.json --model smollm2 --record --out policy.json
+      dynaxx retune policy.json --stats statistics.json --out new.json
+      dynaxx retune policy.json --model smollm2 --text prompts.txt --out new.json
+    """
+    with running(as_json, threads, seed) as finish:
+        policies, progress = importlib.import_module("dynaxx.policy"), progress_of(quiet)
+        old = policies.load_policy(policy)
+        found = tool("retune").retune(
+            old,
+            statistics=policies.load_profile(stats) if stats else None,
+            loaded=load(model, device, dtype, progress) if model else None,
+            text=read_text(text) if model else "",
+            requests=requests,
+            lengths=numbers("--lengths", lengths),
+            recall=recall,
+            record_only=record,
+            seed=seed,
+            command=command_line(),
+            progress=progress,
+        )
+        if out is not None:
+            policies.save_policy(found.policy, out)
+        finish(found, found.summary(), files=[out] if out else [])

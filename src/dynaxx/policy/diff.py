@@ -1,0 +1,77 @@
+"""What changed from one policy to another: fields by name, rules by what each head does."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from dynaxx.policy.resolve import head_rules
+from dynaxx.policy.schema import Policy
+
+SHOWN_FIELDS = ("model", "block_size", "dense_below", "sparse_from", "rollout", "guard", "drift", "tolerances")
+NOTED_FIELDS = ("measured_on", "evidence", "reference")  # said to differ, not shown
+
+
+class HeadChange(NamedTuple):
+    """What a head did and does."""
+
+    layer: int
+    head: int
+    old: str
+    new: str
+
+
+class PolicyDiff(NamedTuple):
+    """From an old policy to a new one."""
+
+    fields: tuple[tuple[str, Any, Any], ...]  # path, old, new
+    heads: tuple[HeadChange, ...]
+    noted: tuple[str, ...]  # fields that differ, too
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing changed."""
+        return not (self.fields or self.heads or self.noted)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "same": self.same,
+            "fields": [{"field": field, "old": old, "new": new} for field, old, new in self.fields],
+            "heads": [change._asdict() for change in self.heads],
+            "noted": list(self.noted),
+        }
+
+    def summary(self) -> str:
+        """Line by line; heads of a layer that change alike stand together."""
+        lines = [f"{field}: {old} -> {new}" for field, old, new in self.fields]
+        alike = lambda change: (change.layer, change.old, change.new)
+        for (layer, old, new), found in groupby(sorted(self.heads, key=alike), key=alike):
+            heads = ",".join(str(change.head) for change in found)
+            lines += [f"layer {layer} heads {heads}:", f"  - {old}", f"  + {new}"]
+        lines += [f"{field} differs" for field in self.noted]
+        return "\n".join(lines) or "no difference"
+
+
+def diff(old: Policy, new: Policy) -> PolicyDiff:
+    """Compare two policies."""
+    before, after = (policy.model_dump(mode="json", include=set(SHOWN_FIELDS)) for policy in (old, new))
+    fields = tuple(_changes("", before, after))
+    rules = [head_rules(policy) for policy in (old, new)]
+    heads = []
+    for layer in sorted({*rules[0], *rules[1]}):
+        for head in range(max(old.model.q_heads, new.model.q_heads)):
+            was, now = (found.get(layer, {}).get(head) for found in rules)
+            if was != now:
+                heads.append(HeadChange(layer, head, repr(was or "dense"), repr(now or "dense")))
+    noted = tuple(name for name in NOTED_FIELDS if getattr(old, name) != getattr(new, name))
+    return PolicyDiff(fields, tuple(heads), noted)
+
+
+def _changes(path: str, old: Any, new: Any) -> list[tuple[str, Any, Any]]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        return [
+            change
+            for name in sorted({*old, *new})
+            for change in _changes(f"{path}.{name}".lstrip("."), old.get(name), new.get(name))
+        ]
+    return [] if old == new else [(path, old, new)]

@@ -1,0 +1,151 @@
+"""A policy renewed from recorded statistics: each head gets the budget with which it finds as much as it used to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from dynaxx.errors import PolicyError
+from dynaxx.policy.files import rules_digest
+from dynaxx.policy.profile import LADDER, LayerProfile, Profile, midpoints
+from dynaxx.policy.scale import scaled
+from dynaxx.policy.schema import Evidence, Policy, Rule
+from dynaxx.policy.specs import AttentionRule
+from dynaxx.selection import Hybrid, Selector, TopK, TopP
+
+ENOUGH = 0.01  # recall may miss its goal by this much before a budget changes
+FEWEST_CALLS = 4  # measured at other budgets; of fewer, a layer keeps its own
+DIGITS = 3  # of a new share
+
+
+class HeadRenewal(NamedTuple):
+    """What became of one head's budget."""
+
+    layer: int
+    head: int
+    recall: float  # recorded
+    goal: float
+    factor: float  # on its budget; inf is dense
+
+
+def renew(
+    policy: Policy, recorded: Profile, *, recall: float | None = None, command: str = ""
+) -> tuple[Policy, list[HeadRenewal]]:
+    """Change budgets so that each head keeps its recall on the recorded traffic.
+
+    A head's goal is the mean recall that the policy's reference has of it, or `recall`. Its budget becomes the least
+    that reached the goal in the records, between a quarter and five times the old one; beyond, the head is dense.
+    Layers that were hardly recorded stay as they are. What the reference says of a layer whose budgets change is
+    dropped: its recall will be another; record a new one.
+
+    Args:
+        recorded: what `Handle.statistics` or a statistics file says, under these very rules.
+        recall: one goal for all heads.
+
+    Raises:
+        PolicyError: records of other rules, or no goal.
+    """
+    if recorded.policy != rules_digest(policy):
+        raise PolicyError(
+            "the statistics were recorded under other rules than this policy's; give the policy that was in force"
+        )
+    if recall is None and policy.reference is None:
+        raise PolicyError(
+            "`reference` is empty, so there is no recall to return to: record one with --record, or give --recall"
+        )
+    renewals: list[HeadRenewal] = []
+    factors: dict[int, tuple[float, ...]] = {}
+    for seen in recorded.layers:
+        known = policy.reference.of_layer(seen.layer) if policy.reference else None
+        if seen.ladder_calls < FEWEST_CALLS or (recall is None and known is None):
+            continue
+        goals = [recall] * len(seen.ladder) if recall is not None else mean_recall(known)
+        row = [_factor(*each) for each in zip(seen.ladder, goals, strict=True)]
+        if any(factor != 1.0 for factor in row):
+            factors[seen.layer] = tuple(row)
+            at = LADDER.index(1.0)
+            renewals += [
+                HeadRenewal(seen.layer, head, seen.ladder[head][at], goals[head], factor)
+                for head, factor in enumerate(row)
+                if factor != 1.0
+            ]
+    if not factors:
+        return policy, []
+    rules = [new for rule in policy.rules for new in _renewed(rule, policy, factors)]
+    kept = tuple(each for each in policy.reference.layers if each.layer not in factors) if policy.reference else ()
+    evidence = Evidence(
+        what="budgets renewed from recorded statistics",
+        command=command,
+        values={"heads_changed": len(renewals), "calls": min(each.calls for each in recorded.layers)},
+    )
+    reference = policy.reference.model_copy(update={"layers": kept}) if policy.reference and kept else None
+    changes: dict[str, Any] = {
+        "rules": _merged(rules),
+        "reference": reference,
+        "evidence": (*policy.evidence, evidence),
+    }
+    return policy.replace(**changes), renewals
+
+
+def mean_recall(profile: LayerProfile | None) -> list[float]:
+    """By head: from the ladder, where it is exact, else from the histogram."""
+    assert profile is not None, "the caller found one"
+    if profile.ladder:
+        return [row[LADDER.index(1.0)] for row in profile.ladder]
+    counts = torch.tensor(profile.recall).double()
+    mean: list[float] = ((counts * midpoints()).sum(-1) / counts.sum(-1).clamp(min=1)).tolist()
+    return mean
+
+
+def _factor(ladder: Sequence[float], goal: float) -> float:
+    """The least factor that reaches a recall, between steps of the ladder by a straight line."""
+    if abs(ladder[LADDER.index(1.0)] - goal) <= ENOUGH:
+        return 1.0
+    goal -= ENOUGH / 2
+    for index, (factor, recall) in enumerate(zip(LADDER, ladder, strict=True)):
+        if recall >= goal:
+            if index == 0:
+                return factor
+            low, before = LADDER[index - 1], ladder[index - 1]
+            return round(low + (factor - low) * (goal - before) / max(1e-9, recall - before), DIGITS)
+    return math.inf
+
+
+def _renewed(rule: Rule, policy: Policy, factors: dict[int, tuple[float, ...]]) -> list[Rule]:
+    """A rule for each layer it covers."""
+    heads, attention = rule.head_list(policy.model.q_heads), rule.attention.build()
+    made = []
+    for layer in rule.layer_list(policy.model.layers):
+        row = factors.get(layer)
+        new = attention if row is None or attention is None else _scaled(attention, tuple(row[head] for head in heads))
+        made.append(Rule.of(new, layers=[layer], heads=rule.heads, block_size=rule.block_size))
+    return made
+
+
+def _scaled(rule: AttentionRule, factors: tuple[float, ...]) -> AttentionRule | None:
+    selector = rule.selector if isinstance(rule, Hybrid) else rule
+    if not isinstance(selector, Selector):  # windows are one for all heads of a rule
+        most = max(factors)
+        return None if most == math.inf else scaled(rule, most) if most != 1.0 else rule
+    finite = scaled(rule, tuple(1.0 if factor == math.inf else factor for factor in factors))
+    budgets = getattr(finite.selector if isinstance(finite, Hybrid) else finite, selector.budget_field)
+    everything = 10**6 if isinstance(selector, TopK) and isinstance(budgets[0], int) else selector.everything
+    new = tuple(
+        everything if factor == math.inf else round(budget, DIGITS) if isinstance(selector, TopK | TopP) else budget
+        for budget, factor in zip(budgets, factors, strict=True)
+    )
+    value = new[0] if len(set(new)) == 1 else new
+    replaced = selector.__class__(**{**vars(selector), selector.budget_field: value})
+    return Hybrid(rule.pattern, replaced) if isinstance(rule, Hybrid) else replaced
+
+
+def _merged(rules: Sequence[Rule]) -> tuple[Rule, ...]:
+    """Rules that differ in their layers alone, as one."""
+    layers: dict[Rule, list[int]] = {}
+    for rule in rules:
+        assert rule.layers != "all", "each is of one layer"
+        layers.setdefault(rule.model_copy(update={"layers": (0,)}), []).extend(rule.layers)
+    return tuple(rule.model_copy(update={"layers": tuple(found)}) for rule, found in layers.items())
