@@ -7,11 +7,12 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
-RUN = ("README.md", "patterns_and_layout.md", "ops.md")
+RUN = ("README.md", "patterns_and_layout.md", "ops.md", "telemetry.md")
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name in RUN], ids=lambda page: page.name)
-def test_examples_run(page):
+def test_examples_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # some write files
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     assert blocks
     for block in blocks:
