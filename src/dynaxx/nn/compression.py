@@ -1,0 +1,60 @@
+"""Ways to compress a window of keys or values to one: mean, weights, an MLP that knows positions in the window.
+
+Each maps windows (windows, cmp_block, heads, dim) to (windows, heads, dim) and starts as the mean.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class MeanCompression(nn.Module):
+    """The mean. Without parameters."""
+
+    def __init__(self, cmp_block: int, heads: int, dim: int) -> None:
+        super().__init__()
+
+    def forward(self, windows: Tensor) -> Tensor:
+        return windows.mean(1)
+
+
+class WeightedCompression(nn.Module):
+    """A sum with a learned weight for each position in the window and head."""
+
+    def __init__(self, cmp_block: int, heads: int, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((cmp_block, heads), 1.0 / cmp_block))
+
+    def forward(self, windows: Tensor) -> Tensor:
+        return torch.einsum("wlhd,lh->whd", windows, self.weight.to(windows.dtype))
+
+
+class MlpCompression(nn.Module):
+    """The mean, and what an MLP over the whole window adds to it, with learned positions in the window
+    (arXiv 2502.11089, 3.3.1).
+
+    Heads share the MLP. It adds nothing at first: its last layer starts at zero.
+
+    Args:
+        cmp_block, heads, dim: of the windows.
+        width: of the hidden layer, 2 * dim by default.
+    """
+
+    def __init__(self, cmp_block: int, heads: int, dim: int, width: int | None = None) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.randn(cmp_block, heads, dim) * 0.02)
+        self.up = nn.Linear(cmp_block * dim, width or 2 * dim)
+        self.down = nn.Linear(width or 2 * dim, dim, bias=False)
+        nn.init.zeros_(self.down.weight)
+
+    def forward(self, windows: Tensor) -> Tensor:
+        whole = (windows + self.position.to(windows.dtype)).transpose(1, 2).flatten(2)  # (windows, heads, l * dim)
+        return windows.mean(1) + self.down(nn.functional.gelu(self.up(whole)))
+
+
+COMPRESSIONS: dict[str, type[MeanCompression] | type[WeightedCompression] | type[MlpCompression]] = {
+    "mean": MeanCompression,
+    "weighted": WeightedCompression,
+    "mlp": MlpCompression,
+}

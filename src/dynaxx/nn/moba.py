@@ -1,0 +1,43 @@
+"""`MixtureOfBlockAttention`: each q head attends to its own block and to those whose mean key it likes best."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from dynaxx.layout import CuSeqlens
+from dynaxx.layout.native import NativeSizes
+from dynaxx.nn.cache import NativeCache
+from dynaxx.nn.projection import ProjectedAttention
+from dynaxx.ops.native import compress, select_native
+from dynaxx.ops.selected import attend_selected, pack
+
+
+class MixtureOfBlockAttention(ProjectedAttention):
+    """Mixture of Block Attention (MoBA, arXiv 2502.13189). Without parameters beside the projections.
+
+    Args:
+        hidden_size, q_heads, kv_heads, **projection: as `ProjectedAttention`.
+        block_size: tokens per block: 16, 32, 64 or 128.
+        top_k: blocks per query, its own included.
+    """
+
+    def __init__(
+        self, hidden_size: int, q_heads: int, kv_heads: int, *, block_size: int = 128, top_k: int = 8, **projection: Any
+    ) -> None:
+        super().__init__(hidden_size, q_heads, kv_heads, **projection)
+        self.sizes = NativeSizes(block_size, block_size, block_size, top_k, first_blocks=0, local_blocks=1)
+
+    def attend(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: CuSeqlens | None, cache: NativeCache | None
+    ) -> Tensor:
+        if cache is not None:
+            k, v = cache.append(k, v)
+        if self.dense:
+            return self.attend_dense(q, k, v, cu_seqlens)
+        spans, packed = pack(q, k, v, self.sizes, cu_seqlens, None)
+        means = compress(packed.k, self.sizes, cu_seqlens=spans.ends_k)
+        indices = select_native(packed.q, means, None, spans, select_heads=self.q_heads, scale=self.scale)
+        out, _ = attend_selected(packed.q, packed.k, packed.v, indices, spans, self.scale, "auto")
+        return packed.unpack(out)

@@ -1,0 +1,93 @@
+"""`NativeSparseAttention`: compressed, selected and window attention, mixed by learned gates."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from dynaxx.kernels.reference.native import compression_windows
+from dynaxx.layout import CuSeqlens
+from dynaxx.layout.native import NativeSizes, native_spans
+from dynaxx.nn.cache import NativeCache, compress_batch
+from dynaxx.nn.compression import COMPRESSIONS
+from dynaxx.nn.projection import ProjectedAttention
+from dynaxx.ops.native import native_sparse_attention
+
+EVEN_GATES = (0.5, 0.5, 0.5)  # to train from scratch
+NEAR_DENSE = (0.02, 0.96, 0.02)  # the selected branch alone is dense attention up to slc_count * slc_block tokens
+
+
+class NativeSparseAttention(ProjectedAttention):
+    """Native Sparse Attention (arXiv 2502.11089), of any group size, trained as it runs.
+
+    Args:
+        hidden_size, q_heads, kv_heads, **projection: as `ProjectedAttention`.
+        sizes: of the branches. May be replaced at any time by others with the same `cmp_block`: a larger `slc_count` is
+            closer to dense.
+        compression: "mean", "weighted" or "mlp": how a window of keys, and one of values, becomes one.
+        gate_init: what the gates of the compressed, selected and window branch give at first, each in (0, 1).
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        q_heads: int,
+        kv_heads: int,
+        *,
+        sizes: NativeSizes | None = None,
+        compression: Literal["mean", "weighted", "mlp"] = "mlp",
+        gate_init: tuple[float, float, float] = EVEN_GATES,
+        **projection: Any,
+    ) -> None:
+        super().__init__(hidden_size, q_heads, kv_heads, **projection)
+        if compression not in COMPRESSIONS:
+            raise ValueError(f"`compression` must be one of {tuple(COMPRESSIONS)}, got {compression!r}")
+        if len(gate_init) != 3 or not all(0 < gate < 1 for gate in gate_init):
+            raise ValueError(f"`gate_init` must be three numbers between 0 and 1, got {gate_init}")
+        self.sizes = NativeSizes() if sizes is None else sizes
+        make = COMPRESSIONS[compression]
+        self.compress_k = make(self.sizes.cmp_block, kv_heads, self.head_dim)
+        self.compress_v = make(self.sizes.cmp_block, kv_heads, self.head_dim_v)
+        self.gate_init = gate_init
+        self.gate = nn.Linear(hidden_size, 3 * q_heads)
+        self.reset_gates()
+
+    def reset_gates(self) -> None:
+        """Set the gates to `gate_init`, whatever the input."""
+        nn.init.zeros_(self.gate.weight)
+        with torch.no_grad():
+            logits = torch.tensor([math.log(gate / (1 - gate)) for gate in self.gate_init])
+            self.gate.bias.copy_(logits.repeat(self.q_heads))
+
+    def attend(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: CuSeqlens | None, cache: NativeCache | None
+    ) -> Tensor:
+        if cache is not None:
+            k, v = cache.append(k, v)
+        if self.dense:
+            return self.attend_dense(q, k, v, cu_seqlens)
+        gates = self.gate(x).sigmoid().unflatten(-1, (self.q_heads, 3))
+        return native_sparse_attention(
+            q,
+            k,
+            v,
+            self._compressed(k, v, cu_seqlens, cache),
+            gates,
+            self.sizes,
+            cu_seqlens_q=cu_seqlens,
+            scale=self.scale,
+        )
+
+    def _compressed(
+        self, k: Tensor, v: Tensor, cu_seqlens: CuSeqlens | None, cache: NativeCache | None
+    ) -> tuple[Tensor, Tensor]:
+        if cache is not None:
+            return cache.compress(self.sizes, self.compress_k, self.compress_v)
+        if cu_seqlens is None:
+            pairs = ((k, self.compress_k), (v, self.compress_v))
+            return tuple(compress_batch(x, self.sizes, compress) for x, compress in pairs)  # type: ignore[return-value]
+        spans = native_spans(self.sizes, cu_seqlens, device=k.device)
+        return self.compress_k(compression_windows(k, spans)), self.compress_v(compression_windows(v, spans))

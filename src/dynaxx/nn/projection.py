@@ -1,0 +1,140 @@
+"""What the attention modules share: projections, rotary positions, dense attention for a warm-up."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dynaxx.layout import CuSeqlens
+from dynaxx.nn.cache import NativeCache
+from dynaxx.ops.attention import sparse_attention
+from dynaxx.patterns.local import Causal
+from dynaxx.patterns.packed import packed_layout
+
+Rotary = tuple[Tensor, Tensor]
+
+
+def rotate(x: Tensor, rotary: Rotary) -> Tensor:
+    """Turn each head by its position: halves of head_dim are the two coordinates, as in Llama.
+
+    Args:
+        x: (..., seqlen, heads, head_dim).
+        rotary: (cos, sin), each (..., seqlen, head_dim), as transformers' rotary embeddings give them.
+    """
+    cos, sin = (part.unsqueeze(-2).to(x.dtype) for part in rotary)
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+class ProjectedAttention(nn.Module, ABC):
+    """Causal self-attention: q, k, v from hidden states, a way to attend, and back.
+
+    Args:
+        hidden_size: of the inputs and outputs.
+        q_heads, kv_heads: any group size.
+        head_dim: of q and k, hidden_size // q_heads by default.
+        head_dim_v: of v, head_dim by default.
+        bias: whether q, k and v have one.
+        scale: softmax scale, head_dim ** -0.5 by default.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        q_heads: int,
+        kv_heads: int,
+        *,
+        head_dim: int | None = None,
+        head_dim_v: int | None = None,
+        bias: bool = False,
+        scale: float | None = None,
+    ) -> None:
+        super().__init__()
+        if q_heads < 1 or kv_heads < 1 or q_heads % kv_heads:
+            raise ValueError(f"`q_heads` must be a multiple of `kv_heads`, got {q_heads} and {kv_heads}")
+        self.hidden_size, self.q_heads, self.kv_heads = hidden_size, q_heads, kv_heads
+        self.head_dim = hidden_size // q_heads if head_dim is None else head_dim
+        self.head_dim_v = self.head_dim if head_dim_v is None else head_dim_v
+        self.scale = self.head_dim**-0.5 if scale is None else scale
+        self.q_proj = nn.Linear(hidden_size, q_heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(hidden_size, kv_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(hidden_size, kv_heads * self.head_dim_v, bias=bias)
+        self.o_proj = nn.Linear(q_heads * self.head_dim_v, hidden_size, bias=False)
+        self.dense = False  # True attends to everything before, for a warm-up
+        outside_of_graphs()
+
+    def forward(
+        self,
+        x: Tensor,
+        rotary: Rotary | None = None,
+        *,
+        cu_seqlens: CuSeqlens | None = None,
+        cache: NativeCache | None = None,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            x: (batch, seqlen, hidden_size), or packed (tokens, hidden_size) with `cu_seqlens`.
+            rotary: (cos, sin) of the positions of x, each (..., seqlen, head_dim); none by default.
+            cu_seqlens: (num_seqs + 1,) cumulative lengths of packed sequences; on the host, else they are read back.
+            cache: keys of the tokens before x; those of x are added to it. Not for packed input, nor for training.
+
+        Returns:
+            As x.
+        """
+        if (x.ndim == 2) != (cu_seqlens is not None):
+            raise ValueError(
+                "`x` must be (batch, seqlen, hidden_size), or packed (tokens, hidden_size) with `cu_seqlens`, "
+                f"got {tuple(x.shape)}"
+            )
+        if cache is not None and cu_seqlens is not None:
+            raise ValueError("`cache` serves batches of one length; give each packed sequence a cache of its own")
+        q = self.q_proj(x).unflatten(-1, (self.q_heads, self.head_dim))
+        k = self.k_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
+        v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.head_dim_v))
+        if rotary is not None:
+            q, k = rotate(q, rotary), rotate(k, rotary)
+        attend = outside_of_graphs()
+        out = attend(self, x, q, k, v, cu_seqlens, cache)
+        return self.o_proj(out.flatten(-2))
+
+    @abstractmethod
+    def attend(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: CuSeqlens | None, cache: NativeCache | None
+    ) -> Tensor:
+        """(..., q_heads, head_dim_v) of projected and rotated q, k, v."""
+
+    def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: CuSeqlens | None) -> Tensor:
+        """Attend to every key at or before the query."""
+        if cu_seqlens is not None:
+            packed = packed_layout(Causal(), cu_seqlens, block_size=64, device=q.device)
+            return sparse_attention(q, k, v, packed, scale=self.scale)
+        if q.shape[1] != k.shape[1]:
+            layout = Causal().layout(q.shape[1], k.shape[1], block_size=64, device=q.device)
+            return sparse_attention(q, k, v, layout, scale=self.scale)
+        grouped = self.q_heads != self.kv_heads
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        attend = nn.functional.scaled_dot_product_attention
+        return attend(q, k, v, is_causal=True, scale=self.scale, enable_gqa=grouped).transpose(1, 2)
+
+    def extra_repr(self) -> str:
+        return f"hidden_size={self.hidden_size}, heads={self.q_heads}/{self.kv_heads}, head_dim={self.head_dim}"
+
+
+def _attend(module: ProjectedAttention, *arguments: Any) -> Tensor:
+    return module.attend(*arguments)
+
+
+@cache
+def outside_of_graphs() -> Callable[..., Tensor]:
+    """`module.attend(...)`, which a compiler leaves as it is: it chooses blocks and builds layouts on the host.
+
+    Made with the first module, since it loads the compiler.
+    """
+    disabled: Callable[..., Tensor] = torch.compiler.disable(_attend)
+    return disabled

@@ -1,0 +1,52 @@
+"""`SparseAttention`: self-attention over a static pattern."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from dynaxx.layout import CuSeqlens
+from dynaxx.nn.cache import NativeCache
+from dynaxx.nn.projection import ProjectedAttention
+from dynaxx.ops.attention import sparse_attention
+from dynaxx.patterns.base import Pattern
+from dynaxx.patterns.packed import packed_layout
+
+
+class SparseAttention(ProjectedAttention):
+    """Causal self-attention over a pattern; `module.dense = True` attends to everything, for a dense warm-up.
+
+    Args:
+        hidden_size, q_heads, kv_heads, **projection: as `ProjectedAttention`.
+        pattern: which keys each query sees.
+        block_size: tokens per block of the layout: 16, 32, 64 or 128.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        q_heads: int,
+        kv_heads: int,
+        *,
+        pattern: Pattern,
+        block_size: int = 64,
+        **projection: Any,
+    ) -> None:
+        super().__init__(hidden_size, q_heads, kv_heads, **projection)
+        if not isinstance(pattern, Pattern):
+            raise TypeError(f"`pattern` must be a pattern such as dynaxx.SlidingWindow(512), got {pattern!r}")
+        self.pattern, self.block_size = pattern, block_size
+
+    def attend(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: CuSeqlens | None, cache: NativeCache | None
+    ) -> Tensor:
+        if cache is not None:
+            k, v = cache.append(k, v)
+        if self.dense:
+            return self.attend_dense(q, k, v, cu_seqlens)
+        if cu_seqlens is not None:
+            packed = packed_layout(self.pattern, cu_seqlens, block_size=self.block_size, device=q.device)
+            return sparse_attention(q, k, v, packed, scale=self.scale)
+        layout = self.pattern.layout(q.shape[1], k.shape[1], block_size=self.block_size, device=q.device)
+        return sparse_attention(q, k, v, layout, scale=self.scale)

@@ -1,0 +1,141 @@
+"""The modules: packed as alone, decoded as trained, near dense where they say so, saved and compiled."""
+
+import copy
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+import dynaxx as dx
+from dynaxx import nn
+
+SIZES = nn.NativeSizes(cmp_block=8, cmp_stride=4, slc_block=16, slc_count=3, first_blocks=1, local_blocks=1, window=10)
+
+
+def modules(**options):
+    torch.manual_seed(0)
+    made = {
+        "sparse": nn.SparseAttention(24, 6, 2, pattern=dx.SlidingWindow(9) | dx.Sink(2), block_size=16, **options),
+        "mean": nn.NativeSparseAttention(24, 6, 2, sizes=SIZES, compression="mean", **options),
+        "weighted": nn.NativeSparseAttention(24, 6, 2, sizes=SIZES, compression="weighted", **options),
+        "mlp": nn.NativeSparseAttention(24, 6, 2, sizes=SIZES, compression="mlp", **options),
+        "moba": nn.MixtureOfBlockAttention(24, 6, 2, block_size=16, top_k=2, **options),
+    }
+    for module in made.values():
+        for name, parameter in module.named_parameters():
+            if "proj" not in name:
+                torch.nn.init.normal_(parameter, std=0.3)
+    return made
+
+
+def rotary(tokens, dim=4, first=0):
+    angles = torch.arange(first, first + tokens)[:, None] / torch.logspace(0, 2, dim // 2)
+    return angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)
+
+
+@pytest.mark.parametrize("kind", modules())
+@pytest.mark.parametrize("dense", [False, True])
+def test_decoding_is_training_token_by_token(kind, dense):
+    module, x = modules(head_dim_v=5)[kind], torch.randn(2, 52, 24)
+    module.dense = dense
+    with torch.no_grad():
+        whole = module(x, rotary(52))
+        cache, at = nn.NativeCache(capacity=5), 0
+        for step in [33, 1, 1, 5, *[1] * 12]:
+            part = module(x[:, at : at + step], rotary(step, first=at), cache=cache)
+            assert torch.allclose(part, whole[:, at : at + step], atol=2e-5), (at, step)
+            at += step
+
+
+@pytest.mark.parametrize("kind", modules())
+@pytest.mark.parametrize("dense", [False, True])
+def test_packed_is_each_sequence_alone(kind, dense):
+    module, ends = modules()[kind], (0, 40, 40, 71, 72)
+    module.dense = dense
+    x = torch.randn(72, 24)
+    got = module(x, rotary(72), cu_seqlens=ends)
+    cos, sin = rotary(72)
+    for a, b in pairwise(ends):
+        if b > a:
+            alone = module(x[None, a:b], (cos[a:b], sin[a:b]))[0]
+            assert torch.allclose(got[a:b], alone, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", modules())
+def test_every_parameter_gets_a_gradient(kind):
+    module, x = modules()[kind], torch.randn(2, 60, 24, requires_grad=True)
+    module(x).square().sum().backward()
+    for name, parameter in module.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+        assert parameter.grad.any(), name
+    assert x.grad.any()
+
+
+def test_near_dense_gates_start_near_dense():
+    """Up to slc_count * slc_block tokens the selected branch is dense attention, and its gate nearly one."""
+    x = torch.randn(1, 48, 24)
+    near = nn.NativeSparseAttention(24, 6, 2, sizes=SIZES, gate_init=(0.001, 0.998, 0.001))
+    dense = copy.deepcopy(near)
+    dense.dense = True
+    with torch.no_grad():
+        wrong = (near(x) - dense(x)).norm() / dense(x).norm()
+    assert wrong < 0.02
+
+
+def test_a_larger_count_is_closer_to_dense():
+    x, module = torch.randn(1, 300, 24), nn.NativeSparseAttention(24, 6, 2, sizes=SIZES, gate_init=nn.native.NEAR_DENSE)
+    with torch.no_grad():
+        module.dense = True
+        dense, wrong = module(x), []
+        module.dense = False
+        for count in (3, 8, 19):
+            module.sizes = replace(SIZES, slc_count=count)
+            wrong.append(float((module(x) - dense).norm()))
+    assert wrong == sorted(wrong, reverse=True)
+
+
+def test_the_state_dict_restores_the_module():
+    for module in modules().values():
+        other = copy.deepcopy(module)
+        for parameter in other.parameters():
+            torch.nn.init.zeros_(parameter)
+        other.load_state_dict(module.state_dict())
+        x = torch.randn(1, 30, 24)
+        assert torch.equal(module(x), other(x))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiler_goes_around_it():
+    module, x = modules()["mlp"], torch.randn(1, 40, 24)
+    compiled = torch.compile(torch.nn.Sequential(torch.nn.LayerNorm(24), module), backend="aot_eager")
+    eager = torch.nn.Sequential(torch.nn.LayerNorm(24), module)
+    assert torch.allclose(compiled(x), eager(x), atol=1e-5)
+    compiled(x).sum().backward()
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match="multiple of"):
+        nn.NativeSparseAttention(24, 6, 4)
+    with pytest.raises(ValueError, match="compression"):
+        nn.NativeSparseAttention(24, 6, 2, compression="max")
+    with pytest.raises(ValueError, match="gate_init"):
+        nn.NativeSparseAttention(24, 6, 2, gate_init=(0.0, 1.0, 0.0))
+    with pytest.raises(TypeError, match="pattern"):
+        nn.SparseAttention(24, 6, 2, pattern="window")
+    module = modules()["mean"]
+    with pytest.raises(ValueError, match="cu_seqlens"):
+        module(torch.randn(5, 24))
+    with pytest.raises(ValueError, match="of its own"):
+        module(torch.randn(5, 24), cu_seqlens=(0, 5), cache=nn.NativeCache())
+    with pytest.raises(ValueError, match="no_grad"):
+        module(torch.randn(1, 5, 24), cache=nn.NativeCache())
+    cache = nn.NativeCache()
+    with torch.no_grad():
+        module(torch.randn(1, 5, 24), cache=cache)
+        with pytest.raises(ValueError, match="batch"):
+            module(torch.randn(2, 5, 24), cache=cache)
+    with pytest.raises(ValueError, match="capacity"):
+        nn.NativeCache(0)
