@@ -1,0 +1,59 @@
+"""A vLLM engine in a process of its own: what tests compare with. Reads a JSON request, writes a JSON answer.
+
+    python tests/vllm_engine_run.py request.json answer.json
+
+The request: {"model": folder, "engine": arguments of LLM, "prompts": [[token, ...], ...], "max_tokens": n}; the answer:
+{"tokens": [[...]], "logprobs": [[...]], "margins": [[...]], "status": dynaxx's}. A margin is the best token's
+log-probability over the second's.
+"""
+
+import json
+import os
+import sys
+
+os.environ.update(
+    VLLM_CPU_KVCACHE_SPACE="1",
+    HF_HUB_OFFLINE="1",
+    VLLM_NO_USAGE_STATS="1",
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_LOGGING_LEVEL=os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+)
+DEFAULTS = {"enforce_eager": True, "dtype": "float32", "disable_log_stats": True, "max_model_len": 4096}
+
+
+def make(model, **arguments):
+    from vllm import LLM
+
+    return LLM(str(model), **{**DEFAULTS, **arguments})
+
+
+def generate(llm, prompts, max_tokens):
+    from vllm import SamplingParams
+
+    parameters = SamplingParams(temperature=0, max_tokens=max_tokens, logprobs=2, ignore_eos=True)
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], parameters, use_tqdm=False)
+    answer = {"tokens": [], "logprobs": [], "margins": [], "cached": []}
+    for output in outputs:
+        ranked = [sorted((p.logprob for p in each.values()), reverse=True) for each in output.outputs[0].logprobs]
+        answer["tokens"].append(list(output.outputs[0].token_ids))
+        answer["logprobs"].append([each[0] for each in ranked])
+        answer["margins"].append([each[0] - each[1] for each in ranked])
+        answer["cached"].append(output.num_cached_tokens)
+    return answer
+
+
+def main():
+    with open(sys.argv[1], encoding="utf-8") as file:
+        request = json.load(file)
+    llm = make(request["model"], **request.get("engine", {}))
+    answer = generate(llm, request["prompts"], request["max_tokens"])
+    from dynaxx.integrations.vllm import status
+
+    answer["status"] = status()
+    with open(sys.argv[2], "w", encoding="utf-8") as file:
+        json.dump(answer, file)
+
+
+if __name__ == "__main__":
+    main()
