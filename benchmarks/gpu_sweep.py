@@ -25,24 +25,28 @@ def poison(device):
         torch.full((size,), torch.nan, device=device)
 
 
-def run_case(seed, backend, device):
+def run_case(seed, backend, device, head_dims):
     dtype = (torch.bfloat16, torch.float16, torch.float32)[seed % 3]
     if backend == "hopper" and dtype == torch.float32:
         dtype = torch.bfloat16
-    case = random_case(seed, dtype=dtype, device=device, **(HOPPER if backend == "hopper" else {}))
-    attend = lambda q, k, v, layout: dx.sparse_attention(q, k, v, layout, return_lse=True, backend=backend)
-    why = dx.explain(case.q, case.k, case.v, case.layout).reasons[backend]
+    limits = {**(HOPPER if backend == "hopper" else {}), **({"head_dims": head_dims} if head_dims else {})}
+    case = random_case(seed, dtype=dtype, device=device, **limits)
+    softcap = 3.0 if backend == "triton" and seed % 5 == 0 else None
+    attend = lambda q, k, v, layout: dx.sparse_attention(
+        q, k, v, layout, softcap=softcap, return_lse=True, backend=backend
+    )
+    why = dx.explain(case.q, case.k, case.v, case.layout, softcap=softcap).reasons[backend]
     if why:
         return "refused", [f"seed {seed} {backend}: {'; '.join(why)}"]
     poison(device)
-    reports = check_forward(attend, case.q, case.k, case.v, case.layout)
-    reports += check_gradients(attend, case.q, case.k, case.v, case.layout)
+    reports = check_forward(attend, case.q, case.k, case.v, case.layout, softcap=softcap)
+    reports += check_gradients(attend, case.q, case.k, case.v, case.layout, softcap=softcap)
     bad = [f"{backend} {dtype} {report} :: {case.label}" for report in reports if not report.ok]
     return ("failed" if bad else "passed"), bad
 
 
 def run_share(arguments):
-    seeds, backend, device, deadline = arguments
+    seeds, backend, device, head_dims, deadline = arguments
     torch.set_num_threads(1)
     done = []
     for seed in seeds:
@@ -50,7 +54,7 @@ def run_share(arguments):
             done.append(("not run (time)", []))
             continue
         try:
-            done.append(run_case(seed, backend, device))
+            done.append(run_case(seed, backend, device, head_dims))
         except Exception as error:  # a sweep reports every failure and goes on
             done.append(("raised", [f"{backend} seed {seed}: {type(error).__name__}: {error}"]))
     return done
@@ -63,11 +67,14 @@ def main():
     parser.add_argument("--jobs", type=int, default=8)
     parser.add_argument("--backend", default="triton")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--head-dims", type=int, nargs="*", default=(), help="only these: fewer kernels, more cases")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no case after this many seconds")
     args = parser.parse_args()
     seeds = range(args.seed, args.seed + args.cases)
     deadline = time.time() + args.seconds
-    shares = [(seeds[i :: args.jobs], args.backend, args.device, deadline) for i in range(args.jobs)]
+    shares = [
+        (seeds[i :: args.jobs], args.backend, args.device, tuple(args.head_dims), deadline) for i in range(args.jobs)
+    ]
     with multiprocessing.get_context("spawn").Pool(args.jobs) as pool:
         results = [result for share in pool.map(run_share, shares) for result in share]
     counts = collections.Counter(status for status, _ in results)

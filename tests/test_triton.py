@@ -93,6 +93,20 @@ def test_any_scale(scale):
 
 
 @runs_here
+@pytest.mark.parametrize("scale", [0.3, -0.5, 0.0])
+def test_capped_scores(scale):
+    q, k, v = make_qkv(1, 40, 40, 2, 1, 16, device=DEVICE)
+    layout = (dx.SlidingWindow(9) | dx.Strided(4)).layout(40, block_size=16, device=DEVICE)
+    for softcap in (0.1, 2.0, 50.0):
+        run = lambda q, k, v, layout, softcap=softcap: dx.sparse_attention(
+            q, k, v, layout, scale=scale, softcap=softcap, return_lse=True, backend="triton"
+        )
+        reports = check_forward(run, q, k, v, layout, scale, softcap=softcap)
+        for report in reports + check_gradients(run, q, k, v, layout, scale, softcap=softcap):
+            assert report.ok, report
+
+
+@runs_here
 def test_views_of_any_stride():
     wide = make_qkv(2, 35, 35, 2, 1, 40, device=DEVICE)
     views = [

@@ -99,6 +99,18 @@ class BlockLayout:
         """Visited kv blocks per row, partial and full, (layout_batch, layout_heads, q_blocks) int32."""
         return self.kv_indptr.diff(dim=-1)
 
+    @cached_property
+    def kv_order(self) -> Tensor | None:
+        """Rows with the longest first, (layout_batch, layout_heads, q_blocks) int32: the order to start them in.
+
+        None where the last rows are the longest, as under a causal mask, and for a layout made on a GPU, which is not
+        read back: a kernel then starts with the last row.
+        """
+        counts = self.kv_num_blocks
+        if self.device.type != "cpu" or bool((counts.diff(dim=-1) >= 0).all()):
+            return None
+        return counts.argsort(dim=-1, descending=True, stable=True).to(torch.int32)
+
     def grid(self, causal: bool = True) -> BlockGrid:
         return BlockGrid(self.seqlen_q, self.seqlen_k, self.block_size, causal)
 
@@ -310,7 +322,10 @@ class BlockLayout:
             name: getattr(self, name).to(device, non_blocking=True)
             for name in ("kv_indptr", "kv_num_partial", "kv_indices", "kv_masks")
         }
-        return BlockLayout(self.seqlen_q, self.seqlen_k, self.block_size, **moved, masks=self.masks.to(device))
+        there = BlockLayout(self.seqlen_q, self.seqlen_k, self.block_size, **moved, masks=self.masks.to(device))
+        order = self.kv_order
+        there.__dict__["kv_order"] = None if order is None else order.to(device, non_blocking=True)
+        return there
 
     def head_slice(self, heads: Sequence[int]) -> BlockLayout:
         """The layout of some heads only; a shared layout is returned as it is."""
@@ -341,21 +356,42 @@ class BlockLayout:
 
     @cached_property
     def transposed(self) -> TransposedLayout:
-        """The same blocks by kv block, for the backward pass over keys. Computed once."""
-        lead, cols, codes = self.entries()
+        """The same blocks by kv block, for the backward pass over keys. Computed once, where the layout lies.
+
+        A layout on a GPU is not read back: all slots up to the capacity are sorted, the unused ones to the end.
+        """
+        used, lead, cols, codes = self._slots()
         head, row = lead // max(1, self.q_blocks), lead % max(1, self.q_blocks)
-        lead = head * self.kv_blocks + cols
-        full = (codes == FULL).long()
-        order = ((lead * 2 + full) * max(1, self.q_blocks) + row).argsort()
         shape = (self.layout_batch, self.layout_heads, self.kv_blocks)
         num = self.layout_batch * self.layout_heads * self.kv_blocks
-        partial = torch.zeros(num, dtype=torch.int64, device=self.device).index_add_(0, lead, 1 - full)
+        lead = torch.where(used, head * self.kv_blocks + cols, num)  # unused slots belong to a row of their own
+        full = (codes == FULL).long()
+        order = ((lead * 2 + full) * max(1, self.q_blocks) + row).argsort()
+        ones = torch.zeros(2, num + 1, dtype=torch.int64, device=self.device)
+        ones[0].index_add_(0, lead, torch.ones_like(lead))
+        ones[1].index_add_(0, lead, 1 - full)
+        counts, partial = ones[:, :num].view(2, *shape)
         return TransposedLayout(
-            q_indptr=_indptr(torch.bincount(lead, minlength=num).view(shape)),
-            q_num_partial=partial.view(shape).to(torch.int32),
+            q_indptr=_indptr(counts),
+            q_num_partial=partial.to(torch.int32),
             q_indices=row[order].to(torch.int32),
             q_masks=codes[order].to(torch.int32),
         )
+
+    def _slots(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Whether each slot of `kv_indices` is used, and its flat row, kv block and code, 0 where it is not.
+
+        Each (nnz,), and on a GPU (capacity,), since only the device knows nnz there.
+        """
+        if self.device.type == "cpu":
+            lead, cols, codes = self.entries()
+            return torch.ones_like(lead, dtype=torch.bool), lead, cols, codes
+        slots = torch.arange(self.kv_indices.numel(), device=self.device, dtype=torch.int32)
+        ends = self.kv_indptr[..., 1:].flatten().contiguous()
+        lead = torch.searchsorted(ends, slots, right=True)
+        used = lead < ends.numel()
+        zero = lambda x: torch.where(used, x.long(), 0)
+        return used, zero(lead), zero(self.kv_indices), zero(self.kv_masks)
 
     def __repr__(self) -> str:
         return (
@@ -371,8 +407,8 @@ class TransposedLayout:
 
     q_indptr: Tensor  # (layout_batch, layout_heads, kv_blocks + 1) int32, absolute offsets into `q_indices`
     q_num_partial: Tensor  # (layout_batch, layout_heads, kv_blocks) int32
-    q_indices: Tensor  # (nnz,) int32
-    q_masks: Tensor  # (nnz,) int32, as `BlockLayout.kv_masks`
+    q_indices: Tensor  # (nnz,) int32; on a GPU (capacity,), entries past the last row are ignored
+    q_masks: Tensor  # as `q_indices`, values as `BlockLayout.kv_masks`
 
 
 def _indptr(counts: Tensor) -> Tensor:

@@ -80,7 +80,8 @@ def causal_codes(grid: BlockGrid, rows: Tensor, cols: Tensor) -> Tensor:
         return torch.full_like(rows + cols, FULL)
     q_block, kv_block = grid.block_size
     distance = rows * q_block + grid.offset - cols * kv_block  # first query's position minus first key's
-    code = torch.div(distance - _first_distance(grid), _distance_step(grid), rounding_mode="floor")
+    first, step = causal_code_terms(grid)
+    code = torch.div(distance - first, step, rounding_mode="floor")
     code = torch.where(distance >= kv_block - 1, FULL, code)
     return torch.where(distance <= -q_block, EMPTY, code)
 
@@ -92,16 +93,17 @@ def causal_masks(grid: BlockGrid) -> ElementMasks:
     if not grid.causal:
         return ElementMasks.empty(grid.block_size)
     with torch.inference_mode(False):  # what is cached must serve training, too
-        distances = torch.arange(_first_distance(grid), kv_block - 1, _distance_step(grid))
+        first, step = causal_code_terms(grid)
+        distances = torch.arange(first, kv_block - 1, step)
         r, c = torch.arange(q_block)[:, None], torch.arange(kv_block)[None, :]
         return ElementMasks.from_dense(distances[:, None, None] + r - c >= 0)
 
 
-def _distance_step(grid: BlockGrid) -> int:
-    return min(grid.block_size)  # block sizes are powers of two: the smaller divides every distance but the offset
+def causal_code_terms(grid: BlockGrid) -> tuple[int, int]:
+    """(first, step) with which a block that the diagonal cuts has code (distance - first) // step.
 
-
-def _first_distance(grid: BlockGrid) -> int:
-    """The smallest distance > -q_block that blocks of this grid can have."""
-    step = _distance_step(grid)
-    return 1 - grid.block_size[0] + (grid.offset - 1 + grid.block_size[0]) % step
+    Block sizes are powers of two, so the smaller divides every distance but the offset; the first is the smallest
+    distance > -q_block that blocks of this grid can have.
+    """
+    step = min(grid.block_size)
+    return 1 - grid.block_size[0] + (grid.offset - 1 + grid.block_size[0]) % step, step

@@ -36,7 +36,10 @@ class PackedLayout(BlockLayout):
     def to(self, device: torch.device | str) -> PackedLayout:
         if torch.device(device) == self.device:
             return self
-        return _with_lengths(BlockLayout.to(self, device), self.cu_seqlens_q, self.cu_seqlens_k)
+        moved = BlockLayout.to(self, device)
+        packed = _with_lengths(moved, self.cu_seqlens_q, self.cu_seqlens_k)
+        packed.__dict__["kv_order"] = moved.kv_order
+        return packed
 
     def visible_blocks(self, causal: bool = True) -> int:
         """Blocks of the packed axis, over all rows, that hold a (causally) visible pair of one sequence."""

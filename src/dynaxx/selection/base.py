@@ -11,11 +11,22 @@ import torch
 from torch import Tensor
 
 from dynaxx.layout import EMPTY, FULL, BlockGrid, BlockLayout, ElementMasks, as_block_size
-from dynaxx.layout.masks import causal_codes, causal_masks
+from dynaxx.layout.masks import causal_codes
 from dynaxx.patterns.base import Pattern
-from dynaxx.selection.scorers.base import MEMORY_BUDGET, Scorer, pieces
+from dynaxx.selection.device import select_on_device, serves
+from dynaxx.selection.scorers.base import GPU_MEMORY_BUDGET, MEMORY_BUDGET, Scorer, pieces
+from dynaxx.selection.static import static_part
 
 BYTES_PER_SCORE = 64  # what scoring a block, ranking it and listing the chosen ones hold at most, measured
+
+
+class Choice(NamedTuple):
+    """A selector's rule in numbers, as a kernel follows it."""
+
+    mode: str  # "top_k", "top_p", "of_max" or "of_uniform"
+    amounts: tuple[float, ...]  # one, or one per q head
+    shares: bool = False  # top_k: of the visible blocks, not a number of them
+    floor: int = 0  # top_k: rows that see less get the share of so many
 
 
 class Selector(ABC):
@@ -39,6 +50,14 @@ class Selector(ABC):
             (B, Hq, R, C) bool, a subset of `optional`.
         """
 
+    def choice(self, q_heads: int) -> Choice | None:
+        """The rule of `choose` for so many q heads, or None where only `choose` knows it: a GPU then runs that.
+
+        Raises:
+            ValueError: a budget per head, for another number of heads.
+        """
+        return None
+
     def select(
         self,
         q: Tensor,
@@ -47,7 +66,7 @@ class Selector(ABC):
         causal: bool = True,
         block_size: int | tuple[int, int] = 64,
         scale: float | None = None,
-        memory_budget: int = MEMORY_BUDGET,
+        memory_budget: int | None = None,
     ) -> BlockLayout:
         """Choose kv blocks for every q block. See `select_blocks`."""
         return _select(q, k, None, self, causal, block_size, scale, memory_budget)
@@ -71,7 +90,7 @@ class Hybrid:
         causal: bool = True,
         block_size: int | tuple[int, int] = 64,
         scale: float | None = None,
-        memory_budget: int = MEMORY_BUDGET,
+        memory_budget: int | None = None,
     ) -> BlockLayout:
         """Choose kv blocks beside the pattern's. See `select_blocks`."""
         return _select(q, k, self.pattern, self.selector, causal, block_size, scale, memory_budget)
@@ -98,7 +117,7 @@ def select_blocks(
     causal: bool = True,
     block_size: int | tuple[int, int] = 64,
     scale: float | None = None,
-    memory_budget: int = MEMORY_BUDGET,
+    memory_budget: int | None = None,
 ) -> BlockLayout:
     """Make the layout that a pattern, a selector, or both say for these queries and keys.
 
@@ -110,8 +129,9 @@ def select_blocks(
         block_size: tokens per block, or (q_block, kv_block).
         scale: softmax scale, default head_dim ** -0.5; estimates of attention mass depend on it.
         memory_budget: bytes that scoring and choosing may hold at once beside q, k and the layout, which takes about
-            100 bytes per visited block while it is put together. Less memory is more, smaller steps. What cannot be
-            cut may hold more: summaries of all keys (docs/selection.md has their sizes), and one row of q blocks.
+            100 bytes per visited block while it is put together; by default 64 MiB, and 1 GiB on a GPU. Less memory
+            is more, smaller steps. What cannot be cut may hold more: summaries of all keys (docs/selection.md has
+            their sizes), and one row of q blocks.
 
     Returns:
         A layout per batch entry and q head. No gradient flows through a choice.
@@ -133,14 +153,18 @@ def _select(
     causal: bool,
     block_size: int | tuple[int, int],
     scale: float | None,
-    memory_budget: int,
+    memory_budget: int | None,
 ) -> BlockLayout:
     grid = _checked_grid(q, k, as_block_size(block_size), causal)
+    if memory_budget is None:
+        memory_budget = GPU_MEMORY_BUDGET if q.is_cuda else MEMORY_BUDGET
     if memory_budget < 1:
         raise ValueError(f"`memory_budget` must be >= 1 byte, got {memory_budget}")
     batch, _, heads, head_dim = q.shape
-    forced = _Forced.of(pattern, grid, q.device)
     scale = head_dim**-0.5 if scale is None else scale
+    if serves(q, grid, selector):
+        return select_on_device(q, k, pattern, selector, grid, scale, memory_budget)
+    forced = _Forced.of(pattern, grid, q.device)
     score_rows = selector.scorer.prepare(q, k, grid, scale, memory_budget=max(1, memory_budget // 2))
     cols = torch.arange(grid.kv_blocks, device=q.device)
     leads, columns, codes = [cols[:0]], [cols[:0]], [cols[:0]]
@@ -188,26 +212,16 @@ class _Forced(NamedTuple):
     grid: BlockGrid
     starts: list[int]  # (q_blocks + 1): where each row's entries start; empty without a pattern
     entries: tuple[Tensor, Tensor, Tensor]  # row, kv block and code in `masks` of each block that the pattern shows
-    same_as_causal: Tensor  # (len(masks) | 1,) int64: for a mask, the causal mask that equals it, else EMPTY
+    same_as_causal: Tensor  # as `Static.same_as_causal`
     masks: ElementMasks  # the causal masks, then the pattern's
 
     @classmethod
     def of(cls, pattern: Pattern | None, grid: BlockGrid, device: torch.device) -> _Forced:
-        causal = causal_masks(grid).to(device)
-        none = torch.zeros(0, dtype=torch.int64, device=device)
-        if pattern is None:
-            return cls(grid, [], (none, none, none), none.new_full((1,), EMPTY), causal)
-        static = pattern.layout(
-            grid.seqlen_q, grid.seqlen_k, causal=grid.causal, block_size=grid.block_size, device=device
-        )
-        masks = causal.append(static.masks)
-        equal = (masks.bits[:, None] == causal.bits[None]).flatten(2).all(-1)  # (masks, causal masks)
-        same = none.new_full((max(1, len(masks)),), EMPTY)
-        which, twin = equal.nonzero(as_tuple=True)
-        same[which] = twin
-        rows, cols, codes = static.entries()
-        entries = rows, cols, torch.where(codes >= 0, codes + len(causal), codes)
-        return cls(grid, static.kv_indptr[0, 0].tolist(), entries, same, masks)
+        part = static_part(pattern, grid)
+        rows, cols = (part.codes, part.codes) if part.layout is None else part.layout.entries()[:2]
+        starts = [] if part.layout is None else part.layout.kv_indptr[0, 0].tolist()
+        entries = rows.to(device), cols.to(device), part.codes.to(device)
+        return cls(grid, starts, entries, part.same_as_causal.to(device), part.masks.to(device))
 
     def codes(self, start: int, stop: int) -> Tensor:
         """(stop - start, kv_blocks) int64: code of each block of some rows, EMPTY where the pattern has nothing."""

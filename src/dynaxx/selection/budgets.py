@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from dynaxx.selection.base import Selector
+from dynaxx.selection.base import Choice, Selector
 from dynaxx.selection.scorers import MeanPool, Scorer
 
 
@@ -36,6 +36,11 @@ class TopK(Selector):
         for budget in _per_head(self.budget):
             if budget < 0 or (isinstance(budget, float) and budget > 1):
                 raise ValueError(f"`budget` must be a count >= 0 or a share from 0.0 to 1.0, got {budget}")
+
+    def choice(self, q_heads: int) -> Choice | None:
+        budgets = _checked_heads("budget", _per_head(self.budget), q_heads)
+        kinds = {isinstance(budget, float) for budget in budgets}
+        return Choice("top_k", budgets, kinds == {True}, self.floor) if len(kinds) == 1 else None
 
     def choose(self, scores: Tensor, optional: Tensor, visible: Tensor) -> Tensor:
         budgets = _checked_heads("budget", _per_head(self.budget), scores.shape[1])
@@ -70,6 +75,9 @@ class TopP(Selector):
         for mass in _per_head(self.mass):
             if not 0 <= mass <= 1:
                 raise ValueError(f"`mass` must be from 0.0 to 1.0, got {mass}")
+
+    def choice(self, q_heads: int) -> Choice:
+        return Choice("top_p", _checked_heads("mass", _per_head(self.mass), q_heads))
 
     def choose(self, scores: Tensor, optional: Tensor, visible: Tensor) -> Tensor:
         goals = _checked_heads("mass", _per_head(self.mass), scores.shape[1])
@@ -108,6 +116,9 @@ class Threshold(Selector):
                 raise ValueError(f"`share` must be >= 0.0, got {share}")
         if self.of not in ("max", "uniform"):
             raise ValueError(f"`of` must be 'max' or 'uniform', got {self.of!r}")
+
+    def choice(self, q_heads: int) -> Choice:
+        return Choice(f"of_{self.of}", _checked_heads("share", _per_head(self.share), q_heads))
 
     def choose(self, scores: Tensor, optional: Tensor, visible: Tensor) -> Tensor:
         shares = torch.tensor(_checked_heads("share", _per_head(self.share), scores.shape[1]), device=scores.device)

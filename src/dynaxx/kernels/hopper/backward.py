@@ -16,8 +16,16 @@ from dynaxx.kernels.hopper.backward_dkv import backward_dkv
 from dynaxx.kernels.hopper.config import backward_dq_tiles
 from dynaxx.kernels.hopper.launch import dense_rows, tma_view
 from dynaxx.kernels.triton.backward import RUNTIME_SIZES
-from dynaxx.kernels.triton.launch import layout_arguments
-from dynaxx.kernels.triton.primitives import FULL, LOG2E, PARTIAL, row_entries, visible_elements, whole_tiles
+from dynaxx.kernels.triton.launch import layout_arguments, order_argument
+from dynaxx.kernels.triton.primitives import (
+    FULL,
+    LOG2E,
+    PARTIAL,
+    row_entries,
+    started_row,
+    visible_elements,
+    whole_tiles,
+)
 from dynaxx.layout import BlockLayout
 
 
@@ -87,6 +95,7 @@ def _sparse_attention_hopper_bwd_dq_kernel(
     dq_desc,
     p_lse,  # (B, Hq, q_blocks * Q_BLOCK), base 2
     p_delta,  # the same shape
+    p_order,
     p_indptr,
     p_num_partial,
     p_indices,
@@ -108,17 +117,18 @@ def _sparse_attention_hopper_bwd_dq_kernel(
     KV_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    ORDERED: tl.constexpr,
 ):
     SPLIT_M: tl.constexpr = Q_BLOCK // BLOCK_M
     i_program = tl.program_id(0)
     i_h = i_program % q_heads
     i_b = i_program // q_heads % batch
-    i_tile = (tl.num_programs(0) - 1 - i_program) // (q_heads * batch)
-    i_row = i_tile // SPLIT_M
-    inner_q = i_tile % SPLIT_M * BLOCK_M + tl.arange(0, BLOCK_M)
-    row_q = i_row * Q_BLOCK + i_tile % SPLIT_M * BLOCK_M
+    i_tile = i_program // (q_heads * batch)
     q_blocks = (seqlen_q + Q_BLOCK - 1) // Q_BLOCK
     lead = i_b * layout_stride_b + i_h * layout_stride_h
+    i_row = started_row(p_order, lead, i_tile // SPLIT_M, q_blocks, ORDERED)
+    inner_q = i_tile % SPLIT_M * BLOCK_M + tl.arange(0, BLOCK_M)
+    row_q = i_row * Q_BLOCK + i_tile % SPLIT_M * BLOCK_M
     start, partial, total = row_entries(p_indptr, p_num_partial, lead, i_row, q_blocks, capacity)
 
     b_q = q_desc.load([i_b, i_h, row_q, 0]).reshape(BLOCK_M, D)
@@ -214,6 +224,7 @@ def attention_backward(
         BLOCK_M=64,
     )
     tiles = backward_dq_tiles(head_dim, q_block, kv_block)
+    order, ordered = order_argument(layout)
     _sparse_attention_hopper_bwd_dq_kernel[(layout.q_blocks * (q_block // tiles.block_m) * batch * q_heads,)](
         _rows(do, tiles.block_m),
         _rows(q, tiles.block_m),
@@ -222,6 +233,7 @@ def attention_backward(
         _rows(dq, tiles.block_m),
         lse_log2,
         delta,
+        order,
         *layout_arguments(layout),
         seqlen_q=seqlen_q,
         seqlen_k=seqlen_k,
@@ -234,6 +246,7 @@ def attention_backward(
         KV_BLOCK=kv_block,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
+        ORDERED=ordered,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dynaxx.kernels.hopper.launch import tma_view
-from dynaxx.kernels.triton.launch import mask_arguments, positive_scale
+from dynaxx.kernels.triton.launch import mask_arguments, order_argument, positive_scale
 from dynaxx.layout import BlockLayout
 
 ROWS = gl.constexpr(64)  # of one consumer warpgroup: wgmma's M
@@ -218,25 +218,28 @@ def _consume(
 
 @gluon.jit(do_not_specialize=["capacity", "num_masks", "seqlen_q", "seqlen_k", "batch", "q_heads", "group_size"])
 def _sparse_attention_hopper_fwd_kernel(
-    q_desc, k_desc, v_desc, out_desc, p_lse,
+    q_desc, k_desc, v_desc, out_desc, p_lse, p_order,
     p_indptr, p_num_partial, p_indices, p_codes, p_bits, p_bands,
     capacity, num_masks, layout_stride_b, layout_stride_h,
     seqlen_q, seqlen_k, batch, q_heads, group_size, scale_log2,
     CONSUMERS: gl.constexpr, STEP_ROWS: gl.constexpr, STEP_HEADS: gl.constexpr,
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     HEADS: gl.constexpr = (CONSUMERS - 1) * STEP_HEADS + 1  # heads of one program
     i_program = gl.program_id(0)
     units = q_heads // HEADS
     i_h = i_program % units * HEADS
     i_b = i_program // units % batch
-    i_row = (gl.num_programs(0) - 1 - i_program) // (units * batch)  # the longest rows first, under a causal mask
+    q_blocks = (seqlen_q + Q_BLOCK - 1) // Q_BLOCK
+    lead = (i_b * layout_stride_b + i_h * layout_stride_h).to(gl.int64)
+    i_row = q_blocks - 1 - i_program // (units * batch)  # the longest rows first, under a causal mask
+    if ORDERED:
+        i_row = gl.load(p_order + lead * q_blocks + i_program // (units * batch))
+        i_row = gl.minimum(gl.maximum(i_row, 0), q_blocks - 1)
     i_hk = i_h // group_size
     row_q = i_row * Q_BLOCK
 
-    q_blocks = (seqlen_q + Q_BLOCK - 1) // Q_BLOCK
-    lead = (i_b * layout_stride_b + i_h * layout_stride_h).to(gl.int64)
     start = gl.minimum(gl.maximum(gl.load(p_indptr + lead * (q_blocks + 1) + i_row), 0), capacity)
     stop = gl.load(p_indptr + lead * (q_blocks + 1) + i_row + 1)
     count = gl.minimum(gl.maximum(stop, start), capacity) - start
@@ -311,12 +314,14 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scal
     pair_heads = q_block == 64 and layout.layout_heads == 1 and (q_heads // kv_heads) % 2 == 0
     consumers = 2 if q_block == 128 or pair_heads else 1
     grid = layout.q_blocks * batch * q_heads // (2 if pair_heads else 1)
+    order, ordered = order_argument(layout)
     _sparse_attention_hopper_fwd_kernel[(grid,)](
         gluon_rows(q, 64),
         gluon_rows(k, kv_block),
         gluon_rows(v, kv_block),
         gluon_rows(out, 64),
         lse,
+        order,
         layout.kv_indptr.contiguous(),
         layout.kv_num_partial.contiguous(),
         layout.kv_indices.contiguous(),
@@ -336,6 +341,7 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scal
         STAGES=2,
         CONSUMER_REGISTERS=240,
         PRODUCER_REGISTERS=24,
+        ORDERED=ordered,
         num_warps=4,
         maxnreg=168 if consumers == 2 else 128,
     )

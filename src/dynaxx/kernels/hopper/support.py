@@ -31,7 +31,7 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
     if any(size not in BLOCKS for size in problem.block_size):
         reasons.append(f"serves blocks of {BLOCKS}, got {problem.block_size}")
     if problem.softcap is not None:
-        reasons.append(f"does not cap scores yet, got softcap {problem.softcap:g}")
+        reasons.append(f"does not cap scores, got softcap {problem.softcap:g}")
     return reasons
 
 

@@ -14,15 +14,18 @@ import triton.language as tl
 from torch import Tensor
 
 from dynaxx.kernels.triton.config import backward_dkv_tiles, backward_dq_tiles, padded
-from dynaxx.kernels.triton.launch import layout_arguments, strides, transposed_arguments, unit_stride
+from dynaxx.kernels.triton.launch import layout_arguments, order_argument, strides, transposed_arguments, unit_stride
 from dynaxx.kernels.triton.primitives import (
     BOUNDS,
     FULL,
     LOG2E,
     PARTIAL,
+    exp_rounded,
     load_rows,
     row_entries,
+    started_row,
     store_rows,
+    tanh,
     tile_positions,
     visible_elements,
     whole_tiles,
@@ -45,8 +48,18 @@ def _load_row_values(p_lse, p_delta, positions, seqlen):
 @triton.jit
 def _weights_of(scores, lse, scale, EXACT: tl.constexpr):
     """exp(scores * scale - lse); through base 2 at once, unless the rounding of both terms there would show."""
-    weights = tl.exp(scores * scale - lse) if EXACT else tl.exp2(scores * (scale * LOG2E) - lse * LOG2E)
+    weights = exp_rounded(scores * scale - lse) if EXACT else tl.exp2(scores * (scale * LOG2E) - lse * LOG2E)
     return weights
+
+
+@triton.jit
+def _cap(scores, cap, CAPPED: tl.constexpr):
+    """Capped scores, and what their gradients are multiplied with."""
+    slope = 1.0
+    if CAPPED:
+        bent = tanh(scores / cap)
+        scores, slope = cap * bent, 1.0 - bent * bent
+    return scores, slope
 
 
 @triton.jit(do_not_specialize=["seqlen_q", "q_heads"])
@@ -100,6 +113,7 @@ def _accumulate_dq(
     stride_vn,
     seqlen_k,
     scale,
+    cap,
     p_indices,
     p_codes,
     p_bits,
@@ -118,6 +132,7 @@ def _accumulate_dq(
     KV_BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
+    CAPPED: tl.constexpr,
 ):
     """Add what tiles begin..end of the `count` blocks from entry `first` give."""
     WORDS: tl.constexpr = (KV_BLOCK + 31) // 32
@@ -128,6 +143,7 @@ def _accumulate_dq(
         b_k = load_rows(p_k, start, offsets, stride_kn, seqlen_k, D, BLOCK_D, MASKING != FULL)
         b_v = load_rows(p_v, start, offsets, stride_vn, seqlen_k, E, BLOCK_E, MASKING != FULL)
         scores = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        scores, slope = _cap(scores, cap, CAPPED)
         weights = _weights_of(scores, lse[:, None], scale, b_k.dtype == tl.float32)
         if MASKING == PARTIAL:
             if BLOCK_N > KV_BLOCK:
@@ -139,7 +155,7 @@ def _accumulate_dq(
             pos_k = start + offsets
             weights = tl.where(((pos_k >= 0) & (pos_k < seqlen_k))[None, :], weights, 0.0)
         dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
-        ds = weights * (dp - delta[:, None])
+        ds = weights * (dp - delta[:, None]) * slope
         dq = tl.dot(ds.to(b_k.dtype), b_k, dq, input_precision=PRECISION)
     return dq
 
@@ -153,6 +169,7 @@ def _sparse_attention_bwd_dq_kernel(
     p_lse,
     p_delta,
     p_dq,  # (B, N, Hq, D) contiguous
+    p_order,
     p_indptr,
     p_num_partial,
     p_indices,
@@ -169,6 +186,7 @@ def _sparse_attention_bwd_dq_kernel(
     q_heads,
     group_size,
     scale,
+    cap,
     stride_dob,
     stride_don,
     stride_doh,
@@ -190,17 +208,19 @@ def _sparse_attention_bwd_dq_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
+    CAPPED: tl.constexpr,
+    ORDERED: tl.constexpr,
 ):
     SPLIT_M: tl.constexpr = Q_BLOCK // BLOCK_M
     i_program = tl.program_id(0)
     i_h = (i_program % q_heads).to(tl.int64)
     i_b = (i_program // q_heads % batch).to(tl.int64)
-    i_tile = (tl.num_programs(0) - 1 - i_program) // (q_heads * batch)
-    i_row = i_tile // SPLIT_M
+    i_tile = i_program // (q_heads * batch)
+    lead = i_b * layout_stride_b + i_h * layout_stride_h
+    q_blocks = (seqlen_q + Q_BLOCK - 1) // Q_BLOCK
+    i_row = started_row(p_order, lead, i_tile // SPLIT_M, q_blocks, ORDERED)
     inner_q = i_tile % SPLIT_M * BLOCK_M + tl.arange(0, BLOCK_M)
     pos_q = i_row * Q_BLOCK + inner_q
-    q_blocks = (seqlen_q + Q_BLOCK - 1) // Q_BLOCK
-    lead = i_b * layout_stride_b + i_h * layout_stride_h
     start, partial, total = row_entries(p_indptr, p_num_partial, lead, i_row, q_blocks, capacity)
 
     p_k += i_b * stride_kb + i_h // group_size * stride_kh
@@ -220,9 +240,9 @@ def _sparse_attention_bwd_dq_kernel(
             first, count = start + partial, total - partial
             begin, end = whole, tl.cdiv((total - partial) * KV_BLOCK, BLOCK_N)
         dq = _accumulate_dq(
-            dq, b_q, b_do, lse, delta, inner_q, p_k, p_v, stride_kn, stride_vn, seqlen_k, scale,
+            dq, b_q, b_do, lse, delta, inner_q, p_k, p_v, stride_kn, stride_vn, seqlen_k, scale, cap,
             p_indices, p_codes, p_bits, p_bands, num_masks, first, count, begin, end,
-            MASKING, D, E, BLOCK_D, BLOCK_E, Q_BLOCK, KV_BLOCK, BLOCK_N, PRECISION,
+            MASKING, D, E, BLOCK_D, BLOCK_E, Q_BLOCK, KV_BLOCK, BLOCK_N, PRECISION, CAPPED,
         )  # fmt: skip
     p_dq += (i_b * seqlen_q * q_heads + i_h) * D
     store_rows(p_dq, dq * scale, pos_q, q_heads * D, seqlen_q, D, BLOCK_D)
@@ -243,6 +263,7 @@ def _accumulate_dkv(
     stride_don,
     seqlen_q,
     scale,
+    cap,
     p_indices,
     p_codes,
     p_bits,
@@ -259,6 +280,7 @@ def _accumulate_dkv(
     KV_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     PRECISION: tl.constexpr,
+    CAPPED: tl.constexpr,
 ):
     """Add what the `count` q blocks from entry `first` give; queries past the end have lse = inf and give nothing."""
     WORDS: tl.constexpr = (KV_BLOCK + 31) // 32
@@ -270,6 +292,7 @@ def _accumulate_dkv(
         b_do = load_rows(p_do, start, offsets, stride_don, seqlen_q, E, BLOCK_E)
         lse, delta = _load_row_values(p_lse, p_delta, start + offsets, seqlen_q)
         scores = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
+        scores, slope = _cap(scores, cap, CAPPED)
         weights = _weights_of(scores, lse[None, :], scale, b_q.dtype == tl.float32)
         if MASKED:
             if BLOCK_M > Q_BLOCK:
@@ -279,7 +302,7 @@ def _accumulate_dkv(
             weights = tl.where(visible, weights, 0.0)
         dv = tl.dot(weights.to(b_do.dtype), b_do, dv, input_precision=PRECISION)
         dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
-        ds = weights * (dp - delta[None, :])
+        ds = weights * (dp - delta[None, :]) * slope
         dk = tl.dot(ds.to(b_q.dtype), b_q, dk, input_precision=PRECISION)
     return dk, dv
 
@@ -310,6 +333,7 @@ def _sparse_attention_bwd_dkv_kernel(
     q_heads,
     group_size,
     scale,
+    cap,
     stride_dob,
     stride_don,
     stride_doh,
@@ -331,6 +355,7 @@ def _sparse_attention_bwd_dkv_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
+    CAPPED: tl.constexpr,
     PER_HEAD: tl.constexpr,  # sum the heads of a group apart: exact fp32 needs short sums, and has the registers
 ):
     SPLIT_N: tl.constexpr = KV_BLOCK // BLOCK_N
@@ -363,9 +388,9 @@ def _sparse_attention_bwd_dkv_kernel(
             dk, dv = _accumulate_dkv(
                 dk, dv, b_k, b_v, inner_k, p_q + i_b * stride_qb + i_h * stride_qh,
                 p_do + i_b * stride_dob + i_h * stride_doh, p_lse + row, p_delta + row,
-                stride_qn, stride_don, seqlen_q, scale,
+                stride_qn, stride_don, seqlen_q, scale, cap,
                 p_indices, p_codes, p_bits, p_bands, num_masks, first, count,
-                i_pass == 0, D, E, BLOCK_D, BLOCK_E, Q_BLOCK, KV_BLOCK, BLOCK_M, PRECISION,
+                i_pass == 0, D, E, BLOCK_D, BLOCK_E, Q_BLOCK, KV_BLOCK, BLOCK_M, PRECISION, CAPPED,
             )  # fmt: skip
         if PER_HEAD:
             dk, dv = sum_dk + dk, sum_dv + dv
@@ -409,6 +434,7 @@ def attention_backward(
     lse: Tensor,
     layout: BlockLayout,
     scale: float,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients (dq, dk, dv), in the shapes and dtypes of q, k, v, of a forward that gave `out` and `lse`.
 
@@ -431,6 +457,8 @@ def attention_backward(
         "q_heads": q_heads,
         "group_size": q_heads // kv_heads,
         "scale": scale,
+        "cap": softcap / scale if softcap and scale else 1.0,
+        "CAPPED": softcap is not None and scale != 0,
         **strides("do", do),
         **strides("q", q),
         **strides("k", k),
@@ -444,6 +472,7 @@ def attention_backward(
         "PRECISION": "ieee",
     }
     tiles = backward_dq_tiles(q.device, q.dtype, head_dim, head_dim_v, layout.block_size)
+    order, ordered = order_argument(layout)
     q_tiles = layout.q_blocks * (layout.block_size[0] // tiles.block_m)
     _sparse_attention_bwd_dq_kernel[(q_tiles * batch * q_heads,)](
         do,
@@ -453,8 +482,10 @@ def attention_backward(
         lse,
         delta,
         dq,
+        order,
         *layout_arguments(layout),
         **shared,
+        ORDERED=ordered,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         num_warps=tiles.num_warps,

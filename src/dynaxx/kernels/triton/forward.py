@@ -14,14 +14,17 @@ import triton.language as tl
 from torch import Tensor
 
 from dynaxx.kernels.triton.config import forward_tiles, padded
-from dynaxx.kernels.triton.launch import layout_arguments, positive_scale, strides, unit_stride
+from dynaxx.kernels.triton.launch import layout_arguments, order_argument, positive_scale, strides, unit_stride
 from dynaxx.kernels.triton.primitives import (
     FULL,
     LOG2E,
     PARTIAL,
+    exp_rounded,
     load_rows,
     row_entries,
+    started_row,
     store_rows,
+    tanh,
     tile_positions,
     visible_elements,
     whole_tiles,
@@ -41,7 +44,8 @@ def _attend(
     stride_kn,
     stride_vn,
     seqlen_k,
-    scale_log2,  # > 0
+    scale,  # > 0
+    cap,  # softcap / scale
     p_indices,
     p_codes,
     p_bits,
@@ -60,15 +64,19 @@ def _attend(
     KV_BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
+    CAPPED: tl.constexpr,
 ):
     """Attend to tiles begin..end of the `count` blocks from entry `first`."""
     WORDS: tl.constexpr = (KV_BLOCK + 31) // 32
+    scale_log2 = scale * LOG2E
     for i_tile in range(begin, end):
         start, offsets, inner_k, code = tile_positions(
             p_indices, p_codes, first, count, i_tile, seqlen_k, KV_BLOCK, BLOCK_N, MASKING
         )
         b_k = load_rows(p_k, start, offsets, stride_kn, seqlen_k, D, BLOCK_D, MASKING != FULL)
         scores = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        if CAPPED:
+            scores = cap * tanh(scores / cap)
         if MASKING == PARTIAL:
             if BLOCK_N > KV_BLOCK:
                 code = code[None, :]
@@ -82,10 +90,11 @@ def _attend(
         shift = new_max
         if MASKING != FULL:
             shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        rescale = tl.exp2((row_max - shift) * scale_log2)
         if b_q.dtype == tl.float32:  # the rounding of two products that nearly cancel would show
-            weights = tl.exp2((scores - shift[:, None]) * scale_log2)
+            rescale = exp_rounded((row_max - shift) * scale)
+            weights = exp_rounded((scores - shift[:, None]) * scale)
         else:
+            rescale = tl.exp2((row_max - shift) * scale_log2)
             weights = tl.exp2(scores * scale_log2 - (shift * scale_log2)[:, None])
         row_sum = row_sum * rescale + tl.sum(weights, 1)
         row_max = new_max
@@ -101,6 +110,7 @@ def _sparse_attention_fwd_kernel(
     p_v,
     p_out,  # (B, N, Hq, E) contiguous
     p_lse,  # (B, Hq, N) contiguous, fp32
+    p_order,
     p_indptr,
     p_num_partial,
     p_indices,
@@ -117,6 +127,7 @@ def _sparse_attention_fwd_kernel(
     q_heads,
     group_size,
     scale,
+    cap,
     stride_qb,
     stride_qn,
     stride_qh,
@@ -135,18 +146,20 @@ def _sparse_attention_fwd_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
+    CAPPED: tl.constexpr,
+    ORDERED: tl.constexpr,
 ):
     SPLIT_M: tl.constexpr = Q_BLOCK // BLOCK_M
     i_program = tl.program_id(0)
     i_h = (i_program % q_heads).to(tl.int64)
     i_b = (i_program // q_heads % batch).to(tl.int64)
-    i_tile = (tl.num_programs(0) - 1 - i_program) // (q_heads * batch)
-    i_row = i_tile // SPLIT_M
+    i_tile = i_program // (q_heads * batch)
+    lead = i_b * layout_stride_b + i_h * layout_stride_h
+    q_blocks = (seqlen_q + Q_BLOCK - 1) // Q_BLOCK
+    i_row = started_row(p_order, lead, i_tile // SPLIT_M, q_blocks, ORDERED)
     inner_q = i_tile % SPLIT_M * BLOCK_M + tl.arange(0, BLOCK_M)
     pos_q = i_row * Q_BLOCK + inner_q
 
-    lead = i_b * layout_stride_b + i_h * layout_stride_h
-    q_blocks = (seqlen_q + Q_BLOCK - 1) // Q_BLOCK
     start, partial, total = row_entries(p_indptr, p_num_partial, lead, i_row, q_blocks, capacity)
 
     p_k += i_b * stride_kb + i_h // group_size * stride_kh
@@ -156,7 +169,6 @@ def _sparse_attention_fwd_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
-    scale_log2 = scale * LOG2E
     whole = whole_tiles(total - partial, seqlen_k, KV_BLOCK, BLOCK_N)
     for MASKING in tl.static_range(3):
         if MASKING == PARTIAL:
@@ -167,9 +179,9 @@ def _sparse_attention_fwd_kernel(
             first, count = start + partial, total - partial
             begin, end = whole, tl.cdiv((total - partial) * KV_BLOCK, BLOCK_N)
         acc, row_max, row_sum = _attend(
-            acc, row_max, row_sum, b_q, inner_q, p_k, p_v, stride_kn, stride_vn, seqlen_k, scale_log2,
+            acc, row_max, row_sum, b_q, inner_q, p_k, p_v, stride_kn, stride_vn, seqlen_k, scale, cap,
             p_indices, p_codes, p_bits, p_bands, num_masks, first, count, begin, end,
-            MASKING, D, E, BLOCK_D, BLOCK_E, Q_BLOCK, KV_BLOCK, BLOCK_N, PRECISION,
+            MASKING, D, E, BLOCK_D, BLOCK_E, Q_BLOCK, KV_BLOCK, BLOCK_N, PRECISION, CAPPED,
         )  # fmt: skip
 
     empty = row_sum == 0
@@ -181,7 +193,9 @@ def _sparse_attention_fwd_kernel(
     store_rows(p_out, acc, pos_q, q_heads * E, seqlen_q, E, BLOCK_E)
 
 
-def attention_forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float) -> tuple[Tensor, Tensor]:
+def attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
     """As `kernels.reference.attention_forward`; fp32 inputs are multiplied in full fp32."""
     batch, seqlen_q, q_heads, head_dim = q.shape
     seqlen_k, kv_heads, head_dim_v = v.shape[1:]
@@ -192,6 +206,7 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scal
     q, scale = positive_scale(q, scale)
     q, k, v = (unit_stride(x) for x in (q, k, v))
     tiles = forward_tiles(q.device, q.dtype, head_dim, head_dim_v, layout.block_size)
+    order, ordered = order_argument(layout)
     q_tiles = layout.q_blocks * (layout.block_size[0] // tiles.block_m)
     _sparse_attention_fwd_kernel[(q_tiles * batch * q_heads,)](
         q,
@@ -199,6 +214,7 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scal
         v,
         out,
         lse,
+        order,
         *layout_arguments(layout),
         seqlen_q=seqlen_q,
         seqlen_k=seqlen_k,
@@ -206,6 +222,7 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scal
         q_heads=q_heads,
         group_size=q_heads // kv_heads,
         scale=scale,
+        cap=1.0 if softcap is None else softcap / scale,
         **strides("q", q),
         **strides("k", k),
         **strides("v", v),
@@ -218,6 +235,8 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scal
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         PRECISION="ieee",
+        CAPPED=softcap is not None,
+        ORDERED=ordered,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )

@@ -35,6 +35,12 @@ def layout_arguments(layout: BlockLayout) -> tuple[Tensor | int, ...]:
     )
 
 
+def order_argument(layout: BlockLayout) -> tuple[Tensor, bool]:
+    """The order in which to start rows, and whether there is one; else any tensor."""
+    order = layout.kv_order
+    return (layout.kv_indptr, False) if order is None else (order, True)
+
+
 def transposed_arguments(layout: BlockLayout) -> tuple[Tensor | int, ...]:
     """`layout_arguments` of the same blocks by kv block."""
     turned = layout.transposed

@@ -28,6 +28,16 @@ def row_entries(p_indptr, p_num_partial, lead, i_row, num_rows, capacity):
 
 
 @triton.jit
+def started_row(p_order, lead, rank, num_rows, ORDERED: tl.constexpr):
+    """The row that is started as number `rank`: by a layout's order, or the last first."""
+    row = num_rows - 1 - rank
+    if ORDERED:
+        row = tl.load(p_order + lead.to(tl.int64) * num_rows + rank)
+        row = tl.minimum(tl.maximum(row, 0), num_rows - 1)
+    return row
+
+
+@triton.jit
 def tile_positions(
     p_indices, p_codes, first, count, i_tile, seqlen, BLOCK: tl.constexpr, TILE: tl.constexpr, MASKING: tl.constexpr
 ):
@@ -122,3 +132,32 @@ def store_rows(p_base, rows, positions, stride, seqlen, DIM: tl.constexpr, BLOCK
     inside = ((positions >= 0) & (positions < seqlen))[:, None] & (o_d < DIM)[None, :]
     p_rows = p_base + positions.to(tl.int64)[:, None] * stride + o_d[None, :]
     tl.store(p_rows, rows.to(p_base.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def exp_rounded(x):
+    """exp of x <= 0 to about one unit in the last place, 0 below -87; the GPU's own is three times as far off."""
+    near = tl.where(x < -87.0, -87.0, tl.where(x > 88.0, 88.0, x))  # nan stays
+    n = tl.floor(near * LOG2E + 0.5)
+    f = near - n * 0.693359375  # ln 2 in two parts: the product with the first is exact
+    f = f + n * 2.12194440e-4
+    p = 1.0 / 5040 + f * 0.0
+    p = p * f + 1.0 / 720
+    p = p * f + 1.0 / 120
+    p = p * f + 1.0 / 24
+    p = p * f + 1.0 / 6
+    p = p * f + 0.5
+    p = p * f + 1.0
+    p = p * f + 1.0
+    n = tl.where(near == near, n, 0.0)
+    power = ((n.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+    return tl.where(x < -87.0, 0.0, p * power)
+
+
+@triton.jit
+def tanh(x):
+    """Hyperbolic tangent, near 0 by its series, where the closed form cancels."""
+    x2 = x * x
+    series = x * (1.0 + x2 * (-1.0 / 3 + x2 * (2.0 / 15 + x2 * (-17.0 / 315 + x2 * (62.0 / 2835)))))
+    closed = 1.0 - 2.0 / (tl.exp(2.0 * tl.minimum(tl.abs(x), 20.0)) + 1.0)
+    return tl.where(tl.abs(x) < 0.3, series, tl.where(x < 0, -closed, closed))

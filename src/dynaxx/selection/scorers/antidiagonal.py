@@ -38,8 +38,8 @@ class AntiDiagonal(Scorer):
     ) -> ScoreRows:
         size = divisor_at_most(min(grid.block_size), self.stride)
         count = lambda x: -(-x.shape[1] // size)
-        queries = Tiles(size, count(q), partial(_reversed_tiles, q, size, scale / size))
-        keys = Tiles(size, count(k), partial(_flat_tiles, k, size))
+        queries = Tiles(size, count(q), partial(_reversed_tiles, q, size, scale / size), q.dtype)
+        keys = Tiles(size, count(k), partial(_flat_tiles, k, size), k.dtype)
         return tile_scores(queries, keys, grid, (q.shape[0], q.shape[2]), memory_budget)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -11,9 +12,11 @@ from torch import Tensor
 from dynaxx.layout import BlockGrid
 
 MEMORY_BUDGET = 64 << 20  # bytes, where the caller does not say
+GPU_MEMORY_BUDGET = 1 << 30  # the same on a GPU, where many small steps cost more than memory
 
 ScoreRows = Callable[[int, int], Tensor]  # (first row, last row + 1) -> (B, Hq, R, C) fp32 logits
 Reduce = Callable[[Tensor, int], Tensor]  # (fp32 tensor, dim) -> without that dim
+_KERNELS: dict[Reduce, str] = {torch.mean: "mean", torch.amin: "smallest", torch.amax: "largest"}  # on a GPU
 
 
 class Scorer(ABC):
@@ -57,6 +60,10 @@ def per_kv_head(queries: Tensor, keys: Tensor) -> Tensor:
 
 def reduce_blocks(x: Tensor, size: int, reduce: Reduce, memory_budget: int) -> Tensor:
     """(B, N, H, D) -> (B, H, ceil(N / size), D) fp32, `reduce` over each `size` tokens, the last over what is left."""
+    if x.is_cuda and reduce in _KERNELS and find_spec("triton") is not None:
+        from dynaxx.kernels.triton.pool import pool_blocks
+
+        return pool_blocks(x, size, _KERNELS[reduce])
     batch, tokens, heads, dim = x.shape
     whole = tokens // size
     out = torch.empty(batch, heads, -(-tokens // size), dim, device=x.device)

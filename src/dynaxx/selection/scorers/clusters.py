@@ -90,6 +90,37 @@ class KeyClusters(Scorer):
         return centroids
 
 
+@dataclass(frozen=True)
+class ClusterRanks(Scorer):
+    """How well a block stands for a cluster of keys, whoever asks: what `ClusterGlobals` picks from.
+
+    Each cluster ranks the blocks by how many of its keys they hold, the earlier one first where two hold as many. A
+    block's logit is minus its best rank over the clusters: 0 holds the most keys of some cluster. Blocks beyond the
+    first `ranks` of every cluster have -inf.
+
+    Args:
+        index: the clusters.
+        ranks: how many blocks of each cluster to rank.
+    """
+
+    index: KeyClusters
+    ranks: int
+
+    def prepare(
+        self, q: Tensor, k: Tensor, grid: BlockGrid, scale: float, *, memory_budget: int = MEMORY_BUDGET
+    ) -> ScoreRows:
+        group_size = q.shape[2] // k.shape[2]
+        members = _members(k, self.index._centroids(k, memory_budget // 2), grid, memory_budget // 2)  # (B, Hk, K, C)
+        scores = k.new_full((*members.shape[:2], grid.kv_blocks), -torch.inf, dtype=torch.float32)
+        for rank in range(min(self.ranks, grid.kv_blocks)):
+            count, block = members.max(-1)
+            found = k.new_tensor(-float(rank), dtype=torch.float32).where(count > 0, -torch.inf)
+            scores.scatter_reduce_(-1, block, found, "amax")
+            members.scatter_(-1, block[..., None], 0.0)
+        scores = scores.repeat_interleave(group_size, dim=1)[:, :, None]  # (B, Hq, 1, C)
+        return lambda start, stop: scores.repeat(1, 1, stop - start, 1)
+
+
 def _nearest(keys: Tensor, centroids: Tensor) -> Tensor:
     """(B, Hk, n) int64: the centroid at the smallest distance."""
     half_norm = centroids.square().sum(-1)[:, :, None] / 2

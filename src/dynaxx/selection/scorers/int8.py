@@ -46,10 +46,10 @@ class Int8Pool(Scorer):
         q_size, k_size = (divisor_at_most(size, self.pool) for size in grid.block_size)
         queries = mean_tiles(q, q_size, share, scale)
         coarse_keys = _quantized(k, k_size, share)
-        rounded = Tiles(q_size, queries.count, lambda a, b: _round(queries.vectors(a, b)).values(0, b - a))
+        rounded = Tiles(q_size, queries.count, lambda a, b: _round(queries.vectors(a, b)).values(0, b - a), q.dtype)
         coarse = tile_scores(
             rounded,
-            Tiles(k_size, coarse_keys.numbers.shape[2], coarse_keys.values),
+            Tiles(k_size, coarse_keys.numbers.shape[2], coarse_keys.values, k.dtype),
             grid,
             heads,
             memory_budget // 2,

@@ -54,7 +54,7 @@ def mean_tiles(x: Tensor, size: int, memory_budget: int, scale: float = 1.0) -> 
         means = pooled(x[:, first * size : last * size], size, memory_budget)
         return means if scale == 1.0 else means * scale
 
-    return Tiles(size, -(-x.shape[1] // size), vectors)
+    return Tiles(size, -(-x.shape[1] // size), vectors, x.dtype)
 
 
 @dataclass(frozen=True)

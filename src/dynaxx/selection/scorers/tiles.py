@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ class Tiles:
     size: int  # tokens per tile; divides the block
     count: int  # ceil(seqlen / size)
     vectors: Callable[[int, int], Tensor]  # (first, last + 1) -> (B, H, last - first, E) fp32
+    dtype: torch.dtype = torch.float32  # of the tokens: a GPU multiplies the vectors in it
 
 
 def tile_scores(
@@ -37,11 +39,13 @@ def tile_scores(
         hold_keys: keep the vectors of all keys if they fit; False where making them again is cheap.
     """
     q_parts, k_parts = grid.block_size[0] // queries.size, grid.block_size[1] // keys.size
+    sample = keys.vectors(0, min(1, keys.count))
+    if sample.is_cuda and keys.count and find_spec("triton") is not None:
+        return _fused(queries, keys, grid, memory_budget)
     row_bytes = 3 * 4 * heads[0] * heads[1] * max(1, keys.count)
     # A few q tiles at a time: whole rows of blocks, or a power of two of tiles that divides one.
     at_once = max(1, memory_budget // 2 // row_bytes)
     at_once = at_once // q_parts * q_parts if at_once >= q_parts else 1 << at_once.bit_length() - 1
-    sample = keys.vectors(0, min(1, keys.count))
     key_bytes = 2 * 4 * sample[:, :, :1].numel()
     held = keys.vectors(0, keys.count) if hold_keys and keys.count * key_bytes <= memory_budget // 2 else None
     position = torch.arange(keys.count, device=sample.device) * keys.size
@@ -80,3 +84,27 @@ def tile_scores(
         return mass.log_()
 
     return rows
+
+
+def _fused(queries: Tiles, keys: Tiles, grid: BlockGrid, memory_budget: int) -> ScoreRows:
+    """The same in one kernel, which stores nothing between tiles and blocks; the vectors of all keys are held."""
+    from dynaxx.kernels.triton.tile_mass import tile_mass
+
+    held = _in_dtype(keys, 0, keys.count, memory_budget // 2)
+    q_parts = grid.block_size[0] // queries.size
+
+    def rows(start: int, stop: int) -> Tensor:
+        first, last = start * q_parts, min(stop * q_parts, queries.count)
+        some = _in_dtype(queries, first, last, memory_budget // 2)
+        return tile_mass(some, held, first, stop - start, grid, (queries.size, keys.size)).log_()
+
+    return rows
+
+
+def _in_dtype(tiles: Tiles, first: int, last: int, memory_budget: int) -> Tensor:
+    """(B, H, last - first, E) vectors in the tokens' dtype, made a piece at a time."""
+    sample = tiles.vectors(first, first + 1)
+    out = sample.new_empty(*sample.shape[:2], last - first, sample.shape[3], dtype=tiles.dtype)
+    for a, b in pieces(last - first, 3 * sample.numel() * sample.itemsize, memory_budget):
+        out[:, :, a:b] = tiles.vectors(first + a, first + b)
+    return out

@@ -1,0 +1,96 @@
+"""Time to first token of a whole model: transformers' SDPA beside a policy, same process, Llama-3.1-8B's shape.
+
+Weights are random, so this measures speed and memory, not quality. Needs a GPU of 80 GB for 128k tokens.
+
+python benchmarks/gpu_prefill.py [--lengths 1024,8192,32768,131072] [--layers 32] [--json FILE]
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import dynaxx as dx
+from dynaxx.integrations.transformers import model_facts
+from dynaxx.policy import Policy, Rule
+
+
+def make_model(layers):
+    config = LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=layers, num_attention_heads=32,
+        num_key_value_heads=8, vocab_size=128256, max_position_embeddings=1 << 20, rope_theta=500000.0,
+        attn_implementation="sdpa",
+    )  # fmt: skip
+    with torch.device("cuda"):
+        torch.set_default_dtype(torch.bfloat16)
+        model = LlamaForCausalLM(config).eval()
+        torch.set_default_dtype(torch.float32)
+    return model
+
+
+def first_token(model, ids, runs):
+    """Median milliseconds until the first token, and the peak of memory above the weights, MiB."""
+    times = []
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(runs + 1):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        with torch.inference_mode():
+            out = model(ids, logits_to_keep=1, use_cache=True)
+            out.logits.argmax(-1)
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end))
+        del out
+    return sorted(times[1:])[(runs - 1) // 2], (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", default="1024,8192,32768,131072")
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--block-size", type=int, default=128)
+    parser.add_argument("--dense-below", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    model = make_model(args.layers)
+    attention = dx.SlidingWindow(1024) | dx.Sink(128) | dx.TopK(0.1)
+    policy = Policy(
+        model=model_facts(model),
+        block_size=args.block_size,
+        dense_below=args.dense_below,
+        rules=[Rule.of(attention)],
+    )
+    rows = []
+    for seqlen in map(int, args.lengths.split(",")):
+        ids = torch.randint(0, 128000, (1, seqlen), device="cuda")
+        runs = 3 if seqlen > 65536 else 5 if seqlen > 16384 else 15
+        dense, dense_peak = first_token(model, ids, runs)
+        with dx.apply(model, policy) as handle:
+            sparse, sparse_peak = first_token(model, ids, runs)
+            stats = handle.stats()
+        again, _ = first_token(model, ids, runs)
+        row = {
+            "seqlen": seqlen,
+            "sdpa_ms": round(min(dense, again), 1),
+            "dynaxx_ms": round(sparse, 1),
+            "speedup": round(min(dense, again) / sparse, 3),
+            "sdpa_peak_MiB": round(dense_peak),
+            "dynaxx_peak_MiB": round(sparse_peak),
+            "sparse_calls": stats["sparse_calls"],
+            "dense_calls": stats["dense_calls"],
+        }
+        rows.append(row)
+        print(row, flush=True)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {args.layers} layers, {attention}")
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()

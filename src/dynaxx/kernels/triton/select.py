@@ -1,0 +1,328 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""Choosing blocks on the device: from scores to a `BlockLayout`'s tensors, without a sort and without the host.
+
+One program per row of q blocks. `_choose_kernel` finds the row's threshold by bisection over the bits of its scores and
+writes the choice as bits with two counts; after a cumulative sum of the counts, `_emit_kernel` writes the row's entries
+where they belong. What a pattern shows anyway comes as a layout's row and is never chosen twice.
+
+Legend: R rows of q blocks, C kv blocks, W words of 32 blocks.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dynaxx.layout import BlockGrid, BlockLayout, ElementMasks
+from dynaxx.layout.masks import causal_code_terms
+
+FULL = tl.constexpr(-1)
+EMPTY = tl.constexpr(-2)
+TOP_K = tl.constexpr(0)
+TOP_P = tl.constexpr(1)
+OF_MAX = tl.constexpr(2)
+OF_UNIFORM = tl.constexpr(3)
+MODES = {"top_k": 0, "top_p": 1, "of_max": 2, "of_uniform": 3}
+
+
+class ChoiceRule(NamedTuple):
+    """How much to keep of a row."""
+
+    mode: str  # of MODES
+    amounts: Tensor  # (q_heads | 1,) fp32: a number or share of blocks, a share of mass, or of the reference
+    shares: bool  # top_k: whether amounts are shares of the visible blocks
+    floor: int  # top_k: rows that see less get the share of so many
+
+
+class StaticEntries(NamedTuple):
+    """What a pattern shows, by row, and the masks it shares with causality."""
+
+    layout: BlockLayout | None  # of the pattern, on the device
+    codes: Tensor  # (nnz,) int32: its entries' codes in `masks`
+    same_as_causal: Tensor  # (len(masks) | 1,) int32: the causal mask that equals a mask, else EMPTY
+    masks: ElementMasks  # the causal masks, then the pattern's
+    counts: Tensor  # (R,) int64 on the host: blocks that the pattern shows
+
+
+@triton.jit
+def _causal_code(distance, first, step, CAUSAL: tl.constexpr, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr):
+    """`layout.masks.causal_codes` of blocks whose first query lies `distance` behind their first key."""
+    if CAUSAL:
+        code = (distance - first) // step
+        code = tl.where(distance >= KV_BLOCK - 1, FULL, code)
+        code = tl.where(distance <= -Q_BLOCK, EMPTY, code)
+    else:
+        code = distance * 0 + FULL
+    return code
+
+
+@triton.jit
+def _static_row(
+    p_indptr, p_indices, p_codes, p_same, i_row, o_c, row_distance, first, step,
+    HAS_STATIC: tl.constexpr, CAUSAL: tl.constexpr, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Code that the pattern gives each block of a row [C], EMPTY where none, and whether that is all it can show."""
+    own = o_c * 0 + EMPTY
+    covered = o_c < 0
+    if HAS_STATIC:
+        for entry in range(tl.load(p_indptr + i_row), tl.load(p_indptr + i_row + 1)):
+            block = tl.load(p_indices + entry)
+            code = tl.load(p_codes + entry)
+            same = tl.load(p_same + tl.maximum(code, 0))
+            causal = _causal_code(row_distance - block * KV_BLOCK, first, step, CAUSAL, Q_BLOCK, KV_BLOCK)
+            own = tl.where(o_c == block, code, own)
+            covered = covered | ((o_c == block) & ((code == FULL) | ((code >= 0) & (same == causal))))
+    return own, covered
+
+
+@triton.jit
+def _keys_of(scores):
+    """fp32 as uint32 of the same order."""
+    bits = scores.to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.uint32, bitcast=True) ^ 0x80000000
+
+
+@triton.jit
+def _top(keys, optional, weights, goal):
+    """The best of `optional` whose weights before them, best first and ties from the left, sum to less than `goal`."""
+    threshold = tl.full([1], 0, tl.uint32)
+    for i_bit in tl.static_range(32):
+        candidate = threshold | (1 << (31 - i_bit))
+        above = tl.sum(tl.where(optional & (keys >= candidate), weights, 0.0), 0)
+        threshold = tl.where(above >= goal, candidate, threshold)
+    ahead = tl.sum(tl.where(optional & (keys > threshold), weights, 0.0), 0)
+    tied = optional & (keys == threshold)
+    tied_weights = tl.where(tied, weights, 0.0)
+    before = ahead + tl.cumsum(tied_weights, 0) - tied_weights
+    return (optional & (keys > threshold)) | (tied & (before < goal))
+
+
+@triton.jit(do_not_specialize=["first_row", "rows", "seqlen_q", "seqlen_k", "q_blocks", "kv_blocks", "q_heads"])
+def _choose_kernel(
+    p_scores,  # (B, Hq, rows, C) fp32 contiguous
+    p_amounts,  # (Hq | 1,) fp32
+    p_indptr,
+    p_indices,
+    p_codes,
+    p_same,
+    p_bits,  # (B, Hq, R, W) int32
+    p_counts,  # (B, Hq, R) int32: visited blocks
+    p_partial,  # (B, Hq, R) int32: partial ones
+    first_row,
+    rows,
+    seqlen_q,
+    seqlen_k,
+    q_blocks,
+    kv_blocks,
+    q_heads,
+    amount_stride,
+    floor,
+    first_distance,
+    step,
+    MODE: tl.constexpr,
+    SHARES: tl.constexpr,
+    HAS_STATIC: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    Q_BLOCK: tl.constexpr,
+    KV_BLOCK: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    i_program = tl.program_id(0).to(tl.int64)
+    i_bh = i_program // rows
+    i_row = (first_row + i_program % rows).to(tl.int32)
+    o_c = tl.arange(0, BLOCK_C)
+    row_distance = i_row * Q_BLOCK + seqlen_k - seqlen_q
+    causal = _causal_code(row_distance - o_c * KV_BLOCK, first_distance, step, CAUSAL, Q_BLOCK, KV_BLOCK)
+    last = tl.minimum(i_row * Q_BLOCK + Q_BLOCK, seqlen_q) - 1 + seqlen_k - seqlen_q
+    visible = kv_blocks
+    if CAUSAL:
+        visible = tl.where(last < 0, 0, tl.minimum(last // KV_BLOCK + 1, kv_blocks))
+    own, covered = _static_row(
+        p_indptr, p_indices, p_codes, p_same, i_row, o_c, row_distance, first_distance, step,
+        HAS_STATIC, CAUSAL, Q_BLOCK, KV_BLOCK,
+    )  # fmt: skip
+    seen = o_c < visible
+    optional = seen & (causal != EMPTY) & ~covered
+    scores = tl.load(p_scores + i_program * kv_blocks + o_c, mask=seen, other=float("-inf"))
+    amount = tl.load(p_amounts + i_bh % q_heads * amount_stride)
+    if MODE == TOP_K:
+        count = amount
+        if SHARES:
+            count = tl.ceil(tl.maximum(visible, floor).to(tl.float32) * amount)
+        everything = count >= visible
+        chosen = _top(_keys_of(scores), optional & (scores != float("-inf")), o_c * 0.0 + 1.0, count)
+        chosen = tl.where(everything, optional, chosen)
+    else:
+        best = tl.max(scores, 0)
+        mass = tl.exp(scores - tl.where(best == float("-inf"), 0.0, best))
+        total = tl.sum(mass, 0)
+        if MODE == TOP_P:
+            share = mass / tl.where(total == 0, 1.0, total)
+            sure = tl.sum(tl.where(covered, share, 0.0), 0)
+            goal = amount - sure
+            chosen = _top(_keys_of(scores), optional & (share * 0 < goal), share, goal)
+            chosen = tl.where(amount >= 1, optional, chosen)
+        else:
+            reference = best
+            if MODE == OF_UNIFORM:
+                uniform = tl.where(total == 0, 1.0, total) / tl.maximum(visible, 1).to(tl.float32)
+                reference = best + tl.log(uniform)
+            least = tl.where(amount == 0, float("-inf"), reference + tl.log(tl.where(amount == 0, 1.0, amount)))
+            chosen = optional & (scores >= least)
+
+    code = tl.where(chosen, causal, own)
+    i_out = i_bh * q_blocks + i_row
+    tl.store(p_counts + i_out, tl.sum((code != EMPTY).to(tl.int32), 0))
+    tl.store(p_partial + i_out, tl.sum((code >= 0).to(tl.int32), 0))
+    words = tl.sum(tl.reshape(chosen.to(tl.int32), [BLOCK_C // 32, 32]) << tl.arange(0, 32)[None, :], 1)
+    o_w = tl.arange(0, BLOCK_C // 32)
+    num_words = (kv_blocks + 31) // 32
+    tl.store(p_bits + i_out * num_words + o_w, words, mask=o_w < num_words)
+
+
+@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "q_blocks", "kv_blocks", "capacity"])
+def _emit_kernel(
+    p_bits,
+    p_row_indptr,  # (B, Hq, R + 1) int32: where each row's entries go
+    p_indptr,
+    p_indices,
+    p_codes,
+    p_same,
+    p_out_indices,  # (capacity,) int32
+    p_out_codes,
+    capacity,
+    seqlen_q,
+    seqlen_k,
+    q_blocks,
+    kv_blocks,
+    first_distance,
+    step,
+    HAS_STATIC: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    Q_BLOCK: tl.constexpr,
+    KV_BLOCK: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    i_program = tl.program_id(0).to(tl.int64)
+    i_row = (i_program % q_blocks).to(tl.int32)
+    o_c = tl.arange(0, BLOCK_C)
+    row_distance = i_row * Q_BLOCK + seqlen_k - seqlen_q
+    own, _ = _static_row(
+        p_indptr, p_indices, p_codes, p_same, i_row, o_c, row_distance, first_distance, step,
+        HAS_STATIC, CAUSAL, Q_BLOCK, KV_BLOCK,
+    )  # fmt: skip
+    num_words = (kv_blocks + 31) // 32
+    word = tl.load(p_bits + i_program * num_words + o_c // 32, mask=o_c < kv_blocks, other=0)
+    causal = _causal_code(row_distance - o_c * KV_BLOCK, first_distance, step, CAUSAL, Q_BLOCK, KV_BLOCK)
+    code = tl.where(((word >> (o_c % 32)) & 1) != 0, causal, own)
+    partial = (code >= 0).to(tl.int32)
+    full = (code == FULL).to(tl.int32)
+    start = tl.load(p_row_indptr + i_program + i_program // q_blocks)
+    slot = tl.where(partial == 1, tl.cumsum(partial, 0) - 1, tl.sum(partial, 0) + tl.cumsum(full, 0) - 1)
+    kept = (code != EMPTY) & (start + slot < capacity)
+    tl.store(p_out_indices + start + slot, o_c, mask=kept)
+    tl.store(p_out_codes + start + slot, code, mask=kept)
+
+
+def choose_rows(
+    scores: Tensor,
+    first_row: int,
+    grid: BlockGrid,
+    rule: ChoiceRule,
+    static: StaticEntries,
+    bits: Tensor,
+    counts: Tensor,
+    partial: Tensor,
+) -> None:
+    """Choose blocks of some rows.
+
+    Args:
+        scores: (B, Hq, rows, C) fp32, of rows from `first_row`.
+        bits: (B, Hq, R, W) int32, written: the chosen blocks.
+        counts, partial: (B, Hq, R) int32, written: visited and partial blocks, the pattern's included.
+    """
+    batch, q_heads, rows, _ = scores.shape
+    block_c = _columns(grid.kv_blocks)
+    _choose_kernel[(batch * q_heads * rows,)](
+        scores.contiguous(),
+        rule.amounts,
+        *_static_arguments(static, counts),
+        bits,
+        counts,
+        partial,
+        first_row=first_row,
+        rows=rows,
+        seqlen_q=grid.seqlen_q,
+        seqlen_k=grid.seqlen_k,
+        q_blocks=grid.q_blocks,
+        kv_blocks=grid.kv_blocks,
+        q_heads=q_heads,
+        amount_stride=1 if rule.amounts.numel() > 1 else 0,
+        floor=rule.floor,
+        **_causal_arguments(grid),
+        MODE=MODES[rule.mode],
+        SHARES=rule.shares,
+        HAS_STATIC=static.layout is not None,
+        BLOCK_C=block_c,
+        num_warps=_warps(block_c),
+    )
+
+
+def emit_entries(
+    bits: Tensor, kv_indptr: Tensor, grid: BlockGrid, static: StaticEntries, capacity: int
+) -> tuple[Tensor, Tensor]:
+    """Write the entries of a layout: (kv_indices, kv_masks), each (capacity,) int32.
+
+    Args:
+        bits: (B, Hq, R, W) int32, the chosen blocks.
+        kv_indptr: (B, Hq, R + 1) int32, where each row's entries go, the pattern's included.
+    """
+    indices = torch.empty(capacity, dtype=torch.int32, device=bits.device)
+    codes = torch.empty_like(indices)
+    block_c = _columns(grid.kv_blocks)
+    _emit_kernel[(bits.shape[0] * bits.shape[1] * grid.q_blocks,)](
+        bits,
+        kv_indptr,
+        *_static_arguments(static, kv_indptr),
+        indices,
+        codes,
+        capacity=capacity,
+        seqlen_q=grid.seqlen_q,
+        seqlen_k=grid.seqlen_k,
+        q_blocks=grid.q_blocks,
+        kv_blocks=grid.kv_blocks,
+        **_causal_arguments(grid),
+        HAS_STATIC=static.layout is not None,
+        BLOCK_C=block_c,
+        num_warps=_warps(block_c),
+    )
+    return indices, codes
+
+
+def _columns(kv_blocks: int) -> int:
+    return max(32, triton.next_power_of_2(kv_blocks))
+
+
+def _warps(block_c: int) -> int:
+    """Warps of a row: a single one up to 1,024 blocks needs no barrier for its sums."""
+    return min(16, max(1, block_c // 1024))
+
+
+def _static_arguments(static: StaticEntries, anything: Tensor) -> tuple[Tensor, ...]:
+    if static.layout is None:
+        return anything, anything, anything, static.same_as_causal
+    return static.layout.kv_indptr, static.layout.kv_indices, static.codes, static.same_as_causal
+
+
+def _causal_arguments(grid: BlockGrid) -> dict[str, int | bool]:
+    first, step = causal_code_terms(grid)
+    q_block, kv_block = grid.block_size
+    return {
+        "first_distance": first,
+        "step": step,
+        "CAUSAL": grid.causal,
+        "Q_BLOCK": q_block,
+        "KV_BLOCK": kv_block,
+    }

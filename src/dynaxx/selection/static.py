@@ -1,0 +1,41 @@
+"""What a hybrid's pattern shows anyway, beside the masks of causality. Made on the host, once per pattern and grid."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dynaxx.layout import EMPTY, BlockGrid, BlockLayout, ElementMasks
+from dynaxx.layout.masks import causal_masks
+from dynaxx.patterns.base import Pattern
+
+
+class Static(NamedTuple):
+    """A pattern's blocks. All tensors are on the host."""
+
+    layout: BlockLayout | None  # shared by all heads; None without a pattern
+    codes: Tensor  # (nnz,) int64: the code of each of its entries in `masks`
+    same_as_causal: Tensor  # (len(masks) | 1,) int64: for a mask, the causal mask that equals it, else EMPTY
+    masks: ElementMasks  # the causal masks, then the pattern's
+    counts: Tensor  # (q_blocks,) int64: how many blocks it shows
+
+
+@lru_cache(maxsize=64)
+def static_part(pattern: Pattern | None, grid: BlockGrid) -> Static:
+    """The blocks of `pattern` on `grid`, nothing for None."""
+    causal = causal_masks(grid)
+    none = torch.zeros(0, dtype=torch.int64)
+    if pattern is None:
+        return Static(None, none, none.new_full((1,), EMPTY), causal, none.new_zeros(grid.q_blocks))
+    layout = pattern.layout(grid.seqlen_q, grid.seqlen_k, causal=grid.causal, block_size=grid.block_size)
+    masks = causal.append(layout.masks)
+    equal = (masks.bits[:, None] == causal.bits[None]).flatten(2).all(-1)  # (masks, causal masks)
+    same = none.new_full((max(1, len(masks)),), EMPTY)
+    which, twin = equal.nonzero(as_tuple=True)
+    same[which] = twin
+    codes = layout.entries()[2]
+    codes = torch.where(codes >= 0, codes + len(causal), codes)
+    return Static(layout, codes, same, masks, layout.kv_num_blocks[0, 0].long())
