@@ -1,0 +1,78 @@
+"""`hide_keys`: the same layout without some keys, such as padding, which differ by sequence of a batch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dynaxx.layout.block_layout import BlockLayout
+from dynaxx.layout.masks import EMPTY, ElementMasks
+
+
+def hide_keys(layout: BlockLayout, visible: Tensor) -> BlockLayout:
+    """Hide keys from every query. O(visited blocks x batch); the layout itself where nothing is hidden.
+
+    Args:
+        layout: shared by the batch (layout_batch 1).
+        visible: (batch, seqlen_k) bool, True = as the layout says, False = hidden.
+
+    Returns:
+        A layout of batch 1 where all rows of `visible` are equal, else of `batch`. Blocks whose keys are all hidden
+        are not visited. Reads back from the device.
+
+    Raises:
+        ValueError: a layout of a batch, or `visible` of another shape or dtype.
+    """
+    if layout.layout_batch != 1:
+        raise ValueError(f"`layout` must be shared by the batch, got layout_batch = {layout.layout_batch}")
+    if visible.dtype != torch.bool or visible.ndim != 2 or visible.shape[1] != layout.seqlen_k:
+        raise ValueError(
+            f"`visible` must be bool (batch, seqlen_k = {layout.seqlen_k}), got {visible.dtype} {tuple(visible.shape)}"
+        )
+    visible = visible.to(layout.device)
+    if bool((visible == visible[:1]).all()):
+        visible = visible[:1]
+    if bool(visible.all()):
+        return layout
+    lead, cols, codes = layout.entries()
+    kind, tiles = _key_tiles(visible, layout)
+    batch, rows = len(visible), layout.layout_heads * layout.q_blocks
+    shift = torch.arange(batch, device=layout.device)[:, None]
+    lead = (lead + shift * rows).flatten()
+    tile = kind[shift, cols].flatten()
+    cols, codes = cols.repeat(batch), codes.repeat(batch)
+    kept = tiles.any(-1)[tile]
+    lead, cols, codes, tile = lead[kept], cols[kept], codes[kept], tile[kept]
+    masks, codes = _cut_masks(layout, codes, tile, tiles)
+    return BlockLayout.from_entries(
+        layout.grid(), lead, cols, codes, masks, layout_batch=batch, layout_heads=layout.layout_heads
+    )
+
+
+def _key_tiles(visible: Tensor, layout: BlockLayout) -> tuple[Tensor, Tensor]:
+    """Distinct rows of keys of a block, (tiles, kv_block) bool, and which of them each block has, (batch, kv_blocks).
+
+    Keys beyond the sequence count as visible, as they do in full blocks, unless all keys of the block are hidden.
+    """
+    kv_block = layout.block_size[1]
+    shape, beyond = (len(visible), layout.kv_blocks, kv_block), (0, layout.kv_blocks * kv_block - layout.seqlen_k)
+    some = torch.nn.functional.pad(visible, beyond, value=False).view(shape).any(-1, keepdim=True)
+    padded = torch.nn.functional.pad(visible, beyond, value=True).view(shape) & some
+    tiles, kind = padded.flatten(0, 1).unique(dim=0, return_inverse=True)
+    return kind.view(shape[:2]), tiles
+
+
+def _cut_masks(layout: BlockLayout, codes: Tensor, tile: Tensor, tiles: Tensor) -> tuple[ElementMasks, Tensor]:
+    """The table of masks with keys hidden, and the code of each block in it."""
+    whole = tiles.all(-1)[tile]
+    pair = (codes + 1) * len(tiles) + tile
+    pairs, entry = pair[~whole].unique(return_inverse=True)
+    table = layout.masks.to_dense()
+    table = torch.cat([table.new_ones(1, *layout.block_size), table])  # code FULL = -1 comes first
+    cut = table[pairs // len(tiles)] & tiles[pairs % len(tiles), None]
+    masks = layout.masks.append(ElementMasks.from_dense(cut))
+    own_code = torch.arange(len(cut), device=cut.device) + len(layout.masks)
+    own_code = torch.where(cut.flatten(1).any(1), own_code, EMPTY)
+    codes = codes.clone()
+    codes[~whole] = own_code[entry]
+    return masks, codes
