@@ -173,7 +173,6 @@ CATALOG: dict[str, Metric] = {
             combine="max",
         ),
         # ---- what is in force ----------------------------------------------------------------------------------------
-        Metric("dynaxx_build_info", "info", "The program.", ("version", "torch", "device")),
         Metric("dynaxx_policy_info", "info", "The policy in force.", ("version", "digest")),
         Metric("dynaxx_policy_loaded_timestamp_seconds", "gauge", "When it came into force, in Unix time."),
         Metric("dynaxx_policy_reloads_total", "counter", "Changed policy files by result: ok, failed.", ("result",)),
@@ -201,7 +200,6 @@ EVENTS: dict[str, str] = {
     "policy_removed": "a policy was taken off its model",
     "kill_switch_on": "the kill switch was turned on",
     "kill_switch_off": "the kill switch was turned off",
-    "rollout_changed": "the share of requests that run sparse changed",
     "guard_warned": "an estimate crossed its limit; the policy says to warn",
     "guard_widened": "an estimate crossed its limit; the guard widened the budget",
     "guard_dense": "an estimate crossed its limit; the guard went dense",
