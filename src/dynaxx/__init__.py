@@ -35,6 +35,7 @@ _SOURCES = {
     ),
     "dynaxx.selection": (
         "AntiDiagonal",
+        "ClusterGlobals",
         "Hybrid",
         "Int8Pool",
         "KeyClusters",

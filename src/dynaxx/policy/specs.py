@@ -236,6 +236,18 @@ class Int8Pool(_Leaf):
     survivors: Share = 0.5
 
 
+class ClusterGlobals(_Leaf):
+    """For every query the blocks that hold the most keys of each cluster; one number, or one per head that the rule
+    covers."""
+
+    makes = s.ClusterGlobals
+    kind: Literal["cluster_globals"] = "cluster_globals"
+    per_cluster: Count | tuple[Count, ...] = 1
+    clusters: Positive = 32
+    iterations: Positive = 4
+    seed: Int = 0
+
+
 class TopK(Spec):
     """The best-scored blocks: a `share` of the causally visible ones, or a number of `blocks`; one value, or one per
     head that the rule covers. JSON does not tell 1 from 1.0, so the two have names."""
@@ -335,7 +347,7 @@ PatternSpec: TypeAlias = Annotated[
 ScorerSpec: TypeAlias = Annotated[
     MeanPool | MinMax | LastQueryProbe | AntiDiagonal | SimHash | KeyClusters | Int8Pool, Field(discriminator="kind")
 ]
-SelectorSpec: TypeAlias = Annotated[TopK | TopP | Threshold, Field(discriminator="kind")]
+SelectorSpec: TypeAlias = Annotated[TopK | TopP | Threshold | ClusterGlobals, Field(discriminator="kind")]
 AttentionSpec: TypeAlias = Annotated[
     Causal
     | Full
@@ -354,6 +366,7 @@ AttentionSpec: TypeAlias = Annotated[
     | TopK
     | TopP
     | Threshold
+    | ClusterGlobals
     | Hybrid
     | Dense,
     Field(discriminator="kind"),
@@ -381,6 +394,7 @@ _LEAVES: tuple[type[_Leaf], ...] = (
     SimHash,
     KeyClusters,
     Int8Pool,
+    ClusterGlobals,
 )
 _SPEC_OF = {leaf.makes: leaf for leaf in _LEAVES}
 

@@ -2,6 +2,7 @@
 
 from dynaxx.selection.base import Hybrid, Selector, select_blocks
 from dynaxx.selection.budgets import Threshold, TopK, TopP
+from dynaxx.selection.globals import ClusterGlobals
 from dynaxx.selection.recall import Recall, recall
 from dynaxx.selection.scorers import (
     AntiDiagonal,
@@ -16,6 +17,7 @@ from dynaxx.selection.scorers import (
 
 __all__ = [
     "AntiDiagonal",
+    "ClusterGlobals",
     "Hybrid",
     "Int8Pool",
     "KeyClusters",

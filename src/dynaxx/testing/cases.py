@@ -13,6 +13,7 @@ from dynaxx import patterns as p
 from dynaxx.layout import BLOCK_SIZES, BlockLayout
 from dynaxx.selection import (
     AntiDiagonal,
+    ClusterGlobals,
     Int8Pool,
     KeyClusters,
     LastQueryProbe,
@@ -77,6 +78,7 @@ def random_selector(rng: random.Random) -> Selector:
         lambda: TopP(rng.random(), scorer),
         lambda: Threshold(rng.random(), "max", scorer),
         lambda: Threshold(2 * rng.random(), "uniform", scorer),
+        lambda: ClusterGlobals(rng.randint(0, 3), rng.choice((1, 4, 16)), seed=rng.randint(0, 9)),
     )
     return rng.choice(budgets)()
 

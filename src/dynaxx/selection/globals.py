@@ -1,0 +1,58 @@
+"""Global columns from the data: blocks that stand for the clusters of keys, in sight of every query."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from dynaxx.selection.base import Selector
+from dynaxx.selection.scorers import KeyClusters, Scorer
+from dynaxx.selection.scorers.clusters import ClusterRanks
+
+
+@dataclass(frozen=True)
+class ClusterGlobals(Selector):
+    """Keep, of every cluster of keys, the blocks that hold the most of its keys: for every query the same ones.
+
+    The keys of each kv head are clustered as by `KeyClusters` (the inverted-file index of nearest-neighbour search).
+    Whatever a query looks for, the cluster that answers has a block that it sees: global tokens as Longformer and
+    BigBird have them, but where the keys of this prompt say. Nothing depends on the queries, so a choice is good for
+    every q head of a group and for later queries. Beside `LocalBlocks` or `SlidingWindow` it is a whole attention rule.
+
+    Args:
+        per_cluster: blocks that each cluster keeps in sight (fewer where its keys lie in fewer; one block may stand for
+            several clusters); a tuple has one number per q head.
+        clusters, iterations, seed: as `KeyClusters`.
+    """
+
+    per_cluster: float | tuple[float, ...] = 1
+    clusters: int = 32
+    iterations: int = 4
+    seed: int = 0
+    scorer: Scorer = field(init=False, repr=False, compare=False)
+    budget_field: ClassVar[str] = "per_cluster"
+    everything: ClassVar[float] = math.inf
+
+    def __post_init__(self) -> None:
+        for blocks in self._counts():
+            if not blocks >= 0:
+                raise ValueError(f"`per_cluster` must be a number of blocks >= 0, got {blocks}")
+        index = KeyClusters(self.clusters, iterations=self.iterations, seed=self.seed)
+        ranked = max([int(blocks) for blocks in self._counts() if math.isfinite(blocks)], default=0)
+        object.__setattr__(self, "scorer", ClusterRanks(index, ranked))
+
+    def choose(self, scores: Tensor, optional: Tensor, visible: Tensor) -> Tensor:
+        counts = self._counts()
+        if len(counts) not in (1, scores.shape[1]):
+            raise ValueError(
+                f"`per_cluster` must be one value or one per q head ({scores.shape[1]}), got {len(counts)}"
+            )
+        count = torch.tensor(counts, dtype=torch.float32, device=scores.device)[:, None, None]
+        return ((scores > -count) | (count >= scores.shape[-1])) & optional
+
+    def _counts(self) -> tuple[float, ...]:
+        return self.per_cluster if isinstance(self.per_cluster, tuple) else (self.per_cluster,)
