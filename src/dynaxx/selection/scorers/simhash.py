@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -40,8 +41,7 @@ class SimHash(Scorer):
     def prepare(
         self, q: Tensor, k: Tensor, grid: BlockGrid, scale: float, *, memory_budget: int = MEMORY_BUDGET
     ) -> ScoreRows:
-        random = torch.Generator().manual_seed(self.seed)
-        planes = torch.randn(k.shape[-1], self.tables * self.bits, generator=random).to(k.device)
+        planes = _planes(k.shape[-1], self.tables * self.bits, self.seed, k.device)
         center = _mean_token(k)
         q_block, kv_block = grid.block_size
         of_keys = self._histograms(k, kv_block, planes, center, memory_budget // 2).transpose(-1, -2)
@@ -69,6 +69,13 @@ class SimHash(Scorer):
             bucket = (bucket + block[:, None] * width).flatten(2)
             out.scatter_add_(-1, bucket, torch.ones((), device=x.device).expand_as(bucket))
         return out.view(batch, heads, blocks, width)
+
+
+@lru_cache(maxsize=16)
+def _planes(head_dim: int, count: int, seed: int, device: torch.device) -> Tensor:
+    """(head_dim, count) fp32, the same on every device."""
+    with torch.inference_mode(False):
+        return torch.randn(head_dim, count, generator=torch.Generator().manual_seed(seed)).to(device)
 
 
 def _mean_token(x: Tensor) -> Tensor:
