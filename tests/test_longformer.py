@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import dynaxx as dx
-from dynaxx.integrations import encoders
 from dynaxx.integrations.encoders import apply_to_encoder
 
 transformers = pytest.importorskip("transformers")
@@ -108,7 +107,7 @@ def test_led(globals_):
     model = led()
     inputs = inputs_of(70, "right", globals_)
     own = model(**inputs).encoder_last_hidden_state
-    with apply_to_encoder(model) as handle:
+    with dx.apply(model) as handle:
         torch.testing.assert_close(model(**inputs).encoder_last_hidden_state, own, atol=2e-5, rtol=2e-5)
         assert handle.stats()["sparse_calls"] == 2
 
@@ -304,7 +303,7 @@ def test_an_exported_or_compiled_model_runs_as_before():
 @pytest.mark.parametrize("wrong", [None, "a model", torch.zeros(3)])
 def test_no_model_is_refused(wrong):
     with pytest.raises(TypeError, match="must be a transformers model"):
-        apply_to_encoder(wrong)
+        dx.apply(wrong)
 
 
 def test_other_models_and_choices_are_refused():
@@ -314,8 +313,9 @@ def test_other_models_and_choices_are_refused():
         )
     )
     with pytest.raises(dx.UnsupportedInputError, match="name a policy"):
-        apply_to_encoder(bert)
+        dx.apply(bert)
     with pytest.raises(ValueError, match="`global_keys` must be one of"):
         apply_to_encoder(longformer(), global_keys="both")
     assert not hasattr(bert, "dynaxx")
-    assert encoders.GlobalKeys
+    with pytest.raises(TypeError, match="must be a Policy"):
+        dx.apply(longformer(), name="longformer")

@@ -8,12 +8,13 @@ that the model had, with the same arguments, and is counted by reason.
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, overload
 
 from torch import nn
 
 from dynaxx.errors import UnsupportedInputError
 from dynaxx.integrations.decoder import DENSE, NAME, Decoder, implementation, window_of
+from dynaxx.integrations.encoders import EncoderHandle, apply_to_encoder
 from dynaxx.integrations.handle import Handle
 from dynaxx.integrations.layer import LAYERS, attention
 from dynaxx.policy import ModelFacts, Policy
@@ -21,12 +22,21 @@ from dynaxx.policy import ModelFacts, Policy
 logger = logging.getLogger("dynaxx")
 
 
-def apply(model: nn.Module, policy: Policy, *, name: str = "") -> Handle:
+@overload
+def apply(model: nn.Module, policy: Policy, *, name: str = "") -> Handle: ...
+
+
+@overload
+def apply(model: nn.Module, policy: None = None) -> EncoderHandle: ...
+
+
+def apply(model: nn.Module, policy: Policy | None = None, *, name: str = "") -> Handle | EncoderHandle:
     """Run a policy in a transformers model, in place.
 
     Args:
         model: a decoder of transformers >= 5.16 whose attention is "sdpa", in eval or training mode.
-        policy: for a model of this shape; see `load_policy`.
+        policy: for a model of this shape; see `load_policy`. None, and no name, for a model that is sparse by design:
+            Longformer, LED, BigBird, BigBirdPegasus; see `encoders.apply_to_encoder`.
         name: of the model in metrics, `model_name`; its type if empty.
 
     Returns:
@@ -39,6 +49,8 @@ def apply(model: nn.Module, policy: Policy, *, name: str = "") -> Handle:
         PolicyError: the policy was made for another model.
         UnsupportedInputError: a model that cannot be served rightly; with the reasons.
     """
+    if policy is None and not name:
+        return apply_to_encoder(model)
     if not isinstance(policy, Policy):
         raise TypeError(f"`policy` must be a Policy, got {type(policy).__name__}; read a file with load_policy")
     interface, masks = _interfaces()
