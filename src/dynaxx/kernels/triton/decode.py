@@ -34,6 +34,8 @@ from dynaxx.layout.paging import PagedCache
 __all__ = ["attend_pages", "select_pages", "summarize_pages"]
 
 KEYS_PER_TILE = 64
+NUM_WARPS, NUM_STAGES = 4, 3
+PROGRAMS_PER_PROCESSOR = 2
 MOST_ROWS = 64
 PARTS_AT_ONCE = 8
 INTERPRETED_PROGRAMS = 3
@@ -332,8 +334,8 @@ def attend_pages(
         BLOCK_N=tile,
         BLOCK_L=triton.next_power_of_2(lists),
         PRECISION="ieee",
-        num_warps=4,
-        num_stages=3,
+        num_warps=NUM_WARPS,
+        num_stages=NUM_STAGES if q.dtype != torch.float32 else 1,
     )
     _merge_parts_kernel[(lists, rows)](
         acc,
@@ -377,9 +379,10 @@ def _listed(cache: PagedCache, block_indices: Tensor | None) -> tuple[Tensor | N
     return (None if block_indices is None else listed), counts
 
 
-@lru_cache(maxsize=16)
 def _most_programs(device: torch.device) -> int:
-    """Two for each multiprocessor."""
-    if device.type != "cuda":
-        return INTERPRETED_PROGRAMS
-    return 2 * torch.cuda.get_device_properties(device).multi_processor_count
+    return INTERPRETED_PROGRAMS if device.type != "cuda" else PROGRAMS_PER_PROCESSOR * _processors(device)
+
+
+@lru_cache(maxsize=16)
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
