@@ -1,0 +1,150 @@
+"""What the decoders learn from: packed text, or tasks that show what attention reaches.
+
+    python examples/native_data.py build/text.bin       # up to 9 MB of what Python and its packages say of themselves
+
+The file is bytes, one document behind another; training reads them as tokens. Every twentieth 64 KiB is held out.
+"""
+
+import argparse
+import ast
+import sys
+import sysconfig
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import torch
+
+SECTION = 1 << 16
+HELD_OUT = 20  # one section in so many
+MARK, ASK = 0, 1  # bytes that no text has, for tasks
+
+
+def documents():
+    """Python's language reference, then docstrings of its library and of installed packages, longest files first."""
+    yield from topics.values()
+    paths = sysconfig.get_paths()
+    for folder in (paths["stdlib"], paths["purelib"]):
+        files = [path for path in Path(folder).rglob("*.py") if "test" not in str(path).lower()]
+        if folder == paths["stdlib"]:
+            files = [path for path in files if "site-packages" not in path.parts]
+        for path in sorted(files, key=lambda path: (-path.stat().st_size, path.name)):
+            try:
+                tree = ast.parse(path.read_text(encoding="utf-8"))
+            except (SyntaxError, UnicodeDecodeError, ValueError):
+                continue
+            found = [ast.get_docstring(node) for node in ast.walk(tree)
+                     if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)]  # fmt: skip
+            text = "\n\n".join(doc for doc in found if doc and len(doc) > 80)
+            if len(text) > 2000:
+                yield text
+
+
+def pack_text(path, limit=9_000_000):
+    """Write distinct documents until the limit; return the number of bytes."""
+    seen, parts, size = set(), [], 0
+    for text in documents():
+        data = text.encode("utf-8", "ignore") + b"\n\n"
+        if hash(text[:2000]) in seen:
+            continue
+        seen.add(hash(text[:2000]))
+        parts.append(data[: limit - size])
+        size += len(parts[-1])
+        if size >= limit:
+            break
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"".join(parts))
+    return size
+
+
+class Text:
+    """Random stretches of the training part; evaluation on fixed stretches of the held-out part."""
+
+    def __init__(self, path):
+        data = torch.frombuffer(bytearray(Path(path).read_bytes()), dtype=torch.uint8)
+        if len(data) < 2 * HELD_OUT * SECTION // 10:
+            raise SystemExit(f"{path} must hold at least {HELD_OUT * SECTION // 5:,} bytes of text, got {len(data):,}")
+        section = torch.arange(len(data)) // SECTION
+        held = section % HELD_OUT == HELD_OUT // 2 if int(section[-1]) >= HELD_OUT else section == section[-1]
+        self.parts = {"train": data[~held], "held_out": data[held]}
+
+    def batch(self, batch, context, seed, part="train"):
+        """Tokens and targets (batch, context) int64."""
+        data, generator = self.parts[part], torch.Generator().manual_seed(seed)
+        if len(data) <= context + 1:
+            raise SystemExit(f"the {part} text has {len(data):,} bytes, too few for a context of {context:,}")
+        starts = torch.randint(len(data) - context - 1, (batch,), generator=generator)
+        rows = torch.stack([data[start : start + context + 1] for start in starts.tolist()]).long()
+        return rows[:, :-1], rows[:, 1:]
+
+
+class Recall:
+    """Multi-query associative recall: pairs of key and value, then the keys in another order; targets are values."""
+
+    def __init__(self, pairs=64):
+        self.pairs = pairs
+
+    def batch(self, batch, context, seed, part="train"):
+        generator = torch.Generator().manual_seed(seed + (part == "held_out") * 2**40)
+        tokens = torch.randint(160, 256, (batch, context + 1), generator=generator)  # noise
+        targets = torch.full((batch, context), -100)
+        pairs = min(self.pairs, context // 8, 64)
+        order = lambda size: torch.rand(batch, size, generator=generator).argsort(1)
+        keys, values = order(64)[:, :pairs] + 2, torch.randint(70, 134, (batch, pairs), generator=generator)
+        half = context // 2
+        told = torch.arange(pairs) * (half // pairs)
+        tokens[:, told], tokens[:, told + 1] = keys, values
+        asked = half + torch.arange(pairs) * ((context - half) // pairs)
+        shuffled = order(pairs)
+        tokens[:, asked], tokens[:, asked + 1] = keys.gather(1, shuffled), values.gather(1, shuffled)
+        targets[:, asked] = values.gather(1, shuffled)
+        return tokens[:, :-1], targets
+
+
+class Copy:
+    """A string of half the context, a mark, and the string again; the targets are its second time."""
+
+    def batch(self, batch, context, seed, part="train"):
+        generator = torch.Generator().manual_seed(seed + (part == "held_out") * 2**40)
+        half = context // 2
+        text = torch.randint(2, 66, (batch, half), generator=generator)
+        tokens = torch.cat([text, torch.full((batch, 1), MARK), text], 1)[:, : context + 1]
+        targets = tokens[:, 1:].clone()
+        targets[:, :half] = -100
+        return tokens[:, :context], targets[:, :context]
+
+
+class Needle:
+    """Text with a marked key and value somewhere; the key is asked for at the end, the targets are the value."""
+
+    LENGTH = 8
+
+    def __init__(self, text):
+        self.text = text
+
+    def batch(self, batch, context, seed, part="train"):
+        tokens = torch.cat([*self.text.batch(batch, context, seed, part)], 1)[:, : context + 1].clone()
+        generator = torch.Generator().manual_seed(seed)
+        size, targets = self.LENGTH, torch.full((batch, context), -100)
+        for row in range(batch):
+            key, value = (
+                torch.randint(2, 8, (size,), generator=generator),
+                torch.randint(14, 24, (size,), generator=generator),
+            )
+            at = int(torch.randint(context - 6 * size, (1,), generator=generator))
+            tokens[row, at : at + 2 * size + 1] = torch.cat([torch.tensor([MARK]), key, value])
+            tokens[row, context - 2 * size : context + 1] = torch.cat([torch.tensor([ASK]), key, value])
+            targets[row, context - size :] = value
+        return tokens[:, :context], targets
+
+
+def make_data(name, text):
+    """A source of batches by name."""
+    return {"text": lambda: text, "recall": Recall, "copy": Copy, "needle": lambda: Needle(text)}[name]()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("path", type=Path)
+    parser.add_argument("--bytes", type=int, default=9_000_000)
+    args = parser.parse_args()
+    print(f"{pack_text(args.path, args.bytes):,} bytes in {args.path}", file=sys.stderr)

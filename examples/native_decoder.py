@@ -1,0 +1,76 @@
+"""A small decoder whose attention is dense, a window, or Native Sparse Attention; all else, and its seed, is equal."""
+
+import torch
+from torch import nn
+
+import dynaxx as dx
+from dynaxx.nn import NativeSizes, NativeSparseAttention, SparseAttention
+
+VARIANTS = ("dense", "window", "native")
+
+
+def make_attention(variant, hidden, q_heads, kv_heads, head_dim, sizes):
+    """The attention module of a variant."""
+    if variant == "native":
+        return NativeSparseAttention(hidden, q_heads, kv_heads, head_dim=head_dim, sizes=sizes)
+    block_size = 128 if torch.cuda.is_available() else 64
+    module = SparseAttention(hidden, q_heads, kv_heads, head_dim=head_dim, pattern=dx.SlidingWindow(sizes.window),
+                             block_size=block_size)  # fmt: skip
+    module.dense = variant == "dense"
+    return module
+
+
+class Layer(nn.Module):
+    """Attention, then a gated MLP, each added to what comes in."""
+
+    def __init__(self, attention, hidden):
+        super().__init__()
+        self.norm_1, self.attention = nn.RMSNorm(hidden), attention
+        self.norm_2, inner = nn.RMSNorm(hidden), hidden * 8 // 3 // 32 * 32
+        self.gate, self.up, self.down = (
+            nn.Linear(a, b, bias=False) for a, b in ((hidden, inner), (hidden, inner), (inner, hidden))
+        )
+
+    def forward(self, x, rotary):
+        x = x + self.attention(self.norm_1(x), rotary)
+        y = self.norm_2(x)
+        return x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
+
+
+class Decoder(nn.Module):
+    """Tokens (batch, seqlen) to logits (batch, seqlen, vocab). What variants share starts with equal weights."""
+
+    def __init__(self, variant, *, vocab=256, hidden=512, layers=12, q_heads=8, kv_heads=2, head_dim=64, sizes=None,
+                 seed=0):  # fmt: skip
+        super().__init__()
+        self.head_dim, sizes = head_dim, sizes or NativeSizes()
+        torch.manual_seed(seed)
+        self.embedding = nn.Embedding(vocab, hidden)
+        self.layers = nn.ModuleList()
+        for index in range(layers):
+            torch.manual_seed(1000 * seed + index)
+            attention = make_attention(variant, hidden, q_heads, kv_heads, head_dim, sizes)
+            torch.manual_seed(1000 * seed + index + 500)
+            self.layers.append(Layer(attention, hidden))
+        self.norm = nn.RMSNorm(hidden)
+        for name, parameter in self.named_parameters():
+            if name.endswith(("o_proj.weight", ".down.weight")) and parameter.any():
+                parameter.data /= (2 * layers) ** 0.5
+        nn.init.normal_(self.embedding.weight, std=0.02)
+
+    def forward(self, tokens, targets=None):
+        """Logits, or the mean loss over targets that are not -100."""
+        x = self.embedding(tokens)
+        rotary = rotary_of(tokens.shape[1], self.head_dim, tokens.device)
+        for layer in self.layers:
+            x = layer(x, rotary)
+        logits = nn.functional.linear(self.norm(x), self.embedding.weight)
+        if targets is None:
+            return logits
+        return nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=-100)
+
+
+def rotary_of(seqlen, dim, device, base=500_000.0):
+    """(cos, sin), each (seqlen, dim)."""
+    angles = torch.arange(seqlen, device=device)[:, None] * base ** (-torch.arange(0, dim, 2, device=device) / dim)
+    return angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)

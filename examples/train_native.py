@@ -1,0 +1,247 @@
+"""Train the same decoder with dense attention, a window, and Native Sparse Attention, on equal tokens and seed.
+
+    python examples/native_data.py build/text.bin
+    python examples/train_native.py --text build/text.bin --out build/native --minutes 6      # on a GPU, 30M parameters
+    python examples/train_native.py --text build/text.bin --out build/tiny --tiny --steps 30  # on a CPU, a check
+    python examples/train_native.py --data recall --context 1024 --out build/recall --steps 400
+
+The variants take turns, a few steps each on the same batches, so that at any moment they have seen equal tokens; the
+learning rate follows the share of steps done. A killed run goes on from its last checkpoint, whole or not there.
+Written: results.json (held-out loss or accuracy by step, tokens per second, memory) and curves.png.
+"""
+
+import argparse
+import json
+import math
+import os
+import time
+from pathlib import Path
+
+import torch
+from native_data import Text, make_data
+from native_decoder import VARIANTS, Decoder
+
+from dynaxx.nn import NativeSizes
+
+ROUND = 10  # steps that a variant trains before the next one does
+TINY = {"hidden": 64, "layers": 2, "q_heads": 4, "kv_heads": 1, "head_dim": 16}
+TINY_SIZES = NativeSizes(16, 8, 16, 6, 1, 2, window=32)
+
+
+class Trainer:
+    """One variant: model, optimizer, and what it has come to."""
+
+    def __init__(self, variant, args, device):
+        sizes = TINY_SIZES if args.tiny else NativeSizes(window=args.window)
+        shape = TINY if args.tiny else {"hidden": args.hidden, "layers": args.layers}
+        self.model = Decoder(variant, sizes=sizes, seed=args.seed, **shape).to(device)
+        self.step_model = torch.compile(self.model) if args.compile else self.model
+        decay = [p for p in self.model.parameters() if p.ndim > 1]
+        other = [p for p in self.model.parameters() if p.ndim < 2]
+        groups = [{"params": decay, "weight_decay": 0.1}, {"params": other, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=device.type == "cuda")
+        self.device, self.args, self.seconds, self.tokens = device, args, 0.0, 0
+        self.parameters = sum(p.numel() for p in self.model.parameters())
+        self.curve = []  # (step, held-out loss, accuracy)
+
+    def autocast(self):
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
+
+    def train(self, batches, shares):
+        """One step per batch; `shares` are the parts of the whole run done before each."""
+        self._wait()
+        begin, self.model.training = time.perf_counter(), True
+        for (tokens, targets), share in zip(batches, shares, strict=True):
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.args.lr * min(1.0, share / 0.03 + 0.01) * (0.55 + 0.45 * math.cos(math.pi * share))
+            with self.autocast():
+                loss = self.step_model(tokens.to(self.device), targets.to(self.device))
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            self.tokens += tokens.numel()
+        self._wait()
+        self.seconds += time.perf_counter() - begin
+
+    @torch.no_grad()
+    def evaluate(self, batches, step):
+        """Held-out loss, and the share of targets that are the likeliest token."""
+        losses, hits, total = [], 0, 0
+        for tokens, targets in batches:
+            tokens, targets = tokens.to(self.device), targets.to(self.device)
+            with self.autocast():
+                logits = self.model(tokens)
+            asked = targets != -100
+            losses.append(float(torch.nn.functional.cross_entropy(logits[asked].float(), targets[asked])))
+            hits += int((logits[asked].argmax(-1) == targets[asked]).sum())
+            total += int(asked.sum())
+        self.curve.append((step, sum(losses) / len(losses), hits / total))
+
+    def speed(self, source, context):
+        """Tokens per second and peak GiB of training steps at another context, of at least as many tokens."""
+        rows = max(1, self.args.batch * self.args.context // context)
+        batch = source.batch(rows, context, 0)
+        tokens, targets = (x.to(self.device) for x in batch)
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        for repeat in range(6):
+            if repeat == 2:
+                self._wait()
+                begin = time.perf_counter()
+            with self.autocast():
+                self.step_model(tokens, targets).backward()
+            self.optimizer.zero_grad(set_to_none=True)
+        self._wait()
+        peak = torch.cuda.max_memory_allocated() / 2**30 if self.device.type == "cuda" else None
+        return {"tokens_per_second": round(4 * rows * context / (time.perf_counter() - begin)), "peak_gib": peak}
+
+    def state(self):
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "seconds": self.seconds,
+                "tokens": self.tokens, "curve": self.curve}  # fmt: skip
+
+    def load(self, state):
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.seconds, self.tokens, self.curve = state["seconds"], state["tokens"], state["curve"]
+
+    def _wait(self):
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def save(path, state):
+    """Write a checkpoint that is whole or not there."""
+    torch.save(state, path.with_suffix(".tmp"))
+    os.replace(path.with_suffix(".tmp"), path)
+
+
+def run(args):
+    """Train every variant, write the results, return them."""
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    text = Text(args.text) if args.text else None
+    if text is None and args.data in ("text", "needle"):
+        raise SystemExit("--text is needed: make the file with `python examples/native_data.py FILE`")
+    source, begin = make_data(args.data, text), time.perf_counter()
+    trainers = {variant: Trainer(variant, args, device) for variant in args.variants}
+    last, step, steps, checkpoint = begin, 0, args.steps, args.out / "checkpoint.pt"
+    args.out.mkdir(parents=True, exist_ok=True)
+    if checkpoint.exists():
+        state = torch.load(checkpoint, map_location=device, weights_only=True)
+        step, steps = state["step"], state["steps"]
+        for variant, trainer in trainers.items():
+            trainer.load(state[variant])
+        print(f"goes on from step {step} of {steps}")
+    held_out = [source.batch(args.batch, args.context, 10**6 + i, "held_out") for i in range(args.eval_batches)]
+    while steps is None or step < steps:
+        count = ROUND if steps is None else min(ROUND, steps - step)
+        batches = [source.batch(args.batch, args.context, args.seed * 10**7 + step + i) for i in range(count)]
+        for trainer in trainers.values():
+            shares = [(step + i) / steps if steps else 0.0 for i in range(count)]
+            trainer.train(batches, shares)
+        step += count
+        if steps is None and step >= 2 * ROUND:  # the first round compiles; the second says how many fit in the time
+            round_seconds = time.perf_counter() - last
+            left = args.minutes * 60 * 0.85 - (time.perf_counter() - begin)
+            steps = step + max(ROUND, int(left / round_seconds) * ROUND)
+        last = time.perf_counter()
+        if step % args.eval_every < count or step == steps:
+            for variant, trainer in trainers.items():
+                trainer.evaluate(held_out, step)
+                _, loss, accuracy = trainer.curve[-1]
+                speed = trainer.tokens / max(1e-9, trainer.seconds)
+                print(
+                    f"{step}/{steps} {variant}: loss {loss:.4f}, accuracy {accuracy:.3f}, {speed:,.0f} tokens/s",
+                    flush=True,
+                )
+            if steps:
+                states = {variant: trainer.state() for variant, trainer in trainers.items()}
+                save(checkpoint, {"step": step, "steps": steps, **states})
+            last = time.perf_counter()
+    speeds = {
+        variant: {context: trainer.speed(source, context) for context in args.speed_at}
+        for variant, trainer in trainers.items()
+    }
+    results = {
+        "data": args.data,
+        "context": args.context,
+        "batch": args.batch,
+        "steps": step,
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "variants": {
+            variant: {
+                "parameters": trainer.parameters,
+                "tokens": trainer.tokens,
+                "tokens_per_second": round(trainer.tokens / trainer.seconds),
+                "curve": trainer.curve,
+                "speed": speeds[variant],
+            }
+            for variant, trainer in trainers.items()
+        },
+    }
+    (args.out / "results.json").write_text(json.dumps(results, indent=1))
+    plot(results, args.out / "curves.png")
+    for variant, values in results["variants"].items():
+        _, loss, accuracy = values["curve"][-1]
+        print(
+            f"{variant}: {values['parameters']:,} parameters, loss {loss:.4f}, accuracy {accuracy:.3f}", values["speed"]
+        )
+    return results
+
+
+def plot(results, path):
+    """Held-out loss (or accuracy, for tasks) by tokens, and speed by context; nothing without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return print("no curves.png: pip install matplotlib")
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    which = 1 if results["data"] == "text" else 2
+    for variant, values in results["variants"].items():
+        per_step = results["batch"] * results["context"]
+        left.plot(
+            [row[0] * per_step for row in values["curve"]], [row[which] for row in values["curve"]], label=variant
+        )
+        lengths = [int(context) for context in values["speed"]]
+        right.plot(lengths, [row["tokens_per_second"] for row in values["speed"].values()], marker="o", label=variant)
+    left.set(
+        xlabel="tokens", ylabel="held-out loss" if which == 1 else "accuracy", title=f"{results['data']}, equal tokens"
+    )
+    right.set(xlabel="context", ylabel="training tokens per second", xscale="log", title=results["device"])
+    left.legend()
+    figure.savefig(path, dpi=120)
+
+
+def arguments(argv=None):
+    """Of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", type=Path, help="bytes to learn from, as native_data.py packs them")
+    parser.add_argument("--data", choices=["text", "recall", "copy", "needle"], default="text")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the results and the checkpoint")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--steps", type=int, help="of each variant")
+    length.add_argument("--minutes", type=float, default=6.0, help="as many steps as fit, measured by the second round")
+    parser.add_argument("--context", type=int, help="tokens per sequence: 4096, with --tiny 256")
+    parser.add_argument("--batch", type=int, help="sequences per step: 8, with --tiny 4")
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--window", type=int, default=512)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--eval-every", type=int, default=50)
+    parser.add_argument("--eval-batches", type=int, default=4)
+    parser.add_argument("--speed-at", type=lambda text: [int(x) for x in text.split(",") if x], default=[],
+                        metavar="N,N", help="contexts at which to time training steps at the end")  # fmt: skip
+    parser.add_argument("--compile", action="store_true", help="torch.compile around the attention")
+    parser.add_argument("--tiny", action="store_true", help="a model of a CPU test")
+    parser.add_argument("--device")
+    args = parser.parse_args(argv)
+    args.context = args.context or (256 if args.tiny else 4096)
+    args.batch = args.batch or (4 if args.tiny else 8)
+    return args
+
+
+if __name__ == "__main__":
+    run(arguments())
