@@ -163,7 +163,9 @@ def test_an_endpoint_says_what_the_process_counted(telemetry):
     serve_some(telemetry)
     with prometheus.serve(0) as server:
         for where in (server.url, f":{server.port}", f"localhost:{server.port}"):
-            assert source_of(where)().readings == Snapshot.of(telemetry).readings
+            seen = source_of(where)()
+            assert seen.readings == Snapshot.of(telemetry).readings
+            assert 0 < seen.uptime <= telemetry.uptime
         with pytest.raises(OSError, match="does not answer"):
             read_endpoint(f"http://127.0.0.1:{server.port}0/metrics")
 

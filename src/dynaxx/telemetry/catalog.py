@@ -179,6 +179,7 @@ CATALOG: dict[str, Metric] = {
         Metric("dynaxx_policy_stale", "gauge", "1 while the policy file is not the one in force.", combine="max"),
         Metric("dynaxx_rollout_ratio", "gauge", "Share of requests that the rollout sends to sparse."),
         Metric("dynaxx_kill_switch", "gauge", "1 while the kill switch keeps everything dense.", combine="max"),
+        Metric("dynaxx_uptime_seconds", "gauge", "Since the process began to count.", combine="max"),
         Metric("dynaxx_events_total", "counter", "What happened, by event.", ("event",)),
         Metric(
             "dynaxx_snapshot_timestamp_seconds",

@@ -27,7 +27,7 @@ except ImportError as error:
 
 from dynaxx.telemetry.catalog import BASE_LABELS, CATALOG, Metric
 from dynaxx.telemetry.recorder import Recorder, recorder
-from dynaxx.telemetry.snapshot import Reading, Snapshot
+from dynaxx.telemetry.snapshot import UPTIME, Reading, Snapshot
 from dynaxx.telemetry.sources import read_files
 
 PORT = 9466
@@ -152,8 +152,11 @@ class SnapshotCollector(Collector):
         self._take = take
 
     def collect(self) -> Iterator[Any]:
-        for name, readings in self._take().readings.items():
+        snapshot = self._take()
+        for name, readings in snapshot.readings.items():
             yield _family(CATALOG[name], readings)
+        if snapshot.uptime is not None:
+            yield _family(CATALOG[UPTIME], [Reading(dict.fromkeys(BASE_LABELS, ""), snapshot.uptime)])
 
     def describe(self) -> Iterator[Any]:
         """All names, so that registering twice is seen before anything is counted."""

@@ -11,6 +11,7 @@ from dynaxx.telemetry.catalog import CATALOG, Metric
 from dynaxx.telemetry.recorder import Recorder
 
 FORMAT, VERSION = "dynaxx.snapshot", 1
+UPTIME = "dynaxx_uptime_seconds"  # how an endpoint says `Snapshot.uptime`
 
 
 @dataclass(frozen=True)

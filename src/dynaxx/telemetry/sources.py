@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from dynaxx.telemetry.catalog import CATALOG
 from dynaxx.telemetry.files import read_all
-from dynaxx.telemetry.snapshot import Reading, Snapshot
+from dynaxx.telemetry.snapshot import UPTIME, Reading, Snapshot
 
 TIMEOUT = 5.0  # seconds
 MOST_BYTES = 1 << 24
@@ -75,7 +75,8 @@ def read_endpoint(url: str) -> Snapshot:
     found = parse_text(text)
     if not found:
         raise ValueError(f"{url} shows no metric of dynaxx; register or serve them in the process that uses it")
-    return Snapshot(found, time.time())
+    uptime = max((reading.value for reading in found.pop(UPTIME, [])), default=None)
+    return Snapshot(found, time.time(), uptime)
 
 
 def parse_text(text: str) -> dict[str, list[Reading]]:
