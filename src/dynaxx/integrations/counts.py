@@ -7,6 +7,8 @@ import threading
 from collections import Counter
 from typing import Any
 
+from torch import Tensor
+
 from dynaxx.policy.guard import failure_reason
 from dynaxx.telemetry import Recorder
 from dynaxx.telemetry.probe import Probe
@@ -35,6 +37,11 @@ class Counts:
         """A call had at least one sparse sequence."""
         with self._lock:
             self._sparse += 1
+
+    def decoded(self, q: Tensor) -> None:
+        """A decoding step of a layer ran by its budget; counted as a sparse call, too."""
+        backend = "triton" if q.device.type == "cuda" else "cpu"
+        self.numbers.add("dynaxx_layer_calls_total", backend=backend, phase="decode")
 
     def dense(self, layer: int, reason: str, phase: str = "prefill") -> None:
         """A whole call went the old way."""

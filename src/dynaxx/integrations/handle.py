@@ -16,6 +16,7 @@ import torch
 
 from dynaxx.integrations.background import Background
 from dynaxx.integrations.counts import Counts
+from dynaxx.integrations.decode import CacheMemories
 from dynaxx.integrations.decoder import DENSE, NAME, Decoder, implementation
 from dynaxx.integrations.layer import LAYERS, Layer
 from dynaxx.integrations.next_token import COMPARISON, compare_later, comparing
@@ -57,6 +58,7 @@ class Handle:
         self._follower: PolicyFollower | None = None
         self._statistics: StatisticsFile | None = None
         self._requests: weakref.WeakKeyDictionary[Any, tuple[Deployed, Choice]] = weakref.WeakKeyDictionary()
+        self._memories = CacheMemories()
         self._unnamed = itertools.count()
         self._killed: str | None = None
         self._layers = weakref.WeakKeyDictionary({m: Layer(self, index, m) for index, m in decoder.layers.items()})
@@ -154,6 +156,8 @@ class Handle:
         deployed, choice = before
         tokens = UNKNOWN if self._tokens is None else self._tokens.read(arguments)
         current = Pass(deployed, tokens, choice, killed=killed is not None)
+        if deployed.decode:
+            current.memory = self._memories.start_pass(cache)
         count, device = _prompt_tokens(arguments)
         if count and device is not None:
             current.timer = self.counts.probe.request("dense", count, device)

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dynaxx.integrations.decode import CacheMemory, decode_step, is_step, step_runs
 from dynaxx.integrations.dense import dense_attention, dense_piece, dense_reason
 from dynaxx.integrations.guarding import LiveGuard
 from dynaxx.integrations.masks import Run
 from dynaxx.integrations.passes import ARGUMENT, Pass
 from dynaxx.ops import sparse_attention
 from dynaxx.policy import LayerPlan
+from dynaxx.policy.decode import DecodePlan
 from dynaxx.policy.guard import Level
 
 if TYPE_CHECKING:
@@ -34,6 +36,14 @@ class Work(NamedTuple):
     def alike(self) -> bool:
         """Whether all batch entries have the same, so that they can run as one."""
         return all(entry == part[0] for part in self for entry in part)
+
+
+class Step(NamedTuple):
+    """A decoding step: all sequences of a call at once."""
+
+    runs: list[Run]  # by batch entry
+    plan: DecodePlan
+    memory: CacheMemory
 
 
 class Call(NamedTuple):
@@ -74,22 +84,26 @@ class Layer:
         """Attend, as `AttentionInterface` asks: q (B, Hq, Lq, D), k and v (B, Hk, Lk, D) to (B, Lq, Hq, D)."""
         current = kwargs.pop(ARGUMENT, None) or self.handle.unannounced_pass(self.index)
         counts, deployed = self.handle.counts, current.deployed
-        work = self._work(current, module, q, k, mask, kwargs)
+        decodes = is_step(q.shape[2], k.shape[2]) and (q.shape[2] == 1 or self.index in deployed.decode)
+        phase = "decode" if decodes else "prefill"
+        work = (self._step if decodes else self._work)(current, module, q, k, mask, kwargs)
         if isinstance(work, str):
-            counts.dense(self.index, work, "decode" if q.shape[2] == 1 else "prefill")
+            counts.dense(self.index, work, phase)
             return self.dense(module, q, k, v, mask, **kwargs)
-        call, breaker = Call(q, k, v, mask, kwargs.get("scaling"), deployed.guard), deployed.breakers[self.index]
+        guard = deployed.guard if self.index in deployed.plans else None
+        call, breaker = Call(q, k, v, mask, kwargs.get("scaling"), guard), deployed.breakers[self.index]
         if call.guard is not None and call.guard.level(self.index) == Level.DENSE:
-            self._sample_unseen(call, work)
-            counts.fallback(self.index, "guard")
+            if isinstance(work, Work):
+                self._sample_unseen(call, work)
+            counts.fallback(self.index, "guard", phase)
         elif breaker.resting():
-            counts.fallback(self.index, "resting after failures")
+            counts.fallback(self.index, "resting after failures", phase)
         else:
             try:
                 out = self._run(call, work)
             except Exception as error:  # whatever a kernel does, the request gets its answer
                 breaker.failed()
-                counts.failed(self.index, error)
+                counts.failed(self.index, error, phase)
             else:
                 breaker.worked()
                 counts.sparse(self.index)
@@ -105,8 +119,6 @@ class Layer:
         if plan is None:
             return "no rule"
         (batch, q_heads, seqlen_q, _), seqlen_k = q.shape, k.shape[2]
-        if seqlen_q == 1:
-            return "decode"
         q_block = plan.block_size[0]
         if seqlen_q < q_block:
             return "fewer queries than one block"
@@ -148,10 +160,42 @@ class Layer:
         missing = current.tokens.missing(batch, seqlen_k, runs)
         return missing or Work(runs, dense, _resolved(plan, current, runs, dense))
 
-    def _run(self, call: Call, work: Work) -> Tensor:
+    def _step(
+        self, current: Pass, module: nn.Module, q: Tensor, k: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
+    ) -> str | Step:
+        """Why a decoding step is dense; or what to do."""
+        plan = current.deployed.decode.get(self.index)
+        if plan is None:
+            return "decode" if self.index in current.deployed.plans else "no rule"
+        if k.shape[1] * module.num_key_value_groups != q.shape[1]:  # type: ignore[operator]
+            return "heads are sharded"
+        if (reason := current.why_dense(self.index) or dense_reason(module, q, k, mask, kwargs)) is not None:
+            return reason
+        batch, seqlen_k = q.shape[0], k.shape[2]
+        runs: list[Run] | str = [Run(0, q.shape[2], 0, seqlen_k, True)] * batch
+        if mask is not None:
+            runs = step_runs(current.runs(mask, batch))
+        if isinstance(runs, str):
+            return runs
+        if current.memory is None:
+            return "cache unknown"
+        if any(not current.choice.row(row, batch) for row in range(batch)):
+            return current.choice.reason
+        longest = max(run.seqlen_k for run in runs)
+        if not current.deployed.policy.rollout.covers_length(longest):
+            return "length not in the rollout"
+        if not current.deployed.decode_switches[self.index].sparse(longest):
+            return "below dense_below"
+        return Step(runs, plan, current.memory)
+
+    def _run(self, call: Call, work: Work | Step) -> Tensor:
         """(B, Lq, Hq, D), each sequence with its own layout."""
         for fault in self.handle.faults:
             fault(self.index)
+        if isinstance(work, Step):
+            out = decode_step(call.q, call.k, call.v, work.runs, work.plan, self.index, work.memory, call.scale)
+            self.handle.counts.decoded(call.q)
+            return out
         if work.alike:
             return self._run_entry(call, work.runs[0], work.dense[0], work.plans[0])
         return torch.cat([self._run_entry(call.entry(b), *entry) for b, entry in enumerate(zip(*work, strict=True))])

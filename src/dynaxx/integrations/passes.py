@@ -16,10 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from dynaxx.integrations.background import Background
+from dynaxx.integrations.decode import CacheMemory
 from dynaxx.integrations.guarding import LiveGuard
 from dynaxx.integrations.masks import Run, read_mask
 from dynaxx.integrations.request import UNKNOWN, RequestTokens
 from dynaxx.policy import LayerPlan, LengthSwitch, Policy, resolve
+from dynaxx.policy.decode import DecodePlan, resolve_decode
 from dynaxx.policy.guard import Breaker
 from dynaxx.policy.rollout import ALL, Choice, open_feature
 from dynaxx.telemetry import Recorder
@@ -34,7 +36,8 @@ class Deployed:
     Attributes:
         policy: the policy.
         plans: by layer, what its heads do in prefill; layers that are not in it are dense.
-        switches: by layer, which side of the length border the last sequence was on.
+        decode: by layer, what it does in decoding steps.
+        switches: by layer, which side of the length border the last sequence was on; `decode_switches` in decoding.
         breakers: by layer, whether failures made it rest.
         guard: what watches it; None if the policy has no guard.
     """
@@ -42,14 +45,16 @@ class Deployed:
     def __init__(self, policy: Policy, numbers: Recorder, background: Background) -> None:
         self.policy = policy
         self.plans: dict[int, LayerPlan] = resolve(policy)
+        self.decode: dict[int, DecodePlan] = resolve_decode(policy)
         self.switches = {layer: LengthSwitch(policy.dense_below, policy.sparse_from) for layer in self.plans}
-        self.breakers = {layer: Breaker() for layer in self.plans}
+        self.decode_switches = {layer: LengthSwitch(policy.dense_below, policy.sparse_from) for layer in self.decode}
+        self.breakers = {layer: Breaker() for layer in (*self.plans, *self.decode)}
         self.guard = LiveGuard(policy, self.plans, numbers, background) if policy.guard and self.plans else None
         self.flags = open_feature() if policy.rollout.flag is not None else None
 
     def reset(self) -> None:
         """Forget what passes before left."""
-        for switch in self.switches.values():
+        for switch in (*self.switches.values(), *self.decode_switches.values()):
             switch.reset()
 
 
@@ -63,9 +68,21 @@ class Pass:
         killed: whether the kill switch was engaged.
         ran_sparse: whether any call of it did.
         timer: of a pass over a prompt.
+        memory: what decoding keeps beside the cache of the pass; None if no cache is known.
     """
 
-    __slots__ = ("_mask", "_runs", "_version", "choice", "deployed", "killed", "ran_sparse", "timer", "tokens")
+    __slots__ = (
+        "_mask",
+        "_runs",
+        "_version",
+        "choice",
+        "deployed",
+        "killed",
+        "memory",
+        "ran_sparse",
+        "timer",
+        "tokens",
+    )
 
     def __init__(
         self, deployed: Deployed, tokens: RequestTokens = UNKNOWN, choice: Choice = ALL, *, killed: bool = False
@@ -76,6 +93,7 @@ class Pass:
         self.killed = killed
         self.ran_sparse = False
         self.timer: RequestTimer | None = None
+        self.memory: CacheMemory | None = None
         self._mask: weakref.ref[Tensor] | None = None
         self._version = -1
         self._runs: list[list[Run]] | None = None

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dynaxx.layout import BlockLayout, as_block_size
 from dynaxx.patterns import Causal, Pattern
-from dynaxx.policy.schema import Policy, head_values
+from dynaxx.policy.schema import Phase, Policy, head_values
 from dynaxx.policy.specs import AttentionRule
 from dynaxx.selection import Hybrid, Selector, select_blocks
 
@@ -135,7 +135,7 @@ def resolve(policy: Policy) -> dict[int, LayerPlan]:
     facts, rules = policy.model, head_rules(policy)
     block_size: dict[int, tuple[int, int]] = {}
     for rule in policy.rules:
-        for layer in rule.layer_list(facts.layers):
+        for layer in rule.layer_list(facts.layers) if rule.phase == "prefill" else ():
             block_size[layer] = as_block_size(policy.block_size if rule.block_size is None else rule.block_size)
     return {
         layer: LayerPlan(
@@ -149,11 +149,13 @@ def resolve(policy: Policy) -> dict[int, LayerPlan]:
     }
 
 
-def head_rules(policy: Policy) -> dict[int, dict[int, AttentionRule | None]]:
+def head_rules(policy: Policy, phase: Phase = "prefill") -> dict[int, dict[int, AttentionRule | None]]:
     """By layer and head, what each covered head does by itself; None is dense."""
     facts = policy.model
     rules: dict[int, dict[int, AttentionRule | None]] = {}
     for rule in policy.rules:
+        if rule.phase != phase:
+            continue
         heads = rule.head_list(facts.q_heads)
         built = _per_head(rule.attention.build(), len(heads), head_values(rule.attention) is not None)
         for layer in rule.layer_list(facts.layers):

@@ -17,6 +17,7 @@ from dynaxx.policy.guard import Guard
 from dynaxx.policy.profile import Profile
 from dynaxx.policy.rollout import Rollout
 from dynaxx.policy.specs import AttentionSpec, Count, Document, Indices, Int, Positive, to_spec
+from dynaxx.selection.pages import PageBudget
 
 FORMAT: Literal["dynaxx.policy"] = "dynaxx.policy"
 VERSION: Literal[1] = 1
@@ -29,6 +30,7 @@ def _checked_block_size(value: int | tuple[int, int] | None) -> int | tuple[int,
 
 
 Number = Annotated[float, Strict()]
+Phase = Literal["prefill", "decode"]
 BlockSize = Annotated[Int | tuple[Int, Int], AfterValidator(_checked_block_size)]
 
 
@@ -66,7 +68,7 @@ class Rule(Document):
 
     layers: Indices = "all"
     heads: Indices = "all"  # q heads
-    phase: Literal["prefill"] = "prefill"
+    phase: Phase = "prefill"  # decode: sinks, windows, TopK with MeanPool or MinMax; blocks are pages of the cache
     attention: AttentionSpec
     block_size: BlockSize | None = None  # tokens, or (q_block, kv_block); the policy's where None
 
@@ -78,17 +80,27 @@ class Rule(Document):
         layers: Any = "all",
         heads: Any = "all",
         block_size: int | tuple[int, int] | None = None,
+        phase: Phase = "prefill",
     ) -> Rule:
         """A rule from a pattern, selector or hybrid (None: dense).
 
         Args:
             attention: a selector's budget may be a tuple, one value per head of `heads`, in that order.
             layers, heads: "all", or a sequence of indices.
+            phase: a prompt or a chunk of one; or decoding, a few queries over a cache, where `PageBudget.of` must know
+                an equal of `attention`.
 
         Raises:
             ValueError: indices, a block size or an object that a policy cannot hold.
         """
-        return cls(layers=layers, heads=heads, attention=to_spec(attention), block_size=block_size)
+        return cls(layers=layers, heads=heads, phase=phase, attention=to_spec(attention), block_size=block_size)
+
+    @model_validator(mode="after")
+    def _decodes(self) -> Rule:
+        rule = self.attention.build() if self.phase == "decode" else None
+        if rule is not None:
+            PageBudget.of(rule)
+        return self
 
     def head_list(self, q_heads: int) -> tuple[int, ...]:
         """The q heads it covers, in its own order."""
@@ -186,8 +198,8 @@ class Policy(Document):
 
     @model_validator(mode="after")
     def _rules_fit(self) -> Policy:
-        owner: dict[tuple[int, int], int] = {}
-        block_of: dict[int, tuple[int, Any]] = {}
+        owner: dict[tuple[str, int, int], int] = {}
+        block_of: dict[tuple[str, int], tuple[int, Any]] = {}
         for index, rule in enumerate(self.rules):
             layers, heads = rule.layer_list(self.model.layers), rule.head_list(self.model.q_heads)
             for name, given, count in (("layers", layers, self.model.layers), ("heads", heads, self.model.q_heads)):
@@ -206,14 +218,14 @@ class Policy(Document):
                 )
             block_size = as_block_size(self.block_size if rule.block_size is None else rule.block_size)
             for layer in layers:
-                first, other = block_of.setdefault(layer, (index, block_size))
+                first, other = block_of.setdefault((rule.phase, layer), (index, block_size))
                 if other != block_size:
                     raise ValueError(
                         f"`rules.{index}.block_size` must be {other} in layer {layer}, as in `rules.{first}`: "
                         "all heads of a layer share one block size"
                     )
                 for head in heads:
-                    before = owner.setdefault((layer, head), index)
+                    before = owner.setdefault((rule.phase, layer, head), index)
                     if before != index:
                         raise ValueError(
                             f"`rules.{index}` and `rules.{before}` both cover layer {layer}, head {head}; "

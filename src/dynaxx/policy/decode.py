@@ -1,0 +1,72 @@
+"""From a policy's decode rules to one page budget per layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dynaxx.errors import PolicyError
+from dynaxx.layout import as_block_size
+from dynaxx.policy.resolve import head_rules
+from dynaxx.policy.schema import Policy
+from dynaxx.selection.pages import PageBudget
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """What a layer does in a decoding step."""
+
+    budget: PageBudget
+    page_size: int
+
+
+def resolve_decode(policy: Policy) -> dict[int, DecodePlan]:
+    """A plan for every layer that a decode rule covers.
+
+    The q heads of a kv head read the same pages: the widest of their sinks and windows, the largest of their budgets. A
+    head that no rule covers is dense, and with it the kv head it reads.
+
+    Raises:
+        PolicyError: heads of a layer that score pages in different ways, or count them in different units.
+    """
+    facts, plans = policy.model, {}
+    group = facts.q_heads // facts.kv_heads
+    for layer, heads in sorted(head_rules(policy, "decode").items()):
+        rules = [heads.get(head) for head in range(facts.q_heads)]
+        budgets = [PageBudget(1.0) if rule is None else PageBudget.of(rule) for rule in rules]
+        choosing = [each for each in budgets if each.budget not in (0, 1.0)]
+        bounds = {each.bound for each in choosing}
+        if len(bounds) > 1:
+            raise PolicyError(f"decode rules of layer {layer} must score pages in one way, got bounds {sorted(bounds)}")
+        by_kv_head = [budgets[start : start + group] for start in range(0, facts.q_heads, group)]
+        amounts = tuple(_largest(layer, members) for members in by_kv_head)
+        plans[layer] = DecodePlan(
+            PageBudget(
+                amounts[0] if len(set(map(repr, amounts))) == 1 else amounts,
+                sinks=max(each.sinks for each in budgets),
+                window=max(each.window for each in budgets),
+                bound=bounds.pop() if bounds else 1.0,
+            ),
+            _page_size(policy, layer),
+        )
+    return plans
+
+
+def _largest(layer: int, budgets: list[PageBudget]) -> int | float:
+    """Of the budgets of one kv head's group."""
+    amounts = [amount for each in budgets for amount in each.budgets if amount != 0]
+    if any(isinstance(amount, float) and amount == 1 for amount in amounts):
+        return 1.0
+    if len({type(amount) for amount in amounts}) > 1:
+        raise PolicyError(
+            f"decode rules of layer {layer} must give the heads of one kv head shares or counts of pages, got {amounts}"
+        )
+    return max(amounts, default=0)
+
+
+def _page_size(policy: Policy, layer: int) -> int:
+    sizes = [
+        as_block_size(policy.block_size if rule.block_size is None else rule.block_size)[1]
+        for rule in policy.rules
+        if rule.phase == "decode" and layer in rule.layer_list(policy.model.layers)
+    ]
+    return sizes[0]
