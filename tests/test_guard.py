@@ -85,7 +85,7 @@ def test_what_is_measured_is_what_the_oracle_says(lengths, given):
     entropy = (-torch.special.xlogy(p, p).sum(-1) / even).mean(-1)
     torch.testing.assert_close(found.entropy, entropy, atol=1e-5, rtol=1e-4)
     rows = torch.tensor(at)[:, None] + lengths[1] - lengths[0]
-    near = torch.arange(lengths[1]) > rows - 128
+    near = torch.arange(lengths[1]) > rows - 64
     torch.testing.assert_close(found.local, (p * near).sum(-1).mean(-1), atol=1e-5, rtol=1e-4)
 
 
@@ -441,3 +441,15 @@ def test_on_a_gpu_measurements_run_on_a_side_stream(telemetry):
         )
     assert telemetry.value("dynaxx_telemetry_errors_total") == 0
     assert telemetry.value("dynaxx_next_token_kl_nats") >= 1
+
+
+def test_a_reload_of_other_fields_keeps_what_the_guard_knows(model, telemetry):
+    policy = policy_for(model, least_recall=0.95, action="dense")
+    with dx.apply(model, policy) as handle:
+        serve(model, handle, 3)
+        handle.replace(policy.replace(rollout={"share": 0.9}))
+        assert handle.statistics().layers[0].calls == 3
+        assert telemetry.value("dynaxx_guard_level") == 3
+        handle.replace(policy.replace(rules=(dx.Rule.of(dx.SlidingWindow(64)),)))
+        assert handle.statistics() is None
+        assert telemetry.value("dynaxx_guard_level") == 0

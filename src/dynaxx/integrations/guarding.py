@@ -55,6 +55,12 @@ class LiveGuard:
         plans: by layer, as resolved from it.
         numbers: where to count.
         background: what runs the measurements.
+
+    Attributes:
+        levels: of each layer.
+        whole: of the model, by its next tokens.
+        worst: the highest of these.
+        detector: looks for drift; None if the policy has no reference.
     """
 
     def __init__(self, policy: Policy, plans: dict[int, LayerPlan], numbers: Recorder, background: Background) -> None:
@@ -71,7 +77,7 @@ class LiveGuard:
         self._lock = threading.Lock()
         self._requests = 0
         self._stream: Any = None
-        self._level = Level.OK
+        self.worst = Level.OK
         self._recommended = False
 
     # ---- on the way of a request ---------------------------------------------------------------------------------
@@ -208,8 +214,8 @@ class LiveGuard:
             return
         names = {Level.WARNED: "guard_warned", Level.WIDENED: "guard_widened", Level.DENSE: "guard_dense"}
         self._numbers.event(names.get(guard.level, "guard_recovered"))
-        self._level = max(self.whole.level, *(each.level for each in self.levels.values()))
-        self._numbers.set("dynaxx_guard_level", int(self._level))
+        self.worst = max(self.whole.level, *(each.level for each in self.levels.values()))
+        self._numbers.set("dynaxx_guard_level", int(self.worst))
         said = "within its limits again" if guard.level == Level.OK else "; ".join(guard.reasons())
         logger.warning("guard: %s: %s (now %s)", what, said, guard.level.name.lower())
 

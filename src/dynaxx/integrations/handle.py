@@ -53,7 +53,7 @@ class Handle:
         self.counts = Counts(self._numbers)
         self.background = Background(partial(self._numbers.failed, "guard"))
         self._tokens: TokenReader | None = None
-        self._deployed = self._ready(policy)
+        self._deployed = self._ready(policy, None)
         self._deploying = threading.Lock()
         self._follower: PolicyFollower | None = None
         self._statistics: StatisticsFile | None = None
@@ -101,7 +101,7 @@ class Handle:
             if decoder is None:
                 return False
             decoder.check(policy)
-            self._deployed = self._ready(policy)
+            self._deployed = self._ready(policy, self._deployed)
         self._numbers.add("dynaxx_policy_reloads_total", result="ok")
         self._tell_policy("policy_loaded")
         return True
@@ -122,8 +122,8 @@ class Handle:
         """Say whose requests run within the block: `with handle.request("id"):`. See `dynaxx.policy.request`."""
         return request(*ids, sparse=sparse)
 
-    def _ready(self, policy: Policy) -> Deployed:
-        deployed = Deployed(policy, self._numbers, self.background)
+    def _ready(self, policy: Policy, before: Deployed | None) -> Deployed:
+        deployed = Deployed(policy, self._numbers, self.background, before)
         if self._tokens is None and any(plan.needs_tokens for plan in deployed.plans.values()):
             self._tokens = TokenReader()
         return deployed
@@ -139,7 +139,8 @@ class Handle:
         numbers.set("dynaxx_policy_loaded_timestamp_seconds", time.time())
         numbers.set("dynaxx_rollout_ratio", self.policy.rollout.share)
         numbers.set("dynaxx_policy_stale", 0)
-        numbers.set("dynaxx_guard_level", 0)
+        guard = self._deployed.guard
+        numbers.set("dynaxx_guard_level", 0 if guard is None else int(guard.worst))
         numbers.event(event)
 
     # ---- passes --------------------------------------------------------------------------------------------------

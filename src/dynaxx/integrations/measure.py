@@ -11,7 +11,7 @@ from torch import Tensor
 from dynaxx.layout import BlockLayout
 from dynaxx.selection.recall import visible_keys
 
-NEAREST = 128  # keys that count as local
+NEAREST = 64  # keys that count as local
 MEMORY_BUDGET = 64 * 1024 * 1024  # bytes of scores at once
 
 

@@ -28,6 +28,7 @@ from dynaxx.telemetry import Recorder
 from dynaxx.telemetry.probe import RequestTimer
 
 ARGUMENT = "dynaxx_pass"  # the keyword under which attention calls get it
+WATCHED = ("model", "block_size", "rules", "guard", "drift", "reference")  # fields that a guard depends on
 
 
 class Deployed:
@@ -39,17 +40,23 @@ class Deployed:
         decode: by layer, what it does in decoding steps.
         switches: by layer, which side of the length border the last sequence was on; `decode_switches` in decoding.
         breakers: by layer, whether failures made it rest.
-        guard: what watches it; None if the policy has no guard.
+        guard: what watches it; None if the policy has no guard. One that watched the same rules `before` goes on.
     """
 
-    def __init__(self, policy: Policy, numbers: Recorder, background: Background) -> None:
+    def __init__(
+        self, policy: Policy, numbers: Recorder, background: Background, before: Deployed | None = None
+    ) -> None:
         self.policy = policy
         self.plans: dict[int, LayerPlan] = resolve(policy)
         self.decode: dict[int, DecodePlan] = resolve_decode(policy)
         self.switches = {layer: LengthSwitch(policy.dense_below, policy.sparse_from) for layer in self.plans}
         self.decode_switches = {layer: LengthSwitch(policy.dense_below, policy.sparse_from) for layer in self.decode}
         self.breakers = {layer: Breaker() for layer in (*self.plans, *self.decode)}
-        self.guard = LiveGuard(policy, self.plans, numbers, background) if policy.guard and self.plans else None
+        self.guard: LiveGuard | None = None
+        if policy.guard and self.plans:
+            same = before is not None and all(getattr(before.policy, name) == getattr(policy, name) for name in WATCHED)
+            kept = before.guard if before is not None and same else None
+            self.guard = kept or LiveGuard(policy, self.plans, numbers, background)
         self.flags = open_feature() if policy.rollout.flag is not None else None
 
     def reset(self) -> None:
