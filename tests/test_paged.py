@@ -115,6 +115,64 @@ def test_a_mixed_step_is_each_sequence_alone(telemetry, contiguous):
 CLOSE = {"atol": 2e-5, "rtol": 2e-5}
 
 
+DECODE = dx.Rule.of(dx.Sink(16) | dx.SlidingWindow(20) | dx.TopK(2, dx.MinMax()), phase="decode", layers=[0])
+
+
+def contiguous(batch, row, drop=0):
+    k, v = (x[row.index][None, : row.seqlen_k - drop] for x in (batch.keys, batch.values))
+    return dx.summarize_pages(dx.PagedCache.contiguous(k, v, page_size=16))
+
+
+def test_decoding_reads_the_pages_that_the_rule_chooses(telemetry):
+    """Each sequence as alone over a plain cache; what a rule without prefill leaves dense is causal."""
+    lengths = ((1, 300), (40, 40), (1, 129), (4, 200), (1, 1), (4, 90), (130, 130), (20, 300))
+    batch = Batch(lengths)
+    ready = deployed(policy_of(SPARSE, DECODE, dense_below=80), telemetry)
+    step, layer = Step(batch.sequences, ready), layer_of(telemetry)
+    out, worked = run(batch, step, layer)
+    split = step.split(0)
+    assert worked
+    assert [row.index for row in split.decode] == [0, 2, 3, 5]
+    assert [row.index for row in split.sparse] == [6, 7]
+    assert split.reasons == {"below dense_below": 2}
+    budget = ready.decode[0].budget
+    for row in split.decode:
+        want = dx.sparse_decode(batch.q[None, row.tokens], contiguous(batch, row), budget, scale=0.2)
+        torch.testing.assert_close(out[None, row.tokens], want, **CLOSE)
+    dense = torch.full_like(batch.q, torch.nan)
+    dense_attention(batch.q, batch.pages, batch.sequences, batch.sequences.rows, 0.2, dense)
+    first = split.decode[0].tokens
+    assert (out[first] - dense[first]).abs().max() > 1e-3
+    assert telemetry.value("dynaxx_layer_calls_total", backend="cpu", phase="decode") == 1
+    killed = Step(batch.sequences, ready, killed=True).split(0)
+    assert not killed.runs_sparse
+    assert Step(batch.sequences, ready).split(1).reasons == {"decode": 3, "no rule": 5}
+
+
+def test_summaries_follow_the_tokens(telemetry):
+    """Steps over growing sequences choose as over caches that are summarized anew: chunks, then single tokens."""
+    ready, layer = deployed(policy_of(DECODE), telemetry), layer_of(telemetry)
+    whole = Batch(((0, 200), (0, 150)))
+    done, table = [0, 0], whole.sequences.page_table
+    pages = torch.full_like(whole.pages, torch.nan)
+    pages[:] = 0
+    for new in ((120, 70), (30, 1), (1, 1), (1, 30), (1, 1), (3, 3)):
+        starts = [0, new[0], sum(new)]
+        done = [a + b for a, b in zip(done, new, strict=True)]
+        q = torch.randn(sum(new), 6, 16)
+        for row, count in enumerate(new):
+            at = torch.arange(done[row] - count, done[row])
+            slots = table[row, at // 16].long() * 16 + at % 16
+            write(pages, whole.keys[row][at], whole.values[row][at], slots)
+        step = Step(Sequences(table, torch.tensor(done, dtype=torch.int32), starts, done), ready)
+        out = torch.full_like(q, torch.nan)
+        assert layer.sparse(q, pages, step, out)
+        for row in step.split(0).decode:
+            cache = contiguous(whole, row)
+            want = dx.sparse_decode(q[None, row.tokens], cache, ready.decode[0].budget, scale=0.2)
+            torch.testing.assert_close(out[None, row.tokens], want, **CLOSE)
+
+
 def test_neighbours_change_nothing(telemetry):
     batch = Batch()
     together, _ = run(batch, Step(batch.sequences, deployed(policy_of(), telemetry)), layer_of(telemetry))
@@ -189,11 +247,12 @@ def config(**changes):
     )
     made = Namespace(
         model_config=Namespace(hf_text_config=facts, served_model_name="tiny"),
-        cache_config=Namespace(cache_dtype="auto"),
+        cache_config=Namespace(cache_dtype="auto", block_size=128),
         parallel_config=Namespace(
             tensor_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1
         ),
         speculative_config=None,
+        kv_transfer_config=None,
     )
     for path, value in changes.items():
         *parts, name = path.split("__")
@@ -251,6 +310,7 @@ def test_an_engine_binds_the_layers_with_rules(tmp_path, telemetry):
         ({"speculative_config": Namespace(method="eagle")}, "speculative method 'eagle'"),
         ({"model_config__is_mm_prefix_lm": True}, "see both ways"),
         ({"model_config__rswa_window": 5}, "reference sliding window"),
+        ({"policy": policy_of(DECODE)}, "pages of 128 tokens, the rules .16.; use --block-size 16"),
         ({"policy": policy_of(rollout={"share": 0.5})}, "`rollout.share`"),
         ({"policy": policy_of(dx.Rule.of(dx.GlobalContent((5,))))}, "look at content"),
         ({"policy": policy_of(guard={}), "parallel_config__tensor_parallel_size": 2}, "`guard` watches whole layers"),

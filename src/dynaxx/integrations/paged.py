@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dynaxx.layout.paging import PagedCache
+from dynaxx.layout.paging import PagedCache, PageSummaries
 from dynaxx.ops import sparse_attention
 from dynaxx.ops.decode import sparse_decode
 from dynaxx.patterns import Causal
@@ -66,15 +66,28 @@ def dense_attention(
     """
     single = [row for row in rows if row.seqlen_q == 1]
     if single:
-        at = torch.tensor([(row.start, row.index) for row in single], device=q.device)
-        k, v = tokens_first(pages)
-        cache = PagedCache(k, v, sequences.seqused_k[at[:, 1]], sequences.page_table[at[:, 1]])
-        out[at[:, 0]] = sparse_decode(q[at[:, 0], None], cache, scale=scale)[:, 0]
+        at = query_places(single, q.device)
+        out[at] = sparse_decode(q[at], paged_cache(pages, sequences, single), scale=scale)
     for row in rows:
         if row.seqlen_q > 1:
             k, v = keys_and_values(pages, sequences.page_table[row.index], row.seqlen_k)
             layout = Causal().layout(row.seqlen_q, row.seqlen_k, block_size=DENSE_BLOCK, device=q.device)
             out[row.tokens] = sparse_attention(q[None, row.tokens], k, v, layout, scale=scale)[0]
+
+
+def query_places(rows: Sequence[Row], device: torch.device) -> Tensor:
+    """(rows, seqlen_q) int64: where the queries of some sequences with as many each are among the step's tokens."""
+    starts = torch.tensor([row.start for row in rows]).to(device, non_blocking=True)
+    return starts[:, None] + torch.arange(rows[0].seqlen_q, device=device)
+
+
+def paged_cache(
+    pages: Tensor, sequences: Sequences, rows: Sequence[Row], summaries: PageSummaries | None = None
+) -> PagedCache:
+    """The cache of some sequences, as views."""
+    k, v = tokens_first(pages)
+    which = torch.tensor([row.index for row in rows]).to(pages.device, non_blocking=True)
+    return PagedCache(k, v, sequences.seqused_k[which], sequences.page_table[which], summaries=summaries)
 
 
 def keys_and_values(pages: Tensor, page_table: Tensor, seqlen_k: int) -> tuple[Tensor, Tensor]:

@@ -9,11 +9,13 @@ from typing import NamedTuple
 from torch import Tensor
 
 from dynaxx.integrations.counts import Counts
+from dynaxx.integrations.decode import is_step
 from dynaxx.integrations.paged import Row, Sequences, keys_and_values
+from dynaxx.integrations.paged_decode import LivingSummaries, decode
 from dynaxx.integrations.passes import Deployed
 from dynaxx.layout import BlockLayout
+from dynaxx.layout.paging import PageSummaries
 from dynaxx.ops import sparse_attention
-from dynaxx.policy import LayerPlan
 from dynaxx.policy.guard import Level
 
 FALLBACKS = ("guard", "resting after failures")  # dense though a rule says sparse
@@ -23,9 +25,15 @@ Watcher = Callable[[int, BlockLayout], None]
 class Split(NamedTuple):
     """Which sequences of a step a layer runs sparse, and which dense, by reason."""
 
-    sparse: tuple[Row, ...]
+    sparse: tuple[Row, ...]  # prompts and chunks of them
+    decode: tuple[Row, ...]  # sparse, too: a few queries over pages that are chosen
     dense: tuple[Row, ...]
     reasons: dict[str, int]
+
+    @property
+    def runs_sparse(self) -> bool:
+        """Whether any sequence does."""
+        return bool(self.sparse or self.decode)
 
 
 class Step:
@@ -42,7 +50,7 @@ class Step:
         self.deployed = deployed
         self.killed = killed
         self._of_layer: dict[int, Split] = {}
-        self._made: dict[tuple[str, int], Split] = {}
+        self._made: dict[tuple[str, int | None, bool], Split] = {}
 
     def with_page_table(self, page_table: Tensor) -> Step:
         """The same step for layers whose pages lie elsewhere."""
@@ -56,43 +64,49 @@ class Step:
         """Decide for each sequence by its own lengths alone, so that its neighbours in the batch change nothing."""
         if layer not in self._of_layer:
             plan = self.deployed.plans.get(layer)
-            whole = self._why_dense(layer, plan)
-            key = (whole, 0 if plan is None else plan.block_size[0])
+            key = (self._why_dense(layer), None if plan is None else plan.block_size[0], layer in self.deployed.decode)
             if key not in self._made:
                 self._made[key] = self._split(*key)
             self._of_layer[layer] = self._made[key]
         return self._of_layer[layer]
 
-    def _why_dense(self, layer: int, plan: LayerPlan | None) -> str:
+    def _why_dense(self, layer: int) -> str:
         """Why all sequences are dense in a layer; "" if they need not be."""
         deployed = self.deployed
-        if plan is None:
+        if layer not in deployed.plans and layer not in deployed.decode:
             return "no rule"
         if self.killed:
             return "kill switch"
         if not deployed.policy.rollout.covers_layer(layer):
             return "layer not in the rollout"
-        if deployed.guard is not None and deployed.guard.level(layer) == Level.DENSE:
+        if deployed.guard is not None and layer in deployed.plans and deployed.guard.level(layer) == Level.DENSE:
             return FALLBACKS[0]
         return FALLBACKS[1] if deployed.breakers[layer].resting() else ""
 
-    def _split(self, whole: str, q_block: int) -> Split:
-        sparse, dense, reasons = [], [], Counter[str]()
+    def _split(self, whole: str, q_block: int | None, decodes: bool) -> Split:
+        sparse: list[Row] = []
+        decoding: list[Row] = []
+        dense: list[Row] = []
+        reasons = Counter[str]()
         for row in self.sequences.rows:
-            reason = self._why_dense_row(row, q_block) or whole
+            steps = decodes and is_step(row.seqlen_q, row.seqlen_k)
+            reason = self._why_dense_row(row, q_block, steps) or whole
             if reason:
                 dense.append(row)
                 reasons[reason] += 1
             else:
-                sparse.append(row)
-        return Split(tuple(sparse), tuple(dense), dict(reasons))
+                (decoding if steps else sparse).append(row)
+        return Split(tuple(sparse), tuple(decoding), tuple(dense), dict(reasons))
 
-    def _why_dense_row(self, row: Row, q_block: int) -> str:
+    def _why_dense_row(self, row: Row, q_block: int | None, decodes: bool) -> str:
         policy = self.deployed.policy
-        if row.seqlen_q == 1:
-            return "decode"
-        if row.seqlen_q < q_block:
-            return "fewer queries than one block"
+        if not decodes:
+            if row.seqlen_q == 1:
+                return "decode"
+            if q_block is None:
+                return "no rule"
+            if row.seqlen_q < q_block:
+                return "fewer queries than one block"
         # The length of a sequence only grows, so one border is the policy's hysteresis.
         if row.seqlen_k < (policy.dense_below if policy.sparse_from is None else policy.sparse_from):
             return "below dense_below"
@@ -114,6 +128,7 @@ class PagedLayer:
         self.scale = scale
         self.counts = counts
         self.watchers = watchers
+        self._summaries = LivingSummaries()
 
     def sparse(self, q: Tensor, pages: Tensor, step: Step, out: Tensor) -> bool:
         """Attend for the sequences of a step that run sparse, by the policy in force.
@@ -126,8 +141,8 @@ class PagedLayer:
         Returns:
             False if a kernel failed: then these sequences, too, are to run dense. It is counted and logged.
         """
-        split = step.split(self.index)
-        if not split.sparse:
+        split, summaries = step.split(self.index), self._summarized(pages, step)
+        if not split.runs_sparse:
             self._count_dense(split)
             if FALLBACKS[0] in split.reasons:
                 self._sample_unseen(q, pages, step, max(split.dense, key=lambda row: row.seqlen_q))
@@ -136,9 +151,13 @@ class PagedLayer:
         try:
             for row in split.sparse:
                 self._sparse_row(q, pages, step, row, out)
+            if split.decode:
+                plan = step.deployed.decode[self.index]
+                decode(q, pages, step.sequences, split.decode, plan, summaries, self.scale, out)
+                self.counts.decoded(q)
         except Exception as error:  # whatever a kernel does, the request gets its answer
             breaker.failed()
-            self.counts.failed(self.index, error)
+            self.counts.failed(self.index, error, "prefill" if split.sparse else "decode")
             return False
         breaker.worked()
         self.counts.sparse(self.index)
@@ -160,6 +179,13 @@ class PagedLayer:
             watcher(self.index, layout)
         if guard is not None and guard.wants_call():
             guard.take(self.index, queries, k, v, self.scale, plan, runs, found)
+
+    def _summarized(self, pages: Tensor, step: Step) -> PageSummaries | None:
+        """What decoding needs to know of the pages: also of keys that dense sequences wrote, which others may share."""
+        plan = step.deployed.decode.get(self.index)
+        if plan is None or plan.budget.reads_everything:
+            return None
+        return self._summaries.update(pages, step.sequences, plan.budget.bound)
 
     def _sample_unseen(self, q: Tensor, pages: Tensor, step: Step, row: Row) -> None:
         """Show the guard what would have run, so that it sees when that would be good again."""

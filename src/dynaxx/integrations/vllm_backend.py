@@ -39,8 +39,11 @@ class PolicyBuilder:
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Decode alone can be captured: which sequences of a prefill are sparse depends on their lengths."""
+        """Dense decode alone is captured: what else a step does depends on its lengths."""
         own = super().get_cudagraph_support(vllm_config, kv_cache_spec)  # type: ignore[misc]
+        engine = engine_here(vllm_config)
+        if engine is not None and engine.decodes:
+            return AttentionCGSupport.NEVER
         return min(own, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE, key=lambda level: level.value)
 
     def build(

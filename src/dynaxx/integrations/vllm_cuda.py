@@ -47,7 +47,7 @@ class CudaBuilder(PolicyBuilder, FlashAttentionMetadataBuilder):  # type: ignore
         for paged in self.bound:
             step: Step = getattr(metadata, STEP)
             split = step.split(paged.index)
-            if split.sparse and split.dense and id(split) not in parts:
+            if split.runs_sparse and split.dense and id(split) not in parts:
                 tokens, common = some_rows(common_attn_metadata, [row.index for row in split.dense])
                 parts[id(split)] = DensePart(tokens, self._parts.build(0, common, fast_build))
         setattr(metadata, PARTS, parts)
@@ -72,7 +72,7 @@ class CudaImpl(PolicyImpl, FlashAttentionImpl):  # type: ignore[misc]
         """Dense, by FlashAttention: the whole step at once, or what is not sparse of it."""
         assert self.paged is not None, "layers without a rule never come here"
         split = getattr(attn_metadata, STEP).split(self.paged.index)
-        if all_of_it or not split.sparse:
+        if all_of_it or not split.runs_sparse:
             FlashAttentionImpl.forward(self, layer, query, key, value, kv_cache, attn_metadata, output)
             return
         part: DensePart = getattr(attn_metadata, PARTS)[id(split)]

@@ -72,6 +72,11 @@ class Engine:
         """The policy in force."""
         return self._deployed.policy
 
+    @property
+    def decodes(self) -> bool:
+        """Whether some layer has a decode rule."""
+        return bool(self._deployed.decode)
+
     def serves(self, vllm_config: Any) -> bool:
         """Whether this is the engine of that configuration."""
         return self._config() is vllm_config
@@ -86,7 +91,8 @@ class Engine:
         Returns:
             What runs it; None where no rule covers it or it has a window of its own.
         """
-        if index not in self._deployed.plans or layer.sliding_window is not None:
+        deployed = self._deployed
+        if (index not in deployed.plans and index not in deployed.decode) or layer.sliding_window is not None:
             return None
         reasons = _layer_refusals(layer)
         if reasons:
@@ -122,7 +128,7 @@ class Engine:
                 self._numbers.set("dynaxx_policy_stale", 0)
                 return False
             deployed = self._ready(policy)
-            new = sorted(set(deployed.plans) - set(self.layers))
+            new = sorted({*deployed.plans, *deployed.decode} - set(self.layers))
             if new:
                 raise PolicyError(f"rules for layers {new}, which are vLLM's own since the engine started: restart it")
             self._deployed = deployed
@@ -155,6 +161,10 @@ class Engine:
         if content:
             reasons = [f"rules of layers {content} look at content: vLLM hands its backends no token ids"]
             raise UnsupportedInputError(f"{self.path} with {policy.model.model_type}", {"vllm": reasons})
+        if deployed.decode:
+            reasons = _decode_refusals(config, deployed)
+            if reasons:
+                raise UnsupportedInputError(f"decode rules of {self.path}", {"vllm": reasons})
         deployed.plans = {index: plan.shard(*self._shard) for index, plan in deployed.plans.items()}
         return deployed
 
@@ -239,6 +249,19 @@ def _config_refusals(vllm_config: Any) -> list[str]:
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.method != "ngram":
         reasons.append(f"speculative method {speculative.method!r}: a draft model has layers of its own; use ngram")
+    return reasons
+
+
+def _decode_refusals(vllm_config: Any, deployed: Deployed) -> list[str]:
+    """Why decode rules cannot be served."""
+    reasons, size = [], vllm_config.cache_config.block_size
+    wrong = sorted({plan.page_size for plan in deployed.decode.values()} - {size})
+    if wrong:
+        reasons.append(f"the kv cache has pages of {size} tokens, the rules {wrong}; use --block-size {wrong[0]}")
+    if vllm_config.parallel_config.tensor_parallel_size > 1:
+        reasons.append("budgets of kv heads are not cut for tensor parallelism; use 1")
+    if vllm_config.kv_transfer_config is not None:
+        reasons.append("pages from a kv connector come without the summaries that choosing needs")
     return reasons
 
 
