@@ -55,7 +55,7 @@ test: lint types .venv/model.stamp ## Lint, types and the whole test suite
 	@touch $@
 
 test-vllm: .venv-vllm/vllm.stamp ## Test the vLLM plugin in real engines on the CPU
-	.venv-vllm/bin/python -m pytest tests/test_paged.py tests/test_vllm.py
+	.venv-vllm/bin/python -m pytest -m "slow or not slow" tests/test_paged.py tests/test_vllm.py
 
 lint: .venv/dev.stamp ## Check style and format
 	$(BIN)/ruff check
@@ -76,6 +76,9 @@ demo: .venv/dev.stamp .venv/model.stamp ## Tune SmolLM2-135M on Python's documen
 
 bench: .venv/dev.stamp ## Test the CPU kernels, then time them
 	$(BIN)/dynaxx bench --suite cpu
+
+sanitize: .venv/dev.stamp ## Fuzz the CPU core under Address-, UndefinedBehavior- and ThreadSanitizer
+	@$(BIN)/python tests/sanitize/run.py --cases 500 || test $$? = 77
 
 wheel: .venv/dev.stamp ## Build the wheel into dist/
 	$(BIN)/python -m build --wheel
