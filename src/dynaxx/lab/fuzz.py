@@ -18,9 +18,7 @@ from dynaxx.kernels.cpu.build import supported_isas
 from dynaxx.kernels.cpu.library import ISA_VARIABLE
 from dynaxx.lab.progress import Progress, SilentProgress
 from dynaxx.ops.dispatch import BACKENDS, unsupported_reasons
-from dynaxx.testing import ErrorReport, Expected, Problem, random_memory, random_problem
-
-FEW = 64  # a largest error over fewer numbers than this is a matter of chance: see `_within_budget`
+from dynaxx.testing import Expected, Problem, random_memory, random_problem
 
 
 @dataclass(frozen=True)
@@ -148,7 +146,7 @@ def _wrong(backend: str, problem: Problem, expected: Expected, seed: int) -> str
         reports = expected.reports(partial(problem.attend, backend=backend), lambda grad: random_memory(rng, grad)[0])
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    return ", ".join(str(report) for report in reports if not _within_budget(report, problem))
+    return ", ".join(str(report) for report in reports if not report.ok)
 
 
 @contextmanager
@@ -164,13 +162,6 @@ def _cpu_isa(isa: str) -> Iterator[None]:
             os.environ[ISA_VARIABLE] = before
         elif isa:
             del os.environ[ISA_VARIABLE]
-
-
-def _within_budget(report: ErrorReport, problem: Problem) -> bool:
-    """The derived budget; where the eager error is that of a few numbers, a few roundings are allowed."""
-    q, k = problem.inputs["q"], problem.inputs["k"]
-    few = min(q[..., 0].numel(), k[..., 0].numel()) < FEW
-    return report.ok or (few and report.error <= 16 * torch.finfo(q.dtype).eps)
 
 
 def _counts(counts: dict[str, int]) -> str:
