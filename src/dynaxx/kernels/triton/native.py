@@ -8,10 +8,9 @@ itself loads with the first kernel.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,6 +18,9 @@ from torch import Tensor
 from dynaxx.kernels.triton import native_config as config
 from dynaxx.kernels.triton.launch import positive_scale, unit_stride
 from dynaxx.layout.native import NativeSpans
+
+if TYPE_CHECKING:
+    from dynaxx.kernels.triton.native_index import Items
 
 _LATER = {
     "select_blocks": "native_select",
@@ -53,12 +55,15 @@ class SelectedPlan:
 
         return unions(self.indices, self.spans, self.tiles.positions)
 
-    def chunks(self, row_bytes: int) -> Iterator[slice]:
-        """Queries whose partial results keep to PARTIAL_BYTES, of `row_bytes` for each q head of each slot."""
+    def items(self, row_bytes: int | None) -> tuple[Items, range]:
+        """Entries by block and their chunks, of partial results of `row_bytes` for each q head of each slot."""
+        from dynaxx.kernels.triton.native_index import items
+
         queries, heads, slots = self.indices.shape
-        step = max(1, PARTIAL_BYTES // max(1, heads * slots * self.group_size * row_bytes))
-        for first in range(0, queries, step):
-            yield slice(first, min(first + step, queries))
+        step = queries
+        if row_bytes is not None:
+            step = min(queries, max(1, PARTIAL_BYTES // (heads * slots * self.group_size * row_bytes)))
+        return items(self.indices, self.spans, step, config.item_length(self.group_size)), range(-(-queries // step))
 
 
 def prepare_selected(indices: Tensor, spans: NativeSpans, q: Tensor, k: Tensor, v: Tensor) -> SelectedPlan:
@@ -70,7 +75,7 @@ def prepare_selected(indices: Tensor, spans: NativeSpans, q: Tensor, k: Tensor, 
 
 def selected_forward(q: Tensor, k: Tensor, v: Tensor, plan: SelectedPlan, scale: float) -> tuple[Tensor, Tensor]:
     """As `kernels.reference.native.selected_forward`; fp32 inputs are multiplied in full fp32."""
-    from dynaxx.kernels.triton import native_gather, native_index, native_union
+    from dynaxx.kernels.triton import native_gather, native_union
 
     q, scale = positive_scale(q, scale)
     q, k, v = (unit_stride(x) for x in (q, k, v))
@@ -82,9 +87,9 @@ def selected_forward(q: Tensor, k: Tensor, v: Tensor, plan: SelectedPlan, scale:
     out = q.new_empty(*q.shape[:2], v.shape[2])
     lse = q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
     key_tiles = config.forward_key_tiles(plan.group_size, q.shape[2], v.shape[2], q.dtype)
-    for some in plan.chunks(v.shape[2] * q.dtype.itemsize + 4):
-        index = native_index.items(plan.indices, plan.spans, some, config.item_length(plan.group_size))
-        native_gather.forward_chunk(q, k, v, out, lse, index, some, slots, heads, plan.spans, key_tiles, scale)
+    index, chunks = plan.items(v.shape[2] * q.dtype.itemsize + 4)
+    for chunk in chunks:
+        native_gather.forward_chunk(q, k, v, out, lse, index, chunk, slots, heads, plan.spans, key_tiles, scale)
     return out, lse
 
 
@@ -100,7 +105,7 @@ def selected_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv in the dtypes of q, k, v; deterministic."""
-    from dynaxx.kernels.triton import native_backward, native_index, native_union
+    from dynaxx.kernels.triton import native_backward, native_union
     from dynaxx.kernels.triton.backward import row_delta
 
     slots = plan.indices.shape[2]
@@ -108,19 +113,19 @@ def selected_backward(
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     do, q, k, v = (unit_stride(x) for x in (do, q, k, v))
     delta = row_delta(do[None], dlse[None], out[None], lse[None])[0]
+    lse, delta = lse.T.contiguous(), delta.T.contiguous()
     by_query = plan.schedule == "union"
-    chunks = [slice(0, q.shape[0])] if by_query else list(plan.chunks(q.shape[2] * q.dtype.itemsize))
-    dtype = torch.float32 if len(chunks) > 1 else k.dtype
+    index, chunks = plan.items(None if by_query else q.shape[2] * q.dtype.itemsize)
+    dtype = torch.float32 if len(chunks) > 1 else k.dtype  # what several chunks add up
     dk, dv = (torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in (k, v))
     tiles = config.backward_key_tiles(plan.group_size, q.shape[2], v.shape[2], q.dtype)
     if by_query:
         dq = native_union.backward_dq(do, q, k, v, lse, delta, plan.union, plan.spans, plan.tiles, scale)
     else:
         dq = torch.empty_like(q, memory_format=torch.contiguous_format)
-    for some in chunks:
-        index = native_index.items(plan.indices, plan.spans, some, config.item_length(plan.group_size))
+    for chunk in chunks:
         native_backward.backward_chunk(
-            do, q, k, v, lse, delta, (None if by_query else dq, dk, dv), index, plan.indices, some, plan.spans, tiles,
-            scale, add=some.start > 0,
+            do, q, k, v, lse, delta, (None if by_query else dq, dk, dv), index, chunk, plan.indices, plan.spans, tiles,
+            scale,
         )  # fmt: skip
     return dq, dk.to(k.dtype), dv.to(v.dtype)

@@ -14,8 +14,7 @@ from dynaxx.kernels.triton.config import padded
 from dynaxx.kernels.triton.native_config import KeyTiles
 from dynaxx.kernels.triton.native_gather import RUNTIME_SIZES, entry_rows, item_arguments, item_block
 from dynaxx.kernels.triton.native_index import Items
-from dynaxx.kernels.triton.native_union import block_rows, gather_rows, scatter_rows
-from dynaxx.kernels.triton.primitives import LOG2E
+from dynaxx.kernels.triton.native_union import block_rows, gather_rows, row_values, scatter_rows, weights_of
 from dynaxx.layout.native import NativeSpans
 
 SUM_ROWS = 16
@@ -27,8 +26,8 @@ def _selected_bwd_dkv_kernel(
     p_q,
     p_k,
     p_v,
-    p_lse,
-    p_delta,
+    p_lse,  # (T, Hq) contiguous
+    p_delta,  # (T, Hq) contiguous
     p_dq,  # (entries of these queries, SPLIT, group, D) contiguous; not written without WITH_DQ
     p_dk,  # (items, KV_BLOCK, D) fp32
     p_dv,  # (items, KV_BLOCK, E) fp32
@@ -45,7 +44,6 @@ def _selected_bwd_dkv_kernel(
     group_size,
     heads_per_kv,
     first_entry,
-    queries,
     scale,
     stride_don,
     stride_doh,
@@ -83,12 +81,9 @@ def _selected_bwd_dkv_kernel(
         )
         b_q = gather_rows(p_q, t, h, stride_qn, stride_qh, inside, D, BLOCK_D)
         b_do = gather_rows(p_do, t, h, stride_don, stride_doh, inside, E, BLOCK_E)
-        at = h.to(tl.int64) * queries + t
-        lse = tl.load(p_lse + at, mask=inside, other=float("inf"))
-        lse = tl.where(lse == float("-inf"), float("inf"), lse)
-        delta = tl.load(p_delta + at, mask=inside, other=0.0)
+        lse, delta = row_values(p_lse, p_delta, t * (heads * group_size) + h, inside)
         scores = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [BLOCK_N, ROWS]
-        weights = tl.exp2((scores * scale - lse[None, :]) * LOG2E)
+        weights = weights_of(scores, lse[None, :], scale, b_k.dtype == tl.float32)
         weights = tl.where((from_key + o_n)[:, None] <= last_key[None, :], weights, 0.0)
         dv = tl.dot(weights.to(b_do.dtype), b_do, dv, input_precision=PRECISION)
         dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
@@ -173,19 +168,20 @@ def _selected_sum_entries_kernel(
 
 def backward_chunk(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor,
-    grads: tuple[Tensor | None, Tensor, Tensor], index: Items, indices: Tensor, queries: slice, spans: NativeSpans,
-    tiles: KeyTiles, scale: float, add: bool,
+    grads: tuple[Tensor | None, Tensor, Tensor], index: Items, chunk: int, indices: Tensor, spans: NativeSpans,
+    tiles: KeyTiles, scale: float,
 ) -> None:  # fmt: skip
-    """What some queries give to dk and dv, added to what these hold or written; and their rows of dq unless None."""
+    """What a chunk of queries gives to dk and dv, added after the first chunk; and their rows of dq unless None."""
     dq, dk, dv = grads
     heads, slots = indices.shape[1:]
-    count, group_size = queries.stop - queries.start, q.shape[1] // heads
+    queries, group_size = index.queries(chunk, q.shape[0]), q.shape[1] // heads
+    count, max_items = queries.stop - queries.start, index.cell.shape[1]
     size, block_n = spans.sizes.slc_block, min(tiles.block_n, spans.sizes.slc_block)
     split, blocks, kv_heads = size // block_n, len(spans.block_start), k.shape[1]
-    items_dk = torch.empty(len(index.cell), size, q.shape[2], dtype=torch.float32, device=q.device)
-    items_dv = torch.empty(len(index.cell), size, v.shape[2], dtype=torch.float32, device=q.device)
+    items_dk = torch.empty(max_items, size, q.shape[2], dtype=torch.float32, device=q.device)
+    items_dv = torch.empty(max_items, size, v.shape[2], dtype=torch.float32, device=q.device)
     entries_dq = q.new_empty((count * heads * slots, split, group_size, q.shape[2]) if dq is not None else (1,))
-    _selected_bwd_dkv_kernel[(len(index.cell), split)](
+    _selected_bwd_dkv_kernel[(max_items, split)](
         do,
         q,
         k,
@@ -195,9 +191,8 @@ def backward_chunk(
         entries_dq,
         items_dk,
         items_dv,
-        **item_arguments(q, k, v, index, heads, slots, spans),
+        **item_arguments(q, k, v, index, chunk, heads, slots, spans),
         first_entry=queries.start * heads * slots,
-        queries=q.shape[0],
         scale=scale,
         stride_don=do.stride(0),
         stride_doh=do.stride(1),
@@ -212,7 +207,7 @@ def backward_chunk(
         _selected_sum_items_kernel[(blocks, kv_heads, size // SUM_ROWS)](
             summed,
             grad,
-            index.first_item,
+            index.first_item[chunk],
             spans.block_start,
             spans.block_end,
             blocks=blocks,
@@ -222,7 +217,7 @@ def backward_chunk(
             BLOCK_DIM=padded(grad.shape[2]),
             KV_BLOCK=size,
             BLOCK_N=SUM_ROWS,
-            ADD=add,
+            ADD=chunk > 0,
             num_warps=4,
         )
     if dq is not None:

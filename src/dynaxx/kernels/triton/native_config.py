@@ -71,8 +71,13 @@ def backward_key_tiles(group_size: int, head_dim: int, head_dim_v: int, dtype: t
     if dtype == torch.float32:
         return KeyTiles(group, max(16, group), 16, 4, 1)
     if wide <= 128:
-        return KeyTiles(group, max(64, group), 64, 8, 2)
+        return KeyTiles(group, max(32, group), 64, 4, 3)
     return KeyTiles(group, max(32, group), 32, 8, 1)
+
+
+def score_tiles(per_block: int, dtype: torch.dtype) -> tuple[int, int, int]:
+    """Compressed tokens per program of the score kernel, whole blocks of them; its warps and stages."""
+    return (max(per_block, 16), 4, 1) if dtype == torch.float32 else (max(per_block, 64), 8, 2)
 
 
 def item_length(group_size: int) -> int:

@@ -14,8 +14,7 @@ from torch import Tensor
 from dynaxx.kernels.triton.config import padded
 from dynaxx.kernels.triton.native_config import KeyTiles
 from dynaxx.kernels.triton.native_index import Items
-from dynaxx.kernels.triton.native_union import block_rows, gather_rows, scatter_rows
-from dynaxx.kernels.triton.primitives import LOG2E
+from dynaxx.kernels.triton.native_union import block_rows, gather_rows, scatter_rows, softmax_step
 from dynaxx.layout.native import NativeSpans
 
 RUNTIME_SIZES = ["blocks", "heads", "slots", "keys", "group_size", "heads_per_kv", "first_entry", "queries"]
@@ -86,7 +85,6 @@ def _selected_partial_kernel(
     begin, end = tl.load(p_begin + i_item), tl.load(p_end + i_item)
     p_k += i_head // heads_per_kv * stride_kh
     p_v += i_head // heads_per_kv * stride_vh
-    scale_log2 = scale * LOG2E
     if SPLIT == 1:
         b_k = block_rows(p_k, start, keys, stride_kn, D, BLOCK_D, BLOCK_N)
         b_v = block_rows(p_v, start, keys, stride_vn, E, BLOCK_E, BLOCK_N)
@@ -106,12 +104,8 @@ def _selected_partial_kernel(
             scores = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
             visible = (from_key + tl.arange(0, BLOCK_N))[None, :] <= last_key[:, None]
             scores = tl.where(visible, scores, float("-inf"))
-            new_max = tl.maximum(row_max, tl.max(scores, 1))
-            shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-            rescale = tl.exp2((row_max - shift) * scale_log2)
-            weights = tl.exp2((scores - shift[:, None]) * scale_log2)
+            row_max, rescale, weights = softmax_step(scores, row_max, scale, b_k.dtype == tl.float32)
             row_sum = row_sum * rescale + tl.sum(weights, 1)
-            row_max = new_max
             acc = tl.dot(weights.to(b_v.dtype), b_v, acc * rescale[:, None], input_precision=PRECISION)
         empty = row_sum == 0
         row_sum = tl.where(empty, 1.0, row_sum)
@@ -167,20 +161,21 @@ def _selected_merge_kernel(
 
 
 def forward_chunk(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, index: Items, queries: slice, slots: int,
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, index: Items, chunk: int, slots: int,
     heads: int, spans: NativeSpans, tiles: KeyTiles, scale: float,
 ) -> None:  # fmt: skip
-    """Attend for some queries, and write their rows of out (T, Hq, E) and lse (Hq, T); scale > 0."""
-    count, group_size = queries.stop - queries.start, q.shape[1] // heads
+    """Attend for a chunk of queries, and write their rows of out (T, Hq, E) and lse (Hq, T); scale > 0."""
+    queries, group_size = index.queries(chunk, q.shape[0]), q.shape[1] // heads
+    count = queries.stop - queries.start
     partial = q.new_empty(count * heads * slots, group_size, v.shape[2])
     partial_lse = torch.full(partial.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
-    _selected_partial_kernel[(len(index.cell),)](
+    _selected_partial_kernel[(index.cell.shape[1],)](
         q,
         k,
         v,
         partial,
         partial_lse,
-        **item_arguments(q, k, v, index, heads, slots, spans),
+        **item_arguments(q, k, v, index, chunk, heads, slots, spans),
         first_entry=queries.start * heads * slots,
         scale=scale,
         GROUP=tiles.group,
@@ -209,14 +204,14 @@ def forward_chunk(
 
 
 def item_arguments(
-    q: Tensor, k: Tensor, v: Tensor, index: Items, heads: int, slots: int, spans: NativeSpans
+    q: Tensor, k: Tensor, v: Tensor, index: Items, chunk: int, heads: int, slots: int, spans: NativeSpans
 ) -> dict[str, object]:
     """What kernels by key take of the tensors and of the index."""
     return {
         "p_entries": index.entries,
-        "p_cell": index.cell,
-        "p_begin": index.begin,
-        "p_end": index.end,
+        "p_cell": index.cell[chunk],
+        "p_begin": index.begin[chunk],
+        "p_end": index.end[chunk],
         "p_block_start": spans.block_start,
         "p_last_key": spans.last_key,
         "blocks": len(spans.block_start),

@@ -30,13 +30,21 @@ class Unions:
 
 @dataclass(frozen=True)
 class Items:
-    """Entries by block. A cell is a block of a selection head, hs * C + block; an entry (t * Hs + hs) * n + slot."""
+    """Entries by block, for each chunk of queries apart.
 
-    entries: Tensor  # (T * Hs * n,) int32, sorted by cell, then by query
-    first_item: Tensor  # (Hs * C + 1,) int32: cell c has items first_item[c] : first_item[c + 1]
-    cell: Tensor  # (max_items,) int32, Hs * C for an item that is none
-    begin: Tensor  # (max_items,) int32, its first place in `entries`
-    end: Tensor  # (max_items,) int32, its last place + 1
+    A cell is a block of a selection head, hs * C + block; an entry is a slot, (t * Hs + hs) * n + slot.
+    """
+
+    step: int  # queries per chunk
+    entries: Tensor  # (T * Hs * n,) int32, sorted by chunk, cell and query
+    first_item: Tensor  # (chunks, Hs * C + 1) int32: cell c has items first_item[c] : first_item[c + 1]
+    cell: Tensor  # (chunks, max_items) int32, Hs * C for an item that is none
+    begin: Tensor  # (chunks, max_items) int32, its first place in `entries`
+    end: Tensor  # (chunks, max_items) int32, its last place + 1
+
+    def queries(self, chunk: int, total: int) -> slice:
+        """Rows of a chunk."""
+        return slice(chunk * self.step, min((chunk + 1) * self.step, total))
 
 
 @triton.jit(do_not_specialize=["queries", "heads"])
@@ -96,30 +104,29 @@ def unions(indices: Tensor, spans: NativeSpans, positions: int) -> Unions:
     return found
 
 
-def items(indices: Tensor, spans: NativeSpans, queries: slice, length: int) -> Items:
-    """The entries of some query rows by block, at most `length` of them in an item.
+def items(indices: Tensor, spans: NativeSpans, step: int, length: int) -> Items:
+    """The entries of every `step` query rows by block, at most `length` of them in an item.
 
     Args:
-        indices: (T, Hs, n) of all queries; entries are numbered within them.
+        indices: (T, Hs, n), T >= 1.
     """
-    some = indices[queries]
-    heads, slots, blocks = indices.shape[1], indices.shape[2], len(spans.block_start)
+    queries, heads, slots = indices.shape
+    device, blocks, chunks = indices.device, len(spans.block_start), -(-queries // step)
     cells = heads * blocks
-    head = torch.arange(heads, device=indices.device, dtype=torch.int32)[:, None]
-    seen = (some >= 0) & (some < spans.num_blocks[queries, None, None])
-    cell = torch.where(seen, some + spans.first_block[queries, None, None] + head * blocks, cells)
+    arange = lambda size: torch.arange(size, device=device, dtype=torch.int32)
+    seen = (indices >= 0) & (indices < spans.num_blocks[:, None, None])
+    cell = indices + spans.first_block[:, None, None] + arange(heads)[:, None] * blocks
+    cell = torch.where(seen, cell + (arange(queries) // step * cells)[:, None, None], chunks * cells)
     ordered, entries = cell.flatten().sort(stable=True)
-    starts = torch.searchsorted(ordered, torch.arange(cells + 1, device=indices.device, dtype=torch.int32))
-    counts = starts.diff()
-    ends = (counts + length - 1).div(length, rounding_mode="floor").cumsum(0)
-    first_item = torch.nn.functional.pad(ends, (1, 0))
-    item = torch.arange(cells + cell.numel() // length, device=indices.device)
-    of_cell = torch.searchsorted(ends, item, right=True)
-    padded = torch.nn.functional.pad(starts, (0, 1))  # an item that is none: from 0 to 0
-    begin = padded[of_cell] + (item - first_item[of_cell]) * length
-    begin = torch.where(of_cell < cells, begin, 0)
-    end = torch.where(of_cell < cells, torch.minimum(begin + length, padded[(of_cell + 1).clamp(max=cells)]), 0)
-    as_int = lambda x: x.to(torch.int32)
-    return Items(
-        as_int(entries + queries.start * heads * slots), as_int(first_item), as_int(of_cell), as_int(begin), as_int(end)
-    )
+    starts = torch.searchsorted(ordered, arange(chunks * cells + 1)).to(torch.int32)
+    counts = starts.diff().view(chunks, cells)
+    first_item = torch.nn.functional.pad(((counts + length - 1) // length).cumsum(1), (1, 0))
+    item = torch.arange(cells + step * heads * slots // length, device=device).expand(chunks, -1).contiguous()
+    of_cell = torch.searchsorted(first_item[:, 1:].contiguous(), item, right=True)
+    known = of_cell.clamp(max=cells - 1)
+    first, count = (x.view(chunks, cells).gather(1, known) for x in (starts[:-1], counts))
+    done = (item - first_item.gather(1, known)) * length
+    none = of_cell == cells
+    begin = (first + done).masked_fill(none, 0)
+    end = (first + torch.minimum(done + length, count)).masked_fill(none, 0)
+    return Items(step, *(x.to(torch.int32).contiguous() for x in (entries, first_item, of_cell, begin, end)))

@@ -17,10 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dynaxx.kernels.triton import native_config
 from dynaxx.kernels.triton.config import padded
 from dynaxx.kernels.triton.launch import positive_scale, unit_stride
-from dynaxx.kernels.triton.native_union import block_rows, gather_rows
-from dynaxx.kernels.triton.primitives import LOG2E
+from dynaxx.kernels.triton.native_union import block_rows, gather_rows, weights_of
 from dynaxx.layout.native import NativeSpans
 
 SCORE_BYTES = 256 << 20  # of scores held at once
@@ -75,11 +75,12 @@ def _score_kernel(
         for member in range(group_size):
             h = i_head * group_size + member
             b_q = gather_rows(p_q, t, t * 0 + h, stride_qn, stride_qh, inside, D, BLOCK_D)
-            scores = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale
-            if not RAW:
+            scores = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+            if RAW:
+                total += scores * scale
+            else:
                 lse = tl.load(p_lse + h.to(tl.int64) * queries + t, mask=inside, other=float("inf"))
-                scores = tl.exp2((scores - lse[:, None]) * LOG2E)
-            total += scores
+                total += weights_of(scores, lse[:, None], scale, b_q.dtype == tl.float32)
         total = tl.where(token[None, :] < seen[:, None], total, 0.0)
         if PER_BLOCK == 1:
             own = total
@@ -183,7 +184,7 @@ def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor | None, spans: NativeSpa
     tiles = _tiles_of(spans)
     rows = max(QUERIES, SCORE_BYTES // (8 * heads * blocks) // QUERIES * QUERIES)
     per_token, per_block = sizes.cmp_block // sizes.cmp_stride, sizes.slc_block // sizes.cmp_stride
-    block_n = max(per_block, 16 if q.dtype == torch.float32 else 64)
+    block_n, num_warps, num_stages = native_config.score_tiles(per_block, q.dtype)
     parts = -(-blocks * per_block // block_n)
     begin = 0
     while begin < len(tiles.bounds):
@@ -222,8 +223,8 @@ def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor | None, spans: NativeSpa
                 BLOCK_N=block_n,
                 RAW=lse is None,
                 PRECISION="ieee",
-                num_warps=8,
-                num_stages=1 if q.dtype == torch.float32 else 2,
+                num_warps=num_warps,
+                num_stages=num_stages,
             )
         width = triton.next_power_of_2(blocks)
         some = max(1, 2048 // width)

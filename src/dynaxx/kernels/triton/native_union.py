@@ -14,7 +14,7 @@ from torch import Tensor
 from dynaxx.kernels.triton.config import padded
 from dynaxx.kernels.triton.native_config import QueryTiles
 from dynaxx.kernels.triton.native_index import Unions
-from dynaxx.kernels.triton.primitives import LOG2E
+from dynaxx.kernels.triton.primitives import LOG2E, exp_rounded
 from dynaxx.layout.native import NativeSpans
 
 RUNTIME_SIZES = ["queries", "keys", "group_size", "heads_per_kv"]
@@ -63,6 +63,34 @@ def block_rows(p_base, start, keys, stride, DIM: tl.constexpr, BLOCK_DIM: tl.con
         mask = mask & (o_d < DIM)[None, :]
     p_rows = p_base + start.to(tl.int64) * stride + (o_n.to(tl.int64)[:, None] * stride + o_d[None, :])
     return tl.load(p_rows, mask=mask, other=0.0)
+
+
+@triton.jit
+def softmax_step(scores, row_max, scale, EXACT: tl.constexpr):
+    """New maximum, what to rescale sums by, and weights of unscaled scores; -inf is hidden. Exact for fp32 inputs."""
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    if EXACT:
+        rescale = exp_rounded((row_max - shift) * scale)
+        weights = exp_rounded((scores - shift[:, None]) * scale)
+    else:
+        rescale = tl.exp2((row_max - shift) * (scale * LOG2E))
+        weights = tl.exp2(scores * (scale * LOG2E) - (shift * (scale * LOG2E))[:, None])
+    return new_max, rescale, weights
+
+
+@triton.jit
+def weights_of(scores, lse, scale, EXACT: tl.constexpr):
+    """exp(scores * scale - lse), lse = inf for rows without weights; broadcasts."""
+    weights = exp_rounded(scores * scale - lse) if EXACT else tl.exp2(scores * (scale * LOG2E) - lse * LOG2E)
+    return weights
+
+
+@triton.jit
+def row_values(p_lse, p_delta, at, inside):
+    """lse and delta; a row that sees nothing, or is none, gets lse = inf, so that its weights vanish."""
+    lse = tl.load(p_lse + at, mask=inside, other=float("inf"))
+    return tl.where(lse == float("-inf"), float("inf"), lse), tl.load(p_delta + at, mask=inside, other=0.0)
 
 
 @triton.jit(do_not_specialize=RUNTIME_SIZES)
@@ -115,7 +143,6 @@ def _selected_fwd_kernel(
     acc = tl.zeros([ROWS, BLOCK_E], tl.float32)
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
-    scale_log2 = scale * LOG2E
     for i_step in range(0, count * SPLIT):
         slot = lead * SLOTS + i_step // SPLIT
         start = tl.load(p_block_start + tl.load(p_blocks + slot)) + i_step % SPLIT * BLOCK_N
@@ -123,12 +150,8 @@ def _selected_fwd_kernel(
         b_k = block_rows(p_k, start, keys, stride_kn, D, BLOCK_D, BLOCK_N)
         scores = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [ROWS, BLOCK_N]
         scores = tl.where((start + tl.arange(0, BLOCK_N))[None, :] <= limit[:, None], scores, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(scores, 1))
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        rescale = tl.exp2((row_max - shift) * scale_log2)
-        weights = tl.exp2((scores - shift[:, None]) * scale_log2)
+        row_max, rescale, weights = softmax_step(scores, row_max, scale, b_k.dtype == tl.float32)
         row_sum = row_sum * rescale + tl.sum(weights, 1)
-        row_max = new_max
         b_v = block_rows(p_v, start, keys, stride_vn, E, BLOCK_E, BLOCK_N)
         acc = tl.dot(weights.to(b_v.dtype), b_v, acc * rescale[:, None], input_precision=PRECISION)
     empty = row_sum == 0
@@ -145,8 +168,8 @@ def _selected_bwd_dq_kernel(
     p_q,
     p_k,
     p_v,
-    p_lse,
-    p_delta,
+    p_lse,  # (T, Hq) contiguous
+    p_delta,  # (T, Hq) contiguous
     p_dq,  # (T, Hq, D) contiguous
     p_blocks,
     p_members,
@@ -187,10 +210,7 @@ def _selected_bwd_dq_kernel(
     )
     b_q = gather_rows(p_q, t, h, stride_qn, stride_qh, inside, D, BLOCK_D)
     b_do = gather_rows(p_do, t, h, stride_don, stride_doh, inside, E, BLOCK_E)
-    at = h.to(tl.int64) * queries + t
-    lse = tl.load(p_lse + at, mask=inside, other=float("inf"))
-    lse = tl.where(lse == float("-inf"), float("inf"), lse)  # a query that sees nothing has no weights
-    delta = tl.load(p_delta + at, mask=inside, other=0.0)
+    lse, delta = row_values(p_lse, p_delta, t * (heads * group_size) + h, inside)
     p_k += i_head // heads_per_kv * stride_kh
     p_v += i_head // heads_per_kv * stride_vh
     lead = i_tile * heads + i_head
@@ -202,7 +222,7 @@ def _selected_bwd_dq_kernel(
         b_k = block_rows(p_k, start, keys, stride_kn, D, BLOCK_D, BLOCK_N)
         b_v = block_rows(p_v, start, keys, stride_vn, E, BLOCK_E, BLOCK_N)
         scores = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-        weights = tl.exp2((scores * scale - lse[:, None]) * LOG2E)
+        weights = weights_of(scores, lse[:, None], scale, b_k.dtype == tl.float32)
         weights = tl.where((start + tl.arange(0, BLOCK_N))[None, :] <= limit[:, None], weights, 0.0)
         dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
         ds = weights * (dp - delta[:, None])
@@ -226,7 +246,7 @@ def backward_dq(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, union: Unions, spans: NativeSpans,
     tiles: QueryTiles, scale: float,
 ) -> Tensor:  # fmt: skip
-    """Return dq (T, Hq, D)."""
+    """Return dq (T, Hq, D); lse and delta are (T, Hq)."""
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     _selected_bwd_dq_kernel[(union.counts.shape[1], union.counts.shape[0])](
         do, q, k, v, lse, delta, dq,
