@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import dynaxx as dx
-from dynaxx.policy import Guard, Policy, load_profile, save_profile
+from dynaxx.policy import Guard, Policy, load_profile, rules_digest, save_profile
 from dynaxx.policy.diff import diff
 from dynaxx.policy.profile import LADDER
 from dynaxx.policy.renew import mean_recall, renew
@@ -99,7 +99,10 @@ def test_windows_grow_as_a_whole(policy, seen):
     recorded = seen.model_copy(update={"layers": tuple(x.model_copy(update={"ladder_calls": 9}) for x in seen.layers)})
     ladder = ((0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 0.9, 1.0),) * 4
     recorded = with_ladder(recorded, lambda layer: ladder if layer.layer else layer.ladder)
-    new, _ = renew(policy, recorded, recall=0.605)
+    decode = dx.Rule.of(dx.Sink(16) | dx.TopK(0.1), phase="decode")
+    policy = policy.replace(rules=(*policy.rules, decode))
+    new, _ = renew(policy, recorded.model_copy(update={"policy": rules_digest(policy)}), recall=0.605)
+    assert new.rules[-1] == decode
     assert head_rules(new)[1][0] == dx.SlidingWindow(48)
 
 
@@ -128,8 +131,8 @@ def test_a_difference_names_fields_and_heads(policy, seen):
     assert ("rollout.share", 1.0, 0.5) in found.fields
     assert [(each.layer, each.head) for each in found.heads] == [(0, 0), (0, 1), (0, 3), (1, 0), (1, 1), (1, 2)]
     text = found.summary()
-    assert "layer 1 heads 0,1:\n  - SlidingWindow(window=32)\n  + SlidingWindow(window=64)" in text
-    assert "+ 'dense'" in text
+    assert "prefill, layer 1 heads 0,1:\n  - SlidingWindow(window=32)\n  + SlidingWindow(window=64)" in text
+    assert "+ dense\n" in text
     assert "reference differs" in text
     assert json.loads(json.dumps(found.to_dict()))["heads"][0]["layer"] == 0
     assert diff(policy, policy).same
@@ -159,7 +162,7 @@ def test_the_commands(folder, policy, seen, tmp_path):
     found = json.loads(dynaxx("retune", old, *stats, "--recall", 0.9, "--out", new, "--json"))
     assert found["changed"] is True
     assert {each["layer"] for each in found["diff"]["heads"]} == {0, 1}
-    assert "layer 0" in dynaxx("diff", old, new)
+    assert "prefill, layer 0" in dynaxx("diff", old, new)
     assert "either --stats FILE or --model" in dynaxx("retune", old, code=2)
     (tmp_path / "statistics.json").write_text("{")
     assert "no dynaxx profile" in dynaxx("retune", old, *stats, code=2)

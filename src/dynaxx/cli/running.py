@@ -26,6 +26,7 @@ EXTRAS = {
     "transformers": ("transformers", "gguf", "accelerate", "tokenizers", "safetensors"),
     "metrics": ("prometheus_client",),
     "otel": ("opentelemetry",),
+    "rollout": ("openfeature",),
     "onnx": ("onnx", "onnxscript", "onnxruntime"),
 }
 

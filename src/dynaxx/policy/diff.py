@@ -6,15 +6,17 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from dynaxx.policy.resolve import head_rules
-from dynaxx.policy.schema import Policy
+from dynaxx.policy.schema import Phase, Policy
 
 SHOWN_FIELDS = ("model", "block_size", "dense_below", "sparse_from", "rollout", "guard", "drift", "tolerances")
+PHASES: tuple[Phase, ...] = ("prefill", "decode")
 NOTED_FIELDS = ("measured_on", "evidence", "reference")  # said to differ, not shown
 
 
 class HeadChange(NamedTuple):
     """What a head did and does."""
 
+    phase: str
     layer: int
     head: int
     old: str
@@ -44,10 +46,10 @@ class PolicyDiff(NamedTuple):
     def summary(self) -> str:
         """Line by line; heads of a layer that change alike stand together."""
         lines = [f"{field}: {old} -> {new}" for field, old, new in self.fields]
-        alike = lambda change: (change.layer, change.old, change.new)
-        for (layer, old, new), found in groupby(sorted(self.heads, key=alike), key=alike):
+        alike = lambda change: (change.phase, change.layer, change.old, change.new)
+        for (phase, layer, old, new), found in groupby(sorted(self.heads, key=alike), key=alike):
             heads = ",".join(str(change.head) for change in found)
-            lines += [f"layer {layer} heads {heads}:", f"  - {old}", f"  + {new}"]
+            lines += [f"{phase}, layer {layer} heads {heads}:", f"  - {old}", f"  + {new}"]
         lines += [f"{field} differs" for field in self.noted]
         return "\n".join(lines) or "no difference"
 
@@ -56,15 +58,23 @@ def diff(old: Policy, new: Policy) -> PolicyDiff:
     """Compare two policies."""
     before, after = (policy.model_dump(mode="json", include=set(SHOWN_FIELDS)) for policy in (old, new))
     fields = tuple(_changes("", before, after))
-    rules = [head_rules(policy) for policy in (old, new)]
-    heads = []
+    heads = [change for phase in PHASES for change in _head_changes(old, new, phase)]
+    noted = tuple(name for name in NOTED_FIELDS if getattr(old, name) != getattr(new, name))
+    return PolicyDiff(fields, tuple(heads), noted)
+
+
+def _head_changes(old: Policy, new: Policy, phase: Phase) -> list[HeadChange]:
+    rules, shown = (
+        [head_rules(policy, phase) for policy in (old, new)],
+        lambda rule: "dense" if rule is None else repr(rule),
+    )
+    changes = []
     for layer in sorted({*rules[0], *rules[1]}):
         for head in range(max(old.model.q_heads, new.model.q_heads)):
             was, now = (found.get(layer, {}).get(head) for found in rules)
             if was != now:
-                heads.append(HeadChange(layer, head, repr(was or "dense"), repr(now or "dense")))
-    noted = tuple(name for name in NOTED_FIELDS if getattr(old, name) != getattr(new, name))
-    return PolicyDiff(fields, tuple(heads), noted)
+                changes.append(HeadChange(phase, layer, head, shown(was), shown(now)))
+    return changes
 
 
 def _changes(path: str, old: Any, new: Any) -> list[tuple[str, Any, Any]]:

@@ -115,7 +115,9 @@ def _factor(ladder: Sequence[float], goal: float) -> float:
 
 
 def _renewed(rule: Rule, policy: Policy, factors: dict[int, tuple[float, ...]]) -> list[Rule]:
-    """A rule for each layer it covers."""
+    """A rule for each layer it covers; one for decoding as it is."""
+    if rule.phase == "decode":
+        return [rule]
     heads, attention = rule.head_list(policy.model.q_heads), rule.attention.build()
     made = []
     for layer in rule.layer_list(policy.model.layers):
@@ -146,6 +148,6 @@ def _merged(rules: Sequence[Rule]) -> tuple[Rule, ...]:
     """Rules that differ in their layers alone, as one."""
     layers: dict[Rule, list[int]] = {}
     for rule in rules:
-        assert rule.layers != "all", "each is of one layer"
-        layers.setdefault(rule.model_copy(update={"layers": (0,)}), []).extend(rule.layers)
-    return tuple(rule.model_copy(update={"layers": tuple(found)}) for rule, found in layers.items())
+        alike = layers.setdefault(rule.model_copy(update={"layers": "all"}), [])
+        alike += () if rule.layers == "all" else rule.layers
+    return tuple(rule.model_copy(update={"layers": tuple(found) or "all"}) for rule, found in layers.items())
