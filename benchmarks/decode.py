@@ -2,9 +2,10 @@
 
 python benchmarks/decode.py [--quick] [--only NAME ...] [--json FILE]
 
-Checks first: random caches against the definition in fp64; a wrong kernel gets no times. Times are medians; on a GPU of
-a replayed CUDA graph with the L2 cache flushed, so launches of Python cost nothing in either candidate; on a CPU of one
-thread's CPU time. "bytes" is the time that reading the chosen pages, summaries included, takes at the rate of a copy.
+Checks first: random caches against the definition in fp64; a wrong kernel gets no times. Times are medians. On a GPU,
+of a replayed CUDA graph that runs LAYERS layers, each with a cache of its own as in a model, per layer: nobody's
+launches count, and nothing is in the L2 cache. On a CPU, of one thread's CPU time. "bytes" is the time that reading the
+chosen pages, summaries included, takes at the rate of a copy.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from torch.nn.functional import cosine_similarity, scaled_dot_product_attention
 import dynaxx as dx
 
 KV_HEADS, GROUP, HEAD_DIM = 8, 4, 128
+LAYERS = 4
 
 
 @dataclass(frozen=True)
@@ -53,9 +55,9 @@ GPU_CASES = (
     Case("batch 16, 32k, 4 queries", 16, 32768, seqlen_q=4),
     Case("batch 1, 128k", 1, 131072),
     Case("batch 1, 128k, mean", 1, 131072, bound=0.0),
-    Case("batch 64, 32k", 64, 32768),
-    Case("batch 64, 32k, fp8", 64, 32768, dtype="float8_e4m3fn"),
-    Case("batch 64, 32k, int8", 64, 32768, dtype="int8"),
+    Case("batch 32, 32k", 32, 32768),
+    Case("batch 32, 32k, fp8", 32, 32768, dtype="float8_e4m3fn"),
+    Case("batch 32, 32k, int8", 32, 32768, dtype="int8"),
 )
 CPU_CASES = (
     Case("batch 1, 32k", 1, 32768, dtype="float32"),
@@ -68,10 +70,10 @@ CPU_CASES = (
 )
 
 
-def make_inputs(case, device):
+def make_inputs(case, device, seed=0):
     """q, k and v in bf16 (fp32 on a CPU, but for a bf16 cache), and the cache in the case's dtype."""
     wide = torch.float32 if device.type == "cpu" and case.dtype != "bfloat16" else torch.bfloat16
-    generator = torch.Generator(device).manual_seed(0)
+    generator = torch.Generator(device).manual_seed(seed)
     draw = lambda *shape: torch.randn(*shape, device=device, dtype=wide, generator=generator)
     q = draw(case.batch, case.seqlen_q, KV_HEADS * GROUP, HEAD_DIM)
     k, v = (draw(case.batch, KV_HEADS, case.seqlen, HEAD_DIM).transpose(1, 2) for _ in range(2))
@@ -120,46 +122,53 @@ def check(device):
 
 
 def measure(runs, device):
-    """Median milliseconds of each, in turns on a CPU."""
+    """Median milliseconds of each, per layer; on a GPU a run takes the number of a layer. In turns on a CPU."""
     if device.type == "cuda":
         from triton.testing import do_bench
 
-        return {name: do_bench(captured(run), return_mode="median") for name, run in runs.items()}
+        return {name: do_bench(captured(run), return_mode="median") / LAYERS for name, run in runs.items()}
     seconds = {name: [] for name in runs}
     for _ in range(8):
         for name, run in runs.items():
             start = time.thread_time()
-            run()
+            run(0)
             seconds[name].append(time.thread_time() - start)
     return {name: 1e3 * statistics.median(each[1:]) for name, each in seconds.items()}
 
 
 def captured(run):
-    for _ in range(2):
-        run()
+    for layer in range(LAYERS):
+        run(layer)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        run()
+        for layer in range(LAYERS):
+            run(layer)
     return graph.replay
 
 
-def dense_forms(q, k, v, device):
+def dense_forms(layers, device):
     """SDPA as it would be called, and with the heads of a group as rows, where all queries of a step see all keys."""
-    heads_first = [x.transpose(1, 2) for x in (q, k, v)]
-    rows = q.unflatten(2, (KV_HEADS, GROUP)).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    forms = {
-        "sdpa, enable_gqa": lambda: scaled_dot_product_attention(*heads_first, enable_gqa=True),
-        "sdpa, groups as rows": lambda: scaled_dot_product_attention(rows, *heads_first[1:]),
-    }
-    if device.type == "cuda":
-        for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+    inputs = []
+    for q, k, v, _ in layers:
+        rows = q.unflatten(2, (KV_HEADS, GROUP)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        inputs.append((q.transpose(1, 2), rows, k.transpose(1, 2), v.transpose(1, 2)))
 
-            def run(backend=backend):
-                with sdpa_kernel(backend):
-                    return scaled_dot_product_attention(rows, *heads_first[1:])
+    def as_called(layer):
+        q, _, k, v = inputs[layer]
+        return scaled_dot_product_attention(q, k, v, enable_gqa=True)
 
-            forms[f"sdpa, groups as rows, {backend.name.split('_')[0].lower()}"] = run
+    def as_rows(layer, backend=None):
+        _, rows, k, v = inputs[layer]
+        if backend is None:
+            return scaled_dot_product_attention(rows, k, v)
+        with sdpa_kernel(backend):
+            return scaled_dot_product_attention(rows, k, v)
+
+    forms = {"sdpa, enable_gqa": as_called, "sdpa, groups as rows": as_rows}
+    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION) if device.type == "cuda" else ():
+        name = backend.name.split("_")[0].lower()
+        forms[f"sdpa, groups as rows, {name}"] = lambda layer, backend=backend: as_rows(layer, backend)
     return forms
 
 
@@ -175,25 +184,27 @@ def copy_rate(device):
     size = 2**30 if device.type == "cuda" else 2**26
     x = torch.empty(size, dtype=torch.uint8, device=device)
     y = torch.empty_like(x)
-    return 2 * size / (1e-3 * measure({"copy": lambda: y.copy_(x)}, device)["copy"])
+    return 2 * size / (1e-3 * measure({"copy": lambda layer: y.copy_(x)}, device)["copy"])
 
 
 def run_case(case, device, rate):
-    q, k, v, cache = make_inputs(case, device)
+    layers = [make_inputs(case, device, seed) for seed in range(LAYERS if device.type == "cuda" else 1)]
+    q, k, v, cache = layers[0]
     budget = case.budget
-    pages = dx.select_pages(q, cache, budget)
+    pages = [dx.select_pages(q, cache, budget) for q, _, _, cache in layers]
+    at = lambda layer: (layers[layer][0], layers[layer][3])
     runs = {
-        "selection and attention": lambda: dx.sparse_decode(q, cache, budget),
-        "selection": lambda: dx.select_pages(q, cache, budget),
-        "attention, pages given": lambda: dx.sparse_decode(q, cache, pages),
-        "summaries of one token": lambda: dx.summarize_pages(cache, new_tokens=1),
-        "dense, ours": lambda: dx.sparse_decode(q, cache),
+        "selection and attention": lambda layer: dx.sparse_decode(*at(layer), budget),
+        "selection": lambda layer: dx.select_pages(*at(layer), budget),
+        "attention, pages given": lambda layer: dx.sparse_decode(*at(layer), pages[layer]),
+        "summaries of one token": lambda layer: dx.summarize_pages(at(layer)[1], new_tokens=1),
+        "dense, ours": lambda layer: dx.sparse_decode(*at(layer)),
     }
     notes = {}
-    dense = dense_forms(q, k, v, device) if q.dtype != torch.bfloat16 or device.type == "cuda" else {}
+    dense = dense_forms(layers, device) if q.dtype != torch.bfloat16 or device.type == "cuda" else {}
     for name, run in dense.items():
         try:
-            run()
+            run(0)
             runs[name] = run
         except RuntimeError as error:
             notes[name] = str(error).splitlines()[0]
@@ -201,8 +212,8 @@ def run_case(case, device, rate):
     best = min((ms for name, ms in times.items() if name.startswith("sdpa")), default=float("nan"))
     attention, summaries = bytes_read(case, cache)
     wide = make_cache(replace(case, dtype=str(k.dtype).removeprefix("torch.")), k, v)
-    reference = dx.sparse_decode(q, wide, pages).float().flatten(2)
-    cosine = float(cosine_similarity(dx.sparse_decode(q, cache, pages).float().flatten(2), reference, dim=-1).min())
+    mine, theirs = (dx.sparse_decode(q, each, pages[0]).float().flatten() for each in (cache, wide))
+    cosine = float(cosine_similarity(mine, theirs, dim=0))
     return {
         "case": case.name,
         "ms": times,

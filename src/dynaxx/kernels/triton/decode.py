@@ -38,7 +38,7 @@ NUM_WARPS, NUM_STAGES = 4, 3
 PROGRAMS_PER_PROCESSOR = 2
 MOST_ROWS = 64
 PARTS_AT_ONCE = 8
-INTERPRETED_PROGRAMS = 3
+INTERPRETED_PROGRAMS = 5  # sometimes more than there are pages
 
 
 @triton.jit
@@ -156,8 +156,9 @@ def _decode_fwd_kernel(
     o_l = tl.arange(0, BLOCK_L)
     row = i_rows * BLOCK_M + o_m
     counts, ends, total = _list_bounds(p_counts, lists, BLOCK_L)
-    at = (i_program * total // num_programs).to(tl.int32)
-    last = ((i_program + 1) * total // num_programs).to(tl.int32)
+    pieces = tl.minimum(num_programs, tl.maximum(total, 1))  # none is empty
+    at = (tl.minimum(i_program, pieces) * total // pieces).to(tl.int32)
+    last = (tl.minimum(i_program + 1, pieces) * total // pieces).to(tl.int32)
     while at < last:
         i_list = tl.sum((ends <= at).to(tl.int32), 0)
         list_start = tl.sum(tl.where(o_l < i_list, counts, 0), 0)
@@ -247,8 +248,9 @@ def _merge_parts_kernel(
     count = tl.sum(tl.where(o_l == i_list, counts, 0), 0)
     stop = tl.sum(tl.where(o_l == i_list, ends, 0), 0).to(tl.int64)
     wide = tl.maximum(total, 1).to(tl.int64)
-    first = ((stop - count + 1) * num_programs - 1) // wide  # the program whose piece holds the list's first page
-    last = (stop * num_programs - 1) // wide
+    pieces = tl.minimum(num_programs, wide)
+    first = ((stop - count + 1) * pieces - 1) // wide  # the program whose piece holds the list's first page
+    last = (stop * pieces - 1) // wide
     acc = tl.zeros([BLOCK_E], tl.float32)
     top = tl.full([], float("-inf"), tl.float32)
     total_weight = tl.full([], 0.0, tl.float32)
