@@ -152,7 +152,7 @@ SELECTOR = ("rules", 0, "attention", "selector")
         (("rules", 0, "heads"), [1, 1], "`rules.0.heads` must not name one twice"),
         (("rules", 1, "heads"), "all", "`rules.1` and `rules.0` both cover layer 0, head 1; take it out of one"),
         (("rules", 1, "block_size"), 32, r"`rules.1.block_size` must be \(16, 16\) in layer 0, as in `rules.0`"),
-        (("rules", 0, "phase"), "decode", "`rules.0.phase`: Input should be 'prefill', got 'decode'"),
+        (("rules", 0, "phase"), "training", "`rules.0.phase`: Input should be 'prefill' or 'decode', got 'training'"),
         (("rules", 0, "attention", "kind"), "magic", "`rules.0.attention`: Input tag 'magic'"),
         (("rules", 0, "attention", "kind"), KeyError, "`rules.0.attention`.*add `kind`"),
         ((*SELECTOR, "share"), "much", "`rules.0.attention.selector.share`: Input should be a valid number"),
