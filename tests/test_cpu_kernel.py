@@ -3,13 +3,14 @@
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
 
 import dynaxx as dx
 from dynaxx.kernels import cpu
-from dynaxx.kernels.cpu import build, gather, library
+from dynaxx.kernels.cpu import backward, build, gather, library
 from dynaxx.kernels.cpu.plan import mask_tables
 from dynaxx.testing import check_forward, check_gradients, make_qkv, random_case
 
@@ -27,8 +28,8 @@ def attend_differentiably(q, k, v, layout):
     return dx.sparse_attention(q, k, v, layout, return_lse=True, backend="cpu")
 
 
-def attend_by_gather(q, k, v, layout):
-    return gather.attention_forward(q, k, v, layout, q.shape[-1] ** -0.5)
+def attend_by_gather(q, k, v, layout, softcap=None):
+    return gather.attention_forward(q, k, v, layout, q.shape[-1] ** -0.5, softcap)
 
 
 def assert_within_budget(reports, case):
@@ -96,14 +97,107 @@ def test_long_rows_do_not_gather_rounding():
             assert report.ok, str(report)
 
 
-def test_gradients_are_bitwise_the_same_every_time():
-    torch.set_num_threads(2)
-    q, k, v = make_qkv(1, 257, 257, 6, 2, 64, 32)
+@needs_core
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_bitwise_the_same_on_any_number_of_threads(dtype, monkeypatch):
+    q, k, v = make_qkv(2, 257, 257, 6, 2, 64, 32, dtype=dtype)
     layout = (dx.SlidingWindow(70) | dx.RandomBlocks(2)).layout(257, block_size=32)
     out, lse = attend(q, k, v, layout)
-    runs = [cpu.attention_backward(out * 2, None, q, k, v, out, lse, layout, 0.125) for _ in range(3)]
-    for run in runs[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
+    run = lambda: cpu.attention_backward(out * 2, None, q, k, v, out, lse, layout, 0.125)
+    want = run()
+    for threads in (1, 2, 2, 5):
+        torch.set_num_threads(threads)
+        assert all(torch.equal(a, b) for a, b in zip(run(), want, strict=True))
+    monkeypatch.setattr(backward, "LOW_BYTES", 0)
+    monkeypatch.setattr(backward, "LOW_SHARE", 0.0)
+    assert backward.heads_at_a_time(q, v, 5) == ((1, 1) if dtype == torch.bfloat16 else (4, 3))
+    assert all(torch.equal(a, b) for a, b in zip(run(), want, strict=True))
+
+
+@needs_core
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_of_heads_in_parts(dtype, monkeypatch):
+    monkeypatch.setattr(backward, "LOW_BYTES", 0)
+    monkeypatch.setattr(backward, "LOW_SHARE", 0.0)
+    torch.set_num_threads(2)
+    for seed in range(8):
+        case = random_case(seed, dtype=dtype, **SHORT)
+        assert_within_budget(check_gradients(attend_differentiably, case.q, case.k, case.v, case.layout), case)
+
+
+@needs_core
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("softcap", [0.3, 2.0, 50.0])
+def test_softcap(dtype, softcap):
+    capped = partial(dx.sparse_attention, softcap=softcap, return_lse=True, backend="cpu")
+    for seed in range(8):
+        case = random_case(seed, dtype=dtype, **SHORT)
+        for check in (check_forward, check_gradients):
+            assert_within_budget(check(capped, case.q, case.k, case.v, case.layout, softcap=softcap), case)
+
+
+@needs_core
+@pytest.mark.parametrize("size", [1e-6, 1e-2, 1.0, 30.0, 3e4])
+def test_softcap_of_scores_of_any_size(size):
+    capped = partial(dx.sparse_attention, softcap=4.0, return_lse=True, backend="cpu")
+    case = random_case(11, lengths=(129,), head_dims=(64,))
+    q = case.q * size
+    for report in check_forward(capped, q, case.k, case.v, case.layout, softcap=4.0):
+        assert report.ok, report
+
+
+@needs_core
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-30])
+def test_softcap_of_any_scale(scale):
+    case = random_case(11, lengths=(100,), head_dims=(32,))
+    capped = partial(dx.sparse_attention, scale=scale, softcap=0.5, return_lse=True, backend="cpu")
+    for check in (check_forward, check_gradients):
+        assert_within_budget(check(capped, case.q, case.k, case.v, case.layout, scale, softcap=0.5), case)
+
+
+MEMORY = """
+import torch, dynaxx as dx
+
+def kib(field):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(field))
+
+def megabytes(shape, dtype, seqlen, gradients):
+    q_heads, kv_heads, head_dim = shape
+    layout = (dx.SlidingWindow(128) | dx.Sink(64)).layout(seqlen, block_size=64)
+    q, k, v = (
+        torch.empty(1, seqlen, heads, head_dim, dtype=dtype).uniform_(-1, 1).requires_grad_(gradients)
+        for heads in (q_heads, kv_heads, kv_heads)
+    )
+    out = dx.sparse_attention(q, k, v, layout, backend="cpu")
+    tensors = [q, k, v, out]
+    if gradients:
+        do = torch.empty_like(out).uniform_(-1, 1)
+        tensors += [do, *torch.autograd.grad(out, (q, k, v), do)]
+    return sum(x.nbytes for x in tensors) / 2**20
+
+torch.set_num_threads(2)
+for dtype in (torch.float32, torch.bfloat16):
+    for shape in ((6, 6, 64), (9, 3, 64), (4, 1, 128)):
+        for gradients in (False, True):
+            megabytes(shape, dtype, 128, gradients)  # what is allocated once: threads, their memory to work in
+            before = kib("VmRSS")
+            with open("/proc/self/clear_refs", "w") as file:
+                file.write("5")  # the peak starts anew
+            tensors = megabytes(shape, dtype, 16384, gradients)
+            print(shape, dtype, gradients, tensors, (kib("VmHWM") - before) / 1024, sep="; ")
+"""
+
+
+@needs_core
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="peak memory is read from Linux's /proc")
+def test_peak_memory_is_that_of_inputs_outputs_and_gradients():
+    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"}  # what is freed goes back, so that each case starts equal
+    done = subprocess.run([sys.executable, "-c", MEMORY], env=env, capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 12
+    for line in lines:
+        *_, tensors, peak = line.split("; ")
+        assert 0.9 <= float(peak) / float(tensors) <= 1.2, line
 
 
 @needs_core
@@ -144,6 +238,8 @@ def test_gathers_in_torch(seeds):
     for seed in seeds:
         case = random_case(seed, **SHORT)
         assert_within_budget(check_forward(attend_by_gather, case.q, case.k, case.v, case.layout), case)
+        capped = partial(attend_by_gather, softcap=0.7)
+        assert_within_budget(check_forward(capped, case.q, case.k, case.v, case.layout, softcap=0.7), case)
         if seed % 4 == 0:
             assert_within_budget(check_gradients(attend_by_gather, case.q, case.k, case.v, case.layout), case)
 
@@ -181,6 +277,20 @@ def test_every_half_is_widened_right():
         out, _ = attend(q, k, v, dx.Full().layout(1, block_size=16))
         assert torch.equal(out.nan_to_num(7.0), v.nan_to_num(7.0))
         assert torch.equal(out.isnan(), v.isnan())
+
+
+@needs_core
+def test_every_half_is_rounded_right():
+    """Two keys of neighbouring values: out is their mean, which lies on a tie, for every bit pattern."""
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int16)
+    for dtype in (torch.bfloat16, torch.float16):
+        for neighbour in (0, 1, 2, 3):
+            v = torch.stack([bits, bits + neighbour]).view(dtype).view(2, 256, 1, 256).transpose(0, 1)
+            q, k = torch.zeros(256, 1, 1, 16, dtype=dtype), torch.zeros(256, 2, 1, 16, dtype=dtype)
+            out, _ = attend(q, k, v, dx.Full().layout(1, 2, block_size=16))
+            want = (v.float().sum(1, keepdim=True) / 2).to(dtype)
+            assert torch.equal(out.nan_to_num(7.0), want.nan_to_num(7.0))
+            assert torch.equal(out.isnan(), want.isnan())
 
 
 @pytest.mark.parametrize("attention", [attend, attend_by_gather])

@@ -18,6 +18,4 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
         reasons.append(f"tensors are on {problem.device}, not on the CPU")
     if problem.dtype not in ELEMENTS:
         reasons.append(f"computes in fp32, got {str(problem.dtype).removeprefix('torch.')}")
-    if problem.softcap is not None:
-        reasons.append(f"does not cap scores yet, got softcap {problem.softcap:g}")
     return reasons

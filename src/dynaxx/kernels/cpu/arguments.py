@@ -27,6 +27,7 @@ class Plan(Structure):
         ("row_order", c_void_p),
         ("mask_words", c_void_p),
         ("mask_runs", c_void_p),
+        ("ranks", c_void_p),
     ]
 
 
@@ -50,6 +51,7 @@ class ForwardArgs(Structure):
         ("v_strides", c_int64 * 3),
         ("plan", POINTER(Plan)),
         ("scale", c_double),
+        ("softcap", c_double),
         ("threads", c_int64),
     ]
 
@@ -63,14 +65,17 @@ class BackwardArgs(Structure):
         ("v", c_void_p),
         ("out", c_void_p),
         ("grad", c_void_p),
+        ("dq", c_void_p),
+        ("dk", c_void_p),
+        ("dv", c_void_p),
         ("element", c_int64),
         ("lse", c_void_p),
         ("lse_grad", c_void_p),
         ("delta", c_void_p),
-        ("dq", c_void_p),
-        ("dk", c_void_p),
-        ("dv", c_void_p),
-        ("dq_strip", c_int64),
+        ("turns", c_void_p),
+        ("dq_low", c_void_p),
+        ("dk_low", c_void_p),
+        ("dv_low", c_void_p),
         ("batch", c_int64),
         ("q_heads", c_int64),
         ("kv_heads", c_int64),
@@ -86,8 +91,10 @@ class BackwardArgs(Structure):
         ("dv_strides", c_int64 * 3),
         ("plan", POINTER(Plan)),
         ("scale", c_double),
+        ("softcap", c_double),
         ("threads", c_int64),
-        ("strips", c_int64),
+        ("wave", c_int64),
+        ("part", c_int64),
     ]
 
 

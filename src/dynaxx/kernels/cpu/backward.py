@@ -13,7 +13,9 @@ from dynaxx.kernels.cpu.library import active_library
 from dynaxx.kernels.cpu.plan import plan_of
 from dynaxx.layout import BlockLayout
 
-TASKS_PER_THREAD = 4  # fewer heads than that are split into strips of keys, each with its own sum of dq
+WAVE_TOKENS = 4096  # tokens of work per thread in a wave of short heads, or threads would wait at its end
+LOW_SHARE = 0.1  # of all tensors: what lower halves of sums may take
+LOW_BYTES = 2 << 20  # or this
 
 
 def attention_backward(
@@ -26,19 +28,18 @@ def attention_backward(
     lse: Tensor,
     layout: BlockLayout,
     scale: float,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv in the dtype and shape of q, k, v, with tokens or heads outermost in memory as these have them.
 
     do (B, N, Hq, E) is the gradient of out, dlse (B, Hq, N) that of lse, None for none; out and lse as the forward gave
-    them. Any strides. Deterministic, bitwise, for a given number of threads: sums run in a fixed order.
+    them. Any strides. Deterministic, bitwise, on any number of threads: sums run in a fixed order.
     """
     library = active_library()
     if library is None:
-        return gather.attention_backward(do, dlse, q, k, v, out, lse, layout, scale)
-    dtype = q.dtype
+        return gather.attention_backward(do, dlse, q, k, v, out, lse, layout, scale, softcap)
     do, q, k, v, out = (readable(x) for x in (do, q, k, v, out))
-    dq, dk, dv = _core_backward(library, do, q, k, v, out, lse, dlse, layout, scale)
-    return dq.to(dtype), dk.to(dtype), dv.to(dtype)
+    return _core_backward(library, do, q, k, v, out, lse, dlse, layout, scale, softcap)
 
 
 def _core_backward(
@@ -52,30 +53,35 @@ def _core_backward(
     dlse: Tensor | None,
     layout: BlockLayout,
     scale: float,
+    softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch, seqlen_q, q_heads, head_dim = q.shape
-    seqlen_k, kv_heads, head_dim_v = v.shape[1:]
+    kv_heads, head_dim_v = v.shape[2:]
     threads = torch.get_num_threads()
-    strips = num_strips(batch * q_heads, -(-seqlen_k // layout.block_size[1]), threads)
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.float().contiguous()
-    dq = _empty_like(q, (strips, batch, seqlen_q, q_heads, head_dim)).zero_()
-    dk = _empty_like(k, (batch, seqlen_k, q_heads, head_dim))
-    dv = _empty_like(v, (batch, seqlen_k, q_heads, head_dim_v))
-    delta = torch.empty_like(lse)
+    dq, dk, dv = _empty_like(q), _empty_like(k), _empty_like(v)
+    wave, part = heads_at_a_time(q, v, threads)
+    halves = q.dtype != torch.float32
+    parts = halves and part < q_heads // kv_heads
+    delta = lse.new_empty(wave, part, seqlen_q)
+    turns = lse.new_empty(wave, part, layout.q_blocks, dtype=torch.int32)
+    dq_low = q.new_empty(wave, part, seqlen_q, head_dim) if halves else None
+    dk_low, dv_low = (x.new_empty(wave, *x.shape[1::2]) if parts else None for x in (k, v))
     args = BackwardArgs(
         q.data_ptr(),
         k.data_ptr(),
         v.data_ptr(),
         out.data_ptr(),
         do.data_ptr(),
+        dq.data_ptr(),
+        dk.data_ptr(),
+        dv.data_ptr(),
         ELEMENTS[q.dtype],
         lse.data_ptr(),
         None if dlse is None else dlse.data_ptr(),
         delta.data_ptr(),
-        dq.data_ptr(),
-        dk.data_ptr(),
-        dv.data_ptr(),
-        dq.stride(0),
+        turns.data_ptr(),
+        *(None if low is None else low.data_ptr() for low in (dq_low, dk_low, dv_low)),
         batch,
         q_heads,
         kv_heads,
@@ -86,34 +92,45 @@ def _core_backward(
         strides(v),
         strides(out),
         strides(do),
-        strides(dq[0]),
+        strides(dq),
         strides(dk),
         strides(dv),
         plan_of(layout, library, rows_are_keys=True).pointer,
         scale,
+        softcap or 0.0,
         threads,
-        strips,
+        wave,
+        part,
     )
     if library.dynaxx_cpu_backward(byref(args)):
         raise MemoryError("the CPU core could not allocate its working memory")
-    return dq.sum(0) if strips > 1 else dq[0], _sum_groups(dk, kv_heads), _sum_groups(dv, kv_heads)
+    return dq, dk, dv
 
 
-def num_strips(heads: int, kv_blocks: int, threads: int) -> int:
-    """Into how many strips to split each head's rows of keys: one unless there are too few heads for the threads."""
-    if threads == 1 or heads >= TASKS_PER_THREAD * threads or heads == 0:
-        return 1
-    return max(1, min(kv_blocks, -(-TASKS_PER_THREAD * threads // heads)))
+def heads_at_a_time(q: Tensor, v: Tensor, threads: int) -> tuple[int, int]:
+    """How many kv heads to work on at a time, and how many q heads of each.
+
+    A kv head per thread, more where they are short, and whole groups. For bf16 and fp16 fewer where the lower halves
+    of sums would be large, and in the end single q heads: then dk and dv have lower halves, too, but dq only of one.
+    """
+    batch, seqlen_q, q_heads, head_dim = q.shape
+    kv_heads, head_dim_v = v.shape[2:]
+    group_size = q_heads // kv_heads
+    wave, part = max(threads, WAVE_TOKENS * threads // max(1, group_size * seqlen_q)), group_size
+    if q.dtype != torch.float32:
+        tensors = 2 * q.itemsize * (q.numel() + v.numel()) * (1 + head_dim_v / head_dim)
+        allowed = max(LOW_BYTES, LOW_SHARE * tensors)
+        low = q.itemsize * group_size * seqlen_q * head_dim
+        low_in_parts = q.itemsize * (seqlen_q * head_dim + v.shape[1] * (head_dim + head_dim_v))
+        if low > allowed and low_in_parts < low:
+            low, part = low_in_parts, 1
+        wave = min(wave, int(allowed // max(1, low)))
+    return max(1, min(wave, batch * kv_heads)), part
 
 
-def _empty_like(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Fp32 memory of a (..., seqlen, heads, head_dim) shape, with tokens or heads outermost as x has them."""
+def _empty_like(x: Tensor) -> Tensor:
+    """Memory of x's shape and dtype, with tokens or heads outermost as x has them."""
     if x.stride(1) >= x.stride(2):
-        return x.new_empty(shape, dtype=torch.float32)
-    *batch, seqlen, heads, head_dim = shape
-    return x.new_empty(*batch, heads, seqlen, head_dim, dtype=torch.float32).transpose(-3, -2)
-
-
-def _sum_groups(x: Tensor, kv_heads: int) -> Tensor:
-    """(B, M, Hq, D) -> (B, M, Hk, D), summed over the q heads of each group."""
-    return x if x.shape[2] == kv_heads else x.unflatten(2, (kv_heads, -1)).sum(3)
+        return x.new_empty(x.shape)
+    batch, seqlen, heads, head_dim = x.shape
+    return x.new_empty(batch, heads, seqlen, head_dim).transpose(1, 2)

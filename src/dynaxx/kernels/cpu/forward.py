@@ -14,25 +14,27 @@ from dynaxx.kernels.cpu.plan import plan_of
 from dynaxx.layout import BlockLayout
 
 
-def attention_forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float) -> tuple[Tensor, Tensor]:
+def attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
     """Return out (B, N, Hq, E) in q's dtype and lse (B, Hq, N), natural log, in fp32; both contiguous.
 
     q (B, N, Hq, D), k (B, M, Hk, D) and v (B, M, Hk, E) may have any strides; a last dimension that is not contiguous
-    is copied. fp16 and bf16 are widened in the core and computed in fp32. Runs on `torch.get_num_threads()` threads.
+    is copied. fp16 and bf16 are widened in the core, computed in fp32 and rounded once. Runs on
+    `torch.get_num_threads()` threads.
     """
     library = active_library()
     if library is None:
-        return gather.attention_forward(q, k, v, layout, scale)
-    out, lse = _core_forward(library, readable(q), readable(k), readable(v), layout, scale)
-    return out.to(q.dtype), lse
+        return gather.attention_forward(q, k, v, layout, scale, softcap)
+    return _core_forward(library, readable(q), readable(k), readable(v), layout, scale, softcap)
 
 
 def _core_forward(
-    library: CDLL, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float
+    library: CDLL, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
     batch, seqlen_q, q_heads, head_dim = q.shape
     head_dim_v = v.shape[3]
-    out = q.new_empty(batch, seqlen_q, q_heads, head_dim_v, dtype=torch.float32)
+    out = q.new_empty(batch, seqlen_q, q_heads, head_dim_v)
     lse = q.new_empty(batch, q_heads, seqlen_q, dtype=torch.float32)
     args = ForwardArgs(
         q.data_ptr(),
@@ -51,6 +53,7 @@ def _core_forward(
         strides(v),
         plan_of(layout, library).pointer,
         scale,
+        softcap or 0.0,
         torch.get_num_threads(),
     )
     if library.dynaxx_cpu_forward(byref(args)):

@@ -33,7 +33,9 @@ class Units:
         return Units(self.batch[chosen], self.head[chosen], self.row[chosen], self.start[chosen], self.count[chosen])
 
 
-def attention_forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float) -> tuple[Tensor, Tensor]:
+def attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
     """Return out (B, N, Hq, E) in q's dtype and lse (B, Hq, N) in fp32 (fp64 for fp64), as the reference does."""
     out_dtype, dtype = q.dtype, torch.float64 if q.dtype == torch.float64 else torch.float32
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
@@ -44,7 +46,7 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scal
     places, outs, lses = [], [], []
     for units in _chunks(layout, batch, q_heads, k.shape[-1] + v.shape[-1]):
         place, in_range = _query_places(units, layout, q_heads)
-        unit_out, unit_lse = _attend(units, q, k, v, layout, table, scale)
+        unit_out, unit_lse = _attend(units, q, k, v, layout, table, scale, softcap)
         places.append(place[in_range])
         outs.append(unit_out[in_range])
         lses.append(unit_lse[in_range])
@@ -65,11 +67,12 @@ def attention_backward(
     lse: Tensor,
     layout: BlockLayout,
     scale: float,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv: the forward again, and autograd through it."""
     with torch.enable_grad():
         q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-        out, lse = attention_forward(q, k, v, layout, scale)
+        out, lse = attention_forward(q, k, v, layout, scale, softcap)
         if not out.requires_grad:  # no row visits anything
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         given = [do, torch.zeros_like(lse) if dlse is None else dlse]
@@ -101,7 +104,14 @@ def _query_places(units: Units, layout: BlockLayout, q_heads: int) -> tuple[Tens
 
 
 def _attend(
-    units: Units, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, table: Tensor, scale: float
+    units: Units,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: BlockLayout,
+    table: Tensor,
+    scale: float,
+    softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Out (U, q_block, E) and lse (U, q_block) of units that all visit equally many blocks."""
     q_block, kv_block = layout.block_size
@@ -114,8 +124,9 @@ def _attend(
     batch, head = units.batch[:, None], units.head[:, None]
     kv_head = head // (q.shape[2] // k.shape[2])
     scores = (q[batch, queries, head] * scale) @ k[batch, keys, kv_head].mT
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
     sees_any = visible.any(-1, keepdim=True)
     scores = scores.masked_fill(~visible, -torch.inf).masked_fill(~sees_any, 0.0)
-    lse = scores.logsumexp(-1, keepdim=True)
-    out = ((scores - lse).exp() * sees_any) @ v[batch, keys, kv_head]
-    return out, lse.masked_fill(~sees_any, -torch.inf)[..., 0]
+    out = (scores.softmax(-1) * sees_any) @ v[batch, keys, kv_head]
+    return out, scores.logsumexp(-1).masked_fill(~sees_any[..., 0], -torch.inf)

@@ -143,6 +143,8 @@ def _open(path: Path) -> CDLL:
     library.dynaxx_cpu_plan_masks.restype = None
     library.dynaxx_cpu_plan_rows.argtypes = [pointer, size, size, pointer]
     library.dynaxx_cpu_plan_rows.restype = None
+    library.dynaxx_cpu_plan_ranks.argtypes = [pointer, pointer, size, size, size, pointer, pointer]
+    library.dynaxx_cpu_plan_ranks.restype = None
     library.dynaxx_cpu_forward.argtypes = [ctypes.POINTER(ForwardArgs)]
     library.dynaxx_cpu_forward.restype = ctypes.c_int
     library.dynaxx_cpu_backward.argtypes = [ctypes.POINTER(BackwardArgs)]

@@ -26,7 +26,9 @@ class LayoutPlan:
             chosen = (layout.kv_indptr, layout.kv_indices, layout.kv_masks)
         indptr, indices, masks = (x.contiguous() for x in chosen)
         words, runs = mask_tables(layout, library, rows_are_keys)
-        self.tensors = (indptr, indices, masks, row_order(indptr, library), words, runs)
+        self.tensors = [indptr, indices, masks, row_order(indptr, library), words, runs]
+        if rows_are_keys:
+            self.tensors.append(visit_ranks(indptr, indices, layout.q_blocks, library))
         sides = [(layout.seqlen_q, layout.block_size[0]), (layout.seqlen_k, layout.block_size[1])]
         rows, visited = reversed(sides) if rows_are_keys else sides
         pointers = (x.data_ptr() for x in self.tensors)
@@ -56,6 +58,22 @@ def row_order(indptr: Tensor, library: CDLL) -> Tensor:
     order = torch.empty(batch, heads, ends - 1, dtype=torch.int32)
     library.dynaxx_cpu_plan_rows(indptr.data_ptr(), batch * heads, ends - 1, order.data_ptr())
     return order
+
+
+def visit_ranks(indptr: Tensor, indices: Tensor, visited_blocks: int, library: CDLL) -> Tensor:
+    """Of each entry of a (batch, heads, rows + 1) CSR, how many rows before its own visit the same block, (nnz,)."""
+    batch, heads, ends = indptr.shape
+    counts, ranks = torch.empty(visited_blocks, dtype=torch.int32), torch.empty_like(indices)
+    library.dynaxx_cpu_plan_ranks(
+        indptr.data_ptr(),
+        indices.data_ptr(),
+        batch * heads,
+        ends - 1,
+        visited_blocks,
+        counts.data_ptr(),
+        ranks.data_ptr(),
+    )
+    return ranks
 
 
 def mask_tables(layout: BlockLayout, library: CDLL, rows_are_keys: bool = False) -> tuple[Tensor, Tensor]:

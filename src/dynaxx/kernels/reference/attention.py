@@ -63,7 +63,7 @@ def attention_backward(
     wide_q, wide_do, wide_out = (x.to(dtype) for x in (q, do, out))
     wide_k, wide_v = (x.to(dtype).repeat_interleave(heads // kv_heads, dim=2) for x in (k, v))
     scores = torch.einsum("bnhd,bmhd->bhnm", wide_q, wide_k) * scale
-    slope = 1.0
+    slope: float | Tensor = 1.0
     if softcap is not None:
         capped = (scores / softcap).tanh()
         scores, slope = softcap * capped, 1 - capped**2

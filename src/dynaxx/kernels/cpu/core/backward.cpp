@@ -1,13 +1,20 @@
-// Backward: one task is every `strips`-th row of blocks of keys of one q head, in order, so sums have a fixed order.
+// Backward: one task is one row of blocks of keys of one kv head, for the q heads of its group.
 //
 // B batch, N / M queries and keys, D / E head_dim of q, k and of v. Keys lie in panels of 16; queries and the gradient
 // of out are the visited rows. With s = scale * q . k, p = exp(s - lse), delta = rowsum(grad * out) - lse_grad:
 //     dv = p^T grad,    ds = p * (grad . v - delta) * scale,    dk = ds^T q,    dq = ds k
 // which are five matmuls for each visited pair of blocks: two score tiles, two sums into panels, one into rows of dq.
+//
+// dk and dv are the task's own. dq is summed over tasks, in the order of their keys: a block of queries counts the rows
+// of keys that have added to it, and each waits for its turn. So results are bitwise the same on any number of threads,
+// and need no memory for partial sums: fp32 sums lie in dq itself, those of bf16 and fp16 half in it and half in dq_low.
+// Heads are taken in waves, as many as keep the threads from waiting and dq_low small. Where a group is too large for
+// that, a wave takes its q heads in parts, and the sums of dk and dv wait in halves, too.
 #include "gradient_tiles.h"
 #include "scratch.h"
 #include "step.h"
 #include "tasks.h"
+#include "turns.h"
 
 using namespace dynaxx;
 
@@ -28,37 +35,64 @@ struct RowRange {
   int begin, end;
 };
 
-// One row of blocks of keys of one q head.
+int64_t group_size(const BackwardArgs& args) { return args.q_heads / args.kv_heads; }
+int64_t num_q_blocks(const Plan& plan) { return (plan.visited_seqlen + plan.visited_block - 1) / plan.visited_block; }
+
+// One kv head of a wave, and the q heads of its group that are this part.
+struct KeyHead {
+  int64_t batch, head, place;  // place in the wave
+  int64_t begin, end;          // of the group
+};
+
+// One q head of a part, and where the memory to work in has it.
+struct QueryHead {
+  int64_t batch, head, slot;
+
+  QueryHead(const BackwardArgs& args, const KeyHead& keys, int64_t g)
+      : batch(keys.batch),
+        head(keys.head * group_size(args) + g),
+        slot(keys.place * args.part + g - keys.begin) {}
+
+  const float* lse(const BackwardArgs& args) const { return args.lse + of_all(args) * args.plan->visited_seqlen; }
+  const float* lse_grad(const BackwardArgs& args) const {
+    return args.lse_grad ? args.lse_grad + of_all(args) * args.plan->visited_seqlen : nullptr;
+  }
+  float* delta(const BackwardArgs& args) const { return args.delta + slot * args.plan->visited_seqlen; }
+  int32_t* turns(const BackwardArgs& args) const { return args.turns + slot * num_q_blocks(*args.plan); }
+  uint16_t* dq_low(const BackwardArgs& args) const {
+    return args.dq_low + slot * args.plan->visited_seqlen * args.head_dim;
+  }
+  Results dq(const BackwardArgs& args) const { return {args.dq, args.element, args.dq_strides, batch, head}; }
+
+ private:
+  int64_t of_all(const BackwardArgs& args) const { return batch * args.q_heads + head; }
+};
+
+// One row of blocks of keys.
 class BackwardRow {
  public:
-  BackwardRow(const BackwardArgs& args, int64_t batch, int64_t head, int64_t row, int64_t strip, float* memory)
-      : args_(args), plan_(*args.plan), batch_(batch), head_(head), row_(row), strip_(strip), D_(args.head_dim),
-        E_(args.head_dim_v), k_stride_((args.head_dim + PANEL - 1) / PANEL * PANEL), scale_(args.scale), memory_(memory) {
+  BackwardRow(const BackwardArgs& args, const KeyHead& head, int64_t row, const std::atomic<int>& failed, float* memory)
+      : args_(args), plan_(*args.plan), head_(head), row_(row), D_(args.head_dim), E_(args.head_dim_v),
+        k_stride_((args.head_dim + PANEL - 1) / PANEL * PANEL), scale_(args.scale, args.softcap), failed_(failed),
+        memory_(memory) {
     keys_ = int(std::min(plan_.block, plan_.seqlen - row * plan_.block));
     num_panels_ = (keys_ + PANEL - 1) / PANEL;
-    head_rows_ = (batch * args.q_heads + head) * plan_.visited_seqlen;
   }
 
   static int64_t memory_needed(const BackwardArgs& args) {
     const int64_t D = args.head_dim, E = args.head_dim_v, block = args.plan->block;
-    return block * (2 * D + 2 * E) + block * (D + PANEL) + PANEL * (D + E) +
+    return block * (2 * D + 2 * E) + block * (D + PANEL) + PANEL * std::max(D, E) +
            STEP_ROWS * (D + E + PANEL + MAX_PANELS * PANEL + 2);
   }
 
   void run() {
     load_keys();
-    const Rows q = rows_of(args_.q, args_.q_strides, D_), grad = rows_of(args_.grad, args_.grad_strides, E_);
+    q_packed_ = take(STEP_ROWS * D_);
+    grad_packed_ = take(STEP_ROWS * E_);
     p_ = take(STEP_ROWS * PANEL);
     ds_ = take(num_panels_ * STEP_ROWS * PANEL);
     base_ = (Base*)take(2 * STEP_ROWS);
-    const int32_t* indptr = row_indptr(plan_, batch_, head_, row_);
-    for (int64_t entry = indptr[0]; entry < indptr[1];) {
-      Step step;
-      entry = gather_step(plan_, entry, indptr[1], q, grad, step);
-      load_bases(step);
-      for (int p = 0; p < num_panels_; p++) add_key_grads(step, p, q.step_stride(), grad.step_stride());
-      for (int b = 0; b < step.num_blocks; b++) add_query_grads(step.blocks[b], b);
-    }
+    for (int64_t g = head_.begin; g < head_.end; g++) add_head(QueryHead(args_, head_, g));
     store_key_grads();
   }
 
@@ -69,24 +103,24 @@ class BackwardRow {
     return taken;
   }
 
-  Rows rows_of(const void* tensor, const Strides& at, int64_t width) {
-    const Tokens tokens(tensor, args_.element, at, batch_, head_);
-    return {tokens, width, worth_packing(tokens, width, num_panels_) ? take(STEP_ROWS * width) : nullptr};
+  Rows rows_of(const void* tensor, const Strides& at, const QueryHead& head, int64_t width, float* packed) const {
+    const Tokens tokens(tensor, args_.element, at, head.batch, head.head);
+    return {tokens, width, worth_packing(tokens, width, num_panels_) ? packed : nullptr};
   }
 
   // The block's keys and values as panels, and its keys as rows padded to whole vectors for dq.
   void load_keys() {
-    const int64_t kv_head = head_ / (args_.q_heads / args_.kv_heads), first = row_ * plan_.block;
-    const Tokens k(args_.k, args_.element, args_.k_strides, batch_, kv_head);
-    const Tokens v(args_.v, args_.element, args_.v_strides, batch_, kv_head);
-    float* space = take(PANEL * std::max(D_, E_));
+    const int64_t first = row_ * plan_.block;
+    const Tokens k(args_.k, args_.element, args_.k_strides, head_.batch, head_.head);
+    const Tokens v(args_.v, args_.element, args_.v_strides, head_.batch, head_.head);
+    space_ = take(PANEL * std::max(D_, E_));
     for (int p = 0; p < num_panels_; p++) {
       const int rows = std::min(PANEL, keys_ - p * PANEL);
       panels_[p] = {take(D_ * PANEL), take(E_ * PANEL), take(D_ * PANEL), take(E_ * PANEL)};
-      pack_panel(k, first + p * PANEL, rows, D_, scale_.sign, space, panels_[p].k);
-      pack_panel(v, first + p * PANEL, rows, E_, 1.f, space, panels_[p].v);
-      std::memset(panels_[p].dk, 0, sizeof(float) * D_ * PANEL);
-      std::memset(panels_[p].dv, 0, sizeof(float) * E_ * PANEL);
+      pack_panel(k, first + p * PANEL, rows, D_, scale_.sign, space_, panels_[p].k);
+      pack_panel(v, first + p * PANEL, rows, E_, 1.f, space_, panels_[p].v);
+      load_sums(dk(), args_.dk_low, p, D_, panels_[p].dk);
+      load_sums(dv(), args_.dv_low, p, E_, panels_[p].dv);
     }
     k_rows_ = take(keys_ * k_stride_);
     for (int r = 0; r < keys_; r++) {
@@ -95,20 +129,51 @@ class BackwardRow {
     }
   }
 
+  // What the parts before this one have summed.
+  void load_sums(const Results& sums, const uint16_t* low, int p, int64_t width, float* panel) const {
+    std::memset(panel, 0, sizeof(float) * width * PANEL);
+    if (head_.begin == 0) return;
+    const int64_t first = row_ * plan_.block + p * PANEL;
+    const int rows = std::min(PANEL, keys_ - p * PANEL);
+    for (int r = 0; r < rows; r++)
+      read_halves(sums.half_row(first + r), low_row(low, first + r, width), width, space_ + r * width);
+    transpose(space_, width, rows, width, panel, PANEL);
+  }
+
+  void add_head(const QueryHead& head) {
+    const Rows q = rows_of(args_.q, args_.q_strides, head, D_, q_packed_);
+    const Rows grad = rows_of(args_.grad, args_.grad_strides, head, E_, grad_packed_);
+    const int32_t* indptr = row_indptr(plan_, head.batch, head.head, row_);
+    for (int64_t entry = indptr[0]; entry < indptr[1];) {
+      Step step;
+      const int32_t* ranks = plan_.ranks + entry;
+      entry = gather_step(plan_, entry, indptr[1], q, grad, step);
+      load_bases(step, head.lse(args_));
+      for (int p = 0; p < num_panels_; p++)
+        add_key_grads(step, p, q.step_stride(), grad.step_stride(), head.delta(args_));
+      for (int b = 0; b < step.num_blocks; b++) {
+        int32_t* turn = head.turns(args_) + step.blocks[b].token / plan_.visited_block;
+        await_turn(turn, ranks[b], failed_);
+        add_query_grads(step.blocks[b], b, head);
+        end_turn(turn, ranks[b]);
+      }
+    }
+  }
+
   // lse of each row of the step in units of log2 e; 0 where a query sees nothing: its scores are all -inf.
-  void load_bases(const Step& step) {
+  void load_bases(const Step& step, const float* lse) {
     for (int b = 0; b < step.num_blocks; b++) {
       const Block& block = step.blocks[b];
-      const float* lse = args_.lse + head_rows_ + block.token;
       for (int r = 0; r < block.rows; r++) {
-        const double base = lse[r] == NEG_INF ? 0. : lse[r] * LOG2_E;
+        const float of_row = lse[block.token + r];
+        const double base = of_row == NEG_INF ? 0. : of_row * LOG2_E;
         base_[block.at + r] = {float(base), float(base - float(base))};
       }
     }
   }
 
   // Weights and score gradients of one panel, and what they add to dk and dv.
-  void add_key_grads(const Step& step, int panel, int64_t q_stride, int64_t grad_stride) {
+  void add_key_grads(const Step& step, int panel, int64_t q_stride, int64_t grad_stride, const float* delta) {
     const KeyPanel& keys = panels_[panel];
     float* ds = ds_ + panel * STEP_ROWS * PANEL;
     Span spans[MAX_SPANS];
@@ -119,31 +184,39 @@ class BackwardRow {
       const int count = block_spans(plan_, block, panel, q_stride, grad_stride, found);
       if (block.mask >= 0) std::memset(ds + block.at * PANEL, 0, sizeof(float) * block.rows * PANEL);
       seen_[panel][b] = count ? RowRange{found[0].at, found[count - 1].at + found[count - 1].rows} : RowRange{0, 0};
-      for (int s = 0; s < count; s++) score_span(keys, found[s], q_stride, grad_stride, block, ds);
+      for (int s = 0; s < count; s++)
+        score_span(keys, found[s], q_stride, grad_stride, delta + block.token - block.at, ds);
       num_spans += count;
     }
     add_rows<false>(spans, num_spans, grad_stride, E_, p_, nullptr, keys.dv);
     add_rows<true>(spans, num_spans, q_stride, D_, ds, nullptr, keys.dk);
   }
 
-  void score_span(const KeyPanel& keys, const Span& span, int64_t q_stride, int64_t grad_stride, const Block& block,
+  void score_span(const KeyPanel& keys, const Span& span, int64_t q_stride, int64_t grad_stride, const float* delta,
                   float* ds) {
-    const float* delta = args_.delta + head_rows_ + block.token - block.at;
+    const auto& weights = scale_.capped() ? WEIGHT_TILES<true> : WEIGHT_TILES<false>;
+    const auto& gradients = scale_.capped() ? SCORE_GRAD_TILES<true> : SCORE_GRAD_TILES<false>;
     for (int r = 0; r < span.rows;) {
       const int rows = next_tile(span.rows - r, SCORE_ROWS), at = span.at + r;
-      WEIGHT_TILES[rows - 1](span.k + r * q_stride, q_stride, keys.k, D_, span.words ? span.words + r : nullptr,
-                             scale_.factor, base_ + at, p_ + at * PANEL);
-      SCORE_GRAD_TILES[rows - 1](span.v + r * grad_stride, grad_stride, keys.v, E_, delta + at, float(args_.scale),
-                                 p_ + at * PANEL, ds + at * PANEL);
+      weights[rows - 1](span.k + r * q_stride, q_stride, keys.k, D_, span.words ? span.words + r : nullptr, scale_,
+                        base_ + at, p_ + at * PANEL, ds + at * PANEL);
+      gradients[rows - 1](span.v + r * grad_stride, grad_stride, keys.v, E_, delta + at, float(args_.scale),
+                          p_ + at * PANEL, ds + at * PANEL);
       r += rows;
     }
   }
 
   // ds k of one block of queries, over all panels of keys that its rows see.
-  void add_query_grads(const Block& block, int index) {
-    const Strides& at = args_.dq_strides;
-    const int64_t token = at.token;
-    float* dq = args_.dq + strip_ * args_.dq_strip + batch_ * at.batch + head_ * at.head + block.token * token;
+  void add_query_grads(const Block& block, int index, const QueryHead& head) {
+    const Results dq = head.dq(args_);
+    if (args_.dq_low)
+      add_to_sums(block, index, SplitSums{dq.half_row(block.token), head.dq_low(args_) + block.token * D_, dq.stride, D_});
+    else
+      add_to_sums(block, index, WideSums{dq.row(block.token), dq.stride});
+  }
+
+  template <class Sums>
+  void add_to_sums(const Block& block, int index, const Sums& sums) {
     for (int r = 0; r < block.rows;) {
       const int rows = next_tile(block.rows - r, SCORE_ROWS);
       RowTerm terms[MAX_PANELS];
@@ -154,35 +227,50 @@ class BackwardRow {
         terms[num_terms++] = {ds_ + (p * STEP_ROWS + row) * PANEL, k_rows_ + p * PANEL * k_stride_,
                               std::min(PANEL, keys_ - p * PANEL)};
       }
-      for (int64_t d = 0; d < D_; d += PANEL)
-        QUERY_GRAD_TILES[rows - 1](terms, num_terms, d, k_stride_, int(std::min<int64_t>(PANEL, D_ - d)),
-                                   dq + r * token + d, token);
+      for (int64_t d = 0; num_terms && d < D_; d += PANEL)
+        QUERY_GRAD_TILES<Sums>[rows - 1](terms, num_terms, d, k_stride_, int(std::min<int64_t>(PANEL, D_ - d)), sums, r);
       r += rows;
     }
   }
 
   void store_key_grads() const {
     for (int p = 0; p < num_panels_; p++) {
-      const int rows = std::min(PANEL, keys_ - p * PANEL);
-      const int64_t token = row_ * plan_.block + p * PANEL;
-      const Strides &dk_at = args_.dk_strides, &dv_at = args_.dv_strides;
-      float* dk = args_.dk + batch_ * dk_at.batch + head_ * dk_at.head + token * dk_at.token;
-      float* dv = args_.dv + batch_ * dv_at.batch + head_ * dv_at.head + token * dv_at.token;
-      transpose(panels_[p].dk, PANEL, int(D_), rows, dk, dk_at.token);
-      transpose(panels_[p].dv, PANEL, int(E_), rows, dv, dv_at.token);
+      store_sums(panels_[p].dk, p, D_, dk(), args_.dk_low);
+      store_sums(panels_[p].dv, p, E_, dv(), args_.dv_low);
     }
+  }
+
+  void store_sums(const float* panel, int p, int64_t width, const Results& sums, uint16_t* low) const {
+    const int64_t first = row_ * plan_.block + p * PANEL;
+    const int rows = std::min(PANEL, keys_ - p * PANEL);
+    if (head_.end == group_size(args_)) {
+      unpack_panel(panel, width, rows, sums, first, space_);
+      return;
+    }
+    transpose(panel, PANEL, int(width), rows, space_, width);
+    for (int r = 0; r < rows; r++)
+      write_halves(space_ + r * width, width, sums.half_row(first + r), low_row(low, first + r, width));
+  }
+
+  Results dk() const { return {args_.dk, args_.element, args_.dk_strides, head_.batch, head_.head}; }
+  Results dv() const { return {args_.dv, args_.element, args_.dv_strides, head_.batch, head_.head}; }
+
+  template <class Half>
+  Half* low_row(Half* low, int64_t token, int64_t width) const {
+    return low + (head_.place * plan_.seqlen + token) * width;
   }
 
   const BackwardArgs& args_;
   const Plan& plan_;
-  const int64_t batch_, head_, row_, strip_, D_, E_, k_stride_;
+  const KeyHead head_;
+  const int64_t row_, D_, E_, k_stride_;
   const Scale scale_;
+  const std::atomic<int>& failed_;
   float* memory_;
   int keys_, num_panels_;
-  int64_t head_rows_;
   KeyPanel panels_[MAX_PANELS];
   RowRange seen_[MAX_PANELS][MAX_BLOCKS];  // of each block of the step, what each panel sees of it
-  float *k_rows_, *p_, *ds_;
+  float *space_, *q_packed_, *grad_packed_, *k_rows_, *p_, *ds_;
   Base* base_;
 };
 
@@ -196,46 +284,81 @@ float dot_rows(const float* a, const float* b, int64_t width) {
   return sum;
 }
 
-// delta[i] = grad[i] . out[i] - lse_grad[i] of one block of queries of one head. `space` holds 2 * E floats.
-void fill_delta(const BackwardArgs& args, int64_t batch, int64_t head, int64_t first, float* space) {
-  const int64_t N = args.plan->visited_seqlen, last = std::min(N, first + args.plan->visited_block);
-  const int64_t E = args.head_dim_v;
-  const Tokens out(args.out, args.element, args.out_strides, batch, head);
-  const Tokens grad(args.grad, args.element, args.grad_strides, batch, head);
+// Before a wave, of one block of queries: delta[i] = grad[i] . out[i] - lse_grad[i], and sums of nothing.
+// `space` holds 2 * E floats.
+void begin_queries(const BackwardArgs& args, const QueryHead& at, int64_t block, float* space) {
+  const int64_t E = args.head_dim_v, D = args.head_dim, first = block * args.plan->visited_block;
+  const int64_t last = std::min(args.plan->visited_seqlen, first + args.plan->visited_block);
+  const Tokens out(args.out, args.element, args.out_strides, at.batch, at.head);
+  const Tokens grad(args.grad, args.element, args.grad_strides, at.batch, at.head);
+  const Results dq = at.dq(args);
+  const float* lse_grad = at.lse_grad(args);
+  at.turns(args)[block] = 0;
   for (int64_t i = first; i < last; i++) {
     out.read(i, E, space);
     grad.read(i, E, space + E);
-    const int64_t at = (batch * args.q_heads + head) * N + i;
-    args.delta[at] = dot_rows(space, space + E, E) - (args.lse_grad ? args.lse_grad[at] : 0.f);
+    at.delta(args)[i] = dot_rows(space, space + E, E) - (lse_grad ? lse_grad[i] : 0.f);
+    if (args.dq_low) {
+      std::memset(dq.half_row(i), 0, sizeof(uint16_t) * D);
+      std::memset(at.dq_low(args) + i * D, 0, sizeof(uint16_t) * D);
+    } else
+      std::memset(dq.row(i), 0, sizeof(float) * D);
   }
+}
+
+// After a wave: sums in two halves become bf16 or fp16. `space` holds D floats.
+void round_queries(const BackwardArgs& args, const QueryHead& at, int64_t block, float* space) {
+  const int64_t D = args.head_dim, first = block * args.plan->visited_block;
+  const int64_t last = std::min(args.plan->visited_seqlen, first + args.plan->visited_block);
+  const Results dq = at.dq(args);
+  for (int64_t i = first; i < last; i++) {
+    read_halves(dq.half_row(i), at.dq_low(args) + i * D, D, space);
+    dq.write(i, D, space);
+  }
+}
+
+// All tasks of the heads [first, first + wave) and, of the group of each, the q heads [begin, end).
+void run_wave(const BackwardArgs& args, int64_t first, int64_t wave, int64_t begin, int64_t end,
+              std::atomic<int>& failed) {
+  const int64_t rows = num_rows(*args.plan), blocks = num_q_blocks(*args.plan), heads = end - begin;
+  const auto for_each = [&](int64_t tasks, int64_t floats, const auto& run) {
+    for_each_task(tasks, args.threads, [&](int64_t task) {
+      try {
+        run(task, thread_scratch().reserve(floats));
+      } catch (const std::bad_alloc&) {
+        failed = 1;
+      }
+    });
+  };
+  const auto key_head = [&](int64_t place) {
+    const int64_t index = first + place;
+    return KeyHead{index / args.kv_heads, index % args.kv_heads, place, begin, end};
+  };
+  const auto query_head = [&](int64_t task) {
+    return QueryHead(args, key_head(task / blocks / heads), begin + task / blocks % heads);
+  };
+  for_each(wave * heads * blocks, 2 * args.head_dim_v, [&](int64_t task, float* memory) {
+    begin_queries(args, query_head(task), task % blocks, memory);
+  });
+  for_each(wave * rows, BackwardRow::memory_needed(args), [&](int64_t task, float* memory) {
+    const int64_t before = task / (args.threads * rows) * args.threads, side = std::min(args.threads, wave - before);
+    task -= before * rows;  // as many heads side by side as there are threads: none waits, and each stays in its caches
+    BackwardRow(args, key_head(before + task % side), task / side, failed, memory).run();
+  });
+  if (args.dq_low)
+    for_each(wave * heads * blocks, args.head_dim, [&](int64_t task, float* memory) {
+      round_queries(args, query_head(task), task % blocks, memory);
+    });
 }
 
 }  // namespace
 
 // Returns 0, or 1 where memory ran out.
 extern "C" DYNAXX_EXPORT int dynaxx_cpu_backward(const BackwardArgs* args) {
-  const Plan& plan = *args->plan;
-  const int64_t rows = num_rows(plan), heads = args->q_heads;
-  const int64_t q_blocks = (plan.visited_seqlen + plan.visited_block - 1) / plan.visited_block;
+  const int64_t heads = args->batch * args->kv_heads, group = group_size(*args);
   std::atomic<int> failed{0};
-  for_each_task(args->batch * heads * q_blocks, args->threads, [&](int64_t index) {
-    try {
-      float* space = thread_scratch().reserve(2 * args->head_dim_v);
-      const int64_t first = index % q_blocks * plan.visited_block;
-      fill_delta(*args, index / q_blocks / heads, index / q_blocks % heads, first, space);
-    } catch (const std::bad_alloc&) {
-      failed = 1;
-    }
-  });
-  for_each_task(args->batch * heads * args->strips, args->threads, [&](int64_t index) {
-    const int64_t strip = index % args->strips, head = index / args->strips % heads;
-    const int64_t batch = index / args->strips / heads;
-    try {
-      for (int64_t row = strip; row < rows; row += args->strips)
-        BackwardRow(*args, batch, head, row, strip, thread_scratch().reserve(BackwardRow::memory_needed(*args))).run();
-    } catch (const std::bad_alloc&) {
-      failed = 1;
-    }
-  });
+  for (int64_t first = 0; first < heads; first += args->wave)
+    for (int64_t begin = 0; begin < group && !failed; begin += args->part)
+      run_wave(*args, first, std::min(args->wave, heads - first), begin, std::min(group, begin + args->part), failed);
   return failed;
 }

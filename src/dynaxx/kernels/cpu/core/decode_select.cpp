@@ -154,27 +154,6 @@ void choose(const SelectArgs& args, int64_t batch, int64_t head, const float* sc
 
 // ---- summaries ------------------------------------------------------------------------------------------------------
 
-DYNAXX_INLINE uint32_t bits_of(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  return bits;
-}
-
-// To the nearest, of two equally near the even one; NaN stays NaN.
-DYNAXX_INLINE uint16_t narrow_bf16(float x) {
-  const uint32_t bits = bits_of(x);
-  return x != x ? 0x7fc0 : uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-
-DYNAXX_INLINE uint16_t narrow_fp16(float x) {
-  const uint32_t bits = bits_of(x), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
-  if (magnitude > 0x7f800000) return uint16_t(sign | 0x7e00);
-  if (magnitude >= 0x477ff000) return uint16_t(sign | 0x7c00);  // rounds to inf
-  if (magnitude < 0x38800000)  // subnormal: adding 0.5 leaves the rounded result in the lowest bits
-    return uint16_t(sign | (bits_of(from_bits(magnitude) + 0.5f) - 0x3f000000));
-  return uint16_t(sign | (magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13);
-}
-
 void narrow(Stored stored, const float* from, int64_t count, char* to) {
   for (int64_t i = 0; i < count; i++)
     if (stored == Stored::FP32)

@@ -1,4 +1,5 @@
-// Element types of the user's tensors. Everything is computed in fp32; bf16 and fp16 are widened as rows are gathered.
+// Element types of the user's tensors. Everything is computed in fp32; bf16 and fp16 are widened as rows are gathered,
+// and results rounded as they are stored.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -27,6 +28,27 @@ DYNAXX_INLINE float widen_fp16(uint16_t x) {
   return from_bits(((x & 0x7c00) == 0x7c00 ? magnitude | 0x7f800000 : bits) | sign);
 }
 
+DYNAXX_INLINE uint32_t bits_of(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+
+// To the nearest, ties to even, as torch rounds.
+DYNAXX_INLINE uint16_t narrow_bf16(float x) {
+  const uint32_t bits = bits_of(x), rounded = bits + 0x7fff + (bits >> 16 & 1);
+  return uint16_t((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 | bits >> 16 : rounded >> 16);
+}
+
+// The same. Adding 1/2 rounds a magnitude below 2 ** -14 to a multiple of the least subnormal, in the low bits.
+DYNAXX_INLINE uint16_t narrow_fp16(float x) {
+  const uint32_t sign = bits_of(x) >> 16 & 0x8000, magnitude = bits_of(x) & 0x7fffffff;
+  const uint32_t subnormal = bits_of(from_bits(magnitude) + 0.5f) - 0x3f000000;
+  const uint32_t normal = (magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13;
+  const uint32_t large = magnitude > 0x7f800000 ? 0x7e00 : 0x7c00;
+  return uint16_t(sign | (magnitude >= 0x47800000 ? large : magnitude < 0x38800000 ? subnormal : normal));
+}
+
 // One batch entry and head of a tensor: rows of tokens.
 struct Tokens {
   const void* data;
@@ -51,6 +73,49 @@ struct Tokens {
       for (int64_t d = 0; d < width; d++) to[d] = widen_bf16(half[d]);
     else
       for (int64_t d = 0; d < width; d++) to[d] = widen_fp16(half[d]);
+  }
+};
+
+// fp32 in two halves of 16 bits, the high one in the memory of a bf16 or fp16 result while it is still a sum: it rounds
+// as fp32 does and needs half the extra memory.
+DYNAXX_INLINE void read_halves(const uint16_t* __restrict high, const uint16_t* __restrict low, int64_t width,
+                               float* __restrict to) {
+  for (int64_t d = 0; d < width; d++) to[d] = from_bits(uint32_t(high[d]) << 16 | low[d]);
+}
+
+DYNAXX_INLINE void write_halves(const float* __restrict from, int64_t width, uint16_t* __restrict high,
+                                uint16_t* __restrict low) {
+  for (int64_t d = 0; d < width; d++) high[d] = uint16_t(bits_of(from[d]) >> 16), low[d] = uint16_t(bits_of(from[d]));
+}
+
+// The same of a tensor to write to.
+struct Results {
+  void* data;
+  Element element;
+  int64_t start, stride;
+
+  Results(void* tensor, int64_t element, const Strides& strides, int64_t batch, int64_t head)
+      : data(tensor),
+        element(Element(element)),
+        start(batch * strides.batch + head * strides.head),
+        stride(strides.token) {}
+
+  // In place; fp32 only.
+  float* row(int64_t token) const { return (float*)data + start + token * stride; }
+
+  // In place; bf16 and fp16 only.
+  uint16_t* half_row(int64_t token) const { return (uint16_t*)data + start + token * stride; }
+
+  void write(int64_t token, int64_t width, const float* __restrict from) const {
+    if (element == Element::FP32) {
+      std::memcpy(row(token), from, sizeof(float) * width);
+      return;
+    }
+    uint16_t* __restrict to = half_row(token);
+    if (element == Element::BF16)
+      for (int64_t d = 0; d < width; d++) to[d] = narrow_bf16(from[d]);
+    else
+      for (int64_t d = 0; d < width; d++) to[d] = narrow_fp16(from[d]);
   }
 };
 

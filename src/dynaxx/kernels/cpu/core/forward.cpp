@@ -24,7 +24,7 @@ struct Task {
 class ForwardRow {
  public:
   ForwardRow(const ForwardArgs& args, const Task& task, float* memory)
-      : args_(args), plan_(*args.plan), task_(task), D_(args.head_dim), E_(args.head_dim_v), scale_(args.scale),
+      : args_(args), plan_(*args.plan), task_(task), D_(args.head_dim), E_(args.head_dim_v), scale_(args.scale, args.softcap),
         memory_(memory) {
     queries_ = std::min(plan_.block, plan_.seqlen - task.row * plan_.block);
     panels_per_head_ = (queries_ + PANEL - 1) / PANEL;
@@ -33,7 +33,7 @@ class ForwardRow {
   static int64_t memory_needed(const ForwardArgs& args, int64_t heads) {
     const int64_t panels = heads * (args.plan->block / PANEL);
     return panels * (args.head_dim + args.head_dim_v + 2) * PANEL +
-           STEP_ROWS * (PANEL + args.head_dim + args.head_dim_v) + PANEL * args.head_dim;
+           STEP_ROWS * (PANEL + args.head_dim + args.head_dim_v) + PANEL * std::max(args.head_dim, args.head_dim_v);
   }
 
   void run() {
@@ -48,8 +48,7 @@ class ForwardRow {
       for (int p = 0; p < num_panels_; p++) {
         Span spans[MAX_SPANS];
         const int num_spans = step_spans(plan_, step, p % panels_per_head_, k_stride, v_stride, spans);
-        if (num_spans) attend(panels_[p], spans, num_spans, k_stride, v_stride, D_, E_, scale_.factor,
-                              scores);
+        if (num_spans) attend(panels_[p], spans, num_spans, k_stride, v_stride, D_, E_, scale_, scores);
       }
     }
     for (int p = 0; p < num_panels_; p++) store_panel(p);
@@ -63,14 +62,14 @@ class ForwardRow {
   }
 
   void load_queries() {
-    float* space = take(PANEL * D_);
+    space_ = take(PANEL * std::max(D_, E_));
     for (int64_t h = 0; h < task_.num_heads; h++) {
       const Tokens q(args_.q, args_.element, args_.q_strides, task_.batch, task_.head + h);
       for (int64_t i = 0; i < queries_; i += PANEL) {
         QueryPanel& panel = panels_[num_panels_++];
         panel = {take(D_ * PANEL), take(E_ * PANEL), take(PANEL), take(PANEL)};
         const int rows = int(std::min<int64_t>(PANEL, queries_ - i));
-        pack_panel(q, task_.row * plan_.block + i, rows, D_, scale_.sign, space, panel.q);
+        pack_panel(q, task_.row * plan_.block + i, rows, D_, scale_.sign, space_, panel.q);
         reset(panel, E_);
       }
     }
@@ -97,9 +96,8 @@ class ForwardRow {
         float* x = panel.out + e * PANEL + i;
         store(x, load(x) * load(inverse + i));
       }
-    const int64_t token = args_.q_heads * E_;
-    float* out = args_.out + (task_.batch * plan_.seqlen + first) * token + head * E_;
-    transpose(panel.out, PANEL, int(E_), rows, out, token);
+    const Strides at{plan_.seqlen * args_.q_heads * E_, args_.q_heads * E_, E_};
+    unpack_panel(panel.out, E_, rows, Results(args_.out, args_.element, at, task_.batch, head), first, space_);
   }
 
   const ForwardArgs& args_;
@@ -108,6 +106,7 @@ class ForwardRow {
   const int64_t D_, E_;
   const Scale scale_;
   float* memory_;
+  float* space_;
   int64_t queries_, panels_per_head_;
   int num_panels_ = 0;
   QueryPanel panels_[MAX_PANELS];

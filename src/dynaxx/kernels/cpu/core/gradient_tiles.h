@@ -1,6 +1,6 @@
 // The register tiles of the backward pass that tiles.h does not have: weights, gradients of scores, gradients of queries.
 #pragma once
-#include "exp2.h"
+#include "elements.h"
 #include "tiles.h"
 
 namespace dynaxx {
@@ -10,26 +10,34 @@ struct Base {
   float high, low;
 };
 
-// p[r][i] = 2 ** (rows[r] . panel[:][i] * factor - base[r]), 0 for hidden pairs.
-template <int R>
+// p[r][i] = 2 ** (score * factor - base[r]) of the score rows[r] . panel[:][i], 0 for hidden pairs. CAPPED, ds becomes
+// the slope of the cap at the score.
+template <int R, bool CAPPED>
 static void weight_tile(const float* rows, int64_t stride, const float* panel, int64_t D, const uint16_t* words,
-                 float factor, const Base* base, float* __restrict p) {
+                        const Scale& scale, const Base* base, float* __restrict p, float* __restrict ds) {
   vec sum[R][VECS];
   dot<R>(rows, stride, panel, D, sum);
+  if (CAPPED) {
+    cap_scores<R>(scale.cap, sum);
+    DYNAXX_UNROLL
+    for (int r = 0; r < R; r++)
+      DYNAXX_UNROLL
+    for (int i = 0; i < VECS; i++) store(ds + r * PANEL + i * LANES, splat(1.f) - sum[r][i] * sum[r][i]);
+  }
   hide<R>(words, sum);
   DYNAXX_UNROLL
   for (int r = 0; r < R; r++)
     DYNAXX_UNROLL
   for (int i = 0; i < VECS; i++) {
-    const vec exponent = sum[r][i] * factor - splat(base[r].high) - splat(base[r].low);
+    const vec exponent = sum[r][i] * scale.factor - splat(base[r].high) - splat(base[r].low);
     store(p + r * PANEL + i * LANES, exp2_nonpositive(exponent));
   }
 }
 
-// ds[r][i] = p[r][i] * (rows[r] . panel[:][i] - delta[r]) * scale.
-template <int R>
-static void score_grad_tile(const float* rows, int64_t stride, const float* panel, int64_t E, const float* delta, float scale,
-                     const float* __restrict p, float* __restrict ds) {
+// ds[r][i] = p[r][i] * (rows[r] . panel[:][i] - delta[r]) * scale, times the slope that it holds where CAPPED.
+template <int R, bool CAPPED>
+static void score_grad_tile(const float* rows, int64_t stride, const float* panel, int64_t E, const float* delta,
+                            float scale, const float* __restrict p, float* __restrict ds) {
   vec sum[R][VECS];
   dot<R>(rows, stride, panel, E, sum);
   DYNAXX_UNROLL
@@ -37,7 +45,8 @@ static void score_grad_tile(const float* rows, int64_t stride, const float* pane
     DYNAXX_UNROLL
   for (int i = 0; i < VECS; i++) {
     const int at = r * PANEL + i * LANES;
-    store(ds + at, load(p + at) * (sum[r][i] - splat(delta[r])) * splat(scale));
+    const vec slope = CAPPED ? load(ds + at) * splat(scale) : splat(scale);
+    store(ds + at, load(p + at) * (sum[r][i] - splat(delta[r])) * slope);
   }
 }
 
@@ -48,10 +57,42 @@ struct RowTerm {
   int keys;
 };
 
-// dq[r][c] += sum over terms and keys ds[r][key] * k[key][first + c], c < PANEL; only `cols` of them are there.
-template <int R>
-static void query_grad_tile(const RowTerm* terms, int num_terms, int64_t first, int64_t k_stride, int cols, float* dq,
-                     int64_t dq_stride) {
+// Rows of sums that tiles add to: fp32, or fp32 in two halves.
+struct WideSums {
+  float* at;
+  int64_t stride;
+
+  void add(int row, int64_t col, vec x) const {
+    float* to = at + row * stride + col;
+    store(to, load(to) + x);
+  }
+  void add(int row, int64_t col, float x) const { at[row * stride + col] += x; }
+};
+
+struct SplitSums {
+  uint16_t *high, *low;
+  int64_t stride, low_stride;
+
+  void add(int row, int64_t col, vec x) const {
+    loose_half_vec& top = *(loose_half_vec*)(high + row * stride + col);
+    loose_half_vec& rest = *(loose_half_vec*)(low + row * low_stride + col);
+    const ivec before = widen_bits(top) << 16 | widen_bits(rest);
+    const ivec sum = (ivec)((vec)before + x);
+    top = narrow_bits(sum >> 16);
+    rest = narrow_bits(sum);
+  }
+  void add(int row, int64_t col, float x) const {
+    uint16_t &top = high[row * stride + col], &rest = low[row * low_stride + col];
+    const uint32_t sum = bits_of(from_bits(uint32_t(top) << 16 | rest) + x);
+    top = uint16_t(sum >> 16);
+    rest = uint16_t(sum);
+  }
+};
+
+// dq[r][first + c] += sum over terms and keys ds[r][key] * k[key][first + c], c < PANEL; only `cols` of them are there.
+template <class Sums, int R>
+static void query_grad_tile(const RowTerm* terms, int num_terms, int64_t first, int64_t k_stride, int cols,
+                            const Sums& dq, int row) {
   vec sum[R][VECS] = {};
   for (int t = 0; t < num_terms; t++) {
     const float* k = terms[t].k + first;
@@ -71,32 +112,33 @@ static void query_grad_tile(const RowTerm* terms, int num_terms, int64_t first, 
   for (int r = 0; r < R; r++) {
     float part[PANEL];
     DYNAXX_UNROLL
-    for (int i = 0; i < VECS; i++) {
-      float* to = dq + r * dq_stride + i * LANES;
+    for (int i = 0; i < VECS; i++)
       if (cols == PANEL)
-        store(to, load(to) + sum[r][i]);
+        dq.add(row + r, first + i * LANES, sum[r][i]);
       else
         store(part + i * LANES, sum[r][i]);
-    }
     if (cols < PANEL)
-      for (int c = 0; c < cols; c++) dq[r * dq_stride + c] += part[c];
+      for (int c = 0; c < cols; c++) dq.add(row + r, first + c, part[c]);
   }
 }
 
-template <int... R>
+template <bool CAPPED, int... R>
 constexpr auto weight_tiles(std::integer_sequence<int, R...>) {
-  return std::array{&weight_tile<R + 1>...};
+  return std::array{&weight_tile<R + 1, CAPPED>...};
 }
-template <int... R>
+template <bool CAPPED, int... R>
 constexpr auto score_grad_tiles(std::integer_sequence<int, R...>) {
-  return std::array{&score_grad_tile<R + 1>...};
+  return std::array{&score_grad_tile<R + 1, CAPPED>...};
 }
-template <int... R>
+template <class Sums, int... R>
 constexpr auto query_grad_tiles(std::integer_sequence<int, R...>) {
-  return std::array{&query_grad_tile<R + 1>...};
+  return std::array{&query_grad_tile<Sums, R + 1>...};
 }
-constexpr auto WEIGHT_TILES = weight_tiles(std::make_integer_sequence<int, SCORE_ROWS>());
-constexpr auto SCORE_GRAD_TILES = score_grad_tiles(std::make_integer_sequence<int, SCORE_ROWS>());
-constexpr auto QUERY_GRAD_TILES = query_grad_tiles(std::make_integer_sequence<int, SCORE_ROWS>());
+template <bool CAPPED>
+constexpr auto WEIGHT_TILES = weight_tiles<CAPPED>(std::make_integer_sequence<int, SCORE_ROWS>());
+template <bool CAPPED>
+constexpr auto SCORE_GRAD_TILES = score_grad_tiles<CAPPED>(std::make_integer_sequence<int, SCORE_ROWS>());
+template <class Sums>
+constexpr auto QUERY_GRAD_TILES = query_grad_tiles<Sums>(std::make_integer_sequence<int, SCORE_ROWS>());
 
 }  // namespace dynaxx

@@ -52,4 +52,15 @@ inline void pack_panel(const Tokens& tokens, int64_t token, int rows, int64_t wi
   transpose(space, width, rows, width, panel, PANEL, factor);
 }
 
+// The first `rows` columns of a panel (width, PANEL) to tokens from `token` on. `space` holds PANEL * width floats.
+inline void unpack_panel(const float* panel, int64_t width, int rows, const Results& results, int64_t token,
+                         float* space) {
+  if (results.element == Element::FP32) {
+    transpose(panel, PANEL, int(width), rows, results.row(token), results.stride);
+    return;
+  }
+  transpose(panel, PANEL, int(width), rows, space, width);
+  for (int r = 0; r < rows; r++) results.write(token + r, width, space + r * width);
+}
+
 }  // namespace dynaxx

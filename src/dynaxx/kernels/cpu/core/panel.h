@@ -1,6 +1,5 @@
 // One panel of 16 queries meets some spans of keys: scores, one step of the online softmax, weighted values.
 #pragma once
-#include "exp2.h"
 #include "tiles.h"
 
 namespace dynaxx {
@@ -20,13 +19,14 @@ DYNAXX_INLINE void reset(const QueryPanel& panel, int64_t E) {
 
 // Fill scores (rows, PANEL) where a span is, and raise panel.top.
 inline void score_spans(const QueryPanel& panel, const Span* spans, int num_spans, int64_t k_stride, int64_t D,
-                        float* scores) {
+                        const Scale& scale, float* scores) {
+  const auto& tiles = scale.capped() ? SCORE_TILES<true> : SCORE_TILES<false>;
   for (int s = 0; s < num_spans; s++) {
     const Span& span = spans[s];
     for (int r = 0; r < span.rows;) {
       const int rows = next_tile(span.rows - r, SCORE_ROWS);
-      SCORE_TILES[rows - 1](span.k + r * k_stride, k_stride, panel.q, D, span.words ? span.words + r : nullptr,
-                            scores + (span.at + r) * PANEL, panel.top);
+      tiles[rows - 1](span.k + r * k_stride, k_stride, panel.q, D, span.words ? span.words + r : nullptr, scale.cap,
+                      scores + (span.at + r) * PANEL, panel.top);
       r += rows;
     }
   }
@@ -55,11 +55,11 @@ inline void softmax_step(const QueryPanel& panel, const Span* spans, int num_spa
 }
 
 inline void attend(const QueryPanel& panel, const Span* spans, int num_spans, int64_t k_stride, int64_t v_stride,
-                   int64_t D, int64_t E, float factor, float* scores) {
+                   int64_t D, int64_t E, const Scale& scale, float* scores) {
   float top_before[PANEL], alpha[PANEL];
   for (int i = 0; i < PANEL; i++) top_before[i] = panel.top[i];
-  score_spans(panel, spans, num_spans, k_stride, D, scores);
-  softmax_step(panel, spans, num_spans, top_before, factor, scores, alpha);
+  score_spans(panel, spans, num_spans, k_stride, D, scale, scores);
+  softmax_step(panel, spans, num_spans, top_before, scale.factor, scores, alpha);
   add_rows<false>(spans, num_spans, v_stride, E, scores, alpha, panel.out);
 }
 

@@ -62,3 +62,13 @@ extern "C" DYNAXX_EXPORT void dynaxx_cpu_plan_rows(const int32_t* indptr, int64_
     });
   }
 }
+
+// Of each entry of `heads` CSR index ranges, how many rows before its own visit the same of `visited` blocks. `counts`
+// holds `visited` numbers.
+extern "C" DYNAXX_EXPORT void dynaxx_cpu_plan_ranks(const int32_t* indptr, const int32_t* indices, int64_t heads,
+                                                    int64_t rows, int64_t visited, int32_t* counts, int32_t* ranks) {
+  for (int64_t head = 0; head < heads; head++, indptr += rows + 1) {
+    std::fill(counts, counts + visited, 0);
+    for (int32_t entry = indptr[0]; entry < indptr[rows]; entry++) ranks[entry] = counts[indices[entry]]++;
+  }
+}

@@ -6,7 +6,7 @@
 #include <array>
 #include <utility>
 
-#include "vec.h"
+#include "exp2.h"
 
 namespace dynaxx {
 
@@ -66,12 +66,22 @@ DYNAXX_INLINE void hide(const uint16_t* words, vec (&scores)[R][VECS]) {
   for (int i = 0; i < VECS; i++) scores[r][i] = lanes_set(words[r], i) ? scores[r][i] : splat(NEG_INF);
 }
 
-// scores[r][i] = rows[r] . panel[:][i], hidden pairs -inf; top[i] = max(top[i], scores[..][i]).
+// Scores become tanh(cap * score).
 template <int R>
+DYNAXX_INLINE void cap_scores(float cap, vec (&scores)[R][VECS]) {
+  DYNAXX_UNROLL
+  for (int r = 0; r < R; r++)
+    DYNAXX_UNROLL
+  for (int i = 0; i < VECS; i++) scores[r][i] = tanh_of(scores[r][i] * splat(cap));
+}
+
+// scores[r][i] = rows[r] . panel[:][i], capped or not, hidden pairs -inf; top[i] = max(top[i], scores[..][i]).
+template <int R, bool CAPPED>
 static void score_tile(const float* rows, int64_t stride, const float* panel, int64_t D, const uint16_t* words,
-                       float* __restrict scores, float* __restrict top) {
+                       float cap, float* __restrict scores, float* __restrict top) {
   vec sum[R][VECS];
   dot<R>(rows, stride, panel, D, sum);
+  if (CAPPED) cap_scores<R>(cap, sum);
   hide<R>(words, sum);
   DYNAXX_UNROLL
   for (int i = 0; i < VECS; i++) {
@@ -121,9 +131,9 @@ static void sum_tile(const Span* spans, int num_spans, int64_t first, int64_t st
 }
 
 // The instances for 1 .. SCORE_ROWS and 1 .. VALUE_ROWS rows: TILES[R - 1].
-template <int... R>
+template <bool CAPPED, int... R>
 constexpr auto score_tiles(std::integer_sequence<int, R...>) {
-  return std::array{&score_tile<R + 1>...};
+  return std::array{&score_tile<R + 1, CAPPED>...};
 }
 
 template <bool FROM_K, int... R>
@@ -131,7 +141,8 @@ constexpr auto sum_tiles(std::integer_sequence<int, R...>) {
   return std::array{&sum_tile<R + 1, FROM_K>...};
 }
 
-constexpr auto SCORE_TILES = score_tiles(std::make_integer_sequence<int, SCORE_ROWS>());
+template <bool CAPPED>
+constexpr auto SCORE_TILES = score_tiles<CAPPED>(std::make_integer_sequence<int, SCORE_ROWS>());
 
 template <bool FROM_K>
 constexpr auto SUM_TILES = sum_tiles<FROM_K>(std::make_integer_sequence<int, VALUE_ROWS>());

@@ -30,6 +30,13 @@ typedef float vec __attribute__((vector_size(LANES * 4)));
 typedef int32_t ivec __attribute__((vector_size(LANES * 4)));
 typedef float loose_vec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 
+typedef uint16_t half_vec __attribute__((vector_size(LANES * 2)));
+typedef uint16_t loose_half_vec __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
+
+// 16 bits in each lane: into the low half of 32, and the low half of 32.
+DYNAXX_INLINE ivec widen_bits(half_vec x) { return __builtin_convertvector(x, ivec); }
+DYNAXX_INLINE half_vec narrow_bits(ivec x) { return __builtin_convertvector(x, half_vec); }
+
 DYNAXX_INLINE vec load(const float* p) { return *(const loose_vec*)p; }
 DYNAXX_INLINE void store(float* p, vec x) { *(loose_vec*)p = x; }
 DYNAXX_INLINE vec splat(float x) { return x - vec{}; }

@@ -1,0 +1,22 @@
+// Turns: tasks that add to the same memory do so in a fixed order, so that sums round the same way every time.
+#pragma once
+#include <atomic>
+#include <cstdint>
+#include <new>
+#include <thread>
+
+namespace dynaxx {
+
+// Wait until `turn` tasks have been before. Tasks begin in the order of their turns, so the one waited for is running; it
+// fails to come only where memory ran out, which `failed` says.
+inline void await_turn(const int32_t* done, int32_t turn, const std::atomic<int>& failed) {
+  constexpr int PATIENCE = 256;  // looks before the processor is offered to others
+  for (int look = 0; __atomic_load_n(done, __ATOMIC_ACQUIRE) != turn; look++) {
+    if (failed) throw std::bad_alloc();
+    if (look > PATIENCE) std::this_thread::yield();
+  }
+}
+
+inline void end_turn(int32_t* done, int32_t turn) { __atomic_store_n(done, turn + 1, __ATOMIC_RELEASE); }
+
+}  // namespace dynaxx
