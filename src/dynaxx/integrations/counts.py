@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dynaxx.policy.guard import failure_reason
 from dynaxx.telemetry import Recorder
-from dynaxx.telemetry.probe import Probe
+from dynaxx.telemetry.probe import Call, Probe
 
 logger = logging.getLogger("dynaxx")
 
@@ -38,10 +38,13 @@ class Counts:
         with self._lock:
             self._sparse += 1
 
-    def decoded(self, q: Tensor) -> None:
-        """A decoding step of a layer ran by its budget; counted as a sparse call, too."""
-        backend = "triton" if q.device.type == "cuda" else "cpu"
-        self.numbers.add("dynaxx_layer_calls_total", backend=backend, phase="decode")
+    def decoding(self, layer: int, q: Tensor) -> Call:
+        """A decoding step of a layer begins; `decoded` when it ran. It is counted as a sparse call, too."""
+        return self.probe.start(layer, q, phase="decode")
+
+    def decoded(self, call: Call, q: Tensor) -> None:
+        """It ran by its budget; its choice of pages is part of its time."""
+        call.done(q, q, backend="triton" if q.device.type == "cuda" else "cpu")
 
     def dense(self, layer: int, reason: str, phase: str = "prefill") -> None:
         """A whole call went the old way."""

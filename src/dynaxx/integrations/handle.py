@@ -28,6 +28,7 @@ from dynaxx.policy import KILL_SWITCH, KillSwitch, LayerPlan, Policy, PolicyFoll
 from dynaxx.policy.drift import HeadDrift
 from dynaxx.policy.rollout import ALL, Choice, Request, choose, current_request
 from dynaxx.telemetry import recorder
+from dynaxx.telemetry.caches import CacheMeter
 
 Watcher = Callable[[int, BlockLayout], None]
 
@@ -59,6 +60,7 @@ class Handle:
         self._statistics: StatisticsFile | None = None
         self._requests: weakref.WeakKeyDictionary[Any, tuple[Deployed, Choice]] = weakref.WeakKeyDictionary()
         self._memories = CacheMemories()
+        self._cache_meter = CacheMeter(self._numbers, self._live_caches)
         self._unnamed = itertools.count()
         self._killed: str | None = None
         self._layers = weakref.WeakKeyDictionary({m: Layer(self, index, m) for index, m in decoder.layers.items()})
@@ -186,6 +188,10 @@ class Handle:
             before = (layer, Pass(self._deployed, choice=self._choose(current_request()), killed=killed))
         self._own.current = (layer, before[1])
         return before[1]
+
+    def _live_caches(self) -> list[Any]:
+        """The caches of requests that somebody still holds."""
+        return list(self._requests.keys())
 
     def _choose(self, said: Request | None) -> Choice:
         deployed = self._deployed

@@ -193,8 +193,9 @@ class Layer:
         for fault in self.handle.faults:
             fault(self.index)
         if isinstance(work, Step):
+            step = self.handle.counts.decoding(self.index, call.q)
             out = decode_step(call.q, call.k, call.v, work.runs, work.plan, self.index, work.memory, call.scale)
-            self.handle.counts.decoded(call.q)
+            self.handle.counts.decoded(step, call.q)
             return out
         if work.alike:
             return self._run_entry(call, work.runs[0], work.dense[0], work.plans[0])

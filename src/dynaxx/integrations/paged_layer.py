@@ -153,8 +153,9 @@ class PagedLayer:
                 self._sparse_row(q, pages, step, row, out)
             if split.decode:
                 plan = step.deployed.decode[self.index]
+                call = self.counts.decoding(self.index, q)
                 decode(q, pages, step.sequences, split.decode, plan, summaries, self.scale, out)
-                self.counts.decoded(q)
+                self.counts.decoded(call, q)
         except Exception as error:  # whatever a kernel does, the request gets its answer
             breaker.failed()
             self.counts.failed(self.index, error, "prefill" if split.sparse else "decode")

@@ -103,14 +103,14 @@ CATALOG: dict[str, Metric] = {
         Metric(
             "dynaxx_attention_seconds",
             "histogram",
-            "Time of sampled sparse attention calls, selection left out.",
+            "Time of sampled sparse attention calls; in prefill without selection, in decode with it.",
             ("backend", "phase"),
             KERNEL_SECONDS,
         ),
         Metric(
             "dynaxx_selection_seconds",
             "histogram",
-            "Time that the same calls took to choose their blocks.",
+            "Time that the same prefill calls took to choose their blocks.",
             ("backend", "phase"),
             KERNEL_SECONDS,
         ),
