@@ -14,6 +14,7 @@ function make(tag, text, className) {
 
 function number(value, unit = "", least = 1) {
   if (value === null || value === undefined) return "–";
+  if (value === 0) return `0 ${unit}`.trim();
   const steps = [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"], [1, ""], [1e-3, "m"], [1e-6, "µ"]];
   const [step, prefix] = steps.find(([size]) => Math.abs(value) >= size || size <= least);
   const scaled = value / step;
