@@ -1,0 +1,172 @@
+"""Fuzz the CPU core under the compiler's sanitizers: `make sanitize`.
+
+The core is compiled anew, instrumented, into a copy of the package, and `dynaxx doctor --fuzz` runs on it. Before each
+run the tool proves itself: the same run on a core with a planted bug must fail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from dynaxx.kernels.cpu import build
+
+ROOT = Path(__file__).resolve().parents[2]
+CORE = Path("dynaxx/kernels/cpu/core")
+
+
+@dataclass(frozen=True)
+class Sanitizer:
+    """How to compile for it, what to load before Python, how it is told to behave, and a bug that it must find."""
+
+    name: str
+    flags: tuple[str, ...]
+    libraries: tuple[str, ...]
+    options: dict[str, str]
+    bug: tuple[str, str, str]  # file of the core, text, what it becomes
+    finds: str  # in its report of that bug
+
+
+SANITIZERS = (
+    Sanitizer(
+        "address",
+        ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"),
+        ("libasan.so", "libubsan.so"),
+        # Python frees little when it ends; torch and Python are not instrumented, so only the core is looked at.
+        {"ASAN_OPTIONS": "detect_leaks=0:halt_on_error=1", "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1"},
+        ("scratch.h", "size_ * sizeof(float)", "size_ / 2 / 16 * 16 * sizeof(float)"),
+        "heap-buffer-overflow",
+    ),
+    Sanitizer(
+        "thread",
+        ("-fsanitize=thread", "-include", str(Path(__file__).parent / "threads.h")),
+        ("libtsan.so",),
+        {"TSAN_OPTIONS": "halt_on_error=1:exitcode=66:report_bugs=1:ignore_noninstrumented_modules=1"},
+        ("scratch.h", "static thread_local Scratch", "static Scratch"),
+        "data race",
+    ),
+)
+
+
+def main() -> int:
+    """Run what was asked for; 0 clean, 1 something was found, 77 no compiler or no sanitizer here."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", type=int, default=500, help="fuzzed problems per sanitizer")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--isa", default="x86-64-v3", help="instruction set; baseline where there is no AVX2")
+    parser.add_argument("--only", choices=[each.name for each in SANITIZERS])
+    parser.add_argument("--skip-proof", action="store_true", help="do not run the planted bugs first")
+    asked = parser.parse_args()
+    compiler = os.environ.get("CXX") or shutil.which("g++") or ""
+    chosen = [each for each in SANITIZERS if asked.only in (None, each.name)]
+    for sanitizer in chosen:
+        why = unavailable(sanitizer, compiler)
+        if why:
+            print(f"skipped: {sanitizer.name}: {why}")
+            return 77
+    found = [check(sanitizer, compiler, asked) for sanitizer in chosen]
+    return int(any(found))
+
+
+def unavailable(sanitizer: Sanitizer, compiler: str) -> str:
+    """Why this sanitizer cannot run here, "" if it can."""
+    if not compiler or not shutil.which(shlex.split(compiler)[0]):
+        return "no g++ here, or $CXX is not one; install it"
+    missing = [name for name in sanitizer.libraries if not library(compiler, name)]
+    if missing:
+        return f"{compiler} comes without {', '.join(missing)}; install the sanitizers of your compiler"
+    return ""
+
+
+def library(compiler: str, name: str) -> str:
+    """The path of a runtime library of the compiler, "" if it has none."""
+    said = subprocess.run([*shlex.split(compiler), f"-print-file-name={name}"], capture_output=True, text=True).stdout
+    return said.strip() if Path(said.strip()).is_absolute() else ""
+
+
+def check(sanitizer: Sanitizer, compiler: str, asked: argparse.Namespace) -> bool:
+    """Prove the sanitizer on a planted bug, then run the core; say whether anything is wrong."""
+    if not asked.skip_proof:
+        status, said = run(sanitizer, compiler, asked, cases=5, bug=True)
+        if status == 0 or sanitizer.finds not in said:
+            print(f"{sanitizer.name}: the planted bug was not found, so a clean run would say nothing\n{said[-3000:]}")
+            return True
+        print(f"{sanitizer.name}: found the planted bug ({sanitizer.finds})", flush=True)
+    status, said = run(sanitizer, compiler, asked, cases=asked.cases, bug=False)
+    print(f"{sanitizer.name}: {'clean' if status == 0 else f'FAILED, exit code {status}'}\n{said[-6000:]}", flush=True)
+    return status != 0
+
+
+def run(sanitizer: Sanitizer, compiler: str, asked: argparse.Namespace, cases: int, bug: bool) -> tuple[int, str]:
+    """Build the core in a copy of the package and fuzz it; exit code, and what was said."""
+    with tempfile.TemporaryDirectory() as folder:
+        package = Path(folder)
+        shutil.copytree(ROOT / "src/dynaxx", package / "dynaxx", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+        if bug:
+            name, before, after = sanitizer.bug
+            file = package / CORE / name
+            text = file.read_text()
+            assert before in text, f"the bug for {sanitizer.name} has no place in {name} any more"
+            file.write_text(text.replace(before, after))
+        library_path = compile_core(sanitizer, compiler, package / CORE, asked.isa)
+        environment = {
+            **os.environ,
+            **sanitizer.options,
+            "PYTHONPATH": folder,
+            "DYNAXX_CPU_ISA": asked.isa,
+            "OMP_WAIT_POLICY": "passive",
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
+        status = [sys.executable, "-c", "from dynaxx.kernels.cpu import cpu_status; print(cpu_status().path)"]
+        loaded = subprocess.run(status, env={**environment, "LD_PRELOAD": preload(sanitizer, compiler)}, text=True,
+                                capture_output=True)  # fmt: skip
+        if Path(loaded.stdout.strip()) != library_path:
+            return 1, f"the instrumented core did not load: {loaded.stdout}{loaded.stderr}"
+        fuzz = [sys.executable, "-m", "dynaxx", "doctor", "--fuzz-cases", str(cases), "--seed", str(asked.seed)]
+        done = subprocess.run(
+            [*without_aslr(), *fuzz, "--threads", "2", "--quiet"],
+            env={**environment, "LD_PRELOAD": preload(sanitizer, compiler)},
+            capture_output=True,
+            text=True,
+        )
+    said = done.stdout + done.stderr
+    return done.returncode, re.sub(re.escape(folder), "", said)
+
+
+def compile_core(sanitizer: Sanitizer, compiler: str, core: Path, isa: str) -> Path:
+    """Compile an instrumented core to where the package looks for the one that was built with it."""
+    target = core.parent / build.library_name(isa)
+    digest = hashlib.sha256()
+    for path in sorted(core.iterdir()):  # as `build.source_hash`, of the copy
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    flags = ["-O1", "-g", "-std=c++17", "-fPIC", "-fno-math-errno", "-ffp-contract=fast", "-fno-omit-frame-pointer"]
+    command = [*shlex.split(compiler), *flags, *build.ISAS[isa], *sanitizer.flags, "-fvisibility=hidden", "-shared"]
+    command += [f'-DDYNAXX_SOURCE_HASH="{digest.hexdigest()[:16]}"', *map(str, sorted(core.glob("*.cpp")))]
+    subprocess.run([*command, "-o", str(target)], check=True)
+    return target
+
+
+def preload(sanitizer: Sanitizer, compiler: str) -> str:
+    """The sanitizer's runtime must be there before Python."""
+    return ":".join(library(compiler, name) for name in sanitizer.libraries)
+
+
+def without_aslr() -> list[str]:
+    """ThreadSanitizer needs its part of the address space; newer kernels scatter libraries into it."""
+    setarch = shutil.which("setarch")
+    if setarch and subprocess.run([setarch, "-R", "true"], capture_output=True).returncode == 0:
+        return [setarch, "-R"]
+    return []
+
+
+if __name__ == "__main__":
+    sys.exit(main())
