@@ -77,14 +77,18 @@ def status_kib(field):
 
 
 def in_turns(calls, repeats):
-    """Median ms of each call by name; the first turn warms up."""
+    """Median ms of each call by name; the first turn warms up.
+
+    On one thread it is the thread's CPU time, which neighbours on the machine disturb least, else the wall's.
+    """
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     times = {name: [] for name in calls}
     for turn in range(repeats + 1):
         for name, call in calls.items():
-            start = time.perf_counter()
+            start = clock()
             call()
             if turn:
-                times[name].append(1e3 * (time.perf_counter() - start))
+                times[name].append(1e3 * (clock() - start))
     return {name: round(statistics.median(own), 1) for name, own in times.items()}
 
 

@@ -36,7 +36,7 @@ def pegasus(**changes):
     return transformers.BigBirdPegasusModel(transformers.BigBirdPegasusConfig(**{**fields, **changes})).eval()
 
 
-def inputs_of(length, padding="none", batch=3):
+def inputs_of(length, padding="none", batch=2):
     chance = torch.Generator().manual_seed(length)
     ids = torch.randint(5, 64, (batch, length), generator=chance)
     seen = torch.ones_like(ids)
@@ -66,8 +66,7 @@ def assert_as_exact_as_transformers(model, inputs, global_keys=None):
 
 @pytest.mark.parametrize("global_keys", ["fused", "merged"])
 @pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("padding", ["none", "right", "anywhere"])
-@pytest.mark.parametrize("length", [145, 176])
+@pytest.mark.parametrize(("length", "padding"), [(160, "none"), (145, "right"), (171, "anywhere")])
 def test_block_sparse(length, padding, training, global_keys):
     model = bigbird().train(training)
     assert_as_exact_as_transformers(model, inputs_of(length, padding), global_keys)
@@ -78,17 +77,16 @@ def test_block_sparse(length, padding, training, global_keys):
 def test_lengths_with_a_plan_of_their_own(training):
     """1,024 tokens draw from the plan of the longest sequence, and may draw the last block, which is global, too."""
     model = bigbird(max_position_embeddings=4096, block_size=64).train(training)
-    assert_as_exact_as_transformers(model, inputs_of(1024, "right", batch=2))
+    assert_as_exact_as_transformers(model, inputs_of(1024, "right", batch=1))
 
 
-@pytest.mark.parametrize("block_size", [32, 48, 128])
+@pytest.mark.parametrize("block_size", [32, 48])
 def test_blocks_of_other_sizes(block_size):
     model = bigbird(block_size=block_size, num_random_blocks=1, max_position_embeddings=1024)
     assert_as_exact_as_transformers(model, inputs_of(7 * block_size + 5, "right", batch=1))
 
 
-@pytest.mark.parametrize("padding", ["none", "right", "anywhere"])
-@pytest.mark.parametrize("length", [1, 63, 130])
+@pytest.mark.parametrize(("length", "padding"), [(1, "none"), (63, "right"), (130, "anywhere")])
 def test_original_full(length, padding):
     model = bigbird(attention_type="original_full")
     inputs = inputs_of(length, padding)
@@ -144,7 +142,7 @@ def test_visits_count_what_is_attended_twice():
 @pytest.mark.parametrize("global_keys", ["fused", "merged"])
 def test_gradients(attention_type, global_keys):
     model, inputs = bigbird(attention_type=attention_type).train(), inputs_of(160, "right")
-    towards = torch.randn(3, 160, 64, generator=torch.Generator().manual_seed(5))
+    towards = torch.randn(2, 160, 64, generator=torch.Generator().manual_seed(5))
 
     def gradients():
         model.zero_grad()

@@ -39,7 +39,7 @@ def led():
     return transformers.LEDModel(settings).eval()
 
 
-def inputs_of(length, padding="none", globals_="cls", batch=3):
+def inputs_of(length, padding="none", globals_="cls", batch=2):
     chance = torch.Generator().manual_seed(length)
     ids = torch.randint(5, 64, (batch, length), generator=chance)
     seen = torch.ones_like(ids)
@@ -84,7 +84,7 @@ def assert_as_exact_as_transformers(model, inputs, global_keys=None):
 @pytest.mark.parametrize("padding", ["none", "right", "left", "anywhere"])
 def test_outputs(padding, globals_, global_keys):
     model = longformer()
-    for length in LENGTHS:
+    for length in LENGTHS if (padding, global_keys) == ("right", "fused") else (33, 130):
         assert_as_exact_as_transformers(model, inputs_of(length, padding, globals_), global_keys)
 
 
@@ -119,7 +119,7 @@ def test_gradients(globals_, global_keys, checkpointing):
     model, inputs = longformer().train(), inputs_of(70, "right", globals_)
     if checkpointing:
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
-    towards = torch.randn(3, 70, 128, generator=torch.Generator().manual_seed(5))
+    towards = torch.randn(2, 70, 128, generator=torch.Generator().manual_seed(5))
 
     def gradients():
         model.zero_grad()
