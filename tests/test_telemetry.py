@@ -89,6 +89,8 @@ def test_an_info_replaces_the_one_before(telemetry):
         (lambda r: r.set(CALLS, 1, backend="cpu", phase="prefill"), "is a counter, not a gauge"),
         (lambda r: r.set("dynaxx_guard_level", math.nan), "was given nan"),
         (lambda r: r.observe("dynaxx_recall_ratio", math.inf), "was given inf"),
+        (lambda r: r.observe("dynaxx_recall_ratio", "high"), "was given nan"),
+        (lambda r: r.set("dynaxx_guard_level", 10**400), "was given nan"),
         (lambda r: r.event("dynaxx_happened"), "unknown event"),
         (lambda r: r.add(CALLS, backend=["cpu"], phase={}), None),
     ],
@@ -157,6 +159,18 @@ def test_a_sink_sees_every_update_and_a_broken_one_is_counted(telemetry):
     telemetry.add(CALLS, backend="cpu", phase="prefill")
     assert good.seen == [(CALLS, ("", "0", "cpu", "prefill"), 2)]
     assert telemetry.value("dynaxx_telemetry_errors_total", what="sink") == 2
+
+
+def test_a_source_that_fails_is_counted(telemetry):
+    class Source:
+        def flush(self):
+            raise RuntimeError("no")
+
+    source = Source()
+    telemetry.add_source(source)
+    telemetry.add(CALLS, backend="cpu", phase="prefill")
+    assert telemetry.value(CALLS) == 1
+    assert telemetry.value("dynaxx_telemetry_errors_total", what="source") >= 1
 
 
 def test_there_is_one_default(telemetry):

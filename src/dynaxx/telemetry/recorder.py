@@ -122,6 +122,10 @@ class Recorder:
         if series.metric.kind != kind:
             self._store.complain(f"{name} is a {series.metric.kind}, not a {kind}")
             return None
+        try:
+            value = float(value)
+        except (TypeError, ValueError, OverflowError):
+            value = math.nan
         if not math.isfinite(value) or (value < 0 and kind == "counter"):
             self._store.complain(f"{name} was given {value}")
             return None
@@ -164,7 +168,10 @@ class Recorder:
     def snapshot(self) -> list[Series]:
         """Copies of all series, consistent with one another."""
         for source in list(self._store.sources):
-            source.flush()
+            try:
+                source.flush()
+            except Exception as error:
+                self.failed("source", error)
         return self._store.copy()
 
     def events(self) -> list[Event]:
