@@ -147,6 +147,8 @@ def test_several_processes_through_a_folder(tmp_path):
     assert found["dynaxx_recall_ratio_bucket{le=0.97}"] == 2
     assert found["dynaxx_policy_info{digest=new,version=1}"] == 1
     assert found["dynaxx_policy_info{digest=old,version=1}"] == 0
+    with prometheus.serve_source(str(tmp_path), 0) as server:  # what they left, as `dynaxx serve-metrics` shows it
+        assert samples(fetch(server.url))["dynaxx_fallbacks_total{reason=kernel failed}"] == 5
 
 
 def test_a_folder_that_cannot_be_used_is_refused(telemetry, tmp_path, monkeypatch):
