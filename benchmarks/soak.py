@@ -44,7 +44,11 @@ CALLS_PER_FAILURE = 7  # meanwhile
 KILLED = (0.36, 0.40)
 DRIFT = 0.42
 GROWTH = 0.02  # of memory, at most
-ERRORS = (RuntimeError("injected"), torch.OutOfMemoryError("injected"), RuntimeError("compilation failed: injected"))
+ERRORS = (  # made anew for each failure: an exception holds its traceback, and that the tensors of the call
+    lambda: RuntimeError("injected"),
+    lambda: torch.OutOfMemoryError("injected"),
+    lambda: RuntimeError("compilation failed: injected"),
+)
 
 
 class Check:
@@ -206,7 +210,7 @@ class Soak:
         self.tried += self.failing
         if self.failing and self.tried % CALLS_PER_FAILURE == 0:
             self.injected += 1
-            raise ERRORS[self.injected % len(ERRORS)]
+            raise ERRORS[self.injected % len(ERRORS)]()
 
     @staticmethod
     def sampled(event: str) -> float:
