@@ -1,6 +1,7 @@
 """Longformer and LED on dynaxx against transformers' own code on random weights: outputs, gradients, removal."""
 
 import copy
+import gc
 import io
 
 import pytest
@@ -289,6 +290,27 @@ def test_half_precision():
         ours = hidden(model, inputs)
     assert ours.dtype == torch.bfloat16
     assert (ours - exact).abs().max() <= 2 * (own - exact).abs().max()
+
+
+@pytest.mark.parametrize("globals_", ["cls", "all"])
+def test_autocast(globals_):
+    model, inputs = longformer(), inputs_of(70, "right", globals_)
+    exact = hidden(model, inputs)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        own = hidden(model, inputs)
+        with apply_to_encoder(model):
+            ours = hidden(model, inputs)
+    assert ours.dtype == own.dtype
+    assert (ours - exact).abs().max() <= 2 * (own - exact).abs().max()
+
+
+def test_nothing_of_a_pass_keeps_its_mask_alive():
+    model = longformer()
+    with apply_to_encoder(model):
+        hidden(model, inputs_of(40))
+        known = model.encoder.layer[0].attention.self.dynaxx._pass
+        gc.collect()
+        assert known[0]() is None
 
 
 def test_an_exported_or_compiled_model_runs_as_before():

@@ -8,6 +8,7 @@ derives from.
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable
 from typing import Any, Literal, TypeVar, get_args
@@ -35,7 +36,7 @@ class Shared:
         self.sparse = 0
         self.dense: Counter[str] = Counter()
         self._configs = configs
-        self._pass: tuple[Tensor, int, dict[Hashable, Any]] | None = None
+        self._pass: tuple[weakref.ref[Tensor], int, dict[Hashable, Any]] | None = None
 
     @property
     def wants_attentions(self) -> bool:
@@ -46,8 +47,8 @@ class Shared:
         """What `make` returns for this mask: the layers of one forward pass get the same tensor."""
         version = 0 if mask.is_inference() else mask._version
         known = self._pass
-        if known is None or known[0] is not mask or known[1] != version:
-            known = self._pass = (mask, version, {})
+        if known is None or known[0]() is not mask or known[1] != version:
+            known = self._pass = (weakref.ref(mask), version, {})  # masks may be large, and what is made of them is not
         if key not in known[2]:
             with torch.inference_mode(False), torch.no_grad():  # a layout must serve training, too
                 known[2][key] = make()
@@ -55,6 +56,7 @@ class Shared:
         return found
 
     def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles of a model."""
         return {**self.__dict__, "_pass": None}
 
 

@@ -161,7 +161,7 @@ class _WindowAttention:
         """
         heads = lambda linear: linear.weight.view(self.num_heads, self.head_dim, self.embed_dim)
         absorbed = torch.einsum("bghd,hde->bghe", q, heads(self.key_global))
-        rows, states = absorbed.flatten(1, 2)[:, :, None], hidden[:, :, None]
+        rows, states = absorbed.flatten(1, 2)[:, :, None].to(hidden.dtype), hidden[:, :, None]  # autocast may differ
         layout = self._once(mask, "few global rows", lambda: tokens.rows_layout(rows.shape[1]))
         mean = sparse_attention(rows, states, states, layout, scale=self.head_dim**-0.5)
         out = torch.einsum("bghe,hde->bghd", mean.view_as(absorbed), heads(self.value_global))
@@ -169,7 +169,7 @@ class _WindowAttention:
             out = out + self._heads(self.value_global.bias)
         if self.key_global.bias is not None and self.key_global.bias.requires_grad:
             out = out + 0.0 * self._heads(self.key_global.bias)  # its gradient is zero, not missing
-        return out
+        return out.to(q.dtype)
 
     def _heads(self: Any, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.num_heads, self.head_dim))
