@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from dynaxx.kernels import cpu
+from dynaxx.lab.bench_cpu_decode import time_decode
 from dynaxx.layout import BlockLayout
 from dynaxx.ops.attention import sparse_attention
 from dynaxx.patterns import Full, SlidingWindow
@@ -87,7 +88,8 @@ def run_cpu_suite(
     Returns:
         "backend" (what served), "threads", "clock", "checks" (cases passed), "rows" (one dict per workload and pass:
         shape, density, milliseconds, useful GF, times faster than SDPA, GF of the matmul and of SDPA in the same
-        rounds), "small" (full density against SDPA at short lengths) and "bars" (each with bar, value, ok).
+        rounds), "small" (full density against SDPA at short lengths), "decode" (steps over a long cache; not with
+        `quick`) and "bars" (each with bar, value, ok).
 
     Raises:
         RuntimeError: a check failed; then there are no times.
@@ -104,7 +106,8 @@ def run_cpu_suite(
         for seqlen, head_dim, timed_pass, memory in QUICK_SHAPES if quick else SHAPES:
             rows += time_shape(_workloads(seqlen, head_dim), timed_pass, seed, say, memory)
         small = time_small(seed, say)
-        bars += bars_of(rows) + bars_of_small(small)
+        decode = [] if quick else time_decode(medians, seed, say)
+        bars += bars_of(rows) + bars_of_small(small) + bars_of_decode(decode)
     finally:
         torch.set_num_threads(before)
     for bar in bars:
@@ -118,6 +121,7 @@ def run_cpu_suite(
         "relative_error": error,
         "rows": rows,
         "small": small,
+        "decode": decode,
         "bars": [bar.as_dict() for bar in bars],
     }
 
@@ -346,3 +350,12 @@ def bars_of(rows: Iterable[dict[str, Any]]) -> list[Bar]:
 def bars_of_small(rows: Iterable[dict[str, Any]]) -> list[Bar]:
     """Never slower than dense attention."""
     return [Bar("times faster at any length", 1.0, row["times_faster"], f"{row['seqlen']} tokens") for row in rows]
+
+
+def bars_of_decode(rows: Iterable[dict[str, Any]]) -> list[Bar]:
+    """Pages of 64; those of 16 are for information."""
+    return [
+        Bar("decode, times faster at 10 %", 9.0, row["times_faster"], f"{row['seqlen']} keys, pages of 64")
+        for row in rows
+        if row["page_size"] == 64
+    ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from dataclasses import replace
+from functools import cache as cache_results
 from types import ModuleType
 from typing import Literal, overload
 
@@ -206,16 +207,19 @@ def _choose(problem: DecodeProblem, backend: str) -> ModuleType:
     for name in DECODE_BACKENDS if backend == "auto" else (backend,):
         reasons[name] = _unsupported_reasons(name, problem)
         if not reasons[name]:
-            return importlib.import_module(f"dynaxx.kernels.{name}.decode")
+            return _load(f"dynaxx.kernels.{name}.decode")
     raise UnsupportedInputError(str(problem), reasons)
 
 
 def _unsupported_reasons(name: str, problem: DecodeProblem) -> list[str]:
     where = "support" if name == "triton" else "decode"  # asking must not load triton
-    module = importlib.import_module(f"dynaxx.kernels.{name}.{where}")
+    module = _load(f"dynaxx.kernels.{name}.{where}")
     ask = module.decode_reasons if name == "triton" else module.unsupported_reasons
     found: list[str] = ask(problem)
     return found
+
+
+_load = cache_results(importlib.import_module)
 
 
 def _looks_at_values(device: torch.device) -> bool:
@@ -226,11 +230,11 @@ def _check_values(cache: PagedCache) -> None:
     if not _looks_at_values(cache.device) or cache.batch == 0:
         return
     capacity = cache.max_pages * cache.page_size if cache.is_paged else cache.k.shape[1]
-    least, most = (int(x) for x in cache.seqused_k.aminmax())
-    if least < 0 or most > capacity:
-        raise ValueError(f"`seqused_k` must be from 0 to the cache's {capacity} keys, got {least} to {most}")
-    if cache.leftpad_k is not None and int(cache.leftpad_k.min()) < 0:
-        raise ValueError(f"`leftpad_k` must be >= 0, got {int(cache.leftpad_k.min())}")
+    used = cache.seqused_k.tolist()  # one read: this is in the way of every step
+    if min(used) < 0 or max(used) > capacity:
+        raise ValueError(f"`seqused_k` must be from 0 to the cache's {capacity} keys, got {min(used)} to {max(used)}")
+    if cache.leftpad_k is not None and (least := min(cache.leftpad_k.tolist())) < 0:
+        raise ValueError(f"`leftpad_k` must be >= 0, got {least}")
     if cache.page_table is not None and cache.page_table.numel():
         least, most = (int(x) for x in cache.page_table.aminmax())
         if least < -1 or most >= cache.k.shape[0]:

@@ -34,10 +34,10 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
 
 def decode_reasons(problem: DecodeProblem) -> list[str]:
     """Why the decode kernels cannot serve; an empty list means they can."""
-    reasons = []
     if problem.device.type != "cuda" and not (problem.device.type == "cpu" and interpreted()):
-        reasons.append(f"runs on a GPU (or under TRITON_INTERPRET=1), got tensors on {problem.device}")
-    elif importlib.util.find_spec("triton") is None:
+        return [f"runs on a GPU (or under TRITON_INTERPRET=1), got tensors on {problem.device}"]
+    reasons = []
+    if importlib.util.find_spec("triton") is None:
         reasons.append("triton is not installed: pip install triton")
     if problem.dtype not in DTYPES or problem.cache_dtype == torch.float64:
         reasons.append(f"serves fp16, bf16 and fp32, got {problem.dtype} over a cache of {problem.cache_dtype}")
