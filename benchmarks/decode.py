@@ -48,15 +48,15 @@ class Case:
 
 
 GPU_CASES = (
-    Case("batch 16, 32k", 16, 32768),
     Case("batch 16, 32k, mean", 16, 32768, bound=0.0),
-    Case("batch 16, 32k, paged", 16, 32768, paged=True),
+    Case("batch 16, 32k", 16, 32768),
+    Case("batch 1, 128k, mean", 1, 131072, bound=0.0),
+    Case("batch 16, 32k, paged", 16, 32768, bound=0.0, paged=True),
+    Case("batch 32, 32k", 32, 32768),
+    Case("batch 32, 32k, fp8", 32, 32768, dtype="float8_e4m3fn"),
     Case("batch 16, 32k, pages of 16", 16, 32768, page_size=16),
     Case("batch 16, 32k, 4 queries", 16, 32768, seqlen_q=4),
     Case("batch 1, 128k", 1, 131072),
-    Case("batch 1, 128k, mean", 1, 131072, bound=0.0),
-    Case("batch 32, 32k", 32, 32768),
-    Case("batch 32, 32k, fp8", 32, 32768, dtype="float8_e4m3fn"),
     Case("batch 32, 32k, int8", 32, 32768, dtype="int8"),
 )
 CPU_CASES = (
