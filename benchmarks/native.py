@@ -5,12 +5,14 @@
 
 Selected rows: 16 blocks of 64 tokens per query, bf16, head_dim 128, batch 1; an overlap of 75 % keeps that share of the
 blocks from one query to the next. Whole rows: the paper's sizes (blocks of 32 every 16 tokens compressed, 16 of 64
-selected, window 512), compression and gates included; drifting queries choose alike. Medians of `do_bench`, one process.
+selected, window 512), compression and gates included; drifting queries choose alike. The schedule is the one that
+dispatch chooses, unless --schedules. Medians of `do_bench`, one process.
 """
 
 import argparse
 import json
 import sys
+from pathlib import Path
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -169,7 +171,8 @@ def time_parts(q_heads, kv_heads, seqlen):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=["selected", "whole", "lengths"], help="one of the parts")
+    parser.add_argument("--only", choices=["selected", "whole", "lengths", "parts"], help="one of the parts")
+    parser.add_argument("--schedules", action="store_true", help="time both schedules of selected attention")
     parser.add_argument("--json", help="also write the rows here")
     parser.add_argument("--cases", type=int, default=10, help="random problems per schedule that must pass first")
     args = parser.parse_args()
@@ -182,28 +185,29 @@ def main():
     def report(row):
         rows.append(row)
         print(row, flush=True)
+        if args.json:  # after every row: what was measured stays if the time is up
+            Path(args.json).write_text(json.dumps(rows, indent=1))
 
-    if args.only in (None, "selected"):
-        for name in HEADS:
-            for keep in (0.0, 0.75):
-                for schedule in ("union", "gather"):
-                    report(time_selected(name, 32768, keep, schedule))
     if args.only in (None, "whole"):
-        for name, heads in HEADS.items():
-            report({"work": f"parts {name} 32k", **time_parts(*heads, 32768)})
         report(time_whole("64/4", 64, 4, 32768, 0.999))
         report(time_whole("64/4", 64, 4, 32768, 0.0))
         report(time_whole("32/8", 32, 8, 32768, 0.999))
         report(time_whole("64/4", 64, 4, 65536, 0.999))
+    if args.only in (None, "selected"):
+        for name, (q_heads, kv_heads) in HEADS.items():
+            own = native_config.choose_schedule(q_heads // kv_heads)
+            for keep in (0.0, 0.75):
+                for schedule in ("union", "gather") if args.schedules else (own,):
+                    report(time_selected(name, 32768, keep, schedule))
     if args.only in (None, "lengths"):
-        for seqlen in (4096, 8192, 16384):
+        for seqlen in (8192, 16384):
             report(time_whole("64/4", 64, 4, seqlen, 0.999))
         for group in (1, 2, 4, 8):
             for seqlen in (16384, 32768):
                 report(time_whole(f"32/{32 // group}", 32, 32 // group, seqlen, 0.999))
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump(rows, file, indent=1)
+    if args.only in (None, "parts"):
+        for name, heads in HEADS.items():
+            report({"work": f"parts {name} 32k", **time_parts(*heads, 32768)})
 
 
 if __name__ == "__main__":

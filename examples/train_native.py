@@ -124,7 +124,7 @@ def run(args):
         raise SystemExit("--text is needed: make the file with `python examples/native_data.py FILE`")
     source, begin = make_data(args.data, text), time.perf_counter()
     trainers = {variant: Trainer(variant, args, device) for variant in args.variants}
-    last, step, steps, checkpoint = begin, 0, args.steps, args.out / "checkpoint.pt"
+    saved, last, step, steps, checkpoint = begin, begin, 0, args.steps, args.out / "checkpoint.pt"
     args.out.mkdir(parents=True, exist_ok=True)
     if checkpoint.exists():
         state = torch.load(checkpoint, map_location=device, weights_only=True)
@@ -154,9 +154,10 @@ def run(args):
                     f"{step}/{steps} {variant}: loss {loss:.4f}, accuracy {accuracy:.3f}, {speed:,.0f} tokens/s",
                     flush=True,
                 )
-            if steps:
+            if steps and time.perf_counter() - saved > args.save_every:
                 states = {variant: trainer.state() for variant, trainer in trainers.items()}
                 save(checkpoint, {"step": step, "steps": steps, **states})
+                saved = time.perf_counter()
             last = time.perf_counter()
     speeds = {
         variant: {context: trainer.speed(source, context) for context in args.speed_at}
@@ -232,6 +233,7 @@ def arguments(argv=None):
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--eval-every", type=int, default=50)
     parser.add_argument("--eval-batches", type=int, default=4)
+    parser.add_argument("--save-every", type=float, default=120.0, help="seconds between checkpoints, at evaluations")
     parser.add_argument("--speed-at", type=lambda text: [int(x) for x in text.split(",") if x], default=[],
                         metavar="N,N", help="contexts at which to time training steps at the end")  # fmt: skip
     parser.add_argument("--compile", action="store_true", help="torch.compile around the attention")

@@ -22,8 +22,8 @@ def compression_windows(x: Tensor, spans: NativeSpans) -> Tensor:
     """
     stride = spans.sizes.cmp_stride
     steps = spans.cmp_start.long()[:, None] + torch.arange(stride, device=x.device)
-    parts = [x[steps + begin] for begin in range(0, spans.sizes.cmp_block, stride)]
-    return torch.cat(parts, dim=1)
+    gather = lambda rows: x.index_select(0, rows.flatten()).unflatten(0, rows.shape)
+    return torch.cat([gather(steps + begin) for begin in range(0, spans.sizes.cmp_block, stride)], dim=1)
 
 
 def selection_scores(

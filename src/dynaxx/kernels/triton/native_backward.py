@@ -18,6 +18,70 @@ from dynaxx.kernels.triton.native_union import block_rows, gather_rows, row_valu
 from dynaxx.layout.native import NativeSpans
 
 SUM_ROWS = 16
+SEGMENT_TILES = tl.constexpr(8)  # tiles in one short sum of fp32
+
+
+@triton.jit
+def _accumulate_rows(
+    dk,  # [BLOCK_N, BLOCK_D] fp32
+    dv,  # [BLOCK_N, BLOCK_E] fp32
+    b_k,
+    b_v,
+    from_key,
+    i_part,
+    i_head,
+    begin,
+    end,
+    p_do,
+    p_q,
+    p_lse,
+    p_delta,
+    p_dq,
+    p_entries,
+    p_last_key,
+    heads,
+    slots,
+    group_size,
+    first_entry,
+    scale,
+    stride_don,
+    stride_doh,
+    stride_qn,
+    stride_qh,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    SPLIT: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WITH_DQ: tl.constexpr,
+):
+    """Add what the entries in places begin..end give."""
+    STEP: tl.constexpr = ROWS // GROUP
+    o_n = tl.arange(0, BLOCK_N)
+    for first in range(begin, end, STEP):
+        entry, t, h, inside, last_key = entry_rows(
+            p_entries, p_last_key, first, end, i_head, heads, slots, group_size, GROUP, ROWS
+        )
+        b_q = gather_rows(p_q, t, h, stride_qn, stride_qh, inside, D, BLOCK_D)
+        b_do = gather_rows(p_do, t, h, stride_don, stride_doh, inside, E, BLOCK_E)
+        lse, delta = row_values(p_lse, p_delta, t * (heads * group_size) + h, inside)
+        scores = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [BLOCK_N, ROWS]
+        weights = weights_of(scores, lse[None, :], scale, b_k.dtype == tl.float32)
+        weights = tl.where((from_key + o_n)[:, None] <= last_key[None, :], weights, 0.0)
+        dv = tl.dot(weights.to(b_do.dtype), b_do, dv, input_precision=PRECISION)
+        dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
+        ds = (weights * (dp - delta[None, :])).to(b_q.dtype)
+        dk = tl.dot(ds, b_q, dk, input_precision=PRECISION)
+        if WITH_DQ:
+            dq = tl.dot(tl.trans(ds), b_k, input_precision=PRECISION)  # [ROWS, BLOCK_D]
+            place = (entry - first_entry).to(tl.int64) * SPLIT + i_part
+            member = tl.arange(0, ROWS) % GROUP
+            scatter_rows(p_dq, dq * scale, place, member, group_size * D, D, inside, D, BLOCK_D)
+    return dk, dv
 
 
 @triton.jit(do_not_specialize=RUNTIME_SIZES)
@@ -65,7 +129,8 @@ def _selected_bwd_dkv_kernel(
     WITH_DQ: tl.constexpr,
 ):
     SPLIT: tl.constexpr = KV_BLOCK // BLOCK_N
-    STEP: tl.constexpr = ROWS // GROUP
+    EXACT: tl.constexpr = p_q.dtype.element_ty == tl.float32
+    SEGMENT: tl.constexpr = SEGMENT_TILES * (ROWS // GROUP)
     i_item, i_part = tl.program_id(0), tl.program_id(1)
     i_head, start = item_block(p_cell, p_block_start, i_item, blocks, heads)
     begin, end = tl.load(p_begin + i_item), tl.load(p_end + i_item)
@@ -75,25 +140,23 @@ def _selected_bwd_dkv_kernel(
     b_v = block_rows(p_v + i_head // heads_per_kv * stride_vh, from_key, keys, stride_vn, E, BLOCK_E, BLOCK_N)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
-    for first in range(begin, end, STEP):
-        entry, t, h, inside, last_key = entry_rows(
-            p_entries, p_last_key, first, end, i_head, heads, slots, group_size, GROUP, ROWS
-        )
-        b_q = gather_rows(p_q, t, h, stride_qn, stride_qh, inside, D, BLOCK_D)
-        b_do = gather_rows(p_do, t, h, stride_don, stride_doh, inside, E, BLOCK_E)
-        lse, delta = row_values(p_lse, p_delta, t * (heads * group_size) + h, inside)
-        scores = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [BLOCK_N, ROWS]
-        weights = weights_of(scores, lse[None, :], scale, b_k.dtype == tl.float32)
-        weights = tl.where((from_key + o_n)[:, None] <= last_key[None, :], weights, 0.0)
-        dv = tl.dot(weights.to(b_do.dtype), b_do, dv, input_precision=PRECISION)
-        dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
-        ds = (weights * (dp - delta[None, :])).to(b_q.dtype)
-        dk = tl.dot(ds, b_q, dk, input_precision=PRECISION)
-        if WITH_DQ:
-            dq = tl.dot(tl.trans(ds), b_k, input_precision=PRECISION)  # [ROWS, BLOCK_D]
-            place = (entry - first_entry).to(tl.int64) * SPLIT + i_part
-            member = tl.arange(0, ROWS) % GROUP
-            scatter_rows(p_dq, dq * scale, place, member, group_size * D, D, inside, D, BLOCK_D)
+    if EXACT:  # fp32 is exact only in short sums
+        for first in range(begin, end, SEGMENT):
+            some_dk, some_dv = _accumulate_rows(
+                tl.zeros_like(dk), tl.zeros_like(dv), b_k, b_v, from_key, i_part, i_head, first,
+                tl.minimum(first + SEGMENT, end), p_do, p_q, p_lse, p_delta, p_dq, p_entries, p_last_key,
+                heads, slots, group_size, first_entry, scale, stride_don, stride_doh, stride_qn, stride_qh,
+                D, E, BLOCK_D, BLOCK_E, SPLIT, GROUP, ROWS, BLOCK_N, PRECISION, WITH_DQ,
+            )  # fmt: skip
+            dk += some_dk
+            dv += some_dv
+    else:
+        dk, dv = _accumulate_rows(
+            dk, dv, b_k, b_v, from_key, i_part, i_head, begin,
+            end, p_do, p_q, p_lse, p_delta, p_dq, p_entries, p_last_key,
+            heads, slots, group_size, first_entry, scale, stride_don, stride_doh, stride_qn, stride_qh,
+            D, E, BLOCK_D, BLOCK_E, SPLIT, GROUP, ROWS, BLOCK_N, PRECISION, WITH_DQ,
+        )  # fmt: skip
     row = i_item.to(tl.int64) * KV_BLOCK + i_part * BLOCK_N + o_n
     every = o_n >= 0
     scatter_rows(p_dk, dk * scale, row, o_n, D, 0, every, D, BLOCK_D)

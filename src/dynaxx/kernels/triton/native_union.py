@@ -6,6 +6,8 @@ T queries, M keys, Hq / Hk / Hs query, kv and selection heads; D / E head_dim of
 GROUP rows, position-major, GROUP being the group as a power of two.
 """
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -251,7 +253,7 @@ def backward_dq(
     _selected_bwd_dq_kernel[(union.counts.shape[1], union.counts.shape[0])](
         do, q, k, v, lse, delta, dq,
         stride_don=do.stride(0), stride_doh=do.stride(1),
-        **_arguments(q, k, v, union, spans, tiles, scale),
+        **_arguments(q, k, v, union, spans, replace(tiles, num_stages=min(2, tiles.num_stages)), scale),
     )  # fmt: skip
     return dq
 
