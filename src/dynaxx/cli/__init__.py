@@ -9,6 +9,7 @@ import typer
 import dynaxx
 from dynaxx.cli.analyze import analyze
 from dynaxx.cli.bench import bench
+from dynaxx.cli.convert import convert
 from dynaxx.cli.diff import diff
 from dynaxx.cli.doctor import doctor
 from dynaxx.cli.profile import profile
@@ -35,6 +36,7 @@ for command in (
     validate,
     report,
     bench,
+    convert,
     retune,
     diff,
     watch,

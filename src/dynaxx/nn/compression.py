@@ -15,6 +15,9 @@ class MeanCompression(nn.Module):
     def __init__(self, cmp_block: int, heads: int, dim: int) -> None:
         super().__init__()
 
+    def reset_parameters(self) -> None:
+        pass
+
     def forward(self, windows: Tensor) -> Tensor:
         return windows.mean(1)
 
@@ -24,7 +27,11 @@ class WeightedCompression(nn.Module):
 
     def __init__(self, cmp_block: int, heads: int, dim: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.full((cmp_block, heads), 1.0 / cmp_block))
+        self.weight = nn.Parameter(torch.empty(cmp_block, heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.weight, 1.0 / len(self.weight))
 
     def forward(self, windows: Tensor) -> Tensor:
         return torch.einsum("wlhd,lh->whd", windows, self.weight.to(windows.dtype))
@@ -43,9 +50,14 @@ class MlpCompression(nn.Module):
 
     def __init__(self, cmp_block: int, heads: int, dim: int, width: int | None = None) -> None:
         super().__init__()
-        self.position = nn.Parameter(torch.randn(cmp_block, heads, dim) * 0.02)
+        self.position = nn.Parameter(torch.empty(cmp_block, heads, dim))
         self.up = nn.Linear(cmp_block * dim, width or 2 * dim)
         self.down = nn.Linear(width or 2 * dim, dim, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.position, std=0.02)
+        self.up.reset_parameters()
         nn.init.zeros_(self.down.weight)
 
     def forward(self, windows: Tensor) -> Tensor:

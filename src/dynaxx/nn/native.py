@@ -53,14 +53,16 @@ class NativeSparseAttention(ProjectedAttention):
         self.compress_v = make(self.sizes.cmp_block, kv_heads, self.head_dim_v)
         self.gate_init = gate_init
         self.gate = nn.Linear(hidden_size, 3 * q_heads)
-        self.reset_gates()
+        self.reset_new_parameters()
 
-    def reset_gates(self) -> None:
-        """Set the gates to `gate_init`, whatever the input."""
+    def reset_new_parameters(self) -> None:
+        """Set what dense attention does not have: gates to `gate_init` whatever the input, compression to the mean."""
         nn.init.zeros_(self.gate.weight)
         with torch.no_grad():
             logits = torch.tensor([math.log(gate / (1 - gate)) for gate in self.gate_init])
             self.gate.bias.copy_(logits.repeat(self.q_heads))
+        self.compress_k.reset_parameters()
+        self.compress_v.reset_parameters()
 
     def attend(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: CuSeqlens | None, cache: NativeCache | None

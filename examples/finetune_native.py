@@ -1,0 +1,135 @@
+"""Recover a converted model's loss on real text, on a schedule from dense to sparse.
+
+    dynaxx convert smollm2 --out build/smollm2-native
+    python examples/finetune_native.py build/smollm2-native --out build/smollm2-tuned --context 8192 --minutes 5   # GPU
+    python examples/finetune_native.py build/smollm2-native --out build/check --context 512 --steps 4              # CPU
+
+At first every query selects all blocks; over the first half of the run the count falls to the model's own, and stays
+there. Text is Python's documentation, split in sections: even ones to learn from, odd ones to measure on. Printed and
+written to finetune.json: held-out loss of the model as converted, by step, and at the end.
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import dynaxx.integrations.native  # registers the model with transformers
+from dynaxx.lab.texts import load_text, split_text
+
+
+def sequences(tokenizer, text, context):
+    """(n, context) tokens."""
+    ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    if len(ids) < context:
+        raise SystemExit(f"text has {len(ids):,} tokens, too few for a context of {context:,}")
+    return ids[: len(ids) // context * context].view(-1, context)
+
+
+def autocast(device):
+    """bf16 on a GPU."""
+    return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else contextlib.nullcontext()
+
+
+@torch.no_grad()
+def loss_of(model, rows):
+    """Mean loss over sequences."""
+    losses = []
+    for row in rows:
+        with autocast(model.device):
+            losses.append(float(model(row[None].to(model.device), labels=row[None].to(model.device)).loss))
+    return sum(losses) / len(losses)
+
+
+def count_at(share, most, least):
+    """Selected blocks after a share of the run: from all to the model's own over the first half, in even ratios."""
+    return max(least, round(most * (least / most) ** min(1.0, 2 * share)))
+
+
+def run(args):
+    """Train, and return what was measured."""
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(device)
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    if not isinstance(model, dynaxx.integrations.native.NativeLlamaForCausalLM):
+        raise SystemExit(f"{args.model} is not a native sparse model; make one with `dynaxx convert`")
+    text = split_text(load_text(args.text))
+    train, held_out = (sequences(tokenizer, part, args.context) for part in text)
+    held_out, least = held_out[: args.eval_sequences], model.config.sizes.slc_count
+    most = max(least, -(-args.context // model.config.sizes.slc_block))
+    model.set_slc_count(most)
+    curve = [{"step": 0, "slc_count": most, "loss": loss_of(model, held_out)}]
+    model.set_slc_count(least)
+    converted = loss_of(model, held_out)
+    print(
+        f"held-out loss: all blocks {curve[0]['loss']:.4f}, {least} blocks before training {converted:.4f}", flush=True
+    )
+    fresh = [p for name, p in model.named_parameters() if "self_attn.gate" in name or "compress" in name]
+    known = {id(p) for p in fresh}
+    rest = [p for p in model.parameters() if id(p) not in known]
+    optimizer = torch.optim.AdamW(
+        [{"params": fresh, "lr": 10 * args.lr}, {"params": rest, "lr": args.lr}], weight_decay=0.0
+    )
+    rates = [group["lr"] for group in optimizer.param_groups]
+    if args.checkpointing:
+        model.gradient_checkpointing_enable()
+    generator, begin, step, share = torch.Generator().manual_seed(args.seed), time.perf_counter(), 0, 0.0
+    while share < 1:
+        elapsed = (time.perf_counter() - begin) / 60
+        share = step / args.steps if args.steps else min(1.0, elapsed / args.minutes)
+        model.set_slc_count(count_at(share, most, least))
+        rows = train[torch.randint(len(train), (args.batch,), generator=generator)].to(device)
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * min(1.0, (step + 1) / 10) * (0.55 + 0.45 * math.cos(math.pi * min(1.0, share)))
+        model.train()
+        with autocast(device):
+            loss = model(rows, labels=rows, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        model.eval()
+        step += 1
+        if step % args.eval_every == 0:
+            curve.append({"step": step, "slc_count": model.config.sizes.slc_count, "loss": loss_of(model, held_out)})
+            print(curve[-1], flush=True)
+        if args.steps and step >= args.steps:
+            break
+    model.set_slc_count(least)
+    results = {"context": args.context, "steps": step, "dense_like": curve[0]["loss"], "converted": converted,
+               "final": loss_of(model, held_out), "curve": curve}  # fmt: skip
+    args.out.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(args.out)
+    tokenizer.save_pretrained(args.out)
+    (args.out / "finetune.json").write_text(json.dumps(results, indent=1))
+    print(f"held-out loss with {least} blocks after {step} steps: {results['final']:.4f}")
+    return results
+
+
+def arguments(argv=None):
+    """Of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, help="folder that `dynaxx convert` wrote")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--text", default="pydoc", help="a text file, or 'pydoc'")
+    parser.add_argument("--context", type=int, default=8192)
+    parser.add_argument("--batch", type=int, default=1)
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--steps", type=int)
+    length.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--lr", type=float, default=2e-5, help="of old weights; new ones learn ten times as fast")
+    parser.add_argument("--eval-every", type=int, default=20)
+    parser.add_argument("--eval-sequences", type=int, default=4)
+    parser.add_argument("--checkpointing", action="store_true", help="less memory, more time")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    run(arguments())

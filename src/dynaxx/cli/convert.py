@@ -1,0 +1,68 @@
+"""`dynaxx convert`."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from dynaxx.cli.options import Dtype, JsonOption, ModelArgument, OutOption, QuietOption
+from dynaxx.cli.running import load, progress_of, running, tool
+
+
+class Compression(StrEnum):
+    """How a window of keys becomes one."""
+
+    mean = "mean"
+    weighted = "weighted"
+    mlp = "mlp"
+
+
+def convert(
+    model: ModelArgument,
+    out: OutOption,
+    slc_count: Annotated[int, typer.Option(min=1, help="Blocks that each query selects.")] = 16,
+    slc_block: Annotated[int, typer.Option(help="Tokens per selected block: 16, 32, 64 or 128.")] = 64,
+    window: Annotated[int, typer.Option(min=1, help="Keys of the window branch.")] = 512,
+    compression: Annotated[Compression, typer.Option(help="How a window of keys becomes one.")] = Compression.mlp,
+    dense_gate: Annotated[
+        float, typer.Option(help="What the gate of the selected branch gives at first; the others share the rest.")
+    ] = 0.96,
+    dtype: Annotated[Dtype, typer.Option("--dtype", help="Of the weights.")] = Dtype.float32,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Make a native sparse model from a dense Llama, to fine-tune.
+
+    Its weights are the same and its gates begin close to dense attention. DIR holds what transformers' from_pretrained
+    reads after `import dynaxx.integrations.native`.
+
+    \b
+    Examples:
+      dynaxx convert smollm2 --out smollm2-native
+      dynaxx convert ./llama --out ./llama-native --slc-count 32 --compression mean
+    """
+    with running(as_json) as finish:
+        sizes = tool("native", "layout").NativeSizes(
+            cmp_block=min(32, slc_block),
+            cmp_stride=min(16, slc_block),
+            slc_block=slc_block,
+            slc_count=slc_count,
+            window=window,
+        )
+        native = tool("native", "integrations")
+        dense, tokenizer = load(model, "cpu", dtype, progress_of(quiet))
+        rest = (1 - dense_gate) / 2
+        made = native.convert_to_native(dense, sizes, compression=compression.value, gate_init=(rest, dense_gate, rest))
+        made.save_pretrained(out)
+        tokenizer.save_pretrained(out)
+        result = {
+            "model": str(out),
+            "parameters": sum(p.numel() for p in made.parameters()),
+            "new_parameters": sum(
+                p.numel() for name, p in made.named_parameters() if "gate." in name or "compress" in name
+            ),
+            "sizes": made.config.native_sizes,
+        }
+        finish(result, f"{result['new_parameters']:,} of {result['parameters']:,} parameters are new", files=[out])

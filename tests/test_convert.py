@@ -1,0 +1,148 @@
+"""A Llama converted to native sparse attention: near dense at first, saved and loaded, decoded as trained, trained."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from typer.testing import CliRunner
+
+from dynaxx import UnsupportedInputError
+from dynaxx.cli import app
+from dynaxx.integrations.native import NativeLlamaForCausalLM, convert_to_native
+from dynaxx.layout.native import NativeSizes
+from tiny import TEXT, save_tiny_model
+
+SIZES = NativeSizes(cmp_block=8, cmp_stride=4, slc_block=16, slc_count=3, first_blocks=1, local_blocks=1, window=10)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def dense(folder):
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+@pytest.fixture(scope="module")
+def ids(folder):
+    return AutoTokenizer.from_pretrained(folder)(TEXT, return_tensors="pt")["input_ids"]
+
+
+@pytest.mark.parametrize("compression", ["mean", "weighted", "mlp"])
+def test_it_begins_near_dense(dense, ids, compression):
+    native = convert_to_native(dense, SIZES, compression=compression, gate_init=(0.001, 0.998, 0.001))
+    with torch.no_grad():
+        want, got = (model(ids[:, :48]).logits for model in (dense, native))  # 48 tokens: three blocks are all
+        assert (got - want).norm() / want.norm() < 0.02
+        assert native(ids[:, :200]).logits.isfinite().all()
+    assert not isinstance(dense, NativeLlamaForCausalLM)
+
+
+def test_save_and_load(dense, ids, tmp_path):
+    native = convert_to_native(dense, SIZES, compression="mlp")
+    for name, parameter in native.named_parameters():
+        if "gate" in name or "compress" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    native.save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors").is_file()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert isinstance(loaded, NativeLlamaForCausalLM)
+    assert AutoConfig.from_pretrained(tmp_path).sizes == SIZES
+    for (name, one), (_, other) in zip(native.named_parameters(), loaded.named_parameters(), strict=True):
+        assert torch.equal(one, other), name
+    with torch.no_grad():
+        assert torch.equal(native(ids[:, :100]).logits, loaded(ids[:, :100]).logits)
+
+
+def test_generation_is_the_forward_token_by_token(dense, ids):
+    native = convert_to_native(dense, SIZES)
+    with torch.no_grad():
+        made = native.generate(ids[:, :60], max_new_tokens=8, do_sample=False)
+        logits = native(made).logits
+    assert torch.equal(made[0, 60:], logits[0, 59:-1].argmax(-1))
+
+
+def test_packed_sequences(dense, ids):
+    native = convert_to_native(dense, SIZES)
+    ends = torch.tensor([0, 70, 100], dtype=torch.int32)
+    positions = torch.cat([torch.arange(70), torch.arange(30)])[None]
+    with torch.no_grad():
+        packed = native(ids[:, :100], position_ids=positions, cu_seq_lens_q=ends, cu_seq_lens_k=ends,
+                        max_length_q=70, max_length_k=70).logits  # fmt: skip
+        alone = [native(ids[:, :70]).logits, native(ids[:, 70:100]).logits]
+    assert torch.allclose(packed, torch.cat(alone, 1), atol=1e-5)
+
+
+def test_it_trains_from_dense_to_sparse(dense, ids):
+    native = convert_to_native(dense, SIZES).train()
+    optimizer = torch.optim.AdamW(native.parameters(), lr=1e-3)
+    losses = []
+    for count in (8, 8, 6, 6, 4, 4, 3, 3, 3, 3):
+        native.set_slc_count(count)
+        loss = native(ids[:, :128], labels=ids[:, :128]).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    assert native.config.sizes.slc_count == 3
+
+
+def test_gradient_checkpointing(dense, ids):
+    native = convert_to_native(dense, SIZES).train()
+    native(ids[:, :80], labels=ids[:, :80]).loss.backward()
+    want = native.model.layers[0].self_attn.gate.weight.grad.clone()
+    native.zero_grad()
+    getattr(native, "activation_checkpointing_enable", native.gradient_checkpointing_enable)()  # its newer name
+    native(ids[:, :80], labels=ids[:, :80], use_cache=False).loss.backward()
+    assert torch.allclose(native.model.layers[0].self_attn.gate.weight.grad, want, atol=1e-6)
+
+
+def test_what_is_not_served_says_so(dense, ids):
+    native = convert_to_native(dense, SIZES)
+    mask = torch.ones(2, 20, dtype=torch.long)
+    mask[0, :5] = 0
+    with pytest.raises(ValueError, match="no padding"):
+        native(ids[:, :40].view(2, 20), attention_mask=mask)
+    with pytest.raises(ValueError, match="grows"):
+        native.generate(ids[:, :20], max_new_tokens=2, cache_implementation="static")
+    other = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=10))
+    for model in (other, native, torch.nn.Linear(2, 2)):
+        with pytest.raises(UnsupportedInputError, match="only LlamaForCausalLM"):
+            convert_to_native(model)
+    with pytest.raises(ValueError, match="compression"):
+        convert_to_native(dense, compression="max")
+    with pytest.raises(ValueError, match="gate_init"):
+        convert_to_native(dense, gate_init=(0.0, 1.0, 0.0))
+
+
+def test_the_command(folder, tmp_path):
+    out = tmp_path / "native"
+    done = CliRunner().invoke(
+        app, ["convert", str(folder), "--out", str(out), "--slc-count=4", "--slc-block=16", "--json"]
+    )
+    assert done.exit_code == 0, done.stderr
+    assert json.loads(done.stdout)["sizes"]["slc_count"] == 4
+    assert AutoModelForCausalLM.from_pretrained(out).config.sizes.slc_block == 16
+
+
+def test_the_example_recovers(folder, dense, tmp_path):
+    """The example on a tiny model: it runs, falls from all blocks to the model's own, and writes what it says."""
+    convert_to_native(dense, SIZES).save_pretrained(tmp_path / "native")
+    AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "native")
+    example = Path(__file__).parents[1] / "examples" / "finetune_native.py"
+    spec = importlib.util.spec_from_file_location("finetune_native", example)
+    finetune = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(finetune)
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    given = ["--text", str(text), "--context", "128", "--steps", "6", "--eval-every", "3", "--lr", "1e-3"]
+    results = finetune.run(finetune.arguments([str(tmp_path / "native"), "--out", str(tmp_path / "out"), *given]))
+    assert [row["slc_count"] for row in results["curve"]] == [8, 4, 3]
+    assert results["final"] < results["converted"]
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.sizes == SIZES
