@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ import dynaxx as dx
 import vllm_engine_run as engine_run
 from dynaxx.integrations import vllm as plugin
 from dynaxx.integrations import vllm_contract, vllm_engine
+from dynaxx.integrations.paged import Sequences, dense_attention
 from dynaxx.policy import ModelFacts
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -271,6 +273,65 @@ def test_two_hundred_requests_with_cancellations_leave_nothing(served):
         gc.collect()
         memory.append(psutil.Process().memory_info().rss)
     assert memory[2] - memory[1] < 32 * 2**20, memory
+
+
+class FlashAttention:
+    """Stands for vLLM's FlashAttention where there is no GPU: the same inputs, in torch; counts what it was given."""
+
+    def __init__(self):
+        self.tokens = []
+
+    def forward(self, impl, layer, query, key, value, kv_cache, metadata, output):
+        starts = metadata.query_start_loc_cpu.tolist()
+        lengths = metadata.seq_lens.tolist()
+        sequences = Sequences(metadata.block_table_tensor, metadata.seq_lens, starts, lengths)
+        self.tokens.append(starts[-1])
+        dense_attention(query, kv_cache, sequences, sequences.rows, impl.paged.scale, output)
+        return output
+
+    def build(self, common_prefix_len, common, fast_build=False):
+        return SimpleNamespace(**vars(common))
+
+
+@pytest.mark.parametrize("case", ["mixed", "failing", "dense"])
+def test_on_cuda_flash_attention_gets_what_is_dense(case, telemetry, monkeypatch):
+    """The routing of the CUDA backend, with stand-ins for the two calls that need a GPU."""
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    from dynaxx.integrations import vllm_cuda
+    from dynaxx.integrations.paged_layer import Step
+    from test_paged import CLOSE, Batch, deployed, layer_of, policy_of
+
+    flash = FlashAttention()
+    parent = vllm_cuda.FlashAttentionMetadataBuilder
+    monkeypatch.setattr(vllm_cuda.FlashAttentionImpl, "forward", lambda impl, *args: flash.forward(impl, *args))
+    monkeypatch.setattr(parent, "build", lambda builder, *args: flash.build(*args))
+    batch, ready = Batch(), deployed(policy_of(dense_below=50), telemetry)
+    paged, sequences = layer_of(telemetry), batch.sequences
+    starts = torch.tensor([0, 1, 41, 42, 59, 62, 62, 190, 253], dtype=torch.int32)
+    common = CommonAttentionMetadata(
+        query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=sequences.seqused_k, num_reqs=8,
+        num_actual_tokens=253, max_query_len=128, max_seq_len=300, block_table_tensor=sequences.page_table,
+        slot_mapping=torch.arange(253), seq_lens_cpu_upper_bound=sequences.seqused_k,
+    )  # fmt: skip
+    builder = object.__new__(vllm_cuda.CudaBuilder)
+    builder.bound, builder._parts = [paged], flash
+    builder.engine = SimpleNamespace(step=lambda found: Step(found, ready, killed=case == "dense"))
+    metadata = builder.build(0, common)
+    impl = object.__new__(vllm_cuda.CudaImpl)
+    impl.paged = paged
+    if case == "failing":
+        monkeypatch.setattr("dynaxx.integrations.paged_layer.sparse_attention", lambda *args, **kwargs: 1 / 0)
+    out = torch.full_like(batch.q, torch.nan)
+    keys = torch.zeros(len(batch.q), 2, 16)
+    impl.forward(SimpleNamespace(), batch.q, keys, keys, batch.pages, metadata, out)
+    step = Step(sequences, ready)
+    want = torch.full_like(out, torch.nan)
+    dense_attention(batch.q, batch.pages, sequences, sequences.rows, paged.scale, want)
+    if case == "mixed":
+        assert layer_of(telemetry).sparse(batch.q, batch.pages, step, want)
+    assert flash.tokens == [1 + 40 + 1 + 3] if case == "mixed" else [253]
+    torch.testing.assert_close(out[:253], want[:253], **CLOSE)
 
 
 BROKEN = {
