@@ -1,0 +1,111 @@
+"""What a decoding step loses by its budget and by the precision of its cache: against dense attention in fp64.
+
+python benchmarks/decode_accuracy.py [--tokens 1536] [--random] [--json FILE]
+
+On keys, values and queries of SmolLM2-135M over Python's documentation (all layers, the last token), or Gaussian ones,
+where no page matters more than another. Scales are per page and head. Per cell: mean cosine over heads, largest error
+over the largest value, and on a CPU the milliseconds of all steps together, selection included.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import torch
+
+import dynaxx as dx
+
+DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "int8")
+BUDGETS = (0.05, 0.10, 0.25, 1.0)
+PAGE_SIZE = 32
+
+
+def model_inputs(tokens):
+    """q (1, 1, heads, head_dim) and k, v (1, tokens, kv_heads, head_dim) of every layer."""
+    from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+
+    from dynaxx.lab.models import load_model
+    from dynaxx.lab.texts import pydoc_text
+
+    model, tokenizer = load_model("smollm2")
+    ids = torch.tensor([tokenizer(pydoc_text())["input_ids"][:tokens]])
+    queries = []
+
+    def capture(module, query, key, value, mask, **kwargs):
+        if query.shape[2] == 1:
+            queries.append(query.transpose(1, 2))
+        return AttentionInterface()["sdpa"](module, query, key, value, mask, **kwargs)
+
+    AttentionInterface.register("capture", capture)
+    AttentionMaskInterface.register("capture", AttentionMaskInterface()["sdpa"])
+    cache = DynamicCache()
+    with torch.no_grad():
+        model(ids[:, :-1], past_key_values=cache, logits_to_keep=1)
+        model.set_attn_implementation("capture")
+        model(ids[:, -1:], past_key_values=cache)
+    return [(q, layer.keys.transpose(1, 2), layer.values.transpose(1, 2)) for q, layer in zip(queries, cache.layers)]  # noqa: B905
+
+
+def random_inputs(tokens):
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, generator=generator)
+    return [(draw(1, 1, 9, 64), draw(1, tokens, 3, 64), draw(1, tokens, 3, 64)) for _ in range(8)]
+
+
+def cache_of(k, v, dtype):
+    dtype, scales = getattr(torch, dtype), {}
+    if dtype.itemsize == 1:
+        (k, k_scale), (v, v_scale) = (dx.quantize_pages(x, dtype, PAGE_SIZE) for x in (k, v))
+        scales = {"k_scale": k_scale, "v_scale": v_scale}
+    used = torch.tensor([k.shape[1]], dtype=torch.int32)
+    return dx.summarize_pages(dx.PagedCache(k.to(dtype), v.to(dtype), used, page_size=PAGE_SIZE, **scales), bound=0.5)
+
+
+def measure(inputs, exact, dtype, share):
+    caches = [cache_of(k, v, dtype) for _, k, v in inputs]
+    budget = dx.PageBudget(share, sinks=PAGE_SIZE, window=2 * PAGE_SIZE, bound=0.5)
+    step = lambda: [dx.sparse_decode(q, cache, budget) for (q, _, _), cache in zip(inputs, caches, strict=True)]
+    step()
+    start = time.thread_time()
+    outs = step()
+    seconds = time.thread_time() - start
+    cosines = [torch.cosine_similarity(a.double(), b, dim=-1).flatten() for a, b in zip(outs, exact, strict=True)]
+    errors = [float((a - b).abs().amax() / b.abs().amax()) for a, b in zip(outs, exact, strict=True)]
+    return {
+        "dtype": dtype,
+        "budget": share,
+        "cosine": float(torch.cat(cosines).mean()),
+        "max_error": max(errors),
+        "ms": 1e3 * seconds,
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=1536)
+    parser.add_argument("--random", action="store_true")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    inputs = random_inputs(args.tokens) if args.random else model_inputs(args.tokens)
+    exact = [
+        dx.sparse_decode(q.double(), dx.PagedCache.contiguous(k.double(), v.double(), page_size=PAGE_SIZE))
+        for q, k, v in inputs
+    ]
+    rows = [measure(inputs, exact, dtype, share) for dtype in DTYPES for share in BUDGETS]
+    print("| cache | " + " | ".join(f"{share:.0%}" for share in BUDGETS) + " |")
+    print("|---|" + "---|" * len(BUDGETS))
+    for dtype in DTYPES:
+        cells = [row for row in rows if row["dtype"] == dtype]
+        print(
+            f"| {dtype} | "
+            + " | ".join(f"{c['cosine']:.5f}, {c['max_error']:.1e}, {c['ms']:.1f} ms" for c in cells)
+            + " |"
+        )
+    if args.json:
+        args.json.write_text(json.dumps({"tokens": args.tokens, "layers": len(inputs), "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
