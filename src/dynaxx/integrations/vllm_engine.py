@@ -19,13 +19,19 @@ from dynaxx.integrations.counts import Counts
 from dynaxx.integrations.paged import Sequences
 from dynaxx.integrations.paged_layer import PagedLayer, Step, Watcher
 from dynaxx.integrations.passes import Deployed
+from dynaxx.integrations.vllm_refusals import (
+    check_model,
+    config_refusals,
+    deployed_refusals,
+    layer_refusals,
+    policy_refusals,
+)
 from dynaxx.policy import KILL_SWITCH, KillSwitch, ModelFacts, Policy, PolicyFollower, load_policy, policy_digest
 from dynaxx.telemetry import recorder
 from dynaxx.telemetry.snapshot import Snapshot
 
 POLICY_VARIABLE = "DYNAXX_POLICY"  # the policy file
 FOLLOW_VARIABLE = "DYNAXX_FOLLOW"  # "1": a changed file comes into force while the engine runs
-PLAIN_CACHES = ("auto", "float16", "bfloat16", "float32")
 
 logger = logging.getLogger("dynaxx")
 
@@ -60,12 +66,18 @@ class Engine:
         self.counts = Counts(self._numbers)
         self._killed: str | None = None
         self._deploying = threading.Lock()
-        self._deployed = self._ready(policy)
+        self._in_force: Deployed | None = None
+        self._in_force = self._ready(policy)
         self._follower: PolicyFollower | None = None
         if os.environ.get(FOLLOW_VARIABLE) == "1":
             self._follower = PolicyFollower(path, self.replace, self._refused)
             self._follower.start()
         self._tell_policy()
+
+    @property
+    def _deployed(self) -> Deployed:
+        assert self._in_force is not None, "made with the engine"
+        return self._in_force
 
     @property
     def policy(self) -> Policy:
@@ -94,7 +106,7 @@ class Engine:
         deployed = self._deployed
         if (index not in deployed.plans and index not in deployed.decode) or layer.sliding_window is not None:
             return None
-        reasons = _layer_refusals(layer)
+        reasons = layer_refusals(layer)
         if reasons:
             raise UnsupportedInputError(
                 f"layer {index} of {self.policy.model.model_type} with a rule", {"vllm": reasons}
@@ -131,7 +143,7 @@ class Engine:
             new = sorted({*deployed.plans, *deployed.decode} - set(self.layers))
             if new:
                 raise PolicyError(f"rules for layers {new}, which are vLLM's own since the engine started: restart it")
-            self._deployed = deployed
+            self._in_force = deployed
         self._numbers.add("dynaxx_policy_reloads_total", result="ok")
         self._tell_policy()
         return True
@@ -152,21 +164,17 @@ class Engine:
     def _ready(self, policy: Policy) -> Deployed:
         config = self._config()
         assert config is not None, "an engine outlives no configuration"
-        _check_model(policy.model, ModelFacts.of(config.model_config.hf_text_config))
-        reasons = _policy_refusals(policy, self._shard[1]) + _config_refusals(config)
-        if reasons:
-            raise UnsupportedInputError(f"{self.path} with {policy.model.model_type}", {"vllm": reasons})
-        deployed = Deployed(policy, self._numbers, self._background)
-        content = [index for index, plan in deployed.plans.items() if plan.needs_tokens]
-        if content:
-            reasons = [f"rules of layers {content} look at content: vLLM hands its backends no token ids"]
-            raise UnsupportedInputError(f"{self.path} with {policy.model.model_type}", {"vllm": reasons})
-        if deployed.decode:
-            reasons = _decode_refusals(config, deployed)
-            if reasons:
-                raise UnsupportedInputError(f"decode rules of {self.path}", {"vllm": reasons})
+        check_model(policy.model, ModelFacts.of(config.model_config.hf_text_config))
+        reasons = policy_refusals(policy, self._shard[1]) + config_refusals(config)
+        self._refuse(policy, reasons)
+        deployed = Deployed(policy, self._numbers, self._background, self._in_force)
+        self._refuse(policy, deployed_refusals(config, deployed))
         deployed.plans = {index: plan.shard(*self._shard) for index, plan in deployed.plans.items()}
         return deployed
+
+    def _refuse(self, policy: Policy, reasons: list[str]) -> None:
+        if reasons:
+            raise UnsupportedInputError(f"{self.path} with {policy.model.model_type}", {"vllm": reasons})
 
     def _refused(self, reason: str) -> None:
         self._numbers.add("dynaxx_policy_reloads_total", result="failed")
@@ -209,75 +217,3 @@ def engine_of(vllm_config: Any, rank: int) -> Engine | None:
 
 def _engine_number(vllm_config: Any) -> int:
     return getattr(vllm_config.parallel_config, "data_parallel_rank", 0)
-
-
-def _check_model(wanted: ModelFacts, found: ModelFacts) -> None:
-    for name in ModelFacts.model_fields:
-        if getattr(wanted, name) != getattr(found, name):
-            raise PolicyError(
-                f"`model.{name}` is {getattr(wanted, name)!r} in the policy and {getattr(found, name)!r} in the model: "
-                "the policy was made for another model; tune one for this"
-            )
-
-
-def _policy_refusals(policy: Policy, ranks: int) -> list[str]:
-    """What of a policy has no meaning in vLLM."""
-    reasons = []
-    if policy.rollout.share != 1.0 or policy.rollout.flag is not None:
-        reasons.append(
-            "`rollout.share` and `rollout.flag` choose requests by id, which vLLM does not hand to its backends: set "
-            "share to 1.0 and send a part of the traffic to engines with a policy"
-        )
-    if policy.guard is not None and ranks > 1:
-        reasons.append("`guard` watches whole layers, and tensor parallelism cuts them: remove it")
-    return reasons
-
-
-def _config_refusals(vllm_config: Any) -> list[str]:
-    """Why no policy can be served with such a configuration."""
-    reasons = []
-    cache, parallel, model = vllm_config.cache_config, vllm_config.parallel_config, vllm_config.model_config
-    if cache.cache_dtype not in PLAIN_CACHES:
-        reasons.append(f"kv cache dtype {cache.cache_dtype!r} is not served; use --kv-cache-dtype auto")
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, name) > 1:
-            reasons.append(f"{name} = {getattr(parallel, name)}: context parallelism is not served; use 1")
-    if getattr(model, "rswa_window", None) is not None:
-        reasons.append("the model's reference sliding window is not served")
-    if getattr(model, "is_mm_prefix_lm", False):
-        reasons.append("prefixes that see both ways are not served")
-    speculative = vllm_config.speculative_config
-    if speculative is not None and speculative.method != "ngram":
-        reasons.append(f"speculative method {speculative.method!r}: a draft model has layers of its own; use ngram")
-    return reasons
-
-
-def _decode_refusals(vllm_config: Any, deployed: Deployed) -> list[str]:
-    """Why decode rules cannot be served."""
-    reasons, size = [], vllm_config.cache_config.block_size
-    wrong = sorted({plan.page_size for plan in deployed.decode.values()} - {size})
-    if wrong:
-        reasons.append(f"the kv cache has pages of {size} tokens, the rules {wrong}; use --block-size {wrong[0]}")
-    if vllm_config.parallel_config.tensor_parallel_size > 1:
-        reasons.append("budgets of kv heads are not cut for tensor parallelism; use 1")
-    if vllm_config.kv_transfer_config is not None:
-        reasons.append("pages from a kv connector come without the summaries that choosing needs")
-    return reasons
-
-
-def _layer_refusals(layer: Any) -> list[str]:
-    """Why one attention layer cannot follow a rule."""
-    impl, reasons = layer.impl, []
-    if layer.attn_type != "decoder":
-        reasons.append(f"its attention is of type {layer.attn_type!r}, not decoder")
-    if getattr(impl, "sinks", None) is not None:
-        reasons.append("it has learned attention sinks")
-    if getattr(impl, "alibi_slopes", None) is not None:
-        reasons.append("it has ALiBi slopes")
-    if getattr(impl, "logits_soft_cap", None):
-        reasons.append("it caps its scores")
-    if layer.kv_sharing_target_layer_name is not None:
-        reasons.append("it shares another layer's cache")
-    if layer.head_size_v != layer.head_size:
-        reasons.append("its keys and values differ in head_dim")
-    return reasons
