@@ -21,7 +21,8 @@ from triton.testing import do_bench
 from dynaxx.kernels.triton import native, native_config
 from dynaxx.layout.native import NativeSizes
 from dynaxx.ops.native import _compressed_attention, _window_attention, compress, gated_sum, native_sparse_attention
-from dynaxx.ops.selected import pack, selected_attention
+from dynaxx.ops.packing import pack
+from dynaxx.ops.selected import selected_attention
 from dynaxx.testing.native import random_selected_case
 
 DIM, SIZES = 128, NativeSizes()

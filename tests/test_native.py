@@ -225,3 +225,15 @@ def test_memory_and_speed_do_not_need_queries_by_keys():
     sizes = NativeSizes(32, 32, 128, 4, 1, 1, window=64)
     out = native_sparse_attention(q, k, k, (compress(k, sizes),) * 2, torch.rand(1, 16384, 2, 3), sizes)
     assert out.isfinite().all()
+
+
+def test_explain():
+    q, k = torch.randn(1, 40, 4, 8), torch.randn(1, 40, 2, 8)
+    indices = torch.zeros(1, 40, 2, 2, dtype=torch.int32)
+    indices[..., 1] = torch.arange(40)[:, None] % 2 + 1
+    found = dx.explain_selected(q, k, k, indices, block_size=16)
+    assert found.chosen == "cpu"
+    assert found.overlap == 0.5
+    assert "runs on a GPU" in str(found)
+    assert "union of 8 neighbouring positions" in str(found)
+    assert "share 50%" in str(found)

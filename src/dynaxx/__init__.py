@@ -58,7 +58,7 @@ _SOURCES = {
     "dynaxx.ops.decode": ("select_pages", "sparse_decode", "summarize_pages"),
     "dynaxx.layout.native": ("NativeSizes", "native_spans"),
     "dynaxx.patterns.compressed": ("Compressed",),
-    "dynaxx.ops.selected": ("selected_attention",),
+    "dynaxx.ops.selected": ("explain_selected", "selected_attention"),
     "dynaxx.ops.native": ("compress", "compression_windows", "native_sparse_attention", "select_native"),
     "dynaxx.ops.buckets": ("Bucket", "Request", "attend_in_buckets", "bucket_by_length"),
     "dynaxx.policy": ("Policy", "Rule", "load_policy", "save_policy"),

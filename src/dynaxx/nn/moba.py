@@ -11,7 +11,8 @@ from dynaxx.layout.native import NativeSizes
 from dynaxx.nn.cache import NativeCache
 from dynaxx.nn.projection import ProjectedAttention
 from dynaxx.ops.native import compress, select_native
-from dynaxx.ops.selected import attend_selected, pack
+from dynaxx.ops.packing import pack
+from dynaxx.ops.selected import attend_selected
 
 
 class MixtureOfBlockAttention(ProjectedAttention):

@@ -12,7 +12,8 @@ from dynaxx.kernels.reference import native as definition
 from dynaxx.layout import BlockLayout, CuSeqlens, pack_layouts
 from dynaxx.layout.native import NativeSizes, NativeSpans
 from dynaxx.ops.attention import sparse_attention
-from dynaxx.ops.selected import Packed, attend_selected, native_backend, native_module, pack
+from dynaxx.ops.packing import Packed, pack
+from dynaxx.ops.selected import attend_selected, native_backend, native_module
 from dynaxx.patterns.compressed import Compressed
 from dynaxx.patterns.local import SlidingWindow
 from dynaxx.patterns.packed import packed_layout

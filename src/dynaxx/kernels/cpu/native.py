@@ -84,11 +84,22 @@ class SelectedPlan:
     layouts: tuple[BlockLayout, ...]
 
 
+def rows_of(group_size: int) -> int:
+    """The group, padded to a divisor or a multiple of ROWS."""
+    return next((size for size in (1, 2, 4, 8, 16) if size >= group_size), -(-group_size // ROWS) * ROWS)
+
+
+def schedule_of(group_size: int) -> str:
+    """In words, for `explain_selected`."""
+    together = max(1, ROWS // rows_of(group_size))
+    return f"by query, the union of {together} neighbouring positions" if together > 1 else "by query, each by itself"
+
+
 def prepare_selected(block_indices: Tensor, spans: NativeSpans, q: Tensor, k: Tensor, v: Tensor) -> SelectedPlan:
     """Turn a selection into one layout per sequence; forward and backward share them."""
     heads = block_indices.shape[1]
     group = q.shape[1] // heads
-    rows = next((size for size in (1, 2, 4, 8, 16) if size >= group), -(-group // ROWS) * ROWS)
+    rows = rows_of(group)
     layouts = []
     for (a, b), (c, d) in zip(pairwise(spans.ends_q), pairwise(spans.ends_k), strict=True):
         layouts.append(_rows_layout(block_indices[a:b], d - c, spans.sizes.slc_block, rows, group))

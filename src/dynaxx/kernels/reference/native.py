@@ -94,6 +94,11 @@ def selected_mask(block_indices: Tensor, spans: NativeSpans) -> Tensor:
     return mask[..., :-1] & (torch.arange(spans.ends_k[-1], device=block.device) <= spans.last_key[:, None])
 
 
+def schedule_of(group_size: int) -> str:
+    """In words, for `explain_selected`."""
+    return "as dense attention under a mask of queries x keys"
+
+
 def prepare_selected(block_indices: Tensor, spans: NativeSpans, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """What forward and backward share: the mask."""
     return selected_mask(block_indices, spans)

@@ -28,7 +28,7 @@ _LATER = {
     "gated_sum_backward": "native_gate",
 }  # kernels that need no more than their own file
 
-PARTIAL_BYTES = 512 << 20  # of partial results held at once
+PARTIAL_BYTES = 256 << 20  # of partial results held at once
 
 
 def __getattr__(name: str) -> Any:
@@ -64,6 +64,13 @@ class SelectedPlan:
         if row_bytes is not None:
             step = min(queries, max(1, PARTIAL_BYTES // (heads * slots * self.group_size * row_bytes)))
         return items(self.indices, self.spans, step, config.item_length(self.group_size)), range(-(-queries // step))
+
+
+def schedule_of(group_size: int) -> str:
+    """In words, for `explain_selected`."""
+    if config.choose_schedule(group_size) == "gather":
+        return "by key: gathers the queries of each block, merges partial results"
+    return "by query: the union of a few neighbouring positions"
 
 
 def prepare_selected(indices: Tensor, spans: NativeSpans, q: Tensor, k: Tensor, v: Tensor) -> SelectedPlan:

@@ -185,14 +185,19 @@ def _selected_sum_items_kernel(
     every = o_n >= 0
     row = tl.load(p_block_start + i_block) + o_n
     inside = row < tl.load(p_block_end + i_block)
-    acc = tl.zeros([BLOCK_N, BLOCK_DIM], tl.float32)
-    if ADD:
-        acc += gather_rows(p_grad, row, o_n * 0 + i_head, kv_heads * DIM, DIM, inside, DIM, BLOCK_DIM)
+    total = 0
     for i_select in range(heads_per_kv):
         cell = (i_head * heads_per_kv + i_select) * blocks + i_block
-        for item in range(tl.load(p_first_item + cell), tl.load(p_first_item + cell + 1)):
-            acc += gather_rows(p_items, o_n * 0 + item, o_n, KV_BLOCK * DIM, DIM, every, DIM, BLOCK_DIM)
-    scatter_rows(p_grad, acc, row, o_n * 0 + i_head, kv_heads * DIM, DIM, inside, DIM, BLOCK_DIM)
+        total += tl.load(p_first_item + cell + 1) - tl.load(p_first_item + cell)
+    if (not ADD) | (total > 0):
+        acc = tl.zeros([BLOCK_N, BLOCK_DIM], tl.float32)
+        if ADD:
+            acc += gather_rows(p_grad, row, o_n * 0 + i_head, kv_heads * DIM, DIM, inside, DIM, BLOCK_DIM)
+        for i_select in range(heads_per_kv):
+            cell = (i_head * heads_per_kv + i_select) * blocks + i_block
+            for item in range(tl.load(p_first_item + cell), tl.load(p_first_item + cell + 1)):
+                acc += gather_rows(p_items, o_n * 0 + item, o_n, KV_BLOCK * DIM, DIM, every, DIM, BLOCK_DIM)
+        scatter_rows(p_grad, acc, row, o_n * 0 + i_head, kv_heads * DIM, DIM, inside, DIM, BLOCK_DIM)
 
 
 @triton.jit(do_not_specialize=["first_query", "q_heads", "slots", "rows", "group_size"])

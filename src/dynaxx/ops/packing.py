@@ -1,0 +1,104 @@
+"""Packed inputs of Native Sparse Attention: what must hold of them, and laying sequences behind one another."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dynaxx.layout.native import NativeSizes, NativeSpans, native_spans
+from dynaxx.layout.packed import CuSeqlens
+from dynaxx.ops.checks import DTYPES
+
+
+@dataclass(frozen=True)
+class Packed:
+    """q, k, v without a batch dimension."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    batch: tuple[int, int] | None  # (batch, seqlen_q) that q had
+
+    def unpack(self, out: Tensor) -> Tensor:
+        """(tokens, ...) as the caller's q has them."""
+        return out if self.batch is None else out.view(*self.batch, *out.shape[1:])
+
+
+def pack(
+    q: Tensor, k: Tensor, v: Tensor, sizes: NativeSizes, ends_q: CuSeqlens | None, ends_k: CuSeqlens | None
+) -> tuple[NativeSpans, Packed]:
+    """Check that q, k, v fit together, and lay their sequences behind one another.
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes, devices or lengths that do not fit.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim not in (3, 4) or x.ndim != q.ndim:
+            raise ValueError(
+                f"`{name}` must be (batch, seqlen, heads, head_dim), or (tokens, heads, head_dim) with `cu_seqlens_q`, "
+                f"as q is, got {tuple(x.shape)}"
+            )
+        if x.dtype not in DTYPES or x.dtype != q.dtype:
+            raise TypeError(f"`{name}` must be of q's dtype, one of {DTYPES}, got {x.dtype} beside {q.dtype}")
+        if x.device != q.device:
+            raise ValueError(f"`{name}` must be on q's device {q.device}, got {x.device}")
+    if k.shape[:-1] != v.shape[:-1] or k.shape[-1] != q.shape[-1] or k.shape[:-3] != q.shape[:-3]:
+        raise ValueError(
+            "`q`, `k` and `v` must agree in batch, k and v in seqlen and heads, q and k in head_dim, "
+            f"got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
+        )
+    if not (k.shape[-2] and q.shape[-1] and v.shape[-1]) or q.shape[-2] % k.shape[-2]:
+        raise ValueError(f"q_heads must be a multiple of kv_heads, got {q.shape[-2]} and {k.shape[-2]}")
+    if q.ndim == 4:
+        if ends_q is not None or ends_k is not None:
+            raise ValueError("`cu_seqlens_q` and `cu_seqlens_k` go with packed (tokens, heads, head_dim) inputs")
+        batch = q.shape[0]
+        ends_q, ends_k = (
+            tuple(range(0, batch * n + 1, n)) if n else (0,) * (batch + 1) for n in (q.shape[1], k.shape[1])
+        )
+        packed = Packed(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), (batch, q.shape[1]))
+    elif ends_q is None:
+        raise ValueError("packed (tokens, heads, head_dim) inputs need `cu_seqlens_q`, e.g. (0, tokens)")
+    else:
+        packed = Packed(q, k, v, None)
+    spans = native_spans(sizes, ends_q, ends_k, device=q.device)
+    if (spans.ends_q[-1], spans.ends_k[-1]) != (packed.q.shape[0], packed.k.shape[0]):
+        raise ValueError(
+            f"`cu_seqlens_q` and `cu_seqlens_k` must end at the numbers of tokens {packed.q.shape[0]} and "
+            f"{packed.k.shape[0]}, got {spans.ends_q[-1]} and {spans.ends_k[-1]}"
+        )
+    return spans, packed
+
+
+def check_indices(indices: Tensor, packed: Packed, spans: NativeSpans) -> None:
+    """Check (tokens, select_heads, slots) block indices; their values where that does not wait for a GPU.
+
+    Raises:
+        ValueError, TypeError: as `selected_attention`.
+    """
+    heads, q_heads, kv_heads = indices.shape[1], packed.q.shape[1], packed.k.shape[1]
+    if heads == 0 or heads % kv_heads or q_heads % heads:
+        raise ValueError(
+            f"select_heads of `block_indices` must be a multiple of kv_heads {kv_heads} and divide q_heads {q_heads}, "
+            f"got {heads}"
+        )
+    if indices.is_floating_point() or indices.dtype == torch.bool:
+        raise TypeError(f"`block_indices` must be integers, got {indices.dtype}")
+    if indices.device != packed.q.device:
+        raise ValueError(f"`block_indices` must be on q's device {packed.q.device}, got {indices.device}")
+    if indices.device.type != "cpu" and os.environ.get("DYNAXX_DEBUG") != "1":
+        return
+    lengths = torch.tensor(spans.ends_k).diff().add(spans.sizes.slc_block - 1) // spans.sizes.slc_block
+    blocks = torch.repeat_interleave(lengths, torch.tensor(spans.ends_q).diff()).to(indices.device)[:, None, None]
+    wrong = (indices < -1) | (indices >= blocks)
+    if wrong.any():
+        raise ValueError(
+            "`block_indices` must be -1 or a block of the query's own sequence, "
+            f"got {indices[wrong][0].item()} where there are {blocks.expand_as(indices)[wrong][0].item()} blocks"
+        )
+    ordered = indices.sort(-1).values
+    if ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any():
+        raise ValueError("`block_indices` must not name a block twice for one query; set duplicates to -1")
