@@ -138,6 +138,20 @@ def test_events_are_counted_and_remembered(telemetry, caplog):
     assert "a kernel failed" in caplog.text
 
 
+def test_a_storm_of_events_is_a_few_lines(telemetry, caplog, monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    with caplog.at_level("INFO", logger="dynaxx"):
+        for _ in range(100):
+            telemetry.event("kernel_failed", layer=1)
+            now[0] += 0.15
+        telemetry.event("drift_found", layer=1)
+    assert telemetry.value("dynaxx_events_total", event="kernel_failed") == 100
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 3
+    assert lines[1].endswith("(66 more since the last line)")
+
+
 class BrokenSink:
     def update(self, metric, labels, value):
         raise RuntimeError("disk on fire")

@@ -25,6 +25,7 @@ MOST_SERIES = 1024  # per metric; a label value that never repeats must not eat 
 OTHER = "other"
 RECENT_EVENTS = 64
 LONGEST_FACT = 200  # characters
+EVENT_SPACING = 10.0  # seconds between two log lines of one event
 
 logger = logging.getLogger("dynaxx")
 
@@ -102,13 +103,16 @@ class Recorder:
         self._store.forget(name, tuple(self._base.values()), self._update("info", name, 1.0, labels))
 
     def event(self, name: str, **facts: str | float) -> None:
-        """Count an event and remember it, with a few facts: numbers and names of ours, never content."""
+        """Count an event, remember and log it, with a few facts: numbers and names of ours, never content."""
         if name not in EVENTS:
             self._store.complain(f"unknown event {name!r}; declare it in telemetry/catalog.py")
             return
         happened = Event(name, time.time(), {**self._base, **{key: harmless(value) for key, value in facts.items()}})
         self._store.events.append(happened)
-        logger.info("%s: %s", name, EVENTS[name], extra={"facts": happened.facts})
+        more = self._store.unsaid(name)
+        if more is not None:
+            also = f" ({more} more since the last line)" if more else ""
+            logger.info("%s: %s%s", name, EVENTS[name], also, extra={"facts": happened.facts})
         self.add("dynaxx_events_total", event=name)
 
     def _update(self, kind: str, name: str, value: float, labels: dict[str, Any]) -> Series | None:
@@ -217,6 +221,16 @@ class _Store:
         self.started = time.monotonic()
         self._by_name: dict[str, dict[tuple[str, ...], Series]] = {}
         self._said: set[str] = set()
+        self._lines: dict[str, tuple[float, int]] = {}  # by event: when it was last logged, how many came since
+
+    def unsaid(self, event: str) -> int | None:
+        """How many of this event went unlogged before this one; None if this one is to go unlogged, too."""
+        now = time.monotonic()
+        with self.lock:
+            last, unsaid = self._lines.get(event, (now - EVENT_SPACING, 0))
+            due = now - last >= EVENT_SPACING
+            self._lines[event] = (now, 0) if due else (last, unsaid + 1)
+        return unsaid if due else None
 
     def series(self, metric: Metric, labels: tuple[str, ...]) -> Series:
         with self.lock:
@@ -231,6 +245,7 @@ class _Store:
         self.started = time.monotonic()
         self.events.clear()
         self._said.clear()
+        self._lines.clear()
         for series in [s for known in self._by_name.values() for s in known.values()]:
             series.value = series.sum = 0.0
             series.counts = [0] * len(series.counts)
