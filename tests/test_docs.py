@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
-RUN = ("README.md", "patterns_and_layout.md", "ops.md", "decode.md", "telemetry.md", "rollout.md")
+RUN = ("README.md", "patterns_and_layout.md", "ops.md", "nn.md", "decode.md", "telemetry.md", "rollout.md")
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name in RUN], ids=lambda page: page.name)
