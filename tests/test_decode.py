@@ -20,7 +20,7 @@ def random_cache(seed, *, dtype=torch.float32, kv_heads=None, head_dim=None, pag
     head_dim, page_size = head_dim or rng.choice((16, 24, 64, 80, 128)), page_size or rng.choice((16, 32, 64, 128, 256))
     head_dim_v = head_dim if rng.random() < 0.7 else rng.choice((16, 40, 64))
     paged = rng.random() < 0.6 if paged is None else paged
-    capacity = rng.choice((1, 2, 5, 9))
+    capacity = rng.choice((1, 2, 5, 9)) if page_size < 128 else rng.choice((1, 2, 3))
     seqlen = capacity * page_size - (0 if paged else rng.randint(0, page_size - 1))
     lengths = [rng.choice((0, 1, seqlen, rng.randint(0, seqlen), rng.randint(0, seqlen))) for _ in range(batch)]
     used = torch.tensor(lengths, dtype=torch.int32)
@@ -91,7 +91,7 @@ def check_attention(q, cache, pages, backend):
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(30))
 def test_random_caches(seed, backend):
     dtype = DTYPES[seed % len(DTYPES)]
     cache, rng, gen = random_cache(seed, dtype=dtype)
@@ -101,7 +101,7 @@ def test_random_caches(seed, backend):
 
 def test_random_choices():
     """The core chooses what the definition chooses; scores of small whole numbers leave no room for rounding."""
-    for seed in range(60):
+    for seed in range(30):
         cache, rng, gen = random_cache(seed, dtype=(torch.float32, torch.bfloat16, torch.float16)[seed % 3])
         k = torch.randint(-2, 3, cache.k.shape, generator=gen).to(cache.k.dtype)
         bound = rng.choice((0.0, 1.0, 1.0))
@@ -201,7 +201,7 @@ def test_the_definition_in_fp64():
 def test_rules_become_budgets():
     hybrid = dx.Sink(4) | dx.SlidingWindow(256) | dx.TopK(0.1, dx.MinMax(bound=0.5))
     assert dx.PageBudget.of(hybrid) == dx.PageBudget(0.1, sinks=4, window=256, bound=0.5)
-    assert dx.PageBudget.of(dx.TopK(8)) == dx.PageBudget(8, bound=0.0)
+    assert dx.PageBudget.of(dx.TopK(8, dx.MeanPool())) == dx.PageBudget(8, bound=0.0)
     assert dx.PageBudget.of(dx.SlidingWindow(64) | dx.GlobalTokens(8)) == dx.PageBudget(0, sinks=8, window=64)
     assert dx.PageBudget.of(dx.Causal()).reads_everything
     for rule in (dx.Strided(4), dx.TopP(0.9), dx.TopK(0.1, dx.SimHash()), dx.SlidingWindow((3, 0))):

@@ -47,7 +47,8 @@ class PageBudget:
 
     @classmethod
     def of(cls, rule: Pattern | Selector | Hybrid) -> PageBudget:
-        """The same rule for decoding: sinks and windows of its pattern, budget and scorer of its selector.
+        """The same rule for decoding: sinks and windows of its pattern, budget and scorer of its selector. A page has
+        one summary, whatever pools a scorer would cut a block into.
 
         Raises:
             ValueError: a rule that decoding has no equal of, with what it has.
