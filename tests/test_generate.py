@@ -188,6 +188,6 @@ def test_what_a_policy_refuses(model):
     with pytest.raises(dx.PolicyError, match="both cover"):
         dx.Policy(model=facts, rules=twice)
     mixed = (dx.Rule.of(dx.TopK(0.1, dx.MinMax()), heads=(0,), phase="decode"),
-             dx.Rule.of(dx.TopK(0.1), heads=(1,), phase="decode"))  # fmt: skip
+             dx.Rule.of(dx.TopK(0.1, dx.MeanPool()), heads=(1,), phase="decode"))  # fmt: skip
     with pytest.raises(dx.PolicyError, match="score pages in one way"):
         dx.apply(model, dx.Policy(model=facts, rules=mixed))
