@@ -95,16 +95,16 @@ def test_no_alarm_where_nothing_changes(seed):
 
 
 def test_single_rounds_keep_their_bound():
-    """With a bound of 20 % a round, of 60 rounds at most about 12 find something; Bonferroni leaves fewer."""
+    """With a bound of 20 % a round, of 30 rounds at most about 6 find something; Bonferroni leaves fewer."""
     detector = DriftDetector(reference(), Drift(window=32, false_alarms=0.2, confirm=1, least_distance=0.0))
     generator, rounds = torch.Generator().manual_seed(5), 0
-    for _ in range(60):
+    for _ in range(30):
         found = [detector.add(layer, draw(generator)) for _ in range(32) for layer in range(LAYERS)]
         rounds += any(each is not None and each.evidence for each in found)
-    assert rounds <= 20
+    assert rounds <= 12
 
 
-@pytest.mark.parametrize("start", [0, 10, 31, 32, 100])
+@pytest.mark.parametrize("start", [0, 31, 100])
 def test_a_change_is_found_within_the_stated_delay(start):
     settings = Drift(window=32)
     detector = DriftDetector(reference(), settings)

@@ -2,13 +2,13 @@
 
 import json
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import dynaxx as dx
+from dynaxx.cli import app
 from dynaxx.policy import Guard, Policy, load_profile, rules_digest, save_profile
 from dynaxx.policy.diff import diff
 from dynaxx.policy.profile import LADDER
@@ -141,8 +141,8 @@ def test_a_difference_names_fields_and_heads(policy, seen):
 
 def test_the_commands(folder, policy, seen, tmp_path):
     def dynaxx(*words, code=0):
-        done = subprocess.run([sys.executable, "-m", "dynaxx", *map(str, words)], capture_output=True, text=True)
-        assert done.returncode == code, done.stderr
+        done = CliRunner().invoke(app, [str(word) for word in words])
+        assert done.exit_code == code, done.stderr
         return done.stdout if code == 0 else done.stderr
 
     old, new, text = tmp_path / "policy.json", tmp_path / "new.json", tmp_path / "text.txt"

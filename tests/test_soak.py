@@ -30,7 +30,7 @@ def setting(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("steady", [False, True])
+@pytest.mark.parametrize("steady", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_short_soak(setting, steady):
     words = ["--requests", "160", "--reference", "64", "--window", "16", "--lengths", "96,128", "--json"]
     words += ["--text", setting / "text.txt", "--policy", setting / "policy.json"]
