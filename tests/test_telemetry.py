@@ -10,7 +10,7 @@ import torch
 
 from dynaxx.telemetry import CATALOG, EVENTS, Metric, Recorder, recorder, use
 from dynaxx.telemetry.caches import CacheMeter
-from dynaxx.telemetry.recorder import MOST_SERIES
+from dynaxx.telemetry.store import MOST_SERIES
 
 CALLS = "dynaxx_layer_calls_total"
 
