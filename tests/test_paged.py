@@ -284,10 +284,10 @@ def engine(tmp_path, policy=None, **changes):
 def test_an_engine_binds_the_layers_with_rules(tmp_path, telemetry):
     found, keep = engine(tmp_path)
     assert found.serves(keep)
-    assert found.bind(1, attention()) is None
-    assert found.bind(0, attention(sliding_window=40)) is None
+    assert found.bind(1, attention(), 128) is None
+    assert found.bind(0, attention(sliding_window=40), 128) is None
     assert not found.status()["active"]
-    assert found.bind(0, attention()).scale == 0.25
+    assert found.bind(0, attention(), 128).scale == 0.25
     assert found.status()["active"]
     assert found.status()["sparse_layers"] == [0]
     assert telemetry.value("dynaxx_events_total", event="policy_loaded", model_name="tiny", engine="0") == 1
@@ -335,12 +335,19 @@ def test_what_cannot_be_served_is_refused(tmp_path, changes, said):
 def test_layers_that_cannot_follow_a_rule_are_refused(tmp_path, changes):
     found, _keep = engine(tmp_path)
     with pytest.raises(dx.UnsupportedInputError, match="layer 0 of llama with a rule"):
-        found.bind(0, attention(**changes))
+        found.bind(0, attention(**changes), 128)
+
+
+def test_decode_rules_need_their_pages(tmp_path):
+    found, _keep = engine(tmp_path, policy_of(DECODE), cache_config__block_size=16)
+    with pytest.raises(dx.UnsupportedInputError, match="its pages have 32 tokens, its decode rule 16"):
+        found.bind(0, attention(), 32)
+    assert found.bind(0, attention(), 16) is not None
 
 
 def test_a_new_policy_comes_into_force_and_a_bad_one_does_not(tmp_path, telemetry):
     found, _keep = engine(tmp_path)
-    found.bind(0, attention())
+    found.bind(0, attention(), 128)
     batch = Batch()
     before = found.step(batch.sequences)
     assert not found.replace(policy_of())

@@ -35,7 +35,9 @@ class PolicyBuilder:
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)  # type: ignore[call-arg]
         self.engine = engine_here(vllm_config)
-        self.bound = [] if self.engine is None else bind_layers(self.engine, vllm_config, layer_names)
+        self.bound = (
+            [] if self.engine is None else bind_layers(self.engine, vllm_config, layer_names, kv_cache_spec.block_size)
+        )
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -119,11 +121,11 @@ def engine_here(vllm_config: Any) -> Engine | None:
     return engine_of(vllm_config, get_tensor_model_parallel_rank() if ranks > 1 else 0)
 
 
-def bind_layers(engine: Engine, vllm_config: Any, layer_names: list[str]) -> list[PagedLayer]:
+def bind_layers(engine: Engine, vllm_config: Any, layer_names: list[str], page_size: int) -> list[PagedLayer]:
     """Give the implementations of some layers their part of the policy; those without one stay vLLM's."""
     bound = []
     for name, layer in get_layers_from_vllm_config(vllm_config, Attention, layer_names).items():
-        layer.impl.paged = engine.bind(extract_layer_index(name), layer)
+        layer.impl.paged = engine.bind(extract_layer_index(name), layer, page_size)
         if layer.impl.paged is not None:
             bound.append(layer.impl.paged)
     if bound:

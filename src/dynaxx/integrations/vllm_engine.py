@@ -93,12 +93,13 @@ class Engine:
         """Whether this is the engine of that configuration."""
         return self._config() is vllm_config
 
-    def bind(self, index: int, layer: Any) -> PagedLayer | None:
+    def bind(self, index: int, layer: Any, page_size: int) -> PagedLayer | None:
         """Take one attention layer of the engine.
 
         Args:
             index: of the layer in the model.
             layer: vLLM's `Attention`.
+            page_size: tokens of a page of its cache.
 
         Returns:
             What runs it; None where no rule covers it or it has a window of its own.
@@ -106,7 +107,9 @@ class Engine:
         deployed = self._deployed
         if (index not in deployed.plans and index not in deployed.decode) or layer.sliding_window is not None:
             return None
-        reasons = layer_refusals(layer)
+        reasons, decode = layer_refusals(layer), deployed.decode.get(index)
+        if decode is not None and decode.page_size != page_size:
+            reasons.append(f"its pages have {page_size} tokens, its decode rule {decode.page_size}")
         if reasons:
             raise UnsupportedInputError(
                 f"layer {index} of {self.policy.model.model_type} with a rule", {"vllm": reasons}
