@@ -394,6 +394,20 @@ def test_jobs_run_in_order_and_errors_do_not_stop_them():
     assert seen == list(range(1, 20, 2))
     assert len(failed) == 10
     background.stop()
+    assert not background.submit(lambda: None)
+    background.drain()
+
+
+def test_a_thread_ends_though_its_queue_is_full():
+    background, blocked, ran = Background(lambda error: None, depth=1), threading.Event(), []
+    background.submit(lambda: blocked.wait(60))
+    while not background.submit(lambda: ran.append(1)):
+        time.sleep(0.001)
+    thread = background._thread
+    background.stop()
+    blocked.set()
+    thread.join(20)
+    assert not thread.is_alive()
 
 
 def test_a_dropped_model_is_freed_with_its_guard():

@@ -39,7 +39,9 @@ class Background:
         self._finalizer = weakref.finalize(self, _stop, self._queue)
 
     def submit(self, job: Job) -> bool:
-        """Hand a job in; False if the queue is full and it was dropped."""
+        """Hand a job in; False if it was dropped: the queue is full, or the thread was stopped."""
+        if not self._finalizer.alive:
+            return False
         if os.getpid() != self._pid:  # threads do not survive a fork
             self._start()
         if self._thread is None:
@@ -57,16 +59,22 @@ class Background:
 
     def drain(self) -> None:
         """Wait until every job that was taken is done."""
-        self._queue.join()
+        if self._thread is not None and self._thread.is_alive():
+            self._queue.join()
 
     def stop(self) -> None:
-        """End the thread after what it has."""
+        """End the thread; jobs that wait may be dropped."""
         self._finalizer()
 
 
 def _stop(jobs: queue.Queue[Job | None]) -> None:
-    with contextlib.suppress(queue.Full):
-        jobs.put_nowait(None)
+    while True:
+        try:
+            return jobs.put_nowait(None)
+        except queue.Full:
+            with contextlib.suppress(queue.Empty):
+                jobs.get_nowait()
+                jobs.task_done()
 
 
 def _work(jobs: queue.Queue[Job | None], failed: Callable[[Exception], Any]) -> None:
