@@ -16,11 +16,12 @@ prometheus_client = pytest.importorskip("prometheus_client")
 from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
 
 from dynaxx.telemetry import prometheus  # noqa: E402
+from dynaxx.telemetry.multiprocess import FOLDER  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
 def _one_process(monkeypatch):
-    monkeypatch.delenv(prometheus.FOLDER, raising=False)
+    monkeypatch.delenv(FOLDER, raising=False)
 
 
 def fill(numbers: Recorder) -> None:
@@ -123,7 +124,7 @@ sys.stdin.readline()
 
 
 def test_several_processes_through_a_folder(tmp_path):
-    env = {**os.environ, prometheus.FOLDER: str(tmp_path)}
+    env = {**os.environ, FOLDER: str(tmp_path)}
     workers = [
         subprocess.Popen(
             [sys.executable, "-c", WORKER, n], env=env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -152,9 +153,9 @@ def test_several_processes_through_a_folder(tmp_path):
 
 
 def test_a_folder_that_cannot_be_used_is_refused(telemetry, tmp_path, monkeypatch):
-    monkeypatch.setenv(prometheus.FOLDER, str(tmp_path / "no"))
+    monkeypatch.setenv(FOLDER, str(tmp_path / "no"))
     with pytest.raises(ValueError, match="must be a folder that can be written"):
         prometheus.register()
-    monkeypatch.setenv(prometheus.FOLDER, str(tmp_path))
+    monkeypatch.setenv(FOLDER, str(tmp_path))
     with pytest.raises(ValueError, match="set after prometheus_client was imported"):
         prometheus.serve(0)
