@@ -187,6 +187,7 @@ class MinMax(_Leaf):
     makes = s.MinMax
     kind: Literal["min_max"] = "min_max"
     bound: Share = 1.0
+    pool: Positive | None = None
 
 
 class LastQueryProbe(_Leaf):
@@ -255,7 +256,7 @@ class TopK(Spec):
     kind: Literal["top_k"] = "top_k"
     share: Share | tuple[Share, ...] | None = None
     blocks: Count | tuple[Count, ...] | None = None
-    scorer: ScorerSpec = MeanPool()
+    scorer: ScorerSpec = MinMax(pool=16)
     floor: Count = 0  # q blocks that see fewer kv blocks than this get the share of so many
 
     @model_validator(mode="after")

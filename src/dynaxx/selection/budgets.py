@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.selection.base import Choice, Selector
-from dynaxx.selection.scorers import MeanPool, Scorer
+from dynaxx.selection.scorers import MeanPool, MinMax, Scorer
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class TopK(Selector):
     """
 
     budget: int | float | tuple[int | float, ...]
-    scorer: Scorer = field(default_factory=MeanPool)
+    scorer: Scorer = field(default_factory=lambda: MinMax(pool=16))  # the best of docs/selection.md at its price
     floor: int = 0
     budget_field: ClassVar[str] = "budget"
 

@@ -53,7 +53,9 @@ class Expected:
         largest = {name: _largest(x) for name, x in self._exact.items()}
         extra = dict.fromkeys(self._exact, 0.0)
         if min(q[..., 0].numel(), k[..., 0].numel()) < FEW:
-            extra = {name: 4 * (single if name == "lse" else eps) * max(1.0, largest[name]) for name in extra}
+            rounding = dict.fromkeys(extra, eps) | {"lse": single}
+            least = 1.0 if eps == single else 0.0  # of half precision, only what the answer's own size explains
+            extra = {name: 4 * rounding[name] * max(1.0 if name == "lse" else least, largest[name]) for name in extra}
         # ds is a difference; and weights are read back from lse, whose rounding is a relative error of each
         cancelled = dict(zip(("dq", "dk"), cancellation(q, k, v, self._do, scale), strict=True))
         for name in ("dq", "dk", "dv"):

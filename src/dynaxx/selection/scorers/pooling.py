@@ -64,24 +64,36 @@ class MinMax(Scorer):
     Args:
         bound: 1.0 is the upper bound itself, 0.0 the score of the mean key, and between them their mixture: the bound
             alone overrates blocks whose keys differ much, the mean overlooks single keys that matter.
+        pool: keys per bound (the largest divisor of the block up to it), or None for one bound per block. Fewer keys
+            have a closer bound; a block's score is the log of the sum of what its bounds let expect.
     """
 
     bound: float = 1.0
+    pool: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.bound <= 1:
             raise ValueError(f"`bound` must be from 0.0 to 1.0, got {self.bound}")
+        if self.pool is not None and self.pool < 1:
+            raise ValueError(f"`pool` must be >= 1 tokens, got {self.pool}")
 
     def prepare(
         self, q: Tensor, k: Tensor, grid: BlockGrid, scale: float, *, memory_budget: int = MEMORY_BUDGET
     ) -> ScoreRows:
-        queries = mean_tiles(q, grid.block_size[0], memory_budget // 4, scale)
-        smallest = reduce_blocks(k, grid.block_size[1], torch.amin, memory_budget // 4)  # (B, Hk, C, D)
-        largest = reduce_blocks(k, grid.block_size[1], torch.amax, memory_budget // 4)
+        q_block, kv_block = grid.block_size
+        k_size = kv_block if self.pool is None else divisor_at_most(kv_block, self.pool)
+        queries = mean_tiles(q, q_block, memory_budget // 4, scale)
+        smallest = reduce_blocks(k, k_size, torch.amin, memory_budget // 4)  # (B, Hk, T, D)
+        largest = reduce_blocks(k, k_size, torch.amax, memory_budget // 4)
         if self.bound < 1:
-            mean = pooled(k, grid.block_size[1], memory_budget // 4)
+            mean = pooled(k, k_size, memory_budget // 4)
             for extreme in (smallest, largest):
                 extreme.sub_(mean).mul_(self.bound).add_(mean)
+        if k_size != kv_block:
+            signed = Tiles(q_block, queries.count, lambda a, b: _by_sign(queries.vectors(a, b)), q.dtype)
+            bounds = torch.cat([largest, smallest], dim=-1)
+            keys = Tiles(k_size, bounds.shape[2], lambda a, b: bounds[:, :, a:b], k.dtype)
+            return tile_scores(signed, keys, grid, (q.shape[0], q.shape[2]), memory_budget // 2)
 
         def rows(start: int, stop: int) -> Tensor:
             some = queries.vectors(start, stop)
@@ -89,3 +101,8 @@ class MinMax(Scorer):
             return scores.add_(per_kv_head(some.clamp(max=0), smallest.transpose(-1, -2)))
 
         return rows
+
+
+def _by_sign(x: Tensor) -> Tensor:
+    """(..., D) -> (..., 2 D): what is positive, then what is negative."""
+    return torch.cat([x.clamp(min=0), x.clamp(max=0)], dim=-1)
