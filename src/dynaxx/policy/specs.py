@@ -256,7 +256,7 @@ class TopK(Spec):
     kind: Literal["top_k"] = "top_k"
     share: Share | tuple[Share, ...] | None = None
     blocks: Count | tuple[Count, ...] | None = None
-    scorer: ScorerSpec = MinMax(pool=16)
+    scorer: ScorerSpec = MinMax(bound=0.75, pool=16)
     floor: Count = 0  # q blocks that see fewer kv blocks than this get the share of so many
 
     @model_validator(mode="after")

@@ -26,7 +26,7 @@ class TopK(Selector):
     """
 
     budget: int | float | tuple[int | float, ...]
-    scorer: Scorer = field(default_factory=lambda: MinMax(pool=16))  # the best of docs/selection.md at its price
+    scorer: Scorer = field(default_factory=lambda: MinMax(0.75, pool=16))  # best at its price: docs/selection.md
     floor: int = 0
     budget_field: ClassVar[str] = "budget"
 
