@@ -20,6 +20,7 @@ PATTERN = dx.SlidingWindow(1024) | dx.Sink(128)
 SCORERS = {
     "MeanPool": dx.MeanPool(),
     "MinMax(0.5)": dx.MinMax(0.5),
+    "MinMax(pool=16)": dx.MinMax(pool=16),
     "MeanPool(16)": dx.MeanPool(16),
     "LastQueryProbe": dx.LastQueryProbe(),
     "AntiDiagonal": dx.AntiDiagonal(),
@@ -74,9 +75,13 @@ def time_rule(rule, block_size, q, k, v, dense):
     select = lambda: dx.select_blocks(q, k, rule, block_size=block_size)
     layout = select()
     select_ms = median(select)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        select()
     return {
         "density": round(layout.density(), 4),
         "select_ms": round(select_ms, 4),
+        "graph_ms": round(median(graph.replay), 4),
         "attend_ms": round(median(lambda: dx.sparse_attention(q, k, v, layout)), 4),
         "dense_ms": round(dense, 4),
         "share_of_dense": round(select_ms / dense, 4),
