@@ -10,9 +10,9 @@ from torch import Tensor
 
 from dynaxx.layout import BlockLayout
 from dynaxx.selection.recall import visible_keys
+from dynaxx.selection.scorers.base import MEMORY_BUDGET
 
 NEAREST = 64  # keys that count as local
-MEMORY_BUDGET = 64 * 1024 * 1024  # bytes of scores at once
 
 
 class Rows(NamedTuple):

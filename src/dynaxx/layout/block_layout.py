@@ -177,7 +177,7 @@ class BlockLayout:
             seqlen_q=grid.seqlen_q,
             seqlen_k=grid.seqlen_k,
             block_size=grid.block_size,
-            kv_indptr=_indptr(counts.view(shape)),
+            kv_indptr=row_offsets(counts.view(shape)),
             kv_num_partial=partial.view(shape).to(torch.int32),
             kv_indices=cols[order].to(torch.int32),
             kv_masks=codes[order].to(torch.int32),
@@ -372,7 +372,7 @@ class BlockLayout:
         ones[1].index_add_(0, lead, 1 - full)
         counts, partial = ones[:, :num].view(2, *shape)
         return TransposedLayout(
-            q_indptr=_indptr(counts),
+            q_indptr=row_offsets(counts),
             q_num_partial=partial.to(torch.int32),
             q_indices=row[order].to(torch.int32),
             q_masks=codes[order].to(torch.int32),
@@ -411,7 +411,7 @@ class TransposedLayout:
     q_masks: Tensor  # as `q_indices`, values as `BlockLayout.kv_masks`
 
 
-def _indptr(counts: Tensor) -> Tensor:
+def row_offsets(counts: Tensor) -> Tensor:
     """(b, h, n) counts -> (b, h, n + 1) int32 absolute offsets that go on from one head to the next."""
     ends = counts.flatten().cumsum(0).view(counts.shape)
     starts = ends - counts

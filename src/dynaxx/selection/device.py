@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.layout import BlockGrid, BlockLayout
+from dynaxx.layout.block_layout import row_offsets
 from dynaxx.patterns.base import Pattern
 from dynaxx.selection.scorers.base import pieces
 from dynaxx.selection.static import static_part
@@ -60,7 +61,7 @@ def select_on_device(
     row_bytes = BYTES_PER_SCORE * batch * q_heads * grid.kv_blocks
     for start, stop in pieces(grid.q_blocks, row_bytes, max(1, memory_budget // 2)):
         choose_rows(score_rows(start, stop).float(), start, grid, rule, static, bits, counts, partial)
-    kv_indptr = _indptr(counts)
+    kv_indptr = row_offsets(counts)
     kv_indices, kv_masks = emit_entries(bits, kv_indptr, grid, static, capacity)
     return BlockLayout(
         seqlen_q=grid.seqlen_q,
@@ -74,12 +75,6 @@ def select_on_device(
     )
 
 
-def _indptr(counts: Tensor) -> Tensor:
-    """(B, H, R) counts -> (B, H, R + 1) absolute offsets that go on from one head to the next."""
-    ends = counts.flatten().cumsum(0, dtype=torch.int32).view(counts.shape)
-    return torch.cat([ends[..., :1] - counts[..., :1], ends], dim=-1)
-
-
 @lru_cache(maxsize=64)
 def _static_entries(pattern: Pattern | None, grid: BlockGrid, device: torch.device) -> StaticEntries:
     from dynaxx.kernels.triton.select import StaticEntries
@@ -87,7 +82,7 @@ def _static_entries(pattern: Pattern | None, grid: BlockGrid, device: torch.devi
     part = static_part(pattern, grid)
     layout = None if part.layout is None else part.layout.to(device)
     return StaticEntries(
-        layout, part.codes.int().to(device), part.same_as_causal.int().to(device), part.masks.to(device), part.counts
+        layout, part.codes.int().to(device), part.same_as_causal.int().to(device), part.masks.to(device)
     )
 
 

@@ -43,7 +43,6 @@ class StaticEntries(NamedTuple):
     codes: Tensor  # (nnz,) int32: its entries' codes in `masks`
     same_as_causal: Tensor  # (len(masks) | 1,) int32: the causal mask that equals a mask, else EMPTY
     masks: ElementMasks  # the causal masks, then the pattern's
-    counts: Tensor  # (R,) int64 on the host: blocks that the pattern shows
 
 
 @triton.jit
