@@ -21,6 +21,7 @@ from dynaxx.kernels.triton import native_config
 from dynaxx.kernels.triton.config import padded
 from dynaxx.kernels.triton.launch import positive_scale, unit_stride
 from dynaxx.kernels.triton.native_union import block_rows, gather_rows, weights_of
+from dynaxx.kernels.triton.primitives import ordered_bits
 from dynaxx.layout.native import NativeSpans
 
 SCORE_BYTES = 256 << 20  # of scores held at once
@@ -129,8 +130,7 @@ def _top_blocks_kernel(
     if PER_TOKEN > 1:
         before = (block > 0) & ((block - 1) * PER_BLOCK < tokens) & (block < blocks)
         score += tl.load(p_next + p_row - 1, mask=before, other=0.0)
-    bits = score.to(tl.int32, bitcast=True)
-    key = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.uint32, bitcast=True) ^ 0x80000000  # ordered as the scores are
+    key = ordered_bits(score)
     forced = (block < first_blocks) | (block >= seen - local_blocks)
     key = tl.where(forced, 0xFFFFFFFF, key).to(tl.uint32)
     visible = block < seen

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dynaxx.kernels.triton.config import padded
 from dynaxx.kernels.triton.launch import strides, unit_stride
+from dynaxx.kernels.triton.primitives import ordered_bits
 from dynaxx.layout.paging import PagedCache, PageStrides, PageSummaries
 
 PAGES_PER_PROGRAM = 32
@@ -141,8 +142,7 @@ def _choose_pages_fwd_kernel(
     wanted = (tl.load(p_wanted + i_h) + tl.ceil(share)).to(tl.int32)
     wanted = tl.minimum(wanted, tl.sum(optional.to(tl.int32), 0))
     scores = tl.load(p_scores + i_list.to(tl.int64) * max_pages + pages, mask=optional, other=0.0) + 0.0
-    bits = scores.to(tl.int32, bitcast=True)
-    keys = tl.where(bits < 0, ~bits, bits ^ -2147483648).to(tl.uint32, bitcast=True)  # ascend with the score
+    keys = ordered_bits(scores)
     keys = tl.where(optional, keys, 0)
     least = tl.full([], 0, tl.uint32)  # the key of the last that is wanted, bit by bit
     for i_bit in tl.static_range(32):

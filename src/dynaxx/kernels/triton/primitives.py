@@ -135,6 +135,13 @@ def store_rows(p_base, rows, positions, stride, seqlen, DIM: tl.constexpr, BLOCK
 
 
 @triton.jit
+def ordered_bits(x):
+    """fp32 as uint32 of the same order."""
+    bits = x.to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.uint32, bitcast=True) ^ 0x80000000
+
+
+@triton.jit
 def exp_rounded(x):
     """exp of x <= 0 to about one unit in the last place, 0 below -87; the GPU's own is three times as far off."""
     near = tl.where(x < -87.0, -87.0, tl.where(x > 88.0, 88.0, x))  # nan stays

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dynaxx.kernels.triton.primitives import ordered_bits
 from dynaxx.layout import BlockGrid, BlockLayout, ElementMasks
 from dynaxx.layout.masks import causal_code_terms
 
@@ -74,13 +75,6 @@ def _static_row(
             own = tl.where(o_c == block, code, own)
             covered = covered | ((o_c == block) & ((code == FULL) | ((code >= 0) & (same == causal))))
     return own, covered
-
-
-@triton.jit
-def _keys_of(scores):
-    """fp32 as uint32 of the same order."""
-    bits = scores.to(tl.int32, bitcast=True)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.uint32, bitcast=True) ^ 0x80000000
 
 
 @triton.jit
@@ -151,7 +145,7 @@ def _choose_kernel(
         if SHARES:
             count = tl.ceil(tl.maximum(visible, floor).to(tl.float32) * amount)
         everything = count >= visible
-        chosen = _top(_keys_of(scores), optional & (scores != float("-inf")), o_c * 0.0 + 1.0, count)
+        chosen = _top(ordered_bits(scores), optional & (scores != float("-inf")), o_c * 0.0 + 1.0, count)
         chosen = tl.where(everything, optional, chosen)
     else:
         best = tl.max(scores, 0)
@@ -161,7 +155,7 @@ def _choose_kernel(
             share = mass / tl.where(total == 0, 1.0, total)
             sure = tl.sum(tl.where(covered, share, 0.0), 0)
             goal = amount - sure
-            chosen = _top(_keys_of(scores), optional & (share * 0 < goal), share, goal)
+            chosen = _top(ordered_bits(scores), optional & (share * 0 < goal), share, goal)
             chosen = tl.where(amount >= 1, optional, chosen)
         else:
             reference = best
