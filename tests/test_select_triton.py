@@ -3,8 +3,6 @@
 import os
 import subprocess
 import sys
-import warnings
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -38,18 +36,6 @@ def on_device(q, k, rule, causal, block_size, memory_budget=1 << 16):
     selector, pattern = (rule.selector, rule.pattern) if isinstance(rule, Hybrid) else (rule, None)
     grid = BlockGrid(q.shape[1], k.shape[1], block_size, causal)
     return select_on_device(q, k, pattern, selector, grid, q.shape[-1] ** -0.5, memory_budget)
-
-
-@contextmanager
-def no_wait():
-    """Whatever waits for the GPU raises."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it says that it is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 def assert_same(got, expected):
@@ -134,20 +120,20 @@ def test_choosing_and_attending_go_into_a_cuda_graph():
 @gpu
 @on_gpu
 @pytest.mark.parametrize("scorer", ["MeanPool", "MinMax", "LastQueryProbe", "AntiDiagonal", "SimHash", "Int8Pool"])
-def test_a_choice_never_waits_for_the_gpu(scorer):
+def test_a_choice_never_waits_for_the_gpu(scorer, never_waits):
     rule = dx.SlidingWindow(256) | dx.TopK(0.1, getattr(dx, scorer)())
     q, k = (torch.randn(1, 2048, heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (8, 2))
     dx.select_blocks(q, k, rule)
-    with no_wait():
+    with never_waits():
         dx.select_blocks(q, k, rule)
 
 
 @gpu
 @on_gpu
-def test_the_transposed_layout_is_made_without_waiting():
+def test_the_transposed_layout_is_made_without_waiting(never_waits):
     q, k = (torch.randn(1, 1000, heads, 64, device="cuda") for heads in (4, 2))
     layout = dx.select_blocks(q, k, dx.SlidingWindow(100) | dx.TopK(0.2), block_size=32)
-    with no_wait():
+    with never_waits():
         turned = layout.transposed
     expected = layout.to("cpu").transposed
     n = layout.nnz
