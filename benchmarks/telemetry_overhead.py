@@ -4,8 +4,8 @@
     python benchmarks/telemetry_overhead.py --device cuda --tokens 16384
 
 On a CPU a prefill is SmolLM2's under a policy, in CPU time of one thread, which neighbours on the machine hardly
-disturb. On a GPU it is the attention alone of 32 layers of 32/8 heads of 128, selection included: the rest of a model
-makes the share smaller. There it is what passes until the GPU is done.
+disturb. On a GPU it is that of a model of Llama 3 8B's shape with random weights (--layers of its 32), and then the
+attention of its layers alone, selection included; there it is what passes until the GPU is done.
 
 "within" is the time in telemetry's own functions over the prefill's. "between" compares medians of prefills with and
 without telemetry, interleaved in one process; it says no more than how much such prefills differ anyway, which is
@@ -77,33 +77,58 @@ def counted_telemetry(spent, clock):
         yield
 
 
-def model_prefill(tokens, sample_rate):
-    """A prefill of SmolLM2 under a policy, on a CPU."""
+RULE = dx.Sink(4) | dx.SlidingWindow(256) | dx.TopK(0.05)
+
+
+def under_a_policy(model, ids, block_size, sample_rate):
+    """A prefill of a model under a policy."""
     from dynaxx.integrations.transformers import model_facts
-    from dynaxx.lab.models import load_model
-    from dynaxx.lab.texts import encode, pydoc_text
     from dynaxx.policy import Policy, Rule
 
-    model, tokenizer = load_model("smollm2", dtype=torch.float32, device="cpu")
-    ids = encode(tokenizer, pydoc_text(), tokens)
-    rule = Rule.of(dx.Sink(4) | dx.SlidingWindow(256) | dx.TopK(0.05))
-    policy = Policy(model=model_facts(model), rules=(rule,), block_size=32, dense_below=512)
+    policy = Policy(model=model_facts(model), rules=(Rule.of(RULE),), block_size=block_size, dense_below=512)
     handle = dx.apply(model, policy)
     handle.counts.probe.sample_rate = sample_rate
-    return lambda: model(ids, logits_to_keep=1)
+    wait = torch.cuda.synchronize if ids.is_cuda else lambda: None
+    return lambda: (model(ids, logits_to_keep=1), wait())
 
 
-def attention_prefill(tokens, sample_rate):
-    """The attention of 32 layers on a GPU, as an integration calls it."""
+def smollm2_prefill(tokens, sample_rate):
+    """SmolLM2's, on a CPU."""
+    from dynaxx.lab.models import load_model
+    from dynaxx.lab.texts import encode, pydoc_text
+
+    model, tokenizer = load_model("smollm2", dtype=torch.float32, device="cpu")
+    return under_a_policy(model, encode(tokenizer, pydoc_text(), tokens), 32, sample_rate)
+
+
+def llama_prefill(tokens, layers, sample_rate):
+    """That of a model of Llama 3 8B's shape, on a GPU."""
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=1024,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=tokens,
+    )
+    with torch.device("cuda"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+        return under_a_policy(model, torch.randint(0, 1024, (1, tokens)), 64, sample_rate)
+
+
+def attention_prefill(tokens, layers, sample_rate):
+    """The attention of its layers alone, as an integration calls it."""
     q = torch.randn(1, tokens, 32, 128, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(1, tokens, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    rule = dx.Sink(4) | dx.SlidingWindow(256) | dx.TopK(0.05)
     probe = Probe(recorder(), sample_rate=sample_rate)
 
     def prefill():
-        for layer in range(32):
+        for layer in range(layers):
             call = probe.start(layer, q)
-            layout = dx.select_blocks(q, k, rule, block_size=64)
+            layout = dx.select_blocks(q, k, RULE, block_size=64)
             call.selected(layout)
             dx.sparse_attention(q, k, v, layout)
             call.done(k, v)
@@ -116,12 +141,20 @@ def main():
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--tokens", type=int, default=8192)
     options.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    options.add_argument("--layers", type=int, default=32, help="on a GPU")
     options.add_argument("--runs", type=int, default=5)
     options.add_argument("--sample-rate", type=float, default=SAMPLE_RATE)
     options = options.parse_args()
-    on_gpu = options.device == "cuda"
-    clock = time.perf_counter if on_gpu else time.thread_time
-    run = (attention_prefill if on_gpu else model_prefill)(options.tokens, options.sample_rate)
+    if options.device == "cpu":
+        compare("smollm2", smollm2_prefill(options.tokens, options.sample_rate), time.thread_time, options)
+    else:
+        for name, make in (("llama 8b", llama_prefill), ("attention alone", attention_prefill)):
+            run = make(options.tokens, options.layers, options.sample_rate)
+            compare(f"{name}, {options.layers} layers", run, time.perf_counter, options)
+
+
+def compare(name, run, clock, options):
+    """Print what telemetry takes of a prefill."""
 
     def prefill():
         start = clock()
@@ -141,7 +174,7 @@ def main():
             shares.append(spent[0] / seconds)
     medians = {name: statistics.median(found) for name, found in times.items()}
     spread = (max(times["without"]) - min(times["without"])) / medians["without"]
-    print(f"{options.tokens} tokens, sample rate {options.sample_rate:g}: {medians['without']:.3f} s")
+    print(f"{name}, {options.tokens} tokens, sample rate {options.sample_rate:g}: {medians['without']:.3f} s")
     print(
         f"within:  {statistics.median(shares):.3%} (worst {max(shares):.3%}), {spent[1]} calls of telemetry a prefill"
     )

@@ -274,7 +274,7 @@ def _catch(attention: LayerAttention, statistics: Sequence[maps.MapStatistics], 
         return [_oracle(each, candidate.budget) for each in statistics]
     layout = select_blocks(attention.q[None], attention.k[None], candidate.rule, block_size=size, scale=attention.scale)
     grid = layout.grid()
-    visible = int(grid.causal_kv_blocks(grid.rows()).sum())
+    visible = grid.visible_blocks()
     density = (layout.kv_num_blocks[0].sum(-1) / visible).expand(len(statistics)).tolist()
     recall = (maps.visible_mass(attention, statistics, layout) / rows).clamp(max=1.0).tolist()
     return [Catch(*each) for each in zip(density, recall, strict=True)]

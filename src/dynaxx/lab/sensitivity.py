@@ -77,7 +77,7 @@ def measure_head_costs(
 
 def _head_density(layout: Any, heads: int) -> Tensor:
     grid = layout.grid()
-    visible = int(grid.causal_kv_blocks(grid.rows()).sum())
+    visible = grid.visible_blocks()
     return (layout.kv_num_blocks.sum((0, 2)).double() / max(1, visible)).expand(heads)
 
 

@@ -120,8 +120,7 @@ class BlockLayout:
 
     def visible_blocks(self, causal: bool = True) -> int:
         """(Causally) visible blocks over all rows, what density is a share of. From lengths alone, on the host."""
-        grid = self.grid(causal)
-        return int(grid.causal_kv_blocks(grid.rows()).sum()) * self.layout_batch * self.layout_heads
+        return self.grid(causal).visible_blocks() * self.layout_batch * self.layout_heads
 
     def visible_pairs(self) -> Tensor:
         """(layout_batch, layout_heads) int64: visible (query, key) pairs, what useful FLOPs are counted from."""

@@ -7,6 +7,7 @@ position `i + offset`, offset = seqlen_k - seqlen_q.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -69,3 +70,12 @@ class BlockGrid:
             return torch.full_like(rows, self.kv_blocks)
         _, last = self.q_span(rows)
         return torch.div(last, self.block_size[1], rounding_mode="floor").add(1).clamp(0, self.kv_blocks)
+
+    def visible_blocks(self) -> int:
+        """How many blocks all rows may visit: what density is a share of."""
+        return _visible_blocks(self)
+
+
+@lru_cache(maxsize=1024)
+def _visible_blocks(grid: BlockGrid) -> int:
+    return int(grid.causal_kv_blocks(grid.rows()).sum())

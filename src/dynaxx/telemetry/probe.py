@@ -9,7 +9,8 @@ from __future__ import annotations
 import random
 import time
 from collections import deque
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,12 +20,19 @@ from dynaxx.ops.checks import check_inputs
 from dynaxx.ops.dispatch import choose_backend
 from dynaxx.telemetry.clocks import Clock, clock_of
 from dynaxx.telemetry.recorder import Recorder, recorder
-from dynaxx.telemetry.samples import Sample, count_blocks
+from dynaxx.telemetry.samples import HostSlots, Sample, count_blocks
 
 SAMPLE_RATE = 1 / 32
 SPACING = 0.02  # seconds between two measured calls at least: decoding makes thousands of calls a second
 OVERLAP_EVERY = 4  # measured calls per one whose neighbouring selections are compared
 MOST_PENDING = 64
+
+
+class Known(NamedTuple):
+    """Calls of one kind."""
+
+    backend: str
+    count_one: Callable[[], None]
 
 
 class Probe:
@@ -47,7 +55,8 @@ class Probe:
         self._random = random.Random(0)
         self._last = -spacing
         self._measured = 0
-        self._backends: dict[tuple[Any, ...], str] = {}
+        self._known: dict[tuple[Any, ...], Known] = {}
+        self._slots = HostSlots(2 * MOST_PENDING)
         self.numbers.add_source(self)
 
     # ---- layers --------------------------------------------------------------------------------------------------
@@ -56,10 +65,10 @@ class Probe:
         """A sparse call begins, before its blocks are chosen. q (batch, seqlen_q, q_heads, head_dim)."""
         if self.sample_rate and self._random.random() < self.sample_rate:
             now = time.monotonic()
-            if now - self._last >= self.spacing and (clock := clock_of(q.device)) is not None:
+            if now - self._last >= self.spacing and (clock := clock_of(q.device)) is not None and self._has_room():
                 self._last = now
                 return MeasuredCall(self, layer, q, phase, clock)
-        return Call(self, q, phase)
+        return Call(self, layer, q, phase)
 
     def dense(self, reason: str, phase: str = "prefill") -> None:
         """A call ran dense."""
@@ -75,7 +84,7 @@ class Probe:
 
     def request(self, route: str, tokens: int, device: torch.device) -> RequestTimer:
         """A forward pass over `tokens` tokens of prompts begins; call `done()` on what is returned when it ends."""
-        return RequestTimer(self, route, tokens, clock_of(device))
+        return RequestTimer(self, route, tokens, clock_of(device) if self._has_room() else None)
 
     # ---- reading back --------------------------------------------------------------------------------------------
 
@@ -97,23 +106,51 @@ class Probe:
         except Exception as error:
             self.numbers.failed("probe", error)
 
+    def _has_room(self) -> bool:
+        """Whether one more measurement may wait for its GPU."""
+        if len(self._pending) >= MOST_PENDING:
+            self.flush()
+        if len(self._pending) < MOST_PENDING:
+            return True
+        self.numbers.failed("probe", f"more than {MOST_PENDING} measurements wait for the GPU; one is left out")
+        return False
+
     def _keep(self, sample: Sample | RequestTimer) -> None:
         """Record a measurement now or, where a GPU has to get there first, later."""
         self.flush()
         if not self._pending and sample.ready():
             self._record(sample)
-        elif len(self._pending) < MOST_PENDING:
-            self._pending.append(sample)
         else:
-            self.numbers.failed("probe", f"more than {MOST_PENDING} measurements wait for the GPU; one is dropped")
+            self._pending.append(sample)
 
-    def _backend(self, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout) -> str:
-        """What `sparse_attention` chooses for such a call."""
+    def _called(self, call: Call, k: Tensor, v: Tensor) -> str:
+        """Count a call by the backend that `sparse_attention` chooses for it; that backend."""
+        q, layout = call._q, call._layout
+        if layout is None:
+            return self._named(call, "unknown")
         grads = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-        key = (q.device, q.dtype, q.shape[2:], k.shape[2], v.shape[3], layout.block_size, grads)
-        if key not in self._backends:
-            self._backends[key] = choose_backend(check_inputs(q, k, v, layout, values=False))
-        return self._backends[key]
+        key = (call._layer, call._phase, q.dtype, q.is_cuda, layout.block_size, grads)  # a layer has one shape
+        known = self._known.get(key)
+        if known is None:
+            try:
+                backend = choose_backend(check_inputs(q, k, v, layout, values=False))
+            except Exception as error:
+                self.numbers.failed("probe", error)
+                return self._named(call, "unknown")
+            known = self._known[key] = Known(backend, self._counter(backend, call._phase))
+        known.count_one()
+        return known.backend
+
+    def _named(self, call: Call, backend: str) -> str:
+        """Count a call of a named backend."""
+        known = self._known.get((backend, call._phase))
+        if known is None:
+            known = self._known[backend, call._phase] = Known(backend, self._counter(backend, call._phase))
+        known.count_one()
+        return backend
+
+    def _counter(self, backend: str, phase: str) -> Callable[[], None]:
+        return self.numbers.counter("dynaxx_layer_calls_total", backend=backend, phase=phase)
 
 
 class Call:
@@ -122,10 +159,10 @@ class Call:
     A call that fails in between is forgotten: say `probe.fallback(reason)` for it.
     """
 
-    __slots__ = ("_layout", "_phase", "_probe", "_q")
+    __slots__ = ("_layer", "_layout", "_phase", "_probe", "_q")
 
-    def __init__(self, probe: Probe, q: Tensor, phase: str) -> None:
-        self._probe, self._q, self._phase = probe, q, phase
+    def __init__(self, probe: Probe, layer: int, q: Tensor, phase: str) -> None:
+        self._probe, self._layer, self._q, self._phase = probe, layer, q, phase
         self._layout: BlockLayout | None = None
 
     def selected(self, layout: BlockLayout) -> None:
@@ -137,24 +174,17 @@ class Call:
         self._count(k, v, backend)
 
     def _count(self, k: Tensor, v: Tensor, backend: str) -> str:
-        probe = self._probe
-        if not backend and self._layout is not None:
-            try:
-                backend = probe._backend(self._q, k, v, self._layout)
-            except Exception as error:
-                probe.numbers.failed("probe", error)
-        probe.numbers.add("dynaxx_layer_calls_total", backend=backend or "unknown", phase=self._phase)
-        return backend or "unknown"
+        return self._probe._named(self, backend) if backend else self._probe._called(self, k, v)
 
 
 class MeasuredCall(Call):
     """A call that is timed, and whose layout is counted."""
 
-    __slots__ = ("_clock", "_layer", "_selected", "_started")
+    __slots__ = ("_clock", "_selected", "_started")
 
     def __init__(self, probe: Probe, layer: int, q: Tensor, phase: str, clock: Clock) -> None:
-        super().__init__(probe, q, phase)
-        self._layer, self._clock = layer, clock
+        super().__init__(probe, layer, q, phase)
+        self._clock = clock
         self._started = self._selected = clock.mark()
 
     def selected(self, layout: BlockLayout) -> None:
@@ -168,14 +198,14 @@ class MeasuredCall(Call):
         try:
             probe._measured += 1
             layout = self._layout
-            overlap = probe._measured % OVERLAP_EVERY == 0
+            overlap = probe._random if probe._measured % OVERLAP_EVERY == 0 else None
             sample = Sample(
                 layer=self._layer,
                 phase=self._phase,
                 backend=backend,
                 clock=self._clock,
                 marks=(self._started, self._selected, ended),
-                blocks=None if layout is None else count_blocks(self._q, k, v, layout, probe._random, overlap),
+                blocks=None if layout is None else count_blocks(self._q, k, v, layout, probe._slots, overlap),
                 copied=self._clock.mark(),
             )
         except Exception as error:

@@ -11,7 +11,7 @@ import math
 import os
 import time
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -56,6 +56,20 @@ class Recorder:
     def add(self, name: str, value: float = 1, **labels: str | int) -> None:
         """Count: raise a counter by `value` >= 0."""
         self._update("counter", name, value, labels)
+
+    def counter(self, name: str, **labels: str | int) -> Callable[[], None]:
+        """What counts one each time it is called: `add` for where it is called again and again."""
+        series, store = self._find("counter", name, labels), self._store
+        if series is None or series.metric.kind != "counter":
+            return lambda: self.add(name, 1, **labels)
+
+        def count() -> None:
+            with store.lock:
+                series.value += 1
+            for sink in store.sinks:
+                store.forward(sink, series, 1)
+
+        return count
 
     def set(self, name: str, value: float, **labels: str | int) -> None:
         """Set a gauge."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import cycle
 from random import Random
 from typing import Any
 
@@ -20,7 +21,7 @@ ROWS_COMPARED = 64
 class Blocks:
     """The blocks of one call, counted on its device and on their way to the host."""
 
-    counts: Tensor  # (3,) int64 on the host: visited; of some neighbouring rows: shared and all. Valid when copied
+    counts: Tensor  # (3,) int32 on the host: visited; of some neighbouring rows: shared and all. Valid when copied
     visible: int  # causally visible blocks
     flops_per_block: int  # over all heads and batch entries that share a visited block
     bytes_per_block: int
@@ -62,18 +63,46 @@ class Sample:
             numbers.observe("dynaxx_overlap_ratio", shared / union, phase=self.phase)
 
 
-def count_blocks(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, random: Random, overlap: bool) -> Blocks:
-    """Count the blocks of a call without waiting for its device. q, k, v as `sparse_attention` takes them."""
+class HostSlots:
+    """Memory of the host for counts on their way from a GPU. Pinned once: the driver takes long over each allocation.
+
+    Args:
+        size: slots; as many are taken until one is given out again.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._turns = cycle(range(size))
+        self._size = size
+        self._pinned: Tensor | None = None
+
+    def take(self) -> Tensor:
+        """(3,) int32."""
+        if self._pinned is None:
+            self._pinned = torch.empty(self._size, 3, dtype=torch.int32, pin_memory=True)
+        return self._pinned[next(self._turns)]
+
+
+def count_blocks(
+    q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, slots: HostSlots, overlap: Random | None
+) -> Blocks:
+    """Count the blocks of a call without waiting for its device.
+
+    Args:
+        q, k, v: as `sparse_attention` takes them.
+        overlap: picks the neighbouring rows to compare; None compares none.
+    """
     batch, seqlen_q, q_heads, head_dim = q.shape
     copies = (batch // layout.layout_batch) * (q_heads // layout.layout_heads)
     q_block, kv_block = layout.block_size
     dims = head_dim + v.shape[3]
-    visited = layout.kv_indptr.flatten()[-1:].long() if layout.q_blocks else layout.kv_indptr.new_zeros(1).long()
-    overlap = overlap and layout.q_blocks > 1 and layout.kv_indices.numel() > 0
-    shared = _shared_by_neighbours(layout, random) if overlap else visited.new_zeros(2)
-    counts = torch.cat([visited, shared])
+    counts = slots.take() if layout.device.type == "cuda" else torch.empty(3, dtype=torch.int32)
+    counts.zero_()
+    if layout.q_blocks:
+        counts[:1].copy_(layout.kv_indptr[-1, -1, -1:], non_blocking=True)
+    if overlap is not None and layout.q_blocks > 1 and layout.kv_indices.numel():
+        counts[1:].copy_(_shared_by_neighbours(layout, overlap), non_blocking=True)
     return Blocks(
-        counts=counts if counts.device.type == "cpu" else _to_host(counts),
+        counts=counts,
         visible=layout.visible_blocks(),
         flops_per_block=2 * q_block * kv_block * dims * copies,
         bytes_per_block=kv_block * dims * q.element_size() * copies,
@@ -83,7 +112,7 @@ def count_blocks(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, random: R
 
 @torch.no_grad()
 def _shared_by_neighbours(layout: BlockLayout, random: Random) -> Tensor:
-    """(2,) int64: blocks shared by each two neighbouring rows, and blocks of either; over some rows of one head."""
+    """(2,) int32: blocks shared by each two neighbouring rows, and blocks of either; over some rows of one head."""
     b, h = random.randrange(layout.layout_batch), random.randrange(layout.layout_heads)
     first = random.randrange(max(1, layout.q_blocks - ROWS_COMPARED))
     ends = layout.kv_indptr[b, h, first : first + ROWS_COMPARED + 2].long()
@@ -93,10 +122,4 @@ def _shared_by_neighbours(layout: BlockLayout, random: Random) -> Tensor:
     visited = torch.zeros(cols.shape[0], layout.kv_blocks + 1, dtype=torch.bool, device=layout.device)
     visited.scatter_(1, cols, True)
     a, c = visited[:-1, :-1], visited[1:, :-1]
-    return torch.stack([(a & c).sum(), (a | c).sum()])
-
-
-def _to_host(counts: Tensor) -> Tensor:
-    """A copy in pinned memory, which arrives when the stream gets there."""
-    host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
-    return host.copy_(counts, non_blocking=True)
+    return torch.stack([(a & c).sum(dtype=torch.int32), (a | c).sum(dtype=torch.int32)])
