@@ -78,7 +78,9 @@ class Text:
 
 
 class Recall:
-    """Multi-query associative recall: pairs of key and value, then the keys in another order; targets are values."""
+    """Multi-query associative recall: pairs of key and value, then each key `ASKS` times; the targets are the values."""
+
+    ASKS = 4
 
     def __init__(self, pairs=64):
         self.pairs = pairs
@@ -87,16 +89,15 @@ class Recall:
         generator = torch.Generator().manual_seed(seed + (part == "held_out") * 2**40)
         tokens = torch.randint(160, 256, (batch, context + 1), generator=generator)  # noise
         targets = torch.full((batch, context), -100)
-        pairs = min(self.pairs, context // 8, 64)
+        pairs, half = min(self.pairs, context // 16, 64), context // 2
         order = lambda size: torch.rand(batch, size, generator=generator).argsort(1)
         keys, values = order(64)[:, :pairs] + 2, torch.randint(70, 134, (batch, pairs), generator=generator)
-        half = context // 2
         told = torch.arange(pairs) * (half // pairs)
         tokens[:, told], tokens[:, told + 1] = keys, values
-        asked = half + torch.arange(pairs) * ((context - half) // pairs)
-        shuffled = order(pairs)
-        tokens[:, asked], tokens[:, asked + 1] = keys.gather(1, shuffled), values.gather(1, shuffled)
-        targets[:, asked] = values.gather(1, shuffled)
+        asks = order(self.ASKS * pairs) % pairs
+        asked = half + torch.arange(self.ASKS * pairs) * ((context - half) // (self.ASKS * pairs))
+        tokens[:, asked], tokens[:, asked + 1] = keys.gather(1, asks), values.gather(1, asks)
+        targets[:, asked] = values.gather(1, asks)
         return tokens[:, :-1], targets
 
 

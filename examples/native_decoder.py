@@ -9,10 +9,10 @@ from dynaxx.nn import NativeSizes, NativeSparseAttention, SparseAttention
 VARIANTS = ("dense", "window", "native")
 
 
-def make_attention(variant, hidden, q_heads, kv_heads, head_dim, sizes):
+def make_attention(variant, hidden, q_heads, kv_heads, head_dim, sizes, compression):
     """The attention module of a variant."""
     if variant == "native":
-        return NativeSparseAttention(hidden, q_heads, kv_heads, head_dim=head_dim, sizes=sizes)
+        return NativeSparseAttention(hidden, q_heads, kv_heads, head_dim=head_dim, sizes=sizes, compression=compression)
     block_size = 128 if torch.cuda.is_available() else 64
     module = SparseAttention(hidden, q_heads, kv_heads, head_dim=head_dim, pattern=dx.SlidingWindow(sizes.window),
                              block_size=block_size)  # fmt: skip
@@ -41,7 +41,7 @@ class Decoder(nn.Module):
     """Tokens (batch, seqlen) to logits (batch, seqlen, vocab). What variants share starts with equal weights."""
 
     def __init__(self, variant, *, vocab=256, hidden=512, layers=12, q_heads=8, kv_heads=2, head_dim=64, sizes=None,
-                 seed=0):  # fmt: skip
+                 compression="mlp", seed=0):  # fmt: skip
         super().__init__()
         self.head_dim, sizes = head_dim, sizes or NativeSizes()
         torch.manual_seed(seed)
@@ -49,7 +49,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList()
         for index in range(layers):
             torch.manual_seed(1000 * seed + index)
-            attention = make_attention(variant, hidden, q_heads, kv_heads, head_dim, sizes)
+            attention = make_attention(variant, hidden, q_heads, kv_heads, head_dim, sizes, compression)
             torch.manual_seed(1000 * seed + index + 500)
             self.layers.append(Layer(attention, hidden))
         self.norm = nn.RMSNorm(hidden)

@@ -24,6 +24,7 @@ from native_decoder import VARIANTS, Decoder
 from dynaxx.nn import NativeSizes
 
 ROUND = 10  # steps that a variant trains before the next one does
+HEADS = ("q_heads", "kv_heads", "head_dim")
 TINY = {"hidden": 64, "layers": 2, "q_heads": 4, "kv_heads": 1, "head_dim": 16}
 TINY_SIZES = NativeSizes(16, 8, 16, 6, 1, 2, window=32)
 
@@ -32,9 +33,11 @@ class Trainer:
     """One variant: model, optimizer, and what it has come to."""
 
     def __init__(self, variant, args, device):
-        sizes = TINY_SIZES if args.tiny else NativeSizes(window=args.window)
-        shape = TINY if args.tiny else {"hidden": args.hidden, "layers": args.layers}
-        self.model = Decoder(variant, sizes=sizes, seed=args.seed, **shape).to(device)
+        sizes = TINY_SIZES if args.tiny else NativeSizes(slc_count=args.slc_count, window=args.window)
+        shape = {"hidden": args.hidden, "layers": args.layers} | dict(zip(HEADS, args.heads, strict=True))
+        self.model = Decoder(
+            variant, sizes=sizes, compression=args.compression, seed=args.seed, **(TINY if args.tiny else shape)
+        ).to(device)
         self.step_model = torch.compile(self.model) if args.compile else self.model
         decay = [p for p in self.model.parameters() if p.ndim > 1]
         other = [p for p in self.model.parameters() if p.ndim < 2]
@@ -228,7 +231,12 @@ def arguments(argv=None):
     parser.add_argument("--batch", type=int, help="sequences per step: 8, with --tiny 4")
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--window", type=int, default=512)
+    parser.add_argument("--heads", type=lambda text: [int(x) for x in text.split(",")], default=[8, 2, 64],
+                        metavar="Q,KV,DIM", help="q heads, kv heads and head_dim: 8,2,64 unless named")  # fmt: skip
+    parser.add_argument("--window", type=int, default=512, help="tokens, of the window variant and the native one")
+    parser.add_argument("--slc-count", type=int, default=16, help="blocks that a native query selects")
+    parser.add_argument("--compression", choices=["mlp", "weighted", "mean"], default="mlp",
+                        help="of the native variant; weighted and mean add next to no parameters")  # fmt: skip
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--eval-every", type=int, default=50)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from dynaxx.integrations.background import Background
+from dynaxx.integrations.batching import continuous_batching
 from dynaxx.integrations.counts import Counts
 from dynaxx.integrations.decode import CacheMemories
 from dynaxx.integrations.decoder import DENSE, NAME, Decoder, implementation
@@ -86,6 +87,11 @@ class Handle:
         """Whether the policy is still applied."""
         return any(m in LAYERS and implementation(m) == NAME for m in self._layers)
 
+    @property
+    def attached(self) -> bool:
+        """Whether the policy has not been removed; its model may take another attention meanwhile."""
+        return any(module in LAYERS for module in self._layers)
+
     def replace(self, policy: Policy) -> bool:
         """Put another policy in force, for requests that start from now on; those under way keep theirs.
 
@@ -123,6 +129,21 @@ class Handle:
     def request(self, *ids: str, sparse: bool | None = None) -> AbstractContextManager[None]:
         """Say whose requests run within the block: `with handle.request("id"):`. See `dynaxx.policy.request`."""
         return request(*ids, sparse=sparse)
+
+    def continuous_batching(self) -> AbstractContextManager[None]:
+        """Let transformers' continuous batching serve the model: `with handle.continuous_batching():`.
+
+        Prompts and chunks of them follow the prefill rules, single tokens are dense. On CUDA, pass a
+        `ContinuousBatchingConfig(auto_switch_to_flash=False, use_cuda_graph=False)`: captured steps run dense.
+
+        Raises:
+            UnsupportedInputError: rules by content, or a rollout to a share of the requests.
+            RuntimeError: the policy was removed.
+        """
+        decoder = self._decoder()
+        if decoder is None or not self.attached:
+            raise RuntimeError("the policy was removed from this model; apply it again")
+        return continuous_batching(self, decoder.owner)
 
     def _ready(self, policy: Policy, before: Deployed | None) -> Deployed:
         deployed = Deployed(policy, self._numbers, self.background, before)
@@ -249,7 +270,7 @@ class Handle:
         if self._statistics is not None:
             self._statistics.stop()
         self.background.stop()
-        if any(module in LAYERS for module in self._layers):
+        if self.attached:
             self._numbers.event("policy_removed")
         configs = {id(module.config) for module in self._layers}
         for module in self._layers:

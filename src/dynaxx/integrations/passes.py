@@ -76,6 +76,7 @@ class Pass:
         ran_sparse: whether any call of it did.
         timer: of a pass over a prompt.
         memory: what decoding keeps beside the cache of the pass; None if no cache is known.
+        ragged: in continuous batching, the mask that came, and what of it is visible.
     """
 
     __slots__ = (
@@ -86,6 +87,7 @@ class Pass:
         "deployed",
         "killed",
         "memory",
+        "ragged",
         "ran_sparse",
         "timer",
         "tokens",
@@ -101,6 +103,7 @@ class Pass:
         self.ran_sparse = False
         self.timer: RequestTimer | None = None
         self.memory: CacheMemory | None = None
+        self.ragged: tuple[Tensor, Tensor] | None = None
         self._mask: weakref.ref[Tensor] | None = None
         self._version = -1
         self._runs: list[list[Run]] | None = None
@@ -112,6 +115,11 @@ class Pass:
         if self.choice.nothing:
             return self.choice.reason
         return None if self.deployed.policy.rollout.covers_layer(layer) else "layer not in the rollout"
+
+    def know_runs(self, mask: Tensor, runs: list[Run]) -> None:
+        """Say what the runs of a mask of one batch entry are, so that nobody has to read it."""
+        self._mask, self._version = weakref.ref(mask), 0 if mask.is_inference() else mask._version
+        self._runs = [runs]
 
     def runs(self, mask: Tensor, batch: int) -> list[list[Run]] | None:
         """The runs of each batch entry, None if the mask is no set of them; layers that share a mask read it once."""

@@ -1,0 +1,118 @@
+"""transformers' continuous batching (`generate_batch`, `ContinuousBatchingManager`) under a policy.
+
+It takes attention by a few names only, so for the length of a `with` block the model says "sdpa" and that name leads
+here: modules with a policy go their way, those of other models go on to transformers' own function. A step is one
+ragged batch of prompts, chunks of prompts and single tokens behind one another. Its cumulative lengths say which keys
+belong to which request, and each runs as it would alone: prompts by the prefill rules, single tokens dense.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from dynaxx.errors import UnsupportedInputError
+from dynaxx.integrations.decoder import DENSE
+from dynaxx.integrations.layer import LAYERS
+from dynaxx.integrations.masks import Run
+from dynaxx.integrations.passes import ARGUMENT, Pass
+
+if TYPE_CHECKING:
+    from dynaxx.integrations.handle import Handle
+
+Attention = Callable[..., tuple[Tensor, None]]
+# What `cache.update` has dealt with, and what is not for attention.
+DONE_WITH = ("read_index", "write_index", "block_table", "logits_indices", "logits_processor_args")
+
+_lock = threading.Lock()
+_blocks = 0  # `with` blocks that are open
+_own: Attention | None = None  # transformers' function under the name that is taken meanwhile
+
+
+@contextmanager
+def continuous_batching(handle: Handle, owner: nn.Module) -> Iterator[None]:
+    """Let a model with a policy be served by transformers' continuous batching within the block.
+
+    Args:
+        owner: the model that the handle is of.
+
+    Raises:
+        UnsupportedInputError: a policy whose rules or rollout need to know requests apart.
+    """
+    policy = handle.policy
+    reasons = []
+    if policy.rollout.share < 1 or policy.rollout.flag is not None:
+        reasons.append("the rollout takes a share of the requests, and a step does not say whose tokens it holds")
+    if any(plan.needs_tokens for plan in handle.plans.values()):
+        reasons.append("rules by content need token ids, and a step holds those of many requests")
+    if reasons:
+        raise UnsupportedInputError("continuous batching with this policy", {"transformers": reasons})
+    _open()
+    before = owner.config._attn_implementation  # type: ignore[union-attr]
+    try:
+        owner.set_attn_implementation(DENSE)  # type: ignore[operator]
+        yield
+    finally:
+        if handle.attached:  # else the model has got its own attention back
+            owner.set_attn_implementation(before)  # type: ignore[operator]
+        _close()
+
+
+def ragged_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """What "sdpa" means while a block is open."""
+    layer, cache = LAYERS.get(module), kwargs.get("cache")
+    assert _own is not None, "registered only while a block is open"
+    if layer is None or cache is None or torch.compiler.is_compiling() or _captures(query):
+        kwargs.pop(ARGUMENT, None)
+        return _own(module, query, key, value, attention_mask, **kwargs)
+    del kwargs["cache"]
+    key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
+    current: Pass = kwargs.get(ARGUMENT) or layer.handle.unannounced_pass(layer.index)
+    kwargs = {name: value for name, value in kwargs.items() if name not in DONE_WITH} | {ARGUMENT: current}
+    if attention_mask is None:
+        return layer(module, query, key, value, None, **kwargs)
+    if current.ragged is None or current.ragged[0] is not attention_mask:  # the layers of a step share it
+        current.ragged = attention_mask, attention_mask == 0
+        runs = _runs(kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"], query.shape[2])
+        current.know_runs(current.ragged[1], runs)
+    return layer(module, query, key, value, current.ragged[1], **kwargs)
+
+
+def _runs(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, seqlen_q: int) -> list[Run]:
+    """Each request's queries and keys; what pads the step sees nothing."""
+    q, k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    runs = [Run(*bounds, True) for bounds in zip(q[:-1], q[1:], k[:-1], k[1:], strict=True) if bounds[0] < bounds[1]]
+    return runs + ([Run(q[-1], seqlen_q, k[-1], k[-1], False)] if q[-1] < seqlen_q else [])
+
+
+def _captures(x: Tensor) -> bool:
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _open() -> None:
+    global _blocks, _own
+    from transformers import AttentionInterface
+
+    with _lock:
+        if _blocks == 0:
+            _own = AttentionInterface()[DENSE]
+            AttentionInterface.register(DENSE, ragged_attention)
+        _blocks += 1
+
+
+def _close() -> None:
+    global _blocks, _own
+    from transformers import AttentionInterface
+
+    with _lock:
+        _blocks -= 1
+        if _blocks == 0:
+            AttentionInterface.register(DENSE, _own)
+            _own = None
