@@ -78,7 +78,7 @@ class Text:
 
 
 class Recall:
-    """Multi-query associative recall: pairs of key and value, then each key `ASKS` times; the targets are the values."""
+    """Multi-query associative recall: pairs of key and value, then each key `ASKS` times; targets are the values."""
 
     ASKS = 4
 
