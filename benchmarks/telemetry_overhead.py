@@ -9,7 +9,8 @@ attention of its layers alone, selection included; there it is what passes until
 
 "within" is the time in telemetry's own functions over the prefill's. "between" compares medians of prefills with and
 without telemetry, interleaved in one process; it says no more than how much such prefills differ anyway, which is
-printed beside it. --sample-rate 1 measures as many calls as it may, which service never does.
+printed beside it. --sample-rate 1 measures as many calls as it may, which service never does. The prefill that warms up
+measures every call: the first ones of a process load kernels, for a tenth of a second on a GPU.
 """
 
 import argparse
@@ -86,10 +87,24 @@ def under_a_policy(model, ids, block_size, sample_rate):
     from dynaxx.policy import Policy, Rule
 
     policy = Policy(model=model_facts(model), rules=(Rule.of(RULE),), block_size=block_size, dense_below=512)
-    handle = dx.apply(model, policy)
-    handle.counts.probe.sample_rate = sample_rate
+    probe = dx.apply(model, policy).counts.probe
     wait = torch.cuda.synchronize if ids.is_cuda else lambda: None
-    return lambda: (model(ids, logits_to_keep=1), wait())
+
+    def prefill():
+        model(ids, logits_to_keep=1)
+        wait()
+
+    return warmed_up(prefill, probe, sample_rate)
+
+
+@torch.no_grad()
+def warmed_up(prefill, probe, sample_rate):
+    """The prefill, after one whose every call is measured."""
+    probe.sample_rate, spacing, probe.spacing = 1.0, probe.spacing, 0.0
+    prefill()
+    prefill()
+    probe.sample_rate, probe.spacing = sample_rate, spacing
+    return prefill
 
 
 def smollm2_prefill(tokens, sample_rate):
@@ -123,7 +138,7 @@ def attention_prefill(tokens, layers, sample_rate):
     """The attention of its layers alone, as an integration calls it."""
     q = torch.randn(1, tokens, 32, 128, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(1, tokens, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    probe = Probe(recorder(), sample_rate=sample_rate)
+    probe = Probe(recorder())
 
     def prefill():
         for layer in range(layers):
@@ -134,7 +149,7 @@ def attention_prefill(tokens, layers, sample_rate):
             call.done(k, v)
         torch.cuda.synchronize()
 
-    return prefill
+    return warmed_up(prefill, probe, sample_rate)
 
 
 def main():

@@ -29,6 +29,17 @@ def test_each_request_is_as_alone_and_in_order():
             torch.testing.assert_close(a, b)
 
 
+def test_softcap_and_sinks_are_those_of_the_op():
+    requests = [[x[0] for x in make_qkv(1, n, n, 4, 2, 16, seed=n)] for n in (20, 70, 130)]
+    options = {"scale": 0.5, "softcap": 2.0, "sinks": torch.randn(4)}
+    outs = dx.attend_in_buckets(requests, BUCKETS, block_size=16, **options)
+    for (q, k, v), bucket, out in zip(requests, BUCKETS, outs, strict=True):
+        layout = dx.select_blocks(q[None], k[None], bucket.rule, block_size=16, scale=0.5)
+        torch.testing.assert_close(out, dx.sparse_attention(q[None], k[None], v[None], layout, **options)[0])
+    with pytest.raises(ValueError, match="softcap"):
+        dx.attend_in_buckets(requests, BUCKETS, softcap=0.0)
+
+
 def test_groups():
     assert dx.bucket_by_length([5, 200, 32, 33], BUCKETS) == [[0, 2], [3], [1]]
     assert dx.bucket_by_length([], BUCKETS) == [[], [], []]

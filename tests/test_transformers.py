@@ -416,6 +416,36 @@ def test_models_that_cannot_be_served_are_refused_with_the_reason():
         dx.apply(llama(), "policy.json")
 
 
+@pytest.mark.parametrize(
+    ("loaded", "shown"),
+    [
+        ("meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-8B"),
+        ("/home/someone/clients/acme-llama/", "acme-llama"),
+        ("../runs/best", "best"),
+        ("C:\\Users\\someone\\acme-llama", "acme-llama"),
+        ("/cache/hub/models--Qwen--Qwen3-8B/snapshots/0123abc", "Qwen/Qwen3-8B"),
+        ("", "llama"),
+        ("./", "llama"),
+    ],
+)
+def test_metrics_name_the_model_and_no_folder_of_anybody(telemetry, loaded, shown):
+    model = llama()
+    model.config._name_or_path = loaded
+    with dx.apply(model, policy_for(model)):
+        model(tokens(1, 40))
+    names = {series.labels[0] for series in telemetry.snapshot() if series.metric.name == "dynaxx_layer_calls_total"}
+    assert names == {shown}
+
+
+def test_a_relative_path_that_exists_is_no_name_of_a_hub(telemetry, tmp_path, monkeypatch):
+    model, folder = llama(), tmp_path / "acme" / "llama"
+    model.save_pretrained(folder)
+    monkeypatch.chdir(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained("acme/llama").eval()
+    with dx.apply(model, policy_for(model)):
+        assert telemetry.value("dynaxx_policy_info", model_name="llama") == 1
+
+
 @pytest.mark.parametrize("field", ["model_type", "layers", "q_heads", "kv_heads", "head_dim"])
 def test_a_policy_for_another_model_is_refused(field):
     facts = {"model_type": "llama", "layers": 3, "q_heads": 6, "kv_heads": 2, "head_dim": 16}

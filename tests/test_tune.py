@@ -2,13 +2,18 @@
 
 import itertools
 import json
+from functools import partial
 
 import pytest
 import torch
 
+import dynaxx as dx
+from dynaxx.lab import retune as retune_module
+from dynaxx.lab import tune as tune_module
 from dynaxx.lab.allocation import Allocator, lower_hull
 from dynaxx.lab.crossover import LengthTiming, dense_below
 from dynaxx.lab.resume import Steps, fingerprint
+from tiny import TEXT, save_tiny_model
 
 
 def test_hull_keeps_only_points_that_pay():
@@ -59,3 +64,43 @@ def test_dense_below_is_where_sparse_stays_faster():
     timings = [LengthTiming(64, 1, 2), LengthTiming(128, 3, 1), LengthTiming(256, 4, 5), LengthTiming(512, 9, 5)]
     assert dense_below(timings) == 512
     assert dense_below(timings[:3]) is None
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    pytest.importorskip("transformers")
+    from dynaxx.lab.models import load_model
+
+    return load_model(str(save_tiny_model(tmp_path_factory.mktemp("tiny"))), device="cpu")
+
+
+def test_a_tuned_policy_knows_its_traffic_and_is_watched(loaded, tmp_path, monkeypatch):
+    monkeypatch.setattr(tune_module, "time_lengths", lambda *_: [LengthTiming(n, 2.0, 1.0) for n in (64, 256)])
+    run = partial(tune_module.tune, *loaded, TEXT, out=tmp_path, tokens=256, block_size=16, tolerance=0.5)
+    found = run(time_budget=0.0)
+    policy = dx.load_policy(tmp_path / "policy.json")
+    assert policy == found.policy
+    assert policy.guard == dx.policy.Guard()
+    assert [each.layer for each in policy.reference.layers] == [0, 1]
+    assert {each.calls for each in policy.reference.layers} == {policy.reference.requests}
+    assert retune_module.FEWEST_REQUESTS <= policy.reference.requests <= retune_module.REQUESTS
+    assert policy.reference.policy == dx.policy.rules_digest(policy)
+    assert json.loads((tmp_path / "tuning.json").read_text())["reference"] == found.reference
+    with dx.apply(loaded.model, policy.replace(guard={"sample": 1.0})) as handle:
+        loaded.model(torch.randint(0, 300, (1, 300)))
+        handle.wait()
+        assert handle.statistics() is not None
+        assert handle.drift() == []
+    monkeypatch.setattr(retune_module, "record", lambda *_, **__: pytest.fail("recorded twice"))
+    assert run().policy.reference == policy.reference
+    without = run(with_reference=False)
+    assert without.policy.reference is None
+    assert without.policy.guard is None
+
+
+def test_a_text_too_short_for_a_reference_is_said(loaded, tmp_path, monkeypatch):
+    monkeypatch.setattr(tune_module, "time_lengths", lambda *_: [LengthTiming(4096, 2.0, 1.0)])
+    found = tune_module.tune(*loaded, TEXT, out=tmp_path, tokens=256, block_size=16, tolerance=0.5)
+    assert found.policy.rules
+    assert found.policy.reference is None
+    assert found.reference.startswith("none: lengths must be from 5,120")

@@ -46,6 +46,9 @@ def tune(
     ] = True,
     with_profile: Annotated[bool, typer.Option("--profile/--no-profile", help="Profile first.")] = True,
     with_analysis: Annotated[bool, typer.Option("--analysis/--no-analysis", help="Analyze the heads first.")] = True,
+    with_reference: Annotated[
+        bool, typer.Option("--reference/--no-reference", help="Record what drift is measured against.")
+    ] = True,
     with_validation: Annotated[bool, typer.Option("--validation/--no-validation", help="Validate afterwards.")] = True,
     with_report: Annotated[bool, typer.Option("--report/--no-report", help="Write report.html at the end.")] = True,
     device: DeviceOption = "auto",
@@ -57,8 +60,9 @@ def tune(
 ) -> None:
     """Find the sparsest policy that keeps the model's quality. Writes DIR/policy.json and DIR/report.html.
 
-    Profiles the model, reads its attention maps, tunes heads and layers, validates the policy on text it was not tuned
-    on, and writes the report. Stop it when you like: the same command goes on where it was. Exit code 1 if the policy
+    Profiles the model, reads its attention maps, tunes heads and layers, records what attention on this text looks like
+    (a running process compares its own with it), validates the policy on text it was not tuned on, and writes the
+    report. Stop it when you like: the same command goes on where it was. Exit code 1 if the policy
     does not pass its validation.
 
     \b
@@ -85,8 +89,8 @@ def tune(
             skip=frozenset(
                 step
                 for step, wanted in zip(
-                    ("profile", "analyze", "validate", "report"),
-                    (with_profile, with_analysis, with_validation, with_report),
+                    ("profile", "analyze", "reference", "validate", "report"),
+                    (with_profile, with_analysis, with_reference, with_validation, with_report),
                     strict=True,
                 )
                 if not wanted

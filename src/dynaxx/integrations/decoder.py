@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -76,6 +78,12 @@ class Decoder:
         """What a policy for this model has to say about it."""
         return ModelFacts.of(self.config)
 
+    @property
+    def name(self) -> str:
+        """What to call it in metrics: as it was loaded, but nothing of a path save its last part; else its type."""
+        loaded = getattr(self.owner.config, "_name_or_path", "") or getattr(self.config, "_name_or_path", "")
+        return model_label(str(loaded)) or str(self.facts.model_type)
+
     def check(self, policy: Policy) -> None:
         """Refuse a policy that this decoder cannot run rightly.
 
@@ -129,6 +137,16 @@ def _is_attention(module: nn.Module) -> bool:
 def implementation(module: Any) -> str:
     """The name under which a module looks up its attention."""
     return module.config._attn_implementation
+
+
+def model_label(loaded: str) -> str:
+    """A hub's name as it is, `owner/model` out of its cache, and of any other path the last part alone."""
+    cached = re.search(r"models--([^/\\]+?)--([^/\\]+)[/\\]snapshots", loaded)
+    if cached:
+        return f"{cached[1]}/{cached[2]}"
+    parts = re.split(r"[/\\]+", loaded.rstrip("/\\"))
+    from_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", loaded) and parts[0].strip(".") and not Path(loaded).exists()
+    return loaded if from_hub else parts[-1].strip(".")
 
 
 def window_of(module: nn.Module) -> int | None:

@@ -51,7 +51,7 @@ class Handle:
         self.watchers: list[Watcher] = []
         self.faults: list[Callable[[int], None]] = []
         self._decoder = decoder.weak()  # the registry of layers must not keep a model alive
-        self._numbers = recorder().bind(model_name=name or decoder.facts.model_type)
+        self._numbers = recorder().bind(model_name=name or decoder.name)
         self.counts = Counts(self._numbers)
         self.background = Background(partial(self._numbers.failed, "guard"))
         self._tokens: TokenReader | None = None

@@ -37,7 +37,8 @@ def apply(model: nn.Module, policy: Policy | None = None, *, name: str = "") -> 
         model: a decoder of transformers >= 5.16 whose attention is "sdpa", in eval or training mode.
         policy: for a model of this shape; see `load_policy`. None, and no name, for a model that is sparse by design:
             Longformer, LED, BigBird, BigBirdPegasus; see `encoders.apply_to_encoder`.
-        name: of the model in metrics, `model_name`; its type if empty.
+        name: of the model in metrics, `model_name`; if empty the one it was loaded by, of a path the last part alone,
+            or else its type.
 
     Returns:
         A handle; `handle.remove()` restores the model exactly. It is a context manager too.

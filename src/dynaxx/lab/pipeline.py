@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ class Plan:
     seed: int = 0
     command: str = "dynaxx tune"  # how to get these results again; kept as evidence
     resume: bool = True
-    skip: frozenset[str] = field(default_factory=frozenset)  # of "profile", "analyze", "validate", "report"
+    skip: frozenset[str] = frozenset()  # of "profile", "analyze", "reference", "validate", "report"
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,8 @@ class PipelineResult:
             )
         else:
             lines.append("tuned: nothing sparse stays within the tolerance; the policy is dense")
+        if self.tuning.get("reference"):
+            lines.append(f"reference for drift: {self.tuning['reference']}")
         if self.validation is not None:
             lines.append("the policy passes its validation:" if self.ok else "the policy FAILS its validation:")
         elif self.validation_summary:
@@ -154,6 +156,7 @@ def run(model: Any, tokenizer: Any, text: str, plan: Plan, *, progress: Progress
             block_size=block_size,
             seed=plan.seed,
             resume=plan.resume,
+            with_reference="reference" not in plan.skip,
             progress=progress,
             command=plan.command,
             name=plan.name,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from dynaxx.lab.models import LoadedModel
 
 REQUESTS = 96  # prompts of a fresh recording: a reference for windows of 64 calls
+FEWEST_REQUESTS = 32  # however little time there is
 
 
 @dataclass(frozen=True)
@@ -109,11 +111,15 @@ def record(
     *,
     requests: int = REQUESTS,
     lengths: Sequence[int] = (),
+    time_budget: float | None = None,
     seed: int = 0,
     command: str = "dynaxx retune",
     progress: Progress | None = None,
 ) -> Profile:
     """Run prompts of random places in a text and record attention, every call of every sparse layer.
+
+    Args:
+        time_budget: seconds after which no further prompt starts, once there are `FEWEST_REQUESTS`.
 
     Raises:
         ValueError: a text too short, lengths at which the policy is dense, or a policy that is dense everywhere.
@@ -139,14 +145,20 @@ def record(
     with evaluating(model), apply(model, watched) as handle, torch.no_grad():
         handle.background.patient = True
         with (progress or SilentProgress()).task("Recording attention", total=requests) as task:
-            for _ in range(requests):
+            started, done = time.monotonic(), 0
+            while done < requests:
+                late = time_budget is not None and time.monotonic() - started > time_budget
+                if late and done >= FEWEST_REQUESTS:
+                    task.advance(requests - done)
+                    break
                 seqlen = rng.choice(list(lengths))
                 start = rng.randrange(len(ids) - seqlen)
                 prompt = torch.tensor([ids[start : start + seqlen]], device=model.device)
                 model(prompt, use_cache=False, logits_to_keep=1)
+                done += 1
                 task.advance(1, f"{seqlen:,} tokens")
         handle.wait()
         found = handle.statistics(command)
     if found is None:
         raise ValueError(f"no layer ran sparse, so there is nothing to record: {handle.stats()['dense_calls']}")
-    return found.model_copy(update={"requests": requests})
+    return found.model_copy(update={"requests": done})

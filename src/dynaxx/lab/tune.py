@@ -41,6 +41,7 @@ SEARCH_STEPS = 5  # real evaluations per search, the first at 50 %
 SCORER_DENSITY = 0.25  # the scorer that loses least here is taken
 ERRORS = 2  # standard errors that a rise of perplexity must stay below the tolerance by
 FINE_ENOUGH = 1.1  # a search ends when the passing and the failing density are this close
+REFERENCE_TIME = 0.25  # of the time before it that recording what drift is measured against may take
 
 
 Budgets = list[list[float]]  # per layer and q head
@@ -78,6 +79,7 @@ class TuneResult:
     seconds: float
     command: str
     policy: Policy
+    reference: str = ""  # what the policy knows of its traffic, or why it knows nothing
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON data."""
@@ -96,6 +98,7 @@ def tune(
     block_size: int | None = None,
     seed: int = 0,
     resume: bool = True,
+    with_reference: bool = True,
     progress: Progress | None = None,
     command: str = "dynaxx tune",
     name: str = "",
@@ -108,6 +111,8 @@ def tune(
         tokens: length of the texts.
         block_size: of the policy; `default_block_size` if None.
         time_budget: seconds after which no further evaluation starts; the best found so far is written.
+        with_reference: record attention under the policy on this text, too, and have the policy watched (a `guard` that
+            counts): what drift of its traffic is measured against.
         resume: go on from `out/tuning_state.json` if it is of the same model, text and settings.
 
     Raises:
@@ -118,7 +123,7 @@ def tune(
         raise ValueError(f"`tolerance` must be between 0 and 1 (0.01 is 1 %), got {tolerance}")
     block_size = block_size or default_block_size(model)
     search = _Search(model, tokenizer, text, out, tokens, block_size, seed, resume, progress, time_budget, tolerance)
-    return search.run(command, name or type(model).__name__)
+    return search.run(command, name or type(model).__name__, text if with_reference else "")
 
 
 def default_block_size(model: Any) -> int:
@@ -159,6 +164,7 @@ class _Search:
         time_budget: float | None,
         tolerance: float,
     ) -> None:
+        self.tokenizer = tokenizer
         self.model, self.out, self.tokens, self.block_size, self.seed = model, Path(out), tokens, block_size, seed
         self.tolerance, self.progress = tolerance, progress or SilentProgress()
         self.started = time.monotonic()
@@ -174,10 +180,15 @@ class _Search:
         self.pattern: Pattern = Sink(block_size) | local | LastQueries(LAST_QUERIES)
         self.floor = tokens // block_size // 2
 
-    def run(self, command: str, name: str) -> TuneResult:
-        steps = 4 + len(SCORERS) + 2 * SEARCH_STEPS + 2
+    def run(self, command: str, name: str, traffic: str) -> TuneResult:
+        steps = 4 + len(SCORERS) + 2 * SEARCH_STEPS + 2 + 1
         with evaluating(self.model), self.progress.task("tuning", total=steps) as task:
-            return self._run(task, command, name)
+            result = self._with_evidence(self._run(task, command, name))
+            task.advance(0, "what its traffic looks like")
+            if traffic:
+                result = self._with_reference(result, split_text(traffic).calibration, command)
+            task.advance(1, "done")
+            return self._write(result)
 
     def _run(self, task: Task, command: str, name: str) -> TuneResult:
         task.advance(0, "dense perplexity")
@@ -224,8 +235,8 @@ class _Search:
             command=command,
             policy=policy,
         )
-        task.advance(2, "done")
-        return self._write(result)
+        task.advance(2, "evidence")
+        return result
 
     def _head_costs(self) -> _Costs:
         def measure() -> dict[str, Any]:
@@ -334,12 +345,43 @@ class _Search:
             tolerances=Tolerances(perplexity_ratio=1 + self.tolerance),
         )
 
-    def _write(self, result: TuneResult) -> TuneResult:
+    def _with_evidence(self, result: TuneResult) -> TuneResult:
         from dynaxx.lab.evidence import with_evidence
-        from dynaxx.policy import save_policy
 
         parameter = next(self.model.parameters())
-        result = with_evidence(result, parameter.device.type, str(parameter.dtype).removeprefix("torch."))
+        return with_evidence(result, parameter.device.type, str(parameter.dtype).removeprefix("torch."))
+
+    def _with_reference(self, result: TuneResult, text: str, command: str) -> TuneResult:
+        """The result with a policy that is watched, and knows the attention that it was tuned for."""
+        from dynaxx.lab.retune import record
+        from dynaxx.policy import Guard, Profile, rules_digest
+
+        policy = result.policy
+        if not policy.rules:
+            return dataclasses.replace(result, reference="none: the policy is dense")
+
+        def recorded() -> dict[str, Any]:
+            found = record(
+                policy,
+                (self.model, self.tokenizer),  # type: ignore[arg-type]
+                text,
+                time_budget=REFERENCE_TIME * (self.steps.seconds + time.monotonic() - self.started),
+                seed=self.seed,
+                command=command,
+                progress=self.progress,
+            )
+            return found.model_dump(mode="json")
+
+        try:
+            found = Profile.model_validate(self.steps.remember(f"reference {rules_digest(policy)}", recorded))
+        except ValueError as error:  # too short a text; the policy is worth having all the same
+            return dataclasses.replace(result, reference=f"none: {error}")
+        said = f"{found.requests} prompts, {min(each.calls for each in found.layers)} calls a layer"
+        return dataclasses.replace(result, policy=policy.replace(guard=Guard(), reference=found), reference=said)
+
+    def _write(self, result: TuneResult) -> TuneResult:
+        from dynaxx.policy import save_policy
+
         save_policy(result.policy, self.out / "policy.json")
         write_json(self.out / "tuning.json", result.to_dict())
         return result

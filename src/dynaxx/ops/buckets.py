@@ -53,6 +53,8 @@ def attend_in_buckets(
     causal: bool = True,
     block_size: int | tuple[int, int] = 64,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     backend: str = "auto",
 ) -> list[Tensor]:
     """Attend for requests of mixed length, each by the rule of its bucket. Exact over what the rule shows.
@@ -64,7 +66,8 @@ def attend_in_buckets(
         requests: `Request` or (q, k, v) each, of the same heads and dtype.
         buckets: limits rising, for instance `[Bucket(1024, Causal()), Bucket(None, SlidingWindow(512) | TopK(0.1))]`.
         causal, block_size: as `Pattern.layout` and `select_blocks`.
-        scale, backend: as `sparse_attention`.
+        scale, softcap, sinks, backend: as `sparse_attention`; scores that select blocks are neither capped nor do they
+            know of sinks.
 
     Returns:
         out (seqlen_q, q_heads, head_dim_v) of each request, in their order. Differentiable.
@@ -83,7 +86,7 @@ def attend_in_buckets(
         for numbers in same.values():
             q, k, v = (torch.stack([requests[number][part] for number in numbers]) for part in range(3))
             layout = select_blocks(q, k, bucket.rule, causal=causal, block_size=block_size, scale=scale)
-            out = sparse_attention(q, k, v, layout, scale=scale, backend=backend)
+            out = sparse_attention(q, k, v, layout, scale=scale, softcap=softcap, sinks=sinks, backend=backend)
             for number, own in zip(numbers, out, strict=True):
                 outs[number] = own
     return [out for out in outs if out is not None]

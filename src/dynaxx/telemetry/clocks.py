@@ -35,14 +35,14 @@ class HostClock:
 
 
 class CudaClock:
-    """Events on the current stream of one GPU."""
+    """Events on the stream of one GPU that was current when the clock was made."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._stream = torch.cuda.current_stream(device)
 
     def mark(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
+        event.record(self._stream)
         return event
 
     def ready(self, mark: Any) -> bool:

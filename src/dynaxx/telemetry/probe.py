@@ -23,8 +23,8 @@ from dynaxx.telemetry.recorder import Recorder, recorder
 from dynaxx.telemetry.samples import HostSlots, Sample, count_blocks
 
 SAMPLE_RATE = 1 / 32
-SPACING = 0.02  # seconds between two measured calls at least: decoding makes thousands of calls a second
-OVERLAP_EVERY = 4  # measured calls per one whose neighbouring selections are compared
+SPACING = 0.05  # seconds between two measured calls at least: one takes 0.15 ms of the host, 0.3 % of that
+OVERLAP_EVERY = 16  # measured calls per one, the first among them, whose neighbouring selections are compared
 MOST_PENDING = 64
 
 
@@ -196,9 +196,9 @@ class MeasuredCall(Call):
         probe = self._probe
         backend = self._count(k, v, backend)
         try:
-            probe._measured += 1
             layout = self._layout
             overlap = probe._random if probe._measured % OVERLAP_EVERY == 0 else None
+            probe._measured += 1
             sample = Sample(
                 layer=self._layer,
                 phase=self._phase,

@@ -162,15 +162,15 @@ def _buckets(draw: Draw) -> Problem:
     buckets = [Bucket(limit, draw.rule(1, without=Documents)) for limit in limits]
     holds = lambda bucket, keys: bucket.max_seqlen is None or keys <= bucket.max_seqlen
     rules = [next(b.rule for b in buckets if holds(b, cols.stop - cols.start)) for _, cols in pieces]
-    scale = draw.scale()
-    visible = draw.block_diagonal(rules, pieces, inputs["q"], inputs["k"], scale)
+    options = draw.score_options(inputs)
+    visible = draw.block_diagonal(rules, pieces, inputs["q"], inputs["k"], options["scale"])
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, *, backend: str) -> tuple[Tensor, None]:
+    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, *, backend: str) -> tuple[Tensor, None]:
         requests = [(q[0, rows], k[0, cols], v[0, cols]) for rows, cols in pieces]
-        outs = attend_in_buckets(requests, buckets, **draw.blocks, scale=scale, backend=backend)
+        outs = attend_in_buckets(requests, buckets, **draw.blocks, sinks=sinks, **options, backend=backend)
         return torch.cat(outs)[None], None
 
-    return _problem(draw, inputs, visible, attend, {"scale": scale, "softcap": None}, with_lse=False)
+    return _problem(draw, inputs, visible, attend, options, with_lse=False)
 
 
 def _problem(
