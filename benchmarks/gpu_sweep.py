@@ -1,88 +1,211 @@
-"""Random problems on a GPU, forward and gradients, against fp64.
+"""Random problems on a GPU, forward and gradients, against fp64: both backends, over all that they serve.
 
-    python benchmarks/gpu_sweep.py --cases 1000 --jobs 14
+    python benchmarks/gpu_sweep.py --cases 5000 --jobs 16 --seconds 200 --json sweep.json
 
-Every case is another compile, so several processes share the GPU. Prints each failure and a count; exits 1 on any.
+What a kernel is compiled for (dtype, head_dims, blocks, softcap, alignment) is a key; every key meets many problems of
+`dynaxx.testing`: groups, lengths, ragged packed batches, sinks, masks and patterns, layouts per head, merged results,
+strides. Several processes share the GPU, each with keys of its own. Prints what failed with how to see it again
+(`--key N --seed S --cases 1`), and a count of what passed, failed and was refused; exits 1 on any failure.
 """
 
 import argparse
 import collections
+import json
 import multiprocessing
+import random
 import sys
 import time
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
-import dynaxx as dx
-from dynaxx.testing import check_forward, check_gradients, random_case
+from dynaxx.ops.dispatch import unsupported_reasons
+from dynaxx.testing.expected import Expected
+from dynaxx.testing.memory import MEMORY
+from dynaxx.testing.problems import random_problem
 
-HOPPER = {"head_dims": (64, 128), "block_sizes": (64, 128), "lengths": (1, 63, 64, 65, 127, 128, 129, 257, 400, 513)}
+BLOCKS = (16, 32, 64, 128)
+HEAD_DIMS = (32, 40, 64, 80, 96, 128, 192, 256)
+GROUPS = (1, 2, 3, 4, 5, 7, 8, 16, 32)
+UNALIGNED = ("part of head_dim", "odd address")  # other kernels: Triton compiles for the alignment of its arguments
+ALIGNED = tuple(name for name in MEMORY if name not in UNALIGNED)
+SHARE = 0.3  # of the cases on Hopper's own kernels, of which there are fewer
 
 
-def poison(device):
-    """Leave NaN in the memory that the allocator hands out next."""
-    for size in (1 << 16, 1 << 20, 1 << 22):
-        torch.full((size,), torch.nan, device=device)
+@dataclass(frozen=True)
+class Key:
+    """What a backend's kernels are compiled for."""
+
+    backend: str
+    dtype: str
+    head_dims: tuple[int, int]
+    block_size: tuple[int, int]
+    capped: bool = False
+    aligned: bool = True
+
+    def fixed(self, rng):
+        group = rng.choice(GROUPS)
+        kv_heads = rng.choice((1, 2)) if group < 16 else 1
+        return {
+            "dtype": getattr(torch, self.dtype),
+            "head_dims": self.head_dims,
+            "block_size": self.block_size,
+            "heads": (group * kv_heads, kv_heads),
+            "from_data": 0.0,  # selection has kernels and tests of its own
+            "softcaps": (0.5, 3.0, 30.0) if self.capped else (None,),
+            "memories": ("contiguous",),  # moved to others on the device
+        }
 
 
-def run_case(seed, backend, device, head_dims):
-    dtype = (torch.bfloat16, torch.float16, torch.float32)[seed % 3]
-    if backend == "hopper" and dtype == torch.float32:
-        dtype = torch.bfloat16
-    limits = {**(HOPPER if backend == "hopper" else {}), **({"head_dims": head_dims} if head_dims else {})}
-    case = random_case(seed, dtype=dtype, device=device, **limits)
-    softcap = 3.0 if backend == "triton" and seed % 5 == 0 else None
-    attend = lambda q, k, v, layout: dx.sparse_attention(
-        q, k, v, layout, softcap=softcap, return_lse=True, backend=backend
-    )
-    why = dx.explain(case.q, case.k, case.v, case.layout, softcap=softcap).reasons[backend]
-    if why:
-        return "refused", [f"seed {seed} {backend}: {'; '.join(why)}"]
-    poison(device)
-    reports = check_forward(attend, case.q, case.k, case.v, case.layout, softcap=softcap)
-    reports += check_gradients(attend, case.q, case.k, case.v, case.layout, softcap=softcap)
-    bad = [f"{backend} {dtype} {report} :: {case.label}" for report in reports if not report.ok]
-    return ("failed" if bad else "passed"), bad
+def all_keys():
+    """Hopper's every key; of Triton's, each value beside each other one, in an order that a fixed seed shuffles."""
+    halves = ("bfloat16", "float16")
+    hopper = [
+        Key("hopper", dtype, (dim, dim), (m, n), aligned=aligned)
+        for dtype in halves for dim in (64, 128) for m in (64, 128) for n in (64, 128) for aligned in (True, False)
+        if aligned or (m == n and dtype == "bfloat16")
+    ]  # fmt: skip
+    rng = random.Random(0)
+    triton = []
+    for i, (m, n) in enumerate((m, n) for _ in range(8) for m in BLOCKS for n in BLOCKS):
+        head_dim = HEAD_DIMS[(i + i // 16) % 8]
+        head_dim_v = head_dim if rng.random() < 0.6 else rng.choice(HEAD_DIMS)
+        dtype = ("bfloat16", "float16", "float32")[(i + i // 48) % 3]
+        triton.append(Key("triton", dtype, (head_dim, head_dim_v), (m, n), rng.random() < 0.2, rng.random() < 0.9))
+    rng.shuffle(triton)
+    return hopper, triton
+
+
+class Moved(torch.autograd.Function):
+    """A tensor on another device and in other memory, `to`; its gradient comes back in the memory `back`."""
+
+    @staticmethod
+    def forward(ctx, x, device, to, back):
+        ctx.device, ctx.back = x.device, back
+        return MEMORY[to](x.to(device))
+
+    @staticmethod
+    def backward(ctx, grad):
+        return MEMORY[ctx.back](grad.to(ctx.device)), None, None, None
+
+
+def run_case(key, seed, device):
+    """Draw and expect on the CPU, where small problems are fast; run on the device, which is shared."""
+    rng = random.Random(seed)
+    kinds = ALIGNED if key.aligned else (rng.choice(UNALIGNED),)
+    problem = random_problem(seed, "cpu", **key.fixed(rng))
+    asks = replace(problem.asks, device=torch.device(device))
+    if why := unsupported_reasons(key.backend, asks):
+        return "refused", "; ".join(why), problem.traits
+    expected = Expected(problem.inputs, problem.exact, problem.eager, scale=problem.scale, seed=seed)
+    memories = [rng.choice(kinds) for _ in range(5)]
+
+    def attend(*inputs):
+        for size in (1 << 14, 1 << 18):  # NaN in the memory that the allocator hands out next
+            torch.full((size,), torch.nan, device=device)
+        there = [Moved.apply(x, device, memory, "contiguous") for x, memory in zip(inputs, memories, strict=False)]
+        out, lse = problem.attend(*there, backend=key.backend)
+        return Moved.apply(out, "cpu", "contiguous", memories[4]), None if lse is None else lse.cpu()
+
+    bad = [str(report) for report in expected.reports(attend) if not report.ok]
+    for name in memories:
+        problem.traits.setdefault("memory", []).append(name)
+    return ("failed" if bad else "passed"), "; ".join([*bad, problem.label] if bad else []), problem.traits
 
 
 def run_share(arguments):
-    seeds, backend, device, head_dims, deadline = arguments
+    """One process: its keys in turn, one case of each, until there are enough or the time is over."""
+    keys, cases, first_seed, device, deadline = arguments
     torch.set_num_threads(1)
-    done = []
-    for seed in seeds:
-        if time.time() > deadline:
-            done.append(("not run (time)", []))
-            continue
+    torch.cuda.set_device(0) if device == "cuda" else None
+    counts, traits, lines, times = collections.Counter(), {}, [], collections.Counter()
+    for i in range(cases):
+        number, key = keys[i // max(1, -(-cases // len(keys))) % len(keys)]
+        seed, began = first_seed + i, time.time()
+        if began > deadline:
+            counts[key.backend, "not run (time)"] += cases - i
+            break
         try:
-            done.append(run_case(seed, backend, device, head_dims))
+            status, line, found = run_case(key, seed, device)
         except Exception as error:  # a sweep reports every failure and goes on
-            done.append(("raised", [f"{backend} seed {seed}: {type(error).__name__}: {error}"]))
-    return done
+            status, line, found = "raised", f"{type(error).__name__}: {str(error)[:300]}", {}
+        counts[key.backend, status] += 1
+        times[number] += time.time() - began
+        if status == "passed":
+            for kind, names in found.items():
+                traits.setdefault(kind, collections.Counter()).update(names)
+        if line:
+            lines.append((status, f"--key {number} --seed {seed} --cases 1 --jobs 1: {key} {line}"[:700]))
+    return counts, traits, lines, times
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cases", type=int, default=300)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=8)
-    parser.add_argument("--backend", default="triton")
+    parser.add_argument("--jobs", type=int, default=16)
+    parser.add_argument("--keys", type=int, default=96, help="how many of Triton's keys: each compiles for seconds")
+    parser.add_argument("--backend", choices=("both", "triton", "hopper"), default="both")
+    parser.add_argument("--key", type=int, help="only this key, to see a failure again")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--head-dims", type=int, nargs="*", default=(), help="only these: fewer kernels, more cases")
-    parser.add_argument("--seconds", type=float, default=1e9, help="start no case after this many seconds")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no case after so many seconds")
+    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    seeds = range(args.seed, args.seed + args.cases)
-    deadline = time.time() + args.seconds
-    shares = [
-        (seeds[i :: args.jobs], args.backend, args.device, tuple(args.head_dims), deadline) for i in range(args.jobs)
-    ]
+    began = time.time()
+    hopper, triton = all_keys()
+    numbered = list(enumerate(hopper + triton))
+    hopper, triton = numbered[: len(hopper)], numbered[len(hopper) :][: args.keys]
+    if args.key is not None:
+        plans = [([numbered[args.key]], args.cases)]
+    elif args.backend == "both":
+        plans = [(hopper, int(args.cases * SHARE)), (triton, args.cases - int(args.cases * SHARE))]
+    else:
+        plans = [({"hopper": hopper, "triton": triton}[args.backend], args.cases)]
+    shares, seed, total = [], args.seed, sum(cases for _, cases in plans)
+    for keys, cases in plans:
+        jobs = max(1, round(args.jobs * cases / total))
+        for j in range(jobs):
+            count = cases // jobs + (j < cases % jobs)
+            shares.append((keys[j::jobs] or keys, count, seed, args.device, began + args.seconds))
+            seed += count
     with multiprocessing.get_context("spawn").Pool(args.jobs) as pool:
-        results = [result for share in pool.map(run_share, shares) for result in share]
-    counts = collections.Counter(status for status, _ in results)
-    for status, lines in results:
-        if status in ("failed", "raised"):
-            print("\n".join(line[:600] for line in lines))
-    print(f"{args.backend}: {len(results)} cases, forward and gradients: {dict(counts)}")
-    sys.exit(counts["failed"] + counts["raised"] > 0 or counts["passed"] == 0)
+        results = pool.map(run_share, shares, chunksize=1)
+    counts, traits = collections.Counter(), {}
+    refused = collections.Counter()
+    failures = []
+    for found, kinds, lines, _ in results:
+        counts.update(found)
+        for kind, names in kinds.items():
+            traits.setdefault(kind, collections.Counter()).update(names)
+        for status, line in lines:
+            if status == "refused":
+                refused[line.split(") ", 1)[-1]] += 1
+            else:
+                failures.append(line)
+    print("\n".join(failures[:40]))
+    seconds = time.time() - began
+    summary = {
+        "seconds": round(seconds, 1),
+        "counts": {f"{backend} {status}": n for (backend, status), n in sorted(counts.items())},
+        "refused": dict(refused),
+        "covered": {kind: dict(sorted(names.items())) for kind, names in sorted(traits.items())},
+        "failures": failures,
+        "slowest keys, s": [
+            [round(s, 1), str(numbered[n][1])]
+            for n, s in sum((t for *_, t in results), collections.Counter()).most_common(8)
+        ],
+        "first_seed": args.seed,
+        "device": torch.cuda.get_device_name() if args.device == "cuda" else args.device,
+    }
+    if args.json:
+        args.json.write_text(json.dumps(summary, indent=1))
+    print(json.dumps({k: v for k, v in summary.items() if k != "failures"}))
+    ran = sum(n for (_, status), n in counts.items() if status in ("passed", "failed", "raised"))
+    print(
+        f"{ran} cases, forward and gradients, in {seconds:.0f} s ({ran / seconds:.1f} per second): {summary['counts']}"
+    )
+    sys.exit(bool(failures) or ran == 0)
 
 
 if __name__ == "__main__":

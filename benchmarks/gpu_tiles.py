@@ -8,7 +8,7 @@ import torch
 from triton.testing import do_bench
 
 from dynaxx.kernels.triton import config
-from dynaxx.lab.bench_gpu import HEAD_DIM, KV_HEADS, Q_HEADS, Workload
+from dynaxx.lab.bench_gpu_work import Workload
 
 CANDIDATES = {
     "forward": [
@@ -31,17 +31,17 @@ def main():
     parser.add_argument("--seqlen", type=int, default=32768)
     parser.add_argument("--density", type=float, default=0.1)
     parser.add_argument("--block", type=int, default=128)
-    parser.add_argument("--head-dim", type=int, default=HEAD_DIM)
+    parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--backend", choices=("triton", "hopper"), default="triton")
     args = parser.parse_args()
     forward = importlib.import_module(f"dynaxx.kernels.{args.backend}.forward")
     backward = importlib.import_module(f"dynaxx.kernels.{args.backend}.backward")
     device = torch.device("cuda", 0)
-    layout = Workload("tiles", args.seqlen, density=args.density, block_size=args.block).layout(device, 0)
-    draw = lambda heads: torch.randn(1, args.seqlen, heads, args.head_dim, device=device, dtype=torch.bfloat16)
-    q, k, v = draw(Q_HEADS), draw(KV_HEADS), draw(KV_HEADS)
+    work = Workload("tiles", args.seqlen, density=args.density, block_size=args.block, head_dim=args.head_dim)
+    layout = work.layout(device, 0)
+    q, k, v = (x.detach() for x in work.inputs(device, 0))
     scale = args.head_dim**-0.5
-    flops = 4 * args.head_dim * Q_HEADS * int(layout.visible_pairs().sum())
+    flops = work.flops(layout)
     out, lse = forward.attention_forward(q, k, v, layout, scale)
     do, dlse = torch.randn_like(out), torch.zeros_like(lse)
     runs = {

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import dynaxx
 from dynaxx import cli
-from dynaxx.cli import options, running
+from dynaxx.cli import options
 from dynaxx.lab import doctor, profile
 from dynaxx.lab.machine import Ceilings
 from tiny import TEXT, save_tiny_model
@@ -288,11 +288,6 @@ def test_bench(tools, monkeypatch, tmp_path):
     assert failed.exit_code == 1
     assert failed.stdout == ""
     assert "budget" in failed.stderr
-
-
-def test_a_table_has_every_column():
-    rows = [{"name": "a", "ms": 1.23456}, {"name": "bc", "skipped": ["why"]}]
-    assert running.table(rows).splitlines() == ["name  ms     skipped", "a     1.235", "bc           ['why']"]
 
 
 # ---- tune: the whole way -------------------------------------------------------------------------------------------

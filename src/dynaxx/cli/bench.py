@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from dynaxx.cli.options import JsonOption, QuietOption, SeedOption, ThreadsOption, device_of
-from dynaxx.cli.running import running, table, tool
+from dynaxx.cli.running import running, tool
 
 
 class Suite(StrEnum):
@@ -24,6 +24,13 @@ def bench(
     suite: Annotated[Suite, typer.Option(help="Which kernels.")] = Suite.cpu,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer and smaller shapes.")] = False,
     threads: ThreadsOption = None,
+    only: Annotated[
+        str | None,
+        typer.Option("--only", metavar="ROWS", help="GPU: only rows whose name starts so; several by comma."),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="GPU: draw time and memory from 4k to 1M tokens, SVG.")
+    ] = None,
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Also write the figures as JSON.")] = None,
     seed: SeedOption = 0,
     as_json: JsonOption = False,
@@ -36,7 +43,8 @@ def bench(
     \b
     Examples:
       dynaxx bench --suite cpu --quick
-      dynaxx bench --suite gpu --out gpu.json
+      dynaxx bench --suite gpu --out gpu.json --plot growth.svg
+      dynaxx bench --suite gpu --only "window,layouts"
     """
     stdout = sys.stdout  # results are said as they come
 
@@ -45,16 +53,19 @@ def bench(
             print(line, file=sys.stderr if as_json else stdout, flush=True)
 
     with running(as_json, threads, seed) as finish:
+        if suite is Suite.cpu and (only or plot):
+            raise typer.BadParameter("--only and --plot are of --suite gpu")
         lab = tool(f"bench_{suite}")
         device_of("cuda" if suite is Suite.gpu else "cpu")
         try:
             if suite is Suite.cpu:
                 found = lab.run_cpu_suite(quick=quick, threads=threads, seed=seed, progress=say)
             else:
-                found = lab.run_gpu_suite(quick=quick, seed=seed)
-                say(table(found["rows"]))
-        except RuntimeError as error:
+                rows = [name.strip() for name in only.split(",")] if only else []
+                found = lab.run_gpu_suite(quick=quick, seed=seed, only=rows, progress=say, plot=plot)
+        except (RuntimeError, ValueError) as error:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(1) from None
         files = [tool("files").write_json(out, found)] if out else []
-        finish(found, ok=all(bar["ok"] for bar in found.get("bars", ())), files=files)
+        files += [plot] if plot and suite is Suite.gpu else []
+        finish(found, ok=all(bar["ok"] is not False for bar in found.get("bars", ())), files=files)

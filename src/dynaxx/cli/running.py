@@ -113,15 +113,6 @@ def summary_of(result: Any) -> str:
     return str(summary)
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Rows under the names of their columns, numbers short."""
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    short = lambda value: f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
-    cells = [columns, *([short(row.get(name)) for name in columns] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join("  ".join(f"{x:<{w}}" for x, w in zip(line, widths, strict=True)).rstrip() for line in cells)
-
-
 def _refusal(error: BaseException, message: str) -> typer.Exit:
     """Say what is wrong and give exit code 2; under DYNAXX_DEBUG=1 raise the error itself."""
     if os.environ.get("DYNAXX_DEBUG") == "1":

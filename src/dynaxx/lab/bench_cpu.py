@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from dynaxx.kernels import cpu
+from dynaxx.lab.bars import Bar, Report
 from dynaxx.lab.bench_cpu_decode import time_decode
 from dynaxx.layout import BlockLayout
 from dynaxx.ops.attention import sparse_attention
@@ -30,7 +31,6 @@ SMALL = (64, 128, 256, 512)  # lengths at which full density meets dense attenti
 RELATIVE_ERROR = 2e-6
 
 Run = Callable[[], object]
-Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -50,28 +50,6 @@ class Workload:
         if self.density is not None:
             return random_causal_layout(self.seqlen, self.density, self.block_size, seed)
         return Full().layout(self.seqlen, block_size=self.block_size)
-
-
-@dataclass(frozen=True)
-class Bar:
-    """A promise: `value` of every workload that it covers is at least (or for errors at most) `bar`."""
-
-    name: str
-    bar: float
-    value: float
-    workload: str
-    at_most: bool = False
-
-    @property
-    def ok(self) -> bool:
-        return self.value <= self.bar if self.at_most else self.value >= self.bar
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"name": self.name, "workload": self.workload, "bar": self.bar, "value": self.value, "ok": self.ok}
-
-    def __str__(self) -> str:
-        sign = "<=" if self.at_most else ">="
-        return f"{'ok  ' if self.ok else 'MISS'} {self.name} [{self.workload}]: {self.value:.3g} {sign} {self.bar:g}"
 
 
 def run_cpu_suite(

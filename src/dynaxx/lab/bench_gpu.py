@@ -1,224 +1,240 @@
 """Measure the GPU kernels beside their peers: correct first, then median times in one process, then useful TF/s.
 
-Useful FLOPs are 4 * head_dim * q_heads * visible (query, key) pairs forward and 10 * ... backward; a dense baseline is
-held against the same sparse work only where it says so.
+Useful FLOPs are 4 * head_dim * q_heads * visible (query, key) pairs forward and 2.5 times that backward; those of a
+dense peer are its own. A ratio is a peer's time over ours: above 1 we are faster. Selection and the building of layouts
+are in none of these times (layouts have rows of their own).
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
+import gc
+import importlib.metadata
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dynaxx.layout import BlockLayout, to_block_mask
+from dynaxx.lab import bench_gpu_beside as beside
+from dynaxx.lab.bars import Report
+from dynaxx.lab.bench_gpu_bars import bars_of
+from dynaxx.lab.bench_gpu_peers import PEERS
+from dynaxx.lab.bench_gpu_work import WORKLOADS, Workload
 from dynaxx.ops.attention import sparse_attention
 from dynaxx.ops.checks import check_inputs
 from dynaxx.ops.dispatch import unsupported_reasons
-from dynaxx.patterns import SlidingWindow
 
 BACKENDS = ("hopper", "triton")
-Q_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+QUICK = ("random 10 %", "window 1024")
+BESIDE = ("layouts", "host", "encoder")
+DIFFERENT = 2e-2  # relative error in norm between two bf16 results of the same attention
 
 
-@dataclass(frozen=True)
-class Workload:
-    """One shape: random causal blocks of a density, or a sliding window. bf16, batch 1, 32 / 8 heads of 128."""
-
-    name: str
-    seqlen: int
-    density: float | None = None
-    window: int | None = None
-    block_size: int = 128
-
-    def layout(self, device: torch.device, seed: int) -> BlockLayout:
-        if self.window is not None:
-            return SlidingWindow(self.window).layout(self.seqlen, block_size=self.block_size, device=device)
-        return random_causal_layout(self.seqlen, self.density or 0.0, self.block_size, device, seed)
-
-
-WORKLOADS = (
-    Workload("random 10 %", 32768, density=0.1),
-    Workload("random 30 %", 32768, density=0.3),
-    Workload("random 20 %", 8192, density=0.2),
-    Workload("window 1024", 32768, window=1024),
-    Workload("window 4096", 32768, window=4096),
-    Workload("random 10 %, blocks of 64", 32768, density=0.1, block_size=64),
-)
-
-
-def random_causal_layout(seqlen: int, density: float, block: int, device: torch.device, seed: int) -> BlockLayout:
-    """The diagonal, and a share `density` of the blocks below it."""
-    blocks = -(-seqlen // block)
-    generator = torch.Generator().manual_seed(seed)
-    chosen = (torch.rand(blocks, blocks, generator=generator) < density).tril(-1) | torch.eye(blocks, dtype=torch.bool)
-    indices = torch.where(chosen, torch.arange(blocks), -1)
-    return BlockLayout.from_block_indices(indices.view(1, 1, blocks, blocks), seqlen, block_size=block).to(device)
-
-
-def run_gpu_suite(quick: bool = False, seed: int = 0) -> dict[str, Any]:
+def run_gpu_suite(
+    quick: bool = False,
+    seed: int = 0,
+    only: Sequence[str] = (),
+    progress: Report | None = None,
+    plot: Path | None = None,
+) -> dict[str, Any]:
     """Check the GPU backends on random problems, then time them and their peers.
 
     Args:
-        quick: two workloads, and no FlexAttention (it compiles for a minute).
+        quick: two workloads, and no peer that compiles (FlexAttention for a minute, FlashAttention 4 for seconds).
         seed: of the random blocks and of the inputs.
+        only: of the rows, those whose name starts so: workloads, and "layouts", "host", "encoder".
+        progress: receives lines of text as results come, for example `print`.
+        plot: also time a window at lengths from 4k to 1M, and draw time and memory into this SVG file.
 
     Returns:
-        "device", "versions", "checks" (cases passed by backend), and "rows": one dict per workload and implementation
-        with "ms" and "tflops" forward and backward, "density", and "skipped" where it did not run.
+        "device", "versions", "checks" (problems passed by backend), "rows" (one dict per workload and implementation:
+        ms, TF/s and peak MiB above the inputs, forward and backward, of ours the ratio to each peer; or "skipped" with
+        the reason), "layouts", "host", "encoder", "growth" (what was asked for of it) and "bars".
 
     Raises:
         RuntimeError: no GPU, or a check that failed: then there are no times.
+        ValueError: `only` names no row.
     """
     if not torch.cuda.is_available():
         raise RuntimeError("the GPU suite needs a CUDA GPU; none is visible to torch")
+    say = progress or (lambda line: None)
     device = torch.device("cuda", torch.cuda.current_device())
-    checks = {name: check_backend(name, device, cases=4 if quick else 12, seed=seed) for name in BACKENDS}
-    rows = []
-    for workload in (WORKLOADS[0], WORKLOADS[3]) if quick else WORKLOADS:
-        rows += time_workload(workload, device, seed, with_flex=not quick)
-    properties = torch.cuda.get_device_properties(device)
-    return {
-        "device": properties.name,
-        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "triton": _triton_version()},
-        "shape": f"bf16, batch 1, {Q_HEADS}/{KV_HEADS} heads, head_dim {HEAD_DIM}, causal, median of do_bench",
-        "checks": checks,
-        "rows": rows,
+    wanted = lambda name: any(name.startswith(each) for each in only) if only else (not quick or name in QUICK)
+    workloads = [workload for workload in WORKLOADS if wanted(workload.name)]
+    if only and not workloads and not any(map(wanted, BESIDE)):
+        raise ValueError(f"`only` must name rows of {[w.name for w in WORKLOADS] + list(BESIDE)}, got {list(only)}")
+    versions = {name: _version(name) for name in ("torch", "triton", "transformers", "flash-attn-4")}
+    name = torch.cuda.get_device_name(device)
+    say(f"{name}, " + ", ".join(f"{package} {version}" for package, version in versions.items()))
+    checks = {
+        backend: check_backend(backend, workloads, device, cases=2 if quick else 4, seed=seed) for backend in BACKENDS
     }
+    say("problems checked against fp64: " + ", ".join(f"{backend} {count}" for backend, count in checks.items()))
+    found: dict[str, Any] = {"device": name, "versions": versions, "checks": checks, "rows": []}
+    for workload in workloads:
+        found["rows"] += time_workload(workload, device, seed, [] if quick else list(PEERS), say)
+    for part, run in (("layouts", beside.time_layouts), ("host", beside.time_host), ("encoder", beside.time_encoder)):
+        if wanted(part):
+            found[part] = run(device, say)
+    if plot is not None:
+        found["growth"] = beside.time_growth(device, say)
+        plot.write_text(beside.draw_growth(found["growth"]))
+    bars = bars_of(found)
+    for bar in bars:
+        say(str(bar))
+    return found | {"bars": [bar.as_dict() for bar in bars]}
 
 
-def check_backend(name: str, device: torch.device, *, cases: int, seed: int) -> int:
-    """Random problems, forward and gradients, against fp64. Returns how many the backend served.
+def check_backend(backend: str, workloads: Sequence[Workload], device: torch.device, *, cases: int, seed: int) -> int:
+    """Random problems, forward and gradients, against fp64, by the kernels that the workloads run. How many it served.
 
     Raises:
         RuntimeError: an error over its derived budget.
     """
-    from dynaxx.testing import check_forward, check_gradients, random_case
+    from dynaxx.testing.expected import Expected
+    from dynaxx.testing.problems import random_problem
 
-    attend = lambda q, k, v, layout: sparse_attention(q, k, v, layout, return_lse=True, backend=name)
     served = 0
-    for case_seed in range(seed, seed + cases):
-        case = random_case(case_seed, dtype=torch.bfloat16, device=device, head_dims=(64, 128), block_sizes=(64, 128))
-        if unsupported_reasons(name, check_inputs(case.q, case.k, case.v, case.layout)):
-            continue
-        for check in (check_forward, check_gradients):
-            for report in check(attend, case.q, case.k, case.v, case.layout):
+    for head_dim, block in sorted({(each.head_dim, each.block_size) for each in workloads}):
+        for case in range(seed, seed + cases):
+            problem = random_problem(
+                case,
+                device,
+                dtype=torch.bfloat16,
+                head_dims=(head_dim, head_dim),
+                block_size=(block, block),
+                memories=("contiguous",),
+                softcaps=(None,),
+                from_data=0.0,
+            )
+            if unsupported_reasons(backend, problem.asks):
+                continue
+            expected = Expected(problem.inputs, problem.exact, problem.eager, scale=problem.scale, seed=case)
+            for report in expected.reports(partial(problem.attend, backend=backend)):
                 if not report.ok:
-                    raise RuntimeError(f"{name} is wrong, so it is not timed: {report}; {case.label}")
-        served += 1
+                    raise RuntimeError(
+                        f"{backend} is wrong, so it is not timed: {report}; seed {case}, {problem.label}"
+                    )
+            served += 1
     return served
 
 
-def time_workload(workload: Workload, device: torch.device, seed: int, *, with_flex: bool) -> list[dict[str, Any]]:
-    """Rows of every implementation on one workload."""
-    torch.manual_seed(seed)
+def time_workload(
+    workload: Workload, device: torch.device, seed: int, peers: Sequence[str], say: Report
+) -> list[dict[str, Any]]:
+    """Rows of our backends and of the named peers on one workload."""
     layout = workload.layout(device, seed)
-    draw = lambda heads: torch.randn(
-        1, workload.seqlen, heads, HEAD_DIM, device=device, dtype=torch.bfloat16, requires_grad=True
-    )
-    q, k, v = draw(Q_HEADS), draw(KV_HEADS), draw(KV_HEADS)
-    flops = 4 * HEAD_DIM * Q_HEADS * int(layout.visible_pairs().sum())
-    dense_flops = 2 * HEAD_DIM * Q_HEADS * workload.seqlen * (workload.seqlen + 1)
-    common = {
-        "workload": workload.name,
-        "seqlen": workload.seqlen,
-        "block_size": workload.block_size,
-        "density": round(layout.density(), 4),
-    }
-    rows = []
-    for name in BACKENDS:
-        why = unsupported_reasons(name, check_inputs(q, k, v, layout))
-        run = lambda name=name: sparse_attention(q, k, v, layout, backend=name)
-        rows.append({**common, "implementation": name, **({"skipped": why} if why else _times(run, (q, k, v), flops))})
-    peers: list[tuple[str, Callable[[], Callable[[], Tensor]], int]] = [
-        ("sdpa cudnn, dense", lambda: _sdpa(q, k, v, "CUDNN_ATTENTION"), dense_flops),
-        ("sdpa flash, dense", lambda: _sdpa(q, k, v, "FLASH_ATTENTION"), dense_flops),
-    ]
-    if with_flex:
-        peers.append(("flex_attention", lambda: _flex(q, k, v, layout, workload), flops))
-    for name, make, work in peers:
+    q, k, v = workload.inputs(device, seed)
+    flops = workload.flops(layout)
+    common = {"workload": workload.name, "seqlen": workload.seqlen, "density": round(layout.to("cpu").density(), 4)}
+    rows, expected = [], None
+    for backend in BACKENDS:
+        run = partial(sparse_attention, layout=layout, backend=backend)
+        row = {**common, "implementation": backend}
+        as_batch = (q, k, v) if q.ndim == 4 else (q[None], k[None], v[None])
+        if why := unsupported_reasons(backend, check_inputs(*as_batch, layout)):
+            rows.append(row | {"skipped": "; ".join(why)})
+            continue
+        if expected is None:
+            with torch.no_grad():
+                expected = run(q, k, v)
+        rows.append(row | _measured(run, (q, k, v), flops))
+    for name in peers:
+        row = {**common, "implementation": name}
+        dense = "dense" in name
         try:
-            rows.append({**common, "implementation": name, **_times(make(), (q, k, v), work)})
-        except RuntimeError as error:  # a peer that this build or GPU lacks must not cost the other rows
-            rows.append({**common, "implementation": name, "skipped": [str(error).splitlines()[0]]})
+            run_peer = PEERS[name](workload, layout)
+            if not dense and expected is not None:
+                _agree(run_peer, (q, k, v), expected)
+            rows.append(row | _measured(run_peer, (q, k, v), workload.dense_flops if dense else flops))
+        except Exception as error:  # a peer that is absent, or does not serve the shape, must not cost the other rows
+            rows.append(row | {"skipped": f"{type(error).__name__}: {str(error).strip().splitlines()[-1:]}"[:160]})
+    by_name = {row["implementation"]: row for row in rows}
+    for backend in BACKENDS:
+        by_name[backend] |= {"ratio": _ratios(by_name[backend], [by_name[name] for name in peers])}
+    for row in rows:
+        say(_line(row))
+    gc.collect()
+    torch.cuda.empty_cache()
     return rows
 
 
-def time_layout_build(workload: Workload, device: torch.device) -> float:
-    """Milliseconds of wall time from nothing to a layout on the device, with no cache."""
-    from dynaxx.patterns.base import _cached_layout
-
-    _cached_layout.cache_clear()
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    workload.layout(device, 0)
-    torch.cuda.synchronize()
-    return (time.perf_counter() - begin) * 1e3
+def _agree(run: Callable[..., Tensor], inputs: tuple[Tensor, ...], expected: Tensor) -> None:
+    with torch.no_grad():
+        out = run(*inputs)
+    error = float((out.float() - expected.float()).norm() / expected.float().norm())
+    if not error <= DIFFERENT:
+        raise RuntimeError(f"gives another result than ours: relative error {error:.1e}")
 
 
-def _times(run: Callable[[], Any], inputs: tuple[Tensor, ...], flops: int) -> dict[str, float]:
-    """Median milliseconds and TF/s, forward (without gradients) and backward alone."""
+def _measured(run: Callable[..., Tensor], inputs: tuple[Tensor, ...], flops: int) -> dict[str, float]:
+    """Median ms, TF/s and peak MiB above what is there before, of a forward without gradients and of a backward."""
     from triton.testing import do_bench
 
     def forward() -> None:
         with torch.no_grad():
-            run()
+            run(*inputs)
 
-    forward_ms = do_bench(forward, return_mode="median")
-    out = run()
+    forward()
+    forward_mib = _peak_mib(forward)
+    forward_ms = do_bench(forward, warmup=20, rep=60, return_mode="median")
+    out = run(*inputs)
     do = torch.randn_like(out)
-    backward_ms = do_bench(lambda: torch.autograd.grad(out, inputs, do, retain_graph=True), return_mode="median")
+    backward = lambda: torch.autograd.grad(out, inputs, do, retain_graph=True)
+    backward()
+    backward_mib = _peak_mib(backward)
+    backward_ms = do_bench(backward, warmup=20, rep=60, return_mode="median")
     return {
         "forward_ms": round(forward_ms, 4),
         "forward_tflops": round(flops / forward_ms / 1e9, 1),
+        "forward_mib": round(forward_mib, 1),
         "backward_ms": round(backward_ms, 4),
         "backward_tflops": round(2.5 * flops / backward_ms / 1e9, 1),
+        "backward_mib": round(backward_mib, 1),
     }
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, backend: str) -> Callable[[], Tensor]:
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    def run() -> Tensor:
-        with sdpa_kernel(getattr(SDPBackend, backend)):
-            return torch.nn.functional.scaled_dot_product_attention(
-                q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
-            )
-
-    return run
+def _peak_mib(run: Callable[[], object]) -> float:
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def _flex(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, workload: Workload) -> Callable[[], Tensor]:
-    """FlexAttention over the same blocks, masking its partial ones in closed form as its users do."""
-    from torch.nn.attention.flex_attention import BlockMask, flex_attention
+def _ratios(ours: dict[str, Any], peers: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """By peer, its time over ours, forward and backward."""
+    if "skipped" in ours:
+        return {}
+    return {
+        peer["implementation"]: {
+            kind: round(peer[f"{kind}_ms"] / ours[f"{kind}_ms"], 3) for kind in ("forward", "backward")
+        }
+        for peer in peers
+        if "skipped" not in peer
+    }
 
-    torch.compiler.reset()  # every workload's mask_mod is another function: the cache would run full
-    lists = to_block_mask(layout)
-    window = workload.window
 
-    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        seen = q_idx >= kv_idx
-        return seen if window is None else seen & (q_idx - kv_idx < window)
-
-    block_mask = BlockMask.from_kv_blocks(
-        lists.kv_num_blocks,
-        lists.kv_indices,
-        lists.full_kv_num_blocks,
-        lists.full_kv_indices,
-        BLOCK_SIZE=layout.block_size,
-        mask_mod=mask_mod,
-        seq_lengths=(layout.seqlen_q, layout.seqlen_k),
+def _line(row: dict[str, Any]) -> str:
+    head = f"{row['workload']:>18} {row['density']:.3f} {row['implementation']:<18}"
+    if "skipped" in row:
+        return f"{head} skipped: {row['skipped']}"
+    parts = [
+        f"{kind} {row[f'{kind}_ms']:8.3f} ms {row[f'{kind}_tflops']:4.0f} TF/s {row[f'{kind}_mib']:6.0f} MiB"
+        for kind in ("forward", "backward")
+    ]
+    ratios = (
+        f"{peer.removesuffix(', dense')} {each['forward']:.2f}/{each['backward']:.2f}x"
+        for peer, each in row.get("ratio", {}).items()
     )
-    compiled = torch.compile(flex_attention, dynamic=False)
-    return lambda: compiled(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), block_mask=block_mask, enable_gqa=True
-    )
+    return "  ".join([head, *parts, *ratios])
 
 
-def _triton_version() -> str:
-    import importlib.metadata
-
-    return importlib.metadata.version("triton")
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from dynaxx.layout import BLOCK_SIZES, BlockGrid, BlockLayout
 from dynaxx.patterns.base import Intersection, Union
 from dynaxx.selection import Hybrid, Selector, select_blocks
 from dynaxx.testing.cases import make_qkv, random_pattern, random_selector
-from dynaxx.testing.memory import random_memory
+from dynaxx.testing.memory import MEMORY, random_memory
 
 DTYPES = (torch.float32,) * 4 + (torch.bfloat16, torch.float16) * 2 + (torch.float64,)
 HEAD_DIMS = (1, 5, 16, 16, 24, 24, 32, 32, 64, 64, 80, 96, 128, 256)
@@ -43,16 +43,20 @@ class Draw:
     head_dims: tuple[int, int]  # of q and k, of v
     traits: dict[str, list[str]] = field(default_factory=dict)
     rules: list[Rule] = field(default_factory=list)
+    from_data: float = 0.5  # share of rules that look at the data
+    softcaps: tuple[float | None, ...] = ()  # empty: now and then one
+    memories: tuple[str, ...] = tuple(MEMORY)
 
     @classmethod
-    def of(cls, seed: int, device: torch.device) -> Draw:
+    def of(cls, seed: int, device: torch.device, **fixed: Any) -> Draw:
+        """The draw of a seed; `fixed` fields are as given."""
         rng = random.Random(seed)
         dtype, kv_heads, head_dim = rng.choice(DTYPES), rng.choice((1, 2)), rng.choice(HEAD_DIMS)
         heads = (rng.choice((1, 1, 2, 3, 3, 4, 5, 7, 8)) * kv_heads, kv_heads)
         head_dims = (head_dim, head_dim if rng.random() < 0.7 else rng.choice(HEAD_DIMS))
         blocks = (rng.choice(BLOCK_SIZES), rng.choice(BLOCK_SIZES))
-        draw = cls(rng, seed, device, dtype, blocks, rng.random() < 0.7, heads, head_dims)
-        draw.note("dtype", str(dtype).removeprefix("torch."))
+        draw = replace(cls(rng, seed, device, dtype, blocks, rng.random() < 0.7, heads, head_dims), **fixed)
+        draw.note("dtype", str(draw.dtype).removeprefix("torch."))
         draw.note("causal", "yes" if draw.causal else "no")
         return draw
 
@@ -88,7 +92,7 @@ class Draw:
 
     def rule(self, seqlen_k: int, from_data: bool | None = None, without: type[p.Pattern] | None = None) -> Rule:
         """A pattern, or what looks at the data: a selector, alone or beside a pattern."""
-        if not (self.rng.random() < 0.5 if from_data is None else from_data):
+        if not (self.rng.random() < self.from_data if from_data is None else from_data):
             return self.pattern(seqlen_k, without)
         selector = random_selector(self.rng)
         self.note("selector", type(selector).__name__)
@@ -149,7 +153,7 @@ class Draw:
                          dtype=self.dtype, device=self.device, seed=self.seed)  # fmt: skip
         inputs = {}
         for name, x in zip("qkv", drawn, strict=True):
-            inputs[name], memory = random_memory(self.rng, x)
+            inputs[name], memory = random_memory(self.rng, x, self.memories)
             self.note("memory", memory)
         return inputs
 
@@ -159,7 +163,7 @@ class Draw:
 
     def score_options(self, inputs: dict[str, Tensor]) -> dict[str, Any]:
         """Scale and softcap; and now and then sinks, which join the inputs they are given."""
-        softcap = self.rng.choice((None,) * 9 + (self.rng.choice((0.5, 3.0, 30.0)),))
+        softcap = self.rng.choice(self.softcaps or (None,) * 9 + (self.rng.choice((0.5, 3.0, 30.0)),))
         self.note("scores", "plain" if softcap is None else "softcap")
         if inputs and self.rng.random() < 0.1:
             inputs["sinks"] = torch.randn(self.heads[0], generator=self.generator).to(inputs["q"])

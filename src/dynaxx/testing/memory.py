@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ MEMORY: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def random_memory(rng: random.Random, x: Tensor) -> tuple[Tensor, str]:
+def random_memory(rng: random.Random, x: Tensor, kinds: Sequence[str] = tuple(MEMORY)) -> tuple[Tensor, str]:
     """Move a (batch, seqlen, heads, head_dim) tensor to one kind of `MEMORY`; return it and the kind's name."""
-    name = rng.choice(list(MEMORY))
+    name = rng.choice(kinds)
     return MEMORY[name](x), name

@@ -33,7 +33,7 @@ class Problem:
     """One random problem, ready to be asked of any backend."""
 
     inputs: dict[str, Tensor]  # q, k, v, and sinks where there are some
-    attend: Attend  # (*inputs, backend=) -> (out, lse, None where the function gives none)
+    attend: Attend  # (*inputs, backend=) -> (out, lse, None where the function gives none), on the inputs' device
     exact: AttendAll  # the oracle over the visible pairs
     eager: AttendAll | None  # the same math done eagerly, where that is more than one attention
     scale: float | None
@@ -42,13 +42,16 @@ class Problem:
     label: str
 
 
-def random_problem(seed: int, device: torch.device | str = "cpu") -> Problem:
+def random_problem(seed: int, device: torch.device | str = "cpu", **fixed: Any) -> Problem:
     """A random problem; the same seed gives the same one everywhere.
+
+    Args:
+        fixed: fields of `Draw` that are given and not drawn, as what a kernel is compiled for.
 
     Raises:
         AssertionError: a layout shows other pairs than its rule.
     """
-    draw = Draw.of(seed, torch.device(device))
+    draw = Draw.of(seed, torch.device(device), **fixed)
     kinds: dict[Callable[[Draw], Problem], int] = {_batch: 10, _packed: 7, _merged: 2, _buckets: 2}
     (make,) = draw.rng.choices(list(kinds), list(kinds.values()))
     draw.note("call", make.__name__.removeprefix("_"))
@@ -63,7 +66,7 @@ def _batch(draw: Draw) -> Problem:
     options = draw.score_options(inputs)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, *, backend: str) -> tuple[Tensor, Tensor]:
-        return sparse_attention(q, k, v, layout, sinks=sinks, **options, return_lse=True, backend=backend)
+        return sparse_attention(q, k, v, layout.to(q.device), sinks=sinks, **options, return_lse=True, backend=backend)
 
     return _problem(draw, inputs, visible, attend, options)
 
@@ -104,7 +107,7 @@ def _packed(draw: Draw) -> Problem:
     inputs = draw.tensors(1, ends_q[-1], ends_k[-1])
     q, k = inputs["q"], inputs["k"]
     pieces = [(slice(*ends_q[s : s + 2]), slice(*ends_k[s : s + 2])) for s in range(len(ends_q) - 1)]
-    from_data = draw.rng.random() < 0.4
+    from_data = draw.rng.random() < 0.8 * draw.from_data
     if draw.rng.random() < 0.6:
         draw.note("layout", "packed, one rule")
         rules = [draw.rule(max(e.stop - e.start for _, e in pieces), from_data, without=Documents)] * len(pieces)
@@ -125,7 +128,7 @@ def _packed(draw: Draw) -> Problem:
 
     def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, *, backend: str) -> tuple[Tensor, Tensor]:
         out, lse = sparse_attention(
-            q[0], k[0], v[0], layout, **ends, sinks=sinks, **options, return_lse=True, backend=backend
+            q[0], k[0], v[0], layout.to(q.device), **ends, sinks=sinks, **options, return_lse=True, backend=backend
         )
         return out[None], lse[None]
 
@@ -145,7 +148,7 @@ def _merged(draw: Draw) -> Problem:
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *, backend: str) -> tuple[Tensor, Tensor]:
         shared: dict[str, Any] = {**options, "return_lse": True, "backend": backend}
-        return merge_states([sparse_attention(q, k, v, layout, **shared) for layout in layouts])
+        return merge_states([sparse_attention(q, k, v, layout.to(q.device), **shared) for layout in layouts])
 
     def eager(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return merge_states([oracle_attention(q, k, v, mask, **options) for mask in masks])

@@ -15,8 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from dynaxx.kernels.hopper.backward_dkv import backward_dkv
 from dynaxx.kernels.hopper.config import backward_dq_tiles
 from dynaxx.kernels.hopper.launch import dense_rows, tma_view
-from dynaxx.kernels.triton.backward import RUNTIME_SIZES
-from dynaxx.kernels.triton.launch import layout_arguments, order_argument
+from dynaxx.kernels.triton.launch import RUNTIME_SIZES, layout_arguments, order_argument
 from dynaxx.kernels.triton.primitives import (
     FULL,
     LOG2E,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
 def dense_rows(x: Tensor) -> Tensor:
     """`x` where TMA can step through it: dense rows, 16-byte strides; else a copy."""
     aligned = all(x.stride(i) * x.itemsize % 16 == 0 and x.stride(i) > 0 for i in range(3) if x.shape[i] > 1)
-    return x if aligned and x.stride(3) == 1 and x.data_ptr() % 16 == 0 else x.contiguous()
+    if aligned and x.stride(3) == 1 and x.data_ptr() % 16 == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)  # also where it is dense, but begins between two such steps
 
 
 def tma_view(x: Tensor) -> Tensor:

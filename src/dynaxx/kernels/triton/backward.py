@@ -14,7 +14,14 @@ import triton.language as tl
 from torch import Tensor
 
 from dynaxx.kernels.triton.config import backward_dkv_tiles, backward_dq_tiles, padded
-from dynaxx.kernels.triton.launch import layout_arguments, order_argument, strides, transposed_arguments, unit_stride
+from dynaxx.kernels.triton.launch import (
+    RUNTIME_SIZES,
+    layout_arguments,
+    order_argument,
+    strides,
+    transposed_arguments,
+    unit_stride,
+)
 from dynaxx.kernels.triton.primitives import (
     BOUNDS,
     FULL,
@@ -33,7 +40,6 @@ from dynaxx.kernels.triton.primitives import (
 from dynaxx.layout import BlockLayout
 
 DELTA_ROWS = 64
-RUNTIME_SIZES = ["capacity", "num_masks", "seqlen_q", "seqlen_k", "batch", "q_heads", "group_size"]
 
 
 @triton.jit
@@ -62,7 +68,7 @@ def _cap(scores, cap, CAPPED: tl.constexpr):
     return scores, slope
 
 
-@triton.jit(do_not_specialize=["seqlen_q", "q_heads"])
+@triton.jit(do_not_specialize=["seqlen_q", "q_heads", "stride_dlb", "stride_dlh", "stride_dln"])
 def _sparse_attention_bwd_delta_kernel(
     p_do,
     p_dlse,

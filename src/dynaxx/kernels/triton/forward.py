@@ -14,7 +14,14 @@ import triton.language as tl
 from torch import Tensor
 
 from dynaxx.kernels.triton.config import forward_tiles, padded
-from dynaxx.kernels.triton.launch import layout_arguments, order_argument, positive_scale, strides, unit_stride
+from dynaxx.kernels.triton.launch import (
+    RUNTIME_SIZES,
+    layout_arguments,
+    order_argument,
+    positive_scale,
+    strides,
+    unit_stride,
+)
 from dynaxx.kernels.triton.primitives import (
     FULL,
     LOG2E,
@@ -103,7 +110,7 @@ def _attend(
     return acc, row_max, row_sum
 
 
-@triton.jit(do_not_specialize=["capacity", "num_masks", "seqlen_q", "seqlen_k", "batch", "q_heads", "group_size"])
+@triton.jit(do_not_specialize=RUNTIME_SIZES)
 def _sparse_attention_fwd_kernel(
     p_q,
     p_k,

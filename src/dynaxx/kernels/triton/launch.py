@@ -6,6 +6,19 @@ from torch import Tensor
 
 from dynaxx.layout import BlockLayout
 
+# What a kernel is not compiled again for, whatever its value.
+RUNTIME_SIZES = [
+    "capacity",
+    "num_masks",
+    "layout_stride_b",
+    "layout_stride_h",
+    "seqlen_q",
+    "seqlen_k",
+    "batch",
+    "q_heads",
+    "group_size",
+]
+
 
 def unit_stride(x: Tensor) -> Tensor:
     """`x` itself where its last dimension is dense, as it is for every transposed or sliced view; else a copy."""

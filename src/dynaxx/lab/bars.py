@@ -1,0 +1,38 @@
+"""Promises that a benchmark holds itself to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A promise: `value` of every workload that it covers is at least (or for errors and times at most) `bar`.
+
+    A value of None could not be measured, as when the peer it is held against is not installed: neither met nor missed.
+    """
+
+    name: str
+    bar: float
+    value: float | None
+    workload: str
+    at_most: bool = False
+
+    @property
+    def ok(self) -> bool | None:
+        if self.value is None:
+            return None
+        return self.value <= self.bar if self.at_most else self.value >= self.bar
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"name": self.name, "workload": self.workload, "bar": self.bar, "value": self.value, "ok": self.ok}
+
+    def __str__(self) -> str:
+        said = {True: "ok  ", False: "MISS", None: "?   "}[self.ok]
+        sign = "<=" if self.at_most else ">="
+        value = "not measured" if self.value is None else f"{self.value:.3g}"
+        return f"{said} {self.name} [{self.workload}]: {value} {sign} {self.bar:g}"

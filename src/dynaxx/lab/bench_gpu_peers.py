@@ -1,0 +1,114 @@
+"""The peers of the GPU suite, each over the same blocks or over all causal pairs, as its own users call it.
+
+A peer is made for a workload and gives a call `(q, k, v) -> out`; it raises `RuntimeError` or `ImportError` where it is
+not installed or does not serve the shape, and the suite says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dynaxx.lab.bench_gpu_work import Workload
+from dynaxx.layout import BlockLayout, to_block_mask
+
+Run = Callable[[Tensor, Tensor, Tensor], Tensor]
+Peer = Callable[[Workload, BlockLayout], Run]
+
+
+def _sdpa(backend: str) -> Peer:
+    """Dense causal attention of torch."""
+
+    def make(workload: Workload, layout: BlockLayout) -> Run:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+        from torch.nn.functional import scaled_dot_product_attention
+
+        if workload.lengths or not workload.dense_peers:
+            raise RuntimeError("dense, and not timed on packed batches and at 128k")
+
+        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            with sdpa_kernel(getattr(SDPBackend, backend)):
+                out: Tensor = scaled_dot_product_attention(
+                    q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
+                )
+            return out.transpose(1, 2)
+
+        return run
+
+    return make
+
+
+def _flex(workload: Workload, layout: BlockLayout) -> Run:
+    """FlexAttention, masking its partial blocks in closed form."""
+    from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+    if workload.lengths:
+        raise RuntimeError("packed batches need a mask_mod over document ids, which is another workload")
+    torch.compiler.reset()  # every workload's mask_mod is another function: the cache would run full
+    lists, window = to_block_mask(layout), workload.window
+
+    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        seen = q_idx >= kv_idx
+        return seen if window is None else seen & (q_idx - kv_idx < window)
+
+    block_mask = BlockMask.from_kv_blocks(
+        lists.kv_num_blocks,
+        lists.kv_indices,
+        lists.full_kv_num_blocks,
+        lists.full_kv_indices,
+        BLOCK_SIZE=layout.block_size,
+        mask_mod=mask_mod,
+        seq_lengths=(layout.seqlen_q, layout.seqlen_k),
+    )
+    compiled = torch.compile(flex_attention, dynamic=False)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        by_head = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        out: Any = compiled(*by_head, block_mask=block_mask, enable_gqa=True)
+        result: Tensor = out.transpose(1, 2)
+        return result
+
+    return run
+
+
+def _flash_attention_4(workload: Workload, layout: BlockLayout) -> Run:
+    """FlashAttention 4's block sparsity, or its own window, or its causal mask."""
+    from flash_attn.cute import flash_attn_func
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
+    from dynaxx.lab.bench_gpu_fa4 import causal_mask
+
+    if workload.lengths:
+        raise RuntimeError("not timed on packed batches")
+    if workload.density is None:
+        window = (None, None) if workload.window is None else (workload.window - 1, 0)
+        return lambda q, k, v: flash_attn_func(q, k, v, causal=True, window_size=window)[0]
+    lists = to_block_mask(layout)
+    rows = BlockSparseTensorsTorch(
+        mask_block_cnt=lists.kv_num_blocks,
+        mask_block_idx=lists.kv_indices,
+        full_block_cnt=lists.full_kv_num_blocks,
+        full_block_idx=lists.full_kv_indices,
+        block_size=layout.block_size,
+    )
+    columns = BlockSparseTensorsTorch(
+        mask_block_cnt=lists.q_num_blocks,
+        mask_block_idx=lists.q_indices,
+        full_block_cnt=lists.full_q_num_blocks,
+        full_block_idx=lists.full_q_indices,
+        block_size=layout.block_size,
+    )
+    return lambda q, k, v: flash_attn_func(
+        q, k, v, mask_mod=causal_mask, block_sparse_tensors=rows, block_sparse_tensors_bwd=columns
+    )[0]
+
+
+PEERS: dict[str, Peer] = {
+    "fa4": _flash_attention_4,
+    "flex": _flex,
+    "sdpa cudnn, dense": _sdpa("CUDNN_ATTENTION"),
+    "sdpa flash, dense": _sdpa("FLASH_ATTENTION"),
+}

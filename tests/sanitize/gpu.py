@@ -1,0 +1,141 @@
+"""Run a small set of the GPU kernels under NVIDIA's compute-sanitizer: `python tests/sanitize/gpu.py`.
+
+memcheck looks at every access to memory, racecheck at the order of those to shared memory. Before it is believed, each
+tool must find an error that is planted in a kernel of our own. Needs a GPU and `compute-sanitizer` (77 without them).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+
+import torch
+
+import dynaxx as dx
+
+PLANTED = {
+    "memcheck": 'extern "C" __global__ void planted(int *out) { out[threadIdx.x + (1 << 20)] = 1; }',
+    "racecheck": """extern "C" __global__ void planted(int *out) {
+        __shared__ int x[256]; x[threadIdx.x] = threadIdx.x; out[threadIdx.x] = x[255 - threadIdx.x]; }""",
+}
+
+
+def attention(backend: str) -> None:
+    """Forward and backward over partial, full and empty blocks, ragged ends, a layout per head, a packed batch."""
+    draw = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    pattern = dx.SlidingWindow(70) | dx.GlobalTokens(3) | dx.Dilated(2, 30)
+    for block, seqlen_q, seqlen_k in ((64, 200, 333), (128, 333, 333)):
+        layout = pattern.layout(seqlen_q, seqlen_k, causal=True, block_size=block, device="cuda")
+        q, k, v = draw(1, seqlen_q, 6, 64), draw(1, seqlen_k, 2, 64), draw(1, seqlen_k, 2, 64)
+        out, lse = dx.sparse_attention(q, k, v, layout, return_lse=True, backend=backend)
+        (out.float().sum() + lse[lse.isfinite()].sum()).backward()
+    ends = torch.tensor([0, 70, 70, 201], dtype=torch.int32)
+    packed = dx.packed_layout(dx.SlidingWindow(50), ends, causal=True, block_size=64, device="cuda")
+    q, k, v = draw(201, 4, 64), draw(201, 2, 64), draw(201, 2, 64)
+    dx.sparse_attention(q, k, v, packed, backend=backend).float().sum().backward()
+    if backend == "triton":
+        layout = pattern.layout(150, causal=False, block_size=(16, 32), device="cuda")
+        q, k, v = draw(1, 150, 3, 40), draw(1, 150, 1, 40), draw(1, 150, 1, 96)
+        dx.sparse_attention(q, k, v, layout, softcap=3.0, backend=backend).float().sum().backward()
+
+
+def selection() -> None:
+    """Scores, choice and layout on the device."""
+    q, k = (torch.randn(1, 300, heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (4, 2))
+    for rule in (dx.TopK(0.3), dx.TopP(0.7), dx.SlidingWindow(64) | dx.Threshold(1.0, of="uniform")):
+        dx.select_blocks(q, k, rule, block_size=64)
+
+
+def decode() -> None:
+    """Summaries, the choice of pages, attention over them and over all."""
+    k, v = (torch.randn(2, 320, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    cache = dx.PagedCache(k, v, torch.tensor([320, 77], dtype=torch.int32, device="cuda"), None, 32)
+    cache = dx.summarize_pages(cache, backend="triton")
+    q = torch.randn(2, 1, 8, 64, device="cuda", dtype=torch.bfloat16)
+    dx.sparse_decode(q, cache, backend="triton")
+    dx.sparse_decode(q, cache, dx.PageBudget(0.4), backend="triton")
+
+
+WORK = {
+    "triton": lambda: attention("triton"),
+    "hopper": lambda: attention("hopper"),
+    "selection": selection,
+    "decode": decode,
+}
+
+
+def run_here(names: list[str], planted: str | None) -> None:
+    if planted:
+        kernel = torch.cuda._compile_kernel(PLANTED[planted], "planted")
+        kernel(grid=(1, 1, 1), block=(256, 1, 1), args=[torch.zeros(256, dtype=torch.int32, device="cuda")])
+    for name in names:
+        WORK[name]()
+    torch.cuda.synchronize()
+    print("ran", *names, flush=True)
+
+
+def leave_out_torch() -> list[str]:
+    """Options that skip torch's own kernels, most of what runs, by what this version calls them."""
+    known = subprocess.run(["compute-sanitizer", "--help"], capture_output=True, text=True).stdout
+    for option in ("--kernel-name-exclude", "--kernel-regex-exclude"):
+        if option in known:
+            return [option, "kns=at6native"]
+    return []
+
+
+def start(tool: str, names: list[str], planted: bool) -> subprocess.Popen[str]:
+    command = ["compute-sanitizer", "--tool", tool, "--print-limit", "20", *leave_out_torch()]
+    if tool == "memcheck":
+        command += ["--padding", "512"]
+    command += [sys.executable, __file__, "--inside", *names, *(["--planted", tool] if planted else [])]
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # else tensors are neighbours in one allocation
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+
+
+def errors_of(report: str) -> int | None:
+    """What a tool's last line says: errors, or hazards of which some are errors; None if it says nothing."""
+    found = re.findall(r"ERROR SUMMARY: (\d+)|RACECHECK SUMMARY: (\d+) hazards", report)
+    return int(found[-1][0] or found[-1][1]) if found else None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--inside", nargs="*", help=argparse.SUPPRESS)
+    parser.add_argument("--planted", help=argparse.SUPPRESS)
+    parser.add_argument("--only", nargs="*", choices=list(WORK), default=list(WORK))
+    parser.add_argument("--seconds", type=float, default=600.0, help="give up on a tool after so many")
+    args = parser.parse_args()
+    if not torch.cuda.is_available() or shutil.which("compute-sanitizer") is None:
+        print("skipped: needs a GPU and compute-sanitizer")
+        return 77
+    if args.inside is not None:
+        run_here(args.inside, args.planted)
+        return 0
+    run_here(args.only, None)  # compiles, and says what is wrong without a sanitizer
+    runs = [(tool, [], True) for tool in PLANTED] + [(tool, [name], False) for tool in PLANTED for name in args.only]
+    started = [(tool, names, planted, start(tool, names, planted)) for tool, names, planted in runs]
+    deadline, failed = time.time() + args.seconds, False
+    for tool, names, planted, process in started:
+        try:
+            report, _ = process.communicate(timeout=max(1.0, deadline - time.time()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            report, _ = process.communicate()
+        errors = errors_of(report)
+        good = errors is not None and ((errors > 0) if planted else (errors == 0 and "ran" in report))
+        failed |= not good
+        verdict = "no verdict (out of time, or died)" if errors is None else f"{errors} errors"
+        what = "a planted error" if planted else names[0]
+        print(f"{'ok  ' if good else 'FAIL'} {tool}, {what}: {verdict}", flush=True)
+        if not good:
+            print("\n".join(report.splitlines()[-30:]))
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
