@@ -167,3 +167,25 @@ def test_a_dispatch_mode_sees_the_op():
     assert {torch.ops.dynaxx.attention_forward.default, torch.ops.dynaxx.attention_backward.default} <= set(seen)
     for a, b in zip(got, torch.autograd.grad(loss(q, k, v, layout), (q, k, v)), strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_what_was_checked_once_is_not_taken_for_what_was_not():
+    layout = dx.Causal().layout(64, block_size=16)
+    q, k, v = (torch.randn(1, 64, 2, 8) for _ in range(3))
+    first = dx.sparse_attention(q, k, v, layout)
+    assert torch.equal(dx.sparse_attention(q, k, v, layout), first)
+    with pytest.raises(ValueError, match="must agree with k"):
+        dx.sparse_attention(q, k, v[:, :63], layout)
+    with pytest.raises(TypeError, match="q's dtype"):
+        dx.sparse_attention(q, k, v.double(), layout)
+    with pytest.raises(ValueError, match="`softcap`"):
+        dx.sparse_attention(q, k, v, layout, softcap=0)
+    with pytest.raises(ValueError, match="`backend`"):
+        dx.sparse_attention(q, k, v, layout, backend="mine")
+    with pytest.raises(dx.UnsupportedInputError):
+        dx.sparse_attention(q, k, v, layout, backend="hopper")
+    q.requires_grad_()
+    assert dx.sparse_attention(q, k, v, layout).requires_grad
+    with torch.no_grad():
+        assert not dx.sparse_attention(q, k, v, layout).requires_grad
+    torch.testing.assert_close(dx.sparse_attention(q.double(), k.double(), v.double(), layout).float(), first)

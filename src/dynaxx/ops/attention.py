@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dynaxx.layout import BlockLayout, CuSeqlens, PackedLayout
 from dynaxx.ops.checks import check_inputs, check_packed, check_sinks
-from dynaxx.ops.dispatch import check_name, choose_backend, load_backend, score_options
+from dynaxx.ops.dispatch import backend_for, check_name, load_backend, score_options
 from dynaxx.ops.library import attention_forward, is_traced, layout_tensors
 from dynaxx.ops.sinks import add_sinks
 
@@ -120,9 +120,8 @@ def _attend(
         needs_grad = check_inputs(q, k, v, layout, softcap=softcap, values=False).needs_grad
         tensors = layout_tensors(layout, q)
         return attention_forward(q, k, v, tensors, *layout.block_size, scale, softcap, backend, needs_grad)
-    problem = check_inputs(q, k, v, layout, softcap=softcap)
-    name = choose_backend(problem, backend)
-    if name == "reference" or not problem.needs_grad:
+    name, needs_grad = backend_for(q, k, v, layout, softcap, backend)
+    if name == "reference" or not needs_grad:
         return load_backend(name).attention_forward(q, k, v, layout, scale, **score_options(softcap))
     return _SparseAttention.apply(q, k, v, layout, scale, softcap, name)
 

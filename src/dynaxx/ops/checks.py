@@ -73,7 +73,7 @@ def check_inputs(
     if softcap is not None and not 0 < softcap < float("inf"):
         raise ValueError(f"`softcap` must be > 0 and finite, or None for no cap, got {softcap}")
     if values:
-        _check_values(layout)
+        check_values(layout)
     if needs_grad is None:
         needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     return AttentionProblem(
@@ -148,7 +148,7 @@ def _check_lengths(name: str, given: CuSeqlens, built: Tensor) -> None:
         raise ValueError(f"`{name}` must be what the layout was built for, {built.tolist()[:8]}, got {given}")
 
 
-def _check_values(layout: BlockLayout) -> None:
+def check_values(layout: BlockLayout) -> None:
     """Before a launch, once per layout: on a CPU always, on a GPU (where it waits for the device) on request."""
     if layout.device.type == "cpu" or os.environ.get("DYNAXX_DEBUG") == "1":
         layout.validated  # noqa: B018  (a cached property that raises)

@@ -6,14 +6,18 @@ import importlib
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
+from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 
 from dynaxx.errors import UnsupportedInputError
 from dynaxx.kernels.problem import AttentionProblem
 from dynaxx.layout import BlockLayout
-from dynaxx.ops.checks import check_inputs
+from dynaxx.ops.checks import check_inputs, check_values
 
+MOST_CHOICES = 64  # kept per layout
 BACKENDS = ("hopper", "triton", "cpu", "reference")  # in the order that "auto" prefers
 
 
@@ -58,6 +62,32 @@ def choose_backend(problem: AttentionProblem, backend: str = "auto") -> str:
         if not reasons[name]:
             return name
     raise UnsupportedInputError(str(problem), reasons)
+
+
+def backend_for(
+    q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, softcap: float | None, backend: str
+) -> tuple[str, bool]:
+    """Check the inputs of a call and choose its backend; and whether a gradient will be asked for.
+
+    What was found is kept with the layout, as long as that lives: a call whose tensors have the same shapes, dtypes and
+    devices asks for nothing else. Raises as `check_inputs` and `choose_backend`.
+    """
+    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    tensors = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device)
+    known = _chosen.get(layout)
+    if known is None:
+        known = _chosen.setdefault(layout, {})
+    name = known.get((*tensors, softcap, backend, needs_grad))
+    if name is None:
+        name = choose_backend(check_inputs(q, k, v, layout, softcap=softcap), backend)
+        if len(known) < MOST_CHOICES:
+            known[(*tensors, softcap, backend, needs_grad)] = name
+    elif q.is_cuda:
+        check_values(layout)  # DYNAXX_DEBUG may have been set since
+    return name, needs_grad
+
+
+_chosen: WeakKeyDictionary[BlockLayout, dict[tuple[Any, ...], str]] = WeakKeyDictionary()
 
 
 def score_options(softcap: float | None) -> dict[str, float]:

@@ -45,6 +45,9 @@ class Expected:
         self._exact = self._run(exact, torch.float64)
         self._eager = self._exact if q.dtype == torch.float64 and eager is None else self._run(eager or exact, q.dtype)
         self._extra = self._beside_the_eager_error(scale)
+        if q.dtype == torch.float32 and q.shape[-1] == 1:
+            for name, missing in self._rounded_rows(exact, scale).items():
+                self._extra[name] += missing / 2  # budgets are twice what is summed up here
 
     def _beside_the_eager_error(self, scale: float | None) -> dict[str, float]:
         """What an answer may lose that the eager one does not, by name."""
@@ -64,6 +67,20 @@ class Expected:
             terms = (self._do.double() * self._exact["out"]).abs().sum((0, 1, 3))
             extra["dsinks"] += eps * float(terms.amax())
         return extra
+
+    @torch.no_grad()
+    def _rounded_rows(self, exact: AttendAll, scale: float | None) -> dict[str, float]:
+        """What out and lse lose when all scores of a row are off by two roundings.
+
+        A score of head_dim 1 is one product, and eager rounds that alone (the default scale is 1). A kernel that works
+        in powers of 2 also rounds scale * log2(e), and q times that: eps / 2 each, the same for all scores of a row. By
+        the scale's logarithm lse has the derivative sum(p s), out sum(p s v) - out sum(p s), and s is q k scale.
+        """
+        q, k, v, *others = (x.double() for x in self._inputs.values())
+        keys, products = (exact(q, k, values, *others)[0] for values in (k, k * v))
+        each = torch.finfo(torch.float32).eps * q * (1.0 if scale is None else scale)
+        found = {"out": _largest(each * (products - self._exact["out"] * keys)), "lse": _largest(each * keys)}
+        return {name: found[name] for name in found if name in self._exact}
 
     def reports(self, attend: AttendAll, move: Callable[[Tensor], Tensor] | None = None) -> list[ErrorReport]:
         """Errors of a function's answers, of its answers where no gradient is asked for, and of its gradients.

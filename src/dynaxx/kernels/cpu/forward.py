@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from ctypes import CDLL, byref
+from ctypes import CDLL
 
 import torch
 from torch import Tensor
 
 from dynaxx.kernels.cpu import gather
-from dynaxx.kernels.cpu.arguments import ELEMENTS, ForwardArgs, readable, strides
+from dynaxx.kernels.cpu.arguments import forward_args, readable
 from dynaxx.kernels.cpu.library import active_library
 from dynaxx.kernels.cpu.plan import plan_of
 from dynaxx.layout import BlockLayout
@@ -32,30 +32,10 @@ def attention_forward(
 def _core_forward(
     library: CDLL, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    batch, seqlen_q, q_heads, head_dim = q.shape
-    head_dim_v = v.shape[3]
-    out = q.new_empty(batch, seqlen_q, q_heads, head_dim_v)
-    lse = q.new_empty(batch, q_heads, seqlen_q, dtype=torch.float32)
-    args = ForwardArgs(
-        q.data_ptr(),
-        k.data_ptr(),
-        v.data_ptr(),
-        out.data_ptr(),
-        lse.data_ptr(),
-        ELEMENTS[q.dtype],
-        batch,
-        q_heads,
-        k.shape[2],
-        head_dim,
-        head_dim_v,
-        strides(q),
-        strides(k),
-        strides(v),
-        plan_of(layout, library).pointer,
-        scale,
-        softcap or 0.0,
-        torch.get_num_threads(),
-    )
-    if library.dynaxx_cpu_forward(byref(args)):
+    batch, seqlen_q, q_heads, _ = q.shape
+    out = torch.empty((batch, seqlen_q, q_heads, v.shape[3]), dtype=q.dtype)
+    lse = torch.empty((batch, q_heads, seqlen_q), dtype=torch.float32)
+    args = forward_args(q, k, v, out, lse, plan_of(layout, library).address, scale, softcap)
+    if library.dynaxx_cpu_forward(args):
         raise MemoryError("the CPU core could not allocate its working memory")
     return out, lse

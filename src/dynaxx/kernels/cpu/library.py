@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from dynaxx.kernels.cpu import build
-from dynaxx.kernels.cpu.arguments import BackwardArgs, ForwardArgs
+from dynaxx.kernels.cpu.arguments import BackwardArgs
 
 logger = logging.getLogger("dynaxx")
 
@@ -145,7 +145,7 @@ def _open(path: Path) -> CDLL:
     library.dynaxx_cpu_plan_rows.restype = None
     library.dynaxx_cpu_plan_ranks.argtypes = [pointer, pointer, size, size, size, pointer, pointer]
     library.dynaxx_cpu_plan_ranks.restype = None
-    library.dynaxx_cpu_forward.argtypes = [ctypes.POINTER(ForwardArgs)]
+    library.dynaxx_cpu_forward.argtypes = [ctypes.c_char_p]
     library.dynaxx_cpu_forward.restype = ctypes.c_int
     library.dynaxx_cpu_backward.argtypes = [ctypes.POINTER(BackwardArgs)]
     library.dynaxx_cpu_backward.restype = ctypes.c_int

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ctypes import CDLL, pointer
+from ctypes import CDLL, addressof, pointer
 from weakref import WeakKeyDictionary
 
 import torch
@@ -34,6 +34,7 @@ class LayoutPlan:
         pointers = (x.data_ptr() for x in self.tensors)
         self.struct = Plan(*rows, *visited, layout.layout_batch, layout.layout_heads, *pointers)
         self.pointer = pointer(self.struct)
+        self.address = addressof(self.struct)
 
 
 _plans: tuple[WeakKeyDictionary[BlockLayout, LayoutPlan], ...] = (WeakKeyDictionary(), WeakKeyDictionary())
