@@ -131,7 +131,7 @@ def llama_prefill(tokens, layers, sample_rate):
     )
     with torch.device("cuda"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-        return under_a_policy(model, torch.randint(0, 1024, (1, tokens)), 64, sample_rate)
+    return under_a_policy(model, torch.randint(0, 1024, (1, tokens), device="cuda"), 64, sample_rate)
 
 
 def attention_prefill(tokens, layers, sample_rate):

@@ -133,6 +133,15 @@ def test_prefill_and_decode_follow_their_own_rules(model):
         assert handle.stats() == {"sparse_calls": 2 * NEW, "dense_calls": {}, "dense_sequences": {}}
 
 
+def test_the_guard_says_that_it_does_not_look_at_steps(model, telemetry):
+    policy = policy_of(model, dx.TopK(0.3, dx.MinMax()), prefill=dx.SlidingWindow(32)).replace(guard={"sample": 1.0})
+    with dx.apply(model, policy) as handle:
+        generate(model, prompts(1, 128))
+        handle.wait()
+    assert telemetry.value("dynaxx_guard_checks_total", verdict="ok") == 2
+    assert telemetry.value("dynaxx_guard_checks_total", verdict="decode") == 2 * (NEW - 1)
+
+
 def test_the_length_border_the_kill_switch_and_layers(model):
     ids = prompts(1, 70)
     with dx.apply(model, policy_of(model, dx.TopK(0.3, dx.MinMax()), dense_below=74)) as handle:

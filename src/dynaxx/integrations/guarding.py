@@ -121,7 +121,7 @@ class LiveGuard:
                 return
             size = (q.numel() + k.numel() + v.numel()) * q.element_size()
             if size > MOST_BYTES.get(q.device.type, 0):
-                self._numbers.add("dynaxx_guard_checks_total", verdict="too large")
+                self.left_out("too large")
                 return
             count = most_rows(q.shape[2], k.shape[1], min(self.settings.rows, q.shape[1]))
             rows = tuple(sorted(self._random.sample(range(q.shape[1]), count)))
@@ -133,13 +133,13 @@ class LiveGuard:
                 ready.record()
             sample = Sampled(layer, own_q, own_k, own_v, scale, rows, plan, ran, some, ready)
             if not self._background.submit(lambda: self._measure(sample)):
-                self.dropped()
+                self.left_out("dropped")
         except Exception as error:
             self.failed(error)
 
-    def dropped(self) -> None:
-        """A sample found no room in the queue."""
-        self._numbers.add("dynaxx_guard_checks_total", verdict="dropped")
+    def left_out(self, why: str) -> None:
+        """A sampled call is not looked at: "dropped" finds no room in the queue, "too large" none in memory; "decode"."""
+        self._numbers.add("dynaxx_guard_checks_total", verdict=why)
 
     def failed(self, error: Exception) -> None:
         """Something of the guard failed."""

@@ -196,6 +196,8 @@ class Layer:
             step = self.handle.counts.decoding(self.index, call.q)
             out = decode_step(call.q, call.k, call.v, work.runs, work.plan, self.index, work.memory, call.scale)
             self.handle.counts.decoded(step, call.q)
+            if call.guard is not None and call.guard.wants_call():
+                call.guard.left_out("decode")
             return out
         if work.alike:
             return self._run_entry(call, work.runs[0], work.dense[0], work.plans[0])

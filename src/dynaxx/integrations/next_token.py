@@ -68,7 +68,7 @@ def compare_later(
                     guard.judge_request(kl)
 
         if not background.submit(job):
-            guard.dropped()
+            guard.left_out("dropped")
     except Exception as error:
         guard.failed(error)
 

@@ -164,7 +164,10 @@ CATALOG: dict[str, Metric] = {
             combine="max",
         ),
         Metric(
-            "dynaxx_guard_checks_total", "counter", "Sampled calls that the guard compared: ok, violated.", ("verdict",)
+            "dynaxx_guard_checks_total",
+            "counter",
+            "Sampled calls that the guard compared: ok, violated; or left out: dropped, too large, decode.",
+            ("verdict",),
         ),
         Metric(
             "dynaxx_guard_level",
