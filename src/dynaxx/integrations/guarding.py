@@ -138,7 +138,7 @@ class LiveGuard:
             self.failed(error)
 
     def left_out(self, why: str) -> None:
-        """A sampled call is not looked at: "dropped" finds no room in the queue, "too large" none in memory; "decode"."""
+        """A sampled call is not looked at: "dropped" (the queue is full), "too large" to copy, or "decode"."""
         self._numbers.add("dynaxx_guard_checks_total", verdict=why)
 
     def failed(self, error: Exception) -> None:
