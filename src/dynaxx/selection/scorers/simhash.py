@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from dynaxx.layout import BlockGrid
-from dynaxx.selection.scorers.base import MEMORY_BUDGET, Scorer, ScoreRows, per_kv_head, pieces
+from dynaxx.selection.scorers.base import MEMORY_BUDGET, Scorer, ScoreRows, per_kv_head, pieces, pooled
+
+PIECE = 512  # tokens that are averaged first
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,11 @@ class SimHash(Scorer):
 
     def _histograms(self, x: Tensor, size: int, planes: Tensor, center: Tensor, memory_budget: int) -> Tensor:
         """(B, N, H, D) -> (B, H, ceil(N / size), tables * 2 ** bits) fp32: tokens of each block in each bucket."""
+        if x.is_cuda and find_spec("triton") is not None:
+            from dynaxx.kernels.triton.hash_counts import hash_counts
+
+            center = center.expand(x.shape[0], 1, *x.shape[2:])[:, 0]
+            return hash_counts(x, size, planes, center, self.tables, self.bits)
         batch, tokens, heads, dim = x.shape
         blocks, width = -(-tokens // size), self.tables << self.bits
         table = torch.arange(self.tables, device=x.device) << self.bits
@@ -80,7 +88,6 @@ def _planes(head_dim: int, count: int, seed: int, device: torch.device) -> Tenso
 
 def _mean_token(x: Tensor) -> Tensor:
     """(B, 1, H, D) fp32. Its pieces do not depend on a memory budget: another rounding could turn a sign."""
-    total = torch.zeros(x.shape[0], 1, *x.shape[2:], device=x.device)
-    for some in x.split(512, dim=1):
-        total += some.float().sum(1, keepdim=True)
-    return total / max(1, x.shape[1])
+    tokens = torch.full((-(-x.shape[1] // PIECE), 1), float(PIECE), device=x.device)
+    tokens[-1:] = (x.shape[1] - 1) % PIECE + 1
+    return (pooled(x, PIECE) * tokens).sum(2)[:, None] / max(1, x.shape[1])
