@@ -217,9 +217,11 @@ def test_a_kernel_that_fails_makes_the_step_dense_and_the_layer_rest(telemetry, 
 
 
 def test_shares_of_a_plan_are_its_heads():
-    """Tensor parallelism: what each rank lays out is what the whole layer has for its heads."""
+    """Tensor parallelism: what each rank lays out is what the whole layer has for its heads, each with its own choice:
+    heads that choose together do so within a rank."""
+    alone = dx.Sink(16) | dx.SlidingWindow(24) | dx.TopK((0.1, 0.3, 1.0), per="head")
     rules = (
-        SPARSE,
+        dx.Rule.of(alone, heads=(0, 4, 5), layers=[0]),
         dx.Rule.of(dx.SlidingWindow(20), heads=[3], layers=[0]),
         dx.Rule.of(dx.Strided(4) | dx.Sink(2), heads=[1], layers=[0]),
     )

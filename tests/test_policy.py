@@ -50,7 +50,7 @@ RULES = [
     dx.TopK(3),
     dx.TopK(1),
     dx.TopK(1.0),
-    dx.TopK(0.25, scorer=dx.MinMax(), floor=16),
+    dx.TopK(0.25, scorer=dx.MinMax(), floor=16, per="head"),
     dx.TopK(0.5, scorer=dx.MinMax(bound=0.5)),
     dx.TopK((0.1, 0.2, 0.3, 0.0, 1.0, 0.5), scorer=dx.LastQueryProbe(32)),
     dx.TopK((1, 2, 3, 4, 5, 6), scorer=dx.MeanPool(16)),
@@ -242,13 +242,27 @@ def test_heads_that_differ_in_budget_share_one_rule():
 @pytest.mark.parametrize(
     "rules",
     [
-        {0: dx.SlidingWindow(20) | dx.TopK(0.3), 1: dx.SlidingWindow(20), 4: dx.SlidingWindow(20) | dx.TopK(0.1)},
-        {0: dx.TopK(2), 1: dx.TopK(0.5), 2: dx.TopP(0.7), 3: dx.TopP(0.9, scorer=dx.MinMax()), 5: dx.Strided(7)},
+        {
+            0: dx.SlidingWindow(20) | dx.TopK(0.3, per="head"),
+            1: dx.SlidingWindow(20),
+            4: dx.SlidingWindow(20) | dx.TopK(0.1, per="head"),
+        },
+        {
+            0: dx.TopK(2, per="head"),
+            1: dx.TopK(0.5, per="head"),
+            2: dx.TopP(0.7, per="head"),
+            3: dx.TopP(0.9, scorer=dx.MinMax(), per="head"),
+            5: dx.Strided(7),
+        },
         {1: dx.Sink(3) | dx.SlidingWindow(9), 3: dx.Dilated(5, 3)},
         {head: dx.SlidingWindow(9) for head in range(6)},
-        {1: dx.Threshold(0.5), 2: dx.Threshold(1.5, "uniform"), 4: dx.Threshold(0.9)},
-        {0: dx.Sink(2) | dx.Threshold(0.5), 3: dx.Sink(2)},
-        {5: dx.SlidingWindow(9) | dx.TopP(0.5), 0: dx.SlidingWindow(9)},
+        {
+            1: dx.Threshold(0.5, per="head"),
+            2: dx.Threshold(1.5, "uniform", per="head"),
+            4: dx.Threshold(0.9, per="head"),
+        },
+        {0: dx.Sink(2) | dx.Threshold(0.5, per="head"), 3: dx.Sink(2)},
+        {5: dx.SlidingWindow(9) | dx.TopP(0.5, per="head"), 0: dx.SlidingWindow(9)},
     ],
 )
 def test_a_plan_shows_each_head_its_own_rule(rules, seqlens):

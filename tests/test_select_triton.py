@@ -21,10 +21,12 @@ under_the_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs again u
 
 RULES = [
     dx.TopK(3),
+    dx.TopK(3, per="head"),
     dx.TopK((0.1, 0.9, 0.0, 1.0)),
     dx.SlidingWindow(64) | dx.Sink(16) | dx.TopK(0.2, floor=8),
     dx.GlobalTokens(20) | dx.TopK(2),
     dx.Sink(16) | dx.TopP(0.8),
+    dx.Sink(16) | dx.TopP(0.8, per="head"),
     dx.TopP((0.0, 0.5, 1.0, 0.9)),
     dx.SlidingWindow(40) | dx.Threshold((0.2, 0.0, 1.0, 5.0)),
     dx.Threshold(1.0, of="uniform"),
@@ -119,7 +121,9 @@ def test_choosing_and_attending_go_into_a_cuda_graph():
 
 @gpu
 @on_gpu
-@pytest.mark.parametrize("scorer", ["MeanPool", "MinMax", "LastQueryProbe", "AntiDiagonal", "SimHash", "Int8Pool"])
+@pytest.mark.parametrize(
+    "scorer", ["MeanQuery", "MeanPool", "MinMax", "LastQueryProbe", "AntiDiagonal", "SimHash", "Int8Pool"]
+)
 def test_a_choice_never_waits_for_the_gpu(scorer, never_waits):
     rule = dx.SlidingWindow(256) | dx.TopK(0.1, getattr(dx, scorer)())
     q, k = (torch.randn(1, 2048, heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (8, 2))
@@ -168,6 +172,66 @@ def test_fused_tiles_give_the_mass_of_torch_in_the_interpreter():
     vectors = [(means(x) / counts(x.shape[1])).transpose(1, 2) for x in (q * 0.25, k)]
     got = tile_mass(*vectors, 0, grid.q_blocks, grid, (8, 8))
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+QUERY_SHAPES = [(300, 333, True, (32, 64), (4, 2, 16)), (130, 257, False, (16, 128), (3, 1, 24)),
+                (100, 20, True, (64, 16), (2, 2, 32))]  # fmt: skip
+
+
+def query_scores_of(q, k, grid, rows):
+    """The kernel's scores, some rows at a time."""
+    from dynaxx.kernels.triton.query_scores import query_scores
+    from dynaxx.selection.scorers.pooling import mean_tiles
+
+    queries = mean_tiles(q, grid.block_size[0], 1 << 20, 0.125).vectors
+    parts = [(a, min(a + rows, grid.q_blocks)) for a in range(0, grid.q_blocks, rows)]
+    return torch.cat([query_scores(queries(a, b).to(k.dtype), k, a, grid) for a, b in parts], dim=2)
+
+
+@under_the_interpreter
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k", "causal", "block_size", "heads"), QUERY_SHAPES)
+def test_a_query_against_every_key_in_the_interpreter(seqlen_q, seqlen_k, causal, block_size, heads):
+    q, k = torch.randn(2, seqlen_q, heads[0], heads[2]), torch.randn(2, seqlen_k, heads[1], heads[2])
+    grid = BlockGrid(seqlen_q, seqlen_k, block_size, causal)
+    expected = dx.MeanQuery().prepare(q, k, grid, 0.125)(0, grid.q_blocks)
+    torch.testing.assert_close(query_scores_of(q, k, grid, 3), expected, atol=1e-4, rtol=1e-4)
+
+
+@gpu
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_query_against_every_key(dtype):
+    shapes = [*QUERY_SHAPES, (3000, 3500, True, (128, 128), (8, 2, 128)), (900, 900, True, (64, 64), (7, 1, 256))]
+    for seqlen_q, seqlen_k, causal, block_size, (q_heads, kv_heads, dim) in shapes:
+        q, k = torch.randn(2, seqlen_q, q_heads, dim).to(dtype), torch.randn(2, seqlen_k, kv_heads, dim).to(dtype)
+        grid = BlockGrid(seqlen_q, seqlen_k, block_size, causal)
+        expected = dx.MeanQuery().prepare(q, k, grid, 0.125)(0, grid.q_blocks)
+        got = query_scores_of(q.cuda(), k.cuda(), grid, 7).cpu()
+        torch.testing.assert_close(got, expected, atol=1e-4 if dtype == torch.float32 else 2e-2, rtol=1e-3)
+
+
+def assert_hashes_counted(device):
+    from dynaxx.kernels.triton.hash_counts import hash_counts
+    from dynaxx.selection.scorers.simhash import _planes
+
+    x, center = torch.randn(2, 77, 3, 24), torch.randn(2, 3, 24)
+    for tables, bits, size in ((3, 5, 16), (16, 6, 32), (1, 12, 64)):
+        scorer, planes = dx.SimHash(tables, bits), _planes(24, tables * bits, 0, torch.device("cpu"))
+        expected = scorer._histograms(x, size, planes, center[:, None], 1 << 20)
+        got = hash_counts(x.to(device), size, planes.to(device), center.to(device), tables, bits).cpu()
+        assert torch.equal(got.sum(-1), expected.sum(-1))
+        assert (got != expected).float().mean() < 1e-3, "a projection near 0 may turn its sign, others may not"
+
+
+@under_the_interpreter
+def test_hashes_are_counted_in_the_interpreter():
+    assert_hashes_counted("cpu")
+
+
+@gpu
+@on_gpu
+def test_hashes_are_counted():
+    assert_hashes_counted("cuda")
 
 
 @gpu

@@ -14,6 +14,7 @@ from dynaxx.selection import (
     KeyClusters,
     LastQueryProbe,
     MeanPool,
+    MeanQuery,
     MinMax,
     SimHash,
     Threshold,
@@ -23,6 +24,7 @@ from dynaxx.selection import (
 from dynaxx.testing import make_qkv
 
 SCORERS = [
+    MeanQuery(),
     MeanPool(),
     MeanPool(pool=16),
     MeanPool(pool=3),
@@ -122,6 +124,19 @@ def test_mean_pool_of_one_token_is_the_true_mass():
     grid = dx.layout.BlockGrid(64, 64, (16, 16))
     scores = MeanPool(pool=1).prepare(q, k, grid, 0.25)(0, 4)[0, 0].double()
     torch.testing.assert_close(scores, mass, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_mean_query_sums_what_each_visible_key_gets(causal):
+    q, k, _ = make_qkv(1, 75, 107, 2, 1, 16)
+    grid = dx.layout.BlockGrid(75, 107, (16, 32), causal)
+    got = MeanQuery().prepare(q, k, grid, 0.5)(0, 5)
+    for row, queries in enumerate(q.split(16, dim=1)):
+        logits = queries.mean(1) @ k[0, :, 0].T / 2  # (1, heads, keys)
+        last = min(16 * row + 15, 74) + 32 if causal else 106
+        for col in range(4):
+            seen = logits[..., 32 * col : min(32 * col + 32, last + 1)]
+            torch.testing.assert_close(got[:, :, row, col], seen.logsumexp(-1))
 
 
 @pytest.mark.parametrize("scorer", SCORERS, ids=repr)
@@ -257,13 +272,41 @@ def test_the_second_stage_of_int8_refines_the_first():
     assert wrong[1] < wrong[2]
 
 
+@pytest.mark.parametrize(("make", "some", "nothing", "all_"), [(TopK, 0.3, 0.0, 1.0), (TopP, 0.5, 0.0, 1.0),
+                                                               (Threshold, 0.9, 1e9, 0.0)])  # fmt: skip
+def test_heads_of_a_group_choose_together_unless_told_otherwise(make, some, nothing, all_):
+    q, k, _ = make_qkv(2, 256, 256, 6, 2, 16)
+    choose = lambda rule: dx.select_blocks(q, k, dx.Sink(4) | rule, block_size=16).validate().to_dense()
+    together, alone = choose(make(some)), choose(make(some, per="head"))
+    assert torch.equal(together[:, ::3], together[:, 1::3])
+    assert torch.equal(together[:, ::3], together[:, 2::3])
+    assert not torch.equal(alone[:, ::3], alone[:, 1::3])
+    assert torch.equal(choose(make((some,) * 6)), together)
+    mixed = choose(make((nothing, some, all_) * 2))
+    assert torch.equal(mixed[:, 1::3], together[:, ::3])
+    assert (mixed[:, ::3] <= mixed[:, 1::3]).all()
+    q = q[:, :, ::3].repeat_interleave(3, dim=2)  # heads that are alike choose what one of them would
+    assert torch.equal(choose(make(some)), choose(make(some, per="head")))
+
+
+def test_a_group_chooses_by_the_sum_of_its_heads():
+    q, k, _ = make_qkv(1, 128, 128, 2, 1, 16)
+    grid = dx.layout.BlockGrid(128, 128, (16, 16))
+    mass = MeanQuery().prepare(q, k, grid, 0.25)(0, 8)
+    mass = mass.masked_fill(~torch.ones(8, 8, dtype=torch.bool).tril(), -torch.inf).softmax(-1).sum(1)
+    layout = dx.select_blocks(q, k, TopK(2), block_size=16)
+    for row in range(2, 8):
+        chosen = layout.kv_indices[layout.kv_indptr[0, 1, row] : layout.kv_indptr[0, 1, row + 1]]
+        assert set(chosen.tolist()) == set(mass[0, row].topk(2).indices.tolist())
+
+
 def test_threshold_compares_mass_with_its_reference():
     q, k, _ = make_qkv(1, 256, 256, 2, 1, 16)
     grid = dx.layout.BlockGrid(256, 256, (16, 16))
-    mass = MeanPool().prepare(q, k, grid, 0.25)(0, 16)
+    mass = MeanQuery().prepare(q, k, grid, 0.25)(0, 16)
     mass = mass.masked_fill(~torch.ones(16, 16, dtype=torch.bool).tril(), -torch.inf).softmax(-1)
     for of, reference in (("max", mass.amax(-1, keepdim=True)), ("uniform", 1 / torch.arange(1, 17)[:, None])):
-        layout = dx.select_blocks(q, k, Threshold((0.9, 0.4), of), block_size=16)
+        layout = dx.select_blocks(q, k, Threshold((0.9, 0.4), of, per="head"), block_size=16)
         kept = (mass >= torch.tensor([0.9, 0.4])[:, None, None] * reference).sum(-1)
         assert torch.equal(layout.kv_num_blocks.long(), kept)
 
@@ -280,6 +323,7 @@ def test_floor_gives_early_rows_the_share_of_later_ones():
         (lambda q, k: TopK(1.5), "`budget` must be a count"),
         (lambda q, k: TopK(-1), "`budget` must be a count"),
         (lambda q, k: TopP(2.0), "`mass` must be from"),
+        (lambda q, k: TopK(1, per="layer"), "`per` must be 'group' or 'head'"),
         (lambda q, k: MeanPool(pool=0), "`pool` must be >= 1"),
         (lambda q, k: MinMax(bound=1.1), "`bound` must be from"),
         (lambda q, k: LastQueryProbe(queries=0), "`queries` must be >= 1"),

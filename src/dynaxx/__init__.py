@@ -41,6 +41,7 @@ _SOURCES = {
         "KeyClusters",
         "LastQueryProbe",
         "MeanPool",
+        "MeanQuery",
         "MinMax",
         "Recall",
         "Selector",

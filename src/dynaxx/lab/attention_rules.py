@@ -50,7 +50,7 @@ def candidates(seqlen: int, block_size: int) -> tuple[Candidate, ...]:
     listed = [Candidate("streaming", budget, _streaming(grid, budget)) for budget in BUDGETS]
     for name, scorer in SELECTORS.items():
         for budget in BUDGETS:
-            listed.append(Candidate(name, budget, forced | TopK(_share(forced, grid, budget), scorer)))
+            listed.append(Candidate(name, budget, forced | TopK(_share(forced, grid, budget), scorer, per="head")))
     return (*listed, *(Candidate("oracle", budget, None) for budget in BUDGETS))
 
 

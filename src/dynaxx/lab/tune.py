@@ -303,7 +303,7 @@ class _Search:
         return sorted(trials, key=lambda trial: -trial.density), best
 
     def _rule(self, budget: float | tuple[float, ...], scorer: Scorer) -> Hybrid:
-        return Hybrid(self.pattern, TopK(budget, scorer, self.floor))
+        return Hybrid(self.pattern, TopK(budget, scorer, self.floor, per="head"))  # budgets are weighed head by head
 
     def _evaluate(self, density: float, budgets: Budgets, layers: Sequence[int], scorer: Scorer) -> Trial:
         policy = self._policy(layers, budgets, scorer)

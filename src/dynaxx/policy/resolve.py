@@ -2,7 +2,8 @@
 
 Heads whose rules differ only in their budget share one rule with a budget per head. A static head joins such a rule
 with a budget of 0.0 and a dense head with 1.0, which mean exactly that; so a layer of windows, hybrids and dense heads
-is one selection and one attention call.
+is one selection and one attention call. Where heads choose together (`per="group"`), those of a kv head that share a
+rule do.
 """
 
 from __future__ import annotations

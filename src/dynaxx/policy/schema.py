@@ -68,7 +68,7 @@ class Rule(Document):
 
     layers: Indices = "all"
     heads: Indices = "all"  # q heads
-    phase: Phase = "prefill"  # decode: sinks, windows, TopK with MeanPool or MinMax; blocks are pages of the cache
+    phase: Phase = "prefill"  # decode: sinks, windows, TopK with MeanQuery, MeanPool or MinMax; blocks are pages
     attention: AttentionSpec
     block_size: BlockSize | None = None  # tokens, or (q_block, kv_block); the policy's where None
 

@@ -22,6 +22,7 @@ Positive = Annotated[int, Strict(), Field(ge=1)]
 Share = Annotated[float, Strict(), Field(ge=0, le=1)]
 NotNegative = Annotated[float, Strict(), Field(ge=0)]
 Flag = Annotated[bool, Strict()]
+Per = Literal["group", "head"]
 Indices = Literal["all"] | Annotated[tuple[Count, ...], Field(min_length=1)]
 
 
@@ -173,6 +174,13 @@ class AllOf(Spec):
         return p.Intersection(tuple(part.build() for part in self.parts))
 
 
+class MeanQuery(_Leaf):
+    """Score blocks by what a block's mean query pays to each of their keys."""
+
+    makes = s.MeanQuery
+    kind: Literal["mean_query"] = "mean_query"
+
+
 class MeanPool(_Leaf):
     """Score blocks by mean-pooled keys."""
 
@@ -256,8 +264,9 @@ class TopK(Spec):
     kind: Literal["top_k"] = "top_k"
     share: Share | tuple[Share, ...] | None = None
     blocks: Count | tuple[Count, ...] | None = None
-    scorer: ScorerSpec = MinMax(bound=0.75, pool=16)
+    scorer: ScorerSpec = MeanQuery()
     floor: Count = 0  # q blocks that see fewer kv blocks than this get the share of so many
+    per: Per = "group"  # who chooses together: the q heads of a kv head, or each "head" by itself
 
     @model_validator(mode="after")
     def _one_budget(self) -> TopK:
@@ -271,7 +280,9 @@ class TopK(Spec):
         return self.share if self.blocks is None else self.blocks
 
     def build(self) -> s.TopK:
-        return s.TopK(_floats(self.share) if self.blocks is None else self.blocks, self.scorer.build(), self.floor)
+        return s.TopK(
+            _floats(self.share) if self.blocks is None else self.blocks, self.scorer.build(), self.floor, self.per
+        )
 
 
 class TopP(Spec):
@@ -279,7 +290,8 @@ class TopP(Spec):
 
     kind: Literal["top_p"] = "top_p"
     mass: Share | tuple[Share, ...]
-    scorer: ScorerSpec = MeanPool()
+    scorer: ScorerSpec = MeanQuery()
+    per: Per = "group"
 
     @property
     def values(self) -> Any:
@@ -287,7 +299,7 @@ class TopP(Spec):
         return self.mass
 
     def build(self) -> s.TopP:
-        return s.TopP(_floats(self.mass), self.scorer.build())
+        return s.TopP(_floats(self.mass), self.scorer.build(), self.per)
 
 
 class Threshold(Spec):
@@ -297,7 +309,8 @@ class Threshold(Spec):
     kind: Literal["threshold"] = "threshold"
     share: NotNegative | tuple[NotNegative, ...]
     of: Literal["max", "uniform"] = "max"
-    scorer: ScorerSpec = MeanPool()
+    scorer: ScorerSpec = MeanQuery()
+    per: Per = "group"
 
     @property
     def values(self) -> Any:
@@ -305,7 +318,7 @@ class Threshold(Spec):
         return self.share
 
     def build(self) -> s.Threshold:
-        return s.Threshold(_floats(self.share), self.of, self.scorer.build())
+        return s.Threshold(_floats(self.share), self.of, self.scorer.build(), self.per)
 
 
 class Hybrid(Spec):
@@ -346,7 +359,8 @@ PatternSpec: TypeAlias = Annotated[
     Field(discriminator="kind"),
 ]
 ScorerSpec: TypeAlias = Annotated[
-    MeanPool | MinMax | LastQueryProbe | AntiDiagonal | SimHash | KeyClusters | Int8Pool, Field(discriminator="kind")
+    MeanQuery | MeanPool | MinMax | LastQueryProbe | AntiDiagonal | SimHash | KeyClusters | Int8Pool,
+    Field(discriminator="kind"),
 ]
 SelectorSpec: TypeAlias = Annotated[TopK | TopP | Threshold | ClusterGlobals, Field(discriminator="kind")]
 AttentionSpec: TypeAlias = Annotated[
@@ -388,6 +402,7 @@ _LEAVES: tuple[type[_Leaf], ...] = (
     LocalBlocks,
     RandomBlocks,
     Documents,
+    MeanQuery,
     MeanPool,
     MinMax,
     LastQueryProbe,
@@ -417,9 +432,9 @@ def to_spec(rule: AttentionRule | s.Scorer | None) -> Any:
     if type(rule) is s.TopK:
         return _top_k_spec(rule)
     if type(rule) is s.TopP:
-        return TopP(mass=rule.mass, scorer=to_spec(rule.scorer))
+        return TopP(mass=rule.mass, scorer=to_spec(rule.scorer), per=rule.per)
     if type(rule) is s.Threshold:
-        return Threshold(share=rule.share, of=rule.of, scorer=to_spec(rule.scorer))
+        return Threshold(share=rule.share, of=rule.of, scorer=to_spec(rule.scorer), per=rule.per)
     leaf = _SPEC_OF.get(type(rule))
     if leaf is None:
         raise ValueError(f"a policy has no word for {rule!r}; use a pattern, selector or hybrid of dynaxx")
@@ -432,7 +447,7 @@ def _top_k_spec(rule: s.TopK) -> TopK:
     if len({type(value) for value in values}) > 1:
         raise ValueError(f"a policy rule has shares or block counts, not both, got {rule.budget}; use a rule for each")
     name = "blocks" if isinstance(values[0], int) else "share"
-    return TopK(**{name: rule.budget}, scorer=to_spec(rule.scorer), floor=rule.floor)  # type: ignore[arg-type]
+    return TopK(**{name: rule.budget}, scorer=to_spec(rule.scorer), floor=rule.floor, per=rule.per)  # type: ignore[arg-type]
 
 
 def _floats(value: Any) -> Any:

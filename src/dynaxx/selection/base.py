@@ -14,6 +14,7 @@ from dynaxx.layout import EMPTY, FULL, BlockGrid, BlockLayout, ElementMasks, as_
 from dynaxx.layout.masks import causal_codes
 from dynaxx.patterns.base import Pattern
 from dynaxx.selection.device import select_on_device, serves
+from dynaxx.selection.groups import Per, heads_alike, shared_scores
 from dynaxx.selection.scorers.base import GPU_MEMORY_BUDGET, MEMORY_BUDGET, Scorer, pieces
 from dynaxx.selection.static import static_part
 
@@ -33,6 +34,7 @@ class Selector(ABC):
     """A data-dependent choice of blocks per q head. Hashable and immutable; `pattern | selector` is a `Hybrid`."""
 
     scorer: Scorer
+    per: Per = "head"  # "group": all q heads of a kv head choose together
     budget_field: ClassVar[str]  # name of the field that says how much to keep, one value or one per q head
     nothing: ClassVar[float] = 0.0  # its value that keeps nothing beside a pattern
     everything: ClassVar[float] = 1.0  # its value that keeps every visible block
@@ -166,6 +168,8 @@ def _select(
         return select_on_device(q, k, pattern, selector, grid, scale, memory_budget)
     forced = _Forced.of(pattern, grid, q.device)
     score_rows = selector.scorer.prepare(q, k, grid, scale, memory_budget=max(1, memory_budget // 2))
+    alike = heads_alike(selector, heads, k.shape[2])
+    copies = alike if isinstance(getattr(selector, selector.budget_field), tuple) else 1
     cols = torch.arange(grid.kv_blocks, device=q.device)
     leads, columns, codes = [cols[:0]], [cols[:0]], [cols[:0]]
     row_bytes = BYTES_PER_SCORE * batch * heads * grid.kv_blocks
@@ -175,7 +179,9 @@ def _select(
         own = forced.codes(start, stop)
         covered = (own == FULL) | ((own >= 0) & (forced.same_as_causal[own.clamp(min=0)] == causal_code))
         scores = score_rows(start, stop).masked_fill_(causal_code == EMPTY, -torch.inf)
+        scores = shared_scores(scores, alike).repeat_interleave(copies, dim=1)
         chosen = selector.choose(scores, (causal_code != EMPTY) & ~covered, grid.causal_kv_blocks(rows))
+        chosen = chosen.repeat_interleave(heads // chosen.shape[1], dim=1)
         del scores
         b, h, r, col = (chosen | (own != EMPTY)).nonzero(as_tuple=True)
         leads.append((b * heads + h) * grid.q_blocks + r + start)

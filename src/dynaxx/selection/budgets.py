@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from dynaxx.selection.base import Choice, Selector
-from dynaxx.selection.scorers import MeanPool, MinMax, Scorer
+from dynaxx.selection.groups import Per, checked_per
+from dynaxx.selection.scorers import MeanQuery, Scorer
 
 
 @dataclass(frozen=True)
@@ -23,14 +24,18 @@ class TopK(Selector):
         scorer: what to rank them by.
         floor: q blocks that see fewer kv blocks than this get the share of so many. Early tokens need about as many
             blocks as late ones, and there they are cheap.
+        per: "group": the q heads of a kv head choose together, by the sum of what each gives to a block; "head": each
+            chooses by itself.
     """
 
     budget: int | float | tuple[int | float, ...]
-    scorer: Scorer = field(default_factory=lambda: MinMax(0.75, pool=16))  # best at its price: docs/selection.md
+    scorer: Scorer = field(default_factory=MeanQuery)  # best at its price: docs/selection.md
     floor: int = 0
+    per: Per = "group"
     budget_field: ClassVar[str] = "budget"
 
     def __post_init__(self) -> None:
+        checked_per(self.per)
         if self.floor < 0:
             raise ValueError(f"`floor` must be >= 0 blocks, got {self.floor}")
         for budget in _per_head(self.budget):
@@ -65,13 +70,17 @@ class TopP(Selector):
     Args:
         mass: share to reach, 0.0 to 1.0, what a hybrid's pattern shows included; a tuple has one value per q head.
         scorer: what estimates the mass.
+        per: "group": the q heads of a kv head choose together, by the sum of what each gives to a block; "head": each
+            chooses by itself.
     """
 
     mass: float | tuple[float, ...]
-    scorer: Scorer = field(default_factory=MeanPool)
+    scorer: Scorer = field(default_factory=MeanQuery)
+    per: Per = "group"
     budget_field: ClassVar[str] = "mass"
 
     def __post_init__(self) -> None:
+        checked_per(self.per)
         for mass in _per_head(self.mass):
             if not 0 <= mass <= 1:
                 raise ValueError(f"`mass` must be from 0.0 to 1.0, got {mass}")
@@ -101,16 +110,20 @@ class Threshold(Selector):
         of: the reference: "max", the largest mass of a block in the row, what a hybrid's pattern shows included; or
             "uniform", the mass of a block if the row's mass were spread evenly over the blocks it may see.
         scorer: what estimates the mass.
+        per: "group": the q heads of a kv head choose together, by the sum of what each gives to a block; "head": each
+            chooses by itself.
     """
 
     share: float | tuple[float, ...]
     of: Literal["max", "uniform"] = "max"
-    scorer: Scorer = field(default_factory=MeanPool)
+    scorer: Scorer = field(default_factory=MeanQuery)
+    per: Per = "group"
     budget_field: ClassVar[str] = "share"
     nothing: ClassVar[float] = math.inf
     everything: ClassVar[float] = 0.0
 
     def __post_init__(self) -> None:
+        checked_per(self.per)
         for share in _per_head(self.share):
             if not share >= 0:
                 raise ValueError(f"`share` must be >= 0.0, got {share}")

@@ -16,6 +16,7 @@ from torch import Tensor
 from dynaxx.layout import BlockGrid, BlockLayout
 from dynaxx.layout.block_layout import row_offsets
 from dynaxx.patterns.base import Pattern
+from dynaxx.selection.groups import heads_alike
 from dynaxx.selection.scorers.base import pieces
 from dynaxx.selection.static import static_part
 
@@ -54,13 +55,16 @@ def select_on_device(
             "use larger blocks, a smaller budget, or fewer heads or batch entries at a time"
         )
     score_rows = selector.scorer.prepare(q, k, grid, scale, memory_budget=max(1, memory_budget // 2))
-    shape = (batch, q_heads, grid.q_blocks)
+    alike = heads_alike(selector, q_heads, k.shape[2])
+    serves_heads = 1 if rule.amounts.numel() > 1 else alike
+    shape = (batch, q_heads // serves_heads, grid.q_blocks)
     bits = torch.empty(*shape, -(-grid.kv_blocks // 32), dtype=torch.int32, device=q.device)
     counts = torch.empty(shape, dtype=torch.int32, device=q.device)
     partial = torch.empty(shape, dtype=torch.int32, device=q.device)
     row_bytes = BYTES_PER_SCORE * batch * q_heads * grid.kv_blocks
     for start, stop in pieces(grid.q_blocks, row_bytes, max(1, memory_budget // 2)):
-        choose_rows(score_rows(start, stop).float(), start, grid, rule, static, bits, counts, partial)
+        choose_rows(score_rows(start, stop).float(), start, grid, rule, alike, static, bits, counts, partial)
+    counts, partial = (each.repeat_interleave(serves_heads, dim=1) for each in (counts, partial))
     kv_indptr = row_offsets(counts)
     kv_indices, kv_masks = emit_entries(bits, kv_indptr, grid, static, capacity)
     return BlockLayout(

@@ -13,7 +13,7 @@ from dynaxx.layout.paging import PagedCache
 from dynaxx.patterns import Causal, Full, GlobalTokens, Pattern, Sink, SlidingWindow, Union
 from dynaxx.selection.base import Hybrid, Selector
 from dynaxx.selection.budgets import TopK
-from dynaxx.selection.scorers import MeanPool, MinMax
+from dynaxx.selection.scorers import MeanPool, MeanQuery, MinMax
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class PageBudget:
     @classmethod
     def of(cls, rule: Pattern | Selector | Hybrid) -> PageBudget:
         """The same rule for decoding: sinks and windows of its pattern, budget and scorer of its selector. A page has
-        one summary, whatever pools a scorer would cut a block into.
+        one summary, whatever a scorer would look at within a block; for `MeanQuery` it is a bound of 0.75.
 
         Raises:
             ValueError: a rule that decoding has no equal of, with what it has.
@@ -62,9 +62,9 @@ class PageBudget:
             return cls(1.0)
         budget: int | float | tuple[int | float, ...] = 0
         bound = 1.0
-        if isinstance(selector, TopK) and isinstance(selector.scorer, MinMax | MeanPool):
+        if isinstance(selector, TopK) and isinstance(selector.scorer, MeanQuery | MinMax | MeanPool):
             budget = selector.budget
-            bound = selector.scorer.bound if isinstance(selector.scorer, MinMax) else 0.0
+            bound = _bound_of(selector.scorer)
         elif selector is not None:
             raise _unequal(rule)
         sinks, window = 0, 1
@@ -110,6 +110,12 @@ def pages_touched(tokens: int, page_size: int) -> int:
     return (tokens + page_size - 2) // page_size + 1 if tokens else 0
 
 
+def _bound_of(scorer: MeanQuery | MeanPool | MinMax) -> float:
+    if isinstance(scorer, MinMax):
+        return scorer.bound
+    return 0.75 if isinstance(scorer, MeanQuery) else 0.0
+
+
 @lru_cache(maxsize=256)
 def _wanted(budgets: tuple[int | float, ...], kv_heads: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
@@ -121,6 +127,6 @@ def _wanted(budgets: tuple[int | float, ...], kv_heads: int, device: torch.devic
 
 def _unequal(rule: object) -> ValueError:
     return ValueError(
-        f"decoding follows unions of Sink, GlobalTokens(count) and SlidingWindow(count), TopK with MeanPool or MinMax, "
-        f"and hybrids of both, got {rule!r}"
+        f"decoding follows unions of Sink, GlobalTokens(count) and SlidingWindow(count), TopK with MeanQuery, MeanPool "
+        f"or MinMax, and hybrids of both, got {rule!r}"
     )

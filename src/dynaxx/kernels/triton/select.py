@@ -1,9 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Choosing blocks on the device: from scores to a `BlockLayout`'s tensors, without a sort and without the host.
 
-One program per row of q blocks. `_choose_kernel` finds the row's threshold by bisection over the bits of its scores and
-writes the choice as bits with two counts; after a cumulative sum of the counts, `_emit_kernel` writes the row's entries
-where they belong. What a pattern shows anyway comes as a layout's row and is never chosen twice.
+One program per row of q blocks. `_choose_kernel` finds the row's threshold by bisection between its least and its
+largest score, in the order of their bits, and writes the choice as bits with two counts; after a cumulative sum of the
+counts, `_emit_kernel` writes the row's entries where they belong. What a pattern shows anyway comes as a layout's row
+and is never chosen twice.
 
 Legend: R rows of q blocks, C kv blocks, W words of 32 blocks.
 """
@@ -80,11 +81,14 @@ def _static_row(
 @triton.jit
 def _top(keys, optional, weights, goal):
     """The best of `optional` whose weights before them, best first and ties from the left, sum to less than `goal`."""
-    threshold = tl.full([1], 0, tl.uint32)
-    for i_bit in tl.static_range(32):
-        candidate = threshold | (1 << (31 - i_bit))
-        above = tl.sum(tl.where(optional & (keys >= candidate), weights, 0.0), 0)
-        threshold = tl.where(above >= goal, candidate, threshold)
+    low = tl.min(tl.where(optional, keys, 0xFFFFFFFF).to(tl.int64), 0)  # the largest threshold that reaches `goal` ...
+    high = tl.max(tl.where(optional, keys, 0).to(tl.int64), 0)  # ... lies between these
+    while low < high:
+        middle = (low + high + 1) // 2
+        above = tl.sum(tl.where(optional & (keys >= middle.to(tl.uint32)), weights, 0.0), 0)
+        low = tl.where(above >= goal, middle, low)
+        high = tl.where(above == goal, low, tl.where(above > goal, high, middle - 1))
+    threshold = low.to(tl.uint32)
     ahead = tl.sum(tl.where(optional & (keys > threshold), weights, 0.0), 0)
     tied = optional & (keys == threshold)
     tied_weights = tl.where(tied, weights, 0.0)
@@ -92,30 +96,50 @@ def _top(keys, optional, weights, goal):
     return (optional & (keys > threshold)) | (tied & (before < goal))
 
 
-@triton.jit(do_not_specialize=["first_row", "rows", "seqlen_q", "seqlen_k", "q_blocks", "kv_blocks", "q_heads"])
+@triton.jit
+def _row_scores(p_scores, i_head, rows, row, kv_blocks, o_c, seen, ALIKE: tl.constexpr):
+    """[C] scores of a row of a head; of ALIKE > 1 neighbouring heads, from the sum of what each gives a block."""
+    if ALIKE == 1:
+        scores = tl.load(p_scores + (i_head * rows + row) * kv_blocks + o_c, mask=seen, other=float("-inf"))
+    else:
+        total = o_c * 0.0
+        for i_other in range(ALIKE):
+            p_row = p_scores + ((i_head // ALIKE * ALIKE + i_other) * rows + row) * kv_blocks
+            own = tl.load(p_row + o_c, mask=seen, other=float("-inf"))
+            best = tl.max(own, 0)
+            mass = tl.exp(own - tl.where(best == float("-inf"), 0.0, best))
+            found = tl.sum(mass, 0)
+            total += mass / tl.where(found == 0, 1.0, found)
+        scores = tl.where(seen, tl.log(tl.maximum(total, 1.1754944e-38)), float("-inf"))
+    return scores
+
+
+@triton.jit(do_not_specialize=["first_row", "rows", "seqlen_q", "seqlen_k", "q_blocks", "kv_blocks", "choices"])
 def _choose_kernel(
     p_scores,  # (B, Hq, rows, C) fp32 contiguous
-    p_amounts,  # (Hq | 1,) fp32
+    p_amounts,  # (H | 1,) fp32
     p_indptr,
     p_indices,
     p_codes,
     p_same,
-    p_bits,  # (B, Hq, R, W) int32
-    p_counts,  # (B, Hq, R) int32: visited blocks
-    p_partial,  # (B, Hq, R) int32: partial ones
+    p_bits,  # (B, H, R, W) int32
+    p_counts,  # (B, H, R) int32: visited blocks
+    p_partial,  # (B, H, R) int32: partial ones
     first_row,
     rows,
     seqlen_q,
     seqlen_k,
     q_blocks,
     kv_blocks,
-    q_heads,
+    choices,
     amount_stride,
     floor,
     first_distance,
     step,
     MODE: tl.constexpr,
     SHARES: tl.constexpr,
+    SERVES: tl.constexpr,
+    ALIKE: tl.constexpr,
     HAS_STATIC: tl.constexpr,
     CAUSAL: tl.constexpr,
     Q_BLOCK: tl.constexpr,
@@ -138,8 +162,8 @@ def _choose_kernel(
     )  # fmt: skip
     seen = o_c < visible
     optional = seen & (causal != EMPTY) & ~covered
-    scores = tl.load(p_scores + i_program * kv_blocks + o_c, mask=seen, other=float("-inf"))
-    amount = tl.load(p_amounts + i_bh % q_heads * amount_stride)
+    scores = _row_scores(p_scores, i_bh * SERVES, rows, i_program % rows, kv_blocks, o_c, seen, ALIKE)
+    amount = tl.load(p_amounts + i_bh % choices * amount_stride)
     if MODE == TOP_K:
         count = amount
         if SHARES:
@@ -192,6 +216,7 @@ def _emit_kernel(
     kv_blocks,
     first_distance,
     step,
+    SERVES: tl.constexpr,
     HAS_STATIC: tl.constexpr,
     CAUSAL: tl.constexpr,
     Q_BLOCK: tl.constexpr,
@@ -199,6 +224,7 @@ def _emit_kernel(
     BLOCK_C: tl.constexpr,
 ):
     i_program = tl.program_id(0).to(tl.int64)
+    i_choice = i_program // q_blocks // SERVES * q_blocks + i_program % q_blocks
     i_row = (i_program % q_blocks).to(tl.int32)
     o_c = tl.arange(0, BLOCK_C)
     row_distance = i_row * Q_BLOCK + seqlen_k - seqlen_q
@@ -207,7 +233,7 @@ def _emit_kernel(
         HAS_STATIC, CAUSAL, Q_BLOCK, KV_BLOCK,
     )  # fmt: skip
     num_words = (kv_blocks + 31) // 32
-    word = tl.load(p_bits + i_program * num_words + o_c // 32, mask=o_c < kv_blocks, other=0)
+    word = tl.load(p_bits + i_choice * num_words + o_c // 32, mask=o_c < kv_blocks, other=0)
     causal = _causal_code(row_distance - o_c * KV_BLOCK, first_distance, step, CAUSAL, Q_BLOCK, KV_BLOCK)
     code = tl.where(((word >> (o_c % 32)) & 1) != 0, causal, own)
     partial = (code >= 0).to(tl.int32)
@@ -224,21 +250,23 @@ def choose_rows(
     first_row: int,
     grid: BlockGrid,
     rule: ChoiceRule,
+    alike: int,
     static: StaticEntries,
     bits: Tensor,
     counts: Tensor,
     partial: Tensor,
 ) -> None:
-    """Choose blocks of some rows.
+    """Choose blocks of some rows, for H choices each: one per q head, or one that serves several.
 
     Args:
         scores: (B, Hq, rows, C) fp32, of rows from `first_row`.
-        bits: (B, Hq, R, W) int32, written: the chosen blocks.
-        counts, partial: (B, Hq, R) int32, written: visited and partial blocks, the pattern's included.
+        alike: so many neighbouring heads choose by the sum of what they give to each block; 1: each by itself.
+        bits: (B, H, R, W) int32, written: the chosen blocks.
+        counts, partial: (B, H, R) int32, written: visited and partial blocks, the pattern's included.
     """
-    batch, q_heads, rows, _ = scores.shape
+    (batch, q_heads, rows, _), choices = scores.shape, bits.shape[1]
     block_c = _columns(grid.kv_blocks)
-    _choose_kernel[(batch * q_heads * rows,)](
+    _choose_kernel[(batch * choices * rows,)](
         scores.contiguous(),
         rule.amounts,
         *_static_arguments(static, counts),
@@ -251,12 +279,14 @@ def choose_rows(
         seqlen_k=grid.seqlen_k,
         q_blocks=grid.q_blocks,
         kv_blocks=grid.kv_blocks,
-        q_heads=q_heads,
+        choices=choices,
         amount_stride=1 if rule.amounts.numel() > 1 else 0,
         floor=rule.floor,
         **_causal_arguments(grid),
         MODE=MODES[rule.mode],
         SHARES=rule.shares,
+        SERVES=q_heads // choices,
+        ALIKE=alike,
         HAS_STATIC=static.layout is not None,
         BLOCK_C=block_c,
         num_warps=_warps(block_c),
@@ -269,13 +299,14 @@ def emit_entries(
     """Write the entries of a layout: (kv_indices, kv_masks), each (capacity,) int32.
 
     Args:
-        bits: (B, Hq, R, W) int32, the chosen blocks.
+        bits: (B, H, R, W) int32, the chosen blocks; H divides Hq.
         kv_indptr: (B, Hq, R + 1) int32, where each row's entries go, the pattern's included.
     """
     indices = torch.empty(capacity, dtype=torch.int32, device=bits.device)
     codes = torch.empty_like(indices)
     block_c = _columns(grid.kv_blocks)
-    _emit_kernel[(bits.shape[0] * bits.shape[1] * grid.q_blocks,)](
+    batch, q_heads = kv_indptr.shape[:2]
+    _emit_kernel[(batch * q_heads * grid.q_blocks,)](
         bits,
         kv_indptr,
         *_static_arguments(static, kv_indptr),
@@ -287,6 +318,7 @@ def emit_entries(
         q_blocks=grid.q_blocks,
         kv_blocks=grid.kv_blocks,
         **_causal_arguments(grid),
+        SERVES=q_heads // bits.shape[1],
         HAS_STATIC=static.layout is not None,
         BLOCK_C=block_c,
         num_warps=_warps(block_c),

@@ -9,6 +9,7 @@ from dynaxx.selection.scorers.clusters import KeyClusters
 from dynaxx.selection.scorers.int8 import Int8Pool
 from dynaxx.selection.scorers.pooling import MeanPool, MinMax
 from dynaxx.selection.scorers.probe import LastQueryProbe
+from dynaxx.selection.scorers.query import MeanQuery
 from dynaxx.selection.scorers.simhash import SimHash
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "KeyClusters",
     "LastQueryProbe",
     "MeanPool",
+    "MeanQuery",
     "MinMax",
     "ScoreRows",
     "Scorer",
