@@ -76,4 +76,5 @@ def retune(
         )
         if out is not None:
             policies.save_policy(found.policy, out)
-        finish(found, found.summary(), files=[out] if out else [])
+        said = found.summary() if out else f"{found.summary()}\nnothing was written: --out FILE does"
+        finish(found, said, files=[out] if out else [])

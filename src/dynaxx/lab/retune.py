@@ -48,6 +48,9 @@ class RetuneResult:
         """What the command prints."""
         layers = len({each.layer for each in self.renewals})
         lines = [f"{len(self.renewals)} heads of {layers} layers get other budgets, from {self.calls} calls a layer"]
+        if not self.renewals:
+            lines = ["reference recorded" if self.recorded else "every head finds what it should"]
+            lines[0] += f", from {self.calls} calls a layer; budgets stay as they are"
         if self.renewals:
             before, goal = (
                 sum(getattr(r, name) for r in self.renewals) / len(self.renewals) for name in ("recall", "goal")

@@ -27,7 +27,7 @@ def load_policy(path: str | os.PathLike[str]) -> Policy:
         FileNotFoundError: no such file.
         PolicyError: not JSON, not a dynaxx policy, of a newer version, or a wrong field; with the field and the fix.
     """
-    raw = Path(path).read_bytes()
+    raw = _read(path, "dynaxx tune and save_policy write one")
     try:
         return parse_policy(raw)
     except PolicyError as error:
@@ -83,7 +83,7 @@ def load_profile(path: str | os.PathLike[str]) -> Profile:
         PolicyError: not such a file, cut short, of a newer version, or wrong in a field.
     """
     try:
-        return Profile.model_validate_json(Path(path).read_bytes())
+        return Profile.model_validate_json(_read(path, "Handle.record in the running process writes one"))
     except ValidationError as error:
         raise PolicyError(f"{os.fspath(path)}: is no dynaxx profile: {explain_errors(error)}") from None
 
@@ -99,8 +99,19 @@ def rules_digest(policy: Policy) -> str:
     return hashlib.blake2b(rules.encode(), digest_size=6).hexdigest()
 
 
+def _read(path: str | os.PathLike[str], source: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except FileNotFoundError as error:
+        raise FileNotFoundError(error.errno, f"no such file; {source}", os.fspath(path)) from None
+
+
 def _save(text: str, target: Path) -> None:
-    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
+    try:
+        handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
+    except OSError as error:  # it would name the file beside the target, of which nobody has heard
+        said = f"cannot be written ({error.strerror}); give a folder that exists and is yours to write to"
+        raise OSError(error.errno, said, str(target)) from None
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)

@@ -46,6 +46,7 @@ class PolicyFollower:
         self._stopped = threading.Event()
         self._checking = threading.Lock()
         self._seen: str | None = None
+        self._bad = False
 
     def start(self) -> None:
         """Look every `interval` seconds, in a daemon thread, until `stop`."""
@@ -63,6 +64,7 @@ class PolicyFollower:
             if seen == self._seen:
                 return False
             self._seen = seen
+            before, self._bad = self._bad, True
             try:
                 if isinstance(content, str):
                     raise PolicyError(content)
@@ -70,7 +72,11 @@ class PolicyFollower:
                 if accept is None:
                     self.stop()
                     return False
-                return bool(accept(parse_policy(content)))
+                taken = bool(accept(parse_policy(content)))
+                self._bad = False
+                if before:
+                    logger.info("%s: is a policy again, and in force", self.path)
+                return taken
             except Exception as error:  # whatever is wrong with a file, requests go on under the old policy
                 logger.error("%s: not taken, the policy before it stays in force: %s", self.path, error)
                 refused = self._refused()

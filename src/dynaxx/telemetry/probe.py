@@ -63,7 +63,7 @@ class Probe:
 
     def start(self, layer: int, q: Tensor, *, phase: str = "prefill") -> Call:
         """A sparse call begins, before its blocks are chosen. q (batch, seqlen_q, q_heads, head_dim)."""
-        if self.sample_rate and self._random.random() < self.sample_rate:
+        if self.sample_rate and (not self._measured or self._random.random() < self.sample_rate):  # the first, too
             now = time.monotonic()
             if now - self._last >= self.spacing and (clock := clock_of(q.device)) is not None and self._has_room():
                 self._last = now

@@ -71,7 +71,11 @@ def read_endpoint(url: str) -> Snapshot:
     except urllib.error.HTTPError as error:
         raise OSError(f"{url} answers {error.code} {error.reason}; the metrics are usually at /metrics") from None
     except (OSError, ValueError) as error:
-        raise OSError(f"{url} does not answer: {getattr(error, 'reason', error)}") from None
+        why = getattr(error, "reason", error)
+        raise OSError(
+            f"{url} does not answer ({why}); dynaxx.telemetry.prometheus.serve(port) in the process, or "
+            "dynaxx serve-metrics beside it, would"
+        ) from None
     found = parse_text(text)
     if not found:
         raise ValueError(f"{url} shows no metric of dynaxx; register or serve them in the process that uses it")
