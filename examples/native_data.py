@@ -115,9 +115,9 @@ class Copy:
 
 
 class Needle:
-    """Text with a marked key and value somewhere; the key is asked for at the end, the targets are the value."""
+    """Text with marked keys and values here and there; every key is asked for at the end, the targets are its value."""
 
-    LENGTH = 8
+    COUNT, LENGTH = 32, 4  # needles; bytes of a key, and of a value
 
     def __init__(self, text):
         self.text = text
@@ -125,16 +125,21 @@ class Needle:
     def batch(self, batch, context, seed, part="train"):
         tokens = torch.cat([*self.text.batch(batch, context, seed, part)], 1)[:, : context + 1].clone()
         generator = torch.Generator().manual_seed(seed)
-        size, targets = self.LENGTH, torch.full((batch, context), -100)
-        for row in range(batch):
-            key, value = (
-                torch.randint(2, 8, (size,), generator=generator),
-                torch.randint(14, 24, (size,), generator=generator),
-            )
-            at = int(torch.randint(context - 6 * size, (1,), generator=generator))
-            tokens[row, at : at + 2 * size + 1] = torch.cat([torch.tensor([MARK]), key, value])
-            tokens[row, context - 2 * size : context + 1] = torch.cat([torch.tensor([ASK]), key, value])
-            targets[row, context - size :] = value
+        size, targets = 1 + 2 * self.LENGTH, torch.full((batch, context), -100)
+        count = min(self.COUNT, context // (8 * size))
+        tail = context + 1 - count * size
+        draw = lambda low, high: torch.randint(low, high, (batch, count, self.LENGTH), generator=generator)
+        needles = torch.cat([torch.full((batch, count, 1), MARK), draw(2, 8), draw(14, 24)], -1)
+        order = torch.rand(batch, count, generator=generator).argsort(1)
+        asked = needles.gather(1, order[..., None].expand_as(needles)).clone()
+        asked[..., 0] = ASK
+        gap = tail // count
+        at = torch.arange(count) * gap + torch.randint(gap - size, (batch, count), generator=generator)
+        tokens.scatter_(1, (at[..., None] + torch.arange(size)).flatten(1), needles.flatten(1))
+        tokens[:, tail:] = asked.flatten(1)
+        values = torch.arange(count)[:, None] * size + torch.arange(1 + self.LENGTH, size)
+        where = (tail + values - 1).flatten()
+        targets[:, where] = tokens[:, where + 1]
         return tokens[:, :context], targets
 
 
