@@ -435,3 +435,13 @@ def test_a_failing_compiler_leaves_torch(tmp_path, monkeypatch):
     assert core.library is None
     assert "failed" in core.status.why
     assert not list(tmp_path.glob("*/*"))
+
+
+def test_a_compiler_that_comes_to_no_end_is_a_failed_build(tmp_path, monkeypatch):
+    slow = tmp_path / "slow"
+    slow.write_text("#!/bin/sh\nexec sleep 60\n")
+    slow.chmod(0o755)
+    monkeypatch.setattr(build, "TIMEOUT", 0.1)
+    with pytest.raises(RuntimeError, match="took more than"):
+        build.compile_library("baseline", tmp_path / "core.so", str(slow))
+    assert list(tmp_path.iterdir()) == [slow]

@@ -13,10 +13,12 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
 CORE = Path(__file__).parent / "core"
+TIMEOUT = 600  # seconds for one file; it takes ten on an idle machine
 
 # Fastest first. Flags of GCC and Clang.
 ISAS: dict[str, tuple[str, ...]] = {
@@ -73,14 +75,14 @@ def find_compiler() -> str | None:
 
 
 def compile_library(isa: str, target: Path, compiler: str) -> None:
-    """Compile the core for `isa` into `target`; the file appears whole or not at all.
+    """Compile the core for `isa` into `target`, files side by side; the library appears whole or not at all.
 
     No OpenMP runtime is linked: core/tasks.h calls the one that torch has loaded, whatever its file is called, so that
     there is one pool of threads and `torch.set_num_threads` governs it.
 
     Raises:
         OSError: no such directory, or it cannot be written.
-        RuntimeError: the compiler failed, with what it said.
+        RuntimeError: the compiler failed, with what it said, or came to no end.
     """
     sources = [str(path) for path in sorted(CORE.glob("*.cpp"))]
     handle, temporary = tempfile.mkstemp(dir=target.parent, suffix=".so.tmp")
@@ -89,8 +91,9 @@ def compile_library(isa: str, target: Path, compiler: str) -> None:
     define = f'-DDYNAXX_SOURCE_HASH="{source_hash()}"'
     try:
         with tempfile.TemporaryDirectory() as build:
-            command = [*shlex.split(compiler), *flags, *ISAS[isa], define, "-c", *sources]
-            _run(command, build)
+            command = [*shlex.split(compiler), *flags, *ISAS[isa], define, "-c"]
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                list(pool.map(lambda source: _run([*command, source], build), sources))
             objects = [str(path) for path in sorted(Path(build).glob("*.o"))]
             _run([*shlex.split(compiler), "-shared", *objects, "-o", temporary], build)
         os.chmod(temporary, 0o755)
@@ -101,6 +104,9 @@ def compile_library(isa: str, target: Path, compiler: str) -> None:
 
 
 def _run(command: list[str], directory: str) -> None:
-    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=300)
+    try:
+        done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=TIMEOUT)
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(f"{shlex.join(command)} took more than {TIMEOUT} s") from error
     if done.returncode:
         raise RuntimeError(f"{shlex.join(command)} failed:\n{done.stderr.strip()[-2000:]}")
