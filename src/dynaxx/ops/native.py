@@ -128,7 +128,7 @@ def native_sparse_attention(
         sizes: of the branches.
         cu_seqlens_q, cu_seqlens_k: packed only. Keys as queries by default.
         scale: softmax scale, default head_dim ** -0.5.
-        backend: "auto" for the best of each branch; "reference", "cpu" or "triton" for all of them.
+        backend: "auto" for the best of each branch; "reference", "cpu", "triton" or "hopper" for all of them.
 
     Returns:
         (batch, seqlen_q, q_heads, head_dim_v) in q's dtype; packed without batch.

@@ -18,7 +18,7 @@ from dynaxx.ops.attention import SparseAttentionOutput
 from dynaxx.ops.dispatch import unsupported_reasons
 from dynaxx.ops.packing import check_indices, pack
 
-BACKENDS = ("triton", "cpu", "reference")  # in the order that "auto" prefers
+BACKENDS = ("hopper", "triton", "cpu", "reference")  # in the order that "auto" prefers
 
 
 def selected_attention(
@@ -46,7 +46,7 @@ def selected_attention(
         cu_seqlens_q, cu_seqlens_k: packed only, (num_seqs + 1,) cumulative lengths; keys as queries by default.
         scale: softmax scale, default head_dim ** -0.5.
         return_lse: also return the log-sum-exp of the visible scores.
-        backend: "auto", or "triton", "cpu", "reference".
+        backend: "auto", or "hopper", "triton", "cpu", "reference".
 
     Returns:
         out (batch, seqlen_q, q_heads, head_dim_v), or (out, lse) with lse (batch, q_heads, seqlen_q) fp32; packed
@@ -89,11 +89,18 @@ def native_backend(q: Tensor, k: Tensor, v: Tensor, block_size: int, backend: st
     if backend != "auto" and backend not in BACKENDS:
         raise ValueError(f"`backend` must be 'auto' or one of {BACKENDS}, got {backend!r}")
     problem = native_problem(q, k, v, block_size)
-    reasons = {name: unsupported_reasons(name, problem) for name in (BACKENDS if backend == "auto" else (backend,))}
+    reasons = {name: _unsupported(name, problem) for name in (BACKENDS if backend == "auto" else (backend,))}
     found = next((name for name, why in reasons.items() if not why), None)
     if found is None:
         raise UnsupportedInputError(str(problem), reasons)
     return found
+
+
+def _unsupported(name: str, problem: AttentionProblem) -> list[str]:
+    """Why a backend cannot serve: by its native kernels where these differ from its others."""
+    if name == "hopper":
+        return native_module(name).unsupported_reasons(problem)
+    return unsupported_reasons(name, problem)
 
 
 def native_problem(q: Tensor, k: Tensor, v: Tensor, block_size: int) -> AttentionProblem:
@@ -174,8 +181,8 @@ def explain_selected(
     check_indices(block_indices.flatten(0, 1), packed, spans)
     chosen = native_backend(packed.q, packed.k, packed.v, block_size, backend)
     problem = native_problem(packed.q, packed.k, packed.v, block_size)
-    reasons = {name: unsupported_reasons(name, problem) for name in BACKENDS}
-    schedule = native_module(chosen).schedule_of(q.shape[2] // block_indices.shape[2])
+    reasons = {name: _unsupported(name, problem) for name in BACKENDS}
+    schedule = native_module(chosen).schedule_of(q.shape[2] // block_indices.shape[2], block_size)
     return SelectedExplanation(problem, chosen, reasons, schedule, _overlap(block_indices))
 
 

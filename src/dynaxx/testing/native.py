@@ -66,13 +66,15 @@ def random_selected_case(
     head_dims: tuple[int, ...] = (8, 16, 24, 64),
     lengths: tuple[int, ...] = (0, 1, 17, 50, 77),
     groups: tuple[int, ...] = (1, 2, 3, 4, 5, 7, 8, 16, 17, 32),
+    blocks: tuple[int, ...] = (16, 32, 64, 128),
+    slots: tuple[int, ...] = (1, 3, 6),
 ) -> SelectedCase:
     """Ragged sequences, any group and head_dim_v, rows without blocks, blocks of the future; by seed."""
     rng = random.Random(seed)
     lengths_q = [rng.choice(lengths) for _ in range(rng.choice((1, 1, 3)))]
     lengths_k = [n if rng.random() < 0.6 else max(1, n + rng.choice((-3, 1, 40))) for n in lengths_q]
     ends_q, ends_k = ([sum(some[:i]) for i in range(len(some) + 1)] for some in (lengths_q, lengths_k))
-    block, count = rng.choice((16, 32, 64, 128)), rng.choice((1, 3, 6))
+    block, count = rng.choice(blocks), rng.choice(slots)
     group, kv_heads = rng.choice(groups), rng.choice((1, 2))
     head_dim = rng.choice(head_dims)
     head_dim_v = head_dim if rng.random() < 0.7 else rng.choice(head_dims)

@@ -89,7 +89,7 @@ def rows_of(group_size: int) -> int:
     return next((size for size in (1, 2, 4, 8, 16) if size >= group_size), -(-group_size // ROWS) * ROWS)
 
 
-def schedule_of(group_size: int) -> str:
+def schedule_of(group_size: int, kv_block: int) -> str:
     """In words, for `explain_selected`."""
     together = max(1, ROWS // rows_of(group_size))
     return f"by query, the union of {together} neighbouring positions" if together > 1 else "by query, each by itself"

@@ -7,6 +7,8 @@ and the score gradients from registers. lse (base 2) and delta come padded to wh
 is no query or it sees nothing, so that such rows give nothing.
 """
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -22,6 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from dynaxx.kernels.hopper.forward import LOG2E, ROWS, gluon_rows
 from dynaxx.kernels.triton.launch import transposed_arguments
 from dynaxx.layout import BlockLayout
+
+PROGRAMS_PER_SM = 2  # fewer, of unequal length, leave multiprocessors idle
 
 
 @gluon.jit
@@ -255,8 +259,16 @@ def _sparse_attention_hopper_bwd_dkv_kernel(
 def backward_dkv(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, layout: BlockLayout, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return (dk, dv), contiguous (B, M, Hk, D). Takes (B, N, H, D) tensors, and lse and delta as the kernel does."""
+    """Return (dk, dv), contiguous (B, M, Hk, D). Takes (B, N, H, D) tensors, and lse and delta as the kernel does.
+
+    Where keys are too few to fill the GPU, each q head is a program of its own, and a group is summed afterwards.
+    """
     batch, seqlen_k, kv_heads = k.shape[:3]
+    group_size = q.shape[2] // kv_heads
+    if group_size > 1 and layout.kv_blocks * batch * kv_heads < PROGRAMS_PER_SM * _multiprocessors(k.device):
+        k, v = (x.repeat_interleave(group_size, 2) for x in (k, v))
+        heads = backward_dkv(do, q, k, v, lse, delta, layout, scale)
+        return tuple(x.unflatten(2, (kv_heads, group_size)).sum(3) for x in heads)
     dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
     q_block, kv_block = layout.block_size
     consumers = kv_block // 64
@@ -269,7 +281,7 @@ def backward_dkv(
         q_blocks=layout.q_blocks,
         batch=batch,
         kv_heads=kv_heads,
-        group_size=q.shape[2] // kv_heads,
+        group_size=group_size,
         scale=scale,
         scale_log2=scale * LOG2E,
         CONSUMERS=consumers,
@@ -282,3 +294,8 @@ def backward_dkv(
         maxnreg=168 if consumers == 2 else 128,
     )
     return dk, dv
+
+
+@lru_cache(maxsize=16)
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

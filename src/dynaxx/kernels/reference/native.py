@@ -18,9 +18,14 @@ from dynaxx.layout.native import NativeSpans
 def compression_windows(x: Tensor, spans: NativeSpans) -> Tensor:
     """(M, H, D) -> (L, cmp_block, H, D): the tokens that each compressed token stands for. Differentiable.
 
-    Made of cmp_block / cmp_stride gathers, none of which reads a token twice: the gradient has one order of summation.
+    Made of cmp_block / cmp_stride parts, none of which reads a token twice: the gradient has one order of summation.
     """
-    stride = spans.sizes.cmp_stride
+    stride, alike = spans.sizes.cmp_stride, spans.uniform
+    if alike is not None and x.shape[0]:  # slices instead of gathers
+        count = spans.sizes.compressed(alike[2])
+        by_sequence = x.unflatten(0, (alike[0], alike[2]))
+        part = lambda begin: by_sequence[:, begin : begin + count * stride].unflatten(1, (count, stride))
+        return torch.cat([part(begin) for begin in range(0, spans.sizes.cmp_block, stride)], dim=2).flatten(0, 1)
     steps = spans.cmp_start.long()[:, None] + torch.arange(stride, device=x.device)
     gather = lambda rows: x.index_select(0, rows.flatten()).unflatten(0, rows.shape)
     return torch.cat([gather(steps + begin) for begin in range(0, spans.sizes.cmp_block, stride)], dim=1)
@@ -94,7 +99,7 @@ def selected_mask(block_indices: Tensor, spans: NativeSpans) -> Tensor:
     return mask[..., :-1] & (torch.arange(spans.ends_k[-1], device=block.device) <= spans.last_key[:, None])
 
 
-def schedule_of(group_size: int) -> str:
+def schedule_of(group_size: int, kv_block: int) -> str:
     """In words, for `explain_selected`."""
     return "as dense attention under a mask of queries x keys"
 

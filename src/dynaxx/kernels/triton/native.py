@@ -8,6 +8,7 @@ itself loads with the first kernel.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -66,7 +67,7 @@ class SelectedPlan:
         return items(self.indices, self.spans, step, config.item_length(self.group_size)), range(-(-queries // step))
 
 
-def schedule_of(group_size: int) -> str:
+def schedule_of(group_size: int, kv_block: int) -> str:
     """In words, for `explain_selected`."""
     if config.choose_schedule(group_size) == "gather":
         return "by key: gathers the queries of each block, merges partial results"
@@ -110,29 +111,34 @@ def selected_backward(
     lse: Tensor,
     plan: SelectedPlan,
     scale: float,
+    dq_by_query: Callable[..., Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv in the dtypes of q, k, v; deterministic."""
+    """Return dq, dk, dv in the dtypes of q, k, v; deterministic.
+
+    Args:
+        dq_by_query: gives dq from do, q, k, v and `row_pairs` in place of the kernel by query.
+    """
     from dynaxx.kernels.triton import native_backward, native_union
-    from dynaxx.kernels.triton.backward import row_delta
 
     slots = plan.indices.shape[2]
     if not (q.shape[0] and k.shape[0] and slots):
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     do, q, k, v = (unit_stride(x) for x in (do, q, k, v))
-    delta = row_delta(do[None], dlse[None], out[None], lse[None])[0]
-    lse, delta = lse.T.contiguous(), delta.T.contiguous()
+    rows = native_union.row_pairs(do, dlse, out, lse)
     by_query = plan.schedule == "union"
     index, chunks = plan.items(None if by_query else q.shape[2] * q.dtype.itemsize)
     dtype = torch.float32 if len(chunks) > 1 else k.dtype  # what several chunks add up
     dk, dv = (torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in (k, v))
     tiles = config.backward_key_tiles(plan.group_size, q.shape[2], v.shape[2], q.dtype)
-    if by_query:
-        dq = native_union.backward_dq(do, q, k, v, lse, delta, plan.union, plan.spans, plan.tiles, scale)
+    if by_query and dq_by_query is not None:
+        dq = dq_by_query(do, q, k, v, rows)
+    elif by_query:
+        dq = native_union.backward_dq(do, q, k, v, rows, plan.union, plan.spans, plan.tiles, scale)
     else:
         dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     for chunk in chunks:
         native_backward.backward_chunk(
-            do, q, k, v, lse, delta, (None if by_query else dq, dk, dv), index, chunk, plan.indices, plan.spans, tiles,
+            do, q, k, v, rows, (None if by_query else dq, dk, dv), index, chunk, plan.indices, plan.spans, tiles,
             scale,
         )  # fmt: skip
     return dq, dk.to(k.dtype), dv.to(v.dtype)

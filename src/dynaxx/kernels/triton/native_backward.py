@@ -34,8 +34,7 @@ def _accumulate_rows(
     end,
     p_do,
     p_q,
-    p_lse,
-    p_delta,
+    p_rows,
     p_dq,
     p_entries,
     p_last_key,
@@ -63,15 +62,18 @@ def _accumulate_rows(
     STEP: tl.constexpr = ROWS // GROUP
     o_n = tl.arange(0, BLOCK_N)
     for first in range(begin, end, STEP):
-        entry, t, h, inside, last_key = entry_rows(
-            p_entries, p_last_key, first, end, i_head, heads, slots, group_size, GROUP, ROWS
-        )
+        entry, t, h, inside = entry_rows(p_entries, first, end, i_head, heads, slots, group_size, GROUP, ROWS)
         b_q = gather_rows(p_q, t, h, stride_qn, stride_qh, inside, D, BLOCK_D)
         b_do = gather_rows(p_do, t, h, stride_don, stride_doh, inside, E, BLOCK_E)
-        lse, delta = row_values(p_lse, p_delta, t * (heads * group_size) + h, inside)
+        lse, delta = row_values(p_rows, t * (heads * group_size) + h, inside)
         scores = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [BLOCK_N, ROWS]
         weights = weights_of(scores, lse[None, :], scale, b_k.dtype == tl.float32)
-        weights = tl.where((from_key + o_n)[:, None] <= last_key[None, :], weights, 0.0)
+        nearest = tl.load(p_last_key + tl.load(p_entries + first) // (heads * slots))  # entries ascend by query
+        if nearest < from_key + BLOCK_N - 1:
+            place = first + tl.arange(0, ROWS) // GROUP  # read again, or every turn holds it in this layout
+            entry_again = tl.load(p_entries + place, mask=place < end, other=0, volatile=True)
+            last_key = tl.load(p_last_key + entry_again // (heads * slots))
+            weights = tl.where((from_key + o_n)[:, None] <= last_key[None, :], weights, 0.0)
         dv = tl.dot(weights.to(b_do.dtype), b_do, dv, input_precision=PRECISION)
         dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
         ds = (weights * (dp - delta[None, :])).to(b_q.dtype)
@@ -90,8 +92,7 @@ def _selected_bwd_dkv_kernel(
     p_q,
     p_k,
     p_v,
-    p_lse,  # (T, Hq) contiguous
-    p_delta,  # (T, Hq) contiguous
+    p_rows,  # (T, Hq, 2) as `row_pairs` gives them
     p_dq,  # (entries of these queries, SPLIT, group, D) contiguous; not written without WITH_DQ
     p_dk,  # (items, KV_BLOCK, D) fp32
     p_dv,  # (items, KV_BLOCK, E) fp32
@@ -144,7 +145,7 @@ def _selected_bwd_dkv_kernel(
         for first in range(begin, end, SEGMENT):
             some_dk, some_dv = _accumulate_rows(
                 tl.zeros_like(dk), tl.zeros_like(dv), b_k, b_v, from_key, i_part, i_head, first,
-                tl.minimum(first + SEGMENT, end), p_do, p_q, p_lse, p_delta, p_dq, p_entries, p_last_key,
+                tl.minimum(first + SEGMENT, end), p_do, p_q, p_rows, p_dq, p_entries, p_last_key,
                 heads, slots, group_size, first_entry, scale, stride_don, stride_doh, stride_qn, stride_qh,
                 D, E, BLOCK_D, BLOCK_E, SPLIT, GROUP, ROWS, BLOCK_N, PRECISION, WITH_DQ,
             )  # fmt: skip
@@ -153,7 +154,7 @@ def _selected_bwd_dkv_kernel(
     else:
         dk, dv = _accumulate_rows(
             dk, dv, b_k, b_v, from_key, i_part, i_head, begin,
-            end, p_do, p_q, p_lse, p_delta, p_dq, p_entries, p_last_key,
+            end, p_do, p_q, p_rows, p_dq, p_entries, p_last_key,
             heads, slots, group_size, first_entry, scale, stride_don, stride_doh, stride_qn, stride_qh,
             D, E, BLOCK_D, BLOCK_E, SPLIT, GROUP, ROWS, BLOCK_N, PRECISION, WITH_DQ,
         )  # fmt: skip
@@ -235,7 +236,7 @@ def _selected_sum_entries_kernel(
 
 
 def backward_chunk(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor,
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor,
     grads: tuple[Tensor | None, Tensor, Tensor], index: Items, chunk: int, indices: Tensor, spans: NativeSpans,
     tiles: KeyTiles, scale: float,
 ) -> None:  # fmt: skip
@@ -254,8 +255,7 @@ def backward_chunk(
         q,
         k,
         v,
-        lse,
-        delta,
+        rows,
         entries_dq,
         items_dk,
         items_dv,
@@ -289,8 +289,8 @@ def backward_chunk(
             num_warps=4,
         )
     if dq is not None:
-        rows = count * q.shape[1]
-        _selected_sum_entries_kernel[(-(-rows // SUM_ROWS),)](
+        dq_rows = count * q.shape[1]
+        _selected_sum_entries_kernel[(-(-dq_rows // SUM_ROWS),)](
             entries_dq,
             indices,
             spans.num_blocks,
@@ -298,7 +298,7 @@ def backward_chunk(
             first_query=queries.start,
             q_heads=q.shape[1],
             slots=slots,
-            rows=rows,
+            rows=dq_rows,
             group_size=group_size,
             D=q.shape[2],
             BLOCK_D=padded(q.shape[2]),

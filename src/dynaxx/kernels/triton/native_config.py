@@ -13,9 +13,9 @@ import torch
 from dynaxx.kernels.triton.config import padded
 
 Schedule = Literal["union", "gather"]
-UNION_WIDTH = 512  # slots of one tile's union that are compared with one another
-MAX_POSITIONS = 16  # bits of a slot's set of positions
-ITEM_ROWS = 16384  # rows of q in one item of the schedule by key
+UNION_WIDTH = 512  # slots of one tile's union that are sorted in one program
+MAX_POSITIONS = 16  # of a tile; at most the 32 bits of a slot's set of positions
+ITEM_ROWS = 4096  # rows of q in one item of the schedule by key
 GROUP_FOR_UNION = 16  # smaller groups read too many keys per row
 
 
@@ -82,6 +82,11 @@ def backward_key_tiles(group_size: int, head_dim: int, head_dim_v: int, dtype: t
 def score_tiles(per_block: int, dtype: torch.dtype) -> tuple[int, int, int]:
     """Compressed tokens per program of the score kernel, whole blocks of them; its warps and stages."""
     return (max(per_block, 16), 4, 1) if dtype == torch.float32 else (max(per_block, 64), 8, 2)
+
+
+def top_warps(width: int) -> int:
+    """Of the top-k kernel over a row of `width` scores: sums of one warp need no barrier."""
+    return 1 if width <= 1024 else 4
 
 
 def item_length(group_size: int) -> int:

@@ -28,17 +28,13 @@ def item_block(p_cell, p_block_start, i_item, blocks, heads):
 
 
 @triton.jit
-def entry_rows(
-    p_entries, p_last_key, first, end, i_head, heads, slots, group_size, GROUP: tl.constexpr, ROWS: tl.constexpr
-):
-    """Entry, query row, q head, validity and last visible key of the rows from place `first`, each [ROWS]."""
+def entry_rows(p_entries, first, end, i_head, heads, slots, group_size, GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """Entry, query row, q head and validity of the rows from place `first`, each [ROWS]."""
     o_row = tl.arange(0, ROWS)
     place, member = first + o_row // GROUP, o_row % GROUP
     inside = (place < end) & (member < group_size)
     entry = tl.load(p_entries + place, mask=inside, other=0)
-    t = entry // (heads * slots)
-    last_key = tl.load(p_last_key + t, mask=inside, other=-1)
-    return entry, t, i_head.to(tl.int32) * group_size + member, inside, last_key
+    return entry, entry // (heads * slots), i_head.to(tl.int32) * group_size + member, inside
 
 
 @triton.jit(do_not_specialize=RUNTIME_SIZES)
@@ -89,9 +85,8 @@ def _selected_partial_kernel(
         b_k = block_rows(p_k, start, keys, stride_kn, D, BLOCK_D, BLOCK_N)
         b_v = block_rows(p_v, start, keys, stride_vn, E, BLOCK_E, BLOCK_N)
     for first in range(begin, end, STEP):
-        entry, t, h, inside, last_key = entry_rows(
-            p_entries, p_last_key, first, end, i_head, heads, slots, group_size, GROUP, ROWS
-        )
+        entry, t, h, inside = entry_rows(p_entries, first, end, i_head, heads, slots, group_size, GROUP, ROWS)
+        last_key = tl.load(p_last_key + t, mask=inside, other=-1)
         b_q = gather_rows(p_q, t, h, stride_qn, stride_qh, inside, D, BLOCK_D)
         acc = tl.zeros([ROWS, BLOCK_E], tl.float32)
         row_max = tl.full([ROWS], float("-inf"), tl.float32)

@@ -17,13 +17,16 @@ from torch import Tensor
 
 from dynaxx.layout.native import NativeSpans
 
+MAX_POSITIONS = tl.constexpr(32)  # bits of a slot's set of positions
+NONE = tl.constexpr(0x7FFFFFFF)  # sorts behind every block
+
 
 @dataclass(frozen=True)
 class Unions:
     """Blocks by tile of positions; the first `counts` slots of each tile are filled."""
 
     positions: int  # P, neighbouring query rows per tile
-    blocks: Tensor  # (tiles, Hs, P * n) int32, rows of `NativeSpans.block_start`
+    starts: Tensor  # (tiles, Hs, P * n) int32, first key row of each block
     members: Tensor  # (tiles, Hs, P * n) int32, bit i: position i of the tile selected the block
     counts: Tensor  # (tiles, Hs) int32
 
@@ -47,12 +50,19 @@ class Items:
         return slice(chunk * self.step, min((chunk + 1) * self.step, total))
 
 
+@triton.jit
+def _join(block, bits, next_block, next_bits):
+    """Bits of a block's slots, gathered along slots in the order of blocks."""
+    return next_block, tl.where(block == next_block, bits, 0) | next_bits
+
+
 @triton.jit(do_not_specialize=["queries", "heads"])
 def _union_kernel(
     p_indices,  # (T, Hs, n) contiguous
     p_first_block,
     p_num_blocks,
-    p_blocks,
+    p_block_start,
+    p_starts,
     p_members,
     p_counts,
     queries,
@@ -69,15 +79,20 @@ def _union_kernel(
     inside = (position < POSITIONS) & (t < queries)
     index = tl.load(p_indices + (t * heads + i_h) * SLOTS + o_entry % SLOTS, mask=inside, other=-1)
     index = tl.where(index < tl.load(p_num_blocks + t, mask=inside, other=0), index, -1)
-    block = tl.where(index >= 0, index + tl.load(p_first_block + t, mask=inside, other=0), -1)
-    same = (block[:, None] == block[None, :]) & (block >= 0)[:, None]  # [WIDTH, WIDTH]
-    earlier = tl.sum((same & (o_entry[None, :] < o_entry[:, None])).to(tl.int32), 1)
-    members = tl.sum(tl.where(same, (1 << position)[None, :], 0), 1)
-    first = ((earlier == 0) & (block >= 0)).to(tl.int32)
+    block = index + tl.load(p_first_block + t, mask=inside, other=0)
+    key = tl.sort(tl.where(index >= 0, block * MAX_POSITIONS + position, NONE))
+    block = key // MAX_POSITIONS
+    bits = tl.full([WIDTH], 1, tl.int32) << (key % MAX_POSITIONS)
+    _, members = tl.associative_scan((block, bits), 0, _join)
+    before = tl.gather(block, tl.maximum(o_entry - 1, 0), 0)
+    behind = tl.gather(block, tl.minimum(o_entry + 1, WIDTH - 1), 0)
+    known = key != NONE
+    first = (known & ((o_entry == 0) | (before != block))).to(tl.int32)
+    last = known & ((o_entry == WIDTH - 1) | (behind != block))
     rank = tl.cumsum(first, 0) - 1
     base = (i_tile * heads + i_h) * (POSITIONS * SLOTS)
-    tl.store(p_blocks + base + rank, block, mask=first != 0)
-    tl.store(p_members + base + rank, members, mask=first != 0)
+    tl.store(p_starts + base + rank, tl.load(p_block_start + block, mask=last, other=0), mask=last)
+    tl.store(p_members + base + rank, members, mask=last)
     tl.store(p_counts + i_tile * heads + i_h, tl.sum(first, 0))
 
 
@@ -86,20 +101,23 @@ def unions(indices: Tensor, spans: NativeSpans, positions: int) -> Unions:
     queries, heads, slots = indices.shape
     tiles = -(-queries // positions)
     shape = (tiles, heads, positions * slots)
+    width = triton.next_power_of_2(positions * slots)
     found = Unions(positions, indices.new_empty(shape), indices.new_empty(shape), indices.new_empty(tiles, heads))
     if tiles:
         _union_kernel[(tiles, heads)](
             indices,
             spans.first_block,
             spans.num_blocks,
-            found.blocks,
+            spans.block_start,
+            found.starts,
             found.members,
             found.counts,
             queries=queries,
             heads=heads,
             SLOTS=slots,
             POSITIONS=positions,
-            WIDTH=triton.next_power_of_2(positions * slots),
+            WIDTH=max(2, width),
+            num_warps=1 if width <= 256 else 4,
         )
     return found
 

@@ -3,7 +3,7 @@
 
 A program of the score kernel holds some compressed tokens and sums the weights that the q heads of a group give them,
 exp(q @ k_cmp - lse), then sums tokens to blocks: each token adds to its own block, and its overlap to the next one. The
-top-k kernel finds the n-th best score of a row bit by bit, so it needs no sort.
+top-k kernel finds the n-th best score of a row bit by bit, up to where n are left, so it needs no sort.
 
 T queries of a chunk, Hq / Hk / Hs query, kv and selection heads, C blocks of the longest sequence, n selected.
 """
@@ -97,7 +97,7 @@ def _score_kernel(
             tl.store(p_next + row[:, None] + block[None, :], tl.sum(by_block * (PER_TOKEN - shared), 2), mask=mask)
 
 
-@triton.jit(do_not_specialize=["first_row", "rows", "heads", "blocks", "slots", "first_blocks", "local_blocks"])
+@triton.jit(do_not_specialize=["first_row", "heads", "slots", "first_blocks", "local_blocks"])
 def _top_blocks_kernel(
     p_own,
     p_next,
@@ -105,7 +105,6 @@ def _top_blocks_kernel(
     p_num_blocks,
     p_num_cmp,
     first_row,
-    rows,  # T * Hs
     heads,
     blocks,
     slots,
@@ -113,42 +112,44 @@ def _top_blocks_kernel(
     local_blocks,
     PER_TOKEN: tl.constexpr,
     PER_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
     WIDTH: tl.constexpr,  # C as a power of two
     WIDE_SLOTS: tl.constexpr,  # n as a power of two
     RAW: tl.constexpr,
 ):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = row < rows
+    row = tl.program_id(0).to(tl.int64)
     t = first_row + row // heads
-    seen = tl.load(p_num_blocks + t, mask=inside, other=0)[:, None]
-    tokens = tl.load(p_num_cmp + t, mask=inside, other=0)[:, None]
-    block = tl.arange(0, WIDTH)[None, :]
-    p_row = row.to(tl.int64)[:, None] * blocks + block
+    seen, tokens = tl.load(p_num_blocks + t), tl.load(p_num_cmp + t)
+    block = tl.arange(0, WIDTH)
+    p_row = row * blocks + block
     scored = (block * PER_BLOCK < tokens) & (block < blocks)
     score = tl.load(p_own + p_row, mask=scored, other=LOWEST if RAW else 0.0)
     if PER_TOKEN > 1:
         before = (block > 0) & ((block - 1) * PER_BLOCK < tokens) & (block < blocks)
         score += tl.load(p_next + p_row - 1, mask=before, other=0.0)
-    key = ordered_bits(score)
     forced = (block < first_blocks) | (block >= seen - local_blocks)
-    key = tl.where(forced, 0xFFFFFFFF, key).to(tl.uint32)
-    visible = block < seen
-    need = tl.minimum(seen, slots)  # [ROWS, 1]
-    least = (need * 0).to(tl.uint32)  # the key of the last block chosen
-    for i_bit in tl.static_range(32):
-        larger = least | tl.full([1, 1], 1 << (31 - i_bit), tl.uint32)
-        enough = tl.sum((visible & (key >= larger)).to(tl.int32), 1)[:, None] >= need
-        least = tl.where(enough, larger, least)
-    chosen = visible & (key > least)
-    ties = visible & (key == least)
-    rest = need - tl.sum(chosen.to(tl.int32), 1)[:, None]
-    chosen = chosen | (ties & (tl.cumsum(ties.to(tl.int32), 1) <= rest))
-    place = tl.cumsum(chosen.to(tl.int32), 1) - 1
-    p_out = p_indices + (first_row.to(tl.int64) * heads + row)[:, None] * slots
-    tl.store(p_out + place, block + row[:, None] * 0, mask=chosen & inside[:, None])
-    slot = tl.arange(0, WIDE_SLOTS)[None, :]
-    tl.store(p_out + slot, slot * 0 + row[:, None] * 0 - 1, mask=(slot >= need) & (slot < slots) & inside[:, None])
+    key = tl.where(forced, 0xFFFFFFFF, ordered_bits(score)).to(tl.uint32)
+    key = tl.where(block < seen, key, 0)
+    need = tl.minimum(seen, slots)
+    least = tl.full([], 0, tl.uint32)  # of the keys chosen
+    count = seen  # of keys of at least `least`
+    bit = tl.full([], 31, tl.int32)
+    while (count > need) & (bit >= 0):
+        larger = least | (tl.full([], 1, tl.uint32) << bit.to(tl.uint32))
+        enough = tl.sum((key >= larger).to(tl.int32), 0)
+        if enough >= need:
+            least = larger
+            count = enough
+        bit -= 1
+    chosen = (block < seen) & (key >= least)
+    if count > need:  # equal keys: the first of them
+        ties = chosen & (key == least)
+        rest = need - (count - tl.sum(ties.to(tl.int32), 0))
+        chosen = chosen & ((key > least) | (tl.cumsum(ties.to(tl.int32), 0) <= rest))
+    place = tl.cumsum(chosen.to(tl.int32), 0) - 1
+    p_out = p_indices + (first_row.to(tl.int64) * heads + row) * slots
+    tl.store(p_out + place, block, mask=chosen)
+    slot = tl.arange(0, WIDE_SLOTS)
+    tl.store(p_out + slot, slot * 0 - 1, mask=(slot >= need) & (slot < slots))
 
 
 @dataclass(frozen=True)
@@ -227,15 +228,13 @@ def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor | None, spans: NativeSpa
                 num_stages=num_stages,
             )
         width = triton.next_power_of_2(blocks)
-        some = max(1, 2048 // width)
-        _top_blocks_kernel[(-(-count * heads // some),)](
+        _top_blocks_kernel[(count * heads,)](
             own,
             behind,
             indices,
             spans.num_blocks,
             spans.num_cmp,
             first_row=first,
-            rows=count * heads,
             heads=heads,
             blocks=blocks,
             slots=sizes.slc_count,
@@ -243,11 +242,10 @@ def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor | None, spans: NativeSpa
             local_blocks=sizes.local_blocks,
             PER_TOKEN=per_token,
             PER_BLOCK=per_block,
-            ROWS=some,
             WIDTH=width,
             WIDE_SLOTS=triton.next_power_of_2(sizes.slc_count),
             RAW=lse is None,
-            num_warps=4,
+            num_warps=native_config.top_warps(width),
         )
         begin = stop
     return indices

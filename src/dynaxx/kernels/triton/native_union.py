@@ -89,10 +89,45 @@ def weights_of(scores, lse, scale, EXACT: tl.constexpr):
 
 
 @triton.jit
-def row_values(p_lse, p_delta, at, inside):
-    """lse and delta; a row that sees nothing, or is none, gets lse = inf, so that its weights vanish."""
-    lse = tl.load(p_lse + at, mask=inside, other=float("inf"))
-    return tl.where(lse == float("-inf"), float("inf"), lse), tl.load(p_delta + at, mask=inside, other=0.0)
+def row_values(p_rows, at, inside):
+    """lse and delta of rows `at` of what `row_pairs` gives; a row that is none gets lse = inf: its weights vanish.
+
+    Both in one load: Triton repeats loads of fewer elements than threads in every layout that wants them.
+    """
+    pair = tl.arange(0, 2)[None, :]
+    pairs = tl.load(p_rows + at.to(tl.int64)[:, None] * 2 + pair, mask=inside[:, None], other=float("inf"))
+    lse, delta = tl.split(pairs)
+    return lse, tl.where(inside, delta, 0.0)
+
+
+@triton.jit(do_not_specialize=["rows", "q_heads", "queries"])
+def _selected_rows_kernel(
+    p_do,
+    p_out,  # (T, Hq, E) contiguous
+    p_lse,  # (Hq, T) contiguous
+    p_dlse,
+    p_rows,  # (T, Hq, 2) fp32
+    rows,  # T * Hq
+    queries,
+    q_heads,
+    stride_don,
+    stride_doh,
+    stride_dlh,
+    stride_dln,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = row < rows
+    t, h = row // q_heads, row % q_heads
+    b_do = gather_rows(p_do, t, h, stride_don, stride_doh, inside, E, BLOCK_E).to(tl.float32)
+    b_out = gather_rows(p_out, t, h, q_heads * E, E, inside, E, BLOCK_E).to(tl.float32)
+    lse = tl.load(p_lse + h * queries + t, mask=inside, other=float("-inf"))
+    dlse = tl.load(p_dlse + h * stride_dlh + t * stride_dln, mask=inside, other=0.0).to(tl.float32)
+    empty = lse == float("-inf")
+    tl.store(p_rows + row * 2, tl.where(empty, float("inf"), lse), mask=inside)
+    tl.store(p_rows + row * 2 + 1, tl.where(empty, 0.0, tl.sum(b_do * b_out, 1) - dlse), mask=inside)
 
 
 @triton.jit(do_not_specialize=RUNTIME_SIZES)
@@ -102,10 +137,9 @@ def _selected_fwd_kernel(
     p_v,
     p_out,  # (T, Hq, E) contiguous
     p_lse,  # (Hq, T) contiguous, fp32
-    p_blocks,
+    p_starts,
     p_members,
     p_counts,
-    p_block_start,
     p_last_key,
     queries,
     keys,
@@ -147,7 +181,7 @@ def _selected_fwd_kernel(
     row_sum = tl.zeros([ROWS], tl.float32)
     for i_step in range(0, count * SPLIT):
         slot = lead * SLOTS + i_step // SPLIT
-        start = tl.load(p_block_start + tl.load(p_blocks + slot)) + i_step % SPLIT * BLOCK_N
+        start = tl.load(p_starts + slot) + i_step % SPLIT * BLOCK_N
         limit = tl.where((tl.load(p_members + slot) >> position) & 1 != 0, last_key, -1)
         b_k = block_rows(p_k, start, keys, stride_kn, D, BLOCK_D, BLOCK_N)
         scores = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [ROWS, BLOCK_N]
@@ -170,13 +204,11 @@ def _selected_bwd_dq_kernel(
     p_q,
     p_k,
     p_v,
-    p_lse,  # (T, Hq) contiguous
-    p_delta,  # (T, Hq) contiguous
+    p_rows,  # (T, Hq, 2) as `row_pairs` gives them
     p_dq,  # (T, Hq, D) contiguous
-    p_blocks,
+    p_starts,
     p_members,
     p_counts,
-    p_block_start,
     p_last_key,
     queries,
     keys,
@@ -212,14 +244,14 @@ def _selected_bwd_dq_kernel(
     )
     b_q = gather_rows(p_q, t, h, stride_qn, stride_qh, inside, D, BLOCK_D)
     b_do = gather_rows(p_do, t, h, stride_don, stride_doh, inside, E, BLOCK_E)
-    lse, delta = row_values(p_lse, p_delta, t * (heads * group_size) + h, inside)
+    lse, delta = row_values(p_rows, t * (heads * group_size) + h, inside)
     p_k += i_head // heads_per_kv * stride_kh
     p_v += i_head // heads_per_kv * stride_vh
     lead = i_tile * heads + i_head
     dq = tl.zeros([ROWS, BLOCK_D], tl.float32)
     for i_step in range(0, tl.load(p_counts + lead) * SPLIT):
         slot = lead * SLOTS + i_step // SPLIT
-        start = tl.load(p_block_start + tl.load(p_blocks + slot)) + i_step % SPLIT * BLOCK_N
+        start = tl.load(p_starts + slot) + i_step % SPLIT * BLOCK_N
         limit = tl.where((tl.load(p_members + slot) >> position) & 1 != 0, last_key, -1)
         b_k = block_rows(p_k, start, keys, stride_kn, D, BLOCK_D, BLOCK_N)
         b_v = block_rows(p_v, start, keys, stride_vn, E, BLOCK_E, BLOCK_N)
@@ -245,17 +277,46 @@ def forward(
 
 
 def backward_dq(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, union: Unions, spans: NativeSpans,
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, union: Unions, spans: NativeSpans,
     tiles: QueryTiles, scale: float,
 ) -> Tensor:  # fmt: skip
-    """Return dq (T, Hq, D); lse and delta are (T, Hq)."""
+    """Return dq (T, Hq, D)."""
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     _selected_bwd_dq_kernel[(union.counts.shape[1], union.counts.shape[0])](
-        do, q, k, v, lse, delta, dq,
+        do, q, k, v, rows, dq,
         stride_don=do.stride(0), stride_doh=do.stride(1),
         **_arguments(q, k, v, union, spans, replace(tiles, num_stages=min(2, tiles.num_stages)), scale),
     )  # fmt: skip
     return dq
+
+
+def row_pairs(do: Tensor, dlse: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+    """(T, Hq, 2) fp32: lse, and delta = rowsum(do * out) - dlse; inf and 0 for a row that sees nothing.
+
+    Args:
+        do, out: (T, Hq, E), out contiguous.
+        dlse, lse: (Hq, T).
+    """
+    rows = lse.new_empty(*out.shape[:2], 2)
+    _selected_rows_kernel[(triton.cdiv(out.shape[0] * out.shape[1], 32),)](
+        do,
+        out.contiguous(),
+        lse.contiguous(),
+        dlse,
+        rows,
+        rows=out.shape[0] * out.shape[1],
+        queries=out.shape[0],
+        q_heads=out.shape[1],
+        stride_don=do.stride(0),
+        stride_doh=do.stride(1),
+        stride_dlh=dlse.stride(0),
+        stride_dln=dlse.stride(1),
+        E=out.shape[2],
+        BLOCK_E=padded(out.shape[2]),
+        ROWS=32,
+        num_warps=4,
+    )
+    return rows
 
 
 def _arguments(
@@ -263,10 +324,9 @@ def _arguments(
 ) -> dict[str, object]:
     heads = union.counts.shape[1]
     return {
-        "p_blocks": union.blocks,
+        "p_starts": union.starts,
         "p_members": union.members,
         "p_counts": union.counts,
-        "p_block_start": spans.block_start,
         "p_last_key": spans.last_key,
         "queries": q.shape[0],
         "keys": k.shape[0],
@@ -283,7 +343,7 @@ def _arguments(
         "E": v.shape[2],
         "BLOCK_D": padded(q.shape[2]),
         "BLOCK_E": padded(v.shape[2]),
-        "SLOTS": union.blocks.shape[2],
+        "SLOTS": union.starts.shape[2],
         "KV_BLOCK": spans.sizes.slc_block,
         "POSITIONS": tiles.positions,
         "GROUP": tiles.group,
