@@ -194,7 +194,8 @@ def test_bad_inputs():
         ({"q": q[..., :7]}, ValueError, "head_dim"),
         ({"q": q[:, :, :3]}, ValueError, "multiple of kv_heads"),
         ({"cu_seqlens_q": (0, 40)}, ValueError, "packed"),
-        ({"backend": "hopper"}, ValueError, "'auto'"),
+        ({"backend": "cuda"}, ValueError, "'auto'"),
+        ({"backend": "hopper"}, dx.UnsupportedInputError, "runs on a Hopper GPU"),
         ({"backend": "triton"}, dx.UnsupportedInputError, "runs on a GPU"),
         ({"block_size": 48}, ValueError, "slc_block"),
     ):

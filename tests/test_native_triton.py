@@ -56,7 +56,8 @@ def test_random_cases(seed, schedule, monkeypatch):
     """fp32 and fp16, since the interpreter does not multiply bf16; by either schedule, cut into chunks and items."""
     monkeypatch.setattr(native.config, "choose_schedule", lambda group_size: schedule)
     monkeypatch.setattr(native, "PARTIAL_BYTES", 1 << 15)
-    monkeypatch.setattr(native.config, "item_length", lambda group_size: 8)
+    monkeypatch.setattr(native, "PARTIAL_GRAD_BYTES", 1 << 15)
+    monkeypatch.setattr(native.config, "item_length", lambda group_size, chunked: 8)
     sizes = {"head_dims": (16, 24), "lengths": (0, 1, 13, 20), "groups": (1, 2, 3, 4, 16)}
     check(random_selected_case(seed, dtype=torch.float16 if seed % 2 else torch.float32, device=DEVICE, **sizes))
 
@@ -159,6 +160,7 @@ def test_the_whole_of_it():
 def test_random_cases_on_a_gpu(seed, schedule, dtype, monkeypatch):
     monkeypatch.setattr(native.config, "choose_schedule", lambda group_size: schedule)
     monkeypatch.setattr(native, "PARTIAL_BYTES", 1 << 22)
+    monkeypatch.setattr(native, "PARTIAL_GRAD_BYTES", 1 << 22)
     check(random_selected_case(1000 + seed, dtype=dtype, device=DEVICE, head_dims=(64, 128, 256, 40),
                                lengths=(0, 1, 130, 300, 517)))  # fmt: skip
 

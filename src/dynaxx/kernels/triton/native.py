@@ -29,7 +29,8 @@ _LATER = {
     "gated_sum_backward": "native_gate",
 }  # kernels that need no more than their own file
 
-PARTIAL_BYTES = 256 << 20  # of partial results held at once
+PARTIAL_BYTES = 1 << 30  # of partial outputs held at once
+PARTIAL_GRAD_BYTES = 256 << 20  # of partial dq: backward holds more besides
 
 
 def __getattr__(name: str) -> Any:
@@ -56,15 +57,16 @@ class SelectedPlan:
 
         return unions(self.indices, self.spans, self.tiles.positions)
 
-    def items(self, row_bytes: int | None) -> tuple[Items, range]:
-        """Entries by block and their chunks, of partial results of `row_bytes` for each q head of each slot."""
+    def items(self, row_bytes: int | None, limit: int = 0) -> tuple[Items, range]:
+        """Entries by block and their chunks: `limit` bytes of partial results, `row_bytes` per q head of a slot."""
         from dynaxx.kernels.triton.native_index import items
 
         queries, heads, slots = self.indices.shape
         step = queries
         if row_bytes is not None:
-            step = min(queries, max(1, PARTIAL_BYTES // (heads * slots * self.group_size * row_bytes)))
-        return items(self.indices, self.spans, step, config.item_length(self.group_size)), range(-(-queries // step))
+            step = min(queries, max(1, limit // (heads * slots * self.group_size * row_bytes)))
+        length = config.item_length(self.group_size, row_bytes is not None)
+        return items(self.indices, self.spans, step, length), range(-(-queries // step))
 
 
 def schedule_of(group_size: int, kv_block: int) -> str:
@@ -95,7 +97,7 @@ def selected_forward(q: Tensor, k: Tensor, v: Tensor, plan: SelectedPlan, scale:
     out = q.new_empty(*q.shape[:2], v.shape[2])
     lse = q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
     key_tiles = config.forward_key_tiles(plan.group_size, q.shape[2], v.shape[2], q.dtype)
-    index, chunks = plan.items(v.shape[2] * q.dtype.itemsize + 4)
+    index, chunks = plan.items(v.shape[2] * q.dtype.itemsize + 4, PARTIAL_BYTES)
     for chunk in chunks:
         native_gather.forward_chunk(q, k, v, out, lse, index, chunk, slots, heads, plan.spans, key_tiles, scale)
     return out, lse
@@ -126,7 +128,7 @@ def selected_backward(
     do, q, k, v = (unit_stride(x) for x in (do, q, k, v))
     rows = native_union.row_pairs(do, dlse, out, lse)
     by_query = plan.schedule == "union"
-    index, chunks = plan.items(None if by_query else q.shape[2] * q.dtype.itemsize)
+    index, chunks = plan.items(None if by_query else q.shape[2] * q.dtype.itemsize, PARTIAL_GRAD_BYTES)
     dtype = torch.float32 if len(chunks) > 1 else k.dtype  # what several chunks add up
     dk, dv = (torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in (k, v))
     tiles = config.backward_key_tiles(plan.group_size, q.shape[2], v.shape[2], q.dtype)

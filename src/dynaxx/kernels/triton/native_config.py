@@ -15,7 +15,8 @@ from dynaxx.kernels.triton.config import padded
 Schedule = Literal["union", "gather"]
 UNION_WIDTH = 512  # slots of one tile's union that are sorted in one program
 MAX_POSITIONS = 16  # of a tile; at most the 32 bits of a slot's set of positions
-ITEM_ROWS = 4096  # rows of q in one item of the schedule by key
+ITEM_ROWS = 8192  # rows of q in one item of a kernel by key
+CHUNK_ITEM_ROWS = 1024  # where queries come in chunks: the first block has an entry of every query
 GROUP_FOR_UNION = 16  # smaller groups read too many keys per row
 
 
@@ -75,13 +76,13 @@ def backward_key_tiles(group_size: int, head_dim: int, head_dim_v: int, dtype: t
     if dtype == torch.float32:
         return KeyTiles(group, max(16, group), 16, 4, 1)
     if wide <= 128:
-        return KeyTiles(group, max(64, group), 64, 4, 2)
+        return KeyTiles(group, max(64, group), 64, 4, 3 if group_size >= GROUP_FOR_UNION else 2)
     return KeyTiles(group, max(32, group), 32, 8, 1)
 
 
 def score_tiles(per_block: int, dtype: torch.dtype) -> tuple[int, int, int]:
     """Compressed tokens per program of the score kernel, whole blocks of them; its warps and stages."""
-    return (max(per_block, 16), 4, 1) if dtype == torch.float32 else (max(per_block, 64), 8, 2)
+    return (max(per_block, 16), 4, 1) if dtype == torch.float32 else (max(per_block, 64), 8, 3)
 
 
 def top_warps(width: int) -> int:
@@ -89,9 +90,9 @@ def top_warps(width: int) -> int:
     return 1 if width <= 1024 else 4
 
 
-def item_length(group_size: int) -> int:
+def item_length(group_size: int, chunked: bool) -> int:
     """Entries of one item."""
-    return max(64, ITEM_ROWS // group_rows(group_size))
+    return max(64, (CHUNK_ITEM_ROWS if chunked else ITEM_ROWS) // group_rows(group_size))
 
 
 def choose_schedule(group_size: int) -> Schedule:
