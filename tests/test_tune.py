@@ -10,6 +10,7 @@ import torch
 import dynaxx as dx
 from dynaxx.lab import retune as retune_module
 from dynaxx.lab import tune as tune_module
+from dynaxx.lab import tune_decode as decode_module
 from dynaxx.lab.allocation import Allocator, lower_hull
 from dynaxx.lab.crossover import LengthTiming, dense_below
 from dynaxx.lab.resume import Steps, fingerprint
@@ -104,3 +105,38 @@ def test_a_text_too_short_for_a_reference_is_said(loaded, tmp_path, monkeypatch)
     assert found.policy.rules
     assert found.policy.reference is None
     assert found.reference.startswith("none: lengths must be from 5,120")
+
+
+def test_decode_rules_are_written_where_they_keep_quality_and_pay(loaded, tmp_path, monkeypatch):
+    fast = [LengthTiming(n, 2.0, 3.0 if n < 256 else 1.0) for n in (128, 256, 512)]
+    monkeypatch.setattr(tune_module, "time_lengths", lambda *_: [])
+    monkeypatch.setattr(decode_module, "time_steps", lambda *_: fast)
+    monkeypatch.setattr(decode_module, "WINDOW", 16)
+    run = partial(tune_module.tune, *loaded, TEXT, tokens=256, block_size=16, time_budget=0.0, with_decode=True)
+    found = run(out=tmp_path / "a", tolerance=0.9)
+    policy = dx.load_policy(tmp_path / "a" / "policy.json")
+    assert policy == found.policy
+    assert [rule.phase for rule in policy.rules] == ["decode"]  # prompts are not faster here
+    assert policy.decode_borders == (256, None)
+    assert found.decode.share == min(decode_module.SHARES)
+    assert found.reference == "none: prompts run dense"
+    assert json.loads((tmp_path / "a" / "tuning.json").read_text())["decode"]["said"] == found.decode.said
+    with dx.apply(loaded.model, policy) as handle:
+        loaded.model.generate(torch.randint(3, 300, (1, 253)), max_new_tokens=6, do_sample=False, eos_token_id=None)
+        stats = handle.stats()
+    assert stats["dense_calls"]["below dense_below"] == 2 * 2  # 254 and 255 keys
+    assert stats["sparse_calls"] == 2 * 3
+    assert run(out=tmp_path / "b", tolerance=1e-9).decode.said.startswith("no rule: no share")
+    monkeypatch.setattr(decode_module, "time_steps", lambda *_: [LengthTiming(n, 1.0, 1.0) for n in (128, 256)])
+    slow = run(out=tmp_path / "c", tolerance=0.9)
+    assert "not faster" in slow.decode.said
+    assert slow.policy.rules == ()
+
+
+def test_steps_are_timed(loaded):
+    from dynaxx.integrations.transformers import model_facts
+    from dynaxx.selection.pages import PageBudget
+
+    found = decode_module.time_steps(loaded.model, model_facts(loaded.model), 2, PageBudget(0.1), 16, lengths=(64, 128))
+    assert [each.seqlen for each in found] == [64, 128]
+    assert all(each.dense_seconds > 0 and each.sparse_seconds > 0 for each in found)

@@ -46,6 +46,9 @@ def tune(
     ] = True,
     with_profile: Annotated[bool, typer.Option("--profile/--no-profile", help="Profile first.")] = True,
     with_analysis: Annotated[bool, typer.Option("--analysis/--no-analysis", help="Analyze the heads first.")] = True,
+    with_decode: Annotated[
+        bool, typer.Option("--decode/--no-decode", help="Look for decode rules, too; written where they pay.")
+    ] = False,
     with_reference: Annotated[
         bool, typer.Option("--reference/--no-reference", help="Record what drift is measured against.")
     ] = True,
@@ -69,6 +72,7 @@ def tune(
     Examples:
       dynaxx tune smollm2 --out run
       dynaxx tune ./my-model --text prompts.txt --out run --tolerance 0.005 --time-budget 30m
+      dynaxx tune smollm2 --out run --decode
       dynaxx tune smollm2 --out run --no-profile --no-analysis
     """
     with running(as_json, threads, seed) as finish:
@@ -86,6 +90,7 @@ def tune(
             seed=seed,
             command=command_line(),
             resume=resume,
+            decode=with_decode,
             skip=frozenset(
                 step
                 for step, wanted in zip(

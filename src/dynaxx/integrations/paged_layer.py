@@ -108,7 +108,8 @@ class Step:
             if row.seqlen_q < q_block:
                 return "fewer queries than one block"
         # The length of a sequence only grows, so one border is the policy's hysteresis.
-        if row.seqlen_k < (policy.dense_below if policy.sparse_from is None else policy.sparse_from):
+        below, start = policy.decode_borders if decodes else (policy.dense_below, policy.sparse_from)
+        if row.seqlen_k < (below if start is None else start):
             return "below dense_below"
         return "" if policy.rollout.covers_length(row.seqlen_k) else "length not in the rollout"
 

@@ -50,7 +50,7 @@ class Deployed:
         self.plans: dict[int, LayerPlan] = resolve(policy)
         self.decode: dict[int, DecodePlan] = resolve_decode(policy)
         self.switches = {layer: LengthSwitch(policy.dense_below, policy.sparse_from) for layer in self.plans}
-        self.decode_switches = {layer: LengthSwitch(policy.dense_below, policy.sparse_from) for layer in self.decode}
+        self.decode_switches = {layer: LengthSwitch(*policy.decode_borders) for layer in self.decode}
         self.breakers = {layer: Breaker() for layer in (*self.plans, *self.decode)}
         self.guard: LiveGuard | None = None
         if policy.guard and self.plans:

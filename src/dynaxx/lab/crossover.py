@@ -53,7 +53,7 @@ def time_lengths(model: Any, policy: Policy, lengths: Sequence[int] = LENGTHS) -
             for heads in (facts.q_heads, facts.kv_heads, facts.kv_heads)
         )
         runs = [partial(_attend_densely, q, k, v), *(partial(_attend, plan, q, k, v) for plan in typical)]
-        dense, *sparse = _interleaved(runs, REPEATS if seqlen < LONG else 2, parameter.device)
+        dense, *sparse = interleaved(runs, REPEATS if seqlen < LONG else 2, parameter.device)
         found.append(LengthTiming(seqlen, dense * len(plans), statistics.mean(sparse) * len(plans)))
     return found
 
@@ -79,7 +79,7 @@ def _typical(plans: list[LayerPlan]) -> list[LayerPlan]:
     return [ordered[0], ordered[len(ordered) // 2], ordered[-1]]
 
 
-def _interleaved(runs: Sequence[Callable[[], Any]], repeats: int, device: torch.device) -> list[float]:
+def interleaved(runs: Sequence[Callable[[], Any]], repeats: int, device: torch.device) -> list[float]:
     """Median seconds of each, taken in turn so that a drifting machine is fair to all."""
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     seconds: list[list[float]] = [[] for _ in runs]

@@ -36,6 +36,7 @@ class Plan:
     seed: int = 0
     command: str = "dynaxx tune"  # how to get these results again; kept as evidence
     resume: bool = True
+    decode: bool = False  # look for decode rules, too
     skip: frozenset[str] = frozenset()  # of "profile", "analyze", "reference", "validate", "report"
 
 
@@ -76,6 +77,8 @@ class PipelineResult:
             )
         else:
             lines.append("tuned: nothing sparse stays within the tolerance; the policy is dense")
+        if self.tuning.get("decode"):
+            lines.append(f"decoding: {self.tuning['decode']['said']}")
         if self.tuning.get("reference"):
             lines.append(f"reference for drift: {self.tuning['reference']}")
         if self.validation is not None:
@@ -156,6 +159,7 @@ def run(model: Any, tokenizer: Any, text: str, plan: Plan, *, progress: Progress
             block_size=block_size,
             seed=plan.seed,
             resume=plan.resume,
+            with_decode=plan.decode,
             with_reference="reference" not in plan.skip,
             progress=progress,
             command=plan.command,

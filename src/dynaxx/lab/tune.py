@@ -26,6 +26,7 @@ from dynaxx.lab.progress import Progress, SilentProgress, Task
 from dynaxx.lab.resume import Steps, fingerprint
 from dynaxx.lab.sensitivity import HeadCosts, measure_head_costs
 from dynaxx.lab.texts import encode, split_text
+from dynaxx.lab.tune_decode import DecodeResult, decode_rule, tune_decode
 from dynaxx.patterns import LastQueries, LocalBlocks, Pattern, Sink
 from dynaxx.selection import Hybrid, MeanPool, MinMax, Scorer, TopK
 
@@ -79,6 +80,7 @@ class TuneResult:
     seconds: float
     command: str
     policy: Policy
+    decode: DecodeResult | None = None  # where decode rules were asked for
     reference: str = ""  # what the policy knows of its traffic, or why it knows nothing
 
     def to_dict(self) -> dict[str, Any]:
@@ -98,6 +100,7 @@ def tune(
     block_size: int | None = None,
     seed: int = 0,
     resume: bool = True,
+    with_decode: bool = False,
     with_reference: bool = True,
     progress: Progress | None = None,
     command: str = "dynaxx tune",
@@ -111,6 +114,7 @@ def tune(
         tokens: length of the texts.
         block_size: of the policy; `default_block_size` if None.
         time_budget: seconds after which no further evaluation starts; the best found so far is written.
+        with_decode: look for decode rules, too; written where they keep perplexity and are faster on this machine.
         with_reference: record attention under the policy on this text, too, and have the policy watched (a `guard` that
             counts): what drift of its traffic is measured against.
         resume: go on from `out/tuning_state.json` if it is of the same model, text and settings.
@@ -123,7 +127,7 @@ def tune(
         raise ValueError(f"`tolerance` must be between 0 and 1 (0.01 is 1 %), got {tolerance}")
     block_size = block_size or default_block_size(model)
     search = _Search(model, tokenizer, text, out, tokens, block_size, seed, resume, progress, time_budget, tolerance)
-    return search.run(command, name or type(model).__name__, text if with_reference else "")
+    return search.run(command, name or type(model).__name__, text if with_reference else "", with_decode)
 
 
 def default_block_size(model: Any) -> int:
@@ -180,11 +184,14 @@ class _Search:
         self.pattern: Pattern = Sink(block_size) | local | LastQueries(LAST_QUERIES)
         self.floor = tokens // block_size // 2
 
-    def run(self, command: str, name: str, traffic: str) -> TuneResult:
-        steps = 4 + len(SCORERS) + 2 * SEARCH_STEPS + 2 + 1
+    def run(self, command: str, name: str, traffic: str, with_decode: bool) -> TuneResult:
+        steps = 4 + len(SCORERS) + 2 * SEARCH_STEPS + 2 + 2
         with evaluating(self.model), self.progress.task("tuning", total=steps) as task:
             result = self._with_evidence(self._run(task, command, name))
-            task.advance(0, "what its traffic looks like")
+            if with_decode:
+                task.advance(0, "decoding by pages")
+                result = self._with_decode(result, command)
+            task.advance(1, "what its traffic looks like")
             if traffic:
                 result = self._with_reference(result, split_text(traffic).calibration, command)
             task.advance(1, "done")
@@ -351,14 +358,42 @@ class _Search:
         parameter = next(self.model.parameters())
         return with_evidence(result, parameter.device.type, str(parameter.dtype).removeprefix("torch."))
 
+    def _with_decode(self, result: TuneResult, command: str) -> TuneResult:
+        """The result with decode rules where they keep perplexity and pay."""
+        from dynaxx.policy import Evidence
+
+        found = tune_decode(
+            self.model,
+            self.search_ids,
+            result.layers,
+            tolerance=self.tolerance,
+            page_size=self.block_size,
+            remember=self.steps.remember,
+        )
+        policy = result.policy
+        if found.share is not None and found.dense_below is not None:
+            best = next(trial for trial in found.trials if trial.share == found.share)
+            figures: dict[str, bool | int | float | str | None] = {
+                "share": found.share,
+                "perplexity_ratio": best.ratio,
+                "perplexity_ratio_error": best.error,
+            }
+            evidence = Evidence(what="decoding the end of the same texts", command=command, values=figures)
+            policy = policy.replace(
+                rules=(*policy.rules, decode_rule(found.share, result.layers, self.block_size)),
+                decode_dense_below=found.dense_below,
+                evidence=(*policy.evidence, evidence),
+            )
+        return dataclasses.replace(result, policy=policy, decode=found)
+
     def _with_reference(self, result: TuneResult, text: str, command: str) -> TuneResult:
         """The result with a policy that is watched, and knows the attention that it was tuned for."""
         from dynaxx.lab.retune import record
         from dynaxx.policy import Guard, Profile, rules_digest
 
         policy = result.policy
-        if not policy.rules:
-            return dataclasses.replace(result, reference="none: the policy is dense")
+        if all(rule.phase == "decode" for rule in policy.rules):
+            return dataclasses.replace(result, reference="none: prompts run dense")
 
         def recorded() -> dict[str, Any]:
             found = record(

@@ -8,7 +8,17 @@ from typing import Any, NamedTuple
 from dynaxx.policy.resolve import head_rules
 from dynaxx.policy.schema import Phase, Policy
 
-SHOWN_FIELDS = ("model", "block_size", "dense_below", "sparse_from", "rollout", "guard", "drift", "tolerances")
+SHOWN_FIELDS = (
+    "model",
+    "block_size",
+    "dense_below",
+    "sparse_from",
+    "decode_dense_below",
+    "rollout",
+    "guard",
+    "drift",
+    "tolerances",
+)
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
 NOTED_FIELDS = ("measured_on", "evidence", "reference")  # said to differ, not shown
 

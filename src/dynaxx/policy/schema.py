@@ -158,6 +158,7 @@ class Policy(Document):
     block_size: BlockSize = 64
     dense_below: Count = 0  # tokens, measured
     sparse_from: Count | None = None  # tokens, >= dense_below
+    decode_dense_below: Count | None = None  # tokens, of decoding steps; None: as the two above say
     rules: tuple[Rule, ...] = ()
     rollout: Rollout = Rollout()
     guard: Guard | None = None  # None measures nothing on running traffic
@@ -172,6 +173,12 @@ class Policy(Document):
             super().__init__(**data)
         except ValidationError as error:
             raise PolicyError(explain_errors(error)) from None
+
+    @property
+    def decode_borders(self) -> tuple[int, int | None]:
+        """`dense_below` and `sparse_from` of decoding steps."""
+        own = self.decode_dense_below
+        return (self.dense_below, self.sparse_from) if own is None else (own, None)
 
     def replace(self, **changes: Any) -> Policy:
         """This policy with some fields changed, validated again."""
