@@ -4,8 +4,9 @@ python benchmarks/decode.py [--quick] [--only NAME ...] [--json FILE]
 
 Checks first: random caches against the definition in fp64; a wrong kernel gets no times. Times are medians. On a GPU,
 of a replayed CUDA graph that runs LAYERS layers, each with a cache of its own as in a model, per layer: nobody's
-launches count, and nothing is in the L2 cache. On a CPU, of one thread's CPU time. "bytes" is the time that reading the
-chosen pages, summaries included, takes at the rate of a copy.
+launches count, and nothing is in the L2 cache. On a CPU, of one thread's CPU time. TB/s are the bytes of keys, values
+and summaries that a run must read, over its time; "bytes" is the time that they take at the rate of dense attention,
+the fastest reader here (on a CPU: of a copy).
 """
 
 import argparse
@@ -23,6 +24,14 @@ from torch.nn.functional import cosine_similarity, scaled_dot_product_attention
 import dynaxx as dx
 
 KV_HEADS, GROUP, HEAD_DIM = 8, 4, 128
+ELSEWHERE = {  # ms, measured once on an H200 with torch 2.11, not by this run
+    "batch 16, 32k": {
+        "dense: cuDNN": 0.487,
+        "dense: FlashAttention 4": 0.485,
+        "dense: FlashInfer 0.7.2, paged": 0.500,
+        "FlashInfer 0.7.2, a tenth of the pages given": 0.071,
+    }
+}
 LAYERS = 4
 
 
@@ -173,10 +182,16 @@ def dense_forms(layers, device):
 
 
 def bytes_read(case, cache):
-    """Keys and values of the chosen pages, and the summaries of all."""
-    pages = math.ceil(case.share * case.seqlen / case.page_size) * case.batch * KV_HEADS
-    summaries = cache.summaries.low.numel() * cache.summaries.low.dtype.itemsize * (1 if case.bound == 0 else 2)
-    return pages * case.page_size * 2 * HEAD_DIM * cache.k.dtype.itemsize, summaries
+    """What each run must read: keys and values of its pages, and the summaries of all where it chooses."""
+    page = case.batch * KV_HEADS * case.page_size * 2 * HEAD_DIM * cache.k.dtype.itemsize
+    attention = math.ceil(case.share * case.seqlen / case.page_size) * page
+    selection = cache.summaries.low.numel() * cache.summaries.low.dtype.itemsize * (1 if case.bound == 0 else 2)
+    return {
+        "selection and attention": selection + attention,
+        "selection": selection,
+        "attention, pages given": attention,
+        "dense, ours": math.ceil(case.seqlen / case.page_size) * page,
+    }
 
 
 def copy_rate(device):
@@ -210,7 +225,11 @@ def run_case(case, device, rate):
             notes[name] = str(error).splitlines()[0]
     times = measure(runs, device)
     best = min((ms for name, ms in times.items() if name.startswith("sdpa")), default=float("nan"))
-    attention, summaries = bytes_read(case, cache)
+    moved = bytes_read(case, cache)
+    wide_bytes = case.batch * KV_HEADS * case.seqlen * 2 * HEAD_DIM * k.dtype.itemsize
+    moved |= dict.fromkeys((name for name in times if name.startswith("sdpa")), wide_bytes)
+    if device.type == "cuda":
+        rate = max(moved[name] / (1e-3 * times[name]) for name in moved if name.startswith(("sdpa", "dense")))
     wide = make_cache(replace(case, dtype=str(k.dtype).removeprefix("torch.")), k, v)
     mine, theirs = (dx.sparse_decode(q, each, pages[0]).float().flatten() for each in (cache, wide))
     cosine = float(cosine_similarity(mine, theirs, dim=0))
@@ -218,8 +237,10 @@ def run_case(case, device, rate):
         "case": case.name,
         "ms": times,
         "times_faster": best / times["selection and attention"],
-        "bytes_ms": 1e3 * (attention + summaries) / rate,
-        "attention_bytes_ms": 1e3 * attention / rate,
+        "terabytes_per_second": {name: moved[name] / (1e9 * times[name]) for name in moved},
+        "bytes_ms": 1e3 * moved["selection and attention"] / rate,
+        "attention_bytes_ms": 1e3 * moved["attention, pages given"] / rate,
+        "elsewhere_ms": ELSEWHERE.get(case.name, {}) if device.type == "cuda" else {},
         "tokens_per_second": 1e3 * case.batch * case.seqlen_q / times["selection and attention"],
         "cosine": cosine,
         "notes": notes,
@@ -250,7 +271,10 @@ def main():
             f"{row['attention_bytes_ms']:.4f}); {row['tokens_per_second']:.0f} tokens/s; cosine {row['cosine']:.6f}"
         )
         for run, ms in row["ms"].items():
-            print(f"  {run:<36} {ms:9.4f} ms")
+            speed = row["terabytes_per_second"].get(run)
+            print(f"  {run:<36} {ms:9.4f} ms" + (f" {speed:6.2f} TB/s" if speed else ""))
+        for run, ms in row["elsewhere_ms"].items():
+            print(f"  {run:<44} {ms:.3f} ms, not by this run")
         for run, why in row["notes"].items():
             print(f"  {run:<36} not run: {why}")
     if args.json:

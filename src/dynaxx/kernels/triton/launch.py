@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
+import torch
 from torch import Tensor
 
 from dynaxx.layout import BlockLayout
@@ -76,3 +79,16 @@ def mask_arguments(layout: BlockLayout, capacity: int) -> tuple[Tensor | int, ..
         layout.layout_heads if layout.layout_batch > 1 else 0,
         1 if layout.layout_heads > 1 else 0,
     )
+
+
+@lru_cache(maxsize=16)
+def overlap(device: torch.device) -> dict[str, bool]:
+    """What lets a kernel start while the one before still runs, where a GPU can: `gdc_wait` then waits for its end."""
+    able = device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
+    return {"PDL": True, "launch_pdl": True} if able else {"PDL": False}
+
+
+@lru_cache(maxsize=16)
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; a few where Triton's interpreter stands for one."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 6

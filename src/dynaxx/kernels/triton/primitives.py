@@ -142,6 +142,13 @@ def ordered_bits(x):
 
 
 @triton.jit
+def from_ordered_bits(key):
+    """The fp32 of `ordered_bits`."""
+    bits = (key ^ 0x80000000).to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def exp_rounded(x):
     """exp of x <= 0 to about one unit in the last place, 0 below -87; the GPU's own is three times as far off."""
     near = tl.where(x < -87.0, -87.0, tl.where(x > 88.0, 88.0, x))  # nan stays

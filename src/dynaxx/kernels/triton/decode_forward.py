@@ -1,0 +1,266 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""Split-KV attention over listed pages, and the merge of its parts.
+
+All lists together are one row of pages. Each program takes an even piece of that row, whatever list its pages are of,
+so one long sequence among short ones keeps every multiprocessor busy. Pieces follow from the counts of the lists, which
+are read on the device: grids depend on sizes alone, and a captured graph serves every length.
+
+Shapes: B batch, N queries of a step, Hq / Hk query and kv heads, D / E head_dim of q, k and of v, S slots. A list is
+one (batch entry, kv head); its rows are the queries of its group, N * Hq / Hk of them. A part is what one program found
+of one list; program g's part of list i is number g + i, since each step along the row raises one of both.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from dynaxx.kernels.triton.eight_bits import halved, unpaired, widened
+from dynaxx.kernels.triton.pages import first_key, physical_pages
+from dynaxx.kernels.triton.primitives import LOG2E
+
+
+@triton.jit
+def _list_bounds(p_counts, lists, BLOCK_L: tl.constexpr):
+    """Counts of all lists, where each ends in the row of all pages, and the length of the row."""
+    o_l = tl.arange(0, BLOCK_L)
+    counts = tl.load(p_counts + o_l, mask=o_l < lists, other=0)
+    return counts, tl.cumsum(counts, 0), tl.sum(counts, 0)
+
+
+@triton.jit
+def _load_keys(p_base, p_rows, inside, o_d, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
+    """[len(p_rows), BLOCK_DIM] rows of a cache; zero where not inside."""
+    if DIM < BLOCK_DIM:
+        rows = tl.load(p_base + p_rows[:, None] + o_d[None, :], mask=inside[:, None] & (o_d < DIM)[None, :], other=0.0)
+    else:
+        rows = tl.load(p_base + p_rows[:, None] + o_d[None, :], mask=inside[:, None], other=0.0)
+    return rows
+
+
+@triton.jit(do_not_specialize=["seqlen_q", "group_size", "kv_heads", "max_pages", "num_physical", "slots", "lists"])
+def decode_fwd_kernel(
+    p_q,
+    p_k,
+    p_v,
+    p_acc,  # (parts, rows, E) fp32
+    p_state,  # (parts, rows, 2) fp32: largest score, sum of weights
+    p_pages,  # (B, Hk, S) int32: logical pages, those to read first
+    p_counts,  # (B, Hk) int32
+    p_k_scale,
+    p_v_scale,
+    p_table,
+    p_seqused,
+    p_leftpad,
+    table_stride,
+    num_physical,
+    seqlen_q,
+    group_size,
+    kv_heads,
+    lists,
+    slots,
+    scale,
+    stride_qb,
+    stride_qn,
+    stride_qh,
+    stride_kb,
+    stride_kp,
+    stride_kn,
+    stride_kh,
+    stride_vb,
+    stride_vp,
+    stride_vn,
+    stride_vh,
+    stride_kscale_b,
+    stride_kscale_p,
+    stride_kscale_h,
+    stride_vscale_b,
+    stride_vscale_p,
+    stride_vscale_h,
+    PAGED: tl.constexpr,
+    HAS_LEFTPAD: tl.constexpr,
+    SCALED: tl.constexpr,
+    PAIRS: tl.constexpr,  # v is read as 16-bit pairs of its values
+    HALF: tl.constexpr,  # 8-bit keys are multiplied in fp16
+    ALL: tl.constexpr,
+    PAGE: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Attend from every list's rows to its pages, in parts."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    PAGES: tl.constexpr = (BLOCK_N + PAGE - 1) // PAGE  # pages per tile
+    TILES: tl.constexpr = (PAGE + BLOCK_N - 1) // BLOCK_N  # tiles per page
+    i_program, i_rows = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    num_programs = tl.num_programs(0)
+    rows = seqlen_q * group_size
+    o_m, o_n, o_d, o_e = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
+    o_l = tl.arange(0, BLOCK_L)
+    V_LOADED: tl.constexpr = E // 2 if PAIRS else E
+    BLOCK_V: tl.constexpr = BLOCK_E // 2 if PAIRS else BLOCK_E
+    FP8: tl.constexpr = p_k.dtype.element_ty == tl.float8e4nv
+    o_v = tl.arange(0, BLOCK_V)
+    row = i_rows * BLOCK_M + o_m
+    counts, ends, total = _list_bounds(p_counts, lists, BLOCK_L)
+    pieces = tl.minimum(num_programs, tl.maximum(total, 1))  # none is empty
+    at = (tl.minimum(i_program, pieces) * total // pieces).to(tl.int32)
+    last = (tl.minimum(i_program + 1, pieces) * total // pieces).to(tl.int32)
+    while at < last:
+        i_list = tl.sum((ends <= at).to(tl.int32), 0)
+        list_start = tl.sum(tl.where(o_l < i_list, counts, 0), 0)
+        stop = tl.minimum(last, list_start + tl.sum(tl.where(o_l == i_list, counts, 0), 0))
+        i_b, i_h = (i_list // kv_heads).to(tl.int64), (i_list % kv_heads).to(tl.int64)
+        seqused = tl.load(p_seqused + i_b)
+        leftpad = first_key(p_leftpad, i_b, HAS_LEFTPAD)
+        first_page = leftpad // PAGE
+        p_row = p_q + i_b * stride_qb + (row // group_size).to(tl.int64)[:, None] * stride_qn
+        p_row += (i_h * group_size + row % group_size)[:, None] * stride_qh
+        b_q = tl.load(p_row + o_d[None, :], mask=(row < rows)[:, None] & (o_d < D)[None, :], other=0.0)
+        q_scale = tl.full([BLOCK_M], 1.0, tl.float32)
+        if HALF:
+            b_q, q_scale = halved(b_q)
+        own_position = seqused - seqlen_q + row // group_size  # [BLOCK_M]
+        p_list = p_pages + i_list.to(tl.int64) * slots
+        first_slot = at - list_start
+        num_slots = stop - at
+
+        acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+        acc_odd = acc
+        row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        row_sum = tl.zeros([BLOCK_M], tl.float32)
+        unit = 0.0
+        for i_tile in range(0, tl.cdiv(num_slots, PAGES) * TILES):
+            if PAGES == 1:
+                slot = i_tile // TILES  # a scalar: the tile is a part of one page
+                offset = (i_tile % TILES) * BLOCK_N + o_n
+            else:
+                slot = i_tile * PAGES + o_n // PAGE
+                offset = o_n % PAGE
+            listed = slot < num_slots
+            page = first_page + first_slot + slot
+            if ALL == 0:
+                page = tl.load(p_list + first_slot + slot, mask=listed, other=-1)
+            physical = physical_pages(p_table, table_stride, i_b, page, listed & (page >= 0), num_physical, PAGED)
+            position = tl.where(physical >= 0, page * PAGE, seqused) + offset  # [BLOCK_N], past the end if not there
+            inside = (position >= leftpad) & (position < seqused)
+            physical = physical.to(tl.int64)
+            k_first, v_first = i_b * stride_kb + i_h * stride_kh, i_b * stride_vb + i_h * stride_vh
+            if PAGES == 1:  # scalars; what differs within a tile stays out of the loop
+                part_start = physical * 0 + i_tile % TILES * BLOCK_N
+                k_first += physical * stride_kp + part_start * stride_kn
+                v_first += physical * stride_vp + part_start * stride_vn
+                k_rows, v_rows = o_n.to(tl.int64) * stride_kn, o_n.to(tl.int64) * stride_vn
+            else:
+                k_rows = physical * stride_kp + offset.to(tl.int64) * stride_kn
+                v_rows = physical * stride_vp + offset.to(tl.int64) * stride_vn
+            b_k = widened(_load_keys(p_k + k_first, k_rows, inside, o_d, D, BLOCK_D), b_q.dtype, PAIRS)
+            b_v = _load_keys(p_v + v_first, v_rows, inside, o_v, V_LOADED, BLOCK_V)
+            scores = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+            if SCALED:
+                k_at = i_b * stride_kscale_b + physical * stride_kscale_p + i_h * stride_kscale_h
+                v_at = i_b * stride_vscale_b + physical * stride_vscale_p + i_h * stride_vscale_h
+                k_scale = tl.load(p_k_scale + k_at, mask=physical >= 0, other=0.0)  # one, or [BLOCK_N]
+                v_scale = tl.load(p_v_scale + v_at, mask=physical >= 0, other=0.0)
+                if PAGES == 1:
+                    scores = scores * (q_scale * k_scale)[:, None]
+                else:
+                    scores = scores * q_scale[:, None] * k_scale[None, :]
+            visible = inside[None, :] & (position[None, :] <= own_position[:, None])
+            scores = tl.where(visible, scores, float("-inf"))
+            new_max = tl.maximum(row_max, tl.max(scores, 1))
+            shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+            rescale = tl.exp2((row_max - shift) * (scale * LOG2E))
+            weights = tl.exp2((scores - shift[:, None]) * (scale * LOG2E))
+            row_sum = row_sum * rescale + tl.sum(weights, 1)
+            row_max = new_max
+            if SCALED:  # acc is in units of the largest scale so far: weights stay within fp16
+                new_unit = tl.maximum(unit, v_scale if PAGES == 1 else tl.max(v_scale, 0))
+                per_unit = 1.0 / tl.where(new_unit > 0, new_unit, 1.0)
+                rescale *= unit * per_unit
+                weights = weights * (v_scale * per_unit if PAGES == 1 else (v_scale * per_unit)[None, :])
+                unit = new_unit
+            weights = weights.to(b_q.dtype)
+            acc *= rescale[:, None]
+            if PAIRS:
+                b_v, b_v_odd = unpaired(b_v, FP8)
+                acc_odd = tl.dot(weights, b_v_odd, acc_odd * rescale[:, None])
+            acc = tl.dot(weights, b_v.to(b_q.dtype), acc, input_precision=PRECISION)
+
+        if SCALED:
+            acc, acc_odd = acc * unit, acc_odd * unit
+        part = (i_program + i_list) * rows + row
+        if PAIRS:
+            acc = tl.reshape(tl.join(acc, acc_odd), (BLOCK_M, BLOCK_E))
+        tl.store(p_acc + part[:, None] * E + o_e[None, :], acc, mask=(row < rows)[:, None] & (o_e < E)[None, :])
+        tl.store(p_state + part * 2, row_max, mask=row < rows)
+        tl.store(p_state + part * 2 + 1, row_sum, mask=row < rows)
+        at = stop
+
+
+@triton.jit(do_not_specialize=["seqlen_q", "group_size", "kv_heads", "lists", "num_programs"])
+def merge_parts_kernel(
+    p_acc,
+    p_state,
+    p_counts,
+    p_out,  # (B, N, Hq, E) contiguous
+    p_lse,  # (B, Hq, N) contiguous, fp32
+    seqlen_q,
+    group_size,
+    kv_heads,
+    lists,
+    num_programs,
+    scale,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Softmax over all keys of a list from what its parts found; zeros where there is no part."""
+    if PDL:
+        gdc_wait()
+    i_list, i_row = tl.program_id(0), tl.program_id(1)
+    rows = seqlen_q * group_size
+    counts, ends, total = _list_bounds(p_counts, lists, BLOCK_L)
+    o_l, o_g, o_e = tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_E)
+    count = tl.sum(tl.where(o_l == i_list, counts, 0), 0)
+    stop = tl.sum(tl.where(o_l == i_list, ends, 0), 0).to(tl.int64)
+    wide = tl.maximum(total, 1).to(tl.int64)
+    pieces = tl.minimum(num_programs, wide)
+    first = ((stop - count + 1) * pieces - 1) // wide  # the program whose piece holds the list's first page
+    last = (stop * pieces - 1) // wide
+    acc = tl.zeros([BLOCK_E], tl.float32)
+    top = tl.full([], float("-inf"), tl.float32)
+    total_weight = tl.full([], 0.0, tl.float32)
+    if count > 0:
+        for start in range(first, last + 1, BLOCK_G):
+            part = (start + o_g + i_list) * rows + i_row
+            known = start + o_g <= last
+            largest = tl.load(p_state + part * 2, mask=known, other=float("-inf"))
+            sums = tl.load(p_state + part * 2 + 1, mask=known, other=0.0)
+            mask = known[:, None] & (o_e < E)[None, :]
+            found = tl.load(p_acc + part[:, None] * E + o_e[None, :], mask=mask, other=0.0)
+            new_top = tl.maximum(top, tl.max(largest, 0))
+            shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+            rescale = tl.exp2((top - shift) * (scale * LOG2E))
+            weights = tl.exp2((largest - shift) * (scale * LOG2E))
+            acc = acc * rescale + tl.sum(found * weights[:, None], 0)
+            total_weight = total_weight * rescale + tl.sum(sums * weights, 0)
+            top = new_top
+    empty = total_weight == 0
+    total_weight = tl.where(empty, 1.0, total_weight)
+    i_b, i_n = i_list // kv_heads, i_row // group_size
+    i_head = (i_list % kv_heads) * group_size + i_row % group_size
+    q_heads = kv_heads * group_size
+    p_out += ((i_b * seqlen_q + i_n).to(tl.int64) * q_heads + i_head) * E
+    tl.store(p_out + o_e, (acc / total_weight).to(p_out.dtype.element_ty), mask=o_e < E)
+    lse = tl.where(empty, float("-inf"), top * scale + tl.log(total_weight))
+    tl.store(p_lse + (i_b * q_heads + i_head).to(tl.int64) * seqlen_q + i_n, lse)

@@ -1,0 +1,64 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""8-bit keys and values as a matrix unit takes them: exactly, in fp16.
+
+bf16 is no goal: e4m3 goes there by way of fp32, one value at a time. PAIRS marks GPUs whose instructions are written
+out here (sm_90); elsewhere Triton's own conversions do the same.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def widened(x, dtype: tl.constexpr, PAIRS: tl.constexpr):
+    """Keys as they are multiplied. int8 becomes fp16 as the last bits of 1024 + 128 + x: conversions are slow."""
+    if (x.dtype == tl.int8) & PAIRS:
+        y = tl.inline_asm_elementwise(
+            """{ .reg .b32 x, e; xor.b32 x, $2, 0x80808080; mov.b32 e, 0x64646464;
+            prmt.b32 $0, x, e, 0x4140; prmt.b32 $1, x, e, 0x4342; mov.b32 e, 0x64806480;
+            sub.f16x2 $0, $0, e; sub.f16x2 $1, $1, e; }""",
+            "=&r,=&r,r",
+            [x],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        y = x.to(dtype)
+    return y
+
+
+@triton.jit
+def unpaired(x, FP8: tl.constexpr):
+    """Two fp16 tiles of the first and the second 8-bit values in 16 bits; values of one column go through together."""
+    if FP8:
+        even, odd = tl.inline_asm_elementwise(
+            """{ .reg .b32 x; .reg .b16 l, h; prmt.b32 x, $2, 0, 0x3120; mov.b32 {l, h}, x;
+            cvt.rn.f16x2.e4m3x2 $0, l; cvt.rn.f16x2.e4m3x2 $1, h; }""",
+            "=&r,=&r,r",
+            [x],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        even, odd = tl.inline_asm_elementwise(
+            """{ .reg .b32 x, e; xor.b32 x, $2, 0x80808080; mov.b32 e, 0x64646464;
+            prmt.b32 $0, x, e, 0x4240; prmt.b32 $1, x, e, 0x4341; mov.b32 e, 0x64806480;
+            sub.f16x2 $0, $0, e; sub.f16x2 $1, $1, e; }""",
+            "=&r,=&r,r",
+            [x],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    return even, odd
+
+
+@triton.jit
+def halved(x):
+    """Rows of x in fp16, each divided by a power of two so that it fits, and those powers."""
+    x = x.to(tl.float32)
+    power = (tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    power = tl.where(power > 0, power, 1.0)
+    return (x / power[:, None]).to(tl.float16), power
