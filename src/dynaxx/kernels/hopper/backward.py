@@ -202,7 +202,6 @@ def attention_backward(
     batch, seqlen_q, q_heads, head_dim = q.shape
     seqlen_k, kv_heads = k.shape[1:3]
     q_block, kv_block = layout.block_size
-    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     do, q, k, v = (dense_rows(x) for x in (do, q, k, v))
     padded_q = layout.q_blocks * q_block
     lse_log2, delta = lse.new_empty(2, batch, q_heads, padded_q)
@@ -222,6 +221,7 @@ def attention_backward(
         D=head_dim,
         BLOCK_M=64,
     )
+    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     tiles = backward_dq_tiles(head_dim, q_block, kv_block)
     order, ordered = order_argument(layout)
     _sparse_attention_hopper_bwd_dq_kernel[(layout.q_blocks * (q_block // tiles.block_m) * batch * q_heads,)](
@@ -249,7 +249,8 @@ def attention_backward(
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
-    return dq, *backward_dkv(do, q, k, v, lse_log2, delta, layout, scale)
+    _, dk, dv = backward_dkv(do, q, k, v, lse_log2, delta, layout, scale, with_dq=False)
+    return dq, dk, dv
 
 
 def _rows(x: Tensor, rows: int) -> TensorDescriptor:

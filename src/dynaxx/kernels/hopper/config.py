@@ -1,8 +1,23 @@
-"""Tile sizes of the Hopper kernel for dq, a pure function of shapes; the other kernels' tiles are rows of 64."""
+"""Tile sizes of the Hopper kernels, pure functions of shapes; queries go in rows of 64, which is wgmma's M."""
 
 from __future__ import annotations
 
 from dynaxx.kernels.triton.config import Tiles
+
+
+def forward_step(head_dim: int, kv_block: int, consumers: int) -> int:
+    """Keys of one step of the forward: one block, or two where its two consumers fill the processor anyway."""
+    return 128 if consumers == 2 else kv_block
+
+
+def forward_stages(head_dim: int) -> int:
+    """Steps of keys and values in flight in the forward: as many as fit beside two rows of queries."""
+    return 2
+
+
+def backward_stages(head_dim: int) -> int:
+    """Tiles of q and do in flight in the backward over kv blocks."""
+    return 2
 
 
 def backward_dq_tiles(head_dim: int, q_block: int, kv_block: int) -> Tiles:

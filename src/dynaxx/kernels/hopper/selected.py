@@ -20,7 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from dynaxx.kernels.hopper.forward import LN2, LOG2E, ROWS
+from dynaxx.kernels.hopper.forward import LOG2E
+from dynaxx.kernels.hopper.forward_consume import LN2, ROWS
 from dynaxx.kernels.triton.native_index import Unions
 from dynaxx.layout.native import NativeSpans
 

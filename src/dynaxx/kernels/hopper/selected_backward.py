@@ -13,7 +13,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from dynaxx.kernels.hopper.forward import LOG2E, ROWS
+from dynaxx.kernels.hopper.forward import LOG2E
+from dynaxx.kernels.hopper.forward_consume import ROWS
 from dynaxx.kernels.hopper.selected import descriptor, feed_blocks, registers, stages
 from dynaxx.kernels.triton.native_index import Unions
 from dynaxx.layout.native import NativeSpans

@@ -11,7 +11,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from dynaxx.kernels.hopper.forward import LOG2E, ROWS
+from dynaxx.kernels.hopper.forward import LOG2E
+from dynaxx.kernels.hopper.forward_consume import ROWS
 from dynaxx.kernels.hopper.selected import descriptor
 from dynaxx.kernels.triton.native_index import Items
 from dynaxx.layout.native import NativeSpans

@@ -1,0 +1,171 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""A consumer warpgroup of the Hopper backward over kv blocks: 64 keys, dk and dv in registers, transposed scores.
+
+With dq, a consumer also leaves its score gradients in shared memory. A tile later both consumers multiply those of all
+128 keys with k, each for half of the columns, and add to dq's sums.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from dynaxx.kernels.hopper.backward_produce import FIELDS, RING, read_column
+from dynaxx.kernels.hopper.dq_sums import add_dq
+from dynaxx.kernels.hopper.forward_consume import ROWS
+from dynaxx.kernels.hopper.forward_produce import EVERYWHERE
+from dynaxx.kernels.hopper.signals import get
+
+
+@gluon.jit
+def _keep(weights, numbers, at, p_bits, part, CONSUMER: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr):
+    """Transposed weights [keys, queries], 0 where the block's mask hides the pair."""
+    WORDS: gl.constexpr = KV_BLOCK // 32
+    layout: gl.constexpr = weights.type.layout
+    lo, hi, code = get(numbers, at + 1), get(numbers, at + 2), get(numbers, at + 3)
+    keys = CONSUMER * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    queries = gl.arange(0, ROWS, gl.SliceLayout(0, layout))[None, :]
+    if lo <= hi:
+        seen = (queries >= (keys + lo)[:, None]) & (queries <= (keys + hi)[:, None])
+        weights = gl.where(seen, weights, 0.0)
+    else:
+        by_word = gl.reshape(weights, [ROWS // 32, 32, ROWS])
+        words: gl.constexpr = by_word.type.layout
+        word = gl.arange(0, ROWS // 32, gl.SliceLayout(1, gl.SliceLayout(1, words)))[:, None]
+        query = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(1, words)))[None, :]
+        bit = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, words)))[None, :, None]
+        p_words = p_bits + ((code.to(gl.int64) * Q_BLOCK + part + query) * WORDS + CONSUMER * (ROWS // 32) + word)
+        bits = gl.load(p_words, mask=word + query >= gl.where(code >= 0, 0, EVERYWHERE), other=0)
+        by_word = gl.where(((gl.expand_dims(bits, 1) >> bit) & 1) != 0, by_word, 0.0)
+        weights = gl.convert_layout(gl.reshape(by_word, [ROWS, ROWS]), layout)
+    return weights
+
+
+@gluon.jit
+def _start_dq(k_buffers, ds_buffers, i_ds, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr, D: gl.constexpr):
+    """Start ds @ k of the tile in the i-th ds buffers, for this consumer's share of the columns."""
+    SHARE: gl.constexpr = D // CONSUMERS
+    dq = gl.zeros([ROWS, SHARE], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SHARE, 16]))
+    for u in gl.static_range(CONSUMERS):
+        k = k_buffers.index(u).reshape([ROWS, D]).slice(CONSUMER * SHARE, SHARE, dim=1)
+        ds = ds_buffers.index(i_ds * CONSUMERS + u).permute((1, 0))
+        dq = warpgroup_mma(ds, k, dq, use_acc=u > 0, is_async=True)
+    return dq
+
+
+@gluon.jit
+def _share_of(p_dq, p_nowhere, numbers, i, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr):
+    """This consumer's sums of the i-th tile; somewhere else for the tile before the first."""
+    tile = get(numbers, (i + RING) % RING * FIELDS)
+    p_share = p_dq + (tile.to(gl.int64) * (ROWS * D) + CONSUMER * (ROWS * D // CONSUMERS))
+    return gl.where(i >= 0, p_share, p_nowhere)
+
+
+@gluon.jit
+def _consume_tiles(
+    dk, dv, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, full, empty, ds_full, ds_empty, numbers, stats,
+    p_dq, p_nowhere, p_bits, scale_log2, done, begin, end,
+    MASKED: gl.constexpr, WITH_DQ: gl.constexpr, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr,
+    Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Add what tiles begin..end of a head give to dk and dv, and what the tile before each gives to dq."""
+    SPLIT: gl.constexpr = Q_BLOCK // ROWS
+    D: gl.constexpr = dk.shape[1]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    k = k_buffers.index(CONSUMER).reshape([ROWS, D])
+    v = v_buffers.index(CONSUMER).reshape([ROWS, D])
+    for i_tile in range(begin, end):
+        i = done + i_tile
+        stage = i % STAGES
+        q = q_buffers.index(stage).reshape([ROWS, D])
+        do = do_buffers.index(stage).reshape([ROWS, D])
+        mbarrier.wait(full.index(stage), (i // STAGES) & 1)
+        zero = gl.zeros([ROWS, ROWS], gl.float32, s_layout)
+        s_token = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+        dp_token = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
+        lse = stats.index(stage * 2).load(gl.SliceLayout(0, s_layout))
+        scores = warpgroup_mma_wait(1, deps=[s_token])
+        weights = gl.exp2(scores * scale_log2 - lse[None, :])
+        if MASKED:
+            part = i_tile % SPLIT * ROWS
+            weights = _keep(weights, numbers, i % RING * FIELDS, p_bits, part, CONSUMER, Q_BLOCK, KV_BLOCK)
+        p = gl.convert_layout(weights.to(q.dtype), p_layout)
+        dv_token = warpgroup_mma(p, do, dv, is_async=True)
+        delta = stats.index(stage * 2 + 1).load(gl.SliceLayout(0, s_layout))
+        dp = warpgroup_mma_wait(1, deps=[dp_token])
+        ds = (weights * (dp - delta[None, :])).to(q.dtype)
+        if WITH_DQ:
+            before = (i + 1) % 2
+            turn = (((i + 1) // 2) & 1) ^ 1
+            mbarrier.wait(ds_empty.index(i % 2), turn)
+            ds_buffers.index(i % 2 * CONSUMERS + CONSUMER).store(ds)
+            fence_async_shared()
+            mbarrier.arrive(ds_full.index(i % 2), count=1)
+        dk_token = warpgroup_mma(gl.convert_layout(ds, p_layout), q, dk, is_async=True)
+        if WITH_DQ:
+            mbarrier.wait(ds_full.index(before), turn)
+            dq_token = _start_dq(k_buffers, ds_buffers, before, CONSUMERS, CONSUMER, D)
+            dv, dk, dq = warpgroup_mma_wait(0, deps=[dv_token, dk_token, dq_token])
+            mbarrier.arrive(empty.index(stage), count=1)
+            mbarrier.arrive(ds_empty.index(before), count=1)
+            add_dq(_share_of(p_dq, p_nowhere, numbers, i - 1, CONSUMER, CONSUMERS, D), dq)
+        else:
+            dv, dk = warpgroup_mma_wait(0, deps=[dv_token, dk_token])
+            mbarrier.arrive(empty.index(stage), count=1)
+    return dk, dv
+
+
+@gluon.jit
+def consume(
+    dk_desc, dv_desc, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, kv_full, full, empty, ds_full, ds_empty,
+    numbers, stats, p_dq, p_nowhere, p_indptr, p_num_partial, p_bits, capacity, layout_stride_b, layout_stride_h,
+    i_b, i_hk, i_col, kv_blocks, group_size, scale, scale_log2,
+    WITH_DQ: gl.constexpr, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr,
+    Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """dk and dv of 64 keys of a kv block, and this consumer's share of what the block gives to dq."""
+    SPLIT: gl.constexpr = Q_BLOCK // ROWS
+    D: gl.constexpr = dk_desc.block_type.shape[3]
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    dk = gl.zeros([ROWS, D], gl.float32, acc_layout)
+    dv = gl.zeros([ROWS, D], gl.float32, acc_layout)
+    mbarrier.wait(kv_full.index(0), 0)
+    done = 0
+    for i_group in range(group_size):
+        _, count, partial = read_column(
+            p_indptr, p_num_partial, capacity, layout_stride_b, layout_stride_h,
+            i_b, i_hk * group_size + i_group, i_col, kv_blocks,
+        )  # fmt: skip
+        dk, dv = _consume_tiles(
+            dk, dv, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, full, empty, ds_full, ds_empty,
+            numbers, stats, p_dq, p_nowhere, p_bits, scale_log2, done, 0, partial * SPLIT,
+            True, WITH_DQ, CONSUMER, CONSUMERS, Q_BLOCK, KV_BLOCK, STAGES,
+        )  # fmt: skip
+        dk, dv = _consume_tiles(
+            dk, dv, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, full, empty, ds_full, ds_empty,
+            numbers, stats, p_dq, p_nowhere, p_bits, scale_log2, done, partial * SPLIT, count * SPLIT,
+            False, WITH_DQ, CONSUMER, CONSUMERS, Q_BLOCK, KV_BLOCK, STAGES,
+        )  # fmt: skip
+        done += count * SPLIT
+    if WITH_DQ:  # noqa: SIM102 (one is known to the compiler, the other is not)
+        if done > 0:
+            before = (done + 1) % 2
+            mbarrier.wait(ds_full.index(before), (((done + 1) // 2) & 1) ^ 1)
+            dq = warpgroup_mma_wait(0, deps=[_start_dq(k_buffers, ds_buffers, before, CONSUMERS, CONSUMER, D)])
+            mbarrier.arrive(ds_empty.index(before), count=1)
+            add_dq(_share_of(p_dq, p_nowhere, numbers, done - 1, CONSUMER, CONSUMERS, D), dq)
+            mbarrier.wait(ds_empty.index(before), (((done + 2) // 2) & 1) ^ 1)  # both have read k
+    # k and v are read no more: their buffers carry the results out
+    k_buffers.index(CONSUMER).reshape([ROWS, D]).store((dk * scale).to(dk_desc.dtype))
+    v_buffers.index(CONSUMER).reshape([ROWS, D]).store(dv.to(dk_desc.dtype))
+    fence_async_shared()
+    at = [i_b, i_hk, i_col * KV_BLOCK + CONSUMER * ROWS, 0]
+    tma.async_copy_shared_to_global(dk_desc, at, k_buffers.index(CONSUMER))
+    tma.async_copy_shared_to_global(dv_desc, at, v_buffers.index(CONSUMER))
+    tma.store_wait(0)

@@ -1,0 +1,79 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""The producer warp of the Hopper backward over kv blocks: reads the layout, feeds k and v, then tiles of q and do.
+
+With each tile of 64 queries come their lse and delta, and for a masked one what its mask is: consumers read no masks.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from dynaxx.kernels.hopper.forward_consume import ROWS
+from dynaxx.kernels.hopper.forward_produce import band_of
+from dynaxx.kernels.hopper.signals import put
+
+RING = gl.constexpr(8)  # tiles whose numbers are kept: those in flight, and the one before
+FIELDS = gl.constexpr(4)  # of a tile: its place among the heads' tiles, first and last distance, code
+
+
+@gluon.jit
+def read_column(
+    p_indptr, p_num_partial, capacity, layout_stride_b, layout_stride_h, i_b, i_h, i_col, kv_blocks
+):  # fmt: skip
+    """First entry, number of entries and of partial ones of a kv block of one head, within `capacity`.
+
+    Not asked for a head ahead: loads that a loop carries to its next turn are mistaken for invariant by triton 3.6's
+    loop-aware CSE, which then keeps the first head's number of partial blocks for all.
+    """
+    lead = (i_b * layout_stride_b + i_h * layout_stride_h).to(gl.int64)
+    p_column = p_indptr + lead * (kv_blocks + 1) + i_col
+    start = gl.minimum(gl.maximum(gl.load(p_column), 0), capacity)
+    count = gl.minimum(gl.maximum(gl.load(p_column + 1), start), capacity) - start
+    partial = gl.load(p_num_partial + lead * kv_blocks + i_col)
+    return start, count, gl.minimum(gl.maximum(partial, 0), count)
+
+
+@gluon.jit
+def produce(
+    q_desc, do_desc, k_desc, v_desc, q_buffers, do_buffers, k_buffers, v_buffers, kv_full, full, empty, numbers, stats,
+    p_lse, p_delta, p_indptr, p_num_partial, p_indices, p_codes, p_bands, capacity, num_masks,
+    layout_stride_b, layout_stride_h, i_b, i_hk, i_col, kv_blocks, q_blocks, group_size,
+    CONSUMERS: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Feed a kv block of one kv head: the tiles of all heads of the group, partial blocks first in each head."""
+    SPLIT: gl.constexpr = Q_BLOCK // ROWS
+    mbarrier.expect(kv_full.index(0), 2 * CONSUMERS * k_desc.block_type.nbytes)
+    for u in gl.static_range(CONSUMERS):
+        at = [i_b, i_hk, i_col * KV_BLOCK + u * ROWS, 0]
+        tma.async_copy_global_to_shared(k_desc, at, kv_full.index(0), k_buffers.index(u))
+        tma.async_copy_global_to_shared(v_desc, at, kv_full.index(0), v_buffers.index(u))
+    done = 0
+    for i_group in range(group_size):
+        i_h = i_hk * group_size + i_group
+        start, count, partial = read_column(
+            p_indptr, p_num_partial, capacity, layout_stride_b, layout_stride_h, i_b, i_h, i_col, kv_blocks
+        )
+        for i_tile in range(count * SPLIT):
+            entry = start + i_tile // SPLIT
+            part = i_tile % SPLIT
+            block = gl.load(p_indices + entry)
+            tile = (i_group * q_blocks + gl.minimum(gl.maximum(block, 0), q_blocks - 1)) * SPLIT + part
+            o_row = tile * ROWS + gl.arange(0, ROWS, gl.BlockedLayout([2], [32], [1], [0]))
+            lse, delta = gl.load(p_lse + o_row), gl.load(p_delta + o_row)
+            stage = done % STAGES
+            mbarrier.wait(empty.index(stage), ((done // STAGES) & 1) ^ 1)
+            stats.index(stage * 2).store(lse)
+            stats.index(stage * 2 + 1).store(delta)
+            at_tile = done % RING * FIELDS
+            put(numbers, at_tile, tile)
+            if i_tile < partial * SPLIT:
+                lo, hi, code = band_of(p_bands, num_masks, gl.load(p_codes + entry))
+                put(numbers, at_tile + 1, lo - part * ROWS)
+                put(numbers, at_tile + 2, hi - part * ROWS)
+                put(numbers, at_tile + 3, code)
+            gl.thread_barrier()
+            mbarrier.expect(full.index(stage), 2 * q_desc.block_type.nbytes)
+            at = [i_b, i_h, block * Q_BLOCK + part * ROWS, 0]
+            tma.async_copy_global_to_shared(q_desc, at, full.index(stage), q_buffers.index(stage))
+            tma.async_copy_global_to_shared(do_desc, at, full.index(stage), do_buffers.index(stage))
+            done += 1

@@ -1,0 +1,201 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""A consumer warpgroup of the Hopper forward: 64 query rows, a row of blocks after the other.
+
+A step starts q @ k.T of its keys and p @ v of the step before, and does its softmax while the latter runs. The sums of
+a row stay apart in the four threads that share it until the row is done.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from dynaxx.kernels.hopper.forward_produce import EVERYWHERE, FIELDS, unit_of
+from dynaxx.kernels.hopper.signals import get, pin
+
+ROWS = gl.constexpr(64)  # of one consumer warpgroup: wgmma's M
+LN2 = gl.constexpr(0.6931471805599453)
+
+
+@gluon.jit
+def _step_of(buffers, stage, STEP: gl.constexpr, D: gl.constexpr):
+    """One stage's keys or values as one tile: it lies in parts of 64 columns, which is how wgmma takes it."""
+    layout: gl.constexpr = gl.NVMMASharedLayout(buffers.layout.swizzle_byte_width, buffers.layout.element_bitwidth, 2)
+    stages: gl.constexpr = buffers.shape[0] * buffers.shape[3] * buffers.shape[4] // (STEP * D)
+    return buffers._reinterpret(buffers.dtype, [stages, STEP, D], layout).index(stage)
+
+
+@gluon.jit
+def _hide_block(scores, first_row, numbers, at, p_bits, Q_BLOCK: gl.constexpr):
+    """-inf where the block's mask or the end of the keys hides a pair; its numbers start at `at`."""
+    KV_BLOCK: gl.constexpr = scores.shape[1]
+    WORDS: gl.constexpr = KV_BLOCK // 32
+    layout: gl.constexpr = scores.type.layout
+    lo, hi, keys, code = get(numbers, at), get(numbers, at + 1), get(numbers, at + 2), get(numbers, at + 3)
+    in_bits = lo > hi
+    rows = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    columns = gl.arange(0, KV_BLOCK, gl.SliceLayout(0, layout))[None, :]
+    newest = gl.minimum(rows - gl.where(in_bits, -EVERYWHERE, lo), keys - 1)[:, None]
+    oldest = (rows - gl.where(in_bits, EVERYWHERE, hi))[:, None]
+    scores = gl.where((columns <= newest) & (columns >= oldest), scores, -float("inf"))
+    if in_bits:
+        by_word = gl.reshape(scores, [ROWS, WORDS, 32])
+        words: gl.constexpr = by_word.type.layout
+        row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, gl.SliceLayout(2, words)))[:, None]
+        word = gl.arange(0, WORDS, gl.SliceLayout(0, gl.SliceLayout(2, words)))[None, :]
+        bit = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, words)))[None, None, :]
+        p_words = p_bits + ((code.to(gl.int64) * Q_BLOCK + row) * WORDS + word)
+        bits = gl.load(p_words, mask=row + word + code * 0 >= gl.where(code >= 0, 0, EVERYWHERE), other=0)
+        by_word = gl.where(((gl.expand_dims(bits, 2) >> bit) & 1) != 0, by_word, -float("inf"))
+        scores = gl.convert_layout(gl.reshape(by_word, [ROWS, KV_BLOCK]), layout)
+    return scores
+
+
+@gluon.jit
+def _hide(scores, first_row, numbers, stage, p_bits, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr):
+    """`_hide_block` for the one or two blocks of a step."""
+    layout: gl.constexpr = scores.type.layout
+    STEP: gl.constexpr = scores.shape[1]
+    if KV_BLOCK == STEP:
+        scores = _hide_block(scores, first_row, numbers, stage * FIELDS, p_bits, Q_BLOCK)
+    else:
+        left, right = gl.split(gl.permute(gl.reshape(scores, [ROWS, 2, KV_BLOCK]), [0, 2, 1]))
+        left = _hide_block(left, first_row, numbers, stage * (2 * FIELDS), p_bits, Q_BLOCK)
+        right = _hide_block(right, first_row, numbers, stage * (2 * FIELDS) + FIELDS, p_bits, Q_BLOCK)
+        scores = gl.reshape(gl.permute(gl.join(left, right), [0, 2, 1]), [ROWS, STEP])
+        scores = gl.convert_layout(scores, layout)
+    return scores
+
+
+@gluon.jit
+def _softmax_step(scores, row_max, row_sum, scale_log2, MASKED: gl.constexpr):
+    """Weights of this step, the new maximum (base 2), each thread's sum, and what to rescale earlier sums by."""
+    new_max = gl.maximum(row_max, gl.max(scores, 1) * scale_log2)
+    shift = new_max
+    if MASKED:
+        shift = gl.where(new_max == -float("inf"), 0.0, new_max)
+    rescale = gl.exp2(row_max - shift)
+    weights = gl.exp2(scores * scale_log2 - shift[:, None])
+    # columns 2 t and 2 t + 1 of every eight belong to thread t of a row
+    part = gl.sum(gl.sum(gl.reshape(weights, [ROWS, weights.shape[1] // 8, 4, 2]), 3), 1)
+    row_sum *= gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None]
+    return weights, new_max, row_sum + gl.convert_layout(part, row_sum.type.layout), rescale
+
+
+@gluon.jit
+def _consume_steps(
+    acc, row_max, row_sum, weights, q, k_buffers, v_buffers, numbers, k_full, k_empty, v_full, v_empty,
+    scale_log2, first_row, p_bits, begin, end,
+    MASKED: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Steps begin..end of the program. Weights stay fp32 from step to step: bf16 would be unpacked and packed again."""
+    STEP: gl.constexpr = weights.shape[1]
+    s_layout: gl.constexpr = weights.type.layout
+    acc_layout: gl.constexpr = acc.type.layout
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
+    for i_step in range(begin, end):
+        stage = i_step % STAGES
+        before = (i_step - 1) % STAGES
+        mbarrier.wait(k_full.index(stage), (i_step // STAGES) & 1)
+        zero = gl.zeros([ROWS, STEP], gl.float32, s_layout)
+        k = _step_of(k_buffers, stage, STEP, q.shape[1])
+        s_token = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+        p = gl.convert_layout(weights.to(q.dtype), p_layout)
+        mbarrier.wait(v_full.index(before), ((i_step - 1) // STAGES) & 1)
+        acc_token = warpgroup_mma(p, _step_of(v_buffers, before, STEP, q.shape[1]), acc, is_async=True)
+        scores = warpgroup_mma_wait(1, deps=[s_token])
+        if MASKED:
+            scores = _hide(scores, first_row, numbers, stage, p_bits, Q_BLOCK, KV_BLOCK)
+        mbarrier.arrive(k_empty.index(stage), count=1)
+        weights, row_max, row_sum, rescale = _softmax_step(scores, row_max, row_sum, scale_log2, MASKED)
+        row_sum = pin(row_sum)
+        acc = warpgroup_mma_wait(0, deps=[acc_token])
+        mbarrier.arrive(v_empty.index(before), count=1)
+        acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc_layout))[:, None]
+    return acc, row_max, row_sum, weights
+
+
+@gluon.jit
+def consume(
+    out_desc, q_buffers, k_buffers, v_buffers, row_numbers, step_numbers,
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, p_lse, p_bits, seqlen_q, batch, q_heads, scale_log2,
+    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, STEP_ROWS: gl.constexpr, STEP_HEADS: gl.constexpr,
+    Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Attend with 64 rows of each unit of work of this program; out and lse."""
+    D: gl.constexpr = out_desc.block_type.shape[3]
+    HEADS: gl.constexpr = (CONSUMERS - 1) * STEP_HEADS + 1
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
+    sum_layout: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=[[8, 0]],
+        lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[ROWS, 4],
+    )
+    first_row = CONSUMER * STEP_ROWS
+    o_row = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
+    q_blocks = (seqlen_q + Q_BLOCK - 1) // Q_BLOCK
+    done = 0  # steps
+    for i_unit in range(gl.program_id(0), q_blocks * batch * (q_heads // HEADS), gl.num_programs(0)):
+        i_mine = i_unit // gl.num_programs(0)
+        slot = i_mine % 2
+        mbarrier.wait(q_full.index(slot), (i_mine // 2) & 1)
+        i_row = get(row_numbers, slot * FIELDS)
+        steps = get(row_numbers, slot * FIELDS + 1)
+        masked = get(row_numbers, slot * FIELDS + 2)
+        q = q_buffers.index(slot * CONSUMERS + CONSUMER).reshape([ROWS, D])
+
+        stage = done % STAGES
+        mbarrier.wait(k_full.index(stage), (done // STAGES) & 1)
+        zero = gl.zeros([ROWS, STEP], gl.float32, s_layout)
+        k = _step_of(k_buffers, stage, STEP, q.shape[1])
+        s_token = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+        tma.store_wait(0)  # of the row before, whose q buffer carried its result out
+        mbarrier.arrive(q_empty.index(1 - slot), count=1, pred=i_mine > 0)
+        scores = warpgroup_mma_wait(0, deps=[s_token])
+        scores = _hide(scores, first_row, step_numbers, stage, p_bits, Q_BLOCK, KV_BLOCK)
+        mbarrier.arrive(k_empty.index(stage), count=1)
+        row_max = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, s_layout))
+        row_sum = gl.zeros([ROWS, 4], gl.float32, sum_layout)
+        weights, row_max, row_sum, _ = _softmax_step(scores, row_max, row_sum, scale_log2, True)
+        acc = gl.zeros([ROWS, D], gl.float32, acc_layout)
+        acc, row_max, row_sum, weights = _consume_steps(
+            acc, row_max, row_sum, weights, q, k_buffers, v_buffers, step_numbers, k_full, k_empty, v_full, v_empty,
+            scale_log2, first_row, p_bits, done + 1, done + masked, True, Q_BLOCK, KV_BLOCK, STAGES,
+        )  # fmt: skip
+        acc, row_max, row_sum, weights = _consume_steps(
+            acc, row_max, row_sum, weights, q, k_buffers, v_buffers, step_numbers, k_full, k_empty, v_full, v_empty,
+            scale_log2, first_row, p_bits, done + masked, done + steps, False, Q_BLOCK, KV_BLOCK, STAGES,
+        )  # fmt: skip
+        done += steps
+
+        last = (done - 1) % STAGES
+        mbarrier.wait(v_full.index(last), ((done - 1) // STAGES) & 1)
+        p = gl.convert_layout(weights.to(q.dtype), p_layout)
+        acc_token = warpgroup_mma(p, _step_of(v_buffers, last, STEP, D), acc, is_async=True)
+        total = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, s_layout))
+        empty = total == 0
+        total = gl.where(empty, 1.0, total)
+        lse = gl.where(empty, -float("inf"), (row_max + gl.log2(total)) * LN2)
+        i_h, i_b, _ = unit_of(i_unit, q_heads, batch, HEADS)
+        i_h += CONSUMER * STEP_HEADS
+        row_q = i_row * Q_BLOCK + first_row
+        p_row = p_lse + (i_b.to(gl.int64) * q_heads + i_h) * seqlen_q + row_q
+        gl.store(p_row + o_row, lse, mask=row_q + o_row < seqlen_q)
+        inverse = gl.convert_layout(1.0 / total, gl.SliceLayout(1, acc_layout))
+        acc = warpgroup_mma_wait(0, deps=[acc_token])
+        mbarrier.arrive(v_empty.index(last), count=1)
+        q.store((acc * inverse[:, None]).to(out_desc.dtype))  # q is read no more
+        fence_async_shared()
+        tma.async_copy_shared_to_global(
+            out_desc, [i_b, i_h, row_q, 0], q_buffers.index(slot * CONSUMERS + CONSUMER)
+        )  # fmt: skip
+    tma.store_wait(0)

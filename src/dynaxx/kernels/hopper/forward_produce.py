@@ -1,0 +1,125 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
+"""The producer warp of the Hopper forward: reads the layout, feeds q, k and v by TMA, and says how to mask.
+
+It runs ahead of the consumers, over the rows of its program: what a row or a step needs from memory is on the way while
+they compute. Consumers read no layout; they get four numbers for each row and, for a masked step, four for each block.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from dynaxx.kernels.hopper.signals import put
+
+EVERYWHERE = gl.constexpr(1 << 20)  # a band that holds every pair of a block
+FIELDS = gl.constexpr(4)  # of a row: its index, steps, masked steps; of a block: first and last distance, keys, code
+
+
+@gluon.jit
+def unit_of(i_unit, q_heads, batch, HEADS: gl.constexpr):
+    """First head, batch entry and rank of the row of a unit of work: the heads of a row are neighbours."""
+    units = q_heads // HEADS
+    return i_unit % units * HEADS, i_unit // units % batch, i_unit // (units * batch)
+
+
+@gluon.jit
+def band_of(p_bands, num_masks, code):
+    """A mask's band, with lo > hi where it has none, and its code or -1."""
+    known = (code >= 0) & (code < num_masks)
+    lo = gl.load(p_bands + code * 2, mask=known, other=1)
+    hi = gl.load(p_bands + code * 2 + 1, mask=known, other=0)
+    lo = gl.where(code == -1, -EVERYWHERE, lo)
+    hi = gl.where(code == -1, EVERYWHERE, hi)
+    return lo, hi, gl.where(known, code, -1)
+
+
+@gluon.jit
+def _load_step(desc, buffers, full, stage, i_b, i_hk, keys, PARTS: gl.constexpr):
+    """Load a step's blocks, each in PARTS of 64 columns: so lie the blocks in one [STEP, D] tile."""
+    BLOCKS: gl.constexpr = len(keys)
+    for i_part in gl.static_range(PARTS):
+        for u in gl.static_range(BLOCKS):
+            at = [i_b, i_hk, keys[u], i_part * desc.block_type.shape[3]]
+            buffer = buffers.index((stage * PARTS + i_part) * BLOCKS + u)
+            tma.async_copy_global_to_shared(desc, at, full.index(stage), buffer)
+
+
+@gluon.jit
+def produce(
+    q_desc, k_desc, v_desc, q_buffers, k_buffers, v_buffers, row_numbers, step_numbers,
+    q_full, q_empty, k_full, k_empty, v_full, v_empty,
+    p_order, p_indptr, p_num_partial, p_indices, p_codes, p_bands, capacity, num_masks,
+    layout_stride_b, layout_stride_h, seqlen_q, seqlen_k, batch, q_heads, group_size,
+    CONSUMERS: gl.constexpr, STEP_ROWS: gl.constexpr, STEP_HEADS: gl.constexpr,
+    Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, ORDERED: gl.constexpr,
+):  # fmt: skip
+    """A row's blocks in steps of STEP keys: what is missing to whole steps, a last full block that seqlen_k may cut
+    (`tail`), the partial blocks, then the full ones, which need no mask.
+    """
+    HEADS: gl.constexpr = (CONSUMERS - 1) * STEP_HEADS + 1  # heads of one program
+    BLOCKS: gl.constexpr = STEP // KV_BLOCK
+    PARTS: gl.constexpr = q_desc.block_type.shape[3] // k_desc.block_type.shape[3]
+    q_blocks = (seqlen_q + Q_BLOCK - 1) // Q_BLOCK
+    done = 0  # steps
+    for i_unit in range(gl.program_id(0), q_blocks * batch * (q_heads // HEADS), gl.num_programs(0)):
+        i_h, i_b, rank = unit_of(i_unit, q_heads, batch, HEADS)
+        i_hk = i_h // group_size
+        lead = (i_b * layout_stride_b + i_h * layout_stride_h).to(gl.int64)
+        i_row = q_blocks - 1 - rank  # the longest rows first, under a causal mask
+        if ORDERED:
+            i_row = gl.load(p_order + lead * q_blocks + rank)
+            i_row = gl.minimum(gl.maximum(i_row, 0), q_blocks - 1)
+        p_row = p_indptr + lead * (q_blocks + 1) + i_row
+        start = gl.minimum(gl.maximum(gl.load(p_row), 0), capacity)
+        count = gl.minimum(gl.maximum(gl.load(p_row + 1), start), capacity) - start
+        partial = gl.minimum(gl.maximum(gl.load(p_num_partial + lead * q_blocks + i_row), 0), count)
+        tail = gl.where((count > partial) & (seqlen_k % KV_BLOCK != 0), 1, 0)
+        steps = gl.maximum((count + BLOCKS - 1) // BLOCKS, 1)
+        missing = steps * BLOCKS - count
+        masked = gl.maximum((missing + tail + partial + BLOCKS - 1) // BLOCKS, 1)
+
+        i_mine = i_unit // gl.num_programs(0)
+        slot = i_mine % 2
+        mbarrier.wait(q_empty.index(slot), ((i_mine // 2) & 1) ^ 1)
+        put(row_numbers, slot * FIELDS, i_row)
+        put(row_numbers, slot * FIELDS + 1, steps)
+        put(row_numbers, slot * FIELDS + 2, masked)
+        gl.thread_barrier()
+        mbarrier.expect(q_full.index(slot), CONSUMERS * q_desc.block_type.nbytes)
+        for u in gl.static_range(CONSUMERS):
+            at = [i_b, i_h + u * STEP_HEADS, i_row * Q_BLOCK + u * STEP_ROWS, 0]
+            tma.async_copy_global_to_shared(q_desc, at, q_full.index(slot), q_buffers.index(slot * CONSUMERS + u))
+
+        for i_step in range(steps):
+            stage = (done + i_step) % STAGES
+            free = (((done + i_step) // STAGES) & 1) ^ 1
+            keys = ()  # where each block starts; past the end, where TMA gives zeros, if there is none
+            entries = ()
+            for u in gl.static_range(BLOCKS):
+                position = i_step * BLOCKS + u - missing
+                entry = gl.where((tail == 1) & (position == 0), start + count - 1, start + position - tail)
+                known = (position >= 0) & (entry < capacity)
+                block = gl.load(p_indices + entry, mask=known, other=0)
+                keys += (gl.where(known, block * KV_BLOCK, seqlen_k),)
+                entries += (gl.where(known, entry, -1),)
+            if i_step < masked:
+                masks = ()
+                for u in gl.static_range(BLOCKS):
+                    code = gl.load(p_codes + entries[u], mask=entries[u] >= 0, other=-1)
+                    masks += (band_of(p_bands, num_masks, code),)
+                mbarrier.wait(k_empty.index(stage), free)
+                for u in gl.static_range(BLOCKS):
+                    at_block = (stage * BLOCKS + u) * FIELDS
+                    put(step_numbers, at_block, masks[u][0])
+                    put(step_numbers, at_block + 1, masks[u][1])
+                    put(step_numbers, at_block + 2, seqlen_k - keys[u])
+                    put(step_numbers, at_block + 3, masks[u][2])
+                gl.thread_barrier()
+            else:
+                mbarrier.wait(k_empty.index(stage), free)
+            mbarrier.expect(k_full.index(stage), BLOCKS * PARTS * k_desc.block_type.nbytes)
+            _load_step(k_desc, k_buffers, k_full, stage, i_b, i_hk, keys, PARTS)
+            mbarrier.wait(v_empty.index(stage), free)
+            mbarrier.expect(v_full.index(stage), BLOCKS * PARTS * v_desc.block_type.nbytes)
+            _load_step(v_desc, v_buffers, v_full, stage, i_b, i_hk, keys, PARTS)
+        done += steps

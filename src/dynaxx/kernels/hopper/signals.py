@@ -1,0 +1,44 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""What the warps of a Hopper kernel tell each other beside tiles: numbers in shared memory; and an order for ptxas."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+NUMBERS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, order=[0]))  # layout of a buffer of int32, [count, 1]
+
+
+@gluon.jit
+def put(numbers, at, value):
+    """Write one number; for the producer, which is one warp."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    numbers.index(at).store(gl.full([1], 0, gl.int32, layout) + value)
+
+
+@gluon.jit
+def get(numbers, at):
+    """Read one number; for a warpgroup, behind the barrier on which the producer signals it."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    return gl.max(numbers.index(at).load(layout), 0)
+
+
+@gluon.jit
+def pin(x):
+    """`x` >= 0 itself, in a store that never happens.
+
+    A wait for wgmma that follows stays behind what made `x`; ptxas would move it up, and the tensor cores stand still.
+    """
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred negative;
+        .reg .b32 nowhere;
+        mov.b32 nowhere, 0;
+        setp.lt.f32 negative, $1, 0fBF800000;
+        @negative st.shared.f32 [nowhere], $1;
+        mov.f32 $0, $1;
+        }""",
+        "=f,f",
+        [x],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=1,
+    )
