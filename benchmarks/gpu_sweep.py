@@ -93,18 +93,19 @@ class Moved(torch.autograd.Function):
 def run_case(key, seed, device):
     """Draw and expect on the CPU, where small problems are fast; run on the device, which is shared."""
     rng = random.Random(seed)
-    kinds = ALIGNED if key.aligned else (rng.choice(UNALIGNED),)
+    allowed = ALIGNED if key.aligned else (rng.choice(UNALIGNED),)
     problem = random_problem(seed, "cpu", **key.fixed(rng))
     asks = replace(problem.asks, device=torch.device(device))
     if why := unsupported_reasons(key.backend, asks):
         return "refused", "; ".join(why), problem.traits
     expected = Expected(problem.inputs, problem.exact, problem.eager, scale=problem.scale, seed=seed)
-    memories = [rng.choice(kinds) for _ in range(5)]
+    memories = [rng.choice(allowed) for _ in range(5)]
 
     def attend(*inputs):
         for size in (1 << 14, 1 << 18):  # NaN in the memory that the allocator hands out next
             torch.full((size,), torch.nan, device=device)
-        there = [Moved.apply(x, device, memory, "contiguous") for x, memory in zip(inputs, memories, strict=False)]
+        kinds = [memory if x.ndim == 4 else "contiguous" for x, memory in zip(inputs, memories, strict=False)]
+        there = [Moved.apply(x, device, kind, "contiguous") for x, kind in zip(inputs, kinds, strict=True)]
         out, lse = problem.attend(*there, backend=key.backend)
         return Moved.apply(out, "cpu", "contiguous", memories[4]), None if lse is None else lse.cpu()
 
@@ -114,30 +115,49 @@ def run_case(key, seed, device):
     return ("failed" if bad else "passed"), "; ".join([*bad, problem.label] if bad else []), problem.traits
 
 
-def run_share(arguments):
-    """One process: its keys in turn, one case of each, until there are enough or the time is over."""
-    keys, cases, first_seed, device, deadline = arguments
+def run_key(task):
+    """The cases of one key, until the time is over: counts by status, what was covered, lines to print, seconds."""
+    number, key, cases, first_seed, device, deadline = task
     torch.set_num_threads(1)
-    torch.cuda.set_device(0) if device == "cuda" else None
-    counts, traits, lines, times = collections.Counter(), {}, [], collections.Counter()
-    for i in range(cases):
-        number, key = keys[i // max(1, -(-cases // len(keys))) % len(keys)]
-        seed, began = first_seed + i, time.time()
-        if began > deadline:
-            counts[key.backend, "not run (time)"] += cases - i
+    counts, traits, lines, first = collections.Counter(), {}, [], 0.0
+    began = time.time()
+    for seed in range(first_seed, first_seed + cases):
+        if time.time() > deadline:
+            counts["not run (time)"] += first_seed + cases - seed
             break
         try:
             status, line, found = run_case(key, seed, device)
         except Exception as error:  # a sweep reports every failure and goes on
             status, line, found = "raised", f"{type(error).__name__}: {str(error)[:300]}", {}
-        counts[key.backend, status] += 1
-        times[number] += time.time() - began
-        if status == "passed":
-            for kind, names in found.items():
-                traits.setdefault(kind, collections.Counter()).update(names)
+        counts[status] += 1
+        first = first or time.time() - began
+        for kind, names in found.items() if status == "passed" else ():
+            traits.setdefault(kind, collections.Counter()).update(names)
         if line:
-            lines.append((status, f"--key {number} --seed {seed} --cases 1 --jobs 1: {key} {line}"[:700]))
-    return counts, traits, lines, times
+            lines.append(
+                (status, line if status == "refused" else f"--key {number} --seed {seed} --cases 1: {key} {line}")
+            )
+    return key, counts, traits, lines, (first, time.time() - began)
+
+
+def tasks_of(args, deadline):
+    """Cases dealt to keys, Hopper's and Triton's in turn, each with seeds of its own."""
+    hopper, triton = all_keys()
+    numbered = list(enumerate(hopper + triton))
+    hopper, triton = numbered[: len(hopper)], numbered[len(hopper) :][: args.keys]
+    if args.key is not None:
+        plans = [([numbered[args.key]], args.cases)]
+    elif args.backend == "both":
+        plans = [(hopper, round(args.cases * SHARE)), (triton, args.cases - round(args.cases * SHARE))]
+    else:
+        plans = [({"hopper": hopper, "triton": triton}[args.backend], args.cases)]
+    tasks, seed = [], args.seed
+    for keys, cases in plans:
+        for i, (number, key) in enumerate(keys):
+            count = cases // len(keys) + (i < cases % len(keys))
+            tasks.append((i / len(keys), (number, key, count, seed, args.device, deadline)))
+            seed += count
+    return [task for _, task in sorted(tasks, key=lambda each: each[0])]
 
 
 def main():
@@ -153,36 +173,19 @@ def main():
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     began = time.time()
-    hopper, triton = all_keys()
-    numbered = list(enumerate(hopper + triton))
-    hopper, triton = numbered[: len(hopper)], numbered[len(hopper) :][: args.keys]
-    if args.key is not None:
-        plans = [([numbered[args.key]], args.cases)]
-    elif args.backend == "both":
-        plans = [(hopper, int(args.cases * SHARE)), (triton, args.cases - int(args.cases * SHARE))]
-    else:
-        plans = [({"hopper": hopper, "triton": triton}[args.backend], args.cases)]
-    shares, seed, total = [], args.seed, sum(cases for _, cases in plans)
-    for keys, cases in plans:
-        jobs = max(1, round(args.jobs * cases / total))
-        for j in range(jobs):
-            count = cases // jobs + (j < cases % jobs)
-            shares.append((keys[j::jobs] or keys, count, seed, args.device, began + args.seconds))
-            seed += count
+    counts, refused, traits = collections.Counter(), collections.Counter(), {}
+    failures, firsts, rest, cores = [], 0.0, 0.0, 0
     with multiprocessing.get_context("spawn").Pool(args.jobs) as pool:
-        results = pool.map(run_share, shares, chunksize=1)
-    counts, traits = collections.Counter(), {}
-    refused = collections.Counter()
-    failures = []
-    for found, kinds, lines, _ in results:
-        counts.update(found)
-        for kind, names in kinds.items():
-            traits.setdefault(kind, collections.Counter()).update(names)
-        for status, line in lines:
-            if status == "refused":
-                refused[line.split(") ", 1)[-1]] += 1
-            else:
-                failures.append(line)
+        for key, found, kinds, lines, (first, seconds) in pool.imap_unordered(
+            run_key, tasks_of(args, began + args.seconds), chunksize=1
+        ):
+            counts.update({(key.backend, status): n for status, n in found.items()})
+            for kind, names in kinds.items():
+                traits.setdefault(kind, collections.Counter()).update(names)
+            refused.update(line for status, line in lines if status == "refused")
+            failures += [line[:700] for status, line in lines if status != "refused"]
+            firsts, rest, cores = firsts + first, rest + seconds - first, cores + (first > 0)
+            print(f"{time.time() - began:5.0f} s: {dict(found)} {key}", flush=True)
     print("\n".join(failures[:40]))
     seconds = time.time() - began
     summary = {
@@ -191,10 +194,9 @@ def main():
         "refused": dict(refused),
         "covered": {kind: dict(sorted(names.items())) for kind, names in sorted(traits.items())},
         "failures": failures,
-        "slowest keys, s": [
-            [round(s, 1), str(numbered[n][1])]
-            for n, s in sum((t for *_, t in results), collections.Counter()).most_common(8)
-        ],
+        "keys": cores,
+        "seconds of a key's first case, which compiles": round(firsts / max(1, cores), 2),
+        "seconds of another": round(rest / max(1, sum(counts.values()) - cores), 3),
         "first_seed": args.seed,
         "device": torch.cuda.get_device_name() if args.device == "cuda" else args.device,
     }

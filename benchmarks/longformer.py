@@ -3,10 +3,12 @@
     python benchmarks/longformer.py                                   # models of 2 layers, 1 and 2 threads
     python benchmarks/longformer.py --models longformer --lengths 4096 --layers 12 --repeats 3
     python benchmarks/longformer.py --pattern --lengths 4096 16384    # the pattern alone, on random q, k, v
+    python benchmarks/longformer.py --pattern --device cuda --dtype bfloat16 --tolerance 0.02 --lengths 4096 32768
 
 Models have random weights in the shapes of longformer-base and bigbird-base, in eval mode. Correctness comes first: the
 variants must agree within `--tolerance` of the largest output, or there are no figures. Times are medians over turns in
-one process, each variant once per turn. Peak memory is what a forward pass adds to the process at its highest (Linux).
+one process, each variant once per turn. Peak memory is what a forward pass adds to the process at its highest (Linux),
+or on a GPU to torch's allocations.
 """
 
 import argparse
@@ -62,6 +64,12 @@ def inputs_of(name, length, global_tokens):
 def peak_mib(call):
     """MiB that a call adds to the memory of the process at its highest; None where the kernel cannot say."""
     gc.collect()
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        return round((torch.cuda.max_memory_allocated() - before) / 2**20)
     try:
         Path("/proc/self/clear_refs").write_text("5")
         before = status_kib("VmRSS")
@@ -79,8 +87,13 @@ def status_kib(field):
 def in_turns(calls, repeats):
     """Median ms of each call by name; the first turn warms up.
 
-    On one thread it is the thread's CPU time, which neighbours on the machine disturb least, else the wall's.
+    On one thread it is the thread's CPU time, which neighbours on the machine disturb least, else the wall's; on a GPU
+    it is the GPU's.
     """
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        from triton.testing import do_bench
+
+        return {name: round(do_bench(call, return_mode="median"), 3) for name, call in calls.items()}
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     times = {name: [] for name in calls}
     for turn in range(repeats + 1):
@@ -130,7 +143,8 @@ def measure_model(name, length, threads, options):
 def measure_pattern(kind, length, threads, options):
     """A window of 512 and symmetric global tokens in one layout, with them in front, and in passes of their own."""
     torch.set_num_threads(threads)
-    q, k, v = (torch.randn(1, length, 12, 64, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    draw = lambda seed: torch.randn(1, length, 12, 64, generator=torch.Generator().manual_seed(seed))
+    q, k, v = (draw(i).to(options.device, getattr(torch, options.dtype)) for i in range(3))
     where = {
         "1 first": [0],
         "64 first": list(range(64)),
@@ -153,6 +167,8 @@ def measure_pattern(kind, length, threads, options):
     layout["in front"] = hide_keys(layout["in front"], torch.cat([used, local], 1))
     layout["window"] = hide_keys(layout["window"], local)
     layout["columns"] = hide_keys(layout["columns"], used)
+    layout = {name: each.to(q.device) for name, each in layout.items()}
+    at = at.to(q.device)
 
     def gathered(x):
         return torch.nn.functional.pad(x[:, at], (0, 0, 0, 0, 0, slots - len(at)))
@@ -206,6 +222,8 @@ def main():
         "--models", nargs="+", default=["longformer", "bigbird"], choices=["longformer", "bigbird", "bigbird-full"]
     )
     parser.add_argument("--pattern", action="store_true", help="measure the pattern alone, without a model")
+    parser.add_argument("--device", default="cpu", help="of --pattern")
+    parser.add_argument("--dtype", default="float32", help="of --pattern")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--layers", type=int, default=2)

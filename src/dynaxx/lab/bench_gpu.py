@@ -150,7 +150,8 @@ def time_workload(
                 _agree(run_peer, (q, k, v), expected)
             rows.append(row | _measured(run_peer, (q, k, v), workload.dense_flops if dense else flops))
         except Exception as error:  # a peer that is absent, or does not serve the shape, must not cost the other rows
-            rows.append(row | {"skipped": f"{type(error).__name__}: {str(error).strip().splitlines()[-1:]}"[:160]})
+            said = (str(error).strip().splitlines() or [""])[-1]
+            rows.append(row | {"skipped": f"{type(error).__name__}: {said}"[:160]})
     by_name = {row["implementation"]: row for row in rows}
     for backend in BACKENDS:
         by_name[backend] |= {"ratio": _ratios(by_name[backend], [by_name[name] for name in peers])}

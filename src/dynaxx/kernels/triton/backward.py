@@ -13,12 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dynaxx.kernels.triton.config import backward_dkv_tiles, backward_dq_tiles, padded
+from dynaxx.kernels.triton.config import TMA_BLOCK, backward_dkv_tiles, backward_dq_tiles, padded
 from dynaxx.kernels.triton.launch import (
     RUNTIME_SIZES,
     layout_arguments,
     order_argument,
+    steps_by_tma,
     strides,
+    tile_rows,
     transposed_arguments,
     unit_stride,
 )
@@ -29,6 +31,7 @@ from dynaxx.kernels.triton.primitives import (
     PARTIAL,
     exp_rounded,
     load_rows,
+    load_tile,
     row_entries,
     started_row,
     store_rows,
@@ -113,8 +116,10 @@ def _accumulate_dq(
     lse,  # [BLOCK_M]
     delta,  # [BLOCK_M]
     inner_q,  # [BLOCK_M], positions in the q block
-    p_k,
-    p_v,
+    k_rows,  # of this kv head: a pointer, or of all under TMA: a descriptor
+    v_rows,
+    i_b,
+    i_hk,
     stride_kn,
     stride_vn,
     seqlen_k,
@@ -139,6 +144,7 @@ def _accumulate_dq(
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
     CAPPED: tl.constexpr,
+    TMA: tl.constexpr,
 ):
     """Add what tiles begin..end of the `count` blocks from entry `first` give."""
     WORDS: tl.constexpr = (KV_BLOCK + 31) // 32
@@ -146,8 +152,12 @@ def _accumulate_dq(
         start, offsets, inner_k, code = tile_positions(
             p_indices, p_codes, first, count, i_tile, seqlen_k, KV_BLOCK, BLOCK_N, MASKING
         )
-        b_k = load_rows(p_k, start, offsets, stride_kn, seqlen_k, D, BLOCK_D, MASKING != FULL)
-        b_v = load_rows(p_v, start, offsets, stride_vn, seqlen_k, E, BLOCK_E, MASKING != FULL)
+        b_k = load_tile(
+            k_rows, i_b, i_hk, start, offsets, stride_kn, seqlen_k, D, BLOCK_D, BLOCK_N, MASKING != FULL, TMA
+        )
+        b_v = load_tile(
+            v_rows, i_b, i_hk, start, offsets, stride_vn, seqlen_k, E, BLOCK_E, BLOCK_N, MASKING != FULL, TMA
+        )
         scores = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         scores, slope = _cap(scores, cap, CAPPED)
         weights = _weights_of(scores, lse[:, None], scale, b_k.dtype == tl.float32)
@@ -168,10 +178,10 @@ def _accumulate_dq(
 
 @triton.jit(do_not_specialize=RUNTIME_SIZES)
 def _sparse_attention_bwd_dq_kernel(
-    p_do,
-    p_q,
-    p_k,
-    p_v,
+    do_rows,  # pointers, or under TMA descriptors of (B, heads, seqlen, head_dim)
+    q_rows,
+    k_rows,
+    v_rows,
     p_lse,
     p_delta,
     p_dq,  # (B, N, Hq, D) contiguous
@@ -215,6 +225,7 @@ def _sparse_attention_bwd_dq_kernel(
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
     CAPPED: tl.constexpr,
+    TMA: tl.constexpr,
     ORDERED: tl.constexpr,
 ):
     SPLIT_M: tl.constexpr = Q_BLOCK // BLOCK_M
@@ -226,14 +237,20 @@ def _sparse_attention_bwd_dq_kernel(
     q_blocks = (seqlen_q + Q_BLOCK - 1) // Q_BLOCK
     i_row = started_row(p_order, lead, i_tile // SPLIT_M, q_blocks, ORDERED)
     inner_q = i_tile % SPLIT_M * BLOCK_M + tl.arange(0, BLOCK_M)
-    pos_q = i_row * Q_BLOCK + inner_q
+    first_q = (i_row * Q_BLOCK + i_tile % SPLIT_M * BLOCK_M).to(tl.int64)
+    o_q = tl.arange(0, BLOCK_M)
+    pos_q = first_q + o_q
     start, partial, total = row_entries(p_indptr, p_num_partial, lead, i_row, q_blocks, capacity)
 
-    p_k += i_b * stride_kb + i_h // group_size * stride_kh
-    p_v += i_b * stride_vb + i_h // group_size * stride_vh
+    i_hk = i_h // group_size
+    if not TMA:
+        q_rows += i_b * stride_qb + i_h * stride_qh
+        do_rows += i_b * stride_dob + i_h * stride_doh
+        k_rows += i_b * stride_kb + i_hk * stride_kh
+        v_rows += i_b * stride_vb + i_hk * stride_vh
     head = i_b * q_heads + i_h
-    b_q = load_rows(p_q + i_b * stride_qb + i_h * stride_qh, 0, pos_q, stride_qn, seqlen_q, D, BLOCK_D)
-    b_do = load_rows(p_do + i_b * stride_dob + i_h * stride_doh, 0, pos_q, stride_don, seqlen_q, E, BLOCK_E)
+    b_q = load_tile(q_rows, i_b, i_h, first_q, o_q, stride_qn, seqlen_q, D, BLOCK_D, BLOCK_M, True, TMA)
+    b_do = load_tile(do_rows, i_b, i_h, first_q, o_q, stride_don, seqlen_q, E, BLOCK_E, BLOCK_M, True, TMA)
     lse, delta = _load_row_values(p_lse + head * seqlen_q, p_delta + head * seqlen_q, pos_q, seqlen_q)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     whole = whole_tiles(total - partial, seqlen_k, KV_BLOCK, BLOCK_N)
@@ -246,9 +263,9 @@ def _sparse_attention_bwd_dq_kernel(
             first, count = start + partial, total - partial
             begin, end = whole, tl.cdiv((total - partial) * KV_BLOCK, BLOCK_N)
         dq = _accumulate_dq(
-            dq, b_q, b_do, lse, delta, inner_q, p_k, p_v, stride_kn, stride_vn, seqlen_k, scale, cap,
+            dq, b_q, b_do, lse, delta, inner_q, k_rows, v_rows, i_b, i_hk, stride_kn, stride_vn, seqlen_k, scale, cap,
             p_indices, p_codes, p_bits, p_bands, num_masks, first, count, begin, end,
-            MASKING, D, E, BLOCK_D, BLOCK_E, Q_BLOCK, KV_BLOCK, BLOCK_N, PRECISION, CAPPED,
+            MASKING, D, E, BLOCK_D, BLOCK_E, Q_BLOCK, KV_BLOCK, BLOCK_N, PRECISION, CAPPED, TMA,
         )  # fmt: skip
     p_dq += (i_b * seqlen_q * q_heads + i_h) * D
     store_rows(p_dq, dq * scale, pos_q, q_heads * D, seqlen_q, D, BLOCK_D)
@@ -261,8 +278,10 @@ def _accumulate_dkv(
     b_k,  # [BLOCK_N, BLOCK_D]
     b_v,  # [BLOCK_N, BLOCK_E]
     inner_k,  # [BLOCK_N], positions in the kv block
-    p_q,
-    p_do,
+    q_rows,  # of this q head: pointers, or of all under TMA: descriptors
+    do_rows,
+    i_b,
+    i_h,
     p_lse,
     p_delta,
     stride_qn,
@@ -287,6 +306,7 @@ def _accumulate_dkv(
     BLOCK_M: tl.constexpr,
     PRECISION: tl.constexpr,
     CAPPED: tl.constexpr,
+    TMA: tl.constexpr,
 ):
     """Add what the `count` q blocks from entry `first` give; queries past the end have lse = inf and give nothing."""
     WORDS: tl.constexpr = (KV_BLOCK + 31) // 32
@@ -294,8 +314,8 @@ def _accumulate_dkv(
         start, offsets, inner_q, code = tile_positions(
             p_indices, p_codes, first, count, i_tile, seqlen_q, Q_BLOCK, BLOCK_M, BOUNDS
         )
-        b_q = load_rows(p_q, start, offsets, stride_qn, seqlen_q, D, BLOCK_D)
-        b_do = load_rows(p_do, start, offsets, stride_don, seqlen_q, E, BLOCK_E)
+        b_q = load_tile(q_rows, i_b, i_h, start, offsets, stride_qn, seqlen_q, D, BLOCK_D, BLOCK_M, True, TMA)
+        b_do = load_tile(do_rows, i_b, i_h, start, offsets, stride_don, seqlen_q, E, BLOCK_E, BLOCK_M, True, TMA)
         lse, delta = _load_row_values(p_lse, p_delta, start + offsets, seqlen_q)
         scores = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
         scores, slope = _cap(scores, cap, CAPPED)
@@ -315,10 +335,10 @@ def _accumulate_dkv(
 
 @triton.jit(do_not_specialize=RUNTIME_SIZES)
 def _sparse_attention_bwd_dkv_kernel(
-    p_do,
-    p_q,
-    p_k,
-    p_v,
+    do_rows,  # pointers, or under TMA descriptors of (B, heads, seqlen, head_dim)
+    q_rows,
+    k_rows,
+    v_rows,
     p_lse,
     p_delta,
     p_dk,  # (B, M, Hk, D) contiguous
@@ -362,6 +382,7 @@ def _sparse_attention_bwd_dkv_kernel(
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
     CAPPED: tl.constexpr,
+    TMA: tl.constexpr,
     PER_HEAD: tl.constexpr,  # sum the heads of a group apart: exact fp32 needs short sums, and has the registers
 ):
     SPLIT_N: tl.constexpr = KV_BLOCK // BLOCK_N
@@ -372,10 +393,15 @@ def _sparse_attention_bwd_dkv_kernel(
     i_tile = i_program // (kv_heads * batch)  # the first keys are seen by most queries under a causal mask
     i_col = i_tile // SPLIT_N
     inner_k = i_tile % SPLIT_N * BLOCK_N + tl.arange(0, BLOCK_N)
-    pos_k = i_col * KV_BLOCK + inner_k
+    first_k = (i_col * KV_BLOCK + i_tile % SPLIT_N * BLOCK_N).to(tl.int64)
+    o_k = tl.arange(0, BLOCK_N)
+    pos_k = first_k + o_k
     kv_blocks = (seqlen_k + KV_BLOCK - 1) // KV_BLOCK
-    b_k = load_rows(p_k + i_b * stride_kb + i_hk * stride_kh, 0, pos_k, stride_kn, seqlen_k, D, BLOCK_D)
-    b_v = load_rows(p_v + i_b * stride_vb + i_hk * stride_vh, 0, pos_k, stride_vn, seqlen_k, E, BLOCK_E)
+    if not TMA:
+        k_rows += i_b * stride_kb + i_hk * stride_kh
+        v_rows += i_b * stride_vb + i_hk * stride_vh
+    b_k = load_tile(k_rows, i_b, i_hk, first_k, o_k, stride_kn, seqlen_k, D, BLOCK_D, BLOCK_N, True, TMA)
+    b_v = load_tile(v_rows, i_b, i_hk, first_k, o_k, stride_vn, seqlen_k, E, BLOCK_E, BLOCK_N, True, TMA)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
     for i_group in range(group_size):
@@ -383,6 +409,11 @@ def _sparse_attention_bwd_dkv_kernel(
         lead = i_b * layout_stride_b + i_h * layout_stride_h
         start, partial, total = row_entries(p_indptr, p_num_partial, lead, i_col, kv_blocks, capacity)
         row = (i_b * q_heads + i_h) * seqlen_q
+        if TMA:
+            q_head, do_head = q_rows, do_rows
+        else:
+            q_head = q_rows + i_b * stride_qb + i_h * stride_qh
+            do_head = do_rows + i_b * stride_dob + i_h * stride_doh
         if PER_HEAD:
             sum_dk, sum_dv = dk, dv
             dk, dv = tl.zeros_like(dk), tl.zeros_like(dv)
@@ -392,11 +423,10 @@ def _sparse_attention_bwd_dkv_kernel(
             else:
                 first, count = start + partial, total - partial
             dk, dv = _accumulate_dkv(
-                dk, dv, b_k, b_v, inner_k, p_q + i_b * stride_qb + i_h * stride_qh,
-                p_do + i_b * stride_dob + i_h * stride_doh, p_lse + row, p_delta + row,
+                dk, dv, b_k, b_v, inner_k, q_head, do_head, i_b, i_h, p_lse + row, p_delta + row,
                 stride_qn, stride_don, seqlen_q, scale, cap,
                 p_indices, p_codes, p_bits, p_bands, num_masks, first, count,
-                i_pass == 0, D, E, BLOCK_D, BLOCK_E, Q_BLOCK, KV_BLOCK, BLOCK_M, PRECISION, CAPPED,
+                i_pass == 0, D, E, BLOCK_D, BLOCK_E, Q_BLOCK, KV_BLOCK, BLOCK_M, PRECISION, CAPPED, TMA,
             )  # fmt: skip
         if PER_HEAD:
             dk, dv = sum_dk + dk, sum_dv + dv
@@ -477,14 +507,15 @@ def attention_backward(
         "KV_BLOCK": layout.block_size[1],
         "PRECISION": "ieee",
     }
-    tiles = backward_dq_tiles(q.device, q.dtype, head_dim, head_dim_v, layout.block_size)
+    tma = min(layout.block_size) >= TMA_BLOCK and steps_by_tma(do, q, k, v)
+    tiles = backward_dq_tiles(q.device, q.dtype, head_dim, head_dim_v, layout.block_size, tma)
     order, ordered = order_argument(layout)
     q_tiles = layout.q_blocks * (layout.block_size[0] // tiles.block_m)
     _sparse_attention_bwd_dq_kernel[(q_tiles * batch * q_heads,)](
-        do,
-        q,
-        k,
-        v,
+        tile_rows(do, tiles.block_m) if tma else do,
+        tile_rows(q, tiles.block_m) if tma else q,
+        tile_rows(k, tiles.block_n) if tma else k,
+        tile_rows(v, tiles.block_n) if tma else v,
         lse,
         delta,
         dq,
@@ -492,28 +523,32 @@ def attention_backward(
         *layout_arguments(layout),
         **shared,
         ORDERED=ordered,
+        TMA=tma,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+        maxnreg=tiles.max_registers,
     )
-    tiles = backward_dkv_tiles(q.device, q.dtype, head_dim, head_dim_v, layout.block_size)
+    tiles = backward_dkv_tiles(q.device, q.dtype, head_dim, head_dim_v, layout.block_size, tma)
     kv_tiles = layout.kv_blocks * (layout.block_size[1] // tiles.block_n)
     _sparse_attention_bwd_dkv_kernel[(kv_tiles * batch * kv_heads,)](
-        do,
-        q,
-        k,
-        v,
+        tile_rows(do, tiles.block_m) if tma else do,
+        tile_rows(q, tiles.block_m) if tma else q,
+        tile_rows(k, tiles.block_n) if tma else k,
+        tile_rows(v, tiles.block_n) if tma else v,
         lse,
         delta,
         dk,
         dv,
         *transposed_arguments(layout),
         **shared,
+        TMA=tma,
         PER_HEAD=q.dtype == torch.float32,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+        maxnreg=tiles.max_registers,
     )
     return dq, dk, dv

@@ -11,6 +11,7 @@ from functools import lru_cache
 import torch
 
 INTERPRETER_SHARED_MEMORY = 1 << 20
+TMA_BLOCK = 64  # tokens of a block; smaller ones are gathered by addresses, which the copy unit does not do
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Tiles:
     block_n: int
     num_warps: int
     num_stages: int
+    max_registers: int | None = None  # of a thread, where one more program on a multiprocessor is worth it
 
 
 def padded(head_dim: int) -> int:
@@ -30,12 +32,14 @@ def padded(head_dim: int) -> int:
 
 @lru_cache(maxsize=1024)
 def forward_tiles(
-    device: torch.device, dtype: torch.dtype, head_dim: int, head_dim_v: int, block_size: tuple[int, int]
+    device: torch.device, dtype: torch.dtype, head_dim: int, head_dim_v: int, block_size: tuple[int, int], tma: bool
 ) -> Tiles:
     """Of the forward kernel: q stays, k and v pass by."""
     wide = max(padded(head_dim), padded(head_dim_v))
     if dtype == torch.float32:  # no matrix unit multiplies exact fp32: the tiles live in registers
         tiles = Tiles(32 if wide <= 64 else 16, 32, 4, 1)
+    elif tma:
+        tiles = Tiles(64, 64, 4, 2, 128 if wide <= 64 else None) if wide <= 128 else Tiles(128, 64, 8, 2)
     elif wide <= 64:
         tiles = Tiles(128, 128, 8, 3)
     else:
@@ -47,12 +51,14 @@ def forward_tiles(
 
 @lru_cache(maxsize=1024)
 def backward_dq_tiles(
-    device: torch.device, dtype: torch.dtype, head_dim: int, head_dim_v: int, block_size: tuple[int, int]
+    device: torch.device, dtype: torch.dtype, head_dim: int, head_dim_v: int, block_size: tuple[int, int], tma: bool
 ) -> Tiles:
     """Of the kernel for dq: q and do stay, k and v pass by."""
     wide = max(padded(head_dim), padded(head_dim_v))
     if dtype == torch.float32:
         tiles = Tiles(32 if wide <= 64 else 16, 32, 4, 1)
+    elif tma:
+        tiles = Tiles(64, 64, 4, 2) if wide <= 128 else Tiles(128, 32, 8, 2)
     else:
         tiles = Tiles(64, 64, 4, 2) if wide <= 128 else Tiles(64, 32, 8, 1)
     both = padded(head_dim) + padded(head_dim_v)
@@ -61,12 +67,14 @@ def backward_dq_tiles(
 
 @lru_cache(maxsize=1024)
 def backward_dkv_tiles(
-    device: torch.device, dtype: torch.dtype, head_dim: int, head_dim_v: int, block_size: tuple[int, int]
+    device: torch.device, dtype: torch.dtype, head_dim: int, head_dim_v: int, block_size: tuple[int, int], tma: bool
 ) -> Tiles:
     """Of the kernel for dk and dv: k and v stay, q and do pass by."""
     wide = max(padded(head_dim), padded(head_dim_v))
     if dtype == torch.float32:
         tiles = Tiles(32, 32 if wide <= 64 else 16, 4, 1)
+    elif tma:
+        tiles = Tiles(32, 64, 4, 3) if wide <= 128 else Tiles(64, 64, 8, 1)
     else:
         tiles = Tiles(32, 64, 4, 3) if wide <= 128 else Tiles(32, 64, 8, 1)
     both = padded(head_dim) + padded(head_dim_v)

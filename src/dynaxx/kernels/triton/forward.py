@@ -13,13 +13,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dynaxx.kernels.triton.config import forward_tiles, padded
+from dynaxx.kernels.triton.config import TMA_BLOCK, forward_tiles, padded
 from dynaxx.kernels.triton.launch import (
     RUNTIME_SIZES,
     layout_arguments,
     order_argument,
     positive_scale,
+    steps_by_tma,
     strides,
+    tile_rows,
     unit_stride,
 )
 from dynaxx.kernels.triton.primitives import (
@@ -27,7 +29,7 @@ from dynaxx.kernels.triton.primitives import (
     LOG2E,
     PARTIAL,
     exp_rounded,
-    load_rows,
+    load_tile,
     row_entries,
     started_row,
     store_rows,
@@ -46,8 +48,10 @@ def _attend(
     row_sum,  # [BLOCK_M] fp32
     b_q,  # [BLOCK_M, BLOCK_D]
     inner_q,  # [BLOCK_M], positions in the q block
-    p_k,
-    p_v,
+    k_rows,  # of this kv head: a pointer, or of all under TMA: a descriptor
+    v_rows,
+    i_b,
+    i_hk,
     stride_kn,
     stride_vn,
     seqlen_k,
@@ -72,6 +76,7 @@ def _attend(
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
     CAPPED: tl.constexpr,
+    TMA: tl.constexpr,
 ):
     """Attend to tiles begin..end of the `count` blocks from entry `first`."""
     WORDS: tl.constexpr = (KV_BLOCK + 31) // 32
@@ -80,7 +85,9 @@ def _attend(
         start, offsets, inner_k, code = tile_positions(
             p_indices, p_codes, first, count, i_tile, seqlen_k, KV_BLOCK, BLOCK_N, MASKING
         )
-        b_k = load_rows(p_k, start, offsets, stride_kn, seqlen_k, D, BLOCK_D, MASKING != FULL)
+        b_k = load_tile(
+            k_rows, i_b, i_hk, start, offsets, stride_kn, seqlen_k, D, BLOCK_D, BLOCK_N, MASKING != FULL, TMA
+        )
         scores = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         if CAPPED:
             scores = cap * tanh(scores / cap)
@@ -105,16 +112,18 @@ def _attend(
             weights = tl.exp2(scores * scale_log2 - (shift * scale_log2)[:, None])
         row_sum = row_sum * rescale + tl.sum(weights, 1)
         row_max = new_max
-        b_v = load_rows(p_v, start, offsets, stride_vn, seqlen_k, E, BLOCK_E, MASKING != FULL)
+        b_v = load_tile(
+            v_rows, i_b, i_hk, start, offsets, stride_vn, seqlen_k, E, BLOCK_E, BLOCK_N, MASKING != FULL, TMA
+        )
         acc = tl.dot(weights.to(b_v.dtype), b_v, acc * rescale[:, None], input_precision=PRECISION)
     return acc, row_max, row_sum
 
 
 @triton.jit(do_not_specialize=RUNTIME_SIZES)
 def _sparse_attention_fwd_kernel(
-    p_q,
-    p_k,
-    p_v,
+    q_rows,  # pointers, or under TMA descriptors of (B, Hq, N, D), (B, Hk, M, D) and (B, Hk, M, E)
+    k_rows,
+    v_rows,
     p_out,  # (B, N, Hq, E) contiguous
     p_lse,  # (B, Hq, N) contiguous, fp32
     p_order,
@@ -155,6 +164,7 @@ def _sparse_attention_fwd_kernel(
     PRECISION: tl.constexpr,
     CAPPED: tl.constexpr,
     ORDERED: tl.constexpr,
+    TMA: tl.constexpr,
 ):
     SPLIT_M: tl.constexpr = Q_BLOCK // BLOCK_M
     i_program = tl.program_id(0)
@@ -165,13 +175,18 @@ def _sparse_attention_fwd_kernel(
     q_blocks = (seqlen_q + Q_BLOCK - 1) // Q_BLOCK
     i_row = started_row(p_order, lead, i_tile // SPLIT_M, q_blocks, ORDERED)
     inner_q = i_tile % SPLIT_M * BLOCK_M + tl.arange(0, BLOCK_M)
-    pos_q = i_row * Q_BLOCK + inner_q
+    first_q = (i_row * Q_BLOCK + i_tile % SPLIT_M * BLOCK_M).to(tl.int64)
+    pos_q = first_q + tl.arange(0, BLOCK_M)
 
     start, partial, total = row_entries(p_indptr, p_num_partial, lead, i_row, q_blocks, capacity)
 
-    p_k += i_b * stride_kb + i_h // group_size * stride_kh
-    p_v += i_b * stride_vb + i_h // group_size * stride_vh
-    b_q = load_rows(p_q + i_b * stride_qb + i_h * stride_qh, 0, pos_q, stride_qn, seqlen_q, D, BLOCK_D)
+    i_hk = i_h // group_size
+    if not TMA:
+        q_rows += i_b * stride_qb + i_h * stride_qh
+        k_rows += i_b * stride_kb + i_hk * stride_kh
+        v_rows += i_b * stride_vb + i_hk * stride_vh
+    o_q = tl.arange(0, BLOCK_M)
+    b_q = load_tile(q_rows, i_b, i_h, first_q, o_q, stride_qn, seqlen_q, D, BLOCK_D, BLOCK_M, True, TMA)
 
     acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -186,9 +201,9 @@ def _sparse_attention_fwd_kernel(
             first, count = start + partial, total - partial
             begin, end = whole, tl.cdiv((total - partial) * KV_BLOCK, BLOCK_N)
         acc, row_max, row_sum = _attend(
-            acc, row_max, row_sum, b_q, inner_q, p_k, p_v, stride_kn, stride_vn, seqlen_k, scale, cap,
+            acc, row_max, row_sum, b_q, inner_q, k_rows, v_rows, i_b, i_hk, stride_kn, stride_vn, seqlen_k, scale, cap,
             p_indices, p_codes, p_bits, p_bands, num_masks, first, count, begin, end,
-            MASKING, D, E, BLOCK_D, BLOCK_E, Q_BLOCK, KV_BLOCK, BLOCK_N, PRECISION, CAPPED,
+            MASKING, D, E, BLOCK_D, BLOCK_E, Q_BLOCK, KV_BLOCK, BLOCK_N, PRECISION, CAPPED, TMA,
         )  # fmt: skip
 
     empty = row_sum == 0
@@ -212,13 +227,14 @@ def attention_forward(
         return out, lse
     q, scale = positive_scale(q, scale)
     q, k, v = (unit_stride(x) for x in (q, k, v))
-    tiles = forward_tiles(q.device, q.dtype, head_dim, head_dim_v, layout.block_size)
+    tma = min(layout.block_size) >= TMA_BLOCK and steps_by_tma(q, k, v)
+    tiles = forward_tiles(q.device, q.dtype, head_dim, head_dim_v, layout.block_size, tma)
     order, ordered = order_argument(layout)
     q_tiles = layout.q_blocks * (layout.block_size[0] // tiles.block_m)
     _sparse_attention_fwd_kernel[(q_tiles * batch * q_heads,)](
-        q,
-        k,
-        v,
+        tile_rows(q, tiles.block_m) if tma else q,
+        tile_rows(k, tiles.block_n) if tma else k,
+        tile_rows(v, tiles.block_n) if tma else v,
         out,
         lse,
         order,
@@ -244,7 +260,9 @@ def attention_forward(
         PRECISION="ieee",
         CAPPED=softcap is not None,
         ORDERED=ordered,
+        TMA=tma,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+        maxnreg=tiles.max_registers,
     )
     return out, lse

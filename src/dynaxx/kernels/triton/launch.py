@@ -6,7 +6,9 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
+from dynaxx.kernels.triton.support import interpreted
 from dynaxx.layout import BlockLayout
 
 # What a kernel is not compiled again for, whatever its value.
@@ -33,6 +35,33 @@ def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
     if scale > 0:
         return q, scale
     return (-q, -scale) if scale < 0 else (q * 0, 1.0)
+
+
+def steps_by_tma(*tensors: Tensor) -> bool:
+    """Whether the copy unit of Hopper and later can step through (B, N, H, D) tensors: half precision, 16-byte steps.
+
+    Under the interpreter as well, which knows descriptors and so tests those kernels, too.
+    """
+    if tensors[0].itemsize != 2 or not (_has_tma(tensors[0].device) if tensors[0].is_cuda else interpreted()):
+        return False
+    steps = [x.stride(i) for x in tensors for i in range(3) if x.shape[i] > 1]
+    return all(step > 0 and step % 8 == 0 for step in steps) and all(
+        x.numel() > 0 and x.shape[3] % 8 == 0 and x.data_ptr() % 16 == 0 for x in tensors
+    )
+
+
+@lru_cache(maxsize=16)
+def _has_tma(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def tile_rows(x: Tensor, rows: int) -> TensorDescriptor:
+    """A descriptor of (B, N, H, D), as `steps_by_tma` takes it, that loads `rows` rows of one head at a time."""
+    shape = [x.shape[0], x.shape[2], x.shape[1], x.shape[3]]
+    steps = [x.stride(0), x.stride(2), x.stride(1)]
+    steps = [step if size > 1 else shape[3] for step, size in zip(steps, shape, strict=False)]  # of one entry: any
+    width = 1 << (shape[3] - 1).bit_length()
+    return TensorDescriptor(x, shape, [*steps, 1], [1, 1, rows, max(16, width)])
 
 
 def strides(name: str, x: Tensor) -> dict[str, int]:

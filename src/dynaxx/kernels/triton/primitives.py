@@ -126,6 +126,19 @@ def load_rows(
 
 
 @triton.jit
+def load_tile(
+    source, i_b, i_h, start, offsets, stride, seqlen, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, TILE: tl.constexpr,
+    CHECKED: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """`load_rows` of a tile; under TMA, by a descriptor of (B, H, N, D), whose unit fills with zeros by itself."""
+    if TMA:
+        rows = source.load([i_b.to(tl.int32), i_h.to(tl.int32), start.to(tl.int32), 0]).reshape(TILE, BLOCK_DIM)
+    else:
+        rows = load_rows(source, start, offsets, stride, seqlen, DIM, BLOCK_DIM, CHECKED)
+    return rows
+
+
+@triton.jit
 def store_rows(p_base, rows, positions, stride, seqlen, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
     """Store what `load_rows` would load, in the pointer's dtype."""
     o_d = tl.arange(0, BLOCK_DIM)
