@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.layout.grid import BlockGrid, as_block_size
+from dynaxx.layout.host import on_host
 from dynaxx.layout.masks import EMPTY, FULL, ElementMasks, causal_codes, causal_masks
 
 
@@ -114,6 +115,7 @@ class BlockLayout:
     def grid(self, causal: bool = True) -> BlockGrid:
         return BlockGrid(self.seqlen_q, self.seqlen_k, self.block_size, causal)
 
+    @on_host
     def density(self, causal: bool = True) -> float:
         """Visited blocks / (causally) visible blocks, averaged over batch and heads; 1.0 is dense."""
         return self.nnz / max(1, self.visible_blocks(causal))
@@ -184,6 +186,7 @@ class BlockLayout:
         )
 
     @classmethod
+    @on_host
     def from_block_indices(
         cls,
         block_indices: Tensor,
@@ -228,6 +231,7 @@ class BlockLayout:
         return cls.from_entries(grid, lead, cols, codes, causal_masks(grid), layout_batch=batch, layout_heads=heads)
 
     @classmethod
+    @on_host
     def from_dense(cls, mask: Tensor, *, block_size: int | tuple[int, int] = 128) -> BlockLayout:
         """From a (seqlen_q, seqlen_k) or (batch | 1, q_heads | 1, seqlen_q, seqlen_k) bool mask, True = visible."""
         from dynaxx.layout.convert import layout_from_dense

@@ -12,6 +12,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from dynaxx.layout.host import on_host
+
 BLOCK_SIZES = (16, 32, 64, 128)
 
 
@@ -77,5 +79,6 @@ class BlockGrid:
 
 
 @lru_cache(maxsize=1024)
+@on_host
 def _visible_blocks(grid: BlockGrid) -> int:
     return int(grid.causal_kv_blocks(grid.rows()).sum())

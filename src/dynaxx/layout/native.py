@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dynaxx.layout.block_layout import BlockLayout
 from dynaxx.layout.grid import BLOCK_SIZES
+from dynaxx.layout.host import on_host
 from dynaxx.layout.packed import CuSeqlens, host_lengths
 
 
@@ -125,6 +126,7 @@ def native_spans(
 
 
 @lru_cache(maxsize=64)
+@on_host
 def _cached_spans(
     sizes: NativeSizes, ends_q: tuple[int, ...], ends_k: tuple[int, ...], device: torch.device
 ) -> NativeSpans:

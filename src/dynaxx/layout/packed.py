@@ -18,6 +18,7 @@ from torch import Tensor
 from dynaxx.layout.block_layout import BlockLayout
 from dynaxx.layout.convert import unique_masks
 from dynaxx.layout.grid import BlockGrid, as_block_size
+from dynaxx.layout.host import on_host
 from dynaxx.layout.masks import EMPTY, FULL, ElementMasks
 
 CuSeqlens: TypeAlias = Tensor | Sequence[int]  # cumulative lengths (0, ..., total), num_seqs + 1 of them
@@ -60,6 +61,7 @@ def host_lengths(name: str, cu_seqlens: CuSeqlens) -> tuple[int, ...]:
     return ends
 
 
+@on_host
 def pack_layouts(
     layouts: Sequence[BlockLayout | None],
     cu_seqlens_q: CuSeqlens,

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.layout import BlockGrid, BlockLayout, as_block_size
+from dynaxx.layout.host import on_host
 
 
 @dataclass(frozen=True)
@@ -190,6 +191,7 @@ def _rank_pairs(a: Tensor, b: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=128)
+@on_host
 def _cached_layout(pattern: Pattern, grid: BlockGrid, device: torch.device) -> BlockLayout:
     if device.type != "cpu":
         return _cached_layout(pattern, grid, torch.device("cpu")).to(device)

@@ -7,11 +7,13 @@ from functools import lru_cache
 import torch
 
 from dynaxx.layout import BlockGrid, BlockLayout, as_block_size
+from dynaxx.layout.host import on_host
 from dynaxx.layout.packed import CuSeqlens, PackedLayout, host_lengths, pack_layouts
 from dynaxx.patterns.base import Pattern
 from dynaxx.patterns.build import build_layout
 
 
+@on_host
 def packed_layout(
     rule: Pattern,
     cu_seqlens_q: CuSeqlens,

@@ -19,7 +19,7 @@ from dynaxx.policy.specs import Count, Document, NotNegative, Positive
 
 STATISTICS = ("recall", "entropy", "local")
 BINS = 24
-EDGES = torch.tensor([math.sin(math.pi / 2 * i / BINS) ** 2 for i in range(1, BINS)])  # between the bins
+EDGES = torch.tensor([math.sin(math.pi / 2 * i / BINS) ** 2 for i in range(1, BINS)], device="cpu")  # between the bins
 LADDER = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0)  # factors on budgets whose recall is recorded, to tune again
 
 Histogram = tuple[Count, ...]
@@ -75,9 +75,9 @@ class LayerRecord:
 
     def __init__(self, heads: int) -> None:
         self.calls = 0
-        self.counts = torch.zeros(len(STATISTICS), heads, BINS, dtype=torch.int64)
+        self.counts = torch.zeros(len(STATISTICS), heads, BINS, dtype=torch.int64, device="cpu")
         self.ladder_calls = 0
-        self.ladder = torch.zeros(heads, len(LADDER), dtype=torch.float64)
+        self.ladder = torch.zeros(heads, len(LADDER), dtype=torch.float64, device="cpu")
 
     def add(self, values: Tensor) -> None:
         """One call: (statistics, heads) shares."""

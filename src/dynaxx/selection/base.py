@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.layout import EMPTY, FULL, BlockGrid, BlockLayout, ElementMasks, as_block_size
+from dynaxx.layout.host import on_host
 from dynaxx.layout.masks import causal_codes
 from dynaxx.patterns.base import Pattern
 from dynaxx.selection.device import select_on_device, serves
@@ -111,6 +112,7 @@ class Hybrid:
 
 
 @torch.no_grad()
+@on_host
 def select_blocks(
     q: Tensor,
     k: Tensor,

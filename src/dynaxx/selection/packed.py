@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.layout import CuSeqlens, PackedLayout, pack_layouts
+from dynaxx.layout.host import on_host
 from dynaxx.layout.packed import host_lengths
 from dynaxx.patterns.base import Pattern
 from dynaxx.patterns.packed import packed_layout
@@ -13,6 +14,7 @@ from dynaxx.selection.base import Hybrid, Selector
 
 
 @torch.no_grad()
+@on_host
 def select_packed_blocks(
     q: Tensor,
     k: Tensor,

@@ -9,6 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from dynaxx.layout.host import on_host
 from dynaxx.layout.paging import PagedCache
 from dynaxx.patterns import Causal, Full, GlobalTokens, Pattern, Sink, SlidingWindow, Union
 from dynaxx.selection.base import Hybrid, Selector
@@ -100,6 +101,7 @@ class PageBudget:
         return _wanted(self.budgets, kv_heads, device)
 
 
+@on_host
 def share_of(share: float, pages: int) -> int:
     """ceil(share * pages) in fp32, as every backend counts."""
     return math.ceil(float(torch.tensor(share, dtype=torch.float32) * pages))
@@ -117,6 +119,7 @@ def _bound_of(scorer: MeanQuery | MeanPool | MinMax) -> float:
 
 
 @lru_cache(maxsize=256)
+@on_host
 def _wanted(budgets: tuple[int | float, ...], kv_heads: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         counts = [float(budget) if isinstance(budget, int) else 0.0 for budget in budgets]

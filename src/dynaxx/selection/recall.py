@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.layout import FULL, BlockLayout
+from dynaxx.layout.host import on_host
 from dynaxx.selection.scorers.base import MEMORY_BUDGET, per_kv_head, pieces
 
 
@@ -22,6 +23,7 @@ class Recall(NamedTuple):
 
 
 @torch.no_grad()
+@on_host
 def recall(
     q: Tensor,
     k: Tensor,

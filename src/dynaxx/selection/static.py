@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.layout import EMPTY, BlockGrid, BlockLayout, ElementMasks
+from dynaxx.layout.host import on_host
 from dynaxx.layout.masks import causal_masks
 from dynaxx.patterns.base import Pattern
 
@@ -24,6 +25,7 @@ class Static(NamedTuple):
 
 
 @lru_cache(maxsize=64)
+@on_host
 def static_part(pattern: Pattern | None, grid: BlockGrid) -> Static:
     """The blocks of `pattern` on `grid`, nothing for None."""
     causal = causal_masks(grid)

@@ -78,7 +78,7 @@ class HostSlots:
     def take(self) -> Tensor:
         """(3,) int32."""
         if self._pinned is None:
-            self._pinned = torch.empty(self._size, 3, dtype=torch.int32, pin_memory=True)
+            self._pinned = torch.empty(self._size, 3, dtype=torch.int32, pin_memory=True, device="cpu")
         return self._pinned[next(self._turns)]
 
 
@@ -95,7 +95,7 @@ def count_blocks(
     copies = (batch // layout.layout_batch) * (q_heads // layout.layout_heads)
     q_block, kv_block = layout.block_size
     dims = head_dim + v.shape[3]
-    counts = slots.take() if layout.device.type == "cuda" else torch.empty(3, dtype=torch.int32)
+    counts = slots.take() if layout.device.type == "cuda" else torch.empty(3, dtype=torch.int32, device="cpu")
     counts.zero_()
     if layout.q_blocks:
         counts[:1].copy_(layout.kv_indptr[-1, -1, -1:], non_blocking=True)

@@ -12,12 +12,14 @@ from dynaxx.kernels.cpu.arguments import ELEMENTS, BackwardArgs, readable, strid
 from dynaxx.kernels.cpu.library import active_library
 from dynaxx.kernels.cpu.plan import plan_of
 from dynaxx.layout import BlockLayout
+from dynaxx.layout.host import on_host
 
 WAVE_TOKENS = 4096  # tokens of work per thread in a wave of short heads, or threads would wait at its end
 LOW_SHARE = 0.1  # of all tensors: what lower halves of sums may take
 LOW_BYTES = 2 << 20  # or this
 
 
+@on_host
 def attention_backward(
     do: Tensor,
     dlse: Tensor | None,

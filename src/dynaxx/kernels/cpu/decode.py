@@ -12,6 +12,7 @@ from torch import Tensor
 from dynaxx.kernels.cpu.arguments import ELEMENTS, readable, strides
 from dynaxx.kernels.cpu.library import active_library
 from dynaxx.kernels.decode_problem import DecodeProblem
+from dynaxx.layout.host import on_host
 from dynaxx.layout.paging import PagedCache, PageStrides, PageSummaries
 
 STORED = {**ELEMENTS, torch.int8: 3, torch.float8_e4m3fn: 4}  # as in core/cache.h
@@ -110,6 +111,7 @@ def unsupported_reasons(problem: DecodeProblem) -> list[str]:
     return reasons
 
 
+@on_host
 def attend_pages(
     q: Tensor, cache: PagedCache, block_indices: Tensor | None, counts: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -138,6 +140,7 @@ def attend_pages(
     return out.to(q.dtype), lse
 
 
+@on_host
 def select_pages(
     q: Tensor, cache: PagedCache, wanted: Tensor, sinks: int, window: int, slots: int, scale: float
 ) -> tuple[Tensor, None]:
@@ -166,6 +169,7 @@ def select_pages(
     return chosen, None
 
 
+@on_host
 def summarize_pages(cache: PagedCache, summaries: PageSummaries, new_tokens: int | None) -> None:
     """As `kernels.reference.decode`."""
     arguments, _kept = _cache_args(cache)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.layout import BlockLayout
+from dynaxx.layout.host import on_host
 
 CHUNK_BYTES = 4 << 20  # of gathered k, v and scores; 1 to 8 MiB measure alike, more is slower
 
@@ -33,6 +34,7 @@ class Units:
         return Units(self.batch[chosen], self.head[chosen], self.row[chosen], self.start[chosen], self.count[chosen])
 
 
+@on_host
 def attention_forward(
     q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -57,6 +59,7 @@ def attention_forward(
     return out, lse.view(batch, seqlen_q, q_heads).transpose(1, 2).contiguous()
 
 
+@on_host
 def attention_backward(
     do: Tensor,
     dlse: Tensor | None,

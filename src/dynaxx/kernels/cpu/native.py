@@ -20,12 +20,14 @@ from dynaxx.kernels.cpu.backward import attention_backward
 from dynaxx.kernels.cpu.forward import attention_forward
 from dynaxx.kernels.reference.native import choose_blocks
 from dynaxx.layout import EMPTY, FULL, BlockGrid, BlockLayout, ElementMasks
+from dynaxx.layout.host import on_host
 from dynaxx.layout.native import NativeSpans
 
 ROWS = 16  # the smallest q block of a layout
 SCORE_BYTES = 8 << 20  # of scores held at once
 
 
+@on_host
 def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor | None, spans: NativeSpans, heads: int, scale: float) -> Tensor:
     """As `kernels.reference.native.select_blocks`, in fp32 and O(SCORE_BYTES) memory."""
     chosen = torch.empty(q.shape[0], heads, spans.sizes.slc_count, dtype=torch.int32)
@@ -95,6 +97,7 @@ def schedule_of(group_size: int, kv_block: int) -> str:
     return f"by query, the union of {together} neighbouring positions" if together > 1 else "by query, each by itself"
 
 
+@on_host
 def prepare_selected(block_indices: Tensor, spans: NativeSpans, q: Tensor, k: Tensor, v: Tensor) -> SelectedPlan:
     """Turn a selection into one layout per sequence; forward and backward share them."""
     heads = block_indices.shape[1]
@@ -144,6 +147,7 @@ def _kind_masks(kinds: Tensor, together: int, kv_block: int, rows: int) -> tuple
     return ElementMasks.from_dense(dense[cut]), codes
 
 
+@on_host
 def selected_forward(q: Tensor, k: Tensor, v: Tensor, plan: SelectedPlan, scale: float) -> tuple[Tensor, Tensor]:
     """Return out (T, Hq, E) in q's dtype and lse (Hq, T) in fp32; one call of the core per sequence."""
     out, lse = q.new_zeros(*q.shape[:2], v.shape[2]), q.new_full((q.shape[1], q.shape[0]), -torch.inf).float()
@@ -154,6 +158,7 @@ def selected_forward(q: Tensor, k: Tensor, v: Tensor, plan: SelectedPlan, scale:
     return out, lse
 
 
+@on_host
 def selected_backward(
     do: Tensor,
     dlse: Tensor,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dynaxx.kernels.cpu.arguments import Plan
 from dynaxx.layout import BlockLayout
+from dynaxx.layout.host import on_host
 
 PANEL = 16  # queries per panel, as in core/vec.h
 MAX_RUNS = 8  # as in core/plan.h
@@ -40,6 +41,7 @@ class LayoutPlan:
 _plans: tuple[WeakKeyDictionary[BlockLayout, LayoutPlan], ...] = (WeakKeyDictionary(), WeakKeyDictionary())
 
 
+@on_host
 def plan_of(layout: BlockLayout, library: CDLL, *, rows_are_keys: bool = False) -> LayoutPlan:
     """The plan of a layout, from the cache after the first time. Every build of the core reads the same plan.
 
