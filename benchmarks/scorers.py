@@ -18,32 +18,29 @@ from dynaxx.lab.texts import encode, load_text
 
 FORCED = dx.Sink(64) | dx.LocalBlocks(1)
 COLUMNS = {
-    "`TopK(0.1)`": lambda scorer: dx.TopK(0.1, scorer),
-    "`TopK(0.25)`": lambda scorer: dx.TopK(0.25, scorer),
-    "`Sink(64) \\| LocalBlocks(1) \\| TopK(0.1)`": lambda scorer: FORCED | dx.TopK(0.1, scorer),
-    "`Sink(64) \\| LocalBlocks(1) \\| TopK(0.25)`": lambda scorer: FORCED | dx.TopK(0.25, scorer),
+    "`TopK(0.1)`": lambda scorer, per: dx.TopK(0.1, scorer, per=per),
+    "`TopK(0.25)`": lambda scorer, per: dx.TopK(0.25, scorer, per=per),
+    "`Sink(64) \\| LocalBlocks(1) \\| TopK(0.1)`": lambda scorer, per: FORCED | dx.TopK(0.1, scorer, per=per),
+    "`Sink(64) \\| LocalBlocks(1) \\| TopK(0.25)`": lambda scorer, per: FORCED | dx.TopK(0.25, scorer, per=per),
 }
 SCORERS = {
     "oracle": dx.MeanPool(pool=1),  # means of one token: the map itself
+    "oracle, a group together": dx.MeanPool(pool=1),
+    "`MeanQuery()`, a group together": dx.MeanQuery(),
+    "`MeanQuery()`": dx.MeanQuery(),
     "`MeanPool()`": dx.MeanPool(),
     "`MeanPool(16)`": dx.MeanPool(pool=16),
     "`MinMax()`": dx.MinMax(),
     "`MinMax(0.5)`": dx.MinMax(bound=0.5),
     "`MinMax(pool=16)`": dx.MinMax(pool=16),
     "`MinMax(0.75, pool=16)`": dx.MinMax(0.75, pool=16),
-    "`MinMax(0.75, pool=8)`": dx.MinMax(0.75, pool=8),
     "`LastQueryProbe()`": dx.LastQueryProbe(),
     "`AntiDiagonal()`": dx.AntiDiagonal(),
     "`SimHash()`": dx.SimHash(),
     "`KeyClusters()`": dx.KeyClusters(),
     "`Int8Pool()`": dx.Int8Pool(),
 }
-RULES = [
-    dx.TopK(0.25, dx.MinMax(0.5)),
-    dx.TopP(0.9, dx.MinMax(0.5)),
-    dx.Threshold(0.1, "max", dx.MinMax(0.5)),
-    dx.Threshold(0.5, "uniform", dx.MinMax(0.5)),
-]
+RULES = [dx.TopK(0.25), dx.TopP(0.9), dx.Threshold(0.1), dx.Threshold(0.5, "uniform")]
 
 
 def captured(name, tokens, layers):
@@ -84,6 +81,7 @@ def main():
     parser.add_argument("--layers", type=int, nargs="+", default=[3, 12, 21])
     parser.add_argument("--block-size", type=int, default=64)
     parser.add_argument("--rows", type=int, default=512)
+    parser.add_argument("--only", default="", help="scorers with this in their names, and the oracle")
     args = parser.parse_args()
     heads = captured(args.model, args.tokens, args.layers)
     q, k, _ = (x.transpose(1, 2) if isinstance(x, torch.Tensor) else x for x in heads[0])
@@ -96,7 +94,10 @@ def main():
     print("|---|" + "---|" * (len(COLUMNS) + 2))
     best = None
     for name, scorer in SCORERS.items():
-        found = [measured(make(scorer), heads, args.block_size, args.rows) for make in COLUMNS.values()]
+        if best is not None and args.only not in name:
+            continue
+        per = "group" if "together" in name else "head"
+        found = [measured(make(scorer, per), heads, args.block_size, args.rows) for make in COLUMNS.values()]
         best = found[-1][4] if best is None else best
         share = found[-1][4] / best
         cells = " | ".join(f"{each[0]:.3f} ± {each[1]:.3f}" for each in found)

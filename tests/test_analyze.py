@@ -15,6 +15,7 @@ from dynaxx.lab.analyze import _analyze_layer, analyze, encode_heatmap, write_be
 from dynaxx.lab.attention_rules import BUDGETS, candidates
 from dynaxx.lab.models import load_model
 from dynaxx.lab.progress import SilentProgress
+from dynaxx.lab.reuse import measure_reuse
 from tiny import TEXT, save_tiny_model
 
 
@@ -391,3 +392,17 @@ def test_bertviz_missing_or_misused(tiny, tmp_path, monkeypatch):
     with pytest.raises(ImportError, match="pip install bertviz"):
         write_bertviz(*tiny, TEXT, tmp_path / "view.html")
     assert not (tmp_path / "view.html").exists()
+
+
+def test_reuse_is_measured_layer_by_layer(tiny):
+    rule = dx.Sink(16) | dx.SlidingWindow(32) | dx.TopK(0.2)
+    costs = measure_reuse(*tiny, TEXT, reuse=2, rule=rule, tokens=300, block_size=16)
+    assert [(each.layer, each.source) for each in costs.layers] == [(1, 0)]
+    assert 0 < costs.layers[0].reused < 1
+    assert 0 < costs.layers[0].own < 1
+    assert "recall" in costs.summary()
+    assert costs.to_dict()["layers"][0]["source"] == 0
+    everything = measure_reuse(*tiny, TEXT, reuse=2, rule=dx.Sink(16) | dx.TopK(1.0), tokens=300, block_size=16)
+    assert everything.layers[0].reused == pytest.approx(1)
+    with pytest.raises(ValueError, match="`reuse` must be >= 2"):
+        measure_reuse(*tiny, TEXT, reuse=1)

@@ -37,6 +37,9 @@ def analyze(
     bertviz: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Also write a BertViz page of a short excerpt.")
     ] = None,
+    reuse: Annotated[
+        int, typer.Option(min=1, help="Also say what it costs if one selection serves so many layers in a row.")
+    ] = 1,
     device: DeviceOption = "auto",
     dtype: DtypeOption = Dtype.auto,
     threads: ThreadsOption = None,
@@ -51,6 +54,7 @@ def analyze(
       dynaxx analyze smollm2 --out run
       dynaxx analyze ./my-model --text prompts.txt --tokens 16384 --layers 0,8-11 --out run
       dynaxx analyze smollm2 --layers 3 --bertviz heads.html
+      dynaxx analyze smollm2 --reuse 2
     """
     with running(as_json, threads, seed) as finish:
         lab, progress = tool("analyze"), progress_of(quiet)
@@ -70,4 +74,11 @@ def analyze(
         if bertviz:
             lab.write_bertviz(*loaded, sample[:BERTVIZ_CHARS], bertviz)
             files.append(bertviz)
-        finish(found, summary_of(found), files=files)
+        summary = summary_of(found)
+        if reuse > 1:
+            costs = tool("reuse").measure_reuse(
+                *loaded, sample, reuse=reuse, tokens=tokens, block_size=block_size, seed=seed, progress=progress
+            )
+            files.append(tool("files").write_json(out / "reuse.json", costs.to_dict()))
+            summary += f"\n\n{summary_of(costs)}"
+        finish(found, summary, files=files)

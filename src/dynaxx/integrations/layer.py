@@ -55,17 +55,21 @@ class Call(NamedTuple):
     mask: Tensor | None
     scale: float | None
     guard: LiveGuard | None
+    current: Pass
+    place: tuple[int, Run | None] = (0, None)  # batch entry and run of a part
 
     def entry(self, b: int) -> Call:
         """One batch entry."""
         mask = self.mask if self.mask is None or self.mask.shape[0] == 1 else self.mask[b : b + 1]
-        return self._replace(q=self.q[b : b + 1], k=self.k[b : b + 1], v=self.v[b : b + 1], mask=mask)
+        part = self._replace(q=self.q[b : b + 1], k=self.k[b : b + 1], v=self.v[b : b + 1], mask=mask)
+        return part._replace(place=(b, None))
 
     def part(self, run: Run) -> Call:
         """One run."""
         rows, keys = slice(run.q_start, run.q_stop), slice(run.k_start, run.k_stop)
         mask = None if self.mask is None else self.mask[:, :, rows, keys]
-        return self._replace(q=self.q[:, :, rows], k=self.k[:, :, keys], v=self.v[:, :, keys], mask=mask)
+        part = self._replace(q=self.q[:, :, rows], k=self.k[:, :, keys], v=self.v[:, :, keys], mask=mask)
+        return part._replace(place=(self.place[0], run))
 
 
 class Layer:
@@ -91,7 +95,7 @@ class Layer:
             counts.dense(self.index, work, phase)
             return self.dense(module, q, k, v, mask, **kwargs)
         guard = deployed.guard if self.index in deployed.plans else None
-        call, breaker = Call(q, k, v, mask, kwargs.get("scaling"), guard), deployed.breakers[self.index]
+        call, breaker = Call(q, k, v, mask, kwargs.get("scaling"), guard, current), deployed.breakers[self.index]
         if call.guard is not None and call.guard.level(self.index) == Level.DENSE:
             if isinstance(work, Work):
                 self._sample_unseen(call, work)
@@ -219,7 +223,8 @@ class Layer:
         q, k, v = (x.transpose(1, 2) for x in (part.q, part.k, part.v))
         runs = plan if part.guard is None else part.guard.plan(self.index, plan)
         probe = self.handle.counts.probe.start(self.index, q)
-        layout = runs.layout(q, k, scale=part.scale)
+        layout = part.current.layout(self.index, part.place, runs) or runs.layout(q, k, scale=part.scale)
+        part.current.keep(self.index, part.place, runs, layout)
         probe.selected(layout)
         out = sparse_attention(q, k, v, layout, scale=part.scale)
         assert isinstance(out, Tensor), "without return_lse there is one result"

@@ -20,15 +20,20 @@ from dynaxx.integrations.decode import CacheMemory
 from dynaxx.integrations.guarding import LiveGuard
 from dynaxx.integrations.masks import Run, read_mask
 from dynaxx.integrations.request import UNKNOWN, RequestTokens
+from dynaxx.layout import BlockLayout
 from dynaxx.policy import LayerPlan, LengthSwitch, Policy, resolve
 from dynaxx.policy.decode import DecodePlan, resolve_decode
 from dynaxx.policy.guard import Breaker
+from dynaxx.policy.resolve import selection_sources
 from dynaxx.policy.rollout import ALL, Choice, open_feature
 from dynaxx.telemetry import Recorder
 from dynaxx.telemetry.probe import RequestTimer
 
 ARGUMENT = "dynaxx_pass"  # the keyword under which attention calls get it
-WATCHED = ("model", "block_size", "rules", "guard", "drift", "reference")  # fields that a guard depends on
+WATCHED = ("model", "block_size", "rules", "reuse", "guard", "drift", "reference")  # fields that a guard depends on
+
+
+Place = tuple[int, Run | None]  # a sequence of a pass: its batch entry, and which run of it
 
 
 class Deployed:
@@ -37,6 +42,7 @@ class Deployed:
     Attributes:
         policy: the policy.
         plans: by layer, what its heads do in prefill; layers that are not in it are dense.
+        sources: by layer, the layer whose selection it uses, where a policy reuses any.
         decode: by layer, what it does in decoding steps.
         switches: by layer, which side of the length border the last sequence was on; `decode_switches` in decoding.
         breakers: by layer, whether failures made it rest.
@@ -48,6 +54,7 @@ class Deployed:
     ) -> None:
         self.policy = policy
         self.plans: dict[int, LayerPlan] = resolve(policy)
+        self.sources: dict[int, int] = selection_sources(self.plans, policy.reuse)
         self.decode: dict[int, DecodePlan] = resolve_decode(policy)
         self.switches = {layer: LengthSwitch(policy.dense_below, policy.sparse_from) for layer in self.plans}
         self.decode_switches = {layer: LengthSwitch(*policy.decode_borders) for layer in self.decode}
@@ -80,6 +87,7 @@ class Pass:
     """
 
     __slots__ = (
+        "_layouts",
         "_mask",
         "_runs",
         "_version",
@@ -104,6 +112,7 @@ class Pass:
         self.timer: RequestTimer | None = None
         self.memory: CacheMemory | None = None
         self.ragged: tuple[Tensor, Tensor] | None = None
+        self._layouts: dict[Place, tuple[int, LayerPlan, BlockLayout]] = {}
         self._mask: weakref.ref[Tensor] | None = None
         self._version = -1
         self._runs: list[list[Run]] | None = None
@@ -120,6 +129,21 @@ class Pass:
         """Say what the runs of a mask of one batch entry are, so that nobody has to read it."""
         self._mask, self._version = weakref.ref(mask), 0 if mask.is_inference() else mask._version
         self._runs = [runs]
+
+    def layout(self, layer: int, place: Place, plan: LayerPlan) -> BlockLayout | None:
+        """What another layer chose for the same sequence, where the policy has `layer` use that.
+
+        Not where gradients are recorded: a checkpointed layer that runs again must choose as it did.
+        """
+        source, kept = self.deployed.sources.get(layer, layer), self._layouts.get(place)
+        if source == layer or kept is None or kept[:2] != (source, plan) or torch.is_grad_enabled():
+            return None
+        return kept[2]
+
+    def keep(self, layer: int, place: Place, plan: LayerPlan, layout: BlockLayout) -> None:
+        """Remember a layer's choice for those after it that use it."""
+        if self.deployed.sources.get(layer) == layer:
+            self._layouts[place] = (layer, plan, layout)
 
     def runs(self, mask: Tensor, batch: int) -> list[list[Run]] | None:
         """The runs of each batch entry, None if the mask is no set of them; layers that share a mask read it once."""

@@ -32,6 +32,8 @@ def policy_refusals(policy: Policy, ranks: int) -> list[str]:
             "`rollout.share` and `rollout.flag` choose requests by id, which vLLM does not hand to its backends: set "
             "share to 1.0 and send a part of the traffic to engines with a policy"
         )
+    if policy.reuse > 1:
+        reasons.append("`reuse` hands a selection from layer to layer, which is not done in vLLM: set it to 1")
     if policy.guard is not None and ranks > 1:
         reasons.append("`guard` watches whole layers, and tensor parallelism cuts them: remove it")
     return reasons

@@ -150,6 +150,19 @@ def resolve(policy: Policy) -> dict[int, LayerPlan]:
     }
 
 
+def selection_sources(plans: dict[int, LayerPlan], reuse: int) -> dict[int, int]:
+    """By layer, whose selection it uses: of each `reuse` layers in a row with the same plan, the first one's."""
+    sources: dict[int, int] = {}
+    first, served = -1, 0
+    for layer, plan in plans.items() if reuse > 1 else ():
+        if plan.is_static:
+            continue
+        if first < 0 or served == reuse or plan != plans[first]:
+            first, served = layer, 0
+        sources[layer], served = first, served + 1
+    return sources
+
+
 def head_rules(policy: Policy, phase: Phase = "prefill") -> dict[int, dict[int, AttentionRule | None]]:
     """By layer and head, what each covered head does by itself; None is dense."""
     facts = policy.model

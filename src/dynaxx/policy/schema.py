@@ -160,6 +160,7 @@ class Policy(Document):
     sparse_from: Count | None = None  # tokens, >= dense_below
     decode_dense_below: Count | None = None  # tokens, of decoding steps; None: as the two above say
     rules: tuple[Rule, ...] = ()
+    reuse: Positive = 1  # sparse layers in a row, all with the same rules, that one selection serves at inference
     rollout: Rollout = Rollout()
     guard: Guard | None = None  # None measures nothing on running traffic
     drift: Drift = Drift()

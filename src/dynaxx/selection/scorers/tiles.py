@@ -93,10 +93,15 @@ def _fused(queries: Tiles, keys: Tiles, grid: BlockGrid, memory_budget: int) -> 
     held = _in_dtype(keys, 0, keys.count, memory_budget // 2)
     q_parts = grid.block_size[0] // queries.size
 
-    def rows(start: int, stop: int) -> Tensor:
+    def mass(start: int, stop: int) -> Tensor:
         first, last = start * q_parts, min(stop * q_parts, queries.count)
-        some = _in_dtype(queries, first, last, memory_budget // 2)
+        some = _in_dtype(queries, first, last, memory_budget // 4)
         return tile_mass(some, held, first, stop - start, grid, (queries.size, keys.size)).log_()
+
+    def rows(start: int, stop: int) -> Tensor:
+        row_bytes = q_parts * queries.vectors(0, 1).numel() * held.itemsize
+        found = [mass(start + a, start + b) for a, b in pieces(stop - start, row_bytes, memory_budget // 4)]
+        return found[0] if len(found) == 1 else torch.cat(found, dim=2)
 
     return rows
 
