@@ -57,11 +57,11 @@ def captured(name, tokens, layers):
     return found
 
 
-def measured(rule, heads, block_size, rows):
+def measured(rule, heads, block_size, rows, repeats):
     """Mean recall, half its interval, density and median milliseconds over the layers; recall of each layer's heads."""
     results, half, density, ms, per_head = [], [], [], [], []
     for q, k, scale in heads:
-        for _ in range(3):
+        for _ in range(repeats):
             start = time.perf_counter()
             layout = dx.select_blocks(q, k, rule, block_size=block_size, scale=scale)
             ms.append(1e3 * (time.perf_counter() - start))
@@ -81,6 +81,7 @@ def main():
     parser.add_argument("--layers", type=int, nargs="+", default=[3, 12, 21])
     parser.add_argument("--block-size", type=int, default=64)
     parser.add_argument("--rows", type=int, default=512)
+    parser.add_argument("--repeats", type=int, default=3, help="timings of each selection")
     parser.add_argument("--only", default="", help="scorers with this in their names, and the oracle")
     args = parser.parse_args()
     heads = captured(args.model, args.tokens, args.layers)
@@ -97,7 +98,9 @@ def main():
         if best is not None and args.only not in name:
             continue
         per = "group" if "together" in name else "head"
-        found = [measured(make(scorer, per), heads, args.block_size, args.rows) for make in COLUMNS.values()]
+        found = [
+            measured(make(scorer, per), heads, args.block_size, args.rows, args.repeats) for make in COLUMNS.values()
+        ]
         best = found[-1][4] if best is None else best
         share = found[-1][4] / best
         cells = " | ".join(f"{each[0]:.3f} ± {each[1]:.3f}" for each in found)
@@ -106,7 +109,7 @@ def main():
     print("\ndensities: " + ", ".join(f"{each:.3f}" for each in density))
     print("\n| rule | density | recall | ms per layer |\n|---|---|---|---|")
     for rule in RULES:
-        recall, error, density, ms, _ = measured(rule, heads, args.block_size, args.rows)
+        recall, error, density, ms, _ = measured(rule, heads, args.block_size, args.rows, args.repeats)
         print(f"| `{rule!r}` | {density:.3f} | {recall:.3f} ± {error:.3f} | {ms:.0f} |", flush=True)
 
 

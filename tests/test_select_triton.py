@@ -193,7 +193,7 @@ def query_scores_of(q, k, grid, rows):
 def test_a_query_against_every_key_in_the_interpreter(seqlen_q, seqlen_k, causal, block_size, heads):
     q, k = torch.randn(2, seqlen_q, heads[0], heads[2]), torch.randn(2, seqlen_k, heads[1], heads[2])
     grid = BlockGrid(seqlen_q, seqlen_k, block_size, causal)
-    expected = dx.MeanQuery().prepare(q, k, grid, 0.125)(0, grid.q_blocks)
+    expected = dx.MeanQuery(1.0).prepare(q, k, grid, 0.125)(0, grid.q_blocks)
     torch.testing.assert_close(query_scores_of(q, k, grid, 3), expected, atol=1e-4, rtol=1e-4)
 
 
@@ -205,7 +205,7 @@ def test_a_query_against_every_key(dtype):
     for seqlen_q, seqlen_k, causal, block_size, (q_heads, kv_heads, dim) in shapes:
         q, k = torch.randn(2, seqlen_q, q_heads, dim).to(dtype), torch.randn(2, seqlen_k, kv_heads, dim).to(dtype)
         grid = BlockGrid(seqlen_q, seqlen_k, block_size, causal)
-        expected = dx.MeanQuery().prepare(q, k, grid, 0.125)(0, grid.q_blocks)
+        expected = dx.MeanQuery(1.0).prepare(q, k, grid, 0.125)(0, grid.q_blocks)
         got = query_scores_of(q.cuda(), k.cuda(), grid, 7).cpu()
         torch.testing.assert_close(got, expected, atol=1e-4 if dtype == torch.float32 else 2e-2, rtol=1e-3)
 

@@ -130,7 +130,7 @@ def test_mean_pool_of_one_token_is_the_true_mass():
 def test_mean_query_sums_what_each_visible_key_gets(causal):
     q, k, _ = make_qkv(1, 75, 107, 2, 1, 16)
     grid = dx.layout.BlockGrid(75, 107, (16, 32), causal)
-    got = MeanQuery().prepare(q, k, grid, 0.5)(0, 5)
+    got = MeanQuery(0.5).prepare(q, k, grid, 1.0)(0, 5)
     for row, queries in enumerate(q.split(16, dim=1)):
         logits = queries.mean(1) @ k[0, :, 0].T / 2  # (1, heads, keys)
         last = min(16 * row + 15, 74) + 32 if causal else 106
@@ -324,6 +324,7 @@ def test_floor_gives_early_rows_the_share_of_later_ones():
         (lambda q, k: TopK(-1), "`budget` must be a count"),
         (lambda q, k: TopP(2.0), "`mass` must be from"),
         (lambda q, k: TopK(1, per="layer"), "`per` must be 'group' or 'head'"),
+        (lambda q, k: MeanQuery(0.0), "`sharpness` must be > 0"),
         (lambda q, k: MeanPool(pool=0), "`pool` must be >= 1"),
         (lambda q, k: MinMax(bound=1.1), "`bound` must be from"),
         (lambda q, k: LastQueryProbe(queries=0), "`queries` must be >= 1"),

@@ -179,6 +179,7 @@ class MeanQuery(_Leaf):
 
     makes = s.MeanQuery
     kind: Literal["mean_query"] = "mean_query"
+    sharpness: Annotated[float, Strict(), Field(gt=0)] = 0.75
 
 
 class MeanPool(_Leaf):

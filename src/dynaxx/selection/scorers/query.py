@@ -21,12 +21,21 @@ class MeanQuery(Scorer):
     counts with its own score. That costs a share 1 / q_block of the attention map, one product and one sum on a GPU.
     What it overlooks is a query's own neighbourhood, where rotary embeddings make queries of a block differ; show that
     by a pattern, such as `SlidingWindow` or `LocalBlocks`.
+
+    Args:
+        sharpness: factor on the scores. Queries spread their attention over more keys than their mean does.
     """
+
+    sharpness: float = 0.75
+
+    def __post_init__(self) -> None:
+        if not self.sharpness > 0:
+            raise ValueError(f"`sharpness` must be > 0, got {self.sharpness}")
 
     def prepare(
         self, q: Tensor, k: Tensor, grid: BlockGrid, scale: float, *, memory_budget: int = MEMORY_BUDGET
     ) -> ScoreRows:
-        queries = mean_tiles(q, grid.block_size[0], memory_budget // 4, scale)
+        queries = mean_tiles(q, grid.block_size[0], memory_budget // 4, scale * self.sharpness)
         if q.is_cuda and grid.kv_blocks and find_spec("triton") is not None:
             from dynaxx.kernels.triton.query_scores import query_scores
 
