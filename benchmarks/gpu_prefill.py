@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+from triton.testing import do_bench
 
 import dynaxx as dx
 from dynaxx.integrations.transformers import model_facts
@@ -49,12 +50,23 @@ def first_token(model, ids, runs):
     return sorted(times[1:])[(runs - 1) // 2], (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
+def shares(seqlen, rule, block_size, layers):
+    """Milliseconds of all layers' dense attention, sparse attention and selection, alone, on random tensors."""
+    q, k, v = (torch.randn(1, seqlen, heads, 128, device="cuda", dtype=torch.bfloat16) for heads in (32, 8, 8))
+    choose = lambda: dx.select_blocks(q, k, rule, block_size=block_size)
+    layout, views = choose(), [x.transpose(1, 2) for x in (q, k, v)]
+    dense = lambda: torch.nn.functional.scaled_dot_product_attention(*views, is_causal=True, enable_gqa=True)
+    timed = (dense, lambda: dx.sparse_attention(q, k, v, layout), choose)
+    return [round(layers * do_bench(run, warmup=5, rep=30, return_mode="median"), 1) for run in timed]
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", default="1024,8192,32768,131072")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--block-size", type=int, default=128)
     parser.add_argument("--dense-below", type=int, default=0)
+    parser.add_argument("--quick", action="store_true", help="a third of the runs, and dense only before")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.manual_seed(0)
@@ -70,16 +82,23 @@ def main():
     for seqlen in map(int, args.lengths.split(",")):
         ids = torch.randint(0, 128000, (1, seqlen), device="cuda")
         runs = 3 if seqlen > 65536 else 5 if seqlen > 16384 else 15
+        if args.quick:
+            runs = max(1, runs // 3)
         dense, dense_peak = first_token(model, ids, runs)
         with dx.apply(model, policy) as handle:
             sparse, sparse_peak = first_token(model, ids, runs)
             stats = handle.stats()
-        again, _ = first_token(model, ids, runs)
+        again, _ = first_token(model, ids, runs) if not args.quick else (dense, 0)
+        dense_ms, attend_ms, select_ms = shares(seqlen, attention, args.block_size, args.layers)
         row = {
             "seqlen": seqlen,
             "sdpa_ms": round(min(dense, again), 1),
             "dynaxx_ms": round(sparse, 1),
             "speedup": round(min(dense, again) / sparse, 3),
+            "dense_attention_ms": dense_ms,
+            "sparse_attention_ms": attend_ms,
+            "selection_ms": select_ms,
+            "rest_ms": round(min(dense, again) - dense_ms, 1),
             "sdpa_peak_MiB": round(dense_peak),
             "dynaxx_peak_MiB": round(sparse_peak),
             "sparse_calls": stats["sparse_calls"],
