@@ -17,21 +17,21 @@ import dynaxx as dx
 
 Q_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 PATTERN = dx.SlidingWindow(1024) | dx.Sink(128)
-SCORERS = {
-    "MeanPool": dx.MeanPool(),
-    "MinMax(0.5)": dx.MinMax(0.5),
-    "MinMax(pool=16)": dx.MinMax(pool=16),
-    "MeanPool(16)": dx.MeanPool(16),
-    "LastQueryProbe": dx.LastQueryProbe(),
-    "AntiDiagonal": dx.AntiDiagonal(),
-    "SimHash": dx.SimHash(),
-    "Int8Pool": dx.Int8Pool(),
-}
-RULES = {
-    "TopK(0.1)": lambda scorer: dx.TopK(0.1, scorer),
-    "TopP(0.9)": lambda scorer: dx.TopP(0.9, scorer),
-    "Threshold(0.1)": lambda scorer: dx.Threshold(0.1, scorer=scorer),
-}
+RULES = [
+    dx.TopK(0.1),
+    dx.TopK(0.1, per="head"),
+    dx.TopP(0.9),
+    dx.Threshold(0.1),
+    dx.TopK(0.1, dx.MeanPool()),
+    dx.TopK(0.1, dx.MinMax()),
+    dx.TopK(0.1, dx.MinMax(0.75, pool=16)),
+    dx.TopK(0.1, dx.MeanPool(16)),
+    dx.TopK(0.1, dx.SimHash()),
+    dx.TopK(0.1, dx.LastQueryProbe()),
+    dx.TopK(0.1, dx.AntiDiagonal()),
+    dx.TopK(0.1, dx.Int8Pool()),
+]
+CLUSTERED = [dx.ClusterGlobals(1, clusters=64), dx.TopK(0.1, dx.KeyClusters())]  # torch code, not to be captured
 
 
 def inputs(seqlen):
@@ -75,13 +75,16 @@ def time_rule(rule, block_size, q, k, v, dense):
     select = lambda: dx.select_blocks(q, k, rule, block_size=block_size)
     layout = select()
     select_ms = median(select)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        select()
+    graph_ms = None
+    if rule.selector not in CLUSTERED:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            select()
+        graph_ms = round(median(graph.replay), 4)
     return {
         "density": round(layout.density(), 4),
         "select_ms": round(select_ms, 4),
-        "graph_ms": round(median(graph.replay), 4),
+        "graph_ms": graph_ms,
         "attend_ms": round(median(lambda: dx.sparse_attention(q, k, v, layout)), 4),
         "dense_ms": round(dense, 4),
         "share_of_dense": round(select_ms / dense, 4),
@@ -96,16 +99,16 @@ def main():
     parser.add_argument("--million", action="store_true", help="also one layer at 1,048,576 tokens")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    named = [(f"{kind} {name}", PATTERN | RULES[kind](scorer)) for name, scorer in SCORERS.items()
-             for kind in (RULES if name == "MeanPool" else ["TopK(0.1)"])]  # fmt: skip
-    for _, rule in named:
-        check(rule, args.block_size)
+    for rule in RULES:
+        check(PATTERN | rule, args.block_size)
     rows = []
     for seqlen in map(int, args.lengths.split(",")):
         q, k, v = inputs(seqlen)
         dense = dense_ms(q, k, v)
-        for name, rule in named:
-            rows.append({"seqlen": seqlen, "rule": name, **time_rule(rule, args.block_size, q, k, v, dense)})
+        for rule in (*RULES, *CLUSTERED):
+            rows.append(
+                {"seqlen": seqlen, "rule": repr(rule), **time_rule(PATTERN | rule, args.block_size, q, k, v, dense)}
+            )
             print(rows[-1], flush=True)
     if args.million:
         rows.append(million(args.block_size))

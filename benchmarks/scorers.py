@@ -40,7 +40,12 @@ SCORERS = {
     "`KeyClusters()`": dx.KeyClusters(),
     "`Int8Pool()`": dx.Int8Pool(),
 }
-RULES = [dx.TopK(0.25), dx.TopP(0.9), dx.Threshold(0.1), dx.Threshold(0.5, "uniform")]
+RULES = [
+    dx.TopK(0.25, dx.MinMax(0.5), per="head"),
+    dx.TopP(0.9, dx.MinMax(0.5), per="head"),
+    dx.Threshold(0.1, "max", dx.MinMax(0.5), per="head"),
+    dx.Threshold(0.5, "uniform", dx.MinMax(0.5), per="head"),
+]
 
 
 def captured(name, tokens, layers):
