@@ -189,8 +189,7 @@ class _Search:
         with evaluating(self.model), self.progress.task("tuning", total=steps) as task:
             result = self._with_evidence(self._run(task, command, name))
             if with_decode:
-                task.advance(0, "decoding by pages")
-                result = self._with_decode(result, command)
+                result = self._with_decode(result, command, task)
             task.advance(1, "what its traffic looks like")
             if traffic:
                 result = self._with_reference(result, split_text(traffic).calibration, command)
@@ -358,7 +357,7 @@ class _Search:
         parameter = next(self.model.parameters())
         return with_evidence(result, parameter.device.type, str(parameter.dtype).removeprefix("torch."))
 
-    def _with_decode(self, result: TuneResult, command: str) -> TuneResult:
+    def _with_decode(self, result: TuneResult, command: str, task: Task) -> TuneResult:
         """The result with decode rules where they keep perplexity and pay."""
         from dynaxx.policy import Evidence
 
@@ -369,6 +368,7 @@ class _Search:
             tolerance=self.tolerance,
             page_size=self.block_size,
             remember=self.steps.remember,
+            say=lambda line: task.advance(0, line),
         )
         policy = result.policy
         if found.share is not None and found.dense_below is not None:

@@ -67,6 +67,7 @@ def tune_decode(
     tolerance: float,
     page_size: int,
     remember: Callable[[str, Callable[[], Any]], Any] = lambda name, compute: compute(),
+    say: Callable[[str], object] = lambda line: None,
 ) -> DecodeResult:
     """Find the least share of pages for `layers` that keeps perplexity, and from which length it is faster.
 
@@ -74,6 +75,7 @@ def tune_decode(
         texts: token ids (1, tokens) each; all but the last tokens are read densely, those are decoded.
         tolerance: how much perplexity may rise, relative.
         remember: keeps the result of a step by its name.
+        say: is told what is being done.
     """
     from dynaxx.integrations.transformers import model_facts
     from dynaxx.policy import Policy
@@ -88,9 +90,11 @@ def tune_decode(
         pairs = zip(caches, texts, strict=True)
         return torch.cat([_decoded(model, cache, ids[:, -steps - 1 :], policy) for cache, ids in pairs]).tolist()
 
+    say(f"decoding {len(texts) * steps} tokens densely")
     dense = torch.tensor(remember("decode dense", lambda: losses(None)))
     trials: list[DecodeTrial] = []
     for share in SHARES:
+        say(f"decoding from {share:.1%} of the pages")
         policy = Policy(model=facts, block_size=page_size, rules=(decode_rule(share, layers, page_size),))
         got = torch.tensor(remember(f"decode {share}", lambda policy=policy: losses(policy)))  # type: ignore[misc]
         change = (got - dense).double()
