@@ -189,12 +189,12 @@ def main():
         for j in range(jobs) if args.cases > j * each
     ]  # fmt: skip
     with multiprocessing.get_context("spawn").Pool(jobs) as pool:
-        results = pool.map(run_share, shares, chunksize=1)
-    counts = sum((found for found, _ in results), collections.Counter())
-    failures = [line for _, lines in results for line in lines]
-    print("\n".join(failures[:40]))
+        counts, failed = collections.Counter(), 0
+        for found, lines in pool.imap_unordered(run_share, shares):
+            counts, failed = counts + found, failed + len(lines)
+            print("\n".join([*lines, f"so far: {sum(counts.values())}"]), flush=True)
     print(f"{time.time() - began:.0f} s, seeds from {args.seed}:", dict(sorted(counts.items())))
-    sys.exit(bool(failures))
+    sys.exit(bool(failed))
 
 
 if __name__ == "__main__":

@@ -52,9 +52,11 @@ def compress(
     Returns:
         (batch, compressed, heads, dim), or packed (compressed tokens, heads, dim), in x's dtype.
     """
-    windows = compression_windows(x, sizes, cu_seqlens=cu_seqlens)
     if weight is None:
-        return windows.mean(-3)
+        spans, packed = pack(x, x, x, sizes, cu_seqlens, None)
+        means = definition.compression_means(packed.k, spans)
+        return means if packed.batch is None else means.unflatten(0, (packed.batch[0], sizes.compressed(x.shape[1])))
+    windows = compression_windows(x, sizes, cu_seqlens=cu_seqlens)
     if weight.shape != (sizes.cmp_block, x.shape[-2]):
         raise ValueError(
             f"`weight` must be (cmp_block, heads) = {(sizes.cmp_block, x.shape[-2])}, got {tuple(weight.shape)}"

@@ -16,8 +16,9 @@ from dynaxx.kernels.hopper.config import selected_consumers
 from dynaxx.kernels.hopper.launch import dense_rows
 from dynaxx.kernels.problem import AttentionProblem
 from dynaxx.kernels.triton import native as portable
-from dynaxx.kernels.triton.launch import positive_scale
 from dynaxx.layout.native import NativeSpans
+
+DKV_BLOCK = 64  # keys of the kernel for dk and dv
 
 
 def __getattr__(name: str) -> Any:
@@ -30,17 +31,38 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
 
 
 @dataclass(frozen=True)
-class SelectedPlan:
-    """A selection as both directions read it."""
+class SelectedPlan(portable.SelectedPlan):
+    """A selection of groups that fill wgmma, as both directions read it."""
 
-    portable: portable.SelectedPlan
-    consumers: int  # of a program, 64 rows each; 0 where Triton serves
+    @property
+    def consumers(self) -> int:
+        """Of a program, 64 rows each."""
+        return selected_consumers(self.group_size, self.spans.sizes.slc_block)
 
     @cached_property
     def union(self):  # type: ignore[no-untyped-def]
         from dynaxx.kernels.triton.native_index import unions
 
-        return unions(self.portable.indices, self.portable.spans, self.consumers * 64 // self.portable.group_size)
+        return unions(self.indices, self.spans, self.consumers * 64 // self.group_size)
+
+    def forward_by_query(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        from dynaxx.kernels.hopper import selected
+
+        q, k, v = (dense_rows(x[None])[0] for x in (q, k, v))
+        return selected.forward(q, k, v, self.union, self.spans, self.consumers, scale)
+
+    def dq_by_query(self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, scale: float) -> Tensor:
+        from dynaxx.kernels.hopper import selected_backward
+
+        do, q, k, v = (dense_rows(x[None])[0] for x in (do, q, k, v))
+        return selected_backward.backward_dq(do, q, k, v, rows, self.union, self.spans, self.consumers, scale)
+
+    def items_dkv(self) -> Callable[..., None] | None:
+        if self.spans.sizes.slc_block != DKV_BLOCK:
+            return None
+        from dynaxx.kernels.hopper import selected_dkv
+
+        return selected_dkv.items_dkv
 
 
 def schedule_of(group_size: int, kv_block: int) -> str:
@@ -52,46 +74,9 @@ def schedule_of(group_size: int, kv_block: int) -> str:
     return f"by query: the union of {positions} neighbouring positions, by TMA and wgmma, since groups of 8 fill a tile"
 
 
-def prepare_selected(indices: Tensor, spans: NativeSpans, q: Tensor, k: Tensor, v: Tensor) -> SelectedPlan:
+def prepare_selected(indices: Tensor, spans: NativeSpans, q: Tensor, k: Tensor, v: Tensor) -> portable.SelectedPlan:
     """What forward and backward share."""
     plan = portable.prepare_selected(indices, spans, q, k, v)
-    consumers = selected_consumers(plan.group_size, spans.sizes.slc_block)
-    return SelectedPlan(replace(plan, schedule="union") if consumers else plan, consumers)
-
-
-def selected_forward(q: Tensor, k: Tensor, v: Tensor, plan: SelectedPlan, scale: float) -> tuple[Tensor, Tensor]:
-    """As `kernels.reference.native.selected_forward`."""
-    slots = plan.portable.indices.shape[2]
-    if not (plan.consumers and q.shape[0] and k.shape[0] and slots):
-        return portable.selected_forward(q, k, v, plan.portable, scale)
-    from dynaxx.kernels.hopper import selected
-
-    q, scale = positive_scale(q, scale)
-    q, k, v = (dense_rows(x[None])[0] for x in (q, k, v))
-    return selected.forward(q, k, v, plan.union, plan.portable.spans, plan.consumers, scale)
-
-
-def selected_backward(
-    do: Tensor,
-    dlse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    plan: SelectedPlan,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As `kernels.triton.native.selected_backward`."""
-    by_query = _dq(plan, scale) if plan.consumers else None
-    return portable.selected_backward(do, dlse, q, k, v, out, lse, plan.portable, scale, by_query)
-
-
-def _dq(plan: SelectedPlan, scale: float) -> Callable[..., Tensor]:
-    from dynaxx.kernels.hopper import selected_backward
-
-    def run(do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor) -> Tensor:
-        do, q, k, v = (dense_rows(x[None])[0] for x in (do, q, k, v))
-        return selected_backward.backward_dq(do, q, k, v, rows, plan.union, plan.portable.spans, plan.consumers, scale)
-
-    return run
+    if not selected_consumers(plan.group_size, spans.sizes.slc_block):
+        return plan
+    return SelectedPlan(plan.indices, plan.spans, plan.group_size, "union", plan.tiles)

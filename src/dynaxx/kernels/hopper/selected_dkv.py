@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 
 from dynaxx.kernels.hopper.forward import LOG2E
 from dynaxx.kernels.hopper.forward_consume import ROWS
+from dynaxx.kernels.hopper.launch import dense_rows
 from dynaxx.kernels.hopper.selected import descriptor
 from dynaxx.kernels.triton.native_index import Items
 from dynaxx.layout.native import NativeSpans
@@ -174,6 +175,7 @@ def items_dkv(
     items: tuple[Tensor, Tensor], scale: float,
 ) -> None:  # fmt: skip
     """Write what each item of a single chunk gives to dk and dv, fp32 (items, 64, D)."""
+    do, q, k, v = (dense_rows(x[None])[0] for x in (do, q, k, v))
     dim, heads = q.shape[2], (index.first_item.shape[1] - 1) // len(spans.block_start)
     group_size = q.shape[1] // heads
     _selected_hopper_bwd_dkv_kernel[(index.cell.shape[1],)](

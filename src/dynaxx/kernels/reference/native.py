@@ -31,6 +31,22 @@ def compression_windows(x: Tensor, spans: NativeSpans) -> Tensor:
     return torch.cat([gather(steps + begin) for begin in range(0, spans.sizes.cmp_block, stride)], dim=1)
 
 
+def compression_means(x: Tensor, spans: NativeSpans) -> Tensor:
+    """(M, H, D) -> (L, H, D), the mean of each window in x's dtype: of strides summed once in fp32 where sequences are
+    alike. Differentiable.
+    """
+    sizes, alike = spans.sizes, spans.uniform
+    count = sizes.compressed(alike[2]) if alike is not None else 0
+    if alike is None or not count:
+        return compression_windows(x, spans).mean(1)
+    parts = sizes.cmp_block // sizes.cmp_stride
+    strides = (count + parts - 1, sizes.cmp_stride)
+    used = x.unflatten(0, (alike[0], alike[2]))[:, : strides[0] * strides[1]].unflatten(1, strides)
+    sums = used.sum(2, dtype=torch.promote_types(x.dtype, torch.float32))
+    total = sum((sums[:, i : i + count] for i in range(1, parts)), sums[:, :count])
+    return (total / sizes.cmp_block).to(x.dtype).flatten(0, 1)
+
+
 def selection_scores(
     q: Tensor, k_cmp: Tensor, lse: Tensor | None, spans: NativeSpans, heads: int, scale: float
 ) -> Tensor:

@@ -57,6 +57,22 @@ class SelectedPlan:
 
         return unions(self.indices, self.spans, self.tiles.positions)
 
+    def forward_by_query(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Return out and lse; scale > 0."""
+        from dynaxx.kernels.triton import native_union
+
+        return native_union.forward(q, k, v, self.union, self.spans, self.tiles, scale)
+
+    def dq_by_query(self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, scale: float) -> Tensor:
+        """Return dq, of rows as `native_union.row_pairs` gives them."""
+        from dynaxx.kernels.triton import native_union
+
+        return native_union.backward_dq(do, q, k, v, rows, self.union, self.spans, self.tiles, scale)
+
+    def items_dkv(self) -> Callable[..., None] | None:
+        """A kernel of one's own for the dk and dv of items where queries are not cut into chunks."""
+        return None
+
     def items(self, row_bytes: int | None, limit: int = 0) -> tuple[Items, range]:
         """Entries by block and their chunks: `limit` bytes of partial results, `row_bytes` per q head of a slot."""
         from dynaxx.kernels.triton.native_index import items
@@ -85,7 +101,7 @@ def prepare_selected(indices: Tensor, spans: NativeSpans, q: Tensor, k: Tensor, 
 
 def selected_forward(q: Tensor, k: Tensor, v: Tensor, plan: SelectedPlan, scale: float) -> tuple[Tensor, Tensor]:
     """As `kernels.reference.native.selected_forward`; fp32 inputs are multiplied in full fp32."""
-    from dynaxx.kernels.triton import native_gather, native_union
+    from dynaxx.kernels.triton import native_gather
 
     q, scale = positive_scale(q, scale)
     q, k, v = (unit_stride(x) for x in (q, k, v))
@@ -93,7 +109,7 @@ def selected_forward(q: Tensor, k: Tensor, v: Tensor, plan: SelectedPlan, scale:
     if not (q.shape[0] and k.shape[0] and slots):
         return q.new_zeros(*q.shape[:2], v.shape[2]), q.new_full((q.shape[1], q.shape[0]), -torch.inf).float()
     if plan.schedule == "union":
-        return native_union.forward(q, k, v, plan.union, plan.spans, plan.tiles, scale)
+        return plan.forward_by_query(q, k, v, scale)
     out = q.new_empty(*q.shape[:2], v.shape[2])
     lse = q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
     key_tiles = config.forward_key_tiles(plan.group_size, q.shape[2], v.shape[2], q.dtype)
@@ -113,13 +129,8 @@ def selected_backward(
     lse: Tensor,
     plan: SelectedPlan,
     scale: float,
-    dq_by_query: Callable[..., Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv in the dtypes of q, k, v; deterministic.
-
-    Args:
-        dq_by_query: gives dq from do, q, k, v and `row_pairs` in place of the kernel by query.
-    """
+    """Return dq, dk, dv in the dtypes of q, k, v; deterministic."""
     from dynaxx.kernels.triton import native_backward, native_union
 
     slots = plan.indices.shape[2]
@@ -132,15 +143,13 @@ def selected_backward(
     dtype = torch.float32 if len(chunks) > 1 else k.dtype  # what several chunks add up
     dk, dv = (torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in (k, v))
     tiles = config.backward_key_tiles(plan.group_size, q.shape[2], v.shape[2], q.dtype)
-    if by_query and dq_by_query is not None:
-        dq = dq_by_query(do, q, k, v, rows)
-    elif by_query:
-        dq = native_union.backward_dq(do, q, k, v, rows, plan.union, plan.spans, plan.tiles, scale)
+    if by_query:
+        dq = plan.dq_by_query(do, q, k, v, rows, scale)
     else:
         dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     for chunk in chunks:
         native_backward.backward_chunk(
             do, q, k, v, rows, (None if by_query else dq, dk, dv), index, chunk, plan.indices, plan.spans, tiles,
-            scale,
+            scale, plan.items_dkv() if by_query else None,
         )  # fmt: skip
     return dq, dk.to(k.dtype), dv.to(v.dtype)

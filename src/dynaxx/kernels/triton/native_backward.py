@@ -5,6 +5,8 @@ partial dq of each entry, summed over a query's entries. No atomics: every run g
 Names and shapes as in `native_gather`.
 """
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -238,9 +240,12 @@ def _selected_sum_entries_kernel(
 def backward_chunk(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor,
     grads: tuple[Tensor | None, Tensor, Tensor], index: Items, chunk: int, indices: Tensor, spans: NativeSpans,
-    tiles: KeyTiles, scale: float,
+    tiles: KeyTiles, scale: float, items_dkv: Callable[..., None] | None = None,
 ) -> None:  # fmt: skip
-    """What a chunk of queries gives to dk and dv, added after the first chunk; and their rows of dq unless None."""
+    """What a chunk of queries gives to dk and dv, added after the first chunk; and their rows of dq unless None.
+
+    `items_dkv` writes the dk and dv of the items of a single chunk in place of the kernel here.
+    """
     dq, dk, dv = grads
     heads, slots = indices.shape[1:]
     queries, group_size = index.queries(chunk, q.shape[0]), q.shape[1] // heads
@@ -250,27 +255,30 @@ def backward_chunk(
     items_dk = torch.empty(max_items, size, q.shape[2], dtype=torch.float32, device=q.device)
     items_dv = torch.empty(max_items, size, v.shape[2], dtype=torch.float32, device=q.device)
     entries_dq = q.new_empty((count * heads * slots, split, group_size, q.shape[2]) if dq is not None else (1,))
-    _selected_bwd_dkv_kernel[(max_items, split)](
-        do,
-        q,
-        k,
-        v,
-        rows,
-        entries_dq,
-        items_dk,
-        items_dv,
-        **item_arguments(q, k, v, index, chunk, heads, slots, spans),
-        first_entry=queries.start * heads * slots,
-        scale=scale,
-        stride_don=do.stride(0),
-        stride_doh=do.stride(1),
-        GROUP=tiles.group,
-        ROWS=tiles.rows,
-        BLOCK_N=block_n,
-        WITH_DQ=dq is not None,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-    )
+    if items_dkv is not None:
+        items_dkv(do, q, k, v, rows, index, slots, spans, (items_dk, items_dv), scale)
+    else:
+        _selected_bwd_dkv_kernel[(max_items, split)](
+            do,
+            q,
+            k,
+            v,
+            rows,
+            entries_dq,
+            items_dk,
+            items_dv,
+            **item_arguments(q, k, v, index, chunk, heads, slots, spans),
+            first_entry=queries.start * heads * slots,
+            scale=scale,
+            stride_don=do.stride(0),
+            stride_doh=do.stride(1),
+            GROUP=tiles.group,
+            ROWS=tiles.rows,
+            BLOCK_N=block_n,
+            WITH_DQ=dq is not None,
+            num_warps=tiles.num_warps,
+            num_stages=tiles.num_stages,
+        )
     for summed, grad in ((items_dk, dk), (items_dv, dv)):
         _selected_sum_items_kernel[(blocks, kv_heads, size // SUM_ROWS)](
             summed,
