@@ -3,24 +3,57 @@
 import pytest
 import torch
 
-from dynaxx.kernels.hopper import support
+import dynaxx as dx
 from dynaxx.testing.native import random_selected_case
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
 
 
-def cases(seeds, **options):
-    """Random problems that these kernels serve."""
-    for seed in seeds:
-        case = random_selected_case(seed, device="cuda", groups=(8, 16, 32, 64), **options)
-        if case.spans.sizes.slc_block in support.BLOCKS:
-            yield case
+def case_of(seed, group, **options):
+    """A random problem whose selection heads choose for so many q heads."""
+    case = random_selected_case(seed, device="cuda", groups=(group,), slots=(6,), **options)
+    return case if case.q.shape[2] == group * case.block_indices.shape[1] else None
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_random_cases(head_dim, dtype):
-    for case in cases(range(12), dtype=dtype, head_dims=(head_dim,), lengths=(0, 1, 130, 300, 517)):
-        for report in case.check("hopper"):
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "group", "block"),
+    [
+        (torch.bfloat16, 128, 16, 64),
+        (torch.float16, 64, 8, 64),
+        (torch.bfloat16, 64, 32, 128),
+        (torch.float16, 128, 64, 64),
+        (torch.bfloat16, 128, 8, 128),
+    ],
+)
+def test_random_cases(dtype, head_dim, group, block):
+    lengths = (0, 1, 130, 300, 517)
+    for seed in range(12):
+        case = case_of(seed, group, dtype=dtype, head_dims=(head_dim,), lengths=lengths, blocks=(block,))
+        for report in case.check("hopper") if case else ():
             assert report.ok, f"{report}\n{case.label}"
+
+
+def test_two_runs_agree_bit_for_bit():
+    some = (
+        case_of(seed, 16, dtype=torch.bfloat16, head_dims=(128,), lengths=(900,), blocks=(64,)) for seed in range(9)
+    )
+    case = next(case for case in some if case)
+    leaves = [x.requires_grad_() for x in (case.q, case.k, case.v)]
+
+    def run():
+        out, lse = case.attend("hopper")(*leaves, case)
+        return out, lse, *torch.autograd.grad(out.square().sum() + lse[lse.isfinite()].sum(), leaves)
+
+    for once, again in zip(run(), run(), strict=True):
+        assert torch.equal(once, again)
+
+
+@pytest.mark.parametrize(("q_heads", "words"), [(16, "12 neighbouring positions"), (4, "by key")])
+def test_explain_says_which_schedule(q_heads, words):
+    q, k = (torch.zeros(1, 40, heads, 64, dtype=torch.bfloat16, device="cuda") for heads in (q_heads, 1))
+    indices = torch.zeros(1, 40, 1, 2, dtype=torch.int32, device="cuda")
+    indices[..., 1] = -1
+    found = dx.explain_selected(q, k, k, indices)
+    assert found.chosen == "hopper"
+    assert words in str(found)

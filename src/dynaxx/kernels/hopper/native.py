@@ -71,7 +71,7 @@ def schedule_of(group_size: int, kv_block: int) -> str:
     if not consumers:
         return portable.schedule_of(group_size, kv_block)
     positions = consumers * 64 // group_size
-    return f"by query: the union of {positions} neighbouring positions, by TMA and wgmma, since groups of 8 fill a tile"
+    return f"by query: the union of {positions} neighbouring positions by TMA, since groups of 8 and more fill tiles"
 
 
 def prepare_selected(indices: Tensor, spans: NativeSpans, q: Tensor, k: Tensor, v: Tensor) -> portable.SelectedPlan:
