@@ -5,13 +5,14 @@
 
 Selected rows: 16 blocks of 64 tokens per query, bf16, head_dim 128, batch 1; an overlap of 75 % keeps that share of the
 blocks from one query to the next. Whole rows: the paper's sizes (blocks of 32 every 16 tokens compressed, 16 of 64
-selected, window 512), compression and gates included; drifting queries choose alike. The schedule is the one that
-dispatch chooses, unless --schedules. Medians of `do_bench`, one process.
+selected, window 512), compression and gates included; drifting queries choose alike. The backend and schedule are
+those that dispatch chooses, unless --schedules: then Triton's two. Medians of `do_bench`, one process.
 """
 
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,7 +23,7 @@ from dynaxx.kernels.triton import native, native_config
 from dynaxx.layout.native import NativeSizes
 from dynaxx.ops.native import _compressed_attention, _window_attention, compress, gated_sum, native_sparse_attention
 from dynaxx.ops.packing import pack
-from dynaxx.ops.selected import selected_attention
+from dynaxx.ops.selected import attend_selected, selected_attention
 from dynaxx.testing.native import random_selected_case
 
 DIM, SIZES = 128, NativeSizes()
@@ -48,16 +49,16 @@ def block_indices(seqlen, heads, keep, slots=16, block=64):
 
 
 def check(cases):
-    """Random problems against fp64 by either schedule. A failure ends the program: no times."""
+    """Random problems against fp64: as dispatch chooses, and by either schedule. Times only if all pass."""
     chosen = native_config.choose_schedule
-    for schedule in ("union", "gather"):
-        native_config.choose_schedule = lambda group_size: schedule  # noqa: B023
+    for schedule in (None, "union", "gather"):
+        native_config.choose_schedule = (lambda group_size: schedule) if schedule else chosen  # noqa: B023
         for seed in range(cases):
-            case = random_selected_case(seed, dtype=torch.bfloat16, device="cuda", head_dims=(64, 128),
-                                        lengths=(1, 130, 517))  # fmt: skip
-            for report in case.check("triton"):
+            case = random_selected_case(seed, dtype=torch.bfloat16, device="cuda", head_dims=(128,), slots=(6,),
+                                        groups=(4, 16), blocks=(64,), lengths=(1, 130, 517))  # fmt: skip
+            for report in case.check("triton" if schedule else "auto"):
                 if not report.ok:
-                    sys.exit(f"{schedule} is wrong, so nothing is timed: {report}; {case.label}")
+                    sys.exit(f"{schedule or 'auto'} is wrong, so nothing is timed: {report}; {case.label}")
     native_config.choose_schedule = chosen
 
 
@@ -69,14 +70,16 @@ def time_selected(name, seqlen, keep, schedule):
     own = torch.arange(seqlen, device="cuda")[:, None, None]
     keys = torch.where(indices == own // 64, own % 64 + 1, 64) * (indices >= 0)
     flops = 4 * DIM * q_heads // kv_heads * int(keys.sum())
-    chosen, native_config.choose_schedule = native_config.choose_schedule, lambda group_size: schedule
-    run = lambda: selected_attention(q, k, v, indices[None])
+    chosen = native_config.choose_schedule
+    if schedule:
+        native_config.choose_schedule = lambda group_size: schedule
+    run = lambda *leaves: selected_attention(*leaves, indices[None], backend="triton" if schedule else "auto")
     with torch.no_grad():
-        forward = time_of(run)
-    backward = backward_time(lambda *leaves: selected_attention(*leaves, indices[None]), (q, k, v))
+        forward = time_of(lambda: run(q, k, v))
+    backward = backward_time(run, (q, k, v))
     native_config.choose_schedule = chosen
-    return {"work": f"selected {name} {seqlen // 1024}k", "inputs": f"overlap {keep:.0%}", "schedule": schedule,
-            "forward_ms": forward, "forward_tflops": round(flops / forward / 1e9),
+    return {"work": f"selected {name} {seqlen // 1024}k", "inputs": f"overlap {keep:.0%}", 
+            "schedule": schedule or "auto", "forward_ms": forward, "forward_tflops": round(flops / forward / 1e9),
             "backward_ms": backward, "backward_tflops": round(2.5 * flops / backward / 1e9)}  # fmt: skip
 
 
@@ -150,24 +153,34 @@ def parts_of(leaves):
     return locals()
 
 
-def time_parts(q_heads, kv_heads, seqlen):
-    """Where the forward of a drifting input goes."""
-    leaves = inputs_of(q_heads, kv_heads, seqlen, 0.999)
-    p = parts_of(leaves)
-    slc = lambda: selected_attention(p["q"], p["k"], p["v"], p["indices"][None])
-    outs = (p["out"],) * 3
+def time_parts(q_heads, kv_heads, seqlen, drift):
+    """Where forward and backward go: [forward, backward] ms of each part; selection has no backward."""
+    p = parts_of(inputs_of(q_heads, kv_heads, seqlen, drift))
+    packed, spans, scale = p["packed"], p["spans"], p["scale"]
+    queried = lambda q: replace(packed, q=q)
     parts = {
-        "compress": lambda: (compress(p["k"], SIZES), compress(p["v"], SIZES)),
-        "compressed": lambda: _compressed_attention(
-            p["packed"], p["k_cmp"], p["v_cmp"], p["spans"], p["scale"], "auto"
+        "compress": (lambda k, v: torch.cat((compress(k, SIZES), compress(v, SIZES))), (p["k"], p["v"])),
+        "compressed": (
+            lambda q, k, v: _compressed_attention(queried(q), k, v, spans, scale, "auto")[0],
+            (packed.q, p["k_cmp"], p["v_cmp"]),
         ),
-        "select": lambda: native.select_blocks(p["packed"].q, p["k_cmp"], p["lse"], p["spans"], kv_heads, p["scale"]),
-        "selected": slc,
-        "window": lambda: _window_attention(p["packed"], p["spans"], p["scale"], "auto"),
-        "gate": lambda: gated_sum(outs, p["gates"][0], "triton"),
+        "selected": (
+            lambda q, k, v: attend_selected(q, k, v, p["indices"], spans, scale, "auto")[0],
+            (packed.q, packed.k, packed.v),
+        ),
+        "window": (
+            lambda q, k, v: _window_attention(replace(packed, q=q, k=k, v=v), spans, scale, "auto"),
+            (packed.q, packed.k, packed.v),
+        ),
+        "gate": (lambda a, b, c, gates: gated_sum((a, b, c), gates, "triton"), (*(p["out"],) * 3, p["gates"][0])),
     }
-    with torch.no_grad():
-        return {name: time_of(run) for name, run in parts.items()}
+    select = lambda: native.select_blocks(packed.q, p["k_cmp"], p["lse"], spans, kv_heads, scale)
+    times = {"select": [time_of(select), 0.0]}
+    for name, (run, inputs) in parts.items():
+        with torch.no_grad():
+            times[name] = [time_of(lambda: run(*inputs))]  # noqa: B023
+        times[name].append(backward_time(run, [x.detach().requires_grad_() for x in inputs]))
+    return times
 
 
 def main():
@@ -179,7 +192,7 @@ def main():
     args = parser.parse_args()
     check(args.cases)
     print(
-        f"{2 * args.cases} random problems agree with fp64; {torch.cuda.get_device_name()}, torch {torch.__version__}"
+        f"{3 * args.cases} random problems agree with fp64; {torch.cuda.get_device_name()}, torch {torch.__version__}"
     )
     rows = []
 
@@ -195,10 +208,9 @@ def main():
         report(time_whole("32/8", 32, 8, 32768, 0.999))
         report(time_whole("64/4", 64, 4, 65536, 0.999))
     if args.only in (None, "selected"):
-        for name, (q_heads, kv_heads) in HEADS.items():
-            own = native_config.choose_schedule(q_heads // kv_heads)
+        for name in HEADS:
             for keep in (0.0, 0.75):
-                for schedule in ("union", "gather") if args.schedules else (own,):
+                for schedule in ("union", "gather") if args.schedules else (None,):
                     report(time_selected(name, 32768, keep, schedule))
     if args.only in (None, "lengths"):
         for seqlen in (8192, 16384):
@@ -208,7 +220,9 @@ def main():
                 report(time_whole(f"32/{32 // group}", 32, 32 // group, seqlen, 0.999))
     if args.only in (None, "parts"):
         for name, heads in HEADS.items():
-            report({"work": f"parts {name} 32k", **time_parts(*heads, 32768)})
+            for drift in (0.999, 0.0):
+                inputs = "drifting" if drift else "random"
+                report({"work": f"parts {name} 32k", "inputs": inputs, **time_parts(*heads, 32768, drift)})
 
 
 if __name__ == "__main__":

@@ -87,7 +87,8 @@ def main():
             q, k, v = draw(q_heads), draw(kv_heads), draw(kv_heads)
             for schedule in ("union", "gather"):
                 native_config.choose_schedule = lambda group_size: schedule  # noqa: B023
-                run = lambda: torch.autograd.grad(selected_attention(q, k, v, indices).sum(), (q, k, v))  # noqa: B023
+                attend = lambda: selected_attention(q, k, v, indices, backend="triton")  # noqa: B023
+                run = lambda: torch.autograd.grad(attend().sum(), (q, k, v))  # noqa: B023
                 try:
                     print(f"  {name} {schedule}:", kernel_times(run), flush=True)
                 except Exception as error:
