@@ -1,12 +1,12 @@
 """What a decoding step loses by its budget and by the precision of its cache: against dense attention in fp64.
 
-python benchmarks/decode_accuracy.py [--tokens 1536] [--random] [--json FILE]
+python benchmarks/decode_accuracy.py [--tokens 1536] [--random] [--rounding] [--json FILE]
 
 On keys, values and queries of SmolLM2-135M over Python's documentation (all layers, the last token), or Gaussian ones,
 where no page matters more than another. Scales are per page and head. Centred: the mean key of a head is subtracted
 from all of its keys first, which adds the same to every score of a query, so that attention does not change. Per cell:
 mean cosine over heads, largest error over the largest value, and on a CPU the milliseconds of all steps together,
-selection included.
+selection included. `--rounding`: what the formats alone lose, all else in fp64, on Gaussian keys and values.
 """
 
 import argparse
@@ -86,13 +86,33 @@ def measure(inputs, exact, dtype, share):
     }
 
 
+def rounding():
+    """Cosine of attention in fp64 over keys, values, or both as 8 bits hold them, to that over bf16 ones."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(64, 1, 128, generator=generator).double()
+    k, v = (torch.randn(64, 3328, 128, generator=generator).bfloat16() for _ in range(2))
+    attend = lambda k, v: torch.softmax(q @ k.double().mT * q.shape[-1] ** -0.5, -1) @ v.double()
+    cosine = lambda k, v: float(torch.cosine_similarity(attend(k, v).flatten(), exact.flatten(), dim=0))
+    exact = attend(k, v)
+    for dtype in (torch.float8_e4m3fn, torch.int8):
+        rounded = []
+        for x in (k, v):
+            stored, scale = dx.quantize_pages(x[:, :, None], dtype, 64)
+            rounded.append((stored.double() * scale.repeat_interleave(64, 1)[..., None]).squeeze(2))
+        both, keys, values = cosine(*rounded), cosine(rounded[0], v), cosine(k, rounded[1])
+        print(f"{dtype}: keys alone {keys:.5f}, values alone {values:.5f}, both {both:.5f}")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=1536)
     parser.add_argument("--random", action="store_true")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--rounding", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    if args.rounding:
+        return rounding()
     inputs = random_inputs(args.tokens) if args.random else model_inputs(args.tokens)
     exact = [
         dx.sparse_decode(q.double(), dx.PagedCache.contiguous(k.double(), v.double(), page_size=PAGE_SIZE))

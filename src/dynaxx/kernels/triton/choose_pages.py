@@ -21,9 +21,9 @@ from dynaxx.kernels.triton.primitives import from_ordered_bits, ordered_bits
 from dynaxx.kernels.triton.support import interpreted
 from dynaxx.layout.paging import PagedCache
 
-PAGES_PER_TILE = 64
+PAGES_PER_TILE = 64  # of 128 values in bf16; fewer of larger ones
 QUERY_ROWS = 16
-NUM_STAGES = 3
+TILES_AHEAD = 2
 WARPS = 4
 PASSES_BY_VALUE = tl.constexpr(6)
 MOST_KEY = tl.constexpr(0xFFFFFFF0)  # all but some NaN are below: no sum with a step of the search wraps around
@@ -78,15 +78,18 @@ def _between(low, high, share):
 
 
 @triton.jit
-def _last_wanted(keys, optional, wanted):
-    """A key that `wanted` of the optional keys reach, or more of them where the last ones are equal.
+def _count_and_range(n, m, least, most, n2, m2, least2, most2):
+    return n + n2, m + m2, tl.minimum(least, least2), tl.maximum(most, most2)
 
-    Each pass narrows [low, high) to about a quarter, of its values first, which are spread more evenly than their bits,
-    then, for certain, of its bits. It stops where the count is right, most often after a few passes.
+
+@triton.jit
+def _last_wanted(keys, low, high, reached, wanted):
+    """A key that `wanted` of the keys reach, or more of them where the last ones are equal, and how many do.
+
+    All `reached` keys are in [low, high). Each pass narrows that to about a quarter, of its values first, which are
+    spread more evenly than their bits, then, for certain, of its bits. It stops where the count is right, most often
+    after a few passes.
     """
-    low = tl.min(tl.where(optional, keys, MOST_KEY), 0)
-    high = tl.max(keys, 0) + 1
-    reached = tl.sum(optional.to(tl.int32), 0)
     passes = 0
     while (high - low > 1) & (reached != wanted):
         step = tl.maximum((high - low) // 4, 1)
@@ -102,18 +105,23 @@ def _last_wanted(keys, optional, wanted):
         reached = tl.where(above_second, at_second, tl.where(above_first, at_first, reached))
         reached = tl.where(above_third, at_third, reached)
         passes += 1
-    return low
+    return low, reached
 
 
 @triton.jit
 def _best_pages(scores, forced, optional, wanted):
-    """The forced pages and the `wanted` best-scored optional ones, of equal scores the earlier ones."""
+    """The forced pages and the `wanted` best-scored optional ones, of equal scores the earlier ones; and how many."""
     keys = tl.where(optional, tl.minimum(ordered_bits(scores + 0.0), MOST_KEY), 0)
-    least = _last_wanted(keys, optional, wanted)
-    above = optional & (keys > least)
-    equal = optional & (keys == least)
-    left = wanted - tl.sum(above.to(tl.int32), 0)
-    return forced | above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= left))
+    facts = (optional.to(tl.int32), forced.to(tl.int32), tl.where(optional, keys, MOST_KEY), keys)
+    num_optional, num_forced, low, high = tl.reduce(facts, 0, _count_and_range)
+    wanted = tl.minimum(wanted, num_optional)
+    least, reached = _last_wanted(keys, low, high + 1, num_optional, wanted)
+    chosen = optional & (keys >= least)
+    if reached != wanted:  # the last ones are equal, and some too many
+        equal = optional & (keys == least)
+        behind = tl.sum(equal.to(tl.int32), 0) - tl.cumsum(equal.to(tl.int32), 0)
+        chosen = chosen & ((equal == 0) | (behind >= reached - wanted))
+    return forced | chosen, num_forced + wanted
 
 
 @triton.jit(
@@ -203,13 +211,12 @@ def _select_pages_fwd_kernel(
         forced = exists & ((pages * PAGE < sinks_stop) | ((pages + 1) * PAGE > seqused - (seqlen_q + window - 1)))
         optional = exists & (forced == 0)
         wanted = (fixed + tl.ceil(share * tl.maximum(stop_page - first_page, 0).to(tl.float32))).to(tl.int32)
-        wanted = tl.minimum(wanted, tl.sum(optional.to(tl.int32), 0))
         if SCORE:
             tl.debug_barrier()  # scores that other threads of this program stored
         scores = tl.load(p_scores + pages, mask=optional, other=0.0)
-        chosen = _best_pages(scores, forced, optional, wanted)
+        chosen, count = _best_pages(scores, forced, optional, wanted)
         place = tl.cumsum(chosen.to(tl.int32), 0) - 1
-        count = tl.minimum(tl.sum(chosen.to(tl.int32), 0), slots)
+        count = tl.minimum(count, slots)
         p_list = p_chosen + i_list.to(tl.int64) * slots
         tl.store(p_list + place, pages, mask=chosen & (place < slots))
         o_s = tl.arange(0, BLOCK_S)
@@ -231,7 +238,9 @@ def select_pages(
     scores = torch.empty(lists, max_pages, dtype=torch.float32, device=q.device)
     group_size = q.shape[2] // cache.kv_heads
     block = max(16, triton.next_power_of_2(max_pages))
-    tiles = triton.cdiv(max_pages, PAGES_PER_TILE)
+    row_bytes = padded(cache.head_dim) * cache.summaries.low.dtype.itemsize
+    tile = max(16, min(PAGES_PER_TILE, PAGES_PER_TILE * 256 // row_bytes))
+    tiles = triton.cdiv(max_pages, tile)
     fused = tiles == 1 or 2 * lists >= processors(q.device)
     for programs, score, choose in [(1, True, True)] if fused else [(tiles, True, False), (1, False, True)]:
         _select_pages_fwd_kernel[(lists, programs)](
@@ -261,10 +270,10 @@ def select_pages(
             D=cache.head_dim,
             BLOCK_D=padded(cache.head_dim),
             BLOCK_R=min(QUERY_ROWS, triton.next_power_of_2(q.shape[1] * group_size)),
-            TILE=PAGES_PER_TILE,
+            TILE=tile,
             BLOCK_P=block,
             BLOCK_S=triton.next_power_of_2(max(1, slots)),
-            STAGES=NUM_STAGES,
+            STAGES=1 + TILES_AHEAD * (1 + cache.is_paged),  # where a page lies is loaded before its summary
             num_warps=min(16, max(4, block // 256)) if choose and not score else WARPS if fused else 4,
             **overlap(q.device),
         )

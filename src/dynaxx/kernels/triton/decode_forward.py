@@ -28,13 +28,9 @@ def _list_bounds(p_counts, lists, BLOCK_L: tl.constexpr):
 
 
 @triton.jit
-def _load_keys(p_base, p_rows, inside, o_d, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
-    """[len(p_rows), BLOCK_DIM] rows of a cache; zero where not inside."""
-    if DIM < BLOCK_DIM:
-        rows = tl.load(p_base + p_rows[:, None] + o_d[None, :], mask=inside[:, None] & (o_d < DIM)[None, :], other=0.0)
-    else:
-        rows = tl.load(p_base + p_rows[:, None] + o_d[None, :], mask=inside[:, None], other=0.0)
-    return rows
+def _load_tile(p_tile, inside, within, WHOLE: tl.constexpr):
+    """A tile of a cache, zero where not inside of the sequence, or not within head_dim unless that is the tile's."""
+    return tl.load(p_tile, mask=inside if WHOLE else inside & within, other=0.0)
 
 
 @triton.jit(do_not_specialize=["seqlen_q", "group_size", "kv_heads", "max_pages", "num_physical", "slots", "lists"])
@@ -132,7 +128,8 @@ def decode_fwd_kernel(
         first_slot = at - list_start
         num_slots = stop - at
 
-        acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+        b_q = tl.trans(b_q)
+        acc = tl.zeros([BLOCK_V, BLOCK_M], tl.float32)
         acc_odd = acc
         row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         row_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -161,44 +158,48 @@ def decode_fwd_kernel(
             else:
                 k_rows = physical * stride_kp + offset.to(tl.int64) * stride_kn
                 v_rows = physical * stride_vp + offset.to(tl.int64) * stride_vn
-            b_k = widened(_load_keys(p_k + k_first, k_rows, inside, o_d, D, BLOCK_D), b_q.dtype, PAIRS)
-            b_v = _load_keys(p_v + v_first, v_rows, inside, o_v, V_LOADED, BLOCK_V)
-            scores = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+            p_k_tile = p_k + k_first + k_rows[:, None] + o_d[None, :]
+            p_v_tile = p_v + v_first + v_rows[None, :] + o_v[:, None]
+            b_k = _load_tile(p_k_tile, inside[:, None], (o_d < D)[None, :], D == BLOCK_D)  # [BLOCK_N, BLOCK_D]
+            b_v = _load_tile(p_v_tile, inside[None, :], (o_v < V_LOADED)[:, None], V_LOADED == BLOCK_V)  # turned
+            b_k = widened(b_k, b_q.dtype, PAIRS)
+            scores = tl.dot(b_k, b_q, input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
             if SCALED:
                 k_at = i_b * stride_kscale_b + physical * stride_kscale_p + i_h * stride_kscale_h
                 v_at = i_b * stride_vscale_b + physical * stride_vscale_p + i_h * stride_vscale_h
                 k_scale = tl.load(p_k_scale + k_at, mask=physical >= 0, other=0.0)  # one, or [BLOCK_N]
                 v_scale = tl.load(p_v_scale + v_at, mask=physical >= 0, other=0.0)
                 if PAGES == 1:
-                    scores = scores * (q_scale * k_scale)[:, None]
+                    scores = scores * (q_scale * k_scale)[None, :]
                 else:
-                    scores = scores * q_scale[:, None] * k_scale[None, :]
-            visible = inside[None, :] & (position[None, :] <= own_position[:, None])
+                    scores = scores * q_scale[None, :] * k_scale[:, None]
+            visible = inside[:, None] & (position[:, None] <= own_position[None, :])
             scores = tl.where(visible, scores, float("-inf"))
-            new_max = tl.maximum(row_max, tl.max(scores, 1))
+            new_max = tl.maximum(row_max, tl.max(scores, 0))
             shift = tl.where(new_max == float("-inf"), 0.0, new_max)
             rescale = tl.exp2((row_max - shift) * (scale * LOG2E))
-            weights = tl.exp2((scores - shift[:, None]) * (scale * LOG2E))
-            row_sum = row_sum * rescale + tl.sum(weights, 1)
+            weights = tl.exp2((scores - shift[None, :]) * (scale * LOG2E))
+            row_sum = row_sum * rescale + tl.sum(weights, 0)
             row_max = new_max
             if SCALED:  # acc is in units of the largest scale so far: weights stay within fp16
                 new_unit = tl.maximum(unit, v_scale if PAGES == 1 else tl.max(v_scale, 0))
                 per_unit = 1.0 / tl.where(new_unit > 0, new_unit, 1.0)
                 rescale *= unit * per_unit
-                weights = weights * (v_scale * per_unit if PAGES == 1 else (v_scale * per_unit)[None, :])
+                weights = weights * (v_scale * per_unit if PAGES == 1 else (v_scale * per_unit)[:, None])
                 unit = new_unit
             weights = weights.to(b_q.dtype)
-            acc *= rescale[:, None]
+            acc *= rescale[None, :]
             if PAIRS:
                 b_v, b_v_odd = unpaired(b_v, FP8)
-                acc_odd = tl.dot(weights, b_v_odd, acc_odd * rescale[:, None])
-            acc = tl.dot(weights, b_v.to(b_q.dtype), acc, input_precision=PRECISION)
+                acc_odd = tl.dot(b_v_odd, weights, acc_odd * rescale[None, :])
+            acc = tl.dot(b_v.to(b_q.dtype), weights, acc, input_precision=PRECISION)
 
         if SCALED:
             acc, acc_odd = acc * unit, acc_odd * unit
         part = (i_program + i_list) * rows + row
+        acc = tl.trans(acc)
         if PAIRS:
-            acc = tl.reshape(tl.join(acc, acc_odd), (BLOCK_M, BLOCK_E))
+            acc = tl.reshape(tl.join(acc, tl.trans(acc_odd)), (BLOCK_M, BLOCK_E))
         tl.store(p_acc + part[:, None] * E + o_e[None, :], acc, mask=(row < rows)[:, None] & (o_e < E)[None, :])
         tl.store(p_state + part * 2, row_max, mask=row < rows)
         tl.store(p_state + part * 2 + 1, row_sum, mask=row < rows)
