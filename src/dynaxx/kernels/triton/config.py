@@ -44,9 +44,8 @@ def forward_tiles(
         tiles = Tiles(128, 128, 8, 3)
     else:
         tiles = Tiles(64, 64, 4, 2) if wide <= 128 else Tiles(64, 64, 8, 2)
-    return _fit(
-        tiles, block_size, dtype, padded(head_dim), padded(head_dim) + padded(head_dim_v), shared_memory(device)
-    )
+    stay, move = padded(head_dim), padded(head_dim) + padded(head_dim_v)
+    return _fit(tiles, block_size, dtype, stay, move, shared_memory(device), tma)
 
 
 @lru_cache(maxsize=1024)
@@ -62,7 +61,7 @@ def backward_dq_tiles(
     else:
         tiles = Tiles(64, 64, 4, 2) if wide <= 128 else Tiles(64, 32, 8, 1)
     both = padded(head_dim) + padded(head_dim_v)
-    return _fit(tiles, block_size, dtype, both, both, shared_memory(device))
+    return _fit(tiles, block_size, dtype, both, both, shared_memory(device), tma)
 
 
 @lru_cache(maxsize=1024)
@@ -79,19 +78,23 @@ def backward_dkv_tiles(
         tiles = Tiles(32, 64, 4, 3) if wide <= 128 else Tiles(32, 64, 8, 1)
     both = padded(head_dim) + padded(head_dim_v)
     turned = replace(tiles, block_m=tiles.block_n, block_n=tiles.block_m)
-    turned = _fit(turned, block_size[::-1], dtype, both, both, shared_memory(device))
+    turned = _fit(turned, block_size[::-1], dtype, both, both, shared_memory(device), tma)
     return replace(turned, block_m=turned.block_n, block_n=turned.block_m)
 
 
-def _fit(tiles: Tiles, block_size: tuple[int, int], dtype: torch.dtype, stay: int, move: int, limit: int) -> Tiles:
+def _fit(
+    tiles: Tiles, block_size: tuple[int, int], dtype: torch.dtype, stay: int, move: int, limit: int, tma: bool
+) -> Tiles:
     """Shrink tiles to blocks and shared memory: `block_m` rows of `stay` elements stay, `block_n` of `move` pass.
 
     `block_m` then divides its block; `block_n` divides its block, or is a multiple of it that gathers several.
     """
+    asked = tiles
     tiles = replace(
         tiles, block_m=min(tiles.block_m, block_size[0]), block_n=min(tiles.block_n, max(block_size[1], 64))
     )
-    if tiles.block_m * tiles.block_n <= 64 * 64:
+    wide = tma and stay >= 512 and tiles == asked  # its accumulators need the registers of eight warps
+    if tiles.block_m * tiles.block_n <= 64 * 64 and not wide:
         tiles = replace(tiles, num_warps=4)
     while (tiles.block_m * stay + tiles.num_stages * tiles.block_n * move) * dtype.itemsize > limit:
         if tiles.num_stages > 1:
