@@ -10,6 +10,12 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
 
 
+@pytest.fixture(autouse=True)
+def all_kernels(monkeypatch):
+    """With the one for dk and dv, which is off until this file has passed."""
+    monkeypatch.setattr("dynaxx.kernels.hopper.native.DKV_SERVES", True)
+
+
 def case_of(seed, group, **options):
     """A random problem whose selection heads choose for so many q heads."""
     case = random_selected_case(seed, device="cuda", groups=(group,), slots=(6,), **options)

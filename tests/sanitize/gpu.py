@@ -1,9 +1,10 @@
 """Run a small set of the GPU kernels under NVIDIA's compute-sanitizer: `python tests/sanitize/gpu.py`.
 
 memcheck looks at every access to memory, racecheck at the order of those to shared memory. Before it is believed, each
-tool must find an error that is planted in a kernel of our own. racecheck does not follow how Triton hands work to other
-warps, so it reports each warp-specialised kernel, even one that does nothing else (`handover.py`): hazards whose both
-sides lie in that statement or at the kernel's entry are counted apart. Needs a GPU and `compute-sanitizer` (else 77).
+tool must find an error that is planted in a kernel of our own. Of the Hopper kernels racecheck reports a producer's
+writes to shared memory against its consumers' reads, which mbarriers order; whether it follows those is open, since a
+control that only hands work over (`handover.py`) is not reported. Hazards within Triton's own hand-over to other warps
+are counted apart. Needs a GPU and `compute-sanitizer` (else 77).
 """
 
 from __future__ import annotations
