@@ -249,7 +249,7 @@ def attention_backward(
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
-    _, dk, dv = backward_dkv(do, q, k, v, lse_log2, delta, layout, scale, with_dq=False)
+    dk, dv = backward_dkv(do, q, k, v, lse_log2, delta, layout, scale)
     return dq, dk, dv
 
 

@@ -1,9 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""A consumer warpgroup of the Hopper backward over kv blocks: 64 keys, dk and dv in registers, transposed scores.
-
-With dq, a consumer also leaves its score gradients in shared memory. A tile later both consumers multiply those of all
-128 keys with k, each for half of the columns, and add to dq's sums.
-"""
+"""A consumer warpgroup of the Hopper backward over kv blocks: 64 keys, dk and dv in registers, transposed scores."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -16,7 +12,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from dynaxx.kernels.hopper.backward_produce import FIELDS, RING, read_column
-from dynaxx.kernels.hopper.dq_sums import add_dq
 from dynaxx.kernels.hopper.forward_consume import ROWS
 from dynaxx.kernels.hopper.forward_produce import EVERYWHERE
 from dynaxx.kernels.hopper.signals import get
@@ -47,33 +42,12 @@ def _keep(weights, numbers, at, p_bits, part, CONSUMER: gl.constexpr, Q_BLOCK: g
 
 
 @gluon.jit
-def _start_dq(k_buffers, ds_buffers, i_ds, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr, D: gl.constexpr):
-    """Start ds @ k of the tile in the i-th ds buffers, for this consumer's share of the columns."""
-    SHARE: gl.constexpr = D // CONSUMERS
-    dq = gl.zeros([ROWS, SHARE], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SHARE, 16]))
-    for u in gl.static_range(CONSUMERS):
-        k = k_buffers.index(u).reshape([ROWS, D]).slice(CONSUMER * SHARE, SHARE, dim=1)
-        ds = ds_buffers.index(i_ds * CONSUMERS + u).permute((1, 0))
-        dq = warpgroup_mma(ds, k, dq, use_acc=u > 0, is_async=True)
-    return dq
-
-
-@gluon.jit
-def _share_of(p_dq, p_nowhere, numbers, i, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr):
-    """This consumer's sums of the i-th tile; somewhere else for the tile before the first."""
-    tile = get(numbers, (i + RING) % RING * FIELDS)
-    p_share = p_dq + (tile.to(gl.int64) * (ROWS * D) + CONSUMER * (ROWS * D // CONSUMERS))
-    return gl.where(i >= 0, p_share, p_nowhere)
-
-
-@gluon.jit
 def _consume_tiles(
-    dk, dv, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, full, empty, ds_full, ds_empty, numbers, stats,
-    p_dq, p_nowhere, p_bits, scale_log2, done, begin, end,
-    MASKED: gl.constexpr, WITH_DQ: gl.constexpr, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr,
-    Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    dk, dv, q_buffers, do_buffers, k_buffers, v_buffers, full, empty, numbers, stats,
+    p_bits, scale_log2, done, begin, end,
+    MASKED: gl.constexpr, CONSUMER: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Add what tiles begin..end of a head give to dk and dv, and what the tile before each gives to dq."""
+    """Add what tiles begin..end of a head give to dk and dv."""
     SPLIT: gl.constexpr = Q_BLOCK // ROWS
     D: gl.constexpr = dk.shape[1]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
@@ -100,36 +74,20 @@ def _consume_tiles(
         delta = stats.index(stage * 2 + 1).load(gl.SliceLayout(0, s_layout))
         dp = warpgroup_mma_wait(1, deps=[dp_token])
         ds = (weights * (dp - delta[None, :])).to(q.dtype)
-        if WITH_DQ:
-            before = (i + 1) % 2
-            turn = (((i + 1) // 2) & 1) ^ 1
-            mbarrier.wait(ds_empty.index(i % 2), turn)
-            ds_buffers.index(i % 2 * CONSUMERS + CONSUMER).store(ds)
-            fence_async_shared()
-            mbarrier.arrive(ds_full.index(i % 2), count=1)
         dk_token = warpgroup_mma(gl.convert_layout(ds, p_layout), q, dk, is_async=True)
-        if WITH_DQ:
-            mbarrier.wait(ds_full.index(before), turn)
-            dq_token = _start_dq(k_buffers, ds_buffers, before, CONSUMERS, CONSUMER, D)
-            dv, dk, dq = warpgroup_mma_wait(0, deps=[dv_token, dk_token, dq_token])
-            mbarrier.arrive(empty.index(stage), count=1)
-            mbarrier.arrive(ds_empty.index(before), count=1)
-            add_dq(_share_of(p_dq, p_nowhere, numbers, i - 1, CONSUMER, CONSUMERS, D), dq)
-        else:
-            dv, dk = warpgroup_mma_wait(0, deps=[dv_token, dk_token])
-            mbarrier.arrive(empty.index(stage), count=1)
+        dv, dk = warpgroup_mma_wait(0, deps=[dv_token, dk_token])
+        mbarrier.arrive(empty.index(stage), count=1)
     return dk, dv
 
 
 @gluon.jit
 def consume(
-    dk_desc, dv_desc, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, kv_full, full, empty, ds_full, ds_empty,
-    numbers, stats, p_dq, p_nowhere, p_indptr, p_num_partial, p_bits, capacity, layout_stride_b, layout_stride_h,
-    i_b, i_hk, i_col, kv_blocks, group_size, scale, scale_log2,
-    WITH_DQ: gl.constexpr, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr,
-    Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    dk_desc, dv_desc, q_buffers, do_buffers, k_buffers, v_buffers, kv_full, full, empty, numbers, stats,
+    p_indptr, p_num_partial, p_bits, capacity, layout_stride_b, layout_stride_h, i_b, i_hk, i_col,
+    kv_blocks, group_size, scale, scale_log2,
+    CONSUMER: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv of 64 keys of a kv block, and this consumer's share of what the block gives to dq."""
+    """dk and dv of 64 keys of a kv block."""
     SPLIT: gl.constexpr = Q_BLOCK // ROWS
     D: gl.constexpr = dk_desc.block_type.shape[3]
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -143,24 +101,14 @@ def consume(
             i_b, i_hk * group_size + i_group, i_col, kv_blocks,
         )  # fmt: skip
         dk, dv = _consume_tiles(
-            dk, dv, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, full, empty, ds_full, ds_empty,
-            numbers, stats, p_dq, p_nowhere, p_bits, scale_log2, done, 0, partial * SPLIT,
-            True, WITH_DQ, CONSUMER, CONSUMERS, Q_BLOCK, KV_BLOCK, STAGES,
+            dk, dv, q_buffers, do_buffers, k_buffers, v_buffers, full, empty, numbers, stats,
+            p_bits, scale_log2, done, 0, partial * SPLIT, True, CONSUMER, Q_BLOCK, KV_BLOCK, STAGES,
         )  # fmt: skip
         dk, dv = _consume_tiles(
-            dk, dv, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, full, empty, ds_full, ds_empty,
-            numbers, stats, p_dq, p_nowhere, p_bits, scale_log2, done, partial * SPLIT, count * SPLIT,
-            False, WITH_DQ, CONSUMER, CONSUMERS, Q_BLOCK, KV_BLOCK, STAGES,
+            dk, dv, q_buffers, do_buffers, k_buffers, v_buffers, full, empty, numbers, stats,
+            p_bits, scale_log2, done, partial * SPLIT, count * SPLIT, False, CONSUMER, Q_BLOCK, KV_BLOCK, STAGES,
         )  # fmt: skip
         done += count * SPLIT
-    if WITH_DQ:  # noqa: SIM102 (one is known to the compiler, the other is not)
-        if done > 0:
-            before = (done + 1) % 2
-            mbarrier.wait(ds_full.index(before), (((done + 1) // 2) & 1) ^ 1)
-            dq = warpgroup_mma_wait(0, deps=[_start_dq(k_buffers, ds_buffers, before, CONSUMERS, CONSUMER, D)])
-            mbarrier.arrive(ds_empty.index(before), count=1)
-            add_dq(_share_of(p_dq, p_nowhere, numbers, done - 1, CONSUMER, CONSUMERS, D), dq)
-            mbarrier.wait(ds_empty.index(before), (((done + 2) // 2) & 1) ^ 1)  # both have read k
     # k and v are read no more: their buffers carry the results out
     k_buffers.index(CONSUMER).reshape([ROWS, D]).store((dk * scale).to(dk_desc.dtype))
     v_buffers.index(CONSUMER).reshape([ROWS, D]).store(dv.to(dk_desc.dtype))

@@ -1,10 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""dk and dv for Hopper, in Gluon, and in the same pass dq's sums where there are two consumers for 128 columns.
+"""dk and dv for Hopper, in Gluon.
 
 A program owns a kv block of one kv head: a producer warp (`backward_produce`) and a consumer (`backward_consume`) for
 each 64 keys. lse (base 2) and delta come padded to whole q blocks, with lse = inf where there is no query or it sees
-nothing, so that such rows give nothing. In which order programs add to dq is open, so that it may differ in its last
-bits between runs; where that must not be, dq has a kernel of its own (`backward`).
+nothing, so that such rows give nothing.
 """
 
 import torch
@@ -15,7 +14,6 @@ from triton.experimental.gluon import language as gl
 from dynaxx.kernels.hopper.backward_consume import consume
 from dynaxx.kernels.hopper.backward_produce import FIELDS, RING, produce
 from dynaxx.kernels.hopper.config import backward_stages
-from dynaxx.kernels.hopper.dq_sums import finish_dq
 from dynaxx.kernels.hopper.forward import LOG2E, barriers
 from dynaxx.kernels.hopper.forward_consume import ROWS
 from dynaxx.kernels.hopper.launch import gluon_rows, multiprocessors
@@ -29,13 +27,12 @@ PROGRAMS_PER_SM = 2  # fewer, of unequal length, leave multiprocessors idle
 @gluon.jit(do_not_specialize=["capacity", "num_masks", "seqlen_k", "q_blocks", "batch", "kv_heads", "group_size"])
 def _sparse_attention_hopper_bwd_dkv_kernel(
     do_desc, q_desc, k_desc, v_desc, dk_desc, dv_desc,
-    p_dq,  # (B, Hq, q_blocks * Q_BLOCK * D) fp32, as `dq_sums` orders them, and a tile that nobody reads; with dq only
     p_lse,  # (B, Hq, q_blocks * Q_BLOCK) fp32, base 2, inf where there is nothing
     p_delta,  # the same shape, 0 there
     p_indptr, p_num_partial, p_indices, p_codes, p_bits, p_bands,
     capacity, num_masks, layout_stride_b, layout_stride_h,
     seqlen_k, q_blocks, batch, kv_heads, group_size, scale, scale_log2,
-    WITH_DQ: gl.constexpr, CONSUMERS: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr,
+    CONSUMERS: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr,
     STAGES: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     i_program = gl.program_id(0)
@@ -47,35 +44,28 @@ def _sparse_attention_hopper_bwd_dkv_kernel(
     D: gl.constexpr = q_desc.block_type.shape[3]
     p_lse += first_head * q_blocks * Q_BLOCK
     p_delta += first_head * q_blocks * Q_BLOCK
-    p_nowhere = p_dq + (batch * kv_heads).to(gl.int64) * group_size * q_blocks * (Q_BLOCK * D)
-    p_dq += first_head * q_blocks * (Q_BLOCK * D)
 
     dtype: gl.constexpr = q_desc.dtype
     q_buffers = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, D], q_desc.layout)
     do_buffers = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, D], do_desc.layout)
     k_buffers = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, ROWS, D], k_desc.layout)
     v_buffers = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, ROWS, D], v_desc.layout)
-    ds_buffers = gl.allocate_shared_memory(dtype, [2 * CONSUMERS, ROWS, ROWS], gl.NVMMASharedLayout(128, 16, 2))
     numbers = gl.allocate_shared_memory(gl.int32, [RING * FIELDS, 1], NUMBERS)
     stats = gl.allocate_shared_memory(gl.float32, [2 * STAGES, ROWS], NUMBERS)
     kv_full = barriers(1, 1)
     full = barriers(STAGES, 1)
     empty = barriers(STAGES, CONSUMERS)
-    ds_full = barriers(2, CONSUMERS)
-    ds_empty = barriers(2, CONSUMERS)
     if CONSUMERS == 2:
         gl.warp_specialize([
             (consume, (
-                dk_desc, dv_desc, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, kv_full, full, empty,
-                ds_full, ds_empty, numbers, stats, p_dq, p_nowhere, p_indptr, p_num_partial, p_bits, capacity,
-                layout_stride_b, layout_stride_h, i_b, i_hk, i_col, kv_blocks, group_size, scale, scale_log2,
-                WITH_DQ, 0, CONSUMERS, Q_BLOCK, KV_BLOCK, STAGES,
+                dk_desc, dv_desc, q_buffers, do_buffers, k_buffers, v_buffers, kv_full, full, empty, numbers, stats,
+                p_indptr, p_num_partial, p_bits, capacity, layout_stride_b, layout_stride_h, i_b, i_hk, i_col,
+                kv_blocks, group_size, scale, scale_log2, 0, Q_BLOCK, KV_BLOCK, STAGES,
             )),
             (consume, (
-                dk_desc, dv_desc, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, kv_full, full, empty,
-                ds_full, ds_empty, numbers, stats, p_dq, p_nowhere, p_indptr, p_num_partial, p_bits, capacity,
-                layout_stride_b, layout_stride_h, i_b, i_hk, i_col, kv_blocks, group_size, scale, scale_log2,
-                WITH_DQ, 1, CONSUMERS, Q_BLOCK, KV_BLOCK, STAGES,
+                dk_desc, dv_desc, q_buffers, do_buffers, k_buffers, v_buffers, kv_full, full, empty, numbers, stats,
+                p_indptr, p_num_partial, p_bits, capacity, layout_stride_b, layout_stride_h, i_b, i_hk, i_col,
+                kv_blocks, group_size, scale, scale_log2, 1, Q_BLOCK, KV_BLOCK, STAGES,
             )),
             (produce, (
                 q_desc, do_desc, k_desc, v_desc, q_buffers, do_buffers, k_buffers, v_buffers, kv_full, full, empty,
@@ -87,10 +77,9 @@ def _sparse_attention_hopper_bwd_dkv_kernel(
     else:
         gl.warp_specialize([
             (consume, (
-                dk_desc, dv_desc, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, kv_full, full, empty,
-                ds_full, ds_empty, numbers, stats, p_dq, p_nowhere, p_indptr, p_num_partial, p_bits, capacity,
-                layout_stride_b, layout_stride_h, i_b, i_hk, i_col, kv_blocks, group_size, scale, scale_log2,
-                WITH_DQ, 0, CONSUMERS, Q_BLOCK, KV_BLOCK, STAGES,
+                dk_desc, dv_desc, q_buffers, do_buffers, k_buffers, v_buffers, kv_full, full, empty, numbers, stats,
+                p_indptr, p_num_partial, p_bits, capacity, layout_stride_b, layout_stride_h, i_b, i_hk, i_col,
+                kv_blocks, group_size, scale, scale_log2, 0, Q_BLOCK, KV_BLOCK, STAGES,
             )),
             (produce, (
                 q_desc, do_desc, k_desc, v_desc, q_buffers, do_buffers, k_buffers, v_buffers, kv_full, full, empty,
@@ -101,24 +90,10 @@ def _sparse_attention_hopper_bwd_dkv_kernel(
         ], [1], [PRODUCER_REGISTERS])  # fmt: skip
 
 
-def gives_dq(head_dim: int, kv_block: int) -> bool:
-    """Whether `backward_dkv` can give dq: two consumers with 64 keys and 64 columns each."""
-    return head_dim == 128 and kv_block == 128
-
-
 def backward_dkv(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    layout: BlockLayout,
-    scale: float,
-    *,
-    with_dq: bool,
-) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Return (dq or None, dk, dv), contiguous. Takes (B, N, H, D) tensors, and lse and delta as the kernel does.
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, layout: BlockLayout, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return (dk, dv), contiguous. Takes (B, N, H, D) tensors, and lse and delta as the kernel does.
 
     Where keys are too few to fill the GPU, each q head is a program of its own, and a group is summed afterwards.
     """
@@ -127,17 +102,14 @@ def backward_dkv(
     group_size = q_heads // kv_heads
     if group_size > 1 and layout.kv_blocks * batch * kv_heads < PROGRAMS_PER_SM * multiprocessors(k.device):
         k, v = (x.repeat_interleave(group_size, 2) for x in (k, v))
-        dq, *heads = backward_dkv(do, q, k, v, lse, delta, layout, scale, with_dq=with_dq)
+        heads = backward_dkv(do, q, k, v, lse, delta, layout, scale)
         dk, dv = (x.unflatten(2, (kv_heads, group_size)).sum(3) for x in heads)
-        return dq, dk, dv
+        return dk, dv
     dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
     q_block, kv_block = layout.block_size
     consumers = kv_block // 64
-    tiles = lse.numel() // 64
-    sums = lse.new_zeros((tiles + 1) * 64 * head_dim) if with_dq else lse
     _sparse_attention_hopper_bwd_dkv_kernel[(layout.kv_blocks * batch * kv_heads,)](
         *(gluon_rows(x, 64) for x in (do, q, k, v, dk, dv)),
-        sums,
         lse,
         delta,
         *transposed_arguments(layout),
@@ -148,7 +120,6 @@ def backward_dkv(
         group_size=group_size,
         scale=scale,
         scale_log2=scale * LOG2E,
-        WITH_DQ=with_dq,
         CONSUMERS=consumers,
         Q_BLOCK=q_block,
         KV_BLOCK=kv_block,
@@ -158,4 +129,4 @@ def backward_dkv(
         num_warps=4,
         maxnreg=168 if consumers == 2 else 128,
     )
-    return finish_dq(sums, q, tiles, scale) if with_dq else None, dk, dv
+    return dk, dv
