@@ -1,6 +1,7 @@
 """Attention from threads, from forked and from spawned processes: right, and never hanging."""
 
 import multiprocessing
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -131,17 +132,16 @@ def test_threads_follow_torch():
     if library.active_library() is None:
         pytest.skip("no C++ core here")
     asked = []
-    right = arguments.ForwardArgs
 
     def watched(*fields):
-        args = right(*fields)
-        asked.append(args.threads)
+        args = arguments.forward_args(*fields)
+        asked.append(int.from_bytes(args[-8:], sys.byteorder))
         return args
 
     for threads in (1, 2):
         torch.set_num_threads(threads)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(forward, "ForwardArgs", watched)
+            patch.setattr(forward, "forward_args", watched)
             results(0)
             with ThreadPoolExecutor(1) as pool:  # a thread's number of threads is torch's, not OpenMP's default
                 pool.submit(results, 0).result(SECONDS)

@@ -335,7 +335,7 @@ def test_on_cuda_flash_attention_gets_what_is_dense(case, telemetry, monkeypatch
 
 
 BROKEN = {
-    "missing": (None, "No such file"),
+    "missing": (None, "no such file"),
     "no JSON": ("{", "is not JSON"),
     "wrong field": ('{"format": "dynaxx.policy", "version": 1, "model": {"model_type": "llama"}}', "`model.layers`"),
 }
