@@ -1,0 +1,181 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""dk and dv in Triton: a program per kv block walks its column, for the heads of its group in turn. See `backward`."""
+
+import triton
+import triton.language as tl
+
+from dynaxx.kernels.triton.backward_rows import cap_scores, load_row_values, weights_of
+from dynaxx.kernels.triton.launch import RUNTIME_SIZES
+from dynaxx.kernels.triton.primitives import (
+    BOUNDS,
+    load_tile,
+    row_entries,
+    store_rows,
+    tile_positions,
+    visible_elements,
+)
+
+
+@triton.jit
+def _accumulate_dkv(
+    dk,  # [BLOCK_N, BLOCK_D] fp32
+    dv,  # [BLOCK_N, BLOCK_E] fp32
+    b_k,  # [BLOCK_N, BLOCK_D]
+    b_v,  # [BLOCK_N, BLOCK_E]
+    inner_k,  # [BLOCK_N], positions in the kv block
+    q_rows,  # of this q head: pointers, or of all under TMA: descriptors
+    do_rows,
+    i_b,
+    i_h,
+    p_lse,
+    p_delta,
+    stride_qn,
+    stride_don,
+    seqlen_q,
+    scale,
+    cap,
+    p_indices,
+    p_codes,
+    p_bits,
+    p_bands,
+    num_masks,
+    first,
+    count,
+    MASKED: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    Q_BLOCK: tl.constexpr,
+    KV_BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    PRECISION: tl.constexpr,
+    CAPPED: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """Add what the `count` q blocks from entry `first` give; queries past the end have lse = inf and give nothing."""
+    WORDS: tl.constexpr = (KV_BLOCK + 31) // 32
+    for i_tile in range(0, tl.cdiv(count * Q_BLOCK, BLOCK_M)):
+        start, offsets, inner_q, code = tile_positions(
+            p_indices, p_codes, first, count, i_tile, seqlen_q, Q_BLOCK, BLOCK_M, BOUNDS
+        )
+        b_q = load_tile(q_rows, i_b, i_h, start, offsets, stride_qn, seqlen_q, D, BLOCK_D, BLOCK_M, True, TMA)
+        b_do = load_tile(do_rows, i_b, i_h, start, offsets, stride_don, seqlen_q, E, BLOCK_E, BLOCK_M, True, TMA)
+        lse, delta = load_row_values(p_lse, p_delta, start + offsets, seqlen_q)
+        scores = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
+        scores, slope = cap_scores(scores, cap, CAPPED)
+        weights = weights_of(scores, lse[None, :], scale, b_q.dtype == tl.float32)
+        if MASKED:
+            if BLOCK_M > Q_BLOCK:
+                code = code[None, :]
+            r, c = inner_q[None, :], inner_k[:, None]
+            visible = visible_elements(p_bits, p_bands, num_masks, code, r, c, Q_BLOCK, WORDS)
+            weights = tl.where(visible, weights, 0.0)
+        dv = tl.dot(weights.to(b_do.dtype), b_do, dv, input_precision=PRECISION)
+        dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
+        ds = weights * (dp - delta[None, :]) * slope
+        dk = tl.dot(ds.to(b_q.dtype), b_q, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=RUNTIME_SIZES)
+def sparse_attention_bwd_dkv_kernel(
+    do_rows,  # pointers, or under TMA descriptors of (B, heads, seqlen, head_dim)
+    q_rows,
+    k_rows,
+    v_rows,
+    p_lse,
+    p_delta,
+    p_dk,  # (B, M, Hk, D) contiguous
+    p_dv,  # (B, M, Hk, E) contiguous
+    p_indptr,
+    p_num_partial,
+    p_indices,
+    p_codes,
+    p_bits,
+    p_bands,
+    capacity,
+    num_masks,
+    layout_stride_b,
+    layout_stride_h,
+    seqlen_q,
+    seqlen_k,
+    batch,
+    q_heads,
+    group_size,
+    scale,
+    cap,
+    stride_dob,
+    stride_don,
+    stride_doh,
+    stride_qb,
+    stride_qn,
+    stride_qh,
+    stride_kb,
+    stride_kn,
+    stride_kh,
+    stride_vb,
+    stride_vn,
+    stride_vh,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    Q_BLOCK: tl.constexpr,
+    KV_BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+    CAPPED: tl.constexpr,
+    TMA: tl.constexpr,
+    PER_HEAD: tl.constexpr,  # sum the heads of a group apart: exact fp32 needs short sums, and has the registers
+):
+    """dk and dv of a tile of keys of one kv head."""
+    SPLIT_N: tl.constexpr = KV_BLOCK // BLOCK_N
+    kv_heads = q_heads // group_size
+    i_program = tl.program_id(0)
+    i_hk = (i_program % kv_heads).to(tl.int64)
+    i_b = (i_program // kv_heads % batch).to(tl.int64)
+    i_tile = i_program // (kv_heads * batch)  # the first keys are seen by most queries under a causal mask
+    i_col = i_tile // SPLIT_N
+    inner_k = i_tile % SPLIT_N * BLOCK_N + tl.arange(0, BLOCK_N)
+    first_k = (i_col * KV_BLOCK + i_tile % SPLIT_N * BLOCK_N).to(tl.int64)
+    o_k = tl.arange(0, BLOCK_N)
+    pos_k = first_k + o_k
+    kv_blocks = (seqlen_k + KV_BLOCK - 1) // KV_BLOCK
+    if not TMA:
+        k_rows += i_b * stride_kb + i_hk * stride_kh
+        v_rows += i_b * stride_vb + i_hk * stride_vh
+    b_k = load_tile(k_rows, i_b, i_hk, first_k, o_k, stride_kn, seqlen_k, D, BLOCK_D, BLOCK_N, True, TMA)
+    b_v = load_tile(v_rows, i_b, i_hk, first_k, o_k, stride_vn, seqlen_k, E, BLOCK_E, BLOCK_N, True, TMA)
+    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
+    for i_group in range(group_size):
+        i_h = i_hk * group_size + i_group
+        lead = i_b * layout_stride_b + i_h * layout_stride_h
+        start, partial, total = row_entries(p_indptr, p_num_partial, lead, i_col, kv_blocks, capacity)
+        row = (i_b * q_heads + i_h) * seqlen_q
+        if TMA:
+            q_head, do_head = q_rows, do_rows
+        else:
+            q_head = q_rows + i_b * stride_qb + i_h * stride_qh
+            do_head = do_rows + i_b * stride_dob + i_h * stride_doh
+        if PER_HEAD:
+            sum_dk, sum_dv = dk, dv
+            dk, dv = tl.zeros_like(dk), tl.zeros_like(dv)
+        for i_pass in tl.static_range(2):
+            if i_pass == 0:
+                first, count = start, partial
+            else:
+                first, count = start + partial, total - partial
+            dk, dv = _accumulate_dkv(
+                dk, dv, b_k, b_v, inner_k, q_head, do_head, i_b, i_h, p_lse + row, p_delta + row,
+                stride_qn, stride_don, seqlen_q, scale, cap,
+                p_indices, p_codes, p_bits, p_bands, num_masks, first, count,
+                i_pass == 0, D, E, BLOCK_D, BLOCK_E, Q_BLOCK, KV_BLOCK, BLOCK_M, PRECISION, CAPPED, TMA,
+            )  # fmt: skip
+        if PER_HEAD:
+            dk, dv = sum_dk + dk, sum_dv + dv
+    first_row = i_b * seqlen_k * kv_heads + i_hk
+    store_rows(p_dk + first_row * D, dk * scale, pos_k, kv_heads * D, seqlen_k, D, BLOCK_D)
+    store_rows(p_dv + first_row * E, dv, pos_k, kv_heads * E, seqlen_k, E, BLOCK_E)

@@ -1,0 +1,183 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""dq in Triton: a program per row of the layout walks its kv blocks. See `backward`."""
+
+import triton
+import triton.language as tl
+
+from dynaxx.kernels.triton.backward_rows import cap_scores, load_row_values, weights_of
+from dynaxx.kernels.triton.launch import RUNTIME_SIZES
+from dynaxx.kernels.triton.primitives import (
+    FULL,
+    PARTIAL,
+    load_tile,
+    row_entries,
+    started_row,
+    store_rows,
+    tile_positions,
+    visible_elements,
+    whole_tiles,
+)
+
+
+@triton.jit
+def _accumulate_dq(
+    dq,  # [BLOCK_M, BLOCK_D] fp32
+    b_q,  # [BLOCK_M, BLOCK_D]
+    b_do,  # [BLOCK_M, BLOCK_E]
+    lse,  # [BLOCK_M]
+    delta,  # [BLOCK_M]
+    inner_q,  # [BLOCK_M], positions in the q block
+    k_rows,  # of this kv head: a pointer, or of all under TMA: a descriptor
+    v_rows,
+    i_b,
+    i_hk,
+    stride_kn,
+    stride_vn,
+    seqlen_k,
+    scale,
+    cap,
+    p_indices,
+    p_codes,
+    p_bits,
+    p_bands,
+    num_masks,
+    first,
+    count,
+    begin,
+    end,
+    MASKING: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    Q_BLOCK: tl.constexpr,
+    KV_BLOCK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+    CAPPED: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """Add what tiles begin..end of the `count` blocks from entry `first` give."""
+    WORDS: tl.constexpr = (KV_BLOCK + 31) // 32
+    for i_tile in range(begin, end):
+        start, offsets, inner_k, code = tile_positions(
+            p_indices, p_codes, first, count, i_tile, seqlen_k, KV_BLOCK, BLOCK_N, MASKING
+        )
+        b_k = load_tile(
+            k_rows, i_b, i_hk, start, offsets, stride_kn, seqlen_k, D, BLOCK_D, BLOCK_N, MASKING != FULL, TMA
+        )
+        b_v = load_tile(
+            v_rows, i_b, i_hk, start, offsets, stride_vn, seqlen_k, E, BLOCK_E, BLOCK_N, MASKING != FULL, TMA
+        )
+        scores = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        scores, slope = cap_scores(scores, cap, CAPPED)
+        weights = weights_of(scores, lse[:, None], scale, b_k.dtype == tl.float32)
+        if MASKING == PARTIAL:
+            if BLOCK_N > KV_BLOCK:
+                code = code[None, :]
+            r, c = inner_q[:, None], inner_k[None, :]
+            visible = visible_elements(p_bits, p_bands, num_masks, code, r, c, Q_BLOCK, WORDS)
+            weights = tl.where(visible, weights, 0.0)
+        if MASKING != FULL:
+            pos_k = start + offsets
+            weights = tl.where(((pos_k >= 0) & (pos_k < seqlen_k))[None, :], weights, 0.0)
+        dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
+        ds = weights * (dp - delta[:, None]) * slope
+        dq = tl.dot(ds.to(b_k.dtype), b_k, dq, input_precision=PRECISION)
+    return dq
+
+
+@triton.jit(do_not_specialize=RUNTIME_SIZES)
+def sparse_attention_bwd_dq_kernel(
+    do_rows,  # pointers, or under TMA descriptors of (B, heads, seqlen, head_dim)
+    q_rows,
+    k_rows,
+    v_rows,
+    p_lse,
+    p_delta,
+    p_dq,  # (B, N, Hq, D) contiguous
+    p_order,
+    p_indptr,
+    p_num_partial,
+    p_indices,
+    p_codes,
+    p_bits,
+    p_bands,
+    capacity,
+    num_masks,
+    layout_stride_b,
+    layout_stride_h,
+    seqlen_q,
+    seqlen_k,
+    batch,
+    q_heads,
+    group_size,
+    scale,
+    cap,
+    stride_dob,
+    stride_don,
+    stride_doh,
+    stride_qb,
+    stride_qn,
+    stride_qh,
+    stride_kb,
+    stride_kn,
+    stride_kh,
+    stride_vb,
+    stride_vn,
+    stride_vh,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    Q_BLOCK: tl.constexpr,
+    KV_BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+    CAPPED: tl.constexpr,
+    TMA: tl.constexpr,
+    ORDERED: tl.constexpr,
+):
+    """dq of a tile of queries of one head."""
+    SPLIT_M: tl.constexpr = Q_BLOCK // BLOCK_M
+    i_program = tl.program_id(0)
+    i_h = (i_program % q_heads).to(tl.int64)
+    i_b = (i_program // q_heads % batch).to(tl.int64)
+    i_tile = i_program // (q_heads * batch)
+    lead = i_b * layout_stride_b + i_h * layout_stride_h
+    q_blocks = (seqlen_q + Q_BLOCK - 1) // Q_BLOCK
+    i_row = started_row(p_order, lead, i_tile // SPLIT_M, q_blocks, ORDERED)
+    inner_q = i_tile % SPLIT_M * BLOCK_M + tl.arange(0, BLOCK_M)
+    first_q = (i_row * Q_BLOCK + i_tile % SPLIT_M * BLOCK_M).to(tl.int64)
+    o_q = tl.arange(0, BLOCK_M)
+    pos_q = first_q + o_q
+    start, partial, total = row_entries(p_indptr, p_num_partial, lead, i_row, q_blocks, capacity)
+
+    i_hk = i_h // group_size
+    if not TMA:
+        q_rows += i_b * stride_qb + i_h * stride_qh
+        do_rows += i_b * stride_dob + i_h * stride_doh
+        k_rows += i_b * stride_kb + i_hk * stride_kh
+        v_rows += i_b * stride_vb + i_hk * stride_vh
+    head = i_b * q_heads + i_h
+    b_q = load_tile(q_rows, i_b, i_h, first_q, o_q, stride_qn, seqlen_q, D, BLOCK_D, BLOCK_M, True, TMA)
+    b_do = load_tile(do_rows, i_b, i_h, first_q, o_q, stride_don, seqlen_q, E, BLOCK_E, BLOCK_M, True, TMA)
+    lse, delta = load_row_values(p_lse + head * seqlen_q, p_delta + head * seqlen_q, pos_q, seqlen_q)
+    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    whole = whole_tiles(total - partial, seqlen_k, KV_BLOCK, BLOCK_N)
+    for MASKING in tl.static_range(3):
+        if MASKING == PARTIAL:
+            first, count, begin, end = start, partial, 0, tl.cdiv(partial * KV_BLOCK, BLOCK_N)
+        elif MASKING == FULL:
+            first, count, begin, end = start + partial, total - partial, 0, whole
+        else:
+            first, count = start + partial, total - partial
+            begin, end = whole, tl.cdiv((total - partial) * KV_BLOCK, BLOCK_N)
+        dq = _accumulate_dq(
+            dq, b_q, b_do, lse, delta, inner_q, k_rows, v_rows, i_b, i_hk, stride_kn, stride_vn, seqlen_k, scale, cap,
+            p_indices, p_codes, p_bits, p_bands, num_masks, first, count, begin, end,
+            MASKING, D, E, BLOCK_D, BLOCK_E, Q_BLOCK, KV_BLOCK, BLOCK_N, PRECISION, CAPPED, TMA,
+        )  # fmt: skip
+    p_dq += (i_b * seqlen_q * q_heads + i_h) * D
+    store_rows(p_dq, dq * scale, pos_q, q_heads * D, seqlen_q, D, BLOCK_D)

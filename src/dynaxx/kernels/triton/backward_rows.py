@@ -1,0 +1,101 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""What the backward kernels share: per query its lse and delta, weights again from scores, the slope of a cap."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dynaxx.kernels.triton.config import padded
+from dynaxx.kernels.triton.launch import strides, unit_stride
+from dynaxx.kernels.triton.primitives import LOG2E, exp_rounded, load_rows, tanh
+
+DELTA_ROWS = 64
+
+
+@triton.jit
+def load_row_values(p_lse, p_delta, positions, seqlen):
+    """lse and delta; a query that sees nothing, or is none, gets lse = inf, so that its weights vanish."""
+    inside = (positions >= 0) & (positions < seqlen)
+    lse = tl.load(p_lse + positions, mask=inside, other=float("inf"))
+    delta = tl.load(p_delta + positions, mask=inside, other=0.0)
+    return tl.where(lse == float("-inf"), float("inf"), lse), delta
+
+
+@triton.jit
+def weights_of(scores, lse, scale, EXACT: tl.constexpr):
+    """exp(scores * scale - lse); through base 2 at once, unless the rounding of both terms there would show."""
+    weights = exp_rounded(scores * scale - lse) if EXACT else tl.exp2(scores * (scale * LOG2E) - lse * LOG2E)
+    return weights
+
+
+@triton.jit
+def cap_scores(scores, cap, CAPPED: tl.constexpr):
+    """Capped scores, and what their gradients are multiplied with."""
+    slope = 1.0
+    if CAPPED:
+        bent = tanh(scores / cap)
+        scores, slope = cap * bent, 1.0 - bent * bent
+    return scores, slope
+
+
+@triton.jit(do_not_specialize=["seqlen_q", "q_heads", "stride_dlb", "stride_dlh", "stride_dln"])
+def _sparse_attention_bwd_delta_kernel(
+    p_do,
+    p_dlse,
+    p_out,
+    p_lse,
+    p_delta,  # (B, Hq, N) contiguous, fp32
+    seqlen_q,
+    q_heads,
+    stride_dob,
+    stride_don,
+    stride_doh,
+    stride_dlb,
+    stride_dlh,
+    stride_dln,
+    stride_ob,
+    stride_on,
+    stride_oh,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    tiles = tl.cdiv(seqlen_q, BLOCK_M)
+    i_tile = tl.program_id(0) % tiles
+    head = (tl.program_id(0) // tiles).to(tl.int64)
+    i_b, i_h = head // q_heads, head % q_heads
+    pos_q = i_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    inside = pos_q < seqlen_q
+    b_do = load_rows(p_do + i_b * stride_dob + i_h * stride_doh, 0, pos_q, stride_don, seqlen_q, E, BLOCK_E)
+    b_out = load_rows(p_out + i_b * stride_ob + i_h * stride_oh, 0, pos_q, stride_on, seqlen_q, E, BLOCK_E)
+    p_row = p_dlse + i_b * stride_dlb + i_h * stride_dlh + pos_q.to(tl.int64) * stride_dln
+    dlse = tl.load(p_row, mask=inside, other=0.0).to(tl.float32)
+    lse = tl.load(p_lse + head * seqlen_q + pos_q, mask=inside, other=0.0)
+    delta = tl.sum(b_do.to(tl.float32) * b_out.to(tl.float32), 1) - dlse
+    tl.store(p_delta + head * seqlen_q + pos_q, tl.where(lse == float("-inf"), 0.0, delta), mask=inside)
+
+
+def row_delta(do: Tensor, dlse: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+    """(B, Hq, N) fp32: rowsum(do * out) - dlse, and 0 for a query that sees nothing."""
+    batch, seqlen_q, q_heads = out.shape[:3]
+    do, out = unit_stride(do), unit_stride(out)
+    delta = torch.empty_like(lse)
+    _sparse_attention_bwd_delta_kernel[(-(-seqlen_q // DELTA_ROWS) * batch * q_heads,)](
+        do,
+        dlse,
+        out,
+        lse,
+        delta,
+        seqlen_q=seqlen_q,
+        q_heads=q_heads,
+        **strides("do", do),
+        stride_dlb=dlse.stride(0),
+        stride_dlh=dlse.stride(1),
+        stride_dln=dlse.stride(2),
+        **strides("o", out),
+        E=do.shape[3],
+        BLOCK_E=padded(do.shape[3]),
+        BLOCK_M=DELTA_ROWS,
+    )
+    return delta
