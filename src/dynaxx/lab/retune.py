@@ -133,9 +133,8 @@ def record(
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     border = policy.dense_below if policy.sparse_from is None else policy.sparse_from
     limit = min(len(ids), getattr(model.config.get_text_config(), "max_position_embeddings", None) or len(ids))
-    lengths = lengths or [
-        each for each in (max(border, 256), max(2 * border, 512), max(4 * border, 1024)) if each < limit
-    ]
+    times = (1, 2, 4) if time_budget is None else (1, 2)  # the longest take most of the time
+    lengths = lengths or [each for each in (max(n * border, n * 256) for n in times) if each < limit]
     wrong = [each for each in lengths if not max(border, 2) <= each < limit]
     if wrong or not lengths:
         raise ValueError(
