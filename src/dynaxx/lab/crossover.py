@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from dynaxx.policy import Policy
 
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
+GPU_LENGTHS = (*LENGTHS, 16384, 32768)  # dense attention is fast there for longer
 REPEATS = 5
 LONG = 4096  # from here on fewer repeats: they take seconds and noise is small beside them
 GAIN = 1.25  # attention must be this much faster to count: less would hardly show in the whole model
@@ -35,7 +36,7 @@ class LengthTiming:
 
 
 @torch.no_grad()
-def time_lengths(model: Any, policy: Policy, lengths: Sequence[int] = LENGTHS) -> list[LengthTiming]:
+def time_lengths(model: Any, policy: Policy, lengths: Sequence[int] | None = None) -> list[LengthTiming]:
     """Time dense (SDPA) and the policy's attention at several lengths, interleaved, on random inputs.
 
     Three layers are timed, those of the lowest, middle and highest density, and their mean stands for all.
@@ -46,6 +47,7 @@ def time_lengths(model: Any, policy: Policy, lengths: Sequence[int] = LENGTHS) -
     parameter = next(model.parameters())
     facts = policy.model
     typical = _typical(list(plans.values()))
+    lengths = lengths or (GPU_LENGTHS if parameter.device.type == "cuda" else LENGTHS)
     found = []
     for seqlen in lengths:
         q, k, v = (
