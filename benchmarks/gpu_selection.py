@@ -29,7 +29,6 @@ RULES = [
     dx.TopK(0.1, dx.SimHash()),
     dx.TopK(0.1, dx.LastQueryProbe()),
     dx.TopK(0.1, dx.AntiDiagonal()),
-    dx.TopK(0.1, dx.Int8Pool()),
 ]
 CLUSTERED = [dx.ClusterGlobals(1, clusters=64), dx.TopK(0.1, dx.KeyClusters())]  # torch code, not to be captured
 

@@ -38,7 +38,6 @@ SCORERS = {
     "`AntiDiagonal()`": dx.AntiDiagonal(),
     "`SimHash()`": dx.SimHash(),
     "`KeyClusters()`": dx.KeyClusters(),
-    "`Int8Pool()`": dx.Int8Pool(),
 }
 RULES = [
     dx.TopK(0.25, dx.MinMax(0.5), per="head"),

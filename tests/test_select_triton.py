@@ -121,9 +121,7 @@ def test_choosing_and_attending_go_into_a_cuda_graph():
 
 @gpu
 @on_gpu
-@pytest.mark.parametrize(
-    "scorer", ["MeanQuery", "MeanPool", "MinMax", "LastQueryProbe", "AntiDiagonal", "SimHash", "Int8Pool"]
-)
+@pytest.mark.parametrize("scorer", ["MeanQuery", "MeanPool", "MinMax", "LastQueryProbe", "AntiDiagonal", "SimHash"])
 def test_a_choice_never_waits_for_the_gpu(scorer, never_waits):
     rule = dx.SlidingWindow(256) | dx.TopK(0.1, getattr(dx, scorer)())
     q, k = (torch.randn(1, 2048, heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (8, 2))

@@ -10,7 +10,6 @@ from torch.utils._pytree import tree_leaves
 import dynaxx as dx
 from dynaxx.selection import (
     AntiDiagonal,
-    Int8Pool,
     KeyClusters,
     LastQueryProbe,
     MeanPool,
@@ -37,9 +36,6 @@ SCORERS = [
     SimHash(),
     KeyClusters(),
     KeyClusters(clusters=16, nearest=4),
-    Int8Pool(),
-    Int8Pool(pool=4, fine=1, survivors=1.0),
-    Int8Pool(survivors=0.0),
 ]
 
 
@@ -262,16 +258,6 @@ def test_sim_hash_counts_collisions():
     torch.testing.assert_close(got, same.view(2, 16, 2, 16).sum((1, 3)).float(), rtol=0, atol=1e-3)
 
 
-def test_the_second_stage_of_int8_refines_the_first():
-    q, k, _ = make_qkv(1, 512, 512, 2, 1, 16)
-    q, k = q * 2, k * 2
-    grid = dx.layout.BlockGrid(512, 512, (64, 64))
-    share = lambda scorer: scorer.prepare(q, k, grid, 0.25)(0, 8).softmax(-1)
-    wrong = [(share(Int8Pool(16, 1, part)) - share(MeanPool(pool=1))).abs().mean() for part in (1.0, 0.5, 0.0)]
-    assert wrong[0] < 0.1 * wrong[1]  # all blocks again, token by token: what is left is the rounding
-    assert wrong[1] < wrong[2]
-
-
 @pytest.mark.parametrize(("make", "some", "nothing", "all_"), [(TopK, 0.3, 0.0, 1.0), (TopP, 0.5, 0.0, 1.0),
                                                                (Threshold, 0.9, 1e9, 0.0)])  # fmt: skip
 def test_heads_of_a_group_choose_together_unless_told_otherwise(make, some, nothing, all_):
@@ -332,8 +318,6 @@ def test_floor_gives_early_rows_the_share_of_later_ones():
         (lambda q, k: SimHash(tables=0), "`tables` must be >= 1"),
         (lambda q, k: SimHash(bits=13), "`bits` must be from 1 to 12"),
         (lambda q, k: KeyClusters(nearest=0), "`nearest` must be >= 1"),
-        (lambda q, k: Int8Pool(pool=4, fine=8), "1 <= fine <= pool"),
-        (lambda q, k: Int8Pool(survivors=1.5), "`survivors` must be from"),
         (lambda q, k: Threshold(-0.1), "`share` must be >= 0"),
         (lambda q, k: Threshold(0.1, "mean"), "`of` must be"),
         (lambda q, k: dx.select_blocks(q, k, TopK(1), memory_budget=0), "`memory_budget` must be >= 1"),

@@ -37,7 +37,6 @@ _SOURCES = {
         "AntiDiagonal",
         "ClusterGlobals",
         "Hybrid",
-        "Int8Pool",
         "KeyClusters",
         "LastQueryProbe",
         "MeanPool",

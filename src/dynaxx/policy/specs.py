@@ -236,16 +236,6 @@ class KeyClusters(_Leaf):
     seed: Int = 0
 
 
-class Int8Pool(_Leaf):
-    """Score blocks by 8-bit mean-pooled keys, the better part again at a finer grain."""
-
-    makes = s.Int8Pool
-    kind: Literal["int8_pool"] = "int8_pool"
-    pool: Positive = 16
-    fine: Positive = 4
-    survivors: Share = 0.5
-
-
 class ClusterGlobals(_Leaf):
     """For every query the blocks that hold the most keys of each cluster; one number, or one per head that the rule
     covers."""
@@ -360,7 +350,7 @@ PatternSpec: TypeAlias = Annotated[
     Field(discriminator="kind"),
 ]
 ScorerSpec: TypeAlias = Annotated[
-    MeanQuery | MeanPool | MinMax | LastQueryProbe | AntiDiagonal | SimHash | KeyClusters | Int8Pool,
+    MeanQuery | MeanPool | MinMax | LastQueryProbe | AntiDiagonal | SimHash | KeyClusters,
     Field(discriminator="kind"),
 ]
 SelectorSpec: TypeAlias = Annotated[TopK | TopP | Threshold | ClusterGlobals, Field(discriminator="kind")]
@@ -410,7 +400,6 @@ _LEAVES: tuple[type[_Leaf], ...] = (
     AntiDiagonal,
     SimHash,
     KeyClusters,
-    Int8Pool,
     ClusterGlobals,
 )
 _SPEC_OF = {leaf.makes: leaf for leaf in _LEAVES}

@@ -6,7 +6,6 @@ from dynaxx.selection.globals import ClusterGlobals
 from dynaxx.selection.recall import Recall, recall
 from dynaxx.selection.scorers import (
     AntiDiagonal,
-    Int8Pool,
     KeyClusters,
     LastQueryProbe,
     MeanPool,
@@ -20,7 +19,6 @@ __all__ = [
     "AntiDiagonal",
     "ClusterGlobals",
     "Hybrid",
-    "Int8Pool",
     "KeyClusters",
     "LastQueryProbe",
     "MeanPool",

@@ -14,7 +14,6 @@ from dynaxx.layout import BLOCK_SIZES, BlockLayout
 from dynaxx.selection import (
     AntiDiagonal,
     ClusterGlobals,
-    Int8Pool,
     KeyClusters,
     LastQueryProbe,
     MeanPool,
@@ -66,7 +65,6 @@ def random_scorer(rng: random.Random) -> Scorer:
         lambda: AntiDiagonal(rng.choice((1, 4, 16, 50))),
         lambda: SimHash(tables=rng.choice((1, 4)), bits=rng.choice((1, 5)), seed=rng.randint(0, 9)),
         lambda: KeyClusters(rng.choice((1, 8, 40)), rng.choice((1, 4, 64)), rng.choice((1, 3)), seed=rng.randint(0, 9)),
-        lambda: Int8Pool(rng.choice((8, 16)), rng.choice((1, 3, 8)), rng.choice((0.0, 0.4, 1.0))),
     )
     return rng.choice(scorers)()
 

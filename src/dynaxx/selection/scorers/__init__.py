@@ -6,7 +6,6 @@ B batch, Hq / Hk heads, R rows of q blocks, C kv blocks, D head_dim.
 from dynaxx.selection.scorers.antidiagonal import AntiDiagonal
 from dynaxx.selection.scorers.base import MEMORY_BUDGET, Scorer, ScoreRows
 from dynaxx.selection.scorers.clusters import KeyClusters
-from dynaxx.selection.scorers.int8 import Int8Pool
 from dynaxx.selection.scorers.pooling import MeanPool, MinMax
 from dynaxx.selection.scorers.probe import LastQueryProbe
 from dynaxx.selection.scorers.query import MeanQuery
@@ -15,7 +14,6 @@ from dynaxx.selection.scorers.simhash import SimHash
 __all__ = [
     "MEMORY_BUDGET",
     "AntiDiagonal",
-    "Int8Pool",
     "KeyClusters",
     "LastQueryProbe",
     "MeanPool",

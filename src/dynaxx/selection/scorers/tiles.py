@@ -23,9 +23,7 @@ class Tiles:
     dtype: torch.dtype = torch.float32  # of the tokens: a GPU multiplies the vectors in it
 
 
-def tile_scores(
-    queries: Tiles, keys: Tiles, grid: BlockGrid, heads: tuple[int, int], memory_budget: int, *, hold_keys: bool = True
-) -> ScoreRows:
+def tile_scores(queries: Tiles, keys: Tiles, grid: BlockGrid, heads: tuple[int, int], memory_budget: int) -> ScoreRows:
     """Log of each block's mass when every q tile attends to key tiles by the product of their vectors.
 
     A key tile counts as many times as it has keys, and is hidden from a q tile that ends before it starts.
@@ -36,7 +34,6 @@ def tile_scores(
         grid: the blocks that are scored.
         heads: (B, Hq).
         memory_budget: bytes for the scores of tiles and the vectors of keys.
-        hold_keys: keep the vectors of all keys if they fit; False where making them again is cheap.
     """
     q_parts, k_parts = grid.block_size[0] // queries.size, grid.block_size[1] // keys.size
     sample = keys.vectors(0, min(1, keys.count))
@@ -47,7 +44,7 @@ def tile_scores(
     at_once = max(1, memory_budget // 2 // row_bytes)
     at_once = at_once // q_parts * q_parts if at_once >= q_parts else 1 << at_once.bit_length() - 1
     key_bytes = 2 * 4 * sample[:, :, :1].numel()
-    held = keys.vectors(0, keys.count) if hold_keys and keys.count * key_bytes <= memory_budget // 2 else None
+    held = keys.vectors(0, keys.count) if keys.count * key_bytes <= memory_budget // 2 else None
     position = torch.arange(keys.count, device=sample.device) * keys.size
     weight = (grid.seqlen_k - position).clamp(max=keys.size).float().div(keys.size).log()
 
