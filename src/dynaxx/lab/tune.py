@@ -28,13 +28,13 @@ from dynaxx.lab.sensitivity import HeadCosts, measure_head_costs
 from dynaxx.lab.texts import encode, split_text
 from dynaxx.lab.tune_decode import DecodeResult, decode_rule, tune_decode
 from dynaxx.patterns import LastQueries, LocalBlocks, Pattern, Sink
-from dynaxx.selection import Hybrid, MeanPool, MeanQuery, MinMax, Scorer, TopK
+from dynaxx.selection import Hybrid, MeanQuery, MinMax, Scorer, TopK
 
 if TYPE_CHECKING:
     from dynaxx.policy import Policy
 
 BUDGETS = (0.0, 0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0)  # what heads choose from
-SCORERS: tuple[Scorer, ...] = (MeanQuery(), MeanPool(pool=16), MinMax(bound=0.5))
+SCORERS: tuple[Scorer, ...] = (MeanQuery(), MinMax(bound=0.5))
 LOCAL_TOKENS = 128  # always visible before each q block, in whole blocks
 LAST_QUERIES = 64  # see everything: without it perplexity stays and retrieval suffers
 SEARCH_TEXTS = 2
