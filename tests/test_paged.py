@@ -13,6 +13,7 @@ from dynaxx.integrations.paged import Sequences, dense_attention, keys_and_value
 from dynaxx.integrations.paged_layer import PagedLayer, Step
 from dynaxx.integrations.passes import Deployed
 from dynaxx.policy import ModelFacts, resolve
+from dynaxx.policy.decode import DecodePlan
 from dynaxx.policy.guard import FAILURES_IN_A_ROW
 from dynaxx.testing import oracle_attention
 
@@ -240,6 +241,17 @@ def test_shares_of_a_plan_are_its_heads():
             kv = slice(heads.start // 3, (heads.stop - 1) // 3 + 1)
             got = own.layout(q[:, :, heads], k[:, :, kv]).to_dense()
             assert torch.equal(got.expand(-1, 6 // ranks, -1, -1), whole[:, heads])
+
+
+def test_shares_of_a_decode_plan_are_its_kv_heads():
+    plan = DecodePlan(dx.PageBudget((1, 2, 3, 4), sinks=4), 16)
+    cut = lambda ranks: [plan.shard(rank, ranks).budget.budget for rank in range(ranks)]
+    assert cut(1) == [(1, 2, 3, 4)]
+    assert cut(2) == [(1, 2), (3, 4)]
+    assert cut(8) == [(1,), (1,), (2,), (2,), (3,), (3,), (4,), (4,)]
+    assert plan.shard(1, 2).budget.sinks == 4
+    same = DecodePlan(dx.PageBudget(0.1), 16)
+    assert same.shard(1, 2) is same
 
 
 def config(**changes):

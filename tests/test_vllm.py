@@ -159,6 +159,20 @@ def test_at_density_one_outputs_are_vllms_own(tmp_path, model, request):
     )
 
 
+def test_two_ranks_give_what_one_gives(tmp_path, llama):
+    """Each takes its heads of the rules, and its kv heads' pages."""
+    decode = [dx.Rule.of(dx.Sink(32) | dx.TopK(pages, dx.MinMax()), phase="decode", block_size=128, heads=heads)
+              for pages, heads in ((1, [0, 1]), (3, [2, 3]))]  # fmt: skip
+    policy = policy_file(tmp_path, llama, dx.Rule.of(dx.Sink(32) | dx.TopK((0.1, 0.3, 0.2, 0.6), per="head")), *decode)
+    one = run(tmp_path, llama, PROMPTS["long"], policy=policy)
+    extension = "dynaxx.integrations.vllm.WorkerExtension"
+    two = run(tmp_path, llama, PROMPTS["long"], policy=policy, tensor_parallel_size=2,
+              distributed_executor_backend="mp", worker_extension_cls=extension)  # fmt: skip
+    same(two, one)
+    assert [each["sparse_calls"] for each in two["workers"]] == [one["status"]["sparse_calls"]] * 2
+    assert one["tokens"] != run(tmp_path, llama, PROMPTS["long"])["tokens"]
+
+
 @pytest.fixture(scope="module")
 def served(llama, tmp_path_factory):
     """An engine in this process, under a sparse policy for some layers and heads."""

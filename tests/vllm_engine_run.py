@@ -3,8 +3,8 @@
     python tests/vllm_engine_run.py request.json answer.json
 
 The request: {"model": folder, "engine": arguments of LLM, "prompts": [[token, ...], ...], "max_tokens": n}; the answer:
-{"tokens": [[...]], "logprobs": [[...]], "margins": [[...]], "status": dynaxx's}. A margin is the best token's
-log-probability over the second's.
+{"tokens": [[...]], "logprobs": [[...]], "margins": [[...]], "status": dynaxx's, "workers": that of each rank where
+there are some}. A margin is the best token's log-probability over the second's.
 """
 
 import json
@@ -51,6 +51,8 @@ def main():
     from dynaxx.integrations.vllm import status
 
     answer["status"] = status()
+    if request.get("engine", {}).get("tensor_parallel_size", 1) > 1:
+        answer["workers"] = llm.collective_rpc("dynaxx_status")
     with open(sys.argv[2], "w", encoding="utf-8") as file:
         json.dump(answer, file)
 

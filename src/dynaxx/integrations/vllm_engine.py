@@ -173,6 +173,7 @@ class Engine:
         deployed = Deployed(policy, self._numbers, self._background, self._in_force)
         self._refuse(policy, deployed_refusals(config, deployed))
         deployed.plans = {index: plan.shard(*self._shard) for index, plan in deployed.plans.items()}
+        deployed.decode = {index: plan.shard(*self._shard) for index, plan in deployed.decode.items()}
         return deployed
 
     def _refuse(self, policy: Policy, reasons: list[str]) -> None:

@@ -69,8 +69,6 @@ def deployed_refusals(vllm_config: Any, deployed: Deployed) -> list[str]:
     wrong = sorted({plan.page_size for plan in deployed.decode.values()} - {size})
     if wrong:
         reasons.append(f"the kv cache has pages of {size} tokens, decode rules {wrong}; use --block-size {wrong[0]}")
-    if vllm_config.parallel_config.tensor_parallel_size > 1:
-        reasons.append("decode rules: budgets of kv heads are not cut for tensor parallelism; use 1")
     if vllm_config.kv_transfer_config is not None:
         reasons.append("decode rules: pages from a kv connector come without the summaries that choosing needs")
     return reasons

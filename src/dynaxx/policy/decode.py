@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dynaxx.errors import PolicyError
 from dynaxx.layout import as_block_size
@@ -17,6 +17,16 @@ class DecodePlan:
 
     budget: PageBudget
     page_size: int
+
+    def shard(self, rank: int, ranks: int) -> DecodePlan:
+        """The plan of one of `ranks` equal shares of the heads, in order, as `LayerPlan.shard` cuts them. Where ranks
+        share a kv head, each chooses its pages by the q heads that it has."""
+        if not isinstance(self.budget.budget, tuple):
+            return self
+        kv_heads = len(self.budget.budget)
+        first = rank * kv_heads // ranks
+        own = self.budget.budget[first : first + max(1, kv_heads // ranks)]
+        return replace(self, budget=replace(self.budget, budget=own))
 
 
 def resolve_decode(policy: Policy) -> dict[int, DecodePlan]:
