@@ -10,12 +10,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dynaxx.kernels.hopper.backward_dkv import backward_dkv
 from dynaxx.kernels.hopper.config import backward_dq_tiles
-from dynaxx.kernels.hopper.launch import dense_rows, tma_view
-from dynaxx.kernels.triton.launch import RUNTIME_SIZES, layout_arguments, order_argument
+from dynaxx.kernels.hopper.launch import dense_rows
+from dynaxx.kernels.triton.launch import RUNTIME_SIZES, layout_arguments, order_argument, tile_rows
+from dynaxx.kernels.triton.light import Launch, light_launch
 from dynaxx.kernels.triton.primitives import (
     FULL,
     LOG2E,
@@ -25,6 +25,7 @@ from dynaxx.kernels.triton.primitives import (
     visible_elements,
     whole_tiles,
 )
+from dynaxx.kernels.triton.repeat import repeated
 from dynaxx.layout import BlockLayout
 
 
@@ -85,6 +86,7 @@ def _accumulate_dq(
     return dq
 
 
+@light_launch
 @triton.jit(do_not_specialize=RUNTIME_SIZES)
 def _sparse_attention_hopper_bwd_dq_kernel(
     do_desc,
@@ -150,6 +152,7 @@ def _sparse_attention_hopper_bwd_dq_kernel(
     dq_desc.store([i_b, i_h, row_q, 0], (dq * scale).to(b_q.dtype).reshape(1, 1, BLOCK_M, D))
 
 
+@light_launch
 @triton.jit(do_not_specialize=["seqlen_q", "padded_q", "q_heads"])
 def _sparse_attention_hopper_bwd_rows_kernel(
     do_desc,
@@ -199,37 +202,62 @@ def attention_backward(
     """As `kernels.triton.attention_backward`."""
     if out.numel() == 0 or v.numel() == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    batch, seqlen_q, q_heads, head_dim = q.shape
-    seqlen_k, kv_heads = k.shape[1:3]
-    q_block, kv_block = layout.block_size
-    do, q, k, v = (dense_rows(x) for x in (do, q, k, v))
-    padded_q = layout.q_blocks * q_block
-    lse_log2, delta = lse.new_empty(2, batch, q_heads, padded_q)
-    _sparse_attention_hopper_bwd_rows_kernel[(batch * q_heads * padded_q // 64,)](
-        _rows(do, 64),
-        _rows(out, 64),
+    do, q, k, v, out = (dense_rows(x) for x in (do, q, k, v, out))
+    lse = lse.contiguous()
+    lse_log2, delta = lse.new_empty(2, *lse.shape[:2], layout.q_blocks * layout.block_size[0])
+    repeated(_start_rows, layout, (do, out, dlse, lse, lse_log2, delta))
+    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+    repeated(_start_dq, layout, (do, q, k, v, dq, lse_log2, delta), scale)
+    dk, dv = backward_dkv(do, q, k, v, lse_log2, delta, layout, scale)
+    return dq, dk, dv
+
+
+def _start_rows(
+    layout: BlockLayout, do: Tensor, out: Tensor, dlse: Tensor, lse: Tensor, lse_log2: Tensor, delta: Tensor
+) -> Launch | None:
+    batch, q_heads, padded_q = delta.shape
+    started: Launch | None = _sparse_attention_hopper_bwd_rows_kernel[(batch * q_heads * padded_q // 64,)](
+        tile_rows(do, 64),
+        tile_rows(out, 64),
         dlse,
-        lse.contiguous(),
+        lse,
         lse_log2,
         delta,
-        seqlen_q=seqlen_q,
+        seqlen_q=do.shape[1],
         padded_q=padded_q,
         q_heads=q_heads,
         stride_dlb=dlse.stride(0),
         stride_dlh=dlse.stride(1),
         stride_dln=dlse.stride(2),
-        D=head_dim,
+        D=do.shape[3],
         BLOCK_M=64,
     )
-    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+    return started
+
+
+def _start_dq(
+    layout: BlockLayout,
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dq: Tensor,
+    lse_log2: Tensor,
+    delta: Tensor,
+    scale: float,
+) -> Launch | None:
+    batch, seqlen_q, q_heads, head_dim = q.shape
+    seqlen_k, kv_heads = k.shape[1:3]
+    q_block, kv_block = layout.block_size
     tiles = backward_dq_tiles(head_dim, q_block, kv_block)
     order, ordered = order_argument(layout)
-    _sparse_attention_hopper_bwd_dq_kernel[(layout.q_blocks * (q_block // tiles.block_m) * batch * q_heads,)](
-        _rows(do, tiles.block_m),
-        _rows(q, tiles.block_m),
-        _rows(k, tiles.block_n),
-        _rows(v, tiles.block_n),
-        _rows(dq, tiles.block_m),
+    programs = layout.q_blocks * (q_block // tiles.block_m) * batch * q_heads
+    started: Launch | None = _sparse_attention_hopper_bwd_dq_kernel[(programs,)](
+        tile_rows(do, tiles.block_m),
+        tile_rows(q, tiles.block_m),
+        tile_rows(k, tiles.block_n),
+        tile_rows(v, tiles.block_n),
+        tile_rows(dq, tiles.block_m),
         lse_log2,
         delta,
         order,
@@ -249,11 +277,4 @@ def attention_backward(
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
-    dk, dv = backward_dkv(do, q, k, v, lse_log2, delta, layout, scale)
-    return dq, dk, dv
-
-
-def _rows(x: Tensor, rows: int) -> TensorDescriptor:
-    """`rows` rows of one head of (B, N, H, D) at a time."""
-    view = tma_view(x)
-    return TensorDescriptor(view, list(view.shape), list(view.stride()), [1, 1, rows, view.shape[3]])
+    return started

@@ -19,11 +19,14 @@ from dynaxx.kernels.hopper.forward_consume import ROWS
 from dynaxx.kernels.hopper.launch import gluon_rows, multiprocessors
 from dynaxx.kernels.hopper.signals import NUMBERS
 from dynaxx.kernels.triton.launch import transposed_arguments
+from dynaxx.kernels.triton.light import Launch, light_launch
+from dynaxx.kernels.triton.repeat import repeated
 from dynaxx.layout import BlockLayout
 
 PROGRAMS_PER_SM = 2  # fewer, of unequal length, leave multiprocessors idle
 
 
+@light_launch
 @gluon.jit(do_not_specialize=["capacity", "num_masks", "seqlen_k", "q_blocks", "batch", "kv_heads", "group_size"])
 def _sparse_attention_hopper_bwd_dkv_kernel(
     do_desc, q_desc, k_desc, v_desc, dk_desc, dv_desc,
@@ -97,18 +100,35 @@ def backward_dkv(
 
     Where keys are too few to fill the GPU, each q head is a program of its own, and a group is summed afterwards.
     """
-    batch, seqlen_k, kv_heads = k.shape[:3]
-    q_heads, head_dim = q.shape[2:]
-    group_size = q_heads // kv_heads
+    batch, kv_heads = k.shape[0], k.shape[2]
+    group_size = q.shape[2] // kv_heads
     if group_size > 1 and layout.kv_blocks * batch * kv_heads < PROGRAMS_PER_SM * multiprocessors(k.device):
         k, v = (x.repeat_interleave(group_size, 2) for x in (k, v))
         heads = backward_dkv(do, q, k, v, lse, delta, layout, scale)
         dk, dv = (x.unflatten(2, (kv_heads, group_size)).sum(3) for x in heads)
         return dk, dv
     dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
+    repeated(_start_dkv, layout, (do, q, k, v, dk, dv, lse, delta), scale)
+    return dk, dv
+
+
+def _start_dkv(
+    layout: BlockLayout,
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    scale: float,
+) -> Launch | None:
+    batch, seqlen_k, kv_heads = k.shape[:3]
+    q_heads, head_dim = q.shape[2:]
     q_block, kv_block = layout.block_size
     consumers = kv_block // 64
-    _sparse_attention_hopper_bwd_dkv_kernel[(layout.kv_blocks * batch * kv_heads,)](
+    started: Launch | None = _sparse_attention_hopper_bwd_dkv_kernel[(layout.kv_blocks * batch * kv_heads,)](
         *(gluon_rows(x, 64) for x in (do, q, k, v, dk, dv)),
         lse,
         delta,
@@ -117,7 +137,7 @@ def backward_dkv(
         q_blocks=layout.q_blocks,
         batch=batch,
         kv_heads=kv_heads,
-        group_size=group_size,
+        group_size=q_heads // kv_heads,
         scale=scale,
         scale_log2=scale * LOG2E,
         CONSUMERS=consumers,
@@ -129,4 +149,4 @@ def backward_dkv(
         num_warps=4,
         maxnreg=168 if consumers == 2 else 128,
     )
-    return dk, dv
+    return started

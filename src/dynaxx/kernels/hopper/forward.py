@@ -22,6 +22,8 @@ from dynaxx.kernels.hopper.forward_produce import FIELDS, produce
 from dynaxx.kernels.hopper.launch import gluon_rows, multiprocessors
 from dynaxx.kernels.hopper.signals import NUMBERS
 from dynaxx.kernels.triton.launch import mask_arguments, order_argument, positive_scale
+from dynaxx.kernels.triton.light import Launch, light_launch
+from dynaxx.kernels.triton.repeat import repeated
 from dynaxx.layout import BlockLayout
 
 LOG2E = 1.4426950408889634
@@ -36,6 +38,7 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     return barriers
 
 
+@light_launch
 @gluon.jit(do_not_specialize=["capacity", "num_masks", "seqlen_q", "seqlen_k", "batch", "q_heads", "group_size"])
 def _sparse_attention_hopper_fwd_kernel(
     q_desc, k_desc, v_desc, out_desc, p_lse, p_order,
@@ -103,20 +106,30 @@ def _sparse_attention_hopper_fwd_kernel(
 def attention_forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float) -> tuple[Tensor, Tensor]:
     """As `kernels.reference.attention_forward`."""
     batch, seqlen_q, q_heads = q.shape[:3]
-    seqlen_k, kv_heads = k.shape[1:3]
     out = q.new_empty(q.shape)
     lse = q.new_empty(batch, q_heads, seqlen_q, dtype=torch.float32)
     if out.numel() == 0:
         return out, lse
-    if seqlen_k == 0:
+    if k.shape[1] == 0:
         return out.zero_(), lse.fill_(-torch.inf)
     q, scale = positive_scale(q, scale)
+    repeated(_start_forward, layout, (q, k, v, out, lse), scale)
+    return out, lse
+
+
+def _start_forward(
+    layout: BlockLayout, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+) -> Launch | None:
+    batch, seqlen_q, q_heads, head_dim = q.shape
+    seqlen_k, kv_heads = k.shape[1:3]
     q_block, kv_block = layout.block_size
     pair_heads = q_block == 64 and layout.layout_heads == 1 and (q_heads // kv_heads) % 2 == 0
     consumers = 2 if q_block == 128 or pair_heads else 1
     units = layout.q_blocks * batch * q_heads // (2 if pair_heads else 1)
     order, ordered = order_argument(layout)
-    _sparse_attention_hopper_fwd_kernel[(min(units, multiprocessors(q.device) * (3 - consumers)),)](
+    started: Launch | None = _sparse_attention_hopper_fwd_kernel[
+        (min(units, multiprocessors(q.device) * (3 - consumers)),)
+    ](
         gluon_rows(q, 64),
         gluon_rows(k, kv_block, 64),
         gluon_rows(v, kv_block, 64),
@@ -139,12 +152,12 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scal
         STEP_HEADS=1 if pair_heads else 0,
         Q_BLOCK=q_block,
         KV_BLOCK=kv_block,
-        STEP=forward_step(q.shape[3], kv_block, consumers),
-        STAGES=forward_stages(q.shape[3]),
+        STEP=forward_step(head_dim, kv_block, consumers),
+        STAGES=forward_stages(head_dim),
         CONSUMER_REGISTERS=240,
         PRODUCER_REGISTERS=24,
         ORDERED=ordered,
         num_warps=4,
         maxnreg=168 if consumers == 2 else 128,
     )
-    return out, lse
+    return started

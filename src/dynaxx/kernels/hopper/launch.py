@@ -3,35 +3,47 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+
+from dynaxx.kernels.triton.launch import as_template, heads_apart, nowhere, rebased
+from dynaxx.kernels.triton.light import DESCRIPTORS
+
+DESCRIPTORS.add(GluonDescriptor)
 
 
 def dense_rows(x: Tensor) -> Tensor:
     """`x` where TMA can step through it: dense rows, 16-byte strides; else a copy."""
-    aligned = all(x.stride(i) * x.itemsize % 16 == 0 and x.stride(i) > 0 for i in range(3) if x.shape[i] > 1)
-    if aligned and x.stride(3) == 1 and x.data_ptr() % 16 == 0:
+    if _steps(x.shape, x.stride(), x.itemsize) and x.data_ptr() % 16 == 0:
         return x
     return x.clone(memory_format=torch.contiguous_format)  # also where it is dense, but begins between two such steps
 
 
-def tma_view(x: Tensor) -> Tensor:
-    """(B, N, H, D) as (B, H, N, D), with strides that TMA takes."""
-    x = dense_rows(x).transpose(1, 2)
-    strides = [x.stride(i) if x.shape[i] > 1 else x.shape[3] for i in range(3)]  # of a single entry it is any number
-    return x.as_strided(x.shape, (*strides, 1))
+@lru_cache(maxsize=4096)
+def _steps(shape: torch.Size, strides: tuple[int, ...], itemsize: int) -> bool:
+    aligned = all(strides[i] * itemsize % 16 == 0 and strides[i] > 0 for i in range(3) if shape[i] > 1)
+    return aligned and strides[3] == 1
 
 
-def gluon_rows(x: Tensor, rows: int, columns: int | None = None) -> TensorDescriptor:
+def gluon_rows(x: Tensor, rows: int, columns: int | None = None) -> Any:
     """`rows` rows of one head of (B, N, H, D) at a time, or of `columns` of its columns; for Gluon."""
-    view = tma_view(x)
-    block = [1, 1, rows, columns or view.shape[3]]
-    dtype = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
-    layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
-    return TensorDescriptor(view, list(view.shape), list(view.stride()), block, layout)
+    template = _gluon_rows(x.shape, x.stride(), x.dtype, rows, columns or x.shape[3])
+    if template is None or x.data_ptr() % 16:
+        return gluon_rows(dense_rows(x), rows, columns)
+    return rebased(template, x)
+
+
+@lru_cache(maxsize=4096)
+def _gluon_rows(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, rows: int, columns: int) -> Any | None:
+    if not _steps(shape, strides, dtype.itemsize):
+        return None
+    block = [1, 1, rows, columns]
+    layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16 if dtype == torch.bfloat16 else gl.float16)
+    return as_template(GluonDescriptor(nowhere(dtype), *heads_apart(shape, strides), block, layout))
 
 
 @lru_cache(maxsize=16)

@@ -8,12 +8,14 @@ group in a fixed order: the result is the same bit for bit in every run.
 Shapes: B batch, N / M queries and keys, Hq / Hk query and kv heads, D / E head_dim of q, k and of v.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from dynaxx.kernels.triton.backward_dkv import sparse_attention_bwd_dkv_kernel
 from dynaxx.kernels.triton.backward_dq import sparse_attention_bwd_dq_kernel
-from dynaxx.kernels.triton.backward_rows import row_delta
+from dynaxx.kernels.triton.backward_rows import start_delta
 from dynaxx.kernels.triton.config import TMA_BLOCK, backward_dkv_tiles, backward_dq_tiles, padded
 from dynaxx.kernels.triton.launch import (
     layout_arguments,
@@ -24,6 +26,8 @@ from dynaxx.kernels.triton.launch import (
     transposed_arguments,
     unit_stride,
 )
+from dynaxx.kernels.triton.light import Launch
+from dynaxx.kernels.triton.repeat import repeated
 from dynaxx.layout import BlockLayout
 
 
@@ -46,14 +50,101 @@ def attention_backward(
         dlse: (B, Hq, N) fp32, gradient of `lse`; ignored where lse is -inf, as a query that sees nothing has none.
     """
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    batch, seqlen_q, q_heads, head_dim = q.shape
-    seqlen_k, kv_heads, head_dim_v = v.shape[1:]
     if out.numel() == 0 or v.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
-    do, q, k, v = (unit_stride(x) for x in (do, q, k, v))
+    do, q, k, v, out = (unit_stride(x) for x in (do, q, k, v, out))
     lse = lse.contiguous()
-    delta = row_delta(do, dlse, out, lse)
-    shared = {
+    delta = torch.empty_like(lse)
+    repeated(start_delta, layout, (do, dlse, out, lse, delta))
+    repeated(_start_dq, layout, (do, q, k, v, lse, delta, dq), scale, softcap)
+    repeated(_start_dkv, layout, (do, q, k, v, lse, delta, dk, dv), scale, softcap)
+    return dq, dk, dv
+
+
+def _start_dq(
+    layout: BlockLayout,
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    dq: Tensor,
+    scale: float,
+    softcap: float | None,
+) -> Launch | None:
+    batch, _, q_heads, head_dim = q.shape
+    tma = min(layout.block_size) >= TMA_BLOCK and steps_by_tma(do, q, k, v)
+    tiles = backward_dq_tiles(q.device, q.dtype, head_dim, v.shape[3], layout.block_size, tma)
+    order, ordered = order_argument(layout)
+    q_tiles = layout.q_blocks * (layout.block_size[0] // tiles.block_m)
+    started: Launch | None = sparse_attention_bwd_dq_kernel[(q_tiles * batch * q_heads,)](
+        tile_rows(do, tiles.block_m) if tma else do,
+        tile_rows(q, tiles.block_m) if tma else q,
+        tile_rows(k, tiles.block_n) if tma else k,
+        tile_rows(v, tiles.block_n) if tma else v,
+        lse,
+        delta,
+        dq,
+        order,
+        *layout_arguments(layout),
+        **_shared(layout, do, q, k, v, scale, softcap),
+        ORDERED=ordered,
+        TMA=tma,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        maxnreg=tiles.max_registers,
+    )
+    return started
+
+
+def _start_dkv(
+    layout: BlockLayout,
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    scale: float,
+    softcap: float | None,
+) -> Launch | None:
+    tma = min(layout.block_size) >= TMA_BLOCK and steps_by_tma(do, q, k, v)
+    tiles = backward_dkv_tiles(q.device, q.dtype, q.shape[3], v.shape[3], layout.block_size, tma)
+    kv_tiles = layout.kv_blocks * (layout.block_size[1] // tiles.block_n)
+    started: Launch | None = sparse_attention_bwd_dkv_kernel[(kv_tiles * k.shape[0] * k.shape[2],)](
+        tile_rows(do, tiles.block_m) if tma else do,
+        tile_rows(q, tiles.block_m) if tma else q,
+        tile_rows(k, tiles.block_n) if tma else k,
+        tile_rows(v, tiles.block_n) if tma else v,
+        lse,
+        delta,
+        dk,
+        dv,
+        *transposed_arguments(layout),
+        **_shared(layout, do, q, k, v, scale, softcap),
+        TMA=tma,
+        PER_HEAD=q.dtype == torch.float32,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        maxnreg=tiles.max_registers,
+    )
+    return started
+
+
+def _shared(
+    layout: BlockLayout, do: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None
+) -> dict[str, Any]:
+    """What both kernels are given."""
+    batch, seqlen_q, q_heads, head_dim = q.shape
+    seqlen_k, kv_heads, head_dim_v = v.shape[1:]
+    return {
         "seqlen_q": seqlen_q,
         "seqlen_k": seqlen_k,
         "batch": batch,
@@ -74,48 +165,3 @@ def attention_backward(
         "KV_BLOCK": layout.block_size[1],
         "PRECISION": "ieee",
     }
-    tma = min(layout.block_size) >= TMA_BLOCK and steps_by_tma(do, q, k, v)
-    tiles = backward_dq_tiles(q.device, q.dtype, head_dim, head_dim_v, layout.block_size, tma)
-    order, ordered = order_argument(layout)
-    q_tiles = layout.q_blocks * (layout.block_size[0] // tiles.block_m)
-    sparse_attention_bwd_dq_kernel[(q_tiles * batch * q_heads,)](
-        tile_rows(do, tiles.block_m) if tma else do,
-        tile_rows(q, tiles.block_m) if tma else q,
-        tile_rows(k, tiles.block_n) if tma else k,
-        tile_rows(v, tiles.block_n) if tma else v,
-        lse,
-        delta,
-        dq,
-        order,
-        *layout_arguments(layout),
-        **shared,
-        ORDERED=ordered,
-        TMA=tma,
-        BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-        maxnreg=tiles.max_registers,
-    )
-    tiles = backward_dkv_tiles(q.device, q.dtype, head_dim, head_dim_v, layout.block_size, tma)
-    kv_tiles = layout.kv_blocks * (layout.block_size[1] // tiles.block_n)
-    sparse_attention_bwd_dkv_kernel[(kv_tiles * batch * kv_heads,)](
-        tile_rows(do, tiles.block_m) if tma else do,
-        tile_rows(q, tiles.block_m) if tma else q,
-        tile_rows(k, tiles.block_n) if tma else k,
-        tile_rows(v, tiles.block_n) if tma else v,
-        lse,
-        delta,
-        dk,
-        dv,
-        *transposed_arguments(layout),
-        **shared,
-        TMA=tma,
-        PER_HEAD=q.dtype == torch.float32,
-        BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-        maxnreg=tiles.max_registers,
-    )
-    return dq, dk, dv

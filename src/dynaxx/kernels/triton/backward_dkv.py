@@ -6,6 +6,7 @@ import triton.language as tl
 
 from dynaxx.kernels.triton.backward_rows import cap_scores, load_row_values, weights_of
 from dynaxx.kernels.triton.launch import RUNTIME_SIZES
+from dynaxx.kernels.triton.light import light_launch
 from dynaxx.kernels.triton.primitives import (
     BOUNDS,
     load_tile,
@@ -78,6 +79,7 @@ def _accumulate_dkv(
     return dk, dv
 
 
+@light_launch
 @triton.jit(do_not_specialize=RUNTIME_SIZES)
 def sparse_attention_bwd_dkv_kernel(
     do_rows,  # pointers, or under TMA descriptors of (B, heads, seqlen, head_dim)

@@ -1,14 +1,15 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """What the backward kernels share: per query its lse and delta, weights again from scores, the slope of a cap."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from dynaxx.kernels.triton.config import padded
-from dynaxx.kernels.triton.launch import strides, unit_stride
+from dynaxx.kernels.triton.launch import strides
+from dynaxx.kernels.triton.light import Launch, light_launch
 from dynaxx.kernels.triton.primitives import LOG2E, exp_rounded, load_rows, tanh
+from dynaxx.layout import BlockLayout
 
 DELTA_ROWS = 64
 
@@ -39,6 +40,7 @@ def cap_scores(scores, cap, CAPPED: tl.constexpr):
     return scores, slope
 
 
+@light_launch
 @triton.jit(do_not_specialize=["seqlen_q", "q_heads", "stride_dlb", "stride_dlh", "stride_dln"])
 def _sparse_attention_bwd_delta_kernel(
     p_do,
@@ -76,12 +78,12 @@ def _sparse_attention_bwd_delta_kernel(
     tl.store(p_delta + head * seqlen_q + pos_q, tl.where(lse == float("-inf"), 0.0, delta), mask=inside)
 
 
-def row_delta(do: Tensor, dlse: Tensor, out: Tensor, lse: Tensor) -> Tensor:
-    """(B, Hq, N) fp32: rowsum(do * out) - dlse, and 0 for a query that sees nothing."""
+def start_delta(
+    layout: BlockLayout, do: Tensor, dlse: Tensor, out: Tensor, lse: Tensor, delta: Tensor
+) -> Launch | None:
+    """delta (B, Hq, N) fp32 = rowsum(do * out) - dlse, and 0 for a query that sees nothing."""
     batch, seqlen_q, q_heads = out.shape[:3]
-    do, out = unit_stride(do), unit_stride(out)
-    delta = torch.empty_like(lse)
-    _sparse_attention_bwd_delta_kernel[(-(-seqlen_q // DELTA_ROWS) * batch * q_heads,)](
+    started: Launch | None = _sparse_attention_bwd_delta_kernel[(-(-seqlen_q // DELTA_ROWS) * batch * q_heads,)](
         do,
         dlse,
         out,
@@ -98,4 +100,4 @@ def row_delta(do: Tensor, dlse: Tensor, out: Tensor, lse: Tensor) -> Tensor:
         BLOCK_E=padded(do.shape[3]),
         BLOCK_M=DELTA_ROWS,
     )
-    return delta
+    return started

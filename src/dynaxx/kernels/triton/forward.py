@@ -24,6 +24,7 @@ from dynaxx.kernels.triton.launch import (
     tile_rows,
     unit_stride,
 )
+from dynaxx.kernels.triton.light import Launch, light_launch
 from dynaxx.kernels.triton.primitives import (
     FULL,
     LOG2E,
@@ -38,6 +39,7 @@ from dynaxx.kernels.triton.primitives import (
     visible_elements,
     whole_tiles,
 )
+from dynaxx.kernels.triton.repeat import repeated
 from dynaxx.layout import BlockLayout
 
 
@@ -119,6 +121,7 @@ def _attend(
     return acc, row_max, row_sum
 
 
+@light_launch
 @triton.jit(do_not_specialize=RUNTIME_SIZES)
 def _sparse_attention_fwd_kernel(
     q_rows,  # pointers, or under TMA descriptors of (B, Hq, N, D), (B, Hk, M, D) and (B, Hk, M, E)
@@ -219,19 +222,27 @@ def attention_forward(
     q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """As `kernels.reference.attention_forward`; fp32 inputs are multiplied in full fp32."""
-    batch, seqlen_q, q_heads, head_dim = q.shape
-    seqlen_k, kv_heads, head_dim_v = v.shape[1:]
-    out = q.new_empty(batch, seqlen_q, q_heads, head_dim_v)
+    batch, seqlen_q, q_heads = q.shape[:3]
+    out = q.new_empty(batch, seqlen_q, q_heads, v.shape[3])
     lse = q.new_empty(batch, q_heads, seqlen_q, dtype=torch.float32)
     if out.numel() == 0:
         return out, lse
     q, scale = positive_scale(q, scale)
     q, k, v = (unit_stride(x) for x in (q, k, v))
+    repeated(_start_forward, layout, (q, k, v, out, lse), scale, softcap)
+    return out, lse
+
+
+def _start_forward(
+    layout: BlockLayout, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, softcap: float | None
+) -> Launch | None:
+    batch, seqlen_q, q_heads, head_dim = q.shape
+    seqlen_k, kv_heads, head_dim_v = v.shape[1:]
     tma = min(layout.block_size) >= TMA_BLOCK and steps_by_tma(q, k, v)
     tiles = forward_tiles(q.device, q.dtype, head_dim, head_dim_v, layout.block_size, tma)
     order, ordered = order_argument(layout)
     q_tiles = layout.q_blocks * (layout.block_size[0] // tiles.block_m)
-    _sparse_attention_fwd_kernel[(q_tiles * batch * q_heads,)](
+    started: Launch | None = _sparse_attention_fwd_kernel[(q_tiles * batch * q_heads,)](
         tile_rows(q, tiles.block_m) if tma else q,
         tile_rows(k, tiles.block_n) if tma else k,
         tile_rows(v, tiles.block_n) if tma else v,
@@ -265,4 +276,4 @@ def attention_forward(
         num_stages=tiles.num_stages,
         maxnreg=tiles.max_registers,
     )
-    return out, lse
+    return started

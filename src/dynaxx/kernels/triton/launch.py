@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from dynaxx.kernels.triton.config import padded
+from dynaxx.kernels.triton.light import kind_of
 from dynaxx.kernels.triton.support import interpreted
 from dynaxx.layout import BlockLayout
 
@@ -44,10 +47,13 @@ def steps_by_tma(*tensors: Tensor) -> bool:
     """
     if tensors[0].itemsize != 2 or not (_has_tma(tensors[0].device) if tensors[0].is_cuda else interpreted()):
         return False
-    steps = [x.stride(i) for x in tensors for i in range(3) if x.shape[i] > 1]
-    return all(step > 0 and step % 8 == 0 for step in steps) and all(
-        x.numel() > 0 and x.shape[3] % 8 == 0 and x.data_ptr() % 16 == 0 for x in tensors
-    )
+    return all(_steps(x.shape, x.stride()) and x.data_ptr() % 16 == 0 for x in tensors)
+
+
+@lru_cache(maxsize=4096)
+def _steps(shape: torch.Size, strides: tuple[int, ...]) -> bool:
+    steps = [strides[i] for i in range(3) if shape[i] > 1]
+    return shape.numel() > 0 and shape[3] % 8 == 0 and all(step > 0 and step % 8 == 0 for step in steps)
 
 
 @lru_cache(maxsize=16)
@@ -57,11 +63,37 @@ def _has_tma(device: torch.device) -> bool:
 
 def tile_rows(x: Tensor, rows: int) -> TensorDescriptor:
     """A descriptor of (B, N, H, D), as `steps_by_tma` takes it, that loads `rows` rows of one head at a time."""
-    shape = [x.shape[0], x.shape[2], x.shape[1], x.shape[3]]
-    steps = [x.stride(0), x.stride(2), x.stride(1)]
-    steps = [step if size > 1 else shape[3] for step, size in zip(steps, shape, strict=False)]  # of one entry: any
-    width = 1 << (shape[3] - 1).bit_length()
-    return TensorDescriptor(x, shape, [*steps, 1], [1, 1, rows, max(16, width)])
+    return rebased(_tile_rows(x.shape, x.stride(), x.dtype, rows), x)
+
+
+@lru_cache(maxsize=4096)
+def _tile_rows(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, rows: int) -> TensorDescriptor:
+    return as_template(TensorDescriptor(nowhere(dtype), *heads_apart(shape, strides), [1, 1, rows, padded(shape[3])]))
+
+
+def heads_apart(shape: torch.Size, strides: tuple[int, ...]) -> tuple[list[int], list[int]]:
+    """Shape and strides of (B, N, H, D) as (B, H, N, D), with strides that TMA takes."""
+    turned = [shape[i] for i in (0, 2, 1, 3)]
+    steps = [strides[i] if shape[i] > 1 else shape[3] for i in (0, 2, 1)]  # of a single entry it is any number
+    return turned, [*steps, 1]
+
+
+def nowhere(dtype: torch.dtype) -> Tensor:
+    """What a template describes."""
+    return torch.empty(0, dtype=dtype, device="meta")
+
+
+def as_template(descriptor: Any) -> Any:
+    """A descriptor of `nowhere` that `rebased` copies: checked once, and once asked what a kernel is compiled for."""
+    descriptor.kind = kind_of(descriptor)
+    return descriptor
+
+
+def rebased(template: Any, x: Tensor | None) -> Any:
+    """The template of x's shape, strides and dtype, for x, which begins at 16 bytes."""
+    found = object.__new__(type(template))
+    found.__dict__ = {**template.__dict__, "base": x}
+    return found
 
 
 def strides(name: str, x: Tensor) -> dict[str, int]:

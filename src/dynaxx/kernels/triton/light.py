@@ -1,0 +1,138 @@
+"""`light_launch`: start a kernel that an earlier call compiled, without asking Triton which one that is.
+
+`kernel[grid](...)` binds, types and formats every argument of every call into a string that names the compiled kernel:
+tens of microseconds, as much as a short call computes. What the choice depends on is little: constants, the dtype of a
+tensor, whether an integer is 1 or a multiple of 16. Here that is the key; what is rare, a tensor that does not begin at
+16 bytes or an integer of more than 31 bits, goes through Triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton import knobs
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+DESCRIPTORS: set[type] = {TensorDescriptor}
+
+
+class Form(NamedTuple):
+    """Where a call of certain names and types has what; positions count in the order of the kernel's parameters."""
+
+    in_order: Callable[[tuple[Any, ...]], tuple[Any, ...]]  # the values of a call in that order
+    constants: tuple[int, ...]  # positions in the call: constants, and launch options
+    tensors: tuple[int, ...]
+    descriptors: tuple[int, ...]
+    sizes: tuple[int, ...]  # integers that a kernel is not compiled for
+    special: tuple[int, ...]  # and that it is
+
+
+class LightLaunch:
+    """A jitted kernel, launched as Triton launches it: `kernel[grid](...)`, with an argument for every parameter.
+
+    The first call of its kind goes through Triton, and so do all calls under Triton's interpreter and on HIP, where a
+    kernel depends on more.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self._light = isinstance(kernel, JITFunction) and torch.version.hip is None
+        self._forms: dict[tuple[Any, ...], Form] = {}
+        self._compiled: dict[tuple[Any, ...], Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.kernel, name)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        return partial(self._launch, grid) if self._light else self.kernel[grid]
+
+    def _launch(self, grid: tuple[int, ...], *arguments: Any, **named: Any) -> Launch | None:
+        values = (*arguments, *named.values())
+        types = (*named, *map(type, values))
+        form = self._forms.get(types)
+        if form is None:
+            form = self._forms[types] = self._form_of(arguments, named)
+        ordered, bits, wide = list(form.in_order(values)), 0, 0
+        device = driver.active.get_current_device()
+        key = [types, device, *[values[i] for i in form.constants]]
+        for i in form.tensors:
+            key.append(ordered[i].dtype)
+            ordered[i] = pointer = ordered[i].data_ptr()
+            bits |= pointer
+        for i in form.descriptors:
+            key.append(kind_of(ordered[i]))
+        for i in form.sizes:
+            wide |= ordered[i] >> 31
+        for i in form.special:
+            size = ordered[i]
+            wide |= size >> 31
+            key.append((size == 1, size % 16 == 0))
+        kind = tuple(key)
+        compiled = self._compiled.get(kind)
+        if bits & 15 or wide:
+            self.kernel[grid](*arguments, **named)
+            return None
+        if compiled is None:
+            compiled = self._compiled[kind] = self.kernel[grid](*arguments, **named)
+        else:
+            run(compiled, grid, ordered, device)
+        return Launch(compiled, grid, form.in_order(values))
+
+    def _form_of(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> Form:
+        """Sort the arguments of a call by type; what Triton may specialize on in another way counts as constant."""
+        names = [*self.kernel.arg_names[: len(arguments)], *named]
+        runtime = {param.name: param for param in self.kernel.params if not param.is_constexpr}
+        found: dict[str, list[int]] = {field: [] for field in Form._fields[1:]}
+        for i, (name, x) in enumerate(zip(names, (*arguments, *named.values()), strict=True)):
+            param = runtime.get(name)
+            if param is None:
+                found["constants"].append(i)
+            elif isinstance(x, Tensor):
+                found["tensors"].append(param.num)
+            elif type(x) in DESCRIPTORS:
+                found["descriptors"].append(param.num)
+            elif type(x) is int:
+                found["sizes" if param.do_not_specialize else "special"].append(param.num)
+            elif type(x) is not float:
+                found["constants"].append(i)
+        order = itemgetter(*[names.index(name) for name in self.kernel.arg_names])
+        return Form(order, *[tuple(positions) for positions in found.values()])
+
+
+class Launch(NamedTuple):
+    """What was started."""
+
+    compiled: Any
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]  # in the order of the kernel's parameters
+
+
+def run(compiled: Any, grid: tuple[int, ...], arguments: Sequence[Any], device: int) -> None:
+    """Start a compiled kernel on the current stream; tensors may be given as their addresses."""
+    if knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:  # a profiler wants to know
+        compiled[(*grid, 1, 1)](*arguments)
+        return
+    x, y, z, *_ = (*grid, 1, 1)
+    stream = driver.active.get_current_stream(device)
+    compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
+
+
+def light_launch(kernel: Any) -> Any:
+    """Decorate a jitted kernel that the host launches; see `LightLaunch`."""
+    return LightLaunch(kernel)
+
+
+def kind_of(descriptor: Any) -> Any:
+    """What a kernel is compiled for; descriptors of `rebased` say it themselves."""
+    known = vars(descriptor).get("kind")
+    if known is None:
+        block, layout = tuple(descriptor.block_shape), getattr(descriptor, "layout", None)
+        known = (str(descriptor.base.dtype), block, str(layout))
+    return known

@@ -1,0 +1,126 @@
+"""Launches without Triton's bookkeeping give what the first launch gave, on other tensors."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+import dynaxx as dx
+from dynaxx.ops.dispatch import load_backend
+from dynaxx.testing import make_qkv
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+BACKENDS = ("hopper", "triton") if HOPPER else ("triton",)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+
+def inputs(seed=0, seqlen=300, heads=(4, 2), dtype=torch.bfloat16):
+    return make_qkv(1, seqlen, seqlen, *heads, 64, dtype=dtype, device="cuda", seed=seed)
+
+
+def window(seqlen=300):
+    """A layout of its own, for which nothing has been kept."""
+    return dx.SlidingWindow(77).layout(seqlen, block_size=64).to("cuda")
+
+
+def both_ways(q, k, v, layout, backend):
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    out, lse = dx.sparse_attention(q, k, v, layout, return_lse=True, backend=backend)
+    grads = torch.autograd.grad((out, lse), (q, k, v), (torch.ones_like(out), torch.ones_like(lse)))
+    return out, lse, *grads
+
+
+def assert_same(found, expected):
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_repeats_are_launches_of_their_own_tensors(backend):
+    layout = window()
+    batches = [inputs(seed) for seed in range(4)]
+    repeats = [both_ways(*batch, layout, backend) for batch in batches]
+    for batch, repeat in zip(batches, repeats, strict=True):
+        assert_same(repeat, both_ways(*batch, window(), backend))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_tensor_for_two_arguments(backend):
+    layout = window()
+    q, k, v = inputs()
+    for keys, values in ((k, k), (k, v), (k, k)):
+        assert_same(both_ways(q, keys, values, layout, backend), both_ways(q, keys, values, window(), backend))
+        once = dx.sparse_attention(q, keys, values, layout, backend=backend)
+        assert torch.equal(once, dx.sparse_attention(q, keys, values, window(), backend=backend))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_changes_from_call_to_call(backend):
+    """Addresses that TMA cannot take, strides, dtypes, lengths, scales: none of it runs what was kept for another."""
+    q, k, v = inputs()
+    odd = [torch.empty(x.numel() + 1, dtype=x.dtype, device="cuda")[1:].view(x.shape).copy_(x) for x in (q, k, v)]
+    turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    layout = window()
+    expected = both_ways(q, k, v, window(), backend)
+    for batch in ((q, k, v), odd, turned, (q, odd[1], turned[2]), (q, k, v), odd, turned):
+        assert_same(both_ways(*batch, layout, backend), expected)
+    half = inputs(dtype=torch.float16)
+    assert_same(both_ways(*half, layout, backend), both_ways(*half, window(), backend))
+    for scale in (0.1, -0.1, 0.0, 0.1, 2.0):
+        found = dx.sparse_attention(q, k, v, layout, scale=scale, backend=backend)
+        assert torch.equal(found, dx.sparse_attention(q, k, v, window(), scale=scale, backend=backend))
+    for seqlen in (1, 64, 301, 300):
+        batch = inputs(seqlen=seqlen)
+        again = window(seqlen)
+        assert_same(both_ways(*batch, again, backend), both_ways(*batch, again, backend))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_layouts_that_are_not_dense(backend):
+    """A copy that one launch read is not what another one reads."""
+    q, k, v = inputs()
+    dense = window()
+    wide = torch.stack([dense.kv_indices, dense.kv_indices], 1)
+    layout = dx.BlockLayout(
+        300, 300, (64, 64), dense.kv_indptr, dense.kv_num_partial, wide[:, 0], dense.kv_masks, dense.masks
+    )
+    for _ in range(3):
+        assert_same(both_ways(q, k, v, layout, backend), both_ways(q, k, v, dense, backend))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_kept_goes_with_its_layout(backend):
+    layout = window()
+    q, k, v = inputs()
+    for _ in range(3):
+        both_ways(q, k, v, layout, backend)
+    tensors = [weakref.ref(q), weakref.ref(layout)]
+    del layout, q, k, v
+    gc.collect()
+    assert [ref() for ref in tensors] == [None, None]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_streams_and_profilers(backend):
+    from triton import knobs
+
+    layout = window()
+    q, k, v = inputs()
+    expected = both_ways(q, k, v, layout, backend)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        on_stream = both_ways(q, k, v, layout, backend)
+    stream.synchronize()
+    assert_same(on_stream, expected)
+    seen = []
+    hook = lambda metadata: seen.append(metadata.get()["name"])
+    knobs.runtime.launch_enter_hook.add(hook)
+    try:
+        for _ in range(3):
+            load_backend(backend).attention_forward(q, k, v, layout, 0.1)
+    finally:
+        knobs.runtime.launch_enter_hook.remove(hook)
+    assert len(seen) == 3
+    assert len(set(seen)) == 1
