@@ -21,7 +21,7 @@ from triton.testing import do_bench
 
 from dynaxx.kernels.triton import native, native_config
 from dynaxx.layout.native import NativeSizes
-from dynaxx.ops.native import _compressed_attention, _window_attention, compress, gated_sum, native_sparse_attention
+from dynaxx.ops.native import _window_attention, compress, compressed_attention, gated_sum, native_sparse_attention
 from dynaxx.ops.packing import pack
 from dynaxx.ops.selected import attend_selected, selected_attention
 from dynaxx.testing.native import random_selected_case
@@ -148,7 +148,7 @@ def parts_of(leaves):
     spans, packed = pack(q, k, v, SIZES, None, None)
     k_cmp, v_cmp = compress(k, SIZES)[0], compress(v, SIZES)[0]
     scale = DIM**-0.5
-    out, lse = _compressed_attention(packed, k_cmp, v_cmp, spans, scale, "auto")
+    out, lse = compressed_attention(packed, k_cmp, v_cmp, spans, scale, "auto")
     indices = native.select_blocks(packed.q, k_cmp, lse, spans, k.shape[2], scale)
     return locals()
 
@@ -161,7 +161,7 @@ def time_parts(q_heads, kv_heads, seqlen, drift):
     parts = {
         "compress": (lambda k, v: torch.cat((compress(k, SIZES), compress(v, SIZES))), (p["k"], p["v"])),
         "compressed": (
-            lambda q, k, v: _compressed_attention(queried(q), k, v, spans, scale, "auto")[0],
+            lambda q, k, v: compressed_attention(queried(q), k, v, spans, scale, "auto")[0],
             (packed.q, p["k_cmp"], p["v_cmp"]),
         ),
         "selected": (

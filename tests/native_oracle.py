@@ -32,7 +32,8 @@ def block_scores(weights, blocks, sizes):
             for n in range(per_token):
                 at = per_block * j - m - n
                 if 1 <= at <= len(weights):
-                    scores[j - 1] += float(weights[at - 1])
+                    weight = float(weights[at - 1])
+                    scores[j - 1] = max(scores[j - 1], weight) if sizes.pool == "max" else scores[j - 1] + weight
     return scores
 
 

@@ -22,8 +22,9 @@ def random_sizes(rng):
     cmp_block = rng.choice([size for size in (stride, 2 * stride, 4 * stride, 3 * stride) if size <= slc_block])
     first, local, more = rng.choice((0, 1, 2)), rng.choice((0, 1, 2)), rng.choice((0, 1, 3))
     return NativeSizes(
-        cmp_block, stride, slc_block, max(1, first + local + more), first, local, rng.choice((1, 20, 70))
-    )
+        cmp_block, stride, slc_block, max(1, first + local + more), first, local, rng.choice((1, 20, 70)),
+        rng.choice(("sum", "max")),
+    )  # fmt: skip
 
 
 def inputs(rng, tokens_q, tokens_k, group=None, dtype=torch.float64):

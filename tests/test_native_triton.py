@@ -65,7 +65,8 @@ def test_random_cases(seed, schedule, monkeypatch):
 def selection_case(seed, dtype=torch.float32, lengths=(0, 1, 40, 77), head_dim=16, sizes=None):
     rng = random.Random(seed)
     per_token, per_block = rng.choice(((1, 1), (1, 2), (2, 4), (4, 4), (1, 4)))
-    sizes = sizes or NativeSizes(16 // per_block * per_token, 16 // per_block, 16, rng.choice((3, 5)), 1, 1)
+    pool = ("sum", "max")[seed % 2]
+    sizes = sizes or NativeSizes(16 // per_block * per_token, 16 // per_block, 16, rng.choice((3, 5)), 1, 1, pool=pool)
     seqlens = [rng.choice(lengths) for _ in range(rng.choice((1, 3)))]
     longer = [n + rng.choice((0, 30)) for n in seqlens]
     ends, ends_k = ([sum(some[:i]) for i in range(len(some) + 1)] for some in (seqlens, longer))

@@ -20,6 +20,7 @@ def modules(**options):
         "mean": nn.NativeSparseAttention(24, 6, 2, sizes=SIZES, compression="mean", **options),
         "weighted": nn.NativeSparseAttention(24, 6, 2, sizes=SIZES, compression="weighted", **options),
         "mlp": nn.NativeSparseAttention(24, 6, 2, sizes=SIZES, compression="mlp", **options),
+        "switchable": nn.SwitchableAttention(24, 6, 2, sizes=replace(SIZES, slc_count=2, local_blocks=1), **options),
         "moba": nn.MixtureOfBlockAttention(24, 6, 2, block_size=16, top_k=2, **options),
     }
     for module in made.values():

@@ -29,7 +29,7 @@ class NativeLlamaConfig(LlamaConfig):  # type: ignore[misc]
     """
 
     model_type = "dynaxx_native_llama"
-    native_sizes: dict[str, int] | None = None
+    native_sizes: dict[str, Any] | None = None
     native_compression: str = "mlp"
     native_gate_init: list[float] | None = None
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -38,6 +39,7 @@ class NativeSizes:
     first_blocks: int = 1  # blocks at the start that are always selected
     local_blocks: int = 2  # blocks up to and including the query's own that are always selected
     window: int = 512  # keys that the window branch sees, the query's own included (w)
+    pool: Literal["sum", "max"] = "sum"  # of compressed tokens' scores to a block's: eq. 9, or their best
 
     def __post_init__(self) -> None:
         if self.slc_block not in BLOCK_SIZES:
@@ -59,6 +61,9 @@ class NativeSizes:
                 f"`slc_count` must cover the forced blocks, {self.first_blocks} first and {self.local_blocks} local, "
                 f"got {self.slc_count}"
             )
+
+        if self.pool not in ("sum", "max"):
+            raise ValueError(f"`pool` must be 'sum' or 'max', got {self.pool!r}")
 
     def compressed(self, seqlen: int) -> int:
         """How many compressed tokens a sequence of so many keys has: whole windows only."""

@@ -1,4 +1,4 @@
-"""Attention modules to train with: a static pattern, Native Sparse Attention, Mixture of Block Attention. Thin."""
+"""Attention modules to train with: a static pattern, NSA, MoBA, InfLLM-V2. Thin."""
 
 from dynaxx.layout.native import NativeSizes
 from dynaxx.nn.cache import NativeCache
@@ -7,6 +7,7 @@ from dynaxx.nn.moba import MixtureOfBlockAttention
 from dynaxx.nn.native import NativeSparseAttention
 from dynaxx.nn.projection import ProjectedAttention, rotate
 from dynaxx.nn.sparse import SparseAttention
+from dynaxx.nn.switchable import SwitchableAttention
 
 __all__ = [
     "MeanCompression",
@@ -17,6 +18,7 @@ __all__ = [
     "NativeSparseAttention",
     "ProjectedAttention",
     "SparseAttention",
+    "SwitchableAttention",
     "WeightedCompression",
     "rotate",
 ]

@@ -149,7 +149,7 @@ def native_sparse_attention(
     if gates.shape != (*q.shape[:-1], 3):
         raise ValueError(f"`gates` must be {(*q.shape[:-1], 3)}, got {tuple(gates.shape)}")
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    out_cmp, lse = _compressed_attention(packed, k_cmp, v_cmp, spans, scale, backend)
+    out_cmp, lse = compressed_attention(packed, k_cmp, v_cmp, spans, scale, backend)
     indices = select_native(packed.q, k_cmp, lse.detach(), spans, scale=scale, backend=backend)
     out_slc, _ = attend_selected(packed.q, packed.k, packed.v, indices, spans, scale, backend)
     out_swa = _window_attention(packed, spans, scale, backend)
@@ -158,7 +158,7 @@ def native_sparse_attention(
     return packed.unpack(gated_sum((out_cmp, out_slc, out_swa), gates, name))
 
 
-def _compressed_attention(
+def compressed_attention(
     packed: Packed, k_cmp: Tensor, v_cmp: Tensor, spans: NativeSpans, scale: float, backend: str
 ) -> tuple[Tensor, Tensor]:
     """Out (T, Hq, E) and lse (Hq, T) of attention over the compressed tokens."""

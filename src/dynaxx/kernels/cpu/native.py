@@ -41,7 +41,7 @@ def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor | None, spans: NativeSpa
                 q[some], keys[:, c : c + visible], lse if lse is None else lse[:, some], spans, some, scale
             )
             blocks = int(spans.num_blocks[some.stop - 1])
-            scores = _block_sums(parts, spans, blocks) if lse is not None else _unscored(parts, blocks)
+            scores = _block_scores(parts, spans, blocks) if lse is not None else _unscored(parts, blocks)
             chosen[some] = choose_blocks(scores.transpose(0, 1), spans.num_blocks[some], spans)
     return chosen
 
@@ -58,15 +58,18 @@ def _weights(q: Tensor, keys: Tensor, lse: Tensor | None, spans: NativeSpans, so
     return logits.sub_(shift).masked_fill_(hidden, -torch.inf).exp_().sum(1)
 
 
-def _block_sums(weights: Tensor, spans: NativeSpans, blocks: int) -> Tensor:
-    """Sum (Hs, t, l) weights over the strides of each compressed token and those of each block, (Hs, t, blocks)."""
+def _block_scores(weights: Tensor, spans: NativeSpans, blocks: int) -> Tensor:
+    """Pool (Hs, t, l) weights over the strides of each compressed token and those of each block, (Hs, t, blocks)."""
     per_token = spans.sizes.cmp_block // spans.sizes.cmp_stride
     per_block = spans.sizes.slc_block // spans.sizes.cmp_stride
     total = blocks * per_block
     strides = weights.new_zeros(*weights.shape[:2], max(total, weights.shape[2] + per_token - 1))
+    most = spans.sizes.pool == "max"
     for shift in range(per_token):
-        strides[..., shift : shift + weights.shape[2]] += weights
-    return strides[..., :total].unflatten(-1, (blocks, per_block)).sum(-1)
+        part = strides[..., shift : shift + weights.shape[2]]
+        torch.maximum(part, weights, out=part) if most else part.add_(weights)
+    by_block = strides[..., :total].unflatten(-1, (blocks, per_block))
+    return by_block.amax(-1) if most else by_block.sum(-1)
 
 
 def _unscored(logits: Tensor, blocks: int) -> Tensor:

@@ -50,8 +50,9 @@ def compression_means(x: Tensor, spans: NativeSpans) -> Tensor:
 def selection_scores(
     q: Tensor, k_cmp: Tensor, lse: Tensor | None, spans: NativeSpans, heads: int, scale: float
 ) -> Tensor:
-    """(T, Hs, C) scores of selection blocks, eq. 9 and 10: each compressed token adds its attention weight to a block
-    once per stride of tokens that both hold, summed over the q heads of each selection head.
+    """(T, Hs, C) scores of selection blocks, eq. 9 and 10: each compressed token adds its attention weight, summed over
+    the q heads of each selection head, to a block once per stride of tokens that both hold. With `sizes.pool` "max" a
+    block's score is the largest weight of those that share a token with it.
 
     Args:
         lse: (Hq, T) of the attention over compressed tokens; None scores by q @ k_cmp itself, which needs
@@ -79,6 +80,9 @@ def selection_scores(
         return scores.transpose(0, 1)
     weights = (logits - lse[..., None]).masked_fill(~visible, -torch.inf).exp()
     weights = weights.unflatten(0, (heads, -1)).sum(1)
+    if spans.sizes.pool == "max":
+        shares = torch.nn.functional.pad(weights[..., None] * (shared > 0), (0, 0, 0, 1))  # 0 where nothing is shared
+        return shares.amax(2).transpose(0, 1)
     return torch.einsum("htl,tlc->thc", weights, shared.to(dtype))
 
 

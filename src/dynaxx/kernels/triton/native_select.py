@@ -2,7 +2,7 @@
 """Selection: scores of blocks from attention to compressed tokens, a bounded number of queries at a time, and top-k.
 
 A program of the score kernel holds some compressed tokens and sums the weights that the q heads of a group give them,
-exp(q @ k_cmp - lse), then sums tokens to blocks: each token adds to its own block, and its overlap to the next one. The
+exp(q @ k_cmp - lse), then pools tokens to blocks: each gives to its own block, and by its overlap to the next one. The
 top-k kernel finds the n-th best score of a row bit by bit, up to where n are left, so it needs no sort.
 
 T queries of a chunk, Hq / Hk / Hs query, kv and selection heads, C blocks of the longest sequence, n selected.
@@ -57,6 +57,7 @@ def _score_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     RAW: tl.constexpr,  # scores are q @ k_cmp itself
+    MAX: tl.constexpr,  # pool by maximum
     PRECISION: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = BLOCK_N // PER_BLOCK
@@ -88,13 +89,15 @@ def _score_kernel(
         else:
             by_block = tl.reshape(total, [BLOCK_M, BLOCKS, PER_BLOCK])
             shared = tl.minimum(PER_BLOCK - tl.arange(0, PER_BLOCK), PER_TOKEN)[None, None, :]
-            own = tl.sum(by_block * shared, 2)
+            own = tl.max(by_block, 2) if MAX else tl.sum(by_block * shared, 2)
         block = i_part * BLOCKS + tl.arange(0, BLOCKS)
         row = ((t - first_row).to(tl.int64) * heads + i_head) * blocks
         mask = inside[:, None] & (block < blocks)[None, :]
         tl.store(p_own + row[:, None] + block[None, :], own, mask=mask)
         if PER_TOKEN > 1:
-            tl.store(p_next + row[:, None] + block[None, :], tl.sum(by_block * (PER_TOKEN - shared), 2), mask=mask)
+            over = PER_TOKEN - shared  # strides behind the block; without any, nothing: weights are not negative
+            behind = tl.max(tl.where(over > 0, by_block, 0.0), 2) if MAX else tl.sum(by_block * over, 2)
+            tl.store(p_next + row[:, None] + block[None, :], behind, mask=mask)
 
 
 @triton.jit(do_not_specialize=["first_row", "heads", "slots", "first_blocks", "local_blocks"])
@@ -115,6 +118,7 @@ def _top_blocks_kernel(
     WIDTH: tl.constexpr,  # C as a power of two
     WIDE_SLOTS: tl.constexpr,  # n as a power of two
     RAW: tl.constexpr,
+    MAX: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     t = first_row + row // heads
@@ -125,7 +129,8 @@ def _top_blocks_kernel(
     score = tl.load(p_own + p_row, mask=scored, other=LOWEST if RAW else 0.0)
     if PER_TOKEN > 1:
         before = (block > 0) & ((block - 1) * PER_BLOCK < tokens) & (block < blocks)
-        score += tl.load(p_next + p_row - 1, mask=before, other=0.0)
+        behind = tl.load(p_next + p_row - 1, mask=before, other=0.0)
+        score = tl.maximum(score, behind) if MAX else score + behind
     forced = (block < first_blocks) | (block >= seen - local_blocks)
     key = tl.where(forced, 0xFFFFFFFF, ordered_bits(score)).to(tl.uint32)
     key = tl.where(block < seen, key, 0)
@@ -223,6 +228,7 @@ def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor | None, spans: NativeSpa
                 BLOCK_M=QUERIES,
                 BLOCK_N=block_n,
                 RAW=lse is None,
+                MAX=sizes.pool == "max",
                 PRECISION="ieee",
                 num_warps=num_warps,
                 num_stages=num_stages,
@@ -245,6 +251,7 @@ def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor | None, spans: NativeSpa
             WIDTH=width,
             WIDE_SLOTS=triton.next_power_of_2(sizes.slc_count),
             RAW=lse is None,
+            MAX=sizes.pool == "max",
             num_warps=native_config.top_warps(width),
         )
         begin = stop
