@@ -136,6 +136,50 @@ def test_gated_sum(dim):
 
 
 @runs_here
+@pytest.mark.parametrize(("window", "stride", "dim"), [(8, 4, 16), (4, 4, 24), (12, 4, 16)])
+@pytest.mark.parametrize("tokens", [3, 8, 37, 90])
+def test_means(window, stride, dim, tokens):
+    spans = native_spans(NativeSizes(window, stride, 16, 3), (0, tokens, 2 * tokens), device=DEVICE)
+    x = torch.randn(2 * tokens, 3, dim + 5, device=DEVICE)[..., :dim].requires_grad_()
+    want, got = definition.compression_means(x, spans), native.means_forward(x, spans)
+    assert torch.allclose(got, want, atol=1e-6)
+    do = torch.randn_like(want)
+    assert torch.allclose(native.means_backward(do, spans), torch.autograd.grad(want, x, do)[0], atol=1e-6)
+
+
+@runs_here
+@pytest.mark.parametrize("seed", range(6))
+def test_items_hold_every_entry_once_in_order(seed):
+    from dynaxx.kernels.triton.native_items import items
+
+    rng, length = random.Random(seed), (2, 8, 64)[seed % 3]
+    torch.manual_seed(seed)
+    ends = [0, 40 + seed, 40 + seed, 97]
+    spans = native_spans(NativeSizes(16, 16, 16, 3, 0, 0), ends, device=DEVICE)
+    heads, slots, step = rng.choice((1, 2)), rng.choice((1, 3, 5)), rng.choice((97, 7, 50))
+    indices = torch.randint(-1, 6, (97, heads, slots), dtype=torch.int32)
+    found = items(indices.to(DEVICE), spans, step, length)
+    want = {}
+    for entry, index in enumerate(indices.flatten().tolist()):
+        t, head = entry // (heads * slots), entry // slots % heads
+        if 0 <= index < int(spans.num_blocks[t]):
+            cell = head * len(spans.block_start) + int(spans.first_block[t]) + index
+            want.setdefault((t // step, cell), []).append(entry)
+    got = {}
+    for chunk in range(found.cell.shape[0]):
+        for cell, begin, end in torch.stack([found.cell, found.begin, found.end])[:, chunk].T.tolist():
+            some = found.entries[begin:end].tolist()
+            assert len(some) <= length
+            if some:
+                got.setdefault((chunk, cell), []).extend(some)
+    assert got == want
+    counts = found.first_item.diff(dim=1)
+    for (chunk, cell), entries in want.items():
+        assert counts[chunk, cell] == -(-len(entries) // length)
+    assert counts.sum() == sum(-(-len(entries) // length) for entries in want.values())
+
+
+@runs_here
 def test_the_whole_of_it():
     """All three branches and their gates, forward and backward, against the definition in fp64; ragged."""
     sizes = NativeSizes(8, 4, 16, 3, 1, 1, window=9)

@@ -54,7 +54,7 @@ def compress(
     """
     if weight is None:
         spans, packed = pack(x, x, x, sizes, cu_seqlens, None)
-        means = definition.compression_means(packed.k, spans)
+        means = _compression_means(packed.k, spans)
         return means if packed.batch is None else means.unflatten(0, (packed.batch[0], sizes.compressed(x.shape[1])))
     windows = compression_windows(x, sizes, cu_seqlens=cu_seqlens)
     if weight.shape != (sizes.cmp_block, x.shape[-2]):
@@ -62,6 +62,25 @@ def compress(
             f"`weight` must be (cmp_block, heads) = {(sizes.cmp_block, x.shape[-2])}, got {tuple(weight.shape)}"
         )
     return torch.einsum("...lhd,lh->...hd", windows, weight.to(x.dtype))
+
+
+def _compression_means(x: Tensor, spans: NativeSpans) -> Tensor:
+    """(M, H, D) -> (L, H, D), in one kernel where the backend has one for sequences that are alike."""
+    kernels = native_module(native_backend(x, x, x, spans.sizes.slc_block, "auto"))
+    if spans.uniform is None or not hasattr(kernels, "means_forward"):
+        return definition.compression_means(x, spans)
+    return _CompressionMeans.apply(x, spans, kernels)
+
+
+class _CompressionMeans(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, spans: NativeSpans, kernels: Any) -> Tensor:
+        ctx.spans, ctx.kernels = spans, kernels
+        return kernels.means_forward(x, spans)
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor) -> Any:
+        return ctx.kernels.means_backward(do, ctx.spans), None, None
 
 
 @torch.no_grad()

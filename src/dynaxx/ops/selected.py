@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
+from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
@@ -88,12 +89,17 @@ def native_backend(q: Tensor, k: Tensor, v: Tensor, block_size: int, backend: st
     """
     if backend != "auto" and backend not in BACKENDS:
         raise ValueError(f"`backend` must be 'auto' or one of {BACKENDS}, got {backend!r}")
-    problem = native_problem(q, k, v, block_size)
-    reasons = {name: _unsupported(name, problem) for name in (BACKENDS if backend == "auto" else (backend,))}
-    found = next((name for name, why in reasons.items() if not why), None)
-    if found is None:
-        raise UnsupportedInputError(str(problem), reasons)
-    return found
+    return _first_that_serves(native_problem(q, k, v, block_size), backend)
+
+
+@lru_cache(maxsize=256)
+def _first_that_serves(problem: AttentionProblem, backend: str) -> str:
+    reasons = {}
+    for name in BACKENDS if backend == "auto" else (backend,):
+        reasons[name] = _unsupported(name, problem)
+        if not reasons[name]:
+            return name
+    raise UnsupportedInputError(str(problem), reasons)
 
 
 def _unsupported(name: str, problem: AttentionProblem) -> list[str]:

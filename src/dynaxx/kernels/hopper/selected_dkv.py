@@ -15,7 +15,7 @@ from dynaxx.kernels.hopper.forward import LOG2E
 from dynaxx.kernels.hopper.forward_consume import ROWS
 from dynaxx.kernels.hopper.launch import dense_rows
 from dynaxx.kernels.hopper.selected import descriptor
-from dynaxx.kernels.triton.native_index import Items
+from dynaxx.kernels.triton.native_items import Items
 from dynaxx.layout.native import NativeSpans
 
 LOG2E_ = gl.constexpr(LOG2E)

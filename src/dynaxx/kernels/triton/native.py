@@ -21,10 +21,12 @@ from dynaxx.kernels.triton.launch import positive_scale, unit_stride
 from dynaxx.layout.native import NativeSpans
 
 if TYPE_CHECKING:
-    from dynaxx.kernels.triton.native_index import Items
+    from dynaxx.kernels.triton.native_items import Items
 
 _LATER = {
     "select_blocks": "native_select",
+    "means_forward": "native_compress",
+    "means_backward": "native_compress",
     "gated_sum_forward": "native_gate",
     "gated_sum_backward": "native_gate",
 }  # kernels that need no more than their own file
@@ -75,7 +77,7 @@ class SelectedPlan:
 
     def items(self, row_bytes: int | None, limit: int = 0) -> tuple[Items, range]:
         """Entries by block and their chunks: `limit` bytes of partial results, `row_bytes` per q head of a slot."""
-        from dynaxx.kernels.triton.native_index import items
+        from dynaxx.kernels.triton.native_items import items
 
         queries, heads, slots = self.indices.shape
         step = queries

@@ -15,7 +15,7 @@ from torch import Tensor
 from dynaxx.kernels.triton.config import padded
 from dynaxx.kernels.triton.native_config import KeyTiles
 from dynaxx.kernels.triton.native_gather import RUNTIME_SIZES, entry_rows, item_arguments, item_block
-from dynaxx.kernels.triton.native_index import Items
+from dynaxx.kernels.triton.native_items import Items
 from dynaxx.kernels.triton.native_union import block_rows, gather_rows, row_values, scatter_rows, weights_of
 from dynaxx.layout.native import NativeSpans
 

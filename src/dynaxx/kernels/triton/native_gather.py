@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dynaxx.kernels.triton.config import padded
 from dynaxx.kernels.triton.native_config import KeyTiles
-from dynaxx.kernels.triton.native_index import Items
+from dynaxx.kernels.triton.native_items import Items
 from dynaxx.kernels.triton.native_union import block_rows, gather_rows, scatter_rows, softmax_step
 from dynaxx.layout.native import NativeSpans
 

@@ -1,16 +1,12 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""Two views of a selection, both made on the device without waiting for it.
-
-By query: a tile of a few neighbouring positions visits the union of their blocks, each with a bit set of the positions
-that selected it. By key: the queries of each block, ascending, cut into items of bounded length, so that a block that
-every query selects is no longer work than any other.
+"""A selection by query, made on the device without waiting for it: a tile of a few neighbouring positions visits the
+union of their blocks, each with a bit set of the positions that selected it.
 
 T queries, Hs selection heads, n slots, C selection blocks of all sequences; P positions per tile.
 """
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -29,25 +25,6 @@ class Unions:
     starts: Tensor  # (tiles, Hs, P * n) int32, first key row of each block
     members: Tensor  # (tiles, Hs, P * n) int32, bit i: position i of the tile selected the block
     counts: Tensor  # (tiles, Hs) int32
-
-
-@dataclass(frozen=True)
-class Items:
-    """Entries by block, for each chunk of queries apart.
-
-    A cell is a block of a selection head, hs * C + block; an entry is a slot, (t * Hs + hs) * n + slot.
-    """
-
-    step: int  # queries per chunk
-    entries: Tensor  # (T * Hs * n,) int32, sorted by chunk, cell and query
-    first_item: Tensor  # (chunks, Hs * C + 1) int32: cell c has items first_item[c] : first_item[c + 1]
-    cell: Tensor  # (chunks, max_items) int32, Hs * C for an item that is none
-    begin: Tensor  # (chunks, max_items) int32, its first place in `entries`
-    end: Tensor  # (chunks, max_items) int32, its last place + 1
-
-    def queries(self, chunk: int, total: int) -> slice:
-        """Rows of a chunk."""
-        return slice(chunk * self.step, min((chunk + 1) * self.step, total))
 
 
 @triton.jit
@@ -120,31 +97,3 @@ def unions(indices: Tensor, spans: NativeSpans, positions: int) -> Unions:
             num_warps=1 if width <= 256 else 4,
         )
     return found
-
-
-def items(indices: Tensor, spans: NativeSpans, step: int, length: int) -> Items:
-    """The entries of every `step` query rows by block, at most `length` of them in an item.
-
-    Args:
-        indices: (T, Hs, n), T >= 1.
-    """
-    queries, heads, slots = indices.shape
-    device, blocks, chunks = indices.device, len(spans.block_start), -(-queries // step)
-    cells = heads * blocks
-    arange = lambda size: torch.arange(size, device=device, dtype=torch.int32)
-    seen = (indices >= 0) & (indices < spans.num_blocks[:, None, None])
-    cell = indices + spans.first_block[:, None, None] + arange(heads)[:, None] * blocks
-    cell = torch.where(seen, cell + (arange(queries) // step * cells)[:, None, None], chunks * cells)
-    ordered, entries = cell.flatten().sort(stable=True)
-    starts = torch.searchsorted(ordered, arange(chunks * cells + 1)).to(torch.int32)
-    counts = starts.diff().view(chunks, cells)
-    first_item = torch.nn.functional.pad(((counts + length - 1) // length).cumsum(1), (1, 0))
-    item = torch.arange(cells + step * heads * slots // length, device=device).expand(chunks, -1).contiguous()
-    of_cell = torch.searchsorted(first_item[:, 1:].contiguous(), item, right=True)
-    known = of_cell.clamp(max=cells - 1)
-    first, count = (x.view(chunks, cells).gather(1, known) for x in (starts[:-1], counts))
-    done = (item - first_item.gather(1, known)) * length
-    none = of_cell == cells
-    begin = (first + done).masked_fill(none, 0)
-    end = (first + torch.minimum(done + length, count)).masked_fill(none, 0)
-    return Items(step, *(x.to(torch.int32).contiguous() for x in (entries, first_item, of_cell, begin, end)))

@@ -181,9 +181,9 @@ def _tiles_of(spans: NativeSpans) -> _Tiles:
 def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor | None, spans: NativeSpans, heads: int, scale: float) -> Tensor:
     """As `kernels.reference.native.select_blocks`; holds SCORE_BYTES of scores."""
     sizes, blocks = spans.sizes, spans.max_blocks
-    indices = torch.full((q.shape[0], heads, sizes.slc_count), -1, dtype=torch.int32, device=q.device)
+    indices = torch.empty(q.shape[0], heads, sizes.slc_count, dtype=torch.int32, device=q.device)
     if not (q.shape[0] and blocks):
-        return indices
+        return indices.fill_(-1)
     if lse is None:
         q, scale = positive_scale(q, scale)
     q, k_cmp = unit_stride(q), unit_stride(k_cmp)
