@@ -12,6 +12,7 @@ from dynaxx.kernels.reference import native as definition
 from dynaxx.layout import BlockLayout, CuSeqlens, pack_layouts
 from dynaxx.layout.native import NativeSizes, NativeSpans
 from dynaxx.ops.attention import sparse_attention
+from dynaxx.ops.dispatch import backend_for, load_backend
 from dynaxx.ops.packing import Packed, pack
 from dynaxx.ops.selected import attend_selected, native_backend, native_module
 from dynaxx.patterns.compressed import Compressed
@@ -168,10 +169,12 @@ def native_sparse_attention(
     if gates.shape != (*q.shape[:-1], 3):
         raise ValueError(f"`gates` must be {(*q.shape[:-1], 3)}, got {tuple(gates.shape)}")
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    out_cmp, lse = compressed_attention(packed, k_cmp, v_cmp, spans, scale, backend)
-    indices = select_native(packed.q, k_cmp, lse.detach(), spans, scale=scale, backend=backend)
+    with torch.no_grad():
+        out_cmp, lse = compressed_attention(packed, k_cmp, v_cmp, spans, scale, backend)
+    indices = select_native(packed.q, k_cmp, lse, spans, scale=scale, backend=backend)
     out_slc, _ = attend_selected(packed.q, packed.k, packed.v, indices, spans, scale, backend)
     out_swa = _window_attention(packed, spans, scale, backend)
+    out_cmp = _recorded(packed.q, k_cmp, v_cmp, out_cmp, lse, spans, scale, backend)
     gates = gates if packed.batch is None else gates.flatten(0, 1)
     name = native_backend(packed.q, packed.k, packed.v, sizes.slc_block, backend)
     return packed.unpack(gated_sum((out_cmp, out_slc, out_swa), gates, name))
@@ -207,6 +210,38 @@ def compressed_layout(spans: NativeSpans, block_size: int) -> BlockLayout:
     return layout
 
 
+def _recorded(
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, out: Tensor, lse: Tensor, spans: NativeSpans, scale: float, backend: str
+) -> Tensor:
+    """`out` of `compressed_attention`, with its gradients, as if it ran now and not before the blocks were selected.
+
+    Gradients go the reverse way. So those of the selected branch, which need most memory, come last.
+    """
+    layout, alike = compressed_layout(spans, _block_size(q)), spans.uniform
+    q, k, v, out = (_as_batch(x, alike) for x in (q, k_cmp, v_cmp, out))
+    name, needs_grad = backend_for(q, k, v, layout, None, backend)
+    if not needs_grad:
+        return out.flatten(0, 1)
+    if name == "reference":
+        return sparse_attention(q, k, v, layout, scale=scale, backend=name).flatten(0, 1)
+    lse = lse.unflatten(1, (out.shape[0], -1)).transpose(0, 1)
+    return _Recorded.apply(q, k, v, out, lse, layout, scale, load_backend(name)).flatten(0, 1)
+
+
+class _Recorded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any) -> Tensor:
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.layout, ctx.scale, ctx.backend = rest
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor) -> Any:
+        *inputs, out, lse = ctx.saved_tensors
+        grads = ctx.backend.attention_backward(do, torch.zeros_like(lse), *inputs, out, lse, ctx.layout, ctx.scale)
+        return *grads, None, None, None, None, None
+
+
 def _window_attention(packed: Packed, spans: NativeSpans, scale: float, backend: str) -> Tensor:
     """Out (T, Hq, E) of attention over the last `window` keys."""
     alike, window, size = spans.uniform, SlidingWindow(spans.sizes.window), _block_size(packed.q)
@@ -223,9 +258,14 @@ def _attend(
     """Attention of packed tensors: as a batch where sequences are alike, so that they share a layout."""
     if alike is None:
         return sparse_attention(q, k, v, layout, scale=scale, return_lse=True, backend=backend)
-    q, k, v = (x.unflatten(0, (alike[0], x.shape[0] // max(1, alike[0]))) for x in (q, k, v))
+    q, k, v = (_as_batch(x, alike) for x in (q, k, v))
     out, lse = sparse_attention(q, k, v, layout, scale=scale, return_lse=True, backend=backend)
     return out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
+
+
+def _as_batch(x: Tensor, alike: tuple[int, int, int] | None) -> Tensor:
+    """Packed sequences as a batch: each by itself where they are alike, else as one."""
+    return x[None] if alike is None else x.unflatten(0, (alike[0], x.shape[0] // max(1, alike[0])))
 
 
 def _block_size(q: Tensor) -> int:
