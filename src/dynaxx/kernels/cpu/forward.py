@@ -33,8 +33,8 @@ def _core_forward(
     library: CDLL, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
     batch, seqlen_q, q_heads, _ = q.shape
-    out = torch.empty((batch, seqlen_q, q_heads, v.shape[3]), dtype=q.dtype, device=q.device)
-    lse = torch.empty((batch, q_heads, seqlen_q), dtype=torch.float32, device=q.device)
+    out = q.new_empty((batch, seqlen_q, q_heads, v.shape[3]))
+    lse = q.new_empty((batch, q_heads, seqlen_q), dtype=torch.float32)
     args = forward_args(q, k, v, out, lse, plan_of(layout, library).address, scale, softcap)
     if library.dynaxx_cpu_forward(args):
         raise MemoryError("the CPU core could not allocate its working memory")

@@ -10,9 +10,9 @@
 // and need no memory for partial sums: fp32 sums lie in dq itself, those of bf16 and fp16 half in it and half in dq_low.
 // Heads are taken in waves, as many as keep the threads from waiting and dq_low small. Where a group is too large for
 // that, a wave takes its q heads in parts, and the sums of dk and dv wait in halves, too.
+#include "ahead.h"
 #include "gradient_tiles.h"
 #include "scratch.h"
-#include "step.h"
 #include "tasks.h"
 #include "turns.h"
 
@@ -149,8 +149,11 @@ class BackwardRow {
       const int32_t* ranks = plan_.ranks + entry;
       entry = gather_step(plan_, entry, indptr[1], q, grad, step);
       load_bases(step, head.lse(args_));
-      for (int p = 0; p < num_panels_; p++)
+      Ahead next(plan_, entry, indptr[1], q, grad);
+      for (int p = 0; p < num_panels_; p++) {
+        next.fetch(num_panels_);
         add_key_grads(step, p, q.step_stride(), grad.step_stride(), head.delta(args_));
+      }
       for (int b = 0; b < step.num_blocks; b++) {
         int32_t* turn = head.turns(args_) + step.blocks[b].token / plan_.visited_block;
         await_turn(turn, ranks[b], failed_);

@@ -64,6 +64,13 @@ struct Tokens {
   // In place; fp32 only.
   const float* row(int64_t token) const { return (const float*)data + start + token * stride; }
 
+  // Into the second-level cache.
+  void prefetch(int64_t token, int64_t width) const {
+    const int64_t size = element == Element::FP32 ? 4 : 2;
+    const char* from = (const char*)data + (start + token * stride) * size;
+    for (int64_t at = 0; at < width * size; at += 64) __builtin_prefetch(from + at, 0, 2);
+  }
+
   void read(int64_t token, int64_t width, float* __restrict to) const {
     const int64_t at = start + token * stride;
     const uint16_t* __restrict half = (const uint16_t*)data + at;

@@ -5,9 +5,9 @@
 // Panels, not blocks, are what element masks cut: a panel visits only keys it can see.
 #include <cmath>
 
+#include "ahead.h"
 #include "panel.h"
 #include "scratch.h"
-#include "step.h"
 #include "tasks.h"
 
 using namespace dynaxx;
@@ -45,7 +45,9 @@ class ForwardRow {
     for (int64_t entry = indptr[0]; entry < indptr[1];) {
       Step step;
       entry = gather_step(plan_, entry, indptr[1], k, v, step);
+      Ahead next(plan_, entry, indptr[1], k, v);
       for (int p = 0; p < num_panels_; p++) {
+        next.fetch(num_panels_);
         Span spans[MAX_SPANS];
         const int num_spans = step_spans(plan_, step, p % panels_per_head_, k_stride, v_stride, spans);
         if (num_spans) attend(panels_[p], spans, num_spans, k_stride, v_stride, D_, E_, scale_, scores);

@@ -2,6 +2,7 @@
 #pragma once
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "elements.h"
 
@@ -11,32 +12,51 @@ typedef float vec4 __attribute__((vector_size(16), aligned(4), may_alias));
 
 #if defined(__clang__) || __GNUC__ >= 12
 #define DYNAXX_SHUFFLE(a, b, i, j, k, l) __builtin_shufflevector(a, b, i, j, k, l)
+#define DYNAXX_SHUFFLE_LANES(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
 typedef int32_t index4 __attribute__((vector_size(16)));
 #define DYNAXX_SHUFFLE(a, b, i, j, k, l) __builtin_shuffle(a, b, index4{i, j, k, l})
+#define DYNAXX_SHUFFLE_LANES(a, b, ...) __builtin_shuffle(a, b, ivec{__VA_ARGS__})
 #endif
 
-// to[j][i] = from[i][j] * factor for i, j < 4.
-DYNAXX_INLINE void transpose_4x4(const float* from, int64_t from_stride, float* to, int64_t to_stride, float factor) {
-  const vec4 a = *(const vec4*)from, b = *(const vec4*)(from + from_stride);
-  const vec4 c = *(const vec4*)(from + 2 * from_stride), d = *(const vec4*)(from + 3 * from_stride);
-  const vec4 ab_low = DYNAXX_SHUFFLE(a, b, 0, 4, 1, 5), ab_high = DYNAXX_SHUFFLE(a, b, 2, 6, 3, 7);
-  const vec4 cd_low = DYNAXX_SHUFFLE(c, d, 0, 4, 1, 5), cd_high = DYNAXX_SHUFFLE(c, d, 2, 6, 3, 7);
-  *(vec4*)to = DYNAXX_SHUFFLE(ab_low, cd_low, 0, 1, 4, 5) * factor;
-  *(vec4*)(to + to_stride) = DYNAXX_SHUFFLE(ab_low, cd_low, 2, 3, 6, 7) * factor;
-  *(vec4*)(to + 2 * to_stride) = DYNAXX_SHUFFLE(ab_high, cd_high, 0, 1, 4, 5) * factor;
-  *(vec4*)(to + 3 * to_stride) = DYNAXX_SHUFFLE(ab_high, cd_high, 2, 3, 6, 7) * factor;
+// Of rows a and b that are G apart, the second of each pair of G lanes of a changes places with the first of b.
+template <int G, int... LANE>
+DYNAXX_INLINE void swap_lanes(vec& a, vec& b, std::integer_sequence<int, LANE...>) {
+  const vec low = DYNAXX_SHUFFLE_LANES(a, b, (LANE & G ? LANES + LANE - G : LANE)...);
+  b = DYNAXX_SHUFFLE_LANES(a, b, (LANE & G ? LANES + LANE : LANE + G)...);
+  a = low;
+}
+
+template <int G>
+DYNAXX_INLINE void swap_all_lanes(vec (&x)[LANES]) {
+  DYNAXX_UNROLL
+  for (int i = 0; i < LANES; i++)
+    if (!(i & G)) swap_lanes<G>(x[i], x[i + G], std::make_integer_sequence<int, LANES>());
+}
+
+// to[j][i] = from[i][j] * factor for i, j < LANES: whole vectors are read and written, a transposition by halves between.
+DYNAXX_INLINE void transpose_square(const float* from, int64_t from_stride, float* to, int64_t to_stride, float factor) {
+  vec x[LANES];
+  DYNAXX_UNROLL
+  for (int i = 0; i < LANES; i++) x[i] = load(from + i * from_stride) * factor;
+  swap_all_lanes<1>(x);
+  swap_all_lanes<2>(x);
+  if constexpr (LANES > 4) swap_all_lanes<4>(x);
+  if constexpr (LANES > 8) swap_all_lanes<8>(x);
+  DYNAXX_UNROLL
+  for (int i = 0; i < LANES; i++) store(to + i * to_stride, x[i]);
 }
 
 // to[j][i] = from[i][j] * factor for i < rows, j < cols.
 inline void transpose(const float* from, int64_t from_stride, int rows, int64_t cols, float* to, int64_t to_stride,
                       float factor = 1.f) {
-  const int64_t rows4 = rows / 4 * 4, cols4 = cols / 4 * 4;
-  for (int64_t j = 0; j < cols4; j += 4)
-    for (int64_t i = 0; i < rows4; i += 4)
-      transpose_4x4(from + i * from_stride + j, from_stride, to + j * to_stride + i, to_stride, factor);
+  const int64_t whole_rows = rows / LANES * LANES, whole_cols = cols / LANES * LANES;
+  for (int64_t i = 0; i < whole_rows; i += LANES)
+    for (int64_t j = 0; j < whole_cols; j += LANES)
+      transpose_square(from + i * from_stride + j, from_stride, to + j * to_stride + i, to_stride, factor);
   for (int64_t i = 0; i < rows; i++)
-    for (int64_t j = i < rows4 ? cols4 : 0; j < cols; j++) to[j * to_stride + i] = from[i * from_stride + j] * factor;
+    for (int64_t j = i < whole_rows ? whole_cols : 0; j < cols; j++)
+      to[j * to_stride + i] = from[i * from_stride + j] * factor;
 }
 
 // `rows` (<= PANEL) tokens from `token` on as a panel (width, PANEL), times factor; the panel's other columns are 0.
