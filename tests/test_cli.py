@@ -84,9 +84,9 @@ def tools(monkeypatch):
 
     analysis = Result(tokens=256, summary={"heads": 8})
     stand_in(monkeypatch, "analyze", analyze=call("analyze", analysis), write_bertviz=call("bertviz", None))
-    stand_in(monkeypatch, "tune", tune=tune, default_block_size=lambda model: 32)
+    stand_in(monkeypatch, "tune", tune=tune, default_block_size=lambda model: 32, calibration_ids=call("ids", None))
     stand_in(monkeypatch, "validate", validate=call("validate", Validation(passed=True)))
-    stand_in(monkeypatch, "report", write_report=write_report)
+    stand_in(monkeypatch, "report", write_report=write_report, FILES={"policy": "policy.json"})
     stand_in(monkeypatch, "bench_cpu", run_cpu_suite=call("bench", {"bars": [{"ok": True}], "rows": []}))
     return calls
 
@@ -121,15 +121,20 @@ def test_version_and_no_arguments():
         (["tune", "MODEL", "--time-budget", "soon"], "--time-budget must be a time like 90, 10m or 2h"),
         (["analyze", "MODEL", "--layers", "a"], "--layers must be numbers and ranges"),
         (["analyze", "MODEL", "--layers", "0-99999999999"], "--layers must be numbers and ranges"),
-        (["validate", "MODEL", "no-policy.json"], "no-policy.json"),
+        (["tune", "MODEL", "--text", "SHORT"], "the half of the text to tune on must have at least"),
+        (["validate", "MODEL", "no-policy.json"], "error: no-policy.json: no such file"),
         (["report", "no-folder"], "DIR must be a folder"),
+        (["report", "."], "holds no results"),
         (["doctor", "--q-heads", "3"], "`q_heads` must be a multiple"),
+        (["doctor", "--fuzz", "soon"], "--fuzz must be a time"),
+        (["doctor", "--isa", "baseline"], "--isa needs --fuzz"),
         (["doctor", "--block-size", "5"], "5"),
     ],
 )
 def test_bad_input_is_code_2_with_a_message(tiny, tmp_path, monkeypatch, args, message):
     monkeypatch.chdir(tmp_path)
-    shown = dynaxx_(*(tiny if arg == "MODEL" else arg for arg in args))
+    paths = {"MODEL": tiny, "SHORT": tiny / "config.json"}
+    shown = dynaxx_(*(paths.get(arg, arg) for arg in args))
     assert shown.exit_code == 2, shown.output
     assert shown.stdout == ""
     assert shown.stderr.strip().splitlines()[-1].startswith("error: ")
@@ -260,6 +265,7 @@ def test_validate(tools, monkeypatch, tiny, tmp_path):
 
 
 def test_report(tools, tmp_path):
+    (tmp_path / "policy.json").write_text("{}")
     assert f"wrote {tmp_path / 'report.html'}" in dynaxx_("report", tmp_path).stdout
     assert json.loads(dynaxx_("report", tmp_path, "--json").stdout) == {"report": str(tmp_path / "report.html")}
 
@@ -372,7 +378,7 @@ def test_a_run_that_was_killed_goes_on(tools, monkeypatch, tiny, tmp_path):
         raise KeyboardInterrupt
 
     real = sys.modules["dynaxx.lab.tune"]
-    stand_in(monkeypatch, "tune", tune=killed, default_block_size=lambda model: 32)
+    stand_in(monkeypatch, "tune", tune=killed, default_block_size=lambda model: 32, calibration_ids=real.calibration_ids)
     assert dynaxx_(*tune_args(tiny, tmp_path)).exit_code == 130
     monkeypatch.setitem(sys.modules, "dynaxx.lab.tune", real)
     assert dynaxx_(*tune_args(tiny, tmp_path)).exit_code == 0
@@ -396,7 +402,7 @@ def test_tune_for_real(monkeypatch, tiny, tmp_path):
 
 @pytest.mark.parametrize(("text", "seconds"), [("", None), ("90", 90), ("1.5m", 90), ("2h", 7200), ("5s", 5)])
 def test_times(text, seconds):
-    assert options.seconds(text) == seconds
+    assert options.seconds("--fuzz", text) == seconds
 
 
 def test_the_command_starts_in_a_moment():

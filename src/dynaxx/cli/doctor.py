@@ -61,7 +61,7 @@ def doctor(
     with running(as_json, threads) as finish:
         if fuzz or fuzz_cases is not None or fuzz_seed is not None:
             result = tool("fuzz").fuzz(
-                seconds(fuzz),
+                seconds("--fuzz", fuzz),
                 seed=seed if fuzz_seed is None else fuzz_seed,
                 cases=fuzz_cases if fuzz_seed is None else 1,
                 device=device_of(device),
@@ -70,6 +70,8 @@ def doctor(
             )
             finish(result, result.summary(), ok=result.ok)
             return
+        if isas:
+            raise ValueError("--isa needs --fuzz, --fuzz-cases or --fuzz-seed beside it")
         found = tool("doctor").diagnose(
             q_heads=q_heads,
             kv_heads=kv_heads,

@@ -75,7 +75,7 @@ def numbers(option: str, text: str) -> tuple[int, ...]:
     return tuple(found)
 
 
-def seconds(text: str) -> float | None:
+def seconds(option: str, text: str) -> float | None:
     """ "90", "90s", "10m", "2h" -> seconds; empty -> None."""
     if not text:
         return None
@@ -86,5 +86,5 @@ def seconds(text: str) -> float | None:
     except ValueError:
         seconds = -1.0
     if not 0 < seconds < float("inf"):
-        raise ValueError(f"--time-budget must be a time like 90, 10m or 2h, got {text!r}")
+        raise ValueError(f"{option} must be a time like 90, 10m or 2h, got {text!r}")
     return seconds

@@ -48,7 +48,7 @@ def running(as_json: bool, threads: int | None = None, seed: int | None = None) 
         typer.echo("stopped; run the same command again to go on", err=True)
         raise typer.Exit(130) from None
     except (ValueError, TypeError, ImportError, OSError) as error:
-        raise _refusal(error, str(error)) from None
+        raise _refusal(error, _said(error)) from None
     except (RuntimeError, MemoryError) as error:
         if isinstance(error, typer.Exit) or "memory" not in f"{type(error).__name__}: {error}".lower():
             raise
@@ -111,6 +111,12 @@ def summary_of(result: Any) -> str:
     if isinstance(summary, dict):
         return "\n".join(f"{name.replace('_', ' ')}: {value}" for name, value in summary.items())
     return str(summary)
+
+
+def _said(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
+    return str(error)
 
 
 def _refusal(error: BaseException, message: str) -> typer.Exit:

@@ -83,7 +83,7 @@ def tune(
             out=out,
             tolerance=tolerance,
             tokens=tokens,
-            time_budget=seconds(time_budget),
+            time_budget=seconds("--time-budget", time_budget),
             lengths=numbers("--lengths", lengths),
             block_size=block_size,
             price_per_hour=price_per_hour,

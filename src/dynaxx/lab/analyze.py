@@ -225,7 +225,7 @@ def _sample(tokenizer: Any, text: str, tokens: int, seed: int) -> tuple[Tensor, 
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     spare = len(ids) - (tokens - len(special))
     if spare < 0:
-        raise ValueError(f"`text` must have at least {tokens:,} tokens, got {len(ids):,}; give more, or ask for fewer")
+        raise ValueError(f"text must have at least {tokens:,} tokens, got {len(ids):,}; give more, or ask for fewer")
     start = random.Random(seed).randint(0, spare)
     return torch.tensor([(special + ids[start:])[:tokens]]), start
 

@@ -96,9 +96,10 @@ def run(model: Any, tokenizer: Any, text: str, plan: Plan, *, progress: Progress
     """
     from dynaxx.lab.analyze import analyze
     from dynaxx.lab.report import write_report
-    from dynaxx.lab.tune import default_block_size, tune
+    from dynaxx.lab.tune import calibration_ids, default_block_size, tune
     from dynaxx.lab.validate import validate
 
+    calibration_ids(tokenizer, text, plan.tokens)  # a text that is too short is refused now, not after the profile
     progress = progress or SilentProgress()
     lengths = plan.lengths or default_lengths(model)
     block_size = plan.block_size or default_block_size(model)

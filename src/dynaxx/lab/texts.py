@@ -83,16 +83,16 @@ def _paragraph_end(text: str, start: int, wanted: int) -> int:
     return wanted
 
 
-def encode(tokenizer: Any, text: str, tokens: int, *, skip: int = 0) -> Tensor:
+def encode(tokenizer: Any, text: str, tokens: int, *, skip: int = 0, part: str = "text") -> Tensor:
     """The token ids `skip` to `skip + tokens` of a text, (1, tokens) int64, without special tokens.
 
     Raises:
-        ValueError: the text is too short; the message says how much it has.
+        ValueError: the text is too short; the message calls it `part` and says how much it has.
     """
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     if len(ids) < skip + tokens:
         raise ValueError(
-            f"text must have at least {skip + tokens:,} tokens, got {len(ids):,}; give more text, or ask for fewer"
+            f"{part} must have at least {skip + tokens:,} tokens, got {len(ids):,}; give more text, or ask for fewer tokens"
         )
     import torch
 

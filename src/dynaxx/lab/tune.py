@@ -135,6 +135,16 @@ def default_block_size(model: Any) -> int:
     return 32 if next(model.parameters()).device.type == "cpu" else 64
 
 
+def calibration_ids(tokenizer: Any, text: str, tokens: int) -> Tensor:
+    """What is tuned on, of the calibration half of a text: (1, ...) int64.
+
+    Raises:
+        ValueError: the text is too short; the message says how much it has.
+    """
+    part = split_text(text).calibration
+    return encode(tokenizer, part, (1 + SEARCH_TEXTS) * tokens + 1, part="the half of the text to tune on")
+
+
 class _Costs(NamedTuple):
     """What every candidate costs every head, by scorer; each tensor (budgets, layers * heads)."""
 
@@ -173,8 +183,7 @@ class _Search:
         self.tolerance, self.progress = tolerance, progress or SilentProgress()
         self.started = time.monotonic()
         self.deadline = None if time_budget is None else self.started + time_budget
-        part = split_text(text).calibration
-        ids = encode(tokenizer, part, (1 + SEARCH_TEXTS) * tokens + 1)
+        ids = calibration_ids(tokenizer, text, tokens)
         self.cost_ids = ids[:, : tokens + 1]
         starts = range(tokens, tokens * (1 + SEARCH_TEXTS), tokens)
         self.search_ids = [ids[:, start : start + tokens + 1] for start in starts]
