@@ -378,7 +378,7 @@ def test_a_run_that_was_killed_goes_on(tools, monkeypatch, tiny, tmp_path):
         raise KeyboardInterrupt
 
     real = sys.modules["dynaxx.lab.tune"]
-    stand_in(monkeypatch, "tune", tune=killed, default_block_size=lambda model: 32, calibration_ids=real.calibration_ids)
+    stand_in(monkeypatch, "tune", **{**vars(real), "tune": killed})
     assert dynaxx_(*tune_args(tiny, tmp_path)).exit_code == 130
     monkeypatch.setitem(sys.modules, "dynaxx.lab.tune", real)
     assert dynaxx_(*tune_args(tiny, tmp_path)).exit_code == 0

@@ -92,7 +92,7 @@ def encode(tokenizer: Any, text: str, tokens: int, *, skip: int = 0, part: str =
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     if len(ids) < skip + tokens:
         raise ValueError(
-            f"{part} must have at least {skip + tokens:,} tokens, got {len(ids):,}; give more text, or ask for fewer tokens"
+            f"{part} must have at least {skip + tokens:,} tokens, got {len(ids):,}; give more text, or ask for fewer"
         )
     import torch
 
