@@ -220,8 +220,9 @@ class _Search:
             return found.density, costs.budgets(found.choice)
 
         def uniform(target: float) -> tuple[float, Budgets]:
-            budget = _interpolate(target, costs.density[scorer].mean(1).tolist(), BUDGETS)
-            return target, [[budget] * costs.heads] * len(layers)
+            densities = costs.density[scorer].mean(1).tolist()
+            budget = _interpolate(target, densities, BUDGETS)
+            return max(target, densities[0]), [[budget] * costs.heads] * len(layers)
 
         least = allocator.least_density
         tuned_trials, chosen = self._bisect("tuned", tuned, least, layers, scorer, task, first)
