@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
-SLOW = ("kernels_cpu.md",)  # its example is the whole benchmark
+SLOW = ("analysis.md", "kernels_cpu.md")  # a minute of a real model, and the whole benchmark
 
 
 def examples(page):
