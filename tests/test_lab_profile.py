@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from dynaxx.lab import profile as tool
+from dynaxx.lab import profile_clock
 from dynaxx.lab.machine import Ceilings, machine_facts, measure_ceilings
 from dynaxx.lab.models import load_model
 from tiny import TEXT, save_tiny_model
@@ -69,7 +70,7 @@ def test_lengths_that_do_not_fit_are_refused(loaded, lengths):
 def test_attention_that_cannot_be_told_apart_is_refused(loaded):
     model = torch.nn.Linear(2, 2)
     with pytest.raises(ValueError, match="no attention module"):
-        tool._find_parts(model)
+        profile_clock.find_parts(model)
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 8, 20])
@@ -77,7 +78,7 @@ def test_attention_that_cannot_be_told_apart_is_refused(loaded):
 def test_visible_pairs_are_counted(window, seqlen_q, seqlen_k):
     q, k = torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q, torch.arange(seqlen_k)
     mask = (k <= q) & (k > q - (window or seqlen_k))
-    assert tool._visible_pairs(seqlen_q, seqlen_k, window) == int(mask.sum())
+    assert profile_clock.visible_pairs(seqlen_q, seqlen_k, window) == int(mask.sum())
 
 
 def result(*shares, threshold=0.2, price=None):

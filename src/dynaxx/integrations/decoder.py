@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from dynaxx.errors import PolicyError, UnsupportedInputError
+from dynaxx.errors import UnsupportedInputError
 from dynaxx.policy import LayerPlan, ModelFacts, Policy, resolve
 
 NAME = "dynaxx"  # without "flash", "sdpa", "flex_attention" or "/", which transformers treats in special ways
@@ -92,12 +92,7 @@ class Decoder:
             UnsupportedInputError: with the reasons.
         """
         found = self.facts
-        for name in ModelFacts.model_fields:
-            if getattr(policy.model, name) != getattr(found, name):
-                raise PolicyError(
-                    f"`model.{name}` is {getattr(policy.model, name)!r} in the policy and {getattr(found, name)!r} in "
-                    "the model: the policy was made for another model; tune one for this"
-                )
+        policy.model.check(found)
         reasons = self.refusals(resolve(policy))
         if reasons:
             raise UnsupportedInputError(f"{found.model_type} with a policy", {"transformers": reasons})

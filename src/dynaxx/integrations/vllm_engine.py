@@ -20,7 +20,6 @@ from dynaxx.integrations.paged import Sequences
 from dynaxx.integrations.paged_layer import PagedLayer, Step, Watcher
 from dynaxx.integrations.passes import Deployed
 from dynaxx.integrations.vllm_refusals import (
-    check_model,
     config_refusals,
     deployed_refusals,
     layer_refusals,
@@ -167,7 +166,7 @@ class Engine:
     def _ready(self, policy: Policy) -> Deployed:
         config = self._config()
         assert config is not None, "an engine outlives no configuration"
-        check_model(policy.model, ModelFacts.of(config.model_config.hf_text_config))
+        policy.model.check(ModelFacts.of(config.model_config.hf_text_config))
         reasons = policy_refusals(policy, self._shard[1]) + config_refusals(config)
         self._refuse(policy, reasons)
         deployed = Deployed(policy, self._numbers, self._background, self._in_force)

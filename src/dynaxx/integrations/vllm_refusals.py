@@ -7,21 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from dynaxx.errors import PolicyError
 from dynaxx.integrations.passes import Deployed
-from dynaxx.policy import ModelFacts, Policy
+from dynaxx.policy import Policy
 
 PLAIN_CACHES = ("auto", "float16", "bfloat16", "float32")
-
-
-def check_model(wanted: ModelFacts, found: ModelFacts) -> None:
-    """Raise PolicyError if a policy was made for another model."""
-    for name in ModelFacts.model_fields:
-        if getattr(wanted, name) != getattr(found, name):
-            raise PolicyError(
-                f"`model.{name}` is {getattr(wanted, name)!r} in the policy and {getattr(found, name)!r} in the model: "
-                "the policy was made for another model; tune one for this"
-            )
 
 
 def policy_refusals(policy: Policy, ranks: int) -> list[str]:

@@ -7,23 +7,28 @@ distributions, perplexity, retrieval, repetition in generated text, then time an
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import statistics
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from dynaxx.lab.attention_route import evaluating
-from dynaxx.lab.machine import synchronize
 from dynaxx.lab.perplexity import ROWS, logits_of, perplexity
+from dynaxx.lab.prefill_speed import time_prefill
 from dynaxx.lab.progress import Progress, SilentProgress
 from dynaxx.lab.tasks import TASKS, make_samples, score
 from dynaxx.lab.texts import split_text
+from dynaxx.lab.validation_result import (
+    LogitErrors,
+    Perplexities,
+    Repetition,
+    SpeedRow,
+    TaskScore,
+    ValidationResult,
+    checks_of,
+)
 from dynaxx.layout import BlockLayout
 
 if TYPE_CHECKING:
@@ -36,112 +41,6 @@ TASK_SAMPLES = 3  # of each task
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 3, 1024, 64  # generated text
 NGRAM = 4
 SHORTEST = 64  # tokens; the policy must not be slower even here
-FEWEST_PAIRS, MOST_PAIRS = 3, 25  # timed dense-sparse pairs per length
-LEAST_SECONDS, MOST_SECONDS = 3.0, 15.0  # spent on them, at least, and while the policy looks too slow
-LONG_PAIR = 2.0  # seconds; a pair that takes longer needs no warm-up
-
-
-@dataclass(frozen=True)
-class Check:
-    """One figure held against one tolerance."""
-
-    name: str
-    value: float
-    limit: float
-    passed: bool
-    unit: str = ""
-
-
-@dataclass(frozen=True)
-class LogitErrors:
-    """Next-token logits under the policy against dense, over all held-out tokens."""
-
-    max_error: float
-    mean_error: float  # absolute
-    top1_agreement: float  # share of tokens with the same most likely next token
-    kl: float  # mean KL(dense || sparse), nats
-
-
-@dataclass(frozen=True)
-class Perplexities:
-    """Perplexity on held-out text."""
-
-    dense: float
-    sparse: float
-    ratio: float
-    ratio_second_half: float  # of each window, where every token has a long context
-    loss_dense: float
-    loss_sparse: float
-    tokens: int
-
-
-@dataclass(frozen=True)
-class TaskScore:
-    """One retrieval task, mean over its samples."""
-
-    task: str
-    dense_accuracy: float
-    sparse_accuracy: float
-    dense_logprob: float  # nats per answer token
-    sparse_logprob: float
-    logprob_drop: float
-    drop_error: float  # standard error of the drop
-
-
-@dataclass(frozen=True)
-class Repetition:
-    """Share of 4-grams that occurred before in greedily generated text, mean over prompts."""
-
-    dense: float
-    sparse: float
-    increase: float
-    increase_error: float  # standard error
-    same_tokens: float  # share of generated tokens that are the same
-
-
-@dataclass(frozen=True)
-class SpeedRow:
-    """The whole prefill at one length; the fastest of interleaved runs, since neighbours only ever add to one."""
-
-    seqlen: int
-    dense_seconds: float
-    sparse_seconds: float
-    speedup: float
-    pairs: int
-    dense_peak_mb: float | None  # of the process on a CPU, of the allocator on a GPU; None where it cannot be known
-    sparse_peak_mb: float | None
-
-
-@dataclass(frozen=True)
-class ValidationResult:
-    """What `validate` found. `passed` is all of `checks`."""
-
-    passed: bool
-    checks: tuple[Check, ...]
-    logits: LogitErrors
-    perplexity: Perplexities
-    tasks: tuple[TaskScore, ...]
-    repetition: Repetition
-    speed: tuple[SpeedRow, ...]
-    density: float  # visited / causally visible blocks over all layers that see the whole sequence, on held-out text
-    layer_calls: dict[str, Any]  # how many ran sparse, and why others did not, on held-out text
-    windows: int
-    window_tokens: int
-    seed: int
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def summary(self) -> str:
-        """The checks, one line each."""
-        lines = []
-        for check in self.checks:
-            name, value = check.name.replace("_", " "), f"{check.value:.4g} {check.unit}".rstrip()
-            lines.append(f"{'pass' if check.passed else 'FAIL'}  {name}: {value} (limit {check.limit:g})")
-        longest = max(self.speed, key=lambda row: row.seqlen, default=None)
-        if longest is not None:
-            lines.append(f"{longest.speedup:.2f}x dense at {longest.seqlen:,} tokens, density {self.density:.1%}")
-        return "\n".join(lines)
 
 
 def validate(
@@ -186,7 +85,7 @@ def validate(
         tasks = run.retrieval(make_samples(tokenizer, ids, at, TASK_SAMPLES, seed), share=20)
         repetition = run.repetition(ids, max(border, min(window, PROMPT_TOKENS)), share=15)
         speed = run.speed(ids, lengths, share=30)
-    checks = _checks(policy, logits, perplexity, tasks, repetition, speed)
+    checks = checks_of(policy.tolerances, logits, perplexity, tasks, repetition, speed)
     return ValidationResult(
         passed=all(check.passed for check in checks),
         checks=checks,
@@ -316,52 +215,14 @@ class _Run:
         return rows
 
     def speed(self, ids: list[int], lengths: Sequence[int], share: float) -> tuple[SpeedRow, ...]:
-        """Dense and sparse prefill in turns, at each length until the answer is clear or time is up."""
+        """Dense and sparse prefill in turns, at each length."""
         rows = []
         for seqlen in lengths:
             self.task.advance(0, f"prefill of {seqlen:,} tokens: time and memory")
-            rows.append(self._time(torch.tensor([ids[:seqlen]])))
+            prompt = torch.tensor([ids[:seqlen]])
+            rows.append(time_prefill(self.model, prompt, self.applied, self.policy.tolerances.slowdown or 1.0))
             self.task.advance(share * seqlen / sum(lengths))
         return tuple(rows)
-
-    def _time(self, ids: Tensor) -> SpeedRow:
-        ids = ids.to(self.model.device)
-        limit = self.policy.tolerances.slowdown or 1.0
-        dense: list[float] = []
-        sparse: list[float] = []
-        peaks: dict[int, list[float]] = {id(dense): [], id(sparse): []}
-        started, spent, warm = time.perf_counter(), 0.0, False
-        while len(dense) < MOST_PAIRS:
-            for into in (dense, sparse) if len(dense) % 2 == 0 else (sparse, dense):
-                seconds, peak = self._prefill(ids, sparse=into is sparse)
-                into.append(seconds)
-                peaks[id(into)] += [peak] if peak is not None else []
-            if not warm and dense[0] + sparse[0] < LONG_PAIR:  # the first runs of a length are slower
-                for each in (dense, sparse):
-                    each.clear()
-                started = time.perf_counter()
-            warm = True
-            spent = time.perf_counter() - started
-            enough = len(dense) >= FEWEST_PAIRS or (len(dense) == 2 and spent > MOST_SECONDS)
-            if not enough or spent < LEAST_SECONDS:
-                continue
-            if min(sparse) <= limit * min(dense) or spent > MOST_SECONDS:
-                break
-        before, after = min(dense), min(sparse)
-        dense_peak, sparse_peak = (max(peaks[id(each)], default=None) for each in (dense, sparse))
-        return SpeedRow(ids.shape[1], before, after, before / after, len(dense), dense_peak, sparse_peak)
-
-    @torch.no_grad()
-    def _prefill(self, ids: Tensor, *, sparse: bool) -> tuple[float, float | None]:
-        """Seconds, and peak memory in MB where it can be known."""
-        with self.applied() if sparse else contextlib.nullcontext():
-            known = _reset_peak(ids.device)
-            synchronize(ids.device)
-            started = time.perf_counter()
-            self.model(ids, use_cache=True, logits_to_keep=1)
-            synchronize(ids.device)
-            seconds = time.perf_counter() - started
-        return seconds, _peak_mb(ids.device) if known else None
 
 
 @torch.no_grad()
@@ -384,46 +245,6 @@ def _compare_rows(model: Any, dense: Tensor, sparse: Tensor, ids: Tensor) -> tup
         sums += torch.stack([difference.mean(-1).double().sum(), agree, kl]).cpu()
     mean = (sums / dense.shape[1]).tolist()
     return torch.cat(losses[0]), torch.cat(losses[1]), torch.tensor([worst, *mean])
-
-
-def _checks(
-    policy: Policy,
-    logits: LogitErrors,
-    perplexity: Perplexities,
-    tasks: Sequence[TaskScore],
-    repetition: Repetition,
-    speed: Sequence[SpeedRow],
-) -> tuple[Check, ...]:
-    """What the policy sets a limit to.
-
-    Of few samples (tasks, generated text) only what exceeds a standard error counts, or chance alone would fail it.
-    """
-    limits = policy.tolerances
-    at_most = [
-        ("perplexity_ratio", perplexity.ratio, limits.perplexity_ratio, ""),
-        ("kl", logits.kl, limits.kl, "nats"),
-        ("logits_mean_error", logits.mean_error, limits.logits_mean_error, ""),
-        (
-            "task_logprob_drop",
-            max((task.logprob_drop - task.drop_error for task in tasks), default=0.0),
-            limits.task_logprob_drop,
-            "nats",
-        ),
-        (
-            "repetition_increase",
-            repetition.increase - repetition.increase_error,
-            limits.repetition_increase,
-            "",
-        ),
-        ("slowdown", max((1 / row.speedup for row in speed), default=1.0), limits.slowdown, ""),
-    ]
-    checks = [
-        Check(name, value, limit, value <= limit, unit) for name, value, limit, unit in at_most if limit is not None
-    ]
-    if limits.top1_agreement is not None:
-        agreement, least = logits.top1_agreement, limits.top1_agreement
-        checks.append(Check("top1_agreement", agreement, least, agreement >= least))
-    return tuple(checks)
 
 
 def repeated(tokens: Sequence[int], n: int = NGRAM) -> float:
@@ -467,29 +288,3 @@ def _mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     """Mean and its standard error; 0 for a single value."""
     error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
     return statistics.mean(values), error
-
-
-def _reset_peak(device: torch.device) -> bool:
-    """Forget the peak memory so far; on a CPU the process's, where Linux lets us, after giving free memory back."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return True
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return False
-    return True
-
-
-def _peak_mb(device: torch.device) -> float | None:
-    """The peak since `_reset_peak`: of torch's allocator on a GPU, of the process's resident memory on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 1e6
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        return None
-    kib = next((line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")), None)
-    return None if kib is None else int(kib) * 1024 / 1e6

@@ -56,6 +56,20 @@ class ModelFacts(Document):
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         )
 
+    def check(self, found: ModelFacts) -> None:
+        """Compare with the facts of the model that a policy is to run in.
+
+        Raises:
+            PolicyError: the policy was made for another model.
+        """
+        for name in ModelFacts.model_fields:
+            ours, theirs = getattr(self, name), getattr(found, name)
+            if ours != theirs:
+                raise PolicyError(
+                    f"`model.{name}` is {ours!r} in the policy and {theirs!r} in the model: "
+                    "the policy was made for another model; tune one for this"
+                )
+
     @model_validator(mode="after")
     def _heads_divide(self) -> ModelFacts:
         if self.q_heads % self.kv_heads:

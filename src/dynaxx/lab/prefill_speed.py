@@ -1,0 +1,94 @@
+"""Time and peak memory of a whole prefill, dense and sparse in turns."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dynaxx.lab.machine import synchronize
+from dynaxx.lab.validation_result import SpeedRow
+
+FEWEST_PAIRS, MOST_PAIRS = 3, 25  # timed dense-sparse pairs per length
+LEAST_SECONDS, MOST_SECONDS = 3.0, 15.0  # spent on them, at least, and while the policy looks too slow
+LONG_PAIR = 2.0  # seconds; a pair that takes longer needs no warm-up
+
+
+def time_prefill(
+    model: Any, ids: Tensor, applied: Callable[[], AbstractContextManager[Any]], slowdown: float
+) -> SpeedRow:
+    """Time a prompt (1, seqlen) dense, and sparse within `applied()`, until it is clear which is faster or time is up.
+
+    Args:
+        slowdown: of sparse against dense, up to which no more runs are needed.
+    """
+    ids = ids.to(model.device)
+    dense: list[float] = []
+    sparse: list[float] = []
+    peaks: dict[int, list[float]] = {id(dense): [], id(sparse): []}
+    started, spent, warm = time.perf_counter(), 0.0, False
+    while len(dense) < MOST_PAIRS:
+        for into in (dense, sparse) if len(dense) % 2 == 0 else (sparse, dense):
+            seconds, peak = _prefill(model, ids, applied() if into is sparse else contextlib.nullcontext())
+            into.append(seconds)
+            peaks[id(into)] += [peak] if peak is not None else []
+        if not warm and dense[0] + sparse[0] < LONG_PAIR:  # the first runs of a length are slower
+            for each in (dense, sparse):
+                each.clear()
+            started = time.perf_counter()
+        warm = True
+        spent = time.perf_counter() - started
+        enough = len(dense) >= FEWEST_PAIRS or (len(dense) == 2 and spent > MOST_SECONDS)
+        if not enough or spent < LEAST_SECONDS:
+            continue
+        if min(sparse) <= slowdown * min(dense) or spent > MOST_SECONDS:
+            break
+    before, after = min(dense), min(sparse)
+    dense_peak, sparse_peak = (max(peaks[id(each)], default=None) for each in (dense, sparse))
+    return SpeedRow(ids.shape[1], before, after, before / after, len(dense), dense_peak, sparse_peak)
+
+
+@torch.no_grad()
+def _prefill(model: Any, ids: Tensor, route: AbstractContextManager[Any]) -> tuple[float, float | None]:
+    """Seconds, and peak memory in MB where it can be known."""
+    with route:
+        known = _reset_peak(ids.device)
+        synchronize(ids.device)
+        started = time.perf_counter()
+        model(ids, use_cache=True, logits_to_keep=1)
+        synchronize(ids.device)
+        seconds = time.perf_counter() - started
+    return seconds, _peak_mb(ids.device) if known else None
+
+
+def _reset_peak(device: torch.device) -> bool:
+    """Forget the peak memory so far; on a CPU the process's, where Linux lets us, after giving free memory back."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return True
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def _peak_mb(device: torch.device) -> float | None:
+    """The peak since `_reset_peak`: of torch's allocator on a GPU, of the process's resident memory on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e6
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return None
+    kib = next((line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")), None)
+    return None if kib is None else int(kib) * 1024 / 1e6

@@ -1,0 +1,142 @@
+"""Time by part of a running model: hooks around its attention modules and MLPs, a wrapper around its attention core."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+ATTENTION_NAME = "dynaxx_profile"  # in transformers' attention interface, while we measure
+
+
+class Clock:
+    """Adds up time by part. On a GPU it records events and waits once, at the end of a run."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._gpu = device.type == "cuda"
+        self._spans: list[tuple[str, Any, Any]] = []
+        self.attention_flops = 0
+        self.attention_calls = 0
+
+    @contextmanager
+    def span(self, part: str, label: str) -> Iterator[None]:
+        started = self.enter(label)
+        yield
+        self.leave(part, started)
+
+    def enter(self, label: str) -> tuple[Any, Any]:
+        """Start a span, named for PyTorch's profiler and, on a GPU, for Nsight."""
+        record = torch.profiler.record_function(f"dynaxx.{label}")
+        record.__enter__()
+        if self._gpu:
+            torch.cuda.nvtx.range_push(f"dynaxx.{label}")
+        return self._now(), record
+
+    def leave(self, part: str, started: tuple[Any, Any]) -> None:
+        self._spans.append((part, started[0], self._now()))
+        if self._gpu:
+            torch.cuda.nvtx.range_pop()
+        started[1].__exit__(None, None, None)
+
+    def collect(self) -> dict[str, float]:
+        """Seconds by part since the last call; forgets them."""
+        if self._gpu:
+            torch.cuda.synchronize()
+        seconds = dict.fromkeys(("attention", "module", "mlp"), 0.0)
+        for part, start, end in self._spans:
+            seconds[part] += start.elapsed_time(end) / 1e3 if self._gpu else end - start
+        self._spans.clear()
+        return seconds
+
+    def _now(self) -> Any:
+        if not self._gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+@contextmanager
+def instrumented(model: Any) -> Iterator[Clock]:
+    """Time a model's attention core, attention modules and MLPs; afterwards it is as before."""
+    clock = Clock(model.device)
+    attention, mlps = find_parts(model)
+    with ExitStack() as stack:
+        for index, module in enumerate(attention):
+            _hook(stack, clock, module, "module", f"attention_module.{getattr(module, 'layer_idx', index)}")
+        for index, module in enumerate(mlps):
+            _hook(stack, clock, module, "mlp", f"mlp.{index}")
+        stack.enter_context(_timed_core(model, clock))
+        yield clock
+
+
+def find_parts(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Outermost attention modules and MLPs (or mixtures of experts), by what transformers calls them."""
+
+    def outermost(words: tuple[str, ...], module: nn.Module) -> Iterator[nn.Module]:
+        for child in module.children():
+            kind = type(child).__name__.lower()
+            if not isinstance(child, nn.ModuleList) and any(word in kind for word in words):
+                yield child
+            else:
+                yield from outermost(words, child)
+
+    attention = list(outermost(("attention",), model))
+    mlps = list(outermost(("mlp", "feedforward", "ffn", "moe", "experts"), model))
+    if not attention:
+        raise ValueError(f"no attention module found in {type(model).__name__}")
+    return attention, mlps
+
+
+def _hook(stack: ExitStack, clock: Clock, module: nn.Module, part: str, label: str) -> None:
+    started: list[tuple[Any, Any]] = []
+    before = module.register_forward_pre_hook(lambda *_: started.append(clock.enter(label)))
+    after = module.register_forward_hook(lambda *_: clock.leave(part, started.pop()))
+    stack.callback(before.remove)
+    stack.callback(after.remove)
+
+
+@contextmanager
+def _timed_core(model: Any, clock: Clock) -> Iterator[None]:
+    """Route attention through a wrapper that times the model's own implementation.
+
+    Raises:
+        ValueError: the model does not call transformers' attention interface, so its core cannot be told apart.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    used = model.config._attn_implementation
+    if used not in ALL_ATTENTION_FUNCTIONS.valid_keys():
+        raise ValueError(
+            f"attention implementation must be one of transformers' interface, such as 'sdpa', got {used!r}"
+        )
+    attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[used]
+
+    def timed(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        pairs = visible_pairs(query.shape[2], key.shape[2], kwargs.get("sliding_window"))
+        clock.attention_flops += 2 * pairs * query.shape[0] * query.shape[1] * (query.shape[3] + value.shape[3])
+        clock.attention_calls += 1
+        with clock.span("attention", f"attention.{getattr(module, 'layer_idx', '')}"):
+            return attend(module, query, key, value, *args, **kwargs)
+
+    AttentionInterface.register(ATTENTION_NAME, timed)
+    AttentionMaskInterface.register(ATTENTION_NAME, ALL_MASK_ATTENTION_FUNCTIONS[used])
+    model.set_attn_implementation(ATTENTION_NAME)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(used)
+
+
+def visible_pairs(seqlen_q: int, seqlen_k: int, window: int | None) -> int:
+    """(query, key) pairs that a causal layer shows, with queries at the end of the keys."""
+    sees = min(window or seqlen_k, seqlen_k)
+    first = seqlen_k - seqlen_q + 1  # keys that the first query sees
+    growing = max(0, min(sees, seqlen_k) - first)  # queries that see fewer than `sees`
+    return growing * first + growing * (growing - 1) // 2 + (seqlen_q - growing) * sees

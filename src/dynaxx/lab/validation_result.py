@@ -1,0 +1,152 @@
+"""What `dynaxx validate` found, figure by figure, and its checks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dynaxx.policy import Tolerances
+
+
+@dataclass(frozen=True)
+class Check:
+    """One figure held against one tolerance."""
+
+    name: str
+    value: float
+    limit: float
+    passed: bool
+    unit: str = ""
+
+
+@dataclass(frozen=True)
+class LogitErrors:
+    """Next-token logits under the policy against dense, over all held-out tokens."""
+
+    max_error: float
+    mean_error: float  # absolute
+    top1_agreement: float  # share of tokens with the same most likely next token
+    kl: float  # mean KL(dense || sparse), nats
+
+
+@dataclass(frozen=True)
+class Perplexities:
+    """Perplexity on held-out text."""
+
+    dense: float
+    sparse: float
+    ratio: float
+    ratio_second_half: float  # of each window, where every token has a long context
+    loss_dense: float
+    loss_sparse: float
+    tokens: int
+
+
+@dataclass(frozen=True)
+class TaskScore:
+    """One retrieval task, mean over its samples."""
+
+    task: str
+    dense_accuracy: float
+    sparse_accuracy: float
+    dense_logprob: float  # nats per answer token
+    sparse_logprob: float
+    logprob_drop: float
+    drop_error: float  # standard error of the drop
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """Share of 4-grams that occurred before in greedily generated text, mean over prompts."""
+
+    dense: float
+    sparse: float
+    increase: float
+    increase_error: float  # standard error
+    same_tokens: float  # share of generated tokens that are the same
+
+
+@dataclass(frozen=True)
+class SpeedRow:
+    """The whole prefill at one length; the fastest of interleaved runs, since neighbours only ever add to one."""
+
+    seqlen: int
+    dense_seconds: float
+    sparse_seconds: float
+    speedup: float
+    pairs: int
+    dense_peak_mb: float | None  # of the process on a CPU, of the allocator on a GPU; None where it cannot be known
+    sparse_peak_mb: float | None
+
+
+@dataclass(frozen=True)
+class ValidationResult:
+    """What `validate` found. `passed` is all of `checks`."""
+
+    passed: bool
+    checks: tuple[Check, ...]
+    logits: LogitErrors
+    perplexity: Perplexities
+    tasks: tuple[TaskScore, ...]
+    repetition: Repetition
+    speed: tuple[SpeedRow, ...]
+    density: float  # visited / causally visible blocks over all layers that see the whole sequence, on held-out text
+    layer_calls: dict[str, Any]  # how many ran sparse, and why others did not, on held-out text
+    windows: int
+    window_tokens: int
+    seed: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def summary(self) -> str:
+        """The checks, one line each."""
+        lines = []
+        for check in self.checks:
+            name, value = check.name.replace("_", " "), f"{check.value:.4g} {check.unit}".rstrip()
+            lines.append(f"{'pass' if check.passed else 'FAIL'}  {name}: {value} (limit {check.limit:g})")
+        longest = max(self.speed, key=lambda row: row.seqlen, default=None)
+        if longest is not None:
+            lines.append(f"{longest.speedup:.2f}x dense at {longest.seqlen:,} tokens, density {self.density:.1%}")
+        return "\n".join(lines)
+
+
+def checks_of(
+    limits: Tolerances,
+    logits: LogitErrors,
+    perplexity: Perplexities,
+    tasks: Sequence[TaskScore],
+    repetition: Repetition,
+    speed: Sequence[SpeedRow],
+) -> tuple[Check, ...]:
+    """Hold figures against what the policy sets a limit to.
+
+    Of few samples (tasks, generated text) only what exceeds a standard error counts, or chance alone would fail it.
+    """
+    at_most = [
+        ("perplexity_ratio", perplexity.ratio, limits.perplexity_ratio, ""),
+        ("kl", logits.kl, limits.kl, "nats"),
+        ("logits_mean_error", logits.mean_error, limits.logits_mean_error, ""),
+        (
+            "task_logprob_drop",
+            max((task.logprob_drop - task.drop_error for task in tasks), default=0.0),
+            limits.task_logprob_drop,
+            "nats",
+        ),
+        (
+            "repetition_increase",
+            repetition.increase - repetition.increase_error,
+            limits.repetition_increase,
+            "",
+        ),
+        ("slowdown", max((1 / row.speedup for row in speed), default=1.0), limits.slowdown, ""),
+    ]
+    checks = [
+        Check(name, value, limit, value <= limit, unit) for name, value, limit, unit in at_most if limit is not None
+    ]
+    if limits.top1_agreement is not None:
+        agreement, least = logits.top1_agreement, limits.top1_agreement
+        checks.append(Check("top1_agreement", agreement, least, agreement >= least))
+    return tuple(checks)
