@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from dynaxx.policy.document import Document, Positive, Share
 from dynaxx.policy.profile import STATISTICS, LayerRecord, Profile, midpoints
-from dynaxx.policy.specs import Document, Positive, Share
 
 
 class Drift(Document):

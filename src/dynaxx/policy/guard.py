@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from dynaxx.policy.specs import Document, NotNegative, Positive, Share
+from dynaxx.policy.document import Document, NotNegative, Positive, Share
 
 FAILURES_IN_A_ROW = 3  # after which a layer rests
 REST_CALLS, MOST_REST_CALLS = 64, 16_384  # a layer that fails again rests twice as long, up to the second

@@ -15,7 +15,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from dynaxx.policy.specs import Count, Document, NotNegative, Positive
+from dynaxx.policy.document import Count, Document, NotNegative, Positive
 
 STATISTICS = ("recall", "entropy", "local")
 BINS = 24

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from pydantic import model_validator
 
-from dynaxx.policy.specs import Count, Document, Indices, Int, Share
+from dynaxx.policy.document import Count, Document, Indices, Int, Share
 
 NOT_CHOSEN = "request not in the rollout"
 ASKED_DENSE = "request asked for dense"

@@ -11,12 +11,13 @@ from pydantic import AfterValidator, Field, Strict, ValidationError, model_valid
 
 from dynaxx.errors import PolicyError
 from dynaxx.layout import as_block_size
-from dynaxx.policy import specs
+from dynaxx.policy.document import Count, Document, Indices, Int, Positive
 from dynaxx.policy.drift import Drift
 from dynaxx.policy.guard import Guard
+from dynaxx.policy.pattern_specs import Leaf, Spec
 from dynaxx.policy.profile import Profile
 from dynaxx.policy.rollout import Rollout
-from dynaxx.policy.specs import AttentionSpec, Count, Document, Indices, Int, Positive, to_spec
+from dynaxx.policy.specs import AttentionRule, AttentionSpec, to_spec
 from dynaxx.selection.pages import PageBudget
 
 FORMAT: Literal["dynaxx.policy"] = "dynaxx.policy"
@@ -89,7 +90,7 @@ class Rule(Document):
     @classmethod
     def of(
         cls,
-        attention: specs.AttentionRule | None,
+        attention: AttentionRule | None,
         *,
         layers: Any = "all",
         heads: Any = "all",
@@ -294,7 +295,5 @@ def _is_branch(part: Any) -> bool:
 
 _TYPES = ("int", "float", "str", "bool")
 _KINDS = {
-    cls.model_fields["kind"].default
-    for cls in vars(specs).values()
-    if isinstance(cls, type) and issubclass(cls, specs.Spec) and "kind" in cls.model_fields
+    cls.model_fields["kind"].default for cls in (*Spec.__subclasses__(), *Leaf.__subclasses__()) if cls is not Leaf
 }

@@ -7,174 +7,21 @@ exact. Data is validated by building the object once, so a document that loads a
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator
+from pydantic import Field, Strict, model_validator
 
 from dynaxx import patterns as p
 from dynaxx import selection as s
+from dynaxx.policy.document import Count, Int, NotNegative, Positive, Share
+from dynaxx.policy.pattern_specs import AllOf, AnyOf, AnyPattern, Leaf, PatternSpec, Spec
 
 AttentionRule: TypeAlias = p.Pattern | s.Selector | s.Hybrid  # what a head may do; None beside it means dense
 
-Int = Annotated[int, Strict()]
-Count = Annotated[int, Strict(), Field(ge=0)]
-Positive = Annotated[int, Strict(), Field(ge=1)]
-Share = Annotated[float, Strict(), Field(ge=0, le=1)]
-NotNegative = Annotated[float, Strict(), Field(ge=0)]
-Flag = Annotated[bool, Strict()]
 Per = Literal["group", "head"]
-Indices = Literal["all"] | Annotated[tuple[Count, ...], Field(min_length=1)]
 
 
-class Document(BaseModel):
-    """Base of everything in a policy file: immutable, no unknown fields, no infinities."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, validate_default=True)
-
-
-class Spec(Document):
-    """Base of the attention rules."""
-
-    @model_validator(mode="after")
-    def _must_build(self) -> Spec:
-        self.build()
-        return self
-
-    def build(self) -> Any:
-        """The object this data describes."""
-        raise NotImplementedError
-
-
-class _Leaf(Spec):
-    """Data whose fields are the constructor's arguments."""
-
-    makes: ClassVar[type]
-
-    def build(self) -> Any:
-        return self.makes(**{name: getattr(self, name) for name in type(self).model_fields if name != "kind"})
-
-
-class Causal(_Leaf):
-    """Every key at or before the query."""
-
-    makes = p.Causal
-    kind: Literal["causal"] = "causal"
-
-
-class Full(_Leaf):
-    """Every pair (that causality leaves)."""
-
-    makes = p.Full
-    kind: Literal["full"] = "full"
-
-
-class SlidingWindow(_Leaf):
-    """`window` keys including the query's own, or (left, right) besides it."""
-
-    makes = p.SlidingWindow
-    kind: Literal["sliding_window"] = "sliding_window"
-    window: Positive | tuple[Int, Int]
-
-
-class Dilated(_Leaf):
-    """`window` keys, `dilation` tokens apart."""
-
-    makes = p.Dilated
-    kind: Literal["dilated"] = "dilated"
-    window: Positive
-    dilation: Positive
-
-
-class Strided(_Leaf):
-    """Keys at distances that are multiples of `stride`."""
-
-    makes = p.Strided
-    kind: Literal["strided"] = "strided"
-    stride: Positive
-
-
-class GlobalTokens(_Leaf):
-    """The first `tokens` keys, or those at the given positions."""
-
-    makes = p.GlobalTokens
-    kind: Literal["global_tokens"] = "global_tokens"
-    tokens: Count | tuple[Count, ...]
-    symmetric: Flag = False
-
-
-class GlobalContent(_Leaf):
-    """The tokens that match, and `span` after each match; token ids of the policy's model, see `content_tokens`."""
-
-    makes = p.GlobalContent
-    kind: Literal["global_content"] = "global_content"
-    token_ids: tuple[Count, ...] = ()
-    sequences: tuple[tuple[Count, ...], ...] = ()
-    span: Count = 0
-    symmetric: Flag = False
-
-
-class Sink(_Leaf):
-    """The first `tokens` keys."""
-
-    makes = p.Sink
-    kind: Literal["sink"] = "sink"
-    tokens: Count = 4
-
-
-class LastQueries(_Leaf):
-    """The last `queries` queries see everything."""
-
-    makes = p.LastQueries
-    kind: Literal["last_queries"] = "last_queries"
-    queries: Count
-
-
-class LocalBlocks(_Leaf):
-    """The q block's own kv block and those before it, `blocks` in all."""
-
-    makes = p.LocalBlocks
-    kind: Literal["local_blocks"] = "local_blocks"
-    blocks: Positive
-
-
-class RandomBlocks(_Leaf):
-    """`blocks` random kv blocks per q block."""
-
-    makes = p.RandomBlocks
-    kind: Literal["random_blocks"] = "random_blocks"
-    blocks: Count
-    seed: Int = 0
-
-
-class Documents(_Leaf):
-    """Pairs within one document of a packed sequence."""
-
-    makes = p.Documents
-    kind: Literal["documents"] = "documents"
-    cu_seqlens: tuple[Count, ...]
-
-
-class AnyOf(Spec):
-    """A pair is visible if any part shows it: `a | b`."""
-
-    kind: Literal["any_of"] = "any_of"
-    parts: Annotated[tuple[PatternSpec, ...], Field(min_length=2)]
-
-    def build(self) -> p.Union:
-        return p.Union(tuple(part.build() for part in self.parts))
-
-
-class AllOf(Spec):
-    """A pair is visible if every part shows it: `a & b`."""
-
-    kind: Literal["all_of"] = "all_of"
-    parts: Annotated[tuple[PatternSpec, ...], Field(min_length=2)]
-
-    def build(self) -> p.Intersection:
-        return p.Intersection(tuple(part.build() for part in self.parts))
-
-
-class MeanQuery(_Leaf):
+class MeanQuery(Leaf):
     """Score blocks by what a block's mean query pays to each of their keys."""
 
     makes = s.MeanQuery
@@ -182,7 +29,7 @@ class MeanQuery(_Leaf):
     sharpness: Annotated[float, Strict(), Field(gt=0)] = 0.75
 
 
-class MeanPool(_Leaf):
+class MeanPool(Leaf):
     """Score blocks by mean-pooled keys."""
 
     makes = s.MeanPool
@@ -190,7 +37,7 @@ class MeanPool(_Leaf):
     pool: Positive | None = None
 
 
-class MinMax(_Leaf):
+class MinMax(Leaf):
     """Score blocks by a bound from their smallest and largest keys, or between that and their mean."""
 
     makes = s.MinMax
@@ -199,7 +46,7 @@ class MinMax(_Leaf):
     pool: Positive | None = None
 
 
-class LastQueryProbe(_Leaf):
+class LastQueryProbe(Leaf):
     """Score blocks by the vertical and slash lines that the last queries see."""
 
     makes = s.LastQueryProbe
@@ -207,7 +54,7 @@ class LastQueryProbe(_Leaf):
     queries: Positive = 64
 
 
-class AntiDiagonal(_Leaf):
+class AntiDiagonal(Leaf):
     """Score blocks by sums over strided anti-diagonals."""
 
     makes = s.AntiDiagonal
@@ -215,7 +62,7 @@ class AntiDiagonal(_Leaf):
     stride: Positive = 16
 
 
-class SimHash(_Leaf):
+class SimHash(Leaf):
     """Score blocks by how often their keys share a random bucket with the queries."""
 
     makes = s.SimHash
@@ -225,7 +72,7 @@ class SimHash(_Leaf):
     seed: Int = 0
 
 
-class KeyClusters(_Leaf):
+class KeyClusters(Leaf):
     """Score blocks by the clusters of keys nearest to the queries."""
 
     makes = s.KeyClusters
@@ -236,7 +83,7 @@ class KeyClusters(_Leaf):
     seed: Int = 0
 
 
-class ClusterGlobals(_Leaf):
+class ClusterGlobals(Leaf):
     """For every query the blocks that hold the most keys of each cluster; one number, or one per head that the rule
     covers."""
 
@@ -332,77 +179,17 @@ class Dense(Spec):
         return None
 
 
-PatternSpec: TypeAlias = Annotated[
-    Causal
-    | Full
-    | SlidingWindow
-    | Dilated
-    | Strided
-    | GlobalTokens
-    | GlobalContent
-    | Sink
-    | LastQueries
-    | LocalBlocks
-    | RandomBlocks
-    | Documents
-    | AnyOf
-    | AllOf,
-    Field(discriminator="kind"),
-]
 ScorerSpec: TypeAlias = Annotated[
     MeanQuery | MeanPool | MinMax | LastQueryProbe | AntiDiagonal | SimHash | KeyClusters,
     Field(discriminator="kind"),
 ]
-SelectorSpec: TypeAlias = Annotated[TopK | TopP | Threshold | ClusterGlobals, Field(discriminator="kind")]
-AttentionSpec: TypeAlias = Annotated[
-    Causal
-    | Full
-    | SlidingWindow
-    | Dilated
-    | Strided
-    | GlobalTokens
-    | GlobalContent
-    | Sink
-    | LastQueries
-    | LocalBlocks
-    | RandomBlocks
-    | Documents
-    | AnyOf
-    | AllOf
-    | TopK
-    | TopP
-    | Threshold
-    | ClusterGlobals
-    | Hybrid
-    | Dense,
-    Field(discriminator="kind"),
-]
-for _model in (AnyOf, AllOf, TopK, TopP, Threshold, Hybrid):
+AnySelector: TypeAlias = TopK | TopP | Threshold | ClusterGlobals
+SelectorSpec: TypeAlias = Annotated[AnySelector, Field(discriminator="kind")]
+AttentionSpec: TypeAlias = Annotated[AnyPattern | AnySelector | Hybrid | Dense, Field(discriminator="kind")]
+for _model in (TopK, TopP, Threshold, Hybrid):
     _model.model_rebuild()
 
-_LEAVES: tuple[type[_Leaf], ...] = (
-    Causal,
-    Full,
-    SlidingWindow,
-    Dilated,
-    Strided,
-    GlobalTokens,
-    GlobalContent,
-    Sink,
-    LastQueries,
-    LocalBlocks,
-    RandomBlocks,
-    Documents,
-    MeanQuery,
-    MeanPool,
-    MinMax,
-    LastQueryProbe,
-    AntiDiagonal,
-    SimHash,
-    KeyClusters,
-    ClusterGlobals,
-)
-_SPEC_OF = {leaf.makes: leaf for leaf in _LEAVES}
+_SPEC_OF = {leaf.makes: leaf for leaf in Leaf.__subclasses__()}
 
 
 def to_spec(rule: AttentionRule | s.Scorer | None) -> Any:

@@ -1,0 +1,173 @@
+"""Patterns as plain data: one small model per pattern."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+
+from pydantic import Field, model_validator
+
+from dynaxx import patterns as p
+from dynaxx.policy.document import Count, Document, Flag, Int, Positive
+
+
+class Spec(Document):
+    """Base of the attention rules."""
+
+    @model_validator(mode="after")
+    def _must_build(self) -> Spec:
+        self.build()
+        return self
+
+    def build(self) -> Any:
+        """The object this data describes."""
+        raise NotImplementedError
+
+
+class Leaf(Spec):
+    """Data whose fields are the constructor's arguments."""
+
+    makes: ClassVar[type]
+
+    def build(self) -> Any:
+        return self.makes(**{name: getattr(self, name) for name in type(self).model_fields if name != "kind"})
+
+
+class Causal(Leaf):
+    """Every key at or before the query."""
+
+    makes = p.Causal
+    kind: Literal["causal"] = "causal"
+
+
+class Full(Leaf):
+    """Every pair (that causality leaves)."""
+
+    makes = p.Full
+    kind: Literal["full"] = "full"
+
+
+class SlidingWindow(Leaf):
+    """`window` keys including the query's own, or (left, right) besides it."""
+
+    makes = p.SlidingWindow
+    kind: Literal["sliding_window"] = "sliding_window"
+    window: Positive | tuple[Int, Int]
+
+
+class Dilated(Leaf):
+    """`window` keys, `dilation` tokens apart."""
+
+    makes = p.Dilated
+    kind: Literal["dilated"] = "dilated"
+    window: Positive
+    dilation: Positive
+
+
+class Strided(Leaf):
+    """Keys at distances that are multiples of `stride`."""
+
+    makes = p.Strided
+    kind: Literal["strided"] = "strided"
+    stride: Positive
+
+
+class GlobalTokens(Leaf):
+    """The first `tokens` keys, or those at the given positions."""
+
+    makes = p.GlobalTokens
+    kind: Literal["global_tokens"] = "global_tokens"
+    tokens: Count | tuple[Count, ...]
+    symmetric: Flag = False
+
+
+class GlobalContent(Leaf):
+    """The tokens that match, and `span` after each match; token ids of the policy's model, see `content_tokens`."""
+
+    makes = p.GlobalContent
+    kind: Literal["global_content"] = "global_content"
+    token_ids: tuple[Count, ...] = ()
+    sequences: tuple[tuple[Count, ...], ...] = ()
+    span: Count = 0
+    symmetric: Flag = False
+
+
+class Sink(Leaf):
+    """The first `tokens` keys."""
+
+    makes = p.Sink
+    kind: Literal["sink"] = "sink"
+    tokens: Count = 4
+
+
+class LastQueries(Leaf):
+    """The last `queries` queries see everything."""
+
+    makes = p.LastQueries
+    kind: Literal["last_queries"] = "last_queries"
+    queries: Count
+
+
+class LocalBlocks(Leaf):
+    """The q block's own kv block and those before it, `blocks` in all."""
+
+    makes = p.LocalBlocks
+    kind: Literal["local_blocks"] = "local_blocks"
+    blocks: Positive
+
+
+class RandomBlocks(Leaf):
+    """`blocks` random kv blocks per q block."""
+
+    makes = p.RandomBlocks
+    kind: Literal["random_blocks"] = "random_blocks"
+    blocks: Count
+    seed: Int = 0
+
+
+class Documents(Leaf):
+    """Pairs within one document of a packed sequence."""
+
+    makes = p.Documents
+    kind: Literal["documents"] = "documents"
+    cu_seqlens: tuple[Count, ...]
+
+
+class AnyOf(Spec):
+    """A pair is visible if any part shows it: `a | b`."""
+
+    kind: Literal["any_of"] = "any_of"
+    parts: Annotated[tuple[PatternSpec, ...], Field(min_length=2)]
+
+    def build(self) -> p.Union:
+        return p.Union(tuple(part.build() for part in self.parts))
+
+
+class AllOf(Spec):
+    """A pair is visible if every part shows it: `a & b`."""
+
+    kind: Literal["all_of"] = "all_of"
+    parts: Annotated[tuple[PatternSpec, ...], Field(min_length=2)]
+
+    def build(self) -> p.Intersection:
+        return p.Intersection(tuple(part.build() for part in self.parts))
+
+
+AnyPattern: TypeAlias = (
+    Causal
+    | Full
+    | SlidingWindow
+    | Dilated
+    | Strided
+    | GlobalTokens
+    | GlobalContent
+    | Sink
+    | LastQueries
+    | LocalBlocks
+    | RandomBlocks
+    | Documents
+    | AnyOf
+    | AllOf
+)
+PatternSpec: TypeAlias = Annotated[AnyPattern, Field(discriminator="kind")]
+for _model in (AnyOf, AllOf):
+    _model.model_rebuild()
