@@ -294,6 +294,5 @@ def _is_branch(part: Any) -> bool:
 
 
 _TYPES = ("int", "float", "str", "bool")
-_KINDS = {
-    cls.model_fields["kind"].default for cls in (*Spec.__subclasses__(), *Leaf.__subclasses__()) if cls is not Leaf
-}
+_SPECS = {*Spec.__subclasses__(), *Leaf.__subclasses__()} - {Leaf}
+_KINDS = {spec.model_fields["kind"].default for spec in _SPECS}
