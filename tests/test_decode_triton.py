@@ -1,30 +1,20 @@
 """The decode kernels against the definition: under Triton's interpreter on a CPU, and on a GPU where there is one."""
 
-import os
 import random
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 import dynaxx as dx
+from interpreter import DEVICE, on_gpu, run_interpreted, runs_here, starts_interpreter
 from test_decode import check_attention, queries, random_cache, random_pages
 
 pytest.importorskip("triton")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 DTYPES = (torch.float32, torch.float16, torch.int8) if DEVICE == "cpu" else (
     torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8
 )  # fmt: skip
 QUERY_DTYPES = (torch.float32, torch.float16) if DEVICE == "cpu" else (torch.float32, torch.bfloat16, torch.float16)
-
-runs_here = pytest.mark.skipif(
-    DEVICE == "cpu" and not INTERPRETED, reason="runs on a GPU, or again under the interpreter"
-)
-on_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 
 
 def to_device(cache, device=DEVICE):
@@ -34,17 +24,9 @@ def to_device(cache, device=DEVICE):
     return replace(cache, **{name: None if x is None else x.to(device) for name, x in tensors.items()})
 
 
-@pytest.mark.skipif(DEVICE == "cuda" or INTERPRETED, reason="the tests below run in this process")
+@starts_interpreter
 def test_under_the_interpreter():
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", str(Path(__file__).resolve())],
-        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).resolve().parents[1],
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert " passed" in run.stdout
+    run_interpreted(__file__)
 
 
 @runs_here

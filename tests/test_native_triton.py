@@ -3,11 +3,7 @@
 The interpreter must be chosen before Triton loads, so it runs in a process of its own: this file again.
 """
 
-import os
 import random
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,30 +14,17 @@ from dynaxx.layout.native import NativeSizes, native_spans
 from dynaxx.ops.native import compress, native_sparse_attention
 from dynaxx.testing import make_qkv
 from dynaxx.testing.native import random_selected_case
+from interpreter import DEVICE, on_gpu, run_interpreted, runs_here, starts_interpreter
 
 pytest.importorskip("triton")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 
-runs_here = pytest.mark.skipif(
-    DEVICE == "cpu" and not INTERPRETED, reason="runs on a GPU, or again under the interpreter"
-)
 gpu = pytest.mark.gpu
-on_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 SCHEDULES = ("union", "gather")
 
 
-@pytest.mark.skipif(DEVICE == "cuda" or INTERPRETED, reason="the tests below run in this process")
+@starts_interpreter
 def test_under_the_interpreter():
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", str(Path(__file__).resolve())],
-        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).resolve().parents[1],
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert " passed" in run.stdout
+    run_interpreted(__file__)
 
 
 def check(case, gradients=True):

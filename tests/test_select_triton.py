@@ -1,10 +1,5 @@
 """Choosing blocks on the device makes the layout that torch makes: under Triton's interpreter, and on a GPU."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -12,11 +7,10 @@ import dynaxx as dx
 from dynaxx.layout import BlockGrid
 from dynaxx.selection.base import Hybrid
 from dynaxx.selection.device import select_on_device
+from interpreter import INTERPRETED, on_gpu, run_interpreted, starts_interpreter
 
 pytest.importorskip("triton")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 gpu = pytest.mark.gpu
-on_gpu = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
 under_the_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs again under the interpreter")
 
 RULES = [
@@ -50,17 +44,9 @@ def assert_same(got, expected):
     assert torch.equal(got.masks.bits.cpu(), expected.masks.bits)
 
 
-@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="the tests below run in this process")
+@starts_interpreter
 def test_under_the_interpreter():
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
-        cwd=Path(__file__).parent.parent,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert " passed" in done.stdout
+    run_interpreted(__file__)
 
 
 @under_the_interpreter

@@ -4,11 +4,6 @@ The interpreter must be chosen before Triton loads, and would then serve every C
 its own: `test_under_the_interpreter` runs this file again.
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -16,16 +11,11 @@ import dynaxx as dx
 from dynaxx.kernels.problem import AttentionProblem
 from dynaxx.ops.dispatch import load_backend, unsupported_reasons
 from dynaxx.testing import check_forward, check_gradients, make_qkv, random_case
+from interpreter import DEVICE, INTERPRETED, on_gpu, run_interpreted, runs_here, starts_interpreter
 
 pytest.importorskip("triton")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 
-runs_here = pytest.mark.skipif(
-    DEVICE == "cpu" and not INTERPRETED, reason="runs on a GPU, or again under the interpreter"
-)
 gpu = pytest.mark.gpu
-on_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 
 
 def attend(q, k, v, layout):
@@ -39,17 +29,9 @@ def check(case, gradients):
         assert report.ok, f"{report}\n{case.label}"
 
 
-@pytest.mark.skipif(DEVICE == "cuda" or INTERPRETED, reason="the tests below run in this process")
+@starts_interpreter
 def test_under_the_interpreter():
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", str(Path(__file__).resolve())],
-        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).resolve().parents[1],
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert " passed" in run.stdout
+    run_interpreted(__file__)
 
 
 @runs_here
