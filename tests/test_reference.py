@@ -65,6 +65,16 @@ def test_bad_inputs_name_the_contract(change, error, message):
         dx.sparse_attention(q, k, v, dx.Full().layout(64, block_size=16))
 
 
+@pytest.mark.parametrize("wrong", [None, dx.SlidingWindow(16)])
+def test_a_rule_is_no_layout(wrong):
+    q, k, v = make_qkv(1, 64, 64, 4, 2, 16)
+    for call in (dx.sparse_attention, dx.explain):
+        with pytest.raises(TypeError, match=r"`layout` must be a BlockLayout.*pattern\.layout"):
+            call(q, k, v, wrong)
+    with pytest.raises(TypeError, match="`rule` must be a pattern"):
+        dx.select_blocks(q, k, "top_k")
+
+
 def test_unknown_and_unable_backends_say_why():
     q, k, v = make_qkv(1, 64, 64, 4, 2, 16)
     layout = dx.Full().layout(64, block_size=16)

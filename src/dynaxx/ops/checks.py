@@ -30,7 +30,7 @@ def check_inputs(
         values: look into the layout, too; a tracer cannot.
 
     Raises:
-        TypeError: an unsupported or mixed dtype.
+        TypeError: an unsupported or mixed dtype, or a layout that is none.
         ValueError: a shape, device or layout that does not fit, block indices out of range, or a softcap that is none.
     """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -45,6 +45,7 @@ def check_inputs(
             raise TypeError(f"`{name}` must have q's dtype {q.dtype}, got {tensor.dtype}")
         if tensor.device != q.device:
             raise ValueError(f"`{name}` must be on q's device {q.device}, got {tensor.device}")
+    check_layout(layout)
     batch, seqlen_q, q_heads, head_dim = q.shape
     seqlen_k, kv_heads = k.shape[1:3]
     if k.shape != (batch, seqlen_k, kv_heads, head_dim):
@@ -61,7 +62,8 @@ def check_inputs(
         raise ValueError(f"head_dim must be >= 1, got {head_dim} and {v.shape[-1]}")
     if (layout.seqlen_q, layout.seqlen_k) != (seqlen_q, seqlen_k):
         raise ValueError(
-            f"`layout` must be for {seqlen_q} x {seqlen_k} tokens, got one for {layout.seqlen_q} x {layout.seqlen_k}"
+            f"`layout` must be for {seqlen_q} x {seqlen_k} tokens, got one for {layout.seqlen_q} x {layout.seqlen_k}; "
+            "q, k and v are (batch, seqlen, heads, head_dim)"
         )
     if layout.layout_batch not in (1, batch) or layout.layout_heads not in (1, q_heads):
         raise ValueError(
@@ -90,6 +92,15 @@ def check_inputs(
         needs_grad=needs_grad,
         softcap=softcap,
     )
+
+
+def check_layout(layout: object) -> None:
+    """Raise TypeError for a rule, or anything else, where a layout belongs."""
+    if not isinstance(layout, BlockLayout):
+        raise TypeError(
+            f"`layout` must be a BlockLayout, got {type(layout).__name__}; pattern.layout(seqlen) makes one, and "
+            "select_blocks(q, k, rule)"
+        )
 
 
 def check_sinks(sinks: Tensor, q: Tensor) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from dynaxx.errors import UnsupportedInputError
 from dynaxx.kernels.problem import AttentionProblem
 from dynaxx.layout import BlockLayout
-from dynaxx.ops.checks import check_inputs, check_values
+from dynaxx.ops.checks import check_inputs, check_layout, check_values
 
 MOST_CHOICES = 64  # kept per layout
 BACKENDS = ("hopper", "triton", "cpu", "reference")  # in the order that "auto" prefers
@@ -74,8 +74,9 @@ def backend_for(
     """
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     tensors = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device)
-    known = _chosen.get(layout)
+    known = _chosen.get(layout) if isinstance(layout, BlockLayout) else None
     if known is None:
+        check_layout(layout)
         known = _chosen.setdefault(layout, {})
     name = known.get((*tensors, softcap, backend, needs_grad))
     if name is None:

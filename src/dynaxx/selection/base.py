@@ -141,10 +141,13 @@ def select_blocks(
         A layout per batch entry and q head. No gradient flows through a choice.
 
     Raises:
+        TypeError: no rule.
         ValueError: shapes that do not fit, a memory budget below 1, or a per-head budget for another number of heads.
     """
     if isinstance(rule, Pattern):
         return rule.layout(q.shape[1], k.shape[1], causal=causal, block_size=block_size, device=q.device)
+    if not isinstance(rule, Selector | Hybrid):
+        raise TypeError(f"`rule` must be a pattern, a selector or pattern | selector, got {type(rule).__name__}")
     return rule.select(q, k, causal=causal, block_size=block_size, scale=scale, memory_budget=memory_budget)
 
 
