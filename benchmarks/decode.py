@@ -1,9 +1,9 @@
 """Decoding with chosen pages against dense attention and against the bytes that must be read, on a GPU or a CPU.
 
-python benchmarks/decode.py [--quick] [--only NAME ...] [--json FILE]
+python benchmarks/decode.py [--quick | --combinations] [--only NAME ...] [--json FILE]
 
 Checks first: random caches against the definition in fp64; a wrong kernel gets no times. Times are medians. On a GPU,
-of a replayed CUDA graph that runs LAYERS layers, each with a cache of its own as in a model, per layer: nobody's
+of a replayed CUDA graph that runs 4 to 32 layers, each with a cache of its own as in a model, per layer: nobody's
 launches count, and nothing is in the L2 cache. On a CPU, of one thread's CPU time. TB/s are the bytes of keys, values
 and summaries that a run must read, over its time; "bytes" is the time that they take at the rate of dense attention,
 the fastest reader here (on a CPU: of a copy).
@@ -32,7 +32,7 @@ ELSEWHERE = {  # ms, measured once on an H200 with torch 2.11, not by this run
         "FlashInfer 0.7.2, a tenth of the pages given": 0.071,
     }
 }
-LAYERS = 4
+LAYERS_BYTES = 16 << 30  # of keys and values in bf16: so many layers that the start of a graph is no part of one
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,10 @@ class Case:
         pages = math.ceil(self.share * self.seqlen / self.page_size)
         return dx.PageBudget(max(0, pages - 1), bound=self.bound)
 
+    @property
+    def layers(self):
+        return min(32, max(4, LAYERS_BYTES // (4 * self.batch * self.seqlen * KV_HEADS * HEAD_DIM)))
+
 
 GPU_CASES = (
     Case("batch 16, 32k, mean", 16, 32768, bound=0.0),
@@ -67,6 +71,14 @@ GPU_CASES = (
     Case("batch 16, 32k, 4 queries", 16, 32768, seqlen_q=4),
     Case("batch 1, 128k", 1, 131072),
     Case("batch 32, 32k, int8", 32, 32768, dtype="int8"),
+    Case("batch 64, 32k", 64, 32768),
+    Case("batch 64, 32k, fp8", 64, 32768, dtype="float8_e4m3fn"),
+    Case("batch 1, 32k, 64 queries", 1, 32768, seqlen_q=64),
+)
+COMBINATIONS = tuple(
+    Case(f"batch 16, 32k, {dtype}, {share:.0%} of the pages", 16, 32768, dtype=dtype, share=share)
+    for dtype in ("bfloat16", "float8_e4m3fn", "int8")
+    for share in (0.05, 0.1, 0.25, 1.0)
 )
 CPU_CASES = (
     Case("batch 1, 32k", 1, 32768, dtype="float32"),
@@ -130,12 +142,12 @@ def check(device):
     return 10
 
 
-def measure(runs, device):
-    """Median milliseconds of each, per layer; on a GPU a run takes the number of a layer. In turns on a CPU."""
+def measure(runs, device, layers=1):
+    """Median milliseconds of each, per layer; a run takes the number of a layer, 0 on a CPU. There in turns."""
     if device.type == "cuda":
         from triton.testing import do_bench
 
-        return {name: do_bench(captured(run), return_mode="median") / LAYERS for name, run in runs.items()}
+        return {name: do_bench(captured(run, layers), return_mode="median") / layers for name, run in runs.items()}
     seconds = {name: [] for name in runs}
     for _ in range(8):
         for name, run in runs.items():
@@ -145,13 +157,13 @@ def measure(runs, device):
     return {name: 1e3 * statistics.median(each[1:]) for name, each in seconds.items()}
 
 
-def captured(run):
-    for layer in range(LAYERS):
+def captured(run, layers):
+    for layer in range(layers):
         run(layer)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for layer in range(LAYERS):
+        for layer in range(layers):
             run(layer)
     return graph.replay
 
@@ -185,7 +197,8 @@ def bytes_read(case, cache):
     """What each run must read: keys and values of its pages, and the summaries of all where it chooses."""
     page = case.batch * KV_HEADS * case.page_size * 2 * HEAD_DIM * cache.k.dtype.itemsize
     attention = math.ceil(case.share * case.seqlen / case.page_size) * page
-    selection = cache.summaries.low.numel() * cache.summaries.low.dtype.itemsize * (1 if case.bound == 0 else 2)
+    summaries = {x.data_ptr(): x for x in (cache.summaries.low, cache.summaries.high, cache.summaries.scale)}
+    selection = sum(x.numel() * x.dtype.itemsize for x in summaries.values())
     return {
         "selection and attention": selection + attention,
         "selection": selection,
@@ -202,8 +215,9 @@ def copy_rate(device):
     return 2 * size / (1e-3 * measure({"copy": lambda layer: y.copy_(x)}, device)["copy"])
 
 
-def run_case(case, device, rate):
-    layers = [make_inputs(case, device, seed) for seed in range(LAYERS if device.type == "cuda" else 1)]
+def run_case(case, device, rate, alone=False):
+    """Every run of a case, or selection and attention alone."""
+    layers = [make_inputs(case, device, seed) for seed in range(case.layers if device.type == "cuda" else 1)]
     q, k, v, cache = layers[0]
     budget = case.budget
     pages = [dx.select_pages(q, cache, budget) for q, _, _, cache in layers]
@@ -216,19 +230,21 @@ def run_case(case, device, rate):
         "dense, ours": lambda layer: dx.sparse_decode(*at(layer)),
     }
     notes = {}
-    dense = dense_forms(layers, device) if q.dtype != torch.bfloat16 or device.type == "cuda" else {}
+    if alone:
+        runs = {"selection and attention": runs["selection and attention"]}
+    dense = {} if alone or (q.dtype == torch.bfloat16 and device.type == "cpu") else dense_forms(layers, device)
     for name, run in dense.items():
         try:
             run(0)
             runs[name] = run
         except RuntimeError as error:
             notes[name] = str(error).splitlines()[0]
-    times = measure(runs, device)
+    times = measure(runs, device, len(layers))
     best = min((ms for name, ms in times.items() if name.startswith("sdpa")), default=float("nan"))
-    moved = bytes_read(case, cache)
+    moved = {name: count for name, count in bytes_read(case, cache).items() if name in runs}
     wide_bytes = case.batch * KV_HEADS * case.seqlen * 2 * HEAD_DIM * k.dtype.itemsize
     moved |= dict.fromkeys((name for name in times if name.startswith("sdpa")), wide_bytes)
-    if device.type == "cuda":
+    if device.type == "cuda" and not alone:
         rate = max(moved[name] / (1e-3 * times[name]) for name in moved if name.startswith(("sdpa", "dense")))
     wide = make_cache(replace(case, dtype=str(k.dtype).removeprefix("torch.")), k, v)
     mine, theirs = (dx.sparse_decode(q, each, pages[0]).float().flatten() for each in (cache, wide))
@@ -239,7 +255,7 @@ def run_case(case, device, rate):
         "times_faster": best / times["selection and attention"],
         "terabytes_per_second": {name: moved[name] / (1e9 * times[name]) for name in moved},
         "bytes_ms": 1e3 * moved["selection and attention"] / rate,
-        "attention_bytes_ms": 1e3 * moved["attention, pages given"] / rate,
+        "attention_bytes_ms": 1e3 * bytes_read(case, cache)["attention, pages given"] / rate,
         "elsewhere_ms": ELSEWHERE.get(case.name, {}) if device.type == "cuda" else {},
         "tokens_per_second": 1e3 * case.batch * case.seqlen_q / times["selection and attention"],
         "cosine": cosine,
@@ -250,6 +266,7 @@ def run_case(case, device, rate):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the first case alone")
+    parser.add_argument("--combinations", action="store_true", help="precisions and budgets, dense forms left out")
     parser.add_argument("--only", nargs="*", default=[], help="cases whose name contains one of these")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=1, help="on a CPU")
@@ -261,13 +278,13 @@ def main():
     rate = copy_rate(device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     print(f"{name}, torch {torch.__version__}; a copy moves {rate / 1e9:.0f} GB/s")
-    cases = GPU_CASES if device.type == "cuda" else CPU_CASES
+    cases = COMBINATIONS if args.combinations else GPU_CASES if device.type == "cuda" else CPU_CASES
     cases = [case for case in cases if not args.only or any(part in case.name for part in args.only)]
     rows = []
     for case in cases[:1] if args.quick else cases:
-        rows.append(row := run_case(case, device, rate))
+        rows.append(row := run_case(case, device, rate, args.combinations))
         print(
-            f"\n{case.name}: {row['times_faster']:.2f}x the best dense; bytes {row['bytes_ms']:.4f} ms (attention's "
+            f"{case.name}: {row['times_faster']:.2f}x the best dense; bytes {row['bytes_ms']:.4f} ms (attention's "
             f"{row['attention_bytes_ms']:.4f}); {row['tokens_per_second']:.0f} tokens/s; cosine {row['cosine']:.6f}"
         )
         for run, ms in row["ms"].items():

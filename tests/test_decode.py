@@ -107,7 +107,8 @@ def test_random_choices():
         bound = rng.choice((0.0, 1.0, 1.0))
         cache = dx.PagedCache(k, k, cache.seqused_k, cache.page_table, 0 if cache.is_paged else cache.page_size,
                               cache.leftpad_k)  # fmt: skip
-        cache = dx.summarize_pages(cache, bound=bound, backend="reference")
+        stored = rng.choice((None, torch.bfloat16))
+        cache = dx.summarize_pages(cache, bound=bound, dtype=stored, backend="reference")
         q = torch.randint(-3, 4, (cache.batch, rng.choice((1, 2)), cache.kv_heads * rng.choice((1, 3)), cache.head_dim),
                           generator=gen).float()  # fmt: skip
         share = rng.choice((0, 1, 3, 0.0, 0.2, 0.5, 1.0, tuple(rng.choice((0.1, 2)) for _ in range(cache.kv_heads))))
@@ -120,17 +121,32 @@ def test_random_choices():
         assert (chosen.diff() > 0)[chosen[..., 1:] >= 0].all()
 
 
+def check_summaries(cache, bound, dtype, backend):
+    """Those of the definition but for rounding, and in int8 as near to exact ones as rounding allows."""
+    mine, wanted, exact = (
+        dx.summarize_pages(cache, bound=bound, dtype=stored, backend=name).summaries
+        for name, stored in ((backend, dtype), ("reference", dtype), ("reference", torch.float32))
+    )
+    for name in ("low", "high"):
+        got, defined = getattr(mine, name), getattr(wanted, name)
+        assert got.dtype == defined.dtype == dtype
+        if dtype != torch.int8:
+            assert got.isfinite().all()
+            step = 2 * torch.finfo(dtype).eps
+            torch.testing.assert_close(got, defined, rtol=step, atol=step)
+        else:
+            torch.testing.assert_close(mine.scale, wanted.scale)
+            assert (got.int() - defined.int()).abs().amax() <= 1
+            off = (got * mine.scale[..., None] - getattr(exact, name)).abs()
+            assert (off <= 0.501 * mine.scale[..., None] + 1e-6).all()
+
+
 @pytest.mark.parametrize("bound", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_summaries(dtype, bound):
-    for seed in range(6):
-        cache, *_ = random_cache(seed, dtype=dtype)
-        mine, wanted = (dx.summarize_pages(cache, bound=bound, backend=name).summaries for name in ("cpu", "reference"))
-        assert mine.low.dtype == wanted.low.dtype
-        assert mine.low.isfinite().all()
-        step = 2 * torch.finfo(mine.low.dtype).eps
-        torch.testing.assert_close(mine.low, wanted.low, rtol=step, atol=step)
-        torch.testing.assert_close(mine.high, wanted.high, rtol=step, atol=step)
+@pytest.mark.parametrize("stored", [torch.int8, torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_summaries(stored, bound):
+    for seed in range(10):
+        cache, *_ = random_cache(seed, dtype=DTYPES[seed % len(DTYPES)])
+        check_summaries(cache, bound, stored, "cpu")
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
@@ -151,6 +167,7 @@ def test_summaries_kept_up_to_date_are_those_made_afresh(backend, paged):
                 where = (int(table[b, page]),) if paged else (b, page)
                 assert torch.equal(summaries.low[where], fresh.low[where])
                 assert torch.equal(summaries.high[where], fresh.high[where])
+                assert torch.equal(summaries.scale[where], fresh.scale[where])
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
@@ -236,6 +253,8 @@ def test_what_is_refused():
         (lambda: dx.PagedCache(k[:, :16].to(torch.int8), k[:, :16].to(torch.int8), used, table), "`k_scale`"),
         (lambda: dx.PagedCache(k[:, :16, :, ::2], k[:, :16], used, table), "dense last"),
         (lambda: dx.summarize_pages(cache, new_tokens=1), "`new_tokens`"),
+        (lambda: dx.PageSummaries(k.to(torch.int8), k.to(torch.int8), 1.0), "`scale`"),
+        (lambda: dx.PageSummaries(k, k + 1, 1.0, torch.ones(2, 64, 2)), "`scale`"),
         (lambda: dx.PageBudget(1.5), "`budget`"),
         (lambda: dx.PageBudget(-1), "`budget`"),
         (lambda: dx.PageBudget(1, window=0), "`window`"),

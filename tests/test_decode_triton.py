@@ -8,7 +8,7 @@ import torch
 
 import dynaxx as dx
 from interpreter import DEVICE, on_gpu, run_interpreted, runs_here, starts_interpreter
-from test_decode import check_attention, queries, random_cache, random_pages
+from test_decode import check_attention, check_summaries, queries, random_cache, random_pages
 
 pytest.importorskip("triton")
 DTYPES = (torch.float32, torch.float16, torch.int8) if DEVICE == "cpu" else (
@@ -47,7 +47,7 @@ def test_random_choices(seed):
     cache, rng, gen = random_cache(seed, page_size=16, head_dim=16)
     k = torch.randint(-2, 3, cache.k.shape, generator=gen).float()
     cache = to_device(dx.PagedCache(k, k, cache.seqused_k, cache.page_table, 16, cache.leftpad_k))
-    cache = dx.summarize_pages(cache, backend="reference")
+    cache = dx.summarize_pages(cache, dtype=rng.choice((None, torch.bfloat16)), backend="reference")
     q = torch.randint(-3, 4, (cache.batch, 2, cache.kv_heads * 3, 16), generator=gen).float().to(DEVICE)
     share = rng.choice((0, 1, 3, 0.0, 0.2, 0.5, tuple(rng.choice((0.1, 2)) for _ in range(cache.kv_heads))))
     budget = dx.PageBudget(share, sinks=rng.choice((0, 1, 40)), window=rng.choice((1, 30)))
@@ -64,10 +64,9 @@ def test_summaries(bound):
         rng = random.Random(seed)
         cache, *_ = random_cache(seed, dtype=dtype, page_size=16, head_dim=24)
         cache = to_device(cache)
-        mine, wanted = (dx.summarize_pages(cache, bound=bound, dtype=torch.float32, backend=name)
-                        for name in ("triton", "reference"))  # fmt: skip
-        torch.testing.assert_close(mine.summaries.low, wanted.summaries.low)
-        torch.testing.assert_close(mine.summaries.high, wanted.summaries.high)
+        for stored in (torch.int8, torch.float32):
+            check_summaries(cache, bound, stored, "triton")
+        mine = dx.summarize_pages(cache, bound=bound, backend="triton")
         before = mine.summaries.low.clone()
         dx.summarize_pages(mine, new_tokens=rng.choice((0, 1, 20)), backend="triton")
         assert torch.equal(mine.summaries.low, before)

@@ -61,7 +61,7 @@ class CacheMemory:
         if memory is not None and memory.summaries.bound == bound and _fits(memory.summaries, cache):
             summaries = memory.summaries
             if summaries.low.shape[1] < cache.max_pages:
-                summaries = _grown(summaries, cache.max_pages + SPARE_PAGES)
+                summaries = summaries.grown(cache.max_pages + SPARE_PAGES)
             cache = replace(cache, summaries=summaries)
             if used > memory.summarized:
                 cache = summarize_pages(cache, new_tokens=used - memory.summarized)
@@ -127,16 +127,3 @@ def decode_step(
 def _fits(summaries: PageSummaries, cache: PagedCache) -> bool:
     batch, _, heads, head_dim = summaries.low.shape
     return (batch, heads, head_dim) == (cache.batch, cache.kv_heads, cache.head_dim)
-
-
-def _grown(summaries: PageSummaries, pages: int) -> PageSummaries:
-    """The same summaries with room for more pages."""
-
-    def larger(x: Tensor) -> Tensor:
-        batch, before, heads, head_dim = x.shape
-        room = x.new_zeros(batch, heads, pages, head_dim).transpose(1, 2)
-        room[:, :before] = x
-        return room
-
-    low = larger(summaries.low)
-    return PageSummaries(low, low if summaries.high is summaries.low else larger(summaries.high), summaries.bound)

@@ -17,6 +17,7 @@ CACHE_DTYPES = (
     torch.int8,
 )
 SCALED_DTYPES = (torch.float8_e4m3fn, torch.int8)
+SUMMARY_DTYPES = (*CACHE_DTYPES[:4], torch.int8)
 PAGE_SIZES = (16, 32, 64, 128, 256)
 
 
@@ -44,6 +45,7 @@ class PageSummaries:
     low: Tensor  # (num_pages, kv_heads, head_dim) = mean + bound * (min - mean); contiguous: (batch, pages, ...)
     high: Tensor  # the same of max; `low` itself where bound is 0
     bound: float  # from 0.0, the mean, to 1.0, min and max
+    scale: Tensor | None = None  # fp32 (num_pages, kv_heads), where both are int8: what is stored is times that
 
     def __post_init__(self) -> None:
         if not 0 <= self.bound <= 1:
@@ -53,8 +55,11 @@ class PageSummaries:
                 "`low` and `high` must both be (num_pages, kv_heads, head_dim), or with batch before, "
                 f"got {tuple(self.low.shape)} and {tuple(self.high.shape)}"
             )
-        if self.low.dtype not in CACHE_DTYPES[:4] or self.low.dtype != self.high.dtype:
-            raise TypeError(f"summaries must be floats of one dtype, got {self.low.dtype} and {self.high.dtype}")
+        if self.low.dtype not in SUMMARY_DTYPES or self.low.dtype != self.high.dtype:
+            raise TypeError(f"summaries must both be one of {SUMMARY_DTYPES}, got {self.low.dtype}, {self.high.dtype}")
+        wanted = self.low.shape[:-1] if self.low.dtype == torch.int8 else None
+        if (None if self.scale is None else self.scale.shape) != wanted:
+            raise ValueError("`scale` must be one number per page and kv head for int8 summaries, and None for others")
         if (self.bound == 0) != (self.low is self.high):
             raise ValueError("`high` must be `low` itself where `bound` is 0, and only there")
 
@@ -63,20 +68,39 @@ class PageSummaries:
         """Memory for the summaries of a cache, to be filled by `summarize_pages`.
 
         Args:
-            dtype: default bf16 (fp64 for fp64 caches): half the traffic is worth more than the last bits of a score.
+            dtype: default int8 (fp64 for fp64 caches): less traffic is worth more than the last bits of a score.
         """
         if dtype is None:
-            dtype = torch.float64 if cache.k.dtype == torch.float64 else torch.bfloat16
+            dtype = torch.float64 if cache.k.dtype == torch.float64 else torch.int8
         lead = () if cache.is_paged else (cache.batch,)
         pages = cache.k.shape[0] if cache.is_paged else cache.max_pages
         memory = (*lead, cache.kv_heads, pages, cache.head_dim)  # the pages of a head lie together: scoring reads those
         empty = lambda: torch.zeros(memory, dtype=dtype, device=cache.device).transpose(-3, -2)
         low = empty()
-        return cls(low, low if bound == 0 else empty(), bound)
+        scale = None
+        if dtype == torch.int8:
+            scale = torch.zeros(memory[:-1], dtype=torch.float32, device=cache.device).transpose(-2, -1)
+        return cls(low, low if bound == 0 else empty(), bound, scale)
+
+    def grown(self, pages: int) -> PageSummaries:
+        """The same of a contiguous cache, with room for more pages."""
+
+        def larger(x: Tensor) -> Tensor:
+            room = x.new_zeros(*x.transpose(1, 2).shape[:2], pages, *x.shape[3:]).transpose(1, 2)
+            room[:, : x.shape[1]] = x
+            return room
+
+        low = larger(self.low)
+        high = low if self.high is self.low else larger(self.high)
+        return PageSummaries(low, high, self.bound, None if self.scale is None else larger(self.scale))
 
     def strides(self) -> PageStrides:
         """Of `low` and `high` alike; there is one row per page and head."""
         return _summary_strides(self.low)
+
+    def scale_strides(self) -> PageStrides:
+        """Of `scale`; zeros where there is none."""
+        return PageStrides(0, 0, 0, 0) if self.scale is None else _summary_strides(self.scale[..., None])
 
 
 @dataclass(frozen=True)

@@ -73,14 +73,17 @@ def page_scores(q: Tensor, cache: PagedCache, scale: float) -> Tensor:
     low, high = (_by_logical_page(cache, x.to(dtype)) for x in (cache.summaries.low, cache.summaries.high))
     grouped = (q.to(dtype) * scale).unflatten(2, (cache.kv_heads, -1))  # (B, N, Hk, G, D)
     up, down = grouped.clamp(min=0).sum((1, 3)), grouped.clamp(max=0).sum((1, 3))
-    return torch.einsum("bhd,bphd->bhp", up, high) + torch.einsum("bhd,bphd->bhp", down, low)
+    scores = torch.einsum("bhd,bphd->bhp", up, high) + torch.einsum("bhd,bphd->bhp", down, low)
+    if cache.summaries.scale is None:
+        return scores
+    return scores * _by_logical_page(cache, cache.summaries.scale.to(dtype)).transpose(1, 2)
 
 
 def summarize_pages(cache: PagedCache, summaries: PageSummaries, new_tokens: int | None) -> None:
     """Fill in the summaries of the pages that hold the last `new_tokens` keys of each sequence, None: of all pages.
 
     A summary is made of the keys of its page that are in use, so it is the same whatever was there before. Pages
-    without such a key keep what they have.
+    without such a key keep what they have. In int8 the largest number of a page's two vectors is 127 times its scale.
     """
     k = read_keys(cache, torch.float32 if cache.k.dtype != torch.float64 else torch.float64)
     used = _used_keys(cache).unflatten(1, (cache.max_pages, cache.page_size))  # (B, P, page_size)
@@ -97,8 +100,14 @@ def summarize_pages(cache: PagedCache, summaries: PageSummaries, new_tokens: int
     low, high = k.masked_fill(hidden, torch.inf).amin(2), k.masked_fill(hidden, -torch.inf).amax(2)
     entry, page = touched.nonzero(as_tuple=True)
     where = (entry, page) if cache.page_table is None else (cache.page_table[entry, page].long(),)
-    for to, extreme in ((summaries.low, low), (summaries.high, high)):
-        to[where] = (mean + summaries.bound * (extreme - mean))[entry, page].to(to.dtype)
+    low, high = ((mean + summaries.bound * (extreme - mean))[entry, page] for extreme in (low, high))
+    if summaries.scale is not None:
+        scale = torch.maximum(low.abs(), high.abs()).amax(-1).float() / 127
+        scale = scale.clamp(min=torch.finfo(torch.float32).tiny)
+        summaries.scale[where] = scale
+        low, high = ((x / scale[..., None]).round() for x in (low, high))
+    summaries.low[where] = low.to(summaries.low.dtype)
+    summaries.high[where] = high.to(summaries.high.dtype)
 
 
 def page_range(cache: PagedCache) -> tuple[Tensor, Tensor]:

@@ -14,19 +14,19 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from dynaxx.kernels.triton.best_pages import best_pages
 from dynaxx.kernels.triton.config import padded
+from dynaxx.kernels.triton.eight_bits import nearest, power_below
 from dynaxx.kernels.triton.launch import overlap, processors, strides, unit_stride
+from dynaxx.kernels.triton.light import light_launch
 from dynaxx.kernels.triton.pages import first_key, page_strides, physical_pages, table_arguments
-from dynaxx.kernels.triton.primitives import from_ordered_bits, ordered_bits
 from dynaxx.kernels.triton.support import interpreted
 from dynaxx.layout.paging import PagedCache
 
-PAGES_PER_TILE = 64  # of 128 values in bf16; fewer of larger ones
-QUERY_ROWS = 16
+TILE_BYTES, MOST_PAGES = 16384, 128  # of low and of high, each
+QUERY_ROWS = 64
 TILES_AHEAD = 2
 WARPS = 4
-PASSES_BY_VALUE = tl.constexpr(6)
-MOST_KEY = tl.constexpr(0xFFFFFFF0)  # all but some NaN are below: no sum with a step of the search wraps around
 
 
 @triton.jit
@@ -50,80 +50,53 @@ def _query_bounds(
 @triton.jit
 def _thirds(x):
     """[len(x), 16] bf16: fp32 values as three that add up to them, and zeros."""
+    o_c = tl.arange(0, 16)[None, :]
+    first = x.to(tl.bfloat16).to(tl.float32)
+    second = (x - first).to(tl.bfloat16).to(tl.float32)
+    third = x - first - second
+    columns = tl.where(o_c == 0, first[:, None], tl.where(o_c == 1, second[:, None], third[:, None]))
+    return tl.where(o_c < 3, columns, 0.0).to(tl.bfloat16)
+
+
+@triton.jit
+def _digits(x):
+    """[len(x), 16] int8: values in (-2, 2) as three digits to the base 128, the first worth 1 / 32; and zeros."""
     o_c = tl.arange(0, 16)
-    first = x.to(tl.bfloat16)
-    second = (x - first.to(tl.float32)).to(tl.bfloat16)
-    third = (x - first.to(tl.float32) - second.to(tl.float32)).to(tl.bfloat16)
-    columns = tl.where((o_c == 0)[None, :], first[:, None], second[:, None])
-    columns = tl.where((o_c == 2)[None, :], third[:, None], columns)
-    return tl.where((o_c < 3)[None, :], columns, 0.0).to(tl.bfloat16)
+    y = x[:, None] * tl.where(o_c == 0, 2.0**5, tl.where(o_c == 1, 2.0**12, tl.where(o_c == 2, 2.0**19, 0.0)))[None, :]
+    return (nearest(y) - 128 * nearest(y / 128)).to(tl.int8)
 
 
 @triton.jit
 def _products(tile, x, DOT: tl.constexpr):
-    """tile @ x in fp32; by the matrix unit, without loss, where the tile is bf16 and x comes in thirds."""
-    return tl.sum(tl.dot(tile, x), 1) if DOT else tl.sum(tile.to(tl.float32) * x[None, :], 1)
+    """tile @ x; by the matrix unit, without loss, where x comes in parts, a column for each."""
+    return tl.dot(tile, x) if DOT else tl.sum(tile.to(tl.float32) * x[None, :], 1)
 
 
 @triton.jit
-def _add3(a, b, c, d, e, f):
-    return a + d, b + e, c + f
+def _of_digits(products):
+    """What int32 products with `_digits` amount to."""
+    o_c = tl.arange(0, 16)
+    worth = tl.where(o_c == 0, 2.0**-5, tl.where(o_c == 1, 2.0**-12, 2.0**-19))
+    return tl.sum(products.to(tl.float32) * worth[None, :], 1)
 
 
 @triton.jit
-def _between(low, high, share):
-    """A key in (low, high], by value: this share of the way from the score of low to that of high."""
-    a, b = from_ordered_bits(low), from_ordered_bits(high)
-    return tl.minimum(tl.maximum(ordered_bits(a + (b - a) * share), low + 1), high)
+def _fetch(p_rows, inside, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Bring rows to the L2 cache, so that they come while something else is waited for."""
+    SIZE: tl.constexpr = p_rows.dtype.element_ty.primitive_bitwidth // 8
+    o_d = tl.arange(0, BLOCK_D * SIZE // 32) * (32 // SIZE)  # where sectors begin
+    inside = inside[:, None] & (o_d < D)[None, :]
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
+        "=r,l,r",
+        [(p_rows[:, None] + o_d[None, :]).to(tl.int64), inside.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
-@triton.jit
-def _count_and_range(n, m, least, most, n2, m2, least2, most2):
-    return n + n2, m + m2, tl.minimum(least, least2), tl.maximum(most, most2)
-
-
-@triton.jit
-def _last_wanted(keys, low, high, reached, wanted):
-    """A key that `wanted` of the keys reach, or more of them where the last ones are equal, and how many do.
-
-    All `reached` keys are in [low, high). Each pass narrows that to about a quarter, of its values first, which are
-    spread more evenly than their bits, then, for certain, of its bits. It stops where the count is right, most often
-    after a few passes.
-    """
-    passes = 0
-    while (high - low > 1) & (reached != wanted):
-        step = tl.maximum((high - low) // 4, 1)
-        by_value = passes < PASSES_BY_VALUE
-        first = tl.where(by_value, _between(low, high, 0.25), low + step)
-        second = tl.where(by_value, _between(low, high, 0.5), low + 2 * step)
-        third = tl.where(by_value, _between(low, high, 0.75), low + 3 * step)
-        counts = ((keys >= first).to(tl.int32), (keys >= second).to(tl.int32), (keys >= third).to(tl.int32))
-        at_first, at_second, at_third = tl.reduce(counts, 0, _add3)
-        above_first, above_second, above_third = at_first >= wanted, at_second >= wanted, at_third >= wanted
-        high = tl.where(above_third, high, tl.where(above_second, third, tl.where(above_first, second, first)))
-        low = tl.where(above_third, third, tl.where(above_second, second, tl.where(above_first, first, low)))
-        reached = tl.where(above_second, at_second, tl.where(above_first, at_first, reached))
-        reached = tl.where(above_third, at_third, reached)
-        passes += 1
-    return low, reached
-
-
-@triton.jit
-def _best_pages(scores, forced, optional, wanted):
-    """The forced pages and the `wanted` best-scored optional ones, of equal scores the earlier ones; and how many."""
-    keys = tl.where(optional, tl.minimum(ordered_bits(scores + 0.0), MOST_KEY), 0)
-    facts = (optional.to(tl.int32), forced.to(tl.int32), tl.where(optional, keys, MOST_KEY), keys)
-    num_optional, num_forced, low, high = tl.reduce(facts, 0, _count_and_range)
-    wanted = tl.minimum(wanted, num_optional)
-    least, reached = _last_wanted(keys, low, high + 1, num_optional, wanted)
-    chosen = optional & (keys >= least)
-    if reached != wanted:  # the last ones are equal, and some too many
-        equal = optional & (keys == least)
-        behind = tl.sum(equal.to(tl.int32), 0) - tl.cumsum(equal.to(tl.int32), 0)
-        chosen = chosen & ((equal == 0) | (behind >= reached - wanted))
-    return forced | chosen, num_forced + wanted
-
-
+@light_launch
 @triton.jit(
     do_not_specialize=["seqlen_q", "group_size", "kv_heads", "max_pages", "num_physical", "sinks", "window", "slots"]
 )
@@ -131,6 +104,7 @@ def _select_pages_fwd_kernel(
     p_q,
     p_low,
     p_high,
+    p_scale,
     p_scores,  # (B, Hk, P) fp32
     p_wanted,  # (2, Hk) fp32
     p_chosen,  # (B, Hk, S) int32
@@ -154,8 +128,12 @@ def _select_pages_fwd_kernel(
     stride_sb,
     stride_sp,
     stride_sh,
+    stride_scale_b,
+    stride_scale_p,
+    stride_scale_h,
     PAGED: tl.constexpr,
     HAS_LEFTPAD: tl.constexpr,
+    SCALED: tl.constexpr,
     SCORE: tl.constexpr,
     CHOOSE: tl.constexpr,
     MEAN: tl.constexpr,  # low is high
@@ -170,7 +148,7 @@ def _select_pages_fwd_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
+    if PDL and SCORE:
         gdc_wait()
         gdc_launch_dependents()
     i_list = tl.program_id(0)
@@ -181,16 +159,29 @@ def _select_pages_fwd_kernel(
     fixed, share = tl.load(p_wanted + i_h), tl.load(p_wanted + kv_heads + i_h)
     p_scores += i_list.to(tl.int64) * max_pages
     if SCORE:
+        o_d = tl.arange(0, BLOCK_D)
+        at = i_b.to(tl.int64) * stride_sb + i_h.to(tl.int64) * stride_sh
+        if PDL:
+            page = (first_page // TILE + tl.program_id(1)) * TILE + tl.arange(0, TILE)
+            known = (page >= first_page) & (page < stop_page)
+            physical = physical_pages(p_table, table_stride, i_b, page, known, num_physical, PAGED)
+            first_rows = at + physical.to(tl.int64) * stride_sp
+            _fetch(p_high + first_rows, physical >= 0, D, BLOCK_D)
+            if MEAN == 0:
+                _fetch(p_low + first_rows, physical >= 0, D, BLOCK_D)
         p_q += i_b.to(tl.int64) * stride_qb + i_h.to(tl.int64) * group_size * stride_qh
         up, down = _query_bounds(
             p_q, stride_qn, stride_qh, seqlen_q * group_size, group_size, scale, D, BLOCK_D, BLOCK_R
         )
         if MEAN:
             up += down
-        if DOT:
+        unit = 1.0
+        if DOT and SCALED:
+            unit = power_below(tl.max(tl.maximum(tl.abs(up), tl.abs(down)), 0))
+            up, down = _digits(up / unit), _digits(down / unit)
+        elif DOT:
             up, down = _thirds(up), _thirds(down)
-        o_d = tl.arange(0, BLOCK_D)
-        at = i_b.to(tl.int64) * stride_sb + i_h.to(tl.int64) * stride_sh
+        p_scale += i_b.to(tl.int64) * stride_scale_b + i_h.to(tl.int64) * stride_scale_h
         for i_tile in tl.range(
             first_page // TILE + tl.program_id(1), tl.cdiv(stop_page, TILE), tl.num_programs(1), num_stages=STAGES
         ):
@@ -199,9 +190,14 @@ def _select_pages_fwd_kernel(
             physical = physical_pages(p_table, table_stride, i_b, page, known, num_physical, PAGED)
             rows = at + physical.to(tl.int64)[:, None] * stride_sp + o_d[None, :]
             inside = (physical >= 0)[:, None] & (o_d < D)[None, :]
-            score = _products(tl.load(p_high + rows, mask=inside, other=0.0), up, DOT)
+            score = _products(tl.load(p_high + rows, mask=inside, other=0), up, DOT)
             if MEAN == 0:
-                score += _products(tl.load(p_low + rows, mask=inside, other=0.0), down, DOT)
+                score += _products(tl.load(p_low + rows, mask=inside, other=0), down, DOT)
+            if SCALED:
+                score = (_of_digits(score) if DOT else score) * unit
+                score *= tl.load(p_scale + physical.to(tl.int64) * stride_scale_p, mask=physical >= 0, other=0.0)
+            elif DOT:
+                score = tl.sum(score, 1)
             tl.store(p_scores + page, score, mask=known)
     if CHOOSE:
         pages = tl.arange(0, BLOCK_P)
@@ -213,8 +209,11 @@ def _select_pages_fwd_kernel(
         wanted = (fixed + tl.ceil(share * tl.maximum(stop_page - first_page, 0).to(tl.float32))).to(tl.int32)
         if SCORE:
             tl.debug_barrier()  # scores that other threads of this program stored
+        elif PDL:  # what was read so far is older than the kernel of the scores, which waited for it
+            gdc_wait()
+            gdc_launch_dependents()
         scores = tl.load(p_scores + pages, mask=optional, other=0.0)
-        chosen, count = _best_pages(scores, forced, optional, wanted)
+        chosen, count = best_pages(scores, forced, optional, wanted)
         place = tl.cumsum(chosen.to(tl.int32), 0) - 1
         count = tl.minimum(count, slots)
         p_list = p_chosen + i_list.to(tl.int64) * slots
@@ -238,8 +237,9 @@ def select_pages(
     scores = torch.empty(lists, max_pages, dtype=torch.float32, device=q.device)
     group_size = q.shape[2] // cache.kv_heads
     block = max(16, triton.next_power_of_2(max_pages))
-    row_bytes = padded(cache.head_dim) * cache.summaries.low.dtype.itemsize
-    tile = max(16, min(PAGES_PER_TILE, PAGES_PER_TILE * 256 // row_bytes))
+    rounded = cache.summaries.scale is not None
+    block_d = max(32 if rounded else 16, padded(cache.head_dim))  # 32: of the matrix unit in int8
+    tile = max(16, min(MOST_PAGES, block, TILE_BYTES // (block_d * cache.summaries.low.dtype.itemsize)))
     tiles = triton.cdiv(max_pages, tile)
     fused = tiles == 1 or 2 * lists >= processors(q.device)
     for programs, score, choose in [(1, True, True)] if fused else [(tiles, True, False), (1, False, True)]:
@@ -247,6 +247,7 @@ def select_pages(
             q,
             cache.summaries.low,
             cache.summaries.high,
+            cache.summaries.low if cache.summaries.scale is None else cache.summaries.scale,
             scores,
             wanted,
             chosen,
@@ -262,13 +263,15 @@ def select_pages(
             scale=scale,
             **strides("q", q),
             **page_strides("s", cache.summaries.strides()),
+            **page_strides("scale_", cache.summaries.scale_strides()),
+            SCALED=rounded,
             SCORE=score,
             CHOOSE=choose,
             MEAN=cache.summaries.low is cache.summaries.high,
-            DOT=cache.summaries.low.dtype == torch.bfloat16 and not interpreted(),
+            DOT=cache.summaries.low.dtype in (torch.bfloat16, torch.int8) and not interpreted(),
             PAGE=cache.page_size,
             D=cache.head_dim,
-            BLOCK_D=padded(cache.head_dim),
+            BLOCK_D=block_d,
             BLOCK_R=min(QUERY_ROWS, triton.next_power_of_2(q.shape[1] * group_size)),
             TILE=tile,
             BLOCK_P=block,

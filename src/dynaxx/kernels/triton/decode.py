@@ -11,6 +11,7 @@ from dynaxx.kernels.triton.choose_pages import select_pages
 from dynaxx.kernels.triton.config import padded
 from dynaxx.kernels.triton.decode_forward import decode_fwd_kernel, merge_parts_kernel
 from dynaxx.kernels.triton.launch import overlap, positive_scale, processors, strides, unit_stride
+from dynaxx.kernels.triton.light import light_launch
 from dynaxx.kernels.triton.pages import (
     first_key,
     page_strides,
@@ -25,13 +26,15 @@ __all__ = ["attend_pages", "select_pages", "summarize_pages"]
 
 KEYS_PER_TILE = 64
 NUM_WARPS, TILES_AHEAD = 4, 2
-PROGRAMS_PER_PROCESSOR = 2
+PROGRAMS_PER_PROCESSOR = 2  # and four of 8-bit caches, where arithmetic is what takes time
+REGISTERS_OF_FOUR = 128
 FEW_PAGES = 16
 MOST_ROWS = 64
 PARTS_AT_ONCE = 8
 INTERPRETED_PROGRAMS = 5  # sometimes more than there are pages
 
 
+@light_launch
 @triton.jit
 def _count_pages_kernel(
     p_pages,  # (B, Hk, S) int32, as given
@@ -89,7 +92,8 @@ def attend_pages(
         block_indices, counts = _listed(cache, block_indices)
     tile = KEYS_PER_TILE if q.dtype != torch.float32 else 32
     tile = max(16, min(tile, cache.page_size)) if cache.page_size > tile else tile
-    programs = _programs(q.device, lists, lists * slots)
+    crowded = cache.k.dtype.itemsize == 1 and overlap(q.device)["PDL"]
+    programs = _programs(q.device, lists, lists * slots, 4 if crowded else PROGRAMS_PER_PROCESSOR)
     acc = q.new_empty(programs + lists, rows, cache.head_dim_v, dtype=torch.float32)
     state = q.new_empty(programs + lists, rows, 2, dtype=torch.float32)
     block_m = max(8, min(MOST_ROWS, triton.next_power_of_2(rows)))
@@ -140,6 +144,7 @@ def attend_pages(
         PRECISION="ieee",
         num_warps=NUM_WARPS,
         num_stages=1 + TILES_AHEAD * loads if q.dtype != torch.float32 else 1,
+        **({"maxnreg": REGISTERS_OF_FOUR} if crowded else {}),
         **overlap(q.device),
     )
     merge_parts_kernel[(lists, rows)](
@@ -186,12 +191,12 @@ def _listed(cache: PagedCache, block_indices: Tensor | None) -> tuple[Tensor | N
     return (None if block_indices is None else listed), counts
 
 
-def _programs(device: torch.device, lists: int, pages: int) -> int:
+def _programs(device: torch.device, lists: int, pages: int, at_once: int) -> int:
     """As many as run at once; a multiple of the lists if it can be: lists of one length then share no program.
 
     Half of them where each would get a few pages only: on an H200 one sequence of 128k keys takes 36 us instead of 38.
     """
-    most = INTERPRETED_PROGRAMS if device.type != "cuda" else PROGRAMS_PER_PROCESSOR * processors(device)
+    most = INTERPRETED_PROGRAMS if device.type != "cuda" else at_once * processors(device)
     if device.type == "cuda" and pages < FEW_PAGES * most:
-        most //= PROGRAMS_PER_PROCESSOR
+        most //= 2
     return max(1, min(most // lists * lists if lists <= most else most, pages))

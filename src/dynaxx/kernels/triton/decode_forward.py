@@ -15,6 +15,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dynaxx.kernels.triton.eight_bits import halved, unpaired, widened
+from dynaxx.kernels.triton.light import light_launch
 from dynaxx.kernels.triton.pages import first_key, physical_pages
 from dynaxx.kernels.triton.primitives import LOG2E
 
@@ -33,6 +34,7 @@ def _load_tile(p_tile, inside, within, WHOLE: tl.constexpr):
     return tl.load(p_tile, mask=inside if WHOLE else inside & within, other=0.0)
 
 
+@light_launch
 @triton.jit(do_not_specialize=["seqlen_q", "group_size", "kv_heads", "max_pages", "num_physical", "slots", "lists"])
 def decode_fwd_kernel(
     p_q,
@@ -206,6 +208,7 @@ def decode_fwd_kernel(
         at = stop
 
 
+@light_launch
 @triton.jit(do_not_specialize=["seqlen_q", "group_size", "kv_heads", "lists", "num_programs"])
 def merge_parts_kernel(
     p_acc,
@@ -226,8 +229,6 @@ def merge_parts_kernel(
     PDL: tl.constexpr,
 ):
     """Softmax over all keys of a list from what its parts found; zeros where there is no part."""
-    if PDL:
-        gdc_wait()
     i_list, i_row = tl.program_id(0), tl.program_id(1)
     rows = seqlen_q * group_size
     counts, ends, total = _list_bounds(p_counts, lists, BLOCK_L)
@@ -241,6 +242,8 @@ def merge_parts_kernel(
     acc = tl.zeros([BLOCK_E], tl.float32)
     top = tl.full([], float("-inf"), tl.float32)
     total_weight = tl.full([], 0.0, tl.float32)
+    if PDL:  # counts are older than the kernel of the parts, which waited for them before this one was launched
+        gdc_wait()
     if count > 0:
         for start in range(first, last + 1, BLOCK_G):
             part = (start + o_g + i_list) * rows + i_row

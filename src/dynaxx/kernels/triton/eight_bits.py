@@ -56,9 +56,21 @@ def unpaired(x, FP8: tl.constexpr):
 
 
 @triton.jit
+def nearest(x):
+    """The nearest whole number, ties to even, of numbers below 2 ** 22: beyond that size fp32 has no fractions."""
+    return x + 12582912.0 - 12582912.0
+
+
+@triton.jit
+def power_below(x):
+    """The power of two at or below each x > 0; 1 for 0."""
+    power = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return tl.where(power > 0, power, 1.0)
+
+
+@triton.jit
 def halved(x):
     """Rows of x in fp16, each divided by a power of two so that it fits, and those powers."""
     x = x.to(tl.float32)
-    power = (tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    power = tl.where(power > 0, power, 1.0)
+    power = power_below(tl.max(tl.abs(x), 1))
     return (x / power[:, None]).to(tl.float16), power

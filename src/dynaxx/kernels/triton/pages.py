@@ -6,15 +6,19 @@ Grids depend on sizes alone; lengths are read on the device, so a captured graph
 Shapes: B batch, Hk kv heads, D head_dim.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from dynaxx.kernels.triton.config import padded
+from dynaxx.kernels.triton.eight_bits import nearest
 from dynaxx.kernels.triton.launch import unit_stride
+from dynaxx.kernels.triton.light import light_launch
 from dynaxx.layout.paging import PagedCache, PageStrides, PageSummaries
 
 KEY_ROWS = 64
+SMALLEST_SCALE = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 
 @triton.jit
@@ -37,11 +41,13 @@ def physical_pages(p_table, table_stride, i_b, page, known, num_physical, PAGED:
     return physical
 
 
-@triton.jit(do_not_specialize=["kv_heads", "num_physical", "first_new", "pages_per_entry"])
+@light_launch
+@triton.jit(do_not_specialize=["kv_heads", "num_physical", "new_tokens", "pages_per_entry"])
 def _summarize_pages_kernel(
     p_k,
     p_low,
     p_high,
+    p_scale,
     p_k_scale,
     p_table,
     p_seqused,
@@ -63,9 +69,13 @@ def _summarize_pages_kernel(
     stride_sb,
     stride_sp,
     stride_sh,
+    stride_scale_b,
+    stride_scale_p,
+    stride_scale_h,
     PAGED: tl.constexpr,
     HAS_LEFTPAD: tl.constexpr,
     SCALED: tl.constexpr,
+    ROUND: tl.constexpr,  # to int8
     MEAN: tl.constexpr,
     PAGE: tl.constexpr,
     D: tl.constexpr,
@@ -98,14 +108,20 @@ def _summarize_pages_kernel(
             low = tl.minimum(low, tl.min(tl.where(inside, b_k, float("inf")), 0))
             high = tl.maximum(high, tl.max(tl.where(inside, b_k, float("-inf")), 0))
         if SCALED:
-            p_scale = p_k_scale + i_b.to(tl.int64) * stride_kscale_b + physical * stride_kscale_p
-            k_scale = tl.load(p_scale + i_h * stride_kscale_h)
+            p_own = p_k_scale + i_b.to(tl.int64) * stride_kscale_b + physical * stride_kscale_p
+            k_scale = tl.load(p_own + i_h * stride_kscale_h)
             total, low, high = total * k_scale, low * k_scale, high * k_scale
         mean = total / (stop - start).to(tl.float32)
+        low, high = mean + bound * (low - mean), mean + bound * (high - mean)
+        if ROUND:
+            scale = tl.maximum(tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 0) / 127, SMALLEST_SCALE)
+            at = i_b.to(tl.int64) * stride_scale_b + physical * stride_scale_p + i_h.to(tl.int64) * stride_scale_h
+            tl.store(p_scale + at, scale)
+            low, high = nearest(tl.div_rn(low, scale)), nearest(tl.div_rn(high, scale))
         at = i_b.to(tl.int64) * stride_sb + physical * stride_sp + i_h.to(tl.int64) * stride_sh + o_d
-        tl.store(p_low + at, (mean + bound * (low - mean)).to(p_low.dtype.element_ty), mask=o_d < D)
+        tl.store(p_low + at, low.to(p_low.dtype.element_ty), mask=o_d < D)
         if MEAN == 0:
-            tl.store(p_high + at, (mean + bound * (high - mean)).to(p_high.dtype.element_ty), mask=o_d < D)
+            tl.store(p_high + at, high.to(p_high.dtype.element_ty), mask=o_d < D)
 
 
 def summarize_pages(cache: PagedCache, summaries: PageSummaries, new_tokens: int | None) -> None:
@@ -119,6 +135,7 @@ def summarize_pages(cache: PagedCache, summaries: PageSummaries, new_tokens: int
         cache.k,
         summaries.low,
         summaries.high,
+        summaries.low if summaries.scale is None else summaries.scale,
         cache.k_scale if cache.k_scale is not None else cache.k,
         **table_arguments(cache),
         kv_heads=cache.kv_heads,
@@ -129,7 +146,9 @@ def summarize_pages(cache: PagedCache, summaries: PageSummaries, new_tokens: int
         **page_strides("k", cache.strides(cache.k), token=True),
         **scale_strides("kscale", cache, cache.k_scale),
         **page_strides("s", summaries.strides()),
+        **page_strides("scale_", summaries.scale_strides()),
         SCALED=cache.k_scale is not None,
+        ROUND=summaries.scale is not None,
         MEAN=summaries.low is summaries.high,
         PAGE=cache.page_size,
         D=cache.head_dim,

@@ -1,4 +1,5 @@
 // Choosing pages: every page's score from its summary, the best of them without sorting, and the summaries themselves.
+#include <limits>
 #include <vector>
 
 #include "cache.h"
@@ -13,6 +14,8 @@ struct SummaryArgs {
   void *low, *high;  // by physical page; the same tensor where they are the mean
   int64_t element;
   PageStrides strides;
+  float* scale;  // by physical page, of int8 summaries: what is stored is times that
+  PageStrides scale_strides;
   double bound;
   int64_t new_tokens;  // pages of the last so many keys, -1 for all
   int64_t threads;
@@ -78,13 +81,17 @@ class PageScorer {
       if (cache_.physical(batch_, page) < 0) continue;
       const float* high = read(row(summaries_.high, page), high_);
       scores[page] = one ? dot(mean_, high) : dot(up_, high) + dot(down_, read(row(summaries_.low, page), low_));
+      if (summaries_.scale) scores[page] *= summaries_.scale[at(summaries_.scale_strides, page)];
     }
   }
 
  private:
+  int64_t at(const PageStrides& strides, int64_t page) const {
+    return strides.at(batch_, std::max<int64_t>(0, cache_.physical(batch_, page)), head_);
+  }
+
   const char* row(const void* summary, int64_t page) const {
-    const int64_t physical = std::max<int64_t>(0, cache_.physical(batch_, page));
-    return (const char*)summary + bytes_of(stored_) * summaries_.strides.at(batch_, physical, head_);
+    return (const char*)summary + bytes_of(stored_) * at(summaries_.strides, page);
   }
 
   const float* read(const char* from, float* space) const {
@@ -158,6 +165,8 @@ void narrow(Stored stored, const float* from, int64_t count, char* to) {
   for (int64_t i = 0; i < count; i++)
     if (stored == Stored::FP32)
       ((float*)to)[i] = from[i];
+    else if (stored == Stored::INT8)
+      ((int8_t*)to)[i] = int8_t(std::nearbyint(std::max(-127.f, std::min(127.f, from[i]))));  // NaN: 127
     else
       ((uint16_t*)to)[i] = stored == Stored::BF16 ? narrow_bf16(from[i]) : narrow_fp16(from[i]);
 }
@@ -194,6 +203,13 @@ void summarize(const SummaryArgs& args, int64_t batch, int64_t head, int64_t pag
     mean[d] *= share;
     low[d] = mean[d] + bound * (low[d] * scale - mean[d]);
     high[d] = mean[d] + bound * (high[d] * scale - mean[d]);
+  }
+  if (args.scale) {
+    float largest = 0.f;
+    for (int64_t d = 0; d < D; d++) largest = std::max({largest, std::fabs(low[d]), std::fabs(high[d])});
+    const float unit = std::max(largest / 127, std::numeric_limits<float>::min());
+    args.scale[args.scale_strides.at(batch, physical, head)] = unit;
+    for (int64_t d = 0; d < D; d++) low[d] /= unit, high[d] /= unit;
   }
   const int64_t offset = bytes_of(element) * args.strides.at(batch, physical, head);
   narrow(element, low, D, (char*)args.low + offset);
