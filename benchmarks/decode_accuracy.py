@@ -1,16 +1,19 @@
 """What a decoding step loses by its budget and by the precision of its cache: against dense attention in fp64.
 
-python benchmarks/decode_accuracy.py [--tokens 1536] [--random] [--rounding] [--json FILE]
+python benchmarks/decode_accuracy.py [--tokens 1536] [--random] [--rounding | --summaries] [--json FILE]
 
 On keys, values and queries of SmolLM2-135M over Python's documentation (all layers, the last token), or Gaussian ones,
 where no page matters more than another. Scales are per page and head. Centred: the mean key of a head is subtracted
 from all of its keys first, which adds the same to every score of a query, so that attention does not change. Per cell:
 mean cosine over heads, largest error over the largest value, and on a CPU the milliseconds of all steps together,
 selection included. `--rounding`: what the formats alone lose, all else in fp64, on Gaussian keys and values.
+`--summaries`: how much of the attention lies in pages chosen by summaries in fp32, bf16 and int8.
 """
 
 import argparse
+import itertools
 import json
+import statistics
 import time
 from pathlib import Path
 
@@ -103,17 +106,45 @@ def rounding():
         print(f"{dtype}: keys alone {keys:.5f}, values alone {values:.5f}, both {both:.5f}")
 
 
+def recall_of(q, k, page_size, share, bound, dtype):
+    """The share of dense attention that lies in the pages chosen, mean over heads."""
+    cache = dx.summarize_pages(dx.PagedCache.contiguous(k, k, page_size=page_size), bound=bound, dtype=dtype)
+    pages = dx.select_pages(q, cache, dx.PageBudget(share, sinks=page_size, window=2 * page_size, bound=bound))
+    every = cache.max_pages
+    scores = (
+        torch.einsum("bnhgd,bmhd->bhgm", q.unflatten(2, (k.shape[2], -1)).double(), k.double()) * k.shape[3] ** -0.5
+    )
+    weights = torch.nn.functional.pad(scores.softmax(-1), (0, every * page_size - k.shape[1]))
+    kept = torch.zeros(*pages.shape[:2], every + 1).scatter_(2, torch.where(pages < 0, every, pages).long(), 1.0)
+    return float((weights.unflatten(-1, (every, -1)).sum(-1) * kept[:, :, None, :-1]).sum(-1).mean())
+
+
+def summaries(inputs):
+    """Recall by what summaries are stored in; a line for each page size, bound and budget."""
+    print("| pages | bound | budget | fp32 | bf16 | int8 |")
+    print("|---|---|---|---|---|---|")
+    for page_size, bound, share in itertools.product((32, 64), (1.0, 0.5, 0.0), (0.05, 0.1, 0.25)):
+        found = [
+            statistics.mean(recall_of(q, k, page_size, share, bound, dtype) for q, k, _ in inputs)
+            for dtype in (torch.float32, torch.bfloat16, torch.int8)
+        ]
+        print(f"| {page_size} | {bound} | {share:.0%} | " + " | ".join(f"{x:.4f}" for x in found) + " |", flush=True)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=1536)
     parser.add_argument("--random", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rounding", action="store_true")
+    parser.add_argument("--summaries", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.rounding:
         return rounding()
     inputs = random_inputs(args.tokens) if args.random else model_inputs(args.tokens)
+    if args.summaries:
+        return summaries(inputs)
     exact = [
         dx.sparse_decode(q.double(), dx.PagedCache.contiguous(k.double(), v.double(), page_size=PAGE_SIZE))
         for q, k, v in inputs

@@ -2,7 +2,7 @@
 
 First every choice is compared with the CPU's at 4,096 tokens; a wrong one gives no figures.
 
-python benchmarks/gpu_selection.py [--lengths 8192,32768,131072] [--block-size 128] [--json FILE]
+python benchmarks/gpu_selection.py [--lengths 8192,32768,131072] [--only NAME ...] [--block-size 128] [--json FILE]
 """
 
 import argparse
@@ -94,17 +94,19 @@ def time_rule(rule, block_size, q, k, v, dense):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", default="8192,32768,131072")
+    parser.add_argument("--only", nargs="*", default=[""], help="rules whose name contains one of these")
     parser.add_argument("--block-size", type=int, default=128)
     parser.add_argument("--million", action="store_true", help="also one layer at 1,048,576 tokens")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    for rule in RULES:
+    wanted = lambda rules: [rule for rule in rules if any(part in repr(rule) for part in args.only)]
+    for rule in wanted(RULES):
         check(PATTERN | rule, args.block_size)
     rows = []
     for seqlen in map(int, args.lengths.split(",")):
         q, k, v = inputs(seqlen)
         dense = dense_ms(q, k, v)
-        for rule in (*RULES, *CLUSTERED):
+        for rule in wanted((*RULES, *CLUSTERED)):
             rows.append(
                 {"seqlen": seqlen, "rule": repr(rule), **time_rule(PATTERN | rule, args.block_size, q, k, v, dense)}
             )
