@@ -6,7 +6,8 @@
 
 At first every query selects all blocks; over the first half of the run the count falls to the model's own, and stays
 there. Text is Python's documentation, split in sections: even ones to learn from, odd ones to measure on. Printed and
-written to finetune.json: held-out loss of the model as converted, by step, and at the end.
+written to finetune.json: held-out loss with dense attention, of the model as converted, by step, and at the end. Text
+itself teaches something, so compare with the same run of dense attention, `--dense`.
 """
 
 import argparse
@@ -46,6 +47,12 @@ def loss_of(model, rows):
     return sum(losses) / len(losses)
 
 
+def set_dense(model, dense):
+    """Whether every layer attends to everything."""
+    for layer in model.model.layers:
+        layer.self_attn.dense = dense
+
+
 def count_at(share, most, least):
     """Selected blocks after a share of the run: from all to the model's own over the first half, in even ratios."""
     return max(least, round(most * (least / most) ** min(1.0, 2 * share)))
@@ -62,13 +69,19 @@ def run(args):
     train, held_out = (sequences(tokenizer, part, args.context) for part in text)
     held_out, least = held_out[: args.eval_sequences], model.config.sizes.slc_count
     most = max(least, -(-args.context // model.config.sizes.slc_block))
+    set_dense(model, True)
+    dense = loss_of(model, held_out)
+    set_dense(model, False)
     model.set_slc_count(most)
     curve = [{"step": 0, "slc_count": most, "loss": loss_of(model, held_out)}]
     model.set_slc_count(least)
     converted = loss_of(model, held_out)
     print(
-        f"held-out loss: all blocks {curve[0]['loss']:.4f}, {least} blocks before training {converted:.4f}", flush=True
+        f"held-out loss: dense {dense:.4f}, all blocks {curve[0]['loss']:.4f}, {least} blocks before training "
+        f"{converted:.4f}",
+        flush=True,
     )
+    set_dense(model, args.dense)
     fresh = [p for name, p in model.named_parameters() if "self_attn.gate" in name or "compress" in name]
     known = {id(p) for p in fresh}
     rest = [p for p in model.parameters() if id(p) not in known]
@@ -101,13 +114,14 @@ def run(args):
         if args.steps and step >= args.steps:
             break
     model.set_slc_count(least)
-    results = {"context": args.context, "steps": step, "dense_like": curve[0]["loss"], "converted": converted,
-               "final": loss_of(model, held_out), "curve": curve}  # fmt: skip
+    results = {"context": args.context, "steps": step, "dense": dense, "all_blocks": curve[0]["loss"],
+               "converted": converted, "final": loss_of(model, held_out), "curve": curve}  # fmt: skip
     args.out.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
     (args.out / "finetune.json").write_text(json.dumps(results, indent=1))
-    print(f"held-out loss with {least} blocks after {step} steps: {results['final']:.4f}")
+    attention = "dense attention" if args.dense else f"{least} blocks"
+    print(f"held-out loss with {attention} after {step} steps: {results['final']:.4f}")
     return results
 
 
@@ -122,6 +136,7 @@ def arguments(argv=None):
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--steps", type=int)
     length.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--dense", action="store_true", help="train with dense attention, to compare")
     parser.add_argument("--lr", type=float, default=2e-5, help="of old weights; new ones learn ten times as fast")
     parser.add_argument("--eval-every", type=int, default=20)
     parser.add_argument("--eval-sequences", type=int, default=4)

@@ -16,7 +16,7 @@ import torch
 
 SECTION = 1 << 16
 HELD_OUT = 20  # one section in so many
-MARK, ASK = 0, 1  # bytes that no text has, for tasks
+MARK = 0  # a byte that no text has
 
 
 def documents():
@@ -78,20 +78,29 @@ class Text:
 
 
 class Recall:
-    """Multi-query associative recall: pairs of key and value, then each key `ASKS` times; targets are the values."""
+    """Multi-query associative recall: pairs of key and value, then each key `ASKS` times; targets are the values.
 
-    ASKS = 4
+    Between them lies noise, or text: then these are needles in a haystack.
+    """
 
-    def __init__(self, pairs=64):
-        self.pairs = pairs
+    ASKS, KINDS = 4, 64
+    KEY, VALUE = 128, 128 + KINDS  # no ASCII text holds them
+
+    def __init__(self, text=None):
+        self.text = text
 
     def batch(self, batch, context, seed, part="train"):
         generator = torch.Generator().manual_seed(seed + (part == "held_out") * 2**40)
-        tokens = torch.randint(160, 256, (batch, context + 1), generator=generator)  # noise
+        if self.text is None:
+            tokens = torch.randint(2, self.KEY, (batch, context + 1), generator=generator)
+        else:
+            rows, ends = self.text.batch(batch, context, seed, part)
+            tokens = torch.cat([rows, ends[:, -1:]], 1) % self.KEY
         targets = torch.full((batch, context), -100)
-        pairs, half = min(self.pairs, context // 16, 64), context // 2
+        pairs, half = min(self.KINDS, context // 16), context // 2
         order = lambda size: torch.rand(batch, size, generator=generator).argsort(1)
-        keys, values = order(64)[:, :pairs] + 2, torch.randint(70, 134, (batch, pairs), generator=generator)
+        keys = self.KEY + order(self.KINDS)[:, :pairs]
+        values = torch.randint(self.VALUE, self.VALUE + self.KINDS, (batch, pairs), generator=generator)
         told = torch.arange(pairs) * (half // pairs)
         tokens[:, told], tokens[:, told + 1] = keys, values
         asks = order(self.ASKS * pairs) % pairs
@@ -114,38 +123,9 @@ class Copy:
         return tokens[:, :context], targets[:, :context]
 
 
-class Needle:
-    """Text with marked keys and values here and there; every key is asked for at the end, the targets are its value."""
-
-    COUNT, LENGTH = 32, 4  # needles; bytes of a key, and of a value
-
-    def __init__(self, text):
-        self.text = text
-
-    def batch(self, batch, context, seed, part="train"):
-        tokens = torch.cat([*self.text.batch(batch, context, seed, part)], 1)[:, : context + 1].clone()
-        generator = torch.Generator().manual_seed(seed)
-        size, targets = 1 + 2 * self.LENGTH, torch.full((batch, context), -100)
-        count = min(self.COUNT, context // (8 * size))
-        tail = context + 1 - count * size
-        draw = lambda low, high: torch.randint(low, high, (batch, count, self.LENGTH), generator=generator)
-        needles = torch.cat([torch.full((batch, count, 1), MARK), draw(2, 8), draw(14, 24)], -1)
-        order = torch.rand(batch, count, generator=generator).argsort(1)
-        asked = needles.gather(1, order[..., None].expand_as(needles)).clone()
-        asked[..., 0] = ASK
-        gap = tail // count
-        at = torch.arange(count) * gap + torch.randint(gap - size, (batch, count), generator=generator)
-        tokens.scatter_(1, (at[..., None] + torch.arange(size)).flatten(1), needles.flatten(1))
-        tokens[:, tail:] = asked.flatten(1)
-        values = torch.arange(count)[:, None] * size + torch.arange(1 + self.LENGTH, size)
-        where = (tail + values - 1).flatten()
-        targets[:, where] = tokens[:, where + 1]
-        return tokens[:, :context], targets
-
-
 def make_data(name, text):
     """A source of batches by name."""
-    return {"text": lambda: text, "recall": Recall, "copy": Copy, "needle": lambda: Needle(text)}[name]()
+    return {"text": lambda: text, "recall": Recall, "copy": Copy, "needle": lambda: Recall(text)}[name]()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,8 @@
-"""A small decoder whose attention is dense, a window, or Native Sparse Attention; all else, and its seed, is equal."""
+"""A small decoder whose attention is dense, a window, or Native Sparse Attention; all else, and its seed, is equal.
+
+Tokens bring along an embedding of the one before them: what a decoder otherwise spends its first layer and most of its
+time on before it can look a pair up. What is left to learn of such a task is where to look.
+"""
 
 import torch
 from torch import nn
@@ -45,7 +49,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.head_dim, sizes = head_dim, sizes or NativeSizes()
         torch.manual_seed(seed)
-        self.embedding = nn.Embedding(vocab, hidden)
+        self.embedding, self.before = nn.Embedding(vocab, hidden), nn.Embedding(vocab, hidden)
         self.layers = nn.ModuleList()
         for index in range(layers):
             torch.manual_seed(1000 * seed + index)
@@ -57,10 +61,11 @@ class Decoder(nn.Module):
             if name.endswith(("o_proj.weight", ".down.weight")) and parameter.any():
                 parameter.data /= (2 * layers) ** 0.5
         nn.init.normal_(self.embedding.weight, std=0.02)
+        nn.init.normal_(self.before.weight, std=0.02)
 
     def forward(self, tokens, targets=None):
         """Logits, or the mean loss over targets that are not -100."""
-        x = self.embedding(tokens)
+        x = self.embedding(tokens) + self.before(nn.functional.pad(tokens[:, :-1], (1, 0)))
         rotary = rotary_of(tokens.shape[1], self.head_dim, tokens.device)
         for layer in self.layers:
             x = layer(x, rotary)

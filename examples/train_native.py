@@ -43,7 +43,7 @@ class Trainer:
         other = [p for p in self.model.parameters() if p.ndim < 2]
         groups = [{"params": decay, "weight_decay": 0.1}, {"params": other, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=device.type == "cuda")
-        self.device, self.args, self.seconds, self.tokens = device, args, 0.0, 0
+        self.device, self.args, self.seconds, self.tokens, self.graphs = device, args, 0.0, 0, {}
         self.parameters = sum(p.numel() for p in self.model.parameters())
         self.curve = []  # (step, held-out loss, accuracy)
 
@@ -57,15 +57,43 @@ class Trainer:
         for (tokens, targets), share in zip(batches, shares, strict=True):
             for group in self.optimizer.param_groups:
                 group["lr"] = self.args.lr * min(1.0, share / 0.03 + 0.01) * (0.55 + 0.45 * math.cos(math.pi * share))
-            with self.autocast():
-                loss = self.step_model(tokens.to(self.device), targets.to(self.device))
-            loss.backward()
+            self.gradients(tokens.to(self.device), targets.to(self.device))
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
             self.tokens += tokens.numel()
         self._wait()
         self.seconds += time.perf_counter() - begin
+
+    def gradients(self, tokens, targets):
+        """Forward and backward of a batch; as one CUDA graph for each shape of batches, if so asked."""
+        if not self.args.graphs:
+            return self._gradients(tokens, targets)
+        if tokens.shape not in self.graphs:
+            self.graphs[tokens.shape] = self._capture(tokens.clone(), targets.clone())
+        graph, inputs, grads = self.graphs[tokens.shape]
+        for held, given in zip(inputs, (tokens, targets), strict=True):
+            held.copy_(given)
+        graph.replay()
+        for parameter, grad in zip(self.model.parameters(), grads, strict=True):
+            parameter.grad = grad
+
+    def _gradients(self, tokens, targets):
+        self.optimizer.zero_grad(set_to_none=True)
+        with self.autocast():
+            loss = self.step_model(tokens, targets)
+        loss.backward()
+
+    def _capture(self, *inputs):
+        """The graph, what it reads, and the gradients that it writes; kernels are compiled and layouts made before."""
+        side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                self._gradients(*inputs)
+        torch.cuda.current_stream().wait_stream(side)
+        with torch.cuda.graph(graph):
+            self._gradients(*inputs)
+        return graph, inputs, [parameter.grad for parameter in self.model.parameters()]
 
     @torch.no_grad()
     def evaluate(self, batches, step):
@@ -86,15 +114,14 @@ class Trainer:
         rows = max(1, self.args.batch * self.args.context // context)
         batch = source.batch(rows, context, 0)
         tokens, targets = (x.to(self.device) for x in batch)
+        self.graphs.clear()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         for repeat in range(6):
             if repeat == 2:
                 self._wait()
                 begin = time.perf_counter()
-            with self.autocast():
-                self.step_model(tokens, targets).backward()
-            self.optimizer.zero_grad(set_to_none=True)
+            self.gradients(tokens, targets)
         self._wait()
         peak = torch.cuda.max_memory_allocated() / 2**30 if self.device.type == "cuda" else None
         return {"tokens_per_second": round(4 * rows * context / (time.perf_counter() - begin)), "peak_gib": peak}
@@ -119,6 +146,13 @@ def save(path, state):
     os.replace(path.with_suffix(".tmp"), path)
 
 
+def context_at(args, share):
+    """Tokens per sequence after a share of the run: twice as many at equal steps of its first half, if so asked."""
+    begin = args.from_context or args.context
+    doublings = (args.context // begin).bit_length() - 1
+    return begin << min(doublings, int(2 * share * doublings))
+
+
 def run(args):
     """Train every variant, write the results, return them."""
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -138,9 +172,13 @@ def run(args):
     held_out = [source.batch(args.batch, args.context, 10**6 + i, "held_out") for i in range(args.eval_batches)]
     while steps is None or step < steps:
         count = ROUND if steps is None else min(ROUND, steps - step)
-        batches = [source.batch(args.batch, args.context, args.seed * 10**7 + step + i) for i in range(count)]
+        shares = [(step + i) / steps if steps else 0.0 for i in range(count)]
+        contexts = [context_at(args, share) for share in shares]
+        batches = [
+            source.batch(args.batch * args.context // context, context, args.seed * 10**7 + step + i)
+            for i, context in enumerate(contexts)
+        ]
         for trainer in trainers.values():
-            shares = [(step + i) / steps if steps else 0.0 for i in range(count)]
             trainer.train(batches, shares)
         step += count
         if steps is None and step >= 2 * ROUND:  # the first round compiles; the second says how many fit in the time
@@ -228,6 +266,8 @@ def arguments(argv=None):
     length.add_argument("--steps", type=int, help="of each variant")
     length.add_argument("--minutes", type=float, default=6.0, help="as many steps as fit, measured by the second round")
     parser.add_argument("--context", type=int, help="tokens per sequence: 4096, with --tiny 256")
+    parser.add_argument("--from-context", type=int, help="to start with: it doubles up to --context over the first "
+                        "half of the run, in batches of as many tokens")  # fmt: skip
     parser.add_argument("--batch", type=int, help="sequences per step: 8, with --tiny 4")
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=12)
@@ -245,6 +285,8 @@ def arguments(argv=None):
     parser.add_argument("--speed-at", type=lambda text: [int(x) for x in text.split(",") if x], default=[],
                         metavar="N,N", help="contexts at which to time training steps at the end")  # fmt: skip
     parser.add_argument("--compile", action="store_true", help="torch.compile around the attention")
+    parser.add_argument("--graphs", action="store_true", help="forward and backward as one CUDA graph: small ones are "
+                        "slow to launch")  # fmt: skip
     parser.add_argument("--tiny", action="store_true", help="a model of a CPU test")
     parser.add_argument("--device")
     args = parser.parse_args(argv)
