@@ -11,7 +11,7 @@ from its last key on; selection block j covers keys [j * slc_block, (j + 1) * sl
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import Literal
 
@@ -88,7 +88,7 @@ class NativeSpans:
     cmp_start: Tensor  # (tokens_cmp,) int32, first key row of each compressed token
     layouts: dict[int, BlockLayout] = field(default_factory=dict)  # over compressed tokens, by block size, once made
 
-    @property
+    @cached_property
     def max_blocks(self) -> int:
         """Selection blocks of the longest sequence."""
         return max((-(-(b - a) // self.sizes.slc_block) for a, b in pairwise(self.ends_k)), default=0)
@@ -97,7 +97,7 @@ class NativeSpans:
     def device(self) -> torch.device:
         return self.last_key.device
 
-    @property
+    @cached_property
     def uniform(self) -> tuple[int, int, int] | None:
         """(num_seqs, queries each, keys each) where all sequences are alike, else None."""
         lengths = {(b - a, d - c) for (a, b), (c, d) in zip(pairwise(self.ends_q), pairwise(self.ends_k), strict=True)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from types import ModuleType
 from typing import Any
 
@@ -76,6 +76,7 @@ def selected_attention(
     return SparseAttentionOutput(out, lse)
 
 
+@cache
 def native_module(name: str) -> ModuleType:
     """The module of a backend that holds the kernels of Native Sparse Attention."""
     return importlib.import_module(f"dynaxx.kernels.{name}.native")

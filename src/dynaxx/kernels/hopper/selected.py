@@ -7,6 +7,8 @@ of all consumers' positions by TMA, each once; a consumer passes over those that
 T queries, M keys, Hq / Hk / Hs query, kv and selection heads; D head_dim of q, k and v.
 """
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -22,6 +24,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dynaxx.kernels.hopper.forward import LOG2E
 from dynaxx.kernels.hopper.forward_consume import LN2, ROWS
+from dynaxx.kernels.triton.launch import as_template, nowhere, rebased
+from dynaxx.kernels.triton.light import light_launch
 from dynaxx.kernels.triton.native_index import Unions
 from dynaxx.layout.native import NativeSpans
 
@@ -114,6 +118,7 @@ def _consume(
     tma.store_wait(0)
 
 
+@light_launch
 @gluon.jit(do_not_specialize=["queries", "heads", "heads_per_kv"])
 def _selected_hopper_fwd_kernel(
     q_desc, k_desc, v_desc, out_desc, p_lse, p_last_key, p_starts, p_members, p_counts,
@@ -187,10 +192,10 @@ def forward(
     out = q.new_empty(q.shape)
     lse = q.new_empty(q_heads, queries, dtype=torch.float32)
     _selected_hopper_fwd_kernel[(tiles * heads,)](
-        descriptor(q, [64 // group_size, group_size, dim]),
-        descriptor(k.transpose(0, 1), [1, size, dim]),
-        descriptor(v.transpose(0, 1), [1, size, dim]),
-        descriptor(out, [64 // group_size, group_size, dim]),
+        descriptor(q, (64 // group_size, group_size, dim)),
+        descriptor(k.transpose(0, 1), (1, size, dim)),
+        descriptor(v.transpose(0, 1), (1, size, dim)),
+        descriptor(out, (64 // group_size, group_size, dim)),
         lse,
         spans.last_key,
         union.starts,
@@ -210,13 +215,18 @@ def forward(
     return out, lse
 
 
-def descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:
+def descriptor(x: Tensor, block: tuple[int, int, int]) -> TensorDescriptor:
     """Of a three-dimensional tensor with dense rows."""
-    dtype = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
-    layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
-    strides = [x.stride(i) if x.shape[i] > 1 else x.shape[2] for i in range(2)]
-    view = x.as_strided(x.shape, (*strides, 1))
-    return TensorDescriptor(view, list(view.shape), list(view.stride()), block, layout)
+    return rebased(_descriptor(x.shape, x.stride(), x.dtype, block), x)
+
+
+@lru_cache(maxsize=4096)
+def _descriptor(
+    shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, block: tuple[int, int, int]
+) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16 if dtype == torch.bfloat16 else gl.float16)
+    steps = [strides[i] if shape[i] > 1 else shape[2] for i in range(2)]  # of a single entry it is any number
+    return as_template(TensorDescriptor(nowhere(dtype), list(shape), [*steps, 1], list(block), layout))
 
 
 def stages(consumers: int, tiles: int, dim: int, kv_block: int) -> int:

@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from dynaxx.kernels.hopper.forward import LOG2E
 from dynaxx.kernels.hopper.forward_consume import ROWS
 from dynaxx.kernels.hopper.selected import descriptor, feed_blocks, registers, stages
+from dynaxx.kernels.triton.light import light_launch
 from dynaxx.kernels.triton.native_index import Unions
 from dynaxx.layout.native import NativeSpans
 
@@ -88,6 +89,7 @@ def _consume(
     tma.store_wait(0)
 
 
+@light_launch
 @gluon.jit(do_not_specialize=["queries", "heads", "heads_per_kv"])
 def _selected_hopper_bwd_dq_kernel(
     q_desc, do_desc, k_desc, v_desc, dq_desc, p_rows, p_last_key, p_starts, p_members, p_counts,
@@ -166,7 +168,7 @@ def backward_dq(
     tiles, heads, slots = union.starts.shape
     group_size, size = q_heads // heads, spans.sizes.slc_block
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
-    tile, keys = [64 // group_size, group_size, dim], [1, size, dim]
+    tile, keys = (64 // group_size, group_size, dim), (1, size, dim)
     _selected_hopper_bwd_dq_kernel[(tiles * heads,)](
         descriptor(q, tile),
         descriptor(do, tile),

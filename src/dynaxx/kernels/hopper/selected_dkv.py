@@ -15,6 +15,7 @@ from dynaxx.kernels.hopper.forward import LOG2E
 from dynaxx.kernels.hopper.forward_consume import ROWS
 from dynaxx.kernels.hopper.launch import dense_rows
 from dynaxx.kernels.hopper.selected import descriptor
+from dynaxx.kernels.triton.light import light_launch
 from dynaxx.kernels.triton.native_items import Items
 from dynaxx.layout.native import NativeSpans
 
@@ -126,6 +127,7 @@ def _consume(
         gl.store(p_dv + offsets + PANEL, dv_last)
 
 
+@light_launch
 @gluon.jit(do_not_specialize=["blocks", "heads", "heads_per_kv", "per_query"])
 def _selected_hopper_bwd_dkv_kernel(
     q_desc, do_desc, k_desc, v_desc,
@@ -179,10 +181,10 @@ def items_dkv(
     dim, heads = q.shape[2], (index.first_item.shape[1] - 1) // len(spans.block_start)
     group_size = q.shape[1] // heads
     _selected_hopper_bwd_dkv_kernel[(index.cell.shape[1],)](
-        descriptor(q, [1, group_size, 64]),
-        descriptor(do, [1, group_size, 64]),
-        descriptor(k.transpose(0, 1), [1, 64, 64]),
-        descriptor(v.transpose(0, 1), [1, 64, 64]),
+        descriptor(q, (1, group_size, 64)),
+        descriptor(do, (1, group_size, 64)),
+        descriptor(k.transpose(0, 1), (1, 64, 64)),
+        descriptor(v.transpose(0, 1), (1, 64, 64)),
         *items,
         rows,
         index.entries,

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dynaxx.kernels.triton.config import padded
+from dynaxx.kernels.triton.light import light_launch
 from dynaxx.kernels.triton.native_config import KeyTiles
 from dynaxx.kernels.triton.native_gather import RUNTIME_SIZES, entry_rows, item_arguments, item_block
 from dynaxx.kernels.triton.native_items import Items
@@ -88,6 +89,7 @@ def _accumulate_rows(
     return dk, dv
 
 
+@light_launch
 @triton.jit(do_not_specialize=RUNTIME_SIZES)
 def _selected_bwd_dkv_kernel(
     p_do,
@@ -166,6 +168,7 @@ def _selected_bwd_dkv_kernel(
     scatter_rows(p_dv, dv, row, o_n, E, 0, every, E, BLOCK_E)
 
 
+@light_launch
 @triton.jit(do_not_specialize=["blocks", "kv_heads", "heads_per_kv"])
 def _selected_sum_items_kernel(
     p_items,  # (items, KV_BLOCK, DIM) fp32
@@ -203,6 +206,7 @@ def _selected_sum_items_kernel(
         scatter_rows(p_grad, acc, row, o_n * 0 + i_head, kv_heads * DIM, DIM, inside, DIM, BLOCK_DIM)
 
 
+@light_launch
 @triton.jit(do_not_specialize=["first_query", "q_heads", "slots", "rows", "group_size"])
 def _selected_sum_entries_kernel(
     p_entries_dq,  # (entries of these queries, SPLIT, group, D)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dynaxx.kernels.triton.config import padded
 from dynaxx.kernels.triton.launch import unit_stride
+from dynaxx.kernels.triton.light import light_launch
 from dynaxx.kernels.triton.native_union import gather_rows, scatter_rows
 from dynaxx.layout.native import NativeSpans
 
@@ -19,6 +20,7 @@ ROWS = 32
 SIZES = ["rows", "tokens", "windows", "heads"]
 
 
+@light_launch
 @triton.jit(do_not_specialize=SIZES)
 def _means_fwd_kernel(
     p_x, p_out, rows, tokens, windows, heads, stride_n, stride_h,
@@ -33,6 +35,7 @@ def _means_fwd_kernel(
     scatter_rows(p_out, acc / WINDOW, row, row * 0 + head, heads * D, D, inside, D, BLOCK_D)
 
 
+@light_launch
 @triton.jit(do_not_specialize=SIZES)
 def _means_bwd_kernel(
     p_do, p_dx, rows, tokens, windows, heads, stride_n, stride_h,

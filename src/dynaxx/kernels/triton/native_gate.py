@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dynaxx.kernels.triton.config import padded
+from dynaxx.kernels.triton.light import light_launch
 
 ROWS = 32
 
@@ -23,6 +24,7 @@ def _tile(p_x, row, rows, E: tl.constexpr, BLOCK_E: tl.constexpr):
     return tl.load(p_x + offsets, mask=mask, other=0.0).to(tl.float32), offsets, mask
 
 
+@light_launch
 @triton.jit(do_not_specialize=["rows"])
 def _gated_sum_fwd_kernel(
     p_cmp, p_slc, p_swa, p_gates, p_out, rows, E: tl.constexpr, BLOCK_E: tl.constexpr, ROWS: tl.constexpr
@@ -42,6 +44,7 @@ def _gated_sum_fwd_kernel(
     tl.store(p_out + offsets, acc.to(p_out.dtype.element_ty), mask=mask)
 
 
+@light_launch
 @triton.jit(do_not_specialize=["rows"])
 def _gated_sum_bwd_kernel(
     p_do, p_cmp, p_slc, p_swa, p_gates, p_dcmp, p_dslc, p_dswa, p_dgates,

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dynaxx.kernels.triton.config import padded
+from dynaxx.kernels.triton.light import light_launch
 from dynaxx.kernels.triton.native_config import KeyTiles
 from dynaxx.kernels.triton.native_items import Items
 from dynaxx.kernels.triton.native_union import block_rows, gather_rows, scatter_rows, softmax_step
@@ -37,6 +38,7 @@ def entry_rows(p_entries, first, end, i_head, heads, slots, group_size, GROUP: t
     return entry, entry // (heads * slots), i_head.to(tl.int32) * group_size + member, inside
 
 
+@light_launch
 @triton.jit(do_not_specialize=RUNTIME_SIZES)
 def _selected_partial_kernel(
     p_q,
@@ -110,6 +112,7 @@ def _selected_partial_kernel(
         scatter_rows(p_partial, acc / row_sum[:, None], place, member, group_size * E, E, inside, E, BLOCK_E)
 
 
+@light_launch
 @triton.jit(do_not_specialize=RUNTIME_SIZES)
 def _selected_merge_kernel(
     p_partial,

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dynaxx.kernels.triton.light import light_launch
 from dynaxx.layout.native import NativeSpans
 
 MAX_POSITIONS = tl.constexpr(32)  # bits of a slot's set of positions
@@ -33,6 +34,7 @@ def _join(block, bits, next_block, next_bits):
     return next_block, tl.where(block == next_block, bits, 0) | next_bits
 
 
+@light_launch
 @triton.jit(do_not_specialize=["queries", "heads"])
 def _union_kernel(
     p_indices,  # (T, Hs, n) contiguous

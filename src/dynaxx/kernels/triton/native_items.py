@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dynaxx.kernels.triton.light import light_launch
 from dynaxx.layout.native import NativeSpans
 
 WIDTH = 1024  # entries, cells or items of a program
@@ -47,6 +48,7 @@ def _first_above(p_sorted, value, size, turns, STRICT: tl.constexpr):
     return low
 
 
+@light_launch
 @triton.jit(do_not_specialize=["total", "heads", "slots", "blocks", "step", "none"])
 def _cells_kernel(
     p_indices,  # (T, Hs, n) contiguous
@@ -70,6 +72,7 @@ def _cells_kernel(
     tl.store(p_cells + entry, tl.where(seen, cell, none), mask=inside)
 
 
+@light_launch
 @triton.jit(do_not_specialize=["total", "cells", "turns"])
 def _starts_kernel(p_sorted, p_starts, total, cells, turns, BLOCK: tl.constexpr):
     """Where the entries of each cell begin, (chunks * cells + 1,)."""
@@ -77,6 +80,7 @@ def _starts_kernel(p_sorted, p_starts, total, cells, turns, BLOCK: tl.constexpr)
     tl.store(p_starts + cell, _first_above(p_sorted, cell, total, turns, False), mask=cell <= cells)
 
 
+@light_launch
 @triton.jit(do_not_specialize=["cells", "length"])
 def _first_items_kernel(p_starts, p_first_item, cells, length, BLOCK: tl.constexpr):
     chunk = tl.program_id(0)
@@ -93,6 +97,7 @@ def _first_items_kernel(p_starts, p_first_item, cells, length, BLOCK: tl.constex
         before += tl.sum(here, 0)
 
 
+@light_launch
 @triton.jit(do_not_specialize=["cells", "items", "length", "turns"])
 def _items_kernel(
     p_starts, p_first_item, p_cell, p_begin, p_end, cells, items, length, turns, BLOCK: tl.constexpr

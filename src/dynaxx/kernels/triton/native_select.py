@@ -20,6 +20,7 @@ from torch import Tensor
 from dynaxx.kernels.triton import native_config
 from dynaxx.kernels.triton.config import padded
 from dynaxx.kernels.triton.launch import positive_scale, unit_stride
+from dynaxx.kernels.triton.light import light_launch
 from dynaxx.kernels.triton.native_union import block_rows, gather_rows, weights_of
 from dynaxx.kernels.triton.primitives import ordered_bits
 from dynaxx.layout.native import NativeSpans
@@ -29,6 +30,7 @@ QUERIES = 128  # per program of the score kernel
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
+@light_launch
 @triton.jit(do_not_specialize=["first_row", "queries", "group_size", "heads_per_kv", "blocks"])
 def _score_kernel(
     p_q,
@@ -100,6 +102,7 @@ def _score_kernel(
             tl.store(p_next + row[:, None] + block[None, :], behind, mask=mask)
 
 
+@light_launch
 @triton.jit(do_not_specialize=["first_row", "heads", "slots", "first_blocks", "local_blocks"])
 def _top_blocks_kernel(
     p_own,

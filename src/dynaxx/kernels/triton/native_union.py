@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dynaxx.kernels.triton.config import padded
+from dynaxx.kernels.triton.light import light_launch
 from dynaxx.kernels.triton.native_config import QueryTiles
 from dynaxx.kernels.triton.native_index import Unions
 from dynaxx.kernels.triton.primitives import LOG2E, exp_rounded
@@ -100,6 +101,7 @@ def row_values(p_rows, at, inside):
     return lse, tl.where(inside, delta, 0.0)
 
 
+@light_launch
 @triton.jit(do_not_specialize=["rows", "q_heads", "queries"])
 def _selected_rows_kernel(
     p_do,
@@ -130,6 +132,7 @@ def _selected_rows_kernel(
     tl.store(p_rows + row * 2 + 1, tl.where(empty, 0.0, tl.sum(b_do * b_out, 1) - dlse), mask=inside)
 
 
+@light_launch
 @triton.jit(do_not_specialize=RUNTIME_SIZES)
 def _selected_fwd_kernel(
     p_q,
@@ -198,6 +201,7 @@ def _selected_fwd_kernel(
     scatter_rows(p_out, acc / row_sum[:, None], t, h, q_heads * E, E, inside, E, BLOCK_E)
 
 
+@light_launch
 @triton.jit(do_not_specialize=RUNTIME_SIZES)
 def _selected_bwd_dq_kernel(
     p_do,
