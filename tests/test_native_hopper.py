@@ -10,12 +10,6 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
 
 
-@pytest.fixture(autouse=True)
-def all_kernels(monkeypatch):
-    """With the one for dk and dv, which is off until this file has passed."""
-    monkeypatch.setattr("dynaxx.kernels.hopper.native.DKV_SERVES", True)
-
-
 def case_of(seed, group, **options):
     """A random problem whose selection heads choose for so many q heads."""
     case = random_selected_case(seed, device="cuda", groups=(group,), slots=(6,), **options)
@@ -52,6 +46,32 @@ def test_two_runs_agree_bit_for_bit():
         return out, lse, *torch.autograd.grad(out.square().sum() + lse[lse.isfinite()].sum(), leaves)
 
     for once, again in zip(run(), run(), strict=True):
+        assert torch.equal(once, again)
+
+
+@pytest.mark.parametrize("group", [16, 4])
+def test_a_cuda_graph_repeats_a_step_bit_for_bit(group):
+    """The whole of it, forward and backward: a capture fails where anything waits for the GPU."""
+    sizes, tokens = dx.NativeSizes(32, 16, 64, 4), 700
+    draw = lambda *shape: torch.randn(2, tokens, *shape, dtype=torch.bfloat16, device="cuda").requires_grad_()
+    leaves = [draw(group, 64), draw(1, 64), draw(1, 64), draw(group, 3)]
+
+    def step():
+        q, k, v, gates = leaves
+        out = dx.native_sparse_attention(q, k, v, (dx.compress(k, sizes), dx.compress(v, sizes)), gates, sizes)
+        return out, *torch.autograd.grad(out.square().sum(), leaves)
+
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    with torch.cuda.graph(graph):
+        held = step()
+    for leaf in leaves:
+        leaf.data.copy_(torch.randn_like(leaf))
+    graph.replay()
+    for once, again in zip(held, step(), strict=True):
         assert torch.equal(once, again)
 
 

@@ -19,7 +19,6 @@ from dynaxx.kernels.triton import native as portable
 from dynaxx.layout.native import NativeSpans
 
 DKV_BLOCK = 64  # keys of the kernel for dk and dv
-DKV_SERVES = False  # off until tests/test_native_hopper.py and the sweep have passed on a GPU; Triton's kernel serves
 
 
 def __getattr__(name: str) -> Any:
@@ -59,7 +58,7 @@ class SelectedPlan(portable.SelectedPlan):
         return selected_backward.backward_dq(do, q, k, v, rows, self.union, self.spans, self.consumers, scale)
 
     def items_dkv(self) -> Callable[..., None] | None:
-        if not DKV_SERVES or self.spans.sizes.slc_block != DKV_BLOCK:
+        if self.spans.sizes.slc_block != DKV_BLOCK:
             return None
         from dynaxx.kernels.hopper import selected_dkv
 
