@@ -11,8 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dynaxx as dx
 from dynaxx.lab import attention_capture as capture
 from dynaxx.lab import attention_maps as maps
-from dynaxx.lab.analyze import _analyze_layer, analyze, encode_heatmap, write_bertviz
+from dynaxx.lab.analysis_result import encode_heatmap
+from dynaxx.lab.analyze import _analyze_layer, analyze
 from dynaxx.lab.attention_rules import BUDGETS, candidates
+from dynaxx.lab.bertviz_view import write_bertviz
 from dynaxx.lab.models import load_model
 from dynaxx.lab.progress import SilentProgress
 from dynaxx.lab.reuse import measure_reuse

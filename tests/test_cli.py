@@ -83,7 +83,8 @@ def tools(monkeypatch):
         return run_dir / "report.html"
 
     analysis = Result(tokens=256, summary={"heads": 8})
-    stand_in(monkeypatch, "analyze", analyze=call("analyze", analysis), write_bertviz=call("bertviz", None))
+    stand_in(monkeypatch, "analyze", analyze=call("analyze", analysis))
+    stand_in(monkeypatch, "bertviz_view", write_bertviz=call("bertviz", None))
     stand_in(monkeypatch, "tune", tune=tune, default_block_size=lambda model: 32, calibration_ids=call("ids", None))
     stand_in(monkeypatch, "validate", validate=call("validate", Validation(passed=True)))
     stand_in(monkeypatch, "report", write_report=write_report, FILES={"policy": "policy.json"})

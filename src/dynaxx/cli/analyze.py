@@ -57,10 +57,10 @@ def analyze(
       dynaxx analyze smollm2 --reuse 2
     """
     with running(as_json, threads, seed) as finish:
-        lab, progress = tool("analyze"), progress_of(quiet)
+        progress = progress_of(quiet)
         sample = tool("texts").split_text(read_text(text)).calibration
         loaded = load(model, device, dtype, progress)
-        found = lab.analyze(
+        found = tool("analyze").analyze(
             *loaded,
             sample,
             tokens=tokens,
@@ -72,7 +72,7 @@ def analyze(
         )
         files = [tool("files").write_json(out / "analysis.json", found.to_dict())]
         if bertviz:
-            lab.write_bertviz(*loaded, sample[:BERTVIZ_CHARS], bertviz)
+            tool("bertviz_view").write_bertviz(*loaded, sample[:BERTVIZ_CHARS], bertviz)
             files.append(bertviz)
         summary = summary_of(found)
         if reuse > 1:

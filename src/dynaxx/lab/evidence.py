@@ -9,7 +9,7 @@ from dynaxx.lab.crossover import HYSTERESIS
 from dynaxx.lab.machine import machine_facts
 
 if TYPE_CHECKING:
-    from dynaxx.lab.tune import TuneResult
+    from dynaxx.lab.tune_result import TuneResult
 
 
 def with_evidence(result: TuneResult, device: str, dtype: str) -> TuneResult:

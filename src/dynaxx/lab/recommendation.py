@@ -11,7 +11,7 @@ from dynaxx.lab.attention_maps import SINK_TOKENS, MapStatistics
 from dynaxx.lab.attention_rules import BUDGETS, SCORER_WORDS, SELECTORS, Candidate, window_density
 
 if TYPE_CHECKING:
-    from dynaxx.lab.analyze import HeadAnalysis
+    from dynaxx.lab.analysis_result import HeadAnalysis
 
 TARGET_RECALL = 0.95
 LINES = 64  # the columns and the diagonals that count as vertical and slash lines

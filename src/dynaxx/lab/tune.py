@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,7 +26,8 @@ from dynaxx.lab.progress import Progress, SilentProgress, Task
 from dynaxx.lab.resume import Steps, fingerprint
 from dynaxx.lab.sensitivity import HeadCosts, measure_head_costs
 from dynaxx.lab.texts import encode, split_text
-from dynaxx.lab.tune_decode import DecodeResult, decode_rule, tune_decode
+from dynaxx.lab.tune_decode import decode_rule, tune_decode
+from dynaxx.lab.tune_result import Trial, TuneResult
 from dynaxx.patterns import LastQueries, LocalBlocks, Pattern, Sink
 from dynaxx.selection import Hybrid, MeanQuery, MinMax, Scorer, TopK
 
@@ -46,46 +47,6 @@ REFERENCE_TIME = 0.25  # of the time before it that recording what drift is meas
 
 
 Budgets = list[list[float]]  # per layer and q head
-
-
-@dataclass(frozen=True)
-class Trial:
-    """One evaluated budget: mean density over sparse heads, perplexity, its ratio to dense, and that ratio's standard
-    error; `passed` if the ratio plus twice its error is within the tolerance."""
-
-    density: float
-    perplexity: float
-    ratio: float
-    error: float
-    passed: bool
-
-
-@dataclass(frozen=True)
-class TuneResult:
-    """What `tune` found; `.policy` is the document, `.to_dict()` the evidence that `tuning.json` holds."""
-
-    model: str
-    tokens: int
-    tolerance: float
-    scorer: str
-    dense_perplexity: float
-    uniform: tuple[Trial, ...]
-    tuned: tuple[Trial, ...]
-    chosen: Trial | None  # None: nothing sparse was within the tolerance
-    best_uniform_density: float | None
-    crossover: tuple[LengthTiming, ...]
-    dense_below: int | None
-    budgets: tuple[tuple[float, ...], ...]  # per layer of the policy and q head
-    layers: tuple[int, ...]
-    seconds: float
-    command: str
-    policy: Policy
-    decode: DecodeResult | None = None  # where decode rules were asked for
-    reference: str = ""  # what the policy knows of its traffic, or why it knows nothing
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON data."""
-        return asdict(dataclasses.replace(self, policy=None))  # type: ignore[arg-type]
 
 
 def tune(

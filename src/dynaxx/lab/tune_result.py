@@ -1,0 +1,53 @@
+"""What `dynaxx tune` found: every budget it evaluated, the chosen one, and the policy."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from dynaxx.lab.crossover import LengthTiming
+from dynaxx.lab.tune_decode import DecodeResult
+
+if TYPE_CHECKING:
+    from dynaxx.policy import Policy
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One evaluated budget: mean density over sparse heads, perplexity, its ratio to dense, and that ratio's standard
+    error; `passed` if the ratio plus twice its error is within the tolerance."""
+
+    density: float
+    perplexity: float
+    ratio: float
+    error: float
+    passed: bool
+
+
+@dataclass(frozen=True)
+class TuneResult:
+    """What `tune` found; `.policy` is the document, `.to_dict()` the evidence that `tuning.json` holds."""
+
+    model: str
+    tokens: int
+    tolerance: float
+    scorer: str
+    dense_perplexity: float
+    uniform: tuple[Trial, ...]
+    tuned: tuple[Trial, ...]
+    chosen: Trial | None  # None: nothing sparse was within the tolerance
+    best_uniform_density: float | None
+    crossover: tuple[LengthTiming, ...]
+    dense_below: int | None
+    budgets: tuple[tuple[float, ...], ...]  # per layer of the policy and q head
+    layers: tuple[int, ...]
+    seconds: float
+    command: str
+    policy: Policy
+    decode: DecodeResult | None = None  # where decode rules were asked for
+    reference: str = ""  # what the policy knows of its traffic, or why it knows nothing
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON data."""
+        return asdict(dataclasses.replace(self, policy=None))  # type: ignore[arg-type]
