@@ -1,10 +1,10 @@
 """Run a small set of the GPU kernels under NVIDIA's compute-sanitizer: `python tests/sanitize/gpu.py`.
 
 memcheck looks at every access to memory, racecheck at the order of those to shared memory. Before it is believed, each
-tool must find an error that is planted in a kernel of our own. Of the Hopper kernels racecheck reports a producer's
-writes to shared memory against its consumers' reads, which mbarriers order; whether it follows those is open, since a
-control that only hands work over (`handover.py`) is not reported. Hazards within Triton's own hand-over to other warps
-are counted apart. Needs a GPU and `compute-sanitizer` (else 77).
+tool must find an error that is planted in a kernel of our own. Whether racecheck follows mbarriers, which order the
+Hopper kernels' shared memory, a ring of known order says (`ring.py`): where that is reported as well, hazards of
+`hopper` are shown and not judged. Hazards within Triton's own hand-over to other warps are counted apart, and a control
+does nothing else (`handover.py`). Needs a GPU and `compute-sanitizer` (else 77).
 """
 
 from __future__ import annotations
@@ -66,6 +66,8 @@ def decode() -> None:
     dx.sparse_decode(q, cache, dx.PageBudget(0.4), backend="triton")
 
 
+CONTROLS = {"handover": "a hand-over alone", "ring": "an ordered ring", "unordered": "a ring without order"}
+
 WORK = {
     "triton": lambda: attention("triton"),
     "hopper": lambda: attention("hopper"),
@@ -79,6 +81,10 @@ def run_here(names: list[str], planted: str | None) -> None:
         from handover import hand_over
 
         hand_over()
+    elif planted in ("ring", "unordered"):
+        from ring import pass_through_a_ring
+
+        pass_through_a_ring(ordered=planted == "ring")
     elif planted:
         kernel = torch.cuda._compile_kernel(PLANTED[planted], "planted")
         kernel(grid=(1, 1, 1), block=(256, 1, 1), args=[torch.zeros(256, dtype=torch.int32, device="cuda")])
@@ -142,25 +148,32 @@ def main() -> int:
         return 0
     run_here(args.only, None)  # compiles, and says what is wrong without a sanitizer
     runs: list[tuple[str, list[str], str | None]] = [(tool, [], tool) for tool in PLANTED]
-    runs += [("racecheck", [], "handover")] + [(tool, [name], None) for tool in PLANTED for name in args.only]
+    runs += [("racecheck", [], control) for control in CONTROLS]
+    runs += [(tool, [name], None) for tool in PLANTED for name in args.only]
     started = [(*run, start(*run)) for run in runs]
-    deadline, failed = time.time() + args.seconds, False
+    deadline, failed, judged = time.time() + args.seconds, False, True
     for tool, names, planted, process in started:
         try:
             report, _ = process.communicate(timeout=max(1.0, deadline - time.time()))
         except subprocess.TimeoutExpired:
             process.kill()
             report, _ = process.communicate()
-        errors, apart = errors_of(report), handovers(report)
-        if errors is None:
+        total, apart = errors_of(report), handovers(report)
+        errors = (total or 0) - apart
+        if total is None or ("ran" not in report and planted != tool):
             good, verdict = False, "no verdict (out of time, or died)"
-        elif planted in PLANTED:
+        elif planted == tool or planted == "unordered":
             good, verdict = errors > 0, f"found {errors}"
+        elif planted == "ring":
+            judged, good = errors == 0, True
+            verdict = "mbarriers are followed" if judged else f"{errors} errors: mbarriers are not followed"
+        elif tool == "racecheck" and names == ["hopper"] and not judged:
+            good, verdict = True, f"{errors} errors, not judged"
         else:
-            good, verdict = errors == apart and "ran" in report, f"{errors - apart} errors"
-            verdict += f", and {apart} where Triton hands over to other warps" if apart else ""
+            good, verdict = errors == 0, f"{errors} errors"
+        verdict += f", and {apart} where Triton hands over to other warps" if apart else ""
         failed |= not good
-        what = {None: "".join(names), "handover": "a hand-over alone"}.get(planted, "a planted error")
+        what = CONTROLS.get(planted, "a planted error") if planted else "".join(names)
         print(f"{'ok  ' if good else 'FAIL'} {tool}, {what}: {verdict}", flush=True)
         if not good:
             print("\n".join(report.splitlines()[-30:]))

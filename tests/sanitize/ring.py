@@ -1,0 +1,56 @@
+# mypy: ignore-errors
+"""Numbers passed through a ring in shared memory, from a producer warp to a warpgroup, as in the Hopper kernels.
+
+Nothing else: what a tool says of this ring, ordered by mbarriers or not, it would say of those kernels.
+"""
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from dynaxx.kernels.hopper.forward import barriers
+from dynaxx.kernels.hopper.signals import NUMBERS, get, put
+
+SLOTS = gl.constexpr(2)
+
+
+@gluon.jit
+def _produce(numbers, full, empty, count, ORDERED: gl.constexpr):
+    for i in range(count):
+        slot = i % SLOTS
+        if ORDERED:
+            mbarrier.wait(empty.index(slot), ((i // SLOTS) & 1) ^ 1)
+        put(numbers, slot, i)
+        gl.thread_barrier()
+        mbarrier.arrive(full.index(slot), count=1)
+
+
+@gluon.jit
+def _consume(p_out, numbers, full, empty, count):
+    total = 0
+    for i in range(count):
+        slot = i % SLOTS
+        mbarrier.wait(full.index(slot), (i // SLOTS) & 1)
+        total += get(numbers, slot)
+        mbarrier.arrive(empty.index(slot), count=1)
+    gl.store(p_out, total)
+
+
+@gluon.jit
+def _ring_kernel(p_out, count, ORDERED: gl.constexpr):
+    numbers = gl.allocate_shared_memory(gl.int32, [SLOTS, 1], NUMBERS)
+    full = barriers(SLOTS, 1)
+    empty = barriers(SLOTS, 1)
+    gl.warp_specialize([
+        (_consume, (p_out + gl.program_id(0), numbers, full, empty, count)),
+        (_produce, (numbers, full, empty, count, ORDERED)),
+    ], [1], [24])  # fmt: skip
+
+
+def pass_through_a_ring(ordered: bool) -> None:
+    """Sum 0 to 63 in 64 programs; without order the producer overwrites what was not read."""
+    out = torch.empty(64, dtype=torch.int32, device="cuda")
+    _ring_kernel[(64,)](out, 64, ORDERED=ordered, num_warps=4)
+    if ordered:
+        assert out.eq(63 * 32).all(), out
