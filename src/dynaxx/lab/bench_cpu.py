@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,36 +19,26 @@ from torch.nn.functional import scaled_dot_product_attention
 from dynaxx.kernels import cpu
 from dynaxx.lab.bars import Bar, Report
 from dynaxx.lab.bench_cpu_decode import time_decode
+from dynaxx.lab.bench_cpu_workloads import (
+    HEADS,
+    QUICK_SHAPES,
+    SHAPES,
+    Workload,
+    bars_of,
+    bars_of_decode,
+    bars_of_small,
+    workloads,
+)
 from dynaxx.layout import BlockLayout
 from dynaxx.ops.attention import sparse_attention
 from dynaxx.patterns import Full, SlidingWindow
 from dynaxx.testing import check_forward, check_gradients, make_qkv, oracle_attention, random_case
 
-HEADS = 8
 GEMM = 2048
 SMALL = (64, 128, 256, 512)  # lengths at which full density meets dense attention
 RELATIVE_ERROR = 2e-6
 
 Run = Callable[[], object]
-
-
-@dataclass(frozen=True)
-class Workload:
-    """One causal shape; `window`, or `density` of random blocks, or neither for full density."""
-
-    name: str
-    seqlen: int
-    head_dim: int = 64
-    window: int | None = None
-    density: float | None = None
-    block_size: int = 64
-
-    def layout(self, seed: int) -> BlockLayout:
-        if self.window is not None:
-            return SlidingWindow(self.window).layout(self.seqlen, block_size=self.block_size)
-        if self.density is not None:
-            return random_causal_layout(self.seqlen, self.density, self.block_size, seed)
-        return Full().layout(self.seqlen, block_size=self.block_size)
 
 
 def run_cpu_suite(
@@ -82,7 +71,7 @@ def run_cpu_suite(
         bars = [Bar("relative error against fp64", RELATIVE_ERROR, error, "window 512, 2048 tokens", at_most=True)]
         rows = []
         for seqlen, head_dim, timed_pass, memory in QUICK_SHAPES if quick else SHAPES:
-            rows += time_shape(_workloads(seqlen, head_dim), timed_pass, seed, say, memory)
+            rows += time_shape(workloads(seqlen, head_dim), timed_pass, seed, say, memory)
         small = time_small(seed, say)
         decode = [] if quick else time_decode(medians, seed, say)
         bars += bars_of(rows) + bars_of_small(small) + bars_of_decode(decode)
@@ -102,18 +91,6 @@ def run_cpu_suite(
         "decode": decode,
         "bars": [bar.as_dict() for bar in bars],
     }
-
-
-def random_causal_layout(seqlen: int, density: float, block_size: int, seed: int) -> BlockLayout:
-    """Per head, the diagonal and random blocks before it: `density` of each row's visible blocks, at least one."""
-    blocks = -(-seqlen // block_size)
-    generator = torch.Generator().manual_seed(seed)
-    order = torch.rand(1, HEADS, blocks, blocks, generator=generator)
-    column, row = torch.arange(blocks), torch.arange(blocks)[:, None]
-    order = order.masked_fill(column > row, -1.0).masked_fill(column == row, 2.0)
-    kept = ((row + 1) * density).round().clamp(min=1)
-    rank = order.argsort(-1, descending=True).argsort(-1)
-    return BlockLayout.from_block_indices(torch.where(rank < kept, column, -1), seqlen, block_size=block_size)
 
 
 # ---- correctness -----------------------------------------------------------------------------------------------------
@@ -154,11 +131,11 @@ def relative_error(seed: int) -> float:
 
 
 def time_shape(
-    workloads: list[Workload], timed_pass: str, seed: int, say: Report, memory: str = "heads first"
+    timed: list[Workload], timed_pass: str, seed: int, say: Report, memory: str = "heads first"
 ) -> list[dict[str, Any]]:
     """Time workloads of one shape, SDPA and the matmul, in turns; SDPA reads the same memory."""
-    seqlen, head_dim = workloads[0].seqlen, workloads[0].head_dim
-    layouts = {workload.name: workload.layout(seed) for workload in workloads}
+    seqlen, head_dim = timed[0].seqlen, timed[0].head_dim
+    layouts = {workload.name: workload.layout(seed) for workload in timed}
     q, k, v = make_qkv(1, seqlen, seqlen, HEADS, HEADS, head_dim, seed=seed)
     if memory == "heads first":
         q, k, v = (_heads_first(x) for x in (q, k, v))
@@ -171,7 +148,7 @@ def time_shape(
     shape = f"{timed_pass} {seqlen} x {head_dim} x {HEADS} heads, {memory}"
     say(f"{shape}: matmul {gemm_gf:.0f} GF, causal SDPA {sdpa_gf:.0f} GF")
     rows = []
-    for workload in workloads:
+    for workload in timed:
         layout = layouts[workload.name]
         pairs = float(layout.visible_pairs().float().mean())
         gf = 1e-9 * flops * pairs / times[workload.name]
@@ -272,68 +249,3 @@ def _dense_run(q: Tensor, k: Tensor, v: Tensor, timed_pass: str) -> Run:
     out = scaled_dot_product_attention(q, k, v, is_causal=True)
     do = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
     return lambda: torch.autograd.grad(out, leaves, do, retain_graph=True)
-
-
-# ---- what is timed, and what it must reach ---------------------------------------------------------------------------
-
-
-# seqlen, head_dim, pass, memory of q, k, v: of (batch, heads, seqlen, head_dim) as a kv cache has it, or of (batch,
-# seqlen, heads, head_dim) as a projection leaves it, where the rows of a head lie apart.
-SHAPES = (
-    (4096, 64, "forward", "heads first"),
-    (4096, 64, "backward", "heads first"),
-    (4096, 128, "forward", "heads first"),
-    (4096, 128, "backward", "heads first"),
-    (8192, 64, "forward", "heads first"),
-    (4096, 64, "forward", "tokens first"),
-    (4096, 128, "forward", "tokens first"),
-)
-QUICK_SHAPES = SHAPES[:2]
-
-
-def _workloads(seqlen: int, head_dim: int) -> list[Workload]:
-    windows = [Workload(f"window {w}", seqlen, head_dim, window=w) for w in (256, 512, 1024)]
-    blocks = [
-        Workload(f"random 10 %, blocks {block}", seqlen, head_dim, density=0.1, block_size=block)
-        for block in (32, 64, 128)
-    ]
-    return [*windows, *blocks, Workload("full density", seqlen, head_dim)]
-
-
-def bars_of(rows: Iterable[dict[str, Any]]) -> list[Bar]:
-    """The bars that each row of `time_shape` must reach; those of memory with tokens first are for information."""
-    bars = []
-    for row in rows:
-        if row["memory"] != "heads first":
-            continue
-        name, forward = row["workload"], row["pass"] == "forward"
-        where = f"{name}, {row['seqlen']} x {row['head_dim']}"
-        main = name in ("window 512", "window 1024", "random 10 %, blocks 64")
-        if main and forward:
-            bars.append(Bar("forward, useful GF of matmul", 0.70, row["of_gemm"], where))
-            bars.append(Bar("forward, useful GF of SDPA", 0.90, row["of_sdpa"], where))
-        elif main:
-            bars.append(Bar("backward, useful GF of matmul", 0.70, row["of_gemm"], where))
-        if forward and name in ("window 256", "random 10 %, blocks 32"):
-            bars.append(Bar("forward, small windows and blocks, of matmul", 0.60, row["of_gemm"], where))
-        if name == "random 10 %, blocks 64":
-            bars.append(Bar(f"{row['pass']}, times faster at 10 %", 9.0, row["times_faster"], where))
-        if forward and name == "window 512" and row["seqlen"] == 8192:
-            bars.append(Bar("forward, times faster at window 512", 8.5, row["times_faster"], where))
-        if forward and name == "full density":
-            bars.append(Bar("forward, times faster at full density", 1.1, row["times_faster"], where))
-    return bars
-
-
-def bars_of_small(rows: Iterable[dict[str, Any]]) -> list[Bar]:
-    """Never slower than dense attention."""
-    return [Bar("times faster at any length", 1.0, row["times_faster"], f"{row['seqlen']} tokens") for row in rows]
-
-
-def bars_of_decode(rows: Iterable[dict[str, Any]]) -> list[Bar]:
-    """Pages of 64; those of 16 are for information."""
-    return [
-        Bar("decode, times faster at 10 %", 9.0, row["times_faster"], f"{row['seqlen']} keys, pages of 64")
-        for row in rows
-        if row["page_size"] == 64
-    ]
