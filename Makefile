@@ -15,10 +15,10 @@ export PIP_ROOT_USER_ACTION := ignore
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup test test-vllm lint types format demo bench wheel clean distclean
+.PHONY: help setup test test-vllm lint types format demo bench sanitize wheel clean distclean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z.]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: .venv/dev.stamp .venv/model.stamp ## Make .venv: torch, this package with its compiled core, a small model
 
