@@ -66,7 +66,11 @@ def policy_text(policy: Policy) -> str:
 
 
 def save_policy(policy: Policy, path: str | os.PathLike[str]) -> None:
-    """Write a policy file; a reader at any moment, even after a crash, sees the old file or the new one, whole."""
+    """Write a policy file; a reader at any moment, even after a crash, sees the old file or the new one, whole.
+
+    Raises:
+        OSError: it cannot be written; what was there is untouched.
+    """
     _save(policy_text(policy), Path(path))
 
 
