@@ -24,14 +24,6 @@ from torch.nn.functional import cosine_similarity, scaled_dot_product_attention
 import dynaxx as dx
 
 KV_HEADS, GROUP, HEAD_DIM = 8, 4, 128
-ELSEWHERE = {  # ms, measured once on an H200 with torch 2.11, not by this run
-    "batch 16, 32k": {
-        "dense: cuDNN": 0.487,
-        "dense: FlashAttention 4": 0.485,
-        "dense: FlashInfer 0.7.2, paged": 0.500,
-        "FlashInfer 0.7.2, a tenth of the pages given": 0.071,
-    }
-}
 LAYERS_BYTES = 16 << 30  # of keys and values in bf16: so many layers that the start of a graph is no part of one
 
 
@@ -254,7 +246,6 @@ def run_case(case, device, rate, alone=False):
         "terabytes_per_second": {name: moved[name] / (1e9 * times[name]) for name in moved},
         "bytes_ms": 1e3 * moved["selection and attention"] / rate,
         "attention_bytes_ms": 1e3 * bytes_read(case, cache)["attention, pages given"] / rate,
-        "elsewhere_ms": ELSEWHERE.get(case.name, {}) if device.type == "cuda" else {},
         "tokens_per_second": 1e3 * case.batch * case.seqlen_q / times["selection and attention"],
         "cosine": cosine,
         "notes": notes,
@@ -272,8 +263,6 @@ def show(row, alone):
     for run, ms in row["ms"].items():
         speed = row["terabytes_per_second"].get(run)
         print(f"  {run:<36} {ms:9.4f} ms" + (f" {speed:6.2f} TB/s" if speed else ""))
-    for run, ms in row["elsewhere_ms"].items():
-        print(f"  {run:<44} {ms:.3f} ms, not by this run")
     for run, why in row["notes"].items():
         print(f"  {run:<36} not run: {why}")
 

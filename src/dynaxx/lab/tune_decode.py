@@ -28,6 +28,7 @@ STEPS = 256  # tokens decoded at the end of each text
 WINDOW = 256  # last tokens whose pages are always read
 ERRORS = 2  # standard errors that a rise of perplexity must stay below the tolerance by
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
+GPU_LENGTHS = (*LENGTHS, 65536, 131072)  # launches are all the time of shorter ones
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def tune_decode(
     if best is None:
         said = "no rule: no share of the pages stays within the tolerance"
     elif border is None:
-        said = f"no rule: reading {best.share:.1%} of the pages is not faster here up to {LENGTHS[-1]:,} tokens"
+        said = f"no rule: reading {best.share:.1%} of the pages is not faster here up to {timings[-1].seqlen:,} tokens"
     else:
         said = f"{best.share:.1%} of the pages from {border:,} tokens on, perplexity {best.ratio - 1:+.2%}"
     return DecodeResult(tuple(trials), None if best is None else best.share, tuple(timings), border, said)
@@ -120,10 +121,11 @@ def tune_decode(
 
 @torch.no_grad()
 def time_steps(
-    model: Any, facts: Any, layers: int, budget: PageBudget, page_size: int, lengths: Sequence[int] = LENGTHS
+    model: Any, facts: Any, layers: int, budget: PageBudget, page_size: int, lengths: Sequence[int] | None = None
 ) -> list[LengthTiming]:
     """Time one decoding step's attention in all layers, dense (the faster of two forms of SDPA) and by the budget."""
     parameter = next(model.parameters())
+    lengths = lengths or (GPU_LENGTHS if parameter.device.type == "cuda" else LENGTHS)
     make = lambda *shape: torch.randn(*shape, dtype=parameter.dtype, device=parameter.device)
     group, found = facts.q_heads // facts.kv_heads, []
     for seqlen in lengths:
