@@ -41,6 +41,24 @@ def test_random_caches(seed):
 
 
 @runs_here
+@pytest.mark.parametrize("dtype", (torch.float32, torch.int8), ids=str)
+def test_a_chunk_of_queries(dtype):
+    """More rows than a program takes, of attention and of the choice."""
+    gen = torch.Generator().manual_seed(0)
+    k, v = torch.randn(2, 1, 250, 2, 16, generator=gen)
+    scales = {}
+    if dtype == torch.int8:
+        (k, k_scale), (v, v_scale) = (dx.quantize_pages(x, dtype, 16) for x in (k, v))
+        scales = {"k_scale": k_scale, "v_scale": v_scale}
+    cache = dx.PagedCache(k, v, torch.tensor([243], dtype=torch.int32), page_size=16, **scales)
+    cache = dx.summarize_pages(to_device(cache), backend="reference")
+    q = torch.randn(1, 45, 6, 16, generator=gen).to(DEVICE)
+    pages = dx.select_pages(q, cache, dx.PageBudget(0.4), backend="triton")
+    assert (pages >= 0).sum(-1).tolist() == [[11, 11]]  # 7 of 16, and the 4 that hold the queries
+    check_attention(q, cache, pages, "triton")
+
+
+@runs_here
 @pytest.mark.parametrize("seed", range(8))
 def test_random_choices(seed):
     """Scores of small whole numbers leave no room for rounding: the same pages, ties included."""
