@@ -41,7 +41,7 @@ def test_random_caches(seed):
 
 
 @runs_here
-@pytest.mark.parametrize("dtype", (torch.float32, torch.int8), ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
 def test_a_chunk_of_queries(dtype):
     """More rows than a program takes, of attention and of the choice."""
     gen = torch.Generator().manual_seed(0)
