@@ -24,6 +24,7 @@ from dynaxx.lab.attention_capture import LayerAttention, visit_attention
 from dynaxx.lab.attention_rules import BUDGETS, Candidate, candidates
 from dynaxx.lab.progress import Progress, SilentProgress, Task
 from dynaxx.lab.recommendation import LINES, Recommendation, recommend
+from dynaxx.lab.texts import check_tokens
 from dynaxx.layout import as_block_size
 from dynaxx.selection import select_blocks
 
@@ -67,12 +68,8 @@ def analyze(
     """
     began = time.monotonic()
     as_block_size(block_size)
+    check_tokens(model, tokens, block_size)
     config = model.config.get_text_config()
-    most = getattr(config, "max_position_embeddings", None) or tokens
-    if not block_size <= tokens <= most:
-        raise ValueError(
-            f"`tokens` must be from block_size = {block_size} to the model's {most} positions, got {tokens}"
-        )
     chosen_layers = _chosen("layers", layers, config.num_hidden_layers)
     chosen_heads = _chosen("heads", heads, config.num_attention_heads)
     input_ids, start = _sample(tokenizer, text, tokens, seed)

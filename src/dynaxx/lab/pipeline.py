@@ -16,7 +16,7 @@ from dynaxx.lab.files import read_json, write_json
 from dynaxx.lab.machine import machine_facts
 from dynaxx.lab.profile import default_lengths, profile
 from dynaxx.lab.progress import Progress, SilentProgress
-from dynaxx.lab.texts import split_text
+from dynaxx.lab.texts import check_tokens, split_text
 
 SHARES = {"profile": 10, "analyze": 10, "tune": 60, "validate": 19, "report": 1}  # of the time, about
 
@@ -99,10 +99,11 @@ def run(model: Any, tokenizer: Any, text: str, plan: Plan, *, progress: Progress
     from dynaxx.lab.tune import calibration_ids, default_block_size, tune
     from dynaxx.lab.validate import validate
 
-    calibration_ids(tokenizer, text, plan.tokens)  # a text that is too short is refused now, not after the profile
     progress = progress or SilentProgress()
     lengths = plan.lengths or default_lengths(model)
     block_size = plan.block_size or default_block_size(model)
+    check_tokens(model, plan.tokens, block_size)  # what cannot be tuned on is refused now, not after the profile
+    calibration_ids(tokenizer, text, plan.tokens)
     known = _begin(model, text, plan, lengths)
     files: list[Path] = []
 

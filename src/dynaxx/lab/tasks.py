@@ -51,7 +51,7 @@ def make_samples(
             if room < tokens // 4 or len(haystack) < room:
                 raise ValueError(
                     "retrieval tasks need prompts of some hundred tokens "
-                    f"within {len(haystack):,} tokens of text, got {tokens:,}"
+                    f"within {len(haystack):,} tokens of text, got {tokens:,}; give more `tokens` or more text"
                 )
             depths = [(index + 0.5) / samples] if len(facts) == 1 else sorted(rng.random() for _ in facts)
             start, done, ids = rng.randrange(len(haystack) - room + 1), 0, []

@@ -97,3 +97,12 @@ def encode(tokenizer: Any, text: str, tokens: int, *, skip: int = 0, part: str =
     import torch
 
     return torch.tensor([ids[skip : skip + tokens]], dtype=torch.int64)
+
+
+def check_tokens(model: Any, tokens: int, block_size: int) -> None:
+    """Raise ValueError for samples shorter than a block or longer than the model's positions."""
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None) or tokens
+    if not block_size <= tokens <= most:
+        raise ValueError(
+            f"`tokens` must be from block_size = {block_size} to the model's {most} positions, got {tokens}"
+        )

@@ -78,11 +78,12 @@ def validate(
             f"(the held-out half of the text has {len(ids):,}, the model takes {limit:,}): give more text or `tokens`"
         )
     lengths = _lengths(lengths, border if policy.rules else 0, min(limit, len(ids)))
+    at = max(border, min(window, TASK_TOKENS))
+    samples = make_samples(tokenizer, ids, at, TASK_SAMPLES, seed)
     with evaluating(model), progress.task("Validating", 100) as task:
         run = _Run(model, policy, task)
         logits, perplexity = run.compare_text(ids, window, share=35)
-        at = max(border, min(window, TASK_TOKENS))
-        tasks = run.retrieval(make_samples(tokenizer, ids, at, TASK_SAMPLES, seed), share=20)
+        tasks = run.retrieval(samples, share=20)
         repetition = run.repetition(ids, max(border, min(window, PROMPT_TOKENS)), share=15)
         speed = run.speed(ids, lengths, share=30)
     checks = checks_of(policy.tolerances, logits, perplexity, tasks, repetition, speed)
