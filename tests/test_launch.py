@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -124,3 +125,61 @@ def test_streams_and_profilers(backend):
         knobs.runtime.launch_enter_hook.remove(hook)
     assert len(seen) == 3
     assert len(set(seen)) == 1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_threads_at_a_time(backend):
+    layout = window()
+    batches = [inputs(seed) for seed in range(8)]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda batch: both_ways(*batch, layout, backend), batches))
+    for batch, results in zip(batches, found, strict=True):
+        assert_same(results, both_ways(*batch, window(), backend))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_more_scales_than_are_kept(backend):
+    layout = window()
+    q, k, v = inputs()
+    for i in range(80):
+        found = dx.sparse_attention(q, k, v, layout, scale=0.1 + i / 100, backend=backend)
+    assert torch.equal(found, dx.sparse_attention(q, k, v, window(), scale=0.1 + 79 / 100, backend=backend))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_layout_that_moves_in_memory(backend):
+    layout, held = window(), []
+    q, k, v = inputs()
+    expected = both_ways(q, k, v, layout, backend)
+    for _ in range(2):
+        held.append(layout.kv_indices.clone())
+        moved = layout.kv_indices.clone()
+        layout.kv_indices.fill_(0).set_(moved)
+        assert_same(both_ways(q, k, v, layout, backend), expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_first_call_in_a_graph(backend):
+    """Kernels that are compiled, but a layout and shapes that nothing was launched for."""
+    both_ways(*inputs(), window(), backend)
+    layout = window()
+    q, k, v = inputs(seed=5)
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        out = dx.sparse_attention(q, k, v, layout, backend=backend)
+    graph.replay()
+    again = dx.sparse_attention(q, k, v, layout, backend=backend)
+    assert torch.equal(out, again)
+    assert torch.equal(again, dx.sparse_attention(q, k, v, window(), backend=backend))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_another_device_than_the_current_one(backend):
+    layout = window()
+    q, k, v = inputs()
+    expected = both_ways(q, k, v, layout, backend)
+    there = layout.to("cuda:1")
+    for _ in range(2):
+        found = both_ways(*(x.to("cuda:1") for x in (q, k, v)), there, backend)
+        assert_same([x.to("cuda:0") for x in found], expected)

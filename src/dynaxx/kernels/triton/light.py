@@ -4,6 +4,10 @@
 tens of microseconds, as much as a short call computes. What the choice depends on is little: constants, the dtype of a
 tensor, whether an integer is 1 or a multiple of 16. Here that is the key; what is rare, a tensor that does not begin at
 16 bytes or an integer of more than 31 bits, goes through Triton.
+
+What this leans on was read in `JITFunction.run`, `CompiledKernel` and the launchers of the versions in `CHECKED`: what
+a kernel is specialized on, and how `run` is called, which itself sees to scratch memory, clusters and overlapping
+launches. Every other version goes through Triton.
 """
 
 from __future__ import annotations
@@ -14,12 +18,14 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+CHECKED = ("3.6", "3.9")
 DESCRIPTORS: set[type] = {TensorDescriptor}
 
 
@@ -43,7 +49,7 @@ class LightLaunch:
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
-        self._light = isinstance(kernel, JITFunction) and torch.version.hip is None
+        self._light = isinstance(kernel, JITFunction) and torch.version.hip is None and version_is_checked()
         self._forms: dict[tuple[Any, ...], Form] = {}
         self._compiled: dict[tuple[Any, ...], Any] = {}
 
@@ -122,6 +128,11 @@ def run(compiled: Any, grid: tuple[int, ...], arguments: Sequence[Any], device: 
     x, y, z, *_ = (*grid, 1, 1)
     stream = driver.active.get_current_stream(device)
     compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
+
+
+def version_is_checked() -> bool:
+    """Whether this is a Triton of which the launch has been read."""
+    return ".".join(triton.__version__.split(".")[:2]) in CHECKED
 
 
 def light_launch(kernel: Any) -> Any:

@@ -10,7 +10,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
+from triton.runtime import driver
 
 from dynaxx.kernels.triton.launch import rebased
 from dynaxx.kernels.triton.light import DESCRIPTORS, Launch, run
@@ -24,9 +26,10 @@ class Repeat(NamedTuple):
 
     compiled: Any
     grid: tuple[int, ...]
-    arguments: list[Any]  # in the order of the kernel's parameters; addresses for the layout's tensors
-    pointers: tuple[tuple[int, int], ...]  # (position, which tensor)
-    descriptors: tuple[tuple[int, int, Any], ...]  # (position, which tensor, template)
+    arguments: list[Any]  # in the order of the kernel's parameters
+    owned: tuple[tuple[int, Tensor], ...]  # (position, which of the layout's tensors)
+    pointers: tuple[tuple[int, int], ...]  # (position, which of the call's tensors)
+    descriptors: tuple[tuple[int, int, Any], ...]  # (position, which of the call's tensors, template)
 
 
 Start = Callable[..., Launch | None]
@@ -34,7 +37,12 @@ Start = Callable[..., Launch | None]
 
 def repeated(start: Start, layout: BlockLayout, tensors: tuple[Tensor, ...], *settings: Any) -> None:
     """Call `start(layout, *tensors, *settings)`, which launches one kernel; with the same shapes again, only that."""
-    key: list[Any] = [start, *settings]
+    device = tensors[0].get_device()
+    if device >= 0 and device != driver.active.get_current_device():
+        with torch.cuda.device(device):
+            repeated(start, layout, tensors, *settings)
+        return
+    key: list[Any] = [start, device, *settings]
     addresses, bits = [], 0
     for x in tensors:
         address = x.data_ptr()
@@ -44,7 +52,6 @@ def repeated(start: Start, layout: BlockLayout, tensors: tuple[Tensor, ...], *se
     if bits & 15:
         start(layout, *tensors, *settings)
         return
-    key.append(device := tensors[0].get_device())
     kept = _kept.get(layout)
     if kept is None:
         kept = _kept[layout] = {}
@@ -56,6 +63,8 @@ def repeated(start: Start, layout: BlockLayout, tensors: tuple[Tensor, ...], *se
             kept[found] = repeat
         return
     arguments = known.arguments.copy()
+    for i, x in known.owned:
+        arguments[i] = x.data_ptr()
     for i, which in known.pointers:
         arguments[i] = addresses[which]
     for i, which, template in known.descriptors:
@@ -72,20 +81,20 @@ def _repeat(launch: Launch, layout: BlockLayout, tensors: tuple[Tensor, ...]) ->
     which = {id(x): i for i, x in enumerate(tensors)}
     if len(which) < len(tensors):
         return None
-    arguments, pointers, descriptors = list(launch.arguments), [], []
+    arguments, own, pointers, descriptors = list(launch.arguments), [], [], []
     for i, x in enumerate(launch.arguments):
-        if isinstance(x, Tensor):
-            if id(x) in which:
-                pointers.append((i, which[id(x)]))
-            elif id(x) not in owned:
-                return None
-            arguments[i] = x.data_ptr()
-        elif type(x) in DESCRIPTORS:
-            if id(x.base) not in which:
-                return None
+        if isinstance(x, Tensor) and id(x) in which:
+            pointers.append((i, which[id(x)]))
+        elif isinstance(x, Tensor) and id(x) in owned:
+            own.append((i, x))
+        elif type(x) in DESCRIPTORS and id(x.base) in which:
             descriptors.append((i, which[id(x.base)], rebased(x, None)))
-            arguments[i] = None
-    return Repeat(launch.compiled, launch.grid, arguments, tuple(pointers), tuple(descriptors))
+        elif isinstance(x, Tensor) or type(x) in DESCRIPTORS:
+            return None
+        else:
+            continue
+        arguments[i] = None
+    return Repeat(launch.compiled, launch.grid, arguments, tuple(own), tuple(pointers), tuple(descriptors))
 
 
 def _tensors_of(layout: BlockLayout) -> list[Any]:
