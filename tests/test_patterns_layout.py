@@ -7,6 +7,7 @@ import torch
 
 import dynaxx as dx
 from dynaxx.layout import BlockGrid, BlockLayout, from_block_mask, to_block_mask
+from dynaxx.patterns.runs import Runs, all_of, any_of, without
 from dynaxx.testing import random_pattern
 
 
@@ -35,6 +36,37 @@ def test_layout_shows_exactly_what_the_rule_says(seed):
     r, c = torch.arange(block_size[0])[:, None], torch.arange(block_size[1])
     for dense, (lo, hi) in zip(masks.to_dense(), masks.bands.tolist(), strict=True):
         assert lo > hi or torch.equal(dense, (r - c >= lo) & (r - c <= hi))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_runs_are_sets_of_blocks(seed):
+    rng = random.Random(seed)
+    rows, blocks = rng.randint(1, 4), 12
+
+    def drawn(within=None):
+        shown = [[rng.random() < 0.5 and (within is None or within[r][c]) for c in range(blocks)] for r in range(rows)]
+        edges = torch.nn.functional.pad(torch.tensor(shown, dtype=torch.int64), (1, 1)).diff()
+        most = 1 + int((edges > 0).sum(1).amax())
+        at = rng.randrange(blocks)  # where empty runs stand
+        sides = [[row.nonzero().flatten().tolist() for row in side] for side in (edges > 0, edges < 0)]
+        filled = [[sorted(row + [at] * (most - len(row))) for row in side] for side in sides]
+        return shown, Runs(*(torch.tensor(side) for side in filled))
+
+    def listed(runs):
+        counts = torch.zeros(rows, blocks, dtype=torch.int64)
+        return counts.index_put_(runs.blocks(rows), torch.ones((), dtype=torch.int64), accumulate=True).tolist()
+
+    (a, runs_a), (b, runs_b), (c, runs_c) = drawn(), drawn(), drawn()
+    some, runs_some = drawn(a)
+    each = [(r, col) for r in range(rows) for col in range(blocks)]
+    for runs, holds in (
+        (runs_a, lambda r, col: a[r][col]),
+        (any_of([runs_a, runs_b, runs_c]), lambda r, col: a[r][col] or b[r][col] or c[r][col]),
+        (all_of([runs_a, runs_b, runs_c]), lambda r, col: a[r][col] and b[r][col] and c[r][col]),
+        (without(runs_a, runs_some), lambda r, col: a[r][col] and not some[r][col]),
+    ):
+        found = listed(runs)
+        assert all(found[r][col] == holds(r, col) for r, col in each)
 
 
 def test_transposed_lists_the_same_blocks():

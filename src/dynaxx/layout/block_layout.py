@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.layout.grid import BlockGrid, as_block_size
-from dynaxx.layout.host import on_host
+from dynaxx.layout.host import moved_together, on_host
 from dynaxx.layout.masks import EMPTY, FULL, ElementMasks, causal_codes, causal_masks
 
 
@@ -321,13 +321,12 @@ class BlockLayout:
         """The same layout on another device; a copy to a GPU does not wait for it."""
         if torch.device(device) == self.device:
             return self
-        moved = {
-            name: getattr(self, name).to(device, non_blocking=True)
-            for name in ("kv_indptr", "kv_num_partial", "kv_indices", "kv_masks")
-        }
-        there = BlockLayout(self.seqlen_q, self.seqlen_k, self.block_size, **moved, masks=self.masks.to(device))
-        order = self.kv_order
-        there.__dict__["kv_order"] = None if order is None else order.to(device, non_blocking=True)
+        parts = [self.kv_indptr, self.kv_num_partial, self.kv_indices, self.kv_masks, self.masks.bits, self.masks.bands]
+        parts += [] if self.kv_order is None else [self.kv_order]
+        indptr, num_partial, indices, codes, bits, bands, *order = moved_together(parts, torch.device(device))
+        masks = ElementMasks(bits, bands, self.masks.kv_block)
+        there = BlockLayout(self.seqlen_q, self.seqlen_k, self.block_size, indptr, num_partial, indices, codes, masks)
+        there.__dict__["kv_order"] = order[0] if order else None
         return there
 
     def head_slice(self, heads: Sequence[int]) -> BlockLayout:

@@ -36,19 +36,19 @@ def layout_from_dense(mask: Tensor, block_size: tuple[int, int]) -> BlockLayout:
     lead = (batch_i * heads + head_i) * rows + row
     codes = torch.full_like(lead, FULL)
     is_partial = partial[batch_i, head_i, row, col]
-    masks, codes[is_partial] = unique_masks(tiles[batch_i, head_i, row, col][is_partial])
+    masks, codes[is_partial] = unique_masks(ElementMasks.from_dense(tiles[batch_i, head_i, row, col][is_partial]))
     return BlockLayout.from_entries(grid, lead, col, codes, masks, layout_batch=batch, layout_heads=heads)
 
 
-def unique_masks(tiles: Tensor) -> tuple[ElementMasks, Tensor]:
-    """Distinct masks of (n, q_block, kv_block) bool tiles, and for each tile its entry, (n,) int64."""
-    packed = ElementMasks.from_dense(tiles)
-    if len(packed) == 0:
-        return packed, torch.zeros(0, dtype=torch.int64, device=tiles.device)
-    bits, entry = packed.bits.flatten(1).unique(dim=0, return_inverse=True)
-    first = torch.full((bits.shape[0],), len(packed), device=tiles.device)
-    first.scatter_reduce_(0, entry, torch.arange(len(packed), device=tiles.device), "amin")
-    return ElementMasks(packed.bits[first], packed.bands[first], packed.kv_block), entry
+def unique_masks(masks: ElementMasks) -> tuple[ElementMasks, Tensor]:
+    """The distinct ones of n masks, in the order of their bits, and the entry of each mask there, (n,) int64."""
+    bits = masks.bits
+    if len(masks) < 2:
+        return masks, torch.zeros(len(masks), dtype=torch.int64, device=bits.device)
+    distinct, entry = bits.flatten(1).unique(dim=0, return_inverse=True)
+    first = torch.full((distinct.shape[0],), len(masks), device=bits.device)
+    first.scatter_reduce_(0, entry, torch.arange(len(masks), device=bits.device), "amin")
+    return masks.some(first), entry
 
 
 def layout_to_dense(layout: BlockLayout) -> Tensor:
@@ -143,7 +143,7 @@ def from_block_mask(block_mask: BlockMask, *, chunk: int = 1024) -> BlockLayout:
         seen = block_mask.mask_mod(b[:, None, None], head[:, None, None], q_safe, kv_safe) & in_range
         bits.append(seen.expand(len(some), *block_size))
     none = torch.zeros(0, *block_size, dtype=torch.bool, device=lead.device)
-    masks, codes = unique_masks(torch.cat([none, *bits]))
+    masks, codes = unique_masks(ElementMasks.from_dense(torch.cat([none, *bits])))
     empty = (masks.bits == 0).all(-1).all(-1) if len(masks) else None
     if empty is not None:
         codes = torch.where(empty[codes], EMPTY, codes)

@@ -52,6 +52,10 @@ class BlockGrid:
     def kv_blocks(self) -> int:
         return -(-self.seqlen_k // self.block_size[1])
 
+    def spans(self) -> tuple[Tensor, Tensor]:
+        """`q_span` of all rows, which one layout asks for often."""
+        return _spans(self)
+
     def q_span(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """First and last key position at which the queries of each row stand (the last one clipped to seqlen_q)."""
         first = rows * self.block_size[0]
@@ -76,6 +80,13 @@ class BlockGrid:
     def visible_blocks(self) -> int:
         """How many blocks all rows may visit: what density is a share of."""
         return _visible_blocks(self)
+
+
+@lru_cache(maxsize=8)
+@on_host
+def _spans(grid: BlockGrid) -> tuple[Tensor, Tensor]:
+    with torch.inference_mode(False):  # what is cached must serve training, too
+        return grid.q_span(grid.rows())
 
 
 @lru_cache(maxsize=1024)

@@ -1,12 +1,13 @@
-"""Tensors that say no device are the host's, whatever `torch.set_default_device` says."""
+"""Tensors of the host: they say so, whatever `torch.set_default_device` says, and go to a GPU together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -27,3 +28,15 @@ def on_host(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
 
     return run
+
+
+def moved_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """int32 tensors on another device; to a GPU in one copy from pinned memory, each at 16 bytes, without waiting."""
+    if device.type != "cuda" or any(x.device.type != "cpu" for x in tensors):
+        return [x.to(device, non_blocking=True) for x in tensors]
+    sizes = [-(-x.numel() // 4) * 4 for x in tensors]
+    packed = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=True)
+    for x, place in zip(tensors, packed.split(sizes), strict=True):
+        place[: x.numel()].copy_(x.flatten())
+    places = packed.to(device, non_blocking=True).split(sizes)
+    return [place[: x.numel()].view(x.shape) for x, place in zip(tensors, places, strict=True)]

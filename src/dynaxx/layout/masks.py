@@ -18,6 +18,7 @@ FULL = -1  # code of a block without an element mask
 EMPTY = -2  # code of a block that is not visited; never stored in a layout
 
 NO_BAND = (1, 0)
+EIGHT_BITS = 0x0102040810204080  # times eight bytes: byte i comes to bit 56 + i, and nothing is carried
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,17 +35,18 @@ class ElementMasks:
     @classmethod
     def from_dense(cls, masks: Tensor) -> ElementMasks:
         """Pack (num_masks, q_block, kv_block) bool."""
-        num_masks, q_block, kv_block = masks.shape
-        words = -(-kv_block // 32)
-        padded = torch.nn.functional.pad(masks, (0, words * 32 - kv_block)).view(num_masks, q_block, words, 32)
-        weights = torch.ones(32, dtype=torch.int64, device=masks.device) << torch.arange(32, device=masks.device)
-        packed = (padded * weights).sum(-1)
-        packed = torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
-        return cls(packed, _bands(masks), kv_block)
+        count, q_block, kv_block = masks.shape
+        if not count:
+            return cls.empty((q_block, kv_block), masks.device)
+        padded = torch.nn.functional.pad(masks, (0, -kv_block % 32)) if kv_block % 32 else masks.contiguous()
+        eights = (padded.view(torch.int64) * EIGHT_BITS) >> 56  # of eight bytes 0 or 1, the bits in order
+        bits = (eights & 0xFF).to(torch.uint8).view(torch.int32)
+        return cls(bits, _bands(masks, bits), kv_block)
 
     @classmethod
     def empty(cls, block_size: tuple[int, int], device: torch.device | str = "cpu") -> ElementMasks:
-        return cls.from_dense(torch.zeros(0, *block_size, dtype=torch.bool, device=device))
+        numbers = torch.zeros(0, dtype=torch.int32, device=device)
+        return cls(numbers.view(0, block_size[0], -(-block_size[1] // 32)), numbers.view(0, 2), block_size[1])
 
     def to_dense(self) -> Tensor:
         """(num_masks, q_block, kv_block) bool."""
@@ -55,23 +57,32 @@ class ElementMasks:
     def to(self, device: torch.device | str) -> ElementMasks:
         return ElementMasks(self.bits.to(device), self.bands.to(device), self.kv_block)
 
+    def some(self, kept: Tensor) -> ElementMasks:
+        """The entries that (num_masks,) bool or int64 names."""
+        return ElementMasks(self.bits[kept], self.bands[kept], self.kv_block)
+
     def append(self, other: ElementMasks) -> ElementMasks:
         """The entries of `other` behind these: its codes shift by `len(self)`."""
         return ElementMasks(torch.cat([self.bits, other.bits]), torch.cat([self.bands, other.bands]), self.kv_block)
 
 
-def _bands(masks: Tensor) -> Tensor:
-    """The closed form of each mask: (lo, hi) if it is the band lo <= r - c <= hi and not empty, else (1, 0)."""
-    num_masks, q_block, kv_block = masks.shape
-    distance = torch.arange(q_block)[:, None] - torch.arange(kv_block)[None, :]
-    distance = distance.to(masks.device)
-    lo = torch.where(masks, distance, q_block).amin((1, 2)) if num_masks else masks.new_zeros(0, dtype=torch.int64)
-    hi = torch.where(masks, distance, -kv_block).amax((1, 2)) if num_masks else lo
-    band = (distance >= lo[:, None, None]) & (distance <= hi[:, None, None])
-    is_band = (band == masks).all(-1).all(-1) & (lo <= hi)
-    found = torch.stack([lo, hi], dim=-1)
-    none = torch.tensor(NO_BAND, device=masks.device)
-    return torch.where(is_band[:, None], found, none).to(torch.int32)
+def _bands(masks: Tensor, bits: Tensor) -> Tensor:
+    """The closed form of each mask: (lo, hi) if it is the band lo <= r - c <= hi and not empty, else (1, 0).
+
+    It is one if each row is the row above moved by a column, and the first row and column show distances without a gap.
+    """
+    kv_block = masks.shape[2]
+    moved = bits[:, :-1] << 1
+    moved[..., 1:] |= bits[:, :-1, :-1] < 0  # bit 31 of a word is bit 0 of the next
+    moved ^= bits[:, 1:]
+    moved[..., 0] &= -2 if kv_block >= 32 else (1 << kv_block) - 2  # nothing says what comes in
+    same = (moved == 0).flatten(1).all(1)
+    shown = torch.cat([masks[:, 0].flip(1), masks[:, 1:, 0]], 1).to(torch.int32)  # by distance, from 1 - kv_block
+    first, last = shown.argmax(1), shown.shape[1] - 1 - shown.flip(1).argmax(1)
+    count = shown.sum(1)
+    is_band = same & (count == last - first + 1) & (count > 0)
+    found = torch.stack([first, last], 1) - (kv_block - 1)
+    return torch.where(is_band[:, None], found, found.new_tensor(NO_BAND)).to(torch.int32)
 
 
 def causal_codes(grid: BlockGrid, rows: Tensor, cols: Tensor) -> Tensor:

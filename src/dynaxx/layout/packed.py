@@ -223,7 +223,7 @@ def _union_masks(
         tiles.index_put_((which[some],), seen, accumulate=True)
     all_set, none_set = tiles.flatten(1).all(1), ~tiles.flatten(1).any(1)
     codes = torch.where(all_set, FULL, EMPTY)
-    masks, codes[~all_set & ~none_set] = unique_masks(tiles[~all_set & ~none_set])
+    masks, codes[~all_set & ~none_set] = unique_masks(ElementMasks.from_dense(tiles[~all_set & ~none_set]))
     return masks, codes[kind]
 
 

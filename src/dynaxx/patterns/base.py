@@ -1,7 +1,7 @@
 """`Pattern`: a rule over positions, and how rules combine.
 
 A rule says three things about a grid of blocks, all in closed form: which element pairs are visible (the definition),
-which blocks may hold a visible pair (its candidates), and for a given block whether it is full, partial or empty. From
+which runs of blocks it touches and fills in each row, and for a given block whether it is full, partial or empty. From
 these `Pattern.layout` builds a `BlockLayout` in O(visited blocks), without any object of seqlen x seqlen.
 """
 
@@ -11,22 +11,35 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dynaxx.layout import BlockGrid, BlockLayout, as_block_size
 from dynaxx.layout.host import on_host
+from dynaxx.patterns.runs import Runs, all_of, any_of
 
 
 @dataclass(frozen=True)
 class BlockStates:
-    """What a rule says of n blocks: `full` and `partial` (n,) bool, neither means empty; `key` (n,) int64 is equal for
-    two partial blocks only if their element masks are equal."""
+    """What a rule says of n blocks: `full` and `partial` (n,) bool, neither means empty; `key` (n,) or (c, n) int64 is
+    equal for two partial blocks only if their element masks are equal."""
 
     full: Tensor
     partial: Tensor
     key: Tensor
+
+    def keys(self) -> Tensor:
+        """(c, n) int64: equal for two blocks only if both are full, both are empty, or their masks are equal."""
+        return torch.atleast_2d(torch.where(self.partial, self.key * 4 + 2, self.full.long()))
+
+
+class Visited(NamedTuple):
+    """The blocks of each row that a rule may show a pair of, and those among them that it shows whole."""
+
+    touched: Runs
+    filled: Runs
 
 
 class Pattern(ABC):
@@ -61,6 +74,10 @@ class Pattern(ABC):
         """Whether a part of it is known only from a request's tokens, so that it must be resolved first."""
         return False
 
+    def hides_future(self, grid: BlockGrid) -> bool:
+        """Whether, on a causal grid, it shows no key after the query anyway."""
+        return False
+
     def resolve(self, input_ids: Tensor | Sequence[int]) -> Pattern:
         """This rule for one request: parts by content (`GlobalContent`) become positions. Others stay as they are.
 
@@ -74,12 +91,8 @@ class Pattern(ABC):
         """The definition: bool, broadcast of two tensors of key positions (query `i` stands at `i + grid.offset`)."""
 
     @abstractmethod
-    def candidates(self, grid: BlockGrid) -> Tensor:
-        """(n,) int64 `row * kv_blocks + col` of blocks that hold every visible pair, unique, O(visited blocks)."""
-
-    @abstractmethod
-    def candidate_count(self, grid: BlockGrid) -> int:
-        """About how many candidates there are, without listing them."""
+    def visited(self, grid: BlockGrid) -> Visited:
+        """The blocks that hold every visible pair, as runs; `filled` may leave out blocks that are full."""
 
     @abstractmethod
     def classify(self, grid: BlockGrid, rows: Tensor, cols: Tensor) -> BlockStates:
@@ -113,23 +126,24 @@ class Union(Pattern):
     def resolve(self, input_ids: Tensor | Sequence[int]) -> Pattern:
         return Union(tuple(part.resolve(input_ids) for part in self.parts)) if self.needs_tokens else self
 
+    def hides_future(self, grid: BlockGrid) -> bool:
+        return all(part.hides_future(grid) for part in self.parts)
+
     def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         seen = self.parts[0].visible(grid, q_pos, k_pos)
         for part in self.parts[1:]:
             seen = seen | part.visible(grid, q_pos, k_pos)
         return seen
 
-    def candidates(self, grid: BlockGrid) -> Tensor:
-        return torch.cat([part.candidates(grid) for part in self.parts]).unique()
-
-    def candidate_count(self, grid: BlockGrid) -> int:
-        return sum(part.candidate_count(grid) for part in self.parts)
+    def visited(self, grid: BlockGrid) -> Visited:
+        touched, filled = zip(*(part.visited(grid) for part in self.parts), strict=True)
+        return Visited(any_of(touched), any_of(filled))
 
     def classify(self, grid: BlockGrid, rows: Tensor, cols: Tensor) -> BlockStates:
         states = [part.classify(grid, rows, cols) for part in self.parts]
         full = torch.stack([state.full for state in states]).any(0)
         partial = torch.stack([state.partial for state in states]).any(0) & ~full
-        return BlockStates(full, partial, _joint_key(states, partial))
+        return BlockStates(full, partial, torch.cat([state.keys() for state in states]))
 
     def __repr__(self) -> str:
         return " | ".join(f"({part!r})" if isinstance(part, Intersection) else repr(part) for part in self.parts)
@@ -148,54 +162,35 @@ class Intersection(Pattern):
     def resolve(self, input_ids: Tensor | Sequence[int]) -> Pattern:
         return Intersection(tuple(part.resolve(input_ids) for part in self.parts)) if self.needs_tokens else self
 
+    def hides_future(self, grid: BlockGrid) -> bool:
+        return any(part.hides_future(grid) for part in self.parts)
+
     def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         seen = self.parts[0].visible(grid, q_pos, k_pos)
         for part in self.parts[1:]:
             seen = seen & part.visible(grid, q_pos, k_pos)
         return seen
 
-    def candidates(self, grid: BlockGrid) -> Tensor:
-        return min(self.parts, key=lambda part: part.candidate_count(grid)).candidates(grid)
-
-    def candidate_count(self, grid: BlockGrid) -> int:
-        return min(part.candidate_count(grid) for part in self.parts)
+    def visited(self, grid: BlockGrid) -> Visited:
+        touched, filled = zip(*(part.visited(grid) for part in self.parts), strict=True)
+        return Visited(all_of(touched), all_of(filled))
 
     def classify(self, grid: BlockGrid, rows: Tensor, cols: Tensor) -> BlockStates:
         states = [part.classify(grid, rows, cols) for part in self.parts]
         full = torch.stack([state.full for state in states]).all(0)
         partial = torch.stack([state.full | state.partial for state in states]).all(0) & ~full
-        return BlockStates(full, partial, _joint_key(states, partial))
+        return BlockStates(full, partial, torch.cat([state.keys() for state in states]))
 
     def __repr__(self) -> str:
         return " & ".join(f"({part!r})" if isinstance(part, Union) else repr(part) for part in self.parts)
 
 
-def _joint_key(states: list[BlockStates], partial: Tensor) -> Tensor:
-    """A key per block that is equal only where all parts' states and keys are; computed where `partial`, else 0."""
-    joint = torch.zeros(int(partial.sum()), dtype=torch.int64)
-    for state in states:
-        full, cut = state.full[partial], state.partial[partial]
-        joint = _rank_pairs(joint, torch.where(cut, _rank(state.key[partial]) + 2, full.long()))
-    key = torch.zeros(partial.shape, dtype=torch.int64)
-    key[partial] = joint
-    return key
-
-
-def _rank(values: Tensor) -> Tensor:
-    return values.unique(return_inverse=True)[1]
-
-
-def _rank_pairs(a: Tensor, b: Tensor) -> Tensor:
-    """The rank of each pair; both non-negative. Sorts plain integers: much faster than `unique(dim=1)`."""
-    return _rank(a * (int(b.amax()) + 1) + b) if b.numel() else a
-
-
 @lru_cache(maxsize=128)
 @on_host
 def _cached_layout(pattern: Pattern, grid: BlockGrid, device: torch.device) -> BlockLayout:
-    if device.type != "cpu":
-        return _cached_layout(pattern, grid, torch.device("cpu")).to(device)
     from dynaxx.patterns.build import build_layout
 
     with torch.inference_mode(False):  # what is cached must serve training, too
+        if device.type != "cpu":
+            return _cached_layout(pattern, grid, torch.device("cpu")).to(device)
         return build_layout(pattern, grid)

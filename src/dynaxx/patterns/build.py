@@ -1,4 +1,4 @@
-"""From a pattern to a layout: list the candidates, classify them, and evaluate each distinct partial mask once."""
+"""From a pattern to a layout: runs of blocks, the partial ones classified, and each distinct mask evaluated once."""
 
 from __future__ import annotations
 
@@ -6,45 +6,96 @@ import torch
 from torch import Tensor
 
 from dynaxx.layout import EMPTY, FULL, BlockGrid, BlockLayout, ElementMasks
+from dynaxx.layout.block_layout import row_offsets
 from dynaxx.layout.convert import unique_masks
 from dynaxx.patterns.base import Pattern
 from dynaxx.patterns.local import Causal
+from dynaxx.patterns.runs import Runs, beside, without
 
 MASKS_AT_ONCE = 512
+TABLE = 1 << 13  # places for kinds of masks; a collision costs another try
+SPREAD = (0x9E3779B97F4A7C15 - (1 << 64), 0x5851F42D4C957F2D, 0x2545F4914F6CDD1D)  # odd multipliers
 
 
 def build_layout(pattern: Pattern, grid: BlockGrid) -> BlockLayout:
     """The layout of `pattern` on `grid`, on the CPU, shared by all heads."""
-    rule = pattern & Causal() if grid.causal else pattern
-    flat = rule.candidates(grid)
-    rows, cols = flat // max(1, grid.kv_blocks), flat % max(1, grid.kv_blocks)
-    states = rule.classify(grid, rows, cols)
-    codes = torch.where(states.full, FULL, EMPTY)
-    masks, codes[states.partial] = _partial_masks(
-        rule, grid, rows[states.partial], cols[states.partial], states.key[states.partial]
+    rule = pattern & Causal() if grid.causal and not pattern.hides_future(grid) else pattern
+    touched, filled = rule.visited(grid)
+    partial = without(touched, filled)
+    rows, cols = partial.blocks(grid.q_blocks)
+    masks, codes = _element_masks(rule, grid, rows, cols)
+    if bool((codes >= 0).all()):
+        return _layout_of_runs(grid, partial, filled, rows, codes, masks)
+    full_rows, full_cols = filled.blocks(grid.q_blocks)
+    codes = torch.cat([codes, torch.full_like(full_rows, FULL)])
+    return BlockLayout.from_entries(grid, torch.cat([rows, full_rows]), torch.cat([cols, full_cols]), codes, masks)
+
+
+def _layout_of_runs(
+    grid: BlockGrid, partial: Runs, filled: Runs, rows: Tensor, codes: Tensor, masks: ElementMasks
+) -> BlockLayout:
+    """The layout whose entries are in order as they are: of each row its partial blocks, then its full ones."""
+    num_partial, num_full = partial.lengths(grid.q_blocks), filled.lengths(grid.q_blocks)
+    indptr = row_offsets((num_partial + num_full).view(1, 1, -1))
+    indices = beside(partial, filled).columns(grid.q_blocks).to(torch.int32)
+    entry_masks = torch.full_like(indices, FULL)
+    full_before = num_full.cumsum(0) - num_full
+    entry_masks[full_before[rows] + torch.arange(len(rows))] = codes.to(torch.int32)
+    return BlockLayout(
+        seqlen_q=grid.seqlen_q,
+        seqlen_k=grid.seqlen_k,
+        block_size=grid.block_size,
+        kv_indptr=indptr,
+        kv_num_partial=num_partial.to(torch.int32).view(1, 1, -1),
+        kv_indices=indices,
+        kv_masks=entry_masks,
+        masks=masks,
     )
-    return BlockLayout.from_entries(grid, rows, cols, codes, masks)
 
 
-def _partial_masks(
-    rule: Pattern, grid: BlockGrid, rows: Tensor, cols: Tensor, key: Tensor
-) -> tuple[ElementMasks, Tensor]:
-    """The table of masks, and each partial block's code: FULL or EMPTY where its mask is all set or all clear."""
+def _element_masks(rule: Pattern, grid: BlockGrid, rows: Tensor, cols: Tensor) -> tuple[ElementMasks, Tensor]:
+    """The table of masks, and each block's code: FULL or EMPTY where its mask is all set or all clear."""
     q_block, kv_block = grid.block_size
-    _, kind = key.unique(return_inverse=True)
-    kinds = int(kind.amax()) + 1 if kind.numel() else 0
-    example = torch.empty(kinds, dtype=torch.int64).scatter_(0, kind, torch.arange(len(kind)))
+    if not len(rows):
+        return ElementMasks.empty(grid.block_size), rows
+    example, kind = _kinds(rule.classify(grid, rows, cols).keys())
     r, c = torch.arange(q_block)[:, None], torch.arange(kv_block)
-    packed = ElementMasks.empty(grid.block_size)
-    codes = []
+    tables, codes, count = [], [], 0
     for some in example.split(MASKS_AT_ONCE):
         q_pos = rows[some][:, None, None] * q_block + r + grid.offset
         k_pos = cols[some][:, None, None] * kv_block + c
         tiles = rule.visible(grid, q_pos, k_pos).expand(len(some), q_block, kv_block)
-        all_set, none_set = tiles.flatten(1).all(1), ~tiles.flatten(1).any(1)
-        table, entry = unique_masks(tiles[~all_set & ~none_set])
-        code = torch.where(all_set, FULL, EMPTY)
-        code[~all_set & ~none_set] = entry + len(packed)
-        packed = packed.append(table)
+        packed = ElementMasks.from_dense(tiles)
+        all_set = (packed.bits == (-1 if kv_block >= 32 else (1 << kv_block) - 1)).flatten(1).all(1)
+        cut = (packed.bits != 0).flatten(1).any(1) & ~all_set
+        every = bool(cut.all())
+        table, entry = unique_masks(packed if every else packed.some(cut))
+        code = entry + count if every else torch.where(all_set, FULL, EMPTY).masked_scatter_(cut, entry + count)
+        count += len(table)
+        tables.append(table)
         codes.append(code)
-    return packed, torch.cat([*codes, kind.new_zeros(0)])[kind]
+    masks = tables[0]
+    for table in tables[1:]:
+        masks = masks.append(table)
+    return masks, torch.cat(codes)[kind]
+
+
+def _kinds(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Number the distinct columns of (c, n) int64: (kinds,) an example of each, and (n,) the kind of each column.
+
+    By a table of places and not by sorting; columns that share a place are compared.
+    """
+    each = torch.arange(keys.shape[1])
+    number = torch.empty(TABLE, dtype=torch.int64)
+    for factor in SPREAD:
+        mixed = keys[0]
+        for row in keys[1:]:
+            mixed = (mixed * factor) ^ (mixed >> 29) ^ row
+        place = ((mixed * factor) >> 40) & (TABLE - 1)
+        chosen = number.scatter_(0, place, each).gather(0, place)
+        if torch.equal(keys.index_select(1, chosen), keys):
+            taken = torch.zeros(TABLE, dtype=torch.bool).index_fill_(0, place, True).nonzero().flatten()
+            example = number.gather(0, taken)
+            return example, number.scatter_(0, taken, each[: len(taken)]).gather(0, place)
+    _, kind = keys.unique(dim=1, return_inverse=True)
+    return torch.empty(int(kind.amax()) + 1, dtype=torch.int64).scatter_(0, kind, each), kind

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from dynaxx.layout import BlockGrid
-from dynaxx.patterns.base import BlockStates, Pattern
-from dynaxx.patterns.local import enumerate_blocks
+from dynaxx.patterns.base import BlockStates, Pattern, Visited
+from dynaxx.patterns.runs import Runs
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,13 @@ class Compressed(Pattern):
     def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         return k_pos * self.stride + self.block - 1 <= q_pos - grid.offset + self.first
 
-    def candidates(self, grid: BlockGrid) -> Tensor:
-        _, last = self._tokens(grid, grid.rows())
-        last_key = torch.div(last + 1 - self.block, self.stride, rounding_mode="floor").clamp(max=grid.seqlen_k - 1)
-        end = torch.div(last_key, grid.block_size[1], rounding_mode="floor")
-        return enumerate_blocks(grid, torch.zeros_like(end), end)
-
-    def candidate_count(self, grid: BlockGrid) -> int:
-        return grid.q_blocks * grid.kv_blocks
+    def visited(self, grid: BlockGrid) -> Visited:
+        first, last = self._tokens(grid, grid.rows())
+        keys = lambda token: torch.div(token + 1 - self.block, self.stride, rounding_mode="floor") + 1  # ended by then
+        end = lambda count: count.clamp(0, grid.seqlen_k)
+        zero = torch.zeros_like(first)
+        touched = Runs.one(zero, -(-end(keys(last)) // grid.block_size[1]))
+        return Visited(touched, Runs.one(zero, end(keys(first)) // grid.block_size[1]).within(touched))
 
     def classify(self, grid: BlockGrid, rows: Tensor, cols: Tensor) -> BlockStates:
         first, last = self._tokens(grid, rows)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.layout import BlockGrid
-from dynaxx.patterns.base import BlockStates, Pattern
+from dynaxx.patterns.base import BlockStates, Pattern, Visited
 from dynaxx.patterns.fixed import GlobalTokens
 
 TokenSequence = tuple[int, ...]
@@ -82,10 +82,7 @@ class GlobalContent(Pattern):
     def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         self._refuse()
 
-    def candidates(self, grid: BlockGrid) -> Tensor:
-        self._refuse()
-
-    def candidate_count(self, grid: BlockGrid) -> int:
+    def visited(self, grid: BlockGrid) -> Visited:
         self._refuse()
 
     def classify(self, grid: BlockGrid, rows: Tensor, cols: Tensor) -> BlockStates:

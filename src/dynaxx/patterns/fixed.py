@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from dynaxx.layout import BlockGrid
-from dynaxx.patterns.base import BlockStates, Pattern
-from dynaxx.patterns.local import SlidingWindow, enumerate_blocks
+from dynaxx.layout.host import on_host
+from dynaxx.patterns.base import BlockStates, Pattern, Visited
+from dynaxx.patterns.local import SlidingWindow
+from dynaxx.patterns.runs import Runs, any_of
 
 
 @dataclass(frozen=True)
@@ -46,26 +49,25 @@ class GlobalTokens(Pattern):
             return positions.clamp(0, self.tokens)
         return torch.searchsorted(torch.tensor(self.tokens, dtype=torch.int64), positions)
 
-    def _blocks(self, grid: BlockGrid, size: int, count: int, offset: int) -> Tensor:
-        """Blocks of `size` tokens, the first standing at `offset`, that hold a global token."""
+    def _blocks(self, size: int, count: int, offset: int) -> tuple[Tensor, Tensor]:
+        """(count,) whether each block of `size` tokens, the first at `offset`, holds a global token, and only such."""
         starts = torch.arange(count) * size + offset
-        return (self._count_before(starts + size) > self._count_before(starts)).nonzero().flatten()
+        held = self._count_before(starts + size) - self._count_before(starts)
+        return held > 0, held == size
 
     def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         seen = self._is_global(k_pos) & torch.ones_like(q_pos, dtype=torch.bool)
         return seen | self._is_global(q_pos) if self.symmetric else seen
 
-    def candidates(self, grid: BlockGrid) -> Tensor:
-        cols = self._blocks(grid, grid.block_size[1], grid.kv_blocks, 0)
-        flat = (grid.rows()[:, None] * grid.kv_blocks + cols).flatten()
+    def visited(self, grid: BlockGrid) -> Visited:
+        q_block, kv_block = grid.block_size
+        found = self._blocks(kv_block, grid.kv_blocks, 0)
+        touched, filled = (_runs_of(cols) for cols in found)
         if not self.symmetric:
-            return flat
-        rows = self._blocks(grid, grid.block_size[0], grid.q_blocks, grid.offset)
-        return torch.cat([flat, (rows[:, None] * grid.kv_blocks + torch.arange(grid.kv_blocks)).flatten()]).unique()
-
-    def candidate_count(self, grid: BlockGrid) -> int:
-        cols = len(self._blocks(grid, grid.block_size[1], grid.kv_blocks, 0))
-        return cols * (grid.q_blocks + grid.kv_blocks * self.symmetric)
+            return Visited(touched, filled)
+        rows = self._blocks(q_block, grid.q_blocks, grid.offset)
+        whole = lambda some: Runs.one(torch.zeros(len(some), dtype=torch.int64), some * grid.kv_blocks)
+        return Visited(any_of([touched, whole(rows[0])]), any_of([filled, whole(rows[1])]))
 
     def _side(self, start: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
         """Whether the tokens start .. start + size - 1 are all, or some, global; and then a key of which, else 0."""
@@ -109,13 +111,13 @@ class LastQueries(Pattern):
     def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         return (q_pos >= grid.seqlen_k - self.queries) & torch.ones_like(k_pos, dtype=torch.bool)
 
-    def candidates(self, grid: BlockGrid) -> Tensor:
-        first = max(0, grid.seqlen_q - self.queries) // grid.block_size[0] if self.queries else grid.q_blocks
-        rows = torch.arange(first, grid.q_blocks)
-        return (rows[:, None] * grid.kv_blocks + torch.arange(grid.kv_blocks)).flatten()
-
-    def candidate_count(self, grid: BlockGrid) -> int:
-        return (-(-self.queries // grid.block_size[0]) + 1) * grid.kv_blocks
+    def visited(self, grid: BlockGrid) -> Visited:
+        since = grid.seqlen_q - self.queries  # the first of them
+        first = grid.rows() * grid.block_size[0]
+        whole = lambda some: Runs.one(torch.zeros_like(first), some * grid.kv_blocks)
+        if not self.queries:
+            return Visited(Runs.none(), Runs.none())
+        return Visited(whole(first + grid.block_size[0] > since), whole(first >= since))
 
     def classify(self, grid: BlockGrid, rows: Tensor, cols: Tensor) -> BlockStates:
         first = rows * grid.block_size[0] + grid.offset
@@ -151,22 +153,20 @@ class Documents(Pattern):
     def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         return self._document(q_pos) == self._document(k_pos)
 
-    def _reach(self, grid: BlockGrid) -> tuple[Tensor, Tensor]:
-        """First and last kv block of the documents that each row's queries are in."""
+    def visited(self, grid: BlockGrid) -> Visited:
         self._check(grid)
+        q_block, kv_block = grid.block_size
         bounds = torch.tensor(self.cu_seqlens)
-        first, last = grid.q_span(grid.rows())
-        start = bounds[self._document(first)]
-        end = last if grid.causal else bounds[self._document(last) + 1] - 1
-        end = end.clamp(max=grid.seqlen_k - 1)
-        return start // grid.block_size[1], torch.div(end, grid.block_size[1], rounding_mode="floor")
-
-    def candidates(self, grid: BlockGrid) -> Tensor:
-        return enumerate_blocks(grid, *self._reach(grid))
-
-    def candidate_count(self, grid: BlockGrid) -> int:
-        start, end = self._reach(grid)
-        return int((end - start + 1).clamp(min=0).sum())
+        first, last = grid.spans()
+        document, last_document = self._document(first), self._document(last)
+        end = last if grid.causal else bounds[last_document + 1] - 1
+        end = torch.div(end.clamp(max=grid.seqlen_k - 1), kv_block, rounding_mode="floor") + 1
+        touched = Runs.one(bounds[document] // kv_block, end)
+        alone = document == self._document(first + q_block - 1)
+        full_start = (bounds[document] + kv_block - 1) // kv_block
+        bounds[-1] = grid.kv_blocks * kv_block  # what lies past the end counts to the last document
+        full = Runs.one(full_start, torch.where(alone, bounds[document + 1] // kv_block, 0))
+        return Visited(touched, full.within(touched))
 
     def classify(self, grid: BlockGrid, rows: Tensor, cols: Tensor) -> BlockStates:
         self._check(grid)
@@ -205,12 +205,10 @@ class LocalBlocks(Pattern):
         col = k_pos // grid.block_size[1]
         return (col >= first) & (col <= last)
 
-    def candidates(self, grid: BlockGrid) -> Tensor:
+    def visited(self, grid: BlockGrid) -> Visited:
         first, last = self._reach(grid, grid.rows())
-        return enumerate_blocks(grid, first.clamp(min=0), last.clamp(max=grid.kv_blocks - 1))
-
-    def candidate_count(self, grid: BlockGrid) -> int:
-        return self.blocks * grid.q_blocks
+        runs = Runs.one(first.clamp(min=0), (last + 1).clamp(max=grid.kv_blocks))
+        return Visited(runs, runs)
 
     def classify(self, grid: BlockGrid, rows: Tensor, cols: Tensor) -> BlockStates:
         first, last = self._reach(grid, rows)
@@ -232,28 +230,43 @@ class RandomBlocks(Pattern):
         if self.blocks < 0:
             raise ValueError(f"`blocks` must be >= 0, got {self.blocks}")
 
-    def _drawn(self, grid: BlockGrid, rows: Tensor) -> Tensor:
-        """(..., blocks) kv blocks of each row; a row that sees no more than `blocks` of them gets them all, then -1."""
-        slot = torch.arange(self.blocks)
-        available = grid.causal_kv_blocks(rows)[..., None]
-        low, high = slot * available // max(1, self.blocks), (slot + 1) * available // max(1, self.blocks)
-        col = low + _hash(self.seed, rows[..., None], slot) % (high - low).clamp(min=1)
-        return torch.where(high > low, col, -1)
-
     def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         rows = torch.div(q_pos - grid.offset, grid.block_size[0], rounding_mode="floor").clamp(0, grid.q_blocks - 1)
-        return (self._drawn(grid, rows) == (k_pos // grid.block_size[1])[..., None]).any(-1)
+        return self._holds(grid, rows, k_pos // grid.block_size[1])
 
-    def candidates(self, grid: BlockGrid) -> Tensor:
-        cols = self._drawn(grid, grid.rows())
-        return (grid.rows()[:, None] * grid.kv_blocks + cols)[cols >= 0]
-
-    def candidate_count(self, grid: BlockGrid) -> int:
-        return self.blocks * grid.q_blocks
+    def visited(self, grid: BlockGrid) -> Visited:
+        cols = _drawn(self, grid)
+        start = cols.clamp(min=0)
+        runs = Runs(start, torch.where(cols >= 0, cols + 1, start))
+        return Visited(runs, runs)
 
     def classify(self, grid: BlockGrid, rows: Tensor, cols: Tensor) -> BlockStates:
-        full = (self._drawn(grid, rows) == cols[..., None]).any(-1)
+        full = self._holds(grid, rows, cols)
         return BlockStates(full, torch.zeros_like(full), torch.zeros_like(rows))
+
+    def _holds(self, grid: BlockGrid, rows: Tensor, cols: Tensor) -> Tensor:
+        """Whether a row drew a block; of any shapes that fit each other."""
+        found = torch.zeros(torch.broadcast_shapes(rows.shape, cols.shape), dtype=torch.bool)
+        for drawn in _drawn(self, grid).T:
+            found |= drawn[rows] == cols
+        return found
+
+
+@lru_cache(maxsize=8)
+@on_host
+def _drawn(rule: RandomBlocks, grid: BlockGrid) -> Tensor:
+    """(q_blocks, blocks) kv blocks of each row; one that sees no more than `blocks` of them gets them all, else -1."""
+    slot = torch.arange(rule.blocks)
+    available = grid.causal_kv_blocks(grid.rows())[:, None]
+    low, high = slot * available // max(1, rule.blocks), (slot + 1) * available // max(1, rule.blocks)
+    col = low + _hash(rule.seed, grid.rows()[:, None], slot) % (high - low).clamp(min=1)
+    return torch.where(high > low, col, -1)
+
+
+def _runs_of(held: Tensor) -> Runs:
+    """The runs of True in (count,) bool, the same for every row."""
+    edges = torch.nn.functional.pad(held.to(torch.int8), (1, 1)).diff()
+    return Runs((edges > 0).nonzero().view(1, -1), (edges < 0).nonzero().view(1, -1))
 
 
 def _hash(seed: int, rows: Tensor, slot: Tensor) -> Tensor:

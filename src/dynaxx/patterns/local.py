@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from dynaxx.layout import BlockGrid
-from dynaxx.patterns.base import BlockStates, Pattern
+from dynaxx.patterns.base import BlockStates, Pattern, Visited
+from dynaxx.patterns.runs import Runs
 
 
 def _distance(grid: BlockGrid, rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -19,21 +20,18 @@ def _distance(grid: BlockGrid, rows: Tensor, cols: Tensor) -> tuple[Tensor, Tens
     return first - (kv_block - 1), first + (q_block - 1), first
 
 
-def _band(grid: BlockGrid, lo: int | None, hi: int | None) -> tuple[Tensor, Tensor]:
-    """First and last kv block of each row that the band lo <= distance <= hi touches; last < first where none."""
-    first_pos, last_pos = grid.q_span(grid.rows())
-    kv_block = grid.block_size[1]
-    start = torch.zeros_like(first_pos) if hi is None else (first_pos - hi).clamp(min=0) // kv_block
-    end = torch.full_like(first_pos, grid.seqlen_k - 1) if lo is None else (last_pos - lo).clamp(max=grid.seqlen_k - 1)
-    return start, torch.div(end, kv_block, rounding_mode="floor")
-
-
-def enumerate_blocks(grid: BlockGrid, start: Tensor, end: Tensor) -> Tensor:
-    """Flat indices of blocks start[row] .. end[row] of every row."""
-    counts = (end - start + 1).clamp(min=0)
-    rows = torch.repeat_interleave(grid.rows(), counts)
-    within = torch.arange(rows.numel()) - (counts.cumsum(0) - counts)[rows]
-    return rows * grid.kv_blocks + start[rows] + within
+def band(grid: BlockGrid, lo: int | None, hi: int | None) -> Visited:
+    """The blocks of the band lo <= distance <= hi, None where unlimited."""
+    first, last = grid.spans()
+    q_block, kv_block = grid.block_size
+    start = torch.zeros_like(first) if hi is None else (first - hi).clamp(min=0) // kv_block
+    end = torch.full_like(first, grid.kv_blocks)
+    if lo is not None:
+        end = torch.div((last - lo).clamp(max=grid.seqlen_k - 1), kv_block, rounding_mode="floor") + 1
+    touched = Runs.one(start, end)
+    full_start = start if hi is None else -torch.div(hi + 1 - q_block - first, kv_block, rounding_mode="floor")
+    full_end = end if lo is None else torch.div(first + 1 - lo, kv_block, rounding_mode="floor")
+    return Visited(touched, Runs.one(full_start, full_end).within(touched))
 
 
 @dataclass(frozen=True)
@@ -43,11 +41,9 @@ class Full(Pattern):
     def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         return torch.ones_like(q_pos - k_pos, dtype=torch.bool)
 
-    def candidates(self, grid: BlockGrid) -> Tensor:
-        return enumerate_blocks(grid, *_band(grid, 0 if grid.causal else None, None))
-
-    def candidate_count(self, grid: BlockGrid) -> int:
-        return grid.q_blocks * grid.kv_blocks
+    def visited(self, grid: BlockGrid) -> Visited:
+        touched = band(grid, 0 if grid.causal else None, None).touched
+        return Visited(touched, touched)
 
     def classify(self, grid: BlockGrid, rows: Tensor, cols: Tensor) -> BlockStates:
         every = torch.ones_like(rows, dtype=torch.bool)
@@ -58,14 +54,14 @@ class Full(Pattern):
 class Causal(Pattern):
     """Keys at or before the query."""
 
+    def hides_future(self, grid: BlockGrid) -> bool:
+        return grid.causal
+
     def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         return k_pos <= q_pos
 
-    def candidates(self, grid: BlockGrid) -> Tensor:
-        return enumerate_blocks(grid, *_band(grid, 0, None))
-
-    def candidate_count(self, grid: BlockGrid) -> int:
-        return grid.q_blocks * grid.kv_blocks
+    def visited(self, grid: BlockGrid) -> Visited:
+        return band(grid, 0, None)
 
     def classify(self, grid: BlockGrid, rows: Tensor, cols: Tensor) -> BlockStates:
         nearest, farthest, first = _distance(grid, rows, cols)
@@ -100,6 +96,9 @@ class SlidingWindow(Pattern):
             right = 0
         return (None if right < 0 else -right), (None if left < 0 else left)
 
+    def hides_future(self, grid: BlockGrid) -> bool:
+        return grid.causal
+
     def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         lo, hi = self._limits(grid)
         distance = q_pos - k_pos
@@ -110,12 +109,8 @@ class SlidingWindow(Pattern):
             seen &= distance <= hi
         return seen
 
-    def candidates(self, grid: BlockGrid) -> Tensor:
-        return enumerate_blocks(grid, *_band(grid, *self._limits(grid)))
-
-    def candidate_count(self, grid: BlockGrid) -> int:
-        start, end = _band(grid, *self._limits(grid))
-        return int((end - start + 1).clamp(min=0).sum())
+    def visited(self, grid: BlockGrid) -> Visited:
+        return band(grid, *self._limits(grid))
 
     def classify(self, grid: BlockGrid, rows: Tensor, cols: Tensor) -> BlockStates:
         lo, hi = self._limits(grid)
@@ -146,14 +141,15 @@ class Dilated(Pattern):
         reach = (self.window - 1) * self.dilation
         return SlidingWindow((reach, reach))
 
+    def hides_future(self, grid: BlockGrid) -> bool:
+        return grid.causal
+
     def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         return self._reach().visible(grid, q_pos, k_pos) & ((q_pos - k_pos) % self.dilation == 0)
 
-    def candidates(self, grid: BlockGrid) -> Tensor:
-        return self._reach().candidates(grid)
-
-    def candidate_count(self, grid: BlockGrid) -> int:
-        return self._reach().candidate_count(grid)
+    def visited(self, grid: BlockGrid) -> Visited:
+        reach = self._reach().visited(grid)
+        return reach if self.dilation == 1 else Visited(reach.touched, Runs.none())
 
     def classify(self, grid: BlockGrid, rows: Tensor, cols: Tensor) -> BlockStates:
         return _every_nth(self._reach().classify(grid, rows, cols), grid, rows, cols, self.dilation)
@@ -173,21 +169,17 @@ class Strided(Pattern):
     def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         return (q_pos - k_pos) % self.stride == 0
 
-    def candidates(self, grid: BlockGrid) -> Tensor:
+    def visited(self, grid: BlockGrid) -> Visited:
+        if self.stride == 1:
+            return Full().visited(grid)
         if self.stride <= sum(grid.block_size):
-            return Full().candidates(grid)
+            return Visited(Full().visited(grid).touched, Runs.none())
         reach = max(grid.seqlen_q, grid.seqlen_k) // self.stride + 1
-        lines = torch.arange(0 if grid.causal else -reach, reach) * self.stride
-        first, last = (span[:, None] - lines for span in grid.q_span(grid.rows()))
-        starts, ends = first.clamp(min=0) // grid.block_size[1], last.clamp(max=grid.seqlen_k - 1)
-        ends = torch.div(ends, grid.block_size[1], rounding_mode="floor")
-        widest = max(1, int((ends - starts).amax()) + 1) if starts.numel() else 1
-        cols = starts[..., None] + torch.arange(widest)
-        inside = (cols <= ends[..., None]) & (cols < grid.kv_blocks)
-        return (grid.rows()[:, None, None] * grid.kv_blocks + cols)[inside].unique()
-
-    def candidate_count(self, grid: BlockGrid) -> int:
-        return min(grid.q_blocks * grid.kv_blocks, 3 * grid.q_blocks * (grid.seqlen_k // self.stride + 1))
+        lines = torch.arange(reach - 1, -1 if grid.causal else -reach - 1, -1) * self.stride
+        first, last = (span[:, None] - lines for span in grid.spans())
+        start = (first.clamp(min=0) // grid.block_size[1]).clamp(max=grid.kv_blocks)
+        end = torch.div(last.clamp(max=grid.seqlen_k - 1), grid.block_size[1], rounding_mode="floor") + 1
+        return Visited(Runs(start, torch.maximum(start, end)), Runs.none())
 
     def classify(self, grid: BlockGrid, rows: Tensor, cols: Tensor) -> BlockStates:
         return _every_nth(Full().classify(grid, rows, cols), grid, rows, cols, self.stride)
