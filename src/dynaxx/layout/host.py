@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
+from math import prod
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -34,9 +35,19 @@ def moved_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tens
     """int32 tensors on another device; to a GPU in one copy from pinned memory, each at 16 bytes, without waiting."""
     if device.type != "cuda" or any(x.device.type != "cpu" for x in tensors):
         return [x.to(device, non_blocking=True) for x in tensors]
-    sizes = [-(-x.numel() // 4) * 4 for x in tensors]
-    packed = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=True)
-    for x, place in zip(tensors, packed.split(sizes), strict=True):
-        place[: x.numel()].copy_(x.flatten())
-    places = packed.to(device, non_blocking=True).split(sizes)
-    return [place[: x.numel()].view(x.shape) for x, place in zip(tensors, places, strict=True)]
+    parts, places, size = [], [], 0
+    for x in tensors:
+        places.append(size)
+        parts += [x.flatten(), _PADDING[: -x.numel() % 4]]
+        size += x.numel() + -x.numel() % 4
+    packed = torch.empty(size, dtype=torch.int32, pin_memory=True)
+    there = torch.cat(parts, out=packed).to(device, non_blocking=True)
+    return [there.as_strided(x.shape, _dense(x.shape), place) for x, place in zip(tensors, places, strict=True)]
+
+
+_PADDING = torch.zeros(3, dtype=torch.int32, device="cpu")
+
+
+def _dense(shape: torch.Size) -> list[int]:
+    """Strides of a contiguous tensor."""
+    return [prod(shape[i + 1 :]) for i in range(len(shape))]
