@@ -57,7 +57,7 @@ class LightLaunch:
         return getattr(self.kernel, name)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-        return partial(self._launch, grid) if self._light else self.kernel[grid]
+        return partial(self._launch, (*grid, 1, 1)[:3]) if self._light else self.kernel[grid]
 
     def _launch(self, grid: tuple[int, ...], *arguments: Any, **named: Any) -> Launch | None:
         values = (*arguments, *named.values())
@@ -123,11 +123,10 @@ class Launch(NamedTuple):
 def run(compiled: Any, grid: tuple[int, ...], arguments: Sequence[Any], device: int) -> None:
     """Start a compiled kernel on the current stream; tensors may be given as their addresses."""
     if knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:  # a profiler wants to know
-        compiled[(*grid, 1, 1)](*arguments)
+        compiled[grid](*arguments)
         return
-    x, y, z, *_ = (*grid, 1, 1)
     stream = driver.active.get_current_stream(device)
-    compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
+    compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
 
 
 def version_is_checked() -> bool:

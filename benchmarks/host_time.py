@@ -1,0 +1,105 @@
+"""What the host does: microseconds until a call on a short sequence returns, and milliseconds to build a static layout.
+
+    python benchmarks/host_time.py [--tokens 512] [--layout-tokens 131072]
+
+Nothing waits for the GPU within a measurement. A fresh layout is one of a pattern and length that were never asked for;
+its time ends when it lies on the GPU. One thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+
+import dynaxx as dx
+from dynaxx.ops.dispatch import load_backend
+from dynaxx.patterns.base import _cached_layout
+from dynaxx.patterns.fixed import _drawn
+
+
+def host_us(call: Callable[[], object], count: int = 200, rounds: int = 5) -> float:
+    """Of one call, the median of `rounds` averages."""
+    for _ in range(30):
+        call()
+    found = []
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(count):
+            call()
+        found.append((time.perf_counter() - start) / count * 1e6)
+    return median(found)
+
+
+def print_calls(tokens: int, backend: str) -> None:
+    """Forward and backward of 8 q heads over 2 kv heads of 128, bf16."""
+    layout = (dx.SlidingWindow(256) | dx.GlobalTokens(64)).layout(tokens, device="cuda")
+    q, k, v = (torch.randn(1, tokens, heads, 128, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2))
+    module = load_backend(backend)
+    attend = lambda: dx.sparse_attention(q, k, v, layout, backend=backend)
+    out, lse = dx.sparse_attention(q, k, v, layout, return_lse=True, backend=backend)
+    do, dlse = torch.randn_like(out), torch.zeros_like(lse)
+    times = {
+        "forward": host_us(attend),
+        "the backend's part of it": host_us(lambda: module.attention_forward(q, k, v, layout, 0.1)),
+        "the backend's backward": host_us(
+            lambda: module.attention_backward(do, dlse, q, k, v, out, lse, layout, 0.1), 100
+        ),
+    }
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    both = lambda: torch.autograd.grad(dx.sparse_attention(q, k, v, layout, backend=backend), (q, k, v), do)
+    times["forward, with autograd"] = host_us(lambda: dx.sparse_attention(q, k, v, layout, backend=backend))
+    times["forward and backward"] = host_us(both, 100)
+    with torch.autograd.set_multithreading_enabled(False):
+        times["the same, backward in the calling thread"] = host_us(both, 100)
+    for name, us in times.items():
+        print(f"{backend:8}{name:42}{us:8.1f} us", flush=True)
+
+
+def print_layouts(tokens: int) -> None:
+    """Blocks of 128, causal; built on the host and copied."""
+    documents = tuple(range(0, tokens + 1, tokens // 16))
+    for name, rule in {
+        "SlidingWindow(1024)": dx.SlidingWindow(1024),
+        "SlidingWindow(4096)": dx.SlidingWindow(4096),
+        "Dilated(512, 4)": dx.Dilated(512, 4),
+        "Strided(2048)": dx.Strided(2048),
+        "SlidingWindow(2048) | Strided(2048)": dx.SlidingWindow(2048) | dx.Strided(2048),
+        "RandomBlocks(8)": dx.RandomBlocks(8),
+        "GlobalTokens(64)": dx.GlobalTokens(64),
+        "GlobalTokens(64, symmetric=True)": dx.GlobalTokens(64, symmetric=True),
+        "GlobalTokens of 33 positions": dx.GlobalTokens(tuple(range(0, tokens, 4001))),
+        "streaming(4096)": dx.streaming(4096),
+        "longformer(512, 16)": dx.longformer(512, 16),
+        "bigbird(384, 64, 3)": dx.bigbird(384, 64, 3),
+        "LocalBlocks(8)": dx.LocalBlocks(8),
+        "Documents, 16": dx.Documents(documents),
+        "SlidingWindow(4096) & Documents": dx.SlidingWindow(4096) & dx.Documents(documents),
+    }.items():
+        fresh = []
+        for _ in range(12):
+            _cached_layout.cache_clear()
+            _drawn.cache_clear()
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            layout = rule.layout(tokens, device="cuda")
+            torch.cuda.synchronize()
+            fresh.append((time.perf_counter() - start) * 1e3)
+        cached = host_us(lambda rule=rule: rule.layout(tokens, device="cuda"))  # type: ignore[misc]
+        print(f"{name:38}{median(fresh):8.3f} ms fresh{cached:8.2f} us cached, {layout.nnz} blocks", flush=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--layout-tokens", type=int, default=131072)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    print(torch.cuda.get_device_name())
+    for backend in ("hopper", "triton"):
+        print_calls(given.tokens, backend)
+    print_layouts(given.layout_tokens)
