@@ -2,13 +2,14 @@
 
     python benchmarks/host_time.py [--tokens 512] [--layout-tokens 131072]
 
-Nothing waits for the GPU within a measurement. A fresh layout is one of a pattern and length that were never asked for;
-its time ends when it lies on the GPU. One thread.
+Nothing waits for the GPU within a measurement of a call. A new layout is of a pattern that was never asked for, one at
+another length of a pattern that was; their times end when they lie on the GPU. One thread.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Callable
 from statistics import median
@@ -16,8 +17,10 @@ from statistics import median
 import torch
 
 import dynaxx as dx
+from dynaxx.layout.grid import _spans
 from dynaxx.ops.dispatch import load_backend
-from dynaxx.patterns.base import _cached_layout
+from dynaxx.patterns.base import Intersection, _cached_layout
+from dynaxx.patterns.build import _known_masks
 from dynaxx.patterns.fixed import _drawn
 
 
@@ -80,17 +83,29 @@ def print_layouts(tokens: int) -> None:
         "Documents, 16": dx.Documents(documents),
         "SlidingWindow(4096) & Documents": dx.SlidingWindow(4096) & dx.Documents(documents),
     }.items():
-        fresh = []
-        for _ in range(12):
-            _cached_layout.cache_clear()
-            _drawn.cache_clear()
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            layout = rule.layout(tokens, device="cuda")
-            torch.cuda.synchronize()
-            fresh.append((time.perf_counter() - start) * 1e3)
+        new = [built_ms(rule, tokens, forget=True) for _ in range(12)]
+        longer = [built_ms(rule, tokens - 128 * i) for i in range(12)] if not isinstance(rule, TIED) else [math.nan]
         cached = host_us(lambda rule=rule: rule.layout(tokens, device="cuda"))  # type: ignore[misc]
-        print(f"{name:38}{median(fresh):8.3f} ms fresh{cached:8.2f} us cached, {layout.nnz} blocks", flush=True)
+        blocks = rule.layout(tokens).nnz
+        print(
+            f"{name:38}{median(new):8.3f} ms new{median(longer):8.3f} ms at another length"
+            f"{cached:8.2f} us cached, {blocks} blocks",
+            flush=True,
+        )
+
+
+TIED = (dx.Documents, Intersection)  # to one length
+
+
+def built_ms(rule: dx.Pattern, tokens: int, forget: bool = False) -> float:
+    """Until a layout that was not asked for before lies on the GPU."""
+    for cache in (_cached_layout, _spans, _drawn, *((_known_masks,) if forget else ())):
+        cache.cache_clear()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    rule.layout(tokens, device="cuda")
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) * 1e3
 
 
 if __name__ == "__main__":

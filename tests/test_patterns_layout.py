@@ -69,6 +69,33 @@ def test_runs_are_sets_of_blocks(seed):
         assert all(found[r][col] == holds(r, col) for r, col in each)
 
 
+@pytest.mark.parametrize("seed", range(30))
+def test_one_rule_at_many_lengths(seed):
+    """Masks that were evaluated at another length are those of this one, too."""
+    rng = random.Random(seed)
+    rule = random_pattern(rng, 200) & (dx.LastQueries(rng.randint(1, 60)) | random_pattern(rng, 200))
+    block_size = (rng.choice((16, 32, 64)), rng.choice((16, 32, 64)))
+    for causal in (True, False):
+        for seqlen_q in (200, 33, 199, 64, 1, 230):
+            layout = rule.layout(seqlen_q, 200, causal=causal, block_size=block_size).validate()
+            grid = BlockGrid(seqlen_q, 200, block_size, causal)
+            q_pos, k_pos = torch.arange(seqlen_q)[:, None] + grid.offset, torch.arange(200)[None]
+            want = rule.visible(grid, q_pos, k_pos).expand(seqlen_q, 200)
+            want = want & (k_pos <= q_pos) if causal else want
+            assert torch.equal(layout.to_dense()[0, 0], want), (rule, seqlen_q, causal)
+
+
+def test_lengths_in_turn():
+    rule = dx.SlidingWindow(70) | dx.GlobalTokens((0, 17, 90), symmetric=True) | dx.LastQueries(20) | dx.Strided(41)
+    for seqlen in (*range(1, 300, 13), 128, 64, 300):
+        for causal in (True, False):
+            found = rule.layout(seqlen, causal=causal, block_size=(32, 16)).to_dense()[0, 0]
+            grid = BlockGrid(seqlen, seqlen, (32, 16), causal)
+            at = torch.arange(seqlen)
+            want = rule.visible(grid, at[:, None], at[None])
+            assert torch.equal(found, want & (at[None] <= at[:, None]) if causal else want), (seqlen, causal)
+
+
 def test_transposed_lists_the_same_blocks():
     layout = (dx.SlidingWindow(50) | dx.GlobalTokens(3)).layout(200, 230, block_size=(32, 16))
     lead, cols, codes = layout.entries()

@@ -24,7 +24,7 @@ from dynaxx.patterns.runs import Runs, all_of, any_of
 @dataclass(frozen=True)
 class BlockStates:
     """What a rule says of n blocks: `full` and `partial` (n,) bool, neither means empty; `key` (n,) or (c, n) int64 is
-    equal for two partial blocks only if their element masks are equal."""
+    equal for two partial blocks only if their element masks are equal, of all grids of a block size and causality."""
 
     full: Tensor
     partial: Tensor

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,7 @@ from dynaxx.patterns.local import Causal
 from dynaxx.patterns.runs import Runs, beside, without
 
 MASKS_AT_ONCE = 512
+MOST_MASKS = 4096  # kept per rule
 TABLE = 1 << 13  # places for kinds of masks; a collision costs another try
 SPREAD = (0x9E3779B97F4A7C15 - (1 << 64), 0x5851F42D4C957F2D, 0x2545F4914F6CDD1D)  # odd multipliers
 
@@ -55,29 +58,47 @@ def _layout_of_runs(
 
 def _element_masks(rule: Pattern, grid: BlockGrid, rows: Tensor, cols: Tensor) -> tuple[ElementMasks, Tensor]:
     """The table of masks, and each block's code: FULL or EMPTY where its mask is all set or all clear."""
-    q_block, kv_block = grid.block_size
+    kv_block = grid.block_size[1]
     if not len(rows):
         return ElementMasks.empty(grid.block_size), rows
-    example, kind = _kinds(rule.classify(grid, rows, cols).keys())
-    r, c = torch.arange(q_block)[:, None], torch.arange(kv_block)
-    tables, codes, count = [], [], 0
-    for some in example.split(MASKS_AT_ONCE):
-        q_pos = rows[some][:, None, None] * q_block + r + grid.offset
-        k_pos = cols[some][:, None, None] * kv_block + c
-        tiles = rule.visible(grid, q_pos, k_pos).expand(len(some), q_block, kv_block)
-        packed = ElementMasks.from_dense(tiles)
-        all_set = (packed.bits == (-1 if kv_block >= 32 else (1 << kv_block) - 1)).flatten(1).all(1)
-        cut = (packed.bits != 0).flatten(1).any(1) & ~all_set
-        every = bool(cut.all())
-        table, entry = unique_masks(packed if every else packed.some(cut))
-        code = entry + count if every else torch.where(all_set, FULL, EMPTY).masked_scatter_(cut, entry + count)
-        count += len(table)
-        tables.append(table)
-        codes.append(code)
-    masks = tables[0]
-    for table in tables[1:]:
-        masks = masks.append(table)
-    return masks, torch.cat(codes)[kind]
+    keys = rule.classify(grid, rows, cols).keys()
+    example, kind = _kinds(keys)
+    masks = _masks_of(rule, grid, rows[example], cols[example], keys.index_select(1, example))
+    all_set = (masks.bits == (-1 if kv_block >= 32 else (1 << kv_block) - 1)).flatten(1).all(1)
+    cut = (masks.bits != 0).flatten(1).any(1) & ~all_set
+    if bool(cut.all()):
+        table, code = unique_masks(masks)
+    else:
+        table, entry = unique_masks(masks.some(cut))
+        code = torch.where(all_set, FULL, EMPTY).masked_scatter_(cut, entry)
+    return table, code[kind]
+
+
+def _masks_of(rule: Pattern, grid: BlockGrid, rows: Tensor, cols: Tensor, keys: Tensor) -> ElementMasks:
+    """The masks of some blocks; where a key was met before, at this length or another, nothing is evaluated."""
+    known = _known_masks(rule, grid.block_size, grid.causal)
+    names = [tuple(key) for key in keys.T.tolist()]
+    missing = [i for i, name in enumerate(names) if name not in known]
+    r, c = (torch.arange(size) for size in grid.block_size)
+    found = dict(known) if missing else known
+    for some in torch.tensor(missing).split(MASKS_AT_ONCE) if missing else ():
+        q_pos = rows[some][:, None, None] * grid.block_size[0] + r[:, None] + grid.offset
+        k_pos = cols[some][:, None, None] * grid.block_size[1] + c
+        packed = ElementMasks.from_dense(rule.visible(grid, q_pos, k_pos).expand(len(some), *grid.block_size))
+        for i, bits, band in zip(some.tolist(), packed.bits, packed.bands, strict=True):
+            found[names[i]] = bits, band
+    if len(found) <= MOST_MASKS:
+        known.update(found)
+    bits, bands = (torch.stack(parts) for parts in zip(*(found[name] for name in names), strict=True))
+    return ElementMasks(bits, bands, grid.block_size[1])
+
+
+@lru_cache(maxsize=64)
+def _known_masks(
+    rule: Pattern, block_size: tuple[int, int], causal: bool
+) -> dict[tuple[int, ...], tuple[Tensor, Tensor]]:
+    """Bits and band of masks of a rule by their keys, filled by `_masks_of`."""
+    return {}
 
 
 def _kinds(keys: Tensor) -> tuple[Tensor, Tensor]:

@@ -80,7 +80,7 @@ class GlobalTokens(Pattern):
         full, partial, key = self._side(cols * kv_block, kv_block)
         if self.symmetric:
             q_full, q_partial, q_key = self._side(rows * q_block + grid.offset, q_block)
-            key = key * (grid.seqlen_k + q_block + 1) + q_key
+            key = torch.stack([key, q_key])
             full, partial = full | q_full, partial | q_partial
         return BlockStates(full, partial & ~full, key)
 
@@ -123,7 +123,7 @@ class LastQueries(Pattern):
         first = rows * grid.block_size[0] + grid.offset
         since = grid.seqlen_k - self.queries
         full, touched = first >= since, first + grid.block_size[0] - 1 >= since
-        return BlockStates(full, touched & ~full, torch.zeros_like(rows))  # one row at most is partial: one mask
+        return BlockStates(full, touched & ~full, since - first)
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class Documents(Pattern):
         k_first, k_last = self._document(k_start), self._document(k_start + grid.block_size[1] - 1)
         full = (q_first == q_last) & (k_first == k_last) & (q_first == k_first)
         touched = (k_last >= q_first) & (k_first <= q_last)
-        return BlockStates(full, touched & ~full, rows * grid.kv_blocks + cols)
+        return BlockStates(full, touched & ~full, torch.stack([q_start, k_start]))
 
 
 @dataclass(frozen=True)
