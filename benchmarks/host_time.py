@@ -17,11 +17,9 @@ from statistics import median
 import torch
 
 import dynaxx as dx
-from dynaxx.layout.grid import _spans
 from dynaxx.ops.dispatch import load_backend
-from dynaxx.patterns.base import Intersection, _cached_layout
-from dynaxx.patterns.build import _known_masks
-from dynaxx.patterns.fixed import _drawn
+from dynaxx.patterns import build
+from dynaxx.patterns.base import Intersection
 
 
 def host_us(call: Callable[[], object], count: int = 200, rounds: int = 5) -> float:
@@ -99,8 +97,7 @@ TIED = (dx.Documents, Intersection)  # to one length
 
 def built_ms(rule: dx.Pattern, tokens: int, forget: bool = False) -> float:
     """Until a layout that was not asked for before lies on the GPU."""
-    for cache in (_cached_layout, _spans, _drawn, *((_known_masks,) if forget else ())):
-        cache.cache_clear()
+    build.forget(masks=forget)
     torch.cuda.synchronize()
     start = time.perf_counter()
     rule.layout(tokens, device="cuda")

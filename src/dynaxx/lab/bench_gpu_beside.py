@@ -35,7 +35,7 @@ GROWTH_WINDOW = 1024
 
 def time_layouts(device: torch.device, say: Report) -> list[dict[str, Any]]:
     """Wall time from a pattern to its layout on the device at 128k, fresh and cached by value, and its peak memory."""
-    from dynaxx.patterns.base import _cached_layout
+    from dynaxx.patterns.build import forget
 
     def build(pattern: p.Pattern) -> tuple[float, BlockLayout]:
         torch.cuda.synchronize(device)
@@ -49,7 +49,7 @@ def time_layouts(device: torch.device, say: Report) -> list[dict[str, Any]]:
         build(pattern)  # once for the allocator and what torch loads
         fresh = []
         for _ in range(3):
-            _cached_layout.cache_clear()
+            forget()
             torch.cuda.reset_peak_memory_stats(device)
             before = torch.cuda.memory_allocated(device)
             ms, layout = build(pattern)

@@ -10,7 +10,9 @@ from torch import Tensor
 from dynaxx.layout import EMPTY, FULL, BlockGrid, BlockLayout, ElementMasks
 from dynaxx.layout.block_layout import row_offsets
 from dynaxx.layout.convert import unique_masks
-from dynaxx.patterns.base import Pattern
+from dynaxx.layout.grid import _spans
+from dynaxx.patterns.base import Pattern, _cached_layout
+from dynaxx.patterns.fixed import _drawn
 from dynaxx.patterns.local import Causal
 from dynaxx.patterns.runs import Runs, beside, without
 
@@ -120,3 +122,9 @@ def _kinds(keys: Tensor) -> tuple[Tensor, Tensor]:
             return example, number.scatter_(0, taken, each[: len(taken)]).gather(0, place)
     _, kind = keys.unique(dim=1, return_inverse=True)
     return torch.empty(int(kind.amax()) + 1, dtype=torch.int64).scatter_(0, kind, each), kind
+
+
+def forget(masks: bool = True) -> None:
+    """Drop the layouts that are kept, what grids keep for them and, if asked, masks; for measurements."""
+    for cache in (_cached_layout, _spans, _drawn, *((_known_masks,) if masks else ())):
+        cache.cache_clear()

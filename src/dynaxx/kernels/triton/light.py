@@ -12,6 +12,7 @@ launches. Every other version goes through Triton.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import itemgetter
@@ -60,6 +61,7 @@ class LightLaunch:
         return partial(self._launch, (*grid, 1, 1)[:3]) if self._light else self.kernel[grid]
 
     def _launch(self, grid: tuple[int, ...], *arguments: Any, **named: Any) -> Launch | None:
+        bind_context()
         values = (*arguments, *named.values())
         types = (*named, *map(type, values))
         form = self._forms.get(types)
@@ -127,6 +129,17 @@ def run(compiled: Any, grid: tuple[int, ...], arguments: Sequence[Any], device: 
         return
     stream = driver.active.get_current_stream(device)
     compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
+
+
+_thread = threading.local()
+
+
+def bind_context() -> None:
+    """Let a thread's first call to CUDA be one that gives it a context: making a TMA descriptor does not, and fails."""
+    if not hasattr(_thread, "bound"):
+        if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
+            torch.cuda.current_stream().query()
+        _thread.bound = True
 
 
 def version_is_checked() -> bool:

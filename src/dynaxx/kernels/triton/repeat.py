@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.runtime import driver
 
 from dynaxx.kernels.triton.launch import rebased
-from dynaxx.kernels.triton.light import DESCRIPTORS, Launch, run
+from dynaxx.kernels.triton.light import DESCRIPTORS, Launch, bind_context, run
 from dynaxx.layout import BlockLayout
 
 MOST_LAUNCHES = 64  # kept per layout
@@ -37,6 +37,7 @@ Start = Callable[..., Launch | None]
 
 def repeated(start: Start, layout: BlockLayout, tensors: tuple[Tensor, ...], *settings: Any) -> None:
     """Call `start(layout, *tensors, *settings)`, which launches one kernel; with the same shapes again, only that."""
+    bind_context()
     device = tensors[0].get_device()
     if device >= 0 and device != driver.active.get_current_device():
         with torch.cuda.device(device):
