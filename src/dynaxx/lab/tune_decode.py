@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from dynaxx.lab.crossover import REPEATS, LengthTiming, dense_below, interleaved
@@ -28,6 +29,7 @@ STEPS = 256  # tokens decoded at the end of each text
 WINDOW = 256  # last tokens whose pages are always read
 ERRORS = 2  # standard errors that a rise of perplexity must stay below the tolerance by
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
+NO_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # cuDNN: one per length, slow
 GPU_LENGTHS = (*LENGTHS, 65536, 131072)  # launches are all the time of shorter ones
 
 
@@ -163,10 +165,11 @@ def _decoded(model: Any, cache: Any, ids: Tensor, policy: Policy | None) -> Tens
     cache, found, ids = copy.deepcopy(cache), [], ids.to(model.device)
     handle = apply(model, policy) if policy is not None else None
     try:
-        for at in range(ids.shape[1] - 1):
-            out = model.base_model(ids[:, at : at + 1], past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
-            found.append(cross_entropy(logits_of(model, out[0][:, -1]), ids[:, at + 1]))
+        with sdpa_kernel(NO_PLANS):
+            for at in range(ids.shape[1] - 1):
+                out = model.base_model(ids[:, at : at + 1], past_key_values=cache, use_cache=True)
+                cache = out.past_key_values
+                found.append(cross_entropy(logits_of(model, out[0][:, -1]), ids[:, at + 1]))
     finally:
         if handle is not None:
             handle.remove()
