@@ -76,7 +76,7 @@ def tools(monkeypatch):
         calls.setdefault("tune", []).append(((text,), options))
         (out / "policy.json").write_text("{}")
         chosen = {"density": 0.2, "ratio": 1.004}
-        return Result(chosen=chosen, best_uniform_density=0.3, policy="the policy")
+        return Result(chosen=chosen, best_uniform_density=0.3, dense_below=512, policy="the policy")
 
     def write_report(run_dir):
         (run_dir / "report.html").write_text("<html>")
@@ -332,6 +332,9 @@ def test_tune_goes_the_whole_way(tools, tiny, tmp_path):
     assert (options["time_budget"], options["tolerance"], options["tokens"]) == (600.0, 0.02, 128)
     assert tools["validate"][0][0][2] == "the policy"
     assert tools["validate"][0][1]["lengths"] == (32, 64)
+    shown = dynaxx_(*tune_args(tiny, out))
+    assert "sparse is faster here from 512 tokens; shorter prompts run dense" in shown.stdout
+    assert f'run it: dynaxx.apply(model, dynaxx.load_policy("{out / "policy.json"}"))' in shown.stdout
 
 
 def test_tune_does_not_repeat_what_it_did(tools, tiny, tmp_path):
@@ -360,6 +363,7 @@ def test_tune_fails_when_the_policy_does(tools, monkeypatch, tiny, tmp_path):
     assert shown.exit_code == 1
     assert "tuned: 20.0% of the blocks, perplexity +0.40%; one budget for all heads needs 30.0%" in shown.stdout
     assert "FAILS its validation:\nsome checks" in shown.stdout
+    assert "run it" not in shown.stdout
     assert "report.html" in shown.stdout
 
 

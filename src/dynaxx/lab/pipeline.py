@@ -70,11 +70,16 @@ class PipelineResult:
         """What the command prints."""
         lines = [self.profile["verdict"]] if self.profile else []
         chosen, uniform = self.tuning.get("chosen"), self.tuning.get("best_uniform_density")
+        border = self.tuning.get("dense_below")
         if chosen:
             lines.append(
                 f"tuned: {chosen['density']:.1%} of the blocks, perplexity {chosen['ratio'] - 1:+.2%}; "
                 + (f"one budget for all heads needs {uniform:.1%}" if uniform else "no one budget for all heads passes")
             )
+            if border is None:
+                lines.append("sparse was not faster here at any length tried; the policy is dense")
+            else:
+                lines.append(f"sparse is faster here from {border:,} tokens; shorter prompts run dense")
         else:
             lines.append("tuned: nothing sparse stays within the tolerance; the policy is dense")
         if self.tuning.get("decode"):
@@ -85,7 +90,11 @@ class PipelineResult:
             lines.append("the policy passes its validation:" if self.ok else "the policy FAILS its validation:")
         elif self.validation_summary:
             lines.append("the policy could not be validated:")
-        return "\n".join([*lines, self.validation_summary]).rstrip()
+        lines += [self.validation_summary] if self.validation_summary else []
+        policy = next((file for file in self.files if file.name == "policy.json"), None)
+        if self.ok and border is not None and policy is not None:
+            lines.append(f'run it: dynaxx.apply(model, dynaxx.load_policy("{policy}"))')
+        return "\n".join(lines)
 
 
 def run(model: Any, tokenizer: Any, text: str, plan: Plan, *, progress: Progress | None = None) -> PipelineResult:

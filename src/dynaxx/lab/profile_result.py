@@ -137,6 +137,8 @@ class ProfileResult:
                 f"  {saving.seqlen:,} tokens at {saving.density:.0%}: {saving.speedup:.2f}x, saves "
                 f"{saving.seconds_saved:.2f} s a prompt" + ("" if money is None else f", {money:.2f} per 1,000 prompts")
             )
+        if self.worth_it:
+            lines += ["", "how low the density may go with this model and text: dynaxx tune"]
         return "\n".join(lines)
 
 
