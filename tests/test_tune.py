@@ -11,6 +11,7 @@ import dynaxx as dx
 from dynaxx.lab import retune as retune_module
 from dynaxx.lab import tune as tune_module
 from dynaxx.lab import tune_decode as decode_module
+from dynaxx.lab import tune_search as search_module
 from dynaxx.lab.allocation import Allocator, lower_hull
 from dynaxx.lab.crossover import LengthTiming, dense_below
 from dynaxx.lab.resume import Steps, fingerprint
@@ -76,7 +77,7 @@ def loaded(tmp_path_factory):
 
 
 def test_a_tuned_policy_knows_its_traffic_and_is_watched(loaded, tmp_path, monkeypatch):
-    monkeypatch.setattr(tune_module, "time_lengths", lambda *_: [LengthTiming(n, 2.0, 1.0) for n in (64, 256)])
+    monkeypatch.setattr(search_module, "time_lengths", lambda *_: [LengthTiming(n, 2.0, 1.0) for n in (64, 256)])
     run = partial(tune_module.tune, *loaded, TEXT, out=tmp_path, tokens=256, block_size=16, tolerance=0.5)
     found = run(time_budget=0.0)
     policy = dx.load_policy(tmp_path / "policy.json")
@@ -100,7 +101,7 @@ def test_a_tuned_policy_knows_its_traffic_and_is_watched(loaded, tmp_path, monke
 
 
 def test_a_text_too_short_for_a_reference_is_said(loaded, tmp_path, monkeypatch):
-    monkeypatch.setattr(tune_module, "time_lengths", lambda *_: [LengthTiming(4096, 2.0, 1.0)])
+    monkeypatch.setattr(search_module, "time_lengths", lambda *_: [LengthTiming(4096, 2.0, 1.0)])
     found = tune_module.tune(*loaded, TEXT, out=tmp_path, tokens=256, block_size=16, tolerance=0.5)
     assert found.policy.rules
     assert found.policy.reference is None
@@ -109,7 +110,7 @@ def test_a_text_too_short_for_a_reference_is_said(loaded, tmp_path, monkeypatch)
 
 def test_decode_rules_are_written_where_they_keep_quality_and_pay(loaded, tmp_path, monkeypatch):
     fast = [LengthTiming(n, 2.0, 3.0 if n < 256 else 1.0) for n in (128, 256, 512)]
-    monkeypatch.setattr(tune_module, "time_lengths", lambda *_: [])
+    monkeypatch.setattr(search_module, "time_lengths", lambda *_: [])
     monkeypatch.setattr(decode_module, "time_steps", lambda *_: fast)
     monkeypatch.setattr(decode_module, "WINDOW", 16)
     run = partial(tune_module.tune, *loaded, TEXT, tokens=256, block_size=16, time_budget=0.0, with_decode=True)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from dynaxx.lab.crossover import HYSTERESIS
 from dynaxx.lab.machine import machine_facts
+from dynaxx.lab.tune_decode import DecodeResult, decode_rule
 
 if TYPE_CHECKING:
     from dynaxx.lab.tune_result import TuneResult
@@ -45,3 +46,24 @@ def with_evidence(result: TuneResult, device: str, dtype: str) -> TuneResult:
         evidence=(Evidence(what="tuning on the calibration part of the text", command=result.command, values=figures),),
     )
     return dataclasses.replace(result, policy=policy)
+
+
+def with_decode_rules(result: TuneResult, found: DecodeResult, page_size: int, command: str) -> TuneResult:
+    """The result with what was found about decoding, and its rules where they keep perplexity and pay."""
+    from dynaxx.policy import Evidence
+
+    policy = result.policy
+    if found.share is not None and found.dense_below is not None:
+        best = next(trial for trial in found.trials if trial.share == found.share)
+        figures: dict[str, bool | int | float | str | None] = {
+            "share": found.share,
+            "perplexity_ratio": best.ratio,
+            "perplexity_ratio_error": best.error,
+        }
+        evidence = Evidence(what="decoding the end of the same texts", command=command, values=figures)
+        policy = policy.replace(
+            rules=(*policy.rules, decode_rule(found.share, result.layers, page_size)),
+            decode_dense_below=found.dense_below,
+            evidence=(*policy.evidence, evidence),
+        )
+    return dataclasses.replace(result, policy=policy, decode=found)
