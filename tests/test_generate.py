@@ -93,6 +93,29 @@ def test_lower_budgets_give_the_tokens_of_the_definition(model, case, rule, monk
         assert torch.equal(generate(model, ids, **CASES[case]), tokens)
 
 
+def test_several_tokens_a_step(model, monkeypatch):
+    """Prompt lookup guesses tokens that one step checks: at full density dense's, below it the definition's."""
+    from dynaxx.integrations import decode
+
+    ids, steps = prompts(1, 40).repeat(1, 3), []
+    guess = {"prompt_lookup_num_tokens": 3, "max_new_tokens": 24}
+
+    def seen(q, cache, budget, **kwargs):
+        steps.append(q.shape[1])
+        return dx.sparse_decode(q, cache, budget, **kwargs)
+
+    monkeypatch.setattr(decode, "sparse_decode", seen)
+    with dx.apply(model, policy_of(model, dx.TopK(1.0, dx.MinMax()))):
+        assert torch.equal(generate(model, ids, **guess), generate(model, ids, max_new_tokens=24))
+    assert max(steps) > 1, "no step had several queries"
+    rule = dx.Sink(4) | dx.SlidingWindow(16) | dx.TopK(0.3, dx.MinMax())
+    with dx.apply(model, policy_of(model, rule)):
+        tokens = generate(model, ids, **guess)
+        by_definition = lambda *args, **kwargs: dx.sparse_decode(*args, **kwargs, backend="reference")
+        monkeypatch.setattr(decode, "sparse_decode", by_definition)
+        assert torch.equal(generate(model, ids, **guess), tokens)
+
+
 def test_it_is_not_dense(model):
     ids = prompts(1, 300)
     with dx.apply(model, policy_of(model, dx.SlidingWindow(1) | dx.TopK(0))):

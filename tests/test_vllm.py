@@ -399,3 +399,16 @@ def test_smollm2_speaks_as_in_vllm_at_density_one(smollm2, tmp_path):
     got = run(tmp_path, smollm2, prompts, policy=policy, **arguments)
     assert len(got["status"]["sparse_layers"]) == 30
     same(got, run(tmp_path, smollm2, prompts, **arguments))
+
+
+def test_guessed_tokens_change_nothing(smollm2, tmp_path):
+    """Speculation by ngrams: several queries a step, at full density vLLM's own tokens, in fewer passes than tokens."""
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2)
+    prompts = [tokenizer("red, green, blue, white, black, " * 20, add_special_tokens=False)["input_ids"]]
+    policy = policy_file(tmp_path, smollm2, dx.Rule.of(EVERYTHING), DECODE_EVERYTHING, block_size=64)
+    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    got = run(tmp_path, smollm2, prompts, max_tokens=24, policy=policy, speculative_config=ngram)
+    same(got, run(tmp_path, smollm2, prompts, max_tokens=24))
+    assert 0 < got["status"]["sparse_calls"] < 30 * 24, "no guess was right"
