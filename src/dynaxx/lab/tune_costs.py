@@ -33,7 +33,7 @@ class Costs(NamedTuple):
         return torch.tensor(BUDGETS, dtype=torch.float64)[choice].view(len(self.layers), self.heads).tolist()
 
     def uniform(self, scorer: Scorer, density: float) -> tuple[float, float]:
-        """The one budget for all heads that comes to a density, or to the least there is; and that density."""
+        """A density, or the least there is, and the one budget for all heads that comes to it."""
         densities = self.density[scorer].mean(1).tolist()
         return max(density, densities[0]), _interpolate(density, densities, BUDGETS)
 
