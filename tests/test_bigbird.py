@@ -10,7 +10,7 @@ import dynaxx as dx
 from dynaxx.integrations.encoders import apply_to_encoder
 
 transformers = pytest.importorskip("transformers")
-from dynaxx.integrations.bigbird import Visits, draw_random_blocks  # noqa: E402  (needs transformers)
+from dynaxx.integrations.bigbird_blocks import Visits, draw_random_blocks  # noqa: E402  (needs transformers)
 
 SERVED = {"sparse_calls": 2, "dense_calls": {}}
 

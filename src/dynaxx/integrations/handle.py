@@ -12,8 +12,6 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
-import torch
-
 from dynaxx.integrations.background import Background
 from dynaxx.integrations.batching import continuous_batching
 from dynaxx.integrations.counts import Counts
@@ -21,7 +19,7 @@ from dynaxx.integrations.decode import CacheMemories
 from dynaxx.integrations.decoder import DENSE, NAME, Decoder, implementation
 from dynaxx.integrations.layer import LAYERS, Layer
 from dynaxx.integrations.next_token import COMPARISON, compare_later, comparing
-from dynaxx.integrations.passes import Deployed, Pass, PassHooks
+from dynaxx.integrations.passes import Deployed, Pass, PassHooks, prompt_tokens
 from dynaxx.integrations.request import UNKNOWN, TokenReader
 from dynaxx.integrations.statistics import StatisticsFile
 from dynaxx.layout import BlockLayout
@@ -182,7 +180,7 @@ class Handle:
         current = Pass(deployed, tokens, choice, killed=killed is not None)
         if deployed.decode:
             current.memory = self._memories.start_pass(cache)
-        count, device = _prompt_tokens(arguments)
+        count, device = prompt_tokens(arguments)
         if count and device is not None:
             current.timer = self.counts.probe.request("dense", count, device)
         return current
@@ -311,12 +309,3 @@ class Handle:
 def _is_empty(cache: Any) -> bool:
     """Whether a new request starts in a cache that was used before."""
     return cache is not None and int(cache.get_seq_length()) == 0
-
-
-def _prompt_tokens(arguments: dict[str, Any]) -> tuple[int, torch.device | None]:
-    """How many tokens of prompts a pass brings, 0 for a step of decoding, and where it runs."""
-    given = arguments.get("input_ids")
-    given = arguments.get("inputs_embeds") if given is None else given
-    if given is None or given.ndim < 2 or given.shape[1] < 2:
-        return 0, None
-    return given.shape[0] * given.shape[1], given.device

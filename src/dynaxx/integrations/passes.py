@@ -210,3 +210,12 @@ def _end(body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output:
     found = output if isinstance(output, tuple) else (getattr(output, "past_key_values", None),)
     cache = next((each for each in found if hasattr(each, "get_seq_length")), None)
     hooks.starter.end_pass(done, hooks.signature.bind_partial(*args, **kwargs).arguments, output, cache)
+
+
+def prompt_tokens(arguments: dict[str, Any]) -> tuple[int, torch.device | None]:
+    """How many tokens of prompts a pass brings, 0 for a step of decoding, and where it runs."""
+    given = arguments.get("input_ids")
+    given = arguments.get("inputs_embeds") if given is None else given
+    if given is None or given.ndim < 2 or given.shape[1] < 2:
+        return 0, None
+    return given.shape[0] * given.shape[1], given.device
