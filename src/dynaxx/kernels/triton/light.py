@@ -67,7 +67,8 @@ class LightLaunch:
         form = self._forms.get(types)
         if form is None:
             form = self._forms[types] = self._form_of(arguments, named)
-        ordered, bits, wide = list(form.in_order(values)), 0, 0
+        in_order = form.in_order(values)
+        ordered, bits, wide = list(in_order), 0, 0
         device = driver.active.get_current_device()
         key = [types, device, *[values[i] for i in form.constants]]
         for i in form.tensors:
@@ -91,7 +92,7 @@ class LightLaunch:
             compiled = self._compiled[kind] = self.kernel[grid](*arguments, **named)
         else:
             run(compiled, grid, ordered, device)
-        return Launch(compiled, grid, form.in_order(values))
+        return Launch(compiled, grid, in_order)
 
     def _form_of(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> Form:
         """Sort the arguments of a call by type; what Triton may specialize on in another way counts as constant."""
