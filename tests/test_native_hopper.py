@@ -24,9 +24,16 @@ def case_of(seed, group, **options):
         (torch.bfloat16, 64, 32, 128),
         (torch.float16, 128, 64, 64),
         (torch.bfloat16, 128, 8, 128),
+        (torch.bfloat16, 128, 4, 64),
+        (torch.float16, 64, 4, 128),
     ],
 )
-def test_random_cases(dtype, head_dim, group, block):
+@pytest.mark.parametrize("agree", [0, 1])
+def test_random_cases(dtype, head_dim, group, block, agree, monkeypatch):
+    """`agree` sends groups of 4 always by key, or always by query; others have one way."""
+    if group > 4 and agree:
+        pytest.skip("the same again")
+    monkeypatch.setattr("dynaxx.kernels.triton.native_config.AGREE", agree)
     lengths = (0, 1, 130, 300, 517)
     for seed in range(12):
         case = case_of(seed, group, dtype=dtype, head_dims=(head_dim,), lengths=lengths, blocks=(block,))
@@ -75,7 +82,7 @@ def test_a_cuda_graph_repeats_a_step_bit_for_bit(group):
         assert torch.equal(once, again)
 
 
-@pytest.mark.parametrize(("q_heads", "words"), [(16, "12 neighbouring positions"), (4, "by key")])
+@pytest.mark.parametrize(("q_heads", "words"), [(16, "12 neighbouring positions"), (4, "else by key"), (2, "by key")])
 def test_explain_says_which_schedule(q_heads, words):
     q, k = (torch.zeros(1, 40, heads, 64, dtype=torch.bfloat16, device="cuda") for heads in (q_heads, 1))
     indices = torch.zeros(1, 40, 1, 2, dtype=torch.int32, device="cuda")

@@ -19,7 +19,7 @@ from interpreter import DEVICE, on_gpu, run_interpreted, runs_here, starts_inter
 pytest.importorskip("triton")
 
 gpu = pytest.mark.gpu
-SCHEDULES = ("union", "gather")
+SCHEDULES = ("union", "gather", "either")
 
 
 @starts_interpreter
@@ -38,6 +38,7 @@ def check(case, gradients=True):
 def test_random_cases(seed, schedule, monkeypatch):
     """fp32 and fp16, since the interpreter does not multiply bf16; by either schedule, cut into chunks and items."""
     monkeypatch.setattr(native.config, "choose_schedule", lambda group_size: schedule)
+    monkeypatch.setattr(native.config, "AGREE", seed % 2)  # always by query, or always by key
     monkeypatch.setattr(native, "PARTIAL_BYTES", 1 << 15)
     monkeypatch.setattr(native, "PARTIAL_GRAD_BYTES", 1 << 15)
     monkeypatch.setattr(native.config, "item_length", lambda group_size, chunked: 8)
@@ -187,6 +188,7 @@ def test_the_whole_of_it():
 @pytest.mark.parametrize("seed", range(12))
 def test_random_cases_on_a_gpu(seed, schedule, dtype, monkeypatch):
     monkeypatch.setattr(native.config, "choose_schedule", lambda group_size: schedule)
+    monkeypatch.setattr(native.config, "AGREE", seed % 2)
     monkeypatch.setattr(native, "PARTIAL_BYTES", 1 << 22)
     monkeypatch.setattr(native, "PARTIAL_GRAD_BYTES", 1 << 22)
     check(random_selected_case(1000 + seed, dtype=dtype, device=DEVICE, head_dims=(64, 128, 256, 40),

@@ -28,6 +28,7 @@ def backward_dq_tiles(head_dim: int, q_block: int, kv_block: int) -> Tiles:
 def selected_consumers(group_size: int, kv_block: int) -> int:
     """Consumers of a program of selected attention by query, 64 rows each; 0 for groups that go another way.
 
-    Three read less and were 12 % faster than two; with larger blocks they spill.
+    Three read less and were 12 % faster than two; with larger blocks they spill, and with groups of 4 they would unite
+    48 positions, more than a union has bits for.
     """
-    return (3 if kv_block <= 64 else 2) if group_size in (8, 16, 32, 64) else 0
+    return (3 if kv_block <= 64 and group_size > 4 else 2) if group_size in (4, 8, 16, 32, 64) else 0

@@ -16,9 +16,11 @@ from dynaxx.kernels.hopper.config import selected_consumers
 from dynaxx.kernels.hopper.launch import dense_rows
 from dynaxx.kernels.problem import AttentionProblem
 from dynaxx.kernels.triton import native as portable
+from dynaxx.kernels.triton.native_config import UNION_WIDTH
 from dynaxx.layout.native import NativeSpans
 
 DKV_BLOCK = 64  # keys of the kernel for dk and dv
+EITHER = 4  # the group that goes by query where neighbours agree, else by key
 
 
 def __getattr__(name: str) -> Any:
@@ -71,12 +73,19 @@ def schedule_of(group_size: int, kv_block: int) -> str:
     if not consumers:
         return portable.schedule_of(group_size, kv_block)
     positions = consumers * 64 // group_size
+    if group_size == EITHER:
+        return (
+            f"forward by query, the union of {positions} neighbouring positions by TMA, where they agree on most of "
+            "their blocks, else by key (the GPU decides); backward by key"
+        )
     return f"by query: the union of {positions} neighbouring positions by TMA, since groups of 8 and more fill tiles"
 
 
 def prepare_selected(indices: Tensor, spans: NativeSpans, q: Tensor, k: Tensor, v: Tensor) -> portable.SelectedPlan:
     """What forward and backward share."""
     plan = portable.prepare_selected(indices, spans, q, k, v)
-    if not selected_consumers(plan.group_size, spans.sizes.slc_block):
+    consumers = selected_consumers(plan.group_size, spans.sizes.slc_block)
+    either = plan.group_size == EITHER
+    if not consumers or (either and consumers * 64 // EITHER * indices.shape[2] > UNION_WIDTH):
         return plan
-    return SelectedPlan(plan.indices, plan.spans, plan.group_size, "union", plan.tiles)
+    return SelectedPlan(plan.indices, plan.spans, plan.group_size, "either" if either else "union", plan.tiles)

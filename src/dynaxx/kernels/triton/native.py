@@ -65,6 +65,17 @@ class SelectedPlan:
 
         return native_union.forward(q, k, v, self.union, self.spans, self.tiles, scale)
 
+    def choose(self) -> Tensor | None:
+        """(1,) int32, on the device: whether neighbours agree so much that by query is faster; None if that is known.
+
+        Where they don't, unions are emptied, so that whatever goes by query has nothing to do.
+        """
+        if self.schedule != "either":
+            return None
+        from dynaxx.kernels.triton.native_index import choose
+
+        return choose(self.union, int(config.AGREE * self.indices.numel()))
+
     def dq_by_query(self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, scale: float) -> Tensor:
         """Return dq, of rows as `native_union.row_pairs` gives them."""
         from dynaxx.kernels.triton import native_union
@@ -112,12 +123,16 @@ def selected_forward(q: Tensor, k: Tensor, v: Tensor, plan: SelectedPlan, scale:
         return q.new_zeros(*q.shape[:2], v.shape[2]), q.new_full((q.shape[1], q.shape[0]), -torch.inf).float()
     if plan.schedule == "union":
         return plan.forward_by_query(q, k, v, scale)
-    out = q.new_empty(*q.shape[:2], v.shape[2])
-    lse = q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
+    taken = plan.choose()
+    if taken is None:
+        out = q.new_empty(*q.shape[:2], v.shape[2])
+        lse = q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
+    else:  # what follows writes over it, or does nothing
+        out, lse = plan.forward_by_query(q, k, v, scale)
     key_tiles = config.forward_key_tiles(plan.group_size, q.shape[2], v.shape[2], q.dtype)
     index, chunks = plan.items(v.shape[2] * q.dtype.itemsize + 4, PARTIAL_BYTES)
     for chunk in chunks:
-        native_gather.forward_chunk(q, k, v, out, lse, index, chunk, slots, heads, plan.spans, key_tiles, scale)
+        native_gather.forward_chunk(q, k, v, out, lse, index, chunk, slots, heads, plan.spans, key_tiles, scale, taken)
     return out, lse
 
 

@@ -12,12 +12,13 @@ import torch
 
 from dynaxx.kernels.triton.config import padded
 
-Schedule = Literal["union", "gather"]
+Schedule = Literal["union", "gather", "either"]  # by query, by key, and whichever the GPU finds to be faster
 UNION_WIDTH = 512  # slots of one tile's union that are sorted in one program
 MAX_POSITIONS = 16  # of a tile; at most the 32 bits of a slot's set of positions
 ITEM_ROWS = 8192  # rows of q in one item of a kernel by key
 CHUNK_ITEM_ROWS = 1024  # where queries come in chunks: the first block has an entry of every query
 GROUP_FOR_UNION = 16  # smaller groups read too many keys per row
+AGREE = 0.25  # blocks in a union, per position and slot, up to which "either" goes by query: 8 of 32 positions' 32
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,7 @@ def _selected_partial_kernel(
     p_end,
     p_block_start,
     p_last_key,
+    p_taken,  # (1,) int32, not 0 where out and lse are known; not read without CHOSEN
     blocks,
     heads,
     slots,
@@ -74,6 +75,7 @@ def _selected_partial_kernel(
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    CHOSEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     SPLIT: tl.constexpr = KV_BLOCK // BLOCK_N
@@ -81,6 +83,8 @@ def _selected_partial_kernel(
     i_item = tl.program_id(0)
     i_head, start = item_block(p_cell, p_block_start, i_item, blocks, heads)
     begin, end = tl.load(p_begin + i_item), tl.load(p_end + i_item)
+    if CHOSEN:
+        end = tl.where(tl.load(p_taken) != 0, begin, end)
     p_k += i_head // heads_per_kv * stride_kh
     p_v += i_head // heads_per_kv * stride_vh
     if SPLIT == 1:
@@ -119,6 +123,7 @@ def _selected_merge_kernel(
     p_partial_lse,  # -inf where there is nothing
     p_out,  # (T, Hq, E) contiguous
     p_lse,  # (Hq, T) contiguous
+    p_taken,
     first_entry,
     queries,
     q_heads,
@@ -128,9 +133,12 @@ def _selected_merge_kernel(
     E: tl.constexpr,
     BLOCK_E: tl.constexpr,
     ROWS: tl.constexpr,
+    CHOSEN: tl.constexpr,
 ):
     """Merge the partial results of each query and q head."""
     heads = q_heads // group_size
+    if CHOSEN:
+        rows = tl.where(tl.load(p_taken) == 0, rows, 0)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
     h = row % q_heads
@@ -160,9 +168,12 @@ def _selected_merge_kernel(
 
 def forward_chunk(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, index: Items, chunk: int, slots: int,
-    heads: int, spans: NativeSpans, tiles: KeyTiles, scale: float,
+    heads: int, spans: NativeSpans, tiles: KeyTiles, scale: float, taken: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Attend for a chunk of queries, and write their rows of out (T, Hq, E) and lse (Hq, T); scale > 0."""
+    """Attend for a chunk of queries, and write their rows of out (T, Hq, E) and lse (Hq, T); scale > 0.
+
+    Nothing is written where `taken` (1,) int32, on the device, is not 0.
+    """
     queries, group_size = index.queries(chunk, q.shape[0]), q.shape[1] // heads
     count = queries.stop - queries.start
     partial = q.new_empty(count * heads * slots, group_size, v.shape[2])
@@ -174,8 +185,10 @@ def forward_chunk(
         partial,
         partial_lse,
         **item_arguments(q, k, v, index, chunk, heads, slots, spans),
+        p_taken=index.entries if taken is None else taken,
         first_entry=queries.start * heads * slots,
         scale=scale,
+        CHOSEN=taken is not None,
         GROUP=tiles.group,
         ROWS=tiles.rows,
         BLOCK_N=min(tiles.block_n, spans.sizes.slc_block),
@@ -188,6 +201,7 @@ def forward_chunk(
         partial_lse,
         out,
         lse,
+        p_taken=index.entries if taken is None else taken,
         first_entry=queries.start * heads * slots,
         queries=q.shape[0],
         q_heads=q.shape[1],
@@ -197,6 +211,7 @@ def forward_chunk(
         E=v.shape[2],
         BLOCK_E=padded(v.shape[2]),
         ROWS=block,
+        CHOSEN=taken is not None,
         num_warps=4,
     )
 

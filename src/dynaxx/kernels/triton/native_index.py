@@ -75,6 +75,27 @@ def _union_kernel(
     tl.store(p_counts + i_tile * heads + i_h, tl.sum(first, 0))
 
 
+@light_launch
+@triton.jit(do_not_specialize=["total", "limit"])
+def _choose_kernel(p_counts, p_taken, total, limit, BLOCK: tl.constexpr):
+    found = tl.full([], 0, tl.int32)
+    for begin in range(0, total, BLOCK):
+        place = begin + tl.arange(0, BLOCK)
+        found += tl.sum(tl.load(p_counts + place, mask=place < total, other=0), 0)
+    tl.store(p_taken, (found <= limit).to(tl.int32))
+    if found > limit:
+        for begin in range(0, total, BLOCK):
+            place = begin + tl.arange(0, BLOCK)
+            tl.store(p_counts + place, place * 0, mask=place < total)
+
+
+def choose(union: Unions, limit: int) -> Tensor:
+    """(1,) int32: 1 where all unions together hold at most `limit` blocks; 0 where more, and then they are emptied."""
+    taken = union.counts.new_empty(1)
+    _choose_kernel[(1,)](union.counts, taken, total=union.counts.numel(), limit=limit, BLOCK=4096, num_warps=8)
+    return taken
+
+
 def unions(indices: Tensor, spans: NativeSpans, positions: int) -> Unions:
     """The union of the blocks of every `positions` neighbouring rows; what no query may see is left out."""
     queries, heads, slots = indices.shape
