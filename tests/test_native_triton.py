@@ -120,15 +120,20 @@ def test_gated_sum(dim):
 
 
 @runs_here
+@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize(("window", "stride", "dim"), [(8, 4, 16), (4, 4, 24), (12, 4, 16)])
 @pytest.mark.parametrize("tokens", [3, 8, 37, 90])
-def test_means(window, stride, dim, tokens):
+def test_pooled_windows(window, stride, dim, tokens, weighted):
     spans = native_spans(NativeSizes(window, stride, 16, 3), (0, tokens, 2 * tokens), device=DEVICE)
     x = torch.randn(2 * tokens, 3, dim + 5, device=DEVICE)[..., :dim].requires_grad_()
-    want, got = definition.compression_means(x, spans), native.means_forward(x, spans)
-    assert torch.allclose(got, want, atol=1e-6)
+    weight = torch.rand(window, 3, device=DEVICE, requires_grad=True) if weighted else None
+    windows = definition.compression_windows(x, spans)
+    want = windows.mean(1) if weight is None else torch.einsum("wlhd,lh->whd", windows, weight)
+    assert torch.allclose(native.pool_forward(x, weight, spans), want, atol=1e-5)
     do = torch.randn_like(want)
-    assert torch.allclose(native.means_backward(do, spans), torch.autograd.grad(want, x, do)[0], atol=1e-6)
+    grads = torch.autograd.grad(want, [x] if weight is None else [x, weight], do)
+    for got, expected in zip(native.pool_backward(do, x, weight, spans), grads, strict=False):
+        assert torch.allclose(got, expected, atol=1e-4)
 
 
 @runs_here

@@ -14,6 +14,7 @@ class MeanCompression(nn.Module):
 
     def __init__(self, cmp_block: int, heads: int, dim: int) -> None:
         super().__init__()
+        self.weight = None
 
     def reset_parameters(self) -> None:
         pass
@@ -65,7 +66,8 @@ class MlpCompression(nn.Module):
         return windows.mean(1) + self.down(nn.functional.gelu(self.up(whole)))
 
 
-COMPRESSIONS: dict[str, type[MeanCompression] | type[WeightedCompression] | type[MlpCompression]] = {
+Compression = MeanCompression | WeightedCompression | MlpCompression
+COMPRESSIONS: dict[str, type[Compression]] = {
     "mean": MeanCompression,
     "weighted": WeightedCompression,
     "mlp": MlpCompression,

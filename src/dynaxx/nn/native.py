@@ -12,9 +12,9 @@ from dynaxx.kernels.reference.native import compression_windows
 from dynaxx.layout import CuSeqlens
 from dynaxx.layout.native import NativeSizes, native_spans
 from dynaxx.nn.cache import NativeCache, compress_batch
-from dynaxx.nn.compression import COMPRESSIONS
+from dynaxx.nn.compression import COMPRESSIONS, Compression, MlpCompression
 from dynaxx.nn.projection import ProjectedAttention
-from dynaxx.ops.native import native_sparse_attention
+from dynaxx.ops.native import compress, native_sparse_attention
 
 EVEN_GATES = (0.5, 0.5, 0.5)  # to train from scratch
 NEAR_DENSE = (0.02, 0.96, 0.02)  # the selected branch alone is dense attention up to slc_count * slc_block tokens
@@ -88,8 +88,11 @@ class NativeSparseAttention(ProjectedAttention):
     ) -> tuple[Tensor, Tensor]:
         if cache is not None:
             return cache.compress(self.sizes, self.compress_k, self.compress_v)
+        return self._compress(k, self.compress_k, cu_seqlens), self._compress(v, self.compress_v, cu_seqlens)
+
+    def _compress(self, x: Tensor, how: Compression, cu_seqlens: CuSeqlens | None) -> Tensor:
+        if not isinstance(how, MlpCompression):
+            return compress(x, self.sizes, how.weight, cu_seqlens=cu_seqlens)
         if cu_seqlens is None:
-            pairs = ((k, self.compress_k), (v, self.compress_v))
-            return tuple(compress_batch(x, self.sizes, compress) for x, compress in pairs)  # type: ignore[return-value]
-        spans = native_spans(self.sizes, cu_seqlens, device=k.device)
-        return self.compress_k(compression_windows(k, spans)), self.compress_v(compression_windows(v, spans))
+            return compress_batch(x, self.sizes, how)
+        return how(compression_windows(x, native_spans(self.sizes, cu_seqlens, device=x.device)))

@@ -53,35 +53,35 @@ def compress(
     Returns:
         (batch, compressed, heads, dim), or packed (compressed tokens, heads, dim), in x's dtype.
     """
-    if weight is None:
-        spans, packed = pack(x, x, x, sizes, cu_seqlens, None)
-        means = _compression_means(packed.k, spans)
-        return means if packed.batch is None else means.unflatten(0, (packed.batch[0], sizes.compressed(x.shape[1])))
-    windows = compression_windows(x, sizes, cu_seqlens=cu_seqlens)
-    if weight.shape != (sizes.cmp_block, x.shape[-2]):
+    spans, packed = pack(x, x, x, sizes, cu_seqlens, None)
+    if weight is not None and weight.shape != (sizes.cmp_block, x.shape[-2]):
         raise ValueError(
             f"`weight` must be (cmp_block, heads) = {(sizes.cmp_block, x.shape[-2])}, got {tuple(weight.shape)}"
         )
-    return torch.einsum("...lhd,lh->...hd", windows, weight.to(x.dtype))
+    pooled = _pool(packed.k, weight, spans)
+    return pooled if packed.batch is None else pooled.unflatten(0, (packed.batch[0], sizes.compressed(x.shape[1])))
 
 
-def _compression_means(x: Tensor, spans: NativeSpans) -> Tensor:
+def _pool(x: Tensor, weight: Tensor | None, spans: NativeSpans) -> Tensor:
     """(M, H, D) -> (L, H, D), in one kernel where the backend has one for sequences that are alike."""
     kernels = native_module(native_backend(x, x, x, spans.sizes.slc_block, "auto"))
-    if spans.uniform is None or not hasattr(kernels, "means_forward"):
+    if spans.uniform is not None and hasattr(kernels, "pool_forward"):
+        return _Pool.apply(x, weight, spans, kernels)
+    if weight is None:
         return definition.compression_means(x, spans)
-    return _CompressionMeans.apply(x, spans, kernels)
+    return torch.einsum("wlhd,lh->whd", definition.compression_windows(x, spans), weight.to(x.dtype))
 
 
-class _CompressionMeans(torch.autograd.Function):
+class _Pool(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, spans: NativeSpans, kernels: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, spans: NativeSpans, kernels: Any) -> Tensor:
+        ctx.save_for_backward(x, weight)
         ctx.spans, ctx.kernels = spans, kernels
-        return kernels.means_forward(x, spans)
+        return kernels.pool_forward(x, weight, spans)
 
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> Any:
-        return ctx.kernels.means_backward(do, ctx.spans), None, None
+        return *ctx.kernels.pool_backward(do, *ctx.saved_tensors, ctx.spans), None, None
 
 
 @torch.no_grad()

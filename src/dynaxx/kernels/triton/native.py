@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 _LATER = {
     "select_blocks": "native_select",
-    "means_forward": "native_compress",
-    "means_backward": "native_compress",
+    "pool_forward": "native_compress",
+    "pool_backward": "native_compress",
     "gated_sum_forward": "native_gate",
     "gated_sum_backward": "native_gate",
 }  # kernels that need no more than their own file

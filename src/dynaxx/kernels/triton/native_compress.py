@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""Mean keys (and values) of windows of tokens, and their gradient, where sequences are alike.
+"""Windows of tokens pooled to their mean or to a weighted sum, and the gradients, where sequences are alike.
 
-B sequences of N tokens, each with L windows of WINDOW tokens, STRIDE apart; H heads of D. x is (B * N, H, D), the means
-(B * L, H, D). Sums are fp32, in one order.
+B sequences of N tokens, each with L windows of WINDOW tokens, STRIDE apart; H heads of D. x is (B * N, H, D), the sums
+(B * L, H, D), weights (WINDOW, H). Sums are fp32, in one order.
 """
 
 import torch
@@ -17,29 +17,39 @@ from dynaxx.kernels.triton.native_union import gather_rows, scatter_rows
 from dynaxx.layout.native import NativeSpans
 
 ROWS = 32
+PARTS = 64  # programs that share the gradient of a weight
 SIZES = ["rows", "tokens", "windows", "heads"]
+
+
+@triton.jit
+def _weight(p_weight, at, head, heads, WINDOW: tl.constexpr, WEIGHTED: tl.constexpr):
+    """Of places `at` in a window."""
+    if WEIGHTED:
+        return tl.load(p_weight + at * heads + head).to(tl.float32)
+    return at * 0.0 + 1.0 / WINDOW
 
 
 @light_launch
 @triton.jit(do_not_specialize=SIZES)
-def _means_fwd_kernel(
-    p_x, p_out, rows, tokens, windows, heads, stride_n, stride_h,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, WINDOW: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr,
+def _pool_fwd_kernel(
+    p_x, p_weight, p_out, rows, tokens, windows, heads, stride_n, stride_h, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    WINDOW: tl.constexpr, STRIDE: tl.constexpr, WEIGHTED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
     inside = row < rows
     first = row // windows * tokens + row % windows * STRIDE
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     for i in range(WINDOW):
-        acc += gather_rows(p_x, first + i, first * 0 + head, stride_n, stride_h, inside, D, BLOCK_D)
-    scatter_rows(p_out, acc / WINDOW, row, row * 0 + head, heads * D, D, inside, D, BLOCK_D)
+        b_x = gather_rows(p_x, first + i, first * 0 + head, stride_n, stride_h, inside, D, BLOCK_D)
+        acc += b_x.to(tl.float32) * _weight(p_weight, i, head, heads, WINDOW, WEIGHTED)
+    scatter_rows(p_out, acc, row, row * 0 + head, heads * D, D, inside, D, BLOCK_D)
 
 
 @light_launch
 @triton.jit(do_not_specialize=SIZES)
-def _means_bwd_kernel(
-    p_do, p_dx, rows, tokens, windows, heads, stride_n, stride_h,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, WINDOW: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr,
+def _pool_bwd_kernel(
+    p_do, p_weight, p_dx, rows, tokens, windows, heads, stride_n, stride_h, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    WINDOW: tl.constexpr, STRIDE: tl.constexpr, WEIGHTED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
     inside = row < rows
@@ -48,33 +58,84 @@ def _means_bwd_kernel(
     for i in tl.static_range(WINDOW // STRIDE):  # the windows that hold a token are neighbours
         window = position // STRIDE - i
         holds = inside & (window >= 0) & (window < windows)
-        acc += gather_rows(p_do, base + window, row * 0 + head, stride_n, stride_h, holds, D, BLOCK_D)
-    scatter_rows(p_dx, acc / WINDOW, row, row * 0 + head, heads * D, D, inside, D, BLOCK_D)
+        b_do = gather_rows(p_do, base + window, row * 0 + head, stride_n, stride_h, holds, D, BLOCK_D)
+        weight = _weight(p_weight, position % STRIDE + i * STRIDE, head, heads, WINDOW, WEIGHTED)
+        acc += b_do.to(tl.float32) * weight[:, None]
+    scatter_rows(p_dx, acc, row, row * 0 + head, heads * D, D, inside, D, BLOCK_D)
 
 
-def means_forward(x: Tensor, spans: NativeSpans) -> Tensor:
-    """As `kernels.reference.native.compression_means`, of sequences that are alike."""
-    alike = spans.uniform
-    assert alike is not None, "sequences of unequal lengths have no closed form"
-    out = x.new_empty(spans.ends_cmp[-1], *x.shape[1:])
-    return _launch(_means_fwd_kernel, unit_stride(x), out, alike[2], spans)
+@light_launch
+@triton.jit(do_not_specialize=SIZES)
+def _pool_bwd_weight_kernel(
+    p_do, p_x, p_parts, rows, tokens, windows, heads, stride_don, stride_doh, stride_n, stride_h,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """What every so many-th tile of windows gives to one weight, (programs, WINDOW, H) fp32."""
+    part, at, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    acc = tl.zeros([ROWS], tl.float32)
+    for begin in range(part * ROWS, rows, tl.num_programs(0) * ROWS):
+        row = begin + tl.arange(0, ROWS)
+        inside = row < rows
+        token = row // windows * tokens + row % windows * STRIDE + at
+        b_do = gather_rows(p_do, row, row * 0 + head, stride_don, stride_doh, inside, D, BLOCK_D).to(tl.float32)
+        b_x = gather_rows(p_x, token, row * 0 + head, stride_n, stride_h, inside, D, BLOCK_D).to(tl.float32)
+        acc += tl.sum(b_do * b_x, 1)
+    tl.store(p_parts + (part * tl.num_programs(1) + at) * heads + head, tl.sum(acc, 0))
 
 
-def means_backward(do: Tensor, spans: NativeSpans) -> Tensor:
-    """The gradient of x, (B * N, H, D)."""
-    alike = spans.uniform
-    assert alike is not None, "sequences of unequal lengths have no closed form"
-    dx = do.new_empty(spans.ends_k[-1], *do.shape[1:])
+def pool_forward(x: Tensor, weight: Tensor | None, spans: NativeSpans) -> Tensor:
+    """Windows of sequences that are alike, each the mean of its tokens or their sum by `weight` (WINDOW, H)."""
+    return _launch(_pool_fwd_kernel, x, weight, x.new_empty(spans.ends_cmp[-1], *x.shape[1:]), spans)
+
+
+def pool_backward(do: Tensor, x: Tensor, weight: Tensor | None, spans: NativeSpans) -> tuple[Tensor, Tensor | None]:
+    """Return dx, (B * N, H, D), and dweight, None for means."""
+    dx = do.new_empty(x.shape)
     if not do.shape[0]:
-        return torch.zeros_like(dx)
-    return _launch(_means_bwd_kernel, unit_stride(do), dx, alike[2], spans)
+        return dx.zero_(), None if weight is None else torch.zeros_like(weight)
+    _launch(_pool_bwd_kernel, do, weight, dx, spans)
+    if weight is None:
+        return dx, None
+    do, x = unit_stride(do), unit_stride(x)
+    rows, heads, dim = do.shape
+    sizes, tokens = spans.sizes, _tokens(spans)
+    programs = min(PARTS, -(-rows // ROWS))
+    parts = do.new_empty(programs, sizes.cmp_block, heads, dtype=torch.float32)
+    _pool_bwd_weight_kernel[(programs, sizes.cmp_block, heads)](
+        do,
+        x,
+        parts,
+        rows=rows,
+        tokens=tokens,
+        windows=sizes.compressed(tokens),
+        heads=heads,
+        stride_don=do.stride(0),
+        stride_doh=do.stride(1),
+        stride_n=x.stride(0),
+        stride_h=x.stride(1),
+        D=dim,
+        BLOCK_D=padded(dim),
+        STRIDE=sizes.cmp_stride,
+        ROWS=ROWS,
+        num_warps=4,
+    )
+    return dx, parts.sum(0).to(weight.dtype)
 
 
-def _launch(kernel, x: Tensor, out: Tensor, tokens: int, spans: NativeSpans) -> Tensor:
+def _tokens(spans: NativeSpans) -> int:
+    """Of each sequence."""
+    alike = spans.uniform
+    assert alike is not None, "sequences of unequal lengths have no closed form"
+    return alike[2]
+
+
+def _launch(kernel, x: Tensor, weight: Tensor | None, out: Tensor, spans: NativeSpans) -> Tensor:
     rows, heads, dim = out.shape
+    x, tokens = unit_stride(x), _tokens(spans)
     if rows:
         kernel[(-(-rows // ROWS), heads)](
             x,
+            x if weight is None else weight.contiguous(),
             out,
             rows=rows,
             tokens=tokens,
@@ -86,6 +147,7 @@ def _launch(kernel, x: Tensor, out: Tensor, tokens: int, spans: NativeSpans) -> 
             BLOCK_D=padded(dim),
             WINDOW=spans.sizes.cmp_block,
             STRIDE=spans.sizes.cmp_stride,
+            WEIGHTED=weight is not None,
             ROWS=ROWS,
             num_warps=4,
         )
