@@ -15,13 +15,14 @@ import json
 import math
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from native_data import Text, make_data
 from native_decoder import VARIANTS, Decoder
 
-from dynaxx.nn import NativeSizes
+from dynaxx.nn import NativeSizes, NativeSparseAttention
 
 ROUND = 10  # steps that a variant trains before the next one does
 HEADS = ("q_heads", "kv_heads", "head_dim")
@@ -44,6 +45,7 @@ class Trainer:
         groups = [{"params": decay, "weight_decay": 0.1}, {"params": other, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=device.type == "cuda")
         self.device, self.args, self.seconds, self.tokens, self.graphs = device, args, 0.0, 0, {}
+        self.sizes = sizes
         self.parameters = sum(p.numel() for p in self.model.parameters())
         self.curve = []  # (step, held-out loss, accuracy)
 
@@ -57,20 +59,30 @@ class Trainer:
         for (tokens, targets), share in zip(batches, shares, strict=True):
             for group in self.optimizer.param_groups:
                 group["lr"] = self.args.lr * min(1.0, share / 0.03 + 0.01) * (0.55 + 0.45 * math.cos(math.pi * share))
+            if self.args.anneal:
+                self.select(count_at(self.sizes, tokens.shape[1], share))
             self.gradients(tokens.to(self.device), targets.to(self.device))
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             self.optimizer.step()
             self.tokens += tokens.numel()
+        self.select(self.sizes.slc_count)
         self._wait()
         self.seconds += time.perf_counter() - begin
+
+    def select(self, count):
+        """So many blocks per query, in native layers."""
+        for layer in self.model.layers:
+            if isinstance(layer.attention, NativeSparseAttention):
+                layer.attention.sizes = replace(self.sizes, slc_count=count)
 
     def gradients(self, tokens, targets):
         """Forward and backward of a batch; as one CUDA graph for each shape of batches, if so asked."""
         if not self.args.graphs:
             return self._gradients(tokens, targets)
-        if tokens.shape not in self.graphs:
-            self.graphs[tokens.shape] = self._capture(tokens.clone(), targets.clone())
-        graph, inputs, grads = self.graphs[tokens.shape]
+        kind = (tokens.shape, getattr(self.model.layers[0].attention, "sizes", None))
+        if kind not in self.graphs:
+            self.graphs[kind] = self._capture(tokens.clone(), targets.clone())
+        graph, inputs, grads = self.graphs[kind]
         for held, given in zip(inputs, (tokens, targets), strict=True):
             held.copy_(given)
         graph.replay()
@@ -151,6 +163,14 @@ def context_at(args, share):
     begin = args.from_context or args.context
     doublings = (args.context // begin).bit_length() - 1
     return begin << min(doublings, int(2 * share * doublings))
+
+
+def count_at(sizes, context, share):
+    """Blocks to select: all over the first half of a run, then half as many at equal steps, the last fifth as told."""
+    most = max(sizes.slc_count, -(-context // sizes.slc_block))
+    halvings = (-(-most // sizes.slc_count) - 1).bit_length()
+    done = 0 if share < 0.5 else min(halvings, 1 + int((share - 0.5) / 0.3 * halvings))
+    return max(sizes.slc_count, most >> done)
 
 
 def run(args):
@@ -275,6 +295,7 @@ def arguments(argv=None):
                         metavar="Q,KV,DIM", help="q heads, kv heads and head_dim: 8,2,64 unless named")  # fmt: skip
     parser.add_argument("--window", type=int, default=512, help="tokens, of the window variant and the native one")
     parser.add_argument("--slc-count", type=int, default=16, help="blocks that a native query selects")
+    parser.add_argument("--anneal", action="store_true", help="native queries select all blocks at first, then fewer")
     parser.add_argument("--compression", choices=["mlp", "weighted", "mean"], default="mlp",
                         help="of the native variant; weighted and mean add next to no parameters")  # fmt: skip
     parser.add_argument("--lr", type=float, default=1e-3)
