@@ -97,6 +97,19 @@ def test_a_larger_count_is_closer_to_dense():
     assert wrong == sorted(wrong, reverse=True)
 
 
+def test_switchable_attention_is_dense_while_it_selects_every_block():
+    """Up to slc_count * slc_block tokens it runs as dense attention; beyond, its first queries still see everything."""
+    module, x = nn.SwitchableAttention(24, 6, 2, sizes=replace(SIZES, slc_count=4)), torch.randn(1, 65, 24)
+    with torch.no_grad():
+        sparse = module(x)
+        module.dense = True
+        dense, short = module(x), module(x[:, :64])
+        module.dense = False
+        assert torch.equal(module(x[:, :64]), short)
+    assert torch.allclose(sparse[:, :64], dense[:, :64], atol=1e-5)
+    assert not torch.allclose(sparse[:, 64], dense[:, 64], atol=1e-3)
+
+
 def test_the_state_dict_restores_the_module():
     for module in modules().values():
         other = copy.deepcopy(module)
