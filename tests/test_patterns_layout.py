@@ -167,3 +167,17 @@ def test_no_queries_and_no_keys():
         layout = (dx.SlidingWindow(4) | dx.GlobalTokens(2)).layout(seqlen_q, seqlen_k, block_size=16).validate()
         assert layout.nnz == 0
         assert layout.to_dense().shape == (1, 1, seqlen_q, seqlen_k)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_layout_comes_back_from_a_busy_gpu_whole():
+    layout = (dx.SlidingWindow(300) | dx.GlobalTokens(3)).layout(20_000, block_size=16)
+    there = layout.to("cuda")
+    x = torch.randn(8192, 8192, device="cuda")
+    for _ in range(5):
+        x = x @ x  # what the copies back have to wait behind
+        back = there.to("cpu")
+        assert torch.equal(back.kv_indptr, layout.kv_indptr)
+        assert torch.equal(back.kv_indices, layout.kv_indices)
+        assert torch.equal(back.masks.bits, layout.masks.bits)

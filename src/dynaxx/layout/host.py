@@ -32,9 +32,12 @@ def on_host(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def moved_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """int32 tensors on another device; to a GPU in one copy from pinned memory, each at 16 bytes, without waiting."""
+    """int32 tensors on another device; to a GPU in one copy from pinned memory, each at 16 bytes, without waiting.
+
+    To the host it waits: what has not arrived yet reads as anything.
+    """
     if device.type != "cuda" or any(x.device.type != "cpu" for x in tensors):
-        return [x.to(device, non_blocking=True) for x in tensors]
+        return [x.to(device, non_blocking=device.type == "cuda") for x in tensors]
     parts, places, size = [], [], 0
     for x in tensors:
         places.append(size)
