@@ -1,9 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""Block-sparse attention backward for Hopper: dq in Triton with TMA, dk and dv in Gluon (`backward_dkv`).
+"""Block-sparse attention backward for Hopper: in one pass (`backward_joint`), or dq apart from dk and dv.
 
-dq over the layout, dk and dv over its transpose, no atomics, heads of a group summed in a fixed order. TMA clips at the
-ends of each sequence, so tiles need no bound checks; queries past the end have lse = inf and give nothing.
-Shapes: B batch, N / M queries and keys, Hq / Hk query and kv heads, D head_dim.
+One pass for kv blocks of 128 and enough of them, unless torch is to use deterministic algorithms. Two passes are dq in
+Triton with TMA, over the layout, and dk and dv in Gluon (`backward_dkv`), over its transpose: no atomics, the same bits
+in every run. TMA clips at the ends of each sequence, so tiles need no bound checks; queries past the end have lse = inf
+and give nothing. Shapes: B batch, N / M queries and keys, Hq / Hk query and kv heads, D head_dim.
 """
 
 import torch
@@ -12,8 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from dynaxx.kernels.hopper.backward_dkv import backward_dkv
-from dynaxx.kernels.hopper.config import backward_dq_tiles
-from dynaxx.kernels.hopper.launch import dense_rows
+from dynaxx.kernels.hopper.backward_joint import backward_joint
+from dynaxx.kernels.hopper.config import backward_dq_tiles, backward_in_one_pass
+from dynaxx.kernels.hopper.launch import dense_rows, multiprocessors
 from dynaxx.kernels.triton.launch import RUNTIME_SIZES, layout_arguments, order_argument, tile_rows
 from dynaxx.kernels.triton.light import Launch, light_launch
 from dynaxx.kernels.triton.primitives import (
@@ -206,6 +208,11 @@ def attention_backward(
     lse = lse.contiguous()
     lse_log2, delta = lse.new_empty(2, *lse.shape[:2], layout.q_blocks * layout.block_size[0])
     repeated(_start_rows, layout, (do, out, dlse, lse, lse_log2, delta))
+    programs = layout.kv_blocks * k.shape[0] * k.shape[2]
+    if not torch.are_deterministic_algorithms_enabled() and backward_in_one_pass(
+        layout.block_size[1], programs, multiprocessors(k.device)
+    ):
+        return backward_joint(do, q, k, v, lse_log2, delta, layout, scale)
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     repeated(_start_dq, layout, (do, q, k, v, dq, lse_log2, delta), scale)
     dk, dv = backward_dkv(do, q, k, v, lse_log2, delta, layout, scale)

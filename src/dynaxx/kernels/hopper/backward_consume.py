@@ -18,11 +18,11 @@ from dynaxx.kernels.hopper.signals import get
 
 
 @gluon.jit
-def _keep(weights, numbers, at, p_bits, part, CONSUMER: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr):
+def keep(weights, numbers, at, p_bits, part, CONSUMER: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr):
     """Transposed weights [keys, queries], 0 where the block's mask hides the pair."""
     WORDS: gl.constexpr = KV_BLOCK // 32
     layout: gl.constexpr = weights.type.layout
-    lo, hi, code = get(numbers, at + 1), get(numbers, at + 2), get(numbers, at + 3)
+    lo, hi, code = get(numbers, at + 2), get(numbers, at + 3), get(numbers, at + 4)
     keys = CONSUMER * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     queries = gl.arange(0, ROWS, gl.SliceLayout(0, layout))[None, :]
     if lo <= hi:
@@ -68,7 +68,7 @@ def _consume_tiles(
         weights = gl.exp2(scores * scale_log2 - lse[None, :])
         if MASKED:
             part = i_tile % SPLIT * ROWS
-            weights = _keep(weights, numbers, i % RING * FIELDS, p_bits, part, CONSUMER, Q_BLOCK, KV_BLOCK)
+            weights = keep(weights, numbers, i % RING * FIELDS, p_bits, part, CONSUMER, Q_BLOCK, KV_BLOCK)
         p = gl.convert_layout(weights.to(q.dtype), p_layout)
         dv_token = warpgroup_mma(p, do, dv, is_async=True)
         delta = stats.index(stage * 2 + 1).load(gl.SliceLayout(0, s_layout))

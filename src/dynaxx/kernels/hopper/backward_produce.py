@@ -13,7 +13,7 @@ from dynaxx.kernels.hopper.forward_produce import band_of
 from dynaxx.kernels.hopper.signals import put
 
 RING = gl.constexpr(8)  # tiles whose numbers are kept: those in flight, and the one before
-FIELDS = gl.constexpr(4)  # of a tile: its place among the heads' tiles, first and last distance, code
+FIELDS = gl.constexpr(5)  # of a tile: its head and first query, and its mask's first and last distance, and code
 
 
 @gluon.jit
@@ -65,12 +65,13 @@ def produce(
             stats.index(stage * 2).store(lse)
             stats.index(stage * 2 + 1).store(delta)
             at_tile = done % RING * FIELDS
-            put(numbers, at_tile, tile)
+            put(numbers, at_tile, i_h)
+            put(numbers, at_tile + 1, block * Q_BLOCK + part * ROWS)
             if i_tile < partial * SPLIT:
                 lo, hi, code = band_of(p_bands, num_masks, gl.load(p_codes + entry))
-                put(numbers, at_tile + 1, lo - part * ROWS)
-                put(numbers, at_tile + 2, hi - part * ROWS)
-                put(numbers, at_tile + 3, code)
+                put(numbers, at_tile + 2, lo - part * ROWS)
+                put(numbers, at_tile + 3, hi - part * ROWS)
+                put(numbers, at_tile + 4, code)
             gl.thread_barrier()
             mbarrier.expect(full.index(stage), 2 * q_desc.block_type.nbytes)
             at = [i_b, i_h, block * Q_BLOCK + part * ROWS, 0]

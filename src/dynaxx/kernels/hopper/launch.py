@@ -15,6 +15,8 @@ from dynaxx.kernels.triton.light import DESCRIPTORS
 
 DESCRIPTORS.add(GluonDescriptor)
 
+_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+
 
 def dense_rows(x: Tensor) -> Tensor:
     """`x` where TMA can step through it: dense rows, 16-byte strides; else a copy."""
@@ -42,7 +44,7 @@ def _gluon_rows(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype,
     if not _steps(shape, strides, dtype.itemsize):
         return None
     block = [1, 1, rows, columns]
-    layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16 if dtype == torch.bfloat16 else gl.float16)
+    layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[dtype])
     return as_template(GluonDescriptor(nowhere(dtype), *heads_apart(shape, strides), block, layout))
 
 

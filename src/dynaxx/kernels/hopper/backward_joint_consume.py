@@ -1,0 +1,174 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""A consumer warpgroup of the joint Hopper backward: 64 keys, dk and dv in registers, and columns of dq of all keys.
+
+The consumers leave the gradients of a tile's scores in shared memory. With the next tile, while it waits for the scores
+of that, each multiplies its own with q, for dk, and those of all keys with its share of k's columns, for dq. A tile of
+dq goes to shared memory, and the copy unit adds it to sums in global memory.
+"""
+
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from dynaxx.kernels.hopper.backward_consume import keep
+from dynaxx.kernels.hopper.backward_produce import FIELDS, RING, read_column
+from dynaxx.kernels.hopper.forward_consume import ROWS
+from dynaxx.kernels.hopper.signals import get
+
+SLOTS = gl.constexpr(2)  # tiles whose gradients are kept
+
+
+@builtin
+def _add_tile(desc, at, tile, _semantic=None):
+    """Start adding a tile of shared memory to global memory; else as `tma.async_copy_shared_to_global`.
+
+    Triton 3.6 has the instruction, and no name for it in Gluon.
+    """
+    at = _semantic._convert_to_ir_values(at, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, at, tile.handle)
+
+
+@gluon.jit
+def _start_dk(
+    dk, q_buffers, ds_buffers, full, i, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr, STAGES: gl.constexpr
+):
+    """Start what tile i gives to dk; of tile -1, which has gradients of zero, nothing."""
+    mbarrier.wait(full.index(0), 0, pred=i < 0)  # before it is there, the first tile of q could be NaN
+    q = q_buffers.index(gl.maximum(i, 0) % STAGES).reshape(dk.shape)
+    return warpgroup_mma(ds_buffers.index((i + 1) % SLOTS * CONSUMERS + CONSUMER), q, dk, is_async=True)
+
+
+@gluon.jit
+def _start_dq(k_buffers, ds_buffers, ds_full, i, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr):
+    """Start this consumer's columns of dq for tile i; tile -1 has gradients of zero."""
+    D: gl.constexpr = k_buffers.shape[4]
+    SHARE: gl.constexpr = D // CONSUMERS
+    slot = (i + 1) % SLOTS
+    mbarrier.wait(ds_full.index(slot), ((i + 1) // SLOTS) & 1)
+    dq = gl.zeros([ROWS, SHARE], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SHARE, 16]))
+    for u in gl.static_range(CONSUMERS):
+        k = k_buffers.index(u).reshape([ROWS, D]).slice(CONSUMER * SHARE, SHARE, dim=1)
+        ds = ds_buffers.index(slot * CONSUMERS + u).permute((1, 0))
+        dq = warpgroup_mma(ds, k, dq, use_acc=u > 0, is_async=True)
+    return dq
+
+
+@gluon.jit
+def _add_dq(dq, dq_desc, dq_buffer, numbers, i_b, i, CONSUMER: gl.constexpr):
+    """Add tile i of dq, without its scale, to the sums."""
+    at_tile = gl.maximum(i, 0) % RING * FIELDS
+    at = [i_b, get(numbers, at_tile), get(numbers, at_tile + 1), CONSUMER * dq.shape[1]]
+    tma.store_wait(0)
+    dq_buffer.reshape(dq.shape).store(dq)
+    fence_async_shared()
+    _add_tile(dq_desc, at, dq_buffer)
+
+
+@gluon.jit
+def _consume_tiles(
+    dk, dv, dq_desc, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, dq_buffers, full, empty, ds_full,
+    numbers, stats, p_bits, i_b, scale_log2, done, begin, end,
+    MASKED: gl.constexpr, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr,
+    Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Add what tiles begin..end of a head give to dv, and what the tile before each gives to dk and dq."""
+    SPLIT: gl.constexpr = Q_BLOCK // ROWS
+    D: gl.constexpr = dk.shape[1]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    k = k_buffers.index(CONSUMER).reshape([ROWS, D])
+    v = v_buffers.index(CONSUMER).reshape([ROWS, D])
+    dq_buffer = dq_buffers.index(CONSUMER)
+    for i_tile in range(begin, end):
+        i = done + i_tile
+        stage = i % STAGES
+        q = q_buffers.index(stage).reshape([ROWS, D])
+        do = do_buffers.index(stage).reshape([ROWS, D])
+        dk_token = _start_dk(dk, q_buffers, ds_buffers, full, i - 1, CONSUMERS, CONSUMER, STAGES)
+        dq_token = _start_dq(k_buffers, ds_buffers, ds_full, i - 1, CONSUMERS, CONSUMER)
+        mbarrier.wait(full.index(stage), (i // STAGES) & 1)
+        zero = gl.zeros([ROWS, ROWS], gl.float32, s_layout)
+        s_token = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+        dk, dq = warpgroup_mma_wait(1, deps=[dk_token, dq_token])
+        mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
+        _add_dq(dq, dq_desc, dq_buffer, numbers, i_b, i - 1, CONSUMER)
+        dp_token = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
+        lse = stats.index(stage * 2).load(gl.SliceLayout(0, s_layout))
+        scores = warpgroup_mma_wait(1, deps=[s_token])
+        weights = gl.exp2(scores * scale_log2 - lse[None, :])
+        if MASKED:
+            part = i_tile % SPLIT * ROWS
+            weights = keep(weights, numbers, i % RING * FIELDS, p_bits, part, CONSUMER, Q_BLOCK, KV_BLOCK)
+        p = gl.convert_layout(weights.to(q.dtype), p_layout)
+        dv_token = warpgroup_mma(p, do, dv, is_async=True)
+        delta = stats.index(stage * 2 + 1).load(gl.SliceLayout(0, s_layout))
+        dp = warpgroup_mma_wait(1, deps=[dp_token])
+        ds = (weights * (dp - delta[None, :])).to(q.dtype)
+        slot = (i + 1) % SLOTS
+        ds_buffers.index(slot * CONSUMERS + CONSUMER).store(ds)
+        fence_async_shared()
+        mbarrier.arrive(ds_full.index(slot), count=1)
+        dv = warpgroup_mma_wait(0, deps=[dv_token])
+    return dk, dv
+
+
+@gluon.jit
+def consume(
+    dq_desc, dk_desc, dv_desc, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, dq_buffers,
+    kv_full, kv_read, full, empty, ds_full, numbers, stats,
+    p_indptr, p_num_partial, p_bits, capacity, layout_stride_b, layout_stride_h, i_b, i_hk, i_col,
+    kv_blocks, group_size, scale, scale_log2,
+    CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr,
+    Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """dk and dv of 64 keys of a kv block, and this consumer's columns of what the block gives to dq."""
+    SPLIT: gl.constexpr = Q_BLOCK // ROWS
+    D: gl.constexpr = dk_desc.block_type.shape[3]
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    dk = gl.zeros([ROWS, D], gl.float32, acc_layout)
+    dv = gl.zeros([ROWS, D], gl.float32, acc_layout)
+    ds_buffers.index(CONSUMER).store(gl.zeros([ROWS, ROWS], dk_desc.dtype, s_layout))
+    fence_async_shared()
+    mbarrier.arrive(ds_full.index(0), count=1)
+    mbarrier.wait(kv_full.index(0), 0)
+    done = 0
+    for i_group in range(group_size):
+        _, count, partial = read_column(
+            p_indptr, p_num_partial, capacity, layout_stride_b, layout_stride_h,
+            i_b, i_hk * group_size + i_group, i_col, kv_blocks,
+        )  # fmt: skip
+        dk, dv = _consume_tiles(
+            dk, dv, dq_desc, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, dq_buffers, full, empty, ds_full,
+            numbers, stats, p_bits, i_b, scale_log2, done, 0, partial * SPLIT,
+            True, CONSUMERS, CONSUMER, Q_BLOCK, KV_BLOCK, STAGES,
+        )  # fmt: skip
+        dk, dv = _consume_tiles(
+            dk, dv, dq_desc, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, dq_buffers, full, empty, ds_full,
+            numbers, stats, p_bits, i_b, scale_log2, done, partial * SPLIT, count * SPLIT,
+            False, CONSUMERS, CONSUMER, Q_BLOCK, KV_BLOCK, STAGES,
+        )  # fmt: skip
+        done += count * SPLIT
+    if done > 0:
+        dk_token = _start_dk(dk, q_buffers, ds_buffers, full, done - 1, CONSUMERS, CONSUMER, STAGES)
+        dq_token = _start_dq(k_buffers, ds_buffers, ds_full, done - 1, CONSUMERS, CONSUMER)
+        dk, dq = warpgroup_mma_wait(0, deps=[dk_token, dq_token])
+        _add_dq(dq, dq_desc, dq_buffers.index(CONSUMER), numbers, i_b, done - 1, CONSUMER)
+    mbarrier.arrive(kv_read.index(0), count=1)
+    mbarrier.wait(kv_read.index(0), 0)
+    # no consumer reads k and v any more: their buffers carry the results out
+    k_buffers.index(CONSUMER).reshape([ROWS, D]).store((dk * scale).to(dk_desc.dtype))
+    v_buffers.index(CONSUMER).reshape([ROWS, D]).store(dv.to(dk_desc.dtype))
+    fence_async_shared()
+    at = [i_b, i_hk, i_col * KV_BLOCK + CONSUMER * ROWS, 0]
+    tma.async_copy_shared_to_global(dk_desc, at, k_buffers.index(CONSUMER))
+    tma.async_copy_shared_to_global(dv_desc, at, v_buffers.index(CONSUMER))
+    tma.store_wait(0)
