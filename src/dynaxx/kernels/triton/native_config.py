@@ -18,7 +18,8 @@ MAX_POSITIONS = 16  # of a tile; at most the 32 bits of a slot's set of position
 ITEM_ROWS = 8192  # rows of q in one item of a kernel by key
 CHUNK_ITEM_ROWS = 1024  # where queries come in chunks: the first block has an entry of every query
 GROUP_FOR_UNION = 16  # smaller groups read too many keys per row
-AGREE = 0.25  # blocks in a union, per position and slot, up to which "either" goes by query: 8 of 32 positions' 32
+AGREE = 0.16  # blocks in a union, per position and slot, up to which "either" goes by query: 3.4 ms at 0.08 and 6.3 at
+# 0.24 where by key takes 4.9 (32/8 heads, 32k)
 
 
 @dataclass(frozen=True)
