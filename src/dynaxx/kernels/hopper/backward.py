@@ -15,8 +15,8 @@ from torch import Tensor
 from dynaxx.kernels.hopper.backward_dkv import backward_dkv
 from dynaxx.kernels.hopper.backward_joint import backward_joint
 from dynaxx.kernels.hopper.config import backward_dq_tiles, backward_in_one_pass
-from dynaxx.kernels.hopper.launch import dense_rows, multiprocessors
-from dynaxx.kernels.triton.launch import RUNTIME_SIZES, layout_arguments, order_argument, tile_rows
+from dynaxx.kernels.hopper.launch import dense_rows
+from dynaxx.kernels.triton.launch import RUNTIME_SIZES, layout_arguments, order_argument, processors, tile_rows
 from dynaxx.kernels.triton.light import Launch, light_launch
 from dynaxx.kernels.triton.primitives import (
     FULL,
@@ -210,7 +210,7 @@ def attention_backward(
     repeated(_start_rows, layout, (do, out, dlse, lse, lse_log2, delta))
     programs = layout.kv_blocks * k.shape[0] * k.shape[2]
     if not torch.are_deterministic_algorithms_enabled() and backward_in_one_pass(
-        layout.block_size[1], programs, multiprocessors(k.device)
+        layout.block_size[1], programs, processors(k.device)
     ):
         return backward_joint(do, q, k, v, lse_log2, delta, layout, scale)
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)

@@ -16,9 +16,9 @@ from dynaxx.kernels.hopper.backward_produce import FIELDS, RING, produce
 from dynaxx.kernels.hopper.config import backward_stages
 from dynaxx.kernels.hopper.forward import LOG2E, barriers
 from dynaxx.kernels.hopper.forward_consume import ROWS
-from dynaxx.kernels.hopper.launch import gluon_rows, multiprocessors
+from dynaxx.kernels.hopper.launch import gluon_rows
 from dynaxx.kernels.hopper.signals import NUMBERS
-from dynaxx.kernels.triton.launch import transposed_arguments
+from dynaxx.kernels.triton.launch import processors, transposed_arguments
 from dynaxx.kernels.triton.light import Launch, light_launch
 from dynaxx.kernels.triton.repeat import repeated
 from dynaxx.layout import BlockLayout
@@ -102,7 +102,7 @@ def backward_dkv(
     """
     batch, kv_heads = k.shape[0], k.shape[2]
     group_size = q.shape[2] // kv_heads
-    if group_size > 1 and layout.kv_blocks * batch * kv_heads < PROGRAMS_PER_SM * multiprocessors(k.device):
+    if group_size > 1 and layout.kv_blocks * batch * kv_heads < PROGRAMS_PER_SM * processors(k.device):
         k, v = (x.repeat_interleave(group_size, 2) for x in (k, v))
         heads = backward_dkv(do, q, k, v, lse, delta, layout, scale)
         dk, dv = (x.unflatten(2, (kv_heads, group_size)).sum(3) for x in heads)

@@ -19,9 +19,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from dynaxx.kernels.hopper.config import forward_stages, forward_step
 from dynaxx.kernels.hopper.forward_consume import ROWS, consume
 from dynaxx.kernels.hopper.forward_produce import FIELDS, produce
-from dynaxx.kernels.hopper.launch import gluon_rows, multiprocessors
+from dynaxx.kernels.hopper.launch import gluon_rows
 from dynaxx.kernels.hopper.signals import NUMBERS
-from dynaxx.kernels.triton.launch import mask_arguments, order_argument, positive_scale
+from dynaxx.kernels.triton.launch import mask_arguments, order_argument, positive_scale, processors
 from dynaxx.kernels.triton.light import Launch, light_launch
 from dynaxx.kernels.triton.repeat import repeated
 from dynaxx.layout import BlockLayout
@@ -127,9 +127,7 @@ def _start_forward(
     consumers = 2 if q_block == 128 or pair_heads else 1
     units = layout.q_blocks * batch * q_heads // (2 if pair_heads else 1)
     order, ordered = order_argument(layout)
-    started: Launch | None = _sparse_attention_hopper_fwd_kernel[
-        (min(units, multiprocessors(q.device) * (3 - consumers)),)
-    ](
+    started: Launch | None = _sparse_attention_hopper_fwd_kernel[(min(units, processors(q.device) * (3 - consumers)),)](
         gluon_rows(q, 64),
         gluon_rows(k, kv_block, 64),
         gluon_rows(v, kv_block, 64),

@@ -46,9 +46,3 @@ def _gluon_rows(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype,
     block = [1, 1, rows, columns]
     layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[dtype])
     return as_template(GluonDescriptor(nowhere(dtype), *heads_apart(shape, strides), block, layout))
-
-
-@lru_cache(maxsize=16)
-def multiprocessors(device: torch.device) -> int:
-    """Of a GPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
