@@ -33,10 +33,6 @@ class MixtureOfBlockAttention(ProjectedAttention):
     def attend(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: CuSeqlens | None, cache: NativeCache | None
     ) -> Tensor:
-        if cache is not None:
-            k, v = cache.append(k, v)
-        if self.dense:
-            return self.attend_dense(q, k, v, cu_seqlens)
         spans, packed = pack(q, k, v, self.sizes, cu_seqlens, None)
         means = compress(packed.k, self.sizes, cu_seqlens=spans.ends_k)
         indices = select_native(packed.q, means, None, spans, select_heads=self.q_heads, scale=self.scale)

@@ -67,10 +67,6 @@ class NativeSparseAttention(ProjectedAttention):
     def attend(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: CuSeqlens | None, cache: NativeCache | None
     ) -> Tensor:
-        if cache is not None:
-            k, v = cache.append(k, v)
-        if self.dense:
-            return self.attend_dense(q, k, v, cu_seqlens)
         gates = self.gate(x).sigmoid().unflatten(-1, (self.q_heads, 3))
         return native_sparse_attention(
             q,

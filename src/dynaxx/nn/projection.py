@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -107,7 +106,7 @@ class ProjectedAttention(nn.Module, ABC):
     def attend(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: CuSeqlens | None, cache: NativeCache | None
     ) -> Tensor:
-        """(..., q_heads, head_dim_v) of projected and rotated q, k, v."""
+        """(..., q_heads, head_dim_v) of projected and rotated q, k, v; k and v hold all of the cache, too."""
 
     def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: CuSeqlens | None) -> Tensor:
         """Attend to every key at or before the query."""
@@ -126,13 +125,25 @@ class ProjectedAttention(nn.Module, ABC):
         return f"hidden_size={self.hidden_size}, heads={self.q_heads}/{self.kv_heads}, head_dim={self.head_dim}"
 
 
-def _attend(module: ProjectedAttention, *arguments: Any) -> Tensor:
-    return module.attend(*arguments)
+def _attend(
+    module: ProjectedAttention,
+    x: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: CuSeqlens | None,
+    cache: NativeCache | None,
+) -> Tensor:
+    if cache is not None:
+        k, v = cache.append(k, v)
+    if module.dense:
+        return module.attend_dense(q, k, v, cu_seqlens)
+    return module.attend(x, q, k, v, cu_seqlens, cache)
 
 
 @cache
 def outside_of_graphs() -> Callable[..., Tensor]:
-    """`module.attend(...)`, which a compiler leaves as it is: it chooses blocks and builds layouts on the host.
+    """`_attend`, which a compiler leaves as it is: it chooses blocks and builds layouts on the host.
 
     Made with the first module, since it loads the compiler.
     """

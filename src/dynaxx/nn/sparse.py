@@ -41,10 +41,6 @@ class SparseAttention(ProjectedAttention):
     def attend(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: CuSeqlens | None, cache: NativeCache | None
     ) -> Tensor:
-        if cache is not None:
-            k, v = cache.append(k, v)
-        if self.dense:
-            return self.attend_dense(q, k, v, cu_seqlens)
         if cu_seqlens is not None:
             packed = packed_layout(self.pattern, cu_seqlens, block_size=self.block_size, device=q.device)
             return sparse_attention(q, k, v, packed, scale=self.scale)

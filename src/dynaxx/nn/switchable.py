@@ -43,10 +43,6 @@ class SwitchableAttention(ProjectedAttention):
     def attend(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: CuSeqlens | None, cache: NativeCache | None
     ) -> Tensor:
-        if cache is not None:
-            k, v = cache.append(k, v)
-        if self.dense:
-            return self.attend_dense(q, k, v, cu_seqlens)
         spans, packed = pack(q, k, v, self.sizes, cu_seqlens, None)
         if max(b - a for a, b in pairwise(spans.ends_k)) <= self.sizes.slc_count * self.sizes.slc_block:
             return self.attend_dense(q, k, v, cu_seqlens)
