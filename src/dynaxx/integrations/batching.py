@@ -3,11 +3,13 @@
 It takes attention by a few names only, so for the length of a `with` block the model says "sdpa" and that name leads
 here: modules with a policy go their way, those of other models go on to transformers' own function. A step is one
 ragged batch of prompts, chunks of prompts and single tokens behind one another. Its cumulative lengths say which keys
-belong to which request, and each runs as it would alone: prompts by the prefill rules, single tokens dense.
+belong to which request, and each runs as it would alone: prompts by the prefill rules, single tokens by the decode
+rules over the pages of the cache.
 """
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,17 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from dynaxx.errors import UnsupportedInputError
+from dynaxx.integrations.batch_layer import BatchCall, for_attention
 from dynaxx.integrations.decoder import DENSE
 from dynaxx.integrations.layer import LAYERS
-from dynaxx.integrations.masks import Run
 from dynaxx.integrations.passes import ARGUMENT, Pass
 
 if TYPE_CHECKING:
     from dynaxx.integrations.handle import Handle
 
 Attention = Callable[..., tuple[Tensor, None]]
-# What `cache.update` has dealt with, and what is not for attention.
-DONE_WITH = ("read_index", "write_index", "block_table", "logits_indices", "logits_processor_args")
 
 _lock = threading.Lock()
 _blocks = 0  # `with` blocks that are open
@@ -42,10 +42,10 @@ def continuous_batching(handle: Handle, owner: nn.Module) -> Iterator[None]:
         owner: the model that the handle is of.
 
     Raises:
-        UnsupportedInputError: a policy whose rules or rollout need to know requests apart.
+        UnsupportedInputError: a policy whose rules or rollout need to know requests apart, an older transformers.
     """
     policy = handle.policy
-    reasons = []
+    reasons = _other_transformers()
     if policy.rollout.share < 1 or policy.rollout.flag is not None:
         reasons.append("the rollout takes a share of the requests, and a step does not say whose tokens it holds")
     if any(plan.needs_tokens for plan in handle.plans.values()):
@@ -73,23 +73,29 @@ def ragged_attention(
         kwargs.pop(ARGUMENT, None)
         return _own(module, query, key, value, attention_mask, **kwargs)
     del kwargs["cache"]
-    key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
-    current: Pass = kwargs.get(ARGUMENT) or layer.handle.unannounced_pass(layer.index)
-    kwargs = {name: value for name, value in kwargs.items() if name not in DONE_WITH} | {ARGUMENT: current}
+    current: Pass = kwargs.pop(ARGUMENT, None) or layer.handle.unannounced_pass(layer.index)
     if attention_mask is None:
-        return layer(module, query, key, value, None, **kwargs)
-    if current.ragged is None or current.ragged[0] is not attention_mask:  # the layers of a step share it
-        current.ragged = attention_mask, attention_mask == 0
-        runs = _runs(kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"], query.shape[2])
-        current.know_runs(current.ragged[1], runs)
-    return layer(module, query, key, value, current.ragged[1], **kwargs)
+        key, value = cache.update(key_states=key, value_states=value, layer_idx=layer.index, kwargs=kwargs)
+        return layer(module, query, key, value, None, **for_attention(kwargs), **{ARGUMENT: current})
+    allocator = cache.layer_to_allocator[layer.index]
+    if allocator.index not in current.steps:
+        arguments = {**kwargs, "attention_mask": attention_mask}
+        memory = layer.handle.batches.of(allocator)
+        current.steps[allocator.index] = memory.open(allocator, arguments, current.deployed.decode)
+    call = BatchCall(layer, module, current, cache, allocator, query, key, value, kwargs)
+    return call.run(), None
 
 
-def _runs(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, seqlen_q: int) -> list[Run]:
-    """Each request's queries and keys; what pads the step sees nothing."""
-    q, k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    runs = [Run(*bounds, True) for bounds in zip(q[:-1], q[1:], k[:-1], k[1:], strict=True) if bounds[0] < bounds[1]]
-    return runs + ([Run(q[-1], seqlen_q, k[-1], k[-1], False)] if q[-1] < seqlen_q else [])
+def _other_transformers() -> list[str]:
+    """Why the installed transformers cannot be served."""
+    import transformers
+    from transformers.generation.continuous_batching.cache import PagedAttentionCache
+
+    if "kwargs" in inspect.signature(PagedAttentionCache.update).parameters:
+        return []
+    return [
+        f"transformers {transformers.__version__} hands its paged cache to attention in another way; 5.23 is tested"
+    ]
 
 
 def _captures(x: Tensor) -> bool:

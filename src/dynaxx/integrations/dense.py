@@ -43,8 +43,8 @@ def dense_attention(module: nn.Module) -> Callable[..., tuple[Tensor, None]]:
     return registry[DENSE]
 
 
-def dense_reason(module: nn.Module, q: Tensor, k: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> str | None:
-    """Why a call must go the old way; None if it may be sparse.
+def argument_reason(kwargs: dict[str, Any]) -> str | None:
+    """Why arguments beside the tensors make a call go the old way; None if they do not.
 
     Raises:
         UnsupportedInputError: arguments that the old way would drop without a word.
@@ -60,6 +60,17 @@ def dense_reason(module: nn.Module, q: Tensor, k: Tensor, mask: Tensor | None, k
     for name, value in kwargs.items():
         if value is not None and value is not False and name not in _HARMLESS and name not in ("scaling", "dropout"):
             return f"argument {name}"
+    return None
+
+
+def dense_reason(module: nn.Module, q: Tensor, k: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> str | None:
+    """Why a call must go the old way; None if it may be sparse.
+
+    Raises:
+        UnsupportedInputError: as `argument_reason`.
+    """
+    if (reason := argument_reason(kwargs)) is not None:
+        return reason
     if k.shape[0] != q.shape[0] or q.shape[1] % k.shape[1]:
         return "q and k of other shapes"
     if mask is None:

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from dynaxx.integrations.background import Background
+from dynaxx.integrations.batch_decode import BatchMemories
 from dynaxx.integrations.batching import continuous_batching
 from dynaxx.integrations.counts import Counts
 from dynaxx.integrations.decode import CacheMemories
@@ -59,6 +60,7 @@ class Handle:
         self._statistics: StatisticsFile | None = None
         self._requests: weakref.WeakKeyDictionary[Any, tuple[Deployed, Choice]] = weakref.WeakKeyDictionary()
         self._memories = CacheMemories()
+        self.batches = BatchMemories()
         self._cache_meter = CacheMeter(self._numbers, self._live_caches)
         self._unnamed = itertools.count()
         self._killed: str | None = None
@@ -131,11 +133,11 @@ class Handle:
     def continuous_batching(self) -> AbstractContextManager[None]:
         """Let transformers' continuous batching serve the model: `with handle.continuous_batching():`.
 
-        Prompts and chunks of them follow the prefill rules, single tokens are dense. On CUDA, pass a
+        Prompts and chunks of them follow the prefill rules, the tokens after them the decode rules. On CUDA, pass a
         `ContinuousBatchingConfig(auto_switch_to_flash=False, use_cuda_graph=False)`: captured steps run dense.
 
         Raises:
-            UnsupportedInputError: rules by content, or a rollout to a share of the requests.
+            UnsupportedInputError: rules by content, a rollout to a share of the requests, or an older transformers.
             RuntimeError: the policy was removed.
         """
         decoder = self._decoder()

@@ -88,7 +88,8 @@ class Layer:
         """Attend, as `AttentionInterface` asks: q (B, Hq, Lq, D), k and v (B, Hk, Lk, D) to (B, Lq, Hq, D)."""
         current = kwargs.pop(ARGUMENT, None) or self.handle.unannounced_pass(self.index)
         counts, deployed = self.handle.counts, current.deployed
-        decodes = is_step(q.shape[2], k.shape[2]) and (q.shape[2] == 1 or self.index in deployed.decode)
+        decodes = not current.steps and is_step(q.shape[2], k.shape[2])
+        decodes = decodes and (q.shape[2] == 1 or self.index in deployed.decode)
         phase = "decode" if decodes else "prefill"
         work = (self._step if decodes else self._work)(current, module, q, k, mask, kwargs)
         if isinstance(work, str):
@@ -153,6 +154,8 @@ class Layer:
                 return current.choice.reason
             if not rollout.covers_length(run.seqlen_k):
                 return "length not in the rollout"
+            if current.steps and run.seqlen_q == 1:  # beside prompts, and not by a budget
+                return "decode"
             return "" if run.seqlen_q >= q_block and switch.sparse(run.seqlen_k) else "below dense_below"
 
         dense = [[why_dense(run, row) for run in entry] for row, entry in enumerate(runs)]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dynaxx.integrations.background import Background
+from dynaxx.integrations.batch_step import BatchStep
 from dynaxx.integrations.decode import CacheMemory
 from dynaxx.integrations.guarding import LiveGuard
 from dynaxx.integrations.masks import Run, read_mask
@@ -83,7 +84,7 @@ class Pass:
         ran_sparse: whether any call of it did.
         timer: of a pass over a prompt.
         memory: what decoding keeps beside the cache of the pass; None if no cache is known.
-        ragged: in continuous batching, the mask that came, and what of it is visible.
+        steps: in continuous batching, by the allocator of a layer's cache, what the pass holds.
     """
 
     __slots__ = (
@@ -95,8 +96,8 @@ class Pass:
         "deployed",
         "killed",
         "memory",
-        "ragged",
         "ran_sparse",
+        "steps",
         "timer",
         "tokens",
     )
@@ -111,7 +112,7 @@ class Pass:
         self.ran_sparse = False
         self.timer: RequestTimer | None = None
         self.memory: CacheMemory | None = None
-        self.ragged: tuple[Tensor, Tensor] | None = None
+        self.steps: dict[int, BatchStep] = {}
         self._layouts: dict[Place, tuple[int, LayerPlan, BlockLayout]] = {}
         self._mask: weakref.ref[Tensor] | None = None
         self._version = -1
@@ -213,7 +214,9 @@ def _end(body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output:
 
 
 def prompt_tokens(arguments: dict[str, Any]) -> tuple[int, torch.device | None]:
-    """How many tokens of prompts a pass brings, 0 for a step of decoding, and where it runs."""
+    """How many tokens of prompts a pass brings, 0 for a step of decoding or of many requests, and where it runs."""
+    if "write_index" in arguments.get("kwargs", {}):
+        return 0, None
     given = arguments.get("input_ids")
     given = arguments.get("inputs_embeds") if given is None else given
     if given is None or given.ndim < 2 or given.shape[1] < 2:

@@ -94,6 +94,12 @@ class PageSummaries:
         high = low if self.high is self.low else larger(self.high)
         return PageSummaries(low, high, self.bound, None if self.scale is None else larger(self.scale))
 
+    def beginning_at(self, page: int) -> PageSummaries:
+        """Those from a physical page on, as views: of a cache that begins there."""
+        low = self.low[page:]
+        high = low if self.high is self.low else self.high[page:]
+        return PageSummaries(low, high, self.bound, None if self.scale is None else self.scale[page:])
+
     def strides(self) -> PageStrides:
         """Of `low` and `high` alike; there is one row per page and head."""
         return _summary_strides(self.low)
