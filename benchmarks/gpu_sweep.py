@@ -101,7 +101,7 @@ def run_case(key, seed, device):
     asks = replace(problem.asks, device=torch.device(device))
     if why := unsupported_reasons(key.backend, asks):
         return "refused", "; ".join(why), problem.traits
-    expected = Expected(problem.inputs, problem.exact, problem.eager, scale=problem.scale, seed=seed)
+    expected = Expected(problem, seed)
     memories = [rng.choice(allowed) for _ in range(5)]
     if key.backend == "hopper":
         choose_passes(seed % 2 == 0)

@@ -14,7 +14,7 @@ import multiprocessing
 import random
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -24,7 +24,7 @@ from dynaxx.ops.native import compress, native_sparse_attention
 from dynaxx.ops.selected import selected_attention
 from dynaxx.testing import make_qkv
 from dynaxx.testing.native import random_selected_case
-from dynaxx.testing.oracle import cancellation, check_forward, check_gradients, error_reports, oracle_attention
+from dynaxx.testing.oracle import check_forward, check_gradients, error_reports, oracle_attention
 
 LENGTHS = (0, 1, 63, 65, 130, 190)
 
@@ -125,11 +125,19 @@ def whole_reports(key, seed, device):
         out = attend(*leaves)
         return out, *torch.autograd.grad(out, leaves, do.to(dtype), allow_unused=True, materialize_grads=True)
 
-    extra = [3 * x for x in cancellation(q, k, v, do[None])]
+    rounding_q, rounding_k = (3 * x for x in cancellation(q, k, v, do[None]))
     names = ("out", "dq", "dk", "dv", "dweight_k", "dweight_v", "dgates")
-    allowed = (0.0, *extra, 0.0, extra[1], 0.0, 0.0)
-    reports = error_reports(names, run(ours, dtype), run(exact, dtype), run(exact, torch.float64), allowed)
+    reports = error_reports(names, run(ours, dtype), run(exact, dtype), run(exact, torch.float64))
+    allowed = {"dq": rounding_q, "dk": rounding_k, "dweight_k": rounding_k}
+    reports = [replace(report, budget=report.budget + 2 * allowed.get(report.name, 0.0)) for report in reports]
     return reports, f"lengths {lengths}, {sizes}, kv heads {kv_heads}"
+
+
+def cancellation(q, k, v, do):
+    """The rounding that dq and dk carry beside their own: ds = weights * (do @ v.T - delta) is a difference."""
+    single = torch.finfo(torch.promote_types(q.dtype, torch.float32)).eps
+    cancelled = single * float(do.double().norm(dim=-1).amax() * v.double().norm(dim=-1).amax()) * q.shape[-1] ** -0.5
+    return cancelled * float(k.abs().amax()), cancelled * float(q.abs().amax())
 
 
 def branch_masks(spans):

@@ -111,7 +111,7 @@ def check_backend(backend: str, workloads: Sequence[Workload], device: torch.dev
             )
             if unsupported_reasons(backend, problem.asks):
                 continue
-            expected = Expected(problem.inputs, problem.exact, problem.eager, scale=problem.scale, seed=case)
+            expected = Expected(problem, case)
             for report in expected.reports(partial(problem.attend, backend=backend)):
                 if not report.ok:
                     raise RuntimeError(

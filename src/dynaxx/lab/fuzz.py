@@ -128,7 +128,7 @@ def _check(
     """One problem and the backends that serve it, and what is wrong with it. A crash is what a fuzzer looks for."""
     try:
         problem = random_problem(seed, device)
-        expected = Expected(problem.inputs, problem.exact, problem.eager, scale=problem.scale, seed=seed)
+        expected = Expected(problem, seed)
     except Exception as error:
         return None, [Mismatch(seed, "layout", f"{type(error).__name__}: {error}", "")]
     wrong = {}

@@ -22,8 +22,7 @@ from dynaxx.patterns import Documents
 from dynaxx.selection import select_blocks
 from dynaxx.selection.packed import select_packed_blocks
 from dynaxx.testing.drawing import Draw
-from dynaxx.testing.expected import AttendAll
-from dynaxx.testing.oracle import oracle_attention
+from dynaxx.testing.oracle import AttendAll, oracle_attention
 
 Attend = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -36,6 +35,7 @@ class Problem:
     attend: Attend  # (*inputs, backend=) -> (out, lse, None where the function gives none), on the inputs' device
     exact: AttendAll  # the oracle over the visible pairs
     eager: AttendAll | None  # the same math done eagerly, where that is more than one attention
+    visible: Tensor  # bool, broadcastable to (batch, q_heads, N, M)
     scale: float | None
     asks: AttentionProblem
     traits: dict[str, list[str]]  # what it is made of, for counting: "pattern": ["Sink", "Causal"], ...
@@ -206,4 +206,4 @@ def _problem(
         softcap=options["softcap"],
     )
     label = f"{draw.describe()}; {asks}; scale {options['scale']}"
-    return Problem(inputs, attend, exact, eager, options["scale"], asks, draw.traits, label)
+    return Problem(inputs, attend, exact, eager, visible, options["scale"], asks, draw.traits, label)

@@ -1,0 +1,163 @@
+"""What attention and its gradients lose to rounding, to first order, with sums taken in any order.
+
+Errors are carried through the formulas as root mean squares. Each rounding is independent of the others and as large as
+it can be, u = eps / 2 of what is rounded (in the mean square it is 0.4 of that):
+
+- A sum of n terms t is rounded at each of its n partial sums. In a random order the square of the m-th is on average
+  m (n - m) / n**2 sum(t**2) + (m / n)**2 sum(t)**2, so the sum's error is u sqrt(n (sum(t**2) / 6 + sum(t)**2 / 3)).
+- A score is such a sum, rounded twice more: by the scale, and by the factor that makes exp a power of 2. Its absolute
+  error is a weight's relative one.
+- Weights of one pass are divided by their own sum, so out changes by sum(p e (v - out)). Those of the backward pass
+  come of other sums, and of a rounded lse; its error all weights of a query share.
+- ds = p (dp - delta) scale with dp = do . v and delta = do . out - dlse: the errors of dp and delta stay where the two
+  cancel. delta takes the out that was stored.
+- p, ds and out may be rounded to the inputs' dtype. Where out is made of parts (merged, or with a sink), so are the
+  parts, and the gradients that they are given.
+
+B batch, H q heads, N and M queries and keys, D and E head_dim of q and k, of v; errors are named e_<what of>.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+
+class _Weights(NamedTuple):
+    """Weights of every pair, and what they come of; a sink is one more key."""
+
+    p: Tensor  # (B, H, N, M), 0 where hidden
+    e_score: Tensor  # (B, H, N, M), of the capped score
+    slope: Tensor  # (B, H, N, M), of the cap
+    e_slope: Tensor
+    e_lse: Tensor  # (B, H, N, 1)
+    visible: Tensor  # (B, H, N, M)
+
+
+@torch.no_grad()
+def rounding_errors(
+    inputs: dict[str, Tensor],
+    visible: Tensor,
+    do: Tensor | None = None,
+    dlse: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    merged: bool = False,
+) -> dict[str, float]:
+    """The largest root mean square error among the elements of out, lse, dq, dk, dv (and dsinks).
+
+    Args:
+        inputs: q, k, v of (batch, seqlen, heads, head_dim), and sinks (q_heads,) where there are some.
+        visible: bool, broadcastable to (B, H, N, M).
+        do: (B, N, H, E), the gradient of out, None for no gradients. dlse: (B, H, N), that of lse, None for none.
+        merged: out is made of parts.
+    """
+    dtype, scale = inputs["q"].dtype, inputs["q"].shape[-1] ** -0.5 if scale is None else scale
+    u = torch.finfo(torch.promote_types(dtype, torch.float32)).eps / 2
+    stored = lambda x: torch.finfo(dtype).eps / 2 * x.abs() * (x.to(dtype) != x)  # 0 for 0, and for a weight of 1
+    q = inputs["q"].double().transpose(1, 2)
+    group_size = q.shape[1] // inputs["k"].shape[2]
+    k, v = (inputs[name].double().repeat_interleave(group_size, 2).transpose(1, 2) for name in "kv")
+    p, e_score, slope, e_slope, e_lse, visible = _weights(q, k, visible, inputs.get("sinks"), scale, softcap, u)
+    if "sinks" in inputs:
+        k, v = pad(k, (0, 0, 0, 1)), pad(v, (0, 0, 0, 1))
+    in_parts, keys, queries = merged or "sinks" in inputs, visible.sum(-1, keepdim=True), visible.sum(-2)[..., None]
+
+    out, e_out = _matmul(p, v, keys, u)
+    w = (p * e_score) ** 2 + stored(p) ** 2
+    e_out = _rms(e_out, (w @ v**2 - 2 * out * (w @ v) + out**2 * w.sum(-1, keepdim=True)).clamp(min=0).sqrt(), u * out)
+    if do is None:
+        return _largest({"out": e_out, "lse": e_lse})
+
+    e_stored = stored(p @ v.abs() if in_parts else out)
+    do = do.double().transpose(1, 2)
+    dlse = torch.zeros_like(q[..., :1]) if dlse is None else dlse.double()[..., None]
+    dp, e_dp = _matmul(do, v.mT, do.shape[-1], u)
+    delta = (do * out).sum(-1, keepdim=True)
+    e_delta = _rms(
+        _error_of_sum(delta, ((do * out) ** 2).sum(-1, keepdim=True), do.shape[-1], u),
+        (do**2 * (e_out**2 + e_stored**2)).sum(-1, keepdim=True).sqrt(),
+        u * dlse,
+        u * (delta - dlse),
+    )
+    if in_parts:
+        e_dp = _rms(e_dp, (stored(do * torch.ones_like(do)) ** 2 @ v.mT**2).sqrt())
+    difference = dp - delta + dlse
+    ds = p * difference * slope * scale
+    e_of_pair = abs(scale) * p * _rms(slope * e_dp, (slope * (e_score + 2 * u) + e_slope) * difference)
+    e_of_pair = _rms(e_of_pair, stored(ds))
+    e_ds = _rms(e_of_pair, abs(scale) * p * slope * _rms(e_delta, e_lse * difference))
+
+    dq, e_dq = _matmul(ds, k, keys, u)
+    of_query = _rms(e_delta * scale * ((p * slope) @ k), e_lse * dq)  # shared by all weights of a query
+    found = {
+        "out": e_out,
+        "lse": e_lse,
+        "dq": _rms(e_dq, (e_of_pair**2 @ k**2).sqrt(), of_query),
+        "dk": _of_groups(_rms(_matmul(ds.mT, q, queries, u)[1], (e_ds.mT**2 @ q**2).sqrt()), group_size),
+    }
+    e_p = _rms(p * _rms(e_score, e_lse), stored(p))
+    found["dv"] = _of_groups(_rms(_matmul(p.mT, do, queries, u)[1], (e_p.mT**2 @ do**2).sqrt()), group_size)
+    if "sinks" in inputs:  # a sink's weight is 1 less the others', and its score has no factor
+        e_sinks = _rms(p * e_delta, _rms(p * _rms(e_score, e_lse), torch.full_like(p, u)) * (delta - dlse))[..., -1]
+        found["dsinks"] = e_sinks.square().sum((0, 2)).sqrt()
+    return _largest(found)
+
+
+def _weights(
+    q: Tensor, k: Tensor, visible: Tensor, sinks: Tensor | None, scale: float, softcap: float | None, u: float
+) -> _Weights:
+    """Weights of (B, H, N, D) q and (B, H, M, D) k, the sink's last."""
+    score, e_score = _matmul(q, k.mT, q.shape[-1], u)
+    score, e_score, visible = score * scale, e_score * abs(scale), visible.expand(score.shape)
+    slope, e_slope = torch.ones_like(score), torch.zeros_like(score)
+    if softcap is not None:
+        tanh = (score / softcap).tanh()
+        slope = 1 - tanh**2
+        e_tanh = _rms(slope * _rms(e_score, u * score) / softcap, 2 * u * tanh)
+        score, e_score, e_slope = tanh * softcap, e_tanh * softcap, _rms(2 * tanh * e_tanh, u * tanh**2)
+    if sinks is not None:
+        sinks = sinks.double()[:, None, None].expand(*score.shape[:3], 1)
+        score, e_score, slope, e_slope = (
+            torch.cat([score, sinks], -1),
+            pad(e_score, (0, 1)),
+            pad(slope, (0, 1)),
+            pad(e_slope, (0, 1)),
+        )
+        visible = pad(visible, (0, 1), value=True)
+    top = score.masked_fill(~visible, -torch.inf)
+    lse = top.logsumexp(-1, keepdim=True) if top.shape[-1] else top.sum(-1, keepdim=True)
+    p = (score - lse).exp().masked_fill(~visible, 0.0)
+    lse, score = lse.masked_fill(~visible.any(-1, keepdim=True), 0.0), score.masked_fill(~visible, 0.0)
+    of_factor = 2 * u * (p * score).sum(-1, keepdim=True)  # the same relative error of every score
+    e_lse = _rms(((p * e_score) ** 2).sum(-1, keepdim=True).sqrt(), of_factor, u * lse, torch.full_like(lse, u))
+    e_score = _rms(e_score, 2 * u * score, torch.full_like(score, 2 * u))  # the factor, and exp itself
+    return _Weights(p, e_score, slope, e_slope, e_lse, visible)
+
+
+def _matmul(a: Tensor, b: Tensor, terms: Tensor | int, u: float) -> tuple[Tensor, Tensor]:
+    """a @ b, and its error for so many terms."""
+    found = a @ b
+    return found, _error_of_sum(found, a**2 @ b**2, terms, u)
+
+
+def _error_of_sum(total: Tensor, squares: Tensor, terms: Tensor | int, u: float) -> Tensor:
+    return u * (terms * (squares / 6 + total**2 / 3)).sqrt()
+
+
+def _rms(*errors: Tensor) -> Tensor:
+    """What independent errors come to."""
+    return torch.stack(torch.broadcast_tensors(*errors)).square().sum(0).sqrt()
+
+
+def _largest(errors: dict[str, Tensor]) -> dict[str, float]:
+    return {name: float(e.amax()) if e.numel() else 0.0 for name, e in errors.items()}
+
+
+def _of_groups(errors: Tensor, group_size: int) -> Tensor:
+    """Of sums over the q heads of each group."""
+    return _rms(*errors.unflatten(1, (-1, group_size)).unbind(2))

@@ -1,0 +1,113 @@
+"""The budgets: what rounding may cost is no more than they say, and what is wrong in earnest is over them."""
+
+import pytest
+import torch
+
+from dynaxx.testing import Expected, oracle_attention, random_problem
+from dynaxx.testing.rounding import _error_of_sum, rounding_errors
+
+SINGLE = torch.finfo(torch.float32).eps / 2
+
+
+@pytest.mark.parametrize("mean", [0.0, 0.3, 10.0])
+def test_a_sum_in_any_order_loses_what_is_said(mean):
+    """One term after the other in fp32, in 4,000 random orders: the root mean square, u taken at its largest."""
+    torch.manual_seed(0)
+    terms = torch.randn(100, dtype=torch.float64).add(mean).float()
+    orders = torch.stack([torch.randperm(100) for _ in range(4000)])
+    total = torch.zeros(4000)
+    for each in terms[orders].unbind(1):
+        total = total + each
+    exact = terms.double().sum()
+    measured = (total.double() - exact).square().mean().sqrt()
+    said = _error_of_sum(exact, terms.double().square().sum(), 100, SINGLE)
+    assert 0.25 <= measured / said <= 0.75  # 0.43 where a partial sum is anywhere between two powers of 2
+
+
+def one_key(head_dim, *, dtype, q_heads=1):
+    torch.manual_seed(0)
+    draw = lambda heads: torch.randn(1, 1, heads, head_dim).to(dtype)
+    return {"q": draw(q_heads), "k": draw(1), "v": draw(1)}, draw(q_heads)
+
+
+def test_a_query_that_sees_one_key():
+    """Its out is the value itself, in any precision; its dq and dk are 0, but for the rounding of dp and delta."""
+    for dtype in (torch.float32, torch.bfloat16):
+        inputs, do = one_key(64, dtype=dtype)
+        found = rounding_errors(inputs, torch.ones(1, 1, 1, 1, dtype=torch.bool), do)
+        assert found["out"] < 10 * SINGLE * float(inputs["v"].abs().max())
+        assert 0 < found["dq"] < 100 * SINGLE
+        assert 0 < found["dk"] < 100 * SINGLE
+        assert found["lse"] < 20 * SINGLE
+
+
+def test_gradients_of_a_group_add_up():
+    """dk is a sum over the q heads of a group: so are its errors, as independent ones add up."""
+    (inputs, do), visible = one_key(64, dtype=torch.float32, q_heads=32), torch.ones(1, 1, 1, 1, dtype=torch.bool)
+    alone = [
+        rounding_errors(inputs | {"q": inputs["q"][:, :, h : h + 1]}, visible, do[:, :, h : h + 1])["dk"]
+        for h in range(32)
+    ]
+    together = rounding_errors(inputs, visible, do)["dk"]
+    assert max(alone) < together < sum(x * x for x in alone) ** 0.5 * 1.01
+
+
+def test_a_query_that_sees_nothing_has_no_error():
+    (inputs, do), nothing = one_key(16, dtype=torch.float32), torch.zeros(1, 1, 1, 1, dtype=torch.bool)
+    assert set(rounding_errors(inputs, nothing, do, torch.zeros(1, 1, 1)).values()) <= {0.0, SINGLE}
+
+
+def planted(problem, visible, name):
+    """The formula with one thing wrong; None where nothing of the problem would show it."""
+    options = {"scale": problem.scale, "softcap": problem.asks.softcap}
+    attend = lambda mask, q, *rest: oracle_attention(q, *rest[:2], mask, **options, sinks=(*rest[2:], None)[0])
+    inputs = [x.double() for x in problem.inputs.values()]
+    if name in ("a pair lost", "a pair too many"):
+        found = visible if name == "a pair lost" else ~visible & visible.any(-1, keepdim=True)
+        others = found & (visible.sum(-1, keepdim=True) > 1) if name == "a pair lost" else found
+        if not others.any():
+            return None
+        at = tuple(others.nonzero()[len(others.nonzero()) // 2].tolist())
+        wrong = visible.clone()
+        wrong[at] ^= True
+        if float((attend(wrong, *inputs)[1] - attend(visible, *inputs)[1]).abs()[at[:3]]) < 1e-4:
+            return None  # of a weight that rounding hides
+        return lambda *x: attend(wrong, *x)
+    if problem.scale == 0.0 or not visible.any():
+        return None
+    if name == "a scale off by 1e-3":
+        return lambda q, *rest: attend(visible, q * 1.001, *rest)
+
+    def without(*x):  # the gradient of lse
+        out, lse = attend(visible, *x)
+        return out, lse.detach() + 0 * lse
+
+    return without
+
+
+@pytest.mark.parametrize("name", ["a pair lost", "a pair too many", "a scale off by 1e-3", "no gradient of lse"])
+def test_what_is_wrong_is_found(name):
+    tried = 0
+    for seed in range(700_000, 700_040):
+        problem = random_problem(seed, dtype=torch.float32)
+        expected = Expected(problem, seed)
+        if problem.eager is not None or "lse" not in expected._exact or not problem.inputs["q"].numel():
+            continue
+        q = problem.inputs["q"]
+        wrong = planted(problem, problem.visible.expand(q.shape[0], q.shape[2], -1, -1), name)
+        if wrong is not None:
+            tried += 1
+            assert not all(report.ok for report in expected.reports(wrong)), f"seed {seed}: {problem.label}"
+    assert tried > 15
+
+
+def test_what_is_right_is_not():
+    """The formula itself, its sums in another order: head_dim turned round."""
+    for seed in range(700_000, 700_040):
+        problem = random_problem(seed)
+        expected = Expected(problem, seed)
+
+        def turned(q, k, v, *sinks, attend=problem.eager or problem.exact):
+            return attend(q.flip(-1), k.flip(-1), v, *sinks)
+
+        assert all(report.ok for report in expected.reports(turned)), f"seed {seed}: {problem.label}"
