@@ -2,14 +2,13 @@
 
     python benchmarks/host_time.py [--tokens 512] [--layout-tokens 131072]
 
-Nothing waits for the GPU within a measurement of a call. A new layout is of a pattern that was never asked for, one at
-another length of a pattern that was; their times end when they lie on the GPU. One thread.
+Nothing waits for the GPU within a measurement of a call. A new layout is of a pattern that was never asked for; its
+time ends when it lies on the GPU. One thread.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import time
 from collections.abc import Callable
 from statistics import median
@@ -19,7 +18,6 @@ import torch
 import dynaxx as dx
 from dynaxx.ops.dispatch import load_backend
 from dynaxx.patterns import build
-from dynaxx.patterns.base import Intersection
 
 
 def host_us(call: Callable[[], object], count: int = 200, rounds: int = 5) -> float:
@@ -81,23 +79,18 @@ def print_layouts(tokens: int) -> None:
         "Documents, 16": dx.Documents(documents),
         "SlidingWindow(4096) & Documents": dx.SlidingWindow(4096) & dx.Documents(documents),
     }.items():
-        new = [built_ms(rule, tokens, forget=True) for _ in range(12)]
-        longer = [built_ms(rule, tokens - 128 * i) for i in range(12)] if not isinstance(rule, TIED) else [math.nan]
+        new = [built_ms(rule, tokens) for _ in range(12)]
         cached = host_us(lambda rule=rule: rule.layout(tokens, device="cuda"))  # type: ignore[misc]
         blocks = rule.layout(tokens).nnz
         print(
-            f"{name:38}{median(new):8.3f} ms new{median(longer):8.3f} ms at another length"
-            f"{cached:8.2f} us cached, {blocks} blocks",
+            f"{name:38}{median(new):8.3f} ms new{cached:8.2f} us cached, {blocks} blocks",
             flush=True,
         )
 
 
-TIED = (dx.Documents, Intersection)  # to one length
-
-
-def built_ms(rule: dx.Pattern, tokens: int, forget: bool = False) -> float:
+def built_ms(rule: dx.Pattern, tokens: int) -> float:
     """Until a layout that was not asked for before lies on the GPU."""
-    build.forget(masks=forget)
+    build.forget()
     torch.cuda.synchronize()
     start = time.perf_counter()
     rule.layout(tokens, device="cuda")

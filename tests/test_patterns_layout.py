@@ -2,11 +2,15 @@
 
 import random
 
+import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import dynaxx as dx
+from dynaxx.lab.bench_gpu_beside import LENGTH, PATTERNS
 from dynaxx.layout import BlockGrid, BlockLayout, from_block_mask, to_block_mask
+from dynaxx.patterns.build import build_layout
 from dynaxx.patterns.runs import Runs, all_of, any_of, without
 from dynaxx.testing import random_pattern
 
@@ -50,11 +54,12 @@ def test_runs_are_sets_of_blocks(seed):
         at = rng.randrange(blocks)  # where empty runs stand
         sides = [[row.nonzero().flatten().tolist() for row in side] for side in (edges > 0, edges < 0)]
         filled = [[sorted(row + [at] * (most - len(row))) for row in side] for side in sides]
-        return shown, Runs(*(torch.tensor(side) for side in filled))
+        return shown, Runs(*(np.array(side, np.int64).reshape(rows, most).T for side in filled))
 
     def listed(runs):
-        counts = torch.zeros(rows, blocks, dtype=torch.int64)
-        return counts.index_put_(runs.blocks(rows), torch.ones((), dtype=torch.int64), accumulate=True).tolist()
+        counts = np.zeros((rows, blocks), np.int64)
+        np.add.at(counts, runs.blocks(rows), 1)
+        return counts.tolist()
 
     (a, runs_a), (b, runs_b), (c, runs_c) = drawn(), drawn(), drawn()
     some, runs_some = drawn(a)
@@ -119,6 +124,33 @@ def test_a_million_tokens_stay_small():
     layout = (dx.SlidingWindow(4096) | dx.GlobalTokens(64)).layout(1_048_576, block_size=128)
     assert layout.nnz < 300_000
     assert len(layout.masks) <= 8
+
+
+class Counted(TorchDispatchMode):
+    """How many operations of torch run in it."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("rule", PATTERNS.values(), ids=PATTERNS)
+def test_a_layout_asks_little_of_torch(rule):
+    """What it costs the host beyond numpy: its memory, one copy where it goes to a GPU, and a view per tensor."""
+    with Counted() as counted:
+        build_layout(rule, BlockGrid(LENGTH, LENGTH, (128, 128), True))
+    assert counted.count <= 10
+
+
+def test_random_blocks_stay_what_they_were():
+    for rule, drawn in (
+        (dx.RandomBlocks(2, seed=7), ((0,), (0, 1), (0, 1), (0, 2), (0, 3))),
+        (dx.RandomBlocks(3, seed=12345), ((0,), (0, 1), (0, 1, 2), (0, 1, 2), (0, 1, 4))),
+    ):
+        seen = rule.layout(80, block_size=16).to_dense()[0, 0, 15::16, ::16]
+        assert [tuple(row.nonzero().flatten().tolist()) for row in seen] == list(drawn)
 
 
 def test_layouts_are_cached_by_value():

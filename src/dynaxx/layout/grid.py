@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dynaxx.layout.host import on_host
@@ -52,8 +54,8 @@ class BlockGrid:
     def kv_blocks(self) -> int:
         return -(-self.seqlen_k // self.block_size[1])
 
-    def spans(self) -> tuple[Tensor, Tensor]:
-        """`q_span` of all rows, which one layout asks for often."""
+    def spans(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """`q_span` of all rows for rules, which compute in numpy."""
         return _spans(self)
 
     def q_span(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,10 +85,9 @@ class BlockGrid:
 
 
 @lru_cache(maxsize=8)
-@on_host
-def _spans(grid: BlockGrid) -> tuple[Tensor, Tensor]:
-    with torch.inference_mode(False):  # what is cached must serve training, too
-        return grid.q_span(grid.rows())
+def _spans(grid: BlockGrid) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    first = np.arange(grid.q_blocks) * grid.block_size[0] + grid.offset
+    return first, np.minimum(first + grid.block_size[0], grid.seqlen_k) - 1
 
 
 @lru_cache(maxsize=1024)

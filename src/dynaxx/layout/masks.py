@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dynaxx.layout.grid import BlockGrid
@@ -41,7 +43,7 @@ class ElementMasks:
         padded = torch.nn.functional.pad(masks, (0, -kv_block % 32)) if kv_block % 32 else masks.contiguous()
         eights = (padded.view(torch.int64) * EIGHT_BITS) >> 56  # of eight bytes 0 or 1, the bits in order
         bits = (eights & 0xFF).to(torch.uint8).view(torch.int32)
-        return cls(bits, _bands(masks, bits), kv_block)
+        return cls(bits, torch.from_numpy(bands_of(bits.cpu().numpy(), kv_block)).to(masks.device), kv_block)
 
     @classmethod
     def empty(cls, block_size: tuple[int, int], device: torch.device | str = "cpu") -> ElementMasks:
@@ -66,23 +68,26 @@ class ElementMasks:
         return ElementMasks(torch.cat([self.bits, other.bits]), torch.cat([self.bands, other.bands]), self.kv_block)
 
 
-def _bands(masks: Tensor, bits: Tensor) -> Tensor:
+def bands_of(bits: NDArray[np.int32], kv_block: int) -> NDArray[np.int32]:
     """The closed form of each mask: (lo, hi) if it is the band lo <= r - c <= hi and not empty, else (1, 0).
 
     It is one if each row is the row above moved by a column, and the first row and column show distances without a gap.
     """
-    kv_block = masks.shape[2]
     moved = bits[:, :-1] << 1
     moved[..., 1:] |= bits[:, :-1, :-1] < 0  # bit 31 of a word is bit 0 of the next
     moved ^= bits[:, 1:]
     moved[..., 0] &= -2 if kv_block >= 32 else (1 << kv_block) - 2  # nothing says what comes in
-    same = (moved == 0).flatten(1).all(1)
-    shown = torch.cat([masks[:, 0].flip(1), masks[:, 1:, 0]], 1).to(torch.int32)  # by distance, from 1 - kv_block
-    first, last = shown.argmax(1), shown.shape[1] - 1 - shown.flip(1).argmax(1)
-    count = shown.sum(1)
-    is_band = same & (count == last - first + 1) & (count > 0)
-    found = torch.stack([first, last], 1) - (kv_block - 1)
-    return torch.where(is_band[:, None], found, found.new_tensor(NO_BAND)).to(torch.int32)
+    same = ~np.logical_or.reduce(moved, (1, 2))
+    shown = np.empty((len(bits), kv_block + bits.shape[1] - 1), np.bool_)  # by distance, from 1 - kv_block
+    shown[:, :kv_block] = np.unpackbits(bits[:, 0].view(np.uint8), axis=1, bitorder="little")[:, kv_block - 1 :: -1]
+    shown[:, kv_block:] = bits[:, 1:, 0] & 1
+    first, count = shown.argmax(1), np.add.reduce(shown, 1, np.int64)
+    bands = np.empty((len(bits), 2), np.int32)
+    bands[:, 0] = first - (kv_block - 1)
+    bands[:, 1] = bands[:, 0] + count - 1
+    gapless = (shown.shape[1] - shown[:, ::-1].argmax(1) - first) == count
+    bands[~(same & gapless & (count > 0))] = NO_BAND
+    return bands
 
 
 def causal_codes(grid: BlockGrid, rows: Tensor, cols: Tensor) -> Tensor:

@@ -1,38 +1,30 @@
 """`Pattern`: a rule over positions, and how rules combine.
 
-A rule says three things about a grid of blocks, all in closed form: which element pairs are visible (the definition),
-which runs of blocks it touches and fills in each row, and for a given block whether it is full, partial or empty. From
-these `Pattern.layout` builds a `BlockLayout` in O(visited blocks), without any object of seqlen x seqlen.
+A rule says three things about a grid of blocks: which element pairs are visible (the definition), which runs of blocks
+it touches and fills in each row, and of a given block which element mask it has. From these `Pattern.layout` builds a
+`BlockLayout` in O(visited blocks), without any object of seqlen x seqlen.
 """
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import NamedTuple
+from functools import lru_cache, reduce
+from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dynaxx.layout import BlockGrid, BlockLayout, as_block_size
 from dynaxx.layout.host import on_host
-from dynaxx.patterns.runs import Runs, all_of, any_of
+from dynaxx.patterns.kinds import Blocks, Kinds, by_distance, distinct, met, packed
+from dynaxx.patterns.runs import Ints, Runs, all_of, any_of
 
-
-@dataclass(frozen=True)
-class BlockStates:
-    """What a rule says of n blocks: `full` and `partial` (n,) bool, neither means empty; `key` (n,) or (c, n) int64 is
-    equal for two partial blocks only if their element masks are equal, of all grids of a block size and causality."""
-
-    full: Tensor
-    partial: Tensor
-    key: Tensor
-
-    def keys(self) -> Tensor:
-        """(c, n) int64: equal for two blocks only if both are full, both are empty, or their masks are equal."""
-        return torch.atleast_2d(torch.where(self.partial, self.key * 4 + 2, self.full.long()))
+MASKS_AT_ONCE = 512
+MANY = 16  # distances
 
 
 class Visited(NamedTuple):
@@ -74,6 +66,11 @@ class Pattern(ABC):
         """Whether a part of it is known only from a request's tokens, so that it must be resolved first."""
         return False
 
+    @property
+    def by_distance(self) -> bool:
+        """Whether a pair's visibility depends on nothing but how far the key stands before the query."""
+        return False
+
     def hides_future(self, grid: BlockGrid) -> bool:
         """Whether, on a causal grid, it shows no key after the query anyway."""
         return False
@@ -94,9 +91,45 @@ class Pattern(ABC):
     def visited(self, grid: BlockGrid) -> Visited:
         """The blocks that hold every visible pair, as runs; `filled` may leave out blocks that are full."""
 
-    @abstractmethod
-    def classify(self, grid: BlockGrid, rows: Tensor, cols: Tensor) -> BlockStates:
-        """Full, partial or empty for each block (rows[n], cols[n])."""
+    def shows(self, grid: BlockGrid, distance: Any) -> Any:
+        """Of a rule `by_distance`, the definition: bool of query minus key positions, in torch or numpy."""
+        raise NotImplementedError
+
+    def alike(self, grid: BlockGrid, first: Ints) -> Ints:
+        """Of a rule `by_distance`, numbers >= 0 of blocks whose first pairs stand so far apart, whole numbers of the
+        smaller block's tokens from one another: equal only where masks are."""
+        return np.arange(len(first))
+
+    def leaves(self) -> list[Pattern]:
+        """The rules of which it is made up, whose masks are found apart."""
+        return [self]
+
+    def joined(self, masks: Iterator[Any]) -> Any:
+        """Its masks from those of its leaves in turn."""
+        return next(masks)
+
+    def kinds(self, blocks: Blocks) -> Kinds:
+        """The element masks of some blocks. Blocks cut by the end of a sequence count whole.
+
+        Here those of each distance are evaluated, or those of each block; rules that know more are equal say so.
+        """
+        grid, (q_block, kv_block) = blocks.grid, blocks.grid.block_size
+        if self.by_distance:
+            first, which = blocks.distances
+            if len(first) > MANY:
+                numbers = self.alike(grid, first)
+                found, place = distinct(numbers, int(numbers.max()) + 1)
+                example = np.empty_like(found)
+                example[place] = np.arange(len(place))
+                first, which = first[example], place.take(which)
+            return by_distance(
+                self.shows(grid, first[:, None] + np.arange(1 - kv_block, q_block)), which, grid.block_size
+            )
+        q_pos = torch.from_numpy(blocks.rows * q_block + grid.offset)[:, None, None] + torch.arange(q_block)[:, None]
+        k_pos = torch.from_numpy(blocks.cols * kv_block)[:, None, None] + torch.arange(kv_block)
+        some = zip(q_pos.split(MASKS_AT_ONCE), k_pos.split(MASKS_AT_ONCE), strict=True)
+        shown = [self.visible(grid, q, k).expand(len(q), q_block, kv_block) for q, k in some]
+        return Kinds(np.arange(len(q_pos)), np.concatenate([packed(each.numpy()) for each in shown]))
 
     def __or__(self, other: object) -> Pattern:
         return Union(_flat(Union, self) + _flat(Union, other)) if isinstance(other, Pattern) else NotImplemented
@@ -114,72 +147,64 @@ def _flat(kind: type[Union] | type[Intersection], pattern: Pattern) -> tuple[Pat
 
 
 @dataclass(frozen=True)
-class Union(Pattern):
-    """A pair is visible if any part shows it."""
+class Combined(Pattern):
+    """Several rules, put together pair by pair."""
 
     parts: tuple[Pattern, ...]
+    both: ClassVar[Callable[[Any, Any], Any]]  # on two masks, or words of them, in torch and numpy alike
 
     @property
     def needs_tokens(self) -> bool:
         return any(part.needs_tokens for part in self.parts)
 
+    @property
+    def by_distance(self) -> bool:
+        return all(part.by_distance for part in self.parts)
+
     def resolve(self, input_ids: Tensor | Sequence[int]) -> Pattern:
-        return Union(tuple(part.resolve(input_ids) for part in self.parts)) if self.needs_tokens else self
+        return type(self)(tuple(part.resolve(input_ids) for part in self.parts)) if self.needs_tokens else self
+
+    def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        return reduce(type(self).both, (part.visible(grid, q_pos, k_pos) for part in self.parts))
+
+    def leaves(self) -> list[Pattern]:
+        return [leaf for part in self.parts for leaf in part.leaves()]
+
+    def joined(self, masks: Iterator[Any]) -> Any:
+        return reduce(type(self).both, (part.joined(masks) for part in self.parts))
+
+    def kinds(self, blocks: Blocks) -> Kinds:
+        kind, masks = met([leaf.kinds(blocks) for leaf in self.leaves()])
+        return Kinds(kind, self.joined(iter(masks)))
+
+
+class Union(Combined):
+    """A pair is visible if any part shows it."""
+
+    both = operator.or_
 
     def hides_future(self, grid: BlockGrid) -> bool:
         return all(part.hides_future(grid) for part in self.parts)
-
-    def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-        seen = self.parts[0].visible(grid, q_pos, k_pos)
-        for part in self.parts[1:]:
-            seen = seen | part.visible(grid, q_pos, k_pos)
-        return seen
 
     def visited(self, grid: BlockGrid) -> Visited:
         touched, filled = zip(*(part.visited(grid) for part in self.parts), strict=True)
         return Visited(any_of(touched), any_of(filled))
 
-    def classify(self, grid: BlockGrid, rows: Tensor, cols: Tensor) -> BlockStates:
-        states = [part.classify(grid, rows, cols) for part in self.parts]
-        full = torch.stack([state.full for state in states]).any(0)
-        partial = torch.stack([state.partial for state in states]).any(0) & ~full
-        return BlockStates(full, partial, torch.cat([state.keys() for state in states]))
-
     def __repr__(self) -> str:
         return " | ".join(f"({part!r})" if isinstance(part, Intersection) else repr(part) for part in self.parts)
 
 
-@dataclass(frozen=True)
-class Intersection(Pattern):
+class Intersection(Combined):
     """A pair is visible if every part shows it."""
 
-    parts: tuple[Pattern, ...]
-
-    @property
-    def needs_tokens(self) -> bool:
-        return any(part.needs_tokens for part in self.parts)
-
-    def resolve(self, input_ids: Tensor | Sequence[int]) -> Pattern:
-        return Intersection(tuple(part.resolve(input_ids) for part in self.parts)) if self.needs_tokens else self
+    both = operator.and_
 
     def hides_future(self, grid: BlockGrid) -> bool:
         return any(part.hides_future(grid) for part in self.parts)
 
-    def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-        seen = self.parts[0].visible(grid, q_pos, k_pos)
-        for part in self.parts[1:]:
-            seen = seen & part.visible(grid, q_pos, k_pos)
-        return seen
-
     def visited(self, grid: BlockGrid) -> Visited:
         touched, filled = zip(*(part.visited(grid) for part in self.parts), strict=True)
         return Visited(all_of(touched), all_of(filled))
-
-    def classify(self, grid: BlockGrid, rows: Tensor, cols: Tensor) -> BlockStates:
-        states = [part.classify(grid, rows, cols) for part in self.parts]
-        full = torch.stack([state.full for state in states]).all(0)
-        partial = torch.stack([state.full | state.partial for state in states]).all(0) & ~full
-        return BlockStates(full, partial, torch.cat([state.keys() for state in states]))
 
     def __repr__(self) -> str:
         return " & ".join(f"({part!r})" if isinstance(part, Union) else repr(part) for part in self.parts)
@@ -191,6 +216,4 @@ def _cached_layout(pattern: Pattern, grid: BlockGrid, device: torch.device) -> B
     from dynaxx.patterns.build import build_layout
 
     with torch.inference_mode(False):  # what is cached must serve training, too
-        if device.type != "cpu":
-            return _cached_layout(pattern, grid, torch.device("cpu")).to(device)
-        return build_layout(pattern, grid)
+        return build_layout(pattern, grid, device)

@@ -1,130 +1,130 @@
-"""From a pattern to a layout: runs of blocks, the partial ones classified, and each distinct mask evaluated once."""
+"""From a pattern to a layout: runs of blocks, of which the partial ones are listed to find their element masks."""
 
 from __future__ import annotations
 
-from functools import lru_cache
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from dynaxx.layout import EMPTY, FULL, BlockGrid, BlockLayout, ElementMasks
-from dynaxx.layout.block_layout import row_offsets
-from dynaxx.layout.convert import unique_masks
 from dynaxx.layout.grid import _spans
+from dynaxx.layout.host import on_device
+from dynaxx.layout.masks import bands_of
 from dynaxx.patterns.base import Pattern, _cached_layout
-from dynaxx.patterns.fixed import _drawn
+from dynaxx.patterns.fixed import _drawn, _held
+from dynaxx.patterns.kinds import Blocks, Words, element_masks
 from dynaxx.patterns.local import Causal
-from dynaxx.patterns.runs import Runs, beside, without
-
-MASKS_AT_ONCE = 512
-MOST_MASKS = 4096  # kept per rule
-TABLE = 1 << 13  # places for kinds of masks; a collision costs another try
-SPREAD = (0x9E3779B97F4A7C15 - (1 << 64), 0x5851F42D4C957F2D, 0x2545F4914F6CDD1D)  # odd multipliers
+from dynaxx.patterns.runs import Ints, Runs, beside, without
 
 
-def build_layout(pattern: Pattern, grid: BlockGrid) -> BlockLayout:
-    """The layout of `pattern` on `grid`, on the CPU, shared by all heads."""
+class Entries(NamedTuple):
+    """The visited blocks row by row, of each row the partial ones first, ascending in each part."""
+
+    num_partial: Ints  # (q_blocks,) partial blocks of each row
+    num_blocks: Ints  # (q_blocks,) blocks of each row
+    indices: Ints  # (nnz,) kv blocks
+    codes: Ints  # (nnz,) entry of the table of masks, or FULL
+
+
+def build_layout(pattern: Pattern, grid: BlockGrid, device: torch.device | str = "cpu") -> BlockLayout:
+    """The layout of `pattern` on `grid`, shared by all heads."""
     rule = pattern & Causal() if grid.causal and not pattern.hides_future(grid) else pattern
-    touched, filled = rule.visited(grid)
+    if rule.by_distance and grid.q_blocks and grid.kv_blocks:
+        return _layout(grid, *_entries_by_distance(rule, grid), torch.device(device))
+    touched, filled = rule.visited(grid) if grid.q_blocks and grid.kv_blocks else (Runs.none(), Runs.none())
     partial = without(touched, filled)
     rows, cols = partial.blocks(grid.q_blocks)
-    masks, codes = _element_masks(rule, grid, rows, cols)
-    if bool((codes >= 0).all()):
-        return _layout_of_runs(grid, partial, filled, rows, codes, masks)
-    full_rows, full_cols = filled.blocks(grid.q_blocks)
-    codes = torch.cat([codes, torch.full_like(full_rows, FULL)])
-    return BlockLayout.from_entries(grid, torch.cat([rows, full_rows]), torch.cat([cols, full_cols]), codes, masks)
+    bits, codes = np.zeros((0, grid.block_size[0], -(-grid.block_size[1] // 32)), np.int32), rows
+    if len(rows):
+        bits, codes = element_masks(rule.kinds(Blocks(grid, rows, cols)), grid.block_size)
+    if (codes >= 0).all():
+        return _layout(grid, _entries_of_runs(grid, partial, filled, rows, codes), bits, torch.device(device))
+    entries = _sorted_entries(grid, (rows, cols, codes), filled.blocks(grid.q_blocks))
+    return _layout(grid, entries, bits, torch.device(device))
 
 
-def _layout_of_runs(
-    grid: BlockGrid, partial: Runs, filled: Runs, rows: Tensor, codes: Tensor, masks: ElementMasks
-) -> BlockLayout:
-    """The layout whose entries are in order as they are: of each row its partial blocks, then its full ones."""
+def _entries_by_distance(rule: Pattern, grid: BlockGrid) -> tuple[Entries, Words]:
+    """Entries, and bits, of a rule on distances: each row shows the same ones, as far as there are such blocks."""
+    step = min(grid.block_size)
+    up, down = (size // step for size in grid.block_size)  # distance of neighbouring rows, and columns, in steps
+    rows = np.arange(grid.q_blocks) * up
+    far = grid.kv_blocks * down
+    most, least = int(rows[-1]), -far
+    if grid.causal:
+        least = max(least, -(grid.offset // step) - up - 1)  # nearer to the end nothing is seen
+    apart = np.arange(most, least, -1)
+    bits, codes = element_masks(rule.kinds(Blocks.at(grid, apart)), grid.block_size)
+    start, end = np.zeros((2, 2, grid.q_blocks), np.int64)
+    places, done = [], 0
+    for part, chosen in enumerate((codes >= 0, codes == FULL)):
+        for phase in range(down):  # rows of a phase are at every `down`-th distance from a column
+            shown = (chosen & (apart % down == phase) if down > 1 else chosen).nonzero()[0]
+            of = slice(phase, None, down)
+            start[part, of] = shown.searchsorted(most - rows[of]) + done
+            end[part, of] = shown.searchsorted(most + far - rows[of]) + done
+            places.append(shown)
+            done += len(shown)
+    num_partial, num_full = end - start
+    place = np.concatenate(places).take(Runs(start, end).columns(grid.q_blocks))
+    cols = np.repeat(rows, num_partial + num_full)
+    cols -= apart.take(place)
+    return Entries(num_partial, num_partial + num_full, cols if down == 1 else cols // down, codes.take(place)), bits
+
+
+def _entries_of_runs(grid: BlockGrid, partial: Runs, filled: Runs, rows: Ints, codes: Ints) -> Entries:
+    """Entries that are in order as they are; `codes` are those of the partial blocks, which lie in `rows`."""
     num_partial, num_full = partial.lengths(grid.q_blocks), filled.lengths(grid.q_blocks)
-    indptr = row_offsets((num_partial + num_full).view(1, 1, -1))
-    indices = beside(partial, filled).columns(grid.q_blocks).to(torch.int32)
-    entry_masks = torch.full_like(indices, FULL)
-    full_before = num_full.cumsum(0) - num_full
-    entry_masks[full_before[rows] + torch.arange(len(rows))] = codes.to(torch.int32)
-    return BlockLayout(
+    indices = beside(partial, filled).columns(grid.q_blocks)
+    entry_codes = np.full(len(indices), FULL)
+    before = num_full.cumsum() - num_full
+    entry_codes[before.take(rows) + np.arange(len(rows))] = codes
+    return Entries(num_partial, num_partial + num_full, indices, entry_codes)
+
+
+def _sorted_entries(grid: BlockGrid, listed: tuple[Ints, Ints, Ints], filled: tuple[Ints, Ints]) -> Entries:
+    """Entries where some of the blocks that a rule touches turned out to be full, or empty.
+
+    Args:
+        listed: rows, kv blocks and codes of the blocks that were taken for partial.
+        filled: rows and kv blocks of the full ones.
+    """
+    rows, cols = (np.concatenate(both) for both in zip(listed, filled, strict=False))
+    codes = np.concatenate([listed[2], np.full(len(filled[0]), FULL)])
+    kept = codes != EMPTY
+    rows, cols, codes = rows[kept], cols[kept], codes[kept]
+    parts = rows * 2 + (codes == FULL)
+    order = (parts * max(1, grid.kv_blocks) + cols).argsort(kind="stable")
+    counts = np.bincount(parts, minlength=2 * grid.q_blocks).reshape(-1, 2)
+    return Entries(counts[:, 0], counts.sum(1), cols[order], codes[order])
+
+
+def _layout(grid: BlockGrid, entries: Entries, bits: Words, device: torch.device) -> BlockLayout:
+    """The layout of some entries, and the order of its rows, which only the host knows without waiting."""
+    num_blocks = entries.num_blocks
+    indptr = np.zeros((1, 1, grid.q_blocks + 1), np.int64)
+    num_blocks.cumsum(out=indptr[0, 0, 1:])
+    arrays: list[NDArray[Any]] = [indptr, entries.num_partial[None, None], entries.indices, entries.codes]
+    arrays += [bits, bands_of(bits, grid.block_size[1])]
+    if ordered := bool((num_blocks[1:] < num_blocks[:-1]).any()):  # else the last rows are the longest
+        arrays.append((-num_blocks).argsort(kind="stable")[None, None])
+    tensors = on_device(arrays, device)
+    layout = BlockLayout(
         seqlen_q=grid.seqlen_q,
         seqlen_k=grid.seqlen_k,
         block_size=grid.block_size,
-        kv_indptr=indptr,
-        kv_num_partial=num_partial.to(torch.int32).view(1, 1, -1),
-        kv_indices=indices,
-        kv_masks=entry_masks,
-        masks=masks,
+        kv_indptr=tensors[0],
+        kv_num_partial=tensors[1],
+        kv_indices=tensors[2],
+        kv_masks=tensors[3],
+        masks=ElementMasks(tensors[4], tensors[5], grid.block_size[1]),
     )
+    vars(layout).update(kv_order=tensors[6] if ordered else None, nnz=len(entries.indices))
+    return layout
 
 
-def _element_masks(rule: Pattern, grid: BlockGrid, rows: Tensor, cols: Tensor) -> tuple[ElementMasks, Tensor]:
-    """The table of masks, and each block's code: FULL or EMPTY where its mask is all set or all clear."""
-    kv_block = grid.block_size[1]
-    if not len(rows):
-        return ElementMasks.empty(grid.block_size), rows
-    keys = rule.classify(grid, rows, cols).keys()
-    example, kind = _kinds(keys)
-    masks = _masks_of(rule, grid, rows[example], cols[example], keys.index_select(1, example))
-    all_set = (masks.bits == (-1 if kv_block >= 32 else (1 << kv_block) - 1)).flatten(1).all(1)
-    cut = (masks.bits != 0).flatten(1).any(1) & ~all_set
-    if bool(cut.all()):
-        table, code = unique_masks(masks)
-    else:
-        table, entry = unique_masks(masks.some(cut))
-        code = torch.where(all_set, FULL, EMPTY).masked_scatter_(cut, entry)
-    return table, code[kind]
-
-
-def _masks_of(rule: Pattern, grid: BlockGrid, rows: Tensor, cols: Tensor, keys: Tensor) -> ElementMasks:
-    """The masks of some blocks; where a key was met before, at this length or another, nothing is evaluated."""
-    known = _known_masks(rule, grid.block_size, grid.causal)
-    names = [tuple(key) for key in keys.T.tolist()]
-    missing = [i for i, name in enumerate(names) if name not in known]
-    r, c = (torch.arange(size) for size in grid.block_size)
-    found = dict(known) if missing else known
-    for some in torch.tensor(missing).split(MASKS_AT_ONCE) if missing else ():
-        q_pos = rows[some][:, None, None] * grid.block_size[0] + r[:, None] + grid.offset
-        k_pos = cols[some][:, None, None] * grid.block_size[1] + c
-        packed = ElementMasks.from_dense(rule.visible(grid, q_pos, k_pos).expand(len(some), *grid.block_size))
-        for i, bits, band in zip(some.tolist(), packed.bits, packed.bands, strict=True):
-            found[names[i]] = bits, band
-    if len(found) <= MOST_MASKS:
-        known.update(found)
-    bits, bands = (torch.stack(parts) for parts in zip(*(found[name] for name in names), strict=True))
-    return ElementMasks(bits, bands, grid.block_size[1])
-
-
-@lru_cache(maxsize=64)
-def _known_masks(
-    rule: Pattern, block_size: tuple[int, int], causal: bool
-) -> dict[tuple[int, ...], tuple[Tensor, Tensor]]:
-    """Bits and band of masks of a rule by their keys, filled by `_masks_of`."""
-    return {}
-
-
-def _kinds(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Number the distinct columns of (c, n) int64: (kinds,) an example of each, and (n,) the kind of each column.
-
-    By a table of places and not by sorting; columns that share a place are compared.
-    """
-    each = torch.arange(keys.shape[1])
-    number = torch.empty(TABLE, dtype=torch.int64)
-    for factor in SPREAD:
-        mixed = keys[0]
-        for row in keys[1:]:
-            mixed = (mixed * factor) ^ (mixed >> 29) ^ row
-        place = ((mixed * factor) >> 40) & (TABLE - 1)
-        chosen = number.scatter_(0, place, each).gather(0, place)
-        if torch.equal(keys.index_select(1, chosen), keys):
-            taken = torch.zeros(TABLE, dtype=torch.bool).index_fill_(0, place, True).nonzero().flatten()
-            example = number.gather(0, taken)
-            return example, number.scatter_(0, taken, each[: len(taken)]).gather(0, place)
-    _, kind = keys.unique(dim=1, return_inverse=True)
-    return torch.empty(int(kind.amax()) + 1, dtype=torch.int64).scatter_(0, kind, each), kind
-
-
-def forget(masks: bool = True) -> None:
-    """Drop the layouts that are kept, what grids keep for them and, if asked, masks; for measurements."""
-    for cache in (_cached_layout, _spans, _drawn, *((_known_masks,) if masks else ())):
+def forget() -> None:
+    """Drop the layouts that are kept, and what grids keep for them; for measurements."""
+    for cache in (_cached_layout, _spans, _drawn, _held):
         cache.cache_clear()

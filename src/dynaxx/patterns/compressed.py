@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from dynaxx.layout import BlockGrid
-from dynaxx.patterns.base import BlockStates, Pattern, Visited
+from dynaxx.patterns.base import Pattern, Visited
+from dynaxx.patterns.kinds import Blocks, Kinds, packed
 from dynaxx.patterns.runs import Runs
 
 
@@ -36,21 +37,17 @@ class Compressed(Pattern):
         return k_pos * self.stride + self.block - 1 <= q_pos - grid.offset + self.first
 
     def visited(self, grid: BlockGrid) -> Visited:
-        first, last = self._tokens(grid, grid.rows())
-        keys = lambda token: torch.div(token + 1 - self.block, self.stride, rounding_mode="floor") + 1  # ended by then
-        end = lambda count: count.clamp(0, grid.seqlen_k)
-        zero = torch.zeros_like(first)
-        touched = Runs.one(zero, -(-end(keys(last)) // grid.block_size[1]))
+        first = np.arange(grid.q_blocks) * grid.block_size[0] + self.first
+        keys = lambda token: (token + 1 - self.block) // self.stride + 1  # ended by then
+        end = lambda count: np.minimum(np.maximum(count, 0), grid.seqlen_k)
+        zero = np.zeros_like(first)
+        touched = Runs.one(zero, -(-end(keys(first + grid.block_size[0] - 1)) // grid.block_size[1]))
         return Visited(touched, Runs.one(zero, end(keys(first)) // grid.block_size[1]).within(touched))
 
-    def classify(self, grid: BlockGrid, rows: Tensor, cols: Tensor) -> BlockStates:
-        first, last = self._tokens(grid, rows)
-        begin = cols * grid.block_size[1] * self.stride + self.block - 1  # the last token of the block's first key
-        end = begin + (grid.block_size[1] - 1) * self.stride
-        full, touched = end <= first, begin <= last
-        return BlockStates(full, touched & ~full, first - begin)
-
-    def _tokens(self, grid: BlockGrid, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """First and last token that the queries of each row stand at, the last row whole."""
-        first = rows * grid.block_size[0] + self.first
-        return first, first + grid.block_size[0] - 1
+    def kinds(self, blocks: Blocks) -> Kinds:
+        q_block, kv_block = blocks.grid.block_size
+        end = blocks.cols * kv_block * self.stride + self.block - 1  # the last token of the block's first key
+        lead = blocks.rows * q_block + self.first - end
+        found, kind = np.unique(np.minimum(np.maximum(lead, -q_block), kv_block * self.stride), return_inverse=True)
+        shown = found[:, None, None] + np.arange(q_block)[:, None] >= np.arange(kv_block) * self.stride
+        return Kinds(kind, packed(shown))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.layout import BlockGrid
-from dynaxx.patterns.base import BlockStates, Pattern, Visited
+from dynaxx.patterns.base import Pattern, Visited
 from dynaxx.patterns.fixed import GlobalTokens
 
 TokenSequence = tuple[int, ...]
@@ -83,9 +83,6 @@ class GlobalContent(Pattern):
         self._refuse()
 
     def visited(self, grid: BlockGrid) -> Visited:
-        self._refuse()
-
-    def classify(self, grid: BlockGrid, rows: Tensor, cols: Tensor) -> BlockStates:
         self._refuse()
 
     def _refuse(self) -> NoReturn:

@@ -6,14 +6,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dynaxx.layout import BlockGrid
-from dynaxx.layout.host import on_host
-from dynaxx.patterns.base import BlockStates, Pattern, Visited
+from dynaxx.patterns.base import Pattern, Visited
+from dynaxx.patterns.kinds import Blocks, Kinds, distinct, met, packed, whole_or_nothing
 from dynaxx.patterns.local import SlidingWindow
-from dynaxx.patterns.runs import Runs, any_of
+from dynaxx.patterns.runs import Ints, Runs
 
 
 @dataclass(frozen=True)
@@ -43,46 +45,29 @@ class GlobalTokens(Pattern):
             return (positions >= 0) & (positions < self.tokens)
         return torch.isin(positions, torch.tensor(self.tokens, dtype=positions.dtype))
 
-    def _count_before(self, positions: Tensor) -> Tensor:
-        """How many global tokens stand before each position."""
-        if isinstance(self.tokens, int):
-            return positions.clamp(0, self.tokens)
-        return torch.searchsorted(torch.tensor(self.tokens, dtype=torch.int64), positions)
-
-    def _blocks(self, size: int, count: int, offset: int) -> tuple[Tensor, Tensor]:
-        """(count,) whether each block of `size` tokens, the first at `offset`, holds a global token, and only such."""
-        starts = torch.arange(count) * size + offset
-        held = self._count_before(starts + size) - self._count_before(starts)
-        return held > 0, held == size
-
     def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         seen = self._is_global(k_pos) & torch.ones_like(q_pos, dtype=torch.bool)
         return seen | self._is_global(q_pos) if self.symmetric else seen
 
     def visited(self, grid: BlockGrid) -> Visited:
         q_block, kv_block = grid.block_size
-        found = self._blocks(kv_block, grid.kv_blocks, 0)
-        touched, filled = (_runs_of(cols) for cols in found)
+        cols, _ = _held(self.tokens, kv_block, grid.kv_blocks, 0)
+        touched, filled = _runs_of(cols > 0), _runs_of(cols == 1)
         if not self.symmetric:
             return Visited(touched, filled)
-        rows = self._blocks(q_block, grid.q_blocks, grid.offset)
-        whole = lambda some: Runs.one(torch.zeros(len(some), dtype=torch.int64), some * grid.kv_blocks)
-        return Visited(any_of([touched, whole(rows[0])]), any_of([filled, whole(rows[1])]))
+        rows, _ = _held(self.tokens, q_block, grid.q_blocks, grid.offset)
+        return Visited(_and_whole(touched, rows > 0, grid.kv_blocks), _and_whole(filled, rows == 1, grid.kv_blocks))
 
-    def _side(self, start: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Whether the tokens start .. start + size - 1 are all, or some, global; and then a key of which, else 0."""
-        count = self._count_before(start + size) - self._count_before(start)
-        some = (count > 0) & (count < size)
-        return count == size, some, torch.where(some, start + size, 0)
-
-    def classify(self, grid: BlockGrid, rows: Tensor, cols: Tensor) -> BlockStates:
-        q_block, kv_block = grid.block_size
-        full, partial, key = self._side(cols * kv_block, kv_block)
-        if self.symmetric:
-            q_full, q_partial, q_key = self._side(rows * q_block + grid.offset, q_block)
-            key = torch.stack([key, q_key])
-            full, partial = full | q_full, partial | q_partial
-        return BlockStates(full, partial & ~full, key)
+    def kinds(self, blocks: Blocks) -> Kinds:
+        grid, (q_block, kv_block) = blocks.grid, blocks.grid.block_size
+        kind, shown = _held(self.tokens, kv_block, grid.kv_blocks, 0)
+        by_col = Kinds(kind.take(blocks.cols), packed(shown)[:, None])
+        if not self.symmetric:
+            return by_col
+        kind, shown = _held(self.tokens, q_block, grid.q_blocks, grid.offset)
+        by_row = Kinds(kind.take(blocks.rows), -shown.astype(np.int32)[:, :, None])
+        kind, (cols, rows) = met([by_col, by_row])
+        return Kinds(kind, cols | rows)
 
 
 class Sink(GlobalTokens):
@@ -112,18 +97,18 @@ class LastQueries(Pattern):
         return (q_pos >= grid.seqlen_k - self.queries) & torch.ones_like(k_pos, dtype=torch.bool)
 
     def visited(self, grid: BlockGrid) -> Visited:
-        since = grid.seqlen_q - self.queries  # the first of them
-        first = grid.rows() * grid.block_size[0]
-        whole = lambda some: Runs.one(torch.zeros_like(first), some * grid.kv_blocks)
         if not self.queries:
             return Visited(Runs.none(), Runs.none())
+        first, _ = grid.spans()
+        since = grid.seqlen_k - self.queries  # the first of them
+        whole = lambda some: Runs.one(np.zeros_like(first), some * grid.kv_blocks)
         return Visited(whole(first + grid.block_size[0] > since), whole(first >= since))
 
-    def classify(self, grid: BlockGrid, rows: Tensor, cols: Tensor) -> BlockStates:
-        first = rows * grid.block_size[0] + grid.offset
-        since = grid.seqlen_k - self.queries
-        full, touched = first >= since, first + grid.block_size[0] - 1 >= since
-        return BlockStates(full, touched & ~full, since - first)
+    def kinds(self, blocks: Blocks) -> Kinds:
+        q_block = blocks.grid.block_size[0]
+        hidden = blocks.grid.seqlen_k - self.queries - (blocks.rows * q_block + blocks.grid.offset)
+        found, kind = distinct(np.minimum(np.maximum(hidden, 0), q_block), q_block + 1)
+        return Kinds(kind, -(np.arange(q_block) >= found[:, None]).astype(np.int32)[:, :, None])
 
 
 @dataclass(frozen=True)
@@ -142,43 +127,59 @@ class Documents(Pattern):
             raise ValueError(f"`cu_seqlens` must start at 0 and not fall, got {ends[:8]}")
         object.__setattr__(self, "cu_seqlens", tuple(int(end) for end in ends))
 
-    def _document(self, positions: Tensor) -> Tensor:
+    def _document(self, positions: Ints) -> Ints:
         """Index of each position's document; positions past the end count to the last one."""
-        return torch.searchsorted(torch.tensor(self.cu_seqlens[1:-1]), positions.contiguous(), right=True)
+        return np.searchsorted(np.array(self.cu_seqlens[1:-1], np.int64), positions, side="right")
 
     def _check(self, grid: BlockGrid) -> None:
         if self.cu_seqlens[-1] != grid.seqlen_k:
             raise ValueError(f"`cu_seqlens` must end at seqlen_k = {grid.seqlen_k}, got {self.cu_seqlens[-1]}")
 
     def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-        return self._document(q_pos) == self._document(k_pos)
+        q_document, k_document = (torch.from_numpy(self._document(pos.numpy())) for pos in (q_pos, k_pos))
+        return q_document == k_document
 
     def visited(self, grid: BlockGrid) -> Visited:
         self._check(grid)
         q_block, kv_block = grid.block_size
-        bounds = torch.tensor(self.cu_seqlens)
+        bounds = np.array(self.cu_seqlens)
         first, last = grid.spans()
         document, last_document = self._document(first), self._document(last)
         end = last if grid.causal else bounds[last_document + 1] - 1
-        end = torch.div(end.clamp(max=grid.seqlen_k - 1), kv_block, rounding_mode="floor") + 1
+        end = np.minimum(end, grid.seqlen_k - 1) // kv_block + 1
         touched = Runs.one(bounds[document] // kv_block, end)
         alone = document == self._document(first + q_block - 1)
         full_start = (bounds[document] + kv_block - 1) // kv_block
         bounds[-1] = grid.kv_blocks * kv_block  # what lies past the end counts to the last document
-        full = Runs.one(full_start, torch.where(alone, bounds[document + 1] // kv_block, 0))
+        full = Runs.one(full_start, np.where(alone, bounds[document + 1] // kv_block, 0))
         return Visited(touched, full.within(touched))
 
-    def classify(self, grid: BlockGrid, rows: Tensor, cols: Tensor) -> BlockStates:
+    def kinds(self, blocks: Blocks) -> Kinds:
+        grid, (q_block, kv_block) = blocks.grid, blocks.grid.block_size
         self._check(grid)
-        q_start, k_start = (
-            rows * grid.block_size[0] + grid.offset,
-            cols * grid.block_size[1],
-        )  # whole blocks, as masks are
-        q_first, q_last = self._document(q_start), self._document(q_start + grid.block_size[0] - 1)
-        k_first, k_last = self._document(k_start), self._document(k_start + grid.block_size[1] - 1)
-        full = (q_first == q_last) & (k_first == k_last) & (q_first == k_first)
-        touched = (k_last >= q_first) & (k_first <= q_last)
-        return BlockStates(full, touched & ~full, torch.stack([q_start, k_start]))
+        row_kind, q_documents = self._within(q_block, grid.q_blocks, grid.offset)
+        col_kind, k_documents = self._within(kv_block, grid.kv_blocks, 0)
+        q_first = self._document(np.arange(grid.q_blocks) * q_block + grid.offset)
+        k_first = self._document(np.arange(grid.kv_blocks) * kv_block)
+        apart = np.minimum(np.maximum(q_first[blocks.rows] - k_first[blocks.cols], -q_block), kv_block)
+        spread = q_block + kv_block + 1
+        kind = (row_kind[blocks.rows] * len(k_documents) + col_kind[blocks.cols]) * spread + apart + q_block
+        found, kind = distinct(kind, len(q_documents) * len(k_documents) * spread)
+        pair, apart = found // spread, found % spread - q_block
+        q_documents, k_documents = q_documents[pair // len(k_documents)], k_documents[pair % len(k_documents)]
+        return Kinds(kind, packed((q_documents + apart[:, None])[:, :, None] == k_documents[:, None, :]))
+
+    def _within(self, size: int, count: int, offset: int) -> tuple[Ints, Ints]:
+        """Kinds of `count` blocks of `size` tokens, the first at `offset`, and of each kind the tokens' documents,
+        counted from its first. Kind 0 has but one."""
+        starts = np.array(self.cu_seqlens[1:-1], np.int64) - offset
+        starts = starts[(starts > 0) & (starts < count * size) & (starts % size > 0)]
+        cut, which = np.unique(starts // size, return_inverse=True)
+        kind = np.zeros(count, np.int64)
+        kind[cut] = np.arange(1, len(cut) + 1)
+        begins = np.zeros((len(cut) + 1, size), np.int64)
+        np.add.at(begins, (which + 1, starts % size), 1)
+        return kind, begins.cumsum(1)
 
 
 @dataclass(frozen=True)
@@ -194,26 +195,25 @@ class LocalBlocks(Pattern):
         if self.blocks < 1:
             raise ValueError(f"`blocks` must be >= 1, got {self.blocks}")
 
-    def _reach(self, grid: BlockGrid, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        q_block, kv_block = grid.block_size
+        row = (q_pos - grid.offset) // q_block
+        last = ((row + 1) * q_block - 1 + grid.offset) // kv_block
+        return (k_pos // kv_block <= last) & (k_pos // kv_block > last - self.blocks)
+
+    def _reach(self, grid: BlockGrid) -> tuple[Ints, Ints]:
         """First and last kv block of each row, unclipped."""
-        end = rows * grid.block_size[0] + grid.block_size[0] - 1 + grid.offset
-        last = torch.div(end, grid.block_size[1], rounding_mode="floor")
+        last = (grid.spans()[0] + grid.block_size[0] - 1) // grid.block_size[1]
         return last - self.blocks + 1, last
 
-    def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-        first, last = self._reach(grid, torch.div(q_pos - grid.offset, grid.block_size[0], rounding_mode="floor"))
-        col = k_pos // grid.block_size[1]
-        return (col >= first) & (col <= last)
-
     def visited(self, grid: BlockGrid) -> Visited:
-        first, last = self._reach(grid, grid.rows())
-        runs = Runs.one(first.clamp(min=0), (last + 1).clamp(max=grid.kv_blocks))
+        first, last = self._reach(grid)
+        runs = Runs.one(np.maximum(first, 0), np.minimum(last + 1, grid.kv_blocks))
         return Visited(runs, runs)
 
-    def classify(self, grid: BlockGrid, rows: Tensor, cols: Tensor) -> BlockStates:
-        first, last = self._reach(grid, rows)
-        full = (cols >= first) & (cols <= last)
-        return BlockStates(full, torch.zeros_like(full), torch.zeros_like(rows))
+    def kinds(self, blocks: Blocks) -> Kinds:
+        first, last = (x.take(blocks.rows) for x in self._reach(blocks.grid))
+        return whole_or_nothing((blocks.cols >= first) & (blocks.cols <= last))
 
 
 @dataclass(frozen=True)
@@ -231,47 +231,80 @@ class RandomBlocks(Pattern):
             raise ValueError(f"`blocks` must be >= 0, got {self.blocks}")
 
     def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-        rows = torch.div(q_pos - grid.offset, grid.block_size[0], rounding_mode="floor").clamp(0, grid.q_blocks - 1)
-        return self._holds(grid, rows, k_pos // grid.block_size[1])
+        rows = ((q_pos - grid.offset) // grid.block_size[0]).clamp(0, grid.q_blocks - 1)
+        return torch.from_numpy(self._holds(grid, rows.numpy(), (k_pos // grid.block_size[1]).numpy()))
 
     def visited(self, grid: BlockGrid) -> Visited:
-        cols = _drawn(self, grid)
-        start = cols.clamp(min=0)
-        runs = Runs(start, torch.where(cols >= 0, cols + 1, start))
+        cols = _drawn(self, grid).T
+        start = np.maximum(cols, 0)
+        runs = Runs(start, start + (cols >= 0))
         return Visited(runs, runs)
 
-    def classify(self, grid: BlockGrid, rows: Tensor, cols: Tensor) -> BlockStates:
-        full = self._holds(grid, rows, cols)
-        return BlockStates(full, torch.zeros_like(full), torch.zeros_like(rows))
+    def kinds(self, blocks: Blocks) -> Kinds:
+        return whole_or_nothing(self._holds(blocks.grid, blocks.rows, blocks.cols))
 
-    def _holds(self, grid: BlockGrid, rows: Tensor, cols: Tensor) -> Tensor:
+    def _holds(self, grid: BlockGrid, rows: Ints, cols: Ints) -> NDArray[np.bool_]:
         """Whether a row drew a block; of any shapes that fit each other."""
-        found = torch.zeros(torch.broadcast_shapes(rows.shape, cols.shape), dtype=torch.bool)
+        found = np.zeros(np.broadcast_shapes(rows.shape, cols.shape), np.bool_)
         for drawn in _drawn(self, grid).T:
-            found |= drawn[rows] == cols
+            found |= drawn.take(rows) == cols
         return found
 
 
 @lru_cache(maxsize=8)
-@on_host
-def _drawn(rule: RandomBlocks, grid: BlockGrid) -> Tensor:
+def _drawn(rule: RandomBlocks, grid: BlockGrid) -> Ints:
     """(q_blocks, blocks) kv blocks of each row; one that sees no more than `blocks` of them gets them all, else -1."""
-    slot = torch.arange(rule.blocks)
-    available = grid.causal_kv_blocks(grid.rows())[:, None]
+    slot = np.arange(rule.blocks)
+    _, last = grid.spans()
+    available = last // grid.block_size[1] + 1 if grid.causal else np.full_like(last, grid.kv_blocks)
+    available = np.minimum(np.maximum(available, 0), grid.kv_blocks)[:, None]
     low, high = slot * available // max(1, rule.blocks), (slot + 1) * available // max(1, rule.blocks)
-    col = low + _hash(rule.seed, grid.rows()[:, None], slot) % (high - low).clamp(min=1)
-    return torch.where(high > low, col, -1)
+    col = low + _hash(rule.seed, np.arange(grid.q_blocks)[:, None], slot) % np.maximum(high - low, 1)
+    return np.where(high > low, col, -1)
 
 
-def _runs_of(held: Tensor) -> Runs:
+@lru_cache(maxsize=8)
+def _held(tokens: int | tuple[int, ...], size: int, count: int, offset: int) -> tuple[Ints, NDArray[np.bool_]]:
+    """The kinds of `count` blocks of `size` tokens, the first at `offset`, and which tokens of each are global.
+
+    Kind 0 has no global token, kind 1 only such, each other block that has some is a kind of its own.
+    """
+    at = (np.arange(tokens) if isinstance(tokens, int) else np.array(tokens, np.int64)) - offset
+    at = at[(at >= 0) & (at < count * size)]
+    block = at // size
+    held = np.bincount(block, minlength=count)
+    kind = (held == size).astype(np.int64)
+    cut = ((held > 0) & (held < size)).nonzero()[0]
+    kind[cut] = np.arange(2, len(cut) + 2)
+    shown = np.zeros((len(cut) + 2, size), np.bool_)
+    shown[1] = True
+    shown[kind[block], at % size] = True
+    return kind, shown
+
+
+def _and_whole(runs: Runs, rows: NDArray[np.bool_], kv_blocks: int) -> Runs:
+    """The runs that all rows have, and every block of some rows."""
+    if not rows.any():
+        return runs
+    start, end = np.zeros((2, max(1, len(runs.start)), len(rows)), np.int64)
+    start[: len(runs.start)], end[: len(runs.start)] = runs
+    start[0, rows] = 0
+    start[1:, rows] = end[:, rows] = kv_blocks
+    return Runs(start, end)
+
+
+def _runs_of(held: NDArray[np.bool_]) -> Runs:
     """The runs of True in (count,) bool, the same for every row."""
-    edges = torch.nn.functional.pad(held.to(torch.int8), (1, 1)).diff()
-    return Runs((edges > 0).nonzero().view(1, -1), (edges < 0).nonzero().view(1, -1))
+    padded = np.zeros(len(held) + 2, np.bool_)
+    padded[1:-1] = held
+    edges = (padded[1:] != padded[:-1]).nonzero()[0]
+    return Runs(edges[::2, None], edges[1::2, None])
 
 
-def _hash(seed: int, rows: Tensor, slot: Tensor) -> Tensor:
+def _hash(seed: int, rows: Ints, slot: Ints) -> Ints:
     """A well-mixed 31-bit integer per (row, slot): three rounds of multiply and xor-shift in wrapping int64."""
-    x = rows * 0x9E3779B1 + slot * 0x85EBCA77 + seed * 0xC2B2AE3D + 0x27D4EB2F
+    start = (seed * 0xC2B2AE3D + 0x27D4EB2F + 2**63) % 2**64 - 2**63
+    x = rows * 0x9E3779B1 + slot * 0x85EBCA77 + start
     for _ in range(3):
         x = (x ^ (x >> 29)) * 0x1B873593CC9E2D51
     return (x >> 32) & 0x7FFFFFFF

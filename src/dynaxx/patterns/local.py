@@ -3,73 +3,77 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
+from typing import Any
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from dynaxx.layout import BlockGrid
-from dynaxx.patterns.base import BlockStates, Pattern, Visited
-from dynaxx.patterns.runs import Runs
+from dynaxx.patterns.base import Pattern, Visited
+from dynaxx.patterns.runs import Ints, Runs
 
 
-def _distance(grid: BlockGrid, rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Smallest and largest query-minus-key distance in each block, and the distance of its first pair (the key of every
-    rule on distances). Blocks cut by the end of a sequence count whole: their masks are those of any other block."""
-    q_block, kv_block = grid.block_size
-    first = rows * q_block + grid.offset - cols * kv_block
-    return first - (kv_block - 1), first + (q_block - 1), first
+class DistanceRule(Pattern):
+    """A rule on the distance between query and key; `shows` defines it."""
+
+    @property
+    def by_distance(self) -> bool:
+        return True
+
+    def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        seen: Tensor = self.shows(grid, q_pos - k_pos)
+        return seen
 
 
 def band(grid: BlockGrid, lo: int | None, hi: int | None) -> Visited:
     """The blocks of the band lo <= distance <= hi, None where unlimited."""
     first, last = grid.spans()
     q_block, kv_block = grid.block_size
-    start = torch.zeros_like(first) if hi is None else (first - hi).clamp(min=0) // kv_block
-    end = torch.full_like(first, grid.kv_blocks)
+    start = np.zeros_like(first) if hi is None else np.maximum(first - hi, 0) // kv_block
+    end = np.full_like(first, grid.kv_blocks)
     if lo is not None:
-        end = torch.div((last - lo).clamp(max=grid.seqlen_k - 1), kv_block, rounding_mode="floor") + 1
+        end = np.minimum(last - lo, grid.seqlen_k - 1) // kv_block + 1
     touched = Runs.one(start, end)
-    full_start = start if hi is None else -torch.div(hi + 1 - q_block - first, kv_block, rounding_mode="floor")
-    full_end = end if lo is None else torch.div(first + 1 - lo, kv_block, rounding_mode="floor")
+    full_start = start if hi is None else -((hi + 1 - q_block - first) // kv_block)
+    full_end = end if lo is None else (first + 1 - lo) // kv_block
     return Visited(touched, Runs.one(full_start, full_end).within(touched))
 
 
 @dataclass(frozen=True)
-class Full(Pattern):
+class Full(DistanceRule):
     """Every pair."""
 
-    def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-        return torch.ones_like(q_pos - k_pos, dtype=torch.bool)
+    def shows(self, grid: BlockGrid, distance: Any) -> Any:
+        return distance == distance
+
+    def alike(self, grid: BlockGrid, first: Ints) -> Ints:
+        return np.zeros_like(first)
 
     def visited(self, grid: BlockGrid) -> Visited:
         touched = band(grid, 0 if grid.causal else None, None).touched
         return Visited(touched, touched)
 
-    def classify(self, grid: BlockGrid, rows: Tensor, cols: Tensor) -> BlockStates:
-        every = torch.ones_like(rows, dtype=torch.bool)
-        return BlockStates(every, ~every, torch.zeros_like(rows))
-
 
 @dataclass(frozen=True)
-class Causal(Pattern):
+class Causal(DistanceRule):
     """Keys at or before the query."""
 
     def hides_future(self, grid: BlockGrid) -> bool:
         return grid.causal
 
-    def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-        return k_pos <= q_pos
+    def shows(self, grid: BlockGrid, distance: Any) -> Any:
+        return distance >= 0
+
+    def alike(self, grid: BlockGrid, first: Ints) -> Ints:
+        return _clipped(grid, first, 0, 0)
 
     def visited(self, grid: BlockGrid) -> Visited:
         return band(grid, 0, None)
 
-    def classify(self, grid: BlockGrid, rows: Tensor, cols: Tensor) -> BlockStates:
-        nearest, farthest, first = _distance(grid, rows, cols)
-        return BlockStates(nearest >= 0, (nearest < 0) & (farthest >= 0), first)
-
 
 @dataclass(frozen=True)
-class SlidingWindow(Pattern):
+class SlidingWindow(DistanceRule):
     """Keys near the query.
 
     Args:
@@ -99,32 +103,21 @@ class SlidingWindow(Pattern):
     def hides_future(self, grid: BlockGrid) -> bool:
         return grid.causal
 
-    def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+    def shows(self, grid: BlockGrid, distance: Any) -> Any:
         lo, hi = self._limits(grid)
-        distance = q_pos - k_pos
-        seen = torch.ones_like(distance, dtype=torch.bool)
-        if lo is not None:
-            seen &= distance >= lo
-        if hi is not None:
-            seen &= distance <= hi
-        return seen
+        seen = distance == distance if lo is None else distance >= lo
+        return seen if hi is None else seen & (distance <= hi)
+
+    def alike(self, grid: BlockGrid, first: Ints) -> Ints:
+        lo, hi = self._limits(grid)
+        return _clipped(grid, first, 0 if lo is None else lo, 0 if hi is None else hi)
 
     def visited(self, grid: BlockGrid) -> Visited:
         return band(grid, *self._limits(grid))
 
-    def classify(self, grid: BlockGrid, rows: Tensor, cols: Tensor) -> BlockStates:
-        lo, hi = self._limits(grid)
-        nearest, farthest, first = _distance(grid, rows, cols)
-        full, touched = torch.ones_like(rows, dtype=torch.bool), torch.ones_like(rows, dtype=torch.bool)
-        if lo is not None:
-            full, touched = full & (nearest >= lo), touched & (farthest >= lo)
-        if hi is not None:
-            full, touched = full & (farthest <= hi), touched & (nearest <= hi)
-        return BlockStates(full, touched & ~full, first)
-
 
 @dataclass(frozen=True)
-class Dilated(Pattern):
+class Dilated(DistanceRule):
     """A dilated window (Longformer): `window` keys including the query's own, `dilation` tokens apart.
 
     Without causality as many on the other side.
@@ -144,19 +137,19 @@ class Dilated(Pattern):
     def hides_future(self, grid: BlockGrid) -> bool:
         return grid.causal
 
-    def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-        return self._reach().visible(grid, q_pos, k_pos) & ((q_pos - k_pos) % self.dilation == 0)
+    def shows(self, grid: BlockGrid, distance: Any) -> Any:
+        return self._reach().shows(grid, distance) & (distance % self.dilation == 0)
+
+    def alike(self, grid: BlockGrid, first: Ints) -> Ints:
+        return self._reach().alike(grid, first)
 
     def visited(self, grid: BlockGrid) -> Visited:
         reach = self._reach().visited(grid)
         return reach if self.dilation == 1 else Visited(reach.touched, Runs.none())
 
-    def classify(self, grid: BlockGrid, rows: Tensor, cols: Tensor) -> BlockStates:
-        return _every_nth(self._reach().classify(grid, rows, cols), grid, rows, cols, self.dilation)
-
 
 @dataclass(frozen=True)
-class Strided(Pattern):
+class Strided(DistanceRule):
     """Keys whose distance from the query is a multiple of `stride`: the long-range half of the Sparse Transformer
     (`SlidingWindow(stride) | Strided(stride)`)."""
 
@@ -166,8 +159,11 @@ class Strided(Pattern):
         if self.stride < 1:
             raise ValueError(f"`stride` must be >= 1, got {self.stride}")
 
-    def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-        return (q_pos - k_pos) % self.stride == 0
+    def shows(self, grid: BlockGrid, distance: Any) -> Any:
+        return distance % self.stride == 0
+
+    def alike(self, grid: BlockGrid, first: Ints) -> Ints:
+        return first % self.stride // gcd(self.stride, *grid.block_size)
 
     def visited(self, grid: BlockGrid) -> Visited:
         if self.stride == 1:
@@ -175,22 +171,15 @@ class Strided(Pattern):
         if self.stride <= sum(grid.block_size):
             return Visited(Full().visited(grid).touched, Runs.none())
         reach = max(grid.seqlen_q, grid.seqlen_k) // self.stride + 1
-        lines = torch.arange(reach - 1, -1 if grid.causal else -reach - 1, -1) * self.stride
-        first, last = (span[:, None] - lines for span in grid.spans())
-        start = (first.clamp(min=0) // grid.block_size[1]).clamp(max=grid.kv_blocks)
-        end = torch.div(last.clamp(max=grid.seqlen_k - 1), grid.block_size[1], rounding_mode="floor") + 1
-        return Visited(Runs(start, torch.maximum(start, end)), Runs.none())
-
-    def classify(self, grid: BlockGrid, rows: Tensor, cols: Tensor) -> BlockStates:
-        return _every_nth(Full().classify(grid, rows, cols), grid, rows, cols, self.stride)
+        lines = np.arange(reach - 1, -1 if grid.causal else -reach - 1, -1) * self.stride
+        first, last = (span - lines[:, None] for span in grid.spans())
+        start = np.minimum(np.maximum(first, 0) // grid.block_size[1], grid.kv_blocks)
+        end = np.minimum(last, grid.seqlen_k - 1) // grid.block_size[1] + 1
+        return Visited(Runs(start, np.maximum(start, end)), Runs.none())
 
 
-def _every_nth(states: BlockStates, grid: BlockGrid, rows: Tensor, cols: Tensor, step: int) -> BlockStates:
-    """Keep of `states` only the pairs whose distance is a multiple of `step`."""
-    if step == 1:
-        return states
-    nearest, farthest, first = _distance(grid, rows, cols)
-    met = torch.div(farthest, step, rounding_mode="floor") * step >= nearest
-    none = torch.zeros_like(states.full)
-    key = torch.where(states.full, first % step + 2**40, first)  # inside the band only the phase matters
-    return BlockStates(none, (states.full | states.partial) & met, key)
+def _clipped(grid: BlockGrid, first: Ints, lo: int, hi: int) -> Ints:
+    """Numbers of distances: beyond lo and hi nothing changes any more, and blocks farther away are all alike."""
+    step = min(grid.block_size)
+    lo, hi = lo - grid.block_size[0] - step, hi + grid.block_size[1] + step
+    return (np.minimum(np.maximum(first, lo), hi) - lo) // step

@@ -2,74 +2,82 @@
 
 A set of runs is a count: a run adds 1 where it starts and takes 1 away where it ends. So sets are put together by
 sorting starts and ends apart. Where `k` of them hold, the i-th end closes what the (i + k - 1)-th start opened.
+
+Everything here is numpy: layouts are computed on the host in some dozens of operations on a number per row, and those
+of torch cost several times as much each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
 
 
 class Runs(NamedTuple):
     """kv blocks start .. end - 1 of each row; a row's runs ascend and do not overlap, start == end is an empty one."""
 
-    start: Tensor  # (rows, n) int64, or (1, n) where all rows have the same
-    end: Tensor
+    start: Ints  # (n, rows), or (n, 1) where all rows have the same
+    end: Ints
 
     @classmethod
-    def one(cls, start: Tensor, end: Tensor) -> Runs:
+    def one(cls, start: Ints, end: Ints) -> Runs:
         """At most one run per row, empty where end < start."""
-        return cls(start[:, None], torch.maximum(start, end)[:, None])
+        return cls(start[None], np.maximum(start, end)[None])
 
     @classmethod
     def none(cls) -> Runs:
         """No block of any row."""
-        return cls(torch.zeros(1, 0, dtype=torch.int64), torch.zeros(1, 0, dtype=torch.int64))
+        return cls(np.zeros((0, 1), np.int64), np.zeros((0, 1), np.int64))
 
     def within(self, other: Runs) -> Runs:
         """The part of each run that lies in the one run of `other`."""
-        start = torch.maximum(self.start, other.start)
-        return Runs(start, torch.maximum(start, torch.minimum(self.end, other.end)))
+        start = np.maximum(self.start, other.start)
+        return Runs(start, np.maximum(start, np.minimum(self.end, other.end)))
 
-    def lengths(self, rows: int) -> Tensor:
+    def lengths(self, rows: int) -> Ints:
         """(rows,) blocks of each row."""
-        return (self.end - self.start).sum(1).expand(rows)
+        found = np.zeros(rows, np.int64)
+        found += np.add.reduce(self.end - self.start)
+        return found
 
-    def columns(self, rows: int) -> Tensor:
+    def columns(self, rows: int) -> Ints:
         """kv blocks of all rows, row by row."""
-        start, count = self.start.expand(rows, -1).flatten(), (self.end - self.start).expand(rows, -1).flatten()
-        before = start - (count.cumsum(0) - count)
-        shift = torch.repeat_interleave(before, count)
-        return shift.add_(torch.arange(len(shift)))
+        start, end = (_row_by_row(side, rows) for side in self)
+        count = end - start
+        start -= count.cumsum()
+        start += count
+        shift = np.repeat(start, count)
+        shift += np.arange(len(shift))
+        return shift
 
-    def blocks(self, rows: int) -> tuple[Tensor, Tensor]:
+    def blocks(self, rows: int) -> tuple[Ints, Ints]:
         """Row and kv block of each block of all rows, row by row."""
-        return torch.repeat_interleave(torch.arange(rows), self.lengths(rows)), self.columns(rows)
+        return np.repeat(np.arange(rows), self.lengths(rows)), self.columns(rows)
 
 
 def any_of(parts: Sequence[Runs]) -> Runs:
     """Blocks in any of the parts."""
-    parts = [part for part in parts if part.start.shape[1]]
+    parts = [part for part in parts if len(part.start)]
     if len(parts) < 2:
         return parts[0] if parts else Runs.none()
-    ends = _in_order([part.end for part in parts])
-    return _between(_in_order([part.start for part in parts]), ends)
+    parts.sort(key=lambda part: int(part.start[0, -1]) if part.start.shape[1] else 0)
+    return _between(_in_order([part.start for part in parts]), _in_order([part.end for part in parts]))
 
 
 def all_of(parts: Sequence[Runs]) -> Runs:
     """Blocks in all of the parts."""
-    first, *others = sorted(parts, key=lambda part: -part.start.shape[1])
-    for other in others:
-        first = _both(first, other)
-    return first
+    return reduce(_both, sorted(parts, key=lambda part: -len(part.start)))
 
 
 def without(a: Runs, b: Runs) -> Runs:
     """Blocks of `a` that are not in `b`, all of which must be in `a`."""
-    if not b.start.shape[1]:
+    if not len(b.start):
         return a
     return Runs(_in_order([a.start, b.end]), _in_order([b.start, a.end]))
 
@@ -80,25 +88,40 @@ def beside(*parts: Runs) -> Runs:
 
 
 def _both(a: Runs, b: Runs) -> Runs:
-    if not b.start.shape[1]:
+    if not len(b.start):
         return b
-    if b.start.shape[1] == 1:
+    if len(b.start) == 1:
         return a.within(b)
-    return _between(_in_order([a.start, b.start])[:, 1:], _in_order([a.end, b.end])[:, :-1])
+    return _between(_in_order([a.start, b.start])[1:], _in_order([a.end, b.end])[:-1])
 
 
-def _between(start: Tensor, end: Tensor) -> Runs:
+def _between(start: Ints, end: Ints) -> Runs:
     """Runs from starts and ends in order, each from where the one before it ends."""
-    begin = start.clone()
-    torch.maximum(start[:, 1:], end[:, :-1], out=begin[:, 1:])
-    return Runs(begin, torch.maximum(begin, end))
+    begin = start.copy()
+    np.maximum(start[1:], end[:-1], out=begin[1:])
+    return Runs(begin, np.maximum(begin, end))
 
 
-def _in_order(parts: Sequence[Tensor]) -> Tensor:
+def _in_order(parts: Sequence[Ints]) -> Ints:
+    """Of each row the numbers of all parts, ascending; few rows are out of order as they are joined."""
     joined = _joined(parts)
-    return joined if bool((joined[:, 1:] >= joined[:, :-1]).all()) else joined.sort(1).values
+    wrong = np.logical_or.reduce(joined[1:] < joined[:-1]).nonzero()[0]
+    if len(wrong):
+        joined[:, wrong] = np.sort(joined[:, wrong].T, kind="stable").T
+    return joined
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    rows = next((part.shape[0] for part in parts if part.shape[0] != 1), 1)
-    return torch.cat([part if part.shape[0] == rows else part.expand(rows, -1) for part in parts], 1)
+def _joined(parts: Sequence[Ints]) -> Ints:
+    joined = np.empty((sum(map(len, parts)), max(part.shape[1] for part in parts)), np.int64)
+    done = 0
+    for part in parts:
+        joined[done : done + len(part)] = part
+        done += len(part)
+    return joined
+
+
+def _row_by_row(side: Ints, rows: int) -> Ints:
+    """(rows * n,), a copy."""
+    if side.shape[1] == rows:
+        return side.T.flatten()
+    return np.tile(side[:, 0], rows)

@@ -1,0 +1,123 @@
+"""Kinds of blocks: which element masks the blocks of a rule have, each evaluated once, however many blocks share it.
+
+A rule says of each block its kind and of each kind its mask as bits. Rules are combined by combining the masks of the
+kinds that meet. Bits are those of `ElementMasks`: 32 columns to a word.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dynaxx.layout import EMPTY, FULL, BlockGrid
+from dynaxx.patterns.runs import Ints
+
+Words = NDArray[np.int32]
+FEW = 1 << 14  # numbers so small are told apart by a table, others by sorting
+
+
+class Blocks:
+    """Some blocks of a grid."""
+
+    def __init__(self, grid: BlockGrid, rows: Ints, cols: Ints) -> None:
+        self.grid, self.rows, self.cols = grid, rows, cols
+
+    @classmethod
+    def at(cls, grid: BlockGrid, apart: Ints) -> Blocks:
+        """Blocks of which only rules on distances are asked: so many of the smaller block's tokens apart."""
+        blocks = cls(grid, apart[:0], apart[:0])
+        blocks.__dict__["distances"] = apart * min(grid.block_size) + grid.offset, np.arange(len(apart))
+        return blocks
+
+    @cached_property
+    def distances(self) -> tuple[Ints, Ints]:
+        """Distances from first key to first query of the blocks, each once, and which of them each block has."""
+        q_block, kv_block = self.grid.block_size
+        step = min(q_block, kv_block)
+        apart = self.rows * (q_block // step) - self.cols * (kv_block // step)
+        least = int(np.minimum.reduce(apart))
+        found, which = distinct(apart - least, int(np.maximum.reduce(apart)) - least + 1)
+        return (found + least) * step + self.grid.offset, which
+
+
+class Kinds(NamedTuple):
+    """Blocks by their element masks."""
+
+    kind: Ints  # (n,), of each block; entry of `bits`
+    bits: Words  # (kinds, q_block | 1, words) int32; 1 where all rows of a block are the same
+
+
+def distinct(numbers: Ints, limit: int) -> tuple[Ints, Ints]:
+    """The distinct ones of (n,) numbers from 0 to limit - 1, ascending, and the place of each number among them."""
+    if limit > max(FEW, 4 * len(numbers)):
+        found, which = np.unique(numbers, return_inverse=True)
+        return found, which
+    place = np.zeros(limit, np.int64)
+    place[numbers] = 1
+    found = place.nonzero()[0]
+    place[found] = np.arange(len(found))
+    return found, place.take(numbers)
+
+
+def met(parts: list[Kinds]) -> tuple[Ints, list[Words]]:
+    """Which kinds meet in some block: (n,) the kind of each block now, and of each such kind the masks of all parts."""
+    kind, count = parts[0].kind, len(parts[0].bits)
+    for part in parts[1:]:
+        kind = kind * len(part.bits) + part.kind
+        count *= len(part.bits)
+    found, kind = distinct(kind, count)
+    masks = []
+    for part in reversed(parts):
+        masks.append(part.bits[found % len(part.bits)])
+        found = found // len(part.bits)
+    return kind, masks[::-1]
+
+
+def packed(shown: NDArray[np.bool_]) -> Words:
+    """(..., columns) bool as (..., words) int32."""
+    eights = np.packbits(shown, axis=-1, bitorder="little")
+    if eights.shape[-1] % 4:
+        eights = np.concatenate([eights, np.zeros_like(eights)], -1)  # 16 columns
+    return eights.view(np.int32)
+
+
+def whole_or_nothing(held: NDArray[np.bool_]) -> Kinds:
+    """Blocks that are shown whole, where `held`, or not at all."""
+    return Kinds(held.astype(np.int64), np.array([0, -1], np.int32).reshape(2, 1, 1))
+
+
+def by_distance(shown: NDArray[np.bool_], which: Ints, block_size: tuple[int, int]) -> Kinds:
+    """Masks that depend on query - key alone.
+
+    Args:
+        shown: (m, q_block + kv_block - 1) bool, of blocks in m places: whether they show the distances from that of
+            their first query and last key to that of their last query and first key.
+        which: (n,) the place of each block.
+    """
+    q_block, kv_block = block_size
+    first: dict[bytes, int] = {}
+    kind = np.array([first.setdefault(row.tobytes(), len(first)) for row in np.packbits(shown, axis=1)])
+    example = np.zeros(len(first), np.int64)
+    example[kind[::-1]] = np.arange(len(kind))[::-1]
+    turned = np.ascontiguousarray(shown[example, ::-1])  # row r of a block begins q_block - 1 - r places in
+    tiles: NDArray[np.bool_] = np.ndarray(
+        (len(example), q_block, kv_block), np.bool_, turned, q_block - 1, (turned.strides[0], -1, 1)
+    )
+    return Kinds(kind.take(which), packed(tiles))
+
+
+def element_masks(kinds: Kinds, block_size: tuple[int, int]) -> tuple[Words, Ints]:
+    """The bits of the masks that occur, and each block's code: FULL or EMPTY where its mask is all set or all clear."""
+    q_block, kv_block = block_size
+    bits = np.empty((len(kinds.bits), q_block, -(-kv_block // 32)), np.int32)
+    bits[:] = kinds.bits
+    whole = -1 if kv_block >= 32 else (1 << kv_block) - 1
+    known = {np.full_like(bits[0], 0).tobytes(): EMPTY, np.full_like(bits[0], whole).tobytes(): FULL}
+    codes = np.array([known.setdefault(mask.tobytes(), len(known) - 2) for mask in bits])
+    example = np.zeros(len(known) - 2, np.int64)
+    cut = (codes >= 0).nonzero()[0]
+    example[codes[cut]] = cut
+    return bits[example], codes.take(kinds.kind)
