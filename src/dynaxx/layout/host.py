@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from math import prod
 from typing import Any, ParamSpec, TypeVar
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -43,7 +43,8 @@ def on_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tens
     for x, place in zip(arrays, places, strict=True):
         numbers[place : place + x.size] = x.ravel()
     there = packed.to(device, non_blocking=device.type == "cuda")
-    return [there.as_strided(x.shape, _dense(x.shape), place) for x, place in zip(arrays, places, strict=True)]
+    dense = ([stride // x.itemsize for stride in np.ascontiguousarray(x).strides] for x in arrays)
+    return [there.as_strided(x.shape, at, place) for x, at, place in zip(arrays, dense, places, strict=True)]
 
 
 def moved_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
@@ -54,8 +55,3 @@ def moved_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tens
     if device.type != "cuda" or any(x.device.type != "cpu" for x in tensors):
         return [x.to(device, non_blocking=device.type == "cuda") for x in tensors]
     return on_device([x.numpy() for x in tensors], device)
-
-
-def _dense(shape: tuple[int, ...]) -> list[int]:
-    """Strides of a contiguous tensor."""
-    return [prod(shape[i + 1 :]) for i in range(len(shape))]

@@ -24,8 +24,8 @@ class Entries(NamedTuple):
 
     num_partial: Ints  # (q_blocks,) partial blocks of each row
     num_blocks: Ints  # (q_blocks,) blocks of each row
-    indices: Ints  # (nnz,) kv blocks
-    codes: Ints  # (nnz,) entry of the table of masks, or FULL
+    indices: NDArray[Any]  # (nnz,) kv blocks
+    codes: NDArray[Any]  # (nnz,) entry of the table of masks, or FULL
 
 
 def build_layout(pattern: Pattern, grid: BlockGrid, device: torch.device | str = "cpu") -> BlockLayout:
@@ -68,22 +68,24 @@ def _entries_by_distance(rule: Pattern, grid: BlockGrid) -> tuple[Entries, Words
             done += len(shown)
     num_partial, num_full = end - start
     place = np.concatenate(places).take(Runs(start, end).columns(grid.q_blocks))
-    cols = np.repeat(rows, num_partial + num_full)
-    cols -= apart.take(place)
-    return Entries(num_partial, num_partial + num_full, cols if down == 1 else cols // down, codes.take(place)), bits
+    cols = rows.astype(np.int32).repeat(num_partial + num_full)
+    cols -= apart.astype(np.int32).take(place)
+    of_entries = codes.astype(np.int32).take(place)
+    return Entries(num_partial, num_partial + num_full, cols if down == 1 else cols // down, of_entries), bits
 
 
 def _entries_of_runs(grid: BlockGrid, partial: Runs, filled: Runs, rows: Ints, codes: Ints) -> Entries:
     """Entries that are in order as they are; `codes` are those of the partial blocks, which lie in `rows`."""
     num_partial, num_full = partial.lengths(grid.q_blocks), filled.lengths(grid.q_blocks)
     indices = beside(partial, filled).columns(grid.q_blocks)
-    entry_codes = np.full(len(indices), FULL)
+    entry_codes = np.empty(len(indices), np.int32)
+    entry_codes.fill(FULL)
     before = num_full.cumsum() - num_full
     entry_codes[before.take(rows) + np.arange(len(rows))] = codes
     return Entries(num_partial, num_partial + num_full, indices, entry_codes)
 
 
-def _sorted_entries(grid: BlockGrid, listed: tuple[Ints, Ints, Ints], filled: tuple[Ints, Ints]) -> Entries:
+def _sorted_entries(grid: BlockGrid, listed: tuple[NDArray[Any], ...], filled: tuple[NDArray[Any], ...]) -> Entries:
     """Entries where some of the blocks that a rule touches turned out to be full, or empty.
 
     Args:

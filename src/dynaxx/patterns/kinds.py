@@ -7,7 +7,7 @@ kinds that meet. Bits are those of `ElementMasks`: 32 columns to a word.
 from __future__ import annotations
 
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,7 @@ FEW = 1 << 14  # numbers so small are told apart by a table, others by sorting
 class Blocks:
     """Some blocks of a grid."""
 
-    def __init__(self, grid: BlockGrid, rows: Ints, cols: Ints) -> None:
+    def __init__(self, grid: BlockGrid, rows: Ints, cols: NDArray[Any]) -> None:
         self.grid, self.rows, self.cols = grid, rows, cols
 
     @classmethod
@@ -114,8 +114,8 @@ def element_masks(kinds: Kinds, block_size: tuple[int, int]) -> tuple[Words, Int
     q_block, kv_block = block_size
     bits = np.empty((len(kinds.bits), q_block, -(-kv_block // 32)), np.int32)
     bits[:] = kinds.bits
-    whole = -1 if kv_block >= 32 else (1 << kv_block) - 1
-    known = {np.full_like(bits[0], 0).tobytes(): EMPTY, np.full_like(bits[0], whole).tobytes(): FULL}
+    word = (2 ** min(kv_block, 32) - 1).to_bytes(4, "little")
+    known = {bytes(bits[0].nbytes): EMPTY, word * bits[0].size: FULL}
     codes = np.array([known.setdefault(mask.tobytes(), len(known) - 2) for mask in bits])
     example = np.zeros(len(known) - 2, np.int64)
     cut = (codes >= 0).nonzero()[0]

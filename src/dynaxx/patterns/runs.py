@@ -42,23 +42,22 @@ class Runs(NamedTuple):
 
     def lengths(self, rows: int) -> Ints:
         """(rows,) blocks of each row."""
-        found = np.zeros(rows, np.int64)
-        found += np.add.reduce(self.end - self.start)
-        return found
+        found: Ints = np.add.reduce(self.end - self.start)
+        return found if len(found) == rows else found.repeat(rows)
 
-    def columns(self, rows: int) -> Ints:
+    def columns(self, rows: int) -> NDArray[np.int32]:
         """kv blocks of all rows, row by row."""
         start, end = (_row_by_row(side, rows) for side in self)
         count = end - start
         start -= count.cumsum()
         start += count
-        shift = np.repeat(start, count)
-        shift += np.arange(len(shift))
+        shift = start.astype(np.int32).repeat(count)
+        shift += np.arange(len(shift), dtype=np.int32)
         return shift
 
-    def blocks(self, rows: int) -> tuple[Ints, Ints]:
+    def blocks(self, rows: int) -> tuple[Ints, NDArray[np.int32]]:
         """Row and kv block of each block of all rows, row by row."""
-        return np.repeat(np.arange(rows), self.lengths(rows)), self.columns(rows)
+        return np.arange(rows).repeat(self.lengths(rows)), self.columns(rows)
 
 
 def any_of(parts: Sequence[Runs]) -> Runs:
