@@ -206,6 +206,10 @@ def test_no_queries_and_no_keys():
 def test_a_layout_comes_back_from_a_busy_gpu_whole():
     layout = (dx.SlidingWindow(300) | dx.GlobalTokens(3)).layout(20_000, block_size=16)
     there = layout.to("cuda")
+    assert there.host is layout
+    direct = (dx.SlidingWindow(300) | dx.GlobalTokens(3)).layout(20_000, block_size=16, device="cuda")
+    assert torch.equal(direct.host.kv_indices, layout.kv_indices)
+    assert torch.equal(direct.to("cpu").kv_indptr, layout.kv_indptr)
     x = torch.randn(8192, 8192, device="cuda")
     for _ in range(5):
         x = x @ x  # what the copies back have to wait behind

@@ -112,6 +112,16 @@ class BlockLayout:
             return None
         return counts.argsort(dim=-1, descending=True, stable=True).to(torch.int32)
 
+    @property
+    def host(self) -> BlockLayout | None:
+        """This layout on the host, where it is there or came from there: what can be read without waiting."""
+        return self if self.device.type == "cpu" else self._source
+
+    @cached_property
+    def _source(self) -> BlockLayout | None:
+        found: BlockLayout | None = vars(self).get("_on_host", lambda: None)()
+        return found
+
     def grid(self, causal: bool = True) -> BlockGrid:
         return BlockGrid(self.seqlen_q, self.seqlen_k, self.block_size, causal)
 
@@ -327,6 +337,7 @@ class BlockLayout:
         masks = ElementMasks(bits, bands, self.masks.kv_block)
         there = BlockLayout(self.seqlen_q, self.seqlen_k, self.block_size, indptr, num_partial, indices, codes, masks)
         there.__dict__["kv_order"] = order[0] if order else None
+        there.__dict__["_on_host"] = lambda: self.host
         return there
 
     def head_slice(self, heads: Sequence[int]) -> BlockLayout:

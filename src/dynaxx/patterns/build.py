@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -111,6 +112,13 @@ def _layout(grid: BlockGrid, entries: Entries, bits: Words, device: torch.device
     arrays += [bits, bands_of(bits, grid.block_size[1])]
     if ordered := bool((num_blocks[1:] < num_blocks[:-1]).any()):  # else the last rows are the longest
         arrays.append((-num_blocks).argsort(kind="stable")[None, None])
+    layout = _assembled(grid, arrays, ordered, device)
+    if device.type != "cpu":
+        vars(layout)["_on_host"] = partial(_assembled, grid, arrays, ordered, torch.device("cpu"))
+    return layout
+
+
+def _assembled(grid: BlockGrid, arrays: list[NDArray[Any]], ordered: bool, device: torch.device) -> BlockLayout:
     tensors = on_device(arrays, device)
     layout = BlockLayout(
         seqlen_q=grid.seqlen_q,
@@ -122,7 +130,7 @@ def _layout(grid: BlockGrid, entries: Entries, bits: Words, device: torch.device
         kv_masks=tensors[3],
         masks=ElementMasks(tensors[4], tensors[5], grid.block_size[1]),
     )
-    vars(layout).update(kv_order=tensors[6] if ordered else None, nnz=len(entries.indices))
+    vars(layout).update(kv_order=tensors[6] if ordered else None, nnz=arrays[2].size)
     return layout
 
 
