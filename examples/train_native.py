@@ -34,7 +34,7 @@ class Trainer:
     """One variant: model, optimizer, and what it has come to."""
 
     def __init__(self, variant, args, device):
-        sizes = TINY_SIZES if args.tiny else NativeSizes(slc_count=args.slc_count, window=args.window)
+        sizes = TINY_SIZES if args.tiny else NativeSizes(*args.cmp, slc_count=args.slc_count, window=args.window)
         shape = {"hidden": args.hidden, "layers": args.layers} | dict(zip(HEADS, args.heads, strict=True))
         self.model = Decoder(
             variant, sizes=sizes, compression=args.compression, seed=args.seed, **(TINY if args.tiny else shape)
@@ -257,20 +257,22 @@ def plot(results, path):
         from matplotlib.figure import Figure
     except ImportError:
         return print("no curves.png: pip install matplotlib")
-    figure = Figure(figsize=(11, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    timed = any(values["speed"] for values in results["variants"].values())
+    figure = Figure(figsize=(11 if timed else 5.5, 4), layout="constrained")
+    left, *right = figure.subplots(1, 1 + timed, squeeze=False)[0]
     which = 1 if results["data"] == "text" else 2
     for variant, values in results["variants"].items():
-        per_step = results["batch"] * results["context"]
-        left.plot(
-            [row[0] * per_step for row in values["curve"]], [row[which] for row in values["curve"]], label=variant
-        )
+        tokens = [row[0] * results["batch"] * results["context"] for row in values["curve"]]
+        left.plot(tokens, [row[which] for row in values["curve"]], label=variant)
         lengths = [int(context) for context in values["speed"]]
-        right.plot(lengths, [row["tokens_per_second"] for row in values["speed"].values()], marker="o", label=variant)
+        for axes in right:
+            speeds = [row["tokens_per_second"] for row in values["speed"].values()]
+            axes.plot(lengths, speeds, marker="o", label=variant)
     left.set(
         xlabel="tokens", ylabel="held-out loss" if which == 1 else "accuracy", title=f"{results['data']}, equal tokens"
     )
-    right.set(xlabel="context", ylabel="training tokens per second", xscale="log", title=results["device"])
+    for axes in right:
+        axes.set(xlabel="context", ylabel="training tokens per second", xscale="log", title=results["device"])
     left.legend()
     figure.savefig(path, dpi=120)
 
@@ -294,6 +296,8 @@ def arguments(argv=None):
     parser.add_argument("--heads", type=lambda text: [int(x) for x in text.split(",")], default=[8, 2, 64],
                         metavar="Q,KV,DIM", help="q heads, kv heads and head_dim: 8,2,64 unless named")  # fmt: skip
     parser.add_argument("--window", type=int, default=512, help="tokens, of the window variant and the native one")
+    parser.add_argument("--cmp", type=lambda text: [int(x) for x in text.split(",")], default=[32, 16],
+                        metavar="BLOCK,STRIDE", help="compressed tokens: how long, how far apart")  # fmt: skip
     parser.add_argument("--slc-count", type=int, default=16, help="blocks that a native query selects")
     parser.add_argument("--anneal", action="store_true", help="native queries select all blocks at first, then fewer")
     parser.add_argument("--compression", choices=["mlp", "weighted", "mean"], default="mlp",

@@ -6,6 +6,9 @@ from itertools import pairwise
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import dynaxx as dx
 from dynaxx import nn
@@ -72,6 +75,22 @@ def test_every_parameter_gets_a_gradient(kind):
         assert parameter.grad.isfinite().all(), name
         assert parameter.grad.any(), name
     assert x.grad.any()
+
+
+@pytest.mark.parametrize("kind", modules())
+def test_fully_sharded_gradients_are_the_same(kind):
+    """FSDP2, on a mesh of one."""
+    alone = modules()[kind]
+    sharded, x = copy.deepcopy(alone), torch.randn(2, 60, 24)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
+        for module in (alone, sharded):
+            module(x).square().sum().backward()
+        for one, other in zip(alone.parameters(), sharded.parameters(), strict=True):
+            assert torch.equal(one.grad, other.grad.full_tensor())
+    finally:
+        dist.destroy_process_group()
 
 
 def test_near_dense_gates_start_near_dense():
