@@ -13,7 +13,9 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
+import dynaxx as dx  # noqa: E402
 from dynaxx.kernels.triton import light  # noqa: E402
+from dynaxx.kernels.triton.repeat import repeated  # noqa: E402
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -121,3 +123,43 @@ def test_versions_that_were_not_read_go_through_triton(started, monkeypatch, ver
     for _ in range(2):
         kernel[(1,)](*arguments, **named)
     assert len(asked) == len(started) == 2
+
+
+class WithDescriptors:
+    """A launcher that encodes descriptors in Python, as those of triton 3.6 do."""
+
+    def __init__(self, src, metadata):
+        from triton.backends.nvidia.driver import wrap_handle_tensordesc
+
+        record = lambda *arguments: STARTED.append(arguments)
+        self.launch = wrap_handle_tensordesc(record, src.signature, metadata.tensordesc_meta)
+        self.global_scratch_size = self.profile_scratch_size = 0
+        self.launch_cooperative_grid = self.launch_pdl = False
+
+    def __call__(self, grid_x, grid_y, grid_z, stream, function, *arguments):
+        values = (x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments)
+        self.launch(grid_x, grid_y, grid_z, stream, function, False, False, None, None, *values)
+
+
+@pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="of triton 3.6")
+def test_repeats_launch_what_triton_launches(started, monkeypatch):
+    monkeypatch.setattr(Driver, "launcher_cls", WithDescriptors)
+    monkeypatch.setattr(Utils, "fill_tma_descriptor", lambda self, *arguments: ("map", *arguments), raising=False)
+    kernel = light.light_launch(_kernel)
+
+    def start(layout, x, out, bias, count):
+        described = TensorDescriptor(x, [1, 64], [64, 1], [1, 64])
+        named = {"count": count, "stride": 1, "scale": 0.5, "BIASED": True, "BLOCK": 64}
+        return kernel[(3, 2)](described, out, layout.kv_indptr, **named) if bias else None
+
+    layout = dx.SlidingWindow(16).layout(64, block_size=16)
+    batches = [(torch.randn(1, 64), torch.empty(64)) for _ in range(3)]
+    for x, out in batches:
+        repeated(start, layout, (x, out), True, 64, made=1)
+    again = started.copy()
+    started.clear()
+    for x, out in batches:
+        start(layout, x, out, True, 64)
+    of_kernel = lambda calls: [arguments[:10] + arguments[13:] for arguments in calls]  # hooks are between
+    assert of_kernel(again) == of_kernel(started)
+    assert len({str(arguments[13]) for arguments in again}) == len(again) == 3  # the encoded addresses

@@ -113,7 +113,7 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scal
     if k.shape[1] == 0:
         return out.zero_(), lse.fill_(-torch.inf)
     q, scale = positive_scale(q, scale)
-    repeated(_start_forward, layout, (q, k, v, out, lse), scale)
+    repeated(_start_forward, layout, (q, k, v, out, lse), scale, made=2)
     return out, lse
 
 

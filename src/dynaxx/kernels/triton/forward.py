@@ -229,7 +229,7 @@ def attention_forward(
         return out, lse
     q, scale = positive_scale(q, scale)
     q, k, v = (unit_stride(x) for x in (q, k, v))
-    repeated(_start_forward, layout, (q, k, v, out, lse), scale, softcap)
+    repeated(_start_forward, layout, (q, k, v, out, lse), scale, softcap, made=2)
     return out, lse
 
 

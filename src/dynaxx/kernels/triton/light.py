@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import itemgetter
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -125,11 +126,67 @@ class Launch(NamedTuple):
 
 def run(compiled: Any, grid: tuple[int, ...], arguments: Sequence[Any], device: int) -> None:
     """Start a compiled kernel on the current stream; tensors may be given as their addresses."""
-    if knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:  # a profiler wants to know
+    if is_watched():
         compiled[grid](*arguments)
         return
     stream = driver.active.get_current_stream(device)
     compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
+
+
+def is_watched() -> bool:
+    """Whether a profiler wants to know of launches."""
+    return bool(knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls)
+
+
+class Direct(NamedTuple):
+    """A compiled kernel's launcher, below what Triton does in Python for each call."""
+
+    launch: Callable[..., None]
+    grid: tuple[int, ...]
+    function: int
+    between: tuple[Any, ...]  # what it is given between the function and the kernel's arguments
+    maps: Sequence[dict[str, Any]]  # how descriptors are encoded, in their order
+
+    def start(self, arguments: list[Any], device: int) -> None:
+        """Arguments in order: tensors as addresses; for a descriptor what encodes it, its shape and its strides."""
+        stream = driver.active.get_current_stream(device)
+        self.launch(*self.grid, stream, self.function, *self.between, *arguments)
+
+    def described(self, descriptor: Any, number: int) -> Callable[[Tensor, int], Any]:
+        """What encodes the descriptor, the `number`-th one, of a tensor at an address."""
+        from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+        meta = self.maps[number]
+        how = (
+            meta["swizzle"],
+            meta["elem_size"],
+            TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]],
+            meta["block_size"],
+            descriptor.shape,
+            descriptor.strides,
+            int(descriptor.padding == "nan"),
+        )
+        fill = driver.active.utils.fill_tma_descriptor
+        return lambda x, address: fill(address, *how)
+
+
+def direct(compiled: Any, grid: tuple[int, ...]) -> Direct | None:
+    """None where a launch is more than that: another Triton than 3.6, scratch memory, other kinds of descriptors."""
+    launcher = compiled.run
+    launch = getattr(launcher, "launch", None)
+    if launch is None or not triton.__version__.startswith("3.6."):
+        return None
+    if launcher.global_scratch_size or launcher.profile_scratch_size:
+        return None
+    maps: Sequence[dict[str, Any]] = ()
+    if isinstance(launch, FunctionType):  # it encodes descriptors, and calls what is below
+        names = launch.__code__.co_freevars
+        held = {name: cell.cell_contents for name, cell in zip(names, launch.__closure__ or (), strict=True)}
+        launch, maps = held.get("launcher"), held.get("tensordesc_meta", ())
+        if launch is None or any(meta is None or meta["fp4_padded"] for meta in maps):
+            return None
+    options = (launcher.launch_cooperative_grid, launcher.launch_pdl, None, None)
+    return Direct(launch, grid, compiled.function, (*options, compiled.packed_metadata, None, None, None), maps)
 
 
 _thread = threading.local()

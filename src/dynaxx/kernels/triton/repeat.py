@@ -7,6 +7,7 @@ kept with the layout as long as that lives: layers share a layout, training step
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from triton.runtime import driver
 
 from dynaxx.kernels.triton.launch import rebased
-from dynaxx.kernels.triton.light import DESCRIPTORS, Launch, bind_context, run
+from dynaxx.kernels.triton.light import DESCRIPTORS, Launch, bind_context, direct, is_watched, run
 from dynaxx.layout import BlockLayout
 
 MOST_LAUNCHES = 64  # kept per layout
@@ -24,33 +25,35 @@ MOST_LAUNCHES = 64  # kept per layout
 class Repeat(NamedTuple):
     """A launch with gaps where its tensors go."""
 
-    compiled: Any
-    grid: tuple[int, ...]
-    arguments: list[Any]  # in the order of the kernel's parameters
+    start: Callable[[list[Any], int], None]  # of the arguments, on a device
+    arguments: list[Any]  # as `start` takes them
     owned: tuple[tuple[int, Tensor], ...]  # (position, which of the layout's tensors)
     pointers: tuple[tuple[int, int], ...]  # (position, which of the call's tensors)
-    descriptors: tuple[tuple[int, int, Any], ...]  # (position, which of the call's tensors, template)
+    descriptors: tuple[tuple[int, int, Callable[[Tensor, int], Any]], ...]  # and of the tensor and address, its own
 
 
 Start = Callable[..., Launch | None]
 
 
-def repeated(start: Start, layout: BlockLayout, tensors: tuple[Tensor, ...], *settings: Any) -> None:
-    """Call `start(layout, *tensors, *settings)`, which launches one kernel; with the same shapes again, only that."""
+def repeated(start: Start, layout: BlockLayout, tensors: tuple[Tensor, ...], *settings: Any, made: int = 0) -> None:
+    """Call `start(layout, *tensors, *settings)`, which launches one kernel; with the same shapes again, only that.
+
+    Args:
+        made: of the tensors, the last so many are dense, and of shapes and dtypes that follow from the others'.
+    """
     bind_context()
     device = tensors[0].get_device()
     if device >= 0 and device != driver.active.get_current_device():
         with torch.cuda.device(device):
-            repeated(start, layout, tensors, *settings)
+            repeated(start, layout, tensors, *settings, made=made)
         return
     key: list[Any] = [start, device, *settings]
-    addresses, bits = [], 0
-    for x in tensors:
-        address = x.data_ptr()
-        addresses.append(address)
+    addresses, bits = [x.data_ptr() for x in tensors], 0
+    for address in addresses:
         bits |= address
+    for x in tensors[: len(tensors) - made]:
         key += (x.shape, x.stride(), x.dtype)
-    if bits & 15:
+    if bits & 15 or is_watched():
         start(layout, *tensors, *settings)
         return
     kept = _kept.get(layout)
@@ -68,9 +71,9 @@ def repeated(start: Start, layout: BlockLayout, tensors: tuple[Tensor, ...], *se
         arguments[i] = x.data_ptr()
     for i, which in known.pointers:
         arguments[i] = addresses[which]
-    for i, which, template in known.descriptors:
-        arguments[i] = rebased(template, tensors[which])
-    run(known.compiled, known.grid, arguments, device)
+    for i, which, described in known.descriptors:
+        arguments[i] = described(tensors[which], addresses[which])
+    known.start(arguments, device)
 
 
 _kept: WeakKeyDictionary[BlockLayout, dict[tuple[Any, ...], Repeat]] = WeakKeyDictionary()
@@ -82,20 +85,33 @@ def _repeat(launch: Launch, layout: BlockLayout, tensors: tuple[Tensor, ...]) ->
     which = {id(x): i for i, x in enumerate(tensors)}
     if len(which) < len(tensors):
         return None
-    arguments, own, pointers, descriptors = list(launch.arguments), [], [], []
-    for i, x in enumerate(launch.arguments):
+    below = direct(launch.compiled, launch.grid)
+    arguments: list[Any] = []
+    own, pointers = [], []
+    descriptors: list[tuple[int, int, Callable[[Tensor, int], Any]]] = []
+    for x in launch.arguments:
+        at = len(arguments)
+        arguments.append(None)
         if isinstance(x, Tensor) and id(x) in which:
-            pointers.append((i, which[id(x)]))
+            pointers.append((at, which[id(x)]))
         elif isinstance(x, Tensor) and id(x) in owned:
-            own.append((i, x))
+            own.append((at, x))
         elif type(x) in DESCRIPTORS and id(x.base) in which:
-            descriptors.append((i, which[id(x.base)], rebased(x, None)))
+            if below is None:
+                descriptors.append((at, which[id(x.base)], partial(_rebased, rebased(x, None))))
+            else:
+                descriptors.append((at, which[id(x.base)], below.described(x, len(descriptors))))
+                arguments += (*x.shape, *x.strides)
         elif isinstance(x, Tensor) or type(x) in DESCRIPTORS:
             return None
         else:
-            continue
-        arguments[i] = None
-    return Repeat(launch.compiled, launch.grid, arguments, tuple(own), tuple(pointers), tuple(descriptors))
+            arguments[at] = x
+    start = below.start if below else partial(run, launch.compiled, launch.grid)
+    return Repeat(start, arguments, tuple(own), tuple(pointers), tuple(descriptors))
+
+
+def _rebased(template: Any, x: Tensor, address: int) -> Any:
+    return rebased(template, x)
 
 
 def _tensors_of(layout: BlockLayout) -> list[Any]:
