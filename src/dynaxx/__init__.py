@@ -55,6 +55,7 @@ _SOURCES = {
     "dynaxx.selection.packed": ("select_packed_blocks",),
     "dynaxx.selection.pages": ("PageBudget",),
     "dynaxx.ops": ("SparseAttentionOutput", "explain", "merge_states", "sparse_attention"),
+    "dynaxx.ops.autotune": ("autotune",),
     "dynaxx.ops.decode": ("select_pages", "sparse_decode", "summarize_pages"),
     "dynaxx.layout.native": ("NativeSizes", "native_spans"),
     "dynaxx.patterns.compressed": ("Compressed",),

@@ -1,14 +1,18 @@
-"""Tile sizes: a pure function of shapes, dtype and the device's shared memory.
+"""Tile sizes: a pure function of shapes, dtype and the device's shared memory, unless `dynaxx.autotune` was run.
 
 Those for head_dim up to 128 were the fastest of `benchmarks/gpu_tiles.py` on an H200.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, wraps
+from typing import Any
 
 import torch
+
+from dynaxx.kernels.triton.tuned import kind_of_launch, tuned_values
 
 INTERPRETER_SHARED_MEMORY = 1 << 20
 TMA_BLOCK = 64  # tokens of a block; smaller ones are gathered by addresses, which the copy unit does not do
@@ -25,12 +29,24 @@ class Tiles:
     max_registers: int | None = None  # of a thread, where one more program on a multiprocessor is worth it
 
 
+def tunable(choose: Callable[..., Tiles]) -> Callable[..., Tiles]:
+    """What `dynaxx.autotune` found on this device, where it was run, else what the function chooses."""
+
+    @lru_cache(maxsize=1024)
+    @wraps(choose)
+    def chosen(device: torch.device, *shape: Any) -> Tiles:
+        values = tuned_values(kind_of_launch(choose.__name__, *shape), device)
+        return choose(device, *shape) if values is None else Tiles(*values)  # type: ignore[arg-type]
+
+    return chosen
+
+
 def padded(head_dim: int) -> int:
     """head_dim as a tile holds it: a power of two from 16."""
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-@lru_cache(maxsize=1024)
+@tunable
 def forward_tiles(
     device: torch.device, dtype: torch.dtype, head_dim: int, head_dim_v: int, block_size: tuple[int, int], tma: bool
 ) -> Tiles:
@@ -48,7 +64,7 @@ def forward_tiles(
     return _fit(tiles, block_size, dtype, stay, move, shared_memory(device), tma)
 
 
-@lru_cache(maxsize=1024)
+@tunable
 def backward_dq_tiles(
     device: torch.device, dtype: torch.dtype, head_dim: int, head_dim_v: int, block_size: tuple[int, int], tma: bool
 ) -> Tiles:
@@ -64,7 +80,7 @@ def backward_dq_tiles(
     return _fit(tiles, block_size, dtype, both, both, shared_memory(device), tma)
 
 
-@lru_cache(maxsize=1024)
+@tunable
 def backward_dkv_tiles(
     device: torch.device, dtype: torch.dtype, head_dim: int, head_dim_v: int, block_size: tuple[int, int], tma: bool
 ) -> Tiles:

@@ -1,0 +1,89 @@
+"""Tile sizes that `dynaxx.autotune` found, kept on disk by device and versions; read once per process."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import secrets
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+import dynaxx
+
+Values = tuple[int | None, ...]  # the fields of `config.Tiles`
+
+
+def kind_of_launch(
+    kernel: str, dtype: torch.dtype, head_dim: int, head_dim_v: int, block_size: tuple[int, int], tma: bool
+) -> str:
+    """What tiles are chosen for, besides the device."""
+    return f"{kernel} {dtype} {head_dim}/{head_dim_v} {block_size[0]}x{block_size[1]}{' tma' if tma else ''}"
+
+
+def tuned_values(kind: str, device: torch.device) -> Values | None:
+    """What was found for a kind of launch, if anything was."""
+    return _stored(device).get(kind) if device.type == "cuda" else None
+
+
+def keep(kind: str, device: torch.device, values: Values | None, store: bool = True) -> None:
+    """Use these tiles from now on, None for none; and, unless `store` is off, in later processes on such a device.
+
+    Raises:
+        OSError: the file cannot be written; nothing on disk was changed.
+    """
+    known = _stored(device)
+    known.pop(kind, None)
+    if values is not None:
+        known[kind] = values
+    if store:
+        path = tuned_file(device)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+        beside.write_text(json.dumps({**_read(path), **known}, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        os.replace(beside, path)
+
+
+def tuned_file(device: torch.device) -> Path:
+    """Where they are kept: what another GPU, Triton or dynaxx would choose may differ."""
+    import triton
+
+    from dynaxx.kernels.cpu.library import cache_directory
+
+    name = f"{_name(device)}-triton{triton.__version__}-dynaxx{dynaxx.__version__}"
+    return cache_directory() / "tiles" / f"{re.sub('[^A-Za-z0-9.]+', '-', name)}.json"
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device)
+
+
+@lru_cache(maxsize=16)
+def _stored(device: torch.device) -> dict[str, Values]:
+    try:
+        return _read(tuned_file(device))
+    except RuntimeError:  # a user without a home folder has no cache folder
+        return {}
+
+
+def _read(path: Path) -> dict[str, Values]:
+    """An unreadable file counts as none, and says so."""
+    if not path.exists():
+        return {}
+    try:
+        found = {str(kind): tuple(values) for kind, values in json.loads(path.read_text(encoding="utf-8")).items()}
+        if all(_plausible(values) for values in found.values()):
+            return found
+        reason = "tile sizes that are none"
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        reason = str(error)
+    logging.getLogger("dynaxx").warning("%s is ignored: %s", path, reason)
+    return {}
+
+
+def _plausible(values: Values) -> bool:
+    power = lambda size: isinstance(size, int) and size > 0 and size & (size - 1) == 0
+    return len(values) == 5 and all(map(power, values[:3])) and values[3] in range(1, 9)
