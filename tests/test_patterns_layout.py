@@ -1,6 +1,7 @@
 """Patterns and layouts against the definition, element by element."""
 
 import random
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dynaxx as dx
 from dynaxx.lab.bench_gpu_beside import LENGTH, PATTERNS
 from dynaxx.layout import BlockGrid, BlockLayout, from_block_mask, to_block_mask
+from dynaxx.patterns.base import Visited
 from dynaxx.patterns.build import build_layout
 from dynaxx.patterns.runs import Runs, all_of, any_of, without
 from dynaxx.testing import random_pattern
@@ -142,6 +144,28 @@ def test_a_layout_asks_little_of_torch(rule):
     with Counted() as counted:
         build_layout(rule, BlockGrid(LENGTH, LENGTH, (128, 128), True))
     assert counted.count <= 10
+
+
+@dataclass(frozen=True)
+class Parity(dx.Pattern):
+    """Keys at even positions, and at odd ones for queries from a position on: a rule with no more than it must have."""
+
+    since: int
+
+    def visible(self, grid, q_pos, k_pos):
+        return (k_pos % 2 == 0) | (q_pos >= self.since)
+
+    def visited(self, grid):
+        return Visited(dx.Full().visited(grid).touched, Runs.none())
+
+
+def test_a_rule_of_ones_own():
+    for rule in (Parity(70), Parity(70) & dx.SlidingWindow(40), Parity(20) | dx.RandomBlocks(1)):
+        for causal in (True, False):
+            layout = rule.layout(100, 110, causal=causal, block_size=(32, 16)).validate()
+            q_pos, k_pos = torch.arange(100)[:, None] + 10, torch.arange(110)[None]
+            want = rule.visible(BlockGrid(100, 110, (32, 16), causal), q_pos, k_pos)
+            assert torch.equal(layout.to_dense()[0, 0], want & (k_pos <= q_pos) if causal else want)
 
 
 def test_random_blocks_stay_what_they_were():
