@@ -28,6 +28,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 CHECKED = ("3.6", "3.9")
+MOST_ADDRESSES = 256  # of a descriptor, for which what encodes it is kept
 DESCRIPTORS: set[type] = {TensorDescriptor}
 
 
@@ -167,7 +168,17 @@ class Direct(NamedTuple):
             int(descriptor.padding == "nan"),
         )
         fill = driver.active.utils.fill_tma_descriptor
-        return lambda x, address: fill(address, *how)
+        known: dict[int, Any] = {}
+
+        def encoded(x: Tensor, address: int) -> Any:
+            found = known.get(address)
+            if found is None:
+                if len(known) >= MOST_ADDRESSES:
+                    known.clear()
+                found = known[address] = fill(address, *how)
+            return found
+
+        return encoded
 
 
 def direct(compiled: Any, grid: tuple[int, ...]) -> Direct | None:
