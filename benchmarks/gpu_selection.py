@@ -20,6 +20,7 @@ PATTERN = dx.SlidingWindow(1024) | dx.Sink(128)
 RULES = [
     dx.TopK(0.1),
     dx.TopK(0.1, per="head"),
+    dx.TopK(0.1, dx.MeanQuery(precision="int8")),
     dx.TopP(0.9),
     dx.Threshold(0.1),
     dx.TopK(0.1, dx.MeanPool()),

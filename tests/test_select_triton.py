@@ -107,9 +107,14 @@ def test_choosing_and_attending_go_into_a_cuda_graph():
 
 @gpu
 @on_gpu
-@pytest.mark.parametrize("scorer", ["MeanQuery", "MeanPool", "MinMax", "LastQueryProbe", "AntiDiagonal", "SimHash"])
+@pytest.mark.parametrize(
+    "scorer",
+    [dx.MeanQuery(), dx.MeanQuery(precision="int8"), dx.MeanPool(), dx.MinMax(), dx.LastQueryProbe(),
+     dx.AntiDiagonal(), dx.SimHash()],
+    ids=str,
+)  # fmt: skip
 def test_a_choice_never_waits_for_the_gpu(scorer, never_waits):
-    rule = dx.SlidingWindow(256) | dx.TopK(0.1, getattr(dx, scorer)())
+    rule = dx.SlidingWindow(256) | dx.TopK(0.1, scorer)
     q, k = (torch.randn(1, 2048, heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (8, 2))
     dx.select_blocks(q, k, rule)
     with never_waits():
@@ -192,6 +197,39 @@ def test_a_query_against_every_key(dtype):
         expected = dx.MeanQuery(1.0).prepare(q, k, grid, 0.125)(0, grid.q_blocks)
         got = query_scores_of(q.cuda(), k.cuda(), grid, 7).cpu()
         torch.testing.assert_close(got, expected, atol=1e-4 if dtype == torch.float32 else 2e-2, rtol=1e-3)
+
+
+def assert_int8_scores(device, shapes, dtype):
+    """The kernel's scores, some rows at a time, beside those of torch; both from the same center."""
+    from dynaxx.kernels.triton.int8_scores import int8_scores, quantised_keys
+    from dynaxx.selection.scorers.eight_bits import int8_scores_by_torch
+    from dynaxx.selection.scorers.pooling import mean_tiles
+
+    for seqlen_q, seqlen_k, causal, block_size, (q_heads, kv_heads, dim) in shapes:
+        for scale in (0.125, 4.0):
+            q, k = (torch.randn(2, seqlen_q, q_heads, dim), torch.randn(2, seqlen_k, kv_heads, dim) + 3)
+            q, k = q.to(dtype), k.to(dtype)
+            center, grid = k.float().mean(1), BlockGrid(seqlen_q, seqlen_k, block_size, causal)
+            queries = mean_tiles(q, block_size[0], 1 << 20, scale).vectors
+            expected = int8_scores_by_torch(queries(0, grid.q_blocks), k, center, 0, grid, 1 << 20)
+            keys = quantised_keys(k.to(device), center.to(device), block_size[1])
+            parts = [(a, min(a + 7, grid.q_blocks)) for a in range(0, grid.q_blocks, 7)]
+            got = torch.cat([int8_scores(queries(a, b).to(device), keys, a, grid) for a, b in parts], dim=2).cpu()
+            # Levels and slopes are rounded from fp32 numbers: one in thousands may fall to the other side.
+            torch.testing.assert_close(got, expected, atol=1e-4 * dim**0.5, rtol=1e-4)
+
+
+@under_the_interpreter
+def test_int8_scores_in_the_interpreter():
+    assert_int8_scores("cpu", QUERY_SHAPES, torch.float32)
+
+
+@gpu
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_int8_scores(dtype):
+    more = [(3000, 3500, True, (128, 128), (8, 2, 128)), (900, 900, True, (64, 64), (7, 1, 256))]
+    assert_int8_scores("cuda", [*QUERY_SHAPES, *more], dtype)
 
 
 def assert_hashes_counted(device):

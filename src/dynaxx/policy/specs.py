@@ -27,6 +27,7 @@ class MeanQuery(Leaf):
     makes = s.MeanQuery
     kind: Literal["mean_query"] = "mean_query"
     sharpness: Annotated[float, Strict(), Field(gt=0)] = 0.75
+    precision: Literal["full", "int8"] = "full"
 
 
 class MeanPool(Leaf):

@@ -58,7 +58,7 @@ def random_pattern(rng: random.Random, seqlen_k: int) -> p.Pattern:
 def random_scorer(rng: random.Random) -> Scorer:
     """Any of the library's."""
     scorers: tuple[Callable[[], Scorer], ...] = (
-        lambda: MeanQuery(rng.choice((0.5, 0.75, 1.0))),
+        lambda: MeanQuery(rng.choice((0.5, 0.75, 1.0)), rng.choice(("full", "int8"))),
         lambda: MeanPool(rng.choice((None, 1, 3, 8, 16))),
         lambda: MinMax(rng.choice((1.0, 0.5, 0.0))),
         lambda: LastQueryProbe(rng.choice((1, 64, 1000))),

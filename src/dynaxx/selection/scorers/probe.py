@@ -31,20 +31,26 @@ class LastQueryProbe(Scorer):
         by_key = probes.new_zeros(*probes.shape[:2], seqlen_k)
         by_distance = probes.new_zeros(*probes.shape[:2], 2 * reach + 1)
         position = torch.arange(seqlen_k, device=q.device)
-        for first, last in pieces(probes.shape[2], 8 * batch * q.shape[2] * seqlen_k, memory_budget // 2):
-            logits = probes.new_empty(*probes.shape[:2], last - first, seqlen_k)
+        for first, last in pieces(probes.shape[2], 12 * batch * q.shape[2] * (seqlen_k + 64), memory_budget // 2):
+            count = last - first
+            logits = probes.new_empty(*probes.shape[:2], count, seqlen_k)
             for a, b in pieces(
-                seqlen_k, 4 * batch * (k.shape[2] * dim + q.shape[2] * (last - first)), memory_budget // 4
+                seqlen_k, 4 * batch * (k.shape[2] * dim + q.shape[2] * count), memory_budget // 4
             ):
                 logits[..., a:b] = per_kv_head(probes[:, :, first:last], k[:, a:b].float().permute(0, 2, 3, 1))
             stands = seqlen_k - probes.shape[2] + torch.arange(first, last, device=q.device)
             if grid.causal:
                 logits.masked_fill_(position > stands[:, None], -torch.inf)
-            share = logits.softmax(-1).nan_to_num_(0.0).div_(probes.shape[2])
-            by_key += share.sum(2)
-            for probe in range(last - first):  # key 0 is the farthest
-                far = reach + seqlen_k - probes.shape[2] + first + probe + 1
-                by_distance[..., far - seqlen_k : far] += share[:, :, probe].flip(-1)
+            logits = logits.softmax(-1).nan_to_num_(0.0).div_(probes.shape[2])
+            by_key += logits.sum(2)
+            # Each probe stands one key further. Rows of so many zeros more, read as rows of one number less, are
+            # shifted by one from each to the next, key 0 being the farthest.
+            padded = logits.new_zeros(*logits.shape[:3], seqlen_k + count)
+            padded[..., :seqlen_k] = logits.flip(-1)
+            lines = seqlen_k + count - 1
+            shifted = padded.flatten(2)[..., : count * lines].unflatten(-1, (count, lines))
+            near = reach - probes.shape[2] + first + 1
+            by_distance[..., near : near + lines] += shifted.sum(2)
         vertical = sum_groups(by_key, kv_block, -1)  # (B, Hq, C)
         cumulative = torch.nn.functional.pad(by_distance, (1, 0)).cumsum_(-1)
         cols = torch.arange(grid.kv_blocks, device=q.device)

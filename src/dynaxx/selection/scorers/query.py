@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from dynaxx.layout import BlockGrid
 from dynaxx.selection.scorers.base import MEMORY_BUDGET, Scorer, ScoreRows, per_kv_head, pieces
+from dynaxx.selection.scorers.eight_bits import center_of, int8_scores_by_torch
 from dynaxx.selection.scorers.pooling import mean_tiles
 
 
@@ -27,8 +29,11 @@ class MeanQuery(Scorer):
     """
 
     sharpness: float = 0.75
+    precision: Literal["full", "int8"] = "full"
 
     def __post_init__(self) -> None:
+        if self.precision not in ("full", "int8"):
+            raise ValueError(f"`precision` must be 'full' or 'int8', got {self.precision!r}")
         if not self.sharpness > 0:
             raise ValueError(f"`sharpness` must be > 0, got {self.sharpness}")
 
@@ -36,7 +41,18 @@ class MeanQuery(Scorer):
         self, q: Tensor, k: Tensor, grid: BlockGrid, scale: float, *, memory_budget: int = MEMORY_BUDGET
     ) -> ScoreRows:
         queries = mean_tiles(q, grid.block_size[0], memory_budget // 4, scale * self.sharpness)
-        if q.is_cuda and grid.kv_blocks and find_spec("triton") is not None:
+        on_gpu = q.is_cuda and grid.kv_blocks and find_spec("triton") is not None
+        if self.precision == "int8":
+            center = center_of(k)
+            if on_gpu:
+                from dynaxx.kernels.triton.int8_scores import int8_scores, quantised_keys
+
+                keys = quantised_keys(k, center, grid.block_size[1])
+                return lambda start, stop: int8_scores(queries.vectors(start, stop), keys, start, grid)
+            return lambda start, stop: int8_scores_by_torch(
+                queries.vectors(start, stop), k, center, start, grid, memory_budget // 2
+            )
+        if on_gpu:
             from dynaxx.kernels.triton.query_scores import query_scores
 
             return lambda start, stop: query_scores(queries.vectors(start, stop).to(k.dtype), k, start, grid)
