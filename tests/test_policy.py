@@ -63,6 +63,8 @@ RULES = [
     dx.TopK(0.2, scorer=dx.KeyClusters(64, 8, 2, seed=9)),
     dx.TopP(0.9, scorer=dx.MinMax(0.5, pool=8)),
     dx.TopP(0.9, scorer=dx.MeanQuery(precision="int8")),
+    dx.TopK(0.1, scorer=dx.TwoStage()),
+    dx.TopK(4, scorer=dx.TwoStage(16, dx.MeanQuery(0.5, "int8"), panel=8)),
     dx.SlidingWindow(32) | dx.ClusterGlobals(2, clusters=16, seed=3),
     dx.ClusterGlobals((0, 1, 2, 3, 4, 5)),
     (dx.SlidingWindow(32) | dx.Sink(2)) | dx.TopP(0.95, scorer=dx.LastQueryProbe()),

@@ -109,7 +109,7 @@ def test_choosing_and_attending_go_into_a_cuda_graph():
 @on_gpu
 @pytest.mark.parametrize(
     "scorer",
-    [dx.MeanQuery(), dx.MeanQuery(precision="int8"), dx.MeanPool(), dx.MinMax(), dx.LastQueryProbe(),
+    [dx.MeanQuery(), dx.MeanQuery(precision="int8"), dx.TwoStage(), dx.MeanPool(), dx.MinMax(), dx.LastQueryProbe(),
      dx.AntiDiagonal(), dx.SimHash()],
     ids=str,
 )  # fmt: skip
@@ -202,8 +202,8 @@ def test_a_query_against_every_key(dtype):
 def assert_int8_scores(device, shapes, dtype):
     """The kernel's scores, some rows at a time, beside those of torch; both from the same center."""
     from dynaxx.kernels.triton.int8_scores import int8_scores, quantised_keys
-    from dynaxx.selection.scorers.eight_bits import int8_scores_by_torch
     from dynaxx.selection.scorers.pooling import mean_tiles
+    from dynaxx.selection.scorers.query import all_scores
 
     for seqlen_q, seqlen_k, causal, block_size, (q_heads, kv_heads, dim) in shapes:
         for scale in (0.125, 4.0):
@@ -211,7 +211,7 @@ def assert_int8_scores(device, shapes, dtype):
             q, k = q.to(dtype), k.to(dtype)
             center, grid = k.float().mean(1), BlockGrid(seqlen_q, seqlen_k, block_size, causal)
             queries = mean_tiles(q, block_size[0], 1 << 20, scale).vectors
-            expected = int8_scores_by_torch(queries(0, grid.q_blocks), k, center, 0, grid, 1 << 20)
+            expected = all_scores(queries(0, grid.q_blocks), k, center, 0, grid, 1 << 20)
             keys = quantised_keys(k.to(device), center.to(device), block_size[1])
             parts = [(a, min(a + 7, grid.q_blocks)) for a in range(0, grid.q_blocks, 7)]
             got = torch.cat([int8_scores(queries(a, b).to(device), keys, a, grid) for a, b in parts], dim=2).cpu()
@@ -230,6 +230,46 @@ def test_int8_scores_in_the_interpreter():
 def test_int8_scores(dtype):
     more = [(3000, 3500, True, (128, 128), (8, 2, 128)), (900, 900, True, (64, 64), (7, 1, 256))]
     assert_int8_scores("cuda", [*QUERY_SHAPES, *more], dtype)
+
+
+def assert_two_stages(device, shapes, dtype):
+    """The kernels' scores of candidates, some rows at a time, beside those of torch."""
+    from dynaxx.kernels.triton.int8_scores import int8_scores, quantised_keys
+    from dynaxx.kernels.triton.query_scores import query_scores
+    from dynaxx.selection.scorers.pooling import mean_tiles
+    from dynaxx.selection.scorers.query import Candidates, scores_of
+
+    for seqlen_q, seqlen_k, causal, block_size, (q_heads, kv_heads, dim) in shapes:
+        q, k = (torch.randn(2, n, heads, dim).to(dtype) for n, heads in ((seqlen_q, q_heads), (seqlen_k, kv_heads)))
+        center, grid = k.float().mean(1), BlockGrid(seqlen_q, seqlen_k, block_size, causal)
+        queries = lambda a, b: mean_tiles(q, block_size[0], 1 << 20, 0.125).vectors(a, b).to(dtype)  # noqa: B023
+        blocks = torch.rand(2, kv_heads, -(-grid.q_blocks // 4), grid.kv_blocks).argsort(-1).int()
+        blocks = blocks.masked_fill(torch.arange(grid.kv_blocks) >= (grid.kv_blocks + 1) // 2, -1)
+        candidates, parts = Candidates(blocks, 4), range(0, grid.q_blocks, 7)
+        listed = Candidates(blocks.to(device), 4)
+        for precision in ("full", "int8"):
+            middle = center if precision == "int8" else None
+            expected = scores_of(candidates, queries(0, grid.q_blocks).float(), k, middle, 0, grid, 1 << 20)
+            if precision == "full":
+                score = lambda x, a: query_scores(x, k.to(device), a, grid, listed)  # noqa: B023
+            else:
+                keys = quantised_keys(k.to(device), center.to(device), block_size[1])
+                score = lambda x, a: int8_scores(x.float(), keys, a, grid, listed)  # noqa: B023
+            ends = [min(a + 7, grid.q_blocks) for a in parts]
+            got = [score(queries(a, b).to(device), a) for a, b in zip(parts, ends, strict=True)]
+            torch.testing.assert_close(torch.cat(got, dim=2).cpu(), expected, atol=2e-2, rtol=1e-3)
+
+
+@under_the_interpreter
+def test_two_stages_in_the_interpreter():
+    assert_two_stages("cpu", QUERY_SHAPES, torch.float32)
+
+
+@gpu
+@on_gpu
+def test_two_stages():
+    more = [(3000, 3500, True, (128, 128), (8, 2, 128)), (900, 900, True, (64, 64), (7, 1, 256))]
+    assert_two_stages("cuda", [*QUERY_SHAPES, *more], torch.bfloat16)
 
 
 def assert_hashes_counted(device):

@@ -48,6 +48,7 @@ _SOURCES = {
         "Threshold",
         "TopK",
         "TopP",
+        "TwoStage",
         "recall",
         "select_blocks",
     ),

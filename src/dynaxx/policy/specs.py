@@ -30,6 +30,29 @@ class MeanQuery(Leaf):
     precision: Literal["full", "int8"] = "full"
 
 
+class TwoStage(Spec):
+    """Score blocks in two stages: bounds rule most of them out, `fine` ranks the others; a `share` of the visible
+    blocks goes on to the second, or a number of `blocks`."""
+
+    kind: Literal["two_stage"] = "two_stage"
+    share: Share | None = None
+    blocks: Count | None = None
+    fine: MeanQuery = MeanQuery()
+    panel: Positive = 32
+
+    @model_validator(mode="after")
+    def _one_keep(self) -> TwoStage:
+        if (self.share is None) == (self.blocks is None):
+            raise ValueError("give exactly one of `share` and `blocks`")
+        self.build()
+        return self
+
+    def build(self) -> s.TwoStage:
+        return s.TwoStage(
+            float(self.share or 0.0) if self.blocks is None else self.blocks, self.fine.build(), self.panel
+        )
+
+
 class MeanPool(Leaf):
     """Score blocks by mean-pooled keys."""
 
@@ -181,7 +204,7 @@ class Dense(Spec):
 
 
 ScorerSpec: TypeAlias = Annotated[
-    MeanQuery | MeanPool | MinMax | LastQueryProbe | AntiDiagonal | SimHash | KeyClusters,
+    MeanQuery | TwoStage | MeanPool | MinMax | LastQueryProbe | AntiDiagonal | SimHash | KeyClusters,
     Field(discriminator="kind"),
 ]
 AnySelector: TypeAlias = TopK | TopP | Threshold | ClusterGlobals
@@ -213,6 +236,9 @@ def to_spec(rule: AttentionRule | s.Scorer | None) -> Any:
         return TopP(mass=rule.mass, scorer=to_spec(rule.scorer), per=rule.per)
     if type(rule) is s.Threshold:
         return Threshold(share=rule.share, of=rule.of, scorer=to_spec(rule.scorer), per=rule.per)
+    if type(rule) is s.TwoStage:
+        name = "blocks" if isinstance(rule.keep, int) else "share"
+        return TwoStage(**{name: rule.keep}, fine=to_spec(rule.fine), panel=rule.panel)  # type: ignore[arg-type]
     leaf = _SPEC_OF.get(type(rule))
     if leaf is None:
         raise ValueError(f"a policy has no word for {rule!r}; use a pattern, selector or hybrid of dynaxx")

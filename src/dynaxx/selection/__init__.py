@@ -13,6 +13,7 @@ from dynaxx.selection.scorers import (
     MinMax,
     Scorer,
     SimHash,
+    TwoStage,
 )
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "Threshold",
     "TopK",
     "TopP",
+    "TwoStage",
     "recall",
     "select_blocks",
 ]

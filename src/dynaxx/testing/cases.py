@@ -25,6 +25,7 @@ from dynaxx.selection import (
     Threshold,
     TopK,
     TopP,
+    TwoStage,
     select_blocks,
 )
 
@@ -63,6 +64,7 @@ def random_scorer(rng: random.Random) -> Scorer:
         lambda: MinMax(rng.choice((1.0, 0.5, 0.0))),
         lambda: LastQueryProbe(rng.choice((1, 64, 1000))),
         lambda: AntiDiagonal(rng.choice((1, 4, 16, 50))),
+        lambda: TwoStage(rng.choice((0, 3, 0.0, 0.2, 1.0)), MeanQuery(), rng.choice((1, 4, 32))),
         lambda: SimHash(tables=rng.choice((1, 4)), bits=rng.choice((1, 5)), seed=rng.randint(0, 9)),
         lambda: KeyClusters(rng.choice((1, 8, 40)), rng.choice((1, 4, 64)), rng.choice((1, 3)), seed=rng.randint(0, 9)),
     )

@@ -8,8 +8,10 @@ the block's largest product, a multiply-add that makes the bits of a float, and 
 Legend: R rows of q blocks, C kv blocks, N keys, D head_dim.
 """
 
+from __future__ import annotations
+
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -19,7 +21,11 @@ from torch import Tensor
 from dynaxx.kernels.triton.config import padded
 from dynaxx.kernels.triton.eight_bits import nearest
 from dynaxx.kernels.triton.launch import strides, unit_stride
+from dynaxx.kernels.triton.query_scores import RUNTIME_SIZES, panels_of
 from dynaxx.layout import BlockGrid
+
+if TYPE_CHECKING:
+    from dynaxx.selection.scorers.query import Candidates
 
 LN_2 = tl.constexpr(math.log(2))
 LEVELS = tl.constexpr(127.0)
@@ -77,19 +83,26 @@ def _quantise_kernel(
     tl.store(p_levels + (i_bh * seqlen + o_n[:, None]) * D + o_d[None, :], x.to(tl.int8), mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows", "first_row", "seqlen_k", "kv_blocks", "group_size", "offset"])
+@triton.jit(do_not_specialize=RUNTIME_SIZES)
 def _int8_scores_kernel(
     p_q,  # (B, Hq, R, D) int8
     p_q_steps,  # (B, Hq, R) fp32: what one level is worth, in bits of a float's exponential
     p_k,  # (B, Hk, N, D) int8
     p_k_steps,  # (B, Hk, C) fp32
     p_scores,  # (B, Hq, R, C) fp32 contiguous
+    p_candidates,  # (B, Hk, panels, slots) int32
     rows,
     first_row,
+    base,
+    first_panel,
+    panels,
+    panel,
+    slots,
     seqlen_k,
     kv_blocks,
     group_size,
     offset,
+    LISTED: tl.constexpr,
     CAUSAL: tl.constexpr,
     Q_BLOCK: tl.constexpr,
     KV_BLOCK: tl.constexpr,
@@ -102,9 +115,10 @@ def _int8_scores_kernel(
     BLOCKS: tl.constexpr = BLOCK_N // KV_BLOCK
     i_bh = tl.program_id(2).to(tl.int64)
     i_m = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest rows first, under a causal mask
-    o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    m_m = o_m < rows * group_size
-    i_row = o_m // group_size
+    tiles_m = tl.cdiv(panel * group_size, BLOCK_M)
+    o_m = i_m % tiles_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    i_row = base + i_m // tiles_m * panel + o_m // group_size
+    m_m = (o_m < panel * group_size) & (i_row >= 0) & (i_row < rows)
     i_vector = (i_bh * group_size + o_m % group_size) * rows + i_row
     o_d = tl.arange(0, BLOCK_D)
     m_d = o_d < D
@@ -113,18 +127,28 @@ def _int8_scores_kernel(
         end = tl.minimum((first_row + i_row + 1) * Q_BLOCK + offset, seqlen_k)
     end = tl.where(m_m, end, 0)
     shortest = tl.min(tl.where(m_m, end, seqlen_k), 0)
-    begin = tl.program_id(0) * (TILES * BLOCK_N)
-    stop = tl.minimum(begin + TILES * BLOCK_N, tl.max(end, 0))
-    if begin < stop:
+    begin = tl.program_id(0) * TILES
+    if LISTED:
+        p_candidates += (i_bh * panels + first_panel + i_m // tiles_m) * slots
+        stop = tl.minimum(begin + TILES, slots)
+        some = tl.load(p_candidates + begin) >= 0
+    else:
+        stop = tl.minimum(begin + TILES, tl.cdiv(tl.max(end, 0), BLOCK_N))
+        some = begin < stop
+    if some:
         b_q = tl.load(p_q + i_vector[:, None] * D + o_d[None, :], mask=m_m[:, None] & m_d[None, :], other=0)
         q_step = tl.load(p_q_steps + i_vector, mask=m_m, other=0.0)
         p_k += i_bh * seqlen_k * D
-        for first in range(begin, stop, BLOCK_N):
+        for tile in range(begin, stop):
+            i_tile = tile
+            if LISTED:
+                i_tile = tl.load(p_candidates + tile)  # -1: nothing is loaded and nothing stored
+            first = i_tile * BLOCK_N
             o_n = first + tl.arange(0, BLOCK_N)
             o_c = first // KV_BLOCK + tl.arange(0, BLOCKS)
-            m_c = o_c < kv_blocks
+            m_c = (o_c >= 0) & (o_c < kv_blocks)
             k_step = tl.load(p_k_steps + i_bh * kv_blocks + o_c, mask=m_c, other=0.0)
-            inside = (o_n < seqlen_k)[:, None] & m_d[None, :]
+            inside = ((o_n >= 0) & (o_n < seqlen_k))[:, None] & m_d[None, :]
             b_k = tl.load(p_k + o_n.to(tl.int64)[:, None] * D + o_d[None, :], mask=inside, other=0)
             product = tl.dot(b_q, tl.trans(b_k), out_dtype=tl.int32)  # [BLOCK_M, BLOCK_N]
             if first + BLOCK_N > shortest:
@@ -176,26 +200,30 @@ def _quantised(x: Tensor, tile: int, center: Tensor | None, factor: float) -> tu
     return levels, steps
 
 
-def int8_scores(queries: Tensor, keys: QuantisedKeys, first_row: int, grid: BlockGrid) -> Tensor:
+def int8_scores(
+    queries: Tensor, keys: QuantisedKeys, first_row: int, grid: BlockGrid, candidates: Candidates | None = None
+) -> Tensor:
     """Log of what each kv block gets from the rows' queries, but for a number per row.
 
     Args:
         queries: (B, Hq, R, D) fp32, one of each row of q blocks from `first_row`, times the softmax scale.
+        candidates: the blocks to score, all others get -inf; None is all of them.
 
     Returns:
         (B, Hq, R, C) fp32; a row sees keys up to its last query's; -inf where it sees none of a block.
     """
     (batch, q_heads, rows, head_dim), kv_heads = queries.shape, keys.levels.shape[1]
     scores = torch.full((batch, q_heads, rows, grid.kv_blocks), -torch.inf, device=queries.device)
-    if not scores.numel():
+    if not scores.numel() or (candidates is not None and not candidates.blocks.shape[3]):
         return scores
     group_size, kv_block = q_heads // kv_heads, grid.block_size[1]
     levels, steps = _quantised(queries.transpose(1, 2), 32, None, ONE.value / LN_2.value)
     block_m = min(BLOCK_M, 64 if head_dim > 128 else 128)
-    block_n = max(kv_block, 128)
+    block_n = max(kv_block, 128) if candidates is None else kv_block
+    count, where = panels_of(candidates, first_row, rows)
     programs = (
-        triton.cdiv(grid.seqlen_k, TILES_PER_PROGRAM * block_n),
-        triton.cdiv(rows * group_size, block_m),
+        triton.cdiv(where["slots"] or triton.cdiv(grid.seqlen_k, block_n), TILES_PER_PROGRAM),
+        count * triton.cdiv(where["panel"] * group_size, block_m),
         batch * kv_heads,
     )
     _int8_scores_kernel[programs](
@@ -204,12 +232,15 @@ def int8_scores(queries: Tensor, keys: QuantisedKeys, first_row: int, grid: Bloc
         keys.levels,
         keys.steps,
         scores,
+        scores if candidates is None else candidates.blocks,
         rows=rows,
         first_row=first_row,
+        **where,
         seqlen_k=grid.seqlen_k,
         kv_blocks=grid.kv_blocks,
         group_size=group_size,
         offset=grid.offset,
+        LISTED=candidates is not None,
         CAUSAL=grid.causal,
         Q_BLOCK=grid.block_size[0],
         KV_BLOCK=kv_block,

@@ -7,7 +7,10 @@ log of the sum of the exponentials. All q heads of a group share the keys that w
 Legend: R rows of q blocks, C kv blocks, D head_dim, G q heads of a kv head.
 """
 
+from __future__ import annotations
+
 import math
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -18,17 +21,28 @@ from dynaxx.kernels.triton.config import padded
 from dynaxx.kernels.triton.launch import strides, unit_stride
 from dynaxx.layout import BlockGrid
 
+if TYPE_CHECKING:
+    from dynaxx.selection.scorers.query import Candidates
+
 LOG2_E = tl.constexpr(math.log2(math.e))
+RUNTIME_SIZES = ["rows", "first_row", "base", "first_panel", "panels", "panel", "slots", "seqlen_k", "kv_blocks",
+                 "kv_heads", "group_size", "offset"]  # fmt: skip
 TILES_PER_PROGRAM = 16  # few enough to balance causal rows, many enough to keep the queries
 
 
-@triton.jit(do_not_specialize=["rows", "first_row", "seqlen_k", "kv_blocks", "kv_heads", "group_size", "offset"])
+@triton.jit(do_not_specialize=RUNTIME_SIZES)
 def _query_scores_kernel(
     p_q,  # (B, Hq, R, D) contiguous, times the softmax scale
     p_k,
     p_scores,  # (B, Hq, R, C) fp32 contiguous
+    p_candidates,  # (B, Hk, panels, slots) int32
     rows,
     first_row,
+    base,
+    first_panel,
+    panels,
+    panel,
+    slots,
     seqlen_k,
     kv_blocks,
     kv_heads,
@@ -37,6 +51,7 @@ def _query_scores_kernel(
     stride_kb,
     stride_kn,
     stride_kh,
+    LISTED: tl.constexpr,
     CAUSAL: tl.constexpr,
     Q_BLOCK: tl.constexpr,
     KV_BLOCK: tl.constexpr,
@@ -50,9 +65,10 @@ def _query_scores_kernel(
     i_b = (tl.program_id(2) // kv_heads).to(tl.int64)
     i_hk = (tl.program_id(2) % kv_heads).to(tl.int64)
     i_m = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest rows first, under a causal mask
-    o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    m_m = o_m < rows * group_size
-    i_row = o_m // group_size
+    tiles_m = tl.cdiv(panel * group_size, BLOCK_M)
+    o_m = i_m % tiles_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    i_row = base + i_m // tiles_m * panel + o_m // group_size
+    m_m = (o_m < panel * group_size) & (i_row >= 0) & (i_row < rows)
     i_vector = ((i_b * kv_heads + i_hk) * group_size + o_m % group_size) * rows + i_row
     o_d = tl.arange(0, BLOCK_D)
     m_d = o_d < D
@@ -61,14 +77,24 @@ def _query_scores_kernel(
         end = tl.minimum((first_row + i_row + 1) * Q_BLOCK + offset, seqlen_k)
     end = tl.where(m_m, end, 0)
     shortest = tl.min(tl.where(m_m, end, seqlen_k), 0)
-    begin = tl.program_id(0) * (TILES * BLOCK_N)
-    stop = tl.minimum(begin + TILES * BLOCK_N, tl.max(end, 0))
-    if begin < stop:
+    begin = tl.program_id(0) * TILES
+    if LISTED:
+        p_candidates += (tl.program_id(2).to(tl.int64) * panels + first_panel + i_m // tiles_m) * slots
+        stop = tl.minimum(begin + TILES, slots)
+        some = tl.load(p_candidates + begin) >= 0
+    else:
+        stop = tl.minimum(begin + TILES, tl.cdiv(tl.max(end, 0), BLOCK_N))
+        some = begin < stop
+    if some:
         b_q = tl.load(p_q + i_vector[:, None] * D + o_d[None, :], mask=m_m[:, None] & m_d[None, :], other=0.0)
         p_k += i_b * stride_kb + i_hk * stride_kh
-        for first in range(begin, stop, BLOCK_N):
+        for tile in range(begin, stop):
+            i_tile = tile
+            if LISTED:
+                i_tile = tl.load(p_candidates + tile)  # -1: nothing is loaded and nothing stored
+            first = i_tile * BLOCK_N
             o_n = first + tl.arange(0, BLOCK_N)
-            inside = (o_n < seqlen_k)[:, None] & m_d[None, :]
+            inside = ((o_n >= 0) & (o_n < seqlen_k))[:, None] & m_d[None, :]
             b_k = tl.load(p_k + o_n.to(tl.int64)[:, None] * stride_kn + o_d[None, :], mask=inside, other=0.0)
             logits = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * LOG2_E  # [BLOCK_M, BLOCK_N]
             if first + BLOCK_N > shortest:
@@ -80,45 +106,52 @@ def _query_scores_kernel(
             total = tl.sum(tl.exp2(blocks - shift[:, :, None]), 2)
             score = (shift + tl.log2(tl.where(total == 0, 1.0, total))) / LOG2_E
             score = tl.where(total == 0, float("-inf"), score)  # nothing is visible
-            inside = m_m[:, None] & (o_c < kv_blocks)[None, :]
+            inside = m_m[:, None] & ((o_c >= 0) & (o_c < kv_blocks))[None, :]
             tl.store(p_scores + i_vector[:, None] * kv_blocks + o_c[None, :], score, mask=inside)
 
 
-def query_scores(queries: Tensor, k: Tensor, first_row: int, grid: BlockGrid) -> Tensor:
+def query_scores(
+    queries: Tensor, k: Tensor, first_row: int, grid: BlockGrid, candidates: Candidates | None = None
+) -> Tensor:
     """Log of the sum over each kv block's visible keys of exp(query . key).
 
     Args:
         queries: (B, Hq, R, D), one of each row of q blocks from `first_row`, times the softmax scale, in k's dtype.
         k: (B, seqlen_k, Hk, D).
+        candidates: the blocks to score, all others get -inf; None is all of them.
 
     Returns:
         (B, Hq, R, C) fp32; a row sees keys up to its last query's; -inf where it sees none of a block.
     """
     (batch, q_heads, rows, head_dim), kv_heads = queries.shape, k.shape[2]
     scores = torch.full((batch, q_heads, rows, grid.kv_blocks), -torch.inf, device=k.device)
-    if not scores.numel():
+    if not scores.numel() or (candidates is not None and not candidates.blocks.shape[3]):
         return scores
     group_size, k = q_heads // kv_heads, unit_stride(k)
     exact, wide = k.dtype == torch.float32, head_dim > 128
     block_m = 32 if exact else 64 if wide else 128
-    block_n = max(grid.block_size[1], 64 if exact or wide else 128)
+    block_n = max(grid.block_size[1], 64 if exact or wide else 128) if candidates is None else grid.block_size[1]
+    count, where = panels_of(candidates, first_row, rows)
     programs = (
-        triton.cdiv(grid.seqlen_k, TILES_PER_PROGRAM * block_n),
-        triton.cdiv(rows * group_size, block_m),
+        triton.cdiv(where["slots"] or triton.cdiv(grid.seqlen_k, block_n), TILES_PER_PROGRAM),
+        count * triton.cdiv(where["panel"] * group_size, block_m),
         batch * kv_heads,
     )
     _query_scores_kernel[programs](
         queries.contiguous(),
         k,
         scores,
+        scores if candidates is None else candidates.blocks,
         rows=rows,
         first_row=first_row,
+        **where,
         seqlen_k=grid.seqlen_k,
         kv_blocks=grid.kv_blocks,
         kv_heads=kv_heads,
         group_size=group_size,
         offset=grid.offset,
         **strides("k", k),
+        LISTED=candidates is not None,
         CAUSAL=grid.causal,
         Q_BLOCK=grid.block_size[0],
         KV_BLOCK=grid.block_size[1],
@@ -132,3 +165,13 @@ def query_scores(queries: Tensor, k: Tensor, first_row: int, grid: BlockGrid) ->
         num_stages=1 if exact else 2,
     )
     return scores
+
+
+def panels_of(candidates: Candidates | None, first_row: int, rows: int) -> tuple[int, dict[str, int]]:
+    """How many panels some rows lie in, and where those are, as the kernels take it; without candidates one of all."""
+    if candidates is None:
+        return 1, {"base": 0, "first_panel": 0, "panels": 1, "panel": rows, "slots": 0}
+    panel, (panels, slots) = candidates.panel, candidates.blocks.shape[2:]
+    first, last = first_row // panel, (first_row + rows - 1) // panel
+    where = {"base": first * panel - first_row, "first_panel": first, "panels": panels, "panel": panel, "slots": slots}
+    return last - first + 1, where

@@ -99,22 +99,23 @@ def _tile_mass_kernel(
 
 
 def tile_mass(
-    queries: Tensor, keys: Tensor, first_tile: int, rows: int, grid: BlockGrid, sizes: tuple[int, int]
+    queries: Tensor, keys: Tensor, first_tile: int, rows: int, grid: BlockGrid, sizes: tuple[int, int], panel: int = 1
 ) -> Tensor:
     """Mass of each kv block for some rows of q blocks.
 
     Args:
         queries: (B, Hq, M, E), vectors of the rows' query tiles, from tile `first_tile`, times the softmax scale.
         keys: (B, Hk, T, E), vectors of all key tiles, in the same dtype.
-        rows: q blocks that the query tiles make up.
+        rows: panels of q blocks that the query tiles make up.
         sizes: tokens per tile of queries and of keys; they divide the blocks.
+        panel: q blocks per panel.
 
     Returns:
         (B, Hq, rows, C) fp32: each query tile's shares sum to 1 or 0.
     """
     (batch, q_heads, tiles_q, width), tiles_k = queries.shape, keys.shape[2]
     mass = torch.zeros(batch, q_heads, rows, grid.kv_blocks, device=queries.device)
-    q_parts, k_parts = grid.block_size[0] // sizes[0], grid.block_size[1] // sizes[1]
+    q_parts, k_parts = panel * grid.block_size[0] // sizes[0], grid.block_size[1] // sizes[1]
     tile_m, tile_t = max(64, q_parts), max(64, k_parts)
     _tile_mass_kernel[(triton.cdiv(tiles_q, tile_m), batch * q_heads)](
         queries.contiguous(),

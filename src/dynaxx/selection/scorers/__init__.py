@@ -10,6 +10,7 @@ from dynaxx.selection.scorers.pooling import MeanPool, MinMax
 from dynaxx.selection.scorers.probe import LastQueryProbe
 from dynaxx.selection.scorers.query import MeanQuery
 from dynaxx.selection.scorers.simhash import SimHash
+from dynaxx.selection.scorers.two_stage import TwoStage
 
 __all__ = [
     "MEMORY_BUDGET",
@@ -22,4 +23,5 @@ __all__ = [
     "ScoreRows",
     "Scorer",
     "SimHash",
+    "TwoStage",
 ]

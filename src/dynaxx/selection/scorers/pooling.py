@@ -80,20 +80,13 @@ class MinMax(Scorer):
     def prepare(
         self, q: Tensor, k: Tensor, grid: BlockGrid, scale: float, *, memory_budget: int = MEMORY_BUDGET
     ) -> ScoreRows:
-        q_block, kv_block = grid.block_size
+        kv_block = grid.block_size[1]
         k_size = kv_block if self.pool is None else divisor_at_most(kv_block, self.pool)
-        queries = mean_tiles(q, q_block, memory_budget // 4, scale)
-        smallest = reduce_blocks(k, k_size, torch.amin, memory_budget // 4)  # (B, Hk, T, D)
-        largest = reduce_blocks(k, k_size, torch.amax, memory_budget // 4)
-        if self.bound < 1:
-            mean = pooled(k, k_size, memory_budget // 4)
-            for extreme in (smallest, largest):
-                extreme.sub_(mean).mul_(self.bound).add_(mean)
         if k_size != kv_block:
-            signed = Tiles(q_block, queries.count, lambda a, b: _by_sign(queries.vectors(a, b)), q.dtype)
-            bounds = torch.cat([largest, smallest], dim=-1)
-            keys = Tiles(k_size, bounds.shape[2], lambda a, b: bounds[:, :, a:b], k.dtype)
-            return tile_scores(signed, keys, grid, (q.shape[0], q.shape[2]), memory_budget // 2)
+            tiles = self.tiles(q, k, k_size, grid, scale, memory_budget)
+            return tile_scores(*tiles, grid, (q.shape[0], q.shape[2]), memory_budget // 2)
+        queries = mean_tiles(q, grid.block_size[0], memory_budget // 4, scale)
+        smallest, largest = self._extremes(k, k_size, memory_budget // 4)
 
         def rows(start: int, stop: int) -> Tensor:
             some = queries.vectors(start, stop)
@@ -101,6 +94,26 @@ class MinMax(Scorer):
             return scores.add_(per_kv_head(some.clamp(max=0), smallest.transpose(-1, -2)))
 
         return rows
+
+    def tiles(
+        self, q: Tensor, k: Tensor, k_size: int, grid: BlockGrid, scale: float, memory_budget: int
+    ) -> tuple[Tiles, Tiles]:
+        """Mean queries and each `k_size` keys, as vectors whose product is the bound."""
+        queries = mean_tiles(q, grid.block_size[0], memory_budget // 4, scale)
+        signed = Tiles(queries.size, queries.count, lambda a, b: _by_sign(queries.vectors(a, b)), q.dtype)
+        smallest, largest = self._extremes(k, k_size, memory_budget // 4)
+        bounds = torch.cat([largest, smallest], dim=-1)
+        return signed, Tiles(k_size, bounds.shape[2], lambda a, b: bounds[:, :, a:b], k.dtype)
+
+    def _extremes(self, k: Tensor, k_size: int, memory_budget: int) -> tuple[Tensor, Tensor]:
+        """(B, Hk, T, D) fp32: the smallest and the largest of each `k_size` keys, mixed with their mean."""
+        smallest = reduce_blocks(k, k_size, torch.amin, memory_budget)
+        largest = reduce_blocks(k, k_size, torch.amax, memory_budget)
+        if self.bound < 1:
+            mean = pooled(k, k_size, memory_budget)
+            for extreme in (smallest, largest):
+                extreme.sub_(mean).mul_(self.bound).add_(mean)
+        return smallest, largest
 
 
 def _by_sign(x: Tensor) -> Tensor:

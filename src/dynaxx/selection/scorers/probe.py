@@ -34,9 +34,7 @@ class LastQueryProbe(Scorer):
         for first, last in pieces(probes.shape[2], 12 * batch * q.shape[2] * (seqlen_k + 64), memory_budget // 2):
             count = last - first
             logits = probes.new_empty(*probes.shape[:2], count, seqlen_k)
-            for a, b in pieces(
-                seqlen_k, 4 * batch * (k.shape[2] * dim + q.shape[2] * count), memory_budget // 4
-            ):
+            for a, b in pieces(seqlen_k, 4 * batch * (k.shape[2] * dim + q.shape[2] * count), memory_budget // 4):
                 logits[..., a:b] = per_kv_head(probes[:, :, first:last], k[:, a:b].float().permute(0, 2, 3, 1))
             stands = seqlen_k - probes.shape[2] + torch.arange(first, last, device=q.device)
             if grid.causal:

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dynaxx.layout import BlockGrid
 from dynaxx.selection.scorers.base import MEMORY_BUDGET, Scorer, ScoreRows, per_kv_head, pieces
-from dynaxx.selection.scorers.eight_bits import center_of, int8_scores_by_torch
+from dynaxx.selection.scorers.eight_bits import center_of, int8_sums
 from dynaxx.selection.scorers.pooling import mean_tiles
+
+PIECE_BYTES = 4 << 20  # of logits at a time: what a core's cache holds
+SMALLEST = -80.0  # beside a best of 0: nothing in fp32, but its exp is no denormal, which costs a CPU 50 times as much
+
+# (B, Hq, R, D) queries, (B, Hk, n, kv_block, D) fp32 keys, which keys of n blocks the first rows must not see
+# -> (B, Hq, R, n) log of the sum over each block's keys
+BlockSums = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Candidates(NamedTuple):
+    """The kv blocks that are looked at, for panels of q blocks in a row."""
+
+    blocks: Tensor  # (B, Hk, panels, slots) int32; -1 = empty slot, behind the others
+    panel: int  # q blocks per panel
 
 
 @dataclass(frozen=True)
@@ -26,6 +42,8 @@ class MeanQuery(Scorer):
 
     Args:
         sharpness: factor on the scores. Queries spread their attention over more keys than their mean does.
+        precision: "int8" rounds mean queries and keys to 8 bits, whose products are exact, and reads exponentials off
+            the bits of whole numbers: on a GPU less time at long lengths, and half of k's bytes to hold.
     """
 
     sharpness: float = 0.75
@@ -40,53 +58,123 @@ class MeanQuery(Scorer):
     def prepare(
         self, q: Tensor, k: Tensor, grid: BlockGrid, scale: float, *, memory_budget: int = MEMORY_BUDGET
     ) -> ScoreRows:
-        queries = mean_tiles(q, grid.block_size[0], memory_budget // 4, scale * self.sharpness)
-        on_gpu = q.is_cuda and grid.kv_blocks and find_spec("triton") is not None
-        if self.precision == "int8":
-            center = center_of(k)
-            if on_gpu:
-                from dynaxx.kernels.triton.int8_scores import int8_scores, quantised_keys
+        return self.among(None, q, k, grid, scale, memory_budget=memory_budget)
 
-                keys = quantised_keys(k, center, grid.block_size[1])
-                return lambda start, stop: int8_scores(queries.vectors(start, stop), keys, start, grid)
-            return lambda start, stop: int8_scores_by_torch(
-                queries.vectors(start, stop), k, center, start, grid, memory_budget // 2
-            )
-        if on_gpu:
-            from dynaxx.kernels.triton.query_scores import query_scores
+    def among(
+        self,
+        candidates: Candidates | None,
+        q: Tensor,
+        k: Tensor,
+        grid: BlockGrid,
+        scale: float,
+        *,
+        memory_budget: int = MEMORY_BUDGET,
+    ) -> ScoreRows:
+        """As `prepare`, for some blocks alone: all others have -inf. None is all of them."""
+        queries = mean_tiles(q, grid.block_size[0], memory_budget // 4, scale * self.sharpness).vectors
+        center = center_of(k) if self.precision == "int8" else None
+        if q.is_cuda and grid.kv_blocks and find_spec("triton") is not None:
+            if center is None:
+                from dynaxx.kernels.triton.query_scores import query_scores
 
-            return lambda start, stop: query_scores(queries.vectors(start, stop).to(k.dtype), k, start, grid)
-        return lambda start, stop: _scores(queries.vectors(start, stop), k, start, grid, memory_budget // 2)
+                return lambda start, stop: query_scores(queries(start, stop).to(k.dtype), k, start, grid, candidates)
+            from dynaxx.kernels.triton.int8_scores import int8_scores, quantised_keys
+
+            keys = quantised_keys(k, center, grid.block_size[1])
+            return lambda start, stop: int8_scores(queries(start, stop), keys, start, grid, candidates)
+        scores = all_scores if candidates is None else partial(scores_of, candidates)
+        return lambda start, stop: scores(queries(start, stop), k, center, start, grid, memory_budget // 2)
 
 
-PIECE_BYTES = 4 << 20  # of logits at a time: what a core's cache holds
-SMALLEST = -80.0  # beside a best of 0: nothing in fp32, but its exp is no denormal, which costs a CPU 50 times as much
+def all_scores(
+    queries: Tensor, k: Tensor, center: Tensor | None, start: int, grid: BlockGrid, memory_budget: int
+) -> Tensor:
+    """Log of the sum over each kv block's visible keys of exp(query . key).
 
+    Args:
+        queries: (B, Hq, R, D) fp32, one of each row of q blocks from `start`, times the softmax scale.
+        k: (B, seqlen_k, Hk, D).
+        center: (B, Hk, D) to take off all keys and to compute in 8 bits; None computes with the keys as they are.
+        memory_budget: bytes to hold.
 
-def _scores(queries: Tensor, k: Tensor, start: int, grid: BlockGrid, memory_budget: int) -> Tensor:
-    """(B, Hq, R, D) mean queries of the rows from `start`, times the softmax scale -> (B, Hq, R, C)."""
-    (batch, heads, rows, dim), (q_block, kv_block) = queries.shape, grid.block_size
+    Returns:
+        (B, Hq, R, C) fp32; a row sees keys up to its last query's; -inf where it sees none of a block.
+    """
+    (batch, heads, rows, _), kv_block = queries.shape, grid.block_size[1]
     scores = queries.new_full((batch, heads, rows, grid.kv_blocks), -torch.inf)
-    ends = torch.full((rows,), grid.seqlen_k, device=k.device)  # past the last key that each row sees
-    if grid.causal:
-        ends = (torch.arange(start + 1, start + rows + 1, device=k.device) * q_block + grid.offset).clamp(
-            max=grid.seqlen_k
-        )
-    position = torch.arange(grid.kv_blocks * kv_block, device=k.device)
-    block_bytes = 4 * batch * kv_block * (2 * k.shape[2] * dim + 2 * heads * rows)
-    for first, last in pieces(grid.kv_blocks, block_bytes, min(memory_budget, PIECE_BYTES)):
+    ends = _ends(start, rows, grid, k.device)
+    position = torch.arange(grid.kv_blocks * kv_block, device=k.device).unflatten(0, (-1, kv_block))
+    for first, last in pieces(grid.kv_blocks, _block_bytes(queries, k, kv_block), min(memory_budget, PIECE_BYTES)):
         begin, stop = first * kv_block, last * kv_block
         above, inside = (
             int((ends <= edge).sum()) for edge in (begin, stop - 1)
         )  # rows that see nothing, not all of it
-        keys = k[:, begin:stop].float().permute(0, 2, 3, 1)
-        if keys.shape[-1] < stop - begin:
-            keys = torch.nn.functional.pad(keys, (0, stop - begin - keys.shape[-1]))
-        logits = per_kv_head(queries[:, :, above:], keys)
-        hidden = position[begin:stop] >= ends[above:inside, None]
-        logits[:, :, : inside - above].masked_fill_(hidden, -torch.inf)
-        logits = logits.unflatten(-1, (-1, kv_block))  # (B, Hq, R, blocks, kv_block)
-        best = logits.amax(-1, keepdim=True)
-        logits.sub_(best.clamp(min=torch.finfo(logits.dtype).min)).clamp_(min=SMALLEST)
-        scores[:, :, above:, first:last] = logits.exp_().sum(-1).log_().add_(best[..., 0])
+        if above == rows:
+            break
+        keys = k[:, begin:stop].float()
+        keys = (keys if center is None else keys - center[:, None]).transpose(1, 2)
+        if keys.shape[2] < stop - begin:
+            keys = torch.nn.functional.pad(keys, (0, 0, 0, stop - begin - keys.shape[2]))
+        hidden = position[first:last] >= ends[above:inside, None, None]
+        found = _sums(center)(queries[:, :, above:], keys.unflatten(2, (-1, kv_block)), hidden)
+        scores[:, :, above:, first:last] = found
     return scores
+
+
+def scores_of(
+    candidates: Candidates,
+    queries: Tensor,
+    k: Tensor,
+    center: Tensor | None,
+    start: int,
+    grid: BlockGrid,
+    memory_budget: int,
+) -> Tensor:
+    """As `all_scores`, for some blocks alone: all others have -inf."""
+    (batch, heads, rows, _), kv_block, panel = queries.shape, grid.block_size[1], candidates.panel
+    scores, group_size = queries.new_full((batch, heads, rows, grid.kv_blocks), -torch.inf), heads // k.shape[2]
+    ends = _ends(start, rows, grid, k.device)
+    block_bytes = _block_bytes(queries[:1, :group_size], k[:1, :, :1], kv_block)
+    for i_panel in range(start // panel, -(-(start + rows) // panel)):
+        own = slice(max(i_panel * panel - start, 0), min((i_panel + 1) * panel - start, rows))
+        for b in range(batch):
+            for h in range(k.shape[2]):
+                group = slice(h * group_size, (h + 1) * group_size)
+                listed = candidates.blocks[b, h, i_panel].long()
+                listed = listed[listed >= 0]
+                for first, last in pieces(len(listed), block_bytes, min(memory_budget, PIECE_BYTES)):
+                    blocks = listed[first:last]
+                    position = blocks[:, None] * kv_block + torch.arange(kv_block, device=k.device)
+                    keys = k[b, position.clamp(max=grid.seqlen_k - 1), h].float()  # (n, kv_block, D)
+                    keys = keys if center is None else keys - center[b, h]
+                    keys.masked_fill_(position[..., None] >= grid.seqlen_k, 0.0)
+                    hidden = position >= ends[own, None, None]
+                    found = _sums(center)(queries[b : b + 1, group, own], keys[None, None], hidden)
+                    scores[b, group, own, blocks] = found[0]
+    return scores
+
+
+def _ends(start: int, rows: int, grid: BlockGrid, device: torch.device) -> Tensor:
+    """(rows,): past the last key that each row from `start` sees."""
+    if not grid.causal:
+        return torch.full((rows,), grid.seqlen_k, device=device)
+    stands = torch.arange(start + 1, start + rows + 1, device=device) * grid.block_size[0]
+    return (stands + grid.offset).clamp(max=grid.seqlen_k)
+
+
+def _block_bytes(queries: Tensor, k: Tensor, kv_block: int) -> int:
+    """What scoring one kv block holds: its keys twice, and its logits."""
+    batch, heads, rows, dim = queries.shape
+    return batch * kv_block * (12 * k.shape[2] * dim + 8 * heads * rows)
+
+
+def _sums(center: Tensor | None) -> BlockSums:
+    return _full_sums if center is None else int8_sums
+
+
+def _full_sums(queries: Tensor, keys: Tensor, hidden: Tensor) -> Tensor:
+    logits = per_kv_head(queries, keys.flatten(2, 3).transpose(-1, -2)).unflatten(-1, keys.shape[2:4])
+    logits[:, :, : len(hidden)].masked_fill_(hidden, -torch.inf)
+    best = logits.amax(-1, keepdim=True)
+    logits.sub_(best.clamp(min=torch.finfo(logits.dtype).min)).clamp_(min=SMALLEST)
+    return logits.exp_().sum(-1).log_().add_(best[..., 0])

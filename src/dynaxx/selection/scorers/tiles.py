@@ -23,7 +23,9 @@ class Tiles:
     dtype: torch.dtype = torch.float32  # of the tokens: a GPU multiplies the vectors in it
 
 
-def tile_scores(queries: Tiles, keys: Tiles, grid: BlockGrid, heads: tuple[int, int], memory_budget: int) -> ScoreRows:
+def tile_scores(
+    queries: Tiles, keys: Tiles, grid: BlockGrid, heads: tuple[int, int], memory_budget: int, panel: int = 1
+) -> ScoreRows:
     """Log of each block's mass when every q tile attends to key tiles by the product of their vectors.
 
     A key tile counts as many times as it has keys, and is hidden from a q tile that ends before it starts.
@@ -34,11 +36,12 @@ def tile_scores(queries: Tiles, keys: Tiles, grid: BlockGrid, heads: tuple[int, 
         grid: the blocks that are scored.
         heads: (B, Hq).
         memory_budget: bytes for the scores of tiles and the vectors of keys.
+        panel: rows of q blocks that are one row of the result: their masses are summed.
     """
-    q_parts, k_parts = grid.block_size[0] // queries.size, grid.block_size[1] // keys.size
+    q_parts, k_parts = panel * grid.block_size[0] // queries.size, grid.block_size[1] // keys.size
     sample = keys.vectors(0, min(1, keys.count))
     if sample.is_cuda and keys.count and find_spec("triton") is not None:
-        return _fused(queries, keys, grid, memory_budget)
+        return _fused(queries, keys, grid, memory_budget, panel)
     row_bytes = 3 * 4 * heads[0] * heads[1] * max(1, keys.count)
     # A few q tiles at a time: whole rows of blocks, or a power of two of tiles that divides one.
     at_once = max(1, memory_budget // 2 // row_bytes)
@@ -83,17 +86,17 @@ def tile_scores(queries: Tiles, keys: Tiles, grid: BlockGrid, heads: tuple[int, 
     return rows
 
 
-def _fused(queries: Tiles, keys: Tiles, grid: BlockGrid, memory_budget: int) -> ScoreRows:
+def _fused(queries: Tiles, keys: Tiles, grid: BlockGrid, memory_budget: int, panel: int) -> ScoreRows:
     """The same in one kernel, which stores nothing between tiles and blocks; the vectors of all keys are held."""
     from dynaxx.kernels.triton.tile_mass import tile_mass
 
     held = _in_dtype(keys, 0, keys.count, memory_budget // 2)
-    q_parts = grid.block_size[0] // queries.size
+    q_parts = panel * grid.block_size[0] // queries.size
 
     def mass(start: int, stop: int) -> Tensor:
         first, last = start * q_parts, min(stop * q_parts, queries.count)
         some = _in_dtype(queries, first, last, memory_budget // 4)
-        return tile_mass(some, held, first, stop - start, grid, (queries.size, keys.size)).log_()
+        return tile_mass(some, held, first, stop - start, grid, (queries.size, keys.size), panel).log_()
 
     def rows(start: int, stop: int) -> Tensor:
         row_bytes = q_parts * queries.vectors(0, 1).numel() * held.itemsize

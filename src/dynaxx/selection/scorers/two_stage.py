@@ -1,0 +1,71 @@
+"""Coarse, then fine: bounds of whole blocks say which of them are looked at key by key."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from dynaxx.layout import BlockGrid
+from dynaxx.selection.scorers.base import MEMORY_BUDGET, Scorer, ScoreRows, pieces
+from dynaxx.selection.scorers.pooling import MinMax
+from dynaxx.selection.scorers.query import Candidates, MeanQuery
+from dynaxx.selection.scorers.tiles import tile_scores
+
+
+@dataclass(frozen=True)
+class TwoStage(Scorer):
+    """`MeanQuery` in two stages, for very long inputs: most blocks are ruled out before their keys are looked at.
+
+    First Quest's bound, from a block's smallest and largest keys, estimates what each mean query pays to it. `panel`
+    q blocks in a row and all q heads of a kv head decide together, by the sum, which `keep` blocks are candidates;
+    what the panel itself covers comes on top. Then `fine` scores the candidates. The others have -inf: a budget takes
+    one only where it takes everything. Keep some times as many as the budget: with four times, next to nothing is lost.
+
+    Args:
+        keep: an int is a number of candidates, a float a share of the visible blocks (rounded up).
+        fine: what ranks the candidates.
+        panel: q blocks that share candidates: a matrix unit wants many queries for each key that is read.
+    """
+
+    keep: int | float = 0.25
+    fine: MeanQuery = field(default_factory=MeanQuery)
+    panel: int = 32
+
+    def __post_init__(self) -> None:
+        if self.keep < 0 or (isinstance(self.keep, float) and self.keep > 1):
+            raise ValueError(f"`keep` must be a count >= 0 or a share from 0.0 to 1.0, got {self.keep}")
+        if self.panel < 1 or self.panel & (self.panel - 1):
+            raise ValueError(f"`panel` must be a power of two of q blocks, got {self.panel}")
+
+    def prepare(
+        self, q: Tensor, k: Tensor, grid: BlockGrid, scale: float, *, memory_budget: int = MEMORY_BUDGET
+    ) -> ScoreRows:
+        candidates = self.candidates(q, k, grid, scale, memory_budget // 2) if grid.kv_blocks else None
+        return self.fine.among(candidates, q, k, grid, scale, memory_budget=memory_budget)
+
+    def candidates(self, q: Tensor, k: Tensor, grid: BlockGrid, scale: float, memory_budget: int) -> Candidates:
+        """The first stage."""
+        (batch, _, q_heads, _), kv_heads, kv_block = q.shape, k.shape[2], grid.block_size[1]
+        panels, tokens = -(-grid.q_blocks // self.panel), self.panel * grid.block_size[0]
+        queries, keys = MinMax().tiles(q, k, kv_block, grid, scale, memory_budget // 2)
+        mass_of = tile_scores(queries, keys, grid, (batch, q_heads), memory_budget // 2, self.panel)
+        last_row = (torch.arange(1, panels + 1, device=k.device) * self.panel - 1).clamp(max=grid.q_blocks - 1)
+        seen = grid.causal_kv_blocks(last_row)[:, None]  # (panels, 1): how many blocks a panel sees
+        own = seen  # and where those begin that it covers itself
+        if grid.causal:
+            stands = torch.arange(panels, device=k.device)[:, None] * tokens + grid.offset
+            own = torch.minimum(stands.div(kv_block, rounding_mode="floor").clamp(min=0), seen)
+        kept = torch.full_like(seen, self.keep) if isinstance(self.keep, int) else (seen * self.keep).ceil().long()
+        slots = self.keep if isinstance(self.keep, int) else math.ceil(self.keep * grid.kv_blocks)
+        slots = min(grid.kv_blocks, slots + (tokens // kv_block + 2 if grid.causal else 0))
+        column, slot = (torch.arange(n, device=k.device) for n in (grid.kv_blocks, slots))
+        blocks = torch.empty(batch, kv_heads, panels, slots, dtype=torch.int32, device=k.device)
+        for a, b in pieces(panels, 16 * batch * q_heads * grid.kv_blocks, memory_budget // 2):
+            mass = mass_of(a, b).exp_().unflatten(1, (kv_heads, -1)).sum(2)
+            mass.masked_fill_(column >= own[a:b], torch.inf).masked_fill_(column >= seen[a:b], -1.0)
+            found = mass.topk(slots, dim=-1).indices.int()
+            blocks[:, :, a:b] = found.masked_fill_(slot >= (kept + seen - own).minimum(seen)[a:b], -1)
+        return Candidates(blocks, self.panel)
