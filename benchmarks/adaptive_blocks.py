@@ -1,12 +1,14 @@
 """Do mixed block sizes pay? 128-, 64- and 32-blocks in one layout against uniform ones, at equal recall.
 
     OMP_NUM_THREADS=1 python benchmarks/adaptive_blocks.py --tokens 2048 --layers 4 12 20 28
+    python benchmarks/adaptive_blocks.py --tokens 8192 --layers 12 20 --device cuda
 
 q and k are SmolLM2's own on pydoc text. A selection keeps a tile where its attention mass is worth its cost, from one
 threshold per layer: tiles of one size, or a quadtree that takes a 128-tile whole, splits it into 64- and 32-tiles, or
 drops it, whichever is worth most. A mixed selection is written as a layout of 32-blocks, whose neighbours the CPU
 kernel's gather merges. Masses are the true ones (the best that any selector could do), or estimates by mean pooling.
-Every selection is tuned to the same recall; then its visited pairs are counted and the kernel is timed.
+Every selection is tuned to the same recall; then its visited pairs are counted and the kernel is timed: on a GPU in
+bf16, as a CUDA graph, on as many copies of the sequence as fill it.
 """
 
 import argparse
@@ -82,7 +84,7 @@ def as_layout(kept, seqlen, size):
 
 def true_mass(q, k, scale):
     """(H, R, C) attention mass of every 32-block, head by head."""
-    hidden = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
+    hidden = torch.ones(len(q), len(q), dtype=torch.bool, device=q.device).triu(1)
     rows = []
     for head in range(q.shape[1]):
         share = ((q[:, head] * scale) @ k[:, head].T).masked_fill_(hidden, -torch.inf).softmax(-1)
@@ -97,8 +99,12 @@ def estimated_mass(q, k, scale):
     return rows(0, grid.q_blocks)[0].softmax(-1).nan_to_num(0.0) * 32
 
 
-def milliseconds(calls, repeats):
+def milliseconds(calls, repeats, device):
     """Median of each call, in turns: a neighbour on the machine slows all of them."""
+    if device == "cuda":
+        from triton.testing import do_bench_cudagraph
+
+        return [do_bench_cudagraph(call, return_mode="median") for call in calls]
     times = [[] for _ in calls]
     for turn in range(repeats + 1):
         for call, own in zip(calls, times, strict=True):
@@ -117,22 +123,25 @@ def main():
     parser.add_argument("--recall", type=float, default=0.9)
     parser.add_argument("--overhead", type=float, nargs="+", default=[0.25, 1.0], help="cost of a range, in 32-blocks")
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where the kernel runs")
+    parser.add_argument("--copies", type=int, default=4, help="of the sequence, on a GPU")
     options = parser.parse_args()
     model, tokenizer = load_model("smollm2")
     group_size = model.config.num_attention_heads // model.config.num_key_value_heads
     ids = encode(tokenizer, pydoc_text(), options.tokens)
     n = options.tokens
-    pairs = pooled(torch.ones(1, n, n).tril_(), 32) / 32**2
+    pairs = pooled(torch.ones(1, n, n, device=options.device).tril_(), 32) / 32**2
+    dtype, copies = (torch.bfloat16, options.copies) if options.device == "cuda" else (torch.float32, 1)
     totals = {}
 
     def measure(layer):
         if layer.layer not in options.layers:
             return
-        q, k = layer.q.float().contiguous(), layer.k.float().contiguous()
+        q, k = (x.to(options.device).float().contiguous() for x in (layer.q, layer.k))
         mass = true_mass(q, k, layer.scale)
         visible = pairs.expand_as(mass)
-        own_k = k[None, :, ::group_size].contiguous()
-        v = torch.randn(own_k.shape, generator=torch.Generator().manual_seed(0))
+        own_q, own_k = (x[None].to(dtype).expand(copies, -1, -1, -1).contiguous() for x in (q, k[:, ::group_size]))
+        v = torch.randn(own_k.shape, generator=torch.Generator().manual_seed(0)).to(own_k)
         rows, shares, calls = [], [], []
         for source, estimate in (("true", mass), ("mean pool", estimated_mass(q, k, layer.scale))):
             for name, sizes in SELECTIONS.items():
@@ -141,17 +150,14 @@ def main():
                     layout = as_layout(kept, n, sizes[0])
                     rows.append((source, f"{name}, overhead {overhead}" if len(sizes) > 1 else name))
                     shares.append(float((visible * kept).sum() / visible.sum()))
-                    calls.append(
-                        lambda layout=layout: dx.sparse_attention(q[None], own_k, v, layout, scale=layer.scale)
-                    )
-        for row, share, took in zip(rows, shares, milliseconds(calls, options.repeats), strict=True):
+                    calls.append(lambda layout=layout: dx.sparse_attention(own_q, own_k, v, layout, scale=layer.scale))
+        for row, share, took in zip(rows, shares, milliseconds(calls, options.repeats, options.device), strict=True):
             totals.setdefault(row, []).append((share, took))
             print(f"layer {layer.layer:2} {row[0]:9} {row[1]:30} pairs {share:6.1%}  {took:7.2f} ms", flush=True)
 
     visit_attention(model, ids, measure)
-    print(
-        f"\nmean over layers {options.layers}, recall {options.recall}, {n} tokens, {torch.get_num_threads()} thread(s)"
-    )
+    where = f"{torch.get_num_threads()} thread(s)" if options.device == "cpu" else torch.cuda.get_device_name()
+    print(f"\nmean over layers {options.layers}, recall {options.recall}, {n} tokens, {where}")
     for (source, row), found in totals.items():
         share, took = (statistics.mean(each) for each in zip(*found, strict=True))
         print(f"{source:9} {row:30} pairs {share:6.1%}  {took:7.2f} ms")

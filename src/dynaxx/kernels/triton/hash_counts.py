@@ -11,10 +11,12 @@ from torch import Tensor
 
 from dynaxx.kernels.triton.config import padded
 from dynaxx.kernels.triton.launch import strides, unit_stride
+from dynaxx.kernels.triton.light import light_launch
 
 COLUMNS = 32  # projections at a time: more would not fit in registers
 
 
+@light_launch
 @triton.jit(do_not_specialize=["seqlen", "blocks", "heads"])
 def _hash_counts_kernel(
     p_x,

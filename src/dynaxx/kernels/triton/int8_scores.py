@@ -21,6 +21,7 @@ from torch import Tensor
 from dynaxx.kernels.triton.config import padded
 from dynaxx.kernels.triton.eight_bits import nearest
 from dynaxx.kernels.triton.launch import strides, unit_stride
+from dynaxx.kernels.triton.light import light_launch
 from dynaxx.kernels.triton.query_scores import RUNTIME_SIZES, panels_of
 from dynaxx.layout import BlockGrid
 
@@ -34,8 +35,7 @@ RANGE = tl.constexpr(246)  # powers of two that the bits of a block's floats spa
 STEEPEST = tl.constexpr(128.0 * 8388608.0)
 SMALLEST = tl.constexpr(1e-30)
 NOTHING = tl.constexpr(-(1 << 30))  # less than any product
-BLOCK_M, WARPS, STAGES, QWARPS = 128, 8, 3, 4
-TILES_PER_PROGRAM = 16  # few enough to balance causal rows, many enough to keep the queries
+TILES_PER_PROGRAM = 32  # few enough to balance causal rows, many enough to keep the queries
 
 
 class QuantisedKeys(NamedTuple):
@@ -45,6 +45,7 @@ class QuantisedKeys(NamedTuple):
     steps: Tensor  # (B, Hk, C) fp32: what one level is worth
 
 
+@light_launch
 @triton.jit(do_not_specialize=["seqlen", "tiles", "heads", "factor"])
 def _quantise_kernel(
     p_x,
@@ -72,17 +73,18 @@ def _quantise_kernel(
     x = tl.load(p_x + o_n.to(tl.int64)[:, None] * stride_xn + o_d[None, :], mask=inside, other=0.0).to(tl.float32)
     if EACH:
         largest = tl.maximum(tl.max(tl.abs(x), 1), SMALLEST)
-        x = nearest(x * tl.div_rn(largest * 0.0 + LEVELS, largest)[:, None])
-        tl.store(p_steps + i_bh * seqlen + o_n, largest / LEVELS * factor, mask=o_n < seqlen)
+        x = nearest(tl.minimum(x * tl.div_rn(largest * 0.0 + LEVELS, largest)[:, None], LEVELS))
+        tl.store(p_steps + i_bh * seqlen + o_n, largest * factor, mask=o_n < seqlen)
     else:
         center = tl.load(p_center + i_bh * D + o_d, mask=o_d < D, other=0.0)
         x = tl.where(inside, x - center[None, :], 0.0)
         largest = tl.maximum(tl.max(tl.abs(x)), SMALLEST)
-        x = nearest(x * tl.div_rn(largest * 0.0 + LEVELS, largest))
-        tl.store(p_steps + i_bh * tiles + i_tile, largest / LEVELS * factor)
+        x = nearest(tl.minimum(x * tl.div_rn(largest * 0.0 + LEVELS, largest), LEVELS))
+        tl.store(p_steps + i_bh * tiles + i_tile, largest * factor)
     tl.store(p_levels + (i_bh * seqlen + o_n[:, None]) * D + o_d[None, :], x.to(tl.int8), mask=inside)
 
 
+@light_launch
 @triton.jit(do_not_specialize=RUNTIME_SIZES)
 def _int8_scores_kernel(
     p_q,  # (B, Hq, R, D) int8
@@ -155,7 +157,7 @@ def _int8_scores_kernel(
                 product = tl.where(o_n[None, :] < end[:, None], product, NOTHING)
             product = tl.reshape(product, [BLOCK_M, BLOCKS, KV_BLOCK])
             best = tl.max(product, 2)
-            slope = tl.minimum(tl.maximum(nearest(q_step[:, None] * k_step[None, :]), 1.0), STEEPEST)
+            slope = tl.maximum(nearest(tl.minimum(q_step[:, None] * k_step[None, :], STEEPEST)), 1.0)
             least = best - ((RANGE * 8388608) >> ((slope.to(tl.int32, bitcast=True) >> 23) - 126))
             base = best * -slope.to(tl.int32) + (RANGE + 1) * 8388608  # wraps, as the product below does
             bits = tl.maximum(product, least[:, :, None]) * slope.to(tl.int32)[:, :, None] + base[:, :, None]
@@ -189,13 +191,13 @@ def _quantised(x: Tensor, tile: int, center: Tensor | None, factor: float) -> tu
         seqlen=seqlen,
         tiles=tiles,
         heads=heads,
-        factor=factor,
+        factor=factor / LEVELS.value,  # rounded here as in torch; no product is fused with what follows
         **strides("x", x),
         EACH=each,
         TILE=tile,
         D=dim,
         BLOCK_D=padded(dim),
-        num_warps=QWARPS,
+        num_warps=4,
     )
     return levels, steps
 
@@ -218,7 +220,7 @@ def int8_scores(
         return scores
     group_size, kv_block = q_heads // kv_heads, grid.block_size[1]
     levels, steps = _quantised(queries.transpose(1, 2), 32, None, ONE.value / LN_2.value)
-    block_m = min(BLOCK_M, 64 if head_dim > 128 else 128)
+    block_m = 64 if head_dim > 128 else 128
     block_n = max(kv_block, 128) if candidates is None else kv_block
     count, where = panels_of(candidates, first_row, rows)
     programs = (
@@ -249,7 +251,7 @@ def int8_scores(
         BLOCK_N=block_n,
         D=head_dim,
         BLOCK_D=max(32, padded(head_dim)),  # 32: of the matrix unit in int8
-        num_warps=WARPS,
-        num_stages=STAGES,
+        num_warps=4,
+        num_stages=3,
     )
     return scores

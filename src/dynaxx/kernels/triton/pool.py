@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dynaxx.kernels.triton.config import padded
 from dynaxx.kernels.triton.launch import strides, unit_stride
+from dynaxx.kernels.triton.light import light_launch
 
 MEAN = tl.constexpr(0)
 SMALLEST = tl.constexpr(1)
@@ -18,6 +19,7 @@ LARGEST = tl.constexpr(2)
 KINDS = {"mean": 0, "smallest": 1, "largest": 2}
 
 
+@light_launch
 @triton.jit(do_not_specialize=["seqlen", "blocks", "heads"])
 def _pool_kernel(
     p_x,

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dynaxx.kernels.triton.config import padded
 from dynaxx.kernels.triton.launch import strides, unit_stride
+from dynaxx.kernels.triton.light import light_launch
 from dynaxx.layout import BlockGrid
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ RUNTIME_SIZES = ["rows", "first_row", "base", "first_panel", "panels", "panel", 
 TILES_PER_PROGRAM = 16  # few enough to balance causal rows, many enough to keep the queries
 
 
+@light_launch
 @triton.jit(do_not_specialize=RUNTIME_SIZES)
 def _query_scores_kernel(
     p_q,  # (B, Hq, R, D) contiguous, times the softmax scale

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dynaxx.kernels.triton.light import light_launch
 from dynaxx.kernels.triton.primitives import ordered_bits
 from dynaxx.layout import BlockGrid, BlockLayout, ElementMasks
 from dynaxx.layout.masks import causal_code_terms
@@ -114,6 +115,7 @@ def _row_scores(p_scores, i_head, rows, row, kv_blocks, o_c, seen, ALIKE: tl.con
     return scores
 
 
+@light_launch
 @triton.jit(do_not_specialize=["first_row", "rows", "seqlen_q", "seqlen_k", "q_blocks", "kv_blocks", "choices"])
 def _choose_kernel(
     p_scores,  # (B, Hq, rows, C) fp32 contiguous
@@ -199,6 +201,7 @@ def _choose_kernel(
     tl.store(p_bits + i_out * num_words + o_w, words, mask=o_w < num_words)
 
 
+@light_launch
 @triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "q_blocks", "kv_blocks", "capacity"])
 def _emit_kernel(
     p_bits,

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dynaxx.kernels.triton.light import light_launch
 from dynaxx.layout import BlockGrid
 
 
@@ -39,6 +40,7 @@ def _tile_logits(
     return tl.where(visible, logits, float("-inf"))
 
 
+@light_launch
 @triton.jit(do_not_specialize=["tiles_q", "tiles_k", "seqlen_k", "first_tile", "offset", "rows", "kv_blocks"])
 def _tile_mass_kernel(
     p_q,  # (B, Hq, M, E) contiguous

@@ -34,7 +34,7 @@ def quantised(x: Tensor, factor: float = 1.0) -> EightBits:
     """(..., T, D) fp32 in 8 bits, one step for T vectors, times `factor`."""
     largest = x.abs().amax((-2, -1)).clamp_(min=SMALLEST)
     levels = (x * (LEVELS / largest)[..., None, None]).round_()
-    return EightBits(levels.to(torch.int8), largest / LEVELS * factor)
+    return EightBits(levels.to(torch.int8), largest * (factor / LEVELS))
 
 
 def center_of(k: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ def int8_sums(queries: Tensor, keys: Tensor, hidden: Tensor) -> Tensor:
     bits = _products(levels.squeeze(-2), k8.levels.flatten(2, 3)).unflatten(-1, keys.shape[2:4])
     bits.unflatten(2, (-1, rows))[:, :, :, : len(hidden)].masked_fill_(hidden, NOTHING)
     best = bits.amax(-1)  # (B, Hk, G R, n)
-    slope = (steps[..., None] * k8.steps[:, :, None]).round_().clamp_(1.0, STEEPEST)
+    slope = (steps[..., None] * k8.steps[:, :, None]).clamp_(max=STEEPEST).round_().clamp_(min=1.0)
     least = best - (torch.full_like(best, RANGE << 23) >> slope.frexp().exponent)
     base = ((RANGE + 1) << 23) - best * slope.int()  # wraps, as the product below does
     bits.clamp_(min=least[..., None]).mul_(slope.int()[..., None]).add_(base[..., None])
