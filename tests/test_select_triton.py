@@ -233,10 +233,11 @@ def test_int8_scores(dtype):
 
 def assert_two_stages(device, shapes, dtype):
     """The kernels' scores of candidates, some rows at a time, beside those of torch."""
+    from dynaxx.kernels.candidates import Candidates
     from dynaxx.kernels.triton.int8_scores import int8_scores, quantised_keys
     from dynaxx.kernels.triton.query_scores import query_scores
     from dynaxx.selection.scorers.pooling import mean_tiles
-    from dynaxx.selection.scorers.query import Candidates, scores_of
+    from dynaxx.selection.scorers.query import scores_of
 
     for seqlen_q, seqlen_k, causal, block_size, (q_heads, kv_heads, dim) in shapes:
         q, k = (torch.randn(2, n, heads, dim).to(dtype) for n, heads in ((seqlen_q, q_heads), (seqlen_k, kv_heads)))

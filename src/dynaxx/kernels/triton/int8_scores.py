@@ -8,25 +8,21 @@ the block's largest product, a multiply-add that makes the bits of a float, and 
 Legend: R rows of q blocks, C kv blocks, N keys, D head_dim.
 """
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from dynaxx.kernels.candidates import Candidates
 from dynaxx.kernels.triton.config import padded
 from dynaxx.kernels.triton.eight_bits import nearest
 from dynaxx.kernels.triton.launch import strides, unit_stride
 from dynaxx.kernels.triton.light import light_launch
 from dynaxx.kernels.triton.query_scores import RUNTIME_SIZES, panels_of
 from dynaxx.layout import BlockGrid
-
-if TYPE_CHECKING:
-    from dynaxx.selection.scorers.query import Candidates
 
 LN_2 = tl.constexpr(math.log(2))
 LEVELS = tl.constexpr(127.0)

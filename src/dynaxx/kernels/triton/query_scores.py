@@ -7,23 +7,18 @@ log of the sum of the exponentials. All q heads of a group share the keys that w
 Legend: R rows of q blocks, C kv blocks, D head_dim, G q heads of a kv head.
 """
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from dynaxx.kernels.candidates import Candidates
 from dynaxx.kernels.triton.config import padded
 from dynaxx.kernels.triton.launch import strides, unit_stride
 from dynaxx.kernels.triton.light import light_launch
 from dynaxx.layout import BlockGrid
-
-if TYPE_CHECKING:
-    from dynaxx.selection.scorers.query import Candidates
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 RUNTIME_SIZES = ["rows", "first_row", "base", "first_panel", "panels", "panel", "slots", "seqlen_k", "kv_blocks",

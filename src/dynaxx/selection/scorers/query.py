@@ -6,11 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from dynaxx.kernels.candidates import Candidates
 from dynaxx.layout import BlockGrid
 from dynaxx.selection.scorers.base import MEMORY_BUDGET, Scorer, ScoreRows, per_kv_head, pieces
 from dynaxx.selection.scorers.eight_bits import center_of, int8_sums
@@ -22,13 +23,6 @@ SMALLEST = -80.0  # beside a best of 0: nothing in fp32, but its exp is no denor
 # (B, Hq, R, D) queries, (B, Hk, n, kv_block, D) fp32 keys, which keys of n blocks the first rows must not see
 # -> (B, Hq, R, n) log of the sum over each block's keys
 BlockSums = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-class Candidates(NamedTuple):
-    """The kv blocks that are looked at, for panels of q blocks in a row."""
-
-    blocks: Tensor  # (B, Hk, panels, slots) int32; -1 = empty slot, behind the others
-    panel: int  # q blocks per panel
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from dynaxx.kernels.candidates import Candidates
 from dynaxx.layout import BlockGrid
 from dynaxx.selection.scorers.base import MEMORY_BUDGET, Scorer, ScoreRows, pieces
 from dynaxx.selection.scorers.pooling import MinMax
-from dynaxx.selection.scorers.query import Candidates, MeanQuery
+from dynaxx.selection.scorers.query import MeanQuery
 from dynaxx.selection.scorers.tiles import tile_scores
 
 
