@@ -155,8 +155,8 @@ def _int8_scores_kernel(
             best = tl.max(product, 2)
             slope = tl.maximum(nearest(tl.minimum(q_step[:, None] * k_step[None, :], STEEPEST)), 1.0)
             least = best - ((RANGE * 8388608) >> ((slope.to(tl.int32, bitcast=True) >> 23) - 126))
-            base = best * -slope.to(tl.int32) + (RANGE + 1) * 8388608  # wraps, as the product below does
-            bits = tl.maximum(product, least[:, :, None]) * slope.to(tl.int32)[:, :, None] + base[:, :, None]
+            start = best * -slope.to(tl.int32) + (RANGE + 1) * 8388608  # wraps, as the product below does
+            bits = tl.maximum(product, least[:, :, None]) * slope.to(tl.int32)[:, :, None] + start[:, :, None]
             total = tl.sum(bits.to(tl.float32, bitcast=True), 2)  # beside the best, what is hidden is nothing in fp32
             score = (tl.log2(total) + best * slope / ONE - 120.0) * LN_2
             score = tl.where(best == NOTHING, float("-inf"), score)
