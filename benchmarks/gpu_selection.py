@@ -21,6 +21,8 @@ RULES = [
     dx.TopK(0.1),
     dx.TopK(0.1, per="head"),
     dx.TopK(0.1, dx.MeanQuery(precision="int8")),
+    dx.TopK(0.1, dx.TwoStage(0.4)),
+    dx.TopK(0.1, dx.TwoStage(0.4, dx.MeanQuery(precision="int8"))),
     dx.TopP(0.9),
     dx.Threshold(0.1),
     dx.TopK(0.1, dx.MeanPool()),
@@ -31,6 +33,8 @@ RULES = [
     dx.TopK(0.1, dx.LastQueryProbe()),
     dx.TopK(0.1, dx.AntiDiagonal()),
 ]
+LONG = [dx.TopK(256, scorer) for scorer in (dx.MeanQuery(), dx.MeanQuery(precision="int8"), dx.TwoStage(1024),
+                                            dx.TwoStage(1024, dx.MeanQuery(precision="int8")))]  # fmt: skip
 CLUSTERED = [dx.ClusterGlobals(1, clusters=64), dx.TopK(0.1, dx.KeyClusters())]  # torch code, not to be captured
 
 
@@ -113,8 +117,9 @@ def main():
             )
             print(rows[-1], flush=True)
     if args.million:
-        rows.append(million(args.block_size))
-        print(rows[-1])
+        for row in million(args.block_size):
+            rows.append(row)
+            print(row, flush=True)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {Q_HEADS} q / {KV_HEADS} kv heads, "
           f"head_dim {HEAD_DIM}, bf16, blocks of {args.block_size}, beside {PATTERN}")  # fmt: skip
     if args.json:
@@ -125,9 +130,24 @@ def million(block_size, seqlen=1 << 20):
     """One layer's attention of 1M tokens, beside what dense attention would take by its quadratic growth."""
     torch.cuda.empty_cache()
     q, k, v = inputs(seqlen)
-    rule = PATTERN | dx.TopK(256)
-    times, run = [], lambda: dx.sparse_attention(q, k, v, dx.select_blocks(q, k, rule, block_size=block_size))
-    peak = peak_of(run)
+    dense = dense_ms(*[x[:, : seqlen // 8].contiguous() for x in (q, k, v)]) * 64
+    for selector in LONG:
+        select = lambda: dx.select_blocks(q, k, PATTERN | selector, block_size=block_size)  # noqa: B023
+        run = lambda: dx.sparse_attention(q, k, v, select())  # noqa: B023
+        peak = peak_of(run)
+        yield {
+            "seqlen": seqlen,
+            "rule": repr(selector),
+            "density": round(select().density(), 5),
+            "select_ms": round(middle_of_three(select), 2),
+            "select_and_attend_ms": round(middle_of_three(run), 2),
+            "dense_ms_extrapolated": round(dense, 1),
+            "peak_MiB_beside_inputs": round(peak),
+        }
+
+
+def middle_of_three(run):
+    times = []
     for _ in range(3):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
@@ -135,16 +155,7 @@ def million(block_size, seqlen=1 << 20):
         end.record()
         torch.cuda.synchronize()
         times.append(begin.elapsed_time(end))
-    density = dx.select_blocks(q, k, rule, block_size=block_size).density()
-    some = [x[:, : seqlen // 8].contiguous() for x in (q, k, v)]
-    return {
-        "seqlen": seqlen,
-        "rule": repr(rule),
-        "density": round(density, 5),
-        "select_and_attend_ms": round(sorted(times)[1], 2),
-        "dense_ms_extrapolated": round(dense_ms(*some) * 64, 1),
-        "peak_MiB_beside_inputs": round(peak),
-    }
+    return sorted(times)[1]
 
 
 if __name__ == "__main__":
