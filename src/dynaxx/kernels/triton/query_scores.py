@@ -93,15 +93,15 @@ def _query_scores_kernel(
             o_n = first + tl.arange(0, BLOCK_N)
             inside = ((o_n >= 0) & (o_n < seqlen_k))[:, None] & m_d[None, :]
             b_k = tl.load(p_k + o_n.to(tl.int64)[:, None] * stride_kn + o_d[None, :], mask=inside, other=0.0)
-            logits = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * LOG2_E  # [BLOCK_M, BLOCK_N]
+            logits = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
             if first + BLOCK_N > shortest:
                 logits = tl.where(o_n[None, :] < end[:, None], logits, float("-inf"))
             o_c = first // KV_BLOCK + tl.arange(0, BLOCK_N // KV_BLOCK)
             blocks = tl.reshape(logits, [BLOCK_M, BLOCK_N // KV_BLOCK, KV_BLOCK])
             best = tl.max(blocks, 2)
             shift = tl.where(best == float("-inf"), 0.0, best)
-            total = tl.sum(tl.exp2(blocks - shift[:, :, None]), 2)
-            score = (shift + tl.log2(tl.where(total == 0, 1.0, total))) / LOG2_E
+            total = tl.sum(tl.exp2(blocks * LOG2_E - (shift * LOG2_E)[:, :, None]), 2)
+            score = shift + tl.log2(tl.where(total == 0, 1.0, total)) / LOG2_E
             score = tl.where(total == 0, float("-inf"), score)  # nothing is visible
             inside = m_m[:, None] & ((o_c >= 0) & (o_c < kv_blocks))[None, :]
             tl.store(p_scores + i_vector[:, None] * kv_blocks + o_c[None, :], score, mask=inside)
