@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dynaxx.kernels.triton.backward_dkv import sparse_attention_bwd_dkv_kernel
 from dynaxx.kernels.triton.backward_dq import sparse_attention_bwd_dq_kernel
-from dynaxx.kernels.triton.backward_rows import start_delta
+from dynaxx.kernels.triton.backward_rows import empty_rows, start_rows
 from dynaxx.kernels.triton.config import TMA_BLOCK, backward_dkv_tiles, backward_dq_tiles, padded
 from dynaxx.kernels.triton.launch import (
     layout_arguments,
@@ -23,6 +23,7 @@ from dynaxx.kernels.triton.launch import (
     steps_by_tma,
     strides,
     tile_rows,
+    tile_values,
     transposed_arguments,
     unit_stride,
 )
@@ -54,10 +55,10 @@ def attention_backward(
         return dq.zero_(), dk.zero_(), dv.zero_()
     do, q, k, v, out = (unit_stride(x) for x in (do, q, k, v, out))
     lse = lse.contiguous()
-    delta = torch.empty_like(lse)
-    repeated(start_delta, layout, (do, dlse, out, lse, delta))
-    repeated(_start_dq, layout, (do, q, k, v, lse, delta, dq), scale, softcap)
-    repeated(_start_dkv, layout, (do, q, k, v, lse, delta, dk, dv), scale, softcap)
+    row_lse, delta = empty_rows(lse), empty_rows(lse)
+    repeated(start_rows, layout, (do, dlse, out, lse, row_lse, delta))
+    repeated(_start_dq, layout, (do, q, k, v, row_lse, delta, dq), scale, softcap)
+    repeated(_start_dkv, layout, (do, q, k, v, row_lse, delta, dk, dv), scale, softcap)
     return dq, dk, dv
 
 
@@ -67,7 +68,7 @@ def _start_dq(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    lse: Tensor,
+    row_lse: Tensor,
     delta: Tensor,
     dq: Tensor,
     scale: float,
@@ -83,12 +84,12 @@ def _start_dq(
         tile_rows(q, tiles.block_m) if tma else q,
         tile_rows(k, tiles.block_n) if tma else k,
         tile_rows(v, tiles.block_n) if tma else v,
-        lse,
+        row_lse,
         delta,
         dq,
         order,
         *layout_arguments(layout),
-        **_shared(layout, do, q, k, v, scale, softcap),
+        **_shared(layout, do, q, k, v, delta, scale, softcap),
         ORDERED=ordered,
         TMA=tma,
         BLOCK_M=tiles.block_m,
@@ -106,7 +107,7 @@ def _start_dkv(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    lse: Tensor,
+    row_lse: Tensor,
     delta: Tensor,
     dk: Tensor,
     dv: Tensor,
@@ -121,12 +122,12 @@ def _start_dkv(
         tile_rows(q, tiles.block_m) if tma else q,
         tile_rows(k, tiles.block_n) if tma else k,
         tile_rows(v, tiles.block_n) if tma else v,
-        lse,
-        delta,
+        tile_values(row_lse, tiles.block_m) if tma else row_lse,
+        tile_values(delta, tiles.block_m) if tma else delta,
         dk,
         dv,
         *transposed_arguments(layout),
-        **_shared(layout, do, q, k, v, scale, softcap),
+        **_shared(layout, do, q, k, v, delta, scale, softcap),
         TMA=tma,
         PER_HEAD=q.dtype == torch.float32,
         BLOCK_M=tiles.block_m,
@@ -139,13 +140,21 @@ def _start_dkv(
 
 
 def _shared(
-    layout: BlockLayout, do: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None
+    layout: BlockLayout,
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    delta: Tensor,
+    scale: float,
+    softcap: float | None,
 ) -> dict[str, Any]:
     """What both kernels are given."""
     batch, seqlen_q, q_heads, head_dim = q.shape
     seqlen_k, kv_heads, head_dim_v = v.shape[1:]
     return {
         "seqlen_q": seqlen_q,
+        "padded_q": delta.shape[2],
         "seqlen_k": seqlen_k,
         "batch": batch,
         "q_heads": q_heads,

@@ -11,6 +11,7 @@ from dynaxx.kernels.triton.primitives import (
     BOUNDS,
     load_tile,
     row_entries,
+    started_tile,
     store_rows,
     tile_positions,
     visible_elements,
@@ -28,8 +29,8 @@ def _accumulate_dkv(
     do_rows,
     i_b,
     i_h,
-    p_lse,
-    p_delta,
+    row_lse,
+    row_delta,
     stride_qn,
     stride_don,
     seqlen_q,
@@ -62,7 +63,11 @@ def _accumulate_dkv(
         )
         b_q = load_tile(q_rows, i_b, i_h, start, offsets, stride_qn, seqlen_q, D, BLOCK_D, BLOCK_M, True, TMA)
         b_do = load_tile(do_rows, i_b, i_h, start, offsets, stride_don, seqlen_q, E, BLOCK_E, BLOCK_M, True, TMA)
-        lse, delta = load_row_values(p_lse, p_delta, start + offsets, seqlen_q)
+        if TMA:
+            lse = row_lse.load([i_b.to(tl.int32), i_h.to(tl.int32), start.to(tl.int32)]).reshape(BLOCK_M)
+            delta = row_delta.load([i_b.to(tl.int32), i_h.to(tl.int32), start.to(tl.int32)]).reshape(BLOCK_M)
+        else:
+            lse, delta = load_row_values(row_lse, row_delta, start + offsets, seqlen_q)
         scores = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
         scores, slope = cap_scores(scores, cap, CAPPED)
         weights = weights_of(scores, lse[None, :], scale, b_q.dtype == tl.float32)
@@ -86,8 +91,8 @@ def sparse_attention_bwd_dkv_kernel(
     q_rows,
     k_rows,
     v_rows,
-    p_lse,
-    p_delta,
+    row_lse,  # (B, Hq, seqlen_q padded) fp32, as `start_rows` leaves them
+    row_delta,
     p_dk,  # (B, M, Hk, D) contiguous
     p_dv,  # (B, M, Hk, E) contiguous
     p_indptr,
@@ -101,6 +106,7 @@ def sparse_attention_bwd_dkv_kernel(
     layout_stride_b,
     layout_stride_h,
     seqlen_q,
+    padded_q,
     seqlen_k,
     batch,
     q_heads,
@@ -135,16 +141,17 @@ def sparse_attention_bwd_dkv_kernel(
     """dk and dv of a tile of keys of one kv head."""
     SPLIT_N: tl.constexpr = KV_BLOCK // BLOCK_N
     kv_heads = q_heads // group_size
-    i_program = tl.program_id(0)
-    i_hk = (i_program % kv_heads).to(tl.int64)
-    i_b = (i_program // kv_heads % batch).to(tl.int64)
-    i_tile = i_program // (kv_heads * batch)  # the first keys are seen by most queries under a causal mask
+    kv_blocks = (seqlen_k + KV_BLOCK - 1) // KV_BLOCK
+    i_head, i_tile = started_tile(
+        tl.program_id(0), kv_blocks * SPLIT_N, batch * kv_heads
+    )  # the first keys are seen most
+    i_hk = (i_head % kv_heads).to(tl.int64)
+    i_b = (i_head // kv_heads).to(tl.int64)
     i_col = i_tile // SPLIT_N
     inner_k = i_tile % SPLIT_N * BLOCK_N + tl.arange(0, BLOCK_N)
     first_k = (i_col * KV_BLOCK + i_tile % SPLIT_N * BLOCK_N).to(tl.int64)
     o_k = tl.arange(0, BLOCK_N)
     pos_k = first_k + o_k
-    kv_blocks = (seqlen_k + KV_BLOCK - 1) // KV_BLOCK
     if not TMA:
         k_rows += i_b * stride_kb + i_hk * stride_kh
         v_rows += i_b * stride_vb + i_hk * stride_vh
@@ -156,10 +163,10 @@ def sparse_attention_bwd_dkv_kernel(
         i_h = i_hk * group_size + i_group
         lead = i_b * layout_stride_b + i_h * layout_stride_h
         start, partial, total = row_entries(p_indptr, p_num_partial, lead, i_col, kv_blocks, capacity)
-        row = (i_b * q_heads + i_h) * seqlen_q
-        if TMA:
-            q_head, do_head = q_rows, do_rows
-        else:
+        lse_head, delta_head, q_head, do_head = row_lse, row_delta, q_rows, do_rows
+        if not TMA:
+            row = (i_b * q_heads + i_h) * padded_q
+            lse_head, delta_head = row_lse + row, row_delta + row
             q_head = q_rows + i_b * stride_qb + i_h * stride_qh
             do_head = do_rows + i_b * stride_dob + i_h * stride_doh
         if PER_HEAD:
@@ -171,7 +178,7 @@ def sparse_attention_bwd_dkv_kernel(
             else:
                 first, count = start + partial, total - partial
             dk, dv = _accumulate_dkv(
-                dk, dv, b_k, b_v, inner_k, q_head, do_head, i_b, i_h, p_lse + row, p_delta + row,
+                dk, dv, b_k, b_v, inner_k, q_head, do_head, i_b, i_h, lse_head, delta_head,
                 stride_qn, stride_don, seqlen_q, scale, cap,
                 p_indices, p_codes, p_bits, p_bands, num_masks, first, count,
                 i_pass == 0, D, E, BLOCK_D, BLOCK_E, Q_BLOCK, KV_BLOCK, BLOCK_M, PRECISION, CAPPED, TMA,

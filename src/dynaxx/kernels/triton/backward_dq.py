@@ -12,11 +12,13 @@ from dynaxx.kernels.triton.primitives import (
     PARTIAL,
     load_tile,
     row_entries,
+    row_tiles,
     started_row,
+    started_tile,
     store_rows,
+    tile_of_pass,
     tile_positions,
     visible_elements,
-    whole_tiles,
 )
 
 
@@ -42,10 +44,12 @@ def _accumulate_dq(
     p_bits,
     p_bands,
     num_masks,
-    first,
-    count,
-    begin,
-    end,
+    start,
+    partial,
+    total,
+    partial_tiles,
+    whole,
+    tiles,
     MASKING: tl.constexpr,
     D: tl.constexpr,
     E: tl.constexpr,
@@ -58,17 +62,18 @@ def _accumulate_dq(
     CAPPED: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Add what tiles begin..end of the `count` blocks from entry `first` give."""
+    """Add what `tiles` tiles of the `total` blocks from entry `start` give, of which `partial` are partial."""
     WORDS: tl.constexpr = (KV_BLOCK + 31) // 32
-    for i_tile in range(begin, end):
-        start, offsets, inner_k, code = tile_positions(
+    for i_step in range(tiles):
+        first, count, i_tile, is_full = tile_of_pass(i_step, start, partial, total, partial_tiles, whole, MASKING)
+        first_k, offsets, inner_k, code = tile_positions(
             p_indices, p_codes, first, count, i_tile, seqlen_k, KV_BLOCK, BLOCK_N, MASKING
         )
         b_k = load_tile(
-            k_rows, i_b, i_hk, start, offsets, stride_kn, seqlen_k, D, BLOCK_D, BLOCK_N, MASKING != FULL, TMA
+            k_rows, i_b, i_hk, first_k, offsets, stride_kn, seqlen_k, D, BLOCK_D, BLOCK_N, MASKING == PARTIAL, TMA
         )
         b_v = load_tile(
-            v_rows, i_b, i_hk, start, offsets, stride_vn, seqlen_k, E, BLOCK_E, BLOCK_N, MASKING != FULL, TMA
+            v_rows, i_b, i_hk, first_k, offsets, stride_vn, seqlen_k, E, BLOCK_E, BLOCK_N, MASKING == PARTIAL, TMA
         )
         scores = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         scores, slope = cap_scores(scores, cap, CAPPED)
@@ -78,10 +83,9 @@ def _accumulate_dq(
                 code = code[None, :]
             r, c = inner_q[:, None], inner_k[None, :]
             visible = visible_elements(p_bits, p_bands, num_masks, code, r, c, Q_BLOCK, WORDS)
+            pos_k = first_k + offsets
+            visible = (visible | is_full) & ((pos_k >= 0) & (pos_k < seqlen_k))[None, :]
             weights = tl.where(visible, weights, 0.0)
-        if MASKING != FULL:
-            pos_k = start + offsets
-            weights = tl.where(((pos_k >= 0) & (pos_k < seqlen_k))[None, :], weights, 0.0)
         dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
         ds = weights * (dp - delta[:, None]) * slope
         dq = tl.dot(ds.to(b_k.dtype), b_k, dq, input_precision=PRECISION)
@@ -95,7 +99,7 @@ def sparse_attention_bwd_dq_kernel(
     q_rows,
     k_rows,
     v_rows,
-    p_lse,
+    p_lse,  # (B, Hq, padded_q) contiguous, fp32, as `start_rows` leaves them
     p_delta,
     p_dq,  # (B, N, Hq, D) contiguous
     p_order,
@@ -110,6 +114,7 @@ def sparse_attention_bwd_dq_kernel(
     layout_stride_b,
     layout_stride_h,
     seqlen_q,
+    padded_q,
     seqlen_k,
     batch,
     q_heads,
@@ -143,12 +148,11 @@ def sparse_attention_bwd_dq_kernel(
 ):
     """dq of a tile of queries of one head."""
     SPLIT_M: tl.constexpr = Q_BLOCK // BLOCK_M
-    i_program = tl.program_id(0)
-    i_h = (i_program % q_heads).to(tl.int64)
-    i_b = (i_program // q_heads % batch).to(tl.int64)
-    i_tile = i_program // (q_heads * batch)
-    lead = i_b * layout_stride_b + i_h * layout_stride_h
     q_blocks = (seqlen_q + Q_BLOCK - 1) // Q_BLOCK
+    i_head, i_tile = started_tile(tl.program_id(0), q_blocks * SPLIT_M, batch * q_heads, 16)
+    i_h = (i_head % q_heads).to(tl.int64)
+    i_b = (i_head // q_heads).to(tl.int64)
+    lead = i_b * layout_stride_b + i_h * layout_stride_h
     i_row = started_row(p_order, lead, i_tile // SPLIT_M, q_blocks, ORDERED)
     inner_q = i_tile % SPLIT_M * BLOCK_M + tl.arange(0, BLOCK_M)
     first_q = (i_row * Q_BLOCK + i_tile % SPLIT_M * BLOCK_M).to(tl.int64)
@@ -165,20 +169,14 @@ def sparse_attention_bwd_dq_kernel(
     head = i_b * q_heads + i_h
     b_q = load_tile(q_rows, i_b, i_h, first_q, o_q, stride_qn, seqlen_q, D, BLOCK_D, BLOCK_M, True, TMA)
     b_do = load_tile(do_rows, i_b, i_h, first_q, o_q, stride_don, seqlen_q, E, BLOCK_E, BLOCK_M, True, TMA)
-    lse, delta = load_row_values(p_lse + head * seqlen_q, p_delta + head * seqlen_q, pos_q, seqlen_q)
+    lse, delta = load_row_values(p_lse + head * padded_q, p_delta + head * padded_q, pos_q, seqlen_q)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    whole = whole_tiles(total - partial, seqlen_k, KV_BLOCK, BLOCK_N)
-    for MASKING in tl.static_range(3):
-        if MASKING == PARTIAL:
-            first, count, begin, end = start, partial, 0, tl.cdiv(partial * KV_BLOCK, BLOCK_N)
-        elif MASKING == FULL:
-            first, count, begin, end = start + partial, total - partial, 0, whole
-        else:
-            first, count = start + partial, total - partial
-            begin, end = whole, tl.cdiv((total - partial) * KV_BLOCK, BLOCK_N)
+    partial_tiles, whole, left = row_tiles(partial, total, seqlen_k, KV_BLOCK, BLOCK_N)
+    for MASKING in tl.static_range(2):
+        tiles = whole if MASKING == FULL else partial_tiles + left
         dq = _accumulate_dq(
             dq, b_q, b_do, lse, delta, inner_q, k_rows, v_rows, i_b, i_hk, stride_kn, stride_vn, seqlen_k, scale, cap,
-            p_indices, p_codes, p_bits, p_bands, num_masks, first, count, begin, end,
+            p_indices, p_codes, p_bits, p_bands, num_masks, start, partial, total, partial_tiles, whole, tiles,
             MASKING, D, E, BLOCK_D, BLOCK_E, Q_BLOCK, KV_BLOCK, BLOCK_N, PRECISION, CAPPED, TMA,
         )  # fmt: skip
     p_dq += (i_b * seqlen_q * q_heads + i_h) * D

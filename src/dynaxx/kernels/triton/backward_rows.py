@@ -1,6 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """What the backward kernels share: per query its lse and delta, weights again from scores, the slope of a cap."""
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -11,22 +12,22 @@ from dynaxx.kernels.triton.light import Launch, light_launch
 from dynaxx.kernels.triton.primitives import LOG2E, exp_rounded, load_rows, tanh
 from dynaxx.layout import BlockLayout
 
-DELTA_ROWS = 64
+ROWS_MULTIPLE = 128  # so that a block of queries has all its rows
+BLOCK_ROWS = 64
 
 
 @triton.jit
 def load_row_values(p_lse, p_delta, positions, seqlen):
-    """lse and delta; a query that sees nothing, or is none, gets lse = inf, so that its weights vanish."""
+    """lse and delta, as `start_rows` leaves them; a query that is none gets lse = inf, so that its weights vanish."""
     inside = (positions >= 0) & (positions < seqlen)
     lse = tl.load(p_lse + positions, mask=inside, other=float("inf"))
-    delta = tl.load(p_delta + positions, mask=inside, other=0.0)
-    return tl.where(lse == float("-inf"), float("inf"), lse), delta
+    return lse, tl.load(p_delta + positions, mask=inside, other=0.0)
 
 
 @triton.jit
 def weights_of(scores, lse, scale, EXACT: tl.constexpr):
-    """exp(scores * scale - lse); through base 2 at once, unless the rounding of both terms there would show."""
-    weights = exp_rounded(scores * scale - lse) if EXACT else tl.exp2(scores * (scale * LOG2E) - lse * LOG2E)
+    """exp(scores * scale - lse); in base 2, as lse is, unless the rounding of both terms there would show."""
+    weights = exp_rounded(scores * scale - lse) if EXACT else tl.exp2(scores * (scale * LOG2E) - lse)
     return weights
 
 
@@ -41,14 +42,16 @@ def cap_scores(scores, cap, CAPPED: tl.constexpr):
 
 
 @light_launch
-@triton.jit(do_not_specialize=["seqlen_q", "q_heads", "stride_dlb", "stride_dlh", "stride_dln"])
-def _sparse_attention_bwd_delta_kernel(
+@triton.jit(do_not_specialize=["seqlen_q", "padded_q", "q_heads", "stride_dlb", "stride_dlh", "stride_dln"])
+def _sparse_attention_bwd_rows_kernel(
     p_do,
     p_dlse,
     p_out,
     p_lse,
-    p_delta,  # (B, Hq, N) contiguous, fp32
+    p_row_lse,  # (B, Hq, padded_q) contiguous, fp32
+    p_delta,
     seqlen_q,
+    padded_q,
     q_heads,
     stride_dob,
     stride_don,
@@ -62,8 +65,9 @@ def _sparse_attention_bwd_delta_kernel(
     E: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    EXACT: tl.constexpr,
 ):
-    tiles = tl.cdiv(seqlen_q, BLOCK_M)
+    tiles = padded_q // BLOCK_M
     i_tile = tl.program_id(0) % tiles
     head = (tl.program_id(0) // tiles).to(tl.int64)
     i_b, i_h = head // q_heads, head % q_heads
@@ -73,23 +77,38 @@ def _sparse_attention_bwd_delta_kernel(
     b_out = load_rows(p_out + i_b * stride_ob + i_h * stride_oh, 0, pos_q, stride_on, seqlen_q, E, BLOCK_E)
     p_row = p_dlse + i_b * stride_dlb + i_h * stride_dlh + pos_q.to(tl.int64) * stride_dln
     dlse = tl.load(p_row, mask=inside, other=0.0).to(tl.float32)
-    lse = tl.load(p_lse + head * seqlen_q + pos_q, mask=inside, other=0.0)
+    lse = tl.load(p_lse + head * seqlen_q + pos_q, mask=inside, other=float("-inf"))
+    seen = lse != float("-inf")
     delta = tl.sum(b_do.to(tl.float32) * b_out.to(tl.float32), 1) - dlse
-    tl.store(p_delta + head * seqlen_q + pos_q, tl.where(lse == float("-inf"), 0.0, delta), mask=inside)
+    tl.store(p_delta + head * padded_q + pos_q, tl.where(seen, delta, 0.0))
+    row_lse = lse if EXACT else lse * LOG2E
+    tl.store(p_row_lse + head * padded_q + pos_q, tl.where(seen, row_lse, float("inf")))
 
 
-def start_delta(
-    layout: BlockLayout, do: Tensor, dlse: Tensor, out: Tensor, lse: Tensor, delta: Tensor
+def empty_rows(lse: Tensor) -> Tensor:
+    """Uninitialized, for a number per query: (B, Hq, N up to the next multiple of `ROWS_MULTIPLE`) fp32."""
+    batch, q_heads, seqlen_q = lse.shape
+    return lse.new_empty(batch, q_heads, -(-seqlen_q // ROWS_MULTIPLE) * ROWS_MULTIPLE)
+
+
+def start_rows(
+    layout: BlockLayout, do: Tensor, dlse: Tensor, out: Tensor, lse: Tensor, row_lse: Tensor, delta: Tensor
 ) -> Launch | None:
-    """delta (B, Hq, N) fp32 = rowsum(do * out) - dlse, and 0 for a query that sees nothing."""
+    """Fill `empty_rows`: lse in base 2, of fp32 inputs in base e, and delta = rowsum(do * out) - dlse.
+
+    For a query that sees nothing, and past the end, they are inf and 0: its weights and gradients vanish.
+    """
     batch, seqlen_q, q_heads = out.shape[:3]
-    started: Launch | None = _sparse_attention_bwd_delta_kernel[(-(-seqlen_q // DELTA_ROWS) * batch * q_heads,)](
+    padded_q = delta.shape[2]
+    started: Launch | None = _sparse_attention_bwd_rows_kernel[(padded_q // BLOCK_ROWS * batch * q_heads,)](
         do,
         dlse,
         out,
         lse,
+        row_lse,
         delta,
         seqlen_q=seqlen_q,
+        padded_q=padded_q,
         q_heads=q_heads,
         **strides("do", do),
         stride_dlb=dlse.stride(0),
@@ -98,6 +117,7 @@ def start_delta(
         **strides("o", out),
         E=do.shape[3],
         BLOCK_E=padded(do.shape[3]),
-        BLOCK_M=DELTA_ROWS,
+        BLOCK_M=BLOCK_ROWS,
+        EXACT=out.dtype == torch.float32,
     )
     return started

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, wraps
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -16,6 +16,8 @@ from dynaxx.kernels.triton.tuned import kind_of_launch, tuned_values
 
 INTERPRETER_SHARED_MEMORY = 1 << 20
 TMA_BLOCK = 64  # tokens of a block; smaller ones are gathered by addresses, which the copy unit does not do
+
+Loop = Literal["in turn", "ahead", "overlapped"]
 
 
 @dataclass(frozen=True)
@@ -54,14 +56,23 @@ def forward_tiles(
     wide = max(padded(head_dim), padded(head_dim_v))
     if dtype == torch.float32:  # no matrix unit multiplies exact fp32: the tiles live in registers
         tiles = Tiles(32 if wide <= 64 else 16, 32, 4, 1)
+    elif tma and wide <= 128:
+        tiles = Tiles(64, 64, 4, 2, 128) if wide <= 64 else Tiles(128, 64, 8, 2, 128)
     elif tma:
-        tiles = Tiles(64, 64, 4, 2, 128 if wide <= 64 else None) if wide <= 128 else Tiles(128, 64, 8, 2)
+        tiles = Tiles(128, 64, 8, 2)
     elif wide <= 64:
         tiles = Tiles(128, 128, 8, 3)
     else:
         tiles = Tiles(64, 64, 4, 2) if wide <= 128 else Tiles(64, 64, 8, 2)
     stay, move = padded(head_dim), padded(head_dim) + padded(head_dim_v)
     return _fit(tiles, block_size, dtype, stay, move, shared_memory(device), tma)
+
+
+def forward_loop(tiles: Tiles, head_dim: int, head_dim_v: int, tma: bool) -> Loop:
+    """The order of products, see `forward_row`: few warps on a multiprocessor must each overlap their own."""
+    if not tma or max(padded(head_dim), padded(head_dim_v)) > 128:
+        return "in turn"
+    return "ahead" if tiles.max_registers else "overlapped"
 
 
 @tunable
@@ -89,7 +100,7 @@ def backward_dkv_tiles(
     if dtype == torch.float32:
         tiles = Tiles(32, 32 if wide <= 64 else 16, 4, 1)
     elif tma:
-        tiles = Tiles(32, 64, 4, 3) if wide <= 128 else Tiles(64, 64, 8, 1)
+        tiles = Tiles(64, 64, 4, 2) if wide <= 128 else Tiles(64, 64, 8, 1)
     else:
         tiles = Tiles(32, 64, 4, 3) if wide <= 128 else Tiles(32, 64, 8, 1)
     both = padded(head_dim) + padded(head_dim_v)
@@ -111,7 +122,7 @@ def _fit(
     )
     wide = tma and stay >= 512 and tiles == asked  # its accumulators need the registers of eight warps
     if tiles.block_m * tiles.block_n <= 64 * 64 and not wide:
-        tiles = replace(tiles, num_warps=4)
+        tiles = replace(tiles, num_warps=4, max_registers=tiles.max_registers if tiles == asked else None)
     while (tiles.block_m * stay + tiles.num_stages * tiles.block_n * move) * dtype.itemsize > limit:
         if tiles.num_stages > 1:
             tiles = replace(tiles, num_stages=tiles.num_stages - 1)

@@ -1,9 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Block-sparse attention forward in Triton: one program per tile of BLOCK_M queries of one head.
 
-It walks the partial blocks of its row with their element masks, then the full blocks without, and keeps the running
-softmax in base 2. Programs start with the last rows, which are the longest under a causal mask, and with all heads of a
-row together, so that the heads of a group read the same keys from L2.
+It walks the partial blocks of its row with their element masks, then the full blocks without (`forward_row`), and keeps
+the running softmax in base 2.
 
 Shapes: B batch, N / M queries and keys, Hq / Hk query and kv heads, D / E head_dim of q, k and of v.
 """
@@ -13,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dynaxx.kernels.triton.config import TMA_BLOCK, forward_tiles, padded
+from dynaxx.kernels.triton.config import TMA_BLOCK, forward_loop, forward_tiles, padded
+from dynaxx.kernels.triton.forward_row import attend, attend_ahead, entry_ahead
 from dynaxx.kernels.triton.launch import (
     RUNTIME_SIZES,
     layout_arguments,
@@ -27,98 +27,16 @@ from dynaxx.kernels.triton.launch import (
 from dynaxx.kernels.triton.light import Launch, light_launch
 from dynaxx.kernels.triton.primitives import (
     FULL,
-    LOG2E,
     PARTIAL,
-    exp_rounded,
     load_tile,
     row_entries,
+    row_tiles,
     started_row,
+    started_tile,
     store_rows,
-    tanh,
-    tile_positions,
-    visible_elements,
-    whole_tiles,
 )
 from dynaxx.kernels.triton.repeat import repeated
 from dynaxx.layout import BlockLayout
-
-
-@triton.jit
-def _attend(
-    acc,  # [BLOCK_M, BLOCK_E] fp32, sum of p @ v
-    row_max,  # [BLOCK_M] fp32, of the unscaled scores
-    row_sum,  # [BLOCK_M] fp32
-    b_q,  # [BLOCK_M, BLOCK_D]
-    inner_q,  # [BLOCK_M], positions in the q block
-    k_rows,  # of this kv head: a pointer, or of all under TMA: a descriptor
-    v_rows,
-    i_b,
-    i_hk,
-    stride_kn,
-    stride_vn,
-    seqlen_k,
-    scale,  # > 0
-    cap,  # softcap / scale
-    p_indices,
-    p_codes,
-    p_bits,
-    p_bands,
-    num_masks,
-    first,
-    count,
-    begin,
-    end,
-    MASKING: tl.constexpr,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    Q_BLOCK: tl.constexpr,
-    KV_BLOCK: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
-    CAPPED: tl.constexpr,
-    TMA: tl.constexpr,
-):
-    """Attend to tiles begin..end of the `count` blocks from entry `first`."""
-    WORDS: tl.constexpr = (KV_BLOCK + 31) // 32
-    scale_log2 = scale * LOG2E
-    for i_tile in range(begin, end):
-        start, offsets, inner_k, code = tile_positions(
-            p_indices, p_codes, first, count, i_tile, seqlen_k, KV_BLOCK, BLOCK_N, MASKING
-        )
-        b_k = load_tile(
-            k_rows, i_b, i_hk, start, offsets, stride_kn, seqlen_k, D, BLOCK_D, BLOCK_N, MASKING != FULL, TMA
-        )
-        scores = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
-        if CAPPED:
-            scores = cap * tanh(scores / cap)
-        if MASKING == PARTIAL:
-            if BLOCK_N > KV_BLOCK:
-                code = code[None, :]
-            r, c = inner_q[:, None], inner_k[None, :]
-            visible = visible_elements(p_bits, p_bands, num_masks, code, r, c, Q_BLOCK, WORDS)
-            scores = tl.where(visible, scores, float("-inf"))
-        if MASKING != FULL:
-            pos_k = start + offsets
-            scores = tl.where(((pos_k >= 0) & (pos_k < seqlen_k))[None, :], scores, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(scores, 1))
-        shift = new_max
-        if MASKING != FULL:
-            shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        if b_q.dtype == tl.float32:  # the rounding of two products that nearly cancel would show
-            rescale = exp_rounded((row_max - shift) * scale)
-            weights = exp_rounded((scores - shift[:, None]) * scale)
-        else:
-            rescale = tl.exp2((row_max - shift) * scale_log2)
-            weights = tl.exp2(scores * scale_log2 - (shift * scale_log2)[:, None])
-        row_sum = row_sum * rescale + tl.sum(weights, 1)
-        row_max = new_max
-        b_v = load_tile(
-            v_rows, i_b, i_hk, start, offsets, stride_vn, seqlen_k, E, BLOCK_E, BLOCK_N, MASKING != FULL, TMA
-        )
-        acc = tl.dot(weights.to(b_v.dtype), b_v, acc * rescale[:, None], input_precision=PRECISION)
-    return acc, row_max, row_sum
 
 
 @light_launch
@@ -168,14 +86,14 @@ def _sparse_attention_fwd_kernel(
     CAPPED: tl.constexpr,
     ORDERED: tl.constexpr,
     TMA: tl.constexpr,
+    LOOP: tl.constexpr,
 ):
     SPLIT_M: tl.constexpr = Q_BLOCK // BLOCK_M
-    i_program = tl.program_id(0)
-    i_h = (i_program % q_heads).to(tl.int64)
-    i_b = (i_program // q_heads % batch).to(tl.int64)
-    i_tile = i_program // (q_heads * batch)
-    lead = i_b * layout_stride_b + i_h * layout_stride_h
     q_blocks = (seqlen_q + Q_BLOCK - 1) // Q_BLOCK
+    i_head, i_tile = started_tile(tl.program_id(0), q_blocks * SPLIT_M, batch * q_heads, 16)
+    i_h = (i_head % q_heads).to(tl.int64)
+    i_b = (i_head // q_heads).to(tl.int64)
+    lead = i_b * layout_stride_b + i_h * layout_stride_h
     i_row = started_row(p_order, lead, i_tile // SPLIT_M, q_blocks, ORDERED)
     inner_q = i_tile % SPLIT_M * BLOCK_M + tl.arange(0, BLOCK_M)
     first_q = (i_row * Q_BLOCK + i_tile % SPLIT_M * BLOCK_M).to(tl.int64)
@@ -194,20 +112,34 @@ def _sparse_attention_fwd_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
-    whole = whole_tiles(total - partial, seqlen_k, KV_BLOCK, BLOCK_N)
-    for MASKING in tl.static_range(3):
-        if MASKING == PARTIAL:
-            first, count, begin, end = start, partial, 0, tl.cdiv(partial * KV_BLOCK, BLOCK_N)
-        elif MASKING == FULL:
-            first, count, begin, end = start + partial, total - partial, 0, whole
-        else:
-            first, count = start + partial, total - partial
-            begin, end = whole, tl.cdiv((total - partial) * KV_BLOCK, BLOCK_N)
-        acc, row_max, row_sum = _attend(
-            acc, row_max, row_sum, b_q, inner_q, k_rows, v_rows, i_b, i_hk, stride_kn, stride_vn, seqlen_k, scale, cap,
-            p_indices, p_codes, p_bits, p_bands, num_masks, first, count, begin, end,
-            MASKING, D, E, BLOCK_D, BLOCK_E, Q_BLOCK, KV_BLOCK, BLOCK_N, PRECISION, CAPPED, TMA,
-        )  # fmt: skip
+    partial_tiles, whole, left = row_tiles(partial, total, seqlen_k, KV_BLOCK, BLOCK_N)
+    masked = partial_tiles + left
+    if LOOP == "in turn":
+        for MASKING in tl.static_range(2):
+            tiles = whole if MASKING == FULL else masked
+            acc, row_max, row_sum = attend(
+                acc, row_max, row_sum, b_q, inner_q, k_rows, v_rows, i_b, i_hk, stride_kn, stride_vn,
+                seqlen_k, scale, cap, p_indices, p_codes, p_bits, p_bands, num_masks,
+                start, partial, total, partial_tiles, whole, tiles,
+                MASKING, D, E, BLOCK_D, BLOCK_E, Q_BLOCK, KV_BLOCK, BLOCK_N, PRECISION, CAPPED, TMA,
+            )  # fmt: skip
+    elif masked + whole > 0:
+        b, hk = i_b.to(tl.int32), i_hk.to(tl.int32)
+        entry, part = entry_ahead(0, start, partial_tiles, left, whole, PARTIAL, KV_BLOCK, BLOCK_N)
+        first_k = tl.load(p_indices + entry) * KV_BLOCK + part
+        entry, part = entry_ahead(
+            tl.minimum(1, masked + whole - 1), start, partial_tiles, left, whole, PARTIAL, KV_BLOCK, BLOCK_N
+        )
+        next_block = tl.load(p_indices + entry)
+        scores = tl.dot(b_q, tl.trans(k_rows.load([b, hk, first_k, 0]).reshape(BLOCK_N, BLOCK_D)))
+        for MASKING in tl.static_range(2):
+            begin, end = (masked, masked + whole) if MASKING == FULL else (0, masked)
+            acc, scores, first_k, next_block, row_max, row_sum = attend_ahead(
+                acc, scores, first_k, next_block, row_max, row_sum, b_q, inner_q, k_rows, v_rows, b, hk,
+                seqlen_k, scale, cap, p_indices, p_codes, p_bits, p_bands, num_masks,
+                start, partial_tiles, left, whole, begin, end,
+                MASKING, BLOCK_D, BLOCK_E, Q_BLOCK, KV_BLOCK, BLOCK_N, CAPPED, LOOP == "overlapped",
+            )  # fmt: skip
 
     empty = row_sum == 0
     row_sum = tl.where(empty, 1.0, row_sum)
@@ -272,6 +204,7 @@ def _start_forward(
         CAPPED=softcap is not None,
         ORDERED=ordered,
         TMA=tma,
+        LOOP=forward_loop(tiles, head_dim, head_dim_v, tma),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         maxnreg=tiles.max_registers,

@@ -21,6 +21,7 @@ RUNTIME_SIZES = [
     "layout_stride_b",
     "layout_stride_h",
     "seqlen_q",
+    "padded_q",
     "seqlen_k",
     "batch",
     "q_heads",
@@ -69,6 +70,17 @@ def tile_rows(x: Tensor, rows: int) -> TensorDescriptor:
 @lru_cache(maxsize=4096)
 def _tile_rows(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, rows: int) -> TensorDescriptor:
     return as_template(TensorDescriptor(nowhere(dtype), *heads_apart(shape, strides), [1, 1, rows, padded(shape[3])]))
+
+
+def tile_values(x: Tensor, rows: int) -> TensorDescriptor:
+    """A descriptor of (B, H, N) fp32, contiguous with N a multiple of 4, that loads `rows` numbers of one head."""
+    return rebased(_tile_values(x.shape, rows), x)
+
+
+@lru_cache(maxsize=4096)
+def _tile_values(shape: torch.Size, rows: int) -> TensorDescriptor:
+    steps = [shape[1] * shape[2], shape[2], 1]
+    return as_template(TensorDescriptor(nowhere(torch.float32), list(shape), steps, [1, 1, rows]))
 
 
 def heads_apart(shape: torch.Size, strides: tuple[int, ...]) -> tuple[list[int], list[int]]:

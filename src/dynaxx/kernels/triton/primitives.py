@@ -14,7 +14,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 # The passes over a row, in order.
 PARTIAL = tl.constexpr(0)  # what the element masks of the partial blocks show
 FULL = tl.constexpr(1)  # every pair of the tile is visible
-BOUNDS = tl.constexpr(2)  # every pair within the lengths is: the last full block
+BOUNDS = tl.constexpr(2)  # every pair within the lengths is: the last full block; or taken along with the partial ones
 
 
 @triton.jit
@@ -25,6 +25,18 @@ def row_entries(p_indptr, p_num_partial, lead, i_row, num_rows, capacity):
     count = tl.minimum(tl.maximum(tl.load(p_indptr + at + 1), start), capacity) - start
     partial = tl.load(p_num_partial + lead.to(tl.int64) * num_rows + i_row)
     return start, tl.minimum(tl.maximum(partial, 0), count), count
+
+
+@triton.jit
+def started_tile(i_program, tiles, heads, SPAN: tl.constexpr):
+    """Head and rank of the tile that a program takes: `SPAN` tiles of a head, those of the next, then the next ones.
+
+    Programs at a time then read few heads, whose keys stay in L2, and the longest rows of all heads still start first.
+    """
+    begin = i_program // (SPAN * heads) * SPAN
+    rest = i_program - begin * heads
+    span = tl.minimum(SPAN, tiles - begin)
+    return rest // span, begin + rest % span
 
 
 @triton.jit
@@ -77,6 +89,28 @@ def whole_tiles(count, seqlen, BLOCK: tl.constexpr, TILE: tl.constexpr):
     """How many tiles of `count` full blocks lie within the sequence for sure: all but those of the last block."""
     tiles = tl.cdiv(count * BLOCK, TILE) - (BLOCK + TILE - 1) // TILE
     return tl.where(seqlen < BLOCK, 0, tl.maximum(tiles, 0))
+
+
+@triton.jit
+def row_tiles(partial, total, seqlen, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """Tiles of the partial blocks, tiles of full blocks that end within the sequence for sure, and the other tiles."""
+    tiles = tl.cdiv((total - partial) * BLOCK, TILE)
+    whole = tl.where(seqlen % BLOCK == 0, tiles, whole_tiles(total - partial, seqlen, BLOCK, TILE))
+    return tl.cdiv(partial * BLOCK, TILE), whole, tiles - whole
+
+
+@triton.jit
+def tile_of_pass(i_tile, start, partial, total, partial_tiles, whole, MASKING: tl.constexpr):
+    """Of tile `i_tile` of a pass: first entry and number of the blocks it is from, its number there, and if it is full.
+
+    The pass PARTIAL takes the tiles that FULL leaves after its own.
+    """
+    if MASKING == FULL:
+        return start + partial, total - partial, i_tile, True
+    is_full = i_tile >= partial_tiles
+    first = tl.where(is_full, start + partial, start)
+    count = tl.where(is_full, total - partial, partial)
+    return first, count, tl.where(is_full, i_tile - partial_tiles + whole, i_tile), is_full
 
 
 @triton.jit

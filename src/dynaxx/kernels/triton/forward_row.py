@@ -1,0 +1,196 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""The loop of the forward kernel over the tiles of its row, in three orders; see `forward`.
+
+`attend` takes one tile of keys after the other: scores, softmax, weights times v. `attend_ahead` is for tiles that come
+by TMA: it begins with the softmax of a tile and ends with the scores of the next one. Triton asks for the tiles of the
+next step at the end of a step, which there is before a softmax, not before the scores, so that they come while it runs.
+OVERLAPPED, the weights are multiplied with v after the next scores, and on Hopper while the next softmax runs.
+"""
+
+import triton
+import triton.language as tl
+
+from dynaxx.kernels.triton.primitives import (
+    LOG2E,
+    PARTIAL,
+    exp_rounded,
+    load_tile,
+    tanh,
+    tile_of_pass,
+    tile_positions,
+    visible_elements,
+)
+
+
+@triton.jit
+def _softmax_step(scores, row_max, row_sum, scale, MASKING: tl.constexpr, EXACT: tl.constexpr):
+    """Weights [BLOCK_M, BLOCK_N] of a tile, the factor for all sums so far, the new maximum and sum of each row."""
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    shift = new_max
+    if MASKING == PARTIAL:
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    if EXACT:  # fp32: the rounding of two products that nearly cancel would show
+        rescale = exp_rounded((row_max - shift) * scale)
+        weights = exp_rounded((scores - shift[:, None]) * scale)
+    else:
+        scale_log2 = scale * LOG2E
+        rescale = tl.exp2((row_max - shift) * scale_log2)
+        weights = tl.exp2(scores * scale_log2 - (shift * scale_log2)[:, None])
+    return weights, rescale, new_max, row_sum * rescale + tl.sum(weights, 1)
+
+
+@triton.jit
+def attend(
+    acc,  # [BLOCK_M, BLOCK_E] fp32, sum of p @ v
+    row_max,  # [BLOCK_M] fp32, of the unscaled scores
+    row_sum,  # [BLOCK_M] fp32
+    b_q,  # [BLOCK_M, BLOCK_D]
+    inner_q,  # [BLOCK_M], positions in the q block
+    k_rows,  # of this kv head: a pointer, or of all under TMA: a descriptor
+    v_rows,
+    i_b,
+    i_hk,
+    stride_kn,
+    stride_vn,
+    seqlen_k,
+    scale,  # > 0
+    cap,  # softcap / scale
+    p_indices,
+    p_codes,
+    p_bits,
+    p_bands,
+    num_masks,
+    start,
+    partial,
+    total,
+    partial_tiles,
+    whole,
+    tiles,
+    MASKING: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    Q_BLOCK: tl.constexpr,
+    KV_BLOCK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+    CAPPED: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """Attend to the `tiles` tiles of a pass over the `total` blocks from entry `start`, of which `partial` are so."""
+    WORDS: tl.constexpr = (KV_BLOCK + 31) // 32
+    for i_step in range(tiles):
+        first, count, i_tile, is_full = tile_of_pass(i_step, start, partial, total, partial_tiles, whole, MASKING)
+        first_k, offsets, inner_k, code = tile_positions(
+            p_indices, p_codes, first, count, i_tile, seqlen_k, KV_BLOCK, BLOCK_N, MASKING
+        )
+        b_k = load_tile(
+            k_rows, i_b, i_hk, first_k, offsets, stride_kn, seqlen_k, D, BLOCK_D, BLOCK_N, MASKING == PARTIAL, TMA
+        )
+        scores = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        if CAPPED:
+            scores = cap * tanh(scores / cap)
+        if MASKING == PARTIAL:
+            if BLOCK_N > KV_BLOCK:
+                code = code[None, :]
+            r, c = inner_q[:, None], inner_k[None, :]
+            visible = visible_elements(p_bits, p_bands, num_masks, code, r, c, Q_BLOCK, WORDS)
+            pos_k = first_k + offsets
+            visible = (visible | is_full) & ((pos_k >= 0) & (pos_k < seqlen_k))[None, :]
+            scores = tl.where(visible, scores, float("-inf"))
+        weights, rescale, row_max, row_sum = _softmax_step(
+            scores, row_max, row_sum, scale, MASKING, b_q.dtype == tl.float32
+        )
+        b_v = load_tile(
+            v_rows, i_b, i_hk, first_k, offsets, stride_vn, seqlen_k, E, BLOCK_E, BLOCK_N, MASKING == PARTIAL, TMA
+        )
+        acc = tl.dot(weights.to(b_v.dtype), b_v, acc * rescale[:, None], input_precision=PRECISION)
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def entry_ahead(
+    i_step, start, partial_tiles, left, whole, MASKING: tl.constexpr, KV_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Entry of the layout that tile `i_step` of both passes is of, PARTIAL and then FULL, and where in the block."""
+    SPLIT: tl.constexpr = KV_BLOCK // BLOCK_N
+    i_tile = i_step - left
+    if MASKING == PARTIAL:
+        i_tile = tl.where(i_step < partial_tiles + left, i_step + whole, i_tile)
+        i_tile = tl.where(i_step < partial_tiles, i_step, i_tile)
+    return start + i_tile // SPLIT, i_tile % SPLIT * BLOCK_N
+
+
+@triton.jit
+def attend_ahead(
+    acc,  # as in `attend`
+    scores,  # [BLOCK_M, BLOCK_N] of the first tile
+    first_k,  # where it lies
+    next_block,  # the block of the second
+    row_max,
+    row_sum,
+    b_q,
+    inner_q,
+    k_rows,  # descriptors of (B, Hk, M, D) and (B, Hk, M, E)
+    v_rows,
+    i_b,
+    i_hk,
+    seqlen_k,
+    scale,
+    cap,
+    p_indices,
+    p_codes,
+    p_bits,
+    p_bands,
+    num_masks,
+    start,
+    partial_tiles,
+    left,
+    whole,
+    begin,
+    end,
+    MASKING: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    Q_BLOCK: tl.constexpr,
+    KV_BLOCK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CAPPED: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    """Attend to tiles begin..end of both passes, and return the scores of the tile after them, or of the last again."""
+    WORDS: tl.constexpr = (KV_BLOCK + 31) // 32
+    last = partial_tiles + left + whole - 1
+    for i_step in range(begin, end):
+        if CAPPED:
+            scores = cap * tanh(scores / cap)
+        if MASKING == PARTIAL:
+            entry, part = entry_ahead(i_step, start, partial_tiles, left, whole, MASKING, KV_BLOCK, BLOCK_N)
+            o_k = tl.arange(0, BLOCK_N)
+            r, c = inner_q[:, None], (part + o_k)[None, :]
+            code = tl.load(p_codes + entry)
+            visible = visible_elements(p_bits, p_bands, num_masks, code, r, c, Q_BLOCK, WORDS)
+            inside = (first_k + o_k >= 0) & (first_k + o_k < seqlen_k)
+            visible = (visible | (i_step >= partial_tiles)) & inside[None, :]
+            scores = tl.where(visible, scores, float("-inf"))
+        weights, rescale, row_max, row_sum = _softmax_step(scores, row_max, row_sum, scale, MASKING, False)
+        v_k = first_k
+        if not OVERLAPPED:
+            acc = acc * rescale[:, None]
+            b_v = v_rows.load([i_b, i_hk, v_k, 0]).reshape(BLOCK_N, BLOCK_E)
+            acc = tl.dot(weights.to(b_v.dtype), b_v, acc)
+        entry, part = entry_ahead(
+            tl.minimum(i_step + 1, last), start, partial_tiles, left, whole, MASKING, KV_BLOCK, BLOCK_N
+        )
+        first_k = next_block * KV_BLOCK + part
+        entry, part = entry_ahead(
+            tl.minimum(i_step + 2, last), start, partial_tiles, left, whole, MASKING, KV_BLOCK, BLOCK_N
+        )
+        next_block = tl.load(p_indices + entry)
+        b_k = k_rows.load([i_b, i_hk, first_k, 0]).reshape(BLOCK_N, BLOCK_D)
+        scores = tl.dot(b_q, tl.trans(b_k))
+        if OVERLAPPED:
+            b_v = v_rows.load([i_b, i_hk, v_k, 0]).reshape(BLOCK_N, BLOCK_E)
+            acc = tl.dot(weights.to(b_v.dtype), b_v, acc * rescale[:, None])
+    return acc, scores, first_k, next_block, row_max, row_sum
