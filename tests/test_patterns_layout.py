@@ -103,6 +103,28 @@ def test_lengths_in_turn():
             assert torch.equal(found, want & (at[None] <= at[:, None]) if causal else want), (seqlen, causal)
 
 
+class OnGpu(BlockLayout):
+    """Says that it lies on a GPU, so that nobody reads how many of its slots are used."""
+
+    device = property(lambda self: torch.device("cuda"))
+
+
+@pytest.mark.parametrize("junk", [0, -1, 10**6])
+def test_transposed_of_unused_slots(junk):
+    rules = (dx.SlidingWindow(50) | dx.GlobalTokens(3), dx.RandomBlocks(2, seed=1), dx.Strided(7))
+    heads = BlockLayout.stack_heads([rule.layout(200, 230, block_size=(32, 16)) for rule in rules])
+    for layout in (heads, heads.head_slice([0])):
+        sizes = {name: getattr(layout, name) for name in ("seqlen_q", "seqlen_k", "block_size", "masks")}
+        offsets = {name: getattr(layout, name) for name in ("kv_indptr", "kv_num_partial")}
+        more = lambda x: torch.cat([x, torch.full((9,), junk, dtype=torch.int32)])
+        there = OnGpu(**sizes, **offsets, kv_indices=more(layout.kv_indices), kv_masks=more(layout.kv_masks)).transposed
+        here = layout.transposed
+        assert torch.equal(there.q_indptr, here.q_indptr)
+        assert torch.equal(there.q_num_partial, here.q_num_partial)
+        assert torch.equal(there.q_indices[: layout.nnz], here.q_indices)
+        assert torch.equal(there.q_masks[: layout.nnz], here.q_masks)
+
+
 def test_transposed_lists_the_same_blocks():
     layout = (dx.SlidingWindow(50) | dx.GlobalTokens(3)).layout(200, 230, block_size=(32, 16))
     lead, cols, codes = layout.entries()

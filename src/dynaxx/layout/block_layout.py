@@ -373,38 +373,32 @@ class BlockLayout:
 
         A layout on a GPU is not read back: all slots up to the capacity are sorted, the unused ones to the end.
         """
-        used, lead, cols, codes = self._slots()
-        head, row = lead // max(1, self.q_blocks), lead % max(1, self.q_blocks)
-        shape = (self.layout_batch, self.layout_heads, self.kv_blocks)
-        num = self.layout_batch * self.layout_heads * self.kv_blocks
-        lead = torch.where(used, head * self.kv_blocks + cols, num)  # unused slots belong to a row of their own
-        full = (codes == FULL).long()
-        order = ((lead * 2 + full) * max(1, self.q_blocks) + row).argsort()
-        ones = torch.zeros(2, num + 1, dtype=torch.int64, device=self.device)
-        ones[0].index_add_(0, lead, torch.ones_like(lead))
-        ones[1].index_add_(0, lead, 1 - full)
-        counts, partial = ones[:, :num].view(2, *shape)
-        return TransposedLayout(
-            q_indptr=row_offsets(counts),
-            q_num_partial=partial.to(torch.int32),
-            q_indices=row[order].to(torch.int32),
-            q_masks=codes[order].to(torch.int32),
-        )
-
-    def _slots(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Whether each slot of `kv_indices` is used, and its flat row, kv block and code, 0 where it is not.
-
-        Each (nnz,), and on a GPU (capacity,), since only the device knows nnz there.
-        """
-        if self.device.type == "cpu":
-            lead, cols, codes = self.entries()
-            return torch.ones_like(lead, dtype=torch.bool), lead, cols, codes
-        slots = torch.arange(self.kv_indices.numel(), device=self.device, dtype=torch.int32)
+        heads = self.layout_batch * self.layout_heads
+        lines = heads * self.kv_blocks
         ends = self.kv_indptr[..., 1:].flatten().contiguous()
-        lead = torch.searchsorted(ends, slots, right=True)
-        used = lead < ends.numel()
-        zero = lambda x: torch.where(used, x.long(), 0)
-        return used, zero(lead), zero(self.kv_indices), zero(self.kv_masks)
+        size = vars(self).get("nnz", self.nnz if self.device.type == "cpu" else self.kv_indices.numel())
+        slots = torch.arange(size, device=ends.device, dtype=torch.int32)
+        rows = torch.searchsorted(ends, slots, right=True, out_int32=True)
+        cols, codes = self.kv_indices[:size], self.kv_masks[:size]
+        unused = None if "nnz" in vars(self) else rows >= ends.numel()
+        if heads > 1:
+            head = rows // max(1, self.q_blocks)
+            cols = cols + head * self.kv_blocks
+            rows = rows - head * self.q_blocks
+        place = cols * 2 + (codes == FULL)
+        if unused is not None:
+            place = place.masked_fill(unused, 2 * lines)
+        place, order = place.sort(stable=True)  # slots go by rows, and so do those of one place
+        edges = torch.arange(2 * lines + 1, device=ends.device, dtype=torch.int32)
+        starts = torch.searchsorted(place, edges, out_int32=True)  # of partial and of full blocks in turn
+        shape = (self.layout_batch, self.layout_heads, self.kv_blocks)
+        steps = (2 * self.layout_heads * self.kv_blocks, 2 * self.kv_blocks, 2)
+        return TransposedLayout(
+            q_indptr=starts.as_strided((*shape[:2], shape[2] + 1), steps).contiguous(),
+            q_num_partial=(starts[1::2] - starts[:-1:2]).view(shape),
+            q_indices=rows[order],
+            q_masks=codes[order],
+        )
 
     def __repr__(self) -> str:
         return (
