@@ -11,6 +11,7 @@ from dynaxx.layout import BlockLayout, CuSeqlens, PackedLayout
 from dynaxx.ops.checks import check_inputs, check_packed, check_sinks
 from dynaxx.ops.dispatch import backend_for, check_name, load_backend, score_options
 from dynaxx.ops.library import attention_forward, is_traced, layout_tensors
+from dynaxx.ops.once import first_derivative_only
 from dynaxx.ops.sinks import add_sinks
 
 
@@ -96,12 +97,11 @@ def sparse_attention(
         ValueError, TypeError: inputs that do not fit together.
         UnsupportedInputError: no backend, or not the named one, can serve; with the reasons of each.
     """
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    packed = q.ndim == 3 and isinstance(layout, PackedLayout)
+    packed = isinstance(layout, PackedLayout) and q.ndim == 3
     if packed or cu_seqlens_q is not None or cu_seqlens_k is not None:
         check_packed(q, k, v, layout, cu_seqlens_q, cu_seqlens_k)
         q, k, v = q[None], k[None], v[None]
-    softcap = None if softcap is None else float(softcap)
+    scale, softcap = (None if x is None else float(x) for x in (scale, softcap))
     out, lse = _attend(q, k, v, layout, scale, softcap, backend)
     if sinks is not None:
         check_sinks(sinks, q)
@@ -112,15 +112,17 @@ def sparse_attention(
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float, softcap: float | None, backend: str
+    q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float | None, softcap: float | None, backend: str
 ) -> tuple[Tensor, Tensor]:
     """Check, choose and call: the backend itself, or its registered op where something traces."""
     if is_traced(q):
         check_name(backend)
         needs_grad = check_inputs(q, k, v, layout, softcap=softcap, values=False).needs_grad
-        tensors = layout_tensors(layout, q)
+        tensors, scale = layout_tensors(layout, q), q.shape[-1] ** -0.5 if scale is None else scale
         return attention_forward(q, k, v, tensors, *layout.block_size, scale, softcap, backend, needs_grad)
     name, needs_grad = backend_for(q, k, v, layout, softcap, backend)
+    q, k, v = (x.resolve_neg() for x in (q, k, v))  # kernels read memory, which a view of the negative shares
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
     if name == "reference" or not needs_grad:
         return load_backend(name).attention_forward(q, k, v, layout, scale, **score_options(softcap))
     return _SparseAttention.apply(q, k, v, layout, scale, softcap, name)
@@ -147,8 +149,10 @@ class _SparseAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx: Any, do: Tensor, dlse: Tensor) -> Any:
         q, k, v, out, lse = ctx.saved_tensors
         backend = load_backend(ctx.name)
+        do, dlse = do.resolve_neg(), dlse.resolve_neg()
         grads = backend.attention_backward(do, dlse, q, k, v, out, lse, ctx.layout, ctx.scale, **ctx.options)
         return *grads, None, None, None, None

@@ -34,6 +34,10 @@ def check_inputs(
         ValueError: a shape, device or layout that does not fit, block indices out of range, or a softcap that is none.
     """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"`{name}` must be a tensor, got {type(tensor).__name__}")
+        if tensor.layout != torch.strided:
+            raise ValueError(f"`{name}` must be a strided tensor, got {tensor.layout}; use to_dense()")
         if tensor.ndim != 4:
             raise ValueError(
                 f"`{name}` must be (batch, seqlen, heads, head_dim), (tokens, heads, head_dim) with a packed layout, "

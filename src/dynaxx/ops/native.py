@@ -13,6 +13,7 @@ from dynaxx.layout import BlockLayout, CuSeqlens, pack_layouts
 from dynaxx.layout.native import NativeSizes, NativeSpans
 from dynaxx.ops.attention import sparse_attention
 from dynaxx.ops.dispatch import backend_for, load_backend
+from dynaxx.ops.once import first_derivative_only
 from dynaxx.ops.packing import Packed, pack
 from dynaxx.ops.selected import attend_selected, native_backend, native_module
 from dynaxx.patterns.compressed import Compressed
@@ -80,6 +81,7 @@ class _Pool(torch.autograd.Function):
         return kernels.pool_forward(x, weight, spans)
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx: Any, do: Tensor) -> Any:
         return *ctx.kernels.pool_backward(do, *ctx.saved_tensors, ctx.spans), None, None
 
@@ -236,6 +238,7 @@ class _Recorded(torch.autograd.Function):
         return out.view_as(out)
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx: Any, do: Tensor) -> Any:
         *inputs, out, lse = ctx.saved_tensors
         grads = ctx.backend.attention_backward(do, torch.zeros_like(lse), *inputs, out, lse, ctx.layout, ctx.scale)
@@ -288,6 +291,7 @@ class _GatedSum(torch.autograd.Function):
         return kernels.gated_sum_forward((cmp, slc, swa), gates)
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx: Any, do: Tensor) -> Any:
         *outs, gates = ctx.saved_tensors
         return *ctx.kernels.gated_sum_backward(do, tuple(outs), gates), None

@@ -17,6 +17,7 @@ from dynaxx.layout.native import NativeSizes, NativeSpans
 from dynaxx.layout.packed import CuSeqlens
 from dynaxx.ops.attention import SparseAttentionOutput
 from dynaxx.ops.dispatch import unsupported_reasons
+from dynaxx.ops.once import first_derivative_only
 from dynaxx.ops.packing import check_indices, pack
 
 BACKENDS = ("hopper", "triton", "cpu", "reference")  # in the order that "auto" prefers
@@ -150,6 +151,7 @@ class _SelectedAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx: Any, do: Tensor, dlse: Tensor) -> Any:
         q, k, v, out, lse = ctx.saved_tensors
         return *ctx.kernels.selected_backward(do, dlse, q, k, v, out, lse, ctx.plan, ctx.scale), None, None, None

@@ -88,7 +88,7 @@ class SlidingWindow(DistanceRule):
         if isinstance(self.window, int):
             if self.window < 1:
                 raise ValueError(f"`window` must be >= 1 keys, got {self.window}")
-        elif len(self.window) != 2 or min(self.window) < -1:
+        elif not isinstance(self.window, tuple | list) or len(self.window) != 2 or min(self.window) < -1:
             raise ValueError(f"`window` must be an int or (left, right) with values >= -1, got {self.window!r}")
         else:
             object.__setattr__(self, "window", tuple(self.window))

@@ -1,0 +1,76 @@
+"""What users hand over that is out of the ordinary: served right, or refused in words; never wrong without one."""
+
+import pytest
+import torch
+
+import dynaxx as dx
+from dynaxx.testing import make_qkv
+
+LAYOUT = dx.SlidingWindow(16).layout(64, block_size=16)
+
+
+def inputs():
+    return make_qkv(1, 64, 64, 4, 2, 32)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_views_of_the_negative(backend):
+    """What torch keeps as memory and a sign, as the imaginary part of a conjugate: memory alone is not it."""
+    q, k, v = inputs()
+    negative = lambda x: torch.complex(x, x).conj().imag
+    assert negative(q).is_neg()
+    attend = lambda *x: dx.sparse_attention(*x, LAYOUT, backend=backend)
+    assert torch.equal(attend(negative(q), negative(k), negative(v)), attend(-q, -k, -v))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    do = torch.randn(1, 64, 4, 32)
+    got = torch.autograd.grad(attend(*leaves), leaves, negative(do))
+    want = torch.autograd.grad(attend(*leaves), leaves, -do)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_second_derivatives_are_refused_and_not_left_out(needs_grad):
+    leaves = [x.requires_grad_() for x in inputs()]
+    out = dx.sparse_attention(*leaves, LAYOUT, backend="cpu")
+    do = torch.randn_like(out, requires_grad=needs_grad)
+    plain = torch.autograd.grad(out, leaves, do, retain_graph=True)
+    grads = torch.autograd.grad(out, leaves, do, create_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(grads, plain, strict=True))
+    with pytest.raises(NotImplementedError, match="no second derivatives; backend='reference' has them"):
+        grads[0].square().sum().backward()
+
+
+def test_the_reference_has_second_derivatives():
+    q, k, v = (x.double().requires_grad_() for x in make_qkv(1, 6, 6, 1, 1, 3))
+    layout = dx.SlidingWindow(4).layout(6, block_size=16)
+    attend = lambda *x: dx.sparse_attention(*x, layout, backend="reference")
+    assert torch.autograd.gradgradcheck(attend, (q, k, v))
+
+
+def test_a_compiled_call_refuses_them_too():
+    leaves = [x.requires_grad_() for x in inputs()]
+    out = torch.compile(lambda *x: dx.sparse_attention(*x, LAYOUT, backend="cpu"), backend="eager")(*leaves)
+    grads = torch.autograd.grad(out.sum(), leaves, create_graph=True)
+    with pytest.raises(RuntimeError, match="no autograd formula was registered"):
+        grads[0].square().sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda q, k, v: ([1], k, v), TypeError, "`q` must be a tensor, got list"),
+        (lambda q, k, v: (q.numpy(), k, v), TypeError, "`q` must be a tensor, got ndarray"),
+        (lambda q, k, v: (q.to_sparse(), k, v), ValueError, "`q` must be a strided tensor, got torch.sparse_coo"),
+        (lambda q, k, v: (q[..., :0], k[..., :0], v), ValueError, "head_dim must be >= 1, got 0 and 32"),
+        (lambda q, k, v: (q.int(), k.int(), v.int()), TypeError, "`q` must be one of"),
+        (lambda q, k, v: (q[0], k[0], v[0]), ValueError, "`q` must be .batch, seqlen, heads, head_dim."),
+    ],
+)
+def test_what_is_no_input_is_refused(change, error, message):
+    with pytest.raises(error, match=message):
+        dx.sparse_attention(*change(*inputs()), dx.SlidingWindow(16).layout(64, block_size=16))
+
+
+def test_a_window_that_is_none():
+    with pytest.raises(ValueError, match="must be an int or"):
+        dx.SlidingWindow(3.5)
