@@ -173,6 +173,21 @@ def test_first_call_in_a_graph(backend):
     assert torch.equal(again, dx.sparse_attention(q, k, v, window(), backend=backend))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_compile_serves_all_lengths(backend, monkeypatch):
+    """Forward and backward; the first lengths are what a kernel may be compiled apart for: 1, 16 n, and others."""
+    from triton import knobs
+
+    compiled = []
+    attend = lambda seqlen: both_ways(*inputs(seqlen=seqlen), window(seqlen), backend)
+    for seqlen in (1, 320, 333):
+        attend(seqlen)
+    monkeypatch.setattr(knobs.runtime, "jit_cache_hook", lambda **what: compiled.append(what["repr"]) and None)
+    for seqlen in (2, 64, 100, 129, 1000, 2048):
+        attend(seqlen)
+    assert compiled == []
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_another_device_than_the_current_one(backend):
