@@ -142,9 +142,8 @@ def sparse_attention_bwd_dkv_kernel(
     SPLIT_N: tl.constexpr = KV_BLOCK // BLOCK_N
     kv_heads = q_heads // group_size
     kv_blocks = (seqlen_k + KV_BLOCK - 1) // KV_BLOCK
-    i_head, i_tile = started_tile(
-        tl.program_id(0), kv_blocks * SPLIT_N, batch * kv_heads
-    )  # the first keys are seen most
+    # The first keys are seen by most queries under a causal mask.
+    i_head, i_tile = started_tile(tl.program_id(0), kv_blocks * SPLIT_N, batch * kv_heads, 256)
     i_hk = (i_head % kv_heads).to(tl.int64)
     i_b = (i_head // kv_heads).to(tl.int64)
     i_col = i_tile // SPLIT_N
