@@ -103,7 +103,7 @@ def test_without_a_gpu_it_says_so():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu(tmp_path, monkeypatch):
     monkeypatch.setenv("DYNAXX_CACHE", str(tmp_path))
-    monkeypatch.setattr(autotune, "neighbours", lambda tiles, *rest: iter([Tiles(32, 32, 4, 1), Tiles(128, 128, 8, 4)]))
+    monkeypatch.setattr(autotune, "neighbours", lambda tiles, *rest: iter([Tiles(32, 32, 4, 1), Tiles(16, 64, 4, 2)]))
     forget()
     q, k, v = (torch.randn(1, 1024, heads, 64, device="cuda", dtype=torch.float16) for heads in (4, 2, 2))
     layout = dx.SlidingWindow(300).layout(1024, block_size=32, device="cuda")
