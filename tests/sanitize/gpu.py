@@ -30,23 +30,43 @@ PLANTED = {
 }
 
 
+PATTERN = dx.SlidingWindow(70) | dx.GlobalTokens(3) | dx.Dilated(2, 30)
+
+
+def draw(*shape: int) -> torch.Tensor:
+    """An input with gradients."""
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+
+def blocks_of(block: int, seqlen_q: int, seqlen_k: int, backend: str) -> None:
+    """Forward and backward over partial, full and empty blocks, with gradients through lse."""
+    layout = PATTERN.layout(seqlen_q, seqlen_k, causal=True, block_size=block, device="cuda")
+    q, k, v = draw(1, seqlen_q, 6, 64), draw(1, seqlen_k, 2, 64), draw(1, seqlen_k, 2, 64)
+    out, lse = dx.sparse_attention(q, k, v, layout, return_lse=True, backend=backend)
+    (out.float().sum() + lse[lse.isfinite()].sum()).backward()
+
+
 def attention(backend: str) -> None:
-    """Forward and backward over partial, full and empty blocks, ragged ends, a layout per head, a packed batch."""
-    draw = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    pattern = dx.SlidingWindow(70) | dx.GlobalTokens(3) | dx.Dilated(2, 30)
-    for block, seqlen_q, seqlen_k in ((64, 200, 333), (128, 333, 333)):
-        layout = pattern.layout(seqlen_q, seqlen_k, causal=True, block_size=block, device="cuda")
-        q, k, v = draw(1, seqlen_q, 6, 64), draw(1, seqlen_k, 2, 64), draw(1, seqlen_k, 2, 64)
-        out, lse = dx.sparse_attention(q, k, v, layout, return_lse=True, backend=backend)
-        (out.float().sum() + lse[lse.isfinite()].sum()).backward()
+    """Forward and backward over blocks of each size, ragged ends, a packed batch."""
+    blocks_of(64, 200, 333, backend)
+    blocks_of(128, 333, 333, backend)
     ends = torch.tensor([0, 70, 70, 201], dtype=torch.int32)
     packed = dx.packed_layout(dx.SlidingWindow(50), ends, causal=True, block_size=64, device="cuda")
     q, k, v = draw(201, 4, 64), draw(201, 2, 64), draw(201, 2, 64)
     dx.sparse_attention(q, k, v, packed, backend=backend).float().sum().backward()
     if backend == "triton":
-        layout = pattern.layout(150, causal=False, block_size=(16, 32), device="cuda")
+        layout = PATTERN.layout(150, causal=False, block_size=(16, 32), device="cuda")
         q, k, v = draw(1, 150, 3, 40), draw(1, 150, 1, 40), draw(1, 150, 1, 96)
         dx.sparse_attention(q, k, v, layout, softcap=3.0, backend=backend).float().sum().backward()
+
+
+def hopper() -> None:
+    """`attention`, and a backward in one pass, which so few keys would not take by themselves."""
+    from dynaxx.kernels.hopper import backward
+
+    attention("hopper")
+    backward.backward_in_one_pass = lambda *_: True
+    blocks_of(128, 333, 333, "hopper")
 
 
 def selection() -> None:
@@ -70,7 +90,7 @@ CONTROLS = {"handover": "a hand-over alone", "ring": "an ordered ring", "unorder
 
 WORK = {
     "triton": lambda: attention("triton"),
-    "hopper": lambda: attention("hopper"),
+    "hopper": hopper,
     "selection": selection,
     "decode": decode,
 }
@@ -138,6 +158,7 @@ def main() -> int:
     parser.add_argument("--inside", nargs="*", help=argparse.SUPPRESS)
     parser.add_argument("--planted", help=argparse.SUPPRESS)
     parser.add_argument("--only", nargs="*", choices=list(WORK), default=list(WORK))
+    parser.add_argument("--tools", nargs="*", choices=list(PLANTED), default=list(PLANTED))
     parser.add_argument("--seconds", type=float, default=600.0, help="give up on a tool after so many")
     args = parser.parse_args()
     if not torch.cuda.is_available() or shutil.which("compute-sanitizer") is None:
@@ -147,9 +168,9 @@ def main() -> int:
         run_here(args.inside, args.planted)
         return 0
     run_here(args.only, None)  # compiles, and says what is wrong without a sanitizer
-    runs: list[tuple[str, list[str], str | None]] = [(tool, [], tool) for tool in PLANTED]
-    runs += [("racecheck", [], control) for control in CONTROLS]
-    runs += [(tool, [name], None) for tool in PLANTED for name in args.only]
+    runs: list[tuple[str, list[str], str | None]] = [(tool, [], tool) for tool in args.tools]
+    runs += [("racecheck", [], control) for control in CONTROLS if "racecheck" in args.tools]
+    runs += [(tool, [name], None) for tool in args.tools for name in args.only]
     started = [(*run, start(*run)) for run in runs]
     deadline, failed, judged = time.time() + args.seconds, False, True
     for tool, names, planted, process in started:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dynaxx.kernels.hopper.backward_dkv import backward_dkv
 from dynaxx.kernels.hopper.backward_joint import backward_joint
+from dynaxx.kernels.hopper.backward_rows import dq_of_sums, rows_and_sums, rows_of
 from dynaxx.kernels.hopper.config import backward_dq_tiles, backward_in_one_pass
 from dynaxx.kernels.hopper.launch import dense_rows
 from dynaxx.kernels.triton.launch import RUNTIME_SIZES, layout_arguments, order_argument, processors, tile_rows
@@ -154,42 +155,6 @@ def _sparse_attention_hopper_bwd_dq_kernel(
     dq_desc.store([i_b, i_h, row_q, 0], (dq * scale).to(b_q.dtype).reshape(1, 1, BLOCK_M, D))
 
 
-@light_launch
-@triton.jit(do_not_specialize=["seqlen_q", "padded_q", "q_heads"])
-def _sparse_attention_hopper_bwd_rows_kernel(
-    do_desc,
-    out_desc,
-    p_dlse,
-    p_lse,
-    p_lse_log2,  # (B, Hq, padded_q) fp32
-    p_delta,  # (B, Hq, padded_q) fp32
-    seqlen_q,
-    padded_q,
-    q_heads,
-    stride_dlb,
-    stride_dlh,
-    stride_dln,
-    D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
-    """lse in base 2 and delta = rowsum(do * out) - dlse; inf and 0 where there is no query, or it sees nothing."""
-    tiles = padded_q // BLOCK_M
-    head = tl.program_id(0) // tiles
-    row_q = tl.program_id(0) % tiles * BLOCK_M
-    i_b, i_h = head // q_heads, head % q_heads
-    pos_q = row_q + tl.arange(0, BLOCK_M)
-    inside = pos_q < seqlen_q
-    b_do = do_desc.load([i_b, i_h, row_q, 0]).reshape(BLOCK_M, D).to(tl.float32)
-    b_out = out_desc.load([i_b, i_h, row_q, 0]).reshape(BLOCK_M, D).to(tl.float32)
-    p_row = p_dlse + i_b.to(tl.int64) * stride_dlb + i_h.to(tl.int64) * stride_dlh + pos_q.to(tl.int64) * stride_dln
-    dlse = tl.load(p_row, mask=inside, other=0.0).to(tl.float32)
-    lse = tl.load(p_lse + head.to(tl.int64) * seqlen_q + pos_q, mask=inside, other=float("-inf"))
-    empty = lse == float("-inf")
-    at = head.to(tl.int64) * padded_q + pos_q
-    tl.store(p_lse_log2 + at, tl.where(empty, float("inf"), lse * LOG2E))
-    tl.store(p_delta + at, tl.where(empty, 0.0, tl.sum(b_do * b_out, 1) - dlse))
-
-
 def attention_backward(
     do: Tensor,
     dlse: Tensor,
@@ -205,41 +170,18 @@ def attention_backward(
     if out.numel() == 0 or v.numel() == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     do, q, k, v, out = (dense_rows(x) for x in (do, q, k, v, out))
-    lse = lse.contiguous()
-    lse_log2, delta = lse.new_empty(2, *lse.shape[:2], layout.q_blocks * layout.block_size[0])
-    repeated(_start_rows, layout, (do, out, dlse, lse, lse_log2, delta))
     programs = layout.kv_blocks * k.shape[0] * k.shape[2]
     if not torch.are_deterministic_algorithms_enabled() and backward_in_one_pass(
         layout.block_size[1], programs, processors(k.device)
     ):
-        return backward_joint(do, q, k, v, lse_log2, delta, layout, scale)
+        lse_log2, delta, sums = rows_and_sums(do, out, dlse, lse, layout)
+        dk, dv = backward_joint(do, q, k, v, lse_log2, delta, sums, layout, scale)
+        return dq_of_sums(sums, q, layout, scale), dk, dv
+    lse_log2, delta = rows_of(do, out, dlse, lse, layout)
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     repeated(_start_dq, layout, (do, q, k, v, dq, lse_log2, delta), scale)
     dk, dv = backward_dkv(do, q, k, v, lse_log2, delta, layout, scale)
     return dq, dk, dv
-
-
-def _start_rows(
-    layout: BlockLayout, do: Tensor, out: Tensor, dlse: Tensor, lse: Tensor, lse_log2: Tensor, delta: Tensor
-) -> Launch | None:
-    batch, q_heads, padded_q = delta.shape
-    started: Launch | None = _sparse_attention_hopper_bwd_rows_kernel[(batch * q_heads * padded_q // 64,)](
-        tile_rows(do, 64),
-        tile_rows(out, 64),
-        dlse,
-        lse,
-        lse_log2,
-        delta,
-        seqlen_q=do.shape[1],
-        padded_q=padded_q,
-        q_heads=q_heads,
-        stride_dlb=dlse.stride(0),
-        stride_dlh=dlse.stride(1),
-        stride_dln=dlse.stride(2),
-        D=do.shape[3],
-        BLOCK_M=64,
-    )
-    return started
 
 
 def _start_dq(

@@ -22,7 +22,7 @@ def keep(weights, numbers, at, p_bits, part, CONSUMER: gl.constexpr, Q_BLOCK: gl
     """Transposed weights [keys, queries], 0 where the block's mask hides the pair."""
     WORDS: gl.constexpr = KV_BLOCK // 32
     layout: gl.constexpr = weights.type.layout
-    lo, hi, code = get(numbers, at + 2), get(numbers, at + 3), get(numbers, at + 4)
+    lo, hi, code = get(numbers, at + 1), get(numbers, at + 2), get(numbers, at + 3)
     keys = CONSUMER * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     queries = gl.arange(0, ROWS, gl.SliceLayout(0, layout))[None, :]
     if lo <= hi:

@@ -8,15 +8,13 @@ time it was 8 % slower, with eight 29 %.
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from dynaxx.kernels.hopper.backward_joint_consume import SLOTS, consume
 from dynaxx.kernels.hopper.backward_produce import FIELDS, RING, produce
-from dynaxx.kernels.hopper.config import backward_stages
+from dynaxx.kernels.hopper.config import backward_heads_together, backward_stages
 from dynaxx.kernels.hopper.forward import LOG2E, barriers
 from dynaxx.kernels.hopper.forward_consume import ROWS
 from dynaxx.kernels.hopper.launch import gluon_rows
@@ -30,33 +28,28 @@ CONSUMERS = gl.constexpr(2)
 
 
 @light_launch
-@triton.jit
-def _sparse_attention_hopper_bwd_scale_kernel(p_sums, p_dq, elements, scale, BLOCK: tl.constexpr):
-    """dq = scale * sums."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    sums = tl.load(p_sums + at, mask=at < elements, other=0.0)
-    tl.store(p_dq + at, (sums * scale).to(p_dq.dtype.element_ty), mask=at < elements)
-
-
-@light_launch
-@gluon.jit(do_not_specialize=["capacity", "num_masks", "seqlen_k", "q_blocks", "kv_heads", "group_size"])
+@gluon.jit(do_not_specialize=["capacity", "num_masks", "seqlen_k", "q_blocks", "kv_heads", "group_size", "together"])
 def _sparse_attention_hopper_bwd_kernel(
-    do_desc, q_desc, k_desc, v_desc, dq_desc, dk_desc, dv_desc,
+    do_desc, q_desc, k_desc, v_desc, sums_desc, dk_desc, dv_desc,
     p_lse,  # (B, Hq, q_blocks * Q_BLOCK) fp32, base 2, inf where there is nothing
     p_delta,  # the same shape, 0 there
     p_indptr, p_num_partial, p_indices, p_codes, p_bits, p_bands,
     capacity, num_masks, layout_stride_b, layout_stride_h,
-    seqlen_k, q_blocks, kv_heads, group_size, scale, scale_log2,
+    seqlen_k, q_blocks, kv_heads, group_size, together, scale, scale_log2,
     Q_BLOCK: gl.constexpr, STAGES: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     KV_BLOCK: gl.constexpr = CONSUMERS * ROWS
     i_program = gl.program_id(0)
     kv_blocks = (seqlen_k + KV_BLOCK - 1) // KV_BLOCK
-    i_col = i_program % kv_blocks  # the first keys are seen by most queries under a causal mask
-    i_hk = i_program // kv_blocks % kv_heads
     i_b = i_program // (kv_blocks * kv_heads)
+    first_hk = i_program % (kv_blocks * kv_heads) // (kv_blocks * together) * together
+    i_rest = i_program % (kv_blocks * kv_heads) - first_hk * kv_blocks
+    alternate = gl.minimum(together, kv_heads - first_hk)
+    i_hk = first_hk + i_rest % alternate
+    i_col = i_rest // alternate  # the first keys are seen by most queries under a causal mask
     first_head = (i_b * kv_heads + i_hk).to(gl.int64) * group_size
     D: gl.constexpr = q_desc.block_type.shape[3]
+    first_tile = (i_b * kv_heads + i_hk) * group_size * q_blocks * (Q_BLOCK // ROWS)
     p_lse += first_head * q_blocks * Q_BLOCK
     p_delta += first_head * q_blocks * Q_BLOCK
 
@@ -66,7 +59,9 @@ def _sparse_attention_hopper_bwd_kernel(
     k_buffers = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, ROWS, D], k_desc.layout)
     v_buffers = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, ROWS, D], v_desc.layout)
     ds_buffers = gl.allocate_shared_memory(dtype, [SLOTS * CONSUMERS, ROWS, ROWS], gl.NVMMASharedLayout(128, 16, 2))
-    dq_buffers = gl.allocate_shared_memory(gl.float32, [CONSUMERS, 1, 1, ROWS, D // CONSUMERS], dq_desc.layout)
+    dq_buffers = gl.allocate_shared_memory(
+        gl.float32, [CONSUMERS, 1, 1, ROWS * D // (CONSUMERS * 32), 32], sums_desc.layout
+    )
     numbers = gl.allocate_shared_memory(gl.int32, [RING * FIELDS, 1], NUMBERS)
     stats = gl.allocate_shared_memory(gl.float32, [2 * STAGES, ROWS], NUMBERS)
     kv_full = barriers(1, 1)
@@ -76,16 +71,16 @@ def _sparse_attention_hopper_bwd_kernel(
     ds_full = barriers(SLOTS, CONSUMERS)
     gl.warp_specialize([
         (consume, (
-            dq_desc, dk_desc, dv_desc, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, dq_buffers,
+            sums_desc, dk_desc, dv_desc, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, dq_buffers,
             kv_full, kv_read, full, empty, ds_full, numbers, stats,
             p_indptr, p_num_partial, p_bits, capacity, layout_stride_b, layout_stride_h, i_b, i_hk, i_col,
-            kv_blocks, group_size, scale, scale_log2, CONSUMERS, 0, Q_BLOCK, KV_BLOCK, STAGES,
+            kv_blocks, first_tile, group_size, scale, scale_log2, CONSUMERS, 0, Q_BLOCK, KV_BLOCK, STAGES,
         )),
         (consume, (
-            dq_desc, dk_desc, dv_desc, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, dq_buffers,
+            sums_desc, dk_desc, dv_desc, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, dq_buffers,
             kv_full, kv_read, full, empty, ds_full, numbers, stats,
             p_indptr, p_num_partial, p_bits, capacity, layout_stride_b, layout_stride_h, i_b, i_hk, i_col,
-            kv_blocks, group_size, scale, scale_log2, CONSUMERS, 1, Q_BLOCK, KV_BLOCK, STAGES,
+            kv_blocks, first_tile, group_size, scale, scale_log2, CONSUMERS, 1, Q_BLOCK, KV_BLOCK, STAGES,
         )),
         (produce, (
             q_desc, do_desc, k_desc, v_desc, q_buffers, do_buffers, k_buffers, v_buffers, kv_full, full, empty,
@@ -97,14 +92,20 @@ def _sparse_attention_hopper_bwd_kernel(
 
 
 def backward_joint(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, layout: BlockLayout, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dq, dk, dv), contiguous, for kv blocks of 128. Takes what `backward_dkv` takes."""
-    sums = q.new_zeros(q.shape, dtype=torch.float32)
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    sums: Tensor,
+    layout: BlockLayout,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Return (dk, dv), contiguous, for kv blocks of 128, and add dq / scale to sums. Else as `backward_dkv`."""
+    dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
     repeated(_start_joint, layout, (do, q, k, v, sums, dk, dv, lse, delta), scale)
-    repeated(_start_scale, layout, (sums, dq), scale)
-    return dq, dk, dv
+    return dk, dv
 
 
 def _start_joint(
@@ -124,7 +125,7 @@ def _start_joint(
     q_heads, head_dim = q.shape[2:]
     started: Launch | None = _sparse_attention_hopper_bwd_kernel[(layout.kv_blocks * batch * kv_heads,)](
         *(gluon_rows(x, 64) for x in (do, q, k, v)),
-        gluon_rows(sums, 64, head_dim // 2),
+        gluon_rows(sums, head_dim, 32),  # a tile's, of one consumer
         *(gluon_rows(x, 64) for x in (dk, dv)),
         lse,
         delta,
@@ -133,6 +134,7 @@ def _start_joint(
         q_blocks=layout.q_blocks,
         kv_heads=kv_heads,
         group_size=q_heads // kv_heads,
+        together=backward_heads_together(q.shape[1], head_dim, kv_heads),
         scale=scale,
         scale_log2=scale * LOG2E,
         Q_BLOCK=layout.block_size[0],
@@ -141,16 +143,5 @@ def _start_joint(
         PRODUCER_REGISTERS=24,
         num_warps=4,
         maxnreg=168,
-    )
-    return started
-
-
-def _start_scale(layout: BlockLayout, sums: Tensor, dq: Tensor, scale: float) -> Launch | None:
-    started: Launch | None = _sparse_attention_hopper_bwd_scale_kernel[(triton.cdiv(sums.numel(), 4096),)](
-        sums,
-        dq,
-        elements=sums.numel(),
-        scale=scale,
-        BLOCK=4096,
     )
     return started

@@ -3,7 +3,8 @@
 
 The consumers leave the gradients of a tile's scores in shared memory. With the next tile, while it waits for the scores
 of that, each multiplies its own with q, for dk, and those of all keys with its share of k's columns, for dq. A tile of
-dq goes to shared memory, and the copy unit adds it to sums in global memory.
+dq goes to shared memory, and the copy unit adds it to sums in global memory. Sums lie as the threads hold a tile: each
+writes 16 bytes beside its neighbour's, and a tile is one piece of memory.
 """
 
 from triton._C.libtriton import ir
@@ -37,13 +38,11 @@ def _add_tile(desc, at, tile, _semantic=None):
 
 
 @gluon.jit
-def _start_dk(
-    dk, q_buffers, ds_buffers, full, i, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr, STAGES: gl.constexpr
-):
+def _start_dk(dk, ds, q_buffers, full, i, STAGES: gl.constexpr):
     """Start what tile i gives to dk; of tile -1, which has gradients of zero, nothing."""
     mbarrier.wait(full.index(0), 0, pred=i < 0)  # before it is there, the first tile of q could be NaN
     q = q_buffers.index(gl.maximum(i, 0) % STAGES).reshape(dk.shape)
-    return warpgroup_mma(ds_buffers.index((i + 1) % SLOTS * CONSUMERS + CONSUMER), q, dk, is_async=True)
+    return warpgroup_mma(ds, q, dk, is_async=True)
 
 
 @gluon.jit
@@ -62,20 +61,21 @@ def _start_dq(k_buffers, ds_buffers, ds_full, i, CONSUMERS: gl.constexpr, CONSUM
 
 
 @gluon.jit
-def _add_dq(dq, dq_desc, dq_buffer, numbers, i_b, i, CONSUMER: gl.constexpr):
-    """Add tile i of dq, without its scale, to the sums."""
-    at_tile = gl.maximum(i, 0) % RING * FIELDS
-    at = [i_b, get(numbers, at_tile), get(numbers, at_tile + 1), CONSUMER * dq.shape[1]]
+def _add_dq(dq, sums_desc, dq_buffer, numbers, first_tile, i, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr):
+    """Add tile i of dq, without its scale, to the sums, which lie as `by_lane` does: see `backward_rows`."""
+    LINES: gl.constexpr = dq_buffer.shape[2]
+    tile = first_tile + get(numbers, gl.maximum(i, 0) % RING * FIELDS)
     tma.store_wait(0)
-    dq_buffer.reshape(dq.shape).store(dq)
+    by_lane = gl.permute(gl.reshape(dq, [4, 2, 8, dq.shape[1] // 8, 4, 2]), [0, 3, 2, 4, 1, 5])
+    dq_buffer.reshape([LINES, 32]).store(gl.reshape(by_lane, [LINES, 32]))
     fence_async_shared()
-    _add_tile(dq_desc, at, dq_buffer)
+    _add_tile(sums_desc, [0, 0, (tile * CONSUMERS + CONSUMER) * LINES, 0], dq_buffer)
 
 
 @gluon.jit
 def _consume_tiles(
-    dk, dv, dq_desc, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, dq_buffers, full, empty, ds_full,
-    numbers, stats, p_bits, i_b, scale_log2, done, begin, end,
+    dk, dv, ds, sums_desc, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, dq_buffers, full, empty, ds_full,
+    numbers, stats, p_bits, first_tile, scale_log2, done, begin, end,
     MASKED: gl.constexpr, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr,
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -92,14 +92,14 @@ def _consume_tiles(
         stage = i % STAGES
         q = q_buffers.index(stage).reshape([ROWS, D])
         do = do_buffers.index(stage).reshape([ROWS, D])
-        dk_token = _start_dk(dk, q_buffers, ds_buffers, full, i - 1, CONSUMERS, CONSUMER, STAGES)
+        dk_token = _start_dk(dk, ds, q_buffers, full, i - 1, STAGES)
         dq_token = _start_dq(k_buffers, ds_buffers, ds_full, i - 1, CONSUMERS, CONSUMER)
         mbarrier.wait(full.index(stage), (i // STAGES) & 1)
         zero = gl.zeros([ROWS, ROWS], gl.float32, s_layout)
         s_token = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
         dk, dq = warpgroup_mma_wait(1, deps=[dk_token, dq_token])
         mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
-        _add_dq(dq, dq_desc, dq_buffer, numbers, i_b, i - 1, CONSUMER)
+        _add_dq(dq, sums_desc, dq_buffer, numbers, first_tile, i - 1, CONSUMERS, CONSUMER)
         dp_token = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
         lse = stats.index(stage * 2).load(gl.SliceLayout(0, s_layout))
         scores = warpgroup_mma_wait(1, deps=[s_token])
@@ -116,16 +116,17 @@ def _consume_tiles(
         ds_buffers.index(slot * CONSUMERS + CONSUMER).store(ds)
         fence_async_shared()
         mbarrier.arrive(ds_full.index(slot), count=1)
+        ds = gl.convert_layout(ds, p_layout)
         dv = warpgroup_mma_wait(0, deps=[dv_token])
-    return dk, dv
+    return dk, dv, ds
 
 
 @gluon.jit
 def consume(
-    dq_desc, dk_desc, dv_desc, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, dq_buffers,
+    sums_desc, dk_desc, dv_desc, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, dq_buffers,
     kv_full, kv_read, full, empty, ds_full, numbers, stats,
     p_indptr, p_num_partial, p_bits, capacity, layout_stride_b, layout_stride_h, i_b, i_hk, i_col,
-    kv_blocks, group_size, scale, scale_log2,
+    kv_blocks, first_tile, group_size, scale, scale_log2,
     CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr,
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -140,28 +141,29 @@ def consume(
     fence_async_shared()
     mbarrier.arrive(ds_full.index(0), count=1)
     mbarrier.wait(kv_full.index(0), 0)
+    ds = gl.zeros([ROWS, ROWS], dk_desc.dtype, gl.DotOperandLayout(0, acc_layout, 2))
     done = 0
     for i_group in range(group_size):
         _, count, partial = read_column(
             p_indptr, p_num_partial, capacity, layout_stride_b, layout_stride_h,
             i_b, i_hk * group_size + i_group, i_col, kv_blocks,
         )  # fmt: skip
-        dk, dv = _consume_tiles(
-            dk, dv, dq_desc, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, dq_buffers, full, empty, ds_full,
-            numbers, stats, p_bits, i_b, scale_log2, done, 0, partial * SPLIT,
+        dk, dv, ds = _consume_tiles(
+            dk, dv, ds, sums_desc, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, dq_buffers,
+            full, empty, ds_full, numbers, stats, p_bits, first_tile, scale_log2, done, 0, partial * SPLIT,
             True, CONSUMERS, CONSUMER, Q_BLOCK, KV_BLOCK, STAGES,
         )  # fmt: skip
-        dk, dv = _consume_tiles(
-            dk, dv, dq_desc, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, dq_buffers, full, empty, ds_full,
-            numbers, stats, p_bits, i_b, scale_log2, done, partial * SPLIT, count * SPLIT,
+        dk, dv, ds = _consume_tiles(
+            dk, dv, ds, sums_desc, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, dq_buffers,
+            full, empty, ds_full, numbers, stats, p_bits, first_tile, scale_log2, done, partial * SPLIT, count * SPLIT,
             False, CONSUMERS, CONSUMER, Q_BLOCK, KV_BLOCK, STAGES,
         )  # fmt: skip
         done += count * SPLIT
     if done > 0:
-        dk_token = _start_dk(dk, q_buffers, ds_buffers, full, done - 1, CONSUMERS, CONSUMER, STAGES)
+        dk_token = _start_dk(dk, ds, q_buffers, full, done - 1, STAGES)
         dq_token = _start_dq(k_buffers, ds_buffers, ds_full, done - 1, CONSUMERS, CONSUMER)
         dk, dq = warpgroup_mma_wait(0, deps=[dk_token, dq_token])
-        _add_dq(dq, dq_desc, dq_buffers.index(CONSUMER), numbers, i_b, done - 1, CONSUMER)
+        _add_dq(dq, sums_desc, dq_buffers.index(CONSUMER), numbers, first_tile, done - 1, CONSUMERS, CONSUMER)
     mbarrier.arrive(kv_read.index(0), count=1)
     mbarrier.wait(kv_read.index(0), 0)
     # no consumer reads k and v any more: their buffers carry the results out

@@ -13,7 +13,8 @@ from dynaxx.kernels.hopper.forward_produce import band_of
 from dynaxx.kernels.hopper.signals import put
 
 RING = gl.constexpr(8)  # tiles whose numbers are kept: those in flight, and the one before
-FIELDS = gl.constexpr(5)  # of a tile: its head and first query, and its mask's first and last distance, and code
+FIELDS = gl.constexpr(4)  # of a tile: which of the group it is, and its mask's first and last distance, and code
+NOWHERE = gl.constexpr(-(1 << 24))  # a tile that TMA leaves out
 
 
 @gluon.jit
@@ -57,7 +58,8 @@ def produce(
             entry = start + i_tile // SPLIT
             part = i_tile % SPLIT
             block = gl.load(p_indices + entry)
-            tile = (i_group * q_blocks + gl.minimum(gl.maximum(block, 0), q_blocks - 1)) * SPLIT + part
+            known = gl.minimum(gl.maximum(block, 0), q_blocks - 1)
+            tile = (i_group * q_blocks + known) * SPLIT + part
             o_row = tile * ROWS + gl.arange(0, ROWS, gl.BlockedLayout([2], [32], [1], [0]))
             lse, delta = gl.load(p_lse + o_row), gl.load(p_delta + o_row)
             stage = done % STAGES
@@ -65,13 +67,12 @@ def produce(
             stats.index(stage * 2).store(lse)
             stats.index(stage * 2 + 1).store(delta)
             at_tile = done % RING * FIELDS
-            put(numbers, at_tile, i_h)
-            put(numbers, at_tile + 1, block * Q_BLOCK + part * ROWS)
+            put(numbers, at_tile, gl.where(block == known, tile, NOWHERE))
             if i_tile < partial * SPLIT:
                 lo, hi, code = band_of(p_bands, num_masks, gl.load(p_codes + entry))
-                put(numbers, at_tile + 2, lo - part * ROWS)
-                put(numbers, at_tile + 3, hi - part * ROWS)
-                put(numbers, at_tile + 4, code)
+                put(numbers, at_tile + 1, lo - part * ROWS)
+                put(numbers, at_tile + 2, hi - part * ROWS)
+                put(numbers, at_tile + 3, code)
             gl.thread_barrier()
             mbarrier.expect(full.index(stage), 2 * q_desc.block_type.nbytes)
             at = [i_b, i_h, block * Q_BLOCK + part * ROWS, 0]

@@ -23,9 +23,16 @@ def backward_stages(head_dim: int) -> int:
 def backward_in_one_pass(kv_block: int, programs: int, processors: int) -> bool:
     """Whether one kernel gives dq, dk and dv: for two consumers of 64 keys, and where many programs end together.
 
-    With 4 programs for each multiprocessor it was 7 to 10 % slower than two passes, with 8 it was 5 % faster.
+    With 4 programs for each multiprocessor it was 4 to 10 % faster than two passes.
     """
-    return kv_block == 128 and programs >= 6 * processors
+    return kv_block == 128 and programs > 3 * processors
+
+
+def backward_heads_together(seqlen_q: int, head_dim: int, kv_heads: int) -> int:
+    """kv heads whose programs alternate in one pass, longest first: more, and programs end together; fewer, and the
+    queries, their gradients and sums of a head of each stay in L2. Measured: 1 of 8 for 32k queries, 4 for 8k.
+    """
+    return max(1, min(kv_heads, (32 << 20) // (seqlen_q * head_dim * 8)))
 
 
 def backward_dq_tiles(head_dim: int, q_block: int, kv_block: int) -> Tiles:
