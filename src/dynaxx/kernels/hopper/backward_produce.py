@@ -14,7 +14,7 @@ from dynaxx.kernels.hopper.signals import put
 
 RING = gl.constexpr(8)  # tiles whose numbers are kept: those in flight, and the one before
 FIELDS = gl.constexpr(4)  # of a tile: which of the group it is, and its mask's first and last distance, and code
-NOWHERE = gl.constexpr(-(1 << 24))  # a tile that TMA leaves out
+NOWHERE = gl.constexpr(1 << 22)  # a tile past the end of all sums, which TMA leaves out; before the start it may not be
 
 
 @gluon.jit
