@@ -1,10 +1,13 @@
 """What a decoding step loses by its budget and by the precision of its cache: against dense attention in fp64.
 
-python benchmarks/decode_accuracy.py [--tokens 1536] [--random] [--rounding | --summaries] [--json FILE]
+python benchmarks/decode_accuracy.py [--model smollm2] [--tokens 1536] [--steps 8] [--random]
+                                     [--rounding | --summaries] [--json FILE]
 
-On keys, values and queries of SmolLM2-135M over Python's documentation (all layers, the last token), or Gaussian ones,
-where no page matters more than another. Scales are per page and head. Centred: the mean key of a head is subtracted
-from all of its keys first, which adds the same to every score of a query, so that attention does not change. Per cell:
+On keys, values and queries of SmolLM2-135M (or another model) over Python's documentation (all layers that see
+everything, the last tokens one after the other), or Gaussian ones, where no page and no token matters more than
+another. Scales are per page and head. Exact: as `PagedCache.quantized` has it, the first 4 and the last 28 tokens are
+not rounded. Centred: the mean key of a head is subtracted from all of its keys first, which adds the same to every
+score of a query, so that attention does not change. Per cell:
 mean cosine over heads, largest error over the largest value, and on a CPU the milliseconds of all steps together,
 selection included. `--rounding`: what the formats alone lose, all else in fp64, on Gaussian keys and values.
 `--summaries`: how much of the attention lies in pages chosen by summaries in fp32, bf16 and int8.
@@ -21,36 +24,39 @@ import torch
 
 import dynaxx as dx
 
-CENTRED = ", centred keys"
-DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "int8", "float8_e4m3fn" + CENTRED, "int8" + CENTRED)
+CENTRED, EXACT = ", centred keys", ", exact tokens"
+EIGHT_BITS = ("float8_e4m3fn", "int8")
+DTYPES = ("float32", "bfloat16", "float16", *(name + how for how in ("", EXACT, CENTRED) for name in EIGHT_BITS))
 BUDGETS = (0.05, 0.10, 0.25, 1.0)
 PAGE_SIZE = 32
 
 
-def model_inputs(tokens):
-    """q (1, 1, heads, head_dim) and k, v (1, tokens, kv_heads, head_dim) of every layer."""
+def model_inputs(name, tokens, steps):
+    """q (1, 1, heads, head_dim) and k, v (1, seqlen, kv_heads, head_dim) of every step and layer."""
     from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 
     from dynaxx.lab.models import load_model
     from dynaxx.lab.texts import pydoc_text
 
-    model, tokenizer = load_model("smollm2")
+    model, tokenizer = load_model(name)
     ids = torch.tensor([tokenizer(pydoc_text())["input_ids"][:tokens]])
-    queries = []
+    found = []
 
     def capture(module, query, key, value, mask, **kwargs):
-        if query.shape[2] == 1:
-            queries.append(query.transpose(1, 2))
+        if query.shape[2] == 1 and not kwargs.get("sliding_window"):
+            scale = kwargs["scaling"] * query.shape[-1] ** 0.5  # of a model with another than the default
+            found.append(((query * scale).transpose(1, 2), key.transpose(1, 2).clone(), value.transpose(1, 2).clone()))
         return AttentionInterface()["sdpa"](module, query, key, value, mask, **kwargs)
 
     AttentionInterface.register("capture", capture)
     AttentionMaskInterface.register("capture", AttentionMaskInterface()["sdpa"])
-    cache = DynamicCache()
+    cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(ids[:, :-1], past_key_values=cache, logits_to_keep=1)
+        model(ids[:, :-steps], past_key_values=cache, logits_to_keep=1)
         model.set_attn_implementation("capture")
-        model(ids[:, -1:], past_key_values=cache)
-    return [(q, layer.keys.transpose(1, 2), layer.values.transpose(1, 2)) for q, layer in zip(queries, cache.layers)]  # noqa: B905
+        for step in range(-steps, 0):
+            model(ids[:, step : step + 1 or None], past_key_values=cache)
+    return found
 
 
 def random_inputs(tokens):
@@ -60,6 +66,9 @@ def random_inputs(tokens):
 
 
 def cache_of(k, v, dtype):
+    if dtype.endswith(EXACT):
+        dtype = getattr(torch, dtype.removesuffix(EXACT))
+        return dx.summarize_pages(dx.PagedCache.quantized(k, v, dtype, page_size=PAGE_SIZE), bound=0.5)
     if dtype.endswith(CENTRED):
         k = k - k.mean(1, keepdim=True)
     dtype, scales = getattr(torch, dtype.removesuffix(CENTRED)), {}
@@ -134,6 +143,8 @@ def summaries(inputs):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=1536)
+    parser.add_argument("--model", default="smollm2", help="as the tools name it")
+    parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--random", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rounding", action="store_true")
@@ -142,7 +153,7 @@ def main():
     torch.set_num_threads(1)
     if args.rounding:
         return rounding()
-    inputs = random_inputs(args.tokens) if args.random else model_inputs(args.tokens)
+    inputs = random_inputs(args.tokens) if args.random else model_inputs(args.model, args.tokens, args.steps)
     if args.summaries:
         return summaries(inputs)
     exact = [
@@ -160,7 +171,7 @@ def main():
             + " |"
         )
     if args.json:
-        args.json.write_text(json.dumps({"tokens": args.tokens, "layers": len(inputs), "rows": rows}, indent=1))
+        args.json.write_text(json.dumps({"tokens": args.tokens, "inputs": len(inputs), "rows": rows}, indent=1))
 
 
 if __name__ == "__main__":

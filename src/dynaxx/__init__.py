@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 _SOURCES = {
     "dynaxx.errors": ("PolicyError", "UnsupportedInputError"),
     "dynaxx.layout": ("BlockLayout", "PackedLayout", "pack_layouts"),
+    "dynaxx.layout.exact": ("ExactTokens",),
     "dynaxx.layout.paging": ("PageSummaries", "PagedCache", "quantize_pages"),
     "dynaxx.patterns": (
         "Causal",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from dynaxx.layout.exact import SINKS, WINDOW, ExactTokens
 
 CACHE_DTYPES = (
     torch.float64,
@@ -126,6 +128,7 @@ class PagedCache:
     k_scale: Tensor | None = None  # fp32, key = stored * scale: (), (kv_heads,), or per page as summaries lie
     v_scale: Tensor | None = None
     summaries: PageSummaries | None = None  # needed by rules that choose pages
+    exact: ExactTokens | None = None  # of 8-bit caches: tokens that are read from there instead
 
     def __post_init__(self) -> None:
         if self.k.ndim != 4 or self.v.ndim != 4 or self.k.shape[:3] != self.v.shape[:3]:
@@ -151,6 +154,8 @@ class PagedCache:
                 raise ValueError(f"`{name}` must be on k's device {self.device}, got {tensor.device}")
         if self.summaries is not None:
             self._check_summaries(self.summaries)
+        if self.exact is not None:
+            self._check_exact(self.exact)
 
     @classmethod
     def contiguous(
@@ -166,6 +171,31 @@ class PagedCache:
         if seqused_k is None:
             seqused_k = torch.full((k.shape[0],), k.shape[1], dtype=torch.int32, device=k.device)
         return cls(k, v, seqused_k, page_size=page_size, leftpad_k=leftpad_k)
+
+    @classmethod
+    def quantized(
+        cls,
+        k: Tensor,
+        v: Tensor,
+        dtype: torch.dtype = torch.float8_e4m3fn,
+        *,
+        page_size: int = 64,
+        seqused_k: Tensor | None = None,
+        leftpad_k: Tensor | None = None,
+        sinks: int = SINKS,
+        window: int = WINDOW,
+    ) -> PagedCache:
+        """A contiguous cache in 8 bits, its scales by page and head, its first and last tokens exact.
+
+        Args:
+            k, v: (batch, seqlen_k, kv_heads, head_dim) of floats.
+            dtype: torch.float8_e4m3fn or torch.int8.
+            sinks, window: first and last tokens of each sequence that stay in k's dtype; see `ExactTokens`.
+        """
+        whole = cls.contiguous(k, v, page_size=page_size, seqused_k=seqused_k, leftpad_k=leftpad_k)
+        exact = ExactTokens.of(k, v, whole.seqused_k, leftpad_k, sinks=sinks, window=window)
+        (k, k_scale), (v, v_scale) = (quantize_pages(x, dtype, page_size) for x in (k, v))
+        return replace(whole, k=k, v=v, k_scale=k_scale, v_scale=v_scale, exact=exact)
 
     @property
     def is_paged(self) -> bool:
@@ -249,6 +279,16 @@ class PagedCache:
             raise ValueError(
                 f"`summaries` must be made for this cache, got {tuple(own)} on {summaries.low.device} for k "
                 f"{tuple(self.k.shape)}; make them with summarize_pages(cache)"
+            )
+
+    def _check_exact(self, exact: ExactTokens) -> None:
+        if self.k.dtype not in SCALED_DTYPES:
+            raise ValueError(f"`exact` is for fp8 and int8 caches, this one is {self.k.dtype}")
+        own, wanted = (*exact.k.shape, exact.v.shape[3]), (self.batch, self.kv_heads, self.head_dim, self.head_dim_v)
+        if (own[0], *own[2:]) != wanted or exact.k.device != self.device:
+            raise ValueError(
+                f"`exact` must be of this cache: (batch, kv_heads, head_dim, head_dim_v) = {wanted} on {self.device}, "
+                f"got {(own[0], *own[2:])} on {exact.k.device}"
             )
 
 

@@ -178,6 +178,11 @@ def _checked(q: Tensor, cache: PagedCache) -> DecodeProblem:
         raise ValueError(f"`q` must be on the cache's device {cache.device}, got {q.device}")
     if cache.kv_heads == 0 or q.shape[2] % cache.kv_heads:
         raise ValueError(f"q_heads must be a multiple of kv_heads, got {q.shape[2]} and {cache.kv_heads}")
+    if cache.exact is not None and q.shape[1] > cache.exact.window:
+        raise ValueError(
+            f"`q` must have at most {cache.exact.window} tokens, the window of the cache's exact tokens, "
+            f"got {q.shape[1]}: use PagedCache.quantized(..., window={q.shape[1]}) or more"
+        )
     _check_values(cache)
     return _problem(cache, q.dtype, q.shape[1], q.shape[2])
 

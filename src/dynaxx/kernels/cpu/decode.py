@@ -12,6 +12,7 @@ from torch import Tensor
 from dynaxx.kernels.cpu.arguments import ELEMENTS, readable, strides
 from dynaxx.kernels.cpu.library import active_library
 from dynaxx.kernels.decode_problem import DecodeProblem
+from dynaxx.layout.exact import ExactTokens
 from dynaxx.layout.host import on_host
 from dynaxx.layout.paging import PagedCache, PageStrides, PageSummaries
 
@@ -61,6 +62,11 @@ class DecodeArgs(Structure):
         ("lse", c_void_p),
         ("scale", c_double),
         ("threads", c_int64),
+        ("exact_k", c_void_p),
+        ("exact_v", c_void_p),
+        ("exact_stored", c_int64),
+        ("exact_slots", c_int64),
+        ("exact_sinks", c_int64),
     ]
 
 
@@ -137,6 +143,7 @@ def attend_pages(
         lse.data_ptr(),
         scale,
         torch.get_num_threads(),
+        *_exact_args(cache.exact),
     )
     _run(_library().dynaxx_cpu_decode(byref(args)))
     return out.to(q.dtype), lse
@@ -208,6 +215,12 @@ def _cache_args(cache: PagedCache) -> tuple[CacheArgs, list[Tensor]]:
         cache.head_dim_v,
     )
     return args, [x for x in (table, seqused, leftpad) if x is not None]
+
+
+def _exact_args(exact: ExactTokens | None) -> tuple[int | None, int | None, int, int, int]:
+    if exact is None:
+        return None, None, 0, 0, 0
+    return exact.k.data_ptr(), exact.v.data_ptr(), STORED[exact.k.dtype], exact.k.shape[1], exact.sinks
 
 
 def _summary_args(cache: CacheArgs, summaries: PageSummaries, new_tokens: int | None) -> SummaryArgs:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.kernels.decode_problem import DecodeProblem
+from dynaxx.layout.exact import ExactTokens
 from dynaxx.layout.paging import PagedCache, PageSummaries
 
 
@@ -24,13 +25,17 @@ def attend_pages(
 
     Query i of batch entry b stands at position seqused_k[b] - N + i and sees the keys up to it, from leftpad_k[b] on,
     in the pages of block_indices (B, Hk, S), -1 = empty; in all pages where that is None. counts are what
-    `select_pages` returned beside them, None for pages in any order. Computes in fp32 at least. A query that sees
-    nothing gives out = 0 and lse = -inf.
+    `select_pages` returned beside them, None for pages in any order. Exact tokens are seen whatever the pages. Computes
+    in fp32 at least. A query that sees nothing gives out = 0 and lse = -inf.
     """
     group_size = q.shape[2] // cache.kv_heads
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    k, v = (x.repeat_interleave(group_size, dim=2) for x in read_cache(cache, dtype))
-    visible = visible_keys(cache, q.shape[1], block_indices).repeat_interleave(group_size, dim=1)
+    k, v = read_cache(cache, dtype)
+    visible = visible_keys(cache, q.shape[1], block_indices)
+    if cache.exact is not None:
+        k, v, visible = with_exact_tokens(cache, cache.exact, k, v, visible)
+    k, v = (x.repeat_interleave(group_size, dim=2) for x in (k, v))
+    visible = visible.repeat_interleave(group_size, dim=1)
     scores = torch.einsum("bnhd,bmhd->bhnm", q.to(dtype), k) * scale
     scores = scores.masked_fill(~visible, -torch.inf)
     sees_any = visible.any(-1, keepdim=True)
@@ -127,6 +132,22 @@ def visible_keys(cache: PagedCache, seqlen_q: int, block_indices: Tensor | None)
     kept = torch.zeros(batch, heads, cache.max_pages + 1, dtype=torch.bool, device=cache.device)
     kept.scatter_(2, torch.where(block_indices < 0, cache.max_pages, block_indices).long(), True)
     return visible & kept[..., :-1].repeat_interleave(cache.page_size, 2)[:, :, None]
+
+
+def with_exact_tokens(
+    cache: PagedCache, exact: ExactTokens, k: Tensor, v: Tensor, visible: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """k, v and `visible_keys` with the exact tokens behind the others, whose own copies of them are hidden."""
+    position = torch.arange(k.shape[1], device=k.device)
+    start, stop = exact.bounds(cache.seqused_k, cache.leftpad_k)
+    elsewhere = (position < start[:, None]) | (position >= stop[:, None])  # (B, P * page_size)
+    own = exact.positions(cache.seqused_k, cache.leftpad_k)  # (B, slots)
+    seqlen_q = visible.shape[2]
+    query = cache.seqused_k[:, None] - seqlen_q + torch.arange(seqlen_q, device=k.device)
+    seen = (own >= 0)[:, None] & (own[:, None] <= query[..., None])  # (B, N, slots)
+    seen = seen[:, None].expand(-1, visible.shape[1], -1, -1)
+    visible = torch.cat([visible & ~elsewhere[:, None, None], seen], -1)
+    return torch.cat([k, exact.k.to(k.dtype)], 1), torch.cat([v, exact.v.to(v.dtype)], 1), visible
 
 
 def read_cache(cache: PagedCache, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dynaxx.kernels.triton.choose_pages import select_pages
 from dynaxx.kernels.triton.config import padded
-from dynaxx.kernels.triton.decode_forward import decode_fwd_kernel, merge_parts_kernel
+from dynaxx.kernels.triton.decode_forward import decode_fwd_kernel
+from dynaxx.kernels.triton.decode_merge import merge_parts_kernel
 from dynaxx.kernels.triton.launch import overlap, positive_scale, processors, strides, unit_stride
 from dynaxx.kernels.triton.light import light_launch
 from dynaxx.kernels.triton.pages import (
@@ -93,9 +94,11 @@ def attend_pages(
     tile = KEYS_PER_TILE if q.dtype != torch.float32 else 32
     tile = max(16, min(tile, cache.page_size)) if cache.page_size > tile else tile
     crowded = cache.k.dtype.itemsize == 1 and overlap(q.device)["PDL"]
+    exact, sinks = (0, 0) if cache.exact is None else (cache.exact.k.shape[1], cache.exact.sinks)
     programs = _programs(q.device, lists, lists * slots, 4 if crowded else PROGRAMS_PER_PROCESSOR)
-    acc = q.new_empty(programs + lists, rows, cache.head_dim_v, dtype=torch.float32)
-    state = q.new_empty(programs + lists, rows, 2, dtype=torch.float32)
+    parts = programs + (1 + (exact > 0)) * lists
+    acc = q.new_empty(parts, rows, cache.head_dim_v, dtype=torch.float32)
+    state = q.new_empty(parts, rows, 2, dtype=torch.float32)
     block_m = max(8, min(MOST_ROWS, triton.next_power_of_2(rows)))
     scaled = cache.k_scale is not None
     loads = 1 + (block_indices is not None) + cache.is_paged  # one after the other: page, where it lies, keys
@@ -117,6 +120,8 @@ def attend_pages(
         counts,
         cache.k_scale if scaled else counts,
         cache.v_scale if scaled else counts,
+        counts if cache.exact is None else cache.exact.k,
+        counts if cache.exact is None else cache.exact.v,
         **table_arguments(cache),
         seqlen_q=seqlen_q,
         group_size=group_size,
@@ -133,6 +138,8 @@ def attend_pages(
         PAIRS=pairs,
         HALF=half,
         ALL=block_indices is None,
+        EXACT=exact,
+        SINKS=sinks,
         PAGE=cache.page_size,
         D=cache.head_dim,
         E=cache.head_dim_v,
@@ -141,6 +148,7 @@ def attend_pages(
         BLOCK_M=block_m,
         BLOCK_N=tile,
         BLOCK_L=triton.next_power_of_2(lists),
+        BLOCK_X=max(16, triton.next_power_of_2(exact)),
         PRECISION="ieee",
         num_warps=NUM_WARPS,
         num_stages=1 + TILES_AHEAD * loads if q.dtype != torch.float32 else 1,
@@ -159,6 +167,7 @@ def attend_pages(
         lists=lists,
         num_programs=programs,
         scale=scale,
+        EXACT=exact > 0,
         E=cache.head_dim_v,
         BLOCK_E=padded(cache.head_dim_v),
         BLOCK_L=triton.next_power_of_2(lists),

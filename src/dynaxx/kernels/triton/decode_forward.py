@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""Split-KV attention over listed pages, and the merge of its parts.
+"""Split-KV attention over listed pages, in parts; decode_merge.py merges them.
 
 All lists together are one row of pages. Each program takes an even piece of that row, whatever list its pages are of,
 so one long sequence among short ones keeps every multiprocessor busy. Pieces follow from the counts of the lists, which
@@ -7,13 +7,16 @@ are read on the device: grids depend on sizes alone, and a captured graph serves
 
 Shapes: B batch, N queries of a step, Hq / Hk query and kv heads, D / E head_dim of q, k and of v, S slots. A list is
 one (batch entry, kv head); its rows are the queries of its group, N * Hq / Hk of them. A part is what one program found
-of one list; program g's part of list i is number g + i, since each step along the row raises one of both.
+of one list; program g's part of list i is number g + i, since each step along the row raises one of both. Exact tokens
+are a part of every list behind all of these.
 """
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from dynaxx.kernels.triton.decode_exact import attend_exact
+from dynaxx.kernels.triton.decode_merge import list_bounds
 from dynaxx.kernels.triton.eight_bits import halved, unpaired, widened
 from dynaxx.kernels.triton.light import light_launch
 from dynaxx.kernels.triton.pages import first_key, physical_pages
@@ -21,17 +24,34 @@ from dynaxx.kernels.triton.primitives import LOG2E
 
 
 @triton.jit
-def _list_bounds(p_counts, lists, BLOCK_L: tl.constexpr):
-    """Counts of all lists, where each ends in the row of all pages, and the length of the row."""
-    o_l = tl.arange(0, BLOCK_L)
-    counts = tl.load(p_counts + o_l, mask=o_l < lists, other=0)
-    return counts, tl.cumsum(counts, 0), tl.sum(counts, 0)
-
-
-@triton.jit
 def _load_tile(p_tile, inside, within, WHOLE: tl.constexpr):
     """A tile of a cache, zero where not inside of the sequence, or not within head_dim unless that is the tile's."""
     return tl.load(p_tile, mask=inside if WHOLE else inside & within, other=0.0)
+
+
+@triton.jit
+def _load_queries(
+    p_q, i_b, i_h, row, rows, group_size, stride_qb, stride_qn, stride_qh, HALF: tl.constexpr, D: tl.constexpr, o_d
+):
+    """The rows of a list, turned, [BLOCK_D, BLOCK_M], and what their scores are multiplied by."""
+    p_row = p_q + i_b * stride_qb + (row // group_size).to(tl.int64)[:, None] * stride_qn
+    p_row += (i_h * group_size + row % group_size)[:, None] * stride_qh
+    b_q = tl.load(p_row + o_d[None, :], mask=(row < rows)[:, None] & (o_d < D)[None, :], other=0.0)
+    q_scale = tl.full(row.shape, 1.0, tl.float32)
+    if HALF:
+        b_q, q_scale = halved(b_q)
+    return tl.trans(b_q), q_scale
+
+
+@triton.jit
+def _store_part(p_acc, p_state, part, acc, acc_odd, row_max, row_sum, known, o_e, E: tl.constexpr, PAIRS: tl.constexpr):
+    """What was found of some rows, of which `known` there are, as rows of a part."""
+    acc = tl.trans(acc)
+    if PAIRS:
+        acc = tl.reshape(tl.join(acc, tl.trans(acc_odd)), (acc.shape[0], 2 * acc.shape[1]))
+    tl.store(p_acc + part[:, None] * E + o_e[None, :], acc, mask=known[:, None] & (o_e < E)[None, :])
+    tl.store(p_state + part * 2, row_max, mask=known)
+    tl.store(p_state + part * 2 + 1, row_sum, mask=known)
 
 
 @light_launch
@@ -46,6 +66,8 @@ def decode_fwd_kernel(
     p_counts,  # (B, Hk) int32
     p_k_scale,
     p_v_scale,
+    p_exact_k,  # (B, EXACT, Hk, D) contiguous: `layout.exact.ExactTokens`
+    p_exact_v,
     p_table,
     p_seqused,
     p_leftpad,
@@ -80,6 +102,8 @@ def decode_fwd_kernel(
     PAIRS: tl.constexpr,  # v is read as 16-bit pairs of its values
     HALF: tl.constexpr,  # 8-bit keys are multiplied in fp16
     ALL: tl.constexpr,
+    EXACT: tl.constexpr,  # slots of exact tokens; 0: there are none
+    SINKS: tl.constexpr,
     PAGE: tl.constexpr,
     D: tl.constexpr,
     E: tl.constexpr,
@@ -88,26 +112,62 @@ def decode_fwd_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_L: tl.constexpr,
+    BLOCK_X: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Attend from every list's rows to its pages, in parts."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     PAGES: tl.constexpr = (BLOCK_N + PAGE - 1) // PAGE  # pages per tile
     TILES: tl.constexpr = (PAGE + BLOCK_N - 1) // BLOCK_N  # tiles per page
+    V_LOADED: tl.constexpr = E // 2 if PAIRS else E
+    BLOCK_V: tl.constexpr = BLOCK_E // 2 if PAIRS else BLOCK_E
+    FP8: tl.constexpr = p_k.dtype.element_ty == tl.float8e4nv
     i_program, i_rows = tl.program_id(0).to(tl.int64), tl.program_id(1)
     num_programs = tl.num_programs(0)
     rows = seqlen_q * group_size
     o_m, o_n, o_d, o_e = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
     o_l = tl.arange(0, BLOCK_L)
-    V_LOADED: tl.constexpr = E // 2 if PAIRS else E
-    BLOCK_V: tl.constexpr = BLOCK_E // 2 if PAIRS else BLOCK_E
-    FP8: tl.constexpr = p_k.dtype.element_ty == tl.float8e4nv
     o_v = tl.arange(0, BLOCK_V)
     row = i_rows * BLOCK_M + o_m
-    counts, ends, total = _list_bounds(p_counts, lists, BLOCK_L)
+    if EXACT:  # of list i by program i, and before the kernel ahead is done: it chooses pages, and writes no tokens
+        for i_exact in tl.range(i_program, lists, num_programs, num_stages=1):
+            i_b, i_h = i_exact // kv_heads, i_exact % kv_heads
+            b_q, q_scale = _load_queries(
+                p_q, i_b, i_h, row, rows, group_size, stride_qb, stride_qn, stride_qh, HALF, D, o_d
+            )
+            seqused = tl.load(p_seqused + i_b)
+            acc, acc_odd, row_max, row_sum = attend_exact(
+                p_exact_k,
+                p_exact_v,
+                b_q,
+                q_scale,
+                i_b,
+                i_h,
+                kv_heads,
+                seqused - seqlen_q + row // group_size,
+                first_key(p_leftpad, i_b, HAS_LEFTPAD),
+                seqused,
+                scale * LOG2E,
+                o_d,
+                o_v,
+                EXACT,
+                SINKS,
+                BLOCK_X,
+                D,
+                E,
+                V_LOADED,
+                PAIRS,
+                HALF,
+                PRECISION,
+            )
+            if PDL:  # memory may still be another's until then; more than once does no harm
+                gdc_wait()
+            part = (num_programs + lists + i_exact) * rows + row
+            _store_part(p_acc, p_state, part, acc, acc_odd, row_max, row_sum, row < rows, o_e, E, PAIRS)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    counts, ends, total = list_bounds(p_counts, lists, BLOCK_L)
     pieces = tl.minimum(num_programs, tl.maximum(total, 1))  # none is empty
     at = (tl.minimum(i_program, pieces) * total // pieces).to(tl.int32)
     last = (tl.minimum(i_program + 1, pieces) * total // pieces).to(tl.int32)
@@ -119,18 +179,18 @@ def decode_fwd_kernel(
         seqused = tl.load(p_seqused + i_b)
         leftpad = first_key(p_leftpad, i_b, HAS_LEFTPAD)
         first_page = leftpad // PAGE
-        p_row = p_q + i_b * stride_qb + (row // group_size).to(tl.int64)[:, None] * stride_qn
-        p_row += (i_h * group_size + row % group_size)[:, None] * stride_qh
-        b_q = tl.load(p_row + o_d[None, :], mask=(row < rows)[:, None] & (o_d < D)[None, :], other=0.0)
-        q_scale = tl.full([BLOCK_M], 1.0, tl.float32)
-        if HALF:
-            b_q, q_scale = halved(b_q)
+        read_from, read_to = leftpad, seqused
+        if EXACT:
+            read_from = tl.minimum(leftpad + SINKS, seqused)
+            read_to = tl.maximum(read_from, seqused - (EXACT - SINKS))
+        b_q, q_scale = _load_queries(
+            p_q, i_b, i_h, row, rows, group_size, stride_qb, stride_qn, stride_qh, HALF, D, o_d
+        )
         own_position = seqused - seqlen_q + row // group_size  # [BLOCK_M]
         p_list = p_pages + i_list.to(tl.int64) * slots
         first_slot = at - list_start
         num_slots = stop - at
 
-        b_q = tl.trans(b_q)
         acc = tl.zeros([BLOCK_V, BLOCK_M], tl.float32)
         acc_odd = acc
         row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -148,8 +208,8 @@ def decode_fwd_kernel(
             if ALL == 0:
                 page = tl.load(p_list + first_slot + slot, mask=listed, other=-1)
             physical = physical_pages(p_table, table_stride, i_b, page, listed & (page >= 0), num_physical, PAGED)
-            position = tl.where(physical >= 0, page * PAGE, seqused) + offset  # [BLOCK_N], past the end if not there
-            inside = (position >= leftpad) & (position < seqused)
+            position = tl.where(physical >= 0, page * PAGE, read_to) + offset  # [BLOCK_N], past the end if not there
+            inside = (position >= read_from) & (position < read_to)
             physical = physical.to(tl.int64)
             k_first, v_first = i_b * stride_kb + i_h * stride_kh, i_b * stride_vb + i_h * stride_vh
             if PAGES == 1:  # scalars; what differs within a tile stays out of the loop
@@ -175,7 +235,9 @@ def decode_fwd_kernel(
                     scores = scores * (q_scale * k_scale)[None, :]
                 else:
                     scores = scores * q_scale[None, :] * k_scale[:, None]
-            visible = inside[:, None] & (position[:, None] <= own_position[None, :])
+            visible = inside[:, None]
+            if EXACT == 0:  # else the queries themselves are among the exact tokens
+                visible &= position[:, None] <= own_position[None, :]
             scores = tl.where(visible, scores, float("-inf"))
             new_max = tl.maximum(row_max, tl.max(scores, 0))
             shift = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -199,72 +261,5 @@ def decode_fwd_kernel(
         if SCALED:
             acc, acc_odd = acc * unit, acc_odd * unit
         part = (i_program + i_list) * rows + row
-        acc = tl.trans(acc)
-        if PAIRS:
-            acc = tl.reshape(tl.join(acc, tl.trans(acc_odd)), (BLOCK_M, BLOCK_E))
-        tl.store(p_acc + part[:, None] * E + o_e[None, :], acc, mask=(row < rows)[:, None] & (o_e < E)[None, :])
-        tl.store(p_state + part * 2, row_max, mask=row < rows)
-        tl.store(p_state + part * 2 + 1, row_sum, mask=row < rows)
+        _store_part(p_acc, p_state, part, acc, acc_odd, row_max, row_sum, row < rows, o_e, E, PAIRS)
         at = stop
-
-
-@light_launch
-@triton.jit(do_not_specialize=["seqlen_q", "group_size", "kv_heads", "lists", "num_programs"])
-def merge_parts_kernel(
-    p_acc,
-    p_state,
-    p_counts,
-    p_out,  # (B, N, Hq, E) contiguous
-    p_lse,  # (B, Hq, N) contiguous, fp32
-    seqlen_q,
-    group_size,
-    kv_heads,
-    lists,
-    num_programs,
-    scale,
-    E: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Softmax over all keys of a list from what its parts found; zeros where there is no part."""
-    i_list, i_row = tl.program_id(0), tl.program_id(1)
-    rows = seqlen_q * group_size
-    counts, ends, total = _list_bounds(p_counts, lists, BLOCK_L)
-    o_l, o_g, o_e = tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_E)
-    count = tl.sum(tl.where(o_l == i_list, counts, 0), 0)
-    stop = tl.sum(tl.where(o_l == i_list, ends, 0), 0).to(tl.int64)
-    wide = tl.maximum(total, 1).to(tl.int64)
-    pieces = tl.minimum(num_programs, wide)
-    first = ((stop - count + 1) * pieces - 1) // wide  # the program whose piece holds the list's first page
-    last = (stop * pieces - 1) // wide
-    acc = tl.zeros([BLOCK_E], tl.float32)
-    top = tl.full([], float("-inf"), tl.float32)
-    total_weight = tl.full([], 0.0, tl.float32)
-    if PDL:  # counts are older than the kernel of the parts, which waited for them before this one was launched
-        gdc_wait()
-    if count > 0:
-        for start in range(first, last + 1, BLOCK_G):
-            part = (start + o_g + i_list) * rows + i_row
-            known = start + o_g <= last
-            largest = tl.load(p_state + part * 2, mask=known, other=float("-inf"))
-            sums = tl.load(p_state + part * 2 + 1, mask=known, other=0.0)
-            mask = known[:, None] & (o_e < E)[None, :]
-            found = tl.load(p_acc + part[:, None] * E + o_e[None, :], mask=mask, other=0.0)
-            new_top = tl.maximum(top, tl.max(largest, 0))
-            shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-            rescale = tl.exp2((top - shift) * (scale * LOG2E))
-            weights = tl.exp2((largest - shift) * (scale * LOG2E))
-            acc = acc * rescale + tl.sum(found * weights[:, None], 0)
-            total_weight = total_weight * rescale + tl.sum(sums * weights, 0)
-            top = new_top
-    empty = total_weight == 0
-    total_weight = tl.where(empty, 1.0, total_weight)
-    i_b, i_n = i_list // kv_heads, i_row // group_size
-    i_head = (i_list % kv_heads) * group_size + i_row % group_size
-    q_heads = kv_heads * group_size
-    p_out += ((i_b * seqlen_q + i_n).to(tl.int64) * q_heads + i_head) * E
-    tl.store(p_out + o_e, (acc / total_weight).to(p_out.dtype.element_ty), mask=o_e < E)
-    lse = tl.where(empty, float("-inf"), top * scale + tl.log(total_weight))
-    tl.store(p_lse + (i_b * q_heads + i_head).to(tl.int64) * seqlen_q + i_n, lse)

@@ -24,6 +24,8 @@ struct DecodeArgs {
   float* lse;  // (batch, q_heads, seqlen_q) contiguous
   double scale;
   int64_t threads;
+  const void *exact_k, *exact_v;  // (batch, exact_slots, kv_heads, head_dim) contiguous, see exact.py; null: none
+  int64_t exact_stored, exact_slots, exact_sinks;
 };
 
 namespace {
@@ -35,12 +37,15 @@ struct Part {
   int64_t batch, head;
   const int32_t* pages;
   int64_t num_pages;
+  bool last;  // of its head: the exact tokens are its own, too
 };
 
-// Up to CHUNK keys of one page.
+// Up to CHUNK keys of one page, or exact ones.
 struct KeyChunk {
   const char *k, *v;
-  int64_t position;  // of the first key
+  Stored stored;
+  int64_t k_stride, v_stride;  // between tokens, in elements
+  int64_t position;            // of the first key
   int keys;
   float k_scale, v_scale;
 };
@@ -48,9 +53,13 @@ struct KeyChunk {
 class Decoder {
  public:
   Decoder(const DecodeArgs& args, const Part& part)
-      : args_(args), cache_(*args.cache), part_(part), stored_(Stored(cache_.stored)),
-        group_(args.q_heads / cache_.kv_heads), rows_(group_ * args.seqlen_q), D_(whole_vectors(cache_.head_dim)),
-        E_(whole_vectors(cache_.head_dim_v)), scale_(args.scale) {}
+      : args_(args), cache_(*args.cache), part_(part), used_(cache_.seqused[part.batch]),
+        first_(cache_.first_key(part.batch)), from_(first_), to_(used_), exact_(first_), group_(args.q_heads / cache_.kv_heads), rows_(group_ * args.seqlen_q), D_(whole_vectors(cache_.head_dim)),
+        E_(whole_vectors(cache_.head_dim_v)), scale_(args.scale) {
+    if (!args.exact_k) return;
+    from_ = std::min(first_ + args.exact_sinks, used_);
+    to_ = std::max(from_, used_ - (args.exact_slots - args.exact_sinks));
+  }
 
   // Of the result: out (rows, head_dim_v in whole vectors), then per row the largest score and the sum of weights.
   static int64_t result_size(const DecodeArgs& args) {
@@ -89,14 +98,16 @@ class Decoder {
  private:
   // The next chunk of the part that holds a key in use.
   bool advance(KeyChunk& chunk) {
-    const int64_t first = cache_.first_key(part_.batch), stop = cache_.seqused[part_.batch];
     for (; page_ < part_.num_pages; page_++, offset_ = 0) {
       const int64_t logical = part_.pages[page_], start = logical * cache_.page_size;
-      const int64_t from = std::max(start + offset_, first);
-      const int64_t to = std::min({start + cache_.page_size, stop, from + CHUNK});
+      const int64_t from = std::max(start + offset_, from_);
+      const int64_t to = std::min({start + cache_.page_size, to_, from + CHUNK});
       if (from >= to) continue;
       const int64_t physical = cache_.physical(part_.batch, logical), b = part_.batch, h = part_.head;
-      const int64_t bytes = bytes_of(stored_);
+      chunk.stored = Stored(cache_.stored);
+      chunk.k_stride = cache_.k_strides.token;
+      chunk.v_stride = cache_.v_strides.token;
+      const int64_t bytes = bytes_of(chunk.stored);
       chunk.k = (const char*)cache_.k + bytes * (cache_.k_strides.at(b, physical, h) + (from - start) * cache_.k_strides.token);
       chunk.v = (const char*)cache_.v + bytes * (cache_.v_strides.at(b, physical, h) + (from - start) * cache_.v_strides.token);
       chunk.position = from;
@@ -106,21 +117,41 @@ class Decoder {
       offset_ = to - start;
       return true;
     }
-    return false;
+    return part_.last && args_.exact_k && advance_exact(chunk);
+  }
+
+  // The next exact tokens whose slots are in a row: first those at the start of the sequence, then those at its end.
+  bool advance_exact(KeyChunk& chunk) {
+    if (exact_ >= from_) exact_ = std::max(exact_, to_);
+    if (exact_ >= used_) return false;
+    const int64_t sinks = args_.exact_sinks, slots = args_.exact_slots, H = cache_.kv_heads;
+    const bool sink = exact_ < from_;
+    const int64_t slot = sink ? exact_ - first_ : sinks + exact_ % (slots - sinks);
+    const int64_t row = (part_.batch * slots + slot) * H + part_.head;
+    chunk.stored = Stored(args_.exact_stored);
+    chunk.k_stride = H * cache_.head_dim;
+    chunk.v_stride = H * cache_.head_dim_v;
+    chunk.k = (const char*)args_.exact_k + bytes_of(chunk.stored) * row * cache_.head_dim;
+    chunk.v = (const char*)args_.exact_v + bytes_of(chunk.stored) * row * cache_.head_dim_v;
+    chunk.position = exact_;
+    chunk.keys = int(std::min<int64_t>({sink ? from_ - exact_ : used_ - exact_, slots - slot, CHUNK}));
+    chunk.k_scale = chunk.v_scale = 1.f;
+    exact_ += chunk.keys;
+    return true;
   }
 
   void attend(const KeyChunk& chunk, const KeyChunk& next) {
-    const int64_t bytes = bytes_of(stored_);
-    const Ahead values = {chunk.v, cache_.v_strides.token * bytes, cache_.head_dim_v * bytes, chunk.keys};
-    const Ahead keys = {next.k, cache_.k_strides.token * bytes, cache_.head_dim * bytes, next.keys};
+    const int64_t bytes = bytes_of(chunk.stored), next_bytes = bytes_of(next.stored);
+    const Ahead values = {chunk.v, chunk.v_stride * bytes, cache_.head_dim_v * bytes, chunk.keys};
+    const Ahead keys = {next.k, next.k_stride * next_bytes, cache_.head_dim * next_bytes, next.keys};
     int64_t k_stride, v_stride;
-    const float* k = in_place_or_wide(chunk.k, cache_.k_strides.token, cache_.head_dim, D_, chunk.keys, k_wide_, k_stride);
+    const float* k = in_place_or_wide(chunk.stored, chunk.k, chunk.k_stride, cache_.head_dim, D_, chunk.keys, k_wide_, k_stride);
     for (int64_t r = 0; r < rows_; r += QUERY_ROWS) {
       const int tile = int(std::min<int64_t>(QUERY_ROWS, rows_ - r));
       SCORE_KEYS[tile - 1](q_ + r * D_, k, k_stride, chunk.keys, D_, r ? NOTHING : values, scores_ + r * CHUNK);
     }
     for (int64_t r = 0; r < rows_; r++) weigh(chunk, r);
-    const float* v = in_place_or_wide(chunk.v, cache_.v_strides.token, cache_.head_dim_v, E_, chunk.keys, v_wide_, v_stride);
+    const float* v = in_place_or_wide(chunk.stored, chunk.v, chunk.v_stride, cache_.head_dim_v, E_, chunk.keys, v_wide_, v_stride);
     for (int64_t r = 0; r < rows_; r += QUERY_ROWS) {
       const int tile = int(std::min<int64_t>(QUERY_ROWS, rows_ - r));
       ADD_VALUES[tile - 1](scores_ + r * CHUNK, v, v_stride, chunk.keys, E_, r ? NOTHING : keys, out_ + r * E_);
@@ -128,15 +159,15 @@ class Decoder {
   }
 
   // Rows of whole fp32 vectors: the cache's own where they are, else a copy.
-  const float* in_place_or_wide(const char* data, int64_t stride, int64_t width, int64_t padded, int rows, float* wide,
-                                int64_t& wide_stride) const {
-    if (stored_ == Stored::FP32 && width == padded) {
+  static const float* in_place_or_wide(Stored stored, const char* data, int64_t stride, int64_t width, int64_t padded,
+                                       int rows, float* wide, int64_t& wide_stride) {
+    if (stored == Stored::FP32 && width == padded) {
       wide_stride = stride;
       return (const float*)data;
     }
     wide_stride = padded;
     for (int j = 0; j < rows; j++) {
-      widen(stored_, data + j * stride * bytes_of(stored_), width, wide + j * padded);
+      widen(stored, data + j * stride * bytes_of(stored), width, wide + j * padded);
       std::fill(wide + j * padded + width, wide + (j + 1) * padded, 0.f);
     }
     return wide;
@@ -145,7 +176,7 @@ class Decoder {
   // Scores of row r become weights, and what was summed before is brought to the new largest score.
   void weigh(const KeyChunk& chunk, int64_t r) {
     float* scores = scores_ + r * CHUNK;
-    const int64_t stop = cache_.seqused[part_.batch] - args_.seqlen_q + r / group_ + 1;  // the row's own key is the last
+    const int64_t stop = used_ - args_.seqlen_q + r / group_ + 1;  // the row's own key is the last
     const int visible = int(std::clamp<int64_t>(stop - chunk.position, 0, chunk.keys));
     if (chunk.k_scale != 1.f)
       for (int j = 0; j < visible; j++) scores[j] *= chunk.k_scale;
@@ -178,7 +209,9 @@ class Decoder {
   const DecodeArgs& args_;
   const CacheArgs& cache_;
   const Part& part_;
-  const Stored stored_;
+  const int64_t used_, first_;
+  int64_t from_, to_;  // keys that are read from pages
+  int64_t exact_;      // the next exact token
   const int64_t group_, rows_, D_, E_;
   const Scale scale_;
   float *q_, *scores_, *k_wide_, *v_wide_, *out_, *top_, *sum_;
@@ -216,7 +249,7 @@ void split(const DecodeArgs& args, const std::vector<int32_t>& pages, const std:
     firsts.push_back(int64_t(parts.size()));
     for (int64_t run = 0; run < runs; run++) {
       const int64_t from = starts[i] + count * run / runs, to = starts[i] + count * (run + 1) / runs;
-      parts.push_back({i / cache.kv_heads, i % cache.kv_heads, pages.data() + from, to - from});
+      parts.push_back({i / cache.kv_heads, i % cache.kv_heads, pages.data() + from, to - from, run == runs - 1});
     }
   }
   firsts.push_back(int64_t(parts.size()));

@@ -1,0 +1,106 @@
+"""`ExactTokens`: the few tokens of an 8-bit cache whose rounding would cost most, kept in 16 bits beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+EXACT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SINKS, WINDOW = 4, 28  # tokens: one tile of a matrix unit together
+
+
+@dataclass(frozen=True)
+class ExactTokens:
+    """The first and the last tokens of each sequence, as they were before they were rounded.
+
+    Attention falls on both more than on any others, so most of what 8 bits cost is lost there. They are visible
+    whatever pages are read, and the cache's own copies of them are not. Token t of a sequence lies in slot
+    t - leftpad_k if that is below `sinks`, else in slot sinks + t % window.
+    """
+
+    k: Tensor  # (batch, sinks + window, kv_heads, head_dim), contiguous
+    v: Tensor  # (batch, sinks + window, kv_heads, head_dim_v), contiguous, k's dtype
+    sinks: int = SINKS
+
+    def __post_init__(self) -> None:
+        if self.k.ndim != 4 or self.v.ndim != 4 or self.k.shape[:3] != self.v.shape[:3]:
+            raise ValueError(
+                "`k` and `v` must be (batch, sinks + window, kv_heads, head_dim) and agree but for head_dim, "
+                f"got {tuple(self.k.shape)} and {tuple(self.v.shape)}"
+            )
+        if not 0 <= self.sinks < self.k.shape[1]:
+            raise ValueError(f"`sinks` must be from 0 to below the {self.k.shape[1]} slots, got {self.sinks}")
+        if self.k.dtype not in EXACT_DTYPES or self.v.dtype != self.k.dtype:
+            raise TypeError(f"`k` and `v` must both be one of {EXACT_DTYPES}, got {self.k.dtype} and {self.v.dtype}")
+        if not (self.k.is_contiguous() and self.v.is_contiguous()):
+            raise ValueError("`k` and `v` must be contiguous")
+
+    @classmethod
+    def of(
+        cls,
+        k: Tensor,
+        v: Tensor,
+        seqused_k: Tensor,
+        leftpad_k: Tensor | None = None,
+        *,
+        sinks: int = SINKS,
+        window: int = WINDOW,
+    ) -> ExactTokens:
+        """Copy them out of a cache in full precision.
+
+        Args:
+            k, v: (batch, seqlen_k, kv_heads, head_dim), contiguous caches.
+            seqused_k, leftpad_k: as in `PagedCache`.
+        """
+        empty = lambda x: x.new_zeros(x.shape[0], sinks + window, *x.shape[2:])
+        tokens = cls(empty(k), empty(v), sinks)
+        places = tokens.positions(seqused_k, leftpad_k)
+        for own, x in ((tokens.k, k), (tokens.v, v)):
+            _fill(own, x, places)
+        return tokens
+
+    @property
+    def window(self) -> int:
+        """How many of the last tokens there are."""
+        return self.k.shape[1] - self.sinks
+
+    def positions(self, seqused_k: Tensor, leftpad_k: Tensor | None = None) -> Tensor:
+        """(batch, sinks + window) int64: which token of its sequence each slot holds, -1 if none."""
+        slot = torch.arange(self.k.shape[1], device=seqused_k.device)
+        used, first = seqused_k.long()[:, None], _first(seqused_k, leftpad_k)[:, None]
+        last = used - 1 - (used - 1 - (slot - self.sinks)) % self.window
+        position = torch.where(slot < self.sinks, first + slot, last)
+        there = (position < used) & (position >= torch.where(slot < self.sinks, first, first + self.sinks))
+        return torch.where(there, position, -1)
+
+    def write(self, k: Tensor, v: Tensor, seqused_k: Tensor, leftpad_k: Tensor | None = None) -> None:
+        """Take in the last tokens of each sequence, in place; waits for no device.
+
+        Args:
+            k, v: (batch, new_tokens, kv_heads, head_dim).
+            seqused_k: with the new ones.
+        """
+        places = self.positions(seqused_k, leftpad_k)
+        places = places - (seqused_k.long()[:, None] - k.shape[1])
+        for own, x in ((self.k, k), (self.v, v)):
+            _fill(own, x, places)
+
+    def bounds(self, seqused_k: Tensor, leftpad_k: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """First token, and the one after the last, that each sequence reads from its cache, each (batch,) int32."""
+        start = torch.minimum(_first(seqused_k, leftpad_k) + self.sinks, seqused_k)
+        return start.int(), torch.maximum(start, seqused_k - self.window).int()
+
+
+def _first(seqused_k: Tensor, leftpad_k: Tensor | None) -> Tensor:
+    return torch.zeros_like(seqused_k, dtype=torch.int64) if leftpad_k is None else leftpad_k.long()
+
+
+def _fill(own: Tensor, x: Tensor, places: Tensor) -> None:
+    """own[b, slot] = x[b, places[b, slot]] where there is such a place."""
+    if x.shape[1] == 0:
+        return
+    known = ((places >= 0) & (places < x.shape[1]))[..., None, None]
+    at = places.clamp(0, x.shape[1] - 1)[..., None, None].expand(-1, -1, *x.shape[2:])
+    own.copy_(torch.where(known, x.gather(1, at).to(own.dtype), own))
