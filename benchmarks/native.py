@@ -19,9 +19,16 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.testing import do_bench
 
-from dynaxx.kernels.triton import native, native_config
+from dynaxx.kernels.triton import native_config
 from dynaxx.layout.native import NativeSizes
-from dynaxx.ops.native import _window_attention, compress, compressed_attention, gated_sum, native_sparse_attention
+from dynaxx.ops.native import (
+    _window_attention,
+    compress,
+    compressed_attention,
+    gated_sum,
+    native_sparse_attention,
+    select_native,
+)
 from dynaxx.ops.packing import pack
 from dynaxx.ops.selected import attend_selected, selected_attention
 from dynaxx.testing.native import random_selected_case
@@ -167,7 +174,7 @@ def parts_of(leaves):
     k_cmp, v_cmp = compress(k, SIZES)[0], compress(v, SIZES)[0]
     scale = DIM**-0.5
     out, lse = compressed_attention(packed, k_cmp, v_cmp, spans, scale, "auto")
-    indices = native.select_blocks(packed.q, k_cmp, lse, spans, k.shape[2], scale)
+    indices = select_native(packed.q, k_cmp, lse, spans, scale=scale)
     return locals()
 
 
@@ -192,7 +199,7 @@ def time_parts(q_heads, kv_heads, seqlen, drift):
         ),
         "gate": (lambda a, b, c, gates: gated_sum((a, b, c), gates, "triton"), (*(p["out"],) * 3, p["gates"][0])),
     }
-    select = lambda: native.select_blocks(packed.q, p["k_cmp"], p["lse"], spans, kv_heads, scale)
+    select = lambda: select_native(packed.q, p["k_cmp"], p["lse"], spans, scale=scale)
     times = {"select": [time_of(select), 0.0]}
     for name, (run, inputs) in parts.items():
         with torch.no_grad():

@@ -61,9 +61,9 @@ def selection_case(seed, dtype=torch.float32, lengths=(0, 1, 40, 77), head_dim=1
     return q[0], k[0], spans, kv_heads
 
 
-def check_selection(q, k, lse, spans, heads):
+def check_selection(q, k, lse, spans, heads, kernels=native):
     """Every choice is right up to the rounding of scores: as many blocks, forced ones in, no better block left out."""
-    got = native.select_blocks(q, k, lse, spans, heads, 0.3)
+    got = kernels.select_blocks(q, k, lse, spans, heads, 0.3)
     want = definition.select_blocks(q.double(), k.double(), None if lse is None else lse.double(), spans, heads, 0.3)
     scores = definition.selection_scores(
         q.double(), k.double(), lse if lse is None else lse.double(), spans, heads, 0.3
@@ -86,6 +86,16 @@ def test_selection(seed, monkeypatch):
     q, k, spans, heads = selection_case(seed)
     lse = torch.full((q.shape[1], q.shape[0]), 3.0, device=DEVICE)
     check_selection(q, k, lse, spans, heads)
+
+
+@runs_here
+@pytest.mark.parametrize("count", [3, 9, 40])
+def test_selection_of_many_blocks(count):
+    """More blocks than groups of them, more to select than groups, and nothing but what is forced."""
+    sizes = NativeSizes(16, 8, 16, count, 1, 2)
+    spans = native_spans(sizes, (0, 12, 20), (0, 700, 1500), device=DEVICE)
+    q, k, _ = make_qkv(1, 20, spans.ends_cmp[-1], 4, 2, 16, dtype=torch.float32, device=DEVICE, seed=count)
+    check_selection(q[0], k[0], torch.full((4, 20), 3.0, device=DEVICE), spans, 2)
 
 
 @runs_here

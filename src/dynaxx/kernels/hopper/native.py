@@ -1,5 +1,5 @@
-"""Native Sparse Attention on Hopper: selected attention of groups that fill wgmma goes by query in Gluon (`selected`);
-all else is Triton's.
+"""Native Sparse Attention on Hopper, in Gluon: the scores of blocks, and selected attention of groups of 1, 2, 4, 8 and
+more, by query where they fill wgmma (`selected`), else by key (`selected_partial`); all else is Triton's.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from dynaxx.kernels.hopper.config import selected_consumers
 from dynaxx.kernels.hopper.launch import dense_rows
 from dynaxx.kernels.problem import AttentionProblem
 from dynaxx.kernels.triton import native as portable
-from dynaxx.kernels.triton.native_config import UNION_WIDTH
+from dynaxx.kernels.triton.native_config import UNION_WIDTH, Schedule
 from dynaxx.layout.native import NativeSpans
 
-DKV_BLOCK = 64  # keys of the kernel for dk and dv
+KEY_BLOCK = 64  # keys of the kernels by key
 EITHER = 4  # the group that goes by query where neighbours agree, else by key
+SMALL = (1, 2)  # groups that go by key
 
 
 def __getattr__(name: str) -> Any:
@@ -34,7 +35,7 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
 
 @dataclass(frozen=True)
 class SelectedPlan(portable.SelectedPlan):
-    """A selection of groups that fill wgmma, as both directions read it."""
+    """A selection of groups that Gluon takes, as both directions read it."""
 
     @property
     def consumers(self) -> int:
@@ -47,11 +48,13 @@ class SelectedPlan(portable.SelectedPlan):
 
         return unions(self.indices, self.spans, self.consumers * 64 // self.group_size)
 
-    def forward_by_query(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    def forward_by_query(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, taken: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         from dynaxx.kernels.hopper import selected
 
         q, k, v = (dense_rows(x[None])[0] for x in (q, k, v))
-        return selected.forward(q, k, v, self.union, self.spans, self.consumers, scale)
+        return selected.forward(q, k, v, self.union, self.spans, self.consumers, scale, taken)
 
     def dq_by_query(self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, scale: float) -> Tensor:
         from dynaxx.kernels.hopper import selected_backward
@@ -59,12 +62,28 @@ class SelectedPlan(portable.SelectedPlan):
         do, q, k, v = (dense_rows(x[None])[0] for x in (do, q, k, v))
         return selected_backward.backward_dq(do, q, k, v, rows, self.union, self.spans, self.consumers, scale)
 
+    def partials(self) -> Callable[..., None] | None:
+        if self.spans.sizes.slc_block != KEY_BLOCK:
+            return None
+        from dynaxx.kernels.hopper import selected_partial
+
+        return selected_partial.partials
+
     def items_dkv(self) -> Callable[..., None] | None:
-        if self.spans.sizes.slc_block != DKV_BLOCK:
+        if self.spans.sizes.slc_block != KEY_BLOCK:
             return None
         from dynaxx.kernels.hopper import selected_dkv
 
         return selected_dkv.items_dkv
+
+
+def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor | None, spans: NativeSpans, heads: int, scale: float) -> Tensor:
+    """As `kernels.reference.native.select_blocks`; raw scores are Triton's."""
+    if lse is None or not k_cmp.shape[0]:
+        return portable.select_blocks(q, k_cmp, lse, spans, heads, scale)
+    from dynaxx.kernels.hopper.native_scores import TILE_ROWS, score_blocks
+
+    return portable.select_blocks(q, k_cmp, lse, spans, heads, scale, score_blocks, TILE_ROWS)
 
 
 def schedule_of(group_size: int, kv_block: int) -> str:
@@ -86,6 +105,9 @@ def prepare_selected(indices: Tensor, spans: NativeSpans, q: Tensor, k: Tensor, 
     plan = portable.prepare_selected(indices, spans, q, k, v)
     consumers = selected_consumers(plan.group_size, spans.sizes.slc_block)
     either = plan.group_size == EITHER
-    if not consumers or (either and consumers * 64 // EITHER * indices.shape[2] > UNION_WIDTH):
+    schedule: Schedule = "either" if either else "union"
+    if plan.group_size in SMALL or (either and consumers * 64 // EITHER * indices.shape[2] > UNION_WIDTH):
+        schedule = "gather"
+    elif not consumers:
         return plan
-    return SelectedPlan(plan.indices, plan.spans, plan.group_size, "either" if either else "union", plan.tiles)
+    return SelectedPlan(plan.indices, plan.spans, plan.group_size, schedule, plan.tiles)

@@ -122,70 +122,79 @@ def _consume(
 @gluon.jit(do_not_specialize=["queries", "heads", "heads_per_kv"])
 def _selected_hopper_fwd_kernel(
     q_desc, k_desc, v_desc, out_desc, p_lse, p_last_key, p_starts, p_members, p_counts,
+    p_taken,  # (1,) int32, 0 where nothing is to be done; not read without CHOSEN
     queries, heads, heads_per_kv, scale_log2,
     SLOTS: gl.constexpr,  # of a tile's union
     CONSUMERS: gl.constexpr, GROUP: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    CHOSEN: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    POSITIONS: gl.constexpr = ROWS // GROUP  # of one consumer
-    i_program = gl.program_id(0)
-    i_head = i_program % heads
-    count = gl.load(p_counts + i_program)
-    p_starts += i_program.to(gl.int64) * SLOTS
-    p_members += i_program.to(gl.int64) * SLOTS
-    first_t = i_program // heads * (CONSUMERS * POSITIONS)
-    dtype: gl.constexpr = q_desc.dtype
-    D: gl.constexpr = q_desc.block_type.shape[2]
-    q_buffers = gl.allocate_shared_memory(dtype, [CONSUMERS, POSITIONS, GROUP, D], q_desc.layout)
-    k_buffers = gl.allocate_shared_memory(dtype, [STAGES, 1, KV_BLOCK, D], k_desc.layout)
-    v_buffers = gl.allocate_shared_memory(dtype, [STAGES, 1, KV_BLOCK, D], v_desc.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(q_full.index(0), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=CONSUMERS)
-    if CONSUMERS == 3:
-        gl.warp_specialize([
-            (_consume, (
-                out_desc, q_buffers, k_buffers, v_buffers, q_full, full, empty, p_lse, p_last_key, p_starts, p_members,
-                count, first_t, i_head, queries, scale_log2, 0, POSITIONS, GROUP, KV_BLOCK, STAGES,
-            )),
-            (_consume, (
-                out_desc, q_buffers, k_buffers, v_buffers, q_full, full, empty, p_lse, p_last_key, p_starts, p_members,
-                count, first_t, i_head, queries, scale_log2, 1, POSITIONS, GROUP, KV_BLOCK, STAGES,
-            )),
-            (_consume, (
-                out_desc, q_buffers, k_buffers, v_buffers, q_full, full, empty, p_lse, p_last_key, p_starts, p_members,
-                count, first_t, i_head, queries, scale_log2, 2, POSITIONS, GROUP, KV_BLOCK, STAGES,
-            )),
-            (_produce, (
-                q_desc, k_desc, v_desc, q_buffers, k_buffers, v_buffers, q_full, full, empty, p_starts, count, first_t,
-                i_head, i_head // heads_per_kv, CONSUMERS, POSITIONS, GROUP, STAGES,
-            )),
-        ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (_consume, (
-                out_desc, q_buffers, k_buffers, v_buffers, q_full, full, empty, p_lse, p_last_key, p_starts, p_members,
-                count, first_t, i_head, queries, scale_log2, 0, POSITIONS, GROUP, KV_BLOCK, STAGES,
-            )),
-            (_consume, (
-                out_desc, q_buffers, k_buffers, v_buffers, q_full, full, empty, p_lse, p_last_key, p_starts, p_members,
-                count, first_t, i_head, queries, scale_log2, 1, POSITIONS, GROUP, KV_BLOCK, STAGES,
-            )),
-            (_produce, (
-                q_desc, k_desc, v_desc, q_buffers, k_buffers, v_buffers, q_full, full, empty, p_starts, count, first_t,
-                i_head, i_head // heads_per_kv, CONSUMERS, POSITIONS, GROUP, STAGES,
-            )),
-        ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+    run = True
+    if CHOSEN:
+        run = gl.load(p_taken) != 0
+    if run:
+        POSITIONS: gl.constexpr = ROWS // GROUP  # of one consumer
+        i_program = gl.program_id(0)
+        i_head = i_program % heads
+        count = gl.load(p_counts + i_program)
+        p_starts += i_program.to(gl.int64) * SLOTS
+        p_members += i_program.to(gl.int64) * SLOTS
+        first_t = i_program // heads * (CONSUMERS * POSITIONS)
+        dtype: gl.constexpr = q_desc.dtype
+        D: gl.constexpr = q_desc.block_type.shape[2]
+        q_buffers = gl.allocate_shared_memory(dtype, [CONSUMERS, POSITIONS, GROUP, D], q_desc.layout)
+        k_buffers = gl.allocate_shared_memory(dtype, [STAGES, 1, KV_BLOCK, D], k_desc.layout)
+        v_buffers = gl.allocate_shared_memory(dtype, [STAGES, 1, KV_BLOCK, D], v_desc.layout)
+        q_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+        full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        mbarrier.init(q_full.index(0), count=1)
+        for i in gl.static_range(STAGES):
+            mbarrier.init(full.index(i), count=1)
+            mbarrier.init(empty.index(i), count=CONSUMERS)
+        if CONSUMERS == 3:
+            gl.warp_specialize([
+                (_consume, (
+                    out_desc, q_buffers, k_buffers, v_buffers, q_full, full, empty, p_lse, p_last_key, p_starts,
+                    p_members, count, first_t, i_head, queries, scale_log2, 0, POSITIONS, GROUP, KV_BLOCK, STAGES,
+                )),
+                (_consume, (
+                    out_desc, q_buffers, k_buffers, v_buffers, q_full, full, empty, p_lse, p_last_key, p_starts,
+                    p_members, count, first_t, i_head, queries, scale_log2, 1, POSITIONS, GROUP, KV_BLOCK, STAGES,
+                )),
+                (_consume, (
+                    out_desc, q_buffers, k_buffers, v_buffers, q_full, full, empty, p_lse, p_last_key, p_starts,
+                    p_members, count, first_t, i_head, queries, scale_log2, 2, POSITIONS, GROUP, KV_BLOCK, STAGES,
+                )),
+                (_produce, (
+                    q_desc, k_desc, v_desc, q_buffers, k_buffers, v_buffers, q_full, full, empty, p_starts, count,
+                    first_t, i_head, i_head // heads_per_kv, CONSUMERS, POSITIONS, GROUP, STAGES,
+                )),
+            ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+        else:
+            gl.warp_specialize([
+                (_consume, (
+                    out_desc, q_buffers, k_buffers, v_buffers, q_full, full, empty, p_lse, p_last_key, p_starts,
+                    p_members, count, first_t, i_head, queries, scale_log2, 0, POSITIONS, GROUP, KV_BLOCK, STAGES,
+                )),
+                (_consume, (
+                    out_desc, q_buffers, k_buffers, v_buffers, q_full, full, empty, p_lse, p_last_key, p_starts,
+                    p_members, count, first_t, i_head, queries, scale_log2, 1, POSITIONS, GROUP, KV_BLOCK, STAGES,
+                )),
+                (_produce, (
+                    q_desc, k_desc, v_desc, q_buffers, k_buffers, v_buffers, q_full, full, empty, p_starts, count,
+                    first_t, i_head, i_head // heads_per_kv, CONSUMERS, POSITIONS, GROUP, STAGES,
+                )),
+            ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, union: Unions, spans: NativeSpans, consumers: int, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Return out (T, Hq, D) and lse (Hq, T) fp32; unions of `consumers` times 64 rows, scale > 0."""
+    q: Tensor, k: Tensor, v: Tensor, union: Unions, spans: NativeSpans, consumers: int, scale: float,
+    taken: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return out (T, Hq, D) and lse (Hq, T) fp32; unions of `consumers` times 64 rows, scale > 0.
+
+    Nothing is written where `taken` (1,) int32, on the device, is 0.
+    """
     queries, q_heads, dim = q.shape
     tiles, heads, slots = union.starts.shape
     group_size, size = q_heads // heads, spans.sizes.slc_block
@@ -201,6 +210,7 @@ def forward(
         union.starts,
         union.members,
         union.counts,
+        union.counts if taken is None else taken,
         queries=queries,
         heads=heads,
         heads_per_kv=heads // k.shape[1],
@@ -210,6 +220,7 @@ def forward(
         GROUP=group_size,
         KV_BLOCK=size,
         STAGES=stages(consumers, 1, dim, size),
+        CHOSEN=taken is not None,
         **registers(consumers),
     )
     return out, lse

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -59,8 +59,10 @@ class SelectedPlan:
 
         return unions(self.indices, self.spans, self.tiles.positions)
 
-    def forward_by_query(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Return out and lse; scale > 0."""
+    def forward_by_query(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, taken: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return out and lse; scale > 0. Whatever they are where `choose` gave `taken` and it is 0."""
         from dynaxx.kernels.triton import native_union
 
         return native_union.forward(q, k, v, self.union, self.spans, self.tiles, scale)
@@ -82,9 +84,29 @@ class SelectedPlan:
 
         return native_union.backward_dq(do, q, k, v, rows, self.union, self.spans, self.tiles, scale)
 
+    def partials(self) -> Callable[..., None] | None:
+        """A kernel of one's own for the partial results by key."""
+        return None
+
     def items_dkv(self) -> Callable[..., None] | None:
         """A kernel of one's own for the dk and dv of items where queries are not cut into chunks."""
         return None
+
+    def by_heads(self, kv_heads: int, row_bytes: int, limit: int) -> list[tuple[slice, slice, SelectedPlan]]:
+        """Kv heads, their q heads, and this plan for them alone: parts of `limit` bytes of partial results each.
+
+        A part is one kv head or more; `items` cuts the queries of one that is larger.
+        """
+        queries, heads, slots = self.indices.shape
+        per_kv = heads // kv_heads
+        step = -(-kv_heads // -(-queries * heads * slots * self.group_size * row_bytes // limit))
+        found = []
+        for first in range(0, kv_heads, step):
+            stop = min(first + step, kv_heads)
+            own = self.indices[:, first * per_kv : stop * per_kv].contiguous()
+            q_heads = slice(first * per_kv * self.group_size, stop * per_kv * self.group_size)
+            found.append((slice(first, stop), q_heads, replace(self, indices=own)))
+        return found
 
     def items(self, row_bytes: int | None, limit: int = 0) -> tuple[Items, range]:
         """Entries by block and their chunks: `limit` bytes of partial results, `row_bytes` per q head of a slot."""
@@ -118,21 +140,26 @@ def selected_forward(q: Tensor, k: Tensor, v: Tensor, plan: SelectedPlan, scale:
 
     q, scale = positive_scale(q, scale)
     q, k, v = (unit_stride(x) for x in (q, k, v))
-    heads, slots = plan.indices.shape[1:]
+    slots = plan.indices.shape[2]
     if not (q.shape[0] and k.shape[0] and slots):
         return q.new_zeros(*q.shape[:2], v.shape[2]), q.new_full((q.shape[1], q.shape[0]), -torch.inf).float()
     if plan.schedule == "union":
-        return plan.forward_by_query(q, k, v, scale)
+        return plan.forward_by_query(q, k, v, scale, None)
     taken = plan.choose()
     if taken is None:
         out = q.new_empty(*q.shape[:2], v.shape[2])
         lse = q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
     else:  # what follows writes over it, or does nothing
-        out, lse = plan.forward_by_query(q, k, v, scale)
+        out, lse = plan.forward_by_query(q, k, v, scale, taken)
     key_tiles = config.forward_key_tiles(plan.group_size, q.shape[2], v.shape[2], q.dtype)
-    index, chunks = plan.items(v.shape[2] * q.dtype.itemsize + 4, PARTIAL_BYTES)
-    for chunk in chunks:
-        native_gather.forward_chunk(q, k, v, out, lse, index, chunk, slots, heads, plan.spans, key_tiles, scale, taken)
+    row_bytes = v.shape[2] * q.dtype.itemsize + 4
+    for kv, own, part in plan.by_heads(k.shape[1], row_bytes, PARTIAL_BYTES):
+        index, chunks = part.items(row_bytes, PARTIAL_BYTES)
+        for chunk in chunks:
+            native_gather.forward_chunk(
+                q[:, own], k[:, kv], v[:, kv], out[:, own], lse[own], index, chunk, slots, part.indices.shape[1],
+                plan.spans, key_tiles, scale, taken, plan.partials(),
+            )  # fmt: skip
     return out, lse
 
 
@@ -150,23 +177,32 @@ def selected_backward(
     """Return dq, dk, dv in the dtypes of q, k, v; deterministic."""
     from dynaxx.kernels.triton import native_backward, native_union
 
-    slots = plan.indices.shape[2]
-    if not (q.shape[0] and k.shape[0] and slots):
+    if not (q.shape[0] and k.shape[0] and plan.indices.shape[2]):
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     do, q, k, v = (unit_stride(x) for x in (do, q, k, v))
-    rows = native_union.row_pairs(do, dlse, out, lse)
-    by_query = plan.schedule == "union"
-    index, chunks = plan.items(None if by_query else q.shape[2] * q.dtype.itemsize, PARTIAL_GRAD_BYTES)
-    dtype = torch.float32 if len(chunks) > 1 else k.dtype  # what several chunks add up
-    dk, dv = (torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in (k, v))
     tiles = config.backward_key_tiles(plan.group_size, q.shape[2], v.shape[2], q.dtype)
-    if by_query:
+    dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
+    if plan.schedule == "union":
+        rows = native_union.row_pairs(do, dlse, out, lse)
+        index, _ = plan.items(None)
         dq = plan.dq_by_query(do, q, k, v, rows, scale)
-    else:
-        dq = torch.empty_like(q, memory_format=torch.contiguous_format)
-    for chunk in chunks:
         native_backward.backward_chunk(
-            do, q, k, v, rows, (None if by_query else dq, dk, dv), index, chunk, plan.indices, plan.spans, tiles,
-            scale, plan.items_dkv() if by_query else None,
-        )  # fmt: skip
-    return dq, dk.to(k.dtype), dv.to(v.dtype)
+            do, q, k, v, rows, (None, dk, dv), index, 0, plan.indices, plan.spans, tiles, scale, plan.items_dkv()
+        )
+        return dq, dk, dv
+    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+    row_bytes = q.shape[2] * q.dtype.itemsize
+    for kv, own, part in plan.by_heads(k.shape[1], row_bytes, PARTIAL_GRAD_BYTES):
+        inputs = do[:, own], q[:, own], k[:, kv], v[:, kv]
+        rows = native_union.row_pairs(inputs[0], dlse[own], out[:, own], lse[own])
+        index, chunks = part.items(row_bytes, PARTIAL_GRAD_BYTES)
+        sums = dk[:, kv], dv[:, kv]
+        if len(chunks) > 1:  # chunks add up in fp32
+            sums = dk.new_empty(sums[0].shape, dtype=torch.float32), dv.new_empty(sums[1].shape, dtype=torch.float32)
+        for chunk in chunks:
+            native_backward.backward_chunk(
+                *inputs, rows, (dq[:, own], *sums), index, chunk, part.indices, plan.spans, tiles, scale
+            )
+        if len(chunks) > 1:
+            dk[:, kv], dv[:, kv] = sums
+    return dq, dk, dv

@@ -169,16 +169,17 @@ def _selected_bwd_dkv_kernel(
 
 
 @light_launch
-@triton.jit(do_not_specialize=["blocks", "kv_heads", "heads_per_kv"])
+@triton.jit(do_not_specialize=["blocks", "heads_per_kv"])
 def _selected_sum_items_kernel(
     p_items,  # (items, KV_BLOCK, DIM) fp32
-    p_grad,  # (M, Hk, DIM) contiguous
+    p_grad,  # (M, Hk, DIM)
     p_first_item,
     p_block_start,
     p_block_end,
     blocks,
-    kv_heads,
     heads_per_kv,
+    stride_gn,
+    stride_gh,
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     KV_BLOCK: tl.constexpr,
@@ -198,12 +199,12 @@ def _selected_sum_items_kernel(
     if (not ADD) | (total > 0):
         acc = tl.zeros([BLOCK_N, BLOCK_DIM], tl.float32)
         if ADD:
-            acc += gather_rows(p_grad, row, o_n * 0 + i_head, kv_heads * DIM, DIM, inside, DIM, BLOCK_DIM)
+            acc += gather_rows(p_grad, row, o_n * 0 + i_head, stride_gn, stride_gh, inside, DIM, BLOCK_DIM)
         for i_select in range(heads_per_kv):
             cell = (i_head * heads_per_kv + i_select) * blocks + i_block
             for item in range(tl.load(p_first_item + cell), tl.load(p_first_item + cell + 1)):
                 acc += gather_rows(p_items, o_n * 0 + item, o_n, KV_BLOCK * DIM, DIM, every, DIM, BLOCK_DIM)
-        scatter_rows(p_grad, acc, row, o_n * 0 + i_head, kv_heads * DIM, DIM, inside, DIM, BLOCK_DIM)
+        scatter_rows(p_grad, acc, row, o_n * 0 + i_head, stride_gn, stride_gh, inside, DIM, BLOCK_DIM)
 
 
 @light_launch
@@ -212,12 +213,14 @@ def _selected_sum_entries_kernel(
     p_entries_dq,  # (entries of these queries, SPLIT, group, D)
     p_indices,  # (T, Hs, n)
     p_num_blocks,
-    p_dq,  # (T, Hq, D) contiguous
+    p_dq,  # (T, Hq, D)
     first_query,
     q_heads,
     slots,
     rows,
     group_size,
+    stride_dqn,
+    stride_dqh,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -238,7 +241,7 @@ def _selected_sum_entries_kernel(
             place = (base * slots + slot).to(tl.int64) * SPLIT + i_part
             valid = (index >= 0) & (index < seen)
             acc += gather_rows(p_entries_dq, place, h % group_size, group_size * D, D, valid, D, BLOCK_D).to(tl.float32)
-    scatter_rows(p_dq, acc, t, h, q_heads * D, D, inside, D, BLOCK_D)
+    scatter_rows(p_dq, acc, t, h, stride_dqn, stride_dqh, inside, D, BLOCK_D)
 
 
 def backward_chunk(
@@ -291,8 +294,9 @@ def backward_chunk(
             spans.block_start,
             spans.block_end,
             blocks=blocks,
-            kv_heads=kv_heads,
             heads_per_kv=heads // kv_heads,
+            stride_gn=grad.stride(0),
+            stride_gh=grad.stride(1),
             DIM=grad.shape[2],
             BLOCK_DIM=padded(grad.shape[2]),
             KV_BLOCK=size,
@@ -312,6 +316,8 @@ def backward_chunk(
             slots=slots,
             rows=dq_rows,
             group_size=group_size,
+            stride_dqn=dq.stride(0),
+            stride_dqh=dq.stride(1),
             D=q.shape[2],
             BLOCK_D=padded(q.shape[2]),
             SPLIT=split,

@@ -29,14 +29,20 @@ def _weight(p_weight, at, head, heads, WINDOW: tl.constexpr, WEIGHTED: tl.conste
     return at * 0.0 + 1.0 / WINDOW
 
 
+@triton.jit
+def _tile_of(rows, ROWS: tl.constexpr):
+    """Rows of a program, their head, and which of them exist."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    return row, tl.program_id(1), row < rows
+
+
 @light_launch
 @triton.jit(do_not_specialize=SIZES)
 def _pool_fwd_kernel(
     p_x, p_weight, p_out, rows, tokens, windows, heads, stride_n, stride_h, D: tl.constexpr, BLOCK_D: tl.constexpr,
     WINDOW: tl.constexpr, STRIDE: tl.constexpr, WEIGHTED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    row, head = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
-    inside = row < rows
+    row, head, inside = _tile_of(rows, ROWS)
     first = row // windows * tokens + row % windows * STRIDE
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     for i in range(WINDOW):
@@ -51,8 +57,7 @@ def _pool_bwd_kernel(
     p_do, p_weight, p_dx, rows, tokens, windows, heads, stride_n, stride_h, D: tl.constexpr, BLOCK_D: tl.constexpr,
     WINDOW: tl.constexpr, STRIDE: tl.constexpr, WEIGHTED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    row, head = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
-    inside = row < rows
+    row, head, inside = _tile_of(rows, ROWS)
     position, base = row % tokens, row // tokens * windows
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     for i in tl.static_range(WINDOW // STRIDE):  # the windows that hold a token are neighbours

@@ -6,6 +6,8 @@ T queries, M keys, Hq / Hk / Hs query, kv and selection heads, n slots, C blocks
 entry is (t * Hs + hs) * n + slot; a tile has ROWS rows, ROWS / GROUP entries, GROUP being the group as a power of two.
 """
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -121,7 +123,7 @@ def _selected_partial_kernel(
 def _selected_merge_kernel(
     p_partial,
     p_partial_lse,  # -inf where there is nothing
-    p_out,  # (T, Hq, E) contiguous
+    p_out,  # (T, Hq, E)
     p_lse,  # (Hq, T) contiguous
     p_taken,
     first_entry,
@@ -130,6 +132,8 @@ def _selected_merge_kernel(
     slots,
     rows,  # (t, q head) pairs of these queries
     group_size,
+    stride_on,
+    stride_oh,
     E: tl.constexpr,
     BLOCK_E: tl.constexpr,
     ROWS: tl.constexpr,
@@ -163,38 +167,44 @@ def _selected_merge_kernel(
     t = first_entry // (heads * slots) + row // q_heads
     lse = tl.where(empty, float("-inf"), row_max + tl.log(row_sum))
     tl.store(p_lse + h.to(tl.int64) * queries + t, lse, mask=inside)
-    scatter_rows(p_out, acc / row_sum[:, None], t, h, q_heads * E, E, inside, E, BLOCK_E)
+    scatter_rows(p_out, acc / row_sum[:, None], t, h, stride_on, stride_oh, inside, E, BLOCK_E)
 
 
 def forward_chunk(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, index: Items, chunk: int, slots: int,
     heads: int, spans: NativeSpans, tiles: KeyTiles, scale: float, taken: Tensor | None = None,
+    partials: Callable[..., None] | None = None,
 ) -> None:  # fmt: skip
     """Attend for a chunk of queries, and write their rows of out (T, Hq, E) and lse (Hq, T); scale > 0.
 
-    Nothing is written where `taken` (1,) int32, on the device, is not 0.
+    Nothing is written where `taken` (1,) int32, on the device, is not 0. `partials` is a kernel that replaces the
+    one here for the partial results.
     """
     queries, group_size = index.queries(chunk, q.shape[0]), q.shape[1] // heads
     count = queries.stop - queries.start
     partial = q.new_empty(count * heads * slots, group_size, v.shape[2])
     partial_lse = torch.full(partial.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
-    _selected_partial_kernel[(index.cell.shape[1],)](
-        q,
-        k,
-        v,
-        partial,
-        partial_lse,
-        **item_arguments(q, k, v, index, chunk, heads, slots, spans),
-        p_taken=index.entries if taken is None else taken,
-        first_entry=queries.start * heads * slots,
-        scale=scale,
-        CHOSEN=taken is not None,
-        GROUP=tiles.group,
-        ROWS=tiles.rows,
-        BLOCK_N=min(tiles.block_n, spans.sizes.slc_block),
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-    )
+    first_entry = queries.start * heads * slots
+    if partials is not None:
+        partials(q, k, v, partial, partial_lse, index, chunk, slots, heads, first_entry, spans, scale, taken)
+    else:
+        _selected_partial_kernel[(index.cell.shape[1],)](
+            q,
+            k,
+            v,
+            partial,
+            partial_lse,
+            **item_arguments(q, k, v, index, chunk, heads, slots, spans),
+            p_taken=index.entries if taken is None else taken,
+            first_entry=first_entry,
+            scale=scale,
+            CHOSEN=taken is not None,
+            GROUP=tiles.group,
+            ROWS=tiles.rows,
+            BLOCK_N=min(tiles.block_n, spans.sizes.slc_block),
+            num_warps=tiles.num_warps,
+            num_stages=tiles.num_stages,
+        )
     rows, block = count * q.shape[1], 16
     _selected_merge_kernel[(-(-rows // block),)](
         partial,
@@ -202,12 +212,14 @@ def forward_chunk(
         out,
         lse,
         p_taken=index.entries if taken is None else taken,
-        first_entry=queries.start * heads * slots,
+        first_entry=first_entry,
         queries=q.shape[0],
         q_heads=q.shape[1],
         slots=slots,
         rows=rows,
         group_size=group_size,
+        stride_on=out.stride(0),
+        stride_oh=out.stride(1),
         E=v.shape[2],
         BLOCK_E=padded(v.shape[2]),
         ROWS=block,

@@ -7,6 +7,7 @@ T queries, Hs selection heads, n slots, C selection blocks of all sequences.
 
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -54,7 +55,7 @@ def _cells_kernel(
     p_indices,  # (T, Hs, n) contiguous
     p_first_block,
     p_num_blocks,
-    p_cells,  # (T * Hs * n,) int32, the cell of each entry behind those of earlier chunks; `none` where it has none
+    p_cells,  # (T * Hs * n,) integers, the cell of each entry behind those of earlier chunks; `none` where it has none
     total,
     heads,
     slots,
@@ -126,7 +127,9 @@ def items(indices: Tensor, spans: NativeSpans, step: int, length: int) -> Items:
     blocks, chunks, total = len(spans.block_start), -(-queries // step), indices.numel()
     cells = heads * blocks
     most = -(-(cells + step * heads * slots // length) // 4) * 4  # rows of 16 bytes, which kernels are compiled for
-    cell_of, starts = indices.new_empty(total), indices.new_empty(chunks * cells + 1)
+    few = chunks * cells < 1 << 15  # half the digits to sort
+    cell_of = indices.new_empty(total, dtype=torch.int16 if few else torch.int32)
+    starts = indices.new_empty(chunks * cells + 1)
     _cells_kernel[(-(-total // WIDTH),)](
         indices,
         spans.first_block,

@@ -3,11 +3,12 @@
 
 A program of the score kernel holds some compressed tokens and sums the weights that the q heads of a group give them,
 exp(q @ k_cmp - lse), then pools tokens to blocks: each gives to its own block, and by its overlap to the next one. The
-top-k kernel finds the n-th best score of a row bit by bit, up to where n are left, so it needs no sort.
+top-k kernel halves the range of the n-th best score of a row until n are left, so it needs no sort of the row.
 
 T queries of a chunk, Hq / Hk / Hs query, kv and selection heads, C blocks of the longest sequence, n selected.
 """
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from weakref import WeakKeyDictionary
@@ -102,6 +103,22 @@ def _score_kernel(
             tl.store(p_next + row[:, None] + block[None, :], behind, mask=mask)
 
 
+@triton.jit
+def _bounds(key, need, WIDTH: tl.constexpr):
+    """Two keys between which the need-th best one is: at least the first, less than the second.
+
+    Of GROUPS groups of keys, need have a best key of at least the need-th best of those.
+    """
+    GROUPS: tl.constexpr = 32
+    above = tl.max(key, 0) + 1
+    least = tl.full([], 1, tl.uint32)
+    if WIDTH > GROUPS:
+        best = tl.sort(tl.max(tl.reshape(key, [WIDTH // GROUPS, GROUPS]), 0))
+        at = tl.arange(0, GROUPS) == GROUPS - need  # none where need > GROUPS
+        least = tl.maximum(tl.sum(tl.where(at, best, 0), 0).to(tl.uint32), 1)
+    return least, above
+
+
 @light_launch
 @triton.jit(do_not_specialize=["first_row", "heads", "slots", "first_blocks", "local_blocks"])
 def _top_blocks_kernel(
@@ -134,108 +151,168 @@ def _top_blocks_kernel(
         before = (block > 0) & ((block - 1) * PER_BLOCK < tokens) & (block < blocks)
         behind = tl.load(p_next + p_row - 1, mask=before, other=0.0)
         score = tl.maximum(score, behind) if MAX else score + behind
-    forced = (block < first_blocks) | (block >= seen - local_blocks)
-    key = tl.where(forced, 0xFFFFFFFF, ordered_bits(score)).to(tl.uint32)
-    key = tl.where(block < seen, key, 0)
-    need = tl.minimum(seen, slots)
-    least = tl.full([], 0, tl.uint32)  # of the keys chosen
-    count = seen  # of keys of at least `least`
-    bit = tl.full([], 31, tl.int32)
-    while (count > need) & (bit >= 0):
-        larger = least | (tl.full([], 1, tl.uint32) << bit.to(tl.uint32))
-        enough = tl.sum((key >= larger).to(tl.int32), 0)
+    free = (block >= first_blocks) & (block < seen - local_blocks)
+    key = tl.where(free, ordered_bits(score), 0).to(tl.uint32)  # 0 is below every score
+    forced = tl.minimum(seen, first_blocks) + tl.maximum(seen - tl.maximum(first_blocks, seen - local_blocks), 0)
+    need = tl.minimum(seen, slots) - forced  # of the free ones
+    least, above = _bounds(key, need, WIDTH)  # the need-th best key is at least `least` and less than `above`
+    count = tl.sum((key >= least).to(tl.int32), 0)
+    while (count > need) & (above - least > 1):
+        middle = least + (above - least) // 2
+        enough = tl.sum((key >= middle).to(tl.int32), 0)
         if enough >= need:
-            least = larger
+            least = middle
             count = enough
-        bit -= 1
-    chosen = (block < seen) & (key >= least)
+        else:
+            above = middle
     if count > need:  # equal keys: the first of them
-        ties = chosen & (key == least)
-        rest = need - (count - tl.sum(ties.to(tl.int32), 0))
-        chosen = chosen & ((key > least) | (tl.cumsum(ties.to(tl.int32), 0) <= rest))
+        ties = (key == least).to(tl.int32)
+        rest = need - (count - tl.sum(ties, 0))
+        key = tl.where((ties == 0) | (tl.cumsum(ties, 0) <= rest), key, 0)
+    chosen = (key >= least) | ((block < seen) & ((block < first_blocks) | (block >= seen - local_blocks)))
     place = tl.cumsum(chosen.to(tl.int32), 0) - 1
     p_out = p_indices + (first_row.to(tl.int64) * heads + row) * slots
     tl.store(p_out + place, block, mask=chosen)
     slot = tl.arange(0, WIDE_SLOTS)
-    tl.store(p_out + slot, slot * 0 - 1, mask=(slot >= need) & (slot < slots))
+    tl.store(p_out + slot, slot * 0 - 1, mask=(slot >= seen) & (slot < slots))
 
 
 @dataclass(frozen=True)
-class _Tiles:
-    """Tiles of QUERIES rows that lie in one sequence each."""
+class Tiles:
+    """Tiles of a few rows that lie in one sequence each."""
 
-    bounds: list[tuple[int, int]]
+    bounds: list[tuple[int, int]]  # rows
+    blocks: list[int]  # that the last row sees
     first: Tensor
     end: Tensor
 
+    def chunks(self, row_bytes: int) -> Iterator[tuple[slice, int]]:
+        """Runs of tiles and the most blocks that one of their rows sees; SCORE_BYTES, of row_bytes per row and block.
 
-_tiles: WeakKeyDictionary[NativeSpans, _Tiles] = WeakKeyDictionary()
+        Four tiles at a time, so that each run of `first` and `end` begins at 16 bytes; blocks in sixteens, likewise.
+        """
+        begin = 0
+        while begin < len(self.bounds):
+            stop, most = begin, 0
+            while stop < len(self.bounds):
+                end = min(stop + 4, len(self.bounds))
+                wider = -(-max(most, *self.blocks[stop:end]) // 16) * 16
+                rows = self.bounds[end - 1][1] - self.bounds[begin][0]
+                if stop > begin and rows * wider * row_bytes > SCORE_BYTES:
+                    break
+                stop, most = end, wider
+            yield slice(begin, stop), most
+            begin = stop
 
 
-def _tiles_of(spans: NativeSpans) -> _Tiles:
-    found = _tiles.get(spans)
-    if found is None:
-        bounds = [(first, min(first + QUERIES, b)) for a, b in pairwise(spans.ends_q) for first in range(a, b, QUERIES)]
+@dataclass(frozen=True)
+class Scores:
+    """Scores of some queries to be written: what tokens give to their own block, and to the one behind it."""
+
+    own: Tensor  # (T, Hs, C) fp32
+    behind: Tensor  # the same, or `own` where tokens are no longer than their stride
+    first_row: int  # of these queries
+    first: Tensor  # (tiles,) int32, first row of each tile of them
+    end: Tensor  # its last row + 1
+
+
+# How to fill them, of (q, k_cmp, lse, spans, scores, scale).
+Scorer = Callable[[Tensor, Tensor, Tensor | None, NativeSpans, Scores, float], None]
+
+_tiles: WeakKeyDictionary[NativeSpans, dict[int, Tiles]] = WeakKeyDictionary()
+
+
+def _tiles_of(spans: NativeSpans, rows: int) -> Tiles:
+    known = _tiles.setdefault(spans, {})
+    if rows not in known:
+        bounds, blocks = [], []
+        for (a, b), (c, d) in zip(pairwise(spans.ends_q), pairwise(spans.ends_k), strict=True):
+            for first in range(a, b, rows):
+                bounds.append((first, min(first + rows, b)))
+                blocks.append(max(0, (bounds[-1][1] - 1 - b + d - c) // spans.sizes.slc_block + 1))
         ends = torch.tensor(bounds, dtype=torch.int32).view(-1, 2).to(spans.device, non_blocking=True)
-        found = _tiles[spans] = _Tiles(bounds, ends[:, 0].contiguous(), ends[:, 1].contiguous())
-    return found
+        known[rows] = Tiles(bounds, blocks, ends[:, 0].contiguous(), ends[:, 1].contiguous())
+    return known[rows]
 
 
-def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor | None, spans: NativeSpans, heads: int, scale: float) -> Tensor:
-    """As `kernels.reference.native.select_blocks`; holds SCORE_BYTES of scores."""
-    sizes, blocks = spans.sizes, spans.max_blocks
+def strides_per(spans: NativeSpans) -> tuple[int, int]:
+    """Strides in a compressed token, and in a block."""
+    sizes = spans.sizes
+    return sizes.cmp_block // sizes.cmp_stride, sizes.slc_block // sizes.cmp_stride
+
+
+def score_blocks(
+    q: Tensor, k_cmp: Tensor, lse: Tensor | None, spans: NativeSpans, scores: Scores, scale: float
+) -> None:
+    """A `Scorer` for tiles of QUERIES rows."""
+    heads, blocks = scores.own.shape[1:]
+    per_token, per_block = strides_per(spans)
+    block_n, num_warps, num_stages = native_config.score_tiles(per_block, q.dtype)
+    _score_kernel[(heads, -(-blocks * per_block // block_n), len(scores.first))](
+        q,
+        k_cmp,
+        scores.own if lse is None else lse.contiguous(),
+        scores.own,
+        scores.behind,
+        scores.first,
+        scores.end,
+        spans.first_cmp,
+        spans.num_cmp,
+        first_row=scores.first_row,
+        queries=q.shape[0],
+        group_size=q.shape[1] // heads,
+        heads_per_kv=heads // k_cmp.shape[1],
+        blocks=blocks,
+        scale=scale,
+        stride_qn=q.stride(0),
+        stride_qh=q.stride(1),
+        stride_kn=k_cmp.stride(0),
+        stride_kh=k_cmp.stride(1),
+        D=q.shape[2],
+        BLOCK_D=padded(q.shape[2]),
+        PER_TOKEN=per_token,
+        PER_BLOCK=per_block,
+        BLOCK_M=QUERIES,
+        BLOCK_N=block_n,
+        RAW=lse is None,
+        MAX=spans.sizes.pool == "max",
+        PRECISION="ieee",
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )
+
+
+def select_blocks(
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor | None,
+    spans: NativeSpans,
+    heads: int,
+    scale: float,
+    scorer: Scorer = score_blocks,
+    tile_rows: int = QUERIES,
+) -> Tensor:
+    """As `kernels.reference.native.select_blocks`; holds SCORE_BYTES of scores.
+
+    Args:
+        scorer: makes the scores, of tiles of `tile_rows` queries.
+    """
+    sizes = spans.sizes
     indices = torch.empty(q.shape[0], heads, sizes.slc_count, dtype=torch.int32, device=q.device)
-    if not (q.shape[0] and blocks):
+    if not (q.shape[0] and spans.max_blocks):
         return indices.fill_(-1)
     if lse is None:
         q, scale = positive_scale(q, scale)
     q, k_cmp = unit_stride(q), unit_stride(k_cmp)
-    tiles = _tiles_of(spans)
-    rows = max(QUERIES, SCORE_BYTES // (8 * heads * blocks) // QUERIES * QUERIES)
-    per_token, per_block = sizes.cmp_block // sizes.cmp_stride, sizes.slc_block // sizes.cmp_stride
-    block_n, num_warps, num_stages = native_config.score_tiles(per_block, q.dtype)
-    parts = -(-blocks * per_block // block_n)
-    begin = 0
-    while begin < len(tiles.bounds):
-        first, stop = tiles.bounds[begin][0], begin + 1
-        while stop < len(tiles.bounds) and tiles.bounds[stop][1] - first <= rows:
-            stop += 1
-        count = tiles.bounds[stop - 1][1] - first
+    tiles, (per_token, per_block) = _tiles_of(spans, tile_rows), strides_per(spans)
+    for some, blocks in tiles.chunks(8 * heads):
+        first = tiles.bounds[some.start][0]
+        count, blocks = tiles.bounds[some.stop - 1][1] - first, max(16, blocks)
         own = torch.empty(count, heads, blocks, dtype=torch.float32, device=q.device)
         behind = torch.empty_like(own) if per_token > 1 else own
         if k_cmp.shape[0]:
-            _score_kernel[(heads, parts, stop - begin)](
-                q,
-                k_cmp,
-                own if lse is None else lse.contiguous(),
-                own,
-                behind,
-                tiles.first[begin:],
-                tiles.end[begin:],
-                spans.first_cmp,
-                spans.num_cmp,
-                first_row=first,
-                queries=q.shape[0],
-                group_size=q.shape[1] // heads,
-                heads_per_kv=heads // k_cmp.shape[1],
-                blocks=blocks,
-                scale=scale,
-                stride_qn=q.stride(0),
-                stride_qh=q.stride(1),
-                stride_kn=k_cmp.stride(0),
-                stride_kh=k_cmp.stride(1),
-                D=q.shape[2],
-                BLOCK_D=padded(q.shape[2]),
-                PER_TOKEN=per_token,
-                PER_BLOCK=per_block,
-                BLOCK_M=QUERIES,
-                BLOCK_N=block_n,
-                RAW=lse is None,
-                MAX=sizes.pool == "max",
-                PRECISION="ieee",
-                num_warps=num_warps,
-                num_stages=num_stages,
-            )
+            scores = Scores(own, behind, first, tiles.first[some], tiles.end[some])
+            scorer(q, k_cmp, lse, spans, scores, scale)
         width = triton.next_power_of_2(blocks)
         _top_blocks_kernel[(count * heads,)](
             own,
@@ -257,5 +334,4 @@ def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor | None, spans: NativeSpa
             MAX=sizes.pool == "max",
             num_warps=native_config.top_warps(width),
         )
-        begin = stop
     return indices

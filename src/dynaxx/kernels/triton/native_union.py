@@ -105,7 +105,7 @@ def row_values(p_rows, at, inside):
 @triton.jit(do_not_specialize=["rows", "q_heads", "queries"])
 def _selected_rows_kernel(
     p_do,
-    p_out,  # (T, Hq, E) contiguous
+    p_out,  # (T, Hq, E)
     p_lse,  # (Hq, T) contiguous
     p_dlse,
     p_rows,  # (T, Hq, 2) fp32
@@ -114,6 +114,8 @@ def _selected_rows_kernel(
     q_heads,
     stride_don,
     stride_doh,
+    stride_on,
+    stride_oh,
     stride_dlh,
     stride_dln,
     E: tl.constexpr,
@@ -124,7 +126,7 @@ def _selected_rows_kernel(
     inside = row < rows
     t, h = row // q_heads, row % q_heads
     b_do = gather_rows(p_do, t, h, stride_don, stride_doh, inside, E, BLOCK_E).to(tl.float32)
-    b_out = gather_rows(p_out, t, h, q_heads * E, E, inside, E, BLOCK_E).to(tl.float32)
+    b_out = gather_rows(p_out, t, h, stride_on, stride_oh, inside, E, BLOCK_E).to(tl.float32)
     lse = tl.load(p_lse + h * queries + t, mask=inside, other=float("-inf"))
     dlse = tl.load(p_dlse + h * stride_dlh + t * stride_dln, mask=inside, other=0.0).to(tl.float32)
     empty = lse == float("-inf")
@@ -298,13 +300,13 @@ def row_pairs(do: Tensor, dlse: Tensor, out: Tensor, lse: Tensor) -> Tensor:
     """(T, Hq, 2) fp32: lse, and delta = rowsum(do * out) - dlse; inf and 0 for a row that sees nothing.
 
     Args:
-        do, out: (T, Hq, E), out contiguous.
+        do, out: (T, Hq, E), their rows dense.
         dlse, lse: (Hq, T).
     """
     rows = lse.new_empty(*out.shape[:2], 2)
     _selected_rows_kernel[(triton.cdiv(out.shape[0] * out.shape[1], 32),)](
         do,
-        out.contiguous(),
+        out,
         lse.contiguous(),
         dlse,
         rows,
@@ -313,6 +315,8 @@ def row_pairs(do: Tensor, dlse: Tensor, out: Tensor, lse: Tensor) -> Tensor:
         q_heads=out.shape[1],
         stride_don=do.stride(0),
         stride_doh=do.stride(1),
+        stride_on=out.stride(0),
+        stride_oh=out.stride(1),
         stride_dlh=dlse.stride(0),
         stride_dln=dlse.stride(1),
         E=out.shape[2],
