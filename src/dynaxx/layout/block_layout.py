@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 
 import torch
 from torch import Tensor
@@ -366,6 +367,15 @@ class BlockLayout:
         from dynaxx.layout.convert import layout_to_dense
 
         return layout_to_dense(self)
+
+    @cached_property
+    def column_counts(self) -> Tensor:
+        """Visits of each kv block, (layout_batch, layout_heads, kv_blocks) int64; of a layout on the host."""
+        lead, cols, _ = self.entries()
+        shape = (self.layout_batch, self.layout_heads, self.kv_blocks)
+        if self.layout_batch * self.layout_heads > 1:
+            cols = cols + lead // max(1, self.q_blocks) * self.kv_blocks
+        return torch.bincount(cols, minlength=prod(shape)).view(shape)
 
     @cached_property
     def transposed(self) -> TransposedLayout:

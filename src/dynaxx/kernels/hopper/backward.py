@@ -7,6 +7,8 @@ in every run. TMA clips at the ends of each sequence, so tiles need no bound che
 and give nothing. Shapes: B batch, N / M queries and keys, Hq / Hk query and kv heads, D head_dim.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -19,6 +21,7 @@ from dynaxx.kernels.hopper.config import backward_dq_tiles, backward_in_one_pass
 from dynaxx.kernels.hopper.launch import dense_rows
 from dynaxx.kernels.triton.launch import RUNTIME_SIZES, layout_arguments, order_argument, processors, tile_rows
 from dynaxx.kernels.triton.light import Launch, light_launch
+from dynaxx.kernels.triton.parts import WHOLE, entries_of, part_of, store_part
 from dynaxx.kernels.triton.primitives import (
     FULL,
     LOG2E,
@@ -29,6 +32,14 @@ from dynaxx.kernels.triton.primitives import (
     whole_tiles,
 )
 from dynaxx.kernels.triton.repeat import repeated
+from dynaxx.kernels.triton.split import (
+    SPLIT_SIZES,
+    no_split,
+    split_programs,
+    split_rows,
+    split_to,
+)
+from dynaxx.kernels.triton.split_sums import sum_parts
 from dynaxx.layout import BlockLayout
 
 
@@ -90,7 +101,7 @@ def _accumulate_dq(
 
 
 @light_launch
-@triton.jit(do_not_specialize=RUNTIME_SIZES)
+@triton.jit(do_not_specialize=[*RUNTIME_SIZES, *SPLIT_SIZES])
 def _sparse_attention_hopper_bwd_dq_kernel(
     do_desc,
     q_desc,
@@ -110,6 +121,12 @@ def _sparse_attention_hopper_bwd_dq_kernel(
     num_masks,
     layout_stride_b,
     layout_stride_h,
+    p_parts,
+    p_sums,  # (slots, Q_BLOCK, D) fp32
+    num_parts,
+    limit,
+    batch_copies,
+    head_copies,
     seqlen_q,
     seqlen_k,
     batch,
@@ -122,18 +139,30 @@ def _sparse_attention_hopper_bwd_dq_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ORDERED: tl.constexpr,
+    HAS_PARTS: tl.constexpr,
 ):
     SPLIT_M: tl.constexpr = Q_BLOCK // BLOCK_M
-    i_program = tl.program_id(0)
+    part_programs = num_parts * batch_copies * head_copies * SPLIT_M
+    i_program = tl.maximum(tl.program_id(0) - part_programs, 0)
     i_h = i_program % q_heads
     i_b = i_program // q_heads % batch
     i_tile = i_program // (q_heads * batch)
     q_blocks = (seqlen_q + Q_BLOCK - 1) // Q_BLOCK
+    if HAS_PARTS:
+        slot, part_b, part_h, part_row, part_tile, first, last = part_of(
+            tl.program_id(0), p_parts, num_parts, batch_copies, head_copies, q_blocks, q_heads, SPLIT_M
+        )
+        i_b, i_h = tl.where(slot >= 0, part_b, i_b), tl.where(slot >= 0, part_h, i_h)
+        i_tile = tl.where(slot >= 0, part_tile, i_tile)
     lead = i_b * layout_stride_b + i_h * layout_stride_h
     i_row = started_row(p_order, lead, i_tile // SPLIT_M, q_blocks, ORDERED)
+    if HAS_PARTS:
+        i_row = tl.where(slot >= 0, part_row, i_row)
     inner_q = i_tile % SPLIT_M * BLOCK_M + tl.arange(0, BLOCK_M)
     row_q = i_row * Q_BLOCK + i_tile % SPLIT_M * BLOCK_M
     start, partial, total = row_entries(p_indptr, p_num_partial, lead, i_row, q_blocks, capacity)
+    if HAS_PARTS:
+        slot, start, partial, total = entries_of(slot, start, partial, total, first, last, limit)
 
     b_q = q_desc.load([i_b, i_h, row_q, 0]).reshape(BLOCK_M, D)
     b_do = do_desc.load([i_b, i_h, row_q, 0]).reshape(BLOCK_M, D)
@@ -152,6 +181,9 @@ def _sparse_attention_hopper_bwd_dq_kernel(
             dq, b_q, b_do, lse, delta, inner_q, k_desc, v_desc, i_b, i_h // group_size, seqlen_k, scale * LOG2E,
             p_indices, p_codes, p_bits, p_bands, num_masks, first, begin, end, MASKING, D, Q_BLOCK, KV_BLOCK, BLOCK_N,
         )  # fmt: skip
+    if HAS_PARTS:
+        store_part(p_sums, slot, dq, inner_q, Q_BLOCK, D, D)
+        row_q = tl.where(slot == WHOLE, row_q, seqlen_q)  # past the end, where TMA leaves it out
     dq_desc.store([i_b, i_h, row_q, 0], (dq * scale).to(b_q.dtype).reshape(1, 1, BLOCK_M, D))
 
 
@@ -179,7 +211,14 @@ def attention_backward(
         return dq_of_sums(sums, q, layout, scale), dk, dv
     lse_log2, delta = rows_of(do, out, dlse, lse, layout)
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
-    repeated(_start_dq, layout, (do, q, k, v, dq, lse_log2, delta), scale)
+    split = split_rows(layout, q.shape[0], q.shape[2])
+    if split is None:
+        repeated(_start_dq, layout, (do, q, k, v, dq, lse_log2, delta), scale)
+    else:
+        sums = split.places(q, layout.block_size[0], q.shape[3])
+        tensors = (do, q, k, v, dq, lse_log2, delta, split.parts, sums)
+        repeated(_start_split_dq, layout, tensors, scale, split.limit, split.copies)
+        sum_parts(sums, dq, split, layout, layout.block_size[0], scale)
     dk, dv = backward_dkv(do, q, k, v, lse_log2, delta, layout, scale)
     return dq, dk, dv
 
@@ -194,13 +233,15 @@ def _start_dq(
     lse_log2: Tensor,
     delta: Tensor,
     scale: float,
+    split: dict[str, Any] | None = None,
 ) -> Launch | None:
     batch, seqlen_q, q_heads, head_dim = q.shape
     seqlen_k, kv_heads = k.shape[1:3]
     q_block, kv_block = layout.block_size
     tiles = backward_dq_tiles(head_dim, q_block, kv_block)
     order, ordered = order_argument(layout)
-    programs = layout.q_blocks * (q_block // tiles.block_m) * batch * q_heads
+    split = split or no_split(delta)
+    programs = (layout.q_blocks * batch * q_heads + split_programs(split)) * (q_block // tiles.block_m)
     started: Launch | None = _sparse_attention_hopper_bwd_dq_kernel[(programs,)](
         tile_rows(do, tiles.block_m),
         tile_rows(q, tiles.block_m),
@@ -211,6 +252,7 @@ def _start_dq(
         delta,
         order,
         *layout_arguments(layout),
+        **split,
         seqlen_q=seqlen_q,
         seqlen_k=seqlen_k,
         batch=batch,
@@ -227,3 +269,21 @@ def _start_dq(
         num_stages=tiles.num_stages,
     )
     return started
+
+
+def _start_split_dq(
+    layout: BlockLayout,
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dq: Tensor,
+    lse_log2: Tensor,
+    delta: Tensor,
+    parts: Tensor,
+    sums: Tensor,
+    scale: float,
+    limit: int,
+    copies: tuple[int, int],
+) -> Launch | None:
+    return _start_dq(layout, do, q, k, v, dq, lse_log2, delta, scale, split_to(parts, sums, limit, copies))

@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from dynaxx.kernels.hopper.backward_produce import FIELDS, RING, read_column
 from dynaxx.kernels.hopper.forward_consume import ROWS
 from dynaxx.kernels.hopper.forward_produce import EVERYWHERE
+from dynaxx.kernels.hopper.parts import WHOLE, store_sums
 from dynaxx.kernels.hopper.signals import get
 
 
@@ -84,8 +85,9 @@ def _consume_tiles(
 def consume(
     dk_desc, dv_desc, q_buffers, do_buffers, k_buffers, v_buffers, kv_full, full, empty, numbers, stats,
     p_indptr, p_num_partial, p_bits, capacity, layout_stride_b, layout_stride_h, i_b, i_hk, i_col,
-    kv_blocks, group_size, scale, scale_log2,
+    kv_blocks, group_size, first, last, slot, p_sums, scale, scale_log2,
     CONSUMER: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    HAS_PARTS: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of 64 keys of a kv block."""
     SPLIT: gl.constexpr = Q_BLOCK // ROWS
@@ -95,10 +97,11 @@ def consume(
     dv = gl.zeros([ROWS, D], gl.float32, acc_layout)
     mbarrier.wait(kv_full.index(0), 0)
     done = 0
+    before = 0
     for i_group in range(group_size):
-        _, count, partial = read_column(
+        _, count, partial, before = read_column(
             p_indptr, p_num_partial, capacity, layout_stride_b, layout_stride_h,
-            i_b, i_hk * group_size + i_group, i_col, kv_blocks,
+            i_b, i_hk * group_size + i_group, i_col, kv_blocks, first, last, before, HAS_PARTS,
         )  # fmt: skip
         dk, dv = _consume_tiles(
             dk, dv, q_buffers, do_buffers, k_buffers, v_buffers, full, empty, numbers, stats,
@@ -113,6 +116,10 @@ def consume(
     k_buffers.index(CONSUMER).reshape([ROWS, D]).store((dk * scale).to(dk_desc.dtype))
     v_buffers.index(CONSUMER).reshape([ROWS, D]).store(dv.to(dk_desc.dtype))
     fence_async_shared()
+    if HAS_PARTS:
+        if slot >= 0:
+            store_sums(p_sums, slot, dk, dv, KV_BLOCK // ROWS, CONSUMER)
+        i_col = gl.where(slot == WHOLE, i_col, kv_blocks)  # past the end, where TMA leaves it out
     at = [i_b, i_hk, i_col * KV_BLOCK + CONSUMER * ROWS, 0]
     tma.async_copy_shared_to_global(dk_desc, at, k_buffers.index(CONSUMER))
     tma.async_copy_shared_to_global(dv_desc, at, v_buffers.index(CONSUMER))

@@ -6,6 +6,8 @@ each 64 keys. lse (base 2) and delta come padded to whole q blocks, with lse = i
 nothing, so that such rows give nothing.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -17,32 +19,45 @@ from dynaxx.kernels.hopper.config import backward_stages
 from dynaxx.kernels.hopper.forward import LOG2E, barriers
 from dynaxx.kernels.hopper.forward_consume import ROWS
 from dynaxx.kernels.hopper.launch import gluon_rows
+from dynaxx.kernels.hopper.parts import ALL_ENTRIES, WHOLE, part_or_whole
 from dynaxx.kernels.hopper.signals import NUMBERS
 from dynaxx.kernels.triton.launch import processors, transposed_arguments
 from dynaxx.kernels.triton.light import Launch, light_launch
 from dynaxx.kernels.triton.repeat import repeated
+from dynaxx.kernels.triton.split import SPLIT_SIZES, no_split, split_columns, split_programs, split_to
+from dynaxx.kernels.triton.split_sums import sum_parts
 from dynaxx.layout import BlockLayout
 
 PROGRAMS_PER_SM = 2  # fewer, of unequal length, leave multiprocessors idle
 
 
 @light_launch
-@gluon.jit(do_not_specialize=["capacity", "num_masks", "seqlen_k", "q_blocks", "batch", "kv_heads", "group_size"])
+@gluon.jit(
+    do_not_specialize=["capacity", "num_masks", "seqlen_k", "q_blocks", "batch", "kv_heads", "group_size", *SPLIT_SIZES]
+)
 def _sparse_attention_hopper_bwd_dkv_kernel(
     do_desc, q_desc, k_desc, v_desc, dk_desc, dv_desc,
     p_lse,  # (B, Hq, q_blocks * Q_BLOCK) fp32, base 2, inf where there is nothing
     p_delta,  # the same shape, 0 there
     p_indptr, p_num_partial, p_indices, p_codes, p_bits, p_bands,
     capacity, num_masks, layout_stride_b, layout_stride_h,
+    p_parts, p_sums, num_parts, limit, batch_copies, head_copies,
     seqlen_k, q_blocks, batch, kv_heads, group_size, scale, scale_log2,
     CONSUMERS: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr,
     STAGES: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    HAS_PARTS: gl.constexpr,
 ):  # fmt: skip
-    i_program = gl.program_id(0)
+    i_program = gl.program_id(0) - num_parts * batch_copies * head_copies  # parts come first
     i_hk = i_program % kv_heads
     i_b = i_program // kv_heads % batch
     i_col = i_program // (kv_heads * batch)  # the first keys are seen by most queries under a causal mask
     kv_blocks = (seqlen_k + KV_BLOCK - 1) // KV_BLOCK
+    first, last, slot = 0, ALL_ENTRIES, WHOLE
+    if HAS_PARTS:
+        i_b, i_hk, i_col, first, last, slot = part_or_whole(
+            i_b, i_hk, i_col, p_parts, num_parts, limit, batch_copies, head_copies,
+            p_indptr, capacity, layout_stride_b, layout_stride_h, kv_blocks, kv_heads, group_size,
+        )  # fmt: skip
     first_head = (i_b * kv_heads + i_hk).to(gl.int64) * group_size
     D: gl.constexpr = q_desc.block_type.shape[3]
     p_lse += first_head * q_blocks * Q_BLOCK
@@ -63,18 +78,20 @@ def _sparse_attention_hopper_bwd_dkv_kernel(
             (consume, (
                 dk_desc, dv_desc, q_buffers, do_buffers, k_buffers, v_buffers, kv_full, full, empty, numbers, stats,
                 p_indptr, p_num_partial, p_bits, capacity, layout_stride_b, layout_stride_h, i_b, i_hk, i_col,
-                kv_blocks, group_size, scale, scale_log2, 0, Q_BLOCK, KV_BLOCK, STAGES,
+                kv_blocks, group_size, first, last, slot, p_sums, scale, scale_log2,
+                0, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS,
             )),
             (consume, (
                 dk_desc, dv_desc, q_buffers, do_buffers, k_buffers, v_buffers, kv_full, full, empty, numbers, stats,
                 p_indptr, p_num_partial, p_bits, capacity, layout_stride_b, layout_stride_h, i_b, i_hk, i_col,
-                kv_blocks, group_size, scale, scale_log2, 1, Q_BLOCK, KV_BLOCK, STAGES,
+                kv_blocks, group_size, first, last, slot, p_sums, scale, scale_log2,
+                1, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS,
             )),
             (produce, (
                 q_desc, do_desc, k_desc, v_desc, q_buffers, do_buffers, k_buffers, v_buffers, kv_full, full, empty,
                 numbers, stats, p_lse, p_delta, p_indptr, p_num_partial, p_indices, p_codes, p_bands, capacity,
                 num_masks, layout_stride_b, layout_stride_h, i_b, i_hk, i_col, kv_blocks, q_blocks, group_size,
-                CONSUMERS, Q_BLOCK, KV_BLOCK, STAGES,
+                first, last, CONSUMERS, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS,
             )),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
@@ -82,13 +99,14 @@ def _sparse_attention_hopper_bwd_dkv_kernel(
             (consume, (
                 dk_desc, dv_desc, q_buffers, do_buffers, k_buffers, v_buffers, kv_full, full, empty, numbers, stats,
                 p_indptr, p_num_partial, p_bits, capacity, layout_stride_b, layout_stride_h, i_b, i_hk, i_col,
-                kv_blocks, group_size, scale, scale_log2, 0, Q_BLOCK, KV_BLOCK, STAGES,
+                kv_blocks, group_size, first, last, slot, p_sums, scale, scale_log2,
+                0, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS,
             )),
             (produce, (
                 q_desc, do_desc, k_desc, v_desc, q_buffers, do_buffers, k_buffers, v_buffers, kv_full, full, empty,
                 numbers, stats, p_lse, p_delta, p_indptr, p_num_partial, p_indices, p_codes, p_bands, capacity,
                 num_masks, layout_stride_b, layout_stride_h, i_b, i_hk, i_col, kv_blocks, q_blocks, group_size,
-                CONSUMERS, Q_BLOCK, KV_BLOCK, STAGES,
+                first, last, CONSUMERS, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS,
             )),
         ], [1], [PRODUCER_REGISTERS])  # fmt: skip
 
@@ -108,7 +126,16 @@ def backward_dkv(
         dk, dv = (x.unflatten(2, (kv_heads, group_size)).sum(3) for x in heads)
         return dk, dv
     dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
-    repeated(_start_dkv, layout, (do, q, k, v, dk, dv, lse, delta), scale)
+    split = split_columns(layout, batch, q.shape[2], kv_heads)
+    if split is None:
+        repeated(_start_dkv, layout, (do, q, k, v, dk, dv, lse, delta), scale)
+        return dk, dv
+    kv_block = layout.block_size[1]
+    parts = split.places(q, 2, kv_block, q.shape[3])
+    tensors = (do, q, k, v, dk, dv, lse, delta, split.parts, parts)
+    repeated(_start_split, layout, tensors, scale, split.limit, split.copies)
+    sum_parts(parts[:, 0], dk, split, layout, kv_block, scale)
+    sum_parts(parts[:, 1], dv, split, layout, kv_block)
     return dk, dv
 
 
@@ -123,16 +150,20 @@ def _start_dkv(
     lse: Tensor,
     delta: Tensor,
     scale: float,
+    split: dict[str, Any] | None = None,
 ) -> Launch | None:
     batch, seqlen_k, kv_heads = k.shape[:3]
     q_heads, head_dim = q.shape[2:]
     q_block, kv_block = layout.block_size
     consumers = kv_block // 64
-    started: Launch | None = _sparse_attention_hopper_bwd_dkv_kernel[(layout.kv_blocks * batch * kv_heads,)](
+    split = split or no_split(delta)
+    programs = layout.kv_blocks * batch * kv_heads + split_programs(split)
+    started: Launch | None = _sparse_attention_hopper_bwd_dkv_kernel[(programs,)](
         *(gluon_rows(x, 64) for x in (do, q, k, v, dk, dv)),
         lse,
         delta,
         *transposed_arguments(layout),
+        **split,
         seqlen_k=seqlen_k,
         q_blocks=layout.q_blocks,
         batch=batch,
@@ -150,3 +181,23 @@ def _start_dkv(
         maxnreg=168 if consumers == 2 else 128,
     )
     return started
+
+
+def _start_split(
+    layout: BlockLayout,
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    p_parts: Tensor,
+    parts: Tensor,
+    scale: float,
+    limit: int,
+    copies: tuple[int, int],
+) -> Launch | None:
+    split = split_to(p_parts, parts, limit, copies)
+    return _start_dkv(layout, do, q, k, v, dk, dv, lse, delta, scale, split)

@@ -7,6 +7,8 @@ differ in its last bits from run to run. One kv head comes after the other, so t
 time it was 8 % slower, with eight 29 %.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -18,28 +20,35 @@ from dynaxx.kernels.hopper.config import backward_heads_together, backward_stage
 from dynaxx.kernels.hopper.forward import LOG2E, barriers
 from dynaxx.kernels.hopper.forward_consume import ROWS
 from dynaxx.kernels.hopper.launch import gluon_rows
+from dynaxx.kernels.hopper.parts import ALL_ENTRIES, WHOLE, part_or_whole
 from dynaxx.kernels.hopper.signals import NUMBERS
 from dynaxx.kernels.triton.launch import transposed_arguments
 from dynaxx.kernels.triton.light import Launch, light_launch
 from dynaxx.kernels.triton.repeat import repeated
+from dynaxx.kernels.triton.split import SPLIT_SIZES, no_split, split_columns, split_programs, split_to
+from dynaxx.kernels.triton.split_sums import sum_parts
 from dynaxx.layout import BlockLayout
 
 CONSUMERS = gl.constexpr(2)
+KV_BLOCK = 128
+SIZES = ["capacity", "num_masks", "seqlen_k", "q_blocks", "kv_heads", "group_size", "together"]
 
 
 @light_launch
-@gluon.jit(do_not_specialize=["capacity", "num_masks", "seqlen_k", "q_blocks", "kv_heads", "group_size", "together"])
+@gluon.jit(do_not_specialize=[*SIZES, *SPLIT_SIZES])
 def _sparse_attention_hopper_bwd_kernel(
     do_desc, q_desc, k_desc, v_desc, sums_desc, dk_desc, dv_desc,
     p_lse,  # (B, Hq, q_blocks * Q_BLOCK) fp32, base 2, inf where there is nothing
     p_delta,  # the same shape, 0 there
     p_indptr, p_num_partial, p_indices, p_codes, p_bits, p_bands,
     capacity, num_masks, layout_stride_b, layout_stride_h,
+    p_parts, p_sums, num_parts, limit, batch_copies, head_copies,
     seqlen_k, q_blocks, kv_heads, group_size, together, scale, scale_log2,
     Q_BLOCK: gl.constexpr, STAGES: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    HAS_PARTS: gl.constexpr,
 ):  # fmt: skip
     KV_BLOCK: gl.constexpr = CONSUMERS * ROWS
-    i_program = gl.program_id(0)
+    i_program = gl.program_id(0) - num_parts * batch_copies * head_copies  # parts come first
     kv_blocks = (seqlen_k + KV_BLOCK - 1) // KV_BLOCK
     i_b = i_program // (kv_blocks * kv_heads)
     first_hk = i_program % (kv_blocks * kv_heads) // (kv_blocks * together) * together
@@ -47,6 +56,12 @@ def _sparse_attention_hopper_bwd_kernel(
     alternate = gl.minimum(together, kv_heads - first_hk)
     i_hk = first_hk + i_rest % alternate
     i_col = i_rest // alternate  # the first keys are seen by most queries under a causal mask
+    first, last, slot = 0, ALL_ENTRIES, WHOLE
+    if HAS_PARTS:
+        i_b, i_hk, i_col, first, last, slot = part_or_whole(
+            i_b, i_hk, i_col, p_parts, num_parts, limit, batch_copies, head_copies,
+            p_indptr, capacity, layout_stride_b, layout_stride_h, kv_blocks, kv_heads, group_size,
+        )  # fmt: skip
     first_head = (i_b * kv_heads + i_hk).to(gl.int64) * group_size
     D: gl.constexpr = q_desc.block_type.shape[3]
     first_tile = (i_b * kv_heads + i_hk) * group_size * q_blocks * (Q_BLOCK // ROWS)
@@ -74,19 +89,21 @@ def _sparse_attention_hopper_bwd_kernel(
             sums_desc, dk_desc, dv_desc, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, dq_buffers,
             kv_full, kv_read, full, empty, ds_full, numbers, stats,
             p_indptr, p_num_partial, p_bits, capacity, layout_stride_b, layout_stride_h, i_b, i_hk, i_col,
-            kv_blocks, first_tile, group_size, scale, scale_log2, CONSUMERS, 0, Q_BLOCK, KV_BLOCK, STAGES,
+            kv_blocks, first_tile, group_size, first, last, slot, p_sums, scale, scale_log2,
+            CONSUMERS, 0, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS,
         )),
         (consume, (
             sums_desc, dk_desc, dv_desc, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, dq_buffers,
             kv_full, kv_read, full, empty, ds_full, numbers, stats,
             p_indptr, p_num_partial, p_bits, capacity, layout_stride_b, layout_stride_h, i_b, i_hk, i_col,
-            kv_blocks, first_tile, group_size, scale, scale_log2, CONSUMERS, 1, Q_BLOCK, KV_BLOCK, STAGES,
+            kv_blocks, first_tile, group_size, first, last, slot, p_sums, scale, scale_log2,
+            CONSUMERS, 1, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS,
         )),
         (produce, (
             q_desc, do_desc, k_desc, v_desc, q_buffers, do_buffers, k_buffers, v_buffers, kv_full, full, empty,
             numbers, stats, p_lse, p_delta, p_indptr, p_num_partial, p_indices, p_codes, p_bands, capacity,
             num_masks, layout_stride_b, layout_stride_h, i_b, i_hk, i_col, kv_blocks, q_blocks, group_size,
-            CONSUMERS, Q_BLOCK, KV_BLOCK, STAGES,
+            first, last, CONSUMERS, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS,
         )),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
@@ -104,7 +121,15 @@ def backward_joint(
 ) -> tuple[Tensor, Tensor]:
     """Return (dk, dv), contiguous, for kv blocks of 128, and add dq / scale to sums. Else as `backward_dkv`."""
     dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
-    repeated(_start_joint, layout, (do, q, k, v, sums, dk, dv, lse, delta), scale)
+    split = split_columns(layout, k.shape[0], q.shape[2], k.shape[2])
+    if split is None:
+        repeated(_start_joint, layout, (do, q, k, v, sums, dk, dv, lse, delta), scale)
+        return dk, dv
+    parts = split.places(q, 2, KV_BLOCK, q.shape[3])
+    tensors = (do, q, k, v, sums, dk, dv, lse, delta, split.parts, parts)
+    repeated(_start_split, layout, tensors, scale, split.limit, split.copies)
+    sum_parts(parts[:, 0], dk, split, layout, KV_BLOCK, scale)
+    sum_parts(parts[:, 1], dv, split, layout, KV_BLOCK)
     return dk, dv
 
 
@@ -120,16 +145,20 @@ def _start_joint(
     lse: Tensor,
     delta: Tensor,
     scale: float,
+    split: dict[str, Any] | None = None,
 ) -> Launch | None:
     batch, seqlen_k, kv_heads = k.shape[:3]
     q_heads, head_dim = q.shape[2:]
-    started: Launch | None = _sparse_attention_hopper_bwd_kernel[(layout.kv_blocks * batch * kv_heads,)](
+    split = split or no_split(delta)
+    programs = layout.kv_blocks * batch * kv_heads + split_programs(split)
+    started: Launch | None = _sparse_attention_hopper_bwd_kernel[(programs,)](
         *(gluon_rows(x, 64) for x in (do, q, k, v)),
         gluon_rows(sums, head_dim, 32),  # a tile's, of one consumer
         *(gluon_rows(x, 64) for x in (dk, dv)),
         lse,
         delta,
         *transposed_arguments(layout),
+        **split,
         seqlen_k=seqlen_k,
         q_blocks=layout.q_blocks,
         kv_heads=kv_heads,
@@ -145,3 +174,24 @@ def _start_joint(
         maxnreg=168,
     )
     return started
+
+
+def _start_split(
+    layout: BlockLayout,
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sums: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    parts: Tensor,
+    part_sums: Tensor,
+    scale: float,
+    limit: int,
+    copies: tuple[int, int],
+) -> Launch | None:
+    split = split_to(parts, part_sums, limit, copies)
+    return _start_joint(layout, do, q, k, v, sums, dk, dv, lse, delta, scale, split)

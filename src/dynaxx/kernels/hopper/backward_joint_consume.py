@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from dynaxx.kernels.hopper.backward_consume import keep
 from dynaxx.kernels.hopper.backward_produce import FIELDS, RING, read_column
 from dynaxx.kernels.hopper.forward_consume import ROWS
+from dynaxx.kernels.hopper.parts import WHOLE, store_sums
 from dynaxx.kernels.hopper.signals import get
 
 SLOTS = gl.constexpr(2)  # tiles whose gradients are kept
@@ -126,9 +127,9 @@ def consume(
     sums_desc, dk_desc, dv_desc, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, dq_buffers,
     kv_full, kv_read, full, empty, ds_full, numbers, stats,
     p_indptr, p_num_partial, p_bits, capacity, layout_stride_b, layout_stride_h, i_b, i_hk, i_col,
-    kv_blocks, first_tile, group_size, scale, scale_log2,
+    kv_blocks, first_tile, group_size, first, last, slot, p_sums, scale, scale_log2,
     CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr,
-    Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr, HAS_PARTS: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of 64 keys of a kv block, and this consumer's columns of what the block gives to dq."""
     SPLIT: gl.constexpr = Q_BLOCK // ROWS
@@ -143,10 +144,11 @@ def consume(
     mbarrier.wait(kv_full.index(0), 0)
     ds = gl.zeros([ROWS, ROWS], dk_desc.dtype, gl.DotOperandLayout(0, acc_layout, 2))
     done = 0
+    before = 0
     for i_group in range(group_size):
-        _, count, partial = read_column(
+        _, count, partial, before = read_column(
             p_indptr, p_num_partial, capacity, layout_stride_b, layout_stride_h,
-            i_b, i_hk * group_size + i_group, i_col, kv_blocks,
+            i_b, i_hk * group_size + i_group, i_col, kv_blocks, first, last, before, HAS_PARTS,
         )  # fmt: skip
         dk, dv, ds = _consume_tiles(
             dk, dv, ds, sums_desc, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, dq_buffers,
@@ -170,6 +172,10 @@ def consume(
     k_buffers.index(CONSUMER).reshape([ROWS, D]).store((dk * scale).to(dk_desc.dtype))
     v_buffers.index(CONSUMER).reshape([ROWS, D]).store(dv.to(dk_desc.dtype))
     fence_async_shared()
+    if HAS_PARTS:
+        if slot >= 0:
+            store_sums(p_sums, slot, dk, dv, KV_BLOCK // ROWS, CONSUMER)
+        i_col = gl.where(slot == WHOLE, i_col, kv_blocks)  # past the end, where TMA leaves it out
     at = [i_b, i_hk, i_col * KV_BLOCK + CONSUMER * ROWS, 0]
     tma.async_copy_shared_to_global(dk_desc, at, k_buffers.index(CONSUMER))
     tma.async_copy_shared_to_global(dv_desc, at, v_buffers.index(CONSUMER))

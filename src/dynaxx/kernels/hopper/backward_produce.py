@@ -19,9 +19,12 @@ NOWHERE = gl.constexpr(1 << 22)  # a tile past the end of all sums, which TMA le
 
 @gluon.jit
 def read_column(
-    p_indptr, p_num_partial, capacity, layout_stride_b, layout_stride_h, i_b, i_h, i_col, kv_blocks
+    p_indptr, p_num_partial, capacity, layout_stride_b, layout_stride_h, i_b, i_h, i_col, kv_blocks,
+    first, last, before, HAS_PARTS: gl.constexpr,
 ):  # fmt: skip
-    """First entry, number of entries and of partial ones of a kv block of one head, within `capacity`.
+    """First entry, number of entries and of partial ones of a kv block of one head, within `capacity`; and `before`.
+
+    Under HAS_PARTS only those in first..last, where `before` counts the entries of the heads before, then these too.
 
     Not asked for a head ahead: loads that a loop carries to its next turn are mistaken for invariant by triton 3.6's
     loop-aware CSE, which then keeps the first head's number of partial blocks for all.
@@ -31,15 +34,24 @@ def read_column(
     start = gl.minimum(gl.maximum(gl.load(p_column), 0), capacity)
     count = gl.minimum(gl.maximum(gl.load(p_column + 1), start), capacity) - start
     partial = gl.load(p_num_partial + lead * kv_blocks + i_col)
-    return start, count, gl.minimum(gl.maximum(partial, 0), count)
+    partial = gl.minimum(gl.maximum(partial, 0), count)
+    if HAS_PARTS:
+        begin = gl.minimum(gl.maximum(first - before, 0), count)
+        end = gl.minimum(gl.maximum(last - before, begin), count)
+        before += count
+        start += begin
+        count = end - begin
+        partial = gl.minimum(gl.maximum(partial - begin, 0), count)
+    return start, count, partial, before
 
 
 @gluon.jit
 def produce(
     q_desc, do_desc, k_desc, v_desc, q_buffers, do_buffers, k_buffers, v_buffers, kv_full, full, empty, numbers, stats,
     p_lse, p_delta, p_indptr, p_num_partial, p_indices, p_codes, p_bands, capacity, num_masks,
-    layout_stride_b, layout_stride_h, i_b, i_hk, i_col, kv_blocks, q_blocks, group_size,
+    layout_stride_b, layout_stride_h, i_b, i_hk, i_col, kv_blocks, q_blocks, group_size, first, last,
     CONSUMERS: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    HAS_PARTS: gl.constexpr,
 ):  # fmt: skip
     """Feed a kv block of one kv head: the tiles of all heads of the group, partial blocks first in each head."""
     SPLIT: gl.constexpr = Q_BLOCK // ROWS
@@ -49,11 +61,13 @@ def produce(
         tma.async_copy_global_to_shared(k_desc, at, kv_full.index(0), k_buffers.index(u))
         tma.async_copy_global_to_shared(v_desc, at, kv_full.index(0), v_buffers.index(u))
     done = 0
+    before = 0
     for i_group in range(group_size):
         i_h = i_hk * group_size + i_group
-        start, count, partial = read_column(
-            p_indptr, p_num_partial, capacity, layout_stride_b, layout_stride_h, i_b, i_h, i_col, kv_blocks
-        )
+        start, count, partial, before = read_column(
+            p_indptr, p_num_partial, capacity, layout_stride_b, layout_stride_h, i_b, i_h, i_col, kv_blocks,
+            first, last, before, HAS_PARTS,
+        )  # fmt: skip
         for i_tile in range(count * SPLIT):
             entry = start + i_tile // SPLIT
             part = i_tile % SPLIT

@@ -10,6 +10,8 @@ TMA clips at the ends of each sequence, so a tail reads zeros and never a neighb
 Shapes: B batch, N / M queries and keys, Hq / Hk query and kv heads, D head_dim.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -24,8 +26,12 @@ from dynaxx.kernels.hopper.signals import NUMBERS
 from dynaxx.kernels.triton.launch import mask_arguments, order_argument, positive_scale, processors
 from dynaxx.kernels.triton.light import Launch, light_launch
 from dynaxx.kernels.triton.repeat import repeated
+from dynaxx.kernels.triton.split import SPLIT_SIZES, no_split, split_programs, split_rows, split_to
+from dynaxx.kernels.triton.split_sums import merge_parts
 from dynaxx.layout import BlockLayout
 
+PERSISTENT = 16  # parts of a processor's share: each has one more than its neighbour, or not
+SIZES = ["capacity", "num_masks", "seqlen_q", "seqlen_k", "batch", "q_heads", "group_size"]
 LOG2E = 1.4426950408889634
 
 
@@ -39,17 +45,22 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @light_launch
-@gluon.jit(do_not_specialize=["capacity", "num_masks", "seqlen_q", "seqlen_k", "batch", "q_heads", "group_size"])
+@gluon.jit(
+    do_not_specialize=["capacity", "num_masks", "seqlen_q", "seqlen_k", "batch", "q_heads", "group_size", *SPLIT_SIZES]
+)
 def _sparse_attention_hopper_fwd_kernel(
     q_desc, k_desc, v_desc, out_desc, p_lse, p_order,
     p_indptr, p_num_partial, p_indices, p_codes, p_bits, p_bands,
     capacity, num_masks, layout_stride_b, layout_stride_h,
+    p_parts, p_sums, p_sums_lse, num_parts, limit, batch_copies, head_copies,
     seqlen_q, seqlen_k, batch, q_heads, group_size, scale_log2,
     CONSUMERS: gl.constexpr, STEP_ROWS: gl.constexpr, STEP_HEADS: gl.constexpr,
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ORDERED: gl.constexpr,
+    HAS_PARTS: gl.constexpr,
 ):  # fmt: skip
     BLOCKS: gl.constexpr = STEP // KV_BLOCK
+    part_units = num_parts * batch_copies * head_copies
     dtype: gl.constexpr = q_desc.dtype
     D: gl.constexpr = q_desc.block_type.shape[3]
     q_buffers = gl.allocate_shared_memory(dtype, [2 * CONSUMERS, 1, 1, ROWS, D], q_desc.layout)
@@ -70,35 +81,38 @@ def _sparse_attention_hopper_fwd_kernel(
         gl.warp_specialize([
             (consume, (
                 out_desc, q_buffers, k_buffers, v_buffers, row_numbers, step_numbers,
-                q_full, q_empty, k_full, k_empty, v_full, v_empty, p_lse, p_bits, seqlen_q, batch, q_heads, scale_log2,
-                0, CONSUMERS, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES,
+                q_full, q_empty, k_full, k_empty, v_full, v_empty, p_lse, p_bits, p_sums, p_sums_lse, part_units,
+                seqlen_q, batch, q_heads, scale_log2,
+                0, CONSUMERS, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, HAS_PARTS,
             )),
             (consume, (
                 out_desc, q_buffers, k_buffers, v_buffers, row_numbers, step_numbers,
-                q_full, q_empty, k_full, k_empty, v_full, v_empty, p_lse, p_bits, seqlen_q, batch, q_heads, scale_log2,
-                1, CONSUMERS, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES,
+                q_full, q_empty, k_full, k_empty, v_full, v_empty, p_lse, p_bits, p_sums, p_sums_lse, part_units,
+                seqlen_q, batch, q_heads, scale_log2,
+                1, CONSUMERS, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, HAS_PARTS,
             )),
             (produce, (
                 q_desc, k_desc, v_desc, q_buffers, k_buffers, v_buffers, row_numbers, step_numbers,
                 q_full, q_empty, k_full, k_empty, v_full, v_empty, p_order, p_indptr, p_num_partial, p_indices,
                 p_codes, p_bands, capacity, num_masks, layout_stride_b, layout_stride_h,
-                seqlen_q, seqlen_k, batch, q_heads, group_size,
-                CONSUMERS, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, ORDERED,
+                p_parts, num_parts, limit, batch_copies, head_copies, seqlen_q, seqlen_k, batch, q_heads, group_size,
+                CONSUMERS, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, ORDERED, HAS_PARTS,
             )),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
             (consume, (
                 out_desc, q_buffers, k_buffers, v_buffers, row_numbers, step_numbers,
-                q_full, q_empty, k_full, k_empty, v_full, v_empty, p_lse, p_bits, seqlen_q, batch, q_heads, scale_log2,
-                0, CONSUMERS, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES,
+                q_full, q_empty, k_full, k_empty, v_full, v_empty, p_lse, p_bits, p_sums, p_sums_lse, part_units,
+                seqlen_q, batch, q_heads, scale_log2,
+                0, CONSUMERS, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, HAS_PARTS,
             )),
             (produce, (
                 q_desc, k_desc, v_desc, q_buffers, k_buffers, v_buffers, row_numbers, step_numbers,
                 q_full, q_empty, k_full, k_empty, v_full, v_empty, p_order, p_indptr, p_num_partial, p_indices,
                 p_codes, p_bands, capacity, num_masks, layout_stride_b, layout_stride_h,
-                seqlen_q, seqlen_k, batch, q_heads, group_size,
-                CONSUMERS, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, ORDERED,
+                p_parts, num_parts, limit, batch_copies, head_copies, seqlen_q, seqlen_k, batch, q_heads, group_size,
+                CONSUMERS, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, ORDERED, HAS_PARTS,
             )),
         ], [1], [PRODUCER_REGISTERS])  # fmt: skip
 
@@ -113,19 +127,42 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scal
     if k.shape[1] == 0:
         return out.zero_(), lse.fill_(-torch.inf)
     q, scale = positive_scale(q, scale)
-    repeated(_start_forward, layout, (q, k, v, out, lse), scale, made=2)
+    heads = _heads_of_a_program(layout, q_heads, k.shape[2])
+    split = split_rows(layout, batch, q_heads, PERSISTENT, heads)
+    if split is None:
+        repeated(_start_forward, layout, (q, k, v, out, lse), scale, made=2)
+    else:
+        rows = heads * layout.block_size[0]
+        sums, sums_lse = split.places(q, rows, q.shape[3]), split.places(q, rows)
+        repeated(
+            _start_split, layout, (q, k, v, out, lse, split.parts, sums, sums_lse), scale, split.limit, split.copies
+        )
+        merge_parts(sums, sums_lse, out, lse, split, layout, heads)
     return out, lse
 
 
+def _heads_of_a_program(layout: BlockLayout, q_heads: int, kv_heads: int) -> int:
+    """Two with q blocks of 64 where the heads of a group share a layout, and are even."""
+    return 2 if layout.block_size[0] == 64 and layout.layout_heads == 1 and (q_heads // kv_heads) % 2 == 0 else 1
+
+
 def _start_forward(
-    layout: BlockLayout, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+    layout: BlockLayout,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    split: dict[str, Any] | None = None,
 ) -> Launch | None:
     batch, seqlen_q, q_heads, head_dim = q.shape
     seqlen_k, kv_heads = k.shape[1:3]
     q_block, kv_block = layout.block_size
-    pair_heads = q_block == 64 and layout.layout_heads == 1 and (q_heads // kv_heads) % 2 == 0
-    consumers = 2 if q_block == 128 or pair_heads else 1
-    units = layout.q_blocks * batch * q_heads // (2 if pair_heads else 1)
+    heads = _heads_of_a_program(layout, q_heads, kv_heads)
+    consumers = heads * q_block // 64
+    split = split or {**no_split(lse), "p_sums_lse": lse}
+    units = layout.q_blocks * batch * q_heads // heads + split_programs(split)
     order, ordered = order_argument(layout)
     started: Launch | None = _sparse_attention_hopper_fwd_kernel[(min(units, processors(q.device) * (3 - consumers)),)](
         gluon_rows(q, 64),
@@ -139,6 +176,7 @@ def _start_forward(
         layout.kv_indices.contiguous(),
         layout.kv_masks.contiguous(),
         *mask_arguments(layout, layout.kv_indices.numel()),
+        **split,
         seqlen_q=seqlen_q,
         seqlen_k=seqlen_k,
         batch=batch,
@@ -147,7 +185,7 @@ def _start_forward(
         scale_log2=scale * LOG2E,
         CONSUMERS=consumers,
         STEP_ROWS=64 if q_block == 128 else 0,
-        STEP_HEADS=1 if pair_heads else 0,
+        STEP_HEADS=heads - 1,
         Q_BLOCK=q_block,
         KV_BLOCK=kv_block,
         STEP=forward_step(head_dim, kv_block, consumers),
@@ -159,3 +197,21 @@ def _start_forward(
         maxnreg=168 if consumers == 2 else 128,
     )
     return started
+
+
+def _start_split(
+    layout: BlockLayout,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    parts: Tensor,
+    sums: Tensor,
+    sums_lse: Tensor,
+    scale: float,
+    limit: int,
+    copies: tuple[int, int],
+) -> Launch | None:
+    split = {**split_to(parts, sums, limit, copies), "p_sums_lse": sums_lse}
+    return _start_forward(layout, q, k, v, out, lse, scale, split)

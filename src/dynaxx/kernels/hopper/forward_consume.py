@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from dynaxx.kernels.hopper.forward_produce import EVERYWHERE, FIELDS, unit_of
+from dynaxx.kernels.hopper.parts import store_output
 from dynaxx.kernels.hopper.signals import get, pin
 
 ROWS = gl.constexpr(64)  # of one consumer warpgroup: wgmma's M
@@ -123,9 +124,10 @@ def _consume_steps(
 @gluon.jit
 def consume(
     out_desc, q_buffers, k_buffers, v_buffers, row_numbers, step_numbers,
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, p_lse, p_bits, seqlen_q, batch, q_heads, scale_log2,
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, p_lse, p_bits, p_sums, p_sums_lse, part_units,
+    seqlen_q, batch, q_heads, scale_log2,
     CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, STEP_ROWS: gl.constexpr, STEP_HEADS: gl.constexpr,
-    Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr,
+    Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, HAS_PARTS: gl.constexpr,
 ):  # fmt: skip
     """Attend with 64 rows of each unit of work of this program; out and lse."""
     D: gl.constexpr = out_desc.block_type.shape[3]
@@ -144,7 +146,7 @@ def consume(
     o_row = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
     q_blocks = (seqlen_q + Q_BLOCK - 1) // Q_BLOCK
     done = 0  # steps
-    for i_unit in range(gl.program_id(0), q_blocks * batch * (q_heads // HEADS), gl.num_programs(0)):
+    for i_unit in range(gl.program_id(0), part_units + q_blocks * batch * (q_heads // HEADS), gl.num_programs(0)):
         i_mine = i_unit // gl.num_programs(0)
         slot = i_mine % 2
         mbarrier.wait(q_full.index(slot), (i_mine // 2) & 1)
@@ -185,15 +187,24 @@ def consume(
         empty = total == 0
         total = gl.where(empty, 1.0, total)
         lse = gl.where(empty, -float("inf"), (row_max + gl.log2(total)) * LN2)
-        i_h, i_b, _ = unit_of(i_unit, q_heads, batch, HEADS)
+        i_h, i_b, _ = unit_of(gl.maximum(i_unit - part_units, 0), q_heads, batch, HEADS)
         i_h += CONSUMER * STEP_HEADS
         row_q = i_row * Q_BLOCK + first_row
+        if HAS_PARTS:
+            part = get(row_numbers, slot * FIELDS + 3)
+            row_q = gl.where(part >= 0, seqlen_q, row_q)  # past the end, where nothing is stored
+            i_b = gl.where(part >= 0, 0, i_b)
+            at = (gl.maximum(part, 0).to(gl.int64) * CONSUMERS + CONSUMER) * ROWS + o_row
+            gl.store(p_sums_lse + at, lse, mask=(o_row >= 0) & (part >= 0))
         p_row = p_lse + (i_b.to(gl.int64) * q_heads + i_h) * seqlen_q + row_q
         gl.store(p_row + o_row, lse, mask=row_q + o_row < seqlen_q)
         inverse = gl.convert_layout(1.0 / total, gl.SliceLayout(1, acc_layout))
         acc = warpgroup_mma_wait(0, deps=[acc_token])
         mbarrier.arrive(v_empty.index(last), count=1)
-        q.store((acc * inverse[:, None]).to(out_desc.dtype))  # q is read no more
+        acc = acc * inverse[:, None]
+        if HAS_PARTS:
+            store_output(p_sums, part, acc, CONSUMERS, CONSUMER)
+        q.store(acc.to(out_desc.dtype))  # q is read no more
         fence_async_shared()
         tma.async_copy_shared_to_global(
             out_desc, [i_b, i_h, row_q, 0], q_buffers.index(slot * CONSUMERS + CONSUMER)

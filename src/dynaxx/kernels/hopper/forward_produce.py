@@ -9,10 +9,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from dynaxx.kernels.hopper.parts import row_part
 from dynaxx.kernels.hopper.signals import put
 
 EVERYWHERE = gl.constexpr(1 << 20)  # a band that holds every pair of a block
-FIELDS = gl.constexpr(4)  # of a row: its index, steps, masked steps; of a block: first and last distance, keys, code
+# Of a row: its index, steps, masked steps, place as a part; of a block: first and last distance, keys, code.
+FIELDS = gl.constexpr(4)
 
 
 @gluon.jit
@@ -49,30 +51,50 @@ def produce(
     q_desc, k_desc, v_desc, q_buffers, k_buffers, v_buffers, row_numbers, step_numbers,
     q_full, q_empty, k_full, k_empty, v_full, v_empty,
     p_order, p_indptr, p_num_partial, p_indices, p_codes, p_bands, capacity, num_masks,
-    layout_stride_b, layout_stride_h, seqlen_q, seqlen_k, batch, q_heads, group_size,
+    layout_stride_b, layout_stride_h, p_parts, num_parts, limit, batch_copies, head_copies,
+    seqlen_q, seqlen_k, batch, q_heads, group_size,
     CONSUMERS: gl.constexpr, STEP_ROWS: gl.constexpr, STEP_HEADS: gl.constexpr,
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, ORDERED: gl.constexpr,
+    HAS_PARTS: gl.constexpr,
 ):  # fmt: skip
     """A row's blocks in steps of STEP keys: what is missing to whole steps, a last full block that seqlen_k may cut
-    (`tail`), the partial blocks, then the full ones, which need no mask.
+    (`tail`), the partial blocks, then the full ones, which need no mask. Parts of long rows come before all rows; such
+    a row itself is then one without blocks, past the end, where nothing is stored.
     """
     HEADS: gl.constexpr = (CONSUMERS - 1) * STEP_HEADS + 1  # heads of one program
     BLOCKS: gl.constexpr = STEP // KV_BLOCK
     PARTS: gl.constexpr = q_desc.block_type.shape[3] // k_desc.block_type.shape[3]
     q_blocks = (seqlen_q + Q_BLOCK - 1) // Q_BLOCK
     done = 0  # steps
-    for i_unit in range(gl.program_id(0), q_blocks * batch * (q_heads // HEADS), gl.num_programs(0)):
-        i_h, i_b, rank = unit_of(i_unit, q_heads, batch, HEADS)
+    part_units = num_parts * batch_copies * head_copies
+    for i_unit in range(gl.program_id(0), part_units + q_blocks * batch * (q_heads // HEADS), gl.num_programs(0)):
+        i_h, i_b, rank = unit_of(gl.maximum(i_unit - part_units, 0), q_heads, batch, HEADS)
+        if HAS_PARTS:
+            is_part, part_b, part_unit, part_row, first, last = row_part(
+                i_unit, p_parts, num_parts, batch_copies, head_copies, q_blocks, q_heads // HEADS
+            )
+            i_h = gl.where(is_part, part_unit * HEADS, i_h)
+            i_b = gl.where(is_part, part_b, i_b)
         i_hk = i_h // group_size
         lead = (i_b * layout_stride_b + i_h * layout_stride_h).to(gl.int64)
         i_row = q_blocks - 1 - rank  # the longest rows first, under a causal mask
         if ORDERED:
             i_row = gl.load(p_order + lead * q_blocks + rank)
             i_row = gl.minimum(gl.maximum(i_row, 0), q_blocks - 1)
+        if HAS_PARTS:
+            i_row = gl.where(is_part, part_row, i_row)
         p_row = p_indptr + lead * (q_blocks + 1) + i_row
         start = gl.minimum(gl.maximum(gl.load(p_row), 0), capacity)
         count = gl.minimum(gl.maximum(gl.load(p_row + 1), start), capacity) - start
         partial = gl.minimum(gl.maximum(gl.load(p_num_partial + lead * q_blocks + i_row), 0), count)
+        if HAS_PARTS:
+            split = (count > limit) & (i_unit >= part_units)
+            first = gl.where(is_part, gl.minimum(first, count), 0)
+            last = gl.where(is_part, gl.minimum(last, count), gl.where(split, 0, count))
+            start += first
+            count = last - first
+            partial = gl.minimum(gl.maximum(partial - first, 0), count)
+            i_row = gl.where(split, q_blocks, i_row)
         tail = gl.where((count > partial) & (seqlen_k % KV_BLOCK != 0), 1, 0)
         steps = gl.maximum((count + BLOCKS - 1) // BLOCKS, 1)
         missing = steps * BLOCKS - count
@@ -84,6 +106,8 @@ def produce(
         put(row_numbers, slot * FIELDS, i_row)
         put(row_numbers, slot * FIELDS + 1, steps)
         put(row_numbers, slot * FIELDS + 2, masked)
+        if HAS_PARTS:
+            put(row_numbers, slot * FIELDS + 3, gl.where(is_part, i_unit, -1))
         gl.thread_barrier()
         mbarrier.expect(q_full.index(slot), CONSUMERS * q_desc.block_type.nbytes)
         for u in gl.static_range(CONSUMERS):

@@ -135,6 +135,15 @@ def _fit(
     return tiles
 
 
+def longest_part(entries: int, lines: int, copies: int, shares: int) -> int:
+    """Entries of a row or column above which it is split: one of `shares` of all, four times the mean, and 16 at least.
+
+    Rows under a causal mask, or drawn at random, stay below four times the mean, and even out without. A part of 16
+    blocks of 128 computes for some 30 us on an H200, and takes 3 us to leave its sums.
+    """
+    return max(16, -(-entries * copies // shares), -(-4 * entries // max(1, lines)))
+
+
 @lru_cache(maxsize=16)
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that one program may use."""

@@ -1,0 +1,87 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""Parts of long rows and columns on Hopper: which one a program has, and where its sums go. See `triton.split`."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+WHOLE = gl.constexpr(-1)  # slot of a column that is not split
+NOTHING = gl.constexpr(-2)  # slot of one that is, whose parts other programs have
+ALL_ENTRIES = gl.constexpr((1 << 31) - 1)
+
+
+@gluon.jit
+def column_length(p_indptr, capacity, layout_stride_b, layout_stride_h, i_b, i_hk, i_col, kv_blocks, group_size):
+    """Entries of a column of all heads of a group."""
+    length = 0
+    for i_group in range(group_size):
+        lead = (i_b * layout_stride_b + (i_hk * group_size + i_group) * layout_stride_h).to(gl.int64)
+        p_column = p_indptr + lead * (kv_blocks + 1) + i_col
+        start = gl.minimum(gl.maximum(gl.load(p_column), 0), capacity)
+        length += gl.minimum(gl.maximum(gl.load(p_column + 1), start), capacity) - start
+    return length
+
+
+@gluon.jit
+def part_or_whole(
+    i_b, i_hk, i_col, p_parts, num_parts, limit, batch_copies, head_copies,
+    p_indptr, capacity, layout_stride_b, layout_stride_h, kv_blocks, kv_heads, group_size,
+):  # fmt: skip
+    """Batch entry, kv head and column of this program, its first entry and the one behind its last, and its slot.
+
+    Programs of parts come first. The others are given the column that they would have, and do nothing if it is split.
+    """
+    i_program = gl.program_id(0)
+    copies = batch_copies * head_copies
+    is_part = i_program < num_parts * copies
+    p_part = p_parts + gl.where(is_part, i_program // copies, 0) * 3
+    line = gl.load(p_part)
+    row_heads = kv_heads // head_copies
+    i_copy = i_program % copies
+    i_b = gl.where(is_part, line // kv_blocks // row_heads + i_copy // head_copies, i_b)
+    i_hk = gl.where(is_part, line // kv_blocks % row_heads + i_copy % head_copies, i_hk)
+    i_col = gl.where(is_part, line % kv_blocks, i_col)
+    length = column_length(
+        p_indptr, capacity, layout_stride_b, layout_stride_h, i_b, i_hk, i_col, kv_blocks, group_size
+    )
+    slot = gl.where(is_part, i_program, gl.where(length > limit, NOTHING, WHOLE))
+    first = gl.where(is_part, gl.load(p_part + 1), 0)
+    last = gl.where(is_part, gl.load(p_part + 2), gl.where(length > limit, 0, ALL_ENTRIES))
+    return i_b, i_hk, i_col, first, last, slot
+
+
+@gluon.jit
+def row_part(i_unit, p_parts, num_parts, batch_copies, head_copies, q_blocks, units):
+    """Whether a unit of the forward is a part, and its batch entry, unit of heads, row and entries first..last."""
+    copies = batch_copies * head_copies
+    is_part = i_unit < num_parts * copies
+    p_part = p_parts + gl.where(is_part, i_unit // copies, 0) * 3
+    line = gl.load(p_part)
+    row_units = units // head_copies
+    i_b = line // q_blocks // row_units + i_unit % copies // head_copies
+    unit = line // q_blocks % row_units + i_unit % head_copies
+    return is_part, i_b, unit, line % q_blocks, gl.load(p_part + 1), gl.load(p_part + 2)
+
+
+@gluon.jit
+def store_output(p_sums, slot, acc, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr):
+    """Leave the output of a part, if it is one: (slots, rows of the program, D) fp32."""
+    ROWS: gl.constexpr = acc.shape[0]
+    D: gl.constexpr = acc.shape[1]
+    layout: gl.constexpr = acc.type.layout
+    if slot >= 0:
+        rows = CONSUMER * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+        at = rows[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, layout))[None, :]
+        gl.store(p_sums + slot.to(gl.int64) * (CONSUMERS * ROWS * D) + at, acc)
+
+
+@gluon.jit
+def store_sums(p_sums, slot, dk, dv, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr):
+    """Leave what a part gives to dk, without its scale, and to dv: (slots, 2, keys of the block, D) fp32."""
+    ROWS: gl.constexpr = dk.shape[0]
+    D: gl.constexpr = dk.shape[1]
+    layout: gl.constexpr = dk.type.layout
+    keys = CONSUMER * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    at = keys[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, layout))[None, :]
+    p_sums += slot.to(gl.int64) * (2 * CONSUMERS * ROWS * D)
+    gl.store(p_sums + at, dk)
+    gl.store(p_sums + CONSUMERS * ROWS * D + at, dv)
