@@ -131,6 +131,14 @@ def test_bad_layouts_read_nothing_outside():
 
 
 @runs_here
+def test_more_tiles_of_a_head_than_start_together():
+    q, k, v = make_qkv(1, 290, 290, 2, 1, 16, device=DEVICE)
+    layout = (dx.SlidingWindow(20) | dx.GlobalTokens(2)).layout(290, block_size=16, device=DEVICE)
+    for report in check_forward(attend, q, k, v, layout) + check_gradients(attend, q, k, v, layout):
+        assert report.ok, report
+
+
+@runs_here
 def test_nothing_to_do():
     for batch, seqlen_q, seqlen_k in ((0, 5, 5), (1, 0, 5), (1, 5, 0)):
         q, k, v = (x.requires_grad_() for x in make_qkv(batch, seqlen_q, seqlen_k, 2, 1, 16, device=DEVICE))
