@@ -35,6 +35,15 @@ def test_under_the_interpreter():
 
 
 @runs_here
+def test_a_gathered_tile_may_have_empty_slots():
+    """Five blocks of 16 keys fill a tile of 64 and a part of the next, where the sequence ends with a block."""
+    q, k, v = make_qkv(1, 80, 80, 2, 2, 16, dtype=torch.float16, device=DEVICE)
+    layout = dx.Full().layout(80, block_size=(32, 16), device=DEVICE)
+    for report in check_forward(attend, q, k, v, layout) + check_gradients(attend, q, k, v, layout):
+        assert report.ok, str(report)
+
+
+@runs_here
 @pytest.mark.parametrize("seed", range(40))
 def test_random_cases(seed):
     """fp32 and fp16, since the interpreter does not multiply bf16; every fourth case with gradients."""

@@ -94,8 +94,10 @@ def whole_tiles(count, seqlen, BLOCK: tl.constexpr, TILE: tl.constexpr):
 @triton.jit
 def row_tiles(partial, total, seqlen, BLOCK: tl.constexpr, TILE: tl.constexpr):
     """Tiles of the partial blocks, tiles of full blocks that end within the sequence for sure, and the other tiles."""
-    tiles = tl.cdiv((total - partial) * BLOCK, TILE)
-    whole = tl.where(seqlen % BLOCK == 0, tiles, whole_tiles(total - partial, seqlen, BLOCK, TILE))
+    tokens = (total - partial) * BLOCK
+    tiles = tl.cdiv(tokens, TILE)
+    filled = (seqlen % BLOCK == 0) & (tokens % TILE == 0)  # a tile that gathers blocks may have slots without one
+    whole = tl.where(filled, tiles, whole_tiles(total - partial, seqlen, BLOCK, TILE))
     return tl.cdiv(partial * BLOCK, TILE), whole, tiles - whole
 
 
