@@ -222,13 +222,39 @@ def test_gradients_of_rows_that_see_nothing():
 
 @needs_core
 @pytest.mark.parametrize("isa", build.supported_isas(), indirect=True)
-def test_every_instruction_set(isa):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_instruction_set(isa, dtype):
     assert cpu.cpu_status().isa == isa
     for seed in range(7000, 7024):
-        case = random_case(seed, **SHORT)
+        case = random_case(seed, dtype=dtype, **SHORT)
         assert_within_budget(check_forward(attend, case.q, case.k, case.v, case.layout), case)
         if seed % 2:
             assert_within_budget(check_gradients(attend_differentiably, case.q, case.k, case.v, case.layout), case)
+
+
+@needs_core
+@pytest.mark.parametrize("isa", build.supported_isas(), indirect=True)
+@pytest.mark.parametrize("head_dim", [1, 7, 32])
+@pytest.mark.parametrize("scale", [0.4, -0.4, 0.0])
+def test_products_of_bf16_in_pairs_are_those_of_fp32(isa, head_dim, scale):
+    """Zeros beside numbers, odd head_dims, values of any size, and a user who has torch flush what is subnormal."""
+    q, k, v = make_qkv(1, 70, 70, 2, 1, head_dim, dtype=torch.bfloat16)
+    q[..., 1::2] = 0
+    k[..., 3::4] *= 1e30
+    k[..., 1::4] *= 1e-30
+    v[:, 5] = -0.0
+    layout = (dx.SlidingWindow(20) | dx.Sink(1)).layout(70, block_size=16)
+    want = dx.sparse_attention(q.float(), k.float(), v.float(), layout, scale=scale, backend="cpu")
+    for flush in (False, True):
+        torch.set_flush_denormal(flush)
+        try:
+            got = dx.sparse_attention(q, k, v, layout, scale=scale, backend="cpu")
+        finally:
+            torch.set_flush_denormal(False)
+        torch.testing.assert_close(got, want.bfloat16(), rtol=1e-2, atol=1e-6)
+    k[:, 0] = torch.nan
+    got = dx.sparse_attention(q, k, v, layout, scale=scale, backend="cpu")
+    assert got[:, :20].isnan().all()
 
 
 @pytest.mark.parametrize("seeds", [range(first, first + 20) for first in range(0, 100, 20)], ids=str)

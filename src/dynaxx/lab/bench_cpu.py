@@ -26,6 +26,7 @@ from dynaxx.lab.bench_cpu_workloads import (
     Workload,
     bars_of,
     bars_of_decode,
+    bars_of_half,
     bars_of_small,
     workloads,
 )
@@ -35,6 +36,7 @@ from dynaxx.patterns import Full, SlidingWindow
 from dynaxx.testing import check_forward, check_gradients, make_qkv, oracle_attention, random_case
 
 GEMM = 2048
+HALF = 2048  # tokens at which bf16 and fp16 meet fp32
 SMALL = (64, 128, 256, 512)  # lengths at which full density meets dense attention
 RELATIVE_ERROR = 2e-6
 
@@ -55,8 +57,8 @@ def run_cpu_suite(
     Returns:
         "backend" (what served), "threads", "clock", "checks" (cases passed), "rows" (one dict per workload and pass:
         shape, density, milliseconds, useful GF, times faster than SDPA, GF of the matmul and of SDPA in the same
-        rounds), "small" (full density against SDPA at short lengths), "decode" (steps over a long cache; not with
-        `quick`) and "bars" (each with bar, value, ok).
+        rounds), "small" (full density against SDPA at short lengths), "half" (bf16 and fp16 against fp32) and "decode"
+        (steps over a long cache; neither with `quick`) and "bars" (each with bar, value, ok).
 
     Raises:
         RuntimeError: a check failed; then there are no times.
@@ -73,8 +75,9 @@ def run_cpu_suite(
         for seqlen, head_dim, timed_pass, memory in QUICK_SHAPES if quick else SHAPES:
             rows += time_shape(workloads(seqlen, head_dim), timed_pass, seed, say, memory)
         small = time_small(seed, say)
+        half = [] if quick else [row for head_dim in (64, 128) for row in time_half(head_dim, seed, say)]
         decode = [] if quick else time_decode(medians, seed, say)
-        bars += bars_of(rows) + bars_of_small(small) + bars_of_decode(decode)
+        bars += bars_of(rows) + bars_of_small(small) + bars_of_half(half) + bars_of_decode(decode)
     finally:
         torch.set_num_threads(before)
     for bar in bars:
@@ -88,6 +91,7 @@ def run_cpu_suite(
         "relative_error": error,
         "rows": rows,
         "small": small,
+        "half": half,
         "decode": decode,
         "bars": [bar.as_dict() for bar in bars],
     }
@@ -195,6 +199,32 @@ def time_small(seed: int, say: Report) -> list[dict[str, Any]]:
     return rows
 
 
+def time_half(head_dim: int, seed: int, say: Report) -> list[dict[str, Any]]:
+    """Window 512 in bf16 and fp16 against fp32, in turns."""
+    layout = SlidingWindow(512).layout(HALF, block_size=64)
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    rows = []
+    wide = [_heads_first(x) for x in make_qkv(1, HALF, HALF, HEADS, HEADS, head_dim, seed=seed)]
+    for timed_pass in ("forward", "backward"):
+        runs: dict[str, Run] = {}
+        for dtype in dtypes:
+            q, k, v = (x.to(dtype) for x in wide)
+            runs[str(dtype)] = _sparse_run(q, k, v, layout, timed_pass)
+        times = medians(runs, rounds=9)
+        for dtype in dtypes[1:]:
+            row = {
+                "pass": timed_pass,
+                "dtype": str(dtype).removeprefix("torch."),
+                "seqlen": HALF,
+                "head_dim": head_dim,
+                "ms": 1e3 * times[str(dtype)],
+                "of_fp32": times[str(torch.float32)] / times[str(dtype)],
+            }
+            rows.append(row)
+            say(f"{timed_pass} {HALF} x {head_dim}, {row['dtype']}: {row['ms']:.1f} ms, {row['of_fp32']:.2f}x fp32")
+    return rows
+
+
 def medians(runs: dict[str, Run], rounds: int) -> dict[str, float]:
     """Median seconds of each, after a warm-up, one of each per round."""
     clock = _clock(torch.get_num_threads())
@@ -237,7 +267,7 @@ def _sparse_run(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, timed_pass
     if timed_pass == "forward":
         return lambda: cpu.attention_forward(q, k, v, layout, scale)
     out, lse = cpu.attention_forward(q, k, v, layout, scale)
-    do = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    do = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
     return lambda: cpu.attention_backward(do, None, q, k, v, out, lse, layout, scale)
 
 

@@ -99,6 +99,14 @@ def bars_of_small(rows: Iterable[dict[str, Any]]) -> list[Bar]:
     return [Bar("times faster at any length", 1.0, row["times_faster"], f"{row['seqlen']} tokens") for row in rows]
 
 
+def bars_of_half(rows: Iterable[dict[str, Any]]) -> list[Bar]:
+    """bf16 and fp16 cost no more than fp32."""
+    return [
+        Bar("speed as a share of fp32's", 0.9, row["of_fp32"], f"{row['pass']}, {row['dtype']} x {row['head_dim']}")
+        for row in rows
+    ]
+
+
 def bars_of_decode(rows: Iterable[dict[str, Any]]) -> list[Bar]:
     """Pages of 64; those of 16 are for information."""
     return [

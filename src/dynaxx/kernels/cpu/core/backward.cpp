@@ -24,8 +24,8 @@ constexpr int MAX_PANELS = 8;  // panels of one block of keys
 
 // What the gradient of a panel of keys needs, and the gradients so far.
 struct KeyPanel {
-  float* k;   // (D, PANEL) times the scale's sign
-  float* v;   // (E, PANEL)
+  float* k;   // (D, PANEL) times the scale's sign, or pairs of these
+  float* v;   // (E, PANEL), or pairs of these
   float* dk;  // (D, PANEL)
   float* dv;  // (E, PANEL)
 };
@@ -73,8 +73,8 @@ class BackwardRow {
  public:
   BackwardRow(const BackwardArgs& args, const KeyHead& head, int64_t row, const std::atomic<int>& failed, float* memory)
       : args_(args), plan_(*args.plan), head_(head), row_(row), D_(args.head_dim), E_(args.head_dim_v),
-        k_stride_((args.head_dim + PANEL - 1) / PANEL * PANEL), scale_(args.scale, args.softcap), failed_(failed),
-        memory_(memory) {
+        k_stride_((args.head_dim + PANEL - 1) / PANEL * PANEL), scale_(args.scale, args.softcap),
+        pairs_(multiplies_pairs(args.element, scale_)), failed_(failed), memory_(memory) {
     keys_ = int(std::min(plan_.block, plan_.seqlen - row * plan_.block));
     num_panels_ = (keys_ + PANEL - 1) / PANEL;
   }
@@ -82,7 +82,8 @@ class BackwardRow {
   static int64_t memory_needed(const BackwardArgs& args) {
     const int64_t D = args.head_dim, E = args.head_dim_v, block = args.plan->block;
     return block * (2 * D + 2 * E) + block * (D + PANEL) + PANEL * std::max(D, E) +
-           STEP_ROWS * (D + E + PANEL + MAX_PANELS * PANEL + 2);
+           STEP_ROWS * (D + E + PANEL + MAX_PANELS * PANEL + 2) +
+           (HAS_PAIRS ? STEP_ROWS * (num_pairs(D) + num_pairs(E)) : 0);
   }
 
   void run() {
@@ -92,6 +93,10 @@ class BackwardRow {
     p_ = take(STEP_ROWS * PANEL);
     ds_ = take(num_panels_ * STEP_ROWS * PANEL);
     base_ = (Base*)take(2 * STEP_ROWS);
+    if (pairs_) {
+      q_pairs_ = take(STEP_ROWS * num_pairs(D_));
+      grad_pairs_ = take(STEP_ROWS * num_pairs(E_));
+    }
     for (int64_t g = head_.begin; g < head_.end; g++) add_head(QueryHead(args_, head_, g));
     store_key_grads();
   }
@@ -117,8 +122,9 @@ class BackwardRow {
     for (int p = 0; p < num_panels_; p++) {
       const int rows = std::min(PANEL, keys_ - p * PANEL);
       panels_[p] = {take(D_ * PANEL), take(E_ * PANEL), take(D_ * PANEL), take(E_ * PANEL)};
-      pack_panel(k, first + p * PANEL, rows, D_, scale_.sign, space_, panels_[p].k);
-      pack_panel(v, first + p * PANEL, rows, E_, 1.f, space_, panels_[p].v);
+      const auto pack = pairs_ ? pack_pairs : pack_panel;
+      pack(k, first + p * PANEL, rows, D_, scale_.sign, space_, panels_[p].k);
+      pack(v, first + p * PANEL, rows, E_, 1.f, space_, panels_[p].v);
       load_sums(dk(), args_.dk_low, p, D_, panels_[p].dk);
       load_sums(dv(), args_.dv_low, p, E_, panels_[p].dv);
     }
@@ -149,6 +155,7 @@ class BackwardRow {
       const int32_t* ranks = plan_.ranks + entry;
       entry = gather_step(plan_, entry, indptr[1], q, grad, step);
       load_bases(step, head.lse(args_));
+      if (pairs_) load_pairs(step, q.tokens, grad.tokens);
       Ahead next(plan_, entry, indptr[1], q, grad);
       for (int p = 0; p < num_panels_; p++) {
         next.fetch(num_panels_);
@@ -175,6 +182,17 @@ class BackwardRow {
     }
   }
 
+  // The step's rows as pairs, beside those in fp32 that are added up.
+  void load_pairs(const Step& step, const Tokens& q, const Tokens& grad) {
+    for (int b = 0; b < step.num_blocks; b++) {
+      const Block& block = step.blocks[b];
+      for (int r = 0; r < block.rows; r++) {
+        read_pairs(q, block.token + r, D_, q_pairs_ + (block.at + r) * num_pairs(D_));
+        read_pairs(grad, block.token + r, E_, grad_pairs_ + (block.at + r) * num_pairs(E_));
+      }
+    }
+  }
+
   // Weights and score gradients of one panel, and what they add to dk and dv.
   void add_key_grads(const Step& step, int panel, int64_t q_stride, int64_t grad_stride, const float* delta) {
     const KeyPanel& keys = panels_[panel];
@@ -187,23 +205,31 @@ class BackwardRow {
       const int count = block_spans(plan_, block, panel, q_stride, grad_stride, found);
       if (block.mask >= 0) std::memset(ds + block.at * PANEL, 0, sizeof(float) * block.rows * PANEL);
       seen_[panel][b] = count ? RowRange{found[0].at, found[count - 1].at + found[count - 1].rows} : RowRange{0, 0};
-      for (int s = 0; s < count; s++)
-        score_span(keys, found[s], q_stride, grad_stride, delta + block.token - block.at, ds);
+      for (int s = 0; s < count; s++) {
+        const float* of_rows = delta + block.token - block.at;
+        if (HAS_PAIRS && pairs_)
+          score_span<HAS_PAIRS>(keys, found[s], q_pairs_ + found[s].at * num_pairs(D_), num_pairs(D_),
+                                grad_pairs_ + found[s].at * num_pairs(E_), num_pairs(E_), of_rows, ds);
+        else
+          score_span<false>(keys, found[s], found[s].k, q_stride, found[s].v, grad_stride, of_rows, ds);
+      }
       num_spans += count;
     }
     add_rows<false>(spans, num_spans, grad_stride, E_, p_, nullptr, keys.dv);
     add_rows<true>(spans, num_spans, q_stride, D_, ds, nullptr, keys.dk);
   }
 
-  void score_span(const KeyPanel& keys, const Span& span, int64_t q_stride, int64_t grad_stride, const float* delta,
-                  float* ds) {
-    const auto& weights = scale_.capped() ? WEIGHT_TILES<true> : WEIGHT_TILES<false>;
-    const auto& gradients = scale_.capped() ? SCORE_GRAD_TILES<true> : SCORE_GRAD_TILES<false>;
+  template <bool PAIRS>
+  void score_span(const KeyPanel& keys, const Span& span, const float* q, int64_t q_stride, const float* grad,
+                  int64_t grad_stride, const float* delta, float* ds) {
+    const auto& weights = scale_.capped() ? WEIGHT_TILES<true, PAIRS> : WEIGHT_TILES<false, PAIRS>;
+    const auto& gradients = scale_.capped() ? SCORE_GRAD_TILES<true, PAIRS> : SCORE_GRAD_TILES<false, PAIRS>;
+    const int64_t depth = PAIRS ? num_pairs(D_) : D_, width = PAIRS ? num_pairs(E_) : E_;
     for (int r = 0; r < span.rows;) {
       const int rows = next_tile(span.rows - r, SCORE_ROWS), at = span.at + r;
-      weights[rows - 1](span.k + r * q_stride, q_stride, keys.k, D_, span.words ? span.words + r : nullptr, scale_,
+      weights[rows - 1](q + r * q_stride, q_stride, keys.k, depth, span.words ? span.words + r : nullptr, scale_,
                         base_ + at, p_ + at * PANEL, ds + at * PANEL);
-      gradients[rows - 1](span.v + r * grad_stride, grad_stride, keys.v, E_, delta + at, float(args_.scale),
+      gradients[rows - 1](grad + r * grad_stride, grad_stride, keys.v, width, delta + at, float(args_.scale),
                           p_ + at * PANEL, ds + at * PANEL);
       r += rows;
     }
@@ -268,12 +294,13 @@ class BackwardRow {
   const KeyHead head_;
   const int64_t row_, D_, E_, k_stride_;
   const Scale scale_;
+  const bool pairs_;  // whether bf16 is multiplied in pairs
   const std::atomic<int>& failed_;
   float* memory_;
   int keys_, num_panels_;
   KeyPanel panels_[MAX_PANELS];
   RowRange seen_[MAX_PANELS][MAX_BLOCKS];  // of each block of the step, what each panel sees of it
-  float *space_, *q_packed_, *grad_packed_, *k_rows_, *p_, *ds_;
+  float *space_, *q_packed_, *grad_packed_, *q_pairs_, *grad_pairs_, *k_rows_, *p_, *ds_;
   Base* base_;
 };
 

@@ -64,6 +64,9 @@ struct Tokens {
   // In place; fp32 only.
   const float* row(int64_t token) const { return (const float*)data + start + token * stride; }
 
+  // In place; bf16 and fp16 only.
+  const uint16_t* half_row(int64_t token) const { return (const uint16_t*)data + start + token * stride; }
+
   // Into the second-level cache.
   void prefetch(int64_t token, int64_t width) const {
     const int64_t size = element == Element::FP32 ? 4 : 2;

@@ -25,7 +25,7 @@ class ForwardRow {
  public:
   ForwardRow(const ForwardArgs& args, const Task& task, float* memory)
       : args_(args), plan_(*args.plan), task_(task), D_(args.head_dim), E_(args.head_dim_v), scale_(args.scale, args.softcap),
-        memory_(memory) {
+        pairs_(multiplies_pairs(args.element, scale_)), depth_(pairs_ ? num_pairs(D_) : D_), memory_(memory) {
     queries_ = std::min(plan_.block, plan_.seqlen - task.row * plan_.block);
     panels_per_head_ = (queries_ + PANEL - 1) / PANEL;
   }
@@ -38,7 +38,7 @@ class ForwardRow {
 
   void run() {
     load_queries();
-    const Rows k = rows_of(args_.k, args_.k_strides, D_), v = rows_of(args_.v, args_.v_strides, E_);
+    const Rows k = rows_of(args_.k, args_.k_strides, D_, pairs_), v = rows_of(args_.v, args_.v_strides, E_, false);
     const int64_t k_stride = k.step_stride(), v_stride = v.step_stride();
     float* scores = take(STEP_ROWS * PANEL);
     const int32_t* indptr = row_indptr(plan_, task_.batch, task_.head, task_.row);
@@ -50,7 +50,7 @@ class ForwardRow {
         next.fetch(num_panels_);
         Span spans[MAX_SPANS];
         const int num_spans = step_spans(plan_, step, p % panels_per_head_, k_stride, v_stride, spans);
-        if (num_spans) attend(panels_[p], spans, num_spans, k_stride, v_stride, D_, E_, scale_, scores);
+        if (num_spans) attend(panels_[p], spans, num_spans, k_stride, v_stride, depth_, E_, scale_, pairs_, scores);
       }
     }
     for (int p = 0; p < num_panels_; p++) store_panel(p);
@@ -71,16 +71,16 @@ class ForwardRow {
         QueryPanel& panel = panels_[num_panels_++];
         panel = {take(D_ * PANEL), take(E_ * PANEL), take(PANEL), take(PANEL)};
         const int rows = int(std::min<int64_t>(PANEL, queries_ - i));
-        pack_panel(q, task_.row * plan_.block + i, rows, D_, scale_.sign, space_, panel.q);
+        (pairs_ ? pack_pairs : pack_panel)(q, task_.row * plan_.block + i, rows, D_, scale_.sign, space_, panel.q);
         reset(panel, E_);
       }
     }
   }
 
-  Rows rows_of(const void* tensor, const Strides& at, int64_t width) {
+  Rows rows_of(const void* tensor, const Strides& at, int64_t width, bool pairs) {
     const int64_t kv_head = task_.head / (args_.q_heads / args_.kv_heads);
     const Tokens tokens(tensor, args_.element, at, task_.batch, kv_head);
-    return {tokens, width, worth_packing(tokens, width, num_panels_) ? take(STEP_ROWS * width) : nullptr};
+    return {tokens, width, worth_packing(tokens, width, num_panels_) ? take(STEP_ROWS * width) : nullptr, pairs};
   }
 
   void store_panel(int p) const {
@@ -107,6 +107,8 @@ class ForwardRow {
   const Task& task_;
   const int64_t D_, E_;
   const Scale scale_;
+  const bool pairs_;  // whether q and k are multiplied as pairs of bf16
+  const int64_t depth_;
   float* memory_;
   float* space_;
   int64_t queries_, panels_per_head_;

@@ -12,11 +12,11 @@ struct Base {
 
 // p[r][i] = 2 ** (score * factor - base[r]) of the score rows[r] . panel[:][i], 0 for hidden pairs. CAPPED, ds becomes
 // the slope of the cap at the score.
-template <int R, bool CAPPED>
+template <int R, bool CAPPED, bool PAIRS>
 static void weight_tile(const float* rows, int64_t stride, const float* panel, int64_t D, const uint16_t* words,
                         const Scale& scale, const Base* base, float* __restrict p, float* __restrict ds) {
   vec sum[R][VECS];
-  dot<R>(rows, stride, panel, D, sum);
+  dot<R, PAIRS>(rows, stride, panel, D, sum);
   if (CAPPED) {
     cap_scores<R>(scale.cap, sum);
     DYNAXX_UNROLL
@@ -35,11 +35,11 @@ static void weight_tile(const float* rows, int64_t stride, const float* panel, i
 }
 
 // ds[r][i] = p[r][i] * (rows[r] . panel[:][i] - delta[r]) * scale, times the slope that it holds where CAPPED.
-template <int R, bool CAPPED>
+template <int R, bool CAPPED, bool PAIRS>
 static void score_grad_tile(const float* rows, int64_t stride, const float* panel, int64_t E, const float* delta,
                             float scale, const float* __restrict p, float* __restrict ds) {
   vec sum[R][VECS];
-  dot<R>(rows, stride, panel, E, sum);
+  dot<R, PAIRS>(rows, stride, panel, E, sum);
   DYNAXX_UNROLL
   for (int r = 0; r < R; r++)
     DYNAXX_UNROLL
@@ -122,22 +122,22 @@ static void query_grad_tile(const RowTerm* terms, int num_terms, int64_t first, 
   }
 }
 
-template <bool CAPPED, int... R>
+template <bool CAPPED, bool PAIRS, int... R>
 constexpr auto weight_tiles(std::integer_sequence<int, R...>) {
-  return std::array{&weight_tile<R + 1, CAPPED>...};
+  return std::array{&weight_tile<R + 1, CAPPED, PAIRS>...};
 }
-template <bool CAPPED, int... R>
+template <bool CAPPED, bool PAIRS, int... R>
 constexpr auto score_grad_tiles(std::integer_sequence<int, R...>) {
-  return std::array{&score_grad_tile<R + 1, CAPPED>...};
+  return std::array{&score_grad_tile<R + 1, CAPPED, PAIRS>...};
 }
 template <class Sums, int... R>
 constexpr auto query_grad_tiles(std::integer_sequence<int, R...>) {
   return std::array{&query_grad_tile<Sums, R + 1>...};
 }
-template <bool CAPPED>
-constexpr auto WEIGHT_TILES = weight_tiles<CAPPED>(std::make_integer_sequence<int, SCORE_ROWS>());
-template <bool CAPPED>
-constexpr auto SCORE_GRAD_TILES = score_grad_tiles<CAPPED>(std::make_integer_sequence<int, SCORE_ROWS>());
+template <bool CAPPED, bool PAIRS>
+constexpr auto WEIGHT_TILES = weight_tiles<CAPPED, PAIRS>(std::make_integer_sequence<int, SCORE_ROWS>());
+template <bool CAPPED, bool PAIRS>
+constexpr auto SCORE_GRAD_TILES = score_grad_tiles<CAPPED, PAIRS>(std::make_integer_sequence<int, SCORE_ROWS>());
 template <class Sums>
 constexpr auto QUERY_GRAD_TILES = query_grad_tiles<Sums>(std::make_integer_sequence<int, SCORE_ROWS>());
 

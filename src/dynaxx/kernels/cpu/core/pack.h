@@ -4,7 +4,7 @@
 #include <cstring>
 #include <utility>
 
-#include "elements.h"
+#include "pairs.h"
 
 namespace dynaxx {
 
@@ -34,8 +34,15 @@ DYNAXX_INLINE void swap_all_lanes(vec (&x)[LANES]) {
     if (!(i & G)) swap_lanes<G>(x[i], x[i + G], std::make_integer_sequence<int, LANES>());
 }
 
+// A factor that is no number at all: what is transposed are bits.
+struct Unscaled {
+  template <class X>
+  friend X operator*(X x, Unscaled) { return x; }
+};
+
 // to[j][i] = from[i][j] * factor for i, j < LANES: whole vectors are read and written, a transposition by halves between.
-DYNAXX_INLINE void transpose_square(const float* from, int64_t from_stride, float* to, int64_t to_stride, float factor) {
+template <class Factor>
+DYNAXX_INLINE void transpose_square(const float* from, int64_t from_stride, float* to, int64_t to_stride, Factor factor) {
   vec x[LANES];
   DYNAXX_UNROLL
   for (int i = 0; i < LANES; i++) x[i] = load(from + i * from_stride) * factor;
@@ -48,8 +55,9 @@ DYNAXX_INLINE void transpose_square(const float* from, int64_t from_stride, floa
 }
 
 // to[j][i] = from[i][j] * factor for i < rows, j < cols.
+template <class Factor = Unscaled>
 inline void transpose(const float* from, int64_t from_stride, int rows, int64_t cols, float* to, int64_t to_stride,
-                      float factor = 1.f) {
+                      Factor factor = {}) {
   const int64_t whole_rows = rows / LANES * LANES, whole_cols = cols / LANES * LANES;
   for (int64_t i = 0; i < whole_rows; i += LANES)
     for (int64_t j = 0; j < whole_cols; j += LANES)
@@ -70,6 +78,15 @@ inline void pack_panel(const Tokens& tokens, int64_t token, int rows, int64_t wi
   }
   for (int r = 0; r < rows; r++) tokens.read(token + r, width, space + r * width);
   transpose(space, width, rows, width, panel, PANEL, factor);
+}
+
+// The same of bf16 in pairs, a panel (num_pairs(width), PANEL), times a sign.
+inline void pack_pairs(const Tokens& tokens, int64_t token, int rows, int64_t width, float sign, float* space,
+                       float* panel) {
+  const int64_t pairs = num_pairs(width);
+  if (rows < PANEL) std::memset(panel, 0, sizeof(float) * pairs * PANEL);
+  for (int r = 0; r < rows; r++) read_pairs(tokens, token + r, width, space + r * pairs, sign < 0 ? 0x8000 : 0);
+  transpose(space, pairs, rows, pairs, panel, PANEL);
 }
 
 // The first `rows` columns of a panel (width, PANEL) to tokens from `token` on. `space` holds PANEL * width floats.

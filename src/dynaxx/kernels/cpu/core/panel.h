@@ -6,7 +6,7 @@ namespace dynaxx {
 
 // The running state of a panel.
 struct QueryPanel {
-  float* q;    // (D, PANEL) times the scale's sign
+  float* q;    // (D, PANEL) times the scale's sign, or pairs of these
   float* out;  // (E, PANEL) sum of weights * values so far
   float* top;  // (PANEL,) largest score so far
   float* sum;  // (PANEL,) sum of 2 ** (score * factor - base) so far, base = top * factor rounded
@@ -17,10 +17,11 @@ DYNAXX_INLINE void reset(const QueryPanel& panel, int64_t E) {
   for (int i = 0; i < PANEL; i++) panel.top[i] = NEG_INF, panel.sum[i] = 0;
 }
 
-// Fill scores (rows, PANEL) where a span is, and raise panel.top.
+// Fill scores (rows, PANEL) where a span is, and raise panel.top. D is the number of pairs where q and k are such.
 inline void score_spans(const QueryPanel& panel, const Span* spans, int num_spans, int64_t k_stride, int64_t D,
-                        const Scale& scale, float* scores) {
-  const auto& tiles = scale.capped() ? SCORE_TILES<true> : SCORE_TILES<false>;
+                        const Scale& scale, bool pairs, float* scores) {
+  const auto& tiles = HAS_PAIRS && pairs ? (scale.capped() ? SCORE_TILES<true, HAS_PAIRS> : SCORE_TILES<false, HAS_PAIRS>)
+                                         : (scale.capped() ? SCORE_TILES<true, false> : SCORE_TILES<false, false>);
   for (int s = 0; s < num_spans; s++) {
     const Span& span = spans[s];
     for (int r = 0; r < span.rows;) {
@@ -55,10 +56,10 @@ inline void softmax_step(const QueryPanel& panel, const Span* spans, int num_spa
 }
 
 inline void attend(const QueryPanel& panel, const Span* spans, int num_spans, int64_t k_stride, int64_t v_stride,
-                   int64_t D, int64_t E, const Scale& scale, float* scores) {
+                   int64_t D, int64_t E, const Scale& scale, bool pairs, float* scores) {
   float top_before[PANEL], alpha[PANEL];
   for (int i = 0; i < PANEL; i++) top_before[i] = panel.top[i];
-  score_spans(panel, spans, num_spans, k_stride, D, scale, scores);
+  score_spans(panel, spans, num_spans, k_stride, D, scale, pairs, scores);
   softmax_step(panel, spans, num_spans, top_before, scale.factor, scores, alpha);
   add_rows<false>(spans, num_spans, v_stride, E, scores, alpha, panel.out);
 }

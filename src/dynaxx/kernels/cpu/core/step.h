@@ -15,8 +15,9 @@ struct Rows {
   Tokens tokens;
   int64_t width;
   float* packed;  // (STEP_ROWS, width), or null to read in place
+  bool pairs = false;  // packed as pairs: (STEP_ROWS, num_pairs(width))
 
-  int64_t step_stride() const { return packed ? width : tokens.stride; }
+  int64_t step_stride() const { return pairs ? num_pairs(width) : packed ? width : tokens.stride; }
 };
 
 struct Block {
@@ -42,8 +43,13 @@ DYNAXX_INLINE bool worth_packing(const Tokens& tokens, int64_t width, int panels
 
 DYNAXX_INLINE const float* block_rows(const Rows& rows, int64_t token, int count, int at) {
   if (!rows.packed) return rows.tokens.row(token);
-  float* to = rows.packed + at * rows.width;
-  for (int r = 0; r < count; r++) rows.tokens.read(token + r, rows.width, to + r * rows.width);
+  const int64_t stride = rows.step_stride();
+  float* to = rows.packed + at * stride;
+  for (int r = 0; r < count; r++)
+    if (rows.pairs)
+      read_pairs(rows.tokens, token + r, rows.width, to + r * stride);
+    else
+      rows.tokens.read(token + r, rows.width, to + r * stride);
   return to;
 }
 

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "exp2.h"
+#include "pairs.h"
 
 namespace dynaxx {
 
@@ -26,8 +27,8 @@ DYNAXX_INLINE int next_tile(int left, int most) {
 
 constexpr int64_t DOT_PART = 128;  // terms summed in a row: sums of sums keep the rounding of long rows down
 
-// sum[r][i] = sum_d rows[r][d] * panel[d][i].
-template <int R>
+// sum[r][i] = sum_d rows[r][d] * panel[d][i]; of PAIRS, D is their number.
+template <int R, bool PAIRS>
 DYNAXX_INLINE void dot(const float* __restrict rows, int64_t stride, const float* __restrict panel, int64_t D,
                        vec (&sum)[R][VECS]) {
   vec total[R][VECS] = {};
@@ -45,7 +46,7 @@ DYNAXX_INLINE void dot(const float* __restrict rows, int64_t stride, const float
       for (int r = 0; r < R; r++) {
         const vec a = splat(rows[r * stride + d]);
         DYNAXX_UNROLL
-        for (int i = 0; i < VECS; i++) sum[r][i] += a * b[i];
+        for (int i = 0; i < VECS; i++) sum[r][i] = PAIRS ? add_pairs(sum[r][i], a, b[i]) : sum[r][i] + a * b[i];
       }
     }
     if (D <= DOT_PART) return;
@@ -54,6 +55,11 @@ DYNAXX_INLINE void dot(const float* __restrict rows, int64_t stride, const float
   }
   for (int r = 0; r < R; r++)
     for (int i = 0; i < VECS; i++) sum[r][i] = total[r][i];
+}
+
+// Whether this build has products of pairs for these elements; a scale of 0 must meet inf and NaN as numbers.
+DYNAXX_INLINE bool multiplies_pairs(int64_t element, const Scale& scale) {
+  return HAS_PAIRS && Element(element) == Element::BF16 && scale.sign != 0;
 }
 
 // Hidden pairs become -inf.
@@ -76,11 +82,11 @@ DYNAXX_INLINE void cap_scores(float cap, vec (&scores)[R][VECS]) {
 }
 
 // scores[r][i] = rows[r] . panel[:][i], capped or not, hidden pairs -inf; top[i] = max(top[i], scores[..][i]).
-template <int R, bool CAPPED>
+template <int R, bool CAPPED, bool PAIRS>
 static void score_tile(const float* rows, int64_t stride, const float* panel, int64_t D, const uint16_t* words,
                        float cap, float* __restrict scores, float* __restrict top) {
   vec sum[R][VECS];
-  dot<R>(rows, stride, panel, D, sum);
+  dot<R, PAIRS>(rows, stride, panel, D, sum);
   if (CAPPED) cap_scores<R>(cap, sum);
   hide<R>(words, sum);
   DYNAXX_UNROLL
@@ -131,9 +137,9 @@ static void sum_tile(const Span* spans, int num_spans, int64_t first, int64_t st
 }
 
 // The instances for 1 .. SCORE_ROWS and 1 .. VALUE_ROWS rows: TILES[R - 1].
-template <bool CAPPED, int... R>
+template <bool CAPPED, bool PAIRS, int... R>
 constexpr auto score_tiles(std::integer_sequence<int, R...>) {
-  return std::array{&score_tile<R + 1, CAPPED>...};
+  return std::array{&score_tile<R + 1, CAPPED, PAIRS>...};
 }
 
 template <bool FROM_K, int... R>
@@ -141,8 +147,8 @@ constexpr auto sum_tiles(std::integer_sequence<int, R...>) {
   return std::array{&sum_tile<R + 1, FROM_K>...};
 }
 
-template <bool CAPPED>
-constexpr auto SCORE_TILES = score_tiles<CAPPED>(std::make_integer_sequence<int, SCORE_ROWS>());
+template <bool CAPPED, bool PAIRS>
+constexpr auto SCORE_TILES = score_tiles<CAPPED, PAIRS>(std::make_integer_sequence<int, SCORE_ROWS>());
 
 template <bool FROM_K>
 constexpr auto SUM_TILES = sum_tiles<FROM_K>(std::make_integer_sequence<int, VALUE_ROWS>());
