@@ -74,3 +74,12 @@ def test_what_is_no_input_is_refused(change, error, message):
 def test_a_window_that_is_none():
     with pytest.raises(ValueError, match="must be an int or"):
         dx.SlidingWindow(3.5)
+
+
+@pytest.mark.parametrize("head_dim", [1, 2, 3])
+def test_products_of_whole_numbers_for_any_head_dim(head_dim):
+    from dynaxx.selection.scorers.eight_bits import _products
+
+    draw = lambda rows: torch.randint(-127, 128, (2, 3, rows, head_dim), dtype=torch.int8)
+    q, k = draw(20), draw(70)
+    assert torch.equal(_products(q, k), q.int() @ k.int().mT)

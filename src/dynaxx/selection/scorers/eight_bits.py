@@ -70,6 +70,8 @@ def int8_sums(queries: Tensor, keys: Tensor, hidden: Tensor) -> Tensor:
 
 def _products(queries: Tensor, keys: Tensor) -> Tensor:
     """(B, Hk, M, D) x (B, Hk, N, D) int8 -> (B, Hk, M, N) int32."""
+    if queries.shape[-1] == 1:  # torch._int_mm writes nothing then, on a CPU
+        return queries.int() * keys.int().mT
     out = torch.empty(*queries.shape[:3], keys.shape[2], dtype=torch.int32, device=queries.device)
     for q, k, o in zip(queries.flatten(0, 1), keys.flatten(0, 1), out.flatten(0, 1), strict=True):
         torch._int_mm(q, k.T, out=o)
