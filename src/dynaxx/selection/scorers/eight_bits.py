@@ -33,7 +33,8 @@ class EightBits(NamedTuple):
 def quantised(x: Tensor, factor: float = 1.0) -> EightBits:
     """(..., T, D) fp32 in 8 bits, one step for T vectors, times `factor`."""
     largest = x.abs().amax((-2, -1)).clamp_(min=SMALLEST)
-    levels = (x * (LEVELS / largest)[..., None, None]).round_()
+    per_step = torch.full_like(largest, LEVELS) / largest  # one rounding; a number / a tensor takes two
+    levels = (x * per_step[..., None, None]).round_()
     return EightBits(levels.to(torch.int8), largest * (factor / LEVELS))
 
 
