@@ -56,7 +56,7 @@ inline void widen(Stored stored, const void* from, int64_t count, float* __restr
   else if (stored == Stored::BF16)
     for (int64_t i = 0; i < count; i++) to[i] = widen_bf16(half[i]);
   else if (stored == Stored::FP16)
-    for (int64_t i = 0; i < count; i++) to[i] = widen_fp16(half[i]);
+    widen_fp16(half, count, to);
   else if (stored == Stored::INT8)
     for (int64_t i = 0; i < count; i++) to[i] = float(int8_t(byte[i]));
   else

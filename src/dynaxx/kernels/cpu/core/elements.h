@@ -4,6 +4,10 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
 #include "args.h"
 #include "vec.h"
 
@@ -49,6 +53,24 @@ DYNAXX_INLINE uint16_t narrow_fp16(float x) {
   return uint16_t(sign | (magnitude >= 0x47800000 ? large : magnitude < 0x38800000 ? subnormal : normal));
 }
 
+// Rows of fp16: eight numbers by one instruction where there is one, the rest by those above.
+DYNAXX_INLINE void widen_fp16(const uint16_t* __restrict from, int64_t width, float* __restrict to) {
+  int64_t d = 0;
+#if defined(__F16C__)
+  for (; d + 8 <= width; d += 8) _mm256_storeu_ps(to + d, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(from + d))));
+#endif
+  for (; d < width; d++) to[d] = widen_fp16(from[d]);
+}
+
+DYNAXX_INLINE void narrow_fp16(const float* __restrict from, int64_t width, uint16_t* __restrict to) {
+  int64_t d = 0;
+#if defined(__F16C__)
+  for (; d + 8 <= width; d += 8)
+    _mm_storeu_si128((__m128i*)(to + d), _mm256_cvtps_ph(_mm256_loadu_ps(from + d), _MM_FROUND_TO_NEAREST_INT));
+#endif
+  for (; d < width; d++) to[d] = narrow_fp16(from[d]);
+}
+
 // One batch entry and head of a tensor: rows of tokens.
 struct Tokens {
   const void* data;
@@ -82,7 +104,7 @@ struct Tokens {
     else if (element == Element::BF16)
       for (int64_t d = 0; d < width; d++) to[d] = widen_bf16(half[d]);
     else
-      for (int64_t d = 0; d < width; d++) to[d] = widen_fp16(half[d]);
+      widen_fp16(half, width, to);
   }
 };
 
@@ -125,7 +147,7 @@ struct Results {
     if (element == Element::BF16)
       for (int64_t d = 0; d < width; d++) to[d] = narrow_bf16(from[d]);
     else
-      for (int64_t d = 0; d < width; d++) to[d] = narrow_fp16(from[d]);
+      narrow_fp16(from, width, to);
   }
 };
 
