@@ -379,6 +379,22 @@ def test_tune_without_a_possible_validation_still_reports(tools, monkeypatch, ti
     assert not (tmp_path / "validation.json").exists()
 
 
+def test_tune_has_nothing_to_validate_where_sparse_never_pays(tools, monkeypatch, tiny, tmp_path):
+    real = vars(sys.modules["dynaxx.lab.tune"])
+
+    def dense(*args, **kwargs):
+        crossover = [{"seqlen": 128}, {"seqlen": 256}]
+        return Result(**{**vars(real["tune"](*args, **kwargs)), "dense_below": None, "crossover": crossover})
+
+    stand_in(monkeypatch, "tune", **{**real, "tune": dense})
+    stand_in(monkeypatch, "validate", validate=lambda *_, **__: pytest.fail("validated"))
+    shown = dynaxx_(*tune_args(tiny, tmp_path))
+    assert shown.exit_code == 0, shown.stderr
+    assert "sparse was not faster here at any length up to 256 tokens; prompts run dense" in shown.stdout
+    assert "validation" not in shown.stdout
+    assert "run it" not in shown.stdout
+
+
 def test_a_run_that_was_killed_goes_on(tools, monkeypatch, tiny, tmp_path):
     def killed(*args, **kwargs):
         raise KeyboardInterrupt

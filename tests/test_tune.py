@@ -13,7 +13,7 @@ from dynaxx.lab import tune as tune_module
 from dynaxx.lab import tune_decode as decode_module
 from dynaxx.lab import tune_search as search_module
 from dynaxx.lab.allocation import Allocator, lower_hull
-from dynaxx.lab.crossover import LengthTiming, dense_below
+from dynaxx.lab.crossover import LengthTiming, dense_below, time_lengths, within
 from dynaxx.lab.resume import Steps, fingerprint
 from tiny import TEXT, save_tiny_model
 
@@ -68,6 +68,13 @@ def test_dense_below_is_where_sparse_stays_faster():
     assert dense_below(timings[:3]) is None
 
 
+def test_lengths_are_timed_up_to_the_context():
+    assert within((64, 128, 256), 2**31) == [64, 128, 256]
+    assert within((64, 128, 256), 256) == [64, 128, 256]
+    assert within((64, 128, 256), 200) == [64, 128, 200]
+    assert within((64, 128, 256), 32) == [32]
+
+
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory):
     pytest.importorskip("transformers")
@@ -100,12 +107,21 @@ def test_a_tuned_policy_knows_its_traffic_and_is_watched(loaded, tmp_path, monke
     assert without.policy.guard is None
 
 
+def test_a_model_is_timed_within_its_context(loaded):
+    from dynaxx.integrations.transformers import model_facts
+
+    policy = dx.Policy(model=model_facts(loaded.model), block_size=16, rules=(dx.Rule.of(dx.SlidingWindow(16)),))
+    assert [each.seqlen for each in time_lengths(loaded.model, policy)] == [64, 128, 256, 512, 1024]
+    assert time_lengths(loaded.model, policy.replace(rules=())) == []
+
+
 def test_a_text_too_short_for_a_reference_is_said(loaded, tmp_path, monkeypatch):
-    monkeypatch.setattr(search_module, "time_lengths", lambda *_: [LengthTiming(4096, 2.0, 1.0)])
+    monkeypatch.setattr(search_module, "time_lengths", lambda *_: [LengthTiming(900, 2.0, 1.0)])
     found = tune_module.tune(*loaded, TEXT, out=tmp_path, tokens=256, block_size=16, tolerance=0.5)
     assert found.policy.rules
     assert found.policy.reference is None
-    assert found.reference.startswith("none: lengths must be from 5,120")
+    assert (found.policy.dense_below, found.policy.sparse_from) == (900, 1024)  # never beyond the model's context
+    assert found.reference.startswith("none: lengths must be from 1,024")
 
 
 def test_decode_rules_are_written_where_they_keep_quality_and_pay(loaded, tmp_path, monkeypatch):

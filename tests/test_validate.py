@@ -108,12 +108,23 @@ def test_figures_are_those_of_a_plain_computation(model):
 def test_what_would_not_run_sparse_is_not_validated(model):
     with pytest.raises(ValueError, match=r"dense below 900 tokens, and quality would be measured at 800"):
         check(model, dx.SlidingWindow(16), dense_below=300, sparse_from=900)
+    with pytest.raises(ValueError, match=r"dense below 5,000 tokens and the model takes 1,024: it never runs sparse"):
+        check(model, dx.SlidingWindow(16), dense_below=5000)
     with pytest.raises(ValueError, match=r"`lengths` must be from 2 to 1,024"):
         validate(model, Letters(), dx.Policy(model=model_facts(model)), TEXT, lengths=(2000,))
     found = check(model, None, tolerances=Tolerances(slowdown=None))  # a dense policy is what it says
     assert found.passed
     assert found.perplexity.ratio == 1
     assert found.layer_calls == {"sparse_calls": 0, "dense_calls": {"no rule": 6}, "dense_sequences": {}}
+    assert found.summary().endswith("dense was compared with dense")
+
+
+def test_quality_and_time_are_measured_where_the_policy_runs(model, monkeypatch):
+    monkeypatch.setattr(module, "TOKENS", 400)
+    found = check(model, dx.SlidingWindow(16), tokens=None, dense_below=600, tolerances=Tolerances(slowdown=None))
+    assert found.window_tokens == 601
+    assert found.layer_calls["sparse_calls"] == 6
+    assert [row.seqlen for row in found.speed] == [64, 300, 600]
 
 
 def test_the_model_is_left_as_it_was(model):

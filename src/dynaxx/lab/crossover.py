@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from dynaxx.lab.models import longest_prompt
 from dynaxx.ops import sparse_attention
 from dynaxx.policy import LayerPlan, resolve
 
@@ -40,6 +41,9 @@ def time_lengths(model: Any, policy: Policy, lengths: Sequence[int] | None = Non
     """Time dense (SDPA) and the policy's attention at several lengths, interleaved, on random inputs.
 
     Three layers are timed, those of the lowest, middle and highest density, and their mean stands for all.
+
+    Args:
+        lengths: by default those up to the model's context, and that itself.
     """
     plans = resolve(policy)
     if not plans:
@@ -47,7 +51,7 @@ def time_lengths(model: Any, policy: Policy, lengths: Sequence[int] | None = Non
     parameter = next(model.parameters())
     facts = policy.model
     typical = _typical(list(plans.values()))
-    lengths = lengths or (GPU_LENGTHS if parameter.device.type == "cuda" else LENGTHS)
+    lengths = lengths or within(GPU_LENGTHS if parameter.device.type == "cuda" else LENGTHS, longest_prompt(model))
     found = []
     for seqlen in lengths:
         q, k, v = (
@@ -58,6 +62,11 @@ def time_lengths(model: Any, policy: Policy, lengths: Sequence[int] | None = Non
         dense, *sparse = interleaved(runs, REPEATS if seqlen < LONG else 2, parameter.device)
         found.append(LengthTiming(seqlen, dense * len(plans), statistics.mean(sparse) * len(plans)))
     return found
+
+
+def within(lengths: Sequence[int], limit: int) -> list[int]:
+    """The lengths up to a limit, and the limit itself where it cuts some off."""
+    return [*(length for length in lengths if length < limit), *([limit] if limit <= lengths[-1] else [])]
 
 
 def _attend_densely(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

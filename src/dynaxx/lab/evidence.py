@@ -13,10 +13,11 @@ if TYPE_CHECKING:
     from dynaxx.lab.tune_result import TuneResult
 
 
-def with_evidence(result: TuneResult, device: str, dtype: str) -> TuneResult:
+def with_evidence(result: TuneResult, device: str, dtype: str, longest: int) -> TuneResult:
     """The result with a policy that says from which length it runs, where that was measured, and what was found.
 
-    Without a chosen trial, or where sparse is never faster, the policy has no rules: it is dense everywhere.
+    Without a chosen trial, or where sparse is never faster, the policy has no rules: it is dense everywhere. No border
+    lies beyond `longest`, the model's context.
     """
     from dynaxx.policy import Evidence, MeasuredOn
 
@@ -35,7 +36,7 @@ def with_evidence(result: TuneResult, device: str, dtype: str) -> TuneResult:
     policy = result.policy.replace(
         rules=result.policy.rules if runs_sparse else (),
         dense_below=border,
-        sparse_from=int(border * HYSTERESIS),
+        sparse_from=max(border, min(int(border * HYSTERESIS), longest)),
         measured_on=MeasuredOn(
             device=device,
             hardware=machine.gpus[0] if device == "cuda" else machine.cpu,

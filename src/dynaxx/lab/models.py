@@ -55,6 +55,11 @@ PACKAGES = {
 }
 
 
+def longest_prompt(model: Any) -> int:
+    """The tokens that a model says it takes; 2^31 where it does not say."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31
+
+
 def load_model(
     name_or_path: str | Path,
     *,

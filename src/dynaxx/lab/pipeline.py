@@ -48,7 +48,7 @@ class PipelineResult:
     analysis: dict[str, Any] | None
     tuning: dict[str, Any]
     validation: dict[str, Any] | None
-    validation_summary: str  # its checks, or why there was none
+    validation_summary: str  # its checks, or why there was none; empty where none was wanted or nothing is sparse
     files: tuple[Path, ...]
 
     @property
@@ -77,7 +77,8 @@ class PipelineResult:
                 + (f"one budget for all heads needs {uniform:.1%}" if uniform else "no one budget for all heads passes")
             )
             if border is None:
-                lines.append("sparse was not faster here at any length tried; the policy is dense")
+                longest = max((timing["seqlen"] for timing in self.tuning.get("crossover") or ()), default=0)
+                lines.append(f"sparse was not faster here at any length up to {longest:,} tokens; prompts run dense")
             else:
                 lines.append(f"sparse is faster here from {border:,} tokens; shorter prompts run dense")
         else:
@@ -179,7 +180,7 @@ def run(model: Any, tokenizer: Any, text: str, plan: Plan, *, progress: Progress
         files += [plan.out / "tuning.json", plan.out / "policy.json"]
         task.advance(SHARES["tune"], "validate: on text it has not seen")
         validated, said = None, ""
-        if "validate" not in plan.skip:
+        if "validate" not in plan.skip and _has_rules(tuned.to_dict()):
             try:
                 found = validate(
                     model, tokenizer, tuned.policy, text, lengths=lengths, seed=plan.seed, progress=progress
@@ -193,6 +194,12 @@ def run(model: Any, tokenizer: Any, text: str, plan: Plan, *, progress: Progress
             files.append(write_report(plan.out))
         task.advance(SHARES["report"], "done")
     return PipelineResult(profiled, analyzed, tuned.to_dict(), validated, said, tuple(files))
+
+
+def _has_rules(tuning: dict[str, Any]) -> bool:
+    """Whether tuning found something that keeps quality and pays, for prompts or for decoding."""
+    prompts = tuning.get("chosen") and tuning.get("dense_below") is not None
+    return bool(prompts) or (tuning.get("decode") or {}).get("dense_below") is not None
 
 
 def _begin(model: Any, text: str, plan: Plan, lengths: tuple[int, ...]) -> bool:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from dynaxx.lab.attention_route import evaluating
 from dynaxx.lab.files import explain_full_disk
 from dynaxx.lab.machine import Ceilings, load_average, machine_facts, measure_ceilings, synchronize
+from dynaxx.lab.models import longest_prompt
 from dynaxx.lab.profile_clock import Clock, find_parts, instrumented
 from dynaxx.lab.profile_result import Decode, LengthProfile, ProfileResult, Seconds
 from dynaxx.lab.progress import Progress, SilentProgress
@@ -54,7 +55,7 @@ def profile(
     Raises:
         ValueError: no lengths, or one below 2 or beyond the model's positions.
     """
-    limit = _longest_prompt(model)
+    limit = longest_prompt(model)
     lengths = tuple(sorted(set(lengths)))
     if not lengths or lengths[0] < 2 or lengths[-1] > limit:
         raise ValueError(f"`lengths` must be from 2 to the model's {limit:,} tokens, got {list(lengths)}")
@@ -80,12 +81,8 @@ def profile(
 
 def default_lengths(model: Any, longest: int = 8192) -> tuple[int, ...]:
     """512, 2,048, and `longest` or the model's own limit."""
-    top = min(longest, _longest_prompt(model))
+    top = min(longest, longest_prompt(model))
     return tuple(sorted({length for length in (512, 2048) if length < top} | {top}))
-
-
-def _longest_prompt(model: Any) -> int:
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31
 
 
 class _Measured(NamedTuple):

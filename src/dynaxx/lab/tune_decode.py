@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-from dynaxx.lab.crossover import REPEATS, LengthTiming, dense_below, interleaved
+from dynaxx.lab.crossover import REPEATS, LengthTiming, dense_below, interleaved, within
+from dynaxx.lab.models import longest_prompt
 from dynaxx.lab.perplexity import logits_of
 from dynaxx.layout.paging import PagedCache
 from dynaxx.ops.decode import sparse_decode, summarize_pages
@@ -127,7 +128,7 @@ def time_steps(
 ) -> list[LengthTiming]:
     """Time one decoding step's attention in all layers, dense (the faster of two forms of SDPA) and by the budget."""
     parameter = next(model.parameters())
-    lengths = lengths or (GPU_LENGTHS if parameter.device.type == "cuda" else LENGTHS)
+    lengths = lengths or within(GPU_LENGTHS if parameter.device.type == "cuda" else LENGTHS, longest_prompt(model))
     make = lambda *shape: torch.randn(*shape, dtype=parameter.dtype, device=parameter.device)
     group, found = facts.q_heads // facts.kv_heads, []
     for seqlen in lengths:

@@ -17,6 +17,7 @@ from dynaxx.lab.attention_route import evaluating
 from dynaxx.lab.crossover import LengthTiming, dense_below, time_lengths
 from dynaxx.lab.evidence import with_decode_rules, with_evidence
 from dynaxx.lab.files import write_json
+from dynaxx.lab.models import longest_prompt
 from dynaxx.lab.perplexity import perplexity, token_losses
 from dynaxx.lab.progress import Progress, SilentProgress, Task
 from dynaxx.lab.resume import Steps, fingerprint
@@ -250,7 +251,8 @@ class Search:
 
     def _with_evidence(self, result: TuneResult) -> TuneResult:
         parameter = next(self.model.parameters())
-        return with_evidence(result, parameter.device.type, str(parameter.dtype).removeprefix("torch."))
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        return with_evidence(result, parameter.device.type, dtype, longest_prompt(self.model))
 
     def _with_decode(self, result: TuneResult, command: str, task: Task) -> TuneResult:
         """The result with decode rules where they keep perplexity and pay."""

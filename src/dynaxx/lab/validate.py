@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.lab.attention_route import evaluating
+from dynaxx.lab.models import longest_prompt
 from dynaxx.lab.perplexity import ROWS, logits_of, perplexity
 from dynaxx.lab.prefill_speed import time_prefill
 from dynaxx.lab.progress import Progress, SilentProgress
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from dynaxx.policy import Policy
 
 WINDOWS = 3  # stretches of held-out text
-TOKENS = 4096  # of each, or what the model and the text have
+TOKENS = 4096  # of each, or the policy's border, or what the model and the text have
 TASK_TOKENS = 2048
 TASK_SAMPLES = 3  # of each task
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 3, 1024, 64  # generated text
@@ -60,24 +61,33 @@ def validate(
         model: a transformers causal language model without a policy.
         text: sample text; only its held-out part (`split_text`) is used.
         lengths: prompt lengths in tokens at which time and memory are measured; 64 and the policy's border join them.
-        tokens: length of the stretches of text on which quality is measured; by default 4,096, or what there is.
+        tokens: length of the stretches of text on which quality is measured; by default 4,096, or the policy's border,
+            or what there is.
         seed: of the tasks.
 
     Raises:
-        ValueError: a text too short, or lengths at which the policy would be dense, so that nothing was validated.
+        ValueError: a text too short, or lengths at which the policy would be dense, as all are where the model takes
+            no longer ones, so that nothing was validated.
         PolicyError, UnsupportedInputError: as `dynaxx.apply`.
     """
     progress = progress or SilentProgress()
     border = policy.dense_below if policy.sparse_from is None else policy.sparse_from
     ids: list[int] = tokenizer(split_text(text).held_out, add_special_tokens=False, verbose=False)["input_ids"]
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or TOKENS
-    window = min(tokens or TOKENS, limit, len(ids))
-    if policy.rules and window < border:
+    limit, sparse = longest_prompt(model), _has_sparse_rule(policy)
+    if sparse and border > limit:
+        raise ValueError(
+            f"the policy is dense below {border:,} tokens and the model takes {limit:,}: it never runs sparse, so "
+            "there is nothing to validate; tune it anew, or lower `dense_below` and `sparse_from`"
+        )
+    border = border if sparse else 0
+    least = border + 1 if sparse else 0  # the last token is only predicted
+    window = min(tokens or max(TOKENS, least), max(limit, least), len(ids))
+    if window < least:
         raise ValueError(
             f"the policy is dense below {border:,} tokens, and quality would be measured at {window:,} "
             f"(the held-out half of the text has {len(ids):,}, the model takes {limit:,}): give more text or `tokens`"
         )
-    lengths = _lengths(lengths, border if policy.rules else 0, min(limit, len(ids)))
+    lengths = _lengths(lengths, border, min(limit, len(ids)))
     at = max(border, min(window, TASK_TOKENS))
     samples = make_samples(tokenizer, ids, at, TASK_SAMPLES, seed)
     with evaluating(model), progress.task("Validating", 100) as task:
@@ -146,7 +156,7 @@ class _Run:
             found.append(_compare_rows(self.model, dense, sparse, some))
             self.task.advance(share / count / 2)
         self.density = statistics.mean(densities)
-        if self.policy.rules and not self.layer_calls["sparse_calls"] and _has_sparse_rule(self.policy):
+        if not self.layer_calls["sparse_calls"] and _has_sparse_rule(self.policy):
             raise ValueError(f"no layer ran sparse, so nothing can be validated: {self.layer_calls['dense_calls']}")
         losses_dense, losses_sparse = (torch.stack([each[i] for each in found]).double() for i in (0, 1))
         change = losses_sparse - losses_dense
@@ -261,7 +271,8 @@ def _lengths(lengths: Sequence[int], border: int, longest: int) -> tuple[int, ..
         raise ValueError(
             f"`lengths` must be from 2 to {longest:,}, what the model and the text allow, got {wrong[0]:,}"
         )
-    return tuple(sorted({*lengths, *(n for n in (SHORTEST, border) if 1 < n <= max(lengths, default=0))}))
+    more = (n for n in (min(SHORTEST, max(lengths)), border) if 1 < n <= longest) if lengths else ()
+    return tuple(sorted({*lengths, *more}))
 
 
 def _density(layout: BlockLayout) -> float:
