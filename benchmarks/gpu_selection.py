@@ -34,7 +34,8 @@ RULES = [
     dx.TopK(0.1, dx.AntiDiagonal()),
 ]
 LONG = [dx.TopK(256, scorer) for scorer in (dx.MeanQuery(), dx.MeanQuery(precision="int8"), dx.TwoStage(1024),
-                                            dx.TwoStage(1024, dx.MeanQuery(precision="int8")))]  # fmt: skip
+                                            dx.TwoStage(1024, dx.MeanQuery(precision="int8")),
+                                            dx.LastQueryProbe())]  # fmt: skip
 CLUSTERED = [dx.ClusterGlobals(1, clusters=64), dx.TopK(0.1, dx.KeyClusters())]  # torch code, not to be captured
 
 
@@ -117,7 +118,7 @@ def main():
             )
             print(rows[-1], flush=True)
     if args.million:
-        for row in million(args.block_size):
+        for row in million(wanted(LONG), args.block_size):
             rows.append(row)
             print(row, flush=True)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {Q_HEADS} q / {KV_HEADS} kv heads, "
@@ -126,12 +127,12 @@ def main():
         args.json.write_text(json.dumps(rows, indent=1))
 
 
-def million(block_size, seqlen=1 << 20):
+def million(selectors, block_size, seqlen=1 << 20):
     """One layer's attention of 1M tokens, beside what dense attention would take by its quadratic growth."""
     torch.cuda.empty_cache()
     q, k, v = inputs(seqlen)
     dense = dense_ms(*[x[:, : seqlen // 8].contiguous() for x in (q, k, v)]) * 64
-    for selector in LONG:
+    for selector in selectors:
         select = lambda: dx.select_blocks(q, k, PATTERN | selector, block_size=block_size)  # noqa: B023
         run = lambda: dx.sparse_attention(q, k, v, select())  # noqa: B023
         peak = peak_of(run)

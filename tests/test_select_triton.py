@@ -272,6 +272,40 @@ def test_two_stages():
     assert_two_stages("cuda", [*QUERY_SHAPES, *more], torch.bfloat16)
 
 
+PROBE_SHAPES = [
+    (300, 333, True, (32, 64), (4, 2, 16), 64), (130, 257, False, (16, 128), (3, 1, 24), 40),
+    (100, 20, True, (64, 16), (2, 2, 32), 7), (259, 150, True, (128, 32), (2, 1, 16), 200),
+    (1, 70, True, (16, 16), (1, 1, 16), 64),
+]  # fmt: skip
+
+
+def assert_lines(device, shapes, dtype):
+    """The kernels' lines, some rows at a time, beside those of torch."""
+    from dynaxx.kernels.triton.probe_lines import line_scores, probe_lines
+
+    for seqlen_q, seqlen_k, causal, block_size, (q_heads, kv_heads, dim), queries in shapes:
+        q, k = (torch.randn(2, n, heads, dim).to(dtype) for n, heads in ((seqlen_q, q_heads), (seqlen_k, kv_heads)))
+        grid = BlockGrid(seqlen_q, seqlen_k, block_size, causal)
+        expected = dx.LastQueryProbe(queries).prepare(q, k, grid, 0.25)(0, grid.q_blocks).exp()
+        lines = probe_lines(q[:, -queries:].to(device), k.to(device), grid, 0.25)
+        parts = [(a, min(a + 3, grid.q_blocks)) for a in range(0, grid.q_blocks, 3)]
+        got = torch.cat([line_scores(*lines, a, b, grid) for a, b in parts], dim=2).exp().cpu()
+        torch.testing.assert_close(got, expected, atol=2e-6, rtol=1e-4)
+
+
+@under_the_interpreter
+def test_lines_of_the_last_queries_in_the_interpreter():
+    assert_lines("cpu", PROBE_SHAPES, torch.float32)
+
+
+@gpu
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_lines_of_the_last_queries(dtype):
+    more = [(3000, 3500, True, (128, 128), (8, 2, 128), 64), (900, 900, True, (64, 64), (7, 1, 256), 100)]
+    assert_lines("cuda", [*PROBE_SHAPES, *more], dtype)
+
+
 def assert_hashes_counted(device):
     from dynaxx.kernels.triton.hash_counts import hash_counts
     from dynaxx.selection.scorers.simhash import _planes

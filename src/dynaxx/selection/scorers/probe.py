@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -25,6 +26,11 @@ class LastQueryProbe(Scorer):
     def prepare(
         self, q: Tensor, k: Tensor, grid: BlockGrid, scale: float, *, memory_budget: int = MEMORY_BUDGET
     ) -> ScoreRows:
+        if q.is_cuda and grid.q_blocks and grid.kv_blocks and find_spec("triton") is not None:
+            from dynaxx.kernels.triton.probe_lines import line_scores, probe_lines
+
+            vertical, diagonal = probe_lines(q[:, -self.queries :].to(k.dtype), k, grid, scale)
+            return lambda start, stop: line_scores(vertical, diagonal, start, stop, grid)
         (q_block, kv_block), (batch, seqlen_k, _, dim) = grid.block_size, k.shape
         probes = q[:, -self.queries :].float().transpose(1, 2) * scale  # (B, Hq, P, D)
         reach = max(grid.seqlen_q, seqlen_k) + q_block + kv_block  # distances -reach .. reach, for cumulative sums
@@ -49,7 +55,7 @@ class LastQueryProbe(Scorer):
             shifted = padded.flatten(2)[..., : count * lines].unflatten(-1, (count, lines))
             near = reach - probes.shape[2] + first + 1
             by_distance[..., near : near + lines] += shifted.sum(2)
-        vertical = sum_groups(by_key, kv_block, -1)  # (B, Hq, C)
+        by_block = sum_groups(by_key, kv_block, -1)  # (B, Hq, C)
         cumulative = torch.nn.functional.pad(by_distance, (1, 0)).cumsum_(-1)
         cols = torch.arange(grid.kv_blocks, device=q.device)
 
@@ -58,6 +64,6 @@ class LastQueryProbe(Scorer):
             first = row * q_block + grid.offset - cols * kv_block + reach  # of the block's first pair
             lo, hi = (first - kv_block + 1).clamp(min=0), (first + q_block).clamp(max=2 * reach + 1)
             slash = cumulative[..., hi.flatten()].sub_(cumulative[..., lo.flatten()]).unflatten(-1, first.shape)
-            return slash.clamp_(min=0).add_(vertical[:, :, None]).log_()
+            return slash.clamp_(min=0).add_(by_block[:, :, None]).log_()
 
         return rows
