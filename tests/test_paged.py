@@ -9,7 +9,7 @@ import torch
 import dynaxx as dx
 from dynaxx.integrations import vllm_contract, vllm_engine
 from dynaxx.integrations.counts import Counts
-from dynaxx.integrations.paged import Sequences, dense_attention, keys_and_values, write
+from dynaxx.integrations.paged import FP8, Pages, Sequences, dense_attention, keys_and_values, stored, write
 from dynaxx.integrations.paged_layer import PagedLayer, Step
 from dynaxx.integrations.passes import Deployed
 from dynaxx.policy import ModelFacts, resolve
@@ -34,7 +34,7 @@ def policy_of(*rules, **fields):
 class Batch:
     """Sequences of random content whose pages lie in any order, with their caches filled through slots."""
 
-    def __init__(self, lengths=LENGTHS, page_size=16, seed=0, contiguous=True):
+    def __init__(self, lengths=LENGTHS, page_size=16, seed=0, contiguous=True, fp8=False):
         draw = torch.Generator().manual_seed(seed)
         self.keys = [torch.randn(n, 2, 16, generator=draw) for _, n in lengths]
         self.values = [torch.randn(n, 2, 16, generator=draw) for _, n in lengths]
@@ -45,7 +45,9 @@ class Batch:
         random.Random(seed).shuffle(order)
         table = torch.full((len(lengths), max(used) + 2), 0, dtype=torch.int32)
         wide = 1 if contiguous else 2
-        self.pages = torch.full((len(order) + 1, 2, page_size, wide * 32), torch.nan)[..., :32]
+        memory = torch.full((len(order) + 1, 2, page_size, wide * 32), torch.nan)
+        scales = torch.tensor([0.02, 0.03]), torch.tensor(0.015)  # one per head, and one
+        self.pages = Pages(memory.to(FP8)[..., :32], *scales) if fp8 else Pages(memory[..., :32])
         for row, count in enumerate(used):
             table[row, :count] = torch.tensor([order.pop() for _ in range(count)])
         for row, (_, n) in enumerate(lengths):
@@ -54,6 +56,9 @@ class Batch:
             slots = torch.cat([slots, torch.tensor([-1])])
             pad = torch.full((3, 2, 16), torch.nan)
             write(self.pages, torch.cat([self.keys[row], pad]), torch.cat([self.values[row], pad]), slots)
+        if fp8:  # as they are stored
+            for tokens, scale in zip((self.keys, self.values), scales, strict=True):
+                tokens[:] = [stored(x, scale).float() * scale[..., None] for x in tokens]
         seqlens = [n for _, n in lengths]
         self.sequences = Sequences(table, torch.tensor(seqlens, dtype=torch.int32), starts, seqlens)
 
@@ -79,18 +84,20 @@ def run(batch, step, layer):
 
 @pytest.mark.parametrize("page_size", [16, 32, 64])
 @pytest.mark.parametrize("contiguous", [True, False])
-def test_sequences_come_out_of_their_pages_in_order(page_size, contiguous):
-    batch = Batch(page_size=page_size, contiguous=contiguous)
+@pytest.mark.parametrize("fp8", [True, False])
+def test_sequences_come_out_of_their_pages_in_order(page_size, contiguous, fp8):
+    batch = Batch(page_size=page_size, contiguous=contiguous, fp8=fp8)
     for row in batch.sequences.rows:
-        k, v = keys_and_values(batch.pages, batch.sequences.page_table[row.index], row.seqlen_k)
+        k, v = keys_and_values(batch.pages, batch.sequences.page_table[row.index], row.seqlen_k, torch.float32)
         assert torch.equal(k[0], batch.keys[row.index])
         assert torch.equal(v[0], batch.values[row.index])
 
 
 @pytest.mark.parametrize("contiguous", [True, False])
-def test_a_mixed_step_is_each_sequence_alone(telemetry, contiguous):
+@pytest.mark.parametrize("fp8", [True, False])
+def test_a_mixed_step_is_each_sequence_alone(telemetry, contiguous, fp8):
     """Sparse sequences against the oracle under their own layout, dense ones against causal attention."""
-    batch, layouts = Batch(contiguous=contiguous), []
+    batch, layouts = Batch(contiguous=contiguous, fp8=fp8), []
     step = Step(batch.sequences, deployed(policy_of(dense_below=50), telemetry))
     layer = layer_of(telemetry, [lambda index, layout: layouts.append(layout)])
     out, worked = run(batch, step, layer)
@@ -124,10 +131,11 @@ def contiguous(batch, row, drop=0):
     return dx.summarize_pages(dx.PagedCache.contiguous(k, v, page_size=16))
 
 
-def test_decoding_reads_the_pages_that_the_rule_chooses(telemetry):
+@pytest.mark.parametrize("fp8", [True, False])
+def test_decoding_reads_the_pages_that_the_rule_chooses(telemetry, fp8):
     """Each sequence as alone over a plain cache; what a rule without prefill leaves dense is causal."""
     lengths = ((1, 300), (40, 40), (1, 129), (4, 200), (1, 1), (4, 90), (130, 130), (20, 300))
-    batch = Batch(lengths)
+    batch = Batch(lengths, fp8=fp8)
     ready = deployed(policy_of(SPARSE, DECODE, dense_below=80), telemetry)
     step, layer = Step(batch.sequences, ready), layer_of(telemetry)
     out, worked = run(batch, step, layer)
@@ -155,8 +163,7 @@ def test_summaries_follow_the_tokens(telemetry):
     ready, layer = deployed(policy_of(DECODE), telemetry), layer_of(telemetry)
     whole = Batch(((0, 200), (0, 150)))
     done, table = [0, 0], whole.sequences.page_table
-    pages = torch.full_like(whole.pages, torch.nan)
-    pages[:] = 0
+    pages = Pages(torch.zeros_like(whole.pages.memory))
     for new in ((120, 70), (30, 1), (1, 1), (1, 30), (1, 1), (3, 3)):
         starts = [0, new[0], sum(new)]
         done = [a + b for a, b in zip(done, new, strict=True)]
@@ -319,7 +326,10 @@ def test_an_engine_binds_the_layers_with_rules(tmp_path, telemetry):
             {"model_config__hf_text_config__num_hidden_layers": 3},
             "`model.layers` is 2 in the policy and 3",
         ),
-        ({"cache_config__cache_dtype": "fp8"}, "kv cache dtype 'fp8' is not served; use --kv-cache-dtype auto"),
+        (
+            {"cache_config__cache_dtype": "fp8_e5m2"},
+            "kv cache dtype 'fp8_e5m2' is not served; use --kv-cache-dtype auto or fp8",
+        ),
         ({"parallel_config__decode_context_parallel_size": 2}, "context parallelism is not served"),
         ({"speculative_config": Namespace(method="eagle")}, "speculative method 'eagle'"),
         ({"model_config__is_mm_prefix_lm": True}, "see both ways"),

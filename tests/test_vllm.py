@@ -19,7 +19,7 @@ import dynaxx as dx
 import vllm_engine_run as engine_run
 from dynaxx.integrations import vllm as plugin
 from dynaxx.integrations import vllm_contract, vllm_engine
-from dynaxx.integrations.paged import Sequences, dense_attention
+from dynaxx.integrations.paged import Sequences, dense_attention, stored
 from dynaxx.policy import ModelFacts
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -159,6 +159,21 @@ def test_at_density_one_outputs_are_vllms_own(tmp_path, model, request):
     )
 
 
+def test_over_an_fp8_cache_density_one_is_dense(tmp_path):
+    """In one layer: beyond it a difference of rounding makes a key another number in fp8. Both sides are dynaxx's
+    kernels, since vLLM's CPU kernel rounds to other numbers than CUDA does."""
+    import transformers
+
+    model = save(tmp_path / "model", transformers.LlamaConfig(num_hidden_layers=1, **SIZES))
+    prompts, engine = PROMPTS["all lengths"], {**CHUNKS, "kv_cache_dtype": "fp8"}
+    rules = dx.Rule.of(EVERYTHING), DECODE_EVERYTHING
+    sparse = run(tmp_path, model, prompts, policy=policy_file(tmp_path, model, *rules), **engine)
+    dense = run(tmp_path, model, prompts, policy=policy_file(tmp_path, model, *rules, dense_below=10**6), **engine)
+    assert sparse["status"]["sparse_calls"] > 0
+    assert dense["status"]["sparse_calls"] == 0
+    same(sparse, dense)
+
+
 def test_two_ranks_give_what_one_gives(tmp_path, llama):
     """Each takes its heads of the rules, and its kv heads' pages."""
     decode = [dx.Rule.of(dx.Sink(32) | dx.TopK(pages, dx.MinMax()), phase="decode", block_size=128, heads=heads)
@@ -292,35 +307,38 @@ def test_two_hundred_requests_with_cancellations_leave_nothing(served):
 class FlashAttention:
     """Stands for vLLM's FlashAttention where there is no GPU: the same inputs, in torch; counts what it was given."""
 
-    def __init__(self):
+    def __init__(self, backend):
         self.tokens = []
+        self.backend = backend
 
     def forward(self, impl, layer, query, key, value, kv_cache, metadata, output):
         starts = metadata.query_start_loc_cpu.tolist()
         lengths = metadata.seq_lens.tolist()
         sequences = Sequences(metadata.block_table_tensor, metadata.seq_lens, starts, lengths)
         self.tokens.append(starts[-1])
-        dense_attention(query, kv_cache, sequences, sequences.rows, impl.paged.scale, output)
+        q, pages = self.backend.widened(layer, query, output.dtype), self.backend.pages_of(layer, kv_cache)
+        dense_attention(q, pages, sequences, sequences.rows, impl.paged.scale, output)
         return output
 
     def build(self, common_prefix_len, common, fast_build=False):
         return SimpleNamespace(**vars(common))
 
 
-@pytest.mark.parametrize("case", ["mixed", "failing", "dense"])
+@pytest.mark.parametrize("case", ["mixed", "mixed, fp8", "failing", "dense"])
 def test_on_cuda_flash_attention_gets_what_is_dense(case, telemetry, monkeypatch):
-    """The routing of the CUDA backend, with stand-ins for the two calls that need a GPU."""
+    """The routing of the CUDA backend, with stand-ins for the two calls that need a GPU. vLLM's cache in fp8 is bytes,
+    and queries come in fp8, too."""
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
-    from dynaxx.integrations import vllm_cuda
+    from dynaxx.integrations import vllm_backend, vllm_cuda
     from dynaxx.integrations.paged_layer import Step
     from test_paged import CLOSE, Batch, deployed, layer_of, policy_of
 
-    flash = FlashAttention()
+    flash = FlashAttention(vllm_backend)
     parent = vllm_cuda.FlashAttentionMetadataBuilder
     monkeypatch.setattr(vllm_cuda.FlashAttentionImpl, "forward", lambda impl, *args: flash.forward(impl, *args))
     monkeypatch.setattr(parent, "build", lambda builder, *args: flash.build(*args))
-    batch, ready = Batch(), deployed(policy_of(dense_below=50), telemetry)
+    batch, ready = Batch(fp8="fp8" in case), deployed(policy_of(dense_below=50), telemetry)
     paged, sequences = layer_of(telemetry), batch.sequences
     starts = torch.tensor([0, 1, 41, 42, 59, 62, 62, 190, 253], dtype=torch.int32)
     common = CommonAttentionMetadata(
@@ -337,14 +355,18 @@ def test_on_cuda_flash_attention_gets_what_is_dense(case, telemetry, monkeypatch
     if case == "failing":
         monkeypatch.setattr("dynaxx.integrations.paged_layer.sparse_attention", lambda *args, **kwargs: 1 / 0)
     out = torch.full_like(batch.q, torch.nan)
-    keys = torch.zeros(len(batch.q), 2, 16)
-    impl.forward(SimpleNamespace(), batch.q, keys, keys, batch.pages, metadata, out)
+    keys, memory, queries = torch.zeros(len(batch.q), 2, 16), batch.pages.memory, batch.q
+    layer = SimpleNamespace(_k_scale=batch.pages.k_scale, _v_scale=batch.pages.v_scale, _q_scale=torch.tensor(0.02))
+    if "fp8" in case:
+        memory, queries = memory.view(torch.uint8), stored(batch.q, layer._q_scale)
+        batch.q = queries.float() * layer._q_scale
+    impl.forward(layer, queries, keys, keys, memory, metadata, out)
     step = Step(sequences, ready)
     want = torch.full_like(out, torch.nan)
     dense_attention(batch.q, batch.pages, sequences, sequences.rows, paged.scale, want)
-    if case == "mixed":
+    if "mixed" in case:
         assert layer_of(telemetry).sparse(batch.q, batch.pages, step, want)
-    assert flash.tokens == [1 + 40 + 1 + 3] if case == "mixed" else [253]
+    assert flash.tokens == [1 + 40 + 1 + 3] if "mixed" in case else [253]
     torch.testing.assert_close(out[:253], want[:253], **CLOSE)
 
 

@@ -1,12 +1,13 @@
 """A step of a serving engine: sequences of any length over a paged cache. Knows no engine and no policy.
 
-Pages are (num_pages, kv_heads, page_size, 2 * head_dim), a token's k and v side by side, any strides.
+Memory is (num_pages, kv_heads, page_size, 2 * head_dim), a token's k and v side by side, any strides.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,38 @@ from dynaxx.ops.decode import sparse_decode
 from dynaxx.patterns import Causal
 
 DENSE_BLOCK = 64  # of dense layouts
+FP8 = torch.float8_e4m3fn
+
+
+class Pages(NamedTuple):
+    """An engine's cache of one layer. In fp8 (e4m3) it holds keys and values divided by their scales."""
+
+    memory: Tensor  # (num_pages, kv_heads, page_size, 2 * head_dim), any strides but a dense last dimension
+    k_scale: Tensor | None = None  # fp32, () or (kv_heads,); none if the memory is not in fp8
+    v_scale: Tensor | None = None
+
+    @classmethod
+    def of(cls, memory: Tensor, k_scale: Tensor, v_scale: Tensor) -> Pages:
+        """Of memory that has no scales unless it is of bytes; one scale may be any tensor of one element."""
+        if memory.dtype.itemsize > 1:
+            return cls(memory)
+        own = [x.float().reshape(() if x.numel() == 1 else -1) for x in (k_scale, v_scale)]
+        return cls(memory.view(FP8), *own)
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        return self.memory.shape[2]
+
+    def tokens_first(self) -> tuple[Tensor, Tensor]:
+        """k and v as (num_pages, page_size, kv_heads, head_dim) views, as stored."""
+        k, v = self.memory.transpose(1, 2).chunk(2, dim=-1)
+        return k, v
+
+    def cache(self, seqused_k: Tensor, page_table: Tensor, summaries: PageSummaries | None = None) -> PagedCache:
+        """As `sparse_decode` takes it."""
+        k, v = self.tokens_first()
+        return PagedCache(k, v, seqused_k, page_table, k_scale=self.k_scale, v_scale=self.v_scale, summaries=summaries)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +88,7 @@ class Sequences:
 
 
 def dense_attention(
-    q: Tensor, pages: Tensor, sequences: Sequences, rows: Sequence[Row], scale: float, out: Tensor
+    q: Tensor, pages: Pages, sequences: Sequences, rows: Sequence[Row], scale: float, out: Tensor
 ) -> None:
     """Attend to every visible key; sequences with one query go together.
 
@@ -70,7 +103,7 @@ def dense_attention(
         out[at] = sparse_decode(q[at], paged_cache(pages, sequences, single), scale=scale)
     for row in rows:
         if row.seqlen_q > 1:
-            k, v = keys_and_values(pages, sequences.page_table[row.index], row.seqlen_k)
+            k, v = keys_and_values(pages, sequences.page_table[row.index], row.seqlen_k, q.dtype)
             layout = Causal().layout(row.seqlen_q, row.seqlen_k, block_size=DENSE_BLOCK, device=q.device)
             out[row.tokens] = sparse_attention(q[None, row.tokens], k, v, layout, scale=scale)[0]
 
@@ -82,33 +115,37 @@ def query_places(rows: Sequence[Row], device: torch.device) -> Tensor:
 
 
 def paged_cache(
-    pages: Tensor, sequences: Sequences, rows: Sequence[Row], summaries: PageSummaries | None = None
+    pages: Pages, sequences: Sequences, rows: Sequence[Row], summaries: PageSummaries | None = None
 ) -> PagedCache:
     """The cache of some sequences, as views."""
-    k, v = tokens_first(pages)
-    which = torch.tensor([row.index for row in rows]).to(pages.device, non_blocking=True)
-    return PagedCache(k, v, sequences.seqused_k[which], sequences.page_table[which], summaries=summaries)
+    which = torch.tensor([row.index for row in rows]).to(pages.memory.device, non_blocking=True)
+    return pages.cache(sequences.seqused_k[which], sequences.page_table[which], summaries)
 
 
-def keys_and_values(pages: Tensor, page_table: Tensor, seqlen_k: int) -> tuple[Tensor, Tensor]:
-    """k and v of one sequence, (1, seqlen_k, kv_heads, head_dim): views of one ordered copy.
+def keys_and_values(pages: Pages, page_table: Tensor, seqlen_k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """k and v of one sequence, (1, seqlen_k, kv_heads, head_dim): views of one ordered copy, or in `dtype` if that of
+    the memory is fp8.
 
     Args:
         page_table: (max_pages,) its row.
     """
-    num_pages, heads, page_size, width = pages.shape
+    memory = pages.memory if pages.k_scale is None else pages.memory.view(torch.uint8)  # not all is done with fp8
+    num_pages, heads, page_size, width = memory.shape
     used = page_table[: -(-seqlen_k // page_size)].long()
-    if pages.is_contiguous():  # whole pages are copied, each head's behind one another: twice as fast
+    if memory.is_contiguous():  # whole pages are copied, each head's behind one another: twice as fast
         order = used * heads + torch.arange(heads, device=used.device)[:, None]
-        both = pages.view(num_pages * heads, page_size * width).index_select(0, order.flatten())
+        both = memory.view(num_pages * heads, page_size * width).index_select(0, order.flatten())
     else:
-        both = pages[used].transpose(0, 1)
+        both = memory[used].transpose(0, 1)
     both = both.reshape(heads, -1, width)[:, :seqlen_k].transpose(0, 1)[None]
     k, v = both.chunk(2, dim=-1)
+    if pages.k_scale is None or pages.v_scale is None:
+        return k, v
+    k, v = (x.view(FP8).to(dtype).mul_(scale[..., None]) for x, scale in ((k, pages.k_scale), (v, pages.v_scale)))
     return k, v
 
 
-def write(pages: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
+def write(pages: Pages, k: Tensor, v: Tensor, slots: Tensor) -> None:
     """Store tokens in their pages, on a CPU.
 
     Args:
@@ -119,12 +156,14 @@ def write(pages: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
     kept = slots >= 0
     if not bool(kept.all()):
         k, v, slots = k[kept], v[kept], slots[kept]
-    at = (slots // pages.shape[2], slots % pages.shape[2])
-    to_k, to_v = tokens_first(pages)
-    to_k[at], to_v[at] = k, v
+    at = (slots // pages.page_size, slots % pages.page_size)
+    to_k, to_v = pages.tokens_first()
+    to_k[at], to_v[at] = stored(k, pages.k_scale), stored(v, pages.v_scale)
 
 
-def tokens_first(pages: Tensor) -> tuple[Tensor, Tensor]:
-    """k and v as (num_pages, page_size, kv_heads, head_dim) views."""
-    k, v = pages.transpose(1, 2).chunk(2, dim=-1)
-    return k, v
+def stored(x: Tensor, scale: Tensor | None) -> Tensor:
+    """Keys or values, (tokens, kv_heads, head_dim), as the cache has them."""
+    if scale is None:
+        return x
+    most = torch.finfo(FP8).max
+    return (x / scale[..., None]).clamp(-most, most).to(FP8)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.integrations.decode import MOST_QUERIES
-from dynaxx.integrations.paged import Row, Sequences, paged_cache, query_places, tokens_first
+from dynaxx.integrations.paged import Pages, Row, Sequences, paged_cache, query_places
 from dynaxx.layout.paging import PagedCache, PageSummaries
 from dynaxx.ops.decode import sparse_decode, summarize_pages
 from dynaxx.policy.decode import DecodePlan
@@ -21,13 +21,13 @@ class LivingSummaries:
         self._summaries: PageSummaries | None = None
         self._memory = 0  # where the pages lie that they are of
 
-    def update(self, pages: Tensor, sequences: Sequences, bound: float) -> PageSummaries:
+    def update(self, pages: Pages, sequences: Sequences, bound: float) -> PageSummaries:
         """Bring them up to date with the keys of a step, which are in the cache; all of them if they are new."""
         known = self._summaries
-        if known is None or known.bound != bound or self._memory != pages.data_ptr() or len(known.low) != len(pages):
+        if known is None or known.bound != bound or (self._memory, len(known.low)) != _place(pages):
             known = summarize_pages(_every_page(pages), bound=bound).summaries
             assert known is not None, "just made"
-            self._summaries, self._memory = known, pages.data_ptr()
+            self._summaries, self._memory = known, pages.memory.data_ptr()
             return known
         steps = [row for row in sequences.rows if row.seqlen_q < MOST_QUERIES]
         chunks = [[row] for row in sequences.rows if row.seqlen_q >= MOST_QUERIES]
@@ -39,7 +39,7 @@ class LivingSummaries:
 
 def decode(
     q: Tensor,
-    pages: Tensor,
+    pages: Pages,
     sequences: Sequences,
     rows: Sequence[Row],
     plan: DecodePlan,
@@ -61,8 +61,13 @@ def decode(
         out[at] = sparse_decode(q[at], paged_cache(pages, sequences, some, summaries), plan.budget, scale=scale)
 
 
-def _every_page(pages: Tensor) -> PagedCache:
+def _every_page(pages: Pages) -> PagedCache:
     """The whole memory as one long sequence."""
-    k, v = tokens_first(pages)
-    count = torch.tensor([pages.shape[0] * pages.shape[2]], dtype=torch.int32, device=pages.device)
-    return PagedCache(k, v, count, torch.arange(len(pages), dtype=torch.int32, device=pages.device)[None])
+    count, device = len(pages.memory), pages.memory.device
+    used = torch.tensor([count * pages.page_size], dtype=torch.int32, device=device)
+    return pages.cache(used, torch.arange(count, dtype=torch.int32, device=device)[None])
+
+
+def _place(pages: Pages) -> tuple[int, int]:
+    """Where the memory lies, and how many pages it has."""
+    return pages.memory.data_ptr(), len(pages.memory)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dynaxx.integrations.counts import Counts
 from dynaxx.integrations.decode import is_step
-from dynaxx.integrations.paged import Row, Sequences, keys_and_values
+from dynaxx.integrations.paged import Pages, Row, Sequences, keys_and_values
 from dynaxx.integrations.paged_decode import LivingSummaries, decode
 from dynaxx.integrations.passes import Deployed
 from dynaxx.layout import BlockLayout
@@ -131,7 +131,7 @@ class PagedLayer:
         self.watchers = watchers
         self._summaries = LivingSummaries()
 
-    def sparse(self, q: Tensor, pages: Tensor, step: Step, out: Tensor) -> bool:
+    def sparse(self, q: Tensor, pages: Pages, step: Step, out: Tensor) -> bool:
         """Attend for the sequences of a step that run sparse, by the policy in force.
 
         Args:
@@ -167,9 +167,9 @@ class PagedLayer:
             self.counts.dense_sequences(self.index, reason, sequences)
         return True
 
-    def _sparse_row(self, q: Tensor, pages: Tensor, step: Step, row: Row, out: Tensor) -> None:
+    def _sparse_row(self, q: Tensor, pages: Pages, step: Step, row: Row, out: Tensor) -> None:
         queries, guard, plan = q[None, row.tokens], step.deployed.guard, step.deployed.plans[self.index]
-        k, v = keys_and_values(pages, step.sequences.page_table[row.index], row.seqlen_k)
+        k, v = keys_and_values(pages, step.sequences.page_table[row.index], row.seqlen_k, q.dtype)
         runs = plan if guard is None else guard.plan(self.index, plan)
         call = self.counts.probe.start(self.index, queries)
         layout = runs.layout(queries, k, scale=self.scale)
@@ -182,18 +182,18 @@ class PagedLayer:
         if guard is not None and guard.wants_call():
             guard.take(self.index, queries, k, v, self.scale, plan, runs, found)
 
-    def _summarized(self, pages: Tensor, step: Step) -> PageSummaries | None:
+    def _summarized(self, pages: Pages, step: Step) -> PageSummaries | None:
         """What decoding needs to know of the pages: also of keys that dense sequences wrote, which others may share."""
         plan = step.deployed.decode.get(self.index)
         if plan is None or plan.budget.reads_everything:
             return None
         return self._summaries.update(pages, step.sequences, plan.budget.bound)
 
-    def _sample_unseen(self, q: Tensor, pages: Tensor, step: Step, row: Row) -> None:
+    def _sample_unseen(self, q: Tensor, pages: Pages, step: Step, row: Row) -> None:
         """Show the guard what would have run, so that it sees when that would be good again."""
         guard = step.deployed.guard
         if guard is not None and guard.wants_call():
-            k, v = keys_and_values(pages, step.sequences.page_table[row.index], row.seqlen_k)
+            k, v = keys_and_values(pages, step.sequences.page_table[row.index], row.seqlen_k, q.dtype)
             plan = step.deployed.plans[self.index]
             guard.take(self.index, q[None, row.tokens], k, v, self.scale, plan, None, None)
 

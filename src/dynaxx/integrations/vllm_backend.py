@@ -19,7 +19,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadat
 
 from dynaxx.errors import UnsupportedInputError
 from dynaxx.integrations import vllm_contract
-from dynaxx.integrations.paged import Sequences
+from dynaxx.integrations.paged import Pages, Sequences
 from dynaxx.integrations.paged_layer import PagedLayer, Step
 from dynaxx.integrations.vllm_engine import Engine, engine_of
 
@@ -94,7 +94,7 @@ class PolicyImpl:
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("fused output quantization is not served by layers with a sparse rule")
         step: Step = getattr(attn_metadata, STEP)
-        worked = self.paged.sparse(query, kv_cache, step, output)
+        worked = self.paged.sparse(widened(layer, query, output.dtype), pages_of(layer, kv_cache), step, output)
         if step.split(self.paged.index).dense or not worked:
             self.dense(layer, query, key, value, kv_cache, attn_metadata, output, all_of_it=not worked)
         return output
@@ -113,6 +113,20 @@ class PolicyImpl:
     ) -> None:
         """Attend densely for the dense sequences of the step, or all of it; each device in its way."""
         raise NotImplementedError
+
+
+def pages_of(layer: Any, kv_cache: Tensor) -> Pages:
+    """A layer's cache with what it is scaled by."""
+    return Pages.of(kv_cache, layer._k_scale, layer._v_scale)
+
+
+def widened(layer: Any, query: Tensor, dtype: torch.dtype) -> Tensor:
+    """Queries (tokens, heads, head_size) as they were before vLLM divided them by their scale, for fp8 caches."""
+    if query.dtype.itemsize > 1:
+        return query
+    scale = layer._q_scale.reshape(-1)  # one, or one per kv head
+    by_head = scale.repeat_interleave(query.shape[1] // len(scale))
+    return query.to(dtype).mul_(by_head[:, None])
 
 
 def engine_here(vllm_config: Any) -> Engine | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from dynaxx.integrations import vllm_contract
 from dynaxx.integrations.paged import dense_attention, write
 from dynaxx.integrations.paged_layer import Step
-from dynaxx.integrations.vllm_backend import STEP, PolicyBuilder, PolicyImpl
+from dynaxx.integrations.vllm_backend import STEP, PolicyBuilder, PolicyImpl, pages_of
 
 vllm_contract.check(vllm_contract.CPU)
 
@@ -34,7 +34,7 @@ class CpuImpl(PolicyImpl, CPUAttentionBackendImpl):  # type: ignore[misc]
         if self.paged is None:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
         else:
-            write(kv_cache, key, value, slot_mapping)
+            write(pages_of(layer, kv_cache), key, value, slot_mapping)
 
     def dense(
         self,
@@ -52,7 +52,7 @@ class CpuImpl(PolicyImpl, CPUAttentionBackendImpl):  # type: ignore[misc]
         assert self.paged is not None, "layers without a rule never come here"
         step: Step = getattr(attn_metadata, STEP)
         rows = step.sequences.rows if all_of_it else step.split(self.paged.index).dense
-        dense_attention(query, kv_cache, step.sequences, rows, self.paged.scale, output)
+        dense_attention(query, pages_of(layer, kv_cache), step.sequences, rows, self.paged.scale, output)
 
 
 class CpuBuilder(PolicyBuilder, CPUAttentionMetadataBuilder):  # type: ignore[misc]

@@ -76,7 +76,7 @@ class CudaImpl(PolicyImpl, FlashAttentionImpl):  # type: ignore[misc]
             FlashAttentionImpl.forward(self, layer, query, key, value, kv_cache, attn_metadata, output)
             return
         part: DensePart = getattr(attn_metadata, PARTS)[id(split)]
-        out = torch.empty_like(query[part.tokens])
+        out = torch.empty_like(output[part.tokens])  # queries may be in fp8
         some = (query[part.tokens], key[part.tokens], value[part.tokens])
         FlashAttentionImpl.forward(self, layer, *some, kv_cache, part.metadata, out)
         output[part.tokens] = out

@@ -10,7 +10,7 @@ from typing import Any
 from dynaxx.integrations.passes import Deployed
 from dynaxx.policy import Policy
 
-PLAIN_CACHES = ("auto", "float16", "bfloat16", "float32")
+SERVED_CACHES = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3")
 
 
 def policy_refusals(policy: Policy, ranks: int) -> list[str]:
@@ -32,8 +32,8 @@ def config_refusals(vllm_config: Any) -> list[str]:
     """Why no policy can be served with such a configuration."""
     reasons = []
     cache, parallel, model = vllm_config.cache_config, vllm_config.parallel_config, vllm_config.model_config
-    if cache.cache_dtype not in PLAIN_CACHES:
-        reasons.append(f"kv cache dtype {cache.cache_dtype!r} is not served; use --kv-cache-dtype auto")
+    if cache.cache_dtype not in SERVED_CACHES:
+        reasons.append(f"kv cache dtype {cache.cache_dtype!r} is not served; use --kv-cache-dtype auto or fp8")
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name) > 1:
             reasons.append(f"{name} = {getattr(parallel, name)}: context parallelism is not served; use 1")
