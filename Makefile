@@ -7,7 +7,7 @@ DEMO   ?= demo/smollm2
 BUDGET ?= 6m
 
 BIN  := .venv/bin
-CORE := $(wildcard setup.py src/dynaxx/kernels/cpu/build.py src/dynaxx/kernels/cpu/core/*)
+CORE := $(wildcard setup.py src/dynaxx/core/build.py src/dynaxx/core/source/*)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1

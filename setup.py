@@ -1,4 +1,4 @@
-"""Build the C++ core of the CPU backend; everything else is in pyproject.toml.
+"""Build the C++ core; everything else is in pyproject.toml.
 
 The core is plain C++ behind ctypes: it depends on no Python and no torch, so one wheel per platform serves them all.
 Without a compiler the package installs all the same, and compiles at first use or runs in torch.
@@ -12,7 +12,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
-PACKAGE = "dynaxx.kernels.cpu"
+PACKAGE = "dynaxx.core"
 core = runpy.run_path(str(Path(__file__).parent / "src" / PACKAGE.replace(".", "/") / "build.py"))
 
 
@@ -44,7 +44,7 @@ class PlatformWheel(bdist_wheel):
 def extension(isa: str) -> Extension:
     """The library of one instruction set, as setuptools sees it."""
     name = f"{PACKAGE}.{core['library_name'](isa).removesuffix('.so')}"
-    built = Extension(name, sources=[], depends=sorted(map(str, core["CORE"].iterdir())), optional=True)
+    built = Extension(name, sources=[], depends=sorted(map(str, core["SOURCE"].iterdir())), optional=True)
     built.isa = isa
     return built
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import dynaxx as dx
+from dynaxx.core import build, library
 from dynaxx.kernels import cpu
-from dynaxx.kernels.cpu import backward, build, gather, library
+from dynaxx.kernels.cpu import backward, gather
 from dynaxx.kernels.cpu.plan import mask_tables
 from dynaxx.testing import check_forward, check_gradients, make_qkv, random_case
 
@@ -442,7 +443,7 @@ def test_first_use_compiles_once_for_concurrent_processes(tmp_path):
     if build.find_compiler() is None:
         pytest.skip("no C++ compiler")
     code = (
-        "from dynaxx.kernels.cpu import library\n"
+        "from dynaxx.core import library\n"
         "core = library._compiled_at_first_use('baseline', 'test', [])\n"
         "assert core.library is not None, core.status\n"
     )

@@ -9,10 +9,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dynaxx as dx
+from dynaxx.core import library
 from dynaxx.lab.bench_gpu_beside import LENGTH, PATTERNS
-from dynaxx.layout import BlockGrid, BlockLayout, from_block_mask, to_block_mask
+from dynaxx.layout import BlockGrid, BlockLayout, ElementMasks, from_block_mask, to_block_mask
 from dynaxx.patterns.base import Visited
-from dynaxx.patterns.build import build_layout
+from dynaxx.patterns.build import build_layout, numpy_layout
+from dynaxx.patterns.compiled import layout_tensors
 from dynaxx.patterns.runs import Runs, all_of, any_of, without
 from dynaxx.testing import random_pattern
 
@@ -42,6 +44,63 @@ def test_layout_shows_exactly_what_the_rule_says(seed):
     r, c = torch.arange(block_size[0])[:, None], torch.arange(block_size[1])
     for dense, (lo, hi) in zip(masks.to_dense(), masks.bands.tolist(), strict=True):
         assert lo > hi or torch.equal(dense, (r - c >= lo) & (r - c <= hi))
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_the_compiled_core_builds_what_numpy_defines(seed, compiled_core):
+    rng = random.Random(seed)
+    seqlen_k = rng.choice((1, 16, 17, 63, 65, 129, 200, 257, 700))
+    seqlen_q = seqlen_k if rng.random() < 0.5 else rng.randint(1, 700)
+    block_size = (rng.choice((16, 32, 64, 128)), rng.choice((16, 32, 64, 128)))
+    rule = random_pattern(rng, seqlen_k)
+    if seed % 3 == 0:
+        rule = rule & (random_pattern(rng, seqlen_k) | dx.LastQueries(rng.randint(0, 60)))
+    grid = BlockGrid(seqlen_q, seqlen_k, block_size, causal=rng.random() < 0.6)
+    rule = rule & dx.Causal() if grid.causal else rule
+    found = build_layout(rule, grid).validate()
+    assert layout_tensors(rule, grid, torch.device("cpu")) is not None
+    want = numpy_layout(rule, grid, torch.device("cpu"))
+
+    assert torch.equal(found.to_dense(), want.to_dense()), rule
+    assert (found.kv_num_blocks <= want.kv_num_blocks).all()  # blocks past an end that show nothing are left out
+    masks = ElementMasks.from_dense(found.masks.to_dense())
+    assert torch.equal(found.masks.bits, masks.bits)
+    assert torch.equal(found.masks.bands, masks.bands)
+    assert len(masks.bits.unique(dim=0)) == len(masks)
+    fields = ("seqlen_q", "seqlen_k", "block_size", "kv_indptr", "kv_num_partial", "kv_indices", "kv_masks", "masks")
+    again = BlockLayout(*(getattr(found, name) for name in fields))
+    assert again.nnz == found.nnz
+    assert (again.kv_order is None) == (found.kv_order is None)
+    assert again.kv_order is None or torch.equal(again.kv_order, found.kv_order)
+
+
+def test_the_compiled_core_at_length(compiled_core):
+    """Windows and globals far from the start, more kinds of masks than one table holds, positions beyond all ends."""
+    tokens = 20_000
+    documents = (*tuple(range(0, tokens, 701)), tokens)
+    for rule in (
+        dx.SlidingWindow(2**63 - 1),
+        dx.SlidingWindow(900) | dx.Strided(2**40),
+        dx.Strided(997) | dx.Dilated(50, 7) | dx.GlobalTokens((5, 2**40), symmetric=True),
+        dx.bigbird(300, tuple(range(0, tokens, 333)), 3) & dx.Documents(documents),
+        dx.Documents(documents) & dx.Documents((*tuple(range(0, tokens, 100)), tokens)) & dx.Strided(3),
+    ):
+        for block_size in (128, (64, 128), (128, 16)):
+            pair = (block_size, block_size) if isinstance(block_size, int) else block_size
+            grid = BlockGrid(tokens, tokens, pair)
+            found, want = build_layout(rule, grid), numpy_layout(rule & dx.Causal(), grid, torch.device("cpu"))
+            for name in ("kv_indptr", "kv_num_partial", "kv_indices"):
+                assert torch.equal(getattr(found, name), getattr(want, name)), (rule, block_size, name)
+            shown = [x.masks.to_dense()[x.kv_masks[x.kv_masks >= 0].long()] for x in (found, want)]
+            assert torch.equal(*shown), (rule, block_size)
+
+
+@pytest.fixture
+def compiled_core():
+    if library.active_library() is None:
+        pytest.skip("no C++ core on this machine")
+    library.load_core.cache_clear()  # what was not there before may have been compiled now
+    assert library.present_library() is not None
 
 
 @pytest.mark.parametrize("seed", range(40))

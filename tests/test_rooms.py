@@ -10,6 +10,7 @@ import dynaxx
 
 ROOMS = (
     "errors",
+    "core",
     "layout",
     "patterns",
     "kernels",

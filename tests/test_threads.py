@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import dynaxx as dx
-from dynaxx.kernels.cpu import library
+from dynaxx.core import library
 from dynaxx.testing import make_qkv
 
 RULE = dx.SlidingWindow(40) | dx.GlobalTokens(3)

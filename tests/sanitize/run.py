@@ -18,10 +18,10 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from dynaxx.kernels.cpu import build
+from dynaxx.core import build
 
 ROOT = Path(__file__).resolve().parents[2]
-CORE = Path("dynaxx/kernels/cpu/core")
+CORE = Path("dynaxx/core/source")
 
 
 @dataclass(frozen=True)

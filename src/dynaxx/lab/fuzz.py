@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from dynaxx.kernels.cpu.build import supported_isas
-from dynaxx.kernels.cpu.library import ISA_VARIABLE
+from dynaxx.core.build import supported_isas
+from dynaxx.core.library import ISA_VARIABLE
 from dynaxx.lab.progress import Progress, SilentProgress
 from dynaxx.ops.dispatch import BACKENDS, unsupported_reasons
 from dynaxx.testing import Expected, Problem, random_memory, random_problem

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dynaxx.kernels.cpu.library import cache_directory
+from dynaxx.core.library import cache_directory
 from dynaxx.lab.files import explain_full_disk, sync_tree
 from dynaxx.lab.progress import Progress, SilentProgress
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -42,9 +41,20 @@ def on_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tens
     numbers = packed.numpy()
     for x, place in zip(arrays, places, strict=True):
         numbers[place : place + x.size] = x.ravel()
-    there = packed.to(device, non_blocking=device.type == "cuda")
-    dense = ([stride // x.itemsize for stride in np.ascontiguousarray(x).strides] for x in arrays)
-    return [there.as_strided(x.shape, at, place) for x, at, place in zip(arrays, dense, places, strict=True)]
+    return dense_views(packed.to(device, non_blocking=device.type == "cuda"), [x.shape for x in arrays])
+
+
+def dense_views(numbers: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    """Tensors of these shapes behind one another in one piece of memory, each at a multiple of four numbers."""
+    found, place = [], 0
+    for shape in shapes:
+        steps, size = [], 1
+        for length in reversed(shape):
+            steps.append(size)
+            size *= length
+        found.append(numbers.as_strided(shape, steps[::-1], place))
+        place += size + -size % 4
+    return found
 
 
 def moved_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:

@@ -21,6 +21,7 @@ from torch import Tensor
 from dynaxx.layout import BlockGrid, BlockLayout, as_block_size
 from dynaxx.layout.host import on_host
 from dynaxx.patterns.kinds import Blocks, Kinds, by_distance, distinct, met, packed
+from dynaxx.patterns.program import Op
 from dynaxx.patterns.runs import Ints, Runs, all_of, any_of
 
 MASKS_AT_ONCE = 512
@@ -100,6 +101,11 @@ class Pattern(ABC):
         smaller block's tokens from one another: equal only where masks are."""
         return np.arange(len(first))
 
+    def program(self, grid: BlockGrid) -> list[int] | None:
+        """This rule in the numbers of `patterns.program`, from which the compiled core builds the layouts that
+        `visited` and `kinds` define; None where only they do. A class that shows other pairs says None again."""
+        return None
+
     def leaves(self) -> list[Pattern]:
         """The rules of which it is made up, whose masks are found apart."""
         return [self]
@@ -152,6 +158,7 @@ class Combined(Pattern):
 
     parts: tuple[Pattern, ...]
     both: ClassVar[Callable[[Any, Any], Any]]  # on two masks, or words of them, in torch and numpy alike
+    op: ClassVar[Op]
 
     @property
     def needs_tokens(self) -> bool:
@@ -166,6 +173,15 @@ class Combined(Pattern):
 
     def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         return reduce(type(self).both, (part.visible(grid, q_pos, k_pos) for part in self.parts))
+
+    def program(self, grid: BlockGrid) -> list[int] | None:
+        numbers: list[int] = []
+        for part in self.parts:
+            program = part.program(grid)
+            if program is None:
+                return None
+            numbers += program
+        return [*numbers, self.op, len(self.parts)]
 
     def leaves(self) -> list[Pattern]:
         return [leaf for part in self.parts for leaf in part.leaves()]
@@ -182,6 +198,7 @@ class Union(Combined):
     """A pair is visible if any part shows it."""
 
     both = operator.or_
+    op = Op.ANY
 
     def hides_future(self, grid: BlockGrid) -> bool:
         return all(part.hides_future(grid) for part in self.parts)
@@ -198,6 +215,7 @@ class Intersection(Combined):
     """A pair is visible if every part shows it."""
 
     both = operator.and_
+    op = Op.ALL
 
     def hides_future(self, grid: BlockGrid) -> bool:
         return any(part.hides_future(grid) for part in self.parts)

@@ -8,12 +8,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from dynaxx.layout import EMPTY, FULL, BlockGrid, BlockLayout, ElementMasks
 from dynaxx.layout.grid import _spans
 from dynaxx.layout.host import on_device
 from dynaxx.layout.masks import bands_of
 from dynaxx.patterns.base import Pattern, _cached_layout
+from dynaxx.patterns.compiled import layout_tensors
 from dynaxx.patterns.fixed import _drawn, _held
 from dynaxx.patterns.kinds import Blocks, Words, element_masks
 from dynaxx.patterns.local import Causal
@@ -31,9 +33,21 @@ class Entries(NamedTuple):
 
 def build_layout(pattern: Pattern, grid: BlockGrid, device: torch.device | str = "cpu") -> BlockLayout:
     """The layout of `pattern` on `grid`, shared by all heads."""
+    device = torch.device(device)
     rule = pattern & Causal() if grid.causal and not pattern.hides_future(grid) else pattern
+    compiled = layout_tensors(rule, grid, device) if grid.q_blocks and grid.kv_blocks else None
+    if compiled is None:
+        return numpy_layout(rule, grid, device)
+    layout = _of_tensors(grid, compiled)
+    if device.type != "cpu":
+        vars(layout)["_on_host"] = partial(build_layout, rule, grid)
+    return layout
+
+
+def numpy_layout(rule: Pattern, grid: BlockGrid, device: torch.device) -> BlockLayout:
+    """The same without the compiled core, of a rule that hides the future where the grid does."""
     if rule.by_distance and grid.q_blocks and grid.kv_blocks:
-        return _layout(grid, *_entries_by_distance(rule, grid), torch.device(device))
+        return _layout(grid, *_entries_by_distance(rule, grid), device)
     touched, filled = rule.visited(grid) if grid.q_blocks and grid.kv_blocks else (Runs.none(), Runs.none())
     partial = without(touched, filled)
     rows, cols = partial.blocks(grid.q_blocks)
@@ -41,9 +55,9 @@ def build_layout(pattern: Pattern, grid: BlockGrid, device: torch.device | str =
     if len(rows):
         bits, codes = element_masks(rule.kinds(Blocks(grid, rows, cols)), grid.block_size)
     if (codes >= 0).all():
-        return _layout(grid, _entries_of_runs(grid, partial, filled, rows, codes), bits, torch.device(device))
+        return _layout(grid, _entries_of_runs(grid, partial, filled, rows, codes), bits, device)
     entries = _sorted_entries(grid, (rows, cols, codes), filled.blocks(grid.q_blocks))
-    return _layout(grid, entries, bits, torch.device(device))
+    return _layout(grid, entries, bits, device)
 
 
 def _entries_by_distance(rule: Pattern, grid: BlockGrid) -> tuple[Entries, Words]:
@@ -110,16 +124,20 @@ def _layout(grid: BlockGrid, entries: Entries, bits: Words, device: torch.device
     num_blocks.cumsum(out=indptr[0, 0, 1:])
     arrays: list[NDArray[Any]] = [indptr, entries.num_partial[None, None], entries.indices, entries.codes]
     arrays += [bits, bands_of(bits, grid.block_size[1])]
-    if ordered := bool((num_blocks[1:] < num_blocks[:-1]).any()):  # else the last rows are the longest
+    if (num_blocks[1:] < num_blocks[:-1]).any():  # else the last rows are the longest
         arrays.append((-num_blocks).argsort(kind="stable")[None, None])
-    layout = _assembled(grid, arrays, ordered, device)
+    layout = _assembled(grid, arrays, device)
     if device.type != "cpu":
-        vars(layout)["_on_host"] = partial(_assembled, grid, arrays, ordered, torch.device("cpu"))
+        vars(layout)["_on_host"] = partial(_assembled, grid, arrays, torch.device("cpu"))
     return layout
 
 
-def _assembled(grid: BlockGrid, arrays: list[NDArray[Any]], ordered: bool, device: torch.device) -> BlockLayout:
-    tensors = on_device(arrays, device)
+def _assembled(grid: BlockGrid, arrays: list[NDArray[Any]], device: torch.device) -> BlockLayout:
+    return _of_tensors(grid, on_device(arrays, device))
+
+
+def _of_tensors(grid: BlockGrid, tensors: list[Tensor]) -> BlockLayout:
+    """The layout of the tensors that `_layout` lists; the last, the order of rows, may be missing."""
     layout = BlockLayout(
         seqlen_q=grid.seqlen_q,
         seqlen_k=grid.seqlen_k,
@@ -130,7 +148,7 @@ def _assembled(grid: BlockGrid, arrays: list[NDArray[Any]], ordered: bool, devic
         kv_masks=tensors[3],
         masks=ElementMasks(tensors[4], tensors[5], grid.block_size[1]),
     )
-    vars(layout).update(kv_order=tensors[6] if ordered else None, nnz=arrays[2].size)
+    vars(layout).update(kv_order=tensors[6] if len(tensors) > 6 else None, nnz=tensors[2].numel())
     return layout
 
 

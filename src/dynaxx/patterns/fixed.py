@@ -15,6 +15,7 @@ from dynaxx.layout import BlockGrid
 from dynaxx.patterns.base import Pattern, Visited
 from dynaxx.patterns.kinds import Blocks, Kinds, distinct, met, packed, whole_or_nothing
 from dynaxx.patterns.local import SlidingWindow
+from dynaxx.patterns.program import FAR, Op, positions
 from dynaxx.patterns.runs import Ints, Runs
 
 
@@ -69,6 +70,11 @@ class GlobalTokens(Pattern):
         kind, (cols, rows) = met([by_col, by_row])
         return Kinds(kind, cols | rows)
 
+    def program(self, grid: BlockGrid) -> list[int]:
+        runs = [(0, self.tokens)] if isinstance(self.tokens, int) else [(token, token + 1) for token in self.tokens]
+        keys = positions(Op.KEYS, runs)
+        return [*keys, Op.QUERIES, *keys[1:], Op.ANY, 2] if self.symmetric else keys
+
 
 class Sink(GlobalTokens):
     """The first `tokens` keys, which language models use as attention sinks (StreamingLLM)."""
@@ -109,6 +115,9 @@ class LastQueries(Pattern):
         hidden = blocks.grid.seqlen_k - self.queries - (blocks.rows * q_block + blocks.grid.offset)
         found, kind = distinct(np.minimum(np.maximum(hidden, 0), q_block), q_block + 1)
         return Kinds(kind, -(np.arange(q_block) >= found[:, None]).astype(np.int32)[:, :, None])
+
+    def program(self, grid: BlockGrid) -> list[int]:
+        return positions(Op.QUERIES, [(grid.seqlen_k - self.queries, FAR)] if self.queries else [])
 
 
 @dataclass(frozen=True)
@@ -169,6 +178,10 @@ class Documents(Pattern):
         q_documents, k_documents = q_documents[pair // len(k_documents)], k_documents[pair % len(k_documents)]
         return Kinds(kind, packed((q_documents + apart[:, None])[:, :, None] == k_documents[:, None, :]))
 
+    def program(self, grid: BlockGrid) -> list[int]:
+        self._check(grid)
+        return [Op.DOCUMENTS, len(self.cu_seqlens), *self.cu_seqlens]
+
     def _within(self, size: int, count: int, offset: int) -> tuple[Ints, Ints]:
         """Kinds of `count` blocks of `size` tokens, the first at `offset`, and of each kind the tokens' documents,
         counted from its first. Kind 0 has but one."""
@@ -215,6 +228,9 @@ class LocalBlocks(Pattern):
         first, last = (x.take(blocks.rows) for x in self._reach(blocks.grid))
         return whole_or_nothing((blocks.cols >= first) & (blocks.cols <= last))
 
+    def program(self, grid: BlockGrid) -> list[int]:
+        return [Op.LOCAL_BLOCKS, min(self.blocks, FAR)]
+
 
 @dataclass(frozen=True)
 class RandomBlocks(Pattern):
@@ -242,6 +258,9 @@ class RandomBlocks(Pattern):
 
     def kinds(self, blocks: Blocks) -> Kinds:
         return whole_or_nothing(self._holds(blocks.grid, blocks.rows, blocks.cols))
+
+    def program(self, grid: BlockGrid) -> list[int]:
+        return [Op.RANDOM_BLOCKS, min(self.blocks, FAR), _hash_start(self.seed)]
 
     def _holds(self, grid: BlockGrid, rows: Ints, cols: Ints) -> NDArray[np.bool_]:
         """Whether a row drew a block; of any shapes that fit each other."""
@@ -303,11 +322,14 @@ def _runs_of(held: NDArray[np.bool_]) -> Runs:
 
 def _hash(seed: int, rows: Ints, slot: Ints) -> Ints:
     """A well-mixed 31-bit integer per (row, slot): three rounds of multiply and xor-shift in wrapping int64."""
-    start = (seed * 0xC2B2AE3D + 0x27D4EB2F + 2**63) % 2**64 - 2**63
-    x = rows * 0x9E3779B1 + slot * 0x85EBCA77 + start
+    x = rows * 0x9E3779B1 + slot * 0x85EBCA77 + _hash_start(seed)
     for _ in range(3):
         x = (x ^ (x >> 29)) * 0x1B873593CC9E2D51
     return (x >> 32) & 0x7FFFFFFF
+
+
+def _hash_start(seed: int) -> int:
+    return (seed * 0xC2B2AE3D + 0x27D4EB2F + 2**63) % 2**64 - 2**63
 
 
 def longformer(window: int | tuple[int, int], global_tokens: int | tuple[int, ...] = 1) -> Pattern:

@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from dynaxx.layout import BlockGrid
+from dynaxx.patterns import program
 from dynaxx.patterns.base import Pattern, Visited
 from dynaxx.patterns.runs import Ints, Runs
 
@@ -50,6 +51,9 @@ class Full(DistanceRule):
     def alike(self, grid: BlockGrid, first: Ints) -> Ints:
         return np.zeros_like(first)
 
+    def program(self, grid: BlockGrid) -> list[int]:
+        return program.band(None, None)
+
     def visited(self, grid: BlockGrid) -> Visited:
         touched = band(grid, 0 if grid.causal else None, None).touched
         return Visited(touched, touched)
@@ -67,6 +71,9 @@ class Causal(DistanceRule):
 
     def alike(self, grid: BlockGrid, first: Ints) -> Ints:
         return _clipped(grid, first, 0, 0)
+
+    def program(self, grid: BlockGrid) -> list[int]:
+        return program.band(0, None)
 
     def visited(self, grid: BlockGrid) -> Visited:
         return band(grid, 0, None)
@@ -98,6 +105,8 @@ class SlidingWindow(DistanceRule):
         left, right = (self.window - 1, self.window - 1) if isinstance(self.window, int) else self.window
         if grid.causal:
             right = 0
+        far = grid.seqlen_q + grid.seqlen_k + sum(grid.block_size)  # no two tokens are so far apart
+        left, right = min(left, far), min(right, far)
         return (None if right < 0 else -right), (None if left < 0 else left)
 
     def hides_future(self, grid: BlockGrid) -> bool:
@@ -111,6 +120,9 @@ class SlidingWindow(DistanceRule):
     def alike(self, grid: BlockGrid, first: Ints) -> Ints:
         lo, hi = self._limits(grid)
         return _clipped(grid, first, 0 if lo is None else lo, 0 if hi is None else hi)
+
+    def program(self, grid: BlockGrid) -> list[int]:
+        return program.band(*self._limits(grid))
 
     def visited(self, grid: BlockGrid) -> Visited:
         return band(grid, *self._limits(grid))
@@ -143,6 +155,10 @@ class Dilated(DistanceRule):
     def alike(self, grid: BlockGrid, first: Ints) -> Ints:
         return self._reach().alike(grid, first)
 
+    def program(self, grid: BlockGrid) -> list[int]:
+        apart = [program.Op.MULTIPLES, min(self.dilation, program.FAR)]
+        return [*self._reach().program(grid), *apart, program.Op.ALL, 2]
+
     def visited(self, grid: BlockGrid) -> Visited:
         reach = self._reach().visited(grid)
         return reach if self.dilation == 1 else Visited(reach.touched, Runs.none())
@@ -164,6 +180,9 @@ class Strided(DistanceRule):
 
     def alike(self, grid: BlockGrid, first: Ints) -> Ints:
         return first % self.stride // gcd(self.stride, *grid.block_size)
+
+    def program(self, grid: BlockGrid) -> list[int]:
+        return [program.Op.MULTIPLES, min(self.stride, program.FAR)]
 
     def visited(self, grid: BlockGrid) -> Visited:
         if self.stride == 1:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from dynaxx.core.library import CpuStatus, cpu_status
 from dynaxx.kernels.cpu.arguments import ELEMENTS
 from dynaxx.kernels.cpu.backward import attention_backward
 from dynaxx.kernels.cpu.forward import attention_forward
-from dynaxx.kernels.cpu.library import CpuStatus, cpu_status
 from dynaxx.kernels.problem import AttentionProblem
 
 __all__ = ["CpuStatus", "attention_backward", "attention_forward", "cpu_status", "unsupported_reasons"]

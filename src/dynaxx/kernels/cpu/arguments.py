@@ -1,4 +1,4 @@
-"""The structures of `core/args.h`, field by field, and how tensors fill them."""
+"""The structures of `core/source/args.h`, field by field, and how tensors fill them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in core/elements.h
+ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in core/source/elements.h
 
 
 class Plan(Structure):

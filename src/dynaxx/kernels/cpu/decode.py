@@ -1,4 +1,4 @@
-"""Decoding on a CPU: hand the cache to the core. The structures are those of `core/cache.h` and `core/decode*.cpp`."""
+"""Decoding on a CPU: hand the cache to the core. The structures are those of `cache.h` and `decode*.cpp`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from dynaxx.core.library import active_library
 from dynaxx.kernels.cpu.arguments import ELEMENTS, readable, strides
-from dynaxx.kernels.cpu.library import active_library
 from dynaxx.kernels.decode_problem import DecodeProblem
 from dynaxx.layout.exact import ExactTokens
 from dynaxx.layout.host import on_host
 from dynaxx.layout.paging import PagedCache, PageStrides, PageSummaries
 
-STORED = {**ELEMENTS, torch.int8: 3, torch.float8_e4m3fn: 4}  # as in core/cache.h
+STORED = {**ELEMENTS, torch.int8: 3, torch.float8_e4m3fn: 4}  # as in core/source/cache.h
 NO_STRIDES = PageStrides(0, 0, 0, 0)
 
 

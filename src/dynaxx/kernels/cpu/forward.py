@@ -7,9 +7,9 @@ from ctypes import CDLL
 import torch
 from torch import Tensor
 
+from dynaxx.core.library import active_library
 from dynaxx.kernels.cpu import gather
 from dynaxx.kernels.cpu.arguments import forward_args, readable
-from dynaxx.kernels.cpu.library import active_library
 from dynaxx.kernels.cpu.plan import plan_of
 from dynaxx.layout import BlockLayout
 

@@ -12,8 +12,8 @@ from dynaxx.kernels.cpu.arguments import Plan
 from dynaxx.layout import BlockLayout
 from dynaxx.layout.host import on_host
 
-PANEL = 16  # queries per panel, as in core/vec.h
-MAX_RUNS = 8  # as in core/plan.h
+PANEL = 16  # queries per panel, as in core/source/vec.h
+MAX_RUNS = 8  # as in core/source/plan.h
 
 
 class LayoutPlan:

@@ -51,7 +51,7 @@ def tuned_file(device: torch.device) -> Path:
     """Where they are kept: what another GPU, Triton or dynaxx would choose may differ."""
     import triton
 
-    from dynaxx.kernels.cpu.library import cache_directory
+    from dynaxx.core.library import cache_directory
 
     name = f"{_name(device)}-triton{triton.__version__}-dynaxx{dynaxx.__version__}"
     return cache_directory() / "tiles" / f"{re.sub('[^A-Za-z0-9.]+', '-', name)}.json"

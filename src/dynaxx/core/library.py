@@ -15,8 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from dynaxx.kernels.cpu import build
-from dynaxx.kernels.cpu.arguments import BackwardArgs
+from dynaxx.core import build
 
 logger = logging.getLogger("dynaxx")
 
@@ -55,8 +54,13 @@ def active_library() -> CDLL | None:
     return load_core(os.environ.get(ISA_VARIABLE, "")).library
 
 
+def present_library() -> CDLL | None:
+    """The core where it need not be compiled first; for what is not worth waiting for that."""
+    return load_core(os.environ.get(ISA_VARIABLE, ""), may_compile=False).library
+
+
 @cache
-def load_core(isa: str) -> Core:
+def load_core(isa: str, may_compile: bool = True) -> Core:
     """Load the core for one instruction set, or the best this processor runs for ""; "torch" asks for none.
 
     Raises:
@@ -76,19 +80,21 @@ def load_core(isa: str) -> Core:
                 return Core(_open(path), CpuStatus("built", name, path, f"built with the package; {_choice(isa)}"))
             except (OSError, ImportError) as error:
                 reasons.append(f"{path.name}: {error}")
-    return _compiled_at_first_use(wanted[0], _choice(isa), reasons)
+    return _compiled_at_first_use(wanted[0], _choice(isa), reasons, may_compile)
 
 
 def _choice(isa: str) -> str:
     return f"{ISA_VARIABLE}={isa}" if isa else "the fastest of what the processor runs"
 
 
-def _compiled_at_first_use(isa: str, choice: str, reasons: list[str]) -> Core:
+def _compiled_at_first_use(isa: str, choice: str, reasons: list[str], may_compile: bool = True) -> Core:
     reasons = reasons or ["no library was built with the package"]
     directory = cache_directory() / f"core-{build.source_hash()}"
     path = directory / build.library_name(isa)
     try:
         if not path.exists():
+            if not may_compile:
+                return _without_core("; ".join([*reasons, "none was compiled yet"]))
             compiler = build.find_compiler()
             if compiler is None:
                 return _without_core("; ".join([*reasons, "no C++ compiler to build one with"]))
@@ -147,9 +153,13 @@ def _open(path: Path) -> CDLL:
     library.dynaxx_cpu_plan_ranks.restype = None
     library.dynaxx_cpu_forward.argtypes = [ctypes.c_char_p]
     library.dynaxx_cpu_forward.restype = ctypes.c_int
-    library.dynaxx_cpu_backward.argtypes = [ctypes.POINTER(BackwardArgs)]
+    library.dynaxx_cpu_backward.argtypes = [pointer]
     library.dynaxx_cpu_backward.restype = ctypes.c_int
     for decode in (library.dynaxx_cpu_decode, library.dynaxx_cpu_select_pages, library.dynaxx_cpu_summarize_pages):
         decode.argtypes = [pointer]
         decode.restype = ctypes.c_int
+    library.dynaxx_cpu_static_layout.argtypes = [pointer, size, pointer, pointer]
+    library.dynaxx_cpu_static_layout.restype = ctypes.c_int
+    library.dynaxx_cpu_take_layout.argtypes = [pointer]
+    library.dynaxx_cpu_take_layout.restype = None
     return library

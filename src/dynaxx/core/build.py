@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
-CORE = Path(__file__).parent / "core"
+SOURCE = Path(__file__).parent / "source"
 TIMEOUT = 600  # seconds for one file; it takes ten on an idle machine
 
 # Fastest first. Flags of GCC and Clang.
@@ -59,7 +59,7 @@ def supported_isas() -> tuple[str, ...]:
 def source_hash() -> str:
     """Changes with any source file of the core: tells a library of other sources from one of these."""
     digest = hashlib.sha256()
-    for path in sorted(CORE.iterdir()):
+    for path in sorted(SOURCE.iterdir()):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
@@ -80,14 +80,14 @@ def find_compiler() -> str | None:
 def compile_library(isa: str, target: Path, compiler: str) -> None:
     """Compile the core for `isa` into `target`, files side by side; the library appears whole or not at all.
 
-    No OpenMP runtime is linked: core/tasks.h calls the one that torch has loaded, whatever its file is called, so that
-    there is one pool of threads and `torch.set_num_threads` governs it.
+    No OpenMP runtime is linked: source/tasks.h calls the one that torch has loaded, whatever its file is called, so
+    that there is one pool of threads and `torch.set_num_threads` governs it.
 
     Raises:
         OSError: no such directory, or it cannot be written.
         RuntimeError: the compiler failed, with what it said, or came to no end.
     """
-    sources = [str(path) for path in sorted(CORE.glob("*.cpp"))]
+    sources = [str(path) for path in sorted(SOURCE.glob("*.cpp"))]
     handle, temporary = tempfile.mkstemp(dir=target.parent, suffix=".so.tmp")
     os.close(handle)
     flags = ["-O3", "-std=c++17", "-fPIC", "-fno-math-errno", "-ffp-contract=fast", "-fvisibility=hidden"]

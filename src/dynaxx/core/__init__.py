@@ -1,0 +1,1 @@
+"""The C++ core: its sources, how they are compiled, and the library of this process."""

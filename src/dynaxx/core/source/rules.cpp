@@ -1,0 +1,302 @@
+// What each rule shows of the blocks of a row, in closed form.
+#include "rules.h"
+
+#include <algorithm>
+#include <map>
+
+namespace dynaxx {
+
+int64_t Grid::last(int64_t row) const { return std::min(first(row) + q_block, seqlen_k) - 1; }
+
+int64_t Grid::limit(int64_t row) const {
+  if (!causal) return kv_blocks();
+  return std::clamp<int64_t>(floor_div(last(row), kv_block) + 1, 0, kv_blocks());
+}
+
+void Track::add(int64_t start, int64_t end, int32_t kind) {
+  if (kind == NOTHING || start >= end) return;
+  const bool joins = int64_t(runs.size()) > ends.back() && runs.back().end == start && runs.back().kind == kind;
+  if (joins)
+    runs.back().end = int32_t(end);
+  else
+    runs.push_back({int32_t(start), int32_t(end), kind});
+}
+
+namespace {
+
+// Sets bits first .. end - 1 of a row of words.
+template <typename Word>
+void set_bits(Word* words, int64_t first, int64_t end) {
+  constexpr int64_t width = 8 * sizeof(Word);
+  while (first < end) {
+    const int64_t at = first % width, count = std::min(end - first, width - at);
+    words[first / width] |= Word(~Word(0) >> (width - count)) << at;
+    first += count;
+  }
+}
+
+// ---- rules on distances ----
+
+// Bit i: whether a block shows the distance of its last query and first key, less i. From bit q_block - 1 - r on it is
+// row r of the mask.
+using Line = std::array<uint64_t, 5>;
+
+// What a rule shows of `count` distances from `from` on, as far as it is plain.
+Kind plain_kind(const Rule& rule, int64_t from, int64_t count) {
+  if (rule.op == BAND) {
+    const int64_t lo = rule.numbers[0], hi = rule.numbers[1];
+    if (from > hi || from + count - 1 < lo) return NOTHING;
+    return from >= lo && from + count - 1 <= hi ? WHOLE : CUT;
+  }
+  if (rule.op == MULTIPLES) {
+    const int64_t apart = rule.numbers[0];
+    return apart == 1 ? WHOLE : floor_div(from + count - 1, apart) * apart < from ? NOTHING : CUT;
+  }
+  const Kind decides = rule.op == ANY ? WHOLE : NOTHING, neutral = rule.op == ANY ? NOTHING : WHOLE;
+  Kind found = neutral;
+  for (const Rule& part : rule.parts) {
+    const Kind kind = plain_kind(part, from, count);
+    if (kind == decides) return decides;
+    if (kind != neutral) found = CUT;
+  }
+  return found;
+}
+
+Line line_of(const Rule& rule, int64_t from, int64_t count) {
+  Line line{};
+  if (rule.op == BAND) {
+    const int64_t lo = std::max(rule.numbers[0], from), hi = std::min(rule.numbers[1], from + count - 1);
+    if (lo <= hi) set_bits(line.data(), from + count - 1 - hi, from + count - lo);
+  } else if (rule.op == MULTIPLES) {
+    const int64_t apart = rule.numbers[0], far = from + count - 1;
+    for (int64_t at = far - floor_div(far, apart) * apart; at < count; at += apart) line[at / 64] |= 1ull << at % 64;
+  } else {
+    line = line_of(rule.parts[0], from, count);
+    for (size_t i = 1; i < rule.parts.size(); i++) {
+      const Line other = line_of(rule.parts[i], from, count);
+      for (size_t w = 0; w < line.size(); w++) line[w] = rule.op == ANY ? line[w] | other[w] : line[w] & other[w];
+    }
+  }
+  return line;
+}
+
+// All rows see the same distances: lists of runs by distance, one for each place that rows can have among kv blocks.
+Track by_distance(const Rule& rule, const Grid& grid) {
+  const int64_t step = std::min(grid.q_block, grid.kv_block), up = grid.q_block / step, down = grid.kv_block / step;
+  const int64_t rows = grid.q_blocks(), count = grid.q_block + grid.kv_block - 1;
+  const int64_t most = (rows - 1) * up;
+  int64_t least = -(grid.kv_blocks() - 1) * down;
+  if (grid.causal) least = std::max(least, -floor_div(grid.offset(), step) - up - 1);  // farther on nothing is seen
+  Line whole{};
+  set_bits(whole.data(), 0, count);
+  Track track;
+  std::map<Line, int32_t> known;
+  std::vector<Line> lines;
+  for (int64_t phase = 0; phase < down; phase++) {
+    for (int64_t at = floor_div(most - phase, down); phase + at * down >= least; at--) {
+      const int64_t from = (phase + at * down) * step + grid.offset() - (grid.kv_block - 1);
+      int32_t kind = plain_kind(rule, from, count);
+      if (kind == CUT) {
+        const Line line = line_of(rule, from, count);
+        const auto [found, is_new] = known.try_emplace(line, CUT + int32_t(lines.size()));
+        kind = line == Line{} ? NOTHING : line == whole ? WHOLE : found->second;
+        if (is_new) lines.push_back(line);
+      }
+      track.add(-at, -at + 1, kind);
+    }
+    track.close();
+  }
+  for (int64_t row = 0; row < rows; row++) {
+    track.list.push_back(int32_t(row % down));
+    track.shift.push_back(int32_t(down > 1 ? row / down : row * up));
+  }
+  track.kinds = CUT + int32_t(lines.size());
+  track.mask = [lines, grid](int32_t kind, uint32_t* out) {
+    const Line& line = lines[kind - CUT];
+    const uint32_t in_block = grid.kv_block < 32 ? 0xFFFF : ~0u;
+    for (int64_t r = 0; r < grid.q_block; r++)
+      for (int64_t w = 0; w < grid.words(); w++) {
+        const int64_t at = grid.q_block - 1 - r + 32 * w, bit = at % 64;
+        const uint64_t above = bit > 32 ? line[at / 64 + 1] << (64 - bit) : 0;
+        *out++ = uint32_t(line[at / 64] >> bit | above) & in_block;
+      }
+  };
+  return track;
+}
+
+// ---- rules on positions ----
+
+struct Held {
+  std::vector<Run> runs;                         // of blocks that hold some of the positions
+  std::vector<std::array<uint64_t, 2>> tokens;   // of each kind from CUT on: which tokens of a block are held
+};
+
+// Which of `blocks` blocks of `size` tokens hold positions of a KEYS or QUERIES rule, the first block at `offset`.
+Held held_by(const Rule& rule, int64_t size, int64_t blocks, int64_t offset) {
+  Held held;
+  Track track;
+  int64_t block = -1;  // whose tokens are being gathered
+  std::array<uint64_t, 2> tokens{}, whole{};
+  set_bits(whole.data(), 0, size);
+  const auto finish = [&] {
+    if (block >= 0 && tokens != whole) held.tokens.push_back(tokens);
+    if (block >= 0) track.add(block, block + 1, tokens == whole ? WHOLE : CUT + int32_t(held.tokens.size()) - 1);
+    tokens = {};
+  };
+  for (int64_t i = 0; i < rule.numbers[0]; i++) {
+    int64_t at = std::max<int64_t>(rule.numbers[1 + 2 * i] - offset, 0);
+    const int64_t end = std::min(rule.numbers[2 + 2 * i] - offset, blocks * size);
+    for (; at < end; at = (at / size + 1) * size) {
+      if (at / size != block) finish();
+      block = at / size;
+      set_bits(tokens.data(), at % size, std::min(end - block * size, size));
+    }
+  }
+  finish();
+  held.runs = std::move(track.runs);
+  return held;
+}
+
+Track by_key(const Rule& rule, const Grid& grid) {
+  const Held held = held_by(rule, grid.kv_block, grid.kv_blocks(), 0);
+  Track track;
+  track.runs = held.runs;
+  track.close();
+  track.kinds = CUT + int32_t(held.tokens.size());
+  track.mask = [held, grid](int32_t kind, uint32_t* out) {
+    const auto& tokens = held.tokens[kind - CUT];
+    for (int64_t r = 0; r < grid.q_block; r++)
+      for (int64_t w = 0; w < grid.words(); w++) *out++ = uint32_t(tokens[w / 2] >> 32 * (w % 2));
+  };
+  return track;
+}
+
+Track by_query(const Rule& rule, const Grid& grid) {
+  const Held held = held_by(rule, grid.q_block, grid.q_blocks(), grid.offset());
+  Track track;
+  track.list.assign(grid.q_blocks(), 0);
+  track.close();  // list 0 is empty
+  for (const Run& run : held.runs) {
+    for (int64_t row = run.start; row < run.end; row++) track.list[row] = int32_t(track.ends.size()) - 1;
+    track.add(0, grid.kv_blocks(), run.kind);
+    track.close();
+  }
+  track.kinds = CUT + int32_t(held.tokens.size());
+  track.mask = [held, grid](int32_t kind, uint32_t* out) {
+    const auto& tokens = held.tokens[kind - CUT];
+    for (int64_t r = 0; r < grid.q_block; r++)
+      if (tokens[r / 64] >> r % 64 & 1) set_bits(out + r * grid.words(), 0, grid.kv_block);
+  };
+  return track;
+}
+
+// ---- documents ----
+
+struct Documents {
+  const int64_t* ends;  // cumulative lengths from 0
+  int64_t count;        // of documents
+
+  // What lies before the first one counts to it, what lies past the end to the last one.
+  int64_t of(int64_t position) const { return std::upper_bound(ends + 1, ends + count, position) - (ends + 1); }
+  int64_t begin(int64_t document) const { return document ? ends[document] : INT64_MIN / 2; }
+  int64_t end(int64_t document) const { return document + 1 < count ? ends[document + 1] : INT64_MAX / 2; }
+};
+
+Track by_document(const Rule& rule, const Grid& grid) {
+  const Documents documents{rule.numbers + 1, rule.numbers[0] - 1};
+  std::vector<std::array<int64_t, 2>> cut;  // of each kind from CUT on: row and kv block of one that has it
+  Track track;
+  for (int64_t row = 0; row < grid.q_blocks(); row++) {
+    const int64_t first = grid.first(row), until = documents.of(grid.last(row));
+    const bool alone = documents.of(first) == documents.of(first + grid.q_block - 1);
+    const auto add_cut = [&](int64_t start, int64_t end) {
+      const bool listed = int64_t(track.runs.size()) > track.ends.back() && track.runs.back().end > start;
+      if (listed || start >= end) return;  // a block at the end of the document before, too
+      track.add(start, end, CUT + int32_t(cut.size()));
+      cut.push_back({row, start});
+    };
+    for (int64_t document = documents.of(first); document <= until; document++) {
+      const int64_t begin = std::max<int64_t>(documents.begin(document), 0), end = documents.end(document);
+      if (begin >= std::min(end, grid.seqlen_k)) continue;
+      const int64_t start = begin / grid.kv_block, stop = (std::min(end, grid.seqlen_k) - 1) / grid.kv_block + 1;
+      const int64_t inner = (begin + grid.kv_block - 1) / grid.kv_block;
+      const int64_t inner_end = std::max(inner, std::min(end / grid.kv_block, grid.kv_blocks()));
+      add_cut(start, std::min(inner, stop));
+      if (alone)
+        track.add(inner, inner_end, WHOLE);
+      else
+        add_cut(inner, inner_end);
+      if (inner_end >= inner) add_cut(std::max(inner_end, start), stop);
+    }
+    track.list.push_back(int32_t(row));
+    track.close();
+  }
+  track.kinds = CUT + int32_t(cut.size());
+  track.mask = [documents, cut, grid](int32_t kind, uint32_t* out) {
+    const auto [row, col] = cut[kind - CUT];
+    const int64_t first_key = col * grid.kv_block;
+    for (int64_t r = 0; r < grid.q_block; r++) {
+      const int64_t document = documents.of(grid.first(row) + r);
+      const int64_t begin = std::clamp<int64_t>(documents.begin(document) - first_key, 0, grid.kv_block);
+      set_bits(out + r * grid.words(), begin, std::min(documents.end(document) - first_key, grid.kv_block));
+    }
+  };
+  return track;
+}
+
+// ---- rules on whole blocks ----
+
+Track local_blocks(const Rule& rule, const Grid& grid) {
+  Track track;
+  for (int64_t row = 0; row < grid.q_blocks(); row++) {
+    const int64_t last = floor_div(grid.first(row) + grid.q_block - 1, grid.kv_block);
+    track.add(std::max<int64_t>(last - rule.numbers[0] + 1, 0), std::min(last + 1, grid.kv_blocks()), WHOLE);
+    track.close();
+    track.list.push_back(int32_t(row));
+  }
+  return track;
+}
+
+// As `_hash` in patterns/fixed.py: three rounds of multiply and xor-shift in 64 bits that wrap.
+uint32_t hashed(int64_t start, int64_t row, int64_t slot) {
+  uint64_t x = uint64_t(row) * 0x9E3779B1u + uint64_t(slot) * 0x85EBCA77u + uint64_t(start);
+  for (int round = 0; round < 3; round++) x = (x ^ uint64_t(int64_t(x) >> 29)) * 0x1B873593CC9E2D51u;
+  return uint32_t(x >> 32) & 0x7FFFFFFF;
+}
+
+Track random_blocks(const Rule& rule, const Grid& grid) {
+  const int64_t blocks = rule.numbers[0];
+  Track track;
+  for (int64_t row = 0; row < grid.q_blocks(); row++) {
+    const int64_t available = grid.limit(row);
+    for (int64_t slot = 0, low = 0, high; slot < blocks; slot++, low = high) {
+      high = (slot + 1) * available / blocks;
+      if (low == high) continue;
+      const int64_t col = low + int64_t(hashed(rule.numbers[1], row, slot) % uint32_t(high - low));
+      track.add(col, col + 1, WHOLE);
+    }
+    track.close();
+    track.list.push_back(int32_t(row));
+  }
+  return track;
+}
+
+}  // namespace
+
+bool only_distances(const Rule& rule) {
+  if (rule.op == ANY || rule.op == ALL) return std::all_of(rule.parts.begin(), rule.parts.end(), only_distances);
+  return rule.op == BAND || rule.op == MULTIPLES;
+}
+
+Track track_of(const Rule& rule, const Grid& grid) {
+  switch (rule.op) {
+    case KEYS: return by_key(rule, grid);
+    case QUERIES: return by_query(rule, grid);
+    case DOCUMENTS: return by_document(rule, grid);
+    case LOCAL_BLOCKS: return local_blocks(rule, grid);
+    case RANDOM_BLOCKS: return random_blocks(rule, grid);
+    default: return by_distance(rule, grid);
+  }
+}
+
+}  // namespace dynaxx

@@ -1,0 +1,292 @@
+// Layouts of static patterns: the runs of all rules side by side, row by row, and each element mask evaluated once.
+//
+// Where the rules' kinds of a block are the same, so is its mask. Their kinds are counted as one number, whose code
+// (shown whole, not at all, or which mask) is found the first time that it occurs.
+#include <algorithm>
+#include <cstring>
+#include <new>
+#include <string>
+#include <unordered_map>
+
+#include "rules.h"
+#include "vec.h"
+
+using namespace dynaxx;
+
+namespace {
+
+constexpr int32_t FULL = -1, EMPTY = -2;  // as in layout/masks.py
+constexpr uint64_t MOST_KINDS = 1ull << 60;
+constexpr size_t MOST_KEPT = 1 << 22;  // entries of a layout whose memory is kept
+
+using Mask = std::vector<uint32_t>;  // (q_block, words)
+
+struct Layout {
+  std::vector<int32_t> indptr, num_partial, indices, codes, bits, bands, order;  // as fields of `BlockLayout`
+
+  std::array<std::vector<int32_t>*, 7> parts() {
+    return {&indptr, &num_partial, &indices, &codes, &bits, &bands, &order};
+  }
+};
+
+thread_local Layout built;  // its memory serves the next one, too
+
+// Rules in the order of a program's end: each takes as many of those before it as it says.
+std::vector<Rule> parsed(const int64_t* program, int64_t size) {
+  std::vector<Rule> rules;
+  for (int64_t at = 0; at < size;) {
+    Rule rule{Op(program[at]), program + at + 1, 0, {}};
+    const int64_t n = rule.numbers[0];
+    switch (rule.op) {
+      case BAND: case RANDOM_BLOCKS: rule.count = 2; break;
+      case KEYS: case QUERIES: rule.count = 1 + 2 * n; break;
+      case DOCUMENTS: rule.count = 1 + n; break;
+      default: rule.count = 1;
+    }
+    if (rule.op == ANY || rule.op == ALL) {
+      rule.parts.assign(rules.end() - n, rules.end());
+      rules.resize(rules.size() - n);
+    }
+    at += 1 + rule.count;
+    rules.push_back(std::move(rule));
+  }
+  return rules;
+}
+
+class Builder {
+ public:
+  Builder(const Grid& grid, const Rule& rule, Layout& layout) : grid_(grid), rule_(rule), layout_(layout) {
+    collect(rule_);
+    uint64_t count = 1;
+    for (const Track& track : tracks_) {
+      radix_.push_back(count);
+      if (count > MOST_KINDS / uint64_t(track.kinds)) throw std::bad_alloc();
+      count *= uint64_t(track.kinds);
+    }
+    kinds_.resize(tracks_.size());
+    whole_.assign(grid.q_block * grid.words(), grid.kv_block < 32 ? 0xFFFF : ~0u);
+    if (grid.seqlen_q % grid.q_block) ragged_row_ = grid.q_blocks() - 1;
+    if (grid.seqlen_k % grid.kv_block) ragged_col_ = grid.kv_blocks() - 1;
+  }
+
+  void build() {
+    layout_.indptr.push_back(0);
+    for (int64_t row = 0; row < grid_.q_blocks(); row++) {
+      full_.clear();
+      const size_t before = layout_.indices.size();
+      sweep(row);
+      layout_.num_partial.push_back(int32_t(layout_.indices.size() - before));
+      layout_.indices.insert(layout_.indices.end(), full_.begin(), full_.end());
+      layout_.codes.resize(layout_.indices.size(), FULL);
+      if (layout_.indices.size() > INT32_MAX) throw std::bad_alloc();
+      layout_.indptr.push_back(int32_t(layout_.indices.size()));
+    }
+    for (size_t i = 0; i < layout_.bits.size(); i += whole_.size()) add_band(layout_.bits.data() + i);
+    order_rows();
+  }
+
+ private:
+  // Where the sweep over a row stands in a track: at or before a run.
+  struct Cursor {
+    const Run *at, *last;
+    int32_t shift;
+    uint64_t radix;
+    int32_t start, end;  // of the run
+    uint64_t key;        // its part of a key
+
+    void read() {
+      start = at == last ? INT32_MAX : at->start + shift;
+      end = at == last ? INT32_MAX : at->end + shift;
+      key = at == last ? 0 : radix * uint64_t(at->kind);
+    }
+  };
+
+  // The tracks of a rule's parts; what rests on distances alone is one.
+  void collect(const Rule& rule) {
+    if (!only_distances(rule) && (rule.op == ANY || rule.op == ALL))
+      for (const Rule& part : rule.parts) collect(part);
+    else
+      tracks_.push_back(track_of(rule, grid_));
+  }
+
+  void sweep(int64_t row) {
+    cursors_.clear();
+    for (size_t i = 0; i < tracks_.size(); i++) {
+      const Track& track = tracks_[i];
+      const int64_t list = track.list.empty() ? 0 : track.list[row];
+      const int32_t shift = track.shift.empty() ? 0 : track.shift[row];
+      const Run *begin = track.runs.data() + track.ends[list], *end = track.runs.data() + track.ends[list + 1];
+      begin = std::partition_point(begin, end, [&](const Run& run) { return run.end + shift <= 0; });
+      cursors_.push_back({begin, end, shift, radix_[i], 0, 0, 0});
+      cursors_.back().read();
+    }
+    const int32_t limit = int32_t(grid_.limit(row));
+    for (int32_t col = 0; col < limit;) {
+      int32_t until = limit;
+      uint64_t key = 0;
+      for (Cursor& cursor : cursors_) {
+        if (cursor.end <= col) {
+          cursor.at++;
+          cursor.read();
+        }
+        const bool within = cursor.start <= col;
+        key += within ? cursor.key : 0;
+        until = std::min(until, within ? cursor.end : cursor.start);
+      }
+      if (key) list(row, col, until, code_of(key));
+      col = until;
+    }
+  }
+
+  void list(int64_t row, int32_t start, int32_t end, int32_t code) {
+    if (code == EMPTY) return;
+    if (code == FULL)
+      for (int32_t col = start; col < end; col++) full_.push_back(col);
+    else
+      for (int32_t col = start; col < end; col++) {
+        if (row == ragged_row_ || col == ragged_col_)
+          if (!shows_any(code, row, col)) continue;
+        layout_.indices.push_back(col);
+        layout_.codes.push_back(code);
+      }
+  }
+
+  // Whether a mask shows a pair within the lengths.
+  bool shows_any(int32_t code, int64_t row, int64_t col) const {
+    const int64_t height = std::min(grid_.q_block, grid_.seqlen_q - row * grid_.q_block);
+    const int64_t width = std::min(grid_.kv_block, grid_.seqlen_k - col * grid_.kv_block);
+    const int32_t* bits = layout_.bits.data() + size_t(code) * whole_.size();
+    for (int64_t r = 0; r < height; r++, bits += grid_.words())
+      for (int64_t w = 0; 32 * w < width; w++)
+        if (bits[w] & int32_t(~0u >> std::max<int64_t>(32 - (width - 32 * w), 0))) return true;
+    return false;
+  }
+
+  int32_t code_of(uint64_t key) {
+    auto& [recent, code] = recent_[key * 0x9E3779B97F4A7C15u >> 56];
+    if (key == recent) return code;
+    const auto [found, is_new] = codes_.try_emplace(key, EMPTY);
+    if (is_new) {
+      for (size_t i = 0; i < tracks_.size(); i++) kinds_[i] = int32_t(key / radix_[i] % uint64_t(tracks_[i].kinds));
+      size_t next = 0;
+      found->second = code_by(masked(rule_, next));
+    }
+    recent = key;
+    return code = found->second;
+  }
+
+  // Of the present kinds: what the rule shows of the block. `next` is the first track of the rule.
+  struct Shown {
+    int32_t kind;
+    Mask mask;  // where it is CUT
+  };
+
+  Shown masked(const Rule& rule, size_t& next) {
+    if (only_distances(rule) || (rule.op != ANY && rule.op != ALL)) {
+      const Track& track = tracks_[next];
+      Shown shown{kinds_[next++], {}};
+      if (shown.kind < CUT) return shown;
+      shown.mask.resize(whole_.size());
+      track.mask(shown.kind, shown.mask.data());
+      return {CUT, std::move(shown.mask)};
+    }
+    const bool any = rule.op == ANY;
+    Shown all{any ? NOTHING : WHOLE, {}};
+    for (const Rule& part : rule.parts) {
+      Shown shown = masked(part, next);
+      if (all.kind == (any ? WHOLE : NOTHING) || shown.kind == (any ? NOTHING : WHOLE)) continue;
+      if (shown.kind != CUT || all.kind != CUT)
+        all = std::move(shown);
+      else
+        for (size_t i = 0; i < whole_.size(); i++)
+          all.mask[i] = any ? all.mask[i] | shown.mask[i] : all.mask[i] & shown.mask[i];
+    }
+    return all;
+  }
+
+  int32_t code_by(const Shown& shown) {
+    if (shown.kind != CUT) return shown.kind == WHOLE ? FULL : EMPTY;
+    if (shown.mask == whole_) return FULL;
+    if (std::all_of(shown.mask.begin(), shown.mask.end(), [](uint32_t word) { return !word; })) return EMPTY;
+    const std::string bytes(reinterpret_cast<const char*>(shown.mask.data()), shown.mask.size() * sizeof(uint32_t));
+    const auto [found, is_new] = masks_.try_emplace(bytes, int32_t(masks_.size()));
+    if (is_new) layout_.bits.insert(layout_.bits.end(), shown.mask.begin(), shown.mask.end());
+    return found->second;
+  }
+
+  // (lo, hi) where the mask is lo <= r - c <= hi, else (1, 0): each row is the row above moved by a column, and the
+  // first row and column show distances without a gap.
+  void add_band(const int32_t* bits) {
+    const auto at = [&](int64_t r, int64_t c) { return uint32_t(bits[r * grid_.words() + c / 32]) >> c % 32 & 1; };
+    int64_t lo = 0, hi = -1, count = 0;
+    for (int64_t distance = 1 - grid_.kv_block; distance < grid_.q_block; distance++)
+      if (distance < 0 ? at(0, -distance) : at(distance, 0)) {
+        if (!count++) lo = distance;
+        hi = distance;
+      }
+    bool band = count && hi - lo + 1 == count;
+    for (int64_t r = 1; band && r < grid_.q_block; r++) {
+      uint32_t carried = uint32_t(at(r, 0));
+      for (int64_t w = 0; w < grid_.words(); w++) {
+        const uint32_t above = uint32_t(bits[(r - 1) * grid_.words() + w]);
+        band &= uint32_t(bits[r * grid_.words() + w]) == ((above << 1 | carried) & whole_[0]);
+        carried = above >> 31;
+      }
+    }
+    layout_.bands.push_back(int32_t(band ? lo : 1));
+    layout_.bands.push_back(int32_t(band ? hi : 0));
+  }
+
+  // Rows by their number of blocks, most first, where the last rows are not the longest anyway.
+  void order_rows() {
+    const std::vector<int32_t>& indptr = layout_.indptr;
+    const auto length = [&](int64_t row) { return indptr[row + 1] - indptr[row]; };
+    bool falls = false;
+    for (int64_t row = 1; row < grid_.q_blocks(); row++) falls |= length(row) < length(row - 1);
+    if (!falls) return;
+    std::vector<int32_t> places(grid_.kv_blocks() + 2);  // of rows with so many blocks
+    for (int64_t row = 0; row < grid_.q_blocks(); row++) places[grid_.kv_blocks() - length(row) + 1]++;
+    for (size_t i = 1; i < places.size(); i++) places[i] += places[i - 1];
+    layout_.order.resize(grid_.q_blocks());
+    for (int64_t row = 0; row < grid_.q_blocks(); row++)
+      layout_.order[places[grid_.kv_blocks() - length(row)]++] = int32_t(row);
+  }
+
+  const Grid grid_;
+  const Rule rule_;
+  Layout& layout_;
+  std::vector<Track> tracks_;
+  std::vector<uint64_t> radix_;   // of each track's kinds in a key
+  std::vector<int32_t> kinds_;    // of each track, those of a new key
+  Mask whole_;
+  int64_t ragged_row_ = -1, ragged_col_ = -1;  // blocks that the end of a sequence cuts
+  std::unordered_map<uint64_t, int32_t> codes_;
+  std::unordered_map<std::string, int32_t> masks_;
+  std::array<std::pair<uint64_t, int32_t>, 256> recent_{};  // some of them, by a hash
+  std::vector<Cursor> cursors_;
+  std::vector<int32_t> full_;  // of the present row
+};
+
+}  // namespace
+
+// Build the layout of a pattern and keep it for this thread. `sizes` becomes how many numbers of each part
+// `dynaxx_cpu_take_layout` will write. Returns 0, or 1 where there is no memory for it.
+extern "C" DYNAXX_EXPORT int dynaxx_cpu_static_layout(const int64_t* program, int64_t size, const Grid* grid,
+                                                      int64_t* sizes) try {
+  for (auto* part : built.parts()) part->clear();
+  Builder(*grid, parsed(program, size).back(), built).build();
+  for (const auto* part : built.parts()) *sizes++ = int64_t(part->size());
+  return 0;
+} catch (const std::bad_alloc&) {
+  built = {};
+  return 1;
+}
+
+// Write the parts of the layout that this thread built, each to a multiple of 16 bytes.
+extern "C" DYNAXX_EXPORT void dynaxx_cpu_take_layout(int32_t* numbers) {
+  for (const auto* part : built.parts()) {
+    if (!part->empty()) std::memcpy(numbers, part->data(), part->size() * sizeof(int32_t));
+    numbers += (part->size() + 3) / 4 * 4;
+  }
+  if (built.indices.capacity() > MOST_KEPT) built = {};
+}
