@@ -74,6 +74,24 @@ def test_a_compiled_call_prepares_a_layout_once_and_forgets_it():
     assert len(library._layouts) == before
 
 
+def test_a_compiled_call_knows_what_the_host_knows(monkeypatch):
+    """The order of rows and the layout on the host, of a layout elsewhere; until its tensors are written to."""
+    q = make_qkv(1, 200, 200, 2, 1, 16)[0].to("meta")
+    here = (dx.SlidingWindow(20) | dx.GlobalTokens((3, 150), symmetric=True)).layout(200, block_size=16)
+    there = here.to("meta")
+    built = library._layout_of(library.layout_tensors(there, q), 200, 200, (16, 16))
+    assert built.host is here
+    assert built.kv_order is there.kv_order is not None
+    there.kv_indices.zero_()
+    built = library._layout_of(library.layout_tensors(there, q), 200, 200, (16, 16))
+    assert built.host is None
+    run, _ = compiled(loss)
+    seen = []
+    monkeypatch.setattr(library, "recall", lambda layout, kv_indptr: seen.append(kv_indptr))
+    run(*make_qkv(1, 200, 200, 2, 1, 16), here)
+    assert [x is here.kv_indptr for x in seen] == [True]
+
+
 def test_a_layout_written_to_is_read_again():
     q, k, v = make_qkv(1, 64, 64, 2, 1, 16)
     layout = dx.LocalBlocks(1).layout(64, block_size=32, causal=False).to_dense()

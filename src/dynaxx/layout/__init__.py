@@ -1,10 +1,11 @@
 """The currency of dynaxx: `BlockLayout`, its grid, its element masks, and conversions."""
 
-from dynaxx.layout.block_layout import BlockLayout, TransposedLayout
+from dynaxx.layout.block_layout import BlockLayout
 from dynaxx.layout.convert import from_block_mask, to_block_mask
 from dynaxx.layout.grid import BLOCK_SIZES, BlockGrid, as_block_size
 from dynaxx.layout.masks import EMPTY, FULL, ElementMasks
 from dynaxx.layout.packed import CuSeqlens, PackedLayout, pack_layouts
+from dynaxx.layout.transpose import TransposedLayout
 
 __all__ = [
     "BLOCK_SIZES",

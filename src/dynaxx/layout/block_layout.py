@@ -16,7 +16,9 @@ from torch import Tensor
 
 from dynaxx.layout.grid import BlockGrid, as_block_size
 from dynaxx.layout.host import moved_together, on_host
-from dynaxx.layout.masks import EMPTY, FULL, ElementMasks, causal_codes, causal_masks
+from dynaxx.layout.masks import FULL, ElementMasks
+from dynaxx.layout.origin import remember
+from dynaxx.layout.transpose import TransposedLayout, transpose
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,24 +179,10 @@ class BlockLayout:
             cols: (n,) int64, its kv block.
             codes: (n,) int64, entry of `masks`, or FULL; EMPTY entries are dropped.
         """
-        kept = codes != EMPTY
-        lead, cols, codes = lead[kept], cols[kept], codes[kept]
-        full = (codes == FULL).long()
-        order = ((lead * 2 + full) * max(1, grid.kv_blocks) + cols).argsort()
-        num_rows = layout_batch * layout_heads * grid.q_blocks
+        from dynaxx.layout.making import layout_of_entries
+
         shape = (layout_batch, layout_heads, grid.q_blocks)
-        counts = torch.bincount(lead, minlength=num_rows)
-        partial = torch.bincount(lead, weights=1.0 - full, minlength=num_rows) if lead.numel() else counts
-        return cls(
-            seqlen_q=grid.seqlen_q,
-            seqlen_k=grid.seqlen_k,
-            block_size=grid.block_size,
-            kv_indptr=row_offsets(counts.view(shape)),
-            kv_num_partial=partial.view(shape).to(torch.int32),
-            kv_indices=cols[order].to(torch.int32),
-            kv_masks=codes[order].to(torch.int32),
-            masks=masks.to(lead.device),
-        )
+        return layout_of_entries(grid, lead, cols, codes, masks, shape)
 
     @classmethod
     @on_host
@@ -216,30 +204,10 @@ class BlockLayout:
         Raises:
             ValueError: an index out of range, a duplicate in a row, or a wrong shape.
         """
+        from dynaxx.layout.making import layout_of_block_indices
+
         grid = BlockGrid(seqlen_q, seqlen_q if seqlen_k is None else seqlen_k, as_block_size(block_size), causal)
-        if block_indices.ndim != 4 or block_indices.shape[2] != grid.q_blocks:
-            raise ValueError(
-                f"`block_indices` must be (batch | 1, q_heads | 1, q_blocks = {grid.q_blocks}, slots), "
-                f"got {tuple(block_indices.shape)}"
-            )
-        if block_indices.is_floating_point() or block_indices.dtype == torch.bool:
-            raise TypeError(f"`block_indices` must be integers, got {block_indices.dtype}")
-        wrong = (block_indices < -1) | (block_indices >= grid.kv_blocks)
-        if wrong.any():
-            raise ValueError(
-                f"`block_indices` must be -1 or in [0, kv_blocks = {grid.kv_blocks}), "
-                f"got {block_indices[wrong][0].item()}"
-            )
-        ordered = block_indices.sort(-1).values
-        if ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any():
-            raise ValueError(
-                "`block_indices` must not name a block twice in one row; drop duplicates or set them to -1"
-            )
-        batch, heads = block_indices.shape[:2]
-        lead, slot = (block_indices.flatten(0, 2) >= 0).nonzero(as_tuple=True)
-        cols = block_indices.flatten(0, 2)[lead, slot].long()
-        codes = causal_codes(grid, lead % max(1, grid.q_blocks), cols)
-        return cls.from_entries(grid, lead, cols, codes, causal_masks(grid), layout_batch=batch, layout_heads=heads)
+        return layout_of_block_indices(block_indices, grid)
 
     @classmethod
     @on_host
@@ -252,37 +220,9 @@ class BlockLayout:
     @classmethod
     def stack_heads(cls, layouts: Sequence[BlockLayout]) -> BlockLayout:
         """One layout from several of the same lengths and blocks, side by side along the heads."""
-        first = layouts[0]
-        for other in layouts:
-            same = (other.seqlen_q, other.seqlen_k, other.block_size, other.layout_batch)
-            if same != (first.seqlen_q, first.seqlen_k, first.block_size, first.layout_batch):
-                raise ValueError(
-                    "`layouts` must agree in lengths, block size and batch, got "
-                    f"{same} beside {(first.seqlen_q, first.seqlen_k, first.block_size, first.layout_batch)}"
-                )
-        heads = sum(layout.layout_heads for layout in layouts)
-        masks, leads, cols, codes, done = layouts[0].masks, [], [], [], 0
-        for index, layout in enumerate(layouts):
-            shift = 0
-            if index:
-                shift, masks = len(masks), masks.append(layout.masks)
-            lead, col, code = layout.entries()
-            q_blocks = max(1, layout.q_blocks)
-            head, row = lead // q_blocks, lead % q_blocks
-            batch, head = head // layout.layout_heads, head % layout.layout_heads + done
-            leads.append((batch * heads + head) * q_blocks + row)
-            cols.append(col)
-            codes.append(torch.where(code >= 0, code + shift, code))
-            done += layout.layout_heads
-        return cls.from_entries(
-            first.grid(),
-            torch.cat(leads),
-            torch.cat(cols),
-            torch.cat(codes),
-            masks,
-            layout_batch=first.layout_batch,
-            layout_heads=heads,
-        )
+        from dynaxx.layout.making import stacked
+
+        return stacked(layouts)
 
     # ---- reading one ---------------------------------------------------------------------------------------------
 
@@ -298,28 +238,9 @@ class BlockLayout:
         Raises:
             ValueError: offsets that fall, counts or indices out of range, a block named twice in a row.
         """
-        if self.q_blocks == 0:
-            return self
-        starts = self.kv_indptr.flatten(0, 1)
-        if int(starts[0, 0]) != 0 or (starts.diff(dim=-1) < 0).any() or (starts[1:, 0] != starts[:-1, -1]).any():
-            raise ValueError("`kv_indptr` must start at 0, not fall, and go on from one head to the next")
-        if self.nnz > self.kv_indices.numel():
-            raise ValueError(f"`kv_indptr` must end within `kv_indices`, got {self.nnz} > {self.kv_indices.numel()}")
-        if ((self.kv_num_partial < 0) | (self.kv_num_partial > self.kv_num_blocks)).any():
-            raise ValueError("`kv_num_partial` must lie between 0 and the row's number of blocks")
-        lead, cols, codes = self.entries()
-        if cols.numel() and not 0 <= int(cols.amin()) <= int(cols.amax()) < self.kv_blocks:
-            raise ValueError(
-                f"`kv_indices` must be in [0, kv_blocks = {self.kv_blocks}), "
-                f"got {int(cols.amin())} to {int(cols.amax())}"
-            )
-        position = torch.arange(cols.numel(), device=self.device) - self.kv_indptr[..., :-1].flatten()[lead]
-        partial = position < self.kv_num_partial.flatten()[lead]
-        if not torch.where(partial, (codes >= 0) & (codes < len(self.masks)), codes == FULL).all():
-            raise ValueError(f"`kv_masks` must be -1 for full blocks and in [0, {len(self.masks)}) for partial ones")
-        visited = (lead * self.kv_blocks + cols).sort().values
-        if (visited[1:] == visited[:-1]).any():
-            raise ValueError("`kv_indices` must not name a block twice in one row")
+        from dynaxx.layout.validate import check_values
+
+        check_values(self)
         return self
 
     @cached_property
@@ -337,30 +258,14 @@ class BlockLayout:
         indptr, num_partial, indices, codes, bits, bands, *order = moved_together(parts, torch.device(device))
         masks = ElementMasks(bits, bands, self.masks.kv_block)
         there = BlockLayout(self.seqlen_q, self.seqlen_k, self.block_size, indptr, num_partial, indices, codes, masks)
-        there.__dict__["kv_order"] = order[0] if order else None
-        there.__dict__["_on_host"] = lambda: self.host
+        remember(there, lambda: self.host, order[0] if order else None)
         return there
 
     def head_slice(self, heads: Sequence[int]) -> BlockLayout:
         """The layout of some heads only; a shared layout is returned as it is."""
-        if self.layout_heads == 1:
-            return self
-        lead, cols, codes = self.entries()
-        new_index = torch.full((self.layout_heads,), -1, device=self.device)
-        new_index[torch.tensor(list(heads), device=self.device)] = torch.arange(len(heads), device=self.device)
-        head, row = lead // self.q_blocks, lead % self.q_blocks
-        batch, head = head // self.layout_heads, new_index[head % self.layout_heads]
-        kept = head >= 0
-        lead = (batch * len(heads) + head) * self.q_blocks + row
-        return BlockLayout.from_entries(
-            self.grid(),
-            lead[kept],
-            cols[kept],
-            codes[kept],
-            self.masks,
-            layout_batch=self.layout_batch,
-            layout_heads=len(heads),
-        )
+        from dynaxx.layout.making import of_heads
+
+        return self if self.layout_heads == 1 else of_heads(self, heads)
 
     def to_dense(self) -> Tensor:
         """(layout_batch, layout_heads, seqlen_q, seqlen_k) bool, True = visible. For tests and small inputs."""
@@ -383,32 +288,7 @@ class BlockLayout:
 
         A layout on a GPU is not read back: all slots up to the capacity are sorted, the unused ones to the end.
         """
-        heads = self.layout_batch * self.layout_heads
-        lines = heads * self.kv_blocks
-        ends = self.kv_indptr[..., 1:].flatten().contiguous()
-        size = vars(self).get("nnz", self.nnz if self.device.type == "cpu" else self.kv_indices.numel())
-        slots = torch.arange(size, device=ends.device, dtype=torch.int32)
-        rows = torch.searchsorted(ends, slots, right=True, out_int32=True)
-        cols, codes = self.kv_indices[:size], self.kv_masks[:size]
-        unused = None if "nnz" in vars(self) else rows >= ends.numel()
-        if heads > 1:
-            head = rows // max(1, self.q_blocks)
-            cols = cols + head * self.kv_blocks
-            rows = rows - head * self.q_blocks
-        place = cols * 2 + (codes == FULL)
-        if unused is not None:
-            place = place.masked_fill(unused, 2 * lines)
-        place, order = place.sort(stable=True)  # slots go by rows, and so do those of one place
-        edges = torch.arange(2 * lines + 1, device=ends.device, dtype=torch.int32)
-        starts = torch.searchsorted(place, edges, out_int32=True)  # of partial and of full blocks in turn
-        shape = (self.layout_batch, self.layout_heads, self.kv_blocks)
-        steps = (2 * self.layout_heads * self.kv_blocks, 2 * self.kv_blocks, 2)
-        return TransposedLayout(
-            q_indptr=starts.as_strided((*shape[:2], shape[2] + 1), steps).contiguous(),
-            q_num_partial=(starts[1::2] - starts[:-1:2]).view(shape),
-            q_indices=rows[order],
-            q_masks=codes[order],
-        )
+        return transpose(self)
 
     def __repr__(self) -> str:
         return (
@@ -416,22 +296,3 @@ class BlockLayout:
             f"layout_batch={self.layout_batch}, layout_heads={self.layout_heads}, nnz={self.nnz}, "
             f"element_masks={len(self.masks)}, device={self.device})"
         )
-
-
-@dataclass(frozen=True, eq=False)
-class TransposedLayout:
-    """A `BlockLayout` by kv block: the q blocks that visit it, partial ones first, ascending in each part."""
-
-    q_indptr: Tensor  # (layout_batch, layout_heads, kv_blocks + 1) int32, absolute offsets into `q_indices`
-    q_num_partial: Tensor  # (layout_batch, layout_heads, kv_blocks) int32
-    q_indices: Tensor  # (nnz,) int32; on a GPU (capacity,), entries past the last row are ignored
-    q_masks: Tensor  # as `q_indices`, values as `BlockLayout.kv_masks`
-
-
-def row_offsets(counts: Tensor) -> Tensor:
-    """(b, h, n) counts -> (b, h, n + 1) int32 absolute offsets that go on from one head to the next."""
-    ends = counts.flatten().cumsum(0).view(counts.shape)
-    starts = ends - counts
-    if counts.shape[-1] == 0:
-        return counts.new_zeros(*counts.shape[:-1], 1, dtype=torch.int32)
-    return torch.cat([starts, ends[..., -1:]], dim=-1).to(torch.int32)

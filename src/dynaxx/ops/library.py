@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from dynaxx.layout import BlockLayout, ElementMasks
+from dynaxx.layout.origin import recall, times_written
 from dynaxx.ops.checks import check_inputs
 from dynaxx.ops.dispatch import choose_backend, load_backend, score_options
 
@@ -151,15 +152,12 @@ def _layout_of(tensors: list[Tensor], seqlen_q: int, seqlen_k: int, block_size: 
 
     Tensors written to since are read again.
     """
-    state = (seqlen_q, seqlen_k, block_size, *((x.data_ptr(), x.shape, _version(x)) for x in tensors))
+    state = (seqlen_q, seqlen_k, block_size, *((x.data_ptr(), x.shape, times_written(x)) for x in tensors))
     found = _layouts.get(tensors[0])
     if found is None or found[0] != state:
         indptr, num_partial, indices, entry_masks, bits, bands = (x.detach() for x in tensors)  # not the key: no cycle
         masks = ElementMasks(bits, bands, block_size[1])
         layout = BlockLayout(seqlen_q, seqlen_k, block_size, indptr, num_partial, indices, entry_masks, masks)
+        recall(layout, tensors[0])
         found = _layouts[tensors[0]] = (state, layout)
     return found[1]
-
-
-def _version(x: Tensor) -> int:
-    return 0 if x.is_inference() else x._version

@@ -14,6 +14,7 @@ from dynaxx.layout import EMPTY, FULL, BlockGrid, BlockLayout, ElementMasks
 from dynaxx.layout.grid import _spans
 from dynaxx.layout.host import on_device
 from dynaxx.layout.masks import bands_of
+from dynaxx.layout.origin import remember
 from dynaxx.patterns.base import Pattern, _cached_layout
 from dynaxx.patterns.compiled import layout_tensors
 from dynaxx.patterns.fixed import _drawn, _held
@@ -40,7 +41,7 @@ def build_layout(pattern: Pattern, grid: BlockGrid, device: torch.device | str =
         return numpy_layout(rule, grid, device)
     layout = _of_tensors(grid, compiled)
     if device.type != "cpu":
-        vars(layout)["_on_host"] = partial(build_layout, rule, grid)
+        remember(layout, partial(build_layout, rule, grid), layout.kv_order)
     return layout
 
 
@@ -128,7 +129,7 @@ def _layout(grid: BlockGrid, entries: Entries, bits: Words, device: torch.device
         arrays.append((-num_blocks).argsort(kind="stable")[None, None])
     layout = _assembled(grid, arrays, device)
     if device.type != "cpu":
-        vars(layout)["_on_host"] = partial(_assembled, grid, arrays, torch.device("cpu"))
+        remember(layout, partial(_assembled, grid, arrays, torch.device("cpu")), layout.kv_order)
     return layout
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.layout import BlockGrid, BlockLayout
-from dynaxx.layout.block_layout import row_offsets
+from dynaxx.layout.making import row_offsets
 from dynaxx.patterns.base import Pattern
 from dynaxx.selection.groups import heads_alike
 from dynaxx.selection.scorers.base import pieces

@@ -1,0 +1,124 @@
+"""Layouts from their blocks in any order, from block indices, and from other layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from dynaxx.layout.block_layout import BlockLayout
+from dynaxx.layout.grid import BlockGrid
+from dynaxx.layout.masks import EMPTY, FULL, ElementMasks, causal_codes, causal_masks
+
+
+def layout_of_entries(
+    grid: BlockGrid, lead: Tensor, cols: Tensor, codes: Tensor, masks: ElementMasks, shape: tuple[int, int, int]
+) -> BlockLayout:
+    """See `BlockLayout.from_entries`; `shape` is (layout_batch, layout_heads, q_blocks)."""
+    kept = codes != EMPTY
+    lead, cols, codes = lead[kept], cols[kept], codes[kept]
+    full = (codes == FULL).long()
+    order = ((lead * 2 + full) * max(1, grid.kv_blocks) + cols).argsort()
+    num_rows = prod(shape)
+    counts = torch.bincount(lead, minlength=num_rows)
+    partial = torch.bincount(lead, weights=1.0 - full, minlength=num_rows) if lead.numel() else counts
+    return BlockLayout(
+        seqlen_q=grid.seqlen_q,
+        seqlen_k=grid.seqlen_k,
+        block_size=grid.block_size,
+        kv_indptr=row_offsets(counts.view(shape)),
+        kv_num_partial=partial.view(shape).to(torch.int32),
+        kv_indices=cols[order].to(torch.int32),
+        kv_masks=codes[order].to(torch.int32),
+        masks=masks.to(lead.device),
+    )
+
+
+def row_offsets(counts: Tensor) -> Tensor:
+    """(b, h, n) counts -> (b, h, n + 1) int32 absolute offsets that go on from one head to the next."""
+    ends = counts.flatten().cumsum(0).view(counts.shape)
+    starts = ends - counts
+    if counts.shape[-1] == 0:
+        return counts.new_zeros(*counts.shape[:-1], 1, dtype=torch.int32)
+    return torch.cat([starts, ends[..., -1:]], dim=-1).to(torch.int32)
+
+
+def layout_of_block_indices(block_indices: Tensor, grid: BlockGrid) -> BlockLayout:
+    """See `BlockLayout.from_block_indices`."""
+    if block_indices.ndim != 4 or block_indices.shape[2] != grid.q_blocks:
+        raise ValueError(
+            f"`block_indices` must be (batch | 1, q_heads | 1, q_blocks = {grid.q_blocks}, slots), "
+            f"got {tuple(block_indices.shape)}"
+        )
+    if block_indices.is_floating_point() or block_indices.dtype == torch.bool:
+        raise TypeError(f"`block_indices` must be integers, got {block_indices.dtype}")
+    wrong = (block_indices < -1) | (block_indices >= grid.kv_blocks)
+    if wrong.any():
+        raise ValueError(
+            f"`block_indices` must be -1 or in [0, kv_blocks = {grid.kv_blocks}), got {block_indices[wrong][0].item()}"
+        )
+    ordered = block_indices.sort(-1).values
+    if ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any():
+        raise ValueError("`block_indices` must not name a block twice in one row; drop duplicates or set them to -1")
+    batch, heads = block_indices.shape[:2]
+    lead, slot = (block_indices.flatten(0, 2) >= 0).nonzero(as_tuple=True)
+    cols = block_indices.flatten(0, 2)[lead, slot].long()
+    codes = causal_codes(grid, lead % max(1, grid.q_blocks), cols)
+    return BlockLayout.from_entries(grid, lead, cols, codes, causal_masks(grid), layout_batch=batch, layout_heads=heads)
+
+
+def stacked(layouts: Sequence[BlockLayout]) -> BlockLayout:
+    """See `BlockLayout.stack_heads`."""
+    first = layouts[0]
+    for other in layouts:
+        same = (other.seqlen_q, other.seqlen_k, other.block_size, other.layout_batch)
+        if same != (first.seqlen_q, first.seqlen_k, first.block_size, first.layout_batch):
+            raise ValueError(
+                "`layouts` must agree in lengths, block size and batch, got "
+                f"{same} beside {(first.seqlen_q, first.seqlen_k, first.block_size, first.layout_batch)}"
+            )
+    heads = sum(layout.layout_heads for layout in layouts)
+    masks, leads, cols, codes, done = layouts[0].masks, [], [], [], 0
+    for index, layout in enumerate(layouts):
+        shift = 0
+        if index:
+            shift, masks = len(masks), masks.append(layout.masks)
+        lead, col, code = layout.entries()
+        q_blocks = max(1, layout.q_blocks)
+        head, row = lead // q_blocks, lead % q_blocks
+        batch, head = head // layout.layout_heads, head % layout.layout_heads + done
+        leads.append((batch * heads + head) * q_blocks + row)
+        cols.append(col)
+        codes.append(torch.where(code >= 0, code + shift, code))
+        done += layout.layout_heads
+    return BlockLayout.from_entries(
+        first.grid(),
+        torch.cat(leads),
+        torch.cat(cols),
+        torch.cat(codes),
+        masks,
+        layout_batch=first.layout_batch,
+        layout_heads=heads,
+    )
+
+
+def of_heads(layout: BlockLayout, heads: Sequence[int]) -> BlockLayout:
+    """See `BlockLayout.head_slice`, of a layout that heads do not share."""
+    lead, cols, codes = layout.entries()
+    new_index = torch.full((layout.layout_heads,), -1, device=layout.device)
+    new_index[torch.tensor(list(heads), device=layout.device)] = torch.arange(len(heads), device=layout.device)
+    head, row = lead // layout.q_blocks, lead % layout.q_blocks
+    batch, head = head // layout.layout_heads, new_index[head % layout.layout_heads]
+    kept = head >= 0
+    lead = (batch * len(heads) + head) * layout.q_blocks + row
+    return BlockLayout.from_entries(
+        layout.grid(),
+        lead[kept],
+        cols[kept],
+        codes[kept],
+        layout.masks,
+        layout_batch=layout.layout_batch,
+        layout_heads=len(heads),
+    )
