@@ -71,6 +71,11 @@ def test_what_is_no_input_is_refused(change, error, message):
         dx.sparse_attention(*change(*inputs()), dx.SlidingWindow(16).layout(64, block_size=16))
 
 
+def test_sinks_that_are_none():
+    with pytest.raises(TypeError, match="`sinks` must be a tensor"):
+        dx.sparse_attention(*inputs(), LAYOUT, sinks=1.0)
+
+
 def test_a_window_that_is_none():
     with pytest.raises(ValueError, match="must be an int or"):
         dx.SlidingWindow(3.5)

@@ -283,11 +283,56 @@ def test_presets_and_repr():
         (lambda: indices([[5]]), r"in \[0, kv_blocks = 2\)"),
         (lambda: indices([[1, 1]]), "twice"),
         (lambda: BlockLayout.from_dense(torch.ones(3, 3)), "`mask` must be bool"),
+        (lambda: BlockLayout.stack_heads([]), "`layouts` must hold at least one"),
+        (lambda: three_heads().head_slice([3]), "`heads` must be different ones from 0 to 2"),
+        (lambda: three_heads().head_slice([1, 1]), "`heads` must be different ones"),
+        (lambda: three_heads().head_slice([]), "`heads` must be different ones"),
+        (lambda: BlockLayout.stack_heads([three_heads(), three_heads().to("meta")]), "must be on one device"),
     ],
 )
 def test_bad_input_is_refused_with_its_contract(build, message):
     with pytest.raises(ValueError, match=message):
         build()
+
+
+def three_heads():
+    return BlockLayout.stack_heads([dx.Full().layout(20, block_size=16)] * 3)
+
+
+@pytest.mark.parametrize(
+    ("build", "name"),
+    [
+        (lambda: dx.Dilated(3, 2.0), "dilation"),
+        (lambda: dx.Strided(2.5), "stride"),
+        (lambda: dx.GlobalTokens(2.5), "tokens"),
+        (lambda: dx.GlobalTokens((1, 2.5)), "tokens"),
+        (lambda: dx.LastQueries("3"), "queries"),
+        (lambda: dx.LocalBlocks(1.5), "blocks"),
+        (lambda: dx.RandomBlocks(2, seed=0.5), "seed"),
+        (lambda: dx.Documents((0, 2.5, 6)), "cu_seqlens"),
+        (lambda: dx.Full().layout(6.0), "seqlen_q"),
+        (lambda: dx.packed_layout(dx.Full(), (0, 5.5)), "cu_seqlens_q"),
+    ],
+)
+def test_no_number_is_cut_to_a_whole_one(build, name):
+    with pytest.raises(TypeError, match=f"`{name}` must be an integer, got"):
+        build()
+
+
+def test_integers_of_any_kind():
+    for number in (np.int64(3), torch.tensor(3)):
+        for rule in (dx.SlidingWindow, dx.Strided, dx.GlobalTokens, dx.LastQueries, dx.LocalBlocks, dx.RandomBlocks):
+            assert rule(number) == rule(3)
+    assert dx.GlobalTokens(torch.tensor([1, 3])) == dx.GlobalTokens(np.array([3, 1])) == dx.GlobalTokens((1, 3))
+    assert dx.Full().layout(np.int64(40)) is dx.Full().layout(torch.tensor(40)) is dx.Full().layout(40)
+    rows = torch.tensor([[[[0, 1], [1, 0]]]])
+    found = [BlockLayout.from_block_indices(rows.to(kind), 32, block_size=16) for kind in (torch.uint8, torch.int64)]
+    assert torch.equal(found[0].kv_indices, found[1].kv_indices)
+
+
+def test_block_indices_are_a_tensor():
+    with pytest.raises(TypeError, match="`block_indices` must be a tensor, got list"):
+        BlockLayout.from_block_indices([[[[0]]]], 16, block_size=16)
 
 
 def indices(rows):

@@ -2,7 +2,7 @@
 
 from dynaxx.layout.block_layout import BlockLayout
 from dynaxx.layout.convert import from_block_mask, to_block_mask
-from dynaxx.layout.grid import BLOCK_SIZES, BlockGrid, as_block_size
+from dynaxx.layout.grid import BLOCK_SIZES, BlockGrid, as_block_size, as_integer
 from dynaxx.layout.masks import EMPTY, FULL, ElementMasks
 from dynaxx.layout.packed import CuSeqlens, PackedLayout, pack_layouts
 from dynaxx.layout.transpose import TransposedLayout
@@ -18,6 +18,7 @@ __all__ = [
     "PackedLayout",
     "TransposedLayout",
     "as_block_size",
+    "as_integer",
     "from_block_mask",
     "pack_layouts",
     "to_block_mask",

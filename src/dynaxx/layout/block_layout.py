@@ -202,6 +202,7 @@ class BlockLayout:
                 slot. Blocks that lie wholly after the row's last query are dropped under `causal`.
 
         Raises:
+            TypeError: no tensor, or not of integers.
             ValueError: an index out of range, a duplicate in a row, or a wrong shape.
         """
         from dynaxx.layout.making import layout_of_block_indices
@@ -219,7 +220,11 @@ class BlockLayout:
 
     @classmethod
     def stack_heads(cls, layouts: Sequence[BlockLayout]) -> BlockLayout:
-        """One layout from several of the same lengths and blocks, side by side along the heads."""
+        """One layout from several of the same lengths and blocks, side by side along the heads.
+
+        Raises:
+            TypeError, ValueError: none, no layouts, or such as differ in lengths, block size, batch or device.
+        """
         from dynaxx.layout.making import stacked
 
         return stacked(layouts)
@@ -262,7 +267,11 @@ class BlockLayout:
         return there
 
     def head_slice(self, heads: Sequence[int]) -> BlockLayout:
-        """The layout of some heads only; a shared layout is returned as it is."""
+        """The layout of some heads only, in their order; a shared layout is returned as it is.
+
+        Raises:
+            ValueError: none, heads that are not there, or one named twice.
+        """
         from dynaxx.layout.making import of_heads
 
         return self if self.layout_heads == 1 else of_heads(self, heads)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import index
 
 import numpy as np
 import torch
@@ -27,6 +28,14 @@ def as_block_size(block_size: int | tuple[int, int]) -> tuple[int, int]:
     return pair[0], pair[1]
 
 
+def as_integer(name: str, value: object) -> int:
+    """A Python integer of one of any kind, as of numpy; a share or a text is none."""
+    try:
+        return index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"`{name}` must be an integer, got {value!r}") from None
+
+
 @dataclass(frozen=True)
 class BlockGrid:
     """Lengths in tokens, block sizes in tokens, and whether keys after the query are hidden."""
@@ -37,6 +46,9 @@ class BlockGrid:
     causal: bool = True
 
     def __post_init__(self) -> None:
+        if type(self.seqlen_q) is not int or type(self.seqlen_k) is not int:
+            for name in ("seqlen_q", "seqlen_k"):
+                object.__setattr__(self, name, as_integer(name, getattr(self, name)))
         if self.seqlen_q < 0 or self.seqlen_k < 0:
             raise ValueError(f"sequence lengths must be >= 0, got {self.seqlen_q} and {self.seqlen_k}")
         as_block_size(self.block_size)

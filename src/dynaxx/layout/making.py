@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.layout.block_layout import BlockLayout
-from dynaxx.layout.grid import BlockGrid
+from dynaxx.layout.grid import BlockGrid, as_integer
 from dynaxx.layout.masks import EMPTY, FULL, ElementMasks, causal_codes, causal_masks
 
 
@@ -47,6 +47,8 @@ def row_offsets(counts: Tensor) -> Tensor:
 
 def layout_of_block_indices(block_indices: Tensor, grid: BlockGrid) -> BlockLayout:
     """See `BlockLayout.from_block_indices`."""
+    if not isinstance(block_indices, Tensor):
+        raise TypeError(f"`block_indices` must be a tensor, got {type(block_indices).__name__}")
     if block_indices.ndim != 4 or block_indices.shape[2] != grid.q_blocks:
         raise ValueError(
             f"`block_indices` must be (batch | 1, q_heads | 1, q_blocks = {grid.q_blocks}, slots), "
@@ -54,6 +56,7 @@ def layout_of_block_indices(block_indices: Tensor, grid: BlockGrid) -> BlockLayo
         )
     if block_indices.is_floating_point() or block_indices.dtype == torch.bool:
         raise TypeError(f"`block_indices` must be integers, got {block_indices.dtype}")
+    block_indices = block_indices.long()  # there are integers without a sign
     wrong = (block_indices < -1) | (block_indices >= grid.kv_blocks)
     if wrong.any():
         raise ValueError(
@@ -71,8 +74,14 @@ def layout_of_block_indices(block_indices: Tensor, grid: BlockGrid) -> BlockLayo
 
 def stacked(layouts: Sequence[BlockLayout]) -> BlockLayout:
     """See `BlockLayout.stack_heads`."""
+    if not layouts:
+        raise ValueError("`layouts` must hold at least one")
     first = layouts[0]
     for other in layouts:
+        if not isinstance(other, BlockLayout):
+            raise TypeError(f"`layouts` must be BlockLayouts, got {type(other).__name__}")
+        if other.device != first.device:
+            raise ValueError(f"`layouts` must be on one device, got {other.device} beside {first.device}")
         same = (other.seqlen_q, other.seqlen_k, other.block_size, other.layout_batch)
         if same != (first.seqlen_q, first.seqlen_k, first.block_size, first.layout_batch):
             raise ValueError(
@@ -106,6 +115,9 @@ def stacked(layouts: Sequence[BlockLayout]) -> BlockLayout:
 
 def of_heads(layout: BlockLayout, heads: Sequence[int]) -> BlockLayout:
     """See `BlockLayout.head_slice`, of a layout that heads do not share."""
+    heads = [as_integer("heads", head) for head in heads]
+    if len(set(heads)) < len(heads) or not all(0 <= head < layout.layout_heads for head in heads) or not heads:
+        raise ValueError(f"`heads` must be different ones from 0 to {layout.layout_heads - 1}, got {heads}")
     lead, cols, codes = layout.entries()
     new_index = torch.full((layout.layout_heads,), -1, device=layout.device)
     new_index[torch.tensor(list(heads), device=layout.device)] = torch.arange(len(heads), device=layout.device)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dynaxx.layout.block_layout import BlockLayout
 from dynaxx.layout.convert import unique_masks
-from dynaxx.layout.grid import BlockGrid, as_block_size
+from dynaxx.layout.grid import BlockGrid, as_block_size, as_integer
 from dynaxx.layout.host import on_host
 from dynaxx.layout.masks import EMPTY, FULL, ElementMasks
 
@@ -53,9 +53,11 @@ def host_lengths(name: str, cu_seqlens: CuSeqlens) -> tuple[int, ...]:
     """Cumulative lengths as host integers; reads them back from a GPU.
 
     Raises:
+        TypeError: they are no integers.
         ValueError: they do not start at 0, or fall.
     """
-    ends = tuple(int(end) for end in (cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens))
+    given = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
+    ends = tuple(as_integer(name, end) for end in given)
     if not ends or ends[0] != 0 or any(b < a for a, b in pairwise(ends)):
         raise ValueError(f"`{name}` must start at 0 and not fall, got {ends[:8]}")
     return ends

@@ -111,10 +111,12 @@ def check_sinks(sinks: Tensor, q: Tensor) -> None:
     """Check that there is one sink logit per q head.
 
     Raises:
-        TypeError: not floating point.
+        TypeError: no tensor, or not floating point.
         ValueError: another shape or device.
     """
     q_heads = q.shape[-2]
+    if not isinstance(sinks, Tensor):
+        raise TypeError(f"`sinks` must be a tensor (q_heads = {q_heads},), got {type(sinks).__name__}")
     if sinks.shape != (q_heads,):
         raise ValueError(f"`sinks` must be (q_heads = {q_heads},), one logit per head, got shape {tuple(sinks.shape)}")
     if sinks.dtype not in DTYPES:

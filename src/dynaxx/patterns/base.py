@@ -58,6 +58,11 @@ class Pattern(ABC):
         Returns:
             A layout shared by all batch entries and heads. Layouts are cached by value. They are computed on the host
             from host integers and copied, so a GPU is never waited for.
+
+        Raises:
+            TypeError: lengths that are no integers.
+            ValueError: a negative length, another block size, a GPU that torch does not see, or a rule that does not
+                fit the lengths, as `Documents` of others.
         """
         grid = BlockGrid(seqlen_q, seqlen_q if seqlen_k is None else seqlen_k, as_block_size(block_size), causal)
         return _cached_layout(self, grid, torch.device(device))
@@ -233,5 +238,7 @@ class Intersection(Combined):
 def _cached_layout(pattern: Pattern, grid: BlockGrid, device: torch.device) -> BlockLayout:
     from dynaxx.patterns.build import build_layout
 
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"`device` must be one that torch sees, got {device}: torch.cuda.is_available() is False")
     with torch.inference_mode(False):  # what is cached must serve training, too
         return build_layout(pattern, grid, device)

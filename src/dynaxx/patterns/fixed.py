@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -11,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dynaxx.layout import BlockGrid
+from dynaxx.layout import BlockGrid, as_integer
 from dynaxx.patterns.base import Pattern, Visited
 from dynaxx.patterns.kinds import Blocks, Kinds, distinct, met, packed, whole_or_nothing
 from dynaxx.patterns.local import SlidingWindow
@@ -32,11 +33,13 @@ class GlobalTokens(Pattern):
     symmetric: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.tokens, int):
-            if self.tokens < 0:
-                raise ValueError(f"`tokens` must be >= 0, got {self.tokens}")
+        if not isinstance(self.tokens, Iterable) or getattr(self.tokens, "ndim", 1) == 0:
+            count = as_integer("tokens", self.tokens)
+            if count < 0:
+                raise ValueError(f"`tokens` must be >= 0, got {count}")
+            object.__setattr__(self, "tokens", count)
             return
-        positions = tuple(sorted({int(position) for position in self.tokens}))
+        positions = tuple(sorted({as_integer("tokens", position) for position in self.tokens}))
         if positions and positions[0] < 0:
             raise ValueError(f"`tokens` must be positions >= 0, got {positions[0]}")
         object.__setattr__(self, "tokens", positions)
@@ -96,6 +99,7 @@ class LastQueries(Pattern):
     queries: int
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "queries", as_integer("queries", self.queries))
         if self.queries < 0:
             raise ValueError(f"`queries` must be >= 0, got {self.queries}")
 
@@ -131,10 +135,11 @@ class Documents(Pattern):
     cu_seqlens: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        ends = self.cu_seqlens.tolist() if isinstance(self.cu_seqlens, Tensor) else list(self.cu_seqlens)
+        given = self.cu_seqlens.tolist() if isinstance(self.cu_seqlens, Tensor) else self.cu_seqlens
+        ends = tuple(as_integer("cu_seqlens", end) for end in given)
         if len(ends) < 2 or ends[0] != 0 or any(b < a for a, b in pairwise(ends)):
             raise ValueError(f"`cu_seqlens` must start at 0 and not fall, got {ends[:8]}")
-        object.__setattr__(self, "cu_seqlens", tuple(int(end) for end in ends))
+        object.__setattr__(self, "cu_seqlens", ends)
 
     def _document(self, positions: Ints) -> Ints:
         """Index of each position's document; positions past the end count to the last one."""
@@ -205,6 +210,7 @@ class LocalBlocks(Pattern):
     blocks: int
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "blocks", as_integer("blocks", self.blocks))
         if self.blocks < 1:
             raise ValueError(f"`blocks` must be >= 1, got {self.blocks}")
 
@@ -243,6 +249,8 @@ class RandomBlocks(Pattern):
     seed: int = 0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "blocks", as_integer("blocks", self.blocks))
+        object.__setattr__(self, "seed", as_integer("seed", self.seed))
         if self.blocks < 0:
             raise ValueError(f"`blocks` must be >= 0, got {self.blocks}")
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import gcd
+from operator import index
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from dynaxx.layout import BlockGrid
+from dynaxx.layout import BlockGrid, as_integer
 from dynaxx.patterns import program
 from dynaxx.patterns.base import Pattern, Visited
 from dynaxx.patterns.runs import Ints, Runs
@@ -92,13 +93,17 @@ class SlidingWindow(DistanceRule):
     window: int | tuple[int, int]
 
     def __post_init__(self) -> None:
-        if isinstance(self.window, int):
-            if self.window < 1:
-                raise ValueError(f"`window` must be >= 1 keys, got {self.window}")
-        elif not isinstance(self.window, tuple | list) or len(self.window) != 2 or min(self.window) < -1:
+        given: Any = self.window
+        one = not isinstance(given, tuple | list)
+        try:
+            sides = tuple(index(side) for side in ((given,) if one else given))
+        except TypeError:
+            sides = ()
+        if len(sides) != 2 - one or min(sides) < -1:
             raise ValueError(f"`window` must be an int or (left, right) with values >= -1, got {self.window!r}")
-        else:
-            object.__setattr__(self, "window", tuple(self.window))
+        if one and sides[0] < 1:
+            raise ValueError(f"`window` must be >= 1 keys, got {self.window}")
+        object.__setattr__(self, "window", sides[0] if one else sides)
 
     def _limits(self, grid: BlockGrid) -> tuple[int | None, int | None]:
         """The band lo <= query - key <= hi, None where unlimited."""
@@ -139,6 +144,8 @@ class Dilated(DistanceRule):
     dilation: int
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "window", as_integer("window", self.window))
+        object.__setattr__(self, "dilation", as_integer("dilation", self.dilation))
         if self.window < 1 or self.dilation < 1:
             raise ValueError(f"`window` and `dilation` must be >= 1, got {self.window} and {self.dilation}")
 
@@ -172,6 +179,7 @@ class Strided(DistanceRule):
     stride: int
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "stride", as_integer("stride", self.stride))
         if self.stride < 1:
             raise ValueError(f"`stride` must be >= 1, got {self.stride}")
 
