@@ -126,7 +126,7 @@ def main():
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where the kernel runs")
     parser.add_argument("--copies", type=int, default=4, help="of the sequence, on a GPU")
     options = parser.parse_args()
-    model, tokenizer = load_model("smollm2")
+    model, tokenizer = load_model("smollm2", device=options.device)
     group_size = model.config.num_attention_heads // model.config.num_key_value_heads
     ids = encode(tokenizer, pydoc_text(), options.tokens)
     n = options.tokens
