@@ -110,6 +110,21 @@ def test_any_scale(scale):
 
 @pytest.mark.gpu
 @on_hopper
+def test_gradients_of_out_or_of_lse_alone():
+    q, k, v = (x.requires_grad_() for x in make_qkv(1, 150, 150, 4, 2, 64, dtype=torch.bfloat16, device="cuda"))
+    layout = (dx.SlidingWindow(40) | dx.Sink(3)).layout(150, block_size=64, device="cuda")
+    out, lse = attend(q, k, v, layout)
+    do, dlse = torch.randn_like(out), torch.randn_like(lse)
+    gradients = lambda given, grads: torch.autograd.grad(given, (q, k, v), grads, retain_graph=True)
+    for alone, both in (
+        (gradients(out, do), gradients((out, lse), (do, torch.zeros_like(lse)))),
+        (gradients(lse, dlse), gradients((out, lse), (torch.zeros_like(out), dlse))),
+    ):
+        assert all(torch.equal(x, y) for x, y in zip(alone, both, strict=True))
+
+
+@pytest.mark.gpu
+@on_hopper
 def test_cuda_graph():
     q, k, v = make_qkv(1, 700, 700, 4, 2, 128, dtype=torch.bfloat16, device="cuda")
     layout = dx.SlidingWindow(300).layout(700, block_size=128, device="cuda")

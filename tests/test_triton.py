@@ -62,6 +62,20 @@ def test_random_cases_on_a_gpu(seed, dtype):
 
 
 @runs_here
+def test_gradients_of_out_or_of_lse_alone():
+    q, k, v = (x.requires_grad_() for x in make_qkv(1, 150, 150, 4, 2, 16, device=DEVICE))
+    layout = (dx.SlidingWindow(40) | dx.Sink(3)).layout(150, block_size=64, device=DEVICE)
+    out, lse = attend(q, k, v, layout)
+    do, dlse = torch.randn_like(out), torch.randn_like(lse)
+    gradients = lambda given, grads: torch.autograd.grad(given, (q, k, v), grads, retain_graph=True)
+    for alone, both in (
+        (gradients(out, do), gradients((out, lse), (do, torch.zeros_like(lse)))),
+        (gradients(lse, dlse), gradients((out, lse), (torch.zeros_like(out), dlse))),
+    ):
+        assert all(torch.equal(x, y) for x, y in zip(alone, both, strict=True))
+
+
+@runs_here
 def test_a_query_that_sees_nothing():
     q, k, v = (x.requires_grad_() for x in make_qkv(1, 40, 20, 2, 1, 16, device=DEVICE))
     out, lse = attend(q, k, v, dx.Full().layout(40, 20, block_size=16, device=DEVICE))

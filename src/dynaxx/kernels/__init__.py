@@ -4,7 +4,8 @@
 `attention_forward(q, k, v, layout, scale)`  -> (out, lse)
 `attention_backward(do, dlse, q, k, v, out, lse, layout, scale)` -> (dq, dk, dv), where the backend has one
 
-Both take `softcap=` last, where the backend serves it; it is given only where there is one.
+`dlse` is None where there is no gradient of lse. Both take `softcap=` last,
+where the backend serves it; it is given only where there is one.
 
 `reference` defines them; every other backend is tested against it.
 """

@@ -101,7 +101,8 @@ def sparse_attention(
     if packed or cu_seqlens_q is not None or cu_seqlens_k is not None:
         check_packed(q, k, v, layout, cu_seqlens_q, cu_seqlens_k)
         q, k, v = q[None], k[None], v[None]
-    scale, softcap = (None if x is None else float(x) for x in (scale, softcap))
+    scale = None if scale is None else float(scale)
+    softcap = None if softcap is None else float(softcap)
     out, lse = _attend(q, k, v, layout, scale, softcap, backend)
     if sinks is not None:
         check_sinks(sinks, q)
@@ -121,7 +122,8 @@ def _attend(
         tensors, scale = layout_tensors(layout, q), q.shape[-1] ** -0.5 if scale is None else scale
         return attention_forward(q, k, v, tensors, *layout.block_size, scale, softcap, backend, needs_grad)
     name, needs_grad = backend_for(q, k, v, layout, softcap, backend)
-    q, k, v = (x.resolve_neg() for x in (q, k, v))  # kernels read memory, which a view of the negative shares
+    if q.is_neg() or k.is_neg() or v.is_neg():  # kernels read memory, which a view of the negative shares
+        q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if name == "reference" or not needs_grad:
         return load_backend(name).attention_forward(q, k, v, layout, scale, **score_options(softcap))
@@ -145,14 +147,16 @@ class _SparseAttention(torch.autograd.Function):
         options = score_options(softcap)
         out, lse = load_backend(name).attention_forward(q, k, v, layout, scale, **options)
         ctx.save_for_backward(q, k, v, out, lse)
+        ctx.set_materialize_grads(False)  # no zeros for an lse that nothing was made of
         ctx.layout, ctx.scale, ctx.options, ctx.name = layout, scale, options, name
         return out, lse
 
     @staticmethod
     @first_derivative_only
-    def backward(ctx: Any, do: Tensor, dlse: Tensor) -> Any:
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:
         q, k, v, out, lse = ctx.saved_tensors
         backend = load_backend(ctx.name)
-        do, dlse = do.resolve_neg(), dlse.resolve_neg()
+        do = torch.zeros_like(out) if do is None else do.resolve_neg()
+        dlse = None if dlse is None else dlse.resolve_neg()
         grads = backend.attention_backward(do, dlse, q, k, v, out, lse, ctx.layout, ctx.scale, **ctx.options)
         return *grads, None, None, None, None

@@ -19,7 +19,14 @@ from dynaxx.kernels.hopper.backward_joint import backward_joint
 from dynaxx.kernels.hopper.backward_rows import dq_of_sums, rows_and_sums, rows_of
 from dynaxx.kernels.hopper.config import backward_dq_tiles, backward_in_one_pass
 from dynaxx.kernels.hopper.launch import dense_rows
-from dynaxx.kernels.triton.launch import RUNTIME_SIZES, layout_arguments, order_argument, processors, tile_rows
+from dynaxx.kernels.triton.launch import (
+    RUNTIME_SIZES,
+    layout_arguments,
+    order_argument,
+    processors,
+    tile_rows,
+    zeros_like_lse,
+)
 from dynaxx.kernels.triton.light import Launch, light_launch
 from dynaxx.kernels.triton.parts import WHOLE, entries_of, part_of, store_part
 from dynaxx.kernels.triton.primitives import (
@@ -189,7 +196,7 @@ def _sparse_attention_hopper_bwd_dq_kernel(
 
 def attention_backward(
     do: Tensor,
-    dlse: Tensor,
+    dlse: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -202,6 +209,7 @@ def attention_backward(
     if out.numel() == 0 or v.numel() == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     do, q, k, v, out = (dense_rows(x) for x in (do, q, k, v, out))
+    dlse = zeros_like_lse(lse, layout) if dlse is None else dlse
     programs = layout.kv_blocks * k.shape[0] * k.shape[2]
     if not torch.are_deterministic_algorithms_enabled() and backward_in_one_pass(
         layout.block_size[1], programs, processors(k.device)

@@ -43,7 +43,7 @@ def attention_forward(
 
 def attention_backward(
     do: Tensor,
-    dlse: Tensor,
+    dlse: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -53,7 +53,7 @@ def attention_backward(
     scale: float,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv in the dtype and shape of q, k, v; do is the gradient of out, dlse that of lse.
+    """Return dq, dk, dv in the dtype and shape of q, k, v; do is the gradient of out, dlse that of lse or None.
 
     With weights P = exp(scores - lse), zero where nothing is seen: dP = do v^T, dS = P (dP - (do . out) + dlse).
     Through a softcap c, dS is multiplied by 1 - tanh(s / c) ** 2.
@@ -69,7 +69,7 @@ def attention_backward(
         scores, slope = softcap * capped, 1 - capped**2
     shift = lse.masked_fill(lse == -torch.inf, 0.0)[..., None]
     weights = (scores - shift).masked_fill(~layout.to_dense(), -torch.inf).exp()
-    delta = (wide_do * wide_out).sum(-1).transpose(1, 2) - dlse
+    delta = (wide_do * wide_out).sum(-1).transpose(1, 2) - (0.0 if dlse is None else dlse)
     d_scores = weights * (torch.einsum("bnhe,bmhe->bhnm", wide_do, wide_v) - delta[..., None]) * slope * scale
     dq = torch.einsum("bhnm,bmhd->bnhd", d_scores, wide_k)
     dk = torch.einsum("bhnm,bnhd->bmhd", d_scores, wide_q).unflatten(2, (kv_heads, -1)).sum(3)

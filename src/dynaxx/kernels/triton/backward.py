@@ -26,6 +26,7 @@ from dynaxx.kernels.triton.launch import (
     tile_values,
     transposed_arguments,
     unit_stride,
+    zeros_like_lse,
 )
 from dynaxx.kernels.triton.light import Launch
 from dynaxx.kernels.triton.repeat import repeated
@@ -34,7 +35,7 @@ from dynaxx.layout import BlockLayout
 
 def attention_backward(
     do: Tensor,
-    dlse: Tensor,
+    dlse: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -48,13 +49,15 @@ def attention_backward(
 
     Args:
         do: (B, N, Hq, E), gradient of `out`.
-        dlse: (B, Hq, N) fp32, gradient of `lse`; ignored where lse is -inf, as a query that sees nothing has none.
+        dlse: (B, Hq, N) fp32, gradient of `lse`, None for none; ignored where lse is -inf, as a query that sees nothing
+            has none.
     """
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     if out.numel() == 0 or v.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
     do, q, k, v, out = (unit_stride(x) for x in (do, q, k, v, out))
     lse = lse.contiguous()
+    dlse = zeros_like_lse(lse, layout) if dlse is None else dlse
     row_lse, delta = empty_rows(lse), empty_rows(lse)
     repeated(start_rows, layout, (do, dlse, out, lse, row_lse, delta))
     repeated(_start_dq, layout, (do, q, k, v, row_lse, delta, dq), scale, softcap)
