@@ -2,14 +2,16 @@
 
     python benchmarks/gpu_sweep.py --cases 5000 --jobs 16 --seconds 200 --json sweep.json
 
-What a kernel is compiled for (dtype, head_dims, blocks, softcap, alignment) is a key; every key meets many problems of
-`dynaxx.testing`: groups, lengths, ragged packed batches, sinks, masks and patterns, layouts per head, merged results,
-strides. Several processes share the GPU, each with keys of its own. Prints what failed with how to see it again
-(`--key N --seed S --cases 1`), and a count of what passed, failed and was refused; exits 1 on any failure.
+What a kernel is compiled for (dtype, head_dims, blocks, softcap, alignment, strides by 16) is a key;
+every key meets many problems of `dynaxx.testing`: groups, lengths, ragged packed batches, sinks, masks and patterns,
+layouts per head, merged results, in two ways to lie in memory. Several processes share the GPU, each with keys of its
+own. Prints what failed with how to see it again (`--key N --seed S --cases 1`), and a count of what passed, failed and
+was refused; exits 1 on any failure.
 """
 
 import argparse
 import collections
+import hashlib
 import json
 import multiprocessing
 import random
@@ -20,6 +22,7 @@ from pathlib import Path
 
 import torch
 
+import dynaxx
 from dynaxx.ops.dispatch import unsupported_reasons
 from dynaxx.testing.expected import Expected
 from dynaxx.testing.memory import MEMORY
@@ -30,6 +33,7 @@ HEAD_DIMS = (32, 40, 64, 80, 96, 128, 192, 256)
 GROUPS = (1, 2, 3, 4, 5, 7, 8, 16, 32)
 UNALIGNED = ("part of head_dim", "odd address")  # other kernels: Triton compiles for the alignment of its arguments
 ALIGNED = tuple(name for name in MEMORY if name not in UNALIGNED)
+WAYS = 2  # in which the tensors of a key's problems lie in memory: Triton compiles for each
 SHARE = 0.3  # of the cases on Hopper's own kernels, of which there are fewer
 
 
@@ -43,6 +47,12 @@ class Key:
     block_size: tuple[int, int]
     capped: bool = False
     aligned: bool = True
+
+    def memories(self, seed):
+        """How q, k, v, sinks and the gradient of out lie in memory."""
+        rng = random.Random(f"{self} {random.Random(seed).randrange(WAYS)}")
+        allowed = ALIGNED if self.aligned else (rng.choice(UNALIGNED),)
+        return [rng.choice(allowed) for _ in range(5)]
 
     def fixed(self, rng):
         group = rng.choice(GROUPS)
@@ -95,14 +105,12 @@ def choose_passes(one):
 
 def run_case(key, seed, device):
     """Draw and expect on the CPU, where small problems are fast; run on the device, which is shared."""
-    rng = random.Random(seed)
-    allowed = ALIGNED if key.aligned else (rng.choice(UNALIGNED),)
-    problem = random_problem(seed, "cpu", **key.fixed(rng))
+    problem = random_problem(seed, "cpu", **key.fixed(random.Random(seed)))
     asks = replace(problem.asks, device=torch.device(device))
     if why := unsupported_reasons(key.backend, asks):
         return "refused", "; ".join(why), problem.traits
     expected = Expected(problem, seed)
-    memories = [rng.choice(allowed) for _ in range(5)]
+    memories = key.memories(seed)
     if key.backend == "hopper":
         choose_passes(seed % 2 == 0)
 
@@ -143,6 +151,15 @@ def run_key(task):
                 (status, line if status == "refused" else f"--key {number} --seed {seed} --cases 1: {key} {line}")
             )
     return key, counts, traits, lines, (first, time.time() - began)
+
+
+def state_of_sources():
+    """Changes with any source file that a result depends on: sweeps of one state may be counted together."""
+    digest = hashlib.sha256()
+    for room in ("kernels", "layout", "ops"):
+        for path in sorted((Path(dynaxx.__file__).parent / room).rglob("*.py")):
+            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
 
 
 def tasks_of(args, deadline):
@@ -203,6 +220,7 @@ def main():
         "seconds of a key's first case, which compiles": round(firsts / max(1, cores), 2),
         "seconds of another": round(rest / max(1, sum(counts.values()) - cores), 3),
         "first_seed": args.seed,
+        "state": state_of_sources(),
         "device": torch.cuda.get_device_name() if args.device == "cuda" else args.device,
     }
     if args.json:
