@@ -1,7 +1,9 @@
 """Tile sizes found on a machine: how they are searched, kept and read; the timing itself needs a GPU."""
 
+import errno
 import json
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -49,6 +51,23 @@ def test_what_was_found_is_used_in_later_processes(on_disk):
     on_disk.unlink()
     forget()
     assert config.forward_tiles(GPU, *SHAPE) == default
+
+
+def test_a_full_disk_leaves_what_was_there(on_disk, monkeypatch):
+    kind = tuned.kind_of_launch("forward_tiles", *SHAPE)
+    tuned.keep(kind, GPU, (32, 64, 4, 3, 128))
+    before = on_disk.read_text()
+
+    def half(path, text, encoding):
+        path.write_bytes(text[:5].encode())
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(Path, "write_text", half)
+        with pytest.raises(OSError, match="No space left"):
+            tuned.keep(kind, GPU, (64, 64, 4, 3, 128))
+    assert on_disk.read_text() == before
+    assert [path.name for path in on_disk.parent.iterdir()] == [on_disk.name]
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"a": [3, 64, 4, 2, null]}', '{"a": [64, 64, 4]}', '{"a": 1}'])

@@ -1,5 +1,6 @@
 """The policy document: round trips, every refusal with its field and fix, files that are whole, plans per layer."""
 
+import errno
 import json
 import os
 import re
@@ -205,6 +206,10 @@ def test_saving_is_all_or_nothing(tmp_path, monkeypatch):
     before = file.read_bytes()
     monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
+        save_policy(FULL.replace(dense_below=0), file)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(full))
+    with pytest.raises(OSError, match=r"cannot be written \(No space left.*policy.json"):
         save_policy(FULL.replace(dense_below=0), file)
     assert file.read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["policy.json"]

@@ -123,9 +123,12 @@ def _save(text: str, target: Path) -> None:
             os.fsync(file.fileno())
         os.chmod(name, 0o644)
         os.replace(name, target)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name)
+        if isinstance(error, OSError):  # as when the disk is full: it would name no file, or the one beside the target
+            said = f"cannot be written ({error.strerror or error}); what was there is untouched"
+            raise OSError(error.errno, said, str(target)) from None
         raise
     _sync_directory(target.parent)
 

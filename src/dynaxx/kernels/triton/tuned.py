@@ -43,8 +43,11 @@ def keep(kind: str, device: torch.device, values: Values | None, store: bool = T
         path = tuned_file(device)
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
-        beside.write_text(json.dumps({**_read(path), **known}, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-        os.replace(beside, path)
+        try:
+            beside.write_text(json.dumps({**_read(path), **known}, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+            os.replace(beside, path)
+        finally:
+            beside.unlink(missing_ok=True)  # where it could not be written whole
 
 
 def tuned_file(device: torch.device) -> Path:
