@@ -162,13 +162,14 @@ void choose(const SelectArgs& args, int64_t batch, int64_t head, const float* sc
 // ---- summaries ------------------------------------------------------------------------------------------------------
 
 void narrow(Stored stored, const float* from, int64_t count, char* to) {
+  if (stored == Stored::FP16) return narrow_fp16(from, count, (uint16_t*)to);
   for (int64_t i = 0; i < count; i++)
     if (stored == Stored::FP32)
       ((float*)to)[i] = from[i];
     else if (stored == Stored::INT8)
       ((int8_t*)to)[i] = int8_t(std::nearbyint(std::max(-127.f, std::min(127.f, from[i]))));  // NaN: 127
     else
-      ((uint16_t*)to)[i] = stored == Stored::BF16 ? narrow_bf16(from[i]) : narrow_fp16(from[i]);
+      ((uint16_t*)to)[i] = narrow_bf16(from[i]);
 }
 
 // One page's keys in use to its row of low and of high.
