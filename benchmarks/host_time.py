@@ -9,6 +9,7 @@ time ends when it lies on the GPU. One thread.
 from __future__ import annotations
 
 import argparse
+import random
 import time
 from collections.abc import Callable
 from statistics import median
@@ -77,6 +78,7 @@ def print_layouts(tokens: int) -> None:
         "bigbird(384, 64, 3)": dx.bigbird(384, 64, 3),
         "LocalBlocks(8)": dx.LocalBlocks(8),
         "Documents, 16": dx.Documents(documents),
+        "Documents, 200 of any length": dx.Documents((0, *sorted(random.Random(0).sample(range(tokens), 199)), tokens)),
         "SlidingWindow(4096) & Documents": dx.SlidingWindow(4096) & dx.Documents(documents),
     }.items():
         new = [built_ms(rule, tokens) for _ in range(12)]

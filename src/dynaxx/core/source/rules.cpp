@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <map>
+#include <unordered_map>
 
 namespace dynaxx {
 
@@ -202,9 +203,40 @@ struct Documents {
   int64_t end(int64_t document) const { return document + 1 < count ? ends[document + 1] : INT64_MAX / 2; }
 };
 
+// Queries top .. bottom - 1 of a block and its keys left .. right - 1.
+struct Rectangle {
+  int64_t top, bottom, left, right;
+};
+
+// What documents show of a block: calls `use` with a rectangle for each.
+template <typename Use>
+void rectangles_of(const Documents& documents, const Grid& grid, int64_t row, int64_t col, const Use& use) {
+  const int64_t first = grid.first(row), first_key = col * grid.kv_block;
+  const auto within = [](int64_t at, int64_t size) { return std::clamp<int64_t>(at, 0, size); };
+  const int64_t last = documents.of(first + grid.q_block - 1);
+  for (int64_t document = documents.of(first); document <= last; document++) {
+    const int64_t begin = documents.begin(document), end = documents.end(document);
+    const Rectangle found{within(begin - first, grid.q_block), within(end - first, grid.q_block),
+                          within(begin - first_key, grid.kv_block), within(end - first_key, grid.kv_block)};
+    if (found.top < found.bottom && found.left < found.right) use(found);
+  }
+}
+
+// The same as one number; 0 where they are more than two.
+uint64_t number_of(const Documents& documents, const Grid& grid, int64_t row, int64_t col) {
+  uint64_t number = 0;
+  int64_t count = 0;
+  rectangles_of(documents, grid, row, col, [&](const Rectangle& found) {
+    number = number << 32 | uint64_t(found.top << 24 | found.bottom << 16 | found.left << 8 | found.right);
+    count++;
+  });
+  return count > 2 ? 0 : number;
+}
+
 Track by_document(const Rule& rule, const Grid& grid) {
   const Documents documents{rule.numbers + 1, rule.numbers[0] - 1};
   std::vector<std::array<int64_t, 2>> cut;  // of each kind from CUT on: row and kv block of one that has it
+  std::unordered_map<uint64_t, int32_t> known;
   Track track;
   for (int64_t row = 0; row < grid.q_blocks(); row++) {
     const int64_t first = grid.first(row), until = documents.of(grid.last(row));
@@ -212,8 +244,11 @@ Track by_document(const Rule& rule, const Grid& grid) {
     const auto add_cut = [&](int64_t start, int64_t end) {
       const bool listed = int64_t(track.runs.size()) > track.ends.back() && track.runs.back().end > start;
       if (listed || start >= end) return;  // a block at the end of the document before, too
-      track.add(start, end, CUT + int32_t(cut.size()));
-      cut.push_back({row, start});
+      int32_t kind = CUT + int32_t(cut.size());
+      if (const uint64_t number = number_of(documents, grid, row, start))
+        kind = known.try_emplace(number, kind).first->second;
+      track.add(start, end, kind);
+      if (kind == CUT + int32_t(cut.size())) cut.push_back({row, start});
     };
     for (int64_t document = documents.of(first); document <= until; document++) {
       const int64_t begin = std::max<int64_t>(documents.begin(document), 0), end = documents.end(document);
@@ -234,12 +269,9 @@ Track by_document(const Rule& rule, const Grid& grid) {
   track.kinds = CUT + int32_t(cut.size());
   track.mask = [documents, cut, grid](int32_t kind, uint32_t* out) {
     const auto [row, col] = cut[kind - CUT];
-    const int64_t first_key = col * grid.kv_block;
-    for (int64_t r = 0; r < grid.q_block; r++) {
-      const int64_t document = documents.of(grid.first(row) + r);
-      const int64_t begin = std::clamp<int64_t>(documents.begin(document) - first_key, 0, grid.kv_block);
-      set_bits(out + r * grid.words(), begin, std::min(documents.end(document) - first_key, grid.kv_block));
-    }
+    rectangles_of(documents, grid, row, col, [&](const Rectangle& found) {
+      for (int64_t r = found.top; r < found.bottom; r++) set_bits(out + r * grid.words(), found.left, found.right);
+    });
   };
   return track;
 }
