@@ -249,6 +249,21 @@ def test_a_rule_of_ones_own():
             assert torch.equal(layout.to_dense()[0, 0], want & (k_pos <= q_pos) if causal else want)
 
 
+def test_a_rule_that_changes_another():
+    class EvenDistances(dx.SlidingWindow):
+        def shows(self, grid, distance):
+            return super().shows(grid, distance) & (distance % 2 == 0)
+
+        def visited(self, grid):
+            return Visited(super().visited(grid).touched, Runs.none())
+
+    layout = (EvenDistances(40) | dx.Sink(2)).layout(100, block_size=16).validate()
+    at = torch.arange(100)
+    distance = at[:, None] - at
+    want = ((distance < 40) & (distance % 2 == 0) | (at < 2)) & (distance >= 0)
+    assert torch.equal(layout.to_dense()[0, 0], want)
+
+
 def test_random_blocks_stay_what_they_were():
     for rule, drawn in (
         (dx.RandomBlocks(2, seed=7), ((0,), (0, 1), (0, 1), (0, 2), (0, 3))),

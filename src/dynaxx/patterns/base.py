@@ -38,6 +38,12 @@ class Visited(NamedTuple):
 class Pattern(ABC):
     """A rule over positions. Hashable and immutable; combine with `|` (either shows the pair) and `&` (both do)."""
 
+    def __init_subclass__(cls) -> None:
+        """A class that shows other pairs than the one it extends does not have its program."""
+        super().__init_subclass__()
+        if {"visible", "shows"} & vars(cls).keys() and "program" not in vars(cls):
+            cls.program = Pattern.program  # type: ignore[method-assign]
+
     def layout(
         self,
         seqlen_q: int,
@@ -108,7 +114,7 @@ class Pattern(ABC):
 
     def program(self, grid: BlockGrid) -> list[int] | None:
         """This rule in the numbers of `patterns.program`, from which the compiled core builds the layouts that
-        `visited` and `kinds` define; None where only they do. A class that shows other pairs says None again."""
+        `visited` and `kinds` define; None where only they do."""
         return None
 
     def leaves(self) -> list[Pattern]:
