@@ -1,7 +1,7 @@
 """Native Sparse Attention on a GPU beside dense attention: correct first, then times, then memory.
 
     python benchmarks/native.py                 # all of it, about 3 minutes
-    python benchmarks/native.py --only selected --json out.json
+    python benchmarks/native.py --only selected --heads 32/8 --json out.json
 
 Selected rows: 16 blocks of 64 tokens per query, bf16, head_dim 128, batch 1; an overlap of 75 % keeps that share of the
 blocks from one query to the next. Whole rows: the paper's sizes (blocks of 32 every 16 tokens compressed, 16 of 64
@@ -13,6 +13,7 @@ import argparse
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -34,7 +35,8 @@ from dynaxx.ops.selected import attend_selected, selected_attention
 from dynaxx.testing.native import random_selected_case
 
 DIM, SIZES = 128, NativeSizes()
-HEADS = {"64/4": (64, 4), "32/8": (32, 8)}
+MAIN = ("64/4", "32/8")
+HEADS = {heads: tuple(map(int, heads.split("/"))) for heads in (*MAIN, "32/4", "32/16", "32/32")}
 
 
 def time_of(run):
@@ -211,6 +213,7 @@ def time_parts(q_heads, kv_heads, seqlen, drift):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=["selected", "whole", "lengths", "parts"], help="one of the parts")
+    parser.add_argument("--heads", nargs="+", choices=HEADS, help="only rows of these")
     parser.add_argument("--schedules", action="store_true", help="time both schedules of selected attention")
     parser.add_argument("--json", help="also write the rows here")
     parser.add_argument("--cases", type=int, default=10, help="random problems per schedule that must pass first")
@@ -227,27 +230,35 @@ def main():
         if args.json:  # after every row: what was measured stays if the time is up
             Path(args.json).write_text(json.dumps(rows, indent=1))
 
-    if args.only in (None, "whole"):
-        report(time_whole("64/4", 64, 4, 32768, 0.999))
-        report(time_whole("64/4", 64, 4, 32768, 0.0))
-        report(time_whole("32/8", 32, 8, 32768, 0.999))
-        report(time_whole("64/4", 64, 4, 65536, 0.999))
-    if args.only in (None, "selected"):
-        for name in HEADS:
-            for keep in (0.0, 0.75):
-                for schedule in ("union", "gather") if args.schedules else (None,):
-                    report(time_selected(name, 32768, keep, schedule))
-    if args.only in (None, "lengths"):
-        for seqlen in (8192, 16384):
-            report(time_whole("64/4", 64, 4, seqlen, 0.999))
-        for group in (1, 2, 4, 8):
-            for seqlen in (16384, 32768):
-                report(time_whole(f"32/{32 // group}", 32, 32 // group, seqlen, 0.999))
-    if args.only in (None, "parts"):
-        for name, heads in HEADS.items():
-            for drift in (0.999, 0.0):
-                inputs = "drifting" if drift else "random"
-                report({"work": f"parts {name} 32k", "inputs": inputs, **time_parts(*heads, 32768, drift)})
+    for part, heads, run in rows_to_time(args.schedules):
+        if args.only in (None, part) and (not args.heads or heads in args.heads):
+            report(run())
+
+
+def rows_to_time(schedules):
+    """(part, heads, what gives a row) of every row."""
+    whole = lambda heads, seqlen, drift: ("whole", heads, lambda: time_whole(heads, *HEADS[heads], seqlen, drift))
+    yield whole("64/4", 32768, 0.999)
+    yield whole("64/4", 32768, 0.0)
+    yield whole("32/8", 32768, 0.999)
+    yield whole("64/4", 65536, 0.999)
+    for heads in ("64/4", "32/8", "32/16", "32/32"):
+        for keep in (0.0, 0.75) if heads in MAIN else (0.75,):
+            for schedule in ("union", "gather") if schedules else (None,):
+                yield "selected", heads, partial(time_selected, heads, 32768, keep, schedule)
+    for seqlen in (8192, 16384):
+        yield "lengths", *whole("64/4", seqlen, 0.999)[1:]
+    for heads in ("32/32", "32/16", "32/8", "32/4"):
+        for seqlen in (16384, 32768):
+            yield "lengths", *whole(heads, seqlen, 0.999)[1:]
+    for heads in MAIN:
+        for drift in (0.999, 0.0):
+            yield "parts", heads, partial(row_of_parts, heads, drift)
+
+
+def row_of_parts(heads, drift):
+    inputs = "drifting" if drift else "random"
+    return {"work": f"parts {heads} 32k", "inputs": inputs, **time_parts(*HEADS[heads], 32768, drift)}
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import torch
 
 import dynaxx as dx
 from dynaxx.layout.native import NativeSizes, native_spans
+from dynaxx.ops import native
 from dynaxx.ops.native import compress, compression_windows, native_sparse_attention, select_native
 from dynaxx.ops.selected import selected_attention
 from dynaxx.patterns.compressed import Compressed
@@ -73,6 +74,25 @@ def test_packed_is_each_sequence_alone(seed, dtype):
         alone = tuple(compress(x[None, c:d], sizes) for x in (k, v))
         want = native_sparse_attention(q[None, a:b], k[None, c:d], v[None, c:d], alone, gates[None, a:b], sizes)
         assert torch.allclose(got[a:b], want[0], atol=1e-5 if dtype == torch.float32 else 1e-12)
+
+
+def test_a_few_kv_heads_at_a_time(monkeypatch):
+    """As groups of 1 go on a GPU."""
+    q, k, v, gates = (x[None] for x in inputs(random.Random(5), 60, 60, group=1, dtype=torch.float32))
+    wide = [torch.cat([x, x.flip(1)], 2).requires_grad_() for x in (q, k, v, gates)]
+
+    def run():
+        q, k, v, gates = wide
+        return native_sparse_attention(q, k, v, (compress(k, SMALL), compress(v, SMALL)), gates, SMALL)
+
+    want = run()
+    do = torch.randn_like(want)
+    grads = torch.autograd.grad(want, wide, do)
+    monkeypatch.setattr(native, "_kv_heads_at_once", lambda *args: wide[1].shape[2] - 1)
+    got = run()
+    assert torch.allclose(got, want, atol=1e-6)
+    for one, other in zip(torch.autograd.grad(got, wide, do), grads, strict=True):
+        assert torch.allclose(one, other, atol=1e-5)
 
 
 def test_gradients_by_gradcheck():

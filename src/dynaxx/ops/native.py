@@ -21,6 +21,7 @@ from dynaxx.patterns.local import SlidingWindow
 from dynaxx.patterns.packed import packed_layout
 
 LAYOUT_BLOCK = {"cpu": 64}  # of the compressed and the window branch; others 128
+FULL_ROWS = 1 << 19  # tokens times heads that fill a GPU: half as many take a tenth longer
 
 
 def compression_windows(x: Tensor, sizes: NativeSizes, *, cu_seqlens: CuSeqlens | None = None) -> Tensor:
@@ -171,15 +172,36 @@ def native_sparse_attention(
     if gates.shape != (*q.shape[:-1], 3):
         raise ValueError(f"`gates` must be {(*q.shape[:-1], 3)}, got {tuple(gates.shape)}")
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    inputs = packed.q, packed.k, packed.v, k_cmp, v_cmp, gates if packed.batch is None else gates.flatten(0, 1)
+    step = _kv_heads_at_once(*inputs)
+    if step >= k.shape[-2]:
+        return packed.unpack(_three_branches(inputs, spans, scale, backend))
+    slices = zip(*(x.split(step, 1) for x in inputs), strict=True)
+    return packed.unpack(torch.cat([_three_branches(some, spans, scale, backend) for some in slices], 1))
+
+
+def _kv_heads_at_once(q: Tensor, k: Tensor, *others: Tensor) -> int:
+    """All, but for groups of 1 on a GPU with gradients: as many as fill it, since dk and dv are as large as dq there,
+    and each branch has its own until they are added.
+    """
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, *others))
+    if not (needs_grad and q.is_cuda and q.shape[1] == k.shape[1]):
+        return k.shape[1]
+    return max(1, FULL_ROWS // max(1, q.shape[0]))
+
+
+def _three_branches(inputs: tuple[Tensor, ...], spans: NativeSpans, scale: float, backend: str) -> Tensor:
+    """Out (T, Hq, E) of packed q, k, v, k_cmp, v_cmp and gates."""
+    q, k, v, k_cmp, v_cmp, gates = inputs
+    packed = Packed(q, k, v, None)
     with torch.no_grad():
         out_cmp, lse = compressed_attention(packed, k_cmp, v_cmp, spans, scale, backend)
     indices = select_native(packed.q, k_cmp, lse, spans, scale=scale, backend=backend)
     out_slc, _ = attend_selected(packed.q, packed.k, packed.v, indices, spans, scale, backend)
     out_swa = _window_attention(packed, spans, scale, backend)
     out_cmp = _recorded(packed.q, k_cmp, v_cmp, out_cmp, lse, spans, scale, backend)
-    gates = gates if packed.batch is None else gates.flatten(0, 1)
-    name = native_backend(packed.q, packed.k, packed.v, sizes.slc_block, backend)
-    return packed.unpack(gated_sum((out_cmp, out_slc, out_swa), gates, name))
+    name = native_backend(q, k, v, spans.sizes.slc_block, backend)
+    return gated_sum((out_cmp, out_slc, out_swa), gates, name)
 
 
 def compressed_attention(
