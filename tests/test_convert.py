@@ -11,8 +11,11 @@ from typer.testing import CliRunner
 
 from dynaxx import UnsupportedInputError
 from dynaxx.cli import app
+from dynaxx.integrations import native as native_module
+from dynaxx.integrations import native_cache
 from dynaxx.integrations.native import NativeLlamaForCausalLM, convert_to_native
 from dynaxx.layout.native import NativeSizes
+from dynaxx.ops.native_decode import compress_pages
 from tiny import TEXT, save_tiny_model
 
 SIZES = NativeSizes(cmp_block=8, cmp_stride=4, slc_block=16, slc_count=3, first_blocks=1, local_blocks=1, window=10)
@@ -65,6 +68,38 @@ def test_generation_is_the_forward_token_by_token(dense, ids):
         made = native.generate(ids[:, :60], max_new_tokens=8, do_sample=False)
         logits = native(made).logits
     assert torch.equal(made[0, 60:], logits[0, 59:-1].argmax(-1))
+
+
+@pytest.mark.parametrize("how", ["greedy", "beams", "assisted"])
+def test_compressed_tokens_follow_the_cache(dense, ids, how, monkeypatch):
+    """Beams permute it and assisted decoding crops it; greedy decoding compresses what is new alone."""
+    native = convert_to_native(dense, SIZES, compression="mlp")
+    for name, parameter in native.named_parameters():
+        if "gate" in name or "compress" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    counts = []
+    monkeypatch.setattr(
+        native_cache, "compress_pages",
+        lambda *args, **named: counts.append(named.get("new_tokens")) or compress_pages(*args, **named),
+    )  # fmt: skip
+    options = {"greedy": {}, "beams": {"num_beams": 3}, "assisted": {"prompt_lookup_num_tokens": 3}}[how]
+    with torch.no_grad():
+        made = native.generate(ids[:, :60], max_new_tokens=40, do_sample=False, **options)
+        monkeypatch.setattr(native_module, "NativeMemory", Forgetful)
+        assert torch.equal(made, native.generate(ids[:, :60], max_new_tokens=40, do_sample=False, **options))
+        if how != "beams":
+            assert torch.equal(made[0, 60:], native(made).logits[0, 59:-1].argmax(-1))
+    if how == "greedy":
+        layers = native.config.num_hidden_layers
+        assert counts[: 39 * layers] == [None] * layers + [1] * (38 * layers)
+
+
+class Forgetful(native_cache.NativeMemory):
+    """Knows nothing of the steps before."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self._known = None
 
 
 def test_packed_sequences(dense, ids):

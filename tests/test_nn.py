@@ -46,10 +46,50 @@ def test_decoding_is_training_token_by_token(kind, dense):
     with torch.no_grad():
         whole = module(x, rotary(52))
         cache, at = nn.NativeCache(capacity=5), 0
-        for step in [33, 1, 1, 5, *[1] * 12]:
+        for step in [22, 11, 1, 1, 5, *[1] * 12]:
             part = module(x[:, at : at + step], rotary(step, first=at), cache=cache)
             assert torch.allclose(part, whole[:, at : at + step], atol=2e-5), (at, step)
             at += step
+
+
+@pytest.mark.parametrize("kind", ["mean", "weighted", "mlp"])
+def test_decoding_sequences_of_their_own_lengths(kind):
+    """Prompts come packed; then beams are reordered; each goes on as if it were alone."""
+    module, ends, more = modules(head_dim_v=5)[kind], (0, 21, 21, 28), 30
+    x, y = torch.randn(28, 24), torch.randn(3, more, 24)
+    alone = lambda i, tail: torch.cat([x[ends[i] : ends[i + 1]], tail])[None]
+    with torch.no_grad():
+        cache = nn.NativeCache(capacity=5)
+        first = module(x, cu_seqlens=ends, cache=cache)
+        for a, b in pairwise(ends):
+            if b > a:
+                assert torch.allclose(first[a:b], module(x[None, a:b])[0], atol=2e-5)
+        for at in range(0, 20, 2):
+            got = module(y[:, at : at + 2], cache=cache)
+        for i in range(3):
+            assert torch.allclose(got[i], module(alone(i, y[i, :20]))[0, -2:], atol=2e-5)
+        cache.reorder(torch.tensor([2, 2, 0]))
+        for at in range(20, more):
+            got = module(y[:, at, None], cache=cache)
+        for i, parent in enumerate((2, 2, 0)):
+            whole = alone(parent, torch.cat([y[parent, :20], y[i, 20:]]))
+            assert torch.allclose(got[i], module(whole)[0, -1:], atol=2e-5)
+
+
+def test_a_choice_for_several_steps():
+    """Where every block is selected, an earlier choice is as good as a new one; else it is made every so many steps."""
+    module, x = modules()["mean"], torch.randn(2, 80, 24)
+    with torch.no_grad():
+        for count in (5, 3):
+            module.sizes, chosen = replace(SIZES, slc_count=count), []
+            whole, cache = module(x), nn.NativeCache(reselect_every=4)
+            module(x[:, :60], cache=cache)
+            for at in range(60, 80):
+                chosen.append(cache.blocks() is None)
+                got = module(x[:, at, None], cache=cache)
+                if count == 5:
+                    assert torch.allclose(got[:, 0], whole[:, at], atol=2e-5)
+            assert chosen == [True, False, False, False] * 5
 
 
 @pytest.mark.parametrize("kind", modules())
@@ -161,8 +201,13 @@ def test_bad_arguments():
     module = modules()["mean"]
     with pytest.raises(ValueError, match="cu_seqlens"):
         module(torch.randn(5, 24))
-    with pytest.raises(ValueError, match="of its own"):
-        module(torch.randn(5, 24), cu_seqlens=(0, 5), cache=nn.NativeCache())
+    with torch.no_grad():
+        cache = nn.NativeCache()
+        modules()["moba"](torch.randn(8, 24), cu_seqlens=(0, 3, 8), cache=cache)
+        with pytest.raises(ValueError, match="different lengths"):
+            modules()["moba"](torch.randn(2, 1, 24), cache=cache)
+        with pytest.raises(ValueError, match="begin a cache"):
+            modules()["moba"](torch.randn(8, 24), cu_seqlens=(0, 3, 8), cache=cache)
     with pytest.raises(ValueError, match="no_grad"):
         module(torch.randn(1, 5, 24), cache=nn.NativeCache())
     cache = nn.NativeCache()
@@ -172,3 +217,5 @@ def test_bad_arguments():
             module(torch.randn(2, 5, 24), cache=cache)
     with pytest.raises(ValueError, match="capacity"):
         nn.NativeCache(0)
+    with pytest.raises(ValueError, match="reselect_every"):
+        nn.NativeCache(reselect_every=0)

@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 _SOURCES = {
     "dynaxx.errors": ("PolicyError", "UnsupportedInputError"),
     "dynaxx.layout": ("BlockLayout", "PackedLayout", "pack_layouts"),
+    "dynaxx.layout.compressed": ("CompressedPages",),
     "dynaxx.layout.exact": ("ExactTokens",),
     "dynaxx.layout.paging": ("PageSummaries", "PagedCache", "quantize_pages"),
     "dynaxx.patterns": (
@@ -63,6 +64,7 @@ _SOURCES = {
     "dynaxx.patterns.compressed": ("Compressed",),
     "dynaxx.ops.selected": ("explain_selected", "selected_attention"),
     "dynaxx.ops.native": ("compress", "compression_windows", "native_sparse_attention", "select_native"),
+    "dynaxx.ops.native_decode": ("compress_pages", "native_decode"),
     "dynaxx.ops.buckets": ("Bucket", "Request", "attend_in_buckets", "bucket_by_length"),
     "dynaxx.policy": ("Policy", "Rule", "load_policy", "save_policy"),
     "dynaxx.integrations.transformers": ("apply",),

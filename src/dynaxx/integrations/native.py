@@ -5,7 +5,9 @@ Importing this module registers it with transformers' `AutoConfig` and `AutoMode
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,10 +15,12 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from dynaxx.errors import UnsupportedInputError
+from dynaxx.integrations.native_cache import NativeMemory
 from dynaxx.layout.native import NativeSizes
 from dynaxx.nn.compression import COMPRESSIONS
 from dynaxx.nn.native import NEAR_DENSE, NativeSparseAttention
 from dynaxx.nn.projection import outside_of_graphs, rotate
+from dynaxx.ops.native_decode import native_decode
 
 
 class NativeLlamaConfig(LlamaConfig):  # type: ignore[misc]
@@ -41,7 +45,8 @@ class NativeLlamaConfig(LlamaConfig):  # type: ignore[misc]
 class NativeLlamaAttention(NativeSparseAttention):
     """`NativeSparseAttention` as a Llama layer calls it; the projections have the names that they have there.
 
-    Keys come from transformers' own cache. Compressed keys are made again at each call, in time linear in the context.
+    Keys come from transformers' own cache. A step of one token reads it as `native_decode` does; what is compressed of
+    it is kept as long as the cache's tensors are those of the step before, and made again where they are not.
     """
 
     def __init__(self, config: NativeLlamaConfig, layer_idx: int) -> None:
@@ -77,10 +82,13 @@ class NativeLlamaAttention(NativeSparseAttention):
         k = self.k_proj(hidden_states).unflatten(-1, (self.kv_heads, self.head_dim))
         v = self.v_proj(hidden_states).unflatten(-1, (self.kv_heads, self.head_dim_v))
         q, k = rotate(q, position_embeddings), rotate(k, position_embeddings)
+        memory = None
         if past_key_values is not None:
+            memory = NativeMemory(past_key_values, self.layer_idx)
             length = past_key_values.get_seq_length(self.layer_idx) + k.shape[1]
-            k, v = past_key_values.update(k.transpose(1, 2), v.transpose(1, 2), self.layer_idx)
-            k, v = k.transpose(1, 2), v.transpose(1, 2)
+            keys, values = past_key_values.update(k.transpose(1, 2), v.transpose(1, 2), self.layer_idx)
+            memory.extended(keys)
+            k, v = keys.transpose(1, 2), values.transpose(1, 2)
             if k.shape[1] != length:
                 raise ValueError(
                     f"native sparse attention needs a cache that grows, as DynamicCache: it holds {length} tokens and "
@@ -89,10 +97,20 @@ class NativeLlamaAttention(NativeSparseAttention):
         ends = self._packed_lengths(kwargs, q, k)
         if ends is None:
             _check_mask(attention_mask, q.shape[1], k.shape[1])
+        decodes = q.shape[1] == 1 < k.shape[1] and not (self.dense or torch.is_grad_enabled())
+        if memory is not None and ends is None and decodes:
+            out = _outside_of_graphs()(self, hidden_states, q, memory, keys, values)
+        elif ends is None:
             out = outside_of_graphs()(self, hidden_states, q, k, v, None, None)
         else:
             out = outside_of_graphs()(self, hidden_states[0], q[0], k[0], v[0], ends, None)[None]
         return self.o_proj(out.flatten(-2)), None
+
+    def step(self, x: Tensor, q: Tensor, memory: NativeMemory, keys: Tensor, values: Tensor) -> Tensor:
+        """Attend from one token to all of the cache."""
+        pages = memory.pages(keys, values, self.sizes, self.compress_k.pooling, self.compress_v.pooling)
+        gates = self.gate(x).sigmoid().unflatten(-1, (self.q_heads, 3))
+        return native_decode(q, pages, gates, scale=self.scale).out
 
     @staticmethod
     def _packed_lengths(kwargs: dict[str, Any], q: Tensor, k: Tensor) -> Tensor | None:
@@ -101,6 +119,13 @@ class NativeLlamaAttention(NativeSparseAttention):
         if ends is not None and (q.shape[0] != 1 or q.shape[1] != k.shape[1]):
             raise ValueError("packed sequences must come as a batch of one, without a cache")
         return ends
+
+
+@cache
+def _outside_of_graphs() -> Callable[..., Tensor]:
+    """`NativeLlamaAttention.step`, which a compiler leaves as it is."""
+    disabled: Callable[..., Tensor] = torch.compiler.disable(NativeLlamaAttention.step)
+    return disabled
 
 
 def _check_mask(mask: Tensor | None, seqlen_q: int, seqlen_k: int) -> None:

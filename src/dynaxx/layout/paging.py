@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dynaxx.layout.compressed import CompressedPages, check_pages
 from dynaxx.layout.exact import SINKS, WINDOW, ExactTokens
 
 CACHE_DTYPES = (
@@ -20,7 +21,7 @@ CACHE_DTYPES = (
 )
 SCALED_DTYPES = (torch.float8_e4m3fn, torch.int8)
 SUMMARY_DTYPES = (*CACHE_DTYPES[:4], torch.int8)
-PAGE_SIZES = (16, 32, 64, 128, 256)
+PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # those below 16 are meant for compressed tokens
 
 
 class PageStrides(NamedTuple):
@@ -129,6 +130,7 @@ class PagedCache:
     v_scale: Tensor | None = None
     summaries: PageSummaries | None = None  # needed by rules that choose pages
     exact: ExactTokens | None = None  # of 8-bit caches: tokens that are read from there instead
+    compressed: CompressedPages | None = None  # needed by `native_decode`
 
     def __post_init__(self) -> None:
         if self.k.ndim != 4 or self.v.ndim != 4 or self.k.shape[:3] != self.v.shape[:3]:
@@ -156,6 +158,13 @@ class PagedCache:
             self._check_summaries(self.summaries)
         if self.exact is not None:
             self._check_exact(self.exact)
+        if self.compressed is not None:
+            check_pages(self.page_size, self.compressed.sizes)
+            if not self.compressed.fits(self):
+                raise ValueError(
+                    f"`compressed` must be made for this cache, got {tuple(self.compressed.k.shape)} for k "
+                    f"{tuple(self.k.shape)}; make them with compress_pages(cache, sizes, ...)"
+                )
 
     @classmethod
     def contiguous(
@@ -209,6 +218,11 @@ class PagedCache:
     def max_pages(self) -> int:
         """Logical pages that a sequence may have."""
         return -(-self.k.shape[1] // self.page_size) if self.page_table is None else self.page_table.shape[1]
+
+    @property
+    def max_keys(self) -> int:
+        """Keys that a sequence may have."""
+        return self.k.shape[1] if self.page_table is None else self.page_table.shape[1] * self.page_size
 
     @property
     def kv_heads(self) -> int:

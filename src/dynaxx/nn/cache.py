@@ -1,73 +1,157 @@
-"""`NativeCache`: the keys of a batch of sequences of one length, and what is compressed of them so far."""
+"""`NativeCache`: the keys of one layer's sequences as they are generated, seen as pages or as views."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from dynaxx.kernels.reference.native import compression_windows
-from dynaxx.layout.native import NativeSizes, native_spans
-
-Compress = Callable[[Tensor], Tensor]  # (windows, cmp_block, heads, dim) -> (windows, heads, dim)
+from dynaxx.layout.compressed import CompressedPages
+from dynaxx.layout.native import NativeSizes
+from dynaxx.layout.packed import CuSeqlens, host_lengths
+from dynaxx.layout.paging import PAGE_SIZES, PagedCache
+from dynaxx.ops.native_decode import Pooling, compress_pages
 
 
 class NativeCache:
-    """Contiguous keys and values of one layer, grown by doubling; a window is compressed once, when its last key comes.
+    """Keys and values of one layer, sequence by sequence, and what is compressed of them so far; grows by doubling.
+
+    Decoding sees it as a `PagedCache`. Sequences have lengths of their own where their prompts came packed.
 
     Args:
         capacity: tokens to make room for at first.
+        reselect_every: steps of one token that share a choice of blocks. 1 is exact: each token chooses its own. More
+            is an approximation: free blocks are those of the step that chose, forced ones are always those of now.
     """
 
-    def __init__(self, capacity: int = 256) -> None:
+    def __init__(self, capacity: int = 256, *, reselect_every: int = 1) -> None:
         if capacity < 1:
             raise ValueError(f"`capacity` must be >= 1 token, got {capacity}")
-        self.capacity, self.length, self.length_cmp = capacity, 0, 0
-        self._k, self._v, self._k_cmp, self._v_cmp = (torch.empty(0) for _ in range(4))
+        if reselect_every < 1:
+            raise ValueError(f"`reselect_every` must be >= 1 step, got {reselect_every}")
+        self.capacity, self.reselect_every = capacity, reselect_every
+        self.lengths: list[int] = []
+        self._k, self._v = torch.empty(0), torch.empty(0)  # (batch, room, kv_heads, dim), room in whole pages
+        self._compressed: CompressedPages | None = None  # of a contiguous cache
+        self._new = 0  # the most tokens of a sequence that are not compressed yet
+        self._blocks: Tensor | None = None  # what a step of one token chose
+        self._age = 0  # steps since
 
-    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Add (batch, tokens, kv_heads, dim) keys and values; return all of them, as views.
+    @property
+    def even(self) -> bool:
+        """Whether all sequences are of one length."""
+        return len(set(self.lengths)) <= 1
+
+    def append(self, k: Tensor, v: Tensor, ends: CuSeqlens | None = None) -> None:
+        """Add (batch, tokens, kv_heads, dim) keys and values; packed (tokens, ...) with `ends` begin new sequences.
 
         Raises:
-            ValueError: another batch or number of heads than before, or tensors that need gradients.
+            ValueError: another batch than before, packed ones behind others, or tensors that need gradients.
         """
         if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
             raise ValueError("a cache serves inference: call the model under torch.no_grad() or inference_mode()")
-        if self.length and k.shape[0] != self._k.shape[0]:
-            raise ValueError(f"`k` must be of the cache's batch {self._k.shape[0]}, got {k.shape[0]}")
-        end = self.length + k.shape[1]
-        self._k, self._v = (_write(kept, self.length, x, self.capacity) for kept, x in ((self._k, k), (self._v, v)))
-        self.length = end
-        return self._k[:, :end], self._v[:, :end]
+        if ends is not None:
+            if self.lengths:
+                raise ValueError("packed sequences begin a cache; later steps come as (batch, tokens, hidden)")
+            parts = list(pairwise(host_lengths("cu_seqlens", ends)))
+            added, batch = [b - a for a, b in parts], len(parts)
+        else:
+            batch, added = k.shape[0], [k.shape[1]] * k.shape[0]
+        if self.lengths and batch != len(self.lengths):
+            raise ValueError(f"`k` must be of the cache's batch {len(self.lengths)}, got {batch}")
+        before = self.lengths or [0] * batch
+        self.lengths = [old + new for old, new in zip(before, added, strict=True)]
+        self._make_room(k, v, batch)
+        for kept, x in ((self._k, k), (self._v, v)):
+            if ends is None and len(set(before)) <= 1:
+                kept[:, slice(*(min(some, default=0) for some in (before, self.lengths)))] = x
+                continue
+            for b, (begin, end) in enumerate(zip(before, self.lengths, strict=True)):
+                kept[b, begin:end] = x[b] if ends is None else x[slice(*parts[b])]
+        self._new += max(added, default=0)
+        if added != [1] * batch:
+            self._blocks = None
 
-    def compress(self, sizes: NativeSizes, compress_k: Compress, compress_v: Compress) -> tuple[Tensor, Tensor]:
-        """Compress the windows that are whole by now; return all compressed keys and values, as views."""
-        done, end = self.length_cmp, sizes.compressed(self.length)
-        if end > done or not self._k_cmp.ndim > 1:
-            new = slice(done * sizes.cmp_stride, self.length)
-            room = max(1, sizes.compressed(self.capacity))
-            k, v = (compress_batch(x[:, new], sizes, f) for x, f in ((self._k, compress_k), (self._v, compress_v)))
-            self._k_cmp, self._v_cmp = (_write(kept, done, x, room) for kept, x in ((self._k_cmp, k), (self._v_cmp, v)))
-            self.length_cmp = end
-        return self._k_cmp[:, :end], self._v_cmp[:, :end]
+    def views(self) -> tuple[Tensor, Tensor]:
+        """Keys and values, (batch, seqlen, kv_heads, dim) without a copy.
+
+        Raises:
+            ValueError: sequences of different lengths.
+        """
+        if not self.even:
+            raise ValueError(
+                "sequences of different lengths are served by NativeSparseAttention alone, without `dense`"
+            )
+        length = max(self.lengths, default=0)
+        return self._k[:, :length], self._v[:, :length]
+
+    def compressed_views(self, sizes: NativeSizes, compress_k: Pooling, compress_v: Pooling) -> tuple[Tensor, Tensor]:
+        """All compressed keys and values, (batch, compressed tokens, kv_heads, dim), of sequences of one length."""
+        kept = self.pages(sizes, compress_k, compress_v).compressed
+        assert kept is not None, "`pages` makes them"
+        some = slice(kept.hidden, kept.hidden + sizes.compressed(max(self.lengths, default=0)))
+        view = lambda x: x.unflatten(0, (len(self.lengths), -1)).flatten(1, 2)[:, some]
+        return view(kept.k), view(kept.v)
+
+    def pages(self, sizes: NativeSizes, compress_k: Pooling, compress_v: Pooling) -> PagedCache:
+        """As `native_decode` reads it: pages of a selection block, every whole window compressed."""
+        batch, room = self._k.shape[:2]
+        kept = self._compressed
+        if kept is None or (kept.sizes.cmp_block, kept.sizes.cmp_stride) != (sizes.cmp_block, sizes.cmp_stride):
+            fresh = lambda x: x.new_zeros(batch, room // sizes.cmp_stride, *x.shape[2:])
+            kept, self._new = CompressedPages(fresh(self._k), fresh(self._v), sizes), max(self.lengths, default=0)
+        self._compressed = CompressedPages(kept.k, kept.v, sizes)
+        per_page = lambda x, size: x.unflatten(1, (-1, size)).flatten(0, 1)
+        count, size_cmp = room // sizes.slc_block, sizes.slc_block // sizes.cmp_stride
+        cache = PagedCache(
+            per_page(self._k, sizes.slc_block),
+            per_page(self._v, sizes.slc_block),
+            torch.tensor(self.lengths, dtype=torch.int32).to(self._k.device, non_blocking=True),
+            torch.arange(batch * count, dtype=torch.int32, device=self._k.device).view(batch, count),
+            compressed=CompressedPages(per_page(kept.k, size_cmp), per_page(kept.v, size_cmp), sizes),
+        )
+        compress_pages(cache, sizes, compress_k, compress_v, new_tokens=self._new)
+        self._new = 0
+        return cache
+
+    def blocks(self) -> Tensor | None:
+        """The blocks that this step takes over from an earlier one; None: it chooses."""
+        return self._blocks if self._age + 1 < self.reselect_every else None
+
+    def keep_blocks(self, blocks: Tensor) -> None:
+        """Remember what a step chose, or that it took over what there was."""
+        if self.blocks() is None:
+            self._blocks, self._age = blocks if blocks.shape[1] == 1 else None, 0
+        else:
+            self._age += 1
+
+    def reorder(self, index: Tensor) -> None:
+        """Go on with sequences `index` of these, some of them more than once or not at all, as beam search does."""
+        self.lengths = [self.lengths[i] for i in index.tolist()]
+        index = index.to(self._k.device)
+        self._k, self._v = self._k[index], self._v[index]
+        if self._compressed is not None:
+            kept = self._compressed
+            self._compressed = CompressedPages(kept.k[index], kept.v[index], kept.sizes)
+        if self._blocks is not None:
+            self._blocks = self._blocks[index]
+
+    def _make_room(self, k: Tensor, v: Tensor, batch: int) -> None:
+        longest, known = max(self.lengths, default=0), self._k.ndim > 1
+        if known and longest <= self._k.shape[1]:
+            return
+        room = -(-max(self.capacity, 1 << max(0, longest - 1).bit_length()) // PAGE_SIZES[-1]) * PAGE_SIZES[-1]
+        grown = lambda kept, x, room: _grown(kept if known else None, x.new_empty(batch, room, *x.shape[-2:]))
+        self._k, self._v = grown(self._k, k, room), grown(self._v, v, room)
+        if self._compressed is not None:
+            kept = self._compressed
+            few = room // kept.sizes.cmp_stride
+            self._compressed = CompressedPages(grown(kept.k, k, few), grown(kept.v, v, few), kept.sizes)
 
 
-def compress_batch(x: Tensor, sizes: NativeSizes, compress: Compress) -> Tensor:
-    """(batch, tokens, heads, dim) -> (batch, compressed tokens, heads, dim). Differentiable."""
-    batch, tokens = x.shape[:2]
-    ends = tuple(range(0, batch * tokens + 1, tokens)) if tokens else (0,) * (batch + 1)
-    spans = native_spans(sizes, ends, device=x.device)
-    return compress(compression_windows(x.flatten(0, 1), spans)).unflatten(0, (batch, sizes.compressed(tokens)))
-
-
-def _write(kept: Tensor, begin: int, x: Tensor, room: int) -> Tensor:
-    """`kept`, or a larger copy of it, with `x` from `begin` on along dim 1."""
-    end = begin + x.shape[1]
-    if kept.ndim == 1 or end > kept.shape[1]:
-        grown = x.new_empty(x.shape[0], max(room, 1 << max(0, end - 1).bit_length()), *x.shape[2:])
-        if begin:
-            grown[:, :begin] = kept[:, :begin]
-        kept = grown
-    kept[:, begin:end] = x
-    return kept
+def _grown(kept: Tensor | None, room: Tensor) -> Tensor:
+    """`room` with what was kept at its start."""
+    if kept is not None:
+        room[:, : kept.shape[1]] = kept
+    return room

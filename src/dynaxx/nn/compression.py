@@ -19,6 +19,10 @@ class MeanCompression(nn.Module):
     def reset_parameters(self) -> None:
         pass
 
+    @property
+    def pooling(self) -> None:
+        """As `compress_pages` takes it."""
+
     def forward(self, windows: Tensor) -> Tensor:
         return windows.mean(1)
 
@@ -33,6 +37,11 @@ class WeightedCompression(nn.Module):
 
     def reset_parameters(self) -> None:
         nn.init.constant_(self.weight, 1.0 / len(self.weight))
+
+    @property
+    def pooling(self) -> Tensor:
+        """As `compress_pages` takes it."""
+        return self.weight
 
     def forward(self, windows: Tensor) -> Tensor:
         return torch.einsum("wlhd,lh->whd", windows, self.weight.to(windows.dtype))
@@ -60,6 +69,11 @@ class MlpCompression(nn.Module):
         nn.init.normal_(self.position, std=0.02)
         self.up.reset_parameters()
         nn.init.zeros_(self.down.weight)
+
+    @property
+    def pooling(self) -> MlpCompression:
+        """As `compress_pages` takes it."""
+        return self
 
     def forward(self, windows: Tensor) -> Tensor:
         whole = (windows + self.position.to(windows.dtype)).transpose(1, 2).flatten(2)  # (windows, heads, l * dim)

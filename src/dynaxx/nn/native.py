@@ -8,15 +8,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from dynaxx.kernels.reference.native import compression_windows
 from dynaxx.layout import CuSeqlens
-from dynaxx.layout.native import NativeSizes, native_spans
-from dynaxx.nn.cache import NativeCache, compress_batch
+from dynaxx.layout.native import NativeSizes
+from dynaxx.nn.cache import NativeCache
 from dynaxx.nn.compression import COMPRESSIONS, Compression, MlpCompression
 from dynaxx.nn.projection import ProjectedAttention
-from dynaxx.ops.native import compress, native_sparse_attention
+from dynaxx.ops.native import compress, compression_windows, native_sparse_attention
+from dynaxx.ops.native_decode import native_decode
 
 EVEN_GATES = (0.5, 0.5, 0.5)  # to train from scratch
+DECODE_TOKENS = 8  # of a step that reads pages; more at once go as a prompt does
 NEAR_DENSE = (0.02, 0.96, 0.02)  # the selected branch alone is dense attention up to slc_count * slc_block tokens
 
 
@@ -30,6 +31,8 @@ class NativeSparseAttention(ProjectedAttention):
         compression: "mean", "weighted" or "mlp": how a window of keys, and one of values, becomes one.
         gate_init: what the gates of the compressed, selected and window branch give at first, each in (0, 1).
     """
+
+    decodes_ragged = True
 
     def __init__(
         self,
@@ -68,6 +71,8 @@ class NativeSparseAttention(ProjectedAttention):
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: CuSeqlens | None, cache: NativeCache | None
     ) -> Tensor:
         gates = self.gate(x).sigmoid().unflatten(-1, (self.q_heads, 3))
+        if cache is not None and cu_seqlens is None and (q.shape[1] <= DECODE_TOKENS or not cache.even):
+            return self._decode(q, gates, cache)
         return native_sparse_attention(
             q,
             k,
@@ -79,16 +84,22 @@ class NativeSparseAttention(ProjectedAttention):
             scale=self.scale,
         )
 
+    def _decode(self, q: Tensor, gates: Tensor, cache: NativeCache) -> Tensor:
+        blocks = cache.blocks() if q.shape[1] == 1 else None
+        pages = cache.pages(self.sizes, self.compress_k.pooling, self.compress_v.pooling)
+        out, blocks = native_decode(q, pages, gates, block_indices=blocks, scale=self.scale)
+        cache.keep_blocks(blocks)
+        return out
+
     def _compressed(
         self, k: Tensor, v: Tensor, cu_seqlens: CuSeqlens | None, cache: NativeCache | None
     ) -> tuple[Tensor, Tensor]:
-        if cache is not None:
-            return cache.compress(self.sizes, self.compress_k, self.compress_v)
+        if cache is not None and cu_seqlens is None:
+            return cache.compressed_views(self.sizes, self.compress_k.pooling, self.compress_v.pooling)
         return self._compress(k, self.compress_k, cu_seqlens), self._compress(v, self.compress_v, cu_seqlens)
 
     def _compress(self, x: Tensor, how: Compression, cu_seqlens: CuSeqlens | None) -> Tensor:
         if not isinstance(how, MlpCompression):
             return compress(x, self.sizes, how.weight, cu_seqlens=cu_seqlens)
-        if cu_seqlens is None:
-            return compress_batch(x, self.sizes, how)
-        return how(compression_windows(x, native_spans(self.sizes, cu_seqlens, device=x.device)))
+        windows = compression_windows(x, self.sizes, cu_seqlens=cu_seqlens)
+        return how(windows) if cu_seqlens is not None else how(windows.flatten(0, 1)).unflatten(0, windows.shape[:2])

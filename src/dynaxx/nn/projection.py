@@ -81,7 +81,8 @@ class ProjectedAttention(nn.Module, ABC):
             x: (batch, seqlen, hidden_size), or packed (tokens, hidden_size) with `cu_seqlens`.
             rotary: (cos, sin) of the positions of x, each (..., seqlen, head_dim); none by default.
             cu_seqlens: (num_seqs + 1,) cumulative lengths of packed sequences; on the host, else they are read back.
-            cache: keys of the tokens before x; those of x are added to it. Not for packed input, nor for training.
+            cache: keys of the tokens before x; those of x are added to it. Packed input begins one, whose sequences
+                then have lengths of their own. Not for training.
 
         Returns:
             As x.
@@ -91,8 +92,6 @@ class ProjectedAttention(nn.Module, ABC):
                 "`x` must be (batch, seqlen, hidden_size), or packed (tokens, hidden_size) with `cu_seqlens`, "
                 f"got {tuple(x.shape)}"
             )
-        if cache is not None and cu_seqlens is not None:
-            raise ValueError("`cache` serves batches of one length; give each packed sequence a cache of its own")
         q = self.q_proj(x).unflatten(-1, (self.q_heads, self.head_dim))
         k = self.k_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
         v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.head_dim_v))
@@ -102,11 +101,13 @@ class ProjectedAttention(nn.Module, ABC):
         out = attend(self, x, q, k, v, cu_seqlens, cache)
         return self.o_proj(out.flatten(-2))
 
+    decodes_ragged = False  # whether `attend` takes a cache whose sequences are of different lengths
+
     @abstractmethod
     def attend(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: CuSeqlens | None, cache: NativeCache | None
     ) -> Tensor:
-        """(..., q_heads, head_dim_v) of projected and rotated q, k, v; k and v hold all of the cache, too."""
+        """(..., q_heads, head_dim_v) of projected and rotated q, k, v; k and v hold all of an even cache, too."""
 
     def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: CuSeqlens | None) -> Tensor:
         """Attend to every key at or before the query."""
@@ -135,7 +136,9 @@ def _attend(
     cache: NativeCache | None,
 ) -> Tensor:
     if cache is not None:
-        k, v = cache.append(k, v)
+        cache.append(k, v, cu_seqlens)
+        if cu_seqlens is None and (cache.even or not module.decodes_ragged or module.dense):
+            k, v = cache.views()
     if module.dense:
         return module.attend_dense(q, k, v, cu_seqlens)
     return module.attend(x, q, k, v, cu_seqlens, cache)

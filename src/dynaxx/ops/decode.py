@@ -77,7 +77,7 @@ def sparse_decode(
             a GPU only with DYNAXX_DEBUG=1; there pages out of range are skipped.
         UnsupportedInputError: no backend, or not the named one, can serve; with the reasons of each.
     """
-    problem = _checked(q, cache)
+    problem = check_decode(q, cache)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     kernels = _choose(problem, backend)
     counts = None
@@ -102,7 +102,7 @@ def select_pages(
     Raises:
         As `sparse_decode`; ValueError, too, where the cache has no summaries, or some of another bound.
     """
-    problem = _checked(q, cache)
+    problem = check_decode(q, cache)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     return _select(_choose(problem, backend), q, cache, budget, scale)[0]
 
@@ -164,7 +164,7 @@ def _select(
     return chosen
 
 
-def _checked(q: Tensor, cache: PagedCache) -> DecodeProblem:
+def check_decode(q: Tensor, cache: PagedCache) -> DecodeProblem:
     """Check that q fits the cache and the cache's values its sizes, and describe them."""
     if not isinstance(cache, PagedCache):
         raise TypeError(f"`cache` must be a PagedCache, got {type(cache).__name__}; see PagedCache.contiguous")
@@ -205,14 +205,24 @@ def _problem(cache: PagedCache, dtype: torch.dtype, seqlen_q: int, q_heads: int)
 
 
 def _choose(problem: DecodeProblem, backend: str) -> ModuleType:
-    """The named backend's decode kernels, or those of the first that can serve."""
+    """The decode kernels of `_backend`."""
+    return _load(f"dynaxx.kernels.{_backend(problem, backend)}.decode")
+
+
+def backend_of(cache: PagedCache, dtype: torch.dtype, backend: str) -> str:
+    """The backend that serves one query of `dtype` per sequence."""
+    return _backend(_problem(cache, dtype, 1, cache.kv_heads), backend)
+
+
+def _backend(problem: DecodeProblem, backend: str) -> str:
+    """The named backend, or the first that can serve."""
     if backend != "auto" and backend not in DECODE_BACKENDS:
         raise ValueError(f"`backend` must be 'auto' or one of {DECODE_BACKENDS}, got {backend!r}")
     reasons: dict[str, list[str]] = {}
     for name in DECODE_BACKENDS if backend == "auto" else (backend,):
         reasons[name] = _unsupported_reasons(name, problem)
         if not reasons[name]:
-            return _load(f"dynaxx.kernels.{name}.decode")
+            return name
     raise UnsupportedInputError(str(problem), reasons)
 
 
@@ -234,7 +244,7 @@ def _looks_at_values(device: torch.device) -> bool:
 def _check_values(cache: PagedCache) -> None:
     if not _looks_at_values(cache.device) or cache.batch == 0:
         return
-    capacity = cache.max_pages * cache.page_size if cache.is_paged else cache.k.shape[1]
+    capacity = cache.max_keys
     used = cache.seqused_k.tolist()  # one read: this is in the way of every step
     if min(used) < 0 or max(used) > capacity:
         raise ValueError(f"`seqused_k` must be from 0 to the cache's {capacity} keys, got {min(used)} to {max(used)}")

@@ -42,7 +42,7 @@ def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor | None, spans: NativeSpa
             )
             blocks = int(spans.num_blocks[some.stop - 1])
             scores = _block_scores(parts, spans, blocks) if lse is not None else _unscored(parts, blocks)
-            chosen[some] = choose_blocks(scores.transpose(0, 1), spans.num_blocks[some], spans)
+            chosen[some] = choose_blocks(scores.transpose(0, 1), spans.num_blocks[some], spans.sizes)
     return chosen
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dynaxx.layout.native import NativeSpans
+from dynaxx.layout.native import NativeSizes, NativeSpans
 
 
 def compression_windows(x: Tensor, spans: NativeSpans) -> Tensor:
@@ -86,12 +86,12 @@ def selection_scores(
     return torch.einsum("htl,tlc->thc", weights, shared.to(dtype))
 
 
-def choose_blocks(scores: Tensor, num_blocks: Tensor, spans: NativeSpans) -> Tensor:
+def choose_blocks(scores: Tensor, num_blocks: Tensor, sizes: NativeSizes) -> Tensor:
     """(T, Hs, C) scores -> (T, Hs, n) int32: forced blocks, then the best visible ones; ascending, -1 behind.
 
     A query that may see fewer than n blocks selects all of them. Of equal scores the first block wins.
     """
-    sizes, blocks = spans.sizes, scores.shape[-1]
+    blocks = scores.shape[-1]
     column = torch.arange(blocks, device=scores.device)
     seen = num_blocks[:, None]
     forced = (column < sizes.first_blocks) | (column >= seen - sizes.local_blocks)
@@ -104,7 +104,7 @@ def choose_blocks(scores: Tensor, num_blocks: Tensor, spans: NativeSpans) -> Ten
 
 def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor | None, spans: NativeSpans, heads: int, scale: float) -> Tensor:
     """(T, Hs, n) int32 block indices; as `selection_scores`, then `choose_blocks`."""
-    return choose_blocks(selection_scores(q, k_cmp, lse, spans, heads, scale), spans.num_blocks, spans)
+    return choose_blocks(selection_scores(q, k_cmp, lse, spans, heads, scale), spans.num_blocks, spans.sizes)
 
 
 def selected_mask(block_indices: Tensor, spans: NativeSpans) -> Tensor:

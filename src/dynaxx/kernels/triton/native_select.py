@@ -121,7 +121,7 @@ def _bounds(key, need, WIDTH: tl.constexpr):
 
 @light_launch
 @triton.jit(do_not_specialize=["first_row", "heads", "slots", "first_blocks", "local_blocks"])
-def _top_blocks_kernel(
+def top_blocks_kernel(
     p_own,
     p_next,
     p_indices,  # (all queries, Hs, n) int32
@@ -140,6 +140,7 @@ def _top_blocks_kernel(
     RAW: tl.constexpr,
     MAX: tl.constexpr,
 ):
+    """The blocks of one row of scores: forced ones, then the best."""
     row = tl.program_id(0).to(tl.int64)
     t = first_row + row // heads
     seen, tokens = tl.load(p_num_blocks + t), tl.load(p_num_cmp + t)
@@ -314,7 +315,7 @@ def select_blocks(
             scores = Scores(own, behind, first, tiles.first[some], tiles.end[some])
             scorer(q, k_cmp, lse, spans, scores, scale)
         width = triton.next_power_of_2(blocks)
-        _top_blocks_kernel[(count * heads,)](
+        top_blocks_kernel[(count * heads,)](
             own,
             behind,
             indices,
