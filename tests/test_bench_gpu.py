@@ -28,6 +28,7 @@ def test_bars_hold_our_best_backend_to_the_peers_that_ran():
         row("group 7", "hopper", 450, 330, ratio={}),
         {"workload": "head_dim 256", "implementation": "hopper", "skipped": "serves head_dim (64, 128)"},
         row("head_dim 256", "triton", 200, 60, ratio={}),
+        {"workload": "head_dim 256", "implementation": "flex", "skipped": "out of shared memory"},
     ]
     bars = {(bar.workload, bar.name): bar.ok for bar in bars_of({"rows": rows})}
     assert bars["random 10 %", "forward, times FA4"] is True
@@ -38,7 +39,15 @@ def test_bars_hold_our_best_backend_to_the_peers_that_ran():
     assert bars["group 7", "forward, share of the main shape's TF/s"] is True
     assert bars["group 7", "backward, share of the main shape's TF/s"] is False
     assert bars["head_dim 256", "forward, share of the main shape's TF/s"] is False
+    assert bars["head_dim 256", "backward, the portable kernels, times FlexAttention"] is None
     assert not any("FlexAttention" in name for workload, name in bars if workload == "group 7")
+
+
+def test_peers_by_name():
+    assert bench_gpu.peers_named(["flex", "sdpa"]) == ["flex", "sdpa cudnn, dense", "sdpa flash, dense"]
+    assert "fa4" in bench_gpu.peers_named(None)
+    with pytest.raises(ValueError, match=r"`peers` must name some of .*, got 'fa3'"):
+        bench_gpu.peers_named(["fa3"])
 
 
 def test_a_bar_whose_peer_is_absent_is_neither_met_nor_missed():

@@ -28,6 +28,10 @@ def bench(
         str | None,
         typer.Option("--only", metavar="ROWS", help="GPU: only rows whose name starts so; several by comma."),
     ] = None,
+    peers: Annotated[
+        str | None,
+        typer.Option("--peers", metavar="NAMES", help="GPU: only peers whose name starts so; several by comma."),
+    ] = None,
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="GPU: draw time and memory from 4k to 1M tokens, SVG.")
     ] = None,
@@ -45,6 +49,7 @@ def bench(
       dynaxx bench --suite cpu --quick
       dynaxx bench --suite gpu --out gpu.json --plot growth.svg
       dynaxx bench --suite gpu --only "window,layouts"
+      dynaxx bench --suite gpu --peers flex
     """
     stdout = sys.stdout  # results are said as they come
 
@@ -53,16 +58,17 @@ def bench(
             print(line, file=sys.stderr if as_json else stdout, flush=True)
 
     with running(as_json, threads, seed) as finish:
-        if suite is Suite.cpu and (only or plot):
-            raise typer.BadParameter("--only and --plot are of --suite gpu")
+        if suite is Suite.cpu and (only or peers or plot):
+            raise typer.BadParameter("--only, --peers and --plot are of --suite gpu")
         lab = tool(f"bench_{suite}")
         device_of("cuda" if suite is Suite.gpu else "cpu")
         try:
             if suite is Suite.cpu:
                 found = lab.run_cpu_suite(quick=quick, threads=threads, seed=seed, progress=say)
             else:
-                rows = [name.strip() for name in only.split(",")] if only else []
-                found = lab.run_gpu_suite(quick=quick, seed=seed, only=rows, progress=say, plot=plot)
+                split = lambda names: [name.strip() for name in names.split(",")]
+                rows, beside = split(only) if only else [], split(peers) if peers else None
+                found = lab.run_gpu_suite(quick=quick, seed=seed, only=rows, peers=beside, progress=say, plot=plot)
         except (RuntimeError, ValueError) as error:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(1) from None

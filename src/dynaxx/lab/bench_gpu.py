@@ -27,6 +27,7 @@ from dynaxx.ops.checks import check_inputs
 from dynaxx.ops.dispatch import unsupported_reasons
 
 BACKENDS = ("hopper", "triton")
+KINDS = ("forward", "backward")
 QUICK = ("random 10 %", "window 1024")
 BESIDE = ("layouts", "host", "encoder")
 DIFFERENT = 2e-2  # relative error in norm between two bf16 results of the same attention
@@ -36,6 +37,7 @@ def run_gpu_suite(
     quick: bool = False,
     seed: int = 0,
     only: Sequence[str] = (),
+    peers: Sequence[str] | None = None,
     progress: Report | None = None,
     plot: Path | None = None,
 ) -> dict[str, Any]:
@@ -45,6 +47,7 @@ def run_gpu_suite(
         quick: two workloads, and no peer that compiles (FlexAttention for a minute, FlashAttention 4 for seconds).
         seed: of the random blocks and of the inputs.
         only: of the rows, those whose name starts so: workloads, and "layouts", "host", "encoder".
+        peers: those whose name starts so, as "flex"; all by default.
         progress: receives lines of text as results come, for example `print`.
         plot: also time a window at lengths from 4k to 1M, and draw time and memory into this SVG file.
 
@@ -55,7 +58,7 @@ def run_gpu_suite(
 
     Raises:
         RuntimeError: no GPU, or a check that failed: then there are no times.
-        ValueError: `only` names no row.
+        ValueError: `only` names no row, or `peers` something that is none.
     """
     if not torch.cuda.is_available():
         raise RuntimeError("the GPU suite needs a CUDA GPU; none is visible to torch")
@@ -65,6 +68,7 @@ def run_gpu_suite(
     workloads = [workload for workload in WORKLOADS if wanted(workload.name)]
     if only and not workloads and not any(map(wanted, BESIDE)):
         raise ValueError(f"`only` must name rows of {[w.name for w in WORKLOADS] + list(BESIDE)}, got {list(only)}")
+    beside_ours = [] if quick and peers is None else peers_named(peers)
     versions = {name: _version(name) for name in ("torch", "triton", "transformers", "flash-attn-4")}
     name = torch.cuda.get_device_name(device)
     say(f"{name}, " + ", ".join(f"{package} {version}" for package, version in versions.items()))
@@ -74,7 +78,7 @@ def run_gpu_suite(
     say("problems checked against fp64: " + ", ".join(f"{backend} {count}" for backend, count in checks.items()))
     found: dict[str, Any] = {"device": name, "versions": versions, "checks": checks, "rows": []}
     for workload in workloads:
-        found["rows"] += time_workload(workload, device, seed, [] if quick else list(PEERS), say)
+        found["rows"] += time_workload(workload, device, seed, beside_ours, say)
     for part, run in (("layouts", beside.time_layouts), ("host", beside.time_host), ("encoder", beside.time_encoder)):
         if wanted(part):
             found[part] = run(device, say)
@@ -85,6 +89,20 @@ def run_gpu_suite(
     for bar in bars:
         say(str(bar))
     return found | {"bars": [bar.as_dict() for bar in bars]}
+
+
+def peers_named(names: Sequence[str] | None) -> list[str]:
+    """The peers whose name starts like one of these, or all.
+
+    Raises:
+        ValueError: a name of none.
+    """
+    if names is None:
+        return list(PEERS)
+    for name in names:
+        if not any(peer.startswith(name) for peer in PEERS):
+            raise ValueError(f"`peers` must name some of {list(PEERS)}, got {name!r}")
+    return [peer for peer in PEERS if any(peer.startswith(name) for name in names)]
 
 
 def check_backend(backend: str, workloads: Sequence[Workload], device: torch.device, *, cases: int, seed: int) -> int:
@@ -140,18 +158,22 @@ def time_workload(
         if expected is None:
             with torch.no_grad():
                 expected = run(q, k, v)
-        rows.append(row | _measured(run, (q, k, v), flops))
+        rows.append(row | _forward(run, (q, k, v), flops) | _backward(run, (q, k, v), flops))
     for name in peers:
         row = {**common, "implementation": name}
         dense = "dense" in name
+        its_flops = workload.dense_flops if dense else flops
+        skipped = "skipped"
         try:
             run_peer = PEERS[name](workload, layout)
             if not dense and expected is not None:
                 _agree(run_peer, (q, k, v), expected)
-            rows.append(row | _measured(run_peer, (q, k, v), workload.dense_flops if dense else flops))
+            row |= _forward(run_peer, (q, k, v), its_flops)
+            skipped = "backward_skipped"
+            row |= _backward(run_peer, (q, k, v), its_flops)
         except Exception as error:  # a peer that is absent, or does not serve the shape, must not cost the other rows
-            said = (str(error).strip().splitlines() or [""])[-1]
-            rows.append(row | {"skipped": f"{type(error).__name__}: {said}"[:160]})
+            row[skipped] = _said(error)
+        rows.append(row)
     by_name = {row["implementation"]: row for row in rows}
     for backend in BACKENDS:
         by_name[backend] |= {"ratio": _ratios(by_name[backend], [by_name[name] for name in peers])}
@@ -170,31 +192,37 @@ def _agree(run: Callable[..., Tensor], inputs: tuple[Tensor, ...], expected: Ten
         raise RuntimeError(f"gives another result than ours: relative error {error:.1e}")
 
 
-def _measured(run: Callable[..., Tensor], inputs: tuple[Tensor, ...], flops: int) -> dict[str, float]:
-    """Median ms, TF/s and peak MiB above what is there before, of a forward without gradients and of a backward."""
-    from triton.testing import do_bench
+def _said(error: Exception) -> str:
+    """An error's type and the line of it that says why."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    why = next((line for line in lines if "Error: " in line), lines[-1] if lines else "")
+    return f"{type(error).__name__}: {why}"[:160]
+
+
+def _forward(run: Callable[..., Tensor], inputs: tuple[Tensor, ...], flops: int) -> dict[str, float]:
+    """Median ms, TF/s and peak MiB above what is there before, of a forward without gradients."""
 
     def forward() -> None:
         with torch.no_grad():
             run(*inputs)
 
-    forward()
-    forward_mib = _peak_mib(forward)
-    forward_ms = do_bench(forward, warmup=20, rep=60, return_mode="median")
+    return _measured("forward", forward, flops)
+
+
+def _backward(run: Callable[..., Tensor], inputs: tuple[Tensor, ...], flops: int) -> dict[str, float]:
+    """The same of a backward."""
     out = run(*inputs)
     do = torch.randn_like(out)
-    backward = lambda: torch.autograd.grad(out, inputs, do, retain_graph=True)
-    backward()
-    backward_mib = _peak_mib(backward)
-    backward_ms = do_bench(backward, warmup=20, rep=60, return_mode="median")
-    return {
-        "forward_ms": round(forward_ms, 4),
-        "forward_tflops": round(flops / forward_ms / 1e9, 1),
-        "forward_mib": round(forward_mib, 1),
-        "backward_ms": round(backward_ms, 4),
-        "backward_tflops": round(2.5 * flops / backward_ms / 1e9, 1),
-        "backward_mib": round(backward_mib, 1),
-    }
+    return _measured("backward", lambda: torch.autograd.grad(out, inputs, do, retain_graph=True), 2.5 * flops)
+
+
+def _measured(kind: str, run: Callable[[], object], flops: float) -> dict[str, float]:
+    from triton.testing import do_bench
+
+    run()
+    mib = _peak_mib(run)
+    ms = do_bench(run, warmup=20, rep=60, return_mode="median")
+    return {f"{kind}_ms": round(ms, 4), f"{kind}_tflops": round(flops / ms / 1e9, 1), f"{kind}_mib": round(mib, 1)}
 
 
 def _peak_mib(run: Callable[[], object]) -> float:
@@ -212,7 +240,7 @@ def _ratios(ours: dict[str, Any], peers: Sequence[dict[str, Any]]) -> dict[str, 
         return {}
     return {
         peer["implementation"]: {
-            kind: round(peer[f"{kind}_ms"] / ours[f"{kind}_ms"], 3) for kind in ("forward", "backward")
+            kind: round(peer[f"{kind}_ms"] / ours[f"{kind}_ms"], 3) for kind in KINDS if f"{kind}_ms" in peer
         }
         for peer in peers
         if "skipped" not in peer
@@ -225,10 +253,13 @@ def _line(row: dict[str, Any]) -> str:
         return f"{head} skipped: {row['skipped']}"
     parts = [
         f"{kind} {row[f'{kind}_ms']:8.3f} ms {row[f'{kind}_tflops']:4.0f} TF/s {row[f'{kind}_mib']:6.0f} MiB"
-        for kind in ("forward", "backward")
+        for kind in KINDS
+        if f"{kind}_ms" in row
     ]
+    if "backward_skipped" in row:
+        parts.append(f"backward skipped: {row['backward_skipped']}")
     ratios = (
-        f"{peer.removesuffix(', dense')} {each['forward']:.2f}/{each['backward']:.2f}x"
+        f"{peer.removesuffix(', dense')} {'/'.join(f'{each[kind]:.2f}' if kind in each else '-' for kind in KINDS)}x"
         for peer, each in row.get("ratio", {}).items()
     )
     return "  ".join([head, *parts, *ratios])

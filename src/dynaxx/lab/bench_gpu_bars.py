@@ -43,7 +43,7 @@ def bars_of(found: dict[str, Any]) -> list[Bar]:
             if name == "ragged":
                 bars.append(Bar(f"{kind}, share of an equal batch's TF/s", OF_EQUAL,
                                 _share(row, best.get("equal", {}), kind), name))  # fmt: skip
-            if "skipped" not in rows[name].get("flex", {"skipped": ""}):
+            if "flex" in rows[name]:
                 ratio = _ratio(rows[name]["triton"], "flex", kind)
                 bars.append(Bar(f"{kind}, the portable kernels, times FlexAttention", FLEX_PORTABLE, ratio, name))
     for row in found.get("layouts", ()):

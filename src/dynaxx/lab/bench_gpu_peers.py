@@ -42,17 +42,22 @@ def _sdpa(backend: str) -> Peer:
 
 
 def _flex(workload: Workload, layout: BlockLayout) -> Run:
-    """FlexAttention, masking its partial blocks in closed form."""
+    """FlexAttention, masking its partial blocks in closed form; of a packed batch, by document ids.
+
+    Its own tiles are too large for blocks of 64: there the forward is told tiles of 64, and its backward refuses.
+    """
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-    if workload.lengths:
-        raise RuntimeError("packed batches need a mask_mod over document ids, which is another workload")
     torch.compiler.reset()  # every workload's mask_mod is another function: the cache would run full
     lists, window = to_block_mask(layout), workload.window
+    lengths = torch.tensor(workload.lengths, device=layout.device)
+    document = torch.arange(len(lengths), device=layout.device).repeat_interleave(lengths) if workload.lengths else None
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         seen = q_idx >= kv_idx
-        return seen if window is None else seen & (q_idx - kv_idx < window)
+        if window is not None:
+            seen = seen & (q_idx - kv_idx < window)
+        return seen if document is None else seen & (document[q_idx] == document[kv_idx])
 
     block_mask = BlockMask.from_kv_blocks(
         lists.kv_num_blocks,
@@ -64,10 +69,14 @@ def _flex(workload: Workload, layout: BlockLayout) -> Run:
         seq_lengths=(layout.seqlen_q, layout.seqlen_k),
     )
     compiled = torch.compile(flex_attention, dynamic=False)
+    small = min(layout.block_size) < 128
+    options: Any = {"fwd_BLOCK_M": layout.block_size[0], "fwd_BLOCK_N": layout.block_size[1]} if small else None
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if q.ndim == 3:
+            return run(q[None], k[None], v[None])[0]
         by_head = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-        out: Any = compiled(*by_head, block_mask=block_mask, enable_gqa=True)
+        out: Any = compiled(*by_head, block_mask=block_mask, enable_gqa=True, kernel_options=options)
         result: Tensor = out.transpose(1, 2)
         return result
 
