@@ -59,6 +59,7 @@ def test_parts_cover_long_columns_once(name, known, heads, limit, monkeypatch):
     layout = PATTERNS[name].layout(900, block_size=64)
     if heads > 1:
         layout = dx.BlockLayout.stack_heads([layout, dx.SlidingWindow(300).layout(900, block_size=64)] * 2)
+    layout = layout.to(DEVICE)
     q_heads, kv_heads, batch = 4, 2, 3
     counts = layout.column_counts.expand(-1, q_heads, -1).unflatten(1, (kv_heads, 2)).sum(2)[0, : max(1, heads // 2)]
     if not known:
@@ -90,6 +91,7 @@ def test_parts_cover_long_rows_once(name, heads, limit):
     layout = PATTERNS[name].layout(900, block_size=64)
     if heads > 1:
         layout = dx.BlockLayout.stack_heads([layout, dx.SlidingWindow(300).layout(900, block_size=64)] * 2)
+    layout = layout.to(DEVICE)
     counts = layout.kv_num_blocks.flatten().tolist()
     split = split_rows(layout, 3, 4, 16, 2 if heads == 1 else 1)
     if split is None:
@@ -155,6 +157,30 @@ def test_what_parts_leave_is_put_together(heads, limit):
     merge_parts(sums.flatten(0, 2), sums_lse.flatten(0, 2), out, lse, split, layout, heads)
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(lse, expected_lse)
+
+
+def through_triton(q, k, v, layout):
+    return dx.sparse_attention(q, k, v, layout, return_lse=True, backend="triton")
+
+
+@runs_here
+@pytest.mark.parametrize("limit", [2], indirect=True)
+@pytest.mark.parametrize(
+    ("dtype", "block_size", "group_size"),
+    [(torch.float16, 64, 2), (torch.float32, (16, 32), 2), (torch.float16, (32, 16), 1)],
+)
+def test_triton_layouts(dtype, block_size, group_size, limit):
+    """64-blocks in half precision go by TMA, smaller ones are gathered; shared layouts, and one per head."""
+    length = 200 if block_size == 64 else 80
+    q, k, v = make_qkv(1, length, length, 2 * group_size, 2, 16, dtype=dtype, device=DEVICE)
+    star = dx.SlidingWindow(20) | dx.GlobalTokens(3, symmetric=True)
+    shared = star.layout(length, causal=False, block_size=block_size)
+    other = dx.Full().layout(length, causal=True, block_size=block_size)
+    for layout in (shared, dx.BlockLayout.stack_heads([shared, other] * group_size)):
+        layout = layout.to(DEVICE)
+        reports = check_forward(through_triton, q, k, v, layout) + check_gradients(through_triton, q, k, v, layout)
+        for report in reports:
+            assert report.ok, str(report)
 
 
 @pytest.fixture(params=[True, False], ids=["one pass", "two passes"])

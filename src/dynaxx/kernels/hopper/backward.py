@@ -39,13 +39,7 @@ from dynaxx.kernels.triton.primitives import (
     whole_tiles,
 )
 from dynaxx.kernels.triton.repeat import repeated
-from dynaxx.kernels.triton.split import (
-    SPLIT_SIZES,
-    no_split,
-    split_programs,
-    split_rows,
-    split_to,
-)
+from dynaxx.kernels.triton.split import SPLIT_SIZES, no_split, split_programs, split_rows
 from dynaxx.kernels.triton.split_sums import sum_parts
 from dynaxx.layout import BlockLayout
 
@@ -220,12 +214,12 @@ def attention_backward(
     lse_log2, delta = rows_of(do, out, dlse, lse, layout)
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     split = split_rows(layout, q.shape[0], q.shape[2])
+    tensors = (do, q, k, v, dq, lse_log2, delta)
     if split is None:
-        repeated(_start_dq, layout, (do, q, k, v, dq, lse_log2, delta), scale)
+        repeated(_start_dq, layout, tensors, scale)
     else:
         sums = split.places(q, layout.block_size[0], q.shape[3])
-        tensors = (do, q, k, v, dq, lse_log2, delta, split.parts, sums)
-        repeated(_start_split_dq, layout, tensors, scale, split.limit, split.copies)
+        repeated(_start_dq, layout, tensors, scale, split=split.to(p_sums=sums))
         sum_parts(sums, dq, split, layout, layout.block_size[0], scale)
     dk, dv = backward_dkv(do, q, k, v, lse_log2, delta, layout, scale)
     return dq, dk, dv
@@ -277,21 +271,3 @@ def _start_dq(
         num_stages=tiles.num_stages,
     )
     return started
-
-
-def _start_split_dq(
-    layout: BlockLayout,
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dq: Tensor,
-    lse_log2: Tensor,
-    delta: Tensor,
-    parts: Tensor,
-    sums: Tensor,
-    scale: float,
-    limit: int,
-    copies: tuple[int, int],
-) -> Launch | None:
-    return _start_dq(layout, do, q, k, v, dq, lse_log2, delta, scale, split_to(parts, sums, limit, copies))

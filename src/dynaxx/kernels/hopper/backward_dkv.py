@@ -24,7 +24,7 @@ from dynaxx.kernels.hopper.signals import NUMBERS
 from dynaxx.kernels.triton.launch import processors, transposed_arguments
 from dynaxx.kernels.triton.light import Launch, light_launch
 from dynaxx.kernels.triton.repeat import repeated
-from dynaxx.kernels.triton.split import SPLIT_SIZES, no_split, split_columns, split_programs, split_to
+from dynaxx.kernels.triton.split import SPLIT_SIZES, no_split, split_columns, split_programs
 from dynaxx.kernels.triton.split_sums import sum_parts
 from dynaxx.layout import BlockLayout
 
@@ -132,8 +132,7 @@ def backward_dkv(
         return dk, dv
     kv_block = layout.block_size[1]
     parts = split.places(q, 2, kv_block, q.shape[3])
-    tensors = (do, q, k, v, dk, dv, lse, delta, split.parts, parts)
-    repeated(_start_split, layout, tensors, scale, split.limit, split.copies)
+    repeated(_start_dkv, layout, (do, q, k, v, dk, dv, lse, delta), scale, split=split.to(p_sums=parts))
     sum_parts(parts[:, 0], dk, split, layout, kv_block, scale)
     sum_parts(parts[:, 1], dv, split, layout, kv_block)
     return dk, dv
@@ -181,23 +180,3 @@ def _start_dkv(
         maxnreg=168 if consumers == 2 else 128,
     )
     return started
-
-
-def _start_split(
-    layout: BlockLayout,
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    p_parts: Tensor,
-    parts: Tensor,
-    scale: float,
-    limit: int,
-    copies: tuple[int, int],
-) -> Launch | None:
-    split = split_to(p_parts, parts, limit, copies)
-    return _start_dkv(layout, do, q, k, v, dk, dv, lse, delta, scale, split)

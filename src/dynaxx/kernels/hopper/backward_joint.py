@@ -25,7 +25,7 @@ from dynaxx.kernels.hopper.signals import NUMBERS
 from dynaxx.kernels.triton.launch import transposed_arguments
 from dynaxx.kernels.triton.light import Launch, light_launch
 from dynaxx.kernels.triton.repeat import repeated
-from dynaxx.kernels.triton.split import SPLIT_SIZES, no_split, split_columns, split_programs, split_to
+from dynaxx.kernels.triton.split import SPLIT_SIZES, no_split, split_columns, split_programs
 from dynaxx.kernels.triton.split_sums import sum_parts
 from dynaxx.layout import BlockLayout
 
@@ -122,12 +122,12 @@ def backward_joint(
     """Return (dk, dv), contiguous, for kv blocks of 128, and add dq / scale to sums. Else as `backward_dkv`."""
     dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
     split = split_columns(layout, k.shape[0], q.shape[2], k.shape[2])
+    tensors = (do, q, k, v, sums, dk, dv, lse, delta)
     if split is None:
-        repeated(_start_joint, layout, (do, q, k, v, sums, dk, dv, lse, delta), scale)
+        repeated(_start_joint, layout, tensors, scale)
         return dk, dv
     parts = split.places(q, 2, KV_BLOCK, q.shape[3])
-    tensors = (do, q, k, v, sums, dk, dv, lse, delta, split.parts, parts)
-    repeated(_start_split, layout, tensors, scale, split.limit, split.copies)
+    repeated(_start_joint, layout, tensors, scale, split=split.to(p_sums=parts))
     sum_parts(parts[:, 0], dk, split, layout, KV_BLOCK, scale)
     sum_parts(parts[:, 1], dv, split, layout, KV_BLOCK)
     return dk, dv
@@ -174,24 +174,3 @@ def _start_joint(
         maxnreg=168,
     )
     return started
-
-
-def _start_split(
-    layout: BlockLayout,
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sums: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    parts: Tensor,
-    part_sums: Tensor,
-    scale: float,
-    limit: int,
-    copies: tuple[int, int],
-) -> Launch | None:
-    split = split_to(parts, part_sums, limit, copies)
-    return _start_joint(layout, do, q, k, v, sums, dk, dv, lse, delta, scale, split)

@@ -26,7 +26,7 @@ from dynaxx.kernels.hopper.signals import NUMBERS
 from dynaxx.kernels.triton.launch import mask_arguments, order_argument, positive_scale, processors
 from dynaxx.kernels.triton.light import Launch, light_launch
 from dynaxx.kernels.triton.repeat import repeated
-from dynaxx.kernels.triton.split import SPLIT_SIZES, no_split, split_programs, split_rows, split_to
+from dynaxx.kernels.triton.split import SPLIT_SIZES, no_split, split_programs, split_rows
 from dynaxx.kernels.triton.split_sums import merge_parts
 from dynaxx.layout import BlockLayout
 
@@ -134,9 +134,8 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scal
     else:
         rows = heads * layout.block_size[0]
         sums, sums_lse = split.places(q, rows, q.shape[3]), split.places(q, rows)
-        repeated(
-            _start_split, layout, (q, k, v, out, lse, split.parts, sums, sums_lse), scale, split.limit, split.copies
-        )
+        places = split.to(p_sums=sums, p_sums_lse=sums_lse)
+        repeated(_start_forward, layout, (q, k, v, out, lse), scale, made=2, split=places)
         merge_parts(sums, sums_lse, out, lse, split, layout, heads)
     return out, lse
 
@@ -197,21 +196,3 @@ def _start_forward(
         maxnreg=168 if consumers == 2 else 128,
     )
     return started
-
-
-def _start_split(
-    layout: BlockLayout,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    parts: Tensor,
-    sums: Tensor,
-    sums_lse: Tensor,
-    scale: float,
-    limit: int,
-    copies: tuple[int, int],
-) -> Launch | None:
-    split = {**split_to(parts, sums, limit, copies), "p_sums_lse": sums_lse}
-    return _start_forward(layout, q, k, v, out, lse, scale, split)

@@ -16,10 +16,11 @@ from torch import Tensor
 from dynaxx.kernels.triton.backward_dkv import sparse_attention_bwd_dkv_kernel
 from dynaxx.kernels.triton.backward_dq import sparse_attention_bwd_dq_kernel
 from dynaxx.kernels.triton.backward_rows import empty_rows, start_rows
-from dynaxx.kernels.triton.config import TMA_BLOCK, backward_dkv_tiles, backward_dq_tiles, padded
+from dynaxx.kernels.triton.config import TMA_BLOCK, backward_dkv_tiles, backward_dq_tiles, dkv_span, dq_span, padded
 from dynaxx.kernels.triton.launch import (
     layout_arguments,
     order_argument,
+    processors,
     steps_by_tma,
     strides,
     tile_rows,
@@ -30,6 +31,8 @@ from dynaxx.kernels.triton.launch import (
 )
 from dynaxx.kernels.triton.light import Launch
 from dynaxx.kernels.triton.repeat import repeated
+from dynaxx.kernels.triton.split import no_split, split_columns, split_programs, split_rows
+from dynaxx.kernels.triton.split_sums import sum_parts
 from dynaxx.layout import BlockLayout
 
 
@@ -60,9 +63,33 @@ def attention_backward(
     dlse = zeros_like_lse(lse, layout) if dlse is None else dlse
     row_lse, delta = empty_rows(lse), empty_rows(lse)
     repeated(start_rows, layout, (do, dlse, out, lse, row_lse, delta))
-    repeated(_start_dq, layout, (do, q, k, v, row_lse, delta, dq), scale, softcap)
-    repeated(_start_dkv, layout, (do, q, k, v, row_lse, delta, dk, dv), scale, softcap)
+    _fill_dq(layout, (do, q, k, v, row_lse, delta, dq), scale, softcap)
+    _fill_dkv(layout, (do, q, k, v, row_lse, delta, dk, dv), scale, softcap)
     return dq, dk, dv
+
+
+def _fill_dq(layout: BlockLayout, tensors: tuple[Tensor, ...], scale: float, softcap: float | None) -> None:
+    q, dq = tensors[1], tensors[-1]
+    split = split_rows(layout, q.shape[0], q.shape[2])
+    if split is None:
+        repeated(_start_dq, layout, tensors, scale, softcap)
+        return
+    sums = split.places(q, layout.block_size[0], q.shape[3])
+    repeated(_start_dq, layout, tensors, scale, softcap, split=split.to(p_sums=sums))
+    sum_parts(sums, dq, split, layout, layout.block_size[0], scale)
+
+
+def _fill_dkv(layout: BlockLayout, tensors: tuple[Tensor, ...], scale: float, softcap: float | None) -> None:
+    _, q, k, v, *_, dk, dv = tensors
+    split = split_columns(layout, q.shape[0], q.shape[2], k.shape[2])
+    if split is None:
+        repeated(_start_dkv, layout, tensors, scale, softcap)
+        return
+    kv_block, head_dim = layout.block_size[1], q.shape[3]
+    sums = split.places(q, kv_block * (head_dim + v.shape[3]))
+    repeated(_start_dkv, layout, tensors, scale, softcap, split=split.to(p_sums=sums))
+    sum_parts(sums[:, : kv_block * head_dim], dk, split, layout, kv_block, scale)
+    sum_parts(sums[:, kv_block * head_dim :], dv, split, layout, kv_block)
 
 
 def _start_dq(
@@ -76,13 +103,15 @@ def _start_dq(
     dq: Tensor,
     scale: float,
     softcap: float | None,
+    split: dict[str, Any] | None = None,
 ) -> Launch | None:
     batch, _, q_heads, head_dim = q.shape
     tma = min(layout.block_size) >= TMA_BLOCK and steps_by_tma(do, q, k, v)
     tiles = backward_dq_tiles(q.device, q.dtype, head_dim, v.shape[3], layout.block_size, tma)
     order, ordered = order_argument(layout)
-    q_tiles = layout.q_blocks * (layout.block_size[0] // tiles.block_m)
-    started: Launch | None = sparse_attention_bwd_dq_kernel[(q_tiles * batch * q_heads,)](
+    split = split or no_split(delta)
+    programs = (layout.q_blocks * batch * q_heads + split_programs(split)) * (layout.block_size[0] // tiles.block_m)
+    started: Launch | None = sparse_attention_bwd_dq_kernel[(programs,)](
         tile_rows(do, tiles.block_m) if tma else do,
         tile_rows(q, tiles.block_m) if tma else q,
         tile_rows(k, tiles.block_n) if tma else k,
@@ -92,7 +121,9 @@ def _start_dq(
         dq,
         order,
         *layout_arguments(layout),
+        **split,
         **_shared(layout, do, q, k, v, delta, scale, softcap),
+        span=dq_span(q.shape[2] // k.shape[2]),
         ORDERED=ordered,
         TMA=tma,
         BLOCK_M=tiles.block_m,
@@ -116,11 +147,14 @@ def _start_dkv(
     dv: Tensor,
     scale: float,
     softcap: float | None,
+    split: dict[str, Any] | None = None,
 ) -> Launch | None:
     tma = min(layout.block_size) >= TMA_BLOCK and steps_by_tma(do, q, k, v)
     tiles = backward_dkv_tiles(q.device, q.dtype, q.shape[3], v.shape[3], layout.block_size, tma)
-    kv_tiles = layout.kv_blocks * (layout.block_size[1] // tiles.block_n)
-    started: Launch | None = sparse_attention_bwd_dkv_kernel[(kv_tiles * k.shape[0] * k.shape[2],)](
+    split = split or no_split(dk)
+    per_block = layout.block_size[1] // tiles.block_n
+    programs = (layout.kv_blocks * k.shape[0] * k.shape[2] + split_programs(split)) * per_block
+    started: Launch | None = sparse_attention_bwd_dkv_kernel[(programs,)](
         tile_rows(do, tiles.block_m) if tma else do,
         tile_rows(q, tiles.block_m) if tma else q,
         tile_rows(k, tiles.block_n) if tma else k,
@@ -130,7 +164,9 @@ def _start_dkv(
         dk,
         dv,
         *transposed_arguments(layout),
+        **split,
         **_shared(layout, do, q, k, v, delta, scale, softcap),
+        span=dkv_span(layout.kv_blocks * per_block, processors(q.device)),
         TMA=tma,
         PER_HEAD=q.dtype == torch.float32,
         BLOCK_M=tiles.block_m,

@@ -7,8 +7,10 @@ import triton.language as tl
 from dynaxx.kernels.triton.backward_rows import cap_scores, load_row_values, weights_of
 from dynaxx.kernels.triton.launch import RUNTIME_SIZES
 from dynaxx.kernels.triton.light import light_launch
+from dynaxx.kernels.triton.parts import WHOLE, entries_of, part_of, store_part
 from dynaxx.kernels.triton.primitives import (
     BOUNDS,
+    block_ahead,
     load_tile,
     row_entries,
     started_tile,
@@ -16,6 +18,7 @@ from dynaxx.kernels.triton.primitives import (
     tile_positions,
     visible_elements,
 )
+from dynaxx.kernels.triton.split import SPLIT_SIZES
 
 
 @triton.jit
@@ -57,10 +60,20 @@ def _accumulate_dkv(
 ):
     """Add what the `count` q blocks from entry `first` give; queries past the end have lse = inf and give nothing."""
     WORDS: tl.constexpr = (KV_BLOCK + 31) // 32
-    for i_tile in range(0, tl.cdiv(count * Q_BLOCK, BLOCK_M)):
-        start, offsets, inner_q, code = tile_positions(
-            p_indices, p_codes, first, count, i_tile, seqlen_q, Q_BLOCK, BLOCK_M, BOUNDS
-        )
+    AHEAD: tl.constexpr = TMA and not MASKED  # then the index of a tile's block is asked for one tile before
+    tiles = tl.cdiv(count * Q_BLOCK, BLOCK_M)
+    if AHEAD:
+        SPLIT: tl.constexpr = Q_BLOCK // BLOCK_M
+        next_block = block_ahead(p_indices, first, 0, tiles, SPLIT)
+    for i_tile in range(0, tiles):
+        if AHEAD:
+            offsets = tl.arange(0, BLOCK_M)
+            start = next_block * Q_BLOCK + i_tile % SPLIT * BLOCK_M
+            next_block = block_ahead(p_indices, first, i_tile + 1, tiles, SPLIT)
+        else:
+            start, offsets, inner_q, code = tile_positions(
+                p_indices, p_codes, first, count, i_tile, seqlen_q, Q_BLOCK, BLOCK_M, BOUNDS
+            )
         b_q = load_tile(q_rows, i_b, i_h, start, offsets, stride_qn, seqlen_q, D, BLOCK_D, BLOCK_M, True, TMA)
         b_do = load_tile(do_rows, i_b, i_h, start, offsets, stride_don, seqlen_q, E, BLOCK_E, BLOCK_M, True, TMA)
         if TMA:
@@ -85,7 +98,7 @@ def _accumulate_dkv(
 
 
 @light_launch
-@triton.jit(do_not_specialize=RUNTIME_SIZES)
+@triton.jit(do_not_specialize=[*RUNTIME_SIZES, *SPLIT_SIZES])
 def sparse_attention_bwd_dkv_kernel(
     do_rows,  # pointers, or under TMA descriptors of (B, heads, seqlen, head_dim)
     q_rows,
@@ -105,12 +118,19 @@ def sparse_attention_bwd_dkv_kernel(
     num_masks,
     layout_stride_b,
     layout_stride_h,
+    p_parts,
+    p_sums,  # (slots, KV_BLOCK * (D + E)) fp32: of dk, then of dv
+    num_parts,
+    limit,
+    batch_copies,
+    head_copies,
     seqlen_q,
     padded_q,
     seqlen_k,
     batch,
     q_heads,
     group_size,
+    span,
     scale,
     cap,
     stride_dob,
@@ -136,6 +156,7 @@ def sparse_attention_bwd_dkv_kernel(
     PRECISION: tl.constexpr,
     CAPPED: tl.constexpr,
     TMA: tl.constexpr,
+    HAS_PARTS: tl.constexpr,
     PER_HEAD: tl.constexpr,  # sum the heads of a group apart: exact fp32 needs short sums, and has the registers
 ):
     """dk and dv of a tile of keys of one kv head."""
@@ -143,10 +164,25 @@ def sparse_attention_bwd_dkv_kernel(
     kv_heads = q_heads // group_size
     kv_blocks = (seqlen_k + KV_BLOCK - 1) // KV_BLOCK
     # The first keys are seen by most queries under a causal mask.
-    i_head, i_tile = started_tile(tl.program_id(0), kv_blocks * SPLIT_N, batch * kv_heads, 256)
+    part_programs = num_parts * batch_copies * head_copies * SPLIT_N  # come first
+    i_program = tl.maximum(tl.program_id(0) - part_programs, 0)
+    i_head, i_tile = started_tile(i_program, kv_blocks * SPLIT_N, batch * kv_heads, span)
     i_hk = (i_head % kv_heads).to(tl.int64)
     i_b = (i_head // kv_heads).to(tl.int64)
     i_col = i_tile // SPLIT_N
+    if HAS_PARTS:
+        slot, part_b, part_h, part_col, part_tile, part_first, part_last = part_of(
+            tl.program_id(0), p_parts, num_parts, batch_copies, head_copies, kv_blocks, kv_heads, SPLIT_N
+        )
+        i_b, i_hk = tl.where(slot >= 0, part_b, i_b), tl.where(slot >= 0, part_h, i_hk)
+        i_tile, i_col = tl.where(slot >= 0, part_tile, i_tile), tl.where(slot >= 0, part_col, i_col)
+        length = 0
+        for i_group in range(group_size):
+            lead = i_b * layout_stride_b + (i_hk * group_size + i_group) * layout_stride_h
+            length += row_entries(p_indptr, p_num_partial, lead, i_col, kv_blocks, capacity)[2]
+        slot, part_first, _, length = entries_of(slot, 0, 0, length, part_first, part_last, limit)
+        part_last = part_first + length
+        before = 0  # entries of the heads before
     inner_k = i_tile % SPLIT_N * BLOCK_N + tl.arange(0, BLOCK_N)
     first_k = (i_col * KV_BLOCK + i_tile % SPLIT_N * BLOCK_N).to(tl.int64)
     o_k = tl.arange(0, BLOCK_N)
@@ -162,6 +198,12 @@ def sparse_attention_bwd_dkv_kernel(
         i_h = i_hk * group_size + i_group
         lead = i_b * layout_stride_b + i_h * layout_stride_h
         start, partial, total = row_entries(p_indptr, p_num_partial, lead, i_col, kv_blocks, capacity)
+        if HAS_PARTS:
+            begin = tl.minimum(tl.maximum(part_first - before, 0), total)
+            end = tl.minimum(tl.maximum(part_last - before, begin), total)
+            before += total
+            start, total = start + begin, end - begin
+            partial = tl.minimum(tl.maximum(partial - begin, 0), total)
         lse_head, delta_head, q_head, do_head = row_lse, row_delta, q_rows, do_rows
         if not TMA:
             row = (i_b * q_heads + i_h) * padded_q
@@ -184,6 +226,12 @@ def sparse_attention_bwd_dkv_kernel(
             )  # fmt: skip
         if PER_HEAD:
             dk, dv = sum_dk + dk, sum_dv + dv
+    if HAS_PARTS:
+        SUMS: tl.constexpr = KV_BLOCK * (D + E)
+        p_sums += tl.maximum(slot, 0).to(tl.int64) * SUMS
+        store_part(p_sums, tl.minimum(slot, 0), dk, inner_k, KV_BLOCK, D, BLOCK_D)
+        store_part(p_sums + KV_BLOCK * D, tl.minimum(slot, 0), dv, inner_k, KV_BLOCK, E, BLOCK_E)
+        pos_k = tl.where(slot == WHOLE, pos_k, -1)
     first_row = i_b * seqlen_k * kv_heads + i_hk
     store_rows(p_dk + first_row * D, dk * scale, pos_k, kv_heads * D, seqlen_k, D, BLOCK_D)
     store_rows(p_dv + first_row * E, dv, pos_k, kv_heads * E, seqlen_k, E, BLOCK_E)

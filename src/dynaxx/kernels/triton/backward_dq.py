@@ -7,9 +7,11 @@ import triton.language as tl
 from dynaxx.kernels.triton.backward_rows import cap_scores, load_row_values, weights_of
 from dynaxx.kernels.triton.launch import RUNTIME_SIZES
 from dynaxx.kernels.triton.light import light_launch
+from dynaxx.kernels.triton.parts import WHOLE, entries_of, part_of, store_part
 from dynaxx.kernels.triton.primitives import (
     FULL,
     PARTIAL,
+    block_ahead,
     load_tile,
     row_entries,
     row_tiles,
@@ -20,6 +22,7 @@ from dynaxx.kernels.triton.primitives import (
     tile_positions,
     visible_elements,
 )
+from dynaxx.kernels.triton.split import SPLIT_SIZES
 
 
 @triton.jit
@@ -64,11 +67,20 @@ def _accumulate_dq(
 ):
     """Add what `tiles` tiles of the `total` blocks from entry `start` give, of which `partial` are partial."""
     WORDS: tl.constexpr = (KV_BLOCK + 31) // 32
+    AHEAD: tl.constexpr = TMA and MASKING == FULL  # then the index of a tile's block is asked for one tile before
+    if AHEAD:
+        SPLIT: tl.constexpr = KV_BLOCK // BLOCK_N
+        next_block = block_ahead(p_indices, start + partial, 0, tiles, SPLIT)
     for i_step in range(tiles):
-        first, count, i_tile, is_full = tile_of_pass(i_step, start, partial, total, partial_tiles, whole, MASKING)
-        first_k, offsets, inner_k, code = tile_positions(
-            p_indices, p_codes, first, count, i_tile, seqlen_k, KV_BLOCK, BLOCK_N, MASKING
-        )
+        if AHEAD:
+            offsets = tl.arange(0, BLOCK_N)
+            first_k = next_block * KV_BLOCK + i_step % SPLIT * BLOCK_N
+            next_block = block_ahead(p_indices, start + partial, i_step + 1, tiles, SPLIT)
+        else:
+            first, count, i_tile, is_full = tile_of_pass(i_step, start, partial, total, partial_tiles, whole, MASKING)
+            first_k, offsets, inner_k, code = tile_positions(
+                p_indices, p_codes, first, count, i_tile, seqlen_k, KV_BLOCK, BLOCK_N, MASKING
+            )
         b_k = load_tile(
             k_rows, i_b, i_hk, first_k, offsets, stride_kn, seqlen_k, D, BLOCK_D, BLOCK_N, MASKING == PARTIAL, TMA
         )
@@ -93,7 +105,7 @@ def _accumulate_dq(
 
 
 @light_launch
-@triton.jit(do_not_specialize=RUNTIME_SIZES)
+@triton.jit(do_not_specialize=[*RUNTIME_SIZES, *SPLIT_SIZES])
 def sparse_attention_bwd_dq_kernel(
     do_rows,  # pointers, or under TMA descriptors of (B, heads, seqlen, head_dim)
     q_rows,
@@ -113,12 +125,19 @@ def sparse_attention_bwd_dq_kernel(
     num_masks,
     layout_stride_b,
     layout_stride_h,
+    p_parts,
+    p_sums,  # (slots, Q_BLOCK, D) fp32
+    num_parts,
+    limit,
+    batch_copies,
+    head_copies,
     seqlen_q,
     padded_q,
     seqlen_k,
     batch,
     q_heads,
     group_size,
+    span,
     scale,
     cap,
     stride_dob,
@@ -145,20 +164,33 @@ def sparse_attention_bwd_dq_kernel(
     CAPPED: tl.constexpr,
     TMA: tl.constexpr,
     ORDERED: tl.constexpr,
+    HAS_PARTS: tl.constexpr,
 ):
     """dq of a tile of queries of one head."""
     SPLIT_M: tl.constexpr = Q_BLOCK // BLOCK_M
     q_blocks = (seqlen_q + Q_BLOCK - 1) // Q_BLOCK
-    i_head, i_tile = started_tile(tl.program_id(0), q_blocks * SPLIT_M, batch * q_heads, 16)
+    part_programs = num_parts * batch_copies * head_copies * SPLIT_M  # come first
+    i_program = tl.maximum(tl.program_id(0) - part_programs, 0)
+    i_head, i_tile = started_tile(i_program, q_blocks * SPLIT_M, batch * q_heads, span)
     i_h = (i_head % q_heads).to(tl.int64)
     i_b = (i_head // q_heads).to(tl.int64)
+    if HAS_PARTS:
+        slot, part_b, part_h, part_row, part_tile, part_first, part_last = part_of(
+            tl.program_id(0), p_parts, num_parts, batch_copies, head_copies, q_blocks, q_heads, SPLIT_M
+        )
+        i_b, i_h = tl.where(slot >= 0, part_b, i_b), tl.where(slot >= 0, part_h, i_h)
+        i_tile = tl.where(slot >= 0, part_tile, i_tile)
     lead = i_b * layout_stride_b + i_h * layout_stride_h
     i_row = started_row(p_order, lead, i_tile // SPLIT_M, q_blocks, ORDERED)
+    if HAS_PARTS:
+        i_row = tl.where(slot >= 0, part_row, i_row)
     inner_q = i_tile % SPLIT_M * BLOCK_M + tl.arange(0, BLOCK_M)
     first_q = (i_row * Q_BLOCK + i_tile % SPLIT_M * BLOCK_M).to(tl.int64)
     o_q = tl.arange(0, BLOCK_M)
     pos_q = first_q + o_q
     start, partial, total = row_entries(p_indptr, p_num_partial, lead, i_row, q_blocks, capacity)
+    if HAS_PARTS:
+        slot, start, partial, total = entries_of(slot, start, partial, total, part_first, part_last, limit)
 
     i_hk = i_h // group_size
     if not TMA:
@@ -179,5 +211,8 @@ def sparse_attention_bwd_dq_kernel(
             p_indices, p_codes, p_bits, p_bands, num_masks, start, partial, total, partial_tiles, whole, tiles,
             MASKING, D, E, BLOCK_D, BLOCK_E, Q_BLOCK, KV_BLOCK, BLOCK_N, PRECISION, CAPPED, TMA,
         )  # fmt: skip
+    if HAS_PARTS:
+        store_part(p_sums, slot, dq, inner_q, Q_BLOCK, D, BLOCK_D)
+        pos_q = tl.where(slot == WHOLE, pos_q, -1)
     p_dq += (i_b * seqlen_q * q_heads + i_h) * D
     store_rows(p_dq, dq * scale, pos_q, q_heads * D, seqlen_q, D, BLOCK_D)

@@ -15,6 +15,8 @@ import torch
 from dynaxx.kernels.triton.tuned import kind_of_launch, tuned_values
 
 INTERPRETER_SHARED_MEMORY = 1 << 20
+SPAN = 16  # tiles of a head that start one after the other, before those of the next head
+WHOLE_HEAD = 1 << 20
 TMA_BLOCK = 64  # tokens of a block; smaller ones are gathered by addresses, which the copy unit does not do
 
 Loop = Literal["in turn", "ahead", "overlapped"]
@@ -83,6 +85,8 @@ def backward_dq_tiles(
     wide = max(padded(head_dim), padded(head_dim_v))
     if dtype == torch.float32:
         tiles = Tiles(32 if wide <= 64 else 16, 32, 4, 1)
+    elif tma and wide <= 64:
+        tiles = Tiles(64, 64, 4, 2, 168)  # three programs a multiprocessor
     elif tma:
         tiles = Tiles(64, 64, 4, 2) if wide <= 128 else Tiles(128, 32, 8, 2)
     else:
@@ -133,6 +137,22 @@ def _fit(
         else:
             break
     return tiles
+
+
+def dq_span(group_size: int) -> int:
+    """Tiles of a q head that start one after the other for dq, before those of the next head.
+
+    Where no heads share keys, one head after the other reads its keys from L2: 2.72 ms instead of 3.26 (random 10 %).
+    """
+    return WHOLE_HEAD if group_size == 1 else SPAN
+
+
+def dkv_span(tiles: int, processors: int) -> int:
+    """The same of a kv head of so many tiles, for dk and dv.
+
+    One head after the other reads its queries from L2, but the last one's short columns must fill all processors.
+    """
+    return WHOLE_HEAD if tiles > 2 * processors else 4 * SPAN
 
 
 def longest_part(entries: int, lines: int, copies: int, shares: int) -> int:

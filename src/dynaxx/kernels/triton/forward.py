@@ -7,12 +7,14 @@ the running softmax in base 2.
 Shapes: B batch, N / M queries and keys, Hq / Hk query and kv heads, D / E head_dim of q, k and of v.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dynaxx.kernels.triton.config import TMA_BLOCK, forward_loop, forward_tiles, padded
+from dynaxx.kernels.triton.config import SPAN, TMA_BLOCK, forward_loop, forward_tiles, padded
 from dynaxx.kernels.triton.forward_row import attend, attend_ahead, entry_ahead
 from dynaxx.kernels.triton.launch import (
     RUNTIME_SIZES,
@@ -25,6 +27,7 @@ from dynaxx.kernels.triton.launch import (
     unit_stride,
 )
 from dynaxx.kernels.triton.light import Launch, light_launch
+from dynaxx.kernels.triton.parts import WHOLE, entries_of, part_of, store_part
 from dynaxx.kernels.triton.primitives import (
     FULL,
     PARTIAL,
@@ -36,11 +39,13 @@ from dynaxx.kernels.triton.primitives import (
     store_rows,
 )
 from dynaxx.kernels.triton.repeat import repeated
+from dynaxx.kernels.triton.split import SPLIT_SIZES, no_split, split_programs, split_rows
+from dynaxx.kernels.triton.split_sums import merge_parts
 from dynaxx.layout import BlockLayout
 
 
 @light_launch
-@triton.jit(do_not_specialize=RUNTIME_SIZES)
+@triton.jit(do_not_specialize=[*RUNTIME_SIZES, *SPLIT_SIZES])
 def _sparse_attention_fwd_kernel(
     q_rows,  # pointers, or under TMA descriptors of (B, Hq, N, D), (B, Hk, M, D) and (B, Hk, M, E)
     k_rows,
@@ -58,11 +63,19 @@ def _sparse_attention_fwd_kernel(
     num_masks,
     layout_stride_b,
     layout_stride_h,
+    p_parts,
+    p_sums,  # (slots, Q_BLOCK, E) fp32
+    p_sums_lse,  # (slots, Q_BLOCK) fp32
+    num_parts,
+    limit,
+    batch_copies,
+    head_copies,
     seqlen_q,
     seqlen_k,
     batch,
     q_heads,
     group_size,
+    span,
     scale,
     cap,
     stride_qb,
@@ -87,19 +100,32 @@ def _sparse_attention_fwd_kernel(
     ORDERED: tl.constexpr,
     TMA: tl.constexpr,
     LOOP: tl.constexpr,
+    HAS_PARTS: tl.constexpr,
 ):
     SPLIT_M: tl.constexpr = Q_BLOCK // BLOCK_M
     q_blocks = (seqlen_q + Q_BLOCK - 1) // Q_BLOCK
-    i_head, i_tile = started_tile(tl.program_id(0), q_blocks * SPLIT_M, batch * q_heads, 16)
+    part_programs = num_parts * batch_copies * head_copies * SPLIT_M  # come first
+    i_program = tl.maximum(tl.program_id(0) - part_programs, 0)
+    i_head, i_tile = started_tile(i_program, q_blocks * SPLIT_M, batch * q_heads, span)
     i_h = (i_head % q_heads).to(tl.int64)
     i_b = (i_head // q_heads).to(tl.int64)
+    if HAS_PARTS:
+        slot, part_b, part_h, part_row, part_tile, part_first, part_last = part_of(
+            tl.program_id(0), p_parts, num_parts, batch_copies, head_copies, q_blocks, q_heads, SPLIT_M
+        )
+        i_b, i_h = tl.where(slot >= 0, part_b, i_b), tl.where(slot >= 0, part_h, i_h)
+        i_tile = tl.where(slot >= 0, part_tile, i_tile)
     lead = i_b * layout_stride_b + i_h * layout_stride_h
     i_row = started_row(p_order, lead, i_tile // SPLIT_M, q_blocks, ORDERED)
+    if HAS_PARTS:
+        i_row = tl.where(slot >= 0, part_row, i_row)
     inner_q = i_tile % SPLIT_M * BLOCK_M + tl.arange(0, BLOCK_M)
     first_q = (i_row * Q_BLOCK + i_tile % SPLIT_M * BLOCK_M).to(tl.int64)
     pos_q = first_q + tl.arange(0, BLOCK_M)
 
     start, partial, total = row_entries(p_indptr, p_num_partial, lead, i_row, q_blocks, capacity)
+    if HAS_PARTS:
+        slot, start, partial, total = entries_of(slot, start, partial, total, part_first, part_last, limit)
 
     i_hk = i_h // group_size
     if not TMA:
@@ -145,6 +171,11 @@ def _sparse_attention_fwd_kernel(
     row_sum = tl.where(empty, 1.0, row_sum)
     acc = acc / row_sum[:, None]
     lse = tl.where(empty, float("-inf"), row_max * scale + tl.log(row_sum))
+    if HAS_PARTS:
+        store_part(p_sums, slot, acc, inner_q, Q_BLOCK, E, BLOCK_E)
+        at = tl.maximum(slot, 0).to(tl.int64) * Q_BLOCK + inner_q
+        tl.store(p_sums_lse + at, lse, mask=inner_q < tl.where(slot >= 0, Q_BLOCK, 0))
+        pos_q = tl.where(slot == WHOLE, pos_q, seqlen_q)
     tl.store(p_lse + (i_b * q_heads + i_h) * seqlen_q + pos_q, lse, mask=pos_q < seqlen_q)
     p_out += (i_b * seqlen_q * q_heads + i_h) * E
     store_rows(p_out, acc, pos_q, q_heads * E, seqlen_q, E, BLOCK_E)
@@ -161,20 +192,37 @@ def attention_forward(
         return out, lse
     q, scale = positive_scale(q, scale)
     q, k, v = (unit_stride(x) for x in (q, k, v))
-    repeated(_start_forward, layout, (q, k, v, out, lse), scale, softcap, made=2)
+    split = split_rows(layout, batch, q_heads)
+    if split is None:
+        repeated(_start_forward, layout, (q, k, v, out, lse), scale, softcap, made=2)
+        return out, lse
+    rows = layout.block_size[0]
+    sums, sums_lse = split.places(q, rows, v.shape[3]), split.places(q, rows)
+    places = split.to(p_sums=sums, p_sums_lse=sums_lse)
+    repeated(_start_forward, layout, (q, k, v, out, lse), scale, softcap, made=2, split=places)
+    merge_parts(sums, sums_lse, out, lse, split, layout)
     return out, lse
 
 
 def _start_forward(
-    layout: BlockLayout, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, softcap: float | None
+    layout: BlockLayout,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    softcap: float | None,
+    split: dict[str, Any] | None = None,
 ) -> Launch | None:
     batch, seqlen_q, q_heads, head_dim = q.shape
     seqlen_k, kv_heads, head_dim_v = v.shape[1:]
     tma = min(layout.block_size) >= TMA_BLOCK and steps_by_tma(q, k, v)
     tiles = forward_tiles(q.device, q.dtype, head_dim, head_dim_v, layout.block_size, tma)
     order, ordered = order_argument(layout)
-    q_tiles = layout.q_blocks * (layout.block_size[0] // tiles.block_m)
-    started: Launch | None = _sparse_attention_fwd_kernel[(q_tiles * batch * q_heads,)](
+    split = split or {**no_split(lse), "p_sums_lse": lse}
+    programs = (layout.q_blocks * batch * q_heads + split_programs(split)) * (layout.block_size[0] // tiles.block_m)
+    started: Launch | None = _sparse_attention_fwd_kernel[(programs,)](
         tile_rows(q, tiles.block_m) if tma else q,
         tile_rows(k, tiles.block_n) if tma else k,
         tile_rows(v, tiles.block_n) if tma else v,
@@ -182,11 +230,13 @@ def _start_forward(
         lse,
         order,
         *layout_arguments(layout),
+        **split,
         seqlen_q=seqlen_q,
         seqlen_k=seqlen_k,
         batch=batch,
         q_heads=q_heads,
         group_size=q_heads // kv_heads,
+        span=SPAN,
         scale=scale,
         cap=1.0 if softcap is None else softcap / scale,
         **strides("q", q),

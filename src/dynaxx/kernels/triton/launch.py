@@ -26,6 +26,7 @@ RUNTIME_SIZES = [
     "batch",
     "q_heads",
     "group_size",
+    "span",
 ]
 
 

@@ -28,14 +28,14 @@ def row_entries(p_indptr, p_num_partial, lead, i_row, num_rows, capacity):
 
 
 @triton.jit
-def started_tile(i_program, tiles, heads, SPAN: tl.constexpr):
-    """Head and rank of the tile that a program takes: `SPAN` tiles of a head, those of the next, then the next ones.
+def started_tile(i_program, tiles, heads, span):
+    """Head and rank of the tile that a program takes: `span` tiles of a head, those of the next, then the next ones.
 
     Programs at a time then read few heads, whose keys stay in L2, and the longest rows of all heads still start first.
     """
-    begin = i_program // (SPAN * heads) * SPAN
+    begin = i_program // (span * heads) * span
     rest = i_program - begin * heads
-    span = tl.minimum(SPAN, tiles - begin)
+    span = tl.minimum(span, tiles - begin)
     return rest // span, begin + rest % span
 
 
@@ -139,6 +139,13 @@ def visible_elements(p_bits, p_bands, num_masks, code, r, c, Q_BLOCK: tl.constex
         word = tl.load(p_word, mask=known & (r + c >= 0), other=0)
         visible = ((word >> (c % 32)) & 1) != 0
     return visible
+
+
+@triton.jit
+def block_ahead(p_indices, first, i_tile, tiles, SPLIT: tl.constexpr):
+    """The block of full tile `i_tile` of `tiles`, or of the last one, where each block has SPLIT of them."""
+    i_tile = tl.minimum(i_tile, tiles - 1)
+    return tl.load(p_indices + first + i_tile // SPLIT, mask=i_tile >= 0, other=0)
 
 
 @triton.jit

@@ -35,33 +35,46 @@ class Repeat(NamedTuple):
 Start = Callable[..., Launch | None]
 
 
-def repeated(start: Start, layout: BlockLayout, tensors: tuple[Tensor, ...], *settings: Any, made: int = 0) -> None:
+def repeated(
+    start: Start,
+    layout: BlockLayout,
+    tensors: tuple[Tensor, ...],
+    *settings: Any,
+    made: int = 0,
+    split: dict[str, Any] | None = None,
+) -> None:
     """Call `start(layout, *tensors, *settings)`, which launches one kernel; with the same shapes again, only that.
 
     Args:
         made: of the tensors, the last so many are dense, and of shapes and dtypes that follow from the others'.
+        split: of `Split.to`; then `start` is given it, too, behind the settings.
     """
     bind_context()
     device = tensors[0].get_device()
     if device >= 0 and device != driver.active.get_current_device():
         with torch.cuda.device(device):
-            repeated(start, layout, tensors, *settings, made=made)
+            repeated(start, layout, tensors, *settings, made=made, split=split)
         return
+    given = (layout, *tensors, *settings)
     key: list[Any] = [start, device, *settings]
+    if split is not None:
+        given = (*given, split)
+        key += [x for x in split.values() if not isinstance(x, Tensor)]
+        tensors = (*[x for x in split.values() if isinstance(x, Tensor)], *tensors)
     addresses, bits = [x.data_ptr() for x in tensors], 0
     for address in addresses:
         bits |= address
     for x in tensors[: len(tensors) - made]:
         key += (x.shape, x.stride(), x.dtype)
     if bits & 15 or is_watched():
-        start(layout, *tensors, *settings)
+        start(*given)
         return
     kept = _kept.get(layout)
     if kept is None:
         kept = _kept[layout] = {}
     known = kept.get(found := tuple(key))
     if known is None:
-        launch = start(layout, *tensors, *settings)
+        launch = start(*given)
         repeat = None if launch is None else _repeat(launch, layout, tensors)
         if repeat is not None and len(kept) < MOST_LAUNCHES:
             kept[found] = repeat

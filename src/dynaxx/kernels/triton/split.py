@@ -38,6 +38,18 @@ class Split(NamedTuple):
         """Room for what each part leaves, (parts * copies, *shape) fp32."""
         return like.new_empty(self.parts.shape[0] * self.copies[0] * self.copies[1], *shape, dtype=torch.float32)
 
+    def to(self, **places: Tensor) -> dict[str, Any]:
+        """What a kernel is told: the parts, and by its own names where they leave their sums."""
+        return {
+            "p_parts": self.parts,
+            **places,
+            "num_parts": self.parts.shape[0],
+            "limit": self.limit,
+            "batch_copies": self.copies[0],
+            "head_copies": self.copies[1],
+            "HAS_PARTS": True,
+        }
+
 
 class Lines(NamedTuple):
     """The lines of a pass over a layout."""
@@ -199,21 +211,8 @@ def _split(indptr: Tensor, capacity: int, lines: Lines, limit: int, num_parts: i
     return split
 
 
-def split_to(parts: Tensor, sums: Tensor, limit: int, copies: tuple[int, int]) -> dict[str, Any]:
-    """What a kernel is told of a split: the parts, and where they leave their sums."""
-    return {
-        "p_parts": parts,
-        "p_sums": sums,
-        "num_parts": parts.shape[0],
-        "limit": limit,
-        "batch_copies": copies[0],
-        "head_copies": copies[1],
-        "HAS_PARTS": True,
-    }
-
-
 def no_split(nothing: Tensor) -> dict[str, Any]:
-    """The same where no line is split, with any tensor."""
+    """`Split.to` where no line is split, with any tensor."""
     none = {"num_parts": 0, "limit": 0, "batch_copies": 1, "head_copies": 1, "HAS_PARTS": False}
     return {"p_parts": nothing, "p_sums": nothing, **none}
 
