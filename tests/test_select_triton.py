@@ -332,6 +332,16 @@ def test_hashes_are_counted():
 
 @gpu
 @on_gpu
+def test_pairs_are_counted_exactly():
+    from dynaxx.selection.scorers.simhash import pairs
+
+    counts = lambda heads, blocks: torch.randint(0, 129, (2, heads, blocks, 512)).float()
+    of_queries, of_keys = counts(6, 33), counts(3, 50).transpose(-1, -2)
+    assert torch.equal(pairs(of_queries.cuda(), of_keys.cuda()).cpu(), pairs(of_queries, of_keys))
+
+
+@gpu
+@on_gpu
 def test_pooled_blocks_are_those_of_torch():
     from dynaxx.selection.scorers.base import reduce_blocks
 

@@ -118,32 +118,33 @@ def _lines_kernel(
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    i_h, i_tile, i_b = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    i_bh = i_b * tl.num_programs(0) + i_h
-    p_q += i_bh * probes * D
-    p_k += i_b * stride_kb + i_h // group_size * stride_kh
+    i_hk, i_tile, i_b = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    p_k += i_b * stride_kb + i_hk * stride_kh
     o_n = i_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     b_k = _keys(p_k, o_n, seqlen_k, stride_kn, D, BLOCK_D)
     o_j = tl.arange(0, BUCKETS)
-    vertical = tl.zeros([BLOCK_N // KV_BLOCK], tl.float32)
-    wide, single = tl.zeros([BUCKETS], tl.float32), tl.zeros([BUCKETS], tl.float32)
-    for i_p in range(0, probes, BLOCK_P):
-        o_p = i_p + tl.arange(0, BLOCK_P)
-        logits = _probe_logits(p_q, b_k, o_p, o_n, probes, seqlen_k, scale, CAUSAL, D, BLOCK_D, PRECISION)
-        lse = tl.load(p_lse + i_bh * probes + o_p, mask=o_p < probes, other=0.0)
-        shares = tl.exp2(logits - tl.where(lse == float("-inf"), 0.0, lse)[:, None]) / probes
-        vertical += tl.sum(tl.reshape(tl.sum(shares, 0), [BLOCK_N // KV_BLOCK, KV_BLOCK]), 1)
-        for j in range((phase + i_p) // STEP, (phase + BLOCK_N + i_p + BLOCK_P - 2) // STEP + 1):
-            # Distances, counted from where bucket j of this tile begins.
-            distance = (phase + BLOCK_N - 1 - j * STEP + o_p)[:, None] - tl.arange(0, BLOCK_N)[None, :]
-            between = (distance >= 0) & (distance < STEP - 1)
-            wide += tl.where(o_j == j, tl.sum(tl.where(between, shares, 0.0)), 0.0)
-            single += tl.where(o_j == j, tl.sum(tl.where(distance == STEP - 1, shares, 0.0)), 0.0)
     o_c = i_tile * (BLOCK_N // KV_BLOCK) + tl.arange(0, BLOCK_N // KV_BLOCK)
-    tl.store(p_vertical + i_bh * kv_blocks + o_c, vertical, mask=o_c < kv_blocks)
-    p_slash += (i_bh * tl.num_programs(1) + i_tile) * 2 * BUCKETS
-    tl.store(p_slash + o_j, wide)
-    tl.store(p_slash + BUCKETS + o_j, single)
+    for i_g in range(group_size):  # they share the keys
+        i_bh = (i_b * tl.num_programs(0) + i_hk) * group_size + i_g
+        vertical = tl.zeros([BLOCK_N // KV_BLOCK], tl.float32)
+        wide, single = tl.zeros([BUCKETS], tl.float32), tl.zeros([BUCKETS], tl.float32)
+        for i_p in range(0, probes, BLOCK_P):
+            o_p = i_p + tl.arange(0, BLOCK_P)
+            p_own = p_q + i_bh * probes * D
+            logits = _probe_logits(p_own, b_k, o_p, o_n, probes, seqlen_k, scale, CAUSAL, D, BLOCK_D, PRECISION)
+            lse = tl.load(p_lse + i_bh * probes + o_p, mask=o_p < probes, other=0.0)
+            shares = tl.exp2(logits - tl.where(lse == float("-inf"), 0.0, lse)[:, None]) / probes
+            vertical += tl.sum(tl.reshape(tl.sum(shares, 0), [BLOCK_N // KV_BLOCK, KV_BLOCK]), 1)
+            for j in range((phase + i_p) // STEP, (phase + BLOCK_N + i_p + BLOCK_P - 2) // STEP + 1):
+                # Distances, counted from where bucket j of this tile begins.
+                distance = (phase + BLOCK_N - 1 - j * STEP + o_p)[:, None] - tl.arange(0, BLOCK_N)[None, :]
+                between = (distance >= 0) & (distance < STEP - 1)
+                wide += tl.where(o_j == j, tl.sum(tl.where(between, shares, 0.0)), 0.0)
+                single += tl.where(o_j == j, tl.sum(tl.where(distance == STEP - 1, shares, 0.0)), 0.0)
+        tl.store(p_vertical + i_bh * kv_blocks + o_c, vertical, mask=o_c < kv_blocks)
+        p_own = p_slash + (i_bh * tl.num_programs(1) + i_tile) * 2 * BUCKETS
+        tl.store(p_own + o_j, wide)
+        tl.store(p_own + BUCKETS + o_j, single)
 
 
 @light_launch
@@ -239,7 +240,7 @@ def probe_lines(probes: Tensor, k: Tensor, grid: BlockGrid, scale: float) -> tup
     _normalisers_kernel[(q_heads, parts.shape[2], batch)](rows, k, parts, **common, TILES=TILES_PER_PROGRAM)
     lse = parts.mul_(1 / LOG2_E).logsumexp(2).mul_(LOG2_E)
     vertical, slash = new(grid.kv_blocks), new(tiles, 2, buckets)
-    _lines_kernel[(q_heads, tiles, batch)](
+    _lines_kernel[(k.shape[2], tiles, batch)](
         rows,
         k,
         lse,

@@ -53,7 +53,7 @@ class SimHash(Scorer):
         def rows(start: int, stop: int) -> Tensor:
             some = q[:, start * q_block : stop * q_block]
             of_queries = self._histograms(some, q_block, planes, origin, memory_budget // 2)
-            return per_kv_head(of_queries, of_keys).add_(0.5).log_()
+            return pairs(of_queries, of_keys).add_(0.5).log_()
 
         return rows
 
@@ -77,6 +77,19 @@ class SimHash(Scorer):
             bucket = (bucket + block[:, None] * width).flatten(2)
             out.scatter_add_(-1, bucket, torch.ones((), device=x.device).expand_as(bucket))
         return out.view(batch, heads, blocks, width)
+
+
+def pairs(of_queries: Tensor, of_keys: Tensor) -> Tensor:
+    """(B, Hq, M, E) counts with (B, Hk, E, T) counts -> (B, Hq, M, T) fp32 numbers of pairs.
+
+    Counts are whole numbers up to a block's 128 tokens: bf16 has them as they are, and a GPU adds the products in fp32.
+    """
+    if not of_queries.is_cuda or not of_queries.numel() or not of_keys.numel():
+        return per_kv_head(of_queries, of_keys)
+    (batch, q_heads, rows, width), kv_heads = of_queries.shape, of_keys.shape[1]
+    grouped = of_queries.bfloat16().reshape(batch * kv_heads, q_heads // kv_heads * rows, width)
+    found = torch.bmm(grouped, of_keys.bfloat16().flatten(0, 1), out_dtype=torch.float32)
+    return found.view(batch, q_heads, rows, of_keys.shape[-1])
 
 
 @lru_cache(maxsize=16)
