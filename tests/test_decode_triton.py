@@ -115,3 +115,42 @@ def test_a_captured_graph_follows_the_lengths():
         wide = dx.PagedCache.contiguous(k.double(), k.double(), seqused_k=used)
         exact = dx.sparse_decode(q.double(), wide, chosen, backend="reference")
         torch.testing.assert_close(out.double(), exact, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8], ids=str)
+def test_a_captured_graph_follows_exact_tokens(dtype):
+    """A step that writes its token, grows and decodes, captured once and replayed past the end of the window."""
+    k, v = torch.randn(2, 4, 2048, 2, 64, device=DEVICE, dtype=torch.bfloat16)
+    q = torch.randn(4, 1, 8, 64, device=DEVICE, dtype=torch.bfloat16)
+    used = torch.full((4,), 100, device=DEVICE, dtype=torch.int32)
+    cache = dx.summarize_pages(dx.PagedCache.quantized(k, v, dtype, seqused_k=used))
+    assert cache.seqused_k.data_ptr() == used.data_ptr()
+    budget = dx.PageBudget(0.2, sinks=4, window=64)
+    entry = torch.arange(4, device=DEVICE)
+
+    def step():
+        used.add_(1)
+        last = (used - 1).long()
+        cache.exact.write(k[entry, last][:, None], v[entry, last][:, None], used)
+        dx.summarize_pages(cache, new_tokens=1)
+        return dx.sparse_decode(q, cache, budget)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for lengths in ([2000, 1, 0, 700], [64, 60, 3, 30]):
+        used.copy_(torch.tensor(lengths, dtype=torch.int32))
+        started = dx.ExactTokens.of(k, v, used)
+        cache.exact.k.copy_(started.k)
+        cache.exact.v.copy_(started.v)
+        dx.summarize_pages(cache)
+        for _ in range(40):
+            graph.replay()
+            fresh = replace(cache, exact=dx.ExactTokens.of(k, v, used))
+            assert torch.equal(out, dx.sparse_decode(q, fresh, budget))
+        assert used.tolist() == [length + 40 for length in lengths]
+        exact = dx.sparse_decode(q.double(), fresh, dx.select_pages(q, fresh, budget), backend="reference")
+        torch.testing.assert_close(out.double(), exact, atol=2e-2, rtol=2e-2)

@@ -57,6 +57,7 @@ _SOURCES = {
     "dynaxx.patterns.packed": ("packed_layout",),
     "dynaxx.selection.packed": ("select_packed_blocks",),
     "dynaxx.selection.pages": ("PageBudget",),
+    "dynaxx.selection.page_plan": ("PagePlan",),
     "dynaxx.ops": ("SparseAttentionOutput", "explain", "merge_states", "sparse_attention"),
     "dynaxx.ops.autotune": ("autotune",),
     "dynaxx.ops.decode": ("select_pages", "sparse_decode", "summarize_pages"),

@@ -80,12 +80,13 @@ def sparse_decode(
     problem = check_decode(q, cache)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     kernels = _choose(problem, backend)
-    counts = None
-    if isinstance(pages, PageBudget):
-        pages, counts = (None, None) if pages.reads_everything else _select(kernels, q, cache, pages, scale)
-    elif pages is not None:
-        _check_block_indices(pages, cache)
-    out, lse = kernels.attend_pages(q, cache, pages, counts, scale)
+    if isinstance(pages, PageBudget) and not pages.reads_everything:
+        out, lse = kernels.select_and_attend(q, cache, *_choice(q, cache, pages), scale)
+    else:
+        listed = None if isinstance(pages, PageBudget) else pages
+        if listed is not None:
+            _check_block_indices(listed, cache)
+        out, lse = kernels.attend_pages(q, cache, listed, None, scale)
     return SparseAttentionOutput(out, lse) if return_lse else out
 
 
@@ -104,7 +105,8 @@ def select_pages(
     """
     problem = check_decode(q, cache)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    return _select(_choose(problem, backend), q, cache, budget, scale)[0]
+    chosen: Tensor = _choose(problem, backend).select_pages(q, cache, *_choice(q, cache, budget), scale)[0]
+    return chosen
 
 
 @torch.no_grad()
@@ -145,10 +147,8 @@ def summarize_pages(
     return cache
 
 
-def _select(
-    kernels: ModuleType, q: Tensor, cache: PagedCache, budget: PageBudget, scale: float
-) -> tuple[Tensor, Tensor | None]:
-    """Block indices, and how many there are in each list where the kernels say."""
+def _choice(q: Tensor, cache: PagedCache, budget: PageBudget) -> tuple[Tensor, int, int, int]:
+    """What a choice of pages is told: wanted, sinks, window, slots."""
     if cache.summaries is None:
         raise ValueError("`cache` must have summaries for pages to be chosen: cache = summarize_pages(cache)")
     if cache.summaries.bound != budget.bound:
@@ -157,11 +157,7 @@ def _select(
             "use summarize_pages(cache, bound=budget.bound)"
         )
     wanted = budget.wanted(cache.kv_heads, cache.device)
-    slots = budget.slots(cache, q.shape[1])
-    chosen: tuple[Tensor, Tensor | None] = kernels.select_pages(
-        q, cache, wanted, budget.sinks, budget.window, slots, scale
-    )
-    return chosen
+    return wanted, budget.sinks, budget.window, budget.slots(cache, q.shape[1])
 
 
 def check_decode(q: Tensor, cache: PagedCache) -> DecodeProblem:

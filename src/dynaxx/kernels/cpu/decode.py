@@ -179,6 +179,13 @@ def select_pages(
 
 
 @on_host
+def select_and_attend(
+    q: Tensor, cache: PagedCache, wanted: Tensor, sinks: int, window: int, slots: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """As `kernels.reference.decode`."""
+    return attend_pages(q, cache, *select_pages(q, cache, wanted, sinks, window, slots, scale), scale)
+
+
 def summarize_pages(cache: PagedCache, summaries: PageSummaries, new_tokens: int | None) -> None:
     """As `kernels.reference.decode`."""
     arguments, _kept = _cache_args(cache)

@@ -71,6 +71,13 @@ def select_pages(
     return block_indices, (block_indices >= 0).sum(-1).int()
 
 
+def select_and_attend(
+    q: Tensor, cache: PagedCache, wanted: Tensor, sinks: int, window: int, slots: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """`select_pages`, and `attend_pages` over them."""
+    return attend_pages(q, cache, *select_pages(q, cache, wanted, sinks, window, slots, scale), scale)
+
+
 def page_scores(q: Tensor, cache: PagedCache, scale: float) -> Tensor:
     """(B, Hk, P) in fp32 (fp64 for fp64 queries): relu(q) . high + min(q, 0) . low, summed over queries and group."""
     assert cache.summaries is not None, "checked before"

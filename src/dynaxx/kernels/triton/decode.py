@@ -7,7 +7,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dynaxx.kernels.triton.choose_pages import select_pages
 from dynaxx.kernels.triton.config import padded
 from dynaxx.kernels.triton.decode_forward import decode_fwd_kernel
 from dynaxx.kernels.triton.decode_merge import merge_parts_kernel
@@ -21,9 +20,10 @@ from dynaxx.kernels.triton.pages import (
     summarize_pages,
     table_arguments,
 )
+from dynaxx.kernels.triton.select_pages import Choice, score_all_pages, select_pages
 from dynaxx.layout.paging import PagedCache
 
-__all__ = ["attend_pages", "select_pages", "summarize_pages"]
+__all__ = ["attend_pages", "select_and_attend", "select_pages", "summarize_pages"]
 
 KEYS_PER_TILE = 64
 NUM_WARPS, TILES_AHEAD = 4, 2
@@ -75,10 +75,26 @@ def _count_pages_kernel(
     tl.store(p_counts + i_list, count)
 
 
-def attend_pages(
-    q: Tensor, cache: PagedCache, block_indices: Tensor | None, counts: Tensor | None, scale: float
+def select_and_attend(
+    q: Tensor, cache: PagedCache, wanted: Tensor, sinks: int, window: int, slots: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """As `kernels.reference.decode`; 8-bit keys are multiplied in q's dtype, fp32 in full fp32."""
+    """As `kernels.reference.decode`."""
+    listed, counts, choice = score_all_pages(q, cache, wanted, sinks, window, slots, scale)
+    return attend_pages(q, cache, listed, counts, scale, choice)
+
+
+def attend_pages(
+    q: Tensor,
+    cache: PagedCache,
+    block_indices: Tensor | None,
+    counts: Tensor | None,
+    scale: float,
+    choice: Choice | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As `kernels.reference.decode`; 8-bit keys are multiplied in q's dtype, fp32 in full fp32.
+
+    With a choice pages are chosen first, and listed in block_indices, by the same kernel.
+    """
     batch, seqlen_q, q_heads, _ = q.shape
     out = q.new_empty(batch, seqlen_q, q_heads, cache.head_dim_v)
     lse = q.new_empty(batch, q_heads, seqlen_q, dtype=torch.float32)
@@ -122,12 +138,17 @@ def attend_pages(
         cache.v_scale if scaled else counts,
         counts if cache.exact is None else cache.exact.k,
         counts if cache.exact is None else cache.exact.v,
+        counts if choice is None else choice.scores,
+        counts if choice is None else choice.wanted,
         **table_arguments(cache),
         seqlen_q=seqlen_q,
         group_size=group_size,
         kv_heads=cache.kv_heads,
         lists=lists,
         slots=slots,
+        max_pages=cache.max_pages,
+        sinks=0 if choice is None else choice.sinks,
+        window=0 if choice is None else choice.window,
         scale=scale,
         **strides("q", q),
         **page_strides("k", cache.strides(cache.k), token=True),
@@ -138,6 +159,7 @@ def attend_pages(
         PAIRS=pairs,
         HALF=half,
         ALL=block_indices is None,
+        CHOOSE=choice is not None,
         EXACT=exact,
         SINKS=sinks,
         PAGE=cache.page_size,
@@ -149,6 +171,7 @@ def attend_pages(
         BLOCK_N=tile,
         BLOCK_L=triton.next_power_of_2(lists),
         BLOCK_X=max(16, triton.next_power_of_2(exact)),
+        BLOCK_P=max(16, triton.next_power_of_2(cache.max_pages)) if choice is not None else 0,
         PRECISION="ieee",
         num_warps=NUM_WARPS,
         num_stages=1 + TILES_AHEAD * loads if q.dtype != torch.float32 else 1,

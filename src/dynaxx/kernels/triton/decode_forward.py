@@ -15,47 +15,22 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from dynaxx.kernels.triton.choose_pages import choose_pages, count_all_pages
 from dynaxx.kernels.triton.decode_exact import attend_exact
 from dynaxx.kernels.triton.decode_merge import list_bounds
-from dynaxx.kernels.triton.eight_bits import halved, unpaired, widened
+from dynaxx.kernels.triton.decode_rows import load_queries, load_tile, store_part
+from dynaxx.kernels.triton.eight_bits import unpaired, widened
 from dynaxx.kernels.triton.light import light_launch
 from dynaxx.kernels.triton.pages import first_key, physical_pages
 from dynaxx.kernels.triton.primitives import LOG2E
 
 
-@triton.jit
-def _load_tile(p_tile, inside, within, WHOLE: tl.constexpr):
-    """A tile of a cache, zero where not inside of the sequence, or not within head_dim unless that is the tile's."""
-    return tl.load(p_tile, mask=inside if WHOLE else inside & within, other=0.0)
-
-
-@triton.jit
-def _load_queries(
-    p_q, i_b, i_h, row, rows, group_size, stride_qb, stride_qn, stride_qh, HALF: tl.constexpr, D: tl.constexpr, o_d
-):
-    """The rows of a list, turned, [BLOCK_D, BLOCK_M], and what their scores are multiplied by."""
-    p_row = p_q + i_b * stride_qb + (row // group_size).to(tl.int64)[:, None] * stride_qn
-    p_row += (i_h * group_size + row % group_size)[:, None] * stride_qh
-    b_q = tl.load(p_row + o_d[None, :], mask=(row < rows)[:, None] & (o_d < D)[None, :], other=0.0)
-    q_scale = tl.full(row.shape, 1.0, tl.float32)
-    if HALF:
-        b_q, q_scale = halved(b_q)
-    return tl.trans(b_q), q_scale
-
-
-@triton.jit
-def _store_part(p_acc, p_state, part, acc, acc_odd, row_max, row_sum, known, o_e, E: tl.constexpr, PAIRS: tl.constexpr):
-    """What was found of some rows, of which `known` there are, as rows of a part."""
-    acc = tl.trans(acc)
-    if PAIRS:
-        acc = tl.reshape(tl.join(acc, tl.trans(acc_odd)), (acc.shape[0], 2 * acc.shape[1]))
-    tl.store(p_acc + part[:, None] * E + o_e[None, :], acc, mask=known[:, None] & (o_e < E)[None, :])
-    tl.store(p_state + part * 2, row_max, mask=known)
-    tl.store(p_state + part * 2 + 1, row_sum, mask=known)
-
-
 @light_launch
-@triton.jit(do_not_specialize=["seqlen_q", "group_size", "kv_heads", "max_pages", "num_physical", "slots", "lists"])
+@triton.jit(
+    do_not_specialize=[
+        "seqlen_q", "group_size", "kv_heads", "max_pages", "num_physical", "slots", "lists", "sinks", "window"
+    ]
+)  # fmt: skip
 def decode_fwd_kernel(
     p_q,
     p_k,
@@ -68,6 +43,8 @@ def decode_fwd_kernel(
     p_v_scale,
     p_exact_k,  # (B, EXACT, Hk, D) contiguous: `layout.exact.ExactTokens`
     p_exact_v,
+    p_scores,  # (B, Hk, P) fp32: of pages, where they are chosen here
+    p_wanted,  # (2, Hk) fp32
     p_table,
     p_seqused,
     p_leftpad,
@@ -78,6 +55,9 @@ def decode_fwd_kernel(
     kv_heads,
     lists,
     slots,
+    max_pages,
+    sinks,
+    window,
     scale,
     stride_qb,
     stride_qn,
@@ -102,6 +82,7 @@ def decode_fwd_kernel(
     PAIRS: tl.constexpr,  # v is read as 16-bit pairs of its values
     HALF: tl.constexpr,  # 8-bit keys are multiplied in fp16
     ALL: tl.constexpr,
+    CHOOSE: tl.constexpr,
     EXACT: tl.constexpr,  # slots of exact tokens; 0: there are none
     SINKS: tl.constexpr,
     PAGE: tl.constexpr,
@@ -113,6 +94,7 @@ def decode_fwd_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_L: tl.constexpr,
     BLOCK_X: tl.constexpr,
+    BLOCK_P: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -132,7 +114,7 @@ def decode_fwd_kernel(
     if EXACT:  # of list i by program i, and before the kernel ahead is done: it chooses pages, and writes no tokens
         for i_exact in tl.range(i_program, lists, num_programs, num_stages=1):
             i_b, i_h = i_exact // kv_heads, i_exact % kv_heads
-            b_q, q_scale = _load_queries(
+            b_q, q_scale = load_queries(
                 p_q, i_b, i_h, row, rows, group_size, stride_qb, stride_qn, stride_qh, HALF, D, o_d
             )
             seqused = tl.load(p_seqused + i_b)
@@ -163,11 +145,17 @@ def decode_fwd_kernel(
             if PDL:  # memory may still be another's until then; more than once does no harm
                 gdc_wait()
             part = (num_programs + lists + i_exact) * rows + row
-            _store_part(p_acc, p_state, part, acc, acc_odd, row_max, row_sum, row < rows, o_e, E, PAIRS)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    counts, ends, total = list_bounds(p_counts, lists, BLOCK_L)
+            store_part(p_acc, p_state, part, acc, acc_odd, row_max, row_sum, row < rows, o_e, E, PAIRS)
+    if CHOOSE:
+        counts = count_all_pages(
+            p_seqused, p_leftpad, p_wanted, o_l, lists, kv_heads, max_pages, sinks, window, slots, HAS_LEFTPAD, PAGE
+        )
+        ends, total = tl.cumsum(counts, 0), tl.sum(counts, 0)
+    else:
+        if PDL:
+            gdc_wait()
+            gdc_launch_dependents()
+        counts, ends, total = list_bounds(p_counts, lists, BLOCK_L)
     pieces = tl.minimum(num_programs, tl.maximum(total, 1))  # none is empty
     at = (tl.minimum(i_program, pieces) * total // pieces).to(tl.int32)
     last = (tl.minimum(i_program + 1, pieces) * total // pieces).to(tl.int32)
@@ -183,13 +171,36 @@ def decode_fwd_kernel(
         if EXACT:
             read_from = tl.minimum(leftpad + SINKS, seqused)
             read_to = tl.maximum(read_from, seqused - (EXACT - SINKS))
-        b_q, q_scale = _load_queries(
-            p_q, i_b, i_h, row, rows, group_size, stride_qb, stride_qn, stride_qh, HALF, D, o_d
-        )
+        b_q, q_scale = load_queries(p_q, i_b, i_h, row, rows, group_size, stride_qb, stride_qn, stride_qh, HALF, D, o_d)
         own_position = seqused - seqlen_q + row // group_size  # [BLOCK_M]
         p_list = p_pages + i_list.to(tl.int64) * slots
         first_slot = at - list_start
         num_slots = stop - at
+        if CHOOSE:
+            if PDL:
+                gdc_wait()
+                gdc_launch_dependents()
+            pages, chosen, place, found = choose_pages(
+                p_scores + i_list.to(tl.int64) * max_pages,
+                p_wanted,
+                p_table,
+                table_stride,
+                num_physical,
+                i_b,
+                i_h,
+                kv_heads,
+                seqused,
+                leftpad,
+                max_pages,
+                sinks,
+                window,
+                PAGED,
+                PAGE,
+                BLOCK_P,
+            )
+            tl.store(p_list + place, pages, mask=chosen & (place >= first_slot) & (place < first_slot + num_slots))
+            num_slots = tl.minimum(num_slots, found - first_slot)  # pages may be missing
+            tl.debug_barrier()  # what other threads of this program stored
 
         acc = tl.zeros([BLOCK_V, BLOCK_M], tl.float32)
         acc_odd = acc
@@ -222,8 +233,8 @@ def decode_fwd_kernel(
                 v_rows = physical * stride_vp + offset.to(tl.int64) * stride_vn
             p_k_tile = p_k + k_first + k_rows[:, None] + o_d[None, :]
             p_v_tile = p_v + v_first + v_rows[None, :] + o_v[:, None]
-            b_k = _load_tile(p_k_tile, inside[:, None], (o_d < D)[None, :], D == BLOCK_D)  # [BLOCK_N, BLOCK_D]
-            b_v = _load_tile(p_v_tile, inside[None, :], (o_v < V_LOADED)[:, None], V_LOADED == BLOCK_V)  # turned
+            b_k = load_tile(p_k_tile, inside[:, None], (o_d < D)[None, :], D == BLOCK_D)  # [BLOCK_N, BLOCK_D]
+            b_v = load_tile(p_v_tile, inside[None, :], (o_v < V_LOADED)[:, None], V_LOADED == BLOCK_V)  # turned
             b_k = widened(b_k, b_q.dtype, PAIRS)
             scores = tl.dot(b_k, b_q, input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
             if SCALED:
@@ -261,5 +272,7 @@ def decode_fwd_kernel(
         if SCALED:
             acc, acc_odd = acc * unit, acc_odd * unit
         part = (i_program + i_list) * rows + row
-        _store_part(p_acc, p_state, part, acc, acc_odd, row_max, row_sum, row < rows, o_e, E, PAIRS)
+        store_part(p_acc, p_state, part, acc, acc_odd, row_max, row_sum, row < rows, o_e, E, PAIRS)
         at = stop
+    if CHOOSE and PDL:  # programs without pages, too
+        gdc_wait()
