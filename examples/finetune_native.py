@@ -143,7 +143,10 @@ def arguments(argv=None):
     parser.add_argument("--checkpointing", action="store_true", help="less memory, more time")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if not (args.model / "config.json").is_file():
+        parser.error(f"there is no model in {args.model}; make one with `dynaxx convert MODEL --out {args.model}`")
+    return args
 
 
 if __name__ == "__main__":

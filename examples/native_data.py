@@ -77,36 +77,57 @@ class Text:
         return rows[:, :-1], rows[:, 1:]
 
 
-class Recall:
-    """Multi-query associative recall: pairs of key and value, then each key `ASKS` times; targets are the values.
+KINDS = 64
+KEY, VALUE = 128, 128 + KINDS  # the first of so many keys and values; no ASCII text holds them
 
-    Between them lies noise, or text: then these are needles in a haystack.
+
+class Recall:
+    """Multi-query associative recall: pairs of key and value among noise, then each key `ASKS` times, evenly apart.
+
+    Targets are the values.
     """
 
-    ASKS, KINDS = 4, 64
-    KEY, VALUE = 128, 128 + KINDS  # no ASCII text holds them
-
-    def __init__(self, text=None):
-        self.text = text
+    ASKS = 4
 
     def batch(self, batch, context, seed, part="train"):
         generator = torch.Generator().manual_seed(seed + (part == "held_out") * 2**40)
-        if self.text is None:
-            tokens = torch.randint(2, self.KEY, (batch, context + 1), generator=generator)
-        else:
-            rows, ends = self.text.batch(batch, context, seed, part)
-            tokens = torch.cat([rows, ends[:, -1:]], 1) % self.KEY
+        tokens = torch.randint(2, KEY, (batch, context + 1), generator=generator)
         targets = torch.full((batch, context), -100)
-        pairs, half = min(self.KINDS, context // 16), context // 2
+        pairs, half = min(KINDS, context // 16), context // 2
         order = lambda size: torch.rand(batch, size, generator=generator).argsort(1)
-        keys = self.KEY + order(self.KINDS)[:, :pairs]
-        values = torch.randint(self.VALUE, self.VALUE + self.KINDS, (batch, pairs), generator=generator)
+        keys = KEY + order(KINDS)[:, :pairs]
+        values = torch.randint(VALUE, VALUE + KINDS, (batch, pairs), generator=generator)
         told = torch.arange(pairs) * (half // pairs)
         tokens[:, told], tokens[:, told + 1] = keys, values
         asks = order(self.ASKS * pairs) % pairs
         asked = half + torch.arange(self.ASKS * pairs) * ((context - half) // (self.ASKS * pairs))
         tokens[:, asked], tokens[:, asked + 1] = keys.gather(1, asks), values.gather(1, asks)
         targets[:, asked] = values.gather(1, asks)
+        return tokens[:, :-1], targets
+
+
+class Needles:
+    """Pairs of key and value anywhere in the first half of a text; in the second half each key is asked for once.
+
+    Targets are the values. A question has nothing but its one pair to be answered from.
+    """
+
+    def __init__(self, text):
+        self.text = text
+
+    def batch(self, batch, context, seed, part="train"):
+        generator = torch.Generator().manual_seed(seed + (part == "held_out") * 2**40)
+        rows, ends = self.text.batch(batch, context, seed, part)
+        tokens = torch.cat([rows, ends[:, -1:]], 1) % KEY
+        targets = torch.full((batch, context), -100)
+        pairs, half = min(KINDS, context // 16), context // 2
+        order = lambda size: torch.rand(batch, size, generator=generator).argsort(1)
+        keys = KEY + order(KINDS)[:, :pairs]
+        values = torch.randint(VALUE, VALUE + KINDS, (batch, pairs), generator=generator)
+        told, asked = (2 * order(half // 2)[:, :pairs] + begin for begin in (0, half // 2 * 2))
+        tokens.scatter_(1, told, keys).scatter_(1, told + 1, values)
+        tokens.scatter_(1, asked, keys).scatter_(1, asked + 1, values)
+        targets.scatter_(1, asked, values)
         return tokens[:, :-1], targets
 
 
@@ -125,7 +146,7 @@ class Copy:
 
 def make_data(name, text):
     """A source of batches by name."""
-    return {"text": lambda: text, "recall": Recall, "copy": Copy, "needle": lambda: Recall(text)}[name]()
+    return {"text": lambda: text, "recall": Recall, "copy": Copy, "needle": lambda: Needles(text)}[name]()
 
 
 if __name__ == "__main__":

@@ -45,9 +45,9 @@ class Decoder(nn.Module):
     """Tokens (batch, seqlen) to logits (batch, seqlen, vocab). What variants share starts with equal weights."""
 
     def __init__(self, variant, *, vocab=256, hidden=512, layers=12, q_heads=8, kv_heads=2, head_dim=64, sizes=None,
-                 compression="mlp", seed=0):  # fmt: skip
+                 compression="mlp", rotary=1.0, seed=0):  # fmt: skip
         super().__init__()
-        self.head_dim, sizes = head_dim, sizes or NativeSizes()
+        self.head_dim, self.rotary, sizes = head_dim, rotary, sizes or NativeSizes()
         torch.manual_seed(seed)
         self.embedding, self.before = nn.Embedding(vocab, hidden), nn.Embedding(vocab, hidden)
         self.layers = nn.ModuleList()
@@ -66,7 +66,7 @@ class Decoder(nn.Module):
     def forward(self, tokens, targets=None):
         """Logits, or the mean loss over targets that are not -100."""
         x = self.embedding(tokens) + self.before(nn.functional.pad(tokens[:, :-1], (1, 0)))
-        rotary = rotary_of(tokens.shape[1], self.head_dim, tokens.device)
+        rotary = rotary_of(tokens.shape[1], self.head_dim, tokens.device, share=self.rotary)
         for layer in self.layers:
             x = layer(x, rotary)
         logits = nn.functional.linear(self.norm(x), self.embedding.weight)
@@ -75,7 +75,10 @@ class Decoder(nn.Module):
         return nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=-100)
 
 
-def rotary_of(seqlen, dim, device, base=500_000.0):
-    """(cos, sin), each (seqlen, dim)."""
-    angles = torch.arange(seqlen, device=device)[:, None] * base ** (-torch.arange(0, dim, 2, device=device) / dim)
+def rotary_of(seqlen, dim, device, *, base=500_000.0, share=1.0):
+    """(cos, sin), each (seqlen, dim). Only the fastest `share` of the pairs turns (p-RoPE, arXiv 2410.06205): what the
+    others match does not depend on distance, nor does the mean of such keys over a window."""
+    pairs = torch.arange(dim // 2, device=device)
+    rates = torch.where(pairs < share * (dim // 2), base ** (-2 * pairs / dim), 0.0)
+    angles = torch.arange(seqlen, device=device)[:, None] * rates
     return angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)

@@ -12,150 +12,21 @@ Written: results.json (held-out loss or accuracy by step, tokens per second, mem
 
 import argparse
 import json
-import math
-import os
+import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from native_data import Text, make_data
-from native_decoder import VARIANTS, Decoder
-
-from dynaxx.nn import NativeSizes, NativeSparseAttention
+from native_decoder import VARIANTS
+from native_trainer import Trainer, load, save, sizes_of
 
 ROUND = 10  # steps that a variant trains before the next one does
-HEADS = ("q_heads", "kv_heads", "head_dim")
-TINY = {"hidden": 64, "layers": 2, "q_heads": 4, "kv_heads": 1, "head_dim": 16}
-TINY_SIZES = NativeSizes(16, 8, 16, 6, 1, 2, window=32)
-
-
-class Trainer:
-    """One variant: model, optimizer, and what it has come to."""
-
-    def __init__(self, variant, args, device):
-        sizes = TINY_SIZES if args.tiny else NativeSizes(*args.cmp, slc_count=args.slc_count, window=args.window)
-        shape = {"hidden": args.hidden, "layers": args.layers} | dict(zip(HEADS, args.heads, strict=True))
-        self.model = Decoder(
-            variant, sizes=sizes, compression=args.compression, seed=args.seed, **(TINY if args.tiny else shape)
-        ).to(device)
-        self.step_model = torch.compile(self.model) if args.compile else self.model
-        decay = [p for p in self.model.parameters() if p.ndim > 1]
-        other = [p for p in self.model.parameters() if p.ndim < 2]
-        groups = [{"params": decay, "weight_decay": 0.1}, {"params": other, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=device.type == "cuda")
-        self.device, self.args, self.seconds, self.tokens, self.graphs = device, args, 0.0, 0, {}
-        self.sizes = sizes
-        self.parameters = sum(p.numel() for p in self.model.parameters())
-        self.curve = []  # (step, held-out loss, accuracy)
-
-    def autocast(self):
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
-
-    def train(self, batches, shares):
-        """One step per batch; `shares` are the parts of the whole run done before each."""
-        self._wait()
-        begin, self.model.training = time.perf_counter(), True
-        for (tokens, targets), share in zip(batches, shares, strict=True):
-            for group in self.optimizer.param_groups:
-                group["lr"] = self.args.lr * min(1.0, share / 0.03 + 0.01) * (0.55 + 0.45 * math.cos(math.pi * share))
-            if self.args.anneal:
-                self.select(count_at(self.sizes, tokens.shape[1], share))
-            self.gradients(tokens.to(self.device), targets.to(self.device))
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-            self.optimizer.step()
-            self.tokens += tokens.numel()
-        self.select(self.sizes.slc_count)
-        self._wait()
-        self.seconds += time.perf_counter() - begin
-
-    def select(self, count):
-        """So many blocks per query, in native layers."""
-        for layer in self.model.layers:
-            if isinstance(layer.attention, NativeSparseAttention):
-                layer.attention.sizes = replace(self.sizes, slc_count=count)
-
-    def gradients(self, tokens, targets):
-        """Forward and backward of a batch; as one CUDA graph for each shape of batches, if so asked."""
-        if not self.args.graphs:
-            return self._gradients(tokens, targets)
-        kind = (tokens.shape, getattr(self.model.layers[0].attention, "sizes", None))
-        if kind not in self.graphs:
-            self.graphs[kind] = self._capture(tokens.clone(), targets.clone())
-        graph, inputs, grads = self.graphs[kind]
-        for held, given in zip(inputs, (tokens, targets), strict=True):
-            held.copy_(given)
-        graph.replay()
-        for parameter, grad in zip(self.model.parameters(), grads, strict=True):
-            parameter.grad = grad
-
-    def _gradients(self, tokens, targets):
-        self.optimizer.zero_grad(set_to_none=True)
-        with self.autocast():
-            loss = self.step_model(tokens, targets)
-        loss.backward()
-
-    def _capture(self, *inputs):
-        """The graph, what it reads, and the gradients that it writes; kernels are compiled and layouts made before."""
-        side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):
-                self._gradients(*inputs)
-        torch.cuda.current_stream().wait_stream(side)
-        with torch.cuda.graph(graph):
-            self._gradients(*inputs)
-        return graph, inputs, [parameter.grad for parameter in self.model.parameters()]
-
-    @torch.no_grad()
-    def evaluate(self, batches, step):
-        """Held-out loss, and the share of targets that are the likeliest token."""
-        losses, hits, total = [], 0, 0
-        for tokens, targets in batches:
-            tokens, targets = tokens.to(self.device), targets.to(self.device)
-            with self.autocast():
-                logits = self.model(tokens)
-            asked = targets != -100
-            losses.append(float(torch.nn.functional.cross_entropy(logits[asked].float(), targets[asked])))
-            hits += int((logits[asked].argmax(-1) == targets[asked]).sum())
-            total += int(asked.sum())
-        self.curve.append((step, sum(losses) / len(losses), hits / total))
-
-    def speed(self, source, context):
-        """Tokens per second and peak GiB of training steps at another context, of at least as many tokens."""
-        rows = max(1, self.args.batch * self.args.context // context)
-        batch = source.batch(rows, context, 0)
-        tokens, targets = (x.to(self.device) for x in batch)
-        self.graphs.clear()
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        for repeat in range(6):
-            if repeat == 2:
-                self._wait()
-                begin = time.perf_counter()
-            self.gradients(tokens, targets)
-        self._wait()
-        peak = torch.cuda.max_memory_allocated() / 2**30 if self.device.type == "cuda" else None
-        return {"tokens_per_second": round(4 * rows * context / (time.perf_counter() - begin)), "peak_gib": peak}
-
-    def state(self):
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "seconds": self.seconds,
-                "tokens": self.tokens, "curve": self.curve}  # fmt: skip
-
-    def load(self, state):
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.seconds, self.tokens, self.curve = state["seconds"], state["tokens"], state["curve"]
-
-    def _wait(self):
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-
-
-def save(path, state):
-    """Write a checkpoint that is whole or not there."""
-    torch.save(state, path.with_suffix(".tmp"))
-    os.replace(path.with_suffix(".tmp"), path)
+FULL = {"context": 4096, "batch": 8, "hidden": 512, "layers": 12, "heads": [8, 2, 64], "window": 512, "cmp": [32, 16],
+        "slc_block": 64, "slc_count": 16}  # fmt: skip
+TINY = {"context": 256, "batch": 4, "hidden": 64, "layers": 2, "heads": [4, 1, 16], "window": 32, "cmp": [16, 8],
+        "slc_block": 16, "slc_count": 6}  # fmt: skip
+NOT_SETTINGS = ("out", "device", "minutes", "tiny", "compile", "graphs", "save_every", "speed_at", "eval_at")
 
 
 def context_at(args, share):
@@ -165,31 +36,58 @@ def context_at(args, share):
     return begin << min(doublings, int(2 * share * doublings))
 
 
-def count_at(sizes, context, share):
-    """Blocks to select: all over the first half of a run, then half as many at equal steps, the last fifth as told."""
-    most = max(sizes.slc_count, -(-context // sizes.slc_block))
-    halvings = (-(-most // sizes.slc_count) - 1).bit_length()
-    done = 0 if share < 0.5 else min(halvings, 1 + int((share - 0.5) / 0.3 * halvings))
-    return max(sizes.slc_count, most >> done)
-
-
 def run(args):
     """Train every variant, write the results, return them."""
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    text = Text(args.text) if args.text else None
-    if text is None and args.data in ("text", "needle"):
+    if args.text is None and args.data in ("text", "needle"):
         raise SystemExit("--text is needed: make the file with `python examples/native_data.py FILE`")
-    source, begin = make_data(args.data, text), time.perf_counter()
-    trainers = {variant: Trainer(variant, args, device) for variant in args.variants}
-    saved, last, step, steps, checkpoint = begin, begin, 0, args.steps, args.out / "checkpoint.pt"
+    source = make_data(args.data, Text(args.text) if args.text else None)
+    settings = {name: str(value) for name, value in vars(args).items() if name not in NOT_SETTINGS}
     args.out.mkdir(parents=True, exist_ok=True)
-    if checkpoint.exists():
-        state = torch.load(checkpoint, map_location=device, weights_only=True)
-        step, steps = state["step"], state["steps"]
-        for variant, trainer in trainers.items():
-            trainer.load(state[variant])
+    saved = load(args.out / "checkpoint.pt", settings, device)
+    trainers = {variant: Trainer(variant, args, device) for variant in args.variants}
+    for variant, trainer in trainers.items():
+        if saved:
+            trainer.load(saved[variant])
+    step = train(trainers, source, args, settings, saved or {"step": 0, "steps": args.steps})
+    results = {
+        "data": args.data,
+        "context": args.context,
+        "batch": args.batch,
+        "steps": step,
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "variants": {
+            variant: {
+                "parameters": trainer.parameters,
+                "tokens": trainer.tokens,
+                "tokens_per_second": round(trainer.tokens / trainer.seconds),
+                "curve": trainer.curve,
+                "at": {context: trainer.evaluate(held_out(source, args, context)) for context in args.eval_at},
+                "speed": {context: trainer.speed(source, context) for context in args.speed_at},
+            }
+            for variant, trainer in trainers.items()
+        },
+    }
+    (args.out / "results.json").write_text(json.dumps(results, indent=1))
+    plot(results, args.out / "curves.png")
+    for variant, values in results["variants"].items():
+        _, loss, accuracy = values["curve"][-1]
+        print(f"{variant}: {values['parameters']:,} parameters, loss {loss:.4f}, accuracy {accuracy:.3f}")
+        for context, (loss, accuracy) in values["at"].items():
+            print(f"    at {context:,}: loss {loss:.4f}, accuracy {accuracy:.3f}")
+        for context, speed in values["speed"].items():
+            peak = f", peak {speed['peak_gib']:.2f} GiB" if speed["peak_gib"] else ""
+            print(f"    at {context:,}: {speed['tokens_per_second']:,} tokens/s{peak}")
+    return results
+
+
+def train(trainers, source, args, settings, at):
+    """Train from where a run is to its end, with evaluations and checkpoints; return the number of steps."""
+    step, steps, begin = at["step"], at["steps"], time.perf_counter()
+    if step:
         print(f"goes on from step {step} of {steps}")
-    held_out = [source.batch(args.batch, args.context, 10**6 + i, "held_out") for i in range(args.eval_batches)]
+    saved = last = begin
+    batches_held_out = held_out(source, args, args.context)
     while steps is None or step < steps:
         count = ROUND if steps is None else min(ROUND, steps - step)
         shares = [(step + i) / steps if steps else 0.0 for i in range(count)]
@@ -205,11 +103,13 @@ def run(args):
             round_seconds = time.perf_counter() - last
             left = args.minutes * 60 * 0.85 - (time.perf_counter() - begin)
             steps = step + max(ROUND, int(left / round_seconds) * ROUND)
-        last = time.perf_counter()
+        if sys.stderr.isatty() and steps:
+            left = (time.perf_counter() - begin) / (step - at["step"]) * (steps - step)
+            print(f"\r{step}/{steps} steps, about {left:.0f} s to go \r", end="", file=sys.stderr, flush=True)
         if step % args.eval_every < count or step == steps:
             for variant, trainer in trainers.items():
-                trainer.evaluate(held_out, step)
-                _, loss, accuracy = trainer.curve[-1]
+                loss, accuracy = trainer.evaluate(batches_held_out)
+                trainer.curve.append((step, loss, accuracy))
                 speed = trainer.tokens / max(1e-9, trainer.seconds)
                 print(
                     f"{step}/{steps} {variant}: loss {loss:.4f}, accuracy {accuracy:.3f}, {speed:,.0f} tokens/s",
@@ -217,38 +117,16 @@ def run(args):
                 )
             if steps and time.perf_counter() - saved > args.save_every:
                 states = {variant: trainer.state() for variant, trainer in trainers.items()}
-                save(checkpoint, {"step": step, "steps": steps, **states})
+                save(args.out / "checkpoint.pt", {"step": step, "steps": steps, "settings": settings, **states})
                 saved = time.perf_counter()
-            last = time.perf_counter()
-    speeds = {
-        variant: {context: trainer.speed(source, context) for context in args.speed_at}
-        for variant, trainer in trainers.items()
-    }
-    results = {
-        "data": args.data,
-        "context": args.context,
-        "batch": args.batch,
-        "steps": step,
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-        "variants": {
-            variant: {
-                "parameters": trainer.parameters,
-                "tokens": trainer.tokens,
-                "tokens_per_second": round(trainer.tokens / trainer.seconds),
-                "curve": trainer.curve,
-                "speed": speeds[variant],
-            }
-            for variant, trainer in trainers.items()
-        },
-    }
-    (args.out / "results.json").write_text(json.dumps(results, indent=1))
-    plot(results, args.out / "curves.png")
-    for variant, values in results["variants"].items():
-        _, loss, accuracy = values["curve"][-1]
-        print(
-            f"{variant}: {values['parameters']:,} parameters, loss {loss:.4f}, accuracy {accuracy:.3f}", values["speed"]
-        )
-    return results
+        last = time.perf_counter()
+    return step
+
+
+def held_out(source, args, context):
+    """The batches to measure on: as many tokens each as in training, or one sequence."""
+    rows = max(1, args.batch * args.context // context)
+    return [source.batch(rows, context, 10**6 + i, "held_out") for i in range(args.eval_batches)]
 
 
 def plot(results, path):
@@ -287,36 +165,60 @@ def arguments(argv=None):
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--steps", type=int, help="of each variant")
     length.add_argument("--minutes", type=float, default=6.0, help="as many steps as fit, measured by the second round")
-    parser.add_argument("--context", type=int, help="tokens per sequence: 4096, with --tiny 256")
     parser.add_argument("--from-context", type=int, help="to start with: it doubles up to --context over the first "
                         "half of the run, in batches of as many tokens")  # fmt: skip
-    parser.add_argument("--batch", type=int, help="sequences per step: 8, with --tiny 4")
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--heads", type=lambda text: [int(x) for x in text.split(",")], default=[8, 2, 64],
-                        metavar="Q,KV,DIM", help="q heads, kv heads and head_dim: 8,2,64 unless named")  # fmt: skip
-    parser.add_argument("--window", type=int, default=512, help="tokens, of the window variant and the native one")
-    parser.add_argument("--cmp", type=lambda text: [int(x) for x in text.split(",")], default=[32, 16],
-                        metavar="BLOCK,STRIDE", help="compressed tokens: how long, how far apart")  # fmt: skip
-    parser.add_argument("--slc-count", type=int, default=16, help="blocks that a native query selects")
+    numbers = lambda text: [int(x) for x in text.split(",") if x]
+    for name, kind, metavar, what in (
+        ("context", int, "N", "tokens per sequence"),
+        ("batch", int, "N", "sequences per step"),
+        ("hidden", int, "N", "width of the decoder"),
+        ("layers", int, "N", "of the decoder"),
+        ("heads", numbers, "Q,KV,DIM", "q heads, kv heads and head_dim"),
+        ("window", int, "N", "tokens, of the window variant and the native one"),
+        ("cmp", numbers, "BLOCK,STRIDE", "compressed tokens: how long, how far apart"),
+        ("slc_block", int, "N", "tokens per block that a native query selects"),
+        ("slc_count", int, "N", "blocks that it selects"),
+    ):
+        full, tiny = (str(sizes[name]).strip("[]").replace(" ", "") for sizes in (FULL, TINY))
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar,
+                            help=f"{what}: {full}, with --tiny {tiny}")  # fmt: skip
     parser.add_argument("--anneal", action="store_true", help="native queries select all blocks at first, then fewer")
     parser.add_argument("--compression", choices=["mlp", "weighted", "mean"], default="mlp",
                         help="of the native variant; weighted and mean add next to no parameters")  # fmt: skip
+    parser.add_argument("--rotary", type=float, default=1.0, help="share of the rotary pairs that turn, the fastest")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--eval-every", type=int, default=50)
     parser.add_argument("--eval-batches", type=int, default=4)
+    parser.add_argument(
+        "--eval-at", type=numbers, default=[], metavar="N,N", help="other contexts to measure at the end"
+    )
     parser.add_argument("--save-every", type=float, default=120.0, help="seconds between checkpoints, at evaluations")
-    parser.add_argument("--speed-at", type=lambda text: [int(x) for x in text.split(",") if x], default=[],
-                        metavar="N,N", help="contexts at which to time training steps at the end")  # fmt: skip
+    parser.add_argument(
+        "--speed-at", type=numbers, default=[], metavar="N,N", help="contexts to time steps at, at the end"
+    )
     parser.add_argument("--compile", action="store_true", help="torch.compile around the attention")
     parser.add_argument("--graphs", action="store_true", help="forward and backward as one CUDA graph: small ones are "
                         "slow to launch")  # fmt: skip
-    parser.add_argument("--tiny", action="store_true", help="a model of a CPU test")
+    parser.add_argument("--tiny", action="store_true", help="sizes of a CPU test")
     parser.add_argument("--device")
     args = parser.parse_args(argv)
-    args.context = args.context or (256 if args.tiny else 4096)
-    args.batch = args.batch or (4 if args.tiny else 8)
+    for name, value in (TINY if args.tiny else FULL).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    for name, count in (("heads", 3), ("cmp", 2)):
+        if len(getattr(args, name)) != count:
+            parser.error(f"--{name} must be {count} numbers with commas between, got {getattr(args, name)}")
+    if args.heads[0] % args.heads[1]:
+        parser.error(f"--heads must have a multiple of KV as Q, got {args.heads}")
+    if args.from_context and args.from_context > args.context:
+        parser.error(f"--from-context must be at most --context = {args.context}, got {args.from_context}")
+    if args.text and not args.text.is_file():
+        parser.error(f"--text: there is no file {args.text}; `python examples/native_data.py FILE` makes one")
+    try:
+        sizes_of(args)
+    except ValueError as error:
+        parser.error(str(error))
     return args
 
 

@@ -1,7 +1,11 @@
 """`examples/train_native.py` at a tiny size: it goes on after it was killed, and anneals from dense to sparse."""
 
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,40 +20,119 @@ COMMAND += ["--device", "cpu", "--variants", "dense", "native", "--anneal", "--e
 
 
 @pytest.fixture(scope="module")
-def example():
+def examples():
+    """The modules of the example by name."""
     sys.path.insert(0, str(EXAMPLES))
     try:
+        import native_data
+        import native_decoder
+        import native_trainer
         import train_native
     finally:
         sys.path.remove(str(EXAMPLES))
-    return train_native
+    return {module.__name__: module for module in (native_data, native_decoder, native_trainer, train_native)}
 
 
-def test_a_killed_run_goes_on_to_the_same_end(example, tmp_path, monkeypatch):
-    whole = example.run(example.arguments([*COMMAND, "--out", str(tmp_path / "whole")]))
-    assert json.loads((tmp_path / "whole" / "results.json").read_text())["steps"] == 12
+@pytest.fixture(scope="module")
+def example(examples):
+    return examples["train_native"]
 
-    save = example.save
 
-    def save_and_die(path, state):
-        save(path, state)
-        raise KeyboardInterrupt
+@pytest.fixture(scope="module")
+def text(examples, tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.bin"
+    assert examples["native_data"].pack_text(path, 400_000) == 400_000 == path.stat().st_size
+    return path
 
-    again = [*COMMAND, "--save-every", "0", "--out", str(tmp_path / "again")]
-    monkeypatch.setattr(example, "save", save_and_die)
-    with pytest.raises(KeyboardInterrupt):
-        example.run(example.arguments(again))
-    monkeypatch.setattr(example, "save", save)
+
+def test_a_killed_run_goes_on_to_the_same_end(example, tmp_path):
+    command = [*COMMAND, "--steps", "40", "--save-every", "0"]
+    whole = example.run(example.arguments([*command, "--out", str(tmp_path / "whole"), "--eval-at", "96"]))
+    assert json.loads((tmp_path / "whole" / "results.json").read_text())["steps"] == 40
+    assert 0 <= whole["variants"]["native"]["at"][96][1] <= 1
+
+    again, checkpoint = [*command, "--out", str(tmp_path / "again")], tmp_path / "again" / "checkpoint.pt"
+    process = subprocess.Popen([sys.executable, EXAMPLES / "train_native.py", *again], stdout=subprocess.DEVNULL,
+                               env=os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())})  # fmt: skip
+    while not checkpoint.exists() and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert checkpoint.exists()
+    assert not (tmp_path / "again" / "results.json").exists()
     torch.manual_seed(1)  # nothing hangs on the seed of the process
     resumed = example.run(example.arguments(again))
     for variant, values in whole["variants"].items():
         assert resumed["variants"][variant]["curve"] == values["curve"]
-        assert resumed["variants"][variant]["tokens"] == values["tokens"] == 12 * 2 * 64
+        assert resumed["variants"][variant]["tokens"] == values["tokens"] == 40 * 2 * 64
+
+    other = example.arguments([*again, "--lr", "1e-2"])
+    with pytest.raises(SystemExit, match=r"--lr 0.001 instead of 0.01: give this one another --out"):
+        example.run(other)
 
 
-def test_schedules(example):
+def test_training_goes_on_where_no_checkpoint_can_be_written(example, tmp_path, capsys):
+    out = tmp_path / "full"
+    out.mkdir()
+    (out / "checkpoint.tmp").symlink_to("/dev/full")  # every write fails: no space left on device
+    results = example.run(example.arguments([*COMMAND, "--save-every", "0", "--out", str(out)]))
+    assert results["steps"] == 12
+    assert "No space left on device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["--cmp", "8"], "--cmp must be 2 numbers"),
+        (["--heads", "6,4,16"], "multiple of KV"),
+        (["--cmp", "12,8"], "`cmp_stride` must divide"),
+        (["--slc-count", "2"], "must cover the forced blocks"),
+        (["--context", "64", "--from-context", "128"], "at most --context = 64"),
+        (["--text", "nowhere.bin"], "native_data.py FILE` makes one"),
+    ],
+)
+def test_errors_say_what_to_do(example, capsys, given, says):
+    with pytest.raises(SystemExit):
+        example.arguments(["--out", "x", *given])
+    assert says in capsys.readouterr().err
+
+
+def test_tiny_gives_way_to_what_is_named(example):
+    args = example.arguments(["--out", "x", "--tiny", "--layers", "3", "--slc-count", "4"])
+    assert (args.layers, args.slc_count, args.hidden, args.context) == (3, 4, 64, 256)
+
+
+def test_needles(examples, text):
+    """Each question has one pair before it, its value is the target, and nothing else tells it."""
+    data = examples["native_data"]
+    source = data.Needles(data.Text(text))
+    tokens, targets = source.batch(3, 512, 5)
+    assert tokens.shape == targets.shape == (3, 512)
+    for row, wanted in zip(tokens, targets, strict=True):
+        asked = (wanted != -100).nonzero().flatten().tolist()
+        assert len(asked) == 32
+        assert min(asked) >= 256
+        for position in asked:
+            told = (row[:position] == row[position]).nonzero().flatten().tolist()
+            assert len(told) == 1
+            assert told[0] < 256
+            assert row[told[0] + 1] == wanted[position]
+        assert (row >= data.KEY).sum() >= 4 * 32 - 1  # the last value may lie beyond the end
+    assert not torch.equal(tokens, source.batch(3, 512, 6)[0])
+    assert torch.equal(tokens, source.batch(3, 512, 5)[0])
+
+
+def test_a_share_of_the_rotary_pairs(examples):
+    rotary_of = examples["native_decoder"].rotary_of
+    full, half = rotary_of(100, 16, "cpu"), rotary_of(100, 16, "cpu", share=0.5)
+    for one, other, still in zip(full, half, (1.0, 0.0), strict=True):
+        assert torch.equal(one[:, :4], other[:, :4])
+        assert (other.view(100, 2, 8)[:, :, 4:] == still).all()
+
+
+def test_schedules(examples, example):
     sizes = replace(NativeSizes(), slc_count=16, slc_block=64)
-    counts = [example.count_at(sizes, 8192, share / 10) for share in range(10)]
+    counts = [examples["native_trainer"].count_at(sizes, 8192, share / 10) for share in range(10)]
     assert counts[:5] == [128] * 5  # all blocks
     assert counts[-2:] == [16, 16]
     assert counts == sorted(counts, reverse=True)

@@ -1,0 +1,169 @@
+"""One variant of the decoder while it trains: steps, held-out loss, speed, and its share of a checkpoint."""
+
+import math
+import os
+import sys
+import time
+from dataclasses import replace
+
+import torch
+from native_decoder import Decoder
+
+from dynaxx.nn import NativeSizes, NativeSparseAttention
+
+
+class Trainer:
+    """A model, its optimizer, and what they have come to."""
+
+    def __init__(self, variant, args, device):
+        self.sizes, (q_heads, kv_heads, head_dim) = sizes_of(args), args.heads
+        self.model = Decoder(variant, hidden=args.hidden, layers=args.layers, q_heads=q_heads, kv_heads=kv_heads,
+                             head_dim=head_dim, sizes=self.sizes, compression=args.compression, rotary=args.rotary,
+                             seed=args.seed).to(device)  # fmt: skip
+        self.step_model = torch.compile(self.model) if args.compile else self.model
+        decay = [p for p in self.model.parameters() if p.ndim > 1]
+        other = [p for p in self.model.parameters() if p.ndim < 2]
+        groups = [{"params": decay, "weight_decay": 0.1}, {"params": other, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=device.type == "cuda")
+        self.device, self.args, self.seconds, self.tokens, self.graphs = device, args, 0.0, 0, {}
+        self.parameters = sum(p.numel() for p in self.model.parameters())
+        self.curve = []  # (step, held-out loss, accuracy)
+
+    def autocast(self):
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
+
+    def train(self, batches, shares):
+        """One step per batch; `shares` are the parts of the whole run done before each."""
+        self._wait()
+        begin, self.model.training = time.perf_counter(), True
+        for (tokens, targets), share in zip(batches, shares, strict=True):
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.args.lr * min(1.0, share / 0.03 + 0.01) * (0.55 + 0.45 * math.cos(math.pi * share))
+            if self.args.anneal:
+                self.select(count_at(self.sizes, tokens.shape[1], share))
+            self.gradients(tokens.to(self.device), targets.to(self.device))
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimizer.step()
+            self.tokens += tokens.numel()
+        self.select(self.sizes.slc_count)
+        self._wait()
+        self.seconds += time.perf_counter() - begin
+
+    def select(self, count):
+        """So many blocks per query, in native layers."""
+        for layer in self.model.layers:
+            if isinstance(layer.attention, NativeSparseAttention):
+                layer.attention.sizes = replace(self.sizes, slc_count=count)
+
+    def gradients(self, tokens, targets):
+        """Forward and backward of a batch; as one CUDA graph for each shape of batches, if so asked."""
+        if not self.args.graphs:
+            return self._gradients(tokens, targets)
+        kind = (tokens.shape, getattr(self.model.layers[0].attention, "sizes", None))
+        if kind not in self.graphs:
+            self.graphs[kind] = self._capture(tokens.clone(), targets.clone())
+        graph, inputs, grads = self.graphs[kind]
+        for held, given in zip(inputs, (tokens, targets), strict=True):
+            held.copy_(given)
+        graph.replay()
+        for parameter, grad in zip(self.model.parameters(), grads, strict=True):
+            parameter.grad = grad
+
+    def _gradients(self, tokens, targets):
+        self.optimizer.zero_grad(set_to_none=True)
+        with self.autocast():
+            loss = self.step_model(tokens, targets)
+        loss.backward()
+
+    def _capture(self, *inputs):
+        """The graph, what it reads, and the gradients that it writes; kernels are compiled and layouts made before."""
+        side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                self._gradients(*inputs)
+        torch.cuda.current_stream().wait_stream(side)
+        with torch.cuda.graph(graph):
+            self._gradients(*inputs)
+        return graph, inputs, [parameter.grad for parameter in self.model.parameters()]
+
+    @torch.no_grad()
+    def evaluate(self, batches):
+        """(loss, share of targets that are the likeliest token) of held-out batches."""
+        losses, hits, total = [], 0, 0
+        for tokens, targets in batches:
+            tokens, targets = tokens.to(self.device), targets.to(self.device)
+            with self.autocast():
+                logits = self.model(tokens)
+            asked = targets != -100
+            losses.append(float(torch.nn.functional.cross_entropy(logits[asked].float(), targets[asked])))
+            hits += int((logits[asked].argmax(-1) == targets[asked]).sum())
+            total += int(asked.sum())
+        return sum(losses) / len(losses), hits / total
+
+    def speed(self, source, context):
+        """Tokens per second and peak GiB of training steps at another context, of at least as many tokens."""
+        rows = max(1, self.args.batch * self.args.context // context)
+        batch = source.batch(rows, context, 0)
+        tokens, targets = (x.to(self.device) for x in batch)
+        self.graphs.clear()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        for repeat in range(6):
+            if repeat == 2:
+                self._wait()
+                begin = time.perf_counter()
+            self.gradients(tokens, targets)
+        self._wait()
+        peak = torch.cuda.max_memory_allocated() / 2**30 if self.device.type == "cuda" else None
+        return {"tokens_per_second": round(4 * rows * context / (time.perf_counter() - begin)), "peak_gib": peak}
+
+    def state(self):
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "seconds": self.seconds,
+                "tokens": self.tokens, "curve": self.curve}  # fmt: skip
+
+    def load(self, state):
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.seconds, self.tokens, self.curve = state["seconds"], state["tokens"], state["curve"]
+
+    def _wait(self):
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def sizes_of(args):
+    """The sizes that a command line asks for. ValueError where they do not go together."""
+    return NativeSizes(*args.cmp, args.slc_block, args.slc_count, window=args.window)
+
+
+def count_at(sizes, context, share):
+    """Blocks to select: all over the first half of a run, then half as many at equal steps, the last fifth as told."""
+    most = max(sizes.slc_count, -(-context // sizes.slc_block))
+    halvings = (-(-most // sizes.slc_count) - 1).bit_length()
+    done = 0 if share < 0.5 else min(halvings, 1 + int((share - 0.5) / 0.3 * halvings))
+    return max(sizes.slc_count, most >> done)
+
+
+def save(path, state):
+    """Write a checkpoint that is whole or not there. Where it cannot be, the last one stays, and training goes on."""
+    beside = path.with_suffix(".tmp")
+    try:
+        with open(beside, "wb") as file:
+            torch.save(state, file)
+        os.replace(beside, path)
+    except (OSError, RuntimeError) as error:  # torch hides the first in the second
+        beside.unlink(missing_ok=True)
+        print(f"warning: no checkpoint at step {state['step']}: {path}: {error.__cause__ or error}", file=sys.stderr)
+
+
+def load(path, settings, device):
+    """The checkpoint of a run of equal settings, None where there is none yet. SystemExit names what differs."""
+    if not path.exists():
+        return None
+    state = torch.load(path, map_location=device, weights_only=True)
+    other = [f"--{name.replace('_', '-')} {state['settings'][name]} instead of {value}"
+             for name, value in settings.items() if state["settings"].get(name) != value]  # fmt: skip
+    if other:
+        raise SystemExit(f"{path} is of a run with {', '.join(other)}: give this one another --out, or remove the file")
+    return state
