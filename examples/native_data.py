@@ -107,10 +107,13 @@ class Recall:
 
 
 class Needles:
-    """Pairs of key and value anywhere in the first half of a text; in the second half each key is asked for once.
+    """Pairs of key and value anywhere in the first half of a text; in the second half the keys are asked for.
 
-    Targets are the values. A question has nothing but its one pair to be answered from.
+    Targets are the values. Held-out questions have nothing but their one pair to be answered from: each key is asked
+    for once. In training it is asked for `ASKS` times, so that near answers teach a model to find far ones.
     """
+
+    ASKS = 4
 
     def __init__(self, text):
         self.text = text
@@ -120,12 +123,14 @@ class Needles:
         rows, ends = self.text.batch(batch, context, seed, part)
         tokens = torch.cat([rows, ends[:, -1:]], 1) % KEY
         targets = torch.full((batch, context), -100)
-        pairs, half = min(KINDS, context // 16), context // 2
+        pairs, places = min(KINDS, context // 16), context // 4  # a place is two tokens of a half
         order = lambda size: torch.rand(batch, size, generator=generator).argsort(1)
         keys = KEY + order(KINDS)[:, :pairs]
         values = torch.randint(VALUE, VALUE + KINDS, (batch, pairs), generator=generator)
-        told, asked = (2 * order(half // 2)[:, :pairs] + begin for begin in (0, half // 2 * 2))
+        asks = self.ASKS if part == "train" else 1
+        told, asked = 2 * order(places)[:, :pairs], 2 * places + 2 * order(places)[:, : asks * pairs]
         tokens.scatter_(1, told, keys).scatter_(1, told + 1, values)
+        keys, values = keys.repeat(1, asks), values.repeat(1, asks)
         tokens.scatter_(1, asked, keys).scatter_(1, asked + 1, values)
         targets.scatter_(1, asked, values)
         return tokens[:, :-1], targets

@@ -140,14 +140,16 @@ def plot(results, path):
     left, *right = figure.subplots(1, 1 + timed, squeeze=False)[0]
     which = 1 if results["data"] == "text" else 2
     for variant, values in results["variants"].items():
-        tokens = [row[0] * results["batch"] * results["context"] for row in values["curve"]]
+        tokens = [row[0] * results["batch"] * results["context"] / 1e6 for row in values["curve"]]
         left.plot(tokens, [row[which] for row in values["curve"]], label=variant)
         lengths = [int(context) for context in values["speed"]]
         for axes in right:
             speeds = [row["tokens_per_second"] for row in values["speed"].values()]
             axes.plot(lengths, speeds, marker="o", label=variant)
     left.set(
-        xlabel="tokens", ylabel="held-out loss" if which == 1 else "accuracy", title=f"{results['data']}, equal tokens"
+        xlabel="million tokens",
+        ylabel="held-out loss" if which == 1 else "accuracy",
+        title=f"{results['data']}, equal tokens",
     )
     for axes in right:
         axes.set(xlabel="context", ylabel="training tokens per second", xscale="log", title=results["device"])

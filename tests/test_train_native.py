@@ -102,24 +102,25 @@ def test_tiny_gives_way_to_what_is_named(example):
     assert (args.layers, args.slc_count, args.hidden, args.context) == (3, 4, 64, 256)
 
 
-def test_needles(examples, text):
-    """Each question has one pair before it, its value is the target, and nothing else tells it."""
+@pytest.mark.parametrize(("part", "asks"), [("train", 4), ("held_out", 1)])
+def test_needles(examples, text, part, asks):
+    """A held-out question has one pair before it and nothing else that tells; the pair's value is the target."""
     data = examples["native_data"]
     source = data.Needles(data.Text(text))
-    tokens, targets = source.batch(3, 512, 5)
+    tokens, targets = source.batch(3, 512, 5, part)
     assert tokens.shape == targets.shape == (3, 512)
     for row, wanted in zip(tokens, targets, strict=True):
         asked = (wanted != -100).nonzero().flatten().tolist()
-        assert len(asked) == 32
+        assert len(asked) == 32 * asks
         assert min(asked) >= 256
         for position in asked:
-            told = (row[:position] == row[position]).nonzero().flatten().tolist()
-            assert len(told) == 1
-            assert told[0] < 256
+            told = (row == row[position]).nonzero().flatten().tolist()
+            assert len(told) == 1 + asks
+            assert told[0] < 256 <= told[1]
             assert row[told[0] + 1] == wanted[position]
-        assert (row >= data.KEY).sum() >= 4 * 32 - 1  # the last value may lie beyond the end
-    assert not torch.equal(tokens, source.batch(3, 512, 6)[0])
-    assert torch.equal(tokens, source.batch(3, 512, 5)[0])
+        assert (row >= data.KEY).sum() >= 2 * 32 * (1 + asks) - 1  # the last value may lie beyond the end
+    assert not torch.equal(tokens, source.batch(3, 512, 6, part)[0])
+    assert torch.equal(tokens, source.batch(3, 512, 5, part)[0])
 
 
 def test_a_share_of_the_rotary_pairs(examples):
