@@ -7,7 +7,8 @@
 At first every query selects all blocks; over the first half of the run the count falls to the model's own, and stays
 there. Text is Python's documentation, split in sections: even ones to learn from, odd ones to measure on. Printed and
 written to finetune.json: held-out loss with dense attention, of the model as converted, by step, and at the end. Text
-itself teaches something, so compare with the same run of dense attention, `--dense`.
+itself teaches something, so compare with the same run of dense attention, `--dense`. A killed run goes on from its
+last checkpoint.
 """
 
 import argparse
@@ -18,10 +19,13 @@ import time
 from pathlib import Path
 
 import torch
+from native_trainer import load, save
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dynaxx.integrations.native  # registers the model with transformers
 from dynaxx.lab.texts import load_text, split_text
+
+NOT_SETTINGS = ("out", "device", "checkpointing", "save_every")
 
 
 def sequences(tokenizer, text, context):
@@ -58,6 +62,27 @@ def count_at(share, most, least):
     return max(least, round(most * (least / most) ** min(1.0, 2 * share)))
 
 
+def optimizer_of(model, lr):
+    """AdamW; what dense attention did not have learns ten times as fast. And the rates of its groups."""
+    fresh = [p for name, p in model.named_parameters() if "self_attn.gate" in name or "compress" in name]
+    known = {id(p) for p in fresh}
+    rest = [p for p in model.parameters() if id(p) not in known]
+    optimizer = torch.optim.AdamW([{"params": fresh, "lr": 10 * lr}, {"params": rest, "lr": lr}], weight_decay=0.0)
+    return optimizer, [group["lr"] for group in optimizer.param_groups]
+
+
+def measure(model, held_out, most, least):
+    """Held-out loss before training: with dense attention, with all blocks, with the model's own count."""
+    before = {}
+    for name, dense, count in (("dense", True, least), ("all_blocks", False, most), ("converted", False, least)):
+        set_dense(model, dense)
+        model.set_slc_count(count)
+        before[name] = loss_of(model, held_out)
+    print(f"held-out loss: dense {before['dense']:.4f}, all blocks {before['all_blocks']:.4f}, {least} blocks before "
+          f"training {before['converted']:.4f}", flush=True)  # fmt: skip
+    return before
+
+
 def run(args):
     """Train, and return what was measured."""
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -65,40 +90,35 @@ def run(args):
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     if not isinstance(model, dynaxx.integrations.native.NativeLlamaForCausalLM):
         raise SystemExit(f"{args.model} is not a native sparse model; make one with `dynaxx convert`")
-    text = split_text(load_text(args.text))
-    train, held_out = (sequences(tokenizer, part, args.context) for part in text)
+    train, held_out = (sequences(tokenizer, part, args.context) for part in split_text(load_text(args.text)))
     held_out, least = held_out[: args.eval_sequences], model.config.sizes.slc_count
     most = max(least, -(-args.context // model.config.sizes.slc_block))
-    set_dense(model, True)
-    dense = loss_of(model, held_out)
-    set_dense(model, False)
-    model.set_slc_count(most)
-    curve = [{"step": 0, "slc_count": most, "loss": loss_of(model, held_out)}]
-    model.set_slc_count(least)
-    converted = loss_of(model, held_out)
-    print(
-        f"held-out loss: dense {dense:.4f}, all blocks {curve[0]['loss']:.4f}, {least} blocks before training "
-        f"{converted:.4f}",
-        flush=True,
-    )
+    optimizer, rates = optimizer_of(model, args.lr)
+    args.out.mkdir(parents=True, exist_ok=True)
+    settings = {name: str(value) for name, value in vars(args).items() if name not in NOT_SETTINGS}
+    state = load(args.out / "checkpoint.pt", settings)
+    if state:
+        print(f"goes on from step {state['step']}")
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        before, curve, step, spent = state["before"], state["curve"], state["step"], state["seconds"]
+    else:
+        before, step, spent = measure(model, held_out, most, least), 0, 0.0
+        curve = [{"step": 0, "slc_count": most, "loss": before["all_blocks"]}]
     set_dense(model, args.dense)
-    fresh = [p for name, p in model.named_parameters() if "self_attn.gate" in name or "compress" in name]
-    known = {id(p) for p in fresh}
-    rest = [p for p in model.parameters() if id(p) not in known]
-    optimizer = torch.optim.AdamW(
-        [{"params": fresh, "lr": 10 * args.lr}, {"params": rest, "lr": args.lr}], weight_decay=0.0
-    )
-    rates = [group["lr"] for group in optimizer.param_groups]
     if args.checkpointing:
         model.gradient_checkpointing_enable()
-    generator, begin, step, share = torch.Generator().manual_seed(args.seed), time.perf_counter(), 0, 0.0
-    while share < 1:
-        elapsed = (time.perf_counter() - begin) / 60
-        share = step / args.steps if args.steps else min(1.0, elapsed / args.minutes)
+    begin = saved = time.perf_counter()
+    while True:
+        seconds = spent + time.perf_counter() - begin
+        share = min(1.0, step / args.steps if args.steps else seconds / 60 / args.minutes)
+        if share == 1.0:
+            break
         model.set_slc_count(count_at(share, most, least))
+        generator = torch.Generator().manual_seed(args.seed * 10**7 + step)
         rows = train[torch.randint(len(train), (args.batch,), generator=generator)].to(device)
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate * min(1.0, (step + 1) / 10) * (0.55 + 0.45 * math.cos(math.pi * min(1.0, share)))
+            group["lr"] = rate * min(1.0, (step + 1) / 10) * (0.55 + 0.45 * math.cos(math.pi * share))
         model.train()
         with autocast(device):
             loss = model(rows, labels=rows, use_cache=False).loss
@@ -111,12 +131,12 @@ def run(args):
         if step % args.eval_every == 0:
             curve.append({"step": step, "slc_count": model.config.sizes.slc_count, "loss": loss_of(model, held_out)})
             print(curve[-1], flush=True)
-        if args.steps and step >= args.steps:
-            break
+        if time.perf_counter() - saved > args.save_every:
+            save(args.out / "checkpoint.pt", {"step": step, "settings": settings, "before": before, "curve": curve,
+                 "seconds": seconds, "model": model.state_dict(), "optimizer": optimizer.state_dict()})  # fmt: skip
+            saved = time.perf_counter()
     model.set_slc_count(least)
-    results = {"context": args.context, "steps": step, "dense": dense, "all_blocks": curve[0]["loss"],
-               "converted": converted, "final": loss_of(model, held_out), "curve": curve}  # fmt: skip
-    args.out.mkdir(parents=True, exist_ok=True)
+    results = {"context": args.context, "steps": step, **before, "final": loss_of(model, held_out), "curve": curve}
     model.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
     (args.out / "finetune.json").write_text(json.dumps(results, indent=1))
@@ -140,6 +160,7 @@ def arguments(argv=None):
     parser.add_argument("--lr", type=float, default=2e-5, help="of old weights; new ones learn ten times as fast")
     parser.add_argument("--eval-every", type=int, default=20)
     parser.add_argument("--eval-sequences", type=int, default=4)
+    parser.add_argument("--save-every", type=float, default=120.0, help="seconds between checkpoints")
     parser.add_argument("--checkpointing", action="store_true", help="less memory, more time")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device")

@@ -157,11 +157,11 @@ def save(path, state):
         print(f"warning: no checkpoint at step {state['step']}: {path}: {error.__cause__ or error}", file=sys.stderr)
 
 
-def load(path, settings, device):
+def load(path, settings):
     """The checkpoint of a run of equal settings, None where there is none yet. SystemExit names what differs."""
     if not path.exists():
         return None
-    state = torch.load(path, map_location=device, weights_only=True)
+    state = torch.load(path, map_location="cpu", weights_only=True)
     other = [f"--{name.replace('_', '-')} {state['settings'][name]} instead of {value}"
              for name, value in settings.items() if state["settings"].get(name) != value]  # fmt: skip
     if other:

@@ -44,7 +44,7 @@ def run(args):
     source = make_data(args.data, Text(args.text) if args.text else None)
     settings = {name: str(value) for name, value in vars(args).items() if name not in NOT_SETTINGS}
     args.out.mkdir(parents=True, exist_ok=True)
-    saved = load(args.out / "checkpoint.pt", settings, device)
+    saved = load(args.out / "checkpoint.pt", settings)
     trainers = {variant: Trainer(variant, args, device) for variant in args.variants}
     for variant, trainer in trainers.items():
         if saved:

@@ -1,7 +1,7 @@
 """A Llama converted to native sparse attention: near dense at first, saved and loaded, decoded as trained, trained."""
 
-import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -166,18 +166,53 @@ def test_the_command(folder, tmp_path):
     assert AutoModelForCausalLM.from_pretrained(out).config.sizes.slc_block == 16
 
 
-def test_the_example_recovers(folder, dense, tmp_path):
-    """The example on a tiny model: it runs, falls from all blocks to the model's own, and writes what it says."""
+@pytest.fixture(scope="module")
+def finetune():
+    examples = str(Path(__file__).parents[1] / "examples")
+    sys.path.insert(0, examples)
+    try:
+        import finetune_native
+    finally:
+        sys.path.remove(examples)
+    return finetune_native
+
+
+@pytest.fixture
+def given(folder, dense, tmp_path):
+    """Arguments of the example for a tiny native model."""
     convert_to_native(dense, SIZES).save_pretrained(tmp_path / "native")
     AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "native")
-    example = Path(__file__).parents[1] / "examples" / "finetune_native.py"
-    spec = importlib.util.spec_from_file_location("finetune_native", example)
-    finetune = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(finetune)
-    text = tmp_path / "text.txt"
-    text.write_text(TEXT)
-    given = ["--text", str(text), "--context", "128", "--steps", "6", "--eval-every", "3", "--lr", "1e-3"]
-    results = finetune.run(finetune.arguments([str(tmp_path / "native"), "--out", str(tmp_path / "out"), *given]))
+    (tmp_path / "text.txt").write_text(TEXT)
+    fixed = ["--text", str(tmp_path / "text.txt"), "--context", "128", "--steps", "6", "--eval-every", "3"]
+    return [str(tmp_path / "native"), *fixed, "--lr", "1e-3"]
+
+
+def test_the_example_recovers(finetune, given, tmp_path):
+    """The example on a tiny model: it runs, falls from all blocks to the model's own, and writes what it says."""
+    results = finetune.run(finetune.arguments([*given, "--out", str(tmp_path / "out")]))
     assert [row["slc_count"] for row in results["curve"]] == [8, 4, 3]
     assert results["final"] < results["converted"]
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.sizes == SIZES
+
+
+def test_the_example_goes_on_after_it_was_killed(finetune, given, tmp_path, monkeypatch):
+    whole = finetune.run(finetune.arguments([*given, "--out", str(tmp_path / "whole")]))
+    again, save = [*given, "--save-every", "0", "--out", str(tmp_path / "again")], finetune.save
+
+    def save_and_die(path, state):
+        save(path, state)
+        if state["step"] == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(finetune, "save", save_and_die)
+    with pytest.raises(KeyboardInterrupt):
+        finetune.run(finetune.arguments(again))
+    monkeypatch.setattr(finetune, "save", save)
+    torch.manual_seed(1)
+    assert finetune.run(finetune.arguments(again)) == whole
+
+
+def test_the_example_wants_a_converted_model(finetune, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        finetune.arguments([str(tmp_path), "--out", "x"])
+    assert "dynaxx convert" in capsys.readouterr().err
