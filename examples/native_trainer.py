@@ -11,6 +11,8 @@ from native_decoder import Decoder
 
 from dynaxx.nn import NativeSizes, NativeSparseAttention
 
+FIND = 0.6  # of a run: how long --find-first lasts
+
 
 class Trainer:
     """A model, its optimizer, and what they have come to."""
@@ -39,21 +41,20 @@ class Trainer:
         for (tokens, targets), share in zip(batches, shares, strict=True):
             for group in self.optimizer.param_groups:
                 group["lr"] = self.args.lr * min(1.0, share / 0.03 + 0.01) * (0.55 + 0.45 * math.cos(math.pi * share))
-            if self.args.anneal:
-                self.select(count_at(self.sizes, tokens.shape[1], share))
+            self.resize(sizes_at(self.sizes, share) if self.args.find_first else self.sizes)
             self.gradients(tokens.to(self.device), targets.to(self.device))
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             self.optimizer.step()
             self.tokens += tokens.numel()
-        self.select(self.sizes.slc_count)
+        self.resize(self.sizes)
         self._wait()
         self.seconds += time.perf_counter() - begin
 
-    def select(self, count):
-        """So many blocks per query, in native layers."""
+    def resize(self, sizes):
+        """Let native layers see through branches of these sizes."""
         for layer in self.model.layers:
             if isinstance(layer.attention, NativeSparseAttention):
-                layer.attention.sizes = replace(self.sizes, slc_count=count)
+                layer.attention.sizes = sizes
 
     def gradients(self, tokens, targets):
         """Forward and backward of a batch; as one CUDA graph for each shape of batches, if so asked."""
@@ -137,12 +138,15 @@ def sizes_of(args):
     return NativeSizes(*args.cmp, args.slc_block, args.slc_count, window=args.window)
 
 
-def count_at(sizes, context, share):
-    """Blocks to select: all over the first half of a run, then half as many at equal steps, the last fifth as told."""
-    most = max(sizes.slc_count, -(-context // sizes.slc_block))
-    halvings = (-(-most // sizes.slc_count) - 1).bit_length()
-    done = 0 if share < 0.5 else min(halvings, 1 + int((share - 0.5) / 0.3 * halvings))
-    return max(sizes.slc_count, most >> done)
+def sizes_at(sizes, share):
+    """The first part of a run leaves little but compressed tokens to find anything far away with: of single tokens a
+    query sees its own block, the smallest there is, and a window of as many. Blocks are selected by compressed tokens
+    ever after, so they have to be good at it; beside branches that see everything themselves they hardly learn it.
+    """
+    if share >= FIND:
+        return sizes
+    block = max(16, 1 << (sizes.cmp_block - 1).bit_length())
+    return replace(sizes, slc_block=block, slc_count=1, first_blocks=0, local_blocks=1, window=block)
 
 
 def save(path, state):

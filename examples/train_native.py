@@ -30,10 +30,11 @@ NOT_SETTINGS = ("out", "device", "minutes", "tiny", "compile", "graphs", "save_e
 
 
 def context_at(args, share):
-    """Tokens per sequence after a share of the run: twice as many at equal steps of its first half, if so asked."""
+    """Tokens per sequence after a share of the run: with --from-context it doubles, sooner and sooner, up to --context
+    from 0.85 of the run on. What is short is learned in few steps, and what is longer builds on it."""
     begin = args.from_context or args.context
     doublings = (args.context // begin).bit_length() - 1
-    return begin << min(doublings, int(2 * share * doublings))
+    return begin << min(doublings, int((doublings + 1) * (share / 0.85) ** 1.5))
 
 
 def run(args):
@@ -184,7 +185,8 @@ def arguments(argv=None):
         full, tiny = (str(sizes[name]).strip("[]").replace(" ", "") for sizes in (FULL, TINY))
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar,
                             help=f"{what}: {full}, with --tiny {tiny}")  # fmt: skip
-    parser.add_argument("--anneal", action="store_true", help="native queries select all blocks at first, then fewer")
+    parser.add_argument("--find-first", action="store_true", help="let native layers learn to find through compressed "
+                        "tokens alone, for the first 0.6 of the run")  # fmt: skip
     parser.add_argument("--compression", choices=["mlp", "weighted", "mean"], default="mlp",
                         help="of the native variant; weighted and mean add next to no parameters")  # fmt: skip
     parser.add_argument("--rotary", type=float, default=1.0, help="share of the rotary pairs that turn, the fastest")

@@ -1,4 +1,4 @@
-"""`examples/train_native.py` at a tiny size: it goes on after it was killed, and anneals from dense to sparse."""
+"""`examples/train_native.py` at a tiny size: it goes on after it was killed, and lengthens its sequences."""
 
 import json
 import os
@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,18 @@ from dynaxx.nn import NativeSizes
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 COMMAND = ["--data", "recall", "--context", "64", "--from-context", "32", "--batch", "2", "--steps", "12", "--tiny"]
-COMMAND += ["--device", "cpu", "--variants", "dense", "native", "--anneal", "--eval-every", "10", "--eval-batches", "1"]
+COMMAND += [
+    "--device",
+    "cpu",
+    "--variants",
+    "dense",
+    "native",
+    "--find-first",
+    "--eval-every",
+    "10",
+    "--eval-batches",
+    "1",
+]
 
 
 @pytest.fixture(scope="module")
@@ -132,13 +142,14 @@ def test_a_share_of_the_rotary_pairs(examples):
 
 
 def test_schedules(examples, example):
-    sizes = replace(NativeSizes(), slc_count=16, slc_block=64)
-    counts = [examples["native_trainer"].count_at(sizes, 8192, share / 10) for share in range(10)]
-    assert counts[:5] == [128] * 5  # all blocks
-    assert counts[-2:] == [16, 16]
-    assert counts == sorted(counts, reverse=True)
-    args = example.arguments(["--out", "x", "--context", "8192", "--from-context", "256"])
-    contexts = [example.context_at(args, share / 10) for share in range(10)]
-    assert contexts[0] == 256
-    assert contexts[5:] == [8192] * 5
+    sizes = NativeSizes(cmp_block=8, cmp_stride=4)
+    early, late = (examples["native_trainer"].sizes_at(sizes, share) for share in (0.59, 0.6))
+    assert late == sizes
+    assert early == NativeSizes(8, 4, slc_block=16, slc_count=1, first_blocks=0, local_blocks=1, window=16)
+    assert examples["native_trainer"].sizes_at(NativeSizes(), 0.0).slc_block == 32  # holds a compressed token
+    args = example.arguments(["--out", "x", "--context", "8192", "--from-context", "64"])
+    contexts = [example.context_at(args, share / 100) for share in range(100)]
+    assert contexts[:20] == [64] * 20
+    assert contexts[85:] == [8192] * 15
     assert contexts == sorted(contexts)
+    assert set(contexts) == {64 << i for i in range(8)}
