@@ -27,7 +27,7 @@ class Trainer:
         other = [p for p in self.model.parameters() if p.ndim < 2]
         groups = [{"params": decay, "weight_decay": 0.1}, {"params": other, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=device.type == "cuda")
-        self.device, self.args, self.seconds, self.tokens, self.graphs = device, args, 0.0, 0, {}
+        self.device, self.args, self.seconds, self.tokens, self.graph = device, args, 0.0, 0, None
         self.parameters = sum(p.numel() for p in self.model.parameters())
         self.curve = []  # (step, held-out loss, accuracy)
 
@@ -57,13 +57,16 @@ class Trainer:
                 layer.attention.sizes = sizes
 
     def gradients(self, tokens, targets):
-        """Forward and backward of a batch; as one CUDA graph for each shape of batches, if so asked."""
+        """Forward and backward of a batch; as one CUDA graph while batches keep their shape, if so asked."""
         if not self.args.graphs:
             return self._gradients(tokens, targets)
         kind = (tokens.shape, getattr(self.model.layers[0].attention, "sizes", None))
-        if kind not in self.graphs:
-            self.graphs[kind] = self._capture(tokens.clone(), targets.clone())
-        graph, inputs, grads = self.graphs[kind]
+        if self.graph is None or self.graph[0] != kind:
+            self.graph = None
+            self.optimizer.zero_grad(set_to_none=True)
+            torch.cuda.empty_cache()  # the memory of the graph before
+            self.graph = (kind, *self._capture(tokens.clone(), targets.clone()))
+        _, graph, inputs, grads = self.graph
         for held, given in zip(inputs, (tokens, targets), strict=True):
             held.copy_(given)
         graph.replay()
@@ -107,7 +110,6 @@ class Trainer:
         rows = max(1, self.args.batch * self.args.context // context)
         batch = source.batch(rows, context, 0)
         tokens, targets = (x.to(self.device) for x in batch)
-        self.graphs.clear()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         for repeat in range(6):
