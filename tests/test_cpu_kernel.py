@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -451,6 +452,15 @@ def test_first_use_compiles_once_for_concurrent_processes(tmp_path):
     running = [subprocess.Popen([sys.executable, "-c", code], env=env) for _ in range(2)]
     assert [process.wait() for process in running] == [0, 0]
     assert [path.name for path in tmp_path.glob("*/*")] == [build.library_name("baseline")]
+
+
+def test_without_a_home_folder_there_is_no_cache(monkeypatch):
+    monkeypatch.delenv(library.CACHE_VARIABLE, raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home directory")))
+    core = library._compiled_at_first_use("baseline", "test", [])
+    assert core.library is None
+    assert "no home directory" in core.status.why
 
 
 def test_a_failing_compiler_leaves_torch(tmp_path, monkeypatch):

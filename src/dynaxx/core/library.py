@@ -89,9 +89,9 @@ def _choice(isa: str) -> str:
 
 def _compiled_at_first_use(isa: str, choice: str, reasons: list[str], may_compile: bool = True) -> Core:
     reasons = reasons or ["no library was built with the package"]
-    directory = cache_directory() / f"core-{build.source_hash()}"
-    path = directory / build.library_name(isa)
     try:
+        directory = cache_directory() / f"core-{build.source_hash()}"  # a user without a home folder has none
+        path = directory / build.library_name(isa)
         if not path.exists():
             if not may_compile:
                 return _without_core("; ".join([*reasons, "none was compiled yet"]))
