@@ -17,7 +17,7 @@ namespace {
 
 constexpr int32_t FULL = -1, EMPTY = -2;  // as in layout/masks.py
 constexpr uint64_t MOST_KINDS = 1ull << 60;
-constexpr size_t MOST_KEPT = 1 << 22;  // entries of a layout whose memory is kept
+constexpr size_t MOST_KEPT = 1 << 18;  // entries of a layout whose memory is kept
 
 using Mask = std::vector<uint32_t>;  // (q_block, words)
 
