@@ -13,33 +13,28 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from dynaxx.kernels.hopper.backward_produce import FIELDS, RING, read_column
 from dynaxx.kernels.hopper.forward_consume import ROWS
-from dynaxx.kernels.hopper.forward_produce import EVERYWHERE
 from dynaxx.kernels.hopper.parts import WHOLE, store_sums
-from dynaxx.kernels.hopper.signals import get
+from dynaxx.kernels.hopper.signals import get, none
+from dynaxx.kernels.hopper.visible import WORD_LAYOUT, columns_between, where_seen
 
 
 @gluon.jit
 def keep(weights, numbers, at, p_bits, part, CONSUMER: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr):
     """Transposed weights [keys, queries], 0 where the block's mask hides the pair."""
     WORDS: gl.constexpr = KV_BLOCK // 32
-    layout: gl.constexpr = weights.type.layout
+    keys = CONSUMER * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, WORD_LAYOUT))[:, None]
+    threads = gl.arange(0, 4, gl.SliceLayout(0, WORD_LAYOUT))[None, :]
     lo, hi, code = get(numbers, at + 1), get(numbers, at + 2), get(numbers, at + 3)
-    keys = CONSUMER * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    queries = gl.arange(0, ROWS, gl.SliceLayout(0, layout))[None, :]
     if lo <= hi:
-        seen = (queries >= (keys + lo)[:, None]) & (queries <= (keys + hi)[:, None])
-        weights = gl.where(seen, weights, 0.0)
+        seen = columns_between(keys + lo, keys + hi, threads)
     else:
-        by_word = gl.reshape(weights, [ROWS // 32, 32, ROWS])
-        words: gl.constexpr = by_word.type.layout
-        word = gl.arange(0, ROWS // 32, gl.SliceLayout(1, gl.SliceLayout(1, words)))[:, None]
-        query = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(1, words)))[None, :]
-        bit = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, words)))[None, :, None]
-        p_words = p_bits + ((code.to(gl.int64) * Q_BLOCK + part + query) * WORDS + CONSUMER * (ROWS // 32) + word)
-        bits = gl.load(p_words, mask=word + query >= gl.where(code >= 0, 0, EVERYWHERE), other=0)
-        by_word = gl.where(((gl.expand_dims(bits, 1) >> bit) & 1) != 0, by_word, 0.0)
-        weights = gl.convert_layout(gl.reshape(by_word, [ROWS, ROWS]), layout)
-    return weights
+        seen = gl.zeros([ROWS, 4], gl.int32, WORD_LAYOUT)
+        if code >= 0:
+            p_words = p_bits + (code.to(gl.int64) * Q_BLOCK + part) * WORDS + keys // 32
+            for i_column in range(ROWS // 4):
+                query = i_column // 2 * 8 + 2 * threads + i_column % 2
+                seen |= ((gl.load(p_words + query * WORDS) >> keys % 32) & 1) << i_column
+    return where_seen(weights, seen, 0.0)
 
 
 @gluon.jit
@@ -53,11 +48,11 @@ def _consume_tiles(
     D: gl.constexpr = dk.shape[1]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
-    k = k_buffers.index(CONSUMER).reshape([ROWS, D])
-    v = v_buffers.index(CONSUMER).reshape([ROWS, D])
     for i_tile in range(begin, end):
         i = done + i_tile
         stage = i % STAGES
+        k = k_buffers.index(CONSUMER + none(i)).reshape([ROWS, D])
+        v = v_buffers.index(CONSUMER + none(i)).reshape([ROWS, D])
         q = q_buffers.index(stage).reshape([ROWS, D])
         do = do_buffers.index(stage).reshape([ROWS, D])
         mbarrier.wait(full.index(stage), (i // STAGES) & 1)

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """A consumer warpgroup of the joint Hopper backward: 64 keys, dk and dv in registers, and columns of dq of all keys.
 
-The consumers leave the gradients of a tile's scores in shared memory. With the next tile, while it waits for the scores
-of that, each multiplies its own with q, for dk, and those of all keys with its share of k's columns, for dq. A tile of
-dq goes to shared memory, and the copy unit adds it to sums in global memory. Sums lie as the threads hold a tile: each
+The consumers leave the gradients of a tile's scores in shared memory. Each multiplies its weights with do, for dv; then
+those of all keys with its share of k's columns, for dq; then its own with q, for dk. While this runs, the tile of dq
+goes to shared memory, and the copy unit adds it to sums in global memory. Sums lie as the threads hold a tile: each
 writes 16 bytes beside its neighbour's, and a tile is one piece of memory.
 """
 
@@ -23,7 +23,7 @@ from dynaxx.kernels.hopper.backward_consume import keep
 from dynaxx.kernels.hopper.backward_produce import FIELDS, RING, read_column
 from dynaxx.kernels.hopper.forward_consume import ROWS
 from dynaxx.kernels.hopper.parts import WHOLE, store_sums
-from dynaxx.kernels.hopper.signals import get
+from dynaxx.kernels.hopper.signals import get, none
 
 SLOTS = gl.constexpr(2)  # tiles whose gradients are kept
 
@@ -39,23 +39,15 @@ def _add_tile(desc, at, tile, _semantic=None):
 
 
 @gluon.jit
-def _start_dk(dk, ds, q_buffers, full, i, STAGES: gl.constexpr):
-    """Start what tile i gives to dk; of tile -1, which has gradients of zero, nothing."""
-    mbarrier.wait(full.index(0), 0, pred=i < 0)  # before it is there, the first tile of q could be NaN
-    q = q_buffers.index(gl.maximum(i, 0) % STAGES).reshape(dk.shape)
-    return warpgroup_mma(ds, q, dk, is_async=True)
-
-
-@gluon.jit
 def _start_dq(k_buffers, ds_buffers, ds_full, i, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr):
-    """Start this consumer's columns of dq for tile i; tile -1 has gradients of zero."""
+    """Start this consumer's columns of dq for tile i, once the other's gradients are there."""
     D: gl.constexpr = k_buffers.shape[4]
     SHARE: gl.constexpr = D // CONSUMERS
-    slot = (i + 1) % SLOTS
-    mbarrier.wait(ds_full.index(slot), ((i + 1) // SLOTS) & 1)
+    slot = i % SLOTS
+    mbarrier.wait(ds_full.index(slot), (i // SLOTS) & 1)
     dq = gl.zeros([ROWS, SHARE], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SHARE, 16]))
     for u in gl.static_range(CONSUMERS):
-        k = k_buffers.index(u).reshape([ROWS, D]).slice(CONSUMER * SHARE, SHARE, dim=1)
+        k = k_buffers.index(u + none(i)).reshape([ROWS, D]).slice(CONSUMER * SHARE, SHARE, dim=1)
         ds = ds_buffers.index(slot * CONSUMERS + u).permute((1, 0))
         dq = warpgroup_mma(ds, k, dq, use_acc=u > 0, is_async=True)
     return dq
@@ -65,7 +57,7 @@ def _start_dq(k_buffers, ds_buffers, ds_full, i, CONSUMERS: gl.constexpr, CONSUM
 def _add_dq(dq, sums_desc, dq_buffer, numbers, first_tile, i, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr):
     """Add tile i of dq, without its scale, to the sums, which lie as `by_lane` does: see `backward_rows`."""
     LINES: gl.constexpr = dq_buffer.shape[2]
-    tile = first_tile + get(numbers, gl.maximum(i, 0) % RING * FIELDS)
+    tile = first_tile + get(numbers, i % RING * FIELDS)
     tma.store_wait(0)
     by_lane = gl.permute(gl.reshape(dq, [4, 2, 8, dq.shape[1] // 8, 4, 2]), [0, 3, 2, 4, 1, 5])
     dq_buffer.reshape([LINES, 32]).store(gl.reshape(by_lane, [LINES, 32]))
@@ -75,32 +67,27 @@ def _add_dq(dq, sums_desc, dq_buffer, numbers, first_tile, i, CONSUMERS: gl.cons
 
 @gluon.jit
 def _consume_tiles(
-    dk, dv, ds, sums_desc, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, dq_buffers, full, empty, ds_full,
+    dk, dv, sums_desc, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, dq_buffers, full, empty, ds_full,
     numbers, stats, p_bits, first_tile, scale_log2, done, begin, end,
     MASKED: gl.constexpr, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr,
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Add what tiles begin..end of a head give to dv, and what the tile before each gives to dk and dq."""
+    """Add what tiles begin..end of a head give to dk, dv and the sums of dq."""
     SPLIT: gl.constexpr = Q_BLOCK // ROWS
     D: gl.constexpr = dk.shape[1]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
-    k = k_buffers.index(CONSUMER).reshape([ROWS, D])
-    v = v_buffers.index(CONSUMER).reshape([ROWS, D])
     dq_buffer = dq_buffers.index(CONSUMER)
     for i_tile in range(begin, end):
         i = done + i_tile
         stage = i % STAGES
+        k = k_buffers.index(CONSUMER + none(i)).reshape([ROWS, D])
+        v = v_buffers.index(CONSUMER + none(i)).reshape([ROWS, D])
         q = q_buffers.index(stage).reshape([ROWS, D])
         do = do_buffers.index(stage).reshape([ROWS, D])
-        dk_token = _start_dk(dk, ds, q_buffers, full, i - 1, STAGES)
-        dq_token = _start_dq(k_buffers, ds_buffers, ds_full, i - 1, CONSUMERS, CONSUMER)
         mbarrier.wait(full.index(stage), (i // STAGES) & 1)
         zero = gl.zeros([ROWS, ROWS], gl.float32, s_layout)
         s_token = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
-        dk, dq = warpgroup_mma_wait(1, deps=[dk_token, dq_token])
-        mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
-        _add_dq(dq, sums_desc, dq_buffer, numbers, first_tile, i - 1, CONSUMERS, CONSUMER)
         dp_token = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
         lse = stats.index(stage * 2).load(gl.SliceLayout(0, s_layout))
         scores = warpgroup_mma_wait(1, deps=[s_token])
@@ -108,18 +95,22 @@ def _consume_tiles(
         if MASKED:
             part = i_tile % SPLIT * ROWS
             weights = keep(weights, numbers, i % RING * FIELDS, p_bits, part, CONSUMER, Q_BLOCK, KV_BLOCK)
-        p = gl.convert_layout(weights.to(q.dtype), p_layout)
-        dv_token = warpgroup_mma(p, do, dv, is_async=True)
         delta = stats.index(stage * 2 + 1).load(gl.SliceLayout(0, s_layout))
-        dp = warpgroup_mma_wait(1, deps=[dp_token])
+        p = gl.convert_layout(weights.to(q.dtype), p_layout)
+        dp = warpgroup_mma_wait(0, deps=[dp_token])
         ds = (weights * (dp - delta[None, :])).to(q.dtype)
-        slot = (i + 1) % SLOTS
+        slot = i % SLOTS
         ds_buffers.index(slot * CONSUMERS + CONSUMER).store(ds)
         fence_async_shared()
         mbarrier.arrive(ds_full.index(slot), count=1)
-        ds = gl.convert_layout(ds, p_layout)
-        dv = warpgroup_mma_wait(0, deps=[dv_token])
-    return dk, dv, ds
+        dv_token = warpgroup_mma(p, do, dv, is_async=True)
+        dq_token = _start_dq(k_buffers, ds_buffers, ds_full, i, CONSUMERS, CONSUMER)
+        dk_token = warpgroup_mma(gl.convert_layout(ds, p_layout), q, dk, is_async=True)
+        dv, dq = warpgroup_mma_wait(1, deps=[dv_token, dq_token])
+        _add_dq(dq, sums_desc, dq_buffer, numbers, first_tile, i, CONSUMERS, CONSUMER)
+        dk = warpgroup_mma_wait(0, deps=[dk_token])
+        mbarrier.arrive(empty.index(stage), count=1)
+    return dk, dv
 
 
 @gluon.jit
@@ -135,14 +126,9 @@ def consume(
     SPLIT: gl.constexpr = Q_BLOCK // ROWS
     D: gl.constexpr = dk_desc.block_type.shape[3]
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     dk = gl.zeros([ROWS, D], gl.float32, acc_layout)
     dv = gl.zeros([ROWS, D], gl.float32, acc_layout)
-    ds_buffers.index(CONSUMER).store(gl.zeros([ROWS, ROWS], dk_desc.dtype, s_layout))
-    fence_async_shared()
-    mbarrier.arrive(ds_full.index(0), count=1)
     mbarrier.wait(kv_full.index(0), 0)
-    ds = gl.zeros([ROWS, ROWS], dk_desc.dtype, gl.DotOperandLayout(0, acc_layout, 2))
     done = 0
     before = 0
     for i_group in range(group_size):
@@ -150,22 +136,17 @@ def consume(
             p_indptr, p_num_partial, capacity, layout_stride_b, layout_stride_h,
             i_b, i_hk * group_size + i_group, i_col, kv_blocks, first, last, before, HAS_PARTS,
         )  # fmt: skip
-        dk, dv, ds = _consume_tiles(
-            dk, dv, ds, sums_desc, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, dq_buffers,
+        dk, dv = _consume_tiles(
+            dk, dv, sums_desc, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, dq_buffers,
             full, empty, ds_full, numbers, stats, p_bits, first_tile, scale_log2, done, 0, partial * SPLIT,
             True, CONSUMERS, CONSUMER, Q_BLOCK, KV_BLOCK, STAGES,
         )  # fmt: skip
-        dk, dv, ds = _consume_tiles(
-            dk, dv, ds, sums_desc, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, dq_buffers,
+        dk, dv = _consume_tiles(
+            dk, dv, sums_desc, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, dq_buffers,
             full, empty, ds_full, numbers, stats, p_bits, first_tile, scale_log2, done, partial * SPLIT, count * SPLIT,
             False, CONSUMERS, CONSUMER, Q_BLOCK, KV_BLOCK, STAGES,
         )  # fmt: skip
         done += count * SPLIT
-    if done > 0:
-        dk_token = _start_dk(dk, ds, q_buffers, full, done - 1, STAGES)
-        dq_token = _start_dq(k_buffers, ds_buffers, ds_full, done - 1, CONSUMERS, CONSUMER)
-        dk, dq = warpgroup_mma_wait(0, deps=[dk_token, dq_token])
-        _add_dq(dq, sums_desc, dq_buffers.index(CONSUMER), numbers, first_tile, done - 1, CONSUMERS, CONSUMER)
     mbarrier.arrive(kv_read.index(0), count=1)
     mbarrier.wait(kv_read.index(0), 0)
     # no consumer reads k and v any more: their buffers carry the results out

@@ -15,9 +15,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from dynaxx.kernels.hopper.forward_produce import EVERYWHERE, FIELDS, unit_of
+from dynaxx.kernels.hopper.forward_produce import FIELDS, unit_of
 from dynaxx.kernels.hopper.parts import store_output
 from dynaxx.kernels.hopper.signals import get, pin
+from dynaxx.kernels.hopper.visible import WORD_LAYOUT, columns_between, columns_of_word, where_seen
 
 ROWS = gl.constexpr(64)  # of one consumer warpgroup: wgmma's M
 LN2 = gl.constexpr(0.6931471805599453)
@@ -32,45 +33,37 @@ def _step_of(buffers, stage, STEP: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
-def _hide_block(scores, first_row, numbers, at, p_bits, Q_BLOCK: gl.constexpr):
-    """-inf where the block's mask or the end of the keys hides a pair; its numbers start at `at`."""
-    KV_BLOCK: gl.constexpr = scores.shape[1]
+def _seen_of_block(first_row, numbers, at, p_bits, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr):
+    """What the block's mask and the end of the keys leave to see, [ROWS, 4] words; its numbers start at `at`."""
     WORDS: gl.constexpr = KV_BLOCK // 32
-    layout: gl.constexpr = scores.type.layout
+    rows = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, WORD_LAYOUT))[:, None]
+    threads = gl.arange(0, 4, gl.SliceLayout(0, WORD_LAYOUT))[None, :]
     lo, hi, keys, code = get(numbers, at), get(numbers, at + 1), get(numbers, at + 2), get(numbers, at + 3)
     in_bits = lo > hi
-    rows = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    columns = gl.arange(0, KV_BLOCK, gl.SliceLayout(0, layout))[None, :]
-    newest = gl.minimum(rows - gl.where(in_bits, -EVERYWHERE, lo), keys - 1)[:, None]
-    oldest = (rows - gl.where(in_bits, EVERYWHERE, hi))[:, None]
-    scores = gl.where((columns <= newest) & (columns >= oldest), scores, -float("inf"))
+    first = gl.where(in_bits, 0, rows - hi)
+    last = gl.minimum(gl.where(in_bits, KV_BLOCK - 1, rows - lo), keys - 1)
+    seen = columns_between(first, last, threads)
     if in_bits:
-        by_word = gl.reshape(scores, [ROWS, WORDS, 32])
-        words: gl.constexpr = by_word.type.layout
-        row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, gl.SliceLayout(2, words)))[:, None]
-        word = gl.arange(0, WORDS, gl.SliceLayout(0, gl.SliceLayout(2, words)))[None, :]
-        bit = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, words)))[None, None, :]
-        p_words = p_bits + ((code.to(gl.int64) * Q_BLOCK + row) * WORDS + word)
-        bits = gl.load(p_words, mask=row + word + code * 0 >= gl.where(code >= 0, 0, EVERYWHERE), other=0)
-        by_word = gl.where(((gl.expand_dims(bits, 2) >> bit) & 1) != 0, by_word, -float("inf"))
-        scores = gl.convert_layout(gl.reshape(by_word, [ROWS, KV_BLOCK]), layout)
-    return scores
+        by_bits = gl.zeros([ROWS, 4], gl.int32, WORD_LAYOUT)
+        if code >= 0:
+            p_words = p_bits + (code.to(gl.int64) * Q_BLOCK + rows) * WORDS
+            for i_word in range(WORDS):
+                by_bits |= columns_of_word(gl.load(p_words + i_word + threads * 0), threads) << i_word * 8
+        seen &= by_bits
+    return seen
 
 
 @gluon.jit
 def _hide(scores, first_row, numbers, stage, p_bits, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr):
-    """`_hide_block` for the one or two blocks of a step."""
-    layout: gl.constexpr = scores.type.layout
+    """-inf where masks or the end of the keys hide a pair, in the one or two blocks of a step."""
     STEP: gl.constexpr = scores.shape[1]
     if KV_BLOCK == STEP:
-        scores = _hide_block(scores, first_row, numbers, stage * FIELDS, p_bits, Q_BLOCK)
+        seen = _seen_of_block(first_row, numbers, stage * FIELDS, p_bits, Q_BLOCK, KV_BLOCK)
     else:
-        left, right = gl.split(gl.permute(gl.reshape(scores, [ROWS, 2, KV_BLOCK]), [0, 2, 1]))
-        left = _hide_block(left, first_row, numbers, stage * (2 * FIELDS), p_bits, Q_BLOCK)
-        right = _hide_block(right, first_row, numbers, stage * (2 * FIELDS) + FIELDS, p_bits, Q_BLOCK)
-        scores = gl.reshape(gl.permute(gl.join(left, right), [0, 2, 1]), [ROWS, STEP])
-        scores = gl.convert_layout(scores, layout)
-    return scores
+        left = _seen_of_block(first_row, numbers, stage * (2 * FIELDS), p_bits, Q_BLOCK, KV_BLOCK)
+        right = _seen_of_block(first_row, numbers, stage * (2 * FIELDS) + FIELDS, p_bits, Q_BLOCK, KV_BLOCK)
+        seen = (left & 0xFFFF) | (right << 16)
+    return where_seen(scores, seen, -float("inf"))
 
 
 @gluon.jit
@@ -135,13 +128,6 @@ def consume(
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
-    sum_layout: gl.constexpr = gl.DistributedLinearLayout(
-        reg_bases=[[8, 0]],
-        lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]],
-        block_bases=[],
-        shape=[ROWS, 4],
-    )
     first_row = CONSUMER * STEP_ROWS
     o_row = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
     q_blocks = (seqlen_q + Q_BLOCK - 1) // Q_BLOCK
@@ -166,7 +152,7 @@ def consume(
         scores = _hide(scores, first_row, step_numbers, stage, p_bits, Q_BLOCK, KV_BLOCK)
         mbarrier.arrive(k_empty.index(stage), count=1)
         row_max = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, s_layout))
-        row_sum = gl.zeros([ROWS, 4], gl.float32, sum_layout)
+        row_sum = gl.zeros([ROWS, 4], gl.float32, WORD_LAYOUT)
         weights, row_max, row_sum, _ = _softmax_step(scores, row_max, row_sum, scale_log2, True)
         acc = gl.zeros([ROWS, D], gl.float32, acc_layout)
         acc, row_max, row_sum, weights = _consume_steps(

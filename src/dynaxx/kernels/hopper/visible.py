@@ -1,0 +1,57 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""Element masks of a tile that wgmma made: what a thread sees of a row is one word, of a bit for each of its columns.
+
+Four threads share a row, and of every eight columns thread t has 2 t and 2 t + 1. A band is a word in closed form; to
+compare each column with both its ends took twice as many instructions, and more registers than there are.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+WORD_LAYOUT = gl.constexpr(  # of [64, 4] words, as the four warps of a warpgroup hold the rows of a tile
+    gl.DistributedLinearLayout(
+        reg_bases=[[8, 0]],
+        lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 4],
+    )
+)
+
+
+@gluon.jit
+def columns_up_to(last, thread):
+    """How many columns <= `last` a thread has of a row that goes on to both sides, counted from column 0."""
+    last -= 2 * thread
+    return 2 * (last >> 3) + gl.minimum(last & 7, 1) + 1
+
+
+@gluon.jit
+def columns_between(first, last, thread):
+    """A thread's columns in first..last, as bits; of the first 32 that it has."""
+    below = gl.maximum(columns_up_to(first - 1, thread), 0)
+    count = gl.maximum(columns_up_to(last, thread) - below, 0)
+    return gl.inline_asm_elementwise(
+        "bmsk.clamp.b32 $0, $1, $2;", "=r,r,r", [below, count], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def columns_of_word(word, thread):
+    """A thread's eight bits of a word of 32 columns."""
+    word >>= 2 * thread
+    return (word & 3) | (word >> 6 & 12) | (word >> 12 & 48) | (word >> 18 & 192)
+
+
+@gluon.jit
+def where_seen(tile, seen, other: gl.constexpr):
+    """`tile` where the words [rows, 4] say so, else `other`."""
+    ROWS: gl.constexpr = tile.shape[0]
+    EIGHTS: gl.constexpr = tile.shape[1] // 8
+    layout: gl.constexpr = tile.type.layout
+    by_thread = gl.reshape(tile, [ROWS, EIGHTS, 4, 2])
+    by_eight: gl.constexpr = gl.SliceLayout(3, by_thread.type.layout)
+    at = 2 * gl.arange(0, EIGHTS, gl.SliceLayout(0, gl.SliceLayout(2, by_eight)))[None, :, None]
+    seen = gl.expand_dims(gl.convert_layout(seen, gl.SliceLayout(1, by_eight)), 1)
+    by_thread = gl.where(gl.join((seen >> at) & 1, (seen >> (at + 1)) & 1) != 0, by_thread, other)
+    return gl.convert_layout(gl.reshape(by_thread, [ROWS, EIGHTS * 8]), layout)
