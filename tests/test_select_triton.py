@@ -150,17 +150,24 @@ def test_fused_tiles_give_the_mass_of_torch(scorer):
 
 
 @under_the_interpreter
-def test_fused_tiles_give_the_mass_of_torch_in_the_interpreter():
+@pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_k", "causal", "block_size"),
+    [(300, 333, True, (32, 64)), (100, 20, True, (64, 16)), (70, 133, False, (32, 32)), (700, 700, True, (64, 64))],
+)
+def test_fused_tiles_give_the_mass_of_torch_in_the_interpreter(seqlen_q, seqlen_k, causal, block_size):
     from dynaxx.kernels.triton.tile_mass import tile_mass
 
-    q, k = torch.randn(1, 300, 2, 16), torch.randn(1, 333, 1, 16)
-    grid = BlockGrid(300, 333, (32, 64), True)
+    q, k = torch.randn(1, seqlen_q, 2, 16), torch.randn(1, seqlen_k, 1, 16)
+    grid = BlockGrid(seqlen_q, seqlen_k, block_size, causal)
     expected = dx.MeanPool(8).prepare(q, k, grid, 0.25)(0, grid.q_blocks).exp()
     means = lambda x: torch.nn.functional.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % 8)).unflatten(1, (-1, 8)).sum(2)
     counts = lambda n: (n - torch.arange(0, n, 8)).clamp(max=8)[None, :, None, None]
-    vectors = [(means(x) / counts(x.shape[1])).transpose(1, 2) for x in (q * 0.25, k)]
-    got = tile_mass(*vectors, 0, grid.q_blocks, grid, (8, 8))
+    got = tile_mass(*[means(x) / counts(x.shape[1]) for x in (q * 0.25, k)], 0, grid.q_blocks, grid, (8, 8))
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+    expected = dx.AntiDiagonal(8).prepare(q, k, grid, 0.25)(0, grid.q_blocks).exp()
+    tokens, first = q[:, block_size[0] :], block_size[0] // 8
+    got = tile_mass(tokens, k, first, grid.q_blocks - 1, grid, (8, 8), parts=8, scale=0.25 / 8)
+    torch.testing.assert_close(got, expected[:, :, 1:], atol=1e-4, rtol=1e-4)
 
 
 QUERY_SHAPES = [(300, 333, True, (32, 64), (4, 2, 16)), (130, 257, False, (16, 128), (3, 1, 24)),

@@ -1,59 +1,62 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Block scores at the grain of tiles, fused: a softmax over key tiles for each query tile, summed to blocks.
 
-A program takes TILE_M query tiles of one head through the key tiles twice, once for the row's maximum and sum and once
-for its shares, so nothing of (query tiles x key tiles) is stored.
+A program takes TILE_M query tiles of one head through the key tiles once and notes, for each of them, the log of every
+block's sum; what all of them come to is known at the end, and turns the notes into shares. So nothing of (query tiles x
+key tiles) is stored, and the notes of (query tiles x blocks) are still in the cache when they are read again.
 
-Legend: T tiles of keys, M tiles of queries, E width of a tile's vector, C kv blocks.
+Legend: T tiles of keys, M tiles of queries, D numbers of a token, C kv blocks.
 """
+
+import math
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from dynaxx.kernels.triton.config import padded, shared_memory
+from dynaxx.kernels.triton.launch import strides, unit_stride
 from dynaxx.kernels.triton.light import light_launch
 from dynaxx.layout import BlockGrid
 
+LOG2_E = math.log2(math.e)
+
 
 @triton.jit
-def _tile_logits(
-    p_q, p_k, o_m, o_t, tiles_q, tiles_k, seqlen_k, first_tile, offset,
-    Q_SIZE: tl.constexpr, K_SIZE: tl.constexpr, CAUSAL: tl.constexpr, TILE_M: tl.constexpr, TILE_T: tl.constexpr,
-    E: tl.constexpr, BLOCK_E: tl.constexpr,
-):  # fmt: skip
-    """[TILE_M, TILE_T] logits of query tiles o_m of this call with key tiles o_t; -inf where hidden."""
-    logits = tl.zeros([TILE_M, TILE_T], tl.float32)
-    for first in range(0, E, BLOCK_E):
-        o_e = first + tl.arange(0, BLOCK_E)
-        m_e = o_e < E
-        b_q = tl.load(p_q + o_m[:, None] * E + o_e[None, :], mask=(o_m < tiles_q)[:, None] & m_e[None, :], other=0.0)
-        b_k = tl.load(p_k + o_t[:, None] * E + o_e[None, :], mask=(o_t < tiles_k)[:, None] & m_e[None, :], other=0.0)
-        logits = tl.dot(b_q, tl.trans(b_k), logits)
-    start = o_t * K_SIZE
-    keys = tl.minimum(tl.maximum(seqlen_k - start, 1), K_SIZE).to(tl.float32)
-    logits += tl.log(keys / K_SIZE)[None, :]
-    visible = (o_m < tiles_q)[:, None] & (o_t < tiles_k)[None, :]
-    if CAUSAL:
-        end = (first_tile + o_m + 1) * Q_SIZE - 1 + offset
-        visible = visible & (start[None, :] <= end[:, None])
-    return tl.where(visible, logits, float("-inf"))
+def _tokens(p_x, o_t, place, o_d, tiles, tokens, stride_n, PARTS: tl.constexpr, D: tl.constexpr):
+    """[tiles, BLOCK_D] numbers o_d of the token at a place in each tile; past the end that of the last one."""
+    token = tl.minimum(o_t * PARTS + place, tokens - 1).to(tl.int64)
+    inside = (o_t < tiles)[:, None] & (o_d < D)[None, :]
+    return tl.load(p_x + token[:, None] * stride_n + o_d[None, :], mask=inside, other=0.0)
 
 
 @light_launch
-@triton.jit(do_not_specialize=["tiles_q", "tiles_k", "seqlen_k", "first_tile", "offset", "rows", "kv_blocks"])
+@triton.jit(do_not_specialize=["tiles_q", "tiles_k", "tokens_q", "tokens_k", "seqlen_k", "first_tile", "offset", "rows",
+                               "kv_blocks", "q_heads", "group_size"])  # fmt: skip
 def _tile_mass_kernel(
-    p_q,  # (B, Hq, M, E) contiguous
-    p_k,  # (B, Hk, T, E) contiguous
+    p_q,
+    p_k,
+    p_notes,  # (B, Hq, M, C) fp32: scratch
     p_mass,  # (B, Hq, R, C) fp32 contiguous, zeros
     tiles_q,
     tiles_k,
+    tokens_q,
+    tokens_k,
     seqlen_k,
     first_tile,
     offset,
     rows,
     kv_blocks,
+    q_heads,
     group_size,
+    scale,
+    stride_qb,
+    stride_qn,
+    stride_qh,
+    stride_kb,
+    stride_kn,
+    stride_kh,
     Q_SIZE: tl.constexpr,
     K_SIZE: tl.constexpr,
     Q_PARTS: tl.constexpr,
@@ -61,85 +64,151 @@ def _tile_mass_kernel(
     CAUSAL: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_T: tl.constexpr,
-    E: tl.constexpr,
-    BLOCK_E: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    PARTS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
+    STEPS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D  # per token
     i_bh = tl.program_id(1).to(tl.int64)
     i_tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first, under a causal mask
     o_m = i_tile * TILE_M + tl.arange(0, TILE_M)
-    p_q += i_bh * tiles_q * E
-    p_k += i_bh // group_size * tiles_k * E
-    stop = tiles_k
+    m_m = (o_m < tiles_q)[:, None]
+    o_d = tl.arange(0, BLOCK_D)
+    p_q += i_bh // q_heads * stride_qb + i_bh % q_heads * stride_qh
+    p_k += i_bh // q_heads * stride_kb + i_bh % q_heads // group_size * stride_kh
+    p_notes += i_bh * tiles_q * kv_blocks
+    stop, whole = tiles_k, seqlen_k // K_SIZE  # tiles that some query sees, and those that all see, with all their keys
+    ends = (first_tile + o_m + 1) * Q_SIZE - 1 + offset
     if CAUSAL:
         last = (first_tile + i_tile * TILE_M + TILE_M) * Q_SIZE - 1 + offset
         stop = tl.where(last < 0, 0, tl.minimum(last // K_SIZE + 1, tiles_k))
+        whole = tl.minimum(whole, tl.maximum(last - (TILE_M - 1) * Q_SIZE + K_SIZE, 0) // K_SIZE)
     row_max = tl.full([TILE_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([TILE_M], tl.float32)
+    if PARTS * STEPS == 1:
+        b_held = _tokens(p_q, o_m, 0, o_d, tiles_q, tokens_q, stride_qn, PARTS, D)
     for first in range(0, stop, TILE_T):
-        logits = _tile_logits(
-            p_q, p_k, o_m, first + tl.arange(0, TILE_T), tiles_q, tiles_k, seqlen_k, first_tile, offset,
-            Q_SIZE, K_SIZE, CAUSAL, TILE_M, TILE_T, E, BLOCK_E,
-        )  # fmt: skip
-        new_max = tl.maximum(row_max, tl.max(logits, 1))
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        row_sum = row_sum * tl.exp(row_max - shift) + tl.sum(tl.exp(logits - shift[:, None]), 1)
-        row_max = new_max
-    shift = tl.where(row_max == float("-inf"), 0.0, row_max)
-    row_sum = tl.where(row_sum == 0, 1.0, row_sum)
-    o_row = i_tile * (TILE_M // Q_PARTS) + tl.arange(0, TILE_M // Q_PARTS)
-    for first in range(0, stop, TILE_T):
-        logits = _tile_logits(
-            p_q, p_k, o_m, first + tl.arange(0, TILE_T), tiles_q, tiles_k, seqlen_k, first_tile, offset,
-            Q_SIZE, K_SIZE, CAUSAL, TILE_M, TILE_T, E, BLOCK_E,
-        )  # fmt: skip
-        shares = tl.exp(logits - shift[:, None]) / row_sum[:, None]
-        by_block = tl.sum(tl.reshape(shares, [TILE_M, TILE_T // K_PARTS, K_PARTS]), 2)
-        mass = tl.sum(tl.reshape(by_block, [TILE_M // Q_PARTS, Q_PARTS, TILE_T // K_PARTS]), 1)
+        o_t = first + tl.arange(0, TILE_T)
+        if PARTS * STEPS == 1:
+            logits = tl.dot(b_held, tl.trans(_tokens(p_k, o_t, 0, o_d, tiles_k, tokens_k, stride_kn, PARTS, D)))
+        else:
+            logits = tl.zeros([TILE_M, TILE_T], tl.float32)
+            for step in range(PARTS * STEPS):
+                place, o_e = step // STEPS, step % STEPS * BLOCK_D + o_d
+                b_q = _tokens(p_q, o_m, PARTS - 1 - place, o_e, tiles_q, tokens_q, stride_qn, PARTS, D)
+                b_k = _tokens(p_k, o_t, place, o_e, tiles_k, tokens_k, stride_kn, PARTS, D)
+                logits = tl.dot(b_q, tl.trans(b_k), logits)
+        logits *= scale  # base 2
+        if first + TILE_T > whole:
+            keys = tl.minimum(tl.maximum(seqlen_k - o_t * K_SIZE, 1), K_SIZE).to(tl.float32)
+            visible = m_m & (o_t < tiles_k)[None, :]
+            if CAUSAL:
+                visible = visible & (o_t[None, :] * K_SIZE <= ends[:, None])
+            logits = tl.where(visible, logits + tl.log2(keys / K_SIZE)[None, :], float("-inf"))
+        blocks = tl.reshape(logits, [TILE_M, TILE_T // K_PARTS, K_PARTS])
+        best = tl.max(blocks, 2)
+        shift = tl.where(best == float("-inf"), 0.0, best)
+        found = tl.sum(tl.exp2(blocks - shift[:, :, None]), 2)
+        note = tl.where(found == 0, float("-inf"), shift + tl.log2(tl.where(found == 0, 1.0, found)))
         o_c = first // K_PARTS + tl.arange(0, TILE_T // K_PARTS)
+        p_own = p_notes + o_m.to(tl.int64)[:, None] * kv_blocks + o_c[None, :]
+        tl.store(p_own, note, mask=m_m & (o_c < kv_blocks)[None, :])
+        new_max = tl.maximum(row_max, tl.max(best, 1))
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        row_sum = row_sum * tl.exp2(row_max - shift) + tl.sum(tl.exp2(note - shift[:, None]), 1)
+        row_max = new_max
+    tl.debug_barrier()  # the notes of all threads are written
+    shift = tl.where(row_max == float("-inf"), 0.0, row_max)
+    total = shift + tl.log2(tl.where(row_sum == 0, 1.0, row_sum))
+    o_row = i_tile * (TILE_M // Q_PARTS) + tl.arange(0, TILE_M // Q_PARTS)
+    noted = (stop + K_PARTS - 1) // K_PARTS
+    for first in range(0, noted, BLOCK_C):
+        o_c = first + tl.arange(0, BLOCK_C)
+        p_own = p_notes + o_m.to(tl.int64)[:, None] * kv_blocks + o_c[None, :]
+        note = tl.load(p_own, mask=m_m & (o_c < noted)[None, :], other=float("-inf"))
+        shares = tl.reshape(tl.exp2(note - total[:, None]), [TILE_M // Q_PARTS, Q_PARTS, BLOCK_C])
         inside = (o_row < rows)[:, None] & (o_c < kv_blocks)[None, :]
-        tl.store(p_mass + (i_bh * rows + o_row[:, None]) * kv_blocks + o_c[None, :], mass, mask=inside)
+        tl.store(p_mass + (i_bh * rows + o_row[:, None]) * kv_blocks + o_c[None, :], tl.sum(shares, 1), mask=inside)
 
 
 def tile_mass(
-    queries: Tensor, keys: Tensor, first_tile: int, rows: int, grid: BlockGrid, sizes: tuple[int, int], panel: int = 1
+    queries: Tensor,
+    keys: Tensor,
+    first_tile: int,
+    rows: int,
+    grid: BlockGrid,
+    sizes: tuple[int, int],
+    *,
+    panel: int = 1,
+    parts: int = 1,
+    scale: float = 1.0,
 ) -> Tensor:
     """Mass of each kv block for some rows of q blocks.
 
+    A tile's vector is `parts` tokens side by side, of queries in reverse order; past the end the last one is repeated.
+
     Args:
-        queries: (B, Hq, M, E), vectors of the rows' query tiles, from tile `first_tile`, times the softmax scale.
-        keys: (B, Hk, T, E), vectors of all key tiles, in the same dtype.
+        queries: (B, M * parts, Hq, D), those of the rows' query tiles, from tile `first_tile`; the last may be missing.
+        keys: (B, T * parts, Hk, D), those of all key tiles, in the same dtype; the last may be missing.
         rows: panels of q blocks that the query tiles make up.
-        sizes: tokens per tile of queries and of keys; they divide the blocks.
+        sizes: tokens of the sequence per tile of queries and of keys; they divide the blocks.
         panel: q blocks per panel.
+        scale: factor on the products.
 
     Returns:
         (B, Hq, rows, C) fp32: each query tile's shares sum to 1 or 0.
     """
-    (batch, q_heads, tiles_q, width), tiles_k = queries.shape, keys.shape[2]
+    (batch, tokens_q, q_heads, dim), tokens_k = queries.shape, keys.shape[1]
+    tiles_q, tiles_k = triton.cdiv(tokens_q, parts), triton.cdiv(tokens_k, parts)
     mass = torch.zeros(batch, q_heads, rows, grid.kv_blocks, device=queries.device)
+    notes = torch.empty(batch, q_heads, tiles_q, grid.kv_blocks, device=queries.device)
     q_parts, k_parts = panel * grid.block_size[0] // sizes[0], grid.block_size[1] // sizes[1]
-    tile_m, tile_t = max(64, q_parts), max(64, k_parts)
-    _tile_mass_kernel[(triton.cdiv(tiles_q, tile_m), batch * q_heads)](
-        queries.contiguous(),
-        keys.contiguous(),
+    queries, keys = unit_stride(queries), unit_stride(keys)
+    settings = _settings(queries, q_parts, k_parts, parts)
+    _tile_mass_kernel[(triton.cdiv(tiles_q, settings["TILE_M"]), batch * q_heads)](
+        queries,
+        keys,
+        notes,
         mass,
         tiles_q=tiles_q,
         tiles_k=tiles_k,
+        tokens_q=tokens_q,
+        tokens_k=tokens_k,
         seqlen_k=grid.seqlen_k,
         first_tile=first_tile,
         offset=grid.offset,
         rows=rows,
         kv_blocks=grid.kv_blocks,
-        group_size=q_heads // keys.shape[1],
+        q_heads=q_heads,
+        group_size=q_heads // keys.shape[2],
+        scale=float(scale) * LOG2_E,
+        **strides("q", queries),
+        **strides("k", keys),
         Q_SIZE=sizes[0],
         K_SIZE=sizes[1],
         Q_PARTS=q_parts,
         K_PARTS=k_parts,
         CAUSAL=grid.causal,
-        TILE_M=tile_m,
-        TILE_T=tile_t,
-        E=width,
-        BLOCK_E=min(64, triton.next_power_of_2(max(16, width))),
-        num_warps=4 if tile_m * tile_t <= 64 * 64 else 8,
+        BLOCK_C=32,
+        PARTS=parts,
+        D=dim,
+        **settings,
     )
     return mass
+
+
+def _settings(queries: Tensor, q_parts: int, k_parts: int, parts: int) -> dict[str, int]:
+    """Tiles and warps. Long vectors are a matrix product (H200, 131k tokens in tiles of 16: 128 x 128 at a time take
+    16.3 ms, 64 x 64 26); short ones are held, and the time goes into exponentials and sums (4.5 ms; not held 6.2)."""
+    width, memory, half = padded(queries.shape[3]), shared_memory(queries.device), queries.itemsize == 2
+    wide = half and parts * width >= 512
+    tile_m, tile_t = (max(128 if wide else 64, least) for least in (q_parts, k_parts))
+    held = half and parts == 1 and (tile_m + 2 * tile_t) * width * 2 + (8 << 10) <= memory
+    return {
+        "TILE_M": tile_m,
+        "TILE_T": tile_t,
+        "BLOCK_D": width if held else min(64, width),
+        "num_warps": 4 if tile_m * tile_t <= 64 * 64 else 8,
+        "num_stages": 2 if held else 4 if wide and memory >= 144 << 10 else 3,
+    }

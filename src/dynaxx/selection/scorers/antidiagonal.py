@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from dynaxx.layout import BlockGrid
 from dynaxx.selection.scorers.base import MEMORY_BUDGET, Scorer, ScoreRows, divisor_at_most
-from dynaxx.selection.scorers.tiles import Tiles, tile_scores
+from dynaxx.selection.scorers.tiles import NOTE_BYTES, Tiles, fused_rows, tile_scores
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,10 @@ class AntiDiagonal(Scorer):
     ) -> ScoreRows:
         size = divisor_at_most(min(grid.block_size), self.stride)
         count = lambda x: -(-x.shape[1] // size)
+        if q.is_cuda and grid.kv_blocks and find_spec("triton") is not None:
+            tokens = lambda first, last: q[:, first * size : last * size].to(k.dtype)
+            at_once = memory_budget // (2 * NOTE_BYTES * q.shape[0] * q.shape[2] * grid.kv_blocks)
+            return fused_rows(tokens, k, count(q), grid, (size, size), at_once, parts=size, scale=scale / size)
         queries = Tiles(size, count(q), partial(_reversed_tiles, q, size, scale / size), q.dtype)
         keys = Tiles(size, count(k), partial(_flat_tiles, k, size), k.dtype)
         return tile_scores(queries, keys, grid, (q.shape[0], q.shape[2]), memory_budget)

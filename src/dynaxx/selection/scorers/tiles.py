@@ -12,6 +12,8 @@ from torch import Tensor
 from dynaxx.layout import BlockGrid
 from dynaxx.selection.scorers.base import ScoreRows, per_kv_head, pieces, sum_groups
 
+NOTE_BYTES = 4  # that the kernel holds per query tile, q head and kv block
+
 
 @dataclass(frozen=True)
 class Tiles:
@@ -88,19 +90,47 @@ def tile_scores(
 
 def _fused(queries: Tiles, keys: Tiles, grid: BlockGrid, memory_budget: int, panel: int) -> ScoreRows:
     """The same in one kernel, which stores nothing between tiles and blocks; the vectors of all keys are held."""
+    held = _in_dtype(keys, 0, keys.count, memory_budget // 2).transpose(1, 2)
+    made = lambda first, last: _in_dtype(queries, first, last, memory_budget // 4).transpose(1, 2)
+    vectors, sizes = queries.vectors(0, 1), (queries.size, keys.size)
+    tile_bytes = vectors.numel() * held.itemsize + NOTE_BYTES * vectors[..., 0].numel() * grid.kv_blocks
+    return fused_rows(made, held, queries.count, grid, sizes, memory_budget // (2 * tile_bytes), panel=panel)
+
+
+def fused_rows(
+    queries: Callable[[int, int], Tensor],
+    keys: Tensor,
+    count: int,
+    grid: BlockGrid,
+    sizes: tuple[int, int],
+    at_once: int,
+    *,
+    panel: int = 1,
+    parts: int = 1,
+    scale: float = 1.0,
+) -> ScoreRows:
+    """`tile_scores` in one kernel.
+
+    Args:
+        queries: (first, last + 1) tile -> their tokens, as `tile_mass` takes them.
+        keys: tokens of all key tiles, as `tile_mass` takes them.
+        count: tiles of queries.
+        sizes: tokens of the sequence per tile of queries and of keys.
+        at_once: tiles of queries in one step, at least those of a row.
+        panel, parts, scale: as `tile_mass` takes them.
+    """
     from dynaxx.kernels.triton.tile_mass import tile_mass
 
-    held = _in_dtype(keys, 0, keys.count, memory_budget // 2)
-    q_parts = panel * grid.block_size[0] // queries.size
+    q_parts = panel * grid.block_size[0] // sizes[0]
 
     def mass(start: int, stop: int) -> Tensor:
-        first, last = start * q_parts, min(stop * q_parts, queries.count)
-        some = _in_dtype(queries, first, last, memory_budget // 4)
-        return tile_mass(some, held, first, stop - start, grid, (queries.size, keys.size), panel).log_()
+        first, last = start * q_parts, min(stop * q_parts, count)
+        some = queries(first, last)
+        row_mass = tile_mass(some, keys, first, stop - start, grid, sizes, panel=panel, parts=parts, scale=scale)
+        return row_mass.log_()
 
     def rows(start: int, stop: int) -> Tensor:
-        row_bytes = q_parts * queries.vectors(0, 1).numel() * held.itemsize
-        found = [mass(start + a, start + b) for a, b in pieces(stop - start, row_bytes, memory_budget // 4)]
+        found = [mass(start + a, start + b) for a, b in pieces(stop - start, q_parts, at_once)]
         return found[0] if len(found) == 1 else torch.cat(found, dim=2)
 
     return rows
