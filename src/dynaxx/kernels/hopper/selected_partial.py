@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""Selected attention by key for Hopper, in Gluon: rows of the next tile are on their way while this one is multiplied.
+"""Selected attention by key for Hopper, in Gluon: rows of the next tile are on their way while this one is written.
 
 A program holds one block of keys and goes through some of the entries that selected it, 64 rows of q at a time. It
 writes each row's attention to this block alone, which are merged afterwards. Names and index as in
@@ -9,6 +9,11 @@ writes each row's attention to this block alone, which are merged afterwards. Na
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere.async_copy import (
+    async_copy_global_to_shared,
+    commit_group,
+    wait_group,
+)
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from dynaxx.kernels.hopper.forward import LOG2E
@@ -17,7 +22,8 @@ from dynaxx.kernels.triton.light import light_launch
 from dynaxx.kernels.triton.native_items import Items
 from dynaxx.layout.native import NativeSpans
 
-REGISTERS = 168  # of a thread: three programs for each multiprocessor
+WIDE = 64  # columns of v at once, so that rows are written by way of 8 KiB
+REGISTERS = 128  # of a thread: four programs for each multiprocessor, as their 56 KiB allow
 
 
 @gluon.jit
@@ -27,12 +33,25 @@ def _entries(p_entries, first, end, row, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _gather(
-    p_q, entry, row, i_head, PER_QUERY: gl.constexpr, stride_n, stride_h, column, GROUP: gl.constexpr
+def _fetch(
+    q_shared, p_q, entry, row, i_head, PER_QUERY: gl.constexpr, stride_n, stride_h, column, GROUP: gl.constexpr
 ):  # fmt: skip
-    """[64, D] rows of q."""
+    """Begin to copy [64, D] rows of q."""
     offsets = (entry // PER_QUERY).to(gl.int64) * stride_n + (i_head * GROUP + row % GROUP) * stride_h
-    return gl.load(p_q + (offsets[:, None] + column[None, :]))
+    async_copy_global_to_shared(q_shared, p_q + (offsets[:, None] + column[None, :]))
+    commit_group()
+
+
+@gluon.jit
+def _put(p_partial, acc, share, row_offset, inside, first_column, D: gl.constexpr, layout: gl.constexpr):
+    """Write WIDE columns of a tile."""
+    WIDE: gl.constexpr = acc.shape[1]
+    column = first_column + gl.arange(0, WIDE, gl.SliceLayout(0, layout))
+    share = gl.convert_layout(share, gl.SliceLayout(1, acc.type.layout))
+    out = gl.convert_layout((acc * share[:, None]).to(p_partial.dtype.element_ty), layout)
+    offsets = gl.convert_layout(row_offset, gl.SliceLayout(1, layout))
+    inside = gl.convert_layout(inside, gl.SliceLayout(1, layout))
+    gl.store(p_partial + (offsets[:, None] + column[None, :]), out, mask=inside[:, None] & (column >= 0)[None, :])
 
 
 @gluon.jit
@@ -57,6 +76,7 @@ def _selected_hopper_partial_kernel(
     D: gl.constexpr, GROUP: gl.constexpr, KV_BLOCK: gl.constexpr,
     PER_QUERY: gl.constexpr,  # entries of a query
     CHOSEN: gl.constexpr,
+    WIDE: gl.constexpr,  # columns of v at once
 ):  # fmt: skip
     STEP: gl.constexpr = ROWS // GROUP
     i_item = gl.program_id(0)
@@ -69,42 +89,43 @@ def _selected_hopper_partial_kernel(
     if begin < end:
         dtype: gl.constexpr = p_q.dtype.element_ty
         s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV_BLOCK, 16])
-        acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+        acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
         p_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
         rows_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+        out_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDE, WIDE // 8], [4, 1], [1, 0])
         shared: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
         row = gl.arange(0, ROWS, gl.SliceLayout(1, rows_layout))
         column = gl.arange(0, D, gl.SliceLayout(0, rows_layout))
         s_row = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
         s_column = gl.arange(0, KV_BLOCK, gl.SliceLayout(0, s_layout))
-        entry = _entries(p_entries, begin, end, row, GROUP)
-        q = _gather(p_q, entry, row, i_head, PER_QUERY, stride_qn, stride_qh, column, GROUP)
-        i_hk = (i_head // heads_per_kv).to(gl.int64)
-        k_shared = gl.allocate_shared_memory(
-            dtype,
-            [KV_BLOCK, D],
-            shared,
-            _block(p_k + i_hk * stride_kh, start, keys, stride_kn, KV_BLOCK, D, rows_layout),
-        )
-        v_shared = gl.allocate_shared_memory(
-            dtype,
-            [KV_BLOCK, D],
-            shared,
-            _block(p_v + i_hk * stride_vh, start, keys, stride_vn, KV_BLOCK, D, rows_layout),
-        )
         q_shared = gl.allocate_shared_memory(dtype, [ROWS, D], shared)
+        entry = _entries(p_entries, begin, end, row, GROUP)
+        _fetch(q_shared, p_q, entry, row, i_head, PER_QUERY, stride_qn, stride_qh, column, GROUP)
+        i_hk = (i_head // heads_per_kv).to(gl.int64)
+        p_k += i_hk * stride_kh
+        p_v += i_hk * stride_vh
+        b_k = _block(p_k, start, keys, stride_kn, KV_BLOCK, D, rows_layout)
+        k_shared = gl.allocate_shared_memory(dtype, [KV_BLOCK, D], shared, b_k)
+        b_v = _block(p_v, start, keys, stride_vn, KV_BLOCK, WIDE, out_layout)
+        v_shared = gl.allocate_shared_memory(dtype, [KV_BLOCK, WIDE], shared, b_v)
+        if D > WIDE:
+            b_v = _block(p_v + WIDE, start, keys, stride_vn, KV_BLOCK, WIDE, out_layout)
+            v_right = gl.allocate_shared_memory(dtype, [KV_BLOCK, WIDE], shared, b_v)
         s_zero = gl.zeros([ROWS, KV_BLOCK], gl.float32, s_layout)
-        zero = gl.zeros([ROWS, D], gl.float32, acc_layout)
-        next_entry = _entries(p_entries, begin + STEP, end, row, GROUP)
+        zero = gl.zeros([ROWS, WIDE], gl.float32, acc_layout)
+        entry = _entries(p_entries, begin + STEP, end, row, GROUP)
         near = True  # a query may stand in this block, as later ones of an item do not once one does not
         for first in range(begin, end, STEP):
-            q_shared.store(q)
+            wait_group(0)
             fence_async_shared()
-            s_entry = _entries(p_entries, first, end, s_row, GROUP)
+            gl.thread_barrier()
             s_token = warpgroup_mma(q_shared, k_shared.permute((1, 0)), s_zero, use_acc=False, is_async=True)
-            q = _gather(p_q, next_entry, row, i_head, PER_QUERY, stride_qn, stride_qh, column, GROUP)
+            s_entry = _entries(p_entries, first, end, s_row, GROUP)
             after = _entries(p_entries, first + 2 * STEP, end, row, GROUP)
             scores = warpgroup_mma_wait(0, deps=[s_token])
+            gl.thread_barrier()
+            _fetch(q_shared, p_q, entry, row, i_head, PER_QUERY, stride_qn, stride_qh, column, GROUP)
+            entry = after
             if near:
                 last_key = gl.load(p_last_key + s_entry // PER_QUERY)
                 scores = gl.where((start + s_column)[None, :] <= last_key[:, None], scores, -float("inf"))
@@ -113,20 +134,26 @@ def _selected_hopper_partial_kernel(
             shift = gl.where(row_max == -float("inf"), 0.0, row_max)
             weights = gl.exp2(scores * scale_log2 - shift[:, None])
             p = gl.convert_layout(weights.to(dtype), p_layout)
-            acc_token = warpgroup_mma(p, v_shared, zero, use_acc=False, is_async=True)
+            left_token = warpgroup_mma(p, v_shared, zero, use_acc=False, is_async=True)
+            if D > WIDE:
+                right_token = warpgroup_mma(p, v_right, zero, use_acc=False, is_async=True)
             row_sum = gl.sum(weights, 1)
             hidden = row_sum == 0
             row_sum = gl.where(hidden, 1.0, row_sum)
             lse = gl.where(hidden, -float("inf"), (row_max + gl.log2(row_sum)) * LN2)
             place = (s_entry - first_entry).to(gl.int64) * GROUP + s_row % GROUP
-            gl.store(p_partial_lse + place, lse, mask=first + s_row // GROUP < end)
-            share = gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, acc_layout))
-            acc = warpgroup_mma_wait(0, deps=[acc_token])
-            out = gl.convert_layout((acc * share[:, None]).to(dtype), rows_layout)
-            offsets = ((entry - first_entry).to(gl.int64) * GROUP + row % GROUP) * D
-            inside = (first + row // GROUP < end)[:, None] & (column >= 0)[None, :]
-            gl.store(p_partial + (offsets[:, None] + column[None, :]), out, mask=inside)
-            entry, next_entry = next_entry, after
+            inside = first + s_row // GROUP < end
+            gl.store(p_partial_lse + place, lse, mask=inside)
+            share = 1.0 / row_sum
+            if D > WIDE:
+                acc = warpgroup_mma_wait(1, deps=[left_token])
+                _put(p_partial, acc, share, place * D, inside, 0, D, out_layout)
+                acc = warpgroup_mma_wait(0, deps=[right_token])
+                _put(p_partial, acc, share, place * D, inside, WIDE, D, out_layout)
+            else:
+                acc = warpgroup_mma_wait(0, deps=[left_token])
+                _put(p_partial, acc, share, place * D, inside, 0, D, out_layout)
+        wait_group(0)
 
 
 def partials(
@@ -164,6 +191,7 @@ def partials(
         KV_BLOCK=spans.sizes.slc_block,
         PER_QUERY=heads * slots,
         CHOSEN=taken is not None,
+        WIDE=min(q.shape[2], WIDE),
         num_warps=4,
         maxnreg=REGISTERS,
     )

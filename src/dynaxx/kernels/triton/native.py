@@ -152,7 +152,7 @@ def selected_forward(q: Tensor, k: Tensor, v: Tensor, plan: SelectedPlan, scale:
     else:  # what follows writes over it, or does nothing
         out, lse = plan.forward_by_query(q, k, v, scale, taken)
     key_tiles = config.forward_key_tiles(plan.group_size, q.shape[2], v.shape[2], q.dtype)
-    row_bytes = v.shape[2] * q.dtype.itemsize + 4
+    row_bytes = v.shape[2] * q.dtype.itemsize
     for kv, own, part in plan.by_heads(k.shape[1], row_bytes, PARTIAL_BYTES):
         index, chunks = part.items(row_bytes, PARTIAL_BYTES)
         for chunk in chunks:
