@@ -135,6 +135,8 @@ def whole_reports(key, seed, device):
 
 def cancellation(q, k, v, do):
     """The rounding that dq and dk carry beside their own: ds = weights * (do @ v.T - delta) is a difference."""
+    if not q.numel():  # sequences of no tokens alone
+        return 0.0, 0.0
     single = torch.finfo(torch.promote_types(q.dtype, torch.float32)).eps
     cancelled = single * float(do.double().norm(dim=-1).amax() * v.double().norm(dim=-1).amax()) * q.shape[-1] ** -0.5
     return cancelled * float(k.abs().amax()), cancelled * float(q.abs().amax())
