@@ -3,7 +3,8 @@
     python examples/native_data.py build/text.bin
     python examples/train_native.py --text build/text.bin --out build/native --minutes 6      # on a GPU, 30M parameters
     python examples/train_native.py --text build/text.bin --out build/tiny --tiny --steps 30  # on a CPU, a check
-    python examples/train_native.py --data recall --context 1024 --out build/recall --steps 400
+    python examples/train_native.py --data needle --text build/text.bin --out build/needle --steps 500 --context 8192 \\
+        --from-context 64 --lr 3e-3 --layers 4 --hidden 256 --cmp 8,4 --rotary 0.5 --find-first --eval-at 16384,32768
 
 The variants take turns, a few steps each on the same batches, so that at any moment they have seen equal tokens; the
 learning rate follows the share of steps done. A killed run goes on from its last checkpoint, whole or not there.
@@ -168,8 +169,8 @@ def arguments(argv=None):
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--steps", type=int, help="of each variant")
     length.add_argument("--minutes", type=float, default=6.0, help="as many steps as fit, measured by the second round")
-    parser.add_argument("--from-context", type=int, help="to start with: it doubles up to --context over the first "
-                        "half of the run, in batches of as many tokens")  # fmt: skip
+    parser.add_argument("--from-context", type=int, help="to start with: it doubles up to --context in the "
+                        "course of the run, in batches of as many tokens")  # fmt: skip
     numbers = lambda text: [int(x) for x in text.split(",") if x]
     for name, kind, metavar, what in (
         ("context", int, "N", "tokens per sequence"),

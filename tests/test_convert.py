@@ -166,6 +166,12 @@ def test_the_command(folder, tmp_path):
     assert AutoModelForCausalLM.from_pretrained(out).config.sizes.slc_block == 16
 
 
+def test_the_command_refuses_a_gate_of_no_share(folder, tmp_path):
+    done = CliRunner().invoke(app, ["convert", str(folder), "--out", str(tmp_path / "x"), "--dense-gate", "1.5"])
+    assert done.exit_code != 0
+    assert "--dense-gate must be between 0 and 1, got 1.5" in done.stderr
+
+
 @pytest.fixture(scope="module")
 def finetune():
     examples = str(Path(__file__).parents[1] / "examples")

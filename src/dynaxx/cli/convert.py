@@ -44,6 +44,8 @@ def convert(
       dynaxx convert ./llama --out ./llama-native --slc-count 32 --compression mean
     """
     with running(as_json) as finish:
+        if not 0 < dense_gate < 1:
+            raise ValueError(f"--dense-gate must be between 0 and 1, got {dense_gate}")
         sizes = tool("native", "layout").NativeSizes(
             cmp_block=min(32, slc_block),
             cmp_stride=min(16, slc_block),
