@@ -34,5 +34,5 @@ class Bar:
     def __str__(self) -> str:
         said = {True: "ok  ", False: "MISS", None: "?   "}[self.ok]
         sign = "<=" if self.at_most else ">="
-        value = "not measured" if self.value is None else f"{self.value:.3g}"
+        value = "not measured" if self.value is None else f"{self.value:.4g}"
         return f"{said} {self.name} [{self.workload}]: {value} {sign} {self.bar:g}"

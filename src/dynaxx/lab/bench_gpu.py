@@ -240,7 +240,7 @@ def _ratios(ours: dict[str, Any], peers: Sequence[dict[str, Any]]) -> dict[str, 
         return {}
     return {
         peer["implementation"]: {
-            kind: round(peer[f"{kind}_ms"] / ours[f"{kind}_ms"], 3) for kind in KINDS if f"{kind}_ms" in peer
+            kind: peer[f"{kind}_ms"] / ours[f"{kind}_ms"] for kind in KINDS if f"{kind}_ms" in peer
         }
         for peer in peers
         if "skipped" not in peer
