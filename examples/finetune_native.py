@@ -19,10 +19,10 @@ import time
 from pathlib import Path
 
 import torch
-from native_trainer import load, save
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from native_trainer import cannot_write, check_finite, load, make_folder, save
 
 import dynaxx.integrations.native  # registers the model with transformers
+from dynaxx.lab.models import LoadedModel, load_model, save_model
 from dynaxx.lab.texts import load_text, split_text
 
 NOT_SETTINGS = ("out", "device", "checkpointing", "save_every")
@@ -86,15 +86,18 @@ def measure(model, held_out, most, least):
 def run(args):
     """Train, and return what was measured."""
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(device)
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    try:
+        text = load_text(args.text)
+        model, tokenizer = load_model(args.model, device=device)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
     if not isinstance(model, dynaxx.integrations.native.NativeLlamaForCausalLM):
         raise SystemExit(f"{args.model} is not a native sparse model; make one with `dynaxx convert`")
-    train, held_out = (sequences(tokenizer, part, args.context) for part in split_text(load_text(args.text)))
+    train, held_out = (sequences(tokenizer, part, args.context) for part in split_text(text))
     held_out, least = held_out[: args.eval_sequences], model.config.sizes.slc_count
     most = max(least, -(-args.context // model.config.sizes.slc_block))
     optimizer, rates = optimizer_of(model, args.lr)
-    args.out.mkdir(parents=True, exist_ok=True)
+    make_folder(args.out)
     settings = {name: str(value) for name, value in vars(args).items() if name not in NOT_SETTINGS}
     state = load(args.out / "checkpoint.pt", settings)
     if state:
@@ -109,6 +112,8 @@ def run(args):
     if args.checkpointing:
         model.gradient_checkpointing_enable()
     begin = saved = time.perf_counter()
+    kept = lambda: {"step": step, "settings": settings, "before": before, "curve": curve, "seconds": seconds,
+                    "model": model.state_dict(), "optimizer": optimizer.state_dict()}  # fmt: skip
     while True:
         seconds = spent + time.perf_counter() - begin
         share = min(1.0, step / args.steps if args.steps else seconds / 60 / args.minutes)
@@ -123,7 +128,7 @@ def run(args):
         with autocast(device):
             loss = model(rows, labels=rows, use_cache=False).loss
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        check_finite(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0), f"gradients of step {step}")
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         model.eval()
@@ -132,16 +137,18 @@ def run(args):
             curve.append({"step": step, "slc_count": model.config.sizes.slc_count, "loss": loss_of(model, held_out)})
             print(curve[-1], flush=True)
         if time.perf_counter() - saved > args.save_every:
-            save(args.out / "checkpoint.pt", {"step": step, "settings": settings, "before": before, "curve": curve,
-                 "seconds": seconds, "model": model.state_dict(), "optimizer": optimizer.state_dict()})  # fmt: skip
+            save(args.out / "checkpoint.pt", kept())
             saved = time.perf_counter()
+    save(args.out / "checkpoint.pt", kept())
     model.set_slc_count(least)
     results = {"context": args.context, "steps": step, **before, "final": loss_of(model, held_out), "curve": curve}
-    model.save_pretrained(args.out)
-    tokenizer.save_pretrained(args.out)
-    (args.out / "finetune.json").write_text(json.dumps(results, indent=1))
     attention = "dense attention" if args.dense else f"{least} blocks"
-    print(f"held-out loss with {attention} after {step} steps: {results['final']:.4f}")
+    print(f"held-out loss with {attention} after {step} steps: {results['final']:.4f}", flush=True)
+    try:
+        save_model(LoadedModel(model, tokenizer), args.out)
+        (args.out / "finetune.json").write_text(json.dumps(results, indent=1))
+    except OSError as error:
+        raise cannot_write(args.out, error) from None
     return results
 
 

@@ -2,7 +2,9 @@
 
 import math
 import os
+import pickle
 import sys
+import tempfile
 import time
 from dataclasses import replace
 
@@ -28,6 +30,7 @@ class Trainer:
         groups = [{"params": decay, "weight_decay": 0.1}, {"params": other, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=device.type == "cuda")
         self.device, self.args, self.seconds, self.tokens, self.graph = device, args, 0.0, 0, None
+        self.variant = variant
         self.parameters = sum(p.numel() for p in self.model.parameters())
         self.curve = []  # (step, held-out loss, accuracy)
 
@@ -35,7 +38,11 @@ class Trainer:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
 
     def train(self, batches, shares):
-        """One step per batch; `shares` are the parts of the whole run done before each."""
+        """One step per batch; `shares` are the parts of the whole run done before each.
+
+        Raises:
+            SystemExit: gradients that are not finite. After them no weight is.
+        """
         self._wait()
         begin, self.model.training = time.perf_counter(), True
         for (tokens, targets), share in zip(batches, shares, strict=True):
@@ -43,12 +50,13 @@ class Trainer:
                 group["lr"] = self.args.lr * min(1.0, share / 0.03 + 0.01) * (0.55 + 0.45 * math.cos(math.pi * share))
             self.resize(sizes_at(self.sizes, share) if self.args.find_first else self.sizes)
             self.gradients(tokens.to(self.device), targets.to(self.device))
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             self.optimizer.step()
             self.tokens += tokens.numel()
         self.resize(self.sizes)
         self._wait()
         self.seconds += time.perf_counter() - begin
+        check_finite(norm, f"gradients of {self.variant}")
 
     def resize(self, sizes):
         """Let native layers see through branches of these sizes."""
@@ -151,25 +159,56 @@ def sizes_at(sizes, share):
     return replace(sizes, slc_block=block, slc_count=1, first_blocks=0, local_blocks=1, window=block)
 
 
+def make_folder(path):
+    """Make the folder of a run's results. SystemExit where nothing can be written there: better now than at the end."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise SystemExit(f"--out {path}: {error.strerror}") from None
+
+
+def check_finite(value, what):
+    """SystemExit where a number is not one any more; a run then goes on from the checkpoint before."""
+    if not math.isfinite(value):
+        raise SystemExit(f"{what}: {float(value)}. A last checkpoint is of before; try a lower --lr with another --out")
+
+
+def cannot_write(folder, error):
+    """The SystemExit of a run that is done, but for the files that it leaves."""
+    return SystemExit(f"{folder}: {error.strerror}; run this again when there is room: it is done, and goes on from "
+                      "its last checkpoint, if that could be written")  # fmt: skip
+
+
 def save(path, state):
     """Write a checkpoint that is whole or not there. Where it cannot be, the last one stays, and training goes on."""
     beside = path.with_suffix(".tmp")
     try:
         with open(beside, "wb") as file:
             torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(beside, path)
-    except (OSError, RuntimeError) as error:  # torch hides the first in the second
+    except (OSError, RuntimeError) as error:
         beside.unlink(missing_ok=True)
-        print(f"warning: no checkpoint at step {state['step']}: {path}: {error.__cause__ or error}", file=sys.stderr)
+        if isinstance(error.__context__, OSError):  # torch hides what the disk said
+            error = error.__context__
+        print(f"warning: no checkpoint at step {state['step']}: {path}: {error}", file=sys.stderr)
 
 
 def load(path, settings):
-    """The checkpoint of a run of equal settings, None where there is none yet. SystemExit names what differs."""
+    """The checkpoint of a run of equal settings, None where there is none yet. SystemExit says what is wrong."""
     if not path.exists():
         return None
-    state = torch.load(path, map_location="cpu", weights_only=True)
-    other = [f"--{name.replace('_', '-')} {state['settings'][name]} instead of {value}"
-             for name, value in settings.items() if state["settings"].get(name) != value]  # fmt: skip
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        known = state["settings"]
+    except (OSError, RuntimeError, EOFError, KeyError, TypeError, pickle.UnpicklingError) as error:
+        raise SystemExit(f"{path} is no whole checkpoint of such a run ({type(error).__name__}): remove it "
+                         "to begin again") from None  # fmt: skip
+    other = [f"--{name.replace('_', '-')} {known.get(name)} instead of {value}"
+             for name, value in settings.items() if known.get(name) != value]  # fmt: skip
     if other:
         raise SystemExit(f"{path} is of a run with {', '.join(other)}: give this one another --out, or remove the file")
     return state

@@ -7,7 +7,8 @@
         --from-context 64 --lr 3e-3 --layers 4 --hidden 256 --cmp 8,4 --rotary 0.5 --find-first --eval-at 16384,32768
 
 The variants take turns, a few steps each on the same batches, so that at any moment they have seen equal tokens; the
-learning rate follows the share of steps done. A killed run goes on from its last checkpoint, whole or not there.
+learning rate follows the share of steps done. A killed run goes on from its last checkpoint, whole or not there; one
+that is done is measured again, as --eval-at and --speed-at say.
 Written: results.json (held-out loss or accuracy by step, tokens per second, memory) and curves.png.
 """
 
@@ -20,7 +21,7 @@ from pathlib import Path
 import torch
 from native_data import Text, make_data
 from native_decoder import VARIANTS
-from native_trainer import Trainer, load, save, sizes_of
+from native_trainer import Trainer, cannot_write, check_finite, load, make_folder, save, sizes_of
 
 ROUND = 10  # steps that a variant trains before the next one does
 FULL = {"context": 4096, "batch": 8, "hidden": 512, "layers": 12, "heads": [8, 2, 64], "window": 512, "cmp": [32, 16],
@@ -45,7 +46,7 @@ def run(args):
         raise SystemExit("--text is needed: make the file with `python examples/native_data.py FILE`")
     source = make_data(args.data, Text(args.text) if args.text else None)
     settings = {name: str(value) for name, value in vars(args).items() if name not in NOT_SETTINGS}
-    args.out.mkdir(parents=True, exist_ok=True)
+    make_folder(args.out)
     saved = load(args.out / "checkpoint.pt", settings)
     trainers = {variant: Trainer(variant, args, device) for variant in args.variants}
     for variant, trainer in trainers.items():
@@ -70,8 +71,6 @@ def run(args):
             for variant, trainer in trainers.items()
         },
     }
-    (args.out / "results.json").write_text(json.dumps(results, indent=1))
-    plot(results, args.out / "curves.png")
     for variant, values in results["variants"].items():
         _, loss, accuracy = values["curve"][-1]
         print(f"{variant}: {values['parameters']:,} parameters, loss {loss:.4f}, accuracy {accuracy:.3f}")
@@ -80,6 +79,11 @@ def run(args):
         for context, speed in values["speed"].items():
             peak = f", peak {speed['peak_gib']:.2f} GiB" if speed["peak_gib"] else ""
             print(f"    at {context:,}: {speed['tokens_per_second']:,} tokens/s{peak}")
+    try:
+        (args.out / "results.json").write_text(json.dumps(results, indent=1))
+        plot(results, args.out / "curves.png")
+    except OSError as error:
+        raise cannot_write(args.out, error) from None
     return results
 
 
@@ -111,13 +115,14 @@ def train(trainers, source, args, settings, at):
         if step % args.eval_every < count or step == steps:
             for variant, trainer in trainers.items():
                 loss, accuracy = trainer.evaluate(batches_held_out)
+                check_finite(loss, f"held-out loss of {variant} after {step} steps")
                 trainer.curve.append((step, loss, accuracy))
                 speed = trainer.tokens / max(1e-9, trainer.seconds)
                 print(
                     f"{step}/{steps} {variant}: loss {loss:.4f}, accuracy {accuracy:.3f}, {speed:,.0f} tokens/s",
                     flush=True,
                 )
-            if steps and time.perf_counter() - saved > args.save_every:
+            if steps and (step == steps or time.perf_counter() - saved > args.save_every):
                 states = {variant: trainer.state() for variant, trainer in trainers.items()}
                 save(args.out / "checkpoint.pt", {"step": step, "steps": steps, "settings": settings, **states})
                 saved = time.perf_counter()

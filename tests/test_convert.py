@@ -1,11 +1,15 @@
 """A Llama converted to native sparse attention: near dense at first, saved and loaded, decoded as trained, trained."""
 
 import json
+import os
+import shutil
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
@@ -172,6 +176,45 @@ def test_the_command_refuses_a_gate_of_no_share(folder, tmp_path):
     assert "--dense-gate must be between 0 and 1, got 1.5" in done.stderr
 
 
+def test_the_command_overwrites_nothing(folder, tmp_path):
+    """Not another model, not the dense one itself; an empty folder is taken."""
+    shutil.copytree(folder, tmp_path / "dense")
+    (tmp_path / "file").touch()
+    for name in ("dense", "file"):
+        done = CliRunner().invoke(app, ["convert", str(tmp_path / "dense"), "--out", str(tmp_path / name)])
+        assert done.exit_code == 2
+        assert "is there already: remove it, or choose another folder" in done.stderr
+    assert AutoConfig.from_pretrained(tmp_path / "dense").model_type == "llama"
+    (tmp_path / "empty").mkdir()
+    done = CliRunner().invoke(app, ["convert", str(folder), "--out", str(tmp_path / "empty"), "--quiet"])
+    assert done.exit_code == 0, done.stderr
+    assert (tmp_path / "empty" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("error", [SafetensorError("No space left on device (os error 28)"), KeyboardInterrupt()])
+def test_a_conversion_that_stops_leaves_nothing(folder, tmp_path, monkeypatch, error):
+    def save(self, path):
+        (Path(path) / "model.safetensors").write_bytes(b"half of it")
+        raise error
+
+    monkeypatch.setattr(NativeLlamaForCausalLM, "save_pretrained", save)
+    done = CliRunner().invoke(app, ["convert", str(folder), "--out", str(tmp_path / "native")])
+    if isinstance(error, SafetensorError):
+        assert done.exit_code == 2
+        assert f"no space left to write {tmp_path / 'native'}; free some" in done.stderr
+    assert done.exit_code != 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_that_is_cut_off_is_named(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "cut")
+    os.truncate(tmp_path / "cut" / "model.safetensors", 1000)
+    done = CliRunner().invoke(app, ["convert", str(tmp_path / "cut"), "--out", str(tmp_path / "native")])
+    assert done.exit_code == 2
+    assert "cut is not a causal language model that transformers can read" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["cut"]
+
+
 @pytest.fixture(scope="module")
 def finetune():
     examples = str(Path(__file__).parents[1] / "examples")
@@ -216,6 +259,27 @@ def test_the_example_goes_on_after_it_was_killed(finetune, given, tmp_path, monk
     monkeypatch.setattr(finetune, "save", save)
     torch.manual_seed(1)
     assert finetune.run(finetune.arguments(again)) == whole
+
+
+def test_the_example_keeps_what_it_trained_where_the_model_cannot_be_saved(finetune, given, tmp_path, monkeypatch):
+    command, save = [*given, "--out", str(tmp_path / "out")], finetune.save_model
+
+    def full(loaded, folder):
+        raise OSError(28, "No space left on device", str(folder))
+
+    monkeypatch.setattr(finetune, "save_model", full)
+    with pytest.raises(SystemExit, match="out: No space left on device; run this again when there is room"):
+        finetune.run(finetune.arguments(command))
+    monkeypatch.setattr(finetune, "save_model", save)
+    monkeypatch.setattr(finetune, "loss_of", losses := mock.Mock(return_value=1.0))
+    assert finetune.run(finetune.arguments(command))["steps"] == 6
+    assert losses.call_count == 1  # at the end: nothing is trained again
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.sizes == SIZES
+
+
+def test_the_example_stops_at_what_is_not_finite(finetune, given, tmp_path):
+    with pytest.raises(SystemExit, match=r"gradients of step \d+: nan"):
+        finetune.run(finetune.arguments([*given, "--lr", "1e30", "--out", str(tmp_path / "out")]))
 
 
 def test_the_example_wants_a_converted_model(finetune, tmp_path, capsys):

@@ -90,6 +90,44 @@ def test_training_goes_on_where_no_checkpoint_can_be_written(example, tmp_path, 
     assert "No space left on device" in capsys.readouterr().err
 
 
+def test_a_run_that_is_done_is_measured_again(example, tmp_path):
+    """A checkpoint is left at the end, whole, and what a killed write left beside it is no matter."""
+    command = [*COMMAND, "--out", str(tmp_path)]
+    first = example.run(example.arguments(command))
+    (tmp_path / "checkpoint.tmp").write_bytes(b"half of")
+    again = example.run(example.arguments([*command, "--eval-at", "96"]))
+    for variant, values in again["variants"].items():
+        assert values["curve"] == first["variants"][variant]["curve"]
+        assert set(values["at"]) == {96}
+
+
+@pytest.mark.parametrize("held", [b"", b"no archive", 20_000, {"another": "file"}])
+def test_a_damaged_checkpoint_is_named(examples, tmp_path, held):
+    path, trainer = tmp_path / "checkpoint.pt", examples["native_trainer"]
+    if isinstance(held, bytes):
+        path.write_bytes(held)
+    else:
+        torch.save(held if isinstance(held, dict) else {"settings": {}, "x": torch.zeros(100_000)}, path)
+        if isinstance(held, int):
+            os.truncate(path, held)
+    with pytest.raises(SystemExit, match=r"checkpoint.pt is no whole checkpoint of such a run .*: remove it"):
+        trainer.load(path, {})
+
+
+def test_a_folder_that_takes_no_files_is_refused_before_training(example, tmp_path):
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(SystemExit, match=f"--out {out}: "):
+            example.run(example.arguments([*COMMAND, "--out", str(out)]))
+
+
+def test_what_is_not_finite_stops_and_leaves_the_checkpoint(example, tmp_path):
+    out = ["--out", str(tmp_path)]
+    with pytest.raises(SystemExit, match="gradients of dense: nan"):
+        example.run(example.arguments([*COMMAND, *out, "--lr", "1e30", "--save-every", "0"]))
+    assert not (tmp_path / "checkpoint.pt").exists()
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [

@@ -36,7 +36,7 @@ def convert(
     """Make a native sparse model from a dense Llama, to fine-tune.
 
     Its weights are the same and its gates begin close to dense attention. DIR holds what transformers' from_pretrained
-    reads after `import dynaxx.integrations.native`.
+    reads after `import dynaxx.integrations.native`; it must not be there yet, and appears when it is whole.
 
     \b
     Examples:
@@ -53,12 +53,12 @@ def convert(
             slc_count=slc_count,
             window=window,
         )
-        native = tool("native", "integrations")
-        dense, tokenizer = load(model, "cpu", dtype, progress_of(quiet))
-        rest = (1 - dense_gate) / 2
-        made = native.convert_to_native(dense, sizes, compression=compression.value, gate_init=(rest, dense_gate, rest))
-        made.save_pretrained(out)
-        tokenizer.save_pretrained(out)
+        native, models, rest = tool("native", "integrations"), tool("models"), (1 - dense_gate) / 2
+        with tool("files").new_folder(out) as folder:
+            dense, tokenizer = load(model, "cpu", dtype, progress_of(quiet))
+            gates = rest, dense_gate, rest
+            made = native.convert_to_native(dense, sizes, compression=compression.value, gate_init=gates)
+            models.save_model(models.LoadedModel(made, tokenizer), folder)
         result = {
             "model": str(out),
             "parameters": sum(p.numel() for p in made.parameters()),

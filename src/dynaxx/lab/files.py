@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import secrets
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -62,6 +63,43 @@ def sync_tree(folder: Path) -> None:
         for name in names:
             _sync_path(Path(base) / name)
         _sync_path(Path(base))
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A folder to fill that becomes `path` in one step, and is gone where filling it fails.
+
+    Raises:
+        ValueError: there is something at `path`; nothing was changed.
+        OutOfSpaceError: no room; the same.
+    """
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise ValueError(f"{path} is there already: remove it, or choose another folder")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with beside(path) as temporary, explain_full_disk(path):
+        temporary.mkdir()
+        yield temporary
+        sync_tree(temporary)
+        temporary.rename(path)
+
+
+@contextmanager
+def beside(target: Path) -> Iterator[Path]:
+    """A temporary path next to `target`, gone at the end unless it was renamed."""
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    remove(temporary)
+    try:
+        yield temporary
+    finally:
+        remove(temporary)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder, if it is there."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -7,12 +7,12 @@ that a later one would trust.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib
 import importlib.util
 import os
 import re
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dynaxx.core.library import cache_directory
-from dynaxx.lab.files import explain_full_disk, sync_tree
+from dynaxx.lab.files import beside, explain_full_disk, remove, sync_tree
 from dynaxx.lab.progress import Progress, SilentProgress
 
 CACHE_FORMAT = "v1"  # part of every cached folder's path; raise it when what is written changes
@@ -89,11 +89,26 @@ def load_model(
         tokenizer = auto_tokenizer.from_pretrained(folder, local_files_only=True)
         with _quiet_transformers():
             model = auto_model.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, _safetensors_error()) as error:
         raise ValueError(
             f"{name_or_path} is not a causal language model that transformers can read: {error}"
         ) from error
     return LoadedModel(model.eval().to(device), tokenizer)
+
+
+def save_model(loaded: LoadedModel, folder: Path) -> None:
+    """Save a model and its tokenizer as transformers does.
+
+    Raises:
+        OSError: as the disk says, whichever library wrote.
+    """
+    try:
+        with _quiet_transformers():
+            loaded.model.save_pretrained(folder)
+            loaded.tokenizer.save_pretrained(folder)
+    except _safetensors_error() as error:
+        number = errno.ENOSPC if "No space left" in str(error) else errno.EIO
+        raise OSError(number, str(error), str(folder)) from error
 
 
 def resolve_model(name_or_path: str | Path, *, progress: Progress | None = None) -> Path:
@@ -145,7 +160,7 @@ def _package_folder(name: str, progress: Progress) -> Path:
     if entry.file:
         return _converted(Path(spec.submodule_search_locations[0]) / entry.file, name, progress)
     joined.parent.mkdir(parents=True, exist_ok=True)
-    with _beside(joined) as temporary, explain_full_disk(joined), progress.task(f"Joining the parts of {name}"):
+    with beside(joined) as temporary, explain_full_disk(joined), progress.task(f"Joining the parts of {name}"):
         try:
             importlib.import_module(entry.module).assemble(temporary)
         except ModuleNotFoundError as error:
@@ -163,7 +178,7 @@ def _converted(gguf: Path, name: str, progress: Progress) -> Path:
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     _sweep(target.parent.parent)
-    with _beside(target) as temporary, explain_full_disk(target):
+    with beside(target) as temporary, explain_full_disk(target):
         _convert(gguf, temporary, progress)
         sync_tree(temporary)
         try:
@@ -193,8 +208,7 @@ def _convert(gguf: Path, folder: Path, progress: Progress) -> None:
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
         task.advance(8, "saving")
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        save_model(LoadedModel(model, tokenizer), folder)
         task.advance(1, "done")
 
 
@@ -209,17 +223,6 @@ def _fingerprint(path: Path) -> str:
     return digest.hexdigest()[:12]
 
 
-@contextmanager
-def _beside(target: Path) -> Iterator[Path]:
-    """A temporary path next to `target`, gone at the end unless it was renamed."""
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    _remove(temporary)
-    try:
-        yield temporary
-    finally:
-        _remove(temporary)
-
-
 def _sweep(folder: Path) -> None:
     """Remove what conversions left that were killed long ago."""
     for leftover in folder.glob("*/.*.tmp"):
@@ -228,14 +231,13 @@ def _sweep(folder: Path) -> None:
         except FileNotFoundError:
             continue
         if old:
-            _remove(leftover)
+            remove(leftover)
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+def _safetensors_error() -> type[Exception]:
+    """What safetensors raises for a file that is cut off, and for a disk that is full."""
+    error: type[Exception] = importlib.import_module("safetensors").SafetensorError
+    return error
 
 
 def _transformers() -> Any:
