@@ -31,9 +31,9 @@ from dynaxx.testing.problems import random_problem
 BLOCKS = (16, 32, 64, 128)
 HEAD_DIMS = (32, 40, 64, 80, 96, 128, 192, 256)
 GROUPS = (1, 2, 3, 4, 5, 7, 8, 16, 32)
-UNALIGNED = ("part of head_dim", "odd address")  # other kernels: Triton compiles for the alignment of its arguments
+UNALIGNED = ("part of head_dim", "odd rows", "odd address")  # Triton compiles for the alignment of its arguments
 ALIGNED = tuple(name for name in MEMORY if name not in UNALIGNED)
-WAYS = 2  # in which the tensors of a key's problems lie in memory: Triton compiles for each
+WAYS = 2  # in which the tensors of a key of `triton` lie in memory: it compiles for each; `hopper` does not
 SHARE = 0.3  # of the cases on Hopper's own kernels, of which there are fewer
 
 
@@ -46,17 +46,19 @@ class Key:
     head_dims: tuple[int, int]
     block_size: tuple[int, int]
     capped: bool = False
-    aligned: bool = True
+    aligned: bool = True  # of `triton` alone
 
     def memories(self, seed):
         """How q, k, v, sinks and the gradient of out lie in memory."""
+        if self.backend == "hopper":
+            return random.Random(seed).choices(tuple(MEMORY), k=5)
         rng = random.Random(f"{self} {random.Random(seed).randrange(WAYS)}")
         allowed = ALIGNED if self.aligned else (rng.choice(UNALIGNED),)
         return [rng.choice(allowed) for _ in range(5)]
 
     def fixed(self, rng):
         group = rng.choice(GROUPS)
-        kv_heads = rng.choice((1, 2)) if group < 16 else 1
+        kv_heads = 2 if not self.aligned else rng.choice((1, 2)) if group < 16 else 1
         return {
             "dtype": getattr(torch, self.dtype),
             "head_dims": self.head_dims,
@@ -69,18 +71,24 @@ class Key:
 
 
 def all_keys():
-    """Hopper's: head_dims, blocks, dtypes, alignment. Triton's: every pair of blocks, the rest in turn."""
-    hopper = [Key("hopper", "bfloat16", (dim, dim), (m, n)) for dim in (64, 128) for m in (64, 128) for n in (64, 128)]
-    hopper += [Key("hopper", "float16", (64, 64), (128, 64)), Key("hopper", "float16", (128, 128), (128, 128))]
-    hopper += [Key("hopper", "bfloat16", (128, 128), (128, 128), aligned=False)]
+    """Hopper's and Triton's; of each the first few already hold one of every kind, since time may end a sweep."""
+    hopper = [
+        Key("hopper", "bfloat16", (128, 128), (128, 128)),
+        Key("hopper", "float16", (64, 64), (64, 64)),
+        Key("hopper", "bfloat16", (128, 128), (128, 128), capped=True),
+        Key("hopper", "bfloat16", (64, 64), (128, 64)),
+        Key("hopper", "float16", (128, 128), (64, 128)),
+    ]
+    every = [Key("hopper", "bfloat16", (dim, dim), (m, n)) for dim in (64, 128) for m in (64, 128) for n in (64, 128)]
+    hopper += [key for key in [*every, Key("hopper", "float16", (128, 128), (128, 128))] if key not in hopper]
     rng = random.Random(0)
     triton = []
     for i, (m, n) in enumerate((m, n) for _ in range(8) for m in BLOCKS for n in BLOCKS):
         head_dim = HEAD_DIMS[(i + i // 16) % 8]
         head_dim_v = head_dim if rng.random() < 0.6 else rng.choice(HEAD_DIMS)
         dtype = ("bfloat16", "float16", "float32")[(i + i // 48) % 3]
-        triton.append(Key("triton", dtype, (head_dim, head_dim_v), (m, n), rng.random() < 0.2, rng.random() < 0.9))
-    even = lambda key: key.aligned and not any(dim % 16 for dim in key.head_dims)
+        triton.append(Key("triton", dtype, (head_dim, head_dim_v), (m, n), capped=i % 3 == 1, aligned=i % 4 != 2))
+    even = lambda key: not any(dim % 16 for dim in key.head_dims)
     return hopper, sorted(triton, key=lambda key: not even(key))  # of the others Triton compiles for many strides
 
 

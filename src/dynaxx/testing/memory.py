@@ -30,6 +30,7 @@ MEMORY: dict[str, Callable[[Tensor], Tensor]] = {
     "head_dim outside": lambda x: _order(x, 3, 0, 1, 2),
     "among other heads": lambda x: _among(x, 2, 1, 2),
     "part of head_dim": lambda x: _among(x, 3, 3, 5),
+    "odd rows": lambda x: _among(x, 3, 0, 1),
     "every second token": lambda x: _among(x, 1, 1, 0, step=2),
     "every second number": lambda x: _among(x, 3, 0, 1, step=2),
     "odd address": lambda x: torch.cat([x.new_full((1,), torch.nan), x.flatten()])[1:].view(x.shape),
