@@ -78,12 +78,15 @@ def test_the_compiled_core_at_length(compiled_core):
     """Windows and globals far from the start, more kinds of masks than one table holds, positions beyond all ends."""
     tokens = 20_000
     documents = (*tuple(range(0, tokens, 701)), tokens)
+    of_any_length = (0, *sorted(random.Random(0).sample(range(tokens), 150)), tokens)
     for rule in (
         dx.SlidingWindow(2**63 - 1),
         dx.SlidingWindow(900) | dx.Strided(2**40),
         dx.Strided(997) | dx.Dilated(50, 7) | dx.GlobalTokens((5, 2**40), symmetric=True),
         dx.bigbird(300, tuple(range(0, tokens, 333)), 3) & dx.Documents(documents),
         dx.Documents(documents) & dx.Documents((*tuple(range(0, tokens, 100)), tokens)) & dx.Strided(3),
+        dx.Documents(of_any_length),
+        (dx.Documents(of_any_length) | dx.Strided(700)) & (dx.Documents(documents) | dx.LastQueries(99)),
     ):
         for block_size in (128, (64, 128), (128, 16)):
             pair = (block_size, block_size) if isinstance(block_size, int) else block_size

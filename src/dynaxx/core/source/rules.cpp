@@ -3,7 +3,8 @@
 
 #include <algorithm>
 #include <map>
-#include <unordered_map>
+
+#include "table.h"
 
 namespace dynaxx {
 
@@ -81,6 +82,18 @@ Line line_of(const Rule& rule, int64_t from, int64_t count) {
   return line;
 }
 
+std::vector<uint32_t> rows_of(const Line& line, const Grid& grid) {
+  const uint32_t in_block = grid.kv_block < 32 ? 0xFFFF : ~0u;
+  std::vector<uint32_t> mask;
+  for (int64_t r = 0; r < grid.q_block; r++)
+    for (int64_t w = 0; w < grid.words(); w++) {
+      const int64_t at = grid.q_block - 1 - r + 32 * w, bit = at % 64;
+      const uint64_t above = bit > 32 ? line[at / 64 + 1] << (64 - bit) : 0;
+      mask.push_back(uint32_t(line[at / 64] >> bit | above) & in_block);
+    }
+  return mask;
+}
+
 // All rows see the same distances: lists of runs by distance, one for each place that rows can have among kv blocks.
 Track by_distance(const Rule& rule, const Grid& grid) {
   const int64_t step = std::min(grid.q_block, grid.kv_block), up = grid.q_block / step, down = grid.kv_block / step;
@@ -112,15 +125,11 @@ Track by_distance(const Rule& rule, const Grid& grid) {
     track.shift.push_back(int32_t(down > 1 ? row / down : row * up));
   }
   track.kinds = CUT + int32_t(lines.size());
-  track.mask = [lines, grid](int32_t kind, uint32_t* out) {
-    const Line& line = lines[kind - CUT];
-    const uint32_t in_block = grid.kv_block < 32 ? 0xFFFF : ~0u;
-    for (int64_t r = 0; r < grid.q_block; r++)
-      for (int64_t w = 0; w < grid.words(); w++) {
-        const int64_t at = grid.q_block - 1 - r + 32 * w, bit = at % 64;
-        const uint64_t above = bit > 32 ? line[at / 64 + 1] << (64 - bit) : 0;
-        *out++ = uint32_t(line[at / 64] >> bit | above) & in_block;
-      }
+  track.mask = [lines, grid, made = int32_t(NOTHING), mask = std::vector<uint32_t>()](int32_t kind,
+                                                                                      uint32_t* out) mutable {
+    if (kind != made) mask = rows_of(lines[kind - CUT], grid);  // else it is as for the block before
+    made = kind;
+    std::copy(mask.begin(), mask.end(), out);
   };
   return track;
 }
@@ -185,8 +194,9 @@ Track by_query(const Rule& rule, const Grid& grid) {
   track.kinds = CUT + int32_t(held.tokens.size());
   track.mask = [held, grid](int32_t kind, uint32_t* out) {
     const auto& tokens = held.tokens[kind - CUT];
+    const uint32_t in_block = grid.kv_block < 32 ? 0xFFFF : ~0u;
     for (int64_t r = 0; r < grid.q_block; r++)
-      if (tokens[r / 64] >> r % 64 & 1) set_bits(out + r * grid.words(), 0, grid.kv_block);
+      for (int64_t w = 0; w < grid.words(); w++) *out++ = tokens[r / 64] >> r % 64 & 1 ? in_block : 0;
   };
   return track;
 }
@@ -197,8 +207,12 @@ struct Documents {
   const int64_t* ends;  // cumulative lengths from 0
   int64_t count;        // of documents
 
-  // What lies before the first one counts to it, what lies past the end to the last one.
-  int64_t of(int64_t position) const { return std::upper_bound(ends + 1, ends + count, position) - (ends + 1); }
+  // The document of a position, one from which on it lies being known. What lies before the first one counts to it,
+  // what lies past the end to the last one.
+  int64_t of(int64_t position, int64_t from) const {
+    while (from + 1 < count && ends[from + 1] <= position) from++;
+    return from;
+  }
   int64_t begin(int64_t document) const { return document ? ends[document] : INT64_MIN / 2; }
   int64_t end(int64_t document) const { return document + 1 < count ? ends[document + 1] : INT64_MAX / 2; }
 };
@@ -208,13 +222,16 @@ struct Rectangle {
   int64_t top, bottom, left, right;
 };
 
+struct CutBlock {
+  int64_t row, col, first, last;  // documents of the first and of the last query
+};
+
 // What documents show of a block: calls `use` with a rectangle for each.
 template <typename Use>
-void rectangles_of(const Documents& documents, const Grid& grid, int64_t row, int64_t col, const Use& use) {
-  const int64_t first = grid.first(row), first_key = col * grid.kv_block;
+void rectangles_of(const Documents& documents, const Grid& grid, const CutBlock& block, const Use& use) {
+  const int64_t first = grid.first(block.row), first_key = block.col * grid.kv_block;
   const auto within = [](int64_t at, int64_t size) { return std::clamp<int64_t>(at, 0, size); };
-  const int64_t last = documents.of(first + grid.q_block - 1);
-  for (int64_t document = documents.of(first); document <= last; document++) {
+  for (int64_t document = block.first; document <= block.last; document++) {
     const int64_t begin = documents.begin(document), end = documents.end(document);
     const Rectangle found{within(begin - first, grid.q_block), within(end - first, grid.q_block),
                           within(begin - first_key, grid.kv_block), within(end - first_key, grid.kv_block)};
@@ -223,10 +240,10 @@ void rectangles_of(const Documents& documents, const Grid& grid, int64_t row, in
 }
 
 // The same as one number; 0 where they are more than two.
-uint64_t number_of(const Documents& documents, const Grid& grid, int64_t row, int64_t col) {
+uint64_t number_of(const Documents& documents, const Grid& grid, const CutBlock& block) {
   uint64_t number = 0;
   int64_t count = 0;
-  rectangles_of(documents, grid, row, col, [&](const Rectangle& found) {
+  rectangles_of(documents, grid, block, [&](const Rectangle& found) {
     number = number << 32 | uint64_t(found.top << 24 | found.bottom << 16 | found.left << 8 | found.right);
     count++;
   });
@@ -235,29 +252,31 @@ uint64_t number_of(const Documents& documents, const Grid& grid, int64_t row, in
 
 Track by_document(const Rule& rule, const Grid& grid) {
   const Documents documents{rule.numbers + 1, rule.numbers[0] - 1};
-  std::vector<std::array<int64_t, 2>> cut;  // of each kind from CUT on: row and kv block of one that has it
-  std::unordered_map<uint64_t, int32_t> known;
+  std::vector<CutBlock> cut;  // of each kind from CUT on: one that has it
+  Table known;
   Track track;
+  int64_t from = 0, until = 0, to = 0;  // documents of a row's first query, the last that there is, and its last
   for (int64_t row = 0; row < grid.q_blocks(); row++) {
-    const int64_t first = grid.first(row), until = documents.of(grid.last(row));
-    const bool alone = documents.of(first) == documents.of(first + grid.q_block - 1);
+    from = documents.of(grid.first(row), from);
+    until = documents.of(grid.last(row), from);
+    to = documents.of(grid.first(row) + grid.q_block - 1, until);
     const auto add_cut = [&](int64_t start, int64_t end) {
       const bool listed = int64_t(track.runs.size()) > track.ends.back() && track.runs.back().end > start;
       if (listed || start >= end) return;  // a block at the end of the document before, too
       int32_t kind = CUT + int32_t(cut.size());
-      if (const uint64_t number = number_of(documents, grid, row, start))
-        kind = known.try_emplace(number, kind).first->second;
+      if (const uint64_t number = number_of(documents, grid, {row, start, from, to}))
+        kind = *known.insert(number, kind).first;
       track.add(start, end, kind);
-      if (kind == CUT + int32_t(cut.size())) cut.push_back({row, start});
+      if (kind == CUT + int32_t(cut.size())) cut.push_back({row, start, from, to});
     };
-    for (int64_t document = documents.of(first); document <= until; document++) {
+    for (int64_t document = from; document <= until; document++) {
       const int64_t begin = std::max<int64_t>(documents.begin(document), 0), end = documents.end(document);
       if (begin >= std::min(end, grid.seqlen_k)) continue;
       const int64_t start = begin / grid.kv_block, stop = (std::min(end, grid.seqlen_k) - 1) / grid.kv_block + 1;
       const int64_t inner = (begin + grid.kv_block - 1) / grid.kv_block;
       const int64_t inner_end = std::max(inner, std::min(end / grid.kv_block, grid.kv_blocks()));
       add_cut(start, std::min(inner, stop));
-      if (alone)
+      if (from == to)
         track.add(inner, inner_end, WHOLE);
       else
         add_cut(inner, inner_end);
@@ -268,9 +287,13 @@ Track by_document(const Rule& rule, const Grid& grid) {
   }
   track.kinds = CUT + int32_t(cut.size());
   track.mask = [documents, cut, grid](int32_t kind, uint32_t* out) {
-    const auto [row, col] = cut[kind - CUT];
-    rectangles_of(documents, grid, row, col, [&](const Rectangle& found) {
-      for (int64_t r = found.top; r < found.bottom; r++) set_bits(out + r * grid.words(), found.left, found.right);
+    const int64_t words = grid.words();
+    std::fill_n(out, grid.q_block * words, 0);
+    rectangles_of(documents, grid, cut[kind - CUT], [&](const Rectangle& found) {  // one under the other
+      uint32_t* row = out + found.top * words;
+      set_bits(row, found.left, found.right);
+      const int64_t all = (found.bottom - found.top) * words;
+      for (int64_t done = words; done < all; done *= 2) std::copy_n(row, std::min(done, all - done), row + done);
     });
   };
   return track;

@@ -55,7 +55,7 @@ struct Track {
   std::vector<int64_t> ends{0};         // list i is runs ends[i] .. ends[i + 1] - 1
   std::vector<int32_t> list, shift;     // of each row; empty where all have list 0, and where all stand at 0
   int32_t kinds = CUT;                  // how many
-  std::function<void(int32_t, uint32_t*)> mask;  // of a kind from CUT on: (q_block, words), all cleared before
+  std::function<void(int32_t, uint32_t*)> mask;  // of a kind from CUT on: (q_block, words), all written
 
   void add(int64_t start, int64_t end, int32_t kind);  // to the last list; empty runs are left out
   void close() { ends.push_back(int64_t(runs.size())); }

@@ -5,10 +5,10 @@
 #include <algorithm>
 #include <cstring>
 #include <new>
-#include <string>
-#include <unordered_map>
+#include <numeric>
 
 #include "rules.h"
+#include "table.h"
 #include "vec.h"
 
 using namespace dynaxx;
@@ -17,7 +17,8 @@ namespace {
 
 constexpr int32_t FULL = -1, EMPTY = -2;  // as in layout/masks.py
 constexpr uint64_t MOST_KINDS = 1ull << 60;
-constexpr size_t MOST_KEPT = 1 << 18;  // entries of a layout whose memory is kept
+constexpr size_t MOST_KEPT = 1 << 18;       // entries of a layout whose memory is kept
+constexpr size_t MOST_WORDS_KEPT = 1 << 20;  // of its masks
 
 using Mask = std::vector<uint32_t>;  // (q_block, words)
 
@@ -30,6 +31,20 @@ struct Layout {
 };
 
 thread_local Layout built;  // its memory serves the next one, too
+
+// Never 0; `size` is a power of two.
+uint64_t hash_of(const uint32_t* words, size_t size) {
+  std::array<uint32_t, 64> lanes{};
+  const size_t width = std::min(size, lanes.size());
+  for (size_t i = 0; i < size; i += width)
+    for (size_t j = 0; j < width; j++) {
+      lanes[j] = (lanes[j] ^ words[i + j]) * 0x9E3779B1u;
+      lanes[j] ^= lanes[j] >> 15;
+    }
+  uint64_t hash = 0;
+  for (size_t j = 0; j < lanes.size(); j++) hash += lanes[j] * (0x9E3779B97F4A7C15u * (2 * j + 1));
+  return hash ? hash : 1;
+}
 
 // Rules in the order of a program's end: each takes as many of those before it as it says.
 std::vector<Rule> parsed(const int64_t* program, int64_t size) {
@@ -140,9 +155,10 @@ class Builder {
 
   void list(int64_t row, int32_t start, int32_t end, int32_t code) {
     if (code == EMPTY) return;
-    if (code == FULL)
-      for (int32_t col = start; col < end; col++) full_.push_back(col);
-    else
+    if (code == FULL) {
+      full_.resize(full_.size() + end - start);
+      std::iota(full_.end() - (end - start), full_.end(), start);
+    } else
       for (int32_t col = start; col < end; col++) {
         if (row == ragged_row_ || col == ragged_col_)
           if (!shows_any(code, row, col)) continue;
@@ -163,76 +179,78 @@ class Builder {
   }
 
   int32_t code_of(uint64_t key) {
-    auto& [recent, code] = recent_[key * 0x9E3779B97F4A7C15u >> 56];
-    if (key == recent) return code;
-    const auto [found, is_new] = codes_.try_emplace(key, EMPTY);
+    const auto [code, is_new] = codes_.insert(key, EMPTY);
     if (is_new) {
       for (size_t i = 0; i < tracks_.size(); i++) kinds_[i] = int32_t(key / radix_[i] % uint64_t(tracks_[i].kinds));
-      size_t next = 0;
-      found->second = code_by(masked(rule_, next));
+      *code = code_by_kinds();
     }
-    recent = key;
-    return code = found->second;
+    return *code;
   }
 
-  // Of the present kinds: what the rule shows of the block. `next` is the first track of the rule.
-  struct Shown {
-    int32_t kind;
-    Mask mask;  // where it is CUT
-  };
+  // A mask is made where a new one will lie, and stays if it is new.
+  int32_t code_by_kinds() {
+    const size_t at = layout_.bits.size();
+    layout_.bits.resize(at + whole_.size());
+    uint32_t* mask = reinterpret_cast<uint32_t*>(layout_.bits.data() + at);
+    size_t next = 0;
+    const int32_t code = code_by(shown(rule_, next, mask), mask);
+    if (code < 0 || size_t(code) < at / whole_.size()) layout_.bits.resize(at);
+    return code;
+  }
 
-  Shown masked(const Rule& rule, size_t& next) {
+  int32_t code_by(Kind kind, const uint32_t* mask) {
+    if (kind == WHOLE || (kind == CUT && std::equal(whole_.begin(), whole_.end(), mask))) return FULL;
+    if (kind == NOTHING || std::all_of(mask, mask + whole_.size(), [](uint32_t word) { return !word; })) return EMPTY;
+    const int32_t next = int32_t(layout_.bits.size() / whole_.size()) - 1;
+    for (uint64_t hash = hash_of(mask, whole_.size());; hash += hash < ~0ull ? 1 : 2) {
+      const auto [code, is_new] = masks_.insert(hash, next);
+      const int32_t* known = layout_.bits.data() + size_t(*code) * whole_.size();
+      if (is_new || !std::memcmp(known, mask, whole_.size() * sizeof(uint32_t))) return *code;
+    }
+  }
+
+  // What a rule shows of a block of the present kinds; where that is CUT, in `mask`. `next` is the first of its tracks.
+  Kind shown(const Rule& rule, size_t& next, uint32_t* mask, size_t depth = 0) {
     if (only_distances(rule) || (rule.op != ANY && rule.op != ALL)) {
       const Track& track = tracks_[next];
-      Shown shown{kinds_[next++], {}};
-      if (shown.kind < CUT) return shown;
-      shown.mask.resize(whole_.size());
-      track.mask(shown.kind, shown.mask.data());
-      return {CUT, std::move(shown.mask)};
+      const int32_t kind = kinds_[next++];
+      if (kind < CUT) return Kind(kind);
+      track.mask(kind, mask);
+      return CUT;
     }
     const bool any = rule.op == ANY;
-    Shown all{any ? NOTHING : WHOLE, {}};
+    const Kind decides = any ? WHOLE : NOTHING, neutral = any ? NOTHING : WHOLE;
+    if (beside_.size() == depth) beside_.emplace_back(whole_.size());
+    Kind all = neutral;
     for (const Rule& part : rule.parts) {
-      Shown shown = masked(part, next);
-      if (all.kind == (any ? WHOLE : NOTHING) || shown.kind == (any ? NOTHING : WHOLE)) continue;
-      if (shown.kind != CUT || all.kind != CUT)
-        all = std::move(shown);
+      uint32_t* into = all == CUT ? beside_[depth].data() : mask;
+      const Kind kind = shown(part, next, into, depth + 1);
+      if (all == decides || kind == neutral) continue;
+      if (kind == CUT && all == CUT)
+        for (size_t i = 0; i < whole_.size(); i++) mask[i] = any ? mask[i] | into[i] : mask[i] & into[i];
       else
-        for (size_t i = 0; i < whole_.size(); i++)
-          all.mask[i] = any ? all.mask[i] | shown.mask[i] : all.mask[i] & shown.mask[i];
+        all = kind;
     }
     return all;
-  }
-
-  int32_t code_by(const Shown& shown) {
-    if (shown.kind != CUT) return shown.kind == WHOLE ? FULL : EMPTY;
-    if (shown.mask == whole_) return FULL;
-    if (std::all_of(shown.mask.begin(), shown.mask.end(), [](uint32_t word) { return !word; })) return EMPTY;
-    const std::string bytes(reinterpret_cast<const char*>(shown.mask.data()), shown.mask.size() * sizeof(uint32_t));
-    const auto [found, is_new] = masks_.try_emplace(bytes, int32_t(masks_.size()));
-    if (is_new) layout_.bits.insert(layout_.bits.end(), shown.mask.begin(), shown.mask.end());
-    return found->second;
   }
 
   // (lo, hi) where the mask is lo <= r - c <= hi, else (1, 0): each row is the row above moved by a column, and the
   // first row and column show distances without a gap.
   void add_band(const int32_t* bits) {
-    const auto at = [&](int64_t r, int64_t c) { return uint32_t(bits[r * grid_.words() + c / 32]) >> c % 32 & 1; };
+    const uint32_t* mask = reinterpret_cast<const uint32_t*>(bits);
+    const size_t words = size_t(grid_.words());
+    uint32_t wrong = (mask[words] ^ mask[0] << 1) & ~1u;  // nothing is moved into a row's first column
+    for (size_t i = words + 1; i < whole_.size(); i++)
+      wrong |= (mask[i] ^ (mask[i - words] << 1 | mask[i - words - 1] >> 31)) & (i & (words - 1) ? ~0u : ~1u);
+    bool band = !(wrong & whole_[0]);
+    const auto at = [&](int64_t r, int64_t c) { return mask[r * grid_.words() + c / 32] >> c % 32 & 1; };
     int64_t lo = 0, hi = -1, count = 0;
-    for (int64_t distance = 1 - grid_.kv_block; distance < grid_.q_block; distance++)
+    for (int64_t distance = 1 - grid_.kv_block; band && distance < grid_.q_block; distance++)
       if (distance < 0 ? at(0, -distance) : at(distance, 0)) {
         if (!count++) lo = distance;
         hi = distance;
       }
-    bool band = count && hi - lo + 1 == count;
-    for (int64_t r = 1; band && r < grid_.q_block; r++) {
-      uint32_t carried = uint32_t(at(r, 0));
-      for (int64_t w = 0; w < grid_.words(); w++) {
-        const uint32_t above = uint32_t(bits[(r - 1) * grid_.words() + w]);
-        band &= uint32_t(bits[r * grid_.words() + w]) == ((above << 1 | carried) & whole_[0]);
-        carried = above >> 31;
-      }
-    }
+    band &= count && hi - lo + 1 == count;
     layout_.bands.push_back(int32_t(band ? lo : 1));
     layout_.bands.push_back(int32_t(band ? hi : 0));
   }
@@ -260,9 +278,9 @@ class Builder {
   std::vector<int32_t> kinds_;    // of each track, those of a new key
   Mask whole_;
   int64_t ragged_row_ = -1, ragged_col_ = -1;  // blocks that the end of a sequence cuts
-  std::unordered_map<uint64_t, int32_t> codes_;
-  std::unordered_map<std::string, int32_t> masks_;
-  std::array<std::pair<uint64_t, int32_t>, 256> recent_{};  // some of them, by a hash
+  Table codes_;                // by key
+  Table masks_;                // codes by a mask's hash, or the next that was free
+  std::vector<Mask> beside_;   // of each depth of rules: the mask of a part beside those before it
   std::vector<Cursor> cursors_;
   std::vector<int32_t> full_;  // of the present row
 };
@@ -288,5 +306,5 @@ extern "C" DYNAXX_EXPORT void dynaxx_cpu_take_layout(int32_t* numbers) {
     if (!part->empty()) std::memcpy(numbers, part->data(), part->size() * sizeof(int32_t));
     numbers += (part->size() + 3) / 4 * 4;
   }
-  if (built.indices.capacity() > MOST_KEPT) built = {};
+  if (built.indices.capacity() > MOST_KEPT || built.bits.capacity() > MOST_WORDS_KEPT) built = {};
 }
