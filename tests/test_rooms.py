@@ -10,6 +10,7 @@ import dynaxx
 
 ROOMS = (
     "errors",
+    "arguments",
     "core",
     "layout",
     "patterns",

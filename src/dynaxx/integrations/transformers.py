@@ -12,6 +12,7 @@ from typing import Any, overload
 
 from torch import nn
 
+from dynaxx.arguments import typed
 from dynaxx.errors import UnsupportedInputError
 from dynaxx.integrations.decoder import DENSE, NAME, Decoder, implementation, window_of
 from dynaxx.integrations.encoders import EncoderHandle, apply_to_encoder
@@ -30,6 +31,7 @@ def apply(model: nn.Module, policy: Policy, *, name: str = "") -> Handle: ...
 def apply(model: nn.Module, policy: None = None) -> EncoderHandle: ...
 
 
+@typed
 def apply(model: nn.Module, policy: Policy | None = None, *, name: str = "") -> Handle | EncoderHandle:
     """Run a policy in a transformers model, in place.
 

@@ -14,6 +14,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from dynaxx.arguments import typed
 from dynaxx.layout.grid import BlockGrid, as_block_size
 from dynaxx.layout.host import moved_together, on_host
 from dynaxx.layout.masks import FULL, ElementMasks
@@ -185,6 +186,7 @@ class BlockLayout:
         return layout_of_entries(grid, lead, cols, codes, masks, shape)
 
     @classmethod
+    @typed
     @on_host
     def from_block_indices(
         cls,
@@ -211,6 +213,7 @@ class BlockLayout:
         return layout_of_block_indices(block_indices, grid)
 
     @classmethod
+    @typed
     @on_host
     def from_dense(cls, mask: Tensor, *, block_size: int | tuple[int, int] = 128) -> BlockLayout:
         """From a (seqlen_q, seqlen_k) or (batch | 1, q_heads | 1, seqlen_q, seqlen_k) bool mask, True = visible."""
@@ -219,6 +222,7 @@ class BlockLayout:
         return layout_from_dense(mask, as_block_size(block_size))
 
     @classmethod
+    @typed
     def stack_heads(cls, layouts: Sequence[BlockLayout]) -> BlockLayout:
         """One layout from several of the same lengths and blocks, side by side along the heads.
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from dynaxx.arguments import typed
 from dynaxx.layout.native import NativeSizes
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class NativeLengths(NamedTuple):
     window: Tensor  # first key of the window
 
 
+@typed
 @dataclass(frozen=True)
 class CompressedPages:
     """Compressed keys and values, each in the page that holds the last key of its window, laid out by physical page.

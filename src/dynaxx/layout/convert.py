@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from dynaxx.arguments import typed
 from dynaxx.layout.block_layout import BlockLayout
 from dynaxx.layout.grid import BlockGrid, as_block_size
 from dynaxx.layout.masks import EMPTY, FULL, ElementMasks
@@ -24,6 +25,8 @@ def layout_from_dense(mask: Tensor, block_size: tuple[int, int]) -> BlockLayout:
         )
     mask = mask.view(1, 1, *mask.shape) if mask.ndim == 2 else mask
     batch, heads, seqlen_q, seqlen_k = mask.shape
+    if not batch or not heads:
+        raise ValueError(f"`mask` must have a batch entry and a head, 1 where all share them, got {tuple(mask.shape)}")
     grid = BlockGrid(seqlen_q, seqlen_k, block_size, causal=False)
     (q_block, kv_block), (rows, cols) = block_size, (grid.q_blocks, grid.kv_blocks)
     pad = (0, cols * kv_block - seqlen_k, 0, rows * q_block - seqlen_q)
@@ -82,6 +85,7 @@ def block_codes(layout: BlockLayout) -> Tensor:
     return table.view(layout.layout_batch, layout.layout_heads, layout.q_blocks, layout.kv_blocks)
 
 
+@typed
 def to_block_mask(layout: BlockLayout) -> BlockMask:
     """FlexAttention's `BlockMask` of a layout, full and partial blocks apart, its `mask_mod` reading our bits."""
     from torch.nn.attention.flex_attention import BlockMask
@@ -111,12 +115,17 @@ def to_block_mask(layout: BlockLayout) -> BlockMask:
     )
 
 
+@typed
 def from_block_mask(block_mask: BlockMask, *, chunk: int = 1024) -> BlockLayout:
     """A `BlockLayout` of FlexAttention's `BlockMask`; `mask_mod` runs on partial blocks only, `chunk` at a time.
 
     Raises:
         ValueError: a block size that dynaxx does not have.
     """
+    if chunk < 1:
+        raise ValueError(f"`chunk` must be >= 1, got {chunk}")
+    if not hasattr(block_mask, "BLOCK_SIZE"):
+        raise TypeError(f"`block_mask` must be a BlockMask of torch's flex_attention, got {type(block_mask).__name__}")
     q_block, kv_block = block_mask.BLOCK_SIZE
     block_size = as_block_size((q_block, kv_block))
     seqlen_q, seqlen_k = block_mask.seq_lengths

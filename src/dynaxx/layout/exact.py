@@ -7,10 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dynaxx.arguments import typed
+
 EXACT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SINKS, WINDOW = 4, 28  # tokens: one tile of a matrix unit together
 
 
+@typed
 @dataclass(frozen=True)
 class ExactTokens:
     """The first and the last tokens of each sequence, as they were before they were rounded.

@@ -22,8 +22,8 @@ BLOCK_SIZES = (16, 32, 64, 128)
 
 def as_block_size(block_size: int | tuple[int, int]) -> tuple[int, int]:
     """Return (q_block, kv_block); each must be one of 16, 32, 64, 128."""
-    pair = (block_size, block_size) if isinstance(block_size, int) else tuple(block_size)
-    if len(pair) != 2 or any(size not in BLOCK_SIZES for size in pair):
+    pair = (block_size, block_size) if isinstance(block_size, int) else block_size
+    if not isinstance(pair, tuple | list) or len(pair) != 2 or any(size not in BLOCK_SIZES for size in pair):
         raise ValueError(f"`block_size` must be one of {BLOCK_SIZES} or a pair of them, got {block_size!r}")
     return pair[0], pair[1]
 

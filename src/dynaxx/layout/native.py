@@ -18,12 +18,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from dynaxx.arguments import typed
 from dynaxx.layout.block_layout import BlockLayout
 from dynaxx.layout.grid import BLOCK_SIZES
 from dynaxx.layout.host import on_host
 from dynaxx.layout.packed import CuSeqlens, host_lengths
 
 
+@typed
 @dataclass(frozen=True)
 class NativeSizes:
     """Sizes of the three branches, in tokens and blocks; the defaults are those of the paper (arXiv 2502.11089).
@@ -104,6 +106,7 @@ class NativeSpans:
         return (len(self.ends_q) - 1, *lengths.pop()) if len(lengths) == 1 else None
 
 
+@typed
 def native_spans(
     sizes: NativeSizes,
     cu_seqlens_q: CuSeqlens,

@@ -15,6 +15,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from dynaxx.arguments import typed
 from dynaxx.layout.block_layout import BlockLayout
 from dynaxx.layout.convert import unique_masks
 from dynaxx.layout.grid import BlockGrid, as_block_size, as_integer
@@ -56,6 +57,8 @@ def host_lengths(name: str, cu_seqlens: CuSeqlens) -> tuple[int, ...]:
         TypeError: they are no integers.
         ValueError: they do not start at 0, or fall.
     """
+    if isinstance(cu_seqlens, Tensor) and cu_seqlens.ndim != 1:
+        raise ValueError(f"`{name}` must be (num_seqs + 1,), got shape {tuple(cu_seqlens.shape)}")
     given = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
     ends = tuple(as_integer(name, end) for end in given)
     if not ends or ends[0] != 0 or any(b < a for a, b in pairwise(ends)):
@@ -63,6 +66,7 @@ def host_lengths(name: str, cu_seqlens: CuSeqlens) -> tuple[int, ...]:
     return ends
 
 
+@typed
 @on_host
 def pack_layouts(
     layouts: Sequence[BlockLayout | None],

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dynaxx.arguments import typed
 from dynaxx.layout.compressed import CompressedPages, check_pages
 from dynaxx.layout.exact import SINKS, WINDOW, ExactTokens
 
@@ -36,6 +37,7 @@ class PageStrides(NamedTuple):
     head: int
 
 
+@typed
 @dataclass(frozen=True)
 class PageSummaries:
     """What choosing pages knows of each page's keys, laid out by physical page, so that it follows the page table.
@@ -112,6 +114,7 @@ class PageSummaries:
         return PageStrides(0, 0, 0, 0) if self.scale is None else _summary_strides(self.scale[..., None])
 
 
+@typed
 @dataclass(frozen=True)
 class PagedCache:
     """Keys and values in pages, and how far each sequence has come. Tensors are the engine's own: views, no copies.

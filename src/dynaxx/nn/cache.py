@@ -7,6 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from dynaxx.arguments import typed
 from dynaxx.layout.compressed import CompressedPages
 from dynaxx.layout.native import NativeSizes
 from dynaxx.layout.packed import CuSeqlens, host_lengths
@@ -14,6 +15,7 @@ from dynaxx.layout.paging import PAGE_SIZES, PagedCache
 from dynaxx.ops.native_decode import Pooling, compress_pages
 
 
+@typed
 class NativeCache:
     """Keys and values of one layer, sequence by sequence, and what is compressed of them so far; grows by doubling.
 

@@ -8,7 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from dynaxx.arguments import typed
 
+
+@typed
 class MeanCompression(nn.Module):
     """The mean. Without parameters."""
 
@@ -27,11 +30,13 @@ class MeanCompression(nn.Module):
         return windows.mean(1)
 
 
+@typed
 class WeightedCompression(nn.Module):
     """A sum with a learned weight for each position in the window and head."""
 
     def __init__(self, cmp_block: int, heads: int, dim: int) -> None:
         super().__init__()
+        _check(cmp_block, heads, dim)
         self.weight = nn.Parameter(torch.empty(cmp_block, heads))
         self.reset_parameters()
 
@@ -47,6 +52,7 @@ class WeightedCompression(nn.Module):
         return torch.einsum("wlhd,lh->whd", windows, self.weight.to(windows.dtype))
 
 
+@typed
 class MlpCompression(nn.Module):
     """The mean, and what an MLP over the whole window adds to it, with learned positions in the window
     (arXiv 2502.11089, 3.3.1).
@@ -60,6 +66,7 @@ class MlpCompression(nn.Module):
 
     def __init__(self, cmp_block: int, heads: int, dim: int, width: int | None = None) -> None:
         super().__init__()
+        _check(cmp_block, heads, dim, width or 2 * dim)
         self.position = nn.Parameter(torch.empty(cmp_block, heads, dim))
         self.up = nn.Linear(cmp_block * dim, width or 2 * dim)
         self.down = nn.Linear(width or 2 * dim, dim, bias=False)
@@ -78,6 +85,11 @@ class MlpCompression(nn.Module):
     def forward(self, windows: Tensor) -> Tensor:
         whole = (windows + self.position.to(windows.dtype)).transpose(1, 2).flatten(2)  # (windows, heads, l * dim)
         return windows.mean(1) + self.down(nn.functional.gelu(self.up(whole)))
+
+
+def _check(*sizes: int) -> None:
+    if min(sizes) < 1:
+        raise ValueError(f"`cmp_block`, `heads`, `dim` and `width` must be >= 1, got {sizes}")
 
 
 Compression = MeanCompression | WeightedCompression | MlpCompression

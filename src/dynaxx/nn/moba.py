@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from dynaxx.arguments import typed
 from dynaxx.layout import CuSeqlens
 from dynaxx.layout.native import NativeSizes
 from dynaxx.nn.cache import NativeCache
@@ -15,6 +16,7 @@ from dynaxx.ops.packing import pack
 from dynaxx.ops.selected import attend_selected
 
 
+@typed
 class MixtureOfBlockAttention(ProjectedAttention):
     """Mixture of Block Attention (MoBA, arXiv 2502.13189). Without parameters beside the projections.
 

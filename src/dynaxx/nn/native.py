@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from dynaxx.arguments import typed
 from dynaxx.layout import CuSeqlens
 from dynaxx.layout.native import NativeSizes
 from dynaxx.nn.cache import NativeCache
@@ -21,6 +22,7 @@ DECODE_TOKENS = 8  # of a step that reads pages; more at once go as a prompt doe
 NEAR_DENSE = (0.02, 0.96, 0.02)  # the selected branch alone is dense attention up to slc_count * slc_block tokens
 
 
+@typed
 class NativeSparseAttention(ProjectedAttention):
     """Native Sparse Attention (arXiv 2502.11089), of any group size, trained as it runs.
 

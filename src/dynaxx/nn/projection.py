@@ -9,6 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
+from dynaxx.arguments import typed
 from dynaxx.layout import CuSeqlens
 from dynaxx.nn.cache import NativeCache
 from dynaxx.ops.attention import sparse_attention
@@ -18,6 +19,7 @@ from dynaxx.patterns.packed import packed_layout
 Rotary = tuple[Tensor, Tensor]
 
 
+@typed
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     """Turn each head by its position: halves of head_dim are the two coordinates, as in Llama.
 
@@ -25,11 +27,19 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
         x: (..., seqlen, heads, head_dim).
         rotary: (cos, sin), each (..., seqlen, head_dim), as transformers' rotary embeddings give them.
     """
+    if x.ndim < 3 or any(part.shape[-2:] != (x.shape[-3], x.shape[-1]) for part in rotary):
+        raise ValueError(
+            "`rotary` must be (cos, sin), each (..., seqlen, head_dim), and `x` (..., seqlen, heads, head_dim), "
+            f"got {[tuple(part.shape) for part in rotary]} and {tuple(x.shape)}"
+        )
+    if not x.is_floating_point():
+        raise TypeError(f"`x` must be of floats, got {x.dtype}")
     cos, sin = (part.unsqueeze(-2).to(x.dtype) for part in rotary)
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
+@typed
 class ProjectedAttention(nn.Module, ABC):
     """Causal self-attention: q, k, v from hidden states, a way to attend, and back.
 
@@ -59,6 +69,11 @@ class ProjectedAttention(nn.Module, ABC):
         self.hidden_size, self.q_heads, self.kv_heads = hidden_size, q_heads, kv_heads
         self.head_dim = hidden_size // q_heads if head_dim is None else head_dim
         self.head_dim_v = self.head_dim if head_dim_v is None else head_dim_v
+        if hidden_size < 1 or self.head_dim < 1 or self.head_dim_v < 1:
+            raise ValueError(
+                f"`hidden_size`, `head_dim` and `head_dim_v` must be >= 1, got {hidden_size}, {self.head_dim} and "
+                f"{self.head_dim_v}"
+            )
         self.scale = self.head_dim**-0.5 if scale is None else scale
         self.q_proj = nn.Linear(hidden_size, q_heads * self.head_dim, bias=bias)
         self.k_proj = nn.Linear(hidden_size, kv_heads * self.head_dim, bias=bias)
@@ -67,6 +82,7 @@ class ProjectedAttention(nn.Module, ABC):
         self.dense = False  # True attends to everything before, for a warm-up
         outside_of_graphs()
 
+    @typed
     def forward(
         self,
         x: Tensor,
@@ -87,11 +103,13 @@ class ProjectedAttention(nn.Module, ABC):
         Returns:
             As x.
         """
-        if (x.ndim == 2) != (cu_seqlens is not None):
+        if x.ndim not in (2, 3) or x.shape[-1] != self.hidden_size or (x.ndim == 2) != (cu_seqlens is not None):
             raise ValueError(
-                "`x` must be (batch, seqlen, hidden_size), or packed (tokens, hidden_size) with `cu_seqlens`, "
-                f"got {tuple(x.shape)}"
+                f"`x` must be (batch, seqlen, hidden_size = {self.hidden_size}), or packed (tokens, hidden_size) with "
+                f"`cu_seqlens`, got {tuple(x.shape)}"
             )
+        if not x.is_floating_point():
+            raise TypeError(f"`x` must be of floats, got {x.dtype}")
         q = self.q_proj(x).unflatten(-1, (self.q_heads, self.head_dim))
         k = self.k_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
         v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.head_dim_v))

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from dynaxx.arguments import typed
 from dynaxx.layout import CuSeqlens
 from dynaxx.nn.cache import NativeCache
 from dynaxx.nn.projection import ProjectedAttention
@@ -14,6 +15,7 @@ from dynaxx.patterns.base import Pattern
 from dynaxx.patterns.packed import packed_layout
 
 
+@typed
 class SparseAttention(ProjectedAttention):
     """Causal self-attention over a pattern; `module.dense = True` attends to everything, for a dense warm-up.
 

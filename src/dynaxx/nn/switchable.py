@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dynaxx.arguments import typed
 from dynaxx.layout import CuSeqlens
 from dynaxx.layout.native import NativeSizes
 from dynaxx.nn.cache import NativeCache
@@ -20,6 +21,7 @@ from dynaxx.ops.selected import attend_selected
 SWITCHABLE_SIZES = NativeSizes(slc_count=96, first_blocks=1, local_blocks=32)  # a sink, a window of 2048, 63 more
 
 
+@typed
 class SwitchableAttention(ProjectedAttention):
     """InfLLM-V2 (arXiv 2509.24663): each query attends to the first blocks, the last ones, and those it likes best.
 

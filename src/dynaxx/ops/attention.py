@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
+from dynaxx.arguments import typed
 from dynaxx.layout import BlockLayout, CuSeqlens, PackedLayout
 from dynaxx.ops.checks import check_inputs, check_packed, check_sinks
 from dynaxx.ops.dispatch import backend_for, check_name, load_backend, score_options
@@ -56,6 +57,7 @@ def sparse_attention(
 ) -> SparseAttentionOutput: ...
 
 
+@typed
 def sparse_attention(
     q: Tensor,
     k: Tensor,

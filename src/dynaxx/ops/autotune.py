@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from dynaxx.arguments import typed
 from dynaxx.layout import BlockLayout
 from dynaxx.ops.checks import check_inputs
 from dynaxx.ops.dispatch import choose_backend
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from dynaxx.kernels.triton.autotune import TunedKernel
 
 
+@typed
 def autotune(
     q: Tensor,
     k: Tensor,

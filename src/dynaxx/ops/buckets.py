@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dynaxx.arguments import typed
 from dynaxx.ops.attention import sparse_attention
 from dynaxx.patterns import Pattern
 from dynaxx.selection import Hybrid, Selector, select_blocks
@@ -29,6 +30,7 @@ class Request(NamedTuple):
     v: Tensor  # (seqlen_k, kv_heads, head_dim_v)
 
 
+@typed
 def bucket_by_length(lengths: Sequence[int], buckets: Sequence[Bucket]) -> list[list[int]]:
     """Return for each bucket the requests that are its own: those it holds and no bucket before it does, in order.
 
@@ -46,6 +48,7 @@ def bucket_by_length(lengths: Sequence[int], buckets: Sequence[Bucket]) -> list[
     return members
 
 
+@typed
 def attend_in_buckets(
     requests: Sequence[tuple[Tensor, Tensor, Tensor]],
     buckets: Sequence[Bucket],

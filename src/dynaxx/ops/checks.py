@@ -60,8 +60,8 @@ def check_inputs(
         raise ValueError(
             f"`v` must agree with k in batch, seqlen_k and kv_heads {tuple(k.shape[:3])}, got {tuple(v.shape)}"
         )
-    if kv_heads == 0 or q_heads % kv_heads:
-        raise ValueError(f"q_heads must be a multiple of kv_heads, got {q_heads} and {kv_heads}")
+    if not q_heads or not kv_heads or q_heads % kv_heads:
+        raise ValueError(f"q_heads must be a multiple of kv_heads, both >= 1, got {q_heads} and {kv_heads}")
     if head_dim == 0 or v.shape[-1] == 0:
         raise ValueError(f"head_dim must be >= 1, got {head_dim} and {v.shape[-1]}")
     if (layout.seqlen_q, layout.seqlen_k) != (seqlen_q, seqlen_k):
@@ -155,8 +155,8 @@ def check_packed(
 
 
 def _check_lengths(name: str, given: CuSeqlens, built: Tensor) -> None:
-    if len(given) != len(built):
-        raise ValueError(f"`{name}` must have the layout's {len(built)} lengths, got {len(given)}")
+    if (isinstance(given, Tensor) and given.ndim != 1) or len(given) != len(built):
+        raise ValueError(f"`{name}` must have the layout's {len(built)} lengths, got {given}")
     if torch.compiler.is_compiling():
         return
     if isinstance(given, Tensor) and given.device.type != "cpu" and os.environ.get("DYNAXX_DEBUG") != "1":

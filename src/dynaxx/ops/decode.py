@@ -12,6 +12,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+from dynaxx.arguments import typed
 from dynaxx.errors import UnsupportedInputError
 from dynaxx.kernels.decode_problem import DecodeProblem
 from dynaxx.layout.paging import PagedCache, PageSummaries
@@ -46,6 +47,7 @@ def sparse_decode(
 ) -> SparseAttentionOutput: ...
 
 
+@typed
 @torch.no_grad()
 def sparse_decode(
     q: Tensor,
@@ -90,6 +92,7 @@ def sparse_decode(
     return SparseAttentionOutput(out, lse) if return_lse else out
 
 
+@typed
 @torch.no_grad()
 def select_pages(
     q: Tensor, cache: PagedCache, budget: PageBudget, *, scale: float | None = None, backend: str = "auto"
@@ -172,8 +175,8 @@ def check_decode(q: Tensor, cache: PagedCache) -> DecodeProblem:
         raise TypeError(f"`q` must be one of {DTYPES}, got {q.dtype}")
     if q.device != cache.device:
         raise ValueError(f"`q` must be on the cache's device {cache.device}, got {q.device}")
-    if cache.kv_heads == 0 or q.shape[2] % cache.kv_heads:
-        raise ValueError(f"q_heads must be a multiple of kv_heads, got {q.shape[2]} and {cache.kv_heads}")
+    if 0 in (q.shape[2], cache.kv_heads) or q.shape[2] % cache.kv_heads:
+        raise ValueError(f"q_heads must be a multiple of kv_heads, both >= 1, got {q.shape[2]} and {cache.kv_heads}")
     if cache.exact is not None and q.shape[1] > cache.exact.window:
         raise ValueError(
             f"`q` must have at most {cache.exact.window} tokens, the window of the cache's exact tokens, "

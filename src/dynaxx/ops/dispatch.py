@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from dynaxx.arguments import typed
 from dynaxx.errors import UnsupportedInputError
 from dynaxx.kernels.problem import AttentionProblem
 from dynaxx.layout import BlockLayout
@@ -117,6 +118,7 @@ class Explanation:
         return "\n".join(lines)
 
 
+@typed
 def explain(
     q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, *, softcap: float | None = None, backend: str = "auto"
 ) -> Explanation:

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dynaxx.arguments import typed
 from dynaxx.ops.attention import SparseAttentionOutput
 
 
+@typed
 def merge_states(states: Sequence[tuple[Tensor, Tensor]]) -> SparseAttentionOutput:
     """Merge partial results `(out, lse)` as if their keys had been attended to together.
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dynaxx.arguments import typed
 from dynaxx.kernels.reference import native as definition
 from dynaxx.layout import BlockLayout, CuSeqlens, pack_layouts
 from dynaxx.layout.native import NativeSizes, NativeSpans
@@ -87,6 +88,7 @@ class _Pool(torch.autograd.Function):
         return *ctx.kernels.pool_backward(do, *ctx.saved_tensors, ctx.spans), None, None
 
 
+@typed
 @torch.no_grad()
 def select_native(
     q: Tensor,
@@ -128,6 +130,7 @@ def select_native(
     return native_module(name).select_blocks(q, k_cmp, lse, spans, heads, scale)
 
 
+@typed
 def native_sparse_attention(
     q: Tensor,
     k: Tensor,

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dynaxx.arguments import typed
 from dynaxx.layout.compressed import CompressedPages
 from dynaxx.layout.native import NativeSizes
 from dynaxx.layout.paging import SCALED_DTYPES, PagedCache
@@ -30,6 +31,7 @@ class NativeDecodeOutput(NamedTuple):
     block_indices: Tensor  # (batch, seqlen_q, kv_heads, slots) int32: selection blocks that were read, -1 is none
 
 
+@typed
 @torch.no_grad()
 def compress_pages(
     cache: PagedCache,
@@ -95,6 +97,7 @@ def _pooled(windows: Tensor, how: Pooling) -> Tensor:
     return how(windows) if callable(how) else torch.einsum("wlhd,lh->whd", windows, how.to(windows.dtype))
 
 
+@typed
 @torch.no_grad()
 def native_decode(
     q: Tensor,

@@ -50,8 +50,10 @@ def pack(
             "`q`, `k` and `v` must agree in batch, k and v in seqlen and heads, q and k in head_dim, "
             f"got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
         )
-    if not (k.shape[-2] and q.shape[-1] and v.shape[-1]) or q.shape[-2] % k.shape[-2]:
-        raise ValueError(f"q_heads must be a multiple of kv_heads, got {q.shape[-2]} and {k.shape[-2]}")
+    if not (q.shape[-2] and k.shape[-2]) or q.shape[-2] % k.shape[-2]:
+        raise ValueError(f"q_heads must be a multiple of kv_heads, both >= 1, got {q.shape[-2]} and {k.shape[-2]}")
+    if not (q.shape[-1] and v.shape[-1]):
+        raise ValueError(f"head_dim must be >= 1, got {q.shape[-1]} and {v.shape[-1]}")
     if q.ndim == 4:
         if ends_q is not None or ends_k is not None:
             raise ValueError("`cu_seqlens_q` and `cu_seqlens_k` go with packed (tokens, heads, head_dim) inputs")

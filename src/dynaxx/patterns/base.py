@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dynaxx.arguments import typed
 from dynaxx.layout import BlockGrid, BlockLayout, as_block_size
 from dynaxx.layout.host import on_host
 from dynaxx.patterns.kinds import Blocks, Kinds, by_distance, distinct, met, packed
@@ -44,6 +45,7 @@ class Pattern(ABC):
         if {"visible", "shows"} & vars(cls).keys() and "program" not in vars(cls):
             cls.program = Pattern.program  # type: ignore[method-assign]
 
+    @typed
     def layout(
         self,
         seqlen_q: int,

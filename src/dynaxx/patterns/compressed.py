@@ -7,12 +7,14 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
+from dynaxx.arguments import typed
 from dynaxx.layout import BlockGrid
 from dynaxx.patterns.base import Pattern, Visited
 from dynaxx.patterns.kinds import Blocks, Kinds, packed
 from dynaxx.patterns.runs import Runs
 
 
+@typed
 @dataclass(frozen=True)
 class Compressed(Pattern):
     """Keys that stand for `block` tokens each, `stride` apart; a query sees those that end at or before it.

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from dynaxx.arguments import typed
 from dynaxx.layout import BlockGrid
 from dynaxx.patterns.base import Pattern, Visited
 from dynaxx.patterns.fixed import GlobalTokens
@@ -16,6 +17,7 @@ from dynaxx.patterns.fixed import GlobalTokens
 TokenSequence = tuple[int, ...]
 
 
+@typed
 @dataclass(frozen=True)
 class GlobalContent(Pattern):
     """Tokens that every query sees because of what they are: separators, section headings, definitions.
@@ -102,6 +104,7 @@ BEFORE = ("", " ", "\n", "\n\n", "a ", "a\n", "a\n\n", ". ", "(", '"', "\t")
 AFTER = ("", " a", "\n", "\n\n", "\na", ".", ":", ", a", ")", '"')
 
 
+@typed
 def content_tokens(tokenizer: Any, texts: Sequence[str]) -> tuple[TokenSequence, ...]:
     """Turn texts into token sequences for `GlobalContent`, once, with the tokenizer of the model.
 

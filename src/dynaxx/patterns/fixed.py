@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dynaxx.arguments import typed
 from dynaxx.layout import BlockGrid, as_integer
 from dynaxx.patterns.base import Pattern, Visited
 from dynaxx.patterns.kinds import Blocks, Kinds, distinct, met, packed, whole_or_nothing
@@ -20,6 +21,7 @@ from dynaxx.patterns.program import FAR, Op, positions
 from dynaxx.patterns.runs import Ints, Runs
 
 
+@typed
 @dataclass(frozen=True)
 class GlobalTokens(Pattern):
     """Tokens that every query sees (Longformer, BigBird).
@@ -79,6 +81,7 @@ class GlobalTokens(Pattern):
         return [*keys, Op.QUERIES, *keys[1:], Op.ANY, 2] if self.symmetric else keys
 
 
+@typed
 class Sink(GlobalTokens):
     """The first `tokens` keys, which language models use as attention sinks (StreamingLLM)."""
 
@@ -89,6 +92,7 @@ class Sink(GlobalTokens):
         return f"Sink({self.tokens})"
 
 
+@typed
 @dataclass(frozen=True)
 class LastQueries(Pattern):
     """The last `queries` queries see every key: in a prompt they are the question, and its answer may stand anywhere.
@@ -124,6 +128,7 @@ class LastQueries(Pattern):
         return positions(Op.QUERIES, [(grid.seqlen_k - self.queries, FAR)] if self.queries else [])
 
 
+@typed
 @dataclass(frozen=True)
 class Documents(Pattern):
     """Pairs within one document of a packed sequence.
@@ -200,6 +205,7 @@ class Documents(Pattern):
         return kind, begins.cumsum(1)
 
 
+@typed
 @dataclass(frozen=True)
 class LocalBlocks(Pattern):
     """A window of whole blocks: the kv block in which a q block ends, and those before it, `blocks` in all.
@@ -238,6 +244,7 @@ class LocalBlocks(Pattern):
         return [Op.LOCAL_BLOCKS, min(self.blocks, FAR)]
 
 
+@typed
 @dataclass(frozen=True)
 class RandomBlocks(Pattern):
     """`blocks` random kv blocks per q block (BigBird), one from each of as many equal shares of the visible ones.
@@ -340,6 +347,7 @@ def _hash_start(seed: int) -> int:
     return (seed * 0xC2B2AE3D + 0x27D4EB2F + 2**63) % 2**64 - 2**63
 
 
+@typed
 def longformer(window: int | tuple[int, int], global_tokens: int | tuple[int, ...] = 1) -> Pattern:
     """Longformer: a window and symmetric global tokens (arXiv 2004.05150).
 
@@ -350,6 +358,7 @@ def longformer(window: int | tuple[int, int], global_tokens: int | tuple[int, ..
     return SlidingWindow(window) | GlobalTokens(global_tokens, symmetric=True)
 
 
+@typed
 def bigbird(
     window: int | tuple[int, int], global_tokens: int | tuple[int, ...], random_blocks: int, seed: int = 0
 ) -> Pattern:
@@ -362,6 +371,7 @@ def bigbird(
     return SlidingWindow(window) | GlobalTokens(global_tokens, symmetric=True) | RandomBlocks(random_blocks, seed)
 
 
+@typed
 def streaming(window: int, sinks: int = 4) -> Pattern:
     """StreamingLLM: the first `sinks` tokens and the last `window` up to the query's own (arXiv 2309.17453)."""
     return Sink(sinks) | SlidingWindow(window)

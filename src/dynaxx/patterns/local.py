@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from dynaxx.arguments import typed
 from dynaxx.layout import BlockGrid, as_integer
 from dynaxx.patterns import program
 from dynaxx.patterns.base import Pattern, Visited
@@ -80,6 +81,7 @@ class Causal(DistanceRule):
         return band(grid, 0, None)
 
 
+@typed
 @dataclass(frozen=True)
 class SlidingWindow(DistanceRule):
     """Keys near the query.
@@ -133,6 +135,7 @@ class SlidingWindow(DistanceRule):
         return band(grid, *self._limits(grid))
 
 
+@typed
 @dataclass(frozen=True)
 class Dilated(DistanceRule):
     """A dilated window (Longformer): `window` keys including the query's own, `dilation` tokens apart.
@@ -171,6 +174,7 @@ class Dilated(DistanceRule):
         return reach if self.dilation == 1 else Visited(reach.touched, Runs.none())
 
 
+@typed
 @dataclass(frozen=True)
 class Strided(DistanceRule):
     """Keys whose distance from the query is a multiple of `stride`: the long-range half of the Sparse Transformer

@@ -6,6 +6,7 @@ from functools import lru_cache
 
 import torch
 
+from dynaxx.arguments import typed
 from dynaxx.layout import BlockGrid, BlockLayout, as_block_size
 from dynaxx.layout.host import on_host
 from dynaxx.layout.packed import CuSeqlens, PackedLayout, host_lengths, pack_layouts
@@ -13,6 +14,7 @@ from dynaxx.patterns.base import Pattern
 from dynaxx.patterns.build import build_layout
 
 
+@typed
 @on_host
 def packed_layout(
     rule: Pattern,

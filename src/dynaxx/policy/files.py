@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from dynaxx.arguments import typed
 from dynaxx.errors import PolicyError
 from dynaxx.policy.profile import Profile
 from dynaxx.policy.schema import FORMAT, VERSION, Policy, explain_errors
@@ -20,6 +21,7 @@ from dynaxx.policy.schema import FORMAT, VERSION, Policy, explain_errors
 _NUMBER_LIST = re.compile(r"\[\n[\s\d.,eE+-]*\]")  # written on one line
 
 
+@typed
 def load_policy(path: str | os.PathLike[str]) -> Policy:
     """Read and validate a policy file.
 
@@ -34,6 +36,7 @@ def load_policy(path: str | os.PathLike[str]) -> Policy:
         raise PolicyError(f"{os.fspath(path)}: {error}") from None
 
 
+@typed
 def parse_policy(text: str | bytes) -> Policy:
     """A policy from the text of its file. Raises `PolicyError` as `load_policy`."""
     try:
@@ -57,6 +60,7 @@ def parse_policy(text: str | bytes) -> Policy:
         raise PolicyError(explain_errors(error)) from None
 
 
+@typed
 def policy_text(policy: Policy) -> str:
     """The text of a policy's file. Fields at their defaults are written, so that a file says everything."""
     text = json.dumps(policy.model_dump(mode="json"), indent=2)
@@ -65,6 +69,7 @@ def policy_text(policy: Policy) -> str:
     )
 
 
+@typed
 def save_policy(policy: Policy, path: str | os.PathLike[str]) -> None:
     """Write a policy file; a reader at any moment, even after a crash, sees the old file or the new one, whole.
 
@@ -74,11 +79,13 @@ def save_policy(policy: Policy, path: str | os.PathLike[str]) -> None:
     _save(policy_text(policy), Path(path))
 
 
+@typed
 def save_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
     """Write a statistics file, whole or not at all as `save_policy`."""
     _save(profile.model_dump_json() + "\n", Path(path))
 
 
+@typed
 def load_profile(path: str | os.PathLike[str]) -> Profile:
     """Read a statistics file.
 
@@ -92,11 +99,13 @@ def load_profile(path: str | os.PathLike[str]) -> Profile:
         raise PolicyError(f"{os.fspath(path)}: is no dynaxx profile: {explain_errors(error)}") from None
 
 
+@typed
 def policy_digest(policy: Policy) -> str:
     """Twelve hex digits that tell policies apart."""
     return hashlib.blake2b(policy_text(policy).encode(), digest_size=6).hexdigest()
 
 
+@typed
 def rules_digest(policy: Policy) -> str:
     """The same of what changes attention: the model, the block size, the rules."""
     rules = policy.model_dump_json(include={"model", "block_size", "rules"})

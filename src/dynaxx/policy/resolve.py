@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dynaxx.arguments import typed
 from dynaxx.layout import BlockLayout, as_block_size
 from dynaxx.patterns import Causal, Pattern
 from dynaxx.policy.schema import Phase, Policy, head_values
@@ -131,6 +132,7 @@ class LengthSwitch:
         self._sparse = False
 
 
+@typed
 def resolve(policy: Policy) -> dict[int, LayerPlan]:
     """A plan for every layer in which some head is sparse."""
     facts, rules = policy.model, head_rules(policy)

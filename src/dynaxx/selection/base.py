@@ -10,6 +10,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from dynaxx.arguments import typed
 from dynaxx.layout import EMPTY, FULL, BlockGrid, BlockLayout, ElementMasks, as_block_size
 from dynaxx.layout.host import on_host
 from dynaxx.layout.masks import causal_codes
@@ -78,6 +79,7 @@ class Selector(ABC):
         return Hybrid(pattern, self) if isinstance(pattern, Pattern) else NotImplemented
 
 
+@typed
 @dataclass(frozen=True)
 class Hybrid:
     """A pattern that is always visible, and a selector that spends its budget on the rest."""
@@ -111,6 +113,7 @@ class Hybrid:
         return f"{self.pattern!r} | {self.selector!r}"
 
 
+@typed
 @torch.no_grad()
 @on_host
 def select_blocks(
@@ -209,9 +212,10 @@ def _checked_grid(q: Tensor, k: Tensor, block_size: tuple[int, int], causal: boo
             raise ValueError(
                 f"`{name}` must be (batch, seqlen, heads, head_dim) of floats, got {tensor.dtype} {tuple(tensor.shape)}"
             )
-    if q.shape[0] != k.shape[0] or q.shape[-1] != k.shape[-1] or k.shape[2] == 0 or q.shape[2] % k.shape[2]:
+    fit = q.shape[0] == k.shape[0] and q.shape[-1] == k.shape[-1]
+    if not fit or 0 in (q.shape[2], k.shape[2]) or q.shape[2] % k.shape[2]:
         raise ValueError(
-            "`q` and `k` must agree in batch and head_dim, q_heads a multiple of kv_heads, "
+            "`q` and `k` must agree in batch and head_dim, q_heads >= 1 a multiple of kv_heads, "
             f"got {tuple(q.shape)} and {tuple(k.shape)}"
         )
     return BlockGrid(q.shape[1], k.shape[1], block_size, causal)

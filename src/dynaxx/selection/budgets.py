@@ -9,11 +9,13 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from dynaxx.arguments import typed
 from dynaxx.selection.base import Choice, Selector
 from dynaxx.selection.groups import Per, checked_per
 from dynaxx.selection.scorers import MeanQuery, Scorer
 
 
+@typed
 @dataclass(frozen=True)
 class TopK(Selector):
     """Keep the best-scored blocks of every q block.
@@ -63,6 +65,7 @@ class TopK(Selector):
         return chosen | ((counts >= visible[:, None]) & optional)  # a full budget keeps what scores -inf, too
 
 
+@typed
 @dataclass(frozen=True)
 class TopP(Selector):
     """Keep the best-scored blocks until their estimated attention mass reaches a share, per head and q block.
@@ -99,6 +102,7 @@ class TopP(Selector):
         return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, where, kept)
 
 
+@typed
 @dataclass(frozen=True)
 class Threshold(Selector):
     """Keep the blocks whose estimated attention mass reaches a threshold, per head and q block. Nothing is sorted: one

@@ -9,11 +9,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from dynaxx.arguments import typed
 from dynaxx.selection.base import Selector
 from dynaxx.selection.scorers import KeyClusters, Scorer
 from dynaxx.selection.scorers.clusters import ClusterRanks
 
 
+@typed
 @dataclass(frozen=True)
 class ClusterGlobals(Selector):
     """Keep, of every cluster of keys, the blocks that hold the most of its keys: for every query the same ones.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dynaxx.arguments import typed
 from dynaxx.layout import CuSeqlens, PackedLayout, pack_layouts
 from dynaxx.layout.host import on_host
 from dynaxx.layout.packed import host_lengths
@@ -13,6 +14,7 @@ from dynaxx.patterns.packed import packed_layout
 from dynaxx.selection.base import Hybrid, Selector
 
 
+@typed
 @torch.no_grad()
 @on_host
 def select_packed_blocks(

@@ -9,6 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from dynaxx.arguments import typed
 from dynaxx.layout.host import on_host
 from dynaxx.layout.paging import PagedCache
 from dynaxx.patterns import Causal, Full, GlobalTokens, Pattern, Sink, SlidingWindow, Union
@@ -17,6 +18,7 @@ from dynaxx.selection.budgets import TopK
 from dynaxx.selection.scorers import MeanPool, MeanQuery, MinMax
 
 
+@typed
 @dataclass(frozen=True)
 class PageBudget:
     """Read the pages that hold the first `sinks` and the last `window` tokens, and the best-scored of the others.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dynaxx import patterns as p
+from dynaxx.arguments import typed
 from dynaxx.layout import BLOCK_SIZES, BlockLayout
 from dynaxx.selection import (
     AntiDiagonal,
@@ -96,6 +97,7 @@ class AttentionCase:
     label: str
 
 
+@typed
 def make_qkv(
     batch: int,
     seqlen_q: int,
@@ -119,6 +121,7 @@ def make_qkv(
     )
 
 
+@typed
 def random_case(
     seed: int,
     *,

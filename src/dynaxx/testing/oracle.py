@@ -14,6 +14,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from dynaxx.arguments import typed
 from dynaxx.layout import BlockLayout
 from dynaxx.testing.rounding import rounding_errors
 
@@ -21,6 +22,7 @@ AttendAll: TypeAlias = Callable[..., tuple[Tensor, Tensor | None]]  # (q, k, v, 
 Attend = Callable[[Tensor, Tensor, Tensor, BlockLayout], tuple[Tensor, Tensor]]
 
 
+@typed
 def oracle_attention(
     q: Tensor,
     k: Tensor,
@@ -78,6 +80,7 @@ class ErrorReport:
         return f"{self.name}: error {self.error:.2e}, budget {self.budget:.2e} ({'ok' if self.ok else 'FAIL'})"
 
 
+@typed
 def check_forward(
     attend: Attend,
     q: Tensor,
@@ -96,6 +99,7 @@ def check_forward(
     return error_reports(("out", "lse"), attend(q, k, v, layout), eager, exact, rounded)
 
 
+@typed
 def check_gradients(
     attend: Attend,
     q: Tensor,

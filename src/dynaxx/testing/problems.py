@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dynaxx.arguments import typed
 from dynaxx.kernels.problem import AttentionProblem
 from dynaxx.layout import BlockLayout
 from dynaxx.layout.packed import pack_layouts
@@ -42,6 +43,7 @@ class Problem:
     label: str
 
 
+@typed
 def random_problem(seed: int, device: torch.device | str = "cpu", **fixed: Any) -> Problem:
     """A random problem; the same seed gives the same one everywhere.
 

@@ -9,11 +9,13 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from dynaxx.arguments import typed
 from dynaxx.layout import BlockGrid
 from dynaxx.selection.scorers.base import MEMORY_BUDGET, Scorer, ScoreRows, divisor_at_most
 from dynaxx.selection.scorers.tiles import NOTE_BYTES, Tiles, fused_rows, tile_scores
 
 
+@typed
 @dataclass(frozen=True)
 class AntiDiagonal(Scorer):
     """Strided anti-diagonals of the scores (XAttention).

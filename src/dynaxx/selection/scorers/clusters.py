@@ -7,12 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dynaxx.arguments import typed
 from dynaxx.layout import BlockGrid
 from dynaxx.selection.scorers.base import MEMORY_BUDGET, Scorer, ScoreRows, log_share, per_kv_head, pieces
 
 KEYS_PER_CLUSTER = 32  # so many keys per cluster, taken at random, place the centroids
 
 
+@typed
 @dataclass(frozen=True)
 class KeyClusters(Scorer):
     """Nearest clusters of keys (the inverted-file index of nearest-neighbour search; for attention: RetrievalAttention,

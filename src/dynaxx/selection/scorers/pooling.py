@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dynaxx.arguments import typed
 from dynaxx.layout import BlockGrid
 from dynaxx.selection.scorers.base import (
     MEMORY_BUDGET,
@@ -20,6 +21,7 @@ from dynaxx.selection.scorers.base import (
 from dynaxx.selection.scorers.tiles import Tiles, tile_scores
 
 
+@typed
 @dataclass(frozen=True)
 class MeanPool(Scorer):
     """Mean-pooled queries against mean-pooled keys (MoBA, FlexPrefill, and many others).
@@ -57,6 +59,7 @@ def mean_tiles(x: Tensor, size: int, memory_budget: int, scale: float = 1.0) -> 
     return Tiles(size, -(-x.shape[1] // size), vectors, x.dtype)
 
 
+@typed
 @dataclass(frozen=True)
 class MinMax(Scorer):
     """The mean query's score bounded from each block's smallest and largest keys (Quest).

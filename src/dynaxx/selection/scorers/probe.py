@@ -8,10 +8,12 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from dynaxx.arguments import typed
 from dynaxx.layout import BlockGrid
 from dynaxx.selection.scorers.base import MEMORY_BUDGET, Scorer, ScoreRows, per_kv_head, pieces, sum_groups
 
 
+@typed
 @dataclass(frozen=True)
 class LastQueryProbe(Scorer):
     """Vertical and slash lines seen by the last queries (MInference): the attention of `queries` queries over all keys,

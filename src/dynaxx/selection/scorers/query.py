@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from dynaxx.arguments import typed
 from dynaxx.kernels.candidates import Candidates
 from dynaxx.layout import BlockGrid
 from dynaxx.selection.scorers.base import MEMORY_BUDGET, Scorer, ScoreRows, per_kv_head, pieces
@@ -25,6 +26,7 @@ SMALLEST = -80.0  # beside a best of 0: nothing in fp32, but its exp is no denor
 BlockSums = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
+@typed
 @dataclass(frozen=True)
 class MeanQuery(Scorer):
     """The mean query of a block against every key: a kv block's score is the log of the sum of what its keys get.

@@ -9,12 +9,14 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from dynaxx.arguments import typed
 from dynaxx.layout import BlockGrid
 from dynaxx.selection.scorers.base import MEMORY_BUDGET, Scorer, ScoreRows, per_kv_head, pieces, pooled
 
 PIECE = 512  # tokens that are averaged first
 
 
+@typed
 @dataclass(frozen=True)
 class SimHash(Scorer):
     """Random-projection hashing (SimHash; Charikar 2002, used for attention by Reformer and MagicPIG).

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from dynaxx.arguments import typed
 from dynaxx.kernels.candidates import Candidates
 from dynaxx.layout import BlockGrid
 from dynaxx.selection.scorers.base import MEMORY_BUDGET, Scorer, ScoreRows, pieces
@@ -16,6 +17,7 @@ from dynaxx.selection.scorers.query import MeanQuery
 from dynaxx.selection.scorers.tiles import tile_scores
 
 
+@typed
 @dataclass(frozen=True)
 class TwoStage(Scorer):
     """`MeanQuery` in two stages, for very long inputs: most blocks are ruled out before their keys are looked at.

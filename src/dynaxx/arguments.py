@@ -1,0 +1,127 @@
+"""Which argument is of the wrong type: looked for once a call has failed, so that one that succeeds pays nothing."""
+
+from __future__ import annotations
+
+import collections.abc
+import contextlib
+import functools
+import inspect
+import numbers
+import types
+import typing
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+T = TypeVar("T")
+
+
+def typed(target: T) -> T:
+    """Decorate a public function, or a class: a call that fails over an argument of a wrong type then says which.
+
+    Raises:
+        TypeError: from the error of the call, where an argument does not fit its annotation; unless that error is a
+            ValueError or TypeError that names an argument itself.
+    """
+    function: Any = target
+    if isinstance(target, type):
+        function.__init__ = typed(function.__init__)
+        return target
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if is_compiling():
+            return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            complaint = _complaint(function, error, args, kwargs)
+            if complaint is None:
+                raise
+            raise TypeError(complaint) from error
+
+    return cast(T, call)
+
+
+def _complaint(function: Any, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """What to say of the first argument that does not fit; None where all do, or the error says it already."""
+    try:
+        given = inspect.signature(function).bind(*args, **kwargs).arguments
+    except TypeError:  # says what is missing or too much
+        return None
+    hints = _hints(inspect.unwrap(function))
+    if isinstance(error, TypeError | ValueError) and any(f"`{name}`" in str(error) for name in given):
+        return None
+    for name, value in given.items():
+        if name in hints and not fits(value, hints[name]):
+            wanted = function.__annotations__[name]
+            wanted = wanted if isinstance(wanted, str) else getattr(wanted, "__name__", wanted)
+            return f"`{name}` must be {wanted}, got {_described(value)}"
+    return None
+
+
+def _hints(function: Any) -> dict[str, Any]:
+    """The annotations that are known where the function is; the others only a type checker imports."""
+    found = {}
+    for name, hint in function.__annotations__.items():
+        with contextlib.suppress(NameError):
+            found[name] = eval(hint, function.__globals__) if isinstance(hint, str) else hint
+    return found
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a value is what an annotation says; True for annotations that are not understood."""
+    origin, of = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any or isinstance(hint, TypeVar):
+        return True
+    if origin in (typing.Union, types.UnionType):
+        if torch.device in of and isinstance(value, str):
+            return _is_device(value)
+        return any(fits(value, each) for each in of)
+    if origin is typing.Literal:
+        return any(type(value) is type(each) and value == each for each in of)
+    if origin is collections.abc.Callable:
+        return callable(value)
+    if isinstance(origin, type):
+        return isinstance(value, origin) and not isinstance(value, str | bytes) and _holds(value, origin, of)
+    if hint is None or hint is type(None):
+        return value is None
+    if hint is Tensor:
+        return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta
+    if hint is int:
+        whole = isinstance(value, numbers.Integral | torch.SymInt) and not isinstance(value, bool)
+        return whole and -(2**63) <= int(value) < 2**63
+    if hint is float:
+        return isinstance(value, numbers.Real | torch.SymInt | torch.SymFloat)
+    if hint is bool:
+        return isinstance(value, numbers.Integral | torch.SymBool)
+    return not isinstance(hint, type) or getattr(hint, "_is_protocol", False) or isinstance(value, hint)
+
+
+def _holds(value: Any, origin: type, of: tuple[Any, ...]) -> bool:
+    """Whether what lies in a container is what the annotation says."""
+    if issubclass(origin, tuple) and of and of[-1] is not Ellipsis:
+        return len(value) == len(of) and all(map(fits, value, of))
+    if issubclass(origin, collections.abc.Sequence) and of:
+        return all(fits(each, of[0]) for each in value)
+    return True
+
+
+def _is_device(name: str) -> bool:
+    try:
+        torch.device(name)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of {value.dtype} {tuple(value.shape)} on {value.device}, {value.layout}"
+    if value is None or isinstance(value, str | numbers.Number):
+        return repr(value)[:80]
+    if isinstance(value, tuple | list) and value:
+        return f"{type(value).__name__} of {', '.join(sorted({type(each).__name__ for each in value}))}"
+    return type(value).__name__

@@ -1,0 +1,250 @@
+"""Whatever is given to a public function, it works or says in words of ours what was wrong with which argument."""
+
+import traceback
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import dynaxx as dx
+from dynaxx import nn, policy
+from dynaxx.layout import from_block_mask, to_block_mask
+from dynaxx.testing import make_qkv
+
+PACKAGE = str(Path(dx.__file__).parent)
+ENDS = torch.tensor([0, 40, 64], dtype=torch.int32)
+SIZES = dx.NativeSizes(8, 4, 16, 2, 1, 1, 16)
+SCORER = dx.MeanPool()
+WINDOW = dx.SlidingWindow(16)
+
+
+def plain_policy():
+    return dx.Policy(model={"model_type": "x", "layers": 1, "q_heads": 1, "kv_heads": 1, "head_dim": 8})
+
+
+def keys():
+    return torch.ones(2, 64, 2, 32)
+
+
+def cache():
+    made = dx.PagedCache(keys(), keys(), torch.tensor([64, 30], dtype=torch.int32), page_size=16)
+    return dx.compress_pages(dx.summarize_pages(made), SIZES)
+
+
+def qkv():
+    return make_qkv(1, 64, 64, 4, 2, 32)
+
+
+def packed():
+    return [x[0] for x in qkv()]
+
+
+def layout(rule=WINDOW, tokens=64):
+    return rule.layout(tokens, block_size=16)
+
+
+def buckets():
+    return [dx.Bucket(10, dx.Full()), dx.Bucket(None, WINDOW)]
+
+
+def native_inputs():
+    q, k, v = packed()
+    compressed = tuple(dx.compress(x, SIZES, cu_seqlens=ENDS) for x in (k, v))
+    return q, k, v, compressed, torch.ones(64, 4, 3), SIZES
+
+
+def module(kind, **more):
+    return kind(32, 4, 2, **more)
+
+
+QUERY = torch.ones(2, 1, 4, 32)
+BLOCKED = {"causal": True, "block_size": 16}
+SCALED = {"scale": None, "backend": "auto"}
+ENDED = {"cu_seqlens_q": ENDS, "cu_seqlens_k": ENDS}
+
+# What to call, its positional arguments, those by name. Every one of them is replaced in turn.
+CALLS = {
+    "sparse_attention": lambda: (dx.sparse_attention, [*qkv(), layout()], {}),
+    "packed sparse_attention": lambda: (
+        dx.sparse_attention,
+        [*packed(), dx.packed_layout(WINDOW, ENDS, block_size=16)],
+        {**ENDED, **SCALED, "softcap": 3.0, "sinks": torch.ones(4), "return_lse": True},
+    ),
+    "explain": lambda: (dx.explain, [*qkv(), layout()], {"softcap": None, "backend": "auto"}),
+    "merge_states": lambda: (dx.merge_states, [[(qkv()[0], torch.ones(1, 4, 64))] * 2], {}),
+    "select_blocks": lambda: (
+        dx.select_blocks,
+        [*qkv()[:2], WINDOW | dx.TopK(2)],
+        {**BLOCKED, "scale": None, "memory_budget": None},
+    ),
+    "select_packed_blocks": lambda: (
+        dx.select_packed_blocks,
+        [*packed()[:2], dx.TopK(2), ENDS, ENDS],
+        {**BLOCKED, "scale": None},
+    ),
+    "packed_layout": lambda: (dx.packed_layout, [WINDOW, ENDS, ENDS], {**BLOCKED, "device": "cpu"}),
+    "pack_layouts": lambda: (
+        dx.pack_layouts,
+        [[layout(tokens=40), layout(tokens=24)], ENDS, ENDS],
+        {"block_size": 16},
+    ),
+    "attend_in_buckets": lambda: (
+        dx.attend_in_buckets,
+        [[packed(), packed()], buckets()],
+        {**BLOCKED, **SCALED, "softcap": None, "sinks": None},
+    ),
+    "bucket_by_length": lambda: (dx.bucket_by_length, [[3, 30], buckets()], {}),
+    "PagedCache": lambda: (
+        dx.PagedCache,
+        [keys(), keys(), torch.tensor([64, 30], dtype=torch.int32)],
+        {name: None for name in ("page_table", "leftpad_k", "k_scale", "v_scale", "summaries", "exact", "compressed")}
+        | {"page_size": 16},
+    ),
+    "PageBudget": lambda: (dx.PageBudget, [2, 1, 1, 1.0], {}),
+    "ExactTokens": lambda: (dx.ExactTokens, [keys()[:, :20].contiguous(), keys()[:, :20].contiguous(), 4], {}),
+    "sparse_decode": lambda: (dx.sparse_decode, [QUERY, cache(), dx.PageBudget(2)], {**SCALED, "return_lse": False}),
+    "select_pages": lambda: (dx.select_pages, [QUERY, cache(), dx.PageBudget(2)], SCALED),
+    "native_decode": lambda: (
+        dx.native_decode,
+        [QUERY, cache(), torch.ones(2, 1, 4, 3)],
+        {**SCALED, "block_indices": None},
+    ),
+    "native_sparse_attention": lambda: (dx.native_sparse_attention, [*native_inputs()], {**ENDED, **SCALED}),
+    "native_spans": lambda: (dx.native_spans, [SIZES, ENDS, ENDS], {"device": "cpu"}),
+    "NativeSizes": lambda: (dx.NativeSizes, [8, 4, 16, 2, 1, 1, 16, "sum"], {}),
+    "from_dense": lambda: (dx.BlockLayout.from_dense, [torch.ones(1, 1, 64, 64) > 0], {"block_size": 16}),
+    "from_block_indices": lambda: (
+        dx.BlockLayout.from_block_indices,
+        [torch.tensor([[[[0, -1], [0, 1], [1, 2], [3, 0]]]]), 64, 64],
+        BLOCKED,
+    ),
+    "stack_heads": lambda: (dx.BlockLayout.stack_heads, [[layout(), layout()]], {}),
+    "to_block_mask": lambda: (to_block_mask, [layout()], {}),
+    "from_block_mask": lambda: (from_block_mask, [to_block_mask(layout())], {"chunk": 1024}),
+    "layout": lambda: (WINDOW.layout, [64, 64], {**BLOCKED, "device": "cpu"}),
+    "Dilated": lambda: (dx.Dilated, [4, 2], {}),
+    "Documents": lambda: (dx.Documents, [(0, 3, 9)], {}),
+    "GlobalContent": lambda: (dx.GlobalContent, [(1, 2), ((3, 4),), 1, False], {}),
+    "GlobalTokens": lambda: (dx.GlobalTokens, [4, False], {}),
+    "LastQueries": lambda: (dx.LastQueries, [4], {}),
+    "LocalBlocks": lambda: (dx.LocalBlocks, [4], {}),
+    "RandomBlocks": lambda: (dx.RandomBlocks, [2, 0], {}),
+    "Sink": lambda: (dx.Sink, [4], {}),
+    "SlidingWindow": lambda: (dx.SlidingWindow, [4], {}),
+    "Strided": lambda: (dx.Strided, [4], {}),
+    "Compressed": lambda: (dx.Compressed, [8, 4, 0], {}),
+    "bigbird": lambda: (dx.bigbird, [4, 2, 2, 0], {}),
+    "longformer": lambda: (dx.longformer, [4, 1], {}),
+    "streaming": lambda: (dx.streaming, [4, 2], {}),
+    "AntiDiagonal": lambda: (dx.AntiDiagonal, [16], {}),
+    "ClusterGlobals": lambda: (dx.ClusterGlobals, [1, 8, 2, 0], {}),
+    "Hybrid": lambda: (dx.Hybrid, [dx.Full(), dx.TopK(1)], {}),
+    "KeyClusters": lambda: (dx.KeyClusters, [8, 4, 2, 0], {}),
+    "LastQueryProbe": lambda: (dx.LastQueryProbe, [8], {}),
+    "MeanPool": lambda: (dx.MeanPool, [None], {}),
+    "MeanQuery": lambda: (dx.MeanQuery, [0.75, "full"], {}),
+    "MinMax": lambda: (dx.MinMax, [1.0, None], {}),
+    "SimHash": lambda: (dx.SimHash, [4, 4, 0], {}),
+    "Threshold": lambda: (dx.Threshold, [0.5, "max", SCORER, "group"], {}),
+    "TopK": lambda: (dx.TopK, [2, SCORER, 0, "group"], {}),
+    "TopP": lambda: (dx.TopP, [0.5, SCORER, "group"], {}),
+    "TwoStage": lambda: (dx.TwoStage, [0.25, dx.MeanQuery(), 32], {}),
+    "nn.SparseAttention": lambda: (nn.SparseAttention, [32, 4, 2], {"pattern": WINDOW, "block_size": 16}),
+    "nn.NativeSparseAttention": lambda: (
+        nn.NativeSparseAttention,
+        [32, 4, 2],
+        {"sizes": SIZES, "compression": "mlp", "gate_init": (0.5, 0.5, 0.5)},
+    ),
+    "nn.MixtureOfBlockAttention": lambda: (nn.MixtureOfBlockAttention, [32, 4, 2], {"block_size": 16, "top_k": 2}),
+    "nn.SwitchableAttention": lambda: (nn.SwitchableAttention, [32, 4, 2], {"sizes": SIZES}),
+    "nn.WeightedCompression": lambda: (nn.WeightedCompression, [8, 2, 8], {}),
+    "nn.MlpCompression": lambda: (nn.MlpCompression, [8, 2, 8, 16], {}),
+    "nn.NativeCache": lambda: (nn.NativeCache, [16], {"reselect_every": 1}),
+    "nn.rotate": lambda: (nn.rotate, [qkv()[0], (torch.ones(64, 32), torch.ones(64, 32))], {}),
+    "a module": lambda: (module(nn.SparseAttention, pattern=WINDOW, block_size=16), [torch.ones(1, 64, 32)], {}),
+    "a native module": lambda: (module(nn.NativeSparseAttention, sizes=SIZES), [torch.ones(1, 64, 32)], {}),
+    "save_policy": lambda: (dx.save_policy, [plain_policy(), "/dev/null/policy.json"], {}),
+    "load_policy": lambda: (dx.load_policy, ["no such file"], {}),
+    "parse_policy": lambda: (policy.parse_policy, ["{}"], {}),
+    "policy_digest": lambda: (policy.policy_digest, [plain_policy()], {}),
+    "resolve": lambda: (policy.resolve, [plain_policy()], {}),
+}
+FAIL = ("save_policy", "load_policy", "parse_policy")  # even with arguments of the right kind
+
+
+class Odd:
+    pass
+
+
+ANYTHING = (
+    *(None, 3, -1, 0, 3.5, float("nan"), float("inf"), True, 2**70, 1j, b"x", "x", ""),
+    *([], [1, "a"], [None], (), (1, 2), (1.5, "a"), {}, {"a": 1}, range(3), Odd(), Odd, len),
+    *(torch.zeros(()), torch.zeros(0), torch.zeros(2, 2), torch.tensor(3), np.zeros(3), torch.float32),
+    *(WINDOW, dx.TopK(2), layout(), SIZES),
+)
+OTHER_TENSORS = (
+    *(lambda x: x[0], lambda x: x[None], lambda x: x.flatten(), lambda x: x.mT if x.ndim > 1 else x),
+    *(torch.Tensor.int, torch.Tensor.bool, torch.Tensor.double, lambda x: x.to(torch.complex64)),
+    *(lambda x: x.to("meta"), torch.Tensor.to_sparse, torch.Tensor.tolist, torch.Tensor.numpy, lambda x: x + 10**6),
+    *(lambda x, d=d: x.narrow(d, 0, 0) if d < x.ndim else x for d in range(4)),
+    *(lambda x, d=d: torch.cat([x, x], d) if d < x.ndim else x for d in range(4)),
+)
+
+
+def instead_of(value):
+    """Values that are other than one that is right."""
+    yield from ANYTHING
+    if isinstance(value, torch.Tensor):
+        yield from (change(value) for change in OTHER_TENSORS)
+    elif isinstance(value, list | tuple) and value:
+        yield from (value[:0], value[:1], [*value, None], [value], [3, *value])
+        if isinstance(value[0], torch.Tensor):
+            yield from ([change(value[0]), *value[1:]] for change in OTHER_TENSORS)
+
+
+def complaint(call, args, kwargs):
+    """What was wrong with how a call failed; None if it did not, or said so well."""
+    try:
+        call(*args, **kwargs)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        if last.filename.startswith(PACKAGE) and "raise" in (last.line or ""):
+            return None
+        return f"{type(error).__name__} of another's: {error}, at {last.filename}:{last.lineno}"
+    except OSError as error:
+        return None if error.filename else f"an error that names no file: {error}"
+    except RuntimeError as error:
+        return None if "same dtype" in str(error) else f"RuntimeError: {error}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", CALLS)
+def test_any_argument_is_served_or_refused_in_words(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # a text is a path to some
+    call, args, kwargs = CALLS[name]()
+    if name not in FAIL:
+        call(*args, **kwargs)
+    wrong = []
+    for at in [*range(len(args)), *kwargs]:
+        for bad in instead_of(args[at] if isinstance(at, int) else kwargs[at]):
+            call, given, named = CALLS[name]()
+            given, named = [*given], dict(named)
+            (given if isinstance(at, int) else named)[at] = bad
+            if found := complaint(call, given, named):
+                wrong.append(f"argument {at} as {str(bad)[:60]!r}: {found[:300]}")
+    assert not wrong, "\n".join(wrong[:20])
+
+
+def test_an_error_of_a_function_itself_stays_as_it_is():
+    with pytest.raises(ValueError, match="`q` must be") as caught:
+        dx.sparse_attention(qkv()[0][0], *qkv()[1:], layout())
+    assert caught.value.__cause__ is None
+
+
+def test_what_is_missing_is_said_by_python():
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'layout'"):
+        dx.sparse_attention(*qkv())
