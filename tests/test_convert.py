@@ -66,6 +66,20 @@ def test_save_and_load(dense, ids, tmp_path):
         assert torch.equal(native(ids[:, :100]).logits, loaded(ids[:, :100]).logits)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_of_weights_alone(folder, ids, tmp_path, dtype):
+    """Rotary frequencies stay fp32, as they are in the dense model and in the one that is loaded again."""
+    dense = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    native = convert_to_native(dense, SIZES, compression="weighted")
+    assert native.model.rotary_emb.inv_freq.dtype == torch.float32
+    native.save_pretrained(tmp_path, max_shard_size="100KB")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}
+    with torch.no_grad():
+        assert torch.equal(native(ids[:, :100]).logits, loaded(ids[:, :100]).logits)
+
+
 def test_generation_is_the_forward_token_by_token(dense, ids):
     native = convert_to_native(dense, SIZES)
     with torch.no_grad():

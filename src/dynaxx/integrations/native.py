@@ -201,7 +201,7 @@ def convert_to_native(
     )
     config.architectures = [NativeLlamaForCausalLM.__name__]
     weights = next(model.parameters())
-    native = NativeLlamaForCausalLM(config).to(weights.device, weights.dtype)
+    native = AutoModelForCausalLM.from_config(config, dtype=weights.dtype).to(weights.device)  # frequencies stay fp32
     native.load_state_dict(model.state_dict(), strict=False)
     for layer in native.model.layers:
         layer.self_attn.reset_new_parameters()
