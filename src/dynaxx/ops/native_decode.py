@@ -154,7 +154,7 @@ def native_decode(
         blocks = kernels.select_blocks(q, tokens, lse, lengths, sizes, -(-cache.max_keys // sizes.slc_block), scale)
     else:
         blocks = kernels.kept_blocks(block_indices.flatten(0, 1), lengths, sizes)
-    out_slc, _ = attend(_pages_of(blocks, sizes.slc_block // cache.page_size, cache.max_pages), cache)
+    out_slc, _ = attend(kernels.pages_of(blocks, sizes.slc_block // cache.page_size, cache.max_pages), cache)
     out_swa, _ = attend(None, replace(cache, leftpad_k=lengths.window, compressed=None))
     outs = tuple(x.flatten(0, 1) for x in (out_cmp, out_slc, out_swa))
     name = "triton" if backend == "auto" and q.is_cuda and q.dtype != torch.float64 else "reference"
@@ -172,15 +172,6 @@ def _one_query_each(q: Tensor, cache: PagedCache) -> tuple[Tensor, PagedCache]:
     ends = cache.seqused_k[:, None] + torch.arange(1 - steps, 1, dtype=torch.int32, device=q.device)
     table = cache.page_table.repeat_interleave(steps, 0)
     return q.flatten(0, 1)[:, None], replace(cache, seqused_k=ends.flatten().clamp(min=0), page_table=table)
-
-
-def _pages_of(blocks: Tensor, pages_per_block: int, max_pages: int) -> Tensor:
-    """The pages of blocks, (B, Hk, slots * pages_per_block)."""
-    if pages_per_block == 1:
-        return blocks
-    part = torch.arange(pages_per_block, dtype=torch.int32, device=blocks.device)
-    pages = blocks[..., None] * pages_per_block + part
-    return torch.where((blocks[..., None] >= 0) & (pages < max_pages), pages, -1).flatten(2)
 
 
 def _check_cache(cache: PagedCache) -> None:

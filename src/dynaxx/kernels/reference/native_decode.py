@@ -68,6 +68,15 @@ def kept_blocks(blocks: Tensor, lengths: NativeLengths, sizes: NativeSizes) -> T
     return torch.cat([free, torch.where(first < seen, first, -1), last], -1).int()
 
 
+def pages_of(blocks: Tensor, pages_per_block: int, max_pages: int) -> Tensor:
+    """The pages of (B, Hk, slots) blocks, (B, Hk, slots * pages_per_block); -1 for those that no sequence has."""
+    if pages_per_block == 1:
+        return blocks
+    part = torch.arange(pages_per_block, dtype=torch.int32, device=blocks.device)
+    pages = blocks[..., None] * pages_per_block + part
+    return torch.where((blocks[..., None] >= 0) & (pages < max_pages), pages, -1).flatten(2)
+
+
 def store_compressed(
     cache: PagedCache, compressed: CompressedPages, k_cmp: Tensor, v_cmp: Tensor, count: int, skip: int
 ) -> None:

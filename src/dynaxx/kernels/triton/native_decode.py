@@ -24,7 +24,15 @@ from dynaxx.layout.compressed import NativeLengths
 from dynaxx.layout.native import NativeSizes
 from dynaxx.layout.paging import PagedCache
 
-__all__ = ["compress_windows", "gather_windows", "kept_blocks", "select_blocks", "step_lengths", "store_compressed"]
+__all__ = [
+    "compress_windows",
+    "gather_windows",
+    "kept_blocks",
+    "pages_of",
+    "select_blocks",
+    "step_lengths",
+    "store_compressed",
+]
 
 LENGTHS = 128  # sequences of a program
 TOKENS = 64  # compressed tokens of a program
@@ -32,21 +40,34 @@ MOST_ROWS = 64  # q heads of a group at once
 
 
 @light_launch
-@triton.jit(do_not_specialize=["batch", "window"])
+@triton.jit(do_not_specialize=["batch", "row", "window"])
 def _lengths_kernel(
-    p_seqused, p_lengths, batch, window, LENGTH: tl.constexpr, STRIDE: tl.constexpr, SLC: tl.constexpr,
+    p_seqused, p_lengths, batch, row, window, LENGTH: tl.constexpr, STRIDE: tl.constexpr, SLC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """As `NativeLengths`, (5, B)."""
+    """As `NativeLengths`, (5, B), `row` numbers from one to the next."""
     i_b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i_b < batch
     used = tl.load(p_seqused + i_b, mask=inside, other=0)
     p_lengths += i_b
     tl.store(p_lengths, used // STRIDE, mask=inside)
-    tl.store(p_lengths + batch, used * 0 + (LENGTH // STRIDE - 1), mask=inside)
-    tl.store(p_lengths + 2 * batch, tl.where(used < LENGTH, 0, (used - LENGTH) // STRIDE + 1), mask=inside)
-    tl.store(p_lengths + 3 * batch, (used + SLC - 1) // SLC, mask=inside)
-    tl.store(p_lengths + 4 * batch, tl.maximum(used - window, 0), mask=inside)
+    tl.store(p_lengths + row, used * 0 + (LENGTH // STRIDE - 1), mask=inside)
+    tl.store(p_lengths + 2 * row, tl.where(used < LENGTH, 0, (used - LENGTH) // STRIDE + 1), mask=inside)
+    tl.store(p_lengths + 3 * row, (used + SLC - 1) // SLC, mask=inside)
+    tl.store(p_lengths + 4 * row, tl.maximum(used - window, 0), mask=inside)
+
+
+@light_launch
+@triton.jit(do_not_specialize=["slots", "max_pages"])
+def _pages_kernel(p_blocks, p_pages, slots, max_pages, PER_BLOCK: tl.constexpr, BLOCK: tl.constexpr):
+    """As `pages_of`, of one list."""
+    i_list = tl.program_id(0).to(tl.int64)
+    slot = tl.arange(0, BLOCK)
+    inside = slot < slots * PER_BLOCK
+    block = tl.load(p_blocks + i_list * slots + slot // PER_BLOCK, mask=inside, other=-1)
+    page = block * PER_BLOCK + slot % PER_BLOCK
+    page = tl.where((block >= 0) & (page < max_pages), page, -1)
+    tl.store(p_pages + i_list * slots * PER_BLOCK + slot, page, mask=inside)
 
 
 @light_launch
@@ -143,21 +164,41 @@ def kept_blocks(blocks: Tensor, lengths: NativeLengths, sizes: NativeSizes) -> T
     return kept
 
 
-def step_lengths(seqused: Tensor, sizes: NativeSizes) -> NativeLengths:
+def pages_of(blocks: Tensor, pages_per_block: int, max_pages: int) -> Tensor:
     """As `kernels.reference.native_decode`, in one kernel."""
-    lengths = seqused.new_empty(5, seqused.shape[0])
-    if lengths.numel():
-        _lengths_kernel[(triton.cdiv(seqused.shape[0], LENGTHS),)](
+    if pages_per_block == 1:
+        return blocks
+    batch, heads, slots = blocks.shape
+    pages = blocks.new_empty(batch, heads, slots * pages_per_block)
+    if pages.numel():
+        _pages_kernel[(batch * heads,)](
+            blocks.contiguous(),
+            pages,
+            slots=slots,
+            max_pages=max_pages,
+            PER_BLOCK=pages_per_block,
+            BLOCK=triton.next_power_of_2(slots * pages_per_block),
+        )
+    return pages
+
+
+def step_lengths(seqused: Tensor, sizes: NativeSizes) -> NativeLengths:
+    """As `kernels.reference.native_decode`, in one kernel. Each begins at 16 bytes, where `light_launch` serves."""
+    batch = seqused.shape[0]
+    lengths = seqused.new_empty(5, -(-batch // 4) * 4)
+    if batch:
+        _lengths_kernel[(triton.cdiv(batch, LENGTHS),)](
             seqused.contiguous(),
             lengths,
-            batch=seqused.shape[0],
+            batch=batch,
+            row=lengths.shape[1],
             LENGTH=sizes.cmp_block,
             STRIDE=sizes.cmp_stride,
             SLC=sizes.slc_block,
             window=sizes.window,
             BLOCK=LENGTHS,
         )
-    return NativeLengths(*lengths)
+    return NativeLengths(*lengths[:, :batch])
 
 
 def select_blocks(
