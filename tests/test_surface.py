@@ -111,6 +111,18 @@ CALLS = {
         {**SCALED, "block_indices": None},
     ),
     "native_sparse_attention": lambda: (dx.native_sparse_attention, [*native_inputs()], {**ENDED, **SCALED}),
+    "selected_attention": lambda: (
+        dx.selected_attention,
+        [*packed(), torch.zeros(64, 2, 1, dtype=torch.int32)],
+        {**ENDED, **SCALED, "block_size": 16, "return_lse": True},
+    ),
+    "explain_selected": lambda: (
+        dx.explain_selected,
+        [*qkv(), torch.zeros(1, 64, 2, 1, dtype=torch.int32)],
+        {"block_size": 16, "backend": "auto"},
+    ),
+    "compress": lambda: (dx.compress, [packed()[1], SIZES, torch.ones(8, 2)], {"cu_seqlens": ENDS}),
+    "compression_windows": lambda: (dx.compression_windows, [packed()[1], SIZES], {"cu_seqlens": ENDS}),
     "native_spans": lambda: (dx.native_spans, [SIZES, ENDS, ENDS], {"device": "cpu"}),
     "NativeSizes": lambda: (dx.NativeSizes, [8, 4, 16, 2, 1, 1, 16, "sum"], {}),
     "from_dense": lambda: (dx.BlockLayout.from_dense, [torch.ones(1, 1, 64, 64) > 0], {"block_size": 16}),

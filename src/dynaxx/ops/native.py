@@ -25,6 +25,7 @@ LAYOUT_BLOCK = {"cpu": 64}  # of the compressed and the window branch; others 12
 FULL_ROWS = 1 << 19  # tokens times heads that fill a GPU: half as many take a tenth longer
 
 
+@typed
 def compression_windows(x: Tensor, sizes: NativeSizes, *, cu_seqlens: CuSeqlens | None = None) -> Tensor:
     """Gather the tokens that each compressed token stands for. Differentiable.
 
@@ -43,6 +44,7 @@ def compression_windows(x: Tensor, sizes: NativeSizes, *, cu_seqlens: CuSeqlens 
     return windows.unflatten(0, (packed.batch[0], sizes.compressed(x.shape[1])))
 
 
+@typed
 def compress(
     x: Tensor, sizes: NativeSizes, weight: Tensor | None = None, *, cu_seqlens: CuSeqlens | None = None
 ) -> Tensor:

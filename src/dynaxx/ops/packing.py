@@ -75,24 +75,33 @@ def pack(
     return spans, packed
 
 
-def check_indices(indices: Tensor, packed: Packed, spans: NativeSpans) -> None:
-    """Check (tokens, select_heads, slots) block indices; their values where that does not wait for a GPU.
+def check_indices(block_indices: Tensor, packed: Packed, spans: NativeSpans) -> Tensor:
+    """Check block indices of a batch or of packed queries; their values where that does not wait for a GPU.
+
+    Returns:
+        (tokens, select_heads, slots), packed.
 
     Raises:
         ValueError, TypeError: as `selected_attention`.
     """
+    before = packed.batch or (packed.q.shape[0],)
+    if block_indices.ndim != len(before) + 2 or block_indices.shape[:-2] != before:
+        raise ValueError(
+            f"`block_indices` must be {tuple(before)} + (select_heads, slots), got {tuple(block_indices.shape)}"
+        )
+    indices = block_indices.flatten(0, -3)
     heads, q_heads, kv_heads = indices.shape[1], packed.q.shape[1], packed.k.shape[1]
     if heads == 0 or heads % kv_heads or q_heads % heads:
         raise ValueError(
             f"select_heads of `block_indices` must be a multiple of kv_heads {kv_heads} and divide q_heads {q_heads}, "
             f"got {heads}"
         )
-    if indices.is_floating_point() or indices.dtype == torch.bool:
+    if indices.is_floating_point() or indices.is_complex() or indices.dtype == torch.bool:
         raise TypeError(f"`block_indices` must be integers, got {indices.dtype}")
     if indices.device != packed.q.device:
         raise ValueError(f"`block_indices` must be on q's device {packed.q.device}, got {indices.device}")
     if indices.device.type != "cpu" and os.environ.get("DYNAXX_DEBUG") != "1":
-        return
+        return indices
     lengths = torch.tensor(spans.ends_k).diff().add(spans.sizes.slc_block - 1) // spans.sizes.slc_block
     blocks = torch.repeat_interleave(lengths, torch.tensor(spans.ends_q).diff()).to(indices.device)[:, None, None]
     wrong = (indices < -1) | (indices >= blocks)
@@ -104,3 +113,4 @@ def check_indices(indices: Tensor, packed: Packed, spans: NativeSpans) -> None:
     ordered = indices.sort(-1).values
     if ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any():
         raise ValueError("`block_indices` must not name a block twice for one query; set duplicates to -1")
+    return indices

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dynaxx.arguments import typed
 from dynaxx.errors import UnsupportedInputError
 from dynaxx.kernels.problem import AttentionProblem
 from dynaxx.layout.native import NativeSizes, NativeSpans
@@ -23,6 +24,7 @@ from dynaxx.ops.packing import check_indices, pack
 BACKENDS = ("hopper", "triton", "cpu", "reference")  # in the order that "auto" prefers
 
 
+@typed
 def selected_attention(
     q: Tensor,
     k: Tensor,
@@ -62,12 +64,7 @@ def selected_attention(
     count = block_indices.shape[-1] if block_indices.ndim else 0
     sizes = NativeSizes(block_size, block_size, block_size, max(1, count), 0, 0)
     spans, packed = pack(q, k, v, sizes, cu_seqlens_q, cu_seqlens_k)
-    if block_indices.ndim != q.ndim or block_indices.shape[: q.ndim - 2] != q.shape[:-2]:
-        raise ValueError(
-            f"`block_indices` must be {tuple(q.shape[:-2])} + (select_heads, slots), got {tuple(block_indices.shape)}"
-        )
-    indices = block_indices if packed.batch is None else block_indices.flatten(0, 1)
-    check_indices(indices, packed, spans)
+    indices = check_indices(block_indices, packed, spans)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     out, lse = attend_selected(packed.q, packed.k, packed.v, indices.to(torch.int32), spans, scale, backend)
     out = packed.unpack(out)
@@ -175,6 +172,7 @@ class SelectedExplanation:
         return "\n".join(lines)
 
 
+@typed
 def explain_selected(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *, block_size: int = 64, backend: str = "auto"
 ) -> SelectedExplanation:
@@ -185,9 +183,12 @@ def explain_selected(
     Raises:
         ValueError, TypeError, UnsupportedInputError: as `selected_attention` would.
     """
-    sizes = NativeSizes(block_size, block_size, block_size, max(1, block_indices.shape[-1]), 0, 0)
+    count = block_indices.shape[-1] if block_indices.ndim else 0
+    sizes = NativeSizes(block_size, block_size, block_size, max(1, count), 0, 0)
     spans, packed = pack(q, k, v, sizes, None, None)
-    check_indices(block_indices.flatten(0, 1), packed, spans)
+    if packed.batch is None:
+        raise ValueError(f"`q` must be (batch, seqlen, heads, head_dim), got {tuple(q.shape)}")
+    check_indices(block_indices, packed, spans)
     chosen = native_backend(packed.q, packed.k, packed.v, block_size, backend)
     problem = native_problem(packed.q, packed.k, packed.v, block_size)
     reasons = {name: _unsupported(name, problem) for name in BACKENDS}
