@@ -4,8 +4,9 @@
 
 Two kinds take turns: selected attention of any indices, and the whole of it (compression with weights, three branches,
 gates) where every block is selected, so that rounding cannot choose others. What kernels are compiled for (backend,
-dtype, head_dims, block, slots, group) is a key; every key meets many lengths, ragged batches, empty rows and overlaps.
-Problems are drawn and expected on the CPU. Prints failures with how to see them again, and counts; exits 1 on any.
+dtype, head_dims, block, slots, group, compression windows) is a key, one of 32; every key meets many lengths, ragged
+batches, empty rows, overlaps, numbers of kv heads, windows and values. Problems are drawn and expected on the
+CPU. Prints failures with how to see them again, and counts; exits 1 on any.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from dynaxx.testing.native import random_selected_case
 from dynaxx.testing.oracle import check_forward, check_gradients, error_reports, oracle_attention
 
 LENGTHS = (0, 1, 63, 65, 130, 190)
+WINDOWS = ((16, 8), (8, 8), (16, 16), (32, 16))
 
 
 @dataclass(frozen=True)
@@ -39,12 +41,13 @@ class Key:
     block: int
     slots: int
     group: int
+    compressed: tuple[int, int]  # keys of a compression window, and between the starts of two
 
 
 def all_keys():
     """Hopper's groups, and Triton's over every group, block, head_dim and dtype in turn."""
     hopper = [
-        Key("hopper", ("bfloat16", "float16")[i % 2], (dim, dim), block, (6, 16)[i % 2], group)
+        Key("hopper", ("bfloat16", "float16")[i % 2], (dim, dim), block, (6, 16)[i % 2], group, WINDOWS[i % 4])
         for i, (group, dim, block) in enumerate(
             [(16, 128, 64), (8, 64, 64), (16, 64, 128), (32, 128, 64), (8, 128, 128), (64, 128, 64),
              (4, 128, 64), (1, 64, 64)]
@@ -64,6 +67,7 @@ def all_keys():
             block,
             (3, 6)[i % 2],
             group,
+            WINDOWS[i % 4 if block > 16 else i % 3],
         )
         for i, (group, dim, block) in enumerate(some)
     ]
@@ -93,9 +97,8 @@ def selected_reports(key, seed, device):
 def whole_reports(key, seed, device):
     """All branches: out and gradients of q, k, v, the weights of both compressions, and the gates."""
     rng = random.Random(seed)
-    stride = rng.choice([n for n in (8, 16) if n <= key.block])
-    width, count = rng.choice([n for n in (stride, 2 * stride) if n <= key.block]), max(3, -(-190 // key.block))
-    sizes = NativeSizes(width, stride, key.block, count, 1, 1, window=rng.choice((1, 33, 100)))
+    count = max(3, -(-190 // key.block))
+    sizes = NativeSizes(*key.compressed, key.block, count, 1, 1, window=rng.choice((1, 33, 100)))
     lengths = [rng.choice(LENGTHS) for _ in range(rng.choice((1, 3)))]
     ends = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
     dtype, kv_heads = getattr(torch, key.dtype), rng.choice((1, 2))
