@@ -255,6 +255,9 @@ Track by_document(const Rule& rule, const Grid& grid) {
   std::vector<CutBlock> cut;  // of each kind from CUT on: one that has it
   Table known;
   Track track;
+  track.list.reserve(grid.q_blocks());
+  track.ends.reserve(grid.q_blocks() + 1);
+  track.runs.reserve(2 * grid.q_blocks());
   int64_t from = 0, until = 0, to = 0;  // documents of a row's first query, the last that there is, and its last
   for (int64_t row = 0; row < grid.q_blocks(); row++) {
     from = documents.of(grid.first(row), from);
@@ -288,13 +291,15 @@ Track by_document(const Rule& rule, const Grid& grid) {
   track.kinds = CUT + int32_t(cut.size());
   track.mask = [documents, cut, grid](int32_t kind, uint32_t* out) {
     const int64_t words = grid.words();
-    std::fill_n(out, grid.q_block * words, 0);
-    rectangles_of(documents, grid, cut[kind - CUT], [&](const Rectangle& found) {  // one under the other
-      uint32_t* row = out + found.top * words;
+    int64_t done = 0;  // rows
+    rectangles_of(documents, grid, cut[kind - CUT], [&](const Rectangle& found) {  // each lower than the one before
+      uint32_t *row = out + found.top * words, *end = out + found.bottom * words;
+      std::fill(out + done * words, row + words, 0);
       set_bits(row, found.left, found.right);
-      const int64_t all = (found.bottom - found.top) * words;
-      for (int64_t done = words; done < all; done *= 2) std::copy_n(row, std::min(done, all - done), row + done);
+      for (int64_t n = words; row + n < end; n *= 2) std::copy_n(row, std::min(n, end - row - n), row + n);
+      done = found.bottom;
     });
+    std::fill(out + done * words, out + grid.q_block * words, 0);
   };
   return track;
 }

@@ -96,7 +96,6 @@ class Builder {
       if (layout_.indices.size() > INT32_MAX) throw std::bad_alloc();
       layout_.indptr.push_back(int32_t(layout_.indices.size()));
     }
-    for (size_t i = 0; i < layout_.bits.size(); i += whole_.size()) add_band(layout_.bits.data() + i);
     order_rows();
   }
 
@@ -205,6 +204,7 @@ class Builder {
     for (uint64_t hash = hash_of(mask, whole_.size());; hash += hash < ~0ull ? 1 : 2) {
       const auto [code, is_new] = masks_.insert(hash, next);
       const int32_t* known = layout_.bits.data() + size_t(*code) * whole_.size();
+      if (is_new) add_band(mask);
       if (is_new || !std::memcmp(known, mask, whole_.size() * sizeof(uint32_t))) return *code;
     }
   }
@@ -236,16 +236,23 @@ class Builder {
 
   // (lo, hi) where the mask is lo <= r - c <= hi, else (1, 0): each row is the row above moved by a column, and the
   // first row and column show distances without a gap.
-  void add_band(const int32_t* bits) {
-    const uint32_t* mask = reinterpret_cast<const uint32_t*>(bits);
-    const size_t words = size_t(grid_.words());
-    uint32_t wrong = (mask[words] ^ mask[0] << 1) & ~1u;  // nothing is moved into a row's first column
-    for (size_t i = words + 1; i < whole_.size(); i++)
-      wrong |= (mask[i] ^ (mask[i - words] << 1 | mask[i - words - 1] >> 31)) & (i & (words - 1) ? ~0u : ~1u);
-    bool band = !(wrong & whole_[0]);
-    const auto at = [&](int64_t r, int64_t c) { return mask[r * grid_.words() + c / 32] >> c % 32 & 1; };
+  void add_band(const uint32_t* mask) {
+    const int64_t rows = grid_.q_block, cols = grid_.kv_block;
+    const uint32_t words = uint32_t(grid_.words()), size = uint32_t(whole_.size());
+    const auto at = [&](int64_t r, int64_t c) { return mask[r * words + c / 32] >> c % 32 & 1; };
+    bool band = true;
+    for (int64_t distance = 1 - cols; band && distance < rows; distance += 8) {  // where it begins and ends, of some
+      const int64_t end = std::min(rows, cols + distance) - 1;
+      band = at(std::max<int64_t>(distance, 0), std::max<int64_t>(-distance, 0)) == at(end, end - distance);
+    }
+    if (band) {
+      uint32_t wrong = (mask[words] ^ mask[0] << 1) & ~1u;  // nothing is moved into a row's first column
+      for (uint32_t i = words + 1; i < size; i++)
+        wrong |= (mask[i] ^ (mask[i - words] << 1 | mask[i - words - 1] >> 31)) & (i & (words - 1) ? ~0u : ~1u);
+      band = !(wrong & whole_[0]);
+    }
     int64_t lo = 0, hi = -1, count = 0;
-    for (int64_t distance = 1 - grid_.kv_block; band && distance < grid_.q_block; distance++)
+    for (int64_t distance = 1 - cols; band && distance < rows; distance++)
       if (distance < 0 ? at(0, -distance) : at(distance, 0)) {
         if (!count++) lo = distance;
         hi = distance;
