@@ -95,6 +95,28 @@ def tools(monkeypatch):
 # ---- every command -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("bad", ["a-file/x.json", "a-folder"])
+@pytest.mark.parametrize(
+    ("tool", "args"),
+    [
+        ("bench", ["bench", "--out", "BAD"]),
+        ("analyze", ["analyze", "MODEL", "--text", "TEXT", "--bertviz", "BAD"]),
+        ("validate", ["validate", "MODEL", "POLICY", "--text", "TEXT", "--out", "BAD"]),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(tools, tiny, tmp_path, monkeypatch, tool, args, bad):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a-file").write_text("")
+    (tmp_path / "a-folder" / "validation.json").mkdir(parents=True)
+    facts = {"model_type": "llama", "layers": 2, "q_heads": 4, "kv_heads": 2, "head_dim": 16}
+    dynaxx.save_policy(dynaxx.Policy(model=facts), tmp_path / "policy.json")
+    names = {"BAD": bad, "MODEL": tiny, "TEXT": tiny.parent / "text.txt", "POLICY": tmp_path / "policy.json"}
+    shown = dynaxx_(*(names.get(arg, arg) for arg in args))
+    assert shown.exit_code == 2, shown.output
+    assert "a directory" in shown.stderr.strip().splitlines()[-1].lower()
+    assert tool not in tools
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_has_examples(command):
     shown = dynaxx_(command, "--help")

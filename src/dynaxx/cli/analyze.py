@@ -21,7 +21,7 @@ from dynaxx.cli.options import (
     ThreadsOption,
     numbers,
 )
-from dynaxx.cli.running import load, progress_of, read_text, running, summary_of, tool
+from dynaxx.cli.running import check_targets, load, progress_of, read_text, running, summary_of, tool
 
 BERTVIZ_CHARS = 400  # BertViz draws every pair of tokens
 
@@ -60,6 +60,7 @@ def analyze(
         progress = progress_of(quiet)
         sample = tool("texts").split_text(read_text(text)).calibration
         loaded = load(model, device, dtype, progress)
+        check_targets(out / "analysis.json", bertviz)
         found = tool("analyze").analyze(
             *loaded,
             sample,

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from dynaxx.cli.options import JsonOption, QuietOption, SeedOption, ThreadsOption, device_of
-from dynaxx.cli.running import running, tool
+from dynaxx.cli.running import check_targets, running, tool
 
 
 class Suite(StrEnum):
@@ -62,6 +62,7 @@ def bench(
             raise typer.BadParameter("--only, --peers and --plot are of --suite gpu")
         lab = tool(f"bench_{suite}")
         device_of("cuda" if suite is Suite.gpu else "cpu")
+        check_targets(out, plot)
         try:
             if suite is Suite.cpu:
                 found = lab.run_cpu_suite(quick=quick, threads=threads, seed=seed, progress=say)

@@ -20,7 +20,7 @@ from dynaxx.cli.options import (
     ThreadsOption,
     numbers,
 )
-from dynaxx.cli.running import load, progress_of, read_text, running, tool
+from dynaxx.cli.running import check_targets, load, progress_of, read_text, running, tool
 
 
 def profile(
@@ -53,6 +53,7 @@ def profile(
     with running(as_json, threads, seed) as finish:
         lab, progress = tool("profile"), progress_of(quiet)
         loaded = load(model, device, dtype, progress)
+        check_targets(out and out / "profile.json", trace)
         found = lab.profile(
             *loaded,
             read_text(text),

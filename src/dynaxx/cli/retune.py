@@ -20,7 +20,7 @@ from dynaxx.cli.options import (
     ThreadsOption,
     numbers,
 )
-from dynaxx.cli.running import command_line, load, progress_of, read_text, running, tool
+from dynaxx.cli.running import check_targets, command_line, load, progress_of, read_text, running, tool
 
 PolicyArgument = Annotated[Path, typer.Argument(metavar="POLICY", help="The policy file that is in force.")]
 
@@ -61,6 +61,7 @@ def retune(
     with running(as_json, threads, seed) as finish:
         policies, progress = importlib.import_module("dynaxx.policy"), progress_of(quiet)
         old = policies.load_policy(policy)
+        check_targets(out)
         found = tool("retune").retune(
             old,
             statistics=policies.load_profile(stats) if stats else None,

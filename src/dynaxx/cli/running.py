@@ -12,6 +12,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -92,6 +93,13 @@ def read_text(source: str) -> str:
     """Read the sample that --text names."""
     text: str = tool("texts").load_text(source)
     return text
+
+
+def check_targets(*paths: Path | None) -> None:
+    """Before long work: refuse files that could not be written after it."""
+    for path in paths:
+        if path is not None:
+            tool("files").check_target(path)
 
 
 def progress_of(quiet: bool) -> Any:

@@ -22,7 +22,7 @@ from dynaxx.cli.options import (
     ThreadsOption,
     numbers,
 )
-from dynaxx.cli.running import load, progress_of, read_text, running, tool
+from dynaxx.cli.running import check_targets, load, progress_of, read_text, running, tool
 
 
 def validate(
@@ -51,8 +51,10 @@ def validate(
     with running(as_json, threads, seed) as finish:
         document = importlib.import_module("dynaxx.policy").load_policy(policy)
         lab, progress = tool("validate"), progress_of(quiet)
+        loaded = load(model, device, dtype, progress)
+        check_targets(out / "validation.json")
         found = lab.validate(
-            *load(model, device, dtype, progress),
+            *loaded,
             document,
             read_text(text),
             lengths=numbers("--lengths", lengths),

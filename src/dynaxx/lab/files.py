@@ -43,6 +43,18 @@ def write_json(path: Path | str, document: Any) -> Path:
     return write_text(path, json.dumps(document, indent=2, allow_nan=False) + "\n")
 
 
+def check_target(path: Path | str) -> None:
+    """Before long work: raise the OSError that writing this file would end in, as far as can be seen. Makes nothing."""
+    path = Path(path)
+    there = next(folder for folder in path.absolute().parents if folder.exists())
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not there.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(there))
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(there))
+
+
 def read_json(path: Path | str) -> Any:
     """Read a JSON file.
 
