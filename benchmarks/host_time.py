@@ -1,6 +1,6 @@
 """What the host does: microseconds until a call on a short sequence returns, and milliseconds to build a static layout.
 
-    python benchmarks/host_time.py [--tokens 512] [--layout-tokens 131072]
+    python benchmarks/host_time.py [--tokens 512] [--decode-tokens 4096] [--layout-tokens 131072] [--only decode]
 
 Nothing waits for the GPU within a measurement of a call. A new layout is of a pattern that was never asked for; its
 time ends when it lies on the GPU. One thread.
@@ -12,6 +12,8 @@ import argparse
 import random
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from statistics import median
 
 import torch
@@ -60,6 +62,34 @@ def print_calls(tokens: int, backend: str) -> None:
         print(f"{backend:8}{name:42}{us:8.1f} us", flush=True)
 
 
+def print_decode(tokens: int) -> None:
+    """A step of one sequence, bf16 queries of 32 q heads over 8 kv heads of 128, a tenth of the pages."""
+    k, v = torch.randn(2, 1, tokens, 8, 128, device="cuda", dtype=torch.bfloat16)
+    q = torch.randn(1, 1, 32, 128, device="cuda", dtype=torch.bfloat16)
+    used = torch.full((1,), tokens, dtype=torch.int32, device="cuda")
+    budget = dx.PageBudget(0.1, sinks=4, window=64)
+    table = torch.arange(tokens // 64, dtype=torch.int32, device="cuda")[None]
+    pages = [x.unflatten(1, (tokens // 64, 64)).flatten(0, 1) for x in (k, v)]
+    caches = {
+        "contiguous": dx.PagedCache.contiguous(k, v, seqused_k=used),
+        "paged": dx.PagedCache(*pages, used, table),
+        "fp8": replace(dx.PagedCache.quantized(k, v, seqused_k=used), exact=None),
+        "fp8, exact tokens": dx.PagedCache.quantized(k, v, seqused_k=used),
+    }
+    for name, cache in caches.items():
+        cache = dx.summarize_pages(cache)
+        chosen = dx.select_pages(q, cache, budget)
+        calls = {
+            "pages chosen": partial(dx.sparse_decode, q, cache, budget),
+            "pages given": partial(dx.sparse_decode, q, cache, chosen),
+            "all pages": partial(dx.sparse_decode, q, cache),
+            "summaries of one token": partial(dx.summarize_pages, cache, new_tokens=1),
+            "a cache made anew, pages chosen": lambda cache=cache: dx.sparse_decode(q, replace(cache), budget),
+        }
+        for what, call in calls.items():
+            print(f"{'decode':8}{name + ', ' + what:50}{host_us(call):8.1f} us", flush=True)
+
+
 def print_layouts(tokens: int) -> None:
     """Blocks of 128, causal; built on the host and copied."""
     documents = tuple(range(0, tokens + 1, tokens // 16))
@@ -103,10 +133,15 @@ def built_ms(rule: dx.Pattern, tokens: int) -> float:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--decode-tokens", type=int, default=4096)
     parser.add_argument("--layout-tokens", type=int, default=131072)
+    parser.add_argument("--only", choices=("attention", "decode", "layouts"), help="one part")
     given = parser.parse_args()
     torch.set_num_threads(1)
     print(torch.cuda.get_device_name())
-    for backend in ("hopper", "triton"):
+    for backend in ("hopper", "triton") if given.only in (None, "attention") else ():
         print_calls(given.tokens, backend)
-    print_layouts(given.layout_tokens)
+    if given.only in (None, "decode"):
+        print_decode(given.decode_tokens)
+    if given.only in (None, "layouts"):
+        print_layouts(given.layout_tokens)

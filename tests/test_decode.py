@@ -278,3 +278,13 @@ def test_nothing_to_see():
                                     return_lse=True, backend=backend)  # fmt: skip
         assert (out == 0).all()
         assert (lse == -torch.inf).all()
+
+
+def test_a_count_and_a_share_are_not_mixed_up():
+    """1 page and 1.0, all of them, are equal numbers."""
+    for count, share in ((1, 1.0), ((1, 0), (1.0, 0))):
+        for _ in range(2):
+            fixed, shares = dx.PageBudget(count).wanted(2, torch.device("cpu"))
+            assert (fixed.sum() > 0, shares.sum()) == (True, 0)
+            fixed, shares = dx.PageBudget(share).wanted(2, torch.device("cpu"))
+            assert (fixed.sum(), shares.sum() > 0) == (0, True)

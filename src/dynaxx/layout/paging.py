@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -208,6 +210,37 @@ class PagedCache:
         exact = ExactTokens.of(k, v, whole.seqused_k, leftpad_k, sinks=sinks, window=window)
         (k, k_scale), (v, v_scale) = (quantize_pages(x, dtype, page_size) for x in (k, v))
         return replace(whole, k=k, v=v, k_scale=k_scale, v_scale=v_scale, exact=exact)
+
+    @cached_property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that there are, each once: fields in their order."""
+        return tuple(x for x in self._places if x is not None)
+
+    @cached_property
+    def form(self) -> Hashable:
+        """All but the numbers in `tensors`: equal where whatever depends on shapes, strides and dtypes is the same."""
+        shapes = tuple(None if x is None else (x.shape, x.stride(), x.dtype) for x in self._places)
+        bound = None if self.summaries is None else self.summaries.bound
+        sinks = None if self.exact is None else self.exact.sinks
+        sizes = None if self.compressed is None else self.compressed.sizes
+        return (self.device, self.page_size, bound, sinks, sizes, *shapes)
+
+    @property
+    def _places(self) -> tuple[Tensor | None, ...]:
+        summaries, exact, compressed = self.summaries, self.exact, self.compressed
+        high = None if summaries is None or summaries.high is summaries.low else summaries.high
+        return (
+            self.k,
+            self.v,
+            self.seqused_k,
+            self.page_table,
+            self.leftpad_k,
+            self.k_scale,
+            self.v_scale,
+            *((None, high, None) if summaries is None else (summaries.low, high, summaries.scale)),
+            *((None, None) if exact is None else (exact.k, exact.v)),
+            *((None, None) if compressed is None else (compressed.k, compressed.v)),
+        )
 
     @property
     def is_paged(self) -> bool:

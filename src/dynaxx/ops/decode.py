@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Hashable
 from dataclasses import replace
 from functools import cache as cache_results
 from types import ModuleType
@@ -20,6 +21,7 @@ from dynaxx.ops.attention import SparseAttentionOutput
 from dynaxx.ops.checks import DTYPES
 from dynaxx.selection.pages import PageBudget
 
+MOST_FORMS = 1024  # of inputs that are remembered; a cache that grows has another at every step
 DECODE_BACKENDS = ("triton", "cpu", "reference")  # in the order that "auto" prefers
 
 
@@ -79,9 +81,8 @@ def sparse_decode(
             a GPU only with DYNAXX_DEBUG=1; there pages out of range are skipped.
         UnsupportedInputError: no backend, or not the named one, can serve; with the reasons of each.
     """
-    problem = check_decode(q, cache)
+    kernels = _serving(q, cache, backend)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    kernels = _choose(problem, backend)
     if isinstance(pages, PageBudget) and not pages.reads_everything:
         out, lse = kernels.select_and_attend(q, cache, *_choice(q, cache, pages), scale)
     else:
@@ -106,9 +107,9 @@ def select_pages(
     Raises:
         As `sparse_decode`; ValueError, too, where the cache has no summaries, or some of another bound.
     """
-    problem = check_decode(q, cache)
+    kernels = _serving(q, cache, backend)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    chosen: Tensor = _choose(problem, backend).select_pages(q, cache, *_choice(q, cache, budget), scale)[0]
+    chosen: Tensor = kernels.select_pages(q, cache, *_choice(q, cache, budget), scale)[0]
     return chosen
 
 
@@ -136,6 +137,7 @@ def summarize_pages(
     Returns:
         The cache, with its summaries.
     """
+    _check_cache(cache)
     if cache.summaries is None:
         if new_tokens is not None:
             raise ValueError("`new_tokens` must be None where the cache has no summaries: all pages are to be read")
@@ -144,8 +146,7 @@ def summarize_pages(
         raise ValueError("`bound` and `dtype` are of new summaries; this cache has some")
     if new_tokens is not None and new_tokens < 0:
         raise ValueError(f"`new_tokens` must be >= 0, got {new_tokens}")
-    _check_values(cache)
-    kernels = _choose(_problem(cache, torch.float32, 1, cache.kv_heads), backend)
+    kernels = _serving(None, cache, backend)
     kernels.summarize_pages(cache, cache.summaries, new_tokens)
     return cache
 
@@ -165,8 +166,9 @@ def _choice(q: Tensor, cache: PagedCache, budget: PageBudget) -> tuple[Tensor, i
 
 def check_decode(q: Tensor, cache: PagedCache) -> DecodeProblem:
     """Check that q fits the cache and the cache's values its sizes, and describe them."""
-    if not isinstance(cache, PagedCache):
-        raise TypeError(f"`cache` must be a PagedCache, got {type(cache).__name__}; see PagedCache.contiguous")
+    _check_cache(cache)
+    if not isinstance(q, Tensor):
+        raise TypeError(f"`q` must be a tensor, got {type(q).__name__}")
     if q.ndim != 4 or q.shape[0] != cache.batch or q.shape[3] != cache.head_dim:
         raise ValueError(
             f"`q` must be (batch = {cache.batch}, seqlen_q, q_heads, head_dim = {cache.head_dim}), got {tuple(q.shape)}"
@@ -184,6 +186,33 @@ def check_decode(q: Tensor, cache: PagedCache) -> DecodeProblem:
         )
     _check_values(cache)
     return _problem(cache, q.dtype, q.shape[1], q.shape[2])
+
+
+def _check_cache(cache: object) -> None:
+    if not isinstance(cache, PagedCache):
+        raise TypeError(f"`cache` must be a PagedCache, got {type(cache).__name__}; see PagedCache.contiguous")
+
+
+def _serving(q: Tensor | None, cache: PagedCache, backend: str) -> ModuleType:
+    """Check a call, with queries or without, and choose its kernels; for inputs of a known form, those found before."""
+    _check_cache(cache)
+    form = (q.shape, q.dtype, q.device) if isinstance(q, Tensor) else None
+    key = (cache.form, form, backend)
+    kernels = _served.get(key)
+    if kernels is not None and (q is None or form is not None):
+        _check_values(cache)
+        return kernels
+    if q is None:
+        _check_values(cache)
+    problem = _problem(cache, torch.float32, 1, cache.kv_heads) if q is None else check_decode(q, cache)
+    kernels = _choose(problem, backend)
+    if len(_served) >= MOST_FORMS:
+        _served.clear()
+    _served[key] = kernels
+    return kernels
+
+
+_served: dict[Hashable, ModuleType] = {}
 
 
 def _problem(cache: PagedCache, dtype: torch.dtype, seqlen_q: int, q_heads: int) -> DecodeProblem:

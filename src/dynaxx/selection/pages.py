@@ -100,9 +100,12 @@ class PageBudget:
         """(2, kv_heads) fp32: a head's pages are row 0 + ceil(row 1 * the sequence's pages)."""
         if len(self.budgets) not in (1, kv_heads):
             raise ValueError(f"`budget` must be one value or one per kv head ({kv_heads}), got {len(self.budgets)}")
-        return _wanted(self.budgets, kv_heads, device)
+        counts = tuple(float(budget) if isinstance(budget, int) else 0.0 for budget in self.budgets)
+        shares = tuple(budget if isinstance(budget, float) else 0.0 for budget in self.budgets)
+        return _wanted(counts, shares, kv_heads, device)
 
 
+@lru_cache(maxsize=4096)
 @on_host
 def share_of(share: float, pages: int) -> int:
     """ceil(share * pages) in fp32, as every backend counts."""
@@ -122,10 +125,8 @@ def _bound_of(scorer: MeanQuery | MeanPool | MinMax) -> float:
 
 @lru_cache(maxsize=256)
 @on_host
-def _wanted(budgets: tuple[int | float, ...], kv_heads: int, device: torch.device) -> Tensor:
+def _wanted(counts: tuple[float, ...], shares: tuple[float, ...], kv_heads: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
-        counts = [float(budget) if isinstance(budget, int) else 0.0 for budget in budgets]
-        shares = [budget if isinstance(budget, float) else 0.0 for budget in budgets]
         table = torch.tensor([counts, shares], dtype=torch.float32)
         return table.expand(2, kv_heads).contiguous().to(device)
 

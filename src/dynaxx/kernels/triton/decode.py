@@ -12,18 +12,12 @@ from dynaxx.kernels.triton.decode_forward import decode_fwd_kernel
 from dynaxx.kernels.triton.decode_merge import merge_parts_kernel
 from dynaxx.kernels.triton.launch import overlap, positive_scale, processors, strides, unit_stride
 from dynaxx.kernels.triton.light import light_launch
-from dynaxx.kernels.triton.pages import (
-    first_key,
-    page_strides,
-    physical_pages,
-    scale_strides,
-    summarize_pages,
-    table_arguments,
-)
-from dynaxx.kernels.triton.select_pages import Choice, score_all_pages, select_pages
-from dynaxx.layout.paging import PagedCache
-
-__all__ = ["attend_pages", "select_and_attend", "select_pages", "summarize_pages"]
+from dynaxx.kernels.triton.pages import first_key, page_strides, physical_pages, scale_strides, table_arguments
+from dynaxx.kernels.triton.pages import summarize_pages as _summarize_pages
+from dynaxx.kernels.triton.replay import replayed
+from dynaxx.kernels.triton.select_pages import Choice, score_all_pages
+from dynaxx.kernels.triton.select_pages import select_pages as _select_pages
+from dynaxx.layout.paging import PagedCache, PageSummaries
 
 KEYS_PER_TILE = 64
 NUM_WARPS, TILES_AHEAD = 4, 2
@@ -79,22 +73,52 @@ def select_and_attend(
     q: Tensor, cache: PagedCache, wanted: Tensor, sinks: int, window: int, slots: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     """As `kernels.reference.decode`."""
-    listed, counts, choice = score_all_pages(q, cache, wanted, sinks, window, slots, scale)
-    return attend_pages(q, cache, listed, counts, scale, choice)
+    return replayed(_choose_and_attend, cache, (q, wanted), sinks, window, slots, scale)
+
+
+def _choose_and_attend(cache, q, wanted, *settings):
+    listed, counts, choice = score_all_pages(q, cache, wanted, *settings)
+    return _attend(cache, q, listed, counts, settings[-1], choice)
+
+
+def select_pages(
+    q: Tensor, cache: PagedCache, wanted: Tensor, sinks: int, window: int, slots: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """As `kernels.reference.decode`."""
+    return replayed(_choose_pages, cache, (q, wanted), sinks, window, slots, scale)
+
+
+def _choose_pages(cache, q, wanted, *settings):
+    return _select_pages(q, cache, wanted, *settings)
+
+
+def summarize_pages(cache: PagedCache, summaries: PageSummaries, new_tokens: int | None) -> None:
+    """As `kernels.reference.decode`."""
+    assert summaries is cache.summaries
+    replayed(_summarize, cache, (), new_tokens)
+
+
+def _summarize(cache, new_tokens):
+    _summarize_pages(cache, cache.summaries, new_tokens)
+    return ()
 
 
 def attend_pages(
-    q: Tensor,
+    q: Tensor, cache: PagedCache, block_indices: Tensor | None, counts: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """As `kernels.reference.decode`; 8-bit keys are multiplied in q's dtype, fp32 in full fp32."""
+    return replayed(_attend, cache, (q, block_indices, counts), scale)
+
+
+def _attend(
     cache: PagedCache,
+    q: Tensor,
     block_indices: Tensor | None,
     counts: Tensor | None,
     scale: float,
     choice: Choice | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `kernels.reference.decode`; 8-bit keys are multiplied in q's dtype, fp32 in full fp32.
-
-    With a choice pages are chosen first, and listed in block_indices, by the same kernel.
-    """
+    """With a choice pages are chosen first, and listed in block_indices, by the same kernel."""
     batch, seqlen_q, q_heads, _ = q.shape
     out = q.new_empty(batch, seqlen_q, q_heads, cache.head_dim_v)
     lse = q.new_empty(batch, q_heads, seqlen_q, dtype=torch.float32)

@@ -2,8 +2,8 @@
 
 `kernel[grid](...)` binds, types and formats every argument of every call into a string that names the compiled kernel:
 tens of microseconds, as much as a short call computes. What the choice depends on is little: constants, the dtype of a
-tensor, whether an integer is 1 or a multiple of 16. Here that is the key; what is rare, a tensor that does not begin at
-16 bytes or an integer of more than 31 bits, goes through Triton.
+tensor, whether an integer is 1 or a multiple of 16 and a tensor begins at 16 bytes. Here that is the key; what is rare,
+an integer of more than 31 bits, goes through Triton.
 
 What this leans on was read in `JITFunction.run`, `CompiledKernel` and the launchers of the versions in `CHECKED`: what
 a kernel is specialized on, and how `run` is called, which itself sees to scratch memory, clusters and overlapping
@@ -13,7 +13,8 @@ launches. Every other version goes through Triton.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from operator import itemgetter
 from types import FunctionType
@@ -77,6 +78,8 @@ class LightLaunch:
             key.append(ordered[i].dtype)
             ordered[i] = pointer = ordered[i].data_ptr()
             bits |= pointer
+        if bits & 15:
+            key.append(tuple(ordered[i] & 15 == 0 for i in form.tensors))
         for i in form.descriptors:
             key.append(kind_of(ordered[i]))
         for i in form.sizes:
@@ -85,16 +88,16 @@ class LightLaunch:
             size = ordered[i]
             wide |= size >> 31
             key.append((size == 1, size % 16 == 0))
+        if wide:
+            self.kernel[grid](*arguments, **named)
+            return seen(None)
         kind = tuple(key)
         compiled = self._compiled.get(kind)
-        if bits & 15 or wide:
-            self.kernel[grid](*arguments, **named)
-            return None
         if compiled is None:
             compiled = self._compiled[kind] = self.kernel[grid](*arguments, **named)
         else:
             run(compiled, grid, ordered, device)
-        return Launch(compiled, grid, in_order)
+        return seen(Launch(compiled, grid, in_order))
 
     def _form_of(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> Form:
         """Sort the arguments of a call by type; what Triton may specialize on in another way counts as constant."""
@@ -123,6 +126,30 @@ class Launch(NamedTuple):
     compiled: Any
     grid: tuple[int, ...]
     arguments: tuple[Any, ...]  # in the order of the kernel's parameters
+
+
+def seen(launch: Launch | None) -> Launch | None:
+    """Tell those who watch this thread of a launch; None is one that cannot be started again."""
+    launches = watched_launches()
+    if launches is not None:
+        launches.append(launch)
+    return launch
+
+
+def watched_launches() -> list[Launch | None] | None:
+    """Those of this thread since it began to watch; None where it does not."""
+    return getattr(_thread, "launches", None)
+
+
+@contextmanager
+def watching() -> Iterator[list[Launch | None]]:
+    """Every launch of this thread, in its order; does not nest."""
+    found: list[Launch | None] = []
+    _thread.launches = found
+    try:
+        yield found
+    finally:
+        del _thread.launches
 
 
 def run(compiled: Any, grid: tuple[int, ...], arguments: Sequence[Any], device: int) -> None:
