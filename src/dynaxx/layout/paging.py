@@ -13,6 +13,7 @@ from torch import Tensor
 from dynaxx.arguments import typed
 from dynaxx.layout.compressed import CompressedPages, check_pages
 from dynaxx.layout.exact import SINKS, WINDOW, ExactTokens
+from dynaxx.layout.tensors import check_tensors
 
 CACHE_DTYPES = (
     torch.float64,
@@ -138,6 +139,9 @@ class PagedCache:
     compressed: CompressedPages | None = None  # needed by `native_decode`
 
     def __post_init__(self) -> None:
+        check_tensors(k=self.k, v=self.v, seqused_k=self.seqused_k)
+        if self.page_table is not None:
+            check_tensors(page_table=self.page_table)
         if self.k.ndim != 4 or self.v.ndim != 4 or self.k.shape[:3] != self.v.shape[:3]:
             raise ValueError(
                 "`k` and `v` must be (num_pages, page_size, kv_heads, head_dim), contiguous (batch, seqlen, kv_heads, "
@@ -182,6 +186,7 @@ class PagedCache:
         leftpad_k: Tensor | None = None,
     ) -> PagedCache:
         """A cache without a page table: k (batch, seqlen_k, kv_heads, head_dim), all of it in use by default."""
+        check_tensors(4, k=k, v=v)
         if seqused_k is None:
             seqused_k = torch.full((k.shape[0],), k.shape[1], dtype=torch.int32, device=k.device)
         return cls(k, v, seqused_k, page_size=page_size, leftpad_k=leftpad_k)
@@ -356,9 +361,17 @@ def quantize_pages(x: Tensor, dtype: torch.dtype, page_size: int | None = None) 
 
     Returns:
         (stored, scale): x's shape in `dtype`, and fp32 (num_pages, kv_heads) or (batch, pages, kv_heads).
+
+    Raises:
+        ValueError, TypeError: no floats of four dimensions, or another dtype or page size.
     """
+    check_tensors(4, x=x)
+    if not x.is_floating_point():
+        raise TypeError(f"`x` must be floating point, got {x.dtype}")
     if dtype not in SCALED_DTYPES:
         raise TypeError(f"`dtype` must be one of {SCALED_DTYPES}, got {dtype}")
+    if page_size is not None and not (isinstance(page_size, int) and page_size in PAGE_SIZES):
+        raise ValueError(f"`page_size` must be one of {PAGE_SIZES}, or None for pages as they lie, got {page_size!r}")
     largest = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
     if page_size is None:
         scale = (x.float().abs().amax((1, 3)) / largest).clamp(min=torch.finfo(torch.float32).tiny)

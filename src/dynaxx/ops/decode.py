@@ -17,6 +17,7 @@ from dynaxx.arguments import typed
 from dynaxx.errors import UnsupportedInputError
 from dynaxx.kernels.decode_problem import DecodeProblem
 from dynaxx.layout.paging import PagedCache, PageSummaries
+from dynaxx.layout.tensors import check_tensors
 from dynaxx.ops.attention import SparseAttentionOutput
 from dynaxx.ops.checks import DTYPES
 from dynaxx.selection.pages import PageBudget
@@ -81,7 +82,8 @@ def sparse_decode(
             a GPU only with DYNAXX_DEBUG=1; there pages out of range are skipped.
         UnsupportedInputError: no backend, or not the named one, can serve; with the reasons of each.
     """
-    kernels = _serving(q, cache, backend)
+    check_tensors(q=q)
+    kernels = _kernels_for(q, cache, backend)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if isinstance(pages, PageBudget) and not pages.reads_everything:
         out, lse = kernels.select_and_attend(q, cache, *_choice(q, cache, pages), scale)
@@ -107,7 +109,8 @@ def select_pages(
     Raises:
         As `sparse_decode`; ValueError, too, where the cache has no summaries, or some of another bound.
     """
-    kernels = _serving(q, cache, backend)
+    check_tensors(q=q)
+    kernels = _kernels_for(q, cache, backend)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     chosen: Tensor = kernels.select_pages(q, cache, *_choice(q, cache, budget), scale)[0]
     return chosen
@@ -136,6 +139,10 @@ def summarize_pages(
 
     Returns:
         The cache, with its summaries.
+
+    Raises:
+        TypeError: no cache.
+        ValueError: settings of new summaries for a cache that has some, or of an update for one that has none.
     """
     _check_cache(cache)
     if cache.summaries is None:
@@ -146,13 +153,15 @@ def summarize_pages(
         raise ValueError("`bound` and `dtype` are of new summaries; this cache has some")
     if new_tokens is not None and new_tokens < 0:
         raise ValueError(f"`new_tokens` must be >= 0, got {new_tokens}")
-    kernels = _serving(None, cache, backend)
+    kernels = _kernels_for(None, cache, backend)
     kernels.summarize_pages(cache, cache.summaries, new_tokens)
     return cache
 
 
 def _choice(q: Tensor, cache: PagedCache, budget: PageBudget) -> tuple[Tensor, int, int, int]:
     """What a choice of pages is told: wanted, sinks, window, slots."""
+    if not isinstance(budget, PageBudget):
+        raise TypeError(f"`budget` must be a PageBudget, got {type(budget).__name__}; PageBudget.of(rule) makes one")
     if cache.summaries is None:
         raise ValueError("`cache` must have summaries for pages to be chosen: cache = summarize_pages(cache)")
     if cache.summaries.bound != budget.bound:
@@ -167,8 +176,6 @@ def _choice(q: Tensor, cache: PagedCache, budget: PageBudget) -> tuple[Tensor, i
 def check_decode(q: Tensor, cache: PagedCache) -> DecodeProblem:
     """Check that q fits the cache and the cache's values its sizes, and describe them."""
     _check_cache(cache)
-    if not isinstance(q, Tensor):
-        raise TypeError(f"`q` must be a tensor, got {type(q).__name__}")
     if q.ndim != 4 or q.shape[0] != cache.batch or q.shape[3] != cache.head_dim:
         raise ValueError(
             f"`q` must be (batch = {cache.batch}, seqlen_q, q_heads, head_dim = {cache.head_dim}), got {tuple(q.shape)}"
@@ -193,26 +200,26 @@ def _check_cache(cache: object) -> None:
         raise TypeError(f"`cache` must be a PagedCache, got {type(cache).__name__}; see PagedCache.contiguous")
 
 
-def _serving(q: Tensor | None, cache: PagedCache, backend: str) -> ModuleType:
-    """Check a call, with queries or without, and choose its kernels; for inputs of a known form, those found before."""
+def _kernels_for(q: Tensor | None, cache: PagedCache, backend: str) -> ModuleType:
+    """Check a call and choose its kernels; for inputs of a known form, those found before. No q: none is asked for."""
     _check_cache(cache)
-    form = (q.shape, q.dtype, q.device) if isinstance(q, Tensor) else None
+    form = None if q is None else (q.shape, q.dtype, q.device)
     key = (cache.form, form, backend)
-    kernels = _served.get(key)
-    if kernels is not None and (q is None or form is not None):
+    kernels = _known.get(key)
+    if kernels is not None:
         _check_values(cache)
         return kernels
     if q is None:
         _check_values(cache)
     problem = _problem(cache, torch.float32, 1, cache.kv_heads) if q is None else check_decode(q, cache)
     kernels = _choose(problem, backend)
-    if len(_served) >= MOST_FORMS:
-        _served.clear()
-    _served[key] = kernels
+    if len(_known) >= MOST_FORMS:
+        _known.clear()
+    _known[key] = kernels
     return kernels
 
 
-_served: dict[Hashable, ModuleType] = {}
+_known: dict[Hashable, ModuleType] = {}
 
 
 def _problem(cache: PagedCache, dtype: torch.dtype, seqlen_q: int, q_heads: int) -> DecodeProblem:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.layout.host import on_host
+from dynaxx.layout.tensors import check_tensors
 from dynaxx.patterns import Pattern
 
 LARGEST_BLOCK = 128  # of layouts
@@ -42,6 +43,8 @@ class PagePlan:
             page_size: of the cache, 16, 32, 64, 128 or 256.
             seqlen_q: the most query tokens of a step.
         """
+        if not isinstance(rule, Pattern):
+            raise TypeError(f"`rule` must be a Pattern, over positions alone, got {type(rule).__name__}")
         if max_seqlen < 1 or seqlen_q < 1:
             raise ValueError(f"`max_seqlen` and `seqlen_q` must be at least 1, got {max_seqlen} and {seqlen_q}")
         block = min(page_size, LARGEST_BLOCK)
@@ -65,6 +68,7 @@ class PagePlan:
             seqused_k: (batch,) int32, as the cache's, on the plan's device. Longer ones than the plan has are read as
                 its last page; on a CPU they are refused.
         """
+        check_tensors(1, seqused_k=seqused_k)
         most = len(self.table) * self.page_size
         if seqused_k.device.type == "cpu" and seqused_k.numel() and int(seqused_k.max()) > most:
             raise ValueError(f"`seqused_k` must be at most the {most} keys of the plan, got {int(seqused_k.max())}")

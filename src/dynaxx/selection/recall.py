@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dynaxx.layout import FULL, BlockLayout
 from dynaxx.layout.host import on_host
+from dynaxx.layout.tensors import check_tensors
 from dynaxx.selection.scorers.base import MEMORY_BUDGET, per_kv_head, pieces
 
 
@@ -51,6 +52,7 @@ def recall(
         causal: whether the dense attention is causal.
 
     Raises:
+        TypeError: no tensors, or a rule where a layout belongs.
         ValueError: tensors and layout that do not fit, or fewer than 2 rows.
     """
     _check(q, k, layout, rows)
@@ -74,6 +76,12 @@ def recall(
 
 
 def _check(q: Tensor, k: Tensor, layout: BlockLayout, rows: int) -> None:
+    check_tensors(q=q, k=k)
+    if not isinstance(layout, BlockLayout):
+        raise TypeError(
+            f"`layout` must be a BlockLayout, got {type(layout).__name__}; pattern.layout(seqlen) makes one, and "
+            "select_blocks(q, k, rule)"
+        )
     if q.ndim != 4 or k.ndim != 4 or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or q.shape[2] % k.shape[2]:
         raise ValueError(
             "`q` and `k` must be (batch, seqlen, heads, head_dim), q_heads a multiple of kv_heads, "
