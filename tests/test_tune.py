@@ -1,5 +1,6 @@
 """The tuner's parts: allocation against brute force, costs against measured divergence, resuming after a kill."""
 
+import copy
 import itertools
 import json
 from functools import partial
@@ -156,4 +157,49 @@ def test_steps_are_timed(loaded):
 
     found = decode_module.time_steps(loaded.model, model_facts(loaded.model), 2, PageBudget(0.1), 16, lengths=(64, 128))
     assert [each.seqlen for each in found] == [64, 128]
+    assert all(each.dense_seconds > 0 and each.sparse_seconds > 0 for each in found)
+
+
+def test_captured_steps_decide_where_they_are_asked_to(loaded, monkeypatch):
+    eager = [LengthTiming(n, 2.0, 2.0) for n in (128, 256, 512)]
+    captured = [LengthTiming(n, 0.2, 0.1 if n > 128 else 0.2) for n in (128, 256, 512)]
+    monkeypatch.setattr(decode_module, "time_steps", lambda *given: captured if given[5:] == (True,) else eager)
+    monkeypatch.setattr(decode_module, "_timed_in_a_graph", lambda model: True)
+    monkeypatch.setattr(decode_module, "_decoded", lambda *given: torch.zeros(8))
+    ids = torch.randint(3, 300, (1, 128))
+    tuned = partial(decode_module.tune_decode, loaded.model, [ids, ids], [0, 1], tolerance=0.1, page_size=16)
+    found = tuned(cuda_graph=True)
+    assert (found.dense_below, found.cuda_graph, found.captured) == (256, True, tuple(captured))
+    assert found.said.splitlines()[0].endswith("launched one by one at no length")
+    assert found.said.splitlines()[3].split() == ["256", "2000.00", "2000.00", "200.00", "100.00"]
+    found = tuned()
+    assert (found.dense_below, found.cuda_graph, found.timings) == (None, False, tuple(eager))
+    assert found.said.splitlines()[0].endswith("in a CUDA graph from 256 tokens")
+
+
+def test_captured_steps_that_cannot_be(loaded, tmp_path):
+    with pytest.raises(ValueError, match="--decode"):
+        tune_module.tune(*loaded, TEXT, out=tmp_path, cuda_graph=True)
+    with pytest.raises(ValueError, match="on a GPU, this one is on cpu"):
+        tune_module.tune(*loaded, TEXT, out=tmp_path, with_decode=True, cuda_graph=True)
+
+
+def test_texts_are_decoded_together_or_one_by_one(loaded):
+    """A step of both is one step of each, in their order."""
+    texts = [torch.randint(3, 300, (1, 60)) for _ in range(2)]
+    read = lambda ids: decode_module._read(loaded.model, ids[:, :40])
+    each = [decode_module._decoded(loaded.model, read(ids), ids[:, 40:], None) for ids in texts]
+    both = torch.cat(texts)
+    torch.testing.assert_close(decode_module._decoded(loaded.model, read(both), both[:, 40:], None), torch.cat(each))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_steps_are_timed_in_a_graph(loaded):
+    from dynaxx.integrations.transformers import model_facts
+    from dynaxx.selection.pages import PageBudget
+
+    model = copy.deepcopy(loaded.model).to("cuda", torch.bfloat16)
+    found = decode_module.time_steps(model, model_facts(model), 3, PageBudget(0.1), 16, True, (64, 256))
+    assert [each.seqlen for each in found] == [64, 256]
     assert all(each.dense_seconds > 0 and each.sparse_seconds > 0 for each in found)

@@ -49,6 +49,13 @@ def tune(
     with_decode: Annotated[
         bool, typer.Option("--decode/--no-decode", help="Look for decode rules, too; written where they pay.")
     ] = False,
+    cuda_graph: Annotated[
+        bool,
+        typer.Option(
+            "--cuda-graph/--no-cuda-graph",
+            help="With --decode on a GPU: decide by steps captured in a CUDA graph, as engines run them.",
+        ),
+    ] = False,
     with_reference: Annotated[
         bool, typer.Option("--reference/--no-reference", help="Record what drift is measured against.")
     ] = True,
@@ -91,6 +98,7 @@ def tune(
             command=command_line(),
             resume=resume,
             decode=with_decode,
+            cuda_graph=cuda_graph,
             skip=frozenset(
                 step
                 for step, wanted in zip(

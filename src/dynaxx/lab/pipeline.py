@@ -37,6 +37,7 @@ class Plan:
     command: str = "dynaxx tune"  # how to get these results again; kept as evidence
     resume: bool = True
     decode: bool = False  # look for decode rules, too
+    cuda_graph: bool = False  # these decide by captured steps
     skip: frozenset[str] = frozenset()  # of "profile", "analyze", "reference", "validate", "report"
 
 
@@ -106,7 +107,7 @@ def run(model: Any, tokenizer: Any, text: str, plan: Plan, *, progress: Progress
     """
     from dynaxx.lab.analyze import analyze
     from dynaxx.lab.report import write_report
-    from dynaxx.lab.tune import calibration_ids, default_block_size, tune
+    from dynaxx.lab.tune import calibration_ids, check_cuda_graph, default_block_size, tune
     from dynaxx.lab.validate import validate
 
     progress = progress or SilentProgress()
@@ -114,6 +115,7 @@ def run(model: Any, tokenizer: Any, text: str, plan: Plan, *, progress: Progress
     block_size = plan.block_size or default_block_size(model)
     check_tokens(model, plan.tokens, block_size)  # what cannot be tuned on is refused now, not after the profile
     calibration_ids(tokenizer, text, plan.tokens)
+    check_cuda_graph(model, plan.decode, plan.cuda_graph)
     known = _begin(model, text, plan, lengths)
     files: list[Path] = []
 
@@ -172,6 +174,7 @@ def run(model: Any, tokenizer: Any, text: str, plan: Plan, *, progress: Progress
             seed=plan.seed,
             resume=plan.resume,
             with_decode=plan.decode,
+            cuda_graph=plan.cuda_graph,
             with_reference="reference" not in plan.skip,
             progress=progress,
             command=plan.command,

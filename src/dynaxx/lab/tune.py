@@ -30,6 +30,7 @@ def tune(
     seed: int = 0,
     resume: bool = True,
     with_decode: bool = False,
+    cuda_graph: bool = False,
     with_reference: bool = True,
     progress: Progress | None = None,
     command: str = "dynaxx tune",
@@ -44,6 +45,7 @@ def tune(
         block_size: of the policy; `default_block_size` if None.
         time_budget: seconds after which no further evaluation starts; the best found so far is written.
         with_decode: look for decode rules, too; written where they keep perplexity and are faster on this machine.
+        cuda_graph: faster as a captured CUDA graph, as engines run decoding, not launched one by one; a GPU only.
         with_reference: record attention under the policy on this text, too, and have the policy watched (a `guard` that
             counts): what drift of its traffic is measured against.
         resume: go on from `out/tuning_state.json` if it is of the same model, text and settings.
@@ -52,11 +54,20 @@ def tune(
         ValueError: too little text, or settings out of range.
         UnsupportedInputError: a model that `dynaxx.apply` cannot serve.
     """
+    check_cuda_graph(model, with_decode, cuda_graph)
     if not 0 < tolerance < 1:
         raise ValueError(f"`tolerance` must be between 0 and 1 (0.01 is 1 %), got {tolerance}")
     block_size = block_size or default_block_size(model)
     search = Search(model, tokenizer, text, out, tokens, block_size, seed, resume, progress, time_budget, tolerance)
-    return search.run(command, name or type(model).__name__, text if with_reference else "", with_decode)
+    return search.run(command, name or type(model).__name__, text if with_reference else "", with_decode, cuda_graph)
+
+
+def check_cuda_graph(model: Any, with_decode: bool, cuda_graph: bool) -> None:
+    """Raise ValueError for captured steps that nothing would ask for, or that there cannot be."""
+    if cuda_graph and not with_decode:
+        raise ValueError("`cuda_graph` says how decode rules are decided on: ask for these, too (--decode)")
+    if cuda_graph and model.device.type != "cuda":
+        raise ValueError(f"`cuda_graph` needs a model on a GPU, this one is on {model.device}")
 
 
 def default_block_size(model: Any) -> int:

@@ -11,13 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy
 
-from dynaxx.lab.crossover import REPEATS, LengthTiming, dense_below, interleaved, within
-from dynaxx.lab.models import longest_prompt
+from dynaxx.lab.crossover import LengthTiming, dense_below
+from dynaxx.lab.decode_speed import table, time_steps
 from dynaxx.lab.perplexity import logits_of
-from dynaxx.layout.paging import PagedCache
-from dynaxx.ops.decode import sparse_decode, summarize_pages
 from dynaxx.patterns import Sink, SlidingWindow
 from dynaxx.selection import Hybrid, MinMax, TopK
 from dynaxx.selection.pages import PageBudget
@@ -29,9 +27,7 @@ SHARES = (0.5, 0.25, 0.125, 0.0625)  # of the pages, tried from the first on
 STEPS = 256  # tokens decoded at the end of each text
 WINDOW = 256  # last tokens whose pages are always read
 ERRORS = 2  # standard errors that a rise of perplexity must stay below the tolerance by
-LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 NO_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # cuDNN: one per length, slow
-GPU_LENGTHS = (*LENGTHS, 65536, 131072)  # launches are all the time of shorter ones
 
 
 @dataclass(frozen=True)
@@ -51,8 +47,10 @@ class DecodeResult:
     trials: tuple[DecodeTrial, ...]
     share: float | None
     timings: tuple[LengthTiming, ...]
+    captured: tuple[LengthTiming, ...]  # the same in a CUDA graph; empty on a CPU
+    cuda_graph: bool  # whether these decide
     dense_below: int | None
-    said: str
+    said: str  # with a table of both where there is one
 
 
 def decode_rule(share: float, layers: Sequence[int], page_size: int) -> Rule:
@@ -70,6 +68,7 @@ def tune_decode(
     *,
     tolerance: float,
     page_size: int,
+    cuda_graph: bool = False,
     remember: Callable[[str, Callable[[], Any]], Any] = lambda name, compute: compute(),
     say: Callable[[str], object] = lambda line: None,
 ) -> DecodeResult:
@@ -78,6 +77,7 @@ def tune_decode(
     Args:
         texts: token ids (1, tokens) each; all but the last tokens are read densely, those are decoded.
         tolerance: how much perplexity may rise, relative.
+        cuda_graph: decide by steps that are captured in a CUDA graph, as engines run them, not by eager ones.
         remember: keeps the result of a step by its name.
         say: is told what is being done.
     """
@@ -88,10 +88,12 @@ def tune_decode(
     steps = min(STEPS, min(ids.shape[1] for ids in texts) // 4)
     caches: list[Any] = []
 
+    batches = [torch.cat(list(texts))] if len({ids.shape for ids in texts}) == 1 else texts  # a step's time is launches
+
     def losses(policy: Policy | None) -> list[float]:
         if not caches:
-            caches.extend(_read(model, ids[:, : -steps - 1]) for ids in texts)
-        pairs = zip(caches, texts, strict=True)
+            caches.extend(_read(model, ids[:, : -steps - 1]) for ids in batches)
+        pairs = zip(caches, batches, strict=True)
         return torch.cat([_decoded(model, cache, ids[:, -steps - 1 :], policy) for cache, ids in pairs]).tolist()
 
     say(f"decoding {len(texts) * steps} tokens densely")
@@ -108,48 +110,32 @@ def tune_decode(
         if not passed:
             break
     best = min((trial for trial in trials if trial.passed), key=lambda trial: trial.share, default=None)
-    timings: list[LengthTiming] = []
-    if best is not None:
-        budget = PageBudget.of(decode_rule(best.share, layers, page_size).attention.build())  # type: ignore[arg-type]
-        timings = time_steps(model, facts, len(layers), budget, page_size)
-    border = dense_below(timings)
     if best is None:
         said = "no rule: no share of the pages stays within the tolerance"
-    elif border is None:
-        said = f"no rule: reading {best.share:.1%} of the pages is not faster here up to {timings[-1].seqlen:,} tokens"
-    else:
-        said = f"{best.share:.1%} of the pages from {border:,} tokens on, perplexity {best.ratio - 1:+.2%}"
-    return DecodeResult(tuple(trials), None if best is None else best.share, tuple(timings), border, said)
+        return DecodeResult(tuple(trials), None, (), (), cuda_graph, None, said)
+    say("timing a step's attention")
+    budget = PageBudget.of(decode_rule(best.share, layers, page_size).attention.build())  # type: ignore[arg-type]
+    eager = time_steps(model, facts, len(layers), budget, page_size)
+    on_gpu = _timed_in_a_graph(model)
+    captured = time_steps(model, facts, len(layers), budget, page_size, True) if on_gpu else []
+    border = dense_below(captured if cuda_graph else eager)
+    lines = [_said(best, border, eager[-1].seqlen)]
+    if on_gpu:
+        other = dense_below(eager if cuda_graph else captured)
+        lines[0] += f"; {'launched one by one' if cuda_graph else 'in a CUDA graph'} "
+        lines[0] += "at no length" if other is None else f"from {other:,} tokens"
+    said = "\n".join(lines + table(eager, captured))
+    return DecodeResult(tuple(trials), best.share, tuple(eager), tuple(captured), cuda_graph, border, said)
 
 
-@torch.no_grad()
-def time_steps(
-    model: Any, facts: Any, layers: int, budget: PageBudget, page_size: int, lengths: Sequence[int] | None = None
-) -> list[LengthTiming]:
-    """Time one decoding step's attention in all layers, dense (the faster of two forms of SDPA) and by the budget."""
-    parameter = next(model.parameters())
-    lengths = lengths or within(GPU_LENGTHS if parameter.device.type == "cuda" else LENGTHS, longest_prompt(model))
-    make = lambda *shape: torch.randn(*shape, dtype=parameter.dtype, device=parameter.device)
-    group, found = facts.q_heads // facts.kv_heads, []
-    for seqlen in lengths:
-        q, k, v = (
-            make(1, heads, n, facts.head_dim) for heads, n in ((facts.q_heads, 1), *((facts.kv_heads, seqlen),) * 2)
-        )
-        rows = q.view(1, facts.kv_heads, group, facts.head_dim)
-        cache = PagedCache.contiguous(k.transpose(1, 2), v.transpose(1, 2), page_size=page_size)
-        cache = summarize_pages(cache, bound=budget.bound)
+def _timed_in_a_graph(model: Any) -> bool:
+    return bool(model.device.type == "cuda")
 
-        def step(q: Tensor = q, cache: PagedCache = cache) -> Tensor:
-            return sparse_decode(q.transpose(1, 2), summarize_pages(cache, new_tokens=1), budget)
 
-        runs: list[Callable[[], Any]] = [
-            lambda q=q, k=k, v=v: scaled_dot_product_attention(q, k, v, enable_gqa=True),  # type: ignore[misc]
-            lambda rows=rows, k=k, v=v: scaled_dot_product_attention(rows, k, v),  # type: ignore[misc]
-            step,
-        ]
-        *dense, sparse = interleaved(runs, REPEATS, parameter.device)
-        found.append(LengthTiming(seqlen, min(dense) * layers, sparse * layers))
-    return found
+def _said(best: DecodeTrial, border: int | None, longest: int) -> str:
+    if border is None:
+        return f"no rule: reading {best.share:.1%} of the pages is not faster here up to {longest:,} tokens"
+    return f"{best.share:.1%} of the pages from {border:,} tokens on, perplexity {best.ratio - 1:+.2%}"
 
 
 @torch.no_grad()
@@ -160,7 +146,7 @@ def _read(model: Any, ids: Tensor) -> Any:
 
 @torch.no_grad()
 def _decoded(model: Any, cache: Any, ids: Tensor, policy: Policy | None) -> Tensor:
-    """(tokens - 1,) loss of each next token, decoded one by one from a copy of the cache."""
+    """(batch * (tokens - 1),) loss of each next token, decoded one by one from a copy of the cache."""
     from dynaxx.integrations.transformers import apply
 
     cache, found, ids = copy.deepcopy(cache), [], ids.to(model.device)
@@ -170,8 +156,9 @@ def _decoded(model: Any, cache: Any, ids: Tensor, policy: Policy | None) -> Tens
             for at in range(ids.shape[1] - 1):
                 out = model.base_model(ids[:, at : at + 1], past_key_values=cache, use_cache=True)
                 cache = out.past_key_values
-                found.append(cross_entropy(logits_of(model, out[0][:, -1]), ids[:, at + 1]))
+                logits = logits_of(model, out[0][:, -1])
+                found.append(cross_entropy(logits, ids[:, at + 1], reduction="none"))
     finally:
         if handle is not None:
             handle.remove()
-    return torch.stack(found).float().cpu()
+    return torch.stack(found, 1).flatten().float().cpu()

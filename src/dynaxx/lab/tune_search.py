@@ -84,12 +84,12 @@ class Search:
         self.pattern: Pattern = Sink(block_size) | local | LastQueries(LAST_QUERIES)
         self.floor = tokens // block_size // 2
 
-    def run(self, command: str, name: str, traffic: str, with_decode: bool) -> TuneResult:
+    def run(self, command: str, name: str, traffic: str, with_decode: bool, cuda_graph: bool = False) -> TuneResult:
         steps = 4 + len(SCORERS) + 2 * SEARCH_STEPS + 2 + 2
         with evaluating(self.model), self.progress.task("tuning", total=steps) as task:
             result = self._with_evidence(self._run(task, command, name))
             if with_decode:
-                result = self._with_decode(result, command, task)
+                result = self._with_decode(result, command, task, cuda_graph)
             task.advance(1, "what its traffic looks like")
             if traffic:
                 result = self._with_reference(result, split_text(traffic).calibration, command)
@@ -254,7 +254,7 @@ class Search:
         dtype = str(parameter.dtype).removeprefix("torch.")
         return with_evidence(result, parameter.device.type, dtype, longest_prompt(self.model))
 
-    def _with_decode(self, result: TuneResult, command: str, task: Task) -> TuneResult:
+    def _with_decode(self, result: TuneResult, command: str, task: Task, cuda_graph: bool) -> TuneResult:
         """The result with decode rules where they keep perplexity and pay."""
         found = tune_decode(
             self.model,
@@ -262,6 +262,7 @@ class Search:
             result.layers,
             tolerance=self.tolerance,
             page_size=self.block_size,
+            cuda_graph=cuda_graph,
             remember=self.steps.remember,
             say=lambda line: task.advance(0, line),
         )
