@@ -160,6 +160,26 @@ def test_no_more_than_so_many(started, kept, monkeypatch):  # noqa: F811
     assert 0 < len(kept) <= 3
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
+def test_every_part_of_a_step_is_kept(dtype, started, kept):  # noqa: F811
+    from dynaxx.kernels.triton import decode
+
+    k, v = torch.randn(2, 1, 128, 1, 32).to(torch.bfloat16)
+    cache = dx.PagedCache.contiguous(k, v) if dtype == torch.bfloat16 else dx.PagedCache.quantized(k, v, dtype)
+    cache = dx.summarize_pages(cache, backend="reference")
+    q, budget = torch.randn(1, 1, 2, 32).to(torch.bfloat16), dx.PageBudget(0.2)
+    wanted, pages = budget.wanted(1, cache.device), torch.zeros(1, 1, 1, dtype=torch.int32)
+    for _ in range(2):
+        decode.summarize_pages(cache, cache.summaries, 1)
+        decode.select_pages(q, cache, wanted, 0, 1, 2, 0.1)
+        decode.select_and_attend(q, cache, wanted, 0, 1, 2, 0.1)
+        decode.attend_pages(q, cache, pages, None, 0.1)
+        decode.attend_pages(q, cache, None, None, 0.1)
+    assert list(map(type, kept.values())) == [replay.Replay] * 5
+    names = [name for name, *_ in started]
+    assert names[: len(names) // 2] == names[len(names) // 2 :]
+
+
 def case(seed=0, batch=2, seqlen=700, dtype=torch.bfloat16, paged=False, exact=False, seqlen_q=1, bound=1.0, shift=0):
     gen = torch.Generator("cuda").manual_seed(seed)
     draw = lambda *shape: torch.randn(*shape, generator=gen, device="cuda", dtype=torch.bfloat16)

@@ -43,9 +43,11 @@ class CacheMemory:
 
     def __init__(self) -> None:
         self._layers: dict[int, _LayerMemory] = {}
+        self._lengths: dict[tuple[int, ...], Tensor] = {}
 
     def start_pass(self, cache: Any) -> None:
         """Before a forward pass: forget what was replaced since, and what will be overwritten."""
+        self._lengths.clear()
         past = int(cache.get_seq_length())
         layers = getattr(cache, "layers", ())
         for index, memory in list(self._layers.items()):
@@ -54,6 +56,15 @@ class CacheMemory:
                 del self._layers[index]
             else:
                 memory.summarized = min(memory.summarized, past)
+
+    def lengths(self, values: tuple[int, ...], device: torch.device) -> Tensor:
+        """(batch,) int32; layers of a pass share them, each on its device."""
+        key = (*values, -1 if device.index is None else device.index)
+        found = self._lengths.get(key)
+        if found is None:
+            found = torch.tensor(values, dtype=torch.int32).to(device, non_blocking=True)
+            self._lengths[key] = found
+        return found
 
     def with_summaries(self, layer: int, keys: Tensor, cache: PagedCache, bound: float, used: int) -> PagedCache:
         """The cache with its summaries up to date; `used` is the most keys that a sequence has."""
@@ -110,17 +121,16 @@ def decode_step(
     scale: float | None,
 ) -> Tensor:
     """(B, Lq, Hq, D) from q (B, Hq, Lq, D) and the cache's k and v (B, Hk, Lk, D)."""
-    tensor = lambda values: torch.tensor(values, dtype=torch.int32).to(q.device, non_blocking=True)
-    used = max(run.k_stop for run in runs)
+    stops, starts = tuple(run.k_stop for run in runs), tuple(run.k_start for run in runs)
     cache = PagedCache.contiguous(
         k.transpose(1, 2),
         v.transpose(1, 2),
         page_size=plan.page_size,
-        seqused_k=tensor([run.k_stop for run in runs]),
-        leftpad_k=tensor([run.k_start for run in runs]) if any(run.k_start for run in runs) else None,
+        seqused_k=memory.lengths(stops, q.device),
+        leftpad_k=memory.lengths(starts, q.device) if any(starts) else None,
     )
     if not plan.budget.reads_everything:
-        cache = memory.with_summaries(layer, k, cache, plan.budget.bound, used)
+        cache = memory.with_summaries(layer, k, cache, plan.budget.bound, max(stops))
     return sparse_decode(q.transpose(1, 2), cache, plan.budget, scale=scale)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -13,6 +12,7 @@ from torch import Tensor
 from dynaxx.arguments import typed
 from dynaxx.layout.compressed import CompressedPages, check_pages
 from dynaxx.layout.exact import SINKS, WINDOW, ExactTokens
+from dynaxx.layout.forms import Form, form_of
 from dynaxx.layout.tensors import check_tensors
 
 CACHE_DTYPES = (
@@ -139,9 +139,18 @@ class PagedCache:
     compressed: CompressedPages | None = None  # needed by `native_decode`
 
     def __post_init__(self) -> None:
+        given = (self.page_table, self.leftpad_k, self.k_scale, self.v_scale)
+        names = ("page_table", "leftpad_k", "k_scale", "v_scale")
         check_tensors(k=self.k, v=self.v, seqused_k=self.seqused_k)
-        if self.page_table is not None:
-            check_tensors(page_table=self.page_table)
+        check_tensors(None, **{name: x for name, x in zip(names, given, strict=True) if x is not None})
+        if self.page_table is not None and self.page_size == 0 and self.k.ndim == 4:
+            object.__setattr__(self, "page_size", self.k.shape[1])
+        if not self.form.checked:
+            self._check()
+            self.form.checked = True
+
+    def _check(self) -> None:
+        """What a form is checked for once."""
         if self.k.ndim != 4 or self.v.ndim != 4 or self.k.shape[:3] != self.v.shape[:3]:
             raise ValueError(
                 "`k` and `v` must be (num_pages, page_size, kv_heads, head_dim), contiguous (batch, seqlen, kv_heads, "
@@ -222,13 +231,12 @@ class PagedCache:
         return tuple(x for x in self._places if x is not None)
 
     @cached_property
-    def form(self) -> Hashable:
-        """All but the numbers in `tensors`: equal where whatever depends on shapes, strides and dtypes is the same."""
-        shapes = tuple(None if x is None else (x.shape, x.stride(), x.dtype) for x in self._places)
+    def form(self) -> Form:
+        """The same for caches of which whatever depends on shapes, strides and dtypes is the same."""
         bound = None if self.summaries is None else self.summaries.bound
         sinks = None if self.exact is None else self.exact.sinks
         sizes = None if self.compressed is None else self.compressed.sizes
-        return (self.device, self.page_size, bound, sinks, sizes, *shapes)
+        return form_of(self._places, self.page_size, bound, sinks, sizes)
 
     @property
     def _places(self) -> tuple[Tensor | None, ...]:
@@ -306,11 +314,10 @@ class PagedCache:
                 f"`page_table` must be (batch, max_pages) int32, got {self.page_table.dtype} "
                 f"{tuple(self.page_table.shape)}"
             )
-        if self.page_size not in (0, self.k.shape[1]):
+        if self.page_size != self.k.shape[1]:
             raise ValueError(f"`page_size` must be k's {self.k.shape[1]} or left out, got {self.page_size}")
         if self.k.shape[1] not in PAGE_SIZES:
             raise ValueError(f"pages must hold one of {PAGE_SIZES} tokens, got {self.k.shape[1]}")
-        object.__setattr__(self, "page_size", self.k.shape[1])
 
     def _check_scales(self) -> None:
         for name, scale in (("k_scale", self.k_scale), ("v_scale", self.v_scale)):

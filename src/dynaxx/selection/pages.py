@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -80,12 +80,12 @@ class PageBudget:
                 raise _unequal(rule)
         return cls(budget, sinks, window, bound)
 
-    @property
+    @cached_property
     def budgets(self) -> tuple[int | float, ...]:
         """One value, or one per kv head."""
         return self.budget if isinstance(self.budget, tuple) else (self.budget,)
 
-    @property
+    @cached_property
     def reads_everything(self) -> bool:
         """Whether it is dense attention, whatever the lengths."""
         return all(isinstance(budget, float) and budget == 1 for budget in self.budgets)
@@ -100,9 +100,12 @@ class PageBudget:
         """(2, kv_heads) fp32: a head's pages are row 0 + ceil(row 1 * the sequence's pages)."""
         if len(self.budgets) not in (1, kv_heads):
             raise ValueError(f"`budget` must be one value or one per kv head ({kv_heads}), got {len(self.budgets)}")
+        return _wanted(*self._counts_and_shares, kv_heads, device)
+
+    @cached_property
+    def _counts_and_shares(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         counts = tuple(float(budget) if isinstance(budget, int) else 0.0 for budget in self.budgets)
-        shares = tuple(budget if isinstance(budget, float) else 0.0 for budget in self.budgets)
-        return _wanted(counts, shares, kv_heads, device)
+        return counts, tuple(budget if isinstance(budget, float) else 0.0 for budget in self.budgets)
 
 
 @lru_cache(maxsize=4096)

@@ -132,8 +132,10 @@ class Allocations(TorchDispatchMode):
         found = func(*args, **(kwargs or {}))
         if func.overloadpacket in EMPTY:
             self.made.append(found)
-        elif func._schema.is_mutable or not isinstance(found, Tensor) or _memory(found) != _memory(args[0]):
+        elif func._schema.is_mutable:
             self.are_all = False
+        elif any(isinstance(x, Tensor) for x in (*args, found)):  # dtypes alone are promoted here, too
+            self.are_all &= _memory(found) == _memory(args[0]) != 0
         return found
 
 
