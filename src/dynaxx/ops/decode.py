@@ -83,7 +83,7 @@ def sparse_decode(
         UnsupportedInputError: no backend, or not the named one, can serve; with the reasons of each.
     """
     check_tensors(q=q)
-    kernels = _kernels_for(q, cache, backend)
+    kernels = kernels_for(q, cache, backend)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if isinstance(pages, PageBudget) and not pages.reads_everything:
         out, lse = kernels.select_and_attend(q, cache, *_choice(q, cache, pages), scale)
@@ -110,7 +110,7 @@ def select_pages(
         As `sparse_decode`; ValueError, too, where the cache has no summaries, or some of another bound.
     """
     check_tensors(q=q)
-    kernels = _kernels_for(q, cache, backend)
+    kernels = kernels_for(q, cache, backend)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     chosen: Tensor = kernels.select_pages(q, cache, *_choice(q, cache, budget), scale)[0]
     return chosen
@@ -153,7 +153,7 @@ def summarize_pages(
         raise ValueError("`bound` and `dtype` are of new summaries; this cache has some")
     if new_tokens is not None and new_tokens < 0:
         raise ValueError(f"`new_tokens` must be >= 0, got {new_tokens}")
-    kernels = _kernels_for(None, cache, backend)
+    kernels = kernels_for(None, cache, backend)
     kernels.summarize_pages(cache, cache.summaries, new_tokens)
     return cache
 
@@ -200,7 +200,7 @@ def _check_cache(cache: object) -> None:
         raise TypeError(f"`cache` must be a PagedCache, got {type(cache).__name__}; see PagedCache.contiguous")
 
 
-def _kernels_for(q: Tensor | None, cache: PagedCache, backend: str) -> ModuleType:
+def kernels_for(q: Tensor | None, cache: PagedCache, backend: str) -> ModuleType:
     """Check a call and choose its kernels; for inputs of a known form, those found before. No q: none is asked for."""
     _check_cache(cache)
     form = None if q is None else (q.shape, q.dtype, q.device)

@@ -1,7 +1,8 @@
 """`replayed`: a call over a cache that allocates and launches is, with the same shapes, the same launches once more.
 
 A decoding step is a few short kernels, and what the host computes for them from shapes takes longer than they run. It
-is done once: the first call is watched, and what it allocated and launched is kept, with gaps where tensors go.
+is done once: the second call is watched, and what it allocated and launched is kept, with gaps where tensors go. (The
+first may be the only one: a cache that grows has another shape at every step, with as many calls as there are layers.)
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from dynaxx.kernels.triton.light import (
 from dynaxx.kernels.triton.support import interpreted
 from dynaxx.layout.paging import PagedCache
 
-MOST_CALLS = 1024  # kept; a cache that grows has another shape at every step
+MOST_CALLS = 1024  # kept
 ALIGNMENT = 256  # bytes, of what is allocated together
 
 Call = Callable[..., tuple[Tensor, ...]]
@@ -63,10 +64,14 @@ def replayed(call: Call, cache: PagedCache, tensors: tuple[Tensor | None, ...], 
     if bits & 15:
         key.append(tuple([address & 15 for address in addresses]))
     found = tuple(key)
-    known = _kept.get(found, NEW)
-    if known is NEW:
-        return _first(found, call, cache, tensors, settings, addresses)
+    known = _kept.get(found)
     if known is None:
+        if len(_kept) >= MOST_CALLS:
+            _kept.clear()
+        _kept[found] = SEEN
+    if known is SEEN:
+        return _watched(found, call, cache, tensors, settings, addresses)
+    if known is None or known is MORE:
         return call(cache, *tensors, *settings)
     return known.start(addresses, device, cache.k.device)
 
@@ -95,11 +100,12 @@ class Replay(NamedTuple):
         return found
 
 
-NEW = Replay((), (), -1)  # of a call that was never seen
-_kept: dict[tuple[Any, ...], Replay | None] = {}  # None: one that does more
+SEEN = Replay((), (), -1)  # once
+MORE = Replay((), (), -2)  # than a replay would do
+_kept: dict[tuple[Any, ...], Replay] = {}
 
 
-def _first(
+def _watched(
     key: tuple[Any, ...],
     call: Call,
     cache: PagedCache,
@@ -113,10 +119,7 @@ def _first(
     with Allocations() as allocations, watching() as launches:
         results = call(cache, *tensors, *settings)
     given = (*cache.tensors, *(x for x in tensors if x is not None))
-    replay = _replay(launches, allocations, given, results)
-    if len(_kept) >= MOST_CALLS:
-        _kept.clear()
-    _kept[key] = replay
+    _kept[key] = _replay(launches, allocations, given, results) or MORE
     return results
 
 
