@@ -88,34 +88,3 @@ def test_products_of_whole_numbers_for_any_head_dim(head_dim):
     draw = lambda rows: torch.randint(-127, 128, (2, 3, rows, head_dim), dtype=torch.int8)
     q, k = draw(20), draw(70)
     assert torch.equal(_products(q, k), q.int() @ k.int().mT)
-
-
-def test_what_is_no_tensor_cache_or_layout_is_named():
-    """A public function says which argument it cannot take; it does not fail on an attribute of it."""
-    k = torch.randn(1, 64, 2, 16)
-    q, step = torch.randn(1, 64, 4, 16), torch.randn(1, 1, 4, 16)
-    layout = dx.Causal().layout(64, block_size=16)
-    cache = dx.summarize_pages(dx.PagedCache.contiguous(k, k, page_size=16))
-    used, table = torch.ones(1, dtype=torch.int32), torch.zeros(1, 4, dtype=torch.int32)
-    calls = {
-        "recall": (dx.recall, (q, k, layout)),
-        "summarize_pages": (dx.summarize_pages, (cache,)),
-        "quantize_pages": (dx.quantize_pages, (k, torch.int8, 16)),
-        "select_pages": (dx.select_pages, (step, cache, dx.PageBudget(0.5))),
-        "sparse_decode": (dx.sparse_decode, (step, cache)),
-        "select_blocks": (dx.select_blocks, (q, k, dx.TopK(0.5))),
-        "sparse_attention": (dx.sparse_attention, (q, k, k, layout)),
-        "PagedCache": (dx.PagedCache, (k[:, :16], k[:, :16], used, table)),
-        "contiguous": (dx.PagedCache.contiguous, (k, k)),
-        "quantized": (dx.PagedCache.quantized, (k, k)),
-        "PagePlan.of": (dx.PagePlan.of, (dx.Sink(4), 100)),
-        "PagePlan.pages": (dx.PagePlan.of(dx.Sink(4), 100).pages, (used, 2)),
-    }
-    for name, (call, given) in calls.items():
-        call(*given)
-        for i in range(len(given) - (name == "PagePlan.pages")):
-            for other in ("text", 3, torch.randn(2, 2, 2, 2, 2)):
-                if name == "PagePlan.of" and i == 1:
-                    continue
-                with pytest.raises((TypeError, ValueError), match="`"):
-                    call(*given[:i], other, *given[i + 1 :])

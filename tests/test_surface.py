@@ -101,6 +101,29 @@ CALLS = {
         {name: None for name in ("page_table", "leftpad_k", "k_scale", "v_scale", "summaries", "exact", "compressed")}
         | {"page_size": 16},
     ),
+    "PagedCache.contiguous": lambda: (
+        dx.PagedCache.contiguous,
+        [keys(), keys()],
+        {"page_size": 16, "seqused_k": torch.tensor([64, 30], dtype=torch.int32), "leftpad_k": None},
+    ),
+    "PagedCache.quantized": lambda: (
+        dx.PagedCache.quantized,
+        [keys(), keys(), torch.int8],
+        {"page_size": 16, "seqused_k": None, "leftpad_k": None, "sinks": 4, "window": 28},
+    ),
+    "quantize_pages": lambda: (dx.quantize_pages, [keys(), torch.int8, 16], {}),
+    "summarize_pages": lambda: (
+        dx.summarize_pages,
+        [dx.PagedCache.contiguous(keys(), keys(), page_size=16)],
+        {"bound": 1.0, "new_tokens": None, "dtype": None, "backend": "auto"},
+    ),
+    "PagePlan.of": lambda: (dx.PagePlan.of, [WINDOW, 100], {"page_size": 16, "seqlen_q": 1, "device": "cpu"}),
+    "PagePlan.pages": lambda: (
+        dx.PagePlan.of(WINDOW, 100).pages,
+        [torch.tensor([64, 30], dtype=torch.int32), 2],
+        {},
+    ),
+    "recall": lambda: (dx.recall, [*qkv()[:2], layout()], {"rows": 16, "seed": 0, "scale": None, "causal": True}),
     "PageBudget": lambda: (dx.PageBudget, [2, 1, 1, 1.0], {}),
     "ExactTokens": lambda: (dx.ExactTokens, [keys()[:, :20].contiguous(), keys()[:, :20].contiguous(), 4], {}),
     "sparse_decode": lambda: (dx.sparse_decode, [QUERY, cache(), dx.PageBudget(2)], {**SCALED, "return_lse": False}),

@@ -107,7 +107,8 @@ def run(model: Any, tokenizer: Any, text: str, plan: Plan, *, progress: Progress
     """
     from dynaxx.lab.analyze import analyze
     from dynaxx.lab.report import write_report
-    from dynaxx.lab.tune import calibration_ids, check_cuda_graph, default_block_size, tune
+    from dynaxx.lab.tune import calibration_ids, default_block_size, tune
+    from dynaxx.lab.tune_decode import check_cuda_graph
     from dynaxx.lab.validate import validate
 
     progress = progress or SilentProgress()

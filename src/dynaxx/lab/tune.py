@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dynaxx.lab.progress import Progress
+from dynaxx.lab.tune_decode import check_cuda_graph
 from dynaxx.lab.tune_result import TuneResult
 from dynaxx.lab.tune_search import Search, calibration_ids
 
@@ -60,14 +61,6 @@ def tune(
     block_size = block_size or default_block_size(model)
     search = Search(model, tokenizer, text, out, tokens, block_size, seed, resume, progress, time_budget, tolerance)
     return search.run(command, name or type(model).__name__, text if with_reference else "", with_decode, cuda_graph)
-
-
-def check_cuda_graph(model: Any, with_decode: bool, cuda_graph: bool) -> None:
-    """Raise ValueError for captured steps that nothing would ask for, or that there cannot be."""
-    if cuda_graph and not with_decode:
-        raise ValueError("`cuda_graph` says how decode rules are decided on: ask for these, too (--decode)")
-    if cuda_graph and model.device.type != "cuda":
-        raise ValueError(f"`cuda_graph` needs a model on a GPU, this one is on {model.device}")
 
 
 def default_block_size(model: Any) -> int:

@@ -53,6 +53,14 @@ class DecodeResult:
     said: str  # with a table of both where there is one
 
 
+def check_cuda_graph(model: Any, with_decode: bool, cuda_graph: bool) -> None:
+    """Raise ValueError for captured steps that nothing would ask for, or that there cannot be."""
+    if cuda_graph and not with_decode:
+        raise ValueError("`cuda_graph` says how decode rules are decided on: ask for these, too (--decode)")
+    if cuda_graph and model.device.type != "cuda":
+        raise ValueError(f"`cuda_graph` needs a model on a GPU, this one is on {model.device}")
+
+
 def decode_rule(share: float, layers: Sequence[int], page_size: int) -> Rule:
     """What a step reads: the first page, the last `WINDOW` tokens, and a share of the pages between."""
     from dynaxx.policy import Rule

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from dynaxx.arguments import typed
+from dynaxx.layout.grid import as_integer
 
 EXACT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MOST = 1024  # first or last tokens
 SINKS, WINDOW = 4, 28  # tokens: one tile of a matrix unit together
 
 
@@ -57,6 +59,9 @@ class ExactTokens:
             k, v: (batch, seqlen_k, kv_heads, head_dim), contiguous caches.
             seqused_k, leftpad_k: as in `PagedCache`.
         """
+        sinks, window = as_integer("sinks", sinks), as_integer("window", window)
+        if not (0 <= sinks <= MOST and 1 <= window <= MOST):
+            raise ValueError(f"`sinks` must be from 0 and `window` from 1 to {MOST} tokens, got {sinks} and {window}")
         empty = lambda x: x.new_zeros(x.shape[0], sinks + window, *x.shape[2:])
         tokens = cls(empty(k), empty(v), sinks)
         places = tokens.positions(seqused_k, leftpad_k)

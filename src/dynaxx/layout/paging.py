@@ -13,7 +13,6 @@ from dynaxx.arguments import typed
 from dynaxx.layout.compressed import CompressedPages, check_pages
 from dynaxx.layout.exact import SINKS, WINDOW, ExactTokens
 from dynaxx.layout.forms import Form, form_of
-from dynaxx.layout.tensors import check_tensors
 
 CACHE_DTYPES = (
     torch.float64,
@@ -139,10 +138,6 @@ class PagedCache:
     compressed: CompressedPages | None = None  # needed by `native_decode`
 
     def __post_init__(self) -> None:
-        given = (self.page_table, self.leftpad_k, self.k_scale, self.v_scale)
-        names = ("page_table", "leftpad_k", "k_scale", "v_scale")
-        check_tensors(k=self.k, v=self.v, seqused_k=self.seqused_k)
-        check_tensors(None, **{name: x for name, x in zip(names, given, strict=True) if x is not None})
         if self.page_table is not None and self.page_size == 0 and self.k.ndim == 4:
             object.__setattr__(self, "page_size", self.k.shape[1])
         if not self.form.checked:
@@ -185,6 +180,7 @@ class PagedCache:
                 )
 
     @classmethod
+    @typed
     def contiguous(
         cls,
         k: Tensor,
@@ -195,12 +191,14 @@ class PagedCache:
         leftpad_k: Tensor | None = None,
     ) -> PagedCache:
         """A cache without a page table: k (batch, seqlen_k, kv_heads, head_dim), all of it in use by default."""
-        check_tensors(4, k=k, v=v)
+        if k.ndim != 4:
+            raise ValueError(f"`k` must be (batch, seqlen_k, kv_heads, head_dim), got shape {tuple(k.shape)}")
         if seqused_k is None:
             seqused_k = torch.full((k.shape[0],), k.shape[1], dtype=torch.int32, device=k.device)
         return cls(k, v, seqused_k, page_size=page_size, leftpad_k=leftpad_k)
 
     @classmethod
+    @typed
     def quantized(
         cls,
         k: Tensor,
@@ -359,6 +357,7 @@ def _summary_strides(x: Tensor) -> PageStrides:
     return PageStrides(batch[0] if batch else 0, page, 0, head)
 
 
+@typed
 def quantize_pages(x: Tensor, dtype: torch.dtype, page_size: int | None = None) -> tuple[Tensor, Tensor]:
     """Store keys or values in 8 bits, one scale per page and kv head, so that the largest of them is exact.
 
@@ -370,11 +369,14 @@ def quantize_pages(x: Tensor, dtype: torch.dtype, page_size: int | None = None) 
         (stored, scale): x's shape in `dtype`, and fp32 (num_pages, kv_heads) or (batch, pages, kv_heads).
 
     Raises:
-        ValueError, TypeError: no floats of four dimensions, or another dtype or page size.
+        TypeError: no tensor, or another dtype.
+        ValueError: no floats of four dimensions, or another page size.
     """
-    check_tensors(4, x=x)
-    if not x.is_floating_point():
-        raise TypeError(f"`x` must be floating point, got {x.dtype}")
+    if x.ndim != 4 or x.shape[3] == 0 or not x.is_floating_point():
+        raise ValueError(
+            f"`x` must be (num_pages, page_size, kv_heads, head_dim) of floats, or contiguous (batch, seqlen, ...), "
+            f"got {x.dtype} {tuple(x.shape)}"
+        )
     if dtype not in SCALED_DTYPES:
         raise TypeError(f"`dtype` must be one of {SCALED_DTYPES}, got {dtype}")
     if page_size is not None and not (isinstance(page_size, int) and page_size in PAGE_SIZES):

@@ -17,7 +17,6 @@ from dynaxx.arguments import typed
 from dynaxx.errors import UnsupportedInputError
 from dynaxx.kernels.decode_problem import DecodeProblem
 from dynaxx.layout.paging import PagedCache, PageSummaries
-from dynaxx.layout.tensors import check_tensors
 from dynaxx.ops.attention import SparseAttentionOutput
 from dynaxx.ops.checks import DTYPES
 from dynaxx.selection.pages import PageBudget
@@ -82,7 +81,6 @@ def sparse_decode(
             a GPU only with DYNAXX_DEBUG=1; there pages out of range are skipped.
         UnsupportedInputError: no backend, or not the named one, can serve; with the reasons of each.
     """
-    check_tensors(q=q)
     kernels = kernels_for(q, cache, backend)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if isinstance(pages, PageBudget) and not pages.reads_everything:
@@ -109,13 +107,13 @@ def select_pages(
     Raises:
         As `sparse_decode`; ValueError, too, where the cache has no summaries, or some of another bound.
     """
-    check_tensors(q=q)
     kernels = kernels_for(q, cache, backend)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     chosen: Tensor = kernels.select_pages(q, cache, *_choice(q, cache, budget), scale)[0]
     return chosen
 
 
+@typed
 @torch.no_grad()
 def summarize_pages(
     cache: PagedCache,

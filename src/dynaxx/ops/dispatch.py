@@ -16,7 +16,6 @@ from dynaxx.arguments import typed
 from dynaxx.errors import UnsupportedInputError
 from dynaxx.kernels.problem import AttentionProblem
 from dynaxx.layout import BlockLayout
-from dynaxx.layout.tensors import check_tensors
 from dynaxx.ops.checks import check_inputs, check_layout
 
 MOST_CHOICES = 64  # kept per layout
@@ -74,7 +73,6 @@ def backend_for(
     What was found is kept with the layout, as long as that lives: a call whose tensors have the same shapes, dtypes and
     devices asks for nothing else. Raises as `check_inputs` and `choose_backend`.
     """
-    check_tensors(q=q, k=k, v=v)
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     tensors = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device)
     known = _chosen.get(layout) if isinstance(layout, BlockLayout) else None

@@ -14,7 +14,6 @@ from dynaxx.arguments import typed
 from dynaxx.layout import EMPTY, FULL, BlockGrid, BlockLayout, ElementMasks, as_block_size
 from dynaxx.layout.host import on_host
 from dynaxx.layout.masks import causal_codes
-from dynaxx.layout.tensors import check_tensors
 from dynaxx.patterns.base import Pattern
 from dynaxx.selection.device import select_on_device, serves
 from dynaxx.selection.groups import Per, heads_alike, shared_scores
@@ -208,7 +207,6 @@ def _select(
 
 
 def _checked_grid(q: Tensor, k: Tensor, block_size: tuple[int, int], causal: bool) -> BlockGrid:
-    check_tensors(q=q, k=k)
     for name, tensor in (("q", q), ("k", k)):
         if tensor.ndim != 4 or not tensor.is_floating_point():
             raise ValueError(

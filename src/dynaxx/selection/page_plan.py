@@ -7,11 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dynaxx.arguments import typed
+from dynaxx.layout.grid import as_integer
 from dynaxx.layout.host import on_host
-from dynaxx.layout.tensors import check_tensors
 from dynaxx.patterns import Pattern
 
 LARGEST_BLOCK = 128  # of layouts
+PAGE_SIZES = (16, 32, 64, 128, 256)
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class PagePlan:
     page_size: int
 
     @classmethod
+    @typed
     @on_host
     def of(
         cls,
@@ -42,11 +45,17 @@ class PagePlan:
             max_seqlen: keys of the longest sequence.
             page_size: of the cache, 16, 32, 64, 128 or 256.
             seqlen_q: the most query tokens of a step.
+
+        Raises:
+            TypeError, ValueError: no rule over positions alone, or sizes out of range.
         """
-        if not isinstance(rule, Pattern):
-            raise TypeError(f"`rule` must be a Pattern, over positions alone, got {type(rule).__name__}")
+        max_seqlen, seqlen_q = as_integer("max_seqlen", max_seqlen), as_integer("seqlen_q", seqlen_q)
         if max_seqlen < 1 or seqlen_q < 1:
             raise ValueError(f"`max_seqlen` and `seqlen_q` must be at least 1, got {max_seqlen} and {seqlen_q}")
+        if not seqlen_q <= max_seqlen < 2**31:
+            raise ValueError(f"`seqlen_q` must be up to `max_seqlen` < 2^31, got {seqlen_q} and {max_seqlen}")
+        if as_integer("page_size", page_size) not in PAGE_SIZES:
+            raise ValueError(f"`page_size` must be one of {PAGE_SIZES}, got {page_size}")
         block = min(page_size, LARGEST_BLOCK)
         layout = rule.layout(max_seqlen, block_size=block)
         rows = torch.arange(layout.q_blocks).repeat_interleave(layout.kv_num_blocks.flatten())
@@ -61,14 +70,24 @@ class PagePlan:
         table[rows[kept], place[kept]] = pages[kept].int()
         return cls(table.to(device), page_size)
 
+    @typed
     def pages(self, seqused_k: Tensor, kv_heads: int) -> Tensor:
         """The step's block_indices for `sparse_decode`, (batch, kv_heads, slots) int32; waits for no device.
 
         Args:
             seqused_k: (batch,) int32, as the cache's, on the plan's device. Longer ones than the plan has are read as
                 its last page; on a CPU they are refused.
+
+        Raises:
+            TypeError, ValueError: other lengths than these, or no kv head.
         """
-        check_tensors(1, seqused_k=seqused_k)
+        if seqused_k.ndim != 1 or seqused_k.dtype != torch.int32 or seqused_k.device != self.table.device:
+            raise ValueError(
+                f"`seqused_k` must be (batch,) int32 on {self.table.device}, got {seqused_k.dtype} "
+                f"{tuple(seqused_k.shape)} on {seqused_k.device}"
+            )
+        if as_integer("kv_heads", kv_heads) < 1:
+            raise ValueError(f"`kv_heads` must be at least 1, got {kv_heads}")
         most = len(self.table) * self.page_size
         if seqused_k.device.type == "cpu" and seqused_k.numel() and int(seqused_k.max()) > most:
             raise ValueError(f"`seqused_k` must be at most the {most} keys of the plan, got {int(seqused_k.max())}")

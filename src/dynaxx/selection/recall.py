@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dynaxx.arguments import typed
 from dynaxx.layout import FULL, BlockLayout
 from dynaxx.layout.host import on_host
-from dynaxx.layout.tensors import check_tensors
 from dynaxx.selection.scorers.base import MEMORY_BUDGET, per_kv_head, pieces
 
 
@@ -23,6 +23,7 @@ class Recall(NamedTuple):
     per_head: Tensor  # (q_heads,) fp32, averaged over the same queries and the batch
 
 
+@typed
 @torch.no_grad()
 @on_host
 def recall(
@@ -64,7 +65,7 @@ def recall(
     row_bytes = batch * heads * (5 * 4 * seqlen_k + 8 * dim)
     for a, b in pieces(len(drawn), row_bytes, MEMORY_BUDGET):
         some = drawn[a:b].to(q.device)
-        scores = _scores(q[:, some], k, dim**-0.5 if scale is None else scale)
+        scores = _scores(q[:, some], k, dim**-0.5 if scale is None else float(scale))
         if causal:
             position = torch.arange(seqlen_k, device=q.device)
             scores.masked_fill_(position > (some + seqlen_k - seqlen_q)[:, None], -torch.inf)
@@ -76,13 +77,12 @@ def recall(
 
 
 def _check(q: Tensor, k: Tensor, layout: BlockLayout, rows: int) -> None:
-    check_tensors(q=q, k=k)
-    if not isinstance(layout, BlockLayout):
-        raise TypeError(
-            f"`layout` must be a BlockLayout, got {type(layout).__name__}; pattern.layout(seqlen) makes one, and "
-            "select_blocks(q, k, rule)"
-        )
-    if q.ndim != 4 or k.ndim != 4 or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or q.shape[2] % k.shape[2]:
+    for name, x in (("q", q), ("k", k)):
+        if x.ndim != 4 or not x.is_floating_point() or x.shape[2] == 0:
+            raise ValueError(
+                f"`{name}` must be (batch, seqlen, heads, head_dim) of floats, got {x.dtype} {tuple(x.shape)}"
+            )
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or q.shape[2] % k.shape[2]:
         raise ValueError(
             "`q` and `k` must be (batch, seqlen, heads, head_dim), q_heads a multiple of kv_heads, "
             f"got {tuple(q.shape)} and {tuple(k.shape)}"
