@@ -28,7 +28,6 @@ EXTRAS = {
     "metrics": ("prometheus_client",),
     "otel": ("opentelemetry",),
     "rollout": ("openfeature",),
-    "onnx": ("onnx", "onnxscript", "onnxruntime"),
 }
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-VERSIONS_OF = ("dynaxx", "torch", "triton", "transformers", "gguf", "numpy", "pydantic", "vllm", "onnxruntime")
+VERSIONS_OF = ("dynaxx", "torch", "triton", "transformers", "gguf", "numpy", "pydantic", "vllm")
 
 
 @dataclass(frozen=True)

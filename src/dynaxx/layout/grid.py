@@ -76,11 +76,6 @@ class BlockGrid:
         last = (first + self.block_size[0]).clamp(max=self.seqlen_q) - 1
         return first + self.offset, last + self.offset
 
-    def k_span(self, cols: Tensor) -> tuple[Tensor, Tensor]:
-        """First and last key position of each kv block (the last one clipped to seqlen_k)."""
-        first = cols * self.block_size[1]
-        return first, (first + self.block_size[1]).clamp(max=self.seqlen_k) - 1
-
     def rows(self) -> Tensor:
         return torch.arange(self.q_blocks)
 
