@@ -155,6 +155,12 @@ CALLS = {
         BLOCKED,
     ),
     "stack_heads": lambda: (dx.BlockLayout.stack_heads, [[layout(), layout()]], {}),
+    "head_slice": lambda: (dx.BlockLayout.stack_heads([layout(), layout()]).head_slice, [[0, 1]], {}),
+    "to": lambda: (layout().to, ["cpu"], {}),
+    "density": lambda: (layout().density, [True], {}),
+    "PageBudget.of": lambda: (dx.PageBudget.of, [dx.TopK(2)], {}),
+    "resolve a rule": lambda: (dx.GlobalContent((1, 2)).resolve, [torch.tensor([1, 5, 2])], {}),
+    "select": lambda: (dx.TopK(2).select, [*qkv()[:2]], {**BLOCKED, "scale": None, "memory_budget": None}),
     "to_block_mask": lambda: (to_block_mask, [layout()], {}),
     "from_block_mask": lambda: (from_block_mask, [to_block_mask(layout())], {"chunk": 1024}),
     "layout": lambda: (WINDOW.layout, [64, 64], {**BLOCKED, "device": "cpu"}),
@@ -199,13 +205,14 @@ CALLS = {
     "nn.rotate": lambda: (nn.rotate, [qkv()[0], (torch.ones(64, 32), torch.ones(64, 32))], {}),
     "a module": lambda: (module(nn.SparseAttention, pattern=WINDOW, block_size=16), [torch.ones(1, 64, 32)], {}),
     "a native module": lambda: (module(nn.NativeSparseAttention, sizes=SIZES), [torch.ones(1, 64, 32)], {}),
+    "apply": lambda: (dx.apply, [torch.nn.Linear(2, 2), plain_policy()], {"name": "x"}),
     "save_policy": lambda: (dx.save_policy, [plain_policy(), "/dev/null/policy.json"], {}),
     "load_policy": lambda: (dx.load_policy, ["no such file"], {}),
     "parse_policy": lambda: (policy.parse_policy, ["{}"], {}),
     "policy_digest": lambda: (policy.policy_digest, [plain_policy()], {}),
     "resolve": lambda: (policy.resolve, [plain_policy()], {}),
 }
-FAIL = ("save_policy", "load_policy", "parse_policy")  # even with arguments of the right kind
+FAIL = ("apply", "save_policy", "load_policy", "parse_policy")  # even with arguments of the right kind
 
 
 class Odd:

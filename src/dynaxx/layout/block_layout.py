@@ -129,6 +129,7 @@ class BlockLayout:
     def grid(self, causal: bool = True) -> BlockGrid:
         return BlockGrid(self.seqlen_q, self.seqlen_k, self.block_size, causal)
 
+    @typed
     @on_host
     def density(self, causal: bool = True) -> float:
         """Visited blocks / (causally) visible blocks, averaged over batch and heads; 1.0 is dense."""
@@ -258,6 +259,7 @@ class BlockLayout:
         self.validate()
         return True
 
+    @typed
     def to(self, device: torch.device | str) -> BlockLayout:
         """The same layout on another device; a copy to a GPU does not wait for it."""
         if torch.device(device) == self.device:
@@ -270,6 +272,7 @@ class BlockLayout:
         remember(there, lambda: self.host, order[0] if order else None)
         return there
 
+    @typed
     def head_slice(self, heads: Sequence[int]) -> BlockLayout:
         """The layout of some heads only, in their order; a shared layout is returned as it is.
 

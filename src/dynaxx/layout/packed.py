@@ -35,6 +35,7 @@ class PackedLayout(BlockLayout):
     cu_seqlens_q: Tensor  # (num_seqs + 1,) int32, on the host
     cu_seqlens_k: Tensor  # (num_seqs + 1,) int32, on the host
 
+    @typed
     def to(self, device: torch.device | str) -> PackedLayout:
         if torch.device(device) == self.device:
             return self

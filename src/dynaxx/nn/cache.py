@@ -128,6 +128,7 @@ class NativeCache:
         else:
             self._age += 1
 
+    @typed
     def reorder(self, index: Tensor) -> None:
         """Go on with sequences `index` of these, some of them more than once or not at all, as beam search does."""
         self.lengths = [self.lengths[i] for i in index.tolist()]

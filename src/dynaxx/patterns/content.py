@@ -55,6 +55,7 @@ class GlobalContent(Pattern):
     def needs_tokens(self) -> bool:
         return True
 
+    @typed
     def resolve(self, input_ids: Tensor | Sequence[int]) -> GlobalTokens:
         """The positions of the matches in one sequence; none give `GlobalTokens(())`.
 
@@ -65,7 +66,8 @@ class GlobalContent(Pattern):
         ids = torch.as_tensor(input_ids)
         if ids.numel() == 0:
             return GlobalTokens((), self.symmetric)
-        if ids.is_floating_point() or ids.ndim > 2 or (ids.ndim == 2 and ids.shape[0] != 1):
+        whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
+        if not whole or ids.ndim > 2 or (ids.ndim == 2 and ids.shape[0] != 1):
             raise ValueError(
                 f"`input_ids` must be integers (seqlen,) of one sequence, got {ids.dtype} {tuple(ids.shape)}; "
                 "resolve each sequence of a batch by itself"

@@ -109,6 +109,7 @@ class LayerPlan:
         return _side_by_side(layouts, self.groups)
 
 
+@typed
 class LengthSwitch:
     """Dense or sparse by length, with hysteresis; see `Policy`. Keeps the last answer."""
 

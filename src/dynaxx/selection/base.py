@@ -62,6 +62,7 @@ class Selector(ABC):
         """
         return None
 
+    @typed
     def select(
         self,
         q: Tensor,
@@ -87,6 +88,7 @@ class Hybrid:
     pattern: Pattern
     selector: Selector
 
+    @typed
     def select(
         self,
         q: Tensor,

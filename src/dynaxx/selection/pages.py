@@ -49,6 +49,7 @@ class PageBudget:
             raise ValueError(f"`bound` must be from 0.0 to 1.0, got {self.bound}")
 
     @classmethod
+    @typed
     def of(cls, rule: Pattern | Selector | Hybrid) -> PageBudget:
         """The same rule for decoding: sinks and windows of its pattern, budget and scorer of its selector. A page has
         one summary, whatever a scorer would look at within a block; for `MeanQuery` it is a bound of 0.75.
