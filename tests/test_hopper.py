@@ -27,7 +27,8 @@ def passes(request, monkeypatch):
     """Gradients in one pass wherever there is one, or in two, as few keys would have them."""
     import dynaxx.kernels.hopper.backward as backward
 
-    monkeypatch.setattr(backward, "backward_in_one_pass", lambda kv_block, *_: request.param and kv_block == 128)
+    fits = lambda kv_block, head_dim, *_: kv_block == 128 and head_dim <= 128
+    monkeypatch.setattr(backward, "backward_in_one_pass", lambda *sizes: request.param and fits(*sizes))
 
 
 @pytest.mark.gpu
@@ -36,7 +37,8 @@ def passes(request, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("seed", range(60))
 def test_random_cases(seed, dtype):
-    case = random_case(seed, dtype=dtype, device="cuda", head_dims=(64, 128), block_sizes=(64, 128), lengths=LENGTHS)
+    dims, blocks = (64, 128, 256), (64, 128)
+    case = random_case(seed, dtype=dtype, device="cuda", head_dims=dims, block_sizes=blocks, lengths=LENGTHS)
     if case.q.shape[-1] != case.v.shape[-1]:
         pytest.skip("refused: head_dim of v differs")
     check(case.q, case.k, case.v, case.layout, case.label)
@@ -56,6 +58,25 @@ def test_groups_share_or_do_not(block_size, group_size):
     check(q, k, v, shared)
     other = dx.Full().layout(300, 420, block_size=block_size, device="cuda")
     check(q, k, v, dx.BlockLayout.stack_heads([shared, other] * group_size))
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("block_size", [(64, 64), (64, 128), (128, 64), (128, 128)])
+@pytest.mark.parametrize(("group_size", "together"), [(1, True), (2, True), (2, False), (3, True)])
+def test_head_dim_256(block_size, group_size, together, monkeypatch):
+    """Rows and columns of more tiles than are in flight, full and partial; groups in one program, as with many keys."""
+    import dynaxx.kernels.hopper.backward_dkv as backward_dkv
+
+    if together:
+        monkeypatch.setattr(backward_dkv, "PROGRAMS_PER_SM", 0)
+    layouts = [
+        pattern.layout(700, 1000, block_size=block_size, device="cuda")
+        for pattern in (dx.SlidingWindow(500) | dx.Sink(3) | dx.Strided(37), dx.Full())
+    ]
+    q, k, v = make_qkv(2, 700, 1000, 2 * group_size, 2, 256, dtype=torch.bfloat16, device="cuda")
+    check(q, k, v, layouts[0])
+    check(q, k, v, dx.BlockLayout.stack_heads(layouts * group_size))
 
 
 @pytest.mark.gpu
@@ -141,9 +162,10 @@ def test_cuda_graph():
 
 @pytest.mark.gpu
 @on_hopper
-@pytest.mark.parametrize("block_size", [(64, 128), (128, 128)])
-def test_deterministic_gradients_are_bitwise_the_same_in_every_run(block_size):
-    q, k, v = make_qkv(2, 700, 650, 6, 2, 128, dtype=torch.bfloat16, device="cuda")
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("block_size", [(64, 64), (64, 128), (128, 128)])
+def test_deterministic_gradients_are_bitwise_the_same_in_every_run(block_size, head_dim):
+    q, k, v = make_qkv(2, 700, 650, 6, 2, head_dim, dtype=torch.bfloat16, device="cuda")
     layout = (dx.SlidingWindow(300) | dx.Strided(37)).layout(700, 650, block_size=block_size, device="cuda")
     kernels = load_backend("hopper")
     out, lse = kernels.attention_forward(q, k, v, layout, 0.1)
@@ -185,7 +207,7 @@ def test_refusals_say_why():
         "q_heads": 2, "kv_heads": 1, "head_dim": 80, "head_dim_v": 64, "block_size": (64, 32), "needs_grad": False,
     }  # fmt: skip
     text = "; ".join(unsupported_reasons("hopper", AttentionProblem(**values)))
-    for reason in ("fp16 and bf16", "head_dim (64, 128)", "blocks of (64, 128)"):
+    for reason in ("fp16 and bf16", "head_dim (64, 128, 256)", "blocks of (64, 128)"):
         assert reason in text
     on_cpu = AttentionProblem(**{**values, "device": torch.device("cpu")})
     assert "runs on a Hopper GPU" in unsupported_reasons("hopper", on_cpu)[0]

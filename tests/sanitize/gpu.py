@@ -38,10 +38,10 @@ def draw(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 
 
-def blocks_of(block: int, seqlen_q: int, seqlen_k: int, backend: str) -> None:
+def blocks_of(block: int, seqlen_q: int, seqlen_k: int, backend: str, head_dim: int = 64) -> None:
     """Forward and backward over partial, full and empty blocks, with gradients through lse."""
     layout = PATTERN.layout(seqlen_q, seqlen_k, causal=True, block_size=block, device="cuda")
-    q, k, v = draw(1, seqlen_q, 6, 64), draw(1, seqlen_k, 2, 64), draw(1, seqlen_k, 2, 64)
+    q, k, v = (draw(1, length, heads, head_dim) for length, heads in ((seqlen_q, 6), (seqlen_k, 2), (seqlen_k, 2)))
     out, lse = dx.sparse_attention(q, k, v, layout, return_lse=True, backend=backend)
     (out.float().sum() + lse[lse.isfinite()].sum()).backward()
 
@@ -61,12 +61,15 @@ def attention(backend: str) -> None:
 
 
 def hopper() -> None:
-    """`attention`, and a backward in one pass, which so few keys would not take by themselves."""
+    """`attention`, the other head_dims, and a backward in one pass, which so few keys would not take by themselves."""
     from dynaxx.kernels.hopper import backward
 
     attention("hopper")
+    for head_dim in (128, 256):
+        blocks_of(128, 200, 333, "hopper", head_dim)
     backward.backward_in_one_pass = lambda *_: True
-    blocks_of(128, 333, 333, "hopper")
+    for head_dim in (64, 128):
+        blocks_of(128, 333, 333, "hopper", head_dim)
 
 
 def selection() -> None:

@@ -13,25 +13,31 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from dynaxx.kernels.hopper.backward_produce import FIELDS, RING, read_column
 from dynaxx.kernels.hopper.forward_consume import ROWS
-from dynaxx.kernels.hopper.parts import WHOLE, store_sums
+from dynaxx.kernels.hopper.parts import WHOLE, store_part
 from dynaxx.kernels.hopper.signals import get, none
 from dynaxx.kernels.hopper.visible import WORD_LAYOUT, columns_between, where_seen
 
 
 @gluon.jit
-def keep(weights, numbers, at, p_bits, part, CONSUMER: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr):
-    """Transposed weights [keys, queries], 0 where the block's mask hides the pair."""
+def keep(
+    weights, numbers, at, p_bits, part, first_key, FIRST_QUERY: gl.constexpr,
+    Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr,
+):  # fmt: skip
+    """Transposed weights [64 keys, queries], 0 where the block's mask hides the pair.
+
+    Keys count from `first_key` of the block, queries from FIRST_QUERY of the tile, which begins at `part` of the block.
+    """
     WORDS: gl.constexpr = KV_BLOCK // 32
-    keys = CONSUMER * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, WORD_LAYOUT))[:, None]
+    keys = first_key + gl.arange(0, ROWS, gl.SliceLayout(1, WORD_LAYOUT))[:, None]
     threads = gl.arange(0, 4, gl.SliceLayout(0, WORD_LAYOUT))[None, :]
     lo, hi, code = get(numbers, at + 1), get(numbers, at + 2), get(numbers, at + 3)
     if lo <= hi:
-        seen = columns_between(keys + lo, keys + hi, threads)
+        seen = columns_between(keys + (lo - FIRST_QUERY), keys + (hi - FIRST_QUERY), threads)
     else:
         seen = gl.zeros([ROWS, 4], gl.int32, WORD_LAYOUT)
         if code >= 0:
-            p_words = p_bits + (code.to(gl.int64) * Q_BLOCK + part) * WORDS + keys // 32
-            for i_column in range(ROWS // 4):
+            p_words = p_bits + (code.to(gl.int64) * Q_BLOCK + part + FIRST_QUERY) * WORDS + keys // 32
+            for i_column in range(weights.shape[1] // 4):
                 query = i_column // 2 * 8 + 2 * threads + i_column % 2
                 seen |= ((gl.load(p_words + query * WORDS) >> keys % 32) & 1) << i_column
     return where_seen(weights, seen, 0.0)
@@ -64,7 +70,7 @@ def _consume_tiles(
         weights = gl.exp2(scores * scale_log2 - lse[None, :])
         if MASKED:
             part = i_tile % SPLIT * ROWS
-            weights = keep(weights, numbers, i % RING * FIELDS, p_bits, part, CONSUMER, Q_BLOCK, KV_BLOCK)
+            weights = keep(weights, numbers, i % RING * FIELDS, p_bits, part, CONSUMER * ROWS, 0, Q_BLOCK, KV_BLOCK)
         p = gl.convert_layout(weights.to(q.dtype), p_layout)
         dv_token = warpgroup_mma(p, do, dv, is_async=True)
         delta = stats.index(stage * 2 + 1).load(gl.SliceLayout(0, s_layout))
@@ -113,7 +119,8 @@ def consume(
     fence_async_shared()
     if HAS_PARTS:
         if slot >= 0:
-            store_sums(p_sums, slot, dk, dv, KV_BLOCK // ROWS, CONSUMER)
+            store_part(p_sums, slot, dk, 0, CONSUMER * ROWS, KV_BLOCK)
+            store_part(p_sums, slot, dv, 1, CONSUMER * ROWS, KV_BLOCK)
         i_col = gl.where(slot == WHOLE, i_col, kv_blocks)  # past the end, where TMA leaves it out
     at = [i_b, i_hk, i_col * KV_BLOCK + CONSUMER * ROWS, 0]
     tma.async_copy_shared_to_global(dk_desc, at, k_buffers.index(CONSUMER))

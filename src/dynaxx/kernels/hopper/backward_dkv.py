@@ -14,13 +14,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from dynaxx.kernels.hopper.backward_consume import consume
-from dynaxx.kernels.hopper.backward_produce import FIELDS, RING, produce
-from dynaxx.kernels.hopper.config import backward_stages
+from dynaxx.kernels.hopper.backward_produce import FIELDS, RING, column_of, produce
+from dynaxx.kernels.hopper.config import backward_heads_together, backward_stages
 from dynaxx.kernels.hopper.forward import LOG2E, barriers
 from dynaxx.kernels.hopper.forward_consume import ROWS
 from dynaxx.kernels.hopper.launch import gluon_rows
 from dynaxx.kernels.hopper.parts import ALL_ENTRIES, WHOLE, part_or_whole
 from dynaxx.kernels.hopper.signals import NUMBERS
+from dynaxx.kernels.hopper.wide_dkv import start_wide_dkv
 from dynaxx.kernels.triton.launch import processors, transposed_arguments
 from dynaxx.kernels.triton.light import Launch, light_launch
 from dynaxx.kernels.triton.repeat import repeated
@@ -29,12 +30,11 @@ from dynaxx.kernels.triton.split_sums import sum_parts
 from dynaxx.layout import BlockLayout
 
 PROGRAMS_PER_SM = 2  # fewer, of unequal length, leave multiprocessors idle
+SIZES = ["capacity", "num_masks", "seqlen_k", "q_blocks", "kv_heads", "group_size", "together"]
 
 
 @light_launch
-@gluon.jit(
-    do_not_specialize=["capacity", "num_masks", "seqlen_k", "q_blocks", "batch", "kv_heads", "group_size", *SPLIT_SIZES]
-)
+@gluon.jit(do_not_specialize=[*SIZES, *SPLIT_SIZES])
 def _sparse_attention_hopper_bwd_dkv_kernel(
     do_desc, q_desc, k_desc, v_desc, dk_desc, dv_desc,
     p_lse,  # (B, Hq, q_blocks * Q_BLOCK) fp32, base 2, inf where there is nothing
@@ -42,20 +42,18 @@ def _sparse_attention_hopper_bwd_dkv_kernel(
     p_indptr, p_num_partial, p_indices, p_codes, p_bits, p_bands,
     capacity, num_masks, layout_stride_b, layout_stride_h,
     p_parts, p_sums, num_parts, limit, batch_copies, head_copies,
-    seqlen_k, q_blocks, batch, kv_heads, group_size, scale, scale_log2,
+    seqlen_k, q_blocks, kv_heads, group_size, together, scale, scale_log2,
     CONSUMERS: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr,
     STAGES: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
     HAS_PARTS: gl.constexpr,
 ):  # fmt: skip
     i_program = gl.program_id(0) - num_parts * batch_copies * head_copies  # parts come first
-    i_hk = i_program % kv_heads
-    i_b = i_program // kv_heads % batch
-    i_col = i_program // (kv_heads * batch)  # the first keys are seen by most queries under a causal mask
     kv_blocks = (seqlen_k + KV_BLOCK - 1) // KV_BLOCK
+    i_b, i_hk, i_col = column_of(i_program, kv_blocks, kv_heads, together)
     first, last, slot = 0, ALL_ENTRIES, WHOLE
     if HAS_PARTS:
         i_b, i_hk, i_col, first, last, slot = part_or_whole(
-            i_b, i_hk, i_col, p_parts, num_parts, limit, batch_copies, head_copies,
+            gl.program_id(0), i_b, i_hk, i_col, p_parts, num_parts, limit, batch_copies, head_copies,
             p_indptr, capacity, layout_stride_b, layout_stride_h, kv_blocks, kv_heads, group_size,
         )  # fmt: skip
     first_head = (i_b * kv_heads + i_hk).to(gl.int64) * group_size
@@ -90,7 +88,7 @@ def _sparse_attention_hopper_bwd_dkv_kernel(
             (produce, (
                 q_desc, do_desc, k_desc, v_desc, q_buffers, do_buffers, k_buffers, v_buffers, kv_full, full, empty,
                 numbers, stats, p_lse, p_delta, p_indptr, p_num_partial, p_indices, p_codes, p_bands, capacity,
-                num_masks, layout_stride_b, layout_stride_h, i_b, i_hk, i_col, kv_blocks, q_blocks, group_size,
+                num_masks, layout_stride_b, layout_stride_h, i_b, i_hk, i_col, 0, kv_blocks, q_blocks, group_size,
                 first, last, CONSUMERS, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS,
             )),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
@@ -105,7 +103,7 @@ def _sparse_attention_hopper_bwd_dkv_kernel(
             (produce, (
                 q_desc, do_desc, k_desc, v_desc, q_buffers, do_buffers, k_buffers, v_buffers, kv_full, full, empty,
                 numbers, stats, p_lse, p_delta, p_indptr, p_num_partial, p_indices, p_codes, p_bands, capacity,
-                num_masks, layout_stride_b, layout_stride_h, i_b, i_hk, i_col, kv_blocks, q_blocks, group_size,
+                num_masks, layout_stride_b, layout_stride_h, i_b, i_hk, i_col, 0, kv_blocks, q_blocks, group_size,
                 first, last, CONSUMERS, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS,
             )),
         ], [1], [PRODUCER_REGISTERS])  # fmt: skip
@@ -120,6 +118,7 @@ def backward_dkv(
     """
     batch, kv_heads = k.shape[0], k.shape[2]
     group_size = q.shape[2] // kv_heads
+    start = start_wide_dkv if q.shape[3] == 256 else _start_dkv
     if group_size > 1 and layout.kv_blocks * batch * kv_heads < PROGRAMS_PER_SM * processors(k.device):
         k, v = (x.repeat_interleave(group_size, 2) for x in (k, v))
         heads = backward_dkv(do, q, k, v, lse, delta, layout, scale)
@@ -128,11 +127,11 @@ def backward_dkv(
     dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
     split = split_columns(layout, batch, q.shape[2], kv_heads)
     if split is None:
-        repeated(_start_dkv, layout, (do, q, k, v, dk, dv, lse, delta), scale)
+        repeated(start, layout, (do, q, k, v, dk, dv, lse, delta), scale)
         return dk, dv
     kv_block = layout.block_size[1]
     parts = split.places(q, 2, kv_block, q.shape[3])
-    repeated(_start_dkv, layout, (do, q, k, v, dk, dv, lse, delta), scale, split=split.to(p_sums=parts))
+    repeated(start, layout, (do, q, k, v, dk, dv, lse, delta), scale, split=split.to(p_sums=parts))
     sum_parts(parts[:, 0], dk, split, layout, kv_block, scale)
     sum_parts(parts[:, 1], dv, split, layout, kv_block)
     return dk, dv
@@ -165,9 +164,9 @@ def _start_dkv(
         **split,
         seqlen_k=seqlen_k,
         q_blocks=layout.q_blocks,
-        batch=batch,
         kv_heads=kv_heads,
         group_size=q_heads // kv_heads,
+        together=backward_heads_together(q.shape[1], head_dim, kv_heads),
         scale=scale,
         scale_log2=scale * LOG2E,
         CONSUMERS=consumers,

@@ -15,8 +15,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from dynaxx.kernels.hopper.backward_joint_consume import SLOTS, consume
-from dynaxx.kernels.hopper.backward_produce import FIELDS, RING, produce
-from dynaxx.kernels.hopper.config import backward_heads_together, backward_stages
+from dynaxx.kernels.hopper.backward_produce import FIELDS, RING, column_of, produce
+from dynaxx.kernels.hopper.config import backward_heads_together, joint_stages
 from dynaxx.kernels.hopper.forward import LOG2E, barriers
 from dynaxx.kernels.hopper.forward_consume import ROWS
 from dynaxx.kernels.hopper.launch import gluon_rows
@@ -45,21 +45,16 @@ def _sparse_attention_hopper_bwd_kernel(
     p_parts, p_sums, num_parts, limit, batch_copies, head_copies,
     seqlen_k, q_blocks, kv_heads, group_size, together, scale, scale_log2,
     Q_BLOCK: gl.constexpr, STAGES: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
-    HAS_PARTS: gl.constexpr,
+    HAS_PARTS: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     KV_BLOCK: gl.constexpr = CONSUMERS * ROWS
     i_program = gl.program_id(0) - num_parts * batch_copies * head_copies  # parts come first
     kv_blocks = (seqlen_k + KV_BLOCK - 1) // KV_BLOCK
-    i_b = i_program // (kv_blocks * kv_heads)
-    first_hk = i_program % (kv_blocks * kv_heads) // (kv_blocks * together) * together
-    i_rest = i_program % (kv_blocks * kv_heads) - first_hk * kv_blocks
-    alternate = gl.minimum(together, kv_heads - first_hk)
-    i_hk = first_hk + i_rest % alternate
-    i_col = i_rest // alternate  # the first keys are seen by most queries under a causal mask
+    i_b, i_hk, i_col = column_of(i_program, kv_blocks, kv_heads, together)
     first, last, slot = 0, ALL_ENTRIES, WHOLE
     if HAS_PARTS:
         i_b, i_hk, i_col, first, last, slot = part_or_whole(
-            i_b, i_hk, i_col, p_parts, num_parts, limit, batch_copies, head_copies,
+            gl.program_id(0), i_b, i_hk, i_col, p_parts, num_parts, limit, batch_copies, head_copies,
             p_indptr, capacity, layout_stride_b, layout_stride_h, kv_blocks, kv_heads, group_size,
         )  # fmt: skip
     first_head = (i_b * kv_heads + i_hk).to(gl.int64) * group_size
@@ -90,20 +85,20 @@ def _sparse_attention_hopper_bwd_kernel(
             kv_full, kv_read, full, empty, ds_full, numbers, stats,
             p_indptr, p_num_partial, p_bits, capacity, layout_stride_b, layout_stride_h, i_b, i_hk, i_col,
             kv_blocks, first_tile, group_size, first, last, slot, p_sums, scale, scale_log2,
-            CONSUMERS, 0, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS,
+            CONSUMERS, 0, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS, AHEAD,
         )),
         (consume, (
             sums_desc, dk_desc, dv_desc, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, dq_buffers,
             kv_full, kv_read, full, empty, ds_full, numbers, stats,
             p_indptr, p_num_partial, p_bits, capacity, layout_stride_b, layout_stride_h, i_b, i_hk, i_col,
             kv_blocks, first_tile, group_size, first, last, slot, p_sums, scale, scale_log2,
-            CONSUMERS, 1, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS,
+            CONSUMERS, 1, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS, AHEAD,
         )),
         (produce, (
             q_desc, do_desc, k_desc, v_desc, q_buffers, do_buffers, k_buffers, v_buffers, kv_full, full, empty,
             numbers, stats, p_lse, p_delta, p_indptr, p_num_partial, p_indices, p_codes, p_bands, capacity,
-            num_masks, layout_stride_b, layout_stride_h, i_b, i_hk, i_col, kv_blocks, q_blocks, group_size,
-            first, last, CONSUMERS, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS,
+            num_masks, layout_stride_b, layout_stride_h, i_b, i_hk, i_col, 0, kv_blocks, q_blocks, group_size,
+            first, last, CONSUMERS, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS, AHEAD,
         )),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
@@ -149,6 +144,7 @@ def _start_joint(
 ) -> Launch | None:
     batch, seqlen_k, kv_heads = k.shape[:3]
     q_heads, head_dim = q.shape[2:]
+    ahead = head_dim == 64  # there are registers for the scores of another tile
     split = split or no_split(delta)
     programs = layout.kv_blocks * batch * kv_heads + split_programs(split)
     started: Launch | None = _sparse_attention_hopper_bwd_kernel[(programs,)](
@@ -167,9 +163,10 @@ def _start_joint(
         scale=scale,
         scale_log2=scale * LOG2E,
         Q_BLOCK=layout.block_size[0],
-        STAGES=backward_stages(head_dim),
+        STAGES=joint_stages(head_dim),
         CONSUMER_REGISTERS=240,
         PRODUCER_REGISTERS=24,
+        AHEAD=ahead,
         num_warps=4,
         maxnreg=168,
     )

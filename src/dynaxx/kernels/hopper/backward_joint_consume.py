@@ -20,9 +20,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from dynaxx.kernels.hopper.backward_consume import keep
-from dynaxx.kernels.hopper.backward_produce import FIELDS, RING, read_column
+from dynaxx.kernels.hopper.backward_produce import FIELDS, NOWHERE, RING, read_column
 from dynaxx.kernels.hopper.forward_consume import ROWS
-from dynaxx.kernels.hopper.parts import WHOLE, store_sums
+from dynaxx.kernels.hopper.parts import WHOLE, store_part
 from dynaxx.kernels.hopper.signals import get, none
 
 SLOTS = gl.constexpr(2)  # tiles whose gradients are kept
@@ -39,25 +39,37 @@ def _add_tile(desc, at, tile, _semantic=None):
 
 
 @gluon.jit
-def _start_dq(k_buffers, ds_buffers, ds_full, i, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr):
-    """Start this consumer's columns of dq for tile i, once the other's gradients are there."""
+def _start_dq(k_buffers, ds_buffers, ds_full, slot, phase, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr):
+    """Start this consumer's columns of dq for the tile in a slot, once the other's gradients are there."""
     D: gl.constexpr = k_buffers.shape[4]
     SHARE: gl.constexpr = D // CONSUMERS
-    slot = i % SLOTS
-    mbarrier.wait(ds_full.index(slot), (i // SLOTS) & 1)
+    mbarrier.wait(ds_full.index(slot), phase)
     dq = gl.zeros([ROWS, SHARE], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SHARE, 16]))
     for u in gl.static_range(CONSUMERS):
-        k = k_buffers.index(u + none(i)).reshape([ROWS, D]).slice(CONSUMER * SHARE, SHARE, dim=1)
+        k = k_buffers.index(u + none(slot)).reshape([ROWS, D]).slice(CONSUMER * SHARE, SHARE, dim=1)
         ds = ds_buffers.index(slot * CONSUMERS + u).permute((1, 0))
         dq = warpgroup_mma(ds, k, dq, use_acc=u > 0, is_async=True)
     return dq
 
 
 @gluon.jit
-def _add_dq(dq, sums_desc, dq_buffer, numbers, first_tile, i, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr):
-    """Add tile i of dq, without its scale, to the sums, which lie as `by_lane` does: see `backward_rows`."""
+def _start_dq_before(k_buffers, ds_buffers, ds_full, i, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr):
+    """The same for tile i - 1; for tile -1 of whatever there is, without waiting."""
+    before = i + SLOTS - 1
+    phase = (before // SLOTS + 1) & 1
+    return _start_dq(k_buffers, ds_buffers, ds_full, before % SLOTS, phase, CONSUMERS, CONSUMER)
+
+
+@gluon.jit
+def _tile_before(numbers, i):
+    """Which of the group tile i - 1 is; for tile -1 none."""
+    return gl.where(i > 0, get(numbers, (i + RING - 1) % RING * FIELDS), NOWHERE)
+
+
+@gluon.jit
+def _add_dq(dq, sums_desc, dq_buffer, tile, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr):
+    """Add a tile of dq, without its scale, to the sums, which lie as `by_lane` does: see `backward_rows`."""
     LINES: gl.constexpr = dq_buffer.shape[2]
-    tile = first_tile + get(numbers, i % RING * FIELDS)
     tma.store_wait(0)
     by_lane = gl.permute(gl.reshape(dq, [4, 2, 8, dq.shape[1] // 8, 4, 2]), [0, 3, 2, 4, 1, 5])
     dq_buffer.reshape([LINES, 32]).store(gl.reshape(by_lane, [LINES, 32]))
@@ -67,10 +79,10 @@ def _add_dq(dq, sums_desc, dq_buffer, numbers, first_tile, i, CONSUMERS: gl.cons
 
 @gluon.jit
 def _consume_tiles(
-    dk, dv, sums_desc, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, dq_buffers, full, empty, ds_full,
-    numbers, stats, p_bits, first_tile, scale_log2, done, begin, end,
+    dk, dv, scores, sums_desc, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, dq_buffers, full, empty,
+    ds_full, numbers, stats, p_bits, first_tile, scale_log2, done, begin, end,
     MASKED: gl.constexpr, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr,
-    Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """Add what tiles begin..end of a head give to dk, dv and the sums of dq."""
     SPLIT: gl.constexpr = Q_BLOCK // ROWS
@@ -85,32 +97,48 @@ def _consume_tiles(
         v = v_buffers.index(CONSUMER + none(i)).reshape([ROWS, D])
         q = q_buffers.index(stage).reshape([ROWS, D])
         do = do_buffers.index(stage).reshape([ROWS, D])
-        mbarrier.wait(full.index(stage), (i // STAGES) & 1)
         zero = gl.zeros([ROWS, ROWS], gl.float32, s_layout)
-        s_token = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+        if not AHEAD:
+            mbarrier.wait(full.index(stage), (i // STAGES) & 1)
+            s_token = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
         dp_token = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
+        if AHEAD:
+            dq_token = _start_dq_before(k_buffers, ds_buffers, ds_full, i, CONSUMERS, CONSUMER)
         lse = stats.index(stage * 2).load(gl.SliceLayout(0, s_layout))
-        scores = warpgroup_mma_wait(1, deps=[s_token])
+        if not AHEAD:
+            scores = warpgroup_mma_wait(1, deps=[s_token])
         weights = gl.exp2(scores * scale_log2 - lse[None, :])
         if MASKED:
             part = i_tile % SPLIT * ROWS
-            weights = keep(weights, numbers, i % RING * FIELDS, p_bits, part, CONSUMER, Q_BLOCK, KV_BLOCK)
+            weights = keep(weights, numbers, i % RING * FIELDS, p_bits, part, CONSUMER * ROWS, 0, Q_BLOCK, KV_BLOCK)
         delta = stats.index(stage * 2 + 1).load(gl.SliceLayout(0, s_layout))
         p = gl.convert_layout(weights.to(q.dtype), p_layout)
-        dp = warpgroup_mma_wait(0, deps=[dp_token])
+        if AHEAD:
+            mbarrier.wait(full.index((i + 1) % STAGES), ((i + 1) // STAGES) & 1)
+            q_next = q_buffers.index((i + 1) % STAGES).reshape([ROWS, D])
+            s_token = warpgroup_mma(k, q_next.permute((1, 0)), zero, use_acc=False, is_async=True)
+            dp, dq = warpgroup_mma_wait(1, deps=[dp_token, dq_token])
+        else:
+            dp = warpgroup_mma_wait(0, deps=[dp_token])
         ds = (weights * (dp - delta[None, :])).to(q.dtype)
         slot = i % SLOTS
         ds_buffers.index(slot * CONSUMERS + CONSUMER).store(ds)
         fence_async_shared()
         mbarrier.arrive(ds_full.index(slot), count=1)
         dv_token = warpgroup_mma(p, do, dv, is_async=True)
-        dq_token = _start_dq(k_buffers, ds_buffers, ds_full, i, CONSUMERS, CONSUMER)
-        dk_token = warpgroup_mma(gl.convert_layout(ds, p_layout), q, dk, is_async=True)
-        dv, dq = warpgroup_mma_wait(1, deps=[dv_token, dq_token])
-        _add_dq(dq, sums_desc, dq_buffer, numbers, first_tile, i, CONSUMERS, CONSUMER)
-        dk = warpgroup_mma_wait(0, deps=[dk_token])
+        if AHEAD:
+            dk_token = warpgroup_mma(gl.convert_layout(ds, p_layout), q, dk, is_async=True)
+            _add_dq(dq, sums_desc, dq_buffer, first_tile + _tile_before(numbers, i), CONSUMERS, CONSUMER)
+            dv, dk, scores = warpgroup_mma_wait(0, deps=[dv_token, dk_token, s_token])
+        else:
+            dq_token = _start_dq(k_buffers, ds_buffers, ds_full, slot, (i // SLOTS) & 1, CONSUMERS, CONSUMER)
+            dk_token = warpgroup_mma(gl.convert_layout(ds, p_layout), q, dk, is_async=True)
+            dv, dq = warpgroup_mma_wait(1, deps=[dv_token, dq_token])
+            tile = first_tile + get(numbers, i % RING * FIELDS)
+            _add_dq(dq, sums_desc, dq_buffer, tile, CONSUMERS, CONSUMER)
+            dk = warpgroup_mma_wait(0, deps=[dk_token])
         mbarrier.arrive(empty.index(stage), count=1)
-    return dk, dv
+    return dk, dv, scores
 
 
 @gluon.jit
@@ -121,6 +149,7 @@ def consume(
     kv_blocks, first_tile, group_size, first, last, slot, p_sums, scale, scale_log2,
     CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr,
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr, HAS_PARTS: gl.constexpr,
+    AHEAD: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of 64 keys of a kv block, and this consumer's columns of what the block gives to dq."""
     SPLIT: gl.constexpr = Q_BLOCK // ROWS
@@ -129,6 +158,14 @@ def consume(
     dk = gl.zeros([ROWS, D], gl.float32, acc_layout)
     dv = gl.zeros([ROWS, D], gl.float32, acc_layout)
     mbarrier.wait(kv_full.index(0), 0)
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    scores = gl.zeros([ROWS, ROWS], gl.float32, s_layout)
+    if AHEAD:
+        mbarrier.wait(full.index(0), 0)
+        k = k_buffers.index(CONSUMER).reshape([ROWS, D])
+        q = q_buffers.index(0).reshape([ROWS, D])
+        s_token = warpgroup_mma(k, q.permute((1, 0)), scores, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(0, deps=[s_token])
     done = 0
     before = 0
     for i_group in range(group_size):
@@ -136,17 +173,22 @@ def consume(
             p_indptr, p_num_partial, capacity, layout_stride_b, layout_stride_h,
             i_b, i_hk * group_size + i_group, i_col, kv_blocks, first, last, before, HAS_PARTS,
         )  # fmt: skip
-        dk, dv = _consume_tiles(
-            dk, dv, sums_desc, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, dq_buffers,
+        dk, dv, scores = _consume_tiles(
+            dk, dv, scores, sums_desc, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, dq_buffers,
             full, empty, ds_full, numbers, stats, p_bits, first_tile, scale_log2, done, 0, partial * SPLIT,
-            True, CONSUMERS, CONSUMER, Q_BLOCK, KV_BLOCK, STAGES,
+            True, CONSUMERS, CONSUMER, Q_BLOCK, KV_BLOCK, STAGES, AHEAD,
         )  # fmt: skip
-        dk, dv = _consume_tiles(
-            dk, dv, sums_desc, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, dq_buffers,
+        dk, dv, scores = _consume_tiles(
+            dk, dv, scores, sums_desc, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, dq_buffers,
             full, empty, ds_full, numbers, stats, p_bits, first_tile, scale_log2, done, partial * SPLIT, count * SPLIT,
-            False, CONSUMERS, CONSUMER, Q_BLOCK, KV_BLOCK, STAGES,
+            False, CONSUMERS, CONSUMER, Q_BLOCK, KV_BLOCK, STAGES, AHEAD,
         )  # fmt: skip
         done += count * SPLIT
+    if AHEAD:
+        dq_token = _start_dq_before(k_buffers, ds_buffers, ds_full, done, CONSUMERS, CONSUMER)
+        dq = warpgroup_mma_wait(0, deps=[dq_token])
+        tile = first_tile + _tile_before(numbers, done)
+        _add_dq(dq, sums_desc, dq_buffers.index(CONSUMER), tile, CONSUMERS, CONSUMER)
     mbarrier.arrive(kv_read.index(0), count=1)
     mbarrier.wait(kv_read.index(0), 0)
     # no consumer reads k and v any more: their buffers carry the results out
@@ -155,7 +197,8 @@ def consume(
     fence_async_shared()
     if HAS_PARTS:
         if slot >= 0:
-            store_sums(p_sums, slot, dk, dv, KV_BLOCK // ROWS, CONSUMER)
+            store_part(p_sums, slot, dk, 0, CONSUMER * ROWS, KV_BLOCK)
+            store_part(p_sums, slot, dv, 1, CONSUMER * ROWS, KV_BLOCK)
         i_col = gl.where(slot == WHOLE, i_col, kv_blocks)  # past the end, where TMA leaves it out
     at = [i_b, i_hk, i_col * KV_BLOCK + CONSUMER * ROWS, 0]
     tma.async_copy_shared_to_global(dk_desc, at, k_buffers.index(CONSUMER))

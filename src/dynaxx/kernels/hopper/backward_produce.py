@@ -18,6 +18,19 @@ NOWHERE = gl.constexpr(1 << 22)  # a tile past the end of all sums, which TMA le
 
 
 @gluon.jit
+def column_of(i_program, kv_blocks, kv_heads, together):
+    """Batch entry, kv head and kv block of a program: `together` kv heads alternate, one such set after the other.
+
+    The first blocks come first: under a causal mask most queries see them.
+    """
+    i_b = i_program // (kv_blocks * kv_heads)
+    first_hk = i_program % (kv_blocks * kv_heads) // (kv_blocks * together) * together
+    i_rest = i_program % (kv_blocks * kv_heads) - first_hk * kv_blocks
+    alternate = gl.minimum(together, kv_heads - first_hk)
+    return i_b, first_hk + i_rest % alternate, i_rest // alternate
+
+
+@gluon.jit
 def read_column(
     p_indptr, p_num_partial, capacity, layout_stride_b, layout_stride_h, i_b, i_h, i_col, kv_blocks,
     first, last, before, HAS_PARTS: gl.constexpr,
@@ -49,15 +62,18 @@ def read_column(
 def produce(
     q_desc, do_desc, k_desc, v_desc, q_buffers, do_buffers, k_buffers, v_buffers, kv_full, full, empty, numbers, stats,
     p_lse, p_delta, p_indptr, p_num_partial, p_indices, p_codes, p_bands, capacity, num_masks,
-    layout_stride_b, layout_stride_h, i_b, i_hk, i_col, kv_blocks, q_blocks, group_size, first, last,
+    layout_stride_b, layout_stride_h, i_b, i_hk, i_col, first_key, kv_blocks, q_blocks, group_size, first, last,
     CONSUMERS: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr,
-    HAS_PARTS: gl.constexpr,
+    HAS_PARTS: gl.constexpr, ENDING: gl.constexpr = False,
 ):  # fmt: skip
-    """Feed a kv block of one kv head: the tiles of all heads of the group, partial blocks first in each head."""
+    """Feed keys of a block from `first_key` on, as many as there are buffers for, of one kv head, and the tiles of all
+    heads of the group, partial blocks first in each head.
+    """
     SPLIT: gl.constexpr = Q_BLOCK // ROWS
-    mbarrier.expect(kv_full.index(0), 2 * CONSUMERS * k_desc.block_type.nbytes)
-    for u in gl.static_range(CONSUMERS):
-        at = [i_b, i_hk, i_col * KV_BLOCK + u * ROWS, 0]
+    BUFFERS: gl.constexpr = k_buffers.shape[0]
+    mbarrier.expect(kv_full.index(0), 2 * BUFFERS * k_desc.block_type.nbytes)
+    for u in gl.static_range(BUFFERS):
+        at = [i_b, i_hk, i_col * KV_BLOCK + first_key + u * ROWS, 0]
         tma.async_copy_global_to_shared(k_desc, at, kv_full.index(0), k_buffers.index(u))
         tma.async_copy_global_to_shared(v_desc, at, kv_full.index(0), v_buffers.index(u))
     done = 0
@@ -93,3 +109,6 @@ def produce(
             tma.async_copy_global_to_shared(q_desc, at, full.index(stage), q_buffers.index(stage))
             tma.async_copy_global_to_shared(do_desc, at, full.index(stage), do_buffers.index(stage))
             done += 1
+    if ENDING:  # consumers ask for the tile behind the last one, and use nothing of it
+        mbarrier.wait(empty.index(done % STAGES), ((done // STAGES) & 1) ^ 1)
+        mbarrier.arrive(full.index(done % STAGES), count=1)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dynaxx.kernels.triton.config import Tiles
-
 
 def forward_step(head_dim: int, kv_block: int, consumers: int) -> int:
     """Keys of one step of the forward: one block, or two where its two consumers fill the processor anyway."""
@@ -20,12 +18,17 @@ def backward_stages(head_dim: int) -> int:
     return 2
 
 
-def backward_in_one_pass(kv_block: int, programs: int, processors: int) -> bool:
+def joint_stages(head_dim: int) -> int:
+    """The same in one pass, where at head_dim 64 the scores of the next tile are made ahead."""
+    return 3 if head_dim == 64 else 2
+
+
+def backward_in_one_pass(kv_block: int, head_dim: int, programs: int, processors: int) -> bool:
     """Whether one kernel gives dq, dk and dv: for two consumers of 64 keys, and where many programs end together.
 
     With 4 programs for each multiprocessor it was 4 to 10 % faster than two passes.
     """
-    return kv_block == 128 and programs > 3 * processors
+    return head_dim <= 128 and kv_block == 128 and programs > 3 * processors
 
 
 def backward_heads_together(seqlen_q: int, head_dim: int, kv_heads: int) -> int:
@@ -35,9 +38,9 @@ def backward_heads_together(seqlen_q: int, head_dim: int, kv_heads: int) -> int:
     return max(1, min(kv_heads, (32 << 20) // (seqlen_q * head_dim * 8)))
 
 
-def backward_dq_tiles(head_dim: int, q_block: int, kv_block: int) -> Tiles:
-    """Of the kernel for dq."""
-    return Tiles(64, min(kv_block, 64), 4, 2)
+def backward_dq_stages(head_dim: int) -> tuple[int, int]:
+    """Tiles of k and of v in flight in the kernel for dq, beside 128 queries and their gradients."""
+    return (2, 1) if head_dim == 256 else (3, 2)
 
 
 def selected_consumers(group_size: int, kv_block: int) -> int:

@@ -23,6 +23,7 @@ from dynaxx.kernels.hopper.forward_consume import ROWS, consume
 from dynaxx.kernels.hopper.forward_produce import FIELDS, produce
 from dynaxx.kernels.hopper.launch import gluon_rows
 from dynaxx.kernels.hopper.signals import NUMBERS
+from dynaxx.kernels.triton.forward import attention_forward as portable_forward
 from dynaxx.kernels.triton.launch import mask_arguments, order_argument, positive_scale, processors
 from dynaxx.kernels.triton.light import Launch, light_launch
 from dynaxx.kernels.triton.repeat import repeated
@@ -118,7 +119,9 @@ def _sparse_attention_hopper_fwd_kernel(
 
 
 def attention_forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float) -> tuple[Tensor, Tensor]:
-    """As `kernels.reference.attention_forward`."""
+    """As `kernels.reference.attention_forward`; at head_dim 256 by the portable kernel."""
+    if q.shape[3] == 256:
+        return portable_forward(q, k, v, layout, scale)
     batch, seqlen_q, q_heads = q.shape[:3]
     out = q.new_empty(q.shape)
     lse = q.new_empty(batch, q_heads, seqlen_q, dtype=torch.float32)

@@ -23,14 +23,13 @@ def column_length(p_indptr, capacity, layout_stride_b, layout_stride_h, i_b, i_h
 
 @gluon.jit
 def part_or_whole(
-    i_b, i_hk, i_col, p_parts, num_parts, limit, batch_copies, head_copies,
+    i_program, i_b, i_hk, i_col, p_parts, num_parts, limit, batch_copies, head_copies,
     p_indptr, capacity, layout_stride_b, layout_stride_h, kv_blocks, kv_heads, group_size,
 ):  # fmt: skip
-    """Batch entry, kv head and column of this program, its first entry and the one behind its last, and its slot.
+    """Batch entry, kv head and column of a program, its first entry and the one behind its last, and its slot.
 
     Programs of parts come first. The others are given the column that they would have, and do nothing if it is split.
     """
-    i_program = gl.program_id(0)
     copies = batch_copies * head_copies
     is_part = i_program < num_parts * copies
     p_part = p_parts + gl.where(is_part, i_program // copies, 0) * 3
@@ -75,13 +74,11 @@ def store_output(p_sums, slot, acc, CONSUMERS: gl.constexpr, CONSUMER: gl.conste
 
 
 @gluon.jit
-def store_sums(p_sums, slot, dk, dv, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr):
-    """Leave what a part gives to dk, without its scale, and to dv: (slots, 2, keys of the block, D) fp32."""
-    ROWS: gl.constexpr = dk.shape[0]
-    D: gl.constexpr = dk.shape[1]
-    layout: gl.constexpr = dk.type.layout
-    keys = CONSUMER * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+def store_part(p_sums, slot, x, WHICH: gl.constexpr, first_key, KV_BLOCK: gl.constexpr):
+    """Leave what a part gives to dk without its scale (WHICH 0), or to dv (1): (slots, 2, KV_BLOCK, D) fp32."""
+    ROWS: gl.constexpr = x.shape[0]
+    D: gl.constexpr = x.shape[1]
+    layout: gl.constexpr = x.type.layout
+    keys = first_key + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     at = keys[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, layout))[None, :]
-    p_sums += slot.to(gl.int64) * (2 * CONSUMERS * ROWS * D)
-    gl.store(p_sums + at, dk)
-    gl.store(p_sums + CONSUMERS * ROWS * D + at, dv)
+    gl.store(p_sums + (slot.to(gl.int64) * 2 + WHICH) * (KV_BLOCK * D) + at, x)

@@ -10,7 +10,7 @@ import torch
 from dynaxx.kernels.problem import AttentionProblem
 
 DTYPES = (torch.float16, torch.bfloat16)
-HEAD_DIMS = (64, 128)
+HEAD_DIMS = (64, 128, 256)
 BLOCKS = (64, 128)
 TRITON = (3, 6)  # Gluon's interface moves with every release: these are tried
 

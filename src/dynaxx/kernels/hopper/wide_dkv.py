@@ -1,0 +1,137 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""dk and dv for head_dim 256 on Hopper, in Gluon.
+
+A program owns 64 keys of one kv head: the producer of `backward_produce`, and a consumer each for dv and for dk
+(`wide_dkv_consume`). A kv block of 128 keys has two programs, neighbours, which read the same tiles.
+"""
+
+from typing import Any
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from dynaxx.kernels.hopper.backward_produce import FIELDS, RING, column_of, produce
+from dynaxx.kernels.hopper.config import backward_heads_together, backward_stages
+from dynaxx.kernels.hopper.forward import LOG2E, barriers
+from dynaxx.kernels.hopper.forward_consume import ROWS
+from dynaxx.kernels.hopper.launch import gluon_rows
+from dynaxx.kernels.hopper.parts import ALL_ENTRIES, WHOLE, part_or_whole
+from dynaxx.kernels.hopper.signals import NUMBERS
+from dynaxx.kernels.hopper.wide_dkv_consume import LINES, LINES_LAYOUT, SLOTS, consume_dk, consume_dv
+from dynaxx.kernels.triton.launch import transposed_arguments
+from dynaxx.kernels.triton.light import Launch, light_launch
+from dynaxx.kernels.triton.split import SPLIT_SIZES, no_split, split_programs
+from dynaxx.layout import BlockLayout
+
+CONSUMERS = gl.constexpr(2)
+SIZES = ["capacity", "num_masks", "seqlen_k", "q_blocks", "kv_heads", "group_size", "together"]
+
+
+@light_launch
+@gluon.jit(do_not_specialize=[*SIZES, *SPLIT_SIZES])
+def _sparse_attention_hopper_bwd_wide_dkv_kernel(
+    do_desc, q_desc, k_desc, v_desc, dk_desc, dv_desc,
+    p_lse,  # (B, Hq, q_blocks * Q_BLOCK) fp32, base 2, inf where there is nothing
+    p_delta,  # the same shape, 0 there
+    p_indptr, p_num_partial, p_indices, p_codes, p_bits, p_bands,
+    capacity, num_masks, layout_stride_b, layout_stride_h,
+    p_parts, p_sums, num_parts, limit, batch_copies, head_copies,
+    seqlen_k, q_blocks, kv_heads, group_size, together, scale, scale_log2,
+    Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, HAS_PARTS: gl.constexpr,
+):  # fmt: skip
+    PIECES: gl.constexpr = KV_BLOCK // ROWS  # of a kv block
+    first_key = gl.program_id(0) % PIECES * ROWS
+    i_program = gl.program_id(0) // PIECES - num_parts * batch_copies * head_copies  # parts come first
+    kv_blocks = (seqlen_k + KV_BLOCK - 1) // KV_BLOCK
+    i_b, i_hk, i_col = column_of(i_program, kv_blocks, kv_heads, together)
+    first, last, slot = 0, ALL_ENTRIES, WHOLE
+    if HAS_PARTS:
+        i_b, i_hk, i_col, first, last, slot = part_or_whole(
+            gl.program_id(0) // PIECES, i_b, i_hk, i_col, p_parts, num_parts, limit, batch_copies, head_copies,
+            p_indptr, capacity, layout_stride_b, layout_stride_h, kv_blocks, kv_heads, group_size,
+        )  # fmt: skip
+    first_head = (i_b * kv_heads + i_hk).to(gl.int64) * group_size
+    D: gl.constexpr = q_desc.block_type.shape[3]
+    p_lse += first_head * q_blocks * Q_BLOCK
+    p_delta += first_head * q_blocks * Q_BLOCK
+
+    dtype: gl.constexpr = q_desc.dtype
+    q_buffers = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, D], q_desc.layout)
+    do_buffers = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, D], do_desc.layout)
+    k_buffers = gl.allocate_shared_memory(dtype, [1, 1, 1, ROWS, D], k_desc.layout)
+    v_buffers = gl.allocate_shared_memory(dtype, [1, 1, 1, ROWS, D], v_desc.layout)
+    weight_buffers = gl.allocate_shared_memory(gl.float32, [SLOTS, LINES, 32], LINES_LAYOUT)
+    numbers = gl.allocate_shared_memory(gl.int32, [RING * FIELDS, 1], NUMBERS)
+    stats = gl.allocate_shared_memory(gl.float32, [2 * STAGES, ROWS], NUMBERS)
+    kv_full = barriers(1, 1)
+    full = barriers(STAGES, 1)
+    empty = barriers(STAGES, CONSUMERS)
+    weights_full = barriers(SLOTS, 1)
+    weights_empty = barriers(SLOTS, 1)
+    gl.warp_specialize([
+        (consume_dv, (
+            dv_desc, q_buffers, do_buffers, k_buffers, weight_buffers,
+            kv_full, full, empty, weights_full, weights_empty, numbers, stats,
+            p_indptr, p_num_partial, p_bits, capacity, layout_stride_b, layout_stride_h, i_b, i_hk, i_col, first_key,
+            kv_blocks, group_size, first, last, slot, p_sums, scale_log2,
+            Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS,
+        )),
+        (consume_dk, (
+            dk_desc, q_buffers, do_buffers, v_buffers, weight_buffers,
+            kv_full, full, empty, weights_full, weights_empty, stats,
+            p_indptr, p_num_partial, capacity, layout_stride_b, layout_stride_h, i_b, i_hk, i_col, first_key,
+            kv_blocks, group_size, first, last, slot, p_sums, scale,
+            Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS,
+        )),
+        (produce, (
+            q_desc, do_desc, k_desc, v_desc, q_buffers, do_buffers, k_buffers, v_buffers, kv_full, full, empty,
+            numbers, stats, p_lse, p_delta, p_indptr, p_num_partial, p_indices, p_codes, p_bands, capacity,
+            num_masks, layout_stride_b, layout_stride_h, i_b, i_hk, i_col, first_key, kv_blocks, q_blocks, group_size,
+            first, last, CONSUMERS, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS,
+        )),
+    ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+
+
+def start_wide_dkv(
+    layout: BlockLayout,
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    scale: float,
+    split: dict[str, Any] | None = None,
+) -> Launch | None:
+    """Launch for (B, N, H, 256) tensors, and lse and delta as the kernel takes them."""
+    batch, seqlen_k, kv_heads = k.shape[:3]
+    q_heads, head_dim = q.shape[2:]
+    q_block, kv_block = layout.block_size
+    split = split or no_split(delta)
+    programs = (layout.kv_blocks * batch * kv_heads + split_programs(split)) * (kv_block // 64)
+    started: Launch | None = _sparse_attention_hopper_bwd_wide_dkv_kernel[(programs,)](
+        *(gluon_rows(x, 64) for x in (do, q, k, v, dk, dv)),
+        lse,
+        delta,
+        *transposed_arguments(layout),
+        **split,
+        seqlen_k=seqlen_k,
+        q_blocks=layout.q_blocks,
+        kv_heads=kv_heads,
+        group_size=q_heads // kv_heads,
+        together=backward_heads_together(q.shape[1], head_dim, kv_heads),
+        scale=scale,
+        scale_log2=scale * LOG2E,
+        Q_BLOCK=q_block,
+        KV_BLOCK=kv_block,
+        STAGES=backward_stages(head_dim),
+        CONSUMER_REGISTERS=240,
+        PRODUCER_REGISTERS=24,
+        num_warps=4,
+        maxnreg=168,
+    )
+    return started
