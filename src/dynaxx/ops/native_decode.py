@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache as cache_results
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +16,7 @@ from dynaxx.arguments import typed
 from dynaxx.layout.compressed import CompressedPages
 from dynaxx.layout.native import NativeSizes
 from dynaxx.layout.paging import SCALED_DTYPES, PagedCache
-from dynaxx.ops.decode import backend_of, check_decode, sparse_decode
-from dynaxx.ops.native import gated_sum
+from dynaxx.ops.decode import kernels_for, sparse_decode
 
 # How windows become tokens: their mean, weights (cmp_block, kv_heads), or a function of (windows, cmp_block, kv_heads,
 # dim) that gives (windows, kv_heads, dim).
@@ -75,7 +75,7 @@ def compress_pages(
         raise ValueError(f"`new_tokens` must be >= 0, got {new_tokens}")
     if sizes is not None and sizes != kept.sizes:
         cache = replace(cache, compressed=replace(kept, sizes=sizes))
-    kernels = _kernels(cache, torch.float32 if cache.k.dtype != torch.float64 else torch.float64, backend)
+    kernels = _kernels(kernels_for(None, cache, backend))
     total = kept.sizes.compressed(cache.max_keys)
     if new_tokens is not None:
         total = min(total, -(-new_tokens // kept.sizes.cmp_stride))
@@ -83,7 +83,7 @@ def compress_pages(
     for skip in range(0, total if cache.batch else 0, step):
         count = min(step, total - skip)
         if not (callable(compress_k) or callable(compress_v)):
-            kernels.compress_windows(cache, kept, (compress_k, compress_v), count, skip)
+            kernels.compress_windows(cache, (compress_k, compress_v), count, skip)
             continue
         k, v = kernels.gather_windows(cache, kept.sizes, count, skip)
         k_cmp, v_cmp = (_pooled(x, how) for x, how in ((k, compress_k), (v, compress_v)))
@@ -130,9 +130,8 @@ def native_decode(
         ValueError, TypeError, UnsupportedInputError: as `sparse_decode`; a cache without compressed tokens.
     """
     _check_cache(cache)
-    check_decode(q, cache)
-    compressed = cache.compressed
-    if compressed is None:
+    kernels = _kernels(kernels_for(q, cache, backend))
+    if cache.compressed is None:
         raise ValueError("`cache` must have compressed tokens: cache = compress_pages(cache, sizes, ...)")
     if gates.shape != (*q.shape[:-1], 3):
         raise ValueError(f"`gates` must be {(*q.shape[:-1], 3)}, got {tuple(gates.shape)}")
@@ -144,22 +143,30 @@ def native_decode(
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     steps = q.shape[1]
     q, cache = _one_query_each(q, cache)
+    kept = None if block_indices is None else block_indices.flatten(0, 1)
+    out, blocks = kernels.replayed(_step, cache, (q, gates.flatten(0, 1), kept), kernels, scale, backend)
+    return NativeDecodeOutput(out.unflatten(0, (-1, steps)), blocks.unflatten(0, (-1, steps)))
+
+
+def _step(
+    cache: PagedCache, q: Tensor, gates: Tensor, kept: Tensor | None, kernels: Any, scale: float, backend: str
+) -> tuple[Tensor, Tensor]:
+    """Out (T, Hq, E) and blocks (T, Hk, slots) of one query per sequence."""
+    compressed = cache.compressed
+    assert compressed is not None, "checked before"
     sizes = compressed.sizes
     attend = lambda pages, of: sparse_decode(q, of, pages, scale=scale, return_lse=True, backend=backend)
-    kernels = _kernels(cache, q.dtype, backend)
     lengths = kernels.step_lengths(cache.seqused_k, sizes)
     tokens = compressed.as_cache(cache, lengths)
     out_cmp, lse = attend(None, tokens)
-    if block_indices is None:
+    if kept is None:
         blocks = kernels.select_blocks(q, tokens, lse, lengths, sizes, -(-cache.max_keys // sizes.slc_block), scale)
     else:
-        blocks = kernels.kept_blocks(block_indices.flatten(0, 1), lengths, sizes)
+        blocks = kernels.kept_blocks(kept, lengths, sizes)
     out_slc, _ = attend(kernels.pages_of(blocks, sizes.slc_block // cache.page_size, cache.max_pages), cache)
     out_swa, _ = attend(None, replace(cache, leftpad_k=lengths.window, compressed=None))
-    outs = tuple(x.flatten(0, 1) for x in (out_cmp, out_slc, out_swa))
-    name = "triton" if backend == "auto" and q.is_cuda and q.dtype != torch.float64 else "reference"
-    out = gated_sum(outs, gates.flatten(0, 1), name)  # type: ignore[arg-type]
-    return NativeDecodeOutput(out.unflatten(0, (-1, steps)), blocks.unflatten(0, (-1, steps)))
+    outs = out_cmp.flatten(0, 1), out_slc.flatten(0, 1), out_swa.flatten(0, 1)
+    return kernels.gated_sum(outs, gates), blocks
 
 
 def _one_query_each(q: Tensor, cache: PagedCache) -> tuple[Tensor, PagedCache]:
@@ -183,7 +190,8 @@ def _check_cache(cache: PagedCache) -> None:
         raise ValueError("`cache` must have no `leftpad_k`: blocks and windows are counted from a sequence's first key")
 
 
-def _kernels(cache: PagedCache, dtype: torch.dtype, backend: str) -> ModuleType:
-    """Those of the backend that would serve `sparse_decode`; the CPU's are the definition."""
-    name = backend_of(cache, dtype, backend)
+@cache_results
+def _kernels(serving: ModuleType) -> ModuleType:
+    """Those that go with the kernels of `sparse_decode`; the CPU's are the definition."""
+    name = serving.__name__.split(".")[-2]
     return importlib.import_module(f"dynaxx.kernels.{'triton' if name == 'triton' else 'reference'}.native_decode")

@@ -6,14 +6,36 @@ pages, n selected blocks. Compressed tokens lie as `layout.compressed.Compressed
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from dynaxx.kernels.reference.decode import read_keys
-from dynaxx.kernels.reference.native import choose_blocks
+from dynaxx.kernels.reference.native import choose_blocks, gated_sum
 from dynaxx.layout.compressed import CompressedPages, NativeLengths
 from dynaxx.layout.native import NativeSizes
 from dynaxx.layout.paging import PagedCache
+
+__all__ = [
+    "compress_windows",
+    "gated_sum",
+    "gather_windows",
+    "kept_blocks",
+    "pages_of",
+    "replayed",
+    "select_blocks",
+    "step_lengths",
+    "store_compressed",
+]
+
+Call = Callable[..., tuple[Tensor, ...]]
+
+
+def replayed(call: Call, cache: PagedCache, tensors: tuple[Tensor | None, ...], *settings: Any) -> Any:
+    """`call(cache, *tensors, *settings)`, a step; a backend may know a shorter way to make one of the same shapes."""
+    return call(cache, *tensors, *settings)
 
 
 def step_lengths(seqused: Tensor, sizes: NativeSizes) -> NativeLengths:
@@ -40,19 +62,15 @@ def gather_windows(cache: PagedCache, sizes: NativeSizes, count: int, skip: int)
     return gather(cache.k), gather(cache.v)
 
 
-def compress_windows(
-    cache: PagedCache,
-    compressed: CompressedPages,
-    weights: tuple[Tensor | None, Tensor | None],
-    count: int,
-    skip: int,
-) -> None:
+def compress_windows(cache: PagedCache, weights: tuple[Tensor | None, Tensor | None], count: int, skip: int) -> None:
     """Store the weighted sums, or means, of the windows of `gather_windows`; weights (cmp_block, Hk) of k and of v."""
 
     def pool(windows: Tensor, weight: Tensor | None) -> Tensor:
         wide = windows.to(torch.promote_types(windows.dtype, torch.float32))
         return wide.mean(1) if weight is None else torch.einsum("wlhd,lh->whd", wide, weight.to(wide.dtype))
 
+    compressed = cache.compressed
+    assert compressed is not None, "`compress_pages` makes them"
     k, v = gather_windows(cache, compressed.sizes, count, skip)
     store_compressed(cache, compressed, pool(k, weights[0]), pool(v, weights[1]), count, skip)
 

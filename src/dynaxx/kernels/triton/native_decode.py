@@ -16,19 +16,23 @@ from dynaxx.kernels.triton import native_config
 from dynaxx.kernels.triton.config import padded
 from dynaxx.kernels.triton.launch import unit_stride
 from dynaxx.kernels.triton.light import light_launch
+from dynaxx.kernels.triton.native_gate import gated_sum_forward as gated_sum
 from dynaxx.kernels.triton.native_select import top_blocks_kernel
 from dynaxx.kernels.triton.native_union import weights_of
 from dynaxx.kernels.triton.native_windows import compress_windows, gather_windows, store_compressed
 from dynaxx.kernels.triton.pages import page_strides, physical_pages, table_arguments
+from dynaxx.kernels.triton.replay import replayed
 from dynaxx.layout.compressed import NativeLengths
 from dynaxx.layout.native import NativeSizes
 from dynaxx.layout.paging import PagedCache
 
 __all__ = [
     "compress_windows",
+    "gated_sum",
     "gather_windows",
     "kept_blocks",
     "pages_of",
+    "replayed",
     "select_blocks",
     "step_lengths",
     "store_compressed",
@@ -198,7 +202,7 @@ def step_lengths(seqused: Tensor, sizes: NativeSizes) -> NativeLengths:
             window=sizes.window,
             BLOCK=LENGTHS,
         )
-    return NativeLengths(*lengths[:, :batch])
+    return NativeLengths(*(lengths[i, :batch] for i in range(5)))
 
 
 def select_blocks(

@@ -14,6 +14,7 @@ from torch import Tensor
 from dynaxx.kernels.triton.config import padded
 from dynaxx.kernels.triton.light import light_launch
 from dynaxx.kernels.triton.pages import page_strides, physical_pages, table_arguments
+from dynaxx.kernels.triton.replay import replayed
 from dynaxx.layout.compressed import CompressedPages
 from dynaxx.layout.native import NativeSizes
 from dynaxx.layout.paging import PagedCache, PageStrides
@@ -132,16 +133,15 @@ def _gathered(cache: PagedCache, x: Tensor, sizes: NativeSizes, count: int, skip
     return windows
 
 
-def compress_windows(
-    cache: PagedCache,
-    compressed: CompressedPages,
-    weights: tuple[Tensor | None, Tensor | None],
-    count: int,
-    skip: int,
-) -> None:
+def compress_windows(cache: PagedCache, weights: tuple[Tensor | None, Tensor | None], count: int, skip: int) -> None:
     """As `kernels.reference.native_decode`, a launch each for k and v."""
+    replayed(_compress, cache, weights, count, skip)
+
+
+def _compress(cache, weight_k, weight_v, count, skip):
+    compressed = cache.compressed
     sizes = compressed.sizes
-    for x, kept, weight in ((cache.k, compressed.k, weights[0]), (cache.v, compressed.v, weights[1])):
+    for x, kept, weight in ((cache.k, compressed.k, weight_k), (cache.v, compressed.v, weight_v)):
         if count * cache.batch * cache.kv_heads:
             _compress_windows_kernel[(cache.batch * count, cache.kv_heads)](
                 x,
@@ -161,6 +161,7 @@ def compress_windows(
                 BLOCK_N=triton.next_power_of_2(sizes.cmp_block),
                 WEIGHTED=weight is not None,
             )
+    return ()
 
 
 def store_compressed(
