@@ -15,6 +15,7 @@ from triton.testing import do_bench
 
 import dynaxx as dx
 from dynaxx.integrations.transformers import model_facts
+from dynaxx.lab.machine import need_gpu
 from dynaxx.policy import Policy, Rule
 
 
@@ -69,6 +70,7 @@ def main():
     parser.add_argument("--quick", action="store_true", help="a third of the runs, and dense only before")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    need_gpu()
     torch.manual_seed(0)
     model = make_model(args.layers)
     attention = dx.SlidingWindow(1024) | dx.Sink(128) | dx.TopK(0.1)

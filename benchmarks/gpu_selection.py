@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.testing import do_bench
 
 import dynaxx as dx
+from dynaxx.lab.machine import need_gpu
 
 Q_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 PATTERN = dx.SlidingWindow(1024) | dx.Sink(128)
@@ -105,6 +106,7 @@ def main():
     parser.add_argument("--million", action="store_true", help="also one layer at 1,048,576 tokens")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    need_gpu()
     wanted = lambda rules: [rule for rule in rules if any(part in repr(rule) for part in args.only)]
     for rule in wanted(RULES):
         check(PATTERN | rule, args.block_size)

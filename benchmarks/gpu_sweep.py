@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 
 import dynaxx
+from dynaxx.lab.machine import need_gpu
 from dynaxx.ops.dispatch import unsupported_reasons
 from dynaxx.testing.expected import Expected
 from dynaxx.testing.memory import MEMORY
@@ -75,10 +76,10 @@ def all_keys():
     hopper = [
         Key("hopper", "bfloat16", (128, 128), (128, 128)),
         Key("hopper", "float16", (64, 64), (64, 64)),
-        Key("hopper", "bfloat16", (128, 128), (128, 128), capped=True),
+        Key("hopper", "bfloat16", (256, 256), (128, 128)),
         Key("hopper", "bfloat16", (64, 64), (128, 64)),
+        Key("hopper", "float16", (256, 256), (64, 64)),
         Key("hopper", "float16", (128, 128), (64, 128)),
-        Key("hopper", "bfloat16", (256, 256), (128, 64)),
     ]
     sizes = [(dim, m, n) for dim in (64, 128, 256) for m in (64, 128) for n in (64, 128)]
     every = [Key("hopper", "bfloat16", (dim, dim), (m, n)) for dim, m, n in sizes]
@@ -206,6 +207,7 @@ def main():
     parser.add_argument("--seconds", type=float, default=1e9, help="start no case after so many seconds")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    need_gpu(args.device)
     began = time.time()
     counts, refused, traits = collections.Counter(), collections.Counter(), {}
     failures, known, firsts, rest, cores = [], 0, 0.0, 0.0, 0

@@ -9,6 +9,7 @@ from triton.testing import do_bench
 
 from dynaxx.kernels.triton import config
 from dynaxx.lab.bench_gpu_work import Workload
+from dynaxx.lab.machine import need_gpu
 
 CANDIDATES = {
     "forward": [
@@ -34,6 +35,7 @@ def main():
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--backend", choices=("triton", "hopper"), default="triton")
     args = parser.parse_args()
+    need_gpu()
     forward = importlib.import_module(f"dynaxx.kernels.{args.backend}.forward")
     backward = importlib.import_module(f"dynaxx.kernels.{args.backend}.backward")
     device = torch.device("cuda", 0)

@@ -19,6 +19,7 @@ from statistics import median
 import torch
 
 import dynaxx as dx
+from dynaxx.lab.machine import need_gpu
 from dynaxx.ops.dispatch import load_backend
 from dynaxx.patterns import build
 
@@ -137,6 +138,7 @@ if __name__ == "__main__":
     parser.add_argument("--layout-tokens", type=int, default=131072)
     parser.add_argument("--only", choices=("attention", "decode", "layouts"), help="one part")
     given = parser.parse_args()
+    need_gpu()
     torch.set_num_threads(1)
     print(torch.cuda.get_device_name())
     for backend in ("hopper", "triton") if given.only in (None, "attention") else ():

@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.testing import do_bench
 
 from dynaxx.kernels.triton import native_config
+from dynaxx.lab.machine import need_gpu
 from dynaxx.layout.native import NativeSizes
 from dynaxx.ops.native import (
     _window_attention,
@@ -220,6 +221,7 @@ def main():
     parser.add_argument("--json", help="also write the rows here")
     parser.add_argument("--cases", type=int, default=10, help="random problems per schedule that must pass first")
     args = parser.parse_args()
+    need_gpu()
     check(args.cases)
     print(
         f"{3 * args.cases} random problems agree with fp64; {torch.cuda.get_device_name()}, torch {torch.__version__}"

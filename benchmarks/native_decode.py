@@ -24,6 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.testing import do_bench
 
 import dynaxx as dx
+from dynaxx.lab.machine import need_gpu
 
 DIM, PAGE, SIZES = 128, 64, dx.NativeSizes()
 KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
@@ -109,6 +110,7 @@ def main():
     parser.add_argument("--json", help="also write the rows here")
     parser.add_argument("--rows", type=int, default=6, help="only the first so many")
     args = parser.parse_args()
+    need_gpu()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
     rows = []
     every = product(((64, 4), (32, 8)), ((1, 32768), (1, 131072), (16, 32768)))

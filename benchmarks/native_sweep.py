@@ -20,6 +20,7 @@ from itertools import pairwise
 
 import torch
 
+from dynaxx.lab.machine import need_gpu
 from dynaxx.layout.native import NativeSizes, native_spans
 from dynaxx.ops.native import compress, native_sparse_attention
 from dynaxx.ops.selected import selected_attention
@@ -192,6 +193,7 @@ def main():
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no case after so many seconds")
     args = parser.parse_args()
+    need_gpu(args.device)
     began, numbered = time.time(), list(enumerate(all_keys()))
     numbered = numbered[: args.keys] if args.key is None else [numbered[args.key]]
     jobs = min(args.jobs, args.cases)

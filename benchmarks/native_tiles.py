@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from dynaxx.kernels.triton import native, native_config
 from dynaxx.kernels.triton.native_config import KeyTiles, QueryTiles
+from dynaxx.lab.machine import need_gpu
 from dynaxx.ops.selected import selected_attention
 
 QUERY = ((4, 4, 3), (4, 4, 2), (4, 8, 2), (8, 8, 2), (2, 4, 3), (8, 8, 3), (4, 4, 4))  # 16-row positions, warps, stages
@@ -67,6 +68,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--choices", type=int, default=len(QUERY), help="as many of each list")
     args = parser.parse_args()
+    need_gpu()
     leaves = inputs_of(64, 4, 32768, 0.999)
     parts = parts_of(leaves)
     for index in range(args.choices):

@@ -17,6 +17,12 @@ import torch
 VERSIONS_OF = ("dynaxx", "torch", "triton", "transformers", "gguf", "numpy", "pydantic", "vllm")
 
 
+def need_gpu(device: str = "cuda") -> None:
+    """End the program where its figures are of a GPU, and torch sees none."""
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise SystemExit(f"error: this needs a GPU that torch can use; torch {torch.__version__} sees none")
+
+
 @dataclass(frozen=True)
 class Machine:
     """Facts that a figure needs beside it."""
