@@ -124,17 +124,22 @@ class Builder {
   }
 
   void sweep(int64_t row) {
+    const int32_t limit = int32_t(grid_.limit(row));
     cursors_.clear();
     for (size_t i = 0; i < tracks_.size(); i++) {
       const Track& track = tracks_[i];
-      const int64_t list = track.list.empty() ? 0 : track.list[row];
+      const int64_t which = track.list.empty() ? 0 : track.list[row];
       const int32_t shift = track.shift.empty() ? 0 : track.shift[row];
-      const Run *begin = track.runs.data() + track.ends[list], *end = track.runs.data() + track.ends[list + 1];
+      const Run *begin = track.runs.data() + track.ends[which], *end = track.runs.data() + track.ends[which + 1];
       begin = std::partition_point(begin, end, [&](const Run& run) { return run.end + shift <= 0; });
+      if (tracks_.size() == 1) {  // nothing to put together
+        for (; begin != end && begin->start + shift < limit; begin++)
+          list(row, std::max(begin->start + shift, 0), std::min(begin->end + shift, limit), code_of(begin->kind));
+        return;
+      }
       cursors_.push_back({begin, end, shift, radix_[i], 0, 0, 0});
       cursors_.back().read();
     }
-    const int32_t limit = int32_t(grid_.limit(row));
     for (int32_t col = 0; col < limit;) {
       int32_t until = limit;
       uint64_t key = 0;
