@@ -22,6 +22,7 @@ import torch
 from native_trainer import cannot_write, check_finite, load, make_folder, save
 
 import dynaxx.integrations.native  # registers the model with transformers
+from dynaxx.lab.files import write_text
 from dynaxx.lab.models import LoadedModel, load_model, save_model
 from dynaxx.lab.texts import load_text, split_text
 
@@ -146,9 +147,9 @@ def run(args):
     print(f"held-out loss with {attention} after {step} steps: {results['final']:.4f}", flush=True)
     try:
         save_model(LoadedModel(model, tokenizer), args.out)
-        (args.out / "finetune.json").write_text(json.dumps(results, indent=1))
+        write_text(args.out / "finetune.json", json.dumps(results, indent=1))
     except OSError as error:
-        raise cannot_write(args.out, error) from None
+        raise cannot_write(error) from None
     return results
 
 

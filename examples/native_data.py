@@ -14,6 +14,8 @@ from pydoc_data.topics import topics
 
 import torch
 
+from dynaxx.lab.files import write_bytes
+
 SECTION = 1 << 16
 HELD_OUT = 20  # one section in so many
 MARK = 0  # a byte that no text has
@@ -40,7 +42,7 @@ def documents():
 
 
 def pack_text(path, limit=9_000_000):
-    """Write distinct documents until the limit; return the number of bytes."""
+    """Write distinct documents until the limit, all or nothing; return the number of bytes."""
     seen, parts, size = set(), [], 0
     for text in documents():
         data = text.encode("utf-8", "ignore") + b"\n\n"
@@ -51,8 +53,7 @@ def pack_text(path, limit=9_000_000):
         size += len(parts[-1])
         if size >= limit:
             break
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(b"".join(parts))
+    write_bytes(path, b"".join(parts))
     return size
 
 
@@ -159,4 +160,7 @@ if __name__ == "__main__":
     parser.add_argument("path", type=Path)
     parser.add_argument("--bytes", type=int, default=9_000_000)
     args = parser.parse_args()
-    print(f"{pack_text(args.path, args.bytes):,} bytes in {args.path}", file=sys.stderr)
+    try:
+        print(f"{pack_text(args.path, args.bytes):,} bytes in {args.path}", file=sys.stderr)
+    except OSError as error:
+        parser.error(str(error))

@@ -175,10 +175,10 @@ def check_finite(value, what):
         raise SystemExit(f"{what}: {float(value)}. A last checkpoint is of before; try a lower --lr with another --out")
 
 
-def cannot_write(folder, error):
+def cannot_write(error):
     """The SystemExit of a run that is done, but for the files that it leaves."""
-    return SystemExit(f"{folder}: {error.strerror}; run this again when there is room: it is done, and goes on from "
-                      "its last checkpoint, if that could be written")  # fmt: skip
+    return SystemExit(f"{error}; run this again when there is room: it is done, and goes on from its last checkpoint, "
+                      "if that could be written")  # fmt: skip
 
 
 def save(path, state):

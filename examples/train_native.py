@@ -23,6 +23,8 @@ from native_data import Text, make_data
 from native_decoder import VARIANTS
 from native_trainer import Trainer, cannot_write, check_finite, load, make_folder, save, sizes_of
 
+from dynaxx.lab.files import write_text
+
 ROUND = 10  # steps that a variant trains before the next one does
 FULL = {"context": 4096, "batch": 8, "hidden": 512, "layers": 12, "heads": [8, 2, 64], "window": 512, "cmp": [32, 16],
         "slc_block": 64, "slc_count": 16}  # fmt: skip
@@ -80,10 +82,10 @@ def run(args):
             peak = f", peak {speed['peak_gib']:.2f} GiB" if speed["peak_gib"] else ""
             print(f"    at {context:,}: {speed['tokens_per_second']:,} tokens/s{peak}")
     try:
-        (args.out / "results.json").write_text(json.dumps(results, indent=1))
+        write_text(args.out / "results.json", json.dumps(results, indent=1))
         plot(results, args.out / "curves.png")
     except OSError as error:
-        raise cannot_write(args.out, error) from None
+        raise cannot_write(error) from None
     return results
 
 
