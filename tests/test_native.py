@@ -9,7 +9,7 @@ import dynaxx as dx
 from dynaxx.layout.native import NativeSizes, native_spans
 from dynaxx.ops import native
 from dynaxx.ops.native import compress, compression_windows, native_sparse_attention, select_native
-from dynaxx.ops.selected import selected_attention
+from dynaxx.ops.selected import native_module, native_problem, selected_attention
 from dynaxx.patterns.compressed import Compressed
 from dynaxx.testing.native import random_selected_case
 from native_oracle import native_oracle, windows_of
@@ -195,6 +195,13 @@ def test_compression():
 def test_bad_sizes(changes, words):
     with pytest.raises(ValueError, match=words):
         NativeSizes(**changes)
+
+
+def test_hopper_leaves_wide_heads_to_triton():
+    q = torch.zeros(8, 16, 256, dtype=torch.bfloat16)
+    problem = native_problem(q, q[:, :1], q[:, :1], 64)
+    reasons = native_module("hopper").unsupported_reasons(problem)
+    assert any("up to 128 for selected blocks, got 256" in reason for reason in reasons)
 
 
 def test_bad_inputs():

@@ -22,6 +22,7 @@ from dynaxx.layout.native import NativeSpans
 KEY_BLOCK = 64  # keys of the kernels by key
 EITHER = 4  # the group that goes by query where neighbours agree, else by key
 SMALL = (1, 2)  # groups that go by key
+MOST_DIM = 128
 
 
 def __getattr__(name: str) -> Any:
@@ -30,7 +31,10 @@ def __getattr__(name: str) -> Any:
 
 def unsupported_reasons(problem: AttentionProblem) -> list[str]:
     """Why these kernels cannot serve; a q block here is a position and its group."""
-    return support.unsupported_reasons(replace(problem, block_size=(64, problem.block_size[1])))
+    reasons = support.unsupported_reasons(replace(problem, block_size=(64, problem.block_size[1])))
+    if problem.head_dim > MOST_DIM:
+        reasons.append(f"serves head_dim up to {MOST_DIM} for selected blocks, got {problem.head_dim}")
+    return reasons
 
 
 @dataclass(frozen=True)
