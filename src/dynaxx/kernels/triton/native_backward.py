@@ -25,6 +25,16 @@ SEGMENT_TILES = tl.constexpr(8)  # tiles in one short sum of fp32
 
 
 @triton.jit
+def _add_product(acc, a, b, PRECISION: tl.constexpr):
+    """acc + a @ b. In fp32 by itself: one chain of all terms would round as often."""
+    if a.dtype == tl.float32:
+        acc = acc - tl.dot(-a, b, input_precision=PRECISION)  # a sum would become one chain again
+    else:
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
 def _accumulate_rows(
     dk,  # [BLOCK_N, BLOCK_D] fp32
     dv,  # [BLOCK_N, BLOCK_E] fp32
@@ -77,10 +87,10 @@ def _accumulate_rows(
             entry_again = tl.load(p_entries + place, mask=place < end, other=0, volatile=True)
             last_key = tl.load(p_last_key + entry_again // (heads * slots))
             weights = tl.where((from_key + o_n)[:, None] <= last_key[None, :], weights, 0.0)
-        dv = tl.dot(weights.to(b_do.dtype), b_do, dv, input_precision=PRECISION)
+        dv = _add_product(dv, weights.to(b_do.dtype), b_do, PRECISION)
         dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
         ds = (weights * (dp - delta[None, :])).to(b_q.dtype)
-        dk = tl.dot(ds, b_q, dk, input_precision=PRECISION)
+        dk = _add_product(dk, ds, b_q, PRECISION)
         if WITH_DQ:
             dq = tl.dot(tl.trans(ds), b_k, input_precision=PRECISION)  # [ROWS, BLOCK_D]
             place = (entry - first_entry).to(tl.int64) * SPLIT + i_part
