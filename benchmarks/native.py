@@ -24,14 +24,8 @@ from triton.testing import do_bench
 from dynaxx.kernels.triton import native_config
 from dynaxx.lab.machine import need_gpu
 from dynaxx.layout.native import NativeSizes
-from dynaxx.ops.native import (
-    _window_attention,
-    compress,
-    compressed_attention,
-    gated_sum,
-    native_sparse_attention,
-    select_native,
-)
+from dynaxx.ops.native import compress, native_sparse_attention, select_native
+from dynaxx.ops.native_branches import compressed_attention, gated_sum, window_attention
 from dynaxx.ops.packing import pack
 from dynaxx.ops.selected import attend_selected, selected_attention
 from dynaxx.testing.native import random_selected_case
@@ -199,7 +193,7 @@ def time_parts(q_heads, kv_heads, seqlen, drift):
             (packed.q, packed.k, packed.v),
         ),
         "window": (
-            lambda q, k, v: _window_attention(replace(packed, q=q, k=k, v=v), spans, scale, "auto"),
+            lambda q, k, v: window_attention(replace(packed, q=q, k=k, v=v), spans, scale, "auto")[0],
             (packed.q, packed.k, packed.v),
         ),
         "gate": (lambda a, b, c, gates: gated_sum((a, b, c), gates, "triton"), (*(p["out"],) * 3, p["gates"][0])),

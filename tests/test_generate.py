@@ -1,7 +1,5 @@
 """Decoding under a policy in transformers: the tokens that generate makes, against dense and against the definition."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -86,10 +84,10 @@ def test_lower_budgets_give_the_tokens_of_the_definition(model, case, rule, monk
         tokens = generate(model, ids, **CASES[case])
         assert handle.stats()["sparse_calls"] >= 2 * (NEW - 1)
         afresh = lambda self, layer, keys, cache, bound, used: dx.summarize_pages(
-            replace(cache, summaries=None), bound=bound, backend="reference"
+            cache, bound=bound, backend="reference"
         )
         by_definition = lambda *args, **kwargs: dx.sparse_decode(*args, **kwargs, backend="reference")
-        monkeypatch.setattr(decode.CacheMemory, "up_to_date", afresh)
+        monkeypatch.setattr(decode.CacheMemory, "with_summaries", afresh)
         monkeypatch.setattr(decode, "sparse_decode", by_definition)
         torch.manual_seed(5)
         assert torch.equal(generate(model, ids, **CASES[case]), tokens)

@@ -105,3 +105,31 @@ def test_explain_says_which_schedule(q_heads, words):
     found = dx.explain_selected(q, k, k, indices)
     assert found.chosen == "hopper"
     assert words in str(found)
+
+
+@pytest.mark.parametrize(
+    ("group", "dtype", "dim", "block"), [(16, torch.bfloat16, 128, 64), (8, torch.float16, 64, 128)]
+)
+def test_adding_the_branches_in_one_kernel_changes_no_gradient(group, dtype, dim, block, monkeypatch):
+    """Nor what is without gradients; `out` by its own rounding, and that of the selected branch by itself."""
+    from dynaxx.kernels.hopper.native import SelectedPlan
+
+    sizes, tokens = dx.NativeSizes(slc_block=block, slc_count=5, window=100), 777
+    draw = lambda *shape: torch.randn(1, tokens, *shape, dtype=dtype, device="cuda").requires_grad_()
+    q, k, v, gates = leaves = [draw(2 * group, dim), draw(2, dim), draw(2, dim), draw(2 * group, 3)]
+    do = torch.randn_like(q)
+    run = lambda: dx.native_sparse_attention(q, k, v, (dx.compress(k, sizes), dx.compress(v, sizes)), gates, sizes)
+
+    def step():
+        out = run()
+        with torch.no_grad():
+            assert torch.equal(out, run())
+        return out.detach(), torch.autograd.grad(out, leaves, do)
+
+    mixed, grads = step()
+    monkeypatch.setattr(SelectedPlan, "mixes", False)
+    apart, grads_apart = step()
+    rounding = torch.finfo(dtype).eps * (apart.abs().amax() + gates.abs().amax() * v.abs().amax())
+    assert (mixed - apart).abs().amax() <= rounding
+    for one, other in zip(grads, grads_apart, strict=True):
+        assert torch.equal(one, other)

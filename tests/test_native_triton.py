@@ -10,6 +10,7 @@ import torch
 
 from dynaxx.kernels.reference import native as definition
 from dynaxx.kernels.triton import native
+from dynaxx.kernels.triton.native_index import unions
 from dynaxx.layout.native import NativeSizes, native_spans
 from dynaxx.ops.native import compress, native_sparse_attention
 from dynaxx.testing import make_qkv
@@ -234,3 +235,26 @@ def test_two_runs_agree_bit_for_bit(schedule, monkeypatch):
 
     for once, again in zip(run(), run(), strict=True):
         assert torch.equal(once, again)
+
+
+@runs_here
+@pytest.mark.parametrize(("positions", "slots"), [(4, 6), (12, 16), (24, 48)])
+def test_a_union_holds_each_block_once_with_who_selected_it(positions, slots):
+    torch.manual_seed(positions)
+    tokens, blocks = 200, 64
+    spans = native_spans(NativeSizes(16, 16, 16, slots, 0, 0), (0, tokens), (0, blocks * 16), device=DEVICE)
+    indices = torch.rand(tokens, 2, blocks).argsort(-1)[..., :slots].to(torch.int32)
+    indices[torch.rand(indices.shape) < 0.1] = -1
+    found = unions(indices.to(DEVICE), spans, positions)
+    for tile in range(-(-tokens // positions)):
+        for head in range(2):
+            wanted = {}
+            for i, row in enumerate(indices[tile * positions : (tile + 1) * positions, head]):
+                for block in row[row >= 0].tolist():
+                    if block < spans.num_blocks[tile * positions + i]:
+                        wanted[block] = wanted.get(block, 0) | 1 << i
+            count = int(found.counts[tile, head])
+            starts = [int(start) // 16 for start in found.starts[tile, head, :count]]
+            members = [int(bits) for bits in found.members[tile, head, :count]]
+            assert starts == sorted(wanted)
+            assert members == [wanted[block] for block in starts]

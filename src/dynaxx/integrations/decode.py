@@ -9,7 +9,7 @@ afresh, which reads all keys once.
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -66,22 +66,18 @@ class CacheMemory:
             self._lengths[key] = found
         return found
 
-    def summaries(self, layer: int, keys: Tensor, pages: int, bound: float) -> PageSummaries | None:
-        """Those of the layer, with room for so many pages; None where there are none of such keys (B, Hk, Lk, D)."""
+    def with_summaries(self, layer: int, keys: Tensor, cache: PagedCache, bound: float, used: int) -> PagedCache:
+        """The cache with its summaries up to date; `used` is the most keys that a sequence has."""
         memory = self._layers.get(layer)
-        if memory is None or memory.summaries.bound != bound:
-            return None
-        batch, room, heads, head_dim = memory.summaries.low.shape
-        if (batch, heads, head_dim) != (keys.shape[0], keys.shape[1], keys.shape[3]):
-            return None
-        return memory.summaries if room >= pages else memory.summaries.grown(pages + SPARE_PAGES)
-
-    def up_to_date(self, layer: int, keys: Tensor, cache: PagedCache, bound: float, used: int) -> PagedCache:
-        """The cache, made with the layer's `summaries`, with all it needs; `used`: the most keys of a sequence."""
-        if cache.summaries is None:
+        if memory is not None and memory.summaries.bound == bound and _fits(memory.summaries, cache):
+            summaries = memory.summaries
+            if summaries.low.shape[1] < cache.max_pages:
+                summaries = summaries.grown(cache.max_pages + SPARE_PAGES)
+            cache = replace(cache, summaries=summaries)
+            if used > memory.summarized:
+                cache = summarize_pages(cache, new_tokens=used - memory.summarized)
+        else:
             cache = summarize_pages(cache, bound=bound)
-        elif used > (summarized := self._layers[layer].summarized):
-            cache = summarize_pages(cache, new_tokens=used - summarized)
         assert cache.summaries is not None, "just made"
         self._layers[layer] = _LayerMemory(cache.summaries, weakref.ref(keys), used)
         return cache
@@ -126,15 +122,18 @@ def decode_step(
 ) -> Tensor:
     """(B, Lq, Hq, D) from q (B, Hq, Lq, D) and the cache's k and v (B, Hk, Lk, D)."""
     stops, starts = tuple(run.k_stop for run in runs), tuple(run.k_start for run in runs)
-    chooses, bound = not plan.budget.reads_everything, plan.budget.bound
-    cache = PagedCache(
+    cache = PagedCache.contiguous(
         k.transpose(1, 2),
         v.transpose(1, 2),
-        memory.lengths(stops, q.device),
         page_size=plan.page_size,
+        seqused_k=memory.lengths(stops, q.device),
         leftpad_k=memory.lengths(starts, q.device) if any(starts) else None,
-        summaries=memory.summaries(layer, k, -(-k.shape[2] // plan.page_size), bound) if chooses else None,
     )
-    if chooses:
-        cache = memory.up_to_date(layer, k, cache, bound, max(stops))
+    if not plan.budget.reads_everything:
+        cache = memory.with_summaries(layer, k, cache, plan.budget.bound, max(stops))
     return sparse_decode(q.transpose(1, 2), cache, plan.budget, scale=scale)
+
+
+def _fits(summaries: PageSummaries, cache: PagedCache) -> bool:
+    batch, _, heads, head_dim = summaries.low.shape
+    return (batch, heads, head_dim) == (cache.batch, cache.kv_heads, cache.head_dim)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -10,18 +10,23 @@ from torch import Tensor
 
 from dynaxx.arguments import typed
 from dynaxx.kernels.reference import native as definition
-from dynaxx.layout import BlockLayout, CuSeqlens, pack_layouts
+from dynaxx.layout import CuSeqlens
 from dynaxx.layout.native import NativeSizes, NativeSpans
-from dynaxx.ops.attention import sparse_attention
-from dynaxx.ops.dispatch import backend_for, load_backend
+from dynaxx.ops.native_branches import (
+    GatedSum,
+    Recorded,
+    compressed_attention,
+    compressed_layout,
+    gated_sum,
+    layout_block,
+    recorded,
+    window_attention,
+    window_layout,
+)
 from dynaxx.ops.once import first_derivative_only
 from dynaxx.ops.packing import Packed, pack
 from dynaxx.ops.selected import attend_selected, native_backend, native_module
-from dynaxx.patterns.compressed import Compressed
-from dynaxx.patterns.local import SlidingWindow
-from dynaxx.patterns.packed import packed_layout
 
-LAYOUT_BLOCK = {"cpu": 64}  # of the compressed and the window branch; others 128
 FULL_ROWS = 1 << 19  # tokens times heads that fill a GPU: half as many take a tenth longer
 
 
@@ -202,123 +207,39 @@ def _three_branches(inputs: tuple[Tensor, ...], spans: NativeSpans, scale: float
     with torch.no_grad():
         out_cmp, lse = compressed_attention(packed, k_cmp, v_cmp, spans, scale, backend)
     indices = select_native(packed.q, k_cmp, lse, spans, scale=scale, backend=backend)
-    out_slc, _ = attend_selected(packed.q, packed.k, packed.v, indices, spans, scale, backend)
-    out_swa = _window_attention(packed, spans, scale, backend)
-    out_cmp = _recorded(packed.q, k_cmp, v_cmp, out_cmp, lse, spans, scale, backend)
     name = native_backend(q, k, v, spans.sizes.slc_block, backend)
+    kernels = native_module(name)
+    if hasattr(kernels, "selected_and_mixed") and q.shape[0] and k.shape[0]:
+        plan = kernels.prepare_selected(indices, spans, q, k, v)
+        if plan.mixes:
+            return _mixed_branches(inputs, (out_cmp, lse), plan, kernels, scale, backend)
+    out_slc, _ = attend_selected(packed.q, packed.k, packed.v, indices, spans, scale, backend)
+    out_swa, _ = window_attention(packed, spans, scale, backend)
+    layout = compressed_layout(spans, layout_block(q))
+    out_cmp = recorded(packed.q, k_cmp, v_cmp, (out_cmp, lse), layout, spans, scale, backend)
     return gated_sum((out_cmp, out_slc, out_swa), gates, name)
 
 
-def compressed_attention(
-    packed: Packed, k_cmp: Tensor, v_cmp: Tensor, spans: NativeSpans, scale: float, backend: str
-) -> tuple[Tensor, Tensor]:
-    """Out (T, Hq, E) and lse (Hq, T) of attention over the compressed tokens."""
-    return _attend(
-        packed.q, k_cmp, v_cmp, compressed_layout(spans, _block_size(packed.q)), spans.uniform, scale, backend
-    )
-
-
-def compressed_layout(spans: NativeSpans, block_size: int) -> BlockLayout:
-    """The layout of queries over compressed tokens, kept with the spans; one for all sequences that are alike."""
-    sizes, alike = spans.sizes, spans.uniform
-    build = lambda queries, keys: Compressed(sizes.cmp_block, sizes.cmp_stride, keys - queries).layout(
-        queries,
-        sizes.compressed(keys),
-        causal=False,
-        block_size=block_size,
-        device="cpu" if alike is None else spans.device,
-    )
-    if alike is not None:
-        return build(*alike[1:])
-    layout = spans.layouts.get(block_size)
-    if layout is None:
-        lengths = zip(pairwise(spans.ends_q), pairwise(spans.ends_k), strict=True)
-        each = [build(b - a, d - c) if b > a and sizes.compressed(d - c) else None for (a, b), (c, d) in lengths]
-        layout = pack_layouts(each, spans.ends_q, spans.ends_cmp, block_size=block_size).to(spans.device)
-        spans.layouts[block_size] = layout
-    return layout
-
-
-def _recorded(
-    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, out: Tensor, lse: Tensor, spans: NativeSpans, scale: float, backend: str
+def _mixed_branches(
+    inputs: tuple[Tensor, ...],
+    compressed: tuple[Tensor, Tensor],
+    plan: Any,
+    kernels: ModuleType,
+    scale: float,
+    backend: str,
 ) -> Tensor:
-    """`out` of `compressed_attention`, with its gradients, as if it ran now and not before the blocks were selected.
-
-    Gradients go the reverse way. So those of the selected branch, which need most memory, come last.
-    """
-    layout, alike = compressed_layout(spans, _block_size(q)), spans.uniform
-    q, k, v, out = (_as_batch(x, alike) for x in (q, k_cmp, v_cmp, out))
-    name, needs_grad = backend_for(q, k, v, layout, None, backend)
+    """As `_three_branches`, by a kernel that adds the other branches to the selected one; gradients in that order."""
+    q, k, v, k_cmp, v_cmp, gates = inputs
+    spans = plan.spans
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    with torch.no_grad():
+        out_swa, lse_swa = window_attention(Packed(q, k, v, None), spans, scale, backend)
+        mixture = kernels.Mixture(compressed[0], out_swa, gates, torch.empty_like(out_swa), needs_grad)
+        out_slc, lse_slc = kernels.selected_and_mixed(q, k, v, plan, scale, mixture)
     if not needs_grad:
-        return out.flatten(0, 1)
-    if name == "reference":
-        return sparse_attention(q, k, v, layout, scale=scale, backend=name).flatten(0, 1)
-    lse = lse.unflatten(1, (out.shape[0], -1)).transpose(0, 1)
-    return _Recorded.apply(q, k, v, out, lse, layout, scale, load_backend(name)).flatten(0, 1)
-
-
-class _Recorded(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any) -> Tensor:
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.layout, ctx.scale, ctx.backend = rest
-        return out.view_as(out)
-
-    @staticmethod
-    @first_derivative_only
-    def backward(ctx: Any, do: Tensor) -> Any:
-        *inputs, out, lse = ctx.saved_tensors
-        grads = ctx.backend.attention_backward(do, torch.zeros_like(lse), *inputs, out, lse, ctx.layout, ctx.scale)
-        return *grads, None, None, None, None, None
-
-
-def _window_attention(packed: Packed, spans: NativeSpans, scale: float, backend: str) -> Tensor:
-    """Out (T, Hq, E) of attention over the last `window` keys."""
-    alike, window, size = spans.uniform, SlidingWindow(spans.sizes.window), _block_size(packed.q)
-    if alike is not None:
-        layout: BlockLayout = window.layout(*alike[1:], block_size=size, device=spans.device)
-    else:
-        layout = packed_layout(window, spans.ends_q, spans.ends_k, block_size=size, device=spans.device)
-    return _attend(packed.q, packed.k, packed.v, layout, alike, scale, backend)[0]
-
-
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, alike: tuple[int, int, int] | None, scale: float, backend: str
-) -> tuple[Tensor, Tensor]:
-    """Attention of packed tensors: as a batch where sequences are alike, so that they share a layout."""
-    if alike is None:
-        return sparse_attention(q, k, v, layout, scale=scale, return_lse=True, backend=backend)
-    q, k, v = (_as_batch(x, alike) for x in (q, k, v))
-    out, lse = sparse_attention(q, k, v, layout, scale=scale, return_lse=True, backend=backend)
-    return out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
-
-
-def _as_batch(x: Tensor, alike: tuple[int, int, int] | None) -> Tensor:
-    """Packed sequences as a batch: each by itself where they are alike, else as one."""
-    return x[None] if alike is None else x.unflatten(0, (alike[0], x.shape[0] // max(1, alike[0])))
-
-
-def _block_size(q: Tensor) -> int:
-    return LAYOUT_BLOCK.get(q.device.type, 128)
-
-
-def gated_sum(outs: tuple[Tensor, Tensor, Tensor], gates: Tensor, backend: str) -> Tensor:
-    """Each (T, Hq, E) branch times its (T, Hq, 3) gate, summed; in one kernel where the backend has one."""
-    kernels = native_module(backend)
-    if not hasattr(kernels, "gated_sum_forward"):
-        return definition.gated_sum(outs, gates)
-    return _GatedSum.apply(*outs, gates, kernels)
-
-
-class _GatedSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, cmp: Tensor, slc: Tensor, swa: Tensor, gates: Tensor, kernels: Any) -> Tensor:
-        ctx.save_for_backward(cmp, slc, swa, gates)
-        ctx.kernels = kernels
-        return kernels.gated_sum_forward((cmp, slc, swa), gates)
-
-    @staticmethod
-    @first_derivative_only
-    def backward(ctx: Any, do: Tensor) -> Any:
-        *outs, gates = ctx.saved_tensors
-        return *ctx.kernels.gated_sum_backward(do, tuple(outs), gates), None
+        return mixture.out
+    out_slc = Recorded.apply(q, k, v, out_slc, lse_slc, kernels.selected_backward, plan, scale)
+    size = layout_block(q)
+    out_swa = recorded(q, k, v, (out_swa, lse_swa), window_layout(spans, size), spans, scale, backend)
+    out_cmp = recorded(q, k_cmp, v_cmp, compressed, compressed_layout(spans, size), spans, scale, backend)
+    return GatedSum.apply(out_cmp, out_slc, out_swa, gates, kernels, mixture.out)

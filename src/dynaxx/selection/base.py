@@ -214,8 +214,6 @@ def _checked_grid(q: Tensor, k: Tensor, block_size: tuple[int, int], causal: boo
             raise ValueError(
                 f"`{name}` must be (batch, seqlen, heads, head_dim) of floats, got {tensor.dtype} {tuple(tensor.shape)}"
             )
-    if k.device != q.device:
-        raise ValueError(f"`k` must be on q's device {q.device}, got {k.device}")
     fit = q.shape[0] == k.shape[0] and q.shape[-1] == k.shape[-1]
     if not fit or 0 in (q.shape[2], k.shape[2]) or q.shape[2] % k.shape[2]:
         raise ValueError(

@@ -7,7 +7,7 @@ counts, and those into a layout. Its tensors are as large as the rule can make t
 from __future__ import annotations
 
 import importlib.util
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,13 +36,8 @@ def serves(q: Tensor, grid: BlockGrid, selector: Selector) -> bool:
         and selector.choice(q.shape[2]) is not None
         and 0 < grid.kv_blocks <= MAX_COLUMNS
         and grid.q_blocks > 0
-        and _has_triton()
+        and importlib.util.find_spec("triton") is not None
     )
-
-
-@cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def select_on_device(

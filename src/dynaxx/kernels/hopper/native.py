@@ -16,6 +16,7 @@ from dynaxx.kernels.hopper.config import selected_consumers
 from dynaxx.kernels.hopper.launch import dense_rows
 from dynaxx.kernels.problem import AttentionProblem
 from dynaxx.kernels.triton import native as portable
+from dynaxx.kernels.triton.native import Mixture
 from dynaxx.kernels.triton.native_config import UNION_WIDTH, Schedule
 from dynaxx.layout.native import NativeSpans
 
@@ -53,12 +54,16 @@ class SelectedPlan(portable.SelectedPlan):
         return unions(self.indices, self.spans, self.consumers * 64 // self.group_size)
 
     def forward_by_query(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, taken: Tensor | None
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, taken: Tensor | None, mixture: Mixture | None = None
     ) -> tuple[Tensor, Tensor]:
         from dynaxx.kernels.hopper import selected
 
         q, k, v = (dense_rows(x[None])[0] for x in (q, k, v))
-        return selected.forward(q, k, v, self.union, self.spans, self.consumers, scale, taken)
+        return selected.forward(q, k, v, self.union, self.spans, self.consumers, scale, taken, mixture)
+
+    @property
+    def mixes(self) -> bool:
+        return self.schedule == "union"
 
     def dq_by_query(self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, scale: float) -> Tensor:
         from dynaxx.kernels.hopper import selected_backward

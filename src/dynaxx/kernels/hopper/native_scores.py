@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from dynaxx.kernels.hopper.forward import LOG2E
 from dynaxx.kernels.hopper.forward_consume import ROWS
 from dynaxx.kernels.hopper.launch import dense_rows
-from dynaxx.kernels.hopper.selected import descriptor, registers
+from dynaxx.kernels.hopper.selected_tiles import descriptor, registers
 from dynaxx.kernels.triton.light import light_launch
 from dynaxx.kernels.triton.native_select import Scores, strides_per
 from dynaxx.layout.native import NativeSpans
@@ -57,11 +57,13 @@ def _store_rows(p_rows, values, first_row, end_row, first_block, blocks, row_str
 
 @gluon.jit
 def _consume(
-    q_buffers, k_buffers, k_full, full, empty, turns, p_lse, p_own, p_next, p_num_cmp,
-    first_t, end_t, first_row, first_token, i_head, heads, blocks, queries, scale_log2,
-    CONSUMER: gl.constexpr, GROUP: gl.constexpr, PER_TOKEN: gl.constexpr,
-    PER_BLOCK: gl.constexpr, MAX: gl.constexpr,
+    tokens, CONSUMER: gl.constexpr, GROUP: gl.constexpr, PER_TOKEN: gl.constexpr, PER_BLOCK: gl.constexpr,
+    MAX: gl.constexpr,
 ):  # fmt: skip
+    (
+        q_buffers, k_buffers, k_full, full, empty, turns, p_lse, p_own, p_next, p_num_cmp, first_t, end_t, first_row,
+        first_token, most, i_head, heads, blocks, queries, scale_log2,
+    ) = tokens  # fmt: skip
     D: gl.constexpr = q_buffers.shape[3]
     BLOCKS: gl.constexpr = TOKENS // PER_BLOCK
     FIRST: gl.constexpr = 1 if CONSUMER == 0 else 0
@@ -81,12 +83,16 @@ def _consume(
         stage = member % STAGES
         mbarrier.wait(full.index(stage), (member // STAGES) & 1)
         mbarrier.wait(turns.index(CONSUMER), (member + FIRST) & 1)
-        q = q_buffers.index(stage).reshape([ROWS, D])
-        s_token = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
-        scores = warpgroup_mma_wait(0, deps=[s_token])
-        mbarrier.arrive(turns.index((CONSUMER + 1) % CONSUMERS), count=1)
-        mbarrier.arrive(empty.index(stage), count=1)
-        total += gl.exp2(scores * scale_log2 - (lse * LOG2E_)[:, None])
+        if first_token < most:
+            q = q_buffers.index(stage).reshape([ROWS, D])
+            s_token = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+            scores = warpgroup_mma_wait(0, deps=[s_token])
+            mbarrier.arrive(turns.index((CONSUMER + 1) % CONSUMERS), count=1)
+            mbarrier.arrive(empty.index(stage), count=1)
+            total += gl.exp2(scores * scale_log2 - (lse * LOG2E_)[:, None])
+        else:  # tokens behind all that these queries see
+            mbarrier.arrive(turns.index((CONSUMER + 1) % CONSUMERS), count=1)
+            mbarrier.arrive(empty.index(stage), count=1)
     total = gl.where(token[None, :] < seen[:, None], total, 0.0)
     by_block = gl.reshape(total, [ROWS, BLOCKS, PER_BLOCK])
     places: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, by_block.type.layout))
@@ -131,22 +137,14 @@ def _score_hopper_kernel(
         for i in gl.static_range(STAGES):
             mbarrier.init(full.index(i), count=1)
             mbarrier.init(empty.index(i), count=CONSUMERS)
+        tokens = (
+            q_buffers, k_buffers, k_full, full, empty, turns, p_lse, p_own, p_next, p_num_cmp, first_t, end_t,
+            first_row, first_token, most, i_head, heads, blocks, queries, scale_log2,
+        )  # fmt: skip
         gl.warp_specialize([
-            (_consume, (
-                q_buffers, k_buffers, k_full, full, empty, turns, p_lse, p_own, p_next, p_num_cmp, first_t, end_t,
-                first_row, first_token, i_head, heads, blocks, queries, scale_log2,
-                0, GROUP, PER_TOKEN, PER_BLOCK, MAX,
-            )),
-            (_consume, (
-                q_buffers, k_buffers, k_full, full, empty, turns, p_lse, p_own, p_next, p_num_cmp, first_t, end_t,
-                first_row, first_token, i_head, heads, blocks, queries, scale_log2,
-                1, GROUP, PER_TOKEN, PER_BLOCK, MAX,
-            )),
-            (_consume, (
-                q_buffers, k_buffers, k_full, full, empty, turns, p_lse, p_own, p_next, p_num_cmp, first_t, end_t,
-                first_row, first_token, i_head, heads, blocks, queries, scale_log2,
-                2, GROUP, PER_TOKEN, PER_BLOCK, MAX,
-            )),
+            (_consume, (tokens, 0, GROUP, PER_TOKEN, PER_BLOCK, MAX)),
+            (_consume, (tokens, 1, GROUP, PER_TOKEN, PER_BLOCK, MAX)),
+            (_consume, (tokens, 2, GROUP, PER_TOKEN, PER_BLOCK, MAX)),
             (_produce, (
                 q_desc, k_desc, q_buffers, k_buffers, k_full, full, empty, first_t, first_key, i_head,
                 i_head // heads_per_kv, GROUP,
@@ -161,7 +159,7 @@ def score_blocks(
     assert lse is not None, "raw scores are Triton's"
     q, k_cmp = (dense_rows(x[None])[0] for x in (q, k_cmp))
     heads, blocks = scores.own.shape[1:]
-    per_token, per_block = strides_per(spans)
+    per_token, per_block = strides_per(spans.sizes)
     group_size, dim = q.shape[1] // heads, q.shape[2]
     parts = -(-blocks * per_block // (CONSUMERS.value * TOKENS.value))
     _score_hopper_kernel[(heads, parts, len(scores.first))](

@@ -7,8 +7,6 @@ of all consumers' positions by TMA, each once; a consumer passes over those that
 T queries, M keys, Hq / Hk / Hs query, kv and selection heads; D head_dim of q, k and v.
 """
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -20,50 +18,60 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dynaxx.kernels.hopper.forward import LOG2E
 from dynaxx.kernels.hopper.forward_consume import LN2, ROWS
-from dynaxx.kernels.triton.launch import as_template, nowhere, rebased
+from dynaxx.kernels.hopper.launch import dense_rows
+from dynaxx.kernels.hopper.selected_tiles import descriptor, feed_blocks, registers, stages
 from dynaxx.kernels.triton.light import light_launch
+from dynaxx.kernels.triton.native import Mixture
 from dynaxx.kernels.triton.native_index import Unions
 from dynaxx.layout.native import NativeSpans
-
-SHARED_ROWS = 896  # of 256 bytes, in shared memory
 
 
 @gluon.jit
 def _produce(
-    q_desc, k_desc, v_desc, q_buffers, k_buffers, v_buffers, q_full, full, empty, p_starts, count, first_t, i_head,
-    i_hk, CONSUMERS: gl.constexpr, POSITIONS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+    blocks, CONSUMERS: gl.constexpr, POSITIONS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+    MIXED: gl.constexpr,
 ):  # fmt: skip
+    (
+        q_desc, k_desc, v_desc, cmp_desc, swa_desc, q_buffers, k_buffers, v_buffers, q_full, full, empty,
+        p_starts, count, first_t, i_head, i_hk,
+    ) = blocks  # fmt: skip
     mbarrier.expect(q_full.index(0), CONSUMERS * q_desc.block_type.nbytes)
     for u in gl.static_range(CONSUMERS):
         at = [first_t + u * POSITIONS, i_head * GROUP, 0]
         tma.async_copy_global_to_shared(q_desc, at, q_full.index(0), q_buffers.index(u))
     feed_blocks(k_desc, v_desc, k_buffers, v_buffers, full, empty, p_starts, count, i_hk, STAGES)
+    if MIXED:
+        for u in gl.static_range(CONSUMERS):
+            i_block = count + u
+            stage = i_block % STAGES
+            mbarrier.wait(empty.index(stage), ((i_block // STAGES) & 1) ^ 1)
+            mbarrier.expect(full.index(stage), 2 * q_desc.block_type.nbytes)
+            at = [first_t + u * POSITIONS, i_head * GROUP, 0]
+            tma.async_copy_global_to_shared(cmp_desc, at, full.index(stage), _row_tile(k_buffers, q_desc, stage))
+            tma.async_copy_global_to_shared(swa_desc, at, full.index(stage), _row_tile(v_buffers, q_desc, stage))
 
 
 @gluon.jit
-def feed_blocks(
-    k_desc, v_desc, k_buffers, v_buffers, full, empty, p_starts, count, i_hk, STAGES: gl.constexpr
-):  # fmt: skip
-    """Load the keys and values of each block of a union, in its order."""
-    for i_block in range(count):
-        start = gl.load(p_starts + i_block)
-        stage = i_block % STAGES
-        mbarrier.wait(empty.index(stage), ((i_block // STAGES) & 1) ^ 1)
-        mbarrier.expect(full.index(stage), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(k_desc, [i_hk, start, 0], full.index(stage), k_buffers.index(stage))
-        tma.async_copy_global_to_shared(v_desc, [i_hk, start, 0], full.index(stage), v_buffers.index(stage))
+def _row_tile(buffers, q_desc, stage):
+    """A block's buffer as that of a consumer's rows."""
+    tile: gl.constexpr = q_desc.block_type.shape
+    PER_BLOCK: gl.constexpr = buffers.shape[2] // ROWS
+    tiles = buffers._reinterpret(q_desc.dtype, [buffers.shape[0] * PER_BLOCK, tile[0], tile[1], tile[2]], q_desc.layout)
+    return tiles.index(stage * PER_BLOCK)
 
 
 @gluon.jit
 def _consume(
-    out_desc, q_buffers, k_buffers, v_buffers, q_full, full, empty, p_lse, p_last_key, p_starts, p_members,
-    count, first_t, i_head, queries, scale_log2,
-    CONSUMER: gl.constexpr, POSITIONS: gl.constexpr, GROUP: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    rows, CONSUMER: gl.constexpr, POSITIONS: gl.constexpr, GROUP: gl.constexpr, KV_BLOCK: gl.constexpr,
+    STAGES: gl.constexpr, ALONE: gl.constexpr, MIXED: gl.constexpr,
 ):  # fmt: skip
+    (
+        out_desc, mixed_desc, q_buffers, k_buffers, v_buffers, q_full, full, empty, p_lse, p_last_key, p_starts,
+        p_members, p_gates, count, first_t, i_head, queries, heads, scale_log2,
+    ) = rows  # fmt: skip
     D: gl.constexpr = out_desc.block_type.shape[2]
     EVERY: gl.constexpr = (1 << POSITIONS) - 1
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV_BLOCK, 16])
@@ -112,21 +120,49 @@ def _consume(
     h = i_head * GROUP + o_row % GROUP
     gl.store(p_lse + h.to(gl.int64) * queries + t, lse, mask=t < queries)
     acc = acc / gl.convert_layout(row_sum, gl.SliceLayout(1, acc_layout))[:, None]
-    q.store(acc.to(out_desc.dtype))  # q is read no more: its buffer carries the result out
-    fence_async_shared()
-    tma.async_copy_shared_to_global(out_desc, [first_t, i_head * GROUP, 0], q_buffers.index(CONSUMER))
+    at = [first_t, i_head * GROUP, 0]
+    if ALONE:
+        q.store(acc.to(out_desc.dtype))  # q is read no more: its buffer carries the result out
+        fence_async_shared()
+        tma.async_copy_shared_to_global(out_desc, at, q_buffers.index(CONSUMER))
+    if MIXED:
+        p_gates += (t.to(gl.int64) * (heads * GROUP) + h) * 3
+        stage = (count + CONSUMER) % STAGES
+        mbarrier.wait(full.index(stage), ((count + CONSUMER) // STAGES) & 1)
+        acc *= _gate(p_gates + 1, t < queries, acc_layout)
+        cmp = _row_tile(k_buffers, out_desc, stage)
+        acc += cmp.reshape([ROWS, D]).load(acc_layout).to(gl.float32) * _gate(p_gates, t < queries, acc_layout)
+        swa = _row_tile(v_buffers, out_desc, stage)
+        acc += swa.reshape([ROWS, D]).load(acc_layout).to(gl.float32) * _gate(p_gates + 2, t < queries, acc_layout)
+        cmp.reshape([ROWS, D]).store(acc.to(out_desc.dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(mixed_desc, at, cmp)
     tma.store_wait(0)
+
+
+@gluon.jit
+def _gate(p_gates, inside, layout: gl.constexpr):
+    """[ROWS, 1] fp32."""
+    gate = gl.load(p_gates, mask=inside, other=0.0).to(gl.float32)
+    return gl.convert_layout(gate, gl.SliceLayout(1, layout))[:, None]
 
 
 @light_launch
 @gluon.jit(do_not_specialize=["queries", "heads", "heads_per_kv"])
 def _selected_hopper_fwd_kernel(
-    q_desc, k_desc, v_desc, out_desc, p_lse, p_last_key, p_starts, p_members, p_counts,
+    q_desc, k_desc, v_desc, out_desc,
+    cmp_desc, swa_desc,  # as out: the other branches; not read without MIXED
+    mixed_desc,  # the sum of all three, each times its gate
+    p_gates,  # (T, Hq, 3) contiguous: of the compressed, this, and the window branch
+    p_lse, p_last_key, p_starts, p_members, p_counts,
     p_taken,  # (1,) int32, 0 where nothing is to be done; not read without CHOSEN
     queries, heads, heads_per_kv, scale_log2,
     SLOTS: gl.constexpr,  # of a tile's union
     CONSUMERS: gl.constexpr, GROUP: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr,
-    CHOSEN: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    CHOSEN: gl.constexpr,
+    ALONE: gl.constexpr,  # store out
+    MIXED: gl.constexpr,  # store the sum of all branches
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     run = True
     if CHOSEN:
@@ -151,60 +187,54 @@ def _selected_hopper_fwd_kernel(
         for i in gl.static_range(STAGES):
             mbarrier.init(full.index(i), count=1)
             mbarrier.init(empty.index(i), count=CONSUMERS)
+        rows = (
+            out_desc, mixed_desc, q_buffers, k_buffers, v_buffers, q_full, full, empty, p_lse, p_last_key, p_starts,
+            p_members, p_gates, count, first_t, i_head, queries, heads, scale_log2,
+        )  # fmt: skip
+        blocks = (
+            q_desc, k_desc, v_desc, cmp_desc, swa_desc, q_buffers, k_buffers, v_buffers, q_full, full, empty,
+            p_starts, count, first_t, i_head, i_head // heads_per_kv,
+        )  # fmt: skip
         if CONSUMERS == 3:
             gl.warp_specialize([
-                (_consume, (
-                    out_desc, q_buffers, k_buffers, v_buffers, q_full, full, empty, p_lse, p_last_key, p_starts,
-                    p_members, count, first_t, i_head, queries, scale_log2, 0, POSITIONS, GROUP, KV_BLOCK, STAGES,
-                )),
-                (_consume, (
-                    out_desc, q_buffers, k_buffers, v_buffers, q_full, full, empty, p_lse, p_last_key, p_starts,
-                    p_members, count, first_t, i_head, queries, scale_log2, 1, POSITIONS, GROUP, KV_BLOCK, STAGES,
-                )),
-                (_consume, (
-                    out_desc, q_buffers, k_buffers, v_buffers, q_full, full, empty, p_lse, p_last_key, p_starts,
-                    p_members, count, first_t, i_head, queries, scale_log2, 2, POSITIONS, GROUP, KV_BLOCK, STAGES,
-                )),
-                (_produce, (
-                    q_desc, k_desc, v_desc, q_buffers, k_buffers, v_buffers, q_full, full, empty, p_starts, count,
-                    first_t, i_head, i_head // heads_per_kv, CONSUMERS, POSITIONS, GROUP, STAGES,
-                )),
+                (_consume, (rows, 0, POSITIONS, GROUP, KV_BLOCK, STAGES, ALONE, MIXED)),
+                (_consume, (rows, 1, POSITIONS, GROUP, KV_BLOCK, STAGES, ALONE, MIXED)),
+                (_consume, (rows, 2, POSITIONS, GROUP, KV_BLOCK, STAGES, ALONE, MIXED)),
+                (_produce, (blocks, CONSUMERS, POSITIONS, GROUP, STAGES, MIXED)),
             ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
         else:
             gl.warp_specialize([
-                (_consume, (
-                    out_desc, q_buffers, k_buffers, v_buffers, q_full, full, empty, p_lse, p_last_key, p_starts,
-                    p_members, count, first_t, i_head, queries, scale_log2, 0, POSITIONS, GROUP, KV_BLOCK, STAGES,
-                )),
-                (_consume, (
-                    out_desc, q_buffers, k_buffers, v_buffers, q_full, full, empty, p_lse, p_last_key, p_starts,
-                    p_members, count, first_t, i_head, queries, scale_log2, 1, POSITIONS, GROUP, KV_BLOCK, STAGES,
-                )),
-                (_produce, (
-                    q_desc, k_desc, v_desc, q_buffers, k_buffers, v_buffers, q_full, full, empty, p_starts, count,
-                    first_t, i_head, i_head // heads_per_kv, CONSUMERS, POSITIONS, GROUP, STAGES,
-                )),
+                (_consume, (rows, 0, POSITIONS, GROUP, KV_BLOCK, STAGES, ALONE, MIXED)),
+                (_consume, (rows, 1, POSITIONS, GROUP, KV_BLOCK, STAGES, ALONE, MIXED)),
+                (_produce, (blocks, CONSUMERS, POSITIONS, GROUP, STAGES, MIXED)),
             ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, union: Unions, spans: NativeSpans, consumers: int, scale: float,
-    taken: Tensor | None = None,
+    taken: Tensor | None, mixture: Mixture | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return out (T, Hq, D) and lse (Hq, T) fp32; unions of `consumers` times 64 rows, scale > 0.
+    """Return out (T, Hq, D) and lse (Hq, T) fp32; scale > 0, dense rows, unions of `consumers` times 64 rows.
 
     Nothing is written where `taken` (1,) int32, on the device, is 0.
     """
     queries, q_heads, dim = q.shape
     tiles, heads, slots = union.starts.shape
     group_size, size = q_heads // heads, spans.sizes.slc_block
-    out = q.new_empty(q.shape)
+    out = q.new_empty(q.shape) if mixture is None or mixture.alone else mixture.out
     lse = q.new_empty(q_heads, queries, dtype=torch.float32)
+    row_tiles = lambda x: descriptor(x, (64 // group_size, group_size, dim))
+    others = (out, out, out, lse)
+    if mixture is not None:
+        cmp, swa = (dense_rows(x[None])[0] for x in (mixture.cmp, mixture.swa))
+        others = cmp, swa, mixture.out, mixture.gates.contiguous()
     _selected_hopper_fwd_kernel[(tiles * heads,)](
-        descriptor(q, (64 // group_size, group_size, dim)),
+        row_tiles(q),
         descriptor(k.transpose(0, 1), (1, size, dim)),
         descriptor(v.transpose(0, 1), (1, size, dim)),
-        descriptor(out, (64 // group_size, group_size, dim)),
+        row_tiles(out),
+        *map(row_tiles, others[:3]),
+        others[3],
         lse,
         spans.last_key,
         union.starts,
@@ -221,31 +251,8 @@ def forward(
         KV_BLOCK=size,
         STAGES=stages(consumers, 1, dim, size),
         CHOSEN=taken is not None,
+        ALONE=mixture is None or mixture.alone,
+        MIXED=mixture is not None,
         **registers(consumers),
     )
     return out, lse
-
-
-def descriptor(x: Tensor, block: tuple[int, int, int]) -> TensorDescriptor:
-    """Of a three-dimensional tensor with dense rows."""
-    return rebased(_descriptor(x.shape, x.stride(), x.dtype, block), x)
-
-
-@lru_cache(maxsize=4096)
-def _descriptor(
-    shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, block: tuple[int, int, int]
-) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16 if dtype == torch.bfloat16 else gl.float16)
-    steps = [strides[i] if shape[i] > 1 else shape[2] for i in range(2)]  # of a single entry it is any number
-    return as_template(TensorDescriptor(nowhere(dtype), list(shape), [*steps, 1], list(block), layout))
-
-
-def stages(consumers: int, tiles: int, dim: int, kv_block: int) -> int:
-    """Blocks of keys and values that fit beside `tiles` tiles of 64 rows of each consumer; at most 4."""
-    return min(4, (SHARED_ROWS - consumers * tiles * 64 * dim // 128) // (2 * kv_block * dim // 128))
-
-
-def registers(consumers: int) -> dict[str, int]:
-    """How a program's warps share the register file."""
-    consumer, average = (160, 128) if consumers == 3 else (240, 168)
-    return {"CONSUMER_REGISTERS": consumer, "PRODUCER_REGISTERS": 24, "num_warps": 4, "maxnreg": average}

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from dynaxx.kernels.hopper.forward import LOG2E
 from dynaxx.kernels.hopper.forward_consume import ROWS
-from dynaxx.kernels.hopper.selected import descriptor, feed_blocks, registers, stages
+from dynaxx.kernels.hopper.selected_tiles import descriptor, feed_blocks, registers, stages
 from dynaxx.kernels.triton.light import light_launch
 from dynaxx.kernels.triton.native_index import Unions
 from dynaxx.layout.native import NativeSpans
@@ -25,10 +25,12 @@ LOG2E_ = gl.constexpr(LOG2E)
 
 @gluon.jit
 def _produce(
-    q_desc, do_desc, k_desc, v_desc, q_buffers, do_buffers, k_buffers, v_buffers, q_full, full, empty,
-    p_starts, count, first_t, i_head, i_hk,
-    CONSUMERS: gl.constexpr, POSITIONS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+    blocks, CONSUMERS: gl.constexpr, POSITIONS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
+    (
+        q_desc, do_desc, k_desc, v_desc, q_buffers, do_buffers, k_buffers, v_buffers, q_full, full, empty, p_starts,
+        count, first_t, i_head, i_hk,
+    ) = blocks  # fmt: skip
     mbarrier.expect(q_full.index(0), 2 * CONSUMERS * q_desc.block_type.nbytes)
     for u in gl.static_range(CONSUMERS):
         at = [first_t + u * POSITIONS, i_head * GROUP, 0]
@@ -39,10 +41,13 @@ def _produce(
 
 @gluon.jit
 def _consume(
-    dq_desc, q_buffers, do_buffers, k_buffers, v_buffers, q_full, full, empty, p_rows, p_last_key, p_starts,
-    p_members, count, first_t, i_head, queries, q_heads, scale,
-    CONSUMER: gl.constexpr, POSITIONS: gl.constexpr, GROUP: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    rows, CONSUMER: gl.constexpr, POSITIONS: gl.constexpr, GROUP: gl.constexpr, KV_BLOCK: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
+    (
+        dq_desc, q_buffers, do_buffers, k_buffers, v_buffers, q_full, full, empty, p_rows, p_last_key, p_starts,
+        p_members, count, first_t, i_head, queries, q_heads, scale,
+    ) = rows  # fmt: skip
     D: gl.constexpr = dq_desc.block_type.shape[2]
     EVERY: gl.constexpr = (1 << POSITIONS) - 1
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV_BLOCK, 16])
@@ -118,44 +123,26 @@ def _selected_hopper_bwd_dq_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=CONSUMERS)
+    rows = (
+        dq_desc, q_buffers, do_buffers, k_buffers, v_buffers, q_full, full, empty, p_rows, p_last_key, p_starts,
+        p_members, count, first_t, i_head, queries, heads * GROUP, scale,
+    )  # fmt: skip
+    blocks = (
+        q_desc, do_desc, k_desc, v_desc, q_buffers, do_buffers, k_buffers, v_buffers, q_full, full, empty, p_starts,
+        count, first_t, i_head, i_head // heads_per_kv,
+    )  # fmt: skip
     if CONSUMERS == 3:
         gl.warp_specialize([
-            (_consume, (
-                dq_desc, q_buffers, do_buffers, k_buffers, v_buffers, q_full, full, empty, p_rows, p_last_key,
-                p_starts, p_members, count, first_t, i_head, queries, heads * GROUP, scale,
-                0, POSITIONS, GROUP, KV_BLOCK, STAGES,
-            )),
-            (_consume, (
-                dq_desc, q_buffers, do_buffers, k_buffers, v_buffers, q_full, full, empty, p_rows, p_last_key,
-                p_starts, p_members, count, first_t, i_head, queries, heads * GROUP, scale,
-                1, POSITIONS, GROUP, KV_BLOCK, STAGES,
-            )),
-            (_consume, (
-                dq_desc, q_buffers, do_buffers, k_buffers, v_buffers, q_full, full, empty, p_rows, p_last_key,
-                p_starts, p_members, count, first_t, i_head, queries, heads * GROUP, scale,
-                2, POSITIONS, GROUP, KV_BLOCK, STAGES,
-            )),
-            (_produce, (
-                q_desc, do_desc, k_desc, v_desc, q_buffers, do_buffers, k_buffers, v_buffers, q_full, full, empty,
-                p_starts, count, first_t, i_head, i_head // heads_per_kv, CONSUMERS, POSITIONS, GROUP, STAGES,
-            )),
+            (_consume, (rows, 0, POSITIONS, GROUP, KV_BLOCK, STAGES)),
+            (_consume, (rows, 1, POSITIONS, GROUP, KV_BLOCK, STAGES)),
+            (_consume, (rows, 2, POSITIONS, GROUP, KV_BLOCK, STAGES)),
+            (_produce, (blocks, CONSUMERS, POSITIONS, GROUP, STAGES)),
         ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consume, (
-                dq_desc, q_buffers, do_buffers, k_buffers, v_buffers, q_full, full, empty, p_rows, p_last_key,
-                p_starts, p_members, count, first_t, i_head, queries, heads * GROUP, scale,
-                0, POSITIONS, GROUP, KV_BLOCK, STAGES,
-            )),
-            (_consume, (
-                dq_desc, q_buffers, do_buffers, k_buffers, v_buffers, q_full, full, empty, p_rows, p_last_key,
-                p_starts, p_members, count, first_t, i_head, queries, heads * GROUP, scale,
-                1, POSITIONS, GROUP, KV_BLOCK, STAGES,
-            )),
-            (_produce, (
-                q_desc, do_desc, k_desc, v_desc, q_buffers, do_buffers, k_buffers, v_buffers, q_full, full, empty,
-                p_starts, count, first_t, i_head, i_head // heads_per_kv, CONSUMERS, POSITIONS, GROUP, STAGES,
-            )),
+            (_consume, (rows, 0, POSITIONS, GROUP, KV_BLOCK, STAGES)),
+            (_consume, (rows, 1, POSITIONS, GROUP, KV_BLOCK, STAGES)),
+            (_produce, (blocks, CONSUMERS, POSITIONS, GROUP, STAGES)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 

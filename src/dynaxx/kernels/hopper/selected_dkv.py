@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from dynaxx.kernels.hopper.forward import LOG2E
 from dynaxx.kernels.hopper.forward_consume import ROWS
 from dynaxx.kernels.hopper.launch import dense_rows
-from dynaxx.kernels.hopper.selected import descriptor
+from dynaxx.kernels.hopper.selected_tiles import descriptor
 from dynaxx.kernels.triton.light import light_launch
 from dynaxx.kernels.triton.native_items import Items
 from dynaxx.layout.native import NativeSpans

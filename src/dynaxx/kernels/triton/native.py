@@ -11,7 +11,7 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,6 +43,16 @@ def __getattr__(name: str) -> Any:
     return value
 
 
+class Mixture(NamedTuple):
+    """What the selected branch is added to, each times its gate."""
+
+    cmp: Tensor  # (T, Hq, E), the compressed branch
+    swa: Tensor  # (T, Hq, E), the window branch
+    gates: Tensor  # (T, Hq, 3), of the compressed, the selected and the window branch
+    out: Tensor  # (T, Hq, E), where the sum goes
+    alone: bool  # whether the selected branch is wanted by itself, too; else its own result is undefined
+
+
 @dataclass(frozen=True)
 class SelectedPlan:
     """A selection as both directions read it."""
@@ -60,12 +70,18 @@ class SelectedPlan:
         return unions(self.indices, self.spans, self.tiles.positions)
 
     def forward_by_query(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, taken: Tensor | None
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, taken: Tensor | None, mixture: Mixture | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return out and lse; scale > 0. Whatever they are where `choose` gave `taken` and it is 0."""
+        assert mixture is None, "this plan mixes nothing"
         from dynaxx.kernels.triton import native_union
 
         return native_union.forward(q, k, v, self.union, self.spans, self.tiles, scale)
+
+    @property
+    def mixes(self) -> bool:
+        """Whether `forward_by_query` is the way, and can add the other branches to its own."""
+        return False
 
     def choose(self) -> Tensor | None:
         """(1,) int32, on the device: whether neighbours agree so much that by query is faster; None if that is known.
@@ -132,6 +148,15 @@ def prepare_selected(indices: Tensor, spans: NativeSpans, q: Tensor, k: Tensor, 
     group_size = q.shape[1] // indices.shape[1]
     tiles = config.query_tiles(group_size, indices.shape[2], q.shape[2], v.shape[2], q.dtype)
     return SelectedPlan(indices, spans, group_size, config.choose_schedule(group_size), tiles)
+
+
+def selected_and_mixed(
+    q: Tensor, k: Tensor, v: Tensor, plan: SelectedPlan, scale: float, mixture: Mixture
+) -> tuple[Tensor, Tensor]:
+    """As `selected_forward`, for a plan that mixes; the gated sum of all branches goes to `mixture.out`."""
+    q, scale = positive_scale(q, scale)
+    q, k, v = (unit_stride(x) for x in (q, k, v))
+    return plan.forward_by_query(q, k, v, scale, None, mixture)
 
 
 def selected_forward(q: Tensor, k: Tensor, v: Tensor, plan: SelectedPlan, scale: float) -> tuple[Tensor, Tensor]:

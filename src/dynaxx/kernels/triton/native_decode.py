@@ -12,12 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dynaxx.kernels.triton import native_config
 from dynaxx.kernels.triton.config import padded
 from dynaxx.kernels.triton.launch import unit_stride
 from dynaxx.kernels.triton.light import light_launch
 from dynaxx.kernels.triton.native_gate import gated_sum_forward as gated_sum
-from dynaxx.kernels.triton.native_select import top_blocks_kernel
+from dynaxx.kernels.triton.native_select import strides_per, top_blocks
 from dynaxx.kernels.triton.native_union import weights_of
 from dynaxx.kernels.triton.native_windows import compress_windows, gather_windows, store_compressed
 from dynaxx.kernels.triton.pages import page_strides, physical_pages, table_arguments
@@ -210,7 +209,7 @@ def select_blocks(
 ) -> Tensor:
     """As `kernels.reference.native_decode`."""
     heads = cache.kv_heads
-    per_token, per_block = sizes.cmp_block // sizes.cmp_stride, sizes.slc_block // sizes.cmp_stride
+    per_token, per_block = strides_per(sizes)
     q = unit_stride(q.to(torch.promote_types(q.dtype, cache.k.dtype)))
     blocks = -(-max(1, max_blocks) // 16) * 16
     indices = torch.empty(cache.batch, heads, sizes.slc_count, dtype=torch.int32, device=q.device)
@@ -245,25 +244,5 @@ def select_blocks(
         MAX=sizes.pool == "max",
         PRECISION="ieee",
     )
-    width = triton.next_power_of_2(blocks)
-    top_blocks_kernel[(cache.batch * heads,)](
-        own,
-        behind,
-        indices,
-        lengths.blocks,
-        lengths.tokens,
-        first_row=0,
-        heads=heads,
-        blocks=blocks,
-        slots=sizes.slc_count,
-        first_blocks=sizes.first_blocks,
-        local_blocks=sizes.local_blocks,
-        PER_TOKEN=per_token,
-        PER_BLOCK=per_block,
-        WIDTH=width,
-        WIDE_SLOTS=triton.next_power_of_2(sizes.slc_count),
-        RAW=False,
-        MAX=sizes.pool == "max",
-        num_warps=native_config.top_warps(width),
-    )
+    top_blocks(own, behind, indices, lengths.blocks, lengths.tokens, 0, sizes)
     return indices

@@ -24,7 +24,7 @@ from dynaxx.kernels.triton.launch import positive_scale, unit_stride
 from dynaxx.kernels.triton.light import light_launch
 from dynaxx.kernels.triton.native_union import block_rows, gather_rows, weights_of
 from dynaxx.kernels.triton.primitives import ordered_bits
-from dynaxx.layout.native import NativeSpans
+from dynaxx.layout.native import NativeSizes, NativeSpans
 
 SCORE_BYTES = 256 << 20  # of scores held at once
 QUERIES = 128  # per program of the score kernel
@@ -236,9 +236,8 @@ def _tiles_of(spans: NativeSpans, rows: int) -> Tiles:
     return known[rows]
 
 
-def strides_per(spans: NativeSpans) -> tuple[int, int]:
+def strides_per(sizes: NativeSizes) -> tuple[int, int]:
     """Strides in a compressed token, and in a block."""
-    sizes = spans.sizes
     return sizes.cmp_block // sizes.cmp_stride, sizes.slc_block // sizes.cmp_stride
 
 
@@ -247,7 +246,7 @@ def score_blocks(
 ) -> None:
     """A `Scorer` for tiles of QUERIES rows."""
     heads, blocks = scores.own.shape[1:]
-    per_token, per_block = strides_per(spans)
+    per_token, per_block = strides_per(spans.sizes)
     block_n, num_warps, num_stages = native_config.score_tiles(per_block, q.dtype)
     _score_kernel[(heads, -(-blocks * per_block // block_n), len(scores.first))](
         q,
@@ -305,7 +304,7 @@ def select_blocks(
     if lse is None:
         q, scale = positive_scale(q, scale)
     q, k_cmp = unit_stride(q), unit_stride(k_cmp)
-    tiles, (per_token, per_block) = _tiles_of(spans, tile_rows), strides_per(spans)
+    tiles, (per_token, _) = _tiles_of(spans, tile_rows), strides_per(sizes)
     for some, blocks in tiles.chunks(8 * heads):
         first = tiles.bounds[some.start][0]
         count, blocks = tiles.bounds[some.stop - 1][1] - first, max(16, blocks)
@@ -314,25 +313,49 @@ def select_blocks(
         if k_cmp.shape[0]:
             scores = Scores(own, behind, first, tiles.first[some], tiles.end[some])
             scorer(q, k_cmp, lse, spans, scores, scale)
-        width = triton.next_power_of_2(blocks)
-        top_blocks_kernel[(count * heads,)](
-            own,
-            behind,
-            indices,
-            spans.num_blocks,
-            spans.num_cmp,
-            first_row=first,
-            heads=heads,
-            blocks=blocks,
-            slots=sizes.slc_count,
-            first_blocks=sizes.first_blocks,
-            local_blocks=sizes.local_blocks,
-            PER_TOKEN=per_token,
-            PER_BLOCK=per_block,
-            WIDTH=width,
-            WIDE_SLOTS=triton.next_power_of_2(sizes.slc_count),
-            RAW=lse is None,
-            MAX=sizes.pool == "max",
-            num_warps=native_config.top_warps(width),
-        )
+        top_blocks(own, behind, indices, spans.num_blocks, spans.num_cmp, first, sizes, lse is None)
     return indices
+
+
+def top_blocks(
+    own: Tensor,
+    behind: Tensor,
+    indices: Tensor,
+    num_blocks: Tensor,
+    num_cmp: Tensor,
+    first_row: int,
+    sizes: NativeSizes,
+    raw: bool = False,
+) -> None:
+    """Choose the blocks of some queries by their scores.
+
+    Args:
+        own, behind: (T, Hs, C) fp32, as `Scores` holds them.
+        indices: (all queries, Hs, n) int32, where the choice goes.
+        num_blocks, num_cmp: (all queries,) int32, blocks and compressed tokens that each sees.
+        first_row: of these queries.
+        raw: scores may be negative.
+    """
+    count, heads, blocks = own.shape
+    width = triton.next_power_of_2(blocks)
+    per_token, per_block = strides_per(sizes)
+    top_blocks_kernel[(count * heads,)](
+        own,
+        behind,
+        indices,
+        num_blocks,
+        num_cmp,
+        first_row=first_row,
+        heads=heads,
+        blocks=blocks,
+        slots=sizes.slc_count,
+        first_blocks=sizes.first_blocks,
+        local_blocks=sizes.local_blocks,
+        PER_TOKEN=per_token,
+        PER_BLOCK=per_block,
+        WIDTH=width,
+        WIDE_SLOTS=triton.next_power_of_2(sizes.slc_count),
+        RAW=raw,
+        MAX=sizes.pool == "max",
+        num_warps=native_config.top_warps(width),
+    )

@@ -118,16 +118,7 @@ def _gathered(cache: PagedCache, x: Tensor, sizes: NativeSizes, count: int, skip
         _gather_windows_kernel[(cache.batch * count, cache.kv_heads)](
             x,
             windows,
-            **table_arguments(cache),
-            count=count,
-            skip=skip,
-            heads=cache.kv_heads,
-            **_strides("", cache, x, cache.page_size),
-            PAGE=cache.page_size,
-            LENGTH=sizes.cmp_block,
-            STRIDE=sizes.cmp_stride,
-            D=x.shape[3],
-            BLOCK_D=padded(x.shape[3]),
+            **_window_arguments(cache, x, sizes, cache.page_size, count, skip),
             BLOCK_N=triton.next_power_of_2(sizes.cmp_block),
         )
     return windows
@@ -147,17 +138,8 @@ def _compress(cache, weight_k, weight_v, count, skip):
                 x,
                 x if weight is None else weight.contiguous(),
                 kept,
-                **table_arguments(cache),
-                count=count,
-                skip=skip,
-                heads=cache.kv_heads,
-                **_strides("", cache, x, cache.page_size),
+                **_window_arguments(cache, x, sizes, cache.page_size, count, skip),
                 **_strides("c", cache, kept, cache.page_size // sizes.cmp_stride),
-                PAGE=cache.page_size,
-                LENGTH=sizes.cmp_block,
-                STRIDE=sizes.cmp_stride,
-                D=x.shape[3],
-                BLOCK_D=padded(x.shape[3]),
                 BLOCK_N=triton.next_power_of_2(sizes.cmp_block),
                 WEIGHTED=weight is not None,
             )
@@ -174,17 +156,26 @@ def store_compressed(
             _store_compressed_kernel[(cache.batch * count, cache.kv_heads)](
                 new.contiguous(),
                 kept,
-                **table_arguments(cache),
-                count=count,
-                skip=skip,
-                heads=cache.kv_heads,
-                **_strides("", cache, kept, cache.page_size // sizes.cmp_stride),
-                PAGE=cache.page_size // sizes.cmp_stride,
-                LENGTH=sizes.cmp_block,
-                STRIDE=sizes.cmp_stride,
-                D=kept.shape[3],
-                BLOCK_D=padded(kept.shape[3]),
+                **_window_arguments(cache, kept, sizes, cache.page_size // sizes.cmp_stride, count, skip),
             )
+
+
+def _window_arguments(
+    cache: PagedCache, x: Tensor, sizes: NativeSizes, page_size: int, count: int, skip: int
+) -> dict[str, object]:
+    """Of each kernel here: the pages of `x`, which hold `page_size` rows, and the windows of each sequence."""
+    return {
+        **table_arguments(cache),
+        "count": count,
+        "skip": skip,
+        "heads": cache.kv_heads,
+        **_strides("", cache, x, page_size),
+        "PAGE": page_size,
+        "LENGTH": sizes.cmp_block,
+        "STRIDE": sizes.cmp_stride,
+        "D": x.shape[3],
+        "BLOCK_D": padded(x.shape[3]),
+    }
 
 
 def _strides(name: str, cache: PagedCache, x: Tensor, page_size: int) -> dict[str, int]:

@@ -1,0 +1,54 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""What the Hopper kernels of selected attention share: tiles by TMA, blocks of keys, and how a program is sized."""
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from dynaxx.kernels.triton.launch import as_template, nowhere, rebased
+
+SHARED_ROWS = 896  # of 256 bytes, in shared memory
+
+
+@gluon.jit
+def feed_blocks(
+    k_desc, v_desc, k_buffers, v_buffers, full, empty, p_starts, count, i_hk, STAGES: gl.constexpr
+):  # fmt: skip
+    """Load the keys and values of each block of a union, in its order."""
+    for i_block in range(count):
+        start = gl.load(p_starts + i_block)
+        stage = i_block % STAGES
+        mbarrier.wait(empty.index(stage), ((i_block // STAGES) & 1) ^ 1)
+        mbarrier.expect(full.index(stage), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(k_desc, [i_hk, start, 0], full.index(stage), k_buffers.index(stage))
+        tma.async_copy_global_to_shared(v_desc, [i_hk, start, 0], full.index(stage), v_buffers.index(stage))
+
+
+def descriptor(x: Tensor, block: tuple[int, int, int]) -> TensorDescriptor:
+    """Of a three-dimensional tensor with dense rows."""
+    return rebased(_descriptor(x.shape, x.stride(), x.dtype, block), x)
+
+
+@lru_cache(maxsize=4096)
+def _descriptor(
+    shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, block: tuple[int, int, int]
+) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16 if dtype == torch.bfloat16 else gl.float16)
+    steps = [strides[i] if shape[i] > 1 else shape[2] for i in range(2)]  # of a single entry it is any number
+    return as_template(TensorDescriptor(nowhere(dtype), list(shape), [*steps, 1], list(block), layout))
+
+
+def stages(consumers: int, tiles: int, dim: int, kv_block: int) -> int:
+    """Blocks of keys and values that fit beside `tiles` tiles of 64 rows of each consumer; at most 4."""
+    return min(4, (SHARED_ROWS - consumers * tiles * 64 * dim // 128) // (2 * kv_block * dim // 128))
+
+
+def registers(consumers: int) -> dict[str, int]:
+    """How a program's warps share the register file."""
+    consumer, average = (160, 128) if consumers == 3 else (240, 168)
+    return {"CONSUMER_REGISTERS": consumer, "PRODUCER_REGISTERS": 24, "num_warps": 4, "maxnreg": average}
