@@ -207,7 +207,7 @@ def main():
         counts, failed = collections.Counter(), 0
         for found, lines in pool.imap_unordered(run_share, shares):
             counts, failed = counts + found, failed + len(lines)
-            print("\n".join([*lines, f"so far: {sum(counts.values())}"]), flush=True)
+            print("\n".join([*lines, f"so far: {dict(sorted(counts.items()))}"]), flush=True)
     print(f"{time.time() - began:.0f} s, seeds from {args.seed}:", dict(sorted(counts.items())))
     sys.exit(bool(failed))
 
