@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dynaxx.kernels.hopper.backward_joint_consume import SLOTS, consume
+from dynaxx.kernels.hopper.backward_joint_consume import consume
 from dynaxx.kernels.hopper.backward_produce import FIELDS, RING, column_of, produce
 from dynaxx.kernels.hopper.config import backward_heads_together, joint_stages
 from dynaxx.kernels.hopper.forward import LOG2E, barriers
@@ -64,6 +64,7 @@ def _sparse_attention_hopper_bwd_kernel(
     p_delta += first_head * q_blocks * Q_BLOCK
 
     dtype: gl.constexpr = q_desc.dtype
+    SLOTS: gl.constexpr = 2 if AHEAD else 4  # tiles whose gradients are kept, until both have read them
     q_buffers = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, D], q_desc.layout)
     do_buffers = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, D], do_desc.layout)
     k_buffers = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, ROWS, D], k_desc.layout)

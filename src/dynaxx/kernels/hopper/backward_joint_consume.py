@@ -2,9 +2,10 @@
 """A consumer warpgroup of the joint Hopper backward: 64 keys, dk and dv in registers, and columns of dq of all keys.
 
 The consumers leave the gradients of a tile's scores in shared memory. Each multiplies its weights with do, for dv; then
-those of all keys with its share of k's columns, for dq; then its own with q, for dk. While this runs, the tile of dq
-goes to shared memory, and the copy unit adds it to sums in global memory. Sums lie as the threads hold a tile: each
-writes 16 bytes beside its neighbour's, and a tile is one piece of memory.
+the gradients of the tile before, of all keys, with its share of k's columns, for dq; then its own with q, for dk. So a
+consumer may be a tile ahead of the other. While dk's product runs, the tile of dq goes to shared memory, and the copy
+unit adds it to sums in global memory. Sums lie as the threads hold a tile: each writes 16 bytes beside its neighbour's,
+and a tile is one piece of memory.
 """
 
 from triton._C.libtriton import ir
@@ -25,8 +26,6 @@ from dynaxx.kernels.hopper.forward_consume import ROWS
 from dynaxx.kernels.hopper.parts import WHOLE, store_part
 from dynaxx.kernels.hopper.signals import get, none
 
-SLOTS = gl.constexpr(2)  # tiles whose gradients are kept
-
 
 @builtin
 def _add_tile(desc, at, tile, _semantic=None):
@@ -39,25 +38,19 @@ def _add_tile(desc, at, tile, _semantic=None):
 
 
 @gluon.jit
-def _start_dq(k_buffers, ds_buffers, ds_full, slot, phase, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr):
-    """Start this consumer's columns of dq for the tile in a slot, once the other's gradients are there."""
+def _start_dq(k_buffers, ds_buffers, ds_full, i, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr):
+    """Start this consumer's columns of dq for tile i - 1, once the other's gradients are there; for -1 of anything."""
     D: gl.constexpr = k_buffers.shape[4]
     SHARE: gl.constexpr = D // CONSUMERS
-    mbarrier.wait(ds_full.index(slot), phase)
+    SLOTS: gl.constexpr = ds_full.shape[0]
+    slot = (i + SLOTS - 1) % SLOTS
+    mbarrier.wait(ds_full.index(slot), ((i + SLOTS - 1) // SLOTS + 1) & 1)
     dq = gl.zeros([ROWS, SHARE], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SHARE, 16]))
     for u in gl.static_range(CONSUMERS):
         k = k_buffers.index(u + none(slot)).reshape([ROWS, D]).slice(CONSUMER * SHARE, SHARE, dim=1)
         ds = ds_buffers.index(slot * CONSUMERS + u).permute((1, 0))
         dq = warpgroup_mma(ds, k, dq, use_acc=u > 0, is_async=True)
     return dq
-
-
-@gluon.jit
-def _start_dq_before(k_buffers, ds_buffers, ds_full, i, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr):
-    """The same for tile i - 1; for tile -1 of whatever there is, without waiting."""
-    before = i + SLOTS - 1
-    phase = (before // SLOTS + 1) & 1
-    return _start_dq(k_buffers, ds_buffers, ds_full, before % SLOTS, phase, CONSUMERS, CONSUMER)
 
 
 @gluon.jit
@@ -89,6 +82,7 @@ def _consume_tiles(
     D: gl.constexpr = dk.shape[1]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    SLOTS: gl.constexpr = ds_full.shape[0]
     dq_buffer = dq_buffers.index(CONSUMER)
     for i_tile in range(begin, end):
         i = done + i_tile
@@ -103,7 +97,7 @@ def _consume_tiles(
             s_token = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
         dp_token = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
         if AHEAD:
-            dq_token = _start_dq_before(k_buffers, ds_buffers, ds_full, i, CONSUMERS, CONSUMER)
+            dq_token = _start_dq(k_buffers, ds_buffers, ds_full, i, CONSUMERS, CONSUMER)
         lse = stats.index(stage * 2).load(gl.SliceLayout(0, s_layout))
         if not AHEAD:
             scores = warpgroup_mma_wait(1, deps=[s_token])
@@ -131,11 +125,10 @@ def _consume_tiles(
             _add_dq(dq, sums_desc, dq_buffer, first_tile + _tile_before(numbers, i), CONSUMERS, CONSUMER)
             dv, dk, scores = warpgroup_mma_wait(0, deps=[dv_token, dk_token, s_token])
         else:
-            dq_token = _start_dq(k_buffers, ds_buffers, ds_full, slot, (i // SLOTS) & 1, CONSUMERS, CONSUMER)
+            dq_token = _start_dq(k_buffers, ds_buffers, ds_full, i, CONSUMERS, CONSUMER)
             dk_token = warpgroup_mma(gl.convert_layout(ds, p_layout), q, dk, is_async=True)
             dv, dq = warpgroup_mma_wait(1, deps=[dv_token, dq_token])
-            tile = first_tile + get(numbers, i % RING * FIELDS)
-            _add_dq(dq, sums_desc, dq_buffer, tile, CONSUMERS, CONSUMER)
+            _add_dq(dq, sums_desc, dq_buffer, first_tile + _tile_before(numbers, i), CONSUMERS, CONSUMER)
             dk = warpgroup_mma_wait(0, deps=[dk_token])
         mbarrier.arrive(empty.index(stage), count=1)
     return dk, dv, scores
@@ -184,11 +177,10 @@ def consume(
             False, CONSUMERS, CONSUMER, Q_BLOCK, KV_BLOCK, STAGES, AHEAD,
         )  # fmt: skip
         done += count * SPLIT
-    if AHEAD:
-        dq_token = _start_dq_before(k_buffers, ds_buffers, ds_full, done, CONSUMERS, CONSUMER)
-        dq = warpgroup_mma_wait(0, deps=[dq_token])
-        tile = first_tile + _tile_before(numbers, done)
-        _add_dq(dq, sums_desc, dq_buffers.index(CONSUMER), tile, CONSUMERS, CONSUMER)
+    dq_token = _start_dq(k_buffers, ds_buffers, ds_full, done, CONSUMERS, CONSUMER)
+    dq = warpgroup_mma_wait(0, deps=[dq_token])
+    tile = first_tile + _tile_before(numbers, done)
+    _add_dq(dq, sums_desc, dq_buffers.index(CONSUMER), tile, CONSUMERS, CONSUMER)
     mbarrier.arrive(kv_read.index(0), count=1)
     mbarrier.wait(kv_read.index(0), 0)
     # no consumer reads k and v any more: their buffers carry the results out

@@ -21,7 +21,7 @@ ROWS = 64  # of a tile
 
 
 @light_launch
-@triton.jit(do_not_specialize=["seqlen_q", "padded_q", "q_heads"])
+@triton.jit(do_not_specialize=["seqlen_q", "padded_q", "q_heads", "stride_dlb", "stride_dlh", "stride_dln"])
 def _sparse_attention_hopper_bwd_rows_kernel(
     do_desc,
     out_desc,
