@@ -4,13 +4,27 @@ from __future__ import annotations
 
 
 def forward_step(head_dim: int, kv_block: int, consumers: int) -> int:
-    """Keys of one step of the forward: one block, or two where its two consumers fill the processor anyway."""
+    """Keys of one step of the forward: one block, or two where its two consumers fill the processor anyway.
+
+    Half a block of 128 where a row's result takes half of a thread's registers.
+    """
+    if head_dim > 128:
+        return 64
     return 128 if consumers == 2 else kv_block
 
 
 def forward_stages(head_dim: int) -> int:
-    """Steps of keys and values in flight in the forward: as many as fit beside two rows of queries."""
-    return 2
+    """Steps of keys and values in flight in the forward: as many as fit beside two rows of queries, or one."""
+    return 4 if head_dim == 64 else 2
+
+
+def forward_heads_together(seqlen_k: int, head_dim: int, kv_heads: int) -> int:
+    """kv heads (of all batch entries) whose rows alternate in the forward, a divisor: as many as L2 has room for.
+
+    Without keys in common, all 32 heads of 32k tokens at a time took 10 % more time than two.
+    """
+    most = max(1, (48 << 20) // (seqlen_k * head_dim * 4))
+    return max(heads for heads in range(1, min(most, kv_heads) + 1) if kv_heads % heads == 0)
 
 
 def backward_stages(head_dim: int) -> int:

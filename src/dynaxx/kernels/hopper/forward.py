@@ -18,12 +18,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from dynaxx.kernels.hopper.config import forward_stages, forward_step
+from dynaxx.kernels.hopper.config import forward_heads_together, forward_stages, forward_step
 from dynaxx.kernels.hopper.forward_consume import ROWS, consume
-from dynaxx.kernels.hopper.forward_produce import FIELDS, produce
+from dynaxx.kernels.hopper.forward_produce import FIELDS, ROW_FIELDS, produce
 from dynaxx.kernels.hopper.launch import gluon_rows
 from dynaxx.kernels.hopper.signals import NUMBERS
-from dynaxx.kernels.triton.forward import attention_forward as portable_forward
 from dynaxx.kernels.triton.launch import mask_arguments, order_argument, positive_scale, processors
 from dynaxx.kernels.triton.light import Launch, light_launch
 from dynaxx.kernels.triton.repeat import repeated
@@ -47,32 +46,44 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @light_launch
 @gluon.jit(
-    do_not_specialize=["capacity", "num_masks", "seqlen_q", "seqlen_k", "batch", "q_heads", "group_size", *SPLIT_SIZES]
+    do_not_specialize=[
+        "capacity",
+        "num_masks",
+        "seqlen_q",
+        "seqlen_k",
+        "batch",
+        "q_heads",
+        "group_size",
+        "together",
+        *SPLIT_SIZES,
+    ]
 )
 def _sparse_attention_hopper_fwd_kernel(
-    q_desc, k_desc, v_desc, out_desc, p_lse, p_order,
+    q_desc, k_desc, v_desc, out_desc, p_out, p_lse, p_order,
     p_indptr, p_num_partial, p_indices, p_codes, p_bits, p_bands,
     capacity, num_masks, layout_stride_b, layout_stride_h,
     p_parts, p_sums, p_sums_lse, num_parts, limit, batch_copies, head_copies,
-    seqlen_q, seqlen_k, batch, q_heads, group_size, scale_log2,
+    seqlen_q, seqlen_k, batch, q_heads, group_size, together, scale_log2,
     CONSUMERS: gl.constexpr, STEP_ROWS: gl.constexpr, STEP_HEADS: gl.constexpr,
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ORDERED: gl.constexpr,
     HAS_PARTS: gl.constexpr,
 ):  # fmt: skip
-    BLOCKS: gl.constexpr = STEP // KV_BLOCK
+    BLOCKS: gl.constexpr = (STEP + KV_BLOCK - 1) // KV_BLOCK
+    SLOTS: gl.constexpr = 2 if q_desc.block_type.shape[3] <= 128 else 1  # rows of q that there is room for
     part_units = num_parts * batch_copies * head_copies
     dtype: gl.constexpr = q_desc.dtype
     D: gl.constexpr = q_desc.block_type.shape[3]
-    q_buffers = gl.allocate_shared_memory(dtype, [2 * CONSUMERS, 1, 1, ROWS, D], q_desc.layout)
+    q_buffers = gl.allocate_shared_memory(dtype, [SLOTS * CONSUMERS, 1, 1, ROWS, D], q_desc.layout)
+    KEYS: gl.constexpr = k_desc.block_type.shape[2]
     COLUMNS: gl.constexpr = k_desc.block_type.shape[3]
     parts: gl.constexpr = STAGES * BLOCKS * (D // COLUMNS)
-    k_buffers = gl.allocate_shared_memory(dtype, [parts, 1, 1, KV_BLOCK, COLUMNS], k_desc.layout)
-    v_buffers = gl.allocate_shared_memory(dtype, [parts, 1, 1, KV_BLOCK, COLUMNS], v_desc.layout)
-    row_numbers = gl.allocate_shared_memory(gl.int32, [2 * FIELDS, 1], NUMBERS)
+    k_buffers = gl.allocate_shared_memory(dtype, [parts, 1, 1, KEYS, COLUMNS], k_desc.layout)
+    v_buffers = gl.allocate_shared_memory(dtype, [parts, 1, 1, KEYS, COLUMNS], v_desc.layout)
+    row_numbers = gl.allocate_shared_memory(gl.int32, [SLOTS * ROW_FIELDS, 1], NUMBERS)
     step_numbers = gl.allocate_shared_memory(gl.int32, [STAGES * BLOCKS * FIELDS, 1], NUMBERS)
-    q_full = barriers(2, 1)
-    q_empty = barriers(2, CONSUMERS)
+    q_full = barriers(SLOTS, 1)
+    q_empty = barriers(SLOTS, CONSUMERS)
     k_full = barriers(STAGES, 1)
     k_empty = barriers(STAGES, CONSUMERS)
     v_full = barriers(STAGES, 1)
@@ -81,13 +92,13 @@ def _sparse_attention_hopper_fwd_kernel(
     if CONSUMERS == 2:
         gl.warp_specialize([
             (consume, (
-                out_desc, q_buffers, k_buffers, v_buffers, row_numbers, step_numbers,
+                out_desc, p_out, q_buffers, k_buffers, v_buffers, row_numbers, step_numbers,
                 q_full, q_empty, k_full, k_empty, v_full, v_empty, p_lse, p_bits, p_sums, p_sums_lse, part_units,
                 seqlen_q, batch, q_heads, scale_log2,
                 0, CONSUMERS, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, HAS_PARTS,
             )),
             (consume, (
-                out_desc, q_buffers, k_buffers, v_buffers, row_numbers, step_numbers,
+                out_desc, p_out, q_buffers, k_buffers, v_buffers, row_numbers, step_numbers,
                 q_full, q_empty, k_full, k_empty, v_full, v_empty, p_lse, p_bits, p_sums, p_sums_lse, part_units,
                 seqlen_q, batch, q_heads, scale_log2,
                 1, CONSUMERS, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, HAS_PARTS,
@@ -96,14 +107,15 @@ def _sparse_attention_hopper_fwd_kernel(
                 q_desc, k_desc, v_desc, q_buffers, k_buffers, v_buffers, row_numbers, step_numbers,
                 q_full, q_empty, k_full, k_empty, v_full, v_empty, p_order, p_indptr, p_num_partial, p_indices,
                 p_codes, p_bands, capacity, num_masks, layout_stride_b, layout_stride_h,
-                p_parts, num_parts, limit, batch_copies, head_copies, seqlen_q, seqlen_k, batch, q_heads, group_size,
+                p_parts, num_parts, limit, batch_copies, head_copies,
+                seqlen_q, seqlen_k, batch, q_heads, group_size, together,
                 CONSUMERS, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, ORDERED, HAS_PARTS,
             )),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
             (consume, (
-                out_desc, q_buffers, k_buffers, v_buffers, row_numbers, step_numbers,
+                out_desc, p_out, q_buffers, k_buffers, v_buffers, row_numbers, step_numbers,
                 q_full, q_empty, k_full, k_empty, v_full, v_empty, p_lse, p_bits, p_sums, p_sums_lse, part_units,
                 seqlen_q, batch, q_heads, scale_log2,
                 0, CONSUMERS, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, HAS_PARTS,
@@ -112,16 +124,15 @@ def _sparse_attention_hopper_fwd_kernel(
                 q_desc, k_desc, v_desc, q_buffers, k_buffers, v_buffers, row_numbers, step_numbers,
                 q_full, q_empty, k_full, k_empty, v_full, v_empty, p_order, p_indptr, p_num_partial, p_indices,
                 p_codes, p_bands, capacity, num_masks, layout_stride_b, layout_stride_h,
-                p_parts, num_parts, limit, batch_copies, head_copies, seqlen_q, seqlen_k, batch, q_heads, group_size,
+                p_parts, num_parts, limit, batch_copies, head_copies,
+                seqlen_q, seqlen_k, batch, q_heads, group_size, together,
                 CONSUMERS, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, ORDERED, HAS_PARTS,
             )),
         ], [1], [PRODUCER_REGISTERS])  # fmt: skip
 
 
 def attention_forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float) -> tuple[Tensor, Tensor]:
-    """As `kernels.reference.attention_forward`; at head_dim 256 by the portable kernel."""
-    if q.shape[3] == 256:
-        return portable_forward(q, k, v, layout, scale)
+    """As `kernels.reference.attention_forward`."""
     batch, seqlen_q, q_heads = q.shape[:3]
     out = q.new_empty(q.shape)
     lse = q.new_empty(batch, q_heads, seqlen_q, dtype=torch.float32)
@@ -163,14 +174,18 @@ def _start_forward(
     q_block, kv_block = layout.block_size
     heads = _heads_of_a_program(layout, q_heads, kv_heads)
     consumers = heads * q_block // 64
+    programs = 2 if consumers == 1 and head_dim <= 128 else 1  # of a multiprocessor
+    step = forward_step(head_dim, kv_block, consumers)
+    together = forward_heads_together(seqlen_k, head_dim, batch * kv_heads) * (q_heads // kv_heads) // heads
     split = split or {**no_split(lse), "p_sums_lse": lse}
     units = layout.q_blocks * batch * q_heads // heads + split_programs(split)
     order, ordered = order_argument(layout)
-    started: Launch | None = _sparse_attention_hopper_fwd_kernel[(min(units, processors(q.device) * (3 - consumers)),)](
+    started: Launch | None = _sparse_attention_hopper_fwd_kernel[(min(units, processors(q.device) * programs),)](
         gluon_rows(q, 64),
-        gluon_rows(k, kv_block, 64),
-        gluon_rows(v, kv_block, 64),
+        gluon_rows(k, min(kv_block, step), 64),
+        gluon_rows(v, min(kv_block, step), 64),
         gluon_rows(out, 64),
+        out,
         lse,
         order,
         layout.kv_indptr.contiguous(),
@@ -184,18 +199,19 @@ def _start_forward(
         batch=batch,
         q_heads=q_heads,
         group_size=q_heads // kv_heads,
+        together=together,
         scale_log2=scale * LOG2E,
         CONSUMERS=consumers,
         STEP_ROWS=64 if q_block == 128 else 0,
         STEP_HEADS=heads - 1,
         Q_BLOCK=q_block,
         KV_BLOCK=kv_block,
-        STEP=forward_step(head_dim, kv_block, consumers),
+        STEP=step,
         STAGES=forward_stages(head_dim),
         CONSUMER_REGISTERS=240,
         PRODUCER_REGISTERS=24,
         ORDERED=ordered,
         num_warps=4,
-        maxnreg=168 if consumers == 2 else 128,
+        maxnreg=128 if programs == 2 else 168,
     )
     return started

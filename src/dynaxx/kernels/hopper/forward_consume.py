@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from dynaxx.kernels.hopper.forward_produce import FIELDS, unit_of
+from dynaxx.kernels.hopper.forward_produce import FIELDS, ROW_FIELDS
 from dynaxx.kernels.hopper.parts import store_output
 from dynaxx.kernels.hopper.signals import get, pin
 from dynaxx.kernels.hopper.visible import WORD_LAYOUT, columns_between, columns_of_word, where_seen
@@ -33,20 +33,24 @@ def _step_of(buffers, stage, STEP: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
-def _seen_of_block(first_row, numbers, at, p_bits, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr):
-    """What the block's mask and the end of the keys leave to see, [ROWS, 4] words; its numbers start at `at`."""
-    WORDS: gl.constexpr = KV_BLOCK // 32
+def _seen_of_block(
+    first_row, numbers, at, p_bits, KEYS: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr
+):  # fmt: skip
+    """What mask and end of the keys leave of KEYS keys of a block, [ROWS, 4] words; its numbers start at `at`."""
+    PIECES: gl.constexpr = KV_BLOCK // KEYS
+    WORDS: gl.constexpr = KEYS // 32
     rows = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, WORD_LAYOUT))[:, None]
     threads = gl.arange(0, 4, gl.SliceLayout(0, WORD_LAYOUT))[None, :]
     lo, hi, keys, code = get(numbers, at), get(numbers, at + 1), get(numbers, at + 2), get(numbers, at + 3)
     in_bits = lo > hi
     first = gl.where(in_bits, 0, rows - hi)
-    last = gl.minimum(gl.where(in_bits, KV_BLOCK - 1, rows - lo), keys - 1)
+    last = gl.minimum(gl.where(in_bits, KEYS - 1, rows - lo), keys - 1)
     seen = columns_between(first, last, threads)
     if in_bits:
         by_bits = gl.zeros([ROWS, 4], gl.int32, WORD_LAYOUT)
         if code >= 0:
-            p_words = p_bits + (code.to(gl.int64) * Q_BLOCK + rows) * WORDS
+            p_words = p_bits + ((code // PIECES).to(gl.int64) * Q_BLOCK + rows) * (PIECES * WORDS)
+            p_words += code % PIECES * WORDS
             for i_word in range(WORDS):
                 by_bits |= columns_of_word(gl.load(p_words + i_word + threads * 0), threads) << i_word * 8
         seen &= by_bits
@@ -57,11 +61,12 @@ def _seen_of_block(first_row, numbers, at, p_bits, Q_BLOCK: gl.constexpr, KV_BLO
 def _hide(scores, first_row, numbers, stage, p_bits, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr):
     """-inf where masks or the end of the keys hide a pair, in the one or two blocks of a step."""
     STEP: gl.constexpr = scores.shape[1]
-    if KV_BLOCK == STEP:
-        seen = _seen_of_block(first_row, numbers, stage * FIELDS, p_bits, Q_BLOCK, KV_BLOCK)
+    if KV_BLOCK >= STEP:
+        seen = _seen_of_block(first_row, numbers, stage * FIELDS, p_bits, STEP, Q_BLOCK, KV_BLOCK)
     else:
-        left = _seen_of_block(first_row, numbers, stage * (2 * FIELDS), p_bits, Q_BLOCK, KV_BLOCK)
-        right = _seen_of_block(first_row, numbers, stage * (2 * FIELDS) + FIELDS, p_bits, Q_BLOCK, KV_BLOCK)
+        at = stage * (2 * FIELDS)
+        left = _seen_of_block(first_row, numbers, at, p_bits, KV_BLOCK, Q_BLOCK, KV_BLOCK)
+        right = _seen_of_block(first_row, numbers, at + FIELDS, p_bits, KV_BLOCK, Q_BLOCK, KV_BLOCK)
         seen = (left & 0xFFFF) | (right << 16)
     return where_seen(scores, seen, -float("inf"))
 
@@ -116,7 +121,7 @@ def _consume_steps(
 
 @gluon.jit
 def consume(
-    out_desc, q_buffers, k_buffers, v_buffers, row_numbers, step_numbers,
+    out_desc, p_out, q_buffers, k_buffers, v_buffers, row_numbers, step_numbers,
     q_full, q_empty, k_full, k_empty, v_full, v_empty, p_lse, p_bits, p_sums, p_sums_lse, part_units,
     seqlen_q, batch, q_heads, scale_log2,
     CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, STEP_ROWS: gl.constexpr, STEP_HEADS: gl.constexpr,
@@ -124,6 +129,7 @@ def consume(
 ):  # fmt: skip
     """Attend with 64 rows of each unit of work of this program; out and lse."""
     D: gl.constexpr = out_desc.block_type.shape[3]
+    SLOTS: gl.constexpr = q_buffers.shape[0] // CONSUMERS  # with two, a row's result leaves by its q's
     HEADS: gl.constexpr = (CONSUMERS - 1) * STEP_HEADS + 1
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -134,11 +140,11 @@ def consume(
     done = 0  # steps
     for i_unit in range(gl.program_id(0), part_units + q_blocks * batch * (q_heads // HEADS), gl.num_programs(0)):
         i_mine = i_unit // gl.num_programs(0)
-        slot = i_mine % 2
-        mbarrier.wait(q_full.index(slot), (i_mine // 2) & 1)
-        i_row = get(row_numbers, slot * FIELDS)
-        steps = get(row_numbers, slot * FIELDS + 1)
-        masked = get(row_numbers, slot * FIELDS + 2)
+        slot = i_mine % SLOTS
+        mbarrier.wait(q_full.index(slot), (i_mine // SLOTS) & 1)
+        i_row = get(row_numbers, slot * ROW_FIELDS)
+        steps = get(row_numbers, slot * ROW_FIELDS + 1)
+        masked = get(row_numbers, slot * ROW_FIELDS + 2)
         q = q_buffers.index(slot * CONSUMERS + CONSUMER).reshape([ROWS, D])
 
         stage = done % STAGES
@@ -146,8 +152,9 @@ def consume(
         zero = gl.zeros([ROWS, STEP], gl.float32, s_layout)
         k = _step_of(k_buffers, stage, STEP, q.shape[1])
         s_token = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
-        tma.store_wait(0)  # of the row before, whose q buffer carried its result out
-        mbarrier.arrive(q_empty.index(1 - slot), count=1, pred=i_mine > 0)
+        if SLOTS == 2:
+            tma.store_wait(0)  # of the row before, whose q buffer carried its result out
+            mbarrier.arrive(q_empty.index(1 - slot), count=1, pred=i_mine > 0)
         scores = warpgroup_mma_wait(0, deps=[s_token])
         scores = _hide(scores, first_row, step_numbers, stage, p_bits, Q_BLOCK, KV_BLOCK)
         mbarrier.arrive(k_empty.index(stage), count=1)
@@ -163,6 +170,12 @@ def consume(
             acc, row_max, row_sum, weights, q, k_buffers, v_buffers, step_numbers, k_full, k_empty, v_full, v_empty,
             scale_log2, first_row, p_bits, done + masked, done + steps, False, Q_BLOCK, KV_BLOCK, STAGES,
         )  # fmt: skip
+        i_b = get(row_numbers, slot * ROW_FIELDS + 3)
+        i_h = get(row_numbers, slot * ROW_FIELDS + 4) + CONSUMER * STEP_HEADS
+        if HAS_PARTS:
+            part = get(row_numbers, slot * ROW_FIELDS + 5)
+        if SLOTS == 1:
+            mbarrier.arrive(q_empty.index(0), count=1)
         done += steps
 
         last = (done - 1) % STAGES
@@ -173,13 +186,9 @@ def consume(
         empty = total == 0
         total = gl.where(empty, 1.0, total)
         lse = gl.where(empty, -float("inf"), (row_max + gl.log2(total)) * LN2)
-        i_h, i_b, _ = unit_of(gl.maximum(i_unit - part_units, 0), q_heads, batch, HEADS)
-        i_h += CONSUMER * STEP_HEADS
         row_q = i_row * Q_BLOCK + first_row
         if HAS_PARTS:
-            part = get(row_numbers, slot * FIELDS + 3)
             row_q = gl.where(part >= 0, seqlen_q, row_q)  # past the end, where nothing is stored
-            i_b = gl.where(part >= 0, 0, i_b)
             at = (gl.maximum(part, 0).to(gl.int64) * CONSUMERS + CONSUMER) * ROWS + o_row
             gl.store(p_sums_lse + at, lse, mask=(o_row >= 0) & (part >= 0))
         p_row = p_lse + (i_b.to(gl.int64) * q_heads + i_h) * seqlen_q + row_q
@@ -190,9 +199,16 @@ def consume(
         acc = acc * inverse[:, None]
         if HAS_PARTS:
             store_output(p_sums, part, acc, CONSUMERS, CONSUMER)
-        q.store(acc.to(out_desc.dtype))  # q is read no more
-        fence_async_shared()
-        tma.async_copy_shared_to_global(
-            out_desc, [i_b, i_h, row_q, 0], q_buffers.index(slot * CONSUMERS + CONSUMER)
-        )  # fmt: skip
+        if SLOTS == 2:
+            q.store(acc.to(out_desc.dtype))  # q is read no more
+            fence_async_shared()
+            tma.async_copy_shared_to_global(
+                out_desc, [i_b, i_h, row_q, 0], q_buffers.index(slot * CONSUMERS + CONSUMER)
+            )  # fmt: skip
+        else:  # the next row's q may be there already
+            rows = gl.arange(0, ROWS, gl.SliceLayout(1, acc_layout))
+            columns = gl.arange(0, D, gl.SliceLayout(0, acc_layout))
+            p_tile = p_out + ((i_b.to(gl.int64) * seqlen_q + row_q) * q_heads + i_h) * D
+            at = rows[:, None] * (q_heads * D) + columns[None, :]
+            gl.store(p_tile + at, acc.to(out_desc.dtype), mask=(row_q + rows < seqlen_q)[:, None])
     tma.store_wait(0)

@@ -2,7 +2,7 @@
 """The producer warp of the Hopper forward: reads the layout, feeds q, k and v by TMA, and says how to mask.
 
 It runs ahead of the consumers, over the rows of its program: what a row or a step needs from memory is on the way while
-they compute. Consumers read no layout; they get four numbers for each row and, for a masked step, four for each block.
+they compute. Consumers read no layout; they get six numbers for each row and, for a masked step, four for each block.
 """
 
 from triton.experimental import gluon
@@ -13,15 +13,16 @@ from dynaxx.kernels.hopper.parts import row_part
 from dynaxx.kernels.hopper.signals import put
 
 EVERYWHERE = gl.constexpr(1 << 20)  # a band that holds every pair of a block
-# Of a row: its index, steps, masked steps, place as a part; of a block: first and last distance, keys, code.
-FIELDS = gl.constexpr(4)
+ROW_FIELDS = gl.constexpr(6)  # of a row: its index, steps, masked steps, batch entry, first head, place as a part
+FIELDS = gl.constexpr(4)  # of a block: first and last distance, keys, code
 
 
 @gluon.jit
-def unit_of(i_unit, q_heads, batch, HEADS: gl.constexpr):
-    """First head, batch entry and rank of the row of a unit of work: the heads of a row are neighbours."""
+def _unit_of(i_unit, together, q_blocks, q_heads, HEADS: gl.constexpr):
+    """First head, batch entry and rank of the row of a unit of work: `together` units of heads alternate."""
     units = q_heads // HEADS
-    return i_unit % units * HEADS, i_unit // units % batch, i_unit // (units * batch)
+    line = i_unit // (together * q_blocks) * together + i_unit % together
+    return line % units * HEADS, line // units, i_unit // together % q_blocks
 
 
 @gluon.jit
@@ -52,23 +53,25 @@ def produce(
     q_full, q_empty, k_full, k_empty, v_full, v_empty,
     p_order, p_indptr, p_num_partial, p_indices, p_codes, p_bands, capacity, num_masks,
     layout_stride_b, layout_stride_h, p_parts, num_parts, limit, batch_copies, head_copies,
-    seqlen_q, seqlen_k, batch, q_heads, group_size,
+    seqlen_q, seqlen_k, batch, q_heads, group_size, together,
     CONSUMERS: gl.constexpr, STEP_ROWS: gl.constexpr, STEP_HEADS: gl.constexpr,
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, ORDERED: gl.constexpr,
     HAS_PARTS: gl.constexpr,
 ):  # fmt: skip
-    """A row's blocks in steps of STEP keys: what is missing to whole steps, a last full block that seqlen_k may cut
-    (`tail`), the partial blocks, then the full ones, which need no mask. Parts of long rows come before all rows; such
-    a row itself is then one without blocks, past the end, where nothing is stored.
+    """A row's blocks in steps of STEP keys, of several blocks or a piece of one: what is missing to whole steps, a last
+    full block that seqlen_k may cut (`tail`), the partial blocks, then the full ones, which need no mask. Parts of long
+    rows come before all rows; such a row itself is then one without blocks, past the end, where nothing is stored.
     """
     HEADS: gl.constexpr = (CONSUMERS - 1) * STEP_HEADS + 1  # heads of one program
-    BLOCKS: gl.constexpr = STEP // KV_BLOCK
+    BLOCKS: gl.constexpr = (STEP + KV_BLOCK - 1) // KV_BLOCK  # of a step
+    PIECES: gl.constexpr = (KV_BLOCK + STEP - 1) // STEP  # steps of a block
+    SLOTS: gl.constexpr = q_buffers.shape[0] // CONSUMERS
     PARTS: gl.constexpr = q_desc.block_type.shape[3] // k_desc.block_type.shape[3]
     q_blocks = (seqlen_q + Q_BLOCK - 1) // Q_BLOCK
     done = 0  # steps
     part_units = num_parts * batch_copies * head_copies
     for i_unit in range(gl.program_id(0), part_units + q_blocks * batch * (q_heads // HEADS), gl.num_programs(0)):
-        i_h, i_b, rank = unit_of(gl.maximum(i_unit - part_units, 0), q_heads, batch, HEADS)
+        i_h, i_b, rank = _unit_of(gl.maximum(i_unit - part_units, 0), together, q_blocks, q_heads, HEADS)
         if HAS_PARTS:
             is_part, part_b, part_unit, part_row, first, last = row_part(
                 i_unit, p_parts, num_parts, batch_copies, head_copies, q_blocks, q_heads // HEADS
@@ -98,16 +101,19 @@ def produce(
         tail = gl.where((count > partial) & (seqlen_k % KV_BLOCK != 0), 1, 0)
         steps = gl.maximum((count + BLOCKS - 1) // BLOCKS, 1)
         missing = steps * BLOCKS - count
-        masked = gl.maximum((missing + tail + partial + BLOCKS - 1) // BLOCKS, 1)
+        masked = gl.maximum((missing + tail + partial + BLOCKS - 1) // BLOCKS, 1) * PIECES
+        steps *= PIECES
 
         i_mine = i_unit // gl.num_programs(0)
-        slot = i_mine % 2
-        mbarrier.wait(q_empty.index(slot), ((i_mine // 2) & 1) ^ 1)
-        put(row_numbers, slot * FIELDS, i_row)
-        put(row_numbers, slot * FIELDS + 1, steps)
-        put(row_numbers, slot * FIELDS + 2, masked)
+        slot = i_mine % SLOTS
+        mbarrier.wait(q_empty.index(slot), ((i_mine // SLOTS) & 1) ^ 1)
+        put(row_numbers, slot * ROW_FIELDS, i_row)
+        put(row_numbers, slot * ROW_FIELDS + 1, steps)
+        put(row_numbers, slot * ROW_FIELDS + 2, masked)
+        put(row_numbers, slot * ROW_FIELDS + 3, i_b)
+        put(row_numbers, slot * ROW_FIELDS + 4, i_h)
         if HAS_PARTS:
-            put(row_numbers, slot * FIELDS + 3, gl.where(is_part, i_unit, -1))
+            put(row_numbers, slot * ROW_FIELDS + 5, gl.where(is_part, i_unit, -1))
         gl.thread_barrier()
         mbarrier.expect(q_full.index(slot), CONSUMERS * q_desc.block_type.nbytes)
         for u in gl.static_range(CONSUMERS):
@@ -115,16 +121,17 @@ def produce(
             tma.async_copy_global_to_shared(q_desc, at, q_full.index(slot), q_buffers.index(slot * CONSUMERS + u))
 
         for i_step in range(steps):
+            first_key = i_step % PIECES * STEP  # of the block
             stage = (done + i_step) % STAGES
             free = (((done + i_step) // STAGES) & 1) ^ 1
             keys = ()  # where each block starts; past the end, where TMA gives zeros, if there is none
             entries = ()
             for u in gl.static_range(BLOCKS):
-                position = i_step * BLOCKS + u - missing
+                position = i_step // PIECES * BLOCKS + u - missing
                 entry = gl.where((tail == 1) & (position == 0), start + count - 1, start + position - tail)
                 known = (position >= 0) & (entry < capacity)
                 block = gl.load(p_indices + entry, mask=known, other=0)
-                keys += (gl.where(known, block * KV_BLOCK, seqlen_k),)
+                keys += (gl.where(known, block * KV_BLOCK + first_key, seqlen_k),)
                 entries += (gl.where(known, entry, -1),)
             if i_step < masked:
                 masks = ()
@@ -134,10 +141,10 @@ def produce(
                 mbarrier.wait(k_empty.index(stage), free)
                 for u in gl.static_range(BLOCKS):
                     at_block = (stage * BLOCKS + u) * FIELDS
-                    put(step_numbers, at_block, masks[u][0])
-                    put(step_numbers, at_block + 1, masks[u][1])
+                    put(step_numbers, at_block, masks[u][0] + first_key)
+                    put(step_numbers, at_block + 1, masks[u][1] + first_key)
                     put(step_numbers, at_block + 2, seqlen_k - keys[u])
-                    put(step_numbers, at_block + 3, masks[u][2])
+                    put(step_numbers, at_block + 3, masks[u][2] * PIECES + i_step % PIECES)
                 gl.thread_barrier()
             else:
                 mbarrier.wait(k_empty.index(stage), free)
