@@ -51,7 +51,30 @@ def where_seen(tile, seen, other: gl.constexpr):
     layout: gl.constexpr = tile.type.layout
     by_thread = gl.reshape(tile, [ROWS, EIGHTS, 4, 2])
     by_eight: gl.constexpr = gl.SliceLayout(3, by_thread.type.layout)
-    at = 2 * gl.arange(0, EIGHTS, gl.SliceLayout(0, gl.SliceLayout(2, by_eight)))[None, :, None]
+    even_bit = 1 << 2 * gl.arange(0, EIGHTS, gl.SliceLayout(0, gl.SliceLayout(2, by_eight)))[None, :, None]
     seen = gl.expand_dims(gl.convert_layout(seen, gl.SliceLayout(1, by_eight)), 1)
-    by_thread = gl.where(gl.join((seen >> at) & 1, (seen >> (at + 1)) & 1) != 0, by_thread, other)
+    even, odd = gl.split(by_thread)
+    by_thread = gl.join(_where_bit(even, seen, even_bit, other), _where_bit(odd, seen, even_bit << 1, other))
     return gl.convert_layout(gl.reshape(by_thread, [ROWS, EIGHTS * 8]), layout)
+
+
+@gluon.jit
+def _where_bit(tile, word, bit, other: gl.constexpr):
+    """`tile` where `word` has `bit`, else `other`; two instructions, and LLVM makes no vectors of conditions."""
+    tile, word = gl.broadcast(tile, word)
+    tile, bit = gl.broadcast(tile, bit)
+    others = gl.full(tile.shape, other, gl.float32, tile.type.layout)
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred has;
+        .reg .b32 both;
+        and.b32 both, $2, $3;
+        setp.ne.b32 has, both, 0;
+        selp.f32 $0, $1, $4, has;
+        }""",
+        "=f,f,r,r,f",
+        [tile, word, bit, others],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=1,
+    )
