@@ -2,8 +2,9 @@
 """Block-sparse attention backward in Triton: dq over the layout, dk and dv over its transpose. No atomics.
 
 With weights p = exp(s - lse), dp = do @ v.T and delta = rowsum(do * out) - dlse, the gradient of the scores is
-ds = p * (dp - delta), so the gradient through lse costs nothing. A program for dk and dv sums over the heads of its
-group in a fixed order: the result is the same bit for bit in every run.
+ds = p * (dp - delta), so the gradient through lse costs nothing. The kernel for dq comes first and leaves lse and delta
+for the other. A program for dk and dv sums over the heads of its group in a fixed order: the result is the same bit for
+bit in every run.
 
 Shapes: B batch, N / M queries and keys, Hq / Hk query and kv heads, D / E head_dim of q, k and of v.
 """
@@ -15,8 +16,16 @@ from torch import Tensor
 
 from dynaxx.kernels.triton.backward_dkv import sparse_attention_bwd_dkv_kernel
 from dynaxx.kernels.triton.backward_dq import sparse_attention_bwd_dq_kernel
-from dynaxx.kernels.triton.backward_rows import empty_rows, start_rows
-from dynaxx.kernels.triton.config import TMA_BLOCK, backward_dkv_tiles, backward_dq_tiles, dkv_span, dq_span, padded
+from dynaxx.kernels.triton.backward_rows import empty_rows
+from dynaxx.kernels.triton.config import (
+    TMA_BLOCK,
+    backward_dkv_tiles,
+    backward_dq_tiles,
+    dkv_span,
+    dq_from_registers,
+    dq_span,
+    padded,
+)
 from dynaxx.kernels.triton.launch import (
     layout_arguments,
     order_argument,
@@ -61,10 +70,9 @@ def attention_backward(
     do, q, k, v, out = (unit_stride(x) for x in (do, q, k, v, out))
     lse = lse.contiguous()
     dlse = zeros_like_lse(lse, layout) if dlse is None else dlse
-    row_lse, delta = empty_rows(lse), empty_rows(lse)
-    repeated(start_rows, layout, (do, dlse, out, lse, row_lse, delta))
-    _fill_dq(layout, (do, q, k, v, row_lse, delta, dq), scale, softcap)
-    _fill_dkv(layout, (do, q, k, v, row_lse, delta, dk, dv), scale, softcap)
+    values = empty_rows(lse)
+    _fill_dq(layout, (do, q, k, v, out, lse, dlse, values, dq), scale, softcap)
+    _fill_dkv(layout, (do, q, k, v, values, dk, dv), scale, softcap)
     return dq, dk, dv
 
 
@@ -98,34 +106,43 @@ def _start_dq(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    row_lse: Tensor,
-    delta: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dlse: Tensor,
+    values: Tensor,
     dq: Tensor,
     scale: float,
     softcap: float | None,
     split: dict[str, Any] | None = None,
 ) -> Launch | None:
     batch, _, q_heads, head_dim = q.shape
-    tma = min(layout.block_size) >= TMA_BLOCK and steps_by_tma(do, q, k, v)
+    tma = min(layout.block_size) >= TMA_BLOCK and steps_by_tma(do, q, k, v, out)
     tiles = backward_dq_tiles(q.device, q.dtype, head_dim, v.shape[3], layout.block_size, tma)
     order, ordered = order_argument(layout)
-    split = split or no_split(delta)
+    split = split or no_split(values)
     programs = (layout.q_blocks * batch * q_heads + split_programs(split)) * (layout.block_size[0] // tiles.block_m)
     started: Launch | None = sparse_attention_bwd_dq_kernel[(programs,)](
         tile_rows(do, tiles.block_m) if tma else do,
         tile_rows(q, tiles.block_m) if tma else q,
         tile_rows(k, tiles.block_n) if tma else k,
         tile_rows(v, tiles.block_n) if tma else v,
-        row_lse,
-        delta,
+        tile_rows(out, tiles.block_m) if tma else out,
+        lse,
+        dlse,
+        values,
         dq,
         order,
         *layout_arguments(layout),
         **split,
-        **_shared(layout, do, q, k, v, delta, scale, softcap),
+        **_shared(layout, do, q, k, v, values, scale, softcap),
+        **strides("out", out),
+        stride_dlb=dlse.stride(0),
+        stride_dlh=dlse.stride(1),
+        stride_dln=dlse.stride(2),
         span=dq_span(q.shape[2] // k.shape[2]),
         ORDERED=ordered,
         TMA=tma,
+        HELD=dq_from_registers(q.device, tiles, head_dim, v.shape[3], tma),
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         num_warps=tiles.num_warps,
@@ -141,8 +158,7 @@ def _start_dkv(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    row_lse: Tensor,
-    delta: Tensor,
+    values: Tensor,
     dk: Tensor,
     dv: Tensor,
     scale: float,
@@ -159,13 +175,12 @@ def _start_dkv(
         tile_rows(q, tiles.block_m) if tma else q,
         tile_rows(k, tiles.block_n) if tma else k,
         tile_rows(v, tiles.block_n) if tma else v,
-        tile_values(row_lse, tiles.block_m) if tma else row_lse,
-        tile_values(delta, tiles.block_m) if tma else delta,
+        tile_values(values, tiles.block_m) if tma else values,
         dk,
         dv,
         *transposed_arguments(layout),
         **split,
-        **_shared(layout, do, q, k, v, delta, scale, softcap),
+        **_shared(layout, do, q, k, v, values, scale, softcap),
         span=dkv_span(layout.kv_blocks * per_block, processors(q.device)),
         TMA=tma,
         PER_HEAD=q.dtype == torch.float32,
@@ -184,7 +199,7 @@ def _shared(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    delta: Tensor,
+    values: Tensor,
     scale: float,
     softcap: float | None,
 ) -> dict[str, Any]:
@@ -193,7 +208,7 @@ def _shared(
     seqlen_k, kv_heads, head_dim_v = v.shape[1:]
     return {
         "seqlen_q": seqlen_q,
-        "padded_q": delta.shape[2],
+        "padded_q": values.shape[2],
         "seqlen_k": seqlen_k,
         "batch": batch,
         "q_heads": q_heads,

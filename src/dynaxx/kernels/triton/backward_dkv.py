@@ -32,8 +32,7 @@ def _accumulate_dkv(
     do_rows,
     i_b,
     i_h,
-    row_lse,
-    row_delta,
+    row_values,
     stride_qn,
     stride_don,
     seqlen_q,
@@ -57,6 +56,7 @@ def _accumulate_dkv(
     PRECISION: tl.constexpr,
     CAPPED: tl.constexpr,
     TMA: tl.constexpr,
+    NARROW: tl.constexpr,
 ):
     """Add what the `count` q blocks from entry `first` give; queries past the end have lse = inf and give nothing."""
     WORDS: tl.constexpr = (KV_BLOCK + 31) // 32
@@ -77,11 +77,13 @@ def _accumulate_dkv(
         b_q = load_tile(q_rows, i_b, i_h, start, offsets, stride_qn, seqlen_q, D, BLOCK_D, BLOCK_M, True, TMA)
         b_do = load_tile(do_rows, i_b, i_h, start, offsets, stride_don, seqlen_q, E, BLOCK_E, BLOCK_M, True, TMA)
         if TMA:
-            lse = row_lse.load([i_b.to(tl.int32), i_h.to(tl.int32), start.to(tl.int32)]).reshape(BLOCK_M)
-            delta = row_delta.load([i_b.to(tl.int32), i_h.to(tl.int32), start.to(tl.int32)]).reshape(BLOCK_M)
+            pairs = row_values.load([i_b.to(tl.int32), i_h.to(tl.int32), start.to(tl.int32) * 2])
+            lse, delta = tl.split(pairs.reshape(BLOCK_M, 2))
         else:
-            lse, delta = load_row_values(row_lse, row_delta, start + offsets, seqlen_q)
+            lse, delta = load_row_values(row_values, start + offsets, seqlen_q)
         scores = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
+        if NARROW:
+            dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
         scores, slope = cap_scores(scores, cap, CAPPED)
         weights = weights_of(scores, lse[None, :], scale, b_q.dtype == tl.float32)
         if MASKED:
@@ -90,9 +92,12 @@ def _accumulate_dkv(
             r, c = inner_q[None, :], inner_k[:, None]
             visible = visible_elements(p_bits, p_bands, num_masks, code, r, c, Q_BLOCK, WORDS)
             weights = tl.where(visible, weights, 0.0)
-        dv = tl.dot(weights.to(b_do.dtype), b_do, dv, input_precision=PRECISION)
-        dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
+        if not NARROW:
+            dv = tl.dot(weights.to(b_do.dtype), b_do, dv, input_precision=PRECISION)
+            dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
         ds = weights * (dp - delta[None, :]) * slope
+        if NARROW:
+            dv = tl.dot(weights.to(b_do.dtype), b_do, dv, input_precision=PRECISION)
         dk = tl.dot(ds.to(b_q.dtype), b_q, dk, input_precision=PRECISION)
     return dk, dv
 
@@ -104,8 +109,7 @@ def sparse_attention_bwd_dkv_kernel(
     q_rows,
     k_rows,
     v_rows,
-    row_lse,  # (B, Hq, seqlen_q padded) fp32, as `start_rows` leaves them
-    row_delta,
+    row_values,  # (B, Hq, padded_q, 2) fp32: lse and delta, as the kernel for dq leaves them
     p_dk,  # (B, M, Hk, D) contiguous
     p_dv,  # (B, M, Hk, E) contiguous
     p_indptr,
@@ -192,6 +196,7 @@ def sparse_attention_bwd_dkv_kernel(
         v_rows += i_b * stride_vb + i_hk * stride_vh
     b_k = load_tile(k_rows, i_b, i_hk, first_k, o_k, stride_kn, seqlen_k, D, BLOCK_D, BLOCK_N, True, TMA)
     b_v = load_tile(v_rows, i_b, i_hk, first_k, o_k, stride_vn, seqlen_k, E, BLOCK_E, BLOCK_N, True, TMA)
+    NARROW: tl.constexpr = TMA and BLOCK_D <= 64 and BLOCK_E <= 64  # then both dp and dv's left side find registers
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
     for i_group in range(group_size):
@@ -204,10 +209,9 @@ def sparse_attention_bwd_dkv_kernel(
             before += total
             start, total = start + begin, end - begin
             partial = tl.minimum(tl.maximum(partial - begin, 0), total)
-        lse_head, delta_head, q_head, do_head = row_lse, row_delta, q_rows, do_rows
+        values_head, q_head, do_head = row_values, q_rows, do_rows
         if not TMA:
-            row = (i_b * q_heads + i_h) * padded_q
-            lse_head, delta_head = row_lse + row, row_delta + row
+            values_head = row_values + (i_b * q_heads + i_h) * padded_q * 2
             q_head = q_rows + i_b * stride_qb + i_h * stride_qh
             do_head = do_rows + i_b * stride_dob + i_h * stride_doh
         if PER_HEAD:
@@ -219,10 +223,10 @@ def sparse_attention_bwd_dkv_kernel(
             else:
                 first, count = start + partial, total - partial
             dk, dv = _accumulate_dkv(
-                dk, dv, b_k, b_v, inner_k, q_head, do_head, i_b, i_h, lse_head, delta_head,
+                dk, dv, b_k, b_v, inner_k, q_head, do_head, i_b, i_h, values_head,
                 stride_qn, stride_don, seqlen_q, scale, cap,
                 p_indices, p_codes, p_bits, p_bands, num_masks, first, count,
-                i_pass == 0, D, E, BLOCK_D, BLOCK_E, Q_BLOCK, KV_BLOCK, BLOCK_M, PRECISION, CAPPED, TMA,
+                i_pass == 0, D, E, BLOCK_D, BLOCK_E, Q_BLOCK, KV_BLOCK, BLOCK_M, PRECISION, CAPPED, TMA, NARROW,
             )  # fmt: skip
         if PER_HEAD:
             dk, dv = sum_dk + dk, sum_dv + dv

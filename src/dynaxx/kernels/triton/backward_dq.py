@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from dynaxx.kernels.triton.backward_rows import cap_scores, load_row_values, weights_of
+from dynaxx.kernels.triton.backward_rows import cap_scores, in_registers, row_values, weights_of
 from dynaxx.kernels.triton.launch import RUNTIME_SIZES
 from dynaxx.kernels.triton.light import light_launch
 from dynaxx.kernels.triton.parts import WHOLE, entries_of, part_of, store_part
@@ -105,14 +105,16 @@ def _accumulate_dq(
 
 
 @light_launch
-@triton.jit(do_not_specialize=[*RUNTIME_SIZES, *SPLIT_SIZES])
+@triton.jit(do_not_specialize=[*RUNTIME_SIZES, *SPLIT_SIZES, "stride_dlb", "stride_dlh", "stride_dln"])
 def sparse_attention_bwd_dq_kernel(
     do_rows,  # pointers, or under TMA descriptors of (B, heads, seqlen, head_dim)
     q_rows,
     k_rows,
     v_rows,
-    p_lse,  # (B, Hq, padded_q) contiguous, fp32, as `start_rows` leaves them
-    p_delta,
+    out_rows,
+    p_lse,  # (B, Hq, N) contiguous, fp32, in base e
+    p_dlse,
+    p_values,  # (B, Hq, padded_q, 2) contiguous, fp32: lse and delta as `row_values` gives them, for dk and dv
     p_dq,  # (B, N, Hq, D) contiguous
     p_order,
     p_indptr,
@@ -143,6 +145,12 @@ def sparse_attention_bwd_dq_kernel(
     stride_dob,
     stride_don,
     stride_doh,
+    stride_outb,
+    stride_outn,
+    stride_outh,
+    stride_dlb,
+    stride_dlh,
+    stride_dln,
     stride_qb,
     stride_qn,
     stride_qh,
@@ -165,6 +173,7 @@ def sparse_attention_bwd_dq_kernel(
     TMA: tl.constexpr,
     ORDERED: tl.constexpr,
     HAS_PARTS: tl.constexpr,
+    HELD: tl.constexpr,  # q and do in registers
 ):
     """dq of a tile of queries of one head."""
     SPLIT_M: tl.constexpr = Q_BLOCK // BLOCK_M
@@ -196,12 +205,22 @@ def sparse_attention_bwd_dq_kernel(
     if not TMA:
         q_rows += i_b * stride_qb + i_h * stride_qh
         do_rows += i_b * stride_dob + i_h * stride_doh
+        out_rows += i_b * stride_outb + i_h * stride_outh
         k_rows += i_b * stride_kb + i_hk * stride_kh
         v_rows += i_b * stride_vb + i_hk * stride_vh
     head = i_b * q_heads + i_h
     b_q = load_tile(q_rows, i_b, i_h, first_q, o_q, stride_qn, seqlen_q, D, BLOCK_D, BLOCK_M, True, TMA)
     b_do = load_tile(do_rows, i_b, i_h, first_q, o_q, stride_don, seqlen_q, E, BLOCK_E, BLOCK_M, True, TMA)
-    lse, delta = load_row_values(p_lse + head * padded_q, p_delta + head * padded_q, pos_q, seqlen_q)
+    b_out = load_tile(out_rows, i_b, i_h, first_q, o_q, stride_outn, seqlen_q, E, BLOCK_E, BLOCK_M, True, TMA)
+    p_dlse += i_b * stride_dlb + i_h * stride_dlh
+    EXACT: tl.constexpr = b_q.dtype == tl.float32
+    lse, delta = row_values(b_do, b_out, p_lse + head * seqlen_q, p_dlse, pos_q, stride_dln, seqlen_q, EXACT)
+    own = tl.where(tl.program_id(0) >= part_programs, padded_q, 0)  # a row's parts have the same numbers
+    p_values += (head * padded_q + pos_q) * 2
+    tl.store(p_values, lse, mask=pos_q < own)
+    tl.store(p_values + 1, delta, mask=pos_q < own)
+    if HELD:
+        b_q, b_do = in_registers(b_q), in_registers(b_do)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     partial_tiles, whole, left = row_tiles(partial, total, seqlen_k, KV_BLOCK, BLOCK_N)
     for MASKING in tl.static_range(2):

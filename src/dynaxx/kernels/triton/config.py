@@ -86,7 +86,9 @@ def backward_dq_tiles(
     if dtype == torch.float32:
         tiles = Tiles(32 if wide <= 64 else 16, 32, 4, 1)
     elif tma and wide <= 64:
-        tiles = Tiles(64, 64, 4, 2, 168)  # three programs a multiprocessor
+        tiles = Tiles(64, 64, 4, 3, 168)  # three programs a multiprocessor
+    elif tma and wide <= 128 and _feeds_registers(device):
+        tiles = Tiles(64, 64, 4, 3)  # two, as q and do are in registers
     elif tma and wide <= 128:
         roomy = block_size[0] >= 128 and shared_memory(device) >= 164 << 10
         tiles = Tiles(128, 64, 8, 3) if roomy else Tiles(64, 64, 4, 2)  # the former reads half as much from L2
@@ -106,8 +108,10 @@ def backward_dkv_tiles(
     wide = max(padded(head_dim), padded(head_dim_v))
     if dtype == torch.float32:
         tiles = Tiles(32, 32 if wide <= 64 else 16, 4, 1)
+    elif tma and wide <= 128:
+        tiles = Tiles(64, 64, 4, 3 if wide <= 64 else 2)
     elif tma:
-        tiles = Tiles(64, 64, 4, 2) if wide <= 128 else Tiles(64, 64, 8, 1)
+        tiles = Tiles(64, 64, 8, 1)
     else:
         tiles = Tiles(32, 64, 4, 3) if wide <= 128 else Tiles(32, 64, 8, 1)
     both = padded(head_dim) + padded(head_dim_v)
@@ -140,6 +144,21 @@ def _fit(
         else:
             break
     return tiles
+
+
+def dq_from_registers(device: torch.device, tiles: Tiles, head_dim: int, head_dim_v: int, tma: bool) -> bool:
+    """Whether the kernel for dq holds q and do in registers, as two programs of four warps on a multiprocessor can."""
+    wide = max(padded(head_dim), padded(head_dim_v))
+    return tma and tiles.num_warps == 4 and wide == 128 and _feeds_registers(device)
+
+
+@lru_cache(maxsize=16)
+def _feeds_registers(device: torch.device) -> bool:
+    """Whether matrix instructions take their left side from registers or from shared memory, as those of Hopper do.
+
+    Under the interpreter as well, which so tests those kernels, too.
+    """
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
 
 
 def dq_span(group_size: int) -> int:

@@ -79,14 +79,16 @@ def _tile_rows(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, 
 
 
 def tile_values(x: Tensor, rows: int) -> TensorDescriptor:
-    """A descriptor of (B, H, N) fp32, contiguous with N a multiple of 4, that loads `rows` numbers of one head."""
+    """A descriptor of (B, H, N, 2) fp32, contiguous with N even, that loads the numbers of `rows` rows of one head."""
     return rebased(_tile_values(x.shape, rows), x)
 
 
 @lru_cache(maxsize=4096)
 def _tile_values(shape: torch.Size, rows: int) -> TensorDescriptor:
-    steps = [shape[1] * shape[2], shape[2], 1]
-    return as_template(TensorDescriptor(nowhere(torch.float32), list(shape), steps, [1, 1, rows]))
+    numbers = shape[2] * shape[3]
+    steps = [shape[1] * numbers, numbers, 1]
+    described = [shape[0], shape[1], numbers]
+    return as_template(TensorDescriptor(nowhere(torch.float32), described, steps, [1, 1, rows * shape[3]]))
 
 
 def heads_apart(shape: torch.Size, strides: tuple[int, ...]) -> tuple[list[int], list[int]]:
