@@ -23,8 +23,8 @@ from dynaxx.kernels.triton.config import (
     backward_dq_tiles,
     dkv_span,
     dq_from_registers,
-    dq_span,
     padded,
+    query_span,
 )
 from dynaxx.kernels.triton.launch import (
     layout_arguments,
@@ -139,7 +139,7 @@ def _start_dq(
         stride_dlb=dlse.stride(0),
         stride_dlh=dlse.stride(1),
         stride_dln=dlse.stride(2),
-        span=dq_span(q.shape[2] // k.shape[2]),
+        span=query_span(q.shape[2] // k.shape[2]),
         ORDERED=ordered,
         TMA=tma,
         HELD=dq_from_registers(q.device, tiles, head_dim, v.shape[3], tma),

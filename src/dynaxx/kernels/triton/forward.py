@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dynaxx.kernels.triton.config import SPAN, TMA_BLOCK, forward_loop, forward_tiles, padded
+from dynaxx.kernels.triton.config import TMA_BLOCK, forward_loop, forward_tiles, padded, query_span
 from dynaxx.kernels.triton.forward_row import attend, attend_ahead, entry_ahead
 from dynaxx.kernels.triton.launch import (
     RUNTIME_SIZES,
@@ -157,6 +157,10 @@ def _sparse_attention_fwd_kernel(
             tl.minimum(1, masked + whole - 1), start, partial_tiles, left, whole, PARTIAL, KV_BLOCK, BLOCK_N
         )
         next_block = tl.load(p_indices + entry)
+        if LOOP == "ahead" and BLOCK_E != BLOCK_N:
+            # Not zeros: Triton keeps a constant in the layouts of both products, and waits for the second one twice,
+            # for which ptxas then runs the matrix instructions of the whole kernel one at a time.
+            acc = tl.dot(tl.zeros([BLOCK_M, 16], b_q.dtype), tl.zeros([16, BLOCK_E], b_q.dtype))
         scores = tl.dot(b_q, tl.trans(k_rows.load([b, hk, first_k, 0]).reshape(BLOCK_N, BLOCK_D)))
         for MASKING in tl.static_range(2):
             begin, end = (masked, masked + whole) if MASKING == FULL else (0, masked)
@@ -169,7 +173,7 @@ def _sparse_attention_fwd_kernel(
 
     empty = row_sum == 0
     row_sum = tl.where(empty, 1.0, row_sum)
-    acc = acc / row_sum[:, None]
+    acc = acc / row_sum[:, None] if b_q.dtype == tl.float32 else acc * (1.0 / row_sum)[:, None]
     lse = tl.where(empty, float("-inf"), row_max * scale + tl.log(row_sum))
     if HAS_PARTS:
         store_part(p_sums, slot, acc, inner_q, Q_BLOCK, E, BLOCK_E)
@@ -236,7 +240,7 @@ def _start_forward(
         batch=batch,
         q_heads=q_heads,
         group_size=q_heads // kv_heads,
-        span=SPAN,
+        span=query_span(q_heads // kv_heads),
         scale=scale,
         cap=1.0 if softcap is None else softcap / scale,
         **strides("q", q),
@@ -254,7 +258,7 @@ def _start_forward(
         CAPPED=softcap is not None,
         ORDERED=ordered,
         TMA=tma,
-        LOOP=forward_loop(tiles, head_dim, head_dim_v, tma),
+        LOOP=forward_loop(tiles, tma),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         maxnreg=tiles.max_registers,

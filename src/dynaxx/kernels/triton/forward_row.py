@@ -123,6 +123,44 @@ def entry_ahead(
 
 
 @triton.jit
+def _visible_bits(p_bits, code, known, r, c, Q_BLOCK: tl.constexpr, WORDS: tl.constexpr):
+    """Which of the in-block pairs (r, c) the bits of mask `code` show; none where it is not known."""
+    word = (r + c) * 0
+    p_row = p_bits + (code.to(tl.int64) * Q_BLOCK + r) * WORDS
+    rows_known = r * 0 + tl.where(known, code, -1) >= 0
+    for i_word in tl.static_range(WORDS):
+        word = tl.where(c // 32 == i_word, tl.load(p_row + i_word, mask=rows_known, other=0), word)
+    return ((word >> (c % 32)) & 1) != 0
+
+
+@triton.jit
+def _masked(
+    scores, code, is_full, inner_q, part, first_k, seqlen_k, p_bits, p_bands, num_masks,
+    Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Scores of a tile at position `part` of its block, -inf where the block's mask or the lengths hide an element.
+
+    A band, as an end of the sequence, is two columns for each row: two comparisons an element.
+    """
+    o_k = tl.arange(0, BLOCK_N)
+    known = (code >= 0) & (code < num_masks)
+    lo = tl.load(p_bands + code.to(tl.int64) * 2, mask=known, other=1)
+    hi = tl.load(p_bands + code.to(tl.int64) * 2 + 1, mask=known, other=0)
+    is_bits = (lo > hi) & (not is_full)
+    anywhere = is_full | is_bits
+    lo = tl.where(anywhere, -KV_BLOCK, tl.maximum(lo, -KV_BLOCK))
+    hi = tl.where(anywhere, Q_BLOCK, tl.minimum(hi, Q_BLOCK))
+    if is_bits:
+        r, c = inner_q[:, None], (part + o_k)[None, :]
+        visible = _visible_bits(p_bits, code, known, r, c, Q_BLOCK, (KV_BLOCK + 31) // 32)
+        scores = tl.where(visible, scores, float("-inf"))
+    first = tl.maximum(inner_q - hi - part, -first_k)
+    last = tl.minimum(inner_q - lo - part, seqlen_k - 1 - first_k)
+    scores = tl.where((o_k[None, :] >= first[:, None]) & (o_k[None, :] <= last[:, None]), scores, float("-inf"))
+    return scores
+
+
+@triton.jit
 def attend_ahead(
     acc,  # as in `attend`
     scores,  # [BLOCK_M, BLOCK_N] of the first tile
@@ -160,20 +198,17 @@ def attend_ahead(
     OVERLAPPED: tl.constexpr,
 ):
     """Attend to tiles begin..end of both passes, and return the scores of the tile after them, or of the last again."""
-    WORDS: tl.constexpr = (KV_BLOCK + 31) // 32
     last = partial_tiles + left + whole - 1
     for i_step in range(begin, end):
         if CAPPED:
             scores = cap * tanh(scores / cap)
         if MASKING == PARTIAL:
             entry, part = entry_ahead(i_step, start, partial_tiles, left, whole, MASKING, KV_BLOCK, BLOCK_N)
-            o_k = tl.arange(0, BLOCK_N)
-            r, c = inner_q[:, None], (part + o_k)[None, :]
             code = tl.load(p_codes + entry)
-            visible = visible_elements(p_bits, p_bands, num_masks, code, r, c, Q_BLOCK, WORDS)
-            inside = (first_k + o_k >= 0) & (first_k + o_k < seqlen_k)
-            visible = (visible | (i_step >= partial_tiles)) & inside[None, :]
-            scores = tl.where(visible, scores, float("-inf"))
+            scores = _masked(
+                scores, code, i_step >= partial_tiles, inner_q, part, first_k, seqlen_k,
+                p_bits, p_bands, num_masks, Q_BLOCK, KV_BLOCK, BLOCK_N,
+            )  # fmt: skip
         weights, rescale, row_max, row_sum = _softmax_step(scores, row_max, row_sum, scale, MASKING, False)
         v_k = first_k
         if not OVERLAPPED:
