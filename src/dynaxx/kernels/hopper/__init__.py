@@ -1,6 +1,7 @@
 """The Hopper backend: blocks of 64 and 128, head_dim 64, 128 and 256, bf16 and fp16; by TMA and wgmma.
 
-All are in Gluon but what a backward begins and ends with, in Triton. Both load with the first kernel, not with this package.
+All are in Gluon but what a backward begins and ends with, in Triton. Both load with the first kernel, not with this
+package.
 """
 
 from __future__ import annotations
