@@ -240,6 +240,7 @@ def main():
     if args.json:
         args.json.write_text(json.dumps(summary, indent=1))
     print(json.dumps({k: v for k, v in summary.items() if k != "failures"}))
+    print(*failures, sep="\n", end="\n" * bool(failures))
     ran = sum(n for (_, status), n in counts.items() if status in ("passed", "failed", "raised"))
     print(
         f"{ran} cases, forward and gradients, in {seconds:.0f} s ({ran / seconds:.1f} per second): {summary['counts']}"
