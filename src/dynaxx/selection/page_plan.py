@@ -10,10 +10,11 @@ from torch import Tensor
 from dynaxx.arguments import typed
 from dynaxx.layout.grid import as_integer
 from dynaxx.layout.host import on_host
+from dynaxx.layout.paging import PAGE_SIZES
 from dynaxx.patterns import Pattern
 
 LARGEST_BLOCK = 128  # of layouts
-PAGE_SIZES = (16, 32, 64, 128, 256)
+TOKEN_PAGE_SIZES = tuple(size for size in PAGE_SIZES if size >= 16)  # smaller ones hold compressed tokens
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,8 @@ class PagePlan:
             raise ValueError(f"`max_seqlen` and `seqlen_q` must be at least 1, got {max_seqlen} and {seqlen_q}")
         if not seqlen_q <= max_seqlen < 2**31:
             raise ValueError(f"`seqlen_q` must be up to `max_seqlen` < 2^31, got {seqlen_q} and {max_seqlen}")
-        if as_integer("page_size", page_size) not in PAGE_SIZES:
-            raise ValueError(f"`page_size` must be one of {PAGE_SIZES}, got {page_size}")
+        if as_integer("page_size", page_size) not in TOKEN_PAGE_SIZES:
+            raise ValueError(f"`page_size` must be one of {TOKEN_PAGE_SIZES}, got {page_size}")
         block = min(page_size, LARGEST_BLOCK)
         layout = rule.layout(max_seqlen, block_size=block)
         rows = torch.arange(layout.q_blocks).repeat_interleave(layout.kv_num_blocks.flatten())

@@ -22,7 +22,6 @@ from dynaxx.kernels.triton.light import light_launch
 from dynaxx.layout import BlockLayout
 
 SPLIT_SIZES = ["num_parts", "limit", "batch_copies", "head_copies"]  # what no kernel is compiled again for
-LIST_SIZES = ["capacity", "leads", "num_lines", "heads", "repeats", "most_parts", "most_lines"]
 SHARE = 2  # a long line's parts are one of so many of a processor's share, where one that is done starts the next
 
 
