@@ -117,6 +117,35 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(tools, tiny, t
     assert tool not in tools
 
 
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["profile", "no-model", "--out", "a-file/run"], "a-file"),
+        (["profile", "no-model", "--trace", "a-folder"], "a-folder"),
+        (["profile", "no-model", "--lengths", "1k"], "--lengths must be numbers"),
+        (["profile", "no-model", "--text", "nowhere.txt"], "nowhere.txt"),
+        (["analyze", "no-model", "--out", "a-file/run"], "a-file"),
+        (["analyze", "no-model", "--heads", "x"], "--heads must be numbers"),
+        (["tune", "no-model", "--out", "a-file/run"], "a-file"),
+        (["tune", "no-model", "--lengths", "1k"], "--lengths must be numbers"),
+        (["validate", "no-model", "policy.json", "--out", "a-file/run"], "a-file"),
+        (["validate", "no-model", "policy.json", "--lengths", "1k"], "--lengths must be numbers"),
+        (["retune", "policy.json", "--model", "no-model", "--out", "a-folder"], "a-folder"),
+        (["retune", "policy.json", "--model", "no-model", "--lengths", "1k"], "--lengths must be numbers"),
+    ],
+)
+def test_a_typo_is_refused_before_a_model_is_looked_for(tmp_path, monkeypatch, args, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a-file").write_text("")
+    (tmp_path / "a-folder").mkdir()
+    facts = {"model_type": "llama", "layers": 2, "q_heads": 4, "kv_heads": 2, "head_dim": 16}
+    dynaxx.save_policy(dynaxx.Policy(model=facts), tmp_path / "policy.json")
+    shown = dynaxx_(*args)
+    assert shown.exit_code == 2, shown.output
+    assert message in shown.stderr
+    assert "no-model" not in shown.stderr
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_has_examples(command):
     shown = dynaxx_(command, "--help")
@@ -188,7 +217,17 @@ def test_ctrl_c_is_code_130(tools, monkeypatch, tiny):
     stand_in(monkeypatch, "analyze", analyze=interrupted)
     shown = dynaxx_("analyze", tiny)
     assert shown.exit_code == 130
-    assert "stopped" in shown.stderr
+    assert shown.stderr.endswith("stopped\n")  # it keeps nothing, and claims nothing
+
+
+def test_ctrl_c_of_tune_says_that_it_goes_on(tools, monkeypatch, tiny, tmp_path):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    stand_in(monkeypatch, "analyze", analyze=interrupted)
+    shown = dynaxx_(*tune_args(tiny, tmp_path))
+    assert shown.exit_code == 130
+    assert shown.stderr.endswith("stopped; the same command goes on where it was\n")
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")

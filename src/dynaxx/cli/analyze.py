@@ -58,15 +58,15 @@ def analyze(
     """
     with running(as_json, threads, seed) as finish:
         progress = progress_of(quiet)
+        check_targets(out / "analysis.json", out / "reuse.json" if reuse > 1 else None, bertviz)
+        chosen = {"layers": numbers("--layers", layers) or None, "heads": numbers("--heads", heads) or None}
         sample = tool("texts").split_text(read_text(text)).calibration
         loaded = load(model, device, dtype, progress)
-        check_targets(out / "analysis.json", bertviz)
         found = tool("analyze").analyze(
             *loaded,
             sample,
             tokens=tokens,
-            layers=numbers("--layers", layers) or None,
-            heads=numbers("--heads", heads) or None,
+            **chosen,
             block_size=block_size,
             seed=seed,
             progress=progress,

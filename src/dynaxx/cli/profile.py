@@ -52,12 +52,13 @@ def profile(
     """
     with running(as_json, threads, seed) as finish:
         lab, progress = tool("profile"), progress_of(quiet)
-        loaded = load(model, device, dtype, progress)
         check_targets(out and out / "profile.json", trace)
+        sample, asked = read_text(text), numbers("--lengths", lengths)
+        loaded = load(model, device, dtype, progress)
         found = lab.profile(
             *loaded,
-            read_text(text),
-            lengths=numbers("--lengths", lengths) or lab.default_lengths(loaded.model),
+            sample,
+            lengths=asked or lab.default_lengths(loaded.model),
             name=tool("models").model_name(model),
             threshold=threshold,
             price_per_hour=price_per_hour,

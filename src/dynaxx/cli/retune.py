@@ -60,15 +60,17 @@ def retune(
     """
     with running(as_json, threads, seed) as finish:
         policies, progress = importlib.import_module("dynaxx.policy"), progress_of(quiet)
-        old = policies.load_policy(policy)
         check_targets(out)
+        old = policies.load_policy(policy)
+        statistics = policies.load_profile(stats) if stats else None
+        sample, asked = read_text(text) if model else "", numbers("--lengths", lengths)
         found = tool("retune").retune(
             old,
-            statistics=policies.load_profile(stats) if stats else None,
+            statistics=statistics,
             loaded=load(model, device, dtype, progress) if model else None,
-            text=read_text(text) if model else "",
+            text=sample,
             requests=requests,
-            lengths=numbers("--lengths", lengths),
+            lengths=asked,
             recall=recall,
             record_only=record,
             seed=seed,

@@ -32,10 +32,13 @@ EXTRAS = {
 
 
 @contextlib.contextmanager
-def running(as_json: bool, threads: int | None = None, seed: int | None = None) -> Iterator[Any]:
+def running(
+    as_json: bool, threads: int | None = None, seed: int | None = None, *, resumes: bool = False
+) -> Iterator[Any]:
     """Turn what can go wrong into a message and an exit code; keep stdout for the result.
 
     Yields `finish(result, summary, ok=, files=)`, which the command calls last. DYNAXX_DEBUG=1 shows tracebacks.
+    `resumes`: the command keeps what it did, and goes on from there.
     """
     outcome: dict[str, Any] = {}
     try:
@@ -45,7 +48,7 @@ def running(as_json: bool, threads: int | None = None, seed: int | None = None) 
                 result=result, summary=summary, ok=ok, files=files
             )
     except KeyboardInterrupt:
-        typer.echo("stopped; run the same command again to go on", err=True)
+        typer.echo("stopped; the same command goes on where it was" if resumes else "stopped", err=True)
         raise typer.Exit(130) from None
     except (ValueError, TypeError, ImportError, OSError) as error:
         raise _refusal(error, _said(error)) from None

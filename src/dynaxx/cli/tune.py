@@ -22,7 +22,7 @@ from dynaxx.cli.options import (
     numbers,
     seconds,
 )
-from dynaxx.cli.running import command_line, load, progress_of, read_text, running, tool
+from dynaxx.cli.running import check_targets, command_line, load, progress_of, read_text, running, tool
 
 
 def tune(
@@ -82,8 +82,9 @@ def tune(
       dynaxx tune smollm2 --out run --decode
       dynaxx tune smollm2 --out run --no-profile --no-analysis
     """
-    with running(as_json, threads, seed) as finish:
+    with running(as_json, threads, seed, resumes=resume) as finish:
         pipeline, progress = tool("pipeline"), progress_of(quiet)
+        check_targets(out / "run.json", out / "policy.json", out / "report.html")
         source = read_text(text)
         plan = pipeline.Plan(
             name=tool("models").model_name(model),

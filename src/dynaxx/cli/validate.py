@@ -51,13 +51,14 @@ def validate(
     with running(as_json, threads, seed) as finish:
         document = importlib.import_module("dynaxx.policy").load_policy(policy)
         lab, progress = tool("validate"), progress_of(quiet)
-        loaded = load(model, device, dtype, progress)
         check_targets(out / "validation.json")
+        sample, asked = read_text(text), numbers("--lengths", lengths)
+        loaded = load(model, device, dtype, progress)
         found = lab.validate(
             *loaded,
             document,
-            read_text(text),
-            lengths=numbers("--lengths", lengths),
+            sample,
+            lengths=asked,
             tokens=tokens,
             seed=seed,
             progress=progress,
