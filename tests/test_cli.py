@@ -155,6 +155,18 @@ def test_help_has_examples(command):
     assert "--json" in shown.stdout
 
 
+def test_the_list_of_commands_fits_a_terminal():
+    """One whole sentence each, at 80 columns."""
+    shown = CliRunner().invoke(cli.app, ["--help"], env={"COLUMNS": "80"}).stdout
+    assert "..." not in shown.replace("[ARGS]...", "")
+
+
+def test_more_threads_than_torch_takes_are_refused():
+    shown = dynaxx_("doctor", "--threads", 100_000)
+    assert shown.exit_code == 2
+    assert "--threads" in shown.stderr
+
+
 def test_version_and_no_arguments():
     assert dynaxx_("--version").stdout == f"{dynaxx.__version__}\n"
     assert dynaxx_().exit_code == 2
@@ -182,6 +194,7 @@ def test_version_and_no_arguments():
         (["doctor", "--fuzz", "soon"], "--fuzz must be a time"),
         (["doctor", "--isa", "baseline"], "--isa needs --fuzz"),
         (["doctor", "--block-size", "5"], "5"),
+        (["doctor", "--head-dim", "100000"], "must be at most 131,072 to be checked, got 800,000"),
     ],
 )
 def test_bad_input_is_code_2_with_a_message(tiny, tmp_path, monkeypatch, args, message):

@@ -33,9 +33,9 @@ def convert(
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Make a native sparse model from a dense Llama, to fine-tune.
+    """Make a native sparse model from a dense Llama.
 
-    Its weights are the same and its gates begin close to dense attention. DIR holds what transformers' from_pretrained
+    It is there to be fine-tuned: its weights are the same and its gates begin close to dense attention. DIR holds what transformers' from_pretrained
     reads after `import dynaxx.integrations.native`; it must not be there yet, and appears when it is whole.
 
     \b

@@ -26,7 +26,9 @@ def watch(
     host: HostOption = "127.0.0.1",
     as_json: JsonOption = False,
 ) -> None:
-    """Watch a running process: traffic, density, speed, recall, drift, what is in force. Ctrl-C ends it.
+    """Watch a running process. Ctrl-C ends it.
+
+    Shows traffic, density, speed, recall, drift, and what is in force.
 
     Where stdout is no terminal, and with --once or --json, it looks once; the exit code is 1 if something is wrong.
 

@@ -18,9 +18,8 @@ from dynaxx.ops.dispatch import BACKENDS, unsupported_reasons
 from dynaxx.patterns import Full, GlobalTokens, RandomBlocks, Sink, SlidingWindow
 from dynaxx.testing import ErrorReport, check_forward, check_gradients, make_qkv
 
-ORACLE_BYTES = (
-    256 * 2**20
-)  # the oracle holds some seqlen x seqlen matrices in fp64; longer problems are checked shorter
+ORACLE_BYTES = 256 * 2**20  # of a seqlen x seqlen fp64 matrix: longer problems are checked shorter
+ROW_BYTES = 512 * 2**20  # of q, k, v, out and gradients
 
 BROKEN = "broken: "  # begins the reason of a backend that cannot answer
 
@@ -144,13 +143,14 @@ def diagnose(
     """Ask every backend about a problem, and check those that can serve it against the fp64 oracle.
 
     Raises:
-        ValueError: sizes that no attention could have.
+        ValueError: sizes that no attention could have, or heads too large to be checked.
     """
     for name, value in (("q_heads", q_heads), ("kv_heads", kv_heads), ("head_dim", head_dim), ("seqlen", seqlen)):
         if value < 1:
             raise ValueError(f"`{name}` must be at least 1, got {value}")
     if q_heads % kv_heads:
         raise ValueError(f"`q_heads` must be a multiple of `kv_heads`, got {q_heads} and {kv_heads}")
+    checked_seqlen = _checked_seqlen(q_heads, head_dim, seqlen, block_size)
     problem = AttentionProblem(
         device=torch.device(device),
         dtype=dtype,
@@ -166,7 +166,6 @@ def diagnose(
     )
     training = replace(problem, needs_grad=True)
     backends = tuple(BackendStatus(name, _reasons(name, problem), _reasons(name, training)) for name in BACKENDS)
-    checked_seqlen = min(seqlen, max(block_size, int((ORACLE_BYTES / (8 * q_heads)) ** 0.5)))
     return DoctorResult(
         machine=machine_facts(),
         problem=problem,
@@ -178,6 +177,15 @@ def diagnose(
             replace(problem, seqlen_q=checked_seqlen, seqlen_k=checked_seqlen), backends, seed, progress
         ),
     )
+
+
+def _checked_seqlen(q_heads: int, head_dim: int, seqlen: int, block_size: int) -> int:
+    """How much of a problem the oracle has room for: a block at least."""
+    matrix, rows = 8 * q_heads, 8 * 8 * q_heads * head_dim
+    if min(seqlen, block_size) * rows > ROW_BYTES:
+        most = ROW_BYTES // (8 * 8 * min(seqlen, block_size))
+        raise ValueError(f"`q_heads` x `head_dim` must be at most {most:,} to be checked, got {q_heads * head_dim:,}")
+    return min(seqlen, max(block_size, min(int((ORACLE_BYTES / matrix) ** 0.5), ROW_BYTES // rows)))
 
 
 def _reasons(name: str, problem: AttentionProblem) -> tuple[str, ...]:
