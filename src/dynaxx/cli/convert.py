@@ -35,8 +35,9 @@ def convert(
 ) -> None:
     """Make a native sparse model from a dense Llama.
 
-    It is there to be fine-tuned: its weights are the same and its gates begin close to dense attention. DIR holds what transformers' from_pretrained
-    reads after `import dynaxx.integrations.native`; it must not be there yet, and appears when it is whole.
+    To fine-tune: its weights are the same, and its gates begin close to dense attention. DIR holds what transformers'
+    from_pretrained reads after `import dynaxx.integrations.native`; it must not be there yet, and appears when it is
+    whole.
 
     \b
     Examples:

@@ -37,7 +37,9 @@ DeviceOption = Annotated[
     str, typer.Option("--device", help="cpu, cuda, cuda:1, ...; auto takes a GPU if there is one.")
 ]
 DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="auto: bfloat16 on a GPU, float32 on a CPU.")]
-ThreadsOption = Annotated[int | None, typer.Option("--threads", min=1, max=1024, help="CPU threads; all cores by default.")]
+ThreadsOption = Annotated[
+    int | None, typer.Option("--threads", min=1, max=1024, help="CPU threads; all cores by default.")
+]
 
 
 def device_of(device: str) -> str:
