@@ -108,6 +108,19 @@ def test_the_verdict_follows_the_numbers():
 def test_a_busy_machine_is_mentioned():
     assert "busy" in dataclasses.replace(result(0.5), load=3.0).summary()
     assert "busy" not in dataclasses.replace(result(0.5), load=0.1).summary()
+    found = result(0.5)
+    gpu = dataclasses.replace(found, ceilings=dataclasses.replace(found.ceilings, device="cuda:0"))
+    assert dataclasses.replace(gpu, load=float(gpu.machine.cores)).busy
+    assert not dataclasses.replace(gpu, load=0.5 * gpu.machine.cores).busy  # the host has cores to spare
+
+
+def test_times_are_in_units_that_show_them():
+    found = result(0.5)
+    length = found.lengths[0]
+    short = dataclasses.replace(length, seconds=dataclasses.replace(length.seconds, total=0.0123))
+    said = dataclasses.replace(found, lengths=(short, length)).summary()
+    assert " 12.3 ms" in said
+    assert f" {length.seconds.total:.2f} s" in said
 
 
 def test_ceilings_are_measured():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -31,6 +32,7 @@ class Counts:
         self._dense: Counter[str] = Counter()
         self._sequences: Counter[str] = Counter()
         self._compiled: dict[str, int] = {}
+        self._count_dense: dict[tuple[str, str], Callable[[], None]] = {}  # by reason and phase, in telemetry
         self._said: set[str] = set()
 
     def sparse(self, layer: int) -> None:
@@ -50,7 +52,10 @@ class Counts:
         """A whole call went the old way."""
         with self._lock:
             self._dense[reason] += 1
-        self.probe.dense(reason, phase)
+        count = self._count_dense.get((reason, phase))
+        if count is None:
+            count = self._count_dense[reason, phase] = self.probe.dense_counter(reason, phase)
+        count()
 
     def fallback(self, layer: int, reason: str, phase: str = "prefill") -> None:
         """A whole call went the old way that should have been sparse."""

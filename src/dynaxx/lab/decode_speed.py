@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 
 from dynaxx.lab.crossover import REPEATS, LengthTiming, interleaved, within
@@ -19,6 +20,7 @@ from dynaxx.selection.pages import PageBudget
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 GPU_LENGTHS = (*LENGTHS, 65536, 131072)
 ROW = 16  # layers on a GPU that are timed behind one another, as a step runs them
+NO_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # cuDNN: one per length, slow
 CACHES_READ = 2  # as much of them as fills the GPU's L2 cache so many times
 
 

@@ -16,8 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import sdpa_kernel
 
 from dynaxx.lab.attention_route import evaluating
+from dynaxx.lab.decode_speed import NO_PLANS
 from dynaxx.lab.files import explain_full_disk
 from dynaxx.lab.machine import Ceilings, load_average, machine_facts, measure_ceilings, synchronize
 from dynaxx.lab.models import longest_prompt
@@ -139,7 +141,8 @@ def _measure_decode(model: Any, ids: Tensor, cache: Any, clock: Clock) -> tuple[
     position = torch.tensor([[ids.shape[1] - 1]], device=ids.device)
     for _ in range(DECODE_STEPS):
         step = partial(model, ids[:, -1:], past_key_values=cache, position_ids=position, use_cache=True)
-        seconds, _, parts = _timed(model, clock, step)
+        with sdpa_kernel(NO_PLANS):  # each step has a new length, as in `generate`
+            seconds, _, parts = _timed(model, clock, step)
         totals.append(seconds)
         shares.append(parts["attention"] / seconds)
     weights = {tensor.data_ptr(): tensor.nbytes for tensor in model.parameters()}
@@ -178,7 +181,7 @@ def _write_trace(path: Path, run: Callable[[], Any]) -> None:
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    profiler: AbstractContextManager[Any] = torch.profiler.profile(activities=activities)
+    profiler: AbstractContextManager[Any] = torch.profiler.profile(activities=activities, acc_events=True)
     with profiler as recorded:
         run()
     path.parent.mkdir(parents=True, exist_ok=True)

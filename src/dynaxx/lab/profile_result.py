@@ -8,7 +8,7 @@ from typing import Any
 from dynaxx.lab.machine import Ceilings, Machine
 
 DENSITIES = (0.5, 0.25, 0.1)  # that savings are estimated for
-BUSY = 0.7  # load from which others disturb a measurement
+BUSY = 0.7  # load from which others disturb a measurement; on a GPU, of each core of the host
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,12 @@ class ProfileResult:
     load: float | None = None  # of the machine before we began
 
     @property
+    def busy(self) -> bool:
+        """Whether others were at work on the machine."""
+        cores = 1 if self.ceilings.device.startswith("cpu") else self.machine.cores
+        return (self.load or 0) > BUSY * cores
+
+    @property
     def worth_it(self) -> bool:
         return any(length.attention_share >= self.threshold for length in self.lengths)
 
@@ -118,14 +124,14 @@ class ProfileResult:
             f"{self.model} on {self.machine.cpu}" + "".join(f", {gpu}" for gpu in self.machine.gpus),
             f"ceilings measured on {c.device} in {c.dtype}, {c.threads} threads: "
             f"{c.gemm_gflops:,.0f} GFLOP/s, {c.copy_gbs:.1f} GB/s",
-            *([f"the machine was busy (load {self.load}): times are too long"] if (self.load or 0) > BUSY else []),
+            *([f"the machine was busy (load {self.load}): times are too long"] if self.busy else []),
             "",
-            "  prompt   prefill  attention  projections     mlp    rest  attention GFLOP/s    decode/token",
+            "  prompt     prefill  attention  projections     mlp    rest  attention GFLOP/s    decode/token",
         ]
         for x in self.lengths:
             s = x.seconds
             lines.append(
-                f"{x.seqlen:8,} {s.total:8.2f}s {s.attention / s.total:9.0%} {s.projections / s.total:12.0%} "
+                f"{x.seqlen:8,} {_time(s.total):>11} {s.attention / s.total:9.0%} {s.projections / s.total:12.0%} "
                 f"{s.mlp / s.total:7.0%} {s.rest / s.total:7.0%} {x.attention_gflops_per_s:8,.0f} "
                 f"({x.of_gemm_ceiling:4.0%} of gemm) {x.decode.seconds_per_token * 1e3:7.1f} ms, "
                 f"attention {x.decode.attention_share:.0%}"
@@ -135,11 +141,16 @@ class ProfileResult:
             money = saving.money_saved_per_1000_prompts
             lines.append(
                 f"  {saving.seqlen:,} tokens at {saving.density:.0%}: {saving.speedup:.2f}x, saves "
-                f"{saving.seconds_saved:.2f} s a prompt" + ("" if money is None else f", {money:.2f} per 1,000 prompts")
+                f"{_time(saving.seconds_saved)} a prompt"
+                + ("" if money is None else f", {money:.2f} per 1,000 prompts")
             )
         if self.worth_it:
             lines += ["", "how low the density may go with this model and text: dynaxx tune"]
         return "\n".join(lines)
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
 
 
 def _saving(length: LengthProfile, density: float, price_per_hour: float | None) -> Saving:

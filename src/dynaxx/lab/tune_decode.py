@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import cross_entropy
 
 from dynaxx.lab.crossover import LengthTiming, dense_below
-from dynaxx.lab.decode_speed import table, time_steps
+from dynaxx.lab.decode_speed import NO_PLANS, table, time_steps
 from dynaxx.lab.perplexity import logits_of
 from dynaxx.patterns import Sink, SlidingWindow
 from dynaxx.selection import Hybrid, MinMax, TopK
@@ -27,7 +27,6 @@ SHARES = (0.5, 0.25, 0.125, 0.0625)  # of the pages, tried from the first on
 STEPS = 256  # tokens decoded at the end of each text
 WINDOW = 256  # last tokens whose pages are always read
 ERRORS = 2  # standard errors that a rise of perplexity must stay below the tolerance by
-NO_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # cuDNN: one per length, slow
 
 
 @dataclass(frozen=True)

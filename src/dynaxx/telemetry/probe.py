@@ -75,6 +75,17 @@ class Probe:
         self.numbers.add("dynaxx_layer_calls_total", backend="dense", phase=phase)
         self.numbers.add("dynaxx_dense_calls_total", reason=reason)
 
+    def dense_counter(self, reason: str, phase: str = "prefill") -> Callable[[], None]:
+        """What counts as `dense` each time it is called, for where that is again and again."""
+        calls = self.numbers.counter("dynaxx_layer_calls_total", backend="dense", phase=phase)
+        reasons = self.numbers.counter("dynaxx_dense_calls_total", reason=reason)
+
+        def count() -> None:
+            calls()
+            reasons()
+
+        return count
+
     def fallback(self, reason: str, phase: str = "prefill") -> None:
         """A call ran dense that should have run sparse."""
         self.dense(reason, phase)
