@@ -1,16 +1,17 @@
 """One variant of the decoder while it trains: steps, held-out loss, speed, and its share of a checkpoint."""
 
 import math
-import os
 import pickle
 import sys
 import tempfile
 import time
 from dataclasses import replace
+from functools import partial
 
 import torch
 from native_decoder import Decoder
 
+from dynaxx.lab.files import write_file
 from dynaxx.nn import NativeSizes, NativeSparseAttention
 
 FIND = 0.6  # of a run: how long --find-first lasts
@@ -183,15 +184,9 @@ def cannot_write(error):
 
 def save(path, state):
     """Write a checkpoint that is whole or not there. Where it cannot be, the last one stays, and training goes on."""
-    beside = path.with_suffix(".tmp")
     try:
-        with open(beside, "wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
+        write_file(path, partial(torch.save, state))
     except (OSError, RuntimeError) as error:
-        beside.unlink(missing_ok=True)
         if isinstance(error.__context__, OSError):  # torch hides what the disk said
             error = error.__context__
         print(f"warning: no checkpoint at step {state['step']}: {path}: {error}", file=sys.stderr)

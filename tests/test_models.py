@@ -229,6 +229,19 @@ def test_a_kill_at_any_moment_leaves_the_old_or_the_new_file(tmp_path):
         assert path.read_text() in ("0" * 10**5, "1" * 10**5)
 
 
+def test_what_a_killed_write_left_goes_with_a_later_one(tmp_path):
+    path = files.write_text(tmp_path / "a[1].json", "0")
+    old, young, other = (
+        tmp_path / name for name in (".a[1].json.1.00.tmp", ".a[1].json.2.00.tmp", ".a1.json.1.00.tmp")
+    )
+    for each in (old, young, other):
+        each.write_text("half of")
+    for each in (old, other):
+        os.utime(each, (0, 0))
+    files.write_text(path, "1")
+    assert set(tmp_path.iterdir()) == {path, young, other}
+
+
 @pytest.mark.parametrize("content", [None, "{", b"\xff"])
 def test_what_is_not_json_is_named(tmp_path, content):
     path = tmp_path / "a.json"

@@ -22,6 +22,7 @@ from dynaxx.lab.bars import Report
 from dynaxx.lab.bench_gpu_bars import bars_of
 from dynaxx.lab.bench_gpu_peers import PEERS
 from dynaxx.lab.bench_gpu_work import WORKLOADS, Workload
+from dynaxx.lab.files import write_text
 from dynaxx.ops.attention import sparse_attention
 from dynaxx.ops.checks import check_inputs
 from dynaxx.ops.dispatch import unsupported_reasons
@@ -84,7 +85,7 @@ def run_gpu_suite(
             found[part] = run(device, say)
     if plot is not None:
         found["growth"] = beside.time_growth(device, say)
-        plot.write_text(beside.draw_growth(found["growth"]))
+        write_text(plot, beside.draw_growth(found["growth"]))
     bars = bars_of(found)
     for bar in bars:
         say(str(bar))

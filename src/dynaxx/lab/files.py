@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import glob
 import json
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
+
+LEFTOVER_SECONDS = 600  # no write of a file takes so long without a byte
 
 
 class OutOfSpaceError(OSError):
@@ -24,12 +29,36 @@ def write_text(path: Path | str, text: str) -> Path:
         OutOfSpaceError: no room; nothing was changed.
         OSError: no permission, no such folder and so on; nothing was changed.
     """
-    return _write(Path(path), lambda file: file.write(text.encode()))
+    return write_file(path, lambda file: file.write(text.encode()))
 
 
 def write_bytes(path: Path | str, data: bytes) -> Path:
     """Write a binary file in one step; return its path. Errors as `write_text`."""
-    return _write(Path(path), lambda file: file.write(data))
+    return write_file(path, lambda file: file.write(data))
+
+
+def write_file(path: Path | str, fill: Callable[[IO[bytes]], object]) -> Path:
+    """Write what `fill` writes to a binary file, in one step; return its path. Errors as `write_text`, and fill's own.
+
+    What writes of this file left beside it that were killed some time ago is removed.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        _remove_leftover(leftover)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    try:
+        with explain_full_disk(path):
+            with open(temporary, "xb") as file:
+                fill(file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _sync_path(path.parent)
+    return path
 
 
 def write_json(path: Path | str, document: Any) -> Path:
@@ -126,21 +155,11 @@ def explain_full_disk(path: Path | str) -> Iterator[None]:
         raise OutOfSpaceError(error.errno, message) from error
 
 
-def _write(path: Path, fill: Callable[[IO[bytes]], object]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
-    try:
-        with explain_full_disk(path):
-            with open(temporary, "xb") as file:
-                fill(file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    _sync_path(path.parent)
-    return path
+def _remove_leftover(path: Path) -> None:
+    """Unless it is young: then its writer, here or on another machine that shares the folder, may be at work."""
+    with contextlib.suppress(OSError):
+        if time.time() - path.stat().st_mtime > LEFTOVER_SECONDS:
+            path.unlink()
 
 
 def _sync_path(path: Path) -> None:

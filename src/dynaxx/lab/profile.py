@@ -20,7 +20,7 @@ from torch.nn.attention import sdpa_kernel
 
 from dynaxx.lab.attention_route import evaluating
 from dynaxx.lab.decode_speed import NO_PLANS
-from dynaxx.lab.files import explain_full_disk
+from dynaxx.lab.files import beside, explain_full_disk
 from dynaxx.lab.machine import Ceilings, load_average, machine_facts, measure_ceilings, synchronize
 from dynaxx.lab.models import longest_prompt
 from dynaxx.lab.profile_clock import Clock, find_parts, instrumented
@@ -185,10 +185,6 @@ def _write_trace(path: Path, run: Callable[[], Any]) -> None:
     with profiler as recorded:
         run()
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with explain_full_disk(path):
-            recorded.export_chrome_trace(str(temporary))
-            temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with beside(path) as temporary, explain_full_disk(path):
+        recorded.export_chrome_trace(str(temporary))
+        temporary.replace(path)
