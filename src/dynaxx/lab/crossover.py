@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 GPU_LENGTHS = (*LENGTHS, 16384, 32768)  # dense attention is fast there for longer
 REPEATS = 5
+ROW = 8  # layers on a GPU that are timed behind one another: launches of one are hidden behind the work of others
 LONG = 4096  # from here on fewer repeats: they take seconds and noise is small beside them
 GAIN = 1.25  # attention must be this much faster to count: less would hardly show in the whole model
 HYSTERESIS = 1.25  # sparse_from / dense_below
@@ -40,7 +41,9 @@ class LengthTiming:
 def time_lengths(model: Any, policy: Policy, lengths: Sequence[int] | None = None) -> list[LengthTiming]:
     """Time dense (SDPA) and the policy's attention at several lengths, interleaved, on random inputs.
 
-    Three layers are timed, those of the lowest, middle and highest density, and their mean stands for all.
+    Three layers are timed, those of the lowest, middle and highest density, and their mean stands for all. On a GPU
+    each is a row of up to `ROW` calls that nothing waits between, as in a model: either the host or the GPU is what
+    takes the time.
 
     Args:
         lengths: by default those up to the model's context, and that itself.
@@ -52,6 +55,7 @@ def time_lengths(model: Any, policy: Policy, lengths: Sequence[int] | None = Non
     facts = policy.model
     typical = _typical(list(plans.values()))
     lengths = lengths or within(GPU_LENGTHS if parameter.device.type == "cuda" else LENGTHS, longest_prompt(model))
+    row = min(ROW, len(plans)) if parameter.device.type == "cuda" else 1
     found = []
     for seqlen in lengths:
         q, k, v = (
@@ -59,14 +63,21 @@ def time_lengths(model: Any, policy: Policy, lengths: Sequence[int] | None = Non
             for heads in (facts.q_heads, facts.kv_heads, facts.kv_heads)
         )
         runs = [partial(_attend_densely, q, k, v), *(partial(_attend, plan, q, k, v) for plan in typical)]
-        dense, *sparse = interleaved(runs, REPEATS if seqlen < LONG else 2, parameter.device)
-        found.append(LengthTiming(seqlen, dense * len(plans), statistics.mean(sparse) * len(plans)))
+        rows = [partial(_in_a_row, run, row) for run in runs]
+        dense, *sparse = interleaved(rows, REPEATS if seqlen < LONG else 2, parameter.device)
+        layers = len(plans) / row
+        found.append(LengthTiming(seqlen, dense * layers, statistics.mean(sparse) * layers))
     return found
 
 
 def within(lengths: Sequence[int], limit: int) -> list[int]:
     """The lengths up to a limit, and the limit itself where it cuts some off."""
     return [*(length for length in lengths if length < limit), *([limit] if limit <= lengths[-1] else [])]
+
+
+def _in_a_row(run: Callable[[], Tensor], count: int) -> None:
+    for _ in range(count):
+        run()
 
 
 def _attend_densely(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

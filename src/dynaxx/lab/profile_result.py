@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dynaxx.lab.machine import Ceilings, Machine
+from dynaxx.lab.verdict import NBSP, duration
 
 DENSITIES = (0.5, 0.25, 0.1)  # that savings are estimated for
 BUSY = 0.7  # load from which others disturb a measurement; on a GPU, of each core of the host
@@ -150,7 +151,7 @@ class ProfileResult:
 
 
 def _time(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
+    return duration(seconds).replace(NBSP, " ")
 
 
 def _saving(length: LengthProfile, density: float, price_per_hour: float | None) -> Saving:

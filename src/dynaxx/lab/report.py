@@ -15,7 +15,7 @@ from typing import Any
 from dynaxx import __version__
 from dynaxx.lab import report_sections as parts
 from dynaxx.lab.files import read_json, write_text
-from dynaxx.lab.verdict import Verdict, change, percent, times, verdict
+from dynaxx.lab.verdict import Verdict, change, duration, percent, times, verdict
 
 FILES = {name: f"{name}.json" for name in ("profile", "analysis", "tuning", "policy", "validation")}
 COMMANDS = {
@@ -70,7 +70,13 @@ def write_report(run_dir: Path) -> Path:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"percent": percent, "change": change, "times": times, "number": parts.number}
+    environment.filters |= {
+        "percent": percent,
+        "change": change,
+        "duration": duration,
+        "times": times,
+        "number": parts.number,
+    }
     template = environment.get_template("report.html.j2")
     odd = (*ODD, jinja2.TemplateError)
     documents, problems = _read(run_dir)

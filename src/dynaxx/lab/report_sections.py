@@ -11,7 +11,7 @@ from typing import Any
 
 from dynaxx.lab import charts
 from dynaxx.lab.charts import Axes, Line, Point, Series
-from dynaxx.lab.verdict import change, percent, times
+from dynaxx.lab.verdict import change, duration, percent, times
 
 RULE_NAMES = {
     "oracle": "best possible",
@@ -37,11 +37,11 @@ def profile_section(document: dict[str, Any], documents: dict[str, Any]) -> dict
     for length in lengths:
         seconds = length["seconds"]
         parts = [
-            (f"{words}: {seconds[part]:.3g} s, {percent(seconds[part] / seconds['total'])}", seconds[part])
+            (f"{words}: {duration(seconds[part])}, {percent(seconds[part] / seconds['total'])}", seconds[part])
             for part, words in PARTS.items()
         ]
         shares = [(title, value / seconds["total"]) for title, value in parts]
-        rows.append((f"{length['seqlen']:,}", shares, f"{seconds['total']:.3g} s"))
+        rows.append((f"{length['seqlen']:,}", shares, duration(seconds["total"])))
     chart = charts.stacked_bars(
         rows,
         alt="Share of prefill time by prompt length: attention, projections, MLP, rest",
@@ -190,7 +190,7 @@ def _speed_chart(timings: list[dict[str, Any]], name: str, alt: str, border: int
     points = []
     for timing in sorted(timings, key=lambda timing: timing["seqlen"]):
         speedup = timing["dense_seconds"] / timing["sparse_seconds"]
-        seconds = f"{timing['dense_seconds']:.3g} s dense, {timing['sparse_seconds']:.3g} s sparse"
+        seconds = f"{duration(timing['dense_seconds'])} dense, {duration(timing['sparse_seconds'])} sparse"
         points.append(Point(timing["seqlen"], speedup, f"{timing['seqlen']:,} tokens: {times(speedup)}, {seconds}"))
     inside = border and points[0].x < border < points[-1].x
     axes = Axes(

@@ -43,6 +43,12 @@ def times(factor: float) -> str:
     return f"{factor:.{2 if factor < 1.2 else 1}f}\N{MULTIPLICATION SIGN}"
 
 
+def duration(seconds: float) -> str:
+    """Seconds to three digits, in milliseconds below one."""
+    value, unit = (seconds, "s") if seconds >= 1 else (1e3 * seconds, "ms")
+    return f"{value:,.0f}{NBSP}{unit}" if value >= 100 else f"{value:.3g}{NBSP}{unit}"
+
+
 def verdict(documents: dict[str, Any]) -> Verdict:
     """Judge by the furthest step that was done.
 
