@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import dynaxx
@@ -144,6 +145,41 @@ def test_a_typo_is_refused_before_a_model_is_looked_for(tmp_path, monkeypatch, a
     assert shown.exit_code == 2, shown.output
     assert message in shown.stderr
     assert "no-model" not in shown.stderr
+
+
+@pytest.fixture
+def broken(tiny, tmp_path):
+    """Make a copy of the model with all of one weight the same value, in a dtype."""
+
+    def make(name, value, dtype):
+        model = AutoModelForCausalLM.from_pretrained(tiny, dtype=dtype)
+        with torch.no_grad():
+            model.get_parameter(name).fill_(value)
+        model.save_pretrained(tmp_path / "broken")
+        AutoTokenizer.from_pretrained(tiny).save_pretrained(tmp_path / "broken")
+        return tmp_path / "broken"
+
+    return make
+
+
+@pytest.mark.parametrize("command", ["profile", "analyze", "tune"])
+def test_weights_that_are_no_numbers_are_named(broken, tiny, tmp_path, command):
+    weight = "model.layers.1.self_attn.q_proj.weight"
+    model = broken(weight, float("nan"), torch.float32)
+    shown = dynaxx_(command, model, "--text", tiny.parent / "text.txt", "--out", tmp_path / "run", "--quiet")
+    assert shown.exit_code == 2, shown.output
+    assert f"broken has NaN or infinity in {weight}" in shown.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("command", ["analyze", "tune"])
+def test_activations_that_leave_float16_are_an_error_that_says_so(broken, tiny, tmp_path, command):
+    model = broken("model.layers.1.input_layernorm.weight", 65_000, torch.float16)
+    args = ("--text", tiny.parent / "text.txt", "--tokens", 64, "--block-size", 16, "--dtype", "float16", "--quiet")
+    more = ("--no-profile", "--no-analysis") if command == "tune" else ()
+    shown = dynaxx_(command, model, *args, *more, "--out", tmp_path / "run")
+    assert shown.exit_code == 2, shown.output
+    assert "are not finite in float16: try --dtype bfloat16 or float32" in shown.stderr
 
 
 @pytest.mark.parametrize("command", COMMANDS)

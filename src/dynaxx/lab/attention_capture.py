@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.lab.attention_route import evaluating, routed
+from dynaxx.lab.finite import check_finite
 
 CAPTURE = "dynaxx_capture"  # our name in transformers' AttentionInterface
 HIDDEN = -1e4  # score of a pair that is not visible: exp is 0 and 0 * score stays 0
@@ -51,7 +52,8 @@ def visit_attention(model: Any, input_ids: Tensor, visit: Visitor) -> None:
 
     Raises:
         ValueError: the model does not let its attention be set, or computes something that a map of q and k is not
-            (learned sinks in the softmax, a position bias, attention that is not causal).
+            (learned sinks in the softmax, a position bias, attention that is not causal), or queries or keys that are
+            not finite.
     """
     seen: set[int] = set()
     with routed(model, CAPTURE, _capture), evaluating(model):
@@ -83,6 +85,8 @@ def _capture(
             raise ValueError(f"attention maps of a model that uses `{name}` are not supported")
     if not getattr(module, "is_causal", True):
         raise ValueError(f"attention maps are for causal attention, and {type(module).__name__} is not causal")
+    check_finite(query, f"queries of layer {module.layer_idx}")
+    check_finite(key, f"keys of layer {module.layer_idx}")
     group_size = query.shape[1] // key.shape[1]
     scale = kwargs.get("scaling")
     seen.add(module.layer_idx)

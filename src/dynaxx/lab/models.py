@@ -23,6 +23,7 @@ import torch
 
 from dynaxx.core.library import cache_directory
 from dynaxx.lab.files import beside, explain_full_disk, remove, sync_tree
+from dynaxx.lab.finite import check_weights
 from dynaxx.lab.progress import Progress, SilentProgress
 
 CACHE_FORMAT = "v1"  # part of every cached folder's path; raise it when what is written changes
@@ -79,7 +80,8 @@ def load_model(
         (model, tokenizer): attention "sdpa", eval mode, no gradients switched off.
 
     Raises:
-        ValueError: no such model, or not one that transformers can read; the message says what to give.
+        ValueError: no such model, not one that transformers can read, or weights that are not finite; the message says
+            what to give.
         ImportError: transformers, or the model's package, is not installed; the message says how.
         OutOfSpaceError: the cache's disk is full.
     """
@@ -93,7 +95,8 @@ def load_model(
         raise ValueError(
             f"{name_or_path} is not a causal language model that transformers can read: {error}"
         ) from error
-    return LoadedModel(model.eval().to(device), tokenizer)
+    check_weights(model.eval().to(device), str(name_or_path))
+    return LoadedModel(model, tokenizer)
 
 
 def save_model(loaded: LoadedModel, folder: Path) -> None:

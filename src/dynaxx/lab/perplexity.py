@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dynaxx.lab.finite import check_finite
+
 ROWS = 512  # tokens whose logits exist at once
 
 
@@ -19,8 +21,13 @@ def logits_of(model: Any, hidden: Tensor) -> Tensor:
 
 @torch.no_grad()
 def token_losses(model: Any, ids: Tensor) -> Tensor:
-    """Cross-entropy in nats of each next token, (batch, tokens - 1) fp32, for ids (batch, tokens)."""
+    """Cross-entropy in nats of each next token, (batch, tokens - 1) fp32, for ids (batch, tokens).
+
+    Raises:
+        ValueError: hidden states that are not finite.
+    """
     hidden = model.base_model(ids[:, :-1].to(model.device), use_cache=False)[0]
+    check_finite(hidden, "hidden states")
     losses = []
     for start in range(0, hidden.shape[1], ROWS):
         logits = logits_of(model, hidden[:, start : start + ROWS])

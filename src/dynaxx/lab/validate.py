@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.lab.attention_route import evaluating
+from dynaxx.lab.finite import check_finite
 from dynaxx.lab.models import longest_prompt
 from dynaxx.lab.perplexity import ROWS, logits_of, perplexity
 from dynaxx.lab.prefill_speed import time_prefill
@@ -133,6 +134,7 @@ class _Run:
     @torch.no_grad()
     def hidden(self, ids: Tensor) -> Tensor:
         out: Tensor = self.model.base_model(ids.to(self.model.device), use_cache=False)[0]
+        check_finite(out, "hidden states")
         return out
 
     def compare_text(self, ids: list[int], window: int, share: float) -> tuple[LogitErrors, Perplexities]:
