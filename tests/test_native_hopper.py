@@ -4,7 +4,12 @@ import pytest
 import torch
 
 import dynaxx as dx
+from dynaxx.patterns.local import SlidingWindow
+from dynaxx.patterns.packed import packed_layout
+from dynaxx.testing import make_qkv
 from dynaxx.testing.native import random_selected_case
+from dynaxx.testing.oracle import error_reports, oracle_attention
+from dynaxx.testing.rounding import rounding_errors
 from test_native_triton import check_selection, selection_case
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -114,6 +119,7 @@ def test_adding_the_branches_in_one_kernel_changes_no_gradient(group, dtype, dim
     """Nor what is without gradients; `out` by its own rounding, and that of the selected branch by itself."""
     from dynaxx.kernels.hopper.native import SelectedPlan
 
+    monkeypatch.setattr(SelectedPlan, "attends_window", False)
     sizes, tokens = dx.NativeSizes(slc_block=block, slc_count=5, window=100), 777
     draw = lambda *shape: torch.randn(1, tokens, *shape, dtype=dtype, device="cuda").requires_grad_()
     q, k, v, gates = leaves = [draw(2 * group, dim), draw(2, dim), draw(2, dim), draw(2 * group, 3)]
@@ -133,3 +139,47 @@ def test_adding_the_branches_in_one_kernel_changes_no_gradient(group, dtype, dim
     assert (mixed - apart).abs().amax() <= rounding
     for one, other in zip(grads, grads_apart, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("group", "dtype", "dim", "block", "window"),
+    [
+        (16, torch.bfloat16, 128, 64, 512),
+        (8, torch.float16, 64, 64, 1),
+        (32, torch.bfloat16, 128, 64, 77),
+        (64, torch.bfloat16, 64, 128, 300),
+        (16, torch.float16, 128, 128, 5000),
+    ],
+)
+@pytest.mark.parametrize(
+    ("lengths_q", "lengths_k"), [((700,), (700,)), ((1, 0, 130, 517, 3, 64),) * 2, ((257,), (900,)), ((300,), (90,))]
+)
+def test_the_window_beside_selected_blocks(group, dtype, dim, block, window, lengths_q, lengths_k):
+    """By itself: the gates of the other branches are 0."""
+    ends_q, ends_k = ([sum(some[:i]) for i in range(len(some) + 1)] for some in (lengths_q, lengths_k))
+    sizes = dx.NativeSizes(slc_block=block, slc_count=4, window=window)
+    q, k, v = make_qkv(1, ends_q[-1], ends_k[-1], 2 * group, 2, dim, dim, dtype=dtype, device="cuda", seed=window)
+    mask = packed_layout(SlidingWindow(window), ends_q, ends_k, block_size=128, device="cuda").to_dense()
+    gates = torch.zeros(ends_q[-1], 2 * group, 3, dtype=dtype, device="cuda")
+    gates[..., 2] = 1
+    do = torch.randn_like(q)
+
+    def ours(q, k, v):
+        pooled = tuple(dx.compress(x[0], sizes, cu_seqlens=ends_k) for x in (k, v))
+        return dx.native_sparse_attention(
+            q[0], k[0], v[0], pooled, gates, sizes, cu_seqlens_q=ends_q, cu_seqlens_k=ends_k, backend="hopper"
+        )[None]
+
+    def run(attend, dtype):
+        leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
+        out = attend(*leaves)
+        with torch.no_grad():
+            assert torch.equal(out, attend(*leaves))
+        return out.detach(), *torch.autograd.grad(out, leaves, do.to(dtype))
+
+    formula = lambda q, k, v: oracle_attention(q, k, v, mask)[0]
+    rounded = rounding_errors({"q": q, "k": k, "v": v}, mask, do)
+    for report in error_reports(
+        ("out", "dq", "dk", "dv"), run(ours, dtype), run(formula, dtype), run(formula, torch.float64), rounded
+    ):
+        assert report.ok, report

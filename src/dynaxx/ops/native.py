@@ -233,8 +233,14 @@ def _mixed_branches(
     spans = plan.spans
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     with torch.no_grad():
-        out_swa, lse_swa = window_attention(Packed(q, k, v, None), spans, scale, backend)
-        mixture = kernels.Mixture(compressed[0], out_swa, gates, torch.empty_like(out_swa), needs_grad)
+        out = q.new_empty(compressed[0].shape)
+        if plan.attends_window:
+            out_swa = torch.empty_like(out) if needs_grad else out
+            lse_swa = compressed[1].new_empty(compressed[1].shape)
+        else:
+            out_swa, lse_swa = window_attention(Packed(q, k, v, None), spans, scale, backend)
+        made_here = lse_swa if plan.attends_window else None
+        mixture = kernels.Mixture(compressed[0], out_swa, gates, out, needs_grad, made_here)
         out_slc, lse_slc = kernels.selected_and_mixed(q, k, v, plan, scale, mixture)
     if not needs_grad:
         return mixture.out

@@ -65,6 +65,11 @@ class SelectedPlan(portable.SelectedPlan):
     def mixes(self) -> bool:
         return self.schedule == "union"
 
+    @property
+    def attends_window(self) -> bool:
+        """Where the windows of neighbouring rows overlap: not where sequences have keys before their queries."""
+        return self.mixes and (len(self.spans.ends_q) == 2 or self.spans.ends_q == self.spans.ends_k)
+
     def dq_by_query(self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, scale: float) -> Tensor:
         from dynaxx.kernels.hopper import selected_backward
 

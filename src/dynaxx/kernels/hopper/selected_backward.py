@@ -36,7 +36,7 @@ def _produce(
         at = [first_t + u * POSITIONS, i_head * GROUP, 0]
         tma.async_copy_global_to_shared(q_desc, at, q_full.index(0), q_buffers.index(u))
         tma.async_copy_global_to_shared(do_desc, at, q_full.index(0), do_buffers.index(u))
-    feed_blocks(k_desc, v_desc, k_buffers, v_buffers, full, empty, p_starts, count, i_hk, STAGES)
+    feed_blocks(k_desc, v_desc, k_buffers, v_buffers, full, empty, p_starts, count, 0, i_hk, STAGES)
 
 
 @gluon.jit

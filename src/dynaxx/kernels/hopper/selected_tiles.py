@@ -17,16 +17,22 @@ SHARED_ROWS = 896  # of 256 bytes, in shared memory
 
 @gluon.jit
 def feed_blocks(
-    k_desc, v_desc, k_buffers, v_buffers, full, empty, p_starts, count, i_hk, STAGES: gl.constexpr
+    k_desc, v_desc, k_buffers, v_buffers, full, empty, p_starts, count, before, i_hk, STAGES: gl.constexpr
 ):  # fmt: skip
-    """Load the keys and values of each block of a union, in its order."""
+    """Load the keys and values of each block of a union, in its order, behind so many other blocks."""
     for i_block in range(count):
-        start = gl.load(p_starts + i_block)
-        stage = i_block % STAGES
-        mbarrier.wait(empty.index(stage), ((i_block // STAGES) & 1) ^ 1)
-        mbarrier.expect(full.index(stage), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(k_desc, [i_hk, start, 0], full.index(stage), k_buffers.index(stage))
-        tma.async_copy_global_to_shared(v_desc, [i_hk, start, 0], full.index(stage), v_buffers.index(stage))
+        at = [i_hk, gl.load(p_starts + i_block), 0]
+        feed_block(k_desc, v_desc, k_buffers, v_buffers, full, empty, before + i_block, at, STAGES)
+
+
+@gluon.jit
+def feed_block(k_desc, v_desc, k_buffers, v_buffers, full, empty, i_block, at, STAGES: gl.constexpr):
+    """Load a block of keys and values, the `i_block`-th of a program."""
+    stage = i_block % STAGES
+    mbarrier.wait(empty.index(stage), ((i_block // STAGES) & 1) ^ 1)
+    mbarrier.expect(full.index(stage), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(k_desc, at, full.index(stage), k_buffers.index(stage))
+    tma.async_copy_global_to_shared(v_desc, at, full.index(stage), v_buffers.index(stage))
 
 
 def descriptor(x: Tensor, block: tuple[int, int, int]) -> TensorDescriptor:

@@ -47,10 +47,11 @@ class Mixture(NamedTuple):
     """What the selected branch is added to, each times its gate."""
 
     cmp: Tensor  # (T, Hq, E), the compressed branch
-    swa: Tensor  # (T, Hq, E), the window branch
+    swa: Tensor  # (T, Hq, E), the window branch; where it goes if `swa_lse` is given
     gates: Tensor  # (T, Hq, 3), of the compressed, the selected and the window branch
     out: Tensor  # (T, Hq, E), where the sum goes
     alone: bool  # whether the selected branch is wanted by itself, too; else its own result is undefined
+    swa_lse: Tensor | None  # (Hq, T) fp32, where the window branch's lse goes; None where that branch is there
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,11 @@ class SelectedPlan:
     @property
     def mixes(self) -> bool:
         """Whether `forward_by_query` is the way, and can add the other branches to its own."""
+        return False
+
+    @property
+    def attends_window(self) -> bool:
+        """Whether `forward_by_query` makes the window branch, too, as it mixes."""
         return False
 
     def choose(self) -> Tensor | None:
