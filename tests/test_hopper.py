@@ -96,6 +96,20 @@ def test_views_of_any_stride():
 
 @pytest.mark.gpu
 @on_hopper
+@pytest.mark.usefixtures("passes")
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(("dtype", "low"), [(torch.float16, 25), (torch.bfloat16, 200)])
+def test_keys_past_the_end_weigh_nothing(head_dim, dtype, low):
+    """Their scores are 0, beside which those of all keys that there are may be as low as they like."""
+    q, k, v = make_qkv(1, 200, 200, 4, 2, head_dim, dtype=dtype, device="cuda")
+    q[..., 0], k[..., 0] = 16, -low * head_dim**0.5 / 16
+    for pattern in (dx.Full(), dx.SlidingWindow((90, 90)), dx.Strided(3)):
+        for block_size in ((64, 64), (64, 128), (128, 128)):
+            check(q, k, v, pattern.layout(200, block_size=block_size, device="cuda"), f"{pattern} {block_size}")
+
+
+@pytest.mark.gpu
+@on_hopper
 def test_rows_of_nan_stay_alone():
     q, k, v = make_qkv(2, 200, 200, 2, 2, 64, dtype=torch.bfloat16, device="cuda")
     k[1], v[1] = torch.nan, torch.nan

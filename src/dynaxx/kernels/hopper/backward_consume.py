@@ -21,9 +21,9 @@ from dynaxx.kernels.hopper.visible import WORD_LAYOUT, columns_between, where_se
 @gluon.jit
 def keep(
     weights, numbers, at, p_bits, part, first_key, FIRST_QUERY: gl.constexpr,
-    Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr,
+    Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, keys_there=None,
 ):  # fmt: skip
-    """Transposed weights [64 keys, queries], 0 where the block's mask hides the pair.
+    """Transposed weights [64 keys, queries], 0 where the block's mask hides the pair, or past the keys that are there.
 
     Keys count from `first_key` of the block, queries from FIRST_QUERY of the tile, which begins at `part` of the block.
     """
@@ -40,6 +40,8 @@ def keep(
             for i_column in range(weights.shape[1] // 4):
                 query = i_column // 2 * 8 + 2 * threads + i_column % 2
                 seen |= ((gl.load(p_words + query * WORDS) >> keys % 32) & 1) << i_column
+    if keys_there is not None:
+        seen = gl.where(keys < keys_there, seen, 0)
     return where_seen(weights, seen, 0.0)
 
 

@@ -57,6 +57,7 @@ def _sparse_attention_hopper_bwd_kernel(
             gl.program_id(0), i_b, i_hk, i_col, p_parts, num_parts, limit, batch_copies, head_copies,
             p_indptr, capacity, layout_stride_b, layout_stride_h, kv_blocks, kv_heads, group_size,
         )  # fmt: skip
+    keys_there = seqlen_k - i_col * KV_BLOCK
     first_head = (i_b * kv_heads + i_hk).to(gl.int64) * group_size
     D: gl.constexpr = q_desc.block_type.shape[3]
     first_tile = (i_b * kv_heads + i_hk) * group_size * q_blocks * (Q_BLOCK // ROWS)
@@ -85,21 +86,21 @@ def _sparse_attention_hopper_bwd_kernel(
             sums_desc, dk_desc, dv_desc, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, dq_buffers,
             kv_full, kv_read, full, empty, ds_full, numbers, stats,
             p_indptr, p_num_partial, p_bits, capacity, layout_stride_b, layout_stride_h, i_b, i_hk, i_col,
-            kv_blocks, first_tile, group_size, first, last, slot, p_sums, scale, scale_log2,
+            kv_blocks, first_tile, group_size, first, last, slot, keys_there, p_sums, scale, scale_log2,
             CONSUMERS, 0, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS, AHEAD,
         )),
         (consume, (
             sums_desc, dk_desc, dv_desc, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, dq_buffers,
             kv_full, kv_read, full, empty, ds_full, numbers, stats,
             p_indptr, p_num_partial, p_bits, capacity, layout_stride_b, layout_stride_h, i_b, i_hk, i_col,
-            kv_blocks, first_tile, group_size, first, last, slot, p_sums, scale, scale_log2,
+            kv_blocks, first_tile, group_size, first, last, slot, keys_there, p_sums, scale, scale_log2,
             CONSUMERS, 1, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS, AHEAD,
         )),
         (produce, (
             q_desc, do_desc, k_desc, v_desc, q_buffers, do_buffers, k_buffers, v_buffers, kv_full, full, empty,
             numbers, stats, p_lse, p_delta, p_indptr, p_num_partial, p_indices, p_codes, p_bands, capacity,
             num_masks, layout_stride_b, layout_stride_h, i_b, i_hk, i_col, 0, kv_blocks, q_blocks, group_size,
-            first, last, CONSUMERS, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS, AHEAD,
+            first, last, CONSUMERS, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS, AHEAD, keys_there < KV_BLOCK,
         )),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 

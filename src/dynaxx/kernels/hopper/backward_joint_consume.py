@@ -6,6 +6,9 @@ the gradients of the tile before, of all keys, with its share of k's columns, fo
 consumer may be a tile ahead of the other. While dk's product runs, the tile of dq goes to shared memory, and the copy
 unit adds it to sums in global memory. Sums lie as the threads hold a tile: each writes 16 bytes beside its neighbour's,
 and a tile is one piece of memory.
+
+Of a block that the end of the keys cuts all tiles are masked: keys that are not there have scores of 0, and where all
+others lie far below, their weights are beyond what dtype holds; inf times a key of zeros would make dq NaN.
 """
 
 from triton._C.libtriton import ir
@@ -73,7 +76,7 @@ def _add_dq(dq, sums_desc, dq_buffer, tile, CONSUMERS: gl.constexpr, CONSUMER: g
 @gluon.jit
 def _consume_tiles(
     dk, dv, scores, sums_desc, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, dq_buffers, full, empty,
-    ds_full, numbers, stats, p_bits, first_tile, scale_log2, done, begin, end,
+    ds_full, numbers, stats, p_bits, first_tile, keys_there, scale_log2, done, begin, end,
     MASKED: gl.constexpr, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr,
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
@@ -104,7 +107,9 @@ def _consume_tiles(
         weights = gl.exp2(scores * scale_log2 - lse[None, :])
         if MASKED:
             part = i_tile % SPLIT * ROWS
-            weights = keep(weights, numbers, i % RING * FIELDS, p_bits, part, CONSUMER * ROWS, 0, Q_BLOCK, KV_BLOCK)
+            weights = keep(
+                weights, numbers, i % RING * FIELDS, p_bits, part, CONSUMER * ROWS, 0, Q_BLOCK, KV_BLOCK, keys_there
+            )
         delta = stats.index(stage * 2 + 1).load(gl.SliceLayout(0, s_layout))
         p = gl.convert_layout(weights.to(q.dtype), p_layout)
         if AHEAD:
@@ -139,7 +144,7 @@ def consume(
     sums_desc, dk_desc, dv_desc, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, dq_buffers,
     kv_full, kv_read, full, empty, ds_full, numbers, stats,
     p_indptr, p_num_partial, p_bits, capacity, layout_stride_b, layout_stride_h, i_b, i_hk, i_col,
-    kv_blocks, first_tile, group_size, first, last, slot, p_sums, scale, scale_log2,
+    kv_blocks, first_tile, group_size, first, last, slot, keys_there, p_sums, scale, scale_log2,
     CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr,
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr, HAS_PARTS: gl.constexpr,
     AHEAD: gl.constexpr,
@@ -166,15 +171,17 @@ def consume(
             p_indptr, p_num_partial, capacity, layout_stride_b, layout_stride_h,
             i_b, i_hk * group_size + i_group, i_col, kv_blocks, first, last, before, HAS_PARTS,
         )  # fmt: skip
+        if keys_there < KV_BLOCK:
+            partial = count
         dk, dv, scores = _consume_tiles(
             dk, dv, scores, sums_desc, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, dq_buffers,
-            full, empty, ds_full, numbers, stats, p_bits, first_tile, scale_log2, done, 0, partial * SPLIT,
+            full, empty, ds_full, numbers, stats, p_bits, first_tile, keys_there, scale_log2, done, 0, partial * SPLIT,
             True, CONSUMERS, CONSUMER, Q_BLOCK, KV_BLOCK, STAGES, AHEAD,
         )  # fmt: skip
         dk, dv, scores = _consume_tiles(
             dk, dv, scores, sums_desc, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, dq_buffers,
-            full, empty, ds_full, numbers, stats, p_bits, first_tile, scale_log2, done, partial * SPLIT, count * SPLIT,
-            False, CONSUMERS, CONSUMER, Q_BLOCK, KV_BLOCK, STAGES, AHEAD,
+            full, empty, ds_full, numbers, stats, p_bits, first_tile, keys_there, scale_log2, done,
+            partial * SPLIT, count * SPLIT, False, CONSUMERS, CONSUMER, Q_BLOCK, KV_BLOCK, STAGES, AHEAD,
         )  # fmt: skip
         done += count * SPLIT
     dq_token = _start_dq(k_buffers, ds_buffers, ds_full, done, CONSUMERS, CONSUMER)

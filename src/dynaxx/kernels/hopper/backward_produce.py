@@ -64,10 +64,10 @@ def produce(
     p_lse, p_delta, p_indptr, p_num_partial, p_indices, p_codes, p_bands, capacity, num_masks,
     layout_stride_b, layout_stride_h, i_b, i_hk, i_col, first_key, kv_blocks, q_blocks, group_size, first, last,
     CONSUMERS: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr,
-    HAS_PARTS: gl.constexpr, ENDING: gl.constexpr = False,
+    HAS_PARTS: gl.constexpr, ENDING: gl.constexpr = False, cut=False,
 ):  # fmt: skip
     """Feed keys of a block from `first_key` on, as many as there are buffers for, of one kv head, and the tiles of all
-    heads of the group, partial blocks first in each head.
+    heads of the group, partial blocks first in each head; under `cut` full ones come as partial.
     """
     SPLIT: gl.constexpr = Q_BLOCK // ROWS
     BUFFERS: gl.constexpr = k_buffers.shape[0]
@@ -84,6 +84,8 @@ def produce(
             p_indptr, p_num_partial, capacity, layout_stride_b, layout_stride_h, i_b, i_h, i_col, kv_blocks,
             first, last, before, HAS_PARTS,
         )  # fmt: skip
+        if cut:
+            partial = count
         for i_tile in range(count * SPLIT):
             entry = start + i_tile // SPLIT
             part = i_tile % SPLIT
