@@ -1,4 +1,5 @@
 import base64
+import json
 import re
 import shutil
 import struct
@@ -6,7 +7,7 @@ import subprocess
 import sys
 import zlib
 from html.parser import HTMLParser
-from itertools import combinations
+from itertools import combinations, pairwise
 from xml.etree import ElementTree
 
 import pytest
@@ -225,6 +226,39 @@ def test_line_charts_with_little_in_them():
     ElementTree.fromstring(
         charts.line_chart([Series("a", [Point(64, 1.0)])], Axes("x", "y", str, str, log_x=True), alt="b")
     )
+
+
+def test_words_on_a_chart_cover_neither_its_line_nor_each_other():
+    """A line that goes up and down through the reference at its end: the words go to where it is quiet."""
+    points = [Point(64, 1.0), Point(512, 1.0), Point(640, 0.83), Point(1024, 1.09)]
+    axes = Axes("tokens", "speed", log_x=True, y_range=(0, 1.2), y_lines=[Line(1.0, "dense")],
+                x_lines=[Line(512, "sparse from 512")])  # fmt: skip
+    drawn = ElementTree.fromstring(charts.line_chart([Series("prefill", points)], axes, alt="speed"))
+    words = {
+        each.text: each.attrib for each in drawn.iter("text") if each.text in ("dense", "sparse from 512", "prefill")
+    }
+    boxes = {}
+    for said, at in words.items():
+        width = len(said) * charts.CHAR
+        left = float(at["x"]) - width * (at["text-anchor"] == "end")
+        boxes[said] = (left, left + width, float(at["y"]) - 11, float(at["y"]) + 3)
+    line = [tuple(map(float, pair.split(","))) for pair in drawn.find(".//polyline").get("points").split()]
+    for said, (left, right, top, bottom) in boxes.items():
+        for other, (a, b, c, d) in boxes.items():
+            assert said == other or right <= a or b <= left or bottom <= c or d <= top, (said, other)
+        for (x0, y0), (x1, y1) in pairwise(line):
+            for step in range(101):
+                x, y = x0 + (x1 - x0) * step / 100, y0 + (y1 - y0) * step / 100
+                assert not (left < x < right and top < y < bottom), (said, x, y)
+
+
+def test_figures_name_the_command_that_made_them(tmp_path):
+    command = "dynaxx tune ./m --text prompts.txt --tokens 1024"
+    for name in ("profile", "validation"):
+        (tmp_path / f"{name}.json").write_text(json.dumps({**DOCUMENTS[name](), "command": command}))
+    text = Page(write_report(tmp_path).read_text()).text
+    assert text.count(command) >= 3  # beside each, and in the list
+    assert "dynaxx profile" not in text
 
 
 def test_many_heads_stay_a_small_page(tmp_path):

@@ -12,6 +12,7 @@ from dynaxx.lab import prefill_speed
 from dynaxx.lab import validate as module
 from dynaxx.lab.tasks import TASKS, make_samples, score
 from dynaxx.lab.validate import repeated, validate
+from dynaxx.lab.validation_result import Check, SpeedRow, ValidationResult
 from dynaxx.policy import Tolerances
 
 transformers = pytest.importorskip("transformers")
@@ -81,6 +82,20 @@ def test_a_policy_that_sees_little_fails(model):
     assert failed >= {"kl", "top1_agreement", "logits_mean_error", "slowdown"}
     assert "FAIL  kl" in found.summary()
     assert found.density < 0.2
+
+
+def test_what_failed_comes_with_what_to_do():
+    rows = [SpeedRow(n, 1.0, 1 / speed, speed, 3, None, None) for n, speed in ((512, 1.0), (640, 0.8), (2048, 1.5))]
+    slow, worse = Check("slowdown", 1.25, 1.03, False), Check("kl", 0.2, 0.1, False, "nats")
+
+    def advice(checks, speed=rows):
+        return ValidationResult(False, checks, None, None, (), None, tuple(speed), 0.3, {}, 1, 512, 0).advice()
+
+    assert advice((Check("kl", 0.0, 0.1, True),)) == []
+    assert "lower --tolerance" in " ".join(advice((worse,)))
+    assert "`dense_below` and `sparse_from` in the policy to 2,048 tokens" in " ".join(advice((slow,)))
+    assert "to more than 640 tokens" in " ".join(advice((slow,), rows[:2]))
+    assert len(advice((slow, worse))) == 2
 
 
 def test_figures_are_those_of_a_plain_computation(model):

@@ -21,7 +21,7 @@ from dynaxx.cli.options import (
     ThreadsOption,
     numbers,
 )
-from dynaxx.cli.running import check_targets, load, progress_of, read_text, running, summary_of, tool
+from dynaxx.cli.running import check_targets, document_of, load, progress_of, read_text, running, summary_of, tool
 
 BERTVIZ_CHARS = 400  # BertViz draws every pair of tokens
 
@@ -71,7 +71,8 @@ def analyze(
             seed=seed,
             progress=progress,
         )
-        files = [tool("files").write_json(out / "analysis.json", found.to_dict())]
+        document = document_of(found)
+        files = [tool("files").write_json(out / "analysis.json", document)]
         if bertviz:
             tool("bertviz_view").write_bertviz(*loaded, sample[:BERTVIZ_CHARS], bertviz)
             files.append(bertviz)
@@ -82,4 +83,4 @@ def analyze(
             )
             files.append(tool("files").write_json(out / "reuse.json", costs.to_dict()))
             summary += f"\n\n{summary_of(costs)}"
-        finish(found, summary, files=files)
+        finish(document, summary, files=files)

@@ -20,7 +20,7 @@ from dynaxx.cli.options import (
     ThreadsOption,
     numbers,
 )
-from dynaxx.cli.running import check_targets, load, progress_of, read_text, running, tool
+from dynaxx.cli.running import check_targets, document_of, load, progress_of, read_text, running, tool
 
 
 def profile(
@@ -65,5 +65,6 @@ def profile(
             trace=trace,
             progress=progress,
         )
-        files = [tool("files").write_json(out / "profile.json", found.to_dict())] if out else []
-        finish(found, found.summary(), files=[*files, *([trace] if trace else [])])
+        document = document_of(found)
+        files = [tool("files").write_json(out / "profile.json", document)] if out else []
+        finish(document, found.summary(), files=[*files, *([trace] if trace else [])])

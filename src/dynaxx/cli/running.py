@@ -114,6 +114,11 @@ def command_line() -> str:
     return shlex.join(["dynaxx", *sys.argv[1:]])
 
 
+def document_of(result: Any) -> dict[str, Any]:
+    """A result as the file and stdout get it: with the command that made it."""
+    return {**result.to_dict(), "command": command_line()}
+
+
 def summary_of(result: Any) -> str:
     """A result's own words: a method or property `summary`, as text or as a few named values."""
     summary = getattr(result, "summary", "")

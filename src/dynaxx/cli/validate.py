@@ -22,7 +22,7 @@ from dynaxx.cli.options import (
     ThreadsOption,
     numbers,
 )
-from dynaxx.cli.running import check_targets, load, progress_of, read_text, running, tool
+from dynaxx.cli.running import check_targets, document_of, load, progress_of, read_text, running, tool
 
 
 def validate(
@@ -49,19 +49,20 @@ def validate(
       dynaxx validate ./my-model run/policy.json --text prompts.txt --lengths 2048,8192 --json
     """
     with running(as_json, threads, seed) as finish:
-        document = importlib.import_module("dynaxx.policy").load_policy(policy)
+        chosen = importlib.import_module("dynaxx.policy").load_policy(policy)
         lab, progress = tool("validate"), progress_of(quiet)
         check_targets(out / "validation.json")
         sample, asked = read_text(text), numbers("--lengths", lengths)
         loaded = load(model, device, dtype, progress)
         found = lab.validate(
             *loaded,
-            document,
+            chosen,
             sample,
             lengths=asked,
             tokens=tokens,
             seed=seed,
             progress=progress,
         )
-        files = [tool("files").write_json(out / "validation.json", found.to_dict())]
-        finish(found, found.summary(), ok=found.passed, files=files)
+        document = document_of(found)
+        files = [tool("files").write_json(out / "validation.json", document)]
+        finish(document, found.summary(), ok=found.passed, files=files)

@@ -78,29 +78,33 @@ def line_chart(series: Sequence[Series], axes: Axes, *, alt: str) -> str:
     for tick in _x_ticks(sorted(set(xs)), axes.log_x, to_x):
         out.append(_text(to_x(tick), bottom + 18, axes.x_format(tick), "soft", "middle"))
     out.append(_text((left + edge) / 2, axes.height - 6, axes.x_label, "soft", "middle"))
-    for line in axes.y_lines:
-        y = to_y(line.at)
-        out.append(f'<line class="mark" x1="{left:.1f}" x2="{edge:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        out.append(_text(edge - 2, y - 6, line.label, "ink halo", "end"))
+    drawn = [[(to_x(point.x), to_y(point.y)) for point in sorted(each.points)] for each in series]
+    ends = [(min(max(points[-1][1], top), bottom), each) for points, each in zip(drawn, series, strict=True)]
+    labels = _Labels(drawn)
+    names = [
+        labels.put(each.name, edge + 8, y + 4, style="accent" if each.style == "accent" else "ink")
+        for y, each in _apart(ends)
+    ]
     for line in axes.x_lines:
         x = to_x(line.at)
         out.append(f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{top:.1f}" y2="{bottom:.1f}"/>')
-        out.append(_text(x + 6, top + 10, line.label, "ink halo"))
+        spots = [(x + 6, top + 10, "start"), (x - 6, top + 10, "end"), (x + 6, bottom - 8, "start")]
+        out.append(labels.place(line.label, spots))
+    for line in axes.y_lines:
+        y = to_y(line.at)
+        out.append(f'<line class="mark" x1="{left:.1f}" x2="{edge:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        spots = [(x, y + side, anchor) for x, anchor in ((edge - 2, "end"), (left + 4, "start")) for side in (-6, 15)]
+        out.append(labels.place(line.label, spots))
     clip = f"clip{zlib.crc32(alt.encode()):08x}"
     out.append(
         f'<clipPath id="{clip}"><rect x="{left - 6:.1f}" y="{top - 8:.1f}" width="{edge - left + 14:.1f}" '
         f'height="{bottom - top + 14:.1f}"/></clipPath><g clip-path="url(#{clip})">'
     )
-    ends: list[tuple[float, Series]] = []
-    for each in series:
-        points = sorted(each.points)
-        path = " ".join(f"{to_x(point.x):.1f},{to_y(point.y):.1f}" for point in points)
+    for each, line_points in zip(series, drawn, strict=True):
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in line_points)
         out.append(f'<polyline class="line {each.style}" points="{path}"/>')
-        out.extend(_dot(to_x(point.x), to_y(point.y), point, each) for point in points)
-        ends.append((min(max(to_y(points[-1].y), top), bottom), each))
-    out.append("</g>")
-    for y, each in _apart(ends):
-        out.append(_text(edge + 8, y + 4, each.name, "accent" if each.style == "accent" else "ink"))
+        out.extend(_dot(x, y, point, each) for (x, y), point in zip(line_points, sorted(each.points), strict=True))
+    out += ["</g>", *names]
     return _svg(axes.width, axes.height, out, alt)
 
 
@@ -222,6 +226,43 @@ def _dot(x: float, y: float, point: Point, series: Series) -> str:
     ring = f'<circle class="ring" cx="{x:.1f}" cy="{y:.1f}" r="8"/>' if point.ringed else ""
     title = f"<title>{escape(point.title)}</title>" if point.title else ""
     return f'{ring}<circle class="dot {series.style}" cx="{x:.1f}" cy="{y:.1f}" r="3.5">{title}</circle>'
+
+
+class _Labels:
+    """Words on a chart that cover neither its lines nor each other, where there is room."""
+
+    def __init__(self, lines: Sequence[Sequence[tuple[float, float]]]) -> None:
+        steps = [index / 24 for index in range(25)]
+        self._taken = [
+            (a[0] + (b[0] - a[0]) * step, a[1] + (b[1] - a[1]) * step)
+            for line in lines
+            for a, b in zip(line, line[1:] or line, strict=False)
+            for step in steps
+        ]
+
+    def place(self, said: str, spots: Sequence[tuple[float, float, str]]) -> str:
+        """Write at the first of the spots (x, baseline, anchor) that is free, or else at the first."""
+
+        def free(spot: tuple[float, float, str]) -> bool:
+            left, right = _span(said, spot[0], spot[2])
+            return not any(left < x < right and spot[1] - 14 < y < spot[1] + 6 for x, y in self._taken)
+
+        return self.put(said, *next(filter(free, spots), spots[0]), style="ink halo")
+
+    def put(self, said: str, x: float, y: float, anchor: str = "start", *, style: str) -> str:
+        """Write here; later words keep away."""
+        left, right = _span(said, x, anchor)
+        count = max(2, int((right - left) / 4))
+        self._taken += [
+            (left + (right - left) * index / count, y + row) for index in range(count + 1) for row in (-10, -4, 2)
+        ]
+        return _text(x, y, said, style, anchor)
+
+
+def _span(said: str, x: float, anchor: str) -> tuple[float, float]:
+    """From where to where a text goes, with some air."""
+    first = x - len(said) * CHAR if anchor == "end" else x
+    return first - 3, first + len(said) * CHAR + 3
 
 
 def _apart(labels: list[tuple[float, Series]], gap: float = 15.0) -> list[tuple[float, Series]]:

@@ -129,7 +129,7 @@ def run(model: Any, tokenizer: Any, text: str, plan: Plan, *, progress: Progress
         if known and path.exists():
             earlier: dict[str, Any] = read_json(path)
             return earlier
-        document: dict[str, Any] = make().to_dict()
+        document: dict[str, Any] = {**make().to_dict(), "command": plan.command}
         write_json(path, document)
         return document
 
@@ -189,7 +189,7 @@ def run(model: Any, tokenizer: Any, text: str, plan: Plan, *, progress: Progress
                 found = validate(
                     model, tokenizer, tuned.policy, text, lengths=lengths, seed=plan.seed, progress=progress
                 )
-                validated, said = found.to_dict(), found.summary()
+                validated, said = {**found.to_dict(), "command": plan.command}, found.summary()
                 files.append(write_json(plan.out / "validation.json", validated))
             except ValueError as error:  # the policy and the report are worth having all the same
                 said = str(error)

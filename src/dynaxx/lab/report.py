@@ -105,13 +105,14 @@ def _page(documents: dict[str, Any], problems: dict[str, str], folder: str) -> d
         "policy": parts.policy_section,
         "validation": parts.validation_section,
     }
+    usual = {name: command.format(model=model, folder=folder) for name, command in COMMANDS.items()}
     sections = {}
     for name, make in makers.items():
         document = documents.get(name)
         known = (document or {}).get("command") or (
             documents.get("tuning", {}).get("command") if name == "policy" else ""
         )
-        section = Section(name, str(known or COMMANDS[name].format(model=model, folder=folder)))
+        section = Section(name, str(known or usual[name]))
         section.problem = problems.get(name, "")
         if document is not None:
             section.shown = make(document, documents)
@@ -126,6 +127,7 @@ def _page(documents: dict[str, Any], problems: dict[str, str], folder: str) -> d
         "verdict": judged,
         "kind_words": KIND_WORDS,
         "version": __version__,
+        "validate_it": usual["validation"],
         "machine": parts.machine_facts(documents),
         "commands": list(dict.fromkeys(sections[name].command for name in documents)),
         **sections,

@@ -248,7 +248,7 @@ def validation_section(document: dict[str, Any], documents: dict[str, Any]) -> d
             speed,
             "prefill",
             "Speed of the whole prefill against dense, by prompt length",
-            (documents.get("tuning") or {}).get("dense_below"),
+            (documents.get("policy") or {}).get("sparse_from") or (documents.get("tuning") or {}).get("dense_below"),
         ),
         "with_memory": any(row.get("dense_peak_mb") for row in speed),
         "tasks": _table(document.get("tasks")),

@@ -99,7 +99,21 @@ class ValidationResult:
     seed: int
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**asdict(self), "advice": self.advice()}
+
+    def advice(self) -> list[str]:
+        """What to do about each check that failed, a sentence each."""
+        failed = {check.name: check for check in self.checks if not check.passed}
+        found = []
+        if failed.keys() - {"slowdown"}:
+            found.append("Tune again with a lower --tolerance, or on more text of the kind that failed.")
+        if "slowdown" in failed:
+            slow = max(row.seqlen for row in self.speed if 1 / row.speedup > failed["slowdown"].limit)
+            fast = [row.seqlen for row in self.speed if row.seqlen > slow and row.speedup >= 1]
+            said = "Where it was slow, leave prompts dense: raise `dense_below` and `sparse_from` in the policy to "
+            said += f"{min(fast):,} tokens." if fast else f"more than {slow:,} tokens."
+            found.append(f"{said} A busy machine times badly: measure again on a quiet one.")
+        return found
 
     def summary(self) -> str:
         """The checks, one line each."""
@@ -112,6 +126,7 @@ class ValidationResult:
             lines.append(f"{longest.speedup:.2f}x dense at {longest.seqlen:,} tokens, density {self.density:.1%}")
         if not self.layer_calls["sparse_calls"]:
             lines.append("nothing of a prompt is sparse under this policy: dense was compared with dense")
+        lines += self.advice()
         return "\n".join(lines)
 
 

@@ -79,7 +79,8 @@ def _validated(validation: dict[str, Any], sentence: str, stats: tuple[Stat, ...
     density, speedup = validation.get("density"), _speed(validation.get("speed"))
     if not validation["passed"]:
         several = f"{len(failed)} of its {len(validation['checks'])} checks" if failed else "its validation"
-        return Verdict("no", f"Not yet: the policy fails {several}.", f"{sentence} Failed: {', '.join(failed)}.", stats)
+        said = " ".join([sentence, f"Failed: {', '.join(failed)}.", *validation.get("advice", ())])
+        return Verdict("no", f"Not yet: the policy fails {several}.", said, stats)
     enough = f"{percent(density)} of the attention is enough" if density is not None else "the policy keeps its quality"
     if speedup is None:
         return Verdict("yes", f"Yes: {enough}.", f"{sentence} Speed was not measured.", stats)
