@@ -5,8 +5,8 @@
 What a kernel is compiled for (dtype, head_dims, blocks, softcap, alignment, strides by 16) is a key;
 every key meets many problems of `dynaxx.testing`: groups, lengths, ragged packed batches, sinks, masks and patterns,
 layouts per head, merged results, in two ways to lie in memory. Several processes share the GPU, each with keys of its
-own. Prints what failed with how to see it again (`--key N --seed S --cases 1`), and a count of what passed, failed and
-was refused; exits 1 on any failure.
+own. Prints what failed with how to see it again (`--key N --seed S --cases 1`), the element, the memory of each tensor
+and the number of passes; how near to its budget each tensor came; and counts; exits 1 on any failure.
 """
 
 import argparse
@@ -117,11 +117,15 @@ def choose_passes(one):
 
 
 def run_case(key, seed, device):
-    """Draw and expect on the CPU, where small problems are fast; run on the device, which is shared."""
+    """Draw and expect on the CPU, where small problems are fast; run on the device, which is shared.
+
+    Returns:
+        The status, what is wrong or refused, what the problem is made of, and the reports.
+    """
     problem = random_problem(seed, "cpu", **key.fixed(random.Random(seed)))
     asks = replace(problem.asks, device=torch.device(device))
     if why := unsupported_reasons(key.backend, asks):
-        return "refused", "; ".join(why), problem.traits
+        return "refused", "; ".join(why), problem.traits, []
     expected = Expected(problem, seed)
     memories = key.memories(seed)
     if key.backend == "hopper":
@@ -135,27 +139,35 @@ def run_case(key, seed, device):
         out, lse = problem.attend(*there, backend=key.backend)
         return Moved.apply(out, "cpu", "contiguous", memories[4]), None if lse is None else lse.cpu()
 
-    bad = [str(report) for report in expected.reports(attend) if not report.ok]
+    reports = expected.reports(attend)
+    bad = [str(report) for report in reports if not report.ok]
     for name in memories:
         problem.traits.setdefault("memory", []).append(name)
-    return ("failed" if bad else "passed"), "; ".join([*bad, problem.label] if bad else []), problem.traits
+    if bad:
+        passes = {"hopper": f"; gradients in one pass: {seed % 2 == 0}"}.get(key.backend, "")
+        bad += [problem.label, f"q, k, v, sinks and the gradient of out in memory: {', '.join(memories)}{passes}"]
+    return ("failed" if bad else "passed"), "; ".join(bad), problem.traits, reports
 
 
 def run_key(task):
-    """The cases of one key, until the time is over: counts by status, what was covered, lines to print, seconds."""
+    """The cases of one key, until the time is over: counts by status, what was covered, lines to print, the nearest
+    to its budget of each tensor, seconds."""
     number, key, cases, first_seed, device, deadline = task
     torch.set_num_threads(1)
-    counts, traits, lines, first = collections.Counter(), {}, [], 0.0
+    counts, traits, lines, nearest, first = collections.Counter(), {}, [], {}, 0.0
     began = time.time()
     for seed in range(first_seed, first_seed + cases):
         if time.time() > deadline:
             counts["not run (time)"] += first_seed + cases - seed
             break
         try:
-            status, line, found = run_case(key, seed, device)
+            status, line, found, reports = run_case(key, seed, device)
         except Exception as error:  # a sweep reports every failure and goes on
-            status, line, found = "raised", f"{type(error).__name__}: {str(error)[:300]}", {}
+            status, line, found, reports = "raised", f"{type(error).__name__}: {str(error)[:300]}", {}, []
         counts[status] += 1
+        for report in reports:
+            near = (round(report.error / report.budget, 3) if report.budget else 0.0, f"--key {number} --seed {seed}")
+            nearest[report.name] = max(near, nearest.get(report.name, near))
         first = first or time.time() - began
         for kind, names in found.items() if status == "passed" else ():
             traits.setdefault(kind, collections.Counter()).update(names)
@@ -163,7 +175,7 @@ def run_key(task):
             lines.append(
                 (status, line if status == "refused" else f"--key {number} --seed {seed} --cases 1: {key} {line}")
             )
-    return key, counts, traits, lines, (first, time.time() - began)
+    return key, counts, traits, lines, nearest, (first, time.time() - began)
 
 
 def state_of_sources():
@@ -209,17 +221,18 @@ def main():
     args = parser.parse_args()
     need_gpu(args.device)
     began = time.time()
-    counts, refused, traits = collections.Counter(), collections.Counter(), {}
+    counts, refused, traits, nearest = collections.Counter(), collections.Counter(), {}, {}
     failures, known, firsts, rest, cores = [], 0, 0.0, 0.0, 0
     with multiprocessing.get_context("spawn").Pool(args.jobs) as pool:
-        for key, found, kinds, lines, (first, seconds) in pool.imap_unordered(
+        for key, found, kinds, lines, near, (first, seconds) in pool.imap_unordered(
             run_key, tasks_of(args, began + args.seconds), chunksize=1
         ):
             counts.update({(key.backend, status): n for status, n in found.items()})
             for kind, names in kinds.items():
                 traits.setdefault(kind, collections.Counter()).update(names)
             refused.update(line for status, line in lines if status == "refused")
-            failures += [line[:700] for status, line in lines if status != "refused"]
+            failures += [line for status, line in lines if status != "refused"]
+            nearest.update({name: max(each, nearest.get(name, each)) for name, each in near.items()})
             firsts, rest, cores = firsts + first, rest + seconds - first, cores + (first > 0)
             print(f"{time.time() - began:5.0f} s: {dict(found)} {key}", *failures[known:], sep="\n  ", flush=True)
             known = len(failures)
@@ -229,6 +242,7 @@ def main():
         "counts": {f"{backend} {status}": n for (backend, status), n in sorted(counts.items())},
         "refused": dict(refused),
         "covered": {kind: dict(sorted(names.items())) for kind, names in sorted(traits.items())},
+        "error of budget, largest": dict(sorted(nearest.items())),
         "failures": failures,
         "keys": cores,
         "seconds of a key's first case, which compiles": round(firsts / max(1, cores), 2),

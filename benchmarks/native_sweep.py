@@ -177,9 +177,7 @@ def run_share(arguments):
             bad, label = [f"{type(error).__name__}: {str(error)[-300:]}"], ""
         counts[f"{key.backend} {run.__name__.split('_')[0]} {'failed' if bad else 'passed'}"] += 1
         if bad:
-            lines.append(
-                f"--key {number} --seed {seed - i % 2} --cases {1 + i % 2}: {key} {'; '.join(bad)} {label}"[:700]
-            )
+            lines.append(f"--key {number} --seed {seed - i % 2} --cases {1 + i % 2}: {key} {'; '.join(bad)} {label}")
     return counts, lines
 
 

@@ -9,17 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from dynaxx.arguments import typed
-from dynaxx.layout import BlockLayout
 from dynaxx.testing.rounding import rounding_errors
 
 AttendAll: TypeAlias = Callable[..., tuple[Tensor, Tensor | None]]  # (q, k, v, ...) -> (out, lse, None if it has none)
-Attend = Callable[[Tensor, Tensor, Tensor, BlockLayout], tuple[Tensor, Tensor]]
+Attend = Callable[[Tensor, Tensor, Tensor, Any], tuple[Tensor, Tensor]]
+
+
+class HasMask(Protocol):
+    """A `BlockLayout`, or whatever else says which pairs are visible."""
+
+    def to_dense(self) -> Tensor: ...
 
 
 @typed
@@ -71,13 +76,15 @@ class ErrorReport:
     name: str
     error: float
     budget: float
+    at: str = ""  # the element of that error, what it is and what it must be
 
     @property
     def ok(self) -> bool:
         return self.error <= self.budget  # False for NaN
 
     def __str__(self) -> str:
-        return f"{self.name}: error {self.error:.2e}, budget {self.budget:.2e} ({'ok' if self.ok else 'FAIL'})"
+        said = f"{self.name}: error {self.error:.2e}, budget {self.budget:.2e} "
+        return said + ("(ok)" if self.ok else f"(FAIL){self.at and ' at '}{self.at}")
 
 
 @typed
@@ -86,7 +93,7 @@ def check_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    layout: BlockLayout,
+    layout: HasMask,
     scale: float | None = None,
     *,
     softcap: float | None = None,
@@ -105,7 +112,7 @@ def check_gradients(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    layout: BlockLayout,
+    layout: HasMask,
     scale: float | None = None,
     seed: int = 0,
     *,
@@ -144,13 +151,22 @@ def error_reports(
 
 def _report(name: str, got: Tensor, eager: Tensor, exact: Tensor, rounded: float) -> ErrorReport:
     """Compare the places of inf and nan first, then the largest difference of what is finite."""
-    if got.shape != exact.shape or not torch.equal(got.isfinite(), exact.isfinite()):
-        return ErrorReport(name, float("nan"), 0.0)
+    if got.shape != exact.shape:
+        return ErrorReport(name, float("nan"), 0.0, f"shape {tuple(got.shape)} for {tuple(exact.shape)}")
     finite = exact.isfinite()
-    if not finite.all():
-        got, eager, exact = (x[finite] for x in (got, eager, exact))
-    if not exact.numel():
+    if (other := got.isfinite() != finite).any():
+        return ErrorReport(name, float("nan"), 0.0, f"{_place(got, exact, other)}, one of {int(other.sum())}")
+    if not finite.any():
         return ErrorReport(name, 0.0, 0.0)
-    worst = lambda x: float((x.double() - exact).abs().amax())
-    rounding = torch.finfo(got.dtype).eps * float(exact.abs().amax())
-    return ErrorReport(name, worst(got), 2 * (max(worst(eager), rounded) + rounding))
+    error = lambda x: (x.double() - exact).abs().masked_fill(~finite, 0.0)
+    errors = error(got)
+    worst = float(errors.amax())
+    rounding = torch.finfo(got.dtype).eps * float(exact[finite].abs().amax())
+    budget = 2 * (max(float(error(eager).amax()), rounded) + rounding)
+    return ErrorReport(name, worst, budget, _place(got, exact, errors) if worst > budget else "")
+
+
+def _place(got: Tensor, exact: Tensor, most: Tensor) -> str:
+    """Where `most` is largest, what is there and what must be."""
+    at = tuple(int(i) for i in torch.unravel_index(most.double().argmax(), most.shape))
+    return f"{list(at)}: {float(got[at]):.6g} for {float(exact[at]):.6g}"
