@@ -1,12 +1,17 @@
-"""Documents: their Python runs, their links lead somewhere, and they name no machine."""
+"""Documents: their Python runs, their commands exist, their links lead somewhere, and they name no machine."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+import typer
+
+import dynaxx as dx
+from dynaxx.cli import app
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*.md")])
 SLOW = ("analysis.md", "kernels_cpu.md")  # a minute of a real model, and the whole benchmark
 
 
@@ -25,10 +30,72 @@ def test_examples_run(page, tmp_path, monkeypatch):
         exec(compile(block, str(page), "exec"), names)
 
 
+def test_the_readme_runs_a_model_as_it_says(tmp_path, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+                                      num_attention_heads=2, num_key_value_heads=1)  # fmt: skip
+    long = transformers.LongformerConfig(vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+                                         num_attention_heads=2, attention_window=8)  # fmt: skip
+    names = {"model": transformers.LlamaForCausalLM(config), "longformer": transformers.LongformerModel(long)}
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    facts = {"model_type": "llama", "layers": 1, "q_heads": 2, "kv_heads": 1, "head_dim": 16}
+    dx.save_policy(dx.Policy(model=facts), "run/policy.json")
+    (block,) = re.findall(r"```text\n(import dynaxx.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    exec(block, names)
+
+
+def commands(page):
+    """What a page tells a reader to type: lines of unnamed blocks, and code within a line."""
+    text = page.read_text(encoding="utf-8")
+    fences = re.findall(r"^```(\w*)\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+    blocks = [block for language, block in fences if not language]
+    within = re.findall(r"(?<!`)`([^`\n]+)`(?!`)", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    for line in [*"\n".join(blocks).replace("\\\n", " ").splitlines(), *within]:
+        for part in re.split(r" \|+ | && |; ", line.partition(" #")[0]):
+            try:
+                yield [word for word in shlex.split(part) if not re.match(r"[A-Z_]+=", word)]
+            except ValueError:  # no command: a quote within code
+                continue
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_exist(page):
+    """Of dynaxx, make, and our scripts: their names and options."""
+    known = typer.main.get_command(app).commands
+    targets = re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    for words in commands(page):
+        program, rest = Path(words[0]).name if words else "", words[1:]
+        options = [re.split(r"[=/\]]", word)[0] for word in rest if word.startswith("--")]
+        said = f"{page.name}: {shlex.join(words)}"
+        if program == "dynaxx" and rest and re.fullmatch(r"[a-z-]+", rest[0]):
+            assert rest[0] in known, said
+            has = {each for param in known[rest[0]].params for each in (*param.opts, *param.secondary_opts)}
+            assert set(options) <= has | {"--help"}, said
+        elif program == "make":
+            assert {word for word in rest if re.fullmatch(r"[a-z-]+", word)} <= set(targets), said
+        elif program.startswith("python"):
+            script = next((word for word in rest if re.match(r"(examples|benchmarks|tests)/.*\.py$", word)), None)
+            if script is not None:
+                assert (ROOT / script).is_file(), said
+                text = (ROOT / script).read_text()
+                assert [each for each in options if each not in text] == [], said
+
+
+def anchors(page):
+    """The headings of a page as links name them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8")):
-        assert "://" in target or (page.parent / target).exists(), f"{page.name} links to {target}"
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", page.read_text(encoding="utf-8")):
+        if "://" in target:
+            continue
+        there = page.parent / target if target else page
+        assert there.exists(), f"{page.name} links to {target}"
+        assert not anchor or anchor in anchors(there), f"{page.name} links to {target}#{anchor}"
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "Makefile", ROOT / "pyproject.toml"], ids=lambda page: page.name)
