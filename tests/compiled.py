@@ -1,0 +1,91 @@
+"""Compile kernels for a GPU that is not there, as the host would launch them, and read what ptxas says of them.
+
+A host function is called on CPU tensors; instead of starting a kernel it compiles it, if it is one of those asked for.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+from dynaxx.kernels.triton import config, launch
+from dynaxx.kernels.triton.light import LightLaunch
+
+SHARED_MEMORY = 232448  # bytes that a program may use on an H100 or H200
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What ptxas said of a kernel."""
+
+    name: str
+    registers: int
+    spilled: int  # bytes stored
+    warnings: tuple[str, ...]  # that it runs matrix instructions one at a time, or waits where the kernel does not
+
+
+class _Hopper:
+    """All that Triton asks a driver for in order to compile."""
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+
+def compile_kernels(start: Callable[[], object], names: str, capfd: pytest.CaptureFixture[str]) -> list[Compiled]:
+    """The kernels that `start` launches and whose names match; all others are passed over, and nothing is computed.
+
+    Args:
+        start: calls host functions with CPU tensors, of which nothing is read.
+        names: a regular expression.
+    """
+    found: list[Compiled] = []
+
+    def launched(kernel: LightLaunch, grid: tuple[int, ...]) -> Callable[..., None]:
+        def compile_only(*arguments, **named):
+            name = kernel.kernel.__name__
+            if re.search(names, name):
+                capfd.readouterr()
+                patch.setattr(kernel.kernel, "device_caches", defaultdict(kernel.kernel.create_binder))
+                kernel.kernel.warmup(*arguments, grid=grid, **named)
+                found.append(read_log(name, capfd.readouterr().out))
+
+        return compile_only
+
+    tiles = (config.forward_tiles, config.backward_dq_tiles, config.backward_dkv_tiles)
+    with pytest.MonkeyPatch.context() as patch, knobs.nvidia.scope(), knobs.compilation.scope():
+        knobs.nvidia.dump_ptxas_log = True
+        knobs.compilation.always_compile = True
+        patch.setattr(config, "shared_memory", lambda device: SHARED_MEMORY)
+        patch.setattr(launch, "interpreted", lambda: True)  # so that tiles come by TMA, on CPU tensors
+        patch.setattr(LightLaunch, "__getitem__", launched)
+        for choose in tiles:
+            choose.cache_clear()
+        patch.setattr(driver, "_active", _Hopper())
+        try:
+            start()
+        finally:
+            for choose in tiles:
+                choose.cache_clear()
+    return found
+
+
+def read_log(name: str, log: str) -> Compiled:
+    """Of `ptxas -v`."""
+    registers, spilled = re.search(r"Used (\d+) registers", log), re.search(r"(\d+) bytes spill stores", log)
+    assert registers is not None, f"ptxas does not say what {name} takes:\n{log}"
+    assert spilled is not None, log
+    warnings = tuple(line for line in log.splitlines() if re.search(r"\(C75\d\d\)", line))
+    return Compiled(name, int(registers[1]), int(spilled[1]), warnings)
