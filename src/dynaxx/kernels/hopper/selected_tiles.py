@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from dynaxx.kernels.hopper.forward_consume import ROWS
 from dynaxx.kernels.triton.launch import as_template, nowhere, rebased
 
 SHARED_ROWS = 896  # of 256 bytes, in shared memory
@@ -33,6 +34,30 @@ def feed_block(k_desc, v_desc, k_buffers, v_buffers, full, empty, i_block, at, S
     mbarrier.expect(full.index(stage), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
     tma.async_copy_global_to_shared(k_desc, at, full.index(stage), k_buffers.index(stage))
     tma.async_copy_global_to_shared(v_desc, at, full.index(stage), v_buffers.index(stage))
+
+
+@gluon.jit
+def row_tile(buffers, q_desc, stage):
+    """A block's buffer as that of a consumer's rows."""
+    tile: gl.constexpr = q_desc.block_type.shape
+    PER_BLOCK: gl.constexpr = buffers.shape[2] // ROWS
+    tiles = buffers._reinterpret(q_desc.dtype, [buffers.shape[0] * PER_BLOCK, tile[0], tile[1], tile[2]], q_desc.layout)
+    return tiles.index(stage * PER_BLOCK)
+
+
+@gluon.jit
+def sequence_start(p_first_block, p_block_start, t, inside):
+    """First key of a query's sequence."""
+    return gl.load(p_block_start + gl.load(p_first_block + t, mask=inside, other=0))
+
+
+@gluon.jit
+def window_of(p_last_key, p_first_block, p_block_start, first_t, positions, queries, window, KV_BLOCK: gl.constexpr):
+    """First key of a tile's window, and how many blocks it takes from there."""
+    start = sequence_start(p_first_block, p_block_start, first_t, True)
+    begin = gl.maximum(start, gl.load(p_last_key + first_t) - window + 1)
+    last = gl.load(p_last_key + gl.minimum(first_t + positions, queries) - 1)
+    return begin, gl.maximum(last - begin + KV_BLOCK, 0) // KV_BLOCK
 
 
 def descriptor(x: Tensor, block: tuple[int, int, int]) -> TensorDescriptor:
