@@ -86,13 +86,15 @@ def _consume_tiles(
 
 @gluon.jit
 def consume(
-    dk_desc, dv_desc, q_buffers, do_buffers, k_buffers, v_buffers, kv_full, full, empty, numbers, stats,
-    p_indptr, p_num_partial, p_bits, capacity, layout_stride_b, layout_stride_h, i_b, i_hk, i_col,
-    kv_blocks, group_size, first, last, slot, p_sums, scale, scale_log2,
-    CONSUMER: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    columns, CONSUMER: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr,
     HAS_PARTS: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of 64 keys of a kv block."""
+    (
+        dk_desc, dv_desc, q_buffers, do_buffers, k_buffers, v_buffers, kv_full, full, empty, numbers, stats,
+        p_indptr, p_num_partial, p_bits, capacity, layout_stride_b, layout_stride_h, i_b, i_hk, i_col,
+        kv_blocks, group_size, first, last, slot, p_sums, scale, scale_log2,
+    ) = columns  # fmt: skip
     SPLIT: gl.constexpr = Q_BLOCK // ROWS
     D: gl.constexpr = dk_desc.block_type.shape[3]
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])

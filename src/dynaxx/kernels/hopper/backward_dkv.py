@@ -15,10 +15,10 @@ from triton.experimental.gluon import language as gl
 
 from dynaxx.kernels.hopper.backward_consume import consume
 from dynaxx.kernels.hopper.backward_produce import FIELDS, RING, column_of, produce
-from dynaxx.kernels.hopper.config import backward_heads_together, backward_stages
-from dynaxx.kernels.hopper.forward import LOG2E, barriers
+from dynaxx.kernels.hopper.config import backward_stages
+from dynaxx.kernels.hopper.forward import barriers
 from dynaxx.kernels.hopper.forward_consume import ROWS
-from dynaxx.kernels.hopper.launch import gluon_rows
+from dynaxx.kernels.hopper.launch import column_sizes, gluon_rows
 from dynaxx.kernels.hopper.parts import ALL_ENTRIES, WHOLE, part_or_whole
 from dynaxx.kernels.hopper.signals import NUMBERS
 from dynaxx.kernels.hopper.wide_dkv import start_wide_dkv
@@ -71,41 +71,26 @@ def _sparse_attention_hopper_bwd_dkv_kernel(
     kv_full = barriers(1, 1)
     full = barriers(STAGES, 1)
     empty = barriers(STAGES, CONSUMERS)
+    columns = (
+        dk_desc, dv_desc, q_buffers, do_buffers, k_buffers, v_buffers, kv_full, full, empty, numbers, stats,
+        p_indptr, p_num_partial, p_bits, capacity, layout_stride_b, layout_stride_h, i_b, i_hk, i_col,
+        kv_blocks, group_size, first, last, slot, p_sums, scale, scale_log2,
+    )  # fmt: skip
+    blocks = (
+        q_desc, do_desc, k_desc, v_desc, q_buffers, do_buffers, k_buffers, v_buffers, kv_full, full, empty, numbers,
+        stats, p_lse, p_delta, p_indptr, p_num_partial, p_indices, p_codes, p_bands, capacity, num_masks,
+        layout_stride_b, layout_stride_h, i_b, i_hk, i_col, kv_blocks, q_blocks, group_size, first, last,
+    )  # fmt: skip
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (consume, (
-                dk_desc, dv_desc, q_buffers, do_buffers, k_buffers, v_buffers, kv_full, full, empty, numbers, stats,
-                p_indptr, p_num_partial, p_bits, capacity, layout_stride_b, layout_stride_h, i_b, i_hk, i_col,
-                kv_blocks, group_size, first, last, slot, p_sums, scale, scale_log2,
-                0, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS,
-            )),
-            (consume, (
-                dk_desc, dv_desc, q_buffers, do_buffers, k_buffers, v_buffers, kv_full, full, empty, numbers, stats,
-                p_indptr, p_num_partial, p_bits, capacity, layout_stride_b, layout_stride_h, i_b, i_hk, i_col,
-                kv_blocks, group_size, first, last, slot, p_sums, scale, scale_log2,
-                1, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS,
-            )),
-            (produce, (
-                q_desc, do_desc, k_desc, v_desc, q_buffers, do_buffers, k_buffers, v_buffers, kv_full, full, empty,
-                numbers, stats, p_lse, p_delta, p_indptr, p_num_partial, p_indices, p_codes, p_bands, capacity,
-                num_masks, layout_stride_b, layout_stride_h, i_b, i_hk, i_col, 0, kv_blocks, q_blocks, group_size,
-                first, last, CONSUMERS, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS,
-            )),
+            (consume, (columns, 0, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS)),
+            (consume, (columns, 1, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS)),
+            (produce, (blocks, 0, 2, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (
-                dk_desc, dv_desc, q_buffers, do_buffers, k_buffers, v_buffers, kv_full, full, empty, numbers, stats,
-                p_indptr, p_num_partial, p_bits, capacity, layout_stride_b, layout_stride_h, i_b, i_hk, i_col,
-                kv_blocks, group_size, first, last, slot, p_sums, scale, scale_log2,
-                0, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS,
-            )),
-            (produce, (
-                q_desc, do_desc, k_desc, v_desc, q_buffers, do_buffers, k_buffers, v_buffers, kv_full, full, empty,
-                numbers, stats, p_lse, p_delta, p_indptr, p_num_partial, p_indices, p_codes, p_bands, capacity,
-                num_masks, layout_stride_b, layout_stride_h, i_b, i_hk, i_col, 0, kv_blocks, q_blocks, group_size,
-                first, last, CONSUMERS, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS,
-            )),
+            (consume, (columns, 0, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS)),
+            (produce, (blocks, 0, 1, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS)),
         ], [1], [PRODUCER_REGISTERS])  # fmt: skip
 
 
@@ -150,29 +135,21 @@ def _start_dkv(
     scale: float,
     split: dict[str, Any] | None = None,
 ) -> Launch | None:
-    batch, seqlen_k, kv_heads = k.shape[:3]
-    q_heads, head_dim = q.shape[2:]
     q_block, kv_block = layout.block_size
     consumers = kv_block // 64
     split = split or no_split(delta)
-    programs = layout.kv_blocks * batch * kv_heads + split_programs(split)
+    programs = layout.kv_blocks * k.shape[0] * k.shape[2] + split_programs(split)
     started: Launch | None = _sparse_attention_hopper_bwd_dkv_kernel[(programs,)](
         *(gluon_rows(x, 64) for x in (do, q, k, v, dk, dv)),
         lse,
         delta,
         *transposed_arguments(layout),
         **split,
-        seqlen_k=seqlen_k,
-        q_blocks=layout.q_blocks,
-        kv_heads=kv_heads,
-        group_size=q_heads // kv_heads,
-        together=backward_heads_together(q.shape[1], head_dim, kv_heads),
-        scale=scale,
-        scale_log2=scale * LOG2E,
+        **column_sizes(layout, q, k, scale),
         CONSUMERS=consumers,
         Q_BLOCK=q_block,
         KV_BLOCK=kv_block,
-        STAGES=backward_stages(head_dim),
+        STAGES=backward_stages(q.shape[3]),
         CONSUMER_REGISTERS=240,
         PRODUCER_REGISTERS=24,
         num_warps=4,

@@ -34,15 +34,17 @@ SIZES = ["capacity", "num_masks", "seqlen_q", "seqlen_k", "batch", "q_heads", "g
 
 @gluon.jit
 def _produce(
-    q_desc, do_desc, k_desc, v_desc, q_buffers, do_buffers, k_buffers, v_buffers, numbers,
-    q_full, k_full, k_empty, v_full, v_empty, p_indices, p_codes, p_bands, num_masks, i_b, i_h, i_row,
-    start, count, tail, masked, tiles, seqlen_k, group_size,
-    CONSUMERS: gl.constexpr, STEP_ROWS: gl.constexpr, STEP_HEADS: gl.constexpr,
+    blocks, CONSUMERS: gl.constexpr, STEP_ROWS: gl.constexpr, STEP_HEADS: gl.constexpr,
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
 ):  # fmt: skip
     """Feed q and do of each consumer, then the row's tiles: a last full block that seqlen_k may cut (`tail`) first, the
     partial blocks, then the full ones, which need no mask.
     """
+    (
+        q_desc, do_desc, k_desc, v_desc, q_buffers, do_buffers, k_buffers, v_buffers, numbers, q_full, k_full, k_empty,
+        v_full, v_empty, p_indices, p_codes, p_bands, num_masks, i_b, i_h, i_row, start, count, tail, masked, tiles,
+        seqlen_k, group_size,
+    ) = blocks  # fmt: skip
     SPLIT: gl.constexpr = KV_BLOCK // ROWS
     mbarrier.expect(q_full.index(0), 2 * CONSUMERS * q_desc.block_type.nbytes)
     for u in gl.static_range(CONSUMERS):
@@ -140,41 +142,25 @@ def _sparse_attention_hopper_bwd_dq_kernel(
     k_empty = barriers(K_STAGES, CONSUMERS)
     v_full = barriers(V_STAGES, 1)
     v_empty = barriers(V_STAGES, CONSUMERS)
+    rows = (
+        dq_desc, q_buffers, do_buffers, k_buffers, v_buffers, numbers, q_full, k_full, k_empty, v_full, v_empty,
+        p_lse, p_delta, p_bits, p_sums, part, i_b, i_h, i_row, q_blocks, q_heads, masked, tiles, scale, scale_log2,
+    )  # fmt: skip
+    blocks = (
+        q_desc, do_desc, k_desc, v_desc, q_buffers, do_buffers, k_buffers, v_buffers, numbers, q_full, k_full, k_empty,
+        v_full, v_empty, p_indices, p_codes, p_bands, num_masks, i_b, i_h, i_row, start, count, tail, masked, tiles,
+        seqlen_k, group_size,
+    )  # fmt: skip
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (consume, (
-                dq_desc, q_buffers, do_buffers, k_buffers, v_buffers, numbers, q_full, k_full, k_empty, v_full,
-                v_empty, p_lse, p_delta, p_bits, p_sums, part, i_b, i_h, i_row, q_blocks, q_heads, masked, tiles,
-                scale, scale_log2, 0, CONSUMERS, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, K_STAGES, V_STAGES,
-                HAS_PARTS,
-            )),
-            (consume, (
-                dq_desc, q_buffers, do_buffers, k_buffers, v_buffers, numbers, q_full, k_full, k_empty, v_full,
-                v_empty, p_lse, p_delta, p_bits, p_sums, part, i_b, i_h, i_row, q_blocks, q_heads, masked, tiles,
-                scale, scale_log2, 1, CONSUMERS, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, K_STAGES, V_STAGES,
-                HAS_PARTS,
-            )),
-            (_produce, (
-                q_desc, do_desc, k_desc, v_desc, q_buffers, do_buffers, k_buffers, v_buffers, numbers,
-                q_full, k_full, k_empty, v_full, v_empty, p_indices, p_codes, p_bands, num_masks, i_b, i_h, i_row,
-                start, count, tail, masked, tiles, seqlen_k, group_size,
-                CONSUMERS, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, K_STAGES, V_STAGES,
-            )),
+            (consume, (rows, 0, 2, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, K_STAGES, V_STAGES, HAS_PARTS)),
+            (consume, (rows, 1, 2, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, K_STAGES, V_STAGES, HAS_PARTS)),
+            (_produce, (blocks, 2, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, K_STAGES, V_STAGES)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (
-                dq_desc, q_buffers, do_buffers, k_buffers, v_buffers, numbers, q_full, k_full, k_empty, v_full,
-                v_empty, p_lse, p_delta, p_bits, p_sums, part, i_b, i_h, i_row, q_blocks, q_heads, masked, tiles,
-                scale, scale_log2, 0, CONSUMERS, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, K_STAGES, V_STAGES,
-                HAS_PARTS,
-            )),
-            (_produce, (
-                q_desc, do_desc, k_desc, v_desc, q_buffers, do_buffers, k_buffers, v_buffers, numbers,
-                q_full, k_full, k_empty, v_full, v_empty, p_indices, p_codes, p_bands, num_masks, i_b, i_h, i_row,
-                start, count, tail, masked, tiles, seqlen_k, group_size,
-                CONSUMERS, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, K_STAGES, V_STAGES,
-            )),
+            (consume, (rows, 0, 1, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, K_STAGES, V_STAGES, HAS_PARTS)),
+            (_produce, (blocks, 1, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, K_STAGES, V_STAGES)),
         ], [1], [PRODUCER_REGISTERS])  # fmt: skip
 
 

@@ -81,13 +81,15 @@ def _consume_tiles(
 
 @gluon.jit
 def consume(
-    dq_desc, q_buffers, do_buffers, k_buffers, v_buffers, numbers, q_full, k_full, k_empty, v_full, v_empty,
-    p_lse, p_delta, p_bits, p_sums, part, i_b, i_h, i_row, q_blocks, q_heads, masked, tiles, scale, scale_log2,
-    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, STEP_ROWS: gl.constexpr, STEP_HEADS: gl.constexpr,
+    rows, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, STEP_ROWS: gl.constexpr, STEP_HEADS: gl.constexpr,
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
     HAS_PARTS: gl.constexpr,
 ):  # fmt: skip
     """dq of 64 queries."""
+    (
+        dq_desc, q_buffers, do_buffers, k_buffers, v_buffers, numbers, q_full, k_full, k_empty, v_full, v_empty,
+        p_lse, p_delta, p_bits, p_sums, part, i_b, i_h, i_row, q_blocks, q_heads, masked, tiles, scale, scale_log2,
+    ) = rows  # fmt: skip
     D: gl.constexpr = dq_desc.block_type.shape[3]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])

@@ -16,10 +16,10 @@ from triton.experimental.gluon import language as gl
 
 from dynaxx.kernels.hopper.backward_joint_consume import consume
 from dynaxx.kernels.hopper.backward_produce import FIELDS, RING, column_of, produce
-from dynaxx.kernels.hopper.config import backward_heads_together, joint_stages
-from dynaxx.kernels.hopper.forward import LOG2E, barriers
+from dynaxx.kernels.hopper.config import joint_stages
+from dynaxx.kernels.hopper.forward import barriers
 from dynaxx.kernels.hopper.forward_consume import ROWS
-from dynaxx.kernels.hopper.launch import gluon_rows
+from dynaxx.kernels.hopper.launch import column_sizes, gluon_rows
 from dynaxx.kernels.hopper.parts import ALL_ENTRIES, WHOLE, part_or_whole
 from dynaxx.kernels.hopper.signals import NUMBERS
 from dynaxx.kernels.triton.launch import transposed_arguments
@@ -81,27 +81,21 @@ def _sparse_attention_hopper_bwd_kernel(
     full = barriers(STAGES, 1)
     empty = barriers(STAGES, CONSUMERS)
     ds_full = barriers(SLOTS, CONSUMERS)
+    columns = (
+        sums_desc, dk_desc, dv_desc, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, dq_buffers,
+        kv_full, kv_read, full, empty, ds_full, numbers, stats,
+        p_indptr, p_num_partial, p_bits, capacity, layout_stride_b, layout_stride_h, i_b, i_hk, i_col,
+        kv_blocks, first_tile, group_size, first, last, slot, keys_there, p_sums, scale, scale_log2,
+    )  # fmt: skip
+    blocks = (
+        q_desc, do_desc, k_desc, v_desc, q_buffers, do_buffers, k_buffers, v_buffers, kv_full, full, empty, numbers,
+        stats, p_lse, p_delta, p_indptr, p_num_partial, p_indices, p_codes, p_bands, capacity, num_masks,
+        layout_stride_b, layout_stride_h, i_b, i_hk, i_col, kv_blocks, q_blocks, group_size, first, last,
+    )  # fmt: skip
     gl.warp_specialize([
-        (consume, (
-            sums_desc, dk_desc, dv_desc, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, dq_buffers,
-            kv_full, kv_read, full, empty, ds_full, numbers, stats,
-            p_indptr, p_num_partial, p_bits, capacity, layout_stride_b, layout_stride_h, i_b, i_hk, i_col,
-            kv_blocks, first_tile, group_size, first, last, slot, keys_there, p_sums, scale, scale_log2,
-            CONSUMERS, 0, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS, AHEAD,
-        )),
-        (consume, (
-            sums_desc, dk_desc, dv_desc, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, dq_buffers,
-            kv_full, kv_read, full, empty, ds_full, numbers, stats,
-            p_indptr, p_num_partial, p_bits, capacity, layout_stride_b, layout_stride_h, i_b, i_hk, i_col,
-            kv_blocks, first_tile, group_size, first, last, slot, keys_there, p_sums, scale, scale_log2,
-            CONSUMERS, 1, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS, AHEAD,
-        )),
-        (produce, (
-            q_desc, do_desc, k_desc, v_desc, q_buffers, do_buffers, k_buffers, v_buffers, kv_full, full, empty,
-            numbers, stats, p_lse, p_delta, p_indptr, p_num_partial, p_indices, p_codes, p_bands, capacity,
-            num_masks, layout_stride_b, layout_stride_h, i_b, i_hk, i_col, 0, kv_blocks, q_blocks, group_size,
-            first, last, CONSUMERS, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS, AHEAD, keys_there < KV_BLOCK,
-        )),
+        (consume, (columns, CONSUMERS, 0, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS, AHEAD)),
+        (consume, (columns, CONSUMERS, 1, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS, AHEAD)),
+        (produce, (blocks, 0, CONSUMERS, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS, AHEAD, keys_there < KV_BLOCK)),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
@@ -144,11 +138,10 @@ def _start_joint(
     scale: float,
     split: dict[str, Any] | None = None,
 ) -> Launch | None:
-    batch, seqlen_k, kv_heads = k.shape[:3]
-    q_heads, head_dim = q.shape[2:]
+    head_dim = q.shape[3]
     ahead = head_dim == 64  # there are registers for the scores of another tile
     split = split or no_split(delta)
-    programs = layout.kv_blocks * batch * kv_heads + split_programs(split)
+    programs = layout.kv_blocks * k.shape[0] * k.shape[2] + split_programs(split)
     started: Launch | None = _sparse_attention_hopper_bwd_kernel[(programs,)](
         *(gluon_rows(x, 64) for x in (do, q, k, v)),
         gluon_rows(sums, head_dim, 32),  # a tile's, of one consumer
@@ -157,13 +150,7 @@ def _start_joint(
         delta,
         *transposed_arguments(layout),
         **split,
-        seqlen_k=seqlen_k,
-        q_blocks=layout.q_blocks,
-        kv_heads=kv_heads,
-        group_size=q_heads // kv_heads,
-        together=backward_heads_together(q.shape[1], head_dim, kv_heads),
-        scale=scale,
-        scale_log2=scale * LOG2E,
+        **column_sizes(layout, q, k, scale),
         Q_BLOCK=layout.block_size[0],
         STAGES=joint_stages(head_dim),
         CONSUMER_REGISTERS=240,

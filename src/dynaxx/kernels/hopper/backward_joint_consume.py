@@ -141,15 +141,16 @@ def _consume_tiles(
 
 @gluon.jit
 def consume(
-    sums_desc, dk_desc, dv_desc, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, dq_buffers,
-    kv_full, kv_read, full, empty, ds_full, numbers, stats,
-    p_indptr, p_num_partial, p_bits, capacity, layout_stride_b, layout_stride_h, i_b, i_hk, i_col,
-    kv_blocks, first_tile, group_size, first, last, slot, keys_there, p_sums, scale, scale_log2,
-    CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr,
-    Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr, HAS_PARTS: gl.constexpr,
-    AHEAD: gl.constexpr,
+    columns, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr,
+    STAGES: gl.constexpr, HAS_PARTS: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of 64 keys of a kv block, and this consumer's columns of what the block gives to dq."""
+    (
+        sums_desc, dk_desc, dv_desc, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, dq_buffers,
+        kv_full, kv_read, full, empty, ds_full, numbers, stats,
+        p_indptr, p_num_partial, p_bits, capacity, layout_stride_b, layout_stride_h, i_b, i_hk, i_col,
+        kv_blocks, first_tile, group_size, first, last, slot, keys_there, p_sums, scale, scale_log2,
+    ) = columns  # fmt: skip
     SPLIT: gl.constexpr = Q_BLOCK // ROWS
     D: gl.constexpr = dk_desc.block_type.shape[3]
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])

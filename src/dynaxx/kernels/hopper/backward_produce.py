@@ -60,15 +60,17 @@ def read_column(
 
 @gluon.jit
 def produce(
-    q_desc, do_desc, k_desc, v_desc, q_buffers, do_buffers, k_buffers, v_buffers, kv_full, full, empty, numbers, stats,
-    p_lse, p_delta, p_indptr, p_num_partial, p_indices, p_codes, p_bands, capacity, num_masks,
-    layout_stride_b, layout_stride_h, i_b, i_hk, i_col, first_key, kv_blocks, q_blocks, group_size, first, last,
-    CONSUMERS: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    blocks, first_key, CONSUMERS: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr,
     HAS_PARTS: gl.constexpr, ENDING: gl.constexpr = False, cut=False,
 ):  # fmt: skip
     """Feed keys of a block from `first_key` on, as many as there are buffers for, of one kv head, and the tiles of all
     heads of the group, partial blocks first in each head; under `cut` full ones come as partial.
     """
+    (
+        q_desc, do_desc, k_desc, v_desc, q_buffers, do_buffers, k_buffers, v_buffers, kv_full, full, empty, numbers,
+        stats, p_lse, p_delta, p_indptr, p_num_partial, p_indices, p_codes, p_bands, capacity, num_masks,
+        layout_stride_b, layout_stride_h, i_b, i_hk, i_col, kv_blocks, q_blocks, group_size, first, last,
+    ) = blocks  # fmt: skip
     SPLIT: gl.constexpr = Q_BLOCK // ROWS
     BUFFERS: gl.constexpr = k_buffers.shape[0]
     mbarrier.expect(kv_full.index(0), 2 * BUFFERS * k_desc.block_type.nbytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import Any
 
@@ -10,8 +11,10 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 
+from dynaxx.kernels.hopper.config import backward_heads_together
 from dynaxx.kernels.triton.launch import as_template, heads_apart, nowhere, rebased
 from dynaxx.kernels.triton.light import DESCRIPTORS
+from dynaxx.layout import BlockLayout
 
 DESCRIPTORS.add(GluonDescriptor)
 
@@ -46,3 +49,18 @@ def _gluon_rows(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype,
     block = [1, 1, rows, columns]
     layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[dtype])
     return as_template(GluonDescriptor(nowhere(dtype), *heads_apart(shape, strides), block, layout))
+
+
+def column_sizes(layout: BlockLayout, q: Tensor, k: Tensor, scale: float) -> dict[str, Any]:
+    """What a backward over kv blocks is told of (B, N, H, D) tensors, beside `transposed_arguments`."""
+    seqlen_q, q_heads, head_dim = q.shape[1:]
+    seqlen_k, kv_heads = k.shape[1:3]
+    return {
+        "seqlen_k": seqlen_k,
+        "q_blocks": layout.q_blocks,
+        "kv_heads": kv_heads,
+        "group_size": q_heads // kv_heads,
+        "together": backward_heads_together(seqlen_q, head_dim, kv_heads),
+        "scale": scale,
+        "scale_log2": scale * math.log2(math.e),
+    }

@@ -12,10 +12,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from dynaxx.kernels.hopper.backward_produce import FIELDS, RING, column_of, produce
-from dynaxx.kernels.hopper.config import backward_heads_together, backward_stages
-from dynaxx.kernels.hopper.forward import LOG2E, barriers
+from dynaxx.kernels.hopper.config import backward_stages
+from dynaxx.kernels.hopper.forward import barriers
 from dynaxx.kernels.hopper.forward_consume import ROWS
-from dynaxx.kernels.hopper.launch import gluon_rows
+from dynaxx.kernels.hopper.launch import column_sizes, gluon_rows
 from dynaxx.kernels.hopper.parts import ALL_ENTRIES, WHOLE, part_or_whole
 from dynaxx.kernels.hopper.signals import NUMBERS
 from dynaxx.kernels.hopper.wide_dkv_consume import LINES, LINES_LAYOUT, SLOTS, consume_dk, consume_dv
@@ -70,6 +70,11 @@ def _sparse_attention_hopper_bwd_wide_dkv_kernel(
     empty = barriers(STAGES, CONSUMERS)
     weights_full = barriers(SLOTS, 1)
     weights_empty = barriers(SLOTS, 1)
+    blocks = (
+        q_desc, do_desc, k_desc, v_desc, q_buffers, do_buffers, k_buffers, v_buffers, kv_full, full, empty, numbers,
+        stats, p_lse, p_delta, p_indptr, p_num_partial, p_indices, p_codes, p_bands, capacity, num_masks,
+        layout_stride_b, layout_stride_h, i_b, i_hk, i_col, kv_blocks, q_blocks, group_size, first, last,
+    )  # fmt: skip
     gl.warp_specialize([
         (consume_dv, (
             dv_desc, q_buffers, do_buffers, k_buffers, weight_buffers,
@@ -85,12 +90,7 @@ def _sparse_attention_hopper_bwd_wide_dkv_kernel(
             kv_blocks, group_size, first, last, slot, p_sums, scale,
             Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS,
         )),
-        (produce, (
-            q_desc, do_desc, k_desc, v_desc, q_buffers, do_buffers, k_buffers, v_buffers, kv_full, full, empty,
-            numbers, stats, p_lse, p_delta, p_indptr, p_num_partial, p_indices, p_codes, p_bands, capacity,
-            num_masks, layout_stride_b, layout_stride_h, i_b, i_hk, i_col, first_key, kv_blocks, q_blocks, group_size,
-            first, last, CONSUMERS, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS,
-        )),
+        (produce, (blocks, first_key, CONSUMERS, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS)),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
@@ -108,27 +108,19 @@ def start_wide_dkv(
     split: dict[str, Any] | None = None,
 ) -> Launch | None:
     """Launch for (B, N, H, 256) tensors, and lse and delta as the kernel takes them."""
-    batch, seqlen_k, kv_heads = k.shape[:3]
-    q_heads, head_dim = q.shape[2:]
     q_block, kv_block = layout.block_size
     split = split or no_split(delta)
-    programs = (layout.kv_blocks * batch * kv_heads + split_programs(split)) * (kv_block // 64)
+    programs = (layout.kv_blocks * k.shape[0] * k.shape[2] + split_programs(split)) * (kv_block // 64)
     started: Launch | None = _sparse_attention_hopper_bwd_wide_dkv_kernel[(programs,)](
         *(gluon_rows(x, 64) for x in (do, q, k, v, dk, dv)),
         lse,
         delta,
         *transposed_arguments(layout),
         **split,
-        seqlen_k=seqlen_k,
-        q_blocks=layout.q_blocks,
-        kv_heads=kv_heads,
-        group_size=q_heads // kv_heads,
-        together=backward_heads_together(q.shape[1], head_dim, kv_heads),
-        scale=scale,
-        scale_log2=scale * LOG2E,
+        **column_sizes(layout, q, k, scale),
         Q_BLOCK=q_block,
         KV_BLOCK=kv_block,
-        STAGES=backward_stages(head_dim),
+        STAGES=backward_stages(q.shape[3]),
         CONSUMER_REGISTERS=240,
         PRODUCER_REGISTERS=24,
         num_warps=4,
