@@ -57,7 +57,9 @@ class MlpCompression(nn.Module):
     """The mean, and what an MLP over the whole window adds to it, with learned positions in the window
     (arXiv 2502.11089, 3.3.1).
 
-    Heads share the MLP. It adds nothing at first: its last layer starts at zero.
+    Heads share the MLP. It adds nothing at first: its last layer starts at zero. What enters it is divided by
+    `cmp_block`, and its weights are larger by as much: an optimizer that moves every weight by one rate, as Adam does,
+    would move a sum over so many tokens too far at each step.
 
     Args:
         cmp_block, heads, dim: of the windows.
@@ -75,6 +77,8 @@ class MlpCompression(nn.Module):
     def reset_parameters(self) -> None:
         nn.init.normal_(self.position, std=0.02)
         self.up.reset_parameters()
+        with torch.no_grad():
+            self.up.weight.mul_(len(self.position))
         nn.init.zeros_(self.down.weight)
 
     @property
@@ -84,7 +88,7 @@ class MlpCompression(nn.Module):
 
     def forward(self, windows: Tensor) -> Tensor:
         whole = (windows + self.position.to(windows.dtype)).transpose(1, 2).flatten(2)  # (windows, heads, l * dim)
-        return windows.mean(1) + self.down(nn.functional.gelu(self.up(whole)))
+        return windows.mean(1) + self.down(nn.functional.gelu(self.up(whole / len(self.position))))
 
 
 def _check(*sizes: int) -> None:
