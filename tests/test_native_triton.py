@@ -116,6 +116,29 @@ def test_ties_take_the_first_blocks():
 
 
 @runs_here
+@pytest.mark.parametrize("pool", ["sum", "max"])
+@pytest.mark.parametrize("blocks", [16, 112, 240, 528, 1040])
+def test_choices_of_equal_scores(blocks, pool):
+    """Scores of few values in rows of any length: exactly the definition's choice, whatever lies behind a row's end."""
+    from dynaxx.kernels.triton.native_top import top_blocks
+
+    sizes = NativeSizes(8, 4, 16, 13, 1, 2, pool=pool)
+    rng = torch.Generator().manual_seed(blocks)
+    draw = lambda *shape, high: torch.randint(high, shape, generator=rng)
+    count = torch.cat((torch.tensor([0, 1, 2, 13, 14, blocks]), draw(4, high=blocks + 1)))
+    tokens = (count * 4 - 1 - draw(len(count), high=4)).clamp(min=0)
+    own, behind = (draw(len(count), 2, blocks, high=high).float() for high in (5, 40))
+    column, scored = torch.arange(blocks), -(-tokens // 4)[:, None, None]
+    seen = column < scored, (column > 0) & (column <= scored)
+    parts = [x.masked_fill(~some, 0.0) for x, some in zip((own, behind), seen, strict=True)]
+    want = definition.choose_blocks(parts[0] + parts[1] if pool == "sum" else parts[0].maximum(parts[1]), count, sizes)
+    own, behind = (x.masked_fill(~some, torch.nan).to(DEVICE) for x, some in zip((own, behind), seen, strict=True))
+    got = torch.full(want.shape, 7, dtype=torch.int32, device=DEVICE)
+    top_blocks(own, behind, got, count.int().to(DEVICE), tokens.int().to(DEVICE), 0, sizes)
+    assert torch.equal(got.cpu(), want)
+
+
+@runs_here
 @pytest.mark.parametrize("dim", [16, 24])
 def test_gated_sum(dim):
     dtype = torch.float32

@@ -17,7 +17,8 @@ from dynaxx.kernels.hopper.forward_consume import ROWS
 from dynaxx.kernels.hopper.launch import dense_rows
 from dynaxx.kernels.hopper.selected_tiles import descriptor, registers
 from dynaxx.kernels.triton.light import light_launch
-from dynaxx.kernels.triton.native_select import Scores, strides_per
+from dynaxx.kernels.triton.native_select import Scores
+from dynaxx.kernels.triton.native_top import strides_per
 from dynaxx.layout.native import NativeSpans
 
 LOG2E_ = gl.constexpr(LOG2E)
@@ -105,7 +106,7 @@ def _consume(
         over = PER_TOKEN - shared  # strides behind the block; without any, nothing: weights are not negative
         behind = gl.max(gl.where(over > 0, by_block, 0.0), 2) if MAX else gl.sum(by_block * over, 2)
         p_next += i_head * blocks
-        _store_rows(p_next, behind, row, end_t - first_row, first_block, blocks, heads * blocks)
+        _store_rows(p_next, behind, row, end_t - first_row, first_block + 1, blocks, heads * blocks)
 
 
 @light_launch
@@ -162,14 +163,14 @@ def score_blocks(
     per_token, per_block = strides_per(spans.sizes)
     group_size, dim = q.shape[1] // heads, q.shape[2]
     parts = -(-blocks * per_block // (CONSUMERS.value * TOKENS.value))
-    _score_hopper_kernel[(heads, parts, len(scores.first))](
+    _score_hopper_kernel[(heads, parts, scores.some.stop - scores.some.start)](
         descriptor(q, (64, 1, dim)),
         descriptor(k_cmp.transpose(0, 1), (1, TOKENS.value, dim)),
         lse.contiguous(),
         scores.own,
         scores.behind,
-        scores.first,
-        scores.end,
+        scores.tiles.first[scores.some],
+        scores.tiles.end[scores.some],
         spans.first_cmp,
         spans.num_cmp,
         first_row=scores.first_row,

@@ -17,6 +17,7 @@ from dynaxx.kernels.triton.native_union import gather_rows, scatter_rows
 from dynaxx.layout.native import NativeSpans
 
 ROWS = 32
+FORWARD_ROWS = 8  # 32 read a third slower
 PARTS = 64  # programs that share the gradient of a weight
 SIZES = ["rows", "tokens", "windows", "heads"]
 
@@ -90,7 +91,8 @@ def _pool_bwd_weight_kernel(
 
 def pool_forward(x: Tensor, weight: Tensor | None, spans: NativeSpans) -> Tensor:
     """Windows of sequences that are alike, each the mean of its tokens or their sum by `weight` (WINDOW, H)."""
-    return _launch(_pool_fwd_kernel, x, weight, x.new_empty(spans.ends_cmp[-1], *x.shape[1:]), spans)
+    out = x.new_empty(spans.ends_cmp[-1], *x.shape[1:])
+    return _launch(_pool_fwd_kernel, x, weight, out, spans, FORWARD_ROWS)
 
 
 def pool_backward(do: Tensor, x: Tensor, weight: Tensor | None, spans: NativeSpans) -> tuple[Tensor, Tensor | None]:
@@ -98,7 +100,7 @@ def pool_backward(do: Tensor, x: Tensor, weight: Tensor | None, spans: NativeSpa
     dx = do.new_empty(x.shape)
     if not do.shape[0]:
         return dx.zero_(), None if weight is None else torch.zeros_like(weight)
-    _launch(_pool_bwd_kernel, do, weight, dx, spans)
+    _launch(_pool_bwd_kernel, do, weight, dx, spans, ROWS)
     if weight is None:
         return dx, None
     do, x = unit_stride(do), unit_stride(x)
@@ -134,11 +136,11 @@ def _tokens(spans: NativeSpans) -> int:
     return alike[2]
 
 
-def _launch(kernel, x: Tensor, weight: Tensor | None, out: Tensor, spans: NativeSpans) -> Tensor:
+def _launch(kernel, x: Tensor, weight: Tensor | None, out: Tensor, spans: NativeSpans, tile: int) -> Tensor:
     rows, heads, dim = out.shape
     x, tokens = unit_stride(x), _tokens(spans)
     if rows:
-        kernel[(-(-rows // ROWS), heads)](
+        kernel[(-(-rows // tile), heads)](
             x,
             x if weight is None else weight.contiguous(),
             out,
@@ -153,7 +155,7 @@ def _launch(kernel, x: Tensor, weight: Tensor | None, out: Tensor, spans: Native
             WINDOW=spans.sizes.cmp_block,
             STRIDE=spans.sizes.cmp_stride,
             WEIGHTED=weight is not None,
-            ROWS=ROWS,
+            ROWS=tile,
             num_warps=4,
         )
     return out

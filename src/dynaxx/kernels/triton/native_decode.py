@@ -16,7 +16,7 @@ from dynaxx.kernels.triton.config import padded
 from dynaxx.kernels.triton.launch import unit_stride
 from dynaxx.kernels.triton.light import light_launch
 from dynaxx.kernels.triton.native_gate import gated_sum_forward as gated_sum
-from dynaxx.kernels.triton.native_select import strides_per, top_blocks
+from dynaxx.kernels.triton.native_top import strides_per, top_blocks
 from dynaxx.kernels.triton.native_union import weights_of
 from dynaxx.kernels.triton.native_windows import compress_windows, gather_windows, store_compressed
 from dynaxx.kernels.triton.pages import page_strides, physical_pages, table_arguments
@@ -99,7 +99,7 @@ def _decode_scores_kernel(
     p_q, p_k,
     p_lse,  # (B, Hq, 1) contiguous
     p_own,  # (B, Hk, C) fp32, what tokens give to the block that they start in
-    p_next,  # (B, Hk, C) fp32, what they give to the block behind it; not written where PER_TOKEN is 1
+    p_next,  # (B, Hk, C) fp32, what a block gets from tokens that start in the one before; not where PER_TOKEN is 1
     p_num_cmp,  # (B,) int32
     p_table, p_seqused, p_leftpad, table_stride, num_physical, group_size, kv_heads, blocks, scale,
     stride_qb, stride_qh, stride_kb, stride_kp, stride_kn, stride_kh,
@@ -144,7 +144,7 @@ def _decode_scores_kernel(
         if PER_TOKEN > 1:
             over = PER_TOKEN - shared
             behind = tl.max(tl.where(over > 0, by_block, 0.0), 1) if MAX else tl.sum(by_block * over, 1)
-            tl.store(p_next + row, behind, mask=block < blocks)
+            tl.store(p_next + row + 1, behind, mask=block + 1 < blocks)
 
 
 def kept_blocks(blocks: Tensor, lengths: NativeLengths, sizes: NativeSizes) -> Tensor:

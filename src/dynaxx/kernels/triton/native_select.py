@@ -2,14 +2,14 @@
 """Selection: scores of blocks from attention to compressed tokens, a bounded number of queries at a time, and top-k.
 
 A program of the score kernel holds some compressed tokens and sums the weights that the q heads of a group give them,
-exp(q @ k_cmp - lse), then pools tokens to blocks: each gives to its own block, and by its overlap to the next one. The
-top-k kernel halves the range of the n-th best score of a row until n are left, so it needs no sort of the row.
+exp(q @ k_cmp - lse), then pools tokens to blocks: each gives to its own block, and by its overlap to the next one. What
+is chosen by them says `native_top`.
 
-T queries of a chunk, Hq / Hk / Hs query, kv and selection heads, C blocks of the longest sequence, n selected.
+T queries of a chunk, Hq / Hk / Hs query, kv and selection heads, C blocks of the longest sequence.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from weakref import WeakKeyDictionary
 
@@ -22,13 +22,13 @@ from dynaxx.kernels.triton import native_config
 from dynaxx.kernels.triton.config import padded
 from dynaxx.kernels.triton.launch import positive_scale, unit_stride
 from dynaxx.kernels.triton.light import light_launch
+from dynaxx.kernels.triton.native_top import strides_per, top_blocks
 from dynaxx.kernels.triton.native_union import block_rows, gather_rows, weights_of
-from dynaxx.kernels.triton.primitives import ordered_bits
-from dynaxx.layout.native import NativeSizes, NativeSpans
+from dynaxx.layout.native import NativeSpans
 
 SCORE_BYTES = 256 << 20  # of scores held at once
 QUERIES = 128  # per program of the score kernel
-LOWEST = tl.constexpr(-3.4028234663852886e38)
+FIELDS = 8  # of a unit of `Tiles.units`, 32 bytes, so that any run of them begins at 16
 
 
 @light_launch
@@ -38,7 +38,7 @@ def _score_kernel(
     p_k,
     p_lse,  # (Hq, all queries) contiguous; not read under RAW
     p_own,  # (T, Hs, C) fp32, what tokens give to the block that they start in
-    p_next,  # (T, Hs, C) fp32, what they give to the block behind it; not written where PER_TOKEN is 1
+    p_next,  # (T, Hs, C) fp32, what a block gets from tokens that start in the one before; not where PER_TOKEN is 1
     p_tile_first,
     p_tile_end,
     p_first_cmp,
@@ -100,82 +100,8 @@ def _score_kernel(
         if PER_TOKEN > 1:
             over = PER_TOKEN - shared  # strides behind the block; without any, nothing: weights are not negative
             behind = tl.max(tl.where(over > 0, by_block, 0.0), 2) if MAX else tl.sum(by_block * over, 2)
-            tl.store(p_next + row[:, None] + block[None, :], behind, mask=mask)
-
-
-@triton.jit
-def _bounds(key, need, WIDTH: tl.constexpr):
-    """Two keys between which the need-th best one is: at least the first, less than the second.
-
-    Of GROUPS groups of keys, need have a best key of at least the need-th best of those.
-    """
-    GROUPS: tl.constexpr = 32
-    above = tl.max(key, 0) + 1
-    least = tl.full([], 1, tl.uint32)
-    if WIDTH > GROUPS:
-        best = tl.sort(tl.max(tl.reshape(key, [WIDTH // GROUPS, GROUPS]), 0))
-        at = tl.arange(0, GROUPS) == GROUPS - need  # none where need > GROUPS
-        least = tl.maximum(tl.sum(tl.where(at, best, 0), 0).to(tl.uint32), 1)
-    return least, above
-
-
-@light_launch
-@triton.jit(do_not_specialize=["first_row", "heads", "slots", "first_blocks", "local_blocks"])
-def top_blocks_kernel(
-    p_own,
-    p_next,
-    p_indices,  # (all queries, Hs, n) int32
-    p_num_blocks,
-    p_num_cmp,
-    first_row,
-    heads,
-    blocks,
-    slots,
-    first_blocks,
-    local_blocks,
-    PER_TOKEN: tl.constexpr,
-    PER_BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr,  # C as a power of two
-    WIDE_SLOTS: tl.constexpr,  # n as a power of two
-    RAW: tl.constexpr,
-    MAX: tl.constexpr,
-):
-    """The blocks of one row of scores: forced ones, then the best."""
-    row = tl.program_id(0).to(tl.int64)
-    t = first_row + row // heads
-    seen, tokens = tl.load(p_num_blocks + t), tl.load(p_num_cmp + t)
-    block = tl.arange(0, WIDTH)
-    p_row = row * blocks + block
-    scored = (block * PER_BLOCK < tokens) & (block < blocks)
-    score = tl.load(p_own + p_row, mask=scored, other=LOWEST if RAW else 0.0)
-    if PER_TOKEN > 1:
-        before = (block > 0) & ((block - 1) * PER_BLOCK < tokens) & (block < blocks)
-        behind = tl.load(p_next + p_row - 1, mask=before, other=0.0)
-        score = tl.maximum(score, behind) if MAX else score + behind
-    free = (block >= first_blocks) & (block < seen - local_blocks)
-    key = tl.where(free, ordered_bits(score), 0).to(tl.uint32)  # 0 is below every score
-    forced = tl.minimum(seen, first_blocks) + tl.maximum(seen - tl.maximum(first_blocks, seen - local_blocks), 0)
-    need = tl.minimum(seen, slots) - forced  # of the free ones
-    least, above = _bounds(key, need, WIDTH)  # the need-th best key is at least `least` and less than `above`
-    count = tl.sum((key >= least).to(tl.int32), 0)
-    while (count > need) & (above - least > 1):
-        middle = least + (above - least) // 2
-        enough = tl.sum((key >= middle).to(tl.int32), 0)
-        if enough >= need:
-            least = middle
-            count = enough
-        else:
-            above = middle
-    if count > need:  # equal keys: the first of them
-        ties = (key == least).to(tl.int32)
-        rest = need - (count - tl.sum(ties, 0))
-        key = tl.where((ties == 0) | (tl.cumsum(ties, 0) <= rest), key, 0)
-    chosen = (key >= least) | ((block < seen) & ((block < first_blocks) | (block >= seen - local_blocks)))
-    place = tl.cumsum(chosen.to(tl.int32), 0) - 1
-    p_out = p_indices + (first_row.to(tl.int64) * heads + row) * slots
-    tl.store(p_out + place, block, mask=chosen)
-    slot = tl.arange(0, WIDE_SLOTS)
-    tl.store(p_out + slot, slot * 0 - 1, mask=(slot >= seen) & (slot < slots))
+            mask = inside[:, None] & (block + 1 < blocks)[None, :]
+            tl.store(p_next + row[:, None] + block[None, :] + 1, behind, mask=mask)
 
 
 @dataclass(frozen=True)
@@ -184,8 +110,10 @@ class Tiles:
 
     bounds: list[tuple[int, int]]  # rows
     blocks: list[int]  # that the last row sees
+    tokens: list[tuple[int, int]]  # row of the sequence's compressed token 0, and how many of them the last row sees
     first: Tensor
     end: Tensor
+    known_units: dict[int, tuple[Tensor, list[int]]] = field(default_factory=dict)
 
     def chunks(self, row_bytes: int) -> Iterator[tuple[slice, int]]:
         """Runs of tiles and the most blocks that one of their rows sees; SCORE_BYTES, of row_bytes per row and block.
@@ -205,16 +133,33 @@ class Tiles:
             yield slice(begin, stop), most
             begin = stop
 
+    def units(self, some: slice, count: int) -> Tensor:
+        """(units, FIELDS) int32 of some tiles: first row, last row + 1, first of `count` compressed tokens, how many
+        of them the last row sees, and the row of token 0; none of them without a token to see.
+        """
+        if count not in self.known_units:
+            bounds, tokens = torch.tensor(self.bounds).view(-1, 2), torch.tensor(self.tokens).view(-1, 2)
+            parts = -(-tokens[:, 1] // count)
+            ends = parts.cumsum(0)
+            tile = torch.repeat_interleave(parts)
+            units = torch.zeros(len(tile), FIELDS, dtype=torch.int32)
+            units[:, :2] = bounds[tile]
+            units[:, 2] = (torch.arange(len(tile)) - (ends - parts)[tile]) * count
+            units[:, 3:5] = tokens[tile].flip(1)
+            self.known_units[count] = units.to(self.first.device, non_blocking=True), [0, *ends.tolist()]
+        known, at = self.known_units[count]
+        return known[at[some.start] : at[some.stop]]
+
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores of some queries to be written: what tokens give to their own block, and to the one behind it."""
+    """Scores of some queries to be written: what a block gets from tokens that start in it, and in the one before."""
 
     own: Tensor  # (T, Hs, C) fp32
-    behind: Tensor  # the same, or `own` where tokens are no longer than their stride
+    behind: Tensor  # the same; `own` where tokens are no longer than their stride
     first_row: int  # of these queries
-    first: Tensor  # (tiles,) int32, first row of each tile of them
-    end: Tensor  # its last row + 1
+    tiles: Tiles  # of all queries
+    some: slice  # the tiles of these
 
 
 # How to fill them, of (q, k_cmp, lse, spans, scores, scale).
@@ -226,19 +171,17 @@ _tiles: WeakKeyDictionary[NativeSpans, dict[int, Tiles]] = WeakKeyDictionary()
 def _tiles_of(spans: NativeSpans, rows: int) -> Tiles:
     known = _tiles.setdefault(spans, {})
     if rows not in known:
-        bounds, blocks = [], []
-        for (a, b), (c, d) in zip(pairwise(spans.ends_q), pairwise(spans.ends_k), strict=True):
+        bounds, blocks, tokens = [], [], []
+        sequences = zip(pairwise(spans.ends_q), pairwise(spans.ends_k), spans.ends_cmp[:-1], strict=True)
+        for (a, b), (c, d), token in sequences:
             for first in range(a, b, rows):
                 bounds.append((first, min(first + rows, b)))
-                blocks.append(max(0, (bounds[-1][1] - 1 - b + d - c) // spans.sizes.slc_block + 1))
+                keys = max(0, bounds[-1][1] - b + d - c)  # that the last row sees
+                blocks.append(-(-keys // spans.sizes.slc_block))
+                tokens.append((token, spans.sizes.compressed(keys)))
         ends = torch.tensor(bounds, dtype=torch.int32).view(-1, 2).to(spans.device, non_blocking=True)
-        known[rows] = Tiles(bounds, blocks, ends[:, 0].contiguous(), ends[:, 1].contiguous())
+        known[rows] = Tiles(bounds, blocks, tokens, ends[:, 0].contiguous(), ends[:, 1].contiguous())
     return known[rows]
-
-
-def strides_per(sizes: NativeSizes) -> tuple[int, int]:
-    """Strides in a compressed token, and in a block."""
-    return sizes.cmp_block // sizes.cmp_stride, sizes.slc_block // sizes.cmp_stride
 
 
 def score_blocks(
@@ -248,14 +191,14 @@ def score_blocks(
     heads, blocks = scores.own.shape[1:]
     per_token, per_block = strides_per(spans.sizes)
     block_n, num_warps, num_stages = native_config.score_tiles(per_block, q.dtype)
-    _score_kernel[(heads, -(-blocks * per_block // block_n), len(scores.first))](
+    _score_kernel[(heads, -(-blocks * per_block // block_n), scores.some.stop - scores.some.start)](
         q,
         k_cmp,
         scores.own if lse is None else lse.contiguous(),
         scores.own,
         scores.behind,
-        scores.first,
-        scores.end,
+        scores.tiles.first[scores.some],
+        scores.tiles.end[scores.some],
         spans.first_cmp,
         spans.num_cmp,
         first_row=scores.first_row,
@@ -311,51 +254,7 @@ def select_blocks(
         own = torch.empty(count, heads, blocks, dtype=torch.float32, device=q.device)
         behind = torch.empty_like(own) if per_token > 1 else own
         if k_cmp.shape[0]:
-            scores = Scores(own, behind, first, tiles.first[some], tiles.end[some])
+            scores = Scores(own, behind, first, tiles, some)
             scorer(q, k_cmp, lse, spans, scores, scale)
         top_blocks(own, behind, indices, spans.num_blocks, spans.num_cmp, first, sizes, lse is None)
     return indices
-
-
-def top_blocks(
-    own: Tensor,
-    behind: Tensor,
-    indices: Tensor,
-    num_blocks: Tensor,
-    num_cmp: Tensor,
-    first_row: int,
-    sizes: NativeSizes,
-    raw: bool = False,
-) -> None:
-    """Choose the blocks of some queries by their scores.
-
-    Args:
-        own, behind: (T, Hs, C) fp32, as `Scores` holds them.
-        indices: (all queries, Hs, n) int32, where the choice goes.
-        num_blocks, num_cmp: (all queries,) int32, blocks and compressed tokens that each sees.
-        first_row: of these queries.
-        raw: scores may be negative.
-    """
-    count, heads, blocks = own.shape
-    width = triton.next_power_of_2(blocks)
-    per_token, per_block = strides_per(sizes)
-    top_blocks_kernel[(count * heads,)](
-        own,
-        behind,
-        indices,
-        num_blocks,
-        num_cmp,
-        first_row=first_row,
-        heads=heads,
-        blocks=blocks,
-        slots=sizes.slc_count,
-        first_blocks=sizes.first_blocks,
-        local_blocks=sizes.local_blocks,
-        PER_TOKEN=per_token,
-        PER_BLOCK=per_block,
-        WIDTH=width,
-        WIDE_SLOTS=triton.next_power_of_2(sizes.slc_count),
-        RAW=raw,
-        MAX=sizes.pool == "max",
-        num_warps=native_config.top_warps(width),
-    )
