@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from dynaxx.testing import Expected, oracle_attention, random_problem
+import dynaxx as dx
+from dynaxx.testing import Expected, check_gradients, make_qkv, oracle_attention, random_problem
 from dynaxx.testing.rounding import _error_of_sum, rounding_errors
 
 SINGLE = torch.finfo(torch.float32).eps / 2
@@ -111,3 +112,22 @@ def test_what_is_right_is_not():
             return attend(q.flip(-1), k.flip(-1), v, *sinks)
 
         assert all(report.ok for report in expected.reports(turned)), f"seed {seed}: {problem.label}"
+
+
+@pytest.mark.parametrize("seed", [0, 4_200_930])
+def test_gradients_are_other_numbers_than_the_inputs(seed):
+    """Of the seed that drew these. Where they were q's own, errors that a budget takes as independent added up."""
+    given = []
+
+    def attend(q, k, v, *_):
+        out, lse = oracle_attention(q, k, v, torch.ones(1, dtype=torch.bool))
+        if out.requires_grad:
+            out.register_hook(given.append)
+        return out, lse
+
+    inputs = make_qkv(1, 40, 40, 2, 1, 16, seed=seed)
+    layout = dx.Full().layout(40, causal=False, block_size=16)
+    check_gradients(attend, *inputs, layout, seed=seed)
+    problem = random_problem(seed, dtype=torch.float32)
+    for drawn, grad in ((inputs, given[0]), (problem.inputs.values(), Expected(problem, seed)._do)):
+        assert torch.isin(grad, torch.cat([x.flatten() for x in drawn])).double().mean() < 0.01

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dynaxx.testing.oracle import AttendAll, ErrorReport, error_reports
+from dynaxx.testing.oracle import AttendAll, ErrorReport, error_reports, generator_of_gradients
 from dynaxx.testing.problems import Problem
 from dynaxx.testing.rounding import rounding_errors
 
@@ -23,7 +23,7 @@ class Expected:
     def __init__(self, problem: Problem, seed: int = 0) -> None:
         self._inputs = problem.inputs
         q, v = self._inputs["q"], self._inputs["v"]
-        generator = torch.Generator().manual_seed(seed + 2**32)  # another than that of the inputs
+        generator = generator_of_gradients(seed, torch.device("cpu"))
         draw = lambda *shape: torch.randn(*shape, generator=generator).to(q.device)
         self._do = draw(*q.shape[:3], v.shape[-1]).to(q.dtype)
         self._dlse = draw(q.shape[0], q.shape[2], q.shape[1])
