@@ -361,15 +361,36 @@ def test_heads_of_a_group_choose_together_unless_told_otherwise(make, some, noth
     assert torch.equal(choose(make(some)), choose(make(some, per="head")))
 
 
-def test_a_group_chooses_by_the_sum_of_its_heads():
+@pytest.mark.parametrize("pattern", [None, dx.Sink(16)], ids=["alone", "beside a sink"])
+def test_a_group_ranks_by_what_its_heads_give_relative_to_their_best_block(pattern):
+    q, k, _ = make_qkv(1, 256, 256, 2, 1, 16)
+    q[:, :, 0] *= 20  # a head so sharp that its shares alone would decide
+    grid = dx.layout.BlockGrid(256, 256, (16, 16))
+    mass = MeanQuery().prepare(q, k, grid, 0.25)(0, 16)
+    mass = mass.masked_fill(~torch.ones(16, 16, dtype=torch.bool).tril(), -torch.inf).softmax(-1)
+    free = mass if pattern is None else mass[..., 1:]
+    relative = (free / free.amax(-1, keepdim=True)).sum(1)[0]
+    rule = TopK(4) if pattern is None else pattern | TopK(4)
+    layout = dx.select_blocks(q, k, rule, block_size=16)
+    differ = 0
+    for row in range(5, 16):
+        chosen = layout.kv_indices[layout.kv_indptr[0, 1, row] : layout.kv_indptr[0, 1, row + 1]].tolist()
+        best = relative[row].topk(4).indices + (pattern is not None)
+        assert set(chosen) == {*best.tolist(), *([] if pattern is None else [0])}
+        differ += set(best.tolist()) != set((free.sum(1)[0, row].topk(4).indices + (pattern is not None)).tolist())
+    assert differ  # the sum of shares would choose other blocks
+
+
+def test_a_group_keeps_a_mass_by_the_sum_of_its_heads():
     q, k, _ = make_qkv(1, 128, 128, 2, 1, 16)
     grid = dx.layout.BlockGrid(128, 128, (16, 16))
     mass = MeanQuery().prepare(q, k, grid, 0.25)(0, 8)
-    mass = mass.masked_fill(~torch.ones(8, 8, dtype=torch.bool).tril(), -torch.inf).softmax(-1).sum(1)
-    layout = dx.select_blocks(q, k, TopK(2), block_size=16)
-    for row in range(2, 8):
+    mass = mass.masked_fill(~torch.ones(8, 8, dtype=torch.bool).tril(), -torch.inf).softmax(-1).mean(1)[0]
+    layout = dx.select_blocks(q, k, TopP(0.5), block_size=16)
+    for row in range(8):
+        best, where = mass[row].sort(descending=True)
         chosen = layout.kv_indices[layout.kv_indptr[0, 1, row] : layout.kv_indptr[0, 1, row + 1]]
-        assert set(chosen.tolist()) == set(mass[0, row].topk(2).indices.tolist())
+        assert set(chosen.tolist()) == set(where[best.cumsum(0) - best < 0.5].tolist())
 
 
 def test_threshold_compares_mass_with_its_reference():

@@ -16,7 +16,7 @@ from dynaxx.layout.host import on_host
 from dynaxx.layout.masks import causal_codes
 from dynaxx.patterns.base import Pattern
 from dynaxx.selection.device import select_on_device, serves
-from dynaxx.selection.groups import Per, heads_alike, shared_scores
+from dynaxx.selection.groups import Per, heads_alike, shared_ranks, shared_scores
 from dynaxx.selection.scorers.base import GPU_MEMORY_BUDGET, MEMORY_BUDGET, Scorer, pieces
 from dynaxx.selection.static import static_part
 
@@ -37,6 +37,7 @@ class Selector(ABC):
 
     scorer: Scorer
     per: Per = "head"  # "group": all q heads of a kv head choose together
+    only_ranks: ClassVar[bool] = False  # whether the order of the scores is all that counts
     budget_field: ClassVar[str]  # name of the field that says how much to keep, one value or one per q head
     nothing: ClassVar[float] = 0.0  # its value that keeps nothing beside a pattern
     everything: ClassVar[float] = 1.0  # its value that keeps every visible block
@@ -189,8 +190,11 @@ def _select(
         own = forced.codes(start, stop)
         covered = (own == FULL) | ((own >= 0) & (forced.same_as_causal[own.clamp(min=0)] == causal_code))
         scores = score_rows(start, stop).masked_fill_(causal_code == EMPTY, -torch.inf)
-        scores = shared_scores(scores, alike).repeat_interleave(copies, dim=1)
-        chosen = selector.choose(scores, (causal_code != EMPTY) & ~covered, grid.causal_kv_blocks(rows))
+        optional = (causal_code != EMPTY) & ~covered
+        shared = shared_ranks(scores, optional, alike) if selector.only_ranks else shared_scores(scores, alike)
+        scores = shared.repeat_interleave(copies, dim=1)
+        del shared
+        chosen = selector.choose(scores, optional, grid.causal_kv_blocks(rows))
         chosen = chosen.repeat_interleave(heads // chosen.shape[1], dim=1)
         del scores
         b, h, r, col = (chosen | (own != EMPTY)).nonzero(as_tuple=True)

@@ -26,14 +26,15 @@ class TopK(Selector):
         scorer: what to rank them by.
         floor: q blocks that see fewer kv blocks than this get the share of so many. Early tokens need about as many
             blocks as late ones, and there they are cheap.
-        per: "group": the q heads of a kv head choose together, by the sum of what each gives to a block; "head": each
-            chooses by itself.
+        per: "group": the q heads of a kv head choose together, by the sum of what each gives to a block, relative to
+            the best block that it could be given; "head": each chooses by itself.
     """
 
     budget: int | float | tuple[int | float, ...]
     scorer: Scorer = field(default_factory=MeanQuery)  # best at its price: docs/selection.md
     floor: int = 0
     per: Per = "group"
+    only_ranks: ClassVar[bool] = True
     budget_field: ClassVar[str] = "budget"
 
     def __post_init__(self) -> None:

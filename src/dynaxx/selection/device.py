@@ -64,7 +64,8 @@ def select_on_device(
     row_bytes = BYTES_PER_SCORE * batch * q_heads * grid.kv_blocks
     for start, stop in pieces(grid.q_blocks, row_bytes, max(1, memory_budget // 2)):
         choose_rows(score_rows(start, stop).float(), start, grid, rule, alike, static, bits, counts, partial)
-    counts, partial = (each.repeat_interleave(serves_heads, dim=1) for each in (counts, partial))
+    if serves_heads > 1:
+        counts, partial = (each.repeat_interleave(serves_heads, dim=1) for each in (counts, partial))
     kv_indptr = row_offsets(counts)
     kv_indices, kv_masks = emit_entries(bits, kv_indptr, grid, static, capacity)
     return BlockLayout(

@@ -98,8 +98,13 @@ def _top(keys, optional, weights, goal):
 
 
 @triton.jit
-def _row_scores(p_scores, i_head, rows, row, kv_blocks, o_c, seen, ALIKE: tl.constexpr):
-    """[C] scores of a row of a head; of ALIKE > 1 neighbouring heads, from the sum of what each gives a block."""
+def _row_scores(
+    p_scores, i_head, rows, row, kv_blocks, o_c, seen, optional, ALIKE: tl.constexpr, ONLY_RANKS: tl.constexpr
+):
+    """[C] scores of a row of a head; of ALIKE > 1 neighbouring heads, from the sum of what each gives a block.
+
+    As `selection.groups.shared_scores`, or `shared_ranks` where ONLY_RANKS.
+    """
     if ALIKE == 1:
         scores = tl.load(p_scores + (i_head * rows + row) * kv_blocks + o_c, mask=seen, other=float("-inf"))
     else:
@@ -107,10 +112,14 @@ def _row_scores(p_scores, i_head, rows, row, kv_blocks, o_c, seen, ALIKE: tl.con
         for i_other in range(ALIKE):
             p_row = p_scores + ((i_head // ALIKE * ALIKE + i_other) * rows + row) * kv_blocks
             own = tl.load(p_row + o_c, mask=seen, other=float("-inf"))
+            if ONLY_RANKS:
+                own = tl.where(optional, own, float("-inf"))
             best = tl.max(own, 0)
             mass = tl.exp(own - tl.where(best == float("-inf"), 0.0, best))
-            found = tl.sum(mass, 0)
-            total += mass / tl.where(found == 0, 1.0, found)
+            if not ONLY_RANKS:
+                found = tl.sum(mass, 0)
+                mass = mass / tl.where(found == 0, 1.0, found)
+            total += mass
         scores = tl.where(seen, tl.log(tl.maximum(total, 1.1754944e-38)), float("-inf"))
     return scores
 
@@ -164,7 +173,9 @@ def _choose_kernel(
     )  # fmt: skip
     seen = o_c < visible
     optional = seen & (causal != EMPTY) & ~covered
-    scores = _row_scores(p_scores, i_bh * SERVES, rows, i_program % rows, kv_blocks, o_c, seen, ALIKE)
+    scores = _row_scores(
+        p_scores, i_bh * SERVES, rows, i_program % rows, kv_blocks, o_c, seen, optional, ALIKE, MODE == TOP_K
+    )
     amount = tl.load(p_amounts + i_bh % choices * amount_stride)
     if MODE == TOP_K:
         count = amount
