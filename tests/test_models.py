@@ -229,6 +229,15 @@ def test_a_kill_at_any_moment_leaves_the_old_or_the_new_file(tmp_path):
         assert path.read_text() in ("0" * 10**5, "1" * 10**5)
 
 
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="Linux")
+def test_a_folder_that_takes_no_files_is_found_out_before(tmp_path):
+    """Root may write anywhere, as far as permissions go."""
+    with pytest.raises(OSError, match="/proc"):
+        files.check_target("/proc/run/a.json")
+    files.check_target(tmp_path / "run" / "a.json")
+    assert os.listdir(tmp_path) == []
+
+
 def test_what_a_killed_write_left_goes_with_a_later_one(tmp_path):
     path = files.write_text(tmp_path / "a[1].json", "0")
     old, young, other = (

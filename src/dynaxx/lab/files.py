@@ -9,6 +9,7 @@ import json
 import os
 import secrets
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -73,15 +74,18 @@ def write_json(path: Path | str, document: Any) -> Path:
 
 
 def check_target(path: Path | str) -> None:
-    """Before long work: raise the OSError that writing this file would end in, as far as can be seen. Makes nothing."""
+    """Before long work: raise the OSError that writing this file would end in, as far as one can see; leave nothing."""
     path = Path(path)
     there = next(folder for folder in path.absolute().parents if folder.exists())
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not there.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(there))
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(there))
+    try:
+        with tempfile.TemporaryFile(dir=there):  # permissions, mounts that are read-only, systems that hold no files
+            pass
+    except OSError as error:
+        raise OSError(error.errno, os.strerror(error.errno or errno.EIO), str(there)) from None
 
 
 def read_json(path: Path | str) -> Any:
