@@ -98,6 +98,18 @@ def test_any_scale(scale):
 
 
 @runs_here
+@pytest.mark.parametrize("level", [-80, -25, 300])
+def test_keys_past_the_end_weigh_nothing(level):
+    """Their scores are 0, beside which those of all keys that there are may be as low, or as high, as they like."""
+    q, k, v = make_qkv(1, 40, 65, 2, 1, 16, dtype=torch.float16, device=DEVICE)
+    q[..., 0], k[..., 0] = 16, level * 16**0.5 / 16
+    for pattern in (dx.Full(), dx.SlidingWindow((30, 30))):
+        layout = pattern.layout(40, 65, block_size=64, device=DEVICE)
+        for report in check_forward(attend, q, k, v, layout) + check_gradients(attend, q, k, v, layout):
+            assert report.ok, f"{pattern}: {report}"
+
+
+@runs_here
 @pytest.mark.parametrize("scale", [0.3, -0.5, 0.0])
 def test_capped_scores(scale):
     q, k, v = make_qkv(1, 40, 40, 2, 1, 16, device=DEVICE)
