@@ -111,6 +111,26 @@ def test_keys_past_the_end_weigh_nothing(head_dim, dtype, low):
 
 @pytest.mark.gpu
 @on_hopper
+@pytest.mark.parametrize("step", [10, 60, 300, 1200])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("block_size", [64, 128])
+def test_scores_that_grow_from_block_to_block(block_size, dtype, step):
+    """At head_dim 64 weights are relative to scores of blocks before: these grow by `step` a block, or fall, or stay.
+
+    Half of the queries see nothing of the only partial block, which comes first.
+    """
+    q, k, v = make_qkv(1, 512, 1024, 4, 2, 64, dtype=dtype, device="cuda")
+    q[..., 0] = torch.tensor([1, 1, -1, 0], device="cuda").repeat(128)[None, :, None]
+    k[..., 0] = (torch.arange(1024, device="cuda") // block_size * step)[None, :, None]
+    mask = torch.ones(512, 1024, dtype=torch.bool, device="cuda")
+    mask[::2, 512 : 512 + block_size] = False
+    layout = dx.BlockLayout.from_dense(mask, block_size=block_size)
+    for report in check_forward(attend, q, k, v, layout):
+        assert report.ok, report
+
+
+@pytest.mark.gpu
+@on_hopper
 def test_rows_of_nan_stay_alone():
     q, k, v = make_qkv(2, 200, 200, 2, 2, 64, dtype=torch.bfloat16, device="cuda")
     k[1], v[1] = torch.nan, torch.nan

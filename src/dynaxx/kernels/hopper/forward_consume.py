@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from dynaxx.kernels.hopper.forward_growth import rescaled_where_grown, weights_relative_to
 from dynaxx.kernels.hopper.forward_produce import FIELDS, ROW_FIELDS
 from dynaxx.kernels.hopper.parts import store_output
 from dynaxx.kernels.hopper.signals import get, pin
@@ -90,13 +91,20 @@ def _softmax_step(scores, row_max, row_sum, scale_log2, MASKED: gl.constexpr):
 def _consume_steps(
     acc, row_max, row_sum, weights, q, k_buffers, v_buffers, numbers, k_full, k_empty, v_full, v_empty,
     scale_log2, first_row, p_bits, begin, end,
-    MASKED: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    MASKED: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
-    """Steps begin..end of the program. Weights stay fp32 from step to step: bf16 would be unpacked and packed again."""
+    """Steps begin..end of the program. Weights stay fp32 from step to step: bf16 would be unpacked and packed again.
+
+    At head_dim 64, where the exponentials are as long as the products, full steps do not wait for their maxima.
+    """
+    GROWING: gl.constexpr = CONSUMERS == 2 and q.shape[1] == 64 and not MASKED
     STEP: gl.constexpr = weights.shape[1]
     s_layout: gl.constexpr = weights.type.layout
     acc_layout: gl.constexpr = acc.type.layout
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
+    if GROWING:
+        base = gl.zeros([ROWS, 4], gl.float32, WORD_LAYOUT)
+        base += gl.convert_layout(row_max, gl.SliceLayout(1, WORD_LAYOUT))[:, None]
     for i_step in range(begin, end):
         stage = i_step % STAGES
         before = (i_step - 1) % STAGES
@@ -111,11 +119,20 @@ def _consume_steps(
         if MASKED:
             scores = _hide(scores, first_row, numbers, stage, p_bits, Q_BLOCK, KV_BLOCK)
         mbarrier.arrive(k_empty.index(stage), count=1)
-        weights, row_max, row_sum, rescale = _softmax_step(scores, row_max, row_sum, scale_log2, MASKED)
-        row_sum = pin(row_sum)
+        if GROWING:
+            weights, sums = weights_relative_to(base, scores, scale_log2)
+            sums = pin(sums)
+        else:
+            weights, row_max, row_sum, rescale = _softmax_step(scores, row_max, row_sum, scale_log2, MASKED)
+            row_sum = pin(row_sum)
         acc = warpgroup_mma_wait(0, deps=[acc_token])
         mbarrier.arrive(v_empty.index(before), count=1)
-        acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc_layout))[:, None]
+        if GROWING:
+            weights, row_sum, base, acc = rescaled_where_grown(weights, sums, row_sum, base, acc, scores, scale_log2)
+        else:
+            acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc_layout))[:, None]
+    if GROWING:
+        row_max = gl.convert_layout(gl.max(base, 1), row_max.type.layout)
     return acc, row_max, row_sum, weights
 
 
@@ -164,11 +181,11 @@ def consume(
         acc = gl.zeros([ROWS, D], gl.float32, acc_layout)
         acc, row_max, row_sum, weights = _consume_steps(
             acc, row_max, row_sum, weights, q, k_buffers, v_buffers, step_numbers, k_full, k_empty, v_full, v_empty,
-            scale_log2, first_row, p_bits, done + 1, done + masked, True, Q_BLOCK, KV_BLOCK, STAGES,
+            scale_log2, first_row, p_bits, done + 1, done + masked, True, Q_BLOCK, KV_BLOCK, STAGES, CONSUMERS,
         )  # fmt: skip
         acc, row_max, row_sum, weights = _consume_steps(
             acc, row_max, row_sum, weights, q, k_buffers, v_buffers, step_numbers, k_full, k_empty, v_full, v_empty,
-            scale_log2, first_row, p_bits, done + masked, done + steps, False, Q_BLOCK, KV_BLOCK, STAGES,
+            scale_log2, first_row, p_bits, done + masked, done + steps, False, Q_BLOCK, KV_BLOCK, STAGES, CONSUMERS,
         )  # fmt: skip
         i_b = get(row_numbers, slot * ROW_FIELDS + 3)
         i_h = get(row_numbers, slot * ROW_FIELDS + 4) + CONSUMER * STEP_HEADS

@@ -1,0 +1,145 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
+"""A softmax of the Hopper forward that waits for no maximum: weights relative to that of the steps before.
+
+It is where sums and weights are kept in range, and any number near the largest score serves. A thread's sum of a step's
+weights tells whether they still are: where one is above GROWN, a warp finds the maxima, makes the weights of its step
+once more and rescales what it has, behind a branch. Everywhere else there are no maxima, and nothing is rescaled. No
+weight is above GROWN then, which fp16 holds, and all of them round as they would have.
+
+A thread has 2 t and 2 t + 1 of every eight columns, t being its place in the four that share a row.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+GROWN = gl.constexpr("0f43800000")  # 256, as PTX has it
+
+
+@gluon.jit
+def weights_relative_to(base, scores, scale_log2):
+    """exp2(scores * scale_log2 - base), with a base [rows, 4] for each thread, and each thread's sums [rows, 4]."""
+    ROWS: gl.constexpr = scores.shape[0]
+    COLUMNS: gl.constexpr = scores.shape[1]
+    layout: gl.constexpr = scores.type.layout
+    scores = gl.reshape(scores, [ROWS, COLUMNS // 8, 4, 2])
+    thread_layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, scores.type.layout))
+    shift = gl.convert_layout(base, thread_layout, assert_trivial=True)
+    weights = gl.exp2(scores * scale_log2 - gl.expand_dims(gl.expand_dims(shift, 1), 3))
+    sums = gl.convert_layout(gl.sum(gl.sum(weights, 3), 1), base.type.layout)
+    return gl.convert_layout(gl.reshape(weights, [ROWS, COLUMNS]), layout), sums
+
+
+@gluon.jit
+def rescaled_where_grown(weights, sums, row_sum, base, acc, scores, scale_log2):
+    """weights, row_sum with `sums`, base and acc; relative to the largest score in warps where a sum is above GROWN."""
+    w_layout: gl.constexpr = weights.type.layout
+    acc_layout: gl.constexpr = acc.type.layout
+    row_layout: gl.constexpr = row_sum.type.layout
+    COLUMNS: gl.constexpr = weights.shape[1] // 4
+    SUMS: gl.constexpr = acc.shape[1] // 4
+    columns = _columns_of_threads(weights)
+    layout: gl.constexpr = columns[0].type.layout
+    args = columns + _columns_of_threads(acc) + (row_sum, base) + _columns_of_threads(scores) + (sums,)
+    given = ()
+    for u in gl.static_range(len(args)):
+        given += (gl.convert_layout(args[u], layout, assert_trivial=True),)
+    given += (gl.full([weights.shape[0], 4], 0, gl.float32, layout) + scale_log2,)
+    got = gl.inline_asm_elementwise(
+        _where_grown(COLUMNS, SUMS),
+        _registers(COLUMNS, SUMS),
+        given,
+        dtype=_floats(COLUMNS + SUMS + 2),
+        is_pure=True,
+        pack=1,
+    )
+    row_sum = gl.convert_layout(got[COLUMNS + SUMS], row_layout, assert_trivial=True)
+    base = gl.convert_layout(got[COLUMNS + SUMS + 1], row_layout, assert_trivial=True)
+    weights = _tile_of_columns(got, 0, COLUMNS, w_layout)
+    return weights, row_sum, base, _tile_of_columns(got, COLUMNS, SUMS, acc_layout)
+
+
+@gluon.constexpr_function
+def _floats(count):
+    return (gl.float32,) * count
+
+
+@gluon.constexpr_function
+def _registers(COLUMNS, SUMS):
+    kept = COLUMNS + SUMS + 2
+    return ",".join(["=&f"] * kept + ["f"] * (kept + COLUMNS + 2))
+
+
+@gluon.constexpr_function
+def _where_grown(COLUMNS, SUMS):
+    """For a row of a thread: its COLUMNS weights, SUMS results, row_sum and base come out; in go these, the scores, the
+    sum of the weights, and the scale.
+    """
+    kept = COLUMNS + SUMS + 2
+    total, base = kept - 2, kept - 1
+    scores = range(2 * kept, 2 * kept + COLUMNS)
+    part, scale = scores.stop, scores.stop + 1
+    lines = [".reg .pred grown;", ".reg .f32 largest, other, ratio, shift, x;"]
+    lines += [f"mov.f32 ${i}, ${kept + i};" for i in range(kept) if i != total]
+    lines += [f"add.f32 ${total}, ${kept + total}, ${part};"]
+    lines += [f"setp.gtu.f32 grown, ${part}, {GROWN.value};"]  # also where it is no number
+    lines += ["vote.sync.any.pred grown, grown, -1;", "@!grown bra.uni done;"]
+    lines += [f"mov.f32 largest, ${scores[0]};"] + [f"max.f32 largest, largest, ${i};" for i in scores[1:]]
+    for lanes in (1, 2):
+        lines += [f"shfl.sync.bfly.b32 other, largest, {lanes}, 31, -1;", "max.f32 largest, largest, other;"]
+    lines += [f"mul.f32 largest, largest, ${scale};", f"max.f32 ${base}, ${kept + base}, largest;"]
+    lines += [f"sub.f32 ratio, ${kept + base}, ${base};", "ex2.approx.ftz.f32 ratio, ratio;"]
+    lines += [f"neg.f32 shift, ${base};", f"mul.f32 ${total}, ${kept + total}, ratio;"]
+    for i in range(COLUMNS):
+        lines += [f"fma.rn.f32 x, ${scores[i]}, ${scale}, shift;", f"ex2.approx.ftz.f32 ${i}, x;"]
+        lines += [f"add.f32 ${total}, ${total}, ${i};"]
+    lines += [f"mul.f32 ${i}, ${i}, ratio;" for i in range(COLUMNS, COLUMNS + SUMS)]
+    return "\n".join(["{", *lines, "done:", "}"])
+
+
+@gluon.jit
+def _columns_of_threads(tile):
+    """A tile [rows, columns] as a tuple of columns / 4 tiles [rows, 4], one for each that a thread has, in order."""
+    ROWS: gl.constexpr = tile.shape[0]
+    EIGHTS: gl.constexpr = tile.shape[1] // 8
+    tile = gl.permute(gl.reshape(tile, [ROWS, EIGHTS, 4, 2]), (0, 2, 1, 3))
+    return _halves((gl.reshape(tile, [ROWS, 4, EIGHTS * 2]),), EIGHTS * 2)
+
+
+@gluon.jit
+def _halves(tiles, COLUMNS: gl.constexpr):
+    """Tiles [rows, 4, COLUMNS], each as tiles [rows, 4] of its columns."""
+    if COLUMNS == 1:
+        return tiles
+    else:
+        out = ()
+        for u in gl.static_range(len(tiles)):
+            tile = gl.reshape(tiles[u], [tiles[u].shape[0], 4, 2, COLUMNS // 2])
+            left, right = gl.split(gl.permute(tile, (0, 1, 3, 2)))
+            if COLUMNS == 2:
+                left, right = gl.reshape(left, [left.shape[0], 4]), gl.reshape(right, [right.shape[0], 4])
+            out += (left, right)
+        return _halves(out, COLUMNS // 2)
+
+
+@gluon.jit
+def _tile_of_columns(columns, FIRST: gl.constexpr, COUNT: gl.constexpr, layout: gl.constexpr):
+    """The inverse of `_columns_of_threads` for COUNT of `columns`, from FIRST on."""
+    tiles = ()
+    for u in gl.static_range(FIRST, FIRST + COUNT, 2):
+        tiles += (gl.join(columns[u], columns[u + 1]),)
+    tile = _joined(tiles)
+    tile = gl.permute(gl.reshape(tile, [tile.shape[0], 4, COUNT // 2, 2]), (0, 2, 1, 3))
+    return gl.convert_layout(gl.reshape(tile, [tile.shape[0], COUNT * 4]), layout)
+
+
+@gluon.jit
+def _joined(tiles):
+    """Tiles [rows, 4, columns] side by side."""
+    if len(tiles) == 1:
+        return tiles[0]
+    else:
+        out = ()
+        for u in gl.static_range(len(tiles) // 2):
+            tile = gl.permute(gl.join(tiles[2 * u], tiles[2 * u + 1]), (0, 1, 3, 2))
+            out += (gl.reshape(tile, [tile.shape[0], 4, tile.shape[2] * tile.shape[3]]),)
+        return _joined(out)
