@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from dynaxx.kernels.hopper.config import forward_heads_together, forward_stages, forward_step
-from dynaxx.kernels.hopper.forward_consume import ROWS, consume
+from dynaxx.kernels.hopper.forward_consume import ROWS, arrivals, consume
 from dynaxx.kernels.hopper.forward_produce import FIELDS, ROW_FIELDS, produce
 from dynaxx.kernels.hopper.launch import gluon_rows
 from dynaxx.kernels.hopper.signals import NUMBERS
@@ -85,9 +85,9 @@ def _sparse_attention_hopper_fwd_kernel(
     q_full = barriers(SLOTS, 1)
     q_empty = barriers(SLOTS, CONSUMERS)
     k_full = barriers(STAGES, 1)
-    k_empty = barriers(STAGES, CONSUMERS)
+    k_empty = barriers(STAGES, CONSUMERS * arrivals(CONSUMERS, D))
     v_full = barriers(STAGES, 1)
-    v_empty = barriers(STAGES, CONSUMERS)
+    v_empty = barriers(STAGES, CONSUMERS * arrivals(CONSUMERS, D))
 
     if CONSUMERS == 2:
         gl.warp_specialize([

@@ -7,6 +7,7 @@ a row stay apart in the four threads that share it until the row is done.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere.async_copy import mbarrier_arrive
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -23,6 +24,18 @@ from dynaxx.kernels.hopper.visible import WORD_LAYOUT, columns_between, columns_
 
 ROWS = gl.constexpr(64)  # of one consumer warpgroup: wgmma's M
 LN2 = gl.constexpr(0.6931471805599453)
+
+
+@gluon.constexpr_function
+def _growing(consumers, head_dim):
+    """Whether full steps do not wait for their maxima: where the exponentials take as long as the products."""
+    return consumers == 2 and head_dim == 64
+
+
+@gluon.constexpr_function
+def arrivals(consumers, head_dim):
+    """Of a consumer that has read a tile: one, or one of each thread, which do not wait for one another then."""
+    return 128 if _growing(consumers, head_dim) else 1
 
 
 @gluon.jit
@@ -95,9 +108,10 @@ def _consume_steps(
 ):  # fmt: skip
     """Steps begin..end of the program. Weights stay fp32 from step to step: bf16 would be unpacked and packed again.
 
-    At head_dim 64, where the exponentials are as long as the products, full steps do not wait for their maxima.
+    At head_dim 64 full steps do not wait for their maxima, nor threads for one another.
     """
-    GROWING: gl.constexpr = CONSUMERS == 2 and q.shape[1] == 64 and not MASKED
+    GROWING: gl.constexpr = _growing(CONSUMERS, q.shape[1]) and not MASKED
+    ARRIVALS: gl.constexpr = arrivals(CONSUMERS, q.shape[1])
     STEP: gl.constexpr = weights.shape[1]
     s_layout: gl.constexpr = weights.type.layout
     acc_layout: gl.constexpr = acc.type.layout
@@ -118,18 +132,20 @@ def _consume_steps(
         scores = warpgroup_mma_wait(1, deps=[s_token])
         if MASKED:
             scores = _hide(scores, first_row, numbers, stage, p_bits, Q_BLOCK, KV_BLOCK)
-        mbarrier.arrive(k_empty.index(stage), count=1)
         if GROWING:
+            mbarrier_arrive(k_empty.index(stage), increment_count=False)
             weights, sums = weights_relative_to(base, scores, scale_log2)
             sums = pin(sums)
         else:
+            mbarrier.arrive(k_empty.index(stage), count=ARRIVALS)
             weights, row_max, row_sum, rescale = _softmax_step(scores, row_max, row_sum, scale_log2, MASKED)
             row_sum = pin(row_sum)
         acc = warpgroup_mma_wait(0, deps=[acc_token])
-        mbarrier.arrive(v_empty.index(before), count=1)
         if GROWING:
+            mbarrier_arrive(v_empty.index(before), increment_count=False)
             weights, row_sum, base, acc = rescaled_where_grown(weights, sums, row_sum, base, acc, scores, scale_log2)
         else:
+            mbarrier.arrive(v_empty.index(before), count=ARRIVALS)
             acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc_layout))[:, None]
     if GROWING:
         row_max = gl.convert_layout(gl.max(base, 1), row_max.type.layout)
@@ -174,7 +190,7 @@ def consume(
             mbarrier.arrive(q_empty.index(1 - slot), count=1, pred=i_mine > 0)
         scores = warpgroup_mma_wait(0, deps=[s_token])
         scores = _hide(scores, first_row, step_numbers, stage, p_bits, Q_BLOCK, KV_BLOCK)
-        mbarrier.arrive(k_empty.index(stage), count=1)
+        mbarrier.arrive(k_empty.index(stage), count=arrivals(CONSUMERS, D))
         row_max = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, s_layout))
         row_sum = gl.zeros([ROWS, 4], gl.float32, WORD_LAYOUT)
         weights, row_max, row_sum, _ = _softmax_step(scores, row_max, row_sum, scale_log2, True)
@@ -212,7 +228,7 @@ def consume(
         gl.store(p_row + o_row, lse, mask=row_q + o_row < seqlen_q)
         inverse = gl.convert_layout(1.0 / total, gl.SliceLayout(1, acc_layout))
         acc = warpgroup_mma_wait(0, deps=[acc_token])
-        mbarrier.arrive(v_empty.index(last), count=1)
+        mbarrier.arrive(v_empty.index(last), count=arrivals(CONSUMERS, D))
         acc = acc * inverse[:, None]
         if HAS_PARTS:
             store_output(p_sums, part, acc, CONSUMERS, CONSUMER)
