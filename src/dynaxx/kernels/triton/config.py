@@ -58,10 +58,11 @@ def forward_tiles(
     wide = max(padded(head_dim), padded(head_dim_v))
     if dtype == torch.float32:  # no matrix unit multiplies exact fp32: the tiles live in registers
         tiles = Tiles(32 if wide <= 64 else 16, 32, 4, 1)
-    elif tma and wide <= 128:
-        tiles = Tiles(64, 64, 4, 2, 128) if wide <= 64 else Tiles(128, 64, 8, 2, 128)
+    elif tma and wide <= 64:
+        large = min(block_size) >= 128 and _feeds_registers(device)
+        tiles = Tiles(128, 128, 4, 2, 255) if large else Tiles(64, 64, 4, 2, 128)
     elif tma:
-        tiles = Tiles(128, 64, 8, 2)
+        tiles = Tiles(128, 64, 8, 2, 128) if wide <= 128 else Tiles(128, 64, 8, 2)
     elif wide <= 64:
         tiles = Tiles(128, 128, 8, 3)
     else:
@@ -168,6 +169,13 @@ def query_span(group_size: int) -> int:
     instead of 3.26 (random 10 %).
     """
     return WHOLE_HEAD if group_size == 1 else SPAN
+
+
+def forward_span(group_size: int, tiles: Tiles) -> int:
+    """The same of the forward alone: its largest tiles read so few keys that they come from L2 either way, and a head
+    after the other takes less power: 1.19 ms instead of 1.24 (head_dim 64, random 10 %).
+    """
+    return 16 * SPAN if group_size > 1 and tiles.max_registers == 255 else query_span(group_size)
 
 
 def dkv_span(tiles: int, processors: int) -> int:

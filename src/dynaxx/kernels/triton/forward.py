@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dynaxx.kernels.triton.config import TMA_BLOCK, forward_loop, forward_tiles, padded, query_span
+from dynaxx.kernels.triton.config import TMA_BLOCK, forward_loop, forward_span, forward_tiles, padded
 from dynaxx.kernels.triton.forward_row import attend, attend_ahead, entry_ahead
 from dynaxx.kernels.triton.launch import (
     RUNTIME_SIZES,
@@ -240,7 +240,7 @@ def _start_forward(
         batch=batch,
         q_heads=q_heads,
         group_size=q_heads // kv_heads,
-        span=query_span(q_heads // kv_heads),
+        span=forward_span(q_heads // kv_heads, tiles),
         scale=scale,
         cap=1.0 if softcap is None else softcap / scale,
         **strides("q", q),
