@@ -284,7 +284,12 @@ def test_serve_metrics_serves_a_snapshot_file_and_notices_when_it_goes(telemetry
 
 def start(*arguments: str) -> tuple[subprocess.Popen, str]:
     """A command that serves, and the URL that it says."""
-    process = subprocess.Popen([sys.executable, "-m", "dynaxx", *arguments], stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dynaxx", *arguments],
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job inherits that it is ignored
+    )
     said = process.stderr.readline()
     found = re.search(r"http://\S+", said)
     if not found:
@@ -298,6 +303,7 @@ def stop(process: subprocess.Popen) -> int:
     try:
         return process.wait(30)
     finally:
+        process.kill()  # nothing, where it has ended
         process.stderr.close()
 
 
