@@ -72,8 +72,7 @@ class Probe:
 
     def dense(self, reason: str, phase: str = "prefill") -> None:
         """A call ran dense."""
-        self.numbers.add("dynaxx_layer_calls_total", backend="dense", phase=phase)
-        self.numbers.add("dynaxx_dense_calls_total", reason=reason)
+        self.dense_counter(reason, phase)()
 
     def dense_counter(self, reason: str, phase: str = "prefill") -> Callable[[], None]:
         """What counts as `dense` each time it is called, for where that is again and again."""
