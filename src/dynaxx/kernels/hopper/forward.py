@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from dynaxx.kernels.hopper.config import forward_heads_together, forward_stages, forward_step
 from dynaxx.kernels.hopper.forward_consume import ROWS, arrivals, consume
 from dynaxx.kernels.hopper.forward_produce import FIELDS, ROW_FIELDS, produce
-from dynaxx.kernels.hopper.launch import gluon_rows
+from dynaxx.kernels.hopper.launch import LOG2E, gluon_rows
 from dynaxx.kernels.hopper.signals import NUMBERS
 from dynaxx.kernels.triton.launch import mask_arguments, order_argument, positive_scale, processors
 from dynaxx.kernels.triton.light import Launch, light_launch
@@ -31,8 +31,7 @@ from dynaxx.kernels.triton.split_sums import merge_parts
 from dynaxx.layout import BlockLayout
 
 PERSISTENT = 16  # parts of a processor's share: each has one more than its neighbour, or not
-SIZES = ["capacity", "num_masks", "seqlen_q", "seqlen_k", "batch", "q_heads", "group_size"]
-LOG2E = 1.4426950408889634
+SIZES = ["capacity", "num_masks", "seqlen_q", "seqlen_k", "batch", "q_heads", "group_size", "together"]
 
 
 @gluon.jit
@@ -45,19 +44,7 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @light_launch
-@gluon.jit(
-    do_not_specialize=[
-        "capacity",
-        "num_masks",
-        "seqlen_q",
-        "seqlen_k",
-        "batch",
-        "q_heads",
-        "group_size",
-        "together",
-        *SPLIT_SIZES,
-    ]
-)
+@gluon.jit(do_not_specialize=[*SIZES, *SPLIT_SIZES])
 def _sparse_attention_hopper_fwd_kernel(
     q_desc, k_desc, v_desc, out_desc, p_out, p_lse, p_order,
     p_indptr, p_num_partial, p_indices, p_codes, p_bits, p_bands,
@@ -89,45 +76,28 @@ def _sparse_attention_hopper_fwd_kernel(
     v_full = barriers(STAGES, 1)
     v_empty = barriers(STAGES, CONSUMERS * arrivals(CONSUMERS, D))
 
+    units = (
+        out_desc, p_out, q_buffers, k_buffers, v_buffers, row_numbers, step_numbers,
+        q_full, q_empty, k_full, k_empty, v_full, v_empty, p_lse, p_bits, p_sums, p_sums_lse, part_units,
+        seqlen_q, batch, q_heads, scale_log2,
+    )  # fmt: skip
+    blocks = (
+        q_desc, k_desc, v_desc, q_buffers, k_buffers, v_buffers, row_numbers, step_numbers,
+        q_full, q_empty, k_full, k_empty, v_full, v_empty, p_order, p_indptr, p_num_partial, p_indices,
+        p_codes, p_bands, capacity, num_masks, layout_stride_b, layout_stride_h,
+        p_parts, num_parts, limit, batch_copies, head_copies,
+        seqlen_q, seqlen_k, batch, q_heads, group_size, together,
+    )  # fmt: skip
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (consume, (
-                out_desc, p_out, q_buffers, k_buffers, v_buffers, row_numbers, step_numbers,
-                q_full, q_empty, k_full, k_empty, v_full, v_empty, p_lse, p_bits, p_sums, p_sums_lse, part_units,
-                seqlen_q, batch, q_heads, scale_log2,
-                0, CONSUMERS, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, HAS_PARTS,
-            )),
-            (consume, (
-                out_desc, p_out, q_buffers, k_buffers, v_buffers, row_numbers, step_numbers,
-                q_full, q_empty, k_full, k_empty, v_full, v_empty, p_lse, p_bits, p_sums, p_sums_lse, part_units,
-                seqlen_q, batch, q_heads, scale_log2,
-                1, CONSUMERS, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, HAS_PARTS,
-            )),
-            (produce, (
-                q_desc, k_desc, v_desc, q_buffers, k_buffers, v_buffers, row_numbers, step_numbers,
-                q_full, q_empty, k_full, k_empty, v_full, v_empty, p_order, p_indptr, p_num_partial, p_indices,
-                p_codes, p_bands, capacity, num_masks, layout_stride_b, layout_stride_h,
-                p_parts, num_parts, limit, batch_copies, head_copies,
-                seqlen_q, seqlen_k, batch, q_heads, group_size, together,
-                CONSUMERS, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, ORDERED, HAS_PARTS,
-            )),
+            (consume, (units, 0, 2, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, HAS_PARTS)),
+            (consume, (units, 1, 2, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, HAS_PARTS)),
+            (produce, (blocks, 2, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, ORDERED, HAS_PARTS)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (
-                out_desc, p_out, q_buffers, k_buffers, v_buffers, row_numbers, step_numbers,
-                q_full, q_empty, k_full, k_empty, v_full, v_empty, p_lse, p_bits, p_sums, p_sums_lse, part_units,
-                seqlen_q, batch, q_heads, scale_log2,
-                0, CONSUMERS, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, HAS_PARTS,
-            )),
-            (produce, (
-                q_desc, k_desc, v_desc, q_buffers, k_buffers, v_buffers, row_numbers, step_numbers,
-                q_full, q_empty, k_full, k_empty, v_full, v_empty, p_order, p_indptr, p_num_partial, p_indices,
-                p_codes, p_bands, capacity, num_masks, layout_stride_b, layout_stride_h,
-                p_parts, num_parts, limit, batch_copies, head_copies,
-                seqlen_q, seqlen_k, batch, q_heads, group_size, together,
-                CONSUMERS, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, ORDERED, HAS_PARTS,
-            )),
+            (consume, (units, 0, 1, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, HAS_PARTS)),
+            (produce, (blocks, 1, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, ORDERED, HAS_PARTS)),
         ], [1], [PRODUCER_REGISTERS])  # fmt: skip
 
 

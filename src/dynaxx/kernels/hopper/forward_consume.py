@@ -154,13 +154,15 @@ def _consume_steps(
 
 @gluon.jit
 def consume(
-    out_desc, p_out, q_buffers, k_buffers, v_buffers, row_numbers, step_numbers,
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, p_lse, p_bits, p_sums, p_sums_lse, part_units,
-    seqlen_q, batch, q_heads, scale_log2,
-    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, STEP_ROWS: gl.constexpr, STEP_HEADS: gl.constexpr,
+    units, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, STEP_ROWS: gl.constexpr, STEP_HEADS: gl.constexpr,
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, HAS_PARTS: gl.constexpr,
 ):  # fmt: skip
     """Attend with 64 rows of each unit of work of this program; out and lse."""
+    (
+        out_desc, p_out, q_buffers, k_buffers, v_buffers, row_numbers, step_numbers,
+        q_full, q_empty, k_full, k_empty, v_full, v_empty, p_lse, p_bits, p_sums, p_sums_lse, part_units,
+        seqlen_q, batch, q_heads, scale_log2,
+    ) = units  # fmt: skip
     D: gl.constexpr = out_desc.block_type.shape[3]
     SLOTS: gl.constexpr = q_buffers.shape[0] // CONSUMERS  # with two, a row's result leaves by its q's
     HEADS: gl.constexpr = (CONSUMERS - 1) * STEP_HEADS + 1

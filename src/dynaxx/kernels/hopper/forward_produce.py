@@ -49,12 +49,7 @@ def _load_step(desc, buffers, full, stage, i_b, i_hk, keys, PARTS: gl.constexpr)
 
 @gluon.jit
 def produce(
-    q_desc, k_desc, v_desc, q_buffers, k_buffers, v_buffers, row_numbers, step_numbers,
-    q_full, q_empty, k_full, k_empty, v_full, v_empty,
-    p_order, p_indptr, p_num_partial, p_indices, p_codes, p_bands, capacity, num_masks,
-    layout_stride_b, layout_stride_h, p_parts, num_parts, limit, batch_copies, head_copies,
-    seqlen_q, seqlen_k, batch, q_heads, group_size, together,
-    CONSUMERS: gl.constexpr, STEP_ROWS: gl.constexpr, STEP_HEADS: gl.constexpr,
+    blocks, CONSUMERS: gl.constexpr, STEP_ROWS: gl.constexpr, STEP_HEADS: gl.constexpr,
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, ORDERED: gl.constexpr,
     HAS_PARTS: gl.constexpr,
 ):  # fmt: skip
@@ -62,6 +57,13 @@ def produce(
     full block that seqlen_k may cut (`tail`), the partial blocks, then the full ones, which need no mask. Parts of long
     rows come before all rows; such a row itself is then one without blocks, past the end, where nothing is stored.
     """
+    (
+        q_desc, k_desc, v_desc, q_buffers, k_buffers, v_buffers, row_numbers, step_numbers,
+        q_full, q_empty, k_full, k_empty, v_full, v_empty, p_order, p_indptr, p_num_partial, p_indices,
+        p_codes, p_bands, capacity, num_masks, layout_stride_b, layout_stride_h,
+        p_parts, num_parts, limit, batch_copies, head_copies,
+        seqlen_q, seqlen_k, batch, q_heads, group_size, together,
+    ) = blocks  # fmt: skip
     HEADS: gl.constexpr = (CONSUMERS - 1) * STEP_HEADS + 1  # heads of one program
     BLOCKS: gl.constexpr = (STEP + KV_BLOCK - 1) // KV_BLOCK  # of a step
     PIECES: gl.constexpr = (KV_BLOCK + STEP - 1) // STEP  # steps of a block

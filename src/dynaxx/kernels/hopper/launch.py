@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 from typing import Any
 
@@ -18,6 +17,7 @@ from dynaxx.layout import BlockLayout
 
 DESCRIPTORS.add(GluonDescriptor)
 
+LOG2E = 1.4426950408889634
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
@@ -62,5 +62,5 @@ def column_sizes(layout: BlockLayout, q: Tensor, k: Tensor, scale: float) -> dic
         "group_size": q_heads // kv_heads,
         "together": backward_heads_together(seqlen_q, head_dim, kv_heads),
         "scale": scale,
-        "scale_log2": scale * math.log2(math.e),
+        "scale_log2": scale * LOG2E,
     }

@@ -12,9 +12,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from dynaxx.kernels.hopper.forward import LOG2E
 from dynaxx.kernels.hopper.forward_consume import ROWS
-from dynaxx.kernels.hopper.launch import dense_rows
+from dynaxx.kernels.hopper.launch import LOG2E, dense_rows
 from dynaxx.kernels.hopper.selected_tiles import descriptor, registers
 from dynaxx.kernels.triton.light import light_launch
 from dynaxx.kernels.triton.native_select import Scores

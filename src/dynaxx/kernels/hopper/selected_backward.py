@@ -13,9 +13,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from dynaxx.kernels.hopper.forward import LOG2E
 from dynaxx.kernels.hopper.forward_consume import ROWS
-from dynaxx.kernels.hopper.selected_tiles import descriptor, feed_blocks, registers, stages
+from dynaxx.kernels.hopper.launch import LOG2E
+from dynaxx.kernels.hopper.selected_tiles import descriptor, feed_blocks, places, product_layout, registers, stages
 from dynaxx.kernels.triton.light import light_launch
 from dynaxx.kernels.triton.native_index import Unions
 from dynaxx.layout.native import NativeSpans
@@ -50,17 +50,15 @@ def _consume(
     ) = rows  # fmt: skip
     D: gl.constexpr = dq_desc.block_type.shape[2]
     EVERY: gl.constexpr = (1 << POSITIONS) - 1
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV_BLOCK, 16])
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    s_layout: gl.constexpr = product_layout(KV_BLOCK)
+    acc_layout: gl.constexpr = product_layout(D)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
-    o_row = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
-    columns = gl.arange(0, KV_BLOCK, gl.SliceLayout(0, s_layout))
+    position, member, columns = places(s_layout, GROUP)
     first_t += CONSUMER * POSITIONS
-    position = o_row // GROUP
     t = first_t + position
     last_key = gl.load(p_last_key + t, mask=t < queries, other=-1)
     nearest = gl.min(last_key, 0)
-    p_row = p_rows + (t.to(gl.int64) * q_heads + i_head * GROUP + o_row % GROUP) * 2
+    p_row = p_rows + (t.to(gl.int64) * q_heads + i_head * GROUP + member) * 2
     lse = gl.load(p_row, mask=t < queries, other=float("inf")) * LOG2E_
     delta = gl.load(p_row + 1, mask=t < queries, other=0.0)
     dq = gl.zeros([ROWS, D], gl.float32, acc_layout)

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from dynaxx.kernels.hopper.forward_consume import LN2, ROWS
-from dynaxx.kernels.hopper.selected_tiles import row_tile, sequence_start, window_of
+from dynaxx.kernels.hopper.selected_tiles import places, product_layout, row_tile, sequence_start, window_of
 from dynaxx.kernels.hopper.signals import get
 
 
@@ -77,12 +77,10 @@ def consume(
     ) = rows  # fmt: skip
     D: gl.constexpr = out_desc.block_type.shape[2]
     EVERY: gl.constexpr = (1 << POSITIONS) - 1
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV_BLOCK, 16])
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    s_layout: gl.constexpr = product_layout(KV_BLOCK)
+    acc_layout: gl.constexpr = product_layout(D)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
-    o_row = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
-    columns = gl.arange(0, KV_BLOCK, gl.SliceLayout(0, s_layout))
-    position = o_row // GROUP
+    position, member, columns = places(s_layout, GROUP)
     q = q_buffers.index(CONSUMER).reshape([ROWS, D])
     turn, done = 0, 0
     mbarrier.wait(q_full.index(0), 0)
@@ -92,7 +90,7 @@ def consume(
         count = gl.load(p_counts + i_tile)
         first_t = tile_t + CONSUMER * POSITIONS
         t = first_t + position
-        h = i_head * GROUP + o_row % GROUP
+        h = i_head * GROUP + member
         last_key = gl.load(p_last_key + t, mask=t < queries, other=-1)
         nearest = gl.min(last_key, 0)
         at = [first_t, i_head * GROUP, 0]

@@ -16,8 +16,8 @@ from triton.experimental.gluon.language.nvidia.ampere.async_copy import (
 )
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from dynaxx.kernels.hopper.forward import LOG2E
 from dynaxx.kernels.hopper.forward_consume import LN2, ROWS
+from dynaxx.kernels.hopper.launch import LOG2E
 from dynaxx.kernels.triton.light import light_launch
 from dynaxx.kernels.triton.native_items import Items
 from dynaxx.layout.native import NativeSpans

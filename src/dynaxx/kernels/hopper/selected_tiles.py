@@ -45,6 +45,20 @@ def row_tile(buffers, q_desc, stage):
     return tiles.index(stage * PER_BLOCK)
 
 
+@gluon.constexpr_function
+def product_layout(columns):
+    """Of a consumer's 64 rows, as one warpgroup's products lie in registers."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.jit
+def places(layout: gl.constexpr, GROUP: gl.constexpr):
+    """Of a consumer's scores: the query position and the head of the group that each row is, and the columns."""
+    o_row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    columns = gl.arange(0, layout.instr_shape[1], gl.SliceLayout(0, layout))
+    return o_row // GROUP, o_row % GROUP, columns
+
+
 @gluon.jit
 def sequence_start(p_first_block, p_block_start, t, inside):
     """First key of a query's sequence."""
