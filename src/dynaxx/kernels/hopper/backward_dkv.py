@@ -14,13 +14,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from dynaxx.kernels.hopper.backward_consume import consume
-from dynaxx.kernels.hopper.backward_produce import FIELDS, RING, column_of, produce
+from dynaxx.kernels.hopper.backward_produce import column_of, fed_by, produce
 from dynaxx.kernels.hopper.config import backward_stages
-from dynaxx.kernels.hopper.forward import barriers
-from dynaxx.kernels.hopper.forward_consume import ROWS
 from dynaxx.kernels.hopper.launch import column_sizes, gluon_rows
 from dynaxx.kernels.hopper.parts import ALL_ENTRIES, WHOLE, part_or_whole
-from dynaxx.kernels.hopper.signals import NUMBERS
 from dynaxx.kernels.hopper.wide_dkv import start_wide_dkv
 from dynaxx.kernels.triton.launch import processors, transposed_arguments
 from dynaxx.kernels.triton.light import Launch, light_launch
@@ -57,29 +54,20 @@ def _sparse_attention_hopper_bwd_dkv_kernel(
             p_indptr, capacity, layout_stride_b, layout_stride_h, kv_blocks, kv_heads, group_size,
         )  # fmt: skip
     first_head = (i_b * kv_heads + i_hk).to(gl.int64) * group_size
-    D: gl.constexpr = q_desc.block_type.shape[3]
     p_lse += first_head * q_blocks * Q_BLOCK
     p_delta += first_head * q_blocks * Q_BLOCK
 
-    dtype: gl.constexpr = q_desc.dtype
-    q_buffers = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, D], q_desc.layout)
-    do_buffers = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, D], do_desc.layout)
-    k_buffers = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, ROWS, D], k_desc.layout)
-    v_buffers = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, ROWS, D], v_desc.layout)
-    numbers = gl.allocate_shared_memory(gl.int32, [RING * FIELDS, 1], NUMBERS)
-    stats = gl.allocate_shared_memory(gl.float32, [2 * STAGES, ROWS], NUMBERS)
-    kv_full = barriers(1, 1)
-    full = barriers(STAGES, 1)
-    empty = barriers(STAGES, CONSUMERS)
+    fed = fed_by(q_desc, do_desc, k_desc, v_desc, CONSUMERS, STAGES, CONSUMERS)
+    q_buffers, do_buffers, k_buffers, v_buffers, kv_full, full, empty, numbers, stats = fed
     columns = (
         dk_desc, dv_desc, q_buffers, do_buffers, k_buffers, v_buffers, kv_full, full, empty, numbers, stats,
         p_indptr, p_num_partial, p_bits, capacity, layout_stride_b, layout_stride_h, i_b, i_hk, i_col,
         kv_blocks, group_size, first, last, slot, p_sums, scale, scale_log2,
     )  # fmt: skip
     blocks = (
-        q_desc, do_desc, k_desc, v_desc, q_buffers, do_buffers, k_buffers, v_buffers, kv_full, full, empty, numbers,
-        stats, p_lse, p_delta, p_indptr, p_num_partial, p_indices, p_codes, p_bands, capacity, num_masks,
-        layout_stride_b, layout_stride_h, i_b, i_hk, i_col, kv_blocks, q_blocks, group_size, first, last,
+        q_desc, do_desc, k_desc, v_desc, fed, p_lse, p_delta, p_indptr, p_num_partial, p_indices, p_codes, p_bands,
+        capacity, num_masks, layout_stride_b, layout_stride_h, i_b, i_hk, i_col, kv_blocks, q_blocks, group_size,
+        first, last,
     )  # fmt: skip
     if CONSUMERS == 2:
         gl.warp_specialize([

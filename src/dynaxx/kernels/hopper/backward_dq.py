@@ -16,12 +16,11 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from dynaxx.kernels.hopper.backward_dq_consume import FIELDS, consume
 from dynaxx.kernels.hopper.config import backward_dq_stages
-from dynaxx.kernels.hopper.forward import barriers
 from dynaxx.kernels.hopper.forward_consume import ROWS
 from dynaxx.kernels.hopper.forward_produce import band_of
 from dynaxx.kernels.hopper.launch import LOG2E, gluon_rows
 from dynaxx.kernels.hopper.parts import row_part
-from dynaxx.kernels.hopper.signals import NUMBERS, put
+from dynaxx.kernels.hopper.signals import NUMBERS, barriers, put
 from dynaxx.kernels.triton.launch import layout_arguments, order_argument
 from dynaxx.kernels.triton.light import Launch, light_launch
 from dynaxx.kernels.triton.repeat import repeated

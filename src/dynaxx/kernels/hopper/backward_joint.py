@@ -15,13 +15,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from dynaxx.kernels.hopper.backward_joint_consume import consume
-from dynaxx.kernels.hopper.backward_produce import FIELDS, RING, column_of, produce
+from dynaxx.kernels.hopper.backward_produce import column_of, fed_by, produce
 from dynaxx.kernels.hopper.config import joint_stages
-from dynaxx.kernels.hopper.forward import barriers
 from dynaxx.kernels.hopper.forward_consume import ROWS
 from dynaxx.kernels.hopper.launch import column_sizes, gluon_rows
 from dynaxx.kernels.hopper.parts import ALL_ENTRIES, WHOLE, part_or_whole
-from dynaxx.kernels.hopper.signals import NUMBERS
+from dynaxx.kernels.hopper.signals import barriers
 from dynaxx.kernels.triton.launch import transposed_arguments
 from dynaxx.kernels.triton.light import Launch, light_launch
 from dynaxx.kernels.triton.repeat import repeated
@@ -64,22 +63,16 @@ def _sparse_attention_hopper_bwd_kernel(
     p_lse += first_head * q_blocks * Q_BLOCK
     p_delta += first_head * q_blocks * Q_BLOCK
 
-    dtype: gl.constexpr = q_desc.dtype
     SLOTS: gl.constexpr = 2 if AHEAD else 4  # tiles whose gradients are kept, until both have read them
-    q_buffers = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, D], q_desc.layout)
-    do_buffers = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, D], do_desc.layout)
-    k_buffers = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, ROWS, D], k_desc.layout)
-    v_buffers = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, ROWS, D], v_desc.layout)
-    ds_buffers = gl.allocate_shared_memory(dtype, [SLOTS * CONSUMERS, ROWS, ROWS], gl.NVMMASharedLayout(128, 16, 2))
+    fed = fed_by(q_desc, do_desc, k_desc, v_desc, CONSUMERS, STAGES, CONSUMERS)
+    q_buffers, do_buffers, k_buffers, v_buffers, kv_full, full, empty, numbers, stats = fed
+    ds_buffers = gl.allocate_shared_memory(
+        q_desc.dtype, [SLOTS * CONSUMERS, ROWS, ROWS], gl.NVMMASharedLayout(128, 16, 2)
+    )
     dq_buffers = gl.allocate_shared_memory(
         gl.float32, [CONSUMERS, 1, 1, ROWS * D // (CONSUMERS * 32), 32], sums_desc.layout
     )
-    numbers = gl.allocate_shared_memory(gl.int32, [RING * FIELDS, 1], NUMBERS)
-    stats = gl.allocate_shared_memory(gl.float32, [2 * STAGES, ROWS], NUMBERS)
-    kv_full = barriers(1, 1)
     kv_read = barriers(1, CONSUMERS)
-    full = barriers(STAGES, 1)
-    empty = barriers(STAGES, CONSUMERS)
     ds_full = barriers(SLOTS, CONSUMERS)
     columns = (
         sums_desc, dk_desc, dv_desc, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, dq_buffers,
@@ -88,9 +81,9 @@ def _sparse_attention_hopper_bwd_kernel(
         kv_blocks, first_tile, group_size, first, last, slot, keys_there, p_sums, scale, scale_log2,
     )  # fmt: skip
     blocks = (
-        q_desc, do_desc, k_desc, v_desc, q_buffers, do_buffers, k_buffers, v_buffers, kv_full, full, empty, numbers,
-        stats, p_lse, p_delta, p_indptr, p_num_partial, p_indices, p_codes, p_bands, capacity, num_masks,
-        layout_stride_b, layout_stride_h, i_b, i_hk, i_col, kv_blocks, q_blocks, group_size, first, last,
+        q_desc, do_desc, k_desc, v_desc, fed, p_lse, p_delta, p_indptr, p_num_partial, p_indices, p_codes, p_bands,
+        capacity, num_masks, layout_stride_b, layout_stride_h, i_b, i_hk, i_col, kv_blocks, q_blocks, group_size,
+        first, last,
     )  # fmt: skip
     gl.warp_specialize([
         (consume, (columns, CONSUMERS, 0, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS, AHEAD)),

@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from dynaxx.kernels.hopper.forward_consume import ROWS
 from dynaxx.kernels.hopper.forward_produce import band_of
-from dynaxx.kernels.hopper.signals import put
+from dynaxx.kernels.hopper.signals import NUMBERS, barriers, put
 
 RING = gl.constexpr(8)  # tiles whose numbers are kept: those in flight, and the one before
 FIELDS = gl.constexpr(4)  # of a tile: which of the group it is, and its mask's first and last distance, and code
@@ -59,6 +59,26 @@ def read_column(
 
 
 @gluon.jit
+def fed_by(q_desc, do_desc, k_desc, v_desc, KEYS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+    """What `produce` feeds: buffers of q, do, k and v, barriers kv_full, full and empty, numbers, stats.
+
+    KEYS is how many buffers of ROWS keys there are.
+    """
+    dtype: gl.constexpr = q_desc.dtype
+    D: gl.constexpr = q_desc.block_type.shape[3]
+    q_buffers = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, D], q_desc.layout)
+    do_buffers = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, D], do_desc.layout)
+    k_buffers = gl.allocate_shared_memory(dtype, [KEYS, 1, 1, ROWS, D], k_desc.layout)
+    v_buffers = gl.allocate_shared_memory(dtype, [KEYS, 1, 1, ROWS, D], v_desc.layout)
+    numbers = gl.allocate_shared_memory(gl.int32, [RING * FIELDS, 1], NUMBERS)
+    stats = gl.allocate_shared_memory(gl.float32, [2 * STAGES, ROWS], NUMBERS)
+    kv_full = barriers(1, 1)
+    full = barriers(STAGES, 1)
+    empty = barriers(STAGES, CONSUMERS)
+    return q_buffers, do_buffers, k_buffers, v_buffers, kv_full, full, empty, numbers, stats
+
+
+@gluon.jit
 def produce(
     blocks, first_key, CONSUMERS: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr,
     HAS_PARTS: gl.constexpr, ENDING: gl.constexpr = False, cut=False,
@@ -67,10 +87,11 @@ def produce(
     heads of the group, partial blocks first in each head; under `cut` full ones come as partial.
     """
     (
-        q_desc, do_desc, k_desc, v_desc, q_buffers, do_buffers, k_buffers, v_buffers, kv_full, full, empty, numbers,
-        stats, p_lse, p_delta, p_indptr, p_num_partial, p_indices, p_codes, p_bands, capacity, num_masks,
-        layout_stride_b, layout_stride_h, i_b, i_hk, i_col, kv_blocks, q_blocks, group_size, first, last,
+        q_desc, do_desc, k_desc, v_desc, fed, p_lse, p_delta, p_indptr, p_num_partial, p_indices, p_codes, p_bands,
+        capacity, num_masks, layout_stride_b, layout_stride_h, i_b, i_hk, i_col, kv_blocks, q_blocks, group_size,
+        first, last,
     ) = blocks  # fmt: skip
+    q_buffers, do_buffers, k_buffers, v_buffers, kv_full, full, empty, numbers, stats = fed
     SPLIT: gl.constexpr = Q_BLOCK // ROWS
     BUFFERS: gl.constexpr = k_buffers.shape[0]
     mbarrier.expect(kv_full.index(0), 2 * BUFFERS * k_desc.block_type.nbytes)

@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from dynaxx.kernels.hopper.config import forward_heads_together, forward_stages, forward_step
 from dynaxx.kernels.hopper.forward_consume import ROWS, arrivals, consume
 from dynaxx.kernels.hopper.forward_produce import FIELDS, ROW_FIELDS, produce
 from dynaxx.kernels.hopper.launch import LOG2E, gluon_rows
-from dynaxx.kernels.hopper.signals import NUMBERS
+from dynaxx.kernels.hopper.signals import NUMBERS, barriers
 from dynaxx.kernels.triton.launch import mask_arguments, order_argument, positive_scale, processors
 from dynaxx.kernels.triton.light import Launch, light_launch
 from dynaxx.kernels.triton.repeat import repeated
@@ -32,15 +31,6 @@ from dynaxx.layout import BlockLayout
 
 PERSISTENT = 16  # parts of a processor's share: each has one more than its neighbour, or not
 SIZES = ["capacity", "num_masks", "seqlen_q", "seqlen_k", "batch", "q_heads", "group_size", "together"]
-
-
-@gluon.jit
-def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """COUNT barriers that each complete after ARRIVALS arrivals."""
-    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(barriers.index(i), count=ARRIVALS)
-    return barriers
 
 
 @light_launch

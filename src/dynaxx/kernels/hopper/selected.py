@@ -13,13 +13,12 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dynaxx.kernels.hopper.forward import barriers
 from dynaxx.kernels.hopper.forward_consume import ROWS
 from dynaxx.kernels.hopper.launch import LOG2E, dense_rows
 from dynaxx.kernels.hopper.selected_consume import consume
 from dynaxx.kernels.hopper.selected_produce import produce
 from dynaxx.kernels.hopper.selected_tiles import descriptor, registers, stages
-from dynaxx.kernels.hopper.signals import NUMBERS
+from dynaxx.kernels.hopper.signals import NUMBERS, barriers
 from dynaxx.kernels.triton.launch import processors
 from dynaxx.kernels.triton.light import light_launch
 from dynaxx.kernels.triton.native import Mixture

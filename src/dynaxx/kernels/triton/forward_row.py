@@ -18,6 +18,7 @@ from dynaxx.kernels.triton.primitives import (
     tanh,
     tile_of_pass,
     tile_positions,
+    visible_bits,
     visible_elements,
 )
 
@@ -123,17 +124,6 @@ def entry_ahead(
 
 
 @triton.jit
-def _visible_bits(p_bits, code, known, r, c, Q_BLOCK: tl.constexpr, WORDS: tl.constexpr):
-    """Which of the in-block pairs (r, c) the bits of mask `code` show; none where it is not known."""
-    word = (r + c) * 0
-    p_row = p_bits + (code.to(tl.int64) * Q_BLOCK + r) * WORDS
-    rows_known = r * 0 + tl.where(known, code, -1) >= 0
-    for i_word in tl.static_range(WORDS):
-        word = tl.where(c // 32 == i_word, tl.load(p_row + i_word, mask=rows_known, other=0), word)
-    return ((word >> (c % 32)) & 1) != 0
-
-
-@triton.jit
 def _masked(
     scores, code, is_full, inner_q, part, first_k, seqlen_k, p_bits, p_bands, num_masks,
     Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -152,7 +142,7 @@ def _masked(
     hi = tl.where(anywhere, Q_BLOCK, tl.minimum(hi, Q_BLOCK))
     if is_bits:
         r, c = inner_q[:, None], (part + o_k)[None, :]
-        visible = _visible_bits(p_bits, code, known, r, c, Q_BLOCK, (KV_BLOCK + 31) // 32)
+        visible = visible_bits(p_bits, num_masks, code, r, c, Q_BLOCK, (KV_BLOCK + 31) // 32)
         scores = tl.where(visible, scores, float("-inf"))
     first = tl.maximum(inner_q - hi - part, -first_k)
     last = tl.minimum(inner_q - lo - part, seqlen_k - 1 - first_k)

@@ -116,6 +116,18 @@ def tile_of_pass(i_tile, start, partial, total, partial_tiles, whole, MASKING: t
 
 
 @triton.jit
+def visible_bits(p_bits, num_masks, code, r, c, Q_BLOCK: tl.constexpr, WORDS: tl.constexpr):
+    """Which of the in-block pairs (r, c) the bits of mask `code`, a scalar, show; none where there is no such mask."""
+    known = (code >= 0) & (code < num_masks)
+    word = (r + c) * 0
+    p_row = p_bits + (code.to(tl.int64) * Q_BLOCK + r) * WORDS
+    rows_known = r * 0 + tl.where(known, code, -1) >= 0
+    for i_word in tl.static_range(WORDS):
+        word = tl.where(c // 32 == i_word, tl.load(p_row + i_word, mask=rows_known, other=0), word)
+    return ((word >> (c % 32)) & 1) != 0
+
+
+@triton.jit
 def visible_elements(p_bits, p_bands, num_masks, code, r, c, Q_BLOCK: tl.constexpr, WORDS: tl.constexpr):
     """Which of the in-block pairs (r, c) a partial block shows, [broadcast of r and c] bool.
 
@@ -128,12 +140,7 @@ def visible_elements(p_bits, p_bands, num_masks, code, r, c, Q_BLOCK: tl.constex
         if lo <= hi:
             visible = (r - c >= lo) & (r - c <= hi)
         else:
-            word = (r + c) * 0
-            p_row = p_bits + (code.to(tl.int64) * Q_BLOCK + r) * WORDS
-            rows_known = r * 0 + tl.where(known, code, -1) >= 0
-            for i_word in tl.static_range(WORDS):
-                word = tl.where(c // 32 == i_word, tl.load(p_row + i_word, mask=rows_known, other=0), word)
-            visible = ((word >> (c % 32)) & 1) != 0
+            visible = visible_bits(p_bits, num_masks, code, r, c, Q_BLOCK, WORDS)
     else:
         p_word = p_bits + (code.to(tl.int64) * Q_BLOCK + r) * WORDS + c // 32
         word = tl.load(p_word, mask=known & (r + c >= 0), other=0)
