@@ -54,6 +54,9 @@ class Validation(Result):
     def summary(self):
         return "some checks"
 
+    def later_border(self, lengths):
+        return None
+
 
 def stand_in(monkeypatch, name, **functions):
     module = ModuleType(f"dynaxx.lab.{name}")
@@ -77,7 +80,7 @@ def tools(monkeypatch):
         calls.setdefault("tune", []).append(((text,), options))
         (out / "policy.json").write_text("{}")
         chosen = {"density": 0.2, "ratio": 1.004}
-        return Result(chosen=chosen, best_uniform_density=0.3, dense_below=512, policy="the policy")
+        return Result(chosen=chosen, best_uniform_density=0.3, dense_below=512, crossover=(), policy="the policy")
 
     def write_report(run_dir):
         (run_dir / "report.html").write_text("<html>")

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,10 @@ import torch
 import dynaxx as dx
 from dynaxx.lab import prefill_speed
 from dynaxx.lab import validate as module
+from dynaxx.lab.crossover import LengthTiming
+from dynaxx.lab.later import validate_tuned
 from dynaxx.lab.tasks import TASKS, make_samples, score
+from dynaxx.lab.tune_result import TuneResult
 from dynaxx.lab.validate import repeated, validate
 from dynaxx.lab.validation_result import Check, SpeedRow, ValidationResult
 from dynaxx.policy import Tolerances
@@ -88,14 +92,59 @@ def test_what_failed_comes_with_what_to_do():
     rows = [SpeedRow(n, 1.0, 1 / speed, speed, 3, None, None) for n, speed in ((512, 1.0), (640, 0.8), (2048, 1.5))]
     slow, worse = Check("slowdown", 1.25, 1.03, False), Check("kl", 0.2, 0.1, False, "nats")
 
-    def advice(checks, speed=rows):
-        return ValidationResult(False, checks, None, None, (), None, tuple(speed), 0.3, {}, 1, 512, 0).advice()
+    def result(checks, speed=rows, border=0):
+        return ValidationResult(False, checks, None, None, (), None, tuple(speed), 0.3, {}, 1, 512, 0, border)
+
+    def advice(*args):
+        return result(*args).advice()
 
     assert advice((Check("kl", 0.0, 0.1, True),)) == []
     assert "lower --tolerance" in " ".join(advice((worse,)))
     assert "`dense_below` and `sparse_from` in the policy to 2,048 tokens" in " ".join(advice((slow,)))
     assert "to more than 640 tokens" in " ".join(advice((slow,), rows[:2]))
-    assert len(advice((slow, worse))) == 2
+    assert len(advice((slow, worse))) == 3
+    busy = advice((slow,), rows, 2048)
+    assert len(busy) == 1
+    assert busy[0].startswith("It was slow where the policy leaves prompts dense. A busy machine")
+    assert result((slow,)).later_border() == 2048
+    assert result((slow,)).later_border([512, 1024, 8192]) == 1024
+    assert result((slow,), rows[:2]).later_border() is None, "no longer length is known"
+    assert result((slow, worse)).later_border() is None, "not only speed"
+    assert result((slow,), rows, 2048).later_border() is None, "the machine was busy"
+    assert result((Check("slowdown", 1.0, 1.03, True),), rows[:1]).later_border() is None
+
+
+def test_a_tuned_policy_runs_from_a_later_length_where_only_speed_fails(model, monkeypatch, tmp_path):
+    policy = dx.Policy(
+        model=model_facts(model), block_size=16, dense_below=200, sparse_from=250, rules=(dx.Rule.of(dx.Sink(16)),)
+    )
+    timings = tuple(LengthTiming(n, 1.0, 0.5) for n in (128, 256, 512))
+    tuned = TuneResult("m", 128, 0.01, "", 1.0, (), (), None, None, timings, 200, (), (), 1.0, "dynaxx tune", policy)
+    slow_until, seen = 300, []
+
+    def validate(model, tokenizer, policy, text, *, lengths):
+        if policy.sparse_from > 600:
+            raise ValueError("give more text")
+        seen.append(policy.sparse_from)
+        rows = [SpeedRow(n, 1.0, 1.2, 1 / 1.2, 3, None, None) for n in (policy.sparse_from,) if n <= slow_until]
+        rows.append(SpeedRow(100, 1.0, 1.0, 1.0, 3, None, None))
+        check = Check("slowdown", 1.2 if len(rows) > 1 else 1.0, 1.03, len(rows) == 1)
+        return ValidationResult(
+            check.passed, (check,), None, None, (), None, tuple(rows), 0.3, {}, 1, 512, 0, policy.sparse_from
+        )
+
+    monkeypatch.setattr(module, "validate", validate)
+    later, found = validate_tuned(model, None, tuned, TEXT, out=tmp_path, lengths=(100,))
+    assert found.passed
+    assert seen == [250, 256, 512]
+    assert (later.policy.dense_below, later.policy.sparse_from, later.dense_below) == (409, 512, 512)
+    assert dx.load_policy(tmp_path / "policy.json") == later.policy
+    assert json.loads((tmp_path / "tuning.json").read_text())["dense_below"] == 512
+    assert [each.values["tokens"] for each in later.policy.evidence] == [250, 256]
+    slow_until, timings = 900, (*timings, LengthTiming(1000, 1.0, 0.5))
+    same, found = validate_tuned(model, None, replace(tuned, crossover=timings), TEXT, out=tmp_path, lengths=(100,))
+    assert not found.passed, "there is no text for 1,000 tokens: what was validated last stays"
+    assert same.policy.sparse_from == found.sparse_from == 512
 
 
 def test_figures_are_those_of_a_plain_computation(model):

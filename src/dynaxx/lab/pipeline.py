@@ -106,10 +106,10 @@ def run(model: Any, tokenizer: Any, text: str, plan: Plan, *, progress: Progress
         ValueError: settings or a text that a step refuses.
     """
     from dynaxx.lab.analyze import analyze
+    from dynaxx.lab.later import validate_tuned
     from dynaxx.lab.report import write_report
     from dynaxx.lab.tune import calibration_ids, default_block_size, tune
     from dynaxx.lab.tune_decode import check_cuda_graph
-    from dynaxx.lab.validate import validate
 
     progress = progress or SilentProgress()
     lengths = plan.lengths or default_lengths(model)
@@ -186,8 +186,8 @@ def run(model: Any, tokenizer: Any, text: str, plan: Plan, *, progress: Progress
         validated, said = None, ""
         if "validate" not in plan.skip and _has_rules(tuned.to_dict()):
             try:
-                found = validate(
-                    model, tokenizer, tuned.policy, text, lengths=lengths, seed=plan.seed, progress=progress
+                tuned, found = validate_tuned(
+                    model, tokenizer, tuned, text, out=plan.out, lengths=lengths, seed=plan.seed, progress=progress
                 )
                 validated, said = {**found.to_dict(), "command": plan.command}, found.summary()
                 files.append(write_json(plan.out / "validation.json", validated))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dynaxx.lab.crossover import LengthTiming
+from dynaxx.lab.files import write_json
 from dynaxx.lab.tune_decode import DecodeResult
 
 if TYPE_CHECKING:
@@ -51,3 +53,11 @@ class TuneResult:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON data."""
         return asdict(dataclasses.replace(self, policy=None))  # type: ignore[arg-type]
+
+    def write(self, out: Path) -> TuneResult:
+        """Write `policy.json` and `tuning.json` to a folder, each by one rename."""
+        from dynaxx.policy import save_policy
+
+        save_policy(self.policy, out / "policy.json")
+        write_json(out / "tuning.json", self.to_dict())
+        return self

@@ -16,7 +16,6 @@ from dynaxx.lab.allocation import Allocator
 from dynaxx.lab.attention_route import evaluating
 from dynaxx.lab.crossover import LengthTiming, dense_below, time_lengths
 from dynaxx.lab.evidence import with_decode_rules, with_evidence
-from dynaxx.lab.files import write_json
 from dynaxx.lab.models import longest_prompt
 from dynaxx.lab.perplexity import perplexity, token_losses
 from dynaxx.lab.progress import Progress, SilentProgress, Task
@@ -94,7 +93,7 @@ class Search:
             if traffic:
                 result = self._with_reference(result, split_text(traffic).calibration, command)
             task.advance(1, "done")
-            return self._write(result)
+            return result.write(self.out)
 
     def _run(self, task: Task, command: str, name: str) -> TuneResult:
         task.advance(0, "dense perplexity")
@@ -295,10 +294,3 @@ class Search:
             return dataclasses.replace(result, reference=f"none: {error}")
         said = f"{found.requests} prompts, {min(each.calls for each in found.layers)} calls a layer"
         return dataclasses.replace(result, policy=policy.replace(guard=Guard(), reference=found), reference=said)
-
-    def _write(self, result: TuneResult) -> TuneResult:
-        from dynaxx.policy import save_policy
-
-        save_policy(result.policy, self.out / "policy.json")
-        write_json(self.out / "tuning.json", result.to_dict())
-        return result

@@ -111,6 +111,7 @@ def validate(
         windows=max(1, min(WINDOWS, len(ids) // window)),
         window_tokens=window,
         seed=seed,
+        sparse_from=border if sparse else None,
     )
 
 

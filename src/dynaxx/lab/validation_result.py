@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -97,6 +98,7 @@ class ValidationResult:
     windows: int
     window_tokens: int
     seed: int
+    sparse_from: int | None = 0  # tokens from which the policy runs prompts sparse; None: none
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "advice": self.advice()}
@@ -107,13 +109,41 @@ class ValidationResult:
         found = []
         if failed.keys() - {"slowdown"}:
             found.append("Tune again with a lower --tolerance, or on more text of the kind that failed.")
-        if "slowdown" in failed:
-            slow = max(row.seqlen for row in self.speed if 1 / row.speedup > failed["slowdown"].limit)
-            fast = [row.seqlen for row in self.speed if row.seqlen > slow and row.speedup >= 1]
+        slow = [row.seqlen for row in self.slow() if self._runs_sparse(row)]
+        if slow:
+            fast = [row.seqlen for row in self.speed if row.seqlen > max(slow) and row.speedup >= 1]
             said = "Where it was slow, leave prompts dense: raise `dense_below` and `sparse_from` in the policy to "
-            said += f"{min(fast):,} tokens." if fast else f"more than {slow:,} tokens."
-            found.append(f"{said} A busy machine times badly: measure again on a quiet one.")
+            found.append(said + (f"{min(fast):,} tokens." if fast else f"more than {max(slow):,} tokens."))
+        if "slowdown" in failed:
+            said = "" if slow else "It was slow where the policy leaves prompts dense. "
+            found.append(said + "A busy machine times badly: measure again on a quiet one.")
         return found
+
+    def later_border(self, lengths: Iterable[int] = ()) -> int | None:
+        """The next length from which prompts could run sparse instead, where that they were slow is all that failed.
+
+        Args:
+            lengths: others that may do, beside those that were timed.
+
+        Returns:
+            None where something else failed, where the policy was slow at a length that it leaves dense, as a busy
+            machine has it, or where no longer one may do.
+        """
+        slow = self.slow()
+        if {check.name for check in self.checks if not check.passed} != {"slowdown"} or not all(
+            self._runs_sparse(row) for row in slow
+        ):
+            return None
+        fast = [row.seqlen for row in self.speed if row.speedup >= 1]
+        return min((n for n in (*fast, *lengths) if n > max(row.seqlen for row in slow)), default=None)
+
+    def slow(self) -> list[SpeedRow]:
+        """Lengths that fail the check of speed."""
+        limit = next((check.limit for check in self.checks if check.name == "slowdown"), math.inf)
+        return [row for row in self.speed if 1 / row.speedup > limit]
+
+    def _runs_sparse(self, row: SpeedRow) -> bool:
+        return self.sparse_from is not None and row.seqlen >= self.sparse_from
 
     def summary(self) -> str:
         """The checks, one line each."""
