@@ -13,7 +13,7 @@ from dynaxx.integrations.batch_step import BatchStep, Row
 from dynaxx.integrations.dense import argument_reason
 from dynaxx.integrations.layer import Layer
 from dynaxx.integrations.masks import Run
-from dynaxx.integrations.passes import ARGUMENT, Pass
+from dynaxx.integrations.passes import Pass
 from dynaxx.policy.guard import Level
 
 # What `cache.update` has dealt with, and what is not for attention.
@@ -133,7 +133,7 @@ class BatchCall(NamedTuple):
         if dense:
             return self.layer.dense(self.module, q, k, v, visible, **kwargs)[0]
         self.current.know_runs(visible, runs)
-        return self.layer(self.module, q, k, v, visible, **kwargs, **{ARGUMENT: self.current})[0]
+        return self.layer.attend(self.current, self.module, q, k, v, visible, kwargs)[0]
 
     def _count_dense(self, dense: Counter[str]) -> None:
         """All requests of the step decode, and all are dense."""

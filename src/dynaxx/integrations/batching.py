@@ -76,7 +76,7 @@ def ragged_attention(
     current: Pass = kwargs.pop(ARGUMENT, None) or layer.handle.unannounced_pass(layer.index)
     if attention_mask is None:
         key, value = cache.update(key_states=key, value_states=value, layer_idx=layer.index, kwargs=kwargs)
-        return layer(module, query, key, value, None, **for_attention(kwargs), **{ARGUMENT: current})
+        return layer.attend(current, module, query, key, value, None, for_attention(kwargs))
     allocator = cache.layer_to_allocator[layer.index]
     if allocator.index not in current.steps:
         arguments = {**kwargs, "attention_mask": attention_mask}

@@ -32,7 +32,7 @@ class Counts:
         self._dense: Counter[str] = Counter()
         self._sequences: Counter[str] = Counter()
         self._compiled: dict[str, int] = {}
-        self._count_dense: dict[tuple[str, str], Callable[[], None]] = {}  # by reason and phase, in telemetry
+        self._count_dense: dict[tuple[str, str], Callable[[int], None]] = {}  # by reason and phase, in telemetry
         self._said: set[str] = set()
 
     def sparse(self, layer: int) -> None:
@@ -50,12 +50,16 @@ class Counts:
 
     def dense(self, layer: int, reason: str, phase: str = "prefill") -> None:
         """A whole call went the old way."""
+        self.dense_calls(1, reason, phase)
+
+    def dense_calls(self, calls: int, reason: str, phase: str = "prefill") -> None:
+        """So many whole calls went the old way."""
         with self._lock:
-            self._dense[reason] += 1
+            self._dense[reason] += calls
         count = self._count_dense.get((reason, phase))
         if count is None:
             count = self._count_dense[reason, phase] = self.probe.dense_counter(reason, phase)
-        count()
+        count(calls)
 
     def fallback(self, layer: int, reason: str, phase: str = "prefill") -> None:
         """A whole call went the old way that should have been sparse."""

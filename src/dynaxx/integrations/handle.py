@@ -18,9 +18,10 @@ from dynaxx.integrations.batching import continuous_batching
 from dynaxx.integrations.counts import Counts
 from dynaxx.integrations.decode import CacheMemories
 from dynaxx.integrations.decoder import DENSE, NAME, Decoder, implementation
+from dynaxx.integrations.dense import dense_attention
 from dynaxx.integrations.layer import LAYERS, Layer
 from dynaxx.integrations.next_token import COMPARISON, compare_later, comparing
-from dynaxx.integrations.passes import Deployed, Pass, PassHooks, prompt_tokens
+from dynaxx.integrations.passes import BELOW, Deployed, Pass, PassHooks, prompt_tokens
 from dynaxx.integrations.request import UNKNOWN, TokenReader
 from dynaxx.integrations.statistics import StatisticsFile
 from dynaxx.layout import BlockLayout
@@ -54,6 +55,7 @@ class Handle:
         self.counts = Counts(self._numbers)
         self.background = Background(partial(self._numbers.failed, "guard"))
         self._tokens: TokenReader | None = None
+        self._dense = {index: dense_attention(module) for index, module in decoder.layers.items()}
         self._deployed = self._ready(policy, None)
         self._deploying = threading.Lock()
         self._follower: PolicyFollower | None = None
@@ -64,7 +66,7 @@ class Handle:
         self._cache_meter = CacheMeter(self._numbers, self._live_caches)
         self._unnamed = itertools.count()
         self._killed: str | None = None
-        self._layers = weakref.WeakKeyDictionary({m: Layer(self, index, m) for index, m in decoder.layers.items()})
+        self._layers = weakref.WeakKeyDictionary({m: Layer(self, i, self._dense[i]) for i, m in decoder.layers.items()})
         LAYERS.update(self._layers)
         self._hooks = PassHooks(decoder.body, self)
         self._own = threading.local()  # the pass of each thread in a model whose decoder cannot hand it down
@@ -146,7 +148,7 @@ class Handle:
         return continuous_batching(self, decoder.owner)
 
     def _ready(self, policy: Policy, before: Deployed | None) -> Deployed:
-        deployed = Deployed(policy, self._numbers, self.background, before)
+        deployed = Deployed(policy, self._numbers, self.background, before, self._dense)
         if self._tokens is None and any(plan.needs_tokens for plan in deployed.plans.values()):
             self._tokens = TokenReader()
         return deployed
@@ -180,6 +182,7 @@ class Handle:
         deployed, choice = before
         tokens = UNKNOWN if self._tokens is None else self._tokens.read(arguments)
         current = Pass(deployed, tokens, choice, killed=killed is not None)
+        current.below = 0 if current.killed or choice.nothing else deployed.policy.dense_below
         if deployed.decode:
             current.memory = self._memories.start_pass(cache)
         count, device = prompt_tokens(arguments)
@@ -191,6 +194,8 @@ class Handle:
         """Keep for later passes over `cache` what this one knew."""
         if done.choice is COMPARISON:
             return
+        if done.short:
+            self.counts.dense_calls(done.short, BELOW)
         if cache is not None:
             self._requests[cache] = (done.deployed, done.choice)
             if self._tokens is not None:

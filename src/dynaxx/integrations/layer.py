@@ -13,7 +13,7 @@ from dynaxx.integrations.decode import CacheMemory, decode_step, is_step, step_r
 from dynaxx.integrations.dense import dense_attention, dense_piece, dense_reason
 from dynaxx.integrations.guarding import LiveGuard
 from dynaxx.integrations.masks import Run
-from dynaxx.integrations.passes import ARGUMENT, Pass
+from dynaxx.integrations.passes import ARGUMENT, BELOW, Dense, Pass
 from dynaxx.ops import sparse_attention
 from dynaxx.policy import LayerPlan
 from dynaxx.policy.decode import DecodePlan
@@ -77,16 +77,16 @@ class Layer:
 
     __slots__ = ("__weakref__", "dense", "handle", "index")
 
-    def __init__(self, handle: Handle, index: int, module: nn.Module) -> None:
+    def __init__(self, handle: Handle, index: int, dense: Dense) -> None:
         self.handle = handle
         self.index = index
-        self.dense = dense_attention(module)
+        self.dense = dense
 
-    def __call__(
-        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs: Any
+    def attend(
+        self, current: Pass | None, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kwargs: Any
     ) -> tuple[Tensor, None]:
         """Attend, as `AttentionInterface` asks: q (B, Hq, Lq, D), k and v (B, Hk, Lk, D) to (B, Lq, Hq, D)."""
-        current = kwargs.pop(ARGUMENT, None) or self.handle.unannounced_pass(self.index)
+        current = current or self.handle.unannounced_pass(self.index)
         counts, deployed = self.handle.counts, current.deployed
         decodes = not current.steps and is_step(q.shape[2], k.shape[2])
         decodes = decodes and (q.shape[2] == 1 or self.index in deployed.decode)
@@ -134,7 +134,7 @@ class Layer:
         switch, rollout = current.deployed.switches[self.index], current.deployed.policy.rollout
         if seqlen_k < switch.dense_below:
             switch.sparse(seqlen_k)
-            return "below dense_below"
+            return BELOW
         reason = dense_reason(module, q, k, mask, kwargs)
         if reason is not None:
             return reason
@@ -156,12 +156,12 @@ class Layer:
                 return "length not in the rollout"
             if current.steps and run.seqlen_q == 1:  # beside prompts, and not by a budget
                 return "decode"
-            return "" if run.seqlen_q >= q_block and switch.sparse(run.seqlen_k) else "below dense_below"
+            return "" if run.seqlen_q >= q_block and switch.sparse(run.seqlen_k) else BELOW
 
         dense = [[why_dense(run, row) for run in entry] for row, entry in enumerate(runs)]
         reasons = {reason for entry in dense for reason in entry}
         if "" not in reasons:
-            return min(reasons - {"padding or prefix"}, default="below dense_below")
+            return min(reasons - {"padding or prefix"}, default=BELOW)
         if not plan.needs_tokens:
             return Work(runs, dense, [[plan] * len(entry) for entry in runs])
         missing = current.tokens.missing(batch, seqlen_k, runs)
@@ -192,7 +192,7 @@ class Layer:
         if not current.deployed.policy.rollout.covers_length(longest):
             return "length not in the rollout"
         if not current.deployed.decode_switches[self.index].sparse(longest):
-            return "below dense_below"
+            return BELOW
         return Step(runs, plan, current.memory)
 
     def _run(self, call: Call, work: Work | Step) -> Tensor:
@@ -274,12 +274,18 @@ def attention(
         if torch.compiler.is_dynamo_compiling() and (compiled := LAYERS.get(module)) is not None:
             compiled.handle.counts.compiled()
         return dense_attention(module)(module, query, key, value, attention_mask, **kwargs)
+    current: Pass | None = kwargs.pop(ARGUMENT, None)
+    if current is not None and key.shape[2] < current.below and not current.steps:  # the host decides here: be quick
+        short, shape = current.deployed.short.get(module.layer_idx), query.shape  # type: ignore[call-overload]
+        if short is not None and shape[2] >= short.least and shape[1] == short.q_heads:
+            short.switch.last = False
+            current.short += 1
+            return short.dense(module, query, key, value, attention_mask, **kwargs)
     layer = LAYERS.get(module)
     if layer is None:  # a copy of a model with a policy, or one that shares its config
         _warn_once(f"{type(module).__name__} asks for dynaxx attention but has no policy: it runs dense")
-        kwargs.pop(ARGUMENT, None)
         return dense_attention(module)(module, query, key, value, attention_mask, **kwargs)
-    return layer(module, query, key, value, attention_mask, **kwargs)
+    return layer.attend(current, module, query, key, value, attention_mask, kwargs)
 
 
 def _warn_once(message: str) -> None:

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from dynaxx.integrations.background import Background
 from dynaxx.integrations.batch_step import BatchStep
-from dynaxx.integrations.decode import CacheMemory
+from dynaxx.integrations.decode import MOST_QUERIES, CacheMemory
 from dynaxx.integrations.guarding import LiveGuard
 from dynaxx.integrations.masks import Run, read_mask
 from dynaxx.integrations.request import UNKNOWN, RequestTokens
@@ -31,9 +32,11 @@ from dynaxx.telemetry import Recorder
 from dynaxx.telemetry.probe import RequestTimer
 
 ARGUMENT = "dynaxx_pass"  # the keyword under which attention calls get it
+BELOW = "below dense_below"  # why a short call is dense
 WATCHED = ("model", "block_size", "rules", "reuse", "guard", "drift", "reference")  # fields that a guard depends on
 
 
+Dense = Callable[..., tuple[Tensor, None]]  # attention as a model had it
 Place = tuple[int, Run | None]  # a sequence of a pass: its batch entry, and which run of it
 
 
@@ -47,11 +50,20 @@ class Deployed:
         decode: by layer, what it does in decoding steps.
         switches: by layer, which side of the length border the last sequence was on; `decode_switches` in decoding.
         breakers: by layer, whether failures made it rest.
+        short: by layer, when a call of it is dense for its length alone.
         guard: what watches it; None if the policy has no guard. One that watched the same rules `before` goes on.
+
+    Args:
+        dense: by layer, attention as the model had it, where short calls may go straight to it.
     """
 
     def __init__(
-        self, policy: Policy, numbers: Recorder, background: Background, before: Deployed | None = None
+        self,
+        policy: Policy,
+        numbers: Recorder,
+        background: Background,
+        before: Deployed | None = None,
+        dense: Mapping[int, Dense] | None = None,
     ) -> None:
         self.policy = policy
         self.plans: dict[int, LayerPlan] = resolve(policy)
@@ -60,6 +72,11 @@ class Deployed:
         self.switches = {layer: LengthSwitch(policy.dense_below, policy.sparse_from) for layer in self.plans}
         self.decode_switches = {layer: LengthSwitch(*policy.decode_borders) for layer in self.decode}
         self.breakers = {layer: Breaker() for layer in (*self.plans, *self.decode)}
+        self.short = {
+            layer: Short(max(plan.block_size[0], MOST_QUERIES), plan.q_heads, self.switches[layer], dense[layer])
+            for layer, plan in self.plans.items()
+            if dense is not None and policy.rollout.covers_layer(layer)
+        }
         self.guard: LiveGuard | None = None
         if policy.guard and self.plans:
             same = before is not None and all(getattr(before.policy, name) == getattr(policy, name) for name in WATCHED)
@@ -71,6 +88,15 @@ class Deployed:
         """Forget what passes before left."""
         for switch in (*self.switches.values(), *self.decode_switches.values()):
             switch.reset()
+
+
+class Short(NamedTuple):
+    """What a layer's call must have to be dense for being short and nothing else, and what it does then."""
+
+    least: int  # queries: those of a prompt
+    q_heads: int
+    switch: LengthSwitch
+    dense: Dense
 
 
 class Pass:
@@ -85,6 +111,9 @@ class Pass:
         timer: of a pass over a prompt.
         memory: what decoding keeps beside the cache of the pass; None if no cache is known.
         steps: in continuous batching, by the allocator of a layer's cache, what the pass holds.
+        below: fewer keys than this leave the calls of `deployed.short` dense; 0 before and after the pass.
+        short: so many were, to be counted when the pass ends.
+        arguments: the decoder's own, by name, while it runs.
     """
 
     __slots__ = (
@@ -92,11 +121,14 @@ class Pass:
         "_mask",
         "_runs",
         "_version",
+        "arguments",
+        "below",
         "choice",
         "deployed",
         "killed",
         "memory",
         "ran_sparse",
+        "short",
         "steps",
         "timer",
         "tokens",
@@ -113,6 +145,8 @@ class Pass:
         self.timer: RequestTimer | None = None
         self.memory: CacheMemory | None = None
         self.steps: dict[int, BatchStep] = {}
+        self.below = self.short = 0
+        self.arguments: dict[str, Any] = {}
         self._layouts: dict[Place, tuple[int, LayerPlan, BlockLayout]] = {}
         self._mask: weakref.ref[Tensor] | None = None
         self._version = -1
@@ -171,15 +205,28 @@ class PassHooks:
 
     def __init__(self, body: nn.Module, starter: Starter) -> None:
         self.starter = starter
-        self.signature = inspect.signature(body.forward)
+        parameters = inspect.signature(body.forward).parameters
+        rest = [name for name, each in parameters.items() if each.kind is each.VAR_KEYWORD]
+        self._names = tuple(name for name in parameters if name not in rest)
+        self._rest = rest[0] if rest else ""
         self._hooks: list[Any] = []
-        parameters = self.signature.parameters.values()
-        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):  # else layers ask for themselves
+        if rest:  # else layers ask for themselves
             _HOOKS[body] = self
             self._hooks = [
                 body.register_forward_pre_hook(_start, with_kwargs=True),
                 body.register_forward_hook(_end, with_kwargs=True),
             ]
+
+    def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The decoder's own arguments by name, others as a dict under the name that it has for them."""
+        found = dict(zip(self._names, args, strict=False))
+        others = {}
+        for name, value in kwargs.items():
+            if name in self._names:
+                found[name] = value
+            else:
+                others[name] = value
+        return {**found, self._rest: others} if others else found
 
     def remove(self) -> None:
         """Take the hooks off. More calls do nothing."""
@@ -198,8 +245,10 @@ def _start(
     hooks = _HOOKS.get(body)
     if hooks is None:  # a copy of a model with a policy
         return None
-    arguments = hooks.signature.bind_partial(*args, **kwargs).arguments
-    return args, {**kwargs, ARGUMENT: hooks.starter.start_pass(arguments)}
+    arguments = hooks.arguments(args, kwargs)
+    current = hooks.starter.start_pass(arguments)
+    current.arguments = arguments
+    return args, {**kwargs, ARGUMENT: current}
 
 
 def _end(body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -210,7 +259,8 @@ def _end(body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output:
         return
     found = output if isinstance(output, tuple) else (getattr(output, "past_key_values", None),)
     cache = next((each for each in found if hasattr(each, "get_seq_length")), None)
-    hooks.starter.end_pass(done, hooks.signature.bind_partial(*args, **kwargs).arguments, output, cache)
+    arguments, done.arguments, done.below = done.arguments, {}, 0
+    hooks.starter.end_pass(done, arguments, output, cache)
 
 
 def prompt_tokens(arguments: dict[str, Any]) -> tuple[int, torch.device | None]:

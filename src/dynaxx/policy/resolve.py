@@ -111,26 +111,30 @@ class LayerPlan:
 
 @typed
 class LengthSwitch:
-    """Dense or sparse by length, with hysteresis; see `Policy`. Keeps the last answer."""
+    """Dense or sparse by length, with hysteresis; see `Policy`.
 
-    __slots__ = ("_sparse", "dense_below", "sparse_from")
+    Attributes:
+        last: the last answer, False at first.
+    """
+
+    __slots__ = ("dense_below", "last", "sparse_from")
 
     def __init__(self, dense_below: int, sparse_from: int | None = None) -> None:
         self.dense_below = dense_below
         self.sparse_from = dense_below if sparse_from is None else sparse_from
-        self._sparse = False
+        self.last = False
 
     def sparse(self, seqlen_k: int) -> bool:
         """Whether a sequence of so many keys runs sparse."""
         if seqlen_k >= self.sparse_from:
-            self._sparse = True
+            self.last = True
         elif seqlen_k < self.dense_below:
-            self._sparse = False
-        return self._sparse
+            self.last = False
+        return self.last
 
     def reset(self) -> None:
         """Forget the last answer."""
-        self._sparse = False
+        self.last = False
 
 
 @typed

@@ -72,16 +72,16 @@ class Probe:
 
     def dense(self, reason: str, phase: str = "prefill") -> None:
         """A call ran dense."""
-        self.dense_counter(reason, phase)()
+        self.dense_counter(reason, phase)(1)
 
-    def dense_counter(self, reason: str, phase: str = "prefill") -> Callable[[], None]:
-        """What counts as `dense` each time it is called, for where that is again and again."""
+    def dense_counter(self, reason: str, phase: str = "prefill") -> Callable[[int], None]:
+        """What counts as `dense` so many calls each time it is called, for where that is again and again."""
         calls = self.numbers.counter("dynaxx_layer_calls_total", backend="dense", phase=phase)
         reasons = self.numbers.counter("dynaxx_dense_calls_total", reason=reason)
 
-        def count() -> None:
-            calls()
-            reasons()
+        def count(number: int) -> None:
+            calls(number)
+            reasons(number)
 
         return count
 

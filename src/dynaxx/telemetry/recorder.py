@@ -57,17 +57,17 @@ class Recorder:
         """Count: raise a counter by `value` >= 0."""
         self._update("counter", name, value, labels)
 
-    def counter(self, name: str, **labels: str | int) -> Callable[[], None]:
-        """What counts one each time it is called: `add` for where it is called again and again."""
+    def counter(self, name: str, **labels: str | int) -> Callable[..., None]:
+        """What counts one each time it is called, or a number: `add` for where it is called again and again."""
         series, store = self._find("counter", name, labels), self._store
         if series is None or series.metric.kind != "counter":
-            return lambda: self.add(name, 1, **labels)
+            return lambda number=1: self.add(name, number, **labels)
 
-        def count() -> None:
+        def count(number: float = 1) -> None:
             with store.lock:
-                series.value += 1
+                series.value += number
             for sink in store.sinks:
-                store.forward(sink, series, 1)
+                store.forward(sink, series, number)
 
         return count
 
