@@ -3,6 +3,7 @@
 Slow tests wait until they are asked for: `pytest -m slow`, or `-m "slow or not slow"` for all.
 """
 
+import os
 import warnings
 from contextlib import contextmanager
 
@@ -10,6 +11,13 @@ import pytest
 import torch
 
 from dynaxx.telemetry import Recorder, use
+
+
+def pytest_configure(config):
+    """Workers side by side share the cores: with all of them each, small tensors wait for threads that do not run."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if workers > 1:
+        torch.set_num_threads(max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // workers)))
 
 
 def pytest_collection_modifyitems(config, items):

@@ -73,7 +73,7 @@ def test_ties_go_to_the_left_and_empty_rows_stay_empty():
 @on_gpu
 def test_the_gpu_chooses_what_the_cpu_chooses(rule):
     torch.manual_seed(0)
-    for seqlen_q, seqlen_k, causal, block_size in [*SHAPES, (3000, 3000, True, (64, 64)), (5000, 5001, True, (16, 16))]:
+    for seqlen_q, seqlen_k, causal, block_size in [*SHAPES, (2000, 2000, True, (64, 64)), (5000, 5001, True, (16, 16))]:
         # Few distinct values: sums are exact, so that both sides see the same scores whatever their order of addition.
         q, k = torch.randint(-2, 3, (2, seqlen_q, 4, 64)).float(), torch.randint(-2, 3, (2, seqlen_k, 2, 64)).float()
         q, k = q + torch.randn(2, seqlen_q, 4, 64), k + torch.randn(2, seqlen_k, 2, 64)
@@ -152,8 +152,9 @@ def test_fused_tiles_give_the_mass_of_torch(scorer):
 @under_the_interpreter
 @pytest.mark.parametrize(
     ("seqlen_q", "seqlen_k", "causal", "block_size"),
-    [(300, 333, True, (32, 64)), (100, 20, True, (64, 16)), (70, 133, False, (32, 32)), (700, 700, True, (64, 64))],
-)
+    [(300, 333, True, (32, 64)), (100, 20, True, (64, 16)), (70, 133, False, (32, 32)), (700, 700, True, (64, 64)),
+     (90, 4200, True, (32, 64)), (90, 4200, False, (64, 32))],
+)  # fmt: skip
 def test_fused_tiles_give_the_mass_of_torch_in_the_interpreter(seqlen_q, seqlen_k, causal, block_size):
     from dynaxx.kernels.triton.tile_mass import tile_mass
 
@@ -162,16 +163,24 @@ def test_fused_tiles_give_the_mass_of_torch_in_the_interpreter(seqlen_q, seqlen_
     expected = dx.MeanPool(8).prepare(q, k, grid, 0.25)(0, grid.q_blocks).exp()
     means = lambda x: torch.nn.functional.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % 8)).unflatten(1, (-1, 8)).sum(2)
     counts = lambda n: (n - torch.arange(0, n, 8)).clamp(max=8)[None, :, None, None]
-    got = tile_mass(*[means(x) / counts(x.shape[1]) for x in (q * 0.25, k)], 0, grid.q_blocks, grid, (8, 8))
+    got = torch.zeros_like(expected)
+    tile_mass(*[means(x) / counts(x.shape[1]) for x in (q * 0.25, k)], 0, got, grid, (8, 8))
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
     expected = dx.AntiDiagonal(8).prepare(q, k, grid, 0.25)(0, grid.q_blocks).exp()
     tokens, first = q[:, block_size[0] :], block_size[0] // 8
-    got = tile_mass(tokens, k, first, grid.q_blocks - 1, grid, (8, 8), parts=8, scale=0.25 / 8)
-    torch.testing.assert_close(got, expected[:, :, 1:], atol=1e-4, rtol=1e-4)
+    got = torch.zeros_like(expected)
+    tile_mass(tokens, k, first, got[:, :, 1:], grid, (8, 8), parts=8, scale=0.25 / 8)
+    torch.testing.assert_close(got[:, :, 1:], expected[:, :, 1:], atol=1e-4, rtol=1e-4)
 
 
 QUERY_SHAPES = [(300, 333, True, (32, 64), (4, 2, 16)), (130, 257, False, (16, 128), (3, 1, 24)),
                 (100, 20, True, (64, 16), (2, 2, 32))]  # fmt: skip
+
+
+def assert_close_where_seen(got, expected, **tolerance):
+    """What a row does not see may be any number."""
+    seen = expected > -torch.inf
+    torch.testing.assert_close(got[seen], expected[seen], **tolerance)
 
 
 def query_scores_of(q, k, grid, rows):
@@ -190,7 +199,7 @@ def test_a_query_against_every_key_in_the_interpreter(seqlen_q, seqlen_k, causal
     q, k = torch.randn(2, seqlen_q, heads[0], heads[2]), torch.randn(2, seqlen_k, heads[1], heads[2])
     grid = BlockGrid(seqlen_q, seqlen_k, block_size, causal)
     expected = dx.MeanQuery(1.0).prepare(q, k, grid, 0.125)(0, grid.q_blocks)
-    torch.testing.assert_close(query_scores_of(q, k, grid, 3), expected, atol=1e-4, rtol=1e-4)
+    assert_close_where_seen(query_scores_of(q, k, grid, 3), expected, atol=1e-4, rtol=1e-4)
 
 
 @gpu
@@ -203,7 +212,7 @@ def test_a_query_against_every_key(dtype):
         grid = BlockGrid(seqlen_q, seqlen_k, block_size, causal)
         expected = dx.MeanQuery(1.0).prepare(q, k, grid, 0.125)(0, grid.q_blocks)
         got = query_scores_of(q.cuda(), k.cuda(), grid, 7).cpu()
-        torch.testing.assert_close(got, expected, atol=1e-4 if dtype == torch.float32 else 2e-2, rtol=1e-3)
+        assert_close_where_seen(got, expected, atol=1e-4 if dtype == torch.float32 else 2e-2, rtol=1e-3)
 
 
 def assert_int8_scores(device, shapes, dtype):
@@ -222,7 +231,7 @@ def assert_int8_scores(device, shapes, dtype):
             keys = quantised_keys(k.to(device), center.to(device), block_size[1])
             parts = [(a, min(a + 7, grid.q_blocks)) for a in range(0, grid.q_blocks, 7)]
             got = torch.cat([int8_scores(queries(a, b).to(device), keys, a, grid) for a, b in parts], dim=2).cpu()
-            torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)  # up to the sums, all is whole numbers
+            assert_close_where_seen(got, expected, atol=1e-5, rtol=1e-5)  # up to the sums, all is whole numbers
 
 
 @under_the_interpreter

@@ -38,11 +38,12 @@ def layout_of_entries(
 
 def row_offsets(counts: Tensor) -> Tensor:
     """(b, h, n) counts -> (b, h, n + 1) int32 absolute offsets that go on from one head to the next."""
-    ends = counts.flatten().cumsum(0).view(counts.shape)
-    starts = ends - counts
-    if counts.shape[-1] == 0:
-        return counts.new_zeros(*counts.shape[:-1], 1, dtype=torch.int32)
-    return torch.cat([starts, ends[..., -1:]], dim=-1).to(torch.int32)
+    return running_sum(torch.nn.functional.pad(counts, (1, 0)))
+
+
+def running_sum(counts: Tensor) -> Tensor:
+    """`row_offsets` of counts that have a 0 before those of each head, (b, h, 1 + n)."""
+    return counts.flatten().cumsum(0, dtype=torch.int32).view(counts.shape)
 
 
 def layout_of_block_indices(block_indices: Tensor, grid: BlockGrid) -> BlockLayout:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.layout import BlockGrid, BlockLayout
-from dynaxx.layout.making import row_offsets
+from dynaxx.layout.making import running_sum
 from dynaxx.patterns.base import Pattern
 from dynaxx.selection.groups import heads_alike
 from dynaxx.selection.scorers.base import pieces
@@ -59,14 +59,12 @@ def select_on_device(
     serves_heads = 1 if rule.amounts.numel() > 1 else alike
     shape = (batch, q_heads // serves_heads, grid.q_blocks)
     bits = torch.empty(*shape, -(-grid.kv_blocks // 32), dtype=torch.int32, device=q.device)
-    counts = torch.empty(shape, dtype=torch.int32, device=q.device)
-    partial = torch.empty(shape, dtype=torch.int32, device=q.device)
+    counts = torch.empty(batch, q_heads, 1 + grid.q_blocks, dtype=torch.int32, device=q.device)
+    partial = torch.empty(batch, q_heads, grid.q_blocks, dtype=torch.int32, device=q.device)
     row_bytes = BYTES_PER_SCORE * batch * q_heads * grid.kv_blocks
     for start, stop in pieces(grid.q_blocks, row_bytes, max(1, memory_budget // 2)):
         choose_rows(score_rows(start, stop).float(), start, grid, rule, alike, static, bits, counts, partial)
-    if serves_heads > 1:
-        counts, partial = (each.repeat_interleave(serves_heads, dim=1) for each in (counts, partial))
-    kv_indptr = row_offsets(counts)
+    kv_indptr = running_sum(counts)
     kv_indices, kv_masks = emit_entries(bits, kv_indptr, grid, static, capacity)
     return BlockLayout(
         seqlen_q=grid.seqlen_q,

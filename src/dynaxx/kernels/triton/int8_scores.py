@@ -21,7 +21,7 @@ from dynaxx.kernels.triton.config import padded
 from dynaxx.kernels.triton.eight_bits import nearest
 from dynaxx.kernels.triton.launch import strides, unit_stride
 from dynaxx.kernels.triton.light import light_launch
-from dynaxx.kernels.triton.query_scores import RUNTIME_SIZES, panels_of
+from dynaxx.kernels.triton.query_scores import RUNTIME_SIZES, new_scores, panels_of
 from dynaxx.layout import BlockGrid
 
 LN_2 = tl.constexpr(math.log(2))
@@ -100,9 +100,9 @@ def _int8_scores_kernel(
     kv_blocks,
     group_size,
     offset,
+    q_block,
     LISTED: tl.constexpr,
     CAUSAL: tl.constexpr,
-    Q_BLOCK: tl.constexpr,
     KV_BLOCK: tl.constexpr,
     TILES: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -122,7 +122,7 @@ def _int8_scores_kernel(
     m_d = o_d < D
     end = tl.zeros([BLOCK_M], tl.int32) + seqlen_k
     if CAUSAL:
-        end = tl.minimum((first_row + i_row + 1) * Q_BLOCK + offset, seqlen_k)
+        end = tl.minimum((first_row + i_row + 1) * q_block + offset, seqlen_k)
     end = tl.where(m_m, end, 0)
     shortest = tl.min(tl.where(m_m, end, seqlen_k), 0)
     begin = tl.program_id(0) * TILES
@@ -205,13 +205,13 @@ def int8_scores(
 
     Args:
         queries: (B, Hq, R, D) fp32, one of each row of q blocks from `first_row`, times the softmax scale.
-        candidates: the blocks to score, all others get -inf; None is all of them.
+        candidates: as `query_scores` takes them.
 
     Returns:
-        (B, Hq, R, C) fp32; a row sees keys up to its last query's; -inf where it sees none of a block.
+        As `query_scores`.
     """
     (batch, q_heads, rows, head_dim), kv_heads = queries.shape, keys.levels.shape[1]
-    scores = torch.full((batch, q_heads, rows, grid.kv_blocks), -torch.inf, device=queries.device)
+    scores = new_scores((batch, q_heads, rows, grid.kv_blocks), candidates, queries.device)
     if not scores.numel() or (candidates is not None and not candidates.blocks.shape[3]):
         return scores
     group_size, kv_block = q_heads // kv_heads, grid.block_size[1]
@@ -238,9 +238,9 @@ def int8_scores(
         kv_blocks=grid.kv_blocks,
         group_size=group_size,
         offset=grid.offset,
+        q_block=grid.block_size[0],
         LISTED=candidates is not None,
         CAUSAL=grid.causal,
-        Q_BLOCK=grid.block_size[0],
         KV_BLOCK=kv_block,
         TILES=TILES_PER_PROGRAM,
         BLOCK_M=block_m,

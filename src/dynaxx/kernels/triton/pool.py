@@ -23,10 +23,11 @@ KINDS = {"mean": 0, "smallest": 1, "largest": 2}
 @triton.jit(do_not_specialize=["seqlen", "blocks", "heads"])
 def _pool_kernel(
     p_x,
-    p_out,  # (B, H, C, D) fp32 contiguous
+    p_out,  # (B, H, C, D) contiguous
     seqlen,
     blocks,
     heads,
+    scale,
     stride_xb,
     stride_xn,
     stride_xh,
@@ -56,14 +57,14 @@ def _pool_kernel(
             found = tl.maximum(found, tl.max(x, 0))
     if KIND == MEAN:
         found = found / tl.minimum(SIZE, seqlen - i_block * SIZE)
-    tl.store(p_out + (tl.program_id(1).to(tl.int64) * blocks + i_block) * D + o_d, found, mask=m_d)
+    tl.store(p_out + (tl.program_id(1).to(tl.int64) * blocks + i_block) * D + o_d, found * scale, mask=m_d)
 
 
-def pool_blocks(x: Tensor, size: int, kind: str) -> Tensor:
-    """(B, N, H, D) -> (B, H, ceil(N / size), D) fp32: "mean", "smallest" or "largest" of each `size` tokens."""
+def pool_blocks(x: Tensor, size: int, kind: str, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """(B, N, H, D) -> (B, H, ceil(N / size), D): "mean", "smallest" or "largest" of `size` tokens, times `scale`."""
     batch, seqlen, heads, head_dim = x.shape
     blocks = -(-seqlen // size)
-    out = torch.empty(batch, heads, blocks, head_dim, dtype=torch.float32, device=x.device)
+    out = torch.empty(batch, heads, blocks, head_dim, dtype=dtype, device=x.device)
     if out.numel() == 0:
         return out
     x = unit_stride(x)
@@ -73,6 +74,7 @@ def pool_blocks(x: Tensor, size: int, kind: str) -> Tensor:
         seqlen=seqlen,
         blocks=blocks,
         heads=heads,
+        scale=float(scale),
         **strides("x", x),
         KIND=KINDS[kind],
         SIZE=size,

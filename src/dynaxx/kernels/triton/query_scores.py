@@ -22,7 +22,7 @@ from dynaxx.layout import BlockGrid
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 RUNTIME_SIZES = ["rows", "first_row", "base", "first_panel", "panels", "panel", "slots", "seqlen_k", "kv_blocks",
-                 "kv_heads", "group_size", "offset"]  # fmt: skip
+                 "kv_heads", "group_size", "offset", "q_block"]  # fmt: skip
 TILES_PER_PROGRAM = 16  # few enough to balance causal rows, many enough to keep the queries
 
 
@@ -45,12 +45,12 @@ def _query_scores_kernel(
     kv_heads,
     group_size,
     offset,
+    q_block,
     stride_kb,
     stride_kn,
     stride_kh,
     LISTED: tl.constexpr,
     CAUSAL: tl.constexpr,
-    Q_BLOCK: tl.constexpr,
     KV_BLOCK: tl.constexpr,
     TILES: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -71,7 +71,7 @@ def _query_scores_kernel(
     m_d = o_d < D
     end = tl.zeros([BLOCK_M], tl.int32) + seqlen_k
     if CAUSAL:
-        end = tl.minimum((first_row + i_row + 1) * Q_BLOCK + offset, seqlen_k)
+        end = tl.minimum((first_row + i_row + 1) * q_block + offset, seqlen_k)
     end = tl.where(m_m, end, 0)
     shortest = tl.min(tl.where(m_m, end, seqlen_k), 0)
     begin = tl.program_id(0) * TILES
@@ -115,13 +115,14 @@ def query_scores(
     Args:
         queries: (B, Hq, R, D), one of each row of q blocks from `first_row`, times the softmax scale, in k's dtype.
         k: (B, seqlen_k, Hk, D).
-        candidates: the blocks to score, all others get -inf; None is all of them.
+        candidates: the blocks to score, all others get -inf; None is all that a row sees something of, and any number
+            may stand for the others.
 
     Returns:
-        (B, Hq, R, C) fp32; a row sees keys up to its last query's; -inf where it sees none of a block.
+        (B, Hq, R, C) fp32; a row sees keys up to its last query's.
     """
     (batch, q_heads, rows, head_dim), kv_heads = queries.shape, k.shape[2]
-    scores = torch.full((batch, q_heads, rows, grid.kv_blocks), -torch.inf, device=k.device)
+    scores = new_scores((batch, q_heads, rows, grid.kv_blocks), candidates, k.device)
     if not scores.numel() or (candidates is not None and not candidates.blocks.shape[3]):
         return scores
     group_size, k = q_heads // kv_heads, unit_stride(k)
@@ -147,10 +148,10 @@ def query_scores(
         kv_heads=kv_heads,
         group_size=group_size,
         offset=grid.offset,
+        q_block=grid.block_size[0],
         **strides("k", k),
         LISTED=candidates is not None,
         CAUSAL=grid.causal,
-        Q_BLOCK=grid.block_size[0],
         KV_BLOCK=grid.block_size[1],
         TILES=TILES_PER_PROGRAM,
         BLOCK_M=block_m,
@@ -162,6 +163,11 @@ def query_scores(
         num_stages=1 if exact else 2,
     )
     return scores
+
+
+def new_scores(shape: tuple[int, ...], candidates: Candidates | None, device: torch.device) -> Tensor:
+    """What a kernel writes scores to: -inf where it writes those of candidates, else all that a row sees is written."""
+    return torch.empty(shape, device=device) if candidates is None else torch.full(shape, -torch.inf, device=device)
 
 
 def panels_of(candidates: Candidates | None, first_row: int, rows: int) -> tuple[int, dict[str, int]]:

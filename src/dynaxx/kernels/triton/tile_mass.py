@@ -3,9 +3,11 @@
 
 A program takes TILE_M query tiles of one head through the key tiles once and notes, for each of them, the log of every
 block's sum; what all of them come to is known at the end, and turns the notes into shares. So nothing of (query tiles x
-key tiles) is stored, and the notes of (query tiles x blocks) are still in the cache when they are read again.
+key tiles) is stored, and the notes of (query tiles x blocks) are still in the cache when they are read again. Where so
+few query tiles come at a time that they leave most of a GPU idle, as notes of a very long sequence do, several programs
+share the key tiles, and a second kernel turns their notes into shares.
 
-Legend: T tiles of keys, M tiles of queries, D numbers of a token, C kv blocks.
+Legend: T tiles of keys, M tiles of queries, D numbers of a token, C kv blocks, S parts of the key tiles.
 """
 
 import math
@@ -16,11 +18,15 @@ import triton.language as tl
 from torch import Tensor
 
 from dynaxx.kernels.triton.config import padded, shared_memory
-from dynaxx.kernels.triton.launch import strides, unit_stride
+from dynaxx.kernels.triton.launch import processors, strides, unit_stride
 from dynaxx.kernels.triton.light import light_launch
 from dynaxx.layout import BlockGrid
 
 LOG2_E = math.log2(math.e)
+MOST_SPLITS = 16  # programs that share the key tiles
+LEAST_STEPS = 4  # that each of them takes then
+BLOCK_C = 32  # columns of notes that are read at a time
+COLUMNS = 256  # that a program of the second kernel turns into shares
 
 
 @triton.jit
@@ -31,14 +37,30 @@ def _tokens(p_x, o_t, place, o_d, tiles, tokens, stride_n, PARTS: tl.constexpr, 
     return tl.load(p_x + token[:, None] * stride_n + o_d[None, :], mask=inside, other=0.0)
 
 
+@triton.jit
+def _write_shares(
+    p_notes, p_mass, total, o_m, m_m, o_row, begin, end, rows, kv_blocks,
+    Q_PARTS: tl.constexpr, TILE_M: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Mass of blocks `begin` to `end`, for the rows that TILE_M query tiles make up, from their notes and totals."""
+    for first in range(begin, end, BLOCK_C):
+        o_c = first + tl.arange(0, BLOCK_C)
+        p_own = p_notes + o_m.to(tl.int64)[:, None] * kv_blocks + o_c[None, :]
+        note = tl.load(p_own, mask=m_m & (o_c < end)[None, :], other=float("-inf"))
+        shares = tl.reshape(tl.exp2(note - total[:, None]), [TILE_M // Q_PARTS, Q_PARTS, BLOCK_C])
+        inside = (o_row < rows)[:, None] & (o_c < kv_blocks)[None, :]
+        tl.store(p_mass + o_row.to(tl.int64)[:, None] * kv_blocks + o_c[None, :], tl.sum(shares, 1), mask=inside)
+
+
 @light_launch
 @triton.jit(do_not_specialize=["tiles_q", "tiles_k", "tokens_q", "tokens_k", "seqlen_k", "first_tile", "offset", "rows",
-                               "kv_blocks", "q_heads", "group_size"])  # fmt: skip
+                               "kv_blocks", "q_heads", "group_size", "steps"])  # fmt: skip
 def _tile_mass_kernel(
     p_q,
     p_k,
     p_notes,  # (B, Hq, M, C) fp32: scratch
-    p_mass,  # (B, Hq, R, C) fp32 contiguous, zeros
+    p_sums,  # (B, Hq, M, S) fp32: log of what the notes of each part come to, if SPLIT
+    p_mass,  # (B, Hq, R, C) fp32, zeros
     tiles_q,
     tiles_k,
     tokens_q,
@@ -50,7 +72,9 @@ def _tile_mass_kernel(
     kv_blocks,
     q_heads,
     group_size,
+    steps,
     scale,
+    stride_m,
     stride_qb,
     stride_qn,
     stride_qh,
@@ -62,6 +86,7 @@ def _tile_mass_kernel(
     Q_PARTS: tl.constexpr,
     K_PARTS: tl.constexpr,
     CAUSAL: tl.constexpr,
+    SPLIT: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -88,7 +113,11 @@ def _tile_mass_kernel(
     row_sum = tl.zeros([TILE_M], tl.float32)
     if PARTS * STEPS == 1:
         b_held = _tokens(p_q, o_m, 0, o_d, tiles_q, tokens_q, stride_qn, PARTS, D)
-    for first in range(0, stop, TILE_T):
+    begin = 0
+    if SPLIT:
+        begin = tl.program_id(2) * steps * TILE_T
+        stop = tl.minimum(stop, begin + steps * TILE_T)
+    for first in range(begin, stop, TILE_T):
         o_t = first + tl.arange(0, TILE_T)
         if PARTS * STEPS == 1:
             logits = tl.dot(b_held, tl.trans(_tokens(p_k, o_t, 0, o_d, tiles_k, tokens_k, stride_kn, PARTS, D)))
@@ -118,32 +147,79 @@ def _tile_mass_kernel(
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
         row_sum = row_sum * tl.exp2(row_max - shift) + tl.sum(tl.exp2(note - shift[:, None]), 1)
         row_max = new_max
-    tl.debug_barrier()  # the notes of all threads are written
     shift = tl.where(row_max == float("-inf"), 0.0, row_max)
     total = shift + tl.log2(tl.where(row_sum == 0, 1.0, row_sum))
+    if SPLIT:
+        p_own = p_sums + (i_bh * tiles_q + o_m) * tl.num_programs(2) + tl.program_id(2)
+        tl.store(p_own, tl.where(row_sum == 0, float("-inf"), total), mask=o_m < tiles_q)
+    else:
+        tl.debug_barrier()  # the notes of all threads are written
+        o_row = i_tile * (TILE_M // Q_PARTS) + tl.arange(0, TILE_M // Q_PARTS)
+        end = (stop + K_PARTS - 1) // K_PARTS
+        p_mass += i_bh * stride_m
+        _write_shares(
+            p_notes, p_mass, total, o_m, m_m, o_row, 0, end, rows, kv_blocks, Q_PARTS, TILE_M, BLOCK_C
+        )  # fmt: skip
+
+
+@light_launch
+@triton.jit(do_not_specialize=["tiles_q", "tiles_k", "first_tile", "offset", "rows", "kv_blocks", "splits"])
+def _tile_shares_kernel(
+    p_notes,  # (B, Hq, M, C) fp32
+    p_sums,  # (B, Hq, M, S) fp32
+    p_mass,  # (B, Hq, R, C) fp32, zeros
+    tiles_q,
+    tiles_k,
+    first_tile,
+    offset,
+    rows,
+    kv_blocks,
+    splits,
+    stride_m,
+    Q_SIZE: tl.constexpr,
+    K_SIZE: tl.constexpr,
+    Q_PARTS: tl.constexpr,
+    K_PARTS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    SPLITS: tl.constexpr,
+    TILE_M: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    i_bh, i_tile = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    o_m = i_tile * TILE_M + tl.arange(0, TILE_M)
+    m_m = (o_m < tiles_q)[:, None]
+    o_s = tl.arange(0, SPLITS)
+    p_own = p_sums + (i_bh * tiles_q + o_m)[:, None] * splits + o_s[None, :]
+    sums = tl.load(p_own, mask=m_m & (o_s < splits)[None, :], other=float("-inf"))
+    best = tl.max(sums, 1)
+    shift = tl.where(best == float("-inf"), 0.0, best)
+    found = tl.sum(tl.exp2(sums - shift[:, None]), 1)
+    total = shift + tl.log2(tl.where(found == 0, 1.0, found))
+    stop = tiles_k
+    if CAUSAL:
+        last = (first_tile + i_tile * TILE_M + TILE_M) * Q_SIZE - 1 + offset
+        stop = tl.where(last < 0, 0, tl.minimum(last // K_SIZE + 1, tiles_k))
+    begin = tl.program_id(2) * COLUMNS
+    end = tl.minimum((stop + K_PARTS - 1) // K_PARTS, begin + COLUMNS)
     o_row = i_tile * (TILE_M // Q_PARTS) + tl.arange(0, TILE_M // Q_PARTS)
-    noted = (stop + K_PARTS - 1) // K_PARTS
-    for first in range(0, noted, BLOCK_C):
-        o_c = first + tl.arange(0, BLOCK_C)
-        p_own = p_notes + o_m.to(tl.int64)[:, None] * kv_blocks + o_c[None, :]
-        note = tl.load(p_own, mask=m_m & (o_c < noted)[None, :], other=float("-inf"))
-        shares = tl.reshape(tl.exp2(note - total[:, None]), [TILE_M // Q_PARTS, Q_PARTS, BLOCK_C])
-        inside = (o_row < rows)[:, None] & (o_c < kv_blocks)[None, :]
-        tl.store(p_mass + (i_bh * rows + o_row[:, None]) * kv_blocks + o_c[None, :], tl.sum(shares, 1), mask=inside)
+    p_notes += i_bh * tiles_q * kv_blocks
+    p_mass += i_bh * stride_m
+    _write_shares(p_notes, p_mass, total, o_m, m_m, o_row, begin, end, rows, kv_blocks, Q_PARTS, TILE_M, BLOCK_C)
 
 
 def tile_mass(
     queries: Tensor,
     keys: Tensor,
     first_tile: int,
-    rows: int,
+    mass: Tensor,
     grid: BlockGrid,
     sizes: tuple[int, int],
     *,
     panel: int = 1,
     parts: int = 1,
     scale: float = 1.0,
-) -> Tensor:
+) -> None:
     """Mass of each kv block for some rows of q blocks.
 
     A tile's vector is `parts` tokens side by side, of queries in reverse order; past the end the last one is repeated.
@@ -151,51 +227,70 @@ def tile_mass(
     Args:
         queries: (B, M * parts, Hq, D), those of the rows' query tiles, from tile `first_tile`; the last may be missing.
         keys: (B, T * parts, Hk, D), those of all key tiles, in the same dtype; the last may be missing.
-        rows: panels of q blocks that the query tiles make up.
+        mass: (B, Hq, rows, C) fp32, zeros, some rows of a contiguous tensor; written: each query tile's shares sum to 1
+            or 0. A row is a panel of q blocks.
         sizes: tokens of the sequence per tile of queries and of keys; they divide the blocks.
         panel: q blocks per panel.
         scale: factor on the products.
-
-    Returns:
-        (B, Hq, rows, C) fp32: each query tile's shares sum to 1 or 0.
     """
     (batch, tokens_q, q_heads, dim), tokens_k = queries.shape, keys.shape[1]
     tiles_q, tiles_k = triton.cdiv(tokens_q, parts), triton.cdiv(tokens_k, parts)
-    mass = torch.zeros(batch, q_heads, rows, grid.kv_blocks, device=queries.device)
-    notes = torch.empty(batch, q_heads, tiles_q, grid.kv_blocks, device=queries.device)
     q_parts, k_parts = panel * grid.block_size[0] // sizes[0], grid.block_size[1] // sizes[1]
     queries, keys = unit_stride(queries), unit_stride(keys)
     settings = _settings(queries, q_parts, k_parts, parts)
-    _tile_mass_kernel[(triton.cdiv(tiles_q, settings["TILE_M"]), batch * q_heads)](
+    programs = (triton.cdiv(tiles_q, settings["TILE_M"]), batch * q_heads)
+    steps, splits = _splits(programs[0] * programs[1], triton.cdiv(tiles_k, settings["TILE_T"]), queries.device)
+    notes = torch.empty(batch, q_heads, tiles_q, grid.kv_blocks, device=queries.device)
+    sums = torch.empty(batch, q_heads, tiles_q, splits, device=queries.device) if splits > 1 else notes
+    where = {
+        "tiles_q": tiles_q,
+        "tiles_k": tiles_k,
+        "first_tile": first_tile,
+        "offset": grid.offset,
+        "rows": mass.shape[2],
+        "kv_blocks": grid.kv_blocks,
+        "stride_m": mass.stride(1),
+        "Q_SIZE": sizes[0],
+        "K_SIZE": sizes[1],
+        "Q_PARTS": q_parts,
+        "K_PARTS": k_parts,
+        "CAUSAL": grid.causal,
+        "TILE_M": settings["TILE_M"],
+        "BLOCK_C": BLOCK_C,
+    }
+    _tile_mass_kernel[(*programs, splits)](
         queries,
         keys,
         notes,
+        sums,
         mass,
-        tiles_q=tiles_q,
-        tiles_k=tiles_k,
         tokens_q=tokens_q,
         tokens_k=tokens_k,
         seqlen_k=grid.seqlen_k,
-        first_tile=first_tile,
-        offset=grid.offset,
-        rows=rows,
-        kv_blocks=grid.kv_blocks,
         q_heads=q_heads,
         group_size=q_heads // keys.shape[2],
+        steps=steps,
         scale=float(scale) * LOG2_E,
         **strides("q", queries),
         **strides("k", keys),
-        Q_SIZE=sizes[0],
-        K_SIZE=sizes[1],
-        Q_PARTS=q_parts,
-        K_PARTS=k_parts,
-        CAUSAL=grid.causal,
-        BLOCK_C=32,
+        SPLIT=splits > 1,
         PARTS=parts,
         D=dim,
-        **settings,
+        **where,
+        **{name: value for name, value in settings.items() if name != "TILE_M"},
     )
-    return mass
+    if splits > 1:
+        _tile_shares_kernel[(*programs, triton.cdiv(grid.kv_blocks, COLUMNS))](
+            notes, sums, mass, splits=splits, SPLITS=MOST_SPLITS, COLUMNS=COLUMNS, num_warps=4, **where
+        )
+
+
+def _splits(programs: int, tiles: int, device: torch.device) -> tuple[int, int]:
+    """How many tiles of keys a program takes, and how many programs share them."""
+    few = programs < processors(device)
+    splits = min(triton.cdiv(2 * processors(device), programs), tiles // LEAST_STEPS, MOST_SPLITS) if few else 1
+    steps = triton.cdiv(tiles, max(1, splits))
+    return steps, triton.cdiv(tiles, steps)
 
 
 def _settings(queries: Tensor, q_parts: int, k_parts: int, parts: int) -> dict[str, int]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from dynaxx.arguments import typed
 from dynaxx.layout import BlockGrid
 from dynaxx.selection.scorers.base import MEMORY_BUDGET, Scorer, ScoreRows, divisor_at_most
-from dynaxx.selection.scorers.tiles import NOTE_BYTES, Tiles, fused_rows, tile_scores
+from dynaxx.selection.scorers.tiles import QueryTiles, Tiles, fused_rows, tile_scores
 
 
 @typed
@@ -43,8 +43,8 @@ class AntiDiagonal(Scorer):
         count = lambda x: -(-x.shape[1] // size)
         if q.is_cuda and grid.kv_blocks and find_spec("triton") is not None:
             tokens = lambda first, last: q[:, first * size : last * size].to(k.dtype)
-            at_once = memory_budget // (2 * NOTE_BYTES * q.shape[0] * q.shape[2] * grid.kv_blocks)
-            return fused_rows(tokens, k, count(q), grid, (size, size), at_once, parts=size, scale=scale / size)
+            read = QueryTiles(tokens, count(q), (q.shape[0], q.shape[2]), 0)
+            return fused_rows(read, k, grid, (size, size), memory_budget, parts=size, scale=scale / size)
         queries = Tiles(size, count(q), partial(_reversed_tiles, q, size, scale / size), q.dtype)
         keys = Tiles(size, count(k), partial(_flat_tiles, k, size), k.dtype)
         return tile_scores(queries, keys, grid, (q.shape[0], q.shape[2]), memory_budget)

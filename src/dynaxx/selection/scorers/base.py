@@ -60,7 +60,7 @@ def per_kv_head(queries: Tensor, keys: Tensor) -> Tensor:
 
 def reduce_blocks(x: Tensor, size: int, reduce: Reduce, memory_budget: int) -> Tensor:
     """(B, N, H, D) -> (B, H, ceil(N / size), D) fp32, `reduce` over each `size` tokens, the last over what is left."""
-    if x.is_cuda and reduce in _KERNELS and find_spec("triton") is not None:
+    if reduce in _KERNELS and pools_in_kernels(x):
         from dynaxx.kernels.triton.pool import pool_blocks
 
         return pool_blocks(x, size, _KERNELS[reduce])
@@ -73,6 +73,11 @@ def reduce_blocks(x: Tensor, size: int, reduce: Reduce, memory_budget: int) -> T
     if tokens % size:
         out[:, :, whole:] = reduce(x[:, None, whole * size :].float(), 2).transpose(1, 2)
     return out
+
+
+def pools_in_kernels(x: Tensor) -> bool:
+    """Whether a kernel reduces blocks of `x`."""
+    return x.is_cuda and find_spec("triton") is not None
 
 
 def pooled(x: Tensor, size: int, memory_budget: int = MEMORY_BUDGET) -> Tensor:

@@ -16,6 +16,7 @@ from dynaxx.selection.scorers.base import (
     divisor_at_most,
     per_kv_head,
     pooled,
+    pools_in_kernels,
     reduce_blocks,
 )
 from dynaxx.selection.scorers.tiles import Tiles, tile_scores
@@ -49,12 +50,19 @@ class MeanPool(Scorer):
         return lambda start, stop: per_kv_head(queries.vectors(start, stop), summary)
 
 
-def mean_tiles(x: Tensor, size: int, memory_budget: int, scale: float = 1.0) -> Tiles:
-    """Means of `size` tokens as tiles."""
+def mean_tiles(
+    x: Tensor, size: int, memory_budget: int, scale: float = 1.0, dtype: torch.dtype = torch.float32
+) -> Tiles:
+    """Means of `size` tokens, times `scale`, as tiles; their vectors in another dtype than fp32 where one is named."""
 
     def vectors(first: int, last: int) -> Tensor:
-        means = pooled(x[:, first * size : last * size], size, memory_budget)
-        return means if scale == 1.0 else means * scale
+        some = x[:, first * size : last * size]
+        if size > 1 and pools_in_kernels(x):
+            from dynaxx.kernels.triton.pool import pool_blocks
+
+            return pool_blocks(some, size, "mean", scale, dtype)
+        means = pooled(some, size, memory_budget)
+        return (means if scale == 1.0 else means * scale).to(dtype)
 
     return Tiles(size, -(-x.shape[1] // size), vectors, x.dtype)
 

@@ -67,13 +67,15 @@ class MeanQuery(Scorer):
         memory_budget: int = MEMORY_BUDGET,
     ) -> ScoreRows:
         """As `prepare`, for some blocks alone: all others have -inf. None is all of them."""
-        queries = mean_tiles(q, grid.block_size[0], memory_budget // 4, scale * self.sharpness).vectors
         center = center_of(k) if self.precision == "int8" else None
-        if q.is_cuda and grid.kv_blocks and find_spec("triton") is not None:
+        fused = q.is_cuda and grid.kv_blocks > 0 and find_spec("triton") is not None
+        dtype = k.dtype if fused and center is None else torch.float32
+        queries = mean_tiles(q, grid.block_size[0], memory_budget // 4, scale * self.sharpness, dtype).vectors
+        if fused:
             if center is None:
                 from dynaxx.kernels.triton.query_scores import query_scores
 
-                return lambda start, stop: query_scores(queries(start, stop).to(k.dtype), k, start, grid, candidates)
+                return lambda start, stop: query_scores(queries(start, stop), k, start, grid, candidates)
             from dynaxx.kernels.triton.int8_scores import int8_scores, quantised_keys
 
             keys = quantised_keys(k, center, grid.block_size[1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,7 +44,7 @@ def tile_scores(
     q_parts, k_parts = panel * grid.block_size[0] // queries.size, grid.block_size[1] // keys.size
     sample = keys.vectors(0, min(1, keys.count))
     if sample.is_cuda and keys.count and find_spec("triton") is not None:
-        return _fused(queries, keys, grid, memory_budget, panel)
+        return _fused(queries, keys, grid, heads, memory_budget, panel)
     row_bytes = 3 * 4 * heads[0] * heads[1] * max(1, keys.count)
     # A few q tiles at a time: whole rows of blocks, or a power of two of tiles that divides one.
     at_once = max(1, memory_budget // 2 // row_bytes)
@@ -88,50 +89,59 @@ def tile_scores(
     return rows
 
 
-def _fused(queries: Tiles, keys: Tiles, grid: BlockGrid, memory_budget: int, panel: int) -> ScoreRows:
-    """The same in one kernel, which stores nothing between tiles and blocks; the vectors of all keys are held."""
+def _fused(
+    queries: Tiles, keys: Tiles, grid: BlockGrid, heads: tuple[int, int], memory_budget: int, panel: int
+) -> ScoreRows:
+    """The same in kernels, which store nothing between tiles and blocks; the vectors of all keys are held."""
     held = _in_dtype(keys, 0, keys.count, memory_budget // 2).transpose(1, 2)
-    made = lambda first, last: _in_dtype(queries, first, last, memory_budget // 4).transpose(1, 2)
-    vectors, sizes = queries.vectors(0, 1), (queries.size, keys.size)
-    tile_bytes = vectors.numel() * held.itemsize + NOTE_BYTES * vectors[..., 0].numel() * grid.kv_blocks
-    return fused_rows(made, held, queries.count, grid, sizes, memory_budget // (2 * tile_bytes), panel=panel)
+    made = lambda first, last: _in_dtype(queries, first, last, memory_budget // 8).transpose(1, 2)
+    tile_bytes = heads[0] * heads[1] * held.shape[3] * held.itemsize
+    sizes = queries.size, keys.size
+    return fused_rows(QueryTiles(made, queries.count, heads, tile_bytes), held, grid, sizes, memory_budget, panel=panel)
+
+
+class QueryTiles(NamedTuple):
+    """Tiles of queries as `tile_mass` takes them."""
+
+    tokens: Callable[[int, int], Tensor]  # (first, last + 1) tile -> (B, tokens, Hq, D)
+    tiles: int
+    heads: tuple[int, int]  # (B, Hq)
+    bytes_each: int  # that making a tile takes
 
 
 def fused_rows(
-    queries: Callable[[int, int], Tensor],
+    queries: QueryTiles,
     keys: Tensor,
-    count: int,
     grid: BlockGrid,
     sizes: tuple[int, int],
-    at_once: int,
+    memory_budget: int,
     *,
     panel: int = 1,
     parts: int = 1,
     scale: float = 1.0,
 ) -> ScoreRows:
-    """`tile_scores` in one kernel.
+    """`tile_scores` in kernels.
 
     Args:
-        queries: (first, last + 1) tile -> their tokens, as `tile_mass` takes them.
         keys: tokens of all key tiles, as `tile_mass` takes them.
-        count: tiles of queries.
         sizes: tokens of the sequence per tile of queries and of keys.
-        at_once: tiles of queries in one step, at least those of a row.
+        memory_budget: bytes for queries and notes, of a row at least.
         panel, parts, scale: as `tile_mass` takes them.
     """
     from dynaxx.kernels.triton.tile_mass import tile_mass
 
     q_parts = panel * grid.block_size[0] // sizes[0]
-
-    def mass(start: int, stop: int) -> Tensor:
-        first, last = start * q_parts, min(stop * q_parts, count)
-        some = queries(first, last)
-        row_mass = tile_mass(some, keys, first, stop - start, grid, sizes, panel=panel, parts=parts, scale=scale)
-        return row_mass.log_()
+    note_bytes = NOTE_BYTES * queries.heads[0] * queries.heads[1] * grid.kv_blocks
 
     def rows(start: int, stop: int) -> Tensor:
-        found = [mass(start + a, start + b) for a, b in pieces(stop - start, q_parts, at_once)]
-        return found[0] if len(found) == 1 else torch.cat(found, dim=2)
+        mass = torch.zeros(*queries.heads, stop - start, grid.kv_blocks, device=keys.device)
+        for a, b in pieces(stop - start, q_parts * queries.bytes_each, memory_budget // 4):
+            first = (start + a) * q_parts
+            made = queries.tokens(first, min((start + b) * q_parts, queries.tiles))
+            for c, d in pieces(b - a, q_parts * note_bytes, memory_budget // 2):
+                some, out = made[:, c * q_parts * parts : d * q_parts * parts], mass[:, :, a + c : a + d]
+                tile_mass(some, keys, first + c * q_parts, out, grid, sizes, panel=panel, parts=parts, scale=scale)
+        return mass.log_()
 
     return rows
 

@@ -46,7 +46,7 @@ class TwoStage(Scorer):
     def prepare(
         self, q: Tensor, k: Tensor, grid: BlockGrid, scale: float, *, memory_budget: int = MEMORY_BUDGET
     ) -> ScoreRows:
-        candidates = self.candidates(q, k, grid, scale, memory_budget // 2) if grid.kv_blocks else None
+        candidates = self.candidates(q, k, grid, scale, memory_budget) if grid.kv_blocks else None
         return self.fine.among(candidates, q, k, grid, scale, memory_budget=memory_budget)
 
     def candidates(self, q: Tensor, k: Tensor, grid: BlockGrid, scale: float, memory_budget: int) -> Candidates:
