@@ -28,6 +28,7 @@ class Compiled:
     name: str
     registers: int
     spilled: int  # bytes stored
+    shared: int  # bytes of shared memory
     warnings: tuple[str, ...]  # that it runs matrix instructions one at a time, or waits where the kernel does not
 
 
@@ -59,8 +60,8 @@ def compile_kernels(start: Callable[[], object], names: str, capfd: pytest.Captu
             if re.search(names, name):
                 capfd.readouterr()
                 patch.setattr(kernel.kernel, "device_caches", defaultdict(kernel.kernel.create_binder))
-                kernel.kernel.warmup(*arguments, grid=grid, **named)
-                found.append(read_log(name, capfd.readouterr().out))
+                compiled = kernel.kernel.warmup(*arguments, grid=grid, **named)
+                found.append(read_log(name, capfd.readouterr().out, compiled.metadata.shared))
 
         return compile_only
 
@@ -82,10 +83,10 @@ def compile_kernels(start: Callable[[], object], names: str, capfd: pytest.Captu
     return found
 
 
-def read_log(name: str, log: str) -> Compiled:
+def read_log(name: str, log: str, shared: int) -> Compiled:
     """Of `ptxas -v`."""
     registers, spilled = re.search(r"Used (\d+) registers", log), re.search(r"(\d+) bytes spill stores", log)
     assert registers is not None, f"ptxas does not say what {name} takes:\n{log}"
     assert spilled is not None, log
     warnings = tuple(line for line in log.splitlines() if re.search(r"\(C75\d\d\)", line))
-    return Compiled(name, int(registers[1]), int(spilled[1]), warnings)
+    return Compiled(name, int(registers[1]), int(spilled[1]), shared, warnings)

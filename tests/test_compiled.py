@@ -32,6 +32,7 @@ gluon = pytest.mark.skipif(VERSION != TRITON, reason=f"is written for Gluon of t
 HEADS = (8, 2)
 TOKENS = 512
 UNKNOWN = 1 << 30
+MULTIPROCESSOR, RESERVED = 228 << 10, 1 << 10  # bytes of shared memory, and those that a program takes besides its own
 SLACK = 64  # bytes: Triton gives ptxas another order of the same instructions from run to run
 
 
@@ -93,6 +94,7 @@ def test_portable_forward(head_dim, block, spilled, injected, capfd):
 def test_portable_backward(head_dim, block, spilled, injected, capfd):
     found = compile_kernels(backward_of(head_dim, block), "bwd_(dq|dkv)_kernel", capfd)
     check(found, spilled.get(VERSION, (UNKNOWN, UNKNOWN)), injected)
+    assert all(2 * (each.shared + RESERVED) <= MULTIPROCESSOR for each in found), "one program a multiprocessor"
 
 
 @pytest.mark.gpu

@@ -4,10 +4,18 @@
 import triton
 import triton.language as tl
 
-from dynaxx.kernels.triton.backward_rows import cap_scores, load_row_values, weights_of
+from dynaxx.kernels.triton.backward_rows import (
+    cap_scores,
+    in_block,
+    load_band,
+    load_row_values,
+    shown_by_bits,
+    weights_of,
+)
 from dynaxx.kernels.triton.launch import RUNTIME_SIZES
 from dynaxx.kernels.triton.light import light_launch
 from dynaxx.kernels.triton.parts import WHOLE, entries_of, part_of, store_part
+from dynaxx.kernels.triton.pipeline import ahead, load_ahead
 from dynaxx.kernels.triton.primitives import (
     BOUNDS,
     block_ahead,
@@ -27,7 +35,7 @@ def _accumulate_dkv(
     dv,  # [BLOCK_N, BLOCK_E] fp32
     b_k,  # [BLOCK_N, BLOCK_D]
     b_v,  # [BLOCK_N, BLOCK_E]
-    inner_k,  # [BLOCK_N], positions in the kv block
+    part_k,  # where the tile begins in the kv block
     q_rows,  # of this q head: pointers, or of all under TMA: descriptors
     do_rows,
     i_b,
@@ -53,50 +61,77 @@ def _accumulate_dkv(
     Q_BLOCK: tl.constexpr,
     KV_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
     CAPPED: tl.constexpr,
     TMA: tl.constexpr,
     NARROW: tl.constexpr,
+    STAGED: tl.constexpr,
 ):
     """Add what the `count` q blocks from entry `first` give; queries past the end have lse = inf and give nothing."""
-    WORDS: tl.constexpr = (KV_BLOCK + 31) // 32
-    AHEAD: tl.constexpr = TMA and not MASKED  # then the index of a tile's block is asked for one tile before
+    EARLY: tl.constexpr = NARROW or (STAGED and not MASKED)  # the product for dp comes before the softmax
     tiles = tl.cdiv(count * Q_BLOCK, BLOCK_M)
-    if AHEAD:
+    if TMA:  # a tile is of one block, and what the layout says of it is asked for one tile before
         SPLIT: tl.constexpr = Q_BLOCK // BLOCK_M
         next_block = block_ahead(p_indices, first, 0, tiles, SPLIT)
+        if MASKED:
+            next_code = block_ahead(p_codes, first, 0, tiles, SPLIT)
+            next_lo, next_hi = load_band(p_bands, num_masks, next_code)
     for i_tile in range(0, tiles):
-        if AHEAD:
+        if TMA:
             offsets = tl.arange(0, BLOCK_M)
-            start = next_block * Q_BLOCK + i_tile % SPLIT * BLOCK_M
+            part_q = i_tile % SPLIT * BLOCK_M
+            start = next_block * Q_BLOCK + part_q
             next_block = block_ahead(p_indices, first, i_tile + 1, tiles, SPLIT)
+            if MASKED:
+                code, lo, hi = next_code, next_lo, next_hi
+                next_code = block_ahead(p_codes, first, i_tile + 1, tiles, SPLIT)
+                next_lo, next_hi = load_band(p_bands, num_masks, next_code)
         else:
             start, offsets, inner_q, code = tile_positions(
                 p_indices, p_codes, first, count, i_tile, seqlen_q, Q_BLOCK, BLOCK_M, BOUNDS
             )
-        b_q = load_tile(q_rows, i_b, i_h, start, offsets, stride_qn, seqlen_q, D, BLOCK_D, BLOCK_M, True, TMA)
-        b_do = load_tile(do_rows, i_b, i_h, start, offsets, stride_don, seqlen_q, E, BLOCK_E, BLOCK_M, True, TMA)
-        if TMA:
-            pairs = row_values.load([i_b.to(tl.int32), i_h.to(tl.int32), start.to(tl.int32) * 2])
+        if STAGED and not MASKED:  # q has three buffers and do two, and Triton waits for each where it is loaded
+            b_q = load_ahead(q_rows, i_b, i_h, start, BLOCK_M, BLOCK_D, 2)
+            scores = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
+            b_do = load_ahead(do_rows, i_b, i_h, start, BLOCK_M, BLOCK_E, 1)
+            dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
+            pairs = ahead(row_values.load([i_b.to(tl.int32), i_h.to(tl.int32), start.to(tl.int32) * 2]), 1)
             lse, delta = tl.split(pairs.reshape(BLOCK_M, 2))
         else:
-            lse, delta = load_row_values(row_values, start + offsets, seqlen_q)
-        scores = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
-        if NARROW:
-            dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
+            b_q = load_tile(q_rows, i_b, i_h, start, offsets, stride_qn, seqlen_q, D, BLOCK_D, BLOCK_M, True, TMA)
+            b_do = load_tile(do_rows, i_b, i_h, start, offsets, stride_don, seqlen_q, E, BLOCK_E, BLOCK_M, True, TMA)
+            if TMA:
+                pairs = row_values.load([i_b.to(tl.int32), i_h.to(tl.int32), start.to(tl.int32) * 2])
+                lse, delta = tl.split(pairs.reshape(BLOCK_M, 2))
+            else:
+                lse, delta = load_row_values(row_values, start + offsets, seqlen_q)
+            scores = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
+            if NARROW:
+                dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
         scores, slope = cap_scores(scores, cap, CAPPED)
         weights = weights_of(scores, lse[None, :], scale, b_q.dtype == tl.float32)
         if MASKED:
-            if BLOCK_M > Q_BLOCK:
-                code = code[None, :]
-            r, c = inner_q[None, :], inner_k[:, None]
-            visible = visible_elements(p_bits, p_bands, num_masks, code, r, c, Q_BLOCK, WORDS)
-            weights = tl.where(visible, weights, 0.0)
-        if not NARROW:
+            o_k = tl.arange(0, BLOCK_N)[:, None]
+            if TMA:
+                lo, hi, is_bits = in_block(lo, hi, code, num_masks, False, Q_BLOCK, KV_BLOCK)
+                o_q = offsets[None, :]
+                if is_bits:
+                    visible = shown_by_bits(p_bits, code, part_q, part_k, o_q, o_k, Q_BLOCK, KV_BLOCK, BLOCK_N)
+                    weights = tl.where(visible, weights, 0.0)
+                apart = part_q - part_k + o_q
+                weights = tl.where((apart >= o_k + lo) & (apart <= o_k + hi), weights, 0.0)
+            else:
+                if BLOCK_M > Q_BLOCK:
+                    code = code[None, :]
+                r, c = inner_q[None, :], part_k + o_k
+                visible = visible_elements(p_bits, p_bands, num_masks, code, r, c, Q_BLOCK, (KV_BLOCK + 31) // 32)
+                weights = tl.where(visible, weights, 0.0)
+        if not EARLY:
             dv = tl.dot(weights.to(b_do.dtype), b_do, dv, input_precision=PRECISION)
             dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
         ds = weights * (dp - delta[None, :]) * slope
-        if NARROW:
+        if EARLY:
             dv = tl.dot(weights.to(b_do.dtype), b_do, dv, input_precision=PRECISION)
         dk = tl.dot(ds.to(b_q.dtype), b_q, dk, input_precision=PRECISION)
     return dk, dv
@@ -161,6 +196,7 @@ def sparse_attention_bwd_dkv_kernel(
     CAPPED: tl.constexpr,
     TMA: tl.constexpr,
     HAS_PARTS: tl.constexpr,
+    STAGED: tl.constexpr,  # full tiles of q and do come apart, as far ahead as shared memory lets each
     PER_HEAD: tl.constexpr,  # sum the heads of a group apart: exact fp32 needs short sums, and has the registers
 ):
     """dk and dv of a tile of keys of one kv head."""
@@ -187,8 +223,8 @@ def sparse_attention_bwd_dkv_kernel(
         slot, part_first, _, length = entries_of(slot, 0, 0, length, part_first, part_last, limit)
         part_last = part_first + length
         before = 0  # entries of the heads before
-    inner_k = i_tile % SPLIT_N * BLOCK_N + tl.arange(0, BLOCK_N)
-    first_k = (i_col * KV_BLOCK + i_tile % SPLIT_N * BLOCK_N).to(tl.int64)
+    part_k = i_tile % SPLIT_N * BLOCK_N
+    first_k = (i_col * KV_BLOCK + part_k).to(tl.int64)
     o_k = tl.arange(0, BLOCK_N)
     pos_k = first_k + o_k
     if not TMA:
@@ -223,18 +259,19 @@ def sparse_attention_bwd_dkv_kernel(
             else:
                 first, count = start + partial, total - partial
             dk, dv = _accumulate_dkv(
-                dk, dv, b_k, b_v, inner_k, q_head, do_head, i_b, i_h, values_head,
+                dk, dv, b_k, b_v, part_k, q_head, do_head, i_b, i_h, values_head,
                 stride_qn, stride_don, seqlen_q, scale, cap,
                 p_indices, p_codes, p_bits, p_bands, num_masks, first, count,
-                i_pass == 0, D, E, BLOCK_D, BLOCK_E, Q_BLOCK, KV_BLOCK, BLOCK_M, PRECISION, CAPPED, TMA, NARROW,
+                i_pass == 0, D, E, BLOCK_D, BLOCK_E, Q_BLOCK, KV_BLOCK, BLOCK_M, BLOCK_N, PRECISION, CAPPED, TMA,
+                NARROW, STAGED,
             )  # fmt: skip
         if PER_HEAD:
             dk, dv = sum_dk + dk, sum_dv + dv
     if HAS_PARTS:
         SUMS: tl.constexpr = KV_BLOCK * (D + E)
         p_sums += tl.maximum(slot, 0).to(tl.int64) * SUMS
-        store_part(p_sums, tl.minimum(slot, 0), dk, inner_k, KV_BLOCK, D, BLOCK_D)
-        store_part(p_sums + KV_BLOCK * D, tl.minimum(slot, 0), dv, inner_k, KV_BLOCK, E, BLOCK_E)
+        store_part(p_sums, tl.minimum(slot, 0), dk, part_k + o_k, KV_BLOCK, D, BLOCK_D)
+        store_part(p_sums + KV_BLOCK * D, tl.minimum(slot, 0), dv, part_k + o_k, KV_BLOCK, E, BLOCK_E)
         pos_k = tl.where(slot == WHOLE, pos_k, -1)
     first_row = i_b * seqlen_k * kv_heads + i_hk
     store_rows(p_dk + first_row * D, dk * scale, pos_k, kv_heads * D, seqlen_k, D, BLOCK_D)

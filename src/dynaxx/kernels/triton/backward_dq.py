@@ -4,14 +4,21 @@
 import triton
 import triton.language as tl
 
-from dynaxx.kernels.triton.backward_rows import cap_scores, in_registers, row_values, weights_of
+from dynaxx.kernels.triton.backward_rows import (
+    cap_scores,
+    in_block,
+    in_registers,
+    load_band,
+    row_values,
+    shown_by_bits,
+    weights_of,
+)
 from dynaxx.kernels.triton.launch import RUNTIME_SIZES
 from dynaxx.kernels.triton.light import light_launch
 from dynaxx.kernels.triton.parts import WHOLE, entries_of, part_of, store_part
 from dynaxx.kernels.triton.primitives import (
     FULL,
     PARTIAL,
-    block_ahead,
     load_tile,
     row_entries,
     row_tiles,
@@ -26,13 +33,21 @@ from dynaxx.kernels.triton.split import SPLIT_SIZES
 
 
 @triton.jit
+def _entry_of(i_step, tiles, start, partial, total, partial_tiles, whole, MASKING: tl.constexpr, SPLIT: tl.constexpr):
+    """Entry of the layout that tile `i_step` of a pass is of, or the last; which tile of the block; if it is full."""
+    i_step = tl.minimum(i_step, tiles - 1)
+    first, _, i_tile, is_full = tile_of_pass(i_step, start, partial, total, partial_tiles, whole, MASKING)
+    return first + i_tile // SPLIT, i_tile % SPLIT, is_full
+
+
+@triton.jit
 def _accumulate_dq(
     dq,  # [BLOCK_M, BLOCK_D] fp32
     b_q,  # [BLOCK_M, BLOCK_D]
     b_do,  # [BLOCK_M, BLOCK_E]
     lse,  # [BLOCK_M]
     delta,  # [BLOCK_M]
-    inner_q,  # [BLOCK_M], positions in the q block
+    part_q,  # where the tile begins in the q block
     k_rows,  # of this kv head: a pointer, or of all under TMA: a descriptor
     v_rows,
     i_b,
@@ -60,22 +75,32 @@ def _accumulate_dq(
     BLOCK_E: tl.constexpr,
     Q_BLOCK: tl.constexpr,
     KV_BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
     CAPPED: tl.constexpr,
     TMA: tl.constexpr,
 ):
     """Add what `tiles` tiles of the `total` blocks from entry `start` give, of which `partial` are partial."""
-    WORDS: tl.constexpr = (KV_BLOCK + 31) // 32
-    AHEAD: tl.constexpr = TMA and MASKING == FULL  # then the index of a tile's block is asked for one tile before
-    if AHEAD:
+    if TMA:  # a tile is of one block, and what the layout says of it is asked for one tile before
         SPLIT: tl.constexpr = KV_BLOCK // BLOCK_N
-        next_block = block_ahead(p_indices, start + partial, 0, tiles, SPLIT)
+        entry, _, _ = _entry_of(0, tiles, start, partial, total, partial_tiles, whole, MASKING, SPLIT)
+        next_block = tl.load(p_indices + entry, mask=tiles > 0, other=0)
+        if MASKING == PARTIAL:
+            next_code = tl.load(p_codes + entry, mask=tiles > 0, other=-1)
+            next_lo, next_hi = load_band(p_bands, num_masks, next_code)
     for i_step in range(tiles):
-        if AHEAD:
+        if TMA:
             offsets = tl.arange(0, BLOCK_N)
-            first_k = next_block * KV_BLOCK + i_step % SPLIT * BLOCK_N
-            next_block = block_ahead(p_indices, start + partial, i_step + 1, tiles, SPLIT)
+            _, i_part, is_full = _entry_of(i_step, tiles, start, partial, total, partial_tiles, whole, MASKING, SPLIT)
+            entry, _, _ = _entry_of(i_step + 1, tiles, start, partial, total, partial_tiles, whole, MASKING, SPLIT)
+            part_k = i_part * BLOCK_N
+            first_k = next_block * KV_BLOCK + part_k
+            next_block = tl.load(p_indices + entry)
+            if MASKING == PARTIAL:
+                code, lo, hi = next_code, next_lo, next_hi
+                next_code = tl.load(p_codes + entry)
+                next_lo, next_hi = load_band(p_bands, num_masks, next_code)
         else:
             first, count, i_tile, is_full = tile_of_pass(i_step, start, partial, total, partial_tiles, whole, MASKING)
             first_k, offsets, inner_k, code = tile_positions(
@@ -91,13 +116,24 @@ def _accumulate_dq(
         scores, slope = cap_scores(scores, cap, CAPPED)
         weights = weights_of(scores, lse[:, None], scale, b_k.dtype == tl.float32)
         if MASKING == PARTIAL:
-            if BLOCK_N > KV_BLOCK:
-                code = code[None, :]
-            r, c = inner_q[:, None], inner_k[None, :]
-            visible = visible_elements(p_bits, p_bands, num_masks, code, r, c, Q_BLOCK, WORDS)
-            pos_k = first_k + offsets
-            visible = (visible | is_full) & ((pos_k >= 0) & (pos_k < seqlen_k))[None, :]
-            weights = tl.where(visible, weights, 0.0)
+            o_q = tl.arange(0, BLOCK_M)[:, None]
+            if TMA:
+                lo, hi, is_bits = in_block(lo, hi, code, num_masks, is_full, Q_BLOCK, KV_BLOCK)
+                o_k = offsets[None, :]
+                if is_bits:
+                    visible = shown_by_bits(p_bits, code, part_q, part_k, o_q, o_k, Q_BLOCK, KV_BLOCK, BLOCK_N)
+                    weights = tl.where(visible, weights, 0.0)
+                apart = part_q - part_k + o_q
+                first_o, last_o = tl.maximum(apart - hi, -first_k), tl.minimum(apart - lo, seqlen_k - 1 - first_k)
+                weights = tl.where((o_k >= first_o) & (o_k <= last_o), weights, 0.0)
+            else:
+                if BLOCK_N > KV_BLOCK:
+                    code = code[None, :]
+                r, c = part_q + o_q, inner_k[None, :]
+                visible = visible_elements(p_bits, p_bands, num_masks, code, r, c, Q_BLOCK, (KV_BLOCK + 31) // 32)
+                pos_k = first_k + offsets
+                visible = (visible | is_full) & ((pos_k >= 0) & (pos_k < seqlen_k))[None, :]
+                weights = tl.where(visible, weights, 0.0)
         dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
         ds = weights * (dp - delta[:, None]) * slope
         dq = tl.dot(ds.to(b_k.dtype), b_k, dq, input_precision=PRECISION)
@@ -193,8 +229,8 @@ def sparse_attention_bwd_dq_kernel(
     i_row = started_row(p_order, lead, i_tile // SPLIT_M, q_blocks, ORDERED)
     if HAS_PARTS:
         i_row = tl.where(slot >= 0, part_row, i_row)
-    inner_q = i_tile % SPLIT_M * BLOCK_M + tl.arange(0, BLOCK_M)
-    first_q = (i_row * Q_BLOCK + i_tile % SPLIT_M * BLOCK_M).to(tl.int64)
+    part_q = i_tile % SPLIT_M * BLOCK_M
+    first_q = (i_row * Q_BLOCK + part_q).to(tl.int64)
     o_q = tl.arange(0, BLOCK_M)
     pos_q = first_q + o_q
     start, partial, total = row_entries(p_indptr, p_num_partial, lead, i_row, q_blocks, capacity)
@@ -214,24 +250,27 @@ def sparse_attention_bwd_dq_kernel(
     b_out = load_tile(out_rows, i_b, i_h, first_q, o_q, stride_outn, seqlen_q, E, BLOCK_E, BLOCK_M, True, TMA)
     p_dlse += i_b * stride_dlb + i_h * stride_dlh
     EXACT: tl.constexpr = b_q.dtype == tl.float32
-    lse, delta = row_values(b_do, b_out, p_lse + head * seqlen_q, p_dlse, pos_q, stride_dln, seqlen_q, EXACT)
+    if HELD:
+        b_q, wide_do = in_registers(b_q).to(b_q.dtype), in_registers(b_do)
+        b_do = wide_do.to(b_do.dtype)
+    else:
+        wide_do = b_do.to(tl.float32)
+    lse, delta = row_values(wide_do, b_out, p_lse + head * seqlen_q, p_dlse, pos_q, stride_dln, seqlen_q, EXACT)
     own = tl.where(tl.program_id(0) >= part_programs, padded_q, 0)  # a row's parts have the same numbers
     p_values += (head * padded_q + pos_q) * 2
     tl.store(p_values, lse, mask=pos_q < own)
     tl.store(p_values + 1, delta, mask=pos_q < own)
-    if HELD:
-        b_q, b_do = in_registers(b_q), in_registers(b_do)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     partial_tiles, whole, left = row_tiles(partial, total, seqlen_k, KV_BLOCK, BLOCK_N)
     for MASKING in tl.static_range(2):
         tiles = whole if MASKING == FULL else partial_tiles + left
         dq = _accumulate_dq(
-            dq, b_q, b_do, lse, delta, inner_q, k_rows, v_rows, i_b, i_hk, stride_kn, stride_vn, seqlen_k, scale, cap,
+            dq, b_q, b_do, lse, delta, part_q, k_rows, v_rows, i_b, i_hk, stride_kn, stride_vn, seqlen_k, scale, cap,
             p_indices, p_codes, p_bits, p_bands, num_masks, start, partial, total, partial_tiles, whole, tiles,
-            MASKING, D, E, BLOCK_D, BLOCK_E, Q_BLOCK, KV_BLOCK, BLOCK_N, PRECISION, CAPPED, TMA,
+            MASKING, D, E, BLOCK_D, BLOCK_E, Q_BLOCK, KV_BLOCK, BLOCK_M, BLOCK_N, PRECISION, CAPPED, TMA,
         )  # fmt: skip
     if HAS_PARTS:
-        store_part(p_sums, slot, dq, inner_q, Q_BLOCK, D, BLOCK_D)
+        store_part(p_sums, slot, dq, part_q + o_q, Q_BLOCK, D, BLOCK_D)
         pos_q = tl.where(slot == WHOLE, pos_q, -1)
     p_dq += (i_b * seqlen_q * q_heads + i_h) * D
     store_rows(p_dq, dq * scale, pos_q, q_heads * D, seqlen_q, D, BLOCK_D)

@@ -20,16 +20,17 @@ def load_row_values(p_values, positions, seqlen):
 
 @triton.jit
 def in_registers(x):
-    """A tile as products of Hopper take their left side from registers, so that they need not read it again and again.
+    """A tile, in fp32, as products of Hopper take their left side from registers: so that they need not read it again
+    and again, and a thread has most of a row's numbers.
 
     It is what a product with zeros is added to: Triton keeps other tiles in shared memory. Every bit stays.
     """
     left, right = tl.zeros([x.shape[0], 16], x.dtype), tl.zeros([16, x.shape[1]], x.dtype)
-    return tl.dot(left, right, x.to(tl.float32)).to(x.dtype)
+    return tl.dot(left, right, x.to(tl.float32))
 
 
 @triton.jit
-def row_values(b_do, b_out, p_lse, p_dlse, positions, stride_dln, seqlen, EXACT: tl.constexpr):
+def row_values(wide_do, b_out, p_lse, p_dlse, positions, stride_dln, seqlen, EXACT: tl.constexpr):
     """lse, of half precision in base 2, and delta = rowsum(do * out) - dlse of a head's queries, [len(positions)] fp32.
 
     For a query that sees nothing, and past the end, they are inf and 0: its weights and gradients vanish.
@@ -38,7 +39,7 @@ def row_values(b_do, b_out, p_lse, p_dlse, positions, stride_dln, seqlen, EXACT:
     dlse = tl.load(p_dlse + positions * stride_dln, mask=inside, other=0.0).to(tl.float32)
     lse = tl.load(p_lse + positions, mask=inside, other=float("-inf"))
     seen = lse != float("-inf")
-    delta = tl.sum(b_do.to(tl.float32) * b_out.to(tl.float32), 1) - dlse
+    delta = tl.sum(wide_do * b_out.to(tl.float32), 1) - dlse
     if not EXACT:
         lse = lse * LOG2E
     return tl.where(seen, lse, float("inf")), tl.where(seen, delta, 0.0)
@@ -59,6 +60,38 @@ def cap_scores(scores, cap, CAPPED: tl.constexpr):
         bent = tanh(scores / cap)
         scores, slope = cap * bent, 1.0 - bent * bent
     return scores, slope
+
+
+@triton.jit
+def load_band(p_bands, num_masks, code):
+    """lo and hi of the pairs lo <= r - c <= hi that mask `code` shows, lo > hi where it is no band; or no mask."""
+    known = (code >= 0) & (code < num_masks)
+    lo = tl.load(p_bands + code.to(tl.int64) * 2, mask=known, other=1)
+    hi = tl.load(p_bands + code.to(tl.int64) * 2 + 1, mask=known, other=0)
+    return lo, hi
+
+
+@triton.jit
+def in_block(lo, hi, code, num_masks, is_full, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr):
+    """A band as numbers that are safe to compute with, every pair where it hides none; whether the bits do."""
+    is_bits = (lo > hi) & (code >= 0) & (code < num_masks) & (not is_full)
+    anywhere = is_full | is_bits
+    lo = tl.where(anywhere, -KV_BLOCK, tl.maximum(lo, -KV_BLOCK))
+    hi = tl.where(anywhere, Q_BLOCK, tl.minimum(hi, Q_BLOCK))
+    return lo, hi, is_bits
+
+
+@triton.jit
+def shown_by_bits(
+    p_bits, code, first_r, first_c, o_r, o_c, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Which pairs (first_r + o_r, first_c + o_c) of a block the bits of mask `code` show, first_c a multiple of 32."""
+    WORDS: tl.constexpr = (KV_BLOCK + 31) // 32
+    p_row = p_bits + ((code.to(tl.int64) * Q_BLOCK + first_r) * WORDS + first_c // 32) + o_r * WORDS
+    word = (o_r + o_c) * 0
+    for i_word in tl.static_range((COLUMNS + 31) // 32):
+        word = tl.where(o_c // 32 == i_word, tl.load(p_row + i_word), word)
+    return ((word >> (o_c % 32)) & 1) != 0
 
 
 def empty_rows(lse: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from dynaxx.kernels.triton.support import interpreted
 from dynaxx.kernels.triton.tuned import kind_of_launch, tuned_values
 
 INTERPRETER_SHARED_MEMORY = 1 << 20
@@ -151,6 +152,22 @@ def dq_from_registers(device: torch.device, tiles: Tiles, head_dim: int, head_di
     """Whether the kernel for dq holds q and do in registers, as two programs of four warps on a multiprocessor can."""
     wide = max(padded(head_dim), padded(head_dim_v))
     return tma and tiles.num_warps == 4 and wide == 128 and _feeds_registers(device)
+
+
+def dkv_in_stages(device: torch.device, tiles: Tiles, head_dim: int, head_dim_v: int, tma: bool) -> bool:
+    """Whether the kernel for dk and dv has three buffers of q and two of do: what two programs on a multiprocessor of
+    Hopper have room for, where two of both let every tile wait for its load. Triton 3.9 has no registers for it.
+    """
+    wide = max(padded(head_dim), padded(head_dim_v))
+    fits = (tiles.num_warps, tiles.num_stages) == (4, 2) and max(tiles.block_m, tiles.block_n) <= 64
+    return tma and fits and wide == 128 and _feeds_registers(device) and _is_triton(3, 6)
+
+
+@lru_cache(maxsize=16)
+def _is_triton(major: int, minor: int) -> bool:
+    import triton
+
+    return triton.__version__.startswith(f"{major}.{minor}.") or interpreted()
 
 
 @lru_cache(maxsize=16)

@@ -1,0 +1,32 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""How far ahead of its use a tile is loaded, where the number of stages is too coarse."""
+
+import triton
+import triton.language as tl
+
+from dynaxx.kernels.triton.support import interpreted
+
+if interpreted():
+
+    def ahead(x, turns):
+        """Nothing runs ahead under the interpreter."""
+        return x
+
+else:
+
+    @tl.core.builtin
+    def ahead(x, turns, _semantic=None):
+        """What a load in a loop gave, unchanged; Triton starts the load `turns` turns of the loop before.
+
+        By stages all loads of a loop run equally far ahead, and have as many buffers. Where one is marked, those that
+        are not do not run ahead.
+        """
+        x.handle.set_attr("tt.latency", _semantic.builder.get_int32_attr(tl.core._unwrap_if_constexpr(turns)))
+        return x
+
+
+@triton.jit
+def load_ahead(source, i_b, i_h, start, TILE: tl.constexpr, BLOCK_DIM: tl.constexpr, TURNS: tl.constexpr):
+    """[TILE, BLOCK_DIM] rows of one head from `start`, by a descriptor of (B, H, N, D), started TURNS turns before."""
+    rows = ahead(source.load([i_b.to(tl.int32), i_h.to(tl.int32), start.to(tl.int32), 0]), TURNS)
+    return rows.reshape(TILE, BLOCK_DIM)
