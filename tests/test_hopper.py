@@ -114,18 +114,30 @@ def test_keys_past_the_end_weigh_nothing(head_dim, dtype, low):
 @pytest.mark.parametrize("step", [10, 60, 300, 1200])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("block_size", [64, 128])
-def test_scores_that_grow_from_block_to_block(block_size, dtype, step):
+@pytest.mark.parametrize("first", [0, -1000])
+def test_scores_that_grow_from_block_to_block(first, block_size, dtype, step):
     """At head_dim 64 weights are relative to scores of blocks before: these grow by `step` a block, or fall, or stay.
 
     Half of the queries see nothing of the only partial block, which comes first.
     """
     q, k, v = make_qkv(1, 512, 1024, 4, 2, 64, dtype=dtype, device="cuda")
     q[..., 0] = torch.tensor([1, 1, -1, 0], device="cuda").repeat(128)[None, :, None]
-    k[..., 0] = (torch.arange(1024, device="cuda") // block_size * step)[None, :, None]
+    k[..., 0] = (first + torch.arange(1024, device="cuda") // block_size * step)[None, :, None]
     mask = torch.ones(512, 1024, dtype=torch.bool, device="cuda")
     mask[::2, 512 : 512 + block_size] = False
     layout = dx.BlockLayout.from_dense(mask, block_size=block_size)
     for report in check_forward(attend, q, k, v, layout):
+        assert report.ok, report
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_one_row_of_scores_far_above_those_before(dtype):
+    """Where programs have several rows: of all queries one has a key so far above its others that weights overflow."""
+    q, k, v = make_qkv(1, 2048, 2048, 16, 4, 64, dtype=dtype, device="cuda")
+    q[:, 1500, 5, 0], k[:, 100, 1, 0] = 100, 100
+    for report in check_forward(attend, q, k, v, dx.Causal().layout(2048, block_size=128, device="cuda")):
         assert report.ok, report
 
 

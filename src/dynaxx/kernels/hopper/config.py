@@ -13,9 +13,9 @@ def forward_step(head_dim: int, kv_block: int, consumers: int) -> int:
     return 128 if consumers == 2 else kv_block
 
 
-def forward_stages(head_dim: int) -> int:
+def forward_stages(head_dim: int, consumers: int) -> int:
     """Steps of keys and values in flight in the forward: as many as fit beside two rows of queries, or one."""
-    return 4 if head_dim == 64 else 2
+    return (6 if consumers == 2 else 4) if head_dim == 64 else 2
 
 
 def forward_heads_together(seqlen_k: int, head_dim: int, kv_heads: int) -> int:

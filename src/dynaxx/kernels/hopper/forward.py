@@ -19,6 +19,7 @@ from triton.experimental.gluon import language as gl
 
 from dynaxx.kernels.hopper.config import forward_heads_together, forward_stages, forward_step
 from dynaxx.kernels.hopper.forward_consume import ROWS, arrivals, consume
+from dynaxx.kernels.hopper.forward_growth import unchecked
 from dynaxx.kernels.hopper.forward_produce import FIELDS, ROW_FIELDS, produce
 from dynaxx.kernels.hopper.launch import LOG2E, gluon_rows
 from dynaxx.kernels.hopper.signals import NUMBERS, barriers
@@ -65,29 +66,36 @@ def _sparse_attention_hopper_fwd_kernel(
     k_empty = barriers(STAGES, CONSUMERS * arrivals(CONSUMERS, D))
     v_full = barriers(STAGES, 1)
     v_empty = barriers(STAGES, CONSUMERS * arrivals(CONSUMERS, D))
+    flags, judged = row_numbers, q_full
+    if unchecked(CONSUMERS, D, dtype):
+        flags = gl.allocate_shared_memory(gl.int32, [CONSUMERS, 1], NUMBERS)
+        judged = barriers(1, CONSUMERS)
 
-    units = (
+    HEADS: gl.constexpr = (CONSUMERS - 1) * STEP_HEADS + 1  # of one program
+    all_units = part_units + (seqlen_q + Q_BLOCK - 1) // Q_BLOCK * batch * (q_heads // HEADS)
+    tensors = (
         out_desc, p_out, q_buffers, k_buffers, v_buffers, row_numbers, step_numbers,
-        q_full, q_empty, k_full, k_empty, v_full, v_empty, p_lse, p_bits, p_sums, p_sums_lse, part_units,
-        seqlen_q, batch, q_heads, scale_log2,
+        q_full, q_empty, k_full, k_empty, v_full, v_empty, p_lse, p_bits, p_sums, p_sums_lse,
+        seqlen_q, q_heads, scale_log2,
     )  # fmt: skip
     blocks = (
         q_desc, k_desc, v_desc, q_buffers, k_buffers, v_buffers, row_numbers, step_numbers,
         q_full, q_empty, k_full, k_empty, v_full, v_empty, p_order, p_indptr, p_num_partial, p_indices,
         p_codes, p_bands, capacity, num_masks, layout_stride_b, layout_stride_h,
         p_parts, num_parts, limit, batch_copies, head_copies,
-        seqlen_q, seqlen_k, batch, q_heads, group_size, together,
+        seqlen_q, seqlen_k, q_heads, group_size, together,
     )  # fmt: skip
+    units = (all_units, flags, judged)
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (consume, (units, 0, 2, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, HAS_PARTS)),
-            (consume, (units, 1, 2, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, HAS_PARTS)),
-            (produce, (blocks, 2, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, ORDERED, HAS_PARTS)),
+            (consume, (units, tensors, 0, 2, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, HAS_PARTS)),
+            (consume, (units, tensors, 1, 2, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, HAS_PARTS)),
+            (produce, (units, blocks, 2, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, ORDERED, HAS_PARTS)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (units, 0, 1, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, HAS_PARTS)),
-            (produce, (blocks, 1, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, ORDERED, HAS_PARTS)),
+            (consume, (units, tensors, 0, 1, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, HAS_PARTS)),
+            (produce, (units, blocks, 1, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, ORDERED, HAS_PARTS)),
         ], [1], [PRODUCER_REGISTERS])  # fmt: skip
 
 
@@ -167,7 +175,7 @@ def _start_forward(
         Q_BLOCK=q_block,
         KV_BLOCK=kv_block,
         STEP=step,
-        STAGES=forward_stages(head_dim),
+        STAGES=forward_stages(head_dim, consumers),
         CONSUMER_REGISTERS=240,
         PRODUCER_REGISTERS=24,
         ORDERED=ordered,

@@ -1,10 +1,14 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
 """A softmax of the Hopper forward that waits for no maximum: weights relative to that of the steps before.
 
-It is where sums and weights are kept in range, and any number near the largest score serves. A thread's sum of a step's
-weights tells whether they still are: where one is above GROWN, a warp finds the maxima, makes the weights of its step
-once more and rescales what it has, behind a branch. Everywhere else there are no maxima, and nothing is rescaled. No
-weight is above GROWN then, which fp16 holds, and all of them round as they would have.
+It is where sums and weights are kept in range, and any number near the largest score serves. In fp16 a thread's sum of
+a step's weights tells whether they still are: where one is above GROWN, a warp finds the maxima, makes the weights of
+its step once more and rescales what it has, behind a branch. Everywhere else there are no maxima, and nothing is
+rescaled. No weight is above GROWN then, which fp16 holds, and all of them round as they would have.
+
+bf16 has the range of fp32, and weights far above 1 round as they would have. So nothing is asked until a row is done:
+its sum tells whether a weight was too large, some 66 nats above the scores of the masked steps, which come first, or
+all were too small. A program with such a row does all of its rows once more, with maxima in every step.
 
 A thread has 2 t and 2 t + 1 of every eight columns, t being its place in the four that share a row.
 """
@@ -13,6 +17,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 GROWN = gl.constexpr("0f43800000")  # 256, as PTX has it
+
+
+@gluon.constexpr_function
+def without_maxima(consumers, head_dim):
+    """Whether full steps do not wait for their maxima: where the exponentials take as long as the products."""
+    return consumers == 2 and head_dim == 64
+
+
+@gluon.constexpr_function
+def unchecked(consumers, head_dim, dtype):
+    """Whether nothing asks how large weights are until a row is done: in bf16, which has the range of fp32."""
+    return without_maxima(consumers, head_dim) and dtype == gl.bfloat16
 
 
 @gluon.jit
@@ -50,7 +66,7 @@ def rescaled_where_grown(weights, sums, row_sum, base, acc, scores, scale_log2):
         given,
         dtype=_floats(COLUMNS + SUMS + 2),
         is_pure=True,
-        pack=1,
+        pack=2,
     )
     row_sum = gl.convert_layout(got[COLUMNS + SUMS], row_layout, assert_trivial=True)
     base = gl.convert_layout(got[COLUMNS + SUMS + 1], row_layout, assert_trivial=True)
@@ -65,34 +81,40 @@ def _floats(count):
 
 @gluon.constexpr_function
 def _registers(COLUMNS, SUMS):
-    kept = COLUMNS + SUMS + 2
-    return ",".join(["=&f"] * kept + ["f"] * (kept + COLUMNS + 2))
+    kept = 2 * (COLUMNS + SUMS + 2)
+    return ",".join(["=f"] * kept + [str(i) for i in range(kept)] + ["f"] * (2 * COLUMNS + 4))
 
 
 @gluon.constexpr_function
 def _where_grown(COLUMNS, SUMS):
-    """For a row of a thread: its COLUMNS weights, SUMS results, row_sum and base come out; in go these, the scores, the
-    sum of the weights, and the scale.
+    """For each of a thread's two rows: COLUMNS weights, SUMS results, row_sum and base, all changed in place; beside
+    them go in the scores, the sum of the weights, and the scale.
     """
     kept = COLUMNS + SUMS + 2
-    total, base = kept - 2, kept - 1
-    scores = range(2 * kept, 2 * kept + COLUMNS)
-    part, scale = scores.stop, scores.stop + 1
     lines = [".reg .pred grown;", ".reg .f32 largest, other, ratio, shift, x;"]
-    lines += [f"mov.f32 ${i}, ${kept + i};" for i in range(kept) if i != total]
-    lines += [f"add.f32 ${total}, ${kept + total}, ${part};"]
-    lines += [f"setp.gtu.f32 grown, ${part}, {GROWN.value};"]  # also where it is no number
-    lines += ["vote.sync.any.pred grown, grown, -1;", "@!grown bra.uni done;"]
-    lines += [f"mov.f32 largest, ${scores[0]};"] + [f"max.f32 largest, largest, ${i};" for i in scores[1:]]
-    for lanes in (1, 2):
-        lines += [f"shfl.sync.bfly.b32 other, largest, {lanes}, 31, -1;", "max.f32 largest, largest, other;"]
-    lines += [f"mul.f32 largest, largest, ${scale};", f"max.f32 ${base}, ${kept + base}, largest;"]
-    lines += [f"sub.f32 ratio, ${kept + base}, ${base};", "ex2.approx.ftz.f32 ratio, ratio;"]
-    lines += [f"neg.f32 shift, ${base};", f"mul.f32 ${total}, ${kept + total}, ratio;"]
-    for i in range(COLUMNS):
-        lines += [f"fma.rn.f32 x, ${scores[i]}, ${scale}, shift;", f"ex2.approx.ftz.f32 ${i}, x;"]
-        lines += [f"add.f32 ${total}, ${total}, ${i};"]
-    lines += [f"mul.f32 ${i}, ${i}, ratio;" for i in range(COLUMNS, COLUMNS + SUMS)]
+    parts = [2 * (2 * kept + COLUMNS) + row for row in (0, 1)]
+    lines += [f"setp.gtu.f32 grown, ${parts[0]}, {GROWN.value};"]  # also where it is no number
+    lines += [f"setp.gtu.or.f32 grown, ${parts[1]}, {GROWN.value}, grown;"]
+    lines += ["vote.sync.any.pred grown, grown, -1;", "@grown bra.uni grows;"]
+    for row in (0, 1):
+        total = 2 * (kept - 2) + row
+        lines += [f"add.f32 ${total}, ${total}, ${parts[row]};"]
+    lines += ["bra.uni done;", "grows:"]
+    for row in (0, 1):
+        total, base = 2 * (kept - 2) + row, 2 * (kept - 1) + row
+        scores = [2 * i + row for i in range(2 * kept, 2 * kept + COLUMNS)]
+        scale = 2 * (2 * kept + COLUMNS + 1) + row
+        lines += [f"mov.f32 largest, ${scores[0]};"] + [f"max.f32 largest, largest, ${i};" for i in scores[1:]]
+        for lanes in (1, 2):
+            lines += [f"shfl.sync.bfly.b32 other, largest, {lanes}, 31, -1;", "max.f32 largest, largest, other;"]
+        lines += [f"mul.f32 largest, largest, ${scale};", f"max.f32 largest, ${base}, largest;"]
+        lines += [f"sub.f32 ratio, ${base}, largest;", "ex2.approx.ftz.f32 ratio, ratio;"]
+        lines += [f"mov.f32 ${base}, largest;"]
+        lines += ["neg.f32 shift, largest;", f"mul.f32 ${total}, ${total}, ratio;"]
+        for i in range(COLUMNS):
+            lines += [f"fma.rn.f32 x, ${scores[i]}, ${scale}, shift;", f"ex2.approx.ftz.f32 ${2 * i + row}, x;"]
+            lines += [f"add.f32 ${total}, ${total}, ${2 * i + row};"]
+        lines += [f"mul.f32 ${2 * i + row}, ${2 * i + row}, ratio;" for i in range(COLUMNS, COLUMNS + SUMS)]
     return "\n".join(["{", *lines, "done:", "}"])
 
 

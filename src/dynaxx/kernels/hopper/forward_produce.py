@@ -9,8 +9,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from dynaxx.kernels.hopper.forward_growth import unchecked
 from dynaxx.kernels.hopper.parts import row_part
-from dynaxx.kernels.hopper.signals import put
+from dynaxx.kernels.hopper.signals import look, put
 
 EVERYWHERE = gl.constexpr(1 << 20)  # a band that holds every pair of a block
 ROW_FIELDS = gl.constexpr(6)  # of a row: its index, steps, masked steps, batch entry, first head, place as a part
@@ -49,11 +50,43 @@ def _load_step(desc, buffers, full, stage, i_b, i_hk, keys, PARTS: gl.constexpr)
 
 @gluon.jit
 def produce(
-    blocks, CONSUMERS: gl.constexpr, STEP_ROWS: gl.constexpr, STEP_HEADS: gl.constexpr,
+    units, blocks, CONSUMERS: gl.constexpr, STEP_ROWS: gl.constexpr, STEP_HEADS: gl.constexpr,
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, ORDERED: gl.constexpr,
     HAS_PARTS: gl.constexpr,
 ):  # fmt: skip
-    """A row's blocks in steps of STEP keys, of several blocks or a piece of one: what is missing to whole steps, a last
+    """Feed the units of work of this program, and once more, `with_maxima`, if a consumer lost a row's weights."""
+    all_units, flags, judged = units
+    done = 0  # steps
+    if unchecked(CONSUMERS, blocks[0].block_type.shape[3], blocks[0].dtype):
+        i_mine = 0
+        for sweep in range(2):
+            if sweep == 1:
+                mbarrier.wait(judged.index(0), 0)
+                all_units = gl.where(look(flags, 0) + look(flags, 1) > 0, all_units, 0)
+            for i_unit in range(gl.program_id(0), all_units, gl.num_programs(0)):
+                done = _feed(
+                    blocks, i_unit, i_mine, done, sweep == 1,
+                    CONSUMERS, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, ORDERED, HAS_PARTS,
+                )  # fmt: skip
+                i_mine += 1
+    else:
+        for i_unit in range(gl.program_id(0), all_units, gl.num_programs(0)):
+            done = _feed(
+                blocks, i_unit, i_unit // gl.num_programs(0), done, False,
+                CONSUMERS, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, ORDERED, HAS_PARTS,
+            )  # fmt: skip
+
+
+@gluon.jit
+def _feed(
+    blocks, i_unit, i_mine, done, with_maxima,
+    CONSUMERS: gl.constexpr, STEP_ROWS: gl.constexpr, STEP_HEADS: gl.constexpr,
+    Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, ORDERED: gl.constexpr,
+    HAS_PARTS: gl.constexpr,
+):  # fmt: skip
+    """Feed the unit of work number `i_mine` of this program; steps done.
+
+    A row's blocks in steps of STEP keys, of several blocks or a piece of one: what is missing to whole steps, a last
     full block that seqlen_k may cut (`tail`), the partial blocks, then the full ones, which need no mask. Parts of long
     rows come before all rows; such a row itself is then one without blocks, past the end, where nothing is stored.
     """
@@ -62,7 +95,7 @@ def produce(
         q_full, q_empty, k_full, k_empty, v_full, v_empty, p_order, p_indptr, p_num_partial, p_indices,
         p_codes, p_bands, capacity, num_masks, layout_stride_b, layout_stride_h,
         p_parts, num_parts, limit, batch_copies, head_copies,
-        seqlen_q, seqlen_k, batch, q_heads, group_size, together,
+        seqlen_q, seqlen_k, q_heads, group_size, together,
     ) = blocks  # fmt: skip
     HEADS: gl.constexpr = (CONSUMERS - 1) * STEP_HEADS + 1  # heads of one program
     BLOCKS: gl.constexpr = (STEP + KV_BLOCK - 1) // KV_BLOCK  # of a step
@@ -70,89 +103,88 @@ def produce(
     SLOTS: gl.constexpr = q_buffers.shape[0] // CONSUMERS
     PARTS: gl.constexpr = q_desc.block_type.shape[3] // k_desc.block_type.shape[3]
     q_blocks = (seqlen_q + Q_BLOCK - 1) // Q_BLOCK
-    done = 0  # steps
     part_units = num_parts * batch_copies * head_copies
-    for i_unit in range(gl.program_id(0), part_units + q_blocks * batch * (q_heads // HEADS), gl.num_programs(0)):
-        i_h, i_b, rank = _unit_of(gl.maximum(i_unit - part_units, 0), together, q_blocks, q_heads, HEADS)
-        if HAS_PARTS:
-            is_part, part_b, part_unit, part_row, first, last = row_part(
-                i_unit, p_parts, num_parts, batch_copies, head_copies, q_blocks, q_heads // HEADS
-            )
-            i_h = gl.where(is_part, part_unit * HEADS, i_h)
-            i_b = gl.where(is_part, part_b, i_b)
-        i_hk = i_h // group_size
-        lead = (i_b * layout_stride_b + i_h * layout_stride_h).to(gl.int64)
-        i_row = q_blocks - 1 - rank  # the longest rows first, under a causal mask
-        if ORDERED:
-            i_row = gl.load(p_order + lead * q_blocks + rank)
-            i_row = gl.minimum(gl.maximum(i_row, 0), q_blocks - 1)
-        if HAS_PARTS:
-            i_row = gl.where(is_part, part_row, i_row)
-        p_row = p_indptr + lead * (q_blocks + 1) + i_row
-        start = gl.minimum(gl.maximum(gl.load(p_row), 0), capacity)
-        count = gl.minimum(gl.maximum(gl.load(p_row + 1), start), capacity) - start
-        partial = gl.minimum(gl.maximum(gl.load(p_num_partial + lead * q_blocks + i_row), 0), count)
-        if HAS_PARTS:
-            split = (count > limit) & (i_unit >= part_units)
-            first = gl.where(is_part, gl.minimum(first, count), 0)
-            last = gl.where(is_part, gl.minimum(last, count), gl.where(split, 0, count))
-            start += first
-            count = last - first
-            partial = gl.minimum(gl.maximum(partial - first, 0), count)
-            i_row = gl.where(split, q_blocks, i_row)
-        tail = gl.where((count > partial) & (seqlen_k % KV_BLOCK != 0), 1, 0)
-        steps = gl.maximum((count + BLOCKS - 1) // BLOCKS, 1)
-        missing = steps * BLOCKS - count
-        masked = gl.maximum((missing + tail + partial + BLOCKS - 1) // BLOCKS, 1) * PIECES
-        steps *= PIECES
+    i_h, i_b, rank = _unit_of(gl.maximum(i_unit - part_units, 0), together, q_blocks, q_heads, HEADS)
+    if HAS_PARTS:
+        is_part, part_b, part_unit, part_row, first, last = row_part(
+            i_unit, p_parts, num_parts, batch_copies, head_copies, q_blocks, q_heads // HEADS
+        )
+        i_h = gl.where(is_part, part_unit * HEADS, i_h)
+        i_b = gl.where(is_part, part_b, i_b)
+    i_hk = i_h // group_size
+    lead = (i_b * layout_stride_b + i_h * layout_stride_h).to(gl.int64)
+    i_row = q_blocks - 1 - rank  # the longest rows first, under a causal mask
+    if ORDERED:
+        i_row = gl.load(p_order + lead * q_blocks + rank)
+        i_row = gl.minimum(gl.maximum(i_row, 0), q_blocks - 1)
+    if HAS_PARTS:
+        i_row = gl.where(is_part, part_row, i_row)
+    p_row = p_indptr + lead * (q_blocks + 1) + i_row
+    start = gl.minimum(gl.maximum(gl.load(p_row), 0), capacity)
+    count = gl.minimum(gl.maximum(gl.load(p_row + 1), start), capacity) - start
+    partial = gl.minimum(gl.maximum(gl.load(p_num_partial + lead * q_blocks + i_row), 0), count)
+    if HAS_PARTS:
+        split = (count > limit) & (i_unit >= part_units)
+        first = gl.where(is_part, gl.minimum(first, count), 0)
+        last = gl.where(is_part, gl.minimum(last, count), gl.where(split, 0, count))
+        start += first
+        count = last - first
+        partial = gl.minimum(gl.maximum(partial - first, 0), count)
+        i_row = gl.where(split, q_blocks, i_row)
+    tail = gl.where((count > partial) & (seqlen_k % KV_BLOCK != 0), 1, 0)
+    steps = gl.maximum((count + BLOCKS - 1) // BLOCKS, 1)
+    missing = steps * BLOCKS - count
+    masked = gl.maximum((missing + tail + partial + BLOCKS - 1) // BLOCKS, 1) * PIECES
+    steps *= PIECES
+    if unchecked(CONSUMERS, q_desc.block_type.shape[3], q_desc.dtype):
+        masked = gl.where(with_maxima, steps, masked)
 
-        i_mine = i_unit // gl.num_programs(0)
-        slot = i_mine % SLOTS
-        mbarrier.wait(q_empty.index(slot), ((i_mine // SLOTS) & 1) ^ 1)
-        put(row_numbers, slot * ROW_FIELDS, i_row)
-        put(row_numbers, slot * ROW_FIELDS + 1, steps)
-        put(row_numbers, slot * ROW_FIELDS + 2, masked)
-        put(row_numbers, slot * ROW_FIELDS + 3, i_b)
-        put(row_numbers, slot * ROW_FIELDS + 4, i_h)
-        if HAS_PARTS:
-            put(row_numbers, slot * ROW_FIELDS + 5, gl.where(is_part, i_unit, -1))
-        gl.thread_barrier()
-        mbarrier.expect(q_full.index(slot), CONSUMERS * q_desc.block_type.nbytes)
-        for u in gl.static_range(CONSUMERS):
-            at = [i_b, i_h + u * STEP_HEADS, i_row * Q_BLOCK + u * STEP_ROWS, 0]
-            tma.async_copy_global_to_shared(q_desc, at, q_full.index(slot), q_buffers.index(slot * CONSUMERS + u))
+    slot = i_mine % SLOTS
+    mbarrier.wait(q_empty.index(slot), ((i_mine // SLOTS) & 1) ^ 1)
+    put(row_numbers, slot * ROW_FIELDS, i_row)
+    put(row_numbers, slot * ROW_FIELDS + 1, steps)
+    put(row_numbers, slot * ROW_FIELDS + 2, masked)
+    put(row_numbers, slot * ROW_FIELDS + 3, i_b)
+    put(row_numbers, slot * ROW_FIELDS + 4, i_h)
+    if HAS_PARTS:
+        put(row_numbers, slot * ROW_FIELDS + 5, gl.where(is_part, i_unit, -1))
+    gl.thread_barrier()
+    mbarrier.expect(q_full.index(slot), CONSUMERS * q_desc.block_type.nbytes)
+    for u in gl.static_range(CONSUMERS):
+        at = [i_b, i_h + u * STEP_HEADS, i_row * Q_BLOCK + u * STEP_ROWS, 0]
+        tma.async_copy_global_to_shared(q_desc, at, q_full.index(slot), q_buffers.index(slot * CONSUMERS + u))
 
-        for i_step in range(steps):
-            first_key = i_step % PIECES * STEP  # of the block
-            stage = (done + i_step) % STAGES
-            free = (((done + i_step) // STAGES) & 1) ^ 1
-            keys = ()  # where each block starts; past the end, where TMA gives zeros, if there is none
-            entries = ()
+    for i_step in range(steps):
+        first_key = i_step % PIECES * STEP  # of the block
+        stage = (done + i_step) % STAGES
+        free = (((done + i_step) // STAGES) & 1) ^ 1
+        keys = ()  # where each block starts; past the end, where TMA gives zeros, if there is none
+        entries = ()
+        for u in gl.static_range(BLOCKS):
+            position = i_step // PIECES * BLOCKS + u - missing
+            entry = gl.where((tail == 1) & (position == 0), start + count - 1, start + position - tail)
+            known = (position >= 0) & (entry < capacity)
+            block = gl.load(p_indices + entry, mask=known, other=0)
+            keys += (gl.where(known, block * KV_BLOCK + first_key, seqlen_k),)
+            entries += (gl.where(known, entry, -1),)
+        if i_step < masked:
+            masks = ()
             for u in gl.static_range(BLOCKS):
-                position = i_step // PIECES * BLOCKS + u - missing
-                entry = gl.where((tail == 1) & (position == 0), start + count - 1, start + position - tail)
-                known = (position >= 0) & (entry < capacity)
-                block = gl.load(p_indices + entry, mask=known, other=0)
-                keys += (gl.where(known, block * KV_BLOCK + first_key, seqlen_k),)
-                entries += (gl.where(known, entry, -1),)
-            if i_step < masked:
-                masks = ()
-                for u in gl.static_range(BLOCKS):
-                    code = gl.load(p_codes + entries[u], mask=entries[u] >= 0, other=-1)
-                    masks += (band_of(p_bands, num_masks, code),)
-                mbarrier.wait(k_empty.index(stage), free)
-                for u in gl.static_range(BLOCKS):
-                    at_block = (stage * BLOCKS + u) * FIELDS
-                    put(step_numbers, at_block, masks[u][0] + first_key)
-                    put(step_numbers, at_block + 1, masks[u][1] + first_key)
-                    put(step_numbers, at_block + 2, seqlen_k - keys[u])
-                    put(step_numbers, at_block + 3, masks[u][2] * PIECES + i_step % PIECES)
-                gl.thread_barrier()
-            else:
-                mbarrier.wait(k_empty.index(stage), free)
-            mbarrier.expect(k_full.index(stage), BLOCKS * PARTS * k_desc.block_type.nbytes)
-            _load_step(k_desc, k_buffers, k_full, stage, i_b, i_hk, keys, PARTS)
-            mbarrier.wait(v_empty.index(stage), free)
-            mbarrier.expect(v_full.index(stage), BLOCKS * PARTS * v_desc.block_type.nbytes)
-            _load_step(v_desc, v_buffers, v_full, stage, i_b, i_hk, keys, PARTS)
-        done += steps
+                code = gl.load(p_codes + entries[u], mask=entries[u] >= 0, other=-1)
+                masks += (band_of(p_bands, num_masks, code),)
+            mbarrier.wait(k_empty.index(stage), free)
+            for u in gl.static_range(BLOCKS):
+                at_block = (stage * BLOCKS + u) * FIELDS
+                put(step_numbers, at_block, masks[u][0] + first_key)
+                put(step_numbers, at_block + 1, masks[u][1] + first_key)
+                put(step_numbers, at_block + 2, seqlen_k - keys[u])
+                put(step_numbers, at_block + 3, masks[u][2] * PIECES + i_step % PIECES)
+            gl.thread_barrier()
+        else:
+            mbarrier.wait(k_empty.index(stage), free)
+        mbarrier.expect(k_full.index(stage), BLOCKS * PARTS * k_desc.block_type.nbytes)
+        _load_step(k_desc, k_buffers, k_full, stage, i_b, i_hk, keys, PARTS)
+        mbarrier.wait(v_empty.index(stage), free)
+        mbarrier.expect(v_full.index(stage), BLOCKS * PARTS * v_desc.block_type.nbytes)
+        _load_step(v_desc, v_buffers, v_full, stage, i_b, i_hk, keys, PARTS)
+    return done + steps

@@ -25,6 +25,21 @@ def put(numbers, at, value):
 
 
 @gluon.jit
+def look(numbers, at):
+    """Read one number; for the producer, behind a barrier."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    return gl.max(numbers.index(at).load(layout), 0)
+
+
+@gluon.jit
+def flag(numbers, at, value):
+    """Write one number; for a warpgroup, all of which is behind it then."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    numbers.index(at).store(gl.full([1], 0, gl.int32, layout) + value)
+    gl.thread_barrier()
+
+
+@gluon.jit
 def get(numbers, at):
     """Read one number; for a warpgroup, behind the barrier on which the producer signals it."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -61,4 +76,12 @@ def pin(x):
         dtype=gl.float32,
         is_pure=False,
         pack=1,
+    )
+
+
+@gluon.jit
+def stored(x):
+    """`x` itself, int32, once all tiles that this thread stored by TMA are in memory, behind which later ones come."""
+    return gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
     )
