@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -133,3 +134,15 @@ def test_ceilings_are_measured():
 
 def test_default_lengths_stay_within_the_model(loaded):
     assert tool.default_lengths(loaded.model) == (256,)
+
+
+def test_a_trace_that_cannot_be_written_is_said_and_leaves_nothing(tmp_path, monkeypatch):
+    """torch's profiler raises nothing on a full disk: it logs, and leaves what it wrote under another name."""
+
+    def export(profiler, path):
+        Path(path + ".tmp").write_text("{")
+
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", export)
+    with pytest.raises(OSError, match=r"is the disk full\?: .*trace.json"):
+        tool._write_trace(tmp_path / "trace.json", lambda: None)
+    assert not list(tmp_path.iterdir())

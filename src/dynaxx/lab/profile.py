@@ -6,6 +6,7 @@ attention core, which is all that sparsity can save.
 
 from __future__ import annotations
 
+import errno
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -185,6 +186,10 @@ def _write_trace(path: Path, run: Callable[[], Any]) -> None:
     with profiler as recorded:
         run()
     path.parent.mkdir(parents=True, exist_ok=True)
-    with beside(path) as temporary, explain_full_disk(path):
-        recorded.export_chrome_trace(str(temporary))
-        temporary.replace(path)
+    with beside(path) as folder, explain_full_disk(path):
+        folder.mkdir()
+        trace = folder / "trace.json"
+        recorded.export_chrome_trace(str(trace))
+        if not trace.exists():  # the profiler only logs what stopped it, and leaves a file of its own there
+            raise OSError(errno.EIO, "the profiler could not write its trace; is the disk full?", str(path))
+        trace.replace(path)

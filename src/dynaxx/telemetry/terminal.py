@@ -145,7 +145,7 @@ def _faithful(seen: Overview) -> list[tuple[str, str]]:
         ("recall", share(seen.recall)),
         ("output error", share(seen.output_error)),
         ("next-token KL", number(seen.next_token_kl, "nat", least=1e-6)),
-        ("drift", "-" if seen.drift is None else f"{seen.drift:.2f} of 1"),
+        ("drift, of its limit", share(seen.drift)),
         ("fall back", share(seen.fallback_share)),
     ]
 
@@ -165,11 +165,10 @@ def _layers(layers: list[Layer]) -> Table:
     """The layers nearest to, or farthest beyond, a limit first."""
     worst = sorted(layers, key=lambda one: -one.strain)
     table = Table(box=None, padding=(0, 2), header_style="bold", pad_edge=False)
-    for name in ("layer", "density", "recall", "output error", "drift"):
+    for name in ("layer", "density", "recall", "output error", "drift, of its limit"):
         table.add_column(name, justify="right")
     for one in worst[:MOST_LAYERS]:
-        drift = "-" if one.drift is None else f"{one.drift:.2f}"
-        table.add_row(str(one.layer), share(one.density), share(one.recall), share(one.output_error), drift)
+        table.add_row(str(one.layer), share(one.density), share(one.recall), share(one.output_error), share(one.drift))
     if len(layers) > MOST_LAYERS:
         table.caption = f"{len(layers) - MOST_LAYERS} more"
         table.caption_justify = "left"

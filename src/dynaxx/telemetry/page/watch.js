@@ -112,7 +112,7 @@ function drawFacts(seen) {
     facts("Faithful", [
       ["output error", share(seen.output_error)],
       ["next-token KL", number(seen.next_token_kl, "nat", 1e-6)],
-      ["drift, of 1", plain(seen.drift)],
+      ["drift, of its limit", share(seen.drift)],
       ["fall back", share(seen.fallback_share)],
     ]),
     facts("In force", [
@@ -137,7 +137,7 @@ function drawLayers(layers) {
       cell(one.density, share, () => false),
       cell(one.recall, share, (value) => value < LIMITS.recall),
       cell(one.output_error, share, (value) => value > LIMITS.output_error),
-      cell(one.drift, plain, (value) => value >= LIMITS.drift));
+      cell(one.drift, share, (value) => value >= LIMITS.drift));
     return row;
   });
   document.querySelector("#layers tbody").replaceChildren(...rows);
