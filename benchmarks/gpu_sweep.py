@@ -80,10 +80,15 @@ def all_keys():
         Key("hopper", "bfloat16", (64, 64), (128, 64)),
         Key("hopper", "float16", (256, 256), (64, 64)),
         Key("hopper", "float16", (128, 128), (64, 128)),
+        Key("hopper", "bfloat16", (256, 256), (128, 128), capped=True),
+        Key("hopper", "float16", (128, 128), (128, 128), capped=True),
+        Key("hopper", "bfloat16", (64, 64), (64, 128), capped=True),
     ]
     sizes = [(dim, m, n) for dim in (64, 128, 256) for m in (64, 128) for n in (64, 128)]
     every = [Key("hopper", "bfloat16", (dim, dim), (m, n)) for dim, m, n in sizes]
     hopper += [key for key in [*every, Key("hopper", "float16", (128, 128), (128, 128))] if key not in hopper]
+    more = (("float16", 64, 128, 128), ("bfloat16", 128, 64, 64), ("float16", 256, 64, 64), ("bfloat16", 128, 128, 64))
+    hopper += [Key("hopper", dtype, (dim, dim), (m, n), capped=True) for dtype, dim, m, n in more]
     rng = random.Random(0)
     triton = []
     for i, (m, n) in enumerate((m, n) for _ in range(8) for m in BLOCKS for n in BLOCKS):

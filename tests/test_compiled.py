@@ -44,14 +44,14 @@ def tensors(head_dim, block):
     return (q, None, q, k, k, q, torch.zeros(1, HEADS[0], TOKENS)), layout
 
 
-def forward_of(head_dim, block, attention_forward=forward.attention_forward):
+def forward_of(head_dim, block, attention_forward=forward.attention_forward, softcap=None):
     (_, _, q, k, v, *_), layout = tensors(head_dim, block)
-    return lambda: attention_forward(q, k, v, layout, 0.1)
+    return lambda: attention_forward(q, k, v, layout, 0.1, softcap)
 
 
-def backward_of(head_dim, block, attention_backward=backward.attention_backward):
+def backward_of(head_dim, block, attention_backward=backward.attention_backward, softcap=None):
     given, layout = tensors(head_dim, block)
-    return lambda: attention_backward(*given, layout, 0.1)
+    return lambda: attention_backward(*given, layout, 0.1, softcap)
 
 
 def check(found, spilled, injected=0):
@@ -99,30 +99,44 @@ def test_portable_backward(head_dim, block, spilled, injected, capfd):
 
 @pytest.mark.gpu
 @gluon
-@pytest.mark.parametrize(("head_dim", "block", "spilled"), [(64, 128, 0), (128, 64, 16), (128, 128, 0), (256, 128, 28)])
-def test_hopper_forward(head_dim, block, spilled, capfd):
+@pytest.mark.parametrize(
+    ("head_dim", "block", "softcap", "spilled"),
+    [
+        (64, 128, None, 0),
+        (128, 64, None, 16),
+        (128, 128, None, 0),
+        (256, 128, None, 28),
+        (64, 128, 50.0, 0),
+        (128, 128, 50.0, 0),
+        (256, 128, 50.0, 28),
+    ],
+)
+def test_hopper_forward(head_dim, block, softcap, spilled, capfd):
     from dynaxx.kernels.hopper.forward import attention_forward
 
-    check(compile_kernels(forward_of(head_dim, block, attention_forward), "hopper_fwd", capfd), [spilled])
+    check(compile_kernels(forward_of(head_dim, block, attention_forward, softcap), "hopper_fwd", capfd), [spilled])
 
 
 @pytest.mark.gpu
 @gluon
 @pytest.mark.parametrize(
-    ("head_dim", "block", "one_pass", "spilled"),
+    ("head_dim", "block", "one_pass", "softcap", "spilled"),
     [
-        (64, 128, True, [20]),
-        (128, 128, True, [144]),
-        (128, 128, False, [0, 12]),
-        (128, 64, False, [0, 28]),
-        (256, 128, False, [144, 8]),
+        (64, 128, True, None, [20]),
+        (128, 128, True, None, [144]),
+        (128, 128, False, None, [0, 12]),
+        (128, 64, False, None, [0, 28]),
+        (256, 128, False, None, [144, 8]),
+        (128, 128, True, 50.0, [288]),
+        (128, 128, False, 50.0, [0, 96]),
+        (256, 128, False, 50.0, [84, 8]),
     ],
 )
-def test_hopper_backward(head_dim, block, one_pass, spilled, capfd, monkeypatch):
+def test_hopper_backward(head_dim, block, one_pass, softcap, spilled, capfd, monkeypatch):
     from dynaxx.kernels.hopper import backward
 
     monkeypatch.setattr(backward, "backward_in_one_pass", lambda *sizes: one_pass)
-    start = backward_of(head_dim, block, backward.attention_backward)
+    start = backward_of(head_dim, block, backward.attention_backward, softcap)
     check(compile_kernels(start, r"hopper_bwd_(dq_|dkv_|wide_dkv_)?kernel", capfd), spilled)
 
 

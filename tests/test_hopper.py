@@ -1,5 +1,7 @@
 """The Hopper kernels against the oracle, and their refusals."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -13,8 +15,8 @@ on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 257, 400, 513)
 
 
-def attend(q, k, v, layout):
-    return dx.sparse_attention(q, k, v, layout, return_lse=True, backend="hopper")
+def attend(q, k, v, layout, softcap=None):
+    return dx.sparse_attention(q, k, v, layout, softcap=softcap, return_lse=True, backend="hopper")
 
 
 def check(q, k, v, layout, label=""):
@@ -77,6 +79,53 @@ def test_head_dim_256(block_size, group_size, together, monkeypatch):
     q, k, v = make_qkv(2, 700, 1000, 2 * group_size, 2, 256, dtype=torch.bfloat16, device="cuda")
     check(q, k, v, layouts[0])
     check(q, k, v, dx.BlockLayout.stack_heads(layouts * group_size))
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.usefixtures("passes")
+@pytest.mark.parametrize("softcap", [0.5, 50.0])
+@pytest.mark.parametrize(
+    ("head_dim", "block_size", "dtype"),
+    [
+        (64, (128, 128), torch.float16),
+        (64, (128, 128), torch.bfloat16),
+        (64, (64, 64), torch.bfloat16),
+        (128, (64, 128), torch.bfloat16),
+        (128, (128, 128), torch.float16),
+        (256, (128, 128), torch.bfloat16),
+        (256, (64, 64), torch.float16),
+    ],
+)
+def test_softcap(head_dim, block_size, dtype, softcap):
+    """Scores far below the cap, about as large and far above it; bands, bits, full blocks and ends of keys; groups."""
+    q, k, v = make_qkv(2, 300, 420, 6, 2, head_dim, dtype=dtype, device="cuda")
+    shared = (dx.SlidingWindow(200) | dx.Sink(3) | dx.Strided(37)).layout(
+        300, 420, block_size=block_size, device="cuda"
+    )
+    full = dx.Full().layout(300, 420, block_size=block_size, device="cuda")
+    run = partial(attend, softcap=softcap)
+    for layout in (shared, dx.BlockLayout.stack_heads([shared, full] * 3)):
+        for factor in (0.1, 1, 30):
+            given = (q * factor, k, v, layout)
+            for report in check_forward(run, *given, softcap=softcap) + check_gradients(run, *given, softcap=softcap):
+                assert report.ok, f"{report}, scores times {factor}"
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.usefixtures("passes")
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_softcap_of_scores_beyond_all_numbers(head_dim):
+    """A score of inf counts as the cap, one of NaN makes a NaN, and only in its query."""
+    q, k, v = make_qkv(1, 200, 200, 2, 2, head_dim, dtype=torch.bfloat16, device="cuda")
+    q[0, 70, :, 0], k[0, 30, :, 0] = torch.inf, 1.0
+    q[0, 150] = torch.nan
+    layout = dx.Full().layout(200, block_size=128, device="cuda")
+    expected = dx.sparse_attention(q, k, v, layout, softcap=3.0, return_lse=True, backend="reference")
+    for got, want in zip(attend(q, k, v, layout, softcap=3.0), expected, strict=True):
+        assert torch.equal(got.isnan(), want.isnan())
+        torch.testing.assert_close(got, want, equal_nan=True, atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.gpu

@@ -116,7 +116,7 @@ def check_backend(backend: str, workloads: Sequence[Workload], device: torch.dev
     from dynaxx.testing.problems import random_problem
 
     served = 0
-    for head_dim, block in sorted({(each.head_dim, each.block_size) for each in workloads}):
+    for head_dim, block, softcap in dict.fromkeys((each.head_dim, each.block_size, each.softcap) for each in workloads):
         for case in range(seed, seed + cases):
             problem = random_problem(
                 case,
@@ -125,7 +125,7 @@ def check_backend(backend: str, workloads: Sequence[Workload], device: torch.dev
                 head_dims=(head_dim, head_dim),
                 block_size=(block, block),
                 memories=("contiguous",),
-                softcaps=(None,),
+                softcaps=(softcap,),
                 from_data=0.0,
             )
             if unsupported_reasons(backend, problem.asks):
@@ -150,10 +150,10 @@ def time_workload(
     common = {"workload": workload.name, "seqlen": workload.seqlen, "density": round(layout.to("cpu").density(), 4)}
     rows, expected = [], None
     for backend in BACKENDS:
-        run = partial(sparse_attention, layout=layout, backend=backend)
+        run = partial(sparse_attention, layout=layout, softcap=workload.softcap, backend=backend)
         row = {**common, "implementation": backend}
         as_batch = (q, k, v) if q.ndim == 4 else (q[None], k[None], v[None])
-        if why := unsupported_reasons(backend, check_inputs(*as_batch, layout)):
+        if why := unsupported_reasons(backend, check_inputs(*as_batch, layout, softcap=workload.softcap)):
             rows.append(row | {"skipped": "; ".join(why)})
             continue
         if expected is None:

@@ -26,6 +26,8 @@ def _sdpa(backend: str) -> Peer:
         from torch.nn.attention import SDPBackend, sdpa_kernel
         from torch.nn.functional import scaled_dot_product_attention
 
+        if workload.softcap is not None:
+            raise RuntimeError("does not cap scores")
         if workload.lengths or not workload.dense_peers:
             raise RuntimeError("dense, and not timed on packed batches and at 128k")
 
@@ -49,7 +51,7 @@ def _flex(workload: Workload, layout: BlockLayout) -> Run:
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
     torch.compiler.reset()  # every workload's mask_mod is another function: the cache would run full
-    lists, window = to_block_mask(layout), workload.window
+    lists, window, cap = to_block_mask(layout), workload.window, workload.softcap or 0.0
     lengths = torch.tensor(workload.lengths, device=layout.device)
     document = torch.arange(len(lengths), device=layout.device).repeat_interleave(lengths) if workload.lengths else None
 
@@ -58,6 +60,9 @@ def _flex(workload: Workload, layout: BlockLayout) -> Run:
         if window is not None:
             seen = seen & (q_idx - kv_idx < window)
         return seen if document is None else seen & (document[q_idx] == document[kv_idx])
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return cap * torch.tanh(score / cap)
 
     block_mask = BlockMask.from_kv_blocks(
         lists.kv_num_blocks,
@@ -70,13 +75,16 @@ def _flex(workload: Workload, layout: BlockLayout) -> Run:
     )
     compiled = torch.compile(flex_attention, dynamic=False)
     small = min(layout.block_size) < 128
-    options: Any = {"fwd_BLOCK_M": layout.block_size[0], "fwd_BLOCK_N": layout.block_size[1]} if small else None
+    kernel_options = {"fwd_BLOCK_M": layout.block_size[0], "fwd_BLOCK_N": layout.block_size[1]} if small else None
+    options: Any = {"block_mask": block_mask, "enable_gqa": True, "kernel_options": kernel_options}
+    if cap:
+        options["score_mod"] = score_mod
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if q.ndim == 3:
             return run(q[None], k[None], v[None])[0]
         by_head = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-        out: Any = compiled(*by_head, block_mask=block_mask, enable_gqa=True, kernel_options=options)
+        out: Any = compiled(*by_head, **options)
         result: Tensor = out.transpose(1, 2)
         return result
 
@@ -92,9 +100,10 @@ def _flash_attention_4(workload: Workload, layout: BlockLayout) -> Run:
 
     if workload.lengths:
         raise RuntimeError("not timed on packed batches")
+    options = {} if workload.softcap is None else {"softcap": workload.softcap}
     if workload.density is None:
         window = (None, None) if workload.window is None else (workload.window - 1, 0)
-        return lambda q, k, v: flash_attn_func(q, k, v, causal=True, window_size=window)[0]
+        return lambda q, k, v: flash_attn_func(q, k, v, causal=True, window_size=window, **options)[0]
     lists = to_block_mask(layout)
     rows = BlockSparseTensorsTorch(
         mask_block_cnt=lists.kv_num_blocks,
@@ -111,7 +120,7 @@ def _flash_attention_4(workload: Workload, layout: BlockLayout) -> Run:
         block_size=layout.block_size,
     )
     return lambda q, k, v: flash_attn_func(
-        q, k, v, mask_mod=causal_mask, block_sparse_tensors=rows, block_sparse_tensors_bwd=columns
+        q, k, v, mask_mod=causal_mask, block_sparse_tensors=rows, block_sparse_tensors_bwd=columns, **options
     )[0]
 
 

@@ -27,6 +27,7 @@ class Workload:
     block_size: int = 128
     heads: tuple[int, int] = (32, 8)
     head_dim: int = 128
+    softcap: float | None = None
     lengths: tuple[int, ...] = ()
     dense_peers: bool = True  # at 128k a dense pass takes most of a second
 
@@ -86,6 +87,10 @@ WORKLOADS = (
     Workload("density 1.0", 32768),
     Workload("head_dim 64", 32768, density=0.1, head_dim=64),
     Workload("head_dim 256", 32768, density=0.1, heads=(16, 4), head_dim=256),
+    Workload("softcap random", 32768, density=0.1, heads=(32, 16), softcap=50.0),  # heads of Gemma 2 27B; below, 9B
+    Workload("softcap window", 32768, window=4096, heads=(32, 16), softcap=50.0),
+    Workload("softcap random 256", 32768, density=0.1, heads=(16, 8), head_dim=256, softcap=50.0),
+    Workload("softcap window 256", 32768, window=4096, heads=(16, 8), head_dim=256, softcap=50.0),
     Workload("group 1", 32768, density=0.1, heads=(32, 32)),
     Workload("group 7", 32768, density=0.1, heads=(28, 4)),
     Workload("group 8", 32768, density=0.1, heads=(32, 4)),

@@ -29,6 +29,7 @@ def attention_backward(
     lse: Tensor,
     layout: BlockLayout,
     scale: float,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `kernels.triton.attention_backward`."""
     if out.numel() == 0 or v.numel() == 0:
@@ -40,7 +41,8 @@ def attention_backward(
         layout.block_size[1], q.shape[3], programs, processors(k.device)
     ):
         lse_log2, delta, sums = rows_and_sums(do, out, dlse, lse, layout)
-        dk, dv = backward_joint(do, q, k, v, lse_log2, delta, sums, layout, scale)
+        dk, dv = backward_joint(do, q, k, v, lse_log2, delta, sums, layout, scale, softcap)
         return dq_of_sums(sums, q, layout, scale), dk, dv
     tensors = (do, q, k, v, *rows_of(do, out, dlse, lse, layout))
-    return backward_dq(*tensors, layout, scale), *backward_dkv(*tensors, layout, scale)
+    options = (layout, scale, softcap)
+    return backward_dq(*tensors, *options), *backward_dkv(*tensors, *options)

@@ -15,6 +15,7 @@ from dynaxx.kernels.hopper.backward_produce import FIELDS, RING, read_column
 from dynaxx.kernels.hopper.forward_consume import ROWS
 from dynaxx.kernels.hopper.parts import WHOLE, store_part
 from dynaxx.kernels.hopper.signals import get, none
+from dynaxx.kernels.hopper.softcap import capped, sloped
 from dynaxx.kernels.hopper.visible import WORD_LAYOUT, columns_between, where_seen
 
 
@@ -48,7 +49,7 @@ def keep(
 @gluon.jit
 def _consume_tiles(
     dk, dv, q_buffers, do_buffers, k_buffers, v_buffers, full, empty, numbers, stats,
-    p_bits, scale_log2, done, begin, end,
+    p_bits, scale_log2, cap_rate, done, begin, end,
     MASKED: gl.constexpr, CONSUMER: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Add what tiles begin..end of a head give to dk and dv."""
@@ -68,13 +69,14 @@ def _consume_tiles(
         s_token = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
         dp_token = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
         lse = stats.index(stage * 2).load(gl.SliceLayout(0, s_layout))
-        scores = warpgroup_mma_wait(1, deps=[s_token])
+        scores = capped(warpgroup_mma_wait(1, deps=[s_token]), cap_rate)
         weights = gl.exp2(scores * scale_log2 - lse[None, :])
         if MASKED:
             part = i_tile % SPLIT * ROWS
             weights = keep(weights, numbers, i % RING * FIELDS, p_bits, part, CONSUMER * ROWS, 0, Q_BLOCK, KV_BLOCK)
         p = gl.convert_layout(weights.to(q.dtype), p_layout)
         dv_token = warpgroup_mma(p, do, dv, is_async=True)
+        weights = sloped(weights, scores, cap_rate)
         delta = stats.index(stage * 2 + 1).load(gl.SliceLayout(0, s_layout))
         dp = warpgroup_mma_wait(1, deps=[dp_token])
         ds = (weights * (dp - delta[None, :])).to(q.dtype)
@@ -93,7 +95,7 @@ def consume(
     (
         dk_desc, dv_desc, q_buffers, do_buffers, k_buffers, v_buffers, kv_full, full, empty, numbers, stats,
         p_indptr, p_num_partial, p_bits, capacity, layout_stride_b, layout_stride_h, i_b, i_hk, i_col,
-        kv_blocks, group_size, first, last, slot, p_sums, scale, scale_log2,
+        kv_blocks, group_size, first, last, slot, p_sums, scale, scale_log2, cap_rate,
     ) = columns  # fmt: skip
     SPLIT: gl.constexpr = Q_BLOCK // ROWS
     D: gl.constexpr = dk_desc.block_type.shape[3]
@@ -110,11 +112,13 @@ def consume(
         )  # fmt: skip
         dk, dv = _consume_tiles(
             dk, dv, q_buffers, do_buffers, k_buffers, v_buffers, full, empty, numbers, stats,
-            p_bits, scale_log2, done, 0, partial * SPLIT, True, CONSUMER, Q_BLOCK, KV_BLOCK, STAGES,
+            p_bits, scale_log2, cap_rate, done, 0, partial * SPLIT,
+            True, CONSUMER, Q_BLOCK, KV_BLOCK, STAGES,
         )  # fmt: skip
         dk, dv = _consume_tiles(
             dk, dv, q_buffers, do_buffers, k_buffers, v_buffers, full, empty, numbers, stats,
-            p_bits, scale_log2, done, partial * SPLIT, count * SPLIT, False, CONSUMER, Q_BLOCK, KV_BLOCK, STAGES,
+            p_bits, scale_log2, cap_rate, done, partial * SPLIT, count * SPLIT,
+            False, CONSUMER, Q_BLOCK, KV_BLOCK, STAGES,
         )  # fmt: skip
         done += count * SPLIT
     # k and v are read no more: their buffers carry the results out

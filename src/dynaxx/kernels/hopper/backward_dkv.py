@@ -39,7 +39,7 @@ def _sparse_attention_hopper_bwd_dkv_kernel(
     p_indptr, p_num_partial, p_indices, p_codes, p_bits, p_bands,
     capacity, num_masks, layout_stride_b, layout_stride_h,
     p_parts, p_sums, num_parts, limit, batch_copies, head_copies,
-    seqlen_k, q_blocks, kv_heads, group_size, together, scale, scale_log2,
+    seqlen_k, q_blocks, kv_heads, group_size, together, scale, scale_log2, cap_rate,
     CONSUMERS: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr,
     STAGES: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
     HAS_PARTS: gl.constexpr,
@@ -62,7 +62,7 @@ def _sparse_attention_hopper_bwd_dkv_kernel(
     columns = (
         dk_desc, dv_desc, q_buffers, do_buffers, k_buffers, v_buffers, kv_full, full, empty, numbers, stats,
         p_indptr, p_num_partial, p_bits, capacity, layout_stride_b, layout_stride_h, i_b, i_hk, i_col,
-        kv_blocks, group_size, first, last, slot, p_sums, scale, scale_log2,
+        kv_blocks, group_size, first, last, slot, p_sums, scale, scale_log2, cap_rate,
     )  # fmt: skip
     blocks = (
         q_desc, do_desc, k_desc, v_desc, fed, p_lse, p_delta, p_indptr, p_num_partial, p_indices, p_codes, p_bands,
@@ -83,7 +83,15 @@ def _sparse_attention_hopper_bwd_dkv_kernel(
 
 
 def backward_dkv(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, layout: BlockLayout, scale: float
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    layout: BlockLayout,
+    scale: float,
+    softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Return (dk, dv), contiguous. Takes (B, N, H, D) tensors, and lse and delta as the kernel does.
 
@@ -94,17 +102,17 @@ def backward_dkv(
     start = start_wide_dkv if q.shape[3] == 256 else _start_dkv
     if group_size > 1 and layout.kv_blocks * batch * kv_heads < PROGRAMS_PER_SM * processors(k.device):
         k, v = (x.repeat_interleave(group_size, 2) for x in (k, v))
-        heads = backward_dkv(do, q, k, v, lse, delta, layout, scale)
+        heads = backward_dkv(do, q, k, v, lse, delta, layout, scale, softcap)
         dk, dv = (x.unflatten(2, (kv_heads, group_size)).sum(3) for x in heads)
         return dk, dv
     dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
     split = split_columns(layout, batch, q.shape[2], kv_heads)
     if split is None:
-        repeated(start, layout, (do, q, k, v, dk, dv, lse, delta), scale)
+        repeated(start, layout, (do, q, k, v, dk, dv, lse, delta), scale, softcap)
         return dk, dv
     kv_block = layout.block_size[1]
     parts = split.places(q, 2, kv_block, q.shape[3])
-    repeated(start, layout, (do, q, k, v, dk, dv, lse, delta), scale, split=split.to(p_sums=parts))
+    repeated(start, layout, (do, q, k, v, dk, dv, lse, delta), scale, softcap, split=split.to(p_sums=parts))
     sum_parts(parts[:, 0], dk, split, layout, kv_block, scale)
     sum_parts(parts[:, 1], dv, split, layout, kv_block)
     return dk, dv
@@ -121,6 +129,7 @@ def _start_dkv(
     lse: Tensor,
     delta: Tensor,
     scale: float,
+    softcap: float | None,
     split: dict[str, Any] | None = None,
 ) -> Launch | None:
     q_block, kv_block = layout.block_size
@@ -133,7 +142,7 @@ def _start_dkv(
         delta,
         *transposed_arguments(layout),
         **split,
-        **column_sizes(layout, q, k, scale),
+        **column_sizes(layout, q, k, scale, softcap),
         CONSUMERS=consumers,
         Q_BLOCK=q_block,
         KV_BLOCK=kv_block,

@@ -18,7 +18,7 @@ from dynaxx.kernels.hopper.backward_dq_consume import FIELDS, consume
 from dynaxx.kernels.hopper.config import backward_dq_stages
 from dynaxx.kernels.hopper.forward_consume import ROWS
 from dynaxx.kernels.hopper.forward_produce import band_of
-from dynaxx.kernels.hopper.launch import LOG2E, gluon_rows
+from dynaxx.kernels.hopper.launch import gluon_rows, score_factors
 from dynaxx.kernels.hopper.parts import row_part
 from dynaxx.kernels.hopper.signals import NUMBERS, barriers, put
 from dynaxx.kernels.triton.launch import layout_arguments, order_argument
@@ -85,7 +85,7 @@ def _sparse_attention_hopper_bwd_dq_kernel(
     p_order, p_indptr, p_num_partial, p_indices, p_codes, p_bits, p_bands,
     capacity, num_masks, layout_stride_b, layout_stride_h,
     p_parts, p_sums, num_parts, limit, batch_copies, head_copies,
-    seqlen_q, seqlen_k, batch, q_heads, group_size, scale, scale_log2,
+    seqlen_q, seqlen_k, batch, q_heads, group_size, scale, scale_log2, cap_rate,
     CONSUMERS: gl.constexpr, STEP_ROWS: gl.constexpr, STEP_HEADS: gl.constexpr,
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
@@ -143,7 +143,8 @@ def _sparse_attention_hopper_bwd_dq_kernel(
     v_empty = barriers(V_STAGES, CONSUMERS)
     rows = (
         dq_desc, q_buffers, do_buffers, k_buffers, v_buffers, numbers, q_full, k_full, k_empty, v_full, v_empty,
-        p_lse, p_delta, p_bits, p_sums, part, i_b, i_h, i_row, q_blocks, q_heads, masked, tiles, scale, scale_log2,
+        p_lse, p_delta, p_bits, p_sums, part, i_b, i_h, i_row, q_blocks, q_heads, masked, tiles,
+        scale, scale_log2, cap_rate,
     )  # fmt: skip
     blocks = (
         q_desc, do_desc, k_desc, v_desc, q_buffers, do_buffers, k_buffers, v_buffers, numbers, q_full, k_full, k_empty,
@@ -164,17 +165,25 @@ def _sparse_attention_hopper_bwd_dq_kernel(
 
 
 def backward_dq(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, layout: BlockLayout, scale: float
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    layout: BlockLayout,
+    scale: float,
+    softcap: float | None,
 ) -> Tensor:
     """Return dq, contiguous. Takes (B, N, H, D) tensors, and lse and delta as the kernel does."""
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     split = split_rows(layout, q.shape[0], q.shape[2])
     tensors = (do, q, k, v, dq, lse, delta)
     if split is None:
-        repeated(_start_dq, layout, tensors, scale)
+        repeated(_start_dq, layout, tensors, scale, softcap)
         return dq
     sums = split.places(q, layout.block_size[0], q.shape[3])
-    repeated(_start_dq, layout, tensors, scale, split=split.to(p_sums=sums))
+    repeated(_start_dq, layout, tensors, scale, softcap, split=split.to(p_sums=sums))
     sum_parts(sums, dq, split, layout, layout.block_size[0], scale)
     return dq
 
@@ -189,6 +198,7 @@ def _start_dq(
     lse: Tensor,
     delta: Tensor,
     scale: float,
+    softcap: float | None,
     split: dict[str, Any] | None = None,
 ) -> Launch | None:
     batch, seqlen_q, q_heads, head_dim = q.shape
@@ -214,7 +224,7 @@ def _start_dq(
         q_heads=q_heads,
         group_size=q_heads // kv_heads,
         scale=scale,
-        scale_log2=scale * LOG2E,
+        **score_factors(scale, softcap),
         CONSUMERS=consumers,
         STEP_ROWS=64 if q_block == 128 else 0,
         STEP_HEADS=heads - 1,

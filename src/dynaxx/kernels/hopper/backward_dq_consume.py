@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from dynaxx.kernels.hopper.forward_consume import ROWS
 from dynaxx.kernels.hopper.signals import get, none, pin
+from dynaxx.kernels.hopper.softcap import capped, sloped
 from dynaxx.kernels.hopper.visible import WORD_LAYOUT, columns_between, columns_of_word, where_seen
 
 FIELDS = gl.constexpr(4)  # of a tile: first and last distance of its mask, keys that there are, code
@@ -44,7 +45,7 @@ def _keep(weights, numbers, at, first_row, part, p_bits, Q_BLOCK: gl.constexpr, 
 @gluon.jit
 def _consume_tiles(
     dq, q_buffers, do_buffers, lse, delta, k_buffers, v_buffers, numbers, k_full, k_empty, v_full, v_empty, p_bits,
-    first_row, scale_log2, begin, end, MASKED: gl.constexpr, CONSUMER: gl.constexpr, Q_BLOCK: gl.constexpr,
+    first_row, scale_log2, cap_rate, begin, end, MASKED: gl.constexpr, CONSUMER: gl.constexpr, Q_BLOCK: gl.constexpr,
     KV_BLOCK: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
 ):  # fmt: skip
     """Add what tiles begin..end of a row give to dq."""
@@ -64,11 +65,12 @@ def _consume_tiles(
         s_token = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
         mbarrier.wait(v_full.index(v_stage), (i // V_STAGES) & 1)
         dp_token = warpgroup_mma(do, v.permute((1, 0)), zero, use_acc=False, is_async=True)
-        scores = warpgroup_mma_wait(1, deps=[s_token])
+        scores = capped(warpgroup_mma_wait(1, deps=[s_token]), cap_rate)
         weights = gl.exp2(scores * scale_log2 - lse[:, None])
         if MASKED:
             part = i % SPLIT * ROWS
             weights = _keep(weights, numbers, stage * FIELDS, first_row, part, p_bits, Q_BLOCK, KV_BLOCK)
+        weights = sloped(weights, scores, cap_rate)
         pin(gl.sum(gl.sum(gl.reshape(weights, [ROWS, ROWS // 8, 4, 2]), 3), 1) + none(i).to(gl.float32))
         dp = warpgroup_mma_wait(0, deps=[dp_token])
         mbarrier.arrive(v_empty.index(v_stage), count=1)
@@ -88,7 +90,8 @@ def consume(
     """dq of 64 queries."""
     (
         dq_desc, q_buffers, do_buffers, k_buffers, v_buffers, numbers, q_full, k_full, k_empty, v_full, v_empty,
-        p_lse, p_delta, p_bits, p_sums, part, i_b, i_h, i_row, q_blocks, q_heads, masked, tiles, scale, scale_log2,
+        p_lse, p_delta, p_bits, p_sums, part, i_b, i_h, i_row, q_blocks, q_heads, masked, tiles,
+        scale, scale_log2, cap_rate,
     ) = rows  # fmt: skip
     D: gl.constexpr = dq_desc.block_type.shape[3]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
@@ -102,11 +105,11 @@ def consume(
     mbarrier.wait(q_full.index(0), 0)
     dq = _consume_tiles(
         dq, q_buffers, do_buffers, lse, delta, k_buffers, v_buffers, numbers, k_full, k_empty, v_full, v_empty, p_bits,
-        first_row, scale_log2, 0, masked, True, CONSUMER, Q_BLOCK, KV_BLOCK, K_STAGES, V_STAGES,
+        first_row, scale_log2, cap_rate, 0, masked, True, CONSUMER, Q_BLOCK, KV_BLOCK, K_STAGES, V_STAGES,
     )  # fmt: skip
     dq = _consume_tiles(
         dq, q_buffers, do_buffers, lse, delta, k_buffers, v_buffers, numbers, k_full, k_empty, v_full, v_empty, p_bits,
-        first_row, scale_log2, masked, tiles, False, CONSUMER, Q_BLOCK, KV_BLOCK, K_STAGES, V_STAGES,
+        first_row, scale_log2, cap_rate, masked, tiles, False, CONSUMER, Q_BLOCK, KV_BLOCK, K_STAGES, V_STAGES,
     )  # fmt: skip
     if HAS_PARTS:
         if part >= 0:

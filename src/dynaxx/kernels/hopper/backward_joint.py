@@ -42,7 +42,7 @@ def _sparse_attention_hopper_bwd_kernel(
     p_indptr, p_num_partial, p_indices, p_codes, p_bits, p_bands,
     capacity, num_masks, layout_stride_b, layout_stride_h,
     p_parts, p_sums, num_parts, limit, batch_copies, head_copies,
-    seqlen_k, q_blocks, kv_heads, group_size, together, scale, scale_log2,
+    seqlen_k, q_blocks, kv_heads, group_size, together, scale, scale_log2, cap_rate,
     Q_BLOCK: gl.constexpr, STAGES: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
     HAS_PARTS: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
@@ -78,7 +78,7 @@ def _sparse_attention_hopper_bwd_kernel(
         sums_desc, dk_desc, dv_desc, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, dq_buffers,
         kv_full, kv_read, full, empty, ds_full, numbers, stats,
         p_indptr, p_num_partial, p_bits, capacity, layout_stride_b, layout_stride_h, i_b, i_hk, i_col,
-        kv_blocks, first_tile, group_size, first, last, slot, keys_there, p_sums, scale, scale_log2,
+        kv_blocks, first_tile, group_size, first, last, slot, keys_there, p_sums, scale, scale_log2, cap_rate,
     )  # fmt: skip
     blocks = (
         q_desc, do_desc, k_desc, v_desc, fed, p_lse, p_delta, p_indptr, p_num_partial, p_indices, p_codes, p_bands,
@@ -102,16 +102,17 @@ def backward_joint(
     sums: Tensor,
     layout: BlockLayout,
     scale: float,
+    softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Return (dk, dv), contiguous, for kv blocks of 128, and add dq / scale to sums. Else as `backward_dkv`."""
     dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
     split = split_columns(layout, k.shape[0], q.shape[2], k.shape[2])
     tensors = (do, q, k, v, sums, dk, dv, lse, delta)
     if split is None:
-        repeated(_start_joint, layout, tensors, scale)
+        repeated(_start_joint, layout, tensors, scale, softcap)
         return dk, dv
     parts = split.places(q, 2, KV_BLOCK, q.shape[3])
-    repeated(_start_joint, layout, tensors, scale, split=split.to(p_sums=parts))
+    repeated(_start_joint, layout, tensors, scale, softcap, split=split.to(p_sums=parts))
     sum_parts(parts[:, 0], dk, split, layout, KV_BLOCK, scale)
     sum_parts(parts[:, 1], dv, split, layout, KV_BLOCK)
     return dk, dv
@@ -129,6 +130,7 @@ def _start_joint(
     lse: Tensor,
     delta: Tensor,
     scale: float,
+    softcap: float | None,
     split: dict[str, Any] | None = None,
 ) -> Launch | None:
     head_dim = q.shape[3]
@@ -143,7 +145,7 @@ def _start_joint(
         delta,
         *transposed_arguments(layout),
         **split,
-        **column_sizes(layout, q, k, scale),
+        **column_sizes(layout, q, k, scale, softcap),
         Q_BLOCK=layout.block_size[0],
         STAGES=joint_stages(head_dim),
         CONSUMER_REGISTERS=240,

@@ -28,6 +28,7 @@ from dynaxx.kernels.hopper.backward_produce import FIELDS, NOWHERE, RING, read_c
 from dynaxx.kernels.hopper.forward_consume import ROWS
 from dynaxx.kernels.hopper.parts import WHOLE, store_part
 from dynaxx.kernels.hopper.signals import get, none
+from dynaxx.kernels.hopper.softcap import capped, sloped
 
 
 @builtin
@@ -76,7 +77,7 @@ def _add_dq(dq, sums_desc, dq_buffer, tile, CONSUMERS: gl.constexpr, CONSUMER: g
 @gluon.jit
 def _consume_tiles(
     dk, dv, scores, sums_desc, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, dq_buffers, full, empty,
-    ds_full, numbers, stats, p_bits, first_tile, keys_there, scale_log2, done, begin, end,
+    ds_full, numbers, stats, p_bits, first_tile, keys_there, scale_log2, cap_rate, done, begin, end,
     MASKED: gl.constexpr, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr,
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
@@ -104,6 +105,7 @@ def _consume_tiles(
         lse = stats.index(stage * 2).load(gl.SliceLayout(0, s_layout))
         if not AHEAD:
             scores = warpgroup_mma_wait(1, deps=[s_token])
+        scores = capped(scores, cap_rate)
         weights = gl.exp2(scores * scale_log2 - lse[None, :])
         if MASKED:
             part = i_tile % SPLIT * ROWS
@@ -112,6 +114,7 @@ def _consume_tiles(
             )
         delta = stats.index(stage * 2 + 1).load(gl.SliceLayout(0, s_layout))
         p = gl.convert_layout(weights.to(q.dtype), p_layout)
+        weights = sloped(weights, scores, cap_rate)
         if AHEAD:
             mbarrier.wait(full.index((i + 1) % STAGES), ((i + 1) // STAGES) & 1)
             q_next = q_buffers.index((i + 1) % STAGES).reshape([ROWS, D])
@@ -149,7 +152,7 @@ def consume(
         sums_desc, dk_desc, dv_desc, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, dq_buffers,
         kv_full, kv_read, full, empty, ds_full, numbers, stats,
         p_indptr, p_num_partial, p_bits, capacity, layout_stride_b, layout_stride_h, i_b, i_hk, i_col,
-        kv_blocks, first_tile, group_size, first, last, slot, keys_there, p_sums, scale, scale_log2,
+        kv_blocks, first_tile, group_size, first, last, slot, keys_there, p_sums, scale, scale_log2, cap_rate,
     ) = columns  # fmt: skip
     SPLIT: gl.constexpr = Q_BLOCK // ROWS
     D: gl.constexpr = dk_desc.block_type.shape[3]
@@ -176,12 +179,12 @@ def consume(
             partial = count
         dk, dv, scores = _consume_tiles(
             dk, dv, scores, sums_desc, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, dq_buffers,
-            full, empty, ds_full, numbers, stats, p_bits, first_tile, keys_there, scale_log2, done, 0, partial * SPLIT,
-            True, CONSUMERS, CONSUMER, Q_BLOCK, KV_BLOCK, STAGES, AHEAD,
+            full, empty, ds_full, numbers, stats, p_bits, first_tile, keys_there, scale_log2, cap_rate, done,
+            0, partial * SPLIT, True, CONSUMERS, CONSUMER, Q_BLOCK, KV_BLOCK, STAGES, AHEAD,
         )  # fmt: skip
         dk, dv, scores = _consume_tiles(
             dk, dv, scores, sums_desc, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, dq_buffers,
-            full, empty, ds_full, numbers, stats, p_bits, first_tile, keys_there, scale_log2, done,
+            full, empty, ds_full, numbers, stats, p_bits, first_tile, keys_there, scale_log2, cap_rate, done,
             partial * SPLIT, count * SPLIT, False, CONSUMERS, CONSUMER, Q_BLOCK, KV_BLOCK, STAGES, AHEAD,
         )  # fmt: skip
         done += count * SPLIT

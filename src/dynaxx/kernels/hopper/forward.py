@@ -21,7 +21,7 @@ from dynaxx.kernels.hopper.config import forward_heads_together, forward_stages,
 from dynaxx.kernels.hopper.forward_consume import ROWS, arrivals, consume
 from dynaxx.kernels.hopper.forward_growth import unchecked
 from dynaxx.kernels.hopper.forward_produce import FIELDS, ROW_FIELDS, produce
-from dynaxx.kernels.hopper.launch import LOG2E, gluon_rows
+from dynaxx.kernels.hopper.launch import gluon_rows, score_factors
 from dynaxx.kernels.hopper.signals import NUMBERS, barriers
 from dynaxx.kernels.triton.launch import mask_arguments, order_argument, positive_scale, processors
 from dynaxx.kernels.triton.light import Launch, light_launch
@@ -41,7 +41,7 @@ def _sparse_attention_hopper_fwd_kernel(
     p_indptr, p_num_partial, p_indices, p_codes, p_bits, p_bands,
     capacity, num_masks, layout_stride_b, layout_stride_h,
     p_parts, p_sums, p_sums_lse, num_parts, limit, batch_copies, head_copies,
-    seqlen_q, seqlen_k, batch, q_heads, group_size, together, scale_log2,
+    seqlen_q, seqlen_k, batch, q_heads, group_size, together, scale_log2, cap_rate,
     CONSUMERS: gl.constexpr, STEP_ROWS: gl.constexpr, STEP_HEADS: gl.constexpr,
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ORDERED: gl.constexpr,
@@ -76,7 +76,7 @@ def _sparse_attention_hopper_fwd_kernel(
     tensors = (
         out_desc, p_out, q_buffers, k_buffers, v_buffers, row_numbers, step_numbers,
         q_full, q_empty, k_full, k_empty, v_full, v_empty, p_lse, p_bits, p_sums, p_sums_lse,
-        seqlen_q, q_heads, scale_log2,
+        seqlen_q, q_heads, scale_log2, cap_rate,
     )  # fmt: skip
     blocks = (
         q_desc, k_desc, v_desc, q_buffers, k_buffers, v_buffers, row_numbers, step_numbers,
@@ -99,7 +99,9 @@ def _sparse_attention_hopper_fwd_kernel(
         ], [1], [PRODUCER_REGISTERS])  # fmt: skip
 
 
-def attention_forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float) -> tuple[Tensor, Tensor]:
+def attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
     """As `kernels.reference.attention_forward`."""
     batch, seqlen_q, q_heads = q.shape[:3]
     out = q.new_empty(q.shape)
@@ -112,12 +114,12 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scal
     heads = _heads_of_a_program(layout, q_heads, k.shape[2])
     split = split_rows(layout, batch, q_heads, PERSISTENT, heads)
     if split is None:
-        repeated(_start_forward, layout, (q, k, v, out, lse), scale, made=2)
+        repeated(_start_forward, layout, (q, k, v, out, lse), scale, softcap, made=2)
     else:
         rows = heads * layout.block_size[0]
         sums, sums_lse = split.places(q, rows, q.shape[3]), split.places(q, rows)
         places = split.to(p_sums=sums, p_sums_lse=sums_lse)
-        repeated(_start_forward, layout, (q, k, v, out, lse), scale, made=2, split=places)
+        repeated(_start_forward, layout, (q, k, v, out, lse), scale, softcap, made=2, split=places)
         merge_parts(sums, sums_lse, out, lse, split, layout, heads)
     return out, lse
 
@@ -135,6 +137,7 @@ def _start_forward(
     out: Tensor,
     lse: Tensor,
     scale: float,
+    softcap: float | None,
     split: dict[str, Any] | None = None,
 ) -> Launch | None:
     batch, seqlen_q, q_heads, head_dim = q.shape
@@ -168,7 +171,7 @@ def _start_forward(
         q_heads=q_heads,
         group_size=q_heads // kv_heads,
         together=together,
-        scale_log2=scale * LOG2E,
+        **score_factors(scale, softcap),
         CONSUMERS=consumers,
         STEP_ROWS=64 if q_block == 128 else 0,
         STEP_HEADS=heads - 1,

@@ -20,6 +20,7 @@ from dynaxx.kernels.hopper.forward_growth import rescaled_where_grown, unchecked
 from dynaxx.kernels.hopper.forward_produce import FIELDS, ROW_FIELDS
 from dynaxx.kernels.hopper.parts import store_output
 from dynaxx.kernels.hopper.signals import flag, get, pin, stored
+from dynaxx.kernels.hopper.softcap import capped
 from dynaxx.kernels.hopper.visible import WORD_LAYOUT, columns_between, columns_of_word, where_seen
 
 ROWS = gl.constexpr(64)  # of one consumer warpgroup: wgmma's M
@@ -98,7 +99,7 @@ def _softmax_step(scores, row_max, row_sum, scale_log2, MASKED: gl.constexpr):
 @gluon.jit
 def _consume_steps(
     acc, row_max, row_sum, weights, q, k_buffers, v_buffers, numbers, k_full, k_empty, v_full, v_empty,
-    scale_log2, first_row, p_bits, begin, end,
+    scale_log2, cap_rate, first_row, p_bits, begin, end,
     MASKED: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
     """Steps begin..end of the program. Weights stay fp32 from step to step: bf16 would be unpacked and packed again.
@@ -130,7 +131,7 @@ def _consume_steps(
         p = gl.convert_layout(weights.to(q.dtype), p_layout)
         mbarrier.wait(v_full.index(before), ((i_step - 1) // STAGES) & 1)
         acc_token = warpgroup_mma(p, _step_of(v_buffers, before, STEP, q.shape[1]), acc, is_async=True)
-        scores = warpgroup_mma_wait(1, deps=[s_token])
+        scores = capped(warpgroup_mma_wait(1, deps=[s_token]), cap_rate)
         if MASKED:
             scores = _hide(scores, first_row, numbers, stage, p_bits, Q_BLOCK, KV_BLOCK)
         if FREE:
@@ -208,7 +209,7 @@ def _attend(
     (
         out_desc, p_out, q_buffers, k_buffers, v_buffers, row_numbers, step_numbers,
         q_full, q_empty, k_full, k_empty, v_full, v_empty, p_lse, p_bits, p_sums, p_sums_lse,
-        seqlen_q, q_heads, scale_log2,
+        seqlen_q, q_heads, scale_log2, cap_rate,
     ) = tensors  # fmt: skip
     D: gl.constexpr = out_desc.block_type.shape[3]
     SLOTS: gl.constexpr = q_buffers.shape[0] // CONSUMERS  # with two, a row's result leaves by its q's
@@ -232,7 +233,7 @@ def _attend(
     if SLOTS == 2:
         tma.store_wait(0)  # of the row before, whose q buffer carried its result out
         mbarrier.arrive(q_empty.index(1 - slot), count=1, pred=i_mine > 0)
-    scores = warpgroup_mma_wait(0, deps=[s_token])
+    scores = capped(warpgroup_mma_wait(0, deps=[s_token]), cap_rate)
     scores = _hide(scores, first_row, step_numbers, stage, p_bits, Q_BLOCK, KV_BLOCK)
     mbarrier.arrive(k_empty.index(stage), count=arrivals(CONSUMERS, D))
     row_max = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, s_layout))
@@ -241,11 +242,13 @@ def _attend(
     acc = gl.zeros([ROWS, D], gl.float32, acc_layout)
     acc, row_max, row_sum, weights = _consume_steps(
         acc, row_max, row_sum, weights, q, k_buffers, v_buffers, step_numbers, k_full, k_empty, v_full, v_empty,
-        scale_log2, first_row, p_bits, done + 1, done + masked, True, Q_BLOCK, KV_BLOCK, STAGES, CONSUMERS,
+        scale_log2, cap_rate, first_row, p_bits, done + 1, done + masked,
+        True, Q_BLOCK, KV_BLOCK, STAGES, CONSUMERS,
     )  # fmt: skip
     acc, row_max, row_sum, weights = _consume_steps(
         acc, row_max, row_sum, weights, q, k_buffers, v_buffers, step_numbers, k_full, k_empty, v_full, v_empty,
-        scale_log2, first_row, p_bits, done + masked, done + steps, False, Q_BLOCK, KV_BLOCK, STAGES, CONSUMERS,
+        scale_log2, cap_rate, first_row, p_bits, done + masked, done + steps,
+        False, Q_BLOCK, KV_BLOCK, STAGES, CONSUMERS,
     )  # fmt: skip
     i_b = get(row_numbers, slot * ROW_FIELDS + 3)
     i_h = get(row_numbers, slot * ROW_FIELDS + 4) + CONSUMER * STEP_HEADS

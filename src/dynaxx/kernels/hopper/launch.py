@@ -51,7 +51,14 @@ def _gluon_rows(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype,
     return as_template(GluonDescriptor(nowhere(dtype), *heads_apart(shape, strides), block, layout))
 
 
-def column_sizes(layout: BlockLayout, q: Tensor, k: Tensor, scale: float) -> dict[str, Any]:
+def score_factors(scale: float, softcap: float | None) -> dict[str, float | None]:
+    """What kernels multiply scores by, in base 2: those of q . k, or of its tanh, and what q . k has in there."""
+    if softcap is None:
+        return {"scale_log2": scale * LOG2E, "cap_rate": None}
+    return {"scale_log2": softcap * LOG2E, "cap_rate": scale / softcap}
+
+
+def column_sizes(layout: BlockLayout, q: Tensor, k: Tensor, scale: float, softcap: float | None) -> dict[str, Any]:
     """What a backward over kv blocks is told of (B, N, H, D) tensors, beside `transposed_arguments`."""
     seqlen_q, q_heads, head_dim = q.shape[1:]
     seqlen_k, kv_heads = k.shape[1:3]
@@ -62,5 +69,5 @@ def column_sizes(layout: BlockLayout, q: Tensor, k: Tensor, scale: float) -> dic
         "group_size": q_heads // kv_heads,
         "together": backward_heads_together(seqlen_q, head_dim, kv_heads),
         "scale": scale,
-        "scale_log2": scale * LOG2E,
+        **score_factors(scale, softcap),
     }

@@ -30,8 +30,6 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
         reasons.append(f"serves head_dim {HEAD_DIMS} for q, k and v, got {problem.head_dim}/{problem.head_dim_v}")
     if any(size not in BLOCKS for size in problem.block_size):
         reasons.append(f"serves blocks of {BLOCKS}, got {problem.block_size}")
-    if problem.softcap is not None:
-        reasons.append(f"does not cap scores, got softcap {problem.softcap:g}")
     return reasons
 
 

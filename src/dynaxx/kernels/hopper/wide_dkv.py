@@ -36,7 +36,7 @@ def _sparse_attention_hopper_bwd_wide_dkv_kernel(
     p_indptr, p_num_partial, p_indices, p_codes, p_bits, p_bands,
     capacity, num_masks, layout_stride_b, layout_stride_h,
     p_parts, p_sums, num_parts, limit, batch_copies, head_copies,
-    seqlen_k, q_blocks, kv_heads, group_size, together, scale, scale_log2,
+    seqlen_k, q_blocks, kv_heads, group_size, together, scale, scale_log2, cap_rate,
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, HAS_PARTS: gl.constexpr,
 ):  # fmt: skip
@@ -70,7 +70,7 @@ def _sparse_attention_hopper_bwd_wide_dkv_kernel(
             dv_desc, q_buffers, do_buffers, k_buffers, weight_buffers,
             kv_full, full, empty, weights_full, weights_empty, numbers, stats,
             p_indptr, p_num_partial, p_bits, capacity, layout_stride_b, layout_stride_h, i_b, i_hk, i_col, first_key,
-            kv_blocks, group_size, first, last, slot, p_sums, scale_log2,
+            kv_blocks, group_size, first, last, slot, p_sums, scale_log2, cap_rate,
             Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS,
         )),
         (consume_dk, (
@@ -95,6 +95,7 @@ def start_wide_dkv(
     lse: Tensor,
     delta: Tensor,
     scale: float,
+    softcap: float | None,
     split: dict[str, Any] | None = None,
 ) -> Launch | None:
     """Launch for (B, N, H, 256) tensors, and lse and delta as the kernel takes them."""
@@ -107,7 +108,7 @@ def start_wide_dkv(
         delta,
         *transposed_arguments(layout),
         **split,
-        **column_sizes(layout, q, k, scale),
+        **column_sizes(layout, q, k, scale, softcap),
         Q_BLOCK=q_block,
         KV_BLOCK=kv_block,
         STAGES=backward_stages(q.shape[3]),

@@ -21,6 +21,7 @@ from dynaxx.kernels.hopper.backward_produce import FIELDS, RING, read_column
 from dynaxx.kernels.hopper.forward_consume import ROWS
 from dynaxx.kernels.hopper.parts import WHOLE, store_part
 from dynaxx.kernels.hopper.signals import none
+from dynaxx.kernels.hopper.softcap import capped, sloped
 
 SLOTS = gl.constexpr(2)  # tiles whose weights are kept
 LINES = gl.constexpr(128)  # of 32 numbers, in which weights lie in shared memory
@@ -42,7 +43,7 @@ def _by_row(lines):
 @gluon.jit
 def _add_dv(
     dv, q_buffers, do_buffers, k_buffers, weight_buffers, full, empty, weights_full, weights_empty,
-    numbers, stats, p_bits, first_key, scale_log2, done, begin, end,
+    numbers, stats, p_bits, first_key, scale_log2, cap_rate, done, begin, end,
     MASKED: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Add what tiles begin..end of a head give to dv, and leave their weights."""
@@ -61,7 +62,7 @@ def _add_dv(
         zero = gl.zeros([ROWS, ROWS], gl.float32, s_layout)
         s_token = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
         lse = stats.index(stage * 2).load(gl.SliceLayout(0, s_layout))
-        scores = warpgroup_mma_wait(0, deps=[s_token])
+        scores = capped(warpgroup_mma_wait(0, deps=[s_token]), cap_rate)
         weights = gl.exp2(scores * scale_log2 - lse[None, :])
         if MASKED:
             part = i_tile % SPLIT * ROWS
@@ -69,7 +70,7 @@ def _add_dv(
         p = gl.convert_layout(weights.to(q.dtype), p_layout)
         dv_token = warpgroup_mma(p, do, dv, is_async=True)
         mbarrier.wait(weights_empty.index(slot), ((i // SLOTS) & 1) ^ 1)
-        weight_buffers.index(slot).store(_by_lane(weights))
+        weight_buffers.index(slot).store(_by_lane(sloped(weights, scores, cap_rate)))
         mbarrier.arrive(weights_full.index(slot), count=1)
         dv = warpgroup_mma_wait(0, deps=[dv_token])
         mbarrier.arrive(empty.index(stage), count=1)
@@ -128,7 +129,7 @@ def consume_dv(
     dv_desc, q_buffers, do_buffers, k_buffers, weight_buffers,
     kv_full, full, empty, weights_full, weights_empty, numbers, stats,
     p_indptr, p_num_partial, p_bits, capacity, layout_stride_b, layout_stride_h, i_b, i_hk, i_col, first_key,
-    kv_blocks, group_size, first, last, slot, p_sums, scale_log2,
+    kv_blocks, group_size, first, last, slot, p_sums, scale_log2, cap_rate,
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr, HAS_PARTS: gl.constexpr,
 ):  # fmt: skip
     """dv of 64 keys, those from `first_key` of a kv block on."""
@@ -145,12 +146,12 @@ def consume_dv(
         )  # fmt: skip
         dv = _add_dv(
             dv, q_buffers, do_buffers, k_buffers, weight_buffers, full, empty, weights_full, weights_empty,
-            numbers, stats, p_bits, first_key, scale_log2, done, 0, partial * SPLIT,
+            numbers, stats, p_bits, first_key, scale_log2, cap_rate, done, 0, partial * SPLIT,
             True, Q_BLOCK, KV_BLOCK, STAGES,
         )  # fmt: skip
         dv = _add_dv(
             dv, q_buffers, do_buffers, k_buffers, weight_buffers, full, empty, weights_full, weights_empty,
-            numbers, stats, p_bits, first_key, scale_log2, done, partial * SPLIT, count * SPLIT,
+            numbers, stats, p_bits, first_key, scale_log2, cap_rate, done, partial * SPLIT, count * SPLIT,
             False, Q_BLOCK, KV_BLOCK, STAGES,
         )  # fmt: skip
         done += count * SPLIT
