@@ -29,7 +29,7 @@ TOP_P = tl.constexpr(1)
 OF_MAX = tl.constexpr(2)
 OF_UNIFORM = tl.constexpr(3)
 MODES = {"top_k": 0, "top_p": 1, "of_max": 2, "of_uniform": 3}
-GRID_SIZES = ["seqlen_q", "seqlen_k", "q_blocks", "kv_blocks", "q_block", "kv_block", "first_distance", "step"]
+GRID_SIZES = ["seqlen_q", "seqlen_k", "q_blocks", "kv_blocks", "q_block", "kv_block", "first_distance", "shift"]
 
 
 class ChoiceRule(NamedTuple):
@@ -51,10 +51,10 @@ class StaticEntries(NamedTuple):
 
 
 @triton.jit
-def _causal_code(distance, first, step, q_block, kv_block, CAUSAL: tl.constexpr):
+def _causal_code(distance, first, shift, q_block, kv_block, CAUSAL: tl.constexpr):
     """`layout.masks.causal_codes` of blocks whose first query lies `distance` behind their first key."""
     if CAUSAL:
-        code = (distance - first) // step
+        code = (distance - first) >> shift  # by the step, a power of two; below zero only where nothing is visible
         code = tl.where(distance >= kv_block - 1, FULL, code)
         code = tl.where(distance <= -q_block, EMPTY, code)
     else:
@@ -64,39 +64,40 @@ def _causal_code(distance, first, step, q_block, kv_block, CAUSAL: tl.constexpr)
 
 @triton.jit
 def _static_row(
-    p_indptr, p_indices, p_codes, p_same, i_row, o_c, row_distance, first, step, q_block, kv_block,
+    p_indptr, p_indices, p_codes, p_same, i_row, o_c, row_distance, first, shift, q_block, kv_block,
     HAS_STATIC: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Code that the pattern gives each block of a row [C], EMPTY where none, and whether that is all it can show."""
-    own = o_c * 0 + EMPTY
-    covered = o_c < 0
+    own = o_c * 0 + EMPTY * 2  # twice the code, and one where that is all
     if HAS_STATIC:
         for entry in range(tl.load(p_indptr + i_row), tl.load(p_indptr + i_row + 1)):
             block = tl.load(p_indices + entry)
             code = tl.load(p_codes + entry)
             same = tl.load(p_same + tl.maximum(code, 0))
-            causal = _causal_code(row_distance - block * kv_block, first, step, q_block, kv_block, CAUSAL)
-            own = tl.where(o_c == block, code, own)
-            covered = covered | ((o_c == block) & ((code == FULL) | ((code >= 0) & (same == causal))))
-    return own, covered
+            causal = _causal_code(row_distance - block * kv_block, first, shift, q_block, kv_block, CAUSAL)
+            covers = (code == FULL) | ((code >= 0) & (same == causal))
+            own = tl.where(o_c == block, code * 2 + covers.to(tl.int32), own)
+    return own >> 1, (own & 1) != 0
 
 
 @triton.jit
 def _top(keys, optional, weights, goal):
     """The best of `optional` whose weights before them, best first and ties from the left, sum to less than `goal`."""
     low = tl.min(tl.where(optional, keys, 0xFFFFFFFF).to(tl.int64), 0)  # the largest threshold that reaches `goal` ...
-    high = tl.max(tl.where(optional, keys, 0).to(tl.int64), 0)  # ... lies between these
+    keys = tl.where(optional, keys, 0)  # below every threshold
+    weights = tl.where(optional, weights, 0.0)
+    high = tl.max(keys.to(tl.int64), 0)  # ... lies between these
     while low < high:
         middle = (low + high + 1) // 2
-        above = tl.sum(tl.where(optional & (keys >= middle.to(tl.uint32)), weights, 0.0), 0)
+        above = tl.sum(tl.where(keys >= middle.to(tl.uint32), weights, 0.0), 0)
         low = tl.where(above >= goal, middle, low)
         high = tl.where(above == goal, low, tl.where(above > goal, high, middle - 1))
     threshold = low.to(tl.uint32)
-    ahead = tl.sum(tl.where(optional & (keys > threshold), weights, 0.0), 0)
-    tied = optional & (keys == threshold)
+    ahead = tl.sum(tl.where(keys > threshold, weights, 0.0), 0)
+    tied = keys == threshold
     tied_weights = tl.where(tied, weights, 0.0)
     before = ahead + tl.cumsum(tied_weights, 0) - tied_weights
-    return (optional & (keys > threshold)) | (tied & (before < goal))
+    return (keys > threshold) | (tied & (before < goal))
 
 
 @triton.jit
@@ -151,7 +152,7 @@ def _choose_kernel(
     q_block,
     kv_block,
     first_distance,
-    step,
+    shift,
     MODE: tl.constexpr,
     SHARES: tl.constexpr,
     ALIKE: tl.constexpr,
@@ -164,13 +165,13 @@ def _choose_kernel(
     i_row = (first_row + i_program % rows).to(tl.int32)
     o_c = tl.arange(0, BLOCK_C)
     row_distance = i_row * q_block + seqlen_k - seqlen_q
-    causal = _causal_code(row_distance - o_c * kv_block, first_distance, step, q_block, kv_block, CAUSAL)
+    causal = _causal_code(row_distance - o_c * kv_block, first_distance, shift, q_block, kv_block, CAUSAL)
     last = tl.minimum(i_row * q_block + q_block, seqlen_q) - 1 + seqlen_k - seqlen_q
     visible = kv_blocks
     if CAUSAL:
         visible = tl.where(last < 0, 0, tl.minimum(last // kv_block + 1, kv_blocks))
     own, covered = _static_row(
-        p_indptr, p_indices, p_codes, p_same, i_row, o_c, row_distance, first_distance, step, q_block, kv_block,
+        p_indptr, p_indices, p_codes, p_same, i_row, o_c, row_distance, first_distance, shift, q_block, kv_block,
         HAS_STATIC, CAUSAL,
     )  # fmt: skip
     seen = o_c < visible
@@ -237,7 +238,7 @@ def _emit_kernel(
     q_block,
     kv_block,
     first_distance,
-    step,
+    shift,
     HAS_STATIC: tl.constexpr,
     CAUSAL: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -247,12 +248,12 @@ def _emit_kernel(
     o_c = tl.arange(0, BLOCK_C)
     row_distance = i_row * q_block + seqlen_k - seqlen_q
     own, _ = _static_row(
-        p_indptr, p_indices, p_codes, p_same, i_row, o_c, row_distance, first_distance, step, q_block, kv_block,
+        p_indptr, p_indices, p_codes, p_same, i_row, o_c, row_distance, first_distance, shift, q_block, kv_block,
         HAS_STATIC, CAUSAL,
     )  # fmt: skip
     num_words = (kv_blocks + 31) // 32
     word = tl.load(p_bits + i_choice * num_words + o_c // 32, mask=o_c < kv_blocks, other=0)
-    causal = _causal_code(row_distance - o_c * kv_block, first_distance, step, q_block, kv_block, CAUSAL)
+    causal = _causal_code(row_distance - o_c * kv_block, first_distance, shift, q_block, kv_block, CAUSAL)
     code = tl.where(((word >> (o_c % 32)) & 1) != 0, causal, own)
     partial = (code >= 0).to(tl.int32)
     full = (code == FULL).to(tl.int32)
@@ -366,6 +367,6 @@ def _grid_arguments(grid: BlockGrid) -> dict[str, int | bool]:
         "q_block": q_block,
         "kv_block": kv_block,
         "first_distance": first,
-        "step": step,
+        "shift": step.bit_length() - 1,
         "CAUSAL": grid.causal,
     }
