@@ -170,6 +170,14 @@ def test_figures_are_those_of_a_plain_computation(model):
     assert found.logits.kl == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-3)
 
 
+def test_a_policy_of_another_model_is_refused_before_anything_is_computed(model, monkeypatch):
+    facts = model_facts(model)
+    policy = dx.Policy(model=type(facts)(**{**dict(facts), "layers": 12}), rules=(dx.Rule.of(dx.SlidingWindow(16)),))
+    monkeypatch.setattr(module._Run, "hidden", lambda run, ids: pytest.fail("computed first"))
+    with pytest.raises(dx.PolicyError, match=r"`model.layers` is 12 in the policy and 2 in the model"):
+        validate(model, Letters(), policy, TEXT, lengths=(300,), tokens=800)
+
+
 def test_what_would_not_run_sparse_is_not_validated(model):
     with pytest.raises(ValueError, match=r"dense below 900 tokens, and quality would be measured at 800"):
         check(model, dx.SlidingWindow(16), dense_below=300, sparse_from=900)

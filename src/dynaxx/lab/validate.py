@@ -93,6 +93,8 @@ def validate(
     samples = make_samples(tokenizer, ids, at, TASK_SAMPLES, seed)
     with evaluating(model), progress.task("Validating", 100) as task:
         run = _Run(model, policy, task)
+        with run.applied():  # a policy of another model is refused before anything takes long
+            pass
         logits, perplexity = run.compare_text(ids, window, share=35)
         tasks = run.retrieval(samples, share=20)
         repetition = run.repetition(ids, max(border, min(window, PROMPT_TOKENS)), share=15)

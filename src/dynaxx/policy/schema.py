@@ -5,6 +5,7 @@ Pure data. Unknown fields are refused, so nothing in a file is without effect; a
 
 from __future__ import annotations
 
+import difflib
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, Strict, ValidationError, model_validator
@@ -265,7 +266,6 @@ def head_values(attention: Any) -> tuple[float, ...] | None:
 
 
 _FIXES = {
-    "extra_forbidden": "remove it; this version does not know it",
     "missing": "add it",
     "union_tag_not_found": "add `kind`",
 }
@@ -276,7 +276,7 @@ def explain_errors(error: ValidationError) -> str:
     lines = []
     for found in error.errors(include_url=False):
         where = ".".join(str(part) for part in found["loc"] if not _is_branch(part))
-        fix = _FIXES.get(found["type"])
+        fix = _unknown_fix(found["loc"]) if found["type"] == "extra_forbidden" else _FIXES.get(found["type"])
         value = repr(found["input"])
         said = found["msg"].removeprefix("Value error, ")
         line = f"`{where}`: {said}" if where else said
@@ -284,6 +284,13 @@ def explain_errors(error: ValidationError) -> str:
             line += f", got {value if len(value) <= 80 else value[:77] + '...'}"
         lines.append(f"{line}; {fix}" if fix else line)
     return "\n".join(dict.fromkeys(lines))
+
+
+def _unknown_fix(where: tuple[int | str, ...]) -> str:
+    """Of a field that is not known: the one that was meant, where a known one is spelled nearly so."""
+    within = next((part for part in reversed(where[:-1]) if isinstance(part, str)), "")
+    close = difflib.get_close_matches(str(where[-1]), _FIELDS.get(within, ()), 1, 0.7)
+    return f"it is called `{close[0]}`" if close else "remove it; this version does not know it"
 
 
 def _is_branch(part: Any) -> bool:
@@ -296,3 +303,10 @@ def _is_branch(part: Any) -> bool:
 _TYPES = ("int", "float", "str", "bool")
 _SPECS = {*Spec.__subclasses__(), *Leaf.__subclasses__()} - {Leaf}
 _KINDS = {spec.model_fields["kind"].default for spec in _SPECS}
+_FIELDS = {
+    "": list(Policy.model_fields),
+    "rules": list(Rule.model_fields),
+    "model": list(ModelFacts.model_fields),
+    "tolerances": list(Tolerances.model_fields),
+    **{spec.model_fields["kind"].default: list(spec.model_fields) for spec in _SPECS},
+}  # by the part of a location that they are within
