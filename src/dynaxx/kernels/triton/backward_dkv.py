@@ -77,7 +77,7 @@ def _accumulate_dkv(
         if MASKED:
             next_code = block_ahead(p_codes, first, 0, tiles, SPLIT)
             next_lo, next_hi = load_band(p_bands, num_masks, next_code)
-    for i_tile in range(0, tiles):
+    for i_tile in tl.range(0, tiles, disable_licm=TMA):  # matrix descriptors of tiles that stay need no registers
         if TMA:
             offsets = tl.arange(0, BLOCK_M)
             part_q = i_tile % SPLIT * BLOCK_M

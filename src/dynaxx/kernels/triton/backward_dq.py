@@ -89,7 +89,7 @@ def _accumulate_dq(
         if MASKING == PARTIAL:
             next_code = tl.load(p_codes + entry, mask=tiles > 0, other=-1)
             next_lo, next_hi = load_band(p_bands, num_masks, next_code)
-    for i_step in range(tiles):
+    for i_step in tl.range(0, tiles, disable_licm=TMA):  # matrix descriptors of tiles that stay need no registers
         if TMA:
             offsets = tl.arange(0, BLOCK_N)
             _, i_part, is_full = _entry_of(i_step, tiles, start, partial, total, partial_tiles, whole, MASKING, SPLIT)
