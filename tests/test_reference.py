@@ -168,6 +168,8 @@ def test_no_sink_is_one_of_minus_infinity():
     ("options", "error", "message"),
     [
         ({"softcap": 0.0}, ValueError, "`softcap` must be > 0 and finite, or None"),
+        ({"scale": float("nan")}, ValueError, "`scale` must be finite, or None"),
+        ({"scale": float("inf")}, ValueError, "`scale` must be finite, or None"),
         ({"softcap": -5}, ValueError, "`softcap` must be > 0"),
         ({"softcap": float("nan")}, ValueError, "`softcap` must be > 0"),
         ({"softcap": float("inf")}, ValueError, "`softcap` must be > 0"),

@@ -415,6 +415,7 @@ def test_floor_gives_early_rows_the_share_of_later_ones():
     [
         (lambda q, k: TopK(1.5), "`budget` must be a count"),
         (lambda q, k: TopK(-1), "`budget` must be a count"),
+        (lambda q, k: TopK(float("nan")), "`budget` must be a count"),
         (lambda q, k: TopP(2.0), "`mass` must be from"),
         (lambda q, k: TopK(1, per="layer"), "`per` must be 'group' or 'head'"),
         (lambda q, k: MeanQuery(0.0), "`sharpness` must be > 0"),

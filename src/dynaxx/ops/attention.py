@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dynaxx.arguments import typed
 from dynaxx.layout import BlockLayout, CuSeqlens, PackedLayout
-from dynaxx.ops.checks import check_inputs, check_packed, check_sinks
+from dynaxx.ops.checks import check_inputs, check_packed, check_sinks, softmax_scale
 from dynaxx.ops.dispatch import backend_for, check_name, load_backend, score_options
 from dynaxx.ops.library import attention_forward, is_traced, layout_tensors
 from dynaxx.ops.once import first_derivative_only
@@ -103,7 +103,7 @@ def sparse_attention(
     if packed or cu_seqlens_q is not None or cu_seqlens_k is not None:
         check_packed(q, k, v, layout, cu_seqlens_q, cu_seqlens_k)
         q, k, v = q[None], k[None], v[None]
-    scale = None if scale is None else float(scale)
+    scale = None if scale is None else softmax_scale(scale, q.shape[-1])
     softcap = None if softcap is None else float(softcap)
     out, lse = _attend(q, k, v, layout, scale, softcap, backend)
     if sinks is not None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dynaxx.arguments import typed
 from dynaxx.layout import BlockLayout
-from dynaxx.ops.checks import check_inputs
+from dynaxx.ops.checks import check_inputs, softmax_scale
 from dynaxx.ops.dispatch import choose_backend
 
 if TYPE_CHECKING:
@@ -48,5 +48,5 @@ def autotune(
         raise ValueError(f"`q` must be on a GPU to be timed there, got {q.device}")
     from dynaxx.kernels.triton.autotune import autotune as tune
 
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    scale = softmax_scale(scale, q.shape[-1])
     return tune(q.detach(), k.detach(), v.detach(), layout, scale, softcap, gradients)

@@ -18,7 +18,7 @@ from dynaxx.errors import UnsupportedInputError
 from dynaxx.kernels.decode_problem import DecodeProblem
 from dynaxx.layout.paging import PagedCache, PageSummaries
 from dynaxx.ops.attention import SparseAttentionOutput
-from dynaxx.ops.checks import DTYPES
+from dynaxx.ops.checks import DTYPES, softmax_scale
 from dynaxx.selection.pages import PageBudget
 
 MOST_FORMS = 1024  # of inputs that are remembered; a cache that grows has another at every step
@@ -82,7 +82,7 @@ def sparse_decode(
         UnsupportedInputError: no backend, or not the named one, can serve; with the reasons of each.
     """
     kernels = kernels_for(q, cache, backend)
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    scale = softmax_scale(scale, q.shape[-1])
     if isinstance(pages, PageBudget) and not pages.reads_everything:
         out, lse = kernels.select_and_attend(q, cache, *_choice(q, cache, pages), scale)
     else:
@@ -108,7 +108,7 @@ def select_pages(
         As `sparse_decode`; ValueError, too, where the cache has no summaries, or some of another bound.
     """
     kernels = kernels_for(q, cache, backend)
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    scale = softmax_scale(scale, q.shape[-1])
     chosen: Tensor = kernels.select_pages(q, cache, *_choice(q, cache, budget), scale)[0]
     return chosen
 

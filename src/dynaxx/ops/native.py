@@ -12,6 +12,7 @@ from dynaxx.arguments import typed
 from dynaxx.kernels.reference import native as definition
 from dynaxx.layout import CuSeqlens
 from dynaxx.layout.native import NativeSizes, NativeSpans
+from dynaxx.ops.checks import softmax_scale
 from dynaxx.ops.native_branches import (
     GatedSum,
     Recorded,
@@ -132,7 +133,7 @@ def select_native(
             f"`k_cmp` must be (compressed tokens = {spans.ends_cmp[-1]}, kv_heads, head_dim = {q.shape[2]}), "
             f"got {tuple(k_cmp.shape)}"
         )
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    scale = softmax_scale(scale, q.shape[-1])
     name = native_backend(q, k_cmp, k_cmp, sizes.slc_block, backend)
     return native_module(name).select_blocks(q, k_cmp, lse, spans, heads, scale)
 
@@ -181,7 +182,7 @@ def native_sparse_attention(
         )
     if gates.shape != (*q.shape[:-1], 3):
         raise ValueError(f"`gates` must be {(*q.shape[:-1], 3)}, got {tuple(gates.shape)}")
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    scale = softmax_scale(scale, q.shape[-1])
     inputs = packed.q, packed.k, packed.v, k_cmp, v_cmp, gates if packed.batch is None else gates.flatten(0, 1)
     step = _kv_heads_at_once(*inputs)
     if step >= k.shape[-2]:

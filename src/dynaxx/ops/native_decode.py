@@ -16,6 +16,7 @@ from dynaxx.arguments import typed
 from dynaxx.layout.compressed import CompressedPages
 from dynaxx.layout.native import NativeSizes
 from dynaxx.layout.paging import SCALED_DTYPES, PagedCache
+from dynaxx.ops.checks import softmax_scale
 from dynaxx.ops.decode import kernels_for, sparse_decode
 
 # How windows become tokens: their mean, weights (cmp_block, kv_heads), or a function of (windows, cmp_block, kv_heads,
@@ -140,7 +141,7 @@ def native_decode(
             f"`block_indices` must be (batch, seqlen_q, kv_heads, slots) = {(*q.shape[:2], cache.kv_heads)} and slots, "
             f"got {tuple(block_indices.shape)}"
         )
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    scale = softmax_scale(scale, q.shape[-1])
     steps = q.shape[1]
     q, cache = _one_query_each(q, cache)
     kept = None if block_indices is None else block_indices.flatten(0, 1)

@@ -17,6 +17,7 @@ from dynaxx.kernels.problem import AttentionProblem
 from dynaxx.layout.native import NativeSizes, NativeSpans
 from dynaxx.layout.packed import CuSeqlens
 from dynaxx.ops.attention import SparseAttentionOutput
+from dynaxx.ops.checks import softmax_scale
 from dynaxx.ops.dispatch import unsupported_reasons
 from dynaxx.ops.once import first_derivative_only
 from dynaxx.ops.packing import check_indices, pack
@@ -65,7 +66,7 @@ def selected_attention(
     sizes = NativeSizes(block_size, block_size, block_size, max(1, count), 0, 0)
     spans, packed = pack(q, k, v, sizes, cu_seqlens_q, cu_seqlens_k)
     indices = check_indices(block_indices, packed, spans)
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    scale = softmax_scale(scale, q.shape[-1])
     out, lse = attend_selected(packed.q, packed.k, packed.v, indices.to(torch.int32), spans, scale, backend)
     out = packed.unpack(out)
     if not return_lse:

@@ -42,7 +42,7 @@ class TopK(Selector):
         if self.floor < 0:
             raise ValueError(f"`floor` must be >= 0 blocks, got {self.floor}")
         for budget in _per_head(self.budget):
-            if budget < 0 or (isinstance(budget, float) and budget > 1):
+            if not budget >= 0 or (isinstance(budget, float) and budget > 1):
                 raise ValueError(f"`budget` must be a count >= 0 or a share from 0.0 to 1.0, got {budget}")
 
     def choice(self, q_heads: int) -> Choice | None:
