@@ -242,11 +242,6 @@ def _choose(problem: DecodeProblem, backend: str) -> ModuleType:
     return _load(f"dynaxx.kernels.{_backend(problem, backend)}.decode")
 
 
-def backend_of(cache: PagedCache, dtype: torch.dtype, backend: str) -> str:
-    """The backend that serves one query of `dtype` per sequence."""
-    return _backend(_problem(cache, dtype, 1, cache.kv_heads), backend)
-
-
 def _backend(problem: DecodeProblem, backend: str) -> str:
     """The named backend, or the first that can serve."""
     if backend != "auto" and backend not in DECODE_BACKENDS:
