@@ -85,6 +85,19 @@ def test_portable_forward(head_dim, block, spilled, injected, capfd):
 
 
 @pytest.mark.parametrize(
+    ("head_dim", "spilled", "injected"),
+    [
+        (64, {(3, 6): (112, 52)}, 2),
+        (128, {(3, 6): (16, 28)}, 0),
+    ],
+)
+def test_portable_forward_in_two_launches(head_dim, spilled, injected, capfd, monkeypatch):
+    monkeypatch.setattr(forward, "MANY_TILES", 0)
+    found = compile_kernels(forward_of(head_dim, 128), "fwd_kernel", capfd)
+    check(found, spilled.get(VERSION, (UNKNOWN, UNKNOWN)), injected)
+
+
+@pytest.mark.parametrize(
     ("head_dim", "block", "spilled", "injected"),
     [
         (64, 128, {(3, 6): (0, 0), (3, 9): (12, 0)}, 3),

@@ -14,6 +14,7 @@ from dynaxx.testing import check_forward, check_gradients, make_qkv, random_case
 from interpreter import DEVICE, INTERPRETED, on_gpu, run_interpreted, runs_here, starts_interpreter
 
 pytest.importorskip("triton")
+from dynaxx.kernels.triton import forward
 
 gpu = pytest.mark.gpu
 
@@ -210,6 +211,47 @@ def test_lengths_do_not_recompile():
         attend(q, k, v, dx.SlidingWindow(30).layout(seqlen, block_size=32, device=DEVICE))
         counts.append(compiled())
     assert counts[-1] == counts[0], counts
+
+
+@gpu
+@on_gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("step", [10, 60, 300, 1200])
+@pytest.mark.parametrize("first", [0, -1000])
+def test_scores_that_grow_from_block_to_block(first, step, head_dim, monkeypatch):
+    """In bf16 weights are relative to scores of blocks before: these grow by `step` a block, or fall, or stay.
+
+    Half of the queries see nothing of the only partial block, which comes first.
+    """
+    monkeypatch.setattr(forward, "MANY_TILES", 0)
+    q, k, v = make_qkv(1, 512, 1024, 4, 2, head_dim, dtype=torch.bfloat16, device="cuda")
+    q[..., 0] = torch.tensor([1, 1, -1, 0], device="cuda").repeat(128)[None, :, None]
+    k[..., 0] = (first + torch.arange(1024, device="cuda") // 128 * step)[None, :, None]
+    mask = torch.ones(512, 1024, dtype=torch.bool, device="cuda")
+    mask[::2, 512:640] = False
+    layout = dx.BlockLayout.from_dense(mask, block_size=128)
+    for report in check_forward(attend, q, k, v, layout):
+        assert report.ok, report
+
+
+@gpu
+@on_gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_long_forwards_with_one_score_far_above_those_before(head_dim, monkeypatch):
+    """The second launch does that tile again, and no other; rows that see nothing stay as they are."""
+    q, k, v = make_qkv(1, 4096, 4096, 4, 2, head_dim, dtype=torch.bfloat16, device="cuda")
+    q[0, 3000, 1], k[0, 700, 0] = 30, 30
+    q[0, 3001, 1, 0], v[0, 700, 0] = float("inf"), 1e30
+    layout = (dx.patterns.SlidingWindow(512) | dx.patterns.Sink(1024)).layout(4096, block_size=128, device="cuda")
+    monkeypatch.setattr(forward, "MANY_TILES", 1 << 30)
+    out, lse = forward.attention_forward(q, k, v, layout, head_dim**-0.5)
+    monkeypatch.setattr(forward, "MANY_TILES", 0)
+    for _ in range(2):
+        found, found_lse = forward.attention_forward(q, k, v, layout, head_dim**-0.5)
+        torch.testing.assert_close(found, out, rtol=2**-6, atol=2**-7, equal_nan=True)
+        torch.testing.assert_close(found_lse, lse, rtol=1e-5, atol=1e-5, equal_nan=True)
+    rows = slice(3000 // 128 * 128, 3000 // 128 * 128 + 128)
+    assert torch.equal(found[:, rows, 1].nan_to_num(), out[:, rows, 1].nan_to_num())
 
 
 @gpu

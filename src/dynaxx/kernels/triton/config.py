@@ -60,7 +60,7 @@ def forward_tiles(
     if dtype == torch.float32:  # no matrix unit multiplies exact fp32: the tiles live in registers
         tiles = Tiles(32 if wide <= 64 else 16, 32, 4, 1)
     elif tma and wide <= 64:
-        large = min(block_size) >= 128 and _feeds_registers(device)
+        large = min(block_size) >= 128 and feeds_registers(device)
         tiles = Tiles(128, 128, 4, 2, 255) if large else Tiles(64, 64, 4, 2, 128)
     elif tma:
         tiles = Tiles(128, 64, 8, 2, 128) if wide <= 128 else Tiles(128, 64, 8, 2)
@@ -89,7 +89,7 @@ def backward_dq_tiles(
         tiles = Tiles(32 if wide <= 64 else 16, 32, 4, 1)
     elif tma and wide <= 64:
         tiles = Tiles(64, 64, 4, 3, 168)  # three programs a multiprocessor
-    elif tma and wide <= 128 and _feeds_registers(device):
+    elif tma and wide <= 128 and feeds_registers(device):
         tiles = Tiles(64, 64, 4, 3)  # two, as q and do are in registers
     elif tma and wide <= 128:
         roomy = block_size[0] >= 128 and shared_memory(device) >= 164 << 10
@@ -151,7 +151,7 @@ def _fit(
 def dq_from_registers(device: torch.device, tiles: Tiles, head_dim: int, head_dim_v: int, tma: bool) -> bool:
     """Whether the kernel for dq holds q and do in registers, as two programs of four warps on a multiprocessor can."""
     wide = max(padded(head_dim), padded(head_dim_v))
-    return tma and tiles.num_warps == 4 and wide == 128 and _feeds_registers(device)
+    return tma and tiles.num_warps == 4 and wide == 128 and feeds_registers(device)
 
 
 def dkv_in_stages(device: torch.device, tiles: Tiles, head_dim: int, head_dim_v: int, tma: bool) -> bool:
@@ -160,7 +160,7 @@ def dkv_in_stages(device: torch.device, tiles: Tiles, head_dim: int, head_dim_v:
     """
     wide = max(padded(head_dim), padded(head_dim_v))
     fits = (tiles.num_warps, tiles.num_stages) == (4, 2) and max(tiles.block_m, tiles.block_n) <= 64
-    return tma and fits and wide == 128 and _feeds_registers(device) and _is_triton(3, 6)
+    return tma and fits and wide == 128 and feeds_registers(device) and _is_triton(3, 6)
 
 
 @lru_cache(maxsize=16)
@@ -171,7 +171,7 @@ def _is_triton(major: int, minor: int) -> bool:
 
 
 @lru_cache(maxsize=16)
-def _feeds_registers(device: torch.device) -> bool:
+def feeds_registers(device: torch.device) -> bool:
     """Whether matrix instructions take their left side from registers or from shared memory, as those of Hopper do.
 
     Under the interpreter as well, which so tests those kernels, too.

@@ -2,7 +2,8 @@
 """Block-sparse attention forward in Triton: one program per tile of BLOCK_M queries of one head.
 
 It walks the partial blocks of its row with their element masks, then the full blocks without (`forward_row`), and keeps
-the running softmax in base 2.
+the running softmax in base 2. In bf16 a long forward takes weights of full blocks relative to scores of the partial
+ones; where that left the range of numbers, a second launch does the tile again, with maxima. Elsewhere it ends at once.
 
 Shapes: B batch, N / M queries and keys, Hq / Hk query and kv heads, D / E head_dim of q, k and of v.
 """
@@ -14,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dynaxx.kernels.triton.config import TMA_BLOCK, forward_loop, forward_span, forward_tiles, padded
-from dynaxx.kernels.triton.forward_row import attend, attend_ahead, entry_ahead
+from dynaxx.kernels.triton.config import TMA_BLOCK, feeds_registers, forward_loop, forward_span, forward_tiles, padded
+from dynaxx.kernels.triton.forward_row import attend, attend_ahead, entry_ahead, out_of_range
 from dynaxx.kernels.triton.launch import (
     RUNTIME_SIZES,
     layout_arguments,
@@ -42,6 +43,10 @@ from dynaxx.kernels.triton.repeat import repeated
 from dynaxx.kernels.triton.split import SPLIT_SIZES, no_split, split_programs, split_rows
 from dynaxx.kernels.triton.split_sums import merge_parts
 from dynaxx.layout import BlockLayout
+
+ALL = tl.constexpr(2)
+AGAIN = tl.constexpr(3)
+MANY_TILES = 2048  # of queries: below, a second launch costs the host more than maxima cost the GPU
 
 
 @light_launch
@@ -101,6 +106,7 @@ def _sparse_attention_fwd_kernel(
     TMA: tl.constexpr,
     LOOP: tl.constexpr,
     HAS_PARTS: tl.constexpr,
+    MAXIMA: tl.constexpr,  # of all tiles: ALL; of partial ones: PARTIAL, which leaves NaN in lse where AGAIN is needed
 ):
     SPLIT_M: tl.constexpr = Q_BLOCK // BLOCK_M
     q_blocks = (seqlen_q + Q_BLOCK - 1) // Q_BLOCK
@@ -123,6 +129,11 @@ def _sparse_attention_fwd_kernel(
     first_q = (i_row * Q_BLOCK + i_tile % SPLIT_M * BLOCK_M).to(tl.int64)
     pos_q = first_q + tl.arange(0, BLOCK_M)
 
+    p_lse += (i_b * q_heads + i_h) * seqlen_q
+    if MAXIMA == AGAIN:
+        lse = tl.load(p_lse + pos_q, mask=pos_q < seqlen_q, other=0.0)
+        if tl.sum((lse != lse).to(tl.int32)) == 0:
+            return
     start, partial, total = row_entries(p_indptr, p_num_partial, lead, i_row, q_blocks, capacity)
     if HAS_PARTS:
         slot, start, partial, total = entries_of(slot, start, partial, total, part_first, part_last, limit)
@@ -168,19 +179,24 @@ def _sparse_attention_fwd_kernel(
                 acc, scores, first_k, next_block, row_max, row_sum, b_q, inner_q, k_rows, v_rows, b, hk,
                 seqlen_k, scale, cap, p_indices, p_codes, p_bits, p_bands, num_masks,
                 start, partial_tiles, left, whole, begin, end,
-                MASKING, BLOCK_D, BLOCK_E, Q_BLOCK, KV_BLOCK, BLOCK_N, CAPPED, LOOP == "overlapped",
+                MASKING, BLOCK_D, BLOCK_E, Q_BLOCK, KV_BLOCK, BLOCK_N, CAPPED,
+                LOOP == "overlapped", MAXIMA == PARTIAL and LOOP == "ahead",
             )  # fmt: skip
 
+    if MAXIMA == PARTIAL:
+        lost = out_of_range(acc, row_sum)
     empty = row_sum == 0
     row_sum = tl.where(empty, 1.0, row_sum)
     acc = acc / row_sum[:, None] if b_q.dtype == tl.float32 else acc * (1.0 / row_sum)[:, None]
     lse = tl.where(empty, float("-inf"), row_max * scale + tl.log(row_sum))
+    if MAXIMA == PARTIAL:
+        lse = tl.where(lost, float("nan"), lse)
     if HAS_PARTS:
         store_part(p_sums, slot, acc, inner_q, Q_BLOCK, E, BLOCK_E)
         at = tl.maximum(slot, 0).to(tl.int64) * Q_BLOCK + inner_q
         tl.store(p_sums_lse + at, lse, mask=inner_q < tl.where(slot >= 0, Q_BLOCK, 0))
         pos_q = tl.where(slot == WHOLE, pos_q, seqlen_q)
-    tl.store(p_lse + (i_b * q_heads + i_h) * seqlen_q + pos_q, lse, mask=pos_q < seqlen_q)
+    tl.store(p_lse + pos_q, lse, mask=pos_q < seqlen_q)
     p_out += (i_b * seqlen_q * q_heads + i_h) * E
     store_rows(p_out, acc, pos_q, q_heads * E, seqlen_q, E, BLOCK_E)
 
@@ -198,14 +214,25 @@ def attention_forward(
     q, k, v = (unit_stride(x) for x in (q, k, v))
     split = split_rows(layout, batch, q_heads)
     if split is None:
-        repeated(_start_forward, layout, (q, k, v, out, lse), scale, softcap, made=2)
+        for maxima in _launches(q, v, layout, softcap):
+            repeated(_start_forward, layout, (q, k, v, out, lse), scale, softcap, maxima, made=2)
         return out, lse
     rows = layout.block_size[0]
     sums, sums_lse = split.places(q, rows, v.shape[3]), split.places(q, rows)
     places = split.to(p_sums=sums, p_sums_lse=sums_lse)
-    repeated(_start_forward, layout, (q, k, v, out, lse), scale, softcap, made=2, split=places)
+    repeated(_start_forward, layout, (q, k, v, out, lse), scale, softcap, ALL.value, made=2, split=places)
     merge_parts(sums, sums_lse, out, lse, split, layout)
     return out, lse
+
+
+def _launches(q: Tensor, v: Tensor, layout: BlockLayout, softcap: float | None) -> tuple[int, ...]:
+    """Of which tiles maxima are taken, launch by launch."""
+    wide = max(q.shape[3], v.shape[3])
+    ahead = wide <= 128 and min(layout.block_size) >= 128 and feeds_registers(q.device)
+    many = layout.q_blocks * q.shape[0] * q.shape[2] >= MANY_TILES
+    if q.dtype == torch.bfloat16 and softcap is None and ahead and many:
+        return PARTIAL.value, AGAIN.value
+    return (ALL.value,)
 
 
 def _start_forward(
@@ -217,6 +244,7 @@ def _start_forward(
     lse: Tensor,
     scale: float,
     softcap: float | None,
+    maxima: int,
     split: dict[str, Any] | None = None,
 ) -> Launch | None:
     batch, seqlen_q, q_heads, head_dim = q.shape
@@ -256,9 +284,10 @@ def _start_forward(
         BLOCK_N=tiles.block_n,
         PRECISION="ieee",
         CAPPED=softcap is not None,
-        ORDERED=ordered,
+        ORDERED=ordered and maxima != AGAIN.value,
         TMA=tma,
         LOOP=forward_loop(tiles, tma),
+        MAXIMA=maxima,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         maxnreg=tiles.max_registers,

@@ -5,12 +5,15 @@
 by TMA: it begins with the softmax of a tile and ends with the scores of the next one. Triton asks for the tiles of the
 next step at the end of a step, which there is before a softmax, not before the scores, so that they come while it runs.
 OVERLAPPED, the weights are multiplied with v after the next scores, and on Hopper while the next softmax runs.
+RELATIVE, weights of full tiles are relative to the largest score of the partial ones: no maxima, nothing is rescaled.
+A row's sum then tells whether they stayed in range (`out_of_range`); where not, it is done again with maxima.
 """
 
 import triton
 import triton.language as tl
 
 from dynaxx.kernels.triton.primitives import (
+    FULL,
     LOG2E,
     PARTIAL,
     exp_rounded,
@@ -21,6 +24,15 @@ from dynaxx.kernels.triton.primitives import (
     visible_bits,
     visible_elements,
 )
+
+MOST = tl.constexpr(2.0**64)  # of a row's weights relative to its first tiles; of scores 44 above them
+
+
+@triton.jit
+def out_of_range(acc, row_sum):
+    """Rows whose weights, relative to their first tiles, were not in the range of bf16 and fp32, or not numbers."""
+    finite = tl.sum(acc * 0.0, 1) == 0.0
+    return (row_sum <= MOST) & finite == 0
 
 
 @triton.jit
@@ -186,9 +198,12 @@ def attend_ahead(
     BLOCK_N: tl.constexpr,
     CAPPED: tl.constexpr,
     OVERLAPPED: tl.constexpr,
+    RELATIVE: tl.constexpr,
 ):
     """Attend to tiles begin..end of both passes, and return the scores of the tile after them, or of the last again."""
     last = partial_tiles + left + whole - 1
+    if RELATIVE and MASKING == FULL:
+        row_max = tl.where(row_max == float("-inf"), tl.max(scores, 1), row_max)
     for i_step in range(begin, end):
         if CAPPED:
             scores = cap * tanh(scores / cap)
@@ -199,10 +214,18 @@ def attend_ahead(
                 scores, code, i_step >= partial_tiles, inner_q, part, first_k, seqlen_k,
                 p_bits, p_bands, num_masks, Q_BLOCK, KV_BLOCK, BLOCK_N,
             )  # fmt: skip
-        weights, rescale, row_max, row_sum = _softmax_step(scores, row_max, row_sum, scale, MASKING, False)
+        if RELATIVE and MASKING == FULL:
+            weights = tl.exp2(scores * (scale * LOG2E) - (row_max * (scale * LOG2E))[:, None])
+            row_sum += tl.sum(weights, 1)
+            # A use of acc, of no instruction: else Triton leaves the last product in flight over the end of the loop,
+            # for which ptxas runs the matrix instructions of the whole kernel one at a time.
+            acc = tl.inline_asm_elementwise("", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
+        else:
+            weights, rescale, row_max, row_sum = _softmax_step(scores, row_max, row_sum, scale, MASKING, False)
+            if not OVERLAPPED:
+                acc = acc * rescale[:, None]
         v_k = first_k
         if not OVERLAPPED:
-            acc = acc * rescale[:, None]
             b_v = v_rows.load([i_b, i_hk, v_k, 0]).reshape(BLOCK_N, BLOCK_E)
             acc = tl.dot(weights.to(b_v.dtype), b_v, acc)
         entry, part = entry_ahead(
