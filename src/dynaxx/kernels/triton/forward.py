@@ -227,12 +227,11 @@ def attention_forward(
 
 def _launches(q: Tensor, v: Tensor, layout: BlockLayout, softcap: float | None) -> tuple[int, ...]:
     """Of which tiles maxima are taken, launch by launch."""
-    wide = max(q.shape[3], v.shape[3])
-    ahead = wide <= 128 and min(layout.block_size) >= 128 and feeds_registers(q.device)
     many = layout.q_blocks * q.shape[0] * q.shape[2] >= MANY_TILES
-    if q.dtype == torch.bfloat16 and softcap is None and ahead and many:
-        return PARTIAL.value, AGAIN.value
-    return (ALL.value,)
+    if not many or q.dtype != torch.bfloat16 or softcap is not None:
+        return (ALL.value,)
+    ahead = max(q.shape[3], v.shape[3]) <= 128 and min(layout.block_size) >= 128 and feeds_registers(q.device)
+    return (PARTIAL.value, AGAIN.value) if ahead else (ALL.value,)
 
 
 def _start_forward(

@@ -32,7 +32,7 @@ MOST = tl.constexpr(2.0**64)  # of a row's weights relative to its first tiles; 
 def out_of_range(acc, row_sum):
     """Rows whose weights, relative to their first tiles, were not in the range of bf16 and fp32, or not numbers."""
     finite = tl.sum(acc * 0.0, 1) == 0.0
-    return (row_sum <= MOST) & finite == 0
+    return ((row_sum <= MOST) & finite) == 0
 
 
 @triton.jit
