@@ -155,7 +155,7 @@ def test_hopper_backward(head_dim, block, one_pass, softcap, spilled, capfd, mon
 
 @pytest.mark.gpu
 @gluon
-@pytest.mark.parametrize(("group", "spilled"), [(16, [0, 8, 48]), (4, [0, 8]), (1, [0])])
+@pytest.mark.parametrize(("group", "spilled"), [(16, [0, 0, 8, 48]), (4, [0, 0, 8]), (1, [0])])
 def test_selected(group, spilled, capfd):
     """Of native sparse attention: by query, by either, by key."""
     from dynaxx.kernels.hopper import native

@@ -1,5 +1,7 @@
 """Selected attention's Hopper kernels against fp64, on a GPU."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -46,6 +48,23 @@ def test_random_cases(dtype, head_dim, group, block, agree, monkeypatch):
     for seed in range(12):
         case = case_of(seed, group, dtype=dtype, head_dims=(head_dim,), lengths=lengths, blocks=(block,))
         for report in case.check("hopper") if case else ():
+            assert report.ok, f"{report}\n{case.label}"
+
+
+@pytest.mark.parametrize("step", [-60, 10, 60, 600])
+@pytest.mark.parametrize(("first", "dtype"), [(0, torch.bfloat16), (-900, torch.bfloat16), (0, torch.float16)])
+@pytest.mark.parametrize(("group", "block"), [(16, 64), (8, 128)])
+def test_scores_that_grow_from_block_to_block(group, block, first, dtype, step):
+    """In bf16 weights are relative to the first block that a row sees; these grow by `step` a block, fall, or stay."""
+    for seed in range(8):
+        case = case_of(seed, group, dtype=dtype, head_dims=(128,), lengths=(0, 1, 300, 517), blocks=(block,))
+        if case is None:
+            continue
+        q, k = case.q, case.k
+        q[..., 0] = torch.tensor([1, 1, -1, 0], device="cuda").repeat(q.shape[1])[: q.shape[1], None]
+        at = torch.cat([torch.arange(end - start) for start, end in pairwise(case.spans.ends_k)])
+        k[..., 0] = (first + at.cuda() // block * step)[:, None]
+        for report in case.check("hopper"):
             assert report.ok, f"{report}\n{case.label}"
 
 
@@ -142,23 +161,27 @@ def test_adding_the_branches_in_one_kernel_changes_no_gradient(group, dtype, dim
 
 
 @pytest.mark.parametrize(
-    ("group", "dtype", "dim", "block", "window"),
+    ("group", "dtype", "dim", "block", "window", "growth"),
     [
-        (16, torch.bfloat16, 128, 64, 512),
-        (8, torch.float16, 64, 64, 1),
-        (32, torch.bfloat16, 128, 64, 77),
-        (64, torch.bfloat16, 64, 128, 300),
-        (16, torch.float16, 128, 128, 5000),
+        (16, torch.bfloat16, 128, 64, 512, 0),
+        (16, torch.bfloat16, 128, 64, 400, 6),
+        (16, torch.bfloat16, 128, 64, 400, -6),
+        (8, torch.float16, 64, 64, 1, 0),
+        (32, torch.bfloat16, 128, 64, 77, 0),
+        (64, torch.bfloat16, 64, 128, 300, 0),
+        (16, torch.float16, 128, 128, 5000, 0),
     ],
 )
 @pytest.mark.parametrize(
     ("lengths_q", "lengths_k"), [((700,), (700,)), ((1, 0, 130, 517, 3, 64),) * 2, ((257,), (900,)), ((300,), (90,))]
 )
-def test_the_window_beside_selected_blocks(group, dtype, dim, block, window, lengths_q, lengths_k):
-    """By itself: the gates of the other branches are 0."""
+def test_the_window_beside_selected_blocks(group, dtype, dim, block, window, growth, lengths_q, lengths_k):
+    """By itself: the gates of the other branches are 0. Scores grow by so much from key to key."""
     ends_q, ends_k = ([sum(some[:i]) for i in range(len(some) + 1)] for some in (lengths_q, lengths_k))
     sizes = dx.NativeSizes(slc_block=block, slc_count=4, window=window)
     q, k, v = make_qkv(1, ends_q[-1], ends_k[-1], 2 * group, 2, dim, dim, dtype=dtype, device="cuda", seed=window)
+    if growth:
+        q[..., 0], k[..., 0] = dim**0.5, growth * torch.arange(k.shape[1], device="cuda")[:, None]
     mask = packed_layout(SlidingWindow(window), ends_q, ends_k, block_size=128, device="cuda").to_dense()
     gates = torch.zeros(ends_q[-1], 2 * group, 3, dtype=dtype, device="cuda")
     gates[..., 2] = 1

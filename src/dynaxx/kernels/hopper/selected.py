@@ -17,7 +17,7 @@ from dynaxx.kernels.hopper.forward_consume import ROWS
 from dynaxx.kernels.hopper.launch import LOG2E, dense_rows
 from dynaxx.kernels.hopper.selected_consume import consume
 from dynaxx.kernels.hopper.selected_produce import produce
-from dynaxx.kernels.hopper.selected_tiles import descriptor, registers, stages
+from dynaxx.kernels.hopper.selected_tiles import ANY_LOST, LOST, descriptor, registers, stages
 from dynaxx.kernels.hopper.signals import NUMBERS, barriers
 from dynaxx.kernels.triton.launch import processors
 from dynaxx.kernels.triton.light import light_launch
@@ -36,7 +36,7 @@ def _selected_hopper_fwd_kernel(
     p_swa_lse,  # of the window branch, as swa
     p_lse, p_last_key, p_first_block, p_block_start, p_starts, p_members, p_counts,
     p_taken,  # (1,) int32, 0 where nothing is to be done; not read without CHOSEN
-    p_turn,  # (1,) int32, 0 at first: tiles that programs took beside their first one
+    p_state,  # (3 + tiles,) int32, 0 at first, as `selected_tiles` says
     tiles, queries, heads, heads_per_kv, window, scale_log2,
     SLOTS: gl.constexpr,  # of a tile's union
     CONSUMERS: gl.constexpr, GROUP: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr,
@@ -44,14 +44,18 @@ def _selected_hopper_fwd_kernel(
     ALONE: gl.constexpr,  # store out, and what else is made here, by itself
     MIXED: gl.constexpr,  # store the sum of all branches
     WINDOWED: gl.constexpr,  # attend to the window, too
+    SWEEP: gl.constexpr,  # 1: only tiles of which weights left their range, where nothing asked for maxima
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     run = True
-    if CHOSEN:
+    if SWEEP == 1:
+        run = gl.load(p_state + ANY_LOST) != 0
+    elif CHOSEN:
         run = gl.load(p_taken) != 0
     if run:
         POSITIONS: gl.constexpr = ROWS // GROUP  # of one consumer
         dtype: gl.constexpr = q_desc.dtype
+        CHECKED: gl.constexpr = SWEEP == 1 or dtype != gl.bfloat16
         D: gl.constexpr = q_desc.block_type.shape[2]
         q_buffers = gl.allocate_shared_memory(dtype, [CONSUMERS, POSITIONS, GROUP, D], q_desc.layout)
         w_buffers = q_buffers
@@ -65,25 +69,25 @@ def _selected_hopper_fwd_kernel(
         rows = (
             out_desc, swa_desc, mixed_desc, q_buffers, w_buffers, k_buffers, v_buffers, numbers, q_full, q_empty, full,
             empty, p_lse, p_swa_lse, p_last_key, p_first_block, p_block_start, p_starts, p_members, p_counts, p_gates,
-            window, queries, heads, scale_log2,
+            p_state, window, queries, heads, scale_log2,
         )  # fmt: skip
         blocks = (
             q_desc, k_desc, v_desc, cmp_desc, swa_desc, q_buffers, k_buffers, v_buffers, numbers, q_full, q_empty, full,
-            empty, p_last_key, p_first_block, p_block_start, p_starts, p_counts, p_turn, tiles, window, queries, heads,
+            empty, p_last_key, p_first_block, p_block_start, p_starts, p_counts, p_state, tiles, window, queries, heads,
             heads_per_kv,
         )  # fmt: skip
         if CONSUMERS == 3:
             gl.warp_specialize([
-                (consume, (rows, 0, 3, POSITIONS, GROUP, KV_BLOCK, STAGES, SLOTS, ALONE, MIXED, WINDOWED)),
-                (consume, (rows, 1, 3, POSITIONS, GROUP, KV_BLOCK, STAGES, SLOTS, ALONE, MIXED, WINDOWED)),
-                (consume, (rows, 2, 3, POSITIONS, GROUP, KV_BLOCK, STAGES, SLOTS, ALONE, MIXED, WINDOWED)),
-                (produce, (blocks, 3, POSITIONS, GROUP, KV_BLOCK, STAGES, SLOTS, MIXED, WINDOWED)),
+                (consume, (rows, 0, 3, POSITIONS, GROUP, KV_BLOCK, STAGES, SLOTS, ALONE, MIXED, WINDOWED, CHECKED)),
+                (consume, (rows, 1, 3, POSITIONS, GROUP, KV_BLOCK, STAGES, SLOTS, ALONE, MIXED, WINDOWED, CHECKED)),
+                (consume, (rows, 2, 3, POSITIONS, GROUP, KV_BLOCK, STAGES, SLOTS, ALONE, MIXED, WINDOWED, CHECKED)),
+                (produce, (blocks, 3, POSITIONS, GROUP, KV_BLOCK, STAGES, SLOTS, MIXED, WINDOWED, SWEEP)),
             ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
         else:
             gl.warp_specialize([
-                (consume, (rows, 0, 2, POSITIONS, GROUP, KV_BLOCK, STAGES, SLOTS, ALONE, MIXED, WINDOWED)),
-                (consume, (rows, 1, 2, POSITIONS, GROUP, KV_BLOCK, STAGES, SLOTS, ALONE, MIXED, WINDOWED)),
-                (produce, (blocks, 2, POSITIONS, GROUP, KV_BLOCK, STAGES, SLOTS, MIXED, WINDOWED)),
+                (consume, (rows, 0, 2, POSITIONS, GROUP, KV_BLOCK, STAGES, SLOTS, ALONE, MIXED, WINDOWED, CHECKED)),
+                (consume, (rows, 1, 2, POSITIONS, GROUP, KV_BLOCK, STAGES, SLOTS, ALONE, MIXED, WINDOWED, CHECKED)),
+                (produce, (blocks, 2, POSITIONS, GROUP, KV_BLOCK, STAGES, SLOTS, MIXED, WINDOWED, SWEEP)),
             ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
@@ -107,7 +111,8 @@ def forward(
         cmp, swa = (dense_rows(x[None])[0] for x in (mixture.cmp, mixture.swa))
         others = cmp, swa, mixture.out, mixture.gates.contiguous()
         swa_lse = lse if mixture.swa_lse is None else mixture.swa_lse
-    _selected_hopper_fwd_kernel[(min(tiles * heads, processors(q.device)),)](
+    launch = _selected_hopper_fwd_kernel[(min(tiles * heads, processors(q.device)),)]
+    arguments = (
         row_tiles(q),
         descriptor(k.transpose(0, 1), (1, size, dim)),
         descriptor(v.transpose(0, 1), (1, size, dim)),
@@ -123,7 +128,9 @@ def forward(
         union.members,
         union.counts,
         union.counts if taken is None else taken,
-        union.counts.new_zeros(1),
+        union.counts.new_zeros(LOST.value + tiles * heads),
+    )
+    options = dict(
         tiles=tiles * heads,
         queries=queries,
         heads=heads,
@@ -141,4 +148,7 @@ def forward(
         WINDOWED=windowed,
         **registers(consumers),
     )
+    launch(*arguments, SWEEP=0, **options)
+    if q.dtype == torch.bfloat16:  # fp16 has asked for maxima
+        launch(*arguments, SWEEP=1, **options)
     return out, lse

@@ -3,6 +3,10 @@
 
 It attends to the tile's window first, where that is asked for, and keeps the result in shared memory; then to the
 blocks that its own positions selected, and adds the branches, each times its gate, as it writes.
+
+In bf16, which has the range of fp32, weights are relative to the greatest score of the first block that a row sees, and
+nothing asks for others: when a row is done its sum tells whether a weight was too large. The tile of such a row is
+marked, and a second launch does it again with the maxima of every block, as fp16 has it at once.
 """
 
 from triton.experimental import gluon
@@ -15,9 +19,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from dynaxx.kernels.hopper.forward_consume import LN2, ROWS
-from dynaxx.kernels.hopper.selected_tiles import places, product_layout, row_tile, sequence_start, window_of
+from dynaxx.kernels.hopper.forward_consume import LARGEST, LN2, ROWS, SMALLEST
+from dynaxx.kernels.hopper.selected_tiles import (
+    ANY_LOST,
+    LOST,
+    places,
+    product_layout,
+    row_tile,
+    sequence_start,
+    window_of,
+)
 from dynaxx.kernels.hopper.signals import get
+from dynaxx.kernels.hopper.visible import WORD_LAYOUT
 
 
 @gluon.jit
@@ -30,56 +43,75 @@ def _scores(q, k, layout: gl.constexpr):
 
 
 @gluon.jit
-def _add_block(sums, scores, v, selected, scale_log2, p_layout: gl.constexpr):
-    """What a row has so far, its greatest score, its sums of weights and of values, and a block more.
+def _raised(sums, scores, selected, scale_log2):
+    """What a row has so far, relative to its greatest score, one block's `scores` among them.
 
-    Rows that are not `selected`, where it is not None, have nothing of it.
+    Its base, each thread's sum of weights, and the sums of values. Rows that are not `selected`, where it is not None,
+    have nothing of the block.
     """
-    row_max, row_sum, acc = sums
+    base, row_sum, acc = sums
     best = gl.max(scores, 1) * scale_log2
     if selected is not None:
         best = gl.where(selected, best, -float("inf"))
-    new_max = gl.maximum(row_max, best)
-    shift = gl.where(new_max == -float("inf"), 0.0, new_max)
-    rescale = gl.exp2(row_max - shift)
-    if selected is not None:
-        shift = gl.where(selected, shift, float("inf"))
-    weights = gl.exp2(scores * scale_log2 - shift[:, None])
-    row_sum = row_sum * rescale + gl.sum(weights, 1)
-    acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc.type.layout))[:, None]
-    p = gl.convert_layout(weights.to(v.dtype), p_layout)
-    token = warpgroup_mma(p, v, acc, is_async=True)
-    acc = warpgroup_mma_wait(0, deps=[token])
-    return new_max, row_sum, acc
+    best = gl.maximum(base, best)
+    rescale = gl.exp2(base - gl.where(best == -float("inf"), 0.0, best))
+    row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None]
+    return best, row_sum, acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc.type.layout))[:, None]
 
 
 @gluon.jit
-def _result(sums):
-    """Out and lse."""
-    row_max, row_sum, acc = sums
-    hidden = row_sum == 0
-    row_sum = gl.where(hidden, 1.0, row_sum)
-    lse = gl.where(hidden, -float("inf"), (row_max + gl.log2(row_sum)) * LN2)
-    return acc / gl.convert_layout(row_sum, gl.SliceLayout(1, acc.type.layout))[:, None], lse
+def _add_block(sums, scores, v, selected, scale_log2, CHECKED: gl.constexpr):
+    """`sums` and a block more, with weights relative to the same bases; to 0 where a row has seen nothing."""
+    base, row_sum, acc = sums
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    shift = gl.where(base == -float("inf"), 0.0, base)
+    if not CHECKED:
+        base = shift if selected is None else gl.where(selected, shift, base)
+    if selected is not None:
+        shift = gl.where(selected, shift, float("inf"))
+    weights = gl.exp2(scores * scale_log2 - shift[:, None])
+    # columns 2 t and 2 t + 1 of every eight belong to thread t of a row
+    part = gl.sum(gl.sum(gl.reshape(weights, [ROWS, weights.shape[1] // 8, 4, 2]), 3), 1)
+    p = gl.convert_layout(weights.to(v.dtype), p_layout)
+    token = warpgroup_mma(p, v, acc, is_async=True)
+    row_sum += gl.convert_layout(part, row_sum.type.layout)
+    acc = warpgroup_mma_wait(0, deps=[token])
+    return base, row_sum, acc
+
+
+@gluon.jit
+def _result(sums, p_state, i_tile, inside, CHECKED: gl.constexpr):
+    """Out and lse; a tile is marked if weights of a row `inside` left their range."""
+    base, row_sum, acc = sums
+    layout: gl.constexpr = base.type.layout
+    total = gl.convert_layout(gl.sum(row_sum, 1), layout)
+    if not CHECKED:
+        kept = (total < LARGEST) & ((total > SMALLEST) | (base != 0))
+        mark = p_state + gl.zeros([ROWS], gl.int32, layout)
+        gl.store(mark + ANY_LOST, 1, mask=inside & ~kept)
+        gl.store(mark + (LOST + i_tile), 1, mask=inside & ~kept)
+    hidden = total == 0
+    total = gl.where(hidden, 1.0, total)
+    lse = gl.where(hidden, -float("inf"), (base + gl.log2(total)) * LN2)
+    return acc / gl.convert_layout(total, gl.SliceLayout(1, acc.type.layout))[:, None], lse
 
 
 @gluon.jit
 def consume(
     rows, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, POSITIONS: gl.constexpr, GROUP: gl.constexpr,
     KV_BLOCK: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, ALONE: gl.constexpr, MIXED: gl.constexpr,
-    WINDOWED: gl.constexpr,
+    WINDOWED: gl.constexpr, CHECKED: gl.constexpr,
 ):  # fmt: skip
     """Results of this consumer's rows of every tile that its program takes."""
     (
         out_desc, swa_desc, mixed_desc, q_buffers, w_buffers, k_buffers, v_buffers, numbers, q_full, q_empty, full,
         empty, p_lse, p_swa_lse, p_last_key, p_first_block, p_block_start, p_starts, p_members, p_counts, p_gates,
-        window, queries, heads, scale_log2,
+        p_state, window, queries, heads, scale_log2,
     ) = rows  # fmt: skip
     D: gl.constexpr = out_desc.block_type.shape[2]
     EVERY: gl.constexpr = (1 << POSITIONS) - 1
     s_layout: gl.constexpr = product_layout(KV_BLOCK)
     acc_layout: gl.constexpr = product_layout(D)
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
     position, member, columns = places(s_layout, GROUP)
     q = q_buffers.index(CONSUMER).reshape([ROWS, D])
     turn, done = 0, 0
@@ -95,7 +127,7 @@ def consume(
         nearest = gl.min(last_key, 0)
         at = [first_t, i_head * GROUP, 0]
         none = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, s_layout))
-        zero = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, s_layout))
+        zero = gl.zeros([ROWS, 4], gl.float32, WORD_LAYOUT)
         nothing = gl.zeros([ROWS, D], gl.float32, acc_layout)
         if WINDOWED:
             begin, window_count = window_of(
@@ -105,6 +137,7 @@ def consume(
             first_key = gl.where(t < queries, first_key, 0x7FFFFFFF)
             seen_from, all_from, seen_to = gl.min(first_key, 0), gl.max(first_key, 0), gl.max(last_key, 0)
             sums = none, zero, nothing
+            fresh = True
             for i_block in range(window_count):
                 start = begin + i_block * KV_BLOCK
                 stage = (done + i_block) % STAGES
@@ -116,17 +149,21 @@ def consume(
                             columns[None, :] <= (last_key - start)[:, None]
                         )
                         scores = gl.where(seen, scores, -float("inf"))
+                    if CHECKED or fresh:
+                        sums = _raised(sums, scores, None, scale_log2)
+                        fresh = False
                     v = v_buffers.index(stage).reshape([KV_BLOCK, D])
-                    sums = _add_block(sums, scores, v, None, scale_log2, p_layout)
+                    sums = _add_block(sums, scores, v, None, scale_log2, CHECKED)
                 mbarrier.arrive(empty.index(stage), count=1)
             done += window_count
-            swa, swa_lse = _result(sums)
+            swa, swa_lse = _result(sums, p_state, i_tile, (t < queries) & (first_key <= last_key), CHECKED)
             w_buffers.index(CONSUMER).reshape([ROWS, D]).store(swa.to(out_desc.dtype))
             if ALONE:
                 gl.store(p_swa_lse + h.to(gl.int64) * queries + t, swa_lse, mask=t < queries)
                 fence_async_shared()
                 tma.async_copy_shared_to_global(swa_desc, at, w_buffers.index(CONSUMER))
         sums = none, zero, nothing
+        fresh = EVERY  # positions that have seen no block
         p_own_starts = p_starts + i_tile.to(gl.int64) * SLOTS
         p_own_members = p_members + i_tile.to(gl.int64) * SLOTS
         next_members, next_start = gl.load(p_own_members), gl.load(p_own_starts)
@@ -140,13 +177,17 @@ def consume(
                 scores = _scores(q, k_buffers.index(stage).reshape([KV_BLOCK, D]), s_layout)
                 if start + KV_BLOCK - 1 > nearest:
                     scores = gl.where(columns[None, :] <= (last_key - start)[:, None], scores, -float("inf"))
+                selected = ((members >> position) & 1) != 0
+                if CHECKED or (fresh & members) != 0:
+                    sums = _raised(sums, scores, selected, scale_log2)
+                    fresh &= ~members
                 v = v_buffers.index(stage).reshape([KV_BLOCK, D])
-                sums = _add_block(sums, scores, v, ((members >> position) & 1) != 0, scale_log2, p_layout)
+                sums = _add_block(sums, scores, v, selected, scale_log2, CHECKED)
             mbarrier.arrive(empty.index(stage), count=1)
         done += count
         if not ALONE:
             mbarrier.arrive(q_empty.index(0), count=1)
-        acc, lse = _result(sums)
+        acc, lse = _result(sums, p_state, i_tile, t < queries, CHECKED)
         gl.store(p_lse + h.to(gl.int64) * queries + t, lse, mask=t < queries)
         if ALONE:
             q.store(acc.to(out_desc.dtype))  # q is read no more: its buffer carries the result out

@@ -14,6 +14,9 @@ from dynaxx.kernels.hopper.forward_consume import ROWS
 from dynaxx.kernels.triton.launch import as_template, nowhere, rebased
 
 SHARED_ROWS = 896  # of 256 bytes, in shared memory
+# The state of a call, int32, all 0 at first: tiles that programs took beside their first one, for each of two launches;
+# whether any weight of the first left its range; and the same of each tile.
+TURN, ANY_LOST, LOST = gl.constexpr(0), gl.constexpr(2), gl.constexpr(3)
 
 
 @gluon.jit
