@@ -63,14 +63,19 @@ def layout_of_block_indices(block_indices: Tensor, grid: BlockGrid) -> BlockLayo
         raise ValueError(
             f"`block_indices` must be -1 or in [0, kv_blocks = {grid.kv_blocks}), got {block_indices[wrong][0].item()}"
         )
-    ordered = block_indices.sort(-1).values
-    if ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any():
+    if has_duplicates(block_indices):
         raise ValueError("`block_indices` must not name a block twice in one row; drop duplicates or set them to -1")
     batch, heads = block_indices.shape[:2]
     lead, slot = (block_indices.flatten(0, 2) >= 0).nonzero(as_tuple=True)
     cols = block_indices.flatten(0, 2)[lead, slot].long()
     codes = causal_codes(grid, lead % max(1, grid.q_blocks), cols)
     return BlockLayout.from_entries(grid, lead, cols, codes, causal_masks(grid), layout_batch=batch, layout_heads=heads)
+
+
+def has_duplicates(block_indices: Tensor) -> bool:
+    """Whether a row of (..., slots) block indices names a block twice; -1 is none."""
+    ordered = block_indices.sort(-1).values
+    return bool(((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any())
 
 
 def stacked(layouts: Sequence[BlockLayout]) -> BlockLayout:

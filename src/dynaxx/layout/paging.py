@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,107 +12,21 @@ from dynaxx.arguments import typed
 from dynaxx.layout.compressed import CompressedPages, check_pages
 from dynaxx.layout.exact import SINKS, WINDOW, ExactTokens
 from dynaxx.layout.forms import Form, form_of
+from dynaxx.layout.page_summaries import PageStrides, PageSummaries, page_strides
 
-CACHE_DTYPES = (
-    torch.float64,
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.float8_e4m3fn,
-    torch.int8,
-)
+__all__ = [
+    "CACHE_DTYPES",
+    "PAGE_SIZES",
+    "SCALED_DTYPES",
+    "PageStrides",
+    "PageSummaries",
+    "PagedCache",
+    "quantize_pages",
+]
+
 SCALED_DTYPES = (torch.float8_e4m3fn, torch.int8)
-SUMMARY_DTYPES = (*CACHE_DTYPES[:4], torch.int8)
+CACHE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, *SCALED_DTYPES)
 PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # those below 16 are meant for compressed tokens
-
-
-class PageStrides(NamedTuple):
-    """Where things lie, in elements: token t of page p, kv head h of batch entry b starts at b * batch + p * page + ..
-
-    p is the physical page where the cache is paged (batch is 0 then), the logical one where it is contiguous.
-    """
-
-    batch: int
-    page: int
-    token: int
-    head: int
-
-
-@typed
-@dataclass(frozen=True)
-class PageSummaries:
-    """What choosing pages knows of each page's keys, laid out by physical page, so that it follows the page table.
-
-    The score of a page for a query is relu(q) . high + min(q, 0) . low, summed over the queries and heads that choose
-    together: the largest score that a key of the page may have (Quest). `bound` moves both vectors towards the mean
-    key, and at 0.0 they are the mean, one tensor.
-    """
-
-    low: Tensor  # (num_pages, kv_heads, head_dim) = mean + bound * (min - mean); contiguous: (batch, pages, ...)
-    high: Tensor  # the same of max; `low` itself where bound is 0
-    bound: float  # from 0.0, the mean, to 1.0, min and max
-    scale: Tensor | None = None  # fp32 (num_pages, kv_heads), where both are int8: what is stored is times that
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.bound <= 1:
-            raise ValueError(f"`bound` must be from 0.0 to 1.0, got {self.bound}")
-        if self.low.shape != self.high.shape or self.low.ndim not in (3, 4):
-            raise ValueError(
-                "`low` and `high` must both be (num_pages, kv_heads, head_dim), or with batch before, "
-                f"got {tuple(self.low.shape)} and {tuple(self.high.shape)}"
-            )
-        if self.low.dtype not in SUMMARY_DTYPES or self.low.dtype != self.high.dtype:
-            raise TypeError(f"summaries must both be one of {SUMMARY_DTYPES}, got {self.low.dtype}, {self.high.dtype}")
-        wanted = self.low.shape[:-1] if self.low.dtype == torch.int8 else None
-        if (None if self.scale is None else self.scale.shape) != wanted:
-            raise ValueError("`scale` must be one number per page and kv head for int8 summaries, and None for others")
-        if (self.bound == 0) != (self.low is self.high):
-            raise ValueError("`high` must be `low` itself where `bound` is 0, and only there")
-
-    @classmethod
-    def empty(cls, cache: PagedCache, bound: float = 1.0, dtype: torch.dtype | None = None) -> PageSummaries:
-        """Memory for the summaries of a cache, to be filled by `summarize_pages`.
-
-        Args:
-            dtype: default int8 (fp64 for fp64 caches): less traffic is worth more than the last bits of a score.
-        """
-        if dtype is None:
-            dtype = torch.float64 if cache.k.dtype == torch.float64 else torch.int8
-        lead = () if cache.is_paged else (cache.batch,)
-        pages = cache.k.shape[0] if cache.is_paged else cache.max_pages
-        memory = (*lead, cache.kv_heads, pages, cache.head_dim)  # the pages of a head lie together: scoring reads those
-        empty = lambda: torch.zeros(memory, dtype=dtype, device=cache.device).transpose(-3, -2)
-        low = empty()
-        scale = None
-        if dtype == torch.int8:
-            scale = torch.zeros(memory[:-1], dtype=torch.float32, device=cache.device).transpose(-2, -1)
-        return cls(low, low if bound == 0 else empty(), bound, scale)
-
-    def grown(self, pages: int) -> PageSummaries:
-        """The same of a contiguous cache, with room for more pages."""
-
-        def larger(x: Tensor) -> Tensor:
-            room = x.new_zeros(*x.transpose(1, 2).shape[:2], pages, *x.shape[3:]).transpose(1, 2)
-            room[:, : x.shape[1]] = x
-            return room
-
-        low = larger(self.low)
-        high = low if self.high is self.low else larger(self.high)
-        return PageSummaries(low, high, self.bound, None if self.scale is None else larger(self.scale))
-
-    def beginning_at(self, page: int) -> PageSummaries:
-        """Those from a physical page on, as views: of a cache that begins there."""
-        low = self.low[page:]
-        high = low if self.high is self.low else self.high[page:]
-        return PageSummaries(low, high, self.bound, None if self.scale is None else self.scale[page:])
-
-    def strides(self) -> PageStrides:
-        """Of `low` and `high` alike; there is one row per page and head."""
-        return _summary_strides(self.low)
-
-    def scale_strides(self) -> PageStrides:
-        """Of `scale`; zeros where there is none."""
-        return PageStrides(0, 0, 0, 0) if self.scale is None else _summary_strides(self.scale[..., None])
 
 
 @typed
@@ -167,8 +80,11 @@ class PagedCache:
             tensor = getattr(self, name)
             if tensor is not None and tensor.device != self.device:
                 raise ValueError(f"`{name}` must be on k's device {self.device}, got {tensor.device}")
-        if self.summaries is not None:
-            self._check_summaries(self.summaries)
+        if self.summaries is not None and not self.summaries.fits(self):
+            raise ValueError(
+                f"`summaries` must be made for this cache, got {tuple(self.summaries.low.shape)} on "
+                f"{self.summaries.low.device} for k {tuple(self.k.shape)}; make them with summarize_pages(cache)"
+            )
         if self.exact is not None:
             self._check_exact(self.exact)
         if self.compressed is not None:
@@ -300,7 +216,7 @@ class PagedCache:
         """Of `k_scale` or `v_scale`."""
         if scale.ndim <= 1:
             return PageStrides(0, 0, 0, scale.stride(0) if scale.ndim else 0)
-        return _summary_strides(scale[..., None])
+        return page_strides(scale[..., None])
 
     def _check_table(self) -> None:
         if self.page_table is None:
@@ -328,19 +244,6 @@ class PagedCache:
             if scale is not None and (tuple(scale.shape) not in allowed or scale.dtype != torch.float32):
                 raise ValueError(f"`{name}` must be fp32 of one of {allowed}, got {scale.dtype} {tuple(scale.shape)}")
 
-    def _check_summaries(self, summaries: PageSummaries) -> None:
-        own = summaries.low.shape
-        fits = own[-2:] == (self.kv_heads, self.head_dim) and summaries.low.device == self.device
-        if self.is_paged:
-            fits = fits and len(own) == 3 and own[0] >= self.k.shape[0]
-        else:
-            fits = fits and len(own) == 4 and own[0] == self.batch and own[1] >= self.max_pages
-        if not fits:
-            raise ValueError(
-                f"`summaries` must be made for this cache, got {tuple(own)} on {summaries.low.device} for k "
-                f"{tuple(self.k.shape)}; make them with summarize_pages(cache)"
-            )
-
     def _check_exact(self, exact: ExactTokens) -> None:
         if self.k.dtype not in SCALED_DTYPES:
             raise ValueError(f"`exact` is for fp8 and int8 caches, this one is {self.k.dtype}")
@@ -350,11 +253,6 @@ class PagedCache:
                 f"`exact` must be of this cache: (batch, kv_heads, head_dim, head_dim_v) = {wanted} on {self.device}, "
                 f"got {(own[0], *own[2:])} on {exact.k.device}"
             )
-
-
-def _summary_strides(x: Tensor) -> PageStrides:
-    *batch, page, head, _ = x.stride()
-    return PageStrides(batch[0] if batch else 0, page, 0, head)
 
 
 @typed

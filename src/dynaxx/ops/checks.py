@@ -159,15 +159,20 @@ def _check_lengths(name: str, given: CuSeqlens, built: Tensor) -> None:
         raise ValueError(f"`{name}` must have the layout's {len(built)} lengths, got {given}")
     if torch.compiler.is_compiling():
         return
-    if isinstance(given, Tensor) and given.device.type != "cpu" and os.environ.get("DYNAXX_DEBUG") != "1":
+    if isinstance(given, Tensor) and not looks_at_values(given.device):
         return
     if not torch.equal(torch.as_tensor(given, dtype=torch.int32, device="cpu"), built):
         raise ValueError(f"`{name}` must be what the layout was built for, {built.tolist()[:8]}, got {given}")
 
 
+def looks_at_values(device: torch.device) -> bool:
+    """Whether checks read what tensors there hold: always on a CPU, on a GPU (they wait for it) by DYNAXX_DEBUG=1."""
+    return device.type == "cpu" or os.environ.get("DYNAXX_DEBUG") == "1"
+
+
 def check_values(layout: BlockLayout) -> None:
-    """Before a launch, once per layout: on a CPU always, on a GPU (where it waits for the device) on request."""
-    if layout.device.type == "cpu" or os.environ.get("DYNAXX_DEBUG") == "1":
+    """Before a launch, once per layout."""
+    if looks_at_values(layout.device):
         layout.validated  # noqa: B018  (a cached property that raises)
 
 

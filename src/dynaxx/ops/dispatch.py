@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,6 +21,8 @@ from dynaxx.ops.checks import check_inputs, check_layout
 
 MOST_CHOICES = 64  # kept per layout
 BACKENDS = ("hopper", "triton", "cpu", "reference")  # in the order that "auto" prefers
+
+P = TypeVar("P")  # a problem
 
 
 def load_backend(name: str) -> ModuleType:
@@ -56,10 +59,21 @@ def choose_backend(problem: AttentionProblem, backend: str = "auto") -> str:
         ValueError: an unknown name.
         UnsupportedInputError: the named backend, or all of them, cannot serve; with the reasons of each.
     """
-    check_name(backend)
+    return first_that_serves(problem, BACKENDS, backend, unsupported_reasons)
+
+
+def first_that_serves(
+    problem: P, backends: Sequence[str], backend: str, reasons_of: Callable[[str, P], list[str]]
+) -> str:
+    """The named one of some backends, or with "auto" the first against which there are no reasons.
+
+    Raises:
+        ValueError, UnsupportedInputError: as `choose_backend`.
+    """
+    check_name(backend, backends)
     reasons = {}
-    for name in BACKENDS if backend == "auto" else (backend,):
-        reasons[name] = unsupported_reasons(name, problem)
+    for name in backends if backend == "auto" else (backend,):
+        reasons[name] = reasons_of(name, problem)
         if not reasons[name]:
             return name
     raise UnsupportedInputError(str(problem), reasons)
@@ -95,10 +109,10 @@ def score_options(softcap: float | None) -> dict[str, float]:
     return {} if softcap is None else {"softcap": softcap}
 
 
-def check_name(backend: str) -> None:
+def check_name(backend: str, backends: Sequence[str] = BACKENDS) -> None:
     """Raise ValueError for an unknown backend."""
-    if backend != "auto" and backend not in BACKENDS:
-        raise ValueError(f"`backend` must be 'auto' or one of {BACKENDS}, got {backend!r}")
+    if backend != "auto" and backend not in backends:
+        raise ValueError(f"`backend` must be 'auto' or one of {backends}, got {backend!r}")
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from dynaxx.layout.compressed import CompressedPages
 from dynaxx.layout.native import NativeSizes
 from dynaxx.layout.paging import SCALED_DTYPES, PagedCache
 from dynaxx.ops.checks import softmax_scale
-from dynaxx.ops.decode import kernels_for, sparse_decode
+from dynaxx.ops.decode import sparse_decode
+from dynaxx.ops.decode_dispatch import kernels_for
 
 # How windows become tokens: their mean, weights (cmp_block, kv_heads), or a function of (windows, cmp_block, kv_heads,
 # dim) that gives (windows, kv_heads, dim).

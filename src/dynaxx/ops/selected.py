@@ -12,17 +12,14 @@ import torch
 from torch import Tensor
 
 from dynaxx.arguments import typed
-from dynaxx.errors import UnsupportedInputError
 from dynaxx.kernels.problem import AttentionProblem
 from dynaxx.layout.native import NativeSizes, NativeSpans
 from dynaxx.layout.packed import CuSeqlens
 from dynaxx.ops.attention import SparseAttentionOutput
 from dynaxx.ops.checks import softmax_scale
-from dynaxx.ops.dispatch import unsupported_reasons
+from dynaxx.ops.dispatch import BACKENDS, first_that_serves, unsupported_reasons
 from dynaxx.ops.once import first_derivative_only
 from dynaxx.ops.packing import check_indices, pack
-
-BACKENDS = ("hopper", "triton", "cpu", "reference")  # in the order that "auto" prefers
 
 
 @typed
@@ -87,19 +84,12 @@ def native_backend(q: Tensor, k: Tensor, v: Tensor, block_size: int, backend: st
     Raises:
         ValueError, UnsupportedInputError: as `selected_attention`.
     """
-    if backend != "auto" and backend not in BACKENDS:
-        raise ValueError(f"`backend` must be 'auto' or one of {BACKENDS}, got {backend!r}")
-    return _first_that_serves(native_problem(q, k, v, block_size), backend)
+    return _serving(native_problem(q, k, v, block_size), backend)
 
 
 @lru_cache(maxsize=256)
-def _first_that_serves(problem: AttentionProblem, backend: str) -> str:
-    reasons = {}
-    for name in BACKENDS if backend == "auto" else (backend,):
-        reasons[name] = _unsupported(name, problem)
-        if not reasons[name]:
-            return name
-    raise UnsupportedInputError(str(problem), reasons)
+def _serving(problem: AttentionProblem, backend: str) -> str:
+    return first_that_serves(problem, BACKENDS, backend, _unsupported)
 
 
 def _unsupported(name: str, problem: AttentionProblem) -> list[str]:

@@ -2,18 +2,12 @@
 
 from dynaxx.patterns.base import Intersection, Pattern, Union
 from dynaxx.patterns.content import GlobalContent, content_tokens
-from dynaxx.patterns.fixed import (
-    Documents,
-    GlobalTokens,
-    LastQueries,
-    LocalBlocks,
-    RandomBlocks,
-    Sink,
-    bigbird,
-    longformer,
-    streaming,
-)
+from dynaxx.patterns.documents import Documents
+from dynaxx.patterns.global_tokens import GlobalTokens, Sink
+from dynaxx.patterns.last_queries import LastQueries
 from dynaxx.patterns.local import Causal, Dilated, Full, SlidingWindow, Strided
+from dynaxx.patterns.presets import bigbird, longformer, streaming
+from dynaxx.patterns.whole_blocks import LocalBlocks, RandomBlocks
 
 __all__ = [
     "Causal",

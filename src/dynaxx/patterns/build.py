@@ -17,10 +17,11 @@ from dynaxx.layout.masks import bands_of
 from dynaxx.layout.origin import remember
 from dynaxx.patterns.base import Pattern, _cached_layout
 from dynaxx.patterns.compiled import layout_tensors
-from dynaxx.patterns.fixed import _drawn, _held
+from dynaxx.patterns.global_tokens import blocks_holding
 from dynaxx.patterns.kinds import Blocks, Words, element_masks
 from dynaxx.patterns.local import Causal
 from dynaxx.patterns.runs import Ints, Runs, beside, without
+from dynaxx.patterns.whole_blocks import drawn_blocks
 
 
 class Entries(NamedTuple):
@@ -155,5 +156,5 @@ def _of_tensors(grid: BlockGrid, tensors: list[Tensor]) -> BlockLayout:
 
 def forget() -> None:
     """Drop the layouts that are kept, and what grids keep for them; for measurements."""
-    for cache in (_cached_layout, _spans, _drawn, _held):
+    for cache in (_cached_layout, _spans, drawn_blocks, blocks_holding):
         cache.cache_clear()

@@ -12,7 +12,7 @@ from torch import Tensor
 from dynaxx.arguments import typed
 from dynaxx.layout import BlockGrid
 from dynaxx.patterns.base import Pattern, Visited
-from dynaxx.patterns.fixed import GlobalTokens
+from dynaxx.patterns.global_tokens import GlobalTokens
 
 TokenSequence = tuple[int, ...]
 

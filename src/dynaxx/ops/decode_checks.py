@@ -1,0 +1,78 @@
+"""What must hold of a decoding step's inputs before any backend sees them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dynaxx.layout.making import has_duplicates
+from dynaxx.layout.paging import PagedCache
+from dynaxx.ops.checks import DTYPES, looks_at_values
+
+
+def check_cache(cache: object) -> None:
+    """Raise TypeError for anything but a cache."""
+    if not isinstance(cache, PagedCache):
+        raise TypeError(f"`cache` must be a PagedCache, got {type(cache).__name__}; see PagedCache.contiguous")
+
+
+def check_queries(q: Tensor, cache: PagedCache) -> None:
+    """Check that q fits the cache.
+
+    Raises:
+        TypeError: an unsupported dtype.
+        ValueError: a shape or device that does not fit, or more tokens than the cache's exact ones cover.
+    """
+    if q.ndim != 4 or q.shape[0] != cache.batch or q.shape[3] != cache.head_dim:
+        raise ValueError(
+            f"`q` must be (batch = {cache.batch}, seqlen_q, q_heads, head_dim = {cache.head_dim}), got {tuple(q.shape)}"
+        )
+    if q.dtype not in DTYPES:
+        raise TypeError(f"`q` must be one of {DTYPES}, got {q.dtype}")
+    if q.device != cache.device:
+        raise ValueError(f"`q` must be on the cache's device {cache.device}, got {q.device}")
+    if 0 in (q.shape[2], cache.kv_heads) or q.shape[2] % cache.kv_heads:
+        raise ValueError(f"q_heads must be a multiple of kv_heads, both >= 1, got {q.shape[2]} and {cache.kv_heads}")
+    if cache.exact is not None and q.shape[1] > cache.exact.window:
+        raise ValueError(
+            f"`q` must have at most {cache.exact.window} tokens, the window of the cache's exact tokens, "
+            f"got {q.shape[1]}: use PagedCache.quantized(..., window={q.shape[1]}) or more"
+        )
+
+
+def check_values(cache: PagedCache) -> None:
+    """Check lengths and page numbers against the cache's sizes, where that waits for no GPU or is asked for."""
+    if not looks_at_values(cache.device) or cache.batch == 0:
+        return
+    capacity = cache.max_keys
+    used = cache.seqused_k.tolist()  # one read: this is in the way of every step
+    if min(used) < 0 or max(used) > capacity:
+        raise ValueError(f"`seqused_k` must be from 0 to the cache's {capacity} keys, got {min(used)} to {max(used)}")
+    if cache.leftpad_k is not None and (least := min(cache.leftpad_k.tolist())) < 0:
+        raise ValueError(f"`leftpad_k` must be >= 0, got {least}")
+    if cache.page_table is not None and cache.page_table.numel():
+        least, most = (int(x) for x in cache.page_table.aminmax())
+        if least < -1 or most >= cache.k.shape[0]:
+            raise ValueError(
+                f"`page_table` must hold -1 or pages below {cache.k.shape[0]}, got values from {least} to {most}"
+            )
+
+
+def check_block_indices(pages: Tensor, cache: PagedCache) -> None:
+    """Check that a choice of pages is one for this cache; its values where that waits for no GPU or is asked for."""
+    if not isinstance(pages, Tensor):
+        raise TypeError(f"`pages` must be a PageBudget, block_indices or None, got {type(pages).__name__}")
+    if pages.ndim != 3 or pages.shape[:2] != (cache.batch, cache.kv_heads) or pages.dtype != torch.int32:
+        raise ValueError(
+            f"`pages` must be block_indices (batch = {cache.batch}, kv_heads = {cache.kv_heads}, slots) int32, "
+            f"got {pages.dtype} {tuple(pages.shape)}"
+        )
+    if pages.device != cache.device:
+        raise ValueError(f"`pages` must be on the cache's device {cache.device}, got {pages.device}")
+    if not looks_at_values(cache.device) or pages.numel() == 0:
+        return
+    least, most = (int(x) for x in pages.aminmax())
+    if least < -1 or most >= cache.max_pages:
+        raise ValueError(f"`pages` must hold -1 or pages below {cache.max_pages}, got {least} to {most}")
+    if has_duplicates(pages):
+        raise ValueError("`pages` must not name a page twice in one row; set duplicates to -1")

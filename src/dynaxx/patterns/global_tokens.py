@@ -1,0 +1,128 @@
+"""Tokens that every query sees: global ones, attention sinks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dynaxx.arguments import typed
+from dynaxx.layout import BlockGrid, as_integer
+from dynaxx.patterns.base import Pattern, Visited
+from dynaxx.patterns.kinds import Blocks, Kinds, met, packed
+from dynaxx.patterns.program import Op, positions
+from dynaxx.patterns.runs import Ints, Runs
+
+
+@typed
+@dataclass(frozen=True)
+class GlobalTokens(Pattern):
+    """Tokens that every query sees (Longformer, BigBird).
+
+    Args:
+        tokens: the first n positions, or a tuple of positions.
+        symmetric: the global tokens see every key, too.
+    """
+
+    tokens: int | tuple[int, ...]
+    symmetric: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.tokens, Iterable) or getattr(self.tokens, "ndim", 1) == 0:
+            count = as_integer("tokens", self.tokens)
+            if count < 0:
+                raise ValueError(f"`tokens` must be >= 0, got {count}")
+            object.__setattr__(self, "tokens", count)
+            return
+        each = tuple(sorted({as_integer("tokens", position) for position in self.tokens}))
+        if each and each[0] < 0:
+            raise ValueError(f"`tokens` must be positions >= 0, got {each[0]}")
+        object.__setattr__(self, "tokens", each)
+
+    def _is_global(self, pos: Tensor) -> Tensor:
+        if isinstance(self.tokens, int):
+            return (pos >= 0) & (pos < self.tokens)
+        return torch.isin(pos, torch.tensor(self.tokens, dtype=pos.dtype))
+
+    def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        seen = self._is_global(k_pos) & torch.ones_like(q_pos, dtype=torch.bool)
+        return seen | self._is_global(q_pos) if self.symmetric else seen
+
+    def visited(self, grid: BlockGrid) -> Visited:
+        q_block, kv_block = grid.block_size
+        cols, _ = blocks_holding(self.tokens, kv_block, grid.kv_blocks, 0)
+        touched, filled = _runs_of(cols > 0), _runs_of(cols == 1)
+        if not self.symmetric:
+            return Visited(touched, filled)
+        rows, _ = blocks_holding(self.tokens, q_block, grid.q_blocks, grid.offset)
+        return Visited(_and_whole(touched, rows > 0, grid.kv_blocks), _and_whole(filled, rows == 1, grid.kv_blocks))
+
+    def kinds(self, blocks: Blocks) -> Kinds:
+        grid, (q_block, kv_block) = blocks.grid, blocks.grid.block_size
+        kind, shown = blocks_holding(self.tokens, kv_block, grid.kv_blocks, 0)
+        by_col = Kinds(kind.take(blocks.cols), packed(shown)[:, None])
+        if not self.symmetric:
+            return by_col
+        kind, shown = blocks_holding(self.tokens, q_block, grid.q_blocks, grid.offset)
+        by_row = Kinds(kind.take(blocks.rows), -shown.astype(np.int32)[:, :, None])
+        kind, (cols, rows) = met([by_col, by_row])
+        return Kinds(kind, cols | rows)
+
+    def program(self, grid: BlockGrid) -> list[int]:
+        runs = [(0, self.tokens)] if isinstance(self.tokens, int) else [(token, token + 1) for token in self.tokens]
+        keys = positions(Op.KEYS, runs)
+        return [*keys, Op.QUERIES, *keys[1:], Op.ANY, 2] if self.symmetric else keys
+
+
+@typed
+class Sink(GlobalTokens):
+    """The first `tokens` keys, which language models use as attention sinks (StreamingLLM)."""
+
+    def __init__(self, tokens: int = 4) -> None:
+        super().__init__(tokens)
+
+    def __repr__(self) -> str:
+        return f"Sink({self.tokens})"
+
+
+@lru_cache(maxsize=8)
+def blocks_holding(tokens: int | tuple[int, ...], size: int, count: int, offset: int) -> tuple[Ints, NDArray[np.bool_]]:
+    """The kinds of `count` blocks of `size` tokens, the first at `offset`, and which tokens of each are global.
+
+    Kind 0 has no global token, kind 1 only such, each other block that has some is a kind of its own.
+    """
+    at = (np.arange(tokens) if isinstance(tokens, int) else np.array(tokens, np.int64)) - offset
+    at = at[(at >= 0) & (at < count * size)]
+    block = at // size
+    held = np.bincount(block, minlength=count)
+    kind = (held == size).astype(np.int64)
+    cut = ((held > 0) & (held < size)).nonzero()[0]
+    kind[cut] = np.arange(2, len(cut) + 2)
+    shown = np.zeros((len(cut) + 2, size), np.bool_)
+    shown[1] = True
+    shown[kind[block], at % size] = True
+    return kind, shown
+
+
+def _and_whole(runs: Runs, rows: NDArray[np.bool_], kv_blocks: int) -> Runs:
+    """The runs that all rows have, and every block of some rows."""
+    if not rows.any():
+        return runs
+    start, end = np.zeros((2, max(1, len(runs.start)), len(rows)), np.int64)
+    start[: len(runs.start)], end[: len(runs.start)] = runs
+    start[0, rows] = 0
+    start[1:, rows] = end[:, rows] = kv_blocks
+    return Runs(start, end)
+
+
+def _runs_of(held: NDArray[np.bool_]) -> Runs:
+    """The runs of True in (count,) bool, the same for every row."""
+    padded = np.zeros(len(held) + 2, np.bool_)
+    padded[1:-1] = held
+    edges = (padded[1:] != padded[:-1]).nonzero()[0]
+    return Runs(edges[::2, None], edges[1::2, None])

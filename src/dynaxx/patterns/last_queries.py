@@ -1,0 +1,52 @@
+"""The end of a prompt, which sees all of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dynaxx.arguments import typed
+from dynaxx.layout import BlockGrid, as_integer
+from dynaxx.patterns.base import Pattern, Visited
+from dynaxx.patterns.kinds import Blocks, Kinds, distinct
+from dynaxx.patterns.program import FAR, Op, positions
+from dynaxx.patterns.runs import Runs
+
+
+@typed
+@dataclass(frozen=True)
+class LastQueries(Pattern):
+    """The last `queries` queries see every key: in a prompt they are the question, and its answer may stand anywhere.
+
+    They cost about 2 * queries / seqlen of a causal layout's blocks.
+    """
+
+    queries: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "queries", as_integer("queries", self.queries))
+        if self.queries < 0:
+            raise ValueError(f"`queries` must be >= 0, got {self.queries}")
+
+    def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        return (q_pos >= grid.seqlen_k - self.queries) & torch.ones_like(k_pos, dtype=torch.bool)
+
+    def visited(self, grid: BlockGrid) -> Visited:
+        if not self.queries:
+            return Visited(Runs.none(), Runs.none())
+        first, _ = grid.spans()
+        since = grid.seqlen_k - self.queries  # the first of them
+        whole = lambda some: Runs.one(np.zeros_like(first), some * grid.kv_blocks)
+        return Visited(whole(first + grid.block_size[0] > since), whole(first >= since))
+
+    def kinds(self, blocks: Blocks) -> Kinds:
+        q_block = blocks.grid.block_size[0]
+        hidden = blocks.grid.seqlen_k - self.queries - (blocks.rows * q_block + blocks.grid.offset)
+        found, kind = distinct(np.minimum(np.maximum(hidden, 0), q_block), q_block + 1)
+        return Kinds(kind, -(np.arange(q_block) >= found[:, None]).astype(np.int32)[:, :, None])
+
+    def program(self, grid: BlockGrid) -> list[int]:
+        return positions(Op.QUERIES, [(grid.seqlen_k - self.queries, FAR)] if self.queries else [])

@@ -1,0 +1,39 @@
+"""Patterns that models are known for: Longformer, BigBird, StreamingLLM."""
+
+from __future__ import annotations
+
+from dynaxx.arguments import typed
+from dynaxx.patterns.base import Pattern
+from dynaxx.patterns.global_tokens import GlobalTokens, Sink
+from dynaxx.patterns.local import SlidingWindow
+from dynaxx.patterns.whole_blocks import RandomBlocks
+
+
+@typed
+def longformer(window: int | tuple[int, int], global_tokens: int | tuple[int, ...] = 1) -> Pattern:
+    """Longformer: a window and symmetric global tokens (arXiv 2004.05150).
+
+    Args:
+        window: as `SlidingWindow`; an encoder with `attention_window` w has (w // 2, w // 2).
+        global_tokens: how many from the first on, or their positions; they see every key, and every query sees them.
+    """
+    return SlidingWindow(window) | GlobalTokens(global_tokens, symmetric=True)
+
+
+@typed
+def bigbird(
+    window: int | tuple[int, int], global_tokens: int | tuple[int, ...], random_blocks: int, seed: int = 0
+) -> Pattern:
+    """BigBird: a window, symmetric global tokens and random blocks (arXiv 2007.14062).
+
+    Args:
+        window, global_tokens: as `longformer`.
+        random_blocks: per q block, drawn from `seed`.
+    """
+    return SlidingWindow(window) | GlobalTokens(global_tokens, symmetric=True) | RandomBlocks(random_blocks, seed)
+
+
+@typed
+def streaming(window: int, sinks: int = 4) -> Pattern:
+    """StreamingLLM: the first `sinks` tokens and the last `window` up to the query's own (arXiv 2309.17453)."""
+    return Sink(sinks) | SlidingWindow(window)

@@ -1,0 +1,122 @@
+"""Rules that show whole kv blocks: the nearest ones, random ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dynaxx.arguments import typed
+from dynaxx.layout import BlockGrid, as_integer
+from dynaxx.patterns.base import Pattern, Visited
+from dynaxx.patterns.kinds import Blocks, Kinds, whole_or_nothing
+from dynaxx.patterns.program import FAR, Op
+from dynaxx.patterns.runs import Ints, Runs
+
+
+@typed
+@dataclass(frozen=True)
+class LocalBlocks(Pattern):
+    """A window of whole blocks: the kv block in which a q block ends, and those before it, `blocks` in all.
+
+    It costs as many blocks as a sliding window of (blocks - 1) * kv_block + 1 tokens and shows more of them.
+    """
+
+    blocks: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "blocks", as_integer("blocks", self.blocks))
+        if self.blocks < 1:
+            raise ValueError(f"`blocks` must be >= 1, got {self.blocks}")
+
+    def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        q_block, kv_block = grid.block_size
+        row = (q_pos - grid.offset) // q_block
+        last = ((row + 1) * q_block - 1 + grid.offset) // kv_block
+        return (k_pos // kv_block <= last) & (k_pos // kv_block > last - self.blocks)
+
+    def _reach(self, grid: BlockGrid) -> tuple[Ints, Ints]:
+        """First and last kv block of each row, unclipped."""
+        last = (grid.spans()[0] + grid.block_size[0] - 1) // grid.block_size[1]
+        return last - self.blocks + 1, last
+
+    def visited(self, grid: BlockGrid) -> Visited:
+        first, last = self._reach(grid)
+        runs = Runs.one(np.maximum(first, 0), np.minimum(last + 1, grid.kv_blocks))
+        return Visited(runs, runs)
+
+    def kinds(self, blocks: Blocks) -> Kinds:
+        first, last = (x.take(blocks.rows) for x in self._reach(blocks.grid))
+        return whole_or_nothing((blocks.cols >= first) & (blocks.cols <= last))
+
+    def program(self, grid: BlockGrid) -> list[int]:
+        return [Op.LOCAL_BLOCKS, min(self.blocks, FAR)]
+
+
+@typed
+@dataclass(frozen=True)
+class RandomBlocks(Pattern):
+    """`blocks` random kv blocks per q block (BigBird), one from each of as many equal shares of the visible ones.
+
+    Drawn by a counter-based hash of (seed, row, share): the same on every device and machine, and no state.
+    """
+
+    blocks: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "blocks", as_integer("blocks", self.blocks))
+        object.__setattr__(self, "seed", as_integer("seed", self.seed))
+        if self.blocks < 0:
+            raise ValueError(f"`blocks` must be >= 0, got {self.blocks}")
+
+    def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        rows = ((q_pos - grid.offset) // grid.block_size[0]).clamp(0, grid.q_blocks - 1)
+        return torch.from_numpy(self._holds(grid, rows.numpy(), (k_pos // grid.block_size[1]).numpy()))
+
+    def visited(self, grid: BlockGrid) -> Visited:
+        cols = drawn_blocks(self, grid).T
+        start = np.maximum(cols, 0)
+        runs = Runs(start, start + (cols >= 0))
+        return Visited(runs, runs)
+
+    def kinds(self, blocks: Blocks) -> Kinds:
+        return whole_or_nothing(self._holds(blocks.grid, blocks.rows, blocks.cols))
+
+    def program(self, grid: BlockGrid) -> list[int]:
+        return [Op.RANDOM_BLOCKS, min(self.blocks, FAR), _hash_start(self.seed)]
+
+    def _holds(self, grid: BlockGrid, rows: Ints, cols: Ints) -> NDArray[np.bool_]:
+        """Whether a row drew a block; of any shapes that fit each other."""
+        found = np.zeros(np.broadcast_shapes(rows.shape, cols.shape), np.bool_)
+        for drawn in drawn_blocks(self, grid).T:
+            found |= drawn.take(rows) == cols
+        return found
+
+
+@lru_cache(maxsize=8)
+def drawn_blocks(rule: RandomBlocks, grid: BlockGrid) -> Ints:
+    """(q_blocks, blocks) kv blocks of each row; one that sees no more than `blocks` of them gets them all, else -1."""
+    slot = np.arange(rule.blocks)
+    _, last = grid.spans()
+    available = last // grid.block_size[1] + 1 if grid.causal else np.full_like(last, grid.kv_blocks)
+    available = np.minimum(np.maximum(available, 0), grid.kv_blocks)[:, None]
+    low, high = slot * available // max(1, rule.blocks), (slot + 1) * available // max(1, rule.blocks)
+    col = low + _hash(rule.seed, np.arange(grid.q_blocks)[:, None], slot) % np.maximum(high - low, 1)
+    return np.where(high > low, col, -1)
+
+
+def _hash(seed: int, rows: Ints, slot: Ints) -> Ints:
+    """A well-mixed 31-bit integer per (row, slot): three rounds of multiply and xor-shift in wrapping int64."""
+    x = rows * 0x9E3779B1 + slot * 0x85EBCA77 + _hash_start(seed)
+    for _ in range(3):
+        x = (x ^ (x >> 29)) * 0x1B873593CC9E2D51
+    return (x >> 32) & 0x7FFFFFFF
+
+
+def _hash_start(seed: int) -> int:
+    return (seed * 0xC2B2AE3D + 0x27D4EB2F + 2**63) % 2**64 - 2**63
