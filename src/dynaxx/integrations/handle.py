@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
+from dynaxx.integrations.announce import Announcer
 from dynaxx.integrations.background import Background
 from dynaxx.integrations.batch_decode import BatchMemories
 from dynaxx.integrations.batching import continuous_batching
@@ -25,7 +25,7 @@ from dynaxx.integrations.passes import BELOW, Deployed, Pass, PassHooks, prompt_
 from dynaxx.integrations.request import UNKNOWN, TokenReader
 from dynaxx.integrations.statistics import StatisticsFile
 from dynaxx.layout import BlockLayout
-from dynaxx.policy import KILL_SWITCH, KillSwitch, LayerPlan, Policy, PolicyFollower, Profile, policy_digest, request
+from dynaxx.policy import KILL_SWITCH, KillSwitch, LayerPlan, Policy, PolicyFollower, Profile, request
 from dynaxx.policy.drift import HeadDrift
 from dynaxx.policy.rollout import ALL, Choice, Request, choose, current_request
 from dynaxx.telemetry import recorder
@@ -52,6 +52,7 @@ class Handle:
         self.faults: list[Callable[[int], None]] = []
         self._decoder = decoder.weak()  # the registry of layers must not keep a model alive
         self._numbers = recorder().bind(model_name=name or decoder.name)
+        self._announcer = Announcer(self._numbers)
         self.counts = Counts(self._numbers)
         self.background = Background(partial(self._numbers.failed, "guard"))
         self._tokens: TokenReader | None = None
@@ -65,12 +66,11 @@ class Handle:
         self.batches = BatchMemories()
         self._cache_meter = CacheMeter(self._numbers, self._live_caches)
         self._unnamed = itertools.count()
-        self._killed: str | None = None
         self._layers = weakref.WeakKeyDictionary({m: Layer(self, i, self._dense[i]) for i, m in decoder.layers.items()})
         LAYERS.update(self._layers)
         self._hooks = PassHooks(decoder.body, self)
         self._own = threading.local()  # the pass of each thread in a model whose decoder cannot hand it down
-        self._tell_policy("policy_loaded")
+        self._announcer.in_force(self._deployed)
 
     # ---- what is in force ----------------------------------------------------------------------------------------
 
@@ -105,15 +105,14 @@ class Handle:
         """
         with self._deploying:
             if policy == self.policy:
-                self._numbers.set("dynaxx_policy_stale", 0)
+                self._announcer.unchanged()
                 return False
             decoder = self._decoder()
             if decoder is None:
                 return False
             decoder.check(policy)
             self._deployed = self._ready(policy, self._deployed)
-        self._numbers.add("dynaxx_policy_reloads_total", result="ok")
-        self._tell_policy("policy_loaded")
+        self._announcer.reloaded(self._deployed)
         return True
 
     def follow(self, path: str | os.PathLike[str], *, interval: float = 1.0) -> PolicyFollower:
@@ -123,7 +122,7 @@ class Handle:
         """
         if self._follower is not None:
             self._follower.stop()
-        self._follower = PolicyFollower(path, self.replace, self._refused, interval=interval)
+        self._follower = PolicyFollower(path, self.replace, self._announcer.refused, interval=interval)
         self._follower.check()
         self._follower.start()
         return self._follower
@@ -153,21 +152,6 @@ class Handle:
             self._tokens = TokenReader()
         return deployed
 
-    def _refused(self, reason: str) -> None:
-        self._numbers.add("dynaxx_policy_reloads_total", result="failed")
-        self._numbers.set("dynaxx_policy_stale", 1)
-        self._numbers.event("policy_refused", reason=reason)
-
-    def _tell_policy(self, event: str) -> None:
-        numbers = self._numbers
-        numbers.info("dynaxx_policy_info", version=str(self.policy.version), digest=policy_digest(self.policy))
-        numbers.set("dynaxx_policy_loaded_timestamp_seconds", time.time())
-        numbers.set("dynaxx_rollout_ratio", self.policy.rollout.share)
-        numbers.set("dynaxx_policy_stale", 0)
-        guard = self._deployed.guard
-        numbers.set("dynaxx_guard_level", 0 if guard is None else int(guard.worst))
-        numbers.event(event)
-
     # ---- passes --------------------------------------------------------------------------------------------------
 
     def start_pass(self, arguments: dict[str, Any]) -> Pass:
@@ -181,7 +165,7 @@ class Handle:
             before = self._deployed, self._choose(said)
         deployed, choice = before
         tokens = UNKNOWN if self._tokens is None else self._tokens.read(arguments)
-        current = Pass(deployed, tokens, choice, killed=killed is not None)
+        current = Pass(deployed, tokens, choice, killed=killed)
         current.below = 0 if current.killed or choice.nothing else deployed.policy.dense_below
         if deployed.decode:
             current.memory = self._memories.start_pass(cache)
@@ -210,8 +194,8 @@ class Handle:
         """The pass that this thread is in, where the decoder hands none down: layers come in ascending order."""
         before = getattr(self._own, "current", None)
         if before is None or layer <= before[0]:
-            killed = self._is_killed() is not None
-            before = (layer, Pass(self._deployed, choice=self._choose(current_request()), killed=killed))
+            current = Pass(self._deployed, choice=self._choose(current_request()), killed=self._is_killed())
+            before = (layer, current)
         self._own.current = (layer, before[1])
         return before[1]
 
@@ -223,16 +207,8 @@ class Handle:
         deployed = self._deployed
         return choose(deployed.policy.rollout, said, lambda: next(self._unnamed), deployed.flags)
 
-    def _is_killed(self) -> str | None:
-        killed = self.kill_switch.engaged()
-        if killed != self._killed:
-            before, self._killed = self._killed, killed
-            self._numbers.set("dynaxx_kill_switch", killed is not None)
-            if (before is None) != (killed is None):
-                self._numbers.event(
-                    "kill_switch_off" if killed is None else "kill_switch_on", reason=str(killed or before)
-                )
-        return killed
+    def _is_killed(self) -> bool:
+        return self._announcer.killed(self.kill_switch.engaged())
 
     # ---- what is known -------------------------------------------------------------------------------------------
 
@@ -276,7 +252,7 @@ class Handle:
             self._statistics.stop()
         self.background.stop()
         if self.attached:
-            self._numbers.event("policy_removed")
+            self._announcer.removed()
         configs = {id(module.config) for module in self._layers}
         for module in self._layers:
             LAYERS.pop(module, None)

@@ -8,12 +8,12 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 import weakref
 from functools import partial
 from typing import Any
 
 from dynaxx.errors import PolicyError, UnsupportedInputError
+from dynaxx.integrations.announce import Announcer
 from dynaxx.integrations.background import Background
 from dynaxx.integrations.counts import Counts
 from dynaxx.integrations.paged import Sequences
@@ -63,15 +63,15 @@ class Engine:
         self._numbers = recorder().bind(model_name=name, engine=str(_engine_number(vllm_config)))
         self._background = Background(partial(self._numbers.failed, "guard"))
         self.counts = Counts(self._numbers)
-        self._killed: str | None = None
+        self._announcer = Announcer(self._numbers)
         self._deploying = threading.Lock()
         self._in_force: Deployed | None = None
         self._in_force = self._ready(policy)
         self._follower: PolicyFollower | None = None
         if os.environ.get(FOLLOW_VARIABLE) == "1":
-            self._follower = PolicyFollower(path, self.replace, self._refused)
+            self._follower = PolicyFollower(path, self.replace, self._announcer.refused)
             self._follower.start()
-        self._tell_policy()
+        self._announcer.in_force(self._deployed)
 
     @property
     def _deployed(self) -> Deployed:
@@ -118,14 +118,7 @@ class Engine:
 
     def step(self, sequences: Sequences) -> Step:
         """Decide what holds for a step that starts."""
-        killed = self.kill_switch.engaged()
-        if killed != self._killed:
-            before, self._killed = self._killed, killed
-            self._numbers.set("dynaxx_kill_switch", killed is not None)
-            if (before is None) != (killed is None):
-                event = "kill_switch_off" if killed is None else "kill_switch_on"
-                self._numbers.event(event, reason=str(killed or before))
-        return Step(sequences, self._deployed, killed=killed is not None)
+        return Step(sequences, self._deployed, killed=self._announcer.killed(self.kill_switch.engaged()))
 
     def replace(self, policy: Policy) -> bool:
         """Put another policy in force from the next step on.
@@ -139,15 +132,14 @@ class Engine:
         """
         with self._deploying:
             if policy == self.policy:
-                self._numbers.set("dynaxx_policy_stale", 0)
+                self._announcer.unchanged()
                 return False
             deployed = self._ready(policy)
             new = sorted({*deployed.plans, *deployed.decode} - set(self.layers))
             if new:
                 raise PolicyError(f"rules for layers {new}, which are vLLM's own since the engine started: restart it")
             self._in_force = deployed
-        self._numbers.add("dynaxx_policy_reloads_total", result="ok")
-        self._tell_policy()
+        self._announcer.reloaded(deployed)
         return True
 
     def status(self) -> dict[str, Any]:
@@ -178,18 +170,6 @@ class Engine:
     def _refuse(self, policy: Policy, reasons: list[str]) -> None:
         if reasons:
             raise UnsupportedInputError(f"{self.path} with {policy.model.model_type}", {"vllm": reasons})
-
-    def _refused(self, reason: str) -> None:
-        self._numbers.add("dynaxx_policy_reloads_total", result="failed")
-        self._numbers.set("dynaxx_policy_stale", 1)
-        self._numbers.event("policy_refused", reason=reason)
-
-    def _tell_policy(self) -> None:
-        numbers = self._numbers
-        numbers.info("dynaxx_policy_info", version=str(self.policy.version), digest=policy_digest(self.policy))
-        numbers.set("dynaxx_policy_loaded_timestamp_seconds", time.time())
-        numbers.set("dynaxx_policy_stale", 0)
-        numbers.event("policy_loaded")
 
 
 _current: Engine | None = None
