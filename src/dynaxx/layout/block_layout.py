@@ -20,6 +20,7 @@ from dynaxx.layout.host import moved_together, on_host
 from dynaxx.layout.masks import FULL, ElementMasks
 from dynaxx.layout.origin import remember
 from dynaxx.layout.transpose import TransposedLayout, transpose
+from dynaxx.layout.validate import check_form, check_values
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,31 +47,7 @@ class BlockLayout:
     masks: ElementMasks
 
     def __post_init__(self) -> None:
-        as_block_size(self.block_size)
-        tensors = {"kv_indptr": 3, "kv_num_partial": 3, "kv_indices": 1, "kv_masks": 1}
-        for name, rank in tensors.items():
-            tensor: Tensor = getattr(self, name)
-            if tensor.dtype != torch.int32 or tensor.ndim != rank:
-                raise ValueError(f"`{name}` must be int32 of rank {rank}, got {tensor.dtype} {tuple(tensor.shape)}")
-            if tensor.device != self.kv_indptr.device:
-                raise ValueError(f"`{name}` must be on {self.kv_indptr.device}, got {tensor.device}")
-        rows = (*self.kv_indptr.shape[:2], self.q_blocks)
-        if self.kv_indptr.shape[2] != self.q_blocks + 1:
-            raise ValueError(
-                f"`kv_indptr` must have q_blocks + 1 = {self.q_blocks + 1} offsets per head, "
-                f"got {self.kv_indptr.shape[2]}"
-            )
-        if tuple(self.kv_num_partial.shape) != rows:
-            raise ValueError(f"`kv_num_partial` must be {rows}, got {tuple(self.kv_num_partial.shape)}")
-        if self.kv_masks.shape != self.kv_indices.shape:
-            raise ValueError(
-                "`kv_masks` must have one entry per entry of `kv_indices`, "
-                f"got {self.kv_masks.numel()} and {self.kv_indices.numel()}"
-            )
-        if tuple(self.masks.bits.shape[1:]) != (self.block_size[0], -(-self.block_size[1] // 32)):
-            raise ValueError(
-                f"`masks` must be of block size {self.block_size}, got bits {tuple(self.masks.bits.shape)}"
-            )
+        check_form(self)
 
     # ---- sizes ---------------------------------------------------------------------------------------------------
 
@@ -248,8 +225,6 @@ class BlockLayout:
         Raises:
             ValueError: offsets that fall, counts or indices out of range, a block named twice in a row.
         """
-        from dynaxx.layout.validate import check_values
-
         check_values(self)
         return self
 

@@ -1,11 +1,46 @@
-"""Whether the values of a layout are what kernels may trust."""
+"""What kernels may trust of a layout: its shapes and dtypes, and its values."""
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
-from dynaxx.layout.block_layout import BlockLayout
+import torch
+from torch import Tensor
+
+from dynaxx.layout.grid import as_block_size
 from dynaxx.layout.masks import FULL
+
+if TYPE_CHECKING:
+    from dynaxx.layout.block_layout import BlockLayout
+
+
+def check_form(layout: BlockLayout) -> None:
+    """Check shapes, dtypes and devices; raises as `BlockLayout`."""
+    as_block_size(layout.block_size)
+    tensors = {"kv_indptr": 3, "kv_num_partial": 3, "kv_indices": 1, "kv_masks": 1}
+    for name, rank in tensors.items():
+        tensor: Tensor = getattr(layout, name)
+        if tensor.dtype != torch.int32 or tensor.ndim != rank:
+            raise ValueError(f"`{name}` must be int32 of rank {rank}, got {tensor.dtype} {tuple(tensor.shape)}")
+        if tensor.device != layout.kv_indptr.device:
+            raise ValueError(f"`{name}` must be on {layout.kv_indptr.device}, got {tensor.device}")
+    rows = (*layout.kv_indptr.shape[:2], layout.q_blocks)
+    if layout.kv_indptr.shape[2] != layout.q_blocks + 1:
+        raise ValueError(
+            f"`kv_indptr` must have q_blocks + 1 = {layout.q_blocks + 1} offsets per head, "
+            f"got {layout.kv_indptr.shape[2]}"
+        )
+    if tuple(layout.kv_num_partial.shape) != rows:
+        raise ValueError(f"`kv_num_partial` must be {rows}, got {tuple(layout.kv_num_partial.shape)}")
+    if layout.kv_masks.shape != layout.kv_indices.shape:
+        raise ValueError(
+            "`kv_masks` must have one entry per entry of `kv_indices`, "
+            f"got {layout.kv_masks.numel()} and {layout.kv_indices.numel()}"
+        )
+    if tuple(layout.masks.bits.shape[1:]) != (layout.block_size[0], -(-layout.block_size[1] // 32)):
+        raise ValueError(
+            f"`masks` must be of block size {layout.block_size}, got bits {tuple(layout.masks.bits.shape)}"
+        )
 
 
 def check_values(layout: BlockLayout) -> None:

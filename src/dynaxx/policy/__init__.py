@@ -2,6 +2,7 @@
 guard, and until when. Imports pydantic."""
 
 from dynaxx.policy.drift import Drift, DriftDetector
+from dynaxx.policy.facts import Evidence, MeasuredOn, ModelFacts, Tolerances
 from dynaxx.policy.files import (
     load_policy,
     load_profile,
@@ -14,11 +15,14 @@ from dynaxx.policy.files import (
 )
 from dynaxx.policy.guard import Guard
 from dynaxx.policy.kill import KILL_SWITCH, KillSwitch
+from dynaxx.policy.length import LengthSwitch
+from dynaxx.policy.plan import HeadGroup, LayerPlan
 from dynaxx.policy.profile import LayerProfile, Profile
 from dynaxx.policy.reload import PolicyFollower
-from dynaxx.policy.resolve import HeadGroup, LayerPlan, LengthSwitch, resolve
+from dynaxx.policy.resolve import resolve
 from dynaxx.policy.rollout import Rollout, request
-from dynaxx.policy.schema import Evidence, MeasuredOn, ModelFacts, Policy, Rule, Tolerances
+from dynaxx.policy.rule import Rule
+from dynaxx.policy.schema import Policy
 from dynaxx.policy.specs import to_spec
 
 __all__ = [

@@ -6,7 +6,8 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from dynaxx.policy.resolve import head_rules
-from dynaxx.policy.schema import Phase, Policy
+from dynaxx.policy.rule import Phase
+from dynaxx.policy.schema import Policy
 
 SHOWN_FIELDS = (
     "model",

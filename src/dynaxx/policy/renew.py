@@ -9,12 +9,15 @@ from typing import Any, NamedTuple
 import torch
 
 from dynaxx.errors import PolicyError
+from dynaxx.policy.facts import Evidence
 from dynaxx.policy.files import rules_digest
 from dynaxx.policy.profile import LADDER, LayerProfile, Profile, midpoints
+from dynaxx.policy.rule import Rule
+from dynaxx.policy.rule_parts import budget_of, parts, rule_of, with_budget
 from dynaxx.policy.scale import scaled
-from dynaxx.policy.schema import Evidence, Policy, Rule
+from dynaxx.policy.schema import Policy
 from dynaxx.policy.specs import AttentionRule
-from dynaxx.selection import Hybrid, Selector, TopK, TopP
+from dynaxx.selection import Selector, TopK, TopP
 
 ENOUGH = 0.01  # recall may miss its goal by this much before a budget changes
 FEWEST_CALLS = 4  # measured at other budgets; of fewer, a layer keeps its own
@@ -128,20 +131,19 @@ def _renewed(rule: Rule, policy: Policy, factors: dict[int, tuple[float, ...]]) 
 
 
 def _scaled(rule: AttentionRule, factors: tuple[float, ...]) -> AttentionRule | None:
-    selector = rule.selector if isinstance(rule, Hybrid) else rule
-    if not isinstance(selector, Selector):  # windows are one for all heads of a rule
+    pattern, selector = parts(rule)
+    if selector is None:  # windows are one for all heads of a rule
         most = max(factors)
         return None if most == math.inf else scaled(rule, most) if most != 1.0 else rule
-    finite = scaled(rule, tuple(1.0 if factor == math.inf else factor for factor in factors))
-    budgets = getattr(finite.selector if isinstance(finite, Hybrid) else finite, selector.budget_field)
+    finite = scaled(selector, tuple(1.0 if factor == math.inf else factor for factor in factors))
+    assert isinstance(finite, Selector), "made of one"
+    budgets = budget_of(finite)
     everything = 10**6 if isinstance(selector, TopK) and isinstance(budgets[0], int) else selector.everything
     new = tuple(
         everything if factor == math.inf else round(budget, DIGITS) if isinstance(selector, TopK | TopP) else budget
         for budget, factor in zip(budgets, factors, strict=True)
     )
-    value = new[0] if len(set(new)) == 1 else new
-    replaced = selector.__class__(**{**vars(selector), selector.budget_field: value})
-    return Hybrid(rule.pattern, replaced) if isinstance(rule, Hybrid) else replaced
+    return rule_of(pattern, with_budget(selector, new[0] if len(set(new)) == 1 else new))
 
 
 def _merged(rules: Sequence[Rule]) -> tuple[Rule, ...]:

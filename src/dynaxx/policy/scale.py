@@ -8,9 +8,10 @@ from typing import Any
 
 from dynaxx.patterns import Dilated, Pattern, SlidingWindow
 from dynaxx.patterns.base import Intersection, Union
-from dynaxx.policy.resolve import HeadGroup, LayerPlan
+from dynaxx.policy.plan import HeadGroup, LayerPlan
+from dynaxx.policy.rule_parts import budget_of, parts, rule_of, with_budget
 from dynaxx.policy.specs import AttentionRule
-from dynaxx.selection import Hybrid, Selector, Threshold, TopK, TopP
+from dynaxx.selection import Selector, Threshold, TopK, TopP
 
 
 def scaled_plan(plan: LayerPlan, factor: float) -> LayerPlan:
@@ -27,17 +28,17 @@ def scaled(rule: AttentionRule, factor: float | tuple[float, ...]) -> AttentionR
     Raises:
         ValueError: factors per head for a rule without a selector.
     """
-    if isinstance(rule, Hybrid):
-        return Hybrid(rule.pattern, _scaled_selector(rule.selector, factor))
-    if isinstance(rule, Selector):
-        return _scaled_selector(rule, factor)
+    pattern, selector = parts(rule)
+    if selector is not None:
+        return rule_of(pattern, _scaled_selector(selector, factor))
     if isinstance(factor, tuple):
         raise ValueError(f"{rule!r} has no budget per head; give one factor")
-    return _scaled_pattern(rule, factor)
+    assert pattern is not None, "a rule has a pattern or a selector"
+    return _scaled_pattern(pattern, factor)
 
 
 def _scaled_selector(selector: Selector, factor: float | tuple[float, ...]) -> Selector:
-    value = getattr(selector, selector.budget_field)
+    value = budget_of(selector)
     if isinstance(factor, tuple):
         values = value if isinstance(value, tuple) else (value,) * len(factor)
         new: Any = tuple(_scaled_budget(selector, *each) for each in zip(values, factor, strict=True))
@@ -45,7 +46,7 @@ def _scaled_selector(selector: Selector, factor: float | tuple[float, ...]) -> S
         new = tuple(_scaled_budget(selector, each, factor) for each in value)
     else:
         new = _scaled_budget(selector, value, factor)
-    return replace(selector, **{selector.budget_field: new})  # type: ignore[type-var]  # every selector is a dataclass
+    return with_budget(selector, new)
 
 
 def _scaled_budget(selector: Selector, value: float, factor: float) -> float:

@@ -6,155 +6,23 @@ Pure data. Unknown fields are refused, so nothing in a file is without effect; a
 from __future__ import annotations
 
 import difflib
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import AfterValidator, Field, Strict, ValidationError, model_validator
+from pydantic import ValidationError, model_validator
 
 from dynaxx.errors import PolicyError
 from dynaxx.layout import as_block_size
-from dynaxx.policy.document import Count, Document, Indices, Int, Positive
+from dynaxx.policy.document import Count, Document, Positive
 from dynaxx.policy.drift import Drift
+from dynaxx.policy.facts import Evidence, MeasuredOn, ModelFacts, Tolerances
 from dynaxx.policy.guard import Guard
 from dynaxx.policy.pattern_specs import Leaf, Spec
 from dynaxx.policy.profile import Profile
 from dynaxx.policy.rollout import Rollout
-from dynaxx.policy.specs import AttentionRule, AttentionSpec, to_spec
-from dynaxx.selection.pages import PageBudget
+from dynaxx.policy.rule import BlockSize, Rule, head_values
 
 FORMAT: Literal["dynaxx.policy"] = "dynaxx.policy"
 VERSION: Literal[1] = 1
-
-
-def _checked_block_size(value: int | tuple[int, int] | None) -> int | tuple[int, int] | None:
-    if value is not None:
-        as_block_size(value)
-    return value
-
-
-Number = Annotated[float, Strict()]
-Phase = Literal["prefill", "decode"]
-BlockSize = Annotated[Int | tuple[Int, Int], AfterValidator(_checked_block_size)]
-
-
-class ModelFacts(Document):
-    """What a model must be for the policy to apply to it."""
-
-    model_type: str  # transformers' config.model_type of the text model, e.g. "llama"
-    layers: Positive
-    q_heads: Positive
-    kv_heads: Positive
-    head_dim: Positive
-
-    @classmethod
-    def of(cls, config: Any) -> ModelFacts:
-        """The facts of a transformers config; of one with parts (vision, text), those of its text decoder."""
-        config = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-        heads = config.num_attention_heads
-        return cls(
-            model_type=config.model_type,
-            layers=config.num_hidden_layers,
-            q_heads=heads,
-            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        )
-
-    def check(self, found: ModelFacts) -> None:
-        """Compare with the facts of the model that a policy is to run in.
-
-        Raises:
-            PolicyError: the policy was made for another model.
-        """
-        for name in ModelFacts.model_fields:
-            ours, theirs = getattr(self, name), getattr(found, name)
-            if ours != theirs:
-                raise PolicyError(
-                    f"`model.{name}` is {ours!r} in the policy and {theirs!r} in the model: "
-                    "the policy was made for another model; tune one for this"
-                )
-
-    @model_validator(mode="after")
-    def _heads_divide(self) -> ModelFacts:
-        if self.q_heads % self.kv_heads:
-            raise ValueError(f"`q_heads` must be a multiple of `kv_heads`, got {self.q_heads} and {self.kv_heads}")
-        return self
-
-
-class Rule(Document):
-    """What some heads of some layers do. Heads that no rule covers are dense."""
-
-    layers: Indices = "all"
-    heads: Indices = "all"  # q heads
-    phase: Phase = "prefill"  # decode: sinks, windows, TopK with MeanQuery, MeanPool or MinMax; blocks are pages
-    attention: AttentionSpec
-    block_size: BlockSize | None = None  # tokens, or (q_block, kv_block); the policy's where None
-
-    @classmethod
-    def of(
-        cls,
-        attention: AttentionRule | None,
-        *,
-        layers: Any = "all",
-        heads: Any = "all",
-        block_size: int | tuple[int, int] | None = None,
-        phase: Phase = "prefill",
-    ) -> Rule:
-        """A rule from a pattern, selector or hybrid (None: dense).
-
-        Args:
-            attention: a selector's budget may be a tuple, one value per head of `heads`, in that order.
-            layers, heads: "all", or a sequence of indices.
-            phase: a prompt or a chunk of one; or decoding, a few queries over a cache, where `PageBudget.of` must know
-                an equal of `attention`.
-
-        Raises:
-            ValueError: indices, a block size or an object that a policy cannot hold.
-        """
-        return cls(layers=layers, heads=heads, phase=phase, attention=to_spec(attention), block_size=block_size)
-
-    @model_validator(mode="after")
-    def _decodes(self) -> Rule:
-        rule = self.attention.build() if self.phase == "decode" else None
-        if rule is not None:
-            PageBudget.of(rule)
-        return self
-
-    def head_list(self, q_heads: int) -> tuple[int, ...]:
-        """The q heads it covers, in its own order."""
-        return tuple(range(q_heads)) if self.heads == "all" else self.heads
-
-    def layer_list(self, layers: int) -> tuple[int, ...]:
-        """The layers it covers."""
-        return tuple(range(layers)) if self.layers == "all" else self.layers
-
-
-class Tolerances(Document):
-    """Limits that `dynaxx validate` holds the policy to; None means not checked."""
-
-    perplexity_ratio: Number | None = 1.01  # sparse / dense perplexity on held-out text, at most
-    kl: Number | None = None  # mean KL(dense || sparse) of next-token distributions in nats, at most
-    top1_agreement: Annotated[Number, Field(ge=0, le=1)] | None = None  # same most likely token, at least
-    logits_mean_error: Number | None = None  # mean absolute difference of logits, at most
-    task_logprob_drop: Number | None = 0.1  # nats per answer token lost on any generated retrieval task, at most
-    repetition_increase: Number | None = 0.1  # rise of the share of repeated 4-grams in generated text, at most
-    slowdown: Number | None = 1.03  # sparse / dense seconds at any measured length, at most
-
-
-class MeasuredOn(Document):
-    """The machine and the versions behind `dense_below` and every figure in the evidence."""
-
-    device: str  # "cpu", "cuda"
-    hardware: str = ""  # the processor's own name
-    threads: Positive | None = None
-    dtype: str = ""
-    versions: dict[str, str] = Field(default_factory=dict)
-
-
-class Evidence(Document):
-    """One measurement: what, by which command, and its figures."""
-
-    what: str
-    command: str
-    values: dict[str, Annotated[bool, Strict()] | Int | Number | str | None] = Field(default_factory=dict)
 
 
 class Policy(Document):
@@ -256,13 +124,6 @@ class Policy(Document):
                             "take it out of one of them"
                         )
         return self
-
-
-def head_values(attention: Any) -> tuple[float, ...] | None:
-    """The per-head budgets of an attention spec, None where it has one value or none."""
-    selector = getattr(attention, "selector", attention)
-    values = getattr(selector, "values", None)
-    return values if isinstance(values, tuple) else None
 
 
 _FIXES = {

@@ -1,0 +1,85 @@
+"""What a policy says beside its rules: the model it is for, its tolerances, the machine and the evidence behind it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field, Strict, model_validator
+
+from dynaxx.errors import PolicyError
+from dynaxx.policy.document import Document, Int, Positive
+
+Number = Annotated[float, Strict()]
+
+
+class ModelFacts(Document):
+    """What a model must be for the policy to apply to it."""
+
+    model_type: str  # transformers' config.model_type of the text model, e.g. "llama"
+    layers: Positive
+    q_heads: Positive
+    kv_heads: Positive
+    head_dim: Positive
+
+    @classmethod
+    def of(cls, config: Any) -> ModelFacts:
+        """The facts of a transformers config; of one with parts (vision, text), those of its text decoder."""
+        config = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+        heads = config.num_attention_heads
+        return cls(
+            model_type=config.model_type,
+            layers=config.num_hidden_layers,
+            q_heads=heads,
+            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        )
+
+    def check(self, found: ModelFacts) -> None:
+        """Compare with the facts of the model that a policy is to run in.
+
+        Raises:
+            PolicyError: the policy was made for another model.
+        """
+        for name in ModelFacts.model_fields:
+            ours, theirs = getattr(self, name), getattr(found, name)
+            if ours != theirs:
+                raise PolicyError(
+                    f"`model.{name}` is {ours!r} in the policy and {theirs!r} in the model: "
+                    "the policy was made for another model; tune one for this"
+                )
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> ModelFacts:
+        if self.q_heads % self.kv_heads:
+            raise ValueError(f"`q_heads` must be a multiple of `kv_heads`, got {self.q_heads} and {self.kv_heads}")
+        return self
+
+
+class Tolerances(Document):
+    """Limits that `dynaxx validate` holds the policy to; None means not checked."""
+
+    perplexity_ratio: Number | None = 1.01  # sparse / dense perplexity on held-out text, at most
+    kl: Number | None = None  # mean KL(dense || sparse) of next-token distributions in nats, at most
+    top1_agreement: Annotated[Number, Field(ge=0, le=1)] | None = None  # same most likely token, at least
+    logits_mean_error: Number | None = None  # mean absolute difference of logits, at most
+    task_logprob_drop: Number | None = 0.1  # nats per answer token lost on any generated retrieval task, at most
+    repetition_increase: Number | None = 0.1  # rise of the share of repeated 4-grams in generated text, at most
+    slowdown: Number | None = 1.03  # sparse / dense seconds at any measured length, at most
+
+
+class MeasuredOn(Document):
+    """The machine and the versions behind `dense_below` and every figure in the evidence."""
+
+    device: str  # "cpu", "cuda"
+    hardware: str = ""  # the processor's own name
+    threads: Positive | None = None
+    dtype: str = ""
+    versions: dict[str, str] = Field(default_factory=dict)
+
+
+class Evidence(Document):
+    """One measurement: what, by which command, and its figures."""
+
+    what: str
+    command: str
+    values: dict[str, Annotated[bool, Strict()] | Int | Number | str | None] = Field(default_factory=dict)

@@ -1,0 +1,148 @@
+"""`LayerPlan`: what the heads of one layer do in prefill, and the layout that comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor
+
+from dynaxx.layout import BlockLayout
+from dynaxx.patterns import Pattern
+from dynaxx.policy.rule_parts import for_heads
+from dynaxx.policy.specs import AttentionRule
+from dynaxx.selection import Hybrid, select_blocks
+
+
+@dataclass(frozen=True)
+class HeadGroup:
+    """Some q heads, ascending, and the rule they follow; its budgets, where per head, are in that order."""
+
+    heads: tuple[int, ...]
+    rule: AttentionRule
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What the heads of one layer do; the groups cover every q head once."""
+
+    groups: tuple[HeadGroup, ...]
+    q_heads: int
+    kv_heads: int
+    block_size: tuple[int, int]
+
+    @cached_property
+    def is_static(self) -> bool:
+        """Whether positions alone decide, so that layouts are cached."""
+        return all(isinstance(group.rule, Pattern) for group in self.groups)
+
+    @cached_property
+    def needs_tokens(self) -> bool:
+        """Whether some rule looks at content, so that a request's tokens must resolve it first."""
+        return any(group.rule.needs_tokens for group in self.groups if isinstance(group.rule, Pattern | Hybrid))
+
+    def resolve(self, input_ids: Tensor) -> LayerPlan:
+        """This plan for one sequence of (seqlen_k,) token ids; see `Pattern.resolve`."""
+        if not self.needs_tokens:
+            return self
+        groups = (
+            replace(group, rule=group.rule.resolve(input_ids)) if isinstance(group.rule, Pattern | Hybrid) else group
+            for group in self.groups
+        )
+        return replace(self, groups=tuple(groups))
+
+    def shard(self, rank: int, ranks: int) -> LayerPlan:
+        """The plan of one of `ranks` equal shares of the q heads, in order, as tensor parallelism cuts them.
+
+        Raises:
+            ValueError: heads that do not divide.
+        """
+        if ranks == 1:
+            return self
+        if self.q_heads % ranks or (self.kv_heads % ranks and ranks % self.kv_heads):
+            raise ValueError(f"{self.q_heads} q heads and {self.kv_heads} kv heads must divide among {ranks} ranks")
+        q_heads = self.q_heads // ranks
+        first, groups = rank * q_heads, []
+        for group in self.groups:
+            own = [at for at, head in enumerate(group.heads) if first <= head < first + q_heads]
+            if own:
+                heads = tuple(group.heads[at] - first for at in own)
+                groups.append(HeadGroup(heads, for_heads(group.rule, own)))
+        return LayerPlan(tuple(groups), q_heads, max(1, self.kv_heads // ranks), self.block_size)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def layout(self, q: Tensor, k: Tensor, *, scale: float | None = None) -> BlockLayout:
+        """The causal layout of this layer for these queries and keys, exact for every head.
+
+        Args:
+            q: (batch, seqlen_q, q_heads, head_dim), aligned to the last keys.
+            k: (batch, seqlen_k, kv_heads, head_dim).
+            scale: softmax scale, default head_dim ** -0.5.
+        """
+        # Outside inference mode: what is cached now may be saved for a backward pass later.
+        if self.is_static:
+            return _static_layout(self, q.shape[1], k.shape[1], q.device)
+        first = self.groups[0]
+        if len(self.groups) == 1:
+            return select_blocks(q, k, first.rule, block_size=self.block_size, scale=scale)
+        layouts = []
+        for group in self.groups:
+            part = select_blocks(
+                q[:, :, list(group.heads)],
+                _keys_of(k, group.heads, self.q_heads),
+                group.rule,
+                block_size=self.block_size,
+                scale=scale,
+            )
+            layouts.append(_repeat(part, q.shape[0], len(group.heads)))
+        return _side_by_side(layouts, self.groups)
+
+
+@lru_cache(maxsize=256)
+def _static_layout(plan: LayerPlan, seqlen_q: int, seqlen_k: int, device: torch.device) -> BlockLayout:
+    made = [
+        group.rule.layout(seqlen_q, seqlen_k, block_size=plan.block_size, device=device)
+        for group in plan.groups
+        if isinstance(group.rule, Pattern)
+    ]
+    if len(made) == 1:
+        return made[0]
+    parts = [_repeat(layout, 1, len(group.heads)) for layout, group in zip(made, plan.groups, strict=True)]
+    return _side_by_side(parts, plan.groups)
+
+
+def _keys_of(k: Tensor, heads: tuple[int, ...], q_heads: int) -> Tensor:
+    """The kv heads that `heads` read, each once where they share evenly, else one per q head."""
+    group_size = q_heads // k.shape[2]
+    of_head = [head // group_size for head in heads]
+    used = sorted(set(of_head))
+    evenly = all(of_head.count(kv_head) * len(used) == len(heads) for kv_head in used)
+    return k[:, :, used if evenly else of_head]
+
+
+def _repeat(layout: BlockLayout, batch: int, heads: int) -> BlockLayout:
+    """A shared layout written out for every batch entry and head; any other one as it is."""
+    copies = (batch // layout.layout_batch) * (heads // layout.layout_heads)
+    if copies == 1:
+        return layout
+    lead, cols, codes = layout.entries()
+    shift = torch.arange(copies, device=layout.device)[:, None] * layout.q_blocks
+    return BlockLayout.from_entries(
+        layout.grid(),
+        (lead + shift).flatten(),
+        cols.repeat(copies),
+        codes.repeat(copies),
+        layout.masks,
+        layout_batch=batch,
+        layout_heads=heads,
+    )
+
+
+def _side_by_side(layouts: Iterable[BlockLayout], groups: Sequence[HeadGroup]) -> BlockLayout:
+    """One layout in the order of the heads."""
+    order = [head for group in groups for head in group.heads]
+    stacked = BlockLayout.stack_heads(list(layouts))
+    return stacked.head_slice(sorted(range(len(order)), key=order.__getitem__))

@@ -1,0 +1,77 @@
+"""`Rule`: what some heads of some layers do."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, model_validator
+
+from dynaxx.layout import as_block_size
+from dynaxx.policy.document import Document, Indices, Int
+from dynaxx.policy.specs import AttentionRule, AttentionSpec, to_spec
+from dynaxx.selection.pages import PageBudget
+
+
+def _checked_block_size(value: int | tuple[int, int] | None) -> int | tuple[int, int] | None:
+    if value is not None:
+        as_block_size(value)
+    return value
+
+
+Phase = Literal["prefill", "decode"]
+BlockSize = Annotated[Int | tuple[Int, Int], AfterValidator(_checked_block_size)]
+
+
+class Rule(Document):
+    """What some heads of some layers do. Heads that no rule covers are dense."""
+
+    layers: Indices = "all"
+    heads: Indices = "all"  # q heads
+    phase: Phase = "prefill"  # decode: sinks, windows, TopK with MeanQuery, MeanPool or MinMax; blocks are pages
+    attention: AttentionSpec
+    block_size: BlockSize | None = None  # tokens, or (q_block, kv_block); the policy's where None
+
+    @classmethod
+    def of(
+        cls,
+        attention: AttentionRule | None,
+        *,
+        layers: Any = "all",
+        heads: Any = "all",
+        block_size: int | tuple[int, int] | None = None,
+        phase: Phase = "prefill",
+    ) -> Rule:
+        """A rule from a pattern, selector or hybrid (None: dense).
+
+        Args:
+            attention: a selector's budget may be a tuple, one value per head of `heads`, in that order.
+            layers, heads: "all", or a sequence of indices.
+            phase: a prompt or a chunk of one; or decoding, a few queries over a cache, where `PageBudget.of` must know
+                an equal of `attention`.
+
+        Raises:
+            ValueError: indices, a block size or an object that a policy cannot hold.
+        """
+        return cls(layers=layers, heads=heads, phase=phase, attention=to_spec(attention), block_size=block_size)
+
+    @model_validator(mode="after")
+    def _decodes(self) -> Rule:
+        rule = self.attention.build() if self.phase == "decode" else None
+        if rule is not None:
+            PageBudget.of(rule)
+        return self
+
+    def head_list(self, q_heads: int) -> tuple[int, ...]:
+        """The q heads it covers, in its own order."""
+        return tuple(range(q_heads)) if self.heads == "all" else self.heads
+
+    def layer_list(self, layers: int) -> tuple[int, ...]:
+        """The layers it covers."""
+        return tuple(range(layers)) if self.layers == "all" else self.layers
+
+
+def head_values(attention: Any) -> tuple[float, ...] | None:
+    """The per-head budgets of an attention spec, None where it has one value or none."""
+    selector = getattr(attention, "selector", attention)
+    values = getattr(selector, "values", None)
+    return values if isinstance(values, tuple) else None
