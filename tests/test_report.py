@@ -13,9 +13,10 @@ from xml.etree import ElementTree
 import pytest
 
 import report_documents as made
-from dynaxx.lab import charts
+from dynaxx.lab import charts, heatmap
 from dynaxx.lab.charts import Axes, Line, Point, Series
 from dynaxx.lab.report import write_report
+from dynaxx.lab.svg import CHAR
 from dynaxx.lab.verdict import change, percent, times, verdict
 from report_documents import DOCUMENTS, write_documents
 
@@ -200,7 +201,7 @@ def test_a_file_that_lacks_any_one_field_never_breaks_the_page(tmp_path, name):
 
 
 def test_heatmaps_are_small_pngs_of_the_right_pixels():
-    uri = charts.heatmap_uri(bytes([0, 1, 255, 160]), 2)
+    uri = heatmap.heatmap_uri(bytes([0, 1, 255, 160]), 2)
     png = base64.b64decode(uri.split(",")[1])
     assert png.startswith(b"\x89PNG\r\n\x1a\n")
     chunks, at = {}, 8
@@ -214,9 +215,9 @@ def test_heatmaps_are_small_pngs_of_the_right_pixels():
     assert rows[0] == rows[3] == 0, "filter bytes"
     empty, faint, full, half = rows[1], rows[2], rows[4], rows[5]
     assert empty == faint == 0
-    assert 0 < half < full == charts.LEVELS - 1
+    assert 0 < half < full == heatmap.LEVELS - 1
     assert chunks[b"tRNS"][0] == 0
-    assert len(chunks[b"PLTE"]) == 3 * len(chunks[b"tRNS"]) == 3 * charts.LEVELS
+    assert len(chunks[b"PLTE"]) == 3 * len(chunks[b"tRNS"]) == 3 * heatmap.LEVELS
 
 
 def test_line_charts_with_little_in_them():
@@ -239,7 +240,7 @@ def test_words_on_a_chart_cover_neither_its_line_nor_each_other():
     }
     boxes = {}
     for said, at in words.items():
-        width = len(said) * charts.CHAR
+        width = len(said) * CHAR
         left = float(at["x"]) - width * (at["text-anchor"] == "end")
         boxes[said] = (left, left + width, float(at["y"]) - 11, float(at["y"]) + 3)
     line = [tuple(map(float, pair.split(","))) for pair in drawn.find(".//polyline").get("points").split()]

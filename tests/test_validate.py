@@ -9,13 +9,14 @@ import pytest
 import torch
 
 import dynaxx as dx
-from dynaxx.lab import prefill_speed
+from dynaxx.lab import comparison, prefill_speed
 from dynaxx.lab import validate as module
+from dynaxx.lab.comparison import repeated
 from dynaxx.lab.crossover import LengthTiming
 from dynaxx.lab.later import validate_tuned
 from dynaxx.lab.tasks import TASKS, make_samples, score
 from dynaxx.lab.tune_result import TuneResult
-from dynaxx.lab.validate import repeated, validate
+from dynaxx.lab.validate import validate
 from dynaxx.lab.validation_result import Check, SpeedRow, ValidationResult
 from dynaxx.policy import Tolerances
 
@@ -55,7 +56,7 @@ def check(model, rule, *, tokens=800, **fields):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(module, "NEW_TOKENS", 8)
+    monkeypatch.setattr(comparison, "NEW_TOKENS", 8)
     monkeypatch.setattr(module, "TASK_SAMPLES", 2)
     monkeypatch.setattr(prefill_speed, "LEAST_SECONDS", 0.0)
     monkeypatch.setattr(prefill_speed, "MOST_SECONDS", 0.0)
@@ -173,7 +174,7 @@ def test_figures_are_those_of_a_plain_computation(model):
 def test_a_policy_of_another_model_is_refused_before_anything_is_computed(model, monkeypatch):
     facts = model_facts(model)
     policy = dx.Policy(model=type(facts)(**{**dict(facts), "layers": 12}), rules=(dx.Rule.of(dx.SlidingWindow(16)),))
-    monkeypatch.setattr(module._Run, "hidden", lambda run, ids: pytest.fail("computed first"))
+    monkeypatch.setattr(comparison.Comparison, "hidden", lambda run, ids: pytest.fail("computed first"))
     with pytest.raises(dx.PolicyError, match=r"`model.layers` is 12 in the policy and 2 in the model"):
         validate(model, Letters(), policy, TEXT, lengths=(300,), tokens=800)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from dynaxx.lab import charts
 from dynaxx.lab.charts import Axes, Line, Point, Series
+from dynaxx.lab.heatmap import heatmap_uri
 from dynaxx.lab.verdict import change, duration, percent, times
 
 RULE_NAMES = {
@@ -101,7 +102,7 @@ def _head(head: dict[str, Any], shrink: bool) -> dict[str, Any]:
     )
     shown = _picked(head, "layer head sink_mass local_mass vertical_mass slash_mass median_distance")
     recommended = _picked(recommended, "kind attention reason density")
-    return {**shown, "recommended": recommended, "uri": charts.heatmap_uri(codes, size), "title": title}
+    return {**shown, "recommended": recommended, "uri": heatmap_uri(codes, size), "title": title}
 
 
 def _halved(codes: bytes, size: int) -> bytes:

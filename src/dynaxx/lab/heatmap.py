@@ -1,0 +1,38 @@
+"""Heat maps as PNG data URIs: no library, few colours, see-through where there is nothing."""
+
+from __future__ import annotations
+
+import base64
+import struct
+import zlib
+
+LEVELS = 24  # shades of a heat map: more are not seen and cost bytes
+INK = (9, 60, 56)  # of a full cell; the page turns it round in dark mode
+PALE = (64, 190, 172)  # of an almost empty one
+
+
+def heatmap_uri(codes: bytes, size: int, *, low: int = 52, high: int = 240) -> str:
+    """A PNG data URI of `size` x `size` codes (0 nothing, 1 .. 255 on a log scale), see-through where there is nothing.
+
+    Args:
+        low, high: codes that are drawn empty and full: with five decades from 1 to 255, a ten-thousandth and a half.
+    """
+    ramp = bytes(
+        0 if code <= low else min(LEVELS - 1, 1 + (code - low) * (LEVELS - 1) // (high - low)) for code in range(256)
+    )
+    pixels = codes.translate(ramp)
+    lines = b"".join(b"\0" + pixels[start : start + size] for start in range(0, size * size, size))
+    palette, alpha = bytearray(), bytearray()
+    for level in range(LEVELS):
+        t = level / (LEVELS - 1)
+        palette += bytes(round(pale + (ink - pale) * t) for pale, ink in zip(PALE, INK, strict=True))
+        alpha.append(round(255 * min(1.0, 1.15 * t)))
+    png = b"\x89PNG\r\n\x1a\n"
+    png += _chunk(b"IHDR", struct.pack(">IIBBBBB", size, size, 8, 3, 0, 0, 0))
+    png += _chunk(b"PLTE", bytes(palette)) + _chunk(b"tRNS", bytes(alpha))
+    png += _chunk(b"IDAT", zlib.compress(lines, 9)) + _chunk(b"IEND", b"")
+    return "data:image/png;base64," + base64.b64encode(png).decode()
+
+
+def _chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))

@@ -1,0 +1,93 @@
+"""What charts are drawn of, as SVG: text that covers nothing, marks, scales and ticks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from html import escape
+
+CHAR = 6.4  # mean width of a character at 12 px
+
+
+def document(width: float, height: float, parts: Sequence[str], alt: str) -> str:
+    """The whole of a chart; `alt` says what it shows to who cannot see it."""
+    return (
+        f'<svg viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}" role="img" '
+        f'aria-label="{escape(alt)}">{"".join(parts)}</svg>'
+    )
+
+
+def text(x: float, y: float, said: str, style: str, anchor: str = "start") -> str:
+    """Words at (x, baseline y); `style` is a class of the page's."""
+    return f'<text class="{style}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(said)}</text>'
+
+
+class Labels:
+    """Words on a chart that cover neither its lines nor each other, where there is room."""
+
+    def __init__(self, lines: Sequence[Sequence[tuple[float, float]]]) -> None:
+        steps = [index / 24 for index in range(25)]
+        self._taken = [
+            (a[0] + (b[0] - a[0]) * step, a[1] + (b[1] - a[1]) * step)
+            for line in lines
+            for a, b in zip(line, line[1:] or line, strict=False)
+            for step in steps
+        ]
+
+    def place(self, said: str, spots: Sequence[tuple[float, float, str]]) -> str:
+        """Write at the first of the spots (x, baseline, anchor) that is free, or else at the first."""
+
+        def free(spot: tuple[float, float, str]) -> bool:
+            left, right = _span(said, spot[0], spot[2])
+            return not any(left < x < right and spot[1] - 14 < y < spot[1] + 6 for x, y in self._taken)
+
+        return self.put(said, *next(filter(free, spots), spots[0]), style="ink halo")
+
+    def put(self, said: str, x: float, y: float, anchor: str = "start", *, style: str) -> str:
+        """Write here; later words keep away."""
+        left, right = _span(said, x, anchor)
+        count = max(2, int((right - left) / 4))
+        self._taken += [
+            (left + (right - left) * index / count, y + row) for index in range(count + 1) for row in (-10, -4, 2)
+        ]
+        return text(x, y, said, style, anchor)
+
+
+def _span(said: str, x: float, anchor: str) -> tuple[float, float]:
+    """From where to where a text goes, with some air."""
+    first = x - len(said) * CHAR if anchor == "end" else x
+    return first - 3, first + len(said) * CHAR + 3
+
+
+def scale(low: float, high: float, start: float, end: float, log: bool = False) -> Callable[[float], float]:
+    """A function from values to pixels."""
+    change = math.log if log else float
+    first, last = change(low), change(high)
+    span = (last - first) or 1.0
+    return lambda value: start + (change(value) - first) / span * (end - start)
+
+
+def padded(low: float, high: float) -> tuple[float, float]:
+    """A range with some air."""
+    margin = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
+    return low - margin, high + margin
+
+
+def ticks(low: float, high: float, about: int = 5) -> list[float]:
+    """Round values within a range."""
+    raw = (high - low) / about
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= raw * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    return [round(index * step, 12) for index in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def x_ticks(xs: Sequence[float], log: bool, to_x: Callable[[float], float]) -> list[float]:
+    """Round values, or on a log axis the measured ones, as many as fit."""
+    if not log:
+        return [tick for tick in ticks(xs[0], xs[-1]) if xs[0] <= tick <= xs[-1]] if xs[-1] > xs[0] else list(xs)
+    chosen: list[float] = []
+    for x in reversed(xs):
+        if not chosen or to_x(chosen[-1]) - to_x(x) >= 46:
+            chosen.append(x)
+    return chosen[::-1]
