@@ -393,7 +393,10 @@ def test_bench(tools, monkeypatch, tmp_path):
     assert json.loads(shown.stdout) == {"bars": [{"ok": True}], "rows": []}
     assert (tmp_path / "b.json").is_file()
     options = tools["bench"][0][1]
-    assert (options["quick"], options["seed"], options["threads"]) == (True, 3, None)
+    assert (options["quick"], options["seed"], options["threads"], options["only"]) == (True, 3, None, [])
+    dynaxx_("bench", "--only", "window 512, decode")
+    assert tools["bench"][1][1]["only"] == ["window 512", "decode"]
+    assert "--peers and --plot are of --suite gpu" in dynaxx_("bench", "--peers", "flex").stderr
 
     def missing(progress, **options):
         progress("one figure")

@@ -26,7 +26,7 @@ def bench(
     threads: ThreadsOption = None,
     only: Annotated[
         str | None,
-        typer.Option("--only", metavar="ROWS", help="GPU: only rows whose name starts so; several by comma."),
+        typer.Option("--only", metavar="ROWS", help="Only rows whose name starts so; several by comma."),
     ] = None,
     peers: Annotated[
         str | None,
@@ -47,6 +47,7 @@ def bench(
     \b
     Examples:
       dynaxx bench --suite cpu --quick
+      dynaxx bench --suite cpu --only "window 512,decode"
       dynaxx bench --suite gpu --out gpu.json --plot growth.svg
       dynaxx bench --suite gpu --only "window,layouts"
       dynaxx bench --suite gpu --peers flex
@@ -58,17 +59,17 @@ def bench(
             print(line, file=sys.stderr if as_json else stdout, flush=True)
 
     with running(as_json, threads, seed) as finish:
-        if suite is Suite.cpu and (only or peers or plot):
-            raise typer.BadParameter("--only, --peers and --plot are of --suite gpu")
+        if suite is Suite.cpu and (peers or plot):
+            raise typer.BadParameter("--peers and --plot are of --suite gpu")
         lab = tool(f"bench_{suite}")
         device_of("cuda" if suite is Suite.gpu else "cpu")
         check_targets(out, plot)
         try:
+            split = lambda names: [name.strip() for name in names.split(",")]
+            rows, beside = split(only) if only else [], split(peers) if peers else None
             if suite is Suite.cpu:
-                found = lab.run_cpu_suite(quick=quick, threads=threads, seed=seed, progress=say)
+                found = lab.run_cpu_suite(quick=quick, threads=threads, seed=seed, only=rows, progress=say)
             else:
-                split = lambda names: [name.strip() for name in names.split(",")]
-                rows, beside = split(only) if only else [], split(peers) if peers else None
                 found = lab.run_gpu_suite(quick=quick, seed=seed, only=rows, peers=beside, progress=say, plot=plot)
         except (RuntimeError, ValueError) as error:
             typer.echo(f"error: {error}", err=True)

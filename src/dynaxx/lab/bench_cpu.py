@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from dynaxx.lab.bench_cpu_workloads import (
     bars_of_small,
     workloads,
 )
+from dynaxx.lab.bench_rows import rows_named
 from dynaxx.layout import BlockLayout
 from dynaxx.ops.attention import sparse_attention
 from dynaxx.patterns import Full, SlidingWindow
@@ -39,12 +40,17 @@ GEMM = 2048
 HALF = 2048  # tokens at which bf16 and fp16 meet fp32
 SMALL = (64, 128, 256, 512)  # lengths at which full density meets dense attention
 RELATIVE_ERROR = 2e-6
+PARTS = ("small", "half", "decode")  # rows beside the workloads; the last two take long
 
 Run = Callable[[], object]
 
 
 def run_cpu_suite(
-    quick: bool = False, threads: int | None = None, seed: int = 0, progress: Report | None = None
+    quick: bool = False,
+    threads: int | None = None,
+    seed: int = 0,
+    only: Sequence[str] = (),
+    progress: Report | None = None,
 ) -> dict[str, Any]:
     """Check the CPU backend on random problems, then time it beside torch.
 
@@ -52,18 +58,23 @@ def run_cpu_suite(
         quick: one shape of 4,096 tokens and fewer checks; about 20 seconds.
         threads: 1 by default; more are measured by wall clock.
         seed: of inputs and random blocks.
+        only: of the rows, those whose name starts so: workloads, and "small", "half", "decode".
         progress: receives lines of text as results come, for example `print`.
 
     Returns:
         "backend" (what served), "threads", "clock", "checks" (cases passed), "rows" (one dict per workload and pass:
         shape, density, milliseconds, useful GF, times faster than SDPA, GF of the matmul and of SDPA in the same
         rounds), "small" (full density against SDPA at short lengths), "half" (bf16 and fp16 against fp32) and "decode"
-        (steps over a long cache; neither with `quick`) and "bars" (each with bar, value, ok).
+        (steps over a long cache; neither with `quick`, unless named) and "bars" (each with bar, value, ok).
 
     Raises:
         RuntimeError: a check failed; then there are no times.
+        ValueError: `only` names something that is none.
     """
     say = progress or (lambda line: None)
+    shapes = QUICK_SHAPES if quick else SHAPES
+    names = [*(workload.name for workload in workloads(*shapes[0][:2])), *PARTS]
+    wanted = rows_named("only", only, names) if only else names[:-2] if quick else names
     before = torch.get_num_threads()
     torch.set_num_threads(threads or 1)
     try:
@@ -72,11 +83,12 @@ def run_cpu_suite(
         error = relative_error(seed)
         bars = [Bar("relative error against fp64", RELATIVE_ERROR, error, "window 512, 2048 tokens", at_most=True)]
         rows = []
-        for seqlen, head_dim, timed_pass, memory in QUICK_SHAPES if quick else SHAPES:
-            rows += time_shape(workloads(seqlen, head_dim), timed_pass, seed, say, memory)
-        small = time_small(seed, say)
-        half = [] if quick else [row for head_dim in (64, 128) for row in time_half(head_dim, seed, say)]
-        decode = [] if quick else time_decode(medians, seed, say)
+        for seqlen, head_dim, timed_pass, memory in shapes:
+            timed = [workload for workload in workloads(seqlen, head_dim) if workload.name in wanted]
+            rows += time_shape(timed, timed_pass, seed, say, memory) if timed else []
+        small = time_small(seed, say) if "small" in wanted else []
+        half = [row for head_dim in (64, 128) for row in time_half(head_dim, seed, say)] if "half" in wanted else []
+        decode = time_decode(medians, seed, say) if "decode" in wanted else []
         bars += bars_of(rows) + bars_of_small(small) + bars_of_half(half) + bars_of_decode(decode)
     finally:
         torch.set_num_threads(before)

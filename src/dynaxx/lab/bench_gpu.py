@@ -22,6 +22,7 @@ from dynaxx.lab.bars import Report
 from dynaxx.lab.bench_gpu_bars import bars_of
 from dynaxx.lab.bench_gpu_peers import PEERS
 from dynaxx.lab.bench_gpu_work import WORKLOADS, Workload
+from dynaxx.lab.bench_rows import rows_named
 from dynaxx.lab.files import write_text
 from dynaxx.ops.attention import sparse_attention
 from dynaxx.ops.checks import check_inputs
@@ -59,16 +60,15 @@ def run_gpu_suite(
 
     Raises:
         RuntimeError: no GPU, or a check that failed: then there are no times.
-        ValueError: `only` names no row, or `peers` something that is none.
+        ValueError: `only` or `peers` names something that is none.
     """
     if not torch.cuda.is_available():
         raise RuntimeError("the GPU suite needs a CUDA GPU; none is visible to torch")
     say = progress or (lambda line: None)
     device = torch.device("cuda", torch.cuda.current_device())
-    wanted = lambda name: any(name.startswith(each) for each in only) if only else (not quick or name in QUICK)
-    workloads = [workload for workload in WORKLOADS if wanted(workload.name)]
-    if only and not workloads and not any(map(wanted, BESIDE)):
-        raise ValueError(f"`only` must name rows of {[w.name for w in WORKLOADS] + list(BESIDE)}, got {list(only)}")
+    names = [*(workload.name for workload in WORKLOADS), *BESIDE]
+    wanted = rows_named("only", only, names) if only else QUICK if quick else names
+    workloads = [workload for workload in WORKLOADS if workload.name in wanted]
     beside_ours = [] if quick and peers is None else peers_named(peers)
     versions = {name: _version(name) for name in ("torch", "triton", "transformers", "flash-attn-4")}
     name = torch.cuda.get_device_name(device)
@@ -81,7 +81,7 @@ def run_gpu_suite(
     for workload in workloads:
         found["rows"] += time_workload(workload, device, seed, beside_ours, say)
     for part, run in (("layouts", beside.time_layouts), ("host", beside.time_host), ("encoder", beside.time_encoder)):
-        if wanted(part):
+        if part in wanted:
             found[part] = run(device, say)
     if plot is not None:
         found["growth"] = beside.time_growth(device, say)
@@ -98,12 +98,7 @@ def peers_named(names: Sequence[str] | None) -> list[str]:
     Raises:
         ValueError: a name of none.
     """
-    if names is None:
-        return list(PEERS)
-    for name in names:
-        if not any(peer.startswith(name) for peer in PEERS):
-            raise ValueError(f"`peers` must name some of {list(PEERS)}, got {name!r}")
-    return [peer for peer in PEERS if any(peer.startswith(name) for name in names)]
+    return list(PEERS) if names is None else rows_named("peers", names, list(PEERS))
 
 
 def check_backend(backend: str, workloads: Sequence[Workload], device: torch.device, *, cases: int, seed: int) -> int:

@@ -1,0 +1,17 @@
+"""Which rows of a benchmark are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def rows_named(option: str, wanted: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Those of `names` that start like one of `wanted`, in their own order.
+
+    Raises:
+        ValueError: one of `wanted` that none of them starts like.
+    """
+    for each in wanted:
+        if not any(name.startswith(each) for name in names):
+            raise ValueError(f"`{option}` must name some of {list(names)}, got {each!r}")
+    return [name for name in names if name.startswith(tuple(wanted))]
