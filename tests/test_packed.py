@@ -118,8 +118,23 @@ def test_each_sequence_selects_as_it_would_alone(rule, lengths):
     q, k, v = (x[0] for x in make_qkv(1, ends[-1], ends[-1], 4, 2, 16, dtype=torch.float64))
     layout = dx.select_packed_blocks(q, k, rule, ends, block_size=32)
     want = attend_each(q, k, v, ends, ends, lambda one_q, one_k: dx.select_blocks(one_q, one_k, rule, block_size=32))
+    budgeted = dx.select_packed_blocks(q, k, rule, ends, block_size=32, memory_budget=4096)
+    assert torch.equal(budgeted.to_dense(), layout.to_dense())
+    assert dx.explain(q, k, v, layout).chosen
     got = dx.sparse_attention(q, k, v, layout, cu_seqlens_q=ends, return_lse=True)
     for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_packed_results_merge():
+    ends = cumulative((40, 0, 24))
+    q, k, v = (x[0] for x in make_qkv(1, 64, 64, 4, 2, 16, dtype=torch.float64))
+    near, all_keys = (dx.packed_layout(rule, ends, block_size=16) for rule in (dx.SlidingWindow(7), dx.Causal()))
+    far = dx.BlockLayout.from_dense(all_keys.to_dense() & ~near.to_dense(), block_size=16)
+    out_far, lse_far = dx.sparse_attention(q[None], k[None], v[None], far, return_lse=True)
+    merged = dx.merge_states([dx.sparse_attention(q, k, v, near, return_lse=True), (out_far[0], lse_far[0])])
+    want = dx.sparse_attention(q, k, v, all_keys, return_lse=True)
+    for a, b in zip(merged, want, strict=True):
         torch.testing.assert_close(a, b)
 
 

@@ -72,6 +72,11 @@ CALLS = {
         {**ENDED, **SCALED, "softcap": 3.0, "sinks": torch.ones(4), "return_lse": True},
     ),
     "explain": lambda: (dx.explain, [*qkv(), layout()], {"softcap": None, "backend": "auto"}),
+    "packed explain": lambda: (
+        dx.explain,
+        [*packed(), dx.packed_layout(WINDOW, ENDS, block_size=16)],
+        {"softcap": None, "backend": "auto"},
+    ),
     "merge_states": lambda: (dx.merge_states, [[(qkv()[0], torch.ones(1, 4, 64))] * 2], {}),
     "select_blocks": lambda: (
         dx.select_blocks,
@@ -81,7 +86,7 @@ CALLS = {
     "select_packed_blocks": lambda: (
         dx.select_packed_blocks,
         [*packed()[:2], dx.TopK(2), ENDS, ENDS],
-        {**BLOCKED, "scale": None},
+        {**BLOCKED, "scale": None, "memory_budget": None},
     ),
     "packed_layout": lambda: (dx.packed_layout, [WINDOW, ENDS, ENDS], {**BLOCKED, "device": "cpu"}),
     "pack_layouts": lambda: (
@@ -115,7 +120,7 @@ CALLS = {
     "summarize_pages": lambda: (
         dx.summarize_pages,
         [dx.PagedCache.contiguous(keys(), keys(), page_size=16)],
-        {"bound": 1.0, "new_tokens": None, "dtype": None, "backend": "auto"},
+        {"bound": None, "new_tokens": None, "dtype": None, "backend": "auto"},
     ),
     "PagePlan.of": lambda: (dx.PagePlan.of, [WINDOW, 100], {"page_size": 16, "seqlen_q": 1, "device": "cpu"}),
     "PagePlan.pages": lambda: (

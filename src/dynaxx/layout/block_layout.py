@@ -32,6 +32,15 @@ class BlockLayout:
     lengths: kernels bound-check the last row and column of blocks themselves. Within each of the two parts the indices
     ascend. `layout_batch` and `layout_heads` are 1 where the layout is shared; `layout_heads` counts q heads.
 
+    Args:
+        seqlen_q, seqlen_k: tokens.
+        block_size: (q_block, kv_block) tokens, each 16, 32, 64 or 128.
+        kv_indptr: (layout_batch, layout_heads, q_blocks + 1) int32, absolute offsets into `kv_indices`.
+        kv_num_partial: (layout_batch, layout_heads, q_blocks) int32.
+        kv_indices: (capacity >= nnz,) int32, 0 <= index < kv_blocks; entries past the last row are ignored.
+        kv_masks: (capacity,) int32: entry of `masks` for a partial block, -1 for a full one.
+        masks: the element masks of partial blocks.
+
     Raises:
         ValueError: on a wrong shape, dtype or device. Values are checked by `validate`, which constructors from a
             user's data call, and before a launch by `sparse_attention` on the CPU.
@@ -39,11 +48,11 @@ class BlockLayout:
 
     seqlen_q: int
     seqlen_k: int
-    block_size: tuple[int, int]  # (q_block, kv_block) tokens, each 16, 32, 64 or 128
-    kv_indptr: Tensor  # (layout_batch, layout_heads, q_blocks + 1) int32, absolute offsets into `kv_indices`
-    kv_num_partial: Tensor  # (layout_batch, layout_heads, q_blocks) int32
-    kv_indices: Tensor  # (capacity >= nnz,) int32, 0 <= index < kv_blocks; entries past the last row are ignored
-    kv_masks: Tensor  # (capacity,) int32: entry of `masks` for a partial block, -1 for a full one
+    block_size: tuple[int, int]
+    kv_indptr: Tensor
+    kv_num_partial: Tensor
+    kv_indices: Tensor
+    kv_masks: Tensor
     masks: ElementMasks
 
     def __post_init__(self) -> None:
@@ -104,6 +113,7 @@ class BlockLayout:
         return found
 
     def grid(self, causal: bool = True) -> BlockGrid:
+        """Its lengths and block size."""
         return BlockGrid(self.seqlen_q, self.seqlen_k, self.block_size, causal)
 
     @typed
@@ -180,6 +190,7 @@ class BlockLayout:
         Args:
             block_indices: (batch | 1, q_heads | 1, q_blocks, slots), any integer dtype, in any order; -1 is an empty
                 slot. Blocks that lie wholly after the row's last query are dropped under `causal`.
+            seqlen_q, seqlen_k, block_size, causal: as `Pattern.layout`.
 
         Raises:
             TypeError: no tensor, or not of integers.
@@ -194,7 +205,11 @@ class BlockLayout:
     @typed
     @on_host
     def from_dense(cls, mask: Tensor, *, block_size: int | tuple[int, int] = 128) -> BlockLayout:
-        """From a (seqlen_q, seqlen_k) or (batch | 1, q_heads | 1, seqlen_q, seqlen_k) bool mask, True = visible."""
+        """From a (seqlen_q, seqlen_k) or (batch | 1, q_heads | 1, seqlen_q, seqlen_k) bool mask, True = visible.
+
+        Raises:
+            TypeError, ValueError: no bool tensor of such a shape, or another block size.
+        """
         from dynaxx.layout.convert import layout_from_dense
 
         return layout_from_dense(mask, as_block_size(block_size))

@@ -44,10 +44,16 @@ class CompressedPages:
 
     They are a cache themselves: with c = cmp_block / cmp_stride, compressed token i lies at position i + c - 1, the
     first c - 1 positions are hidden, and s keys make s // cmp_stride positions.
+
+    Args:
+        k: (num_pages, page_size // cmp_stride, kv_heads, head_dim); contiguous:
+            (batch, seqlen_k // cmp_stride, kv_heads, head_dim).
+        v: the same with head_dim_v.
+        sizes: of the branches that read them.
     """
 
-    k: Tensor  # (num_pages, page_size // cmp_stride, kv_heads, head_dim); contiguous: (batch, seqlen // cmp_stride, ..)
-    v: Tensor  # the same with head_dim_v
+    k: Tensor
+    v: Tensor
     sizes: NativeSizes
 
     @classmethod

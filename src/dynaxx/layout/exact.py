@@ -23,10 +23,18 @@ class ExactTokens:
     Attention falls on both more than on any others, so most of what 8 bits cost is lost there. They are visible
     whatever pages are read, and the cache's own copies of them are not. Token t of a sequence lies in slot
     t - leftpad_k if that is below `sinks`, else in slot sinks + t % window.
+
+    Args:
+        k: (batch, sinks + window, kv_heads, head_dim), contiguous, fp16, bf16 or fp32.
+        v: (batch, sinks + window, kv_heads, head_dim_v), contiguous, k's dtype.
+        sinks: how many of the slots hold first tokens.
+
+    Raises:
+        TypeError, ValueError: tensors that do not fit together.
     """
 
-    k: Tensor  # (batch, sinks + window, kv_heads, head_dim), contiguous
-    v: Tensor  # (batch, sinks + window, kv_heads, head_dim_v), contiguous, k's dtype
+    k: Tensor
+    v: Tensor
     sinks: int = SINKS
 
     def __post_init__(self) -> None:

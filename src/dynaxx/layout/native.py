@@ -30,18 +30,28 @@ from dynaxx.layout.packed import CuSeqlens, host_lengths
 class NativeSizes:
     """Sizes of the three branches, in tokens and blocks; the defaults are those of the paper (arXiv 2502.11089).
 
+    Args:
+        cmp_block: tokens per compressed token (l); a multiple of cmp_stride, at most slc_block.
+        cmp_stride: tokens between the starts of neighbours (d); divides slc_block.
+        slc_block: tokens per selection block (l'): 16, 32, 64 or 128.
+        slc_count: blocks that each query selects (n), forced ones included.
+        first_blocks: blocks at the start that are always selected.
+        local_blocks: blocks up to and including the query's own that are always selected.
+        window: keys that the window branch sees, the query's own included (w).
+        pool: of compressed tokens' scores to a block's: "sum" (eq. 9), or "max", the best.
+
     Raises:
         ValueError: sizes that do not divide one another, or more forced blocks than are selected.
     """
 
-    cmp_block: int = 32  # tokens per compressed token (l); a multiple of cmp_stride, at most slc_block
-    cmp_stride: int = 16  # tokens between the starts of neighbours (d); divides slc_block
-    slc_block: int = 64  # tokens per selection block (l'); 16, 32, 64 or 128
-    slc_count: int = 16  # blocks that each query selects (n), forced ones included
-    first_blocks: int = 1  # blocks at the start that are always selected
-    local_blocks: int = 2  # blocks up to and including the query's own that are always selected
-    window: int = 512  # keys that the window branch sees, the query's own included (w)
-    pool: Literal["sum", "max"] = "sum"  # of compressed tokens' scores to a block's: eq. 9, or their best
+    cmp_block: int = 32
+    cmp_stride: int = 16
+    slc_block: int = 64
+    slc_count: int = 16
+    first_blocks: int = 1
+    local_blocks: int = 2
+    window: int = 512
+    pool: Literal["sum", "max"] = "sum"
 
     def __post_init__(self) -> None:
         if self.slc_block not in BLOCK_SIZES:
@@ -63,7 +73,6 @@ class NativeSizes:
                 f"`slc_count` must cover the forced blocks, {self.first_blocks} first and {self.local_blocks} local, "
                 f"got {self.slc_count}"
             )
-
         if self.pool not in ("sum", "max"):
             raise ValueError(f"`pool` must be 'sum' or 'max', got {self.pool!r}")
 
@@ -117,8 +126,13 @@ def native_spans(
     """Lay out packed sequences. Computed on the host, cached by value; lengths on a GPU are read back.
 
     Args:
+        sizes: of the branches.
         cu_seqlens_q: (num_seqs + 1,) cumulative numbers of queries, from 0; a sequence may be empty.
         cu_seqlens_k: of keys; `cu_seqlens_q` by default.
+        device: of q and k.
+
+    Returns:
+        Where queries, keys, compressed tokens and selection blocks of each sequence lie; for `select_native`.
 
     Raises:
         ValueError: lengths that do not start at 0, fall, or are of different numbers of sequences.

@@ -30,10 +30,14 @@ PIECES_AT_ONCE = 256
 @dataclass(frozen=True, eq=False)
 class PackedLayout(BlockLayout):
     """A layout over packed tokens. Sequence `s` has queries `cu_seqlens_q[s] : cu_seqlens_q[s + 1]`, keys likewise; no
-    query sees a key of another sequence."""
+    query sees a key of another sequence.
 
-    cu_seqlens_q: Tensor  # (num_seqs + 1,) int32, on the host
-    cu_seqlens_k: Tensor  # (num_seqs + 1,) int32, on the host
+    Args:
+        cu_seqlens_q, cu_seqlens_k: (num_seqs + 1,) int32, on the host. The others as `BlockLayout`.
+    """
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
 
     @typed
     def to(self, device: torch.device | str) -> PackedLayout:
@@ -83,7 +87,7 @@ def pack_layouts(
             that shows nothing, as one without queries or keys.
         cu_seqlens_q: (num_seqs + 1,) cumulative numbers of queries, from 0.
         cu_seqlens_k: of keys; `cu_seqlens_q` by default.
-        block_size: of all layouts and of the result.
+        block_size: of all layouts and of the result, tokens or (q_block, kv_block).
 
     Returns:
         A layout with layout_batch 1. Where sequences start inside of a block it visits more blocks than the layouts do

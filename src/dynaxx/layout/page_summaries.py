@@ -36,12 +36,22 @@ class PageSummaries:
     The score of a page for a query is relu(q) . high + min(q, 0) . low, summed over the queries and heads that choose
     together: the largest score that a key of the page may have (Quest). `bound` moves both vectors towards the mean
     key, and at 0.0 they are the mean, one tensor.
+
+    Args:
+        low: (num_pages, kv_heads, head_dim) = mean + bound * (min - mean), floats or int8; contiguous:
+            (batch, pages, kv_heads, head_dim).
+        high: the same of max; `low` itself where bound is 0.
+        bound: from 0.0, the mean, to 1.0, min and max.
+        scale: fp32 (num_pages, kv_heads) where both are int8, value = stored * scale; else None.
+
+    Raises:
+        TypeError, ValueError: tensors that do not fit together.
     """
 
-    low: Tensor  # (num_pages, kv_heads, head_dim) = mean + bound * (min - mean); contiguous: (batch, pages, ...)
-    high: Tensor  # the same of max; `low` itself where bound is 0
-    bound: float  # from 0.0, the mean, to 1.0, min and max
-    scale: Tensor | None = None  # fp32 (num_pages, kv_heads), where both are int8: what is stored is times that
+    low: Tensor
+    high: Tensor
+    bound: float
+    scale: Tensor | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.bound <= 1:

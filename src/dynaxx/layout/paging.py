@@ -36,19 +36,36 @@ class PagedCache:
 
     Queries are aligned to the last key of their sequence. Keys before `leftpad_k` and from `seqused_k` on are hidden,
     whatever their memory holds; a logical page whose entry is -1 holds nothing.
+
+    Args:
+        k: (num_pages, page_size, kv_heads, head_dim), head_dim dense, in one of CACHE_DTYPES; contiguous:
+            (batch, seqlen_k, kv_heads, head_dim).
+        v: the same with head_dim_v, k's dtype.
+        seqused_k: (batch,) int32, keys in use, padding included.
+        page_table: (batch, max_pages) int32, physical page of each logical one; None: contiguous.
+        page_size: tokens, one of PAGE_SIZES; k's own where paged, to be given where contiguous.
+        leftpad_k: (batch,) int32, hidden keys at the start; None: none.
+        k_scale, v_scale: fp32, of 8-bit caches: key = stored * scale. One number (), or (kv_heads,), or of each page
+            (num_pages, kv_heads); contiguous (batch, pages, kv_heads).
+        summaries: needed where pages are chosen; `summarize_pages` makes them.
+        exact: of 8-bit caches: tokens that are read from there instead.
+        compressed: needed by `native_decode`; `compress_pages` makes them.
+
+    Raises:
+        TypeError, ValueError: tensors that do not fit together. Values are checked where they are used.
     """
 
-    k: Tensor  # (num_pages, page_size, kv_heads, head_dim), head_dim dense; contiguous: (batch, seqlen_k, ...)
-    v: Tensor  # the same with head_dim_v, k's dtype
-    seqused_k: Tensor  # (batch,) int32, keys in use, padding included
-    page_table: Tensor | None = None  # (batch, max_pages) int32, physical page of each logical one; None: contiguous
-    page_size: int = 0  # tokens; k's own where paged, to be given where contiguous
-    leftpad_k: Tensor | None = None  # (batch,) int32, hidden keys at the start; None: none
-    k_scale: Tensor | None = None  # fp32, key = stored * scale: (), (kv_heads,), or per page as summaries lie
+    k: Tensor
+    v: Tensor
+    seqused_k: Tensor
+    page_table: Tensor | None = None
+    page_size: int = 0
+    leftpad_k: Tensor | None = None
+    k_scale: Tensor | None = None
     v_scale: Tensor | None = None
-    summaries: PageSummaries | None = None  # needed by rules that choose pages
-    exact: ExactTokens | None = None  # of 8-bit caches: tokens that are read from there instead
-    compressed: CompressedPages | None = None  # needed by `native_decode`
+    summaries: PageSummaries | None = None
+    exact: ExactTokens | None = None
+    compressed: CompressedPages | None = None
 
     def __post_init__(self) -> None:
         if self.page_table is not None and self.page_size == 0 and self.k.ndim == 4:
@@ -106,7 +123,13 @@ class PagedCache:
         seqused_k: Tensor | None = None,
         leftpad_k: Tensor | None = None,
     ) -> PagedCache:
-        """A cache without a page table: k (batch, seqlen_k, kv_heads, head_dim), all of it in use by default."""
+        """A cache without a page table.
+
+        Args:
+            k, v: (batch, seqlen_k, kv_heads, head_dim) and (..., head_dim_v).
+            page_size: tokens that are chosen together, one of PAGE_SIZES.
+            seqused_k, leftpad_k: as in `PagedCache`; all keys are in use by default.
+        """
         if k.ndim != 4:
             raise ValueError(f"`k` must be (batch, seqlen_k, kv_heads, head_dim), got shape {tuple(k.shape)}")
         if seqused_k is None:
@@ -132,6 +155,7 @@ class PagedCache:
         Args:
             k, v: (batch, seqlen_k, kv_heads, head_dim) of floats.
             dtype: torch.float8_e4m3fn or torch.int8.
+            page_size, seqused_k, leftpad_k: as `contiguous`.
             sinks, window: first and last tokens of each sequence that stay in k's dtype; see `ExactTokens`.
         """
         whole = cls.contiguous(k, v, page_size=page_size, seqused_k=seqused_k, leftpad_k=leftpad_k)
@@ -262,6 +286,7 @@ def quantize_pages(x: Tensor, dtype: torch.dtype, page_size: int | None = None) 
     Args:
         x: (num_pages, page_size, kv_heads, head_dim) of floats; contiguous (batch, seqlen, ...) with `page_size`.
         dtype: torch.float8_e4m3fn or torch.int8.
+        page_size: of a contiguous cache, one of PAGE_SIZES; None: pages as they lie.
 
     Returns:
         (stored, scale): x's shape in `dtype`, and fp32 (num_pages, kv_heads) or (batch, pages, kv_heads).

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from dynaxx.arguments import typed
+from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout import BlockLayout, CuSeqlens, PackedLayout
-from dynaxx.ops.checks import check_inputs, check_packed, check_sinks, softmax_scale
+from dynaxx.ops.checks import check_inputs, check_packed, check_sinks
 from dynaxx.ops.dispatch import backend_for, check_name, load_backend, score_options
 from dynaxx.ops.library import attention_forward, is_traced, layout_tensors
 from dynaxx.ops.once import first_derivative_only
@@ -17,10 +18,16 @@ from dynaxx.ops.sinks import add_sinks
 
 
 class SparseAttentionOutput(NamedTuple):
-    """What `sparse_attention(..., return_lse=True)` returns."""
+    """What attention with `return_lse=True` returns.
 
-    out: Tensor  # (batch, seqlen_q, q_heads, head_dim_v), q's dtype; packed (tokens, q_heads, head_dim_v)
-    lse: Tensor  # (batch, q_heads, seqlen_q) fp32, natural log, -inf where a query sees nothing; packed without batch
+    Attributes:
+        out: (batch, seqlen_q, q_heads, head_dim_v), q's dtype; packed (tokens, q_heads, head_dim_v).
+        lse: (batch, q_heads, seqlen_q) fp32 (fp64 for fp64), natural log of the sum of exponentials of the visible
+            scores, -inf where a query sees nothing; packed (q_heads, tokens).
+    """
+
+    out: Tensor
+    lse: Tensor
 
 
 @overload

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from dynaxx.arguments import typed
+from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout import BlockLayout
-from dynaxx.ops.checks import check_inputs, softmax_scale
+from dynaxx.ops.checks import check_inputs
 from dynaxx.ops.dispatch import choose_backend
 
 if TYPE_CHECKING:

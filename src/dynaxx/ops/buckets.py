@@ -16,23 +16,38 @@ from dynaxx.selection import Hybrid, Selector, select_blocks
 
 
 class Bucket(NamedTuple):
-    """Requests of up to `max_seqlen` keys (None: of any length), and where these attend."""
+    """Requests up to a length, and where these attend.
+
+    Attributes:
+        max_seqlen: keys of the longest; None: of any length.
+        rule: a pattern, a selector, or both.
+    """
 
     max_seqlen: int | None
     rule: Pattern | Selector | Hybrid
 
 
 class Request(NamedTuple):
-    """One sequence, queries aligned to its last keys."""
+    """One sequence, queries aligned to its last keys.
 
-    q: Tensor  # (seqlen_q, q_heads, head_dim)
-    k: Tensor  # (seqlen_k, kv_heads, head_dim)
-    v: Tensor  # (seqlen_k, kv_heads, head_dim_v)
+    Attributes:
+        q: (seqlen_q, q_heads, head_dim).
+        k: (seqlen_k, kv_heads, head_dim).
+        v: (seqlen_k, kv_heads, head_dim_v).
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
 
 
 @typed
 def bucket_by_length(lengths: Sequence[int], buckets: Sequence[Bucket]) -> list[list[int]]:
     """Return for each bucket the requests that are its own: those it holds and no bucket before it does, in order.
+
+    Args:
+        lengths: keys of each request.
+        buckets: limits rising, None last.
 
     Raises:
         ValueError: buckets whose limits do not rise, or a length beyond the last.

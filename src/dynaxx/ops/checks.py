@@ -174,17 +174,3 @@ def check_values(layout: BlockLayout) -> None:
     """Before a launch, once per layout."""
     if looks_at_values(layout.device):
         layout.validated  # noqa: B018  (a cached property that raises)
-
-
-def softmax_scale(scale: float | None, head_dim: int) -> float:
-    """The scale of scores, by default head_dim ** -0.5.
-
-    Raises:
-        ValueError: it is nan or infinite, which would make every result nan.
-    """
-    if scale is None:
-        return float(head_dim**-0.5)
-    scale = float(scale)
-    if not -float("inf") < scale < float("inf"):
-        raise ValueError(f"`scale` must be finite, or None for head_dim ** -0.5, got {scale}")
-    return scale

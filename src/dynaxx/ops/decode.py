@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from dynaxx.arguments import typed
+from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout.paging import PagedCache, PageSummaries
 from dynaxx.ops.attention import SparseAttentionOutput
-from dynaxx.ops.checks import softmax_scale
 from dynaxx.ops.decode_checks import check_block_indices, check_cache
 from dynaxx.ops.decode_dispatch import kernels_for
 from dynaxx.selection.pages import PageBudget
@@ -92,6 +92,10 @@ def select_pages(
 ) -> Tensor:
     """Choose the pages that `sparse_decode(q, cache, budget)` reads.
 
+    Args:
+        q, cache, scale, backend: as `sparse_decode`; the cache with summaries.
+        budget: how many pages; see `PageBudget`.
+
     Returns:
         block_indices (batch, kv_heads, slots) int32: logical pages, ascending, then -1. `slots` depends on sizes alone,
         never on lengths.
@@ -110,7 +114,7 @@ def select_pages(
 def summarize_pages(
     cache: PagedCache,
     *,
-    bound: float = 1.0,
+    bound: float | None = None,
     new_tokens: int | None = None,
     dtype: torch.dtype | None = None,
     backend: str = "auto",
@@ -122,25 +126,29 @@ def summarize_pages(
 
     Args:
         cache: with summaries: they are updated in place. Without: new ones are made.
-        bound: of new summaries; see `PageBudget`.
+        bound: of new summaries, 1.0 by default; see `PageBudget`.
         new_tokens: the most keys that a sequence has gained (or had rewritten) at its end since the last call; None:
             all pages. A prefix that was cached by others is known by its physical pages.
-        dtype: of new summaries, default bf16 (fp64 for fp64 caches).
+        dtype: of new summaries: int8 by default (fp64 for fp64 caches), or a float dtype of caches.
+        backend: as `sparse_decode`.
 
     Returns:
         The cache, with its summaries.
 
     Raises:
         TypeError: no cache.
-        ValueError: settings of new summaries for a cache that has some, or of an update for one that has none.
+        ValueError: other settings than those of the summaries that a cache has, or an update of one that has none.
     """
     check_cache(cache)
     if cache.summaries is None:
         if new_tokens is not None:
             raise ValueError("`new_tokens` must be None where the cache has no summaries: all pages are to be read")
-        cache = replace(cache, summaries=PageSummaries.empty(cache, bound, dtype))
-    elif dtype is not None or (bound != 1.0 and bound != cache.summaries.bound):
-        raise ValueError("`bound` and `dtype` are of new summaries; this cache has some")
+        cache = replace(cache, summaries=PageSummaries.empty(cache, 1.0 if bound is None else bound, dtype))
+    elif bound not in (None, cache.summaries.bound) or dtype not in (None, cache.summaries.low.dtype):
+        raise ValueError(
+            f"`bound` and `dtype` must be those of the cache's summaries, {cache.summaries.bound} and "
+            f"{cache.summaries.low.dtype}, or left out, got {bound} and {dtype}"
+        )
     if new_tokens is not None and new_tokens < 0:
         raise ValueError(f"`new_tokens` must be >= 0, got {new_tokens}")
     kernels = kernels_for(None, cache, backend)

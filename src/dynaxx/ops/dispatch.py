@@ -16,8 +16,8 @@ from torch import Tensor
 from dynaxx.arguments import typed
 from dynaxx.errors import UnsupportedInputError
 from dynaxx.kernels.problem import AttentionProblem
-from dynaxx.layout import BlockLayout
-from dynaxx.ops.checks import check_inputs, check_layout
+from dynaxx.layout import BlockLayout, PackedLayout
+from dynaxx.ops.checks import check_inputs, check_layout, check_packed
 
 MOST_CHOICES = 64  # kept per layout
 BACKENDS = ("hopper", "triton", "cpu", "reference")  # in the order that "auto" prefers
@@ -138,9 +138,15 @@ def explain(
 ) -> Explanation:
     """Say which backend `sparse_attention` would run on the same arguments, and why the others would not.
 
+    Args:
+        q, k, v, layout, softcap, backend: as `sparse_attention`; packed, too. Nothing else that it takes matters.
+
     Raises:
         ValueError, TypeError, UnsupportedInputError: as `sparse_attention` would.
     """
+    if isinstance(layout, PackedLayout) and q.ndim == 3:
+        check_packed(q, k, v, layout, None, None)
+        q, k, v = q[None], k[None], v[None]
     problem = check_inputs(q, k, v, layout, softcap=softcap)
     reasons = {name: unsupported_reasons(name, problem) for name in BACKENDS}
     return Explanation(problem, choose_backend(problem, backend), reasons, layout.density())

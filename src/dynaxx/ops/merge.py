@@ -16,7 +16,8 @@ def merge_states(states: Sequence[tuple[Tensor, Tensor]]) -> SparseAttentionOutp
     """Merge partial results `(out, lse)` as if their keys had been attended to together.
 
     Args:
-        states: each out (batch, seqlen_q, q_heads, head_dim_v) and lse (batch, q_heads, seqlen_q), of disjoint keys.
+        states: each out (batch, seqlen_q, q_heads, head_dim_v) and lse (batch, q_heads, seqlen_q), of disjoint keys;
+            packed without batch.
 
     Returns:
         (out, lse). A query that sees nothing in any state gives out = 0, lse = -inf. Differentiable.
@@ -27,10 +28,11 @@ def merge_states(states: Sequence[tuple[Tensor, Tensor]]) -> SparseAttentionOutp
     if not states:
         raise ValueError("`states` must hold at least one (out, lse)")
     for out, lse in states:
-        if out.shape != states[0][0].shape or lse.shape != (out.shape[0], out.shape[2], out.shape[1]):
+        fits = out.ndim in (3, 4) and lse.shape == (*out.shape[:-3], out.shape[-2], out.shape[-3])
+        if out.shape != states[0][0].shape or not fits:
             raise ValueError(
-                f"`states` must agree in shape, with lse (batch, q_heads, seqlen_q), "
-                f"got out {tuple(out.shape)} and lse {tuple(lse.shape)}"
+                "`states` must agree in shape, out (batch, seqlen_q, q_heads, head_dim_v) and lse (batch, q_heads, "
+                f"seqlen_q), packed without batch, got out {tuple(out.shape)} and lse {tuple(lse.shape)}"
             )
     outs = torch.stack([out for out, _ in states])
     lses = torch.stack([lse for _, lse in states])

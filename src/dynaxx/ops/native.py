@@ -10,9 +10,9 @@ from torch import Tensor
 
 from dynaxx.arguments import typed
 from dynaxx.kernels.reference import native as definition
+from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout import CuSeqlens
 from dynaxx.layout.native import NativeSizes, NativeSpans
-from dynaxx.ops.checks import softmax_scale
 from dynaxx.ops.native_branches import (
     GatedSum,
     Recorded,
@@ -38,10 +38,13 @@ def compression_windows(x: Tensor, sizes: NativeSizes, *, cu_seqlens: CuSeqlens 
     Args:
         x: (batch, seqlen, heads, dim), or packed (tokens, heads, dim).
         sizes: `cmp_block` tokens, `cmp_stride` apart.
-        cu_seqlens: packed only.
+        cu_seqlens: packed only, (num_seqs + 1,) cumulative lengths from 0.
 
     Returns:
         (batch, compressed, cmp_block, heads, dim), or packed (compressed tokens, cmp_block, heads, dim).
+
+    Raises:
+        ValueError, TypeError: another rank or dtype, or lengths that do not fit.
     """
     spans, packed = pack(x, x, x, sizes, cu_seqlens, None)
     windows = definition.compression_windows(packed.k, spans)
@@ -60,9 +63,13 @@ def compress(
         x: keys or values, (batch, seqlen, heads, dim), or packed (tokens, heads, dim).
         sizes: `cmp_block` tokens, `cmp_stride` apart.
         weight: (cmp_block, heads) of each position in a window; the mean by default.
+        cu_seqlens: packed only, (num_seqs + 1,) cumulative lengths from 0.
 
     Returns:
         (batch, compressed, heads, dim), or packed (compressed tokens, heads, dim), in x's dtype.
+
+    Raises:
+        ValueError, TypeError: another rank or dtype, or lengths or weights that do not fit.
     """
     spans, packed = pack(x, x, x, sizes, cu_seqlens, None)
     if weight is not None and weight.shape != (sizes.cmp_block, x.shape[-2]):
@@ -108,7 +115,7 @@ def select_native(
     scale: float | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Choose the blocks of each query position from its attention to compressed tokens (eq. 9 to 12).
+    """Choose the blocks of each query position from its attention to compressed tokens (arXiv 2502.11089, eq. 9 to 12).
 
     Args:
         q: (tokens, q_heads, head_dim), packed.
@@ -117,9 +124,14 @@ def select_native(
             blocks (cmp_block = cmp_stride = slc_block), one q head per selection head.
         spans: `native_spans` of the lengths; its sizes say how many blocks, and which are forced.
         select_heads: heads that choose for themselves, each for a group of q heads; kv_heads by default.
+        scale, backend: as `selected_attention`.
 
     Returns:
-        (tokens, select_heads, slc_count) int32, ascending, -1 behind. No gradient flows through a choice.
+        block_indices for `selected_attention`, (tokens, select_heads, slc_count) int32, ascending, -1 behind. No
+        gradient flows through a choice.
+
+    Raises:
+        ValueError, TypeError, UnsupportedInputError: as `selected_attention`; `lse` left out where it is needed.
     """
     heads = k_cmp.shape[1] if select_heads is None else select_heads
     sizes = spans.sizes

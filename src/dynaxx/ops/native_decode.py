@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from dynaxx.arguments import typed
+from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout.compressed import CompressedPages
 from dynaxx.layout.native import NativeSizes
 from dynaxx.layout.paging import SCALED_DTYPES, PagedCache
-from dynaxx.ops.checks import softmax_scale
 from dynaxx.ops.decode import sparse_decode
 from dynaxx.ops.decode_dispatch import kernels_for
 
@@ -27,10 +27,15 @@ WINDOWS_AT_ONCE = 4096  # of all sequences
 
 
 class NativeDecodeOutput(NamedTuple):
-    """What a step gives."""
+    """What `native_decode` returns.
 
-    out: Tensor  # (batch, seqlen_q, q_heads, head_dim_v) in q's dtype
-    block_indices: Tensor  # (batch, seqlen_q, kv_heads, slots) int32: selection blocks that were read, -1 is none
+    Attributes:
+        out: (batch, seqlen_q, q_heads, head_dim_v) in q's dtype.
+        block_indices: (batch, seqlen_q, kv_heads, slots) int32, selection blocks that were read, -1 is none.
+    """
+
+    out: Tensor
+    block_indices: Tensor
 
 
 @typed
@@ -57,11 +62,13 @@ def compress_pages(
             `compress` takes it; or a function, such as the modules of `dynaxx.nn`.
         new_tokens: the most keys that a sequence has gained (or had rewritten) at its end since the last call; None:
             all of them, pages of a prefix that others compressed included.
+        backend: as `native_decode`.
 
     Returns:
         The cache, with its compressed tokens.
 
     Raises:
+        TypeError: no cache.
         ValueError: pages that do not divide selection blocks, 8-bit caches, left padding, other sizes than before.
     """
     _check_cache(cache)

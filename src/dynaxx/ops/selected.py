@@ -13,10 +13,10 @@ from torch import Tensor
 
 from dynaxx.arguments import typed
 from dynaxx.kernels.problem import AttentionProblem
+from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout.native import NativeSizes, NativeSpans
 from dynaxx.layout.packed import CuSeqlens
 from dynaxx.ops.attention import SparseAttentionOutput
-from dynaxx.ops.checks import softmax_scale
 from dynaxx.ops.dispatch import BACKENDS, first_that_serves, unsupported_reasons
 from dynaxx.ops.once import first_derivative_only
 from dynaxx.ops.packing import check_indices, pack
@@ -170,6 +170,9 @@ def explain_selected(
     """Say which backend `selected_attention` would run on a batch, by which schedule, and how alike its queries choose.
 
     Reads the selection back from a GPU.
+
+    Args:
+        q, k, v, block_indices, block_size, backend: as `selected_attention`, as a batch.
 
     Raises:
         ValueError, TypeError, UnsupportedInputError: as `selected_attention` would.

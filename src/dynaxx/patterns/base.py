@@ -37,7 +37,11 @@ class Visited(NamedTuple):
 
 
 class Pattern(ABC):
-    """A rule over positions. Hashable and immutable; combine with `|` (either shows the pair) and `&` (both do)."""
+    """A rule over positions. Hashable and immutable; combine with `|` (either shows the pair) and `&` (both do).
+
+    Making one raises TypeError or ValueError, with the setting's name, where a setting is of another kind or out of
+    range. One of your own needs `visible` and `visited`.
+    """
 
     def __init_subclass__(cls) -> None:
         """A class that shows other pairs than the one it extends does not have its program."""

@@ -118,7 +118,11 @@ def content_tokens(tokenizer: Any, texts: Sequence[str]) -> tuple[TokenSequence,
         texts: literal texts, case as it stands ("[SEP]", "Definitions", "DEFINITIONS"). A short text matches within
             longer words whose tokens begin alike.
 
+    Returns:
+        Each way in which one of the texts comes out as token ids: `GlobalContent(sequences=...)`.
+
     Raises:
+        TypeError: one text instead of a sequence of them.
         ValueError: a text that is empty, or that this tokenizer cannot write (it gives its unknown token).
     """
     if isinstance(texts, str):

@@ -35,5 +35,10 @@ def bigbird(
 
 @typed
 def streaming(window: int, sinks: int = 4) -> Pattern:
-    """StreamingLLM: the first `sinks` tokens and the last `window` up to the query's own (arXiv 2309.17453)."""
+    """StreamingLLM: a window and attention sinks (arXiv 2309.17453).
+
+    Args:
+        window: keys including the query's own.
+        sinks: the first tokens, which every query sees.
+    """
     return Sink(sinks) | SlidingWindow(window)

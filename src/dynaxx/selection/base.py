@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.arguments import typed
+from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout import EMPTY, FULL, BlockGrid, BlockLayout, ElementMasks, as_block_size
 from dynaxx.layout.host import on_host
 from dynaxx.layout.masks import causal_codes
@@ -33,7 +34,11 @@ class Choice(NamedTuple):
 
 
 class Selector(ABC):
-    """A data-dependent choice of blocks per q head. Hashable and immutable; `pattern | selector` is a `Hybrid`."""
+    """A data-dependent choice of blocks per q head. Hashable and immutable; `pattern | selector` is a `Hybrid`.
+
+    Making one, or a scorer, raises TypeError or ValueError where a setting is of another kind or out of range. One of
+    your own needs `choose`, `scorer` and `budget_field`.
+    """
 
     scorer: Scorer
     per: Per = "head"  # "group": all q heads of a kv head choose together
@@ -148,7 +153,8 @@ def select_blocks(
 
     Raises:
         TypeError: no rule.
-        ValueError: shapes that do not fit, a memory budget below 1, or a per-head budget for another number of heads.
+        ValueError: shapes that do not fit, a scale that is not finite, a memory budget below 1, or a per-head budget
+            for another number of heads.
     """
     if isinstance(rule, Pattern):
         return rule.layout(q.shape[1], k.shape[1], causal=causal, block_size=block_size, device=q.device)
@@ -174,7 +180,7 @@ def _select(
     if memory_budget < 1:
         raise ValueError(f"`memory_budget` must be >= 1 byte, got {memory_budget}")
     batch, _, heads, head_dim = q.shape
-    scale = head_dim**-0.5 if scale is None else scale
+    scale = softmax_scale(scale, head_dim)
     if serves(q, grid, selector):
         return select_on_device(q, k, pattern, selector, grid, scale, memory_budget)
     forced = _Forced.of(pattern, grid, q.device)

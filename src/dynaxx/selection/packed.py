@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -27,6 +29,7 @@ def select_packed_blocks(
     causal: bool = True,
     block_size: int | tuple[int, int] = 64,
     scale: float | None = None,
+    memory_budget: int | None = None,
 ) -> PackedLayout:
     """Make the layout that a rule says for packed queries and keys; each sequence chooses as it would alone.
 
@@ -36,7 +39,7 @@ def select_packed_blocks(
         rule: budgets and positions count per sequence.
         cu_seqlens_q: (num_seqs + 1,) cumulative lengths from 0; read back where they are on a GPU.
         cu_seqlens_k: `cu_seqlens_q` by default.
-        causal, block_size, scale: as `select_blocks`.
+        causal, block_size, scale, memory_budget: as `select_blocks`.
 
     Returns:
         A layout for `sparse_attention`. Chosen blocks count from the start of their sequence: where that is not a
@@ -54,9 +57,10 @@ def select_packed_blocks(
         )
     if isinstance(rule, Pattern):
         return packed_layout(rule, ends_q, ends_k, causal=causal, block_size=block_size, device=q.device)
+    options: dict[str, Any] = dict(causal=causal, block_size=block_size, scale=scale, memory_budget=memory_budget)
     layouts = []
     for s in range(len(ends_q) - 1):
         one_q, one_k = q[None, ends_q[s] : ends_q[s + 1]], k[None, ends_k[s] : ends_k[s + 1]]
         shown = min(one_q.shape[1], one_k.shape[1]) > 0
-        layouts.append(rule.select(one_q, one_k, causal=causal, block_size=block_size, scale=scale) if shown else None)
+        layouts.append(rule.select(one_q, one_k, **options) if shown else None)
     return pack_layouts(layouts, ends_q, ends_k, block_size=block_size)

@@ -9,18 +9,25 @@ import torch
 from torch import Tensor
 
 from dynaxx.arguments import typed
+from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout import FULL, BlockLayout
 from dynaxx.layout.host import on_host
 from dynaxx.selection.scorers.base import MEMORY_BUDGET, per_kv_head, pieces
 
 
 class Recall(NamedTuple):
-    """Share of dense attention mass on visited pairs, averaged over queries, q heads and batch; 1.0 loses nothing."""
+    """Share of dense attention mass on visited pairs, averaged over queries, q heads and batch; 1.0 loses nothing.
+
+    Attributes:
+        mean: over the queries that were looked at.
+        low, high: 95 % confidence interval of the mean over all queries; the mean itself where all were looked at.
+        per_head: (q_heads,) fp32, averaged over the same queries and the batch.
+    """
 
     mean: float
-    low: float  # 95 % confidence interval of the mean over all queries; low = high = mean where all were looked at
+    low: float
     high: float
-    per_head: Tensor  # (q_heads,) fp32, averaged over the same queries and the batch
+    per_head: Tensor
 
 
 @typed
@@ -54,10 +61,11 @@ def recall(
 
     Raises:
         TypeError: no tensors, or a rule where a layout belongs.
-        ValueError: tensors and layout that do not fit, or fewer than 2 rows.
+        ValueError: tensors and layout that do not fit, a scale that is not finite, or fewer than 2 rows.
     """
     _check(q, k, layout, rows)
     (batch, seqlen_q, heads, dim), seqlen_k = q.shape, k.shape[1]
+    scale = softmax_scale(scale, dim)
     first = max(0, seqlen_q - seqlen_k) if causal else 0  # queries before it see nothing
     population = seqlen_q - first if seqlen_k else 0
     drawn = torch.randperm(population, generator=torch.Generator().manual_seed(seed))[:rows].sort().values + first
@@ -65,7 +73,7 @@ def recall(
     row_bytes = batch * heads * (5 * 4 * seqlen_k + 8 * dim)
     for a, b in pieces(len(drawn), row_bytes, MEMORY_BUDGET):
         some = drawn[a:b].to(q.device)
-        scores = _scores(q[:, some], k, dim**-0.5 if scale is None else float(scale))
+        scores = _scores(q[:, some], k, scale)
         if causal:
             position = torch.arange(seqlen_k, device=q.device)
             scores.masked_fill_(position > (some + seqlen_k - seqlen_q)[:, None], -torch.inf)
