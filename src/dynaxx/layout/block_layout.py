@@ -17,7 +17,7 @@ from torch import Tensor
 from dynaxx.arguments import typed
 from dynaxx.layout.grid import BlockGrid, as_block_size
 from dynaxx.layout.host import moved_together, on_host
-from dynaxx.layout.masks import FULL, ElementMasks
+from dynaxx.layout.masks import ElementMasks
 from dynaxx.layout.origin import remember
 from dynaxx.layout.transpose import TransposedLayout, transpose
 from dynaxx.layout.validate import check_form, check_values
@@ -128,24 +128,9 @@ class BlockLayout:
 
     def visible_pairs(self) -> Tensor:
         """(layout_batch, layout_heads) int64: visible (query, key) pairs, what useful FLOPs are counted from."""
-        lead, cols, codes = self.entries()
-        q_block, kv_block = self.block_size
-        rows = lead % self.q_blocks if self.q_blocks else lead
-        height = (self.seqlen_q - rows * q_block).clamp(max=q_block)
-        width = (self.seqlen_k - cols * kv_block).clamp(max=kv_block)
-        dense = self.masks.to_dense()
-        pairs = height * width
-        partial = codes != FULL
-        whole = (height == q_block) & (width == kv_block)
-        if len(self.masks):
-            counts = dense.sum((1, 2))
-            pairs = torch.where(partial, counts[codes.clamp(min=0)], pairs)
-            for entry in (partial & ~whole).nonzero().flatten().tolist():
-                h, w = int(height[entry]), int(width[entry])
-                pairs[entry] = dense[codes[entry], :h, :w].sum()
-        heads = lead // max(1, self.q_blocks)
-        total = torch.zeros(self.layout_batch * self.layout_heads, dtype=torch.int64, device=self.device)
-        return total.index_add_(0, heads, pairs).view(self.layout_batch, self.layout_heads)
+        from dynaxx.layout.pairs import visible_pairs
+
+        return visible_pairs(self)
 
     # ---- making one ----------------------------------------------------------------------------------------------
 

@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from dynaxx.arguments import typed
+from dynaxx.layout.pages import PageStrides, page_strides
 
 if TYPE_CHECKING:
     from dynaxx.layout.paging import PagedCache
 
 SUMMARY_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8)
-
-
-class PageStrides(NamedTuple):
-    """Where things lie, in elements: token t of page p, kv head h of batch entry b starts at b * batch + p * page + ..
-
-    p is the physical page where the cache is paged (batch is 0 then), the logical one where it is contiguous.
-    """
-
-    batch: int
-    page: int
-    token: int
-    head: int
 
 
 @typed
@@ -122,9 +111,3 @@ class PageSummaries:
     def scale_strides(self) -> PageStrides:
         """Of `scale`; zeros where there is none."""
         return PageStrides(0, 0, 0, 0) if self.scale is None else page_strides(self.scale[..., None])
-
-
-def page_strides(x: Tensor) -> PageStrides:
-    """Of a (num_pages, kv_heads, n) tensor that has one row per page and head, or with batch before."""
-    *batch, page, head, _ = x.stride()
-    return PageStrides(batch[0] if batch else 0, page, 0, head)

@@ -11,7 +11,8 @@ from dynaxx.arguments import typed
 from dynaxx.layout.compressed import CompressedPages
 from dynaxx.layout.native import NativeSizes
 from dynaxx.layout.packed import CuSeqlens, host_lengths
-from dynaxx.layout.paging import PAGE_SIZES, PagedCache
+from dynaxx.layout.pages import PAGE_SIZES
+from dynaxx.layout.paging import PagedCache
 from dynaxx.ops.native_decode import Pooling, compress_pages
 
 

@@ -16,7 +16,8 @@ from dynaxx.arguments import typed
 from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout.compressed import CompressedPages
 from dynaxx.layout.native import NativeSizes
-from dynaxx.layout.paging import SCALED_DTYPES, PagedCache
+from dynaxx.layout.pages import SCALED_DTYPES
+from dynaxx.layout.paging import PagedCache
 from dynaxx.ops.decode import sparse_decode
 from dynaxx.ops.decode_dispatch import kernels_for
 
