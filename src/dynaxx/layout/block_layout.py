@@ -97,8 +97,10 @@ class BlockLayout:
         None where the last rows are the longest, as under a causal mask, and for a layout made on a GPU, which is not
         read back: a kernel then starts with the last row.
         """
+        if self.device.type != "cpu":
+            return None
         counts = self.kv_num_blocks
-        if self.device.type != "cpu" or bool((counts.diff(dim=-1) >= 0).all()):
+        if bool((counts.diff(dim=-1) >= 0).all()):
             return None
         return counts.argsort(dim=-1, descending=True, stable=True).to(torch.int32)
 

@@ -48,7 +48,12 @@ def tunable(choose: Callable[..., Tiles]) -> Callable[..., Tiles]:
 
 def padded(head_dim: int) -> int:
     """head_dim as a tile holds it: a power of two from 16."""
-    return max(16, 1 << (head_dim - 1).bit_length())
+    return max(16, power_of_two(head_dim))
+
+
+def power_of_two(least: int) -> int:
+    """The first power of two from `least` >= 1 on. Triton's own takes the host 3 us, as its `cdiv` does."""
+    return 1 << (least - 1).bit_length()
 
 
 @tunable

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dynaxx.kernels.triton.config import padded
+from dynaxx.kernels.triton.config import padded, power_of_two
 from dynaxx.kernels.triton.launch import strides, unit_stride
 from dynaxx.kernels.triton.light import light_launch
 
@@ -72,7 +72,7 @@ def hash_counts(x: Tensor, size: int, planes: Tensor, center: Tensor, tables: in
         (B, H, ceil(N / size), tables * 2 ** bits) fp32; bit i of a bucket is the sign of the table's i-th projection.
     """
     batch, seqlen, heads, head_dim = x.shape
-    blocks, wide = -(-seqlen // size), triton.next_power_of_2(bits)
+    blocks, wide = -(-seqlen // size), power_of_two(bits)
     counts = torch.zeros(batch, heads, blocks, tables << bits, device=x.device)
     if not counts.numel():
         return counts

@@ -220,8 +220,8 @@ def int8_scores(
     block_n = max(kv_block, 128) if candidates is None else kv_block
     count, where = panels_of(candidates, first_row, rows)
     programs = (
-        triton.cdiv(where["slots"] or triton.cdiv(grid.seqlen_k, block_n), TILES_PER_PROGRAM),
-        count * triton.cdiv(where["panel"] * group_size, block_m),
+        -(-(where["slots"] or -(-grid.seqlen_k // block_n)) // TILES_PER_PROGRAM),
+        count * -(-where["panel"] * group_size // block_m),
         batch * kv_heads,
     )
     _int8_scores_kernel[programs](

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dynaxx.kernels.triton.config import padded
+from dynaxx.kernels.triton.config import padded, power_of_two
 from dynaxx.kernels.triton.launch import strides, unit_stride
 from dynaxx.kernels.triton.light import light_launch
 from dynaxx.layout import BlockGrid
@@ -216,9 +216,9 @@ def probe_lines(probes: Tensor, k: Tensor, grid: BlockGrid, scale: float) -> tup
     exact, wide = k.dtype == torch.float32, head_dim > 128
     block_p = 32 if exact else 64
     block_n = max(kv_block, 64 if exact or wide else 128)
-    tiles = triton.cdiv(grid.seqlen_k, block_n)
+    tiles = -(-grid.seqlen_k // block_n)
     phase = (grid.seqlen_q - count) % step
-    buckets = triton.next_power_of_2((step + block_n + triton.cdiv(count, block_p) * block_p - 3) // step + 1)
+    buckets = power_of_two((step + block_n - (-count // block_p) * block_p - 3) // step + 1)
     new = lambda *shape: torch.empty(batch, q_heads, *shape, dtype=torch.float32, device=k.device)
     common = {
         "probes": count,
@@ -236,7 +236,7 @@ def probe_lines(probes: Tensor, k: Tensor, grid: BlockGrid, scale: float) -> tup
         "num_stages": 1 if exact else 2,
     }
     rows = probes.transpose(1, 2).contiguous()
-    parts = new(triton.cdiv(tiles, TILES_PER_PROGRAM), count)
+    parts = new(-(-tiles // TILES_PER_PROGRAM), count)
     _normalisers_kernel[(q_heads, parts.shape[2], batch)](rows, k, parts, **common, TILES=TILES_PER_PROGRAM)
     lse = parts.mul_(1 / LOG2_E).logsumexp(2).mul_(LOG2_E)
     vertical, slash = new(grid.kv_blocks), new(tiles, 2, buckets)
@@ -258,7 +258,7 @@ def probe_lines(probes: Tensor, k: Tensor, grid: BlockGrid, scale: float) -> tup
     first = (grid.seqlen_q - count - phase - tiles * block_n) // step
     diagonals = ((grid.q_blocks - 1) * q_block + (grid.kv_blocks - 1) * kv_block) // step + 1
     diagonal = new(diagonals)
-    _diagonals_kernel[(triton.cdiv(diagonals, 256), batch * q_heads)](
+    _diagonals_kernel[(-(-diagonals // 256), batch * q_heads)](
         slash,
         diagonal,
         tiles=tiles,
@@ -277,7 +277,7 @@ def line_scores(vertical: Tensor, diagonal: Tensor, start: int, stop: int, grid:
     batch, q_heads, kv_blocks = vertical.shape
     scores = torch.empty(batch, q_heads, stop - start, kv_blocks, device=vertical.device)
     step = min(grid.block_size)
-    _line_scores_kernel[(triton.cdiv(kv_blocks, 1024), stop - start, batch * q_heads)](
+    _line_scores_kernel[(-(-kv_blocks // 1024), stop - start, batch * q_heads)](
         vertical,
         diagonal,
         scores,

@@ -131,8 +131,8 @@ def query_scores(
     block_n = max(grid.block_size[1], 64 if exact or wide else 128) if candidates is None else grid.block_size[1]
     count, where = panels_of(candidates, first_row, rows)
     programs = (
-        triton.cdiv(where["slots"] or triton.cdiv(grid.seqlen_k, block_n), TILES_PER_PROGRAM),
-        count * triton.cdiv(where["panel"] * group_size, block_m),
+        -(-(where["slots"] or -(-grid.seqlen_k // block_n)) // TILES_PER_PROGRAM),
+        count * -(-where["panel"] * group_size // block_m),
         batch * kv_heads,
     )
     _query_scores_kernel[programs](

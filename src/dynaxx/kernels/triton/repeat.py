@@ -43,7 +43,7 @@ def repeated(
     made: int = 0,
     split: dict[str, Any] | None = None,
 ) -> None:
-    """Call `start(layout, *tensors, *settings)`, which launches one kernel; with the same shapes again, only that.
+    """Call `start(layout, *tensors, *settings)`, which launches one kernel; from the third such call on, only that.
 
     Args:
         made: of the tensors, the last so many are dense, and of shapes and dtypes that follow from the others'.
@@ -75,9 +75,10 @@ def repeated(
     known = kept.get(found := tuple(key))
     if known is None:
         launch = start(*given)
-        repeat = None if launch is None else _repeat(launch, layout, tensors)
-        if repeat is not None and len(kept) < MOST_LAUNCHES:
-            kept[found] = repeat
+        if found in kept:
+            kept[found] = None if launch is None else _repeat(launch, layout, tensors)
+        elif len(kept) < MOST_LAUNCHES:
+            kept[found] = None  # a layout that was chosen from data may be used just once
         return
     arguments = known.arguments.copy()
     for i, x in known.owned:
@@ -89,7 +90,7 @@ def repeated(
     known.start(arguments, device)
 
 
-_kept: WeakKeyDictionary[BlockLayout, dict[tuple[Any, ...], Repeat]] = WeakKeyDictionary()
+_kept: WeakKeyDictionary[BlockLayout, dict[tuple[Any, ...], Repeat | None]] = WeakKeyDictionary()
 
 
 def _repeat(launch: Launch, layout: BlockLayout, tensors: tuple[Tensor, ...]) -> Repeat | None:

@@ -341,7 +341,7 @@ def emit_entries(
 
 
 def _columns(kv_blocks: int) -> int:
-    return max(32, triton.next_power_of_2(kv_blocks))
+    return max(32, 1 << (kv_blocks - 1).bit_length())
 
 
 def _warps(block_c: int) -> int:

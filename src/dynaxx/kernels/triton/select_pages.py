@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dynaxx.kernels.triton.choose_pages import choose_pages, count_pages
-from dynaxx.kernels.triton.config import padded
+from dynaxx.kernels.triton.config import padded, power_of_two
 from dynaxx.kernels.triton.launch import overlap, processors, strides, unit_stride
 from dynaxx.kernels.triton.light import light_launch
 from dynaxx.kernels.triton.pages import first_key, page_strides, table_arguments
@@ -183,7 +183,7 @@ def select_pages(
 ) -> tuple[Tensor, Tensor]:
     """As `kernels.reference.decode`."""
     chosen, counts, scores = _empty(cache, slots)
-    lists, tiles = scores.shape[0], triton.cdiv(cache.max_pages, _tile(cache))
+    lists, tiles = scores.shape[0], -(-cache.max_pages // _tile(cache))
     fused = tiles == 1 or 2 * lists >= processors(q.device)
     for programs, score, choose in [(1, True, True)] if fused else [(tiles, True, False), (1, False, True)]:
         choice = Choice(scores, wanted, sinks, q.shape[1] + window - 1)
@@ -208,7 +208,7 @@ def score_all_pages(
         return *select_pages(q, cache, wanted, sinks, window, slots, scale), None
     listed, counts, scores = _empty(cache, slots)
     choice = Choice(scores, wanted, sinks, q.shape[1] + window - 1)
-    tiles = triton.cdiv(cache.max_pages, _tile(cache))
+    tiles = -(-cache.max_pages // _tile(cache))
     programs = max(1, min(tiles, PROGRAMS_PER_PROCESSOR * most // max(1, lists)))
     _launch(q, cache, choice, listed, counts, scale, programs=programs, score=True, choose=False)
     return listed, counts, choice
@@ -224,7 +224,7 @@ def _empty(cache: PagedCache, slots: int) -> tuple[Tensor, Tensor, Tensor]:
 def _tile(cache: PagedCache) -> int:
     """Pages that are scored at once."""
     assert cache.summaries is not None, "checked before"
-    block = max(16, triton.next_power_of_2(cache.max_pages))
+    block = max(16, power_of_two(cache.max_pages))
     many = cache.batch * cache.kv_heads >= MANY_LISTS * processors(cache.device)
     most = PAGES_PER_TILE_OF_MANY if many else PAGES_PER_TILE
     return max(16, min(most, block, TILE_BYTES // (_block_d(cache) * cache.summaries.low.dtype.itemsize)))
@@ -253,7 +253,7 @@ def _launch(
     if lists == 0:
         return
     q, group_size, tile = unit_stride(q), q.shape[2] // cache.kv_heads, _tile(cache)
-    block = max(16, triton.next_power_of_2(max_pages))
+    block = max(16, power_of_two(max_pages))
     _select_pages_fwd_kernel[(lists, programs)](
         q,
         cache.summaries.low,
@@ -283,10 +283,10 @@ def _launch(
         PAGE=cache.page_size,
         D=cache.head_dim,
         BLOCK_D=_block_d(cache),
-        BLOCK_R=min(QUERY_ROWS, triton.next_power_of_2(q.shape[1] * group_size)),
+        BLOCK_R=min(QUERY_ROWS, power_of_two(q.shape[1] * group_size)),
         TILE=tile,
         BLOCK_P=block,
-        BLOCK_S=triton.next_power_of_2(max(1, slots)),
+        BLOCK_S=power_of_two(max(1, slots)),
         STAGES=1 + TILES_AHEAD * (1 + cache.is_paged),  # where a page lies is loaded before its summary
         num_warps=WARPS if score else min(16, max(4, block // 256)),
         **overlap(q.device),

@@ -116,13 +116,15 @@ def split_rows(layout: BlockLayout, batch: int, q_heads: int, share: int = SHARE
 
     Of a layout that no host knows, none: what a selection chooses for each row is about as much.
     """
+    if layout.host is None:
+        return None
     kept = _kept.setdefault(layout, {})
     key = ("rows", batch, q_heads, share, heads)
     if key not in kept:
         lines, found = Lines.rows(layout, batch, q_heads, heads), None
         entries = layout.kv_indices.numel()
         limit = lines.limit(entries, share * processors(layout.device))
-        if limit < layout.kv_blocks and layout.host is not None:
+        if limit < layout.kv_blocks:
             sizes = lines.lists(layout.host.kv_num_blocks, limit)
             found = _split(layout.kv_indptr, entries, lines, limit, *sizes) if sizes[1] else None
         if _captures(layout):

@@ -234,12 +234,12 @@ def tile_mass(
         scale: factor on the products.
     """
     (batch, tokens_q, q_heads, dim), tokens_k = queries.shape, keys.shape[1]
-    tiles_q, tiles_k = triton.cdiv(tokens_q, parts), triton.cdiv(tokens_k, parts)
+    tiles_q, tiles_k = -(-tokens_q // parts), -(-tokens_k // parts)
     q_parts, k_parts = panel * grid.block_size[0] // sizes[0], grid.block_size[1] // sizes[1]
     queries, keys = unit_stride(queries), unit_stride(keys)
     settings = _settings(queries, q_parts, k_parts, parts)
-    programs = (triton.cdiv(tiles_q, settings["TILE_M"]), batch * q_heads)
-    steps, splits = _splits(programs[0] * programs[1], triton.cdiv(tiles_k, settings["TILE_T"]), queries.device)
+    programs = (-(-tiles_q // settings["TILE_M"]), batch * q_heads)
+    steps, splits = _splits(programs[0] * programs[1], -(-tiles_k // settings["TILE_T"]), queries.device)
     notes = torch.empty(batch, q_heads, tiles_q, grid.kv_blocks, device=queries.device)
     sums = torch.empty(batch, q_heads, tiles_q, splits, device=queries.device) if splits > 1 else notes
     where = {
@@ -280,7 +280,7 @@ def tile_mass(
         **{name: value for name, value in settings.items() if name != "TILE_M"},
     )
     if splits > 1:
-        _tile_shares_kernel[(*programs, triton.cdiv(grid.kv_blocks, COLUMNS))](
+        _tile_shares_kernel[(*programs, -(-grid.kv_blocks // COLUMNS))](
             notes, sums, mass, splits=splits, SPLITS=MOST_SPLITS, COLUMNS=COLUMNS, num_warps=4, **where
         )
 
@@ -288,9 +288,9 @@ def tile_mass(
 def _splits(programs: int, tiles: int, device: torch.device) -> tuple[int, int]:
     """How many tiles of keys a program takes, and how many programs share them."""
     few = programs < processors(device)
-    splits = min(triton.cdiv(2 * processors(device), programs), tiles // LEAST_STEPS, MOST_SPLITS) if few else 1
-    steps = triton.cdiv(tiles, max(1, splits))
-    return steps, triton.cdiv(tiles, steps)
+    splits = min(-(-2 * processors(device) // programs), tiles // LEAST_STEPS, MOST_SPLITS) if few else 1
+    steps = -(-tiles // max(1, splits))
+    return steps, -(-tiles // steps)
 
 
 def _settings(queries: Tensor, q_parts: int, k_parts: int, parts: int) -> dict[str, int]:
