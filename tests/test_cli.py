@@ -452,7 +452,7 @@ def test_tune_goes_the_whole_way(tools, tiny, tmp_path):
     assert tools["validate"][0][0][2] == "the policy"
     assert tools["validate"][0][1]["lengths"] == (32, 64)
     shown = dynaxx_(*tune_args(tiny, out))
-    assert "sparse is faster here from 512 tokens; shorter prompts run dense" in shown.stdout
+    assert "prompts run sparse from 512 tokens, shorter ones dense" in shown.stdout
     assert f'run it: dynaxx.apply(model, dynaxx.load_policy("{out / "policy.json"}"))' in shown.stdout
 
 

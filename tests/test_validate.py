@@ -136,13 +136,19 @@ def test_a_tuned_policy_runs_from_a_later_length_where_only_speed_fails(model, m
         )
 
     monkeypatch.setattr(module, "validate", validate)
-    later, found = validate_tuned(model, None, tuned, TEXT, out=tmp_path, lengths=(100,))
+    said = []
+    later, found = validate_tuned(model, None, tuned, TEXT, out=tmp_path, say=said.append, lengths=(100,))
     assert found.passed
     assert seen == [250, 256, 512]
     assert (later.policy.dense_below, later.policy.sparse_from, later.dense_below) == (409, 512, 512)
     assert dx.load_policy(tmp_path / "policy.json") == later.policy
-    assert json.loads((tmp_path / "tuning.json").read_text())["dense_below"] == 512
+    document = json.loads((tmp_path / "tuning.json").read_text())
+    assert (document["dense_below"], document["sparse_from"], len(document["raised"])) == (512, 512, 2)
     assert [each.values["tokens"] for each in later.policy.evidence] == [250, 256]
+    assert [(each.before, each.after, each.seqlen) for each in later.raised] == [(250, 256, 250), (256, 512, 256)]
+    assert [line.split(": ")[1] for line in said] == [
+        "slower than dense at 250 tokens, so sparse from 256", "slower than dense at 256 tokens, so sparse from 512",
+    ]  # fmt: skip
     slow_until, timings = 900, (*timings, LengthTiming(1000, 1.0, 0.5))
     same, found = validate_tuned(model, None, replace(tuned, crossover=timings), TEXT, out=tmp_path, lengths=(100,))
     assert not found.passed, "there is no text for 1,000 tokens: what was validated last stays"

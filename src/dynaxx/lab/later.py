@@ -7,6 +7,7 @@ where attention is little of its time.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +19,19 @@ if TYPE_CHECKING:
 
 
 def validate_tuned(
-    model: Any, tokenizer: Any, tuned: TuneResult, text: str, *, out: Path, **options: Any
+    model: Any,
+    tokenizer: Any,
+    tuned: TuneResult,
+    text: str,
+    *,
+    out: Path,
+    say: Callable[[str], object] = lambda line: None,
+    **options: Any,
 ) -> tuple[TuneResult, ValidationResult]:
     """Validate what `tune` wrote to `out`; where only speed fails, raise its border to the next length and again.
 
     Args:
+        say: told of each raise.
         options: of `validate`.
 
     Returns:
@@ -36,6 +45,7 @@ def validate_tuned(
     found = validate(model, tokenizer, tuned.policy, text, **options)
     while (border := found.later_border(timing.seqlen for timing in tuned.crossover)) is not None:
         later = with_border(tuned, border, found)
+        say(f"validate: slower than dense at {later.raised[-1].seqlen:,} tokens, so sparse from {border:,}")
         try:
             found = validate(model, tokenizer, later.policy, text, **options)
         except ValueError:  # the text is too short to say more
@@ -46,9 +56,12 @@ def validate_tuned(
 
 def with_border(tuned: TuneResult, border: int, found: ValidationResult) -> TuneResult:
     """The result with a policy that runs prompts sparse from `border` tokens, and why: what `found` says."""
+    from dynaxx.lab.tune_result import Raised
     from dynaxx.policy import Evidence
 
     slow = max(found.slow(), key=lambda row: row.seqlen)
+    before = tuned.policy.dense_below if tuned.policy.sparse_from is None else tuned.policy.sparse_from
+    raised = Raised(before, border, slow.seqlen, slow.dense_seconds, slow.sparse_seconds)
     evidence = Evidence(
         what="validation on the held-out part of the text: the whole prefill was slower than dense",
         command=tuned.command,
@@ -59,4 +72,4 @@ def with_border(tuned: TuneResult, border: int, found: ValidationResult) -> Tune
         sparse_from=border,
         evidence=(*tuned.policy.evidence, evidence),
     )
-    return dataclasses.replace(tuned, policy=policy, dense_below=border)
+    return dataclasses.replace(tuned, policy=policy, dense_below=border, raised=(*tuned.raised, raised))

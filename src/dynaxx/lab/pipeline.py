@@ -81,7 +81,14 @@ class PipelineResult:
                 longest = max((timing["seqlen"] for timing in self.tuning.get("crossover") or ()), default=0)
                 lines.append(f"sparse was not faster here at any length up to {longest:,} tokens; prompts run dense")
             else:
-                lines.append(f"sparse is faster here from {border:,} tokens; shorter prompts run dense")
+                start = self.tuning.get("sparse_from") or border
+                lines.append(f"sparse is faster here: prompts run sparse from {start:,} tokens, shorter ones dense")
+            for raised in self.tuning.get("raised", ())[-1:]:
+                lines.append(
+                    f"that is later than attention alone would say ({self.tuning['raised'][0]['before']:,}): the whole "
+                    f"prefill of {raised['seqlen']:,} tokens took {1e3 * raised['sparse_seconds']:.3g} ms, dense "
+                    f"{1e3 * raised['dense_seconds']:.3g}"
+                )
         else:
             lines.append("tuned: nothing sparse stays within the tolerance; the policy is dense")
         if self.tuning.get("decode"):
@@ -187,7 +194,15 @@ def run(model: Any, tokenizer: Any, text: str, plan: Plan, *, progress: Progress
         if "validate" not in plan.skip and _has_rules(tuned.to_dict()):
             try:
                 tuned, found = validate_tuned(
-                    model, tokenizer, tuned, text, out=plan.out, lengths=lengths, seed=plan.seed, progress=progress
+                    model,
+                    tokenizer,
+                    tuned,
+                    text,
+                    out=plan.out,
+                    say=lambda line: task.advance(0, line),
+                    lengths=lengths,
+                    seed=plan.seed,
+                    progress=progress,
                 )
                 validated, said = {**found.to_dict(), "command": plan.command}, found.summary()
                 files.append(write_json(plan.out / "validation.json", validated))

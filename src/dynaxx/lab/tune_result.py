@@ -28,6 +28,18 @@ class Trial:
 
 
 @dataclass(frozen=True)
+class Raised:
+    """Prompts run sparse from `after` tokens, not from `before`: validation found the whole prefill of `seqlen` slower
+    than dense."""
+
+    before: int
+    after: int
+    seqlen: int
+    dense_seconds: float
+    sparse_seconds: float
+
+
+@dataclass(frozen=True)
 class TuneResult:
     """What `tune` found; `.policy` is the document, `.to_dict()` the evidence that `tuning.json` holds."""
 
@@ -49,10 +61,12 @@ class TuneResult:
     policy: Policy
     decode: DecodeResult | None = None  # where decode rules were asked for
     reference: str = ""  # what the policy knows of its traffic, or why it knows nothing
+    raised: tuple[Raised, ...] = ()  # what validation did to the border
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON data."""
-        return asdict(dataclasses.replace(self, policy=None))  # type: ignore[arg-type]
+        plain = asdict(dataclasses.replace(self, policy=None))  # type: ignore[arg-type]
+        return {**plain, "sparse_from": None if self.dense_below is None else self.policy.sparse_from}
 
     def write(self, out: Path) -> TuneResult:
         """Write `policy.json` and `tuning.json` to a folder, each by one rename."""
