@@ -10,7 +10,7 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reaso
 
 import dynaxx as dx  # noqa: E402
 from dynaxx.kernels.triton import replay, support  # noqa: E402
-from dynaxx.ops import decode, native_decode  # noqa: E402
+from dynaxx.ops import decode_checks, decode_dispatch, native_decode  # noqa: E402
 from test_light import started  # noqa: E402, F401
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -51,8 +51,8 @@ def steps_in(kept):
 def test_only_launches_are_left(started, kept, monkeypatch, page_size):  # noqa: F811
     """The kernels of a first call in their order, with grids and sizes; nothing runs, so no value may be looked at."""
     monkeypatch.setattr(support, "decode_reasons", lambda problem: [])
-    monkeypatch.setattr(decode, "_looks_at_values", lambda device: False)
-    monkeypatch.setattr(decode, "_known", {})
+    monkeypatch.setattr(decode_checks, "looks_at_values", lambda device: False)
+    monkeypatch.setattr(decode_dispatch, "_known", {})
     launches = []
     for seed in range(4):
         given = inputs(seed, page_size=page_size)
