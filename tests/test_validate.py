@@ -111,6 +111,8 @@ def test_what_failed_comes_with_what_to_do():
     assert result((slow,)).later_border() == 2048
     assert result((slow,)).later_border([512, 1024, 8192]) == 1024
     assert result((slow,), rows[:2]).later_border() is None, "no longer length is known"
+    both = [SpeedRow(64, 1.0, 2.0, 0.5, 3, None, None), *rows]
+    assert result((slow,), both, 512).later_border() == 2048, "beside one that it leaves dense"
     assert result((slow, worse)).later_border() is None, "not only speed"
     assert result((slow,), rows, 2048).later_border() is None, "it runs dense there already"
     assert result((Check("slowdown", 1.0, 1.03, True),), rows[:1]).later_border() is None

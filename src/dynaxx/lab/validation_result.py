@@ -127,16 +127,13 @@ class ValidationResult:
             lengths: others that may do, beside those that were timed.
 
         Returns:
-            None where something else failed, where the policy was slow at a length that it leaves dense, which no
-            border changes, or where no longer one may do.
+            None where something else failed, where no prompt that was slow ran sparse, or where no longer one may do.
         """
-        slow = self.slow()
-        if {check.name for check in self.checks if not check.passed} != {"slowdown"} or not all(
-            self._runs_sparse(row) for row in slow
-        ):
+        slow = [row.seqlen for row in self.slow() if self._runs_sparse(row)]
+        if not slow or {check.name for check in self.checks if not check.passed} != {"slowdown"}:
             return None
         fast = [row.seqlen for row in self.speed if row.speedup >= 1]
-        return min((n for n in (*fast, *lengths) if n > max(row.seqlen for row in slow)), default=None)
+        return min((n for n in (*fast, *lengths) if n > max(slow)), default=None)
 
     def slow(self) -> list[SpeedRow]:
         """Lengths that fail the check of speed."""
