@@ -158,35 +158,104 @@ def test_keys_past_the_end_weigh_nothing(head_dim, dtype, low):
             check(q, k, v, layout, f"{pattern} {block_size}")
 
 
-@pytest.mark.gpu
-@on_hopper
-@pytest.mark.parametrize("step", [10, 60, 300, 1200])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("block_size", [64, 128])
-@pytest.mark.parametrize("first", [0, -1000])
-def test_scores_that_grow_from_block_to_block(first, block_size, dtype, step):
-    """At head_dim 64 weights are relative to scores of blocks before: these grow by `step` a block, or fall, or stay.
+KERNELS = [(64, 4), (64, 6), (128, 4), (128, 6), (256, 4), (256, 6)]  # head_dim, q heads of two groups: even or odd
+
+
+def growing(head_dim, q_heads, dtype, block_size, first, step):
+    """q, k, v and a layout; scores grow by `step` * head_dim ** -0.5 nats from block to block, or fall, or stay.
 
     Half of the queries see nothing of the only partial block, which comes first.
     """
-    q, k, v = make_qkv(1, 512, 1024, 4, 2, 64, dtype=dtype, device="cuda")
+    q, k, v = make_qkv(1, 512, 1024, q_heads, 2, head_dim, dtype=dtype, device="cuda")
     q[..., 0] = torch.tensor([1, 1, -1, 0], device="cuda").repeat(128)[None, :, None]
     k[..., 0] = (first + torch.arange(1024, device="cuda") // block_size * step)[None, :, None]
     mask = torch.ones(512, 1024, dtype=torch.bool, device="cuda")
     mask[::2, 512 : 512 + block_size] = False
-    layout = dx.BlockLayout.from_dense(mask, block_size=block_size)
-    for report in check_forward(attend, q, k, v, layout):
+    return q, k, v, dx.BlockLayout.from_dense(mask, block_size=block_size)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("step", [10, 60, 300, 1200])
+@pytest.mark.parametrize("block_size", [64, 128])
+@pytest.mark.parametrize("first", [0, -1000])
+@pytest.mark.parametrize(
+    ("head_dim", "q_heads", "dtype"), [(64, 4, torch.float16), *((*sizes, torch.bfloat16) for sizes in KERNELS)]
+)
+def test_scores_that_grow_from_block_to_block(head_dim, q_heads, dtype, first, block_size, step):
+    """Weights are relative to scores of blocks before, which these leave far behind."""
+    for report in check_forward(attend, *growing(head_dim, q_heads, dtype, block_size, first, step)):
         assert report.ok, report
 
 
 @pytest.mark.gpu
 @on_hopper
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_one_row_of_scores_far_above_those_before(dtype):
+@pytest.mark.parametrize("block_size", [64, 128])
+@pytest.mark.parametrize(("head_dim", "q_heads"), KERNELS)
+def test_large_values_beside_scores_that_grow(head_dim, q_heads, block_size):
+    """Of up to 2 ** 63, beside weights that would reach e ** 60, 2 ** 86."""
+    step = 60 * head_dim**0.5 / (1024 // block_size - 1)
+    q, k, v, layout = growing(head_dim, q_heads, torch.bfloat16, block_size, 0, step)
+    for report in check_forward(attend, q, k, v * 2.0**60, layout):
+        assert report.ok, report
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("softcap", [5.0, 50.0])
+@pytest.mark.parametrize(("head_dim", "q_heads"), KERNELS)
+def test_capped_scores_that_grow(head_dim, q_heads, softcap):
+    """From the cap below to the cap above: 100 nats for a cap of 50."""
+    given = growing(head_dim, q_heads, torch.bfloat16, 128, -4000, 1000)
+    for report in check_forward(partial(attend, softcap=softcap), *given, softcap=softcap):
+        assert report.ok, report
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize(("head_dim", "dtype"), [(64, torch.float16), *((d, torch.bfloat16) for d in (64, 128, 256))])
+@pytest.mark.parametrize("block_size", [64, 128])
+def test_one_row_of_scores_far_above_those_before(block_size, head_dim, dtype):
     """Where programs have several rows: of all queries one has a key so far above its others that weights overflow."""
-    q, k, v = make_qkv(1, 2048, 2048, 16, 4, 64, dtype=dtype, device="cuda")
+    q, k, v = make_qkv(1, 2048, 2048, 24, 8, head_dim, dtype=dtype, device="cuda")
     q[:, 1500, 5, 0], k[:, 100, 1, 0] = 100, 100
-    for report in check_forward(attend, q, k, v, dx.Causal().layout(2048, block_size=128, device="cuda")):
+    for report in check_forward(attend, q, k, v, dx.Causal().layout(2048, block_size=block_size, device="cuda")):
+        assert report.ok, report
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("block_size", [64, 128])
+def test_a_row_of_large_scores_changes_no_other(block_size, head_dim):
+    """Bit by bit, beside what shares its program; then all rows have such scores."""
+    q, k, v = make_qkv(1, 2048, 2048, 24, 8, head_dim, dtype=torch.bfloat16, device="cuda")
+    layout = dx.Causal().layout(2048, block_size=block_size, device="cuda")
+    large = q.clone()
+    large[:, 1500, 5] *= 1000
+    for one, other in zip(attend(q, k, v, layout), attend(large, k, v, layout), strict=True):
+        heads_first = one.ndim == 3
+        unlike = (one != other) if heads_first else (one != other).any(-1).transpose(1, 2)
+        block = slice(1500 // block_size * block_size, (1500 // block_size + 1) * block_size)
+        assert unlike[:, 5, 1500].all()
+        unlike[:, 5, block] = False
+        assert not unlike.any()
+    for report in check_forward(attend, q * 1000, k, v, layout):
+        assert report.ok, report
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("low", [0, 200])
+def test_queries_that_see_nothing_of_several_masked_blocks(low, head_dim):
+    """Some see nothing at all, some only of a later one, whose scores may be too low for weights beside 0."""
+    q, k, v = make_qkv(1, 256, 640, 4, 2, head_dim, dtype=torch.bfloat16, device="cuda")
+    q[..., 0], k[..., 0] = 16, -low * head_dim**0.5 / 16
+    mask = torch.rand(256, 640, device="cuda") < 0.5
+    mask[::3, :128], mask[::4, 512:], mask[::5] = False, False, False
+    layout = dx.BlockLayout.from_dense(mask, block_size=128)
+    for report in check_forward(attend, q, k, v, layout):
         assert report.ok, report
 
 

@@ -240,6 +240,20 @@ def test_hopper_random_cases(seed):
 @pytest.mark.gpu
 @on_hopper
 @pytest.mark.usefixtures("limit")
+@pytest.mark.parametrize("block_size", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_hopper_parts_whose_weights_leave_their_range(head_dim, block_size):
+    q, k, v = make_qkv(1, 1500, 1500, 6, 2, head_dim, dtype=torch.bfloat16, device="cuda")
+    q[:, 700, 4, 0], k[:, 900, 1, 0] = 100, 100
+    for name in ("all", "both"):
+        layout = PATTERNS[name].layout(1500, block_size=block_size, causal=False, device="cuda")
+        for report in check_forward(attend, q, k, v, layout) + check_forward(attend, q * 100, k, v, layout):
+            assert report.ok, f"{report}\n{name}"
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.usefixtures("limit")
 def test_hopper_parts_are_bitwise_the_same_in_every_run(passes):
     q, k, v = make_qkv(1, 1500, 1500, 4, 2, 128, dtype=torch.bfloat16, device="cuda")
     layout = PATTERNS["both"].layout(1500, device="cuda")

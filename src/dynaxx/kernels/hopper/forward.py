@@ -63,11 +63,11 @@ def _sparse_attention_hopper_fwd_kernel(
     q_full = barriers(SLOTS, 1)
     q_empty = barriers(SLOTS, CONSUMERS)
     k_full = barriers(STAGES, 1)
-    k_empty = barriers(STAGES, CONSUMERS * arrivals(CONSUMERS, D))
+    k_empty = barriers(STAGES, CONSUMERS * arrivals(CONSUMERS, D, dtype))
     v_full = barriers(STAGES, 1)
-    v_empty = barriers(STAGES, CONSUMERS * arrivals(CONSUMERS, D))
+    v_empty = barriers(STAGES, CONSUMERS * arrivals(CONSUMERS, D, dtype))
     flags, judged = row_numbers, q_full
-    if unchecked(CONSUMERS, D, dtype):
+    if unchecked(dtype):
         flags = gl.allocate_shared_memory(gl.int32, [CONSUMERS, 1], NUMBERS)
         judged = barriers(1, CONSUMERS)
 
@@ -83,7 +83,7 @@ def _sparse_attention_hopper_fwd_kernel(
         q_full, q_empty, k_full, k_empty, v_full, v_empty, p_order, p_indptr, p_num_partial, p_indices,
         p_codes, p_bands, capacity, num_masks, layout_stride_b, layout_stride_h,
         p_parts, num_parts, limit, batch_copies, head_copies,
-        seqlen_q, seqlen_k, q_heads, group_size, together,
+        seqlen_q, seqlen_k, q_heads, group_size, together, p_lse, p_sums_lse,
     )  # fmt: skip
     units = (all_units, flags, judged)
     if CONSUMERS == 2:

@@ -25,13 +25,13 @@ from dynaxx.kernels.hopper.visible import WORD_LAYOUT, columns_between, columns_
 
 ROWS = gl.constexpr(64)  # of one consumer warpgroup: wgmma's M
 LN2 = gl.constexpr(0.6931471805599453)
-SMALLEST, LARGEST = gl.constexpr(2.0**-64), gl.constexpr(2.0**96)  # sums of a row between which no weight is lost
+SMALLEST, LARGEST = gl.constexpr(2.0**-64), gl.constexpr(2.0**64)  # sums of a row between which no weight is lost
 
 
 @gluon.constexpr_function
-def arrivals(consumers, head_dim):
+def arrivals(consumers, head_dim, dtype):
     """Of a consumer that has read a tile: one, or one of each thread, which do not wait for one another then."""
-    return 128 if without_maxima(consumers, head_dim) else 1
+    return 128 if without_maxima(consumers, head_dim, dtype) else 1
 
 
 @gluon.jit
@@ -69,7 +69,7 @@ def _seen_of_block(
 
 @gluon.jit
 def _hide(scores, first_row, numbers, stage, p_bits, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr):
-    """-inf where masks or the end of the keys hide a pair, in the one or two blocks of a step."""
+    """-inf where masks or the end of the keys hide a pair, in the one or two blocks of a step; and what they leave."""
     STEP: gl.constexpr = scores.shape[1]
     if KV_BLOCK >= STEP:
         seen = _seen_of_block(first_row, numbers, stage * FIELDS, p_bits, STEP, Q_BLOCK, KV_BLOCK)
@@ -78,7 +78,7 @@ def _hide(scores, first_row, numbers, stage, p_bits, Q_BLOCK: gl.constexpr, KV_B
         left = _seen_of_block(first_row, numbers, at, p_bits, KV_BLOCK, Q_BLOCK, KV_BLOCK)
         right = _seen_of_block(first_row, numbers, at + FIELDS, p_bits, KV_BLOCK, Q_BLOCK, KV_BLOCK)
         seen = (left & 0xFFFF) | (right << 16)
-    return where_seen(scores, seen, -float("inf"))
+    return where_seen(scores, seen, -float("inf")), seen
 
 
 @gluon.jit
@@ -98,17 +98,18 @@ def _softmax_step(scores, row_max, row_sum, scale_log2, MASKED: gl.constexpr):
 
 @gluon.jit
 def _consume_steps(
-    acc, row_max, row_sum, weights, q, k_buffers, v_buffers, numbers, k_full, k_empty, v_full, v_empty,
-    scale_log2, cap_rate, first_row, p_bits, begin, end,
-    MASKED: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+    acc, row_max, row_sum, weights, seen, q, k_buffers, v_buffers, k_full, k_empty, v_full, v_empty,
+    numbers, scale_log2, cap_rate, first_row, p_bits, begin, end,
+    MASKED: gl.constexpr, MAXIMA: gl.constexpr,
+    Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
     """Steps begin..end of the program. Weights stay fp32 from step to step: bf16 would be unpacked and packed again.
 
-    At head_dim 64 full steps do not wait for their maxima (`forward_growth`), nor threads for one another.
+    Without MAXIMA, steps do not wait for them (`forward_growth`), nor threads for one another.
     """
-    FREE: gl.constexpr = without_maxima(CONSUMERS, q.shape[1]) and not MASKED
-    CHECKED: gl.constexpr = not FREE or not unchecked(CONSUMERS, q.shape[1], q.dtype)
-    ARRIVALS: gl.constexpr = arrivals(CONSUMERS, q.shape[1])
+    FREE: gl.constexpr = not MAXIMA
+    CHECKED: gl.constexpr = MAXIMA or not unchecked(q.dtype)
+    ARRIVALS: gl.constexpr = arrivals(CONSUMERS, q.shape[1], q.dtype)
     STEP: gl.constexpr = weights.shape[1]
     s_layout: gl.constexpr = weights.type.layout
     acc_layout: gl.constexpr = acc.type.layout
@@ -133,7 +134,8 @@ def _consume_steps(
         acc_token = warpgroup_mma(p, _step_of(v_buffers, before, STEP, q.shape[1]), acc, is_async=True)
         scores = capped(warpgroup_mma_wait(1, deps=[s_token]), cap_rate)
         if MASKED:
-            scores = _hide(scores, first_row, numbers, stage, p_bits, Q_BLOCK, KV_BLOCK)
+            scores, left = _hide(scores, first_row, numbers, stage, p_bits, Q_BLOCK, KV_BLOCK)
+            seen |= left
         if FREE:
             mbarrier_arrive(k_empty.index(stage), increment_count=False)
             weights, sums = weights_relative_to(base, scores, scale_log2)
@@ -159,7 +161,7 @@ def _consume_steps(
             acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc_layout))[:, None]
     if FREE:
         row_max = gl.convert_layout(gl.max(base, 1), row_max.type.layout)
-    return acc, row_max, row_sum, weights
+    return acc, row_max, row_sum, weights, seen
 
 
 @gluon.jit
@@ -169,10 +171,11 @@ def consume(
 ):  # fmt: skip
     """Attend with 64 rows of each unit of work of this program; out and lse.
 
-    Where weights are unchecked, and those of a row of this program left their range, a second sweep does all again.
+    Where weights are unchecked, and those of rows of this program left their range, a second sweep does those units
+    again, with maxima in every step; the others come as units without keys, past the end.
     """
     all_units, flags, judged = units
-    UNCHECKED: gl.constexpr = unchecked(CONSUMERS, tensors[0].block_type.shape[3], tensors[0].dtype)
+    UNCHECKED: gl.constexpr = unchecked(tensors[0].dtype)
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
     done = 0  # steps
     lost = gl.zeros([ROWS], gl.int32, gl.SliceLayout(1, s_layout))
@@ -183,17 +186,17 @@ def consume(
                 flag(flags, CONSUMER, gl.max(stored(lost), 0))
                 mbarrier.arrive(judged.index(0), count=1)
                 mbarrier.wait(judged.index(0), 0)
-                all_units = gl.where(get(flags, 0) + get(flags, 1) > 0, all_units, 0)
+                all_units = gl.where(get(flags, 0) + get(flags, CONSUMERS - 1) > 0, all_units, 0)
             for _ in range(gl.program_id(0), all_units, gl.num_programs(0)):
                 done, lost = _attend(
-                    tensors, i_mine, done, lost,
+                    tensors, i_mine, done, lost, sweep == 1,
                     CONSUMER, CONSUMERS, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, HAS_PARTS,
                 )  # fmt: skip
                 i_mine += 1
     else:
         for i_unit in range(gl.program_id(0), all_units, gl.num_programs(0)):
             done, lost = _attend(
-                tensors, i_unit // gl.num_programs(0), done, lost,
+                tensors, i_unit // gl.num_programs(0), done, lost, False,
                 CONSUMER, CONSUMERS, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, HAS_PARTS,
             )  # fmt: skip
     tma.store_wait(0)
@@ -201,11 +204,14 @@ def consume(
 
 @gluon.jit
 def _attend(
-    tensors, i_mine, done, lost,
+    tensors, i_mine, done, lost, again,
     CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, STEP_ROWS: gl.constexpr, STEP_HEADS: gl.constexpr,
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, HAS_PARTS: gl.constexpr,
 ):  # fmt: skip
-    """Attend with 64 rows of the unit of work number `i_mine` of this program; steps done, rows with lost weights."""
+    """Attend with 64 rows of the unit of work number `i_mine` of this program; steps done, rows with lost weights.
+
+    Where weights are unchecked only the first step has a maximum, or every one, if the unit is done `again`.
+    """
     (
         out_desc, p_out, q_buffers, k_buffers, v_buffers, row_numbers, step_numbers,
         q_full, q_empty, k_full, k_empty, v_full, v_empty, p_lse, p_bits, p_sums, p_sums_lse,
@@ -234,21 +240,31 @@ def _attend(
         tma.store_wait(0)  # of the row before, whose q buffer carried its result out
         mbarrier.arrive(q_empty.index(1 - slot), count=1, pred=i_mine > 0)
     scores = capped(warpgroup_mma_wait(0, deps=[s_token]), cap_rate)
-    scores = _hide(scores, first_row, step_numbers, stage, p_bits, Q_BLOCK, KV_BLOCK)
-    mbarrier.arrive(k_empty.index(stage), count=arrivals(CONSUMERS, D))
+    scores, seen = _hide(scores, first_row, step_numbers, stage, p_bits, Q_BLOCK, KV_BLOCK)
+    mbarrier.arrive(k_empty.index(stage), count=arrivals(CONSUMERS, D, q.dtype))
     row_max = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, s_layout))
     row_sum = gl.zeros([ROWS, 4], gl.float32, WORD_LAYOUT)
     weights, row_max, row_sum, _ = _softmax_step(scores, row_max, row_sum, scale_log2, True)
     acc = gl.zeros([ROWS, D], gl.float32, acc_layout)
-    acc, row_max, row_sum, weights = _consume_steps(
-        acc, row_max, row_sum, weights, q, k_buffers, v_buffers, step_numbers, k_full, k_empty, v_full, v_empty,
-        scale_log2, cap_rate, first_row, p_bits, done + 1, done + masked,
-        True, Q_BLOCK, KV_BLOCK, STAGES, CONSUMERS,
+    UNCHECKED: gl.constexpr = unchecked(q.dtype)
+    with_maxima = masked
+    if UNCHECKED:
+        with_maxima = gl.where(again, steps, 1)
+    acc, row_max, row_sum, weights, seen = _consume_steps(
+        acc, row_max, row_sum, weights, seen, q, k_buffers, v_buffers, k_full, k_empty, v_full, v_empty,
+        step_numbers, scale_log2, cap_rate, first_row, p_bits, done + 1, done + with_maxima,
+        True, True, Q_BLOCK, KV_BLOCK, STAGES, CONSUMERS,
     )  # fmt: skip
-    acc, row_max, row_sum, weights = _consume_steps(
-        acc, row_max, row_sum, weights, q, k_buffers, v_buffers, step_numbers, k_full, k_empty, v_full, v_empty,
-        scale_log2, cap_rate, first_row, p_bits, done + masked, done + steps,
-        False, Q_BLOCK, KV_BLOCK, STAGES, CONSUMERS,
+    if UNCHECKED:
+        acc, row_max, row_sum, weights, seen = _consume_steps(
+            acc, row_max, row_sum, weights, seen, q, k_buffers, v_buffers, k_full, k_empty, v_full, v_empty,
+            step_numbers, scale_log2, cap_rate, first_row, p_bits, done + with_maxima, done + masked,
+            True, False, Q_BLOCK, KV_BLOCK, STAGES, CONSUMERS,
+        )  # fmt: skip
+    acc, row_max, row_sum, weights, seen = _consume_steps(
+        acc, row_max, row_sum, weights, seen, q, k_buffers, v_buffers, k_full, k_empty, v_full, v_empty,
+        step_numbers, scale_log2, cap_rate, first_row, p_bits, done + masked, done + steps,
+        False, not without_maxima(CONSUMERS, D, q.dtype), Q_BLOCK, KV_BLOCK, STAGES, CONSUMERS,
     )  # fmt: skip
     i_b = get(row_numbers, slot * ROW_FIELDS + 3)
     i_h = get(row_numbers, slot * ROW_FIELDS + 4) + CONSUMER * STEP_HEADS
@@ -263,12 +279,15 @@ def _attend(
     p = gl.convert_layout(weights.to(q.dtype), p_layout)
     acc_token = warpgroup_mma(p, _step_of(v_buffers, last, STEP, D), acc, is_async=True)
     total = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, s_layout))
-    if unchecked(CONSUMERS, D, q.dtype):
-        kept = (total > SMALLEST) & (total < LARGEST) | (steps == masked)
+    if UNCHECKED:
+        sees = gl.convert_layout(gl.max((seen != 0).to(gl.int32), 1), gl.SliceLayout(1, s_layout)) + (steps - masked)
+        kept = (total > SMALLEST) & (total < LARGEST) | (sees == 0) | (steps == with_maxima)
         lost = gl.where(kept, lost, 1)
     empty = total == 0
     total = gl.where(empty, 1.0, total)
     lse = gl.where(empty, -float("inf"), (row_max + gl.log2(total)) * LN2)
+    if UNCHECKED:
+        lse = gl.where(kept, lse, float("nan"))
     row_q = i_row * Q_BLOCK + first_row
     if HAS_PARTS:
         row_q = gl.where(part >= 0, seqlen_q, row_q)  # past the end, where nothing is stored
@@ -278,7 +297,7 @@ def _attend(
     gl.store(p_row + o_row, lse, mask=row_q + o_row < seqlen_q)
     inverse = gl.convert_layout(1.0 / total, gl.SliceLayout(1, acc_layout))
     acc = warpgroup_mma_wait(0, deps=[acc_token])
-    mbarrier.arrive(v_empty.index(last), count=arrivals(CONSUMERS, D))
+    mbarrier.arrive(v_empty.index(last), count=arrivals(CONSUMERS, D, q.dtype))
     acc = acc * inverse[:, None]
     if HAS_PARTS:
         store_output(p_sums, part, acc, CONSUMERS, CONSUMER)

@@ -1,14 +1,17 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
 """A softmax of the Hopper forward that waits for no maximum: weights relative to that of the steps before.
 
-It is where sums and weights are kept in range, and any number near the largest score serves. In fp16 a thread's sum of
-a step's weights tells whether they still are: where one is above GROWN, a warp finds the maxima, makes the weights of
-its step once more and rescales what it has, behind a branch. Everywhere else there are no maxima, and nothing is
-rescaled. No weight is above GROWN then, which fp16 holds, and all of them round as they would have.
+It is where sums and weights are kept in range, and any number near the largest score serves.
 
-bf16 has the range of fp32, and weights far above 1 round as they would have. So nothing is asked until a row is done:
-its sum tells whether a weight was too large, some 66 nats above the scores of the masked steps, which come first, or
-all were too small. A program with such a row does all of its rows once more, with maxima in every step.
+bf16 has the range of fp32, and weights far above 1 round as they would have. So only the first step of a row has a
+maximum, and nothing is asked until the row is done: its sum tells whether a weight was too large, some 44 nats above
+the scores of the first step, or all were too small. Units of work with such a row are done again, with maxima in every
+step.
+
+fp16 has no such range. At head_dim 64 a thread's sum of a full step's weights tells whether they still fit: where one
+is above GROWN, a warp finds the maxima, makes the weights of its step once more and rescales what it has, behind a
+branch. Everywhere else there are no maxima, and nothing is rescaled. No weight is above GROWN then, which fp16 holds,
+and all of them round as they would have.
 
 A thread has 2 t and 2 t + 1 of every eight columns, t being its place in the four that share a row.
 """
@@ -20,15 +23,15 @@ GROWN = gl.constexpr("0f43800000")  # 256, as PTX has it
 
 
 @gluon.constexpr_function
-def without_maxima(consumers, head_dim):
-    """Whether full steps do not wait for their maxima: where the exponentials take as long as the products."""
-    return consumers == 2 and head_dim == 64
+def without_maxima(consumers, head_dim, dtype):
+    """Whether full steps do not wait for their maxima; in fp16 where exponentials take as long as the products."""
+    return unchecked(dtype) or (consumers == 2 and head_dim == 64)
 
 
 @gluon.constexpr_function
-def unchecked(consumers, head_dim, dtype):
+def unchecked(dtype):
     """Whether nothing asks how large weights are until a row is done: in bf16, which has the range of fp32."""
-    return without_maxima(consumers, head_dim) and dtype == gl.bfloat16
+    return dtype == gl.bfloat16
 
 
 @gluon.jit

@@ -49,53 +49,63 @@ def _load_step(desc, buffers, full, stage, i_b, i_hk, keys, PARTS: gl.constexpr)
 
 
 @gluon.jit
+def _lost_rows(p_lse, row, end, CONSUMERS: gl.constexpr, STEP_ROWS: gl.constexpr, step):
+    """Whether rows of a unit of work lost weights: lse of those before `end` is no number then."""
+    rows = gl.arange(0, 64, gl.BlockedLayout([2], [32], [1], [0]))
+    lost = rows * 0
+    for u in gl.static_range(CONSUMERS):
+        at = row + u * STEP_ROWS + rows
+        lse = gl.load(p_lse + u * step + at, mask=at < end, other=0.0)
+        lost += (lse != lse).to(gl.int32)
+    return gl.max(lost, 0) > 0
+
+
+@gluon.jit
 def produce(
     units, blocks, CONSUMERS: gl.constexpr, STEP_ROWS: gl.constexpr, STEP_HEADS: gl.constexpr,
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, ORDERED: gl.constexpr,
     HAS_PARTS: gl.constexpr,
 ):  # fmt: skip
-    """Feed the units of work of this program, and once more, `with_maxima`, if a consumer lost a row's weights."""
+    """Feed the units of work of this program, and those again of which a consumer lost a row's weights."""
     all_units, flags, judged = units
     done = 0  # steps
-    if unchecked(CONSUMERS, blocks[0].block_type.shape[3], blocks[0].dtype):
-        i_mine = 0
-        for sweep in range(2):
-            if sweep == 1:
-                mbarrier.wait(judged.index(0), 0)
-                all_units = gl.where(look(flags, 0) + look(flags, 1) > 0, all_units, 0)
-            for i_unit in range(gl.program_id(0), all_units, gl.num_programs(0)):
-                done = _feed(
-                    blocks, i_unit, i_mine, done, sweep == 1,
-                    CONSUMERS, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, ORDERED, HAS_PARTS,
-                )  # fmt: skip
-                i_mine += 1
-    else:
+    i_mine = 0
+    for i_unit in range(gl.program_id(0), all_units, gl.num_programs(0)):
+        done = _feed(
+            blocks, i_unit, i_mine, done,
+            CONSUMERS, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, ORDERED, HAS_PARTS, False,
+        )  # fmt: skip
+        i_mine += 1
+    if unchecked(blocks[0].dtype):
+        mbarrier.wait(judged.index(0), 0)
+        all_units = gl.where(look(flags, 0) + look(flags, CONSUMERS - 1) > 0, all_units, 0)
         for i_unit in range(gl.program_id(0), all_units, gl.num_programs(0)):
             done = _feed(
-                blocks, i_unit, i_unit // gl.num_programs(0), done, False,
-                CONSUMERS, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, ORDERED, HAS_PARTS,
+                blocks, i_unit, i_mine, done,
+                CONSUMERS, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, ORDERED, HAS_PARTS, True,
             )  # fmt: skip
+            i_mine += 1
 
 
 @gluon.jit
 def _feed(
-    blocks, i_unit, i_mine, done, with_maxima,
-    CONSUMERS: gl.constexpr, STEP_ROWS: gl.constexpr, STEP_HEADS: gl.constexpr,
+    blocks, i_unit, i_mine, done, CONSUMERS: gl.constexpr, STEP_ROWS: gl.constexpr, STEP_HEADS: gl.constexpr,
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, ORDERED: gl.constexpr,
-    HAS_PARTS: gl.constexpr,
+    HAS_PARTS: gl.constexpr, AGAIN: gl.constexpr,
 ):  # fmt: skip
     """Feed the unit of work number `i_mine` of this program; steps done.
 
     A row's blocks in steps of STEP keys, of several blocks or a piece of one: what is missing to whole steps, a last
-    full block that seqlen_k may cut (`tail`), the partial blocks, then the full ones, which need no mask. Parts of long
-    rows come before all rows; such a row itself is then one without blocks, past the end, where nothing is stored.
+    full block that seqlen_k may cut (`tail`), the partial blocks from the last one on, which under a causal mask shows
+    each query something, then the full ones, which need no mask. Parts of long rows come before all rows; such a row
+    itself is then one without blocks, past the end, where nothing is stored; AGAIN, so are units that need it not.
     """
     (
         q_desc, k_desc, v_desc, q_buffers, k_buffers, v_buffers, row_numbers, step_numbers,
         q_full, q_empty, k_full, k_empty, v_full, v_empty, p_order, p_indptr, p_num_partial, p_indices,
         p_codes, p_bands, capacity, num_masks, layout_stride_b, layout_stride_h,
         p_parts, num_parts, limit, batch_copies, head_copies,
-        seqlen_q, seqlen_k, q_heads, group_size, together,
+        seqlen_q, seqlen_k, q_heads, group_size, together, p_lse, p_sums_lse,
     ) = blocks  # fmt: skip
     HEADS: gl.constexpr = (CONSUMERS - 1) * STEP_HEADS + 1  # heads of one program
     BLOCKS: gl.constexpr = (STEP + KV_BLOCK - 1) // KV_BLOCK  # of a step
@@ -131,13 +141,23 @@ def _feed(
         count = last - first
         partial = gl.minimum(gl.maximum(partial - first, 0), count)
         i_row = gl.where(split, q_blocks, i_row)
+    if AGAIN:
+        lse = p_lse + (i_b.to(gl.int64) * q_heads + i_h) * seqlen_q
+        lost = _lost_rows(lse, i_row * Q_BLOCK, seqlen_q, CONSUMERS, STEP_ROWS, STEP_HEADS * seqlen_q)
+        if HAS_PARTS:
+            part_lse = p_sums_lse + gl.where(is_part, i_unit, 0).to(gl.int64) * (CONSUMERS * 64)
+            lost = gl.where(is_part, _lost_rows(part_lse, 0, CONSUMERS * 64, CONSUMERS, 64, 0), lost)
+            is_part = is_part & lost
+        count = gl.where(lost, count, 0)
+        partial = gl.where(lost, partial, 0)
+        i_row = gl.where(lost, i_row, q_blocks)
     tail = gl.where((count > partial) & (seqlen_k % KV_BLOCK != 0), 1, 0)
     steps = gl.maximum((count + BLOCKS - 1) // BLOCKS, 1)
     missing = steps * BLOCKS - count
     masked = gl.maximum((missing + tail + partial + BLOCKS - 1) // BLOCKS, 1) * PIECES
     steps *= PIECES
-    if unchecked(CONSUMERS, q_desc.block_type.shape[3], q_desc.dtype):
-        masked = gl.where(with_maxima, steps, masked)
+    if AGAIN:
+        masked = steps
 
     slot = i_mine % SLOTS
     mbarrier.wait(q_empty.index(slot), ((i_mine // SLOTS) & 1) ^ 1)
@@ -162,7 +182,9 @@ def _feed(
         entries = ()
         for u in gl.static_range(BLOCKS):
             position = i_step // PIECES * BLOCKS + u - missing
-            entry = gl.where((tail == 1) & (position == 0), start + count - 1, start + position - tail)
+            place = position - tail
+            place = gl.where(place < partial, partial - 1 - place, place)
+            entry = gl.where((tail == 1) & (position == 0), start + count - 1, start + place)
             known = (position >= 0) & (entry < capacity)
             block = gl.load(p_indices + entry, mask=known, other=0)
             keys += (gl.where(known, block * KV_BLOCK + first_key, seqlen_k),)
