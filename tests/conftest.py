@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from dynaxx.telemetry import Recorder, use
+from interpreter import DEVICE, INTERPRETED, NAME, start_interpreted, stop_interpreted
 
 
 def pytest_configure(config):
@@ -21,11 +22,23 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
+    items.sort(key=lambda item: item.name == NAME)
     if config.getoption("-m"):
         return
     for item in items:
         if item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.skip(reason="slow: pytest -m slow"))
+
+
+def pytest_collection_finish(session):
+    """Not in a worker of several, each of which collects everything."""
+    here = DEVICE == "cpu" and not INTERPRETED and "PYTEST_XDIST_WORKER" not in os.environ
+    if here and not session.config.option.collectonly:
+        start_interpreted({item.path for item in session.items if item.name == NAME})
+
+
+def pytest_unconfigure(config):
+    stop_interpreted()
 
 
 @pytest.fixture(autouse=True)

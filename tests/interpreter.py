@@ -1,11 +1,13 @@
 """Where Triton's kernels are tested: on a GPU, or on a CPU under its interpreter, asked for as triton is imported.
 
-So a file of such tests runs once more, in a process of its own.
+So a file of such tests runs once more, in a process of its own, one such process at a time: they start with the session
+and give way to its other tests, and the tests that wait for them come last.
 """
 
 import os
 import subprocess
 import sys
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -20,14 +22,46 @@ on_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 starts_interpreter = pytest.mark.skipif(DEVICE == "cuda" or INTERPRETED, reason="the tests below run in this process")
 
 
+NAME = "test_under_the_interpreter"
+GIVE_WAY = "import os, sys, pytest; hasattr(os, 'nice') and os.nice(19); sys.exit(pytest.main(sys.argv[1:]))"
+
+
 def run_interpreted(file: str) -> None:
-    """Run a file's tests under the interpreter."""
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", str(Path(file).resolve())],
+    """Run a file's tests under the interpreter, or wait for those that run already."""
+    path = Path(file).resolve()
+    code, said = _started.pop(path).result() if path in _started else _run(path)
+    assert code == 0, said
+    assert " passed" in said
+
+
+def start_interpreted(files: set[Path]) -> None:
+    """Begin with some files in the background, in order."""
+    _started.update({path: _pool.submit(_run, path) for path in sorted(files)})
+
+
+def stop_interpreted() -> None:
+    """End what runs in the background."""
+    _pool.shutdown(wait=False, cancel_futures=True)
+    for process in _running:
+        process.kill()
+
+
+def _run(path: Path) -> tuple[int, str]:
+    """Exit code and output."""
+    with subprocess.Popen(
+        [sys.executable, "-c", GIVE_WAY, "-x", "-p", "no:cacheprovider", str(path)],
         env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
         cwd=Path(__file__).resolve().parents[1],
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert " passed" in run.stdout
+    ) as process:
+        _running.append(process)
+        said, _ = process.communicate()
+        _running.remove(process)
+        return process.returncode, said
+
+
+_pool = ThreadPoolExecutor(1)
+_started: dict[Path, Future[tuple[int, str]]] = {}
+_running: list[subprocess.Popen[str]] = []

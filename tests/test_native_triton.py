@@ -264,7 +264,7 @@ def test_two_runs_agree_bit_for_bit(schedule, monkeypatch):
 @pytest.mark.parametrize(("positions", "slots"), [(4, 6), (12, 16), (24, 48)])
 def test_a_union_holds_each_block_once_with_who_selected_it(positions, slots):
     torch.manual_seed(positions)
-    tokens, blocks = 200, 64
+    tokens, blocks = 200 if DEVICE == "cuda" else 26, 64
     spans = native_spans(NativeSizes(16, 16, 16, slots, 0, 0), (0, tokens), (0, blocks * 16), device=DEVICE)
     indices = torch.rand(tokens, 2, blocks).argsort(-1)[..., :slots].to(torch.int32)
     indices[torch.rand(indices.shape) < 0.1] = -1
