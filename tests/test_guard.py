@@ -18,10 +18,11 @@ from dynaxx.policy import Guard, load_profile, resolve
 from dynaxx.policy.guard import FAILURES_IN_A_ROW, REST_CALLS, Breaker, LayerGuard, Level, Monitor, failure_reason
 from dynaxx.policy.scale import scaled, scaled_plan
 from dynaxx.testing import make_qkv, oracle_attention
+from tiny import llama, tokens
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
-from dynaxx.integrations.transformers import attention_layers, model_facts  # noqa: E402
+from dynaxx.integrations.transformers import attention_layers, model_facts
 
 NARROW = dx.Rule.of(dx.SlidingWindow(16))
 ALWAYS = {"sample": 1.0, "window": 2, "rows": 8}
@@ -32,21 +33,8 @@ def model():
     return llama()
 
 
-def llama():
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=6,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=1024, initializer_range=0.2,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config).eval()
-
-
 def policy_for(model, *rules, **guard):
     return dx.Policy(model=model_facts(model), rules=rules or (NARROW,), block_size=16, guard={**ALWAYS, **guard})
-
-
-def tokens(*shape, seed=1):
-    return torch.randint(1, 64, shape, generator=torch.Generator().manual_seed(seed))
 
 
 @torch.no_grad()

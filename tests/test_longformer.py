@@ -9,6 +9,7 @@ import torch
 
 import dynaxx as dx
 from dynaxx.integrations.encoders import apply_to_encoder
+from encoders import assert_as_exact_as_transformers, hidden
 
 transformers = pytest.importorskip("transformers")
 from dynaxx.integrations import longformer as adapter  # noqa: E402  (needs transformers)
@@ -60,24 +61,6 @@ def inputs_of(length, padding="none", globals_="cls", batch=2):
     elif globals_ == "all":
         is_global[:] = 1
     return {"input_ids": ids, "attention_mask": seen, "global_attention_mask": is_global}
-
-
-@torch.no_grad()
-def hidden(model, inputs):
-    return model(**inputs).last_hidden_state
-
-
-def assert_as_exact_as_transformers(model, inputs, global_keys=None):
-    """Our error against transformers' code in fp64 is at most twice its own in fp32."""
-    own = hidden(model, inputs)
-    with apply_to_encoder(model, global_keys=global_keys) as handle:
-        ours = hidden(model, inputs)
-        assert handle.stats() == {"sparse_calls": 2, "dense_calls": {}}
-    assert torch.equal(hidden(model, inputs), own)
-    exact = hidden(copy.deepcopy(model).double(), inputs)
-    limit = 2 * ((own - exact).abs().max() + exact.abs().max() * torch.finfo(torch.float32).eps)
-    assert not ours.isnan().any()
-    assert (ours - exact).abs().max() <= limit
 
 
 @pytest.mark.parametrize("global_keys", ["fused", "merged"])

@@ -13,6 +13,7 @@ import dynaxx as dx
 from dynaxx.errors import PolicyError
 from dynaxx.policy import KILL_SWITCH, KillSwitch, PolicyFollower, Rollout, policy_text, request, save_policy
 from dynaxx.policy.rollout import ALL, choose, current_request
+from tiny import llama, tokens
 
 transformers = pytest.importorskip("transformers")
 
@@ -23,20 +24,11 @@ WINDOW = dx.Rule.of(dx.SlidingWindow(24))
 
 @pytest.fixture(scope="module")
 def model():
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=6,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=1024, initializer_range=0.2,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config).eval()
+    return llama()
 
 
 def policy_for(model, *rules, **fields):
     return dx.Policy(model=model_facts(model), rules=rules or (WINDOW,), **{"block_size": 16, **fields})
-
-
-def tokens(*shape, seed=1):
-    return torch.randint(1, 64, shape, generator=torch.Generator().manual_seed(seed))
 
 
 @torch.no_grad()

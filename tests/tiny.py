@@ -1,4 +1,4 @@
-"""A tiny random Llama with its own tokenizer, saved as transformers saves a model."""
+"""Tiny random Llamas: one whose attention is not flat, and one with its own tokenizer, saved as transformers does."""
 
 from pathlib import Path
 
@@ -8,6 +8,23 @@ TEXT = "\n\n".join(
     f"Section {i}. The quick brown fox number {i} jumps over the lazy dog, and {i * 7919 % 1000} others watch it."
     for i in range(400)
 )
+
+
+def llama():
+    """Two layers, six q heads of 16 on two kv heads, 64 tokens in the vocabulary."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=6,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=1024, initializer_range=0.2,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def tokens(*shape, seed=1):
+    """Ids for it."""
+    return torch.randint(1, 64, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def save_tiny_model(folder: Path, *, max_positions: int = 1024) -> Path:
