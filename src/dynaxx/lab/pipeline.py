@@ -10,13 +10,17 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dynaxx.lab.files import read_json, write_json
 from dynaxx.lab.machine import machine_facts
-from dynaxx.lab.profile import default_lengths, profile
+from dynaxx.lab.pipeline_result import PipelineResult
+from dynaxx.lab.profile import default_lengths
 from dynaxx.lab.progress import Progress, SilentProgress
 from dynaxx.lab.texts import check_tokens, split_text
+
+if TYPE_CHECKING:
+    from dynaxx.lab.tune_result import TuneResult
 
 SHARES = {"profile": 10, "analyze": 10, "tune": 60, "validate": 19, "report": 1}  # of the time, about
 
@@ -41,178 +45,122 @@ class Plan:
     skip: frozenset[str] = frozenset()  # of "profile", "analyze", "reference", "validate", "report"
 
 
-@dataclass(frozen=True)
-class PipelineResult:
-    """The documents that were made or found, by step."""
-
-    profile: dict[str, Any] | None
-    analysis: dict[str, Any] | None
-    tuning: dict[str, Any]
-    validation: dict[str, Any] | None
-    validation_summary: str  # its checks, or why there was none; empty where none was wanted or nothing is sparse
-    files: tuple[Path, ...]
-
-    @property
-    def ok(self) -> bool:
-        """Whether the policy passed its validation, or none was wanted."""
-        return not self.validation_summary if self.validation is None else bool(self.validation["passed"])
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "ok": self.ok,
-            "profile": self.profile,
-            "analysis": self.analysis,
-            "tuning": self.tuning,
-            "validation": self.validation,
-            "files": [str(file) for file in self.files],
-        }
-
-    def summary(self) -> str:
-        """What the command prints."""
-        lines = [self.profile["verdict"]] if self.profile else []
-        chosen, uniform = self.tuning.get("chosen"), self.tuning.get("best_uniform_density")
-        border = self.tuning.get("dense_below")
-        if chosen:
-            lines.append(
-                f"tuned: {chosen['density']:.1%} of the blocks, perplexity {chosen['ratio'] - 1:+.2%}; "
-                + (f"one budget for all heads needs {uniform:.1%}" if uniform else "no one budget for all heads passes")
-            )
-            if border is None:
-                longest = max((timing["seqlen"] for timing in self.tuning.get("crossover") or ()), default=0)
-                lines.append(f"sparse was not faster here at any length up to {longest:,} tokens; prompts run dense")
-            else:
-                start = self.tuning.get("sparse_from") or border
-                lines.append(f"sparse is faster here: prompts run sparse from {start:,} tokens, shorter ones dense")
-            for raised in self.tuning.get("raised", ())[-1:]:
-                lines.append(
-                    f"that is later than attention alone would say ({self.tuning['raised'][0]['before']:,}): the whole "
-                    f"prefill of {raised['seqlen']:,} tokens took {1e3 * raised['sparse_seconds']:.3g} ms, dense "
-                    f"{1e3 * raised['dense_seconds']:.3g}"
-                )
-        else:
-            lines.append("tuned: nothing sparse stays within the tolerance; the policy is dense")
-        if self.tuning.get("decode"):
-            lines.append(f"decoding: {self.tuning['decode']['said']}")
-        if self.tuning.get("reference"):
-            lines.append(f"reference for drift: {self.tuning['reference']}")
-        if self.validation is not None:
-            lines.append("the policy passes its validation:" if self.ok else "the policy FAILS its validation:")
-        elif self.validation_summary:
-            lines.append("the policy could not be validated:")
-        lines += [self.validation_summary] if self.validation_summary else []
-        policy = next((file for file in self.files if file.name == "policy.json"), None)
-        if self.ok and border is not None and policy is not None:
-            lines.append(f'run it: dynaxx.apply(model, dynaxx.load_policy("{policy}"))')
-        return "\n".join(lines)
-
-
 def run(model: Any, tokenizer: Any, text: str, plan: Plan, *, progress: Progress | None = None) -> PipelineResult:
     """Do every step of `plan` that is not skipped or done; write each result as it is there.
 
     Raises:
         ValueError: settings or a text that a step refuses.
     """
-    from dynaxx.lab.analyze import analyze
-    from dynaxx.lab.later import validate_tuned
-    from dynaxx.lab.report import write_report
-    from dynaxx.lab.tune import calibration_ids, default_block_size, tune
-    from dynaxx.lab.tune_decode import check_cuda_graph
-
-    progress = progress or SilentProgress()
-    lengths = plan.lengths or default_lengths(model)
-    block_size = plan.block_size or default_block_size(model)
-    check_tokens(model, plan.tokens, block_size)  # what cannot be tuned on is refused now, not after the profile
-    calibration_ids(tokenizer, text, plan.tokens)
-    check_cuda_graph(model, plan.decode, plan.cuda_graph)
-    known = _begin(model, text, plan, lengths)
-    files: list[Path] = []
-
-    def step(name: str, file: str, make: Callable[[], Any]) -> dict[str, Any] | None:
-        """Take a step's document from its file if an earlier run with these settings wrote it, else make it."""
-        if name in plan.skip:
-            return None
-        path = plan.out / file
-        files.append(path)
-        if known and path.exists():
-            earlier: dict[str, Any] = read_json(path)
-            return earlier
-        document: dict[str, Any] = {**make().to_dict(), "command": plan.command}
-        write_json(path, document)
-        return document
-
-    with progress.task(f"Tuning {plan.name}", sum(SHARES.values())) as task:
+    steps = _Steps(model, tokenizer, text, plan, progress or SilentProgress())
+    with steps.progress.task(f"Tuning {plan.name}", sum(SHARES.values())) as task:
         task.advance(0, "profile: where the time goes")
-        profiled = step(
-            "profile",
-            "profile.json",
-            lambda: profile(
-                model,
-                tokenizer,
-                text,
-                lengths=lengths,
-                name=plan.name,
-                price_per_hour=plan.price_per_hour,
-                progress=progress,
-            ),
-        )
+        profiled = steps.profile()
         task.advance(SHARES["profile"], "analyze: where the heads attend")
-        analyzed = step(
-            "analyze",
-            "analysis.json",
-            lambda: analyze(
-                model,
-                tokenizer,
-                split_text(text).calibration,
-                tokens=plan.tokens,
-                block_size=block_size,
-                seed=plan.seed,
-                progress=progress,
-            ),
-        )
+        analyzed = steps.analyze()
         task.advance(SHARES["analyze"], "tune: the sparsest that keeps quality")
+        tuned = steps.tune()
+        task.advance(SHARES["tune"], "validate: on text it has not seen")
+        tuned, validated, said = steps.validate(tuned, say=lambda line: task.advance(0, line))
+        task.advance(SHARES["validate"], "report")
+        steps.report()
+        task.advance(SHARES["report"], "done")
+    return PipelineResult(profiled, analyzed, tuned.to_dict(), validated, said, tuple(steps.files))
+
+
+class _Steps:
+    """What each step does, and the files that there are by now. Settings that a later step refuses raise at once."""
+
+    def __init__(self, model: Any, tokenizer: Any, text: str, plan: Plan, progress: Progress) -> None:
+        from dynaxx.lab.tune import calibration_ids, default_block_size
+        from dynaxx.lab.tune_decode import check_cuda_graph
+
+        self.model, self.tokenizer, self.text = model, tokenizer, text
+        self.plan, self.progress = plan, progress
+        self.lengths = plan.lengths or default_lengths(model)
+        self.block_size = plan.block_size or default_block_size(model)
+        self.files: list[Path] = []
+        check_tokens(model, plan.tokens, self.block_size)
+        calibration_ids(tokenizer, text, plan.tokens)
+        check_cuda_graph(model, plan.decode, plan.cuda_graph)
+        self._known = _begin(model, text, plan, self.lengths)
+
+    def profile(self) -> dict[str, Any] | None:
+        from dynaxx.lab.profile import profile
+
+        plan = self.plan
+        options: dict[str, Any] = dict(lengths=self.lengths, name=plan.name, price_per_hour=plan.price_per_hour)
+        make = lambda: profile(self.model, self.tokenizer, self.text, **options, progress=self.progress)
+        return self._document("profile", "profile.json", make)
+
+    def analyze(self) -> dict[str, Any] | None:
+        from dynaxx.lab.analyze import analyze
+
+        options: dict[str, Any] = dict(tokens=self.plan.tokens, block_size=self.block_size, seed=self.plan.seed)
+        text = split_text(self.text).calibration
+        make = lambda: analyze(self.model, self.tokenizer, text, **options, progress=self.progress)
+        return self._document("analyze", "analysis.json", make)
+
+    def tune(self) -> TuneResult:
+        from dynaxx.lab.tune import tune
+
+        plan = self.plan
         tuned = tune(
-            model,
-            tokenizer,
-            text,
+            self.model,
+            self.tokenizer,
+            self.text,
             out=plan.out,
             tolerance=plan.tolerance,
             tokens=plan.tokens,
             time_budget=plan.time_budget,
-            block_size=block_size,
+            block_size=self.block_size,
             seed=plan.seed,
             resume=plan.resume,
             with_decode=plan.decode,
             cuda_graph=plan.cuda_graph,
             with_reference="reference" not in plan.skip,
-            progress=progress,
+            progress=self.progress,
             command=plan.command,
             name=plan.name,
         )
-        files += [plan.out / "tuning.json", plan.out / "policy.json"]
-        task.advance(SHARES["tune"], "validate: on text it has not seen")
-        validated, said = None, ""
-        if "validate" not in plan.skip and _has_rules(tuned.to_dict()):
-            try:
-                tuned, found = validate_tuned(
-                    model,
-                    tokenizer,
-                    tuned,
-                    text,
-                    out=plan.out,
-                    say=lambda line: task.advance(0, line),
-                    lengths=lengths,
-                    seed=plan.seed,
-                    progress=progress,
-                )
-                validated, said = {**found.to_dict(), "command": plan.command}, found.summary()
-                files.append(write_json(plan.out / "validation.json", validated))
-            except ValueError as error:  # the policy and the report are worth having all the same
-                said = str(error)
-        task.advance(SHARES["validate"], "report")
-        if "report" not in plan.skip:
-            files.append(write_report(plan.out))
-        task.advance(SHARES["report"], "done")
-    return PipelineResult(profiled, analyzed, tuned.to_dict(), validated, said, tuple(files))
+        self.files += [plan.out / "tuning.json", plan.out / "policy.json"]
+        return tuned
+
+    def validate(self, tuned: TuneResult, say: Callable[[str], None]) -> tuple[TuneResult, dict[str, Any] | None, str]:
+        """What was tuned, with a later border where only speed failed; the validation; its checks, or why none."""
+        from dynaxx.lab.later import validate_tuned
+
+        plan = self.plan
+        if "validate" in plan.skip or not _has_rules(tuned.to_dict()):
+            return tuned, None, ""
+        options: dict[str, Any] = dict(out=plan.out, say=say, lengths=self.lengths, seed=plan.seed)
+        try:
+            tuned, found = validate_tuned(
+                self.model, self.tokenizer, tuned, self.text, **options, progress=self.progress
+            )
+        except ValueError as error:  # the policy and the report are worth having all the same
+            return tuned, None, str(error)
+        validated = {**found.to_dict(), "command": plan.command}
+        self.files.append(write_json(plan.out / "validation.json", validated))
+        return tuned, validated, found.summary()
+
+    def report(self) -> None:
+        from dynaxx.lab.report import write_report
+
+        if "report" not in self.plan.skip:
+            self.files.append(write_report(self.plan.out))
+
+    def _document(self, name: str, file: str, make: Callable[[], Any]) -> dict[str, Any] | None:
+        """A step's document: what an earlier run with these settings wrote, or made now; None if it is skipped."""
+        if name in self.plan.skip:
+            return None
+        path = self.plan.out / file
+        self.files.append(path)
+        if self._known and path.exists():
+            earlier: dict[str, Any] = read_json(path)
+            return earlier
+        document: dict[str, Any] = {**make().to_dict(), "command": self.plan.command}
+        write_json(path, document)
+        return document
 
 
 def _has_rules(tuning: dict[str, Any]) -> bool:

@@ -1,0 +1,72 @@
+"""What `dynaxx tune` found, step by step, and how it says so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class PipelineResult:
+    """The documents that were made or found, by step."""
+
+    profile: dict[str, Any] | None
+    analysis: dict[str, Any] | None
+    tuning: dict[str, Any]
+    validation: dict[str, Any] | None
+    validation_summary: str  # its checks, or why there was none; empty where none was wanted or nothing is sparse
+    files: tuple[Path, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether the policy passed its validation, or none was wanted."""
+        return not self.validation_summary if self.validation is None else bool(self.validation["passed"])
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "ok": self.ok,
+            "profile": self.profile,
+            "analysis": self.analysis,
+            "tuning": self.tuning,
+            "validation": self.validation,
+            "files": [str(file) for file in self.files],
+        }
+
+    def summary(self) -> str:
+        """What the command prints."""
+        lines = [self.profile["verdict"]] if self.profile else []
+        chosen, uniform = self.tuning.get("chosen"), self.tuning.get("best_uniform_density")
+        border = self.tuning.get("dense_below")
+        if chosen:
+            lines.append(
+                f"tuned: {chosen['density']:.1%} of the blocks, perplexity {chosen['ratio'] - 1:+.2%}; "
+                + (f"one budget for all heads needs {uniform:.1%}" if uniform else "no one budget for all heads passes")
+            )
+            if border is None:
+                longest = max((timing["seqlen"] for timing in self.tuning.get("crossover") or ()), default=0)
+                lines.append(f"sparse was not faster here at any length up to {longest:,} tokens; prompts run dense")
+            else:
+                start = self.tuning.get("sparse_from") or border
+                lines.append(f"sparse is faster here: prompts run sparse from {start:,} tokens, shorter ones dense")
+            for raised in self.tuning.get("raised", ())[-1:]:
+                lines.append(
+                    f"that is later than attention alone would say ({self.tuning['raised'][0]['before']:,}): the whole "
+                    f"prefill of {raised['seqlen']:,} tokens took {1e3 * raised['sparse_seconds']:.3g} ms, dense "
+                    f"{1e3 * raised['dense_seconds']:.3g}"
+                )
+        else:
+            lines.append("tuned: nothing sparse stays within the tolerance; the policy is dense")
+        if self.tuning.get("decode"):
+            lines.append(f"decoding: {self.tuning['decode']['said']}")
+        if self.tuning.get("reference"):
+            lines.append(f"reference for drift: {self.tuning['reference']}")
+        if self.validation is not None:
+            lines.append("the policy passes its validation:" if self.ok else "the policy FAILS its validation:")
+        elif self.validation_summary:
+            lines.append("the policy could not be validated:")
+        lines += [self.validation_summary] if self.validation_summary else []
+        policy = next((file for file in self.files if file.name == "policy.json"), None)
+        if self.ok and border is not None and policy is not None:
+            lines.append(f'run it: dynaxx.apply(model, dynaxx.load_policy("{policy}"))')
+        return "\n".join(lines)
