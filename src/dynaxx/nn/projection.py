@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dynaxx.arguments import typed
+from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout import CuSeqlens
 from dynaxx.nn.cache import NativeCache
 from dynaxx.ops.attention import sparse_attention
@@ -50,6 +51,9 @@ class ProjectedAttention(nn.Module, ABC):
         head_dim_v: of v, head_dim by default.
         bias: whether q, k and v have one.
         scale: softmax scale, head_dim ** -0.5 by default.
+
+    Raises:
+        ValueError: sizes below 1, q_heads that are no multiple of kv_heads, a scale that is not finite.
     """
 
     def __init__(
@@ -74,7 +78,7 @@ class ProjectedAttention(nn.Module, ABC):
                 f"`hidden_size`, `head_dim` and `head_dim_v` must be >= 1, got {hidden_size}, {self.head_dim} and "
                 f"{self.head_dim_v}"
             )
-        self.scale = self.head_dim**-0.5 if scale is None else scale
+        self.scale = softmax_scale(scale, self.head_dim)
         self.q_proj = nn.Linear(hidden_size, q_heads * self.head_dim, bias=bias)
         self.k_proj = nn.Linear(hidden_size, kv_heads * self.head_dim, bias=bias)
         self.v_proj = nn.Linear(hidden_size, kv_heads * self.head_dim_v, bias=bias)

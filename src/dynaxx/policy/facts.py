@@ -56,15 +56,25 @@ class ModelFacts(Document):
 
 
 class Tolerances(Document):
-    """Limits that `dynaxx validate` holds the policy to; None means not checked."""
+    """Limits that `dynaxx validate` holds the policy to; None means not checked.
 
-    perplexity_ratio: Number | None = 1.01  # sparse / dense perplexity on held-out text, at most
-    kl: Number | None = None  # mean KL(dense || sparse) of next-token distributions in nats, at most
-    top1_agreement: Annotated[Number, Field(ge=0, le=1)] | None = None  # same most likely token, at least
-    logits_mean_error: Number | None = None  # mean absolute difference of logits, at most
-    task_logprob_drop: Number | None = 0.1  # nats per answer token lost on any generated retrieval task, at most
-    repetition_increase: Number | None = 0.1  # rise of the share of repeated 4-grams in generated text, at most
-    slowdown: Number | None = 1.03  # sparse / dense seconds at any measured length, at most
+    Args:
+        perplexity_ratio: sparse / dense perplexity on held-out text, at most.
+        kl: mean KL(dense || sparse) of next-token distributions in nats, at most.
+        top1_agreement: share of tokens with the same most likely next token, at least.
+        logits_mean_error: mean absolute difference of logits, at most.
+        task_logprob_drop: nats per answer token lost on any generated retrieval task, at most.
+        repetition_increase: rise of the share of repeated 4-grams in generated text, at most.
+        slowdown: sparse / dense seconds at any measured length, at most.
+    """
+
+    perplexity_ratio: Number | None = 1.01
+    kl: Number | None = None
+    top1_agreement: Annotated[Number, Field(ge=0, le=1)] | None = None
+    logits_mean_error: Number | None = None
+    task_logprob_drop: Number | None = 0.1
+    repetition_increase: Number | None = 0.1
+    slowdown: Number | None = 1.03
 
 
 class MeasuredOn(Document):

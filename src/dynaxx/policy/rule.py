@@ -23,13 +23,21 @@ BlockSize = Annotated[Int | tuple[Int, Int], AfterValidator(_checked_block_size)
 
 
 class Rule(Document):
-    """What some heads of some layers do. Heads that no rule covers are dense."""
+    """What some heads of some layers do. Heads that no rule covers are dense. `Rule.of` makes one from a pattern.
+
+    Args:
+        layers, heads: "all", or indices; heads are q heads.
+        phase: "prefill", or "decode", where blocks are pages and `attention` may be sinks, windows, and TopK with
+            MeanQuery, MeanPool or MinMax.
+        attention: a pattern, selector or hybrid as data, see `dynaxx.policy.to_spec`.
+        block_size: tokens, or (q_block, kv_block); the policy's where None.
+    """
 
     layers: Indices = "all"
-    heads: Indices = "all"  # q heads
-    phase: Phase = "prefill"  # decode: sinks, windows, TopK with MeanQuery, MeanPool or MinMax; blocks are pages
+    heads: Indices = "all"
+    phase: Phase = "prefill"
     attention: AttentionSpec
-    block_size: BlockSize | None = None  # tokens, or (q_block, kv_block); the policy's where None
+    block_size: BlockSize | None = None
 
     @classmethod
     def of(
@@ -46,6 +54,7 @@ class Rule(Document):
         Args:
             attention: a selector's budget may be a tuple, one value per head of `heads`, in that order.
             layers, heads: "all", or a sequence of indices.
+            block_size: as the class.
             phase: a prompt or a chunk of one; or decoding, a few queries over a cache, where `PageBudget.of` must know
                 an equal of `attention`.
 

@@ -32,6 +32,20 @@ class Policy(Document):
     between runs as the one before it did (dense at first), so a length that flaps around the border does not switch
     back and forth. Without `sparse_from` there is one border.
 
+    Args:
+        model: what the model must be.
+        block_size: tokens, or (q_block, kv_block), each 16, 32, 64 or 128; of rules that name none.
+        dense_below, sparse_from: keys of a sequence; measured by `dynaxx tune`.
+        decode_dense_below: keys of a sequence, for decoding steps; None: as the two above say.
+        rules: what heads of layers do; those that none covers are dense.
+        reuse: sparse layers in a row, all with the same rules, that one selection serves at inference.
+        rollout: which requests it applies to.
+        guard: what is measured on running traffic, and what follows; None measures nothing.
+        drift: when that counts as drifted from `reference`.
+        tolerances: what `dynaxx validate` holds it to.
+        measured_on, evidence: the machine and the measurements that it rests on.
+        reference: attention on the traffic it was tuned for; without it no drift is looked for.
+
     Raises:
         PolicyError: a field that is wrong, with its name and the fix.
     """
@@ -40,18 +54,18 @@ class Policy(Document):
     version: Literal[1] = VERSION
     model: ModelFacts
     block_size: BlockSize = 64
-    dense_below: Count = 0  # tokens, measured
-    sparse_from: Count | None = None  # tokens, >= dense_below
-    decode_dense_below: Count | None = None  # tokens, of decoding steps; None: as the two above say
+    dense_below: Count = 0
+    sparse_from: Count | None = None
+    decode_dense_below: Count | None = None
     rules: tuple[Rule, ...] = ()
-    reuse: Positive = 1  # sparse layers in a row, all with the same rules, that one selection serves at inference
+    reuse: Positive = 1
     rollout: Rollout = Rollout()
-    guard: Guard | None = None  # None measures nothing on running traffic
+    guard: Guard | None = None
     drift: Drift = Drift()
     tolerances: Tolerances = Tolerances()
     measured_on: MeasuredOn | None = None
     evidence: tuple[Evidence, ...] = ()
-    reference: Profile | None = None  # attention on the traffic it was tuned for; without it no drift is looked for
+    reference: Profile | None = None
 
     def __init__(self, **data: Any) -> None:
         try:
