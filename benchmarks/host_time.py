@@ -21,7 +21,7 @@ import torch
 import dynaxx as dx
 from dynaxx.lab.machine import need_gpu
 from dynaxx.ops.dispatch import load_backend
-from dynaxx.patterns import build
+from dynaxx.patterns import kept
 
 
 def host_us(call: Callable[[], object], count: int = 200, rounds: int = 5) -> float:
@@ -123,7 +123,7 @@ def print_layouts(tokens: int) -> None:
 
 def built_ms(rule: dx.Pattern, tokens: int) -> float:
     """Until a layout that was not asked for before lies on the GPU."""
-    build.forget()
+    kept.forget()
     torch.cuda.synchronize()
     start = time.perf_counter()
     rule.layout(tokens, device="cuda")

@@ -35,7 +35,7 @@ GROWTH_WINDOW = 1024
 
 def time_layouts(device: torch.device, say: Report) -> list[dict[str, Any]]:
     """Wall time from a pattern to its layout on the device at 128k, fresh and cached by value, and its peak memory."""
-    from dynaxx.patterns.build import forget
+    from dynaxx.patterns.kept import forget
 
     def build(pattern: p.Pattern) -> tuple[float, BlockLayout]:
         torch.cuda.synchronize(device)

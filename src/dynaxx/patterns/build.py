@@ -11,17 +11,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dynaxx.layout import EMPTY, FULL, BlockGrid, BlockLayout, ElementMasks
-from dynaxx.layout.grid import _spans
 from dynaxx.layout.host import on_device
 from dynaxx.layout.masks import bands_of
 from dynaxx.layout.origin import remember
-from dynaxx.patterns.base import Pattern, _cached_layout
+from dynaxx.patterns.base import Pattern
 from dynaxx.patterns.compiled import layout_tensors
-from dynaxx.patterns.global_tokens import blocks_holding
 from dynaxx.patterns.kinds import Blocks, Words, element_masks
 from dynaxx.patterns.local import Causal
 from dynaxx.patterns.runs import Ints, Runs, beside, without
-from dynaxx.patterns.whole_blocks import drawn_blocks
 
 
 class Entries(NamedTuple):
@@ -152,9 +149,3 @@ def _of_tensors(grid: BlockGrid, tensors: list[Tensor]) -> BlockLayout:
     )
     vars(layout).update(kv_order=tensors[6] if len(tensors) > 6 else None, nnz=tensors[2].numel())
     return layout
-
-
-def forget() -> None:
-    """Drop the layouts that are kept, and what grids keep for them; for measurements."""
-    for cache in (_cached_layout, _spans, drawn_blocks, blocks_holding):
-        cache.cache_clear()
