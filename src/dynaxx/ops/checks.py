@@ -33,22 +33,7 @@ def check_inputs(
         TypeError: an unsupported or mixed dtype, or a layout that is none.
         ValueError: a shape, device or layout that does not fit, block indices out of range, or a softcap that is none.
     """
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"`{name}` must be a tensor, got {type(tensor).__name__}")
-        if tensor.layout != torch.strided:
-            raise ValueError(f"`{name}` must be a strided tensor, got {tensor.layout}; use to_dense()")
-        if tensor.ndim != 4:
-            raise ValueError(
-                f"`{name}` must be (batch, seqlen, heads, head_dim), (tokens, heads, head_dim) with a packed layout, "
-                f"got shape {tuple(tensor.shape)}"
-            )
-        if tensor.dtype not in DTYPES:
-            raise TypeError(f"`{name}` must be one of {DTYPES}, got {tensor.dtype}")
-        if tensor.dtype != q.dtype:
-            raise TypeError(f"`{name}` must have q's dtype {q.dtype}, got {tensor.dtype}")
-        if tensor.device != q.device:
-            raise ValueError(f"`{name}` must be on q's device {q.device}, got {tensor.device}")
+    _check_tensors(q, k, v)
     check_layout(layout)
     batch, seqlen_q, q_heads, head_dim = q.shape
     seqlen_k, kv_heads = k.shape[1:3]
@@ -96,6 +81,26 @@ def check_inputs(
         needs_grad=needs_grad,
         softcap=softcap,
     )
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Each by itself: kind, rank, dtype, device."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"`{name}` must be a tensor, got {type(tensor).__name__}")
+        if tensor.layout != torch.strided:
+            raise ValueError(f"`{name}` must be a strided tensor, got {tensor.layout}; use to_dense()")
+        if tensor.ndim != 4:
+            raise ValueError(
+                f"`{name}` must be (batch, seqlen, heads, head_dim), (tokens, heads, head_dim) with a packed layout, "
+                f"got shape {tuple(tensor.shape)}"
+            )
+        if tensor.dtype not in DTYPES:
+            raise TypeError(f"`{name}` must be one of {DTYPES}, got {tensor.dtype}")
+        if tensor.dtype != q.dtype:
+            raise TypeError(f"`{name}` must have q's dtype {q.dtype}, got {tensor.dtype}")
+        if tensor.device != q.device:
+            raise ValueError(f"`{name}` must be on q's device {q.device}, got {tensor.device}")
 
 
 def check_layout(layout: object) -> None:
