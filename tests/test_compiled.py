@@ -194,6 +194,23 @@ def test_selected(group, spilled, capfd):
     check(compile_kernels(start, "selected_hopper", capfd), spilled)
 
 
+@pytest.mark.gpu
+@gluon
+@pytest.mark.parametrize(("sizes", "spilled"), [((32, 16, 64), 0), ((16, 16, 16), 8)])
+def test_scores(sizes, spilled, capfd, monkeypatch):
+    """Of blocks of several compressed tokens, and of one, whose scores take most shared memory."""
+    from dynaxx.kernels.hopper import native, native_scores
+    from dynaxx.layout.native import NativeSizes, native_spans
+
+    monkeypatch.setattr(native_scores, "processors", lambda device: 132)
+    spans = native_spans(NativeSizes(*sizes), (0, TOKENS))
+    q = torch.zeros(TOKENS, 16, 128, dtype=torch.bfloat16)
+    start = lambda: native.select_blocks(q, q[: spans.ends_cmp[-1], :1], torch.zeros(16, TOKENS), spans, 1, 0.1)
+    found = compile_kernels(start, "score_hopper", capfd)
+    check(found, [spilled])
+    assert found[0].shared <= MULTIPROCESSOR - RESERVED
+
+
 def test_kernels_that_wait_are_found(capfd, monkeypatch):
     """Tiles whose sums have no room in the registers: the next product waits until they are out of the way."""
     monkeypatch.setattr(forward, "forward_tiles", lambda *shape: Tiles(128, 128, 8, 2, 128))

@@ -90,6 +90,29 @@ def test_selection(seed, monkeypatch):
 
 
 @runs_here
+@pytest.mark.parametrize(("count", "step"), [(384, 128), (256, 64)])
+def test_units_hold_every_token_that_rows_see_once(count, step):
+    """Of any run of tiles; parts of a tile differ by a step at most, and say what its first row sees."""
+    from dynaxx.kernels.triton import native_select
+
+    spans = native_spans(NativeSizes(), (0, 1, 301, 301, 9000), (0, 1, 301, 308, 9050), device="cpu")
+    tiles = native_select._tiles_of(spans, 64)
+    for some in (slice(0, len(tiles.bounds)), slice(4, 100)):
+        held = torch.zeros(spans.ends_q[-1], max(spans.num_cmp) + step, dtype=torch.int32)
+        units = tiles.units(some, count, step).tolist()
+        for first, end, begin, stop, start, least, *_ in units:
+            assert 0 < stop - begin <= count
+            assert begin % step == 0
+            assert (start, least) == (spans.first_cmp[first], spans.num_cmp[first])
+            held[first:end, begin:stop] += 1
+        rows = slice(tiles.bounds[some][0][0], tiles.bounds[some][-1][1])
+        assert held.max() == 1
+        assert all((held[t, : spans.num_cmp[t]] == 1).all() for t in range(rows.start, rows.stop))
+        sizes = [-(-(unit[3] - unit[2]) // step) for unit in units if unit[0] == units[-1][0]]
+        assert max(sizes) - min(sizes) <= 1
+
+
+@runs_here
 @pytest.mark.parametrize("count", [3, 9, 40])
 def test_selection_of_many_blocks(count):
     """More blocks than groups of them, more to select than groups, and nothing but what is forced."""

@@ -110,10 +110,10 @@ class Tiles:
 
     bounds: list[tuple[int, int]]  # rows
     blocks: list[int]  # that the last row sees
-    tokens: list[tuple[int, int]]  # row of the sequence's compressed token 0, and how many of them the last row sees
+    tokens: list[tuple[int, int, int]]  # row of the sequence's compressed token 0, how many first and last row see
     first: Tensor
     end: Tensor
-    known_units: dict[int, tuple[Tensor, list[int]]] = field(default_factory=dict)
+    known_units: dict[tuple[int, int], tuple[Tensor, list[int]]] = field(default_factory=dict)
 
     def chunks(self, row_bytes: int) -> Iterator[tuple[slice, int]]:
         """Runs of tiles and the most blocks that one of their rows sees; SCORE_BYTES, of row_bytes per row and block.
@@ -133,21 +133,25 @@ class Tiles:
             yield slice(begin, stop), most
             begin = stop
 
-    def units(self, some: slice, count: int) -> Tensor:
-        """(units, FIELDS) int32 of some tiles: first row, last row + 1, first of `count` compressed tokens, how many
-        of them the last row sees, and the row of token 0; none of them without a token to see.
+    def units(self, some: slice, count: int, step: int) -> Tensor:
+        """(units, FIELDS) int32 of some tiles, each of which goes in parts of at most `count` compressed tokens: first
+        row, last row + 1, first token, last token + 1, the row of token 0, and how many tokens the first row sees.
+
+        Parts of a tile are about equal, in whole steps; none is without a token that its last row sees.
         """
-        if count not in self.known_units:
-            bounds, tokens = torch.tensor(self.bounds).view(-1, 2), torch.tensor(self.tokens).view(-1, 2)
-            parts = -(-tokens[:, 1] // count)
+        if (count, step) not in self.known_units:
+            bounds, tokens = torch.tensor(self.bounds).view(-1, 2), torch.tensor(self.tokens).view(-1, 3)
+            parts, steps = -(-tokens[:, 2] // count), -(-tokens[:, 2] // step)
             ends = parts.cumsum(0)
             tile = torch.repeat_interleave(parts)
+            part = torch.arange(len(tile)) - (ends - parts)[tile]
             units = torch.zeros(len(tile), FIELDS, dtype=torch.int32)
             units[:, :2] = bounds[tile]
-            units[:, 2] = (torch.arange(len(tile)) - (ends - parts)[tile]) * count
-            units[:, 3:5] = tokens[tile].flip(1)
-            self.known_units[count] = units.to(self.first.device, non_blocking=True), [0, *ends.tolist()]
-        known, at = self.known_units[count]
+            units[:, 2] = part * steps[tile] // parts[tile] * step
+            units[:, 3] = ((part + 1) * steps[tile] // parts[tile] * step).minimum(tokens[tile, 2])
+            units[:, 4:6] = tokens[tile, :2]
+            self.known_units[count, step] = units.to(self.first.device, non_blocking=True), [0, *ends.tolist()]
+        known, at = self.known_units[count, step]
         return known[at[some.start] : at[some.stop]]
 
 
@@ -176,9 +180,9 @@ def _tiles_of(spans: NativeSpans, rows: int) -> Tiles:
         for (a, b), (c, d), token in sequences:
             for first in range(a, b, rows):
                 bounds.append((first, min(first + rows, b)))
-                keys = max(0, bounds[-1][1] - b + d - c)  # that the last row sees
+                few, keys = (max(0, row - b + d - c) for row in (first + 1, bounds[-1][1]))  # that first and last see
                 blocks.append(-(-keys // spans.sizes.slc_block))
-                tokens.append((token, spans.sizes.compressed(keys)))
+                tokens.append((token, spans.sizes.compressed(few), spans.sizes.compressed(keys)))
         ends = torch.tensor(bounds, dtype=torch.int32).view(-1, 2).to(spans.device, non_blocking=True)
         known[rows] = Tiles(bounds, blocks, tokens, ends[:, 0].contiguous(), ends[:, 1].contiguous())
     return known[rows]
