@@ -6,10 +6,7 @@ import triton.language as tl
 
 from dynaxx.kernels.triton.backward_rows import (
     cap_scores,
-    in_block,
-    load_band,
     load_row_values,
-    shown_by_bits,
     weights_of,
 )
 from dynaxx.kernels.triton.launch import RUNTIME_SIZES
@@ -24,9 +21,9 @@ from dynaxx.kernels.triton.primitives import (
     started_tile,
     store_rows,
     tile_positions,
-    visible_elements,
 )
 from dynaxx.kernels.triton.split import SPLIT_SIZES
+from dynaxx.kernels.triton.visible import in_block, load_band, shown_by_bits, visible_elements
 
 
 @triton.jit
@@ -125,7 +122,7 @@ def _accumulate_dkv(
                 if BLOCK_M > Q_BLOCK:
                     code = code[None, :]
                 r, c = inner_q[None, :], part_k + o_k
-                visible = visible_elements(p_bits, p_bands, num_masks, code, r, c, Q_BLOCK, (KV_BLOCK + 31) // 32)
+                visible = visible_elements(p_bits, p_bands, num_masks, code, r, c, Q_BLOCK, KV_BLOCK)
                 weights = tl.where(visible, weights, 0.0)
         if not EARLY:
             dv = tl.dot(weights.to(b_do.dtype), b_do, dv, input_precision=PRECISION)

@@ -6,11 +6,8 @@ import triton.language as tl
 
 from dynaxx.kernels.triton.backward_rows import (
     cap_scores,
-    in_block,
     in_registers,
-    load_band,
     row_values,
-    shown_by_bits,
     weights_of,
 )
 from dynaxx.kernels.triton.launch import RUNTIME_SIZES
@@ -27,9 +24,9 @@ from dynaxx.kernels.triton.primitives import (
     store_rows,
     tile_of_pass,
     tile_positions,
-    visible_elements,
 )
 from dynaxx.kernels.triton.split import SPLIT_SIZES
+from dynaxx.kernels.triton.visible import load_band, visible_elements, where_shown
 
 
 @triton.jit
@@ -116,21 +113,17 @@ def _accumulate_dq(
         scores, slope = cap_scores(scores, cap, CAPPED)
         weights = weights_of(scores, lse[:, None], scale, b_k.dtype == tl.float32)
         if MASKING == PARTIAL:
-            o_q = tl.arange(0, BLOCK_M)[:, None]
+            inner_q = part_q + tl.arange(0, BLOCK_M)
             if TMA:
-                lo, hi, is_bits = in_block(lo, hi, code, num_masks, is_full, Q_BLOCK, KV_BLOCK)
-                o_k = offsets[None, :]
-                if is_bits:
-                    visible = shown_by_bits(p_bits, code, part_q, part_k, o_q, o_k, Q_BLOCK, KV_BLOCK, BLOCK_N)
-                    weights = tl.where(visible, weights, 0.0)
-                apart = part_q - part_k + o_q
-                first_o, last_o = tl.maximum(apart - hi, -first_k), tl.minimum(apart - lo, seqlen_k - 1 - first_k)
-                weights = tl.where((o_k >= first_o) & (o_k <= last_o), weights, 0.0)
+                weights = where_shown(
+                    weights, 0.0, code, lo, hi, is_full, inner_q, part_k, first_k, seqlen_k,
+                    p_bits, num_masks, Q_BLOCK, KV_BLOCK,
+                )  # fmt: skip
             else:
                 if BLOCK_N > KV_BLOCK:
                     code = code[None, :]
-                r, c = part_q + o_q, inner_k[None, :]
-                visible = visible_elements(p_bits, p_bands, num_masks, code, r, c, Q_BLOCK, (KV_BLOCK + 31) // 32)
+                r, c = inner_q[:, None], inner_k[None, :]
+                visible = visible_elements(p_bits, p_bands, num_masks, code, r, c, Q_BLOCK, KV_BLOCK)
                 pos_k = first_k + offsets
                 visible = (visible | is_full) & ((pos_k >= 0) & (pos_k < seqlen_k))[None, :]
                 weights = tl.where(visible, weights, 0.0)

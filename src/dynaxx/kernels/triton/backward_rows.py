@@ -62,38 +62,6 @@ def cap_scores(scores, cap, CAPPED: tl.constexpr):
     return scores, slope
 
 
-@triton.jit
-def load_band(p_bands, num_masks, code):
-    """lo and hi of the pairs lo <= r - c <= hi that mask `code` shows, lo > hi where it is no band; or no mask."""
-    known = (code >= 0) & (code < num_masks)
-    lo = tl.load(p_bands + code.to(tl.int64) * 2, mask=known, other=1)
-    hi = tl.load(p_bands + code.to(tl.int64) * 2 + 1, mask=known, other=0)
-    return lo, hi
-
-
-@triton.jit
-def in_block(lo, hi, code, num_masks, is_full, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr):
-    """A band as numbers that are safe to compute with, every pair where it hides none; whether the bits do."""
-    is_bits = (lo > hi) & (code >= 0) & (code < num_masks) & (not is_full)
-    anywhere = is_full | is_bits
-    lo = tl.where(anywhere, -KV_BLOCK, tl.maximum(lo, -KV_BLOCK))
-    hi = tl.where(anywhere, Q_BLOCK, tl.minimum(hi, Q_BLOCK))
-    return lo, hi, is_bits
-
-
-@triton.jit
-def shown_by_bits(
-    p_bits, code, first_r, first_c, o_r, o_c, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """Which pairs (first_r + o_r, first_c + o_c) of a block the bits of mask `code` show, first_c a multiple of 32."""
-    WORDS: tl.constexpr = (KV_BLOCK + 31) // 32
-    p_row = p_bits + ((code.to(tl.int64) * Q_BLOCK + first_r) * WORDS + first_c // 32) + o_r * WORDS
-    word = (o_r + o_c) * 0
-    for i_word in tl.static_range((COLUMNS + 31) // 32):
-        word = tl.where(o_c // 32 == i_word, tl.load(p_row + i_word), word)
-    return ((word >> (o_c % 32)) & 1) != 0
-
-
 def empty_rows(lse: Tensor) -> Tensor:
     """Uninitialized, for two numbers per query: (B, Hq, N up to the next multiple of `ROWS_MULTIPLE`, 2) fp32."""
     batch, q_heads, seqlen_q = lse.shape

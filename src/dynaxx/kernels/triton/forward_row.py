@@ -21,9 +21,8 @@ from dynaxx.kernels.triton.primitives import (
     tanh,
     tile_of_pass,
     tile_positions,
-    visible_bits,
-    visible_elements,
 )
+from dynaxx.kernels.triton.visible import load_band, visible_elements, where_shown
 
 MOST = tl.constexpr(2.0**64)  # of a row's weights relative to its first tiles; of scores 44 above them
 
@@ -92,7 +91,6 @@ def attend(
     TMA: tl.constexpr,
 ):
     """Attend to the `tiles` tiles of a pass over the `total` blocks from entry `start`, of which `partial` are so."""
-    WORDS: tl.constexpr = (KV_BLOCK + 31) // 32
     for i_step in range(tiles):
         first, count, i_tile, is_full = tile_of_pass(i_step, start, partial, total, partial_tiles, whole, MASKING)
         first_k, offsets, inner_k, code = tile_positions(
@@ -108,7 +106,7 @@ def attend(
             if BLOCK_N > KV_BLOCK:
                 code = code[None, :]
             r, c = inner_q[:, None], inner_k[None, :]
-            visible = visible_elements(p_bits, p_bands, num_masks, code, r, c, Q_BLOCK, WORDS)
+            visible = visible_elements(p_bits, p_bands, num_masks, code, r, c, Q_BLOCK, KV_BLOCK)
             pos_k = first_k + offsets
             visible = (visible | is_full) & ((pos_k >= 0) & (pos_k < seqlen_k))[None, :]
             scores = tl.where(visible, scores, float("-inf"))
@@ -133,33 +131,6 @@ def entry_ahead(
         i_tile = tl.where(i_step < partial_tiles + left, i_step + whole, i_tile)
         i_tile = tl.where(i_step < partial_tiles, i_step, i_tile)
     return start + i_tile // SPLIT, i_tile % SPLIT * BLOCK_N
-
-
-@triton.jit
-def _masked(
-    scores, code, is_full, inner_q, part, first_k, seqlen_k, p_bits, p_bands, num_masks,
-    Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Scores of a tile at position `part` of its block, -inf where the block's mask or the lengths hide an element.
-
-    A band, as an end of the sequence, is two columns for each row: two comparisons an element.
-    """
-    o_k = tl.arange(0, BLOCK_N)
-    known = (code >= 0) & (code < num_masks)
-    lo = tl.load(p_bands + code.to(tl.int64) * 2, mask=known, other=1)
-    hi = tl.load(p_bands + code.to(tl.int64) * 2 + 1, mask=known, other=0)
-    is_bits = (lo > hi) & (not is_full)
-    anywhere = is_full | is_bits
-    lo = tl.where(anywhere, -KV_BLOCK, tl.maximum(lo, -KV_BLOCK))
-    hi = tl.where(anywhere, Q_BLOCK, tl.minimum(hi, Q_BLOCK))
-    if is_bits:
-        r, c = inner_q[:, None], (part + o_k)[None, :]
-        visible = visible_bits(p_bits, num_masks, code, r, c, Q_BLOCK, (KV_BLOCK + 31) // 32)
-        scores = tl.where(visible, scores, float("-inf"))
-    first = tl.maximum(inner_q - hi - part, -first_k)
-    last = tl.minimum(inner_q - lo - part, seqlen_k - 1 - first_k)
-    scores = tl.where((o_k[None, :] >= first[:, None]) & (o_k[None, :] <= last[:, None]), scores, float("-inf"))
-    return scores
 
 
 @triton.jit
@@ -210,9 +181,10 @@ def attend_ahead(
         if MASKING == PARTIAL:
             entry, part = entry_ahead(i_step, start, partial_tiles, left, whole, MASKING, KV_BLOCK, BLOCK_N)
             code = tl.load(p_codes + entry)
-            scores = _masked(
-                scores, code, i_step >= partial_tiles, inner_q, part, first_k, seqlen_k,
-                p_bits, p_bands, num_masks, Q_BLOCK, KV_BLOCK, BLOCK_N,
+            lo, hi = load_band(p_bands, num_masks, code)
+            scores = where_shown(
+                scores, float("-inf"), code, lo, hi, i_step >= partial_tiles, inner_q, part, first_k, seqlen_k,
+                p_bits, num_masks, Q_BLOCK, KV_BLOCK,
             )  # fmt: skip
         if RELATIVE and MASKING == FULL:
             weights = tl.exp2(scores * (scale * LOG2E) - (row_max * (scale * LOG2E))[:, None])

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""Helpers of the Triton kernels: rows of a layout, positions of a tile, visibility of its elements, guarded loads.
+"""Helpers of the Triton kernels: rows of a layout, positions of a tile, guarded loads.
 
 A row of a layout is a list of blocks. A tile of TILE tokens is a part of one block where TILE <= BLOCK, and gathers
 TILE // BLOCK blocks where it is larger, so that small blocks still fill a matrix instruction. Whatever a layout's
@@ -113,39 +113,6 @@ def tile_of_pass(i_tile, start, partial, total, partial_tiles, whole, MASKING: t
     first = tl.where(is_full, start + partial, start)
     count = tl.where(is_full, total - partial, partial)
     return first, count, tl.where(is_full, i_tile - partial_tiles + whole, i_tile), is_full
-
-
-@triton.jit
-def visible_bits(p_bits, num_masks, code, r, c, Q_BLOCK: tl.constexpr, WORDS: tl.constexpr):
-    """Which of the in-block pairs (r, c) the bits of mask `code`, a scalar, show; none where there is no such mask."""
-    known = (code >= 0) & (code < num_masks)
-    word = (r + c) * 0
-    p_row = p_bits + (code.to(tl.int64) * Q_BLOCK + r) * WORDS
-    rows_known = r * 0 + tl.where(known, code, -1) >= 0
-    for i_word in tl.static_range(WORDS):
-        word = tl.where(c // 32 == i_word, tl.load(p_row + i_word, mask=rows_known, other=0), word)
-    return ((word >> (c % 32)) & 1) != 0
-
-
-@triton.jit
-def visible_elements(p_bits, p_bands, num_masks, code, r, c, Q_BLOCK: tl.constexpr, WORDS: tl.constexpr):
-    """Which of the in-block pairs (r, c) a partial block shows, [broadcast of r and c] bool.
-
-    A scalar code takes the band where the mask is one; codes of a gathered tile are given in the shape of r or of c.
-    """
-    known = (code >= 0) & (code < num_masks)
-    if len(code.shape) == 0:
-        lo = tl.load(p_bands + code.to(tl.int64) * 2, mask=known, other=1)
-        hi = tl.load(p_bands + code.to(tl.int64) * 2 + 1, mask=known, other=0)
-        if lo <= hi:
-            visible = (r - c >= lo) & (r - c <= hi)
-        else:
-            visible = visible_bits(p_bits, num_masks, code, r, c, Q_BLOCK, WORDS)
-    else:
-        p_word = p_bits + (code.to(tl.int64) * Q_BLOCK + r) * WORDS + c // 32
-        word = tl.load(p_word, mask=known & (r + c >= 0), other=0)
-        visible = ((word >> (c % 32)) & 1) != 0
-    return visible
 
 
 @triton.jit

@@ -1,0 +1,80 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""Which pairs of a tile the element mask of its block shows: those of a band by its two bounds, any other by bits.
+
+A pair (r, c) is a query's and a key's position in their blocks. A code that is no mask shows nothing and reads nothing.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_band(p_bands, num_masks, code):
+    """lo and hi of the pairs lo <= r - c <= hi that mask `code` shows, lo > hi where it is no band; or no mask."""
+    known = (code >= 0) & (code < num_masks)
+    lo = tl.load(p_bands + code.to(tl.int64) * 2, mask=known, other=1)
+    hi = tl.load(p_bands + code.to(tl.int64) * 2 + 1, mask=known, other=0)
+    return lo, hi
+
+
+@triton.jit
+def in_block(lo, hi, code, num_masks, is_full, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr):
+    """A band as numbers that are safe to compute with, every pair where it hides none; whether the bits do."""
+    is_bits = (lo > hi) & (code >= 0) & (code < num_masks) & (not is_full)
+    anywhere = is_full | is_bits
+    lo = tl.where(anywhere, -KV_BLOCK, tl.maximum(lo, -KV_BLOCK))
+    hi = tl.where(anywhere, Q_BLOCK, tl.minimum(hi, Q_BLOCK))
+    return lo, hi, is_bits
+
+
+@triton.jit
+def shown_by_bits(
+    p_bits, code, first_r, first_c, o_r, o_c, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Which pairs (first_r + o_r, first_c + o_c) of a block the bits of mask `code` show, first_c a multiple of 32."""
+    WORDS: tl.constexpr = (KV_BLOCK + 31) // 32
+    p_row = p_bits + ((code.to(tl.int64) * Q_BLOCK + first_r) * WORDS + first_c // 32) + o_r * WORDS
+    word = (o_r + o_c) * 0
+    for i_word in tl.static_range((COLUMNS + 31) // 32):
+        word = tl.where(o_c // 32 == i_word, tl.load(p_row + i_word), word)
+    return ((word >> (o_c % 32)) & 1) != 0
+
+
+@triton.jit
+def where_shown(
+    tile, other, code, lo, hi, is_full, inner_q, part_k, first_k, seqlen_k, p_bits, num_masks,
+    Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A tile [queries, keys] of one block, `other` where its mask, whose band is lo..hi, or the lengths hide a pair.
+
+    A band, as an end of the sequence, is two columns for each row: two comparisons an element.
+    """
+    o_k = tl.arange(0, tile.shape[1])
+    lo, hi, is_bits = in_block(lo, hi, code, num_masks, is_full, Q_BLOCK, KV_BLOCK)
+    if is_bits:
+        r, c = inner_q[:, None], o_k[None, :]
+        visible = shown_by_bits(p_bits, code, 0, part_k, r, c, Q_BLOCK, KV_BLOCK, tile.shape[1])
+        tile = tl.where(visible, tile, other)
+    first = tl.maximum(inner_q - hi - part_k, -first_k)
+    last = tl.minimum(inner_q - lo - part_k, seqlen_k - 1 - first_k)
+    return tl.where((o_k[None, :] >= first[:, None]) & (o_k[None, :] <= last[:, None]), tile, other)
+
+
+@triton.jit
+def visible_elements(p_bits, p_bands, num_masks, code, r, c, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr):
+    """Which of the in-block pairs (r, c) a partial block shows, [broadcast of r and c] bool.
+
+    A scalar code takes the band where the mask is one; codes of a gathered tile are given in the shape of r or of c.
+    """
+    known = (code >= 0) & (code < num_masks)
+    if len(code.shape) == 0:
+        lo, hi = load_band(p_bands, num_masks, code)
+        if (lo > hi) & known:
+            visible = shown_by_bits(p_bits, code, 0, 0, r, c, Q_BLOCK, KV_BLOCK, KV_BLOCK)
+        else:
+            visible = (r - c >= lo) & (r - c <= hi)
+    else:
+        WORDS: tl.constexpr = (KV_BLOCK + 31) // 32
+        word = tl.load(p_bits + (code.to(tl.int64) * Q_BLOCK + r) * WORDS + c // 32, mask=known & (r + c >= 0), other=0)
+        visible = ((word >> (c % 32)) & 1) != 0
+    return visible
