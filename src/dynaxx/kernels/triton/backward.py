@@ -228,5 +228,4 @@ def _shared(
         "BLOCK_E": padded(head_dim_v),
         "Q_BLOCK": layout.block_size[0],
         "KV_BLOCK": layout.block_size[1],
-        "PRECISION": "ieee",
     }

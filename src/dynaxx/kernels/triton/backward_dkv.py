@@ -15,6 +15,7 @@ from dynaxx.kernels.triton.parts import WHOLE, entries_of, part_of, store_part
 from dynaxx.kernels.triton.pipeline import ahead, load_ahead
 from dynaxx.kernels.triton.primitives import (
     BOUNDS,
+    HeadRows,
     block_ahead,
     load_tile,
     row_entries,
@@ -23,7 +24,7 @@ from dynaxx.kernels.triton.primitives import (
     tile_positions,
 )
 from dynaxx.kernels.triton.split import SPLIT_SIZES
-from dynaxx.kernels.triton.visible import in_block, load_band, shown_by_bits, visible_elements
+from dynaxx.kernels.triton.visible import Masks, in_block, load_band, shown_by_bits, visible_elements
 
 
 @triton.jit
@@ -33,39 +34,31 @@ def _accumulate_dkv(
     b_k,  # [BLOCK_N, BLOCK_D]
     b_v,  # [BLOCK_N, BLOCK_E]
     part_k,  # where the tile begins in the kv block
-    q_rows,  # of this q head: pointers, or of all under TMA: descriptors
-    do_rows,
-    i_b,
-    i_h,
-    row_values,
-    stride_qn,
-    stride_don,
-    seqlen_q,
+    q,  # `HeadRows`
+    do,
+    row_values,  # of this q head: a pointer, or of all under TMA: a descriptor
     scale,
     cap,
     p_indices,
     p_codes,
-    p_bits,
-    p_bands,
-    num_masks,
     first,
     count,
+    masks,  # `Masks`
     MASKED: tl.constexpr,
     D: tl.constexpr,
     E: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr,
     Q_BLOCK: tl.constexpr,
     KV_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
     CAPPED: tl.constexpr,
     TMA: tl.constexpr,
     NARROW: tl.constexpr,
     STAGED: tl.constexpr,
 ):
     """Add what the `count` q blocks from entry `first` give; queries past the end have lse = inf and give nothing."""
+    BLOCK_N: tl.constexpr = b_k.shape[0]
+    BLOCK_D: tl.constexpr = b_k.shape[1]
+    BLOCK_E: tl.constexpr = b_v.shape[1]
     EARLY: tl.constexpr = NARROW or (STAGED and not MASKED)  # the product for dp comes before the softmax
     tiles = tl.cdiv(count * Q_BLOCK, BLOCK_M)
     if TMA:  # a tile is of one block, and what the layout says of it is asked for one tile before
@@ -73,7 +66,7 @@ def _accumulate_dkv(
         next_block = block_ahead(p_indices, first, 0, tiles, SPLIT)
         if MASKED:
             next_code = block_ahead(p_codes, first, 0, tiles, SPLIT)
-            next_lo, next_hi = load_band(p_bands, num_masks, next_code)
+            next_lo, next_hi = load_band(masks, next_code)
     for i_tile in tl.range(0, tiles, disable_licm=TMA):  # matrix descriptors of tiles that stay need no registers
         if TMA:
             offsets = tl.arange(0, BLOCK_M)
@@ -83,38 +76,38 @@ def _accumulate_dkv(
             if MASKED:
                 code, lo, hi = next_code, next_lo, next_hi
                 next_code = block_ahead(p_codes, first, i_tile + 1, tiles, SPLIT)
-                next_lo, next_hi = load_band(p_bands, num_masks, next_code)
+                next_lo, next_hi = load_band(masks, next_code)
         else:
             start, offsets, inner_q, code = tile_positions(
-                p_indices, p_codes, first, count, i_tile, seqlen_q, Q_BLOCK, BLOCK_M, BOUNDS
+                p_indices, p_codes, first, count, i_tile, q.seqlen, Q_BLOCK, BLOCK_M, BOUNDS
             )
         if STAGED and not MASKED:  # q has three buffers and do two, and Triton waits for each where it is loaded
-            b_q = load_ahead(q_rows, i_b, i_h, start, BLOCK_M, BLOCK_D, 2)
-            scores = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
-            b_do = load_ahead(do_rows, i_b, i_h, start, BLOCK_M, BLOCK_E, 1)
-            dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
-            pairs = ahead(row_values.load([i_b.to(tl.int32), i_h.to(tl.int32), start.to(tl.int32) * 2]), 1)
+            b_q = load_ahead(q, start, BLOCK_M, BLOCK_D, 2)
+            scores = tl.dot(b_k, tl.trans(b_q), input_precision="ieee")  # [BLOCK_N, BLOCK_M]
+            b_do = load_ahead(do, start, BLOCK_M, BLOCK_E, 1)
+            dp = tl.dot(b_v, tl.trans(b_do), input_precision="ieee")
+            pairs = ahead(row_values.load([q.i_b.to(tl.int32), q.i_h.to(tl.int32), start.to(tl.int32) * 2]), 1)
             lse, delta = tl.split(pairs.reshape(BLOCK_M, 2))
         else:
-            b_q = load_tile(q_rows, i_b, i_h, start, offsets, stride_qn, seqlen_q, D, BLOCK_D, BLOCK_M, True, TMA)
-            b_do = load_tile(do_rows, i_b, i_h, start, offsets, stride_don, seqlen_q, E, BLOCK_E, BLOCK_M, True, TMA)
+            b_q = load_tile(q, start, offsets, D, BLOCK_D, BLOCK_M, True, TMA)
+            b_do = load_tile(do, start, offsets, E, BLOCK_E, BLOCK_M, True, TMA)
             if TMA:
-                pairs = row_values.load([i_b.to(tl.int32), i_h.to(tl.int32), start.to(tl.int32) * 2])
+                pairs = row_values.load([q.i_b.to(tl.int32), q.i_h.to(tl.int32), start.to(tl.int32) * 2])
                 lse, delta = tl.split(pairs.reshape(BLOCK_M, 2))
             else:
-                lse, delta = load_row_values(row_values, start + offsets, seqlen_q)
-            scores = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
+                lse, delta = load_row_values(row_values, start + offsets, q.seqlen)
+            scores = tl.dot(b_k, tl.trans(b_q), input_precision="ieee")  # [BLOCK_N, BLOCK_M]
             if NARROW:
-                dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
+                dp = tl.dot(b_v, tl.trans(b_do), input_precision="ieee")
         scores, slope = cap_scores(scores, cap, CAPPED)
         weights = weights_of(scores, lse[None, :], scale, b_q.dtype == tl.float32)
         if MASKED:
             o_k = tl.arange(0, BLOCK_N)[:, None]
             if TMA:
-                lo, hi, is_bits = in_block(lo, hi, code, num_masks, False, Q_BLOCK, KV_BLOCK)
+                lo, hi, is_bits = in_block(lo, hi, code, False, masks, Q_BLOCK, KV_BLOCK)
                 o_q = offsets[None, :]
                 if is_bits:
-                    visible = shown_by_bits(p_bits, code, part_q, part_k, o_q, o_k, Q_BLOCK, KV_BLOCK, BLOCK_N)
+                    visible = shown_by_bits(masks, code, part_q, part_k, o_q, o_k, Q_BLOCK, KV_BLOCK, BLOCK_N)
                     weights = tl.where(visible, weights, 0.0)
                 apart = part_q - part_k + o_q
                 weights = tl.where((apart >= o_k + lo) & (apart <= o_k + hi), weights, 0.0)
@@ -122,15 +115,15 @@ def _accumulate_dkv(
                 if BLOCK_M > Q_BLOCK:
                     code = code[None, :]
                 r, c = inner_q[None, :], part_k + o_k
-                visible = visible_elements(p_bits, p_bands, num_masks, code, r, c, Q_BLOCK, KV_BLOCK)
+                visible = visible_elements(masks, code, r, c, Q_BLOCK, KV_BLOCK)
                 weights = tl.where(visible, weights, 0.0)
         if not EARLY:
-            dv = tl.dot(weights.to(b_do.dtype), b_do, dv, input_precision=PRECISION)
-            dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
+            dv = tl.dot(weights.to(b_do.dtype), b_do, dv, input_precision="ieee")
+            dp = tl.dot(b_v, tl.trans(b_do), input_precision="ieee")
         ds = weights * (dp - delta[None, :]) * slope
         if EARLY:
-            dv = tl.dot(weights.to(b_do.dtype), b_do, dv, input_precision=PRECISION)
-        dk = tl.dot(ds.to(b_q.dtype), b_q, dk, input_precision=PRECISION)
+            dv = tl.dot(weights.to(b_do.dtype), b_do, dv, input_precision="ieee")
+        dk = tl.dot(ds.to(b_q.dtype), b_q, dk, input_precision="ieee")
     return dk, dv
 
 
@@ -189,7 +182,6 @@ def sparse_attention_bwd_dkv_kernel(
     KV_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
     CAPPED: tl.constexpr,
     TMA: tl.constexpr,
     HAS_PARTS: tl.constexpr,
@@ -227,8 +219,11 @@ def sparse_attention_bwd_dkv_kernel(
     if not TMA:
         k_rows += i_b * stride_kb + i_hk * stride_kh
         v_rows += i_b * stride_vb + i_hk * stride_vh
-    b_k = load_tile(k_rows, i_b, i_hk, first_k, o_k, stride_kn, seqlen_k, D, BLOCK_D, BLOCK_N, True, TMA)
-    b_v = load_tile(v_rows, i_b, i_hk, first_k, o_k, stride_vn, seqlen_k, E, BLOCK_E, BLOCK_N, True, TMA)
+    k = HeadRows(source=k_rows, i_b=i_b, i_h=i_hk, stride=stride_kn, seqlen=seqlen_k)
+    v = HeadRows(source=v_rows, i_b=i_b, i_h=i_hk, stride=stride_vn, seqlen=seqlen_k)
+    masks = Masks(p_bits=p_bits, p_bands=p_bands, num_masks=num_masks)
+    b_k = load_tile(k, first_k, o_k, D, BLOCK_D, BLOCK_N, True, TMA)
+    b_v = load_tile(v, first_k, o_k, E, BLOCK_E, BLOCK_N, True, TMA)
     NARROW: tl.constexpr = TMA and BLOCK_D <= 64 and BLOCK_E <= 64  # then both dp and dv's left side find registers
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
@@ -247,6 +242,8 @@ def sparse_attention_bwd_dkv_kernel(
             values_head = row_values + (i_b * q_heads + i_h) * padded_q * 2
             q_head = q_rows + i_b * stride_qb + i_h * stride_qh
             do_head = do_rows + i_b * stride_dob + i_h * stride_doh
+        q = HeadRows(source=q_head, i_b=i_b, i_h=i_h, stride=stride_qn, seqlen=seqlen_q)
+        do = HeadRows(source=do_head, i_b=i_b, i_h=i_h, stride=stride_don, seqlen=seqlen_q)
         if PER_HEAD:
             sum_dk, sum_dv = dk, dv
             dk, dv = tl.zeros_like(dk), tl.zeros_like(dv)
@@ -256,11 +253,8 @@ def sparse_attention_bwd_dkv_kernel(
             else:
                 first, count = start + partial, total - partial
             dk, dv = _accumulate_dkv(
-                dk, dv, b_k, b_v, part_k, q_head, do_head, i_b, i_h, values_head,
-                stride_qn, stride_don, seqlen_q, scale, cap,
-                p_indices, p_codes, p_bits, p_bands, num_masks, first, count,
-                i_pass == 0, D, E, BLOCK_D, BLOCK_E, Q_BLOCK, KV_BLOCK, BLOCK_M, BLOCK_N, PRECISION, CAPPED, TMA,
-                NARROW, STAGED,
+                dk, dv, b_k, b_v, part_k, q, do, values_head, scale, cap, p_indices, p_codes, first, count, masks,
+                i_pass == 0, D, E, Q_BLOCK, KV_BLOCK, BLOCK_M, CAPPED, TMA, NARROW, STAGED,
             )  # fmt: skip
         if PER_HEAD:
             dk, dv = sum_dk + dk, sum_dv + dv

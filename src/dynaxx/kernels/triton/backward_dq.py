@@ -16,9 +16,10 @@ from dynaxx.kernels.triton.parts import WHOLE, entries_of, part_of, store_part
 from dynaxx.kernels.triton.primitives import (
     FULL,
     PARTIAL,
+    HeadRows,
     load_tile,
     row_entries,
-    row_tiles,
+    row_of,
     started_row,
     started_tile,
     store_rows,
@@ -26,14 +27,14 @@ from dynaxx.kernels.triton.primitives import (
     tile_positions,
 )
 from dynaxx.kernels.triton.split import SPLIT_SIZES
-from dynaxx.kernels.triton.visible import load_band, visible_elements, where_shown
+from dynaxx.kernels.triton.visible import Masks, load_band, visible_elements, where_shown
 
 
 @triton.jit
-def _entry_of(i_step, tiles, start, partial, total, partial_tiles, whole, MASKING: tl.constexpr, SPLIT: tl.constexpr):
+def _entry_of(i_step, tiles, row, MASKING: tl.constexpr, SPLIT: tl.constexpr):
     """Entry of the layout that tile `i_step` of a pass is of, or the last; which tile of the block; if it is full."""
     i_step = tl.minimum(i_step, tiles - 1)
-    first, _, i_tile, is_full = tile_of_pass(i_step, start, partial, total, partial_tiles, whole, MASKING)
+    first, _, i_tile, is_full = tile_of_pass(i_step, row, MASKING)
     return first + i_tile // SPLIT, i_tile % SPLIT, is_full
 
 
@@ -45,91 +46,71 @@ def _accumulate_dq(
     lse,  # [BLOCK_M]
     delta,  # [BLOCK_M]
     part_q,  # where the tile begins in the q block
-    k_rows,  # of this kv head: a pointer, or of all under TMA: a descriptor
-    v_rows,
-    i_b,
-    i_hk,
-    stride_kn,
-    stride_vn,
-    seqlen_k,
+    k,  # `HeadRows`
+    v,
     scale,
     cap,
-    p_indices,
-    p_codes,
-    p_bits,
-    p_bands,
-    num_masks,
-    start,
-    partial,
-    total,
-    partial_tiles,
-    whole,
-    tiles,
+    row,  # `LayoutRow`
+    masks,  # `Masks`
     MASKING: tl.constexpr,
     D: tl.constexpr,
     E: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr,
     Q_BLOCK: tl.constexpr,
     KV_BLOCK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
     CAPPED: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Add what `tiles` tiles of the `total` blocks from entry `start` give, of which `partial` are partial."""
+    """Add what the tiles of a pass give."""
+    BLOCK_D: tl.constexpr = b_q.shape[1]
+    BLOCK_E: tl.constexpr = b_do.shape[1]
+    tiles = row.whole if MASKING == FULL else row.partial_tiles + row.left
     if TMA:  # a tile is of one block, and what the layout says of it is asked for one tile before
         SPLIT: tl.constexpr = KV_BLOCK // BLOCK_N
-        entry, _, _ = _entry_of(0, tiles, start, partial, total, partial_tiles, whole, MASKING, SPLIT)
-        next_block = tl.load(p_indices + entry, mask=tiles > 0, other=0)
+        entry, _, _ = _entry_of(0, tiles, row, MASKING, SPLIT)
+        next_block = tl.load(row.p_indices + entry, mask=tiles > 0, other=0)
         if MASKING == PARTIAL:
-            next_code = tl.load(p_codes + entry, mask=tiles > 0, other=-1)
-            next_lo, next_hi = load_band(p_bands, num_masks, next_code)
+            next_code = tl.load(row.p_codes + entry, mask=tiles > 0, other=-1)
+            next_lo, next_hi = load_band(masks, next_code)
     for i_step in tl.range(0, tiles, disable_licm=TMA):  # matrix descriptors of tiles that stay need no registers
         if TMA:
             offsets = tl.arange(0, BLOCK_N)
-            _, i_part, is_full = _entry_of(i_step, tiles, start, partial, total, partial_tiles, whole, MASKING, SPLIT)
-            entry, _, _ = _entry_of(i_step + 1, tiles, start, partial, total, partial_tiles, whole, MASKING, SPLIT)
+            _, i_part, is_full = _entry_of(i_step, tiles, row, MASKING, SPLIT)
+            entry, _, _ = _entry_of(i_step + 1, tiles, row, MASKING, SPLIT)
             part_k = i_part * BLOCK_N
             first_k = next_block * KV_BLOCK + part_k
-            next_block = tl.load(p_indices + entry)
+            next_block = tl.load(row.p_indices + entry)
             if MASKING == PARTIAL:
                 code, lo, hi = next_code, next_lo, next_hi
-                next_code = tl.load(p_codes + entry)
-                next_lo, next_hi = load_band(p_bands, num_masks, next_code)
+                next_code = tl.load(row.p_codes + entry)
+                next_lo, next_hi = load_band(masks, next_code)
         else:
-            first, count, i_tile, is_full = tile_of_pass(i_step, start, partial, total, partial_tiles, whole, MASKING)
+            first, count, i_tile, is_full = tile_of_pass(i_step, row, MASKING)
             first_k, offsets, inner_k, code = tile_positions(
-                p_indices, p_codes, first, count, i_tile, seqlen_k, KV_BLOCK, BLOCK_N, MASKING
+                row.p_indices, row.p_codes, first, count, i_tile, k.seqlen, KV_BLOCK, BLOCK_N, MASKING
             )
-        b_k = load_tile(
-            k_rows, i_b, i_hk, first_k, offsets, stride_kn, seqlen_k, D, BLOCK_D, BLOCK_N, MASKING == PARTIAL, TMA
-        )
-        b_v = load_tile(
-            v_rows, i_b, i_hk, first_k, offsets, stride_vn, seqlen_k, E, BLOCK_E, BLOCK_N, MASKING == PARTIAL, TMA
-        )
-        scores = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        b_k = load_tile(k, first_k, offsets, D, BLOCK_D, BLOCK_N, MASKING == PARTIAL, TMA)
+        b_v = load_tile(v, first_k, offsets, E, BLOCK_E, BLOCK_N, MASKING == PARTIAL, TMA)
+        scores = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
         scores, slope = cap_scores(scores, cap, CAPPED)
         weights = weights_of(scores, lse[:, None], scale, b_k.dtype == tl.float32)
         if MASKING == PARTIAL:
-            inner_q = part_q + tl.arange(0, BLOCK_M)
+            inner_q = part_q + tl.arange(0, b_q.shape[0])
             if TMA:
                 weights = where_shown(
-                    weights, 0.0, code, lo, hi, is_full, inner_q, part_k, first_k, seqlen_k,
-                    p_bits, num_masks, Q_BLOCK, KV_BLOCK,
-                )  # fmt: skip
+                    weights, 0.0, code, lo, hi, is_full, masks, inner_q, part_k, first_k, k.seqlen, Q_BLOCK, KV_BLOCK
+                )
             else:
                 if BLOCK_N > KV_BLOCK:
                     code = code[None, :]
                 r, c = inner_q[:, None], inner_k[None, :]
-                visible = visible_elements(p_bits, p_bands, num_masks, code, r, c, Q_BLOCK, KV_BLOCK)
+                visible = visible_elements(masks, code, r, c, Q_BLOCK, KV_BLOCK)
                 pos_k = first_k + offsets
-                visible = (visible | is_full) & ((pos_k >= 0) & (pos_k < seqlen_k))[None, :]
+                visible = (visible | is_full) & ((pos_k >= 0) & (pos_k < k.seqlen))[None, :]
                 weights = tl.where(visible, weights, 0.0)
-        dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
+        dp = tl.dot(b_do, tl.trans(b_v), input_precision="ieee")
         ds = weights * (dp - delta[:, None]) * slope
-        dq = tl.dot(ds.to(b_k.dtype), b_k, dq, input_precision=PRECISION)
+        dq = tl.dot(ds.to(b_k.dtype), b_k, dq, input_precision="ieee")
     return dq
 
 
@@ -197,7 +178,6 @@ def sparse_attention_bwd_dq_kernel(
     KV_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
     CAPPED: tl.constexpr,
     TMA: tl.constexpr,
     ORDERED: tl.constexpr,
@@ -238,9 +218,15 @@ def sparse_attention_bwd_dq_kernel(
         k_rows += i_b * stride_kb + i_hk * stride_kh
         v_rows += i_b * stride_vb + i_hk * stride_vh
     head = i_b * q_heads + i_h
-    b_q = load_tile(q_rows, i_b, i_h, first_q, o_q, stride_qn, seqlen_q, D, BLOCK_D, BLOCK_M, True, TMA)
-    b_do = load_tile(do_rows, i_b, i_h, first_q, o_q, stride_don, seqlen_q, E, BLOCK_E, BLOCK_M, True, TMA)
-    b_out = load_tile(out_rows, i_b, i_h, first_q, o_q, stride_outn, seqlen_q, E, BLOCK_E, BLOCK_M, True, TMA)
+    q = HeadRows(source=q_rows, i_b=i_b, i_h=i_h, stride=stride_qn, seqlen=seqlen_q)
+    do = HeadRows(source=do_rows, i_b=i_b, i_h=i_h, stride=stride_don, seqlen=seqlen_q)
+    out = HeadRows(source=out_rows, i_b=i_b, i_h=i_h, stride=stride_outn, seqlen=seqlen_q)
+    k = HeadRows(source=k_rows, i_b=i_b, i_h=i_hk, stride=stride_kn, seqlen=seqlen_k)
+    v = HeadRows(source=v_rows, i_b=i_b, i_h=i_hk, stride=stride_vn, seqlen=seqlen_k)
+    masks = Masks(p_bits=p_bits, p_bands=p_bands, num_masks=num_masks)
+    b_q = load_tile(q, first_q, o_q, D, BLOCK_D, BLOCK_M, True, TMA)
+    b_do = load_tile(do, first_q, o_q, E, BLOCK_E, BLOCK_M, True, TMA)
+    b_out = load_tile(out, first_q, o_q, E, BLOCK_E, BLOCK_M, True, TMA)
     p_dlse += i_b * stride_dlb + i_h * stride_dlh
     EXACT: tl.constexpr = b_q.dtype == tl.float32
     if HELD:
@@ -254,13 +240,11 @@ def sparse_attention_bwd_dq_kernel(
     tl.store(p_values, lse, mask=pos_q < own)
     tl.store(p_values + 1, delta, mask=pos_q < own)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    partial_tiles, whole, left = row_tiles(partial, total, seqlen_k, KV_BLOCK, BLOCK_N)
+    row = row_of(p_indices, p_codes, start, partial, total, seqlen_k, KV_BLOCK, BLOCK_N)
     for MASKING in tl.static_range(2):
-        tiles = whole if MASKING == FULL else partial_tiles + left
         dq = _accumulate_dq(
-            dq, b_q, b_do, lse, delta, part_q, k_rows, v_rows, i_b, i_hk, stride_kn, stride_vn, seqlen_k, scale, cap,
-            p_indices, p_codes, p_bits, p_bands, num_masks, start, partial, total, partial_tiles, whole, tiles,
-            MASKING, D, E, BLOCK_D, BLOCK_E, Q_BLOCK, KV_BLOCK, BLOCK_M, BLOCK_N, PRECISION, CAPPED, TMA,
+            dq, b_q, b_do, lse, delta, part_q, k, v, scale, cap, row, masks,
+            MASKING, D, E, Q_BLOCK, KV_BLOCK, BLOCK_N, CAPPED, TMA,
         )  # fmt: skip
     if HAS_PARTS:
         store_part(p_sums, slot, dq, part_q + o_q, Q_BLOCK, D, BLOCK_D)

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dynaxx.kernels.triton.config import TMA_BLOCK, feeds_registers, forward_loop, forward_span, forward_tiles, padded
-from dynaxx.kernels.triton.forward_row import attend, attend_ahead, entry_ahead, out_of_range
+from dynaxx.kernels.triton.forward_row import attend, attend_ahead, out_of_range
 from dynaxx.kernels.triton.launch import (
     RUNTIME_SIZES,
     layout_arguments,
@@ -30,11 +30,12 @@ from dynaxx.kernels.triton.launch import (
 from dynaxx.kernels.triton.light import Launch, light_launch
 from dynaxx.kernels.triton.parts import WHOLE, entries_of, part_of, store_part
 from dynaxx.kernels.triton.primitives import (
-    FULL,
     PARTIAL,
+    HeadRows,
+    entry_of_step,
     load_tile,
     row_entries,
-    row_tiles,
+    row_of,
     started_row,
     started_tile,
     store_rows,
@@ -42,6 +43,7 @@ from dynaxx.kernels.triton.primitives import (
 from dynaxx.kernels.triton.repeat import repeated
 from dynaxx.kernels.triton.split import SPLIT_SIZES, no_split, split_programs, split_rows
 from dynaxx.kernels.triton.split_sums import merge_parts
+from dynaxx.kernels.triton.visible import Masks
 from dynaxx.layout import BlockLayout
 
 ALL = tl.constexpr(2)
@@ -100,7 +102,6 @@ def _sparse_attention_fwd_kernel(
     KV_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
     CAPPED: tl.constexpr,
     ORDERED: tl.constexpr,
     TMA: tl.constexpr,
@@ -143,44 +144,38 @@ def _sparse_attention_fwd_kernel(
         q_rows += i_b * stride_qb + i_h * stride_qh
         k_rows += i_b * stride_kb + i_hk * stride_kh
         v_rows += i_b * stride_vb + i_hk * stride_vh
-    o_q = tl.arange(0, BLOCK_M)
-    b_q = load_tile(q_rows, i_b, i_h, first_q, o_q, stride_qn, seqlen_q, D, BLOCK_D, BLOCK_M, True, TMA)
+    q = HeadRows(source=q_rows, i_b=i_b, i_h=i_h, stride=stride_qn, seqlen=seqlen_q)
+    k = HeadRows(source=k_rows, i_b=i_b, i_h=i_hk, stride=stride_kn, seqlen=seqlen_k)
+    v = HeadRows(source=v_rows, i_b=i_b, i_h=i_hk, stride=stride_vn, seqlen=seqlen_k)
+    masks = Masks(p_bits=p_bits, p_bands=p_bands, num_masks=num_masks)
+    b_q = load_tile(q, first_q, tl.arange(0, BLOCK_M), D, BLOCK_D, BLOCK_M, True, TMA)
 
     acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
-    partial_tiles, whole, left = row_tiles(partial, total, seqlen_k, KV_BLOCK, BLOCK_N)
-    masked = partial_tiles + left
+    row = row_of(p_indices, p_codes, start, partial, total, seqlen_k, KV_BLOCK, BLOCK_N)
+    steps = row.partial_tiles + row.left + row.whole
     if LOOP == "in turn":
         for MASKING in tl.static_range(2):
-            tiles = whole if MASKING == FULL else masked
             acc, row_max, row_sum = attend(
-                acc, row_max, row_sum, b_q, inner_q, k_rows, v_rows, i_b, i_hk, stride_kn, stride_vn,
-                seqlen_k, scale, cap, p_indices, p_codes, p_bits, p_bands, num_masks,
-                start, partial, total, partial_tiles, whole, tiles,
-                MASKING, D, E, BLOCK_D, BLOCK_E, Q_BLOCK, KV_BLOCK, BLOCK_N, PRECISION, CAPPED, TMA,
+                acc, row_max, row_sum, b_q, inner_q, k, v, scale, cap, row, masks,
+                MASKING, D, E, Q_BLOCK, KV_BLOCK, BLOCK_N, CAPPED, TMA,
             )  # fmt: skip
-    elif masked + whole > 0:
-        b, hk = i_b.to(tl.int32), i_hk.to(tl.int32)
-        entry, part = entry_ahead(0, start, partial_tiles, left, whole, PARTIAL, KV_BLOCK, BLOCK_N)
+    elif steps > 0:
+        entry, part = entry_of_step(0, row, PARTIAL, KV_BLOCK, BLOCK_N)
         first_k = tl.load(p_indices + entry) * KV_BLOCK + part
-        entry, part = entry_ahead(
-            tl.minimum(1, masked + whole - 1), start, partial_tiles, left, whole, PARTIAL, KV_BLOCK, BLOCK_N
-        )
+        entry, _ = entry_of_step(tl.minimum(1, steps - 1), row, PARTIAL, KV_BLOCK, BLOCK_N)
         next_block = tl.load(p_indices + entry)
         if LOOP == "ahead" and BLOCK_E != BLOCK_N:
             # Not zeros: Triton keeps a constant in the layouts of both products, and waits for the second one twice,
             # for which ptxas then runs the matrix instructions of the whole kernel one at a time.
             acc = tl.dot(tl.zeros([BLOCK_M, 16], b_q.dtype), tl.zeros([16, BLOCK_E], b_q.dtype))
-        scores = tl.dot(b_q, tl.trans(k_rows.load([b, hk, first_k, 0]).reshape(BLOCK_N, BLOCK_D)))
+        b_k = load_tile(k, first_k, tl.arange(0, BLOCK_N), D, BLOCK_D, BLOCK_N, True, True)
+        scores = tl.dot(b_q, tl.trans(b_k))
         for MASKING in tl.static_range(2):
-            begin, end = (masked, masked + whole) if MASKING == FULL else (0, masked)
             acc, scores, first_k, next_block, row_max, row_sum = attend_ahead(
-                acc, scores, first_k, next_block, row_max, row_sum, b_q, inner_q, k_rows, v_rows, b, hk,
-                seqlen_k, scale, cap, p_indices, p_codes, p_bits, p_bands, num_masks,
-                start, partial_tiles, left, whole, begin, end,
-                MASKING, BLOCK_D, BLOCK_E, Q_BLOCK, KV_BLOCK, BLOCK_N, CAPPED,
-                LOOP == "overlapped", MAXIMA == PARTIAL and LOOP == "ahead",
+                acc, scores, first_k, next_block, row_max, row_sum, b_q, inner_q, k, v, scale, cap, row, masks,
+                MASKING, Q_BLOCK, KV_BLOCK, CAPPED, LOOP == "overlapped", MAXIMA == PARTIAL and LOOP == "ahead",
             )  # fmt: skip
 
     if MAXIMA == PARTIAL:
@@ -281,7 +276,6 @@ def _start_forward(
         KV_BLOCK=layout.block_size[1],
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
-        PRECISION="ieee",
         CAPPED=softcap is not None,
         ORDERED=ordered and maxima != AGAIN.value,
         TMA=tma,

@@ -16,6 +16,7 @@ from dynaxx.kernels.triton.primitives import (
     FULL,
     LOG2E,
     PARTIAL,
+    entry_of_step,
     exp_rounded,
     load_tile,
     tanh,
@@ -58,79 +59,47 @@ def attend(
     row_sum,  # [BLOCK_M] fp32
     b_q,  # [BLOCK_M, BLOCK_D]
     inner_q,  # [BLOCK_M], positions in the q block
-    k_rows,  # of this kv head: a pointer, or of all under TMA: a descriptor
-    v_rows,
-    i_b,
-    i_hk,
-    stride_kn,
-    stride_vn,
-    seqlen_k,
+    k,  # `HeadRows`
+    v,
     scale,  # > 0
     cap,  # softcap / scale
-    p_indices,
-    p_codes,
-    p_bits,
-    p_bands,
-    num_masks,
-    start,
-    partial,
-    total,
-    partial_tiles,
-    whole,
-    tiles,
+    row,  # `LayoutRow`
+    masks,  # `Masks`
     MASKING: tl.constexpr,
     D: tl.constexpr,
     E: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr,
     Q_BLOCK: tl.constexpr,
     KV_BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
     CAPPED: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Attend to the `tiles` tiles of a pass over the `total` blocks from entry `start`, of which `partial` are so."""
-    for i_step in range(tiles):
-        first, count, i_tile, is_full = tile_of_pass(i_step, start, partial, total, partial_tiles, whole, MASKING)
+    """Attend to the tiles of a pass."""
+    BLOCK_D: tl.constexpr = b_q.shape[1]
+    BLOCK_E: tl.constexpr = acc.shape[1]
+    for i_step in range(row.whole if MASKING == FULL else row.partial_tiles + row.left):
+        first, count, i_tile, is_full = tile_of_pass(i_step, row, MASKING)
         first_k, offsets, inner_k, code = tile_positions(
-            p_indices, p_codes, first, count, i_tile, seqlen_k, KV_BLOCK, BLOCK_N, MASKING
+            row.p_indices, row.p_codes, first, count, i_tile, k.seqlen, KV_BLOCK, BLOCK_N, MASKING
         )
-        b_k = load_tile(
-            k_rows, i_b, i_hk, first_k, offsets, stride_kn, seqlen_k, D, BLOCK_D, BLOCK_N, MASKING == PARTIAL, TMA
-        )
-        scores = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        b_k = load_tile(k, first_k, offsets, D, BLOCK_D, BLOCK_N, MASKING == PARTIAL, TMA)
+        scores = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
         if CAPPED:
             scores = cap * tanh(scores / cap)
         if MASKING == PARTIAL:
             if BLOCK_N > KV_BLOCK:
                 code = code[None, :]
             r, c = inner_q[:, None], inner_k[None, :]
-            visible = visible_elements(p_bits, p_bands, num_masks, code, r, c, Q_BLOCK, KV_BLOCK)
+            visible = visible_elements(masks, code, r, c, Q_BLOCK, KV_BLOCK)
             pos_k = first_k + offsets
-            visible = (visible | is_full) & ((pos_k >= 0) & (pos_k < seqlen_k))[None, :]
+            visible = (visible | is_full) & ((pos_k >= 0) & (pos_k < k.seqlen))[None, :]
             scores = tl.where(visible, scores, float("-inf"))
         weights, rescale, row_max, row_sum = _softmax_step(
             scores, row_max, row_sum, scale, MASKING, b_q.dtype == tl.float32
         )
-        b_v = load_tile(
-            v_rows, i_b, i_hk, first_k, offsets, stride_vn, seqlen_k, E, BLOCK_E, BLOCK_N, MASKING == PARTIAL, TMA
-        )
-        acc = tl.dot(weights.to(b_v.dtype), b_v, acc * rescale[:, None], input_precision=PRECISION)
+        b_v = load_tile(v, first_k, offsets, E, BLOCK_E, BLOCK_N, MASKING == PARTIAL, TMA)
+        acc = tl.dot(weights.to(b_v.dtype), b_v, acc * rescale[:, None], input_precision="ieee")
     return acc, row_max, row_sum
-
-
-@triton.jit
-def entry_ahead(
-    i_step, start, partial_tiles, left, whole, MASKING: tl.constexpr, KV_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    """Entry of the layout that tile `i_step` of both passes is of, PARTIAL and then FULL, and where in the block."""
-    SPLIT: tl.constexpr = KV_BLOCK // BLOCK_N
-    i_tile = i_step - left
-    if MASKING == PARTIAL:
-        i_tile = tl.where(i_step < partial_tiles + left, i_step + whole, i_tile)
-        i_tile = tl.where(i_step < partial_tiles, i_step, i_tile)
-    return start + i_tile // SPLIT, i_tile % SPLIT * BLOCK_N
 
 
 @triton.jit
@@ -143,49 +112,40 @@ def attend_ahead(
     row_sum,
     b_q,
     inner_q,
-    k_rows,  # descriptors of (B, Hk, M, D) and (B, Hk, M, E)
-    v_rows,
-    i_b,
-    i_hk,
-    seqlen_k,
+    k,
+    v,
     scale,
     cap,
-    p_indices,
-    p_codes,
-    p_bits,
-    p_bands,
-    num_masks,
-    start,
-    partial_tiles,
-    left,
-    whole,
-    begin,
-    end,
+    row,
+    masks,
     MASKING: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr,
     Q_BLOCK: tl.constexpr,
     KV_BLOCK: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     CAPPED: tl.constexpr,
     OVERLAPPED: tl.constexpr,
     RELATIVE: tl.constexpr,
 ):
-    """Attend to tiles begin..end of both passes, and return the scores of the tile after them, or of the last again."""
-    last = partial_tiles + left + whole - 1
+    """Attend to the tiles of a pass, all by TMA, and return the scores of the one after them, or of the last again."""
+    BLOCK_D: tl.constexpr = b_q.shape[1]
+    BLOCK_E: tl.constexpr = acc.shape[1]
+    BLOCK_N: tl.constexpr = scores.shape[1]
+    o_k = tl.arange(0, BLOCK_N)
+    masked = row.partial_tiles + row.left
+    last = masked + row.whole - 1
+    begin, end = (masked, masked + row.whole) if MASKING == FULL else (0, masked)
     if RELATIVE and MASKING == FULL:
         row_max = tl.where(row_max == float("-inf"), tl.max(scores, 1), row_max)
     for i_step in range(begin, end):
         if CAPPED:
             scores = cap * tanh(scores / cap)
         if MASKING == PARTIAL:
-            entry, part = entry_ahead(i_step, start, partial_tiles, left, whole, MASKING, KV_BLOCK, BLOCK_N)
-            code = tl.load(p_codes + entry)
-            lo, hi = load_band(p_bands, num_masks, code)
+            entry, part = entry_of_step(i_step, row, MASKING, KV_BLOCK, BLOCK_N)
+            code = tl.load(row.p_codes + entry)
+            lo, hi = load_band(masks, code)
+            is_full = i_step >= row.partial_tiles
             scores = where_shown(
-                scores, float("-inf"), code, lo, hi, i_step >= partial_tiles, inner_q, part, first_k, seqlen_k,
-                p_bits, num_masks, Q_BLOCK, KV_BLOCK,
-            )  # fmt: skip
+                scores, float("-inf"), code, lo, hi, is_full, masks, inner_q, part, first_k, k.seqlen, Q_BLOCK, KV_BLOCK
+            )
         if RELATIVE and MASKING == FULL:
             weights = tl.exp2(scores * (scale * LOG2E) - (row_max * (scale * LOG2E))[:, None])
             row_sum += tl.sum(weights, 1)
@@ -198,19 +158,15 @@ def attend_ahead(
                 acc = acc * rescale[:, None]
         v_k = first_k
         if not OVERLAPPED:
-            b_v = v_rows.load([i_b, i_hk, v_k, 0]).reshape(BLOCK_N, BLOCK_E)
+            b_v = load_tile(v, v_k, o_k, BLOCK_E, BLOCK_E, BLOCK_N, True, True)
             acc = tl.dot(weights.to(b_v.dtype), b_v, acc)
-        entry, part = entry_ahead(
-            tl.minimum(i_step + 1, last), start, partial_tiles, left, whole, MASKING, KV_BLOCK, BLOCK_N
-        )
+        _, part = entry_of_step(tl.minimum(i_step + 1, last), row, MASKING, KV_BLOCK, BLOCK_N)
         first_k = next_block * KV_BLOCK + part
-        entry, part = entry_ahead(
-            tl.minimum(i_step + 2, last), start, partial_tiles, left, whole, MASKING, KV_BLOCK, BLOCK_N
-        )
-        next_block = tl.load(p_indices + entry)
-        b_k = k_rows.load([i_b, i_hk, first_k, 0]).reshape(BLOCK_N, BLOCK_D)
+        entry, _ = entry_of_step(tl.minimum(i_step + 2, last), row, MASKING, KV_BLOCK, BLOCK_N)
+        next_block = tl.load(row.p_indices + entry)
+        b_k = load_tile(k, first_k, o_k, BLOCK_D, BLOCK_D, BLOCK_N, True, True)
         scores = tl.dot(b_q, tl.trans(b_k))
         if OVERLAPPED:
-            b_v = v_rows.load([i_b, i_hk, v_k, 0]).reshape(BLOCK_N, BLOCK_E)
+            b_v = load_tile(v, v_k, o_k, BLOCK_E, BLOCK_E, BLOCK_N, True, True)
             acc = tl.dot(weights.to(b_v.dtype), b_v, acc * rescale[:, None])
     return acc, scores, first_k, next_block, row_max, row_sum

@@ -26,7 +26,7 @@ else:
 
 
 @triton.jit
-def load_ahead(source, i_b, i_h, start, TILE: tl.constexpr, BLOCK_DIM: tl.constexpr, TURNS: tl.constexpr):
-    """[TILE, BLOCK_DIM] rows of one head from `start`, by a descriptor of (B, H, N, D), started TURNS turns before."""
-    rows = ahead(source.load([i_b.to(tl.int32), i_h.to(tl.int32), start.to(tl.int32), 0]), TURNS)
+def load_ahead(head, start, TILE: tl.constexpr, BLOCK_DIM: tl.constexpr, TURNS: tl.constexpr):
+    """[TILE, BLOCK_DIM] rows from `start` of `HeadRows` by their descriptor, started TURNS turns before."""
+    rows = ahead(head.source.load([head.i_b.to(tl.int32), head.i_h.to(tl.int32), start.to(tl.int32), 0]), TURNS)
     return rows.reshape(TILE, BLOCK_DIM)

@@ -6,6 +6,8 @@ TILE // BLOCK blocks where it is larger, so that small blocks still fill a matri
 tensors hold, no helper reads outside of them, and positions outside of the sequence load as zero.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -15,6 +17,29 @@ LOG2E = tl.constexpr(1.4426950408889634)
 PARTIAL = tl.constexpr(0)  # what the element masks of the partial blocks show
 FULL = tl.constexpr(1)  # every pair of the tile is visible
 BOUNDS = tl.constexpr(2)  # every pair within the lengths is: the last full block; or taken along with the partial ones
+
+
+class HeadRows(NamedTuple):
+    """Rows of one head."""
+
+    source: Any  # a pointer to the first one, or under TMA a descriptor of (B, H, N, D)
+    i_b: Any
+    i_h: Any
+    stride: Any
+    seqlen: Any
+
+
+class LayoutRow(NamedTuple):
+    """The blocks of a row that a program visits, and how many tiles they are; of `row_of`."""
+
+    p_indices: Any
+    p_codes: Any
+    start: Any  # first entry
+    partial: Any  # blocks that are partial, which come first
+    total: Any  # blocks
+    partial_tiles: Any
+    whole: Any  # tiles of full blocks that end within the sequence for sure
+    left: Any  # the other tiles of full blocks
 
 
 @triton.jit
@@ -92,27 +117,44 @@ def whole_tiles(count, seqlen, BLOCK: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def row_tiles(partial, total, seqlen, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """Tiles of the partial blocks, tiles of full blocks that end within the sequence for sure, and the other tiles."""
+def row_of(p_indices, p_codes, start, partial, total, seqlen, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """`total` blocks from entry `start`, of which `partial` are so, as a `LayoutRow`."""
     tokens = (total - partial) * BLOCK
     tiles = tl.cdiv(tokens, TILE)
     filled = (seqlen % BLOCK == 0) & (tokens % TILE == 0)  # a tile that gathers blocks may have slots without one
     whole = tl.where(filled, tiles, whole_tiles(total - partial, seqlen, BLOCK, TILE))
-    return tl.cdiv(partial * BLOCK, TILE), whole, tiles - whole
+    return LayoutRow(
+        p_indices=p_indices, p_codes=p_codes, start=start, partial=partial, total=total,
+        partial_tiles=tl.cdiv(partial * BLOCK, TILE), whole=whole, left=tiles - whole,
+    )  # fmt: skip
 
 
 @triton.jit
-def tile_of_pass(i_tile, start, partial, total, partial_tiles, whole, MASKING: tl.constexpr):
+def tile_of_pass(i_tile, row, MASKING: tl.constexpr):
     """Of tile `i_tile` of a pass: first entry and number of the blocks it is from, its number there, and if it is full.
 
     The pass PARTIAL takes the tiles that FULL leaves after its own.
     """
     if MASKING == FULL:
-        return start + partial, total - partial, i_tile, True
-    is_full = i_tile >= partial_tiles
-    first = tl.where(is_full, start + partial, start)
-    count = tl.where(is_full, total - partial, partial)
-    return first, count, tl.where(is_full, i_tile - partial_tiles + whole, i_tile), is_full
+        return row.start + row.partial, row.total - row.partial, i_tile, True
+    is_full = i_tile >= row.partial_tiles
+    first = tl.where(is_full, row.start + row.partial, row.start)
+    count = tl.where(is_full, row.total - row.partial, row.partial)
+    return first, count, tl.where(is_full, i_tile - row.partial_tiles + row.whole, i_tile), is_full
+
+
+@triton.jit
+def entry_of_step(i_step, row, MASKING: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """Entry of the layout that step `i_step` of both passes, PARTIAL and then FULL, is of, and where in the block.
+
+    Each block is one or more tiles.
+    """
+    SPLIT: tl.constexpr = BLOCK // TILE
+    i_tile = i_step - row.left
+    if MASKING == PARTIAL:
+        i_tile = tl.where(i_step < row.partial_tiles + row.left, i_step + row.whole, i_tile)
+        i_tile = tl.where(i_step < row.partial_tiles, i_step, i_tile)
+    return row.start + i_tile // SPLIT, i_tile % SPLIT * TILE
 
 
 @triton.jit
@@ -144,14 +186,15 @@ def load_rows(
 
 @triton.jit
 def load_tile(
-    source, i_b, i_h, start, offsets, stride, seqlen, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, TILE: tl.constexpr,
-    CHECKED: tl.constexpr, TMA: tl.constexpr,
+    head, start, offsets, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, TILE: tl.constexpr, CHECKED: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
-    """`load_rows` of a tile; under TMA, by a descriptor of (B, H, N, D), whose unit fills with zeros by itself."""
+    """`load_rows` of a tile of `HeadRows`; under TMA by its descriptor, whose unit fills with zeros by itself."""
     if TMA:
-        rows = source.load([i_b.to(tl.int32), i_h.to(tl.int32), start.to(tl.int32), 0]).reshape(TILE, BLOCK_DIM)
+        at = [head.i_b.to(tl.int32), head.i_h.to(tl.int32), start.to(tl.int32), 0]
+        rows = head.source.load(at).reshape(TILE, BLOCK_DIM)
     else:
-        rows = load_rows(source, start, offsets, stride, seqlen, DIM, BLOCK_DIM, CHECKED)
+        rows = load_rows(head.source, start, offsets, head.stride, head.seqlen, DIM, BLOCK_DIM, CHECKED)
     return rows
 
 

@@ -4,23 +4,33 @@
 A pair (r, c) is a query's and a key's position in their blocks. A code that is no mask shows nothing and reads nothing.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 
+class Masks(NamedTuple):
+    """A layout's element masks."""
+
+    p_bits: Any  # (masks, Q_BLOCK, words of 32 keys) int32
+    p_bands: Any  # (masks, 2) int32
+    num_masks: Any
+
+
 @triton.jit
-def load_band(p_bands, num_masks, code):
+def load_band(masks, code):
     """lo and hi of the pairs lo <= r - c <= hi that mask `code` shows, lo > hi where it is no band; or no mask."""
-    known = (code >= 0) & (code < num_masks)
-    lo = tl.load(p_bands + code.to(tl.int64) * 2, mask=known, other=1)
-    hi = tl.load(p_bands + code.to(tl.int64) * 2 + 1, mask=known, other=0)
+    known = (code >= 0) & (code < masks.num_masks)
+    lo = tl.load(masks.p_bands + code.to(tl.int64) * 2, mask=known, other=1)
+    hi = tl.load(masks.p_bands + code.to(tl.int64) * 2 + 1, mask=known, other=0)
     return lo, hi
 
 
 @triton.jit
-def in_block(lo, hi, code, num_masks, is_full, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr):
+def in_block(lo, hi, code, is_full, masks, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr):
     """A band as numbers that are safe to compute with, every pair where it hides none; whether the bits do."""
-    is_bits = (lo > hi) & (code >= 0) & (code < num_masks) & (not is_full)
+    is_bits = (lo > hi) & (code >= 0) & (code < masks.num_masks) & (not is_full)
     anywhere = is_full | is_bits
     lo = tl.where(anywhere, -KV_BLOCK, tl.maximum(lo, -KV_BLOCK))
     hi = tl.where(anywhere, Q_BLOCK, tl.minimum(hi, Q_BLOCK))
@@ -29,11 +39,11 @@ def in_block(lo, hi, code, num_masks, is_full, Q_BLOCK: tl.constexpr, KV_BLOCK: 
 
 @triton.jit
 def shown_by_bits(
-    p_bits, code, first_r, first_c, o_r, o_c, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, COLUMNS: tl.constexpr
+    masks, code, first_r, first_c, o_r, o_c, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, COLUMNS: tl.constexpr
 ):
     """Which pairs (first_r + o_r, first_c + o_c) of a block the bits of mask `code` show, first_c a multiple of 32."""
     WORDS: tl.constexpr = (KV_BLOCK + 31) // 32
-    p_row = p_bits + ((code.to(tl.int64) * Q_BLOCK + first_r) * WORDS + first_c // 32) + o_r * WORDS
+    p_row = masks.p_bits + ((code.to(tl.int64) * Q_BLOCK + first_r) * WORDS + first_c // 32) + o_r * WORDS
     word = (o_r + o_c) * 0
     for i_word in tl.static_range((COLUMNS + 31) // 32):
         word = tl.where(o_c // 32 == i_word, tl.load(p_row + i_word), word)
@@ -42,7 +52,7 @@ def shown_by_bits(
 
 @triton.jit
 def where_shown(
-    tile, other, code, lo, hi, is_full, inner_q, part_k, first_k, seqlen_k, p_bits, num_masks,
+    tile, other, code, lo, hi, is_full, masks, inner_q, part_k, first_k, seqlen_k,
     Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A tile [queries, keys] of one block, `other` where its mask, whose band is lo..hi, or the lengths hide a pair.
@@ -50,10 +60,10 @@ def where_shown(
     A band, as an end of the sequence, is two columns for each row: two comparisons an element.
     """
     o_k = tl.arange(0, tile.shape[1])
-    lo, hi, is_bits = in_block(lo, hi, code, num_masks, is_full, Q_BLOCK, KV_BLOCK)
+    lo, hi, is_bits = in_block(lo, hi, code, is_full, masks, Q_BLOCK, KV_BLOCK)
     if is_bits:
         r, c = inner_q[:, None], o_k[None, :]
-        visible = shown_by_bits(p_bits, code, 0, part_k, r, c, Q_BLOCK, KV_BLOCK, tile.shape[1])
+        visible = shown_by_bits(masks, code, 0, part_k, r, c, Q_BLOCK, KV_BLOCK, tile.shape[1])
         tile = tl.where(visible, tile, other)
     first = tl.maximum(inner_q - hi - part_k, -first_k)
     last = tl.minimum(inner_q - lo - part_k, seqlen_k - 1 - first_k)
@@ -61,20 +71,21 @@ def where_shown(
 
 
 @triton.jit
-def visible_elements(p_bits, p_bands, num_masks, code, r, c, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr):
+def visible_elements(masks, code, r, c, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr):
     """Which of the in-block pairs (r, c) a partial block shows, [broadcast of r and c] bool.
 
     A scalar code takes the band where the mask is one; codes of a gathered tile are given in the shape of r or of c.
     """
-    known = (code >= 0) & (code < num_masks)
+    known = (code >= 0) & (code < masks.num_masks)
     if len(code.shape) == 0:
-        lo, hi = load_band(p_bands, num_masks, code)
+        lo, hi = load_band(masks, code)
         if (lo > hi) & known:
-            visible = shown_by_bits(p_bits, code, 0, 0, r, c, Q_BLOCK, KV_BLOCK, KV_BLOCK)
+            visible = shown_by_bits(masks, code, 0, 0, r, c, Q_BLOCK, KV_BLOCK, KV_BLOCK)
         else:
             visible = (r - c >= lo) & (r - c <= hi)
     else:
         WORDS: tl.constexpr = (KV_BLOCK + 31) // 32
-        word = tl.load(p_bits + (code.to(tl.int64) * Q_BLOCK + r) * WORDS + c // 32, mask=known & (r + c >= 0), other=0)
+        p_word = masks.p_bits + (code.to(tl.int64) * Q_BLOCK + r) * WORDS + c // 32
+        word = tl.load(p_word, mask=known & (r + c >= 0), other=0)
         visible = ((word >> (c % 32)) & 1) != 0
     return visible
