@@ -12,7 +12,7 @@ from dynaxx.kernels.triton.backward_rows import (
 )
 from dynaxx.kernels.triton.launch import RUNTIME_SIZES
 from dynaxx.kernels.triton.light import light_launch
-from dynaxx.kernels.triton.parts import WHOLE, entries_of, part_of, store_part
+from dynaxx.kernels.triton.parts import WHOLE, entries_of, query_tile, store_part
 from dynaxx.kernels.triton.primitives import (
     FULL,
     PARTIAL,
@@ -20,8 +20,6 @@ from dynaxx.kernels.triton.primitives import (
     load_tile,
     row_entries,
     row_of,
-    started_row,
-    started_tile,
     store_rows,
     tile_of_pass,
     tile_positions,
@@ -185,30 +183,19 @@ def sparse_attention_bwd_dq_kernel(
     HELD: tl.constexpr,  # q and do in registers
 ):
     """dq of a tile of queries of one head."""
-    SPLIT_M: tl.constexpr = Q_BLOCK // BLOCK_M
-    q_blocks = (seqlen_q + Q_BLOCK - 1) // Q_BLOCK
-    part_programs = num_parts * batch_copies * head_copies * SPLIT_M  # come first
-    i_program = tl.maximum(tl.program_id(0) - part_programs, 0)
-    i_head, i_tile = started_tile(i_program, q_blocks * SPLIT_M, batch * q_heads, span)
-    i_h = (i_head % q_heads).to(tl.int64)
-    i_b = (i_head // q_heads).to(tl.int64)
-    if HAS_PARTS:
-        slot, part_b, part_h, part_row, part_tile, part_first, part_last = part_of(
-            tl.program_id(0), p_parts, num_parts, batch_copies, head_copies, q_blocks, q_heads, SPLIT_M
-        )
-        i_b, i_h = tl.where(slot >= 0, part_b, i_b), tl.where(slot >= 0, part_h, i_h)
-        i_tile = tl.where(slot >= 0, part_tile, i_tile)
-    lead = i_b * layout_stride_b + i_h * layout_stride_h
-    i_row = started_row(p_order, lead, i_tile // SPLIT_M, q_blocks, ORDERED)
-    if HAS_PARTS:
-        i_row = tl.where(slot >= 0, part_row, i_row)
-    part_q = i_tile % SPLIT_M * BLOCK_M
-    first_q = (i_row * Q_BLOCK + part_q).to(tl.int64)
+    tile = query_tile(
+        p_order, p_parts, num_parts, batch_copies, head_copies, layout_stride_b, layout_stride_h, seqlen_q, batch,
+        q_heads, span, Q_BLOCK, BLOCK_M, ORDERED, HAS_PARTS,
+    )  # fmt: skip
+    i_b, i_h, slot = tile.i_b, tile.i_h, tile.slot
+    part_q = tile.part_q
+    first_q = (tile.i_row * Q_BLOCK + part_q).to(tl.int64)
     o_q = tl.arange(0, BLOCK_M)
     pos_q = first_q + o_q
-    start, partial, total = row_entries(p_indptr, p_num_partial, lead, i_row, q_blocks, capacity)
+    q_blocks = tl.cdiv(seqlen_q, Q_BLOCK)
+    start, partial, total = row_entries(p_indptr, p_num_partial, tile.lead, tile.i_row, q_blocks, capacity)
     if HAS_PARTS:
-        slot, start, partial, total = entries_of(slot, start, partial, total, part_first, part_last, limit)
+        slot, start, partial, total = entries_of(slot, start, partial, total, tile.first, tile.last, limit)
 
     i_hk = i_h // group_size
     if not TMA:
@@ -235,7 +222,7 @@ def sparse_attention_bwd_dq_kernel(
     else:
         wide_do = b_do.to(tl.float32)
     lse, delta = row_values(wide_do, b_out, p_lse + head * seqlen_q, p_dlse, pos_q, stride_dln, seqlen_q, EXACT)
-    own = tl.where(tl.program_id(0) >= part_programs, padded_q, 0)  # a row's parts have the same numbers
+    own = tl.where(tile.slot == WHOLE, padded_q, 0)  # a row's parts have the same numbers
     p_values += (head * padded_q + pos_q) * 2
     tl.store(p_values, lse, mask=pos_q < own)
     tl.store(p_values + 1, delta, mask=pos_q < own)

@@ -28,7 +28,7 @@ from dynaxx.kernels.triton.launch import (
     unit_stride,
 )
 from dynaxx.kernels.triton.light import Launch, light_launch
-from dynaxx.kernels.triton.parts import WHOLE, entries_of, part_of, store_part
+from dynaxx.kernels.triton.parts import WHOLE, entries_of, query_tile, store_part
 from dynaxx.kernels.triton.primitives import (
     PARTIAL,
     HeadRows,
@@ -36,8 +36,6 @@ from dynaxx.kernels.triton.primitives import (
     load_tile,
     row_entries,
     row_of,
-    started_row,
-    started_tile,
     store_rows,
 )
 from dynaxx.kernels.triton.repeat import repeated
@@ -109,25 +107,13 @@ def _sparse_attention_fwd_kernel(
     HAS_PARTS: tl.constexpr,
     MAXIMA: tl.constexpr,  # of all tiles: ALL; of partial ones: PARTIAL, which leaves NaN in lse where AGAIN is needed
 ):
-    SPLIT_M: tl.constexpr = Q_BLOCK // BLOCK_M
-    q_blocks = (seqlen_q + Q_BLOCK - 1) // Q_BLOCK
-    part_programs = num_parts * batch_copies * head_copies * SPLIT_M  # come first
-    i_program = tl.maximum(tl.program_id(0) - part_programs, 0)
-    i_head, i_tile = started_tile(i_program, q_blocks * SPLIT_M, batch * q_heads, span)
-    i_h = (i_head % q_heads).to(tl.int64)
-    i_b = (i_head // q_heads).to(tl.int64)
-    if HAS_PARTS:
-        slot, part_b, part_h, part_row, part_tile, part_first, part_last = part_of(
-            tl.program_id(0), p_parts, num_parts, batch_copies, head_copies, q_blocks, q_heads, SPLIT_M
-        )
-        i_b, i_h = tl.where(slot >= 0, part_b, i_b), tl.where(slot >= 0, part_h, i_h)
-        i_tile = tl.where(slot >= 0, part_tile, i_tile)
-    lead = i_b * layout_stride_b + i_h * layout_stride_h
-    i_row = started_row(p_order, lead, i_tile // SPLIT_M, q_blocks, ORDERED)
-    if HAS_PARTS:
-        i_row = tl.where(slot >= 0, part_row, i_row)
-    inner_q = i_tile % SPLIT_M * BLOCK_M + tl.arange(0, BLOCK_M)
-    first_q = (i_row * Q_BLOCK + i_tile % SPLIT_M * BLOCK_M).to(tl.int64)
+    tile = query_tile(
+        p_order, p_parts, num_parts, batch_copies, head_copies, layout_stride_b, layout_stride_h, seqlen_q, batch,
+        q_heads, span, Q_BLOCK, BLOCK_M, ORDERED, HAS_PARTS,
+    )  # fmt: skip
+    i_b, i_h, slot = tile.i_b, tile.i_h, tile.slot
+    inner_q = tile.part_q + tl.arange(0, BLOCK_M)
+    first_q = (tile.i_row * Q_BLOCK + tile.part_q).to(tl.int64)
     pos_q = first_q + tl.arange(0, BLOCK_M)
 
     p_lse += (i_b * q_heads + i_h) * seqlen_q
@@ -135,9 +121,10 @@ def _sparse_attention_fwd_kernel(
         lse = tl.load(p_lse + pos_q, mask=pos_q < seqlen_q, other=0.0)
         if tl.sum((lse != lse).to(tl.int32)) == 0:
             return
-    start, partial, total = row_entries(p_indptr, p_num_partial, lead, i_row, q_blocks, capacity)
+    q_blocks = tl.cdiv(seqlen_q, Q_BLOCK)
+    start, partial, total = row_entries(p_indptr, p_num_partial, tile.lead, tile.i_row, q_blocks, capacity)
     if HAS_PARTS:
-        slot, start, partial, total = entries_of(slot, start, partial, total, part_first, part_last, limit)
+        slot, start, partial, total = entries_of(slot, start, partial, total, tile.first, tile.last, limit)
 
     i_hk = i_h // group_size
     if not TMA:

@@ -1,11 +1,56 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Parts of long rows and columns in Triton kernels: which one a program has, and what of the line. See `split`."""
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
+from dynaxx.kernels.triton.primitives import started_row, started_tile
+
 WHOLE = tl.constexpr(-1)  # slot of a line that is not split
 NOTHING = tl.constexpr(-2)  # slot of one that is, whose parts other programs have
+
+
+class QueryTile(NamedTuple):
+    """The tile of queries that a program has; of `query_tile`."""
+
+    i_b: Any
+    i_h: Any
+    lead: Any  # of the layout's rows, those of this head
+    i_row: Any
+    part_q: Any  # where the tile begins in its block
+    slot: Any  # of its part, or WHOLE
+    first: Any  # entries of the part
+    last: Any
+
+
+@triton.jit
+def query_tile(
+    p_order, p_parts, num_parts, batch_copies, head_copies, layout_stride_b, layout_stride_h, seqlen_q, batch, q_heads,
+    span, Q_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, ORDERED: tl.constexpr, HAS_PARTS: tl.constexpr,
+):  # fmt: skip
+    """Which tile a program has: those of parts come first, then all."""
+    SPLIT_M: tl.constexpr = Q_BLOCK // BLOCK_M
+    q_blocks = (seqlen_q + Q_BLOCK - 1) // Q_BLOCK
+    part_programs = num_parts * batch_copies * head_copies * SPLIT_M
+    i_program = tl.maximum(tl.program_id(0) - part_programs, 0)
+    i_head, i_tile = started_tile(i_program, q_blocks * SPLIT_M, batch * q_heads, span)
+    i_h = (i_head % q_heads).to(tl.int64)
+    i_b = (i_head // q_heads).to(tl.int64)
+    slot, first, last = WHOLE, 0, 0
+    if HAS_PARTS:
+        slot, part_b, part_h, part_row, part_tile, first, last = part_of(
+            tl.program_id(0), p_parts, num_parts, batch_copies, head_copies, q_blocks, q_heads, SPLIT_M
+        )
+        i_b, i_h = tl.where(slot >= 0, part_b, i_b), tl.where(slot >= 0, part_h, i_h)
+        i_tile = tl.where(slot >= 0, part_tile, i_tile)
+    lead = i_b * layout_stride_b + i_h * layout_stride_h
+    i_row = started_row(p_order, lead, i_tile // SPLIT_M, q_blocks, ORDERED)
+    if HAS_PARTS:
+        i_row = tl.where(slot >= 0, part_row, i_row)
+    part_q = i_tile % SPLIT_M * BLOCK_M
+    return QueryTile(i_b=i_b, i_h=i_h, lead=lead, i_row=i_row, part_q=part_q, slot=slot, first=first, last=last)
 
 
 @triton.jit
