@@ -7,6 +7,7 @@ import triton.language as tl
 from dynaxx.kernels.triton.backward_rows import (
     cap_scores,
     in_registers,
+    load_lse,
     row_values,
     weights_of,
 )
@@ -14,12 +15,13 @@ from dynaxx.kernels.triton.launch import RUNTIME_SIZES
 from dynaxx.kernels.triton.light import light_launch
 from dynaxx.kernels.triton.parts import WHOLE, entries_of, query_tile, store_part
 from dynaxx.kernels.triton.primitives import (
-    FULL,
     PARTIAL,
     HeadRows,
+    entry_of_step,
     load_tile,
     row_entries,
     row_of,
+    steps_of_pass,
     store_rows,
     tile_of_pass,
     tile_positions,
@@ -29,16 +31,22 @@ from dynaxx.kernels.triton.visible import Masks, load_band, visible_elements, wh
 
 
 @triton.jit
-def _entry_of(i_step, tiles, row, MASKING: tl.constexpr, SPLIT: tl.constexpr):
-    """Entry of the layout that tile `i_step` of a pass is of, or the last; which tile of the block; if it is full."""
-    i_step = tl.minimum(i_step, tiles - 1)
-    first, _, i_tile, is_full = tile_of_pass(i_step, row, MASKING)
-    return first + i_tile // SPLIT, i_tile % SPLIT, is_full
+def _asked(i_step, row, masks, MASKING: tl.constexpr, KV_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Of the tile of a step, or of the last one: its block, and code and band of the mask."""
+    _, _, last = steps_of_pass(row, MASKING)
+    entry, _ = entry_of_step(tl.minimum(i_step, last), row, MASKING, KV_BLOCK, BLOCK_N)
+    block = tl.load(row.p_indices + entry)
+    code, lo, hi = -1, 1, 0
+    if MASKING == PARTIAL:
+        code = tl.load(row.p_codes + entry)
+        lo, hi = load_band(masks, code)
+    return block, code, lo, hi
 
 
 @triton.jit
 def _accumulate_dq(
     dq,  # [BLOCK_M, BLOCK_D] fp32
+    asked,  # of the first tile, as `_asked` gives it, under TMA
     b_q,  # [BLOCK_M, BLOCK_D]
     b_do,  # [BLOCK_M, BLOCK_E]
     lse,  # [BLOCK_M]
@@ -59,31 +67,20 @@ def _accumulate_dq(
     CAPPED: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Add what the tiles of a pass give."""
+    """Add what the tiles of a pass give; also returns what was asked of the tile after them."""
     BLOCK_D: tl.constexpr = b_q.shape[1]
     BLOCK_E: tl.constexpr = b_do.shape[1]
-    tiles = row.whole if MASKING == FULL else row.partial_tiles + row.left
-    if TMA:  # a tile is of one block, and what the layout says of it is asked for one tile before
-        SPLIT: tl.constexpr = KV_BLOCK // BLOCK_N
-        entry, _, _ = _entry_of(0, tiles, row, MASKING, SPLIT)
-        next_block = tl.load(row.p_indices + entry, mask=tiles > 0, other=0)
-        if MASKING == PARTIAL:
-            next_code = tl.load(row.p_codes + entry, mask=tiles > 0, other=-1)
-            next_lo, next_hi = load_band(masks, next_code)
-    for i_step in tl.range(0, tiles, disable_licm=TMA):  # matrix descriptors of tiles that stay need no registers
-        if TMA:
+    begin, end, _ = steps_of_pass(row, MASKING)
+    for i_step in tl.range(begin, end, disable_licm=TMA):  # matrix descriptors of tiles that stay need no registers
+        if TMA:  # a tile is of one block, and what the layout says of it was asked for one tile before
+            block, code, lo, hi = asked
+            asked = _asked(i_step + 1, row, masks, MASKING, KV_BLOCK, BLOCK_N)
+            _, part_k = entry_of_step(i_step, row, MASKING, KV_BLOCK, BLOCK_N)
+            first_k = block * KV_BLOCK + part_k
             offsets = tl.arange(0, BLOCK_N)
-            _, i_part, is_full = _entry_of(i_step, tiles, row, MASKING, SPLIT)
-            entry, _, _ = _entry_of(i_step + 1, tiles, row, MASKING, SPLIT)
-            part_k = i_part * BLOCK_N
-            first_k = next_block * KV_BLOCK + part_k
-            next_block = tl.load(row.p_indices + entry)
-            if MASKING == PARTIAL:
-                code, lo, hi = next_code, next_lo, next_hi
-                next_code = tl.load(row.p_codes + entry)
-                next_lo, next_hi = load_band(masks, next_code)
+            is_full = i_step >= row.partial_tiles
         else:
-            first, count, i_tile, is_full = tile_of_pass(i_step, row, MASKING)
+            first, count, i_tile, is_full = tile_of_pass(i_step - begin, row, MASKING)
             first_k, offsets, inner_k, code = tile_positions(
                 row.p_indices, row.p_codes, first, count, i_tile, k.seqlen, KV_BLOCK, BLOCK_N, MASKING
             )
@@ -109,7 +106,7 @@ def _accumulate_dq(
         dp = tl.dot(b_do, tl.trans(b_v), input_precision="ieee")
         ds = weights * (dp - delta[:, None]) * slope
         dq = tl.dot(ds.to(b_k.dtype), b_k, dq, input_precision="ieee")
-    return dq
+    return dq, asked
 
 
 @light_launch
@@ -192,10 +189,6 @@ def sparse_attention_bwd_dq_kernel(
     first_q = (tile.i_row * Q_BLOCK + part_q).to(tl.int64)
     o_q = tl.arange(0, BLOCK_M)
     pos_q = first_q + o_q
-    q_blocks = tl.cdiv(seqlen_q, Q_BLOCK)
-    start, partial, total = row_entries(p_indptr, p_num_partial, tile.lead, tile.i_row, q_blocks, capacity)
-    if HAS_PARTS:
-        slot, start, partial, total = entries_of(slot, start, partial, total, tile.first, tile.last, limit)
 
     i_hk = i_h // group_size
     if not TMA:
@@ -204,33 +197,43 @@ def sparse_attention_bwd_dq_kernel(
         out_rows += i_b * stride_outb + i_h * stride_outh
         k_rows += i_b * stride_kb + i_hk * stride_kh
         v_rows += i_b * stride_vb + i_hk * stride_vh
-    head = i_b * q_heads + i_h
     q = HeadRows(source=q_rows, i_b=i_b, i_h=i_h, stride=stride_qn, seqlen=seqlen_q)
     do = HeadRows(source=do_rows, i_b=i_b, i_h=i_h, stride=stride_don, seqlen=seqlen_q)
     out = HeadRows(source=out_rows, i_b=i_b, i_h=i_h, stride=stride_outn, seqlen=seqlen_q)
     k = HeadRows(source=k_rows, i_b=i_b, i_h=i_hk, stride=stride_kn, seqlen=seqlen_k)
     v = HeadRows(source=v_rows, i_b=i_b, i_h=i_hk, stride=stride_vn, seqlen=seqlen_k)
+    # Small loads come first: tiles by TMA are waited for where they are asked for, outside of loops.
+    head = i_b * q_heads + i_h
+    p_dlse += i_b * stride_dlb + i_h * stride_dlh
+    lse, dlse = load_lse(p_lse + head * seqlen_q, p_dlse, pos_q, stride_dln, seqlen_q)
+    q_blocks = tl.cdiv(seqlen_q, Q_BLOCK)
+    start, partial, total = row_entries(p_indptr, p_num_partial, tile.lead, tile.i_row, q_blocks, capacity)
+    if HAS_PARTS:
+        slot, start, partial, total = entries_of(slot, start, partial, total, tile.first, tile.last, limit)
+    row = row_of(p_indices, p_codes, start, partial, total, seqlen_k, KV_BLOCK, BLOCK_N)
     masks = Masks(p_bits=p_bits, p_bands=p_bands, num_masks=num_masks)
+    asked = (0, -1, 1, 0)
+    if TMA and total > 0:
+        asked = _asked(0, row, masks, PARTIAL, KV_BLOCK, BLOCK_N)
     b_q = load_tile(q, first_q, o_q, D, BLOCK_D, BLOCK_M, True, TMA)
     b_do = load_tile(do, first_q, o_q, E, BLOCK_E, BLOCK_M, True, TMA)
     b_out = load_tile(out, first_q, o_q, E, BLOCK_E, BLOCK_M, True, TMA)
-    p_dlse += i_b * stride_dlb + i_h * stride_dlh
+
     EXACT: tl.constexpr = b_q.dtype == tl.float32
     if HELD:
         b_q, wide_do = in_registers(b_q).to(b_q.dtype), in_registers(b_do)
         b_do = wide_do.to(b_do.dtype)
     else:
         wide_do = b_do.to(tl.float32)
-    lse, delta = row_values(wide_do, b_out, p_lse + head * seqlen_q, p_dlse, pos_q, stride_dln, seqlen_q, EXACT)
+    lse, delta = row_values(lse, dlse, wide_do, b_out, EXACT)
     own = tl.where(tile.slot == WHOLE, padded_q, 0)  # a row's parts have the same numbers
     p_values += (head * padded_q + pos_q) * 2
     tl.store(p_values, lse, mask=pos_q < own)
     tl.store(p_values + 1, delta, mask=pos_q < own)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    row = row_of(p_indices, p_codes, start, partial, total, seqlen_k, KV_BLOCK, BLOCK_N)
     for MASKING in tl.static_range(2):
-        dq = _accumulate_dq(
-            dq, b_q, b_do, lse, delta, part_q, k, v, scale, cap, row, masks,
+        dq, asked = _accumulate_dq(
+            dq, asked, b_q, b_do, lse, delta, part_q, k, v, scale, cap, row, masks,
             MASKING, D, E, Q_BLOCK, KV_BLOCK, BLOCK_N, CAPPED, TMA,
         )  # fmt: skip
     if HAS_PARTS:

@@ -30,16 +30,21 @@ def in_registers(x):
 
 
 @triton.jit
-def row_values(wide_do, b_out, p_lse, p_dlse, positions, stride_dln, seqlen, EXACT: tl.constexpr):
-    """lse, of half precision in base 2, and delta = rowsum(do * out) - dlse of a head's queries, [len(positions)] fp32.
+def load_lse(p_lse, p_dlse, positions, stride_dln, seqlen):
+    """lse and its gradient of a head's queries, [len(positions)]; -inf and 0 past the end."""
+    inside = (positions >= 0) & (positions < seqlen)
+    lse = tl.load(p_lse + positions, mask=inside, other=float("-inf"))
+    return lse, tl.load(p_dlse + positions * stride_dln, mask=inside, other=0.0)
+
+
+@triton.jit
+def row_values(lse, dlse, wide_do, b_out, EXACT: tl.constexpr):
+    """lse, of half precision in base 2, and delta = rowsum(do * out) - dlse of a head's queries, [len(lse)] fp32.
 
     For a query that sees nothing, and past the end, they are inf and 0: its weights and gradients vanish.
     """
-    inside = (positions >= 0) & (positions < seqlen)
-    dlse = tl.load(p_dlse + positions * stride_dln, mask=inside, other=0.0).to(tl.float32)
-    lse = tl.load(p_lse + positions, mask=inside, other=float("-inf"))
     seen = lse != float("-inf")
-    delta = tl.sum(wide_do * b_out.to(tl.float32), 1) - dlse
+    delta = tl.sum(wide_do * b_out.to(tl.float32), 1) - dlse.to(tl.float32)
     if not EXACT:
         lse = lse * LOG2E
     return tl.where(seen, lse, float("inf")), tl.where(seen, delta, 0.0)

@@ -19,6 +19,7 @@ from dynaxx.kernels.triton.primitives import (
     entry_of_step,
     exp_rounded,
     load_tile,
+    steps_of_pass,
     tanh,
     tile_of_pass,
     tile_positions,
@@ -130,12 +131,10 @@ def attend_ahead(
     BLOCK_E: tl.constexpr = acc.shape[1]
     BLOCK_N: tl.constexpr = scores.shape[1]
     o_k = tl.arange(0, BLOCK_N)
-    masked = row.partial_tiles + row.left
-    last = masked + row.whole - 1
-    begin, end = (masked, masked + row.whole) if MASKING == FULL else (0, masked)
+    begin, end, last = steps_of_pass(row, MASKING)
     if RELATIVE and MASKING == FULL:
         row_max = tl.where(row_max == float("-inf"), tl.max(scores, 1), row_max)
-    for i_step in range(begin, end):
+    for i_step in tl.range(begin, end, disable_licm=True):  # what stays needs no registers
         if CAPPED:
             scores = cap * tanh(scores / cap)
         if MASKING == PARTIAL:

@@ -144,15 +144,24 @@ def tile_of_pass(i_tile, row, MASKING: tl.constexpr):
 
 
 @triton.jit
-def entry_of_step(i_step, row, MASKING: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """Entry of the layout that step `i_step` of both passes, PARTIAL and then FULL, is of, and where in the block.
+def steps_of_pass(row, MASKING: tl.constexpr):
+    """Begin, end and the last step that `entry_of_step` takes: FULL's are tiles of the row, PARTIAL's go on to them."""
+    masked = row.partial_tiles + row.left
+    if MASKING == FULL:
+        return row.partial_tiles, row.partial_tiles + row.whole, row.partial_tiles + row.whole - 1
+    return 0, masked, masked + row.whole - 1
 
-    Each block is one or more tiles.
+
+@triton.jit
+def entry_of_step(i_step, row, MASKING: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """Entry of the layout that a step is of, and where in the block, of which each is one or more tiles.
+
+    The pass PARTIAL takes the tiles of partial blocks, and those that FULL leaves after its own.
     """
     SPLIT: tl.constexpr = BLOCK // TILE
-    i_tile = i_step - row.left
+    i_tile = i_step
     if MASKING == PARTIAL:
-        i_tile = tl.where(i_step < row.partial_tiles + row.left, i_step + row.whole, i_tile)
+        i_tile = tl.where(i_step < row.partial_tiles + row.left, i_step + row.whole, i_step - row.left)
         i_tile = tl.where(i_step < row.partial_tiles, i_step, i_tile)
     return row.start + i_tile // SPLIT, i_tile % SPLIT * TILE
 
