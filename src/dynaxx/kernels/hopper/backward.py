@@ -9,10 +9,10 @@ nothing. Shapes: B batch, N / M queries and keys, Hq / Hk query and kv heads, D 
 import torch
 from torch import Tensor
 
-from dynaxx.kernels.hopper.backward_dkv import backward_dkv
+from dynaxx.kernels.hopper.backward_dkv import backward_dkv, heads_apart
 from dynaxx.kernels.hopper.backward_dq import backward_dq
-from dynaxx.kernels.hopper.backward_joint import backward_joint
-from dynaxx.kernels.hopper.backward_rows import dq_of_sums, rows_and_sums, rows_of
+from dynaxx.kernels.hopper.backward_joint import JOINT, JOINT_LAST_FIRST
+from dynaxx.kernels.hopper.backward_rows import Rows, dq_of_sums, rows_of
 from dynaxx.kernels.hopper.config import backward_in_one_pass
 from dynaxx.kernels.hopper.launch import dense_rows
 from dynaxx.kernels.triton.launch import processors, zeros_like_lse
@@ -36,13 +36,35 @@ def attention_backward(
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     do, q, k, v, out = (dense_rows(x) for x in (do, q, k, v, out))
     dlse = zeros_like_lse(lse, layout) if dlse is None else dlse
-    programs = layout.kv_blocks * k.shape[0] * k.shape[2]
-    if not torch.are_deterministic_algorithms_enabled() and backward_in_one_pass(
-        layout.block_size[1], q.shape[3], programs, processors(k.device)
-    ):
-        lse_log2, delta, sums = rows_and_sums(do, out, dlse, lse, layout)
-        dk, dv = backward_joint(do, q, k, v, lse_log2, delta, sums, layout, scale, softcap)
-        return dq_of_sums(sums, q, layout, scale), dk, dv
-    tensors = (do, q, k, v, *rows_of(do, out, dlse, lse, layout))
-    options = (layout, scale, softcap)
-    return backward_dq(*tensors, *options), *backward_dkv(*tensors, *options)
+    rows = rows_of(do, out, dlse, lse, layout, in_one_pass(q, k, layout))
+    dq, dk, dv = gradients_of_rows(do, q, k, v, rows, layout, scale, softcap)
+    if rows.sums is not None:
+        dq = dq_of_sums(rows.sums, q, layout, scale)
+    assert dq is not None, "it is in the sums where it is not there"
+    return dq, dk, dv
+
+
+def gradients_of_rows(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: Rows,
+    layout: BlockLayout,
+    scale: float,
+    softcap: float | None = None,
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Return dq, dk and dv, contiguous, of tensors that TMA can step through; where rows have sums, dq is in these."""
+    given = (do, q, k, v, rows, layout, scale, softcap)
+    if rows.sums is None:
+        return backward_dq(*given), *backward_dkv(*given)
+    apart = heads_apart(q, k, layout)
+    return None, *(JOINT_LAST_FIRST if apart else JOINT).gradients(*given, apart)
+
+
+def in_one_pass(q: Tensor, k: Tensor, layout: BlockLayout) -> bool:
+    """Whether one kernel gives all gradients, dq by way of its sums."""
+    heads = q.shape[2] if heads_apart(q, k, layout) else k.shape[2]
+    programs = layout.kv_blocks * q.shape[0] * heads
+    fit = backward_in_one_pass(layout.block_size[1], q.shape[3], programs, processors(q.device))
+    return fit and not torch.are_deterministic_algorithms_enabled()

@@ -11,7 +11,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from dynaxx.kernels.hopper.backward_produce import FIELDS, RING, read_column
+from dynaxx.kernels.hopper.backward_columns import read_column
+from dynaxx.kernels.hopper.backward_produce import FIELDS, RING
 from dynaxx.kernels.hopper.forward_consume import ROWS
 from dynaxx.kernels.hopper.parts import WHOLE, store_part
 from dynaxx.kernels.hopper.signals import get, none

@@ -15,6 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from dynaxx.kernels.hopper.backward_dq_consume import FIELDS, consume
+from dynaxx.kernels.hopper.backward_rows import Rows
 from dynaxx.kernels.hopper.config import backward_dq_stages
 from dynaxx.kernels.hopper.forward_consume import ROWS
 from dynaxx.kernels.hopper.forward_produce import band_of
@@ -169,16 +170,15 @@ def backward_dq(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    lse: Tensor,
-    delta: Tensor,
+    rows: Rows,
     layout: BlockLayout,
     scale: float,
     softcap: float | None,
 ) -> Tensor:
-    """Return dq, contiguous. Takes (B, N, H, D) tensors, and lse and delta as the kernel does."""
+    """Return dq, contiguous, of (B, N, H, D) tensors."""
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     split = split_rows(layout, q.shape[0], q.shape[2])
-    tensors = (do, q, k, v, dq, lse, delta)
+    tensors = (do, q, k, v, dq, rows.lse, rows.delta)
     if split is None:
         repeated(_start_dq, layout, tensors, scale, softcap)
         return dq

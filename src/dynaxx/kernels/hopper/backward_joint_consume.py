@@ -11,10 +11,8 @@ Of a block that the end of the keys cuts all tiles are masked: keys that are not
 others lie far below, their weights are beyond what dtype holds; inf times a key of zeros would make dq NaN.
 """
 
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -23,22 +21,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from dynaxx.kernels.hopper.backward_columns import read_column
 from dynaxx.kernels.hopper.backward_consume import keep
-from dynaxx.kernels.hopper.backward_produce import FIELDS, NOWHERE, RING, read_column
+from dynaxx.kernels.hopper.backward_produce import FIELDS, NOWHERE, RING
 from dynaxx.kernels.hopper.forward_consume import ROWS
 from dynaxx.kernels.hopper.parts import WHOLE, store_part
-from dynaxx.kernels.hopper.signals import get, none
+from dynaxx.kernels.hopper.signals import add_tile, get, none
 from dynaxx.kernels.hopper.softcap import capped, sloped
-
-
-@builtin
-def _add_tile(desc, at, tile, _semantic=None):
-    """Start adding a tile of shared memory to global memory; else as `tma.async_copy_shared_to_global`.
-
-    Triton 3.6 has the instruction, and no name for it in Gluon.
-    """
-    at = _semantic._convert_to_ir_values(at, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, at, tile.handle)
 
 
 @gluon.jit
@@ -71,7 +60,7 @@ def _add_dq(dq, sums_desc, dq_buffer, tile, CONSUMERS: gl.constexpr, CONSUMER: g
     by_lane = gl.permute(gl.reshape(dq, [4, 2, 8, dq.shape[1] // 8, 4, 2]), [0, 3, 2, 4, 1, 5])
     dq_buffer.reshape([LINES, 32]).store(gl.reshape(by_lane, [LINES, 32]))
     fence_async_shared()
-    _add_tile(sums_desc, [0, 0, (tile * CONSUMERS + CONSUMER) * LINES, 0], dq_buffer)
+    add_tile(sums_desc, [0, 0, (tile * CONSUMERS + CONSUMER) * LINES, 0], dq_buffer)
 
 
 @gluon.jit

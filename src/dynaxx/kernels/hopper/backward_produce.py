@@ -8,6 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from dynaxx.kernels.hopper.backward_columns import read_column
 from dynaxx.kernels.hopper.forward_consume import ROWS
 from dynaxx.kernels.hopper.forward_produce import band_of
 from dynaxx.kernels.hopper.signals import NUMBERS, barriers, put
@@ -15,47 +16,6 @@ from dynaxx.kernels.hopper.signals import NUMBERS, barriers, put
 RING = gl.constexpr(8)  # tiles whose numbers are kept: those in flight, and the one before
 FIELDS = gl.constexpr(4)  # of a tile: which of the group it is, and its mask's first and last distance, and code
 NOWHERE = gl.constexpr(1 << 22)  # a tile past the end of all sums, which TMA leaves out; before the start it may not be
-
-
-@gluon.jit
-def column_of(i_program, kv_blocks, kv_heads, together):
-    """Batch entry, kv head and kv block of a program: `together` kv heads alternate, one such set after the other.
-
-    The first blocks come first: under a causal mask most queries see them.
-    """
-    i_b = i_program // (kv_blocks * kv_heads)
-    first_hk = i_program % (kv_blocks * kv_heads) // (kv_blocks * together) * together
-    i_rest = i_program % (kv_blocks * kv_heads) - first_hk * kv_blocks
-    alternate = gl.minimum(together, kv_heads - first_hk)
-    return i_b, first_hk + i_rest % alternate, i_rest // alternate
-
-
-@gluon.jit
-def read_column(
-    p_indptr, p_num_partial, capacity, layout_stride_b, layout_stride_h, i_b, i_h, i_col, kv_blocks,
-    first, last, before, HAS_PARTS: gl.constexpr,
-):  # fmt: skip
-    """First entry, number of entries and of partial ones of a kv block of one head, within `capacity`; and `before`.
-
-    Under HAS_PARTS only those in first..last, where `before` counts the entries of the heads before, then these too.
-
-    Not asked for a head ahead: loads that a loop carries to its next turn are mistaken for invariant by triton 3.6's
-    loop-aware CSE, which then keeps the first head's number of partial blocks for all.
-    """
-    lead = (i_b * layout_stride_b + i_h * layout_stride_h).to(gl.int64)
-    p_column = p_indptr + lead * (kv_blocks + 1) + i_col
-    start = gl.minimum(gl.maximum(gl.load(p_column), 0), capacity)
-    count = gl.minimum(gl.maximum(gl.load(p_column + 1), start), capacity) - start
-    partial = gl.load(p_num_partial + lead * kv_blocks + i_col)
-    partial = gl.minimum(gl.maximum(partial, 0), count)
-    if HAS_PARTS:
-        begin = gl.minimum(gl.maximum(first - before, 0), count)
-        end = gl.minimum(gl.maximum(last - before, begin), count)
-        before += count
-        start += begin
-        count = end - begin
-        partial = gl.minimum(gl.maximum(partial - begin, 0), count)
-    return start, count, partial, before
 
 
 @gluon.jit
@@ -81,10 +41,11 @@ def fed_by(q_desc, do_desc, k_desc, v_desc, KEYS: gl.constexpr, STAGES: gl.const
 @gluon.jit
 def produce(
     blocks, first_key, CONSUMERS: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr,
-    HAS_PARTS: gl.constexpr, ENDING: gl.constexpr = False, cut=False,
+    HAS_PARTS: gl.constexpr, ENDING: gl.constexpr = False, cut=False, last_first=False,
 ):  # fmt: skip
     """Feed keys of a block from `first_key` on, as many as there are buffers for, of one kv head, and the tiles of all
-    heads of the group, partial blocks first in each head; under `cut` full ones come as partial.
+    heads of the group, partial blocks first in each head; under `cut` full ones come as partial, under `last_first` the
+    last of the full ones comes before the others.
     """
     (
         q_desc, do_desc, k_desc, v_desc, fed, p_lse, p_delta, p_indptr, p_num_partial, p_indices, p_codes, p_bands,
@@ -111,6 +72,8 @@ def produce(
             partial = count
         for i_tile in range(count * SPLIT):
             entry = start + i_tile // SPLIT
+            if last_first:
+                entry = gl.where(i_tile < partial * SPLIT, entry, 2 * start + partial + count - 1 - entry)
             part = i_tile % SPLIT
             block = gl.load(p_indices + entry)
             known = gl.minimum(gl.maximum(block, 0), q_blocks - 1)

@@ -6,6 +6,8 @@ Sums are fp32 without dq's scale, by batch entry, head and tile of 64 rows, in t
 and pair of columns of a lane, and its two rows, 8 apart.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -67,39 +69,53 @@ def _sparse_attention_hopper_bwd_rows_kernel(
 @light_launch
 @triton.jit(do_not_specialize=["padded_q", "q_heads"])
 def _sparse_attention_hopper_bwd_sums_kernel(
-    p_sums, dq_desc, padded_q, q_heads, scale, D: tl.constexpr, BLOCK_M: tl.constexpr
+    p_sums, dq_desc, padded_q, q_heads, scale, D: tl.constexpr, BLOCK_M: tl.constexpr, ADD: tl.constexpr
 ):
-    """dq = scale * sums, a tile at a time."""
+    """dq = scale * sums, a tile at a time; under ADD that is added, rounded, to what dq holds."""
     tiles = padded_q // BLOCK_M
     head = tl.program_id(0) // tiles
     at = tl.program_id(0).to(tl.int64) * (BLOCK_M * D) + tl.arange(0, BLOCK_M * D)
     sums = tl.reshape(tl.load(p_sums + at), [2, BLOCK_M // 16, D // 16, 8, 4, 2, 2])
     sums = tl.reshape(tl.permute(sums, [1, 5, 3, 0, 2, 4, 6]), [1, 1, BLOCK_M, D])
     row_q = tl.program_id(0) % tiles * BLOCK_M
-    dq_desc.store([head // q_heads, head % q_heads, row_q, 0], (sums * scale).to(dq_desc.dtype))
+    at_tile = [head // q_heads, head % q_heads, row_q, 0]
+    dq = (sums * scale).to(dq_desc.dtype)
+    if ADD:
+        dq = (dq_desc.load(at_tile).to(tl.float32) + dq.to(tl.float32)).to(dq_desc.dtype)
+    dq_desc.store(at_tile, dq)
 
 
-def rows_of(do: Tensor, out: Tensor, dlse: Tensor, lse: Tensor, layout: BlockLayout) -> tuple[Tensor, Tensor]:
-    """Return lse in base 2 and delta, (B, Hq, q_blocks * q_block) fp32: inf and 0 where a row has nothing to give."""
-    lse_log2, delta = lse.new_empty(2, *lse.shape[:2], layout.q_blocks * layout.block_size[0])
-    repeated(_start_rows, layout, (do, out, dlse, lse.contiguous(), lse_log2, delta))
-    return lse_log2, delta
+class Rows(NamedTuple):
+    """What a backward needs of each query, besides q and do."""
+
+    lse: Tensor  # (B, Hq, q_blocks * q_block) fp32, base 2; inf where a row has nothing to give
+    delta: Tensor  # the same shape: rowsum(do * out) - dlse; 0 there
+    sums: Tensor | None  # of dq, as lines of 32, (1, lines, 1, 32) fp32; zeros before one pass, None for two
 
 
-def rows_and_sums(
-    do: Tensor, out: Tensor, dlse: Tensor, lse: Tensor, layout: BlockLayout
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`rows_of`, and zeros for the sums of dq as lines of 32, (1, lines, 1, 32)."""
-    lse_log2, delta = lse.new_empty(2, *lse.shape[:2], layout.q_blocks * layout.block_size[0])
-    sums = lse.new_empty(1, delta.numel() * do.shape[3] // 32, 1, 32)
-    repeated(_start_rows, layout, (do, out, dlse, lse.contiguous(), lse_log2, delta, sums))
-    return lse_log2, delta, sums
+def rows_of(do: Tensor, out: Tensor, dlse: Tensor, lse: Tensor, layout: BlockLayout, with_sums: bool) -> Rows:
+    """Of (B, N, H, D) tensors that TMA can step through."""
+    lse_log2, delta = empty_rows(lse, layout)
+    sums = empty_sums(delta, do.shape[3]) if with_sums else None
+    tensors = (do, out, dlse, lse.contiguous(), lse_log2, delta)
+    repeated(_start_rows, layout, tensors if sums is None else (*tensors, sums))
+    return Rows(lse_log2, delta, sums)
 
 
-def dq_of_sums(sums: Tensor, q: Tensor, layout: BlockLayout, scale: float) -> Tensor:
-    """dq, contiguous."""
-    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
-    repeated(_start_sums, layout, (sums, dq), scale)
+def empty_rows(lse: Tensor, layout: BlockLayout) -> Tensor:
+    """Room for lse and delta, (2, B, Hq, q_blocks * q_block) fp32."""
+    return lse.new_empty(2, *lse.shape[:2], layout.q_blocks * layout.block_size[0])
+
+
+def empty_sums(delta: Tensor, head_dim: int) -> Tensor:
+    """Room for the sums of dq."""
+    return delta.new_empty(1, delta.numel() * head_dim // 32, 1, 32)
+
+
+def dq_of_sums(sums: Tensor, q: Tensor, layout: BlockLayout, scale: float, others: Tensor | None = None) -> Tensor:
+    """dq, contiguous; in place of `others` if it is to be added to that."""
+    dq = torch.empty_like(q, memory_format=torch.contiguous_format) if others is None else others
+    repeated(_start_sums, layout, (sums, dq), scale, others is not None)
     return dq
 
 
@@ -135,7 +151,7 @@ def _start_rows(
     return started
 
 
-def _start_sums(layout: BlockLayout, sums: Tensor, dq: Tensor, scale: float) -> Launch | None:
+def _start_sums(layout: BlockLayout, sums: Tensor, dq: Tensor, scale: float, add: bool) -> Launch | None:
     batch, _, q_heads, head_dim = dq.shape
     padded_q = layout.q_blocks * layout.block_size[0]
     started: Launch | None = _sparse_attention_hopper_bwd_sums_kernel[(batch * q_heads * padded_q // ROWS,)](
@@ -146,5 +162,6 @@ def _start_sums(layout: BlockLayout, sums: Tensor, dq: Tensor, scale: float) -> 
         scale=scale,
         D=head_dim,
         BLOCK_M=ROWS,
+        ADD=add,
     )
     return started

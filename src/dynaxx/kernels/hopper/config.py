@@ -52,6 +52,11 @@ def backward_heads_together(seqlen_q: int, head_dim: int, kv_heads: int) -> int:
     return max(1, min(kv_heads, (32 << 20) // (seqlen_q * head_dim * 8)))
 
 
+def backward_ending(kv_blocks: int, heads: int, processors: int) -> int:
+    """Last kv blocks of each head whose programs come last of all, two for each multiprocessor; none of short ones."""
+    return min(kv_blocks // 8, -(-2 * processors // heads)) if kv_blocks >= 128 else 0
+
+
 def backward_dq_stages(head_dim: int) -> tuple[int, int]:
     """Tiles of k and of v in flight in the kernel for dq, beside 128 queries and their gradients."""
     return (2, 1) if head_dim == 256 else (3, 2)

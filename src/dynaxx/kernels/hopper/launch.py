@@ -10,10 +10,8 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 
-from dynaxx.kernels.hopper.config import backward_heads_together
 from dynaxx.kernels.triton.launch import as_template, heads_apart, nowhere, rebased
 from dynaxx.kernels.triton.light import DESCRIPTORS
-from dynaxx.layout import BlockLayout
 
 DESCRIPTORS.add(GluonDescriptor)
 
@@ -56,18 +54,3 @@ def score_factors(scale: float, softcap: float | None) -> dict[str, float | None
     if softcap is None:
         return {"scale_log2": scale * LOG2E, "cap_rate": None}
     return {"scale_log2": softcap * LOG2E, "cap_rate": scale / softcap}
-
-
-def column_sizes(layout: BlockLayout, q: Tensor, k: Tensor, scale: float, softcap: float | None) -> dict[str, Any]:
-    """What a backward over kv blocks is told of (B, N, H, D) tensors, beside `transposed_arguments`."""
-    seqlen_q, q_heads, head_dim = q.shape[1:]
-    seqlen_k, kv_heads = k.shape[1:3]
-    return {
-        "seqlen_k": seqlen_k,
-        "q_blocks": layout.q_blocks,
-        "kv_heads": kv_heads,
-        "group_size": q_heads // kv_heads,
-        "together": backward_heads_together(seqlen_q, head_dim, kv_heads),
-        "scale": scale,
-        **score_factors(scale, softcap),
-    }

@@ -1,8 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """What the warps of a Hopper kernel tell each other beside tiles: numbers in shared memory; and an order for ptxas."""
 
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 NUMBERS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, order=[0]))  # layout of a buffer of int32, [count, 1]
@@ -85,3 +87,13 @@ def stored(x):
     return gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
     )
+
+
+@builtin
+def add_tile(desc, at, tile, _semantic=None):
+    """Start adding a tile of shared memory to global memory; else as `tma.async_copy_shared_to_global`.
+
+    Triton 3.6 has the instruction, and no name for it in Gluon.
+    """
+    at = _semantic._convert_to_ir_values(at, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, at, tile.handle)

@@ -11,24 +11,20 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dynaxx.kernels.hopper.backward_produce import column_of, fed_by, produce
+from dynaxx.kernels.hopper.backward_columns import SIZES, ColumnKernel, column_or_part
+from dynaxx.kernels.hopper.backward_produce import fed_by, produce
 from dynaxx.kernels.hopper.config import backward_stages
 from dynaxx.kernels.hopper.forward_consume import ROWS
-from dynaxx.kernels.hopper.launch import column_sizes, gluon_rows
-from dynaxx.kernels.hopper.parts import ALL_ENTRIES, WHOLE, part_or_whole
 from dynaxx.kernels.hopper.signals import barriers
 from dynaxx.kernels.hopper.wide_dkv_consume import LINES, LINES_LAYOUT, SLOTS, consume_dk, consume_dv
-from dynaxx.kernels.triton.launch import transposed_arguments
-from dynaxx.kernels.triton.light import Launch, light_launch
-from dynaxx.kernels.triton.split import SPLIT_SIZES, no_split, split_programs
+from dynaxx.kernels.triton.light import light_launch
 from dynaxx.layout import BlockLayout
 
 CONSUMERS = gl.constexpr(2)
-SIZES = ["capacity", "num_masks", "seqlen_k", "q_blocks", "kv_heads", "group_size", "together"]
 
 
 @light_launch
-@gluon.jit(do_not_specialize=[*SIZES, *SPLIT_SIZES])
+@gluon.jit(do_not_specialize=SIZES)
 def _sparse_attention_hopper_bwd_wide_dkv_kernel(
     do_desc, q_desc, k_desc, v_desc, dk_desc, dv_desc,
     p_lse,  # (B, Hq, q_blocks * Q_BLOCK) fp32, base 2, inf where there is nothing
@@ -36,21 +32,17 @@ def _sparse_attention_hopper_bwd_wide_dkv_kernel(
     p_indptr, p_num_partial, p_indices, p_codes, p_bits, p_bands,
     capacity, num_masks, layout_stride_b, layout_stride_h,
     p_parts, p_sums, num_parts, limit, batch_copies, head_copies,
-    seqlen_k, q_blocks, kv_heads, group_size, together, scale, scale_log2, cap_rate,
+    seqlen_k, q_blocks, heads, kv_heads, group_size, together, ending, scale, scale_log2, cap_rate,
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, HAS_PARTS: gl.constexpr,
 ):  # fmt: skip
     PIECES: gl.constexpr = KV_BLOCK // ROWS  # of a kv block
     first_key = gl.program_id(0) % PIECES * ROWS
-    i_program = gl.program_id(0) // PIECES - num_parts * batch_copies * head_copies  # parts come first
     kv_blocks = (seqlen_k + KV_BLOCK - 1) // KV_BLOCK
-    i_b, i_hk, i_col = column_of(i_program, kv_blocks, kv_heads, together)
-    first, last, slot = 0, ALL_ENTRIES, WHOLE
-    if HAS_PARTS:
-        i_b, i_hk, i_col, first, last, slot = part_or_whole(
-            gl.program_id(0) // PIECES, i_b, i_hk, i_col, p_parts, num_parts, limit, batch_copies, head_copies,
-            p_indptr, capacity, layout_stride_b, layout_stride_h, kv_blocks, kv_heads, group_size,
-        )  # fmt: skip
+    i_b, i_hk, i_col, first, last, slot = column_or_part(
+        gl.program_id(0) // PIECES, p_parts, num_parts, limit, batch_copies, head_copies, p_indptr, capacity,
+        layout_stride_b, layout_stride_h, kv_blocks, heads, kv_heads, group_size, together, ending, HAS_PARTS,
+    )  # fmt: skip
     first_head = (i_b * kv_heads + i_hk).to(gl.int64) * group_size
     p_lse += first_head * q_blocks * Q_BLOCK
     p_delta += first_head * q_blocks * Q_BLOCK
@@ -84,37 +76,8 @@ def _sparse_attention_hopper_bwd_wide_dkv_kernel(
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
-def start_wide_dkv(
-    layout: BlockLayout,
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    scale: float,
-    softcap: float | None,
-    split: dict[str, Any] | None = None,
-) -> Launch | None:
-    """Launch for (B, N, H, 256) tensors, and lse and delta as the kernel takes them."""
-    q_block, kv_block = layout.block_size
-    split = split or no_split(delta)
-    programs = (layout.kv_blocks * k.shape[0] * k.shape[2] + split_programs(split)) * (kv_block // 64)
-    started: Launch | None = _sparse_attention_hopper_bwd_wide_dkv_kernel[(programs,)](
-        *(gluon_rows(x, 64) for x in (do, q, k, v, dk, dv)),
-        lse,
-        delta,
-        *transposed_arguments(layout),
-        **split,
-        **column_sizes(layout, q, k, scale, softcap),
-        Q_BLOCK=q_block,
-        KV_BLOCK=kv_block,
-        STAGES=backward_stages(q.shape[3]),
-        CONSUMER_REGISTERS=240,
-        PRODUCER_REGISTERS=24,
-        num_warps=4,
-        maxnreg=168,
-    )
-    return started
+def _others(layout: BlockLayout, q: Tensor, sums: None) -> dict[str, Any]:
+    return {"KV_BLOCK": layout.block_size[1], "STAGES": backward_stages(q.shape[3]), "maxnreg": 168}
+
+
+WIDE = ColumnKernel(_sparse_attention_hopper_bwd_wide_dkv_kernel, _others, keys=64)

@@ -16,8 +16,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from dynaxx.kernels.hopper.backward_columns import read_column
 from dynaxx.kernels.hopper.backward_consume import keep
-from dynaxx.kernels.hopper.backward_produce import FIELDS, RING, read_column
+from dynaxx.kernels.hopper.backward_produce import FIELDS, RING
 from dynaxx.kernels.hopper.forward_consume import ROWS
 from dynaxx.kernels.hopper.parts import WHOLE, store_part
 from dynaxx.kernels.hopper.signals import none
