@@ -132,10 +132,17 @@ def test_explain_says_which_schedule(q_heads, words):
 
 
 @pytest.mark.parametrize(
-    ("group", "dtype", "dim", "block"), [(16, torch.bfloat16, 128, 64), (8, torch.float16, 64, 128)]
+    ("group", "dtype", "dim", "block"),
+    [
+        (16, torch.bfloat16, 128, 64),
+        (8, torch.float16, 64, 128),
+        (4, torch.bfloat16, 128, 64),
+        (1, torch.float16, 64, 64),
+    ],
 )
-def test_adding_the_branches_in_one_kernel_changes_no_gradient(group, dtype, dim, block, monkeypatch):
-    """Nor what is without gradients; `out` by its own rounding, and that of the selected branch by itself."""
+def test_branches_together_have_the_gradients_that_they_have_apart(group, dtype, dim, block, monkeypatch):
+    """And what is without gradients; `out` by its own rounding, and that of the selected branch by itself."""
+    from dynaxx.kernels.hopper import native
     from dynaxx.kernels.hopper.native import SelectedPlan
 
     monkeypatch.setattr(SelectedPlan, "attends_window", False)
@@ -152,12 +159,35 @@ def test_adding_the_branches_in_one_kernel_changes_no_gradient(group, dtype, dim
         return out.detach(), torch.autograd.grad(out, leaves, do)
 
     mixed, grads = step()
-    monkeypatch.setattr(SelectedPlan, "mixes", False)
+    monkeypatch.delitem(native._LATER, "mixed_backward")
     apart, grads_apart = step()
     rounding = torch.finfo(dtype).eps * (apart.abs().amax() + gates.abs().amax() * v.abs().amax())
     assert (mixed - apart).abs().amax() <= rounding
     for one, other in zip(grads, grads_apart, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(("group", "dtype", "dim"), [(16, torch.bfloat16, 128), (8, torch.float16, 64)])
+def test_sums_of_dq_in_one_pass_agree_with_two(group, dtype, dim, monkeypatch):
+    """Of the compressed branch and of the window, or of one of them; both ways round what they give to dq."""
+    from dynaxx.kernels.hopper import native_backward
+
+    sizes, tokens = dx.NativeSizes(slc_count=5, window=100), 4500
+    draw = lambda *shape: torch.randn(2, tokens, *shape, dtype=dtype, device="cuda").requires_grad_()
+    q, k, v, gates = leaves = [draw(2 * group, dim), draw(2, dim), draw(2, dim), draw(2 * group, 3)]
+    do = torch.randn_like(q)
+    out = dx.native_sparse_attention(q, k, v, (dx.compress(k, sizes), dx.compress(v, sizes)), gates, sizes)
+
+    def run(*keys):
+        """With one pass for branches of so many keys."""
+        monkeypatch.setattr(native_backward, "in_one_pass", lambda q, k, layout: k.shape[1] in keys)
+        return torch.autograd.grad(out, leaves, do, retain_graph=True)
+
+    apart = run()
+    compressed = sizes.compressed(tokens)
+    for keys in ((compressed, tokens), (compressed,), (tokens,)):
+        for one, other in zip(run(*keys), apart, strict=True):
+            assert (one - other).abs().amax() <= 4 * torch.finfo(dtype).eps * other.abs().amax()
 
 
 @pytest.mark.parametrize(

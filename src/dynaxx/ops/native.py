@@ -14,8 +14,7 @@ from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout import CuSeqlens
 from dynaxx.layout.native import NativeSizes, NativeSpans
 from dynaxx.ops.native_branches import (
-    GatedSum,
-    Recorded,
+    MixedBranches,
     compressed_attention,
     compressed_layout,
     gated_sum,
@@ -222,10 +221,9 @@ def _three_branches(inputs: tuple[Tensor, ...], spans: NativeSpans, scale: float
     indices = select_native(packed.q, k_cmp, lse, spans, scale=scale, backend=backend)
     name = native_backend(q, k, v, spans.sizes.slc_block, backend)
     kernels = native_module(name)
-    if hasattr(kernels, "selected_and_mixed") and q.shape[0] and k.shape[0]:
-        plan = kernels.prepare_selected(indices, spans, q, k, v)
-        if plan.mixes:
-            return _mixed_branches(inputs, (out_cmp, lse), plan, kernels, scale, backend)
+    if hasattr(kernels, "mixed_backward") and q.shape[0] and k.shape[0]:
+        plan = kernels.prepare_selected(indices.contiguous(), spans, q, k, v)
+        return _mixed_branches(inputs, (out_cmp, lse), plan, kernels, scale, backend)
     out_slc, _ = attend_selected(packed.q, packed.k, packed.v, indices, spans, scale, backend)
     out_swa, _ = window_attention(packed, spans, scale, backend)
     layout = compressed_layout(spans, layout_block(q))
@@ -241,24 +239,37 @@ def _mixed_branches(
     scale: float,
     backend: str,
 ) -> Tensor:
-    """As `_three_branches`, by a kernel that adds the other branches to the selected one; gradients in that order."""
-    q, k, v, k_cmp, v_cmp, gates = inputs
-    spans = plan.spans
+    """As `_three_branches`, with one function for all gradients; where the plan can, one kernel for blocks and sum."""
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     with torch.no_grad():
-        out = q.new_empty(compressed[0].shape)
-        if plan.attends_window:
-            out_swa = torch.empty_like(out) if needs_grad else out
-            lse_swa = compressed[1].new_empty(compressed[1].shape)
-        else:
-            out_swa, lse_swa = window_attention(Packed(q, k, v, None), spans, scale, backend)
-        made_here = lse_swa if plan.attends_window else None
-        mixture = kernels.Mixture(compressed[0], out_swa, gates, out, needs_grad, made_here)
-        out_slc, lse_slc = kernels.selected_and_mixed(q, k, v, plan, scale, mixture)
+        out, *results = _mixed_forward(inputs, compressed, plan, kernels, scale, backend, needs_grad)
     if not needs_grad:
-        return mixture.out
-    out_slc = Recorded.apply(q, k, v, out_slc, lse_slc, kernels.selected_backward, plan, scale)
-    size = layout_block(q)
-    out_swa = recorded(q, k, v, (out_swa, lse_swa), window_layout(spans, size), spans, scale, backend)
-    out_cmp = recorded(q, k_cmp, v_cmp, compressed, compressed_layout(spans, size), spans, scale, backend)
-    return GatedSum.apply(out_cmp, out_slc, out_swa, gates, kernels, mixture.out)
+        return out
+    layouts = tuple(layout_of(plan.spans, layout_block(out)) for layout_of in (compressed_layout, window_layout))
+    return MixedBranches.apply(*inputs, *results, out, kernels, plan, layouts, scale)
+
+
+def _mixed_forward(
+    inputs: tuple[Tensor, ...],
+    compressed: tuple[Tensor, Tensor],
+    plan: Any,
+    kernels: ModuleType,
+    scale: float,
+    backend: str,
+    needs_grad: bool,
+) -> tuple[Tensor, ...]:
+    """The sum, then results of the compressed, selected and window branch, and lse of each, if gradients need them."""
+    q, k, v, *_, gates = inputs
+    out_cmp, lse_cmp = compressed
+    if not plan.attends_window:
+        out_swa, lse_swa = window_attention(Packed(q, k, v, None), plan.spans, scale, backend)
+    if not plan.mixes:
+        out_slc, lse_slc = kernels.selected_forward(q, k, v, plan, scale)
+        out = kernels.gated_sum_forward((out_cmp, out_slc, out_swa), gates)
+        return out, out_cmp, out_slc, out_swa, lse_cmp, lse_slc, lse_swa
+    out = q.new_empty(out_cmp.shape)
+    if plan.attends_window:
+        out_swa, lse_swa = torch.empty_like(out) if needs_grad else out, torch.empty_like(lse_cmp)
+    mixture = kernels.Mixture(out_cmp, out_swa, gates, out, needs_grad, lse_swa if plan.attends_window else None)
+    out_slc, lse_slc = kernels.selected_and_mixed(q, k, v, plan, scale, mixture)
+    return out, out_cmp, out_slc, out_swa, lse_cmp, lse_slc, lse_swa

@@ -83,19 +83,19 @@ def recorded(
 
 
 class Recorded(torch.autograd.Function):
-    """Results of a backend's forward, with its backward: over a layout, or over a plan of selected blocks."""
+    """Results of a backend's forward over a layout, with its backward."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any) -> Tensor:
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.backward_of, ctx.visited, ctx.scale = rest
+        ctx.backward_of, ctx.layout, ctx.scale = rest
         return out.view_as(out)
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, do: Tensor) -> Any:
         *inputs, out, lse = ctx.saved_tensors
-        grads = ctx.backward_of(do, torch.zeros_like(lse), *inputs, out, lse, ctx.visited, ctx.scale)
+        grads = ctx.backward_of(do, torch.zeros_like(lse), *inputs, out, lse, ctx.layout, ctx.scale)
         return *grads, None, None, None, None, None
 
 
@@ -139,22 +139,42 @@ def gated_sum(outs: tuple[Tensor, Tensor, Tensor], gates: Tensor, backend: str) 
     kernels = native_module(backend)
     if not hasattr(kernels, "gated_sum_forward"):
         return definition.gated_sum(outs, gates)
-    return GatedSum.apply(*outs, gates, kernels, None)
+    return GatedSum.apply(*outs, gates, kernels)
 
 
 class GatedSum(torch.autograd.Function):
-    """A backend's gated sum, or what it gave where that is there already, with its gradients."""
+    """A backend's gated sum, with its gradients."""
 
     @staticmethod
-    def forward(
-        ctx: Any, cmp: Tensor, slc: Tensor, swa: Tensor, gates: Tensor, kernels: Any, out: Tensor | None
-    ) -> Tensor:
+    def forward(ctx: Any, cmp: Tensor, slc: Tensor, swa: Tensor, gates: Tensor, kernels: Any) -> Tensor:
         ctx.save_for_backward(cmp, slc, swa, gates)
         ctx.kernels = kernels
-        return kernels.gated_sum_forward((cmp, slc, swa), gates) if out is None else out.view_as(out)
+        out: Tensor = kernels.gated_sum_forward((cmp, slc, swa), gates)
+        return out
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, do: Tensor) -> Any:
         *outs, gates = ctx.saved_tensors
-        return *ctx.kernels.gated_sum_backward(do, tuple(outs), gates), None, None
+        return *ctx.kernels.gated_sum_backward(do, tuple(outs), gates), None
+
+
+class MixedBranches(torch.autograd.Function):
+    """What a backend gave that mixes the branches, with the gradients of all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        """Of q, k, v, k_cmp, v_cmp, gates; results of each branch, and lse of each; their sum; how they were made."""
+        *tensors, out, ctx.kernels, ctx.plan, ctx.layouts, ctx.scale = given
+        ctx.save_for_backward(*tensors)
+        return out.view_as(out)
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, do: Tensor) -> Any:
+        kernels, tensors = ctx.kernels, ctx.saved_tensors
+        *inputs, gates = tensors[:6]
+        rows, d_gates = kernels.branch_rows(do, kernels.Branches(*tensors[6:]), gates, ctx.plan, ctx.layouts[1])
+        del tensors
+        ctx.maybe_clear_saved_tensors()  # what the branches gave is read no more, and is much
+        return *kernels.mixed_backward(rows, *inputs, ctx.plan, ctx.layouts, ctx.scale), d_gates, *[None] * 11

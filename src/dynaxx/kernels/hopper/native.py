@@ -4,6 +4,7 @@ more, by query where they fill wgmma (`selected`), else by key (`selected_partia
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -25,9 +26,13 @@ EITHER = 4  # the group that goes by query where neighbours agree, else by key
 SMALL = (1, 2)  # groups that go by key
 MOST_DIM = 128
 
+_LATER = {"Branches": "native_rows", "branch_rows": "native_rows", "mixed_backward": "native_backward"}
+
 
 def __getattr__(name: str) -> Any:
-    return getattr(portable, name)
+    if name not in _LATER:
+        return getattr(portable, name)
+    return getattr(importlib.import_module(f"dynaxx.kernels.hopper.{_LATER[name]}"), name)
 
 
 def unsupported_reasons(problem: AttentionProblem) -> list[str]:
@@ -70,11 +75,15 @@ class SelectedPlan(portable.SelectedPlan):
         """Where the windows of neighbouring rows overlap: not where sequences have keys before their queries."""
         return self.mixes and (len(self.spans.ends_q) == 2 or self.spans.ends_q == self.spans.ends_k)
 
-    def dq_by_query(self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, scale: float) -> Tensor:
+    def dq_by_query(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, scale: float, others_dq: Tensor | None = None
+    ) -> Tensor:
         from dynaxx.kernels.hopper import selected_backward
 
         do, q, k, v = (dense_rows(x[None])[0] for x in (do, q, k, v))
-        return selected_backward.backward_dq(do, q, k, v, rows, self.union, self.spans, self.consumers, scale)
+        return selected_backward.backward_dq(
+            do, q, k, v, rows, self.union, self.spans, self.consumers, scale, others_dq
+        )  # fmt: skip
 
     def partials(self) -> Callable[..., None] | None:
         if self.spans.sizes.slc_block != KEY_BLOCK:

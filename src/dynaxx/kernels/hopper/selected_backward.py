@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from dynaxx.kernels.hopper.forward_consume import ROWS
 from dynaxx.kernels.hopper.launch import LOG2E
 from dynaxx.kernels.hopper.selected_tiles import descriptor, feed_blocks, places, product_layout, registers, stages
+from dynaxx.kernels.hopper.signals import add_tile
 from dynaxx.kernels.triton.light import light_launch
 from dynaxx.kernels.triton.native_index import Unions
 from dynaxx.layout.native import NativeSpans
@@ -42,7 +43,7 @@ def _produce(
 @gluon.jit
 def _consume(
     rows, CONSUMER: gl.constexpr, POSITIONS: gl.constexpr, GROUP: gl.constexpr, KV_BLOCK: gl.constexpr,
-    STAGES: gl.constexpr,
+    STAGES: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
     (
         dq_desc, q_buffers, do_buffers, k_buffers, v_buffers, q_full, full, empty, p_rows, p_last_key, p_starts,
@@ -88,7 +89,10 @@ def _consume(
         mbarrier.arrive(empty.index(stage), count=1)
     q.store((dq * scale).to(dq_desc.dtype))  # q is read no more: its buffer carries the result out
     fence_async_shared()
-    tma.async_copy_shared_to_global(dq_desc, [first_t, i_head * GROUP, 0], q_buffers.index(CONSUMER))
+    if ADD:
+        add_tile(dq_desc, [first_t, i_head * GROUP, 0], q_buffers.index(CONSUMER))
+    else:
+        tma.async_copy_shared_to_global(dq_desc, [first_t, i_head * GROUP, 0], q_buffers.index(CONSUMER))
     tma.store_wait(0)
 
 
@@ -99,6 +103,7 @@ def _selected_hopper_bwd_dq_kernel(
     queries, heads, heads_per_kv, scale,
     SLOTS: gl.constexpr,  # of a tile's union
     CONSUMERS: gl.constexpr, GROUP: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    ADD: gl.constexpr,  # to what dq holds
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     POSITIONS: gl.constexpr = ROWS // GROUP  # of one consumer
@@ -131,28 +136,31 @@ def _selected_hopper_bwd_dq_kernel(
     )  # fmt: skip
     if CONSUMERS == 3:
         gl.warp_specialize([
-            (_consume, (rows, 0, POSITIONS, GROUP, KV_BLOCK, STAGES)),
-            (_consume, (rows, 1, POSITIONS, GROUP, KV_BLOCK, STAGES)),
-            (_consume, (rows, 2, POSITIONS, GROUP, KV_BLOCK, STAGES)),
+            (_consume, (rows, 0, POSITIONS, GROUP, KV_BLOCK, STAGES, ADD)),
+            (_consume, (rows, 1, POSITIONS, GROUP, KV_BLOCK, STAGES, ADD)),
+            (_consume, (rows, 2, POSITIONS, GROUP, KV_BLOCK, STAGES, ADD)),
             (_produce, (blocks, CONSUMERS, POSITIONS, GROUP, STAGES)),
         ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consume, (rows, 0, POSITIONS, GROUP, KV_BLOCK, STAGES)),
-            (_consume, (rows, 1, POSITIONS, GROUP, KV_BLOCK, STAGES)),
+            (_consume, (rows, 0, POSITIONS, GROUP, KV_BLOCK, STAGES, ADD)),
+            (_consume, (rows, 1, POSITIONS, GROUP, KV_BLOCK, STAGES, ADD)),
             (_produce, (blocks, CONSUMERS, POSITIONS, GROUP, STAGES)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
 def backward_dq(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, union: Unions, spans: NativeSpans, consumers: int,
-    scale: float,
+    scale: float, others_dq: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return dq (T, Hq, D); rows as `row_pairs` gives them, unions of `consumers` times 64 rows."""
+    """Return dq (T, Hq, D), or `others_dq` with that added to it.
+
+    Rows are as `row_pairs` gives them, unions of `consumers` times 64 rows.
+    """
     queries, q_heads, dim = q.shape
     tiles, heads, slots = union.starts.shape
     group_size, size = q_heads // heads, spans.sizes.slc_block
-    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+    dq = torch.empty_like(q, memory_format=torch.contiguous_format) if others_dq is None else others_dq
     tile, keys = (64 // group_size, group_size, dim), (1, size, dim)
     _selected_hopper_bwd_dq_kernel[(tiles * heads,)](
         descriptor(q, tile),
@@ -174,6 +182,7 @@ def backward_dq(
         GROUP=group_size,
         KV_BLOCK=size,
         STAGES=stages(consumers, 2, dim, size),
+        ADD=others_dq is not None,
         **registers(consumers),
     )
     return dq

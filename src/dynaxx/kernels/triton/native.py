@@ -100,11 +100,14 @@ class SelectedPlan:
 
         return choose(self.union, int(config.AGREE * self.indices.numel()))
 
-    def dq_by_query(self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, scale: float) -> Tensor:
-        """Return dq, of rows as `native_union.row_pairs` gives them."""
+    def dq_by_query(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, scale: float, others_dq: Tensor | None = None
+    ) -> Tensor:
+        """Return dq, added to `others_dq` if that is given, of rows as `native_rows.row_pairs` gives them."""
         from dynaxx.kernels.triton import native_union
 
-        return native_union.backward_dq(do, q, k, v, rows, self.union, self.spans, self.tiles, scale)
+        dq = native_union.backward_dq(do, q, k, v, rows, self.union, self.spans, self.tiles, scale)
+        return dq if others_dq is None else others_dq.add_(dq)
 
     def partials(self) -> Callable[..., None] | None:
         """A kernel of one's own for the partial results by key."""
@@ -206,17 +209,27 @@ def selected_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv in the dtypes of q, k, v; deterministic."""
-    from dynaxx.kernels.triton import native_backward, native_union
+    from dynaxx.kernels.triton.native_rows import row_pairs
 
     if not (q.shape[0] and k.shape[0] and plan.indices.shape[2]):
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    rows = row_pairs(unit_stride(do), dlse, out, lse)
+    return selected_backward_of_rows(do, q, k, v, rows, plan, scale)
+
+
+def selected_backward_of_rows(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, plan: SelectedPlan, scale: float,
+    others_dq: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """As `selected_backward`, of rows as `native_rows.row_pairs` gives them; dq is added to `others_dq`, contiguous."""
+    from dynaxx.kernels.triton import native_backward
+
     do, q, k, v = (unit_stride(x) for x in (do, q, k, v))
     tiles = config.backward_key_tiles(plan.group_size, q.shape[2], v.shape[2], q.dtype)
     dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
     if plan.schedule == "union":
-        rows = native_union.row_pairs(do, dlse, out, lse)
         index, _ = plan.items(None)
-        dq = plan.dq_by_query(do, q, k, v, rows, scale)
+        dq = plan.dq_by_query(do, q, k, v, rows, scale, others_dq)
         native_backward.backward_chunk(
             do, q, k, v, rows, (None, dk, dv), index, 0, plan.indices, plan.spans, tiles, scale, plan.items_dkv()
         )
@@ -224,16 +237,15 @@ def selected_backward(
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     row_bytes = q.shape[2] * q.dtype.itemsize
     for kv, own, part in plan.by_heads(k.shape[1], row_bytes, PARTIAL_GRAD_BYTES):
-        inputs = do[:, own], q[:, own], k[:, kv], v[:, kv]
-        rows = native_union.row_pairs(inputs[0], dlse[own], out[:, own], lse[own])
+        inputs = do[:, own], q[:, own], k[:, kv], v[:, kv], rows[:, own].contiguous()
         index, chunks = part.items(row_bytes, PARTIAL_GRAD_BYTES)
         sums = dk[:, kv], dv[:, kv]
         if len(chunks) > 1:  # chunks add up in fp32
             sums = dk.new_empty(sums[0].shape, dtype=torch.float32), dv.new_empty(sums[1].shape, dtype=torch.float32)
         for chunk in chunks:
             native_backward.backward_chunk(
-                *inputs, rows, (dq[:, own], *sums), index, chunk, part.indices, plan.spans, tiles, scale
+                *inputs, (dq[:, own], *sums), index, chunk, part.indices, plan.spans, tiles, scale
             )
         if len(chunks) > 1:
             dk[:, kv], dv[:, kv] = sums
-    return dq, dk, dv
+    return dq if others_dq is None else others_dq.add_(dq), dk, dv

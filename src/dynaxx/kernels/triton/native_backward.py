@@ -1,26 +1,24 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""Gradients of selected attention by key: dk and dv of each item, summed over items in their order, and on request the
-partial dq of each entry, summed over a query's entries. No atomics: every run gives the same bits.
+"""Gradients of selected attention by key: dk and dv of each item, and on request the partial dq of each entry, which
+`native_sums` adds up.
 
 Names and shapes as in `native_gather`.
 """
 
 from collections.abc import Callable
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dynaxx.kernels.triton.config import padded
 from dynaxx.kernels.triton.light import light_launch
 from dynaxx.kernels.triton.native_config import KeyTiles
 from dynaxx.kernels.triton.native_gather import RUNTIME_SIZES, entry_rows, item_arguments, item_block
 from dynaxx.kernels.triton.native_items import Items
-from dynaxx.kernels.triton.native_union import block_rows, gather_rows, row_values, scatter_rows, weights_of
+from dynaxx.kernels.triton.native_rows import block_rows, gather_rows, row_values, scatter_rows, weights_of
+from dynaxx.kernels.triton.native_sums import sum_entries, sum_items
 from dynaxx.layout.native import NativeSpans
 
-SUM_ROWS = 16
 SEGMENT_TILES = tl.constexpr(8)  # tiles in one short sum of fp32
 
 
@@ -178,82 +176,6 @@ def _selected_bwd_dkv_kernel(
     scatter_rows(p_dv, dv, row, o_n, E, 0, every, E, BLOCK_E)
 
 
-@light_launch
-@triton.jit(do_not_specialize=["blocks", "heads_per_kv"])
-def _selected_sum_items_kernel(
-    p_items,  # (items, KV_BLOCK, DIM) fp32
-    p_grad,  # (M, Hk, DIM)
-    p_first_item,
-    p_block_start,
-    p_block_end,
-    blocks,
-    heads_per_kv,
-    stride_gn,
-    stride_gh,
-    DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    KV_BLOCK: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    ADD: tl.constexpr,  # to what p_grad holds
-):
-    """Sum the items of each block over the selection heads of its kv head."""
-    i_block, i_head, i_part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    o_n = i_part * BLOCK_N + tl.arange(0, BLOCK_N)
-    every = o_n >= 0
-    row = tl.load(p_block_start + i_block) + o_n
-    inside = row < tl.load(p_block_end + i_block)
-    total = 0
-    for i_select in range(heads_per_kv):
-        cell = (i_head * heads_per_kv + i_select) * blocks + i_block
-        total += tl.load(p_first_item + cell + 1) - tl.load(p_first_item + cell)
-    if (not ADD) | (total > 0):
-        acc = tl.zeros([BLOCK_N, BLOCK_DIM], tl.float32)
-        if ADD:
-            acc += gather_rows(p_grad, row, o_n * 0 + i_head, stride_gn, stride_gh, inside, DIM, BLOCK_DIM)
-        for i_select in range(heads_per_kv):
-            cell = (i_head * heads_per_kv + i_select) * blocks + i_block
-            for item in range(tl.load(p_first_item + cell), tl.load(p_first_item + cell + 1)):
-                acc += gather_rows(p_items, o_n * 0 + item, o_n, KV_BLOCK * DIM, DIM, every, DIM, BLOCK_DIM)
-        scatter_rows(p_grad, acc, row, o_n * 0 + i_head, stride_gn, stride_gh, inside, DIM, BLOCK_DIM)
-
-
-@light_launch
-@triton.jit(do_not_specialize=["first_query", "q_heads", "slots", "rows", "group_size"])
-def _selected_sum_entries_kernel(
-    p_entries_dq,  # (entries of these queries, SPLIT, group, D)
-    p_indices,  # (T, Hs, n)
-    p_num_blocks,
-    p_dq,  # (T, Hq, D)
-    first_query,
-    q_heads,
-    slots,
-    rows,
-    group_size,
-    stride_dqn,
-    stride_dqh,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    SPLIT: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """Sum the partial dq of each query and q head over its entries."""
-    heads = q_heads // group_size
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = row < rows
-    h, t = row % q_heads, first_query + row // q_heads
-    base = row // q_heads * heads + h // group_size
-    seen = tl.load(p_num_blocks + t, mask=inside, other=0)
-    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    for slot in range(0, slots):
-        p_index = p_indices + (t.to(tl.int64) * heads + h // group_size) * slots + slot
-        index = tl.load(p_index, mask=inside, other=-1)
-        for i_part in tl.static_range(SPLIT):
-            place = (base * slots + slot).to(tl.int64) * SPLIT + i_part
-            valid = (index >= 0) & (index < seen)
-            acc += gather_rows(p_entries_dq, place, h % group_size, group_size * D, D, valid, D, BLOCK_D).to(tl.float32)
-    scatter_rows(p_dq, acc, t, h, stride_dqn, stride_dqh, inside, D, BLOCK_D)
-
-
 def backward_chunk(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor,
     grads: tuple[Tensor | None, Tensor, Tensor], index: Items, chunk: int, indices: Tensor, spans: NativeSpans,
@@ -268,9 +190,8 @@ def backward_chunk(
     queries, group_size = index.queries(chunk, q.shape[0]), q.shape[1] // heads
     count, max_items = queries.stop - queries.start, index.cell.shape[1]
     size, block_n = spans.sizes.slc_block, min(tiles.block_n, spans.sizes.slc_block)
-    split, blocks, kv_heads = size // block_n, len(spans.block_start), k.shape[1]
-    items_dk = torch.empty(max_items, size, q.shape[2], dtype=torch.float32, device=q.device)
-    items_dv = torch.empty(max_items, size, v.shape[2], dtype=torch.float32, device=q.device)
+    split = size // block_n
+    items_dk, items_dv = (rows.new_empty(max_items, size, x.shape[2]) for x in (q, v))
     entries_dq = q.new_empty((count * heads * slots, split, group_size, q.shape[2]) if dq is not None else (1,))
     if items_dkv is not None:
         items_dkv(do, q, k, v, rows, index, slots, spans, (items_dk, items_dv), scale)
@@ -296,41 +217,7 @@ def backward_chunk(
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
         )
-    for summed, grad in ((items_dk, dk), (items_dv, dv)):
-        _selected_sum_items_kernel[(blocks, kv_heads, size // SUM_ROWS)](
-            summed,
-            grad,
-            index.first_item[chunk],
-            spans.block_start,
-            spans.block_end,
-            blocks=blocks,
-            heads_per_kv=heads // kv_heads,
-            stride_gn=grad.stride(0),
-            stride_gh=grad.stride(1),
-            DIM=grad.shape[2],
-            BLOCK_DIM=padded(grad.shape[2]),
-            KV_BLOCK=size,
-            BLOCK_N=SUM_ROWS,
-            ADD=chunk > 0,
-            num_warps=4,
-        )
+    sum_items(items_dk, dk, index, chunk, heads, spans)
+    sum_items(items_dv, dv, index, chunk, heads, spans)
     if dq is not None:
-        dq_rows = count * q.shape[1]
-        _selected_sum_entries_kernel[(-(-dq_rows // SUM_ROWS),)](
-            entries_dq,
-            indices,
-            spans.num_blocks,
-            dq,
-            first_query=queries.start,
-            q_heads=q.shape[1],
-            slots=slots,
-            rows=dq_rows,
-            group_size=group_size,
-            stride_dqn=dq.stride(0),
-            stride_dqh=dq.stride(1),
-            D=q.shape[2],
-            BLOCK_D=padded(q.shape[2]),
-            SPLIT=split,
-            ROWS=SUM_ROWS,
-            num_warps=4,
-        )
+        sum_entries(entries_dq, dq, indices, queries, spans)

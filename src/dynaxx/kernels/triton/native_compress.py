@@ -13,7 +13,7 @@ from torch import Tensor
 from dynaxx.kernels.triton.config import padded
 from dynaxx.kernels.triton.launch import unit_stride
 from dynaxx.kernels.triton.light import light_launch
-from dynaxx.kernels.triton.native_union import gather_rows, scatter_rows
+from dynaxx.kernels.triton.native_rows import gather_rows, scatter_rows
 from dynaxx.layout.native import NativeSpans
 
 ROWS = 32

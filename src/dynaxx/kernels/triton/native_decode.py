@@ -16,8 +16,8 @@ from dynaxx.kernels.triton.config import padded
 from dynaxx.kernels.triton.launch import unit_stride
 from dynaxx.kernels.triton.light import light_launch
 from dynaxx.kernels.triton.native_gate import gated_sum_forward as gated_sum
+from dynaxx.kernels.triton.native_rows import weights_of
 from dynaxx.kernels.triton.native_top import strides_per, top_blocks
-from dynaxx.kernels.triton.native_union import weights_of
 from dynaxx.kernels.triton.native_windows import compress_windows, gather_windows, store_compressed
 from dynaxx.kernels.triton.pages import page_strides, physical_pages, table_arguments
 from dynaxx.kernels.triton.replay import replayed

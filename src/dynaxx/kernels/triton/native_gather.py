@@ -17,7 +17,7 @@ from dynaxx.kernels.triton.config import padded
 from dynaxx.kernels.triton.light import light_launch
 from dynaxx.kernels.triton.native_config import KeyTiles
 from dynaxx.kernels.triton.native_items import Items
-from dynaxx.kernels.triton.native_union import block_rows, gather_rows, scatter_rows, softmax_step
+from dynaxx.kernels.triton.native_rows import block_rows, gather_rows, scatter_rows, softmax_step
 from dynaxx.layout.native import NativeSpans
 
 RUNTIME_SIZES = ["blocks", "heads", "slots", "keys", "group_size", "heads_per_kv", "first_entry", "queries"]

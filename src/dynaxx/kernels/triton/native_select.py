@@ -22,8 +22,8 @@ from dynaxx.kernels.triton import native_config
 from dynaxx.kernels.triton.config import padded
 from dynaxx.kernels.triton.launch import positive_scale, unit_stride
 from dynaxx.kernels.triton.light import light_launch
+from dynaxx.kernels.triton.native_rows import block_rows, gather_rows, weights_of
 from dynaxx.kernels.triton.native_top import strides_per, top_blocks
-from dynaxx.kernels.triton.native_union import block_rows, gather_rows, weights_of
 from dynaxx.layout.native import NativeSpans
 
 SCORE_BYTES = 256 << 20  # of scores held at once
