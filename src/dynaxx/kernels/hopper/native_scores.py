@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Scores of selection blocks for Hopper, in Gluon: one producer warp and a few consumers.
 
-A program takes one unit of work after the other: 64 queries of one selection head and some compressed tokens, 128 of each
+A program takes one unit of work after the other: 64 queries of a selection head and some compressed tokens, 128 of each
 consumer. The producer brings the rows of one q head of the group after the other, and lse with them; a consumer sums
 the weights exp(q @ k_cmp - lse) of its tokens in registers, then pools tokens to blocks while the others go on.
 Consumers multiply in turn, or all would multiply at once and then all take exponentials at once. Names and results as
