@@ -53,6 +53,10 @@ def print_calls(tokens: int, backend: str) -> None:
             lambda: module.attention_backward(do, dlse, q, k, v, out, lse, layout, 0.1), 100
         ),
     }
+    rule = dx.SlidingWindow(256) | dx.TopK(0.1)
+    choose = lambda: dx.select_blocks(q, k, rule, block_size=128)
+    times["blocks chosen"] = host_us(choose)
+    times["blocks chosen, forward over them"] = host_us(lambda: dx.sparse_attention(q, k, v, choose(), backend=backend))
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     both = lambda: torch.autograd.grad(dx.sparse_attention(q, k, v, layout, backend=backend), (q, k, v), do)
     times["forward, with autograd"] = host_us(lambda: dx.sparse_attention(q, k, v, layout, backend=backend))

@@ -198,3 +198,32 @@ def test_another_device_than_the_current_one(backend):
     for _ in range(2):
         found = both_ways(*(x.to("cuda:1") for x in (q, k, v)), there, backend)
         assert_same([x.to("cuda:0") for x in found], expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_layouts_of_one_form(backend):
+    """Choices over the same shapes share what is kept; none runs with another one's blocks, budget, or batch."""
+    rules = [dx.Sink(64) | dx.TopK(2), dx.Sink(64) | dx.TopK(3), dx.Sink(64) | dx.TopK((1, 3, 2, 5))]
+    results = []
+    for seed in range(5):
+        q, k, v = inputs(seed)
+        for rule in rules:
+            layout = dx.select_blocks(q, k, rule, block_size=64)
+            results.append(((q, k, v), layout, both_ways(q, k, v, layout, backend)))
+        both = [torch.cat([x, x.flip(1)]) for x in (q, k, v)]
+        layout = dx.select_blocks(*both[:2], rules[0], block_size=64)
+        results.append((both, layout, both_ways(*both, layout, backend)))
+    assert len({layout.form for _, layout, _ in results}) == 4
+    for batch, layout, found in results:
+        alone = dx.BlockLayout(
+            300,
+            300,
+            (64, 64),
+            layout.kv_indptr,
+            layout.kv_num_partial,
+            layout.kv_indices,
+            layout.kv_masks,
+            layout.masks,
+        )
+        assert alone.form is None
+        assert_same(found, both_ways(*batch, alone, backend))

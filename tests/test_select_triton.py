@@ -241,6 +241,27 @@ def test_int8_scores_in_the_interpreter():
 
 @gpu
 @on_gpu
+def test_choices_again_are_those_of_their_own_queries_and_keys():
+    """From the third choice of one form on its launches alone are made again: with the numbers of that call."""
+    torch.manual_seed(0)
+    rules = [dx.Sink(16) | dx.TopK(0.1), dx.Sink(16) | dx.TopK(0.3), dx.Sink(16) | dx.TopK((0.1, 0.2, 0.3, 1.0))]
+    rules += [dx.TopK(2, dx.MinMax()), dx.TopK(3, dx.LastQueryProbe(16)), dx.TopP(0.8), dx.TopK(3, dx.MeanPool(16))]
+    for attempt in range(5):
+        seqlen = 999 if attempt == 3 else 1000
+        q, k = torch.randint(-2, 3, (2, seqlen, 4, 64)).float(), torch.randint(-2, 3, (2, seqlen, 2, 64)).float()
+        q, k = q + torch.randn_like(q), k + torch.randn_like(k)
+        for rule in rules:
+            found = dx.select_blocks(q.cuda(), k.cuda(), rule, block_size=64)
+            expected = dx.select_blocks(q.cpu(), k.cpu(), rule, block_size=64)
+            rows_of = lambda layout: torch.zeros(8 * layout.q_blocks, layout.kv_blocks).index_put_(
+                tuple(x.cpu() for x in layout.entries()[:2]), torch.ones(())
+            )
+            differing = (rows_of(found.validate()) != rows_of(expected)).any(-1).float().mean().item()
+            assert differing < 0.02, f"{rule}, attempt {attempt}: {differing:.1%} of the rows differ"
+
+
+@gpu
+@on_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_int8_scores(dtype):
     more = [(3000, 3500, True, (128, 128), (8, 2, 128)), (900, 900, True, (64, 64), (7, 1, 256))]

@@ -6,7 +6,7 @@ indices whose rows hold the partial blocks first and the full blocks after them,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -103,6 +103,11 @@ class BlockLayout:
         if bool((counts.diff(dim=-1) >= 0).all()):
             return None
         return counts.argsort(dim=-1, descending=True, stable=True).to(torch.int32)
+
+    @property
+    def form(self) -> Hashable | None:
+        """Common to layouts that were chosen alike on a GPU: their tensors differ in addresses and numbers alone."""
+        return vars(self).get("_form")
 
     @property
     def host(self) -> BlockLayout | None:

@@ -1,12 +1,14 @@
-"""What the host knows of a layout that it made and copied to a GPU, so that nothing is read back for it.
+"""What the host knows of a layout on a GPU, so that nothing is read back for it, or computed twice.
 
-It is kept with the layout's tensors: a compiler takes a layout apart and passes only those on.
+Of one that it made and copied there, it is kept with the layout's tensors: a compiler takes a layout apart and passes
+only those on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -14,6 +16,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 if TYPE_CHECKING:
     from dynaxx.layout.block_layout import BlockLayout
+
+
+MOST_FORMS = 1024  # of which anything is kept
 
 
 class Origin(NamedTuple):
@@ -39,6 +44,32 @@ def recall(layout: BlockLayout, kv_indptr: Tensor) -> None:
     known: Origin | None = _origins.get(kv_indptr)
     if known is not None and known.state == _state(layout):
         vars(layout).update(kv_order=known.order, _on_host=known.host)
+
+
+def chosen_alike(layout: BlockLayout, form: Hashable) -> BlockLayout:
+    """Say that a layout has a `BlockLayout.form`, and no order of rows but their own; return it."""
+    vars(layout).update(_form=form, kv_order=None)
+    return layout
+
+
+class KeptWithLayouts:
+    """What is computed from layouts: a dict for all of one form, or for each one that has none, as long as it lives."""
+
+    def __init__(self) -> None:
+        self._of_one: WeakKeyDictionary[BlockLayout, dict[Any, Any]] = WeakKeyDictionary()
+        self._of_form: dict[Hashable, dict[Any, Any]] = {}
+
+    def of(self, layout: BlockLayout) -> dict[Any, Any]:
+        """The dict of a layout, empty at first."""
+        form = layout.form
+        kept = self._of_one.get(layout) if form is None else self._of_form.get(form)
+        if kept is not None:
+            return kept
+        if form is None:
+            return self._of_one.setdefault(layout, {})
+        if len(self._of_form) >= MOST_FORMS:
+            self._of_form.clear()
+        return self._of_form.setdefault(form, {})
 
 
 def times_written(x: Tensor) -> int:

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
-from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,7 +16,8 @@ from dynaxx.arguments import typed
 from dynaxx.errors import UnsupportedInputError
 from dynaxx.kernels.problem import AttentionProblem
 from dynaxx.layout import BlockLayout, PackedLayout
-from dynaxx.ops.checks import check_inputs, check_layout, check_packed
+from dynaxx.layout.origin import KeptWithLayouts
+from dynaxx.ops.checks import check_inputs, check_layout, check_packed, check_values
 
 MOST_CHOICES = 64  # kept per layout
 BACKENDS = ("hopper", "triton", "cpu", "reference")  # in the order that "auto" prefers
@@ -84,16 +84,17 @@ def backend_for(
 ) -> tuple[str, bool]:
     """Check the inputs of a call and choose its backend; and whether a gradient will be asked for.
 
-    What was found is kept with the layout, as long as that lives: a call whose tensors have the same shapes, dtypes and
-    devices asks for nothing else. Raises as `check_inputs` and `choose_backend`.
+    What was found is kept with the layout, or its form: a call whose tensors have the same shapes, dtypes and devices
+    asks for nothing else. Raises as `check_inputs` and `choose_backend`.
     """
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     tensors = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device)
-    known = _chosen.get(layout) if isinstance(layout, BlockLayout) else None
-    if known is None:
+    if not isinstance(layout, BlockLayout):
         check_layout(layout)
-        known = _chosen.setdefault(layout, {})
+    known = _chosen.of(layout)
     name = known.get((*tensors, softcap, backend, needs_grad))
+    if name is not None and layout.form is not None:
+        check_values(layout)
     if name is None:
         name = choose_backend(check_inputs(q, k, v, layout, softcap=softcap), backend)
         if len(known) < MOST_CHOICES:
@@ -101,7 +102,7 @@ def backend_for(
     return name, needs_grad
 
 
-_chosen: WeakKeyDictionary[BlockLayout, dict[tuple[Any, ...], str]] = WeakKeyDictionary()
+_chosen = KeptWithLayouts()
 
 
 def score_options(softcap: float | None) -> dict[str, float]:

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import importlib.util
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dynaxx.layout import BlockGrid, BlockLayout
+from dynaxx.layout.forms import Form, form_of
 from dynaxx.layout.making import running_sum
+from dynaxx.layout.origin import chosen_alike
 from dynaxx.patterns.base import Pattern
 from dynaxx.selection.groups import heads_alike
-from dynaxx.selection.scorers.base import pieces
+from dynaxx.selection.scorers.base import Scorer, pieces
 from dynaxx.selection.static import static_part
 
 if TYPE_CHECKING:
-    from dynaxx.kernels.triton.select import ChoiceRule, StaticEntries
+    from dynaxx.kernels.triton.select import ChoiceRule
+    from dynaxx.kernels.triton.select_row import StaticEntries
     from dynaxx.selection.base import Selector
 
 BYTES_PER_SCORE = 12  # scores, their product and its contiguous copy, fp32 each
@@ -40,63 +43,102 @@ def serves(q: Tensor, grid: BlockGrid, selector: Selector) -> bool:
     )
 
 
+class Given(NamedTuple):
+    """What a choice has beside q and k, as `replayed` takes it: rules that differ in their budgets have one form."""
+
+    scorer: Scorer
+    alike: int  # so many neighbouring heads choose together
+    grid: BlockGrid
+    rule: ChoiceRule
+    static: StaticEntries
+    form: Form
+    tensors: tuple[Tensor, ...]
+
+    @property
+    def k(self) -> Tensor:
+        """A tensor on the device."""
+        return self.rule.amounts
+
+
 def select_on_device(
     q: Tensor, k: Tensor, pattern: Pattern | None, selector: Selector, grid: BlockGrid, scale: float, memory_budget: int
 ) -> BlockLayout:
     """As `select_blocks`, for what `serves` accepts."""
-    from dynaxx.kernels.triton.select import choose_rows, emit_entries
+    from dynaxx.kernels.triton.replay import replayed
+    from dynaxx.kernels.triton.select_entries import emit_entries
 
     batch, q_heads = q.shape[0], q.shape[2]
-    static, rule = _static_entries(pattern, grid, q.device), _rule(selector, q_heads, q.device)
+    given = _given(pattern, selector, grid, q_heads, k.shape[2], q.device)
     capacity = batch * _most_entries(pattern, selector, grid, q_heads)
     if capacity > MAX_ENTRIES:
         raise ValueError(
             f"`rule` may visit {capacity} blocks, more than a layout of int32 offsets holds; "
             "use larger blocks, a smaller budget, or fewer heads or batch entries at a time"
         )
-    score_rows = selector.scorer.prepare(q, k, grid, scale, memory_budget=max(1, memory_budget // 2))
-    alike = heads_alike(selector, q_heads, k.shape[2])
-    serves_heads = 1 if rule.amounts.numel() > 1 else alike
-    shape = (batch, q_heads // serves_heads, grid.q_blocks)
-    bits = torch.empty(*shape, -(-grid.kv_blocks // 32), dtype=torch.int32, device=q.device)
-    counts = torch.empty(batch, q_heads, 1 + grid.q_blocks, dtype=torch.int32, device=q.device)
-    partial = torch.empty(batch, q_heads, grid.q_blocks, dtype=torch.int32, device=q.device)
-    row_bytes = BYTES_PER_SCORE * batch * q_heads * grid.kv_blocks
-    for start, stop in pieces(grid.q_blocks, row_bytes, max(1, memory_budget // 2)):
-        choose_rows(score_rows(start, stop).float(), start, grid, rule, alike, static, bits, counts, partial)
+    if BYTES_PER_SCORE * batch * q_heads * grid.kv_blocks * grid.q_blocks <= memory_budget // 2:
+        bits, counts, partials = replayed(_choose, given, (q, k), scale, memory_budget)
+    else:  # a replay would hold the scores of all rows
+        bits, counts, partials = _choose(given, q, k, scale, memory_budget)
     kv_indptr = running_sum(counts)
-    kv_indices, kv_masks = emit_entries(bits, kv_indptr, grid, static, capacity)
-    return BlockLayout(
+    kv_indices, kv_masks = emit_entries(bits, kv_indptr, grid, given.static, capacity)
+    layout = BlockLayout(
         seqlen_q=grid.seqlen_q,
         seqlen_k=grid.seqlen_k,
         block_size=grid.block_size,
         kv_indptr=kv_indptr,
-        kv_num_partial=partial,
+        kv_num_partial=partials,
         kv_indices=kv_indices,
         kv_masks=kv_masks,
-        masks=static.masks,
+        masks=given.static.masks,
     )
+    return chosen_alike(layout, form_of((), given.form, batch, q_heads, capacity))
+
+
+def _choose(given: Given, q: Tensor, k: Tensor, scale: float, memory_budget: int) -> tuple[Tensor, Tensor, Tensor]:
+    """As `choose_rows` writes them for all rows: bits, counts, partial ones."""
+    from dynaxx.kernels.triton.select import choose_rows
+
+    scorer, alike, grid, rule, static = given[:5]
+    batch, q_heads = q.shape[0], q.shape[2]
+    score_rows = scorer.prepare(q, k, grid, scale, memory_budget=max(1, memory_budget // 2))
+    serves_heads = 1 if rule.amounts.numel() > 1 else alike
+    shape = (batch, q_heads // serves_heads, grid.q_blocks)
+    bits = torch.empty(*shape, -(-grid.kv_blocks // 32), dtype=torch.int32, device=q.device)
+    counts = torch.empty(batch, q_heads, 1 + grid.q_blocks, dtype=torch.int32, device=q.device)
+    partials = torch.empty(batch, q_heads, grid.q_blocks, dtype=torch.int32, device=q.device)
+    row_bytes = BYTES_PER_SCORE * batch * q_heads * grid.kv_blocks
+    for start, stop in pieces(grid.q_blocks, row_bytes, max(1, memory_budget // 2)):
+        choose_rows(score_rows(start, stop).float(), start, grid, rule, alike, static, bits, counts, partials)
+    return bits, counts, partials
+
+
+@lru_cache(maxsize=256)
+def _given(
+    pattern: Pattern | None, selector: Selector, grid: BlockGrid, q_heads: int, kv_heads: int, device: torch.device
+) -> Given:
+    from dynaxx.kernels.triton.select import ChoiceRule
+
+    static, choice = _static_entries(pattern, grid, device), selector.choice(q_heads)
+    assert choice is not None, "`serves` asked before"
+    amounts = torch.tensor(choice.amounts, dtype=torch.float32, device=device)
+    rule = ChoiceRule(choice.mode, amounts, choice.shares, choice.floor)
+    alike = heads_alike(selector, q_heads, kv_heads)
+    kind = choice.mode, choice.shares, choice.floor, len(choice.amounts) > 1
+    form = form_of((), device, pattern, selector.scorer, *kind, alike, grid)
+    of_pattern = () if static.layout is None else (static.codes, static.layout.kv_indptr, static.layout.kv_indices)
+    tensors = (amounts, static.same_as_causal, *of_pattern)
+    return Given(selector.scorer, alike, grid, rule, static, form, tensors)
 
 
 @lru_cache(maxsize=64)
 def _static_entries(pattern: Pattern | None, grid: BlockGrid, device: torch.device) -> StaticEntries:
-    from dynaxx.kernels.triton.select import StaticEntries
+    from dynaxx.kernels.triton.select_row import StaticEntries
 
     part = static_part(pattern, grid)
     layout = None if part.layout is None else part.layout.to(device)
     return StaticEntries(
         layout, part.codes.int().to(device), part.same_as_causal.int().to(device), part.masks.to(device)
     )
-
-
-@lru_cache(maxsize=64)
-def _rule(selector: Selector, q_heads: int, device: torch.device) -> ChoiceRule:
-    from dynaxx.kernels.triton.select import ChoiceRule
-
-    choice = selector.choice(q_heads)
-    assert choice is not None, "`serves` asked before"
-    amounts = torch.tensor(choice.amounts, dtype=torch.float32, device=device)
-    return ChoiceRule(choice.mode, amounts, choice.shares, choice.floor)
 
 
 @lru_cache(maxsize=256)

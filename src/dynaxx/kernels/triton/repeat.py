@@ -2,14 +2,15 @@
 
 What the host computes for a kernel from a layout and from shapes costs more than a short call. It is done once, and
 kept with the layout as long as that lives: layers share a layout, training steps do, and so do requests of one length.
+Where each layer chooses its own, it is kept for all layouts of one form.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from triton.runtime import driver
 from dynaxx.kernels.triton.launch import rebased
 from dynaxx.kernels.triton.light import DESCRIPTORS, Launch, bind_context, direct, is_watched, run
 from dynaxx.layout import BlockLayout
+from dynaxx.layout.origin import KeptWithLayouts
 
 MOST_LAUNCHES = 64  # kept per layout
 
@@ -27,7 +29,7 @@ class Repeat(NamedTuple):
 
     start: Callable[[list[Any], int], None]  # of the arguments, on a device
     arguments: list[Any]  # as `start` takes them
-    owned: tuple[tuple[int, Tensor], ...]  # (position, which of the layout's tensors)
+    owned: tuple[tuple[int, Callable[[BlockLayout], Tensor]], ...]  # (position, which of the layout's tensors)
     pointers: tuple[tuple[int, int], ...]  # (position, which of the call's tensors)
     descriptors: tuple[tuple[int, int, Callable[[Tensor, int], Any]], ...]  # and of the tensor and address, its own
 
@@ -69,20 +71,18 @@ def repeated(
     if bits & 15 or is_watched():
         start(*given)
         return
-    kept = _kept.get(layout)
-    if kept is None:
-        kept = _kept[layout] = {}
+    kept: dict[Any, Repeat | None] = _kept.of(layout)
     known = kept.get(found := tuple(key))
     if known is None:
         launch = start(*given)
         if found in kept:
             kept[found] = None if launch is None else _repeat(launch, layout, tensors)
         elif len(kept) < MOST_LAUNCHES:
-            kept[found] = None  # a layout that was chosen from data may be used just once
+            kept[found] = None  # there may be no second call over this layout
         return
     arguments = known.arguments.copy()
-    for i, x in known.owned:
-        arguments[i] = x.data_ptr()
+    for i, of_layout in known.owned:
+        arguments[i] = of_layout(layout).data_ptr()
     for i, which in known.pointers:
         arguments[i] = addresses[which]
     for i, which, described in known.descriptors:
@@ -90,12 +90,12 @@ def repeated(
     known.start(arguments, device)
 
 
-_kept: WeakKeyDictionary[BlockLayout, dict[tuple[Any, ...], Repeat | None]] = WeakKeyDictionary()
+_kept = KeptWithLayouts()
 
 
 def _repeat(launch: Launch, layout: BlockLayout, tensors: tuple[Tensor, ...]) -> Repeat | None:
     """The launch with gaps; None where one cannot tell which tensor goes where, or it reads a copy of one."""
-    owned = {id(x) for x in _tensors_of(layout)}
+    owned = _tensors_of(layout)
     which = {id(x): i for i, x in enumerate(tensors)}
     if len(which) < len(tensors):
         return None
@@ -109,7 +109,7 @@ def _repeat(launch: Launch, layout: BlockLayout, tensors: tuple[Tensor, ...]) ->
         if isinstance(x, Tensor) and id(x) in which:
             pointers.append((at, which[id(x)]))
         elif isinstance(x, Tensor) and id(x) in owned:
-            own.append((at, x))
+            own.append((at, attrgetter(owned[id(x)])))
         elif type(x) in DESCRIPTORS and id(x.base) in which:
             if below is None:
                 descriptors.append((at, which[id(x.base)], partial(_rebased, rebased(x, None))))
@@ -128,7 +128,9 @@ def _rebased(template: Any, x: Tensor, address: int) -> Any:
     return rebased(template, x)
 
 
-def _tensors_of(layout: BlockLayout) -> list[Any]:
-    """All that a layout keeps alive."""
-    parts = [vars(layout), vars(layout.masks), *([vars(layout.transposed)] if "transposed" in vars(layout) else [])]
-    return [x for part in parts for x in part.values()]
+def _tensors_of(layout: BlockLayout) -> dict[int, str]:
+    """By identity, how to get the tensors that a layout keeps alive."""
+    parts = {"": vars(layout), "masks.": vars(layout.masks)}
+    if "transposed" in vars(layout):
+        parts["transposed."] = vars(layout.transposed)
+    return {id(x): part + name for part, each in parts.items() for name, x in each.items()}

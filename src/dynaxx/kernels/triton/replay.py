@@ -1,16 +1,17 @@
-"""`replayed`: a call over a cache that allocates and launches is, with the same shapes, the same launches once more.
+"""`replayed`: a call that allocates and launches is, with the same shapes, the same launches once more.
 
-A decoding step is a few short kernels, and what the host computes for them from shapes takes longer than they run. It
-is done once: the second call is watched, and what it allocated and launched is kept, with gaps where tensors go. (The
-first may be the only one: a cache that grows has another shape at every step, with as many calls as there are layers.)
+A decoding step is a few short kernels, and so is a choice of blocks: what the host computes for them from shapes takes
+longer than they run. It is done once: the second call is watched, and what it allocated and launched is kept, with gaps
+where tensors go. (The first may be the only one: a cache that grows has another shape at every step, with as many calls
+as there are layers.)
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -28,7 +29,6 @@ from dynaxx.kernels.triton.light import (
     watching,
 )
 from dynaxx.kernels.triton.support import interpreted
-from dynaxx.layout.paging import PagedCache
 
 MOST_CALLS = 1024  # kept
 ALIGNMENT = 256  # bytes, of what is allocated together
@@ -36,7 +36,23 @@ ALIGNMENT = 256  # bytes, of what is allocated together
 Call = Callable[..., tuple[Tensor, ...]]
 
 
-def replayed(call: Call, cache: PagedCache, tensors: tuple[Tensor | None, ...], *settings: Any) -> Any:
+class Held(Protocol):
+    """What stays from call to call, beside the tensors that each brings: a cache, or a rule made ready."""
+
+    @property
+    def k(self) -> Tensor:
+        """One of its tensors, on the device."""
+
+    @property
+    def form(self) -> Hashable:
+        """The same where all is the same that launches depend on, but addresses and numbers in tensors."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that a call reads."""
+
+
+def replayed(call: Call, cache: Held, tensors: tuple[Tensor | None, ...], *settings: Any) -> Any:
     """`call(cache, *tensors, *settings)`; with the same shapes again, only its launches.
 
     Args:
@@ -108,7 +124,7 @@ _kept: dict[tuple[Any, ...], Replay] = {}
 def _watched(
     key: tuple[Any, ...],
     call: Call,
-    cache: PagedCache,
+    cache: Held,
     tensors: tuple[Tensor | None, ...],
     settings: tuple[Any, ...],
     addresses: list[int],

@@ -1,35 +1,39 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""Choosing blocks on the device: from scores to a `BlockLayout`'s tensors, without a sort and without the host.
+"""Choosing blocks on the device: from a row's scores to bits and counts, without a sort and without the host.
 
-One program per row of q blocks and choice, which may serve several heads. `_choose_kernel` finds the row's threshold by
-bisection between its least and its largest score, in the order of their bits, and writes the choice as bits with two
-counts per head; after a cumulative sum of the counts, `_emit_kernel` writes the row's entries where they belong. What a
-pattern shows anyway comes as a layout's row and is never chosen twice.
+One program per row of q blocks and choice, which may serve several heads, finds the row's threshold by bisection
+between its least and its largest score, in the order of their bits. What a pattern shows anyway is never chosen twice.
+Where the row's entries go, the running sum of the counts says (`select_entries.py`).
 
-Legend: R rows of q blocks, C kv blocks, W words of 32 blocks.
+Legend: B batch, H choices per batch entry, Hq q heads, R rows of q blocks, C kv blocks, W words of 32 blocks.
 """
 
-from functools import lru_cache
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from dynaxx.kernels.triton.light import light_launch
 from dynaxx.kernels.triton.primitives import ordered_bits
-from dynaxx.layout import BlockGrid, BlockLayout, ElementMasks
-from dynaxx.layout.masks import causal_code_terms
+from dynaxx.kernels.triton.select_row import (
+    EMPTY,
+    GRID_SIZES,
+    StaticEntries,
+    causal_code,
+    columns,
+    grid_arguments,
+    static_arguments,
+    static_row,
+    warps,
+)
+from dynaxx.layout import BlockGrid
 
-FULL = tl.constexpr(-1)
-EMPTY = tl.constexpr(-2)
 TOP_K = tl.constexpr(0)
 TOP_P = tl.constexpr(1)
 OF_MAX = tl.constexpr(2)
 OF_UNIFORM = tl.constexpr(3)
 MODES = {"top_k": 0, "top_p": 1, "of_max": 2, "of_uniform": 3}
-GRID_SIZES = ["seqlen_q", "seqlen_k", "q_blocks", "kv_blocks", "q_block", "kv_block", "first_distance", "shift"]
 
 
 class ChoiceRule(NamedTuple):
@@ -39,45 +43,6 @@ class ChoiceRule(NamedTuple):
     amounts: Tensor  # (q_heads | 1,) fp32: a number or share of blocks, a share of mass, or of the reference
     shares: bool  # top_k: whether amounts are shares of the visible blocks
     floor: int  # top_k: rows that see less get the share of so many
-
-
-class StaticEntries(NamedTuple):
-    """What a pattern shows, by row, and the masks it shares with causality."""
-
-    layout: BlockLayout | None  # of the pattern, on the device
-    codes: Tensor  # (nnz,) int32: its entries' codes in `masks`
-    same_as_causal: Tensor  # (len(masks) | 1,) int32: the causal mask that equals a mask, else EMPTY
-    masks: ElementMasks  # the causal masks, then the pattern's
-
-
-@triton.jit
-def _causal_code(distance, first, shift, q_block, kv_block, CAUSAL: tl.constexpr):
-    """`layout.masks.causal_codes` of blocks whose first query lies `distance` behind their first key."""
-    if CAUSAL:
-        code = (distance - first) >> shift  # by the step, a power of two; below zero only where nothing is visible
-        code = tl.where(distance >= kv_block - 1, FULL, code)
-        code = tl.where(distance <= -q_block, EMPTY, code)
-    else:
-        code = distance * 0 + FULL
-    return code
-
-
-@triton.jit
-def _static_row(
-    p_indptr, p_indices, p_codes, p_same, i_row, o_c, row_distance, first, shift, q_block, kv_block,
-    HAS_STATIC: tl.constexpr, CAUSAL: tl.constexpr,
-):  # fmt: skip
-    """Code that the pattern gives each block of a row [C], EMPTY where none, and whether that is all it can show."""
-    own = o_c * 0 + EMPTY * 2  # twice the code, and one where that is all
-    if HAS_STATIC:
-        for entry in range(tl.load(p_indptr + i_row), tl.load(p_indptr + i_row + 1)):
-            block = tl.load(p_indices + entry)
-            code = tl.load(p_codes + entry)
-            same = tl.load(p_same + tl.maximum(code, 0))
-            causal = _causal_code(row_distance - block * kv_block, first, shift, q_block, kv_block, CAUSAL)
-            covers = (code == FULL) | ((code >= 0) & (same == causal))
-            own = tl.where(o_c == block, code * 2 + covers.to(tl.int32), own)
-    return own >> 1, (own & 1) != 0
 
 
 @triton.jit
@@ -165,12 +130,12 @@ def _choose_kernel(
     i_row = (first_row + i_program % rows).to(tl.int32)
     o_c = tl.arange(0, BLOCK_C)
     row_distance = i_row * q_block + seqlen_k - seqlen_q
-    causal = _causal_code(row_distance - o_c * kv_block, first_distance, shift, q_block, kv_block, CAUSAL)
+    causal = causal_code(row_distance - o_c * kv_block, first_distance, shift, q_block, kv_block, CAUSAL)
     last = tl.minimum(i_row * q_block + q_block, seqlen_q) - 1 + seqlen_k - seqlen_q
     visible = kv_blocks
     if CAUSAL:
         visible = tl.where(last < 0, 0, tl.minimum(last // kv_block + 1, kv_blocks))
-    own, covered = _static_row(
+    own, covered = static_row(
         p_indptr, p_indices, p_codes, p_same, i_row, o_c, row_distance, first_distance, shift, q_block, kv_block,
         HAS_STATIC, CAUSAL,
     )  # fmt: skip
@@ -218,54 +183,6 @@ def _choose_kernel(
     tl.store(p_bits + (i_bh * q_blocks + i_row) * num_words + o_w, words, mask=o_w < num_words)
 
 
-@light_launch
-@triton.jit(do_not_specialize=["capacity", "serves", *GRID_SIZES])
-def _emit_kernel(
-    p_bits,
-    p_row_indptr,  # (B, Hq, R + 1) int32: where each row's entries go
-    p_indptr,
-    p_indices,
-    p_codes,
-    p_same,
-    p_out_indices,  # (capacity,) int32
-    p_out_codes,
-    capacity,
-    serves,
-    seqlen_q,
-    seqlen_k,
-    q_blocks,
-    kv_blocks,
-    q_block,
-    kv_block,
-    first_distance,
-    shift,
-    HAS_STATIC: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    i_choice = tl.program_id(0).to(tl.int64)
-    i_row = (i_choice % q_blocks).to(tl.int32)
-    o_c = tl.arange(0, BLOCK_C)
-    row_distance = i_row * q_block + seqlen_k - seqlen_q
-    own, _ = _static_row(
-        p_indptr, p_indices, p_codes, p_same, i_row, o_c, row_distance, first_distance, shift, q_block, kv_block,
-        HAS_STATIC, CAUSAL,
-    )  # fmt: skip
-    num_words = (kv_blocks + 31) // 32
-    word = tl.load(p_bits + i_choice * num_words + o_c // 32, mask=o_c < kv_blocks, other=0)
-    causal = _causal_code(row_distance - o_c * kv_block, first_distance, shift, q_block, kv_block, CAUSAL)
-    code = tl.where(((word >> (o_c % 32)) & 1) != 0, causal, own)
-    partial = (code >= 0).to(tl.int32)
-    full = (code == FULL).to(tl.int32)
-    slot = tl.where(partial == 1, tl.cumsum(partial, 0) - 1, tl.sum(partial, 0) + tl.cumsum(full, 0) - 1)
-    i_bh = i_choice // q_blocks
-    for i_head in range(i_bh * serves, i_bh * serves + serves):
-        start = tl.load(p_row_indptr + i_head * (q_blocks + 1) + i_row)
-        kept = (code != EMPTY) & (start + slot < capacity)
-        tl.store(p_out_indices + start + slot, o_c, mask=kept)
-        tl.store(p_out_codes + start + slot, code, mask=kept)
-
-
 def choose_rows(
     scores: Tensor,
     first_row: int,
@@ -287,11 +204,11 @@ def choose_rows(
         partial: (B, Hq, R) int32, written: how many of them are partial.
     """
     (batch, q_heads, rows, _), choices = scores.shape, bits.shape[1]
-    block_c = _columns(grid.kv_blocks)
+    block_c = columns(grid.kv_blocks)
     _choose_kernel[(batch * choices * rows,)](
         scores.contiguous(),
         rule.amounts,
-        *_static_arguments(static, counts),
+        *static_arguments(static, counts),
         bits,
         counts,
         partial,
@@ -301,72 +218,11 @@ def choose_rows(
         serves=q_heads // choices,
         amount_stride=1 if rule.amounts.numel() > 1 else 0,
         floor=rule.floor,
-        **_grid_arguments(grid),
+        **grid_arguments(grid),
         MODE=MODES[rule.mode],
         SHARES=rule.shares,
         ALIKE=alike,
         HAS_STATIC=static.layout is not None,
         BLOCK_C=block_c,
-        num_warps=_warps(block_c),
+        num_warps=warps(block_c),
     )
-
-
-def emit_entries(
-    bits: Tensor, kv_indptr: Tensor, grid: BlockGrid, static: StaticEntries, capacity: int
-) -> tuple[Tensor, Tensor]:
-    """Write the entries of a layout: (kv_indices, kv_masks), each (capacity,) int32.
-
-    Args:
-        bits: (B, H, R, W) int32, the chosen blocks; H divides Hq.
-        kv_indptr: (B, Hq, R + 1) int32, where each row's entries go, the pattern's included.
-    """
-    indices = torch.empty(capacity, dtype=torch.int32, device=bits.device)
-    codes = torch.empty_like(indices)
-    block_c = _columns(grid.kv_blocks)
-    batch, choices = bits.shape[:2]
-    _emit_kernel[(batch * choices * grid.q_blocks,)](
-        bits,
-        kv_indptr,
-        *_static_arguments(static, kv_indptr),
-        indices,
-        codes,
-        capacity=capacity,
-        serves=kv_indptr.shape[1] // choices,
-        **_grid_arguments(grid),
-        HAS_STATIC=static.layout is not None,
-        BLOCK_C=block_c,
-        num_warps=_warps(block_c),
-    )
-    return indices, codes
-
-
-def _columns(kv_blocks: int) -> int:
-    return max(32, 1 << (kv_blocks - 1).bit_length())
-
-
-def _warps(block_c: int) -> int:
-    """Warps of a row. H200, 1,024 blocks: four choose for 131k tokens in 194 us, one in 237."""
-    return min(16, max(1, block_c // 256))
-
-
-def _static_arguments(static: StaticEntries, anything: Tensor) -> tuple[Tensor, ...]:
-    if static.layout is None:
-        return anything, anything, anything, static.same_as_causal
-    return static.layout.kv_indptr, static.layout.kv_indices, static.codes, static.same_as_causal
-
-
-@lru_cache(maxsize=64)
-def _grid_arguments(grid: BlockGrid) -> dict[str, int | bool]:
-    first, step = causal_code_terms(grid)
-    q_block, kv_block = grid.block_size
-    return {
-        "seqlen_q": grid.seqlen_q,
-        "seqlen_k": grid.seqlen_k,
-        "q_blocks": grid.q_blocks,
-        "kv_blocks": grid.kv_blocks,
-        "q_block": q_block,
-        "kv_block": kv_block,
-        "first_distance": first,
-        "shift": step.bit_length() - 1,
-        "CAUSAL": grid.causal,
-    }
