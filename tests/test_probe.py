@@ -174,6 +174,9 @@ class LateClock:
     def seconds(self, start, end):
         return 0.5
 
+    def release(self, *marks):
+        pass
+
 
 def test_what_the_device_has_not_done_is_read_later(telemetry, monkeypatch):
     monkeypatch.setattr(probe_module, "clock_of", lambda device: LateClock())

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict, deque
 from typing import Any, Protocol
 
 import torch
+
+MOST_FREE = 256  # events kept per device
 
 
 class Clock(Protocol):
@@ -20,6 +23,9 @@ class Clock(Protocol):
     def seconds(self, start: Any, end: Any) -> float:
         """Time between two marks that are ready."""
 
+    def release(self, *marks: Any) -> None:
+        """Say that nobody asks for these marks again."""
+
 
 class HostClock:
     """The CPU's own clock, which never goes back."""
@@ -33,15 +39,22 @@ class HostClock:
     def seconds(self, start: float, end: float) -> float:
         return end - start
 
+    def release(self, *marks: float) -> None:
+        pass
+
 
 class CudaClock:
-    """Events on the stream of one GPU that was current when the clock was made."""
+    """Events on the stream of one GPU that was current when the clock was made; those released are taken again."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.current_stream(device)
+        self._free = _FREE[self._stream.device_index]
 
     def mark(self) -> Any:
-        event = torch.cuda.Event(enable_timing=True)
+        try:
+            event = self._free.pop()
+        except IndexError:
+            event = torch.cuda.Event(enable_timing=True)
         event.record(self._stream)
         return event
 
@@ -51,7 +64,11 @@ class CudaClock:
     def seconds(self, start: Any, end: Any) -> float:
         return start.elapsed_time(end) / 1e3
 
+    def release(self, *marks: Any) -> None:
+        self._free.extend(marks)
 
+
+_FREE: defaultdict[int, deque[Any]] = defaultdict(lambda: deque(maxlen=MOST_FREE))  # events, by device
 _HOST = HostClock()
 
 

@@ -250,4 +250,5 @@ class RequestTimer:
     def record(self, numbers: Recorder) -> None:
         assert self._clock is not None, "only timed passes are kept"
         seconds = self._clock.seconds(self._started, self._ended)
+        self._clock.release(self._started, self._ended)
         numbers.observe("dynaxx_request_seconds", seconds, route=self._route)
