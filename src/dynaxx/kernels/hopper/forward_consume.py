@@ -115,8 +115,6 @@ def _consume_steps(
     acc_layout: gl.constexpr = acc.type.layout
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
     if FREE:
-        if not CHECKED:
-            row_max = gl.where(row_max == -float("inf"), 0.0, row_max)
         base = gl.zeros([ROWS, 4], gl.float32, WORD_LAYOUT)
         base += gl.convert_layout(row_max, gl.SliceLayout(1, WORD_LAYOUT))[:, None]
     if not CHECKED:  # a step's wait for k lies under the exponentials of the step before
@@ -159,7 +157,7 @@ def _consume_steps(
         else:
             mbarrier.arrive(v_empty.index(before), count=ARRIVALS)
             acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc_layout))[:, None]
-    if FREE:
+    if FREE and CHECKED:
         row_max = gl.convert_layout(gl.max(base, 1), row_max.type.layout)
     return acc, row_max, row_sum, weights, seen
 
@@ -256,6 +254,7 @@ def _attend(
         True, True, Q_BLOCK, KV_BLOCK, STAGES, CONSUMERS,
     )  # fmt: skip
     if UNCHECKED:
+        row_max = gl.where(row_max == -float("inf"), 0.0, row_max)
         acc, row_max, row_sum, weights, seen = _consume_steps(
             acc, row_max, row_sum, weights, seen, q, k_buffers, v_buffers, k_full, k_empty, v_full, v_empty,
             step_numbers, scale_log2, cap_rate, first_row, p_bits, done + with_maxima, done + masked,

@@ -161,6 +161,9 @@ def _feed(
 
     slot = i_mine % SLOTS
     mbarrier.wait(q_empty.index(slot), ((i_mine // SLOTS) & 1) ^ 1)
+    for u in gl.static_range(CONSUMERS):
+        at = [i_b, i_h + u * STEP_HEADS, i_row * Q_BLOCK + u * STEP_ROWS, 0]
+        tma.async_copy_global_to_shared(q_desc, at, q_full.index(slot), q_buffers.index(slot * CONSUMERS + u))
     put(row_numbers, slot * ROW_FIELDS, i_row)
     put(row_numbers, slot * ROW_FIELDS + 1, steps)
     put(row_numbers, slot * ROW_FIELDS + 2, masked)
@@ -170,9 +173,6 @@ def _feed(
         put(row_numbers, slot * ROW_FIELDS + 5, gl.where(is_part, i_unit, -1))
     gl.thread_barrier()
     mbarrier.expect(q_full.index(slot), CONSUMERS * q_desc.block_type.nbytes)
-    for u in gl.static_range(CONSUMERS):
-        at = [i_b, i_h + u * STEP_HEADS, i_row * Q_BLOCK + u * STEP_ROWS, 0]
-        tma.async_copy_global_to_shared(q_desc, at, q_full.index(slot), q_buffers.index(slot * CONSUMERS + u))
 
     for i_step in range(steps):
         first_key = i_step % PIECES * STEP  # of the block
@@ -189,12 +189,13 @@ def _feed(
             block = gl.load(p_indices + entry, mask=known, other=0)
             keys += (gl.where(known, block * KV_BLOCK + first_key, seqlen_k),)
             entries += (gl.where(known, entry, -1),)
-        if i_step < masked:
+        mbarrier.wait(k_empty.index(stage), free)
+        _load_step(k_desc, k_buffers, k_full, stage, i_b, i_hk, keys, PARTS)
+        if i_step < masked:  # while k comes: bytes count before they are announced, too
             masks = ()
             for u in gl.static_range(BLOCKS):
                 code = gl.load(p_codes + entries[u], mask=entries[u] >= 0, other=-1)
                 masks += (band_of(p_bands, num_masks, code),)
-            mbarrier.wait(k_empty.index(stage), free)
             for u in gl.static_range(BLOCKS):
                 at_block = (stage * BLOCKS + u) * FIELDS
                 put(step_numbers, at_block, masks[u][0] + first_key)
@@ -202,10 +203,7 @@ def _feed(
                 put(step_numbers, at_block + 2, seqlen_k - keys[u])
                 put(step_numbers, at_block + 3, masks[u][2] * PIECES + i_step % PIECES)
             gl.thread_barrier()
-        else:
-            mbarrier.wait(k_empty.index(stage), free)
         mbarrier.expect(k_full.index(stage), BLOCKS * PARTS * k_desc.block_type.nbytes)
-        _load_step(k_desc, k_buffers, k_full, stage, i_b, i_hk, keys, PARTS)
         mbarrier.wait(v_empty.index(stage), free)
         mbarrier.expect(v_full.index(stage), BLOCKS * PARTS * v_desc.block_type.nbytes)
         _load_step(v_desc, v_buffers, v_full, stage, i_b, i_hk, keys, PARTS)
