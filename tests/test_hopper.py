@@ -264,6 +264,18 @@ def test_queries_that_see_nothing_of_several_masked_blocks(low, head_dim):
 
 @pytest.mark.gpu
 @on_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_queries_that_see_one_key(head_dim, dtype):
+    """In any step of their row: its weight is 1, exactly, or out and with it the gradients are off along all of v."""
+    q, k, v = make_qkv(1, 257, 257, 2, 1, head_dim, dtype=dtype, device="cuda")
+    for block_size in ((128, 128), (128, 64)):
+        for pattern in (dx.SlidingWindow(1), dx.Strided(150) & dx.SlidingWindow(151) & dx.LastQueries(140)):
+            check(q, k, v, pattern.layout(257, block_size=block_size, device="cuda"), f"{pattern} {block_size}")
+
+
+@pytest.mark.gpu
+@on_hopper
 def test_rows_of_nan_stay_alone():
     q, k, v = make_qkv(2, 200, 200, 2, 2, 64, dtype=torch.bfloat16, device="cuda")
     k[1], v[1] = torch.nan, torch.nan

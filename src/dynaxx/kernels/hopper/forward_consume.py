@@ -69,7 +69,7 @@ def _seen_of_block(
 
 @gluon.jit
 def _hide(scores, first_row, numbers, stage, p_bits, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr):
-    """-inf where masks or the end of the keys hide a pair, in the one or two blocks of a step; and what they leave."""
+    """-inf where masks or the end of the keys hide a pair, in the one or two blocks of a step."""
     STEP: gl.constexpr = scores.shape[1]
     if KV_BLOCK >= STEP:
         seen = _seen_of_block(first_row, numbers, stage * FIELDS, p_bits, STEP, Q_BLOCK, KV_BLOCK)
@@ -78,7 +78,7 @@ def _hide(scores, first_row, numbers, stage, p_bits, Q_BLOCK: gl.constexpr, KV_B
         left = _seen_of_block(first_row, numbers, at, p_bits, KV_BLOCK, Q_BLOCK, KV_BLOCK)
         right = _seen_of_block(first_row, numbers, at + FIELDS, p_bits, KV_BLOCK, Q_BLOCK, KV_BLOCK)
         seen = (left & 0xFFFF) | (right << 16)
-    return where_seen(scores, seen, -float("inf")), seen
+    return where_seen(scores, seen, -float("inf"))
 
 
 @gluon.jit
@@ -98,17 +98,16 @@ def _softmax_step(scores, row_max, row_sum, scale_log2, MASKED: gl.constexpr):
 
 @gluon.jit
 def _consume_steps(
-    acc, row_max, row_sum, weights, seen, q, k_buffers, v_buffers, k_full, k_empty, v_full, v_empty,
+    acc, row_max, row_sum, weights, q, k_buffers, v_buffers, k_full, k_empty, v_full, v_empty,
     numbers, scale_log2, cap_rate, first_row, p_bits, begin, end,
-    MASKED: gl.constexpr, MAXIMA: gl.constexpr,
-    Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+    MASKED: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
     """Steps begin..end of the program. Weights stay fp32 from step to step: bf16 would be unpacked and packed again.
 
-    Without MAXIMA, steps do not wait for them (`forward_growth`), nor threads for one another.
+    Full steps do not wait for maxima where they need none (`forward_growth`), nor threads for one another.
     """
-    FREE: gl.constexpr = not MAXIMA
-    CHECKED: gl.constexpr = MAXIMA or not unchecked(q.dtype)
+    FREE: gl.constexpr = not MASKED and without_maxima(CONSUMERS, q.shape[1], q.dtype)
+    CHECKED: gl.constexpr = not FREE or not unchecked(q.dtype)
     ARRIVALS: gl.constexpr = arrivals(CONSUMERS, q.shape[1], q.dtype)
     STEP: gl.constexpr = weights.shape[1]
     s_layout: gl.constexpr = weights.type.layout
@@ -132,8 +131,7 @@ def _consume_steps(
         acc_token = warpgroup_mma(p, _step_of(v_buffers, before, STEP, q.shape[1]), acc, is_async=True)
         scores = capped(warpgroup_mma_wait(1, deps=[s_token]), cap_rate)
         if MASKED:
-            scores, left = _hide(scores, first_row, numbers, stage, p_bits, Q_BLOCK, KV_BLOCK)
-            seen |= left
+            scores = _hide(scores, first_row, numbers, stage, p_bits, Q_BLOCK, KV_BLOCK)
         if FREE:
             mbarrier_arrive(k_empty.index(stage), increment_count=False)
             weights, sums = weights_relative_to(base, scores, scale_log2)
@@ -159,7 +157,7 @@ def _consume_steps(
             acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc_layout))[:, None]
     if FREE and CHECKED:
         row_max = gl.convert_layout(gl.max(base, 1), row_max.type.layout)
-    return acc, row_max, row_sum, weights, seen
+    return acc, row_max, row_sum, weights
 
 
 @gluon.jit
@@ -187,14 +185,14 @@ def consume(
                 all_units = gl.where(get(flags, 0) + get(flags, CONSUMERS - 1) > 0, all_units, 0)
             for _ in range(gl.program_id(0), all_units, gl.num_programs(0)):
                 done, lost = _attend(
-                    tensors, i_mine, done, lost, sweep == 1,
+                    tensors, i_mine, done, lost,
                     CONSUMER, CONSUMERS, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, HAS_PARTS,
                 )  # fmt: skip
                 i_mine += 1
     else:
         for i_unit in range(gl.program_id(0), all_units, gl.num_programs(0)):
             done, lost = _attend(
-                tensors, i_unit // gl.num_programs(0), done, lost, False,
+                tensors, i_unit // gl.num_programs(0), done, lost,
                 CONSUMER, CONSUMERS, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, HAS_PARTS,
             )  # fmt: skip
     tma.store_wait(0)
@@ -202,13 +200,13 @@ def consume(
 
 @gluon.jit
 def _attend(
-    tensors, i_mine, done, lost, again,
+    tensors, i_mine, done, lost,
     CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, STEP_ROWS: gl.constexpr, STEP_HEADS: gl.constexpr,
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, HAS_PARTS: gl.constexpr,
 ):  # fmt: skip
     """Attend with 64 rows of the unit of work number `i_mine` of this program; steps done, rows with lost weights.
 
-    Where weights are unchecked only the first step has a maximum, or every one, if the unit is done `again`.
+    Where weights are unchecked only masked steps have maxima, as all steps are of a unit that is done again.
     """
     (
         out_desc, p_out, q_buffers, k_buffers, v_buffers, row_numbers, step_numbers,
@@ -238,32 +236,24 @@ def _attend(
         tma.store_wait(0)  # of the row before, whose q buffer carried its result out
         mbarrier.arrive(q_empty.index(1 - slot), count=1, pred=i_mine > 0)
     scores = capped(warpgroup_mma_wait(0, deps=[s_token]), cap_rate)
-    scores, seen = _hide(scores, first_row, step_numbers, stage, p_bits, Q_BLOCK, KV_BLOCK)
+    scores = _hide(scores, first_row, step_numbers, stage, p_bits, Q_BLOCK, KV_BLOCK)
     mbarrier.arrive(k_empty.index(stage), count=arrivals(CONSUMERS, D, q.dtype))
     row_max = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, s_layout))
     row_sum = gl.zeros([ROWS, 4], gl.float32, WORD_LAYOUT)
     weights, row_max, row_sum, _ = _softmax_step(scores, row_max, row_sum, scale_log2, True)
     acc = gl.zeros([ROWS, D], gl.float32, acc_layout)
     UNCHECKED: gl.constexpr = unchecked(q.dtype)
-    with_maxima = masked
-    if UNCHECKED:
-        with_maxima = gl.where(again, steps, 1)
-    acc, row_max, row_sum, weights, seen = _consume_steps(
-        acc, row_max, row_sum, weights, seen, q, k_buffers, v_buffers, k_full, k_empty, v_full, v_empty,
-        step_numbers, scale_log2, cap_rate, first_row, p_bits, done + 1, done + with_maxima,
-        True, True, Q_BLOCK, KV_BLOCK, STAGES, CONSUMERS,
+    acc, row_max, row_sum, weights = _consume_steps(
+        acc, row_max, row_sum, weights, q, k_buffers, v_buffers, k_full, k_empty, v_full, v_empty,
+        step_numbers, scale_log2, cap_rate, first_row, p_bits, done + 1, done + masked,
+        True, Q_BLOCK, KV_BLOCK, STAGES, CONSUMERS,
     )  # fmt: skip
     if UNCHECKED:
         row_max = gl.where(row_max == -float("inf"), 0.0, row_max)
-        acc, row_max, row_sum, weights, seen = _consume_steps(
-            acc, row_max, row_sum, weights, seen, q, k_buffers, v_buffers, k_full, k_empty, v_full, v_empty,
-            step_numbers, scale_log2, cap_rate, first_row, p_bits, done + with_maxima, done + masked,
-            True, False, Q_BLOCK, KV_BLOCK, STAGES, CONSUMERS,
-        )  # fmt: skip
-    acc, row_max, row_sum, weights, seen = _consume_steps(
-        acc, row_max, row_sum, weights, seen, q, k_buffers, v_buffers, k_full, k_empty, v_full, v_empty,
+    acc, row_max, row_sum, weights = _consume_steps(
+        acc, row_max, row_sum, weights, q, k_buffers, v_buffers, k_full, k_empty, v_full, v_empty,
         step_numbers, scale_log2, cap_rate, first_row, p_bits, done + masked, done + steps,
-        False, not without_maxima(CONSUMERS, D, q.dtype), Q_BLOCK, KV_BLOCK, STAGES, CONSUMERS,
+        False, Q_BLOCK, KV_BLOCK, STAGES, CONSUMERS,
     )  # fmt: skip
     i_b = get(row_numbers, slot * ROW_FIELDS + 3)
     i_h = get(row_numbers, slot * ROW_FIELDS + 4) + CONSUMER * STEP_HEADS
@@ -279,8 +269,7 @@ def _attend(
     acc_token = warpgroup_mma(p, _step_of(v_buffers, last, STEP, D), acc, is_async=True)
     total = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, s_layout))
     if UNCHECKED:
-        sees = gl.convert_layout(gl.max((seen != 0).to(gl.int32), 1), gl.SliceLayout(1, s_layout)) + (steps - masked)
-        kept = (total > SMALLEST) & (total < LARGEST) | (sees == 0) | (steps == with_maxima)
+        kept = (total > SMALLEST) & (total < LARGEST) | (steps == masked)
         lost = gl.where(kept, lost, 1)
     empty = total == 0
     total = gl.where(empty, 1.0, total)

@@ -3,10 +3,13 @@
 
 It is where sums and weights are kept in range, and any number near the largest score serves.
 
-bf16 has the range of fp32, and weights far above 1 round as they would have. So only the first step of a row has a
-maximum, and nothing is asked until the row is done: its sum tells whether a weight was too large, some 44 nats above
-the scores of the first step, or all were too small. Units of work with such a row are done again, with maxima in every
-step.
+bf16 has the range of fp32, and weights far above 1 round as they would have. So only the masked steps of a row, which
+come first, have maxima, and of full ones nothing is asked until the row is done: its sum tells whether a weight was too
+large, some 44 nats above the scores of masked steps, or all were too small. Units of work with such a row are done
+again, with maxima in every step.
+
+Masked steps keep theirs because a query may see few keys in them, or one: its weight is 1 then, exactly. Any other
+weight is rounded for the product with v but not in the row's sum, and out would be off along all of v.
 
 fp16 has no such range. At head_dim 64 a thread's sum of a full step's weights tells whether they still fit: where one
 is above GROWN, a warp finds the maxima, makes the weights of its step once more and rescales what it has, behind a
