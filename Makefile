@@ -55,7 +55,7 @@ test: lint types .venv/model.stamp ## Lint, types and the whole test suite
 	@touch $@
 
 test-vllm: .venv-vllm/vllm.stamp ## Test the vLLM plugin in real engines on the CPU
-	.venv-vllm/bin/python -m pytest -m "slow or not slow" tests/test_paged.py tests/test_vllm.py
+	.venv-vllm/bin/python -m pytest -m "slow or not slow" tests/integrations/test_paged.py tests/integrations/test_vllm.py
 
 lint: .venv/dev.stamp ## Check style and format
 	$(BIN)/ruff check

@@ -13,7 +13,7 @@ import torch
 import transformers
 
 import dynaxx as dx
-from dynaxx.integrations.transformers import model_facts
+from dynaxx.integrations.transformers.apply_policy import model_facts
 
 PAGE_SIZE = 64
 

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from triton.testing import do_bench
 
 import dynaxx as dx
-from dynaxx.integrations.transformers import model_facts
+from dynaxx.integrations.transformers.apply_policy import model_facts
 from dynaxx.lab.machine import need_gpu
 from dynaxx.policy import Policy, Rule
 

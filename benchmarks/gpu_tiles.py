@@ -7,8 +7,8 @@ import itertools
 import torch
 from triton.testing import do_bench
 
-from dynaxx.kernels.triton import config
-from dynaxx.lab.bench_gpu_work import Workload
+from dynaxx.kernels.triton.attention import config
+from dynaxx.lab.bench.gpu_workloads import Workload
 from dynaxx.lab.machine import need_gpu
 
 CANDIDATES = {

@@ -17,8 +17,8 @@ import time
 import torch
 
 import dynaxx as dx
-from dynaxx.integrations.background import Background
-from dynaxx.integrations.guarding import LADDER_EVERY, LiveGuard
+from dynaxx.integrations.runtime.background import Background
+from dynaxx.integrations.runtime.guarding import LADDER_EVERY, LiveGuard
 from dynaxx.policy import Guard, ModelFacts, Policy, Rule, resolve
 from dynaxx.telemetry import Recorder
 

@@ -21,8 +21,8 @@ from itertools import pairwise
 import torch
 
 from dynaxx.lab.machine import need_gpu
-from dynaxx.layout.native import NativeSizes, native_spans
-from dynaxx.ops.native import compress, native_sparse_attention
+from dynaxx.layout.nsa import NativeSizes, native_spans
+from dynaxx.ops.nsa import compress, native_sparse_attention
 from dynaxx.ops.selected import selected_attention
 from dynaxx.testing import make_qkv
 from dynaxx.testing.native import random_selected_case

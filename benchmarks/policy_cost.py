@@ -19,7 +19,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import dynaxx as dx
-from dynaxx.integrations.transformers import model_facts
+from dynaxx.integrations.transformers.apply_policy import model_facts
 from dynaxx.lab.machine import need_gpu
 
 RULE = dx.SlidingWindow(1024) | dx.Sink(128) | dx.TopK(0.1)

@@ -12,7 +12,7 @@ import time
 import torch
 
 import dynaxx as dx
-from dynaxx.lab.attention_capture import visit_attention
+from dynaxx.lab.analyze.capture import visit_attention
 from dynaxx.lab.models import load_model
 from dynaxx.lab.texts import encode, load_text
 

@@ -28,11 +28,11 @@ from typing import Any
 import torch
 
 import dynaxx as dx
-from dynaxx.integrations.handle import Handle
-from dynaxx.integrations.transformers import full_attention_layers, model_facts
+from dynaxx.integrations.transformers.apply_policy import full_attention_layers, model_facts
+from dynaxx.integrations.transformers.handle import Handle
 from dynaxx.lab.models import LoadedModel, load_model
-from dynaxx.lab.retune import record
 from dynaxx.lab.texts import load_text
+from dynaxx.lab.tune.retune import record
 from dynaxx.policy import Policy, policy_text, save_policy
 from dynaxx.telemetry import recorder
 

@@ -83,7 +83,7 @@ RULE = dx.Sink(4) | dx.SlidingWindow(256) | dx.TopK(0.05)
 
 def under_a_policy(model, ids, block_size, sample_rate):
     """A prefill of a model under a policy."""
-    from dynaxx.integrations.transformers import model_facts
+    from dynaxx.integrations.transformers.apply_policy import model_facts
     from dynaxx.policy import Policy, Rule
 
     policy = Policy(model=model_facts(model), rules=(Rule.of(RULE),), block_size=block_size, dense_below=512)

@@ -25,7 +25,7 @@ def measure(arguments):
 
     from vllm import LLM, SamplingParams
 
-    from dynaxx.integrations.vllm import status, switch
+    from dynaxx.integrations.vllm.plugin import status, switch
 
     llm = LLM(
         arguments.model,

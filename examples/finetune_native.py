@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from native_trainer import cannot_write, check_finite, load, make_folder, save
 
-import dynaxx.integrations.native  # registers the model with transformers
+import dynaxx.integrations.transformers.nsa_llama  # registers the model with transformers
 from dynaxx.lab.files import write_text
 from dynaxx.lab.models import LoadedModel, load_model, save_model
 from dynaxx.lab.texts import load_text, split_text
@@ -92,7 +92,7 @@ def run(args):
         model, tokenizer = load_model(args.model, device=device)
     except ValueError as error:
         raise SystemExit(str(error)) from None
-    if not isinstance(model, dynaxx.integrations.native.NativeLlamaForCausalLM):
+    if not isinstance(model, dynaxx.integrations.transformers.nsa_llama.NativeLlamaForCausalLM):
         raise SystemExit(f"{args.model} is not a native sparse model; make one with `dynaxx convert`")
     train, held_out = (sequences(tokenizer, part, args.context) for part in split_text(text))
     held_out, least = held_out[: args.eval_sequences], model.config.sizes.slc_count

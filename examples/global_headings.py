@@ -12,7 +12,7 @@ import argparse
 import torch
 
 import dynaxx as dx
-from dynaxx.integrations.transformers import model_facts
+from dynaxx.integrations.transformers.apply_policy import model_facts
 from dynaxx.lab.models import load_model
 from dynaxx.lab.texts import pydoc_text
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 
 import dynaxx as dx
-from dynaxx.integrations.handle import Handle
-from dynaxx.integrations.transformers import model_facts
+from dynaxx.integrations.transformers.apply_policy import model_facts
+from dynaxx.integrations.transformers.handle import Handle
 from dynaxx.lab.models import load_model
-from dynaxx.lab.retune import record, retune
 from dynaxx.lab.texts import pydoc_text
+from dynaxx.lab.tune.retune import record, retune
 from dynaxx.policy import load_profile, save_policy
 from dynaxx.telemetry import recorder
 

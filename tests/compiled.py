@@ -15,8 +15,9 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from dynaxx.kernels.triton import config, launch
-from dynaxx.kernels.triton.light import LightLaunch
+from dynaxx.kernels.gpu.runtime import arguments as launch
+from dynaxx.kernels.gpu.runtime.launcher import LightLaunch
+from dynaxx.kernels.triton.attention import config
 
 SHARED_MEMORY = 232448  # bytes that a program may use on an H100 or H200
 

@@ -48,7 +48,7 @@ def main():
         request = json.load(file)
     llm = make(request["model"], **request.get("engine", {}))
     answer = generate(llm, request["prompts"], request["max_tokens"])
-    from dynaxx.integrations.vllm import status
+    from dynaxx.integrations.vllm.plugin import status
 
     answer["status"] = status()
     if request.get("engine", {}).get("tensor_parallel_size", 1) > 1:

@@ -62,7 +62,7 @@ def attention(backend: str) -> None:
 
 def hopper() -> None:
     """`attention`, the other head_dims, and a backward in one pass, which so few keys would not take by themselves."""
-    from dynaxx.kernels.hopper import backward
+    from dynaxx.kernels.hopper.attention import backward
 
     attention("hopper")
     for head_dim in (128, 256):

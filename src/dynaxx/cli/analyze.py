@@ -62,7 +62,7 @@ def analyze(
         chosen = {"layers": numbers("--layers", layers) or None, "heads": numbers("--heads", heads) or None}
         sample = tool("texts").split_text(read_text(text)).calibration
         loaded = load(model, device, dtype, progress)
-        found = tool("analyze").analyze(
+        found = tool("analyze.run").analyze(
             *loaded,
             sample,
             tokens=tokens,
@@ -74,11 +74,11 @@ def analyze(
         document = document_of(found)
         files = [tool("files").write_json(out / "analysis.json", document)]
         if bertviz:
-            tool("bertviz_view").write_bertviz(*loaded, sample[:BERTVIZ_CHARS], bertviz)
+            tool("analyze.bertviz_view").write_bertviz(*loaded, sample[:BERTVIZ_CHARS], bertviz)
             files.append(bertviz)
         summary = summary_of(found)
         if reuse > 1:
-            costs = tool("reuse").measure_reuse(
+            costs = tool("tune.reuse").measure_reuse(
                 *loaded, sample, reuse=reuse, tokens=tokens, block_size=block_size, seed=seed, progress=progress
             )
             files.append(tool("files").write_json(out / "reuse.json", costs.to_dict()))

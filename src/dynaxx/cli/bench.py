@@ -61,7 +61,7 @@ def bench(
     with running(as_json, threads, seed) as finish:
         if suite is Suite.cpu and (peers or plot):
             raise typer.BadParameter("--peers and --plot are of --suite gpu")
-        lab = tool(f"bench_{suite}")
+        lab = tool(f"bench.{suite}")
         device_of("cuda" if suite is Suite.gpu else "cpu")
         check_targets(out, plot)
         try:

@@ -36,8 +36,8 @@ def convert(
     """Make a native sparse model from a dense Llama.
 
     To fine-tune: its weights are the same, and its gates begin close to dense attention. DIR holds what transformers'
-    from_pretrained reads after `import dynaxx.integrations.native`; it must not be there yet, and appears when it is
-    whole.
+    from_pretrained reads after `import dynaxx.integrations.transformers.nsa_llama`; it must not be there yet, and
+    appears when it is whole.
 
     \b
     Examples:
@@ -47,14 +47,14 @@ def convert(
     with running(as_json) as finish:
         if not 0 < dense_gate < 1:
             raise ValueError(f"--dense-gate must be between 0 and 1, got {dense_gate}")
-        sizes = tool("native", "layout").NativeSizes(
+        sizes = tool("nsa", "layout").NativeSizes(
             cmp_block=min(32, slc_block),
             cmp_stride=min(16, slc_block),
             slc_block=slc_block,
             slc_count=slc_count,
             window=window,
         )
-        native, models, rest = tool("native", "integrations"), tool("models"), (1 - dense_gate) / 2
+        native, models, rest = tool("transformers.nsa_llama", "integrations"), tool("models"), (1 - dense_gate) / 2
         with tool("files").new_folder(out) as folder:
             dense, tokenizer = load(model, "cpu", dtype, progress_of(quiet))
             gates = rest, dense_gate, rest

@@ -60,7 +60,7 @@ def doctor(
     """
     with running(as_json, threads) as finish:
         if fuzz or fuzz_cases is not None or fuzz_seed is not None:
-            result = tool("fuzz").fuzz(
+            result = tool("doctor.fuzz").fuzz(
                 seconds("--fuzz", fuzz),
                 seed=seed if fuzz_seed is None else fuzz_seed,
                 cases=fuzz_cases if fuzz_seed is None else 1,
@@ -72,7 +72,7 @@ def doctor(
             return
         if isas:
             raise ValueError("--isa needs --fuzz, --fuzz-cases or --fuzz-seed beside it")
-        found = tool("doctor").diagnose(
+        found = tool("doctor.run").diagnose(
             q_heads=q_heads,
             kv_heads=kv_heads,
             head_dim=head_dim,

@@ -51,7 +51,7 @@ def profile(
       dynaxx profile smollm2 --lengths 4096 --trace trace.json
     """
     with running(as_json, threads, seed) as finish:
-        lab, progress = tool("profile"), progress_of(quiet)
+        lab, progress = tool("profile.run"), progress_of(quiet)
         check_targets(out and out / "profile.json", trace)
         sample, asked = read_text(text), numbers("--lengths", lengths)
         loaded = load(model, device, dtype, progress)

@@ -24,7 +24,7 @@ def report(
     with running(as_json) as finish:
         if not run_dir.is_dir():
             raise ValueError(f"DIR must be a folder with results of dynaxx tune or others, got {run_dir}")
-        maker = tool("report")
+        maker = tool("report.run")
         if not any((run_dir / file).exists() for file in maker.FILES.values()):
             raise ValueError(f"{run_dir} holds no results to report; dynaxx tune MODEL --out {run_dir} writes them")
         path = maker.write_report(run_dir)

@@ -64,7 +64,7 @@ def retune(
         old = policies.load_policy(policy)
         statistics = policies.load_profile(stats) if stats else None
         sample, asked = read_text(text) if model else "", numbers("--lengths", lengths)
-        found = tool("retune").retune(
+        found = tool("tune.retune").retune(
             old,
             statistics=statistics,
             loaded=load(model, device, dtype, progress) if model else None,

@@ -81,7 +81,7 @@ def tool(name: str, room: str = "lab") -> Any:
             raise ImportError(f"this version of dynaxx has no `{name}`") from error
         extra = next((extra for extra, names in EXTRAS.items() if missing in names), "")
         fix = f"'dynaxx[{extra}]'" if extra else missing
-        raise ImportError(f"`dynaxx {name}` needs {missing}: pip install {fix}") from error
+        raise ImportError(f"`dynaxx {name.split('.')[0]}` needs {missing}: pip install {fix}") from error
 
 
 def load(model: str, device: str, dtype: Dtype, progress: Any) -> LoadedModel:

@@ -83,7 +83,7 @@ def tune(
       dynaxx tune smollm2 --out run --no-profile --no-analysis
     """
     with running(as_json, threads, seed, resumes=resume) as finish:
-        pipeline, progress = tool("pipeline"), progress_of(quiet)
+        pipeline, progress = tool("tune.pipeline"), progress_of(quiet)
         check_targets(out / "run.json", out / "policy.json", out / "report.html")
         source = read_text(text)
         plan = pipeline.Plan(

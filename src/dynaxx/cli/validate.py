@@ -50,7 +50,7 @@ def validate(
     """
     with running(as_json, threads, seed) as finish:
         chosen = importlib.import_module("dynaxx.policy").load_policy(policy)
-        lab, progress = tool("validate"), progress_of(quiet)
+        lab, progress = tool("validate.run"), progress_of(quiet)
         check_targets(out / "validation.json")
         sample, asked = read_text(text), numbers("--lengths", lengths)
         loaded = load(model, device, dtype, progress)

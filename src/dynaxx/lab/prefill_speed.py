@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.lab.machine import synchronize
-from dynaxx.lab.validation_result import SpeedRow
+from dynaxx.lab.validate.result import SpeedRow
 
 FEWEST_PAIRS, MOST_PAIRS = 3, 25  # timed dense-sparse pairs per length
 LEAST_SECONDS, MOST_SECONDS = 3.0, 15.0  # spent on them, at least, and while the policy looks too slow

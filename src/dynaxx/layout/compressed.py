@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.arguments import typed
-from dynaxx.layout.native import NativeSizes
+from dynaxx.layout.nsa import NativeSizes
 
 if TYPE_CHECKING:
     from dynaxx.layout.paging import PagedCache

@@ -1,6 +1,6 @@
 """Attention modules to train with: a static pattern, NSA, MoBA, InfLLM-V2. Thin."""
 
-from dynaxx.layout.native import NativeSizes
+from dynaxx.layout.nsa import NativeSizes
 from dynaxx.nn.cache import NativeCache
 from dynaxx.nn.compression import MeanCompression, MlpCompression, WeightedCompression
 from dynaxx.nn.moba import MixtureOfBlockAttention

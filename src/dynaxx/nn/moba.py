@@ -8,10 +8,10 @@ from torch import Tensor
 
 from dynaxx.arguments import typed
 from dynaxx.layout import CuSeqlens
-from dynaxx.layout.native import NativeSizes
+from dynaxx.layout.nsa import NativeSizes
 from dynaxx.nn.cache import NativeCache
 from dynaxx.nn.projection import ProjectedAttention
-from dynaxx.ops.native import compress, select_native
+from dynaxx.ops.nsa import compress, select_native
 from dynaxx.ops.packing import pack
 from dynaxx.ops.selected import attend_selected
 

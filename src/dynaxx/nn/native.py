@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from dynaxx.arguments import typed
 from dynaxx.layout import CuSeqlens
-from dynaxx.layout.native import NativeSizes
+from dynaxx.layout.nsa import NativeSizes
 from dynaxx.nn.cache import NativeCache
 from dynaxx.nn.compression import COMPRESSIONS, Compression, MlpCompression
 from dynaxx.nn.projection import ProjectedAttention
-from dynaxx.ops.native import compress, compression_windows, native_sparse_attention
-from dynaxx.ops.native_decode import native_decode
+from dynaxx.ops.nsa import compress, compression_windows, native_sparse_attention
+from dynaxx.ops.nsa_decode import native_decode
 
 EVEN_GATES = (0.5, 0.5, 0.5)  # to train from scratch
 DECODE_TOKENS = 8  # of a step that reads pages; more at once go as a prompt does

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynaxx.kernels.reference import native as definition
+from dynaxx.kernels.reference import nsa as definition
 from dynaxx.layout import BlockLayout, pack_layouts
-from dynaxx.layout.native import NativeSpans
+from dynaxx.layout.nsa import NativeSpans
 from dynaxx.ops.attention import sparse_attention
 from dynaxx.ops.dispatch import backend_for, load_backend
 from dynaxx.ops.once import first_derivative_only

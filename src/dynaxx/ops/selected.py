@@ -14,7 +14,7 @@ from torch import Tensor
 from dynaxx.arguments import typed
 from dynaxx.kernels.problem import AttentionProblem
 from dynaxx.kernels.scale import softmax_scale
-from dynaxx.layout.native import NativeSizes, NativeSpans
+from dynaxx.layout.nsa import NativeSizes, NativeSpans
 from dynaxx.layout.packed import CuSeqlens
 from dynaxx.ops.attention import SparseAttentionOutput
 from dynaxx.ops.dispatch import BACKENDS, first_that_serves, unsupported_reasons
@@ -72,10 +72,18 @@ def selected_attention(
     return SparseAttentionOutput(out, lse)
 
 
+_NSA_MODULES = {
+    "hopper": "dynaxx.kernels.hopper.nsa.operators",
+    "triton": "dynaxx.kernels.triton.nsa.operators",
+    "cpu": "dynaxx.kernels.cpu.nsa",
+    "reference": "dynaxx.kernels.reference.nsa",
+}
+
+
 @cache
 def native_module(name: str) -> ModuleType:
     """The module of a backend that holds the kernels of Native Sparse Attention."""
-    return importlib.import_module(f"dynaxx.kernels.{name}.native")
+    return importlib.import_module(_NSA_MODULES[name])
 
 
 def native_backend(q: Tensor, k: Tensor, v: Tensor, block_size: int, backend: str) -> str:

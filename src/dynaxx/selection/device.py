@@ -23,8 +23,8 @@ from dynaxx.selection.scorers.base import Scorer, pieces
 from dynaxx.selection.static import static_part
 
 if TYPE_CHECKING:
-    from dynaxx.kernels.triton.select import ChoiceRule
-    from dynaxx.kernels.triton.select_row import StaticEntries
+    from dynaxx.kernels.triton.selection.row import StaticEntries
+    from dynaxx.kernels.triton.selection.select import ChoiceRule
     from dynaxx.selection.base import Selector
 
 BYTES_PER_SCORE = 12  # scores, their product and its contiguous copy, fp32 each
@@ -64,8 +64,8 @@ def select_on_device(
     q: Tensor, k: Tensor, pattern: Pattern | None, selector: Selector, grid: BlockGrid, scale: float, memory_budget: int
 ) -> BlockLayout:
     """As `select_blocks`, for what `serves` accepts."""
-    from dynaxx.kernels.triton.replay import replayed
-    from dynaxx.kernels.triton.select_entries import emit_entries
+    from dynaxx.kernels.gpu.runtime.recorder import replayed
+    from dynaxx.kernels.triton.selection.entries import emit_entries
 
     batch, q_heads = q.shape[0], q.shape[2]
     given = _given(pattern, selector, grid, q_heads, k.shape[2], q.device)
@@ -96,7 +96,7 @@ def select_on_device(
 
 def _choose(given: Given, q: Tensor, k: Tensor, scale: float, memory_budget: int) -> tuple[Tensor, Tensor, Tensor]:
     """As `choose_rows` writes them for all rows: bits, counts, partial ones."""
-    from dynaxx.kernels.triton.select import choose_rows
+    from dynaxx.kernels.triton.selection.select import choose_rows
 
     scorer, alike, grid, rule, static = given[:5]
     batch, q_heads = q.shape[0], q.shape[2]
@@ -116,7 +116,7 @@ def _choose(given: Given, q: Tensor, k: Tensor, scale: float, memory_budget: int
 def _given(
     pattern: Pattern | None, selector: Selector, grid: BlockGrid, q_heads: int, kv_heads: int, device: torch.device
 ) -> Given:
-    from dynaxx.kernels.triton.select import ChoiceRule
+    from dynaxx.kernels.triton.selection.select import ChoiceRule
 
     static, choice = _static_entries(pattern, grid, device), selector.choice(q_heads)
     assert choice is not None, "`serves` asked before"
@@ -132,7 +132,7 @@ def _given(
 
 @lru_cache(maxsize=64)
 def _static_entries(pattern: Pattern | None, grid: BlockGrid, device: torch.device) -> StaticEntries:
-    from dynaxx.kernels.triton.select_row import StaticEntries
+    from dynaxx.kernels.triton.selection.row import StaticEntries
 
     part = static_part(pattern, grid)
     layout = None if part.layout is None else part.layout.to(device)

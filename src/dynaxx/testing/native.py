@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynaxx.kernels.reference.native import selected_mask
-from dynaxx.layout.native import NativeSizes, NativeSpans, native_spans
+from dynaxx.kernels.reference.nsa import selected_mask
+from dynaxx.layout.nsa import NativeSizes, NativeSpans, native_spans
 from dynaxx.ops.selected import selected_attention
 from dynaxx.testing.cases import make_qkv
 from dynaxx.testing.oracle import ErrorReport, check_forward, check_gradients

@@ -14,8 +14,8 @@ from dynaxx.kernels.hopper.support import unsupported_reasons
 __all__ = ["attention_backward", "attention_forward", "unsupported_reasons"]
 
 _SOURCES = {
-    "attention_forward": "dynaxx.kernels.hopper.forward",
-    "attention_backward": "dynaxx.kernels.hopper.backward",
+    "attention_forward": "dynaxx.kernels.hopper.attention.forward",
+    "attention_backward": "dynaxx.kernels.hopper.attention.backward",
 }
 
 

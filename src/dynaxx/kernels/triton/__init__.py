@@ -12,7 +12,7 @@ from dynaxx.kernels.triton.support import unsupported_reasons
 
 __all__ = ["attention_backward", "attention_forward", "unsupported_reasons"]
 
-_SOURCES = {"attention_forward": "forward", "attention_backward": "backward"}
+_SOURCES = {"attention_forward": "attention.forward", "attention_backward": "attention.backward"}
 
 
 def __getattr__(name: str) -> Any:

@@ -61,7 +61,7 @@ def per_kv_head(queries: Tensor, keys: Tensor) -> Tensor:
 def reduce_blocks(x: Tensor, size: int, reduce: Reduce, memory_budget: int) -> Tensor:
     """(B, N, H, D) -> (B, H, ceil(N / size), D) fp32, `reduce` over each `size` tokens, the last over what is left."""
     if reduce in _KERNELS and pools_in_kernels(x):
-        from dynaxx.kernels.triton.pool import pool_blocks
+        from dynaxx.kernels.triton.selection.pool import pool_blocks
 
         return pool_blocks(x, size, _KERNELS[reduce])
     batch, tokens, heads, dim = x.shape

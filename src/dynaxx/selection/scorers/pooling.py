@@ -58,7 +58,7 @@ def mean_tiles(
     def vectors(first: int, last: int) -> Tensor:
         some = x[:, first * size : last * size]
         if size > 1 and pools_in_kernels(x):
-            from dynaxx.kernels.triton.pool import pool_blocks
+            from dynaxx.kernels.triton.selection.pool import pool_blocks
 
             return pool_blocks(some, size, "mean", scale, dtype)
         means = pooled(some, size, memory_budget)

@@ -29,7 +29,7 @@ class LastQueryProbe(Scorer):
         self, q: Tensor, k: Tensor, grid: BlockGrid, scale: float, *, memory_budget: int = MEMORY_BUDGET
     ) -> ScoreRows:
         if q.is_cuda and grid.q_blocks and grid.kv_blocks and find_spec("triton") is not None:
-            from dynaxx.kernels.triton.probe_lines import line_scores, probe_lines
+            from dynaxx.kernels.triton.selection.probe_lines import line_scores, probe_lines
 
             vertical, diagonal = probe_lines(q[:, -self.queries :].to(k.dtype), k, grid, scale)
             return lambda start, stop: line_scores(vertical, diagonal, start, stop, grid)

@@ -73,10 +73,10 @@ class MeanQuery(Scorer):
         queries = mean_tiles(q, grid.block_size[0], memory_budget // 4, scale * self.sharpness, dtype).vectors
         if fused:
             if center is None:
-                from dynaxx.kernels.triton.query_scores import query_scores
+                from dynaxx.kernels.triton.selection.query_scores import query_scores
 
                 return lambda start, stop: query_scores(queries(start, stop), k, start, grid, candidates)
-            from dynaxx.kernels.triton.int8_scores import int8_scores, quantised_keys
+            from dynaxx.kernels.triton.selection.int8_scores import int8_scores, quantised_keys
 
             keys = quantised_keys(k, center, grid.block_size[1])
             return lambda start, stop: int8_scores(queries(start, stop), keys, start, grid, candidates)

@@ -62,7 +62,7 @@ class SimHash(Scorer):
     def _histograms(self, x: Tensor, size: int, planes: Tensor, center: Tensor, memory_budget: int) -> Tensor:
         """(B, N, H, D) -> (B, H, ceil(N / size), tables * 2 ** bits) fp32: tokens of each block in each bucket."""
         if x.is_cuda and find_spec("triton") is not None:
-            from dynaxx.kernels.triton.hash_counts import hash_counts
+            from dynaxx.kernels.triton.selection.hash_counts import hash_counts
 
             center = center.expand(x.shape[0], 1, *x.shape[2:])[:, 0]
             return hash_counts(x, size, planes, center, self.tables, self.bits)

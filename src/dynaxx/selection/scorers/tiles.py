@@ -128,7 +128,7 @@ def fused_rows(
         memory_budget: bytes for queries and notes, of a row at least.
         panel, parts, scale: as `tile_mass` takes them.
     """
-    from dynaxx.kernels.triton.tile_mass import tile_mass
+    from dynaxx.kernels.triton.selection.tile_mass import tile_mass
 
     q_parts = panel * grid.block_size[0] // sizes[0]
     note_bytes = NOTE_BYTES * queries.heads[0] * queries.heads[1] * grid.kv_blocks

@@ -1,0 +1,199 @@
+"""Longformer's attention on dynaxx: a window, and global tokens with projections of their own.
+
+A local query sees the keys of its window and the global keys; the query of a global token sees every key, through
+projections of its own. So the symmetric pattern is two problems. For the first, the global tokens are put in front of
+the sequence, wherever they stand in it: each row of blocks then visits its window and ceil(globals / block) blocks,
+and not one block for each global token.
+
+B batch, N tokens, G slots for global tokens (what the sequence with the most has, rounded up), H heads, D head_dim,
+E = H * D.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers.models.led.modeling_led import LEDEncoderSelfAttention
+from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
+
+from dynaxx.layout import BlockLayout
+from dynaxx.layout.hide import hide_keys
+from dynaxx.ops import merge_states, sparse_attention
+from dynaxx.patterns import Full, GlobalTokens, SlidingWindow
+
+if TYPE_CHECKING:
+    from dynaxx.integrations.encoders.attach import Shared
+
+BLOCK = 64  # tokens per block
+SLOTS = 16  # global slots come in multiples of that, so that layouts of other counts are found in the cache
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What the mask of a pass says of its tokens."""
+
+    masked: Tensor  # (B, N) bool: padding, which sees nothing and which nobody sees
+    special: Tensor  # (B, N) bool: masked or global, whose local result is not used
+    entry: Tensor  # (n,) int64: batch entry of each global token, in order
+    position: Tensor  # (n,) int64: where it stands
+    slot: Tensor  # (n,) int64: its number among the global tokens of its entry
+    slots: int  # G, 0 where no entry has a global token
+
+    @classmethod
+    def of(cls, mask: Tensor) -> Tokens:
+        """From transformers' (B, N) mask: negative for padding, 0 for local, positive for global tokens."""
+        masked, is_global = mask < 0, mask > 0
+        entry, position = is_global.nonzero(as_tuple=True)
+        slot = (is_global.cumsum(1) - 1)[entry, position]
+        most = int(is_global.sum(1).amax()) if mask.numel() else 0
+        return cls(masked, masked | is_global, entry, position, slot, -(-most // SLOTS) * SLOTS)
+
+    def gather(self, hidden: Tensor) -> Tensor:
+        """(B, N, E) -> (B, G, E), the global tokens of each entry; zeros in slots that are empty."""
+        slots = hidden.new_zeros(hidden.shape[0], self.slots, hidden.shape[2])
+        return slots.index_put((self.entry, self.slot), hidden[self.entry, self.position])
+
+    def slot_used(self) -> Tensor:
+        """(B, G) bool."""
+        used = self.masked.new_zeros(self.masked.shape[0], self.slots)
+        used[self.entry, self.slot] = True
+        return used
+
+    def window_layout(self, reach: int, slots: int) -> BlockLayout:
+        """Queries of the sequence on `slots` global keys and the keys of the sequence, `reach` to each side."""
+        seqlen = self.masked.shape[1]
+        rule = SlidingWindow((reach, reach)) | GlobalTokens(slots)
+        layout = rule.layout(seqlen, slots + seqlen, causal=False, block_size=BLOCK, device=self.masked.device)
+        return hide_keys(layout, torch.cat([self.slot_used()[:, :slots], ~self.special], dim=1))
+
+    def slots_layout(self) -> BlockLayout:
+        """Queries of the sequence on the global keys alone."""
+        layout = _full_layout(self.masked.shape[1], self.slots, self.masked.device)
+        return hide_keys(layout, self.slot_used())
+
+    def rows_layout(self, rows: int) -> BlockLayout:
+        """So many queries, each on all keys of the sequence."""
+        return hide_keys(_full_layout(rows, self.masked.shape[1], self.masked.device), ~self.masked)
+
+
+def _full_layout(seqlen_q: int, seqlen_k: int, device: torch.device) -> BlockLayout:
+    block_size = (16 if seqlen_q < BLOCK else BLOCK, BLOCK)
+    return Full().layout(seqlen_q, seqlen_k, causal=False, block_size=block_size, device=device)
+
+
+def _is_plain(linear: nn.Module) -> bool:
+    """Whether a call of it is its weight and bias and nothing else: no adapter, quantization, hook or offloading."""
+    hooks = (linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks, linear._backward_pre_hooks)
+    return type(linear) is nn.Linear and "forward" not in vars(linear) and not any(hooks)
+
+
+class _WindowAttention:
+    """The forward of `LongformerSelfAttention` and its like, for a subclass of one of them."""
+
+    dynaxx: Shared  # given by `encoders._sharing`
+
+    def forward(
+        self: Any,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        is_index_masked: Tensor | None = None,
+        is_index_global_attn: Tensor | None = None,
+        is_global_attn: bool | None = None,
+        output_attentions: bool = False,
+    ) -> tuple[Tensor, ...]:
+        """As the base class: (B, N, E) from hidden states (B, N, E) and the mask that `Tokens.of` reads, in a tuple."""
+        reason = self._dense_reason(attention_mask, output_attentions)
+        if reason is not None:
+            if not torch.compiler.is_compiling():
+                self.dynaxx.dense[reason] += 1
+            return super().forward(  # type: ignore[misc]
+                hidden_states,
+                attention_mask=attention_mask,
+                is_index_masked=is_index_masked,
+                is_index_global_attn=is_index_global_attn,
+                is_global_attn=is_global_attn,
+                output_attentions=output_attentions,
+            )
+        self.dynaxx.sparse += 1
+        assert attention_mask is not None, "without one there is a reason"
+        tokens = self._once(attention_mask, "tokens", lambda: Tokens.of(attention_mask))
+        out = self._local_rows(hidden_states, attention_mask, tokens)
+        out = out.masked_fill(tokens.special[:, :, None, None], 0.0)
+        if tokens.slots:
+            rows = self._global_rows(hidden_states, attention_mask, tokens)
+            out = out.index_put((tokens.entry, tokens.position), rows[tokens.entry, tokens.slot])
+        return (out.flatten(2),)
+
+    def _local_rows(self: Any, hidden: Tensor, mask: Tensor, tokens: Tokens) -> Tensor:
+        """(B, N, H, D): every token as if it were local."""
+        reach = self.one_sided_attn_window_size
+        q = self._heads(self.query(hidden))
+        if not tokens.slots or self.dynaxx.global_keys != "merged":
+            seen = torch.cat([tokens.gather(hidden), hidden], dim=1) if tokens.slots else hidden
+            layout = self._once(mask, reach, lambda: tokens.window_layout(reach, tokens.slots))
+            return sparse_attention(q, self._heads(self.key(seen)), self._heads(self.value(seen)), layout)
+        k, v = self._heads(self.key(hidden)), self._heads(self.value(hidden))
+        layout = self._once(mask, reach, lambda: tokens.window_layout(reach, 0))
+        near = sparse_attention(q, k, v, layout, return_lse=True)
+        layout = self._once(mask, "slots", tokens.slots_layout)
+        k, v = (tokens.gather(x.flatten(2)).unflatten(2, x.shape[2:]) for x in (k, v))
+        return merge_states([near, sparse_attention(q, k, v, layout, return_lse=True)]).out
+
+    def _global_rows(self: Any, hidden: Tensor, mask: Tensor, tokens: Tokens) -> Tensor:
+        """(B, G, H, D): the global tokens."""
+        q = self._heads(self.query_global(tokens.gather(hidden)))
+        few = 2 * tokens.slots * self.num_heads <= self.embed_dim
+        if few and hidden.is_cpu and _is_plain(self.key_global) and _is_plain(self.value_global):
+            return self._few_global_rows(q, hidden, mask, tokens)
+        k, v = self._heads(self.key_global(hidden)), self._heads(self.value_global(hidden))
+        layout = self._once(mask, "global rows", lambda: tokens.rows_layout(tokens.slots))
+        return sparse_attention(q, k, v, layout)
+
+    def _few_global_rows(self: Any, q: Tensor, hidden: Tensor, mask: Tensor, tokens: Tokens) -> Tensor:
+        """The same, without projecting the sequence: the projections of keys and values act on the few queries instead.
+
+        With k = W x + b, q . k = (W^T q) . x + q . b, whose last term is equal for all keys; and the weighted mean of
+        V x + c is V (mean of x) + c. So every head's queries attend to the hidden states themselves. With G * H queries
+        of E this costs G * H / E of the two projections.
+        """
+        heads = lambda linear: linear.weight.view(self.num_heads, self.head_dim, self.embed_dim)
+        absorbed = torch.einsum("bghd,hde->bghe", q, heads(self.key_global))
+        rows, states = absorbed.flatten(1, 2)[:, :, None].to(hidden.dtype), hidden[:, :, None]  # autocast may differ
+        layout = self._once(mask, "few global rows", lambda: tokens.rows_layout(rows.shape[1]))
+        mean = sparse_attention(rows, states, states, layout, scale=self.head_dim**-0.5)
+        out = torch.einsum("bghe,hde->bghd", mean.view_as(absorbed), heads(self.value_global))
+        if self.value_global.bias is not None:
+            out = out + self._heads(self.value_global.bias)
+        if self.key_global.bias is not None and self.key_global.bias.requires_grad:
+            out = out + 0.0 * self._heads(self.key_global.bias)  # its gradient is zero, not missing
+        return out.to(q.dtype)
+
+    def _heads(self: Any, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.num_heads, self.head_dim))
+
+    def _once(self: Any, mask: Tensor, key: Any, make: Any) -> Any:
+        return self.dynaxx.once_per_mask(mask, key, make)
+
+    def _dense_reason(self: Any, mask: Tensor | None, output_attentions: bool) -> str | None:
+        """Why the base class must serve; None if the kernels can."""
+        if torch.compiler.is_compiling() or getattr(self.config, "onnx_export", False):
+            return "compiled or exported"
+        if output_attentions:
+            return "output_attentions"
+        if self.training and self.dropout:
+            return "attention dropout"
+        return "no mask" if mask is None else None
+
+
+class WindowLongformer(_WindowAttention, LongformerSelfAttention):  # type: ignore[misc]
+    """`LongformerSelfAttention` on dynaxx."""
+
+
+class WindowLED(_WindowAttention, LEDEncoderSelfAttention):  # type: ignore[misc]
+    """`LEDEncoderSelfAttention` on dynaxx."""
+
+
+REPLACEMENTS = {LongformerSelfAttention: WindowLongformer, LEDEncoderSelfAttention: WindowLED}

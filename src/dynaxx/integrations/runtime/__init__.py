@@ -1,0 +1,1 @@
+"""What every engine adapter shares: paged layers, counting, guarding, background work."""

@@ -1,0 +1,73 @@
+"""Decoding steps over an engine's pages: summaries that live as long as the cache, and attention over chosen pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dynaxx.integrations.runtime.paged import Pages, Row, Sequences, paged_cache, query_places
+from dynaxx.integrations.transformers.decode import MOST_QUERIES
+from dynaxx.layout.paging import PagedCache, PageSummaries
+from dynaxx.ops.decode import sparse_decode, summarize_pages
+from dynaxx.policy.decode import DecodePlan
+
+
+class LivingSummaries:
+    """Summaries of one layer's pages, by physical page: a prefix that requests share is summarized once."""
+
+    def __init__(self) -> None:
+        self._summaries: PageSummaries | None = None
+        self._memory = 0  # where the pages lie that they are of
+
+    def update(self, pages: Pages, sequences: Sequences, bound: float) -> PageSummaries:
+        """Bring them up to date with the keys of a step, which are in the cache; all of them if they are new."""
+        known = self._summaries
+        if known is None or known.bound != bound or (self._memory, len(known.low)) != _place(pages):
+            known = summarize_pages(_every_page(pages), bound=bound).summaries
+            assert known is not None, "just made"
+            self._summaries, self._memory = known, pages.memory.data_ptr()
+            return known
+        steps = [row for row in sequences.rows if row.seqlen_q < MOST_QUERIES]
+        chunks = [[row] for row in sequences.rows if row.seqlen_q >= MOST_QUERIES]
+        for some in (steps, *chunks) if steps else chunks:
+            cache = paged_cache(pages, sequences, some, known)
+            summarize_pages(cache, new_tokens=max(row.seqlen_q for row in some))
+        return known
+
+
+def decode(
+    q: Tensor,
+    pages: Pages,
+    sequences: Sequences,
+    rows: Sequence[Row],
+    plan: DecodePlan,
+    summaries: PageSummaries | None,
+    scale: float,
+    out: Tensor,
+) -> None:
+    """Attend from a few queries of each row to the pages that the plan chooses; rows with as many queries together.
+
+    Args:
+        q: (tokens, q_heads, head_dim), all tokens of the step.
+        pages: with the keys of this step.
+        summaries: up to date; None where the plan reads everything.
+        out: as q; what belongs to `rows` is written.
+    """
+    for seqlen_q in sorted({row.seqlen_q for row in rows}):
+        some = [row for row in rows if row.seqlen_q == seqlen_q]
+        at = query_places(some, q.device)
+        out[at] = sparse_decode(q[at], paged_cache(pages, sequences, some, summaries), plan.budget, scale=scale)
+
+
+def _every_page(pages: Pages) -> PagedCache:
+    """The whole memory as one long sequence."""
+    count, device = len(pages.memory), pages.memory.device
+    used = torch.tensor([count * pages.page_size], dtype=torch.int32, device=device)
+    return pages.cache(used, torch.arange(count, dtype=torch.int32, device=device)[None])
+
+
+def _place(pages: Pages) -> tuple[int, int]:
+    """Where the memory lies, and how many pages it has."""
+    return pages.memory.data_ptr(), len(pages.memory)

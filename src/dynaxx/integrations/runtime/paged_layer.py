@@ -1,0 +1,206 @@
+"""One attention layer of a serving engine under a policy: which sequences of a step run sparse, and running them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from dynaxx.integrations.runtime.counts import Counts
+from dynaxx.integrations.runtime.paged import Pages, Row, Sequences, keys_and_values
+from dynaxx.integrations.runtime.paged_decode import LivingSummaries, decode
+from dynaxx.integrations.transformers.decode import is_step
+from dynaxx.integrations.transformers.forward_context import Deployed
+from dynaxx.layout import BlockLayout
+from dynaxx.layout.paging import PageSummaries
+from dynaxx.ops import sparse_attention
+from dynaxx.policy.guard import Level
+
+FALLBACKS = ("guard", "resting after failures")  # dense though a rule says sparse
+Watcher = Callable[[int, BlockLayout], None]
+
+
+class Split(NamedTuple):
+    """Which sequences of a step a layer runs sparse, and which dense, by reason."""
+
+    sparse: tuple[Row, ...]  # prompts and chunks of them
+    decode: tuple[Row, ...]  # sparse, too: a few queries over pages that are chosen
+    dense: tuple[Row, ...]
+    reasons: dict[str, int]
+
+    @property
+    def runs_sparse(self) -> bool:
+        """Whether any sequence does."""
+        return bool(self.sparse or self.decode)
+
+
+class Step:
+    """A step and what holds for it, decided once when it starts.
+
+    Attributes:
+        sequences: of the step.
+        deployed: the policy in force.
+        killed: whether the kill switch was engaged.
+    """
+
+    def __init__(self, sequences: Sequences, deployed: Deployed, *, killed: bool = False) -> None:
+        self.sequences = sequences
+        self.deployed = deployed
+        self.killed = killed
+        self._of_layer: dict[int, Split] = {}
+        self._made: dict[tuple[str, int | None, bool], Split] = {}
+
+    def with_page_table(self, page_table: Tensor) -> Step:
+        """The same step for layers whose pages lie elsewhere."""
+        sequences = Sequences(page_table, self.sequences.seqused_k, [], [])
+        sequences.rows = self.sequences.rows
+        other = Step(sequences, self.deployed, killed=self.killed)
+        other._of_layer, other._made = self._of_layer, self._made
+        return other
+
+    def split(self, layer: int) -> Split:
+        """Decide for each sequence by its own lengths alone, so that its neighbours in the batch change nothing."""
+        if layer not in self._of_layer:
+            plan = self.deployed.plans.get(layer)
+            key = (self._why_dense(layer), None if plan is None else plan.block_size[0], layer in self.deployed.decode)
+            if key not in self._made:
+                self._made[key] = self._split(*key)
+            self._of_layer[layer] = self._made[key]
+        return self._of_layer[layer]
+
+    def _why_dense(self, layer: int) -> str:
+        """Why all sequences are dense in a layer; "" if they need not be."""
+        deployed = self.deployed
+        if layer not in deployed.plans and layer not in deployed.decode:
+            return "no rule"
+        if self.killed:
+            return "kill switch"
+        if not deployed.policy.rollout.covers_layer(layer):
+            return "layer not in the rollout"
+        if deployed.guard is not None and layer in deployed.plans and deployed.guard.level(layer) == Level.DENSE:
+            return FALLBACKS[0]
+        return FALLBACKS[1] if deployed.breakers[layer].resting() else ""
+
+    def _split(self, whole: str, q_block: int | None, decodes: bool) -> Split:
+        sparse: list[Row] = []
+        decoding: list[Row] = []
+        dense: list[Row] = []
+        reasons = Counter[str]()
+        for row in self.sequences.rows:
+            steps = decodes and is_step(row.seqlen_q, row.seqlen_k)
+            reason = self._why_dense_row(row, q_block, steps) or whole
+            if reason:
+                dense.append(row)
+                reasons[reason] += 1
+            else:
+                (decoding if steps else sparse).append(row)
+        return Split(tuple(sparse), tuple(decoding), tuple(dense), dict(reasons))
+
+    def _why_dense_row(self, row: Row, q_block: int | None, decodes: bool) -> str:
+        policy = self.deployed.policy
+        if not decodes:
+            if row.seqlen_q == 1:
+                return "decode"
+            if q_block is None:
+                return "no rule"
+            if row.seqlen_q < q_block:
+                return "fewer queries than one block"
+        # The length of a sequence only grows, so one border is the policy's hysteresis.
+        below, start = policy.decode_borders if decodes else (policy.dense_below, policy.sparse_from)
+        if row.seqlen_k < (below if start is None else start):
+            return "below dense_below"
+        return "" if policy.rollout.covers_length(row.seqlen_k) else "length not in the rollout"
+
+
+class PagedLayer:
+    """One attention layer.
+
+    Args:
+        index: of the layer in the model.
+        scale: of the softmax.
+        counts: told what its calls did.
+        watchers: called with the layer and the layout of every sequence that runs sparse.
+    """
+
+    def __init__(self, index: int, scale: float, counts: Counts, watchers: Sequence[Watcher] = ()) -> None:
+        self.index = index
+        self.scale = scale
+        self.counts = counts
+        self.watchers = watchers
+        self._summaries = LivingSummaries()
+
+    def sparse(self, q: Tensor, pages: Pages, step: Step, out: Tensor) -> bool:
+        """Attend for the sequences of a step that run sparse, by the policy in force.
+
+        Args:
+            q: (tokens, q_heads, head_dim), all tokens of the step.
+            pages: of this layer, with the keys of this step.
+            out: as q; what belongs to sparse sequences is written.
+
+        Returns:
+            False if a kernel failed: then these sequences, too, are to run dense. It is counted and logged.
+        """
+        split, summaries = step.split(self.index), self._summarized(pages, step)
+        if not split.runs_sparse:
+            self._count_dense(split)
+            if FALLBACKS[0] in split.reasons:
+                self._sample_unseen(q, pages, step, max(split.dense, key=lambda row: row.seqlen_q))
+            return True
+        breaker = step.deployed.breakers[self.index]
+        try:
+            for row in split.sparse:
+                self._sparse_row(q, pages, step, row, out)
+            if split.decode:
+                plan = step.deployed.decode[self.index]
+                call = self.counts.decoding(self.index, q)
+                decode(q, pages, step.sequences, split.decode, plan, summaries, self.scale, out)
+                self.counts.decoded(call, q)
+        except Exception as error:  # whatever a kernel does, the request gets its answer
+            breaker.failed()
+            self.counts.failed(self.index, error, "prefill" if split.sparse else "decode")
+            return False
+        breaker.worked()
+        self.counts.sparse(self.index)
+        for reason, sequences in split.reasons.items():
+            self.counts.dense_sequences(self.index, reason, sequences)
+        return True
+
+    def _sparse_row(self, q: Tensor, pages: Pages, step: Step, row: Row, out: Tensor) -> None:
+        queries, guard, plan = q[None, row.tokens], step.deployed.guard, step.deployed.plans[self.index]
+        k, v = keys_and_values(pages, step.sequences.page_table[row.index], row.seqlen_k, q.dtype)
+        runs = plan if guard is None else guard.plan(self.index, plan)
+        call = self.counts.probe.start(self.index, queries)
+        layout = runs.layout(queries, k, scale=self.scale)
+        call.selected(layout)
+        found = sparse_attention(queries, k, v, layout, scale=self.scale)
+        call.done(k, v)
+        out[row.tokens] = found[0]
+        for watcher in self.watchers:
+            watcher(self.index, layout)
+        if guard is not None and guard.wants_call():
+            guard.take(self.index, queries, k, v, self.scale, plan, runs, found)
+
+    def _summarized(self, pages: Pages, step: Step) -> PageSummaries | None:
+        """What decoding needs to know of the pages: also of keys that dense sequences wrote, which others may share."""
+        plan = step.deployed.decode.get(self.index)
+        if plan is None or plan.budget.reads_everything:
+            return None
+        return self._summaries.update(pages, step.sequences, plan.budget.bound)
+
+    def _sample_unseen(self, q: Tensor, pages: Pages, step: Step, row: Row) -> None:
+        """Show the guard what would have run, so that it sees when that would be good again."""
+        guard = step.deployed.guard
+        if guard is not None and guard.wants_call():
+            k, v = keys_and_values(pages, step.sequences.page_table[row.index], row.seqlen_k, q.dtype)
+            plan = step.deployed.plans[self.index]
+            guard.take(self.index, q[None, row.tokens], k, v, self.scale, plan, None, None)
+
+    def _count_dense(self, split: Split) -> None:
+        if not split.reasons:
+            return
+        reason = max(split.reasons, key=split.reasons.__getitem__)
+        phase = "decode" if all(row.seqlen_q == 1 for row in split.dense) else "prefill"
+        count = self.counts.fallback if reason in FALLBACKS else self.counts.dense
+        count(self.index, reason, phase)

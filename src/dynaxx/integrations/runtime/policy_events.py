@@ -1,0 +1,55 @@
+"""What telemetry is told of a policy at work: which is in force, which was refused, whether the kill switch is on."""
+
+from __future__ import annotations
+
+import time
+
+from dynaxx.integrations.transformers.forward_context import Deployed
+from dynaxx.policy import policy_digest
+from dynaxx.telemetry import Recorder
+
+
+class Announcer:
+    """Tells the telemetry of one model or engine when something changes."""
+
+    def __init__(self, numbers: Recorder) -> None:
+        self._numbers = numbers
+        self._killed_by: str | None = None
+
+    def in_force(self, deployed: Deployed) -> None:
+        """A policy came into force."""
+        numbers, policy, guard = self._numbers, deployed.policy, deployed.guard
+        numbers.info("dynaxx_policy_info", version=str(policy.version), digest=policy_digest(policy))
+        numbers.set("dynaxx_policy_loaded_timestamp_seconds", time.time())
+        numbers.set("dynaxx_rollout_ratio", policy.rollout.share)
+        numbers.set("dynaxx_guard_level", 0 if guard is None else int(guard.worst))
+        self.unchanged()
+        numbers.event("policy_loaded")
+
+    def reloaded(self, deployed: Deployed) -> None:
+        """Another one took its place."""
+        self._numbers.add("dynaxx_policy_reloads_total", result="ok")
+        self.in_force(deployed)
+
+    def unchanged(self) -> None:
+        """The one in force is the newest."""
+        self._numbers.set("dynaxx_policy_stale", 0)
+
+    def refused(self, reason: str) -> None:
+        """A newer one cannot come into force."""
+        self._numbers.add("dynaxx_policy_reloads_total", result="failed")
+        self._numbers.set("dynaxx_policy_stale", 1)
+        self._numbers.event("policy_refused", reason=reason)
+
+    def removed(self) -> None:
+        """It was taken off."""
+        self._numbers.event("policy_removed")
+
+    def killed(self, by: str | None) -> bool:
+        """Whether the kill switch is engaged, and by what (`KillSwitch.engaged`)."""
+        if by != self._killed_by:
+            before, self._killed_by = self._killed_by, by
+            self._numbers.set("dynaxx_kill_switch", by is not None)
+            if (before is None) != (by is None):
+                self._numbers.event("kill_switch_off" if by is None else "kill_switch_on", reason=str(by or before))
+        return by is not None

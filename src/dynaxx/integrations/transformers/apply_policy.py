@@ -1,0 +1,126 @@
+"""Run a policy in a Hugging Face model: prefill sparse by the rules, all else exactly as before.
+
+Through transformers' `AttentionInterface` and `AttentionMaskInterface`. Masks are transformers' own, and they are the
+truth: a sparse layer shows what the mask shows and its layout keeps. What a rule does not cover goes to the attention
+that the model had, with the same arguments, and is counted by reason.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, overload
+
+from torch import nn
+
+from dynaxx.arguments import typed
+from dynaxx.errors import UnsupportedInputError
+from dynaxx.integrations.encoders import apply_to_encoder
+from dynaxx.integrations.encoders.attach import EncoderHandle
+from dynaxx.integrations.transformers.decoder import DENSE, NAME, Decoder, implementation, window_of
+from dynaxx.integrations.transformers.handle import Handle
+from dynaxx.integrations.transformers.layer import LAYERS, attention
+from dynaxx.policy import ModelFacts, Policy
+
+logger = logging.getLogger("dynaxx")
+
+
+@overload
+def apply(model: nn.Module, policy: Policy, *, name: str = "") -> Handle: ...
+
+
+@overload
+def apply(model: nn.Module, policy: None = None) -> EncoderHandle: ...
+
+
+@typed
+def apply(model: nn.Module, policy: Policy | None = None, *, name: str = "") -> Handle | EncoderHandle:
+    """Run a policy in a transformers model, in place.
+
+    Args:
+        model: a decoder of transformers >= 5.16 whose attention is "sdpa", in eval or training mode.
+        policy: for a model of this shape; see `load_policy`. None, and no name, for a model that is sparse by design:
+            Longformer, LED, BigBird, BigBirdPegasus; see `encoders.apply_to_encoder`.
+        name: of the model in metrics, `model_name`; if empty the one it was loaded by, of a path the last part alone,
+            or else its type.
+
+    Returns:
+        A handle; `handle.remove()` restores the model exactly. It is a context manager too.
+
+    Raises:
+        TypeError: not a policy, or nothing that can be a model.
+        ValueError: a policy is applied to the model already.
+        ImportError: the policy's rollout names a flag, and openfeature-sdk is not installed.
+        PolicyError: the policy was made for another model.
+        UnsupportedInputError: a model that cannot be served rightly; with the reasons.
+    """
+    if policy is None and not name:
+        return apply_to_encoder(model)
+    if not isinstance(policy, Policy):
+        raise TypeError(f"`policy` must be a Policy, got {type(policy).__name__}; read a file with load_policy")
+    interface, masks = _interfaces()
+    found = Decoder.of(model)
+    if any(module in LAYERS for module in found.layers.values()):
+        raise ValueError("`model` has a policy already; call remove() on its handle first")
+    found.check(policy)
+    _warn_if_measured_elsewhere(policy, model)
+    interface.register(NAME, attention)
+    masks.register(NAME, masks()[DENSE])
+    handle = Handle(policy, found, name)
+    try:
+        found.owner.set_attn_implementation(NAME)
+        escaped = [i for i, m in found.layers.items() if implementation(m) != NAME]
+        if escaped:
+            raise UnsupportedInputError(
+                f"{found.facts.model_type} with a policy",
+                {"transformers": [f"set_attn_implementation does not reach layers {escaped}: their config is a copy"]},
+            )
+    except BaseException:
+        handle.remove()
+        raise
+    return handle
+
+
+def model_facts(model: nn.Module) -> ModelFacts:
+    """What a policy for this model has to say about it.
+
+    Raises:
+        UnsupportedInputError: no decoder attention of transformers was found in it.
+    """
+    return Decoder.of(model).facts
+
+
+def attention_layers(model: nn.Module) -> dict[int, nn.Module]:
+    """The decoder's attention modules by layer index. Raises as `model_facts`."""
+    return dict(Decoder.of(model).layers)
+
+
+def full_attention_layers(model: nn.Module) -> list[int]:
+    """Layers that see the whole sequence, which a policy can make sparse; not those with a window of their own."""
+    return [index for index, module in Decoder.of(model).layers.items() if not window_of(module)]
+
+
+def _interfaces() -> tuple[Any, Any]:
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+    except ImportError as error:
+        raise UnsupportedInputError(
+            "a transformers model",
+            {"transformers": [f"{error}; install transformers >= 5.16, which has AttentionMaskInterface"]},
+        ) from error
+    taken = AttentionInterface().get(NAME)
+    if taken is not None and taken is not attention:
+        raise UnsupportedInputError(
+            "a transformers model", {"transformers": [f"{taken!r} is registered under our name {NAME!r}"]}
+        )
+    return AttentionInterface, AttentionMaskInterface
+
+
+def _warn_if_measured_elsewhere(policy: Policy, model: nn.Module) -> None:
+    device = next((parameter.device.type for parameter in model.parameters()), None)
+    if policy.measured_on is not None and device not in (None, policy.measured_on.device):
+        logger.warning(
+            "the policy's dense_below = %d tokens was measured on %s; the model is on %s: measure it again",
+            policy.dense_below,
+            policy.measured_on.device,
+            device,
+        )

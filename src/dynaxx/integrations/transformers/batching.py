@@ -1,0 +1,124 @@
+"""transformers' continuous batching (`generate_batch`, `ContinuousBatchingManager`) under a policy.
+
+It takes attention by a few names only, so for the length of a `with` block the model says "sdpa" and that name leads
+here: modules with a policy go their way, those of other models go on to transformers' own function. A step is one
+ragged batch of prompts, chunks of prompts and single tokens behind one another. Its cumulative lengths say which keys
+belong to which request, and each runs as it would alone: prompts by the prefill rules, single tokens by the decode
+rules over the pages of the cache.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from dynaxx.errors import UnsupportedInputError
+from dynaxx.integrations.transformers.batch_layer import BatchCall, for_attention
+from dynaxx.integrations.transformers.decoder import DENSE
+from dynaxx.integrations.transformers.forward_context import ARGUMENT, Pass
+from dynaxx.integrations.transformers.layer import LAYERS
+
+if TYPE_CHECKING:
+    from dynaxx.integrations.transformers.handle import Handle
+
+Attention = Callable[..., tuple[Tensor, None]]
+
+_lock = threading.Lock()
+_blocks = 0  # `with` blocks that are open
+_own: Attention | None = None  # transformers' function under the name that is taken meanwhile
+
+
+@contextmanager
+def continuous_batching(handle: Handle, owner: nn.Module) -> Iterator[None]:
+    """Let a model with a policy be served by transformers' continuous batching within the block.
+
+    Args:
+        owner: the model that the handle is of.
+
+    Raises:
+        UnsupportedInputError: a policy whose rules or rollout need to know requests apart, an older transformers.
+    """
+    policy = handle.policy
+    reasons = _other_transformers()
+    if policy.rollout.share < 1 or policy.rollout.flag is not None:
+        reasons.append("the rollout takes a share of the requests, and a step does not say whose tokens it holds")
+    if any(plan.needs_tokens for plan in handle.plans.values()):
+        reasons.append("rules by content need token ids, and a step holds those of many requests")
+    if reasons:
+        raise UnsupportedInputError("continuous batching with this policy", {"transformers": reasons})
+    _open()
+    before = owner.config._attn_implementation  # type: ignore[union-attr]
+    try:
+        owner.set_attn_implementation(DENSE)  # type: ignore[operator]
+        yield
+    finally:
+        if handle.attached:  # else the model has got its own attention back
+            owner.set_attn_implementation(before)  # type: ignore[operator]
+        _close()
+
+
+def ragged_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """What "sdpa" means while a block is open."""
+    layer, cache = LAYERS.get(module), kwargs.get("cache")
+    assert _own is not None, "registered only while a block is open"
+    if layer is None or cache is None or torch.compiler.is_compiling() or _captures(query):
+        kwargs.pop(ARGUMENT, None)
+        return _own(module, query, key, value, attention_mask, **kwargs)
+    del kwargs["cache"]
+    current: Pass = kwargs.pop(ARGUMENT, None) or layer.handle.unannounced_pass(layer.index)
+    if attention_mask is None:
+        key, value = cache.update(key_states=key, value_states=value, layer_idx=layer.index, kwargs=kwargs)
+        return layer.attend(current, module, query, key, value, None, for_attention(kwargs))
+    allocator = cache.layer_to_allocator[layer.index]
+    if allocator.index not in current.steps:
+        arguments = {**kwargs, "attention_mask": attention_mask}
+        memory = layer.handle.batches.of(allocator)
+        current.steps[allocator.index] = memory.open(allocator, arguments, current.deployed.decode)
+    call = BatchCall(layer, module, current, cache, allocator, query, key, value, kwargs)
+    return call.run(), None
+
+
+def _other_transformers() -> list[str]:
+    """Why the installed transformers cannot be served."""
+    import transformers
+    from transformers.generation.continuous_batching.cache import PagedAttentionCache
+
+    if "kwargs" in inspect.signature(PagedAttentionCache.update).parameters:
+        return []
+    return [
+        f"transformers {transformers.__version__} hands its paged cache to attention in another way; 5.23 is tested"
+    ]
+
+
+def _captures(x: Tensor) -> bool:
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _open() -> None:
+    global _blocks, _own
+    from transformers import AttentionInterface
+
+    with _lock:
+        if _blocks == 0:
+            _own = AttentionInterface()[DENSE]
+            AttentionInterface.register(DENSE, ragged_attention)
+        _blocks += 1
+
+
+def _close() -> None:
+    global _blocks, _own
+    from transformers import AttentionInterface
+
+    with _lock:
+        _blocks -= 1
+        if _blocks == 0:
+            AttentionInterface.register(DENSE, _own)
+            _own = None

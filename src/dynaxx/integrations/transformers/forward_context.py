@@ -1,0 +1,274 @@
+"""One forward pass: what is decided once when it starts, handed down to every attention call of it.
+
+Two hooks on the decoder, torch's own: one adds a `Pass` to the keyword arguments, which transformers hands down to
+every attention call, also when a checkpointed layer runs again in a backward pass; the other tells which cache the pass
+filled, so that the next chunk of a prompt and its decoding follow the decisions of the first. A policy that is replaced
+while a pass runs changes nothing in it, and passes in several threads do not meet.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from dynaxx.integrations.runtime.background import Background
+from dynaxx.integrations.runtime.guarding import LiveGuard
+from dynaxx.integrations.transformers.batch_step import BatchStep
+from dynaxx.integrations.transformers.decode import MOST_QUERIES, CacheMemory
+from dynaxx.integrations.transformers.masks import Run, read_mask
+from dynaxx.integrations.transformers.request import UNKNOWN, RequestTokens
+from dynaxx.layout import BlockLayout
+from dynaxx.policy import LayerPlan, LengthSwitch, Policy, resolve
+from dynaxx.policy.decode import DecodePlan, resolve_decode
+from dynaxx.policy.guard import Breaker
+from dynaxx.policy.resolve import selection_sources
+from dynaxx.policy.rollout import ALL, Choice, open_feature
+from dynaxx.telemetry import Recorder
+from dynaxx.telemetry.probe import RequestTimer
+
+ARGUMENT = "dynaxx_pass"  # the keyword under which attention calls get it
+BELOW = "below dense_below"  # why a short call is dense
+WATCHED = ("model", "block_size", "rules", "reuse", "guard", "drift", "reference")  # fields that a guard depends on
+
+
+Dense = Callable[..., tuple[Tensor, None]]  # attention as a model had it
+Place = tuple[int, Run | None]  # a sequence of a pass: its batch entry, and which run of it
+
+
+class Deployed:
+    """A policy made ready to run, with what it remembers between passes. Replaced as a whole.
+
+    Attributes:
+        policy: the policy.
+        plans: by layer, what its heads do in prefill; layers that are not in it are dense.
+        sources: by layer, the layer whose selection it uses, where a policy reuses any.
+        decode: by layer, what it does in decoding steps.
+        switches: by layer, which side of the length border the last sequence was on; `decode_switches` in decoding.
+        breakers: by layer, whether failures made it rest.
+        short: by layer, when a call of it is dense for its length alone.
+        guard: what watches it; None if the policy has no guard. One that watched the same rules `before` goes on.
+
+    Args:
+        dense: by layer, attention as the model had it, where short calls may go straight to it.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        numbers: Recorder,
+        background: Background,
+        before: Deployed | None = None,
+        dense: Mapping[int, Dense] | None = None,
+    ) -> None:
+        self.policy = policy
+        self.plans: dict[int, LayerPlan] = resolve(policy)
+        self.sources: dict[int, int] = selection_sources(self.plans, policy.reuse)
+        self.decode: dict[int, DecodePlan] = resolve_decode(policy)
+        self.switches = {layer: LengthSwitch(policy.dense_below, policy.sparse_from) for layer in self.plans}
+        self.decode_switches = {layer: LengthSwitch(*policy.decode_borders) for layer in self.decode}
+        self.breakers = {layer: Breaker() for layer in (*self.plans, *self.decode)}
+        self.short = {
+            layer: Short(max(plan.block_size[0], MOST_QUERIES), plan.q_heads, self.switches[layer], dense[layer])
+            for layer, plan in self.plans.items()
+            if dense is not None and policy.rollout.covers_layer(layer)
+        }
+        self.guard: LiveGuard | None = None
+        if policy.guard and self.plans:
+            same = before is not None and all(getattr(before.policy, name) == getattr(policy, name) for name in WATCHED)
+            kept = before.guard if before is not None and same else None
+            self.guard = kept or LiveGuard(policy, self.plans, numbers, background)
+        self.flags = open_feature() if policy.rollout.flag is not None else None
+
+    def reset(self) -> None:
+        """Forget what passes before left."""
+        for switch in (*self.switches.values(), *self.decode_switches.values()):
+            switch.reset()
+
+
+class Short(NamedTuple):
+    """What a layer's call must have to be dense for being short and nothing else, and what it does then."""
+
+    least: int  # queries: those of a prompt
+    q_heads: int
+    switch: LengthSwitch
+    dense: Dense
+
+
+class Pass:
+    """What holds for all attention calls of one forward pass.
+
+    Attributes:
+        deployed: the policy in force when it started.
+        tokens: the token ids behind its keys, as far as known.
+        choice: which requests of the batch run sparse.
+        killed: whether the kill switch was engaged.
+        ran_sparse: whether any call of it did.
+        timer: of a pass over a prompt.
+        memory: what decoding keeps beside the cache of the pass; None if no cache is known.
+        steps: in continuous batching, by the allocator of a layer's cache, what the pass holds.
+        below: fewer keys than this leave the calls of `deployed.short` dense; 0 before and after the pass.
+        short: so many were, to be counted when the pass ends.
+        arguments: the decoder's own, by name, while it runs.
+    """
+
+    __slots__ = (
+        "_layouts",
+        "_mask",
+        "_runs",
+        "_version",
+        "arguments",
+        "below",
+        "choice",
+        "deployed",
+        "killed",
+        "memory",
+        "ran_sparse",
+        "short",
+        "steps",
+        "timer",
+        "tokens",
+    )
+
+    def __init__(
+        self, deployed: Deployed, tokens: RequestTokens = UNKNOWN, choice: Choice = ALL, *, killed: bool = False
+    ) -> None:
+        self.deployed = deployed
+        self.tokens = tokens
+        self.choice = choice
+        self.killed = killed
+        self.ran_sparse = False
+        self.timer: RequestTimer | None = None
+        self.memory: CacheMemory | None = None
+        self.steps: dict[int, BatchStep] = {}
+        self.below = self.short = 0
+        self.arguments: dict[str, Any] = {}
+        self._layouts: dict[Place, tuple[int, LayerPlan, BlockLayout]] = {}
+        self._mask: weakref.ref[Tensor] | None = None
+        self._version = -1
+        self._runs: list[list[Run]] | None = None
+
+    def why_dense(self, layer: int) -> str | None:
+        """Why all calls of a layer are dense, None if they need not be."""
+        if self.killed:
+            return "kill switch"
+        if self.choice.nothing:
+            return self.choice.reason
+        return None if self.deployed.policy.rollout.covers_layer(layer) else "layer not in the rollout"
+
+    def know_runs(self, mask: Tensor, runs: list[Run]) -> None:
+        """Say what the runs of a mask of one batch entry are, so that nobody has to read it."""
+        self._mask, self._version = weakref.ref(mask), 0 if mask.is_inference() else mask._version
+        self._runs = [runs]
+
+    def layout(self, layer: int, place: Place, plan: LayerPlan) -> BlockLayout | None:
+        """What another layer chose for the same sequence, where the policy has `layer` use that.
+
+        Not where gradients are recorded: a checkpointed layer that runs again must choose as it did.
+        """
+        source, kept = self.deployed.sources.get(layer, layer), self._layouts.get(place)
+        if source == layer or kept is None or kept[:2] != (source, plan) or torch.is_grad_enabled():
+            return None
+        return kept[2]
+
+    def keep(self, layer: int, place: Place, plan: LayerPlan, layout: BlockLayout) -> None:
+        """Remember a layer's choice for those after it that use it."""
+        if self.deployed.sources.get(layer) == layer:
+            self._layouts[place] = (layer, plan, layout)
+
+    def runs(self, mask: Tensor, batch: int) -> list[list[Run]] | None:
+        """The runs of each batch entry, None if the mask is no set of them; layers that share a mask read it once."""
+        version = 0 if mask.is_inference() else mask._version
+        if self._mask is None or self._mask() is not mask or version != self._version:
+            found = read_mask(mask[:, 0])
+            self._runs = found * batch if found is not None and len(found) != batch else found
+            self._mask, self._version = weakref.ref(mask), version
+        return self._runs
+
+
+class Starter(Protocol):
+    """What makes the passes of a decoder; a handle."""
+
+    def start_pass(self, arguments: dict[str, Any]) -> Pass:
+        """A pass that is about to run, from the decoder's own arguments by name."""
+
+    def end_pass(self, done: Pass, arguments: dict[str, Any], output: Any, cache: Any) -> None:
+        """A pass has run; `cache` is what it filled, None if nothing."""
+
+
+class PassHooks:
+    """Hooks on a decoder that give each pass of it a `Pass`; `remove()` takes them off."""
+
+    def __init__(self, body: nn.Module, starter: Starter) -> None:
+        self.starter = starter
+        parameters = inspect.signature(body.forward).parameters
+        rest = [name for name, each in parameters.items() if each.kind is each.VAR_KEYWORD]
+        self._names = tuple(name for name in parameters if name not in rest)
+        self._rest = rest[0] if rest else ""
+        self._hooks: list[Any] = []
+        if rest:  # else layers ask for themselves
+            _HOOKS[body] = self
+            self._hooks = [
+                body.register_forward_pre_hook(_start, with_kwargs=True),
+                body.register_forward_hook(_end, with_kwargs=True),
+            ]
+
+    def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The decoder's own arguments by name, others as a dict under the name that it has for them."""
+        found = dict(zip(self._names, args, strict=False))
+        others = {}
+        for name, value in kwargs.items():
+            if name in self._names:
+                found[name] = value
+            else:
+                others[name] = value
+        return {**found, self._rest: others} if others else found
+
+    def remove(self) -> None:
+        """Take the hooks off. More calls do nothing."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+
+_HOOKS: weakref.WeakKeyDictionary[nn.Module, PassHooks] = weakref.WeakKeyDictionary()
+
+
+def _start(
+    body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    if torch.compiler.is_compiling():  # compiled models run dense
+        return None
+    hooks = _HOOKS.get(body)
+    if hooks is None:  # a copy of a model with a policy
+        return None
+    arguments = hooks.arguments(args, kwargs)
+    current = hooks.starter.start_pass(arguments)
+    current.arguments = arguments
+    return args, {**kwargs, ARGUMENT: current}
+
+
+def _end(body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    hooks, done = _HOOKS.get(body), kwargs.get(ARGUMENT)
+    if hooks is None or done is None:
+        return
+    found = output if isinstance(output, tuple) else (getattr(output, "past_key_values", None),)
+    cache = next((each for each in found if hasattr(each, "get_seq_length")), None)
+    arguments, done.arguments, done.below = done.arguments, {}, 0
+    hooks.starter.end_pass(done, arguments, output, cache)
+
+
+def prompt_tokens(arguments: dict[str, Any]) -> tuple[int, torch.device | None]:
+    """How many tokens of prompts a pass brings, 0 for a step of decoding or of many requests, and where it runs."""
+    if "write_index" in arguments.get("kwargs", {}):
+        return 0, None
+    given = arguments.get("input_ids")
+    given = arguments.get("inputs_embeds") if given is None else given
+    if given is None or given.ndim < 2 or given.shape[1] < 2:
+        return 0, None
+    return given.shape[0] * given.shape[1], given.device

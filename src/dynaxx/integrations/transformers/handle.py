@@ -1,0 +1,294 @@
+"""A policy at work in a model: what starts its passes, counts them, replaces it, and takes it off again."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+from dynaxx.integrations.runtime.background import Background
+from dynaxx.integrations.runtime.counts import Counts
+from dynaxx.integrations.runtime.next_token import COMPARISON, compare_later, comparing
+from dynaxx.integrations.runtime.policy_events import Announcer
+from dynaxx.integrations.runtime.statistics_file import StatisticsFile
+from dynaxx.integrations.transformers.batch_decode import BatchMemories
+from dynaxx.integrations.transformers.batching import continuous_batching
+from dynaxx.integrations.transformers.decode import CacheMemories
+from dynaxx.integrations.transformers.decoder import DENSE, NAME, Decoder, implementation
+from dynaxx.integrations.transformers.dense_fallback import dense_attention
+from dynaxx.integrations.transformers.forward_context import BELOW, Deployed, Pass, PassHooks, prompt_tokens
+from dynaxx.integrations.transformers.layer import LAYERS, Layer
+from dynaxx.integrations.transformers.request import UNKNOWN, TokenReader
+from dynaxx.layout import BlockLayout
+from dynaxx.policy import KILL_SWITCH, KillSwitch, LayerPlan, Policy, PolicyFollower, Profile, request
+from dynaxx.policy.drift import HeadDrift
+from dynaxx.policy.rollout import ALL, Choice, Request, choose, current_request
+from dynaxx.telemetry import recorder
+from dynaxx.telemetry.caches import CacheMeter
+
+Watcher = Callable[[int, BlockLayout], None]
+
+
+class Handle:
+    """A policy at work in a model. Also a context manager that removes it.
+
+    Attributes:
+        counts: what layer calls did.
+        kill_switch: of this model; `engage()` makes everything dense from the next pass on. The process's own switch,
+            `dynaxx.policy.KILL_SWITCH`, engages it, too.
+        watchers: see `watch`.
+        background: what measures samples; make it `patient` to record every call, which requests then wait for.
+        faults: called with the layer before each sparse call; what they raise is a failure of the kernel. For tests.
+    """
+
+    def __init__(self, policy: Policy, decoder: Decoder, name: str = "") -> None:
+        self.kill_switch = KillSwitch(KILL_SWITCH)
+        self.watchers: list[Watcher] = []
+        self.faults: list[Callable[[int], None]] = []
+        self._decoder = decoder.weak()  # the registry of layers must not keep a model alive
+        self._numbers = recorder().bind(model_name=name or decoder.name)
+        self._announcer = Announcer(self._numbers)
+        self.counts = Counts(self._numbers)
+        self.background = Background(partial(self._numbers.failed, "guard"))
+        self._tokens: TokenReader | None = None
+        self._dense = {index: dense_attention(module) for index, module in decoder.layers.items()}
+        self._deployed = self._ready(policy, None)
+        self._deploying = threading.Lock()
+        self._follower: PolicyFollower | None = None
+        self._statistics: StatisticsFile | None = None
+        self._requests: weakref.WeakKeyDictionary[Any, tuple[Deployed, Choice]] = weakref.WeakKeyDictionary()
+        self._memories = CacheMemories()
+        self.batches = BatchMemories()
+        self._cache_meter = CacheMeter(self._numbers, self._live_caches)
+        self._unnamed = itertools.count()
+        self._layers = weakref.WeakKeyDictionary({m: Layer(self, i, self._dense[i]) for i, m in decoder.layers.items()})
+        LAYERS.update(self._layers)
+        self._hooks = PassHooks(decoder.body, self)
+        self._own = threading.local()  # the pass of each thread in a model whose decoder cannot hand it down
+        self._announcer.in_force(self._deployed)
+
+    # ---- what is in force ----------------------------------------------------------------------------------------
+
+    @property
+    def policy(self) -> Policy:
+        """The policy in force."""
+        return self._deployed.policy
+
+    @property
+    def plans(self) -> dict[int, LayerPlan]:
+        """By layer, what its heads do in prefill; layers that are not in it are dense."""
+        return self._deployed.plans
+
+    @property
+    def active(self) -> bool:
+        """Whether the policy is still applied."""
+        return any(m in LAYERS and implementation(m) == NAME for m in self._layers)
+
+    @property
+    def attached(self) -> bool:
+        """Whether the policy has not been removed; its model may take another attention meanwhile."""
+        return any(module in LAYERS for module in self._layers)
+
+    def replace(self, policy: Policy) -> bool:
+        """Put another policy in force, for requests that start from now on; those under way keep theirs.
+
+        Returns:
+            Whether it differs from the one in force.
+
+        Raises:
+            PolicyError, UnsupportedInputError: as `apply`; the old policy stays in force.
+        """
+        with self._deploying:
+            if policy == self.policy:
+                self._announcer.unchanged()
+                return False
+            decoder = self._decoder()
+            if decoder is None:
+                return False
+            decoder.check(policy)
+            self._deployed = self._ready(policy, self._deployed)
+        self._announcer.reloaded(self._deployed)
+        return True
+
+    def follow(self, path: str | os.PathLike[str], *, interval: float = 1.0) -> PolicyFollower:
+        """Keep the policy that is in a file in force: a daemon thread looks at it every `interval` seconds.
+
+        A file that is bad, of another model, or gone changes nothing, and is logged and counted once.
+        """
+        if self._follower is not None:
+            self._follower.stop()
+        self._follower = PolicyFollower(path, self.replace, self._announcer.refused, interval=interval)
+        self._follower.check()
+        self._follower.start()
+        return self._follower
+
+    def request(self, *ids: str, sparse: bool | None = None) -> AbstractContextManager[None]:
+        """Say whose requests run within the block: `with handle.request("id"):`. See `dynaxx.policy.request`."""
+        return request(*ids, sparse=sparse)
+
+    def continuous_batching(self) -> AbstractContextManager[None]:
+        """Let transformers' continuous batching serve the model: `with handle.continuous_batching():`.
+
+        Prompts and chunks of them follow the prefill rules, the tokens after them the decode rules. On CUDA, pass a
+        `ContinuousBatchingConfig(auto_switch_to_flash=False, use_cuda_graph=False)`: captured steps run dense.
+
+        Raises:
+            UnsupportedInputError: rules by content, a rollout to a share of the requests, or an older transformers.
+            RuntimeError: the policy was removed.
+        """
+        decoder = self._decoder()
+        if decoder is None or not self.attached:
+            raise RuntimeError("the policy was removed from this model; apply it again")
+        return continuous_batching(self, decoder.owner)
+
+    def _ready(self, policy: Policy, before: Deployed | None) -> Deployed:
+        deployed = Deployed(policy, self._numbers, self.background, before, self._dense)
+        if self._tokens is None and any(plan.needs_tokens for plan in deployed.plans.values()):
+            self._tokens = TokenReader()
+        return deployed
+
+    # ---- passes --------------------------------------------------------------------------------------------------
+
+    def start_pass(self, arguments: dict[str, Any]) -> Pass:
+        """Decide what holds for a forward pass, from the decoder's own arguments by name."""
+        if comparing():
+            return Pass(self._deployed, choice=COMPARISON)
+        killed, cache = self._is_killed(), arguments.get("past_key_values")
+        said, before = current_request(), self._requests.get(cache) if cache is not None else None
+        plain = before is None or (before[0] is self._deployed and before[1] is ALL)
+        if before is None or (said is not None and said.sparse is not None) or (not plain and _is_empty(cache)):
+            before = self._deployed, self._choose(said)
+        deployed, choice = before
+        tokens = UNKNOWN if self._tokens is None else self._tokens.read(arguments)
+        current = Pass(deployed, tokens, choice, killed=killed)
+        current.below = 0 if current.killed or choice.nothing else deployed.policy.dense_below
+        if deployed.decode:
+            current.memory = self._memories.start_pass(cache)
+        count, device = prompt_tokens(arguments)
+        if count and device is not None:
+            current.timer = self.counts.probe.request("dense", count, device)
+        return current
+
+    def end_pass(self, done: Pass, arguments: dict[str, Any], output: Any, cache: Any) -> None:
+        """Keep for later passes over `cache` what this one knew."""
+        if done.choice is COMPARISON:
+            return
+        if done.short:
+            self.counts.dense_calls(done.short, BELOW)
+        if cache is not None:
+            self._requests[cache] = (done.deployed, done.choice)
+            if self._tokens is not None:
+                self._tokens.remember(cache, done.tokens)
+        if done.timer is not None:
+            done.timer.done(route="sparse" if done.ran_sparse else "dense")
+        guard = done.deployed.guard
+        if guard is not None and done.timer is not None and done.ran_sparse and guard.wants_request():
+            compare_later(self._decoder, guard, self.background, arguments, output)
+
+    def unannounced_pass(self, layer: int) -> Pass:
+        """The pass that this thread is in, where the decoder hands none down: layers come in ascending order."""
+        before = getattr(self._own, "current", None)
+        if before is None or layer <= before[0]:
+            current = Pass(self._deployed, choice=self._choose(current_request()), killed=self._is_killed())
+            before = (layer, current)
+        self._own.current = (layer, before[1])
+        return before[1]
+
+    def _live_caches(self) -> list[Any]:
+        """The caches of requests that somebody still holds."""
+        return list(self._requests.keys())
+
+    def _choose(self, said: Request | None) -> Choice:
+        deployed = self._deployed
+        return choose(deployed.policy.rollout, said, lambda: next(self._unnamed), deployed.flags)
+
+    def _is_killed(self) -> bool:
+        return self._announcer.killed(self.kill_switch.engaged())
+
+    # ---- what is known -------------------------------------------------------------------------------------------
+
+    def drift(self) -> list[HeadDrift]:
+        """How attention has moved away from the policy's reference, worst head first; empty if it has not."""
+        guard = self._deployed.guard
+        return [] if guard is None else guard.drift()
+
+    def statistics(self, command: str = "") -> Profile | None:
+        """What the guard recorded since this policy came into force; None before its first measurement."""
+        guard = self._deployed.guard
+        return None if guard is None else guard.statistics(command)
+
+    def record(self, path: str | os.PathLike[str], *, interval: float = 60.0) -> None:
+        """Write the statistics to a file every `interval` seconds from a daemon thread, and when the policy is removed.
+
+        What `dynaxx retune` reads. A file that cannot be written is counted and logged once.
+        """
+        if self._statistics is not None:
+            self._statistics.stop()
+        self._statistics = StatisticsFile(path, self.statistics, self._numbers, interval)
+
+    def wait(self) -> None:
+        """Wait until everything that was sampled is measured."""
+        self.background.drain()
+
+    def stats(self) -> dict[str, Any]:
+        """Count layer calls since `apply` or `reset_stats`.
+
+        Returns:
+            "sparse_calls": calls with at least one sparse sequence; "dense_calls": the others, by reason;
+            "dense_sequences": sequences that ran dense beside sparse ones of the same call, by reason.
+        """
+        return self.counts.to_dict()
+
+    def remove(self) -> None:
+        """Give the model back exactly the attention it had. More calls do nothing."""
+        if self._follower is not None:
+            self._follower.stop()
+        if self._statistics is not None:
+            self._statistics.stop()
+        self.background.stop()
+        if self.attached:
+            self._announcer.removed()
+        configs = {id(module.config) for module in self._layers}
+        for module in self._layers:
+            LAYERS.pop(module, None)
+        self._hooks.remove()
+        shared = any(id(module.config) in configs for module in LAYERS)  # two models of one config object
+        decoder = self._decoder()
+        owner = None if decoder is None else decoder.owner
+        if owner is not None and owner.config._attn_implementation == NAME and not shared:
+            owner.set_attn_implementation(DENSE)
+
+    def reset_stats(self) -> None:
+        """Start counting from zero, and forget which side of the length border the last sequence was on."""
+        self.counts.reset()
+        self._deployed.reset()
+
+    @contextmanager
+    def watch(self, watcher: Watcher) -> Iterator[None]:
+        """Call `watcher(layer, layout)` for every layout that runs within the block: to measure density or recall."""
+        self.watchers.append(watcher)
+        try:
+            yield
+        finally:
+            self.watchers.remove(watcher)
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        facts = self.policy.model
+        state = "active" if self.active else "removed"
+        return f"<dynaxx policy on {facts.model_type}: {len(self.plans)} of {facts.layers} layers sparse, {state}>"
+
+
+def _is_empty(cache: Any) -> bool:
+    """Whether a new request starts in a cache that was used before."""
+    return cache is not None and int(cache.get_seq_length()) == 0

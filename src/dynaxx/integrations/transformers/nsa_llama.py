@@ -1,0 +1,209 @@
+"""A transformers Llama with Native Sparse Attention in every layer: converted from a dense one, saved as any other.
+
+Importing this module registers it with transformers' `AutoConfig` and `AutoModelForCausalLM`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from dynaxx.errors import UnsupportedInputError
+from dynaxx.integrations.transformers.nsa_cache import NativeMemory
+from dynaxx.layout.nsa import NativeSizes
+from dynaxx.nn.compression import COMPRESSIONS
+from dynaxx.nn.native import NEAR_DENSE, NativeSparseAttention
+from dynaxx.nn.projection import outside_of_graphs, rotate
+from dynaxx.ops.nsa_decode import native_decode
+
+
+class NativeLlamaConfig(LlamaConfig):  # type: ignore[misc]
+    """A Llama's config, and what its attention needs to know.
+
+    Args:
+        native_sizes: the fields of `NativeSizes`.
+        native_compression: "mean", "weighted" or "mlp".
+        native_gate_init: what the gates of a new model give.
+    """
+
+    model_type = "dynaxx_native_llama"
+    native_sizes: dict[str, Any] | None = None
+    native_compression: str = "mlp"
+    native_gate_init: list[float] | None = None
+
+    @property
+    def sizes(self) -> NativeSizes:
+        return NativeSizes(**(self.native_sizes or {}))
+
+
+class NativeLlamaAttention(NativeSparseAttention):
+    """`NativeSparseAttention` as a Llama layer calls it; the projections have the names that they have there.
+
+    Keys come from transformers' own cache. A step of one token reads it as `native_decode` does; what is compressed of
+    it is kept as long as the cache's tensors are those of the step before, and made again where they are not.
+    """
+
+    def __init__(self, config: NativeLlamaConfig, layer_idx: int) -> None:
+        super().__init__(
+            config.hidden_size,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            head_dim=getattr(config, "head_dim", None),
+            bias=config.attention_bias,
+            sizes=config.sizes,
+            compression=config.native_compression,  # type: ignore[arg-type]
+            gate_init=tuple(config.native_gate_init or NEAR_DENSE),  # type: ignore[arg-type]
+        )
+        if config.attention_bias:
+            self.o_proj = nn.Linear(self.q_heads * self.head_dim, config.hidden_size)
+        self.config, self.layer_idx, self.is_causal = config, layer_idx, True
+        self.num_key_value_groups, self.scaling = self.q_heads // self.kv_heads, self.scale
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """Attend, (batch, seqlen, hidden_size) as in and out.
+
+        Raises:
+            ValueError: padding, or a cache of fixed length.
+        """
+        q = self.q_proj(hidden_states).unflatten(-1, (self.q_heads, self.head_dim))
+        k = self.k_proj(hidden_states).unflatten(-1, (self.kv_heads, self.head_dim))
+        v = self.v_proj(hidden_states).unflatten(-1, (self.kv_heads, self.head_dim_v))
+        q, k = rotate(q, position_embeddings), rotate(k, position_embeddings)
+        memory = None
+        if past_key_values is not None:
+            memory = NativeMemory(past_key_values, self.layer_idx)
+            length = past_key_values.get_seq_length(self.layer_idx) + k.shape[1]
+            keys, values = past_key_values.update(k.transpose(1, 2), v.transpose(1, 2), self.layer_idx)
+            memory.extended(keys)
+            k, v = keys.transpose(1, 2), values.transpose(1, 2)
+            if k.shape[1] != length:
+                raise ValueError(
+                    f"native sparse attention needs a cache that grows, as DynamicCache: it holds {length} tokens and "
+                    f"gave {k.shape[1]}"
+                )
+        ends = self._packed_lengths(kwargs, q, k)
+        if ends is None:
+            _check_mask(attention_mask, q.shape[1], k.shape[1])
+        decodes = q.shape[1] == 1 < k.shape[1] and not (self.dense or torch.is_grad_enabled())
+        if memory is not None and ends is None and decodes:
+            out = _outside_of_graphs()(self, hidden_states, q, memory, keys, values)
+        elif ends is None:
+            out = outside_of_graphs()(self, hidden_states, q, k, v, None, None)
+        else:
+            out = outside_of_graphs()(self, hidden_states[0], q[0], k[0], v[0], ends, None)[None]
+        return self.o_proj(out.flatten(-2)), None
+
+    def step(self, x: Tensor, q: Tensor, memory: NativeMemory, keys: Tensor, values: Tensor) -> Tensor:
+        """Attend from one token to all of the cache."""
+        pages = memory.pages(keys, values, self.sizes, self.compress_k.pooling, self.compress_v.pooling)
+        gates = self.gate(x).sigmoid().unflatten(-1, (self.q_heads, 3))
+        return native_decode(q, pages, gates, scale=self.scale).out
+
+    @staticmethod
+    def _packed_lengths(kwargs: dict[str, Any], q: Tensor, k: Tensor) -> Tensor | None:
+        """The lengths of packed sequences, where the caller gives them (DataCollatorWithFlattening does)."""
+        ends: Tensor | None = kwargs.get("cu_seq_lens_q")
+        if ends is not None and (q.shape[0] != 1 or q.shape[1] != k.shape[1]):
+            raise ValueError("packed sequences must come as a batch of one, without a cache")
+        return ends
+
+
+@cache
+def _outside_of_graphs() -> Callable[..., Tensor]:
+    """`NativeLlamaAttention.step`, which a compiler leaves as it is."""
+    disabled: Callable[..., Tensor] = torch.compiler.disable(NativeLlamaAttention.step)
+    return disabled
+
+
+def _check_mask(mask: Tensor | None, seqlen_q: int, seqlen_k: int) -> None:
+    """Raise ValueError for a mask that hides more than the future."""
+    if mask is None:
+        return
+    visible = mask if mask.dtype == torch.bool else mask >= 0
+    future = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=mask.device).tril(seqlen_k - seqlen_q)
+    if not torch.equal(visible[..., -seqlen_q:, :seqlen_k], future.expand(*visible.shape[:-2], -1, -1)):
+        raise ValueError(
+            "native sparse attention serves no padding: give sequences of one length, or pack them with "
+            "transformers' DataCollatorWithFlattening"
+        )
+
+
+class NativeLlamaForCausalLM(LlamaForCausalLM):  # type: ignore[misc]
+    """A Llama whose layers attend by `NativeLlamaAttention`."""
+
+    config_class = NativeLlamaConfig
+
+    def __init__(self, config: NativeLlamaConfig) -> None:
+        super().__init__(config)
+        for index, layer in enumerate(self.model.layers):
+            layer.self_attn = NativeLlamaAttention(config, index)
+        self.post_init()
+
+    def set_slc_count(self, count: int) -> None:
+        """Select so many blocks per query from now on: fewer step by step lead from dense to sparse."""
+        for layer in self.model.layers:
+            layer.self_attn.sizes = replace(layer.self_attn.sizes, slc_count=count)
+        self.config.native_sizes = asdict(replace(self.config.sizes, slc_count=count))
+
+
+AutoConfig.register(NativeLlamaConfig.model_type, NativeLlamaConfig, exist_ok=True)
+AutoModelForCausalLM.register(NativeLlamaConfig, NativeLlamaForCausalLM, exist_ok=True)
+
+
+def convert_to_native(
+    model: Any,
+    sizes: NativeSizes | None = None,
+    *,
+    compression: str = "mlp",
+    gate_init: tuple[float, float, float] = NEAR_DENSE,
+) -> NativeLlamaForCausalLM:
+    """Make a native sparse model from a dense Llama: equal weights, new gates and compression.
+
+    With the default gates it begins close to dense: up to slc_count * slc_block tokens the selected branch is dense
+    attention, and the others are nearly closed. Fine-tune it from there.
+
+    Args:
+        model: a transformers `LlamaForCausalLM`. Its weights are copied; it stays as it is.
+        sizes: of the branches.
+        compression: "mean", "weighted" or "mlp".
+        gate_init: what the gates of the compressed, selected and window branch give at first.
+
+    Raises:
+        UnsupportedInputError: another kind of model.
+        ValueError: an unknown compression, or gates not between 0 and 1.
+    """
+    kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+    if not isinstance(model, LlamaForCausalLM) or isinstance(model, NativeLlamaForCausalLM):
+        raise UnsupportedInputError(
+            f"conversion of a {kind} model", {"transformers": ["only LlamaForCausalLM (Llama, SmolLM, ...) is served"]}
+        )
+    if compression not in COMPRESSIONS:
+        raise ValueError(f"`compression` must be one of {tuple(COMPRESSIONS)}, got {compression!r}")
+    values = {name: value for name, value in model.config.to_dict().items() if name not in ("model_type", "dtype")}
+    config = NativeLlamaConfig(
+        **values,
+        native_sizes=asdict(NativeSizes() if sizes is None else sizes),
+        native_compression=compression,
+        native_gate_init=list(gate_init),
+    )
+    config.architectures = [NativeLlamaForCausalLM.__name__]
+    weights = next(model.parameters())
+    native = AutoModelForCausalLM.from_config(config, dtype=weights.dtype).to(weights.device)  # frequencies stay fp32
+    native.load_state_dict(model.state_dict(), strict=False)
+    for layer in native.model.layers:
+        layer.self_attn.reset_new_parameters()
+    native.generation_config = model.generation_config
+    return native.train(model.training)

@@ -1,0 +1,83 @@
+"""The tokens of a request, for rules that look at content: read where a pass starts, kept beside the cache it fills."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dynaxx.integrations.transformers.masks import Run
+from dynaxx.policy import LayerPlan
+
+
+class RequestTokens:
+    """The token ids behind the keys of one forward pass, those in the cache included.
+
+    Attributes:
+        ids: (batch, seqlen_k) int64, column j is the token of key j; None where they are not known.
+        reason: why they are not known, "" if they are.
+        reorderable: whether a beam search may have permuted the rows since.
+    """
+
+    def __init__(self, ids: Tensor | None, reason: str = "", *, reorderable: bool = False) -> None:
+        self.ids = ids
+        self.reason = reason
+        self.reorderable = reorderable
+        self._host: Tensor | None = None
+        self._plans: dict[tuple[LayerPlan, int, int, int], LayerPlan] = {}
+
+    def without_plans(self) -> RequestTokens:
+        """The tokens alone, to be kept as long as a cache."""
+        return RequestTokens(self.ids, self.reason, reorderable=self.reorderable)
+
+    def missing(self, batch: int, seqlen_k: int, runs: list[list[Run]]) -> str:
+        """Why these runs cannot be resolved; "" if they can."""
+        if self.ids is None:
+            return self.reason
+        last = max((run.k_stop for entry in runs for run in entry), default=0)
+        known = self.ids.shape[0] == batch and last <= self.ids.shape[1] <= seqlen_k
+        return "" if known else "token ids of other lengths"
+
+    def resolve(self, plan: LayerPlan, entry: int, run: Run) -> LayerPlan:
+        """The plan for one sequence of batch entry `entry`; equal plans of a pass are resolved once."""
+        assert self.ids is not None, "`missing` was asked before"
+        key = (plan, entry, run.k_start, run.k_stop)
+        if key not in self._plans:
+            self._host = self.ids.cpu() if self._host is None else self._host
+            self._plans[key] = plan.resolve(self._host[entry, run.k_start : run.k_stop])
+        return self._plans[key]
+
+
+UNKNOWN = RequestTokens(None, "no token ids")
+EARLIER_UNKNOWN = RequestTokens(None, "token ids of earlier chunks unknown")
+
+
+class TokenReader:
+    """Finds the tokens of each pass, with those of earlier chunks, which it remembers by cache."""
+
+    def __init__(self) -> None:
+        self.caches: weakref.WeakKeyDictionary[Any, RequestTokens] = weakref.WeakKeyDictionary()
+
+    def read(self, arguments: dict[str, Any]) -> RequestTokens:
+        """The tokens of a pass that is about to run, from the decoder's arguments by name."""
+        new, cache = arguments.get("input_ids"), arguments.get("past_key_values")
+        if new is None or new.ndim != 2:
+            return UNKNOWN
+        past = 0 if cache is None else int(cache.get_seq_length())
+        if past == 0:
+            return RequestTokens(new.detach().clone())
+        before = self.caches.get(cache)
+        if before is None or before.ids is None or before.ids.shape[1] < past or before.ids.shape[0] != new.shape[0]:
+            return EARLIER_UNKNOWN
+        one_token = new.shape[1] == 1
+        if before.reorderable and not one_token:
+            return EARLIER_UNKNOWN
+        # A cache that was cropped knows fewer tokens than we do. Beam search permutes rows between single tokens.
+        ids = torch.cat([before.ids[:, :past], new.to(before.ids.device)], dim=1)
+        return RequestTokens(ids, reorderable=before.reorderable or (one_token and new.shape[0] > 1))
+
+    def remember(self, cache: Any, tokens: RequestTokens) -> None:
+        """These are the tokens behind what is in `cache` now."""
+        self.caches[cache] = tokens.without_plans()

@@ -1,0 +1,194 @@
+"""What vLLM calls, whatever the device: mixed in before one of vLLM's own dense backends, which does all the rest.
+
+A builder of metadata adds the step's lengths to what vLLM's builder made; an implementation sends sequences that a rule
+makes sparse to `PagedLayer`, and everything else where it went before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import get_current_vllm_config, get_layers_from_vllm_config
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+
+from dynaxx.errors import UnsupportedInputError
+from dynaxx.integrations.runtime.paged import Pages, Sequences
+from dynaxx.integrations.runtime.paged_layer import PagedLayer, Step
+from dynaxx.integrations.vllm import contract as vllm_contract
+from dynaxx.integrations.vllm.engine import Engine, engine_of
+
+vllm_contract.check(vllm_contract.SHARED)
+
+logger = init_logger("vllm.dynaxx")  # shown as vLLM's own
+STEP = "dynaxx_step"  # the attribute of vLLM's metadata that holds ours
+
+
+class PolicyBuilder:
+    """Before vLLM's `AttentionMetadataBuilder` of a device."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)  # type: ignore[call-arg]
+        self.engine = engine_here(vllm_config)
+        self.bound = (
+            [] if self.engine is None else bind_layers(self.engine, vllm_config, layer_names, kv_cache_spec.block_size)
+        )
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Dense decode alone is captured: what else a step does depends on its lengths."""
+        own = super().get_cudagraph_support(vllm_config, kv_cache_spec)  # type: ignore[misc]
+        engine = engine_here(vllm_config)
+        if engine is not None and engine.decodes:
+            return AttentionCGSupport.NEVER
+        return min(own, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE, key=lambda level: level.value)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> Any:
+        """vLLM's metadata, and the step's lengths where some layer follows a rule."""
+        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)  # type: ignore[misc]
+        step = self.engine.step(sequences_of(common_attn_metadata)) if self.engine is not None and self.bound else None
+        setattr(metadata, STEP, step)
+        return metadata
+
+    def update_block_table(self, metadata: Any, blk_table: Tensor, slot_mapping: Tensor) -> Any:
+        """Metadata for layers whose pages lie elsewhere."""
+        other = super().update_block_table(metadata, blk_table, slot_mapping)  # type: ignore[misc]
+        step = getattr(metadata, STEP)
+        setattr(other, STEP, None if step is None else step.with_page_table(blk_table))
+        return other
+
+
+class PolicyImpl:
+    """Before vLLM's `AttentionImpl` of a device. `paged` is None in layers without a rule: there it does nothing."""
+
+    paged: PagedLayer | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        engine_here(get_current_vllm_config())  # a wrong policy stops the engine before it loads weights
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """As vLLM's: query and output (tokens, heads, head_size), kv_cache (blocks, kv_heads, size, 2 * head_size)."""
+        if self.paged is None or attn_metadata is None:
+            return super().forward(  # type: ignore[misc]
+                layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
+            )
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("fused output quantization is not served by layers with a sparse rule")
+        step: Step = getattr(attn_metadata, STEP)
+        worked = self.paged.sparse(widened(layer, query, output.dtype), pages_of(layer, kv_cache), step, output)
+        if step.split(self.paged.index).dense or not worked:
+            self.dense(layer, query, key, value, kv_cache, attn_metadata, output, all_of_it=not worked)
+        return output
+
+    def dense(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        *,
+        all_of_it: bool,
+    ) -> None:
+        """Attend densely for the dense sequences of the step, or all of it; each device in its way."""
+        raise NotImplementedError
+
+
+def pages_of(layer: Any, kv_cache: Tensor) -> Pages:
+    """A layer's cache with what it is scaled by."""
+    return Pages.of(kv_cache, layer._k_scale, layer._v_scale)
+
+
+def widened(layer: Any, query: Tensor, dtype: torch.dtype) -> Tensor:
+    """Queries (tokens, heads, head_size) as they were before vLLM divided them by their scale, for fp8 caches."""
+    if query.dtype.itemsize > 1:
+        return query
+    scale = layer._q_scale.reshape(-1)  # one, or one per kv head
+    by_head = scale.repeat_interleave(query.shape[1] // len(scale))
+    return query.to(dtype).mul_(by_head[:, None])
+
+
+def engine_here(vllm_config: Any) -> Engine | None:
+    """The engine of this process's share of the heads."""
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    return engine_of(vllm_config, get_tensor_model_parallel_rank() if ranks > 1 else 0)
+
+
+def bind_layers(engine: Engine, vllm_config: Any, layer_names: list[str], page_size: int) -> list[PagedLayer]:
+    """Give the implementations of some layers their part of the policy; those without one stay vLLM's."""
+    bound = []
+    for name, layer in get_layers_from_vllm_config(vllm_config, Attention, layer_names).items():
+        layer.impl.paged = engine.bind(extract_layer_index(name), layer, page_size)
+        if layer.impl.paged is not None:
+            bound.append(layer.impl.paged)
+    if bound:
+        kind, layers = type(layer.impl).__name__, engine.policy.model.layers
+        logger.info("%s is active: %d of %d layers (%s)", engine.path, len(engine.layers), layers, kind)
+    return bound
+
+
+def some_rows(common: CommonAttentionMetadata, rows: list[int]) -> tuple[Tensor, CommonAttentionMetadata]:
+    """Some sequences of a step as a step of their own, in their order.
+
+    Returns:
+        (tokens, common): (n,) int64 on the device, where their queries are among the step's; and what a builder takes.
+    """
+    starts = common.query_start_loc_cpu.tolist()
+    device = common.block_table_tensor.device
+    tokens = torch.cat([torch.arange(starts[row], starts[row + 1]) for row in rows]).to(device, non_blocking=True)
+    lengths = [starts[row + 1] - starts[row] for row in rows]
+    ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    at = torch.tensor(rows).to(device, non_blocking=True)
+    bound = common.seq_lens_cpu_upper_bound
+    return tokens, common.replace(
+        query_start_loc=ends.to(device, non_blocking=True),
+        query_start_loc_cpu=ends,
+        seq_lens=common.seq_lens[at],
+        seq_lens_cpu_upper_bound=None if bound is None else bound[rows],
+        block_table_tensor=common.block_table_tensor[at],
+        slot_mapping=common.slot_mapping[tokens],
+        num_reqs=len(rows),
+        num_actual_tokens=len(tokens),
+        max_query_len=max(lengths),
+        positions=None if common.positions is None else common.positions[tokens],
+        is_prefilling=None if common.is_prefilling is None else common.is_prefilling[rows],
+        req_idx=None if common.req_idx is None else common.req_idx[rows],
+        _num_computed_tokens_cache=None,
+        _token_to_req_indices_cache=None,
+    )
+
+
+def sequences_of(common: CommonAttentionMetadata) -> Sequences:
+    """The lengths of a step, without waiting for a GPU.
+
+    Raises:
+        UnsupportedInputError: attention that is not plainly causal.
+    """
+    if common.causal is not True:
+        raise UnsupportedInputError("attention that is not causal", {"vllm": ["layers with a sparse rule are causal"]})
+    lengths = common.seq_lens_cpu_upper_bound  # exact where a sequence has more than one query
+    if lengths is None:
+        lengths = common.seq_lens
+    starts = common.query_start_loc_cpu.tolist()[: common.num_reqs + 1]
+    return Sequences(common.block_table_tensor, common.seq_lens, starts, lengths.tolist()[: common.num_reqs])

@@ -1,0 +1,98 @@
+"""vLLM's FlashAttention backend with a policy: sparse sequences on dynaxx's kernels, all else on FlashAttention.
+
+Both read the same pages, so a layer may change sides at any step.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dynaxx.integrations.runtime.paged_layer import Step
+from dynaxx.integrations.vllm import contract as vllm_contract
+from dynaxx.integrations.vllm.backend import STEP, PolicyBuilder, PolicyImpl, some_rows
+
+vllm_contract.check(vllm_contract.CUDA)
+
+from vllm.v1.attention.backends.flash_attn import (  # noqa: E402  (after the check of what it must be)
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadataBuilder,
+)
+
+PARTS = "dynaxx_dense_parts"  # the attribute of vLLM's metadata that holds ours
+
+
+class DensePart(NamedTuple):
+    """The dense sequences of a step that has sparse ones, too."""
+
+    tokens: Tensor  # (n,) int64, where their queries are among the step's
+    metadata: Any  # vLLM's, for them alone
+
+
+class CudaBuilder(PolicyBuilder, FlashAttentionMetadataBuilder):  # type: ignore[misc]
+    """Metadata of a step, and of its dense part where some sequences are sparse."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        # A builder keeps buffers that graphs read, so parts have one of their own.
+        self._parts = FlashAttentionMetadataBuilder(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        """As vLLM's."""
+        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        parts: dict[int, DensePart] = {}
+        for paged in self.bound:
+            step: Step = getattr(metadata, STEP)
+            split = step.split(paged.index)
+            if split.runs_sparse and split.dense and id(split) not in parts:
+                tokens, common = some_rows(common_attn_metadata, [row.index for row in split.dense])
+                parts[id(split)] = DensePart(tokens, self._parts.build(0, common, fast_build))
+        setattr(metadata, PARTS, parts)
+        return metadata
+
+
+class CudaImpl(PolicyImpl, FlashAttentionImpl):  # type: ignore[misc]
+    """One attention layer."""
+
+    def dense(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        *,
+        all_of_it: bool,
+    ) -> None:
+        """Dense, by FlashAttention: the whole step at once, or what is not sparse of it."""
+        assert self.paged is not None, "layers without a rule never come here"
+        split = getattr(attn_metadata, STEP).split(self.paged.index)
+        if all_of_it or not split.runs_sparse:
+            FlashAttentionImpl.forward(self, layer, query, key, value, kv_cache, attn_metadata, output)
+            return
+        part: DensePart = getattr(attn_metadata, PARTS)[id(split)]
+        out = torch.empty_like(output[part.tokens])  # queries may be in fp8
+        some = (query[part.tokens], key[part.tokens], value[part.tokens])
+        FlashAttentionImpl.forward(self, layer, *some, kv_cache, part.metadata, out)
+        output[part.tokens] = out
+
+
+class CudaBackend(FlashAttentionBackend):  # type: ignore[misc]
+    """What is registered as CUSTOM."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[CudaImpl]:
+        return CudaImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[CudaBuilder]:
+        return CudaBuilder

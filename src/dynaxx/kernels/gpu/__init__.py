@@ -1,0 +1,1 @@
+"""What the GPU backends share: launching kernels and scheduling long rows."""

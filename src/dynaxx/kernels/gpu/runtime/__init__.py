@@ -1,0 +1,1 @@
+"""Launch compiled kernels with little host time: arguments, launcher, launch cache, recorder."""

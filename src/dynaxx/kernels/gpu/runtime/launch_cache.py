@@ -1,0 +1,136 @@
+"""`repeated`: a launch over the same layout, shapes and strides is the same launch with other tensors in it.
+
+What the host computes for a kernel from a layout and from shapes costs more than a short call. It is done once, and
+kept with the layout as long as that lives: layers share a layout, training steps do, and so do requests of one length.
+Where each layer chooses its own, it is kept for all layouts of one form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.runtime import driver
+
+from dynaxx.kernels.gpu.runtime.arguments import rebased
+from dynaxx.kernels.gpu.runtime.launcher import DESCRIPTORS, Launch, bind_context, direct, is_watched, run
+from dynaxx.layout import BlockLayout
+from dynaxx.layout.origin import KeptWithLayouts
+
+MOST_LAUNCHES = 64  # kept per layout
+
+
+class Repeat(NamedTuple):
+    """A launch with gaps where its tensors go."""
+
+    start: Callable[[list[Any], int], None]  # of the arguments, on a device
+    arguments: list[Any]  # as `start` takes them
+    owned: tuple[tuple[int, Callable[[BlockLayout], Tensor]], ...]  # (position, which of the layout's tensors)
+    pointers: tuple[tuple[int, int], ...]  # (position, which of the call's tensors)
+    descriptors: tuple[tuple[int, int, Callable[[Tensor, int], Any]], ...]  # and of the tensor and address, its own
+
+
+Start = Callable[..., Launch | None]
+
+
+def repeated(
+    start: Start,
+    layout: BlockLayout,
+    tensors: tuple[Tensor, ...],
+    *settings: Any,
+    made: int = 0,
+    split: dict[str, Any] | None = None,
+) -> None:
+    """Call `start(layout, *tensors, *settings)`, which launches one kernel; from the third such call on, only that.
+
+    Args:
+        made: of the tensors, the last so many are dense, and of shapes and dtypes that follow from the others'.
+        split: of `Split.to`; then `start` is given it, too, behind the settings.
+    """
+    bind_context()
+    device = tensors[0].get_device()
+    if device >= 0 and device != driver.active.get_current_device():
+        with torch.cuda.device(device):
+            repeated(start, layout, tensors, *settings, made=made, split=split)
+        return
+    given = (layout, *tensors, *settings)
+    key: list[Any] = [start, device, *settings]
+    if split is not None:
+        given = (*given, split)
+        key += [x for x in split.values() if not isinstance(x, Tensor)]
+        tensors = (*[x for x in split.values() if isinstance(x, Tensor)], *tensors)
+    addresses, bits = [x.data_ptr() for x in tensors], 0
+    for address in addresses:
+        bits |= address
+    for x in tensors[: len(tensors) - made]:
+        key += (x.shape, x.stride(), x.dtype)
+    if bits & 15 or is_watched():
+        start(*given)
+        return
+    kept: dict[Any, Repeat | None] = _kept.of(layout)
+    known = kept.get(found := tuple(key))
+    if known is None:
+        launch = start(*given)
+        if found in kept:
+            kept[found] = None if launch is None else _repeat(launch, layout, tensors)
+        elif len(kept) < MOST_LAUNCHES:
+            kept[found] = None  # there may be no second call over this layout
+        return
+    arguments = known.arguments.copy()
+    for i, of_layout in known.owned:
+        arguments[i] = of_layout(layout).data_ptr()
+    for i, which in known.pointers:
+        arguments[i] = addresses[which]
+    for i, which, described in known.descriptors:
+        arguments[i] = described(tensors[which], addresses[which])
+    known.start(arguments, device)
+
+
+_kept = KeptWithLayouts()
+
+
+def _repeat(launch: Launch, layout: BlockLayout, tensors: tuple[Tensor, ...]) -> Repeat | None:
+    """The launch with gaps; None where one cannot tell which tensor goes where, or it reads a copy of one."""
+    owned = _tensors_of(layout)
+    which = {id(x): i for i, x in enumerate(tensors)}
+    if len(which) < len(tensors):
+        return None
+    below = direct(launch.compiled, launch.grid)
+    arguments: list[Any] = []
+    own, pointers = [], []
+    descriptors: list[tuple[int, int, Callable[[Tensor, int], Any]]] = []
+    for x in launch.arguments:
+        at = len(arguments)
+        arguments.append(None)
+        if isinstance(x, Tensor) and id(x) in which:
+            pointers.append((at, which[id(x)]))
+        elif isinstance(x, Tensor) and id(x) in owned:
+            own.append((at, attrgetter(owned[id(x)])))
+        elif type(x) in DESCRIPTORS and id(x.base) in which:
+            if below is None:
+                descriptors.append((at, which[id(x.base)], partial(_rebased, rebased(x, None))))
+            else:
+                descriptors.append((at, which[id(x.base)], below.described(x, len(descriptors))))
+                arguments += (*x.shape, *x.strides)
+        elif isinstance(x, Tensor) or type(x) in DESCRIPTORS:
+            return None
+        else:
+            arguments[at] = x
+    start = below.start if below else partial(run, launch.compiled, launch.grid)
+    return Repeat(start, arguments, tuple(own), tuple(pointers), tuple(descriptors))
+
+
+def _rebased(template: Any, x: Tensor, address: int) -> Any:
+    return rebased(template, x)
+
+
+def _tensors_of(layout: BlockLayout) -> dict[int, str]:
+    """By identity, how to get the tensors that a layout keeps alive."""
+    parts = {"": vars(layout), "masks.": vars(layout.masks)}
+    if "transposed" in vars(layout):
+        parts["transposed."] = vars(layout.transposed)
+    return {id(x): part + name for part, each in parts.items() for name, x in each.items()}

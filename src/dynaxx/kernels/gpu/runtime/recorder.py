@@ -1,0 +1,218 @@
+"""`replayed`: a call that allocates and launches is, with the same shapes, the same launches once more.
+
+A decoding step is a few short kernels, and so is a choice of blocks: what the host computes for them from shapes takes
+longer than they run. It is done once: the second call is watched, and what it allocated and launched is kept, with gaps
+where tensors go. (The first may be the only one: a cache that grows has another shape at every step, with as many calls
+as there are layers.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime import driver
+
+from dynaxx.kernels.gpu.runtime.launcher import (
+    DESCRIPTORS,
+    Launch,
+    bind_context,
+    direct,
+    is_watched,
+    run,
+    watched_launches,
+    watching,
+)
+from dynaxx.kernels.triton.support import interpreted
+
+MOST_CALLS = 1024  # kept
+ALIGNMENT = 256  # bytes, of what is allocated together
+
+Call = Callable[..., tuple[Tensor, ...]]
+
+
+class Held(Protocol):
+    """What stays from call to call, beside the tensors that each brings: a cache, or a rule made ready."""
+
+    @property
+    def k(self) -> Tensor:
+        """One of its tensors, on the device."""
+
+    @property
+    def form(self) -> Hashable:
+        """The same where all is the same that launches depend on, but addresses and numbers in tensors."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that a call reads."""
+
+
+def replayed(call: Call, cache: Held, tensors: tuple[Tensor | None, ...], *settings: Any) -> Any:
+    """`call(cache, *tensors, *settings)`; with the same shapes again, only its launches.
+
+    Args:
+        call: allocates by `torch.empty` and its like, takes views and launches kernels of `light_launch`; what does
+            more is called every time. What it returns it has allocated, dense tensors. It reads no other tensors.
+        settings: hashable, and each always of the same type.
+    """
+    device = cache.k.get_device()
+    if watched_launches() is not None or is_watched() or (device < 0 and interpreted()):
+        return call(cache, *tensors, *settings)
+    bind_context()
+    if device >= 0 and device != driver.active.get_current_device():
+        with torch.cuda.device(device):
+            return replayed(call, cache, tensors, *settings)
+    key: list[Any] = [call, cache.form, *settings]
+    addresses, bits = [x.data_ptr() for x in cache.tensors], 0
+    for x in tensors:
+        if x is None:
+            key.append(None)
+        else:
+            key += (x.shape, x.stride(), x.dtype)
+            addresses.append(x.data_ptr())
+    for address in addresses:
+        bits |= address
+    if bits & 15:
+        key.append(tuple([address & 15 for address in addresses]))
+    found = tuple(key)
+    known = _kept.get(found)
+    if known is None:
+        if len(_kept) >= MOST_CALLS:
+            _kept.clear()
+        _kept[found] = SEEN
+    if known is SEEN:
+        return _watched(found, call, cache, tensors, settings, addresses)
+    if known is None or known is MORE:
+        return call(cache, *tensors, *settings)
+    return known.start(addresses, device, cache.k.device)
+
+
+class Replay(NamedTuple):
+    """What a call allocates and launches. Tensors are numbered: those given, those returned, and all others as one."""
+
+    launches: tuple[tuple[Callable[[list[Any], int], None], list[Any], tuple[tuple[int, int, int], ...]], ...]
+    # of each: how it starts, its arguments, and (position, tensor, offset in bytes) of the addresses among these
+    results: tuple[tuple[torch.Size, torch.dtype], ...]
+    scratch: int  # bytes
+
+    def start(self, addresses: list[int], index: int, device: torch.device) -> tuple[Tensor, ...]:
+        """What the call returns."""
+        found = tuple([torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.results])
+        for x in found:
+            addresses.append(x.data_ptr())
+        scratch = torch.empty(self.scratch, dtype=torch.uint8, device=device) if self.scratch else None
+        if scratch is not None:
+            addresses.append(scratch.data_ptr())
+        for start, template, gaps in self.launches:
+            arguments = template.copy()
+            for at, which, offset in gaps:
+                arguments[at] = addresses[which] + offset
+            start(arguments, index)
+        return found
+
+
+SEEN = Replay((), (), -1)  # once
+MORE = Replay((), (), -2)  # than a replay would do
+_kept: dict[tuple[Any, ...], Replay] = {}
+
+
+def _watched(
+    key: tuple[Any, ...],
+    call: Call,
+    cache: Held,
+    tensors: tuple[Tensor | None, ...],
+    settings: tuple[Any, ...],
+    addresses: list[int],
+) -> tuple[Tensor, ...]:
+    """Make the call and keep what it did; where two tensors are one, one cannot tell which is meant."""
+    if len(set(addresses)) < len(addresses):
+        return call(cache, *tensors, *settings)
+    with Allocations() as allocations, watching() as launches:
+        results = call(cache, *tensors, *settings)
+    given = (*cache.tensors, *(x for x in tensors if x is not None))
+    _kept[key] = _replay(launches, allocations, given, results) or MORE
+    return results
+
+
+class Allocations(TorchDispatchMode):
+    """Every tensor that is allocated, and whether nothing else is done but to take views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[Tensor] = []  # alive, so that no memory is two tensors
+        self.are_all = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func.overloadpacket in EMPTY:
+            self.made.append(found)
+        elif func._schema.is_mutable:
+            self.are_all = False
+        elif any(isinstance(x, Tensor) for x in (*args, found)):  # dtypes alone are promoted here, too
+            self.are_all &= _memory(found) == _memory(args[0]) != 0
+        return found
+
+
+EMPTY = {getattr(torch.ops.aten, name) for name in ("empty", "empty_like", "empty_strided", "new_empty")}
+
+
+def _memory(x: Any) -> int:
+    return x.untyped_storage()._cdata if isinstance(x, Tensor) else 0
+
+
+def _replay(
+    launches: Sequence[Launch | None], allocations: Allocations, given: tuple[Tensor, ...], results: tuple[Tensor, ...]
+) -> Replay | None:
+    """None where the call did more than launch over what it was given and has allocated."""
+    if not launches or not allocations.are_all:
+        return None
+    places: dict[int, tuple[int, int]] = {}  # of memory that was allocated: (tensor, offset in bytes)
+    for i, x in enumerate(results):
+        if _memory(x) not in map(_memory, allocations.made) or x.storage_offset() or not x.is_contiguous():
+            return None
+        places[_memory(x)] = (len(given) + i, 0)
+    if len(places) < len(results):
+        return None
+    size = 0
+    for x in allocations.made:
+        if _memory(x) not in places:
+            places[_memory(x)] = (len(given) + len(results), size)
+            size += math.ceil(x.untyped_storage().nbytes() / ALIGNMENT) * ALIGNMENT
+    starts = []
+    for launch in launches:
+        if launch is None:
+            return None
+        arguments: list[Any] = []
+        gaps = []
+        for at, x in enumerate(launch.arguments):
+            if type(x) in DESCRIPTORS:
+                return None
+            arguments.append(None if isinstance(x, Tensor) else x)
+            if isinstance(x, Tensor):
+                place = _place_in_made(x, places) or _place_in_given(x, given)
+                if place is None:
+                    return None
+                gaps.append((at, *place))
+        below = direct(launch.compiled, launch.grid)
+        start = below.start if below else partial(run, launch.compiled, launch.grid)
+        starts.append((start, arguments, tuple(gaps)))
+    return Replay(tuple(starts), tuple((x.shape, x.dtype) for x in results), size)
+
+
+def _place_in_made(x: Tensor, places: dict[int, tuple[int, int]]) -> tuple[int, int] | None:
+    place = places.get(_memory(x))
+    return None if place is None else (place[0], place[1] + int(x.storage_offset()) * x.element_size())
+
+
+def _place_in_given(x: Tensor, given: tuple[Tensor, ...]) -> tuple[int, int] | None:
+    """(tensor, offset in bytes) of a view of one that was given; None where that is not certain."""
+    for i, own in enumerate(given):
+        if own.data_ptr() == x.data_ptr():
+            return i, 0
+    owners = [i for i, own in enumerate(given) if _memory(own) == _memory(x)]
+    return (owners[0], x.data_ptr() - given[owners[0]].data_ptr()) if len(owners) == 1 else None

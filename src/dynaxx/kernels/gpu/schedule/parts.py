@@ -1,0 +1,91 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""Parts of long rows and columns in Triton kernels: which one a program has, and what of the line. See `split`."""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from dynaxx.kernels.triton.primitives.tiles import started_row, started_tile
+
+WHOLE = tl.constexpr(-1)  # slot of a line that is not split
+NOTHING = tl.constexpr(-2)  # slot of one that is, whose parts other programs have
+
+
+class QueryTile(NamedTuple):
+    """The tile of queries that a program has; of `query_tile`."""
+
+    i_b: Any
+    i_h: Any
+    lead: Any  # of the layout's rows, those of this head
+    i_row: Any
+    part_q: Any  # where the tile begins in its block
+    slot: Any  # of its part, or WHOLE
+    first: Any  # entries of the part
+    last: Any
+
+
+@triton.jit
+def query_tile(
+    p_order, p_parts, num_parts, batch_copies, head_copies, layout_stride_b, layout_stride_h, seqlen_q, batch, q_heads,
+    span, Q_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, ORDERED: tl.constexpr, HAS_PARTS: tl.constexpr,
+):  # fmt: skip
+    """Which tile a program has: those of parts come first, then all."""
+    SPLIT_M: tl.constexpr = Q_BLOCK // BLOCK_M
+    q_blocks = (seqlen_q + Q_BLOCK - 1) // Q_BLOCK
+    part_programs = num_parts * batch_copies * head_copies * SPLIT_M
+    i_program = tl.maximum(tl.program_id(0) - part_programs, 0)
+    i_head, i_tile = started_tile(i_program, q_blocks * SPLIT_M, batch * q_heads, span)
+    i_h = (i_head % q_heads).to(tl.int64)
+    i_b = (i_head // q_heads).to(tl.int64)
+    slot, first, last = WHOLE, 0, 0
+    if HAS_PARTS:
+        slot, part_b, part_h, part_row, part_tile, first, last = part_of(
+            tl.program_id(0), p_parts, num_parts, batch_copies, head_copies, q_blocks, q_heads, SPLIT_M
+        )
+        i_b, i_h = tl.where(slot >= 0, part_b, i_b), tl.where(slot >= 0, part_h, i_h)
+        i_tile = tl.where(slot >= 0, part_tile, i_tile)
+    lead = i_b * layout_stride_b + i_h * layout_stride_h
+    i_row = started_row(p_order, lead, i_tile // SPLIT_M, q_blocks, ORDERED)
+    if HAS_PARTS:
+        i_row = tl.where(slot >= 0, part_row, i_row)
+    part_q = i_tile % SPLIT_M * BLOCK_M
+    return QueryTile(i_b=i_b, i_h=i_h, lead=lead, i_row=i_row, part_q=part_q, slot=slot, first=first, last=last)
+
+
+@triton.jit
+def part_of(i_program, p_parts, num_parts, batch_copies, head_copies, num_lines, heads, TILES: tl.constexpr):
+    """The part that a program has a tile of, if there are so many; else what is not used.
+
+    Returns:
+        its slot, or WHOLE; batch entry, head, row (or column) and tile of it; its entries first..last of the line.
+    """
+    copies = batch_copies * head_copies
+    is_part = i_program < num_parts * copies * TILES
+    slot = tl.where(is_part, i_program // TILES, 0)
+    p_part = p_parts + slot // copies * 3
+    line = tl.load(p_part)
+    line_heads = heads // head_copies
+    i_b = line // num_lines // line_heads + slot % copies // head_copies
+    i_h = line // num_lines % line_heads + slot % head_copies
+    slot = tl.where(is_part, slot, WHOLE)
+    return slot, i_b, i_h, line % num_lines, i_program % TILES, tl.load(p_part + 1), tl.load(p_part + 2)
+
+
+@triton.jit
+def entries_of(slot, start, partial, total, first, last, limit):
+    """What a program has of a row's entries: its part, all, or NOTHING of a long one that is not a part."""
+    split = (slot == WHOLE) & (total > limit)
+    begin = tl.where(slot == WHOLE, 0, tl.minimum(first, total))
+    end = tl.where(slot == WHOLE, tl.where(split, 0, total), tl.minimum(last, total))
+    total = end - begin
+    partial = tl.minimum(tl.maximum(partial - begin, 0), total)
+    return tl.where(split, NOTHING, slot), start + begin, partial, total
+
+
+@triton.jit
+def store_part(p_sums, slot, rows, inner, BLOCK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Leave a tile of a part, at positions `inner` of its block: (slots, BLOCK, D) fp32. Else nothing."""
+    o_d = tl.arange(0, BLOCK_D)
+    p_rows = p_sums + (tl.maximum(slot, 0).to(tl.int64) * BLOCK + inner)[:, None] * D + o_d[None, :]
+    tl.store(p_rows, rows, mask=(inner < tl.where(slot >= 0, BLOCK, 0))[:, None] & (o_d < D)[None, :])

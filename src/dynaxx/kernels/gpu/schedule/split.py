@@ -1,0 +1,224 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""Rows or columns that are much longer than the others, cut into parts, so that no processor is left alone with one.
+
+A global token, or a sink, is in every row: its column is as long as the sequence. The parts of such a line are
+programs like the others and start first (`parts`); each leaves its sums in fp32, which are then added in a fixed order
+(`split_sums`). A line is a row of a layout, or a column of the heads of a group: their entries, head after head.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dynaxx.kernels.gpu.runtime.arguments import processors
+from dynaxx.kernels.gpu.runtime.launcher import light_launch
+from dynaxx.kernels.triton.attention.config import longest_part
+from dynaxx.layout import BlockLayout
+
+SPLIT_SIZES = ["num_parts", "limit", "batch_copies", "head_copies"]  # what no kernel is compiled again for
+SHARE = 2  # a long line's parts are one of so many of a processor's share, where one that is done starts the next
+
+
+class Split(NamedTuple):
+    """The lines of more than `limit` entries, in parts of even length. What a shared layout repeats is listed once."""
+
+    limit: int
+    parts: Tensor  # (parts, 3) int32: line, first entry, entry behind the last; equal where there is no part
+    lines: Tensor  # (split lines, 3) int32: line, first part, number of parts; 0 where there is no line
+    copies: tuple[int, int]  # batch entries and heads, or pairs of heads, that each stands for
+
+    def places(self, like: Tensor, *shape: int) -> Tensor:
+        """Room for what each part leaves, (parts * copies, *shape) fp32."""
+        return like.new_empty(self.parts.shape[0] * self.copies[0] * self.copies[1], *shape, dtype=torch.float32)
+
+    def to(self, **places: Tensor) -> dict[str, Any]:
+        """What a kernel is told: the parts, and by its own names where they leave their sums."""
+        return {
+            "p_parts": self.parts,
+            **places,
+            "num_parts": self.parts.shape[0],
+            "limit": self.limit,
+            "batch_copies": self.copies[0],
+            "head_copies": self.copies[1],
+            "HAS_PARTS": True,
+        }
+
+
+class Lines(NamedTuple):
+    """The lines of a pass over a layout."""
+
+    leads: int  # batch entries and heads that have lines of their own
+    number: int  # of each
+    heads: int  # whose entries a line has
+    repeats: int  # how often it has those of one
+    copies: tuple[int, int]
+
+    @classmethod
+    def columns(cls, layout: BlockLayout, batch: int, q_heads: int, kv_heads: int) -> Lines:
+        """Of a program for all heads of a group."""
+        group_size, copies = q_heads // kv_heads, batch // layout.layout_batch
+        if layout.layout_heads == 1:
+            return cls(layout.layout_batch, layout.kv_blocks, 1, group_size, (copies, kv_heads))
+        return cls(layout.layout_batch * kv_heads, layout.kv_blocks, group_size, 1, (copies, 1))
+
+    @classmethod
+    def rows(cls, layout: BlockLayout, batch: int, q_heads: int, heads: int) -> Lines:
+        """Of a program for `heads` heads, which are one where a layout is not shared."""
+        leads = layout.layout_batch * layout.layout_heads
+        copies = (batch // layout.layout_batch, q_heads // heads if layout.layout_heads == 1 else 1)
+        return cls(leads, layout.q_blocks, 1, 1, copies)
+
+    def limit(self, entries: int, shares: int) -> int:
+        """The most entries of a line that is not split, of so many entries of a layout."""
+        copies = self.copies[0] * self.copies[1]
+        return longest_part(entries * self.repeats, self.leads * self.number, copies, shares)
+
+    def lists(self, counts: Tensor, limit: int) -> tuple[int, int]:
+        """How many parts there are, and split lines; `counts` are of each head, on the host."""
+        lengths = counts.long().flatten().view(self.leads, self.heads, -1).sum(1) * self.repeats
+        pieces = torch.where(lengths > limit, (lengths + limit - 1) // limit, 0)
+        return int(pieces.sum()), int((pieces > 0).sum())
+
+
+def split_columns(layout: BlockLayout, batch: int, q_heads: int, kv_heads: int) -> Split | None:
+    """The columns to split in a pass over kv blocks, for a group of heads in each program; None where there is none.
+
+    How many there are is read from the layout on the host that this one was copied from. Without it, as for a
+    selection, lists are as long as they can become, which is a few parts for each processor: nothing is read back.
+    """
+    kept = _kept.setdefault(layout, {})
+    key = ("columns", batch, q_heads, kv_heads)
+    if key not in kept:
+        group_size = q_heads // kv_heads
+        lines = Lines.columns(layout, batch, q_heads, kv_heads)
+        entries = layout.kv_indices.numel()
+        limit = lines.limit(entries, SHARE * processors(layout.device))
+        sizes = 2 * entries * lines.repeats // limit, entries * lines.repeats // limit
+        if limit >= layout.q_blocks * group_size:
+            sizes = 0, 0
+        elif layout.host is not None:
+            sizes = lines.lists(layout.host.column_counts, limit)
+        found = _split(layout.transposed.q_indptr, entries, lines, limit, *sizes) if sizes[1] else None
+        if _captures(layout):
+            return found
+        kept[key] = found
+    return kept[key]
+
+
+def split_rows(layout: BlockLayout, batch: int, q_heads: int, share: int = SHARE, heads: int = 1) -> Split | None:
+    """The rows to split in a pass over q blocks, for `heads` heads in each program; None where there is none.
+
+    Of a layout that no host knows, none: what a selection chooses for each row is about as much.
+    """
+    if layout.host is None:
+        return None
+    kept = _kept.setdefault(layout, {})
+    key = ("rows", batch, q_heads, share, heads)
+    if key not in kept:
+        lines, found = Lines.rows(layout, batch, q_heads, heads), None
+        entries = layout.kv_indices.numel()
+        limit = lines.limit(entries, share * processors(layout.device))
+        if limit < layout.kv_blocks:
+            sizes = lines.lists(layout.host.kv_num_blocks, limit)
+            found = _split(layout.kv_indptr, entries, lines, limit, *sizes) if sizes[1] else None
+        if _captures(layout):
+            return found
+        kept[key] = found
+    return kept[key]
+
+
+def _captures(layout: BlockLayout) -> bool:
+    """Whether lists made now are not there before a CUDA graph is replayed."""
+    return layout.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+_kept: WeakKeyDictionary[BlockLayout, dict[tuple[Any, ...], Split | None]] = WeakKeyDictionary()
+
+
+@light_launch
+@triton.jit(
+    do_not_specialize=["capacity", "leads", "num_lines", "heads", "repeats", "limit", "most_parts", "most_lines"]
+)
+def _list_parts_kernel(
+    p_indptr,  # (leads * heads, num_lines + 1)
+    p_parts,
+    p_lines,
+    capacity,
+    leads,
+    num_lines,
+    heads,  # whose entries a line has, one head after the other
+    repeats,  # how often it has those of one
+    limit,
+    most_parts,
+    most_lines,
+    BLOCK: tl.constexpr,
+):
+    """Fill the lists of a `Split`, by one program; what has no place in them is left out."""
+    parts_before, lines_before = 0, 0
+    for begin in range(0, leads * num_lines, BLOCK):
+        line = begin + tl.arange(0, BLOCK)
+        known = line < leads * num_lines
+        p_line = p_indptr + (line // num_lines).to(tl.int64) * heads * (num_lines + 1) + line % num_lines
+        length = tl.zeros([BLOCK], tl.int32)
+        for i_head in range(heads):
+            start = tl.load(p_line + i_head * (num_lines + 1), mask=known, other=0)
+            end = tl.load(p_line + i_head * (num_lines + 1) + 1, mask=known, other=0)
+            start = tl.minimum(tl.maximum(start, 0), capacity)
+            length += tl.minimum(tl.maximum(end, start), capacity) - start
+        length *= repeats
+        pieces = tl.where(length > limit, (length + limit - 1) // limit, 0)
+        size = (length + pieces - 1) // tl.maximum(pieces, 1)
+        is_split = (pieces > 0).to(tl.int32)
+        first = parts_before + tl.cumsum(pieces, 0) - pieces
+        place = lines_before + tl.cumsum(is_split, 0) - is_split
+        p_entry, stored = p_lines + place * 3, (pieces > 0) & (place < most_lines)
+        tl.store(p_entry, line, mask=stored)
+        tl.store(p_entry + 1, first, mask=stored)
+        tl.store(p_entry + 2, pieces, mask=stored)
+        for i in range(tl.max(pieces, 0)):
+            p_entry, stored = p_parts + (first + i) * 3, (i < pieces) & (first + i < most_parts)
+            tl.store(p_entry, line, mask=stored)
+            tl.store(p_entry + 1, i * size, mask=stored)
+            tl.store(p_entry + 2, tl.minimum((i + 1) * size, length), mask=stored)
+        parts_before += tl.sum(pieces, 0)
+        lines_before += tl.sum(is_split, 0)
+
+
+def _split(indptr: Tensor, capacity: int, lines: Lines, limit: int, num_parts: int, num_lines: int) -> Split:
+    """The lists, in one piece of memory, each at 16 bytes."""
+    size = (3 * num_parts + 3) // 4 * 4
+    lists = torch.zeros(size + 3 * num_lines, dtype=torch.int32, device=indptr.device)
+    split = Split(limit, lists[: 3 * num_parts].view(-1, 3), lists[size:].view(-1, 3), lines.copies)
+    _list_parts_kernel[(1,)](
+        indptr.contiguous(),
+        split.parts,
+        split.lines,
+        capacity=capacity,
+        leads=lines.leads,
+        num_lines=lines.number,
+        heads=lines.heads,
+        repeats=lines.repeats,
+        limit=limit,
+        most_parts=num_parts,
+        most_lines=num_lines,
+        BLOCK=1024,
+    )
+    return split
+
+
+def no_split(nothing: Tensor) -> dict[str, Any]:
+    """`Split.to` where no line is split, with any tensor."""
+    none = {"num_parts": 0, "limit": 0, "batch_copies": 1, "head_copies": 1, "HAS_PARTS": False}
+    return {"p_parts": nothing, "p_sums": nothing, **none}
+
+
+def split_programs(split: dict[str, Any]) -> int:
+    """Programs for parts, which come before the others."""
+    programs: int = split["num_parts"] * split["batch_copies"] * split["head_copies"]
+    return programs

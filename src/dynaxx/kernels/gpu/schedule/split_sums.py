@@ -1,0 +1,202 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""What the parts of long rows and columns left, put together in a fixed order: sums are added, outputs merged."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dynaxx.kernels.gpu.runtime.launch_cache import repeated
+from dynaxx.kernels.gpu.runtime.launcher import Launch, light_launch
+from dynaxx.kernels.gpu.schedule.split import Split
+from dynaxx.layout import BlockLayout
+
+TILE = 8  # rows of a program
+AT_ONCE = 8  # parts that it reads at a time
+
+
+@light_launch
+@triton.jit(do_not_specialize=["num_lines", "seqlen", "heads", "batch_copies", "head_copies", "part_stride"])
+def _sum_parts_kernel(
+    p_sums,  # (slots, ...) fp32: at `part_stride` from each other the [BLOCK, D] sums of each part
+    p_out,  # (B, seqlen, heads, D) contiguous
+    p_lines,
+    num_lines,
+    seqlen,
+    heads,
+    batch_copies,
+    head_copies,
+    part_stride,
+    scale,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """out = scale * the sum of a split line's parts, in their order."""
+    TILES: tl.constexpr = BLOCK // TILE
+    copies = batch_copies * head_copies
+    i_copy = tl.program_id(0) // TILES % copies
+    p_line = p_lines + tl.program_id(0) // (TILES * copies) * 3
+    line, first, count = tl.load(p_line), tl.load(p_line + 1), tl.load(p_line + 2)
+    i_row, lead = line % num_lines, line // num_lines
+    line_heads = heads // head_copies
+    i_h = lead % line_heads + i_copy % head_copies
+    i_b = lead // line_heads + i_copy // head_copies
+    inner = tl.program_id(0) % TILES * TILE + tl.arange(0, TILE)
+    o_d = tl.arange(0, BLOCK_D)
+    at = inner[:, None] * D + o_d[None, :]
+    inside = (inner >= 0)[:, None] & (o_d < D)[None, :]
+    total = tl.zeros([TILE, BLOCK_D], tl.float32)
+    for i in range(0, count, AT_ONCE):
+        part = i + tl.arange(0, AT_ONCE)
+        slot = ((first + part) * copies + i_copy).to(tl.int64)
+        p_part = p_sums + slot[:, None, None] * part_stride + at[None, :, :]
+        total += tl.sum(tl.load(p_part, mask=(part < count)[:, None, None] & inside[None, :, :], other=0.0), 0)
+    position = i_row * BLOCK + inner
+    p_row = p_out + ((i_b.to(tl.int64) * seqlen + position) * heads + i_h)[:, None] * D + o_d[None, :]
+    stored = inside & (position < tl.where(count > 0, seqlen, 0))[:, None]
+    tl.store(p_row, (total * scale).to(p_out.dtype.element_ty), mask=stored)
+
+
+def sum_parts(sums: Tensor, out: Tensor, split: Split, layout: BlockLayout, block: int, scale: float = 1.0) -> None:
+    """Fill the split lines' blocks of `out`, (B, N, H, D) contiguous, with `scale` times the sum of their parts.
+
+    Args:
+        sums: (slots, block, D) fp32, rows of it dense: what the parts left.
+    """
+    repeated(_start_sum, layout, (sums, out, split.lines), split.copies, block, scale)
+
+
+def _start_sum(
+    layout: BlockLayout, sums: Tensor, out: Tensor, lines: Tensor, copies: tuple[int, int], block: int, scale: float
+) -> Launch | None:
+    _, seqlen, heads, head_dim = out.shape
+    programs = lines.shape[0] * copies[0] * copies[1] * (block // TILE)
+    started: Launch | None = _sum_parts_kernel[(programs,)](
+        sums,
+        out,
+        lines,
+        num_lines=-(-seqlen // block),
+        seqlen=seqlen,
+        heads=heads,
+        batch_copies=copies[0],
+        head_copies=copies[1],
+        part_stride=sums.stride(0),
+        scale=scale,
+        D=head_dim,
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK=block,
+        TILE=TILE,
+        AT_ONCE=AT_ONCE,
+    )
+    return started
+
+
+@light_launch
+@triton.jit(do_not_specialize=["num_lines", "seqlen", "units", "batch_copies", "head_copies"])
+def _merge_parts_kernel(
+    p_sums,  # (slots, HEADS * BLOCK, D) fp32, each part's output
+    p_sums_lse,  # (slots, HEADS * BLOCK) fp32
+    p_out,  # (B, seqlen, units * HEADS, D) contiguous
+    p_lse,  # (B, units * HEADS, seqlen) contiguous
+    p_lines,
+    num_lines,
+    seqlen,
+    units,
+    batch_copies,
+    head_copies,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
+    TILE: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """out and lse of a split row: its parts' outputs, each by its share of the sum of exponentials."""
+    ROWS: tl.constexpr = HEADS * BLOCK
+    TILES: tl.constexpr = ROWS // TILE
+    copies = batch_copies * head_copies
+    i_copy = tl.program_id(0) // TILES % copies
+    p_line = p_lines + tl.program_id(0) // (TILES * copies) * 3
+    line, first, count = tl.load(p_line), tl.load(p_line + 1), tl.load(p_line + 2)
+    line_units = units // head_copies
+    i_unit = line // num_lines % line_units + i_copy % head_copies
+    i_b = (line // num_lines // line_units + i_copy // head_copies).to(tl.int64)
+    inner = tl.program_id(0) % TILES * TILE + tl.arange(0, TILE)
+    o_d = tl.arange(0, BLOCK_D)
+    row_max = tl.full([TILE], float("-inf"), tl.float32)
+    row_sum = tl.zeros([TILE], tl.float32)
+    acc = tl.zeros([TILE, BLOCK_D], tl.float32)
+    for i in range(0, count, AT_ONCE):
+        part = i + tl.arange(0, AT_ONCE)
+        at = ((first + part) * copies + i_copy).to(tl.int64)[:, None] * ROWS + inner[None, :]
+        known = (part < count)[:, None] & (inner >= 0)[None, :]
+        lse = tl.load(p_sums_lse + at, mask=known, other=float("-inf"))
+        p_part = p_sums + at[:, :, None] * D + o_d[None, None, :]
+        out = tl.load(p_part, mask=known[:, :, None] & (o_d < D)[None, None, :], other=0.0)
+        new_max = tl.maximum(row_max, tl.max(lse, 0))
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        rescale, weights = tl.exp(row_max - shift), tl.exp(lse - shift[None, :])
+        row_sum = row_sum * rescale + tl.sum(weights, 0)
+        acc = acc * rescale[:, None] + tl.sum(out * weights[:, :, None], 0)
+        row_max = new_max
+    empty = row_sum == 0
+    row_sum = tl.where(empty, 1.0, row_sum)
+    i_h = i_unit * HEADS + inner // BLOCK
+    position = line % num_lines * BLOCK + inner % BLOCK
+    stored = position < tl.where(count > 0, seqlen, 0)
+    heads = units * HEADS
+    lse = tl.where(empty, float("-inf"), row_max + tl.log(row_sum))
+    tl.store(p_lse + (i_b * heads + i_h) * seqlen + position, lse, mask=stored)
+    p_row = p_out + ((i_b * seqlen + position) * heads + i_h)[:, None] * D + o_d[None, :]
+    out = (acc / row_sum[:, None]).to(p_out.dtype.element_ty)
+    tl.store(p_row, out, mask=stored[:, None] & (o_d < D)[None, :])
+
+
+def merge_parts(
+    sums: Tensor, sums_lse: Tensor, out: Tensor, lse: Tensor, split: Split, layout: BlockLayout, heads: int = 1
+) -> None:
+    """Fill the split rows of `out`, (B, N, H, D), and `lse`, (B, H, N), both contiguous, from what their parts left.
+
+    Args:
+        sums: (slots, heads * q_block, D) fp32, the output of each part; the heads of a program one after the other.
+        sums_lse: (slots, heads * q_block) fp32, natural logarithms.
+    """
+    repeated(_start_merge, layout, (sums, sums_lse, out, lse, split.lines), split.copies, heads)
+
+
+def _start_merge(
+    layout: BlockLayout,
+    sums: Tensor,
+    sums_lse: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    lines: Tensor,
+    copies: tuple[int, int],
+    heads: int,
+) -> Launch | None:
+    _, seqlen, q_heads, head_dim = out.shape
+    block = layout.block_size[0]
+    programs = lines.shape[0] * copies[0] * copies[1] * (heads * block // TILE)
+    started: Launch | None = _merge_parts_kernel[(programs,)](
+        sums,
+        sums_lse,
+        out,
+        lse,
+        lines,
+        num_lines=layout.q_blocks,
+        seqlen=seqlen,
+        units=q_heads // heads,
+        batch_copies=copies[0],
+        head_copies=copies[1],
+        D=head_dim,
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK=block,
+        HEADS=heads,
+        TILE=TILE,
+        AT_ONCE=AT_ONCE,
+    )
+    return started

@@ -1,0 +1,70 @@
+"""Block-sparse attention backward for Hopper: in one pass (`backward_joint`), or dq apart from dk and dv.
+
+One pass for kv blocks of 128 and enough of them, unless torch is to use deterministic algorithms. Two passes are dq
+(`backward_dq`), over the layout, and dk and dv (`backward_dkv`), over its transpose: no atomics, the same bits in every
+run. TMA clips at the ends of each sequence, so tiles need no bound checks; queries past the end have lse = inf and give
+nothing. Shapes: B batch, N / M queries and keys, Hq / Hk query and kv heads, D head_dim.
+"""
+
+import torch
+from torch import Tensor
+
+from dynaxx.kernels.gpu.runtime.arguments import processors, zeros_like_lse
+from dynaxx.kernels.hopper.attention.backward_dkv import backward_dkv, heads_apart
+from dynaxx.kernels.hopper.attention.backward_dq import backward_dq
+from dynaxx.kernels.hopper.attention.backward_fused import JOINT, JOINT_LAST_FIRST
+from dynaxx.kernels.hopper.attention.backward_rows import Rows, dq_of_sums, rows_of
+from dynaxx.kernels.hopper.attention.config import backward_in_one_pass
+from dynaxx.kernels.hopper.primitives.descriptors import dense_rows
+from dynaxx.layout import BlockLayout
+
+
+def attention_backward(
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    layout: BlockLayout,
+    scale: float,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `kernels.triton.attention_backward`."""
+    if out.numel() == 0 or v.numel() == 0:
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    do, q, k, v, out = (dense_rows(x) for x in (do, q, k, v, out))
+    dlse = zeros_like_lse(lse, layout) if dlse is None else dlse
+    rows = rows_of(do, out, dlse, lse, layout, in_one_pass(q, k, layout))
+    dq, dk, dv = gradients_of_rows(do, q, k, v, rows, layout, scale, softcap)
+    if rows.sums is not None:
+        dq = dq_of_sums(rows.sums, q, layout, scale)
+    assert dq is not None, "it is in the sums where it is not there"
+    return dq, dk, dv
+
+
+def gradients_of_rows(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: Rows,
+    layout: BlockLayout,
+    scale: float,
+    softcap: float | None = None,
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Return dq, dk and dv, contiguous, of tensors that TMA can step through; where rows have sums, dq is in these."""
+    given = (do, q, k, v, rows, layout, scale, softcap)
+    if rows.sums is None:
+        return backward_dq(*given), *backward_dkv(*given)
+    apart = heads_apart(q, k, layout)
+    return None, *(JOINT_LAST_FIRST if apart else JOINT).gradients(*given, apart)
+
+
+def in_one_pass(q: Tensor, k: Tensor, layout: BlockLayout) -> bool:
+    """Whether one kernel gives all gradients, dq by way of its sums."""
+    heads = q.shape[2] if heads_apart(q, k, layout) else k.shape[2]
+    programs = layout.kv_blocks * q.shape[0] * heads
+    fit = backward_in_one_pass(layout.block_size[1], q.shape[3], programs, processors(q.device))
+    return fit and not torch.are_deterministic_algorithms_enabled()

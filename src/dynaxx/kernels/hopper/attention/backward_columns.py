@@ -1,0 +1,180 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""What the Hopper kernels over kv blocks share: which block a program has, and how they are launched.
+
+A column is a kv block of one kv head, with the entries of all heads of its group, one head after the other.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from dynaxx.kernels.gpu.runtime.arguments import processors, transposed_arguments
+from dynaxx.kernels.gpu.runtime.launch_cache import Start, repeated
+from dynaxx.kernels.gpu.runtime.launcher import Launch
+from dynaxx.kernels.gpu.schedule.split import SPLIT_SIZES, no_split, split_columns, split_programs
+from dynaxx.kernels.gpu.schedule.split_sums import sum_parts
+from dynaxx.kernels.hopper.attention.backward_rows import Rows
+from dynaxx.kernels.hopper.attention.config import backward_ending, backward_heads_together
+from dynaxx.kernels.hopper.primitives.descriptors import gluon_rows, score_factors
+from dynaxx.kernels.hopper.primitives.parts import ALL_ENTRIES, WHOLE, part_or_whole
+from dynaxx.layout import BlockLayout
+
+SIZES = [
+    "capacity", "num_masks", "seqlen_k", "q_blocks", "heads", "kv_heads", "group_size", "together", "ending",
+    *SPLIT_SIZES,
+]  # fmt: skip
+
+
+@gluon.jit
+def column_of(i_program, kv_blocks, heads, kv_heads, together, ending):
+    """Batch entry, kv head and kv block of a program: `together` heads alternate, one such set after the other, and
+    then all of them in their last `ending` blocks. `heads` are kv heads of all batch entries.
+
+    The first blocks come first: under a causal mask most queries see them, and short programs let all end together.
+    """
+    early = kv_blocks - ending
+    first = i_program // (early * together) * together
+    i_rest = i_program - first * early
+    alternate = gl.minimum(together, heads - first)
+    i_late = i_program - heads * early
+    head = gl.where(i_late < 0, first + i_rest % alternate, i_late % heads)
+    i_col = gl.where(i_late < 0, i_rest // alternate, early + i_late // heads)
+    return head // kv_heads, head % kv_heads, i_col
+
+
+@gluon.jit
+def read_column(
+    p_indptr, p_num_partial, capacity, layout_stride_b, layout_stride_h, i_b, i_h, i_col, kv_blocks,
+    first, last, before, HAS_PARTS: gl.constexpr,
+):  # fmt: skip
+    """First entry, number of entries and of partial ones of a kv block of one head, within `capacity`; and `before`.
+
+    Under HAS_PARTS only those in first..last, where `before` counts the entries of the heads before, then these too.
+
+    Not asked for a head ahead: loads that a loop carries to its next turn are mistaken for invariant by triton 3.6's
+    loop-aware CSE, which then keeps the first head's number of partial blocks for all.
+    """
+    lead = (i_b * layout_stride_b + i_h * layout_stride_h).to(gl.int64)
+    p_column = p_indptr + lead * (kv_blocks + 1) + i_col
+    start = gl.minimum(gl.maximum(gl.load(p_column), 0), capacity)
+    count = gl.minimum(gl.maximum(gl.load(p_column + 1), start), capacity) - start
+    partial = gl.load(p_num_partial + lead * kv_blocks + i_col)
+    partial = gl.minimum(gl.maximum(partial, 0), count)
+    if HAS_PARTS:
+        begin = gl.minimum(gl.maximum(first - before, 0), count)
+        end = gl.minimum(gl.maximum(last - before, begin), count)
+        before += count
+        start += begin
+        count = end - begin
+        partial = gl.minimum(gl.maximum(partial - begin, 0), count)
+    return start, count, partial, before
+
+
+@gluon.jit
+def column_or_part(
+    i_program, p_parts, num_parts, limit, batch_copies, head_copies, p_indptr, capacity, layout_stride_b,
+    layout_stride_h, kv_blocks, heads, kv_heads, group_size, together, ending, HAS_PARTS: gl.constexpr,
+):  # fmt: skip
+    """As `part_or_whole`, of whose programs the first are those of parts; a whole column where there are none."""
+    i_whole = i_program - num_parts * batch_copies * head_copies
+    i_b, i_hk, i_col = column_of(i_whole, kv_blocks, heads, kv_heads, together, ending)
+    first, last, slot = 0, ALL_ENTRIES, WHOLE
+    if HAS_PARTS:
+        i_b, i_hk, i_col, first, last, slot = part_or_whole(
+            i_program, i_b, i_hk, i_col, p_parts, num_parts, limit, batch_copies, head_copies,
+            p_indptr, capacity, layout_stride_b, layout_stride_h, kv_blocks, kv_heads, group_size,
+        )  # fmt: skip
+    return i_b, i_hk, i_col, first, last, slot
+
+
+class ColumnKernel(NamedTuple):
+    """A kernel over kv blocks, and what it is told besides what all are."""
+
+    kernel: Any
+    others: Callable[..., dict[str, Any]]  # of a layout, q, and the sums of dq or None
+    keys: int = 0  # of a program; 0 for those of a block
+
+    def gradients(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Rows, layout: BlockLayout, scale: float,
+        softcap: float | None, apart: bool = False,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Return (dk, dv), contiguous, of (B, N, H, D) tensors; long columns come in parts.
+
+        Under `apart` each q head is a program of its own, and a group is summed afterwards.
+        """
+        if apart:
+            group_size = q.shape[2] // k.shape[2]
+            k, v = (x.repeat_interleave(group_size, 2) for x in (k, v))
+            heads = self.gradients(do, q, k, v, rows, layout, scale, softcap)
+            dk, dv = (x.unflatten(2, (-1, group_size)).sum(3) for x in heads)
+            return dk, dv
+        dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
+        split = split_columns(layout, k.shape[0], q.shape[2], k.shape[2])
+        start: Start = _start
+        tensors: tuple[Tensor, ...] = (do, q, k, v, dk, dv, rows.lse, rows.delta)
+        if rows.sums is not None:
+            start, tensors = _start_with_sums, (rows.sums, *tensors)
+        if split is None:
+            repeated(start, layout, tensors, self, scale, softcap)
+            return dk, dv
+        kv_block = layout.block_size[1]
+        parts = split.places(q, 2, kv_block, q.shape[3])
+        repeated(start, layout, tensors, self, scale, softcap, split=split.to(p_sums=parts))
+        sum_parts(parts[:, 0], dk, split, layout, kv_block, scale)
+        sum_parts(parts[:, 1], dv, split, layout, kv_block)
+        return dk, dv
+
+
+def _start(
+    layout: BlockLayout,
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    column_kernel: ColumnKernel,
+    scale: float,
+    softcap: float | None,
+    split: dict[str, Any] | None = None,
+    *,
+    sums: Tensor | None = None,
+) -> Launch | None:
+    seqlen_q, q_heads, head_dim = q.shape[1:]
+    seqlen_k, kv_heads = k.shape[1:3]
+    heads, kv_block = k.shape[0] * kv_heads, layout.block_size[1]
+    split = split or no_split(delta)
+    pieces = kv_block // (column_kernel.keys or kv_block)
+    programs = (layout.kv_blocks * heads + split_programs(split)) * pieces
+    started: Launch | None = column_kernel.kernel[(programs,)](
+        *(gluon_rows(x, 64) for x in (do, q, k, v, dk, dv)),
+        lse,
+        delta,
+        *transposed_arguments(layout),
+        **split,
+        seqlen_k=seqlen_k,
+        q_blocks=layout.q_blocks,
+        heads=heads,
+        kv_heads=kv_heads,
+        group_size=q_heads // kv_heads,
+        together=backward_heads_together(seqlen_q, head_dim, kv_heads),
+        ending=backward_ending(layout.kv_blocks, heads, processors(k.device)),
+        scale=scale,
+        **score_factors(scale, softcap),
+        Q_BLOCK=layout.block_size[0],
+        CONSUMER_REGISTERS=240,
+        PRODUCER_REGISTERS=24,
+        num_warps=4,
+        **column_kernel.others(layout, q, sums),
+    )
+    return started
+
+
+def _start_with_sums(layout: BlockLayout, sums: Tensor, *given: Any) -> Launch | None:
+    return _start(layout, *given, sums=sums)

@@ -1,0 +1,137 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""A consumer warpgroup of the Hopper backward over kv blocks: 64 keys, dk and dv in registers, transposed scores."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from dynaxx.kernels.hopper.attention.backward_columns import read_column
+from dynaxx.kernels.hopper.attention.backward_produce import FIELDS, RING
+from dynaxx.kernels.hopper.attention.forward_consume import ROWS
+from dynaxx.kernels.hopper.primitives.parts import WHOLE, store_part
+from dynaxx.kernels.hopper.primitives.signals import get, none
+from dynaxx.kernels.hopper.primitives.softcap import capped, sloped
+from dynaxx.kernels.hopper.primitives.visible import WORD_LAYOUT, columns_between, where_seen
+
+
+@gluon.jit
+def keep(
+    weights, numbers, at, p_bits, part, first_key, FIRST_QUERY: gl.constexpr,
+    Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, keys_there=None,
+):  # fmt: skip
+    """Transposed weights [64 keys, queries], 0 where the block's mask hides the pair, or past the keys that are there.
+
+    Keys count from `first_key` of the block, queries from FIRST_QUERY of the tile, which begins at `part` of the block.
+    """
+    WORDS: gl.constexpr = KV_BLOCK // 32
+    keys = first_key + gl.arange(0, ROWS, gl.SliceLayout(1, WORD_LAYOUT))[:, None]
+    threads = gl.arange(0, 4, gl.SliceLayout(0, WORD_LAYOUT))[None, :]
+    lo, hi, code = get(numbers, at + 1), get(numbers, at + 2), get(numbers, at + 3)
+    if lo <= hi:
+        seen = columns_between(keys + (lo - FIRST_QUERY), keys + (hi - FIRST_QUERY), threads)
+    else:
+        seen = gl.zeros([ROWS, 4], gl.int32, WORD_LAYOUT)
+        if code >= 0:
+            p_words = p_bits + (code.to(gl.int64) * Q_BLOCK + part + FIRST_QUERY) * WORDS + keys // 32
+            for i_column in range(weights.shape[1] // 4):
+                query = i_column // 2 * 8 + 2 * threads + i_column % 2
+                seen |= ((gl.load(p_words + query * WORDS) >> keys % 32) & 1) << i_column
+    if keys_there is not None:
+        seen = gl.where(keys < keys_there, seen, 0)
+    return where_seen(weights, seen, 0.0)
+
+
+@gluon.jit
+def _consume_tiles(
+    dk, dv, q_buffers, do_buffers, k_buffers, v_buffers, full, empty, numbers, stats,
+    p_bits, scale_log2, cap_rate, done, begin, end,
+    MASKED: gl.constexpr, CONSUMER: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Add what tiles begin..end of a head give to dk and dv."""
+    SPLIT: gl.constexpr = Q_BLOCK // ROWS
+    D: gl.constexpr = dk.shape[1]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    for i_tile in range(begin, end):
+        i = done + i_tile
+        stage = i % STAGES
+        k = k_buffers.index(CONSUMER + none(i)).reshape([ROWS, D])
+        v = v_buffers.index(CONSUMER + none(i)).reshape([ROWS, D])
+        q = q_buffers.index(stage).reshape([ROWS, D])
+        do = do_buffers.index(stage).reshape([ROWS, D])
+        mbarrier.wait(full.index(stage), (i // STAGES) & 1)
+        zero = gl.zeros([ROWS, ROWS], gl.float32, s_layout)
+        s_token = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+        dp_token = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
+        lse = stats.index(stage * 2).load(gl.SliceLayout(0, s_layout))
+        scores = capped(warpgroup_mma_wait(1, deps=[s_token]), cap_rate)
+        weights = gl.exp2(scores * scale_log2 - lse[None, :])
+        if MASKED:
+            part = i_tile % SPLIT * ROWS
+            weights = keep(weights, numbers, i % RING * FIELDS, p_bits, part, CONSUMER * ROWS, 0, Q_BLOCK, KV_BLOCK)
+        p = gl.convert_layout(weights.to(q.dtype), p_layout)
+        dv_token = warpgroup_mma(p, do, dv, is_async=True)
+        weights = sloped(weights, scores, cap_rate)
+        delta = stats.index(stage * 2 + 1).load(gl.SliceLayout(0, s_layout))
+        dp = warpgroup_mma_wait(1, deps=[dp_token])
+        ds = (weights * (dp - delta[None, :])).to(q.dtype)
+        dk_token = warpgroup_mma(gl.convert_layout(ds, p_layout), q, dk, is_async=True)
+        dv, dk = warpgroup_mma_wait(0, deps=[dv_token, dk_token])
+        mbarrier.arrive(empty.index(stage), count=1)
+    return dk, dv
+
+
+@gluon.jit
+def consume(
+    columns, CONSUMER: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    HAS_PARTS: gl.constexpr,
+):  # fmt: skip
+    """dk and dv of 64 keys of a kv block."""
+    (
+        dk_desc, dv_desc, q_buffers, do_buffers, k_buffers, v_buffers, kv_full, full, empty, numbers, stats,
+        p_indptr, p_num_partial, p_bits, capacity, layout_stride_b, layout_stride_h, i_b, i_hk, i_col,
+        kv_blocks, group_size, first, last, slot, p_sums, scale, scale_log2, cap_rate,
+    ) = columns  # fmt: skip
+    SPLIT: gl.constexpr = Q_BLOCK // ROWS
+    D: gl.constexpr = dk_desc.block_type.shape[3]
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    dk = gl.zeros([ROWS, D], gl.float32, acc_layout)
+    dv = gl.zeros([ROWS, D], gl.float32, acc_layout)
+    mbarrier.wait(kv_full.index(0), 0)
+    done = 0
+    before = 0
+    for i_group in range(group_size):
+        _, count, partial, before = read_column(
+            p_indptr, p_num_partial, capacity, layout_stride_b, layout_stride_h,
+            i_b, i_hk * group_size + i_group, i_col, kv_blocks, first, last, before, HAS_PARTS,
+        )  # fmt: skip
+        dk, dv = _consume_tiles(
+            dk, dv, q_buffers, do_buffers, k_buffers, v_buffers, full, empty, numbers, stats,
+            p_bits, scale_log2, cap_rate, done, 0, partial * SPLIT,
+            True, CONSUMER, Q_BLOCK, KV_BLOCK, STAGES,
+        )  # fmt: skip
+        dk, dv = _consume_tiles(
+            dk, dv, q_buffers, do_buffers, k_buffers, v_buffers, full, empty, numbers, stats,
+            p_bits, scale_log2, cap_rate, done, partial * SPLIT, count * SPLIT,
+            False, CONSUMER, Q_BLOCK, KV_BLOCK, STAGES,
+        )  # fmt: skip
+        done += count * SPLIT
+    # k and v are read no more: their buffers carry the results out
+    k_buffers.index(CONSUMER).reshape([ROWS, D]).store((dk * scale).to(dk_desc.dtype))
+    v_buffers.index(CONSUMER).reshape([ROWS, D]).store(dv.to(dk_desc.dtype))
+    fence_async_shared()
+    if HAS_PARTS:
+        if slot >= 0:
+            store_part(p_sums, slot, dk, 0, CONSUMER * ROWS, KV_BLOCK)
+            store_part(p_sums, slot, dv, 1, CONSUMER * ROWS, KV_BLOCK)
+        i_col = gl.where(slot == WHOLE, i_col, kv_blocks)  # past the end, where TMA leaves it out
+    at = [i_b, i_hk, i_col * KV_BLOCK + CONSUMER * ROWS, 0]
+    tma.async_copy_shared_to_global(dk_desc, at, k_buffers.index(CONSUMER))
+    tma.async_copy_shared_to_global(dv_desc, at, v_buffers.index(CONSUMER))
+    tma.store_wait(0)

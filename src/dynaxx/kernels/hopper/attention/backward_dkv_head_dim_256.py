@@ -1,0 +1,89 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""dk and dv for head_dim 256 on Hopper, in Gluon.
+
+A program owns 64 keys of one kv head: the producer of `backward_produce`, and a consumer each for dv and for dk
+(`wide_dkv_consume`). A kv block of 128 keys has two programs, neighbours, which read the same tiles.
+"""
+
+from typing import Any
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from dynaxx.kernels.gpu.runtime.launcher import light_launch
+from dynaxx.kernels.hopper.attention.backward_columns import SIZES, ColumnKernel, column_or_part
+from dynaxx.kernels.hopper.attention.backward_dkv_head_dim_256_consume import (
+    LINES,
+    LINES_LAYOUT,
+    SLOTS,
+    consume_dk,
+    consume_dv,
+)
+from dynaxx.kernels.hopper.attention.backward_produce import fed_by, produce
+from dynaxx.kernels.hopper.attention.config import backward_stages
+from dynaxx.kernels.hopper.attention.forward_consume import ROWS
+from dynaxx.kernels.hopper.primitives.signals import barriers
+from dynaxx.layout import BlockLayout
+
+CONSUMERS = gl.constexpr(2)
+
+
+@light_launch
+@gluon.jit(do_not_specialize=SIZES)
+def _sparse_attention_hopper_bwd_wide_dkv_kernel(
+    do_desc, q_desc, k_desc, v_desc, dk_desc, dv_desc,
+    p_lse,  # (B, Hq, q_blocks * Q_BLOCK) fp32, base 2, inf where there is nothing
+    p_delta,  # the same shape, 0 there
+    p_indptr, p_num_partial, p_indices, p_codes, p_bits, p_bands,
+    capacity, num_masks, layout_stride_b, layout_stride_h,
+    p_parts, p_sums, num_parts, limit, batch_copies, head_copies,
+    seqlen_k, q_blocks, heads, kv_heads, group_size, together, ending, scale, scale_log2, cap_rate,
+    Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, HAS_PARTS: gl.constexpr,
+):  # fmt: skip
+    PIECES: gl.constexpr = KV_BLOCK // ROWS  # of a kv block
+    first_key = gl.program_id(0) % PIECES * ROWS
+    kv_blocks = (seqlen_k + KV_BLOCK - 1) // KV_BLOCK
+    i_b, i_hk, i_col, first, last, slot = column_or_part(
+        gl.program_id(0) // PIECES, p_parts, num_parts, limit, batch_copies, head_copies, p_indptr, capacity,
+        layout_stride_b, layout_stride_h, kv_blocks, heads, kv_heads, group_size, together, ending, HAS_PARTS,
+    )  # fmt: skip
+    first_head = (i_b * kv_heads + i_hk).to(gl.int64) * group_size
+    p_lse += first_head * q_blocks * Q_BLOCK
+    p_delta += first_head * q_blocks * Q_BLOCK
+
+    fed = fed_by(q_desc, do_desc, k_desc, v_desc, 1, STAGES, CONSUMERS)
+    q_buffers, do_buffers, k_buffers, v_buffers, kv_full, full, empty, numbers, stats = fed
+    weight_buffers = gl.allocate_shared_memory(gl.float32, [SLOTS, LINES, 32], LINES_LAYOUT)
+    weights_full = barriers(SLOTS, 1)
+    weights_empty = barriers(SLOTS, 1)
+    blocks = (
+        q_desc, do_desc, k_desc, v_desc, fed, p_lse, p_delta, p_indptr, p_num_partial, p_indices, p_codes, p_bands,
+        capacity, num_masks, layout_stride_b, layout_stride_h, i_b, i_hk, i_col, kv_blocks, q_blocks, group_size,
+        first, last,
+    )  # fmt: skip
+    gl.warp_specialize([
+        (consume_dv, (
+            dv_desc, q_buffers, do_buffers, k_buffers, weight_buffers,
+            kv_full, full, empty, weights_full, weights_empty, numbers, stats,
+            p_indptr, p_num_partial, p_bits, capacity, layout_stride_b, layout_stride_h, i_b, i_hk, i_col, first_key,
+            kv_blocks, group_size, first, last, slot, p_sums, scale_log2, cap_rate,
+            Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS,
+        )),
+        (consume_dk, (
+            dk_desc, q_buffers, do_buffers, v_buffers, weight_buffers,
+            kv_full, full, empty, weights_full, weights_empty, stats,
+            p_indptr, p_num_partial, capacity, layout_stride_b, layout_stride_h, i_b, i_hk, i_col, first_key,
+            kv_blocks, group_size, first, last, slot, p_sums, scale,
+            Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS,
+        )),
+        (produce, (blocks, first_key, CONSUMERS, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS)),
+    ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+
+
+def _others(layout: BlockLayout, q: Tensor, sums: None) -> dict[str, Any]:
+    return {"KV_BLOCK": layout.block_size[1], "STAGES": backward_stages(q.shape[3]), "maxnreg": 168}
+
+
+WIDE = ColumnKernel(_sparse_attention_hopper_bwd_wide_dkv_kernel, _others, keys=64)

@@ -1,0 +1,191 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""The consumer warpgroups of dk and dv for head_dim 256 on Hopper: one makes dv of 64 keys, the other dk.
+
+Each fills the registers of a warpgroup. The first makes the scores of a tile, its weights and, from registers, dv; the
+second their gradients and dk, for which it gets the weights through shared memory. Each result is made from operands
+that only one of them has, and what one waits for, the other has tensor cores for.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from dynaxx.kernels.hopper.attention.backward_columns import read_column
+from dynaxx.kernels.hopper.attention.backward_consume import keep
+from dynaxx.kernels.hopper.attention.backward_produce import FIELDS, RING
+from dynaxx.kernels.hopper.attention.forward_consume import ROWS
+from dynaxx.kernels.hopper.primitives.parts import WHOLE, store_part
+from dynaxx.kernels.hopper.primitives.signals import none
+from dynaxx.kernels.hopper.primitives.softcap import capped, sloped
+
+SLOTS = gl.constexpr(2)  # tiles whose weights are kept
+LINES = gl.constexpr(128)  # of 32 numbers, in which weights lie in shared memory
+LINES_LAYOUT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0]))
+
+
+@gluon.jit
+def _by_lane(tile):
+    """A [64, 64] tile as lines in which each thread's numbers come in fours, beside its neighbour's."""
+    return gl.reshape(gl.permute(gl.reshape(tile, [4, 2, 8, 8, 4, 2]), [0, 3, 2, 4, 1, 5]), [LINES, 32])
+
+
+@gluon.jit
+def _by_row(lines):
+    """The inverse of `_by_lane`."""
+    return gl.reshape(gl.permute(gl.reshape(lines, [4, 8, 8, 4, 2, 2]), [0, 4, 2, 1, 3, 5]), [ROWS, ROWS])
+
+
+@gluon.jit
+def _add_dv(
+    dv, q_buffers, do_buffers, k_buffers, weight_buffers, full, empty, weights_full, weights_empty,
+    numbers, stats, p_bits, first_key, scale_log2, cap_rate, done, begin, end,
+    MASKED: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Add what tiles begin..end of a head give to dv, and leave their weights."""
+    SPLIT: gl.constexpr = Q_BLOCK // ROWS
+    D: gl.constexpr = dv.shape[1]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
+    for i_tile in range(begin, end):
+        i = done + i_tile
+        stage = i % STAGES
+        slot = i % SLOTS
+        k = k_buffers.index(none(i)).reshape([ROWS, D])
+        q = q_buffers.index(stage).reshape([ROWS, D])
+        do = do_buffers.index(stage).reshape([ROWS, D])
+        mbarrier.wait(full.index(stage), (i // STAGES) & 1)
+        zero = gl.zeros([ROWS, ROWS], gl.float32, s_layout)
+        s_token = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+        lse = stats.index(stage * 2).load(gl.SliceLayout(0, s_layout))
+        scores = capped(warpgroup_mma_wait(0, deps=[s_token]), cap_rate)
+        weights = gl.exp2(scores * scale_log2 - lse[None, :])
+        if MASKED:
+            part = i_tile % SPLIT * ROWS
+            weights = keep(weights, numbers, i % RING * FIELDS, p_bits, part, first_key, 0, Q_BLOCK, KV_BLOCK)
+        p = gl.convert_layout(weights.to(q.dtype), p_layout)
+        dv_token = warpgroup_mma(p, do, dv, is_async=True)
+        mbarrier.wait(weights_empty.index(slot), ((i // SLOTS) & 1) ^ 1)
+        weight_buffers.index(slot).store(_by_lane(sloped(weights, scores, cap_rate)))
+        mbarrier.arrive(weights_full.index(slot), count=1)
+        dv = warpgroup_mma_wait(0, deps=[dv_token])
+        mbarrier.arrive(empty.index(stage), count=1)
+    return dv
+
+
+@gluon.jit
+def _add_dk(
+    dk, q_buffers, do_buffers, v_buffers, weight_buffers, full, empty, weights_full, weights_empty,
+    stats, done, count, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Add what the next `count` tiles give to dk."""
+    D: gl.constexpr = dk.shape[1]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    ds_layout: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    for i_tile in range(count):  # not from `done` on: triton 3.6's loop-aware CSE then forgets that it grows
+        i = done + i_tile
+        stage = i % STAGES
+        slot = i % SLOTS
+        v = v_buffers.index(none(i)).reshape([ROWS, D])
+        q = q_buffers.index(stage).reshape([ROWS, D])
+        do = do_buffers.index(stage).reshape([ROWS, D])
+        mbarrier.wait(full.index(stage), (i // STAGES) & 1)
+        zero = gl.zeros([ROWS, ROWS], gl.float32, s_layout)
+        dp_token = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
+        delta = stats.index(stage * 2 + 1).load(gl.SliceLayout(0, s_layout))
+        lines_layout: gl.constexpr = _by_lane(zero).type.layout
+        mbarrier.wait(weights_full.index(slot), (i // SLOTS) & 1)
+        weights = gl.convert_layout(_by_row(weight_buffers.index(slot).load(lines_layout)), s_layout)
+        mbarrier.arrive(weights_empty.index(slot), count=1)
+        dp = warpgroup_mma_wait(0, deps=[dp_token])
+        ds = gl.convert_layout((weights * (dp - delta[None, :])).to(q.dtype), ds_layout)
+        dk_token = warpgroup_mma(ds, q, dk, is_async=True)
+        dk = warpgroup_mma_wait(0, deps=[dk_token])
+        mbarrier.arrive(empty.index(stage), count=1)
+    return dk
+
+
+@gluon.jit
+def _store(x, desc, buffer, p_sums, slot, i_b, i_hk, i_col, first_key, kv_blocks, AT: gl.constexpr,
+           KV_BLOCK: gl.constexpr, HAS_PARTS: gl.constexpr, scale):  # fmt: skip
+    """Store dk or dv of 64 keys, by way of a buffer that nobody reads any more."""
+    D: gl.constexpr = x.shape[1]
+    buffer.reshape([ROWS, D]).store((x * scale).to(desc.dtype))
+    fence_async_shared()
+    if HAS_PARTS:
+        if slot >= 0:
+            store_part(p_sums, slot, x, AT, first_key, KV_BLOCK)
+        i_col = gl.where(slot == WHOLE, i_col, kv_blocks)  # past the end, where TMA leaves it out
+    tma.async_copy_shared_to_global(desc, [i_b, i_hk, i_col * KV_BLOCK + first_key, 0], buffer)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def consume_dv(
+    dv_desc, q_buffers, do_buffers, k_buffers, weight_buffers,
+    kv_full, full, empty, weights_full, weights_empty, numbers, stats,
+    p_indptr, p_num_partial, p_bits, capacity, layout_stride_b, layout_stride_h, i_b, i_hk, i_col, first_key,
+    kv_blocks, group_size, first, last, slot, p_sums, scale_log2, cap_rate,
+    Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr, HAS_PARTS: gl.constexpr,
+):  # fmt: skip
+    """dv of 64 keys, those from `first_key` of a kv block on."""
+    SPLIT: gl.constexpr = Q_BLOCK // ROWS
+    D: gl.constexpr = dv_desc.block_type.shape[3]
+    dv = gl.zeros([ROWS, D], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16]))
+    mbarrier.wait(kv_full.index(0), 0)
+    done = 0
+    before = 0
+    for i_group in range(group_size):
+        _, count, partial, before = read_column(
+            p_indptr, p_num_partial, capacity, layout_stride_b, layout_stride_h,
+            i_b, i_hk * group_size + i_group, i_col, kv_blocks, first, last, before, HAS_PARTS,
+        )  # fmt: skip
+        dv = _add_dv(
+            dv, q_buffers, do_buffers, k_buffers, weight_buffers, full, empty, weights_full, weights_empty,
+            numbers, stats, p_bits, first_key, scale_log2, cap_rate, done, 0, partial * SPLIT,
+            True, Q_BLOCK, KV_BLOCK, STAGES,
+        )  # fmt: skip
+        dv = _add_dv(
+            dv, q_buffers, do_buffers, k_buffers, weight_buffers, full, empty, weights_full, weights_empty,
+            numbers, stats, p_bits, first_key, scale_log2, cap_rate, done, partial * SPLIT, count * SPLIT,
+            False, Q_BLOCK, KV_BLOCK, STAGES,
+        )  # fmt: skip
+        done += count * SPLIT
+    # the other consumer does not read k
+    _store(dv, dv_desc, k_buffers.index(0), p_sums, slot, i_b, i_hk, i_col, first_key, kv_blocks, 1, KV_BLOCK,
+           HAS_PARTS, 1.0)  # fmt: skip
+
+
+@gluon.jit
+def consume_dk(
+    dk_desc, q_buffers, do_buffers, v_buffers, weight_buffers,
+    kv_full, full, empty, weights_full, weights_empty, stats,
+    p_indptr, p_num_partial, capacity, layout_stride_b, layout_stride_h, i_b, i_hk, i_col, first_key,
+    kv_blocks, group_size, first, last, slot, p_sums, scale,
+    Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr, HAS_PARTS: gl.constexpr,
+):  # fmt: skip
+    """dk of 64 keys, those from `first_key` of a kv block on."""
+    SPLIT: gl.constexpr = Q_BLOCK // ROWS
+    D: gl.constexpr = dk_desc.block_type.shape[3]
+    dk = gl.zeros([ROWS, D], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16]))
+    mbarrier.wait(kv_full.index(0), 0)
+    done = 0
+    before = 0
+    for i_group in range(group_size):
+        _, count, _, before = read_column(
+            p_indptr, p_num_partial, capacity, layout_stride_b, layout_stride_h,
+            i_b, i_hk * group_size + i_group, i_col, kv_blocks, first, last, before, HAS_PARTS,
+        )  # fmt: skip
+        dk = _add_dk(
+            dk, q_buffers, do_buffers, v_buffers, weight_buffers, full, empty, weights_full, weights_empty,
+            stats, done, count * SPLIT, STAGES,
+        )  # fmt: skip
+        done += count * SPLIT
+    # the other consumer does not read v
+    _store(dk, dk_desc, v_buffers.index(0), p_sums, slot, i_b, i_hk, i_col, first_key, kv_blocks, 0, KV_BLOCK,
+           HAS_PARTS, scale)  # fmt: skip

@@ -1,0 +1,241 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""dq for Hopper, in Gluon, by a pass of its own over the rows of a layout.
+
+A program has 64 queries for each of its consumers (`backward_dq_consume`): the halves of a q block of 128, or with q
+blocks of 64 two heads of a group that share a layout, else one. q and do stay in shared memory, dq in registers; a
+producer warp reads the layout and feeds tiles of 64 keys. At head_dim 256 there is room for two of k and one of v.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from dynaxx.kernels.gpu.runtime.arguments import layout_arguments, order_argument
+from dynaxx.kernels.gpu.runtime.launch_cache import repeated
+from dynaxx.kernels.gpu.runtime.launcher import Launch, light_launch
+from dynaxx.kernels.gpu.schedule.split import SPLIT_SIZES, no_split, split_programs, split_rows
+from dynaxx.kernels.gpu.schedule.split_sums import sum_parts
+from dynaxx.kernels.hopper.attention.backward_dq_consume import FIELDS, consume
+from dynaxx.kernels.hopper.attention.backward_rows import Rows
+from dynaxx.kernels.hopper.attention.config import backward_dq_stages
+from dynaxx.kernels.hopper.attention.forward_consume import ROWS
+from dynaxx.kernels.hopper.attention.forward_produce import band_of
+from dynaxx.kernels.hopper.primitives.descriptors import gluon_rows, score_factors
+from dynaxx.kernels.hopper.primitives.parts import row_part
+from dynaxx.kernels.hopper.primitives.signals import NUMBERS, barriers, put
+from dynaxx.layout import BlockLayout
+
+SIZES = ["capacity", "num_masks", "seqlen_q", "seqlen_k", "batch", "q_heads", "group_size"]
+
+
+@gluon.jit
+def _produce(
+    blocks, CONSUMERS: gl.constexpr, STEP_ROWS: gl.constexpr, STEP_HEADS: gl.constexpr,
+    Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+):  # fmt: skip
+    """Feed q and do of each consumer, then the row's tiles: a last full block that seqlen_k may cut (`tail`) first, the
+    partial blocks, then the full ones, which need no mask.
+    """
+    (
+        q_desc, do_desc, k_desc, v_desc, q_buffers, do_buffers, k_buffers, v_buffers, numbers, q_full, k_full, k_empty,
+        v_full, v_empty, p_indices, p_codes, p_bands, num_masks, i_b, i_h, i_row, start, count, tail, masked, tiles,
+        seqlen_k, group_size,
+    ) = blocks  # fmt: skip
+    SPLIT: gl.constexpr = KV_BLOCK // ROWS
+    mbarrier.expect(q_full.index(0), 2 * CONSUMERS * q_desc.block_type.nbytes)
+    for u in gl.static_range(CONSUMERS):
+        at = [i_b, i_h + u * STEP_HEADS, i_row * Q_BLOCK + u * STEP_ROWS, 0]
+        tma.async_copy_global_to_shared(q_desc, at, q_full.index(0), q_buffers.index(u))
+        tma.async_copy_global_to_shared(do_desc, at, q_full.index(0), do_buffers.index(u))
+    i_hk = i_h // group_size
+    for i in range(tiles):
+        stage = i % K_STAGES
+        position = i // SPLIT
+        part = i % SPLIT * ROWS
+        entry = start + gl.where((tail == 1) & (position == 0), count - 1, position - tail)
+        first_key = gl.load(p_indices + entry) * KV_BLOCK + part
+        mbarrier.wait(k_empty.index(stage), ((i // K_STAGES) & 1) ^ 1)
+        if i < masked:
+            lo, hi, code = band_of(p_bands, num_masks, gl.load(p_codes + entry))
+            # the distance is query - key, and the tile's keys begin at `part`
+            put(numbers, stage * FIELDS, gl.where(lo > hi, 1, lo + part))
+            put(numbers, stage * FIELDS + 1, gl.where(lo > hi, 0, hi + part))
+            put(numbers, stage * FIELDS + 2, seqlen_k - first_key)
+            put(numbers, stage * FIELDS + 3, code)
+            gl.thread_barrier()
+        mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(k_desc, [i_b, i_hk, first_key, 0], k_full.index(stage), k_buffers.index(stage))
+        v_stage = i % V_STAGES
+        mbarrier.wait(v_empty.index(v_stage), ((i // V_STAGES) & 1) ^ 1)
+        mbarrier.expect(v_full.index(v_stage), v_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(
+            v_desc, [i_b, i_hk, first_key, 0], v_full.index(v_stage), v_buffers.index(v_stage)
+        )
+
+
+@light_launch
+@gluon.jit(do_not_specialize=[*SIZES, *SPLIT_SIZES])
+def _sparse_attention_hopper_bwd_dq_kernel(
+    do_desc, q_desc, k_desc, v_desc, dq_desc,
+    p_lse,  # (B, Hq, q_blocks * Q_BLOCK) fp32, base 2, inf where there is nothing
+    p_delta,  # the same shape, 0 there
+    p_order, p_indptr, p_num_partial, p_indices, p_codes, p_bits, p_bands,
+    capacity, num_masks, layout_stride_b, layout_stride_h,
+    p_parts, p_sums, num_parts, limit, batch_copies, head_copies,
+    seqlen_q, seqlen_k, batch, q_heads, group_size, scale, scale_log2, cap_rate,
+    CONSUMERS: gl.constexpr, STEP_ROWS: gl.constexpr, STEP_HEADS: gl.constexpr,
+    Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+    ORDERED: gl.constexpr, HAS_PARTS: gl.constexpr,
+):  # fmt: skip
+    SPLIT: gl.constexpr = KV_BLOCK // ROWS
+    HEADS: gl.constexpr = (CONSUMERS - 1) * STEP_HEADS + 1
+    units = q_heads // HEADS
+    q_blocks = (seqlen_q + Q_BLOCK - 1) // Q_BLOCK
+    i_program = gl.program_id(0) - num_parts * batch_copies * head_copies  # parts come first
+    i_unit = gl.maximum(i_program, 0)
+    i_h, i_b, rank = i_unit % units * HEADS, i_unit // units % batch, i_unit // (units * batch)
+    part = -1
+    first, last = 0, 0
+    if HAS_PARTS:
+        is_part, part_b, part_unit, part_row, first, last = row_part(
+            gl.program_id(0), p_parts, num_parts, batch_copies, head_copies, q_blocks, units
+        )
+        i_h = gl.where(is_part, part_unit * HEADS, i_h)
+        i_b = gl.where(is_part, part_b, i_b)
+        part = gl.where(is_part, gl.program_id(0), -1)
+    lead = (i_b * layout_stride_b + i_h * layout_stride_h).to(gl.int64)
+    i_row = q_blocks - 1 - rank  # the longest rows first, under a causal mask
+    if ORDERED:
+        i_row = gl.minimum(gl.maximum(gl.load(p_order + lead * q_blocks + rank), 0), q_blocks - 1)
+    if HAS_PARTS:
+        i_row = gl.where(part >= 0, part_row, i_row)
+    p_row = p_indptr + lead * (q_blocks + 1) + i_row
+    start = gl.minimum(gl.maximum(gl.load(p_row), 0), capacity)
+    count = gl.minimum(gl.maximum(gl.load(p_row + 1), start), capacity) - start
+    partial = gl.minimum(gl.maximum(gl.load(p_num_partial + lead * q_blocks + i_row), 0), count)
+    if HAS_PARTS:
+        split = (count > limit) & (part < 0)
+        first = gl.where(part >= 0, gl.minimum(first, count), 0)
+        last = gl.where(part >= 0, gl.minimum(last, count), gl.where(split, 0, count))
+        start += first
+        count = last - first
+        partial = gl.minimum(gl.maximum(partial - first, 0), count)
+        i_row = gl.where(split, q_blocks, i_row)  # past the end, where nothing is stored
+    tail = gl.where((count > partial) & (seqlen_k % KV_BLOCK != 0), 1, 0)
+    masked = (tail + partial) * SPLIT
+    tiles = count * SPLIT
+
+    dtype: gl.constexpr = q_desc.dtype
+    D: gl.constexpr = q_desc.block_type.shape[3]
+    q_buffers = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, ROWS, D], q_desc.layout)
+    do_buffers = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, ROWS, D], do_desc.layout)
+    k_buffers = gl.allocate_shared_memory(dtype, [K_STAGES, 1, 1, ROWS, D], k_desc.layout)
+    v_buffers = gl.allocate_shared_memory(dtype, [V_STAGES, 1, 1, ROWS, D], v_desc.layout)
+    numbers = gl.allocate_shared_memory(gl.int32, [K_STAGES * FIELDS, 1], NUMBERS)
+    q_full = barriers(1, 1)
+    k_full = barriers(K_STAGES, 1)
+    k_empty = barriers(K_STAGES, CONSUMERS)
+    v_full = barriers(V_STAGES, 1)
+    v_empty = barriers(V_STAGES, CONSUMERS)
+    rows = (
+        dq_desc, q_buffers, do_buffers, k_buffers, v_buffers, numbers, q_full, k_full, k_empty, v_full, v_empty,
+        p_lse, p_delta, p_bits, p_sums, part, i_b, i_h, i_row, q_blocks, q_heads, masked, tiles,
+        scale, scale_log2, cap_rate,
+    )  # fmt: skip
+    blocks = (
+        q_desc, do_desc, k_desc, v_desc, q_buffers, do_buffers, k_buffers, v_buffers, numbers, q_full, k_full, k_empty,
+        v_full, v_empty, p_indices, p_codes, p_bands, num_masks, i_b, i_h, i_row, start, count, tail, masked, tiles,
+        seqlen_k, group_size,
+    )  # fmt: skip
+    if CONSUMERS == 2:
+        gl.warp_specialize([
+            (consume, (rows, 0, 2, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, K_STAGES, V_STAGES, HAS_PARTS)),
+            (consume, (rows, 1, 2, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, K_STAGES, V_STAGES, HAS_PARTS)),
+            (_produce, (blocks, 2, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, K_STAGES, V_STAGES)),
+        ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (consume, (rows, 0, 1, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, K_STAGES, V_STAGES, HAS_PARTS)),
+            (_produce, (blocks, 1, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, K_STAGES, V_STAGES)),
+        ], [1], [PRODUCER_REGISTERS])  # fmt: skip
+
+
+def backward_dq(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: Rows,
+    layout: BlockLayout,
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
+    """Return dq, contiguous, of (B, N, H, D) tensors."""
+    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+    split = split_rows(layout, q.shape[0], q.shape[2])
+    tensors = (do, q, k, v, dq, rows.lse, rows.delta)
+    if split is None:
+        repeated(_start_dq, layout, tensors, scale, softcap)
+        return dq
+    sums = split.places(q, layout.block_size[0], q.shape[3])
+    repeated(_start_dq, layout, tensors, scale, softcap, split=split.to(p_sums=sums))
+    sum_parts(sums, dq, split, layout, layout.block_size[0], scale)
+    return dq
+
+
+def _start_dq(
+    layout: BlockLayout,
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dq: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    scale: float,
+    softcap: float | None,
+    split: dict[str, Any] | None = None,
+) -> Launch | None:
+    batch, seqlen_q, q_heads, head_dim = q.shape
+    seqlen_k, kv_heads = k.shape[1:3]
+    q_block, kv_block = layout.block_size
+    shared = split is None and layout.layout_heads == 1 and q_heads // kv_heads % 2 == 0
+    heads = 2 if q_block == 64 and shared else 1
+    consumers = heads * q_block // 64
+    stages = backward_dq_stages(head_dim)
+    order, ordered = order_argument(layout)
+    split = split or no_split(delta)
+    programs = layout.q_blocks * batch * q_heads // heads + split_programs(split)
+    started: Launch | None = _sparse_attention_hopper_bwd_dq_kernel[(programs,)](
+        *(gluon_rows(x, 64) for x in (do, q, k, v, dq)),
+        lse,
+        delta,
+        order,
+        *layout_arguments(layout),
+        **split,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        batch=batch,
+        q_heads=q_heads,
+        group_size=q_heads // kv_heads,
+        scale=scale,
+        **score_factors(scale, softcap),
+        CONSUMERS=consumers,
+        STEP_ROWS=64 if q_block == 128 else 0,
+        STEP_HEADS=heads - 1,
+        Q_BLOCK=q_block,
+        KV_BLOCK=kv_block,
+        CONSUMER_REGISTERS=240,
+        PRODUCER_REGISTERS=24,
+        ORDERED=ordered,
+        K_STAGES=stages[0],
+        V_STAGES=stages[1],
+        num_warps=4,
+        maxnreg=168 if consumers == 2 or head_dim == 256 else 128,
+    )
+    return started

@@ -1,0 +1,123 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""A consumer warpgroup of dq on Hopper: 64 queries of one head, dq in registers, a tile of 64 keys after the other."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from dynaxx.kernels.hopper.attention.forward_consume import ROWS
+from dynaxx.kernels.hopper.primitives.signals import get, none, pin
+from dynaxx.kernels.hopper.primitives.softcap import capped, sloped
+from dynaxx.kernels.hopper.primitives.visible import WORD_LAYOUT, columns_between, columns_of_word, where_seen
+
+FIELDS = gl.constexpr(4)  # of a tile: first and last distance of its mask, keys that there are, code
+
+
+@gluon.jit
+def _keep(weights, numbers, at, first_row, part, p_bits, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr):
+    """Weights [64 queries, 64 keys], 0 where a block's mask or the end of the keys hides the pair.
+
+    Keys count from `part` of the block, and so do the distances that the producer wrote.
+    """
+    rows = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, WORD_LAYOUT))[:, None]
+    threads = gl.arange(0, 4, gl.SliceLayout(0, WORD_LAYOUT))[None, :]
+    lo, hi, keys, code = get(numbers, at), get(numbers, at + 1), get(numbers, at + 2), get(numbers, at + 3)
+    in_bits = lo > hi
+    first = gl.where(in_bits, 0, rows - hi)
+    last = gl.minimum(gl.where(in_bits, ROWS - 1, rows - lo), keys - 1)
+    seen = columns_between(first, last, threads)
+    if in_bits:
+        by_bits = gl.zeros([ROWS, 4], gl.int32, WORD_LAYOUT)
+        if code >= 0:
+            p_words = p_bits + (code.to(gl.int64) * Q_BLOCK + rows) * (KV_BLOCK // 32) + part // 32
+            for i_word in range(ROWS // 32):
+                by_bits |= columns_of_word(gl.load(p_words + i_word + threads * 0), threads) << i_word * 8
+        seen &= by_bits
+    return where_seen(weights, seen, 0.0)
+
+
+@gluon.jit
+def _consume_tiles(
+    dq, q_buffers, do_buffers, lse, delta, k_buffers, v_buffers, numbers, k_full, k_empty, v_full, v_empty, p_bits,
+    first_row, scale_log2, cap_rate, begin, end, MASKED: gl.constexpr, CONSUMER: gl.constexpr, Q_BLOCK: gl.constexpr,
+    KV_BLOCK: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+):  # fmt: skip
+    """Add what tiles begin..end of a row give to dq."""
+    SPLIT: gl.constexpr = KV_BLOCK // ROWS
+    D: gl.constexpr = dq.shape[1]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    ds_layout: gl.constexpr = gl.DotOperandLayout(0, dq.type.layout, 2)
+    for i in range(begin, end):
+        stage = i % K_STAGES
+        q = q_buffers.index(CONSUMER + none(i)).reshape([ROWS, D])
+        do = do_buffers.index(CONSUMER + none(i)).reshape([ROWS, D])
+        k = k_buffers.index(stage).reshape([ROWS, D])
+        v_stage = i % V_STAGES
+        v = v_buffers.index(v_stage).reshape([ROWS, D])
+        zero = gl.zeros([ROWS, ROWS], gl.float32, s_layout)
+        mbarrier.wait(k_full.index(stage), (i // K_STAGES) & 1)
+        s_token = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+        mbarrier.wait(v_full.index(v_stage), (i // V_STAGES) & 1)
+        dp_token = warpgroup_mma(do, v.permute((1, 0)), zero, use_acc=False, is_async=True)
+        scores = capped(warpgroup_mma_wait(1, deps=[s_token]), cap_rate)
+        weights = gl.exp2(scores * scale_log2 - lse[:, None])
+        if MASKED:
+            part = i % SPLIT * ROWS
+            weights = _keep(weights, numbers, stage * FIELDS, first_row, part, p_bits, Q_BLOCK, KV_BLOCK)
+        weights = sloped(weights, scores, cap_rate)
+        pin(gl.sum(gl.sum(gl.reshape(weights, [ROWS, ROWS // 8, 4, 2]), 3), 1) + none(i).to(gl.float32))
+        dp = warpgroup_mma_wait(0, deps=[dp_token])
+        mbarrier.arrive(v_empty.index(v_stage), count=1)
+        ds = gl.convert_layout((weights * (dp - delta[:, None])).to(q.dtype), ds_layout)
+        dq = warpgroup_mma(ds, k, dq, is_async=True)
+        dq = warpgroup_mma_wait(0, deps=[dq])
+        mbarrier.arrive(k_empty.index(stage), count=1)
+    return dq
+
+
+@gluon.jit
+def consume(
+    rows, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, STEP_ROWS: gl.constexpr, STEP_HEADS: gl.constexpr,
+    Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+    HAS_PARTS: gl.constexpr,
+):  # fmt: skip
+    """dq of 64 queries."""
+    (
+        dq_desc, q_buffers, do_buffers, k_buffers, v_buffers, numbers, q_full, k_full, k_empty, v_full, v_empty,
+        p_lse, p_delta, p_bits, p_sums, part, i_b, i_h, i_row, q_blocks, q_heads, masked, tiles,
+        scale, scale_log2, cap_rate,
+    ) = rows  # fmt: skip
+    D: gl.constexpr = dq_desc.block_type.shape[3]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    i_h += CONSUMER * STEP_HEADS
+    first_row = CONSUMER * STEP_ROWS
+    at = (i_b.to(gl.int64) * q_heads + i_h) * (q_blocks * Q_BLOCK) + gl.minimum(i_row, q_blocks - 1) * Q_BLOCK
+    o_row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
+    lse, delta = gl.load(p_lse + at + o_row), gl.load(p_delta + at + o_row)
+    dq = gl.zeros([ROWS, D], gl.float32, acc_layout)
+    mbarrier.wait(q_full.index(0), 0)
+    dq = _consume_tiles(
+        dq, q_buffers, do_buffers, lse, delta, k_buffers, v_buffers, numbers, k_full, k_empty, v_full, v_empty, p_bits,
+        first_row, scale_log2, cap_rate, 0, masked, True, CONSUMER, Q_BLOCK, KV_BLOCK, K_STAGES, V_STAGES,
+    )  # fmt: skip
+    dq = _consume_tiles(
+        dq, q_buffers, do_buffers, lse, delta, k_buffers, v_buffers, numbers, k_full, k_empty, v_full, v_empty, p_bits,
+        first_row, scale_log2, cap_rate, masked, tiles, False, CONSUMER, Q_BLOCK, KV_BLOCK, K_STAGES, V_STAGES,
+    )  # fmt: skip
+    if HAS_PARTS:
+        if part >= 0:
+            o_sum = gl.arange(0, ROWS, gl.SliceLayout(1, acc_layout))[:, None] * D
+            o_sum += gl.arange(0, D, gl.SliceLayout(0, acc_layout))[None, :]
+            gl.store(p_sums + (part.to(gl.int64) * CONSUMERS + CONSUMER) * (ROWS * D) + o_sum, dq)
+        i_row = gl.where(part >= 0, q_blocks, i_row)  # past the end, where TMA leaves it out
+    q_buffers.index(CONSUMER).reshape([ROWS, D]).store((dq * scale).to(dq_desc.dtype))  # q is read no more
+    fence_async_shared()
+    tma.async_copy_shared_to_global(dq_desc, [i_b, i_h, i_row * Q_BLOCK + first_row, 0], q_buffers.index(CONSUMER))
+    tma.store_wait(0)

@@ -1,0 +1,102 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""The producer warp of the Hopper backward over kv blocks: reads the layout, feeds k and v, then tiles of q and do.
+
+With each tile of 64 queries come their lse and delta, and for a masked one what its mask is: consumers read no masks.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from dynaxx.kernels.hopper.attention.backward_columns import read_column
+from dynaxx.kernels.hopper.attention.forward_consume import ROWS
+from dynaxx.kernels.hopper.attention.forward_produce import band_of
+from dynaxx.kernels.hopper.primitives.signals import NUMBERS, barriers, put
+
+RING = gl.constexpr(8)  # tiles whose numbers are kept: those in flight, and the one before
+FIELDS = gl.constexpr(4)  # of a tile: which of the group it is, and its mask's first and last distance, and code
+NOWHERE = gl.constexpr(1 << 22)  # a tile past the end of all sums, which TMA leaves out; before the start it may not be
+
+
+@gluon.jit
+def fed_by(q_desc, do_desc, k_desc, v_desc, KEYS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+    """What `produce` feeds: buffers of q, do, k and v, barriers kv_full, full and empty, numbers, stats.
+
+    KEYS is how many buffers of ROWS keys there are.
+    """
+    dtype: gl.constexpr = q_desc.dtype
+    D: gl.constexpr = q_desc.block_type.shape[3]
+    q_buffers = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, D], q_desc.layout)
+    do_buffers = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, D], do_desc.layout)
+    k_buffers = gl.allocate_shared_memory(dtype, [KEYS, 1, 1, ROWS, D], k_desc.layout)
+    v_buffers = gl.allocate_shared_memory(dtype, [KEYS, 1, 1, ROWS, D], v_desc.layout)
+    numbers = gl.allocate_shared_memory(gl.int32, [RING * FIELDS, 1], NUMBERS)
+    stats = gl.allocate_shared_memory(gl.float32, [2 * STAGES, ROWS], NUMBERS)
+    kv_full = barriers(1, 1)
+    full = barriers(STAGES, 1)
+    empty = barriers(STAGES, CONSUMERS)
+    return q_buffers, do_buffers, k_buffers, v_buffers, kv_full, full, empty, numbers, stats
+
+
+@gluon.jit
+def produce(
+    blocks, first_key, CONSUMERS: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    HAS_PARTS: gl.constexpr, ENDING: gl.constexpr = False, cut=False, last_first=False,
+):  # fmt: skip
+    """Feed keys of a block from `first_key` on, as many as there are buffers for, of one kv head, and the tiles of all
+    heads of the group, partial blocks first in each head; under `cut` full ones come as partial, under `last_first` the
+    last of the full ones comes before the others.
+    """
+    (
+        q_desc, do_desc, k_desc, v_desc, fed, p_lse, p_delta, p_indptr, p_num_partial, p_indices, p_codes, p_bands,
+        capacity, num_masks, layout_stride_b, layout_stride_h, i_b, i_hk, i_col, kv_blocks, q_blocks, group_size,
+        first, last,
+    ) = blocks  # fmt: skip
+    q_buffers, do_buffers, k_buffers, v_buffers, kv_full, full, empty, numbers, stats = fed
+    SPLIT: gl.constexpr = Q_BLOCK // ROWS
+    BUFFERS: gl.constexpr = k_buffers.shape[0]
+    mbarrier.expect(kv_full.index(0), 2 * BUFFERS * k_desc.block_type.nbytes)
+    for u in gl.static_range(BUFFERS):
+        at = [i_b, i_hk, i_col * KV_BLOCK + first_key + u * ROWS, 0]
+        tma.async_copy_global_to_shared(k_desc, at, kv_full.index(0), k_buffers.index(u))
+        tma.async_copy_global_to_shared(v_desc, at, kv_full.index(0), v_buffers.index(u))
+    done = 0
+    before = 0
+    for i_group in range(group_size):
+        i_h = i_hk * group_size + i_group
+        start, count, partial, before = read_column(
+            p_indptr, p_num_partial, capacity, layout_stride_b, layout_stride_h, i_b, i_h, i_col, kv_blocks,
+            first, last, before, HAS_PARTS,
+        )  # fmt: skip
+        if cut:
+            partial = count
+        for i_tile in range(count * SPLIT):
+            entry = start + i_tile // SPLIT
+            if last_first:
+                entry = gl.where(i_tile < partial * SPLIT, entry, 2 * start + partial + count - 1 - entry)
+            part = i_tile % SPLIT
+            block = gl.load(p_indices + entry)
+            known = gl.minimum(gl.maximum(block, 0), q_blocks - 1)
+            tile = (i_group * q_blocks + known) * SPLIT + part
+            o_row = tile * ROWS + gl.arange(0, ROWS, gl.BlockedLayout([2], [32], [1], [0]))
+            lse, delta = gl.load(p_lse + o_row), gl.load(p_delta + o_row)
+            stage = done % STAGES
+            mbarrier.wait(empty.index(stage), ((done // STAGES) & 1) ^ 1)
+            stats.index(stage * 2).store(lse)
+            stats.index(stage * 2 + 1).store(delta)
+            at_tile = done % RING * FIELDS
+            put(numbers, at_tile, gl.where(block == known, tile, NOWHERE))
+            if i_tile < partial * SPLIT:
+                lo, hi, code = band_of(p_bands, num_masks, gl.load(p_codes + entry))
+                put(numbers, at_tile + 1, lo - part * ROWS)
+                put(numbers, at_tile + 2, hi - part * ROWS)
+                put(numbers, at_tile + 3, code)
+            gl.thread_barrier()
+            mbarrier.expect(full.index(stage), 2 * q_desc.block_type.nbytes)
+            at = [i_b, i_h, block * Q_BLOCK + part * ROWS, 0]
+            tma.async_copy_global_to_shared(q_desc, at, full.index(stage), q_buffers.index(stage))
+            tma.async_copy_global_to_shared(do_desc, at, full.index(stage), do_buffers.index(stage))
+            done += 1
+    if ENDING:  # consumers ask for the tile behind the last one, and use nothing of it
+        mbarrier.wait(empty.index(done % STAGES), ((done // STAGES) & 1) ^ 1)
+        mbarrier.arrive(full.index(done % STAGES), count=1)

@@ -1,0 +1,167 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""What the Hopper backward computes by rows of queries: before, their lse and delta; after one pass, dq from its sums.
+
+Sums are fp32 without dq's scale, by batch entry, head and tile of 64 rows, in the order in which the two consumers of
+`backward_joint_consume` hold a tile: consumer (half of the columns), warp (16 rows), 8 columns, then of these the row
+and pair of columns of a lane, and its two rows, 8 apart.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dynaxx.kernels.gpu.runtime.arguments import tile_rows
+from dynaxx.kernels.gpu.runtime.launch_cache import repeated
+from dynaxx.kernels.gpu.runtime.launcher import Launch, light_launch
+from dynaxx.kernels.triton.primitives.tiles import LOG2E
+from dynaxx.layout import BlockLayout
+
+ROWS = 64  # of a tile
+
+
+@light_launch
+@triton.jit(do_not_specialize=["seqlen_q", "padded_q", "q_heads", "stride_dlb", "stride_dlh", "stride_dln"])
+def _sparse_attention_hopper_bwd_rows_kernel(
+    do_desc,
+    out_desc,
+    p_dlse,
+    p_lse,
+    p_lse_log2,  # (B, Hq, padded_q) fp32
+    p_delta,  # (B, Hq, padded_q) fp32
+    p_sums,  # (B, Hq, padded_q, D) fp32 in whatever order, if ZERO
+    seqlen_q,
+    padded_q,
+    q_heads,
+    stride_dlb,
+    stride_dlh,
+    stride_dln,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    ZERO: tl.constexpr,
+):
+    """lse in base 2 and delta = rowsum(do * out) - dlse; inf and 0 where there is no query, or it sees nothing.
+
+    And zeros for the sums of dq.
+    """
+    if ZERO:
+        at_sums = tl.program_id(0).to(tl.int64) * (BLOCK_M * D) + tl.arange(0, BLOCK_M * D)
+        tl.store(p_sums + at_sums, tl.zeros([BLOCK_M * D], tl.float32))
+    tiles = padded_q // BLOCK_M
+    head = tl.program_id(0) // tiles
+    row_q = tl.program_id(0) % tiles * BLOCK_M
+    i_b, i_h = head // q_heads, head % q_heads
+    pos_q = row_q + tl.arange(0, BLOCK_M)
+    inside = pos_q < seqlen_q
+    b_do = do_desc.load([i_b, i_h, row_q, 0]).reshape(BLOCK_M, D).to(tl.float32)
+    b_out = out_desc.load([i_b, i_h, row_q, 0]).reshape(BLOCK_M, D).to(tl.float32)
+    p_row = p_dlse + i_b.to(tl.int64) * stride_dlb + i_h.to(tl.int64) * stride_dlh + pos_q.to(tl.int64) * stride_dln
+    dlse = tl.load(p_row, mask=inside, other=0.0).to(tl.float32)
+    lse = tl.load(p_lse + head.to(tl.int64) * seqlen_q + pos_q, mask=inside, other=float("-inf"))
+    empty = lse == float("-inf")
+    at = head.to(tl.int64) * padded_q + pos_q
+    tl.store(p_lse_log2 + at, tl.where(empty, float("inf"), lse * LOG2E))
+    tl.store(p_delta + at, tl.where(empty, 0.0, tl.sum(b_do * b_out, 1) - dlse))
+
+
+@light_launch
+@triton.jit(do_not_specialize=["padded_q", "q_heads"])
+def _sparse_attention_hopper_bwd_sums_kernel(
+    p_sums, dq_desc, padded_q, q_heads, scale, D: tl.constexpr, BLOCK_M: tl.constexpr, ADD: tl.constexpr
+):
+    """dq = scale * sums, a tile at a time; under ADD that is added, rounded, to what dq holds."""
+    tiles = padded_q // BLOCK_M
+    head = tl.program_id(0) // tiles
+    at = tl.program_id(0).to(tl.int64) * (BLOCK_M * D) + tl.arange(0, BLOCK_M * D)
+    sums = tl.reshape(tl.load(p_sums + at), [2, BLOCK_M // 16, D // 16, 8, 4, 2, 2])
+    sums = tl.reshape(tl.permute(sums, [1, 5, 3, 0, 2, 4, 6]), [1, 1, BLOCK_M, D])
+    row_q = tl.program_id(0) % tiles * BLOCK_M
+    at_tile = [head // q_heads, head % q_heads, row_q, 0]
+    dq = (sums * scale).to(dq_desc.dtype)
+    if ADD:
+        dq = (dq_desc.load(at_tile).to(tl.float32) + dq.to(tl.float32)).to(dq_desc.dtype)
+    dq_desc.store(at_tile, dq)
+
+
+class Rows(NamedTuple):
+    """What a backward needs of each query, besides q and do."""
+
+    lse: Tensor  # (B, Hq, q_blocks * q_block) fp32, base 2; inf where a row has nothing to give
+    delta: Tensor  # the same shape: rowsum(do * out) - dlse; 0 there
+    sums: Tensor | None  # of dq, as lines of 32, (1, lines, 1, 32) fp32; zeros before one pass, None for two
+
+
+def rows_of(do: Tensor, out: Tensor, dlse: Tensor, lse: Tensor, layout: BlockLayout, with_sums: bool) -> Rows:
+    """Of (B, N, H, D) tensors that TMA can step through."""
+    lse_log2, delta = empty_rows(lse, layout)
+    sums = empty_sums(delta, do.shape[3]) if with_sums else None
+    tensors = (do, out, dlse, lse.contiguous(), lse_log2, delta)
+    repeated(_start_rows, layout, tensors if sums is None else (*tensors, sums))
+    return Rows(lse_log2, delta, sums)
+
+
+def empty_rows(lse: Tensor, layout: BlockLayout) -> Tensor:
+    """Room for lse and delta, (2, B, Hq, q_blocks * q_block) fp32."""
+    return lse.new_empty(2, *lse.shape[:2], layout.q_blocks * layout.block_size[0])
+
+
+def empty_sums(delta: Tensor, head_dim: int) -> Tensor:
+    """Room for the sums of dq."""
+    return delta.new_empty(1, delta.numel() * head_dim // 32, 1, 32)
+
+
+def dq_of_sums(sums: Tensor, q: Tensor, layout: BlockLayout, scale: float, others: Tensor | None = None) -> Tensor:
+    """dq, contiguous; in place of `others` if it is to be added to that."""
+    dq = torch.empty_like(q, memory_format=torch.contiguous_format) if others is None else others
+    repeated(_start_sums, layout, (sums, dq), scale, others is not None)
+    return dq
+
+
+def _start_rows(
+    layout: BlockLayout,
+    do: Tensor,
+    out: Tensor,
+    dlse: Tensor,
+    lse: Tensor,
+    lse_log2: Tensor,
+    delta: Tensor,
+    sums: Tensor | None = None,
+) -> Launch | None:
+    batch, q_heads, padded_q = delta.shape
+    started: Launch | None = _sparse_attention_hopper_bwd_rows_kernel[(batch * q_heads * padded_q // ROWS,)](
+        tile_rows(do, ROWS),
+        tile_rows(out, ROWS),
+        dlse,
+        lse,
+        lse_log2,
+        delta,
+        delta if sums is None else sums,
+        seqlen_q=do.shape[1],
+        padded_q=padded_q,
+        q_heads=q_heads,
+        stride_dlb=dlse.stride(0),
+        stride_dlh=dlse.stride(1),
+        stride_dln=dlse.stride(2),
+        D=do.shape[3],
+        BLOCK_M=ROWS,
+        ZERO=sums is not None,
+    )
+    return started
+
+
+def _start_sums(layout: BlockLayout, sums: Tensor, dq: Tensor, scale: float, add: bool) -> Launch | None:
+    batch, _, q_heads, head_dim = dq.shape
+    padded_q = layout.q_blocks * layout.block_size[0]
+    started: Launch | None = _sparse_attention_hopper_bwd_sums_kernel[(batch * q_heads * padded_q // ROWS,)](
+        sums,
+        tile_rows(dq, ROWS),
+        padded_q=padded_q,
+        q_heads=q_heads,
+        scale=scale,
+        D=head_dim,
+        BLOCK_M=ROWS,
+        ADD=add,
+    )
+    return started

@@ -1,0 +1,188 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""Block-sparse attention forward for Hopper, in Gluon: persistent programs of a producer warp and one or two consumers.
+
+The producer (`forward_produce`) feeds q, k and v by TMA, each with full and empty barriers of its own, and runs ahead
+into the next row. A consumer (`forward_consume`) is a warpgroup with 64 query rows. With q blocks of 128 two consumers
+share a q block; with q blocks of 64 they are two heads of a group where these share a layout, else there is one. Blocks
+of 64 keys go in pairs where there are two consumers. Blocks with an element mask go first, and alone pay for it.
+
+TMA clips at the ends of each sequence, so a tail reads zeros and never a neighbour, and a bad index reads nothing.
+Shapes: B batch, N / M queries and keys, Hq / Hk query and kv heads, D head_dim.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from dynaxx.kernels.gpu.runtime.arguments import mask_arguments, order_argument, positive_scale, processors
+from dynaxx.kernels.gpu.runtime.launch_cache import repeated
+from dynaxx.kernels.gpu.runtime.launcher import Launch, light_launch
+from dynaxx.kernels.gpu.schedule.split import SPLIT_SIZES, no_split, split_programs, split_rows
+from dynaxx.kernels.gpu.schedule.split_sums import merge_parts
+from dynaxx.kernels.hopper.attention.config import forward_heads_together, forward_stages, forward_step
+from dynaxx.kernels.hopper.attention.forward_consume import ROWS, arrivals, consume
+from dynaxx.kernels.hopper.attention.forward_lazy_softmax import unchecked
+from dynaxx.kernels.hopper.attention.forward_produce import FIELDS, ROW_FIELDS, produce
+from dynaxx.kernels.hopper.primitives.descriptors import gluon_rows, score_factors
+from dynaxx.kernels.hopper.primitives.signals import NUMBERS, barriers
+from dynaxx.layout import BlockLayout
+
+PERSISTENT = 16  # parts of a processor's share: each has one more than its neighbour, or not
+SIZES = ["capacity", "num_masks", "seqlen_q", "seqlen_k", "batch", "q_heads", "group_size", "together"]
+
+
+@light_launch
+@gluon.jit(do_not_specialize=[*SIZES, *SPLIT_SIZES])
+def _sparse_attention_hopper_fwd_kernel(
+    q_desc, k_desc, v_desc, out_desc, p_out, p_lse, p_order,
+    p_indptr, p_num_partial, p_indices, p_codes, p_bits, p_bands,
+    capacity, num_masks, layout_stride_b, layout_stride_h,
+    p_parts, p_sums, p_sums_lse, num_parts, limit, batch_copies, head_copies,
+    seqlen_q, seqlen_k, batch, q_heads, group_size, together, scale_log2, cap_rate,
+    CONSUMERS: gl.constexpr, STEP_ROWS: gl.constexpr, STEP_HEADS: gl.constexpr,
+    Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ORDERED: gl.constexpr,
+    HAS_PARTS: gl.constexpr,
+):  # fmt: skip
+    BLOCKS: gl.constexpr = (STEP + KV_BLOCK - 1) // KV_BLOCK
+    SLOTS: gl.constexpr = 2 if q_desc.block_type.shape[3] <= 128 else 1  # rows of q that there is room for
+    part_units = num_parts * batch_copies * head_copies
+    dtype: gl.constexpr = q_desc.dtype
+    D: gl.constexpr = q_desc.block_type.shape[3]
+    q_buffers = gl.allocate_shared_memory(dtype, [SLOTS * CONSUMERS, 1, 1, ROWS, D], q_desc.layout)
+    KEYS: gl.constexpr = k_desc.block_type.shape[2]
+    COLUMNS: gl.constexpr = k_desc.block_type.shape[3]
+    parts: gl.constexpr = STAGES * BLOCKS * (D // COLUMNS)
+    k_buffers = gl.allocate_shared_memory(dtype, [parts, 1, 1, KEYS, COLUMNS], k_desc.layout)
+    v_buffers = gl.allocate_shared_memory(dtype, [parts, 1, 1, KEYS, COLUMNS], v_desc.layout)
+    row_numbers = gl.allocate_shared_memory(gl.int32, [SLOTS * ROW_FIELDS, 1], NUMBERS)
+    step_numbers = gl.allocate_shared_memory(gl.int32, [STAGES * BLOCKS * FIELDS, 1], NUMBERS)
+    q_full = barriers(SLOTS, 1)
+    q_empty = barriers(SLOTS, CONSUMERS)
+    k_full = barriers(STAGES, 1)
+    k_empty = barriers(STAGES, CONSUMERS * arrivals(CONSUMERS, D, dtype))
+    v_full = barriers(STAGES, 1)
+    v_empty = barriers(STAGES, CONSUMERS * arrivals(CONSUMERS, D, dtype))
+    flags, judged = row_numbers, q_full
+    if unchecked(dtype):
+        flags = gl.allocate_shared_memory(gl.int32, [CONSUMERS, 1], NUMBERS)
+        judged = barriers(1, CONSUMERS)
+
+    HEADS: gl.constexpr = (CONSUMERS - 1) * STEP_HEADS + 1  # of one program
+    all_units = part_units + (seqlen_q + Q_BLOCK - 1) // Q_BLOCK * batch * (q_heads // HEADS)
+    tensors = (
+        out_desc, p_out, q_buffers, k_buffers, v_buffers, row_numbers, step_numbers,
+        q_full, q_empty, k_full, k_empty, v_full, v_empty, p_lse, p_bits, p_sums, p_sums_lse,
+        seqlen_q, q_heads, scale_log2, cap_rate,
+    )  # fmt: skip
+    blocks = (
+        q_desc, k_desc, v_desc, q_buffers, k_buffers, v_buffers, row_numbers, step_numbers,
+        q_full, q_empty, k_full, k_empty, v_full, v_empty, p_order, p_indptr, p_num_partial, p_indices,
+        p_codes, p_bands, capacity, num_masks, layout_stride_b, layout_stride_h,
+        p_parts, num_parts, limit, batch_copies, head_copies,
+        seqlen_q, seqlen_k, q_heads, group_size, together, p_lse, p_sums_lse,
+    )  # fmt: skip
+    units = (all_units, flags, judged)
+    if CONSUMERS == 2:
+        gl.warp_specialize([
+            (consume, (units, tensors, 0, 2, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, HAS_PARTS)),
+            (consume, (units, tensors, 1, 2, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, HAS_PARTS)),
+            (produce, (units, blocks, 2, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, ORDERED, HAS_PARTS)),
+        ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (consume, (units, tensors, 0, 1, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, HAS_PARTS)),
+            (produce, (units, blocks, 1, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, ORDERED, HAS_PARTS)),
+        ], [1], [PRODUCER_REGISTERS])  # fmt: skip
+
+
+def attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """As `kernels.reference.attention_forward`."""
+    batch, seqlen_q, q_heads = q.shape[:3]
+    out = q.new_empty(q.shape)
+    lse = q.new_empty(batch, q_heads, seqlen_q, dtype=torch.float32)
+    if out.numel() == 0:
+        return out, lse
+    if k.shape[1] == 0:
+        return out.zero_(), lse.fill_(-torch.inf)
+    q, scale = positive_scale(q, scale)
+    heads = _heads_of_a_program(layout, q_heads, k.shape[2])
+    split = split_rows(layout, batch, q_heads, PERSISTENT, heads)
+    if split is None:
+        repeated(_start_forward, layout, (q, k, v, out, lse), scale, softcap, made=2)
+    else:
+        rows = heads * layout.block_size[0]
+        sums, sums_lse = split.places(q, rows, q.shape[3]), split.places(q, rows)
+        places = split.to(p_sums=sums, p_sums_lse=sums_lse)
+        repeated(_start_forward, layout, (q, k, v, out, lse), scale, softcap, made=2, split=places)
+        merge_parts(sums, sums_lse, out, lse, split, layout, heads)
+    return out, lse
+
+
+def _heads_of_a_program(layout: BlockLayout, q_heads: int, kv_heads: int) -> int:
+    """Two with q blocks of 64 where the heads of a group share a layout, and are even."""
+    return 2 if layout.block_size[0] == 64 and layout.layout_heads == 1 and (q_heads // kv_heads) % 2 == 0 else 1
+
+
+def _start_forward(
+    layout: BlockLayout,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    softcap: float | None,
+    split: dict[str, Any] | None = None,
+) -> Launch | None:
+    batch, seqlen_q, q_heads, head_dim = q.shape
+    seqlen_k, kv_heads = k.shape[1:3]
+    q_block, kv_block = layout.block_size
+    heads = _heads_of_a_program(layout, q_heads, kv_heads)
+    consumers = heads * q_block // 64
+    programs = 2 if consumers == 1 and head_dim <= 128 else 1  # of a multiprocessor
+    step = forward_step(head_dim, kv_block, consumers)
+    together = forward_heads_together(seqlen_k, head_dim, batch * kv_heads) * (q_heads // kv_heads) // heads
+    split = split or {**no_split(lse), "p_sums_lse": lse}
+    units = layout.q_blocks * batch * q_heads // heads + split_programs(split)
+    order, ordered = order_argument(layout)
+    started: Launch | None = _sparse_attention_hopper_fwd_kernel[(min(units, processors(q.device) * programs),)](
+        gluon_rows(q, 64),
+        gluon_rows(k, min(kv_block, step), 64),
+        gluon_rows(v, min(kv_block, step), 64),
+        gluon_rows(out, 64),
+        out,
+        lse,
+        order,
+        layout.kv_indptr.contiguous(),
+        layout.kv_num_partial.contiguous(),
+        layout.kv_indices.contiguous(),
+        layout.kv_masks.contiguous(),
+        *mask_arguments(layout, layout.kv_indices.numel()),
+        **split,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        batch=batch,
+        q_heads=q_heads,
+        group_size=q_heads // kv_heads,
+        together=together,
+        **score_factors(scale, softcap),
+        CONSUMERS=consumers,
+        STEP_ROWS=64 if q_block == 128 else 0,
+        STEP_HEADS=heads - 1,
+        Q_BLOCK=q_block,
+        KV_BLOCK=kv_block,
+        STEP=step,
+        STAGES=forward_stages(head_dim, consumers),
+        CONSUMER_REGISTERS=240,
+        PRODUCER_REGISTERS=24,
+        ORDERED=ordered,
+        num_warps=4,
+        maxnreg=128 if programs == 2 else 168,
+    )
+    return started

@@ -1,0 +1,309 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""A consumer warpgroup of the Hopper forward: 64 query rows, a row of blocks after the other.
+
+A step starts q @ k.T of its keys and p @ v of the step before, and does its softmax while the latter runs. The sums of
+a row stay apart in the four threads that share it until the row is done.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere.async_copy import mbarrier_arrive
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from dynaxx.kernels.hopper.attention.forward_lazy_softmax import (
+    rescaled_where_grown,
+    unchecked,
+    weights_relative_to,
+    without_maxima,
+)
+from dynaxx.kernels.hopper.attention.forward_produce import FIELDS, ROW_FIELDS
+from dynaxx.kernels.hopper.primitives.parts import store_output
+from dynaxx.kernels.hopper.primitives.signals import flag, get, pin, stored
+from dynaxx.kernels.hopper.primitives.softcap import capped
+from dynaxx.kernels.hopper.primitives.visible import WORD_LAYOUT, columns_between, columns_of_word, where_seen
+
+ROWS = gl.constexpr(64)  # of one consumer warpgroup: wgmma's M
+LN2 = gl.constexpr(0.6931471805599453)
+SMALLEST, LARGEST = gl.constexpr(2.0**-64), gl.constexpr(2.0**64)  # sums of a row between which no weight is lost
+
+
+@gluon.constexpr_function
+def arrivals(consumers, head_dim, dtype):
+    """Of a consumer that has read a tile: one, or one of each thread, which do not wait for one another then."""
+    return 128 if without_maxima(consumers, head_dim, dtype) else 1
+
+
+@gluon.jit
+def _step_of(buffers, stage, STEP: gl.constexpr, D: gl.constexpr):
+    """One stage's keys or values as one tile: it lies in parts of 64 columns, which is how wgmma takes it."""
+    layout: gl.constexpr = gl.NVMMASharedLayout(buffers.layout.swizzle_byte_width, buffers.layout.element_bitwidth, 2)
+    stages: gl.constexpr = buffers.shape[0] * buffers.shape[3] * buffers.shape[4] // (STEP * D)
+    return buffers._reinterpret(buffers.dtype, [stages, STEP, D], layout).index(stage)
+
+
+@gluon.jit
+def _seen_of_block(
+    first_row, numbers, at, p_bits, KEYS: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr
+):  # fmt: skip
+    """What mask and end of the keys leave of KEYS keys of a block, [ROWS, 4] words; its numbers start at `at`."""
+    PIECES: gl.constexpr = KV_BLOCK // KEYS
+    WORDS: gl.constexpr = KEYS // 32
+    rows = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, WORD_LAYOUT))[:, None]
+    threads = gl.arange(0, 4, gl.SliceLayout(0, WORD_LAYOUT))[None, :]
+    lo, hi, keys, code = get(numbers, at), get(numbers, at + 1), get(numbers, at + 2), get(numbers, at + 3)
+    in_bits = lo > hi
+    first = gl.where(in_bits, 0, rows - hi)
+    last = gl.minimum(gl.where(in_bits, KEYS - 1, rows - lo), keys - 1)
+    seen = columns_between(first, last, threads)
+    if in_bits:
+        by_bits = gl.zeros([ROWS, 4], gl.int32, WORD_LAYOUT)
+        if code >= 0:
+            p_words = p_bits + ((code // PIECES).to(gl.int64) * Q_BLOCK + rows) * (PIECES * WORDS)
+            p_words += code % PIECES * WORDS
+            for i_word in range(WORDS):
+                by_bits |= columns_of_word(gl.load(p_words + i_word + threads * 0), threads) << i_word * 8
+        seen &= by_bits
+    return seen
+
+
+@gluon.jit
+def _hide(scores, first_row, numbers, stage, p_bits, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr):
+    """-inf where masks or the end of the keys hide a pair, in the one or two blocks of a step."""
+    STEP: gl.constexpr = scores.shape[1]
+    if KV_BLOCK >= STEP:
+        seen = _seen_of_block(first_row, numbers, stage * FIELDS, p_bits, STEP, Q_BLOCK, KV_BLOCK)
+    else:
+        at = stage * (2 * FIELDS)
+        left = _seen_of_block(first_row, numbers, at, p_bits, KV_BLOCK, Q_BLOCK, KV_BLOCK)
+        right = _seen_of_block(first_row, numbers, at + FIELDS, p_bits, KV_BLOCK, Q_BLOCK, KV_BLOCK)
+        seen = (left & 0xFFFF) | (right << 16)
+    return where_seen(scores, seen, -float("inf"))
+
+
+@gluon.jit
+def _softmax_step(scores, row_max, row_sum, scale_log2, MASKED: gl.constexpr):
+    """Weights of this step, the new maximum (base 2), each thread's sum, and what to rescale earlier sums by."""
+    new_max = gl.maximum(row_max, gl.max(scores, 1) * scale_log2)
+    shift = new_max
+    if MASKED:
+        shift = gl.where(new_max == -float("inf"), 0.0, new_max)
+    rescale = gl.exp2(row_max - shift)
+    weights = gl.exp2(scores * scale_log2 - shift[:, None])
+    # columns 2 t and 2 t + 1 of every eight belong to thread t of a row
+    part = gl.sum(gl.sum(gl.reshape(weights, [ROWS, weights.shape[1] // 8, 4, 2]), 3), 1)
+    row_sum *= gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None]
+    return weights, new_max, row_sum + gl.convert_layout(part, row_sum.type.layout), rescale
+
+
+@gluon.jit
+def _consume_steps(
+    acc, row_max, row_sum, weights, q, k_buffers, v_buffers, k_full, k_empty, v_full, v_empty,
+    numbers, scale_log2, cap_rate, first_row, p_bits, begin, end,
+    MASKED: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+):  # fmt: skip
+    """Steps begin..end of the program. Weights stay fp32 from step to step: bf16 would be unpacked and packed again.
+
+    Full steps do not wait for maxima where they need none (`forward_growth`), nor threads for one another.
+    """
+    FREE: gl.constexpr = not MASKED and without_maxima(CONSUMERS, q.shape[1], q.dtype)
+    CHECKED: gl.constexpr = not FREE or not unchecked(q.dtype)
+    ARRIVALS: gl.constexpr = arrivals(CONSUMERS, q.shape[1], q.dtype)
+    STEP: gl.constexpr = weights.shape[1]
+    s_layout: gl.constexpr = weights.type.layout
+    acc_layout: gl.constexpr = acc.type.layout
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
+    if FREE:
+        base = gl.zeros([ROWS, 4], gl.float32, WORD_LAYOUT)
+        base += gl.convert_layout(row_max, gl.SliceLayout(1, WORD_LAYOUT))[:, None]
+    if not CHECKED:  # a step's wait for k lies under the exponentials of the step before
+        mbarrier.wait(k_full.index(begin % STAGES), (begin // STAGES) & 1, pred=begin < end)
+    for i_step in range(begin, end):
+        stage = i_step % STAGES
+        before = (i_step - 1) % STAGES
+        if CHECKED:
+            mbarrier.wait(k_full.index(stage), (i_step // STAGES) & 1)
+        zero = gl.zeros([ROWS, STEP], gl.float32, s_layout)
+        k = _step_of(k_buffers, stage, STEP, q.shape[1])
+        s_token = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+        p = gl.convert_layout(weights.to(q.dtype), p_layout)
+        mbarrier.wait(v_full.index(before), ((i_step - 1) // STAGES) & 1)
+        acc_token = warpgroup_mma(p, _step_of(v_buffers, before, STEP, q.shape[1]), acc, is_async=True)
+        scores = capped(warpgroup_mma_wait(1, deps=[s_token]), cap_rate)
+        if MASKED:
+            scores = _hide(scores, first_row, numbers, stage, p_bits, Q_BLOCK, KV_BLOCK)
+        if FREE:
+            mbarrier_arrive(k_empty.index(stage), increment_count=False)
+            weights, sums = weights_relative_to(base, scores, scale_log2)
+            if not CHECKED:
+                after = i_step + 1
+                mbarrier.wait(k_full.index(after % STAGES), (after // STAGES) & 1, pred=after < end)
+            sums = pin(sums)
+        else:
+            mbarrier.arrive(k_empty.index(stage), count=ARRIVALS)
+            weights, row_max, row_sum, rescale = _softmax_step(scores, row_max, row_sum, scale_log2, MASKED)
+            row_sum = pin(row_sum)
+        acc = warpgroup_mma_wait(0, deps=[acc_token])
+        if FREE:
+            mbarrier_arrive(v_empty.index(before), increment_count=False)
+            if CHECKED:
+                weights, row_sum, base, acc = rescaled_where_grown(
+                    weights, sums, row_sum, base, acc, scores, scale_log2
+                )
+            else:
+                row_sum += sums
+        else:
+            mbarrier.arrive(v_empty.index(before), count=ARRIVALS)
+            acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc_layout))[:, None]
+    if FREE and CHECKED:
+        row_max = gl.convert_layout(gl.max(base, 1), row_max.type.layout)
+    return acc, row_max, row_sum, weights
+
+
+@gluon.jit
+def consume(
+    units, tensors, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, STEP_ROWS: gl.constexpr, STEP_HEADS: gl.constexpr,
+    Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, HAS_PARTS: gl.constexpr,
+):  # fmt: skip
+    """Attend with 64 rows of each unit of work of this program; out and lse.
+
+    Where weights are unchecked, and those of rows of this program left their range, a second sweep does those units
+    again, with maxima in every step; the others come as units without keys, past the end.
+    """
+    all_units, flags, judged = units
+    UNCHECKED: gl.constexpr = unchecked(tensors[0].dtype)
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
+    done = 0  # steps
+    lost = gl.zeros([ROWS], gl.int32, gl.SliceLayout(1, s_layout))
+    if UNCHECKED:
+        i_mine = 0
+        for sweep in range(2):
+            if sweep == 1:
+                flag(flags, CONSUMER, gl.max(stored(lost), 0))
+                mbarrier.arrive(judged.index(0), count=1)
+                mbarrier.wait(judged.index(0), 0)
+                all_units = gl.where(get(flags, 0) + get(flags, CONSUMERS - 1) > 0, all_units, 0)
+            for _ in range(gl.program_id(0), all_units, gl.num_programs(0)):
+                done, lost = _attend(
+                    tensors, i_mine, done, lost,
+                    CONSUMER, CONSUMERS, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, HAS_PARTS,
+                )  # fmt: skip
+                i_mine += 1
+    else:
+        for i_unit in range(gl.program_id(0), all_units, gl.num_programs(0)):
+            done, lost = _attend(
+                tensors, i_unit // gl.num_programs(0), done, lost,
+                CONSUMER, CONSUMERS, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, HAS_PARTS,
+            )  # fmt: skip
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _attend(
+    tensors, i_mine, done, lost,
+    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, STEP_ROWS: gl.constexpr, STEP_HEADS: gl.constexpr,
+    Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, HAS_PARTS: gl.constexpr,
+):  # fmt: skip
+    """Attend with 64 rows of the unit of work number `i_mine` of this program; steps done, rows with lost weights.
+
+    Where weights are unchecked only masked steps have maxima, as all steps are of a unit that is done again.
+    """
+    (
+        out_desc, p_out, q_buffers, k_buffers, v_buffers, row_numbers, step_numbers,
+        q_full, q_empty, k_full, k_empty, v_full, v_empty, p_lse, p_bits, p_sums, p_sums_lse,
+        seqlen_q, q_heads, scale_log2, cap_rate,
+    ) = tensors  # fmt: skip
+    D: gl.constexpr = out_desc.block_type.shape[3]
+    SLOTS: gl.constexpr = q_buffers.shape[0] // CONSUMERS  # with two, a row's result leaves by its q's
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
+    first_row = CONSUMER * STEP_ROWS
+    o_row = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
+    slot = i_mine % SLOTS
+    mbarrier.wait(q_full.index(slot), (i_mine // SLOTS) & 1)
+    i_row = get(row_numbers, slot * ROW_FIELDS)
+    steps = get(row_numbers, slot * ROW_FIELDS + 1)
+    masked = get(row_numbers, slot * ROW_FIELDS + 2)
+    q = q_buffers.index(slot * CONSUMERS + CONSUMER).reshape([ROWS, D])
+
+    stage = done % STAGES
+    mbarrier.wait(k_full.index(stage), (done // STAGES) & 1)
+    zero = gl.zeros([ROWS, STEP], gl.float32, s_layout)
+    k = _step_of(k_buffers, stage, STEP, q.shape[1])
+    s_token = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+    if SLOTS == 2:
+        tma.store_wait(0)  # of the row before, whose q buffer carried its result out
+        mbarrier.arrive(q_empty.index(1 - slot), count=1, pred=i_mine > 0)
+    scores = capped(warpgroup_mma_wait(0, deps=[s_token]), cap_rate)
+    scores = _hide(scores, first_row, step_numbers, stage, p_bits, Q_BLOCK, KV_BLOCK)
+    mbarrier.arrive(k_empty.index(stage), count=arrivals(CONSUMERS, D, q.dtype))
+    row_max = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, s_layout))
+    row_sum = gl.zeros([ROWS, 4], gl.float32, WORD_LAYOUT)
+    weights, row_max, row_sum, _ = _softmax_step(scores, row_max, row_sum, scale_log2, True)
+    acc = gl.zeros([ROWS, D], gl.float32, acc_layout)
+    UNCHECKED: gl.constexpr = unchecked(q.dtype)
+    acc, row_max, row_sum, weights = _consume_steps(
+        acc, row_max, row_sum, weights, q, k_buffers, v_buffers, k_full, k_empty, v_full, v_empty,
+        step_numbers, scale_log2, cap_rate, first_row, p_bits, done + 1, done + masked,
+        True, Q_BLOCK, KV_BLOCK, STAGES, CONSUMERS,
+    )  # fmt: skip
+    if UNCHECKED:
+        row_max = gl.where(row_max == -float("inf"), 0.0, row_max)
+    acc, row_max, row_sum, weights = _consume_steps(
+        acc, row_max, row_sum, weights, q, k_buffers, v_buffers, k_full, k_empty, v_full, v_empty,
+        step_numbers, scale_log2, cap_rate, first_row, p_bits, done + masked, done + steps,
+        False, Q_BLOCK, KV_BLOCK, STAGES, CONSUMERS,
+    )  # fmt: skip
+    i_b = get(row_numbers, slot * ROW_FIELDS + 3)
+    i_h = get(row_numbers, slot * ROW_FIELDS + 4) + CONSUMER * STEP_HEADS
+    if HAS_PARTS:
+        part = get(row_numbers, slot * ROW_FIELDS + 5)
+    if SLOTS == 1:
+        mbarrier.arrive(q_empty.index(0), count=1)
+    done += steps
+
+    last = (done - 1) % STAGES
+    mbarrier.wait(v_full.index(last), ((done - 1) // STAGES) & 1)
+    p = gl.convert_layout(weights.to(q.dtype), p_layout)
+    acc_token = warpgroup_mma(p, _step_of(v_buffers, last, STEP, D), acc, is_async=True)
+    total = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, s_layout))
+    if UNCHECKED:
+        kept = (total > SMALLEST) & (total < LARGEST) | (steps == masked)
+        lost = gl.where(kept, lost, 1)
+    empty = total == 0
+    total = gl.where(empty, 1.0, total)
+    lse = gl.where(empty, -float("inf"), (row_max + gl.log2(total)) * LN2)
+    if UNCHECKED:
+        lse = gl.where(kept, lse, float("nan"))
+    row_q = i_row * Q_BLOCK + first_row
+    if HAS_PARTS:
+        row_q = gl.where(part >= 0, seqlen_q, row_q)  # past the end, where nothing is stored
+        at = (gl.maximum(part, 0).to(gl.int64) * CONSUMERS + CONSUMER) * ROWS + o_row
+        gl.store(p_sums_lse + at, lse, mask=(o_row >= 0) & (part >= 0))
+    p_row = p_lse + (i_b.to(gl.int64) * q_heads + i_h) * seqlen_q + row_q
+    gl.store(p_row + o_row, lse, mask=row_q + o_row < seqlen_q)
+    inverse = gl.convert_layout(1.0 / total, gl.SliceLayout(1, acc_layout))
+    acc = warpgroup_mma_wait(0, deps=[acc_token])
+    mbarrier.arrive(v_empty.index(last), count=arrivals(CONSUMERS, D, q.dtype))
+    acc = acc * inverse[:, None]
+    if HAS_PARTS:
+        store_output(p_sums, part, acc, CONSUMERS, CONSUMER)
+    if SLOTS == 2:
+        q.store(acc.to(out_desc.dtype))  # q is read no more
+        fence_async_shared()
+        tma.async_copy_shared_to_global(
+            out_desc, [i_b, i_h, row_q, 0], q_buffers.index(slot * CONSUMERS + CONSUMER)
+        )  # fmt: skip
+    else:  # the next row's q may be there already
+        rows = gl.arange(0, ROWS, gl.SliceLayout(1, acc_layout))
+        columns = gl.arange(0, D, gl.SliceLayout(0, acc_layout))
+        p_tile = p_out + ((i_b.to(gl.int64) * seqlen_q + row_q) * q_heads + i_h) * D
+        at = rows[:, None] * (q_heads * D) + columns[None, :]
+        gl.store(p_tile + at, acc.to(out_desc.dtype), mask=(row_q + rows < seqlen_q)[:, None])
+    return done, lost

@@ -1,0 +1,1 @@
+"""Native Sparse Attention on Hopper, in Gluon."""

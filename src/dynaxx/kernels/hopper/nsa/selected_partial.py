@@ -1,0 +1,197 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""Selected attention by key for Hopper, in Gluon: rows of the next tile are on their way while this one is written.
+
+A program holds one block of keys and goes through some of the entries that selected it, 64 rows of q at a time. It
+writes each row's attention to this block alone, which are merged afterwards. Names and index as in
+`kernels.triton.native_gather`.
+"""
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere.async_copy import (
+    async_copy_global_to_shared,
+    commit_group,
+    wait_group,
+)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+
+from dynaxx.kernels.gpu.runtime.launcher import light_launch
+from dynaxx.kernels.hopper.attention.forward_consume import LN2, ROWS
+from dynaxx.kernels.hopper.primitives.descriptors import LOG2E
+from dynaxx.kernels.triton.nsa.key_items import Items
+from dynaxx.layout.nsa import NativeSpans
+
+WIDE = 64  # columns of v at once, so that rows are written by way of 8 KiB
+REGISTERS = 128  # of a thread: four programs for each multiprocessor, as their 56 KiB allow
+
+
+@gluon.jit
+def _entries(p_entries, first, end, row, GROUP: gl.constexpr):
+    """The entry of each row of the tile at place `first`; the last one again behind the end."""
+    return gl.load(p_entries + gl.minimum(first + row // GROUP, end - 1))
+
+
+@gluon.jit
+def _fetch(
+    q_shared, p_q, entry, row, i_head, PER_QUERY: gl.constexpr, stride_n, stride_h, column, GROUP: gl.constexpr
+):  # fmt: skip
+    """Begin to copy [64, D] rows of q."""
+    offsets = (entry // PER_QUERY).to(gl.int64) * stride_n + (i_head * GROUP + row % GROUP) * stride_h
+    async_copy_global_to_shared(q_shared, p_q + (offsets[:, None] + column[None, :]))
+    commit_group()
+
+
+@gluon.jit
+def _put(p_partial, acc, share, row_offset, inside, first_column, D: gl.constexpr, layout: gl.constexpr):
+    """Write WIDE columns of a tile."""
+    WIDE: gl.constexpr = acc.shape[1]
+    column = first_column + gl.arange(0, WIDE, gl.SliceLayout(0, layout))
+    share = gl.convert_layout(share, gl.SliceLayout(1, acc.type.layout))
+    out = gl.convert_layout((acc * share[:, None]).to(p_partial.dtype.element_ty), layout)
+    offsets = gl.convert_layout(row_offset, gl.SliceLayout(1, layout))
+    inside = gl.convert_layout(inside, gl.SliceLayout(1, layout))
+    gl.store(p_partial + (offsets[:, None] + column[None, :]), out, mask=inside[:, None] & (column >= 0)[None, :])
+
+
+@gluon.jit
+def _block(p_x, start, keys, stride, SIZE: gl.constexpr, D: gl.constexpr, layout: gl.constexpr):
+    """[SIZE, D] rows of one head, zero past the last key."""
+    row = start + gl.arange(0, SIZE, gl.SliceLayout(1, layout))
+    column = gl.arange(0, D, gl.SliceLayout(0, layout))
+    offsets = row.to(gl.int64)[:, None] * stride + column[None, :]
+    return gl.load(p_x + offsets, mask=(row < keys)[:, None] & (column >= 0)[None, :], other=0.0)
+
+
+@light_launch
+@gluon.jit(do_not_specialize=["blocks", "heads", "heads_per_kv", "first_entry", "keys"])
+def _selected_hopper_partial_kernel(
+    p_q, p_k, p_v,
+    p_partial,  # (entries of these queries, group, D) contiguous
+    p_partial_lse,  # (entries of these queries, group) fp32
+    p_entries, p_cell, p_begin, p_end, p_block_start, p_last_key,
+    p_taken,  # (1,) int32, not 0 where out and lse are known; not read without CHOSEN
+    blocks, heads, heads_per_kv, first_entry, keys, scale_log2,
+    stride_qn, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh,
+    D: gl.constexpr, GROUP: gl.constexpr, KV_BLOCK: gl.constexpr,
+    PER_QUERY: gl.constexpr,  # entries of a query
+    CHOSEN: gl.constexpr,
+    WIDE: gl.constexpr,  # columns of v at once
+):  # fmt: skip
+    STEP: gl.constexpr = ROWS // GROUP
+    i_item = gl.program_id(0)
+    cell = gl.minimum(gl.load(p_cell + i_item), blocks * heads - 1)
+    i_head = cell // blocks
+    start = gl.load(p_block_start + cell % blocks)
+    begin, end = gl.load(p_begin + i_item), gl.load(p_end + i_item)
+    if CHOSEN:
+        end = gl.where(gl.load(p_taken) != 0, begin, end)
+    if begin < end:
+        dtype: gl.constexpr = p_q.dtype.element_ty
+        s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV_BLOCK, 16])
+        acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
+        p_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
+        rows_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+        out_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDE, WIDE // 8], [4, 1], [1, 0])
+        shared: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+        row = gl.arange(0, ROWS, gl.SliceLayout(1, rows_layout))
+        column = gl.arange(0, D, gl.SliceLayout(0, rows_layout))
+        s_row = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
+        s_column = gl.arange(0, KV_BLOCK, gl.SliceLayout(0, s_layout))
+        q_shared = gl.allocate_shared_memory(dtype, [ROWS, D], shared)
+        entry = _entries(p_entries, begin, end, row, GROUP)
+        _fetch(q_shared, p_q, entry, row, i_head, PER_QUERY, stride_qn, stride_qh, column, GROUP)
+        i_hk = (i_head // heads_per_kv).to(gl.int64)
+        p_k += i_hk * stride_kh
+        p_v += i_hk * stride_vh
+        b_k = _block(p_k, start, keys, stride_kn, KV_BLOCK, D, rows_layout)
+        k_shared = gl.allocate_shared_memory(dtype, [KV_BLOCK, D], shared, b_k)
+        b_v = _block(p_v, start, keys, stride_vn, KV_BLOCK, WIDE, out_layout)
+        v_shared = gl.allocate_shared_memory(dtype, [KV_BLOCK, WIDE], shared, b_v)
+        if D > WIDE:
+            b_v = _block(p_v + WIDE, start, keys, stride_vn, KV_BLOCK, WIDE, out_layout)
+            v_right = gl.allocate_shared_memory(dtype, [KV_BLOCK, WIDE], shared, b_v)
+        s_zero = gl.zeros([ROWS, KV_BLOCK], gl.float32, s_layout)
+        zero = gl.zeros([ROWS, WIDE], gl.float32, acc_layout)
+        entry = _entries(p_entries, begin + STEP, end, row, GROUP)
+        near = True  # a query may stand in this block, as later ones of an item do not once one does not
+        for first in range(begin, end, STEP):
+            wait_group(0)
+            fence_async_shared()
+            gl.thread_barrier()
+            s_token = warpgroup_mma(q_shared, k_shared.permute((1, 0)), s_zero, use_acc=False, is_async=True)
+            s_entry = _entries(p_entries, first, end, s_row, GROUP)
+            after = _entries(p_entries, first + 2 * STEP, end, row, GROUP)
+            scores = warpgroup_mma_wait(0, deps=[s_token])
+            gl.thread_barrier()
+            _fetch(q_shared, p_q, entry, row, i_head, PER_QUERY, stride_qn, stride_qh, column, GROUP)
+            entry = after
+            if near:
+                last_key = gl.load(p_last_key + s_entry // PER_QUERY)
+                scores = gl.where((start + s_column)[None, :] <= last_key[:, None], scores, -float("inf"))
+                near = gl.min(last_key, 0) < start + KV_BLOCK - 1
+            row_max = gl.max(scores, 1) * scale_log2
+            shift = gl.where(row_max == -float("inf"), 0.0, row_max)
+            weights = gl.exp2(scores * scale_log2 - shift[:, None])
+            p = gl.convert_layout(weights.to(dtype), p_layout)
+            left_token = warpgroup_mma(p, v_shared, zero, use_acc=False, is_async=True)
+            if D > WIDE:
+                right_token = warpgroup_mma(p, v_right, zero, use_acc=False, is_async=True)
+            row_sum = gl.sum(weights, 1)
+            hidden = row_sum == 0
+            row_sum = gl.where(hidden, 1.0, row_sum)
+            lse = gl.where(hidden, -float("inf"), (row_max + gl.log2(row_sum)) * LN2)
+            place = (s_entry - first_entry).to(gl.int64) * GROUP + s_row % GROUP
+            inside = first + s_row // GROUP < end
+            gl.store(p_partial_lse + place, lse, mask=inside)
+            share = 1.0 / row_sum
+            if D > WIDE:
+                acc = warpgroup_mma_wait(1, deps=[left_token])
+                _put(p_partial, acc, share, place * D, inside, 0, D, out_layout)
+                acc = warpgroup_mma_wait(0, deps=[right_token])
+                _put(p_partial, acc, share, place * D, inside, WIDE, D, out_layout)
+            else:
+                acc = warpgroup_mma_wait(0, deps=[left_token])
+                _put(p_partial, acc, share, place * D, inside, 0, D, out_layout)
+        wait_group(0)
+
+
+def partials(
+    q: Tensor, k: Tensor, v: Tensor, partial: Tensor, partial_lse: Tensor, index: Items, chunk: int, slots: int,
+    heads: int, first_entry: int, spans: NativeSpans, scale: float, taken: Tensor | None,
+) -> None:  # fmt: skip
+    """Write the partial results of a chunk of queries."""
+    _selected_hopper_partial_kernel[(index.cell.shape[1],)](
+        q,
+        k,
+        v,
+        partial,
+        partial_lse,
+        index.entries,
+        index.cell[chunk],
+        index.begin[chunk],
+        index.end[chunk],
+        spans.block_start,
+        spans.last_key,
+        index.entries if taken is None else taken,
+        blocks=len(spans.block_start),
+        heads=heads,
+        heads_per_kv=heads // k.shape[1],
+        first_entry=first_entry,
+        keys=k.shape[0],
+        scale_log2=scale * LOG2E,
+        stride_qn=q.stride(0),
+        stride_qh=q.stride(1),
+        stride_kn=k.stride(0),
+        stride_kh=k.stride(1),
+        stride_vn=v.stride(0),
+        stride_vh=v.stride(1),
+        D=q.shape[2],
+        GROUP=q.shape[1] // heads,
+        KV_BLOCK=spans.sizes.slc_block,
+        PER_QUERY=heads * slots,
+        CHOSEN=taken is not None,
+        WIDE=min(q.shape[2], WIDE),
+        num_warps=4,
+        maxnreg=REGISTERS,
+    )

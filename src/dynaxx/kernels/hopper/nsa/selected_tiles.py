@@ -1,0 +1,102 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""What the Hopper kernels of selected attention share: tiles by TMA, blocks of keys, and how a program is sized."""
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from dynaxx.kernels.gpu.runtime.arguments import as_template, nowhere, rebased
+from dynaxx.kernels.hopper.attention.forward_consume import ROWS
+
+SHARED_ROWS = 896  # of 256 bytes, in shared memory
+# The state of a call, int32, all 0 at first: tiles that programs took beside their first one, for each of two launches;
+# whether any weight of the first left its range; and the same of each tile.
+TURN, ANY_LOST, LOST = gl.constexpr(0), gl.constexpr(2), gl.constexpr(3)
+
+
+@gluon.jit
+def feed_blocks(
+    k_desc, v_desc, k_buffers, v_buffers, full, empty, p_starts, count, before, i_hk, STAGES: gl.constexpr
+):  # fmt: skip
+    """Load the keys and values of each block of a union, in its order, behind so many other blocks."""
+    for i_block in range(count):
+        at = [i_hk, gl.load(p_starts + i_block), 0]
+        feed_block(k_desc, v_desc, k_buffers, v_buffers, full, empty, before + i_block, at, STAGES)
+
+
+@gluon.jit
+def feed_block(k_desc, v_desc, k_buffers, v_buffers, full, empty, i_block, at, STAGES: gl.constexpr):
+    """Load a block of keys and values, the `i_block`-th of a program."""
+    stage = i_block % STAGES
+    mbarrier.wait(empty.index(stage), ((i_block // STAGES) & 1) ^ 1)
+    mbarrier.expect(full.index(stage), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(k_desc, at, full.index(stage), k_buffers.index(stage))
+    tma.async_copy_global_to_shared(v_desc, at, full.index(stage), v_buffers.index(stage))
+
+
+@gluon.jit
+def row_tile(buffers, q_desc, stage):
+    """A block's buffer as that of a consumer's rows."""
+    tile: gl.constexpr = q_desc.block_type.shape
+    PER_BLOCK: gl.constexpr = buffers.shape[2] // ROWS
+    tiles = buffers._reinterpret(q_desc.dtype, [buffers.shape[0] * PER_BLOCK, tile[0], tile[1], tile[2]], q_desc.layout)
+    return tiles.index(stage * PER_BLOCK)
+
+
+@gluon.constexpr_function
+def product_layout(columns):
+    """Of a consumer's 64 rows, as one warpgroup's products lie in registers."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.jit
+def places(layout: gl.constexpr, GROUP: gl.constexpr):
+    """Of a consumer's scores: the query position and the head of the group that each row is, and the columns."""
+    o_row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    columns = gl.arange(0, layout.instr_shape[1], gl.SliceLayout(0, layout))
+    return o_row // GROUP, o_row % GROUP, columns
+
+
+@gluon.jit
+def sequence_start(p_first_block, p_block_start, t, inside):
+    """First key of a query's sequence."""
+    return gl.load(p_block_start + gl.load(p_first_block + t, mask=inside, other=0))
+
+
+@gluon.jit
+def window_of(p_last_key, p_first_block, p_block_start, first_t, positions, queries, window, KV_BLOCK: gl.constexpr):
+    """First key of a tile's window, and how many blocks it takes from there."""
+    start = sequence_start(p_first_block, p_block_start, first_t, True)
+    begin = gl.maximum(start, gl.load(p_last_key + first_t) - window + 1)
+    last = gl.load(p_last_key + gl.minimum(first_t + positions, queries) - 1)
+    return begin, gl.maximum(last - begin + KV_BLOCK, 0) // KV_BLOCK
+
+
+def descriptor(x: Tensor, block: tuple[int, int, int]) -> TensorDescriptor:
+    """Of a three-dimensional tensor with dense rows."""
+    return rebased(_descriptor(x.shape, x.stride(), x.dtype, block), x)
+
+
+@lru_cache(maxsize=4096)
+def _descriptor(
+    shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, block: tuple[int, int, int]
+) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16 if dtype == torch.bfloat16 else gl.float16)
+    steps = [strides[i] if shape[i] > 1 else shape[2] for i in range(2)]  # of a single entry it is any number
+    return as_template(TensorDescriptor(nowhere(dtype), list(shape), [*steps, 1], list(block), layout))
+
+
+def stages(consumers: int, tiles: int, dim: int, kv_block: int) -> int:
+    """Blocks of keys and values that fit beside `tiles` tiles of 64 rows of each consumer; at most 4."""
+    return min(4, (SHARED_ROWS - consumers * tiles * 64 * dim // 128) // (2 * kv_block * dim // 128))
+
+
+def registers(consumers: int) -> dict[str, int]:
+    """How a program's warps share the register file."""
+    consumer, average = (160, 128) if consumers == 3 else (240, 168)
+    return {"CONSUMER_REGISTERS": consumer, "PRODUCER_REGISTERS": 24, "num_warps": 4, "maxnreg": average}

@@ -1,0 +1,1 @@
+"""Device functions and descriptors that the Hopper kernels share."""

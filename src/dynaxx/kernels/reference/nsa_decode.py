@@ -1,0 +1,153 @@
+"""Decoding with native sparse attention, defined: the windows that new keys complete, and the choice of blocks.
+
+B sequences, one query each; W windows of each; Hq / Hk query and kv heads, D / E head_dim of q, k and of v, P logical
+pages, n selected blocks. Compressed tokens lie as `layout.compressed.CompressedPages` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dynaxx.kernels.reference.decode import read_keys
+from dynaxx.kernels.reference.nsa import choose_blocks, gated_sum
+from dynaxx.layout.compressed import CompressedPages, NativeLengths
+from dynaxx.layout.nsa import NativeSizes
+from dynaxx.layout.paging import PagedCache
+
+__all__ = [
+    "compress_windows",
+    "gated_sum",
+    "gather_windows",
+    "kept_blocks",
+    "pages_of",
+    "replayed",
+    "select_blocks",
+    "step_lengths",
+    "store_compressed",
+]
+
+Call = Callable[..., tuple[Tensor, ...]]
+
+
+def replayed(call: Call, cache: PagedCache, tensors: tuple[Tensor | None, ...], *settings: Any) -> Any:
+    """`call(cache, *tensors, *settings)`, a step; a backend may know a shorter way to make one of the same shapes."""
+    return call(cache, *tensors, *settings)
+
+
+def step_lengths(seqused: Tensor, sizes: NativeSizes) -> NativeLengths:
+    """Of the last query of each sequence."""
+    per = lambda add, step: ((seqused + add).div(step, rounding_mode="floor")).clamp(min=0).int()
+    return NativeLengths(
+        positions=per(0, sizes.cmp_stride),
+        hidden=torch.full_like(seqused, sizes.cmp_block // sizes.cmp_stride - 1),
+        tokens=per(sizes.cmp_stride - sizes.cmp_block, sizes.cmp_stride),
+        blocks=per(sizes.slc_block - 1, sizes.slc_block),
+        window=per(-sizes.window, 1),
+    )
+
+
+def gather_windows(cache: PagedCache, sizes: NativeSizes, count: int, skip: int) -> tuple[Tensor, Tensor]:
+    """(B * W, cmp_block, Hk, D) keys and (.., E) values of the last `count` whole windows but for the last `skip`.
+
+    Ascending; whatever memory holds for windows before a sequence's first one.
+    """
+    first = _windows(cache, sizes, count, skip).clamp(min=0) * sizes.cmp_stride
+    position = (first[..., None] + torch.arange(sizes.cmp_block, device=cache.device)).flatten(1)  # (B, W * cmp_block)
+    where = _places(cache, position.clamp(max=cache.max_keys - 1), cache.page_size)
+    gather = lambda x: x[where].unflatten(1, (count, -1)).flatten(0, 1)
+    return gather(cache.k), gather(cache.v)
+
+
+def compress_windows(cache: PagedCache, weights: tuple[Tensor | None, Tensor | None], count: int, skip: int) -> None:
+    """Store the weighted sums, or means, of the windows of `gather_windows`; weights (cmp_block, Hk) of k and of v."""
+
+    def pool(windows: Tensor, weight: Tensor | None) -> Tensor:
+        wide = windows.to(torch.promote_types(windows.dtype, torch.float32))
+        return wide.mean(1) if weight is None else torch.einsum("wlhd,lh->whd", wide, weight.to(wide.dtype))
+
+    compressed = cache.compressed
+    assert compressed is not None, "`compress_pages` makes them"
+    k, v = gather_windows(cache, compressed.sizes, count, skip)
+    store_compressed(cache, compressed, pool(k, weights[0]), pool(v, weights[1]), count, skip)
+
+
+def kept_blocks(blocks: Tensor, lengths: NativeLengths, sizes: NativeSizes) -> Tensor:
+    """(B, Hk, n + forced) int32: the free ones of (B, Hk, slots) blocks chosen before, then the forced ones of now."""
+    seen = lengths.blocks[:, None, None]
+    local = seen - sizes.local_blocks
+    free = torch.where((blocks >= sizes.first_blocks) & (blocks < local), blocks, -1)[..., : sizes.slc_count]
+    first = torch.arange(sizes.first_blocks, device=blocks.device).expand(*blocks.shape[:2], -1)
+    last = local + torch.arange(sizes.local_blocks, device=blocks.device)
+    last = torch.where(last >= sizes.first_blocks, last, -1).expand(*blocks.shape[:2], -1)
+    return torch.cat([free, torch.where(first < seen, first, -1), last], -1).int()
+
+
+def pages_of(blocks: Tensor, pages_per_block: int, max_pages: int) -> Tensor:
+    """The pages of (B, Hk, slots) blocks, (B, Hk, slots * pages_per_block); -1 for those that no sequence has."""
+    if pages_per_block == 1:
+        return blocks
+    part = torch.arange(pages_per_block, dtype=torch.int32, device=blocks.device)
+    pages = blocks[..., None] * pages_per_block + part
+    return torch.where((blocks[..., None] >= 0) & (pages < max_pages), pages, -1).flatten(2)
+
+
+def store_compressed(
+    cache: PagedCache, compressed: CompressedPages, k_cmp: Tensor, v_cmp: Tensor, count: int, skip: int
+) -> None:
+    """Write what `gather_windows` gave, compressed: (B * W, Hk, D) and (.., E). Windows that do not exist are not."""
+    window = _windows(cache, compressed.sizes, count, skip)
+    page_size = cache.page_size // compressed.sizes.cmp_stride
+    entry, which = (window >= 0).nonzero(as_tuple=True)
+    where = _places(cache, window.clamp(min=0) + compressed.hidden, page_size)
+    for kept, new in ((compressed.k, k_cmp), (compressed.v, v_cmp)):
+        places = tuple(part.expand_as(window)[entry, which] for part in where)
+        kept[places] = new.unflatten(0, window.shape)[entry, which].to(kept.dtype)
+
+
+def select_blocks(
+    q: Tensor, cache: PagedCache, lse: Tensor, lengths: NativeLengths, sizes: NativeSizes, max_blocks: int, scale: float
+) -> Tensor:
+    """(B, Hk, n) int32: the blocks of each sequence's last query, ascending, -1 behind.
+
+    As `kernels.reference.native.select_blocks`, of the paged compressed tokens.
+
+    Args:
+        q: (B, 1, Hq, D), lse (B, Hq, 1) of its attention over the compressed tokens.
+        cache: of the compressed tokens.
+        max_blocks: selection blocks that a sequence may have.
+    """
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    keys = read_keys(cache, dtype)[:, sizes.cmp_block // sizes.cmp_stride - 1 :]  # (B, L, Hk, D)
+    visible = torch.arange(keys.shape[1], device=q.device) < lengths.tokens[:, None]
+    keys = keys.masked_fill(~visible[..., None, None], 0.0)
+    grouped = q[:, 0].to(dtype).unflatten(1, (cache.kv_heads, -1))
+    logits = torch.einsum("bhgd,blhd->bhgl", grouped, keys) * scale
+    shift = lse.to(dtype).masked_fill(lse == -torch.inf, 0.0).view(*grouped.shape[:3], 1)
+    weights = (logits - shift).exp().masked_fill(~visible[:, None, None], 0.0).sum(2)  # (B, Hk, L)
+    per_token, per_block = sizes.cmp_block // sizes.cmp_stride, sizes.slc_block // sizes.cmp_stride
+    strides = weights.new_zeros(*weights.shape[:2], max_blocks * per_block + per_token)
+    for shift_by in range(per_token):  # each token gives its weight to every stride that it covers
+        part = strides[..., shift_by : shift_by + weights.shape[2]]
+        more = weights[..., : part.shape[2]]
+        part.copy_(torch.maximum(part, more) if sizes.pool == "max" else part + more)
+    by_block = strides[..., : max_blocks * per_block].unflatten(-1, (max_blocks, per_block))
+    scores = by_block.amax(-1) if sizes.pool == "max" else by_block.sum(-1)
+    return choose_blocks(scores, lengths.blocks, sizes)
+
+
+def _windows(cache: PagedCache, sizes: NativeSizes, count: int, skip: int) -> Tensor:
+    """(B, count) numbers of windows, below 0 for those that do not exist."""
+    whole = torch.div(cache.seqused_k - sizes.cmp_block, sizes.cmp_stride, rounding_mode="floor") + 1
+    return whole.long()[:, None] - skip - count + torch.arange(count, device=cache.device)
+
+
+def _places(cache: PagedCache, position: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
+    """Where (B, N) positions lie, as two indices of the cache's tensors; somewhere for those that do not exist."""
+    if cache.page_table is None:
+        return torch.arange(cache.batch, device=cache.device)[:, None].expand_as(position), position
+    page = cache.page_table.long().gather(1, position // page_size)
+    return page.clamp(min=0), position % page_size

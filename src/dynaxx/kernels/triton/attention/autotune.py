@@ -1,0 +1,151 @@
+"""Find tile sizes for one shape on this GPU, from those that `config` chooses: the best neighbour, while one is better.
+
+Every candidate must give the default's results before it is timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from triton.testing import do_bench
+
+from dynaxx.kernels.gpu.runtime.arguments import steps_by_tma
+from dynaxx.kernels.triton.attention import config
+from dynaxx.kernels.triton.attention.backward import attention_backward
+from dynaxx.kernels.triton.attention.config import Tiles
+from dynaxx.kernels.triton.attention.forward import attention_forward
+from dynaxx.kernels.triton.attention.tuned_tiles import keep, kind_of_launch
+from dynaxx.layout import BlockLayout
+
+LARGEST_TILE, SMALLEST_TILE = 128, 16
+WORTH = 0.97  # of the time before, for a step to be one
+SAME = {torch.float32: 1e-5}  # relative error in norm that the order of sums may make; of others:
+SAME_HALF = 1e-2
+
+
+class TunedKernel(NamedTuple):
+    """What was found for one kernel."""
+
+    kernel: str  # the function of `config` that chooses its tiles
+    tiles: Tiles
+    ms: float  # of the pass that it is part of, with these tiles
+    default_ms: float  # with those that `config` chooses
+
+
+def autotune(
+    q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float, softcap: float | None, gradients: bool
+) -> list[TunedKernel]:
+    """Tune the forward and, if asked, both backward kernels, and keep what is faster. Waits for the GPU.
+
+    Raises:
+        OSError: what was found cannot be written.
+    """
+    fresh = lambda: replace(layout)  # launches are kept by layout, whatever their tiles were
+    forward = lambda: (of := fresh(), lambda: attention_forward(q, k, v, of, scale, softcap))[1]
+    out, lse = forward()()
+    do, dlse = torch.randn_like(out), torch.zeros_like(lse)
+    backward = lambda: (
+        of := fresh(),
+        lambda: attention_backward(do, dlse, q, k, v, out, lse, of, scale, softcap),
+    )[1]
+    found = [_tune("forward_tiles", forward, q, k, v, layout)]
+    if gradients:
+        found += [_tune(name, backward, q, k, v, layout) for name in ("backward_dq_tiles", "backward_dkv_tiles")]
+    return found
+
+
+def _tune(
+    kernel: str,
+    make: Callable[[], Callable[[], Sequence[Tensor]]],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: BlockLayout,
+) -> TunedKernel:
+    """Tune one kernel, whose pass `make()` gives anew, so that it launches with the tiles of now."""
+    tma = min(layout.block_size) >= config.TMA_BLOCK and steps_by_tma(q, k, v)
+    kind = kind_of_launch(kernel, q.dtype, q.shape[3], v.shape[3], layout.block_size, tma)
+    choose = getattr(config, kernel)
+
+    def use(tiles: Tiles | None, store: bool = False) -> None:
+        keep(kind, q.device, None if tiles is None else astuple(tiles), store)
+        choose.cache_clear()
+
+    use(None)
+    default = choose(q.device, q.dtype, q.shape[3], v.shape[3], layout.block_size, tma)
+    expected = make()()
+
+    def time(tiles: Tiles) -> float | None:
+        use(tiles)
+        run = make()
+        for x in expected:
+            torch.full_like(x, torch.nan)  # freed at once: what the next results get as memory
+        try:
+            if not _same(run(), expected):
+                return None
+            return float(do_bench(run, warmup=5, rep=30, return_mode="median"))
+        except Exception:  # tiles that do not fit into a GPU fail in many ways, at compiling or at launching
+            return None
+
+    try:
+        tiles, ms, default_ms = descend(default, lambda tiles: neighbours(tiles, kernel, layout.block_size, tma), time)
+    except BaseException:
+        use(None)
+        raise
+    use(None if tiles == default else tiles, store=True)
+    return TunedKernel(kernel, tiles, ms, default_ms)
+
+
+def descend(
+    start: Tiles, steps: Callable[[Tiles], Iterator[Tiles]], time: Callable[[Tiles], float | None]
+) -> tuple[Tiles, float, float]:
+    """Go to the fastest neighbour while one is faster by what is no noise; the last tiles, their time, and the first's.
+
+    Raises:
+        RuntimeError: the first ones do not run.
+    """
+    known = {start: time(start)}
+    here, first = start, known[start]
+    if first is None:
+        raise RuntimeError(f"the default tiles do not run: {start}")
+    best = first
+    while True:
+        for tiles in steps(here):
+            if tiles not in known:
+                known[tiles] = time(tiles)
+        ms, fastest = min((each, i) for i, each in enumerate(known.values()) if each is not None)
+        if ms > WORTH * best:
+            return here, best, first
+        here, best = list(known)[fastest], ms
+
+
+def neighbours(tiles: Tiles, kernel: str, block_size: tuple[int, int], tma: bool) -> Iterator[Tiles]:
+    """Tiles that differ in one number. One side divides its block; of the other, small blocks are gathered."""
+    gathered = [size if tma else max(size, 64) for size in block_size]
+    most_m, most_n = (gathered[0], block_size[1]) if kernel == "backward_dkv_tiles" else (block_size[0], gathered[1])
+    for block_m in (tiles.block_m // 2, tiles.block_m * 2):
+        if SMALLEST_TILE <= block_m <= min(most_m, LARGEST_TILE):
+            yield replace(tiles, block_m=block_m)
+    for block_n in (tiles.block_n // 2, tiles.block_n * 2):
+        if SMALLEST_TILE <= block_n <= min(most_n, LARGEST_TILE):
+            yield replace(tiles, block_n=block_n)
+    yield replace(tiles, num_warps=4 if tiles.num_warps == 8 else 8)
+    for num_stages in (tiles.num_stages - 1, tiles.num_stages + 1):
+        if 1 <= num_stages <= 4:
+            yield replace(tiles, num_stages=num_stages)
+    yield replace(tiles, max_registers=None if tiles.max_registers else 128)
+
+
+def _same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+    """Whether results are those of the default tiles but for the order of sums; empty rows must be the same ones."""
+    for a, b in zip(found, expected, strict=True):
+        if not torch.equal(a.isfinite(), b.isfinite()):
+            return False
+        a, b = (x.where(x.isfinite(), 0).float() for x in (a, b))
+        if (a - b).norm() > SAME.get(expected[0].dtype, SAME_HALF) * b.norm():
+            return False
+    return True

@@ -1,0 +1,231 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""Block-sparse attention backward in Triton: dq over the layout, dk and dv over its transpose. No atomics.
+
+With weights p = exp(s - lse), dp = do @ v.T and delta = rowsum(do * out) - dlse, the gradient of the scores is
+ds = p * (dp - delta), so the gradient through lse costs nothing. The kernel for dq comes first and leaves lse and delta
+for the other. A program for dk and dv sums over the heads of its group in a fixed order: the result is the same bit for
+bit in every run.
+
+Shapes: B batch, N / M queries and keys, Hq / Hk query and kv heads, D / E head_dim of q, k and of v.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dynaxx.kernels.gpu.runtime.arguments import (
+    layout_arguments,
+    order_argument,
+    processors,
+    steps_by_tma,
+    strides,
+    tile_rows,
+    tile_values,
+    transposed_arguments,
+    unit_stride,
+    zeros_like_lse,
+)
+from dynaxx.kernels.gpu.runtime.launch_cache import repeated
+from dynaxx.kernels.gpu.runtime.launcher import Launch
+from dynaxx.kernels.gpu.schedule.split import no_split, split_columns, split_programs, split_rows
+from dynaxx.kernels.gpu.schedule.split_sums import sum_parts
+from dynaxx.kernels.triton.attention.backward_dkv import sparse_attention_bwd_dkv_kernel
+from dynaxx.kernels.triton.attention.backward_dq import sparse_attention_bwd_dq_kernel
+from dynaxx.kernels.triton.attention.backward_rows import empty_rows
+from dynaxx.kernels.triton.attention.config import (
+    TMA_BLOCK,
+    backward_dkv_tiles,
+    backward_dq_tiles,
+    dkv_in_stages,
+    dkv_span,
+    dq_from_registers,
+    padded,
+    query_span,
+)
+from dynaxx.layout import BlockLayout
+
+
+def attention_backward(
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    layout: BlockLayout,
+    scale: float,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients (dq, dk, dv), in the shapes and dtypes of q, k, v, of a forward that gave `out` and `lse`.
+
+    Args:
+        do: (B, N, Hq, E), gradient of `out`.
+        dlse: (B, Hq, N) fp32, gradient of `lse`, None for none; ignored where lse is -inf, as a query that sees nothing
+            has none.
+    """
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    if out.numel() == 0 or v.numel() == 0:
+        return dq.zero_(), dk.zero_(), dv.zero_()
+    do, q, k, v, out = (unit_stride(x) for x in (do, q, k, v, out))
+    lse = lse.contiguous()
+    dlse = zeros_like_lse(lse, layout) if dlse is None else dlse
+    values = empty_rows(lse)
+    _fill_dq(layout, (do, q, k, v, out, lse, dlse, values, dq), scale, softcap)
+    _fill_dkv(layout, (do, q, k, v, values, dk, dv), scale, softcap)
+    return dq, dk, dv
+
+
+def _fill_dq(layout: BlockLayout, tensors: tuple[Tensor, ...], scale: float, softcap: float | None) -> None:
+    q, dq = tensors[1], tensors[-1]
+    split = split_rows(layout, q.shape[0], q.shape[2])
+    if split is None:
+        repeated(_start_dq, layout, tensors, scale, softcap)
+        return
+    sums = split.places(q, layout.block_size[0], q.shape[3])
+    repeated(_start_dq, layout, tensors, scale, softcap, split=split.to(p_sums=sums))
+    sum_parts(sums, dq, split, layout, layout.block_size[0], scale)
+
+
+def _fill_dkv(layout: BlockLayout, tensors: tuple[Tensor, ...], scale: float, softcap: float | None) -> None:
+    _, q, k, v, *_, dk, dv = tensors
+    split = split_columns(layout, q.shape[0], q.shape[2], k.shape[2])
+    if split is None:
+        repeated(_start_dkv, layout, tensors, scale, softcap)
+        return
+    kv_block, head_dim = layout.block_size[1], q.shape[3]
+    sums = split.places(q, kv_block * (head_dim + v.shape[3]))
+    repeated(_start_dkv, layout, tensors, scale, softcap, split=split.to(p_sums=sums))
+    sum_parts(sums[:, : kv_block * head_dim], dk, split, layout, kv_block, scale)
+    sum_parts(sums[:, kv_block * head_dim :], dv, split, layout, kv_block)
+
+
+def _start_dq(
+    layout: BlockLayout,
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dlse: Tensor,
+    values: Tensor,
+    dq: Tensor,
+    scale: float,
+    softcap: float | None,
+    split: dict[str, Any] | None = None,
+) -> Launch | None:
+    batch, _, q_heads, head_dim = q.shape
+    tma = min(layout.block_size) >= TMA_BLOCK and steps_by_tma(do, q, k, v, out)
+    tiles = backward_dq_tiles(q.device, q.dtype, head_dim, v.shape[3], layout.block_size, tma)
+    order, ordered = order_argument(layout)
+    split = split or no_split(values)
+    programs = (layout.q_blocks * batch * q_heads + split_programs(split)) * (layout.block_size[0] // tiles.block_m)
+    started: Launch | None = sparse_attention_bwd_dq_kernel[(programs,)](
+        tile_rows(do, tiles.block_m) if tma else do,
+        tile_rows(q, tiles.block_m) if tma else q,
+        tile_rows(k, tiles.block_n) if tma else k,
+        tile_rows(v, tiles.block_n) if tma else v,
+        tile_rows(out, tiles.block_m) if tma else out,
+        lse,
+        dlse,
+        values,
+        dq,
+        order,
+        *layout_arguments(layout),
+        **split,
+        **_shared(layout, do, q, k, v, values, scale, softcap),
+        **strides("out", out),
+        stride_dlb=dlse.stride(0),
+        stride_dlh=dlse.stride(1),
+        stride_dln=dlse.stride(2),
+        span=query_span(q.shape[2] // k.shape[2]),
+        ORDERED=ordered,
+        TMA=tma,
+        HELD=dq_from_registers(q.device, tiles, head_dim, v.shape[3], tma),
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        maxnreg=tiles.max_registers,
+    )
+    return started
+
+
+def _start_dkv(
+    layout: BlockLayout,
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    values: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    scale: float,
+    softcap: float | None,
+    split: dict[str, Any] | None = None,
+) -> Launch | None:
+    tma = min(layout.block_size) >= TMA_BLOCK and steps_by_tma(do, q, k, v)
+    tiles = backward_dkv_tiles(q.device, q.dtype, q.shape[3], v.shape[3], layout.block_size, tma)
+    split = split or no_split(dk)
+    per_block = layout.block_size[1] // tiles.block_n
+    programs = (layout.kv_blocks * k.shape[0] * k.shape[2] + split_programs(split)) * per_block
+    started: Launch | None = sparse_attention_bwd_dkv_kernel[(programs,)](
+        tile_rows(do, tiles.block_m) if tma else do,
+        tile_rows(q, tiles.block_m) if tma else q,
+        tile_rows(k, tiles.block_n) if tma else k,
+        tile_rows(v, tiles.block_n) if tma else v,
+        tile_values(values, tiles.block_m) if tma else values,
+        dk,
+        dv,
+        *transposed_arguments(layout),
+        **split,
+        **_shared(layout, do, q, k, v, values, scale, softcap),
+        span=dkv_span(layout.kv_blocks * per_block, processors(q.device)),
+        TMA=tma,
+        STAGED=dkv_in_stages(q.device, tiles, q.shape[3], v.shape[3], tma),
+        PER_HEAD=q.dtype == torch.float32,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        maxnreg=tiles.max_registers,
+    )
+    return started
+
+
+def _shared(
+    layout: BlockLayout,
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    values: Tensor,
+    scale: float,
+    softcap: float | None,
+) -> dict[str, Any]:
+    """What both kernels are given."""
+    batch, seqlen_q, q_heads, head_dim = q.shape
+    seqlen_k, kv_heads, head_dim_v = v.shape[1:]
+    return {
+        "seqlen_q": seqlen_q,
+        "padded_q": values.shape[2],
+        "seqlen_k": seqlen_k,
+        "batch": batch,
+        "q_heads": q_heads,
+        "group_size": q_heads // kv_heads,
+        "scale": scale,
+        "cap": softcap / scale if softcap and scale else 1.0,
+        "CAPPED": softcap is not None and scale != 0,
+        **strides("do", do),
+        **strides("q", q),
+        **strides("k", k),
+        **strides("v", v),
+        "D": head_dim,
+        "E": head_dim_v,
+        "BLOCK_D": padded(head_dim),
+        "BLOCK_E": padded(head_dim_v),
+        "Q_BLOCK": layout.block_size[0],
+        "KV_BLOCK": layout.block_size[1],
+    }

@@ -1,0 +1,269 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""dk and dv in Triton: a program per kv block walks its column, for the heads of its group in turn. See `backward`."""
+
+import triton
+import triton.language as tl
+
+from dynaxx.kernels.gpu.runtime.arguments import RUNTIME_SIZES
+from dynaxx.kernels.gpu.runtime.launcher import light_launch
+from dynaxx.kernels.gpu.schedule.parts import WHOLE, entries_of, part_of, store_part
+from dynaxx.kernels.gpu.schedule.split import SPLIT_SIZES
+from dynaxx.kernels.triton.attention.backward_rows import (
+    cap_scores,
+    load_row_values,
+    weights_of,
+)
+from dynaxx.kernels.triton.primitives.load_ahead import ahead, load_ahead
+from dynaxx.kernels.triton.primitives.tiles import (
+    BOUNDS,
+    HeadRows,
+    block_ahead,
+    load_tile,
+    row_entries,
+    started_tile,
+    store_rows,
+    tile_positions,
+)
+from dynaxx.kernels.triton.primitives.visible import Masks, in_block, load_band, shown_by_bits, visible_elements
+
+
+@triton.jit
+def _accumulate_dkv(
+    dk,  # [BLOCK_N, BLOCK_D] fp32
+    dv,  # [BLOCK_N, BLOCK_E] fp32
+    b_k,  # [BLOCK_N, BLOCK_D]
+    b_v,  # [BLOCK_N, BLOCK_E]
+    part_k,  # where the tile begins in the kv block
+    q,  # `HeadRows`
+    do,
+    row_values,  # of this q head: a pointer, or of all under TMA: a descriptor
+    scale,
+    cap,
+    p_indices,
+    p_codes,
+    first,
+    count,
+    masks,  # `Masks`
+    MASKED: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    Q_BLOCK: tl.constexpr,
+    KV_BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    CAPPED: tl.constexpr,
+    TMA: tl.constexpr,
+    NARROW: tl.constexpr,
+    STAGED: tl.constexpr,
+):
+    """Add what the `count` q blocks from entry `first` give; queries past the end have lse = inf and give nothing."""
+    BLOCK_N: tl.constexpr = b_k.shape[0]
+    BLOCK_D: tl.constexpr = b_k.shape[1]
+    BLOCK_E: tl.constexpr = b_v.shape[1]
+    EARLY: tl.constexpr = NARROW or (STAGED and not MASKED)  # the product for dp comes before the softmax
+    tiles = tl.cdiv(count * Q_BLOCK, BLOCK_M)
+    if TMA:  # a tile is of one block, and what the layout says of it is asked for one tile before
+        SPLIT: tl.constexpr = Q_BLOCK // BLOCK_M
+        next_block = block_ahead(p_indices, first, 0, tiles, SPLIT)
+        if MASKED:
+            next_code = block_ahead(p_codes, first, 0, tiles, SPLIT)
+            next_lo, next_hi = load_band(masks, next_code)
+    for i_tile in tl.range(0, tiles, disable_licm=TMA):  # matrix descriptors of tiles that stay need no registers
+        if TMA:
+            offsets = tl.arange(0, BLOCK_M)
+            part_q = i_tile % SPLIT * BLOCK_M
+            start = next_block * Q_BLOCK + part_q
+            next_block = block_ahead(p_indices, first, i_tile + 1, tiles, SPLIT)
+            if MASKED:
+                code, lo, hi = next_code, next_lo, next_hi
+                next_code = block_ahead(p_codes, first, i_tile + 1, tiles, SPLIT)
+                next_lo, next_hi = load_band(masks, next_code)
+        else:
+            start, offsets, inner_q, code = tile_positions(
+                p_indices, p_codes, first, count, i_tile, q.seqlen, Q_BLOCK, BLOCK_M, BOUNDS
+            )
+        if STAGED and not MASKED:  # q has three buffers and do two, and Triton waits for each where it is loaded
+            b_q = load_ahead(q, start, BLOCK_M, BLOCK_D, 2)
+            scores = tl.dot(b_k, tl.trans(b_q), input_precision="ieee")  # [BLOCK_N, BLOCK_M]
+            b_do = load_ahead(do, start, BLOCK_M, BLOCK_E, 1)
+            dp = tl.dot(b_v, tl.trans(b_do), input_precision="ieee")
+            pairs = ahead(row_values.load([q.i_b.to(tl.int32), q.i_h.to(tl.int32), start.to(tl.int32) * 2]), 1)
+            lse, delta = tl.split(pairs.reshape(BLOCK_M, 2))
+        else:
+            b_q = load_tile(q, start, offsets, D, BLOCK_D, BLOCK_M, True, TMA)
+            b_do = load_tile(do, start, offsets, E, BLOCK_E, BLOCK_M, True, TMA)
+            if TMA:
+                pairs = row_values.load([q.i_b.to(tl.int32), q.i_h.to(tl.int32), start.to(tl.int32) * 2])
+                lse, delta = tl.split(pairs.reshape(BLOCK_M, 2))
+            else:
+                lse, delta = load_row_values(row_values, start + offsets, q.seqlen)
+            scores = tl.dot(b_k, tl.trans(b_q), input_precision="ieee")  # [BLOCK_N, BLOCK_M]
+            if NARROW:
+                dp = tl.dot(b_v, tl.trans(b_do), input_precision="ieee")
+        scores, slope = cap_scores(scores, cap, CAPPED)
+        weights = weights_of(scores, lse[None, :], scale, b_q.dtype == tl.float32)
+        if MASKED:
+            o_k = tl.arange(0, BLOCK_N)[:, None]
+            if TMA:
+                lo, hi, is_bits = in_block(lo, hi, code, False, masks, Q_BLOCK, KV_BLOCK)
+                o_q = offsets[None, :]
+                if is_bits:
+                    visible = shown_by_bits(masks, code, part_q, part_k, o_q, o_k, Q_BLOCK, KV_BLOCK, BLOCK_N)
+                    weights = tl.where(visible, weights, 0.0)
+                apart = part_q - part_k + o_q
+                weights = tl.where((apart >= o_k + lo) & (apart <= o_k + hi), weights, 0.0)
+            else:
+                if BLOCK_M > Q_BLOCK:
+                    code = code[None, :]
+                r, c = inner_q[None, :], part_k + o_k
+                visible = visible_elements(masks, code, r, c, Q_BLOCK, KV_BLOCK)
+                weights = tl.where(visible, weights, 0.0)
+        if not EARLY:
+            dv = tl.dot(weights.to(b_do.dtype), b_do, dv, input_precision="ieee")
+            dp = tl.dot(b_v, tl.trans(b_do), input_precision="ieee")
+        ds = weights * (dp - delta[None, :]) * slope
+        if EARLY:
+            dv = tl.dot(weights.to(b_do.dtype), b_do, dv, input_precision="ieee")
+        dk = tl.dot(ds.to(b_q.dtype), b_q, dk, input_precision="ieee")
+    return dk, dv
+
+
+@light_launch
+@triton.jit(do_not_specialize=[*RUNTIME_SIZES, *SPLIT_SIZES])
+def sparse_attention_bwd_dkv_kernel(
+    do_rows,  # pointers, or under TMA descriptors of (B, heads, seqlen, head_dim)
+    q_rows,
+    k_rows,
+    v_rows,
+    row_values,  # (B, Hq, padded_q, 2) fp32: lse and delta, as the kernel for dq leaves them
+    p_dk,  # (B, M, Hk, D) contiguous
+    p_dv,  # (B, M, Hk, E) contiguous
+    p_indptr,
+    p_num_partial,
+    p_indices,
+    p_codes,
+    p_bits,
+    p_bands,
+    capacity,
+    num_masks,
+    layout_stride_b,
+    layout_stride_h,
+    p_parts,
+    p_sums,  # (slots, KV_BLOCK * (D + E)) fp32: of dk, then of dv
+    num_parts,
+    limit,
+    batch_copies,
+    head_copies,
+    seqlen_q,
+    padded_q,
+    seqlen_k,
+    batch,
+    q_heads,
+    group_size,
+    span,
+    scale,
+    cap,
+    stride_dob,
+    stride_don,
+    stride_doh,
+    stride_qb,
+    stride_qn,
+    stride_qh,
+    stride_kb,
+    stride_kn,
+    stride_kh,
+    stride_vb,
+    stride_vn,
+    stride_vh,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    Q_BLOCK: tl.constexpr,
+    KV_BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CAPPED: tl.constexpr,
+    TMA: tl.constexpr,
+    HAS_PARTS: tl.constexpr,
+    STAGED: tl.constexpr,  # full tiles of q and do come apart, as far ahead as shared memory lets each
+    PER_HEAD: tl.constexpr,  # sum the heads of a group apart: exact fp32 needs short sums, and has the registers
+):
+    """dk and dv of a tile of keys of one kv head."""
+    SPLIT_N: tl.constexpr = KV_BLOCK // BLOCK_N
+    kv_heads = q_heads // group_size
+    kv_blocks = (seqlen_k + KV_BLOCK - 1) // KV_BLOCK
+    # The first keys are seen by most queries under a causal mask.
+    part_programs = num_parts * batch_copies * head_copies * SPLIT_N  # come first
+    i_program = tl.maximum(tl.program_id(0) - part_programs, 0)
+    i_head, i_tile = started_tile(i_program, kv_blocks * SPLIT_N, batch * kv_heads, span)
+    i_hk = (i_head % kv_heads).to(tl.int64)
+    i_b = (i_head // kv_heads).to(tl.int64)
+    i_col = i_tile // SPLIT_N
+    if HAS_PARTS:
+        slot, part_b, part_h, part_col, part_tile, part_first, part_last = part_of(
+            tl.program_id(0), p_parts, num_parts, batch_copies, head_copies, kv_blocks, kv_heads, SPLIT_N
+        )
+        i_b, i_hk = tl.where(slot >= 0, part_b, i_b), tl.where(slot >= 0, part_h, i_hk)
+        i_tile, i_col = tl.where(slot >= 0, part_tile, i_tile), tl.where(slot >= 0, part_col, i_col)
+        length = 0
+        for i_group in range(group_size):
+            lead = i_b * layout_stride_b + (i_hk * group_size + i_group) * layout_stride_h
+            length += row_entries(p_indptr, p_num_partial, lead, i_col, kv_blocks, capacity)[2]
+        slot, part_first, _, length = entries_of(slot, 0, 0, length, part_first, part_last, limit)
+        part_last = part_first + length
+        before = 0  # entries of the heads before
+    part_k = i_tile % SPLIT_N * BLOCK_N
+    first_k = (i_col * KV_BLOCK + part_k).to(tl.int64)
+    o_k = tl.arange(0, BLOCK_N)
+    pos_k = first_k + o_k
+    if not TMA:
+        k_rows += i_b * stride_kb + i_hk * stride_kh
+        v_rows += i_b * stride_vb + i_hk * stride_vh
+    k = HeadRows(source=k_rows, i_b=i_b, i_h=i_hk, stride=stride_kn, seqlen=seqlen_k)
+    v = HeadRows(source=v_rows, i_b=i_b, i_h=i_hk, stride=stride_vn, seqlen=seqlen_k)
+    masks = Masks(p_bits=p_bits, p_bands=p_bands, num_masks=num_masks)
+    b_k = load_tile(k, first_k, o_k, D, BLOCK_D, BLOCK_N, True, TMA)
+    b_v = load_tile(v, first_k, o_k, E, BLOCK_E, BLOCK_N, True, TMA)
+    NARROW: tl.constexpr = TMA and BLOCK_D <= 64 and BLOCK_E <= 64  # then both dp and dv's left side find registers
+    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
+    for i_group in range(group_size):
+        i_h = i_hk * group_size + i_group
+        lead = i_b * layout_stride_b + i_h * layout_stride_h
+        start, partial, total = row_entries(p_indptr, p_num_partial, lead, i_col, kv_blocks, capacity)
+        if HAS_PARTS:
+            begin = tl.minimum(tl.maximum(part_first - before, 0), total)
+            end = tl.minimum(tl.maximum(part_last - before, begin), total)
+            before += total
+            start, total = start + begin, end - begin
+            partial = tl.minimum(tl.maximum(partial - begin, 0), total)
+        values_head, q_head, do_head = row_values, q_rows, do_rows
+        if not TMA:
+            values_head = row_values + (i_b * q_heads + i_h) * padded_q * 2
+            q_head = q_rows + i_b * stride_qb + i_h * stride_qh
+            do_head = do_rows + i_b * stride_dob + i_h * stride_doh
+        q = HeadRows(source=q_head, i_b=i_b, i_h=i_h, stride=stride_qn, seqlen=seqlen_q)
+        do = HeadRows(source=do_head, i_b=i_b, i_h=i_h, stride=stride_don, seqlen=seqlen_q)
+        if PER_HEAD:
+            sum_dk, sum_dv = dk, dv
+            dk, dv = tl.zeros_like(dk), tl.zeros_like(dv)
+        for i_pass in tl.static_range(2):
+            if i_pass == 0:
+                first, count = start, partial
+            else:
+                first, count = start + partial, total - partial
+            dk, dv = _accumulate_dkv(
+                dk, dv, b_k, b_v, part_k, q, do, values_head, scale, cap, p_indices, p_codes, first, count, masks,
+                i_pass == 0, D, E, Q_BLOCK, KV_BLOCK, BLOCK_M, CAPPED, TMA, NARROW, STAGED,
+            )  # fmt: skip
+        if PER_HEAD:
+            dk, dv = sum_dk + dk, sum_dv + dv
+    if HAS_PARTS:
+        SUMS: tl.constexpr = KV_BLOCK * (D + E)
+        p_sums += tl.maximum(slot, 0).to(tl.int64) * SUMS
+        store_part(p_sums, tl.minimum(slot, 0), dk, part_k + o_k, KV_BLOCK, D, BLOCK_D)
+        store_part(p_sums + KV_BLOCK * D, tl.minimum(slot, 0), dv, part_k + o_k, KV_BLOCK, E, BLOCK_E)
+        pos_k = tl.where(slot == WHOLE, pos_k, -1)
+    first_row = i_b * seqlen_k * kv_heads + i_hk
+    store_rows(p_dk + first_row * D, dk * scale, pos_k, kv_heads * D, seqlen_k, D, BLOCK_D)
+    store_rows(p_dv + first_row * E, dv, pos_k, kv_heads * E, seqlen_k, E, BLOCK_E)

@@ -1,0 +1,243 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""dq in Triton: a program per row of the layout walks its kv blocks. See `backward`."""
+
+import triton
+import triton.language as tl
+
+from dynaxx.kernels.gpu.runtime.arguments import RUNTIME_SIZES
+from dynaxx.kernels.gpu.runtime.launcher import light_launch
+from dynaxx.kernels.gpu.schedule.parts import WHOLE, entries_of, query_tile, store_part
+from dynaxx.kernels.gpu.schedule.split import SPLIT_SIZES
+from dynaxx.kernels.triton.attention.backward_rows import (
+    cap_scores,
+    in_registers,
+    load_lse,
+    row_values,
+    weights_of,
+)
+from dynaxx.kernels.triton.primitives.tiles import (
+    PARTIAL,
+    HeadRows,
+    entry_of_step,
+    load_tile,
+    row_entries,
+    row_of,
+    steps_of_pass,
+    store_rows,
+    tile_of_pass,
+    tile_positions,
+)
+from dynaxx.kernels.triton.primitives.visible import Masks, load_band, visible_elements, where_shown
+
+
+@triton.jit
+def _asked(i_step, row, masks, MASKING: tl.constexpr, KV_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Of the tile of a step, or of the last one: its block, and code and band of the mask."""
+    _, _, last = steps_of_pass(row, MASKING)
+    entry, _ = entry_of_step(tl.minimum(i_step, last), row, MASKING, KV_BLOCK, BLOCK_N)
+    block = tl.load(row.p_indices + entry)
+    code, lo, hi = -1, 1, 0
+    if MASKING == PARTIAL:
+        code = tl.load(row.p_codes + entry)
+        lo, hi = load_band(masks, code)
+    return block, code, lo, hi
+
+
+@triton.jit
+def _accumulate_dq(
+    dq,  # [BLOCK_M, BLOCK_D] fp32
+    asked,  # of the first tile, as `_asked` gives it, under TMA
+    b_q,  # [BLOCK_M, BLOCK_D]
+    b_do,  # [BLOCK_M, BLOCK_E]
+    lse,  # [BLOCK_M]
+    delta,  # [BLOCK_M]
+    part_q,  # where the tile begins in the q block
+    k,  # `HeadRows`
+    v,
+    scale,
+    cap,
+    row,  # `LayoutRow`
+    masks,  # `Masks`
+    MASKING: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    Q_BLOCK: tl.constexpr,
+    KV_BLOCK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CAPPED: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """Add what the tiles of a pass give; also returns what was asked of the tile after them."""
+    BLOCK_D: tl.constexpr = b_q.shape[1]
+    BLOCK_E: tl.constexpr = b_do.shape[1]
+    begin, end, _ = steps_of_pass(row, MASKING)
+    for i_step in tl.range(begin, end, disable_licm=TMA):  # matrix descriptors of tiles that stay need no registers
+        if TMA:  # a tile is of one block, and what the layout says of it was asked for one tile before
+            block, code, lo, hi = asked
+            asked = _asked(i_step + 1, row, masks, MASKING, KV_BLOCK, BLOCK_N)
+            _, part_k = entry_of_step(i_step, row, MASKING, KV_BLOCK, BLOCK_N)
+            first_k = block * KV_BLOCK + part_k
+            offsets = tl.arange(0, BLOCK_N)
+            is_full = i_step >= row.partial_tiles
+        else:
+            first, count, i_tile, is_full = tile_of_pass(i_step - begin, row, MASKING)
+            first_k, offsets, inner_k, code = tile_positions(
+                row.p_indices, row.p_codes, first, count, i_tile, k.seqlen, KV_BLOCK, BLOCK_N, MASKING
+            )
+        b_k = load_tile(k, first_k, offsets, D, BLOCK_D, BLOCK_N, MASKING == PARTIAL, TMA)
+        b_v = load_tile(v, first_k, offsets, E, BLOCK_E, BLOCK_N, MASKING == PARTIAL, TMA)
+        scores = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
+        scores, slope = cap_scores(scores, cap, CAPPED)
+        weights = weights_of(scores, lse[:, None], scale, b_k.dtype == tl.float32)
+        if MASKING == PARTIAL:
+            inner_q = part_q + tl.arange(0, b_q.shape[0])
+            if TMA:
+                weights = where_shown(
+                    weights, 0.0, code, lo, hi, is_full, masks, inner_q, part_k, first_k, k.seqlen, Q_BLOCK, KV_BLOCK
+                )
+            else:
+                if BLOCK_N > KV_BLOCK:
+                    code = code[None, :]
+                r, c = inner_q[:, None], inner_k[None, :]
+                visible = visible_elements(masks, code, r, c, Q_BLOCK, KV_BLOCK)
+                pos_k = first_k + offsets
+                visible = (visible | is_full) & ((pos_k >= 0) & (pos_k < k.seqlen))[None, :]
+                weights = tl.where(visible, weights, 0.0)
+        dp = tl.dot(b_do, tl.trans(b_v), input_precision="ieee")
+        ds = weights * (dp - delta[:, None]) * slope
+        dq = tl.dot(ds.to(b_k.dtype), b_k, dq, input_precision="ieee")
+    return dq, asked
+
+
+@light_launch
+@triton.jit(do_not_specialize=[*RUNTIME_SIZES, *SPLIT_SIZES, "stride_dlb", "stride_dlh", "stride_dln"])
+def sparse_attention_bwd_dq_kernel(
+    do_rows,  # pointers, or under TMA descriptors of (B, heads, seqlen, head_dim)
+    q_rows,
+    k_rows,
+    v_rows,
+    out_rows,
+    p_lse,  # (B, Hq, N) contiguous, fp32, in base e
+    p_dlse,
+    p_values,  # (B, Hq, padded_q, 2) contiguous, fp32: lse and delta as `row_values` gives them, for dk and dv
+    p_dq,  # (B, N, Hq, D) contiguous
+    p_order,
+    p_indptr,
+    p_num_partial,
+    p_indices,
+    p_codes,
+    p_bits,
+    p_bands,
+    capacity,
+    num_masks,
+    layout_stride_b,
+    layout_stride_h,
+    p_parts,
+    p_sums,  # (slots, Q_BLOCK, D) fp32
+    num_parts,
+    limit,
+    batch_copies,
+    head_copies,
+    seqlen_q,
+    padded_q,
+    seqlen_k,
+    batch,
+    q_heads,
+    group_size,
+    span,
+    scale,
+    cap,
+    stride_dob,
+    stride_don,
+    stride_doh,
+    stride_outb,
+    stride_outn,
+    stride_outh,
+    stride_dlb,
+    stride_dlh,
+    stride_dln,
+    stride_qb,
+    stride_qn,
+    stride_qh,
+    stride_kb,
+    stride_kn,
+    stride_kh,
+    stride_vb,
+    stride_vn,
+    stride_vh,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    Q_BLOCK: tl.constexpr,
+    KV_BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CAPPED: tl.constexpr,
+    TMA: tl.constexpr,
+    ORDERED: tl.constexpr,
+    HAS_PARTS: tl.constexpr,
+    HELD: tl.constexpr,  # q and do in registers
+):
+    """dq of a tile of queries of one head."""
+    tile = query_tile(
+        p_order, p_parts, num_parts, batch_copies, head_copies, layout_stride_b, layout_stride_h, seqlen_q, batch,
+        q_heads, span, Q_BLOCK, BLOCK_M, ORDERED, HAS_PARTS,
+    )  # fmt: skip
+    i_b, i_h, slot = tile.i_b, tile.i_h, tile.slot
+    part_q = tile.part_q
+    first_q = (tile.i_row * Q_BLOCK + part_q).to(tl.int64)
+    o_q = tl.arange(0, BLOCK_M)
+    pos_q = first_q + o_q
+
+    i_hk = i_h // group_size
+    if not TMA:
+        q_rows += i_b * stride_qb + i_h * stride_qh
+        do_rows += i_b * stride_dob + i_h * stride_doh
+        out_rows += i_b * stride_outb + i_h * stride_outh
+        k_rows += i_b * stride_kb + i_hk * stride_kh
+        v_rows += i_b * stride_vb + i_hk * stride_vh
+    q = HeadRows(source=q_rows, i_b=i_b, i_h=i_h, stride=stride_qn, seqlen=seqlen_q)
+    do = HeadRows(source=do_rows, i_b=i_b, i_h=i_h, stride=stride_don, seqlen=seqlen_q)
+    out = HeadRows(source=out_rows, i_b=i_b, i_h=i_h, stride=stride_outn, seqlen=seqlen_q)
+    k = HeadRows(source=k_rows, i_b=i_b, i_h=i_hk, stride=stride_kn, seqlen=seqlen_k)
+    v = HeadRows(source=v_rows, i_b=i_b, i_h=i_hk, stride=stride_vn, seqlen=seqlen_k)
+    # Small loads come first: tiles by TMA are waited for where they are asked for, outside of loops.
+    head = i_b * q_heads + i_h
+    p_dlse += i_b * stride_dlb + i_h * stride_dlh
+    lse, dlse = load_lse(p_lse + head * seqlen_q, p_dlse, pos_q, stride_dln, seqlen_q)
+    q_blocks = tl.cdiv(seqlen_q, Q_BLOCK)
+    start, partial, total = row_entries(p_indptr, p_num_partial, tile.lead, tile.i_row, q_blocks, capacity)
+    if HAS_PARTS:
+        slot, start, partial, total = entries_of(slot, start, partial, total, tile.first, tile.last, limit)
+    row = row_of(p_indices, p_codes, start, partial, total, seqlen_k, KV_BLOCK, BLOCK_N)
+    masks = Masks(p_bits=p_bits, p_bands=p_bands, num_masks=num_masks)
+    asked = (0, -1, 1, 0)
+    if TMA and total > 0:
+        asked = _asked(0, row, masks, PARTIAL, KV_BLOCK, BLOCK_N)
+    b_q = load_tile(q, first_q, o_q, D, BLOCK_D, BLOCK_M, True, TMA)
+    b_do = load_tile(do, first_q, o_q, E, BLOCK_E, BLOCK_M, True, TMA)
+    b_out = load_tile(out, first_q, o_q, E, BLOCK_E, BLOCK_M, True, TMA)
+
+    EXACT: tl.constexpr = b_q.dtype == tl.float32
+    if HELD:
+        b_q, wide_do = in_registers(b_q).to(b_q.dtype), in_registers(b_do)
+        b_do = wide_do.to(b_do.dtype)
+    else:
+        wide_do = b_do.to(tl.float32)
+    lse, delta = row_values(lse, dlse, wide_do, b_out, EXACT)
+    own = tl.where(tile.slot == WHOLE, padded_q, 0)  # a row's parts have the same numbers
+    p_values += (head * padded_q + pos_q) * 2
+    tl.store(p_values, lse, mask=pos_q < own)
+    tl.store(p_values + 1, delta, mask=pos_q < own)
+    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for MASKING in tl.static_range(2):
+        dq, asked = _accumulate_dq(
+            dq, asked, b_q, b_do, lse, delta, part_q, k, v, scale, cap, row, masks,
+            MASKING, D, E, Q_BLOCK, KV_BLOCK, BLOCK_N, CAPPED, TMA,
+        )  # fmt: skip
+    if HAS_PARTS:
+        store_part(p_sums, slot, dq, part_q + o_q, Q_BLOCK, D, BLOCK_D)
+        pos_q = tl.where(slot == WHOLE, pos_q, -1)
+    p_dq += (i_b * seqlen_q * q_heads + i_h) * D
+    store_rows(p_dq, dq * scale, pos_q, q_heads * D, seqlen_q, D, BLOCK_D)

@@ -1,0 +1,227 @@
+"""Tile sizes: a pure function of shapes, dtype and the device's shared memory, unless `dynaxx.autotune` was run.
+
+Those for head_dim up to 128 were the fastest of `benchmarks/gpu_tiles.py` on an H200.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache, wraps
+from typing import Any, Literal
+
+import torch
+
+from dynaxx.kernels.triton.attention.tuned_tiles import kind_of_launch, tuned_values
+from dynaxx.kernels.triton.support import interpreted
+
+INTERPRETER_SHARED_MEMORY = 1 << 20
+SPAN = 16  # tiles of a head that start one after the other, before those of the next head
+WHOLE_HEAD = 1 << 20
+TMA_BLOCK = 64  # tokens of a block; smaller ones are gathered by addresses, which the copy unit does not do
+
+Loop = Literal["in turn", "ahead", "overlapped"]
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """`block_m` queries by `block_n` keys per step, and how Triton runs them."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    max_registers: int | None = None  # of a thread, where one more program on a multiprocessor is worth it
+
+
+def tunable(choose: Callable[..., Tiles]) -> Callable[..., Tiles]:
+    """What `dynaxx.autotune` found on this device, where it was run, else what the function chooses."""
+
+    @lru_cache(maxsize=1024)
+    @wraps(choose)
+    def chosen(device: torch.device, *shape: Any) -> Tiles:
+        values = tuned_values(kind_of_launch(choose.__name__, *shape), device)
+        return choose(device, *shape) if values is None else Tiles(*values)  # type: ignore[arg-type]
+
+    return chosen
+
+
+def padded(head_dim: int) -> int:
+    """head_dim as a tile holds it: a power of two from 16."""
+    return max(16, power_of_two(head_dim))
+
+
+def power_of_two(least: int) -> int:
+    """The first power of two from `least` >= 1 on. Triton's own takes the host 3 us, as its `cdiv` does."""
+    return 1 << (least - 1).bit_length()
+
+
+@tunable
+def forward_tiles(
+    device: torch.device, dtype: torch.dtype, head_dim: int, head_dim_v: int, block_size: tuple[int, int], tma: bool
+) -> Tiles:
+    """Of the forward kernel: q stays, k and v pass by."""
+    wide = max(padded(head_dim), padded(head_dim_v))
+    if dtype == torch.float32:  # no matrix unit multiplies exact fp32: the tiles live in registers
+        tiles = Tiles(32 if wide <= 64 else 16, 32, 4, 1)
+    elif tma and wide <= 64:
+        large = min(block_size) >= 128 and feeds_registers(device)
+        tiles = Tiles(128, 128, 4, 2, 255) if large else Tiles(64, 64, 4, 2, 128)
+    elif tma:
+        tiles = Tiles(128, 64, 8, 2, 128) if wide <= 128 else Tiles(128, 64, 8, 2)
+    elif wide <= 64:
+        tiles = Tiles(128, 128, 8, 3)
+    else:
+        tiles = Tiles(64, 64, 4, 2) if wide <= 128 else Tiles(64, 64, 8, 2)
+    stay, move = padded(head_dim), padded(head_dim) + padded(head_dim_v)
+    return _fit(tiles, block_size, dtype, stay, move, shared_memory(device), tma)
+
+
+def forward_loop(tiles: Tiles, tma: bool) -> Loop:
+    """The order of products, see `forward_row`: few warps on a multiprocessor must each overlap their own."""
+    if not tma:
+        return "in turn"
+    return "ahead" if tiles.max_registers else "overlapped"
+
+
+@tunable
+def backward_dq_tiles(
+    device: torch.device, dtype: torch.dtype, head_dim: int, head_dim_v: int, block_size: tuple[int, int], tma: bool
+) -> Tiles:
+    """Of the kernel for dq: q and do stay, k and v pass by."""
+    wide = max(padded(head_dim), padded(head_dim_v))
+    if dtype == torch.float32:
+        tiles = Tiles(32 if wide <= 64 else 16, 32, 4, 1)
+    elif tma and wide <= 64:
+        tiles = Tiles(64, 64, 4, 3, 168)  # three programs a multiprocessor
+    elif tma and wide <= 128 and feeds_registers(device):
+        tiles = Tiles(64, 64, 4, 3)  # two, as q and do are in registers
+    elif tma and wide <= 128:
+        roomy = block_size[0] >= 128 and shared_memory(device) >= 164 << 10
+        tiles = Tiles(128, 64, 8, 3) if roomy else Tiles(64, 64, 4, 2)  # the former reads half as much from L2
+    elif tma:
+        tiles = Tiles(128, 32, 8, 2)
+    else:
+        tiles = Tiles(64, 64, 4, 2) if wide <= 128 else Tiles(64, 32, 8, 1)
+    both = padded(head_dim) + padded(head_dim_v)
+    return _fit(tiles, block_size, dtype, both, both, shared_memory(device), tma)
+
+
+@tunable
+def backward_dkv_tiles(
+    device: torch.device, dtype: torch.dtype, head_dim: int, head_dim_v: int, block_size: tuple[int, int], tma: bool
+) -> Tiles:
+    """Of the kernel for dk and dv: k and v stay, q and do pass by."""
+    wide = max(padded(head_dim), padded(head_dim_v))
+    if dtype == torch.float32:
+        tiles = Tiles(32, 32 if wide <= 64 else 16, 4, 1)
+    elif tma and wide <= 128:
+        tiles = Tiles(64, 64, 4, 3 if wide <= 64 else 2)
+    elif tma:
+        tiles = Tiles(64, 64, 8, 1)
+    else:
+        tiles = Tiles(32, 64, 4, 3) if wide <= 128 else Tiles(32, 64, 8, 1)
+    both = padded(head_dim) + padded(head_dim_v)
+    turned = replace(tiles, block_m=tiles.block_n, block_n=tiles.block_m)
+    turned = _fit(turned, block_size[::-1], dtype, both, both, shared_memory(device), tma)
+    return replace(turned, block_m=turned.block_n, block_n=turned.block_m)
+
+
+def _fit(
+    tiles: Tiles, block_size: tuple[int, int], dtype: torch.dtype, stay: int, move: int, limit: int, tma: bool
+) -> Tiles:
+    """Shrink tiles to blocks and shared memory: `block_m` rows of `stay` elements stay, `block_n` of `move` pass.
+
+    `block_m` then divides its block; `block_n` divides its block, or is a multiple of it that gathers several.
+    """
+    asked = tiles
+    tiles = replace(
+        tiles, block_m=min(tiles.block_m, block_size[0]), block_n=min(tiles.block_n, max(block_size[1], 64))
+    )
+    wide = tma and stay >= 512 and tiles == asked  # its accumulators need the registers of eight warps
+    if tiles.block_m * tiles.block_n <= 64 * 64 and not wide:
+        tiles = replace(tiles, num_warps=4, max_registers=tiles.max_registers if tiles == asked else None)
+    while (tiles.block_m * stay + tiles.num_stages * tiles.block_n * move) * dtype.itemsize > limit:
+        if tiles.num_stages > 1:
+            tiles = replace(tiles, num_stages=tiles.num_stages - 1)
+        elif tiles.block_n > 16:
+            tiles = replace(tiles, block_n=tiles.block_n // 2)
+        elif tiles.block_m > 16:
+            tiles = replace(tiles, block_m=tiles.block_m // 2)
+        else:
+            break
+    return tiles
+
+
+def dq_from_registers(device: torch.device, tiles: Tiles, head_dim: int, head_dim_v: int, tma: bool) -> bool:
+    """Whether the kernel for dq holds q and do in registers, as two programs of four warps on a multiprocessor can."""
+    wide = max(padded(head_dim), padded(head_dim_v))
+    return tma and tiles.num_warps == 4 and wide == 128 and feeds_registers(device)
+
+
+def dkv_in_stages(device: torch.device, tiles: Tiles, head_dim: int, head_dim_v: int, tma: bool) -> bool:
+    """Whether the kernel for dk and dv has three buffers of q and two of do: what two programs on a multiprocessor of
+    Hopper have room for, where two of both let every tile wait for its load. Triton 3.9 has no registers for it.
+    """
+    wide = max(padded(head_dim), padded(head_dim_v))
+    fits = (tiles.num_warps, tiles.num_stages) == (4, 2) and max(tiles.block_m, tiles.block_n) <= 64
+    return tma and fits and wide == 128 and feeds_registers(device) and _is_triton(3, 6)
+
+
+@lru_cache(maxsize=16)
+def _is_triton(major: int, minor: int) -> bool:
+    import triton
+
+    return triton.__version__.startswith(f"{major}.{minor}.") or interpreted()
+
+
+@lru_cache(maxsize=16)
+def feeds_registers(device: torch.device) -> bool:
+    """Whether matrix instructions take their left side from registers or from shared memory, as those of Hopper do.
+
+    Under the interpreter as well, which so tests those kernels, too.
+    """
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
+
+
+def query_span(group_size: int) -> int:
+    """Tiles of a q head that start one after the other, forward and for dq, before those of the next head.
+
+    Where no heads share keys, one head after the other reads its keys from L2: forward 2.03 ms instead of 2.16, dq 2.72
+    instead of 3.26 (random 10 %).
+    """
+    return WHOLE_HEAD if group_size == 1 else SPAN
+
+
+def forward_span(group_size: int, tiles: Tiles) -> int:
+    """The same of the forward alone: its largest tiles read so few keys that they come from L2 either way, and a head
+    after the other takes less power: 1.19 ms instead of 1.24 (head_dim 64, random 10 %).
+    """
+    return 16 * SPAN if group_size > 1 and tiles.max_registers == 255 else query_span(group_size)
+
+
+def dkv_span(tiles: int, processors: int) -> int:
+    """The same of a kv head of so many tiles, for dk and dv.
+
+    One head after the other reads its queries from L2, but the last one's short columns must fill all processors.
+    """
+    return WHOLE_HEAD if tiles > 2 * processors else 4 * SPAN
+
+
+def longest_part(entries: int, lines: int, copies: int, shares: int) -> int:
+    """Entries of a row or column above which it is split: one of `shares` of all, four times the mean, and 16 at least.
+
+    Rows under a causal mask, or drawn at random, stay below four times the mean, and even out without. A part of 16
+    blocks of 128 computes for some 30 us on an H200, and takes 3 us to leave its sums.
+    """
+    return max(16, -(-entries * copies // shares), -(-4 * entries // max(1, lines)))
+
+
+@lru_cache(maxsize=16)
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program may use."""
+    if device.type != "cuda":
+        return INTERPRETER_SHARED_MEMORY
+    from triton.runtime import driver
+
+    return int(driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"])

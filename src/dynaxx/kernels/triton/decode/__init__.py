@@ -1,0 +1,1 @@
+"""Decoding over paged caches in Triton: choose pages, attend, merge."""

@@ -1,0 +1,258 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""Decoding in Triton: the choice of pages, and attention over them or over given ones."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from dynaxx.kernels.gpu.runtime.arguments import overlap, positive_scale, processors, strides, unit_stride
+from dynaxx.kernels.gpu.runtime.launcher import light_launch
+from dynaxx.kernels.gpu.runtime.recorder import replayed
+from dynaxx.kernels.triton.attention.config import padded
+from dynaxx.kernels.triton.decode.forward import decode_fwd_kernel
+from dynaxx.kernels.triton.decode.merge import merge_parts_kernel
+from dynaxx.kernels.triton.decode.pages import first_key, page_strides, physical_pages, scale_strides, table_arguments
+from dynaxx.kernels.triton.decode.pages import summarize_pages as _summarize_pages
+from dynaxx.kernels.triton.decode.select_pages import Choice, score_all_pages
+from dynaxx.kernels.triton.decode.select_pages import select_pages as _select_pages
+from dynaxx.layout.paging import PagedCache, PageSummaries
+
+KEYS_PER_TILE = 64
+NUM_WARPS, TILES_AHEAD = 4, 2
+PROGRAMS_PER_PROCESSOR = 2  # and four of 8-bit caches, where arithmetic is what takes time
+REGISTERS_OF_FOUR = 128
+FEW_PAGES = 16
+MOST_ROWS = 64
+PARTS_AT_ONCE = 8
+INTERPRETED_PROGRAMS = 5  # sometimes more than there are pages
+
+
+@light_launch
+@triton.jit
+def _count_pages_kernel(
+    p_pages,  # (B, Hk, S) int32, as given
+    p_listed,  # the same, those that can be read first
+    p_counts,  # (B, Hk) int32
+    p_table,
+    p_seqused,
+    p_leftpad,
+    table_stride,
+    num_physical,
+    kv_heads,
+    max_pages,
+    slots,
+    PAGED: tl.constexpr,
+    HAS_LEFTPAD: tl.constexpr,
+    ALL: tl.constexpr,  # every page of a sequence, and no lists
+    PAGE: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    i_list = tl.program_id(0)
+    i_b = i_list // kv_heads
+    first_page = first_key(p_leftpad, i_b, HAS_LEFTPAD) // PAGE
+    stop_page = tl.minimum(tl.cdiv(tl.load(p_seqused + i_b), PAGE), max_pages)
+    count = tl.maximum(stop_page - first_page, 0)
+    if ALL == 0:
+        o_s = tl.arange(0, BLOCK_S)
+        at = i_list.to(tl.int64) * slots
+        page = tl.load(p_pages + at + o_s, mask=o_s < slots, other=-1)
+        known = (page >= first_page) & (page < stop_page)
+        there = physical_pages(p_table, table_stride, i_b, page, known, num_physical, PAGED) >= 0
+        tl.store(p_listed + at + tl.cumsum(there.to(tl.int32), 0) - 1, page, mask=there)
+        count = tl.sum(there.to(tl.int32), 0)
+    tl.store(p_counts + i_list, count)
+
+
+def select_and_attend(
+    q: Tensor, cache: PagedCache, wanted: Tensor, sinks: int, window: int, slots: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """As `kernels.reference.decode`."""
+    return replayed(_choose_and_attend, cache, (q, wanted), sinks, window, slots, scale)
+
+
+def _choose_and_attend(cache, q, wanted, *settings):
+    listed, counts, choice = score_all_pages(q, cache, wanted, *settings)
+    return _attend(cache, q, listed, counts, settings[-1], choice)
+
+
+def select_pages(
+    q: Tensor, cache: PagedCache, wanted: Tensor, sinks: int, window: int, slots: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """As `kernels.reference.decode`."""
+    return replayed(_choose_pages, cache, (q, wanted), sinks, window, slots, scale)
+
+
+def _choose_pages(cache, q, wanted, *settings):
+    return _select_pages(q, cache, wanted, *settings)
+
+
+def summarize_pages(cache: PagedCache, summaries: PageSummaries, new_tokens: int | None) -> None:
+    """As `kernels.reference.decode`."""
+    assert summaries is cache.summaries
+    replayed(_summarize, cache, (), new_tokens)
+
+
+def _summarize(cache, new_tokens):
+    _summarize_pages(cache, cache.summaries, new_tokens)
+    return ()
+
+
+def attend_pages(
+    q: Tensor, cache: PagedCache, block_indices: Tensor | None, counts: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """As `kernels.reference.decode`; 8-bit keys are multiplied in q's dtype, fp32 in full fp32."""
+    return replayed(_attend, cache, (q, block_indices, counts), scale)
+
+
+def _attend(
+    cache: PagedCache,
+    q: Tensor,
+    block_indices: Tensor | None,
+    counts: Tensor | None,
+    scale: float,
+    choice: Choice | None = None,
+) -> tuple[Tensor, Tensor]:
+    """With a choice pages are chosen first, and listed in block_indices, by the same kernel."""
+    batch, seqlen_q, q_heads, _ = q.shape
+    out = q.new_empty(batch, seqlen_q, q_heads, cache.head_dim_v)
+    lse = q.new_empty(batch, q_heads, seqlen_q, dtype=torch.float32)
+    if out.numel() == 0:
+        return out, lse
+    q = q if cache.k.dtype.itemsize == 1 else q.to(torch.promote_types(q.dtype, cache.k.dtype))
+    q, scale = positive_scale(unit_stride(q), scale)
+    group_size = q_heads // cache.kv_heads
+    rows, lists = seqlen_q * group_size, batch * cache.kv_heads
+    slots = cache.max_pages if block_indices is None else block_indices.shape[2]
+    if counts is None:
+        block_indices, counts = _listed(cache, block_indices)
+    tile = KEYS_PER_TILE if q.dtype != torch.float32 else 32
+    tile = max(16, min(tile, cache.page_size)) if cache.page_size > tile else tile
+    crowded = cache.k.dtype.itemsize == 1 and overlap(q.device)["PDL"]
+    exact, sinks = (0, 0) if cache.exact is None else (cache.exact.k.shape[1], cache.exact.sinks)
+    programs = _programs(q.device, lists, lists * slots, 4 if crowded else PROGRAMS_PER_PROCESSOR)
+    parts = programs + (1 + (exact > 0)) * lists
+    acc = q.new_empty(parts, rows, cache.head_dim_v, dtype=torch.float32)
+    state = q.new_empty(parts, rows, 2, dtype=torch.float32)
+    block_m = max(8, min(MOST_ROWS, triton.next_power_of_2(rows)))
+    scaled = cache.k_scale is not None
+    loads = 1 + (block_indices is not None) + cache.is_paged  # one after the other: page, where it lies, keys
+    half = scaled and q.dtype != torch.float32
+    v, v_strides = cache.v, cache.strides(cache.v)
+    pairs = half and overlap(q.device)["PDL"] and cache.head_dim_v >= 32
+    if pairs and all(n % 2 == 0 for n in (*v.shape[3:], *v.stride()[:3], v.storage_offset())):
+        v = v.view(torch.int16)
+        v_strides = cache.strides(v)
+    else:
+        pairs = False
+    decode_fwd_kernel[(programs, triton.cdiv(rows, block_m))](
+        q,
+        cache.k,
+        v,
+        acc,
+        state,
+        counts if block_indices is None else block_indices,
+        counts,
+        cache.k_scale if scaled else counts,
+        cache.v_scale if scaled else counts,
+        counts if cache.exact is None else cache.exact.k,
+        counts if cache.exact is None else cache.exact.v,
+        counts if choice is None else choice.scores,
+        counts if choice is None else choice.wanted,
+        **table_arguments(cache),
+        seqlen_q=seqlen_q,
+        group_size=group_size,
+        kv_heads=cache.kv_heads,
+        lists=lists,
+        slots=slots,
+        max_pages=cache.max_pages,
+        sinks=0 if choice is None else choice.sinks,
+        window=0 if choice is None else choice.window,
+        scale=scale,
+        **strides("q", q),
+        **page_strides("k", cache.strides(cache.k), token=True),
+        **page_strides("v", v_strides, token=True),
+        **scale_strides("kscale", cache, cache.k_scale),
+        **scale_strides("vscale", cache, cache.v_scale),
+        SCALED=scaled,
+        PAIRS=pairs,
+        HALF=half,
+        ALL=block_indices is None,
+        CHOOSE=choice is not None,
+        EXACT=exact,
+        SINKS=sinks,
+        PAGE=cache.page_size,
+        D=cache.head_dim,
+        E=cache.head_dim_v,
+        BLOCK_D=padded(cache.head_dim),
+        BLOCK_E=padded(cache.head_dim_v),
+        BLOCK_M=block_m,
+        BLOCK_N=tile,
+        BLOCK_L=triton.next_power_of_2(lists),
+        BLOCK_X=max(16, triton.next_power_of_2(exact)),
+        BLOCK_P=max(16, triton.next_power_of_2(cache.max_pages)) if choice is not None else 0,
+        PRECISION="ieee",
+        num_warps=NUM_WARPS,
+        num_stages=1 + TILES_AHEAD * loads if q.dtype != torch.float32 else 1,
+        **({"maxnreg": REGISTERS_OF_FOUR} if crowded else {}),
+        **overlap(q.device),
+    )
+    merge_parts_kernel[(lists, rows)](
+        acc,
+        state,
+        counts,
+        out,
+        lse,
+        seqlen_q=seqlen_q,
+        group_size=group_size,
+        kv_heads=cache.kv_heads,
+        lists=lists,
+        num_programs=programs,
+        scale=scale,
+        EXACT=exact > 0,
+        E=cache.head_dim_v,
+        BLOCK_E=padded(cache.head_dim_v),
+        BLOCK_L=triton.next_power_of_2(lists),
+        BLOCK_G=PARTS_AT_ONCE,
+        num_warps=1,
+        **overlap(q.device),
+    )
+    return out, lse
+
+
+def _listed(cache: PagedCache, block_indices: Tensor | None) -> tuple[Tensor | None, Tensor]:
+    """Given pages with those that can be read first, and how many these are."""
+    counts = torch.empty(cache.batch, cache.kv_heads, dtype=torch.int32, device=cache.device)
+    given = counts if block_indices is None else block_indices.contiguous()
+    slots = 0 if block_indices is None else block_indices.shape[2]
+    listed = torch.empty_like(given)
+    _count_pages_kernel[(cache.batch * cache.kv_heads,)](
+        given,
+        listed,
+        counts,
+        **table_arguments(cache),
+        kv_heads=cache.kv_heads,
+        max_pages=cache.max_pages,
+        slots=slots,
+        ALL=block_indices is None,
+        PAGE=cache.page_size,
+        BLOCK_S=triton.next_power_of_2(max(1, slots)),
+        **overlap(cache.device),
+    )
+    return (None if block_indices is None else listed), counts
+
+
+def _programs(device: torch.device, lists: int, pages: int, at_once: int) -> int:
+    """As many as run at once; a multiple of the lists if it can be: lists of one length then share no program.
+
+    Half of them where each would get a few pages only: on an H200 one sequence of 128k keys takes 36 us instead of 38.
+    """
+    most = INTERPRETED_PROGRAMS if device.type != "cuda" else at_once * processors(device)
+    if device.type == "cuda" and pages < FEW_PAGES * most:
+        most //= 2
+    return max(1, min(most // lists * lists if lists <= most else most, pages))

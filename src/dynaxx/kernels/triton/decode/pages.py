@@ -1,0 +1,185 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""Pages in Triton: where they lie, and their summaries.
+
+Grids depend on sizes alone; lengths are read on the device, so a captured graph serves every length.
+
+Shapes: B batch, Hk kv heads, D head_dim.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dynaxx.kernels.gpu.runtime.arguments import unit_stride
+from dynaxx.kernels.gpu.runtime.launcher import light_launch
+from dynaxx.kernels.triton.attention.config import padded
+from dynaxx.kernels.triton.primitives.eight_bit_values import nearest
+from dynaxx.layout.paging import PagedCache, PageStrides, PageSummaries
+
+KEY_ROWS = 64
+SMALLEST_SCALE = tl.constexpr(torch.finfo(torch.float32).tiny)
+
+
+@triton.jit
+def first_key(p_leftpad, i_b, HAS_LEFTPAD: tl.constexpr):
+    """The first key of a sequence that is no padding."""
+    key = 0
+    if HAS_LEFTPAD:
+        key = tl.load(p_leftpad + i_b)
+    return key
+
+
+@triton.jit
+def physical_pages(p_table, table_stride, i_b, page, known, num_physical, PAGED: tl.constexpr):
+    """Where logical pages lie, -1 for those that are not there or not `known`."""
+    if PAGED:
+        physical = tl.load(p_table + i_b.to(tl.int64) * table_stride + page, mask=known, other=-1)
+        physical = tl.where((physical >= 0) & (physical < num_physical), physical, -1)
+    else:
+        physical = tl.where(known, page, -1)
+    return physical
+
+
+@light_launch
+@triton.jit(do_not_specialize=["kv_heads", "num_physical", "new_tokens", "pages_per_entry"])
+def _summarize_pages_kernel(
+    p_k,
+    p_low,
+    p_high,
+    p_scale,
+    p_k_scale,
+    p_table,
+    p_seqused,
+    p_leftpad,
+    table_stride,
+    num_physical,
+    kv_heads,
+    new_tokens,  # -1 for all
+    pages_per_entry,
+    max_pages,
+    bound,
+    stride_kb,
+    stride_kp,
+    stride_kn,
+    stride_kh,
+    stride_kscale_b,
+    stride_kscale_p,
+    stride_kscale_h,
+    stride_sb,
+    stride_sp,
+    stride_sh,
+    stride_scale_b,
+    stride_scale_p,
+    stride_scale_h,
+    PAGED: tl.constexpr,
+    HAS_LEFTPAD: tl.constexpr,
+    SCALED: tl.constexpr,
+    ROUND: tl.constexpr,  # to int8
+    MEAN: tl.constexpr,
+    PAGE: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    i_entry, i_h = tl.program_id(0), tl.program_id(1)
+    i_b = i_entry // pages_per_entry
+    seqused = tl.load(p_seqused + i_b)
+    leftpad = first_key(p_leftpad, i_b, HAS_LEFTPAD)
+    first_page = leftpad // PAGE
+    if new_tokens >= 0:
+        first_page = tl.maximum(first_page, tl.maximum(seqused - new_tokens, 0) // PAGE)
+    page = first_page + i_entry % pages_per_entry
+    start, stop = tl.maximum(page * PAGE, leftpad), tl.minimum((page + 1) * PAGE, seqused)
+    known = (start < stop) & (page < max_pages)
+    physical = physical_pages(p_table, table_stride, i_b, page, known, num_physical, PAGED).to(tl.int64)
+    if physical >= 0:
+        o_d, o_n = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+        total = tl.zeros([BLOCK_D], tl.float32)
+        low = tl.full([BLOCK_D], float("inf"), tl.float32)
+        high = tl.full([BLOCK_D], float("-inf"), tl.float32)
+        p_page = p_k + i_b.to(tl.int64) * stride_kb + physical * stride_kp + i_h.to(tl.int64) * stride_kh
+        for first in range(0, PAGE, BLOCK_N):
+            position = page * PAGE + first + o_n
+            inside = ((position >= start) & (position < stop))[:, None]
+            p_rows = p_page + (first + o_n).to(tl.int64)[:, None] * stride_kn + o_d[None, :]
+            b_k = tl.load(p_rows, mask=inside & (o_d < D)[None, :], other=0.0).to(tl.float32)
+            total += tl.sum(b_k, 0)
+            low = tl.minimum(low, tl.min(tl.where(inside, b_k, float("inf")), 0))
+            high = tl.maximum(high, tl.max(tl.where(inside, b_k, float("-inf")), 0))
+        if SCALED:
+            p_own = p_k_scale + i_b.to(tl.int64) * stride_kscale_b + physical * stride_kscale_p
+            k_scale = tl.load(p_own + i_h * stride_kscale_h)
+            total, low, high = total * k_scale, low * k_scale, high * k_scale
+        mean = total / (stop - start).to(tl.float32)
+        low, high = mean + bound * (low - mean), mean + bound * (high - mean)
+        if ROUND:
+            scale = tl.maximum(tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 0) / 127, SMALLEST_SCALE)
+            at = i_b.to(tl.int64) * stride_scale_b + physical * stride_scale_p + i_h.to(tl.int64) * stride_scale_h
+            tl.store(p_scale + at, scale)
+            low, high = nearest(tl.div_rn(low, scale)), nearest(tl.div_rn(high, scale))
+        at = i_b.to(tl.int64) * stride_sb + physical * stride_sp + i_h.to(tl.int64) * stride_sh + o_d
+        tl.store(p_low + at, low.to(p_low.dtype.element_ty), mask=o_d < D)
+        if MEAN == 0:
+            tl.store(p_high + at, high.to(p_high.dtype.element_ty), mask=o_d < D)
+
+
+def summarize_pages(cache: PagedCache, summaries: PageSummaries, new_tokens: int | None) -> None:
+    """As `kernels.reference.decode`."""
+    per_entry = cache.max_pages
+    if new_tokens is not None:
+        per_entry = min(per_entry, (new_tokens + cache.page_size - 2) // cache.page_size + 1 if new_tokens else 0)
+    if cache.batch * per_entry * cache.kv_heads == 0:
+        return
+    _summarize_pages_kernel[(cache.batch * per_entry, cache.kv_heads)](
+        cache.k,
+        summaries.low,
+        summaries.high,
+        summaries.low if summaries.scale is None else summaries.scale,
+        cache.k_scale if cache.k_scale is not None else cache.k,
+        **table_arguments(cache),
+        kv_heads=cache.kv_heads,
+        new_tokens=-1 if new_tokens is None else new_tokens,
+        pages_per_entry=per_entry,
+        max_pages=cache.max_pages,
+        bound=summaries.bound,
+        **page_strides("k", cache.strides(cache.k), token=True),
+        **scale_strides("kscale", cache, cache.k_scale),
+        **page_strides("s", summaries.strides()),
+        **page_strides("scale_", summaries.scale_strides()),
+        SCALED=cache.k_scale is not None,
+        ROUND=summaries.scale is not None,
+        MEAN=summaries.low is summaries.high,
+        PAGE=cache.page_size,
+        D=cache.head_dim,
+        BLOCK_D=padded(cache.head_dim),
+        BLOCK_N=min(cache.page_size, KEY_ROWS),
+        num_warps=4,
+    )
+
+
+def table_arguments(cache: PagedCache) -> dict[str, object]:
+    """Where pages lie and how long sequences are, as the kernels name them."""
+    table = None if cache.page_table is None else unit_stride(cache.page_table)
+    seqused = cache.seqused_k.contiguous()
+    return {
+        "p_table": seqused if table is None else table,
+        "p_seqused": seqused,
+        "p_leftpad": seqused if cache.leftpad_k is None else cache.leftpad_k.contiguous(),
+        "table_stride": 0 if table is None else table.stride(0),
+        "num_physical": cache.k.shape[0],
+        "PAGED": table is not None,
+        "HAS_LEFTPAD": cache.leftpad_k is not None,
+    }
+
+
+def page_strides(name: str, of: PageStrides, token: bool = False) -> dict[str, int]:
+    """Strides of batch, page and head, and of tokens where asked for."""
+    found = {f"stride_{name}b": of.batch, f"stride_{name}p": of.page, f"stride_{name}h": of.head}
+    return {**found, f"stride_{name}n": of.token} if token else found
+
+
+def scale_strides(name: str, cache: PagedCache, scale: Tensor | None) -> dict[str, int]:
+    """Strides of a scale by batch, page and head; zeros where there is none."""
+    of = PageStrides(0, 0, 0, 0) if scale is None else cache.scale_strides(scale)
+    return {f"stride_{name}_b": of.batch, f"stride_{name}_p": of.page, f"stride_{name}_h": of.head}

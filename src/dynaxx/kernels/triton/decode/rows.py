@@ -1,0 +1,38 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""What decode_forward.py reads and writes: queries of a list, tiles of a cache, parts. Shapes as there."""
+
+import triton
+import triton.language as tl
+
+from dynaxx.kernels.triton.primitives.eight_bit_values import halved
+
+
+@triton.jit
+def load_tile(p_tile, inside, within, WHOLE: tl.constexpr):
+    """A tile of a cache, zero where not inside of the sequence, or not within head_dim unless that is the tile's."""
+    return tl.load(p_tile, mask=inside if WHOLE else inside & within, other=0.0)
+
+
+@triton.jit
+def load_queries(
+    p_q, i_b, i_h, row, rows, group_size, stride_qb, stride_qn, stride_qh, HALF: tl.constexpr, D: tl.constexpr, o_d
+):
+    """The rows of a list, turned, [BLOCK_D, BLOCK_M], and what their scores are multiplied by."""
+    p_row = p_q + i_b * stride_qb + (row // group_size).to(tl.int64)[:, None] * stride_qn
+    p_row += (i_h * group_size + row % group_size)[:, None] * stride_qh
+    b_q = tl.load(p_row + o_d[None, :], mask=(row < rows)[:, None] & (o_d < D)[None, :], other=0.0)
+    q_scale = tl.full(row.shape, 1.0, tl.float32)
+    if HALF:
+        b_q, q_scale = halved(b_q)
+    return tl.trans(b_q), q_scale
+
+
+@triton.jit
+def store_part(p_acc, p_state, part, acc, acc_odd, row_max, row_sum, known, o_e, E: tl.constexpr, PAIRS: tl.constexpr):
+    """What was found of some rows, of which `known` there are, as rows of a part."""
+    acc = tl.trans(acc)
+    if PAIRS:
+        acc = tl.reshape(tl.join(acc, tl.trans(acc_odd)), (acc.shape[0], 2 * acc.shape[1]))
+    tl.store(p_acc + part[:, None] * E + o_e[None, :], acc, mask=known[:, None] & (o_e < E)[None, :])
+    tl.store(p_state + part * 2, row_max, mask=known)
+    tl.store(p_state + part * 2 + 1, row_sum, mask=known)

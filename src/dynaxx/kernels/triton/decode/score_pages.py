@@ -1,0 +1,161 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""How well the pages of a list may score, in Triton: their summaries times the queries of a step. R rows of q, D
+head_dim."""
+
+import triton
+import triton.language as tl
+
+from dynaxx.kernels.triton.decode.pages import physical_pages
+from dynaxx.kernels.triton.primitives.eight_bit_values import nearest, power_below
+
+FEW_ROWS = tl.constexpr(16)
+
+
+@triton.jit
+def _query_bounds(
+    p_q, stride_qn, stride_qh, rows, group_size, scale, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr
+):
+    """Sums over a list's queries of relu(q) and of min(q, 0), each [BLOCK_D]."""
+    o_d, o_r = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_R)
+    up = tl.zeros([BLOCK_D], tl.float32)
+    down = tl.zeros([BLOCK_D], tl.float32)
+    if BLOCK_R <= FEW_ROWS:  # one after the other: threads need nothing of each other
+        for row in tl.static_range(BLOCK_R):
+            p_row = p_q + (row // group_size).to(tl.int64) * stride_qn + (row % group_size).to(tl.int64) * stride_qh
+            b_row = tl.load(p_row + o_d, mask=o_d < tl.where(row < rows, D, 0), other=0.0).to(tl.float32) * scale
+            up += tl.maximum(b_row, 0.0)
+            down += tl.minimum(b_row, 0.0)
+    else:
+        for start in range(0, rows, BLOCK_R):
+            row = start + o_r
+            p_row = p_q + (row // group_size).to(tl.int64) * stride_qn + (row % group_size).to(tl.int64) * stride_qh
+            mask = (row < rows)[:, None] & (o_d < D)[None, :]
+            b_q = tl.load(p_row[:, None] + o_d[None, :], mask=mask, other=0.0).to(tl.float32) * scale
+            up += tl.sum(tl.maximum(b_q, 0.0), 0)
+            down += tl.sum(tl.minimum(b_q, 0.0), 0)
+    return up, down
+
+
+@triton.jit
+def _thirds(x):
+    """[len(x), 16] bf16: fp32 values as three that add up to them, and zeros."""
+    o_c = tl.arange(0, 16)[None, :]
+    first = x.to(tl.bfloat16).to(tl.float32)
+    second = (x - first).to(tl.bfloat16).to(tl.float32)
+    third = x - first - second
+    columns = tl.where(o_c == 0, first[:, None], tl.where(o_c == 1, second[:, None], third[:, None]))
+    return tl.where(o_c < 3, columns, 0.0).to(tl.bfloat16)
+
+
+@triton.jit
+def _digits(x):
+    """[len(x), 16] int8: values in (-2, 2) as three digits to the base 128, the first worth 1 / 32; and zeros."""
+    o_c = tl.arange(0, 16)
+    y = x[:, None] * tl.where(o_c == 0, 2.0**5, tl.where(o_c == 1, 2.0**12, tl.where(o_c == 2, 2.0**19, 0.0)))[None, :]
+    return (nearest(y) - 128 * nearest(y / 128)).to(tl.int8)
+
+
+@triton.jit
+def _products(tile, x, DOT: tl.constexpr):
+    """tile @ x; by the matrix unit, without loss, where x comes in parts, a column for each."""
+    return tl.dot(tile, x) if DOT else tl.sum(tile.to(tl.float32) * x[None, :], 1)
+
+
+@triton.jit
+def _of_digits(products):
+    """What int32 products with `_digits` amount to."""
+    o_c = tl.arange(0, 16)
+    worth = tl.where(o_c == 0, 2.0**-5, tl.where(o_c == 1, 2.0**-12, 2.0**-19))
+    return tl.sum(products.to(tl.float32) * worth[None, :], 1)
+
+
+@triton.jit
+def _fetch(p_rows, inside, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Bring rows to the L2 cache, so that they come while something else is waited for."""
+    SIZE: tl.constexpr = p_rows.dtype.element_ty.primitive_bitwidth // 8
+    o_d = tl.arange(0, BLOCK_D * SIZE // 32) * (32 // SIZE)  # where sectors begin
+    inside = inside[:, None] & (o_d < D)[None, :]
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
+        "=r,l,r",
+        [(p_rows[:, None] + o_d[None, :]).to(tl.int64), inside.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def score_pages(
+    p_q,  # the list's first row
+    p_low,
+    p_high,
+    p_scale,
+    p_scores,  # of the list, [P] fp32
+    p_table,
+    table_stride,
+    num_physical,
+    i_b,
+    i_h,
+    first_page,
+    stop_page,
+    rows,
+    group_size,
+    scale,
+    stride_qn,
+    stride_qh,
+    stride_sb,
+    stride_sp,
+    stride_sh,
+    stride_scale_b,
+    stride_scale_p,
+    stride_scale_h,
+    PAGED: tl.constexpr,
+    SCALED: tl.constexpr,
+    MEAN: tl.constexpr,
+    DOT: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+    FETCH: tl.constexpr,  # the first tile to the L2 cache, while digits of the queries are made
+):
+    """Store the scores of a list's pages; programs on the grid's second axis share its tiles."""
+    first_tile, step = first_page // TILE + tl.program_id(1), tl.num_programs(1)
+    o_d, o_t = tl.arange(0, BLOCK_D), tl.arange(0, TILE)
+    at = i_b.to(tl.int64) * stride_sb + i_h.to(tl.int64) * stride_sh
+    up, down = _query_bounds(p_q, stride_qn, stride_qh, rows, group_size, scale, D, BLOCK_D, BLOCK_R)
+    if FETCH:
+        page = first_tile * TILE + o_t
+        known = (page >= first_page) & (page < stop_page)
+        physical = physical_pages(p_table, table_stride, i_b, page, known, num_physical, PAGED)
+        first_rows = at + physical.to(tl.int64) * stride_sp
+        _fetch(p_high + first_rows, physical >= 0, D, BLOCK_D)
+        if MEAN == 0:
+            _fetch(p_low + first_rows, physical >= 0, D, BLOCK_D)
+    if MEAN:
+        up += down
+    unit = 1.0
+    if DOT and SCALED:
+        unit = power_below(tl.max(tl.maximum(tl.abs(up), tl.abs(down)), 0))
+        up, down = _digits(up / unit), _digits(down / unit)
+    elif DOT:
+        up, down = _thirds(up), _thirds(down)
+    p_scale += i_b.to(tl.int64) * stride_scale_b + i_h.to(tl.int64) * stride_scale_h
+    for i_tile in tl.range(first_tile, tl.cdiv(stop_page, TILE), step, num_stages=STAGES):
+        page = i_tile * TILE + o_t
+        known = (page >= first_page) & (page < stop_page)
+        physical = physical_pages(p_table, table_stride, i_b, page, known, num_physical, PAGED)
+        offsets = at + physical.to(tl.int64)[:, None] * stride_sp + o_d[None, :]
+        inside = (physical >= 0)[:, None] & (o_d < D)[None, :]
+        if SCALED:
+            own_scale = tl.load(p_scale + physical.to(tl.int64) * stride_scale_p, mask=physical >= 0, other=0.0)
+        score = _products(tl.load(p_high + offsets, mask=inside, other=0), up, DOT)
+        if MEAN == 0:
+            score += _products(tl.load(p_low + offsets, mask=inside, other=0), down, DOT)
+        if SCALED:
+            score = (_of_digits(score) if DOT else score) * unit * own_scale
+        elif DOT:
+            score = tl.sum(score, 1)
+        tl.store(p_scores + page, score, mask=known)

@@ -1,0 +1,102 @@
+"""Schedules and tile sizes of selected attention: pure functions of group, slots, head_dim and dtype.
+
+Those for head_dim up to 128 were the fastest of `benchmarks/native_tiles.py` on an H200.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from dynaxx.kernels.triton.attention.config import padded
+
+Schedule = Literal["union", "gather", "either"]  # by query, by key, and whichever the GPU finds to be faster
+UNION_WIDTH = 512  # slots of one tile's union that are sorted in one program
+MAX_POSITIONS = 16  # of a tile; at most the 32 bits of a slot's set of positions
+ITEM_ROWS = 8192  # rows of q in one item of a kernel by key
+CHUNK_ITEM_ROWS = 1024  # where queries come in chunks: the first block has an entry of every query
+GROUP_FOR_UNION = 16  # smaller groups read too many keys per row
+AGREE = 0.16  # blocks in a union, per position and slot, up to which "either" goes by query: 3.4 ms at 0.08 and 6.3 at
+# 0.24 where by key takes 4.9 (32/8 heads, 32k)
+
+
+@dataclass(frozen=True)
+class QueryTiles:
+    """A program of the schedule by query."""
+
+    positions: int  # neighbouring query positions
+    group: int  # rows of each: the group as a power of two
+    rows: int  # of the tile, at least the 16 of a matrix instruction
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class KeyTiles:
+    """A program of the schedule by key: one block of keys, `rows` gathered rows of q at a time."""
+
+    group: int
+    rows: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def group_rows(group_size: int) -> int:
+    """The group as a power of two."""
+    return 1 << (group_size - 1).bit_length()
+
+
+def query_tiles(group_size: int, slots: int, head_dim: int, head_dim_v: int, dtype: torch.dtype) -> QueryTiles:
+    """Of 64 rows in bf16 and fp16, where the slots of so many positions can be united; fewer in fp32."""
+    wide = max(padded(head_dim), padded(head_dim_v))
+    group, exact = group_rows(group_size), dtype == torch.float32
+    positions = max(1, min(MAX_POSITIONS, (16 if exact else 64) // group))
+    while positions > 1 and positions * slots > UNION_WIDTH:
+        positions //= 2
+    rows = max(16, positions * group)
+    block_n = 32 if exact or wide > 128 else 64
+    stages = 1 if exact or wide > 128 else 3
+    return QueryTiles(positions, group, rows, block_n, 4 if rows <= 64 else 8, stages)
+
+
+def forward_key_tiles(group_size: int, head_dim: int, head_dim_v: int, dtype: torch.dtype) -> KeyTiles:
+    """Of the partial outputs by key."""
+    group = group_rows(group_size)
+    if dtype == torch.float32:
+        return KeyTiles(group, max(16, group), 32, 4, 1)
+    return KeyTiles(group, max(64, group), 128, 4, 1)
+
+
+def backward_key_tiles(group_size: int, head_dim: int, head_dim_v: int, dtype: torch.dtype) -> KeyTiles:
+    """Of dk and dv by key, which stay in registers; eight warps take twice the time of four."""
+    wide = max(padded(head_dim), padded(head_dim_v))
+    group = group_rows(group_size)
+    if dtype == torch.float32:
+        return KeyTiles(group, max(16, group), 16, 4, 1)
+    if wide <= 128:
+        return KeyTiles(group, max(64, group), 64, 4, 3 if group_size >= GROUP_FOR_UNION else 2)
+    return KeyTiles(group, max(32, group), 32, 8, 1)
+
+
+def score_tiles(per_block: int, dtype: torch.dtype) -> tuple[int, int, int]:
+    """Compressed tokens per program of the score kernel, whole blocks of them; its warps and stages."""
+    return (max(per_block, 16), 4, 1) if dtype == torch.float32 else (max(per_block, 64), 8, 3)
+
+
+def top_warps(width: int) -> int:
+    """Of the top-k kernel over a row of `width` scores: sums of one warp need no barrier."""
+    return 1 if width <= 1024 else 4
+
+
+def item_length(group_size: int, chunked: bool) -> int:
+    """Entries of one item."""
+    return max(64, (CHUNK_ITEM_ROWS if chunked else ITEM_ROWS) // group_rows(group_size))
+
+
+def choose_schedule(group_size: int) -> Schedule:
+    """By query where a position fills a matrix instruction, by key where it does not."""
+    return "union" if group_size >= GROUP_FOR_UNION else "gather"

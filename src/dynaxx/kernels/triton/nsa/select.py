@@ -1,0 +1,264 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""Selection: scores of blocks from attention to compressed tokens, a bounded number of queries at a time, and top-k.
+
+A program of the score kernel holds some compressed tokens and sums the weights that the q heads of a group give them,
+exp(q @ k_cmp - lse), then pools tokens to blocks: each gives to its own block, and by its overlap to the next one. What
+is chosen by them says `native_top`.
+
+T queries of a chunk, Hq / Hk / Hs query, kv and selection heads, C blocks of the longest sequence.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from weakref import WeakKeyDictionary
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dynaxx.kernels.gpu.runtime.arguments import positive_scale, unit_stride
+from dynaxx.kernels.gpu.runtime.launcher import light_launch
+from dynaxx.kernels.triton.attention.config import padded
+from dynaxx.kernels.triton.nsa import config as native_config
+from dynaxx.kernels.triton.nsa.rows import block_rows, gather_rows, weights_of
+from dynaxx.kernels.triton.nsa.top import strides_per, top_blocks
+from dynaxx.layout.nsa import NativeSpans
+
+SCORE_BYTES = 256 << 20  # of scores held at once
+QUERIES = 128  # per program of the score kernel
+FIELDS = 8  # of a unit of `Tiles.units`, 32 bytes, so that any run of them begins at 16
+
+
+@light_launch
+@triton.jit(do_not_specialize=["first_row", "queries", "group_size", "heads_per_kv", "blocks"])
+def _score_kernel(
+    p_q,
+    p_k,
+    p_lse,  # (Hq, all queries) contiguous; not read under RAW
+    p_own,  # (T, Hs, C) fp32, what tokens give to the block that they start in
+    p_next,  # (T, Hs, C) fp32, what a block gets from tokens that start in the one before; not where PER_TOKEN is 1
+    p_tile_first,
+    p_tile_end,
+    p_first_cmp,
+    p_num_cmp,
+    first_row,  # of the chunk
+    queries,  # of all chunks
+    group_size,
+    heads_per_kv,
+    blocks,
+    scale,
+    stride_qn,
+    stride_qh,
+    stride_kn,
+    stride_kh,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PER_TOKEN: tl.constexpr,  # strides in a compressed token
+    PER_BLOCK: tl.constexpr,  # strides in a block
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    RAW: tl.constexpr,  # scores are q @ k_cmp itself
+    MAX: tl.constexpr,  # pool by maximum
+    PRECISION: tl.constexpr,
+):
+    BLOCKS: tl.constexpr = BLOCK_N // PER_BLOCK
+    heads = tl.num_programs(0)
+    i_head, i_part, i_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first, end = tl.load(p_tile_first + i_tile), tl.load(p_tile_end + i_tile)
+    most = tl.load(p_num_cmp + end - 1)  # the last query of a sequence sees most
+    if i_part * BLOCK_N < most:
+        t = first + tl.arange(0, BLOCK_M)
+        inside = t < end
+        token = i_part * BLOCK_N + tl.arange(0, BLOCK_N)
+        seen = tl.load(p_num_cmp + t, mask=inside, other=0)
+        start = tl.load(p_first_cmp + first)
+        p_head = p_k + (i_head // heads_per_kv).to(tl.int64) * stride_kh
+        b_k = block_rows(p_head, start + i_part * BLOCK_N, start + most, stride_kn, D, BLOCK_D, BLOCK_N)
+        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for member in range(group_size):
+            h = i_head * group_size + member
+            b_q = gather_rows(p_q, t, t * 0 + h, stride_qn, stride_qh, inside, D, BLOCK_D)
+            scores = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+            if RAW:
+                total += scores * scale
+            else:
+                lse = tl.load(p_lse + h.to(tl.int64) * queries + t, mask=inside, other=float("inf"))
+                total += weights_of(scores, lse[:, None], scale, b_q.dtype == tl.float32)
+        total = tl.where(token[None, :] < seen[:, None], total, 0.0)
+        if PER_BLOCK == 1:
+            own = total
+        else:
+            by_block = tl.reshape(total, [BLOCK_M, BLOCKS, PER_BLOCK])
+            shared = tl.minimum(PER_BLOCK - tl.arange(0, PER_BLOCK), PER_TOKEN)[None, None, :]
+            own = tl.max(by_block, 2) if MAX else tl.sum(by_block * shared, 2)
+        block = i_part * BLOCKS + tl.arange(0, BLOCKS)
+        row = ((t - first_row).to(tl.int64) * heads + i_head) * blocks
+        mask = inside[:, None] & (block < blocks)[None, :]
+        tl.store(p_own + row[:, None] + block[None, :], own, mask=mask)
+        if PER_TOKEN > 1:
+            over = PER_TOKEN - shared  # strides behind the block; without any, nothing: weights are not negative
+            behind = tl.max(tl.where(over > 0, by_block, 0.0), 2) if MAX else tl.sum(by_block * over, 2)
+            mask = inside[:, None] & (block + 1 < blocks)[None, :]
+            tl.store(p_next + row[:, None] + block[None, :] + 1, behind, mask=mask)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tiles of a few rows that lie in one sequence each."""
+
+    bounds: list[tuple[int, int]]  # rows
+    blocks: list[int]  # that the last row sees
+    tokens: list[tuple[int, int, int]]  # row of the sequence's compressed token 0, how many first and last row see
+    first: Tensor
+    end: Tensor
+    known_units: dict[tuple[int, int], tuple[Tensor, list[int]]] = field(default_factory=dict)
+
+    def chunks(self, row_bytes: int) -> Iterator[tuple[slice, int]]:
+        """Runs of tiles and the most blocks that one of their rows sees; SCORE_BYTES, of row_bytes per row and block.
+
+        Four tiles at a time, so that each run of `first` and `end` begins at 16 bytes; blocks in sixteens, likewise.
+        """
+        begin = 0
+        while begin < len(self.bounds):
+            stop, most = begin, 0
+            while stop < len(self.bounds):
+                end = min(stop + 4, len(self.bounds))
+                wider = -(-max(most, *self.blocks[stop:end]) // 16) * 16
+                rows = self.bounds[end - 1][1] - self.bounds[begin][0]
+                if stop > begin and rows * wider * row_bytes > SCORE_BYTES:
+                    break
+                stop, most = end, wider
+            yield slice(begin, stop), most
+            begin = stop
+
+    def units(self, some: slice, count: int, step: int) -> Tensor:
+        """(units, FIELDS) int32 of some tiles, each of which goes in parts of at most `count` compressed tokens: first
+        row, last row + 1, first token, last token + 1, the row of token 0, and how many tokens the first row sees.
+
+        Parts of a tile are about equal, in whole steps; none is without a token that its last row sees.
+        """
+        if (count, step) not in self.known_units:
+            bounds, tokens = torch.tensor(self.bounds).view(-1, 2), torch.tensor(self.tokens).view(-1, 3)
+            parts, steps = -(-tokens[:, 2] // count), -(-tokens[:, 2] // step)
+            ends = parts.cumsum(0)
+            tile = torch.repeat_interleave(parts)
+            part = torch.arange(len(tile)) - (ends - parts)[tile]
+            units = torch.zeros(len(tile), FIELDS, dtype=torch.int32)
+            units[:, :2] = bounds[tile]
+            units[:, 2] = part * steps[tile] // parts[tile] * step
+            units[:, 3] = ((part + 1) * steps[tile] // parts[tile] * step).minimum(tokens[tile, 2])
+            units[:, 4:6] = tokens[tile, :2]
+            self.known_units[count, step] = units.to(self.first.device, non_blocking=True), [0, *ends.tolist()]
+        known, at = self.known_units[count, step]
+        return known[at[some.start] : at[some.stop]]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scores of some queries to be written: what a block gets from tokens that start in it, and in the one before."""
+
+    own: Tensor  # (T, Hs, C) fp32
+    behind: Tensor  # the same; `own` where tokens are no longer than their stride
+    first_row: int  # of these queries
+    tiles: Tiles  # of all queries
+    some: slice  # the tiles of these
+
+
+# How to fill them, of (q, k_cmp, lse, spans, scores, scale).
+Scorer = Callable[[Tensor, Tensor, Tensor | None, NativeSpans, Scores, float], None]
+
+_tiles: WeakKeyDictionary[NativeSpans, dict[int, Tiles]] = WeakKeyDictionary()
+
+
+def _tiles_of(spans: NativeSpans, rows: int) -> Tiles:
+    known = _tiles.setdefault(spans, {})
+    if rows not in known:
+        bounds, blocks, tokens = [], [], []
+        sequences = zip(pairwise(spans.ends_q), pairwise(spans.ends_k), spans.ends_cmp[:-1], strict=True)
+        for (a, b), (c, d), token in sequences:
+            for first in range(a, b, rows):
+                bounds.append((first, min(first + rows, b)))
+                few, keys = (max(0, row - b + d - c) for row in (first + 1, bounds[-1][1]))  # that first and last see
+                blocks.append(-(-keys // spans.sizes.slc_block))
+                tokens.append((token, spans.sizes.compressed(few), spans.sizes.compressed(keys)))
+        ends = torch.tensor(bounds, dtype=torch.int32).view(-1, 2).to(spans.device, non_blocking=True)
+        known[rows] = Tiles(bounds, blocks, tokens, ends[:, 0].contiguous(), ends[:, 1].contiguous())
+    return known[rows]
+
+
+def score_blocks(
+    q: Tensor, k_cmp: Tensor, lse: Tensor | None, spans: NativeSpans, scores: Scores, scale: float
+) -> None:
+    """A `Scorer` for tiles of QUERIES rows."""
+    heads, blocks = scores.own.shape[1:]
+    per_token, per_block = strides_per(spans.sizes)
+    block_n, num_warps, num_stages = native_config.score_tiles(per_block, q.dtype)
+    _score_kernel[(heads, -(-blocks * per_block // block_n), scores.some.stop - scores.some.start)](
+        q,
+        k_cmp,
+        scores.own if lse is None else lse.contiguous(),
+        scores.own,
+        scores.behind,
+        scores.tiles.first[scores.some],
+        scores.tiles.end[scores.some],
+        spans.first_cmp,
+        spans.num_cmp,
+        first_row=scores.first_row,
+        queries=q.shape[0],
+        group_size=q.shape[1] // heads,
+        heads_per_kv=heads // k_cmp.shape[1],
+        blocks=blocks,
+        scale=scale,
+        stride_qn=q.stride(0),
+        stride_qh=q.stride(1),
+        stride_kn=k_cmp.stride(0),
+        stride_kh=k_cmp.stride(1),
+        D=q.shape[2],
+        BLOCK_D=padded(q.shape[2]),
+        PER_TOKEN=per_token,
+        PER_BLOCK=per_block,
+        BLOCK_M=QUERIES,
+        BLOCK_N=block_n,
+        RAW=lse is None,
+        MAX=spans.sizes.pool == "max",
+        PRECISION="ieee",
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )
+
+
+def select_blocks(
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor | None,
+    spans: NativeSpans,
+    heads: int,
+    scale: float,
+    scorer: Scorer = score_blocks,
+    tile_rows: int = QUERIES,
+) -> Tensor:
+    """As `kernels.reference.native.select_blocks`; holds SCORE_BYTES of scores.
+
+    Args:
+        scorer: makes the scores, of tiles of `tile_rows` queries.
+    """
+    sizes = spans.sizes
+    indices = torch.empty(q.shape[0], heads, sizes.slc_count, dtype=torch.int32, device=q.device)
+    if not (q.shape[0] and spans.max_blocks):
+        return indices.fill_(-1)
+    if lse is None:
+        q, scale = positive_scale(q, scale)
+    q, k_cmp = unit_stride(q), unit_stride(k_cmp)
+    tiles, (per_token, _) = _tiles_of(spans, tile_rows), strides_per(sizes)
+    for some, blocks in tiles.chunks(8 * heads):
+        first = tiles.bounds[some.start][0]
+        count, blocks = tiles.bounds[some.stop - 1][1] - first, max(16, blocks)
+        own = torch.empty(count, heads, blocks, dtype=torch.float32, device=q.device)
+        behind = torch.empty_like(own) if per_token > 1 else own
+        if k_cmp.shape[0]:
+            scores = Scores(own, behind, first, tiles, some)
+            scorer(q, k_cmp, lse, spans, scores, scale)
+        top_blocks(own, behind, indices, spans.num_blocks, spans.num_cmp, first, sizes, lse is None)
+    return indices

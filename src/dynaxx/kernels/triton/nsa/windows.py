@@ -1,0 +1,185 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""The windows of keys that a cache completes, in Triton: gathered for a function, or pooled and stored at once.
+
+As `kernels.reference.native_decode`. Lengths are read on the device, so a captured graph serves every length.
+
+B sequences, W windows of each; Hk kv heads, D head_dim of k or of v. Positions of compressed tokens as in
+`layout.compressed.CompressedPages`.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dynaxx.kernels.gpu.runtime.launcher import light_launch
+from dynaxx.kernels.gpu.runtime.recorder import replayed
+from dynaxx.kernels.triton.attention.config import padded
+from dynaxx.kernels.triton.decode.pages import page_strides, physical_pages, table_arguments
+from dynaxx.layout.compressed import CompressedPages
+from dynaxx.layout.nsa import NativeSizes
+from dynaxx.layout.paging import PagedCache, PageStrides
+
+
+@triton.jit
+def _window(p_seqused, i_entry, count, skip, LENGTH: tl.constexpr, STRIDE: tl.constexpr):
+    """Sequence and number of a window; below 0 if it does not exist."""
+    i_b = i_entry // count
+    beyond = tl.load(p_seqused + i_b) - LENGTH
+    whole = tl.where(beyond < 0, 0, beyond // STRIDE + 1)
+    return i_b, whole - skip - count + i_entry % count
+
+
+@light_launch
+@triton.jit(do_not_specialize=["num_physical", "count", "skip", "heads"])
+def _gather_windows_kernel(
+    p_x, p_windows, p_table, p_seqused, p_leftpad, table_stride, num_physical, count, skip, heads,
+    stride_b, stride_p, stride_n, stride_h,
+    PAGED: tl.constexpr, HAS_LEFTPAD: tl.constexpr, PAGE: tl.constexpr, LENGTH: tl.constexpr, STRIDE: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One window of one head; zeros where there is none."""
+    i_entry, i_head = tl.program_id(0), tl.program_id(1)
+    i_b, window = _window(p_seqused, i_entry, count, skip, LENGTH, STRIDE)
+    o_n, o_d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    known = o_n < tl.where(window >= 0, LENGTH, 0)
+    position = window * STRIDE + o_n
+    physical = physical_pages(p_table, table_stride, i_b, position // PAGE, known, num_physical, PAGED).to(tl.int64)
+    p_x += i_b.to(tl.int64) * stride_b + i_head.to(tl.int64) * stride_h
+    offsets = physical * stride_p + (position % PAGE).to(tl.int64) * stride_n
+    mask = (o_d < D)[None, :]
+    b_x = tl.load(p_x + offsets[:, None] + o_d[None, :], mask=mask & (physical >= 0)[:, None], other=0.0)
+    row = (i_entry.to(tl.int64) * LENGTH + o_n) * heads + i_head
+    tl.store(p_windows + row[:, None] * D + o_d[None, :], b_x, mask=mask & (o_n < LENGTH)[:, None])
+
+
+@light_launch
+@triton.jit(do_not_specialize=["num_physical", "count", "skip", "heads"])
+def _store_compressed_kernel(
+    p_new, p_kept, p_table, p_seqused, p_leftpad, table_stride, num_physical, count, skip, heads,
+    stride_b, stride_p, stride_n, stride_h,
+    PAGED: tl.constexpr, HAS_LEFTPAD: tl.constexpr, PAGE: tl.constexpr, LENGTH: tl.constexpr, STRIDE: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """One compressed token of one head, to its page. PAGE is of compressed tokens."""
+    i_entry, i_head = tl.program_id(0), tl.program_id(1)
+    i_b, window = _window(p_seqused, i_entry, count, skip, LENGTH, STRIDE)
+    place = window + LENGTH // STRIDE - 1
+    known = window >= 0
+    physical = physical_pages(p_table, table_stride, i_b, place // PAGE, known, num_physical, PAGED).to(tl.int64)
+    if physical >= 0:
+        o_d = tl.arange(0, BLOCK_D)
+        b_x = tl.load(p_new + (i_entry.to(tl.int64) * heads + i_head) * D + o_d, mask=o_d < D, other=0.0)
+        p_kept += i_b.to(tl.int64) * stride_b + physical * stride_p + i_head.to(tl.int64) * stride_h
+        p_kept += (place % PAGE).to(tl.int64) * stride_n
+        tl.store(p_kept + o_d, b_x.to(p_kept.dtype.element_ty), mask=o_d < D)
+
+
+@light_launch
+@triton.jit(do_not_specialize=["num_physical", "count", "skip", "heads"])
+def _compress_windows_kernel(
+    p_x, p_weight, p_kept, p_table, p_seqused, p_leftpad, table_stride, num_physical, count, skip, heads,
+    stride_b, stride_p, stride_n, stride_h, stride_cb, stride_cp, stride_cn, stride_ch,
+    PAGED: tl.constexpr, HAS_LEFTPAD: tl.constexpr, PAGE: tl.constexpr, LENGTH: tl.constexpr, STRIDE: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    """Pool one window of one head, and store it to its page."""
+    KEPT: tl.constexpr = PAGE // STRIDE  # compressed tokens of a page
+    i_entry, i_head = tl.program_id(0), tl.program_id(1)
+    i_b, window = _window(p_seqused, i_entry, count, skip, LENGTH, STRIDE)
+    place = window + LENGTH // STRIDE - 1
+    known = window >= 0
+    kept = physical_pages(p_table, table_stride, i_b, place // KEPT, known, num_physical, PAGED).to(tl.int64)
+    if kept >= 0:
+        o_n, o_d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+        position, inside = window * STRIDE + o_n, o_n < LENGTH
+        page = physical_pages(p_table, table_stride, i_b, position // PAGE, inside, num_physical, PAGED).to(tl.int64)
+        p_x += i_b.to(tl.int64) * stride_b + i_head.to(tl.int64) * stride_h
+        offsets = page * stride_p + (position % PAGE).to(tl.int64) * stride_n
+        mask = (page >= 0)[:, None] & (o_d < D)[None, :]
+        b_x = tl.load(p_x + offsets[:, None] + o_d[None, :], mask=mask, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            weight = tl.load(p_weight + o_n * heads + i_head, mask=inside, other=0.0).to(tl.float32)
+            pooled = tl.sum(b_x * weight[:, None], 0)
+        else:
+            pooled = tl.sum(b_x, 0) / LENGTH
+        p_kept += i_b.to(tl.int64) * stride_cb + kept * stride_cp + i_head.to(tl.int64) * stride_ch
+        p_kept += (place % KEPT).to(tl.int64) * stride_cn
+        tl.store(p_kept + o_d, pooled.to(p_kept.dtype.element_ty), mask=o_d < D)
+
+
+def gather_windows(cache: PagedCache, sizes: NativeSizes, count: int, skip: int) -> tuple[Tensor, Tensor]:
+    """As `kernels.reference.native_decode`, zeros for windows that do not exist."""
+    return _gathered(cache, cache.k, sizes, count, skip), _gathered(cache, cache.v, sizes, count, skip)
+
+
+def _gathered(cache: PagedCache, x: Tensor, sizes: NativeSizes, count: int, skip: int) -> Tensor:
+    windows = x.new_empty(cache.batch * count, sizes.cmp_block, *x.shape[2:])
+    if windows.numel():
+        _gather_windows_kernel[(cache.batch * count, cache.kv_heads)](
+            x,
+            windows,
+            **_window_arguments(cache, x, sizes, cache.page_size, count, skip),
+            BLOCK_N=triton.next_power_of_2(sizes.cmp_block),
+        )
+    return windows
+
+
+def compress_windows(cache: PagedCache, weights: tuple[Tensor | None, Tensor | None], count: int, skip: int) -> None:
+    """As `kernels.reference.native_decode`, a launch each for k and v."""
+    replayed(_compress, cache, weights, count, skip)
+
+
+def _compress(cache, weight_k, weight_v, count, skip):
+    compressed = cache.compressed
+    sizes = compressed.sizes
+    for x, kept, weight in ((cache.k, compressed.k, weight_k), (cache.v, compressed.v, weight_v)):
+        if count * cache.batch * cache.kv_heads:
+            _compress_windows_kernel[(cache.batch * count, cache.kv_heads)](
+                x,
+                x if weight is None else weight.contiguous(),
+                kept,
+                **_window_arguments(cache, x, sizes, cache.page_size, count, skip),
+                **_strides("c", cache, kept, cache.page_size // sizes.cmp_stride),
+                BLOCK_N=triton.next_power_of_2(sizes.cmp_block),
+                WEIGHTED=weight is not None,
+            )
+    return ()
+
+
+def store_compressed(
+    cache: PagedCache, compressed: CompressedPages, k_cmp: Tensor, v_cmp: Tensor, count: int, skip: int
+) -> None:
+    """As `kernels.reference.native_decode`."""
+    sizes = compressed.sizes
+    for kept, new in ((compressed.k, k_cmp), (compressed.v, v_cmp)):
+        if new.numel():
+            _store_compressed_kernel[(cache.batch * count, cache.kv_heads)](
+                new.contiguous(),
+                kept,
+                **_window_arguments(cache, kept, sizes, cache.page_size // sizes.cmp_stride, count, skip),
+            )
+
+
+def _window_arguments(
+    cache: PagedCache, x: Tensor, sizes: NativeSizes, page_size: int, count: int, skip: int
+) -> dict[str, object]:
+    """Of each kernel here: the pages of `x`, which hold `page_size` rows, and the windows of each sequence."""
+    return {
+        **table_arguments(cache),
+        "count": count,
+        "skip": skip,
+        "heads": cache.kv_heads,
+        **_strides("", cache, x, page_size),
+        "PAGE": page_size,
+        "LENGTH": sizes.cmp_block,
+        "STRIDE": sizes.cmp_stride,
+        "D": x.shape[3],
+        "BLOCK_D": padded(x.shape[3]),
+    }
+
+
+def _strides(name: str, cache: PagedCache, x: Tensor, page_size: int) -> dict[str, int]:
+    """Of the cache's tensors, or of compressed ones."""
+    first, token, head, _ = x.stride()
+    of = PageStrides(0, first, token, head) if cache.is_paged else PageStrides(first, token * page_size, token, head)
+    return page_strides(name, of, token=True)

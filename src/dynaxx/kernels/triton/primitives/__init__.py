@@ -1,0 +1,1 @@
+"""Device functions that the portable Triton kernels share."""

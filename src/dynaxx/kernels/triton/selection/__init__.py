@@ -1,0 +1,1 @@
+"""Block scores and block selection in Triton."""

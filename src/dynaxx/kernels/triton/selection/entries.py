@@ -1,0 +1,102 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""From chosen blocks to a `BlockLayout`'s entries: each row writes its own where the running sum of all counts says.
+
+Legend: B batch, H choices per batch entry, Hq q heads, R rows of q blocks, C kv blocks, W words of 32 blocks.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dynaxx.kernels.gpu.runtime.launcher import light_launch
+from dynaxx.kernels.triton.selection.row import (
+    EMPTY,
+    FULL,
+    GRID_SIZES,
+    StaticEntries,
+    causal_code,
+    columns,
+    grid_arguments,
+    static_arguments,
+    static_row,
+    warps,
+)
+from dynaxx.layout import BlockGrid
+
+
+@light_launch
+@triton.jit(do_not_specialize=["capacity", "serves", *GRID_SIZES])
+def _emit_kernel(
+    p_bits,
+    p_row_indptr,  # (B, Hq, R + 1) int32: where each row's entries go
+    p_indptr,
+    p_indices,
+    p_codes,
+    p_same,
+    p_out_indices,  # (capacity,) int32
+    p_out_codes,
+    capacity,
+    serves,
+    seqlen_q,
+    seqlen_k,
+    q_blocks,
+    kv_blocks,
+    q_block,
+    kv_block,
+    first_distance,
+    shift,
+    HAS_STATIC: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    i_choice = tl.program_id(0).to(tl.int64)
+    i_row = (i_choice % q_blocks).to(tl.int32)
+    o_c = tl.arange(0, BLOCK_C)
+    row_distance = i_row * q_block + seqlen_k - seqlen_q
+    own, _ = static_row(
+        p_indptr, p_indices, p_codes, p_same, i_row, o_c, row_distance, first_distance, shift, q_block, kv_block,
+        HAS_STATIC, CAUSAL,
+    )  # fmt: skip
+    num_words = (kv_blocks + 31) // 32
+    word = tl.load(p_bits + i_choice * num_words + o_c // 32, mask=o_c < kv_blocks, other=0)
+    causal = causal_code(row_distance - o_c * kv_block, first_distance, shift, q_block, kv_block, CAUSAL)
+    code = tl.where(((word >> (o_c % 32)) & 1) != 0, causal, own)
+    partial = (code >= 0).to(tl.int32)
+    full = (code == FULL).to(tl.int32)
+    slot = tl.where(partial == 1, tl.cumsum(partial, 0) - 1, tl.sum(partial, 0) + tl.cumsum(full, 0) - 1)
+    i_bh = i_choice // q_blocks
+    for i_head in range(i_bh * serves, i_bh * serves + serves):
+        start = tl.load(p_row_indptr + i_head * (q_blocks + 1) + i_row)
+        kept = (code != EMPTY) & (start + slot < capacity)
+        tl.store(p_out_indices + start + slot, o_c, mask=kept)
+        tl.store(p_out_codes + start + slot, code, mask=kept)
+
+
+def emit_entries(
+    bits: Tensor, kv_indptr: Tensor, grid: BlockGrid, static: StaticEntries, capacity: int
+) -> tuple[Tensor, Tensor]:
+    """Write the entries of a layout: (kv_indices, kv_masks), each (capacity,) int32.
+
+    Args:
+        bits: (B, H, R, W) int32, the chosen blocks; H divides Hq.
+        kv_indptr: (B, Hq, R + 1) int32, where each row's entries go, the pattern's included.
+    """
+    indices = torch.empty(capacity, dtype=torch.int32, device=bits.device)
+    codes = torch.empty_like(indices)
+    block_c = columns(grid.kv_blocks)
+    batch, choices = bits.shape[:2]
+    _emit_kernel[(batch * choices * grid.q_blocks,)](
+        bits,
+        kv_indptr,
+        *static_arguments(static, kv_indptr),
+        indices,
+        codes,
+        capacity=capacity,
+        serves=kv_indptr.shape[1] // choices,
+        **grid_arguments(grid),
+        HAS_STATIC=static.layout is not None,
+        BLOCK_C=block_c,
+        num_warps=warps(block_c),
+    )
+    return indices, codes

@@ -1,0 +1,253 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""`selection.scorers.eight_bits` fused: one 8-bit query per row of q blocks against every key in 8 bits, as integers.
+
+A program takes BLOCK_M (row, q head of one kv head) pairs through some tiles of keys and keeps one number per kv block.
+A key costs a product on the matrix unit, at twice the rate and half the bytes of bf16, and three operations beside it:
+the block's largest product, a multiply-add that makes the bits of a float, and their sum. No exponential is computed.
+
+Legend: R rows of q blocks, C kv blocks, N keys, D head_dim.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dynaxx.kernels.candidates import Candidates
+from dynaxx.kernels.gpu.runtime.arguments import strides, unit_stride
+from dynaxx.kernels.gpu.runtime.launcher import light_launch
+from dynaxx.kernels.triton.attention.config import padded
+from dynaxx.kernels.triton.primitives.eight_bit_values import nearest
+from dynaxx.kernels.triton.selection.query_scores import RUNTIME_SIZES, new_scores, panels_of
+from dynaxx.layout import BlockGrid
+
+LN_2 = tl.constexpr(math.log(2))
+LEVELS = tl.constexpr(127.0)
+ONE = tl.constexpr(8388608.0)  # 2 ** 23: a power of two more, in the bits of a float
+RANGE = tl.constexpr(246)  # powers of two that the bits of a block's floats span
+STEEPEST = tl.constexpr(128.0 * 8388608.0)
+SMALLEST = tl.constexpr(1e-30)
+NOTHING = tl.constexpr(-(1 << 30))  # less than any product
+TILES_PER_PROGRAM = 32  # few enough to balance causal rows, many enough to keep the queries
+
+
+class QuantisedKeys(NamedTuple):
+    """Keys beside their center, as whole numbers times a step for each kv block."""
+
+    levels: Tensor  # (B, Hk, N, D) int8
+    steps: Tensor  # (B, Hk, C) fp32: what one level is worth
+
+
+@light_launch
+@triton.jit(do_not_specialize=["seqlen", "tiles", "heads", "factor"])
+def _quantise_kernel(
+    p_x,
+    p_center,  # (B, H, D) fp32
+    p_levels,  # (B, H, N, D) int8 contiguous
+    p_steps,  # (B, H, N) fp32 where each vector has a step, else (B, H, tiles)
+    seqlen,
+    tiles,
+    heads,
+    factor,
+    stride_xb,
+    stride_xn,
+    stride_xh,
+    EACH: tl.constexpr,
+    TILE: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    i_tile = tl.program_id(0)
+    i_bh = tl.program_id(1).to(tl.int64)
+    o_n = i_tile * TILE + tl.arange(0, TILE)
+    o_d = tl.arange(0, BLOCK_D)
+    inside = (o_n < seqlen)[:, None] & (o_d < D)[None, :]
+    p_x += i_bh // heads * stride_xb + i_bh % heads * stride_xh
+    x = tl.load(p_x + o_n.to(tl.int64)[:, None] * stride_xn + o_d[None, :], mask=inside, other=0.0).to(tl.float32)
+    if EACH:
+        largest = tl.maximum(tl.max(tl.abs(x), 1), SMALLEST)
+        x = nearest(tl.minimum(x * tl.div_rn(largest * 0.0 + LEVELS, largest)[:, None], LEVELS))
+        tl.store(p_steps + i_bh * seqlen + o_n, largest * factor, mask=o_n < seqlen)
+    else:
+        center = tl.load(p_center + i_bh * D + o_d, mask=o_d < D, other=0.0)
+        x = tl.where(inside, x - center[None, :], 0.0)
+        largest = tl.maximum(tl.max(tl.abs(x)), SMALLEST)
+        x = nearest(tl.minimum(x * tl.div_rn(largest * 0.0 + LEVELS, largest), LEVELS))
+        tl.store(p_steps + i_bh * tiles + i_tile, largest * factor)
+    tl.store(p_levels + (i_bh * seqlen + o_n[:, None]) * D + o_d[None, :], x.to(tl.int8), mask=inside)
+
+
+@light_launch
+@triton.jit(do_not_specialize=RUNTIME_SIZES)
+def _int8_scores_kernel(
+    p_q,  # (B, Hq, R, D) int8
+    p_q_steps,  # (B, Hq, R) fp32: what one level is worth, in bits of a float's exponential
+    p_k,  # (B, Hk, N, D) int8
+    p_k_steps,  # (B, Hk, C) fp32
+    p_scores,  # (B, Hq, R, C) fp32 contiguous
+    p_candidates,  # (B, Hk, panels, slots) int32
+    rows,
+    first_row,
+    base,
+    first_panel,
+    panels,
+    panel,
+    slots,
+    seqlen_k,
+    kv_blocks,
+    group_size,
+    offset,
+    q_block,
+    LISTED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    KV_BLOCK: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    BLOCKS: tl.constexpr = BLOCK_N // KV_BLOCK
+    i_bh = tl.program_id(2).to(tl.int64)
+    i_m = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest rows first, under a causal mask
+    tiles_m = tl.cdiv(panel * group_size, BLOCK_M)
+    o_m = i_m % tiles_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    i_row = base + i_m // tiles_m * panel + o_m // group_size
+    m_m = (o_m < panel * group_size) & (i_row >= 0) & (i_row < rows)
+    i_vector = (i_bh * group_size + o_m % group_size) * rows + i_row
+    o_d = tl.arange(0, BLOCK_D)
+    m_d = o_d < D
+    end = tl.zeros([BLOCK_M], tl.int32) + seqlen_k
+    if CAUSAL:
+        end = tl.minimum((first_row + i_row + 1) * q_block + offset, seqlen_k)
+    end = tl.where(m_m, end, 0)
+    shortest = tl.min(tl.where(m_m, end, seqlen_k), 0)
+    begin = tl.program_id(0) * TILES
+    if LISTED:
+        p_candidates += (i_bh * panels + first_panel + i_m // tiles_m) * slots
+        stop = tl.minimum(begin + TILES, slots)
+        some = tl.load(p_candidates + begin) >= 0
+    else:
+        stop = tl.minimum(begin + TILES, tl.cdiv(tl.max(end, 0), BLOCK_N))
+        some = begin < stop
+    if some:
+        b_q = tl.load(p_q + i_vector[:, None] * D + o_d[None, :], mask=m_m[:, None] & m_d[None, :], other=0)
+        q_step = tl.load(p_q_steps + i_vector, mask=m_m, other=0.0)
+        p_k += i_bh * seqlen_k * D
+        for tile in range(begin, stop):
+            i_tile = tile
+            if LISTED:
+                i_tile = tl.load(p_candidates + tile)  # -1: nothing is loaded and nothing stored
+            first = i_tile * BLOCK_N
+            o_n = first + tl.arange(0, BLOCK_N)
+            o_c = first // KV_BLOCK + tl.arange(0, BLOCKS)
+            m_c = (o_c >= 0) & (o_c < kv_blocks)
+            k_step = tl.load(p_k_steps + i_bh * kv_blocks + o_c, mask=m_c, other=0.0)
+            inside = ((o_n >= 0) & (o_n < seqlen_k))[:, None] & m_d[None, :]
+            b_k = tl.load(p_k + o_n.to(tl.int64)[:, None] * D + o_d[None, :], mask=inside, other=0)
+            product = tl.dot(b_q, tl.trans(b_k), out_dtype=tl.int32)  # [BLOCK_M, BLOCK_N]
+            if first + BLOCK_N > shortest:
+                product = tl.where(o_n[None, :] < end[:, None], product, NOTHING)
+            product = tl.reshape(product, [BLOCK_M, BLOCKS, KV_BLOCK])
+            best = tl.max(product, 2)
+            slope = tl.maximum(nearest(tl.minimum(q_step[:, None] * k_step[None, :], STEEPEST)), 1.0)
+            least = best - ((RANGE * 8388608) >> ((slope.to(tl.int32, bitcast=True) >> 23) - 126))
+            start = best * -slope.to(tl.int32) + (RANGE + 1) * 8388608  # wraps, as the product below does
+            bits = tl.maximum(product, least[:, :, None]) * slope.to(tl.int32)[:, :, None] + start[:, :, None]
+            total = tl.sum(bits.to(tl.float32, bitcast=True), 2)  # beside the best, what is hidden is nothing in fp32
+            score = (tl.log2(total) + best * slope / ONE - 120.0) * LN_2
+            score = tl.where(best == NOTHING, float("-inf"), score)
+            tl.store(p_scores + i_vector[:, None] * kv_blocks + o_c[None, :], score, mask=m_m[:, None] & m_c[None, :])
+
+
+def quantised_keys(k: Tensor, center: Tensor, kv_block: int) -> QuantisedKeys:
+    """Keys in 8 bits, in one pass over them.
+
+    Args:
+        k: (B, N, Hk, D).
+        center: (B, Hk, D) fp32, taken off all keys.
+    """
+    return QuantisedKeys(*_quantised(k, kv_block, center, 1.0))
+
+
+def _quantised(x: Tensor, tile: int, center: Tensor | None, factor: float) -> tuple[Tensor, Tensor]:
+    """(B, N, H, D) -> (B, H, N, D) int8, and steps: one per tile beside a center, else one per vector."""
+    (batch, seqlen, heads, dim), x = x.shape, unit_stride(x)
+    tiles, each = -(-seqlen // tile), center is None
+    levels = torch.empty(batch, heads, seqlen, dim, dtype=torch.int8, device=x.device)
+    steps = torch.empty(batch, heads, seqlen if each else tiles, dtype=torch.float32, device=x.device)
+    _quantise_kernel[(tiles, batch * heads)](
+        x,
+        steps if center is None else center,
+        levels,
+        steps,
+        seqlen=seqlen,
+        tiles=tiles,
+        heads=heads,
+        factor=factor / LEVELS.value,  # rounded here as in torch; no product is fused with what follows
+        **strides("x", x),
+        EACH=each,
+        TILE=tile,
+        D=dim,
+        BLOCK_D=padded(dim),
+        num_warps=4,
+    )
+    return levels, steps
+
+
+def int8_scores(
+    queries: Tensor, keys: QuantisedKeys, first_row: int, grid: BlockGrid, candidates: Candidates | None = None
+) -> Tensor:
+    """Log of what each kv block gets from the rows' queries, but for a number per row.
+
+    Args:
+        queries: (B, Hq, R, D) fp32, one of each row of q blocks from `first_row`, times the softmax scale.
+        candidates: as `query_scores` takes them.
+
+    Returns:
+        As `query_scores`.
+    """
+    (batch, q_heads, rows, head_dim), kv_heads = queries.shape, keys.levels.shape[1]
+    scores = new_scores((batch, q_heads, rows, grid.kv_blocks), candidates, queries.device)
+    if not scores.numel() or (candidates is not None and not candidates.blocks.shape[3]):
+        return scores
+    group_size, kv_block = q_heads // kv_heads, grid.block_size[1]
+    levels, steps = _quantised(queries.transpose(1, 2), 32, None, ONE.value / LN_2.value)
+    block_m = 64 if head_dim > 128 else 128
+    block_n = max(kv_block, 128) if candidates is None else kv_block
+    count, where = panels_of(candidates, first_row, rows)
+    programs = (
+        -(-(where["slots"] or -(-grid.seqlen_k // block_n)) // TILES_PER_PROGRAM),
+        count * -(-where["panel"] * group_size // block_m),
+        batch * kv_heads,
+    )
+    _int8_scores_kernel[programs](
+        levels,
+        steps,
+        keys.levels,
+        keys.steps,
+        scores,
+        scores if candidates is None else candidates.blocks,
+        rows=rows,
+        first_row=first_row,
+        **where,
+        seqlen_k=grid.seqlen_k,
+        kv_blocks=grid.kv_blocks,
+        group_size=group_size,
+        offset=grid.offset,
+        q_block=grid.block_size[0],
+        LISTED=candidates is not None,
+        CAUSAL=grid.causal,
+        KV_BLOCK=kv_block,
+        TILES=TILES_PER_PROGRAM,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        D=head_dim,
+        BLOCK_D=max(32, padded(head_dim)),  # 32: of the matrix unit in int8
+        num_warps=4,
+        num_stages=3,
+    )
+    return scores

@@ -1,0 +1,1 @@
+"""`dynaxx analyze`: where each head attends, and which rule would keep that."""

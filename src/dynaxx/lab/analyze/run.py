@@ -1,0 +1,221 @@
+"""Where a model attends, head by head: how far, on which lines, and what a pattern or a selector would catch of it.
+
+For each head it recommends the sparsest rule that keeps a share of the attention mass, with the reason in words. It is
+a starting point and an explanation, not a proof: how much mass a model needs is what `tune` and `validate` measure.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dynaxx.lab.analyze import maps
+from dynaxx.lab.analyze.capture import LayerAttention, visit_attention
+from dynaxx.lab.analyze.recommendation import LINES, Recommendation, recommend
+from dynaxx.lab.analyze.result import AnalysisResult, HeadAnalysis, MassByDistance, RuleAtBudgets
+from dynaxx.lab.analyze.rules import BUDGETS, Candidate, candidates
+from dynaxx.lab.progress import Progress, SilentProgress, Task
+from dynaxx.lab.texts import check_tokens
+from dynaxx.layout import as_block_size
+from dynaxx.selection import select_blocks
+
+
+class Catch(NamedTuple):
+    """What a rule comes to on one head."""
+
+    density: float
+    recall: float
+
+
+def analyze(
+    model: Any,
+    tokenizer: Any,
+    text: str,
+    *,
+    tokens: int = 4096,
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+    block_size: int = 64,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> AnalysisResult:
+    """Read the attention maps of a sample of text.
+
+    One dense forward pass; no full map of even one head exists at any time. Every query is looked at up to 4,096
+    tokens; beyond, evenly spaced query blocks that make 4,096 queries.
+
+    Args:
+        model: a causal language model of transformers; it is left as it was.
+        tokenizer: the model's.
+        text: a sample of the workload, longer than `tokens`.
+        tokens: length of the sample, taken from a place in the text that `seed` chooses.
+        layers, heads: which to look at, all by default.
+        block_size: tokens per block of the layouts that are tried, 16, 32, 64 or 128.
+        progress: told head by head.
+
+    Raises:
+        ValueError: too little text, more tokens than the model has positions, a layer or head that is not there, or a
+            model whose maps cannot be read; the message says why.
+    """
+    began = time.monotonic()
+    as_block_size(block_size)
+    check_tokens(model, tokens, block_size)
+    config = model.config.get_text_config()
+    chosen_layers = _chosen("layers", layers, config.num_hidden_layers)
+    chosen_heads = _chosen("heads", heads, config.num_attention_heads)
+    input_ids, start = _sample(tokenizer, text, tokens, seed)
+    tried = candidates(tokens, block_size)
+    found: list[HeadAnalysis] = []
+    total = len(chosen_layers) * len(chosen_heads)
+    with (progress or SilentProgress()).task(f"Reading attention maps, {tokens:,} tokens", total) as task:
+
+        def visit(attention: LayerAttention) -> None:
+            if attention.layer in chosen_layers:
+                found.extend(_analyze_layer(attention, chosen_heads, tried, block_size, task))
+
+        visit_attention(model, input_ids, visit)
+    return AnalysisResult(
+        model=Path(str(getattr(config, "_name_or_path", "") or type(model).__name__)).name,
+        tokens=tokens,
+        rows=_rows(tokens, block_size),
+        block_size=block_size,
+        seed=seed,
+        start=start,
+        budgets=BUDGETS,
+        rules=_rules(tried, found),
+        heads=tuple(found),
+        seconds=time.monotonic() - began,
+    )
+
+
+def _chosen(name: str, wanted: Sequence[int] | None, count: int) -> tuple[int, ...]:
+    if wanted is None:
+        return tuple(range(count))
+    if not wanted or any(not 0 <= index < count for index in wanted):
+        raise ValueError(f"`{name}` must be from 0 to {count - 1}, got {list(wanted)}")
+    return tuple(sorted(set(wanted)))
+
+
+def _sample(tokenizer: Any, text: str, tokens: int, seed: int) -> tuple[Tensor, int]:
+    """A run of tokens from a place that `seed` chooses, behind the special tokens that the model expects."""
+    special: list[int] = tokenizer("")["input_ids"]
+    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    spare = len(ids) - (tokens - len(special))
+    if spare < 0:
+        raise ValueError(f"text must have at least {tokens:,} tokens, got {len(ids):,}; give more, or ask for fewer")
+    start = random.Random(seed).randint(0, spare)
+    return torch.tensor([(special + ids[start:])[:tokens]]), start
+
+
+def _rows(tokens: int, block_size: int) -> int:
+    blocks = maps.sampled_blocks(tokens, block_size)
+    return int(((blocks + 1) * block_size).clamp(max=tokens).sum() - (blocks * block_size).sum())
+
+
+def _rules(tried: Sequence[Candidate], heads: Sequence[HeadAnalysis]) -> dict[str, RuleAtBudgets]:
+    mean = lambda values: sum(values) / max(1, len(values))
+    return {
+        name: RuleAtBudgets(
+            attention=tuple(candidate.attention for candidate in tried if candidate.name == name),
+            density=tuple(mean([head.density[name][i] for head in heads]) for i in range(len(BUDGETS))),
+            recall=tuple(mean([head.recall[name][i] for head in heads]) for i in range(len(BUDGETS))),
+        )
+        for name in dict.fromkeys(candidate.name for candidate in tried)
+    }
+
+
+# ---- one layer ---------------------------------------------------------------------------------------------------
+
+
+def _analyze_layer(
+    attention: LayerAttention, heads: Sequence[int], tried: Sequence[Candidate], block_size: int, task: Task
+) -> list[HeadAnalysis]:
+    attention = attention.only(heads)
+    work = partial(maps.map_statistics, attention, block_size=block_size)
+    statistics = []
+    for head, each in zip(heads, maps.in_parallel(work, range(len(heads)), attention.q.device), strict=True):
+        statistics.append(each)
+        task.advance(1, f"layer {attention.layer}, head {head}")
+    catch = partial(_catch, attention, statistics)
+    caught = list(maps.in_parallel(catch, tried, attention.q.device))  # per candidate, then per head
+    return [
+        _head(attention, head, statistics[index], tried, [each[index] for each in caught])
+        for index, head in enumerate(heads)
+    ]
+
+
+def _catch(attention: LayerAttention, statistics: Sequence[maps.MapStatistics], candidate: Candidate) -> list[Catch]:
+    """What a rule comes to on each head."""
+    rows, size = statistics[0].rows, statistics[0].block_size
+    if candidate.rule is None:
+        return [_oracle(each, candidate.budget) for each in statistics]
+    layout = select_blocks(attention.q[None], attention.k[None], candidate.rule, block_size=size, scale=attention.scale)
+    grid = layout.grid()
+    visible = grid.visible_blocks()
+    density = (layout.kv_num_blocks[0].sum(-1) / visible).expand(len(statistics)).tolist()
+    recall = (maps.visible_mass(attention, statistics, layout) / rows).clamp(max=1.0).tolist()
+    return [Catch(*each) for each in zip(density, recall, strict=True)]
+
+
+def _oracle(statistics: maps.MapStatistics, budget: float) -> Catch:
+    """The blocks of most mass, of all queries together: no choice of as many whole blocks holds more."""
+    looked_at = statistics.block_mass.sum(-1) > 0
+    visible = int((torch.arange(1, len(looked_at) + 1, device=looked_at.device)[looked_at]).sum())
+    count = max(1, round(budget * visible))
+    best = statistics.block_mass.flatten().topk(min(count, statistics.block_mass.numel())).values
+    return Catch(count / visible, min(1.0, float(best.sum()) / statistics.rows))
+
+
+def _head(
+    attention: LayerAttention,
+    head: int,
+    statistics: maps.MapStatistics,
+    tried: Sequence[Candidate],
+    caught: Sequence[Catch],
+) -> HeadAnalysis:
+    rows, seqlen = statistics.rows, len(statistics.by_distance)
+    far = statistics.by_slash[maps.LOCAL_TOKENS :]
+    cumulative = (statistics.by_distance / rows).cumsum(0)
+    recall: dict[str, tuple[float, ...]] = {}
+    density: dict[str, tuple[float, ...]] = {}
+    for candidate, catch in zip(tried, caught, strict=True):
+        recall[candidate.name] = (*recall.get(candidate.name, ()), catch.recall)
+        density[candidate.name] = (*density.get(candidate.name, ()), catch.density)
+    analysis = HeadAnalysis(
+        layer=attention.layer,
+        head=head,
+        mass_by_distance=_mass_by_distance(statistics),
+        median_distance=min(int((cumulative < 0.5).sum()), seqlen - 1),
+        sink_mass=statistics.sink_mass / rows,
+        local_mass=float(statistics.by_slash[: maps.LOCAL_TOKENS].sum()) / rows,
+        vertical_mass=_heaviest(statistics.by_vertical) / rows,
+        slash_mass=_heaviest(far) / rows,
+        entropy=statistics.entropy,
+        recall=recall,
+        density=density,
+        recommended=Recommendation("broad", "dense", "", 1.0, 1.0),
+        heatmap=statistics.heatmap.cpu(),
+    )
+    return replace(analysis, recommended=recommend(analysis, attention, statistics, tried))
+
+
+def _heaviest(masses: Tensor) -> float:
+    return float(masses.topk(min(LINES, len(masses))).values.sum())
+
+
+def _mass_by_distance(statistics: maps.MapStatistics) -> MassByDistance:
+    seqlen = len(statistics.by_distance)
+    edges = [0, 1]
+    while edges[-1] < seqlen:
+        edges.append(min(2 * edges[-1], seqlen))
+    shares = (statistics.by_distance / statistics.rows).tolist()
+    return MassByDistance(tuple(edges), tuple(sum(shares[a:b]) for a, b in pairwise(edges)))

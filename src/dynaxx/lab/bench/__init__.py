@@ -1,0 +1,1 @@
+"""`dynaxx bench`: test the kernels, then time them beside their peers."""

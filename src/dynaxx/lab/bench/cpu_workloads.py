@@ -1,0 +1,116 @@
+"""What `dynaxx bench --suite cpu` times, and what each figure must reach."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dynaxx.lab.bench.bars import Bar
+from dynaxx.layout import BlockLayout
+from dynaxx.patterns import Full, SlidingWindow
+
+HEADS = 8
+
+# seqlen, head_dim, pass, memory of q, k, v: of (batch, heads, seqlen, head_dim) as a kv cache has it, or of (batch,
+# seqlen, heads, head_dim) as a projection leaves it, where the rows of a head lie apart.
+SHAPES = (
+    (4096, 64, "forward", "heads first"),
+    (4096, 64, "backward", "heads first"),
+    (4096, 128, "forward", "heads first"),
+    (4096, 128, "backward", "heads first"),
+    (8192, 64, "forward", "heads first"),
+    (4096, 64, "forward", "tokens first"),
+    (4096, 128, "forward", "tokens first"),
+)
+QUICK_SHAPES = SHAPES[:2]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One causal shape; `window`, or `density` of random blocks, or neither for full density."""
+
+    name: str
+    seqlen: int
+    head_dim: int = 64
+    window: int | None = None
+    density: float | None = None
+    block_size: int = 64
+
+    def layout(self, seed: int) -> BlockLayout:
+        if self.window is not None:
+            return SlidingWindow(self.window).layout(self.seqlen, block_size=self.block_size)
+        if self.density is not None:
+            return random_causal_layout(self.seqlen, self.density, self.block_size, seed)
+        return Full().layout(self.seqlen, block_size=self.block_size)
+
+
+def workloads(seqlen: int, head_dim: int) -> list[Workload]:
+    """Windows, blocks at random, and everything, at one shape."""
+    windows = [Workload(f"window {w}", seqlen, head_dim, window=w) for w in (256, 512, 1024)]
+    blocks = [
+        Workload(f"random 10 %, blocks {block}", seqlen, head_dim, density=0.1, block_size=block)
+        for block in (32, 64, 128)
+    ]
+    return [*windows, *blocks, Workload("full density", seqlen, head_dim)]
+
+
+def random_causal_layout(seqlen: int, density: float, block_size: int, seed: int) -> BlockLayout:
+    """Per head, the diagonal and random blocks before it: `density` of each row's visible blocks, at least one."""
+    blocks = -(-seqlen // block_size)
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.rand(1, HEADS, blocks, blocks, generator=generator)
+    column, row = torch.arange(blocks), torch.arange(blocks)[:, None]
+    order = order.masked_fill(column > row, -1.0).masked_fill(column == row, 2.0)
+    kept = ((row + 1) * density).round().clamp(min=1)
+    rank = order.argsort(-1, descending=True).argsort(-1)
+    return BlockLayout.from_block_indices(torch.where(rank < kept, column, -1), seqlen, block_size=block_size)
+
+
+def bars_of(rows: Iterable[dict[str, Any]]) -> list[Bar]:
+    """The bars that each row of `time_shape` must reach; those of memory with tokens first are for information."""
+    bars = []
+    for row in rows:
+        if row["memory"] != "heads first":
+            continue
+        name, forward = row["workload"], row["pass"] == "forward"
+        where = f"{name}, {row['seqlen']} x {row['head_dim']}"
+        main = name in ("window 512", "window 1024", "random 10 %, blocks 64")
+        if main and forward:
+            bars.append(Bar("forward, useful GF of matmul", 0.70, row["of_gemm"], where))
+            bars.append(Bar("forward, useful GF of SDPA", 0.90, row["of_sdpa"], where))
+        elif main:
+            bars.append(Bar("backward, useful GF of matmul", 0.70, row["of_gemm"], where))
+        if forward and name in ("window 256", "random 10 %, blocks 32"):
+            bars.append(Bar("forward, small windows and blocks, of matmul", 0.60, row["of_gemm"], where))
+        if name == "random 10 %, blocks 64":
+            bars.append(Bar(f"{row['pass']}, times faster at 10 %", 9.0, row["times_faster"], where))
+        if forward and name == "window 512" and row["seqlen"] == 8192:
+            bars.append(Bar("forward, times faster at window 512", 8.5, row["times_faster"], where))
+        if forward and name == "full density":
+            bars.append(Bar("forward, times faster at full density", 1.1, row["times_faster"], where))
+    return bars
+
+
+def bars_of_small(rows: Iterable[dict[str, Any]]) -> list[Bar]:
+    """Never slower than dense attention."""
+    return [Bar("times faster at any length", 1.0, row["times_faster"], f"{row['seqlen']} tokens") for row in rows]
+
+
+def bars_of_half(rows: Iterable[dict[str, Any]]) -> list[Bar]:
+    """bf16 and fp16 cost no more than fp32."""
+    return [
+        Bar("speed as a share of fp32's", 0.9, row["of_fp32"], f"{row['pass']}, {row['dtype']} x {row['head_dim']}")
+        for row in rows
+    ]
+
+
+def bars_of_decode(rows: Iterable[dict[str, Any]]) -> list[Bar]:
+    """Pages of 64; those of 16 are for information."""
+    return [
+        Bar("decode, times faster at 10 %", 9.0, row["times_faster"], f"{row['seqlen']} keys, pages of 64")
+        for row in rows
+        if row["page_size"] == 64
+    ]

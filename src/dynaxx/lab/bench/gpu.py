@@ -1,0 +1,268 @@
+"""Measure the GPU kernels beside their peers: correct first, then median times in one process, then useful TF/s.
+
+Useful FLOPs are 4 * head_dim * q_heads * visible (query, key) pairs forward and 2.5 times that backward; those of a
+dense peer are its own. A ratio is a peer's time over ours: above 1 we are faster. Selection and the building of layouts
+are in none of these times (layouts have rows of their own).
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.metadata
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dynaxx.lab.bench import gpu_surroundings as beside
+from dynaxx.lab.bench.bars import Report
+from dynaxx.lab.bench.gpu_bars import bars_of
+from dynaxx.lab.bench.gpu_peers import PEERS
+from dynaxx.lab.bench.gpu_workloads import WORKLOADS, Workload
+from dynaxx.lab.bench.rows import rows_named
+from dynaxx.lab.files import write_text
+from dynaxx.ops.attention import sparse_attention
+from dynaxx.ops.checks import check_inputs
+from dynaxx.ops.dispatch import unsupported_reasons
+
+BACKENDS = ("hopper", "triton")
+KINDS = ("forward", "backward")
+QUICK = ("random 10 %", "window 1024")
+BESIDE = ("layouts", "host", "encoder")
+DIFFERENT = 2e-2  # relative error in norm between two bf16 results of the same attention
+
+
+def run_gpu_suite(
+    quick: bool = False,
+    seed: int = 0,
+    only: Sequence[str] = (),
+    peers: Sequence[str] | None = None,
+    progress: Report | None = None,
+    plot: Path | None = None,
+) -> dict[str, Any]:
+    """Check the GPU backends on random problems, then time them and their peers.
+
+    Args:
+        quick: two workloads, and no peer that compiles (FlexAttention for a minute, FlashAttention 4 for seconds).
+        seed: of the random blocks and of the inputs.
+        only: of the rows, those whose name starts so: workloads, and "layouts", "host", "encoder".
+        peers: those whose name starts so, as "flex"; all by default.
+        progress: receives lines of text as results come, for example `print`.
+        plot: also time a window at lengths from 4k to 1M, and draw time and memory into this SVG file.
+
+    Returns:
+        "device", "versions", "checks" (problems passed by backend), "rows" (one dict per workload and implementation:
+        ms, TF/s and peak MiB above the inputs, forward and backward, of ours the ratio to each peer; or "skipped" with
+        the reason), "layouts", "host", "encoder", "growth" (what was asked for of it) and "bars".
+
+    Raises:
+        RuntimeError: no GPU, or a check that failed: then there are no times.
+        ValueError: `only` or `peers` names something that is none.
+    """
+    if not torch.cuda.is_available():
+        raise RuntimeError("the GPU suite needs a CUDA GPU; none is visible to torch")
+    say = progress or (lambda line: None)
+    device = torch.device("cuda", torch.cuda.current_device())
+    names = [*(workload.name for workload in WORKLOADS), *BESIDE]
+    wanted = rows_named("only", only, names) if only else QUICK if quick else names
+    workloads = [workload for workload in WORKLOADS if workload.name in wanted]
+    beside_ours = [] if quick and peers is None else peers_named(peers)
+    versions = {name: _version(name) for name in ("torch", "triton", "transformers", "flash-attn-4")}
+    name = torch.cuda.get_device_name(device)
+    say(f"{name}, " + ", ".join(f"{package} {version}" for package, version in versions.items()))
+    checks = {
+        backend: check_backend(backend, workloads, device, cases=2 if quick else 4, seed=seed) for backend in BACKENDS
+    }
+    say("problems checked against fp64: " + ", ".join(f"{backend} {count}" for backend, count in checks.items()))
+    found: dict[str, Any] = {"device": name, "versions": versions, "checks": checks, "rows": []}
+    for workload in workloads:
+        found["rows"] += time_workload(workload, device, seed, beside_ours, say)
+    for part, run in (("layouts", beside.time_layouts), ("host", beside.time_host), ("encoder", beside.time_encoder)):
+        if part in wanted:
+            found[part] = run(device, say)
+    if plot is not None:
+        found["growth"] = beside.time_growth(device, say)
+        write_text(plot, beside.draw_growth(found["growth"]))
+    bars = bars_of(found)
+    for bar in bars:
+        say(str(bar))
+    return found | {"bars": [bar.as_dict() for bar in bars]}
+
+
+def peers_named(names: Sequence[str] | None) -> list[str]:
+    """The peers whose name starts like one of these, or all.
+
+    Raises:
+        ValueError: a name of none.
+    """
+    return list(PEERS) if names is None else rows_named("peers", names, list(PEERS))
+
+
+def check_backend(backend: str, workloads: Sequence[Workload], device: torch.device, *, cases: int, seed: int) -> int:
+    """Random problems, forward and gradients, against fp64, by the kernels that the workloads run. How many it served.
+
+    Raises:
+        RuntimeError: an error over its derived budget.
+    """
+    from dynaxx.testing.expected import Expected
+    from dynaxx.testing.problems import random_problem
+
+    served = 0
+    for head_dim, block, softcap in dict.fromkeys((each.head_dim, each.block_size, each.softcap) for each in workloads):
+        for case in range(seed, seed + cases):
+            problem = random_problem(
+                case,
+                device,
+                dtype=torch.bfloat16,
+                head_dims=(head_dim, head_dim),
+                block_size=(block, block),
+                memories=("contiguous",),
+                softcaps=(softcap,),
+                from_data=0.0,
+            )
+            if unsupported_reasons(backend, problem.asks):
+                continue
+            expected = Expected(problem, case)
+            for report in expected.reports(partial(problem.attend, backend=backend)):
+                if not report.ok:
+                    raise RuntimeError(
+                        f"{backend} is wrong, so it is not timed: {report}; seed {case}, {problem.label}"
+                    )
+            served += 1
+    return served
+
+
+def time_workload(
+    workload: Workload, device: torch.device, seed: int, peers: Sequence[str], say: Report
+) -> list[dict[str, Any]]:
+    """Rows of our backends and of the named peers on one workload."""
+    layout = workload.layout(device, seed)
+    q, k, v = workload.inputs(device, seed)
+    flops = workload.flops(layout)
+    common = {"workload": workload.name, "seqlen": workload.seqlen, "density": round(layout.to("cpu").density(), 4)}
+    rows, expected = [], None
+    for backend in BACKENDS:
+        run = partial(sparse_attention, layout=layout, softcap=workload.softcap, backend=backend)
+        row = {**common, "implementation": backend}
+        as_batch = (q, k, v) if q.ndim == 4 else (q[None], k[None], v[None])
+        if why := unsupported_reasons(backend, check_inputs(*as_batch, layout, softcap=workload.softcap)):
+            rows.append(row | {"skipped": "; ".join(why)})
+            continue
+        if expected is None:
+            with torch.no_grad():
+                expected = run(q, k, v)
+        rows.append(row | _forward(run, (q, k, v), flops) | _backward(run, (q, k, v), flops))
+    for name in peers:
+        row = {**common, "implementation": name}
+        dense = "dense" in name
+        its_flops = workload.dense_flops if dense else flops
+        skipped = "skipped"
+        try:
+            run_peer = PEERS[name](workload, layout)
+            if not dense and expected is not None:
+                _agree(run_peer, (q, k, v), expected)
+            row |= _forward(run_peer, (q, k, v), its_flops)
+            skipped = "backward_skipped"
+            row |= _backward(run_peer, (q, k, v), its_flops)
+        except Exception as error:  # a peer that is absent, or does not serve the shape, must not cost the other rows
+            row[skipped] = _said(error)
+        rows.append(row)
+    by_name = {row["implementation"]: row for row in rows}
+    for backend in BACKENDS:
+        by_name[backend] |= {"ratio": _ratios(by_name[backend], [by_name[name] for name in peers])}
+    for row in rows:
+        say(_line(row))
+    gc.collect()
+    torch.cuda.empty_cache()
+    return rows
+
+
+def _agree(run: Callable[..., Tensor], inputs: tuple[Tensor, ...], expected: Tensor) -> None:
+    with torch.no_grad():
+        out = run(*inputs)
+    error = float((out.float() - expected.float()).norm() / expected.float().norm())
+    if not error <= DIFFERENT:
+        raise RuntimeError(f"gives another result than ours: relative error {error:.1e}")
+
+
+def _said(error: Exception) -> str:
+    """An error's type and the line of it that says why."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    why = next((line for line in lines if "Error: " in line), lines[-1] if lines else "")
+    return f"{type(error).__name__}: {why}"[:160]
+
+
+def _forward(run: Callable[..., Tensor], inputs: tuple[Tensor, ...], flops: int) -> dict[str, float]:
+    """Median ms, TF/s and peak MiB above what is there before, of a forward without gradients."""
+
+    def forward() -> None:
+        with torch.no_grad():
+            run(*inputs)
+
+    return _measured("forward", forward, flops)
+
+
+def _backward(run: Callable[..., Tensor], inputs: tuple[Tensor, ...], flops: int) -> dict[str, float]:
+    """The same of a backward."""
+    out = run(*inputs)
+    do = torch.randn_like(out)
+    return _measured("backward", lambda: torch.autograd.grad(out, inputs, do, retain_graph=True), 2.5 * flops)
+
+
+def _measured(kind: str, run: Callable[[], object], flops: float) -> dict[str, float]:
+    from triton.testing import do_bench
+
+    run()
+    mib = _peak_mib(run)
+    ms = do_bench(run, warmup=20, rep=60, return_mode="median")
+    return {f"{kind}_ms": round(ms, 4), f"{kind}_tflops": round(flops / ms / 1e9, 1), f"{kind}_mib": round(mib, 1)}
+
+
+def _peak_mib(run: Callable[[], object]) -> float:
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def _ratios(ours: dict[str, Any], peers: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """By peer, its time over ours, forward and backward."""
+    if "skipped" in ours:
+        return {}
+    return {
+        peer["implementation"]: {
+            kind: peer[f"{kind}_ms"] / ours[f"{kind}_ms"] for kind in KINDS if f"{kind}_ms" in peer
+        }
+        for peer in peers
+        if "skipped" not in peer
+    }
+
+
+def _line(row: dict[str, Any]) -> str:
+    head = f"{row['workload']:>18} {row['density']:.3f} {row['implementation']:<18}"
+    if "skipped" in row:
+        return f"{head} skipped: {row['skipped']}"
+    parts = [
+        f"{kind} {row[f'{kind}_ms']:8.3f} ms {row[f'{kind}_tflops']:4.0f} TF/s {row[f'{kind}_mib']:6.0f} MiB"
+        for kind in KINDS
+        if f"{kind}_ms" in row
+    ]
+    if "backward_skipped" in row:
+        parts.append(f"backward skipped: {row['backward_skipped']}")
+    ratios = (
+        f"{peer.removesuffix(', dense')} {'/'.join(f'{each[kind]:.2f}' if kind in each else '-' for kind in KINDS)}x"
+        for peer, each in row.get("ratio", {}).items()
+    )
+    return "  ".join([head, *parts, *ratios])
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

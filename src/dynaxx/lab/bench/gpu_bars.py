@@ -1,0 +1,77 @@
+"""What the GPU suite promises on an H200: ratios to peers of the same process, rates, and times."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dynaxx.lab.bench.bars import Bar
+
+FLEX, FLEX_PORTABLE = 1.45, 1.15
+PER_FA4 = {  # forward, backward
+    "random 10 %": (1.05, 1.0),
+    "random 30 %": (1.0, 1.0),
+    "random 20 % of 8k": (1.1, 1.0),
+    "window 1024": (1.1, 1.05),
+    "window 4096": (1.0, 1.0),
+}
+TFLOPS = {"blocks of 64": 420, "blocks of 64, 128k": 420, "density 1.0": 0.92 * 671}  # of FlashAttention 3, dense
+OF_MAIN = {"head_dim 64": 0.8, "head_dim 256": 0.8, "group 1": 0.8, "group 7": 0.8, "group 8": 0.8}
+OF_EQUAL = 0.9
+CACHED_MS, FRESH_MS, HOST_US = 0.05, 0.5, 40.0
+ENCODER = {"time": 0.37, "memory": 0.38}  # of eager attention's
+
+
+def bars_of(found: dict[str, Any]) -> list[Bar]:
+    """Every bar whose row was asked for."""
+    rows: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in found["rows"]:
+        rows.setdefault(row["workload"], {})[row["implementation"]] = row
+    best = {name: _best(each) for name, each in rows.items()}
+    bars = []
+    for name, row in best.items():
+        kinds = ("forward", "backward")
+        for kind, bar in zip(kinds, PER_FA4.get(name, ()), strict=False):
+            bars.append(Bar(f"{kind}, times FA4", bar, _ratio(row, "fa4", kind), name))
+            if "random" in name:
+                bars.append(Bar(f"{kind}, times FlexAttention", FLEX, _ratio(row, "flex", kind), name))
+        if name in TFLOPS:
+            bars.append(Bar("forward, TF/s", TFLOPS[name], row.get("forward_tflops"), name))
+        for kind in kinds:
+            if name in OF_MAIN:
+                bars.append(Bar(f"{kind}, share of the main shape's TF/s", OF_MAIN[name],
+                                _share(row, best.get("random 10 %", {}), kind), name))  # fmt: skip
+            if name == "ragged":
+                bars.append(Bar(f"{kind}, share of an equal batch's TF/s", OF_EQUAL,
+                                _share(row, best.get("equal", {}), kind), name))  # fmt: skip
+            if "flex" in rows[name]:
+                ratio = _ratio(rows[name]["triton"], "flex", kind)
+                bars.append(Bar(f"{kind}, the portable kernels, times FlexAttention", FLEX_PORTABLE, ratio, name))
+    for row in found.get("layouts", ()):
+        bars.append(Bar("layout, cached, ms", CACHED_MS, row["cached_ms"], row["pattern"], at_most=True))
+        bars.append(Bar("layout, fresh, ms", FRESH_MS, row["fresh_ms"], row["pattern"], at_most=True))
+    for row in found.get("host", ()):
+        bars.append(Bar("host time of a call, us", HOST_US, row["us"], row["call"], at_most=True))
+    if "encoder" in found:
+        encoder = {row["attention"]: row for row in found["encoder"]}
+        ours, eager, sdpa = encoder["dynaxx"], encoder["eager"], encoder["sdpa"]
+        bars.append(Bar("encoder, time of eager's", ENCODER["time"], ours["ms"] / eager["ms"], "BERT", at_most=True))
+        bars.append(
+            Bar("encoder, peak memory of eager's", ENCODER["memory"], ours["mib"] / eager["mib"], "BERT", at_most=True)
+        )
+        bars.append(Bar("encoder, times faster than SDPA", 1.0, sdpa["ms"] / ours["ms"], "BERT"))
+    return bars
+
+
+def _best(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """What `backend="auto"` would run."""
+    return next((rows[name] for name in ("hopper", "triton") if "skipped" not in rows[name]), {})
+
+
+def _ratio(row: dict[str, Any], peer: str, kind: str) -> float | None:
+    value: float | None = row.get("ratio", {}).get(peer, {}).get(kind)
+    return value
+
+
+def _share(row: dict[str, Any], of: dict[str, Any], kind: str) -> float | None:
+    name = f"{kind}_tflops"
+    return row[name] / of[name] if name in row and name in of else None

@@ -1,0 +1,1 @@
+"""`dynaxx doctor`: what this machine can serve, and whether it computes the right thing."""

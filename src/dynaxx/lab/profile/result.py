@@ -1,0 +1,160 @@
+"""What `dynaxx profile` found: where the time goes, what that would save, and one sentence about it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dynaxx.lab.machine import Ceilings, Machine
+from dynaxx.lab.report.verdict import NBSP, duration
+
+DENSITIES = (0.5, 0.25, 0.1)  # that savings are estimated for
+BUSY = 0.7  # load from which others disturb a measurement; on a GPU, of each core of the host
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """The parts of one prefill; they add up to `total`."""
+
+    attention: float  # the core: scores, softmax, values
+    projections: float  # the rest of the attention modules: q, k, v, out, rotary embedding, cache
+    mlp: float
+    rest: float  # embeddings, norms, logits of the last token
+    total: float
+
+
+@dataclass(frozen=True)
+class Decode:
+    """One token after a prefill of this length."""
+
+    seconds_per_token: float
+    attention_share: float
+    gbs: float  # weights and keys and values read once, over the time
+    of_copy_ceiling: float
+
+
+@dataclass(frozen=True)
+class LengthProfile:
+    """Medians at one prompt length, batch 1."""
+
+    seqlen: int
+    seconds: Seconds
+    repeats: int
+    attention_gflops_per_s: float  # useful FLOPs: visible pairs only
+    of_gemm_ceiling: float
+    linear_gflops_per_s: float  # of projections and MLP, where they are plain linear layers
+    decode: Decode
+
+    @property
+    def attention_share(self) -> float:
+        return self.seconds.attention / self.seconds.total
+
+    @property
+    def max_speedup(self) -> float:
+        """Of the whole prefill, if attention took no time at all."""
+        return self.seconds.total / max(self.seconds.total - self.seconds.attention, 1e-9)
+
+
+@dataclass(frozen=True)
+class Saving:
+    """What a density would save at a length, if attention's time is proportional to it."""
+
+    seqlen: int
+    density: float
+    speedup: float
+    seconds_saved: float  # per prompt
+    money_saved_per_1000_prompts: float | None  # in the currency of the price per hour
+
+
+@dataclass(frozen=True)
+class ProfileResult:
+    """Where the time goes, and what that means."""
+
+    machine: Machine
+    model: str
+    ceilings: Ceilings
+    lengths: tuple[LengthProfile, ...]
+    threshold: float
+    price_per_hour: float | None
+    load: float | None = None  # of the machine before we began
+
+    @property
+    def busy(self) -> bool:
+        """Whether others were at work on the machine."""
+        cores = 1 if self.ceilings.device.startswith("cpu") else self.machine.cores
+        return (self.load or 0) > BUSY * cores
+
+    @property
+    def worth_it(self) -> bool:
+        return any(length.attention_share >= self.threshold for length in self.lengths)
+
+    @property
+    def savings(self) -> tuple[Saving, ...]:
+        return tuple(_saving(length, density, self.price_per_hour) for length in self.lengths for density in DENSITIES)
+
+    @property
+    def verdict(self) -> str:
+        """In one sentence, from the shortest length to the longest."""
+        said = []
+        for length in self.lengths:
+            share = f"{length.attention_share:.0%} at {length.seqlen:,}"
+            worth = length.attention_share >= self.threshold
+            said.append(f"{share}: " + (f"up to {length.max_speedup:.1f}x" if worth else "not worth it"))
+        return f"attention's share of prefill is {'; '.join(said)} (rule of thumb: from {self.threshold:.0%})"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "machine": self.machine.to_dict(),
+            "load": self.load,
+            "model": self.model,
+            "ceilings": self.ceilings.to_dict(),
+            "lengths": [
+                {**asdict(x), "attention_share": x.attention_share, "max_speedup": x.max_speedup} for x in self.lengths
+            ],
+            "threshold": self.threshold,
+            "verdict": self.verdict,
+            "worth_it": self.worth_it,
+            "price_per_hour": self.price_per_hour,
+            "savings": [asdict(saving) for saving in self.savings],
+        }
+
+    def summary(self) -> str:
+        """What the command prints."""
+        c = self.ceilings
+        lines = [
+            f"{self.model} on {self.machine.cpu}" + "".join(f", {gpu}" for gpu in self.machine.gpus),
+            f"ceilings measured on {c.device} in {c.dtype}, {c.threads} threads: "
+            f"{c.gemm_gflops:,.0f} GFLOP/s, {c.copy_gbs:.1f} GB/s",
+            *([f"the machine was busy (load {self.load}): times are too long"] if self.busy else []),
+            "",
+            "  prompt     prefill  attention  projections     mlp    rest  attention GFLOP/s    decode/token",
+        ]
+        for x in self.lengths:
+            s = x.seconds
+            lines.append(
+                f"{x.seqlen:8,} {_time(s.total):>11} {s.attention / s.total:9.0%} {s.projections / s.total:12.0%} "
+                f"{s.mlp / s.total:7.0%} {s.rest / s.total:7.0%} {x.attention_gflops_per_s:8,.0f} "
+                f"({x.of_gemm_ceiling:4.0%} of gemm) {x.decode.seconds_per_token * 1e3:7.1f} ms, "
+                f"attention {x.decode.attention_share:.0%}"
+            )
+        lines += ["", self.verdict, "", "if attention's time is proportional to its density:"]
+        for saving in self.savings[-len(DENSITIES) :]:
+            money = saving.money_saved_per_1000_prompts
+            lines.append(
+                f"  {saving.seqlen:,} tokens at {saving.density:.0%}: {saving.speedup:.2f}x, saves "
+                f"{_time(saving.seconds_saved)} a prompt"
+                + ("" if money is None else f", {money:.2f} per 1,000 prompts")
+            )
+        if self.worth_it:
+            lines += ["", "how low the density may go with this model and text: dynaxx tune"]
+        return "\n".join(lines)
+
+
+def _time(seconds: float) -> str:
+    return duration(seconds).replace(NBSP, " ")
+
+
+def _saving(length: LengthProfile, density: float, price_per_hour: float | None) -> Saving:
+    saved = length.seconds.attention * (1 - density)
+    money = None if price_per_hour is None else saved * 1000 * price_per_hour / 3600
+    return Saving(length.seqlen, density, length.seconds.total / (length.seconds.total - saved), saved, money)

@@ -1,0 +1,195 @@
+"""`dynaxx profile`: where a model's time goes at each length, and whether sparse attention is worth it.
+
+Timed through front doors only: hooks on modules for projections and MLP, transformers' attention interface for the
+attention core, which is all that sparsity can save.
+"""
+
+from __future__ import annotations
+
+import errno
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import sdpa_kernel
+
+from dynaxx.lab.attention_route import evaluating
+from dynaxx.lab.files import beside, explain_full_disk
+from dynaxx.lab.machine import Ceilings, load_average, machine_facts, measure_ceilings, synchronize
+from dynaxx.lab.models import longest_prompt
+from dynaxx.lab.profile.clock import Clock, find_parts, instrumented
+from dynaxx.lab.profile.result import Decode, LengthProfile, ProfileResult, Seconds
+from dynaxx.lab.progress import Progress, SilentProgress
+from dynaxx.lab.texts import encode
+from dynaxx.lab.tune.decode_speed import NO_PLANS
+
+RULE_OF_THUMB = 0.20  # below this share of the time, sparse attention is seldom worth its complexity
+DECODE_STEPS = 5
+
+
+def profile(
+    model: Any,
+    tokenizer: Any,
+    text: str,
+    *,
+    lengths: Sequence[int],
+    name: str = "model",
+    threshold: float = RULE_OF_THUMB,
+    price_per_hour: float | None = None,
+    trace: Path | None = None,
+    progress: Progress | None = None,
+) -> ProfileResult:
+    """Measure prefill and decode at each length, batch 1.
+
+    Args:
+        model: a transformers causal language model. It is left as it was.
+        text: what the prompts are made of; repeated if it is shorter than the longest length.
+        lengths: prompt lengths in tokens.
+        threshold: the share of the time from which attention counts as worth making sparse.
+        price_per_hour: of the machine, to put savings into money.
+        trace: where to write a Chrome trace of one prefill at the longest length, from PyTorch's profiler.
+
+    Raises:
+        ValueError: no lengths, or one below 2 or beyond the model's positions.
+    """
+    limit = longest_prompt(model)
+    lengths = tuple(sorted(set(lengths)))
+    if not lengths or lengths[0] < 2 or lengths[-1] > limit:
+        raise ValueError(f"`lengths` must be from 2 to the model's {limit:,} tokens, got {list(lengths)}")
+    progress, device, load = progress or SilentProgress(), model.device, load_average()
+    ids = _prompt(tokenizer, text, lengths[-1]).to(device)
+    with progress.task("Profiling", total=1 + sum(lengths)) as task, torch.inference_mode(), evaluating(model):
+        ceilings = measure_ceilings(device, model.dtype)
+        task.advance(1, f"machine reaches {ceilings.gemm_gflops:,.0f} GFLOP/s")
+        measured = []
+        with instrumented(model) as clock:
+            _prefill(model, ids[:, : lengths[0]])  # first calls allocate
+            clock.collect()
+            for length in lengths:
+                measured.append(_measure(model, ids[:, :length], clock))
+                seconds = measured[-1].seconds
+                task.advance(length, f"{length:,} tokens: attention {seconds.attention / seconds.total:.0%}")
+            if trace is not None:
+                _write_trace(trace, partial(_prefill, model, ids))
+        ceilings = ceilings.best_of(measure_ceilings(device, model.dtype))
+    found = tuple(run.against(ceilings) for run in measured)
+    return ProfileResult(machine_facts(), name, ceilings, found, threshold, price_per_hour, load)
+
+
+def default_lengths(model: Any, longest: int = 8192) -> tuple[int, ...]:
+    """512, 2,048, and `longest` or the model's own limit."""
+    top = min(longest, longest_prompt(model))
+    return tuple(sorted({length for length in (512, 2048) if length < top} | {top}))
+
+
+class _Measured(NamedTuple):
+    """One length, before it is held against the ceilings."""
+
+    seqlen: int
+    seconds: Seconds
+    repeats: int
+    attention_flops: int
+    linear_flops: int
+    decode_seconds: float
+    decode_attention_share: float
+    decode_bytes: int  # weights, keys and values, read once per token
+
+    def against(self, ceilings: Ceilings) -> LengthProfile:
+        attention = self.attention_flops / max(self.seconds.attention, 1e-9) / 1e9
+        gbs = self.decode_bytes / self.decode_seconds / 1e9
+        return LengthProfile(
+            seqlen=self.seqlen,
+            seconds=self.seconds,
+            repeats=self.repeats,
+            attention_gflops_per_s=attention,
+            of_gemm_ceiling=attention / ceilings.gemm_gflops,
+            linear_gflops_per_s=self.linear_flops / max(self.seconds.projections + self.seconds.mlp, 1e-9) / 1e9,
+            decode=Decode(self.decode_seconds, self.decode_attention_share, gbs, gbs / ceilings.copy_gbs),
+        )
+
+
+def _measure(model: Any, ids: Tensor, clock: Clock) -> _Measured:
+    """Up to three prefills in about six seconds, at least one, and take the middle one; then some decode steps."""
+    runs: list[Seconds] = []
+    started, cache = time.perf_counter(), None
+    while not runs or (len(runs) < 3 and time.perf_counter() - started + runs[-1].total < 6):
+        clock.attention_flops = clock.attention_calls = 0
+        seconds, cache, parts = _timed(model, clock, partial(_prefill, model, ids))
+        if not clock.attention_calls:
+            name = type(model).__name__
+            raise ValueError(f"{name} does not use transformers' attention interface; it cannot be profiled")
+        rest = seconds - parts["module"] - parts["mlp"]
+        runs.append(Seconds(parts["attention"], parts["module"] - parts["attention"], parts["mlp"], rest, seconds))
+    flops = clock.attention_flops
+    decode_seconds, share, read = _measure_decode(model, ids, cache, clock)
+    middle = sorted(runs, key=lambda run: run.total)[len(runs) // 2]
+    linear = 2 * _linear_weights(model) * ids.shape[1]
+    return _Measured(ids.shape[1], middle, len(runs), flops, linear, decode_seconds, share, read)
+
+
+def _measure_decode(model: Any, ids: Tensor, cache: Any, clock: Clock) -> tuple[float, float, int]:
+    """Median seconds of a token on top of the prefill's cache, attention's share of it, and bytes it must read.
+
+    The position stays within the prompt, so that a model with learned positions can be profiled at its full length.
+    """
+    totals, shares = [], []
+    position = torch.tensor([[ids.shape[1] - 1]], device=ids.device)
+    for _ in range(DECODE_STEPS):
+        step = partial(model, ids[:, -1:], past_key_values=cache, position_ids=position, use_cache=True)
+        with sdpa_kernel(NO_PLANS):  # each step has a new length, as in `generate`
+            seconds, _, parts = _timed(model, clock, step)
+        totals.append(seconds)
+        shares.append(parts["attention"] / seconds)
+    weights = {tensor.data_ptr(): tensor.nbytes for tensor in model.parameters()}
+    cached = sum(x.nbytes for layer in getattr(cache, "layers", ()) for x in (layer.keys, layer.values))
+    return statistics.median(totals[1:]), statistics.median(shares[1:]), sum(weights.values()) + cached
+
+
+def _timed(model: Any, clock: Clock, run: Callable[[], Any]) -> tuple[float, Any, dict[str, float]]:
+    """Seconds, the new cache, and seconds by part."""
+    synchronize(model.device)
+    started = time.perf_counter()
+    output = run()
+    synchronize(model.device)
+    return time.perf_counter() - started, output.past_key_values, clock.collect()
+
+
+def _prefill(model: Any, ids: Tensor) -> Any:
+    """As `generate` does it: with a cache, and logits of the last token only."""
+    return model(ids, use_cache=True, logits_to_keep=1)
+
+
+def _linear_weights(model: nn.Module) -> int:
+    """Weights that every token is multiplied with in attention modules and MLPs."""
+    parts = [module for found in find_parts(model) for module in found]
+    return sum(x.weight.numel() for part in parts for x in part.modules() if isinstance(x, nn.Linear))
+
+
+def _prompt(tokenizer: Any, text: str, tokens: int) -> Tensor:
+    """A prompt of this many tokens; a short text is repeated, which changes no timing."""
+    have = len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    return encode(tokenizer, text * (2 * tokens // max(1, have) + 1), tokens)
+
+
+def _write_trace(path: Path, run: Callable[[], Any]) -> None:
+    """A Chrome trace (for Perfetto or chrome://tracing) of one run, whole or not at all."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    profiler: AbstractContextManager[Any] = torch.profiler.profile(activities=activities, acc_events=True)
+    with profiler as recorded:
+        run()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with beside(path) as folder, explain_full_disk(path):
+        folder.mkdir()
+        trace = folder / "trace.json"
+        recorded.export_chrome_trace(str(trace))
+        if not trace.exists():  # the profiler only logs what stopped it, and leaves a file of its own there
+            raise OSError(errno.EIO, "the profiler could not write its trace; is the disk full?", str(path))
+        trace.replace(path)

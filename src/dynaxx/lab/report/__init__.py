@@ -1,0 +1,1 @@
+"""`dynaxx report`: one HTML page from the results in a folder."""

@@ -1,0 +1,294 @@
+"""The report's sections: from a document that a tool wrote to the figures, tables and charts that the page shows.
+
+Each function takes the document and, where it looks at others, all of them; it raises where a field is missing or odd.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import Any
+
+from dynaxx.lab.report import charts
+from dynaxx.lab.report.charts import Axes, Line, Point, Series
+from dynaxx.lab.report.heatmap import heatmap_uri
+from dynaxx.lab.report.verdict import change, duration, percent, times
+
+RULE_NAMES = {
+    "oracle": "best possible",
+    "streaming": "sinks, window",
+    "mean_pool": "mean-pooled",
+    "min_max": "min/max bound",
+    "last_query_probe": "last-query probe",
+}
+MOST_MAPS = 400  # more heads than that get smaller heat maps, to keep the page small
+
+
+def number(value: Any) -> str:
+    """A figure of unknown kind, to four digits."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return str(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+
+
+def profile_section(document: dict[str, Any], documents: dict[str, Any]) -> dict[str, Any]:
+    """Where the time goes."""
+    lengths = sorted(document["lengths"], key=lambda length: length["seqlen"])
+    rows = []
+    for length in lengths:
+        seconds = length["seconds"]
+        parts = [
+            (f"{words}: {duration(seconds[part])}, {percent(seconds[part] / seconds['total'])}", seconds[part])
+            for part, words in PARTS.items()
+        ]
+        shares = [(title, value / seconds["total"]) for title, value in parts]
+        rows.append((f"{length['seqlen']:,}", shares, duration(seconds["total"])))
+    chart = charts.stacked_bars(
+        rows,
+        alt="Share of prefill time by prompt length: attention, projections, MLP, rest",
+        labels=[f"attention {percent(length['attention_share'])}" for length in lengths],
+    )
+    return {
+        "verdict": document["verdict"],
+        "chart": chart,
+        "lengths": [
+            {**_picked(each, "seqlen attention_share attention_gflops_per_s of_gemm_ceiling max_speedup"), **each}
+            for each in lengths
+        ],
+        "ceilings": _picked(document["ceilings"], "gemm_gflops copy_gbs"),
+    }
+
+
+PARTS = {
+    "attention": "attention",
+    "projections": "projections",
+    "mlp": "MLP",
+    "rest": "rest",
+}
+
+
+def analysis_section(document: dict[str, Any], documents: dict[str, Any]) -> dict[str, Any]:
+    """Where the heads attend."""
+    heads = document["heads"]
+    layers: dict[int, list[dict[str, Any]]] = {}
+    for head in heads:
+        layers.setdefault(head["layer"], []).append(_head(head, shrink=len(heads) > MOST_MAPS))
+    return {
+        "tokens": document["tokens"],
+        "rows": document.get("rows", document["tokens"]),
+        "block_size": document["block_size"],
+        "summary": _picked(
+            document["summary"],
+            "heads kinds mean_recommended_density target_recall mean_sink_mass mean_local_mass",
+        ),
+        "layers": layers,
+        "columns": min(16, max(len(each) for each in layers.values())),
+        "chart": _recall_chart(document),
+        "rules": {name: RULE_NAMES.get(name, name) for name in document["rules"]},
+    }
+
+
+def _head(head: dict[str, Any], shrink: bool) -> dict[str, Any]:
+    heatmap, recommended = head["heatmap"], head["recommended"]
+    codes, size = base64.b64decode(heatmap["data"], validate=True), int(heatmap["size"])
+    if len(codes) != size * size:
+        raise ValueError(f"a heat map has {len(codes)} bytes, not {size} x {size}")
+    if shrink and size > 32:
+        codes, size = _halved(codes, size), size // 2
+    title = (
+        f"layer {head['layer']}, head {head['head']}: {recommended['reason']}. First tokens "
+        f"{percent(head['sink_mass'])}, near {percent(head['local_mass'])}, vertical lines "
+        f"{percent(head['vertical_mass'])}, slash lines {percent(head['slash_mass'])}"
+    )
+    shown = _picked(head, "layer head sink_mass local_mass vertical_mass slash_mass median_distance")
+    recommended = _picked(recommended, "kind attention reason density")
+    return {**shown, "recommended": recommended, "uri": heatmap_uri(codes, size), "title": title}
+
+
+def _halved(codes: bytes, size: int) -> bytes:
+    """Every second row and column, the fuller of each two neighbours."""
+    half = size // 2
+    best = bytearray(half * half)
+    for y in range(half * 2):
+        for x in range(half * 2):
+            at = y // 2 * half + x // 2
+            best[at] = max(best[at], codes[y * size + x])
+    return bytes(best)
+
+
+def _recall_chart(document: dict[str, Any]) -> str:
+    rules = document["rules"]
+    best = max((name for name in rules if name != "oracle"), key=lambda name: sum(rules[name]["recall"]))
+    styles = {"oracle": "dashed", best: "accent"}
+    series = []
+    for name, rule in sorted(rules.items(), key=lambda rule: rule[0] == best):  # the best is drawn last, on top
+        words = RULE_NAMES.get(name, name)
+        points = [
+            Point(100 * density, 100 * recall, f"{words}: {percent(recall, 1)} at {percent(density, 1)} density")
+            for density, recall in zip(rule["density"], rule["recall"], strict=True)
+        ]
+        series.append(Series(words, points, styles.get(name, "soft")))
+    axes = Axes("density, %", "mass caught, %, mean over heads", _plain, _plain, height=280)
+    return charts.line_chart(series, axes, alt="Attention mass that each rule catches, by density")
+
+
+def tuning_section(document: dict[str, Any], documents: dict[str, Any]) -> dict[str, Any]:
+    """Quality against density, budgets, attention alone against dense."""
+    return {
+        **{key: document[key] for key in ("tokens", "tolerance", "dense_perplexity", "chosen", "best_uniform_density")},
+        "seconds": document.get("seconds"),
+        "trials": [
+            {**_picked(trial, "density perplexity ratio"), "kind": kind, "is_chosen": trial == document["chosen"]}
+            for kind in ("tuned", "uniform")
+            for trial in document[kind]
+        ],
+        "quality": _quality_chart(document),
+        "crossover": _speed_chart(
+            document.get("crossover") or [],
+            "attention",
+            "Speed of attention alone against dense, by prompt length",
+            document.get("dense_below"),
+        ),
+        "timings": [_picked(each, "seqlen dense_seconds sparse_seconds") for each in document.get("crossover") or []],
+        "dense_below": document.get("dense_below"),
+        "budgets": _budget_matrix(document) if document.get("budgets") else "",
+    }
+
+
+def _quality_chart(document: dict[str, Any]) -> str:
+    tolerance, chosen = document["tolerance"], document["chosen"]
+    series = []
+    for kind, name, style in (("uniform", "uniform", "soft"), ("tuned", "tuned", "accent")):
+        points = [
+            Point(
+                100 * trial["density"],
+                100 * (trial["ratio"] - 1),
+                f"{name}: {percent(trial['density'], 1)} density, perplexity {change(trial['ratio'])}",
+                ringed=kind == "tuned" and trial == chosen,
+            )
+            for trial in document[kind]
+        ]
+        series.append(Series(name, points, style))
+    if not any(each.points for each in series):
+        return ""
+    changes = [point.y for each in series for point in each.points]
+    top = min(max(*changes, 200 * tolerance), 600 * tolerance)
+    axes = Axes(
+        "density, % of blocks visited",
+        "perplexity, % above dense",
+        _plain,
+        _plain,
+        y_range=(min(0.0, *changes) - 0.04 * top, top * 1.05),
+        y_lines=(Line(100 * tolerance, f"limit {percent(tolerance, 1)}"),),
+    )
+    return charts.line_chart(series, axes, alt="Perplexity against density, tuned and uniform budgets")
+
+
+def _speed_chart(timings: list[dict[str, Any]], name: str, alt: str, border: int | None = None) -> str:
+    """Dense over sparse seconds by length; `border` is where the policy begins to be sparse."""
+    if not timings:
+        return ""
+    points = []
+    for timing in sorted(timings, key=lambda timing: timing["seqlen"]):
+        speedup = timing["dense_seconds"] / timing["sparse_seconds"]
+        seconds = f"{duration(timing['dense_seconds'])} dense, {duration(timing['sparse_seconds'])} sparse"
+        points.append(Point(timing["seqlen"], speedup, f"{timing['seqlen']:,} tokens: {times(speedup)}, {seconds}"))
+    inside = border and points[0].x < border < points[-1].x
+    axes = Axes(
+        "prompt length, tokens",
+        "speed, dense = 1",
+        lambda x: f"{x / 1024:g}k" if x >= 1024 else f"{x:g}",
+        _plain,
+        log_x=True,
+        y_range=(0.0, 1.1 * max(1.0, *(point.y for point in points))),
+        y_lines=(Line(1.0, "dense"),),
+        x_lines=(Line(border, f"sparse from {border:,}"),) if border and inside else (),
+    )
+    return charts.line_chart([Series(name, points, "accent")], axes, alt=alt)
+
+
+def _budget_matrix(document: dict[str, Any]) -> str:
+    budgets = document["budgets"]
+    layers = document.get("layers") or list(range(len(budgets)))
+    titles = [
+        [f"layer {layer}, head {head}: budget {percent(value)}" for head, value in enumerate(row)]
+        for layer, row in zip(layers, budgets, strict=True)
+    ]
+    names = [str(layer) for layer in layers]
+    alt = f"Budget per head, {len(budgets)} layers"
+    return charts.matrix(budgets, titles, alt=alt, names=names, x_label="layer", y_label="head")
+
+
+def policy_section(document: dict[str, Any], documents: dict[str, Any]) -> dict[str, Any]:
+    """The policy and its size."""
+    return {
+        "rules": len(document["rules"]),
+        "model": _picked(document["model"], "model_type layers q_heads"),
+        "dense_below": document.get("dense_below"),
+        "sparse_from": document.get("sparse_from"),
+        "tolerances": {name: value for name, value in document["tolerances"].items() if value is not None},
+        "text": json.dumps(document, indent=2, ensure_ascii=False),
+    }
+
+
+def validation_section(document: dict[str, Any], documents: dict[str, Any]) -> dict[str, Any]:
+    """Checks, tasks, the whole prefill against dense."""
+    speed = [
+        {"dense_peak_mb": None, "sparse_peak_mb": None, **row, "speedup": row["dense_seconds"] / row["sparse_seconds"]}
+        for row in document.get("speed") or []
+    ]
+    details = {name: document[name] for name in ("logits", "perplexity", "repetition") if document.get(name)}
+    return {
+        "passed": bool(document["passed"]),
+        "checks": [
+            {**_picked(check, "name value limit passed"), "unit": check.get("unit") or ""}
+            for check in document["checks"]
+        ],
+        "speed": sorted(speed, key=lambda row: row["seqlen"]),
+        "chart": _speed_chart(
+            speed,
+            "prefill",
+            "Speed of the whole prefill against dense, by prompt length",
+            (documents.get("policy") or {}).get("sparse_from") or (documents.get("tuning") or {}).get("dense_below"),
+        ),
+        "with_memory": any(row.get("dense_peak_mb") for row in speed),
+        "tasks": _table(document.get("tasks")),
+        "details": {name: _flat(value) for name, value in details.items()},
+    }
+
+
+def _picked(values: dict[str, Any], names: str) -> dict[str, Any]:
+    """The named values; a KeyError says which one a file lacks."""
+    return {name: values[name] for name in names.split()}
+
+
+def _table(rows: Any) -> dict[str, Any]:
+    """A list of like objects as header and rows; nested values are left out."""
+    rows = [row for row in rows or [] if isinstance(row, dict)]
+    header = [key for key, value in rows[0].items() if not isinstance(value, (dict, list))] if rows else []
+    return {"header": header, "rows": [[row.get(key, "") for key in header] for row in rows]}
+
+
+def _flat(value: Any) -> dict[str, Any]:
+    """The plain figures of an object."""
+    if not isinstance(value, dict):
+        return {"value": value}
+    return {key: each for key, each in value.items() if not isinstance(each, (dict, list))}
+
+
+def machine_facts(documents: dict[str, Any]) -> dict[str, str]:
+    """Facts about the machine, from the profile or else from the policy."""
+    facts = (documents.get("profile") or {}).get("machine") or (documents.get("policy") or {}).get("measured_on") or {}
+    said = {}
+    for name, value in facts.items():
+        if isinstance(value, dict):
+            value = ", ".join(f"{key} {each}" for key, each in value.items())
+        elif isinstance(value, list):
+            value = ", ".join(str(each) for each in value)
+        if value not in ("", None):
+            said[name.replace("_", " ")] = number(value)
+    return said
+
+
+def _plain(value: float) -> str:
+    return f"{value:g}"

@@ -1,0 +1,1 @@
+"""`dynaxx tune` and `dynaxx retune`: find the sparsest policy that keeps quality, and renew it."""

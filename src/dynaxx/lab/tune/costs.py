@@ -1,0 +1,66 @@
+"""What candidates of `dynaxx tune` are, and what each costs each head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dynaxx.lab.tune.sensitivity import HeadCosts
+from dynaxx.selection import MeanQuery, MinMax, Scorer
+
+BUDGETS = (0.0, 0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0)  # what heads choose from
+SCORERS: tuple[Scorer, ...] = (MeanQuery(), MinMax(bound=0.5))
+
+Budgets = list[list[float]]  # per layer and q head
+
+
+class Costs(NamedTuple):
+    """What every candidate costs every head, by scorer; each tensor (budgets, layers * heads)."""
+
+    layers: tuple[int, ...]
+    density: dict[Scorer, Tensor]
+    loss: dict[Scorer, Tensor]
+
+    @property
+    def heads(self) -> int:
+        return next(iter(self.density.values())).shape[1] // len(self.layers)
+
+    def budgets(self, choice: Tensor) -> Budgets:
+        """The budgets that an allocation gives to each layer's heads."""
+        return torch.tensor(BUDGETS, dtype=torch.float64)[choice].view(len(self.layers), self.heads).tolist()
+
+    def uniform(self, scorer: Scorer, density: float) -> tuple[float, float]:
+        """A density, or the least there is, and the one budget for all heads that comes to it."""
+        densities = self.density[scorer].mean(1).tolist()
+        return max(density, densities[0]), _interpolate(density, densities, BUDGETS)
+
+    @staticmethod
+    def plain(costs: Sequence[HeadCosts]) -> dict[str, Any]:
+        """Costs of all layers side by side, as JSON data."""
+        if not costs:
+            return {"layers": [], "density": [], "loss": []}
+        return {
+            "layers": [each.layer for each in costs],
+            "density": torch.cat([each.density for each in costs], dim=1).tolist(),
+            "loss": torch.cat([each.loss for each in costs], dim=1).tolist(),
+        }
+
+    @classmethod
+    def of(cls, found: dict[str, Any]) -> Costs:
+        """The costs that `plain` wrote, of every scorer in turn."""
+        density, loss = (torch.tensor(found[name]).chunk(len(SCORERS)) for name in ("density", "loss"))
+        by_scorer = lambda parts: dict(zip(SCORERS, parts, strict=True))
+        return cls(tuple(found["layers"]), by_scorer(density), by_scorer(loss))
+
+
+def _interpolate(at: float, xs: Sequence[float], ys: Sequence[float]) -> float:
+    """Piecewise linear y at x, clamped, for ascending xs."""
+    if at <= xs[0]:
+        return ys[0]
+    for (x0, y0), (x1, y1) in zip(zip(xs, ys, strict=True), list(zip(xs, ys, strict=True))[1:], strict=False):
+        if at <= x1:
+            return y0 + (y1 - y0) * (at - x0) / max(x1 - x0, 1e-12)
+    return ys[-1]

@@ -1,0 +1,171 @@
+"""Decode rules: the least share of a cache's pages that keeps the loss of tokens decoded one by one, where it pays."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import sdpa_kernel
+from torch.nn.functional import cross_entropy
+
+from dynaxx.lab.perplexity import logits_of
+from dynaxx.lab.tune.crossover import LengthTiming, dense_below
+from dynaxx.lab.tune.decode_speed import NO_PLANS, table, time_steps
+from dynaxx.patterns import Sink, SlidingWindow
+from dynaxx.selection import Hybrid, MinMax, TopK
+from dynaxx.selection.pages import PageBudget
+
+if TYPE_CHECKING:
+    from dynaxx.policy import Policy, Rule
+
+SHARES = (0.5, 0.25, 0.125, 0.0625)  # of the pages, tried from the first on
+STEPS = 256  # tokens decoded at the end of each text
+WINDOW = 256  # last tokens whose pages are always read
+ERRORS = 2  # standard errors that a rise of perplexity must stay below the tolerance by
+
+
+@dataclass(frozen=True)
+class DecodeTrial:
+    """One share of pages: decoded perplexity over that of dense decoding, its standard error, whether both fit."""
+
+    share: float
+    ratio: float
+    error: float
+    passed: bool
+
+
+@dataclass(frozen=True)
+class DecodeResult:
+    """What was tried, and timed at the share that was chosen; `dense_below` is None where no rule is written."""
+
+    trials: tuple[DecodeTrial, ...]
+    share: float | None
+    timings: tuple[LengthTiming, ...]
+    captured: tuple[LengthTiming, ...]  # the same in a CUDA graph; empty on a CPU
+    cuda_graph: bool  # whether these decide
+    dense_below: int | None
+    said: str  # with a table of both where there is one
+
+
+def check_cuda_graph(model: Any, with_decode: bool, cuda_graph: bool) -> None:
+    """Raise ValueError for captured steps that nothing would ask for, or that there cannot be."""
+    if cuda_graph and not with_decode:
+        raise ValueError("`cuda_graph` says how decode rules are decided on: ask for these, too (--decode)")
+    if cuda_graph and model.device.type != "cuda":
+        raise ValueError(f"`cuda_graph` needs a model on a GPU, this one is on {model.device}")
+
+
+def decode_rule(share: float, layers: Sequence[int], page_size: int) -> Rule:
+    """What a step reads: the first page, the last `WINDOW` tokens, and a share of the pages between."""
+    from dynaxx.policy import Rule
+
+    rule = Hybrid(Sink(page_size) | SlidingWindow(WINDOW), TopK(share, MinMax(bound=1.0)))
+    return Rule.of(rule, layers=layers, phase="decode", block_size=page_size)
+
+
+def tune_decode(
+    model: Any,
+    texts: Sequence[Tensor],
+    layers: Sequence[int],
+    *,
+    tolerance: float,
+    page_size: int,
+    cuda_graph: bool = False,
+    remember: Callable[[str, Callable[[], Any]], Any] = lambda name, compute: compute(),
+    say: Callable[[str], object] = lambda line: None,
+) -> DecodeResult:
+    """Find the least share of pages for `layers` that keeps perplexity, and from which length it is faster.
+
+    Args:
+        texts: token ids (1, tokens) each; all but the last tokens are read densely, those are decoded.
+        tolerance: how much perplexity may rise, relative.
+        cuda_graph: decide by steps that are captured in a CUDA graph, as engines run them, not by eager ones.
+        remember: keeps the result of a step by its name.
+        say: is told what is being done.
+    """
+    from dynaxx.integrations.transformers.apply_policy import model_facts
+    from dynaxx.policy import Policy
+
+    facts = model_facts(model)
+    steps = min(STEPS, min(ids.shape[1] for ids in texts) // 4)
+    caches: list[Any] = []
+
+    batches = [torch.cat(list(texts))] if len({ids.shape for ids in texts}) == 1 else texts  # a step's time is launches
+
+    def losses(policy: Policy | None) -> list[float]:
+        if not caches:
+            caches.extend(_read(model, ids[:, : -steps - 1]) for ids in batches)
+        pairs = zip(caches, batches, strict=True)
+        return torch.cat([_decoded(model, cache, ids[:, -steps - 1 :], policy) for cache, ids in pairs]).tolist()
+
+    say(f"decoding {len(texts) * steps} tokens densely")
+    dense = torch.tensor(remember("decode dense", lambda: losses(None)))
+    trials: list[DecodeTrial] = []
+    for share in SHARES:
+        say(f"decoding from {share:.1%} of the pages")
+        policy = Policy(model=facts, block_size=page_size, rules=(decode_rule(share, layers, page_size),))
+        got = torch.tensor(remember(f"decode {share}", lambda policy=policy: losses(policy)))  # type: ignore[misc]
+        change = (got - dense).double()
+        mean, error = float(change.mean()), float(change.std() / change.numel() ** 0.5)
+        passed = math.exp(mean + ERRORS * error) <= 1 + tolerance
+        trials.append(DecodeTrial(share, math.exp(mean), error, passed))
+        if not passed:
+            break
+    best = min((trial for trial in trials if trial.passed), key=lambda trial: trial.share, default=None)
+    if best is None:
+        said = "no rule: no share of the pages stays within the tolerance"
+        return DecodeResult(tuple(trials), None, (), (), cuda_graph, None, said)
+    say("timing a step's attention")
+    budget = PageBudget.of(decode_rule(best.share, layers, page_size).attention.build())  # type: ignore[arg-type]
+    eager = time_steps(model, facts, len(layers), budget, page_size)
+    on_gpu = _timed_in_a_graph(model)
+    captured = time_steps(model, facts, len(layers), budget, page_size, True) if on_gpu else []
+    border = dense_below(captured if cuda_graph else eager)
+    lines = [_said(best, border, eager[-1].seqlen)]
+    if on_gpu:
+        other = dense_below(eager if cuda_graph else captured)
+        lines[0] += f"; {'launched one by one' if cuda_graph else 'in a CUDA graph'} "
+        lines[0] += "at no length" if other is None else f"from {other:,} tokens"
+    said = "\n".join(lines + table(eager, captured))
+    return DecodeResult(tuple(trials), best.share, tuple(eager), tuple(captured), cuda_graph, border, said)
+
+
+def _timed_in_a_graph(model: Any) -> bool:
+    return bool(model.device.type == "cuda")
+
+
+def _said(best: DecodeTrial, border: int | None, longest: int) -> str:
+    if border is None:
+        return f"no rule: reading {best.share:.1%} of the pages is not faster here up to {longest:,} tokens"
+    return f"{best.share:.1%} of the pages from {border:,} tokens on, perplexity {best.ratio - 1:+.2%}"
+
+
+@torch.no_grad()
+def _read(model: Any, ids: Tensor) -> Any:
+    """The cache of a prompt that was read densely."""
+    return model.base_model(ids.to(model.device), use_cache=True).past_key_values
+
+
+@torch.no_grad()
+def _decoded(model: Any, cache: Any, ids: Tensor, policy: Policy | None) -> Tensor:
+    """(batch * (tokens - 1),) loss of each next token, decoded one by one from a copy of the cache."""
+    from dynaxx.integrations.transformers.apply_policy import apply
+
+    cache, found, ids = copy.deepcopy(cache), [], ids.to(model.device)
+    handle = apply(model, policy) if policy is not None else None
+    try:
+        with sdpa_kernel(NO_PLANS):
+            for at in range(ids.shape[1] - 1):
+                out = model.base_model(ids[:, at : at + 1], past_key_values=cache, use_cache=True)
+                cache = out.past_key_values
+                logits = logits_of(model, out[0][:, -1])
+                found.append(cross_entropy(logits, ids[:, at + 1], reduction="none"))
+    finally:
+        if handle is not None:
+            handle.remove()
+    return torch.stack(found, 1).flatten().float().cpu()

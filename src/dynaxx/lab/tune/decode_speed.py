@@ -1,0 +1,121 @@
+"""From which length a decoding step by pages is faster than dense, launched one by one and as a captured graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import cycle, islice
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+from torch.nn.functional import scaled_dot_product_attention
+
+from dynaxx.lab.models import longest_prompt
+from dynaxx.lab.tune.crossover import REPEATS, LengthTiming, interleaved, within
+from dynaxx.layout.paging import PagedCache
+from dynaxx.ops.decode import sparse_decode, summarize_pages
+from dynaxx.selection.pages import PageBudget
+
+LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
+GPU_LENGTHS = (*LENGTHS, 65536, 131072)
+ROW = 16  # layers on a GPU that are timed behind one another, as a step runs them
+NO_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # cuDNN: one per length, slow
+CACHES_READ = 2  # as much of them as fills the GPU's L2 cache so many times
+
+
+class _Layer(NamedTuple):
+    q: Tensor  # (1, q_heads, 1, head_dim)
+    k: Tensor  # (1, kv_heads, seqlen, head_dim)
+    v: Tensor
+    cache: PagedCache  # the same keys and values
+
+
+@torch.no_grad()
+def time_steps(
+    model: Any,
+    facts: Any,
+    layers: int,
+    budget: PageBudget,
+    page_size: int,
+    captured: bool = False,
+    lengths: Sequence[int] | None = None,
+) -> list[LengthTiming]:
+    """Time one decoding step's attention in all layers, dense (the faster of two forms of SDPA) and by the budget.
+
+    On a GPU a row of up to `ROW` layers is timed at once, and nothing waits in between: either the host or the GPU is
+    what takes the time. Together they read more than its L2 cache holds.
+
+    Args:
+        captured: as one CUDA graph, which no launch from Python holds up; a GPU only.
+    """
+    parameter = next(model.parameters())
+    on_gpu = parameter.device.type == "cuda"
+    lengths = lengths or within(GPU_LENGTHS if on_gpu else LENGTHS, longest_prompt(model))
+    row = min(layers, ROW) if on_gpu else 1
+    found = []
+    for seqlen in lengths:
+        copies = [_layer(parameter, facts, budget, page_size, seqlen)]
+        copies += [_layer(parameter, facts, budget, page_size, seqlen) for _ in range(_copies(copies[0], row) - 1)]
+        runs = [_in_a_row(run, copies, row) for run in (_dense, _dense_as_rows, _by(budget))]
+        if captured:
+            runs = [_captured(run) for run in runs]
+        *dense, sparse = interleaved(runs, REPEATS, parameter.device)
+        found.append(LengthTiming(seqlen, min(dense) / row * layers, sparse / row * layers))
+    return found
+
+
+def table(eager: Sequence[LengthTiming], captured: Sequence[LengthTiming]) -> list[str]:
+    """Milliseconds of a step's attention in all layers, by length."""
+    if not eager:
+        return []
+    lines = ["     keys   dense ms  sparse ms" + ("   captured: dense  sparse" if captured else "")]
+    for i, timing in enumerate(eager):
+        line = f"  {timing.seqlen:>7,} {timing.dense_seconds * 1e3:10.2f} {timing.sparse_seconds * 1e3:10.2f}"
+        if captured:
+            line += f" {captured[i].dense_seconds * 1e3:17.2f} {captured[i].sparse_seconds * 1e3:7.2f}"
+        lines.append(line)
+    return lines
+
+
+def _layer(like: Tensor, facts: Any, budget: PageBudget, page_size: int, seqlen: int) -> _Layer:
+    make = lambda heads, n: torch.randn(1, heads, n, facts.head_dim, dtype=like.dtype, device=like.device)
+    q, k, v = make(facts.q_heads, 1), make(facts.kv_heads, seqlen), make(facts.kv_heads, seqlen)
+    cache = PagedCache.contiguous(k.transpose(1, 2), v.transpose(1, 2), page_size=page_size)
+    return _Layer(q, k, v, summarize_pages(cache, bound=budget.bound))
+
+
+def _copies(layer: _Layer, row: int) -> int:
+    """How many caches a row reads in turn."""
+    if layer.q.device.type != "cuda":
+        return 1
+    held = torch.cuda.get_device_properties(layer.q.device).L2_cache_size
+    return min(row, max(1, -(-CACHES_READ * held // (2 * layer.k.nbytes))))
+
+
+def _dense(layer: _Layer) -> Tensor:
+    return scaled_dot_product_attention(layer.q, layer.k, layer.v, enable_gqa=True)
+
+
+def _dense_as_rows(layer: _Layer) -> Tensor:
+    """The heads of a group as rows of one head: they see the same keys."""
+    kv_heads, head_dim = layer.k.shape[1], layer.k.shape[3]
+    return scaled_dot_product_attention(layer.q.view(1, kv_heads, -1, head_dim), layer.k, layer.v)
+
+
+def _by(budget: PageBudget) -> Callable[[_Layer], Tensor]:
+    return lambda layer: sparse_decode(layer.q.transpose(1, 2), summarize_pages(layer.cache, new_tokens=1), budget)
+
+
+def _in_a_row(run: Callable[[_Layer], Tensor], layers: Sequence[_Layer], count: int) -> Callable[[], object]:
+    ordered = list(islice(cycle(layers), count))
+    return lambda: [run(layer) for layer in ordered]
+
+
+def _captured(run: Callable[[], object]) -> Callable[[], object]:
+    run()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay

@@ -1,0 +1,70 @@
+"""What a policy carries of its tuning: where it was measured, with which command, and the figures."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from dynaxx.lab.machine import machine_facts
+from dynaxx.lab.tune.crossover import HYSTERESIS
+from dynaxx.lab.tune.decode import DecodeResult, decode_rule
+
+if TYPE_CHECKING:
+    from dynaxx.lab.tune.result import TuneResult
+
+
+def with_evidence(result: TuneResult, device: str, dtype: str, longest: int) -> TuneResult:
+    """The result with a policy that says from which length it runs, where that was measured, and what was found.
+
+    Without a chosen trial, or where sparse is never faster, the policy has no rules: it is dense everywhere. No border
+    lies beyond `longest`, the model's context.
+    """
+    from dynaxx.policy import Evidence, MeasuredOn
+
+    machine = machine_facts()
+    runs_sparse = result.chosen is not None and result.dense_below is not None
+    border = result.dense_below or 0
+    figures: dict[str, bool | int | float | str | None] = {
+        "tokens": result.tokens,
+        "scorer": result.scorer,
+        "dense_perplexity": result.dense_perplexity,
+        "best_uniform_density": result.best_uniform_density,
+    }
+    if result.chosen is not None:
+        figures |= {"density": result.chosen.density, "perplexity_ratio": result.chosen.ratio}
+        figures |= {"perplexity_ratio_error": result.chosen.error}
+    policy = result.policy.replace(
+        rules=result.policy.rules if runs_sparse else (),
+        dense_below=border,
+        sparse_from=max(border, min(int(border * HYSTERESIS), longest)),
+        measured_on=MeasuredOn(
+            device=device,
+            hardware=machine.gpus[0] if device == "cuda" else machine.cpu,
+            threads=machine.threads,
+            dtype=dtype,
+            versions=machine.versions,
+        ),
+        evidence=(Evidence(what="tuning on the calibration part of the text", command=result.command, values=figures),),
+    )
+    return dataclasses.replace(result, policy=policy)
+
+
+def with_decode_rules(result: TuneResult, found: DecodeResult, page_size: int, command: str) -> TuneResult:
+    """The result with what was found about decoding, and its rules where they keep perplexity and pay."""
+    from dynaxx.policy import Evidence
+
+    policy = result.policy
+    if found.share is not None and found.dense_below is not None:
+        best = next(trial for trial in found.trials if trial.share == found.share)
+        figures: dict[str, bool | int | float | str | None] = {
+            "share": found.share,
+            "perplexity_ratio": best.ratio,
+            "perplexity_ratio_error": best.error,
+        }
+        evidence = Evidence(what="decoding the end of the same texts", command=command, values=figures)
+        policy = policy.replace(
+            rules=(*policy.rules, decode_rule(found.share, result.layers, page_size)),
+            decode_dense_below=found.dense_below,
+            evidence=(*policy.evidence, evidence),
+        )
+    return dataclasses.replace(result, policy=policy, decode=found)

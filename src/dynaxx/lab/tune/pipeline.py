@@ -1,0 +1,196 @@
+"""`dynaxx tune` as one command: profile, analyze, tune, validate, report, into one folder.
+
+Steps that were done before, with the same settings, are not done again; a kill loses the step under way at most, and
+`tune` itself continues within it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dynaxx.lab.files import read_json, write_json
+from dynaxx.lab.machine import machine_facts
+from dynaxx.lab.profile.run import default_lengths
+from dynaxx.lab.progress import Progress, SilentProgress
+from dynaxx.lab.texts import check_tokens, split_text
+from dynaxx.lab.tune.pipeline_result import PipelineResult
+
+if TYPE_CHECKING:
+    from dynaxx.lab.tune.result import TuneResult
+
+SHARES = {"profile": 10, "analyze": 10, "tune": 60, "validate": 19, "report": 1}  # of the time, about
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to do to a model, and where its results go."""
+
+    name: str
+    out: Path
+    tolerance: float = 0.01  # perplexity may rise by this share
+    tokens: int = 4096
+    time_budget: float | None = None  # seconds for tuning
+    lengths: tuple[int, ...] = ()  # to profile and validate at; empty takes defaults
+    block_size: int | None = None  # None takes what suits the device
+    price_per_hour: float | None = None
+    seed: int = 0
+    command: str = "dynaxx tune"  # how to get these results again; kept as evidence
+    resume: bool = True
+    decode: bool = False  # look for decode rules, too
+    cuda_graph: bool = False  # these decide by captured steps
+    skip: frozenset[str] = frozenset()  # of "profile", "analyze", "reference", "validate", "report"
+
+
+def run(model: Any, tokenizer: Any, text: str, plan: Plan, *, progress: Progress | None = None) -> PipelineResult:
+    """Do every step of `plan` that is not skipped or done; write each result as it is there.
+
+    Raises:
+        ValueError: settings or a text that a step refuses.
+    """
+    steps = _Steps(model, tokenizer, text, plan, progress or SilentProgress())
+    with steps.progress.task(f"Tuning {plan.name}", sum(SHARES.values())) as task:
+        task.advance(0, "profile: where the time goes")
+        profiled = steps.profile()
+        task.advance(SHARES["profile"], "analyze: where the heads attend")
+        analyzed = steps.analyze()
+        task.advance(SHARES["analyze"], "tune: the sparsest that keeps quality")
+        tuned = steps.tune()
+        task.advance(SHARES["tune"], "validate: on text it has not seen")
+        tuned, validated, said = steps.validate(tuned, say=lambda line: task.advance(0, line))
+        task.advance(SHARES["validate"], "report")
+        steps.report()
+        task.advance(SHARES["report"], "done")
+    return PipelineResult(profiled, analyzed, tuned.to_dict(), validated, said, tuple(steps.files))
+
+
+class _Steps:
+    """What each step does, and the files that there are by now. Settings that a later step refuses raise at once."""
+
+    def __init__(self, model: Any, tokenizer: Any, text: str, plan: Plan, progress: Progress) -> None:
+        from dynaxx.lab.tune.decode import check_cuda_graph
+        from dynaxx.lab.tune.run import calibration_ids, default_block_size
+
+        self.model, self.tokenizer, self.text = model, tokenizer, text
+        self.plan, self.progress = plan, progress
+        self.lengths = plan.lengths or default_lengths(model)
+        self.block_size = plan.block_size or default_block_size(model)
+        self.files: list[Path] = []
+        check_tokens(model, plan.tokens, self.block_size)
+        calibration_ids(tokenizer, text, plan.tokens)
+        check_cuda_graph(model, plan.decode, plan.cuda_graph)
+        self._known = _begin(model, text, plan, self.lengths)
+
+    def profile(self) -> dict[str, Any] | None:
+        from dynaxx.lab.profile.run import profile
+
+        plan = self.plan
+        options: dict[str, Any] = dict(lengths=self.lengths, name=plan.name, price_per_hour=plan.price_per_hour)
+        make = lambda: profile(self.model, self.tokenizer, self.text, **options, progress=self.progress)
+        return self._document("profile", "profile.json", make)
+
+    def analyze(self) -> dict[str, Any] | None:
+        from dynaxx.lab.analyze.run import analyze
+
+        options: dict[str, Any] = dict(tokens=self.plan.tokens, block_size=self.block_size, seed=self.plan.seed)
+        text = split_text(self.text).calibration
+        make = lambda: analyze(self.model, self.tokenizer, text, **options, progress=self.progress)
+        return self._document("analyze", "analysis.json", make)
+
+    def tune(self) -> TuneResult:
+        from dynaxx.lab.tune.run import tune
+
+        plan = self.plan
+        tuned = tune(
+            self.model,
+            self.tokenizer,
+            self.text,
+            out=plan.out,
+            tolerance=plan.tolerance,
+            tokens=plan.tokens,
+            time_budget=plan.time_budget,
+            block_size=self.block_size,
+            seed=plan.seed,
+            resume=plan.resume,
+            with_decode=plan.decode,
+            cuda_graph=plan.cuda_graph,
+            with_reference="reference" not in plan.skip,
+            progress=self.progress,
+            command=plan.command,
+            name=plan.name,
+        )
+        self.files += [plan.out / "tuning.json", plan.out / "policy.json"]
+        return tuned
+
+    def validate(self, tuned: TuneResult, say: Callable[[str], None]) -> tuple[TuneResult, dict[str, Any] | None, str]:
+        """What was tuned, with a later border where only speed failed; the validation; its checks, or why none."""
+        from dynaxx.lab.tune.raise_border import validate_tuned
+
+        plan = self.plan
+        if "validate" in plan.skip or not _has_rules(tuned.to_dict()):
+            return tuned, None, ""
+        options: dict[str, Any] = dict(out=plan.out, say=say, lengths=self.lengths, seed=plan.seed)
+        try:
+            tuned, found = validate_tuned(
+                self.model, self.tokenizer, tuned, self.text, **options, progress=self.progress
+            )
+        except ValueError as error:  # the policy and the report are worth having all the same
+            return tuned, None, str(error)
+        validated = {**found.to_dict(), "command": plan.command}
+        self.files.append(write_json(plan.out / "validation.json", validated))
+        return tuned, validated, found.summary()
+
+    def report(self) -> None:
+        from dynaxx.lab.report.run import write_report
+
+        if "report" not in self.plan.skip:
+            self.files.append(write_report(self.plan.out))
+
+    def _document(self, name: str, file: str, make: Callable[[], Any]) -> dict[str, Any] | None:
+        """A step's document: what an earlier run with these settings wrote, or made now; None if it is skipped."""
+        if name in self.plan.skip:
+            return None
+        path = self.plan.out / file
+        self.files.append(path)
+        if self._known and path.exists():
+            earlier: dict[str, Any] = read_json(path)
+            return earlier
+        document: dict[str, Any] = {**make().to_dict(), "command": self.plan.command}
+        write_json(path, document)
+        return document
+
+
+def _has_rules(tuning: dict[str, Any]) -> bool:
+    """Whether tuning found something that keeps quality and pays, for prompts or for decoding."""
+    prompts = tuning.get("chosen") and tuning.get("dense_below") is not None
+    return bool(prompts) or (tuning.get("decode") or {}).get("dense_below") is not None
+
+
+def _begin(model: Any, text: str, plan: Plan, lengths: tuple[int, ...]) -> bool:
+    """Whether the folder holds a run of exactly these settings to go on with; if not, begin one.
+
+    `tune` keeps its own state in the folder and checks it itself.
+    """
+    settings = {
+        "model": plan.name,
+        "parameters": sum(tensor.numel() for tensor in model.parameters()),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": str(model.device),
+        "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
+        "tokens": plan.tokens,
+        "lengths": list(lengths),
+        "block_size": plan.block_size,
+        "price_per_hour": plan.price_per_hour,
+        "seed": plan.seed,
+        "versions": machine_facts().versions,
+    }
+    path = plan.out / "run.json"
+    if plan.resume and path.exists() and read_json(path) == settings:
+        return True
+    for stale in ("profile.json", "analysis.json", "validation.json", "report.html"):
+        (plan.out / stale).unlink(missing_ok=True)
+    write_json(path, settings)
+    return False

@@ -1,0 +1,75 @@
+"""A tuned policy is validated, and runs prompts sparse from a later length where only speed fails it.
+
+`tune` finds its border from attention alone. The whole model has the rest of its launches around it, and says otherwise
+where attention is little of its time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dynaxx.lab.tune.crossover import HYSTERESIS
+
+if TYPE_CHECKING:
+    from dynaxx.lab.tune.result import TuneResult
+    from dynaxx.lab.validate.result import ValidationResult
+
+
+def validate_tuned(
+    model: Any,
+    tokenizer: Any,
+    tuned: TuneResult,
+    text: str,
+    *,
+    out: Path,
+    say: Callable[[str], object] = lambda line: None,
+    **options: Any,
+) -> tuple[TuneResult, ValidationResult]:
+    """Validate what `tune` wrote to `out`; where only speed fails, raise its border to the next length and again.
+
+    Args:
+        say: told of each raise.
+        options: of `validate`.
+
+    Returns:
+        What was tuned, with the border that it has now, and that policy's validation.
+
+    Raises:
+        ValueError, PolicyError, UnsupportedInputError: as `validate`.
+    """
+    from dynaxx.lab.validate.run import validate
+
+    found = validate(model, tokenizer, tuned.policy, text, **options)
+    while (border := found.later_border(timing.seqlen for timing in tuned.crossover)) is not None:
+        later = with_border(tuned, border, found)
+        say(f"validate: slower than dense at {later.raised[-1].seqlen:,} tokens, so sparse from {border:,}")
+        try:
+            found = validate(model, tokenizer, later.policy, text, **options)
+        except ValueError:  # the text is too short to say more
+            break
+        tuned = later.write(out)
+    return tuned, found
+
+
+def with_border(tuned: TuneResult, border: int, found: ValidationResult) -> TuneResult:
+    """The result with a policy that runs prompts sparse from `border` tokens, and why: what `found` says."""
+    from dynaxx.lab.tune.result import Raised
+    from dynaxx.policy import Evidence
+
+    slow = max(found.slow(), key=lambda row: row.seqlen)
+    before = tuned.policy.dense_below if tuned.policy.sparse_from is None else tuned.policy.sparse_from
+    raised = Raised(before, border, slow.seqlen, slow.dense_seconds, slow.sparse_seconds)
+    evidence = Evidence(
+        what="validation on the held-out part of the text: the whole prefill was slower than dense",
+        command=tuned.command,
+        values={"tokens": slow.seqlen, "dense_seconds": slow.dense_seconds, "sparse_seconds": slow.sparse_seconds},
+    )
+    policy = tuned.policy.replace(
+        dense_below=max(slow.seqlen + 1, int(border / HYSTERESIS)),
+        sparse_from=border,
+        evidence=(*tuned.policy.evidence, evidence),
+    )
+    return dataclasses.replace(tuned, policy=policy, dense_below=border, raised=(*tuned.raised, raised))

@@ -1,0 +1,77 @@
+"""What `dynaxx tune` found: every budget it evaluated, the chosen one, and the policy."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dynaxx.lab.files import write_json
+from dynaxx.lab.tune.crossover import LengthTiming
+from dynaxx.lab.tune.decode import DecodeResult
+
+if TYPE_CHECKING:
+    from dynaxx.policy import Policy
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One evaluated budget: mean density over sparse heads, perplexity, its ratio to dense, and that ratio's standard
+    error; `passed` if the ratio plus twice its error is within the tolerance."""
+
+    density: float
+    perplexity: float
+    ratio: float
+    error: float
+    passed: bool
+
+
+@dataclass(frozen=True)
+class Raised:
+    """Prompts run sparse from `after` tokens, not from `before`: validation found the whole prefill of `seqlen` slower
+    than dense."""
+
+    before: int
+    after: int
+    seqlen: int
+    dense_seconds: float
+    sparse_seconds: float
+
+
+@dataclass(frozen=True)
+class TuneResult:
+    """What `tune` found; `.policy` is the document, `.to_dict()` the evidence that `tuning.json` holds."""
+
+    model: str
+    tokens: int
+    tolerance: float
+    scorer: str
+    dense_perplexity: float
+    uniform: tuple[Trial, ...]
+    tuned: tuple[Trial, ...]
+    chosen: Trial | None  # None: nothing sparse was within the tolerance
+    best_uniform_density: float | None
+    crossover: tuple[LengthTiming, ...]
+    dense_below: int | None
+    budgets: tuple[tuple[float, ...], ...]  # per layer of the policy and q head
+    layers: tuple[int, ...]
+    seconds: float
+    command: str
+    policy: Policy
+    decode: DecodeResult | None = None  # where decode rules were asked for
+    reference: str = ""  # what the policy knows of its traffic, or why it knows nothing
+    raised: tuple[Raised, ...] = ()  # what validation did to the border
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON data."""
+        plain = asdict(dataclasses.replace(self, policy=None))  # type: ignore[arg-type]
+        return {**plain, "sparse_from": None if self.dense_below is None else self.policy.sparse_from}
+
+    def write(self, out: Path) -> TuneResult:
+        """Write `policy.json` and `tuning.json` to a folder, each by one rename."""
+        from dynaxx.policy import save_policy
+
+        save_policy(self.policy, out / "policy.json")
+        write_json(out / "tuning.json", self.to_dict())
+        return self

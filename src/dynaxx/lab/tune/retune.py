@@ -1,0 +1,166 @@
+"""`dynaxx retune`: renew a policy from recorded statistics or from fresh text, and show what changed."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dynaxx.lab.attention_route import evaluating
+from dynaxx.lab.progress import Progress, SilentProgress
+from dynaxx.policy import Guard, Policy, Profile
+from dynaxx.policy.diff import PolicyDiff, diff
+from dynaxx.policy.renew import HeadRenewal, renew
+
+if TYPE_CHECKING:
+    from dynaxx.lab.models import LoadedModel
+
+REQUESTS = 96  # prompts of a fresh recording: a reference for windows of 64 calls
+FEWEST_REQUESTS = 32  # however little time there is
+
+
+@dataclass(frozen=True)
+class RetuneResult:
+    """The renewed policy and what changed."""
+
+    policy: Policy
+    diff: PolicyDiff
+    renewals: tuple[HeadRenewal, ...]
+    calls: int  # of each layer behind it, at least
+    recorded: bool  # whether it carries a new reference
+
+    def to_dict(self) -> dict[str, Any]:
+        renewals = [{**each._asdict(), "factor": None if each.factor == float("inf") else each.factor}
+                    for each in self.renewals]  # fmt: skip
+        return {
+            "changed": bool(self.renewals),
+            "calls": self.calls,
+            "recorded": self.recorded,
+            "renewals": renewals,
+            "diff": self.diff.to_dict(),
+        }
+
+    def summary(self) -> str:
+        """What the command prints."""
+        layers = len({each.layer for each in self.renewals})
+        lines = [f"{len(self.renewals)} heads of {layers} layers get other budgets, from {self.calls} calls a layer"]
+        if not self.renewals:
+            lines = ["reference recorded" if self.recorded else "every head finds what it should"]
+            lines[0] += f", from {self.calls} calls a layer; budgets stay as they are"
+        if self.renewals:
+            before, goal = (
+                sum(getattr(r, name) for r in self.renewals) / len(self.renewals) for name in ("recall", "goal")
+            )
+            lines.append(f"their recall was {before:.3f} in the records, and {goal:.3f} is the goal")
+        lines.append(self.diff.summary())
+        if self.renewals:
+            lines.append("validate it before you rely on it: dynaxx validate MODEL POLICY")
+        return "\n".join(lines)
+
+
+def retune(
+    policy: Policy,
+    *,
+    statistics: Profile | None = None,
+    loaded: LoadedModel | None = None,
+    text: str = "",
+    requests: int = REQUESTS,
+    lengths: Sequence[int] = (),
+    recall: float | None = None,
+    record_only: bool = False,
+    seed: int = 0,
+    command: str = "dynaxx retune",
+    progress: Progress | None = None,
+) -> RetuneResult:
+    """Renew a policy's budgets, and its reference where a model is there to record it.
+
+    Args:
+        statistics: of a running process, recorded under this policy; or
+        loaded, text: a model and a sample of its traffic, from which statistics are recorded now.
+        requests, lengths: prompts to run, and the lengths to draw theirs from; by default from the policy's border on.
+        recall: one goal for all heads instead of the reference's.
+        record_only: keep the budgets; only the reference becomes what was recorded.
+
+    Raises:
+        ValueError, PolicyError: no source or two, statistics of other rules, no goal, a text or lengths too short.
+    """
+    if (statistics is None) == (loaded is None):
+        raise ValueError("give either --stats FILE or --model MODEL: one source of statistics")
+    again = {"requests": requests, "lengths": lengths, "seed": seed, "command": command, "progress": progress}
+    seen = statistics if statistics is not None else record(policy, loaded, text, **again)  # type: ignore[arg-type]
+    renewals: list[HeadRenewal] = []
+    new = policy
+    if not record_only:
+        new, renewals = renew(policy, seen, recall=recall, command=command)
+    if record_only or loaded is not None:  # what was recorded holds for the rules it was recorded under
+        new = new.replace(reference=record(new, loaded, text, **again) if renewals and loaded else seen)  # type: ignore[arg-type]
+    return RetuneResult(
+        policy=new,
+        diff=diff(policy, new),
+        renewals=tuple(renewals),
+        calls=min(each.calls for each in seen.layers),
+        recorded=record_only or loaded is not None,
+    )
+
+
+def record(
+    policy: Policy,
+    loaded: LoadedModel,
+    text: str,
+    *,
+    requests: int = REQUESTS,
+    lengths: Sequence[int] = (),
+    time_budget: float | None = None,
+    seed: int = 0,
+    command: str = "dynaxx retune",
+    progress: Progress | None = None,
+) -> Profile:
+    """Run prompts of random places in a text and record attention, every call of every sparse layer.
+
+    Args:
+        time_budget: seconds after which no further prompt starts, once there are `FEWEST_REQUESTS`.
+
+    Raises:
+        ValueError: a text too short, lengths at which the policy is dense, or a policy that is dense everywhere.
+    """
+    from dynaxx.integrations.transformers.apply_policy import apply
+
+    model, tokenizer = loaded
+    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    border = policy.dense_below if policy.sparse_from is None else policy.sparse_from
+    limit = min(len(ids), getattr(model.config.get_text_config(), "max_position_embeddings", None) or len(ids))
+    times = (1, 2, 4) if time_budget is None else (1, 2)  # the longest take most of the time
+    lengths = lengths or [each for each in (max(n * border, n * 256) for n in times) if each < limit]
+    wrong = [each for each in lengths if not max(border, 2) <= each < limit]
+    if wrong or not lengths:
+        raise ValueError(
+            f"lengths must be from {max(border, 2):,}, where the policy becomes sparse, to below {limit:,}, what model "
+            f"and text allow, got {wrong[0] if wrong else limit:,}"
+        )
+    rows = policy.guard.rows if policy.guard else Guard().rows
+    watched = policy.replace(guard=Guard(sample=1.0, rows=rows), rollout={}, reference=None)
+    rng = random.Random(seed)
+    with evaluating(model), apply(model, watched) as handle, torch.no_grad():
+        handle.background.patient = True
+        with (progress or SilentProgress()).task("Recording attention", total=requests) as task:
+            started, done = time.monotonic(), 0
+            while done < requests:
+                late = time_budget is not None and time.monotonic() - started > time_budget
+                if late and done >= FEWEST_REQUESTS:
+                    task.advance(requests - done)
+                    break
+                seqlen = rng.choice(list(lengths))
+                start = rng.randrange(len(ids) - seqlen)
+                prompt = torch.tensor([ids[start : start + seqlen]], device=model.device)
+                model(prompt, use_cache=False, logits_to_keep=1)
+                done += 1
+                task.advance(1, f"{seqlen:,} tokens")
+        handle.wait()
+        found = handle.statistics(command)
+    if found is None:
+        raise ValueError(f"no layer ran sparse, so there is nothing to record: {handle.stats()['dense_calls']}")
+    return found.model_copy(update={"requests": done})

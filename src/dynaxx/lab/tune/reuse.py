@@ -1,0 +1,99 @@
+"""What it costs when a layer uses the blocks that an earlier layer chose: recall, layer by layer, on real text."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from dynaxx.lab.analyze.capture import LayerAttention, visit_attention
+from dynaxx.lab.progress import Progress, SilentProgress
+from dynaxx.lab.texts import encode
+from dynaxx.layout import BlockLayout
+from dynaxx.patterns import Sink, SlidingWindow
+from dynaxx.selection import Hybrid, TopK, recall, select_blocks
+
+RULE = Hybrid(SlidingWindow(1024) | Sink(128), TopK(0.1))
+
+
+@dataclass(frozen=True)
+class LayerReuse:
+    """Share of a layer's attention mass in the blocks that it chooses itself, and in those it would be handed."""
+
+    layer: int
+    source: int  # the layer that chose
+    own: float
+    reused: float
+
+
+@dataclass(frozen=True)
+class ReuseCosts:
+    """Every layer that would use another's choice under a policy's `reuse`."""
+
+    reuse: int
+    rule: str
+    tokens: int
+    layers: tuple[LayerReuse, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON data."""
+        return asdict(self)
+
+    def summary(self) -> str:
+        """What the command prints."""
+        if not self.layers:
+            return f"reuse {self.reuse}: no two layers see their whole context"
+        own, reused = (
+            sum(getattr(each, name) for each in self.layers) / len(self.layers) for name in ("own", "reused")
+        )
+        worst = max(self.layers, key=lambda each: each.own - each.reused)
+        return (
+            f"reuse {self.reuse} with {self.rule}: recall {own:.4f} by each layer's own choice, {reused:.4f} by the "
+            f"choice before it; most lost by layer {worst.layer}: {worst.own:.4f}, {worst.reused:.4f}"
+        )
+
+
+def measure_reuse(
+    model: Any,
+    tokenizer: Any,
+    text: str,
+    *,
+    reuse: int = 2,
+    rule: Hybrid = RULE,
+    tokens: int = 4096,
+    block_size: int = 64,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> ReuseCosts:
+    """Measure the recall that a policy's `reuse` costs, if all layers that see their whole context had `rule`.
+
+    Raises:
+        ValueError: `reuse` below 2, too little text, or a model whose attention cannot be read.
+    """
+    if reuse < 2:
+        raise ValueError(f"`reuse` must be >= 2 layers, got {reuse}")
+    chosen: list[tuple[int, BlockLayout]] = []  # of the last layer that chose
+    served, found = 0, []
+    config = model.config.get_text_config()
+    group_size = config.num_attention_heads // config.num_key_value_heads
+    with (progress or SilentProgress()).task("what reuse costs", total=config.num_hidden_layers) as task:
+
+        def visit(attention: LayerAttention) -> None:
+            nonlocal served
+            task.advance(1, f"layer {attention.layer}")
+            if attention.mask is not None or attention.window is not None:
+                return
+            q, k = attention.q[None], attention.k[None, :, ::group_size]
+            measured = lambda layout: recall(q, k, layout, scale=attention.scale, seed=seed).mean
+            layout = select_blocks(q, k, rule, block_size=block_size, scale=attention.scale)
+            if chosen and served < reuse:
+                source, handed = chosen[0]
+                found.append(LayerReuse(attention.layer, source, measured(layout), measured(handed)))
+                served += 1
+            else:
+                chosen[:], served = [(attention.layer, layout)], 1
+
+        with torch.inference_mode():
+            visit_attention(model, encode(tokenizer, text, tokens), visit)
+    return ReuseCosts(reuse, repr(rule), tokens, tuple(found))

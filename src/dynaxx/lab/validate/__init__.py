@@ -1,0 +1,1 @@
+"""`dynaxx validate`: compare a model under a policy with the dense model."""

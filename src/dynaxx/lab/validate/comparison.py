@@ -1,0 +1,207 @@
+"""A model without a policy and under it, measured beside each other: distributions, answers, generated text, time."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from dynaxx.lab.finite import check_finite
+from dynaxx.lab.perplexity import ROWS, logits_of, perplexity
+from dynaxx.lab.prefill_speed import time_prefill
+from dynaxx.lab.validate.result import LogitErrors, Perplexities, Repetition, SpeedRow, TaskScore
+from dynaxx.lab.validate.tasks import TASKS, score
+
+if TYPE_CHECKING:
+    from dynaxx.policy import Policy
+
+WINDOWS = 3  # stretches of held-out text
+PROMPTS, NEW_TOKENS = 3, 64  # generated text
+NGRAM = 4
+
+
+class Comparison:
+    """The measurements, dense beside sparse; a step takes `share` percent of the progress that `task` shows.
+
+    Attributes:
+        density: of the layouts that ran on text, dense layers included.
+        layer_calls: what layer calls did there, as `Handle.stats`.
+    """
+
+    def __init__(self, model: Any, policy: Policy, task: Any) -> None:
+        self.model = model
+        self.policy = policy
+        self.task = task
+        self.density = 1.0
+        self.layer_calls: dict[str, Any] = {}
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[Any]:
+        """The model under the policy."""
+        from dynaxx.integrations.transformers.apply_policy import apply
+
+        with apply(self.model, self.policy) as handle:
+            yield handle
+
+    @torch.no_grad()
+    def hidden(self, ids: Tensor) -> Tensor:
+        """Last hidden states (1, tokens, hidden_size) of ids (1, tokens)."""
+        out: Tensor = self.model.base_model(ids.to(self.model.device), use_cache=False)[0]
+        check_finite(out, "hidden states")
+        return out
+
+    def compare_text(self, ids: list[int], window: int, share: float) -> tuple[LogitErrors, Perplexities]:
+        """Logits and loss on stretches of text, dense and sparse."""
+        from dynaxx.integrations.transformers.apply_policy import full_attention_layers
+
+        count = max(1, min(WINDOWS, len(ids) // window))
+        stride = (len(ids) - window) // max(1, count - 1) if count > 1 else 0
+        found, densities = [], []
+        for index in range(count):
+            some = torch.tensor([ids[index * stride : index * stride + window]])
+            self.task.advance(0, f"held-out text {index + 1} of {count}: dense")
+            dense = self.hidden(some[:, :-1])
+            self.task.advance(share / count / 2, f"held-out text {index + 1} of {count}: sparse")
+            seen: list[float] = []
+            with self.applied() as handle, handle.watch(lambda _, layout, seen=seen: seen.append(layout.density())):
+                sparse = self.hidden(some[:, :-1])
+            self.layer_calls = _added(self.layer_calls, handle.stats())
+            full = len(full_attention_layers(self.model))
+            densities.append((sum(seen) + full - len(seen)) / full)
+            found.append(_compare_rows(self.model, dense, sparse, some))
+            self.task.advance(share / count / 2)
+        self.density = statistics.mean(densities)
+        if not self.layer_calls["sparse_calls"] and has_sparse_rule(self.policy):
+            raise ValueError(f"no layer ran sparse, so nothing can be validated: {self.layer_calls['dense_calls']}")
+        losses_dense, losses_sparse = (torch.stack([each[i] for each in found]).double() for i in (0, 1))
+        change = losses_sparse - losses_dense
+        errors = torch.stack([each[2] for each in found])
+        logits = LogitErrors(
+            max_error=float(errors[:, 0].amax()),
+            mean_error=float(errors[:, 1].mean()),
+            top1_agreement=float(errors[:, 2].mean()),
+            kl=float(errors[:, 3].mean()),
+        )
+        return logits, Perplexities(
+            dense=perplexity(losses_dense),
+            sparse=perplexity(losses_sparse),
+            ratio=float(change.mean().exp()),
+            ratio_second_half=float(change[:, change.shape[1] // 2 :].mean().exp()),
+            loss_dense=float(losses_dense.mean()),
+            loss_sparse=float(losses_sparse.mean()),
+            tokens=losses_dense.numel(),
+        )
+
+    def retrieval(self, samples: Sequence[Any], share: float) -> tuple[TaskScore, ...]:
+        """Every task, dense and sparse."""
+        scores: dict[str, list[tuple[float, float, float, float]]] = {}
+        for sample in samples:
+            self.task.advance(0, f"retrieval: {sample.task}")
+            dense = score(self.model, sample)
+            with self.applied():
+                sparse = score(self.model, sample)
+            scores.setdefault(sample.task, []).append((*dense, *sparse))
+            self.task.advance(share / len(samples))
+        rows = []
+        for task in TASKS:
+            dense_logprob, dense_accuracy, sparse_logprob, sparse_accuracy = (
+                statistics.mean(column) for column in zip(*scores[task], strict=True)
+            )
+            drop, error = _mean_and_error([each[0] - each[2] for each in scores[task]])
+            rows.append(TaskScore(task, dense_accuracy, sparse_accuracy, dense_logprob, sparse_logprob, drop, error))
+        return tuple(rows)
+
+    def repetition(self, ids: list[int], prompt_tokens: int, share: float) -> Repetition:
+        """Greedy continuations of held-out text, dense and sparse."""
+        count = max(1, min(PROMPTS, len(ids) // prompt_tokens))
+        stride = (len(ids) - prompt_tokens) // max(1, count - 1) if count > 1 else 0
+        prompts = torch.tensor([ids[i * stride : i * stride + prompt_tokens] for i in range(count)])
+        self.task.advance(0, "generating: dense")
+        dense = self._generate(prompts)
+        self.task.advance(share / 2, "generating: sparse")
+        with self.applied():
+            sparse = self._generate(prompts)
+        self.task.advance(share / 2)
+        pairs = list(zip(map(repeated, dense), map(repeated, sparse), strict=True))
+        increase, error = _mean_and_error([after - before for before, after in pairs])
+        same = float((torch.tensor(dense) == torch.tensor(sparse)).float().mean())
+        before, after = (statistics.mean(column) for column in zip(*pairs, strict=True))
+        return Repetition(before, after, increase, error, same)
+
+    @torch.no_grad()
+    def _generate(self, prompts: Tensor) -> list[list[int]]:
+        """Greedy, and on after an end-of-text token: repetition is a matter of attention, not of stopping."""
+        fed, cache, made = prompts.to(self.model.device), None, []
+        for _ in range(NEW_TOKENS):
+            out = self.model.base_model(fed, use_cache=True, past_key_values=cache)
+            cache = out.past_key_values
+            fed = logits_of(self.model, out[0][:, -1:]).argmax(-1)
+            made.append(fed)
+        rows: list[list[int]] = torch.cat(made, dim=1).tolist()
+        return rows
+
+    def speed(self, ids: list[int], lengths: Sequence[int], share: float) -> tuple[SpeedRow, ...]:
+        """Dense and sparse prefill in turns, at each length."""
+        rows = []
+        for seqlen in lengths:
+            self.task.advance(0, f"prefill of {seqlen:,} tokens: time and memory")
+            prompt = torch.tensor([ids[:seqlen]])
+            rows.append(time_prefill(self.model, prompt, self.applied, self.policy.tolerances.slowdown or 1.0))
+            self.task.advance(share * seqlen / sum(lengths))
+        return tuple(rows)
+
+
+@torch.no_grad()
+def _compare_rows(model: Any, dense: Tensor, sparse: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Dense and sparse loss of each token (tokens,), and (max error, mean error, top-1 agreement, kl), a few rows of
+    logits at a time."""
+    labels = ids[0, 1:].to(dense.device)
+    losses: tuple[list[Tensor], list[Tensor]] = ([], [])
+    worst, sums = 0.0, torch.zeros(3, dtype=torch.float64)
+    for start in range(0, dense.shape[1], ROWS):
+        rows = slice(start, start + ROWS)
+        a, b = (logits_of(model, hidden[0, rows]) for hidden in (dense, sparse))
+        p, q = a.log_softmax(-1), b.log_softmax(-1)
+        for into, logprobs in zip(losses, (p, q), strict=True):
+            into.append(-logprobs.gather(1, labels[rows, None])[:, 0].cpu())
+        difference = (a - b).abs()
+        worst = max(worst, float(difference.amax()))
+        agree = (a.argmax(-1) == b.argmax(-1)).double().sum()
+        kl = (p.exp() * (p - q)).sum(-1).double().sum()
+        sums += torch.stack([difference.mean(-1).double().sum(), agree, kl]).cpu()
+    mean = (sums / dense.shape[1]).tolist()
+    return torch.cat(losses[0]), torch.cat(losses[1]), torch.tensor([worst, *mean])
+
+
+def repeated(tokens: Sequence[int], n: int = NGRAM) -> float:
+    """Share of n-grams that occurred before."""
+    grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def has_sparse_rule(policy: Policy) -> bool:
+    """Whether a policy has any prefill to compare."""
+    from dynaxx.policy import resolve
+
+    return bool(resolve(policy))
+
+
+def _added(total: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """Two results of `Handle.stats`, summed."""
+    merged = {"sparse_calls": total.get("sparse_calls", 0) + more["sparse_calls"]}
+    for kind in ("dense_calls", "dense_sequences"):
+        counts = dict(total.get(kind, {}))
+        for reason, count in more[kind].items():
+            counts[reason] = counts.get(reason, 0) + count
+        merged[kind] = counts
+    return merged
+
+
+def _mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and its standard error; 0 for a single value."""
+    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
+    return statistics.mean(values), error

@@ -1,0 +1,110 @@
+"""`dynaxx validate`: is a model under a policy still the model, and is it faster? Against the policy's own tolerances.
+
+Everything is measured on text and tasks that tuning never saw, dense beside sparse in one process: next-token
+distributions, perplexity, retrieval, repetition in generated text, then time and memory of the whole prefill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from dynaxx.lab.attention_route import evaluating
+from dynaxx.lab.models import longest_prompt
+from dynaxx.lab.progress import Progress, SilentProgress
+from dynaxx.lab.texts import split_text
+from dynaxx.lab.validate.comparison import WINDOWS, Comparison, has_sparse_rule
+from dynaxx.lab.validate.result import ValidationResult, checks_of
+from dynaxx.lab.validate.tasks import make_samples
+
+if TYPE_CHECKING:
+    from dynaxx.policy import Policy
+
+TOKENS = 4096  # of each stretch of held-out text, or the policy's border, or what the model and the text have
+TASK_TOKENS = 2048
+TASK_SAMPLES = 3  # of each task
+PROMPT_TOKENS = 1024  # before generated text
+SHORTEST = 64  # tokens; the policy must not be slower even here
+
+
+def validate(
+    model: Any,
+    tokenizer: Any,
+    policy: Policy,
+    text: str,
+    *,
+    lengths: Sequence[int] = (512, 2048, 8192),
+    tokens: int | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> ValidationResult:
+    """Hold a model under a policy against the dense model.
+
+    Args:
+        model: a transformers causal language model without a policy.
+        text: sample text; only its held-out part (`split_text`) is used.
+        lengths: prompt lengths in tokens at which time and memory are measured; 64 and the policy's border join them.
+        tokens: length of the stretches of text on which quality is measured; by default 4,096, or the policy's border,
+            or what there is.
+        seed: of the tasks.
+
+    Raises:
+        ValueError: a text too short, or lengths at which the policy would be dense, as all are where the model takes
+            no longer ones, so that nothing was validated.
+        PolicyError, UnsupportedInputError: as `dynaxx.apply`.
+    """
+    progress = progress or SilentProgress()
+    border = policy.dense_below if policy.sparse_from is None else policy.sparse_from
+    ids: list[int] = tokenizer(split_text(text).held_out, add_special_tokens=False, verbose=False)["input_ids"]
+    limit, sparse = longest_prompt(model), has_sparse_rule(policy)
+    if sparse and border > limit:
+        raise ValueError(
+            f"the policy is dense below {border:,} tokens and the model takes {limit:,}: it never runs sparse, so "
+            "there is nothing to validate; tune it anew, or lower `dense_below` and `sparse_from`"
+        )
+    border = border if sparse else 0
+    least = border + 1 if sparse else 0  # the last token is only predicted
+    window = min(tokens or max(TOKENS, least), max(limit, least), len(ids))
+    if window < least:
+        raise ValueError(
+            f"the policy is dense below {border:,} tokens, and quality would be measured at {window:,} "
+            f"(the held-out half of the text has {len(ids):,}, the model takes {limit:,}): give more text or `tokens`"
+        )
+    lengths = _lengths(lengths, border, min(limit, len(ids)))
+    at = max(border, min(window, TASK_TOKENS))
+    samples = make_samples(tokenizer, ids, at, TASK_SAMPLES, seed)
+    with evaluating(model), progress.task("Validating", 100) as task:
+        run = Comparison(model, policy, task)
+        with run.applied():  # a policy of another model is refused before anything takes long
+            pass
+        logits, perplexity = run.compare_text(ids, window, share=35)
+        tasks = run.retrieval(samples, share=20)
+        repetition = run.repetition(ids, max(border, min(window, PROMPT_TOKENS)), share=15)
+        speed = run.speed(ids, lengths, share=30)
+    checks = checks_of(policy.tolerances, logits, perplexity, tasks, repetition, speed)
+    return ValidationResult(
+        passed=all(check.passed for check in checks),
+        checks=checks,
+        logits=logits,
+        perplexity=perplexity,
+        tasks=tasks,
+        repetition=repetition,
+        speed=speed,
+        density=run.density,
+        layer_calls=run.layer_calls,
+        windows=max(1, min(WINDOWS, len(ids) // window)),
+        window_tokens=window,
+        seed=seed,
+        sparse_from=border if sparse else None,
+    )
+
+
+def _lengths(lengths: Sequence[int], border: int, longest: int) -> tuple[int, ...]:
+    """The lengths to time: those asked for, the shortest, and the border, where a policy gains least."""
+    wrong = [length for length in lengths if not 1 < length <= longest]
+    if wrong:
+        raise ValueError(
+            f"`lengths` must be from 2 to {longest:,}, what the model and the text allow, got {wrong[0]:,}"
+        )
+    more = (n for n in (min(SHORTEST, max(lengths)), border) if 1 < n <= longest) if lengths else ()
+    return tuple(sorted({*lengths, *more}))

@@ -1,0 +1,559 @@
+"""The command line: codes, messages, clean stdout. The tools' own tests are elsewhere; slow ones are stood in for."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+import dynaxx
+from dynaxx import cli
+from dynaxx.cli import options
+from dynaxx.lab.doctor import run as doctor
+from dynaxx.lab.machine import Ceilings
+from dynaxx.lab.profile import run as profile
+from tiny import TEXT, save_tiny_model
+
+COMMANDS = ("doctor", "profile", "analyze", "tune", "validate", "report", "bench")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "text.txt").write_text(TEXT)
+    return save_tiny_model(folder / "tiny")
+
+
+@pytest.fixture(autouse=True)
+def calm(monkeypatch):
+    """No measured ceilings (seconds), only the reference backend, one thread: tiny models gain nothing from more."""
+    monkeypatch.setattr(profile, "measure_ceilings", lambda device, dtype: Ceilings(100.0, 10.0, "float32", "cpu", 2))
+    monkeypatch.setattr(doctor, "BACKENDS", ("reference",))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def dynaxx_(*args):
+    return CliRunner().invoke(cli.app, [str(arg) for arg in args])
+
+
+class Result(SimpleNamespace):
+    def to_dict(self):
+        return {key: value for key, value in vars(self).items() if key != "policy"}
+
+
+class Validation(Result):
+    def summary(self):
+        return "some checks"
+
+    def later_border(self, lengths):
+        return None
+
+
+def stand_in(monkeypatch, name, **functions):
+    module = ModuleType(f"dynaxx.lab.{name}")
+    vars(module).update(functions)
+    monkeypatch.setitem(sys.modules, f"dynaxx.lab.{name}", module)
+
+
+@pytest.fixture
+def tools(monkeypatch):
+    """Stand-ins for the slow tools; returns what they were called with."""
+    calls = {}
+
+    def call(name, result):
+        def tool(*args, **kwargs):
+            calls.setdefault(name, []).append((args, kwargs))
+            return result
+
+        return tool
+
+    def tune(model, tokenizer, text, *, out, **options):
+        calls.setdefault("tune", []).append(((text,), options))
+        (out / "policy.json").write_text("{}")
+        chosen = {"density": 0.2, "ratio": 1.004}
+        return Result(chosen=chosen, best_uniform_density=0.3, dense_below=512, crossover=(), policy="the policy")
+
+    def write_report(run_dir):
+        (run_dir / "report.html").write_text("<html>")
+        return run_dir / "report.html"
+
+    analysis = Result(tokens=256, summary={"heads": 8})
+    stand_in(monkeypatch, "analyze.run", analyze=call("analyze", analysis))
+    stand_in(monkeypatch, "analyze.bertviz_view", write_bertviz=call("bertviz", None))
+    stand_in(monkeypatch, "tune.run", tune=tune, default_block_size=lambda model: 32, calibration_ids=call("ids", None))
+    stand_in(monkeypatch, "validate.run", validate=call("validate", Validation(passed=True)))
+    stand_in(monkeypatch, "report.run", write_report=write_report, FILES={"policy": "policy.json"})
+    stand_in(monkeypatch, "bench.cpu", run_cpu_suite=call("bench", {"bars": [{"ok": True}], "rows": []}))
+    return calls
+
+
+# ---- every command -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", ["a-file/x.json", "a-folder"])
+@pytest.mark.parametrize(
+    ("tool", "args"),
+    [
+        ("bench", ["bench", "--out", "BAD"]),
+        ("analyze", ["analyze", "MODEL", "--text", "TEXT", "--bertviz", "BAD"]),
+        ("validate", ["validate", "MODEL", "POLICY", "--text", "TEXT", "--out", "BAD"]),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(tools, tiny, tmp_path, monkeypatch, tool, args, bad):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a-file").write_text("")
+    (tmp_path / "a-folder" / "validation.json").mkdir(parents=True)
+    facts = {"model_type": "llama", "layers": 2, "q_heads": 4, "kv_heads": 2, "head_dim": 16}
+    dynaxx.save_policy(dynaxx.Policy(model=facts), tmp_path / "policy.json")
+    names = {"BAD": bad, "MODEL": tiny, "TEXT": tiny.parent / "text.txt", "POLICY": tmp_path / "policy.json"}
+    shown = dynaxx_(*(names.get(arg, arg) for arg in args))
+    assert shown.exit_code == 2, shown.output
+    assert "a directory" in shown.stderr.strip().splitlines()[-1].lower()
+    assert tool not in tools
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["profile", "no-model", "--out", "a-file/run"], "a-file"),
+        (["profile", "no-model", "--trace", "a-folder"], "a-folder"),
+        (["profile", "no-model", "--lengths", "1k"], "--lengths must be numbers"),
+        (["profile", "no-model", "--text", "nowhere.txt"], "nowhere.txt"),
+        (["analyze", "no-model", "--out", "a-file/run"], "a-file"),
+        (["analyze", "no-model", "--heads", "x"], "--heads must be numbers"),
+        (["tune", "no-model", "--out", "a-file/run"], "a-file"),
+        (["tune", "no-model", "--lengths", "1k"], "--lengths must be numbers"),
+        (["validate", "no-model", "policy.json", "--out", "a-file/run"], "a-file"),
+        (["validate", "no-model", "policy.json", "--lengths", "1k"], "--lengths must be numbers"),
+        (["retune", "policy.json", "--model", "no-model", "--out", "a-folder"], "a-folder"),
+        (["retune", "policy.json", "--model", "no-model", "--lengths", "1k"], "--lengths must be numbers"),
+    ],
+)
+def test_a_typo_is_refused_before_a_model_is_looked_for(tmp_path, monkeypatch, args, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a-file").write_text("")
+    (tmp_path / "a-folder").mkdir()
+    facts = {"model_type": "llama", "layers": 2, "q_heads": 4, "kv_heads": 2, "head_dim": 16}
+    dynaxx.save_policy(dynaxx.Policy(model=facts), tmp_path / "policy.json")
+    shown = dynaxx_(*args)
+    assert shown.exit_code == 2, shown.output
+    assert message in shown.stderr
+    assert "no-model" not in shown.stderr
+
+
+@pytest.fixture
+def broken(tiny, tmp_path):
+    """Make a copy of the model with all of one weight the same value, in a dtype."""
+
+    def make(name, value, dtype):
+        model = AutoModelForCausalLM.from_pretrained(tiny, dtype=dtype)
+        with torch.no_grad():
+            model.get_parameter(name).fill_(value)
+        model.save_pretrained(tmp_path / "broken")
+        AutoTokenizer.from_pretrained(tiny).save_pretrained(tmp_path / "broken")
+        return tmp_path / "broken"
+
+    return make
+
+
+@pytest.mark.parametrize("command", ["profile", "analyze", "tune"])
+def test_weights_that_are_no_numbers_are_named(broken, tiny, tmp_path, command):
+    weight = "model.layers.1.self_attn.q_proj.weight"
+    model = broken(weight, float("nan"), torch.float32)
+    shown = dynaxx_(command, model, "--text", tiny.parent / "text.txt", "--out", tmp_path / "run", "--quiet")
+    assert shown.exit_code == 2, shown.output
+    assert f"broken has NaN or infinity in {weight}" in shown.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("command", ["analyze", "tune"])
+def test_activations_that_leave_float16_are_an_error_that_says_so(broken, tiny, tmp_path, command):
+    model = broken("model.layers.1.input_layernorm.weight", 65_000, torch.float16)
+    args = ("--text", tiny.parent / "text.txt", "--tokens", 64, "--block-size", 16, "--dtype", "float16", "--quiet")
+    more = ("--no-profile", "--no-analysis") if command == "tune" else ()
+    shown = dynaxx_(command, model, *args, *more, "--out", tmp_path / "run")
+    assert shown.exit_code == 2, shown.output
+    assert "are not finite in float16: try --dtype bfloat16 or float32" in shown.stderr
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_examples(command):
+    shown = dynaxx_(command, "--help")
+    assert shown.exit_code == 0
+    assert "Example" in shown.stdout
+    assert f"  dynaxx {command}" in shown.stdout
+    assert "--json" in shown.stdout
+
+
+def test_the_list_of_commands_fits_a_terminal():
+    """One whole sentence each, at 80 columns."""
+    shown = CliRunner().invoke(cli.app, ["--help"], env={"COLUMNS": "80"}).stdout
+    assert "..." not in shown.replace("[ARGS]...", "")
+
+
+def test_more_threads_than_torch_takes_are_refused():
+    shown = dynaxx_("doctor", "--threads", 100_000)
+    assert shown.exit_code == 2
+    assert "--threads" in shown.stderr
+
+
+def test_version_and_no_arguments():
+    assert dynaxx_("--version").stdout == f"{dynaxx.__version__}\n"
+    assert dynaxx_().exit_code == 2
+    assert dynaxx_("no-such").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["profile", "nothing-here"], "no model at 'nothing-here'"),
+        (["profile", "MODEL", "--text", "nowhere.txt"], "'pydoc' (comes with Python)"),
+        (["profile", "MODEL", "--lengths", "1k"], "--lengths must be numbers"),
+        (["profile", "MODEL", "--lengths", "100000"], "from 2 to the model's 1,024 tokens"),
+        (["profile", "MODEL", "--device", "cuda:9"], "needs a GPU"),
+        (["profile", "MODEL", "--device", "tpu"], "must be auto, cpu or cuda"),
+        (["tune", "MODEL", "--time-budget", "soon"], "--time-budget must be a time like 90, 10m or 2h"),
+        (["analyze", "MODEL", "--layers", "a"], "--layers must be numbers and ranges"),
+        (["analyze", "MODEL", "--layers", "0-99999999999"], "--layers must be numbers and ranges"),
+        (["tune", "MODEL", "--tokens", "5000"], "to the model's 1024 positions, got 5000"),
+        (["tune", "MODEL", "--text", "SHORT", "--tokens", "512"], "the half of the text to tune on must have at least"),
+        (["validate", "MODEL", "no-policy.json"], "error: no-policy.json: no such file"),
+        (["report", "no-folder"], "DIR must be a folder"),
+        (["report", "."], "holds no results"),
+        (["doctor", "--q-heads", "3"], "`q_heads` must be a multiple"),
+        (["doctor", "--fuzz", "soon"], "--fuzz must be a time"),
+        (["doctor", "--isa", "baseline"], "--isa needs --fuzz"),
+        (["doctor", "--block-size", "5"], "5"),
+        (["doctor", "--head-dim", "100000"], "must be at most 131,072 to be checked, got 800,000"),
+    ],
+)
+def test_bad_input_is_code_2_with_a_message(tiny, tmp_path, monkeypatch, args, message):
+    monkeypatch.chdir(tmp_path)
+    paths = {"MODEL": tiny, "SHORT": tiny / "config.json"}
+    shown = dynaxx_(*(paths.get(arg, arg) for arg in args))
+    assert shown.exit_code == 2, shown.output
+    assert shown.stdout == ""
+    assert shown.stderr.strip().splitlines()[-1].startswith("error: ")
+    assert message in shown.stderr
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_missing_extra_says_what_to_install(monkeypatch, tiny):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    shown = dynaxx_("profile", tiny)
+    assert shown.exit_code == 2
+    assert "pip install 'dynaxx[transformers]'" in shown.stderr
+
+
+def test_without_typer_the_command_says_what_to_install():
+    code = "import sys; sys.modules['typer'] = None; from dynaxx.__main__ import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "pip install 'dynaxx[cli]'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_ctrl_c_is_code_130(tools, monkeypatch, tiny):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    stand_in(monkeypatch, "analyze.run", analyze=interrupted)
+    shown = dynaxx_("analyze", tiny)
+    assert shown.exit_code == 130
+    assert shown.stderr.endswith("stopped\n")  # it keeps nothing, and claims nothing
+
+
+def test_ctrl_c_of_tune_says_that_it_goes_on(tools, monkeypatch, tiny, tmp_path):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    stand_in(monkeypatch, "analyze.run", analyze=interrupted)
+    shown = dynaxx_(*tune_args(tiny, tmp_path))
+    assert shown.exit_code == 130
+    assert shown.stderr.endswith("stopped; the same command goes on where it was\n")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_a_real_ctrl_c_ends_quietly(tmp_path):
+    command = [sys.executable, "-m", "dynaxx", "doctor", "--seqlen", "4096"]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job inherits that it is ignored
+    )
+    for line in process.stderr:  # wait until it is at work
+        if "oracle" in line:
+            break
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert out == ""
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: not enough memory: you tried")])
+def test_too_little_memory_is_a_message(monkeypatch, tiny, error):
+    def fail(*args, **kwargs):
+        raise error
+
+    stand_in(monkeypatch, "analyze.run", analyze=fail)
+    shown = dynaxx_("analyze", tiny)
+    assert shown.exit_code == 2
+    assert "shorter lengths" in shown.stderr
+
+
+def test_a_bug_is_not_hidden(monkeypatch, tiny):
+    stand_in(monkeypatch, "analyze.run", analyze=lambda *args, **kwargs: {}["key"])
+    assert isinstance(dynaxx_("analyze", tiny).exception, KeyError)
+
+
+def test_debug_shows_the_traceback(monkeypatch):
+    monkeypatch.setenv("DYNAXX_DEBUG", "1")
+    assert isinstance(dynaxx_("report", "no-folder").exception, ValueError)
+
+
+# ---- one by one --------------------------------------------------------------------------------------------------
+
+
+def test_doctor(monkeypatch):
+    args = ("doctor", "--q-heads", 2, "--kv-heads", 1, "--head-dim", 16, "--seqlen", 64, "--block-size", 16)
+    shown = dynaxx_(*args, "--json", "--quiet")
+    assert shown.exit_code == 0
+    assert shown.stderr == ""
+    assert json.loads(shown.stdout)["ok"] is True
+    assert "all is well" in dynaxx_(*args).stdout
+    monkeypatch.setattr(doctor, "check_forward", lambda *args: [doctor.ErrorReport("out", 1.0, 0.1)])
+    wrong = dynaxx_(*args, "--json")
+    assert wrong.exit_code == 1
+    assert json.loads(wrong.stdout)["ok"] is False
+
+
+def test_profile(tiny, tmp_path):
+    args = ("profile", tiny, "--text", tiny.parent / "text.txt", "--lengths", "32,64", "--price-per-hour", 2)
+    shown = dynaxx_(*args, "--json", "--out", tmp_path, "--trace", tmp_path / "t.json")
+    assert shown.exit_code == 0, shown.stderr
+    assert json.loads(shown.stdout) == json.loads((tmp_path / "profile.json").read_text())
+    assert json.loads(shown.stdout)["model"] == "tiny"
+    assert (tmp_path / "t.json").is_file()
+    human = dynaxx_(*args, "--quiet", "--out", tmp_path)
+    assert "attention's share of prefill" in human.stdout
+    assert f"wrote {tmp_path / 'profile.json'}" in human.stdout
+
+
+def test_analyze(tools, tiny, tmp_path):
+    shown = dynaxx_("analyze", tiny, "--text", tiny.parent / "text.txt", "--layers", "0,3-5", "--out", tmp_path,
+                    "--bertviz", tmp_path / "b.html", "--json")  # fmt: skip
+    assert shown.exit_code == 0, shown.stderr
+    (_, _, text), options = tools["analyze"][0]
+    assert 0 < len(text) < len(TEXT)  # the calibration part
+    assert options["layers"] == (0, 3, 4, 5)
+    assert options["heads"] is None
+    assert "bertviz" in tools
+    assert json.loads((tmp_path / "analysis.json").read_text())["tokens"] == 256
+
+
+def test_validate(tools, monkeypatch, tiny, tmp_path):
+    policy = tmp_path / "policy.json"
+    policy.write_text("{}")
+    monkeypatch.setattr("dynaxx.policy.load_policy", lambda path: f"policy of {Path(path).name}")
+    args = ("validate", tiny, policy, "--lengths", "64,128", "--out", tmp_path)
+    assert dynaxx_(*args).exit_code == 0
+    (_, _, document, text), options = tools["validate"][0]
+    assert document == "policy of policy.json"
+    assert len(text) > 300_000
+    assert options["lengths"] == (64, 128)
+    stand_in(monkeypatch, "validate.run", validate=lambda *args, **kwargs: Validation(passed=False))
+    monkeypatch.setattr(sys, "argv", ["/somewhere/bin/dynaxx", "validate", "a model", "--json"])
+    failed = dynaxx_(*args, "--json")
+    assert failed.exit_code == 1
+    found = json.loads(failed.stdout)
+    assert found["passed"] is False
+    assert found["command"] == "dynaxx validate 'a model' --json"
+
+
+def test_report(tools, tmp_path):
+    (tmp_path / "policy.json").write_text("{}")
+    assert f"wrote {tmp_path / 'report.html'}" in dynaxx_("report", tmp_path).stdout
+    assert json.loads(dynaxx_("report", tmp_path, "--json").stdout) == {"report": str(tmp_path / "report.html")}
+
+
+def test_bench(tools, monkeypatch, tmp_path):
+    shown = dynaxx_("bench", "--quick", "--json", "--out", tmp_path / "b.json", "--seed", 3)
+    assert json.loads(shown.stdout) == {"bars": [{"ok": True}], "rows": []}
+    assert (tmp_path / "b.json").is_file()
+    options = tools["bench"][0][1]
+    assert (options["quick"], options["seed"], options["threads"], options["only"]) == (True, 3, None, [])
+    dynaxx_("bench", "--only", "window 512, decode")
+    assert tools["bench"][1][1]["only"] == ["window 512", "decode"]
+    assert "--peers and --plot are of --suite gpu" in dynaxx_("bench", "--peers", "flex").stderr
+
+    def missing(progress, **options):
+        progress("one figure")
+        return {"bars": [{"ok": True}, {"ok": False}]}
+
+    stand_in(monkeypatch, "bench.cpu", run_cpu_suite=missing)
+    missed = dynaxx_("bench")
+    assert missed.exit_code == 1
+    assert missed.stdout == "one figure\n"
+
+    def wrong(**options):
+        raise RuntimeError("out: error 1, budget 0.1")
+
+    stand_in(monkeypatch, "bench.cpu", run_cpu_suite=wrong)
+    failed = dynaxx_("bench", "--json")
+    assert failed.exit_code == 1
+    assert failed.stdout == ""
+    assert "budget" in failed.stderr
+
+
+# ---- tune: the whole way -------------------------------------------------------------------------------------------
+
+
+def tune_args(tiny, out, *more):
+    return (
+        "tune",
+        tiny,
+        "--text",
+        tiny.parent / "text.txt",
+        "--out",
+        out,
+        "--lengths",
+        "32,64",
+        "--tokens",
+        128,
+        *more,
+    )
+
+
+def test_tune_goes_the_whole_way(tools, tiny, tmp_path):
+    out = tmp_path / "run"
+    shown = dynaxx_(*tune_args(tiny, out, "--time-budget", "10m", "--tolerance", "0.02", "--json"))
+    assert shown.exit_code == 0, shown.stderr
+    found = json.loads(shown.stdout)
+    assert found["ok"] is True
+    assert found["tuning"]["chosen"]["density"] == 0.2
+    assert {path.name for path in out.iterdir()} == {
+        "run.json", "profile.json", "analysis.json", "policy.json", "validation.json", "report.html",
+    }  # fmt: skip
+    (text,), options = tools["tune"][0]
+    assert text == TEXT
+    assert (options["time_budget"], options["tolerance"], options["tokens"]) == (600.0, 0.02, 128)
+    assert tools["validate"][0][0][2] == "the policy"
+    assert tools["validate"][0][1]["lengths"] == (32, 64)
+    shown = dynaxx_(*tune_args(tiny, out))
+    assert "prompts run sparse from 512 tokens, shorter ones dense" in shown.stdout
+    assert f'run it: dynaxx.apply(model, dynaxx.load_policy("{out / "policy.json"}"))' in shown.stdout
+
+
+def test_tune_does_not_repeat_what_it_did(tools, tiny, tmp_path):
+    first = dynaxx_(*tune_args(tiny, tmp_path))
+    assert first.exit_code == 0, first.stderr
+    before = (tmp_path / "profile.json").stat().st_mtime_ns
+    dynaxx_(*tune_args(tiny, tmp_path))
+    assert (tmp_path / "profile.json").stat().st_mtime_ns == before
+    assert len(tools["analyze"]) == 1
+    assert len(tools["tune"]) == 2  # keeps its own state
+    dynaxx_(*tune_args(tiny, tmp_path, "--seed", 1))  # other settings: nothing of before is good
+    assert (tmp_path / "profile.json").stat().st_mtime_ns > before
+    dynaxx_(*tune_args(tiny, tmp_path, "--seed", 1, "--restart"))
+    assert len(tools["analyze"]) == 3
+
+
+def test_tune_leaves_out_what_is_not_wanted(tools, tiny, tmp_path):
+    flags = ("--no-profile", "--no-analysis", "--no-validation", "--no-report")
+    assert dynaxx_(*tune_args(tiny, tmp_path, *flags)).exit_code == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"run.json", "policy.json"}
+
+
+def test_tune_fails_when_the_policy_does(tools, monkeypatch, tiny, tmp_path):
+    stand_in(monkeypatch, "validate.run", validate=lambda *args, **kwargs: Validation(passed=False))
+    shown = dynaxx_(*tune_args(tiny, tmp_path))
+    assert shown.exit_code == 1
+    assert "tuned: 20.0% of the blocks, perplexity +0.40%; one budget for all heads needs 30.0%" in shown.stdout
+    assert "FAILS its validation:\nsome checks" in shown.stdout
+    assert "run it" not in shown.stdout
+    assert "report.html" in shown.stdout
+
+
+def test_tune_without_a_possible_validation_still_reports(tools, monkeypatch, tiny, tmp_path):
+    def refuse(*args, **kwargs):
+        raise ValueError("the policy is dense below 10,000 tokens")
+
+    stand_in(monkeypatch, "validate.run", validate=refuse)
+    shown = dynaxx_(*tune_args(tiny, tmp_path))
+    assert shown.exit_code == 1
+    assert "could not be validated:\nthe policy is dense below" in shown.stdout
+    assert (tmp_path / "report.html").exists()
+    assert not (tmp_path / "validation.json").exists()
+
+
+def test_tune_has_nothing_to_validate_where_sparse_never_pays(tools, monkeypatch, tiny, tmp_path):
+    real = vars(sys.modules["dynaxx.lab.tune.run"])
+
+    def dense(*args, **kwargs):
+        crossover = [{"seqlen": 128}, {"seqlen": 256}]
+        return Result(**{**vars(real["tune"](*args, **kwargs)), "dense_below": None, "crossover": crossover})
+
+    stand_in(monkeypatch, "tune.run", **{**real, "tune": dense})
+    stand_in(monkeypatch, "validate.run", validate=lambda *_, **__: pytest.fail("validated"))
+    shown = dynaxx_(*tune_args(tiny, tmp_path))
+    assert shown.exit_code == 0, shown.stderr
+    assert "sparse was not faster here at any length up to 256 tokens; prompts run dense" in shown.stdout
+    assert "validation" not in shown.stdout
+    assert "run it" not in shown.stdout
+
+
+def test_a_run_that_was_killed_goes_on(tools, monkeypatch, tiny, tmp_path):
+    def killed(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    real = sys.modules["dynaxx.lab.tune.run"]
+    stand_in(monkeypatch, "tune.run", **{**vars(real), "tune": killed})
+    assert dynaxx_(*tune_args(tiny, tmp_path)).exit_code == 130
+    monkeypatch.setitem(sys.modules, "dynaxx.lab.tune.run", real)
+    assert dynaxx_(*tune_args(tiny, tmp_path)).exit_code == 0
+    assert len(tools["analyze"]) == 1
+
+
+def test_tune_for_real(monkeypatch, tiny, tmp_path):
+    """With every tool as it is, on a tiny model: what each writes, the next can read."""
+    monkeypatch.setattr("dynaxx.lab.tune.search.time_lengths", lambda model, policy: [])
+    args = tune_args(tiny, tmp_path, "--block-size", 16, "--time-budget", "5s", "--quiet")
+    shown = dynaxx_(*args)
+    assert shown.exit_code in (0, 1), shown.stderr  # whether it is fast enough depends on the machine's other work
+    assert {"profile.json", "analysis.json", "tuning.json", "policy.json", "report.html"} <= set(os.listdir(tmp_path))
+    assert dynaxx.load_policy(tmp_path / "policy.json")
+    policy = (tmp_path / "policy.json").read_bytes()
+    again = dynaxx_(*args, "--json")
+    assert again.exit_code == int(not json.loads(again.stdout)["ok"])
+    assert json.loads(again.stdout)["tuning"]["chosen"] == json.loads((tmp_path / "tuning.json").read_text())["chosen"]
+    assert json.loads((tmp_path / "policy.json").read_text())["rules"] == json.loads(policy)["rules"]
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("", None), ("90", 90), ("1.5m", 90), ("2h", 7200), ("5s", 5)])
+def test_times(text, seconds):
+    assert options.seconds("--fuzz", text) == seconds
+
+
+def test_the_command_starts_in_a_moment():
+    """No torch for --help: CPU time, best of three."""
+    code = (
+        "import sys, time; sys.argv = ['dynaxx', '--help']\n"
+        "from dynaxx.__main__ import main\n"
+        "try: main()\n"
+        "except SystemExit: print('torch' in sys.modules, time.process_time(), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.split()[0] == "False"

@@ -1,0 +1,412 @@
+"""Steps of a serving engine over paged caches, and the engine's policy: all that needs no vLLM."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import dynaxx as dx
+from dynaxx.integrations.runtime.counts import Counts
+from dynaxx.integrations.runtime.paged import FP8, Pages, Sequences, dense_attention, keys_and_values, stored, write
+from dynaxx.integrations.runtime.paged_layer import PagedLayer, Step
+from dynaxx.integrations.transformers.forward_context import Deployed
+from dynaxx.integrations.vllm import contract as vllm_contract
+from dynaxx.integrations.vllm import engine as vllm_engine
+from dynaxx.policy import ModelFacts, resolve
+from dynaxx.policy.decode import DecodePlan
+from dynaxx.policy.guard import FAILURES_IN_A_ROW
+from dynaxx.testing import oracle_attention
+
+
+class Namespace(SimpleNamespace):
+    """One that can be held weakly."""
+
+
+FACTS = ModelFacts(model_type="llama", layers=2, q_heads=6, kv_heads=2, head_dim=16)
+SPARSE = dx.Rule.of(dx.Sink(16) | dx.SlidingWindow(24) | dx.TopK((0.1, 0.3, 1.0)), heads=(0, 4, 5), layers=[0])
+LENGTHS = ((1, 1), (40, 40), (1, 129), (17, 65), (3, 70), (0, 0), (128, 300), (63, 63))  # queries, keys
+
+
+def policy_of(*rules, **fields):
+    return dx.Policy(model=FACTS, block_size=16, rules=rules or (SPARSE,), **fields)
+
+
+class Batch:
+    """Sequences of random content whose pages lie in any order, with their caches filled through slots."""
+
+    def __init__(self, lengths=LENGTHS, page_size=16, seed=0, contiguous=True, fp8=False):
+        draw = torch.Generator().manual_seed(seed)
+        self.keys = [torch.randn(n, 2, 16, generator=draw) for _, n in lengths]
+        self.values = [torch.randn(n, 2, 16, generator=draw) for _, n in lengths]
+        starts = torch.tensor([0, *(n for n, _ in lengths)]).cumsum(0).tolist()
+        self.q = torch.randn(starts[-1] + 5, 6, 16, generator=draw)  # engines pad
+        used = [-(-n // page_size) for _, n in lengths]
+        order = list(range(1, sum(used) + 1))
+        random.Random(seed).shuffle(order)
+        table = torch.full((len(lengths), max(used) + 2), 0, dtype=torch.int32)
+        wide = 1 if contiguous else 2
+        memory = torch.full((len(order) + 1, 2, page_size, wide * 32), torch.nan)
+        scales = torch.tensor([0.02, 0.03]), torch.tensor(0.015)  # one per head, and one
+        self.pages = Pages(memory.to(FP8)[..., :32], *scales) if fp8 else Pages(memory[..., :32])
+        for row, count in enumerate(used):
+            table[row, :count] = torch.tensor([order.pop() for _ in range(count)])
+        for row, (_, n) in enumerate(lengths):
+            at = torch.arange(n)
+            slots = table[row, at // page_size].long() * page_size + at % page_size
+            slots = torch.cat([slots, torch.tensor([-1])])
+            pad = torch.full((3, 2, 16), torch.nan)
+            write(self.pages, torch.cat([self.keys[row], pad]), torch.cat([self.values[row], pad]), slots)
+        if fp8:  # as they are stored
+            for tokens, scale in zip((self.keys, self.values), scales, strict=True):
+                tokens[:] = [stored(x, scale).float() * scale[..., None] for x in tokens]
+        seqlens = [n for _, n in lengths]
+        self.sequences = Sequences(table, torch.tensor(seqlens, dtype=torch.int32), starts, seqlens)
+
+    def part(self, row):
+        return self.q[None, row.tokens], self.keys[row.index][None], self.values[row.index][None]
+
+
+def deployed(policy, telemetry):
+    return Deployed(policy, telemetry, None)
+
+
+def layer_of(telemetry, watchers=()):
+    return PagedLayer(0, 0.2, Counts(telemetry), watchers)
+
+
+def run(batch, step, layer):
+    out = torch.full_like(batch.q, torch.nan)
+    worked = layer.sparse(batch.q, batch.pages, step, out)
+    split = step.split(0)
+    dense_attention(batch.q, batch.pages, batch.sequences, split.dense, 0.2, out)
+    return out, worked
+
+
+@pytest.mark.parametrize("page_size", [16, 32, 64])
+@pytest.mark.parametrize("contiguous", [True, False])
+@pytest.mark.parametrize("fp8", [True, False])
+def test_sequences_come_out_of_their_pages_in_order(page_size, contiguous, fp8):
+    batch = Batch(page_size=page_size, contiguous=contiguous, fp8=fp8)
+    for row in batch.sequences.rows:
+        k, v = keys_and_values(batch.pages, batch.sequences.page_table[row.index], row.seqlen_k, torch.float32)
+        assert torch.equal(k[0], batch.keys[row.index])
+        assert torch.equal(v[0], batch.values[row.index])
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+@pytest.mark.parametrize("fp8", [True, False])
+def test_a_mixed_step_is_each_sequence_alone(telemetry, contiguous, fp8):
+    """Sparse sequences against the oracle under their own layout, dense ones against causal attention."""
+    batch, layouts = Batch(contiguous=contiguous, fp8=fp8), []
+    step = Step(batch.sequences, deployed(policy_of(dense_below=50), telemetry))
+    layer = layer_of(telemetry, [lambda index, layout: layouts.append(layout)])
+    out, worked = run(batch, step, layer)
+    split = step.split(0)
+    assert worked
+    assert split.reasons == {"decode": 2, "fewer queries than one block": 1, "below dense_below": 1}
+    assert [(row.seqlen_q, row.seqlen_k) for row in split.sparse] == [(17, 65), (128, 300), (63, 63)]
+    plan = resolve(policy_of())[0]
+    for row, layout in zip(split.sparse, layouts, strict=True):
+        q, k, v = batch.part(row)
+        shown = layout.to_dense()
+        assert torch.equal(shown, plan.layout(q, k, scale=0.2).to_dense())
+        torch.testing.assert_close(out[None, row.tokens], oracle_attention(q, k, v, shown, 0.2)[0].float(), **CLOSE)
+    for row in split.dense:
+        q, k, v = batch.part(row)
+        shown = torch.ones(row.seqlen_q, row.seqlen_k, dtype=torch.bool).tril(row.seqlen_k - row.seqlen_q)
+        want = oracle_attention(q, k, v, shown[None, None], 0.2)[0].float()
+        torch.testing.assert_close(out[None, row.tokens], want, **CLOSE)
+    assert out[batch.sequences.rows[-1].tokens.stop :].isnan().all()
+    assert layer.counts.to_dict() == {"sparse_calls": 1, "dense_calls": {}, "dense_sequences": split.reasons}
+
+
+CLOSE = {"atol": 2e-5, "rtol": 2e-5}
+
+
+DECODE = dx.Rule.of(dx.Sink(16) | dx.SlidingWindow(20) | dx.TopK(2, dx.MinMax()), phase="decode", layers=[0])
+
+
+def contiguous(batch, row, drop=0):
+    k, v = (x[row.index][None, : row.seqlen_k - drop] for x in (batch.keys, batch.values))
+    return dx.summarize_pages(dx.PagedCache.contiguous(k, v, page_size=16))
+
+
+@pytest.mark.parametrize("fp8", [True, False])
+def test_decoding_reads_the_pages_that_the_rule_chooses(telemetry, fp8):
+    """Each sequence as alone over a plain cache; what a rule without prefill leaves dense is causal."""
+    lengths = ((1, 300), (40, 40), (1, 129), (4, 200), (1, 1), (4, 90), (130, 130), (20, 300))
+    batch = Batch(lengths, fp8=fp8)
+    ready = deployed(policy_of(SPARSE, DECODE, dense_below=80), telemetry)
+    step, layer = Step(batch.sequences, ready), layer_of(telemetry)
+    out, worked = run(batch, step, layer)
+    split = step.split(0)
+    assert worked
+    assert [row.index for row in split.decode] == [0, 2, 3, 5]
+    assert [row.index for row in split.sparse] == [6, 7]
+    assert split.reasons == {"below dense_below": 2}
+    budget = ready.decode[0].budget
+    for row in split.decode:
+        want = dx.sparse_decode(batch.q[None, row.tokens], contiguous(batch, row), budget, scale=0.2)
+        torch.testing.assert_close(out[None, row.tokens], want, **CLOSE)
+    dense = torch.full_like(batch.q, torch.nan)
+    dense_attention(batch.q, batch.pages, batch.sequences, batch.sequences.rows, 0.2, dense)
+    first = split.decode[0].tokens
+    assert (out[first] - dense[first]).abs().max() > 1e-3
+    assert telemetry.value("dynaxx_layer_calls_total", backend="cpu", phase="decode") == 1
+    killed = Step(batch.sequences, ready, killed=True).split(0)
+    assert not killed.runs_sparse
+    assert Step(batch.sequences, ready).split(1).reasons == {"decode": 3, "no rule": 5}
+
+
+def test_summaries_follow_the_tokens(telemetry):
+    """Steps over growing sequences choose as over caches that are summarized anew: chunks, then single tokens."""
+    ready, layer = deployed(policy_of(DECODE), telemetry), layer_of(telemetry)
+    whole = Batch(((0, 200), (0, 150)))
+    done, table = [0, 0], whole.sequences.page_table
+    pages = Pages(torch.zeros_like(whole.pages.memory))
+    for new in ((120, 70), (30, 1), (1, 1), (1, 30), (1, 1), (3, 3)):
+        starts = [0, new[0], sum(new)]
+        done = [a + b for a, b in zip(done, new, strict=True)]
+        q = torch.randn(sum(new), 6, 16)
+        for row, count in enumerate(new):
+            at = torch.arange(done[row] - count, done[row])
+            slots = table[row, at // 16].long() * 16 + at % 16
+            write(pages, whole.keys[row][at], whole.values[row][at], slots)
+        step = Step(Sequences(table, torch.tensor(done, dtype=torch.int32), starts, done), ready)
+        out = torch.full_like(q, torch.nan)
+        assert layer.sparse(q, pages, step, out)
+        for row in step.split(0).decode:
+            cache = contiguous(whole, row)
+            want = dx.sparse_decode(q[None, row.tokens], cache, ready.decode[0].budget, scale=0.2)
+            torch.testing.assert_close(out[None, row.tokens], want, **CLOSE)
+
+
+def test_neighbours_change_nothing(telemetry):
+    batch = Batch()
+    together, _ = run(batch, Step(batch.sequences, deployed(policy_of(), telemetry)), layer_of(telemetry))
+    for row in batch.sequences.rows:
+        alone = Batch()
+        alone.sequences.rows = (row,)
+        out, _ = run(alone, Step(alone.sequences, deployed(policy_of(), telemetry)), layer_of(telemetry))
+        assert torch.equal(out[row.tokens], together[row.tokens])
+
+
+def test_a_step_can_be_dense_as_a_whole(telemetry):
+    batch = Batch()
+    ready = deployed(policy_of(), telemetry)
+    assert Step(batch.sequences, ready, killed=True).split(0).reasons["kill switch"] == 4
+    assert not Step(batch.sequences, ready, killed=True).split(0).sparse
+    assert Step(batch.sequences, ready).split(1).reasons["no rule"] == 5
+    rollout = policy_of(rollout={"layers": [1]})
+    assert Step(batch.sequences, deployed(rollout, telemetry)).split(0).reasons["layer not in the rollout"] == 4
+    rollout = policy_of(rollout={"max_tokens": 100})
+    assert Step(batch.sequences, deployed(rollout, telemetry)).split(0).reasons["length not in the rollout"] == 1
+    layer = layer_of(telemetry)
+    out, worked = run(batch, Step(batch.sequences, ready, killed=True), layer)
+    assert worked
+    assert layer.counts.to_dict()["dense_calls"] == {"kill switch": 1}
+    assert telemetry.value("dynaxx_dense_calls_total", reason="kill switch") == 1
+    assert not out[:200].isnan().any()
+
+
+def test_a_kernel_that_fails_makes_the_step_dense_and_the_layer_rest(telemetry, monkeypatch):
+    batch, ready, layer = Batch(), deployed(policy_of(), telemetry), layer_of(telemetry)
+
+    def broken(*args, **kwargs):
+        raise RuntimeError("broken on purpose")
+
+    monkeypatch.setattr("dynaxx.integrations.runtime.paged_layer.sparse_attention", broken)
+    for _ in range(FAILURES_IN_A_ROW):
+        assert not run(batch, Step(batch.sequences, ready), layer)[1]
+    step = Step(batch.sequences, ready)
+    assert run(batch, step, layer)[1]
+    assert step.split(0).reasons["resting after failures"] == 4
+    assert telemetry.value("dynaxx_fallbacks_total", reason="kernel failed") == FAILURES_IN_A_ROW
+
+
+def test_shares_of_a_plan_are_its_heads():
+    """Tensor parallelism: what each rank lays out is what the whole layer has for its heads, each with its own choice:
+    heads that choose together do so within a rank."""
+    alone = dx.Sink(16) | dx.SlidingWindow(24) | dx.TopK((0.1, 0.3, 1.0), per="head")
+    rules = (
+        dx.Rule.of(alone, heads=(0, 4, 5), layers=[0]),
+        dx.Rule.of(dx.SlidingWindow(20), heads=[3], layers=[0]),
+        dx.Rule.of(dx.Strided(4) | dx.Sink(2), heads=[1], layers=[0]),
+    )
+    plan = resolve(policy_of(*rules))[0]
+    torch.manual_seed(0)
+    q, k = torch.randn(1, 100, 6, 16), torch.randn(1, 150, 2, 16)
+    whole = plan.layout(q, k).to_dense()
+    for ranks in (1, 2, 3, 6):
+        if ranks == 3:
+            with pytest.raises(ValueError, match="must divide among 3 ranks"):
+                plan.shard(0, ranks)
+            continue
+        for rank in range(ranks):
+            own = plan.shard(rank, ranks)
+            heads = slice(rank * 6 // ranks, (rank + 1) * 6 // ranks)
+            kv = slice(heads.start // 3, (heads.stop - 1) // 3 + 1)
+            got = own.layout(q[:, :, heads], k[:, :, kv]).to_dense()
+            assert torch.equal(got.expand(-1, 6 // ranks, -1, -1), whole[:, heads])
+
+
+def test_shares_of_a_decode_plan_are_its_kv_heads():
+    plan = DecodePlan(dx.PageBudget((1, 2, 3, 4), sinks=4), 16)
+    cut = lambda ranks: [plan.shard(rank, ranks).budget.budget for rank in range(ranks)]
+    assert cut(1) == [(1, 2, 3, 4)]
+    assert cut(2) == [(1, 2), (3, 4)]
+    assert cut(8) == [(1,), (1,), (2,), (2,), (3,), (3,), (4,), (4,)]
+    assert plan.shard(1, 2).budget.sinks == 4
+    same = DecodePlan(dx.PageBudget(0.1), 16)
+    assert same.shard(1, 2) is same
+
+
+def config(**changes):
+    """As much of vLLM's configuration as a policy is held against."""
+    facts = Namespace(
+        model_type="llama", num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2, head_dim=16
+    )
+    made = Namespace(
+        model_config=Namespace(hf_text_config=facts, served_model_name="tiny"),
+        cache_config=Namespace(cache_dtype="auto", block_size=128),
+        parallel_config=Namespace(
+            tensor_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1
+        ),
+        speculative_config=None,
+        kv_transfer_config=None,
+    )
+    for path, value in changes.items():
+        *parts, name = path.split("__")
+        at = made
+        for part in parts:
+            at = getattr(at, part)
+        setattr(at, name, value)
+    return made
+
+
+def attention(**changes):
+    """As much of vLLM's `Attention` as is looked at."""
+    layer = Namespace(
+        impl=Namespace(scale=0.25, sinks=None, alibi_slopes=None, logits_soft_cap=0),
+        attn_type="decoder", sliding_window=None, kv_sharing_target_layer_name=None, head_size=16, head_size_v=16,
+    )  # fmt: skip
+    for name, value in changes.items():
+        setattr(layer.impl if hasattr(layer.impl, name) else layer, name, value)
+    return layer
+
+
+def engine(tmp_path, policy=None, **changes):
+    path = tmp_path / "policy.json"
+    dx.save_policy(policy or policy_of(), path)
+    made = config(**changes)
+    return vllm_engine.Engine(str(path), made, 0), made
+
+
+def test_an_engine_binds_the_layers_with_rules(tmp_path, telemetry):
+    found, keep = engine(tmp_path)
+    assert found.serves(keep)
+    assert found.bind(1, attention(), 128) is None
+    assert found.bind(0, attention(sliding_window=40), 128) is None
+    assert not found.status()["active"]
+    assert found.bind(0, attention(), 128).scale == 0.25
+    assert found.status()["active"]
+    assert found.status()["sparse_layers"] == [0]
+    assert telemetry.value("dynaxx_events_total", event="policy_loaded", model_name="tiny", engine="0") == 1
+    found.kill_switch.engage("test")
+    assert found.step(Batch().sequences).killed
+    assert telemetry.value("dynaxx_kill_switch", model_name="tiny", engine="0") == 1
+    found.kill_switch.release()
+    assert not found.step(Batch().sequences).killed
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"model_config__hf_text_config__num_hidden_layers": 3},
+            "`model.layers` is 2 in the policy and 3",
+        ),
+        (
+            {"cache_config__cache_dtype": "fp8_e5m2"},
+            "kv cache dtype 'fp8_e5m2' is not served; use --kv-cache-dtype auto or fp8",
+        ),
+        ({"parallel_config__decode_context_parallel_size": 2}, "context parallelism is not served"),
+        ({"speculative_config": Namespace(method="eagle")}, "speculative method 'eagle'"),
+        ({"model_config__is_mm_prefix_lm": True}, "see both ways"),
+        ({"model_config__rswa_window": 5}, "reference sliding window"),
+        ({"policy": policy_of(DECODE)}, "pages of 128 tokens, decode rules .16.; use --block-size 16"),
+        ({"policy": policy_of(rollout={"share": 0.5})}, "`rollout.share`"),
+        ({"policy": policy_of(dx.Rule.of(dx.GlobalContent((5,))))}, "look at content"),
+        ({"policy": policy_of(guard={}), "parallel_config__tensor_parallel_size": 2}, "`guard` watches whole layers"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(tmp_path, changes, said):
+    with pytest.raises(ValueError, match=said):
+        engine(tmp_path, **changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sinks": torch.zeros(6)},
+        {"alibi_slopes": torch.zeros(6)},
+        {"logits_soft_cap": 30.0},
+        {"attn_type": "encoder_only"},
+        {"kv_sharing_target_layer_name": "model.layers.0.attn"},
+        {"head_size_v": 8},
+    ],
+)
+def test_layers_that_cannot_follow_a_rule_are_refused(tmp_path, changes):
+    found, _keep = engine(tmp_path)
+    with pytest.raises(dx.UnsupportedInputError, match="layer 0 of llama with a rule"):
+        found.bind(0, attention(**changes), 128)
+
+
+def test_decode_rules_need_their_pages(tmp_path):
+    found, _keep = engine(tmp_path, policy_of(DECODE), cache_config__block_size=16)
+    with pytest.raises(dx.UnsupportedInputError, match="its pages have 32 tokens, its decode rule 16"):
+        found.bind(0, attention(), 32)
+    assert found.bind(0, attention(), 16) is not None
+
+
+def test_a_new_policy_comes_into_force_and_a_bad_one_does_not(tmp_path, telemetry):
+    found, _keep = engine(tmp_path)
+    found.bind(0, attention(), 128)
+    batch = Batch()
+    before = found.step(batch.sequences)
+    assert not found.replace(policy_of())
+    assert found.replace(policy_of(dense_below=1000))
+    assert before.split(0).sparse  # the step that runs keeps its own
+    assert not found.step(batch.sequences).split(0).sparse
+    with pytest.raises(dx.PolicyError, match=r"rules for layers \[1\], which are vLLM's own"):
+        found.replace(policy_of(dx.Rule.of(dx.SlidingWindow(9))))
+    with pytest.raises(dx.PolicyError, match="made for another model"):
+        found.replace(dx.Policy(model=FACTS.model_copy(update={"layers": 7})))
+    assert found.policy.dense_below == 1000
+    assert found.replace(policy_of(dx.Rule.of(None)))
+    assert found.step(batch.sequences).split(0).reasons["no rule"] == 5
+
+
+def test_the_contract_says_what_moved():
+    def load(name):
+        if name == "gone":
+            raise ImportError("no such module")
+
+        class Impl:
+            def forward(self, layer, q):
+                pass
+
+        return Namespace(Impl=Impl)
+
+    needs = (
+        vllm_contract.Need("gone", "Impl"),
+        vllm_contract.Need("here", "Other"),
+        vllm_contract.Need("here", "Impl.forward", ("layer", "query")),
+        vllm_contract.Need("here", "Impl", attributes=("forward", "backward")),
+        vllm_contract.Need("here", "Impl.forward", ("layer",), ("__name__",)),
+    )
+    found = vllm_contract.broken(needs, load)
+    assert [line.split(" ", 1)[0] for line in found] == ["gone.Impl", "here.Other", "here.Impl.forward", "here.Impl"]
+    assert "takes (layer, q), not (layer, query, ...)" in found[2]
+    assert found[3].endswith("has no backward")

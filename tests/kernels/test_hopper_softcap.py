@@ -1,0 +1,45 @@
+"""What the softcap of the Hopper kernels leans on: the GPU's own tanh, of which PTX promises less than it keeps."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon")
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from dynaxx.kernels.hopper.primitives.softcap import capped
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+BLOCK = 1024
+
+
+@gluon.jit
+def capped_kernel(p_x, p_t, rate, BLOCK: gl.constexpr):
+    at = gl.program_id(0) * BLOCK + gl.arange(0, BLOCK, gl.BlockedLayout([4], [32], [4], [0]))
+    gl.store(p_t + at, capped(gl.load(p_x + at), rate))
+
+
+def tanh(x):
+    out = torch.empty_like(x)
+    capped_kernel[(x.numel() // BLOCK,)](x, out, 1.0, BLOCK=BLOCK, num_warps=4)
+    return out
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+def test_every_float_is_right_to_16_bits():
+    """From 2 ** -20, below which tanh(x) is x in fp32, to 32, where it has long been 1."""
+    mantissas = torch.arange(1 << 23, dtype=torch.int32, device="cuda")
+    for exponent in range(-20, 5):
+        x = (mantissas | (exponent + 127) << 23).view(torch.float32)
+        found, exact = tanh(x).double(), x.double().tanh()
+        assert (found / exact - 1).abs().max() < 2**-16, exponent
+        assert torch.equal(tanh(-x).double(), -found)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+def test_the_ends():
+    x = torch.tensor([0.0, 1e-30, 40.0, torch.inf, -torch.inf, torch.nan], device="cuda").repeat(BLOCK)
+    torch.testing.assert_close(tanh(x)[:5].cpu(), torch.tensor([0.0, 1e-30, 1.0, 1.0, -1.0]), rtol=2**-16, atol=0.0)
+    assert tanh(x)[5].isnan()

@@ -1,0 +1,167 @@
+"""`light_launch` starts what Triton would start, with the same arguments; a driver that only writes them down tells."""
+
+import os
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="compiles")
+
+import triton.language as tl  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.runtime import driver  # noqa: E402
+from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
+
+import dynaxx as dx  # noqa: E402
+from dynaxx.kernels.gpu.runtime import launcher as light  # noqa: E402
+from dynaxx.kernels.gpu.runtime.launch_cache import repeated  # noqa: E402
+
+
+@triton.jit(do_not_specialize=["count"])
+def _kernel(x_desc, p_out, p_bias, count, stride, scale, BIASED: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    value = x_desc.load([0, 0]).reshape(BLOCK).to(tl.float32) * scale
+    if BIASED:
+        value += tl.load(p_bias + at * stride)
+    tl.store(p_out + at, value, mask=at < count)
+
+
+STARTED = []
+
+
+class Launcher:
+    """In the place of the compiled launcher."""
+
+    def __init__(self, src, metadata):
+        self.name = (metadata.name, metadata.num_warps, str(src.signature), str(src.constants), str(src.attrs))
+
+    def __call__(self, *arguments):
+        grid, stream, function, packed, *rest = arguments[:3], *arguments[3:]
+        values = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in rest[3:]]  # behind metadata and hooks
+        STARTED.append((self.name, grid, stream, function, packed, values))
+
+
+class Utils:
+    def get_device_properties(self, device):
+        return {"max_shared_mem": 232448, "multiprocessor_count": 132, "warpSize": 32}
+
+    def load_binary(self, *arguments):
+        return 1, 2, 100, 0, 1024
+
+
+class Driver:
+    utils, launcher_cls = Utils(), Launcher
+    get_current_device = staticmethod(lambda: 0)
+    get_current_stream = staticmethod(lambda device: 7)
+    get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
+    is_active = staticmethod(lambda: True)
+
+
+@pytest.fixture
+def started(monkeypatch):
+    monkeypatch.setattr(driver, "_active", Driver())
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # else 3.9 warns
+    STARTED.clear()
+    return STARTED
+
+
+def calls():
+    """What differs from call to call, and what Triton compiles another kernel for."""
+    x, out, bias = torch.randn(1, 64), torch.empty(80), torch.randn(2000)
+    described = lambda x, size: TensorDescriptor(x, [1, size], [size, 1], [1, size])
+    yield (described(x, 64), out, bias, 64, 1, 0.5), {"BIASED": True, "BLOCK": 64}
+    yield (described(x.clone(), 64), out[4:], bias, 63, 1, 0.25), {"BIASED": True, "BLOCK": 64}
+    yield (described(x, 64), out[1:], bias, 63, 1, 0.25), {"BIASED": True, "BLOCK": 64}  # does not begin at 16 bytes
+    yield (described(x, 64), out, bias, 64, 16, 0.5), {"BIASED": True, "BLOCK": 64}
+    yield (described(x, 64), out, bias, 64, 17, 0.5), {"BIASED": True, "BLOCK": 64}
+    yield (described(x, 64), out, bias, 64, 18, 0.5), {"BIASED": True, "BLOCK": 64}
+    yield (described(x, 64), out, bias, 2**31, 18, 0.5), {"BIASED": True, "BLOCK": 64}
+    yield (described(x, 64), out, bias, 64, 2**40, 0.5), {"BIASED": True, "BLOCK": 64}
+    yield (described(x, 64), out.half(), bias, 64, 1, 0.5), {"BIASED": True, "BLOCK": 64}
+    yield (described(x.half(), 64), out, bias, 64, 1, 0.5), {"BIASED": True, "BLOCK": 64}
+    yield (described(x, 32), out, bias, 64, 1, 0.5), {"BIASED": True, "BLOCK": 32}
+    yield (described(x, 64), out, None, 64, 1, 0.5), {"BIASED": False, "BLOCK": 64}
+    yield (described(x, 64), out, bias, 64, 1, 0.5), {"BLOCK": 64, "BIASED": True, "num_warps": 8}
+    yield (
+        (described(x, 64), out, bias),
+        {"scale": 0.5, "stride": 1, "count": 64, "BIASED": True, "BLOCK": 64},
+    )
+
+
+def test_starts_what_triton_starts(started):
+    given = list(calls())
+    for arguments, named in given:
+        _kernel[(3, 2)](*arguments, **named)
+    expected = started.copy()
+    kernel = light.light_launch(_kernel)
+    for _ in range(3):
+        started.clear()
+        for arguments, named in given:
+            kernel[(3, 2)](*arguments, **named)
+        assert started == expected
+    assert len({name for name, *_ in expected}) > 8  # the calls do differ
+
+
+def test_what_is_known_does_not_ask_triton(started, monkeypatch):
+    kernel = light.light_launch(_kernel)
+    arguments, named = next(calls())
+    kernel[(1,)](*arguments, **named)
+    monkeypatch.setattr(type(_kernel), "run", lambda *args, **named: pytest.fail("asked Triton"))
+    kernel[(1,)](*arguments, **named)
+    assert len(started) == 2
+
+
+@pytest.mark.parametrize("version", ["3.5.1", "3.10.0", "4.0.0+git"])
+def test_versions_that_were_not_read_go_through_triton(started, monkeypatch, version):
+    monkeypatch.setattr(triton, "__version__", version)
+    kernel = light.light_launch(_kernel)
+    asked = []
+    run = type(_kernel).run
+    monkeypatch.setattr(type(_kernel), "run", lambda self, *args, **named: asked.append(run(self, *args, **named)))
+    arguments, named = next(calls())
+    for _ in range(2):
+        kernel[(1,)](*arguments, **named)
+    assert len(asked) == len(started) == 2
+
+
+class WithDescriptors:
+    """A launcher that encodes descriptors in Python, as those of triton 3.6 do."""
+
+    def __init__(self, src, metadata):
+        from triton.backends.nvidia.driver import wrap_handle_tensordesc
+
+        record = lambda *arguments: STARTED.append(arguments)
+        self.launch = wrap_handle_tensordesc(record, src.signature, metadata.tensordesc_meta)
+        self.global_scratch_size = self.profile_scratch_size = 0
+        self.launch_cooperative_grid = self.launch_pdl = False
+
+    def __call__(self, grid_x, grid_y, grid_z, stream, function, *arguments):
+        values = (x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments)
+        self.launch(grid_x, grid_y, grid_z, stream, function, False, False, None, None, *values)
+
+
+@pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="of triton 3.6")
+def test_repeats_launch_what_triton_launches(started, monkeypatch):
+    monkeypatch.setattr(Driver, "launcher_cls", WithDescriptors)
+    monkeypatch.setattr(Utils, "fill_tma_descriptor", lambda self, *arguments: ("map", *arguments), raising=False)
+    kernel = light.light_launch(_kernel)
+
+    def start(layout, x, out, bias, count):
+        described = TensorDescriptor(x, [1, 64], [64, 1], [1, 64])
+        named = {"count": count, "stride": 1, "scale": 0.5, "BIASED": True, "BLOCK": 64}
+        return kernel[(3, 2)](described, out, layout.kv_indptr, **named) if bias else None
+
+    layout = dx.SlidingWindow(16).layout(64, block_size=16)
+    batches = [(torch.randn(1, 64), torch.empty(64)) for _ in range(3)]
+    monkeypatch.setattr(light, "MOST_ADDRESSES", 2)
+    for x, out in batches * 3:
+        repeated(start, layout, (x, out), True, 64, made=1)
+    again = started.copy()
+    started.clear()
+    for x, out in batches * 3:
+        start(layout, x, out, True, 64)
+    of_kernel = lambda calls: [arguments[:10] + arguments[13:] for arguments in calls]  # hooks are between
+    assert of_kernel(again) == of_kernel(started)
+    assert len({str(arguments[13]) for arguments in again}) == 3  # the encoded addresses
+    assert len(again) == 9

@@ -1,0 +1,287 @@
+"""The Triton kernels against the oracle: under Triton's interpreter on a CPU, and on a GPU where there is one.
+
+The interpreter must be chosen before Triton loads, and would then serve every CPU tensor, so it runs in a process of
+its own: `test_under_the_interpreter` runs this file again.
+"""
+
+import pytest
+import torch
+
+import dynaxx as dx
+from dynaxx.kernels.problem import AttentionProblem
+from dynaxx.ops.dispatch import load_backend, unsupported_reasons
+from dynaxx.testing import check_forward, check_gradients, make_qkv, random_case
+from interpreter import DEVICE, INTERPRETED, on_gpu, run_interpreted, runs_here, starts_interpreter
+
+pytest.importorskip("triton")
+from dynaxx.kernels.triton.attention import forward
+
+gpu = pytest.mark.gpu
+
+
+def attend(q, k, v, layout):
+    return dx.sparse_attention(q, k, v, layout, return_lse=True, backend="triton")
+
+
+def check(case, gradients):
+    reports = check_forward(attend, case.q, case.k, case.v, case.layout)
+    reports += check_gradients(attend, case.q, case.k, case.v, case.layout) if gradients else []
+    for report in reports:
+        assert report.ok, f"{report}\n{case.label}"
+
+
+@starts_interpreter
+def test_under_the_interpreter():
+    run_interpreted(__file__)
+
+
+@runs_here
+def test_a_gathered_tile_may_have_empty_slots():
+    """Five blocks of 16 keys fill a tile of 64 and a part of the next, where the sequence ends with a block."""
+    q, k, v = make_qkv(1, 80, 80, 2, 2, 16, dtype=torch.float16, device=DEVICE)
+    layout = dx.Full().layout(80, block_size=(32, 16), device=DEVICE)
+    for report in check_forward(attend, q, k, v, layout) + check_gradients(attend, q, k, v, layout):
+        assert report.ok, str(report)
+
+
+@runs_here
+@pytest.mark.parametrize("seed", range(40))
+def test_random_cases(seed):
+    """fp32 and fp16, since the interpreter does not multiply bf16; every fourth case with gradients."""
+    dtype = torch.float16 if seed % 2 else torch.float32
+    lengths = (1, 15, 17, 40) if seed % 4 == 0 else (1, 63, 65, 100)
+    case = random_case(seed, dtype=dtype, device=DEVICE, head_dims=(16, 24, 64, 80), lengths=lengths)
+    check(case, gradients=seed % 4 == 0)
+
+
+@gpu
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("seed", range(20))
+def test_random_cases_on_a_gpu(seed, dtype):
+    check(random_case(1000 + seed, dtype=dtype, device=DEVICE, head_dims=(64, 128, 256, 40)), gradients=True)
+
+
+@runs_here
+def test_gradients_of_out_or_of_lse_alone():
+    q, k, v = (x.requires_grad_() for x in make_qkv(1, 70, 70, 2, 1, 16, device=DEVICE))
+    layout = (dx.SlidingWindow(40) | dx.Sink(3)).layout(70, block_size=64, device=DEVICE)
+    out, lse = attend(q, k, v, layout)
+    do, dlse = torch.randn_like(out), torch.randn_like(lse)
+    gradients = lambda given, grads: torch.autograd.grad(given, (q, k, v), grads, retain_graph=True)
+    for alone, both in (
+        (gradients(out, do), gradients((out, lse), (do, torch.zeros_like(lse)))),
+        (gradients(lse, dlse), gradients((out, lse), (torch.zeros_like(out), dlse))),
+    ):
+        assert all(torch.equal(x, y) for x, y in zip(alone, both, strict=True))
+
+
+@runs_here
+def test_a_query_that_sees_nothing():
+    q, k, v = (x.requires_grad_() for x in make_qkv(1, 40, 20, 2, 1, 16, device=DEVICE))
+    out, lse = attend(q, k, v, dx.Full().layout(40, 20, block_size=16, device=DEVICE))
+    assert (out[:, :20] == 0).all()
+    assert (lse[..., :20] == -torch.inf).all()
+    out.sum().backward()  # a gradient of stride zero
+    for grad in (q.grad, k.grad, v.grad):
+        assert grad.isfinite().all()
+    assert (q.grad[:, :20] == 0).all()
+
+
+@runs_here
+@pytest.mark.parametrize("scale", [0.3, -0.5, 0.0])
+def test_any_scale(scale):
+    q, k, v = make_qkv(1, 40, 40, 2, 1, 16, device=DEVICE)
+    layout = (dx.SlidingWindow(9) | dx.Strided(4)).layout(40, block_size=16, device=DEVICE)
+    run = lambda q, k, v, layout: dx.sparse_attention(q, k, v, layout, scale=scale, return_lse=True, backend="triton")
+    for report in check_forward(run, q, k, v, layout, scale) + check_gradients(run, q, k, v, layout, scale):
+        assert report.ok, report
+
+
+@runs_here
+@pytest.mark.parametrize("level", [-80, -25, 300])
+def test_keys_past_the_end_weigh_nothing(level):
+    """Their scores are 0, beside which those of all keys that there are may be as low, or as high, as they like."""
+    q, k, v = make_qkv(1, 40, 65, 2, 1, 16, dtype=torch.float16, device=DEVICE)
+    q[..., 0], k[..., 0] = 16, level * 16**0.5 / 16
+    for pattern in (dx.Full(), dx.SlidingWindow((30, 30))):
+        layout = pattern.layout(40, 65, block_size=64, device=DEVICE)
+        for report in check_forward(attend, q, k, v, layout) + check_gradients(attend, q, k, v, layout):
+            assert report.ok, f"{pattern}: {report}"
+
+
+@runs_here
+@pytest.mark.parametrize("scale", [0.3, -0.5, 0.0])
+def test_capped_scores(scale):
+    q, k, v = make_qkv(1, 40, 40, 2, 1, 16, device=DEVICE)
+    layout = (dx.SlidingWindow(9) | dx.Strided(4)).layout(40, block_size=16, device=DEVICE)
+    for softcap in (0.1, 2.0, 50.0):
+        run = lambda q, k, v, layout, softcap=softcap: dx.sparse_attention(
+            q, k, v, layout, scale=scale, softcap=softcap, return_lse=True, backend="triton"
+        )
+        reports = check_forward(run, q, k, v, layout, scale, softcap=softcap)
+        for report in reports + check_gradients(run, q, k, v, layout, scale, softcap=softcap):
+            assert report.ok, report
+
+
+@runs_here
+def test_views_of_any_stride():
+    wide = make_qkv(2, 35, 35, 2, 1, 40, device=DEVICE)
+    views = [
+        tuple(x[..., 3:35] for x in wide),
+        tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in wide),
+        tuple(x.transpose(1, 3).contiguous().transpose(1, 3) for x in wide),
+        tuple(x.flip(0)[:1].expand(2, -1, -1, -1) for x in wide),
+    ]
+    layout = dx.SlidingWindow(20).layout(35, block_size=(32, 16), device=DEVICE)
+    for q, k, v in views:
+        for report in check_forward(attend, q, k, v, layout) + check_gradients(attend, q, k, v, layout):
+            assert report.ok, report
+
+
+@runs_here
+def test_rows_of_nan_stay_alone():
+    """Neither a hidden key nor another batch entry may leak into a row, whatever it holds."""
+    q, k, v = make_qkv(2, 40, 40, 2, 2, 16, device=DEVICE)
+    k[1], v[1] = torch.nan, torch.nan
+    layout = dx.SlidingWindow(12).layout(40, block_size=16, device=DEVICE)
+    out, lse = attend(q, k, v, layout)
+    assert out[0].isfinite().all()
+    assert lse[0].isfinite().all()
+    assert out[1].isnan().all()
+
+
+@runs_here
+def test_bad_layouts_read_nothing_outside():
+    q, k, v = make_qkv(1, 64, 64, 2, 1, 16, device=DEVICE)
+    good = (dx.SlidingWindow(20) | dx.Dilated(3, 5)).layout(64, block_size=(32, 16), device=DEVICE)
+    tensors = {name: getattr(good, name) for name in ("kv_indptr", "kv_num_partial", "kv_indices", "kv_masks")}
+    for name in tensors:
+        for wrong in (-(1 << 20), 1 << 20, 2**31 - 1):
+            bad = dx.BlockLayout(64, 64, (32, 16), **{**tensors, name: torch.full_like(tensors[name], wrong)},
+                                 masks=good.masks)  # fmt: skip
+            out, _ = load_backend("triton").attention_forward(q, k, v, bad, 0.25)
+            assert out.shape == q.shape
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+@runs_here
+def test_more_tiles_of_a_head_than_start_together():
+    q, k, v = make_qkv(1, 290, 290, 2, 1, 16, device=DEVICE)
+    layout = (dx.SlidingWindow(20) | dx.GlobalTokens(2)).layout(290, block_size=16, device=DEVICE)
+    for report in check_forward(attend, q, k, v, layout) + check_gradients(attend, q, k, v, layout):
+        assert report.ok, report
+
+
+@runs_here
+def test_nothing_to_do():
+    for batch, seqlen_q, seqlen_k in ((0, 5, 5), (1, 0, 5), (1, 5, 0)):
+        q, k, v = (x.requires_grad_() for x in make_qkv(batch, seqlen_q, seqlen_k, 2, 1, 16, device=DEVICE))
+        out, lse = attend(q, k, v, dx.Full().layout(seqlen_q, seqlen_k, block_size=16, device=DEVICE))
+        assert (out == 0).all()
+        assert (lse == -torch.inf).all()
+        out.sum().backward()
+        assert (q.grad == 0).all()
+
+
+@gpu
+@on_gpu
+def test_two_runs_agree_bit_for_bit():
+    q, k, v = (x.requires_grad_() for x in make_qkv(2, 500, 700, 6, 2, 64, dtype=torch.bfloat16, device=DEVICE))
+    layout = (dx.SlidingWindow(100) | dx.GlobalTokens(9)).layout(500, 700, block_size=64, device=DEVICE)
+
+    def run():
+        out, lse = attend(q, k, v, layout)
+        return out, lse, *torch.autograd.grad(out.square().sum() + lse[lse.isfinite()].sum(), (q, k, v))
+
+    for once, again in zip(run(), run(), strict=True):
+        assert torch.equal(once, again)
+
+
+@gpu
+@on_gpu
+def test_lengths_do_not_recompile():
+    from dynaxx.kernels.triton.attention.forward import _sparse_attention_fwd_kernel as kernel
+
+    compiled = lambda: len(kernel.device_caches[torch.cuda.current_device()][0])
+    counts = []
+    for seqlen in (64, 100, 129, 1, 1000, 2048):
+        q, k, v = make_qkv(1, seqlen, seqlen, 2, 1, 32, dtype=torch.float16, device=DEVICE)
+        attend(q, k, v, dx.SlidingWindow(30).layout(seqlen, block_size=32, device=DEVICE))
+        counts.append(compiled())
+    assert counts[-1] == counts[0], counts
+
+
+@gpu
+@on_gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("step", [10, 60, 300, 1200])
+@pytest.mark.parametrize("first", [0, -1000])
+def test_scores_that_grow_from_block_to_block(first, step, head_dim, monkeypatch):
+    """In bf16 weights are relative to scores of blocks before: these grow by `step` a block, or fall, or stay.
+
+    Half of the queries see nothing of the only partial block, which comes first.
+    """
+    monkeypatch.setattr(forward, "MANY_TILES", 0)
+    q, k, v = make_qkv(1, 512, 1024, 4, 2, head_dim, dtype=torch.bfloat16, device="cuda")
+    q[..., 0] = torch.tensor([1, 1, -1, 0], device="cuda").repeat(128)[None, :, None]
+    k[..., 0] = (first + torch.arange(1024, device="cuda") // 128 * step)[None, :, None]
+    mask = torch.ones(512, 1024, dtype=torch.bool, device="cuda")
+    mask[::2, 512:640] = False
+    layout = dx.BlockLayout.from_dense(mask, block_size=128)
+    for report in check_forward(attend, q, k, v, layout):
+        assert report.ok, report
+
+
+@gpu
+@on_gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_long_forwards_with_one_score_far_above_those_before(head_dim, monkeypatch):
+    """The second launch does that tile again, and no other; rows that see nothing stay as they are."""
+    q, k, v = make_qkv(1, 4096, 4096, 4, 2, head_dim, dtype=torch.bfloat16, device="cuda")
+    q[0, 3000, 1], k[0, 700, 0] = 30, 30
+    q[0, 3001, 1, 0], v[0, 700, 0] = float("inf"), 1e30
+    layout = (dx.patterns.SlidingWindow(512) | dx.patterns.Sink(1024)).layout(4096, block_size=128, device="cuda")
+    monkeypatch.setattr(forward, "MANY_TILES", 1 << 30)
+    out, lse = forward.attention_forward(q, k, v, layout, head_dim**-0.5)
+    monkeypatch.setattr(forward, "MANY_TILES", 0)
+    for _ in range(2):
+        found, found_lse = forward.attention_forward(q, k, v, layout, head_dim**-0.5)
+        torch.testing.assert_close(found, out, rtol=2**-6, atol=2**-7, equal_nan=True)
+        torch.testing.assert_close(found_lse, lse, rtol=1e-5, atol=1e-5, equal_nan=True)
+    rows = slice(3000 // 128 * 128, 3000 // 128 * 128 + 128)
+    assert torch.equal(found[:, rows, 1].nan_to_num(), out[:, rows, 1].nan_to_num())
+
+
+@gpu
+@on_gpu
+def test_cuda_graph():
+    q, k, v = make_qkv(1, 300, 300, 4, 2, 64, dtype=torch.bfloat16, device=DEVICE)
+    layout = dx.SlidingWindow(77).layout(300, block_size=64, device=DEVICE)
+    attend(q, k, v, layout)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = attend(q, k, v, layout)
+    q.copy_(torch.randn_like(q))
+    graph.replay()
+    again = attend(q, k, v, layout)
+    assert torch.equal(out, again.out)
+    assert torch.equal(lse, again.lse)
+
+
+def problem(**changes):
+    values = {
+        "device": torch.device("cuda"), "dtype": torch.float16, "batch": 1, "seqlen_q": 64, "seqlen_k": 64,
+        "q_heads": 2, "kv_heads": 1, "head_dim": 64, "head_dim_v": 64, "block_size": (64, 64), "needs_grad": False,
+    }  # fmt: skip
+    return AttentionProblem(**{**values, **changes})
+
+
+def test_refusals_say_why():
+    reasons = lambda **changes: "; ".join(unsupported_reasons("triton", problem(**changes)))
+    assert reasons() == ""
+    assert "fp16, bf16 and fp32" in reasons(dtype=torch.float64)
+    assert "head_dim up to 256" in reasons(head_dim=320)
+    if not INTERPRETED:
+        assert "runs on a GPU" in reasons(device=torch.device("cpu"))

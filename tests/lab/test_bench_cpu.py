@@ -1,0 +1,55 @@
+"""The CPU suite on small shapes: it tests before it times, and times what is asked for."""
+
+import pytest
+
+from dynaxx.lab.bench import cpu as bench_cpu
+from dynaxx.lab.bench.rows import rows_named
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setattr(bench_cpu, "QUICK_SHAPES", ((256, 64, "forward", "heads first"),))
+    monkeypatch.setattr(bench_cpu, "GEMM", 64)
+    monkeypatch.setattr(bench_cpu, "SMALL", (64,))
+    monkeypatch.setattr(bench_cpu, "HALF", 128)
+    checks = bench_cpu.check_backend
+    monkeypatch.setattr(bench_cpu, "check_backend", lambda cases, seed: checks(2, seed))
+
+
+@pytest.mark.parametrize(
+    ("only", "rows"),
+    [
+        ([], {"window 256", "random 10 %, blocks 64", "full density", "small"}),
+        (["window 512", "small"], {"window 512", "small"}),
+        (["half"], {"half"}),
+    ],
+)
+def test_rows_by_name(only, rows):
+    said = []
+    found = bench_cpu.run_cpu_suite(quick=True, only=only, progress=said.append)
+    assert found["checks"] == {"cases": 2, "gradients": 1}
+    names = {row["workload"] for row in found["rows"]} | {part for part in bench_cpu.PARTS if found[part]}
+    assert names == rows if only else names > rows
+    assert not found["decode"]
+    assert len(found["bars"]) == sum(line.startswith(("ok", "MISS")) for line in said) > 0
+    assert all(row["density"] <= 1 and row["times_faster"] > 0 for row in found["rows"])
+
+
+def test_a_name_of_no_row_is_refused_before_anything_is_measured(monkeypatch):
+    monkeypatch.setattr(bench_cpu, "check_backend", lambda *_: pytest.fail("measured first"))
+    with pytest.raises(ValueError, match=r"`only` must name some of \['window 256', .*'decode'\], got 'windows'"):
+        bench_cpu.run_cpu_suite(only=["full", "windows"])
+
+
+def test_a_wrong_backend_has_no_times(monkeypatch):
+    def wrong(cases, seed):
+        raise RuntimeError("no times")
+
+    monkeypatch.setattr(bench_cpu, "check_backend", wrong)
+    monkeypatch.setattr(bench_cpu, "time_shape", lambda *_: pytest.fail("timed"))
+    with pytest.raises(RuntimeError, match="no times"):
+        bench_cpu.run_cpu_suite(quick=True)
+
+
+def test_names_keep_the_order_of_the_rows():
+    assert rows_named("only", ["b", "a 2"], ["a 1", "a 2", "b"]) == ["a 2", "b"]

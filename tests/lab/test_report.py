@@ -1,0 +1,319 @@
+import base64
+import json
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import zlib
+from html.parser import HTMLParser
+from itertools import combinations, pairwise
+from xml.etree import ElementTree
+
+import pytest
+
+import report_documents as made
+from dynaxx.lab.report import charts, heatmap
+from dynaxx.lab.report.charts import Axes, Line, Point, Series
+from dynaxx.lab.report.run import write_report
+from dynaxx.lab.report.svg import CHAR
+from dynaxx.lab.report.verdict import change, percent, times, verdict
+from report_documents import DOCUMENTS, write_documents
+
+X = "\N{MULTIPLICATION SIGN}"
+VOID = {"meta", "img", "link", "br", "hr", "input"}
+SMALL = made.analysis(layers=3, heads=4, size=16)
+SUBSETS = [names for count in range(len(DOCUMENTS) + 1) for names in combinations(DOCUMENTS, count)]
+
+
+class Page(HTMLParser):
+    """Checks that tags nest, and collects what a test asks for."""
+
+    def __init__(self, text):
+        super().__init__(convert_charrefs=True)
+        self.open, self.tags, self.words, self.raw = [], [], [], text
+        self.feed(text)
+        self.close()
+        assert self.open == [], f"not closed: {self.open}"
+
+    def handle_starttag(self, tag, attributes):
+        names = [name for name, _ in attributes]
+        assert len(set(names)) == len(names), f"<{tag}> names an attribute twice: {names}"
+        self.tags.append((tag, dict(attributes)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert self.open, f"</{tag}> closes nothing"
+        assert self.open[-1] == tag, f"</{tag}> closes <{self.open[-1]}>"
+        self.open.pop()
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] != "style":
+            self.words.append(data)
+
+    @property
+    def text(self):
+        return re.sub(r"\s+", " ", " ".join(self.words))
+
+    def all(self, tag):
+        return [attributes for name, attributes in self.tags if name == tag]
+
+
+def report(folder, *args, **kwargs):
+    return Page(write_report(write_documents(folder, *args, **kwargs)).read_text())
+
+
+@pytest.fixture
+def full(tmp_path):
+    return report(tmp_path / "run", analysis=SMALL)
+
+
+@pytest.mark.parametrize("names", SUBSETS, ids=lambda names: "+".join(names) or "nothing")
+def test_any_subset_of_results_makes_a_whole_page(tmp_path, names):
+    page = report(tmp_path / "run", names, analysis=SMALL)
+    for name, command in (("profile", "dynaxx profile"), ("analysis", "dynaxx analyze"), ("tuning", "dynaxx tune")):
+        assert command in page.text, f"{name}: the command that makes it, or made it, is missing"
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert len(set(ids)) == len(ids)
+    links = [attributes["href"] for attributes in page.all("a")]
+    assert {link.removeprefix("#") for link in links} <= set(ids)
+    missing = [attributes for attributes in page.all("p") if attributes.get("class") == "missing"]
+    assert bool(missing) == (set(names) != set(DOCUMENTS))
+
+
+def test_the_page_needs_no_network_and_runs_nothing(full):
+    assert full.all("script") == []
+    assert full.all("link") == []
+    for tag, attributes in full.tags:
+        for name, value in attributes.items():
+            assert not name.startswith("on"), f"<{tag} {name}>"
+            if name in ("src", "href", "xlink:href", "action", "data"):
+                assert value.startswith(("#", "data:image/png;base64,")), f"<{tag} {name}={value[:60]!r}>"
+    assert "url(http" not in full.raw
+    assert "@import" not in full.raw
+    assert "//cdn" not in full.raw
+    policy = next(each for each in full.all("meta") if each.get("http-equiv") == "Content-Security-Policy")
+    assert "default-src 'none'" in policy["content"]
+
+
+def test_charts_are_well_formed_and_described(full):
+    drawn = re.findall(r"<svg.*?</svg>", full.raw, flags=re.DOTALL)
+    assert len(drawn) == 6
+    for svg in drawn:
+        root = ElementTree.fromstring(svg)
+        assert root.get("role") == "img"
+        assert root.get("aria-label")
+        assert "nan" not in svg
+        assert "inf" not in svg.replace("info", "")
+    images = full.all("img")
+    assert len(images) == 12
+    assert all(image["alt"] for image in images)
+
+
+def test_the_verdict_says_yes_with_its_figures(full):
+    assert "Yes: 21 % of the attention is enough." in full.text
+    assert (
+        "SmolLM2-135M-Instruct: attention sparse at 21 % density; perplexity +0.6 % (limit 1.0 %); "
+        f"prefill at 8,192 tokens 1.6{X} faster." in full.text.replace("\N{NO-BREAK SPACE}", " ")
+    )
+    assert "the best uniform budget needs 33 %" in full.text.replace("\N{NO-BREAK SPACE}", " ")
+
+
+def test_the_verdict_is_honest():
+    plain = lambda documents: verdict(documents).headline.replace("\N{NO-BREAK SPACE}", " ")
+    assert plain({}) == "Nothing has been measured yet."
+    failed = {"tuning": made.tuning(), "validation": made.validation(passed=False)}
+    assert plain(failed) == "Not yet: the policy fails 1 of its 4 checks."
+    assert "repetition increase" in verdict(failed).sentence
+    slow = {"tuning": made.tuning(), "validation": made.validation(speedup=0.8)}
+    assert plain(slow).endswith("But it is not faster on this machine.")
+    assert verdict(slow).mark == "no"
+    assert f"1.2{X} slower" in verdict(slow).sentence
+    assert plain({"tuning": made.tuning()}) == "Tuned to 21 % of the attention, not validated yet."
+    assert f"attention alone at 8,192 tokens 1.6{X} faster" in verdict({"tuning": made.tuning()}).sentence
+    assert plain({"tuning": made.tuning() | {"chosen": None}}).startswith("No: nothing sparse stayed within 1.0 %")
+    assert "never faster" in plain({"tuning": made.tuning() | {"dense_below": None}})
+    cheap = made.profile() | {"worth_it": False}
+    assert plain({"profile": cheap}).startswith("Not worth it here: attention is only 39 %")
+    assert plain({"profile": made.profile()}).startswith("Worth trying")
+    assert "48 %" in verdict({"analysis": SMALL}).sentence.replace("\N{NO-BREAK SPACE}", " ")
+
+
+def test_figures_in_words():
+    plain = lambda said: said.replace("\N{NO-BREAK SPACE}", " ")
+    assert [plain(percent(0.213)), plain(percent(0.01, 1))] == ["21 %", "1.0 %"]
+    assert [plain(change(x)) for x in (1.006, 0.9998, 1.1)] == ["+0.6 %", "-0.02 %", "+10.0 %"]
+    assert [times(x) for x in (1.0, 1.13, 1.64)] == [f"1.00{X}", f"1.13{X}", f"1.6{X}"]
+
+
+HOSTILE = "\"><script>alert(1)</script><img src=x onerror=alert(2)>'{{ 7 * 7 }}&amp;</style></title>"
+
+
+def _poisoned(value):
+    if isinstance(value, dict):
+        return {HOSTILE if key == "hostile" else key: _poisoned(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_poisoned(each) for each in value]
+    return HOSTILE if isinstance(value, str) and not re.fullmatch(r"[A-Za-z0-9+/=]{64,}", value) else value
+
+
+def test_hostile_strings_stay_text(tmp_path):
+    poisoned = {name: _poisoned(SMALL if name == "analysis" else make()) for name, make in DOCUMENTS.items()}
+    poisoned["analysis"]["rules"][HOSTILE] = poisoned["analysis"]["rules"]["oracle"]
+    poisoned["analysis"]["summary"]["kinds"][HOSTILE] = 3
+    poisoned["profile"]["machine"][HOSTILE] = HOSTILE
+    poisoned["validation"]["tasks"][0][HOSTILE] = HOSTILE
+    page = report(tmp_path / "run", **poisoned)
+    assert page.all("script") == []
+    assert {attributes.get("src", "")[:22] for attributes in page.all("img")} == {"data:image/png;base64,"}
+    assert HOSTILE in " ".join(page.words)
+    assert "49" not in re.findall(r"\{\{ 7 \* 7 \}\}|49&amp;", page.raw)
+    for svg in re.findall(r"<svg.*?</svg>", page.raw, flags=re.DOTALL):
+        ElementTree.fromstring(svg)
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+@pytest.mark.parametrize(
+    "content",
+    ["{", "[]", "{}", '"text"', '{"lengths": 3}', "\udcff"],
+    ids=["cut", "list", "empty", "str", "odd", "bytes"],
+)
+def test_a_broken_file_costs_its_part_only(tmp_path, name, content):
+    folder = write_documents(tmp_path / "run", analysis=SMALL)
+    (folder / f"{name}.json").write_bytes(content.encode("utf-8", "surrogateescape"))
+    page = Page(write_report(folder).read_text())
+    assert f"{name}.json" in page.text
+    assert "Make it again with" in page.text
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_a_file_that_lacks_any_one_field_never_breaks_the_page(tmp_path, name):
+    whole = SMALL if name == "analysis" else DOCUMENTS[name]()
+    for key in whole:
+        without = {other: value for other, value in whole.items() if other != key}
+        report(tmp_path / key, ("policy", name), **{name: without})
+    for key in whole:
+        report(tmp_path / "null", ("policy", name), **{name: whole | {key: None}})
+
+
+def test_heatmaps_are_small_pngs_of_the_right_pixels():
+    uri = heatmap.heatmap_uri(bytes([0, 1, 255, 160]), 2)
+    png = base64.b64decode(uri.split(",")[1])
+    assert png.startswith(b"\x89PNG\r\n\x1a\n")
+    chunks, at = {}, 8
+    while at < len(png):
+        (length,) = struct.unpack(">I", png[at : at + 4])
+        kind, data = png[at + 4 : at + 8], png[at + 8 : at + 8 + length]
+        assert struct.unpack(">I", png[at + 8 + length : at + 12 + length])[0] == zlib.crc32(kind + data)
+        chunks[kind] = data
+        at += 12 + length
+    rows = zlib.decompress(chunks[b"IDAT"])
+    assert rows[0] == rows[3] == 0, "filter bytes"
+    empty, faint, full, half = rows[1], rows[2], rows[4], rows[5]
+    assert empty == faint == 0
+    assert 0 < half < full == heatmap.LEVELS - 1
+    assert chunks[b"tRNS"][0] == 0
+    assert len(chunks[b"PLTE"]) == 3 * len(chunks[b"tRNS"]) == 3 * heatmap.LEVELS
+
+
+def test_line_charts_with_little_in_them():
+    axes = Axes("x", "y", str, str, y_lines=(Line(1.0, "limit"),))
+    for points in ([Point(1, 2)], [Point(1, 1), Point(1, 1)], [Point(1, 1), Point(2, 1)]):
+        ElementTree.fromstring(charts.line_chart([Series("a", points), Series("none", [])], axes, alt="a"))
+    ElementTree.fromstring(
+        charts.line_chart([Series("a", [Point(64, 1.0)])], Axes("x", "y", str, str, log_x=True), alt="b")
+    )
+
+
+def test_words_on_a_chart_cover_neither_its_line_nor_each_other():
+    """A line that goes up and down through the reference at its end: the words go to where it is quiet."""
+    points = [Point(64, 1.0), Point(512, 1.0), Point(640, 0.83), Point(1024, 1.09)]
+    axes = Axes("tokens", "speed", log_x=True, y_range=(0, 1.2), y_lines=[Line(1.0, "dense")],
+                x_lines=[Line(512, "sparse from 512")])  # fmt: skip
+    drawn = ElementTree.fromstring(charts.line_chart([Series("prefill", points)], axes, alt="speed"))
+    words = {
+        each.text: each.attrib for each in drawn.iter("text") if each.text in ("dense", "sparse from 512", "prefill")
+    }
+    boxes = {}
+    for said, at in words.items():
+        width = len(said) * CHAR
+        left = float(at["x"]) - width * (at["text-anchor"] == "end")
+        boxes[said] = (left, left + width, float(at["y"]) - 11, float(at["y"]) + 3)
+    line = [tuple(map(float, pair.split(","))) for pair in drawn.find(".//polyline").get("points").split()]
+    for said, (left, right, top, bottom) in boxes.items():
+        for other, (a, b, c, d) in boxes.items():
+            assert said == other or right <= a or b <= left or bottom <= c or d <= top, (said, other)
+        for (x0, y0), (x1, y1) in pairwise(line):
+            for step in range(101):
+                x, y = x0 + (x1 - x0) * step / 100, y0 + (y1 - y0) * step / 100
+                assert not (left < x < right and top < y < bottom), (said, x, y)
+
+
+def test_figures_name_the_command_that_made_them(tmp_path):
+    command = "dynaxx tune ./m --text prompts.txt --tokens 1024"
+    for name in ("profile", "validation"):
+        (tmp_path / f"{name}.json").write_text(json.dumps({**DOCUMENTS[name](), "command": command}))
+    text = Page(write_report(tmp_path).read_text()).text
+    assert text.count(command) >= 3  # beside each, and in the list
+    assert "dynaxx profile" not in text
+
+
+def test_many_heads_stay_a_small_page(tmp_path):
+    analysis = made.analysis(layers=32, heads=32, size=64)
+    path = write_report(write_documents(tmp_path / "run", analysis=analysis))
+    assert path.stat().st_size < 3_000_000
+    assert len(Page(path.read_text()).all("img")) == 1024
+
+
+def test_a_second_report_replaces_the_first_and_leaves_nothing_else(tmp_path):
+    folder = write_documents(tmp_path / "run", ("profile",))
+    write_report(folder)
+    first = (folder / "report.html").read_text()
+    write_documents(folder, ("tuning",))
+    write_report(folder)
+    assert (folder / "report.html").read_text() != first
+    assert sorted(path.name for path in folder.iterdir()) == ["profile.json", "report.html", "tuning.json"]
+
+
+def test_no_such_folder(tmp_path):
+    with pytest.raises(ValueError, match="must be a folder"):
+        write_report(tmp_path / "none")
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="chromium is not installed")
+@pytest.mark.parametrize("width", [1280, 500])
+def test_a_browser_shows_it_without_sideways_scrolling(tmp_path, width):
+    """The page's own measure of itself, read back through the title: no element may stick out of the window."""
+    folder = write_documents(tmp_path / "run", analysis=SMALL)
+    page = write_report(folder).read_text()
+    page = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page)
+    measure = (
+        "<script>const e = document.documentElement;"
+        "document.title = `wide ${e.scrollWidth - e.clientWidth} images "
+        "${[...document.images].filter(i => i.complete && i.naturalWidth > 0).length}`</script>"
+    )
+    (folder / "measured.html").write_text(page.replace("</body>", measure + "</body>"))
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
+    command += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
+    command += [f"--user-data-dir={tmp_path / 'browser'}", f"--window-size={width},900", "--dump-dom"]
+    shown = subprocess.run(
+        [*command, (folder / "measured.html").as_uri()], capture_output=True, text=True, timeout=60, check=True
+    ).stdout
+    found = re.search(r"<title>wide (-?\d+) images (\d+)</title>", shown)
+    assert found, shown[:200]
+    assert int(found[1]) <= 0
+    assert int(found[2]) == 12
+
+
+def test_importing_the_report_loads_no_heavy_library():
+    heavy = "('matplotlib', 'transformers', 'jinja2')"
+    code = f"import sys, dynaxx.lab.report; print([name for name in {heavy} if name in sys.modules])"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert shown.stdout.strip() == "[]"

@@ -1,0 +1,205 @@
+"""The tuner's parts: allocation against brute force, costs against measured divergence, resuming after a kill."""
+
+import copy
+import itertools
+import json
+from functools import partial
+
+import pytest
+import torch
+
+import dynaxx as dx
+from dynaxx.lab.resume import Steps, fingerprint
+from dynaxx.lab.tune import decode as decode_module
+from dynaxx.lab.tune import retune as retune_module
+from dynaxx.lab.tune import run as tune_module
+from dynaxx.lab.tune import search as search_module
+from dynaxx.lab.tune.allocation import Allocator, lower_hull
+from dynaxx.lab.tune.crossover import LengthTiming, dense_below, time_lengths, within
+from tiny import TEXT, save_tiny_model
+
+
+def test_hull_keeps_only_points_that_pay():
+    assert lower_hull([0, 1, 2, 3], [10, 9, 2, 1]) == [0, 2, 3]
+    assert lower_hull([0, 0, 1], [5, 4, 4]) == [1]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_allocation_is_optimal_at_its_own_density(seed):
+    torch.manual_seed(seed)
+    density = torch.rand(4, 5, dtype=torch.float64).sort(0).values
+    loss = torch.rand(4, 5, dtype=torch.float64).sort(0, descending=True).values
+    found = Allocator(density, loss).at(0.5)
+    best = min(
+        float(loss[list(choice), range(5)].sum())
+        for choice in itertools.product(range(4), repeat=5)
+        if float(density[list(choice), range(5)].mean()) <= found.density + 1e-9
+    )
+    assert found.loss == pytest.approx(best)
+    assert found.loss == pytest.approx(float(loss[found.choice, range(5)].sum()))
+    assert found.density == pytest.approx(float(density[found.choice, range(5)].mean()))
+
+
+def test_steps_survive_a_kill_and_refuse_another_key(tmp_path, caplog):
+    path = tmp_path / "state.json"
+    assert Steps(path, "a").remember("x", lambda: [1, 2]) == [1, 2]
+    again = Steps(path, "a")
+    assert again.remember("x", lambda: pytest.fail("computed twice")) == [1, 2]
+    assert "x" not in Steps(path, "b")
+    assert "starting anew" in caplog.text
+    path.write_text(path.read_text()[:20])
+    assert "x" not in Steps(path, "a")
+    assert "x" not in Steps(tmp_path / "none.json", "a")
+    Steps(path, "a").remember("y", lambda: 1)
+    assert json.loads(path.read_text())["results"] == {"y": 1}
+
+
+def test_fingerprint_sees_weights_and_settings():
+    model = torch.nn.Linear(4, 4)
+    ids = torch.arange(5)
+    first = fingerprint(model, ids, seed=0)
+    assert first == fingerprint(model, ids, seed=0)
+    assert first != fingerprint(model, ids, seed=1)
+    assert first != fingerprint(torch.nn.Linear(4, 4), ids, seed=0)
+
+
+def test_dense_below_is_where_sparse_stays_faster():
+    timings = [LengthTiming(64, 1, 2), LengthTiming(128, 3, 1), LengthTiming(256, 4, 5), LengthTiming(512, 9, 5)]
+    assert dense_below(timings) == 512
+    assert dense_below(timings[:3]) is None
+
+
+def test_lengths_are_timed_up_to_the_context():
+    assert within((64, 128, 256), 2**31) == [64, 128, 256]
+    assert within((64, 128, 256), 256) == [64, 128, 256]
+    assert within((64, 128, 256), 200) == [64, 128, 200]
+    assert within((64, 128, 256), 32) == [32]
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    pytest.importorskip("transformers")
+    from dynaxx.lab.models import load_model
+
+    return load_model(str(save_tiny_model(tmp_path_factory.mktemp("tiny"))), device="cpu")
+
+
+def test_a_tuned_policy_knows_its_traffic_and_is_watched(loaded, tmp_path, monkeypatch):
+    monkeypatch.setattr(search_module, "time_lengths", lambda *_: [LengthTiming(n, 2.0, 1.0) for n in (64, 256)])
+    run = partial(tune_module.tune, *loaded, TEXT, out=tmp_path, tokens=256, block_size=16, tolerance=0.5)
+    found = run(time_budget=0.0)
+    policy = dx.load_policy(tmp_path / "policy.json")
+    assert policy == found.policy
+    assert policy.guard == dx.policy.Guard()
+    assert [each.layer for each in policy.reference.layers] == [0, 1]
+    assert {each.calls for each in policy.reference.layers} == {policy.reference.requests}
+    assert retune_module.FEWEST_REQUESTS <= policy.reference.requests <= retune_module.REQUESTS
+    assert policy.reference.policy == dx.policy.rules_digest(policy)
+    assert json.loads((tmp_path / "tuning.json").read_text())["reference"] == found.reference
+    with dx.apply(loaded.model, policy.replace(guard={"sample": 1.0})) as handle:
+        loaded.model(torch.randint(0, 300, (1, 300)))
+        handle.wait()
+        assert handle.statistics() is not None
+        assert handle.drift() == []
+    monkeypatch.setattr(retune_module, "record", lambda *_, **__: pytest.fail("recorded twice"))
+    assert run().policy.reference == policy.reference
+    without = run(with_reference=False)
+    assert without.policy.reference is None
+    assert without.policy.guard is None
+
+
+def test_a_model_is_timed_within_its_context(loaded):
+    from dynaxx.integrations.transformers.apply_policy import model_facts
+
+    policy = dx.Policy(model=model_facts(loaded.model), block_size=16, rules=(dx.Rule.of(dx.SlidingWindow(16)),))
+    assert [each.seqlen for each in time_lengths(loaded.model, policy)] == [64, 128, 256, 512, 1024]
+    assert time_lengths(loaded.model, policy.replace(rules=())) == []
+
+
+def test_a_text_too_short_for_a_reference_is_said(loaded, tmp_path, monkeypatch):
+    monkeypatch.setattr(search_module, "time_lengths", lambda *_: [LengthTiming(900, 2.0, 1.0)])
+    found = tune_module.tune(*loaded, TEXT, out=tmp_path, tokens=256, block_size=16, tolerance=0.5)
+    assert found.policy.rules
+    assert found.policy.reference is None
+    assert (found.policy.dense_below, found.policy.sparse_from) == (900, 1024)  # never beyond the model's context
+    assert found.reference.startswith("none: lengths must be from 1,024")
+
+
+def test_decode_rules_are_written_where_they_keep_quality_and_pay(loaded, tmp_path, monkeypatch):
+    fast = [LengthTiming(n, 2.0, 3.0 if n < 256 else 1.0) for n in (128, 256, 512)]
+    monkeypatch.setattr(search_module, "time_lengths", lambda *_: [])
+    monkeypatch.setattr(decode_module, "time_steps", lambda *_: fast)
+    monkeypatch.setattr(decode_module, "WINDOW", 16)
+    run = partial(tune_module.tune, *loaded, TEXT, tokens=256, block_size=16, time_budget=0.0, with_decode=True)
+    found = run(out=tmp_path / "a", tolerance=0.9)
+    policy = dx.load_policy(tmp_path / "a" / "policy.json")
+    assert policy == found.policy
+    assert [rule.phase for rule in policy.rules] == ["decode"]  # prompts are not faster here
+    assert policy.decode_borders == (256, None)
+    assert found.decode.share == min(decode_module.SHARES)
+    assert found.reference == "none: prompts run dense"
+    assert json.loads((tmp_path / "a" / "tuning.json").read_text())["decode"]["said"] == found.decode.said
+    with dx.apply(loaded.model, policy) as handle:
+        loaded.model.generate(torch.randint(3, 300, (1, 253)), max_new_tokens=6, do_sample=False, eos_token_id=None)
+        stats = handle.stats()
+    assert stats["dense_calls"]["below dense_below"] == 2 * 2  # 254 and 255 keys
+    assert stats["sparse_calls"] == 2 * 3
+    assert run(out=tmp_path / "b", tolerance=1e-9).decode.said.startswith("no rule: no share")
+    monkeypatch.setattr(decode_module, "time_steps", lambda *_: [LengthTiming(n, 1.0, 1.0) for n in (128, 256)])
+    slow = run(out=tmp_path / "c", tolerance=0.9)
+    assert "not faster" in slow.decode.said
+    assert slow.policy.rules == ()
+
+
+def test_steps_are_timed(loaded):
+    from dynaxx.integrations.transformers.apply_policy import model_facts
+    from dynaxx.selection.pages import PageBudget
+
+    found = decode_module.time_steps(loaded.model, model_facts(loaded.model), 2, PageBudget(0.1), 16, lengths=(64, 128))
+    assert [each.seqlen for each in found] == [64, 128]
+    assert all(each.dense_seconds > 0 and each.sparse_seconds > 0 for each in found)
+
+
+def test_captured_steps_decide_where_they_are_asked_to(loaded, monkeypatch):
+    eager = [LengthTiming(n, 2.0, 2.0) for n in (128, 256, 512)]
+    captured = [LengthTiming(n, 0.2, 0.1 if n > 128 else 0.2) for n in (128, 256, 512)]
+    monkeypatch.setattr(decode_module, "time_steps", lambda *given: captured if given[5:] == (True,) else eager)
+    monkeypatch.setattr(decode_module, "_timed_in_a_graph", lambda model: True)
+    monkeypatch.setattr(decode_module, "_decoded", lambda *given: torch.zeros(8))
+    ids = torch.randint(3, 300, (1, 128))
+    tuned = partial(decode_module.tune_decode, loaded.model, [ids, ids], [0, 1], tolerance=0.1, page_size=16)
+    found = tuned(cuda_graph=True)
+    assert (found.dense_below, found.cuda_graph, found.captured) == (256, True, tuple(captured))
+    assert found.said.splitlines()[0].endswith("launched one by one at no length")
+    assert found.said.splitlines()[3].split() == ["256", "2000.00", "2000.00", "200.00", "100.00"]
+    found = tuned()
+    assert (found.dense_below, found.cuda_graph, found.timings) == (None, False, tuple(eager))
+    assert found.said.splitlines()[0].endswith("in a CUDA graph from 256 tokens")
+
+
+def test_captured_steps_that_cannot_be(loaded, tmp_path):
+    with pytest.raises(ValueError, match="--decode"):
+        tune_module.tune(*loaded, TEXT, out=tmp_path, cuda_graph=True)
+    with pytest.raises(ValueError, match="on a GPU, this one is on cpu"):
+        tune_module.tune(*loaded, TEXT, out=tmp_path, with_decode=True, cuda_graph=True)
+
+
+def test_texts_are_decoded_together_or_one_by_one(loaded):
+    """A step of both is one step of each, in their order."""
+    texts = [torch.randint(3, 300, (1, 60)) for _ in range(2)]
+    read = lambda ids: decode_module._read(loaded.model, ids[:, :40])
+    each = [decode_module._decoded(loaded.model, read(ids), ids[:, 40:], None) for ids in texts]
+    both = torch.cat(texts)
+    torch.testing.assert_close(decode_module._decoded(loaded.model, read(both), both[:, 40:], None), torch.cat(each))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_steps_are_timed_in_a_graph(loaded):
+    from dynaxx.integrations.transformers.apply_policy import model_facts
+    from dynaxx.selection.pages import PageBudget
+
+    model = copy.deepcopy(loaded.model).to("cuda", torch.bfloat16)
+    found = decode_module.time_steps(model, model_facts(model), 3, PageBudget(0.1), 16, True, (64, 256))
+    assert [each.seqlen for each in found] == [64, 256]
+    assert all(each.dense_seconds > 0 and each.sparse_seconds > 0 for each in found)

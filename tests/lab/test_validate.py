@@ -1,0 +1,264 @@
+"""`validate` on a tiny model: what it measures is what is there, and it fails what should fail."""
+
+import json
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+import dynaxx as dx
+from dynaxx.lab import prefill_speed
+from dynaxx.lab.tune.crossover import LengthTiming
+from dynaxx.lab.tune.raise_border import validate_tuned
+from dynaxx.lab.tune.result import TuneResult
+from dynaxx.lab.validate import comparison
+from dynaxx.lab.validate import run as module
+from dynaxx.lab.validate.comparison import repeated
+from dynaxx.lab.validate.result import Check, SpeedRow, ValidationResult
+from dynaxx.lab.validate.run import validate
+from dynaxx.lab.validate.tasks import TASKS, make_samples, score
+from dynaxx.policy import Tolerances
+
+transformers = pytest.importorskip("transformers")
+from dynaxx.integrations.transformers.apply_policy import model_facts  # noqa: E402
+
+
+class Letters:
+    """A tokenizer of single characters."""
+
+    def __call__(self, text, **_):
+        return {"input_ids": [1 + ord(letter) % 96 for letter in text]}
+
+
+def words(count, seed=0):
+    rng = random.Random(seed)
+    return "".join(rng.choice(("sparse ", "block ", "query ", "attends ", "to.\n\n")) for _ in range(count))
+
+
+TEXT = words(2000)
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=100, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=1024, initializer_range=0.3,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def check(model, rule, *, tokens=800, **fields):
+    policy = dx.Policy(model=model_facts(model), block_size=16, rules=(dx.Rule.of(rule),), **fields)
+    return validate(model, Letters(), policy, TEXT, lengths=(300,), tokens=tokens)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(comparison, "NEW_TOKENS", 8)
+    monkeypatch.setattr(module, "TASK_SAMPLES", 2)
+    monkeypatch.setattr(prefill_speed, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(prefill_speed, "MOST_SECONDS", 0.0)
+
+
+def test_a_policy_that_keeps_everything_passes(model):
+    found = check(model, dx.SlidingWindow(16) | dx.TopK(1.0), tolerances=Tolerances(slowdown=None, kl=1e-6))
+    assert found.passed, found.summary()
+    assert found.density == 1
+    assert found.layer_calls["sparse_calls"] == 6
+    assert found.perplexity.ratio == pytest.approx(1, abs=1e-5)
+    assert found.logits.top1_agreement > 0.99
+    assert found.logits.max_error < 1e-3
+    assert [task.task for task in found.tasks] == list(TASKS)
+    assert {row.seqlen for row in found.speed} == {64, 300}
+    document = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert document["passed"] is True
+    assert set(document["checks"][0]) == {"name", "value", "limit", "passed", "unit"}
+    assert document["speed"][0]["dense_peak_mb"] > 0
+    assert "pass  perplexity ratio" in found.summary()
+
+
+def test_a_policy_that_sees_little_fails(model):
+    limits = Tolerances(perplexity_ratio=1.0001, kl=1e-4, top1_agreement=0.999, logits_mean_error=1e-3, slowdown=0.0)
+    found = check(model, dx.SlidingWindow(2), tolerances=limits)
+    assert not found.passed
+    failed = {each.name for each in found.checks if not each.passed}
+    assert failed >= {"kl", "top1_agreement", "logits_mean_error", "slowdown"}
+    assert "FAIL  kl" in found.summary()
+    assert found.density < 0.2
+
+
+def test_what_failed_comes_with_what_to_do():
+    rows = [SpeedRow(n, 1.0, 1 / speed, speed, 3, None, None) for n, speed in ((512, 1.0), (640, 0.8), (2048, 1.5))]
+    slow, worse = Check("slowdown", 1.25, 1.03, False), Check("kl", 0.2, 0.1, False, "nats")
+
+    def result(checks, speed=rows, border=0):
+        return ValidationResult(False, checks, None, None, (), None, tuple(speed), 0.3, {}, 1, 512, 0, border)
+
+    def advice(*args):
+        return result(*args).advice()
+
+    assert advice((Check("kl", 0.0, 0.1, True),)) == []
+    assert "lower --tolerance" in " ".join(advice((worse,)))
+    assert "`dense_below` and `sparse_from` in the policy to 2,048 tokens" in " ".join(advice((slow,)))
+    assert "to more than 640 tokens" in " ".join(advice((slow,), rows[:2]))
+    assert len(advice((slow, worse))) == 3
+    busy = advice((slow,), rows, 2048)
+    assert len(busy) == 1
+    assert busy[0].startswith("It was slow where the policy leaves prompts dense: a pass under a policy takes the host")
+    assert "A busy machine times badly" in busy[0]
+    assert result((slow,)).later_border() == 2048
+    assert result((slow,)).later_border([512, 1024, 8192]) == 1024
+    assert result((slow,), rows[:2]).later_border() is None, "no longer length is known"
+    both = [SpeedRow(64, 1.0, 2.0, 0.5, 3, None, None), *rows]
+    assert result((slow,), both, 512).later_border() == 2048, "beside one that it leaves dense"
+    assert result((slow, worse)).later_border() is None, "not only speed"
+    assert result((slow,), rows, 2048).later_border() is None, "it runs dense there already"
+    assert result((Check("slowdown", 1.0, 1.03, True),), rows[:1]).later_border() is None
+
+
+def test_a_tuned_policy_runs_from_a_later_length_where_only_speed_fails(model, monkeypatch, tmp_path):
+    policy = dx.Policy(
+        model=model_facts(model), block_size=16, dense_below=200, sparse_from=250, rules=(dx.Rule.of(dx.Sink(16)),)
+    )
+    timings = tuple(LengthTiming(n, 1.0, 0.5) for n in (128, 256, 512))
+    tuned = TuneResult("m", 128, 0.01, "", 1.0, (), (), None, None, timings, 200, (), (), 1.0, "dynaxx tune", policy)
+    slow_until, seen = 300, []
+
+    def validate(model, tokenizer, policy, text, *, lengths):
+        if policy.sparse_from > 600:
+            raise ValueError("give more text")
+        seen.append(policy.sparse_from)
+        rows = [SpeedRow(n, 1.0, 1.2, 1 / 1.2, 3, None, None) for n in (policy.sparse_from,) if n <= slow_until]
+        rows.append(SpeedRow(100, 1.0, 1.0, 1.0, 3, None, None))
+        check = Check("slowdown", 1.2 if len(rows) > 1 else 1.0, 1.03, len(rows) == 1)
+        return ValidationResult(
+            check.passed, (check,), None, None, (), None, tuple(rows), 0.3, {}, 1, 512, 0, policy.sparse_from
+        )
+
+    monkeypatch.setattr(module, "validate", validate)
+    said = []
+    later, found = validate_tuned(model, None, tuned, TEXT, out=tmp_path, say=said.append, lengths=(100,))
+    assert found.passed
+    assert seen == [250, 256, 512]
+    assert (later.policy.dense_below, later.policy.sparse_from, later.dense_below) == (409, 512, 512)
+    assert dx.load_policy(tmp_path / "policy.json") == later.policy
+    document = json.loads((tmp_path / "tuning.json").read_text())
+    assert (document["dense_below"], document["sparse_from"], len(document["raised"])) == (512, 512, 2)
+    assert [each.values["tokens"] for each in later.policy.evidence] == [250, 256]
+    assert [(each.before, each.after, each.seqlen) for each in later.raised] == [(250, 256, 250), (256, 512, 256)]
+    assert [line.split(": ")[1] for line in said] == [
+        "slower than dense at 250 tokens, so sparse from 256", "slower than dense at 256 tokens, so sparse from 512",
+    ]  # fmt: skip
+    slow_until, timings = 900, (*timings, LengthTiming(1000, 1.0, 0.5))
+    same, found = validate_tuned(model, None, replace(tuned, crossover=timings), TEXT, out=tmp_path, lengths=(100,))
+    assert not found.passed, "there is no text for 1,000 tokens: what was validated last stays"
+    assert same.policy.sparse_from == found.sparse_from == 512
+
+
+def test_figures_are_those_of_a_plain_computation(model):
+    rule = dx.SlidingWindow(40)
+    found = check(model, rule, tolerances=Tolerances(slowdown=None))
+    ids = Letters()(module.split_text(TEXT).held_out)["input_ids"]
+    starts = [0, (len(ids) - 800) // 2, 2 * ((len(ids) - 800) // 2)]
+    assert found.windows == 3
+    windows = torch.tensor([ids[start : start + 800] for start in starts])
+    policy = dx.Policy(model=model_facts(model), block_size=16, rules=(dx.Rule.of(rule),))
+    with torch.no_grad():
+        dense = model(windows[:, :-1]).logits.double()
+        with dx.apply(model, policy):
+            sparse = model(windows[:, :-1]).logits.double()
+    loss = [torch.nn.functional.cross_entropy(x.flatten(0, 1), windows[:, 1:].flatten()) for x in (dense, sparse)]
+    assert found.perplexity.dense == pytest.approx(float(loss[0].exp()), rel=1e-4)
+    assert found.perplexity.ratio == pytest.approx(float((loss[1] - loss[0]).exp()), rel=1e-4)
+    assert found.logits.max_error == pytest.approx(float((dense - sparse).abs().max()), rel=1e-3)
+    assert found.logits.mean_error == pytest.approx(float((dense - sparse).abs().mean()), rel=1e-3)
+    assert found.logits.top1_agreement == pytest.approx(float((dense.argmax(-1) == sparse.argmax(-1)).double().mean()))
+    p, q = dense.log_softmax(-1), sparse.log_softmax(-1)
+    assert found.logits.kl == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-3)
+
+
+def test_a_policy_of_another_model_is_refused_before_anything_is_computed(model, monkeypatch):
+    facts = model_facts(model)
+    policy = dx.Policy(model=type(facts)(**{**dict(facts), "layers": 12}), rules=(dx.Rule.of(dx.SlidingWindow(16)),))
+    monkeypatch.setattr(comparison.Comparison, "hidden", lambda run, ids: pytest.fail("computed first"))
+    with pytest.raises(dx.PolicyError, match=r"`model.layers` is 12 in the policy and 2 in the model"):
+        validate(model, Letters(), policy, TEXT, lengths=(300,), tokens=800)
+
+
+def test_what_would_not_run_sparse_is_not_validated(model):
+    with pytest.raises(ValueError, match=r"dense below 900 tokens, and quality would be measured at 800"):
+        check(model, dx.SlidingWindow(16), dense_below=300, sparse_from=900)
+    with pytest.raises(ValueError, match=r"dense below 5,000 tokens and the model takes 1,024: it never runs sparse"):
+        check(model, dx.SlidingWindow(16), dense_below=5000)
+    with pytest.raises(ValueError, match=r"`lengths` must be from 2 to 1,024"):
+        validate(model, Letters(), dx.Policy(model=model_facts(model)), TEXT, lengths=(2000,))
+    found = check(model, None, tolerances=Tolerances(slowdown=None))  # a dense policy is what it says
+    assert found.passed
+    assert found.perplexity.ratio == 1
+    assert found.layer_calls == {"sparse_calls": 0, "dense_calls": {"no rule": 6}, "dense_sequences": {}}
+    assert found.summary().endswith("dense was compared with dense")
+
+
+def test_quality_and_time_are_measured_where_the_policy_runs(model, monkeypatch):
+    monkeypatch.setattr(module, "TOKENS", 400)
+    found = check(model, dx.SlidingWindow(16), tokens=None, dense_below=600, tolerances=Tolerances(slowdown=None))
+    assert found.window_tokens == 601
+    assert found.layer_calls["sparse_calls"] == 6
+    assert [row.seqlen for row in found.speed] == [64, 300, 600]
+
+
+def test_the_model_is_left_as_it_was(model):
+    ids = torch.tensor([Letters()(TEXT[:100])["input_ids"]])
+    before = model(ids).logits
+    model.train()
+    check(model, dx.SlidingWindow(16))
+    assert model.training
+    model.eval()
+    assert torch.equal(model(ids).logits, before)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_tasks_hold_their_facts():
+    haystack = Letters()(words(900, seed=3))["input_ids"]
+    said = lambda ids: "".join(chr((i - 1) if i > 32 else i + 95) for i in ids.flatten().tolist())
+    samples = make_samples(Letters(), haystack, 900, 3, seed=1)
+    assert [sample.task for sample in samples] == list(TASKS) * 3
+    depths = []
+    for sample in samples:
+        assert sample.prompt.shape == (1, 900)
+        prompt, answer = said(sample.prompt), said(sample.answer).strip()
+        if sample.task == "variable tracing":
+            first, second, third = answer.split(", ")
+            assert f"VAR {second} = VAR {first}" in prompt
+            assert f"VAR {third} = VAR {second}" in prompt
+            assert prompt.endswith("are:")
+        else:
+            assert prompt.count(f"is {answer}.") == 1
+            assert prompt.count("The secret number of") == (2 if sample.task == "needle" else 7)
+        if sample.task == "needle":
+            depths.append(prompt.index(answer))
+    assert depths == sorted(depths)
+    again = make_samples(Letters(), haystack, 900, 3, seed=1)
+    assert all(torch.equal(a.prompt, b.prompt) for a, b in zip(samples, again, strict=True))
+    with pytest.raises(ValueError, match="retrieval tasks need prompts of some hundred tokens"):
+        make_samples(Letters(), haystack, 200, 1)
+
+
+def test_scores_are_teacher_forced(model):
+    for sample in make_samples(Letters(), Letters()(TEXT)["input_ids"], 700, 1):
+        logprob, accuracy = score(model, sample)
+        with torch.no_grad():
+            ids = torch.cat([sample.prompt, sample.answer[None]], dim=1)
+            found = model(ids).logits.log_softmax(-1)[0, sample.prompt.shape[1] - 1 : -1]
+        assert logprob == pytest.approx(float(found[range(len(sample.answer)), sample.answer].mean()), rel=1e-4)
+        assert accuracy == pytest.approx(float((found.argmax(-1) == sample.answer).float().mean()))
+
+
+def test_repetition_counts_what_came_before():
+    assert repeated([1, 2, 3]) == 0
+    assert repeated([1, 2, 3, 4, 5, 6]) == 0
+    assert repeated([7] * 10) == pytest.approx(6 / 7)
+    assert math.isclose(repeated([1, 2, 3, 4] * 3), 5 / 9)
