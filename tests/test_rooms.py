@@ -10,6 +10,8 @@ import dynaxx
 
 ROOMS = (
     "errors",
+    "printable",
+    "storage",
     "arguments",
     "core",
     "layout",

@@ -1,4 +1,7 @@
-"""What everything in a policy file is made of: strict numbers, and documents without unknown fields."""
+"""Building blocks of everything in a policy file: strict, bounded numbers, and documents without unknown fields.
+
+Every number has a bound, so that a file from a stranger cannot ask for work or memory without limit.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,19 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, Strict
 
-Int = Annotated[int, Strict()]
-Count = Annotated[int, Strict(), Field(ge=0)]
-Positive = Annotated[int, Strict(), Field(ge=1)]
+MOST = 2**31 - 1  # of a count of tokens or blocks: positions within a layout are int32
+MOST_TOTAL = 2**53 - 1  # of a sum over requests, or a length that stands for "any": exact in every JSON reader
+MOST_LISTED = 65_536  # values in one list
+
+Int = Annotated[int, Strict(), Field(ge=-(2**63), le=2**63 - 1)]
+Count = Annotated[int, Strict(), Field(ge=0, le=MOST)]
+Positive = Annotated[int, Strict(), Field(ge=1, le=MOST)]
+Total = Annotated[int, Strict(), Field(ge=0, le=MOST_TOTAL)]
 Share = Annotated[float, Strict(), Field(ge=0, le=1)]
 NotNegative = Annotated[float, Strict(), Field(ge=0)]
 Flag = Annotated[bool, Strict()]
-Indices = Literal["all"] | Annotated[tuple[Count, ...], Field(min_length=1)]
+Counts = Annotated[tuple[Count, ...], Field(max_length=MOST_LISTED)]
+Indices = Literal["all"] | Annotated[tuple[Count, ...], Field(min_length=1, max_length=MOST_LISTED)]
 
 
 class Document(BaseModel):

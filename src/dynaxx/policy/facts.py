@@ -10,16 +10,18 @@ from dynaxx.errors import PolicyError
 from dynaxx.policy.document import Document, Int, Positive
 
 Number = Annotated[float, Strict()]
+MOST_HEADS = 65_536  # q heads of all layers; the largest models have 16,000
+Size = Annotated[int, Strict(), Field(ge=1, le=MOST_HEADS)]
 
 
 class ModelFacts(Document):
     """What a model must be for the policy to apply to it."""
 
     model_type: str  # transformers' config.model_type of the text model, e.g. "llama"
-    layers: Positive
-    q_heads: Positive
-    kv_heads: Positive
-    head_dim: Positive
+    layers: Size
+    q_heads: Size
+    kv_heads: Size
+    head_dim: Size
 
     @classmethod
     def of(cls, config: Any) -> ModelFacts:
@@ -52,6 +54,10 @@ class ModelFacts(Document):
     def _heads_divide(self) -> ModelFacts:
         if self.q_heads % self.kv_heads:
             raise ValueError(f"`q_heads` must be a multiple of `kv_heads`, got {self.q_heads} and {self.kv_heads}")
+        if self.layers * self.q_heads > MOST_HEADS:
+            raise ValueError(
+                f"`layers` times `q_heads` must be at most {MOST_HEADS:,}, got {self.layers} and {self.q_heads}"
+            )
         return self
 
 

@@ -21,15 +21,15 @@ class Guard(Document):
     """What is measured on running traffic, the limits, and what happens beyond them."""
 
     sample: Share = 0.01  # of sparse layer calls
-    rows: Positive = 16  # query rows of each that are computed again, densely
+    rows: Annotated[Positive, Field(le=65_536)] = 16  # query rows of each that are computed again, densely
     least_recall: Share | None = None  # mean over heads and rows; None is not held to anything
     most_error: NotNegative | None = None  # relative error of the attention output, mean over heads and rows
     kl_sample: Share = 0.0  # of requests whose next-token distribution is compared with the dense model's
     most_kl: NotNegative | None = None  # nats
-    window: Positive = 16  # samples whose mean is held against a limit
+    window: Annotated[Positive, Field(le=1_000_000)] = 16  # samples whose mean is held against a limit
     margin: Annotated[Share, Field(lt=1)] = 0.2  # a limit is kept again only when this share of it is to spare
     action: Literal["count", "warn", "widen", "dense"] = "count"  # beyond a limit
-    widen: Annotated[float, Field(gt=1)] = 2.0  # factor on budgets and windows
+    widen: Annotated[float, Field(gt=1, le=1000)] = 2.0  # factor on budgets and windows
 
     @property
     def action_level(self) -> Level:

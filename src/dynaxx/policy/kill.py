@@ -1,7 +1,8 @@
-"""The kill switch: everything dense from the next forward pass on, by file, signal, environment or a call."""
+"""The kill switch: a file, a signal, the environment or a call makes everything dense from the next forward pass on."""
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -10,29 +11,38 @@ from types import FrameType
 ENVIRONMENT = "DYNAXX_KILL"  # any value but "" and "0" engages
 FILE_ENVIRONMENT = "DYNAXX_KILL_FILE"  # a path; the switch is engaged while a file is there
 
+logger = logging.getLogger("dynaxx")
+
 
 class KillSwitch:
-    """Asked at the start of every forward pass. Any one source is enough to engage it.
+    """A switch that is asked at the start of every forward pass. Any one source is enough to engage it.
 
     Args:
-        parent: a switch that engages this one, too.
+        parent: another switch; while it is engaged, this one is, too.
     """
 
     def __init__(self, parent: KillSwitch | None = None) -> None:
         self._parent = parent
         self._reason: str | None = None
         self._signal = False
+        self._logged_error: str | None = None
 
     def engage(self, reason: str = "call") -> None:
-        """Dense from the next pass on, until `release`."""
+        """Run dense from the next pass on, until `release`."""
         self._reason = reason
 
     def release(self) -> None:
-        """Take back `engage`, and a signal; the environment and the file decide for themselves."""
+        """Take back `engage` and a signal; the environment and the file decide for themselves."""
         self._reason, self._signal = None, False
 
     def engaged(self) -> str | None:
-        """What engages it: "call" or the given reason, "signal", "environment", "file"; None if nothing does."""
+        """Return what engages the switch, None if nothing does.
+
+        Returns:
+            The reason given to `engage`, "signal", "environment", "file", or "unreadable file": nobody can tell whether
+            the kill file is there (no permission, an I/O error, a path that can name no file). Then the switch is
+            engaged, since somebody may have meant it to be, and an error is logged.
+        """
         if self._reason is not None:
             return self._reason
         if self._signal:
@@ -42,13 +52,28 @@ class KillSwitch:
         if os.environ.get(ENVIRONMENT, "0") not in ("", "0"):
             return "environment"
         file = os.environ.get(FILE_ENVIRONMENT)
-        return "file" if file and os.path.exists(file) else None
+        return self._engaged_by_file(file) if file else None
+
+    def _engaged_by_file(self, file: str) -> str | None:
+        try:
+            os.lstat(file)  # of a link itself: one that points nowhere is there all the same
+        except FileNotFoundError:
+            self._logged_error = None
+            return None
+        except (OSError, ValueError) as error:
+            said = f"{file!r}: {error}"
+            if said != self._logged_error:
+                self._logged_error = said
+                logger.error("kill file cannot be looked up, so everything runs dense: %s", said)
+            return "unreadable file"
+        self._logged_error = None
+        return "file"
 
     def on_signals(self) -> None:
-        """Let SIGUSR1 engage it and SIGUSR2 release it in this process. Never done unasked.
+        """Let SIGUSR1 engage the switch and SIGUSR2 release it in this process. Never done unasked.
 
         Raises:
-            RuntimeError: not the main thread, which alone may set signal handlers, or a system without them.
+            RuntimeError: not called in the main thread, which alone may set signal handlers, or a system without them.
         """
         if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGUSR1"):
             raise RuntimeError("signals can be set in the main thread of a POSIX process only; use a file or a call")

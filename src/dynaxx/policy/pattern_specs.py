@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import Field, model_validator
+from pydantic import Field, Strict, model_validator
 
 from dynaxx import patterns as p
-from dynaxx.policy.document import Count, Document, Flag, Int, Positive
+from dynaxx.policy.document import MOST, Count, Counts, Document, Flag, Int, Positive
+
+MOST_PARTS = 64  # of a union or an intersection
+
+Sides = Annotated[int, Strict(), Field(ge=-1, le=MOST)]
 
 
 class Spec(Document):
@@ -51,7 +55,7 @@ class SlidingWindow(Leaf):
 
     makes = p.SlidingWindow
     kind: Literal["sliding_window"] = "sliding_window"
-    window: Positive | tuple[Int, Int]
+    window: Positive | tuple[Sides, Sides]
 
 
 class Dilated(Leaf):
@@ -76,7 +80,7 @@ class GlobalTokens(Leaf):
 
     makes = p.GlobalTokens
     kind: Literal["global_tokens"] = "global_tokens"
-    tokens: Count | tuple[Count, ...]
+    tokens: Count | Counts
     symmetric: Flag = False
 
 
@@ -85,8 +89,8 @@ class GlobalContent(Leaf):
 
     makes = p.GlobalContent
     kind: Literal["global_content"] = "global_content"
-    token_ids: tuple[Count, ...] = ()
-    sequences: tuple[tuple[Count, ...], ...] = ()
+    token_ids: Counts = ()
+    sequences: Annotated[tuple[Counts, ...], Field(max_length=1024)] = ()
     span: Count = 0
     symmetric: Flag = False
 
@@ -129,14 +133,14 @@ class Documents(Leaf):
 
     makes = p.Documents
     kind: Literal["documents"] = "documents"
-    cu_seqlens: tuple[Count, ...]
+    cu_seqlens: Counts
 
 
 class AnyOf(Spec):
     """A pair is visible if any part shows it: `a | b`."""
 
     kind: Literal["any_of"] = "any_of"
-    parts: Annotated[tuple[PatternSpec, ...], Field(min_length=2)]
+    parts: Annotated[tuple[PatternSpec, ...], Field(min_length=2, max_length=MOST_PARTS)]
 
     def build(self) -> p.Union:
         return p.Union(tuple(part.build() for part in self.parts))
@@ -146,7 +150,7 @@ class AllOf(Spec):
     """A pair is visible if every part shows it: `a & b`."""
 
     kind: Literal["all_of"] = "all_of"
-    parts: Annotated[tuple[PatternSpec, ...], Field(min_length=2)]
+    parts: Annotated[tuple[PatternSpec, ...], Field(min_length=2, max_length=MOST_PARTS)]
 
     def build(self) -> p.Intersection:
         return p.Intersection(tuple(part.build() for part in self.parts))

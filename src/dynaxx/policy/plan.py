@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from dynaxx.layout import BlockLayout
+from dynaxx.layout.cache import LayoutCache
 from dynaxx.patterns import Pattern
 from dynaxx.policy.rule_parts import for_heads
 from dynaxx.policy.specs import AttentionRule
@@ -101,7 +102,7 @@ class LayerPlan:
         return _side_by_side(layouts, self.groups)
 
 
-@lru_cache(maxsize=256)
+@LayoutCache
 def _static_layout(plan: LayerPlan, seqlen_q: int, seqlen_k: int, device: torch.device) -> BlockLayout:
     made = [
         group.rule.layout(seqlen_q, seqlen_k, block_size=plan.block_size, device=device)

@@ -15,25 +15,26 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from dynaxx.policy.document import Count, Document, NotNegative, Positive
+from dynaxx.policy.document import MOST_LISTED, Count, Document, NotNegative, Positive, Total
 
 STATISTICS = ("recall", "entropy", "local")
 BINS = 24
 EDGES = torch.tensor([math.sin(math.pi / 2 * i / BINS) ** 2 for i in range(1, BINS)], device="cpu")  # between the bins
 LADDER = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0)  # factors on budgets whose recall is recorded, to tune again
 
-Histogram = tuple[Count, ...]
+Histogram = Annotated[tuple[Total, ...], Field(max_length=BINS)]
+Histograms = Annotated[tuple[Histogram, ...], Field(max_length=MOST_LISTED)]
 
 
 class LayerProfile(Document):
     """What was seen of one layer."""
 
     layer: Count
-    calls: Count  # behind each histogram
-    recall: tuple[Histogram, ...]  # by q head: share of dense attention mass in the visited blocks
-    entropy: tuple[Histogram, ...]  # of dense attention, over that of an even spread
-    local: tuple[Histogram, ...]  # share of dense attention mass on the nearest keys
-    ladder_calls: Count = 0
+    calls: Total  # behind each histogram
+    recall: Histograms  # by q head: share of dense attention mass in the visited blocks
+    entropy: Histograms  # of dense attention, over that of an even spread
+    local: Histograms  # share of dense attention mass on the nearest keys
+    ladder_calls: Total = 0
     ladder: tuple[tuple[NotNegative, ...], ...] = ()  # by q head: mean recall with budgets times each of `LADDER`
 
     @model_validator(mode="after")
@@ -61,9 +62,16 @@ class Profile(Document):
     version: Literal[1] = 1
     policy: str = ""  # digest of the rules it was recorded under, see `rules_digest`
     command: str = ""  # how it was recorded
-    requests: Count = 0
+    requests: Total = 0
     rows: Positive = 16  # query rows per call
-    layers: Annotated[tuple[LayerProfile, ...], Field(min_length=1)]
+    layers: Annotated[tuple[LayerProfile, ...], Field(min_length=1, max_length=MOST_LISTED)]
+
+    @model_validator(mode="after")
+    def _each_layer_once(self) -> Profile:
+        layers = [each.layer for each in self.layers]
+        if len(set(layers)) != len(layers):
+            raise ValueError("`layers` must name each layer once")
+        return self
 
     def of_layer(self, layer: int) -> LayerProfile | None:
         """The profile of one layer, None if there is none."""

@@ -1,4 +1,4 @@
-"""Following a policy file: a new one that is good comes into force, a bad one leaves the old one there and says so."""
+"""Follow a policy file: a good new policy comes into force; a bad one is logged, and the old one stays."""
 
 from __future__ import annotations
 
@@ -11,23 +11,29 @@ from collections.abc import Callable
 from typing import Any
 
 from dynaxx.errors import PolicyError
-from dynaxx.policy.files import parse_policy
+from dynaxx.policy.files import MOST_BYTES, parse_policy
 from dynaxx.policy.schema import Policy
+from dynaxx.printable import printable
+from dynaxx.storage import read_regular_file
 
-MOST_BYTES = 64 * 1024 * 1024  # more is no policy
 logger = logging.getLogger("dynaxx")
 
 
 class PolicyFollower:
     """Looks at a policy file again and again, from a daemon thread or by `check`.
 
-    The content decides, not its time stamp: neither a clock that goes back nor two writes within its grain matter.
+    The content decides, not the time stamp, so a clock that goes back does no harm. A forked child follows with a
+    thread of its own.
 
     Args:
-        accept: puts a policy in force, as a whole, and says whether it was another one; what it raises refuses the
-            file. A method is held weakly: when its object is gone, the thread ends.
-        refused: told why a file was not taken, once per content.
+        path: the policy file.
+        accept: puts a policy in force, as a whole, and returns whether it differs from the one before. An exception
+            refuses the file. A method is held weakly: when its object is gone, the thread ends.
+        refused: told the type of error that refused a file, once per content.
         interval: seconds between looks.
+
+    Raises:
+        ValueError: `interval` is not positive.
     """
 
     def __init__(
@@ -50,14 +56,21 @@ class PolicyFollower:
 
     def start(self) -> None:
         """Look every `interval` seconds, in a daemon thread, until `stop`."""
-        threading.Thread(target=_look, args=(weakref.ref(self), self._stopped, self._interval), daemon=True).start()
+        _STARTED.add(self)
+        threading.Thread(
+            target=_follow,
+            args=(weakref.ref(self), self._stopped, self._interval),
+            name="dynaxx policy follower",
+            daemon=True,
+        ).start()
 
     def stop(self) -> None:
         """Look no more."""
+        _STARTED.discard(self)
         self._stopped.set()
 
     def check(self) -> bool:
-        """Look once; whether a new policy came into force."""
+        """Look once, and return whether a new policy came into force."""
         with self._checking:
             content = self._read()
             seen = content if isinstance(content, str) else hashlib.blake2b(content).hexdigest()
@@ -75,26 +88,36 @@ class PolicyFollower:
                 taken = bool(accept(parse_policy(content)))
                 self._bad = False
                 if before:
-                    logger.info("%s: is a policy again, and in force", self.path)
+                    logger.info("%s: is a policy again, and in force", printable(self.path))
                 return taken
             except Exception as error:  # whatever is wrong with a file, requests go on under the old policy
-                logger.error("%s: not taken, the policy before it stays in force: %s", self.path, error)
+                logger.error(
+                    "%s: not taken, the policy before it stays in force: %s",
+                    printable(self.path),
+                    printable(error, most=4000, keep="\n"),
+                )
                 refused = self._refused()
                 if refused is not None:
                     refused(type(error).__name__)
                 return False
 
     def _read(self) -> bytes | str:
-        """The content, or why there is none."""
+        """Return the content, or why there is none."""
         try:
-            with open(self.path, "rb") as file:
-                content = file.read(MOST_BYTES + 1)
+            return read_regular_file(self.path, MOST_BYTES)
         except OSError as error:
             return f"cannot be read: {error.strerror or error}"
-        return content if len(content) <= MOST_BYTES else f"is larger than {MOST_BYTES:,} bytes: not a policy"
+
+    def _continue_after_fork(self) -> None:
+        """Give a forked child locks that no lost thread holds, and a thread."""
+        self._stopped, self._checking = threading.Event(), threading.Lock()
+        self.start()
 
 
-def _look(follower: weakref.ref[PolicyFollower], stopped: threading.Event, interval: float) -> None:
+_STARTED: weakref.WeakSet[PolicyFollower] = weakref.WeakSet()  # followers whose thread runs
+
+
+def _follow(follower: weakref.ref[PolicyFollower], stopped: threading.Event, interval: float) -> None:
     while not stopped.wait(interval):
         alive = follower()
         if alive is None:
@@ -107,3 +130,12 @@ def _weak(function: Callable[..., Any]) -> Callable[[], Callable[..., Any] | Non
     if hasattr(function, "__self__") and hasattr(function, "__func__"):
         return weakref.WeakMethod(function)
     return lambda: function
+
+
+def _after_fork() -> None:
+    for follower in list(_STARTED):
+        follower._continue_after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from pydantic import model_validator
 
-from dynaxx.policy.document import Count, Document, Indices, Int, Share
+from dynaxx.policy.document import Document, Indices, Int, Share, Total
 
 NOT_CHOSEN = "request not in the rollout"
 ASKED_DENSE = "request asked for dense"
@@ -27,8 +27,8 @@ class Rollout(Document):
     share: Share = 1.0  # of requests
     seed: Int = 0  # another seed chooses other requests
     layers: Indices = "all"
-    min_tokens: Count = 0  # sequences of fewer keys are dense
-    max_tokens: Count | None = None  # of more keys, too
+    min_tokens: Total = 0  # sequences of fewer keys are dense
+    max_tokens: Total | None = None  # of more keys, too
     flag: str | None = None  # an OpenFeature flag that decides; `share` is its default value
 
     @model_validator(mode="after")
@@ -39,7 +39,7 @@ class Rollout(Document):
 
     def admits(self, request_id: str) -> bool:
         """Whether the request of this id is in the share."""
-        digest = hashlib.blake2b(f"{self.seed}:{request_id}".encode(), digest_size=8).digest()
+        digest = hashlib.blake2b(f"{self.seed}:{request_id}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
         return int.from_bytes(digest) < self.share * 2**64
 
     def covers_layer(self, layer: int) -> bool:

@@ -6,13 +6,13 @@ Pure data. Unknown fields are refused, so nothing in a file is without effect; a
 from __future__ import annotations
 
 import difflib
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from dynaxx.errors import PolicyError
 from dynaxx.layout import as_block_size
-from dynaxx.policy.document import Count, Document, Positive
+from dynaxx.policy.document import Document, Positive, Total
 from dynaxx.policy.drift import Drift
 from dynaxx.policy.facts import Evidence, MeasuredOn, ModelFacts, Tolerances
 from dynaxx.policy.guard import Guard
@@ -20,9 +20,12 @@ from dynaxx.policy.pattern_specs import Leaf, Spec
 from dynaxx.policy.profile import Profile
 from dynaxx.policy.rollout import Rollout
 from dynaxx.policy.rule import BlockSize, Rule, head_values
+from dynaxx.printable import printable
 
 FORMAT: Literal["dynaxx.policy"] = "dynaxx.policy"
 VERSION: Literal[1] = 1
+MOST_RULES = 16_384
+MOST_ERRORS = 20  # shown of a document
 
 
 class Policy(Document):
@@ -54,17 +57,17 @@ class Policy(Document):
     version: Literal[1] = VERSION
     model: ModelFacts
     block_size: BlockSize = 64
-    dense_below: Count = 0
-    sparse_from: Count | None = None
-    decode_dense_below: Count | None = None
-    rules: tuple[Rule, ...] = ()
+    dense_below: Total = 0
+    sparse_from: Total | None = None
+    decode_dense_below: Total | None = None
+    rules: Annotated[tuple[Rule, ...], Field(max_length=MOST_RULES)] = ()
     reuse: Positive = 1
     rollout: Rollout = Rollout()
     guard: Guard | None = None
     drift: Drift = Drift()
     tolerances: Tolerances = Tolerances()
     measured_on: MeasuredOn | None = None
-    evidence: tuple[Evidence, ...] = ()
+    evidence: Annotated[tuple[Evidence, ...], Field(max_length=MOST_RULES)] = ()
     reference: Profile | None = None
 
     def __init__(self, **data: Any) -> None:
@@ -147,18 +150,25 @@ _FIXES = {
 
 
 def explain_errors(error: ValidationError) -> str:
-    """Pydantic's findings, one line each: the field, what is wrong, what was found, the fix."""
-    lines = []
+    """Return pydantic's findings, one line each: the field, what is wrong, what was found, the fix."""
+    lines: dict[str, None] = {}
     for found in error.errors(include_url=False):
-        where = ".".join(str(part) for part in found["loc"] if not _is_branch(part))
-        fix = _unknown_fix(found["loc"]) if found["type"] == "extra_forbidden" else _FIXES.get(found["type"])
-        value = repr(found["input"])
-        said = found["msg"].removeprefix("Value error, ")
-        line = f"`{where}`: {said}" if where else said
-        if found["type"] not in ("missing", "value_error"):
-            line += f", got {value if len(value) <= 80 else value[:77] + '...'}"
-        lines.append(f"{line}; {fix}" if fix else line)
-    return "\n".join(dict.fromkeys(lines))
+        lines[_explain(found)] = None
+        if len(lines) > MOST_ERRORS:
+            break
+    shown = list(lines)[:MOST_ERRORS]
+    return "\n".join([*shown, "and more"] if len(lines) > MOST_ERRORS else shown)
+
+
+def _explain(found: Any) -> str:
+    where = ".".join(printable(part, most=80) for part in found["loc"] if not _is_branch(part))
+    fix = _unknown_fix(found["loc"]) if found["type"] == "extra_forbidden" else _FIXES.get(found["type"])
+    ours = found["type"] == "value_error"  # may be several lines: what a policy within says of its own fields
+    said = printable(found["msg"].removeprefix("Value error, "), most=4000, keep="\n" if ours else "")
+    line = f"`{where}`: {said}" if where else said
+    if found["type"] not in ("missing", "value_error"):
+        line += f", got {printable(repr(found['input']), most=80)}"
+    return f"{line}; {fix}" if fix else line
 
 
 def _unknown_fix(where: tuple[int | str, ...]) -> str:

@@ -13,12 +13,17 @@ from pydantic import Field, Strict, model_validator
 
 from dynaxx import patterns as p
 from dynaxx import selection as s
-from dynaxx.policy.document import Count, Int, NotNegative, Positive, Share
+from dynaxx.policy.document import MOST_LISTED, Count, Counts, Int, NotNegative, Positive, Share
 from dynaxx.policy.pattern_specs import AllOf, AnyOf, AnyPattern, Leaf, PatternSpec, Spec
 
 AttentionRule: TypeAlias = p.Pattern | s.Selector | s.Hybrid  # what a head may do; None beside it means dense
 
 Per = Literal["group", "head"]
+Shares = Annotated[tuple[Share, ...], Field(max_length=MOST_LISTED)]
+Iterations = Annotated[int, Strict(), Field(ge=1, le=256)]
+Clusters = Annotated[int, Strict(), Field(ge=1, le=4096)]
+Tables = Annotated[int, Strict(), Field(ge=1, le=256)]
+Bits = Annotated[int, Strict(), Field(ge=1, le=16)]  # 2^bits buckets
 
 
 class MeanQuery(Leaf):
@@ -26,7 +31,7 @@ class MeanQuery(Leaf):
 
     makes = s.MeanQuery
     kind: Literal["mean_query"] = "mean_query"
-    sharpness: Annotated[float, Strict(), Field(gt=0)] = 0.75
+    sharpness: Annotated[float, Strict(), Field(gt=0, le=1000)] = 0.75
     precision: Literal["full", "int8"] = "full"
 
 
@@ -91,8 +96,8 @@ class SimHash(Leaf):
 
     makes = s.SimHash
     kind: Literal["sim_hash"] = "sim_hash"
-    tables: Positive = 16
-    bits: Positive = 6
+    tables: Tables = 16
+    bits: Bits = 6
     seed: Int = 0
 
 
@@ -101,9 +106,9 @@ class KeyClusters(Leaf):
 
     makes = s.KeyClusters
     kind: Literal["key_clusters"] = "key_clusters"
-    clusters: Positive = 128
-    nearest: Positive = 32
-    iterations: Positive = 4
+    clusters: Clusters = 128
+    nearest: Clusters = 32
+    iterations: Iterations = 4
     seed: Int = 0
 
 
@@ -113,9 +118,9 @@ class ClusterGlobals(Leaf):
 
     makes = s.ClusterGlobals
     kind: Literal["cluster_globals"] = "cluster_globals"
-    per_cluster: Count | tuple[Count, ...] = 1
-    clusters: Positive = 32
-    iterations: Positive = 4
+    per_cluster: Count | Counts = 1
+    clusters: Clusters = 32
+    iterations: Iterations = 4
     seed: Int = 0
 
 
@@ -124,8 +129,8 @@ class TopK(Spec):
     head that the rule covers. JSON does not tell 1 from 1.0, so the two have names."""
 
     kind: Literal["top_k"] = "top_k"
-    share: Share | tuple[Share, ...] | None = None
-    blocks: Count | tuple[Count, ...] | None = None
+    share: Share | Shares | None = None
+    blocks: Count | Counts | None = None
     scorer: ScorerSpec = MeanQuery()
     floor: Count = 0  # q blocks that see fewer kv blocks than this get the share of so many
     per: Per = "group"  # who chooses together: the q heads of a kv head, or each "head" by itself
@@ -151,7 +156,7 @@ class TopP(Spec):
     """The best-scored blocks up to a share of the estimated attention mass; one value, or one per head."""
 
     kind: Literal["top_p"] = "top_p"
-    mass: Share | tuple[Share, ...]
+    mass: Share | Shares
     scorer: ScorerSpec = MeanQuery()
     per: Per = "group"
 
@@ -169,7 +174,7 @@ class Threshold(Spec):
     head."""
 
     kind: Literal["threshold"] = "threshold"
-    share: NotNegative | tuple[NotNegative, ...]
+    share: NotNegative | Annotated[tuple[NotNegative, ...], Field(max_length=MOST_LISTED)]
     of: Literal["max", "uniform"] = "max"
     scorer: ScorerSpec = MeanQuery()
     per: Per = "group"

@@ -1,0 +1,157 @@
+"""Files that strangers may have touched: read with a limit, written whole or not at all.
+
+A path can name a pipe that never ends, a device, a file of any size, or a link that somebody planted. Readers here
+take regular files up to a size; writers create a new file beside the target, follow no link, and rename it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import secrets
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+from dynaxx.printable import printable
+
+MOST_DEPTH = 32
+MOST_OBJECTS, MOST_LISTS = 1 << 18, 1 << 20
+
+_FLAGS_READ = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
+_FLAGS_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
+_FLAGS_BINARY = getattr(os, "O_BINARY", 0)
+
+
+def read_regular_file(path: str | os.PathLike[str], most_bytes: int) -> bytes:
+    """Return the content of a regular file of at most `most_bytes` bytes, without waiting for a writer.
+
+    Raises:
+        FileNotFoundError: no such file.
+        OSError: not a regular file (a folder, pipe, socket or device), larger than `most_bytes`, or not readable.
+            `strerror` says which.
+    """
+    name = os.fspath(path)
+    try:
+        _check_regular(os.stat(name), name)  # before opening: opening a device can already have effects
+        descriptor = os.open(name, _FLAGS_READ | _FLAGS_BINARY)
+    except ValueError as error:  # a null byte in the name
+        raise OSError(errno.EINVAL, str(error), name) from None
+    with os.fdopen(descriptor, "rb") as file:
+        _check_regular(os.fstat(descriptor), name)  # again: the file may have been replaced in between
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise OSError(errno.EFBIG, f"must be at most {most_bytes:,} bytes, and is larger", name)
+    return content
+
+
+def write_whole_file(path: str | os.PathLike[str], fill: Callable[[IO[bytes]], object], *, sync: bool = True) -> None:
+    """Write a file so that a reader at any moment, even after a crash, sees the old content or the new, whole.
+
+    The new file gets the permissions of the file that it replaces, or those that the umask leaves.
+
+    Args:
+        fill: writes the content to the binary file that it is given.
+        sync: bring the content to the disk before the rename; without it a power cut may leave an empty file.
+
+    Raises:
+        OSError: the file cannot be written; what was there is untouched. `filename` is `path`.
+    """
+    target = Path(path)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(8)}.tmp")
+    try:
+        descriptor = os.open(temporary, _FLAGS_NEW | _FLAGS_BINARY, 0o666)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                _keep_permissions(descriptor, target)
+                fill(file)
+                file.flush()
+                if sync:
+                    os.fsync(descriptor)
+            os.replace(temporary, target)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+    except OSError as error:
+        if error.errno is None or error.filename not in (None, os.fspath(temporary)):
+            raise
+        raise OSError(error.errno, error.strerror, str(target)) from None  # the file that the caller knows
+    if sync:
+        sync_folder(target.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames in a folder survive a power cut, where the system can."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def parse_json(
+    text: str | bytes, *, most_depth: int = MOST_DEPTH, most_objects: int = MOST_OBJECTS, unique: bool = False
+) -> Any:
+    """Parse JSON that may be hostile: deep, full of small objects, with numbers of thousands of digits.
+
+    Args:
+        most_depth: objects and lists within one another.
+        most_objects: objects in all; of lists there may be `MOST_LISTS`.
+        unique: refuse an object that gives a name twice.
+
+    Raises:
+        ValueError: not JSON, or beyond these limits; the message begins with "is not JSON" or "must".
+    """
+    try:
+        data = json.loads(text, object_pairs_hook=_unique_names if unique else None)
+    except RecursionError:
+        raise ValueError(f"must nest at most {most_depth} levels, and is deeper") from None
+    except ValueError as error:
+        if isinstance(error, _RepeatedNameError):
+            raise
+        raise ValueError(f"is not JSON: {printable(error, most=200)}") from None
+    level, depth, objects, lists = [data], 0, 0, 0
+    while level:
+        level = [value for value in level if isinstance(value, dict | list)]
+        found = sum(isinstance(value, dict) for value in level)
+        depth, objects, lists = depth + bool(level), objects + found, lists + len(level) - found
+        if depth > most_depth:
+            raise ValueError(f"must nest at most {most_depth} levels, and is deeper")
+        if objects > most_objects or lists > MOST_LISTS:
+            raise ValueError(f"must hold at most {most_objects:,} objects and {MOST_LISTS:,} lists, and holds more")
+        level = [child for value in level for child in (value.values() if isinstance(value, dict) else value)]
+    return data
+
+
+class _RepeatedNameError(ValueError):
+    """An object gives a name twice."""
+
+
+def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    data: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in data:
+            raise _RepeatedNameError(
+                f"`{printable(name, most=80)}` must be given once in an object; remove one of the two"
+            )
+        data[name] = value
+    return data
+
+
+def _check_regular(found: os.stat_result, name: str) -> None:
+    if stat.S_ISDIR(found.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), name)
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "must be a regular file, and is a pipe, socket or device", name)
+
+
+def _keep_permissions(descriptor: int, target: Path) -> None:
+    with contextlib.suppress(OSError, AttributeError):  # no such file yet; a system without fchmod
+        found = os.lstat(target)
+        if stat.S_ISREG(found.st_mode):
+            os.fchmod(descriptor, stat.S_IMODE(found.st_mode) & 0o777)
