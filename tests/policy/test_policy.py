@@ -298,7 +298,7 @@ def test_layouts_made_in_inference_mode_serve_training_later():
 
 
 def test_the_pages_example_runs(tmp_path, monkeypatch):
-    page = Path(__file__).parents[2] / "docs" / "policy.md"
+    page = Path(__file__).parents[2] / "docs" / "guides" / "policy.md"
     monkeypatch.chdir(tmp_path)
     for block in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL):
         exec(compile(block, str(page), "exec"), {})

@@ -80,7 +80,7 @@ def test_the_limits_are_those_of_watch():
 
 
 def test_every_alert_is_documented():
-    page = (Path(__file__).parents[2] / "docs" / "telemetry.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "telemetry.md").read_text(encoding="utf-8")
     assert [rule["alert"] for rule in rules() if f"`{rule['alert']}`" not in page] == []
 
 

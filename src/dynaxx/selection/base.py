@@ -145,8 +145,8 @@ def select_blocks(
         scale: softmax scale, default head_dim ** -0.5; estimates of attention mass depend on it.
         memory_budget: bytes that scoring and choosing may hold at once beside q, k and the layout, which takes about
             100 bytes per visited block while it is put together; by default 64 MiB, and 1 GiB on a GPU. Less memory
-            is more, smaller steps. What cannot be cut may hold more: summaries of all keys (docs/selection.md has
-            their sizes), and one row of q blocks.
+            is more, smaller steps. What cannot be cut may hold more: summaries of all keys (docs/guides/selection.md
+            has their sizes), and one row of q blocks.
 
     Returns:
         A layout per batch entry and q head. No gradient flows through a choice.

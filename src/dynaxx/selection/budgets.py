@@ -31,7 +31,7 @@ class TopK(Selector):
     """
 
     budget: int | float | tuple[int | float, ...]
-    scorer: Scorer = field(default_factory=MeanQuery)  # best at its price: docs/selection.md
+    scorer: Scorer = field(default_factory=MeanQuery)  # best at its price: docs/guides/selection.md
     floor: int = 0
     per: Per = "group"
     only_ranks: ClassVar[bool] = True

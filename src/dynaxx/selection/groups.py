@@ -2,7 +2,7 @@
 
 Where a choice stops at a mass, that sum is of shares of the heads' mass. Where it only ranks blocks, of shares of what
 each head gives to the best block that is to be had: the sharper a head's attention, the more its largest shares are
-overestimated, and those blocks are chosen anyway (docs/selection.md has what that brings).
+overestimated, and those blocks are chosen anyway (docs/guides/selection.md has what that brings).
 """
 
 from __future__ import annotations

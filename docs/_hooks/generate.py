@@ -1,0 +1,133 @@
+"""Generate pages for mkdocs from the code: every command's help and every public name's docstring.
+
+Nothing written here is committed. mkdocs calls `on_config` once and `on_files` once per build.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+# One page per room: file name, title, and the modules whose `__all__` are public. A name appears on the first page
+# that lists it; `dynaxx` itself comes last, for names that no room's front door lists.
+ROOMS = {
+    "attention": ("Attention", ["dynaxx.ops"]),
+    "patterns": ("Patterns", ["dynaxx.patterns"]),
+    "selection": ("Selection", ["dynaxx.selection"]),
+    "layout": ("Layout", ["dynaxx.layout"]),
+    "modules": ("Modules to train with", ["dynaxx.nn"]),
+    "policy": ("Policy", ["dynaxx.policy"]),
+    "integrations": (
+        "Integrations",
+        ["dynaxx.integrations.transformers", "dynaxx.integrations.encoders", "dynaxx.integrations.vllm"],
+    ),
+    "telemetry": ("Telemetry", ["dynaxx.telemetry"]),
+    "testing": ("Testing", ["dynaxx.testing"]),
+    "more": ("Paged caches, native sparse attention, packed batches, errors", ["dynaxx"]),
+}
+
+
+def public_names() -> dict[str, list[tuple[str, str]]]:
+    """Return (name, path of its definition) for every public name, by page."""
+    pages: dict[str, list[tuple[str, str]]] = {}
+    seen: set[str] = set()
+    for page, (_, modules) in ROOMS.items():
+        entries = []
+        for module in modules:
+            for name in importlib.import_module(module).__all__:
+                path = definition(module, name)
+                if not name.startswith("__") and path not in seen:
+                    seen.add(path)
+                    entries.append((name, path))
+        pages[page] = sorted(entries, key=lambda entry: entry[0].lower())
+    return pages
+
+
+def definition(module: str, name: str) -> str:
+    """Return the dotted path where a public name is defined, since front doors load lazily."""
+    owner = importlib.import_module(module)
+    source = getattr(owner, "_SOURCE_OF", {}).get(name, module)
+    value: Any = inspect.unwrap(getattr(owner, name))
+    home = getattr(value, "__module__", None)
+    if isinstance(home, str) and home.startswith("dynaxx") and getattr(value, "__name__", None) == name:
+        return f"{home}.{name}"
+    return f"{source}.{name}"
+
+
+def api_pages() -> dict[str, str]:
+    """Return the Markdown of the API pages by path; mkdocstrings turns each `:::` line into documentation."""
+    pages = {}
+    index = [
+        "# API",
+        "",
+        "Every public name, generated from its docstring. `import dynaxx as dx` offers most of them.",
+        "",
+    ]
+    for page, names in public_names().items():
+        title = ROOMS[page][0]
+        lines = [f"# {title}", ""]
+        for name, path in names:
+            lines += [f"::: {path}", ""]
+            if name.startswith("_"):
+                raise ValueError(f"{path} is private but listed in __all__")
+        pages[f"api/{page}.md"] = "\n".join(lines)
+        index += [f"## [{title}](api/{page}.md)", "", ", ".join(f"[`{n}`](api/{page}.md#{p})" for n, p in names), ""]
+    return {"api.md": "\n".join(index), **pages}
+
+
+def cli_page() -> str:
+    """Return the Markdown of the command-line page: each command with the text of its `--help`."""
+    import typer
+    from typer.testing import CliRunner
+
+    from dynaxx.cli import app
+
+    def help_of(*words: str) -> str:
+        result = CliRunner().invoke(app, [*words, "--help"], prog_name="dynaxx", env={"COLUMNS": "100", "TERM": "dumb"})
+        return result.output.strip()
+
+    lines = [
+        "# Command line",
+        "",
+        "The output of `--help`, command by command. [The tools](guides/tools.md) explains them.",
+    ]
+    lines += ["", "```text", help_of(), "```", ""]
+    for name in typer.main.get_command(app).commands:
+        lines += [f"## dynaxx {name}", "", "```text", help_of(name), "```", ""]
+    return "\n".join(lines)
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Add the generated pages, the decision records and pages that the navigation forgot."""
+    nav: list[Any] = config["nav"]
+    (reference,) = (section["Reference"] for section in nav if "Reference" in section)
+    reference[-1] = {"API": ["api.md", *({ROOMS[page][0]: f"api/{page}.md"} for page in ROOMS)]}
+    docs = Path(config["docs_dir"])
+    (decisions,) = (section["Decisions"] for section in nav if "Decisions" in section)
+    decisions += [page.relative_to(docs).as_posix() for page in sorted((docs / "decisions").glob("[0-9]*.md"))]
+    named = set(leaves(nav))
+    forgotten = [page.relative_to(docs).as_posix() for page in sorted(docs.rglob("*.md"))]
+    forgotten = [page for page in forgotten if page not in named]
+    if forgotten:
+        nav.append({"More": forgotten})
+    return config
+
+
+def leaves(nav: Any) -> list[str]:
+    """Return the paths that a navigation tree names."""
+    if isinstance(nav, str):
+        return [nav]
+    parts = nav.values() if isinstance(nav, dict) else nav
+    return [leaf for part in parts for leaf in leaves(part)]
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the generated pages to the build."""
+    for path, text in {"cli.md": cli_page(), **api_pages()}.items():
+        files.append(File.generated(config, path, content=text))
+    return files
