@@ -169,7 +169,7 @@ def test_no_more_than_so_many(started, kept, monkeypatch):  # noqa: F811
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
 def test_every_part_of_a_step_is_kept(dtype, started, kept):  # noqa: F811
-    from dynaxx.kernels.triton.decode.launch import launch as decode
+    from dynaxx.kernels.triton.decode import launch as decode
 
     k, v = torch.randn(2, 1, 128, 1, 32).to(torch.bfloat16)
     cache = dx.PagedCache.contiguous(k, v) if dtype == torch.bfloat16 else dx.PagedCache.quantized(k, v, dtype)

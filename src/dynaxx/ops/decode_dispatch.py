@@ -36,7 +36,7 @@ def kernels_for(q: Tensor | None, cache: PagedCache, backend: str) -> ModuleType
         return kernels
     problem = _problem(cache, q)
     name = first_that_serves(problem, DECODE_BACKENDS, backend, _unsupported_reasons)
-    kernels = _load(f"dynaxx.kernels.{name}.decode")
+    kernels = _load("dynaxx.kernels.triton.decode.launch" if name == "triton" else f"dynaxx.kernels.{name}.decode")
     if len(_known) >= MOST_FORMS:
         _known.clear()
     _known[key] = kernels
