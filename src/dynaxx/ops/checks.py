@@ -61,8 +61,8 @@ def check_inputs(
         )
     if layout.device != q.device:
         raise ValueError(f"`layout` must be on q's device {q.device}, got {layout.device}; use layout.to(q.device)")
-    if softcap is not None and not 0 < softcap < float("inf"):
-        raise ValueError(f"`softcap` must be > 0 and finite, or None for no cap, got {softcap}")
+    if softcap is not None:
+        check_softcap(softcap)
     if values:
         check_values(layout)
     if needs_grad is None:
@@ -110,6 +110,17 @@ def check_layout(layout: object) -> None:
             f"`layout` must be a BlockLayout, got {type(layout).__name__}; pattern.layout(seqlen) makes one, and "
             "select_blocks(q, k, rule)"
         )
+
+
+def check_softcap(softcap: float) -> float:
+    """Return the softcap as a float.
+
+    Raises:
+        ValueError: it is not > 0 and finite.
+    """
+    if not 0 < softcap < float("inf"):
+        raise ValueError(f"`softcap` must be > 0 and finite, or None for no cap, got {softcap}")
+    return float(softcap)
 
 
 def check_sinks(sinks: Tensor, q: Tensor) -> None:

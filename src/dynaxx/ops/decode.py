@@ -12,7 +12,8 @@ from dynaxx.arguments import typed
 from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout.paging import PagedCache, PageSummaries
 from dynaxx.ops.attention import SparseAttentionOutput
-from dynaxx.ops.decode_checks import check_block_indices, check_cache
+from dynaxx.ops.checks import check_sinks, check_softcap
+from dynaxx.ops.decode_checks import check_block_indices, check_cache, keys_before
 from dynaxx.ops.decode_dispatch import kernels_for
 from dynaxx.selection.pages import PageBudget
 
@@ -24,6 +25,9 @@ def sparse_decode(
     pages: PageBudget | Tensor | None = None,
     *,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1),
     return_lse: Literal[False] = False,
     backend: str = "auto",
 ) -> Tensor: ...
@@ -36,6 +40,9 @@ def sparse_decode(
     pages: PageBudget | Tensor | None = None,
     *,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1),
     return_lse: Literal[True],
     backend: str = "auto",
 ) -> SparseAttentionOutput: ...
@@ -49,6 +56,9 @@ def sparse_decode(
     pages: PageBudget | Tensor | None = None,
     *,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1),
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Tensor | SparseAttentionOutput:
@@ -61,12 +71,19 @@ def sparse_decode(
         pages: a budget: pages are chosen here, by the cache's summaries. Or block_indices (batch, kv_heads, slots)
             int32: logical pages in any order, -1 = empty, no duplicates. Or None: all pages, which is dense attention.
         scale: softmax scale, default head_dim ** -0.5.
+        softcap: c > 0 caps each score s to c * tanh(s / c), after the scale, as in Gemma 2. It does not change which
+            pages a budget chooses.
+        sinks: (q_heads,), a logit per head that joins each softmax's denominator and has no value, as in gpt-oss; not
+            scaled, not capped.
+        window_size: (left, right), keys visible before and after a query's own; -1 = unlimited. right must be -1 or 0,
+            which mean the same here. A sliding window of W keys is (W - 1, 0). Not together with a budget.
         return_lse: also return the log-sum-exp of the visible scores.
         backend: "auto", or "triton", "cpu", "reference".
 
     Returns:
         out (batch, seqlen_q, q_heads, head_dim_v) in q's dtype, or (out, lse), lse (batch, q_heads, seqlen_q) fp32. A
-        query that sees nothing gives out = 0, lse = -inf. No gradients: use `sparse_attention` to train.
+        query that sees nothing gives out = 0, lse = -inf; with sinks lse = its head's sink. No gradients: use
+        `sparse_attention` to train.
 
     Raises:
         ValueError, TypeError: inputs that do not fit together. Values (lengths, page numbers) are checked on a CPU, on
@@ -75,13 +92,22 @@ def sparse_decode(
     """
     kernels = kernels_for(q, cache, backend)
     scale = softmax_scale(scale, q.shape[-1])
+    softcap = None if softcap is None else check_softcap(softcap)
+    left = keys_before(window_size)
+    if sinks is not None:
+        check_sinks(sinks, q)
     if isinstance(pages, PageBudget) and not pages.reads_everything:
-        out, lse = kernels.select_and_attend(q, cache, *_choice(q, cache, pages), scale)
+        if left is not None:
+            raise ValueError(
+                f"`window_size` must be (-1, -1) where a budget chooses pages, got {window_size}: "
+                "a window reads few pages already, leave `pages` out"
+            )
+        out, lse = kernels.select_and_attend(q, cache, *_choice(q, cache, pages), scale, softcap, sinks)
     else:
         listed = None if isinstance(pages, PageBudget) else pages
         if listed is not None:
             check_block_indices(listed, cache)
-        out, lse = kernels.attend_pages(q, cache, listed, None, scale)
+        out, lse = kernels.attend_pages(q, cache, listed, None, scale, softcap, left, sinks)
     return SparseAttentionOutput(out, lse) if return_lse else out
 
 

@@ -40,6 +40,20 @@ def check_queries(q: Tensor, cache: PagedCache) -> None:
         )
 
 
+def keys_before(window_size: tuple[int, int]) -> int | None:
+    """Return how many keys before its own a query sees, None for all.
+
+    Raises:
+        ValueError: `window_size` is not (left, right) with left >= -1 and right -1 or 0.
+    """
+    if len(window_size) != 2 or window_size[0] < -1 or window_size[1] not in (-1, 0):
+        raise ValueError(
+            "`window_size` must be (left, right) with left >= -1 and right -1 or 0, as no key comes after the last "
+            f"query's, got {window_size}; a sliding window of W keys is (W - 1, 0)"
+        )
+    return None if window_size[0] == -1 else int(window_size[0])
+
+
 def check_values(cache: PagedCache) -> None:
     """Check lengths and page numbers against the cache's sizes, where that waits for no GPU or is asked for."""
     if not looks_at_values(cache.device) or cache.batch == 0:

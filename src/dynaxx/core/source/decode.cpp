@@ -26,11 +26,20 @@ struct DecodeArgs {
   int64_t threads;
   const void *exact_k, *exact_v;  // (batch, exact_slots, kv_heads, head_dim) contiguous, see exact.py; null: none
   int64_t exact_stored, exact_slots, exact_sinks;
+  double softcap;            // 0 for none
+  const float* sink_logits;  // (q_heads,), null for none
+  int64_t left;              // keys that a query sees before its own, -1 for all
 };
 
 namespace {
 
 constexpr int64_t FEWEST_KEYS = 256;  // of a split: merging should stay a small part
+
+// The first key that any query of a sequence sees.
+int64_t first_visible(const DecodeArgs& args, int64_t b) {
+  const int64_t first = args.cache->first_key(b);
+  return args.left < 0 ? first : std::max(first, args.cache->seqused[b] - args.seqlen_q - args.left);
+}
 
 // A run of pages of one (sequence, kv head), and where its partial result lies.
 struct Part {
@@ -54,11 +63,13 @@ class Decoder {
  public:
   Decoder(const DecodeArgs& args, const Part& part)
       : args_(args), cache_(*args.cache), part_(part), used_(cache_.seqused[part.batch]),
-        first_(cache_.first_key(part.batch)), from_(first_), to_(used_), exact_(first_), group_(args.q_heads / cache_.kv_heads), rows_(group_ * args.seqlen_q), D_(whole_vectors(cache_.head_dim)),
-        E_(whole_vectors(cache_.head_dim_v)), scale_(args.scale) {
+        first_(cache_.first_key(part.batch)), from_(first_visible(args, part.batch)), to_(used_),
+        exact_sinks_stop_(std::min(first_ + args.exact_sinks, used_)), exact_(first_),
+        group_(args.q_heads / cache_.kv_heads), rows_(group_ * args.seqlen_q), D_(whole_vectors(cache_.head_dim)),
+        E_(whole_vectors(cache_.head_dim_v)), scale_(args.scale, args.softcap) {
     if (!args.exact_k) return;
-    from_ = std::min(first_ + args.exact_sinks, used_);
-    to_ = std::max(from_, used_ - (args.exact_slots - args.exact_sinks));
+    from_ = std::max(from_, exact_sinks_stop_);
+    to_ = std::max(exact_sinks_stop_, used_ - (args.exact_slots - args.exact_sinks));
   }
 
   // Of the result: out (rows, head_dim_v in whole vectors), then per row the largest score and the sum of weights.
@@ -122,10 +133,10 @@ class Decoder {
 
   // The next exact tokens whose slots are in a row: first those at the start of the sequence, then those at its end.
   bool advance_exact(KeyChunk& chunk) {
-    if (exact_ >= from_) exact_ = std::max(exact_, to_);
+    if (exact_ >= exact_sinks_stop_) exact_ = std::max(exact_, to_);
     if (exact_ >= used_) return false;
     const int64_t sinks = args_.exact_sinks, slots = args_.exact_slots, H = cache_.kv_heads;
-    const bool sink = exact_ < from_;
+    const bool sink = exact_ < exact_sinks_stop_;
     const int64_t slot = sink ? exact_ - first_ : sinks + exact_ % (slots - sinks);
     const int64_t row = (part_.batch * slots + slot) * H + part_.head;
     chunk.stored = Stored(args_.exact_stored);
@@ -134,7 +145,7 @@ class Decoder {
     chunk.k = (const char*)args_.exact_k + bytes_of(chunk.stored) * row * cache_.head_dim;
     chunk.v = (const char*)args_.exact_v + bytes_of(chunk.stored) * row * cache_.head_dim_v;
     chunk.position = exact_;
-    chunk.keys = int(std::min<int64_t>({sink ? from_ - exact_ : used_ - exact_, slots - slot, CHUNK}));
+    chunk.keys = int(std::min<int64_t>({sink ? exact_sinks_stop_ - exact_ : used_ - exact_, slots - slot, CHUNK}));
     chunk.k_scale = chunk.v_scale = 1.f;
     exact_ += chunk.keys;
     return true;
@@ -178,9 +189,13 @@ class Decoder {
     float* scores = scores_ + r * CHUNK;
     const int64_t stop = used_ - args_.seqlen_q + r / group_ + 1;  // the row's own key is the last
     const int visible = int(std::clamp<int64_t>(stop - chunk.position, 0, chunk.keys));
+    const int64_t first = args_.left < 0 ? 0 : stop - 1 - args_.left - chunk.position;
     if (chunk.k_scale != 1.f)
       for (int j = 0; j < visible; j++) scores[j] *= chunk.k_scale;
+    if (scale_.capped())
+      for (int j = 0; j < visible; j += LANES) store(scores + j, tanh_of(load(scores + j) * splat(scale_.cap)));
     std::fill(scores + visible, scores + CHUNK, NEG_INF);
+    std::fill(scores, scores + std::clamp<int64_t>(first, 0, visible), NEG_INF);
     vec largest = splat(NEG_INF);
     for (int j = 0; j < CHUNK; j += LANES) largest = max_second_if_nan(largest, load(scores + j));
     float top = top_[r];
@@ -210,8 +225,9 @@ class Decoder {
   const CacheArgs& cache_;
   const Part& part_;
   const int64_t used_, first_;
-  int64_t from_, to_;  // keys that are read from pages
-  int64_t exact_;      // the next exact token
+  int64_t from_, to_;               // keys that are read from pages
+  const int64_t exact_sinks_stop_;  // end of the exact tokens at the start of the sequence
+  int64_t exact_;                   // the next exact token
   const int64_t group_, rows_, D_, E_;
   const Scale scale_;
   float *q_, *scores_, *k_wide_, *v_wide_, *out_, *top_, *sum_;
@@ -222,7 +238,7 @@ class Decoder {
 void list_pages(const DecodeArgs& args, std::vector<int32_t>& pages, std::vector<int64_t>& starts) {
   const CacheArgs& cache = *args.cache;
   for (int64_t b = 0; b < cache.batch; b++) {
-    const int64_t first = cache.first_page(b), stop = cache.stop_page(b);
+    const int64_t first = first_visible(args, b) / cache.page_size, stop = cache.stop_page(b);
     for (int64_t h = 0; h < cache.kv_heads; h++) {
       starts.push_back(int64_t(pages.size()));
       const auto take = [&](int64_t page) {
@@ -255,10 +271,17 @@ void split(const DecodeArgs& args, const std::vector<int32_t>& pages, const std:
   firsts.push_back(int64_t(parts.size()));
 }
 
+// Make lse that of one more score, the sink; returns by how much the sum of weights grew.
+float add_sink(float& lse, float sink) {
+  const float before = lse, larger = std::max(before, sink);
+  lse = larger + std::log1p(std::exp(std::min(before, sink) - larger));
+  return 1.f + std::exp(sink - before);
+}
+
 // out and lse of one (sequence, kv head) from the results of its parts.
 void merge(const DecodeArgs& args, int64_t batch, int64_t head, const float* results, int64_t num_parts) {
   const CacheArgs& cache = *args.cache;
-  const Scale scale(args.scale);
+  const Scale scale(args.scale, args.softcap);
   const int64_t group = args.q_heads / cache.kv_heads, rows = group * args.seqlen_q, E = whole_vectors(cache.head_dim_v);
   const int64_t size = Decoder::result_size(args);
   for (int64_t r = 0; r < rows; r++) {
@@ -269,7 +292,8 @@ void merge(const DecodeArgs& args, int64_t batch, int64_t head, const float* res
     float* out = args.out + ((batch * args.seqlen_q + token) * args.q_heads + q_head) * cache.head_dim_v;
     float* lse = args.lse + (batch * args.q_heads + q_head) * args.seqlen_q + token;
     std::fill(out, out + cache.head_dim_v, 0.f);
-    *lse = NEG_INF;
+    const float sink = args.sink_logits ? args.sink_logits[q_head] : NEG_INF;
+    *lse = sink;
     if (top == NEG_INF) continue;
     for (int64_t p = 0; p < num_parts; p++) {
       const float weight = exp2_nonpositive(splat((tops[p * size] - top) * scale.factor))[0];
@@ -278,8 +302,9 @@ void merge(const DecodeArgs& args, int64_t batch, int64_t head, const float* res
       const float* from = results + p * size + r * E;
       for (int64_t e = 0; e < cache.head_dim_v; e++) out[e] += weight * from[e];
     }
-    for (int64_t e = 0; e < cache.head_dim_v; e++) out[e] /= sum;
     *lse = float(top * scale.factor * LN_2 + std::log(sum));
+    if (sink != NEG_INF) sum *= add_sink(*lse, sink);
+    for (int64_t e = 0; e < cache.head_dim_v; e++) out[e] /= sum;
   }
 }
 

@@ -67,6 +67,9 @@ class DecodeArgs(Structure):
         ("exact_stored", c_int64),
         ("exact_slots", c_int64),
         ("exact_sinks", c_int64),
+        ("softcap", c_double),
+        ("sink_logits", c_void_p),
+        ("left", c_int64),
     ]
 
 
@@ -121,12 +124,20 @@ def unsupported_reasons(problem: DecodeProblem) -> list[str]:
 
 @on_host
 def attend_pages(
-    q: Tensor, cache: PagedCache, block_indices: Tensor | None, counts: Tensor | None, scale: float
+    q: Tensor,
+    cache: PagedCache,
+    block_indices: Tensor | None,
+    counts: Tensor | None,
+    scale: float,
+    softcap: float | None = None,
+    left: int | None = None,
+    sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `kernels.reference.decode`; counts are not needed. Every dtype is widened in the core."""
     batch, seqlen_q, q_heads, _ = q.shape
     q = readable(q)
     pages = None if block_indices is None else block_indices.contiguous()
+    logits = None if sink_logits is None else sink_logits.detach().to(torch.float32).contiguous()
     out = q.new_empty(batch, seqlen_q, q_heads, cache.head_dim_v, dtype=torch.float32)
     lse = q.new_empty(batch, q_heads, seqlen_q, dtype=torch.float32)
     arguments, _kept = _cache_args(cache)
@@ -144,6 +155,9 @@ def attend_pages(
         scale,
         torch.get_num_threads(),
         *_exact_args(cache.exact),
+        softcap or 0.0,
+        None if logits is None else logits.data_ptr(),
+        -1 if left is None else left,
     )
     _run(_library().dynaxx_cpu_decode(byref(args)))
     return out.to(q.dtype), lse
@@ -180,10 +194,19 @@ def select_pages(
 
 @on_host
 def select_and_attend(
-    q: Tensor, cache: PagedCache, wanted: Tensor, sinks: int, window: int, slots: int, scale: float
+    q: Tensor,
+    cache: PagedCache,
+    wanted: Tensor,
+    sinks: int,
+    window: int,
+    slots: int,
+    scale: float,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `kernels.reference.decode`."""
-    return attend_pages(q, cache, *select_pages(q, cache, wanted, sinks, window, slots, scale), scale)
+    pages = select_pages(q, cache, wanted, sinks, window, slots, scale)
+    return attend_pages(q, cache, *pages, scale, softcap, sink_logits=sink_logits)
 
 
 def summarize_pages(cache: PagedCache, summaries: PageSummaries, new_tokens: int | None) -> None:

@@ -19,7 +19,14 @@ def unsupported_reasons(problem: DecodeProblem) -> list[str]:
 
 
 def attend_pages(
-    q: Tensor, cache: PagedCache, block_indices: Tensor | None, counts: Tensor | None, scale: float
+    q: Tensor,
+    cache: PagedCache,
+    block_indices: Tensor | None,
+    counts: Tensor | None,
+    scale: float,
+    softcap: float | None = None,
+    left: int | None = None,
+    sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return out (B, N, Hq, E) in q's dtype and lse (B, Hq, N), natural log, in fp32 (fp64 for fp64 queries).
 
@@ -27,16 +34,25 @@ def attend_pages(
     in the pages of block_indices (B, Hk, S), -1 = empty; in all pages where that is None. counts are what
     `select_pages` returned beside them, None for pages in any order. Exact tokens are seen whatever the pages. Computes
     in fp32 at least. A query that sees nothing gives out = 0 and lse = -inf.
+
+    With `left`, a query sees that many keys before its own, and no earlier ones. With a softcap c, a score s becomes
+    c tanh(s / c). sink_logits (Hq,) join each softmax of their head as the score of one more key whose value is zero.
     """
     group_size = q.shape[2] // cache.kv_heads
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     k, v = read_cache(cache, dtype)
-    visible = visible_keys(cache, q.shape[1], block_indices)
+    visible = visible_keys(cache, q.shape[1], block_indices, left)
     if cache.exact is not None:
-        k, v, visible = with_exact_tokens(cache, cache.exact, k, v, visible)
+        k, v, visible = with_exact_tokens(cache, cache.exact, k, v, visible, left)
     k, v = (x.repeat_interleave(group_size, dim=2) for x in (k, v))
     visible = visible.repeat_interleave(group_size, dim=1)
     scores = torch.einsum("bnhd,bmhd->bhnm", q.to(dtype), k) * scale
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    if sink_logits is not None:
+        sinks = sink_logits.to(dtype)[:, None, None].expand(*scores.shape[:3], 1)
+        scores, v = torch.cat([scores, sinks], -1), torch.nn.functional.pad(v, (0, 0, 0, 0, 0, 1))
+        visible = torch.cat([visible.expand_as(scores[..., :-1]), sinks > -torch.inf], -1)
     scores = scores.masked_fill(~visible, -torch.inf)
     sees_any = visible.any(-1, keepdim=True)
     weights = scores.masked_fill(~sees_any, 0.0).softmax(-1) * sees_any
@@ -72,10 +88,19 @@ def select_pages(
 
 
 def select_and_attend(
-    q: Tensor, cache: PagedCache, wanted: Tensor, sinks: int, window: int, slots: int, scale: float
+    q: Tensor,
+    cache: PagedCache,
+    wanted: Tensor,
+    sinks: int,
+    window: int,
+    slots: int,
+    scale: float,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`select_pages`, and `attend_pages` over them."""
-    return attend_pages(q, cache, *select_pages(q, cache, wanted, sinks, window, slots, scale), scale)
+    """`select_pages`, and `attend_pages` over them. Neither softcap nor sink_logits changes which pages are chosen."""
+    pages = select_pages(q, cache, wanted, sinks, window, slots, scale)
+    return attend_pages(q, cache, *pages, scale, softcap, sink_logits=sink_logits)
 
 
 def page_scores(q: Tensor, cache: PagedCache, scale: float) -> Tensor:
@@ -128,11 +153,11 @@ def page_range(cache: PagedCache) -> tuple[Tensor, Tensor]:
     return leftpad // cache.page_size, (cache.seqused_k + cache.page_size - 1) // cache.page_size
 
 
-def visible_keys(cache: PagedCache, seqlen_q: int, block_indices: Tensor | None) -> Tensor:
+def visible_keys(cache: PagedCache, seqlen_q: int, block_indices: Tensor | None, left: int | None = None) -> Tensor:
     """(B, Hk, N, P * page_size) bool: what each query of a kv head's group sees."""
     position = torch.arange(cache.max_pages * cache.page_size, device=cache.device)
     query = cache.seqused_k[:, None] - seqlen_q + torch.arange(seqlen_q, device=cache.device)  # (B, N)
-    visible = (_used_keys(cache)[:, None] & (position <= query[..., None]))[:, None]
+    visible = (_used_keys(cache)[:, None] & _in_reach(position, query, left))[:, None]
     if block_indices is None:
         return visible.expand(-1, cache.kv_heads, -1, -1)
     batch, heads, _ = block_indices.shape
@@ -141,8 +166,14 @@ def visible_keys(cache: PagedCache, seqlen_q: int, block_indices: Tensor | None)
     return visible & kept[..., :-1].repeat_interleave(cache.page_size, 2)[:, :, None]
 
 
+def _in_reach(position: Tensor, query: Tensor, left: int | None) -> Tensor:
+    """Whether queries at positions (B, N) see keys at positions (M,) or (B, 1, M), as (B, N, M) bool."""
+    reached = position <= query[..., None]
+    return reached if left is None else reached & (position >= query[..., None] - left)
+
+
 def with_exact_tokens(
-    cache: PagedCache, exact: ExactTokens, k: Tensor, v: Tensor, visible: Tensor
+    cache: PagedCache, exact: ExactTokens, k: Tensor, v: Tensor, visible: Tensor, left: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """k, v and `visible_keys` with the exact tokens behind the others, whose own copies of them are hidden."""
     position = torch.arange(k.shape[1], device=k.device)
@@ -151,7 +182,7 @@ def with_exact_tokens(
     own = exact.positions(cache.seqused_k, cache.leftpad_k)  # (B, slots)
     seqlen_q = visible.shape[2]
     query = cache.seqused_k[:, None] - seqlen_q + torch.arange(seqlen_q, device=k.device)
-    seen = (own >= 0)[:, None] & (own[:, None] <= query[..., None])  # (B, N, slots)
+    seen = (own >= 0)[:, None] & _in_reach(own[:, None], query, left)  # (B, N, slots)
     seen = seen[:, None].expand(-1, visible.shape[1], -1, -1)
     visible = torch.cat([visible & ~elsewhere[:, None, None], seen], -1)
     return torch.cat([k, exact.k.to(k.dtype)], 1), torch.cat([v, exact.v.to(v.dtype)], 1), visible

@@ -4,6 +4,8 @@
 import triton
 import triton.language as tl
 
+from dynaxx.kernels.triton.primitives.tiles import tanh
+
 
 @triton.jit
 def exact_positions(slot, leftpad, seqused, EXACT: tl.constexpr, SINKS: tl.constexpr):
@@ -28,6 +30,8 @@ def attend_exact(
     leftpad,
     seqused,
     factor,
+    cap,
+    left,
     o_d,
     o_v,
     EXACT: tl.constexpr,
@@ -39,6 +43,8 @@ def attend_exact(
     PAIRS: tl.constexpr,
     HALF: tl.constexpr,
     PRECISION: tl.constexpr,
+    CAPPED: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
     """What a list's rows find among the exact tokens: values summed, turned, the even and the odd ones apart where
     PAIRS; the largest score and the sum of weights."""
@@ -56,7 +62,12 @@ def attend_exact(
     if not HALF:
         b_k, b_v = b_k.to(b_q.dtype), b_v.to(b_q.dtype)
     scores = tl.dot(b_k, b_q.to(b_k.dtype), input_precision=PRECISION) * q_scale[None, :]
-    scores = tl.where(there[:, None] & (position[:, None] <= own_position[None, :]), scores, float("-inf"))
+    if CAPPED:
+        scores = cap * tanh(scores / cap)
+    visible = there[:, None] & (position[:, None] <= own_position[None, :])
+    if WINDOW:
+        visible &= position[:, None] >= own_position[None, :] - left
+    scores = tl.where(visible, scores, float("-inf"))
     row_max = tl.max(scores, 0)
     shift = tl.where(row_max == float("-inf"), 0.0, row_max)
     weights = tl.exp2((scores - shift[None, :]) * factor)

@@ -19,16 +19,16 @@ from dynaxx.kernels.gpu.runtime.launcher import light_launch
 from dynaxx.kernels.triton.decode.choose_pages import choose_pages, count_all_pages
 from dynaxx.kernels.triton.decode.exact import attend_exact
 from dynaxx.kernels.triton.decode.merge import list_bounds
-from dynaxx.kernels.triton.decode.pages import first_key, physical_pages
+from dynaxx.kernels.triton.decode.pages import first_key, first_visible, physical_pages
 from dynaxx.kernels.triton.decode.rows import load_queries, load_tile, store_part
 from dynaxx.kernels.triton.primitives.eight_bit_values import unpaired, widened
-from dynaxx.kernels.triton.primitives.tiles import LOG2E
+from dynaxx.kernels.triton.primitives.tiles import LOG2E, tanh
 
 
 @light_launch
 @triton.jit(
     do_not_specialize=[
-        "seqlen_q", "group_size", "kv_heads", "max_pages", "num_physical", "slots", "lists", "sinks", "window"
+        "seqlen_q", "group_size", "kv_heads", "max_pages", "num_physical", "slots", "lists", "sinks", "window", "left"
     ]
 )  # fmt: skip
 def decode_fwd_kernel(
@@ -58,7 +58,9 @@ def decode_fwd_kernel(
     max_pages,
     sinks,
     window,
+    left,  # keys that a query sees before its own, where WINDOW
     scale,
+    cap,  # softcap / scale, where CAPPED
     stride_qb,
     stride_qn,
     stride_qh,
@@ -96,6 +98,8 @@ def decode_fwd_kernel(
     BLOCK_X: tl.constexpr,
     BLOCK_P: tl.constexpr,
     PRECISION: tl.constexpr,
+    CAPPED: tl.constexpr,
+    WINDOW: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Attend from every list's rows to its pages, in parts."""
@@ -130,6 +134,8 @@ def decode_fwd_kernel(
                 first_key(p_leftpad, i_b, HAS_LEFTPAD),
                 seqused,
                 scale * LOG2E,
+                cap,
+                left,
                 o_d,
                 o_v,
                 EXACT,
@@ -141,6 +147,8 @@ def decode_fwd_kernel(
                 PAIRS,
                 HALF,
                 PRECISION,
+                CAPPED,
+                WINDOW,
             )
             if PDL:  # memory may still be another's until then; more than once does no harm
                 gdc_wait()
@@ -166,11 +174,12 @@ def decode_fwd_kernel(
         i_b, i_h = (i_list // kv_heads).to(tl.int64), (i_list % kv_heads).to(tl.int64)
         seqused = tl.load(p_seqused + i_b)
         leftpad = first_key(p_leftpad, i_b, HAS_LEFTPAD)
-        first_page = leftpad // PAGE
-        read_from, read_to = leftpad, seqused
+        read_from = first_visible(p_leftpad, i_b, seqused, seqlen_q, left, HAS_LEFTPAD, WINDOW)
+        first_page, read_to = read_from // PAGE, seqused
         if EXACT:
-            read_from = tl.minimum(leftpad + SINKS, seqused)
-            read_to = tl.maximum(read_from, seqused - (EXACT - SINKS))
+            exact_sinks_stop = tl.minimum(leftpad + SINKS, seqused)
+            read_from = tl.maximum(read_from, exact_sinks_stop)
+            read_to = tl.maximum(exact_sinks_stop, seqused - (EXACT - SINKS))
         b_q, q_scale = load_queries(p_q, i_b, i_h, row, rows, group_size, stride_qb, stride_qn, stride_qh, HALF, D, o_d)
         own_position = seqused - seqlen_q + row // group_size  # [BLOCK_M]
         p_list = p_pages + i_list.to(tl.int64) * slots
@@ -246,7 +255,11 @@ def decode_fwd_kernel(
                     scores = scores * (q_scale * k_scale)[None, :]
                 else:
                     scores = scores * q_scale[None, :] * k_scale[:, None]
+            if CAPPED:
+                scores = cap * tanh(scores / cap)
             visible = inside[:, None]
+            if WINDOW:
+                visible &= position[:, None] >= own_position[None, :] - left
             if EXACT == 0:  # else the queries themselves are among the exact tokens
                 visible &= position[:, None] <= own_position[None, :]
             scores = tl.where(visible, scores, float("-inf"))

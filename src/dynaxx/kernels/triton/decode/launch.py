@@ -13,7 +13,13 @@ from dynaxx.kernels.gpu.runtime.recorder import replayed
 from dynaxx.kernels.triton.attention.config import padded
 from dynaxx.kernels.triton.decode.forward import decode_fwd_kernel
 from dynaxx.kernels.triton.decode.merge import merge_parts_kernel
-from dynaxx.kernels.triton.decode.pages import first_key, page_strides, physical_pages, scale_strides, table_arguments
+from dynaxx.kernels.triton.decode.pages import (
+    first_visible,
+    page_strides,
+    physical_pages,
+    scale_strides,
+    table_arguments,
+)
 from dynaxx.kernels.triton.decode.pages import summarize_pages as _summarize_pages
 from dynaxx.kernels.triton.decode.select_pages import Choice, score_all_pages
 from dynaxx.kernels.triton.decode.select_pages import select_pages as _select_pages
@@ -30,7 +36,7 @@ INTERPRETED_PROGRAMS = 5  # sometimes more than there are pages
 
 
 @light_launch
-@triton.jit
+@triton.jit(do_not_specialize=["seqlen_q", "left"])
 def _count_pages_kernel(
     p_pages,  # (B, Hk, S) int32, as given
     p_listed,  # the same, those that can be read first
@@ -43,9 +49,12 @@ def _count_pages_kernel(
     kv_heads,
     max_pages,
     slots,
+    seqlen_q,
+    left,  # keys that a query sees before its own, where WINDOW
     PAGED: tl.constexpr,
     HAS_LEFTPAD: tl.constexpr,
-    ALL: tl.constexpr,  # every page of a sequence, and no lists
+    ALL: tl.constexpr,  # every page of a sequence that its queries see, and no lists
+    WINDOW: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK_S: tl.constexpr,
     PDL: tl.constexpr,
@@ -55,8 +64,9 @@ def _count_pages_kernel(
         gdc_launch_dependents()
     i_list = tl.program_id(0)
     i_b = i_list // kv_heads
-    first_page = first_key(p_leftpad, i_b, HAS_LEFTPAD) // PAGE
-    stop_page = tl.minimum(tl.cdiv(tl.load(p_seqused + i_b), PAGE), max_pages)
+    seqused = tl.load(p_seqused + i_b)
+    first_page = first_visible(p_leftpad, i_b, seqused, seqlen_q, left, HAS_LEFTPAD, WINDOW) // PAGE
+    stop_page = tl.minimum(tl.cdiv(seqused, PAGE), max_pages)
     count = tl.maximum(stop_page - first_page, 0)
     if ALL == 0:
         o_s = tl.arange(0, BLOCK_S)
@@ -70,15 +80,23 @@ def _count_pages_kernel(
 
 
 def select_and_attend(
-    q: Tensor, cache: PagedCache, wanted: Tensor, sinks: int, window: int, slots: int, scale: float
+    q: Tensor,
+    cache: PagedCache,
+    wanted: Tensor,
+    sinks: int,
+    window: int,
+    slots: int,
+    scale: float,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `kernels.reference.decode`."""
-    return replayed(_choose_and_attend, cache, (q, wanted), sinks, window, slots, scale)
+    return replayed(_choose_and_attend, cache, (q, wanted, sink_logits), softcap, sinks, window, slots, scale)
 
 
-def _choose_and_attend(cache, q, wanted, *settings):
+def _choose_and_attend(cache, q, wanted, sink_logits, softcap, *settings):
     listed, counts, choice = score_all_pages(q, cache, wanted, *settings)
-    return _attend(cache, q, listed, counts, settings[-1], choice)
+    return _attend(cache, q, listed, counts, sink_logits, settings[-1], softcap, None, choice)
 
 
 def select_pages(
@@ -104,10 +122,17 @@ def _summarize(cache, new_tokens):
 
 
 def attend_pages(
-    q: Tensor, cache: PagedCache, block_indices: Tensor | None, counts: Tensor | None, scale: float
+    q: Tensor,
+    cache: PagedCache,
+    block_indices: Tensor | None,
+    counts: Tensor | None,
+    scale: float,
+    softcap: float | None = None,
+    left: int | None = None,
+    sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `kernels.reference.decode`; 8-bit keys are multiplied in q's dtype, fp32 in full fp32."""
-    return replayed(_attend, cache, (q, block_indices, counts), scale)
+    return replayed(_attend, cache, (q, block_indices, counts, sink_logits), scale, softcap, left)
 
 
 def _attend(
@@ -115,7 +140,10 @@ def _attend(
     q: Tensor,
     block_indices: Tensor | None,
     counts: Tensor | None,
+    sink_logits: Tensor | None,
     scale: float,
+    softcap: float | None,
+    left: int | None,
     choice: Choice | None = None,
 ) -> tuple[Tensor, Tensor]:
     """With a choice pages are chosen first, and listed in block_indices, by the same kernel."""
@@ -130,7 +158,7 @@ def _attend(
     rows, lists = seqlen_q * group_size, batch * cache.kv_heads
     slots = cache.max_pages if block_indices is None else block_indices.shape[2]
     if counts is None:
-        block_indices, counts = _listed(cache, block_indices)
+        block_indices, counts = _listed(cache, block_indices, seqlen_q, left)
     tile = KEYS_PER_TILE if q.dtype != torch.float32 else 32
     tile = max(16, min(tile, cache.page_size)) if cache.page_size > tile else tile
     crowded = cache.k.dtype.itemsize == 1 and overlap(q.device)["PDL"]
@@ -173,7 +201,9 @@ def _attend(
         max_pages=cache.max_pages,
         sinks=0 if choice is None else choice.sinks,
         window=0 if choice is None else choice.window,
+        left=0 if left is None else left,
         scale=scale,
+        cap=1.0 if softcap is None else softcap / scale,
         **strides("q", q),
         **page_strides("k", cache.strides(cache.k), token=True),
         **page_strides("v", v_strides, token=True),
@@ -197,6 +227,8 @@ def _attend(
         BLOCK_X=max(16, triton.next_power_of_2(exact)),
         BLOCK_P=max(16, triton.next_power_of_2(cache.max_pages)) if choice is not None else 0,
         PRECISION="ieee",
+        CAPPED=softcap is not None,
+        WINDOW=left is not None,
         num_warps=NUM_WARPS,
         num_stages=1 + TILES_AHEAD * loads if q.dtype != torch.float32 else 1,
         **({"maxnreg": REGISTERS_OF_FOUR} if crowded else {}),
@@ -208,6 +240,7 @@ def _attend(
         counts,
         out,
         lse,
+        lse if sink_logits is None else sink_logits.contiguous(),
         seqlen_q=seqlen_q,
         group_size=group_size,
         kv_heads=cache.kv_heads,
@@ -215,6 +248,7 @@ def _attend(
         num_programs=programs,
         scale=scale,
         EXACT=exact > 0,
+        HAS_SINKS=sink_logits is not None,
         E=cache.head_dim_v,
         BLOCK_E=padded(cache.head_dim_v),
         BLOCK_L=triton.next_power_of_2(lists),
@@ -225,7 +259,9 @@ def _attend(
     return out, lse
 
 
-def _listed(cache: PagedCache, block_indices: Tensor | None) -> tuple[Tensor | None, Tensor]:
+def _listed(
+    cache: PagedCache, block_indices: Tensor | None, seqlen_q: int, left: int | None
+) -> tuple[Tensor | None, Tensor]:
     """Given pages with those that can be read first, and how many these are."""
     counts = torch.empty(cache.batch, cache.kv_heads, dtype=torch.int32, device=cache.device)
     given = counts if block_indices is None else block_indices.contiguous()
@@ -239,7 +275,10 @@ def _listed(cache: PagedCache, block_indices: Tensor | None) -> tuple[Tensor | N
         kv_heads=cache.kv_heads,
         max_pages=cache.max_pages,
         slots=slots,
+        seqlen_q=seqlen_q,
+        left=0 if left is None else left,
         ALL=block_indices is None,
+        WINDOW=left is not None,
         PAGE=cache.page_size,
         BLOCK_S=triton.next_power_of_2(max(1, slots)),
         **overlap(cache.device),

@@ -25,6 +25,7 @@ def merge_parts_kernel(
     p_counts,
     p_out,  # (B, N, Hq, E) contiguous
     p_lse,  # (B, Hq, N) contiguous, fp32
+    p_sink_logits,  # (Hq,)
     seqlen_q,
     group_size,
     kv_heads,
@@ -32,6 +33,7 @@ def merge_parts_kernel(
     num_programs,
     scale,
     EXACT: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     E: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_L: tl.constexpr,
@@ -75,11 +77,19 @@ def merge_parts_kernel(
             total_weight = total_weight * rescale + tl.sum(sums * weights, 0)
             top = new_top
     empty = total_weight == 0
-    total_weight = tl.where(empty, 1.0, total_weight)
     i_b, i_n = i_list // kv_heads, i_row // group_size
     i_head = (i_list % kv_heads) * group_size + i_row % group_size
     q_heads = kv_heads * group_size
+    top *= scale
+    if HAS_SINKS:
+        sink = tl.load(p_sink_logits + i_head).to(tl.float32)
+        with_sink = tl.maximum(top, sink)
+        shift = tl.where(with_sink == float("-inf"), 0.0, with_sink)
+        rescale = tl.exp(top - shift)
+        acc, total_weight = acc * rescale, total_weight * rescale + tl.exp(sink - shift)
+        top, empty = with_sink, with_sink == float("-inf")
+    total_weight = tl.where(empty, 1.0, total_weight)
     p_out += ((i_b * seqlen_q + i_n).to(tl.int64) * q_heads + i_head) * E
     tl.store(p_out + o_e, (acc / total_weight).to(p_out.dtype.element_ty), mask=o_e < E)
-    lse = tl.where(empty, float("-inf"), top * scale + tl.log(total_weight))
+    lse = tl.where(empty, float("-inf"), top + tl.log(total_weight))
     tl.store(p_lse + (i_b * q_heads + i_head).to(tl.int64) * seqlen_q + i_n, lse)

@@ -31,6 +31,15 @@ def first_key(p_leftpad, i_b, HAS_LEFTPAD: tl.constexpr):
 
 
 @triton.jit
+def first_visible(p_leftpad, i_b, seqused, seqlen_q, left, HAS_LEFTPAD: tl.constexpr, WINDOW: tl.constexpr):
+    """The first key that any of a sequence's queries sees."""
+    key = first_key(p_leftpad, i_b, HAS_LEFTPAD)
+    if WINDOW:
+        key = tl.maximum(key, seqused - seqlen_q - left)
+    return key
+
+
+@triton.jit
 def physical_pages(p_table, table_stride, i_b, page, known, num_physical, PAGED: tl.constexpr):
     """Where logical pages lie, -1 for those that are not there or not `known`."""
     if PAGED:
