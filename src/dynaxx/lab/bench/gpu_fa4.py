@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """The causal mask as FlashAttention 4 takes it: a function in CuTe's language, which must be there to import this."""
 
 import cutlass.cute as cute

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Parts of long rows and columns in Triton kernels: which one a program has, and what of the line. See `split`."""
 
 from typing import Any, NamedTuple

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Rows or columns that are much longer than the others, cut into parts, so that no processor is left alone with one.
 
 A global token, or a sink, is in every row: its column is as long as the sequence. The parts of such a line are

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """What the parts of long rows and columns left, put together in a fixed order: sums are added, outputs merged."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """What the Hopper kernels over kv blocks share: which block a program has, and how they are launched.
 
 A column is a kv block of one kv head, with the entries of all heads of its group, one head after the other.

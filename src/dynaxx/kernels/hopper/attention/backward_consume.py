@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """A consumer warpgroup of the Hopper backward over kv blocks: 64 keys, dk and dv in registers, transposed scores."""
 
 from triton.experimental import gluon

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """dk and dv for Hopper, in Gluon.
 
 A program owns a kv block of one kv head: a producer warp (`backward_produce`) and a consumer (`backward_consume`) for

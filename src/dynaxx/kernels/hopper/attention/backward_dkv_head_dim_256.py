@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """dk and dv for head_dim 256 on Hopper, in Gluon.
 
 A program owns 64 keys of one kv head: the producer of `backward_produce`, and a consumer each for dv and for dk

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """The consumer warpgroups of dk and dv for head_dim 256 on Hopper: one makes dv of 64 keys, the other dk.
 
 Each fills the registers of a warpgroup. The first makes the scores of a tile, its weights and, from registers, dv; the

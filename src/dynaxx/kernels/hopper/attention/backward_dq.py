@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """dq for Hopper, in Gluon, by a pass of its own over the rows of a layout.
 
 A program has 64 queries for each of its consumers (`backward_dq_consume`): the halves of a q block of 128, or with q

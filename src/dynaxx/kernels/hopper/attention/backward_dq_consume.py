@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """A consumer warpgroup of dq on Hopper: 64 queries of one head, dq in registers, a tile of 64 keys after the other."""
 
 from triton.experimental import gluon

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """dq, dk and dv for Hopper in one pass over the kv blocks, in Gluon: 5 matrix products where two passes take 7.
 
 A program owns a block of 128 keys of one kv head: a producer warp (`backward_produce`) and two consumers

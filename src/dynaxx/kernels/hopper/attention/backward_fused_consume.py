@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """A consumer warpgroup of the joint Hopper backward: 64 keys, dk and dv in registers, and columns of dq of all keys.
 
 The consumers leave the gradients of a tile's scores in shared memory. Each multiplies its weights with do, for dv; then

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """The producer warp of the Hopper backward over kv blocks: reads the layout, feeds k and v, then tiles of q and do.
 
 With each tile of 64 queries come their lse and delta, and for a masked one what its mask is: consumers read no masks.

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """What the Hopper backward computes by rows of queries: before, their lse and delta; after one pass, dq from its sums.
 
 Sums are fp32 without dq's scale, by batch entry, head and tile of 64 rows, in the order in which the two consumers of

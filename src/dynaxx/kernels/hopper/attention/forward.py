@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Block-sparse attention forward for Hopper, in Gluon: persistent programs of a producer warp and one or two consumers.
 
 The producer (`forward_produce`) feeds q, k and v by TMA, each with full and empty barriers of its own, and runs ahead

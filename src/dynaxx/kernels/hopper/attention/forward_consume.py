@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """A consumer warpgroup of the Hopper forward: 64 query rows, a row of blocks after the other.
 
 A step starts q @ k.T of its keys and p @ v of the step before, and does its softmax while the latter runs. The sums of

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
 """The producer warp of the Hopper forward: reads the layout, feeds q, k and v by TMA, and says how to mask.
 
 It runs ahead of the consumers, over the rows of its program: what a row or a step needs from memory is on the way while
@@ -187,15 +186,15 @@ def _feed(
             entry = gl.where((tail == 1) & (position == 0), start + count - 1, start + place)
             known = (position >= 0) & (entry < capacity)
             block = gl.load(p_indices + entry, mask=known, other=0)
-            keys += (gl.where(known, block * KV_BLOCK + first_key, seqlen_k),)
-            entries += (gl.where(known, entry, -1),)
+            keys += (gl.where(known, block * KV_BLOCK + first_key, seqlen_k),)  # type: ignore[assignment]
+            entries += (gl.where(known, entry, -1),)  # type: ignore[assignment]
         mbarrier.wait(k_empty.index(stage), free)
         _load_step(k_desc, k_buffers, k_full, stage, i_b, i_hk, keys, PARTS)
         if i_step < masked:  # while k comes: bytes count before they are announced, too
             masks = ()
             for u in gl.static_range(BLOCKS):
                 code = gl.load(p_codes + entries[u], mask=entries[u] >= 0, other=-1)
-                masks += (band_of(p_bands, num_masks, code),)
+                masks += (band_of(p_bands, num_masks, code),)  # type: ignore[assignment]
             for u in gl.static_range(BLOCKS):
                 at_block = (stage * BLOCKS + u) * FIELDS
                 put(step_numbers, at_block, masks[u][0] + first_key)

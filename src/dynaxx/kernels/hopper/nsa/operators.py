@@ -53,7 +53,7 @@ class SelectedPlan(portable.SelectedPlan):
         return selected_consumers(self.group_size, self.spans.sizes.slc_block)
 
     @cached_property
-    def union(self):  # type: ignore[no-untyped-def]
+    def union(self):
         from dynaxx.kernels.triton.nsa.query_unions import unions
 
         return unions(self.indices, self.spans, self.consumers * 64 // self.group_size)

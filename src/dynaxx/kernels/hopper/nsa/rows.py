@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """What the backward of each branch of Native Sparse Attention reads of queries.
 
 That is its gate times do, lse and delta, of one reading of do for all; on the way comes the gradient of the gates.

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Scores of selection blocks for Hopper, in Gluon: one producer warp and a few consumers.
 
 A program takes one unit of work after the other: 64 queries of a selection head and some compressed tokens, 128 of each

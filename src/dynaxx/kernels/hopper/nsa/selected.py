@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Selected attention by query for Hopper, in Gluon: persistent programs of one producer warp and a few consumers.
 
 A consumer warpgroup (`selected_consume`) owns the 64 rows of 64 / group neighbouring positions. The producer

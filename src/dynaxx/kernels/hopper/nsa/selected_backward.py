@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """dq of selected attention by query for Hopper, in Gluon; roles, tiles and names as in `selected`."""
 
 import torch

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """A consumer of selected attention by query: a warpgroup with 64 rows of a tile.
 
 It attends to the tile's window first, where that is asked for, and keeps the result in shared memory; then to the

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """dk and dv of selected attention for Hopper, in Gluon: one producer warp, one consumer warpgroup of 64 keys.
 
 A program holds one block of keys and goes through some of the entries that selected it. The producer gathers their rows

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Selected attention by key for Hopper, in Gluon: rows of the next tile are on their way while this one is written.
 
 A program holds one block of keys and goes through some of the entries that selected it, 64 rows of q at a time. It

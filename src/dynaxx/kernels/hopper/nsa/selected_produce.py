@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """The producer of selected attention by query: one warp, which takes tiles of queries as they come.
 
 It feeds by TMA a tile's queries, the keys and values of its window and of its union, and the other branches' results.

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """What the Hopper kernels of selected attention share: tiles by TMA, blocks of keys, and how a program is sized."""
 
 from functools import lru_cache

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Parts of long rows and columns on Hopper: which one a program has, and where its sums go. See `triton.split`."""
 
 from triton.experimental import gluon

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """What the warps of a Hopper kernel tell each other beside tiles: numbers in shared memory; and an order for ptxas."""
 
 from triton._C.libtriton import ir

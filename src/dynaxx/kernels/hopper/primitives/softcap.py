@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Softcap on Hopper: a score s becomes c tanh(s / c). Without one the rate is None, and nothing of this is compiled.
 
 With one, t = tanh(q . k * rate) stands where q . k did, and c where the scale did: masks, maxima and exponentials are

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Element masks of a tile that wgmma made: what a thread sees of a row is one word, of a bit for each of its columns.
 
 Four threads share a row, and of every eight columns thread t has 2 t and 2 t + 1. A band is a word in closed form; to

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """dk and dv in Triton: a program per kv block walks its column, for the heads of its group in turn. See `backward`."""
 
 import triton

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """dq in Triton: a program per row of the layout walks its kv blocks. See `backward`."""
 
 import triton

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """What the backward kernels share: per query its lse and delta, weights again from scores, the slope of a cap."""
 
 import triton

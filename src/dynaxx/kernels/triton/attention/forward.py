@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Block-sparse attention forward in Triton: one program per tile of BLOCK_M queries of one head.
 
 It walks the partial blocks of its row with their element masks, then the full blocks without (`forward_row`), and keeps

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """The loop of the forward kernel over the tiles of its row, in three orders; see `forward`.
 
 `attend` takes one tile of keys after the other: scores, softmax, weights times v. `attend_ahead` is for tiles that come

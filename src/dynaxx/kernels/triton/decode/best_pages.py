@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """The best of a list of pages in Triton, without sorting: a threshold is searched that so many scores reach."""
 
 import triton

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Which pages of a list are read, in Triton: how many, from lengths alone, and which, from their scores."""
 
 import triton

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Attention over the exact tokens beside an 8-bit cache, of one list. Shapes as in decode_forward.py."""
 
 import triton

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Split-KV attention over listed pages, in parts; decode_merge.py merges them.
 
 All lists together are one row of pages. Each program takes an even piece of that row, whatever list its pages are of,

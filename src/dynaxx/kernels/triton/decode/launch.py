@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Decoding in Triton: the choice of pages, and attention over them or over given ones."""
 
 import torch

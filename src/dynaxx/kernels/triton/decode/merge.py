@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """The parts of decode_forward.py merged, list by list. Shapes and numbers of parts as there."""
 
 import triton

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Pages in Triton: where they lie, and their summaries.
 
 Grids depend on sizes alone; lengths are read on the device, so a captured graph serves every length.

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """What decode_forward.py reads and writes: queries of a list, tiles of a cache, parts. Shapes as there."""
 
 import triton

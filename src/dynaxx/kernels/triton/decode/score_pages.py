@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """How well the pages of a list may score, in Triton: their summaries times the queries of a step. R rows of q, D
 head_dim."""
 

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Choosing pages in Triton: scores from summaries, and the best of them without sorting.
 
 Where there are enough lists, one program scores the pages of a list and chooses among them: one launch. Where there are

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Gradients of selected attention by key: dk and dv of each item, and on request the partial dq of each entry, which
 `native_sums` adds up.
 

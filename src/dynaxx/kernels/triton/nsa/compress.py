@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Windows of tokens pooled to their mean or to a weighted sum, and the gradients, where sequences are alike.
 
 B sequences of N tokens, each with L windows of WINDOW tokens, STRIDE apart; H heads of D. x is (B * N, H, D), the sums

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Decoding with native sparse attention in Triton: what the branches read of each sequence, and the choice of blocks.
 
 As `kernels.reference.native_decode`. Lengths are read on the device, so a captured graph serves every length.

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """The gated sum of the three branches, and its gradients, each in one pass over memory.
 
 R rows (t, q head); E head_dim of v. Branches and result are (R, E) contiguous, gates (R, 3) contiguous.

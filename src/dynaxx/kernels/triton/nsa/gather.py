@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Selected attention by key: a program holds one block of keys and gathers the queries that selected it; the partial
 results of a query are merged afterwards. Reads each row of q once per block, so groups of any size fill a tile.
 

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """A selection by key, made on the device without waiting for it: the queries of each block, ascending, in items of
 bounded length, so that a block that every query selects is no longer work than any other.
 

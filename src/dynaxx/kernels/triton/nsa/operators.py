@@ -65,7 +65,7 @@ class SelectedPlan:
     tiles: config.QueryTiles
 
     @cached_property
-    def union(self):  # type: ignore[no-untyped-def]
+    def union(self):
         from dynaxx.kernels.triton.nsa.query_unions import unions
 
         return unions(self.indices, self.spans, self.tiles.positions)

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """A selection by query, made on the device without waiting for it: a tile of a few neighbouring positions visits the
 union of their blocks, each with a bit set of the positions that selected it.
 

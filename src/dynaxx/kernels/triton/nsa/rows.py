@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Rows of the selected kernels: how they are loaded and stored, what their scores weigh, and what a backward needs of
 each of them besides q and do.
 

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Selection: scores of blocks from attention to compressed tokens, a bounded number of queries at a time, and top-k.
 
 A program of the score kernel holds some compressed tokens and sums the weights that the q heads of a group give them,

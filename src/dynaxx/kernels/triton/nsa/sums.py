@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Sums of what items and entries of selected attention give to dk, dv and dq. In their order, without atomics: every
 run gives the same bits.
 

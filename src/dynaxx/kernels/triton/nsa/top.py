@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Top-k: the blocks of a row of scores, forced ones and the best, ascending. A warp per row of up to 1,024 blocks.
 
 The range of the n-th best score is halved until n are left, so there is no sort of the row.

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Selected attention by query: a program holds the q heads of one selection head at a few neighbouring positions, and
 walks the union of their blocks. Reads each block once per tile, so it wants groups of 16 or neighbours that agree.
 

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """The windows of keys that a cache completes, in Triton: gathered for a function, or pooled and stored at once.
 
 As `kernels.reference.native_decode`. Lengths are read on the device, so a captured graph serves every length.

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """8-bit keys and values as a matrix unit takes them: exactly, in fp16.
 
 bf16 is no goal: e4m3 goes there by way of fp32, one value at a time. PAIRS marks GPUs whose instructions are written

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """How far ahead of its use a tile is loaded, where the number of stages is too coarse."""
 
 import triton

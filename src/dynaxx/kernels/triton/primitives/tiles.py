@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Helpers of the Triton kernels: rows of a layout, positions of a tile, guarded loads.
 
 A row of a layout is a list of blocks. A tile of TILE tokens is a part of one block where TILE <= BLOCK, and gathers

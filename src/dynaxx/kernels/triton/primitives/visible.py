@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Which pairs of a tile the element mask of its block shows: those of a band by its two bounds, any other by bits.
 
 A pair (r, c) is a query's and a key's position in their blocks. A code that is no mask shows nothing and reads nothing.

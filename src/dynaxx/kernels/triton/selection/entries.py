@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """From chosen blocks to a `BlockLayout`'s entries: each row writes its own where the running sum of all counts says.
 
 Legend: B batch, H choices per batch entry, Hq q heads, R rows of q blocks, C kv blocks, W words of 32 blocks.

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Random-projection hashes of tokens, counted per block: projections, signs and counts in one pass over the tensor.
 
 Legend: B batch, N tokens, H heads, D head_dim, C blocks, T tables, P bits of a table padded to a power of two.

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """`selection.scorers.eight_bits` fused: one 8-bit query per row of q blocks against every key in 8 bits, as integers.
 
 A program takes BLOCK_M (row, q head of one kv head) pairs through some tiles of keys and keeps one number per kv block.

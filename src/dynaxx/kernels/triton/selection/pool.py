@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Summaries of blocks of tokens: means, and smallest and largest values, each in one pass over the tensor.
 
 Legend: B batch, N tokens, H heads, D head_dim, C blocks.

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """One query per row of q blocks against every key, summed to blocks: a matrix product whose output is never stored.
 
 A program takes BLOCK_M (row, q head of one kv head) pairs through some tiles of keys and keeps, of each kv block, the

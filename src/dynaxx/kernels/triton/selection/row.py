@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """A row of blocks as the kernels of a choice see it: what causality and a pattern show of each block, and the grid.
 
 Legend: C kv blocks.

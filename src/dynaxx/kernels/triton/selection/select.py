@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Choosing blocks on the device: from a row's scores to bits and counts, without a sort and without the host.
 
 One program per row of q blocks and choice, which may serve several heads, finds the row's threshold by bisection

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Block scores at the grain of tiles, fused: a softmax over key tiles for each query tile, summed to blocks.
 
 A program takes TILE_M query tiles of one head through the key tiles once and notes, for each of them, the log of every
