@@ -21,6 +21,7 @@ ROOMS = (
     "ops",
     "nn",
     "policy",
+    "distributed",
     "telemetry",
     "integrations",
     "lab",

@@ -76,6 +76,8 @@ __all__ = ["__version__", *_SOURCE_OF]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "distributed":  # a room with a `sparse_attention` of its own
+        return importlib.import_module("dynaxx.distributed")
     if name not in _SOURCE_OF:
         raise AttributeError(f"module 'dynaxx' has no attribute {name!r}")
     value = getattr(importlib.import_module(_SOURCE_OF[name]), name)

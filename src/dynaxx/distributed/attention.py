@@ -1,0 +1,270 @@
+"""`sparse_attention` with the sequence split over ranks."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from dynaxx.arguments import typed
+from dynaxx.distributed.choose import sequence_split
+from dynaxx.distributed.exchange import Gathering, Returning
+from dynaxx.distributed.group import Mesh, group_of
+from dynaxx.distributed.plan import ExchangePlan, Stage, plan_exchange
+from dynaxx.distributed.sharded import ShardedLayout
+from dynaxx.distributed.split import SequenceSplit
+from dynaxx.kernels.scale import softmax_scale
+from dynaxx.layout import BlockLayout
+from dynaxx.ops.attention import SparseAttentionOutput
+from dynaxx.ops.checks import check_inputs, check_sinks
+from dynaxx.ops.dispatch import choose_backend, load_backend, score_options
+from dynaxx.ops.once import first_derivative_only
+from dynaxx.ops.sinks import add_sinks
+
+Splits = SequenceSplit | tuple[SequenceSplit, SequenceSplit]
+
+
+@typed
+def sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: BlockLayout | ShardedLayout,
+    mesh: Mesh,
+    *,
+    split: Splits | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+    stages: int | None = None,
+) -> Tensor | SparseAttentionOutput:
+    """Attend over the blocks of `layout` from this rank's queries, to keys of all ranks, exactly. Differentiable.
+
+    Every rank of the mesh calls it with its own tokens, as `SequenceSplit.shard` takes them out of the whole sequence.
+    Gradients of keys and values return to the rank that owns them. All ranks must also run the backward pass.
+
+    Args:
+        q: (batch, own tokens, q_heads, head_dim); a packed batch (own tokens, q_heads, head_dim).
+        k, v: (batch, own tokens, kv_heads, head_dim) and (..., head_dim_v).
+        layout: of the whole sequence, the same on all ranks; or this rank's rows of one, from `ShardedLayout.of` or
+            `select_blocks`, which then knows the split.
+        mesh: a DeviceMesh of one dimension, or a process group: the ranks that share the sequence.
+        split: who owns which tokens; by default `sequence_split(layout, mesh)`. A pair (queries, keys) where these are
+            split apart.
+        scale, softcap, sinks, backend: as `dynaxx.sparse_attention`. The gradient of `sinks` is this rank's part of
+            it: sum it over the ranks, as that of any parameter.
+        return_lse: also return the log-sum-exp of the visible scores.
+        stages: groups of kv heads that are exchanged and computed in turn; None chooses by the bytes to receive.
+
+    Returns:
+        out (batch, own tokens, q_heads, head_dim_v), or (out, lse), lse (batch, q_heads, own tokens); a packed batch
+        without the first dimension.
+
+    Raises:
+        ValueError, TypeError: inputs that do not fit together, or differ between ranks.
+        UnsupportedInputError: no backend, or not the named one, can serve.
+        PeerError: another rank failed, or did not answer within the group's timeout.
+    """
+    group = group_of(mesh)
+    sharded = shard_layout(layout, group, split)
+    packed = q.ndim == 3
+    if packed:
+        q, k, v = q[None], k[None], v[None]
+    _check_shards(q, k, v, sharded)
+    plan = exchange_plan(q, k, v, sharded, group, stages=stages)
+    scale = softmax_scale(scale, q.shape[-1])
+    softcap = None if softcap is None else float(softcap)
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    settings = _Settings(plan, group, scale, softcap, backend, needs_grad)
+    out, lse = _SplitAttention.apply(q, k, v, settings)
+    if sinks is not None:
+        check_sinks(sinks, q)
+        out, lse = add_sinks(out, lse, sinks)
+    if packed:
+        out, lse = out[0], lse[0]
+    return SparseAttentionOutput(out, lse) if return_lse else out
+
+
+def shard_layout(layout: BlockLayout | ShardedLayout, group: ProcessGroup, split: Splits | None) -> ShardedLayout:
+    """This rank's rows of a layout, kept with it.
+
+    Raises:
+        TypeError: no layout.
+        ValueError: a split beside rows that have one, or one of other sizes than the layout or the group.
+    """
+    if isinstance(layout, ShardedLayout):
+        if split is not None:
+            raise ValueError("`split` must be left out for a ShardedLayout, which has its own")
+        _check_ranks(layout, group)
+        return layout
+    if not isinstance(layout, BlockLayout):
+        raise TypeError(f"`layout` must be a BlockLayout or a ShardedLayout, got {type(layout).__name__}")
+    if split is None:
+        split = sequence_split(layout, group)
+    q_split, kv_split = split if isinstance(split, tuple) else (split, split)
+    rank = dist.get_rank(group)
+    known = _sharded.setdefault(layout, {})
+    if (q_split, kv_split, rank) not in known:
+        known[q_split, kv_split, rank] = ShardedLayout.of(layout, q_split, rank, kv_split)
+    _check_ranks(known[q_split, kv_split, rank], group)
+    return known[q_split, kv_split, rank]
+
+
+@typed
+def exchange_plan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: BlockLayout | ShardedLayout,
+    mesh: Mesh,
+    *,
+    split: Splits | None = None,
+    stages: int | None = None,
+) -> ExchangePlan:
+    """Return what `sparse_attention` sends and receives for these shards. All ranks of the mesh must call it.
+
+    Args:
+        q, k, v, layout, mesh, split, stages: as `sparse_attention`.
+    """
+    group = group_of(mesh)
+    sharded = shard_layout(layout, group, split)
+    token_bytes = (k.shape[-1] + v.shape[-1]) * k.itemsize * (k.shape[0] if k.ndim == 4 else 1)
+    return plan_exchange(sharded, group, q.shape[-2], k.shape[-2], token_bytes, stages)
+
+
+class _Settings(NamedTuple):
+    plan: ExchangePlan
+    group: ProcessGroup
+    scale: float
+    softcap: float | None
+    backend: str
+    needs_grad: bool
+
+
+class _SplitAttention(torch.autograd.Function):
+    """Gather, compute and return gradients, stage by stage; a stage's exchange runs while another is computed.
+
+    Keys and values of other ranks are gathered again in the backward pass and not kept: memory is what splits a
+    sequence.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, settings: _Settings) -> Any:
+        plan, group = settings.plan, settings.group
+        out = lse = None
+        gathering = Gathering(k, v, plan.stages[0], group)
+        for number, stage in enumerate(plan.stages):
+            current, gathering = gathering, _next(k, v, plan, number, group)
+            keys, values = current.wait()
+            heads = slice(*stage.q_heads)
+            name = _backend_of(q[:, :, heads], keys, values, stage, settings)
+            kernels, options = load_backend(name), score_options(settings.softcap)
+            some = kernels.attention_forward(q[:, :, heads], keys, values, stage.layout, settings.scale, **options)
+            if len(plan.stages) == 1:
+                out, lse = some
+                break
+            if out is None or lse is None:
+                out = q.new_empty(*q.shape[:3], v.shape[-1])
+                lse = some[1].new_empty(q.shape[0], q.shape[2], q.shape[1])
+            out[:, :, heads], lse[:, heads] = some
+            del keys, values, some
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.set_materialize_grads(False)
+        ctx.settings = settings
+        return out, lse
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:
+        q, k, v, out, lse = ctx.saved_tensors
+        settings: _Settings = ctx.settings
+        plan, group = settings.plan, settings.group
+        do = torch.zeros_like(out) if do is None else do
+        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        gathering: Gathering | None = Gathering(k, v, plan.stages[0], group)
+        returning = None
+        for number, stage in enumerate(plan.stages):
+            assert gathering is not None, "there is one per stage"
+            current, gathering = gathering, _next(k, v, plan, number, group)
+            keys, values = current.wait()
+            heads = slice(*stage.q_heads)
+            name = _backend_of(q[:, :, heads], keys, values, stage, settings)
+            grads = load_backend(name).attention_backward(
+                do[:, :, heads],
+                None if dlse is None else dlse[:, heads],
+                q[:, :, heads],
+                keys,
+                values,
+                out[:, :, heads],
+                lse[:, heads],
+                stage.layout,
+                settings.scale,
+                **score_options(settings.softcap),
+            )
+            dq[:, :, heads] = grads[0]
+            before, returning = returning, Returning(grads[1], grads[2], stage, group)
+            if before is not None:
+                before.wait(dk, dv)
+            del keys, values, grads
+        assert returning is not None, "a plan has a stage"
+        returning.wait(dk, dv)
+        return dq, dk, dv, None
+
+
+def _next(k: Tensor, v: Tensor, plan: ExchangePlan, number: int, group: ProcessGroup) -> Any:
+    """Start the exchange of the stage after this one; None after the last."""
+    if number + 1 == len(plan.stages):
+        return None
+    return Gathering(k, v, plan.stages[number + 1], group)
+
+
+def _backend_of(q: Tensor, k: Tensor, v: Tensor, stage: Stage, settings: _Settings) -> str:
+    """The backend of one stage, chosen once per plan and shapes."""
+    shapes = (q.shape, k.shape, v.shape, q.dtype, stage.kv_heads, settings.softcap)
+    key = (*shapes, settings.backend, settings.needs_grad)
+    known = settings.plan.backends
+    if key not in known:
+        problem = check_inputs(q, k, v, stage.layout, softcap=settings.softcap, needs_grad=settings.needs_grad)
+        known[key] = choose_backend(problem, settings.backend)
+    return known[key]
+
+
+def _check_shards(q: Tensor, k: Tensor, v: Tensor, sharded: ShardedLayout) -> None:
+    wanted = {"q": sharded.q_split, "k": sharded.kv_split, "v": sharded.kv_split}
+    for (name, split), x in zip(wanted.items(), (q, k, v), strict=True):
+        if x.ndim != 4:
+            raise ValueError(
+                f"`{name}` must be (batch, own tokens, heads, head_dim), packed without batch, got {tuple(x.shape)}"
+            )
+        if x.shape[1] != split.length(sharded.rank):
+            raise ValueError(
+                f"`{name}` must have the {split.length(sharded.rank)} tokens that rank {sharded.rank} owns "
+                f"(split.shard(x, rank) takes them), got {x.shape[1]}"
+            )
+    if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
+        raise ValueError(f"q_heads must be a multiple of kv_heads, both >= 1, got {q.shape[2]} and {k.shape[2]}")
+    if sharded.rows.layout_heads not in (1, q.shape[2]) or sharded.rows.layout_batch not in (1, q.shape[0]):
+        raise ValueError(
+            f"`layout` must be shared or for batch {q.shape[0]} and {q.shape[2]} q heads, "
+            f"got batch {sharded.rows.layout_batch} and {sharded.rows.layout_heads} heads"
+        )
+    if sharded.device != q.device:
+        raise ValueError(f"`layout` must be on q's device {q.device}, got {sharded.device}; use layout.to(q.device)")
+
+
+def _check_ranks(sharded: ShardedLayout, group: ProcessGroup) -> None:
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    if (sharded.q_split.ranks, sharded.rank) != (ranks, rank):
+        raise ValueError(
+            f"`split` must be for the {ranks} ranks of the mesh and `layout` for rank {rank}, "
+            f"got {sharded.q_split.ranks} ranks and rank {sharded.rank}"
+        )
+
+
+_sharded: WeakKeyDictionary[BlockLayout, dict[Any, ShardedLayout]] = WeakKeyDictionary()

@@ -1,0 +1,103 @@
+"""`sequence_split`: deal the rows of a layout to ranks, by their work and by what they must receive."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import lcm
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from dynaxx.arguments import typed
+from dynaxx.distributed.group import Mesh, group_of
+from dynaxx.distributed.split import SequenceSplit
+from dynaxx.layout import BlockLayout
+
+BLOCKS_PER_KV_BLOCK = 3.0  # visited blocks whose computing takes as long as receiving one kv block, see cost_model
+
+
+@dataclass(frozen=True)
+class SplitCost:
+    """What a split makes of a layout, in visited blocks and kv blocks."""
+
+    work: tuple[int, ...]  # visited blocks of each rank, over all heads
+    received: tuple[int, ...]  # kv blocks that each rank visits and does not own
+    total: float  # the largest work plus what the largest exchange costs, in visited blocks per head
+
+    @property
+    def imbalance(self) -> float:
+        """The largest work over the mean, 1.0 where it is even."""
+        return max(self.work) * len(self.work) / max(1, sum(self.work))
+
+
+@typed
+def sequence_split(layout: BlockLayout, mesh: Mesh | int, *, chunk: int | None = None) -> SequenceSplit:
+    """Choose how to split a sequence over ranks for this layout: contiguous, zigzag, or dealt chunk by chunk.
+
+    Ranks get equal numbers of tokens (up to one chunk). Among the three ways the one counts that has the least work on
+    the busiest rank plus the least to receive. Every rank finds the same split without communication.
+
+    Args:
+        layout: of the whole sequence, as many queries as keys.
+        mesh: a DeviceMesh of one dimension, a process group, or a number of ranks.
+        chunk: tokens that stay together, a multiple of both block sizes; the larger block by default.
+
+    Raises:
+        ValueError: a layout of other numbers of keys than queries, or a chunk that cuts blocks.
+    """
+    if layout.seqlen_q != layout.seqlen_k:
+        raise ValueError(
+            f"`layout` must have as many queries as keys, got {layout.seqlen_q} x {layout.seqlen_k}; give "
+            "`sparse_attention` a pair of splits"
+        )
+    ranks = mesh if isinstance(mesh, int) else dist.get_world_size(group_of(mesh))
+    chunk = lcm(*layout.block_size) if chunk is None else chunk
+    known = _splits.setdefault(layout, {})
+    if (ranks, chunk) not in known:
+        known[ranks, chunk] = _best(layout, ranks, chunk)
+    return known[ranks, chunk]
+
+
+def _best(layout: BlockLayout, ranks: int, chunk: int) -> SequenceSplit:
+    seqlen = layout.seqlen_q
+    candidates = [SequenceSplit.contiguous(seqlen, ranks, chunk), SequenceSplit.zigzag(seqlen, ranks, chunk)]
+    candidates[0].check_block(layout.block_size[0])
+    candidates[0].check_block(layout.block_size[1])
+    rows = rows_work(layout)
+    per_chunk = np.add.reduceat(rows, np.arange(0, len(rows), chunk // layout.block_size[0])) if len(rows) else rows
+    candidates.append(SequenceSplit.dealt(seqlen, ranks, per_chunk.tolist(), chunk))
+    return min(candidates, key=lambda split: split_cost(layout, split).total)
+
+
+@typed
+def split_cost(layout: BlockLayout, split: SequenceSplit) -> SplitCost:
+    """Count the work and the exchange of a split. O(visited blocks); reads a layout back from a GPU."""
+    q_block, kv_block = layout.block_size
+    lead, cols, _ = (x.cpu() for x in (layout.host or layout).entries())
+    row_owner = _owners(split, q_block)
+    kv_owner = _owners(split, kv_block)
+    who = row_owner[lead.numpy() % max(1, layout.q_blocks)]
+    work = np.bincount(who, minlength=split.ranks)
+    visited = np.zeros((split.ranks, layout.kv_blocks), dtype=np.bool_)
+    visited[who, cols.numpy()] = True
+    visited[kv_owner, np.arange(layout.kv_blocks)] = False
+    received = visited.sum(1)
+    heads = layout.layout_batch * layout.layout_heads
+    total = float(work.max()) / heads + BLOCKS_PER_KV_BLOCK * float(received.max())
+    return SplitCost(tuple(work.tolist()), tuple(received.tolist()), total)
+
+
+def rows_work(layout: BlockLayout) -> NDArray[np.int64]:
+    """(q_blocks,): visited blocks of each row of q blocks, over batch and heads."""
+    return (layout.host or layout).kv_num_blocks.long().sum((0, 1)).cpu().numpy()
+
+
+def _owners(split: SequenceSplit, block: int) -> NDArray[np.int64]:
+    """The rank of each block of so many tokens."""
+    owners = np.repeat(np.asarray(split.owners, dtype=np.int64), split.chunk // block)
+    return owners[: -(-split.seqlen // block)]
+
+
+_splits: WeakKeyDictionary[BlockLayout, dict[tuple[int, int], SequenceSplit]] = WeakKeyDictionary()

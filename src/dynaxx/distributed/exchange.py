@@ -1,0 +1,110 @@
+"""Point-to-point exchange of keys, values and their gradients, as an `ExchangePlan` says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from dynaxx.distributed.group import peer_errors
+from dynaxx.distributed.plan import Stage
+
+
+@dataclass
+class Traffic:
+    """What this process has sent and received since it started, in bytes and messages."""
+
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    messages: int = 0
+
+
+_TOTAL = Traffic()
+
+
+def traffic() -> Traffic:
+    """Return a copy of the counts so far; the difference of two is what happened between them."""
+    return replace(_TOTAL)
+
+
+class Transfer:
+    """Messages under way; `wait` before their buffers are read or written."""
+
+    def __init__(self, sends: dict[int, Tensor], receives: dict[int, Tensor], group: ProcessGroup, doing: str) -> None:
+        self._group, self._doing, self._held = group, doing, (sends, receives)
+        make = lambda op, x, rank: dist.P2POp(op, x, group=group, group_peer=rank)
+        ops = [make(dist.irecv, x, rank) for rank, x in sorted(receives.items())]
+        ops += [make(dist.isend, x, rank) for rank, x in sorted(sends.items())]
+        for _, x in sorted(sends.items()):
+            _TOTAL.bytes_sent += x.nbytes
+        for _, x in sorted(receives.items()):
+            _TOTAL.bytes_received += x.nbytes
+        _TOTAL.messages += len(ops)
+        with peer_errors(doing, group):
+            self._works: list[Any] = dist.batch_isend_irecv(ops) if ops else []
+
+    def wait(self) -> None:
+        """Wait for the messages: on a GPU the current stream waits, not the host."""
+        with peer_errors(self._doing, self._group):
+            for work in self._works:
+                work.wait()
+        self._works, self._held = [], ({}, {})
+
+
+class Gathering:
+    """Keys and values of one stage on their way into this rank's buffer."""
+
+    def __init__(self, k: Tensor, v: Tensor, stage: Stage, group: ProcessGroup) -> None:
+        batch, heads = k.shape[0], slice(*stage.kv_heads)
+        width = k.shape[-1] + v.shape[-1]
+        self._dims = (k.shape[-1], v.shape[-1])
+        self._buffer = k.new_empty(stage.tokens, batch, stage.kv_heads[1] - stage.kv_heads[0], width)
+        own = self._buffer[slice(*stage.own)]
+        own[..., : self._dims[0]] = k[:, :, heads].transpose(0, 1)
+        own[..., self._dims[0] :] = v[:, :, heads].transpose(0, 1)
+        sends = {}
+        for rank, sent in stage.sends.items():
+            run = own[sent.first : sent.first + sent.tokens]
+            sends[rank] = run if sent.index is None else own.index_select(0, sent.index)
+        receives = {rank: self._buffer[slice(*span)] for rank, span in stage.received.items()}
+        self._transfer = Transfer(sends, receives, group, "exchanging keys and values")
+
+    def wait(self) -> tuple[Tensor, Tensor]:
+        """(batch, tokens, heads, head_dim) keys and values of the buffer; views of it."""
+        self._transfer.wait()
+        k, v = self._buffer.transpose(0, 1).split(self._dims, dim=-1)
+        return k, v
+
+
+class Returning:
+    """Gradients of one stage's keys and values on their way to the ranks that own them."""
+
+    def __init__(self, dk: Tensor, dv: Tensor, stage: Stage, group: ProcessGroup) -> None:
+        self._stage, self._dims = stage, (dk.shape[-1], dv.shape[-1])
+        grads = torch.cat([dk, dv], -1).transpose(0, 1).contiguous()
+        self._own = grads[slice(*stage.own)]
+        sends = {rank: grads[slice(*span)] for rank, span in stage.received.items()}
+        shape = self._own.shape[1:]
+        self._received = {rank: grads.new_empty(sent.tokens, *shape) for rank, sent in stage.sends.items()}
+        self._transfer = Transfer(sends, self._received, group, "returning gradients of keys and values")
+
+    def wait(self, dk: Tensor, dv: Tensor) -> None:
+        """Write the sums for own tokens into this stage's heads of dk and dv; ranks are added in ascending order."""
+        self._transfer.wait()
+        total = self._own
+        if self._received:
+            total = total.to(torch.promote_types(total.dtype, torch.float32), copy=True)
+        for rank, sent in sorted(self._stage.sends.items()):
+            part = self._received[rank].to(total.dtype)
+            if sent.index is None:
+                total[sent.first : sent.first + sent.tokens] += part
+            else:
+                total.index_add_(0, sent.index, part)  # no token twice: one order of summation
+        heads = slice(*self._stage.kv_heads)
+        parts = total.transpose(0, 1).split(self._dims, dim=-1)
+        for out, part in zip((dk, dv), parts, strict=True):
+            out[:, :, heads] = part

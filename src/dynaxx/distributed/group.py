@@ -1,0 +1,61 @@
+"""Process groups: which ranks share a sequence, and errors that say which of them is gone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+Mesh: TypeAlias = DeviceMesh | ProcessGroup
+
+
+class PeerError(RuntimeError):
+    """Another rank of the group failed, left, or did not answer within the group's timeout."""
+
+
+def group_of(mesh: Mesh) -> ProcessGroup:
+    """Return the process group of a mesh of one dimension, or the group itself.
+
+    Raises:
+        TypeError: neither a mesh nor a group.
+        ValueError: a mesh of several dimensions.
+    """
+    if isinstance(mesh, DeviceMesh):
+        if mesh.ndim != 1:
+            names = mesh.mesh_dim_names or ()
+            raise ValueError(
+                f"`mesh` must have one dimension, got {mesh.ndim}; take the one that splits the sequence, such as "
+                f"mesh[{names[-1] if names else 'name'!r}]"
+            )
+        return mesh.get_group()
+    if isinstance(mesh, ProcessGroup):
+        return mesh
+    raise TypeError(f"`mesh` must be a DeviceMesh or a ProcessGroup, got {type(mesh).__name__}")
+
+
+@contextmanager
+def peer_errors(doing: str, group: ProcessGroup) -> Iterator[None]:
+    """Turn a backend's error into a `PeerError` that says what this rank was doing.
+
+    Raises:
+        PeerError: from the RuntimeError of the communication library.
+    """
+    try:
+        yield
+    except PeerError:
+        raise
+    except RuntimeError as error:
+        raise PeerError(
+            f"rank {dist.get_rank(group)} of {dist.get_world_size(group)} failed while {doing}: another rank died, "
+            f"left, or did not answer within the group's timeout ({first_line(error)}). Restart the whole group, for "
+            "instance by torchrun, from the last checkpoint."
+        ) from error
+
+
+def first_line(error: Any) -> str:
+    """The first line of an error's text."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]

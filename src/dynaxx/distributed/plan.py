@@ -1,0 +1,278 @@
+"""`ExchangePlan`: which keys and values travel between which ranks for one sharded layout.
+
+A rank computes its rows over a buffer that holds its own tokens and the ones that it received. The kv heads go in
+stages: while one stage is computed, the next one's keys and values are on their way. Every rank knows what every other
+needs after one exchange of bitmaps, so messages have known sizes and no headers.
+
+Legend: R ranks, Hn groups of heads that need different blocks (1 where all heads share a layout, else kv heads),
+C kv blocks of the whole sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from dynaxx.distributed.group import peer_errors
+from dynaxx.distributed.sharded import ShardedLayout
+from dynaxx.layout import BlockGrid, BlockLayout
+
+MOST_STAGES = 8
+STAGE_BYTES = 8 << 20  # received bytes that are worth a stage of their own: 20 us on a link of 400 GB/s
+WHOLE_SHARE = 0.8  # of a peer's tokens: from here on sending all of them costs less than packing those that are needed
+
+
+@dataclass(frozen=True, eq=False)
+class Sent:
+    """Own tokens that go to one rank: a run of them, or a list."""
+
+    first: int  # of the run, in own tokens
+    tokens: int
+    index: Tensor | None = None  # (tokens,) int64 own tokens, where they are no run
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """The exchange and the layout of some kv heads."""
+
+    kv_heads: tuple[int, int]  # first, last + 1
+    q_heads: tuple[int, int]
+    layout: BlockLayout  # own queries by tokens of the buffer
+    own: tuple[int, int]  # where own tokens lie in the buffer
+    sends: dict[int, Sent]  # by rank
+    received: dict[int, tuple[int, int]]  # by rank: where its tokens come to lie in the buffer
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in the buffer."""
+        return self.layout.seqlen_k
+
+
+@dataclass(frozen=True, eq=False)
+class ExchangePlan:
+    """What one rank sends, receives and computes, stage by stage."""
+
+    stages: tuple[Stage, ...]
+    kv_heads: int
+    backends: dict[Hashable, str] = field(default_factory=dict)  # that were chosen, by shapes
+
+    def bytes_sent(self, k: Tensor, v: Tensor) -> int:
+        """Bytes that this rank sends in a forward pass for shards like these."""
+        return self.sent_tokens * _token_bytes(k, v)
+
+    def bytes_received(self, k: Tensor, v: Tensor) -> int:
+        """Bytes that this rank receives in a forward pass for shards like these."""
+        return self.received_tokens * _token_bytes(k, v)
+
+    def backward_bytes_sent(self, k: Tensor, v: Tensor) -> int:
+        """Bytes that this rank sends in a backward pass: keys and values again, and gradients to their owners."""
+        return (self.sent_tokens + self.received_tokens) * _token_bytes(k, v)
+
+    @cached_property
+    def sent_tokens(self) -> int:
+        """Tokens that this rank sends, summed over kv heads and receivers."""
+        return sum(_heads(stage) * sum(sent.tokens for sent in stage.sends.values()) for stage in self.stages)
+
+    @cached_property
+    def received_tokens(self) -> int:
+        """Tokens that this rank receives, summed over kv heads."""
+        return sum(_heads(stage) * sum(b - a for a, b in stage.received.values()) for stage in self.stages)
+
+
+def plan_exchange(
+    sharded: ShardedLayout, group: ProcessGroup, q_heads: int, kv_heads: int, token_bytes: int, stages: int | None
+) -> ExchangePlan:
+    """Make the plan of this rank, or return the one that was made before. All ranks of the group must call it.
+
+    Args:
+        token_bytes: bytes of one token's key and value in one kv head, over the batch.
+        stages: groups of kv heads, a divisor of kv_heads; None chooses.
+
+    Raises:
+        ValueError: on every rank, where ranks disagree on the split, the heads or the block size.
+        PeerError: another rank failed.
+    """
+    key = (group.group_name, q_heads, kv_heads, token_bytes, stages)
+    known = _plans.setdefault(sharded, {})
+    if key not in known:
+        known[key] = _make(sharded, group, q_heads, kv_heads, token_bytes, stages)
+    return known[key]
+
+
+def _make(
+    sharded: ShardedLayout, group: ProcessGroup, q_heads: int, kv_heads: int, token_bytes: int, stages: int | None
+) -> ExchangePlan:
+    own_needs = _needs(sharded, kv_heads)
+    _check_agreement(sharded, group, (q_heads, kv_heads, token_bytes, stages or 0, own_needs.shape[0]))
+    with peer_errors("telling what it needs", group):
+        needs = _gathered(own_needs, group)  # (R, Hn, C)
+    places = _Places(sharded, needs.cpu().numpy())
+    count = _stage_count(places, kv_heads, token_bytes) if stages is None else stages
+    if count < 1 or kv_heads % count:
+        raise ValueError(f"`stages` must divide kv_heads = {kv_heads}, got {count}")
+    step, group_size = kv_heads // count, q_heads // kv_heads
+    shared = sharded.rows.layout_heads == 1
+    messages: dict[bytes, _Messages] = {}  # stages that need the same blocks share them, and shared layouts
+    layouts: dict[bytes, BlockLayout] = {}
+    found = []
+    for first in range(0, kv_heads, step):
+        groups = slice(0, 1) if shared else slice(first, first + step)
+        wanted = np.logical_or.reduce(places.needs[:, groups], axis=1)
+        key = wanted.tobytes()
+        if key not in messages:
+            messages[key] = places.messages(wanted)
+        heads = (first * group_size, (first + step) * group_size)
+        if key not in layouts or not shared:
+            rows = sharded.rows if shared else sharded.rows.head_slice(range(*heads))
+            layouts[key] = _onto_buffer(rows, messages[key].order, places)
+        _, own, sends, received = messages[key]
+        found.append(Stage((first, first + step), heads, layouts[key], own, sends, received))
+    return ExchangePlan(tuple(found), kv_heads)
+
+
+class _Messages(NamedTuple):
+    order: NDArray[np.int64]  # kv blocks of the buffer
+    own: tuple[int, int]  # the others as in `Stage`
+    sends: dict[int, Sent]
+    received: dict[int, tuple[int, int]]
+
+
+class _Places:
+    """Who owns and needs which kv blocks, and where they lie. On the host."""
+
+    def __init__(self, sharded: ShardedLayout, needs: NDArray[np.bool_]) -> None:
+        self.split, self.rank, self.block = sharded.kv_split, sharded.rank, sharded.rows.block_size[1]
+        self.device = sharded.device
+        self.own = [self.split.blocks(rank, self.block).numpy() for rank in range(self.split.ranks)]
+        self.needs = self._whole_where_cheaper(needs.astype(np.bool_))
+
+    def _whole_where_cheaper(self, needs: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Need all of a peer's blocks where nearly all of them are needed: they go without being packed."""
+        for owner, blocks in enumerate(self.own):
+            if len(blocks):
+                share = needs[:, :, blocks].mean(-1)
+                rank, head = (share >= WHOLE_SHARE).nonzero()
+                needs[rank[:, None], head[:, None], blocks[None]] = True
+            needs[owner, :, blocks] = False
+        return needs
+
+    def received_tokens(self) -> int:
+        """The most tokens that a rank receives in one head."""
+        return int(self.needs.sum(-1).max()) * self.block if self.needs.size else 0
+
+    def tokens(self, blocks: NDArray[np.int64]) -> int:
+        """Tokens in these blocks: the last block of the sequence may be short."""
+        short = len(blocks) > 0 and blocks[-1] == self.needs.shape[2] - 1
+        return len(blocks) * self.block - (-self.split.seqlen % self.block if short else 0)
+
+    def messages(self, needs: NDArray[np.bool_]) -> _Messages:
+        """What lies in the buffer, and the messages to and from each rank. `needs` is (R, C)."""
+        ranks = [rank for rank in range(self.split.ranks) if rank != self.split.last_owner] + [self.split.last_owner]
+        order, received, own, done = [], {}, (0, 0), 0
+        for source in ranks:  # the owner of the short block comes last: kernels know only a short end
+            blocks = self.own[source]
+            blocks = blocks if source == self.rank else blocks[needs[self.rank, blocks]]
+            span = (done, done + self.tokens(blocks))
+            done = span[1]
+            order.append(blocks)
+            if source == self.rank:
+                own = span
+            elif len(blocks):
+                received[source] = span
+        sends = {to: sent for to in range(self.split.ranks) if (sent := self._sent(needs, to)) is not None}
+        return _Messages(np.concatenate(order), own, sends, received)
+
+    def _sent(self, needs: NDArray[np.bool_], to: int) -> Sent | None:
+        blocks = self.own[self.rank]
+        slots = needs[to, blocks].nonzero()[0]
+        if to == self.rank or not len(slots):
+            return None
+        tokens = self.tokens(blocks[slots])
+        if slots[-1] - slots[0] + 1 == len(slots):
+            return Sent(int(slots[0]) * self.block, tokens)
+        index = (slots[:, None] * self.block + np.arange(self.block)).ravel()[:tokens]
+        return Sent(0, tokens, torch.from_numpy(index).to(self.device))
+
+
+def _onto_buffer(rows: BlockLayout, order: NDArray[np.int64], places: _Places) -> BlockLayout:
+    """The same rows with the blocks of the buffer as columns."""
+    source = rows.host or rows
+    column = np.full(max(1, source.kv_blocks), -1, dtype=np.int64)
+    column[order] = np.arange(len(order))
+    lead, cols, codes = source.entries()
+    cols = torch.from_numpy(column).to(cols.device)[cols]
+    grid = BlockGrid(rows.seqlen_q, places.tokens(order), rows.block_size, causal=False)
+    batch, heads = rows.layout_batch, rows.layout_heads
+    moved = BlockLayout.from_entries(grid, lead, cols, codes, source.masks, layout_batch=batch, layout_heads=heads)
+    return moved.to(rows.device)
+
+
+def _needs(sharded: ShardedLayout, kv_heads: int) -> Tensor:
+    """(Hn, C) uint8: the kv blocks that this rank's rows visit."""
+    rows = sharded.rows
+    groups = 1 if rows.layout_heads == 1 else kv_heads
+    found = torch.zeros(groups * max(1, rows.kv_blocks), dtype=torch.uint8, device=rows.device)
+    lead, cols, _ = rows.entries()
+    if groups > 1:
+        head = lead // max(1, rows.q_blocks) % rows.layout_heads
+        cols = cols + head // (rows.layout_heads // groups) * rows.kv_blocks
+    found[cols] = 1
+    return found.view(groups, -1)
+
+
+def _gathered(x: Tensor, group: ProcessGroup) -> Tensor:
+    """(R, ...): x of every rank."""
+    found = x.new_empty(dist.get_world_size(group) * x.numel())
+    dist.all_gather_into_tensor(found, x.flatten(), group=group)
+    return found.view(-1, *x.shape)
+
+
+def _check_agreement(sharded: ShardedLayout, group: ProcessGroup, numbers: tuple[int, ...]) -> None:
+    """Raise ValueError on every rank where their splits, blocks or heads differ."""
+    split, rows = sharded.kv_split, sharded.rows
+    said = (digest(sharded.q_split), digest(split), *rows.block_size, rows.layout_batch, *numbers)
+    own = torch.tensor(said, dtype=torch.int64, device=sharded.device)
+    with peer_errors("comparing splits", group):
+        all_said = _gathered(own, group).tolist()
+    wrong = [rank for rank, other in enumerate(all_said) if other != all_said[0]]
+    if wrong:
+        raise ValueError(
+            "`layout` and `split` must be the same on all ranks, with the same heads, dtypes and stages; "
+            f"rank {wrong[0]} has {all_said[wrong[0]]} where rank 0 has {all_said[0]} "
+            "(q split, kv split, blocks, batch, heads, bytes per token, stages, groups of heads)"
+        )
+
+
+def digest(split: Any) -> int:
+    """A number that is the same for equal splits in every process."""
+    from hashlib import blake2b
+
+    text = repr((split.seqlen, split.chunk, split.owners, split.ranks)).encode()
+    return int.from_bytes(blake2b(text, digest_size=7).digest(), "big")
+
+
+def _stage_count(places: _Places, kv_heads: int, token_bytes: int) -> int:
+    """The most groups of kv heads, up to `MOST_STAGES`, whose exchange is worth overlapping."""
+    wanted = places.received_tokens() * kv_heads * token_bytes // STAGE_BYTES
+    return max(count for count in range(1, MOST_STAGES + 1) if kv_heads % count == 0 and count <= max(1, wanted))
+
+
+def _token_bytes(k: Tensor, v: Tensor) -> int:
+    return k.shape[0] * (k.shape[-1] * k.itemsize + v.shape[-1] * v.itemsize)
+
+
+def _heads(stage: Stage) -> int:
+    return stage.kv_heads[1] - stage.kv_heads[0]
+
+
+_plans: WeakKeyDictionary[ShardedLayout, dict[Hashable, ExchangePlan]] = WeakKeyDictionary()

@@ -1,0 +1,98 @@
+"""`ShardedLayout`: the rows of a global layout that one rank computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dynaxx.arguments import typed
+from dynaxx.distributed.split import SequenceSplit
+from dynaxx.layout import BlockGrid, BlockLayout
+
+
+@typed
+@dataclass(frozen=True, eq=False)
+class ShardedLayout:
+    """One rank's rows of q blocks, with the kv blocks of the whole sequence as columns.
+
+    Args:
+        rows: seqlen_q is the number of queries that the rank owns, seqlen_k the length of the whole sequence.
+        q_split, kv_split: who owns which queries and which keys; the same object for self-attention.
+        rank: whose rows they are.
+
+    Raises:
+        ValueError: lengths, ranks or block sizes that do not fit together.
+    """
+
+    rows: BlockLayout
+    q_split: SequenceSplit
+    kv_split: SequenceSplit
+    rank: int
+
+    def __post_init__(self) -> None:
+        if self.q_split.ranks != self.kv_split.ranks or not 0 <= self.rank < self.q_split.ranks:
+            raise ValueError(
+                "`q_split` and `kv_split` must have the same ranks, `rank` among them, "
+                f"got {self.q_split.ranks}, {self.kv_split.ranks} and rank {self.rank}"
+            )
+        wanted = (self.q_split.length(self.rank), self.kv_split.seqlen)
+        if (self.rows.seqlen_q, self.rows.seqlen_k) != wanted:
+            raise ValueError(
+                f"`rows` must be for {wanted[0]} own queries and {wanted[1]} keys, "
+                f"got {self.rows.seqlen_q} and {self.rows.seqlen_k}"
+            )
+        self.q_split.check_block(self.rows.block_size[0])
+        self.kv_split.check_block(self.rows.block_size[1])
+
+    @classmethod
+    @typed
+    def of(
+        cls, layout: BlockLayout, q_split: SequenceSplit, rank: int, kv_split: SequenceSplit | None = None
+    ) -> ShardedLayout:
+        """Take a rank's rows out of a layout of the whole sequence. O(visited blocks of these rows).
+
+        Args:
+            layout: of the whole sequence, on any device; of a packed batch, too.
+            q_split: who owns which queries.
+            rank: whose rows to take.
+            kv_split: who owns which keys, `q_split` by default.
+        """
+        kv_split = q_split if kv_split is None else kv_split
+        if (q_split.seqlen, kv_split.seqlen) != (layout.seqlen_q, layout.seqlen_k):
+            raise ValueError(
+                f"`layout` must be for the {q_split.seqlen} queries and {kv_split.seqlen} keys of the split, "
+                f"got {layout.seqlen_q} x {layout.seqlen_k}"
+            )
+        own = q_split.blocks(rank, layout.block_size[0])
+        return cls(rows_of(layout, own, q_split.length(rank)), q_split, kv_split, rank)
+
+    @property
+    def device(self) -> torch.device:
+        return self.rows.device
+
+
+def rows_of(layout: BlockLayout, rows: Tensor, tokens: int) -> BlockLayout:
+    """The layout of some rows of q blocks, in their order, as rows 0, 1, ... of `tokens` queries.
+
+    It is built on the host where the layout came from there, so that kernels find what the host knows of it.
+    """
+    source = layout.host or layout
+    indptr = source.kv_indptr
+    rows = rows.to(indptr.device)
+    starts, counts = indptr[..., rows].flatten().long(), source.kv_num_blocks[..., rows].flatten().long()
+    ends = counts.cumsum(0)
+    total = int(ends[-1]) if counts.numel() else 0
+    lead = torch.repeat_interleave(torch.arange(counts.numel(), device=indptr.device), counts, output_size=total)
+    slot = torch.arange(total, device=indptr.device) + (starts - (ends - counts))[lead]
+    taken = BlockLayout.from_entries(
+        BlockGrid(tokens, layout.seqlen_k, layout.block_size, causal=False),
+        lead,
+        source.kv_indices[slot].long(),
+        source.kv_masks[slot].long(),
+        source.masks,
+        layout_batch=layout.layout_batch,
+        layout_heads=layout.layout_heads,
+    )
+    return taken.to(layout.device)

@@ -1,0 +1,191 @@
+"""`SequenceSplit`: which rank owns which tokens of a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from dynaxx.arguments import typed
+from dynaxx.layout.grid import as_integer
+
+
+@typed
+@dataclass(frozen=True)
+class SequenceSplit:
+    """A sequence cut into chunks of equal length, each owned by one rank.
+
+    A rank holds the tokens of its chunks behind one another, in ascending order. The last chunk may be shorter, and a
+    rank may own nothing.
+
+    Args:
+        seqlen: tokens of the whole sequence (or of the packed axis).
+        chunk: tokens per chunk; a multiple of both block sizes of every layout that is used with the split.
+        owners: rank of each chunk, ceil(seqlen / chunk) of them.
+        ranks: how many ranks share the sequence.
+
+    Raises:
+        ValueError: sizes below 1, another number of owners, or an owner that is no rank.
+    """
+
+    seqlen: int
+    chunk: int
+    owners: tuple[int, ...]
+    ranks: int
+
+    def __post_init__(self) -> None:
+        if self.seqlen < 0 or self.chunk < 1 or self.ranks < 1:
+            raise ValueError(
+                f"`seqlen` must be >= 0, `chunk` and `ranks` >= 1, got {self.seqlen}, {self.chunk} and {self.ranks}"
+            )
+        if len(self.owners) != -(-self.seqlen // self.chunk):
+            raise ValueError(
+                f"`owners` must name a rank for each of the {-(-self.seqlen // self.chunk)} chunks, "
+                f"got {len(self.owners)}"
+            )
+        if any(not 0 <= owner < self.ranks for owner in self.owners):
+            raise ValueError(f"`owners` must be ranks from 0 to {self.ranks - 1}, got {self.owners}")
+
+    # ---- making one ------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def contiguous(cls, seqlen: int, ranks: int, chunk: int = 128) -> SequenceSplit:
+        """Give each rank one run of chunks, of lengths that differ by at most one chunk. Best for windows."""
+        seqlen, ranks, chunks = _sizes(seqlen, ranks, chunk)
+        return cls(seqlen, chunk, tuple(i * ranks // chunks for i in range(chunks)), ranks)
+
+    @classmethod
+    def zigzag(cls, seqlen: int, ranks: int, chunk: int = 128) -> SequenceSplit:
+        """Cut the sequence into 2 * ranks runs and give rank r the runs r and 2 * ranks - 1 - r.
+
+        Under a causal mask an early run has little work and a late one much: their sum is the same for all ranks.
+        """
+        seqlen, ranks, chunks = _sizes(seqlen, ranks, chunk)
+        runs = [i * 2 * ranks // chunks for i in range(chunks)]
+        return cls(seqlen, chunk, tuple(min(run, 2 * ranks - 1 - run) for run in runs), ranks)
+
+    @classmethod
+    def dealt(cls, seqlen: int, ranks: int, work: Sequence[float], chunk: int = 128) -> SequenceSplit:
+        """Deal chunks so that the work is even and the numbers of chunks differ by at most one.
+
+        The heaviest chunk goes first, each to the rank with the least work so far among those with room.
+
+        Args:
+            work: of each chunk, in any unit.
+        """
+        seqlen, ranks, chunks = _sizes(seqlen, ranks, chunk)
+        if len(work) != chunks:
+            raise ValueError(f"`work` must have one number for each of the {chunks} chunks, got {len(work)}")
+        room = [chunks // ranks + (rank < chunks % ranks) for rank in range(ranks)]
+        done, owners = [0.0] * ranks, [0] * chunks
+        for i in sorted(range(chunks), key=lambda i: (-work[i], i)):
+            rank = min((r for r in range(ranks) if room[r]), key=lambda r: (done[r], r))
+            owners[i], room[rank], done[rank] = rank, room[rank] - 1, done[rank] + work[i]
+        return cls(seqlen, chunk, tuple(owners), ranks)
+
+    # ---- reading one -----------------------------------------------------------------------------------------------
+
+    def length(self, rank: int) -> int:
+        """Tokens that a rank owns."""
+        return self.lengths[rank]
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each rank."""
+        found = [0] * self.ranks
+        for i, owner in enumerate(self.owners):
+            found[owner] += min(self.chunk, self.seqlen - i * self.chunk)
+        return tuple(found)
+
+    @property
+    def last_owner(self) -> int:
+        """The rank of the last chunk, which may be short; 0 for an empty sequence."""
+        return self.owners[-1] if self.owners else 0
+
+    def runs(self, rank: int) -> list[tuple[int, int]]:
+        """(first, last + 1) token of each run of neighbouring chunks that a rank owns, in order."""
+        return self._runs[rank]
+
+    @cached_property
+    def _runs(self) -> list[list[tuple[int, int]]]:
+        found: list[list[tuple[int, int]]] = [[] for _ in range(self.ranks)]
+        for owner, group in groupby(enumerate(self.owners), key=lambda pair: pair[1]):
+            chunks = [i for i, _ in group]
+            found[owner].append((chunks[0] * self.chunk, min((chunks[-1] + 1) * self.chunk, self.seqlen)))
+        return found
+
+    def positions(self, rank: int, device: torch.device | str = "cpu") -> Tensor:
+        """(length,) int64: the position in the whole sequence of each token that a rank owns; for rotary embeddings."""
+        runs = [torch.arange(a, b, device=device) for a, b in self.runs(rank)]
+        return torch.cat([torch.zeros(0, dtype=torch.int64, device=device), *runs])
+
+    def blocks(self, rank: int, block: int) -> Tensor:
+        """(n,) int64, on the host: the blocks of so many tokens that a rank owns, ascending."""
+        self.check_block(block)
+        runs = [torch.arange(a // block, -(-b // block), device="cpu") for a, b in self.runs(rank)]
+        return torch.cat([torch.zeros(0, dtype=torch.int64, device="cpu"), *runs])
+
+    def check_block(self, block: int) -> None:
+        """Raise ValueError where blocks of so many tokens would lie on two ranks."""
+        if self.chunk % block:
+            raise ValueError(
+                f"`split` must have chunks that are a multiple of the layout's blocks of {block} tokens, "
+                f"got {self.chunk}"
+            )
+
+    @typed
+    def shard(self, x: Tensor, rank: int, dim: int = 1) -> Tensor:
+        """Take a rank's tokens out of a tensor of the whole sequence. Differentiable.
+
+        Args:
+            x: any tensor with `seqlen` entries along `dim`.
+            rank: whose tokens.
+            dim: of the tokens: 1 for (batch, seqlen, ...), 0 for a packed (tokens, ...).
+
+        Returns:
+            A contiguous tensor with `length(rank)` entries along `dim`.
+
+        Raises:
+            ValueError: another number of tokens.
+        """
+        self.check_tokens(x, self.seqlen, dim)
+        parts = [x.narrow(dim, a, b - a) for a, b in self.runs(rank)] or [x.narrow(dim, 0, 0)]
+        return torch.cat(parts, dim) if len(parts) > 1 else parts[0].clone(memory_format=torch.contiguous_format)
+
+    @typed
+    def join(self, shards: Sequence[Tensor], dim: int = 1) -> Tensor:
+        """Put the shards of all ranks together to the whole sequence, the inverse of `shard`. Differentiable.
+
+        Args:
+            shards: of rank 0, 1, ... in order.
+            dim: of the tokens.
+        """
+        if len(shards) != self.ranks:
+            raise ValueError(f"`shards` must be of {self.ranks} ranks, got {len(shards)}")
+        pieces: list[tuple[int, Tensor]] = []
+        for rank, x in enumerate(shards):
+            self.check_tokens(x, self.length(rank), dim)
+            done = 0
+            for a, b in self.runs(rank):
+                pieces.append((a, x.narrow(dim, done, b - a)))
+                done += b - a
+        ordered = [piece for _, piece in sorted(pieces, key=lambda pair: pair[0])]
+        return torch.cat(ordered, dim) if ordered else shards[0].clone()
+
+    @staticmethod
+    def check_tokens(x: Tensor, tokens: int, dim: int) -> None:
+        """Raise ValueError for a tensor with another number of tokens."""
+        if not -x.ndim <= dim < x.ndim or x.shape[dim] != tokens:
+            raise ValueError(f"`x` must have {tokens} tokens along dim {dim}, got shape {tuple(x.shape)}")
+
+
+def _sizes(seqlen: int, ranks: int, chunk: int) -> tuple[int, int, int]:
+    """Checked lengths, ranks, and the number of chunks."""
+    seqlen, ranks, chunk = as_integer("seqlen", seqlen), as_integer("ranks", ranks), as_integer("chunk", chunk)
+    if seqlen < 0 or ranks < 1 or chunk < 1:
+        raise ValueError(f"`seqlen` must be >= 0, `ranks` and `chunk` >= 1, got {seqlen}, {ranks} and {chunk}")
+    return seqlen, ranks, -(-seqlen // chunk)

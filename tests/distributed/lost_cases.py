@@ -1,0 +1,30 @@
+"""A rank dies while the others work; `ranks.py` runs it."""
+
+import os
+import time
+
+import pytest
+import torch
+from ranks import COLLECTIVE_SECONDS, Ranks
+
+import dynaxx as dx
+from dynaxx import distributed as dxd
+
+
+def case_a_rank_is_killed_between_two_steps(ranks: Ranks):
+    layout = dx.Causal().layout(256, block_size=32)
+    split = dxd.sequence_split(layout, ranks.mesh)
+    own = [torch.randn(1, split.length(ranks.rank), 2, 16, requires_grad=True) for _ in range(3)]
+    out = dxd.sparse_attention(*own, layout, ranks.mesh)
+    if ranks.rank == ranks.count - 1:
+        os.kill(os.getpid(), 9)
+
+    def go_on():
+        out.sum().backward()
+        for _ in range(3):  # a rank may be done with its part of a step before it notices
+            dxd.sparse_attention(*own, layout, ranks.mesh).sum().backward()
+
+    start = time.monotonic()
+    with pytest.raises(dxd.PeerError, match=rf"rank {ranks.rank} of {ranks.count} failed while .*another rank died"):
+        go_on()
+    assert time.monotonic() - start < COLLECTIVE_SECONDS + 5

@@ -1,0 +1,109 @@
+"""Run the cases of a module on several ranks, one process each, once for all cases.
+
+A case is a function `case_*(ranks: Ranks)` that asserts on every rank. The worker runs every case of a module in turn
+and reports which failed where, so one start of the processes serves many tests.
+"""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+HERE = Path(__file__).parent
+SECONDS = 150  # for all cases of a module
+COLLECTIVE_SECONDS = 20
+
+
+@dataclass
+class Ranks:
+    """What a case knows of the group that it runs in."""
+
+    mesh: object
+    rank: int
+    count: int
+
+
+def cases_of(module: str) -> list[str]:
+    """Names of the cases of a module, in order, without importing it."""
+    lines = (HERE / f"{module}.py").read_text().splitlines()
+    return [line.split("(")[0].removeprefix("def ") for line in lines if line.startswith("def case_")]
+
+
+def run_cases(module: str, count: int) -> dict[str, list[str]]:
+    """Run all cases of a module on `count` gloo ranks; failures of each case, by rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        command = [sys.executable, str(HERE / "ranks.py"), module, str(count), folder]
+        workers = [
+            subprocess.Popen(
+                [*command, str(rank)],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=None if os.environ.get("RANKS_TIMES") else subprocess.STDOUT,
+                text=True,
+            )
+            for rank in range(count)
+        ]
+        said = []
+        for worker in workers:
+            try:
+                said.append(worker.communicate(timeout=SECONDS)[0])
+            except subprocess.TimeoutExpired:
+                worker.kill()
+                said.append("killed after the timeout\n" + worker.communicate()[0])
+        results = {name: [] for name in cases_of(module)}
+        for rank in range(count):
+            path = Path(folder) / f"{rank}.json"
+            found = json.loads(path.read_text()) if path.exists() else {}
+            for name in results:
+                failure = found.get(name, f"did not run: {said[rank][-3000:]}")
+                if failure is not None:
+                    results[name].append(f"rank {rank}: {failure}")
+        return results
+
+
+def _work(module: str, count: int, folder: str, rank: int) -> None:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=count,
+        timeout=timedelta(seconds=COLLECTIVE_SECONDS),
+    )
+    ranks = Ranks(init_device_mesh("cpu", (count,), mesh_dim_names=("sequence",)), rank, count)
+    cases = importlib.import_module(module)
+    found: dict[str, str | None] = {}
+    for name in cases_of(module):
+        start = time.monotonic(), time.process_time()
+        try:
+            getattr(cases, name)(ranks)
+            found[name] = None
+        except BaseException:
+            found[name] = traceback.format_exc()
+        if rank == 0 and os.environ.get("RANKS_TIMES"):
+            print(
+                name,
+                *(now - then for now, then in zip((time.monotonic(), time.process_time()), start, strict=True)),
+                file=sys.__stderr__,
+            )
+        (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
+        verdicts = [None] * count
+        dist.all_gather_object(verdicts, found[name] is None)  # stay in step; a rank that is stuck ends all
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(HERE))
+    _work(sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))

@@ -1,0 +1,75 @@
+"""Attention with the sequence split over ranks gives what one device gives."""
+
+import pytest
+import torch
+from ranks import cases_of, run_cases
+
+import dynaxx as dx
+from dynaxx import distributed as dxd
+
+
+@pytest.fixture(scope="module", params=[2, 4, pytest.param(3, marks=pytest.mark.slow),
+                                        pytest.param(8, marks=pytest.mark.slow)])  # fmt: skip
+def results(request):
+    return run_cases("attention_cases", request.param)
+
+
+@pytest.mark.parametrize("case", cases_of("attention_cases"))
+def test_against_one_device(results, case):
+    assert not results[case], "\n".join(results[case])
+
+
+def test_splits_cover_every_token_once():
+    for make in (dxd.SequenceSplit.contiguous, dxd.SequenceSplit.zigzag):
+        for seqlen, ranks, chunk in ((1000, 3, 64), (10, 4, 16), (0, 2, 16), (129, 2, 128)):
+            split = make(seqlen, ranks, chunk)
+            everything = torch.cat([split.positions(rank) for rank in range(ranks)]).sort().values
+            assert torch.equal(everything, torch.arange(seqlen))
+            assert max(split.lengths) - min(split.lengths) <= 2 * chunk
+            x = torch.randn(2, seqlen, 3)
+            assert torch.equal(split.join([split.shard(x, rank) for rank in range(ranks)]), x)
+
+
+def test_dealing_by_work_evens_it_out():
+    layout = dx.Causal().layout(4096, block_size=64)
+    for ranks in (2, 3, 8):
+        costs = {
+            make.__name__: dxd.split_cost(layout, make(4096, ranks, 64))
+            for make in (dxd.SequenceSplit.contiguous, dxd.SequenceSplit.zigzag)
+        }
+        assert costs["contiguous"].imbalance > 1.3
+        assert costs["zigzag"].imbalance < 1.07
+        chosen = dxd.split_cost(layout, dxd.sequence_split(layout, ranks))
+        assert chosen.total <= min(cost.total for cost in costs.values())
+
+
+def test_a_window_is_split_into_runs_and_exchanges_its_halo():
+    layout = dx.SlidingWindow(256).layout(8192, block_size=64)
+    split = dxd.sequence_split(layout, 4)
+    assert [len(split.runs(rank)) for rank in range(4)] == [1, 1, 1, 1]
+    assert dxd.split_cost(layout, split).received == (0, 4, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: dxd.SequenceSplit(100, 32, (0, 1), 2), "`owners`"),
+        (lambda: dxd.SequenceSplit(64, 32, (0, 2), 2), "`owners`"),
+        (lambda: dxd.SequenceSplit.contiguous(64, 0), "`ranks`"),
+        (lambda: dxd.SequenceSplit.dealt(64, 2, [1.0], 32), "`work`"),
+        (lambda: dxd.SequenceSplit.contiguous(64, 2, 32).shard(torch.zeros(1, 63), 0), "64 tokens"),
+        (lambda: dxd.sequence_split(dx.Causal().layout(64, 128, block_size=32), 2), "as many queries"),
+        (lambda: dxd.sequence_split(dx.Causal().layout(64, block_size=32), 2, chunk=16), "multiple"),
+        (lambda: dxd.ShardedLayout.of(dx.Causal().layout(64), dxd.SequenceSplit.contiguous(99, 2), 0), "of the split"),
+        (lambda: dxd.sparse_attention(*[torch.zeros(1, 8, 1, 8)] * 3, dx.Causal().layout(8), "mesh"), "`mesh`"),
+    ],
+)
+def test_what_does_not_fit_is_refused(make, says):
+    with pytest.raises((ValueError, TypeError), match=says):
+        make()
+
+
+def test_the_others_learn_of_a_rank_that_died():
+    ranks = 3
+    failures = run_cases("lost_cases", ranks)["case_a_rank_is_killed_between_two_steps"]
+    assert [failure[:6] for failure in failures] == [f"rank {ranks - 1}"], failures  # it could not report
