@@ -8,9 +8,9 @@ import torch
 
 import dynaxx as dx
 from dynaxx.integrations.runtime.counts import Counts
+from dynaxx.integrations.runtime.deployed import Deployed
 from dynaxx.integrations.runtime.paged import FP8, Pages, Sequences, dense_attention, keys_and_values, stored, write
 from dynaxx.integrations.runtime.paged_layer import PagedLayer, Step
-from dynaxx.integrations.transformers.forward_context import Deployed
 from dynaxx.integrations.vllm import contract as vllm_contract
 from dynaxx.integrations.vllm import engine as vllm_engine
 from dynaxx.policy import ModelFacts, resolve
@@ -156,7 +156,7 @@ def test_decoding_reads_the_pages_that_the_rule_chooses(telemetry, fp8):
     assert telemetry.value("dynaxx_layer_calls_total", backend="cpu", phase="decode") == 1
     killed = Step(batch.sequences, ready, killed=True).split(0)
     assert not killed.runs_sparse
-    assert Step(batch.sequences, ready).split(1).reasons == {"decode": 3, "no rule": 5}
+    assert Step(batch.sequences, ready).split(1).reasons == {"no rule": 8}
 
 
 def test_summaries_follow_the_tokens(telemetry):
@@ -197,7 +197,7 @@ def test_a_step_can_be_dense_as_a_whole(telemetry):
     ready = deployed(policy_of(), telemetry)
     assert Step(batch.sequences, ready, killed=True).split(0).reasons["kill switch"] == 4
     assert not Step(batch.sequences, ready, killed=True).split(0).sparse
-    assert Step(batch.sequences, ready).split(1).reasons["no rule"] == 5
+    assert Step(batch.sequences, ready).split(1).reasons["no rule"] == 7
     rollout = policy_of(rollout={"layers": [1]})
     assert Step(batch.sequences, deployed(rollout, telemetry)).split(0).reasons["layer not in the rollout"] == 4
     rollout = policy_of(rollout={"max_tokens": 100})
@@ -385,7 +385,7 @@ def test_a_new_policy_comes_into_force_and_a_bad_one_does_not(tmp_path, telemetr
         found.replace(dx.Policy(model=FACTS.model_copy(update={"layers": 7})))
     assert found.policy.dense_below == 1000
     assert found.replace(policy_of(dx.Rule.of(None)))
-    assert found.step(batch.sequences).split(0).reasons["no rule"] == 5
+    assert found.step(batch.sequences).split(0).reasons["no rule"] == 7
 
 
 def test_the_contract_says_what_moved():

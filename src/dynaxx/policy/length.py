@@ -1,13 +1,27 @@
-"""`LengthSwitch`: dense or sparse by length."""
+"""Dense or sparse by length, with hysteresis."""
 
 from __future__ import annotations
 
 from dynaxx.arguments import typed
 
 
+def is_long(seqlen_k: int, dense_below: int, sparse_from: int | None = None, *, before: bool = False) -> bool:
+    """Return whether a sequence of so many keys runs sparse; see `Policy`.
+
+    Args:
+        seqlen_k: keys of the sequence.
+        dense_below, sparse_from: the two borders; without `sparse_from` there is one.
+        before: the answer for the sequence before, which holds between the borders. An engine whose sequences only
+            grow leaves it False.
+    """
+    if seqlen_k >= (dense_below if sparse_from is None else sparse_from):
+        return True
+    return before and seqlen_k >= dense_below
+
+
 @typed
 class LengthSwitch:
-    """Dense or sparse by length, with hysteresis; see `Policy`.
+    """The state of `is_long`: remembers the last answer.
 
     Attributes:
         last: the last answer, False at first.
@@ -21,11 +35,8 @@ class LengthSwitch:
         self.last = False
 
     def sparse(self, seqlen_k: int) -> bool:
-        """Whether a sequence of so many keys runs sparse."""
-        if seqlen_k >= self.sparse_from:
-            self.last = True
-        elif seqlen_k < self.dense_below:
-            self.last = False
+        """Return whether a sequence of so many keys runs sparse, and remember it."""
+        self.last = is_long(seqlen_k, self.dense_below, self.sparse_from, before=self.last)
         return self.last
 
     def reset(self) -> None:

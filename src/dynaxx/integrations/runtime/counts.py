@@ -10,9 +10,12 @@ from typing import Any
 
 from torch import Tensor
 
+from dynaxx.integrations.runtime.routing import DenseReason
 from dynaxx.policy.guard import failure_reason
 from dynaxx.telemetry import Recorder
 from dynaxx.telemetry.probe import Call, Probe
+
+COMPILED = DenseReason.COMPILED.value  # text, which a compiler can trace
 
 logger = logging.getLogger("dynaxx")
 
@@ -29,10 +32,10 @@ class Counts:
         self.probe = Probe(numbers)
         self._lock = threading.Lock()
         self._sparse = 0
-        self._dense: Counter[str] = Counter()
-        self._sequences: Counter[str] = Counter()
+        self._dense: Counter[DenseReason] = Counter()
+        self._sequences: Counter[DenseReason] = Counter()
         self._compiled: dict[str, int] = {}
-        self._count_dense: dict[tuple[str, str], Callable[[int], None]] = {}  # by reason and phase, in telemetry
+        self._count_dense: dict[tuple[DenseReason, str], Callable[[int], None]] = {}  # in telemetry
         self._said: set[str] = set()
 
     def sparse(self, layer: int) -> None:
@@ -48,29 +51,27 @@ class Counts:
         """It ran by its budget; its choice of pages is part of its time."""
         call.done(q, q, backend="triton" if q.device.type == "cuda" else "cpu")
 
-    def dense(self, layer: int, reason: str, phase: str = "prefill") -> None:
-        """A whole call went the old way."""
+    def dense(self, layer: int, reason: DenseReason, phase: str = "prefill") -> None:
+        """Count a whole call that ran dense."""
         self.dense_calls(1, reason, phase)
 
-    def dense_calls(self, calls: int, reason: str, phase: str = "prefill") -> None:
-        """So many whole calls went the old way."""
+    def dense_calls(self, calls: int, reason: DenseReason, phase: str = "prefill") -> None:
+        """Count so many whole calls that ran dense."""
         with self._lock:
             self._dense[reason] += calls
+        if reason.is_fallback:
+            for _ in range(calls):
+                self.probe.fallback(reason.value, phase)
+            return
         count = self._count_dense.get((reason, phase))
         if count is None:
-            count = self._count_dense[reason, phase] = self.probe.dense_counter(reason, phase)
+            count = self._count_dense[reason, phase] = self.probe.dense_counter(reason.value, phase)
         count(calls)
 
-    def fallback(self, layer: int, reason: str, phase: str = "prefill") -> None:
-        """A whole call went the old way that should have been sparse."""
-        with self._lock:
-            self._dense[reason] += 1
-        self.probe.fallback(reason, phase)
-
     def failed(self, layer: int, error: Exception, phase: str = "prefill") -> None:
-        """A sparse call failed, and goes the old way. The first failure of each kind is told with its traceback."""
+        """Count a call whose kernel failed and that runs dense. Log each kind of failure once, with its traceback."""
         event = failure_reason(error)
-        self.fallback(layer, event.replace("_", " "), phase)
+        self.dense(layer, DenseReason.of(event.replace("_", " ")), phase)
         self.numbers.event(event, layer=layer)
         kind = f"{event} {type(error).__name__}"
         if kind not in self._said:
@@ -83,14 +84,14 @@ class Counts:
                 exc_info=error,
             )
 
-    def dense_sequences(self, layer: int, reason: str, sequences: int) -> None:
-        """So many sequences of a call that is sparse otherwise were dense."""
+    def dense_sequences(self, layer: int, reason: DenseReason, sequences: int) -> None:
+        """Count so many sequences that ran dense beside sparse ones of the same call."""
         with self._lock:
             self._sequences[reason] += sequences
 
     def compiled(self) -> None:
         """A compiled model ran a layer, dense. Traced by torch.compile: no lock."""
-        self._compiled["torch.compile"] = self._compiled.get("torch.compile", 0) + 1
+        self._compiled[COMPILED] = self._compiled.get(COMPILED, 0) + 1
 
     def reset(self) -> None:
         """Start from zero."""
@@ -105,6 +106,10 @@ class Counts:
         with self._lock:
             return {
                 "sparse_calls": self._sparse,
-                "dense_calls": {**self._dense, **self._compiled},
-                "dense_sequences": dict(self._sequences),
+                "dense_calls": {**_by_text(self._dense), **self._compiled},
+                "dense_sequences": _by_text(self._sequences),
             }
+
+
+def _by_text(counter: Counter[DenseReason]) -> dict[str, int]:
+    return {reason.value: count for reason, count in counter.items()}

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from dynaxx.integrations.runtime.background import Background
 from dynaxx.integrations.runtime.guarding import LiveGuard
+from dynaxx.integrations.runtime.routing import DenseReason
 from dynaxx.integrations.transformers.decoder import Decoder
 from dynaxx.policy.rollout import Choice
 
-COMPARISON = Choice((False,), "guard comparison")
+COMPARISON = Choice((False,), DenseReason.COMPARISON.value)
 _COMPARING: ContextVar[bool] = ContextVar("dynaxx_comparing", default=False)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.integrations.runtime.paged import Pages, Row, Sequences, paged_cache, query_places
-from dynaxx.integrations.transformers.decode import MOST_QUERIES
+from dynaxx.integrations.runtime.routing import MOST_QUERIES
 from dynaxx.layout.paging import PagedCache, PageSummaries
 from dynaxx.ops.decode import sparse_decode, summarize_pages
 from dynaxx.policy.decode import DecodePlan

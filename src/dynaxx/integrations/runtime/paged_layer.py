@@ -9,26 +9,25 @@ from typing import NamedTuple
 from torch import Tensor
 
 from dynaxx.integrations.runtime.counts import Counts
+from dynaxx.integrations.runtime.deployed import Deployed
 from dynaxx.integrations.runtime.paged import Pages, Row, Sequences, keys_and_values
 from dynaxx.integrations.runtime.paged_decode import LivingSummaries, decode
-from dynaxx.integrations.transformers.decode import is_step
-from dynaxx.integrations.transformers.forward_context import Deployed
+from dynaxx.integrations.runtime.routing import Arrived, DenseReason, Route, is_step, route
+from dynaxx.integrations.runtime.routing import Sequence as Lengths
 from dynaxx.layout import BlockLayout
 from dynaxx.layout.paging import PageSummaries
 from dynaxx.ops import sparse_attention
-from dynaxx.policy.guard import Level
 
-FALLBACKS = ("guard", "resting after failures")  # dense though a rule says sparse
 Watcher = Callable[[int, BlockLayout], None]
 
 
 class Split(NamedTuple):
     """Which sequences of a step a layer runs sparse, and which dense, by reason."""
 
-    sparse: tuple[Row, ...]  # prompts and chunks of them
-    decode: tuple[Row, ...]  # sparse, too: a few queries over pages that are chosen
+    sparse: tuple[Row, ...]  # prompts and chunks of them, by the prefill rule
+    decode: tuple[Row, ...]  # a few queries over pages that the decode rule chooses
     dense: tuple[Row, ...]
-    reasons: dict[str, int]
+    reasons: dict[DenseReason, int]
 
     @property
     def runs_sparse(self) -> bool:
@@ -50,10 +49,10 @@ class Step:
         self.deployed = deployed
         self.killed = killed
         self._of_layer: dict[int, Split] = {}
-        self._made: dict[tuple[str, int | None, bool], Split] = {}
+        self._made: dict[tuple[int, DenseReason | None], Split] = {}
 
     def with_page_table(self, page_table: Tensor) -> Step:
-        """The same step for layers whose pages lie elsewhere."""
+        """Return the same step for layers whose pages lie elsewhere."""
         sequences = Sequences(page_table, self.sequences.seqused_k, [], [])
         sequences.rows = self.sequences.rows
         other = Step(sequences, self.deployed, killed=self.killed)
@@ -63,55 +62,29 @@ class Step:
     def split(self, layer: int) -> Split:
         """Decide for each sequence by its own lengths alone, so that its neighbours in the batch change nothing."""
         if layer not in self._of_layer:
-            plan = self.deployed.plans.get(layer)
-            key = (self._why_dense(layer), None if plan is None else plan.block_size[0], layer in self.deployed.decode)
+            blocked = DenseReason.KILLED if self.killed else None
+            if blocked is None and layer in self.deployed.rules:
+                blocked = self.deployed.interruption(layer)
+            key = (self.deployed.kind(layer), blocked)
             if key not in self._made:
-                self._made[key] = self._split(*key)
+                self._made[key] = self._split(layer, blocked)
             self._of_layer[layer] = self._made[key]
         return self._of_layer[layer]
 
-    def _why_dense(self, layer: int) -> str:
-        """Why all sequences are dense in a layer; "" if they need not be."""
-        deployed = self.deployed
-        if layer not in deployed.plans and layer not in deployed.decode:
-            return "no rule"
-        if self.killed:
-            return "kill switch"
-        if not deployed.policy.rollout.covers_layer(layer):
-            return "layer not in the rollout"
-        if deployed.guard is not None and layer in deployed.plans and deployed.guard.level(layer) == Level.DENSE:
-            return FALLBACKS[0]
-        return FALLBACKS[1] if deployed.breakers[layer].resting() else ""
-
-    def _split(self, whole: str, q_block: int | None, decodes: bool) -> Split:
-        sparse: list[Row] = []
-        decoding: list[Row] = []
-        dense: list[Row] = []
-        reasons = Counter[str]()
-        for row in self.sequences.rows:
-            steps = decodes and is_step(row.seqlen_q, row.seqlen_k)
-            reason = self._why_dense_row(row, q_block, steps) or whole
-            if reason:
-                dense.append(row)
-                reasons[reason] += 1
-            else:
-                (decoding if steps else sparse).append(row)
-        return Split(tuple(sparse), tuple(decoding), tuple(dense), dict(reasons))
-
-    def _why_dense_row(self, row: Row, q_block: int | None, decodes: bool) -> str:
-        policy = self.deployed.policy
-        if not decodes:
-            if row.seqlen_q == 1:
-                return "decode"
-            if q_block is None:
-                return "no rule"
-            if row.seqlen_q < q_block:
-                return "fewer queries than one block"
+    def _split(self, layer: int, blocked: DenseReason | None) -> Split:
         # The length of a sequence only grows, so one border is the policy's hysteresis.
-        below, start = policy.decode_borders if decodes else (policy.dense_below, policy.sparse_from)
-        if row.seqlen_k < (below if start is None else start):
-            return "below dense_below"
-        return "" if policy.rollout.covers_length(row.seqlen_k) else "length not in the rollout"
+        rules = self.deployed.rules_of(layer)
+        state = self.deployed.state(layer, blocked)._replace(was_long=False, decode_was_long=False)
+        by_route: dict[Route, list[Row]] = {each: [] for each in Route}
+        reasons = Counter[DenseReason]()
+        for row in self.sequences.rows:
+            lengths = Lengths(row.seqlen_q, row.seqlen_k, is_step(row.seqlen_q, row.seqlen_k))
+            found = route(rules, state, Arrived(), lengths)
+            by_route[found.route].append(row)
+            if found.reason is not None:
+                reasons[found.reason] += 1
+        sparse, decoding, dense = (tuple(by_route[each]) for each in (Route.RULE, Route.DECODE, Route.DENSE))
+        return Split(sparse, decoding, dense, dict(reasons))
 
 
 class PagedLayer:
@@ -145,7 +118,7 @@ class PagedLayer:
         split, summaries = step.split(self.index), self._summarized(pages, step)
         if not split.runs_sparse:
             self._count_dense(split)
-            if FALLBACKS[0] in split.reasons:
+            if DenseReason.GUARD in split.reasons:
                 self._sample_unseen(q, pages, step, max(split.dense, key=lambda row: row.seqlen_q))
             return True
         breaker = step.deployed.breakers[self.index]
@@ -198,9 +171,7 @@ class PagedLayer:
             guard.take(self.index, q[None, row.tokens], k, v, self.scale, plan, None, None)
 
     def _count_dense(self, split: Split) -> None:
-        if not split.reasons:
-            return
-        reason = max(split.reasons, key=split.reasons.__getitem__)
-        phase = "decode" if all(row.seqlen_q == 1 for row in split.dense) else "prefill"
-        count = self.counts.fallback if reason in FALLBACKS else self.counts.dense
-        count(self.index, reason, phase)
+        if split.reasons:
+            reason = max(split.reasons, key=split.reasons.__getitem__)
+            phase = "decode" if all(row.seqlen_q == 1 for row in split.dense) else "prefill"
+            self.counts.dense(self.index, reason, phase)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from dynaxx.integrations.transformers.forward_context import Deployed
+from dynaxx.integrations.runtime.deployed import Deployed
 from dynaxx.policy import policy_digest
 from dynaxx.telemetry import Recorder
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dynaxx.integrations.runtime.routing import DenseReason
 from dynaxx.integrations.transformers.batch_step import BatchStep, Row, Tenants
 from dynaxx.layout.paging import PagedCache, PageSummaries
 from dynaxx.ops.decode import sparse_decode, summarize_pages
@@ -95,11 +96,11 @@ class BatchMemories:
         return self._of.setdefault(allocator, BatchMemory())
 
 
-def page_size_reason(allocator: Any, page_size: int) -> str:
-    """Why pages of so many tokens cannot be read out of the cache; "" if they can."""
+def page_size_reason(allocator: Any, page_size: int) -> DenseReason | None:
+    """Return why pages of so many tokens cannot be read out of the cache; None if they can."""
     if allocator.tokens_per_page % page_size == 0 and allocator.supports_block_table:
-        return ""
-    return "pages of another size"
+        return None
+    return DenseReason.PAGE_SIZE
 
 
 def _cache_of(allocator: Any, layer: int, step: BatchStep, rows: Sequence[Row], page_size: int) -> PagedCache:

@@ -8,17 +8,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dynaxx.integrations.runtime.routing import Arrived, DenseReason, Sequence, route
+from dynaxx.integrations.transformers.arguments import Scores
 from dynaxx.integrations.transformers.batch_decode import page_size_reason
 from dynaxx.integrations.transformers.batch_step import BatchStep, Row
-from dynaxx.integrations.transformers.dense_fallback import argument_reason
 from dynaxx.integrations.transformers.forward_context import Pass
 from dynaxx.integrations.transformers.layer import Layer
 from dynaxx.integrations.transformers.masks import Run
-from dynaxx.policy.guard import Level
 
 # What `cache.update` has dealt with, and what is not for attention.
 DONE_WITH = ("read_index", "write_index", "block_table", "logits_indices", "logits_processor_args")
-FALLBACKS = ("guard", "resting after failures")  # dense though a rule says sparse
 
 
 class BatchCall(NamedTuple):
@@ -49,39 +48,38 @@ class BatchCall(NamedTuple):
         key, value, kwargs = self._update(step.read_index)
         return self._attend(self.q, key, value, step.visible, step.runs, kwargs, dense=only_decodes)
 
-    def _decoding(self) -> tuple[list[Row], Counter[str]]:
+    def _decoding(self) -> tuple[list[Row], Counter[DenseReason]]:
         """Which requests decode by a budget here, and why others that decode are dense."""
         single = [row for row in self.step.rows if row.decodes]
         if not single:
             return [], Counter()
-        if (reason := self._why_dense()) is not None:
-            return [], Counter({reason: len(single)})
-        policy, sparse, dense = self.current.deployed.policy, [], Counter[str]()
-        below, start = policy.decode_borders
-        for row in single:  # its length only grows, so one border is the policy's hysteresis
-            if row.run.seqlen_k < (below if start is None else start):
-                dense["below dense_below"] += 1
-            elif not policy.rollout.covers_length(row.run.seqlen_k):
-                dense["length not in the rollout"] += 1
-            else:
+        index, deployed = self.layer.index, self.current.deployed
+        blocked = self.current.blocked
+        if blocked is None and index in deployed.decode:
+            blocked = deployed.interruption(index)
+        # A sequence only grows, so one border is the policy's hysteresis.
+        rules = deployed.rules_of(index)
+        state = deployed.state(index, blocked)._replace(was_long=False, decode_was_long=False)
+        arrived, sparse, dense = Arrived(self._unserved()), [], Counter[DenseReason]()
+        for row in single:
+            found = route(rules, state, arrived, Sequence(row.run.seqlen_q, row.run.seqlen_k, steps=True))
+            if found.reason is None:
                 sparse.append(row)
+            else:
+                dense[found.reason] += 1
         return sparse, dense
 
-    def _why_dense(self) -> str | None:
-        """Why all requests that decode are dense in this layer, None if they need not be."""
-        index, deployed = self.layer.index, self.current.deployed
-        plan = deployed.decode.get(index)
+    def _unserved(self) -> DenseReason | None:
+        """Why the call cannot decode by a budget; None if it can."""
+        plan = self.current.deployed.decode.get(self.layer.index)
         if plan is None:
-            return "decode" if index in deployed.plans else "no rule"
+            return None
         if self.k.shape[1] * self.module.num_key_value_groups != self.q.shape[1]:  # type: ignore[operator]
-            return "heads are sharded"
-        reason = self.current.why_dense(index) or argument_reason(for_attention(self.arguments))
-        reason = reason or page_size_reason(self.allocator, plan.page_size)
-        if reason is None and deployed.guard is not None and index in deployed.plans:
-            reason = "guard" if deployed.guard.level(index) == Level.DENSE else None
-        return reason or ("resting after failures" if deployed.breakers[index].resting() else None)
+            return DenseReason.SHARDED
+        scores = Scores.of(for_attention(self.arguments))
+        return scores.unserved or page_size_reason(self.allocator, plan.page_size)
 
-    def _decode(self, rows: list[Row], dense: Counter[str]) -> Tensor | None:
+    def _decode(self, rows: list[Row], dense: Counter[DenseReason]) -> Tensor | None:
         """All of the step, `rows` by their budget; None if a kernel failed, which is counted."""
         index, counts, guard = self.layer.index, self.layer.handle.counts, self.current.deployed.guard
         breaker, step = self.current.deployed.breakers[index], self.step
@@ -135,12 +133,9 @@ class BatchCall(NamedTuple):
         self.current.know_runs(visible, runs)
         return self.layer.attend(self.current, self.module, q, k, v, visible, kwargs)[0]
 
-    def _count_dense(self, dense: Counter[str]) -> None:
-        """All requests of the step decode, and all are dense."""
-        reason = dense.most_common(1)[0][0]
-        counts = self.layer.handle.counts
-        count = counts.fallback if reason in FALLBACKS else counts.dense
-        count(self.layer.index, reason, "decode")
+    def _count_dense(self, dense: Counter[DenseReason]) -> None:
+        """Count a step in which all requests decode, and all are dense."""
+        self.layer.handle.counts.dense(self.layer.index, dense.most_common(1)[0][0], "decode")
 
 
 def for_attention(kwargs: dict[str, Any]) -> dict[str, Any]:

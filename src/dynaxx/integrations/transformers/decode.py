@@ -20,13 +20,7 @@ from dynaxx.layout.paging import PagedCache, PageSummaries
 from dynaxx.ops.decode import sparse_decode, summarize_pages
 from dynaxx.policy.decode import DecodePlan
 
-MOST_QUERIES = 16  # more are a chunk of a prompt
 SPARE_PAGES = 64  # summaries grow by so many at a time
-
-
-def is_step(seqlen_q: int, seqlen_k: int) -> bool:
-    """Whether a call decodes: one query, or a few over a longer cache (assisted decoding)."""
-    return seqlen_q == 1 or seqlen_q < min(MOST_QUERIES, seqlen_k)
 
 
 @dataclass
@@ -98,15 +92,6 @@ class CacheMemories:
             memory = self._of[cache] = CacheMemory()
         memory.start_pass(cache)
         return memory
-
-
-def step_runs(runs: list[list[Run]] | None) -> list[Run] | str:
-    """The one run of each batch entry, or why there is none."""
-    if runs is None:
-        return "mask is not causal sequences"
-    if any(len(entry) != 1 or not (entry[0].causal or entry[0].seqlen_k == 0) for entry in runs):
-        return "mask is not causal sequences"
-    return [entry[0] for entry in runs]
 
 
 @torch.no_grad()

@@ -10,93 +10,28 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from collections import Counter
+from collections.abc import Hashable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from dynaxx.integrations.runtime.background import Background
-from dynaxx.integrations.runtime.guarding import LiveGuard
+from dynaxx.integrations.runtime.deployed import Deployed
+from dynaxx.integrations.runtime.routing import DenseReason
 from dynaxx.integrations.transformers.batch_step import BatchStep
-from dynaxx.integrations.transformers.decode import MOST_QUERIES, CacheMemory
+from dynaxx.integrations.transformers.decode import CacheMemory
 from dynaxx.integrations.transformers.masks import Run, read_mask
+from dynaxx.integrations.transformers.planning import Work
 from dynaxx.integrations.transformers.request import UNKNOWN, RequestTokens
 from dynaxx.layout import BlockLayout
-from dynaxx.policy import LayerPlan, LengthSwitch, Policy, resolve
-from dynaxx.policy.decode import DecodePlan, resolve_decode
-from dynaxx.policy.guard import Breaker
-from dynaxx.policy.resolve import selection_sources
-from dynaxx.policy.rollout import ALL, Choice, open_feature
-from dynaxx.telemetry import Recorder
+from dynaxx.policy import LayerPlan
+from dynaxx.policy.rollout import ALL, Choice
 from dynaxx.telemetry.probe import RequestTimer
 
 ARGUMENT = "dynaxx_pass"  # the keyword under which attention calls get it
-BELOW = "below dense_below"  # why a short call is dense
-WATCHED = ("model", "block_size", "rules", "reuse", "guard", "drift", "reference")  # fields that a guard depends on
 
-
-Dense = Callable[..., tuple[Tensor, None]]  # attention as a model had it
 Place = tuple[int, Run | None]  # a sequence of a pass: its batch entry, and which run of it
-
-
-class Deployed:
-    """A policy made ready to run, with what it remembers between passes. Replaced as a whole.
-
-    Attributes:
-        policy: the policy.
-        plans: by layer, what its heads do in prefill; layers that are not in it are dense.
-        sources: by layer, the layer whose selection it uses, where a policy reuses any.
-        decode: by layer, what it does in decoding steps.
-        switches: by layer, which side of the length border the last sequence was on; `decode_switches` in decoding.
-        breakers: by layer, whether failures made it rest.
-        short: by layer, when a call of it is dense for its length alone.
-        guard: what watches it; None if the policy has no guard. One that watched the same rules `before` goes on.
-
-    Args:
-        dense: by layer, attention as the model had it, where short calls may go straight to it.
-    """
-
-    def __init__(
-        self,
-        policy: Policy,
-        numbers: Recorder,
-        background: Background,
-        before: Deployed | None = None,
-        dense: Mapping[int, Dense] | None = None,
-    ) -> None:
-        self.policy = policy
-        self.plans: dict[int, LayerPlan] = resolve(policy)
-        self.sources: dict[int, int] = selection_sources(self.plans, policy.reuse)
-        self.decode: dict[int, DecodePlan] = resolve_decode(policy)
-        self.switches = {layer: LengthSwitch(policy.dense_below, policy.sparse_from) for layer in self.plans}
-        self.decode_switches = {layer: LengthSwitch(*policy.decode_borders) for layer in self.decode}
-        self.breakers = {layer: Breaker() for layer in (*self.plans, *self.decode)}
-        self.short = {
-            layer: Short(max(plan.block_size[0], MOST_QUERIES), plan.q_heads, self.switches[layer], dense[layer])
-            for layer, plan in self.plans.items()
-            if dense is not None and policy.rollout.covers_layer(layer)
-        }
-        self.guard: LiveGuard | None = None
-        if policy.guard and self.plans:
-            same = before is not None and all(getattr(before.policy, name) == getattr(policy, name) for name in WATCHED)
-            kept = before.guard if before is not None and same else None
-            self.guard = kept or LiveGuard(policy, self.plans, numbers, background)
-        self.flags = open_feature() if policy.rollout.flag is not None else None
-
-    def reset(self) -> None:
-        """Forget what passes before left."""
-        for switch in (*self.switches.values(), *self.decode_switches.values()):
-            switch.reset()
-
-
-class Short(NamedTuple):
-    """What a layer's call must have to be dense for being short and nothing else, and what it does then."""
-
-    least: int  # queries: those of a prompt
-    q_heads: int
-    switch: LengthSwitch
-    dense: Dense
 
 
 class Pass:
@@ -106,13 +41,13 @@ class Pass:
         deployed: the policy in force when it started.
         tokens: the token ids behind its keys, as far as known.
         choice: which requests of the batch run sparse.
-        killed: whether the kill switch was engaged.
+        blocked: why all calls are dense: the kill switch, or the rollout; None if they need not be.
         ran_sparse: whether any call of it did.
         timer: of a pass over a prompt.
         memory: what decoding keeps beside the cache of the pass; None if no cache is known.
         steps: in continuous batching, by the allocator of a layer's cache, what the pass holds.
-        below: fewer keys than this leave the calls of `deployed.short` dense; 0 before and after the pass.
-        short: so many were, to be counted when the pass ends.
+        works: what calls do, by what they have in common, and the mask; layers with like calls are planned once.
+        dense_calls: calls that ran dense, by reason and phase, to be counted when the pass ends; None after it.
         arguments: the decoder's own, by name, while it runs.
     """
 
@@ -122,16 +57,16 @@ class Pass:
         "_runs",
         "_version",
         "arguments",
-        "below",
+        "blocked",
         "choice",
+        "dense_calls",
         "deployed",
-        "killed",
         "memory",
         "ran_sparse",
-        "short",
         "steps",
         "timer",
         "tokens",
+        "works",
     )
 
     def __init__(
@@ -140,25 +75,22 @@ class Pass:
         self.deployed = deployed
         self.tokens = tokens
         self.choice = choice
-        self.killed = killed
+        self.blocked: DenseReason | None = None
+        if killed:
+            self.blocked = DenseReason.KILLED
+        elif choice.nothing:
+            self.blocked = DenseReason.of(choice.reason)
         self.ran_sparse = False
         self.timer: RequestTimer | None = None
         self.memory: CacheMemory | None = None
         self.steps: dict[int, BatchStep] = {}
-        self.below = self.short = 0
+        self.works: dict[Hashable, tuple[Work, weakref.ref[Tensor] | None]] = {}
+        self.dense_calls: Counter[tuple[DenseReason, str]] | None = None
         self.arguments: dict[str, Any] = {}
         self._layouts: dict[Place, tuple[int, LayerPlan, BlockLayout]] = {}
         self._mask: weakref.ref[Tensor] | None = None
         self._version = -1
         self._runs: list[list[Run]] | None = None
-
-    def why_dense(self, layer: int) -> str | None:
-        """Why all calls of a layer are dense, None if they need not be."""
-        if self.killed:
-            return "kill switch"
-        if self.choice.nothing:
-            return self.choice.reason
-        return None if self.deployed.policy.rollout.covers_layer(layer) else "layer not in the rollout"
 
     def know_runs(self, mask: Tensor, runs: list[Run]) -> None:
         """Say what the runs of a mask of one batch entry are, so that nobody has to read it."""
@@ -247,7 +179,7 @@ def _start(
         return None
     arguments = hooks.arguments(args, kwargs)
     current = hooks.starter.start_pass(arguments)
-    current.arguments = arguments
+    current.arguments, current.dense_calls = arguments, Counter()
     return args, {**kwargs, ARGUMENT: current}
 
 
@@ -259,7 +191,7 @@ def _end(body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output:
         return
     found = output if isinstance(output, tuple) else (getattr(output, "past_key_values", None),)
     cache = next((each for each in found if hasattr(each, "get_seq_length")), None)
-    arguments, done.arguments, done.below = done.arguments, {}, 0
+    arguments, done.arguments = done.arguments, {}
     hooks.starter.end_pass(done, arguments, output, cache)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from dynaxx.integrations.runtime.background import Background
 from dynaxx.integrations.runtime.counts import Counts
+from dynaxx.integrations.runtime.deployed import Deployed
 from dynaxx.integrations.runtime.next_token import COMPARISON, compare_later, comparing
 from dynaxx.integrations.runtime.policy_events import Announcer
 from dynaxx.integrations.runtime.statistics_file import StatisticsFile
@@ -21,7 +22,7 @@ from dynaxx.integrations.transformers.batching import continuous_batching
 from dynaxx.integrations.transformers.decode import CacheMemories
 from dynaxx.integrations.transformers.decoder import DENSE, NAME, Decoder, implementation
 from dynaxx.integrations.transformers.dense_fallback import dense_attention
-from dynaxx.integrations.transformers.forward_context import BELOW, Deployed, Pass, PassHooks, prompt_tokens
+from dynaxx.integrations.transformers.forward_context import Pass, PassHooks, prompt_tokens
 from dynaxx.integrations.transformers.layer import LAYERS, Layer
 from dynaxx.integrations.transformers.request import UNKNOWN, TokenReader
 from dynaxx.layout import BlockLayout
@@ -56,7 +57,6 @@ class Handle:
         self.counts = Counts(self._numbers)
         self.background = Background(partial(self._numbers.failed, "guard"))
         self._tokens: TokenReader | None = None
-        self._dense = {index: dense_attention(module) for index, module in decoder.layers.items()}
         self._deployed = self._ready(policy, None)
         self._deploying = threading.Lock()
         self._follower: PolicyFollower | None = None
@@ -66,7 +66,9 @@ class Handle:
         self.batches = BatchMemories()
         self._cache_meter = CacheMeter(self._numbers, self._live_caches)
         self._unnamed = itertools.count()
-        self._layers = weakref.WeakKeyDictionary({m: Layer(self, i, self._dense[i]) for i, m in decoder.layers.items()})
+        self._layers = weakref.WeakKeyDictionary(
+            {module: Layer(self, index, dense_attention(module)) for index, module in decoder.layers.items()}
+        )
         LAYERS.update(self._layers)
         self._hooks = PassHooks(decoder.body, self)
         self._own = threading.local()  # the pass of each thread in a model whose decoder cannot hand it down
@@ -147,7 +149,7 @@ class Handle:
         return continuous_batching(self, decoder.owner)
 
     def _ready(self, policy: Policy, before: Deployed | None) -> Deployed:
-        deployed = Deployed(policy, self._numbers, self.background, before, self._dense)
+        deployed = Deployed(policy, self._numbers, self.background, before)
         if self._tokens is None and any(plan.needs_tokens for plan in deployed.plans.values()):
             self._tokens = TokenReader()
         return deployed
@@ -166,7 +168,6 @@ class Handle:
         deployed, choice = before
         tokens = UNKNOWN if self._tokens is None else self._tokens.read(arguments)
         current = Pass(deployed, tokens, choice, killed=killed)
-        current.below = 0 if current.killed or choice.nothing else deployed.policy.dense_below
         if deployed.decode:
             current.memory = self._memories.start_pass(cache)
         count, device = prompt_tokens(arguments)
@@ -176,10 +177,11 @@ class Handle:
 
     def end_pass(self, done: Pass, arguments: dict[str, Any], output: Any, cache: Any) -> None:
         """Keep for later passes over `cache` what this one knew."""
+        counted, done.dense_calls = done.dense_calls, None
+        for (reason, phase), calls in (counted or {}).items():
+            self.counts.dense_calls(calls, reason, phase)
         if done.choice is COMPARISON:
             return
-        if done.short:
-            self.counts.dense_calls(done.short, BELOW)
         if cache is not None:
             self._requests[cache] = (done.deployed, done.choice)
             if self._tokens is not None:

@@ -4,46 +4,27 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from dynaxx.integrations.runtime.guarding import LiveGuard
-from dynaxx.integrations.transformers.decode import CacheMemory, decode_step, is_step, step_runs
-from dynaxx.integrations.transformers.dense_fallback import dense_attention, dense_piece, dense_reason
-from dynaxx.integrations.transformers.forward_context import ARGUMENT, BELOW, Dense, Pass
+from dynaxx.integrations.runtime.routing import DenseReason, Route
+from dynaxx.integrations.transformers.arguments import Scores
+from dynaxx.integrations.transformers.decode import decode_step
+from dynaxx.integrations.transformers.dense_fallback import Dense, dense_attention, dense_piece
+from dynaxx.integrations.transformers.forward_context import ARGUMENT, Pass
 from dynaxx.integrations.transformers.masks import Run
+from dynaxx.integrations.transformers.planning import Work, plan_call
 from dynaxx.ops import sparse_attention
 from dynaxx.policy import LayerPlan
-from dynaxx.policy.decode import DecodePlan
-from dynaxx.policy.guard import Level
 
 if TYPE_CHECKING:
     from dynaxx.integrations.transformers.handle import Handle
 
 logger = logging.getLogger("dynaxx")
-
-
-class Work(NamedTuple):
-    """The sequences of a call, by batch entry."""
-
-    runs: list[list[Run]]
-    dense: list[list[str]]  # why they are; "" if they are sparse
-    plans: list[list[LayerPlan]]  # what those do
-
-    @property
-    def alike(self) -> bool:
-        """Whether all batch entries have the same, so that they can run as one."""
-        return all(entry == part[0] for part in self for entry in part)
-
-
-class Step(NamedTuple):
-    """A decoding step: all sequences of a call at once."""
-
-    runs: list[Run]  # by batch entry
-    plan: DecodePlan
-    memory: CacheMemory
 
 
 class Call(NamedTuple):
@@ -89,130 +70,90 @@ class Layer:
     ) -> tuple[Tensor, None]:
         """Attend, as `AttentionInterface` asks: q (B, Hq, Lq, D), k and v (B, Hk, Lk, D) to (B, Lq, Hq, D)."""
         current = current or self.handle.unannounced_pass(self.index)
-        counts, deployed = self.handle.counts, current.deployed
-        decodes = not current.steps and is_step(q.shape[2], k.shape[2])
-        decodes = decodes and (q.shape[2] == 1 or self.index in deployed.decode)
-        phase = "decode" if decodes else "prefill"
-        work = (self._step if decodes else self._work)(current, module, q, k, mask, kwargs)
-        if isinstance(work, str):
-            counts.dense(self.index, work, phase)
-            return self.dense(module, q, k, v, mask, **kwargs)
-        guard = deployed.guard if self.index in deployed.plans else None
-        call, breaker = Call(q, k, v, mask, kwargs.get("scaling"), guard, current), deployed.breakers[self.index]
-        if call.guard is not None and call.guard.level(self.index) == Level.DENSE:
-            if isinstance(work, Work):
-                self._sample_unseen(call, work)
-            counts.fallback(self.index, "guard", phase)
-        elif breaker.resting():
-            counts.fallback(self.index, "resting after failures", phase)
-        else:
-            try:
-                out = self._run(call, work)
-            except Exception as error:  # whatever a kernel does, the request gets its answer
-                breaker.failed()
-                counts.failed(self.index, error, phase)
-            else:
-                breaker.worked()
-                counts.sparse(self.index)
-                current.ran_sparse = True
+        scores = Scores.of(kwargs)
+        work = self._work(current, module, q, k, mask, scores, kwargs.get("is_causal"))
+        if work.route in (Route.RULE, Route.DECODE):
+            guard = current.deployed.guard if self.index in current.deployed.plans else None
+            out = self._run_guarded(Call(q, k, v, mask, scores.scale, guard, current), work)
+            if out is not None:
                 return out, None
+        else:
+            assert work.reason is not None, "a call without a rule has a reason"
+            self._count_dense(current, work, work.reason)
         return self.dense(module, q, k, v, mask, **kwargs)
 
     def _work(
-        self, current: Pass, module: nn.Module, q: Tensor, k: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
-    ) -> str | Work:
-        """Why the whole call is dense; or what to do."""
-        plan = current.deployed.plans.get(self.index)
-        if plan is None:
-            return "no rule"
-        (batch, q_heads, seqlen_q, _), seqlen_k = q.shape, k.shape[2]
-        q_block = plan.block_size[0]
-        if seqlen_q < q_block:
-            return "fewer queries than one block"
-        if q_heads != plan.q_heads:
-            return "heads are sharded"
-        if (reason := current.why_dense(self.index)) is not None:
-            return reason
-        switch, rollout = current.deployed.switches[self.index], current.deployed.policy.rollout
-        if seqlen_k < switch.dense_below:
-            switch.sparse(seqlen_k)
-            return BELOW
-        reason = dense_reason(module, q, k, mask, kwargs)
-        if reason is not None:
-            return reason
-        if mask is None:
-            stop = min(seqlen_q, seqlen_k)  # a static cache is longer than what is in it
-            runs = [[Run(0, seqlen_q, 0, stop, True)]] * batch
-        else:
-            found = current.runs(mask, batch)
-            if found is None:
-                return "mask is not causal sequences"
-            runs = found
-
-        def why_dense(run: Run, row: int) -> str:
-            if not run.causal:
-                return "padding or prefix"
-            if not current.choice.row(row, batch):
-                return current.choice.reason
-            if not rollout.covers_length(run.seqlen_k):
-                return "length not in the rollout"
-            if current.steps and run.seqlen_q == 1:  # beside prompts, and not by a budget
-                return "decode"
-            return "" if run.seqlen_q >= q_block and switch.sparse(run.seqlen_k) else BELOW
-
-        dense = [[why_dense(run, row) for run in entry] for row, entry in enumerate(runs)]
-        reasons = {reason for entry in dense for reason in entry}
-        if "" not in reasons:
-            return min(reasons - {"padding or prefix"}, default=BELOW)
-        if not plan.needs_tokens:
-            return Work(runs, dense, [[plan] * len(entry) for entry in runs])
-        missing = current.tokens.missing(batch, seqlen_k, runs)
-        return missing or Work(runs, dense, _resolved(plan, current, runs, dense))
-
-    def _step(
-        self, current: Pass, module: nn.Module, q: Tensor, k: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
-    ) -> str | Step:
-        """Why a decoding step is dense; or what to do."""
-        plan = current.deployed.decode.get(self.index)
-        if plan is None:
-            return "decode" if self.index in current.deployed.plans else "no rule"
-        if k.shape[1] * module.num_key_value_groups != q.shape[1]:  # type: ignore[operator]
-            return "heads are sharded"
-        if (reason := current.why_dense(self.index) or dense_reason(module, q, k, mask, kwargs)) is not None:
-            return reason
-        batch, seqlen_k = q.shape[0], k.shape[2]
-        runs: list[Run] | str = [Run(0, q.shape[2], 0, seqlen_k, True)] * batch
+        self,
+        current: Pass,
+        module: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        mask: Tensor | None,
+        scores: Scores,
+        is_causal: bool | None,
+    ) -> Work:
+        """What the call does, planned once per pass for all layers whose calls are alike."""
+        kind, version = current.deployed.kind(self.index), None
         if mask is not None:
-            runs = step_runs(current.runs(mask, batch))
-        if isinstance(runs, str):
-            return runs
-        if current.memory is None:
-            return "cache unknown"
-        if any(not current.choice.row(row, batch) for row in range(batch)):
-            return current.choice.reason
-        longest = max(run.seqlen_k for run in runs)
-        if not current.deployed.policy.rollout.covers_length(longest):
-            return "length not in the rollout"
-        if not current.deployed.decode_switches[self.index].sparse(longest):
-            return BELOW
-        return Step(runs, plan, current.memory)
+            version = (id(mask), 0 if mask.is_inference() else mask._version)
+        key = (kind, q.shape, k.shape, version, scores, is_causal)
+        known, of_mask = current.works.get(key, (None, None))
+        if known is not None and (of_mask is None or of_mask() is mask):  # numbers of objects are used again
+            return known
+        work = plan_call(current, self.index, module, q, k, mask, scores, is_causal)
+        current.works[key] = work, None if mask is None else weakref.ref(mask)
+        if work.argument:
+            _warn_once(f"attention calls have the argument {work.argument!r}, which is not served: they run dense")
+        return work
 
-    def _run(self, call: Call, work: Work | Step) -> Tensor:
+    def _count_dense(self, current: Pass, work: Work, reason: DenseReason) -> None:
+        if current.dense_calls is None:  # no hook will tell that the pass ended
+            self.handle.counts.dense(self.index, reason, work.phase)
+        else:
+            current.dense_calls[reason, work.phase] += 1
+
+    def _run_guarded(self, call: Call, work: Work) -> Tensor | None:
+        """Run by a rule, (B, Lq, Hq, D); None where the guard or a failure makes the call dense, which is counted."""
+        counts, deployed = self.handle.counts, call.current.deployed
+        stopped = deployed.interruption(self.index)
+        if stopped is not None:
+            if stopped is DenseReason.GUARD and work.route is Route.RULE:
+                self._sample_unseen(call, work)
+            counts.dense(self.index, stopped, work.phase)
+            return None
+        breaker = deployed.breakers[self.index]
+        try:
+            out = self._run(call, work)
+        except Exception as error:  # whatever a kernel does, the request gets its answer
+            breaker.failed()
+            counts.failed(self.index, error, work.phase)
+            return None
+        breaker.worked()
+        counts.sparse(self.index)
+        call.current.ran_sparse = True
+        return out
+
+    def _run(self, call: Call, work: Work) -> Tensor:
         """(B, Lq, Hq, D), each sequence with its own layout."""
         for fault in self.handle.faults:
             fault(self.index)
-        if isinstance(work, Step):
+        if work.route is Route.DECODE:
+            memory, plan = call.current.memory, call.current.deployed.decode[self.index]
+            assert memory is not None, "planned with it"
             step = self.handle.counts.decoding(self.index, call.q)
-            out = decode_step(call.q, call.k, call.v, work.runs, work.plan, self.index, work.memory, call.scale)
+            out = decode_step(call.q, call.k, call.v, [r for (r,) in work.runs], plan, self.index, memory, call.scale)
             self.handle.counts.decoded(step, call.q)
             if call.guard is not None and call.guard.wants_call():
                 call.guard.left_out("decode")
             return out
         if work.alike:
             return self._run_entry(call, work.runs[0], work.dense[0], work.plans[0])
-        return torch.cat([self._run_entry(call.entry(b), *entry) for b, entry in enumerate(zip(*work, strict=True))])
+        entries = enumerate(zip(work.runs, work.dense, work.plans, strict=True))
+        return torch.cat([self._run_entry(call.entry(b), *entry) for b, entry in entries])
 
-    def _run_entry(self, call: Call, runs: list[Run], dense: list[str], plans: list[LayerPlan]) -> Tensor:
+    def _run_entry(
+        self, call: Call, runs: Sequence[Run], dense: Sequence[DenseReason | None], plans: Sequence[LayerPlan]
+    ) -> Tensor:
         pieces = []
         for run, reason, plan in zip(runs, dense, plans, strict=True):
             part = call.part(run)
@@ -251,14 +192,6 @@ class Layer:
         call.guard.take(self.index, q, k, v, part.scale, work.plans[b][i], None, None)
 
 
-def _resolved(plan: LayerPlan, current: Pass, runs: list[list[Run]], dense: list[list[str]]) -> list[list[LayerPlan]]:
-    """The plan of each sequence, for the tokens it has."""
-    return [
-        [plan if reason else current.tokens.resolve(plan, b, run) for run, reason in zip(*entry, strict=True)]
-        for b, entry in enumerate(zip(runs, dense, strict=True))
-    ]
-
-
 LAYERS: weakref.WeakKeyDictionary[nn.Module, Layer] = weakref.WeakKeyDictionary()
 _warned: set[str] = set()
 
@@ -277,12 +210,6 @@ def attention(
             compiled.handle.counts.compiled()
         return dense_attention(module)(module, query, key, value, attention_mask, **kwargs)
     current: Pass | None = kwargs.pop(ARGUMENT, None)
-    if current is not None and key.shape[2] < current.below and not current.steps:  # the host decides here: be quick
-        short, shape = current.deployed.short.get(module.layer_idx), query.shape  # type: ignore[call-overload]
-        if short is not None and shape[2] >= short.least and shape[1] == short.q_heads:
-            short.switch.last = False
-            current.short += 1
-            return short.dense(module, query, key, value, attention_mask, **kwargs)
     layer = LAYERS.get(module)
     if layer is None:  # a copy of a model with a policy, or one that shares its config
         _warn_once(f"{type(module).__name__} asks for dynaxx attention but has no policy: it runs dense")

@@ -15,10 +15,10 @@ from typing import Any
 from dynaxx.errors import PolicyError, UnsupportedInputError
 from dynaxx.integrations.runtime.background import Background
 from dynaxx.integrations.runtime.counts import Counts
+from dynaxx.integrations.runtime.deployed import Deployed
 from dynaxx.integrations.runtime.paged import Sequences
 from dynaxx.integrations.runtime.paged_layer import PagedLayer, Step, Watcher
 from dynaxx.integrations.runtime.policy_events import Announcer
-from dynaxx.integrations.transformers.forward_context import Deployed
 from dynaxx.integrations.vllm.refusals import (
     config_refusals,
     deployed_refusals,

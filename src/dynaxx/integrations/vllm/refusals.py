@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dynaxx.integrations.transformers.forward_context import Deployed
+from dynaxx.integrations.runtime.deployed import Deployed
 from dynaxx.policy import Policy
 
 SERVED_CACHES = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3")

@@ -1,0 +1,211 @@
+"""One routing decision for every engine: does a sequence run by a rule, by the model's own pattern, or dense, and why.
+
+`route` is a pure function. An engine hands in four things: what the policy says about the layer (`LayerRules`), what
+holds while a forward pass runs (`PassState`), what the attention call brought (`Arrived`), and the lengths of one
+sequence (`Sequence`). Every reason that counters, metrics and documents show is a member of `DenseReason`.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+from dynaxx.policy.length import is_long
+from dynaxx.policy.rollout import ASKED_DENSE, NOT_CHOSEN, Rollout
+
+MOST_QUERIES = 16  # a call with more queries is a chunk of a prompt, not a decoding step
+
+
+class DenseReason(str, enum.ReprEnum):
+    """Why a call, or one sequence of it, does not run by a policy's rule. The value is what counters show.
+
+    Attributes:
+        meaning: when it happens, and what to do about it; one row of the table in the documentation.
+    """
+
+    meaning: str
+
+    def __new__(cls, value: str, meaning: str) -> DenseReason:
+        """Make a member of its text and its meaning."""
+        member = str.__new__(cls, value)
+        member._value_, member.meaning = value, meaning
+        return member
+
+    # The rule and the phase.
+    NO_RULE = "no rule", "The policy has no rule for the layer."
+    DECODE = "decode", "The call decodes one token, and the layer has no decode rule. Add a rule with `phase: decode`."
+    FEW_QUERIES = "fewer queries than one block", "The chunk or the prompt has fewer queries than `block_size`."
+    OWN_PATTERN = (
+        "layer has its own window",
+        "The layer has a window or chunks of its own. A policy's rule does not change them.",
+    )
+    # The policy's state.
+    KILLED = "kill switch", "The kill switch is engaged."
+    NOT_CHOSEN = NOT_CHOSEN, "`rollout.share` or `rollout.flag` leaves this request dense."
+    ASKED_DENSE = ASKED_DENSE, "The caller asked for dense: `handle.request(sparse=False)`."
+    COMPARISON = "guard comparison", "The guard computes a request again, densely, to compare."
+    LAYER_LEFT_OUT = "layer not in the rollout", "`rollout.layers` leaves the layer out."
+    LENGTH_LEFT_OUT = "length not in the rollout", "The length is outside `rollout.min_tokens` to `max_tokens`."
+    # Lengths.
+    BELOW = "below dense_below", "No sequence of the call has as many keys as `dense_below` or `sparse_from` ask."
+    # What arrived.
+    SHARDED = "heads are sharded", "Tensor parallelism gave this process some of the heads only."
+    DROPOUT = "attention dropout", "The model trains with attention dropout. Set `attention_dropout` to 0."
+    ARGUMENT = "unknown argument", "The attention call has an argument that is not served. The log names it."
+    SHAPES = "q and k of other shapes", "q, k and v do not have the shapes of self-attention."
+    NOT_CAUSAL = "not causal", "The layer attends to later tokens, too."
+    MORE_QUERIES = "more queries than keys", "The call has more queries than keys."
+    MASK_DTYPE = (
+        "mask is not boolean",
+        "The caller passed a mask of numbers. Pass a boolean one, or a padding mask.",
+    )
+    MASK_BY_HEAD = "mask differs by head", "The mask has one entry per head."
+    MASK_LENGTHS = "mask of other lengths", "The mask does not have the lengths of q and k."
+    MASK_KIND = "mask is not causal sequences", "The mask shows something else than causal sequences."
+    PADDING = "padding or prefix", "Queries of padding, or of a prefix that is visible in both directions."
+    SCORES = "capped scores or sinks", "Decoding by page budgets does not serve softcap and sinks yet."
+    NO_CACHE = "cache unknown", "A decode rule, and the decoder gets no cache of transformers."
+    PAGE_SIZE = "pages of another size", "The decode rule's `block_size` does not divide the pages of the cache."
+    NO_TOKENS = "no token ids", "A rule by content, and the decoder got no `input_ids`."
+    NO_EARLIER_TOKENS = "token ids of earlier chunks unknown", "A rule by content, and the cache was filled elsewhere."
+    OTHER_TOKENS = "token ids of other lengths", "A rule by content, and the token ids do not fit the keys."
+    # Fallbacks: a rule says sparse, and the call is dense.
+    GUARD = "guard", "The guard measured an error above its limit and made the layer dense."
+    RESTING = "resting after failures", "The layer's kernels failed several times in a row. It tries again later."
+    KERNEL_FAILED = "kernel failed", "A kernel raised an error. The log shows it once."
+    COMPILE_FAILED = "compile failed", "A kernel did not compile. The log shows the error once."
+    OUT_OF_MEMORY = "out of memory", "A kernel ran out of memory."
+    NOT_DECIDED = "routing failed", "Deciding how to run the call raised an error. The log shows it once."
+    # Compilers.
+    COMPILED = "torch.compile", "The model was compiled: compiled code has no run-time decisions."
+
+    @classmethod
+    def of(cls, text: str) -> DenseReason:
+        """Return the member of a text."""
+        return next(member for member in cls if member.value == text)
+
+    @property
+    def is_fallback(self) -> bool:
+        """Whether the call should have run sparse, so that it counts as a fallback."""
+        return self in _FALLBACKS
+
+    @property
+    def keeps_native(self) -> bool:
+        """Whether the model's own pattern may still run on dynaxx's kernels: not where somebody wants the original."""
+        return self not in _ORIGINAL
+
+
+_FALLBACKS = frozenset(
+    {
+        DenseReason.GUARD,
+        DenseReason.RESTING,
+        DenseReason.KERNEL_FAILED,
+        DenseReason.COMPILE_FAILED,
+        DenseReason.OUT_OF_MEMORY,
+        DenseReason.NOT_DECIDED,
+    }
+)
+_ORIGINAL = _FALLBACKS | {
+    DenseReason.KILLED,
+    DenseReason.NOT_CHOSEN,
+    DenseReason.ASKED_DENSE,
+    DenseReason.COMPARISON,
+}
+
+
+class Route(enum.Enum):
+    """How a sequence runs."""
+
+    RULE = "rule"  # by the policy's prefill rule
+    DECODE = "decode"  # by the policy's decode rule
+    NATIVE = "native"  # by the model's own pattern, on dynaxx's kernels
+    DENSE = "dense"  # by the attention that the model had
+
+
+class Decision(NamedTuple):
+    """What `route` decided."""
+
+    route: Route
+    reason: DenseReason | None = None  # why no rule runs; None where one does
+
+
+class LayerRules(NamedTuple):
+    """What a policy says about one layer; layers with equal ones are decided alike."""
+
+    q_block: int | None = None  # queries of a block of its prefill rule; None without one
+    decodes: bool = False  # whether it has a decode rule
+    borders: tuple[int, int | None] = (0, None)  # `dense_below` and `sparse_from`
+    decode_borders: tuple[int, int | None] = (0, None)  # the same of decoding steps
+    rollout: Rollout = Rollout()
+
+    @property
+    def any(self) -> bool:
+        """Whether the layer has a rule in some phase."""
+        return self.q_block is not None or self.decodes
+
+
+class PassState(NamedTuple):
+    """What holds for a layer while a forward pass runs."""
+
+    blocked: DenseReason | None = None  # why everything is dense: kill switch, rollout, guard, failures
+    was_long: bool = False  # whether the sequence before ran sparse, for lengths between the two borders
+    decode_was_long: bool = False
+
+
+class Arrived(NamedTuple):
+    """What an attention call brought."""
+
+    unserved: DenseReason | None = None  # why its tensors, mask or arguments cannot be served by a rule
+    own_pattern: bool = False  # whether the layer has a window or chunks of its own
+    native: bool = False  # whether dynaxx's kernels serve the model's own pattern here, and win
+
+
+class Sequence(NamedTuple):
+    """One sequence of a call; its queries are the last of its keys."""
+
+    seqlen_q: int
+    seqlen_k: int
+    steps: bool = False  # whether it is a decoding step; see `is_step`
+    causal: bool = True  # False: padding, or a prefix that is visible in both directions
+    unchosen: DenseReason | None = None  # why its request is left out of the rollout
+
+
+def is_step(seqlen_q: int, seqlen_k: int) -> bool:
+    """Whether a call decodes: one query, or a few over a longer cache (assisted decoding)."""
+    return seqlen_q == 1 or seqlen_q < min(MOST_QUERIES, seqlen_k)
+
+
+def route(layer: LayerRules, state: PassState, arrived: Arrived, sequence: Sequence) -> Decision:
+    """Decide how one sequence runs in one layer. Pure: the same arguments give the same decision."""
+    steps = sequence.steps and (sequence.seqlen_q == 1 or layer.decodes)
+    reason = _why_no_rule(layer, state, arrived, sequence, steps)
+    if reason is None:
+        return Decision(Route.DECODE if steps else Route.RULE)
+    original = not reason.keeps_native or (state.blocked is not None and not state.blocked.keeps_native)
+    native = arrived.native and not original
+    return Decision(Route.NATIVE if native else Route.DENSE, reason)
+
+
+def _why_no_rule(
+    layer: LayerRules, state: PassState, arrived: Arrived, sequence: Sequence, steps: bool
+) -> DenseReason | None:
+    if not layer.any:
+        return DenseReason.NO_RULE
+    if steps and not layer.decodes:
+        return DenseReason.DECODE
+    if not steps and layer.q_block is None:
+        return DenseReason.NO_RULE
+    if not steps and sequence.seqlen_q < (layer.q_block or 0):
+        return DenseReason.FEW_QUERIES if sequence.causal else DenseReason.PADDING
+    if arrived.own_pattern:
+        return DenseReason.OWN_PATTERN
+    if state.blocked is not None:
+        return state.blocked
+    if not sequence.causal:
+        return DenseReason.PADDING
+    borders, before = (layer.decode_borders, state.decode_was_long) if steps else (layer.borders, state.was_long)
+    if not is_long(sequence.seqlen_k, *borders, before=before):
+        return DenseReason.BELOW
+    if not layer.rollout.covers_length(sequence.seqlen_k):
+        return DenseReason.LENGTH_LEFT_OUT
+    return arrived.unserved or sequence.unchosen

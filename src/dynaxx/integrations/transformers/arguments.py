@@ -1,0 +1,87 @@
+"""Arguments of an attention call beside its tensors: which ones change the scores, and which ones are not served."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dynaxx.errors import UnsupportedInputError
+from dynaxx.integrations.runtime.routing import DenseReason
+
+# Arguments that do not change what is computed, or that are handled elsewhere.
+_HARMLESS = frozenset(
+    {
+        "cache_position",
+        "cu_seq_lens_k",
+        "cu_seq_lens_q",
+        "is_causal",
+        "logits_to_keep",
+        "max_length_k",
+        "max_length_q",
+        "num_items_in_batch",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_ids",
+        "return_dict",
+        "scaling",
+        "seq_idx",
+        "use_cache",
+    }
+)
+
+
+class Scores(NamedTuple):
+    """How an attention call makes its scores."""
+
+    scale: float | None = None
+    has_window: bool = False  # whether the layer says that it has a window of its own
+    unserved: DenseReason | None = None
+    argument: str = ""  # the name of an argument that is not served
+
+    @classmethod
+    def of(cls, kwargs: dict[str, Any]) -> Scores:
+        """Read the keyword arguments of a call.
+
+        Raises:
+            UnsupportedInputError: arguments that the model's dense attention would drop without a word.
+        """
+        has_window, unserved, argument = False, None, ""
+        for name, value in kwargs.items():
+            if value is None or value is False or name in _HARMLESS:
+                continue
+            if name in ("s_aux", "sinks"):
+                raise UnsupportedInputError(
+                    "attention with learned sinks", {"transformers": [f"`{name}` has no equal here", "sdpa ignores it"]}
+                )
+            if name == "sliding_window":
+                has_window = bool(value)
+            elif name == "dropout":
+                unserved = DenseReason.DROPOUT if value else unserved
+            else:
+                unserved, argument = unserved or DenseReason.ARGUMENT, name
+        return cls(kwargs.get("scaling"), has_window, unserved, argument)
+
+
+def tensors_reason(
+    module: nn.Module, q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool | None
+) -> DenseReason | None:
+    """Return why the tensors of a call cannot be served, None if they can.
+
+    Args:
+        q, k: (batch, heads, seqlen, head_dim).
+        mask: (batch | 1, 1, seqlen_q, seqlen_k), None where the call is plainly causal.
+        is_causal: the argument of that name; None leaves it to the module.
+    """
+    if k.shape[0] != q.shape[0] or q.shape[1] % k.shape[1]:
+        return DenseReason.SHAPES
+    if mask is None:
+        if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+            return DenseReason.NOT_CAUSAL
+        return DenseReason.MORE_QUERIES if q.shape[2] > k.shape[2] else None
+    if mask.dtype != torch.bool:
+        return DenseReason.MASK_DTYPE
+    if mask.ndim != 4 or mask.shape[1] != 1 or mask.shape[0] not in (1, q.shape[0]):
+        return DenseReason.MASK_BY_HEAD
+    return DenseReason.MASK_LENGTHS if mask.shape[2] != q.shape[2] or mask.shape[3] != k.shape[2] else None

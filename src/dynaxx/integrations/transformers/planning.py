@@ -1,0 +1,142 @@
+"""What one attention call does, planned once per forward pass for all layers whose calls are alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Ordered
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+from torch import Tensor, nn
+
+from dynaxx.integrations.runtime.routing import Arrived, DenseReason, Route, Sequence, is_step, route
+from dynaxx.integrations.transformers.arguments import Scores, tensors_reason
+from dynaxx.integrations.transformers.masks import Run
+from dynaxx.policy import LayerPlan
+
+if TYPE_CHECKING:
+    from dynaxx.integrations.transformers.forward_context import Pass
+
+
+T = TypeVar("T")
+Entries = Ordered[Ordered[T]]  # by batch entry and run
+
+
+class Work(NamedTuple):
+    """What a call does; lists are by batch entry, or one for all of them."""
+
+    route: Route
+    phase: str  # "prefill" or "decode"
+    reason: DenseReason | None = None  # why it does not run by a rule
+    runs: Entries[Run] = ()
+    dense: Entries[DenseReason | None] = ()  # by run, why it is dense; None where it runs by a rule
+    plans: Entries[LayerPlan] = ()  # by run, the rule
+    argument: str = ""  # the name of an argument that is not served
+
+    @property
+    def alike(self) -> bool:
+        """Whether all batch entries do the same, so that they can run as one."""
+        return all(entry == part[0] for part in (self.runs, self.dense, self.plans) for entry in part)
+
+
+def plan_call(
+    current: Pass,
+    index: int,
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+    scores: Scores,
+    is_causal: bool | None,
+) -> Work:
+    """Decide what a call of layer `index` does.
+
+    Args:
+        q: (batch, q_heads, seqlen_q, head_dim).
+        k: (batch, kv_heads, seqlen_k, head_dim).
+        mask: as transformers hands it down.
+        is_causal: the argument of that name.
+    """
+    deployed, (batch, _, seqlen_q, _), seqlen_k = current.deployed, q.shape, k.shape[2]
+    rules, state = deployed.rules_of(index), deployed.state(index, current.blocked)
+    steps = not current.steps and is_step(seqlen_q, seqlen_k)
+    phase = "decode" if steps and (seqlen_q == 1 or rules.decodes) else "prefill"
+    arrived = Arrived(scores.unserved, scores.has_window)
+    # No sequence of the call is longer than the call: where that is dense, nothing has to be read from the mask.
+    whole = route(rules, state, arrived, Sequence(seqlen_q, seqlen_k, steps))
+    if whole.reason not in (None, DenseReason.LENGTH_LEFT_OUT, DenseReason.ARGUMENT, DenseReason.DROPOUT):
+        if whole.reason is DenseReason.BELOW:
+            deployed.remember_length(seqlen_k, decodes=steps)
+        return Work(whole.route, phase, whole.reason)
+    unserved = (
+        _sharded(current, index, module, q, k) or scores.unserved or tensors_reason(module, q, k, mask, is_causal)
+    )
+    if unserved is not None:
+        return Work(Route.DENSE, phase, unserved, argument=scores.argument)
+    if whole.route is Route.DECODE:
+        return _plan_step(current, index, q, k, mask)
+    runs = [[Run(0, seqlen_q, 0, min(seqlen_q, seqlen_k), True)]] * batch  # a static cache is longer than its content
+    if mask is not None:
+        found = current.runs(mask, batch)
+        if found is None:
+            return Work(Route.DENSE, phase, DenseReason.MASK_KIND)
+        runs = found
+
+    def why_dense(run: Run, row: int) -> DenseReason | None:
+        if current.steps and run.seqlen_q == 1:  # beside prompts, and not by a budget
+            return DenseReason.DECODE
+        unchosen = None if current.choice.row(row, batch) else DenseReason.of(current.choice.reason)
+        found = route(rules, state, Arrived(), Sequence(run.seqlen_q, run.seqlen_k, False, run.causal, unchosen))
+        if run.causal:
+            deployed.remember_length(run.seqlen_k)
+        return found.reason
+
+    dense = [[why_dense(run, row) for run in entry] for row, entry in enumerate(runs)]
+    reasons = {reason for entry in dense for reason in entry}
+    if None not in reasons:
+        return Work(Route.DENSE, phase, _first(reasons - {DenseReason.PADDING}))
+    plan = deployed.plans[index]
+    if not plan.needs_tokens:
+        return Work(Route.RULE, phase, None, runs, dense, [[plan] * len(entry) for entry in runs])
+    if missing := current.tokens.missing(batch, seqlen_k, runs):
+        return Work(Route.DENSE, phase, DenseReason.of(missing))
+    plans = [
+        [plan if reason else current.tokens.resolve(plan, b, run) for run, reason in zip(*entry, strict=True)]
+        for b, entry in enumerate(zip(runs, dense, strict=True))
+    ]
+    return Work(Route.RULE, phase, None, runs, dense, plans)
+
+
+def _plan_step(current: Pass, index: int, q: Tensor, k: Tensor, mask: Tensor | None) -> Work:
+    """Plan a decoding step: its rows run together, and the longest decides on the length."""
+    deployed, (batch, _, seqlen_q, _), seqlen_k = current.deployed, q.shape, k.shape[2]
+    runs = [[Run(0, seqlen_q, 0, seqlen_k, True)]] * batch
+    if mask is not None:
+        found = current.runs(mask, batch)
+        if found is None or any(not _is_one_step(entry) for entry in found):
+            return Work(Route.DENSE, "decode", DenseReason.MASK_KIND)
+        runs = found
+    if current.memory is None:
+        return Work(Route.DENSE, "decode", DenseReason.NO_CACHE)
+    chosen = all(current.choice.row(row, batch) for row in range(batch))
+    unchosen = None if chosen else DenseReason.of(current.choice.reason)
+    longest = max(entry[0].seqlen_k for entry in runs)
+    rules, state = deployed.rules_of(index), deployed.state(index, current.blocked)
+    found_route = route(rules, state, Arrived(), Sequence(seqlen_q, longest, True, unchosen=unchosen))
+    deployed.remember_length(longest, decodes=True)
+    if found_route.reason is not None:
+        return Work(Route.DENSE, "decode", found_route.reason)
+    return Work(Route.DECODE, "decode", None, runs)
+
+
+def _first(reasons: set[DenseReason | None]) -> DenseReason:
+    """The reason that stands for a call whose sequences are dense for several."""
+    return min((reason for reason in reasons if reason is not None), default=DenseReason.BELOW)
+
+
+def _sharded(current: Pass, index: int, module: nn.Module, q: Tensor, k: Tensor) -> DenseReason | None:
+    plan = current.deployed.plans.get(index)
+    q_heads = k.shape[1] * module.num_key_value_groups if plan is None else plan.q_heads  # type: ignore[operator]
+    return None if q.shape[1] == q_heads else DenseReason.SHARDED
+
+
+def _is_one_step(entry: list[Run]) -> bool:
+    return len(entry) == 1 and (entry[0].causal or entry[0].seqlen_k == 0)
