@@ -108,7 +108,7 @@ def parse_json(
         ValueError: not JSON, or beyond these limits; the message begins with "is not JSON" or "must".
     """
     try:
-        data = json.loads(text, object_pairs_hook=_unique_names if unique else None)
+        data = json.loads(text, object_pairs_hook=_unique_names if unique else None, parse_constant=_refuse_constant)
     except RecursionError:
         raise ValueError(f"must nest at most {most_depth} levels, and is deeper") from None
     except ValueError as error:
@@ -126,6 +126,10 @@ def parse_json(
             raise ValueError(f"must hold at most {most_objects:,} objects and {MOST_LISTS:,} lists, and holds more")
         level = [child for value in level for child in (value.values() if isinstance(value, dict) else value)]
     return data
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
 
 
 class _RepeatedNameError(ValueError):

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import subprocess
 import sys
 import time
@@ -9,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from dynaxx import storage
 from dynaxx.telemetry import Recorder, use
-from dynaxx.telemetry.files import SnapshotFile, read_all, read_snapshot
+from dynaxx.telemetry.files import SnapshotFile, read_snapshot, read_snapshots, write_snapshot
 from dynaxx.telemetry.snapshot import Snapshot
 
 CALLS = "dynaxx_layer_calls_total"
@@ -109,14 +111,14 @@ def test_several_processes_make_one(tmp_path):
         numbers.set("dynaxx_layer_recall_ratio", 0.9 - index * 0.1, layer=0)
         paths.append(tmp_path / f"{index}.json")
         SnapshotFile(paths[-1], interval=60, numbers=numbers).close()
-    together = read_all(paths)
+    together = read_snapshots(paths)
     assert together.total(CALLS) == 3
     assert together.get("dynaxx_recall_ratio")[0].count == 2
     assert together.gauge("dynaxx_guard_level") == 2
     assert together.gauge("dynaxx_policy_loaded_timestamp_seconds") == 20.0
     assert together.gauge("dynaxx_kv_cache_bytes") == 200
     assert together.gauge("dynaxx_layer_recall_ratio") == pytest.approx(0.8)
-    assert read_all([]).readings == {}
+    assert read_snapshots([]).readings == {}
 
 
 @pytest.mark.parametrize("fault", [OSError(errno.ENOSPC, "No space left on device"), PermissionError(13, "no")])
@@ -125,11 +127,10 @@ def test_a_full_disk_is_counted_and_the_old_file_stays(telemetry, tmp_path, monk
     file = SnapshotFile(path, interval=60)
     wait_for(path.exists)
 
-    def broken(self, text, **_):
-        Path(str(self)).touch()
+    def broken(*_):
         raise fault
 
-    monkeypatch.setattr(Path, "write_text", broken)
+    monkeypatch.setattr(os, "replace", broken)
     assert not file.write()
     assert not file.write()
     monkeypatch.undo()
@@ -145,8 +146,11 @@ def test_a_device_that_is_really_full(telemetry, tmp_path, monkeypatch):
     file = SnapshotFile(tmp_path / "snapshot.json", interval=60)
     wait_for(file.path.exists)
     before = file.path.read_bytes()
+    monkeypatch.setattr(os, "unlink", lambda path: None)
+    monkeypatch.setattr(storage, "_FLAGS_NEW", os.O_WRONLY)
     monkeypatch.setattr(Path, "with_name", lambda self, name: Path("/dev/full"))
-    monkeypatch.setattr(Path, "unlink", lambda self, missing_ok: None)
+    with pytest.raises(OSError, match="No space left"):
+        write_snapshot(file.path, Snapshot.of(telemetry))
     assert not file.write()
     assert file.path.read_bytes() == before
     monkeypatch.undo()
@@ -172,7 +176,7 @@ def test_a_clock_that_goes_back_bends_no_duration(telemetry, monkeypatch):
     assert later.time < first.time
     assert later.since(first).uptime >= 0
     assert later.since(first).total(CALLS) == 1
-    assert read_all([]).uptime is None
+    assert read_snapshots([]).uptime is None
 
 
 def test_wrong_places_are_refused(tmp_path):

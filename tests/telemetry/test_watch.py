@@ -183,8 +183,8 @@ def test_wrong_sources_are_named(tmp_path):
     for text in ("{'json': 1}", "dynaxx_guard_level{", 'dynaxx_guard_level{engine="0",model_name=""} x'):
         with pytest.raises(ValueError, match="not Prometheus's text format"):
             parse_text(text)
-    assert parse_text("") == {}
-    assert parse_text('dynaxx_guard_level{engine="0"} 1\nother_total 5\n') == {}
+    assert parse_text("") == ({}, ())
+    assert parse_text('dynaxx_guard_level{engine="0"} 1\nother_total 5\n') == ({}, ())
 
 
 # ---- the terminal ----------------------------------------------------------------------------------------------------

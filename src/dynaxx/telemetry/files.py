@@ -1,29 +1,38 @@
-"""The snapshot file: a process's numbers as JSON, written whole every few seconds. For `dynaxx watch` and people.
+"""The snapshot file: a process's numbers as JSON, written whole every few seconds, for `dynaxx watch` and people.
 
-A disk that is full or gone is counted and said once; the file that was there stays, and no request feels it.
+A disk that is full or gone is counted and logged once; the file that was there stays, and no request notices.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from dynaxx.printable import printable
+from dynaxx.storage import parse_json, read_regular_file, write_whole_file
 from dynaxx.telemetry.recorder import Recorder, recorder
 from dynaxx.telemetry.snapshot import Snapshot
 
 INTERVAL = 5.0  # seconds between two writes
+MOST_BYTES = 64 * 1024 * 1024  # of a snapshot file; one with every series that a process may have is smaller
 
 
 class SnapshotFile:
     """Writes the numbers to `path` every `interval` seconds until `close()`, and once more then.
 
+    The file belongs to the process that made this object: a forked child writes nothing, counts that it could not, and
+    makes a file of its own if it should have one.
+
+    Args:
+        path: the file; its folder must exist.
+        interval: seconds between two writes.
+        numbers: this process's recorder by default.
+
     Raises:
-        ValueError: the folder does not exist, or an interval that is not positive.
+        ValueError: the folder does not exist, or the interval is not positive.
     """
 
     def __init__(
@@ -36,14 +45,18 @@ class SnapshotFile:
             raise ValueError(f"`interval` must be positive seconds, got {interval}")
         self._numbers = recorder() if numbers is None else numbers
         self._interval = interval
-        self._closed = threading.Event()
+        self._process = os.getpid()
+        self._closed, self._writing = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._run, name="dynaxx snapshot", daemon=True)
         self._thread.start()
 
     def write(self) -> bool:
-        """Write now; whether it worked."""
+        """Write now, and return whether it worked."""
         try:
-            write_snapshot(self.path, Snapshot.of(self._numbers))
+            if os.getpid() != self._process:
+                raise RuntimeError(f"{self.path} belongs to the process that was forked: make a file for each process")
+            with self._writing:  # an older snapshot must not replace a newer one
+                write_snapshot(self.path, Snapshot.of(self._numbers))
         except Exception as error:
             self._numbers.failed("snapshot file", error)
             return False
@@ -69,36 +82,44 @@ class SnapshotFile:
 
 
 def write_snapshot(path: Path, snapshot: Snapshot) -> None:
-    """Write a snapshot; a reader at any moment sees the old file or the new one, whole."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    text = json.dumps(snapshot.to_document(), allow_nan=False)
-    try:
-        temporary.write_text(text + "\n", encoding="utf-8")
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
+    """Write a snapshot. A reader at any moment sees the old file or the new one, whole.
+
+    Raises:
+        OSError: the file cannot be written; what was there is untouched.
+    """
+    text = json.dumps(snapshot.to_document(), allow_nan=False) + "\n"
+    write_whole_file(path, lambda file: file.write(text.encode()), sync=False)
 
 
 def read_snapshot(path: str | os.PathLike[str]) -> Snapshot:
     """Read one file.
 
     Raises:
-        ValueError: missing, or not a snapshot file of this version; the message names it.
-        OSError: it cannot be read.
+        ValueError: no such file, or not a snapshot file of this version; the message names the file.
+        OSError: not a regular file of at most `MOST_BYTES` bytes, or it cannot be read.
     """
+    shown = printable(os.fspath(path))
     try:
-        document: Any = json.loads(Path(path).read_bytes())
-        return Snapshot.from_document(document)
+        return Snapshot.from_document(parse_json(read_regular_file(path, MOST_BYTES)))
     except FileNotFoundError:
-        raise ValueError(f"{os.fspath(path)} does not exist; SnapshotFile(path) in the process writes it") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"{os.fspath(path)} is not JSON: {error}") from None
+        raise ValueError(f"{shown} does not exist; SnapshotFile(path) in the process writes it") from None
     except ValueError as error:
-        raise ValueError(f"{os.fspath(path)} {error}") from None
+        raise ValueError(f"{shown} {error}") from None
 
 
-def read_all(paths: Sequence[str | os.PathLike[str]]) -> Snapshot:
-    """Read one file or several, one per process, as one snapshot. Raises as `read_snapshot`."""
-    return Snapshot.merged(read_snapshot(path) for path in paths)
+def read_snapshots(paths: Sequence[str | os.PathLike[str]]) -> Snapshot:
+    """Read the files of several processes as one snapshot; `Snapshot.faults` names those that cannot be read.
+
+    Raises:
+        ValueError, OSError: as `read_snapshot`, where no file can be read.
+    """
+    found: list[Snapshot] = []
+    errors: list[ValueError | OSError] = []
+    for path in paths:
+        try:
+            found.append(read_snapshot(path))
+        except (ValueError, OSError) as error:
+            errors.append(error)
+    if errors and not found:
+        raise errors[0]
+    return Snapshot.merged(found, faults=tuple(printable(error, most=300) for error in errors))

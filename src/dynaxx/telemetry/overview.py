@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
+from dynaxx.printable import printable
 from dynaxx.telemetry.catalog import EVENTS
 from dynaxx.telemetry.snapshot import Snapshot
 
@@ -22,6 +23,7 @@ SILENT_AFTER = 30.0  # seconds without a new number
 GUARD = ("quiet", "warns", "widened the budget", "runs dense")
 WINDOW = 60.0  # seconds that rates are taken over
 MOST_HISTORY = 240
+MOST_FAULTS = 3  # shown
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,8 @@ class Overview:
 
     source: str
     problem: str = ""
+    faults: tuple[str, ...] = ()  # files and series that were left out because they could not be read
+    age_seconds: float = 0.0  # since the last reading began, where it has not come to an end for long
     silent_seconds: float = 0.0  # since the numbers last moved on
     window_seconds: float | None = None
     uptime_seconds: float | None = None
@@ -98,7 +102,9 @@ class Overview:
         return not any(concern.level == "bad" for concern in self.concerns)
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """Return plain data; a number that is not finite (a sum that overflowed) becomes None."""
+        plain: dict[str, Any] = _finite(asdict(self))
+        return plain
 
 
 class Watch:
@@ -119,52 +125,59 @@ class Watch:
         window: float = WINDOW,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._read, self._source, self._window, self._clock = read, source, window, clock
+        self._read, self._source, self._window, self._clock = read, printable(source), window, clock
         self._kept: deque[tuple[float, Snapshot]] = deque()
         self._moved = clock()
         self.history: deque[dict[str, float | None]] = deque(maxlen=MOST_HISTORY)
 
     def look(self) -> Overview:
-        """Read once more. A reading that fails gives the last numbers and says so.
+        """Read once more. A reading that fails in any way gives the last numbers and says so.
 
         Raises:
             ValueError, OSError, ImportError: the first reading fails.
         """
-        problem, moment = "", self._clock()
+        moment = self._clock()
         try:
             now = self._read()
-        except (ValueError, OSError) as error:
+            seen = self._seen(moment, now, "")
+        except Exception as error:  # whatever another process says, who watches it must learn of it
             if not self._kept:
                 raise
-            problem, now = str(error), self._kept[-1][1]
-        else:
+            seen = self._seen(moment, None, printable(error, most=500) or type(error).__name__)
+        self._remember(seen)
+        return seen
+
+    def _seen(self, moment: float, now: Snapshot | None, problem: str) -> Overview:
+        """Return the overview of a reading, or of the last one where there is none."""
+        if now is not None:
             if not self._kept:
                 self._moved = moment - (0.0 if now.uptime is None else max(0.0, time.time() - now.time))
             elif (now.readings, now.uptime) != (self._kept[-1][1].readings, self._kept[-1][1].uptime):
                 self._moved = moment
             self._kept.append((moment, now))
+        else:
+            now = self._kept[-1][1]
         while len(self._kept) > 2 and self._kept[1][0] <= moment - self._window:
             self._kept.popleft()
         then, earlier = self._kept[0]
         if len(self._kept) == 1:
-            seen = overview(self._source, now, now, now.uptime, problem, moment - self._moved)
-        else:
-            delta = now.since(earlier)
-            seconds = moment - then if delta.uptime is None else delta.uptime
-            seen = overview(self._source, now, delta, seconds, problem, moment - self._moved)
-        self._remember(seen)
-        return seen
+            return overview(self._source, now, now, now.uptime, problem, moment - self._moved)
+        delta = now.since(earlier)
+        seconds = moment - then if delta.uptime is None else delta.uptime
+        return overview(self._source, now, delta, seconds, problem, moment - self._moved)
 
     def _remember(self, seen: Overview) -> None:
         self.history.append(
-            {
-                "tokens_per_second": sum(seen.tokens_per_second.values()),
-                "request_seconds_p95": seen.request_seconds["p95"],
-                "density": seen.density,
-                "recall": seen.recall,
-                "output_error": seen.output_error,
-                "drift": seen.drift,
-            }
+            _finite(
+                {
+                    "tokens_per_second": sum(seen.tokens_per_second.values()),
+                    "request_seconds_p95": seen.request_seconds["p95"],
+                    "density": seen.density,
+                    "recall": seen.recall,
+                    "output_error": seen.output_error,
+                    "drift": seen.drift,
+                }
+            )
         )
 
 
@@ -184,6 +197,7 @@ def overview(
     seen = Overview(
         source=source,
         problem=problem,
+        faults=now.faults,
         silent_seconds=silent,
         window_seconds=seconds,
         uptime_seconds=now.uptime,
@@ -191,7 +205,7 @@ def overview(
         policy=_policy(now),
         kill_switch=bool(now.gauge("dynaxx_kill_switch")),
         rollout=now.gauge("dynaxx_rollout_ratio"),
-        guard_level=min(3, int(now.gauge("dynaxx_guard_level") or 0)),
+        guard_level=int(max(0.0, min(3.0, now.gauge("dynaxx_guard_level") or 0.0))),
         requests_per_second=rates(delta.by("dynaxx_requests_total", "route")),
         tokens_per_second=rates(delta.by("dynaxx_tokens_total", "route")),
         request_seconds={f"p{p}": latest.quantile("dynaxx_request_seconds", p / 100) for p in (50, 95)},
@@ -223,6 +237,9 @@ def concerns_of(seen: Overview) -> list[Concern]:
     percent = lambda share: f"{100 * share:.1f} %"
     found = [
         (bool(seen.problem), "bad", f"cannot be read: {seen.problem}"),
+        (seen.age_seconds > 0, "bad", f"these numbers are {seen.age_seconds:.0f} s old: the source does not answer"),
+        *((True, "bad", f"left out: {fault}") for fault in seen.faults[:MOST_FAULTS]),
+        (len(seen.faults) > MOST_FAULTS, "bad", f"left out: {len(seen.faults) - MOST_FAULTS} more"),
         (seen.silent_seconds > SILENT_AFTER, "bad", f"no new number for {seen.silent_seconds:.0f} s"),
         (seen.guard_level == 3, "bad", "the guard runs everything dense"),
         (_over(RECALL_LOW, seen.recall), "bad", f"recall is {percent(seen.recall or 0)}, below {percent(RECALL_LOW)}"),
@@ -235,6 +252,15 @@ def concerns_of(seen: Overview) -> list[Concern]:
         (bool(seen.telemetry_errors), "warn", "telemetry itself had errors: " + ", ".join(seen.telemetry_errors)),
     ]
     return [Concern("bad" if level == "bad" else "warn", text) for wrong, level, text in found if wrong]
+
+
+def _finite(value: Any) -> Any:
+    """Plain data with None for every number that is not finite."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    return [_finite(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _over(value: float | None, limit: float | None, *, equal: bool = False) -> bool:
@@ -259,7 +285,8 @@ def _layers(now: Snapshot) -> list[Layer]:
     """Every layer that has an estimate, in order."""
     names = ("density", "recall", "output_error", "drift")
     found = {name: now.by(f"dynaxx_layer_{name}_ratio", "layer") for name in names}
-    indices = sorted({int(layer) for values in found.values() for layer in values if layer.isdigit()})
+    named = {layer for values in found.values() for layer in values}
+    indices = sorted(int(layer) for layer in named if layer.isdecimal() and layer.isascii() and len(layer) < 10)
     return [Layer(i, *(found[name].get(str(i)) for name in names)) for i in indices]
 
 

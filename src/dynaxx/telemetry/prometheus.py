@@ -9,7 +9,6 @@ Three ways, one call each:
 
 from __future__ import annotations
 
-import errno
 import glob
 import logging
 import os
@@ -26,6 +25,7 @@ except ImportError as error:
     raise ImportError(f"dynaxx.telemetry.prometheus needs {error.name}: pip install 'dynaxx[metrics]'") from error
 
 from dynaxx.telemetry.catalog import BASE_LABELS, CATALOG, Metric
+from dynaxx.telemetry.http import Answer, HttpServer
 from dynaxx.telemetry.multiprocess import multiprocess_folder, write_to_folder
 from dynaxx.telemetry.recorder import Recorder, recorder
 from dynaxx.telemetry.snapshot import UPTIME, Reading, Snapshot
@@ -38,26 +38,27 @@ logger = logging.getLogger("dynaxx")
 
 
 class Server:
-    """An endpoint at `url`, until `close()`. Also a context manager."""
+    """An endpoint at `url`, until `close()`. Also a context manager.
+
+    Raises:
+        ValueError, OSError: as `HttpServer`.
+    """
 
     def __init__(self, registry: CollectorRegistry, port: int, host: str) -> None:
-        if not 0 <= port <= 65535:
-            raise ValueError(f"`port` must be between 0 and 65535 (0 takes a free one), got {port}")
-        try:
-            self._server, self._thread = prometheus_client.start_http_server(port, addr=host, registry=registry)
-        except OSError as error:
-            raise _explained(error, port, host) from None
-        self.host, self.port = host, int(self._server.server_port)
-        shown = f"[{host}]" if ":" in host else host
-        self.url = f"http://{shown}:{self.port}/metrics"
+        self._registry = registry
+        self._server = HttpServer(self._respond, port, host, "metrics")
+        self.host, self.port = self._server.host, self._server.port
+        self.url = f"{self._server.address}/metrics"
         logger.info("metrics at %s", self.url)
+
+    def _respond(self, path: str) -> Answer:
+        if path not in ("/metrics", "/"):
+            return Answer(404, "text/plain; charset=utf-8", b"the metrics are at /metrics\n")
+        return Answer(200, prometheus_client.CONTENT_TYPE_LATEST, prometheus_client.generate_latest(self._registry))
 
     def close(self) -> None:
         """Stop. More calls do nothing."""
-        if self._thread.is_alive():
-            self._server.shutdown()
-            self._server.server_close()
-            self._thread.join()
+        self._server.close()
 
     def __enter__(self) -> Server:
         return self
@@ -81,7 +82,7 @@ def serve(port: int = PORT, *, host: str = LOOPBACK, numbers: Recorder | None = 
     registry = CollectorRegistry()
     if (folder := multiprocess_folder()) is not None:
         write_to_folder(numbers)
-        multiprocess.MultiProcessCollector(registry, path=folder)
+        registry.register(FolderCollector(folder))
     else:
         registry.register(SnapshotCollector(lambda: Snapshot.of(numbers)))
     return Server(registry, port, host)
@@ -126,23 +127,56 @@ def serve_source(where: str, port: int = PORT, *, host: str = LOOPBACK) -> Serve
             raise ValueError(
                 f"{where} holds no snapshot files (*.json) and none of Prometheus (*.db): start what writes"
             )
-        multiprocess.MultiProcessCollector(registry, path=where)
+        registry.register(FolderCollector(where))
     else:
         read_files(where)  # raises now rather than at the first scrape
-        registry.register(SnapshotCollector(lambda: _read_or_say(where)))
+        errors = Recorder(strict=False)
+        registry.register(SnapshotCollector(lambda: _read_or_count(where, errors)))
     return Server(registry, port, host)
 
 
-def _read_or_say(where: str) -> Snapshot:
-    """The files' numbers and when they were taken; if they cannot be read, that."""
+def _read_or_count(where: str, errors: Recorder) -> Snapshot:
+    """Return the files' numbers and when they were taken; count in `errors` every file that cannot be read."""
     try:
         snapshot = read_files(where)
+        faults: tuple[object, ...] = snapshot.faults
     except (ValueError, OSError) as error:
-        numbers = Recorder()
-        numbers.failed("snapshot file", error)
-        return Snapshot.of(numbers)
-    taken = Reading(dict.fromkeys(BASE_LABELS, ""), snapshot.time)
-    return replace(snapshot, readings={**snapshot.readings, "dynaxx_snapshot_timestamp_seconds": [taken]})
+        snapshot, faults = Snapshot({}, 0.0), (error,)
+    for fault in faults:
+        errors.failed("snapshot file", str(fault))
+    counted = replace(Snapshot.of(errors), time=0.0, uptime=None, events=[])
+    readings = Snapshot.merged([counted, snapshot]).readings
+    if snapshot.time:
+        readings["dynaxx_snapshot_timestamp_seconds"] = [Reading(dict.fromkeys(BASE_LABELS, ""), snapshot.time)]
+    return replace(snapshot, readings=readings)
+
+
+class FolderCollector(Collector):
+    """Metrics of all processes that write to a PROMETHEUS_MULTIPROC_DIR; files that are cut short are counted."""
+
+    def __init__(self, folder: str) -> None:
+        self._pattern = os.path.join(glob.escape(folder), "*.db")
+        self._errors = Recorder(strict=False)
+
+    def collect(self) -> Iterator[Any]:
+        paths = sorted(path for path in glob.glob(self._pattern) if os.path.isfile(path))
+        try:
+            families = list(multiprocess.MultiProcessCollector.merge(paths))
+        except Exception:  # of a file that another process cut short: one of them must not hide the others
+            families = list(multiprocess.MultiProcessCollector.merge([path for path in paths if self._is_whole(path)]))
+        yield from families
+        readings = Snapshot.of(self._errors).readings.get("dynaxx_telemetry_errors_total")
+        name = "dynaxx_telemetry_errors"
+        if readings and all(family.name != name for family in families):
+            yield _family(CATALOG[f"{name}_total"], readings)
+
+    def _is_whole(self, path: str) -> bool:
+        try:
+            list(multiprocess.MultiProcessCollector.merge([path]))
+        except Exception as error:
+            self._errors.failed("metrics file", f"{path}: {type(error).__name__}: {error}")
+            return False
+        return True
 
 
 class SnapshotCollector(Collector):
@@ -183,14 +217,3 @@ def _family(metric: Metric, readings: list[Reading]) -> Any:
 
 def _values(reading: Reading, labels: tuple[str, ...]) -> list[str]:
     return [reading.labels[label] for label in labels]
-
-
-def _explained(error: OSError, port: int, host: str) -> OSError:
-    """The same error with words that say what to do."""
-    if error.errno == errno.EADDRINUSE:
-        message = f"port {port} on {host} is taken: choose another one, or 0 for a free one"
-    elif error.errno == errno.EACCES:
-        message = f"port {port} on {host} is not allowed: choose one from 1024 up"
-    else:
-        message = f"cannot serve on {host}:{port}: {error.strerror or error}; `host` must be an address of this machine"
-    return OSError(error.errno, message)

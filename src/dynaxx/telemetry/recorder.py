@@ -16,10 +16,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from dynaxx.printable import printable
 from dynaxx.telemetry.catalog import CATALOG, EVENTS
 from dynaxx.telemetry.store import MOST_SERIES, Series, Sink, Source, Store
 
-LONGEST_FACT = 200  # characters
+LONGEST_FACT = LONGEST_LABEL = 200  # characters
 
 logger = logging.getLogger("dynaxx")
 
@@ -37,7 +38,7 @@ class Recorder:
     """Where everything is counted. `bind` gives a view with other base labels on the same numbers."""
 
     def __init__(self, *, strict: bool | None = None, model_name: str = "", engine: str = "0") -> None:
-        self._base = {"model_name": model_name, "engine": engine}
+        self._base = {"model_name": _label(model_name), "engine": _label(engine)}
         self._found: dict[tuple[Any, ...], Series] = {}
         self._store = Store(os.environ.get("DYNAXX_DEBUG") == "1" if strict is None else strict)
 
@@ -47,7 +48,7 @@ class Recorder:
         if unknown:
             raise ValueError(f"`bind` takes {', '.join(self._base)}, got {', '.join(sorted(unknown))}")
         view = Recorder.__new__(Recorder)
-        view._base = {**self._base, **{name: str(value) for name, value in base.items()}}
+        view._base = {**self._base, **{name: printable(value, most=LONGEST_LABEL) for name, value in base.items()}}
         view._found, view._store = {}, self._store
         return view
 
@@ -136,7 +137,7 @@ class Recorder:
         if set(given) != set(metric.all_labels):
             self._store.complain(f"{name} has labels {metric.labels}, got {tuple(labels)}")
             return None
-        series = self._store.series(metric, tuple(str(given[label]) for label in metric.all_labels))
+        series = self._store.series(metric, tuple(_label(given[label]) for label in metric.all_labels))
         hashable = all(isinstance(value, str | int) for value in labels.values())
         if hashable and len(self._found) < MOST_SERIES * len(CATALOG):
             self._found[(name, *labels.items())] = series
@@ -190,6 +191,11 @@ class Recorder:
         self._store.failed(what, error)
 
 
+def _label(value: Any) -> str:
+    """A label's value as it is shown: short, and without what a terminal would act on."""
+    return str(value) if isinstance(value, int) else printable(value, most=LONGEST_LABEL)
+
+
 def _matches(series: Series, wanted: dict[str, str]) -> bool:
     labels = dict(zip(series.metric.all_labels, series.labels, strict=True))
     return all(labels.get(name) == value for name, value in wanted.items())
@@ -205,7 +211,7 @@ def harmless(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, str):
-        return value if len(value) <= LONGEST_FACT else value[: LONGEST_FACT - 3] + "..."
+        return printable(value, most=LONGEST_FACT)
     return f"<{type(value).__name__}>"
 
 

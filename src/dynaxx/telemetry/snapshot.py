@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from dynaxx.printable import printable
 from dynaxx.telemetry.catalog import CATALOG, Metric
-from dynaxx.telemetry.recorder import Recorder
+from dynaxx.telemetry.recorder import LONGEST_LABEL, Recorder, harmless
 
 FORMAT, VERSION = "dynaxx.snapshot", 1
+MOST_EVENTS, MOST_FACTS = 256, 32  # of a file, and of an event in it
+LATEST = 253_402_300_799.0  # Unix time that a calendar can show: the end of the year 9999
 UPTIME = "dynaxx_uptime_seconds"  # how an endpoint says `Snapshot.uptime`
 
 
@@ -40,6 +44,7 @@ class Snapshot:
     time: float  # Unix time of the process that counted, seconds
     uptime: float | None = None  # of that process, by a clock that never goes back; None if it did not say
     events: list[dict[str, Any]] = field(default_factory=list)  # name, time, facts; oldest first
+    faults: tuple[str, ...] = ()  # files and series that were left out because they could not be read
 
     # ---- making one ----------------------------------------------------------------------------------------------
 
@@ -56,16 +61,17 @@ class Snapshot:
 
     @classmethod
     def from_document(cls, document: Any) -> Snapshot:
-        """From what `to_document` made.
+        """Return the snapshot that `to_document` wrote, with every value checked: the file may be anybody's.
 
         Raises:
-            ValueError: something else, or of a newer version.
+            ValueError: something else, a newer version, or a value that no snapshot has.
         """
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             raise ValueError(f"is no snapshot file: `format` must be {FORMAT!r}")
         if document.get("version") != VERSION:
             raise ValueError(
-                f"is of version {document.get('version')!r}, this dynaxx reads {VERSION}: use the newer one"
+                f"is of version {printable(repr(document.get('version')), most=40)}, this dynaxx reads {VERSION}: "
+                "use the newer one"
             )
         try:
             readings = {
@@ -73,9 +79,10 @@ class Snapshot:
                 for name, entries in document["metrics"].items()
                 if name in CATALOG
             }
-            return cls(readings, float(document["time"]), float(document["uptime_seconds"]), list(document["events"]))
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ValueError(f"is damaged: {type(error).__name__}: {error}") from None
+            events = [_event(**entry) for entry in document["events"][-MOST_EVENTS:]]
+            return cls(readings, _finite(document["time"]), _finite(document["uptime_seconds"]), events)
+        except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
+            raise ValueError(f"is damaged: {type(error).__name__}: {printable(error, most=200)}") from None
 
     def to_document(self) -> dict[str, Any]:
         """As JSON can say it."""
@@ -93,8 +100,8 @@ class Snapshot:
         return {**head, "metrics": metrics, "events": self.events}
 
     @classmethod
-    def merged(cls, snapshots: Iterable[Snapshot]) -> Snapshot:
-        """Several processes as one: counters and histograms add up, gauges as the catalogue says."""
+    def merged(cls, snapshots: Iterable[Snapshot], *, faults: tuple[str, ...] = ()) -> Snapshot:
+        """Return several processes as one: counters and histograms add up, gauges combine as the catalogue says."""
         ordered = sorted(snapshots, key=lambda snapshot: snapshot.time)
         found: dict[str, dict[tuple[Any, ...], Reading]] = {}
         for snapshot in ordered:
@@ -106,7 +113,8 @@ class Snapshot:
         uptimes = [snapshot.uptime for snapshot in ordered if snapshot.uptime is not None]
         events = sorted((event for s in ordered for event in s.events), key=lambda event: event["time"])
         merged = {name: list(known.values()) for name, known in found.items()}
-        return cls(merged, max((s.time for s in ordered), default=0.0), max(uptimes, default=None), events)
+        faults = (*faults, *(fault for s in ordered for fault in s.faults))
+        return cls(merged, max((s.time for s in ordered), default=0.0), max(uptimes, default=None), events, faults)
 
     def since(self, earlier: Snapshot) -> Snapshot:
         """What was counted after `earlier`; gauges as they are now. A process that began anew counts from zero."""
@@ -121,7 +129,7 @@ class Snapshot:
         uptime = None
         if self.uptime is not None and earlier.uptime is not None:
             uptime = self.uptime - earlier.uptime if self.uptime >= earlier.uptime else self.uptime
-        return Snapshot(readings, self.time, uptime, self.events)
+        return Snapshot(readings, self.time, uptime, self.events, self.faults)
 
     # ---- asking --------------------------------------------------------------------------------------------------
 
@@ -179,7 +187,22 @@ def _reading(
     wanted = len(metric.buckets) + 1 if metric.kind == "histogram" else 0
     if set(labels) != set(metric.all_labels) or len(counts) != wanted:
         raise ValueError(f"{metric.name} has labels {metric.all_labels} and {wanted} buckets, got {labels}")
-    return Reading({str(k): str(v) for k, v in labels.items()}, float(value), tuple(map(float, counts)), float(sum))
+    named = {name: printable(value, most=LONGEST_LABEL) for name, value in labels.items()}
+    return Reading(named, _finite(value), tuple(map(_finite, counts)), _finite(sum))
+
+
+def _event(*, name: str, time: float, facts: dict[str, Any]) -> dict[str, Any]:
+    """An event that came from a file, checked."""
+    if not isinstance(name, str) or not 0 <= _finite(time) <= LATEST:
+        raise ValueError(f"an event has a name and a Unix time, got {name!r} at {time!r}")
+    kept = {printable(key, most=80): harmless(value) for key, value in list(facts.items())[:MOST_FACTS]}
+    return {"name": printable(name, most=80), "time": float(time), "facts": kept}
+
+
+def _finite(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"a value is a finite number, got {value!r}")
+    return float(value)
 
 
 def _together(metric: Metric, a: Reading, b: Reading) -> Reading:

@@ -3,97 +3,149 @@
 from __future__ import annotations
 
 import glob
+import http.client
+import math
 import os
 import re
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
+from dynaxx.printable import printable
 from dynaxx.telemetry.catalog import CATALOG
-from dynaxx.telemetry.files import read_all
+from dynaxx.telemetry.files import read_snapshots
+from dynaxx.telemetry.http import is_loopback
+from dynaxx.telemetry.recorder import LONGEST_LABEL
 from dynaxx.telemetry.snapshot import UPTIME, Reading, Snapshot
 
-TIMEOUT = 5.0  # seconds
+TIMEOUT = 5.0  # seconds without a byte
+LONGEST = 15.0  # seconds for a whole answer
 MOST_BYTES = 1 << 24
 Read = Callable[[], Snapshot]
 
 
 def source_of(where: str) -> Read:
-    """What reads the numbers at `where`, anew with every call.
+    """Return a function that reads the numbers at `where`, anew with every call.
 
     Args:
-        where: an URL, `host:port` or `:port` of a metrics endpoint; a snapshot file, or a folder or pattern (`*`) of
-            some, one per process.
+        where: an URL, `host:port` or `:port` of a metrics endpoint; a snapshot file; or a folder or pattern (`*`) of
+            snapshot files, one per process.
 
     Raises:
-        ValueError: it is none of these. What is returned raises ValueError or OSError where there is nothing to read.
+        ValueError: `where` is none of these. What is returned raises ValueError or OSError where there is nothing to
+            read.
     """
     if where.startswith(("http://", "https://")):
+        _check_url(where)
         return lambda: read_endpoint(where)
-    if re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[\w.-]*):\d+", where):
+    if re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[\w.-]*):[0-9]{1,5}", where, re.ASCII):
         host, _, port = where.rpartition(":")
         url = f"http://{host or '127.0.0.1'}:{port}/metrics"
+        _check_url(url)
         return lambda: read_endpoint(url)
     if "://" in where or not where:
-        raise ValueError(f"SOURCE must be an http URL, host:port, or a snapshot file, got {where!r}")
+        raise ValueError(f"SOURCE must be an http URL, host:port, or a snapshot file, got {printable(repr(where))}")
     return lambda: read_files(where)
 
 
 def read_files(where: str) -> Snapshot:
-    """The snapshot file at `where`; those of a folder or a pattern together.
+    """Return the snapshot file at `where`, or those of a folder or a pattern together.
 
     Raises:
-        ValueError: there is none, or one is not a snapshot file.
+        ValueError, OSError: there is none, or none that can be read; `Snapshot.faults` names others.
     """
     if os.path.isdir(where):
         where = os.path.join(glob.escape(where), "*.json")
     if not glob.has_magic(where):
-        return read_all([where])
+        return read_snapshots([where])
     paths = sorted(glob.glob(where))
     if not paths:
         raise ValueError(f"{where} matches no snapshot file; SnapshotFile(path) in each process writes one")
-    return read_all(paths)
+    return read_snapshots(paths)
 
 
 def read_endpoint(url: str) -> Snapshot:
-    """What a Prometheus endpoint says of dynaxx.
+    """Return what a Prometheus endpoint says of dynaxx. A loopback address is asked directly, through no proxy.
 
     Raises:
-        OSError: nobody answers.
+        OSError: nobody answers, or what answers does not speak HTTP.
         ValueError: the answer is no metrics, or has none of dynaxx.
         ImportError: prometheus-client is not installed.
     """
+    url = printable(url)
     try:
-        with urllib.request.urlopen(url, timeout=TIMEOUT) as answer:
-            text = answer.read(MOST_BYTES).decode("utf-8", "replace")
+        text = _fetch(url).decode("utf-8", "replace")
     except urllib.error.HTTPError as error:
-        raise OSError(f"{url} answers {error.code} {error.reason}; the metrics are usually at /metrics") from None
-    except (OSError, ValueError) as error:
-        why = getattr(error, "reason", error)
+        error.close()
+        where = error.headers.get("Location")
+        hint = f"it sends to {printable(where, most=200)}" if where else "the metrics are usually at /metrics"
+        raise OSError(f"{url} answers {error.code} {printable(error.reason, most=80)}; {hint}") from None
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        why = getattr(error, "reason", None) or error
+        said = str(why) if isinstance(why, OSError | str) else f"{type(why).__name__}: {why}"
         raise OSError(
-            f"{url} does not answer ({why}); dynaxx.telemetry.prometheus.serve(port) in the process, or "
-            "dynaxx serve-metrics beside it, would"
+            f"{url} does not answer as a metrics endpoint does ({printable(said, most=200)}); "
+            "dynaxx.telemetry.prometheus.serve(port) in the process, or dynaxx serve-metrics beside it, would"
         ) from None
-    found = parse_text(text)
+    found, faults = parse_text(text)
     if not found:
         raise ValueError(f"{url} shows no metric of dynaxx; register or serve them in the process that uses it")
     uptime = max((reading.value for reading in found.pop(UPTIME, [])), default=None)
-    return Snapshot(found, time.time(), uptime)
+    return Snapshot(found, time.time(), uptime, faults=faults)
 
 
-def parse_text(text: str) -> dict[str, list[Reading]]:
-    """Readings from Prometheus's text format; metrics of others are left out.
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Follows no redirect: the address that was given is the one that is asked."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+def _check_url(url: str) -> None:
+    try:
+        parts = urllib.parse.urlsplit(url)
+        wrong = not parts.hostname or (parts.port is not None and parts.port > 65535) or not url.isascii()
+    except ValueError:
+        wrong = True
+    if wrong or not url.isprintable() or " " in url:
+        raise ValueError(f"SOURCE must be an http URL, host:port, or a snapshot file, got {printable(repr(url))}")
+
+
+def _fetch(url: str) -> bytes:
+    """Return the body at an URL, at most `MOST_BYTES` of it."""
+    handlers: list[Any] = [_NoRedirects()]
+    if is_loopback(urllib.parse.urlsplit(url).hostname or ""):
+        handlers.append(urllib.request.ProxyHandler({}))
+    deadline, body = time.monotonic() + LONGEST, bytearray()
+    with urllib.request.build_opener(*handlers).open(url, timeout=TIMEOUT) as answer:
+        while len(body) < MOST_BYTES and (part := answer.read1(1 << 16)):
+            body += part
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the answer takes longer than {LONGEST:g} s")
+        if answer.length:  # as `read` would say it: the connection ended early
+            raise http.client.IncompleteRead(bytes(body[:0]), answer.length)
+    return bytes(body[:MOST_BYTES])
+
+
+def parse_text(text: str) -> tuple[dict[str, list[Reading]], tuple[str, ...]]:
+    """Return readings from Prometheus's text format, and which series are no finite numbers and were left out.
+
+    Metrics of others are left out without a word.
 
     Raises:
-        ValueError: it is another format.
+        ValueError: the text is of another format.
+        ImportError: prometheus-client is not installed.
     """
     try:
         from prometheus_client.parser import text_string_to_metric_families
     except ImportError as error:
         raise ImportError(f"reading an endpoint needs {error.name}: pip install 'dynaxx[metrics]'") from error
     found: dict[str, dict[tuple[str, ...], _Parts]] = {}
+    faults: dict[str, None] = {}
     try:
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
@@ -101,7 +153,10 @@ def parse_text(text: str) -> dict[str, list[Reading]]:
                 metric = CATALOG.get(name)
                 if metric is None or not set(metric.all_labels) <= set(sample.labels):
                     continue
-                labels = tuple(sample.labels[label] for label in metric.all_labels)
+                if not math.isfinite(sample.value):
+                    faults[f"{name} is {sample.value}"] = None
+                    continue
+                labels = tuple(printable(sample.labels[label], most=LONGEST_LABEL) for label in metric.all_labels)
                 parts = found.setdefault(name, {}).setdefault(labels, _Parts())
                 if part == "_bucket":
                     parts.cumulative[float(sample.labels["le"])] = sample.value
@@ -109,8 +164,8 @@ def parse_text(text: str) -> dict[str, list[Reading]]:
                     parts.sum = sample.value
                 elif part == "":
                     parts.value = sample.value
-    except (KeyError, IndexError, TypeError, ValueError) as error:
-        raise ValueError(f"what was read is not Prometheus's text format: {error}") from None
+    except Exception as error:  # the parser is another's, and what it reads a stranger's
+        raise ValueError(f"what was read is not Prometheus's text format: {printable(error, most=200)}") from None
     readings: dict[str, list[Reading]] = {}
     for name, known in found.items():
         metric = CATALOG[name]
@@ -120,7 +175,7 @@ def parse_text(text: str) -> dict[str, list[Reading]]:
             named = dict(zip(metric.all_labels, label_values, strict=True))
             reading = Reading(named, parts.value, parts.counts(metric.buckets), parts.sum)
             readings.setdefault(name, []).append(reading)
-    return readings
+    return readings, tuple(faults)
 
 
 class _Parts:

@@ -9,6 +9,7 @@ import weakref
 from collections import deque
 from typing import Any, Protocol
 
+from dynaxx.printable import printable
 from dynaxx.telemetry.catalog import CATALOG, Metric
 
 MOST_SERIES = 1024  # per metric; a label value that never repeats must not eat the memory
@@ -73,7 +74,7 @@ class Store:
         with self.lock:
             known = self._by_name.setdefault(metric.name, {})
             if labels not in known and len(known) >= MOST_SERIES:
-                labels = (*labels[:2], *(OTHER,) * len(metric.labels))
+                labels = (OTHER,) * len(labels)  # base labels, too: models may come and go without end
             return known.setdefault(labels, Series(metric, labels))
 
     def restart(self) -> None:
@@ -128,4 +129,6 @@ class Store:
             series.value += 1
         if what not in self._said:
             self._said.add(what)
-            logger.warning("telemetry: %s: %s (said once; dynaxx_telemetry_errors_total counts)", what, error)
+            logger.warning(
+                "telemetry: %s: %s (said once; dynaxx_telemetry_errors_total counts)", what, printable(error, most=500)
+            )

@@ -12,6 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from dynaxx.telemetry.looking import BackgroundWatch
 from dynaxx.telemetry.overview import GUARD, Layer, Overview, Watch, describe_event
 
 MOST_LAYERS, MOST_EVENTS = 8, 5
@@ -58,10 +59,14 @@ def as_text(seen: Overview, width: int = 100) -> str:
 
 def run(watch: Watch, interval: float, console: Console, *, sleep: Callable[[float], Any] = time.sleep) -> None:
     """Draw again every `interval` seconds until Ctrl-C."""
-    with Live(show(watch.look()), console=console, screen=True, auto_refresh=False) as live:
-        while True:
-            sleep(interval)
-            live.update(show(watch.look()), refresh=True)
+    looking = BackgroundWatch(watch, interval)
+    try:
+        with Live(show(looking.latest()), console=console, screen=True, auto_refresh=False) as live:
+            while True:
+                sleep(interval)
+                live.update(show(looking.latest()), refresh=True)
+    finally:
+        looking.close()
 
 
 def duration(seconds: float | None) -> str:

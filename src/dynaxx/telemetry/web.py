@@ -1,20 +1,18 @@
-"""A local web page of an overview: one small server of the standard library, on the loopback interface.
+"""A web page of an overview, served by a small server on the loopback interface.
 
 It serves four files and nothing else, to requests that name it by its own address. The page loads nothing from outside.
 """
 
 from __future__ import annotations
 
-import errno
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from typing import Any
 
-from dynaxx.telemetry.overview import Overview, Watch, describe_event
+from dynaxx.telemetry.http import Answer, HttpServer
+from dynaxx.telemetry.looking import BackgroundWatch
+from dynaxx.telemetry.overview import Watch, describe_event
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/watch.css": ("watch.css", "text/css; charset=utf-8"),
@@ -23,68 +21,43 @@ FILES = {
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-store",
 }
 
 
 class WatchPage:
-    """Serves the page at `url` until `close()`.
+    """Serves the page at `url` until `close()`. Also a context manager.
 
     Args:
+        watch: what to show.
+        port: 0 takes a free one.
         interval: seconds between two readings, however many browsers look.
+        host: the interface to serve on.
 
     Raises:
         OSError: the port is taken; the message says so.
+        ValueError, OSError, ImportError: the first look fails.
     """
 
     def __init__(self, watch: Watch, port: int, interval: float, *, host: str = "127.0.0.1") -> None:
-        self._watch, self._interval = watch, interval
-        self._answer = self._read()
-        self._lock = threading.Lock()
-        page = self
-
-        class Handler(_Handler):
-            owner = page
-
+        self._interval = interval
+        self._watch = BackgroundWatch(watch, interval)
         try:
-            self._server = ThreadingHTTPServer((host, port), Handler)
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-            message = f"port {port} on {host} is taken: choose another one, or 0 for a free one"
-            raise OSError(errno.EADDRINUSE, message) from None
-        self._server.daemon_threads = True
-        self.host, self.port = host, self._server.server_port
-        self.hosts = {f"{name}:{self.port}" for name in {host, *(LOOPBACK if host in LOOPBACK else ())}}
-        self.url = f"http://{host}:{self.port}/"
-        self._closed = threading.Event()
-        self._threads = [
-            threading.Thread(target=self._server.serve_forever, name="dynaxx watch page", daemon=True),
-            threading.Thread(target=self._keep_reading, name="dynaxx watch", daemon=True),
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    @property
-    def answer(self) -> bytes:
-        """What the page asks for."""
-        with self._lock:
-            return self._answer
+            self._server = HttpServer(self._respond, port, host, "watch page")
+        except BaseException:
+            self._watch.close()
+            raise
+        self.host, self.port = host, self._server.port
+        self.url = f"{self._server.address}/"
 
     def wait(self) -> None:
         """Wait until somebody closes the page."""
-        self._closed.wait()
+        self._server.wait()
 
     def close(self) -> None:
         """Stop. More calls do nothing."""
-        if not self._closed.is_set():
-            self._closed.set()
-            self._server.shutdown()
-            self._server.server_close()
-            for thread in self._threads:
-                thread.join()
+        self._server.close()
+        self._watch.close()
 
     def __enter__(self) -> WatchPage:
         return self
@@ -92,53 +65,17 @@ class WatchPage:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _keep_reading(self) -> None:
-        while not self._closed.wait(self._interval):
-            answer = self._read()
-            with self._lock:
-                self._answer = answer
+    def _respond(self, path: str) -> Answer:
+        if path == "/state.json":
+            body = json.dumps(self._state(), allow_nan=False).encode()
+            return Answer(200, "application/json", body, HEADERS)
+        if path in FILES:
+            name, kind = FILES[path]
+            return Answer(200, kind, (files("dynaxx.telemetry") / "page" / name).read_bytes(), HEADERS)
+        return Answer(404, "text/plain; charset=utf-8", b"there is nothing here\n", HEADERS)
 
-    def _read(self) -> bytes:
-        seen = self._watch.look()
-        return json.dumps(state(seen, self._watch, self._interval), allow_nan=False).encode()
-
-
-def state(seen: Overview, watch: Watch, interval: float) -> dict[str, Any]:
-    """What the page draws."""
-    events = [{"time": event["time"], "text": describe_event(event)} for event in seen.recent_events]
-    return {"overview": seen.to_dict(), "events": events, "history": list(watch.history), "interval": interval}
-
-
-class _Handler(BaseHTTPRequestHandler):
-    owner: WatchPage
-    server_version = "dynaxx"
-    sys_version = ""
-    timeout = 10  # seconds that a client may take to say what it wants
-
-    def do_GET(self) -> None:
-        if self.headers.get("Host") not in self.owner.hosts and not self._any_host():
-            self._send(403, "text/plain; charset=utf-8", b"this page is served under its own address only\n")
-        elif self.path == "/state.json":
-            self._send(200, "application/json", self.owner.answer)
-        elif self.path in FILES:
-            name, kind = FILES[self.path]
-            self._send(200, kind, (files("dynaxx.telemetry") / "page" / name).read_bytes())
-        else:
-            self._send(404, "text/plain; charset=utf-8", b"there is nothing here\n")
-
-    do_HEAD = do_GET
-
-    def _any_host(self) -> bool:
-        """Whether the page was put on all interfaces, whose names nobody knows."""
-        return self.owner.host in ("0.0.0.0", "::")
-
-    def _send(self, status: int, kind: str, body: bytes) -> None:
-        self.send_response(status)
-        for name, value in {**HEADERS, "Content-Type": kind, "Content-Length": str(len(body))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing: the terminal belongs to the command."""
+    def _state(self) -> dict[str, Any]:
+        """Return what the page draws."""
+        seen = self._watch.latest().to_dict()
+        events = [{"time": event["time"], "text": describe_event(event)} for event in seen["recent_events"]]
+        return {"overview": seen, "events": events, "history": self._watch.history, "interval": self._interval}

@@ -1,0 +1,226 @@
+"""A small HTTP server that can face strangers: it names its own address, drops slow clients, and never prints.
+
+Both the metrics endpoint and the watch page are one of these.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import TCPServer
+from typing import Any, NamedTuple
+
+from dynaxx.printable import printable
+
+MOST_CONNECTIONS = 64  # at a time; others are closed at once
+CONNECTION_SECONDS = 15.0  # that a client has for its request and for reading the answer
+SILENT_SECONDS = 5.0  # that a client may say nothing
+
+logger = logging.getLogger("dynaxx")
+
+
+class Answer(NamedTuple):
+    """What a path is answered with."""
+
+    status: int
+    content_type: str
+    body: bytes
+    headers: dict[str, str] = {}  # noqa: RUF012  # never changed
+
+
+Respond = Callable[[str], Answer]
+
+
+class HttpServer:
+    """Answers GET and HEAD requests in daemon threads until `close()`. Also a context manager.
+
+    A request whose Host header is not the address that is served is refused, so that no web page elsewhere can read
+    the answers through a name of its own that resolves to this machine (DNS rebinding). Where all interfaces are
+    served, nobody knows the names, and any Host is taken.
+
+    Args:
+        respond: returns the answer for a path, without its query. An exception becomes a 500 and is logged.
+        port: 0 takes a free one; see `port`.
+        host: the interface: an address or a name of this machine. Beyond the loopback interface a warning is logged,
+            because there is no password.
+        what: what is served, for messages.
+
+    Raises:
+        ValueError: `port` is not between 0 and 65535.
+        OSError: the port is taken or not allowed, or there is no such host; the message says which.
+    """
+
+    def __init__(self, respond: Respond, port: int, host: str, what: str) -> None:
+        if not 0 <= port <= 65535:
+            raise ValueError(f"`port` must be between 0 and 65535 (0 takes a free one), got {port}")
+        self._respond, self.host = respond, host
+        try:
+            self._server = _Server(self, port, host)
+        except OSError as error:
+            raise _explained(error, port, host) from None
+        self.port = int(self._server.server_port)
+        self._hosts = _own_names(host, self.port)
+        shown = f"[{host}]" if ":" in host else host
+        self.address = f"http://{shown}:{self.port}"
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._server.serve_forever, name=f"dynaxx {what}", daemon=True)
+        self._thread.start()
+        if not is_loopback(host):
+            logger.warning(
+                "%s at %s can be read by everybody who reaches this address: there is no password", what, self.address
+            )
+
+    def accepts(self, host_header: str | None) -> bool:
+        """Return whether a request that names this host is answered."""
+        return self._hosts is None or (host_header or "").lower() in self._hosts
+
+    def answer(self, path: str) -> Answer:
+        """Return the answer for a path."""
+        try:
+            return self._respond(path.partition("?")[0])
+        except Exception:
+            logger.exception("no answer for %s", printable(path, most=100))
+            return Answer(500, "text/plain; charset=utf-8", b"this went wrong; the log of the process says how\n")
+
+    def wait(self) -> None:
+        """Wait until somebody closes the server."""
+        self._closed.wait()
+
+    def close(self) -> None:
+        """Stop. More calls do nothing."""
+        if not self._closed.is_set():
+            self._closed.set()
+            self._server.shutdown()
+            self._server.server_close()
+            self._thread.join()
+
+    def __enter__(self) -> HttpServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host name or address is of the loopback interface."""
+    host = host.strip("[]").partition("%")[0].lower().rstrip(".")
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return address.is_loopback or (mapped is not None and mapped.is_loopback)
+
+
+class _Server(ThreadingHTTPServer):
+    """Counts connections and drops old ones; speaks IPv4 or IPv6 as the host asks."""
+
+    daemon_threads = True
+    block_on_close = False  # a slow client does not hold up the end
+
+    def __init__(self, owner: HttpServer, port: int, host: str) -> None:
+        self.owner = owner
+        self._open: dict[socket.socket, float] = {}  # by connection: when it began
+        self._lock = threading.Lock()
+        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        self.address_family, address = found[0][0], found[0][4]
+        super().__init__(address, _Handler)  # type: ignore[arg-type]
+
+    def server_bind(self) -> None:
+        if self.address_family == socket.AF_INET6:  # "::" serves IPv4 as well
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        TCPServer.server_bind(self)  # not HTTPServer's, which asks the DNS for a name
+        self.server_name, self.server_port = self.owner.host, self.server_address[1]
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            crowded = len(self._open) >= MOST_CONNECTIONS
+            if not crowded:
+                self._open[request] = time.monotonic()
+        if crowded:
+            super().shutdown_request(request)
+        else:
+            super().process_request(request, client_address)
+
+    def service_actions(self) -> None:
+        """Drop clients that took too long; called twice a second."""
+        border = time.monotonic() - CONNECTION_SECONDS
+        with self._lock:
+            late = [request for request, began in self._open.items() if began < border]
+        for request in late:
+            with contextlib.suppress(OSError):
+                request.shutdown(socket.SHUT_RDWR)  # wakes the thread that serves it
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of clients that went away, and log the rest where somebody looks for it."""
+        logger.debug("a request of %s failed", client_address, exc_info=True)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    server_version = "dynaxx"
+    sys_version = ""
+    timeout = SILENT_SECONDS
+
+    def do_GET(self) -> None:
+        owner = self.server.owner
+        if owner.accepts(self.headers.get("Host")):
+            self._send(owner.answer(self.path))
+        else:
+            said = b"this is served under its own address only\n"
+            self._send(Answer(403, "text/plain; charset=utf-8", said))
+
+    do_HEAD = do_GET
+
+    def _send(self, answer: Answer) -> None:
+        self.send_response(answer.status)
+        head = {
+            "X-Content-Type-Options": "nosniff",
+            "Cache-Control": "no-store",
+            **answer.headers,
+            "Content-Type": answer.content_type,
+            "Content-Length": str(len(answer.body)),
+        }
+        for name, value in head.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(answer.body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing: the terminal belongs to the command."""
+
+
+def _own_names(host: str, port: int) -> frozenset[str] | None:
+    """Return the Host headers that name this server; None where any does, because all interfaces are served."""
+    bare = host.strip("[]").lower()
+    if bare in ("", "0.0.0.0", "::"):
+        return None
+    names = {bare, *(("127.0.0.1", "localhost", "::1") if is_loopback(bare) else ())}
+    names = {f"[{name}]" if ":" in name else name for name in names}
+    return frozenset({f"{name}:{port}" for name in names} | (names if port == 80 else set()))
+
+
+def _explained(error: OSError, port: int, host: str) -> OSError:
+    """Return the same error with words that say what to do."""
+    if error.errno == errno.EADDRINUSE:
+        message = f"port {port} on {host} is taken: choose another one, or 0 for a free one"
+    elif error.errno == errno.EACCES:
+        message = f"port {port} on {host} is not allowed: choose one from 1024 up"
+    else:
+        message = f"cannot serve on {host}:{port}: {error.strerror or error}; `host` must be an address of this machine"
+    return OSError(error.errno, message)
