@@ -10,6 +10,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -270,6 +271,24 @@ class BlockLayout:
         from dynaxx.layout.convert import layout_to_dense
 
         return layout_to_dense(self)
+
+    def plot(self, *, batch: int = 0, head: int = 0, ax: Any = None) -> Any:
+        """Draw one head with matplotlib: visible pairs, and the hidden pairs of partial blocks. For small layouts.
+
+        Args:
+            batch, head: entry to draw; 0 where the layout is shared.
+            ax: matplotlib axes to draw on; new ones by default.
+
+        Returns:
+            The axes. `layout.plot().figure.savefig("layout.svg")` keeps the picture.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+            ValueError: a batch entry or head that the layout does not have.
+        """
+        from dynaxx.layout.plot import plot_layout
+
+        return plot_layout(self, batch=batch, head=head, ax=ax)
 
     @cached_property
     def column_counts(self) -> Tensor:
