@@ -1,0 +1,95 @@
+"""Run a benchmark that prints JSON, and keep its rows with commit, machine, versions and date.
+
+    python benchmarks/record.py decode_suite --rows decode --title "Decoding on a CPU" -- \\
+        dynaxx bench --suite cpu --only decode --threads 1 --json
+
+writes benchmarks/results/decode_suite.json; `python benchmarks/render.py` puts it into the pages that name it.
+`--rows` names the list of rows in the benchmark's JSON, and `--columns` the fields to keep, in order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from dynaxx.lab.machine import machine_facts
+
+ROOT = Path(__file__).parent.parent
+KEPT_VERSIONS = ("torch", "triton", "transformers", "vllm")
+
+
+def commit() -> str:
+    """Return the short hash of HEAD, with `+changes` if tracked files differ from it."""
+    git = ["git", "-C", str(ROOT)]
+    head = subprocess.run([*git, "rev-parse", "--short=7", "HEAD"], capture_output=True, text=True, check=True)
+    status = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
+    return head.stdout.strip() + ("+changes" if status.stdout.strip() else "")
+
+
+def text_of(value: Any) -> str:
+    """Return a cell's text: numbers with four significant digits and thousands separated."""
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: ""}[value]
+    if isinstance(value, float):
+        return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def result_of(found: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """Return a result file's content from a benchmark's JSON."""
+    rows = found[args.rows]
+    if not rows:
+        raise SystemExit(f"error: `{args.rows}` of the benchmark's JSON is empty")
+    columns = args.columns.split(",") if args.columns else list(rows[0])
+    bars = [
+        {
+            "bar": f"{bar['name']}, {bar['workload']}",
+            "asked": text_of(bar["bar"]),
+            "measured": text_of(bar["value"]),
+            "met": bool(bar["ok"]),
+        }
+        for bar in found.get("bars", [])
+        if bar["ok"] is not None
+    ]
+    here = machine_facts()
+    return {
+        "title": args.title,
+        "command": shlex.join(args.command),
+        "commit": commit(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "recorded": "measured",
+        "device": ", ".join(here.gpus) or f"{here.cpu}, {here.cores} cores",
+        "versions": {name: here.versions[name] for name in KEPT_VERSIONS if name in here.versions},
+        "setting": args.setting,
+        "columns": columns,
+        "rows": [[text_of(row.get(column)) for column in columns] for row in rows],
+        "bars": bars,
+    }
+
+
+def main() -> None:
+    """Run the command and write its result file."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("name", help="the result file's name, without .json")
+    parser.add_argument("--rows", default="rows", help="the list of rows in the benchmark's JSON")
+    parser.add_argument("--columns", help="fields to keep, separated by commas; all by default")
+    parser.add_argument("--title", required=True)
+    parser.add_argument("--setting", default="", help="shapes, dtypes, and what is counted")
+    parser.add_argument("command", nargs="+", help="the benchmark, after --")
+    args = parser.parse_args()
+    run = subprocess.run(args.command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    if run.returncode not in (0, 1):  # 1: a bar was missed, which the file says
+        sys.exit(run.returncode)
+    path = ROOT / "benchmarks" / "results" / f"{args.name}.json"
+    path.write_text(json.dumps(result_of(json.loads(run.stdout), args), indent=1, ensure_ascii=False) + "\n")
+    print(f"wrote {path.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Write the tables of the documentation from the JSON files in benchmarks/results.
+
+    python benchmarks/render.py            # rewrite every table between its markers
+    python benchmarks/render.py --check    # exit with 1 if a page differs from its results
+
+A page asks for a table with two comment lines, and everything between them is replaced:
+
+    <!-- results: attention_gpu -->
+    <!-- /results -->
+
+`benchmarks/record.py` makes result files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+BLOCK = re.compile(r"<!-- results: (\w+) -->\n.*?<!-- /results -->", flags=re.DOTALL)
+# Every result file has exactly these fields.
+FIELDS = {
+    "title": str,  # what the table shows
+    "command": str,  # how to measure it again
+    "commit": str,  # of the code that was measured
+    "date": str,  # YYYY-MM-DD
+    "recorded": str,  # "measured", or the document and commit that the figures were transcribed from
+    "device": str,  # GPU or CPU
+    "versions": dict,  # distribution to version
+    "setting": str,  # shapes, dtypes, and what is counted
+    "columns": list,
+    "rows": list,  # lists of strings, as long as `columns`
+    "bars": list,  # {"bar", "asked", "measured", "met"}
+}
+
+
+def load_result(name: str) -> dict[str, Any]:
+    """Read one result file.
+
+    Raises:
+        ValueError: the file misses a field, has an unknown one, or has a row of another length than its columns.
+    """
+    result = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    if result.keys() != FIELDS.keys():
+        raise ValueError(f"{name}.json must have the fields {list(FIELDS)}, got {list(result)}")
+    for field, kind in FIELDS.items():
+        if not isinstance(result[field], kind):
+            raise ValueError(f"`{field}` of {name}.json must be a {kind.__name__}, got {result[field]!r}")
+    for row in result["rows"]:
+        if len(row) != len(result["columns"]):
+            raise ValueError(f"each row of {name}.json must have {len(result['columns'])} cells, got {row}")
+    return result
+
+
+def table(columns: list[str], rows: list[list[str]]) -> Iterator[str]:
+    """Yield the lines of a Markdown table; columns that hold numbers are aligned to the right."""
+    escaped = [[cell.replace("|", "\\|") for cell in row] for row in [columns, *rows]]
+    numeric = [
+        column > 0 and all(not row[column] or re.match(r"[*~<>+-]*[\d.]", row[column]) for row in rows)
+        for column in range(len(columns))
+    ]
+    yield "| " + " | ".join(escaped[0]) + " |"
+    yield "|" + "|".join("--:" if right else "---" for right in numeric) + "|"
+    for row in escaped[1:]:
+        yield "| " + " | ".join(row) + " |"
+
+
+def render(name: str) -> str:
+    """Return the Markdown of one result: its title, table, bars and origin."""
+    result = load_result(name)
+    lines = [f"**{result['title']}.** {result['setting']}.".replace("..", "."), ""]
+    lines += table(result["columns"], result["rows"])
+    if result["bars"]:
+        rows = [[bar["bar"], bar["asked"], bar["measured"], "met" if bar["met"] else "missed"] for bar in result["bars"]]
+        lines += ["", *table(["bar", "asked", "measured", "result"], rows)]
+    versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
+    origin = [result["device"], versions, f"commit {result['commit']}", result["date"]]
+    recorded = "" if result["recorded"] == "measured" else f" ({result['recorded']})"
+    lines += ["", "<small>" + " · ".join(filter(None, origin)) + recorded + "  "]
+    lines += [f"`{result['command']}`</small>{{ .origin }}"]
+    return "\n".join(lines)
+
+
+def rendered_page(text: str) -> str:
+    """Return a page's text with every block between markers made anew."""
+    return BLOCK.sub(lambda block: f"<!-- results: {block[1]} -->\n{render(block[1])}\n<!-- /results -->", text)
+
+
+def pages() -> list[Path]:
+    """Return every page that shows results."""
+    every = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return [page for page in every if BLOCK.search(page.read_text(encoding="utf-8"))]
+
+
+def main() -> int:
+    """Rewrite or check all pages; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if a page is out of date")
+    check = parser.parse_args().check
+    stale = 0
+    for page in pages():
+        text = page.read_text(encoding="utf-8")
+        new = rendered_page(text)
+        if new != text:
+            stale += 1
+            print(f"{'out of date' if check else 'rendered'}: {page.relative_to(ROOT)}")
+            if not check:
+                page.write_text(new, encoding="utf-8")
+    return int(check and stale > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
