@@ -77,7 +77,9 @@ def render(name: str) -> str:
     lines = [f"**{result['title']}.** {result['setting']}.".replace("..", "."), ""]
     lines += table(result["columns"], result["rows"])
     if result["bars"]:
-        rows = [[bar["bar"], bar["asked"], bar["measured"], "met" if bar["met"] else "missed"] for bar in result["bars"]]
+        rows = [
+            [bar["bar"], bar["asked"], bar["measured"], "met" if bar["met"] else "missed"] for bar in result["bars"]
+        ]
         lines += ["", *table(["bar", "asked", "measured", "result"], rows)]
     versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
     origin = [result["device"], versions, f"commit {result['commit']}", result["date"]]

@@ -47,7 +47,9 @@ def main() -> None:
     documents = dx.Documents((0, 330, 700, 1024)) & dx.Causal()
     layouts = {
         "SlidingWindow(200)\n| GlobalTokens(32)": pattern.layout(seqlen, block_size=64),
-        "SlidingWindow(128)\n| TopK(0.15)": dx.select_blocks(q, k, dx.SlidingWindow(128) | dx.TopK(0.15), block_size=64),
+        "SlidingWindow(128)\n| TopK(0.15)": dx.select_blocks(
+            q, k, dx.SlidingWindow(128) | dx.TopK(0.15), block_size=64
+        ),
         "Documents((0, 330, 700, 1024))\n& Causal()": documents.layout(seqlen, block_size=64),
     }
     draw(ASSETS / "layouts.svg", layouts)
