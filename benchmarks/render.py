@@ -8,6 +8,10 @@ A page asks for a table with two comment lines, and everything between them is r
     <!-- results: attention_gpu -->
     <!-- /results -->
 
+A sentence asks for one cell by file, row (the start of its first cell) and column:
+
+    <!-- value: prefill_llama8b; 131,072; speed-up -->2.57x<!-- /value -->
+
 `benchmarks/record.py` makes result files.
 """
 
@@ -24,6 +28,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 BLOCK = re.compile(r"<!-- results: (\w+) -->\n.*?<!-- /results -->", flags=re.DOTALL)
+VALUE = re.compile(r"<!-- value: (\w+); ([^;]+); ([^;]+?) -->.*?<!-- /value -->")
 # Every result file has exactly these fields.
 FIELDS = {
     "title": str,  # what the table shows
@@ -89,15 +94,29 @@ def render(name: str) -> str:
     return "\n".join(lines)
 
 
+def cell(name: str, row: str, column: str) -> str:
+    """Return one cell of a result, without emphasis.
+
+    Raises:
+        ValueError: no column of that name, or not exactly one row that starts so.
+    """
+    result = load_result(name)
+    rows = [each for each in result["rows"] if each[0].strip("*").startswith(row)]
+    if len(rows) != 1 or column not in result["columns"]:
+        raise ValueError(f"{name}.json must have one row {row!r} and a column {column!r}, got {result['columns']}")
+    return str(rows[0][result["columns"].index(column)]).strip("*")
+
+
 def rendered_page(text: str) -> str:
-    """Return a page's text with every block between markers made anew."""
+    """Return a page's text with everything between markers made anew."""
+    text = VALUE.sub(lambda v: f"<!-- value: {v[1]}; {v[2]}; {v[3]} -->{cell(v[1], v[2], v[3])}<!-- /value -->", text)
     return BLOCK.sub(lambda block: f"<!-- results: {block[1]} -->\n{render(block[1])}\n<!-- /results -->", text)
 
 
 def pages() -> list[Path]:
     """Return every page that shows results."""
     every = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    return [page for page in every if BLOCK.search(page.read_text(encoding="utf-8"))]
+    return [page for page in every if re.search("<!-- (results|value): ", page.read_text(encoding="utf-8"))]
 
 
 def main() -> int:

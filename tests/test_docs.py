@@ -1,8 +1,10 @@
 """Documents: their Python runs, their commands exist, their links lead somewhere, and they name no machine."""
 
+import importlib
 import os
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,6 +65,13 @@ def commands(page):
                 continue
 
 
+def with_helpers(script):
+    """The text of a script and of the modules beside it that it imports: one of them may declare an option."""
+    text = script.read_text(encoding="utf-8")
+    helpers = [script.parent / f"{name}.py" for name in re.findall(r"^(?:from|import) (\w+)", text, flags=re.MULTILINE)]
+    return text + "".join(helper.read_text(encoding="utf-8") for helper in helpers if helper.is_file())
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_commands_exist(page):
     """Of dynaxx, make, and our scripts: their names and options."""
@@ -82,7 +91,7 @@ def test_commands_exist(page):
             script = next((word for word in rest if re.match(r"(examples|benchmarks|tests)/.*\.py$", word)), None)
             if script is not None:
                 assert (ROOT / script).is_file(), said
-                text = (ROOT / script).read_text()
+                text = with_helpers(ROOT / script)
                 assert [each for each in options if each not in text] == [], said
 
 
@@ -107,3 +116,17 @@ def test_links_lead_somewhere(page):
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "Makefile", ROOT / "pyproject.toml"], ids=name_of)
 def test_no_machine_is_named(page):
     assert not re.search(r"/(home|root|work|tmp)/|file://", page.read_text(encoding="utf-8"))
+
+
+def test_tables_of_benchmarks_equal_their_results():
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        render = importlib.import_module("render")
+    finally:
+        sys.path.pop(0)
+    shown = set()
+    for page in render.pages():
+        text = page.read_text(encoding="utf-8")
+        assert render.rendered_page(text) == text, f"run `python benchmarks/render.py`: {name_of(page)}"
+        shown |= set(render.BLOCK.findall(text))
+    assert shown == {path.stem for path in render.RESULTS.glob("*.json")}, "every result is on a page"

@@ -32,26 +32,44 @@ class DenseReason(str, enum.ReprEnum):
         return member
 
     # The rule and the phase.
-    NO_RULE = "no rule", "The policy has no rule for the layer."
-    DECODE = "decode", "The call decodes one token, and the layer has no decode rule. Add a rule with `phase: decode`."
-    FEW_QUERIES = "fewer queries than one block", "The chunk or the prompt has fewer queries than `block_size`."
+    NO_RULE = "no rule", "The policy has no rule for the layer in this phase. Add one, or tune again."
+    DECODE = (
+        "decode",
+        "The call decodes, and the layer has no rule with `phase: decode`. `dynaxx tune --decode` looks for one.",
+    )
+    FEW_QUERIES = (
+        "fewer queries than one block",
+        "The prompt, or what a cached prefix left of it, has fewer queries than `block_size`.",
+    )
     OWN_PATTERN = (
         "layer has its own window",
         "The layer has a window or chunks of its own. A policy's rule does not change them.",
     )
     # The policy's state.
-    KILLED = "kill switch", "The kill switch is engaged."
-    NOT_CHOSEN = NOT_CHOSEN, "`rollout.share` or `rollout.flag` leaves this request dense."
+    KILLED = "kill switch", "The kill switch is engaged. Release it."
+    NOT_CHOSEN = NOT_CHOSEN, "`rollout.share` or `rollout.flag` leaves this request dense. Raise the share."
     ASKED_DENSE = ASKED_DENSE, "The caller asked for dense: `handle.request(sparse=False)`."
-    COMPARISON = "guard comparison", "The guard computes a request again, densely, to compare."
+    COMPARISON = (
+        "guard comparison",
+        "The guard computes a sampled prompt again, densely, to compare. `guard.kl_sample` says how often.",
+    )
     LAYER_LEFT_OUT = "layer not in the rollout", "`rollout.layers` leaves the layer out."
     LENGTH_LEFT_OUT = "length not in the rollout", "The length is outside `rollout.min_tokens` to `max_tokens`."
     # Lengths.
-    BELOW = "below dense_below", "No sequence of the call has as many keys as `dense_below` or `sparse_from` ask."
+    BELOW = (
+        "below dense_below",
+        "No sequence has as many keys as `dense_below` or `sparse_from` ask. Lower them if timings say that it pays.",
+    )
     # What arrived.
-    SHARDED = "heads are sharded", "Tensor parallelism gave this process some of the heads only."
+    SHARDED = (
+        "heads are sharded",
+        "Tensor parallelism gave this process some of the heads only. vLLM gives each rank its heads' rules.",
+    )
     DROPOUT = "attention dropout", "The model trains with attention dropout. Set `attention_dropout` to 0."
-    ARGUMENT = "unknown argument", "The attention call has an argument that is not served. The log names it."
+    ARGUMENT = (
+        "unknown argument",
+        "The attention call has an argument that is not served, such as a position bias. The log names it.",
+    )
     SHAPES = "q and k of other shapes", "q, k and v do not have the shapes of self-attention."
     NOT_CAUSAL = "not causal", "The layer attends to later tokens, too."
     MORE_QUERIES = "more queries than keys", "The call has more queries than keys."
@@ -59,25 +77,52 @@ class DenseReason(str, enum.ReprEnum):
         "mask is not boolean",
         "The caller passed a mask of numbers. Pass a boolean one, or a padding mask.",
     )
-    MASK_BY_HEAD = "mask differs by head", "The mask has one entry per head."
+    MASK_BY_HEAD = "mask differs by head", "The mask has one entry per head. Pass one for all heads."
     MASK_LENGTHS = "mask of other lengths", "The mask does not have the lengths of q and k."
-    MASK_KIND = "mask is not causal sequences", "The mask shows something else than causal sequences."
+    MASK_KIND = (
+        "mask is not causal sequences",
+        "The mask shows something else than causal sequences. Pad or pack the batch instead.",
+    )
     PADDING = "padding or prefix", "Queries of padding, or of a prefix that is visible in both directions."
     SCORES = "capped scores or sinks", "Decoding by page budgets does not serve softcap and sinks yet."
-    NO_CACHE = "cache unknown", "A decode rule, and the decoder gets no cache of transformers."
-    PAGE_SIZE = "pages of another size", "The decode rule's `block_size` does not divide the pages of the cache."
-    NO_TOKENS = "no token ids", "A rule by content, and the decoder got no `input_ids`."
-    NO_EARLIER_TOKENS = "token ids of earlier chunks unknown", "A rule by content, and the cache was filled elsewhere."
+    NO_CACHE = (
+        "cache unknown",
+        "A decode rule, and the decoder gets no cache of transformers. Use `DynamicCache` or `StaticCache`.",
+    )
+    PAGE_SIZE = (
+        "pages of another size",
+        "The decode rule's `block_size` does not divide the cache's `page_size`. Choose a multiple.",
+    )
+    NO_TOKENS = (
+        "no token ids",
+        "A rule by content, and the decoder got no `input_ids`. Pass them instead of `inputs_embeds`.",
+    )
+    NO_EARLIER_TOKENS = (
+        "token ids of earlier chunks unknown",
+        "A rule by content, and the cache was filled without its token ids. Fill it through the same model.",
+    )
     OTHER_TOKENS = "token ids of other lengths", "A rule by content, and the token ids do not fit the keys."
     # Fallbacks: a rule says sparse, and the call is dense.
-    GUARD = "guard", "The guard measured an error above its limit and made the layer dense."
-    RESTING = "resting after failures", "The layer's kernels failed several times in a row. It tries again later."
-    KERNEL_FAILED = "kernel failed", "A kernel raised an error. The log shows it once."
+    GUARD = (
+        "guard",
+        "The guard measured an error above its limit and made the layer dense. Tune again with recent prompts.",
+    )
+    RESTING = (
+        "resting after failures",
+        "The layer's kernels failed three times in a row. It tries again after 64 calls, then after twice as many.",
+    )
+    KERNEL_FAILED = (
+        "kernel failed",
+        "A kernel raised an error. The log shows it once; `dynaxx doctor` checks the machine.",
+    )
     COMPILE_FAILED = "compile failed", "A kernel did not compile. The log shows the error once."
     OUT_OF_MEMORY = "out of memory", "A kernel ran out of memory."
     NOT_DECIDED = "routing failed", "Deciding how to run the call raised an error. The log shows it once."
     # Compilers.
-    COMPILED = "torch.compile", "The model was compiled: compiled code has no run-time decisions."
+    COMPILED = (
+        "torch.compile",
+        "The model was compiled or exported: compiled code has no run-time decisions. Run the model eagerly.",
+    )
 
     @classmethod
     def of(cls, text: str) -> DenseReason:
