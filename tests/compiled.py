@@ -66,7 +66,7 @@ def compile_kernels(start: Callable[[], object], names: str, capfd: pytest.Captu
 
         return compile_only
 
-    tiles = (config.forward_tiles, config.backward_dq_tiles, config.backward_dkv_tiles)
+    tiles = (config.forward_tiles, config.backward_dq_tiles, config.backward_dkv_tiles, config.backward_dv_tiles)
     with pytest.MonkeyPatch.context() as patch, knobs.nvidia.scope(), knobs.compilation.scope():
         knobs.nvidia.dump_ptxas_log = True
         knobs.compilation.always_compile = True

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 import triton
 from triton.backends import backends
 
-from compiled import compile_kernels
+from compiled import SHARED_MEMORY, compile_kernels
 from dynaxx.kernels.hopper.support import TRITON
 from dynaxx.kernels.triton.attention import backward, forward
 from dynaxx.kernels.triton.attention.config import Tiles
@@ -36,12 +36,12 @@ MULTIPROCESSOR, RESERVED = 228 << 10, 1 << 10  # bytes of shared memory, and tho
 SLACK = 64  # bytes: Triton gives ptxas another order of the same instructions from run to run
 
 
-def tensors(head_dim, block, heads=HEADS, dtype=torch.bfloat16):
+def tensors(head_dim, block, heads=HEADS, dtype=torch.bfloat16, head_dim_v=None):
     """(do, dlse, q, k, v, out, lse), of which nothing is read, and a layout with bands and full blocks."""
-    q = torch.zeros(1, TOKENS, heads[0], head_dim, dtype=dtype)
-    k = torch.zeros(1, TOKENS, heads[1], head_dim, dtype=dtype)
+    q, out = (torch.zeros(1, TOKENS, heads[0], dim, dtype=dtype) for dim in (head_dim, head_dim_v or head_dim))
+    k, v = (torch.zeros(1, TOKENS, heads[1], dim, dtype=dtype) for dim in (head_dim, head_dim_v or head_dim))
     layout = SlidingWindow(300).layout(TOKENS, block_size=block, device="cpu")
-    return (q, None, q, k, k, q, torch.zeros(1, heads[0], TOKENS)), layout
+    return (out, None, q, k, v, out, torch.zeros(1, heads[0], TOKENS)), layout
 
 
 def forward_of(head_dim, block, attention_forward=forward.attention_forward, softcap=None, **given):
@@ -49,8 +49,8 @@ def forward_of(head_dim, block, attention_forward=forward.attention_forward, sof
     return lambda: attention_forward(q, k, v, layout, 0.1, softcap)
 
 
-def backward_of(head_dim, block, attention_backward=backward.attention_backward, softcap=None):
-    given, layout = tensors(head_dim, block)
+def backward_of(head_dim, block, attention_backward=backward.attention_backward, softcap=None, **sizes):
+    given, layout = tensors(head_dim, block, **sizes)
     return lambda: attention_backward(*given, layout, 0.1, softcap)
 
 
@@ -108,6 +108,15 @@ def test_portable_backward(head_dim, block, spilled, injected, capfd):
     found = compile_kernels(backward_of(head_dim, block), "bwd_(dq|dkv)_kernel", capfd)
     check(found, spilled.get(VERSION, (UNKNOWN, UNKNOWN)), injected)
     assert all(2 * (each.shared + RESERVED) <= MULTIPROCESSOR for each in found), "one program a multiprocessor"
+
+
+def test_portable_head_dim_512(capfd):
+    """Each kernel fits on a multiprocessor; dq spills before its loop, and all sums stay in registers."""
+    found = compile_kernels(forward_of(512, 128), "fwd_kernel", capfd)
+    found += compile_kernels(backward_of(512, 128), "bwd_(dq|dkv)_kernel", capfd)
+    spilled = {(3, 6): (48, 628, 28, 0), (3, 9): (UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN)}
+    check(found, spilled.get(VERSION, (UNKNOWN,) * 4))
+    assert all(each.shared <= SHARED_MEMORY for each in found)
 
 
 @pytest.mark.gpu
@@ -171,6 +180,21 @@ def test_hopper_backward(head_dim, block, one_pass, softcap, spilled, capfd, mon
     monkeypatch.setattr(backward, "backward_in_one_pass", lambda *sizes: one_pass)
     start = backward_of(head_dim, block, backward.attention_backward, softcap)
     check(compile_kernels(start, r"hopper_bwd_(dq_|dkv_|wide_dkv_)?kernel", capfd), spilled)
+
+
+@pytest.mark.gpu
+@gluon
+@pytest.mark.parametrize(("head_dim", "head_dim_v", "spilled"), [(80, 80, 150), (192, 128, 150), (160, 160, 1300)])
+def test_hopper_head_dims_between_tiles(head_dim, head_dim_v, spilled, capfd):
+    """The forward of tiles of 256 columns spills where it stores some of them, once for each row of blocks."""
+    from dynaxx.kernels.hopper.attention.backward import attention_backward
+    from dynaxx.kernels.hopper.attention.forward import attention_forward
+
+    sizes = {"head_dim_v": head_dim_v}
+    found = compile_kernels(forward_of(head_dim, 128, attention_forward, **sizes), "hopper_fwd", capfd)
+    found += compile_kernels(backward_of(head_dim, 128, attention_backward, **sizes), "hopper_bwd", capfd)
+    assert max(each.spilled for each in found) <= spilled + SLACK, found
+    assert max(each.shared for each in found) <= MULTIPROCESSOR - RESERVED
 
 
 @pytest.mark.gpu

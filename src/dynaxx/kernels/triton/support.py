@@ -11,7 +11,7 @@ from dynaxx.kernels.decode_problem import DecodeProblem
 from dynaxx.kernels.problem import AttentionProblem
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 MAX_PAGES = 16384  # keys that one program ranks in its registers
 MAX_LISTS = 8192
 

@@ -36,6 +36,8 @@ from dynaxx.kernels.triton.attention.config import (
     TMA_BLOCK,
     backward_dkv_tiles,
     backward_dq_tiles,
+    backward_dv_tiles,
+    dkv_apart,
     dkv_in_stages,
     dkv_span,
     dq_from_registers,
@@ -90,12 +92,15 @@ def _fill_dq(layout: BlockLayout, tensors: tuple[Tensor, ...], scale: float, sof
 def _fill_dkv(layout: BlockLayout, tensors: tuple[Tensor, ...], scale: float, softcap: float | None) -> None:
     _, q, k, v, *_, dk, dv = tensors
     split = split_columns(layout, q.shape[0], q.shape[2], k.shape[2])
-    if split is None:
-        repeated(_start_dkv, layout, tensors, scale, softcap)
-        return
     kv_block, head_dim = layout.block_size[1], q.shape[3]
-    sums = split.places(q, kv_block * (head_dim + v.shape[3]))
-    repeated(_start_dkv, layout, tensors, scale, softcap, split=split.to(p_sums=sums))
+    sums = None if split is None else split.places(q, kv_block * (head_dim + v.shape[3]))
+    for asked in ("dk", "dv") if dkv_apart(head_dim, v.shape[3]) else ("dk and dv",):
+        if split is None:
+            repeated(_start_dkv, layout, tensors, scale, softcap, asked)
+        else:
+            repeated(_start_dkv, layout, tensors, scale, softcap, asked, split=split.to(p_sums=sums))
+    if split is None or sums is None:
+        return
     sum_parts(sums[:, : kv_block * head_dim], dk, split, layout, kv_block, scale)
     sum_parts(sums[:, kv_block * head_dim :], dv, split, layout, kv_block)
 
@@ -163,10 +168,12 @@ def _start_dkv(
     dv: Tensor,
     scale: float,
     softcap: float | None,
+    asked: str,
     split: dict[str, Any] | None = None,
 ) -> Launch | None:
     tma = min(layout.block_size) >= TMA_BLOCK and steps_by_tma(do, q, k, v)
-    tiles = backward_dkv_tiles(q.device, q.dtype, q.shape[3], v.shape[3], layout.block_size, tma)
+    choose = backward_dv_tiles if asked == "dv" else backward_dkv_tiles
+    tiles = choose(q.device, q.dtype, q.shape[3], v.shape[3], layout.block_size, tma)
     split = split or no_split(dk)
     per_block = layout.block_size[1] // tiles.block_n
     programs = (layout.kv_blocks * k.shape[0] * k.shape[2] + split_programs(split)) * per_block
@@ -185,6 +192,7 @@ def _start_dkv(
         TMA=tma,
         STAGED=dkv_in_stages(q.device, tiles, q.shape[3], v.shape[3], tma),
         PER_HEAD=q.dtype == torch.float32,
+        ASKED=asked,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         num_warps=tiles.num_warps,

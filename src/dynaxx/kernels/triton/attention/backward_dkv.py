@@ -53,6 +53,7 @@ def _accumulate_dkv(
     TMA: tl.constexpr,
     NARROW: tl.constexpr,
     STAGED: tl.constexpr,
+    ASKED: tl.constexpr,
 ):
     """Add what the `count` q blocks from entry `first` give; queries past the end have lse = inf and give nothing."""
     BLOCK_N: tl.constexpr = b_k.shape[0]
@@ -116,13 +117,16 @@ def _accumulate_dkv(
                 r, c = inner_q[None, :], part_k + o_k
                 visible = visible_elements(masks, code, r, c, Q_BLOCK, KV_BLOCK)
                 weights = tl.where(visible, weights, 0.0)
-        if not EARLY:
+        if not EARLY and ASKED != "dk":
             dv = tl.dot(weights.to(b_do.dtype), b_do, dv, input_precision="ieee")
-            dp = tl.dot(b_v, tl.trans(b_do), input_precision="ieee")
-        ds = weights * (dp - delta[None, :]) * slope
-        if EARLY:
+        if ASKED != "dv":
+            if not EARLY:
+                dp = tl.dot(b_v, tl.trans(b_do), input_precision="ieee")
+            ds = weights * (dp - delta[None, :]) * slope
+        if EARLY and ASKED != "dk":
             dv = tl.dot(weights.to(b_do.dtype), b_do, dv, input_precision="ieee")
-        dk = tl.dot(ds.to(b_q.dtype), b_q, dk, input_precision="ieee")
+        if ASKED != "dv":
+            dk = tl.dot(ds.to(b_q.dtype), b_q, dk, input_precision="ieee")
     return dk, dv
 
 
@@ -185,6 +189,7 @@ def sparse_attention_bwd_dkv_kernel(
     TMA: tl.constexpr,
     HAS_PARTS: tl.constexpr,
     STAGED: tl.constexpr,  # full tiles of q and do come apart, as far ahead as shared memory lets each
+    ASKED: tl.constexpr,  # "dk", "dv" or "dk and dv"
     PER_HEAD: tl.constexpr,  # sum the heads of a group apart: exact fp32 needs short sums, and has the registers
 ):
     """dk and dv of a tile of keys of one kv head."""
@@ -253,16 +258,20 @@ def sparse_attention_bwd_dkv_kernel(
                 first, count = start + partial, total - partial
             dk, dv = _accumulate_dkv(
                 dk, dv, b_k, b_v, part_k, q, do, values_head, scale, cap, p_indices, p_codes, first, count, masks,
-                i_pass == 0, D, E, Q_BLOCK, KV_BLOCK, BLOCK_M, CAPPED, TMA, NARROW, STAGED,
+                i_pass == 0, D, E, Q_BLOCK, KV_BLOCK, BLOCK_M, CAPPED, TMA, NARROW, STAGED, ASKED,
             )  # fmt: skip
         if PER_HEAD:
             dk, dv = sum_dk + dk, sum_dv + dv
     if HAS_PARTS:
         SUMS: tl.constexpr = KV_BLOCK * (D + E)
         p_sums += tl.maximum(slot, 0).to(tl.int64) * SUMS
-        store_part(p_sums, tl.minimum(slot, 0), dk, part_k + o_k, KV_BLOCK, D, BLOCK_D)
-        store_part(p_sums + KV_BLOCK * D, tl.minimum(slot, 0), dv, part_k + o_k, KV_BLOCK, E, BLOCK_E)
+        if ASKED != "dv":
+            store_part(p_sums, tl.minimum(slot, 0), dk, part_k + o_k, KV_BLOCK, D, BLOCK_D)
+        if ASKED != "dk":
+            store_part(p_sums + KV_BLOCK * D, tl.minimum(slot, 0), dv, part_k + o_k, KV_BLOCK, E, BLOCK_E)
         pos_k = tl.where(slot == WHOLE, pos_k, -1)
     first_row = i_b * seqlen_k * kv_heads + i_hk
-    store_rows(p_dk + first_row * D, dk * scale, pos_k, kv_heads * D, seqlen_k, D, BLOCK_D)
-    store_rows(p_dv + first_row * E, dv, pos_k, kv_heads * E, seqlen_k, E, BLOCK_E)
+    if ASKED != "dv":
+        store_rows(p_dk + first_row * D, dk * scale, pos_k, kv_heads * D, seqlen_k, D, BLOCK_D)
+    if ASKED != "dk":
+        store_rows(p_dv + first_row * E, dv, pos_k, kv_heads * E, seqlen_k, E, BLOCK_E)

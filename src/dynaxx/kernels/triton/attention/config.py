@@ -67,6 +67,8 @@ def forward_tiles(
     elif tma and wide <= 64:
         large = min(block_size) >= 128 and feeds_registers(device)
         tiles = Tiles(128, 128, 4, 2, 255) if large else Tiles(64, 64, 4, 2, 128)
+    elif wide > 256:  # sums of 64 queries fill half of the registers of eight warps
+        tiles = Tiles(64, 32, 8, 2)
     elif tma:
         tiles = Tiles(128, 64, 8, 2, 128) if wide <= 128 else Tiles(128, 64, 8, 2)
     elif wide <= 64:
@@ -77,9 +79,12 @@ def forward_tiles(
     return _fit(tiles, block_size, dtype, stay, move, shared_memory(device), tma)
 
 
-def forward_loop(tiles: Tiles, tma: bool) -> Loop:
-    """The order of products, see `forward_row`: few warps on a multiprocessor must each overlap their own."""
-    if not tma:
+def forward_loop(tiles: Tiles, head_dim: int, head_dim_v: int, tma: bool) -> Loop:
+    """The order of products, see `forward_row`: few warps on a multiprocessor must each overlap their own.
+
+    Above head_dim 256 sums and scores of two tiles at a time find no registers.
+    """
+    if not tma or max(padded(head_dim), padded(head_dim_v)) > 256:
         return "in turn"
     return "ahead" if tiles.max_registers else "overlapped"
 
@@ -99,6 +104,8 @@ def backward_dq_tiles(
     elif tma and wide <= 128:
         roomy = block_size[0] >= 128 and shared_memory(device) >= 164 << 10
         tiles = Tiles(128, 64, 8, 3) if roomy else Tiles(64, 64, 4, 2)  # the former reads half as much from L2
+    elif wide > 256:
+        tiles = Tiles(64, 32, 8, 1)
     elif tma:
         tiles = Tiles(128, 32, 8, 2)
     else:
@@ -117,13 +124,37 @@ def backward_dkv_tiles(
         tiles = Tiles(32, 32 if wide <= 64 else 16, 4, 1)
     elif tma and wide <= 128:
         tiles = Tiles(64, 64, 4, 3 if wide <= 64 else 2)
+    elif wide > 256:  # of dk alone, see `dkv_apart`
+        tiles = Tiles(32, 64, 8, 1)
     elif tma:
         tiles = Tiles(64, 64, 8, 1)
     else:
         tiles = Tiles(32, 64, 4, 3) if wide <= 128 else Tiles(32, 64, 8, 1)
     both = padded(head_dim) + padded(head_dim_v)
+    return _fit_turned(tiles, block_size, dtype, both, both, shared_memory(device), tma)
+
+
+@tunable
+def backward_dv_tiles(
+    device: torch.device, dtype: torch.dtype, head_dim: int, head_dim_v: int, block_size: tuple[int, int], tma: bool
+) -> Tiles:
+    """Tile sizes for the dkv kernel where it computes dv alone: k stays, q and do pass by. See `dkv_apart`."""
+    tiles = Tiles(32, 16, 4, 1) if dtype == torch.float32 else Tiles(32, 64, 8, 2)
+    both = padded(head_dim) + padded(head_dim_v)
+    return _fit_turned(tiles, block_size, dtype, padded(head_dim), both, shared_memory(device), tma)
+
+
+def dkv_apart(head_dim: int, head_dim_v: int) -> bool:
+    """Whether dk and dv come from a launch each, as the registers do not hold the sums of both."""
+    return max(padded(head_dim), padded(head_dim_v)) > 256
+
+
+def _fit_turned(
+    tiles: Tiles, block_size: tuple[int, int], dtype: torch.dtype, stay: int, move: int, limit: int, tma: bool
+) -> Tiles:
+    """`_fit` where `block_n` rows stay and `block_m` rows pass by."""
     turned = replace(tiles, block_m=tiles.block_n, block_n=tiles.block_m)
-    turned = _fit(turned, block_size[::-1], dtype, both, both, shared_memory(device), tma)
+    turned = _fit(turned, block_size[::-1], dtype, stay, move, limit, tma)
     return replace(turned, block_m=turned.block_n, block_n=turned.block_m)
 
 
@@ -138,7 +169,7 @@ def _fit(
     tiles = replace(
         tiles, block_m=min(tiles.block_m, block_size[0]), block_n=min(tiles.block_n, max(block_size[1], 64))
     )
-    wide = tma and stay >= 512 and tiles == asked  # its accumulators need the registers of eight warps
+    wide = (tma and stay >= 512 and tiles == asked) or move > 512  # sums need the registers of eight warps
     if tiles.block_m * tiles.block_n <= 64 * 64 and not wide:
         tiles = replace(tiles, num_warps=4, max_registers=tiles.max_registers if tiles == asked else None)
     while (tiles.block_m * stay + tiles.num_stages * tiles.block_n * move) * dtype.itemsize > limit:

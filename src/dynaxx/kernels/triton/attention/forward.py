@@ -272,7 +272,7 @@ def _start_forward(
         CAPPED=softcap is not None,
         ORDERED=ordered and maxima != AGAIN.value,
         TMA=tma,
-        LOOP=forward_loop(tiles, tma),
+        LOOP=forward_loop(tiles, head_dim, head_dim_v, tma),
         MAXIMA=maxima,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
