@@ -21,7 +21,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.testing import do_bench
 
-from dynaxx.kernels.triton.nsa import config as native_config
+from dynaxx.kernels.gpu.nsa import config as native_config
 from dynaxx.lab.machine import need_gpu
 from dynaxx.layout.nsa import NativeSizes
 from dynaxx.ops.native_branches import compressed_attention, gated_sum, window_attention

@@ -10,9 +10,9 @@ import torch
 from native import DIM, HEADS, SIZES, block_indices, inputs_of, parts_of
 from torch.profiler import ProfilerActivity, profile
 
-from dynaxx.kernels.triton.nsa import config as native_config
+from dynaxx.kernels.gpu.nsa import config as native_config
+from dynaxx.kernels.gpu.nsa.config import KeyTiles, QueryTiles
 from dynaxx.kernels.triton.nsa import operators as native
-from dynaxx.kernels.triton.nsa.config import KeyTiles, QueryTiles
 from dynaxx.lab.machine import need_gpu
 from dynaxx.ops.selected import selected_attention
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from triton import knobs
@@ -55,20 +57,29 @@ def compile_kernels(start: Callable[[], object], names: str, capfd: pytest.Captu
     """
     found: list[Compiled] = []
 
-    def launched(kernel: LightLaunch, grid: tuple[int, ...]) -> Callable[..., None]:
-        def compile_only(*arguments, **named):
-            name = kernel.kernel.__name__
-            if re.search(names, name):
-                capfd.readouterr()
-                patch.setattr(kernel.kernel, "device_caches", defaultdict(kernel.kernel.create_binder))
-                compiled = kernel.kernel.warmup(*arguments, grid=grid, **named)
-                found.append(read_log(name, capfd.readouterr().out, compiled.metadata.shared))
+    def compile_only(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        name = kernel.__name__
+        if re.search(names, name):
+            capfd.readouterr()
+            patch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))
+            compiled = kernel.warmup(*arguments, grid=grid, **named)
+            found.append(read_log(name, capfd.readouterr().out, compiled.metadata.shared))
 
-        return compile_only
+    with compiling(compile_only) as patch:
+        knobs.nvidia.dump_ptxas_log = True
+        start()
+    return found
+
+
+@contextmanager
+def compiling(launch_instead: Callable[..., None]) -> Iterator[pytest.MonkeyPatch]:
+    """Within it a launch calls `launch_instead(kernel, grid, arguments, named)`, and Triton compiles for an H100."""
+
+    def launched(kernel: LightLaunch, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *arguments, **named: launch_instead(kernel.kernel, grid, arguments, named)
 
     tiles = (config.forward_tiles, config.backward_dq_tiles, config.backward_dkv_tiles, config.backward_dv_tiles)
     with pytest.MonkeyPatch.context() as patch, knobs.nvidia.scope(), knobs.compilation.scope():
-        knobs.nvidia.dump_ptxas_log = True
         knobs.compilation.always_compile = True
         patch.setattr(config, "shared_memory", lambda device: SHARED_MEMORY)
         patch.setattr(launch, "interpreted", lambda: True)  # so that tiles come by TMA, on CPU tensors
@@ -77,11 +88,10 @@ def compile_kernels(start: Callable[[], object], names: str, capfd: pytest.Captu
             choose.cache_clear()
         patch.setattr(driver, "_active", _Hopper())
         try:
-            start()
+            yield patch
         finally:
             for choose in tiles:
                 choose.cache_clear()
-    return found
 
 
 def read_log(name: str, log: str, shared: int) -> Compiled:

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import dynaxx
 
 ROOMS = (
@@ -77,6 +79,81 @@ def test_rooms_import_only_from_rooms_before_them():
         assert room in (*ROOMS, "testing"), f"{path} is in no room; add it to the order"
         wrong += [f"{path.relative_to(SOURCE)} imports {other}" for other in imported_rooms(path) - {room}
                   if other not in may_import(room)]  # fmt: skip
+    assert not wrong, "\n".join(wrong)
+
+
+def imports_of(path: Path) -> list[str]:
+    """Modules of this package that a file imports, anywhere but for type checking; names of a module included."""
+    found: list[str] = []
+    package = ("dynaxx", *path.relative_to(SOURCE).parts[:-1])
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    branches = [node for node in ast.walk(tree) if isinstance(node, ast.If)]
+    types_only = {id(x) for node in branches if "TYPE_CHECKING" in ast.dump(node.test) for x in ast.walk(node)}
+    for node in ast.walk(tree):
+        if id(node) in types_only:
+            continue
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
+            module = ".".join(filter(None, (base, node.module)))
+            found += [module, *(f"{module}.{alias.name}" for alias in node.names)]
+    return [name for name in found if name.startswith("dynaxx.")]
+
+
+def import_graph(room: str) -> dict[str, set[str]]:
+    """Which modules of a room each of its modules imports; of a package and a module in it, only the latter."""
+    files = [SOURCE / f"{room}.py"] if (SOURCE / f"{room}.py").exists() else [*(SOURCE / room).rglob("*.py")]
+    name_of = lambda path: ".".join(("dynaxx", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(
+        ".__init__"
+    )
+    modules = {name_of(path): path for path in files}
+    graph = {}
+    for name, path in modules.items():
+        found = [each for each in imports_of(path) if each in modules]
+        graph[name] = {each for each in found if not any(other.startswith(f"{each}.") for other in found)} - {name}
+    return graph
+
+
+def circle_in(graph: dict[str, set[str]]) -> list[str]:
+    """A circle of imports, first module last again; empty where there is none."""
+    done: set[str] = set()
+
+    def walk(name: str, path: list[str]) -> list[str]:
+        if name in path:
+            return [*path[path.index(name) :], name]
+        if name in done:
+            return []
+        for other in sorted(graph[name]):
+            if found := walk(other, [*path, name]):
+                return found
+        done.add(name)
+        return []
+
+    return next((found for name in sorted(graph) if (found := walk(name, []))), [])
+
+
+@pytest.mark.parametrize("room", ["kernels"])
+def test_no_imports_go_round_in_a_room(room):
+    assert not circle_in(import_graph(room)), " -> ".join(circle_in(import_graph(room)))
+
+
+def test_a_circle_is_found():
+    assert circle_in({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["b", "c", "b"]
+
+
+# `gpu` is what both GPU backends share; the CPU's may build on the definition.
+MAY_USE = {"gpu": (), "hopper": ("gpu",), "triton": ("gpu",), "cpu": ("reference",), "reference": ()}
+
+
+@pytest.mark.parametrize("backend", MAY_USE)
+def test_no_backend_imports_its_sibling(backend):
+    siblings = {*MAY_USE} - {backend, *MAY_USE[backend]}
+    files = [*(SOURCE / "kernels" / backend).rglob("*.py")]
+    imported = [(path.relative_to(SOURCE), name) for path in files for name in imports_of(path)]
+    of_siblings = tuple(f"dynaxx.kernels.{sibling}." for sibling in siblings)
+    wrong = [f"{path} imports {name}" for path, name in imported if f"{name}.".startswith(of_siblings)]
+    assert files
     assert not wrong, "\n".join(wrong)
 
 

@@ -59,6 +59,7 @@ _SOURCES = {
     "dynaxx.selection.pages": ("PageBudget",),
     "dynaxx.selection.page_plan": ("PagePlan",),
     "dynaxx.ops": ("SparseAttentionOutput", "explain", "merge_states", "sparse_attention"),
+    "dynaxx.ops.explain": ("explain_decode", "explain_selection"),
     "dynaxx.ops.autotune": ("autotune",),
     "dynaxx.ops.decode": ("select_pages", "sparse_decode", "summarize_pages"),
     "dynaxx.layout.nsa": ("NativeSizes", "native_spans"),

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 import dynaxx as dx
+from dynaxx.kernels.registry import NSA
 from dynaxx.layout.nsa import NativeSizes, native_spans
 from dynaxx.ops import nsa as native
 from dynaxx.ops.nsa import compress, compression_windows, native_sparse_attention, select_native
-from dynaxx.ops.selected import native_module, native_problem, selected_attention
+from dynaxx.ops.selected import nsa_problem, selected_attention
 from dynaxx.patterns.compressed import Compressed
 from dynaxx.testing.native import random_selected_case
 from nsa_oracle import nsa_oracle, windows_of
@@ -199,8 +200,8 @@ def test_bad_sizes(changes, words):
 
 def test_hopper_leaves_wide_heads_to_triton():
     q = torch.zeros(8, 16, 256, dtype=torch.bfloat16)
-    problem = native_problem(q, q[:, :1], q[:, :1], 64)
-    reasons = native_module("hopper").unsupported_reasons(problem)
+    problem = nsa_problem(q, q[:, :1], q[:, :1], 64)
+    reasons = NSA.reasons("hopper", problem)
     assert any("up to 128 for selected blocks, got 256" in reason for reason in reasons)
 
 

@@ -8,9 +8,10 @@ import random
 import pytest
 import torch
 
+from dynaxx.kernels.gpu.nsa import selected as shared
+from dynaxx.kernels.gpu.nsa.query_unions import unions
 from dynaxx.kernels.reference import nsa as definition
 from dynaxx.kernels.triton.nsa import operators as native
-from dynaxx.kernels.triton.nsa.query_unions import unions
 from dynaxx.layout.nsa import NativeSizes, native_spans
 from dynaxx.ops.nsa import compress, native_sparse_attention
 from dynaxx.testing import make_qkv
@@ -38,11 +39,11 @@ def check(case, gradients=True):
 @pytest.mark.parametrize("seed", [5, 11, 12, 20])
 def test_random_cases(seed, schedule, monkeypatch):
     """fp32 and fp16, since the interpreter does not multiply bf16; by either schedule, cut into chunks and items."""
-    monkeypatch.setattr(native.config, "choose_schedule", lambda group_size: schedule)
-    monkeypatch.setattr(native.config, "AGREE", seed % 2)  # always by query, or always by key
-    monkeypatch.setattr(native, "PARTIAL_BYTES", 1 << 15)
-    monkeypatch.setattr(native, "PARTIAL_GRAD_BYTES", 1 << 15)
-    monkeypatch.setattr(native.config, "item_length", lambda group_size, chunked: 8)
+    monkeypatch.setattr(shared.config, "choose_schedule", lambda group_size: schedule)
+    monkeypatch.setattr(shared.config, "AGREE", seed % 2)  # always by query, or always by key
+    monkeypatch.setattr(shared, "PARTIAL_BYTES", 1 << 15)
+    monkeypatch.setattr(shared, "PARTIAL_GRAD_BYTES", 1 << 15)
+    monkeypatch.setattr(shared.config, "item_length", lambda group_size, chunked: 8)
     sizes = {"head_dims": (16, 24), "lengths": (0, 1, 13, 20), "groups": (1, 2, 3, 4, 16)}
     check(random_selected_case(seed, dtype=torch.float16 if seed % 2 else torch.float32, device=DEVICE, **sizes))
 
@@ -81,7 +82,7 @@ def check_selection(q, k, lse, spans, heads, kernels=native):
 @runs_here
 @pytest.mark.parametrize("seed", range(8))
 def test_selection(seed, monkeypatch):
-    from dynaxx.kernels.triton.nsa import select as native_select
+    from dynaxx.kernels.gpu.nsa import select as native_select
 
     monkeypatch.setattr(native_select, "SCORE_BYTES", 1 << 10)
     q, k, spans, heads = selection_case(seed)
@@ -93,7 +94,7 @@ def test_selection(seed, monkeypatch):
 @pytest.mark.parametrize(("count", "step"), [(384, 128), (256, 64)])
 def test_units_hold_every_token_that_rows_see_once(count, step):
     """Of any run of tiles; parts of a tile differ by a step at most, and say what its first row sees."""
-    from dynaxx.kernels.triton.nsa import select as native_select
+    from dynaxx.kernels.gpu.nsa import select as native_select
 
     spans = native_spans(NativeSizes(), (0, 1, 301, 301, 9000), (0, 1, 301, 308, 9050), device="cpu")
     tiles = native_select._tiles_of(spans, 64)
@@ -143,7 +144,7 @@ def test_ties_take_the_first_blocks():
 @pytest.mark.parametrize("blocks", [16, 112, 240, 528, 1040])
 def test_choices_of_equal_scores(blocks, pool):
     """Scores of few values in rows of any length: exactly the definition's choice, whatever lies behind a row's end."""
-    from dynaxx.kernels.triton.nsa.top import top_blocks
+    from dynaxx.kernels.gpu.nsa.top import top_blocks
 
     sizes = NativeSizes(8, 4, 16, 13, 1, 2, pool=pool)
     rng = torch.Generator().manual_seed(blocks)
@@ -169,10 +170,10 @@ def test_gated_sum(dim):
     gates = torch.rand(37, 3, 3, dtype=dtype, device=DEVICE, requires_grad=True)
     do = torch.randn(37, 3, dim, dtype=dtype, device=DEVICE)
     want = definition.gated_sum(tuple(outs), gates)
-    got = native.gated_sum_forward(tuple(outs), gates)
+    got = native.gating.gated_sum_forward(tuple(outs), gates)
     assert torch.allclose(got, want, atol=1e-6)
     grads = torch.autograd.grad(want, [*outs, gates], do)
-    for one, other in zip(native.gated_sum_backward(do, tuple(outs), gates), grads, strict=True):
+    for one, other in zip(native.gating.gated_sum_backward(do, tuple(outs), gates), grads, strict=True):
         assert torch.allclose(one, other, atol=1e-5)
 
 
@@ -186,17 +187,17 @@ def test_pooled_windows(window, stride, dim, tokens, weighted):
     weight = torch.rand(window, 3, device=DEVICE, requires_grad=True) if weighted else None
     windows = definition.compression_windows(x, spans)
     want = windows.mean(1) if weight is None else torch.einsum("wlhd,lh->whd", windows, weight)
-    assert torch.allclose(native.pool_forward(x, weight, spans), want, atol=1e-5)
+    assert torch.allclose(native.pooling.pool_forward(x, weight, spans), want, atol=1e-5)
     do = torch.randn_like(want)
     grads = torch.autograd.grad(want, [x] if weight is None else [x, weight], do)
-    for got, expected in zip(native.pool_backward(do, x, weight, spans), grads, strict=False):
+    for got, expected in zip(native.pooling.pool_backward(do, x, weight, spans), grads, strict=False):
         assert torch.allclose(got, expected, atol=1e-4)
 
 
 @runs_here
 @pytest.mark.parametrize("seed", range(6))
 def test_items_hold_every_entry_once_in_order(seed):
-    from dynaxx.kernels.triton.nsa.key_items import items
+    from dynaxx.kernels.gpu.nsa.key_items import items
 
     rng, length = random.Random(seed), (2, 8, 64)[seed % 3]
     torch.manual_seed(seed)
@@ -249,10 +250,10 @@ def test_the_whole_of_it():
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("seed", range(12))
 def test_random_cases_on_a_gpu(seed, schedule, dtype, monkeypatch):
-    monkeypatch.setattr(native.config, "choose_schedule", lambda group_size: schedule)
-    monkeypatch.setattr(native.config, "AGREE", seed % 2)
-    monkeypatch.setattr(native, "PARTIAL_BYTES", 1 << 22)
-    monkeypatch.setattr(native, "PARTIAL_GRAD_BYTES", 1 << 22)
+    monkeypatch.setattr(shared.config, "choose_schedule", lambda group_size: schedule)
+    monkeypatch.setattr(shared.config, "AGREE", seed % 2)
+    monkeypatch.setattr(shared, "PARTIAL_BYTES", 1 << 22)
+    monkeypatch.setattr(shared, "PARTIAL_GRAD_BYTES", 1 << 22)
     check(random_selected_case(1000 + seed, dtype=dtype, device=DEVICE, head_dims=(64, 128, 256, 40),
                                lengths=(0, 1, 130, 300, 517)))  # fmt: skip
 
@@ -271,7 +272,7 @@ def test_selection_on_a_gpu(seed, dtype):
 @on_gpu
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_two_runs_agree_bit_for_bit(schedule, monkeypatch):
-    monkeypatch.setattr(native.config, "choose_schedule", lambda group_size: schedule)
+    monkeypatch.setattr(shared.config, "choose_schedule", lambda group_size: schedule)
     case = random_selected_case(7, dtype=torch.bfloat16, device=DEVICE, head_dims=(64,), lengths=(900,))
     leaves = [x.requires_grad_() for x in (case.q, case.k, case.v)]
 

@@ -270,7 +270,7 @@ def test_int8_scores(dtype):
 
 def assert_two_stages(device, shapes, dtype):
     """The kernels' scores of candidates, some rows at a time, beside those of torch."""
-    from dynaxx.kernels.candidates import Candidates
+    from dynaxx.kernels.contract import Candidates
     from dynaxx.kernels.triton.selection.int8_scores import int8_scores, quantised_keys
     from dynaxx.kernels.triton.selection.query_scores import query_scores
     from dynaxx.selection.scorers.pooling import mean_tiles

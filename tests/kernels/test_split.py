@@ -15,9 +15,8 @@ from interpreter import DEVICE, run_interpreted, runs_here, starts_interpreter
 
 pytest.importorskip("triton")
 import dynaxx.kernels.gpu.schedule.split as split_module
-from dynaxx.kernels.gpu.schedule.split import Lines, split_columns, split_rows
+from dynaxx.kernels.gpu.schedule.split import Lines, longest_part, split_columns, split_rows
 from dynaxx.kernels.gpu.schedule.split_sums import merge_parts, sum_parts
-from dynaxx.kernels.triton.attention.config import longest_part
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")

@@ -44,8 +44,7 @@ def test_long_problems_are_checked_shorter_and_say_so(only_reference, monkeypatc
 
 def fake(monkeypatch, **functions):
     monkeypatch.setattr(doctor, "BACKENDS", ("triton",))
-    monkeypatch.setattr(dispatch, "load_backend", lambda name: SimpleNamespace(**functions))
-    monkeypatch.setattr("dynaxx.ops.attention.load_backend", lambda name: SimpleNamespace(**functions))
+    monkeypatch.setattr("dynaxx.kernels.registry._imported", lambda name: SimpleNamespace(**functions))
     return doctor.diagnose(q_heads=2, kv_heads=1, head_dim=16, seqlen=64, block_size=16)
 
 

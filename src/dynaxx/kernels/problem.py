@@ -1,4 +1,4 @@
-"""`AttentionProblem`: what a backend needs to know to say yes or no."""
+"""What a backend needs to know of a call to say whether it can serve: shapes and dtypes, without data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True)
 class AttentionProblem:
-    """The shape and kind of one attention call, without its data."""
+    """Attention over a layout, or selected attention, whose q blocks are single positions."""
 
     device: torch.device
     dtype: torch.dtype
@@ -36,3 +36,44 @@ class AttentionProblem:
             f"{self.seqlen_q} x {self.seqlen_k} tokens, {self.q_heads}/{self.kv_heads} heads of "
             f"{self.head_dim}/{self.head_dim_v}, blocks of {self.block_size[0]}x{self.block_size[1]}{cap}{grad}"
         )
+
+
+@dataclass(frozen=True)
+class DecodeProblem:
+    """A decoding step over a cache."""
+
+    device: torch.device
+    dtype: torch.dtype
+    cache_dtype: torch.dtype
+    batch: int
+    seqlen_q: int
+    max_seqlen_k: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    page_size: int
+    paged: bool
+
+    def __str__(self) -> str:
+        name = lambda dtype: str(dtype).removeprefix("torch.")
+        kind = "a paged" if self.paged else "a contiguous"
+        return (
+            f"decoding on {self.device} in {name(self.dtype)} over {kind} {name(self.cache_dtype)} cache: "
+            f"batch {self.batch}, {self.seqlen_q} queries, up to {self.max_seqlen_k} keys, "
+            f"{self.q_heads}/{self.kv_heads} heads of {self.head_dim}/{self.head_dim_v}, pages of {self.page_size}"
+        )
+
+
+@dataclass(frozen=True)
+class SelectionProblem:
+    """Scores of blocks, and the choice among those of a row where there is one."""
+
+    device: torch.device
+    q_blocks: int | None = None  # None: scores alone are asked for
+    kv_blocks: int | None = None
+    rule: str = ""
+    by_amount: bool = True  # whether the rule is a number, a share or a threshold for each row or head
+
+    def __str__(self) -> str:
+        return f"selection on {self.device}: {self.rule} among {self.q_blocks} x {self.kv_blocks} blocks"

@@ -1,7 +1,7 @@
 """Public functions: they document, check, choose a backend and call it. No math."""
 
 from dynaxx.ops.attention import SparseAttentionOutput, sparse_attention
-from dynaxx.ops.dispatch import explain
+from dynaxx.ops.explain import explain
 from dynaxx.ops.merge import merge_states
 
 __all__ = ["SparseAttentionOutput", "explain", "merge_states", "sparse_attention"]

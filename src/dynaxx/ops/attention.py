@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from dynaxx.arguments import typed
+from dynaxx.kernels.registry import ATTENTION
 from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout import BlockLayout, CuSeqlens, PackedLayout
 from dynaxx.ops.checks import check_inputs, check_packed, check_sinks
-from dynaxx.ops.dispatch import backend_for, check_name, load_backend, score_options
+from dynaxx.ops.dispatch import backend_for, load_backend, score_options
 from dynaxx.ops.library import attention_forward, is_traced, layout_tensors
 from dynaxx.ops.once import first_derivative_only
 from dynaxx.ops.sinks import add_sinks
@@ -126,7 +127,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Check, choose and call: the backend itself, or its registered op where something traces."""
     if is_traced(q):
-        check_name(backend)
+        ATTENTION.check_name(backend)
         needs_grad = check_inputs(q, k, v, layout, softcap=softcap, values=False).needs_grad
         tensors, scale = layout_tensors(layout, q), q.shape[-1] ** -0.5 if scale is None else scale
         return attention_forward(q, k, v, tensors, *layout.block_size, scale, softcap, backend, needs_grad)

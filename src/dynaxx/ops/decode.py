@@ -178,6 +178,7 @@ def summarize_pages(
     if new_tokens is not None and new_tokens < 0:
         raise ValueError(f"`new_tokens` must be >= 0, got {new_tokens}")
     kernels = kernels_for(None, cache, backend)
+    assert cache.summaries is not None, "made above"
     kernels.summarize_pages(cache, cache.summaries, new_tokens)
     return cache
 

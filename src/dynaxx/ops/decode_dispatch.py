@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Hashable
-from functools import cache as cache_results
-from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dynaxx.kernels.decode_problem import DecodeProblem
+from dynaxx.kernels.contract import DecodeKernels, NsaDecodeKernels
+from dynaxx.kernels.problem import DecodeProblem
+from dynaxx.kernels.registry import DECODE, NSA_DECODE
 from dynaxx.layout.paging import PagedCache
 from dynaxx.ops.decode_checks import check_cache, check_queries, check_values
-from dynaxx.ops.dispatch import first_that_serves
 
 MOST_FORMS = 1024  # of inputs that are remembered; a cache that grows has another at every step
-DECODE_BACKENDS = ("triton", "cpu", "reference")  # in the order that "auto" prefers
 
 
-def kernels_for(q: Tensor | None, cache: PagedCache, backend: str) -> ModuleType:
-    """Check a call and choose its kernels; for inputs of a known form, those found before. No q: none is asked for.
+class Serving(NamedTuple):
+    """The kernels of one backend."""
+
+    decode: DecodeKernels
+    nsa: NsaDecodeKernels
+
+
+def serving(q: Tensor | None, cache: PagedCache, backend: str) -> Serving:
+    """Check a call and return the kernels that serve it; without q, those that only read the cache.
+
+    The answer is kept by the shapes and dtypes of the inputs.
 
     Raises:
         ValueError, TypeError, UnsupportedInputError: as `sparse_decode`.
@@ -28,25 +35,29 @@ def kernels_for(q: Tensor | None, cache: PagedCache, backend: str) -> ModuleType
     check_cache(cache)
     form = None if q is None else (q.shape, q.dtype, q.device)
     key = (cache.form, form, backend)
-    kernels = _known.get(key)
-    if kernels is None and q is not None:
+    found = _known.get(key)
+    if found is None and q is not None:
         check_queries(q, cache)
     check_values(cache)
-    if kernels is not None:
-        return kernels
-    problem = _problem(cache, q)
-    name = first_that_serves(problem, DECODE_BACKENDS, backend, _unsupported_reasons)
-    kernels = _load("dynaxx.kernels.triton.decode.launch" if name == "triton" else f"dynaxx.kernels.{name}.decode")
+    if found is not None:
+        return found
+    name = DECODE.resolve(decode_problem(cache, q), backend)
     if len(_known) >= MOST_FORMS:
         _known.clear()
-    _known[key] = kernels
-    return kernels
+    found = _known[key] = Serving(DECODE.kernels(name), NSA_DECODE.kernels(name))
+    return found
 
 
-_known: dict[Hashable, ModuleType] = {}
+def kernels_for(q: Tensor | None, cache: PagedCache, backend: str) -> DecodeKernels:
+    """Return the kernels of `sparse_decode` and its like; as `serving`."""
+    return serving(q, cache, backend).decode
 
 
-def _problem(cache: PagedCache, q: Tensor | None) -> DecodeProblem:
+_known: dict[Hashable, Serving] = {}
+
+
+def decode_problem(cache: PagedCache, q: Tensor | None) -> DecodeProblem:
+    """Return what a backend needs to know."""
     return DecodeProblem(
         device=cache.device,
         dtype=torch.float32 if q is None else q.dtype,
@@ -61,14 +72,3 @@ def _problem(cache: PagedCache, q: Tensor | None) -> DecodeProblem:
         page_size=cache.page_size,
         paged=cache.is_paged,
     )
-
-
-def _unsupported_reasons(name: str, problem: DecodeProblem) -> list[str]:
-    where = "support" if name == "triton" else "decode"  # asking must not load triton
-    module = _load(f"dynaxx.kernels.{name}.{where}")
-    ask = module.decode_reasons if name == "triton" else module.unsupported_reasons
-    found: list[str] = ask(problem)
-    return found
-
-
-_load = cache_results(importlib.import_module)

@@ -11,14 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dynaxx.kernels.contract import FusedBranches, Gating
 from dynaxx.kernels.reference import nsa as definition
+from dynaxx.kernels.registry import NSA
 from dynaxx.layout import BlockLayout, pack_layouts
 from dynaxx.layout.nsa import NativeSpans
 from dynaxx.ops.attention import sparse_attention
 from dynaxx.ops.dispatch import backend_for, load_backend
 from dynaxx.ops.once import first_derivative_only
 from dynaxx.ops.packing import Packed
-from dynaxx.ops.selected import native_module
 from dynaxx.patterns.compressed import Compressed
 from dynaxx.patterns.local import SlidingWindow
 from dynaxx.patterns.packed import packed_layout
@@ -136,17 +137,15 @@ def layout_block(q: Tensor) -> int:
 
 def gated_sum(outs: tuple[Tensor, Tensor, Tensor], gates: Tensor, backend: str) -> Tensor:
     """Each (T, Hq, E) branch times its (T, Hq, 3) gate, summed; in one kernel where the backend has one."""
-    kernels = native_module(backend)
-    if not hasattr(kernels, "gated_sum_forward"):
-        return definition.gated_sum(outs, gates)
-    return GatedSum.apply(*outs, gates, kernels)
+    gating = NSA.kernels(backend).gating
+    return definition.gated_sum(outs, gates) if gating is None else GatedSum.apply(*outs, gates, gating)
 
 
 class GatedSum(torch.autograd.Function):
     """A backend's gated sum, with its gradients."""
 
     @staticmethod
-    def forward(ctx: Any, cmp: Tensor, slc: Tensor, swa: Tensor, gates: Tensor, kernels: Any) -> Tensor:
+    def forward(ctx: Any, cmp: Tensor, slc: Tensor, swa: Tensor, gates: Tensor, kernels: Gating) -> Tensor:
         ctx.save_for_backward(cmp, slc, swa, gates)
         ctx.kernels = kernels
         out: Tensor = kernels.gated_sum_forward((cmp, slc, swa), gates)
@@ -172,9 +171,11 @@ class MixedBranches(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, do: Tensor) -> Any:
-        kernels, tensors = ctx.kernels, ctx.saved_tensors
-        *inputs, gates = tensors[:6]
+        kernels: FusedBranches = ctx.kernels
+        tensors = ctx.saved_tensors
+        q, k, v, k_cmp, v_cmp, gates = tensors[:6]
         rows, d_gates = kernels.branch_rows(do, kernels.Branches(*tensors[6:]), gates, ctx.plan, ctx.layouts[1])
         del tensors
         ctx.maybe_clear_saved_tensors()  # what the branches gave is read no more, and is much
-        return *kernels.mixed_backward(rows, *inputs, ctx.plan, ctx.layouts, ctx.scale), d_gates, *[None] * 11
+        grads = kernels.mixed_backward(rows, q, k, v, k_cmp, v_cmp, ctx.plan, ctx.layouts, ctx.scale)
+        return *grads, d_gates, *[None] * 11

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dynaxx.arguments import typed
+from dynaxx.kernels.contract import FusedBranches, NsaKernels, Pooling
 from dynaxx.kernels.reference import nsa as definition
+from dynaxx.kernels.registry import NSA
 from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout import CuSeqlens
 from dynaxx.layout.nsa import NativeSizes, NativeSpans
@@ -25,7 +26,7 @@ from dynaxx.ops.native_branches import (
 )
 from dynaxx.ops.once import first_derivative_only
 from dynaxx.ops.packing import Packed, pack
-from dynaxx.ops.selected import attend_selected, native_backend, native_module
+from dynaxx.ops.selected import attend_selected, nsa_backend
 
 FULL_ROWS = 1 << 19  # tokens times heads that fill a GPU: half as many take a tenth longer
 
@@ -81,9 +82,9 @@ def compress(
 
 def _pool(x: Tensor, weight: Tensor | None, spans: NativeSpans) -> Tensor:
     """(M, H, D) -> (L, H, D), in one kernel where the backend has one for sequences that are alike."""
-    kernels = native_module(native_backend(x, x, x, spans.sizes.slc_block, "auto"))
-    if spans.uniform is not None and hasattr(kernels, "pool_forward"):
-        return _Pool.apply(x, weight, spans, kernels)
+    pooling = NSA.kernels(nsa_backend(x, x, x, spans.sizes.slc_block, "auto")).pooling
+    if spans.uniform is not None and pooling is not None:
+        return _Pool.apply(x, weight, spans, pooling)
     if weight is None:
         return definition.compression_means(x, spans)
     return torch.einsum("wlhd,lh->whd", definition.compression_windows(x, spans), weight.to(x.dtype))
@@ -91,7 +92,7 @@ def _pool(x: Tensor, weight: Tensor | None, spans: NativeSpans) -> Tensor:
 
 class _Pool(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, spans: NativeSpans, kernels: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, spans: NativeSpans, kernels: Pooling) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.spans, ctx.kernels = spans, kernels
         return kernels.pool_forward(x, weight, spans)
@@ -145,8 +146,8 @@ def select_native(
             f"got {tuple(k_cmp.shape)}"
         )
     scale = softmax_scale(scale, q.shape[-1])
-    name = native_backend(q, k_cmp, k_cmp, sizes.slc_block, backend)
-    return native_module(name).select_blocks(q, k_cmp, lse, spans, heads, scale)
+    name = nsa_backend(q, k_cmp, k_cmp, sizes.slc_block, backend)
+    return NSA.kernels(name).select_blocks(q, k_cmp, lse, spans, heads, scale)
 
 
 @typed
@@ -219,11 +220,11 @@ def _three_branches(inputs: tuple[Tensor, ...], spans: NativeSpans, scale: float
     with torch.no_grad():
         out_cmp, lse = compressed_attention(packed, k_cmp, v_cmp, spans, scale, backend)
     indices = select_native(packed.q, k_cmp, lse, spans, scale=scale, backend=backend)
-    name = native_backend(q, k, v, spans.sizes.slc_block, backend)
-    kernels = native_module(name)
-    if hasattr(kernels, "mixed_backward") and q.shape[0] and k.shape[0]:
+    name = nsa_backend(q, k, v, spans.sizes.slc_block, backend)
+    kernels = NSA.kernels(name)
+    if kernels.fused is not None and q.shape[0] and k.shape[0]:
         plan = kernels.prepare_selected(indices.contiguous(), spans, q, k, v)
-        return _mixed_branches(inputs, (out_cmp, lse), plan, kernels, scale, backend)
+        return _mixed_branches(inputs, (out_cmp, lse), plan, kernels, kernels.fused, scale, backend)
     out_slc, _ = attend_selected(packed.q, packed.k, packed.v, indices, spans, scale, backend)
     out_swa, _ = window_attention(packed, spans, scale, backend)
     layout = compressed_layout(spans, layout_block(q))
@@ -235,25 +236,27 @@ def _mixed_branches(
     inputs: tuple[Tensor, ...],
     compressed: tuple[Tensor, Tensor],
     plan: Any,
-    kernels: ModuleType,
+    kernels: NsaKernels,
+    fused: FusedBranches,
     scale: float,
     backend: str,
 ) -> Tensor:
     """As `_three_branches`, with one function for all gradients; where the plan can, one kernel for blocks and sum."""
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     with torch.no_grad():
-        out, *results = _mixed_forward(inputs, compressed, plan, kernels, scale, backend, needs_grad)
+        out, *results = _mixed_forward(inputs, compressed, plan, kernels, fused, scale, backend, needs_grad)
     if not needs_grad:
         return out
     layouts = tuple(layout_of(plan.spans, layout_block(out)) for layout_of in (compressed_layout, window_layout))
-    return MixedBranches.apply(*inputs, *results, out, kernels, plan, layouts, scale)
+    return MixedBranches.apply(*inputs, *results, out, fused, plan, layouts, scale)
 
 
 def _mixed_forward(
     inputs: tuple[Tensor, ...],
     compressed: tuple[Tensor, Tensor],
     plan: Any,
-    kernels: ModuleType,
+    kernels: NsaKernels,
+    fused: FusedBranches,
     scale: float,
     backend: str,
     needs_grad: bool,
@@ -265,11 +268,12 @@ def _mixed_forward(
         out_swa, lse_swa = window_attention(Packed(q, k, v, None), plan.spans, scale, backend)
     if not plan.mixes:
         out_slc, lse_slc = kernels.selected_forward(q, k, v, plan, scale)
-        out = kernels.gated_sum_forward((out_cmp, out_slc, out_swa), gates)
+        assert kernels.gating is not None, "a backend that fuses branches has a kernel of their gated sum"
+        out = kernels.gating.gated_sum_forward((out_cmp, out_slc, out_swa), gates)
         return out, out_cmp, out_slc, out_swa, lse_cmp, lse_slc, lse_swa
     out = q.new_empty(out_cmp.shape)
     if plan.attends_window:
         out_swa, lse_swa = torch.empty_like(out) if needs_grad else out, torch.empty_like(lse_cmp)
-    mixture = kernels.Mixture(out_cmp, out_swa, gates, out, needs_grad, lse_swa if plan.attends_window else None)
-    out_slc, lse_slc = kernels.selected_and_mixed(q, k, v, plan, scale, mixture)
+    mixture = fused.Mixture(out_cmp, out_swa, gates, out, needs_grad, lse_swa if plan.attends_window else None)
+    out_slc, lse_slc = fused.selected_and_mixed(q, k, v, plan, scale, mixture)
     return out, out_cmp, out_slc, out_swa, lse_cmp, lse_slc, lse_swa

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache as cache_results
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dynaxx.arguments import typed
+from dynaxx.kernels.contract import NsaDecodeKernels
 from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout.compressed import CompressedPages
 from dynaxx.layout.nsa import NativeSizes
 from dynaxx.layout.pages import SCALED_DTYPES
 from dynaxx.layout.paging import PagedCache
 from dynaxx.ops.decode import sparse_decode
-from dynaxx.ops.decode_dispatch import kernels_for
+from dynaxx.ops.decode_dispatch import serving
 
 # How windows become tokens: their mean, weights (cmp_block, kv_heads), or a function of (windows, cmp_block, kv_heads,
 # dim) that gives (windows, kv_heads, dim).
@@ -85,7 +83,7 @@ def compress_pages(
         raise ValueError(f"`new_tokens` must be >= 0, got {new_tokens}")
     if sizes is not None and sizes != kept.sizes:
         cache = replace(cache, compressed=replace(kept, sizes=sizes))
-    kernels = _kernels(kernels_for(None, cache, backend))
+    kernels = serving(None, cache, backend).nsa
     total = kept.sizes.compressed(cache.max_keys)
     if new_tokens is not None:
         total = min(total, -(-new_tokens // kept.sizes.cmp_stride))
@@ -140,7 +138,7 @@ def native_decode(
         ValueError, TypeError, UnsupportedInputError: as `sparse_decode`; a cache without compressed tokens.
     """
     _check_cache(cache)
-    kernels = _kernels(kernels_for(q, cache, backend))
+    kernels = serving(q, cache, backend).nsa
     if cache.compressed is None:
         raise ValueError("`cache` must have compressed tokens: cache = compress_pages(cache, sizes, ...)")
     if gates.shape != (*q.shape[:-1], 3):
@@ -159,7 +157,13 @@ def native_decode(
 
 
 def _step(
-    cache: PagedCache, q: Tensor, gates: Tensor, kept: Tensor | None, kernels: Any, scale: float, backend: str
+    cache: PagedCache,
+    q: Tensor,
+    gates: Tensor,
+    kept: Tensor | None,
+    kernels: NsaDecodeKernels,
+    scale: float,
+    backend: str,
 ) -> tuple[Tensor, Tensor]:
     """Out (T, Hq, E) and blocks (T, Hk, slots) of one query per sequence."""
     compressed = cache.compressed
@@ -198,12 +202,3 @@ def _check_cache(cache: PagedCache) -> None:
         raise ValueError(f"`cache` must hold floats of 16 bits or more, got {cache.k.dtype}")
     if cache.leftpad_k is not None:
         raise ValueError("`cache` must have no `leftpad_k`: blocks and windows are counted from a sequence's first key")
-
-
-@cache_results
-def _kernels(serving: ModuleType) -> ModuleType:
-    """Those that go with the kernels of `sparse_decode`; the CPU's are the definition."""
-    on_gpu = serving.__name__.startswith("dynaxx.kernels.triton.")
-    return importlib.import_module(
-        "dynaxx.kernels.triton.nsa.decode" if on_gpu else "dynaxx.kernels.reference.nsa_decode"
-    )

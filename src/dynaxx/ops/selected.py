@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
-from functools import cache, lru_cache
-from types import ModuleType
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dynaxx.arguments import typed
+from dynaxx.kernels.contract import NsaKernels
 from dynaxx.kernels.problem import AttentionProblem
+from dynaxx.kernels.registry import NSA
 from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout.nsa import NativeSizes, NativeSpans
 from dynaxx.layout.packed import CuSeqlens
 from dynaxx.ops.attention import SparseAttentionOutput
-from dynaxx.ops.dispatch import BACKENDS, first_that_serves, unsupported_reasons
+from dynaxx.ops.explain import Explanation
 from dynaxx.ops.once import first_derivative_only
 from dynaxx.ops.packing import check_indices, pack
 
@@ -72,43 +72,20 @@ def selected_attention(
     return SparseAttentionOutput(out, lse)
 
 
-_NSA_MODULES = {
-    "hopper": "dynaxx.kernels.hopper.nsa.operators",
-    "triton": "dynaxx.kernels.triton.nsa.operators",
-    "cpu": "dynaxx.kernels.cpu.nsa",
-    "reference": "dynaxx.kernels.reference.nsa",
-}
-
-
-@cache
-def native_module(name: str) -> ModuleType:
-    """The module of a backend that holds the kernels of Native Sparse Attention."""
-    return importlib.import_module(_NSA_MODULES[name])
-
-
-def native_backend(q: Tensor, k: Tensor, v: Tensor, block_size: int, backend: str) -> str:
-    """The named backend, or the first that can serve packed q, k, v.
+def nsa_backend(q: Tensor, k: Tensor, v: Tensor, block_size: int, backend: str) -> str:
+    """Return the named backend, or the first that can serve packed q, k, v.
 
     Raises:
         ValueError, UnsupportedInputError: as `selected_attention`.
     """
-    return _serving(native_problem(q, k, v, block_size), backend)
+    return _serving(nsa_problem(q, k, v, block_size), backend)
 
 
-@lru_cache(maxsize=256)
-def _serving(problem: AttentionProblem, backend: str) -> str:
-    return first_that_serves(problem, BACKENDS, backend, _unsupported)
+_serving = lru_cache(maxsize=256)(NSA.resolve)
 
 
-def _unsupported(name: str, problem: AttentionProblem) -> list[str]:
-    """Why a backend cannot serve: by its native kernels where these differ from its others."""
-    if name == "hopper":
-        return native_module(name).unsupported_reasons(problem)
-    return unsupported_reasons(name, problem)
-
-
-def native_problem(q: Tensor, k: Tensor, v: Tensor, block_size: int) -> AttentionProblem:
-    """What a backend needs to know: q blocks of one position."""
+def nsa_problem(q: Tensor, k: Tensor, v: Tensor, block_size: int) -> AttentionProblem:
+    """Return what a backend needs to know; q blocks are single positions."""
     return AttentionProblem(
         device=q.device,
         dtype=q.dtype,
@@ -128,8 +105,8 @@ def attend_selected(
     q: Tensor, k: Tensor, v: Tensor, indices: Tensor, spans: NativeSpans, scale: float, backend: str
 ) -> tuple[Tensor, Tensor]:
     """Choose a backend and call it: (out (T, Hq, E), lse (Hq, T)) of packed inputs that were checked."""
-    name = native_backend(q, k, v, spans.sizes.slc_block, backend)
-    kernels = native_module(name)
+    name = nsa_backend(q, k, v, spans.sizes.slc_block, backend)
+    kernels = NSA.kernels(name)
     plan = kernels.prepare_selected(indices.contiguous(), spans, q, k, v)
     if name == "reference":
         return kernels.selected_forward(q, k, v, plan, scale)
@@ -140,7 +117,7 @@ class _SelectedAttention(torch.autograd.Function):
     """Glue between a backend's forward and its backward; gradients flow through `out` and through `lse`."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Any, scale: float, kernels: ModuleType) -> Any:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Any, scale: float, kernels: NsaKernels) -> Any:
         out, lse = kernels.selected_forward(q, k, v, plan, scale)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.plan, ctx.scale, ctx.kernels = plan, scale, kernels
@@ -154,14 +131,11 @@ class _SelectedAttention(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class SelectedExplanation:
+class SelectedExplanation(Explanation):
     """What `explain_selected` found: print it, or read its fields."""
 
-    problem: AttentionProblem
-    chosen: str
-    reasons: dict[str, list[str]]  # by backend; empty where it could serve
-    schedule: str  # how the backend that would run goes through the blocks
-    overlap: float  # share of a query's blocks that the query before it selected, too
+    schedule: str = ""  # how the chosen backend goes through the blocks
+    overlap: float = 0.0  # share of a query's blocks that the query before it selected, too
 
     def __str__(self) -> str:
         lines = [str(self.problem), f"neighbouring queries share {self.overlap:.0%} of their blocks"]
@@ -191,11 +165,10 @@ def explain_selected(
     if packed.batch is None:
         raise ValueError(f"`q` must be (batch, seqlen, heads, head_dim), got {tuple(q.shape)}")
     check_indices(block_indices, packed, spans)
-    chosen = native_backend(packed.q, packed.k, packed.v, block_size, backend)
-    problem = native_problem(packed.q, packed.k, packed.v, block_size)
-    reasons = {name: _unsupported(name, problem) for name in BACKENDS}
-    schedule = native_module(chosen).schedule_of(q.shape[2] // block_indices.shape[2], block_size)
-    return SelectedExplanation(problem, chosen, reasons, schedule, _overlap(block_indices))
+    chosen = nsa_backend(packed.q, packed.k, packed.v, block_size, backend)
+    problem = nsa_problem(packed.q, packed.k, packed.v, block_size)
+    schedule = NSA.kernels(chosen).schedule_of(q.shape[2] // block_indices.shape[2], block_size)
+    return SelectedExplanation(problem, chosen, NSA.explain(problem), None, schedule, _overlap(block_indices))
 
 
 def _overlap(block_indices: Tensor) -> float:

@@ -174,7 +174,7 @@ def _select(
     scale: float | None,
     memory_budget: int | None,
 ) -> BlockLayout:
-    grid = _checked_grid(q, k, as_block_size(block_size), causal)
+    grid = selection_grid(q, k, block_size, causal)
     if memory_budget is None:
         memory_budget = GPU_MEMORY_BUDGET if q.is_cuda else MEMORY_BUDGET
     if memory_budget < 1:
@@ -218,7 +218,8 @@ def _select(
     )
 
 
-def _checked_grid(q: Tensor, k: Tensor, block_size: tuple[int, int], causal: bool) -> BlockGrid:
+def selection_grid(q: Tensor, k: Tensor, block_size: int | tuple[int, int], causal: bool) -> BlockGrid:
+    """Check the shapes of q and k; return the blocks among which a selector chooses."""
     for name, tensor in (("q", q), ("k", k)):
         if tensor.ndim != 4 or not tensor.is_floating_point():
             raise ValueError(
@@ -230,7 +231,7 @@ def _checked_grid(q: Tensor, k: Tensor, block_size: tuple[int, int], causal: boo
             "`q` and `k` must agree in batch and head_dim, q_heads >= 1 a multiple of kv_heads, "
             f"got {tuple(q.shape)} and {tuple(k.shape)}"
         )
-    return BlockGrid(q.shape[1], k.shape[1], block_size, causal)
+    return BlockGrid(q.shape[1], k.shape[1], as_block_size(block_size), causal)
 
 
 class _Forced(NamedTuple):

@@ -6,13 +6,14 @@ counts, and those into a layout. Its tensors are as large as the rule can make t
 
 from __future__ import annotations
 
-import importlib.util
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from dynaxx.kernels.problem import SelectionProblem
+from dynaxx.kernels.registry import SELECTION
 from dynaxx.layout import BlockGrid, BlockLayout
 from dynaxx.layout.forms import Form, form_of
 from dynaxx.layout.making import running_sum
@@ -28,19 +29,18 @@ if TYPE_CHECKING:
     from dynaxx.selection.base import Selector
 
 BYTES_PER_SCORE = 12  # scores, their product and its contiguous copy, fp32 each
-MAX_COLUMNS = 1 << 14  # as the kernels': a row of scores stays in registers
 MAX_ENTRIES = 2**31 - 1  # offsets of a layout are int32
 
 
+def selection_problem(q: Tensor, grid: BlockGrid, selector: Selector) -> SelectionProblem:
+    """Return what the kernels need to know to say whether they make this choice; else torch does, on any device."""
+    by_amount = selector.choice(q.shape[2]) is not None
+    return SelectionProblem(q.device, grid.q_blocks, grid.kv_blocks, repr(selector), by_amount)
+
+
 def serves(q: Tensor, grid: BlockGrid, selector: Selector) -> bool:
-    """Whether the kernels make this choice; else torch does, on any device."""
-    return (
-        q.is_cuda
-        and selector.choice(q.shape[2]) is not None
-        and 0 < grid.kv_blocks <= MAX_COLUMNS
-        and grid.q_blocks > 0
-        and importlib.util.find_spec("triton") is not None
-    )
+    """Return whether the kernels make this choice."""
+    return q.is_cuda and not SELECTION.reasons("triton", selection_problem(q, grid, selector))
 
 
 class Given(NamedTuple):

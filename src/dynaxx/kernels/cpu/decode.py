@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dynaxx.core.library import active_library
 from dynaxx.kernels.cpu.arguments import ELEMENTS, readable, strides
-from dynaxx.kernels.decode_problem import DecodeProblem
+from dynaxx.kernels.problem import DecodeProblem
 from dynaxx.layout.exact import ExactTokens
 from dynaxx.layout.host import on_host
 from dynaxx.layout.paging import PagedCache, PageStrides, PageSummaries

@@ -25,11 +25,12 @@ from dynaxx.layout.nsa import NativeSpans
 
 ROWS = 16  # the smallest q block of a layout
 SCORE_BYTES = 8 << 20  # of scores held at once
+pooling = gating = fused = None  # torch pools, gates and sums the branches
 
 
 @on_host
 def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor | None, spans: NativeSpans, heads: int, scale: float) -> Tensor:
-    """As `kernels.reference.native.select_blocks`, in fp32 and O(SCORE_BYTES) memory."""
+    """As `kernels.reference.nsa.select_blocks`, in fp32 and O(SCORE_BYTES) memory."""
     chosen = torch.empty(q.shape[0], heads, spans.sizes.slc_count, dtype=torch.int32)
     keys = k_cmp.float().movedim(0, 1).repeat_interleave(heads // k_cmp.shape[1], 0)  # (Hs, L, D)
     for (a, b), (c, d) in zip(pairwise(spans.ends_q), pairwise(spans.ends_cmp), strict=True):

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-from functools import lru_cache
+from dataclasses import replace
 
 import torch
 
+from dynaxx.kernels.gpu.device import capability, triton_version
 from dynaxx.kernels.problem import AttentionProblem
 
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)
 BLOCKS = (64, 128)
+MAX_NSA_HEAD_DIM = 128
 TRITON = (3, 6)  # Gluon's interface moves with every release: these are tried
 
 
@@ -20,10 +21,10 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
     reasons = []
     if problem.device.type != "cuda" or not torch.cuda.is_available():
         reasons.append(f"runs on a Hopper GPU, got tensors on {problem.device}")
-    elif _capability(problem.device)[0] != 9:
-        reasons.append(f"runs on Hopper (compute capability 9.x), got {_capability(problem.device)}")
-    elif _triton_version() != TRITON:
-        reasons.append(f"is written for Gluon of triton {TRITON[0]}.{TRITON[1]}, got {_triton_version()}")
+    elif capability(problem.device)[0] != 9:
+        reasons.append(f"runs on Hopper (compute capability 9.x), got {capability(problem.device)}")
+    elif triton_version() != TRITON:
+        reasons.append(f"is written for Gluon of triton {TRITON[0]}.{TRITON[1]}, got {triton_version()}")
     if problem.dtype not in DTYPES:
         reasons.append(f"serves fp16 and bf16, got {problem.dtype}")
     if problem.head_dim not in HEAD_DIMS or problem.head_dim_v != problem.head_dim:
@@ -33,16 +34,9 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
     return reasons
 
 
-@lru_cache(maxsize=16)
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
-
-
-@lru_cache(maxsize=1)
-def _triton_version() -> tuple[int, ...] | None:
-    """(major, minor) of the installed Triton, None without one."""
-    try:
-        version = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    return tuple(int(part) for part in version.split(".")[:2])
+def nsa_reasons(problem: AttentionProblem) -> list[str]:
+    """Return why the kernels of Native Sparse Attention cannot serve; a q block is a position and its group there."""
+    reasons = unsupported_reasons(replace(problem, block_size=(BLOCKS[0], problem.block_size[1])))
+    if problem.head_dim > MAX_NSA_HEAD_DIM:
+        reasons.append(f"serves head_dim up to {MAX_NSA_HEAD_DIM} for selected blocks, got {problem.head_dim}")
+    return reasons

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dynaxx.kernels.decode_problem import DecodeProblem
+from dynaxx.kernels.problem import DecodeProblem
 from dynaxx.layout.exact import ExactTokens
 from dynaxx.layout.paging import PagedCache, PageSummaries
 

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from dynaxx.layout.nsa import NativeSizes, NativeSpans
 
+pooling = gating = fused = None  # defined here in torch, and differentiated by autograd
+
 
 def compression_windows(x: Tensor, spans: NativeSpans) -> Tensor:
     """(M, H, D) -> (L, cmp_block, H, D): the tokens that each compressed token stands for. Differentiable.
@@ -129,14 +131,15 @@ def prepare_selected(block_indices: Tensor, spans: NativeSpans, q: Tensor, k: Te
     return selected_mask(block_indices, spans)
 
 
-def selected_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def selected_forward(q: Tensor, k: Tensor, v: Tensor, plan: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Return out (T, Hq, E) in q's dtype and lse (Hq, T), natural log, in fp32 (fp64 for fp64). Differentiable.
 
-    A query that sees nothing gives out = 0 and lse = -inf, and zero gradients.
+    `plan` is the mask (Hs, T, M) that `prepare_selected` returns. A query that sees nothing gives out = 0, lse = -inf
+    and zero gradients.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
     wide_k, wide_v = (x.to(dtype).repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    visible = mask.repeat_interleave(q.shape[1] // mask.shape[0], 0)
+    visible = plan.repeat_interleave(q.shape[1] // plan.shape[0], 0)
     scores = (torch.einsum("thd,mhd->htm", q.to(dtype), wide_k) * scale).masked_fill(~visible, -torch.inf)
     sees_any = visible.any(-1, keepdim=True)
     scores = scores.masked_fill(~sees_any, 0.0)
@@ -146,12 +149,12 @@ def selected_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float
 
 
 def selected_backward(
-    do: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor, scale: float
+    do: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv, by autograd through the definition."""
     with torch.enable_grad():
         q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-        out, lse = selected_forward(q, k, v, mask, scale)
+        out, lse = selected_forward(q, k, v, plan, scale)
         seen = lse.isfinite()
         dq, dk, dv = torch.autograd.grad([out, lse[seen]], [q, k, v], [do, dlse[seen]])
     return dq, dk, dv

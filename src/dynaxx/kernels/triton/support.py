@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 
 import torch
 
-from dynaxx.kernels.decode_problem import DecodeProblem
-from dynaxx.kernels.problem import AttentionProblem
+from dynaxx.kernels.gpu.device import interpreted
+from dynaxx.kernels.problem import AttentionProblem, DecodeProblem, SelectionProblem
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 512
 MAX_PAGES = 16384  # keys that one program ranks in its registers
 MAX_LISTS = 8192
+MAX_COLUMNS = 1 << 14  # kv blocks; a row of scores stays in registers
 
 
 def unsupported_reasons(problem: AttentionProblem) -> list[str]:
@@ -52,6 +52,17 @@ def decode_reasons(problem: DecodeProblem) -> list[str]:
     return reasons
 
 
-def interpreted() -> bool:
-    """Whether Triton's own interpreter runs the kernels, on CPU tensors."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
+def selection_reasons(problem: SelectionProblem) -> list[str]:
+    """Return why the selection kernels cannot serve; an empty list means that they can."""
+    if problem.device.type != "cuda":
+        return [f"runs on a GPU, got tensors on {problem.device}"]
+    if importlib.util.find_spec("triton") is None:
+        return ["triton is not installed: pip install triton"]
+    reasons = []
+    if 0 in (problem.q_blocks, problem.kv_blocks):
+        reasons.append("there are no blocks to choose from")
+    if problem.kv_blocks is not None and problem.kv_blocks > MAX_COLUMNS:
+        reasons.append(f"chooses among {MAX_COLUMNS} blocks of a row, got {problem.kv_blocks}: use larger blocks")
+    if not problem.by_amount:
+        reasons.append(f"chooses by a number, a share or a threshold, got {problem.rule}")
+    return reasons

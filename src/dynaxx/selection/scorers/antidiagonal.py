@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from dynaxx.arguments import typed
 from dynaxx.layout import BlockGrid
-from dynaxx.selection.scorers.base import MEMORY_BUDGET, Scorer, ScoreRows, divisor_at_most
+from dynaxx.selection.scorers.base import MEMORY_BUDGET, Scorer, ScoreRows, divisor_at_most, scoring_kernels
 from dynaxx.selection.scorers.tiles import QueryTiles, Tiles, fused_rows, tile_scores
 
 
@@ -41,10 +40,11 @@ class AntiDiagonal(Scorer):
     ) -> ScoreRows:
         size = divisor_at_most(min(grid.block_size), self.stride)
         count = lambda x: -(-x.shape[1] // size)
-        if q.is_cuda and grid.kv_blocks and find_spec("triton") is not None:
+        kernels = scoring_kernels(q)
+        if grid.kv_blocks and kernels is not None:
             tokens = lambda first, last: q[:, first * size : last * size].to(k.dtype)
             read = QueryTiles(tokens, count(q), (q.shape[0], q.shape[2]), 0)
-            return fused_rows(read, k, grid, (size, size), memory_budget, parts=size, scale=scale / size)
+            return fused_rows(kernels, read, k, grid, (size, size), memory_budget, parts=size, scale=scale / size)
         queries = Tiles(size, count(q), partial(_reversed_tiles, q, size, scale / size), q.dtype)
         keys = Tiles(size, count(k), partial(_flat_tiles, k, size), k.dtype)
         return tile_scores(queries, keys, grid, (q.shape[0], q.shape[2]), memory_budget)

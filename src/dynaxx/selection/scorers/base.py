@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from dynaxx.kernels.contract import SelectionKernels
+from dynaxx.kernels.problem import SelectionProblem
+from dynaxx.kernels.registry import SELECTION
 from dynaxx.layout import BlockGrid
 
 MEMORY_BUDGET = 64 << 20  # bytes, where the caller does not say
@@ -60,10 +63,9 @@ def per_kv_head(queries: Tensor, keys: Tensor) -> Tensor:
 
 def reduce_blocks(x: Tensor, size: int, reduce: Reduce, memory_budget: int) -> Tensor:
     """(B, N, H, D) -> (B, H, ceil(N / size), D) fp32, `reduce` over each `size` tokens, the last over what is left."""
-    if reduce in _KERNELS and pools_in_kernels(x):
-        from dynaxx.kernels.triton.selection.pool import pool_blocks
-
-        return pool_blocks(x, size, _KERNELS[reduce])
+    kernels = scoring_kernels(x)
+    if reduce in _KERNELS and kernels is not None:
+        return kernels.pool_blocks(x, size, _KERNELS[reduce])
     batch, tokens, heads, dim = x.shape
     whole = tokens // size
     out = torch.empty(batch, heads, -(-tokens // size), dim, device=x.device)
@@ -75,9 +77,14 @@ def reduce_blocks(x: Tensor, size: int, reduce: Reduce, memory_budget: int) -> T
     return out
 
 
-def pools_in_kernels(x: Tensor) -> bool:
-    """Whether a kernel reduces blocks of `x`."""
-    return x.is_cuda and find_spec("triton") is not None
+def scoring_kernels(x: Tensor) -> SelectionKernels | None:
+    """Return the kernels that score blocks on the device of `x`; None where torch does."""
+    return _scoring_kernels(x.device)
+
+
+@lru_cache(maxsize=16)
+def _scoring_kernels(device: torch.device) -> SelectionKernels | None:
+    return None if SELECTION.reasons("triton", SelectionProblem(device)) else SELECTION.kernels("triton")
 
 
 def pooled(x: Tensor, size: int, memory_budget: int = MEMORY_BUDGET) -> Tensor:

@@ -16,8 +16,8 @@ from dynaxx.selection.scorers.base import (
     divisor_at_most,
     per_kv_head,
     pooled,
-    pools_in_kernels,
     reduce_blocks,
+    scoring_kernels,
 )
 from dynaxx.selection.scorers.tiles import Tiles, tile_scores
 
@@ -57,10 +57,9 @@ def mean_tiles(
 
     def vectors(first: int, last: int) -> Tensor:
         some = x[:, first * size : last * size]
-        if size > 1 and pools_in_kernels(x):
-            from dynaxx.kernels.triton.selection.pool import pool_blocks
-
-            return pool_blocks(some, size, "mean", scale, dtype)
+        kernels = scoring_kernels(x)
+        if size > 1 and kernels is not None:
+            return kernels.pool_blocks(some, size, "mean", scale, dtype)
         means = pooled(some, size, memory_budget)
         return (means if scale == 1.0 else means * scale).to(dtype)
 

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from dynaxx.arguments import typed
 from dynaxx.layout import BlockGrid
-from dynaxx.selection.scorers.base import MEMORY_BUDGET, Scorer, ScoreRows, per_kv_head, pieces, sum_groups
+from dynaxx.selection.scorers.base import (
+    MEMORY_BUDGET,
+    Scorer,
+    ScoreRows,
+    per_kv_head,
+    pieces,
+    scoring_kernels,
+    sum_groups,
+)
 
 
 @typed
@@ -28,11 +35,10 @@ class LastQueryProbe(Scorer):
     def prepare(
         self, q: Tensor, k: Tensor, grid: BlockGrid, scale: float, *, memory_budget: int = MEMORY_BUDGET
     ) -> ScoreRows:
-        if q.is_cuda and grid.q_blocks and grid.kv_blocks and find_spec("triton") is not None:
-            from dynaxx.kernels.triton.selection.probe_lines import line_scores, probe_lines
-
-            vertical, diagonal = probe_lines(q[:, -self.queries :].to(k.dtype), k, grid, scale)
-            return lambda start, stop: line_scores(vertical, diagonal, start, stop, grid)
+        kernels = scoring_kernels(q)
+        if grid.q_blocks and grid.kv_blocks and kernels is not None:
+            vertical, diagonal = kernels.probe_lines(q[:, -self.queries :].to(k.dtype), k, grid, scale)
+            return lambda start, stop: kernels.line_scores(vertical, diagonal, start, stop, grid)
         (q_block, kv_block), (batch, seqlen_k, _, dim) = grid.block_size, k.shape
         probes = q[:, -self.queries :].float().transpose(1, 2) * scale  # (B, Hq, P, D)
         reach = max(grid.seqlen_q, seqlen_k) + q_block + kv_block  # distances -reach .. reach, for cumulative sums

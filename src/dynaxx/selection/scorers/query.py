@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from dynaxx.arguments import typed
-from dynaxx.kernels.candidates import Candidates
+from dynaxx.kernels.contract import Candidates
 from dynaxx.layout import BlockGrid
-from dynaxx.selection.scorers.base import MEMORY_BUDGET, Scorer, ScoreRows, per_kv_head, pieces
+from dynaxx.selection.scorers.base import MEMORY_BUDGET, Scorer, ScoreRows, per_kv_head, pieces, scoring_kernels
 from dynaxx.selection.scorers.eight_bits import center_of, int8_sums
 from dynaxx.selection.scorers.pooling import mean_tiles
 
@@ -68,18 +67,14 @@ class MeanQuery(Scorer):
     ) -> ScoreRows:
         """As `prepare`, for some blocks alone: all others have -inf. None is all of them."""
         center = center_of(k) if self.precision == "int8" else None
-        fused = q.is_cuda and grid.kv_blocks > 0 and find_spec("triton") is not None
-        dtype = k.dtype if fused and center is None else torch.float32
+        kernels = scoring_kernels(q) if grid.kv_blocks else None
+        dtype = k.dtype if kernels is not None and center is None else torch.float32
         queries = mean_tiles(q, grid.block_size[0], memory_budget // 4, scale * self.sharpness, dtype).vectors
-        if fused:
+        if kernels is not None:
             if center is None:
-                from dynaxx.kernels.triton.selection.query_scores import query_scores
-
-                return lambda start, stop: query_scores(queries(start, stop), k, start, grid, candidates)
-            from dynaxx.kernels.triton.selection.int8_scores import int8_scores, quantised_keys
-
-            keys = quantised_keys(k, center, grid.block_size[1])
-            return lambda start, stop: int8_scores(queries(start, stop), keys, start, grid, candidates)
+                return lambda start, stop: kernels.query_scores(queries(start, stop), k, start, grid, candidates)
+            keys = kernels.quantised_keys(k, center, grid.block_size[1])
+            return lambda start, stop: kernels.int8_scores(queries(start, stop), keys, start, grid, candidates)
         scores = all_scores if candidates is None else partial(scores_of, candidates)
         return lambda start, stop: scores(queries(start, stop), k, center, start, grid, memory_budget // 2)
 

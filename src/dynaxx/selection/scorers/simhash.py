@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from dynaxx.arguments import typed
 from dynaxx.layout import BlockGrid
-from dynaxx.selection.scorers.base import MEMORY_BUDGET, Scorer, ScoreRows, per_kv_head, pieces, pooled
+from dynaxx.selection.scorers.base import MEMORY_BUDGET, Scorer, ScoreRows, per_kv_head, pieces, pooled, scoring_kernels
 
 PIECE = 512  # tokens that are averaged first
 
@@ -61,11 +60,10 @@ class SimHash(Scorer):
 
     def _histograms(self, x: Tensor, size: int, planes: Tensor, center: Tensor, memory_budget: int) -> Tensor:
         """(B, N, H, D) -> (B, H, ceil(N / size), tables * 2 ** bits) fp32: tokens of each block in each bucket."""
-        if x.is_cuda and find_spec("triton") is not None:
-            from dynaxx.kernels.triton.selection.hash_counts import hash_counts
-
+        kernels = scoring_kernels(x)
+        if kernels is not None:
             center = center.expand(x.shape[0], 1, *x.shape[2:])[:, 0]
-            return hash_counts(x, size, planes, center, self.tables, self.bits)
+            return kernels.hash_counts(x, size, planes, center, self.tables, self.bits)
         batch, tokens, heads, dim = x.shape
         blocks, width = -(-tokens // size), self.tables << self.bits
         table = torch.arange(self.tables, device=x.device) << self.bits

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from dynaxx.kernels.contract import SelectionKernels
 from dynaxx.layout import BlockGrid
-from dynaxx.selection.scorers.base import ScoreRows, per_kv_head, pieces, sum_groups
+from dynaxx.selection.scorers.base import ScoreRows, per_kv_head, pieces, scoring_kernels, sum_groups
 
 NOTE_BYTES = 4  # that the kernel holds per query tile, q head and kv block
 
@@ -43,8 +43,9 @@ def tile_scores(
     """
     q_parts, k_parts = panel * grid.block_size[0] // queries.size, grid.block_size[1] // keys.size
     sample = keys.vectors(0, min(1, keys.count))
-    if sample.is_cuda and keys.count and find_spec("triton") is not None:
-        return _fused(queries, keys, grid, heads, memory_budget, panel)
+    kernels = scoring_kernels(sample)
+    if keys.count and kernels is not None:
+        return _fused(kernels, queries, keys, grid, heads, memory_budget, panel)
     row_bytes = 3 * 4 * heads[0] * heads[1] * max(1, keys.count)
     # A few q tiles at a time: whole rows of blocks, or a power of two of tiles that divides one.
     at_once = max(1, memory_budget // 2 // row_bytes)
@@ -90,14 +91,21 @@ def tile_scores(
 
 
 def _fused(
-    queries: Tiles, keys: Tiles, grid: BlockGrid, heads: tuple[int, int], memory_budget: int, panel: int
+    kernels: SelectionKernels,
+    queries: Tiles,
+    keys: Tiles,
+    grid: BlockGrid,
+    heads: tuple[int, int],
+    memory_budget: int,
+    panel: int,
 ) -> ScoreRows:
     """The same in kernels, which store nothing between tiles and blocks; the vectors of all keys are held."""
     held = _in_dtype(keys, 0, keys.count, memory_budget // 2).transpose(1, 2)
     made = lambda first, last: _in_dtype(queries, first, last, memory_budget // 8).transpose(1, 2)
     tile_bytes = heads[0] * heads[1] * held.shape[3] * held.itemsize
     sizes = queries.size, keys.size
-    return fused_rows(QueryTiles(made, queries.count, heads, tile_bytes), held, grid, sizes, memory_budget, panel=panel)
+    tiles = QueryTiles(made, queries.count, heads, tile_bytes)
+    return fused_rows(kernels, tiles, held, grid, sizes, memory_budget, panel=panel)
 
 
 class QueryTiles(NamedTuple):
@@ -110,6 +118,7 @@ class QueryTiles(NamedTuple):
 
 
 def fused_rows(
+    kernels: SelectionKernels,
     queries: QueryTiles,
     keys: Tensor,
     grid: BlockGrid,
@@ -128,8 +137,6 @@ def fused_rows(
         memory_budget: bytes for queries and notes, of a row at least.
         panel, parts, scale: as `tile_mass` takes them.
     """
-    from dynaxx.kernels.triton.selection.tile_mass import tile_mass
-
     q_parts = panel * grid.block_size[0] // sizes[0]
     note_bytes = NOTE_BYTES * queries.heads[0] * queries.heads[1] * grid.kv_blocks
 
@@ -140,7 +147,8 @@ def fused_rows(
             made = queries.tokens(first, min((start + b) * q_parts, queries.tiles))
             for c, d in pieces(b - a, q_parts * note_bytes, memory_budget // 2):
                 some, out = made[:, c * q_parts * parts : d * q_parts * parts], mass[:, :, a + c : a + d]
-                tile_mass(some, keys, first + c * q_parts, out, grid, sizes, panel=panel, parts=parts, scale=scale)
+                at = first + c * q_parts
+                kernels.tile_mass(some, keys, at, out, grid, sizes, panel=panel, parts=parts, scale=scale)
         return mass.log_()
 
     return rows

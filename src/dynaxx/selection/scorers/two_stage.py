@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.arguments import typed
-from dynaxx.kernels.candidates import Candidates
+from dynaxx.kernels.contract import Candidates
 from dynaxx.layout import BlockGrid
 from dynaxx.selection.scorers.base import MEMORY_BUDGET, Scorer, ScoreRows, pieces
 from dynaxx.selection.scorers.pooling import MinMax

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from dynaxx.kernels.gpu.device import has_tma, interpreted, padded
 from dynaxx.kernels.gpu.runtime.launcher import kind_of
-from dynaxx.kernels.triton.attention.config import padded
-from dynaxx.kernels.triton.support import interpreted
 from dynaxx.layout import BlockLayout
 
 # What a kernel is not compiled again for, whatever its value.
@@ -52,7 +51,7 @@ def steps_by_tma(*tensors: Tensor) -> bool:
 
     Under the interpreter as well, which knows descriptors and so tests those kernels, too.
     """
-    if tensors[0].itemsize != 2 or not (_has_tma(tensors[0].device) if tensors[0].is_cuda else interpreted()):
+    if tensors[0].itemsize != 2 or not (has_tma(tensors[0].device) if tensors[0].is_cuda else interpreted()):
         return False
     return all(_steps(x.shape, x.stride()) and x.data_ptr() % 16 == 0 for x in tensors)
 
@@ -61,11 +60,6 @@ def steps_by_tma(*tensors: Tensor) -> bool:
 def _steps(shape: torch.Size, strides: tuple[int, ...]) -> bool:
     steps = [strides[i] for i in range(3) if shape[i] > 1]
     return shape.numel() > 0 and shape[3] % 8 == 0 and all(step > 0 and step % 8 == 0 for step in steps)
-
-
-@lru_cache(maxsize=16)
-def _has_tma(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def tile_rows(x: Tensor, rows: int) -> TensorDescriptor:
@@ -160,16 +154,3 @@ def mask_arguments(layout: BlockLayout, capacity: int) -> tuple[Tensor | int, ..
         layout.layout_heads if layout.layout_batch > 1 else 0,
         1 if layout.layout_heads > 1 else 0,
     )
-
-
-@lru_cache(maxsize=16)
-def overlap(device: torch.device) -> dict[str, bool]:
-    """What lets a kernel start while the one before still runs, where a GPU can: `gdc_wait` then waits for its end."""
-    able = device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
-    return {"PDL": True, "launch_pdl": True} if able else {"PDL": False}
-
-
-@lru_cache(maxsize=16)
-def processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; a few where Triton's interpreter stands for one."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 6

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import driver
 
+from dynaxx.kernels.gpu.device import interpreted
 from dynaxx.kernels.gpu.runtime.launcher import (
     DESCRIPTORS,
     Launch,
@@ -28,7 +29,6 @@ from dynaxx.kernels.gpu.runtime.launcher import (
     watched_launches,
     watching,
 )
-from dynaxx.kernels.triton.support import interpreted
 
 MOST_CALLS = 1024  # kept
 ALIGNMENT = 256  # bytes, of what is allocated together

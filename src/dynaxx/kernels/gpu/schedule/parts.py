@@ -5,8 +5,6 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from dynaxx.kernels.triton.primitives.tiles import started_row, started_tile
-
 WHOLE = tl.constexpr(-1)  # slot of a line that is not split
 NOTHING = tl.constexpr(-2)  # slot of one that is, whose parts other programs have
 
@@ -22,6 +20,28 @@ class QueryTile(NamedTuple):
     slot: Any  # of its part, or WHOLE
     first: Any  # entries of the part
     last: Any
+
+
+@triton.jit
+def started_tile(i_program, tiles, heads, span):
+    """Head and rank of the tile that a program takes: `span` tiles of a head, those of the next, then the next ones.
+
+    Programs at a time then read few heads, whose keys stay in L2, and the longest rows of all heads still start first.
+    """
+    begin = i_program // (span * heads) * span
+    rest = i_program - begin * heads
+    span = tl.minimum(span, tiles - begin)
+    return rest // span, begin + rest % span
+
+
+@triton.jit
+def started_row(p_order, lead, rank, num_rows, ORDERED: tl.constexpr):
+    """The row that is started as number `rank`: by a layout's order, or the last first."""
+    row = num_rows - 1 - rank
+    if ORDERED:
+        row = tl.load(p_order + lead.to(tl.int64) * num_rows + rank)
+        row = tl.minimum(tl.maximum(row, 0), num_rows - 1)
+    return row
 
 
 @triton.jit

@@ -9,7 +9,8 @@ nothing. Shapes: B batch, N / M queries and keys, Hq / Hk query and kv heads, D 
 import torch
 from torch import Tensor
 
-from dynaxx.kernels.gpu.runtime.arguments import processors, zeros_like_lse
+from dynaxx.kernels.gpu.device import processors
+from dynaxx.kernels.gpu.runtime.arguments import zeros_like_lse
 from dynaxx.kernels.hopper.attention.backward_dkv import backward_dkv, heads_apart
 from dynaxx.kernels.hopper.attention.backward_dq import backward_dq
 from dynaxx.kernels.hopper.attention.backward_fused import JOINT, JOINT_LAST_FIRST

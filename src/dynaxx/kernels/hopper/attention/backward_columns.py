@@ -11,7 +11,8 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dynaxx.kernels.gpu.runtime.arguments import processors, transposed_arguments
+from dynaxx.kernels.gpu.device import processors
+from dynaxx.kernels.gpu.runtime.arguments import transposed_arguments
 from dynaxx.kernels.gpu.runtime.launch_cache import Start, repeated
 from dynaxx.kernels.gpu.runtime.launcher import Launch
 from dynaxx.kernels.gpu.schedule.split import SPLIT_SIZES, no_split, split_columns, split_programs

@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dynaxx.kernels.gpu.runtime.arguments import processors
+from dynaxx.kernels.gpu.device import processors
 from dynaxx.kernels.gpu.runtime.launcher import light_launch
 from dynaxx.kernels.hopper.attention.backward_columns import SIZES, ColumnKernel, column_or_part
 from dynaxx.kernels.hopper.attention.backward_consume import consume

@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dynaxx.kernels.gpu.primitives import LOG2E
 from dynaxx.kernels.gpu.runtime.arguments import tile_rows
 from dynaxx.kernels.gpu.runtime.launch_cache import repeated
 from dynaxx.kernels.gpu.runtime.launcher import Launch, light_launch
-from dynaxx.kernels.triton.primitives.tiles import LOG2E
 from dynaxx.layout import BlockLayout
 
 ROWS = 64  # of a tile

@@ -16,7 +16,8 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dynaxx.kernels.gpu.runtime.arguments import mask_arguments, order_argument, positive_scale, processors
+from dynaxx.kernels.gpu.device import processors
+from dynaxx.kernels.gpu.runtime.arguments import mask_arguments, order_argument, positive_scale
 from dynaxx.kernels.gpu.runtime.launch_cache import repeated
 from dynaxx.kernels.gpu.runtime.launcher import Launch, light_launch
 from dynaxx.kernels.gpu.schedule.split import SPLIT_SIZES, no_split, split_programs, split_rows

@@ -7,11 +7,11 @@ partial results take most memory, come last and add theirs to what these sums ga
 import torch
 from torch import Tensor
 
+from dynaxx.kernels.gpu.nsa.selected import SelectedPlan, selected_backward_of_rows
 from dynaxx.kernels.hopper.attention.backward import gradients_of_rows, in_one_pass
 from dynaxx.kernels.hopper.attention.backward_rows import Rows, dq_of_sums, empty_sums
 from dynaxx.kernels.hopper.nsa.rows import BranchRows, batch_of
 from dynaxx.kernels.hopper.primitives.descriptors import dense_rows
-from dynaxx.kernels.triton.nsa.operators import SelectedPlan, selected_backward_of_rows
 from dynaxx.layout import BlockLayout
 
 

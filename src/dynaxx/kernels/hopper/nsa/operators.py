@@ -1,50 +1,47 @@
-"""Native Sparse Attention on Hopper, in Gluon: the scores of blocks, and selected attention of groups of 1, 2, 4, 8 and
-more, by query where they fill wgmma (`selected`), else by key (`selected_partial`); all else is Triton's.
+"""Native Sparse Attention on Hopper, in Gluon: `kernels.contract.NsaKernels`.
+
+Gluon kernels score blocks and attend to selected blocks for groups of 1, 2, 4, 8 and more q heads: by query where the
+group fills a wgmma tile (`selected`), else by key (`selected_partial`). The rest is shared with the `triton` backend.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from torch import Tensor
 
-from dynaxx.kernels.hopper import support
+from dynaxx.kernels.gpu.nsa import compress as pooling
+from dynaxx.kernels.gpu.nsa import gate as gating
+from dynaxx.kernels.gpu.nsa import select
+from dynaxx.kernels.gpu.nsa import selected as shared
+from dynaxx.kernels.gpu.nsa.config import UNION_WIDTH, Schedule
+from dynaxx.kernels.gpu.nsa.query_unions import Unions, unions
+from dynaxx.kernels.gpu.nsa.selected import Mixture, selected_backward, selected_forward
 from dynaxx.kernels.hopper.attention.config import selected_consumers
+from dynaxx.kernels.hopper.nsa import fused
 from dynaxx.kernels.hopper.primitives.descriptors import dense_rows
-from dynaxx.kernels.problem import AttentionProblem
-from dynaxx.kernels.triton.nsa import operators as portable
-from dynaxx.kernels.triton.nsa.config import UNION_WIDTH, Schedule
-from dynaxx.kernels.triton.nsa.operators import Mixture
 from dynaxx.layout.nsa import NativeSpans
+
+__all__ = [
+    "fused",
+    "gating",
+    "pooling",
+    "prepare_selected",
+    "schedule_of",
+    "select_blocks",
+    "selected_backward",
+    "selected_forward",
+]
 
 KEY_BLOCK = 64  # keys of the kernels by key
 EITHER = 4  # the group that goes by query where neighbours agree, else by key
 SMALL = (1, 2)  # groups that go by key
-MOST_DIM = 128
-
-_LATER = {"Branches": "rows", "branch_rows": "rows", "mixed_backward": "backward"}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _LATER:
-        return getattr(portable, name)
-    return getattr(importlib.import_module(f"dynaxx.kernels.hopper.nsa.{_LATER[name]}"), name)
-
-
-def unsupported_reasons(problem: AttentionProblem) -> list[str]:
-    """Why these kernels cannot serve; a q block here is a position and its group."""
-    reasons = support.unsupported_reasons(replace(problem, block_size=(64, problem.block_size[1])))
-    if problem.head_dim > MOST_DIM:
-        reasons.append(f"serves head_dim up to {MOST_DIM} for selected blocks, got {problem.head_dim}")
-    return reasons
 
 
 @dataclass(frozen=True)
-class SelectedPlan(portable.SelectedPlan):
+class SelectedPlan(shared.SelectedPlan):
     """A selection of groups that Gluon takes, as both directions read it."""
 
     @property
@@ -53,9 +50,7 @@ class SelectedPlan(portable.SelectedPlan):
         return selected_consumers(self.group_size, self.spans.sizes.slc_block)
 
     @cached_property
-    def union(self):
-        from dynaxx.kernels.triton.nsa.query_unions import unions
-
+    def union(self) -> Unions:
         return unions(self.indices, self.spans, self.consumers * 64 // self.group_size)
 
     def forward_by_query(
@@ -101,19 +96,19 @@ class SelectedPlan(portable.SelectedPlan):
 
 
 def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor | None, spans: NativeSpans, heads: int, scale: float) -> Tensor:
-    """As `kernels.reference.native.select_blocks`; raw scores are Triton's."""
+    """As `kernels.reference.nsa.select_blocks`; raw scores are Triton's."""
     if lse is None or not k_cmp.shape[0]:
-        return portable.select_blocks(q, k_cmp, lse, spans, heads, scale)
+        return select.select_blocks(q, k_cmp, lse, spans, heads, scale)
     from dynaxx.kernels.hopper.nsa.scores import TILE_ROWS, score_blocks
 
-    return portable.select_blocks(q, k_cmp, lse, spans, heads, scale, score_blocks, TILE_ROWS)
+    return select.select_blocks(q, k_cmp, lse, spans, heads, scale, score_blocks, TILE_ROWS)
 
 
 def schedule_of(group_size: int, kv_block: int) -> str:
     """In words, for `explain_selected`."""
     consumers = selected_consumers(group_size, kv_block)
     if not consumers:
-        return portable.schedule_of(group_size, kv_block)
+        return shared.schedule_of(group_size, kv_block)
     positions = consumers * 64 // group_size
     if group_size == EITHER:
         return (
@@ -123,13 +118,13 @@ def schedule_of(group_size: int, kv_block: int) -> str:
     return f"by query: the union of {positions} neighbouring positions by TMA, since groups of 8 and more fill tiles"
 
 
-def prepare_selected(indices: Tensor, spans: NativeSpans, q: Tensor, k: Tensor, v: Tensor) -> portable.SelectedPlan:
+def prepare_selected(block_indices: Tensor, spans: NativeSpans, q: Tensor, k: Tensor, v: Tensor) -> shared.SelectedPlan:
     """What forward and backward share."""
-    plan = portable.prepare_selected(indices, spans, q, k, v)
+    plan = shared.prepare_selected(block_indices, spans, q, k, v)
     consumers = selected_consumers(plan.group_size, spans.sizes.slc_block)
     either = plan.group_size == EITHER
     schedule: Schedule = "either" if either else "union"
-    if plan.group_size in SMALL or (either and consumers * 64 // EITHER * indices.shape[2] > UNION_WIDTH):
+    if plan.group_size in SMALL or (either and consumers * 64 // EITHER * block_indices.shape[2] > UNION_WIDTH):
         schedule = "gather"
     elif not consumers:
         return plan

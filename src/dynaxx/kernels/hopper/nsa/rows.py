@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dynaxx.kernels.gpu.nsa.selected import SelectedPlan
+from dynaxx.kernels.gpu.primitives import LOG2E
 from dynaxx.kernels.gpu.runtime.launcher import light_launch
 from dynaxx.kernels.hopper.attention.backward_rows import Rows, empty_rows
-from dynaxx.kernels.triton.nsa.operators import SelectedPlan
-from dynaxx.kernels.triton.primitives.tiles import LOG2E
 from dynaxx.layout import BlockLayout
 
 TILE_ROWS = 16

@@ -13,14 +13,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere.async_copy import mbarrier_arrive
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from dynaxx.kernels.gpu.runtime.arguments import processors
+from dynaxx.kernels.gpu.device import processors
+from dynaxx.kernels.gpu.nsa.select import FIELDS, Scores
+from dynaxx.kernels.gpu.nsa.top import strides_per
 from dynaxx.kernels.gpu.runtime.launcher import light_launch
 from dynaxx.kernels.hopper.attention.forward_consume import ROWS
 from dynaxx.kernels.hopper.nsa.selected_tiles import descriptor, registers
 from dynaxx.kernels.hopper.primitives.descriptors import LOG2E, dense_rows
 from dynaxx.kernels.hopper.primitives.signals import NUMBERS, barriers
-from dynaxx.kernels.triton.nsa.select import FIELDS, Scores
-from dynaxx.kernels.triton.nsa.top import strides_per
 from dynaxx.layout.nsa import NativeSpans
 
 LOG2E_ = gl.constexpr(LOG2E)

@@ -12,7 +12,9 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dynaxx.kernels.gpu.runtime.arguments import processors
+from dynaxx.kernels.gpu.device import processors
+from dynaxx.kernels.gpu.nsa.query_unions import Unions
+from dynaxx.kernels.gpu.nsa.selected import Mixture
 from dynaxx.kernels.gpu.runtime.launcher import light_launch
 from dynaxx.kernels.hopper.attention.forward_consume import ROWS
 from dynaxx.kernels.hopper.nsa.selected_consume import consume
@@ -20,8 +22,6 @@ from dynaxx.kernels.hopper.nsa.selected_produce import produce
 from dynaxx.kernels.hopper.nsa.selected_tiles import ANY_LOST, LOST, descriptor, registers, stages
 from dynaxx.kernels.hopper.primitives.descriptors import LOG2E, dense_rows
 from dynaxx.kernels.hopper.primitives.signals import NUMBERS, barriers
-from dynaxx.kernels.triton.nsa.operators import Mixture
-from dynaxx.kernels.triton.nsa.query_unions import Unions
 from dynaxx.layout.nsa import NativeSpans
 
 

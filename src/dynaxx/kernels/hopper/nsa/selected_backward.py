@@ -12,12 +12,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from dynaxx.kernels.gpu.nsa.query_unions import Unions
 from dynaxx.kernels.gpu.runtime.launcher import light_launch
 from dynaxx.kernels.hopper.attention.forward_consume import ROWS
 from dynaxx.kernels.hopper.nsa.selected_tiles import descriptor, feed_blocks, places, product_layout, registers, stages
 from dynaxx.kernels.hopper.primitives.descriptors import LOG2E
 from dynaxx.kernels.hopper.primitives.signals import add_tile
-from dynaxx.kernels.triton.nsa.query_unions import Unions
 from dynaxx.layout.nsa import NativeSpans
 
 LOG2E_ = gl.constexpr(LOG2E)

@@ -10,11 +10,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
+from dynaxx.kernels.gpu.nsa.key_items import Items
 from dynaxx.kernels.gpu.runtime.launcher import light_launch
 from dynaxx.kernels.hopper.attention.forward_consume import ROWS
 from dynaxx.kernels.hopper.nsa.selected_tiles import descriptor
 from dynaxx.kernels.hopper.primitives.descriptors import LOG2E, dense_rows
-from dynaxx.kernels.triton.nsa.key_items import Items
 from dynaxx.layout.nsa import NativeSpans
 
 LOG2E_ = gl.constexpr(LOG2E)

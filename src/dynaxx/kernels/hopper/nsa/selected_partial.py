@@ -15,10 +15,10 @@ from triton.experimental.gluon.language.nvidia.ampere.async_copy import (
 )
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
+from dynaxx.kernels.gpu.nsa.key_items import Items
 from dynaxx.kernels.gpu.runtime.launcher import light_launch
 from dynaxx.kernels.hopper.attention.forward_consume import LN2, ROWS
 from dynaxx.kernels.hopper.primitives.descriptors import LOG2E
-from dynaxx.kernels.triton.nsa.key_items import Items
 from dynaxx.layout.nsa import NativeSpans
 
 WIDE = 64  # columns of v at once, so that rows are written by way of 8 KiB

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dynaxx.kernels.gpu.device import padded, processors
 from dynaxx.kernels.gpu.runtime.arguments import (
     layout_arguments,
     order_argument,
-    processors,
     steps_by_tma,
     strides,
     tile_rows,
@@ -41,7 +41,6 @@ from dynaxx.kernels.triton.attention.config import (
     dkv_in_stages,
     dkv_span,
     dq_from_registers,
-    padded,
     query_span,
 )
 from dynaxx.layout import BlockLayout

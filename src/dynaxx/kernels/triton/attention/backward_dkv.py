@@ -5,7 +5,7 @@ import triton.language as tl
 
 from dynaxx.kernels.gpu.runtime.arguments import RUNTIME_SIZES
 from dynaxx.kernels.gpu.runtime.launcher import light_launch
-from dynaxx.kernels.gpu.schedule.parts import WHOLE, entries_of, part_of, store_part
+from dynaxx.kernels.gpu.schedule.parts import WHOLE, entries_of, part_of, started_tile, store_part
 from dynaxx.kernels.gpu.schedule.split import SPLIT_SIZES
 from dynaxx.kernels.triton.attention.backward_rows import (
     cap_scores,
@@ -19,7 +19,6 @@ from dynaxx.kernels.triton.primitives.tiles import (
     block_ahead,
     load_tile,
     row_entries,
-    started_tile,
     store_rows,
     tile_positions,
 )

@@ -4,7 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dynaxx.kernels.triton.primitives.tiles import LOG2E, exp_rounded, tanh
+from dynaxx.kernels.gpu.primitives import LOG2E, exp_rounded
+from dynaxx.kernels.triton.primitives.tiles import tanh
 
 ROWS_MULTIPLE = 128  # so that a block of queries has all its rows
 

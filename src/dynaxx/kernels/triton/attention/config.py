@@ -12,10 +12,9 @@ from typing import Any, Literal
 
 import torch
 
+from dynaxx.kernels.gpu.device import feeds_registers, interpreted, padded, shared_memory
 from dynaxx.kernels.triton.attention.tuned_tiles import kind_of_launch, tuned_values
-from dynaxx.kernels.triton.support import interpreted
 
-INTERPRETER_SHARED_MEMORY = 1 << 20
 SPAN = 16  # tiles of a head that start one after the other, before those of the next head
 WHOLE_HEAD = 1 << 20
 TMA_BLOCK = 64  # tokens of a block; smaller ones are gathered by addresses, which the copy unit does not do
@@ -44,16 +43,6 @@ def tunable(choose: Callable[..., Tiles]) -> Callable[..., Tiles]:
         return choose(device, *shape) if values is None else Tiles(*values)  # type: ignore[arg-type]
 
     return chosen
-
-
-def padded(head_dim: int) -> int:
-    """head_dim as a tile holds it: a power of two from 16."""
-    return max(16, power_of_two(head_dim))
-
-
-def power_of_two(least: int) -> int:
-    """The first power of two from `least` >= 1 on. Triton's own takes the host 3 us, as its `cdiv` does."""
-    return 1 << (least - 1).bit_length()
 
 
 @tunable
@@ -206,15 +195,6 @@ def _is_triton(major: int, minor: int) -> bool:
     return triton.__version__.startswith(f"{major}.{minor}.") or interpreted()
 
 
-@lru_cache(maxsize=16)
-def feeds_registers(device: torch.device) -> bool:
-    """Whether matrix instructions take their left side from registers or from shared memory, as those of Hopper do.
-
-    Under the interpreter as well, which so tests those kernels, too.
-    """
-    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
-
-
 def query_span(group_size: int) -> int:
     """Tiles of a q head that start one after the other, forward and for dq, before those of the next head.
 
@@ -237,22 +217,3 @@ def dkv_span(tiles: int, processors: int) -> int:
     One head after the other reads its queries from L2, but the last one's short columns must fill all processors.
     """
     return WHOLE_HEAD if tiles > 2 * processors else 4 * SPAN
-
-
-def longest_part(entries: int, lines: int, copies: int, shares: int) -> int:
-    """Entries of a row or column above which it is split: one of `shares` of all, four times the mean, and 16 at least.
-
-    Rows under a causal mask, or drawn at random, stay below four times the mean, and even out without. A part of 16
-    blocks of 128 computes for some 30 us on an H200, and takes 3 us to leave its sums.
-    """
-    return max(16, -(-entries * copies // shares), -(-4 * entries // max(1, lines)))
-
-
-@lru_cache(maxsize=16)
-def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one program may use."""
-    if device.type != "cuda":
-        return INTERPRETER_SHARED_MEMORY
-    from triton.runtime import driver
-
-    return int(driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"])

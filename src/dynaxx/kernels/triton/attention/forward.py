@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dynaxx.kernels.gpu.device import feeds_registers, padded
 from dynaxx.kernels.gpu.runtime.arguments import (
     RUNTIME_SIZES,
     layout_arguments,
@@ -29,14 +30,7 @@ from dynaxx.kernels.gpu.runtime.launcher import Launch, light_launch
 from dynaxx.kernels.gpu.schedule.parts import WHOLE, entries_of, query_tile, store_part
 from dynaxx.kernels.gpu.schedule.split import SPLIT_SIZES, no_split, split_programs, split_rows
 from dynaxx.kernels.gpu.schedule.split_sums import merge_parts
-from dynaxx.kernels.triton.attention.config import (
-    TMA_BLOCK,
-    feeds_registers,
-    forward_loop,
-    forward_span,
-    forward_tiles,
-    padded,
-)
+from dynaxx.kernels.triton.attention.config import TMA_BLOCK, forward_loop, forward_span, forward_tiles
 from dynaxx.kernels.triton.attention.forward_row import attend, attend_ahead, out_of_range
 from dynaxx.kernels.triton.primitives.tiles import (
     PARTIAL,

@@ -11,12 +11,11 @@ A row's sum then tells whether they stayed in range (`out_of_range`); where not,
 import triton
 import triton.language as tl
 
+from dynaxx.kernels.gpu.primitives import LOG2E, exp_rounded
 from dynaxx.kernels.triton.primitives.tiles import (
     FULL,
-    LOG2E,
     PARTIAL,
     entry_of_step,
-    exp_rounded,
     load_tile,
     steps_of_pass,
     tanh,

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from dynaxx.kernels.triton.primitives.tiles import from_ordered_bits, ordered_bits
+from dynaxx.kernels.gpu.primitives import from_ordered_bits, ordered_bits
 
 PASSES_BY_VALUE = tl.constexpr(6)
 MOST_KEY = tl.constexpr(0xFFFFFFF0)  # all but some NaN are below: no sum with a step of the search wraps around

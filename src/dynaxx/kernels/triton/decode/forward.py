@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from dynaxx.kernels.gpu.primitives import LOG2E
 from dynaxx.kernels.gpu.runtime.launcher import light_launch
 from dynaxx.kernels.triton.decode.choose_pages import choose_pages, count_all_pages
 from dynaxx.kernels.triton.decode.exact import attend_exact
@@ -21,7 +22,7 @@ from dynaxx.kernels.triton.decode.merge import list_bounds
 from dynaxx.kernels.triton.decode.pages import first_key, first_visible, physical_pages
 from dynaxx.kernels.triton.decode.rows import load_queries, load_tile, store_part
 from dynaxx.kernels.triton.primitives.eight_bit_values import unpaired, widened
-from dynaxx.kernels.triton.primitives.tiles import LOG2E, tanh
+from dynaxx.kernels.triton.primitives.tiles import tanh
 
 
 @light_launch

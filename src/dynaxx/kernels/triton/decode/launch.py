@@ -6,10 +6,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dynaxx.kernels.gpu.runtime.arguments import overlap, positive_scale, processors, strides, unit_stride
+from dynaxx.kernels.gpu.device import overlap, padded, processors
+from dynaxx.kernels.gpu.runtime.arguments import positive_scale, strides, unit_stride
 from dynaxx.kernels.gpu.runtime.launcher import light_launch
 from dynaxx.kernels.gpu.runtime.recorder import replayed
-from dynaxx.kernels.triton.attention.config import padded
 from dynaxx.kernels.triton.decode.forward import decode_fwd_kernel
 from dynaxx.kernels.triton.decode.merge import merge_parts_kernel
 from dynaxx.kernels.triton.decode.pages import (

@@ -4,8 +4,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+from dynaxx.kernels.gpu.primitives import LOG2E
 from dynaxx.kernels.gpu.runtime.launcher import light_launch
-from dynaxx.kernels.triton.primitives.tiles import LOG2E
 
 
 @triton.jit

@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dynaxx.kernels.gpu.device import padded
 from dynaxx.kernels.gpu.runtime.arguments import unit_stride
 from dynaxx.kernels.gpu.runtime.launcher import light_launch
-from dynaxx.kernels.triton.attention.config import padded
 from dynaxx.kernels.triton.primitives.eight_bit_values import nearest
 from dynaxx.layout.paging import PagedCache, PageStrides, PageSummaries
 

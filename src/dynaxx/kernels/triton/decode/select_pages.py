@@ -16,13 +16,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dynaxx.kernels.gpu.runtime.arguments import overlap, processors, strides, unit_stride
+from dynaxx.kernels.gpu.device import interpreted, overlap, padded, power_of_two, processors
+from dynaxx.kernels.gpu.runtime.arguments import strides, unit_stride
 from dynaxx.kernels.gpu.runtime.launcher import light_launch
-from dynaxx.kernels.triton.attention.config import padded, power_of_two
 from dynaxx.kernels.triton.decode.choose_pages import choose_pages, count_pages
 from dynaxx.kernels.triton.decode.pages import first_key, page_strides, table_arguments
 from dynaxx.kernels.triton.decode.score_pages import score_pages
-from dynaxx.kernels.triton.support import interpreted
 from dynaxx.layout.paging import PagedCache
 
 TILE_BYTES = 16384  # of low and of high, each

@@ -11,14 +11,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dynaxx.kernels.gpu.device import padded
+from dynaxx.kernels.gpu.nsa.gate import gated_sum_forward as gated_sum
+from dynaxx.kernels.gpu.nsa.rows import weights_of
+from dynaxx.kernels.gpu.nsa.top import strides_per, top_blocks
 from dynaxx.kernels.gpu.runtime.arguments import unit_stride
 from dynaxx.kernels.gpu.runtime.launcher import light_launch
 from dynaxx.kernels.gpu.runtime.recorder import replayed
-from dynaxx.kernels.triton.attention.config import padded
 from dynaxx.kernels.triton.decode.pages import page_strides, physical_pages, table_arguments
-from dynaxx.kernels.triton.nsa.gate import gated_sum_forward as gated_sum
-from dynaxx.kernels.triton.nsa.rows import weights_of
-from dynaxx.kernels.triton.nsa.top import strides_per, top_blocks
 from dynaxx.kernels.triton.nsa.windows import compress_windows, gather_windows, store_compressed
 from dynaxx.layout.compressed import NativeLengths
 from dynaxx.layout.nsa import NativeSizes

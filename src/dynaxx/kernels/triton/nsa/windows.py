@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dynaxx.kernels.gpu.device import padded
 from dynaxx.kernels.gpu.runtime.launcher import light_launch
 from dynaxx.kernels.gpu.runtime.recorder import replayed
-from dynaxx.kernels.triton.attention.config import padded
 from dynaxx.kernels.triton.decode.pages import page_strides, physical_pages, table_arguments
 from dynaxx.layout.compressed import CompressedPages
 from dynaxx.layout.nsa import NativeSizes

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from dynaxx.kernels.triton.support import interpreted
+from dynaxx.kernels.gpu.device import interpreted
 
 if interpreted():
 

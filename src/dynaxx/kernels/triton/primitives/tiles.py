@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)
-
 # The passes over a row, in order.
 PARTIAL = tl.constexpr(0)  # what the element masks of the partial blocks show
 FULL = tl.constexpr(1)  # every pair of the tile is visible
@@ -49,28 +47,6 @@ def row_entries(p_indptr, p_num_partial, lead, i_row, num_rows, capacity):
     count = tl.minimum(tl.maximum(tl.load(p_indptr + at + 1), start), capacity) - start
     partial = tl.load(p_num_partial + lead.to(tl.int64) * num_rows + i_row)
     return start, tl.minimum(tl.maximum(partial, 0), count), count
-
-
-@triton.jit
-def started_tile(i_program, tiles, heads, span):
-    """Head and rank of the tile that a program takes: `span` tiles of a head, those of the next, then the next ones.
-
-    Programs at a time then read few heads, whose keys stay in L2, and the longest rows of all heads still start first.
-    """
-    begin = i_program // (span * heads) * span
-    rest = i_program - begin * heads
-    span = tl.minimum(span, tiles - begin)
-    return rest // span, begin + rest % span
-
-
-@triton.jit
-def started_row(p_order, lead, rank, num_rows, ORDERED: tl.constexpr):
-    """The row that is started as number `rank`: by a layout's order, or the last first."""
-    row = num_rows - 1 - rank
-    if ORDERED:
-        row = tl.load(p_order + lead.to(tl.int64) * num_rows + rank)
-        row = tl.minimum(tl.maximum(row, 0), num_rows - 1)
-    return row
 
 
 @triton.jit
@@ -213,40 +189,6 @@ def store_rows(p_base, rows, positions, stride, seqlen, DIM: tl.constexpr, BLOCK
     inside = ((positions >= 0) & (positions < seqlen))[:, None] & (o_d < DIM)[None, :]
     p_rows = p_base + positions.to(tl.int64)[:, None] * stride + o_d[None, :]
     tl.store(p_rows, rows.to(p_base.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def ordered_bits(x):
-    """fp32 as uint32 of the same order."""
-    bits = x.to(tl.int32, bitcast=True)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.uint32, bitcast=True) ^ 0x80000000
-
-
-@triton.jit
-def from_ordered_bits(key):
-    """The fp32 of `ordered_bits`."""
-    bits = (key ^ 0x80000000).to(tl.int32, bitcast=True)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def exp_rounded(x):
-    """exp of x <= 0 to about one unit in the last place, 0 below -87; the GPU's own is three times as far off."""
-    near = tl.where(x < -87.0, -87.0, tl.where(x > 88.0, 88.0, x))  # nan stays
-    n = tl.floor(near * LOG2E + 0.5)
-    f = near - n * 0.693359375  # ln 2 in two parts: the product with the first is exact
-    f = f + n * 2.12194440e-4
-    p = 1.0 / 5040 + f * 0.0
-    p = p * f + 1.0 / 720
-    p = p * f + 1.0 / 120
-    p = p * f + 1.0 / 24
-    p = p * f + 1.0 / 6
-    p = p * f + 0.5
-    p = p * f + 1.0
-    p = p * f + 1.0
-    n = tl.where(near == near, n, 0.0)
-    power = ((n.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
-    return tl.where(x < -87.0, 0.0, p * power)
 
 
 @triton.jit

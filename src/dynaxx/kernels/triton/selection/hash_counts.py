@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dynaxx.kernels.gpu.device import padded, power_of_two
 from dynaxx.kernels.gpu.runtime.arguments import strides, unit_stride
 from dynaxx.kernels.gpu.runtime.launcher import light_launch
-from dynaxx.kernels.triton.attention.config import padded, power_of_two
 
 COLUMNS = 32  # projections at a time: more would not fit in registers
 

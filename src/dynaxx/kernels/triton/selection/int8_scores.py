@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dynaxx.kernels.candidates import Candidates
+from dynaxx.kernels.contract import Candidates
+from dynaxx.kernels.gpu.device import padded
 from dynaxx.kernels.gpu.runtime.arguments import strides, unit_stride
 from dynaxx.kernels.gpu.runtime.launcher import light_launch
-from dynaxx.kernels.triton.attention.config import padded
 from dynaxx.kernels.triton.primitives.eight_bit_values import nearest
 from dynaxx.kernels.triton.selection.query_scores import RUNTIME_SIZES, new_scores, panels_of
 from dynaxx.layout import BlockGrid

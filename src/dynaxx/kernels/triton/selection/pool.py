@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dynaxx.kernels.gpu.device import padded, power_of_two
 from dynaxx.kernels.gpu.runtime.arguments import strides, unit_stride
 from dynaxx.kernels.gpu.runtime.launcher import light_launch
-from dynaxx.kernels.triton.attention.config import padded, power_of_two
 
 MEAN = tl.constexpr(0)
 SMALLEST = tl.constexpr(1)

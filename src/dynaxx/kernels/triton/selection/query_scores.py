@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dynaxx.kernels.candidates import Candidates
+from dynaxx.kernels.contract import Candidates
+from dynaxx.kernels.gpu.device import padded
 from dynaxx.kernels.gpu.runtime.arguments import strides, unit_stride
 from dynaxx.kernels.gpu.runtime.launcher import light_launch
-from dynaxx.kernels.triton.attention.config import padded
 from dynaxx.layout import BlockGrid
 
 LOG2_E = tl.constexpr(math.log2(math.e))

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dynaxx.kernels.gpu.primitives import ordered_bits
 from dynaxx.kernels.gpu.runtime.launcher import light_launch
-from dynaxx.kernels.triton.primitives.tiles import ordered_bits
 from dynaxx.kernels.triton.selection.row import (
     EMPTY,
     GRID_SIZES,

@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dynaxx.kernels.gpu.runtime.arguments import processors, strides, unit_stride
+from dynaxx.kernels.gpu.device import padded, processors, shared_memory
+from dynaxx.kernels.gpu.runtime.arguments import strides, unit_stride
 from dynaxx.kernels.gpu.runtime.launcher import light_launch
-from dynaxx.kernels.triton.attention.config import padded, shared_memory
 from dynaxx.layout import BlockGrid
 
 LOG2_E = math.log2(math.e)

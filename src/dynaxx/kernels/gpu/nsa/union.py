@@ -12,11 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dynaxx.kernels.gpu.runtime.launcher import light_launch
-from dynaxx.kernels.triton.attention.config import padded
-from dynaxx.kernels.triton.nsa.config import QueryTiles
-from dynaxx.kernels.triton.nsa.query_unions import Unions
-from dynaxx.kernels.triton.nsa.rows import (
+from dynaxx.kernels.gpu.device import padded
+from dynaxx.kernels.gpu.nsa.config import QueryTiles
+from dynaxx.kernels.gpu.nsa.query_unions import Unions
+from dynaxx.kernels.gpu.nsa.rows import (
     block_rows,
     gather_rows,
     row_values,
@@ -24,6 +23,7 @@ from dynaxx.kernels.triton.nsa.rows import (
     softmax_step,
     weights_of,
 )
+from dynaxx.kernels.gpu.runtime.launcher import light_launch
 from dynaxx.layout.nsa import NativeSpans
 
 RUNTIME_SIZES = ["queries", "keys", "group_size", "heads_per_kv"]

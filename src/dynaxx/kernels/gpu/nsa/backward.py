@@ -10,12 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dynaxx.kernels.gpu.nsa.config import KeyTiles
+from dynaxx.kernels.gpu.nsa.gather import RUNTIME_SIZES, entry_rows, item_arguments, item_block
+from dynaxx.kernels.gpu.nsa.key_items import Items
+from dynaxx.kernels.gpu.nsa.rows import block_rows, gather_rows, row_values, scatter_rows, weights_of
+from dynaxx.kernels.gpu.nsa.sums import sum_entries, sum_items
 from dynaxx.kernels.gpu.runtime.launcher import light_launch
-from dynaxx.kernels.triton.nsa.config import KeyTiles
-from dynaxx.kernels.triton.nsa.gather import RUNTIME_SIZES, entry_rows, item_arguments, item_block
-from dynaxx.kernels.triton.nsa.key_items import Items
-from dynaxx.kernels.triton.nsa.rows import block_rows, gather_rows, row_values, scatter_rows, weights_of
-from dynaxx.kernels.triton.nsa.sums import sum_entries, sum_items
 from dynaxx.layout.nsa import NativeSpans
 
 SEGMENT_TILES = tl.constexpr(8)  # tiles in one short sum of fp32

@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dynaxx.kernels.gpu.device import padded
 from dynaxx.kernels.gpu.runtime.launcher import light_launch
-from dynaxx.kernels.triton.attention.config import padded
 
 ROWS = 32
 

@@ -12,11 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dynaxx.kernels.gpu.device import padded
+from dynaxx.kernels.gpu.nsa.config import KeyTiles
+from dynaxx.kernels.gpu.nsa.key_items import Items
+from dynaxx.kernels.gpu.nsa.rows import block_rows, gather_rows, scatter_rows, softmax_step
 from dynaxx.kernels.gpu.runtime.launcher import light_launch
-from dynaxx.kernels.triton.attention.config import padded
-from dynaxx.kernels.triton.nsa.config import KeyTiles
-from dynaxx.kernels.triton.nsa.key_items import Items
-from dynaxx.kernels.triton.nsa.rows import block_rows, gather_rows, scatter_rows, softmax_step
 from dynaxx.layout.nsa import NativeSpans
 
 RUNTIME_SIZES = ["blocks", "heads", "slots", "keys", "group_size", "heads_per_kv", "first_entry", "queries"]

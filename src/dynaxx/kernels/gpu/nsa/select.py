@@ -17,12 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dynaxx.kernels.gpu.device import padded
+from dynaxx.kernels.gpu.nsa import config as native_config
+from dynaxx.kernels.gpu.nsa.rows import block_rows, gather_rows, weights_of
+from dynaxx.kernels.gpu.nsa.top import strides_per, top_blocks
 from dynaxx.kernels.gpu.runtime.arguments import positive_scale, unit_stride
 from dynaxx.kernels.gpu.runtime.launcher import light_launch
-from dynaxx.kernels.triton.attention.config import padded
-from dynaxx.kernels.triton.nsa import config as native_config
-from dynaxx.kernels.triton.nsa.rows import block_rows, gather_rows, weights_of
-from dynaxx.kernels.triton.nsa.top import strides_per, top_blocks
 from dynaxx.layout.nsa import NativeSpans
 
 SCORE_BYTES = 256 << 20  # of scores held at once

@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dynaxx.kernels.gpu.nsa import config as native_config
+from dynaxx.kernels.gpu.primitives import ordered_bits
 from dynaxx.kernels.gpu.runtime.launcher import light_launch
-from dynaxx.kernels.triton.nsa import config as native_config
-from dynaxx.kernels.triton.primitives.tiles import ordered_bits
 from dynaxx.layout.nsa import NativeSizes
 
 LOWEST = tl.constexpr(-3.4028234663852886e38)

@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dynaxx.kernels.gpu.device import padded
+from dynaxx.kernels.gpu.primitives import LOG2E, exp_rounded
 from dynaxx.kernels.gpu.runtime.launcher import light_launch
-from dynaxx.kernels.triton.attention.config import padded
-from dynaxx.kernels.triton.primitives.tiles import LOG2E, exp_rounded
 
 
 @triton.jit

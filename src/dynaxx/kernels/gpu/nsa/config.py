@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from dynaxx.kernels.triton.attention.config import padded
+from dynaxx.kernels.gpu.device import padded
 
 Schedule = Literal["union", "gather", "either"]  # by query, by key, and whichever the GPU finds to be faster
 UNION_WIDTH = 512  # slots of one tile's union that are sorted in one program

@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dynaxx.kernels.gpu.device import padded
+from dynaxx.kernels.gpu.nsa.rows import gather_rows, scatter_rows
 from dynaxx.kernels.gpu.runtime.arguments import unit_stride
 from dynaxx.kernels.gpu.runtime.launcher import light_launch
-from dynaxx.kernels.triton.attention.config import padded
-from dynaxx.kernels.triton.nsa.rows import gather_rows, scatter_rows
 from dynaxx.layout.nsa import NativeSpans
 
 ROWS = 32

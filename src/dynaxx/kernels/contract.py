@@ -1,0 +1,274 @@
+"""What a backend provides for each operation. `kernels.registry` lists who provides it.
+
+A backend is a module (or a package) whose functions have these names, parameters and results. The functions are pure:
+they check nothing, hold no state and do no autograd. `kernels.reference` defines every result; the other backends are
+tested against it.
+
+Shapes: B batch, N / M queries and keys, T queries of all packed sequences, Hq / Hk / Hs query, kv and selection heads,
+D / E head_dim of q, k and of v, n slots, L compressed tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from dynaxx.layout import BlockGrid, BlockLayout
+from dynaxx.layout.compressed import CompressedPages, NativeLengths
+from dynaxx.layout.nsa import NativeSizes, NativeSpans
+from dynaxx.layout.paging import PagedCache, PageSummaries
+
+
+class AttentionKernels(Protocol):
+    """Attention over a layout."""
+
+    def attention_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float, softcap: float | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return out (B, N, Hq, E) in q's dtype and lse (B, Hq, N) fp32, natural log."""
+
+    def attention_backward(
+        self,
+        do: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        layout: BlockLayout,
+        scale: float,
+        softcap: float | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return dq, dk, dv; `dlse` is None where lse has no gradient."""
+
+
+class DecodeKernels(Protocol):
+    """A decoding step over a cache."""
+
+    def attend_pages(
+        self,
+        q: Tensor,
+        cache: PagedCache,
+        block_indices: Tensor | None,
+        counts: Tensor | None,
+        scale: float,
+        softcap: float | None = None,
+        left: int | None = None,
+        sink_logits: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return out (B, N, Hq, E) and lse (B, Hq, N) over the listed pages, or over all pages without a list."""
+
+    def select_pages(
+        self, q: Tensor, cache: PagedCache, wanted: Tensor, sinks: int, window: int, slots: int, scale: float
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the chosen pages (B, Hk, slots) int32, and how many there are where the backend counts them."""
+
+    def select_and_attend(
+        self,
+        q: Tensor,
+        cache: PagedCache,
+        wanted: Tensor,
+        sinks: int,
+        window: int,
+        slots: int,
+        scale: float,
+        softcap: float | None = None,
+        sink_logits: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return out and lse over the pages that `select_pages` chooses."""
+
+    def summarize_pages(self, cache: PagedCache, summaries: PageSummaries, new_tokens: int | None) -> None:
+        """Write the summaries of all pages, or of those that the last `new_tokens` keys are in."""
+
+
+class NsaKernels(Protocol):
+    """Native Sparse Attention of packed sequences. `plan` is what `prepare_selected` of the same backend returned."""
+
+    def schedule_of(self, group_size: int, kv_block: int) -> str:
+        """Return in words how the backend goes through selected blocks."""
+
+    def prepare_selected(self, block_indices: Tensor, spans: NativeSpans, q: Tensor, k: Tensor, v: Tensor) -> Any:
+        """Return what forward and backward share; `block_indices` is (T, Hs, n) int32."""
+
+    def selected_forward(self, q: Tensor, k: Tensor, v: Tensor, plan: Any, scale: float) -> tuple[Tensor, Tensor]:
+        """Return out (T, Hq, E) and lse (Hq, T) fp32."""
+
+    def selected_backward(
+        self,
+        do: Tensor,
+        dlse: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        plan: Any,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return dq, dk, dv."""
+
+    def select_blocks(
+        self, q: Tensor, k_cmp: Tensor, lse: Tensor | None, spans: NativeSpans, heads: int, scale: float
+    ) -> Tensor:
+        """Return the chosen blocks (T, Hs, n) int32, ascending, -1 behind."""
+
+    @property
+    def pooling(self) -> Pooling | None:
+        """Kernels that pool windows of tokens; None: torch does."""
+
+    @property
+    def gating(self) -> Gating | None:
+        """Kernels of the gated sum; None: torch does."""
+
+    @property
+    def fused(self) -> FusedBranches | None:
+        """Kernels for all branches together; None: each branch runs by itself."""
+
+
+class Pooling(Protocol):
+    """Windows of tokens of sequences of one length, pooled to compressed tokens."""
+
+    def pool_forward(self, x: Tensor, weight: Tensor | None, spans: NativeSpans) -> Tensor:
+        """Return (L, H, D): the mean of each window, or its sum weighted by `weight` (cmp_block, H)."""
+
+    def pool_backward(
+        self, do: Tensor, x: Tensor, weight: Tensor | None, spans: NativeSpans
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return dx and dweight."""
+
+
+class Gating(Protocol):
+    """The sum of three branches, each times its gate."""
+
+    def gated_sum_forward(self, outs: tuple[Tensor, Tensor, Tensor], gates: Tensor) -> Tensor:
+        """Return (T, Hq, E), of gates (T, Hq, 3)."""
+
+    def gated_sum_backward(
+        self, do: Tensor, outs: tuple[Tensor, Tensor, Tensor], gates: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the gradients of the three branches and of the gates."""
+
+
+class FusedBranches(Protocol):
+    """The three branches of Native Sparse Attention together. Its types are the backend's own."""
+
+    @property
+    def Mixture(self) -> Callable[..., Any]:
+        """Build what `selected_and_mixed` adds the selected branch to."""
+
+    @property
+    def Branches(self) -> Callable[..., Any]:
+        """Build what the forward of the branches gave."""
+
+    def selected_and_mixed(
+        self, q: Tensor, k: Tensor, v: Tensor, plan: Any, scale: float, mixture: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return out and lse of the selected branch, and write the gated sum to `mixture.out`."""
+
+    def branch_rows(
+        self, do: Tensor, branches: Any, gates: Tensor, plan: Any, layout: BlockLayout
+    ) -> tuple[Any, Tensor]:
+        """Return what `mixed_backward` reads of queries, and the gradient of the gates."""
+
+    def mixed_backward(
+        self,
+        rows: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_cmp: Tensor,
+        v_cmp: Tensor,
+        plan: Any,
+        layouts: tuple[BlockLayout, BlockLayout],
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Return dq, dk, dv, dk_cmp, dv_cmp."""
+
+
+class NsaDecodeKernels(Protocol):
+    """What Native Sparse Attention needs in a decoding step beside `DecodeKernels`."""
+
+    def replayed(self, call: Callable[..., Any], cache: PagedCache, tensors: Any, *settings: Any) -> Any:
+        """Return `call(cache, *tensors, *settings)`; a GPU backend records its launches and replays them."""
+
+    def step_lengths(self, seqused: Tensor, sizes: NativeSizes) -> NativeLengths:
+        """Return the lengths of every branch."""
+
+    def select_blocks(
+        self,
+        q: Tensor,
+        cache: PagedCache,
+        lse: Tensor,
+        lengths: NativeLengths,
+        sizes: NativeSizes,
+        max_blocks: int,
+        scale: float,
+    ) -> Tensor:
+        """Return the chosen blocks (B, Hk, n) int32."""
+
+    def kept_blocks(self, blocks: Tensor, lengths: NativeLengths, sizes: NativeSizes) -> Tensor:
+        """Return an earlier choice with the forced blocks of now."""
+
+    def pages_of(self, blocks: Tensor, pages_per_block: int, max_pages: int) -> Tensor:
+        """Return the pages of blocks."""
+
+    def gated_sum(self, outs: tuple[Tensor, Tensor, Tensor], gates: Tensor) -> Tensor:
+        """Return the sum of the branches, each times its gate."""
+
+    def gather_windows(self, cache: PagedCache, sizes: NativeSizes, count: int, skip: int) -> tuple[Tensor, Tensor]:
+        """Return the tokens of the last windows of each sequence, of k and of v."""
+
+    def compress_windows(
+        self, cache: PagedCache, weights: tuple[Tensor | None, Tensor | None], count: int, skip: int
+    ) -> None:
+        """Pool those windows, and store them."""
+
+    def store_compressed(
+        self, cache: PagedCache, compressed: CompressedPages, k_cmp: Tensor, v_cmp: Tensor, count: int, skip: int
+    ) -> None:
+        """Store compressed tokens that were pooled elsewhere."""
+
+
+class Candidates(NamedTuple):
+    """The kv blocks that a second stage of scoring looks at, a list per kv head and panel of neighbouring q blocks."""
+
+    blocks: Tensor  # (B, Hk, panels, slots) int32; -1 = empty slot, behind the others
+    panel: int  # q blocks per panel
+
+
+class SelectionKernels(Protocol):
+    """Scores of blocks, and the choice among them. Scores are (B, Hq, rows, kv blocks) fp32."""
+
+    def pool_blocks(self, x: Tensor, size: int, kind: str, scale: float = 1.0, dtype: Any = ...) -> Tensor:
+        """Return the mean, the smallest or the largest of each block of `size` tokens."""
+
+    def query_scores(
+        self, queries: Tensor, k: Tensor, first_row: int, grid: BlockGrid, candidates: Candidates | None = None
+    ) -> Tensor:
+        """Return the log of the mass that one query per row gives each block."""
+
+    def quantised_keys(self, k: Tensor, center: Tensor, kv_block: int) -> Any:
+        """Return keys in 8 bits for `int8_scores`."""
+
+    def int8_scores(
+        self, queries: Tensor, keys: Any, first_row: int, grid: BlockGrid, candidates: Candidates | None = None
+    ) -> Tensor:
+        """Return `query_scores` of 8-bit products."""
+
+    def probe_lines(self, probes: Tensor, k: Tensor, grid: BlockGrid, scale: float) -> tuple[Tensor, Tensor]:
+        """Return the mean attention of the last queries along columns and diagonals."""
+
+    def line_scores(self, vertical: Tensor, diagonal: Tensor, start: int, stop: int, grid: BlockGrid) -> Tensor:
+        """Return scores of blocks by the lines that cross them."""
+
+    def tile_mass(
+        self, queries: Tensor, keys: Tensor, first_tile: int, mass: Tensor, grid: BlockGrid, sizes: tuple[int, int],
+        *, panel: int = 1, parts: int = 1, scale: float = 1.0,
+    ) -> None:  # fmt: skip
+        """Write to `mass` what pooled queries give pooled keys."""
+
+    def hash_counts(self, x: Tensor, size: int, planes: Tensor, center: Tensor, tables: int, bits: int) -> Tensor:
+        """Return how many tokens of each block fall into each bucket."""

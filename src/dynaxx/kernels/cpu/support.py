@@ -1,0 +1,16 @@
+"""What the CPU kernels serve, said without loading the core."""
+
+from __future__ import annotations
+
+from dynaxx.kernels.cpu.arguments import ELEMENTS
+from dynaxx.kernels.problem import AttentionProblem
+
+
+def unsupported_reasons(problem: AttentionProblem) -> list[str]:
+    """Another device, or fp64, which the core does not compute in."""
+    reasons = []
+    if problem.device.type != "cpu":
+        reasons.append(f"tensors are on {problem.device}, not on the CPU")
+    if problem.dtype not in ELEMENTS:
+        reasons.append(f"computes in fp32, got {str(problem.dtype).removeprefix('torch.')}")
+    return reasons

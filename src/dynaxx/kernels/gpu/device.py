@@ -1,0 +1,80 @@
+"""Facts about a GPU, the installed Triton and its tile sizes. Importing this loads no Triton."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from functools import lru_cache
+
+import torch
+
+INTERPRETER_SHARED_MEMORY = 1 << 20
+
+
+def interpreted() -> bool:
+    """Whether Triton's own interpreter runs the kernels, on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def padded(head_dim: int) -> int:
+    """head_dim as a tile holds it: a power of two from 16."""
+    return max(16, power_of_two(head_dim))
+
+
+def power_of_two(least: int) -> int:
+    """The first power of two from `least` >= 1 on. Triton's own takes the host 3 us, as its `cdiv` does."""
+    return 1 << (least - 1).bit_length()
+
+
+@lru_cache(maxsize=16)
+def feeds_registers(device: torch.device) -> bool:
+    """Whether matrix instructions take their left side from registers or from shared memory, as those of Hopper do.
+
+    Under the interpreter as well, which so tests those kernels, too.
+    """
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
+
+
+@lru_cache(maxsize=16)
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program may use."""
+    if device.type != "cuda":
+        return INTERPRETER_SHARED_MEMORY
+    from triton.runtime import driver
+
+    return int(driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"])
+
+
+@lru_cache(maxsize=16)
+def overlap(device: torch.device) -> dict[str, bool]:
+    """What lets a kernel start while the one before still runs, where a GPU can: `gdc_wait` then waits for its end."""
+    able = device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
+    return {"PDL": True, "launch_pdl": True} if able else {"PDL": False}
+
+
+@lru_cache(maxsize=16)
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; a few where Triton's interpreter stands for one."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 6
+
+
+@lru_cache(maxsize=16)
+def has_tma(device: torch.device) -> bool:
+    """Return whether the GPU has a tensor memory accelerator, the copy unit of Hopper and later."""
+    return torch.cuda.get_device_capability(device)[0] >= 9
+
+
+@lru_cache(maxsize=16)
+def capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a GPU, (major, minor)."""
+    return torch.cuda.get_device_capability(device)
+
+
+@lru_cache(maxsize=1)
+def triton_version() -> tuple[int, ...] | None:
+    """(major, minor) of the installed Triton, None without one."""
+    try:
+        version = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return tuple(int(part) for part in version.split(".")[:2])

@@ -1,0 +1,1 @@
+"""Native Sparse Attention in Triton."""

@@ -1,0 +1,141 @@
+"""Which backends serve an operation, and why the others do not.
+
+    ATTENTION.resolve(problem)             the name of the first backend that can serve
+    ATTENTION.reasons("triton", problem)   why one cannot; an empty list means that it can
+    ATTENTION.kernels("triton")            its functions, see `kernels.contract`
+
+Asking for reasons loads no compiler; a backend's kernels load when they are first asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Generic, NamedTuple, TypeVar, cast
+
+from dynaxx.errors import UnsupportedInputError
+from dynaxx.kernels.contract import (
+    AttentionKernels,
+    DecodeKernels,
+    NsaDecodeKernels,
+    NsaKernels,
+    SelectionKernels,
+)
+from dynaxx.kernels.problem import AttentionProblem, DecodeProblem, SelectionProblem
+
+P = TypeVar("P")  # a problem
+K = TypeVar("K")  # the kernels that serve it
+
+
+class Backend(NamedTuple):
+    """Where a backend of one operation is found, below `dynaxx.kernels`."""
+
+    kernels: str  # module
+    reasons: str  # "module:function" of a problem
+
+
+@dataclass(frozen=True)
+class Operation(Generic[P, K]):
+    """One operation and its backends, in the order that "auto" prefers."""
+
+    name: str
+    backends: dict[str, Backend]
+
+    def kernels(self, backend: str) -> K:
+        """Return a backend's kernels.
+
+        Raises:
+            ImportError: what they need is not installed.
+        """
+        return cast("K", _imported(self.backends[backend].kernels))
+
+    def reasons(self, backend: str, problem: P) -> list[str]:
+        """Return why a backend cannot serve; one whose import fails gives that as its reason."""
+        module, _, function = self.backends[backend].reasons.partition(":")
+        try:
+            ask: Callable[[P], list[str]] = getattr(_imported(module), function)
+        except ImportError as error:
+            return [f"not available: {error}"]
+        return ask(problem)
+
+    def explain(self, problem: P) -> dict[str, list[str]]:
+        """Return the reasons of every backend."""
+        return {backend: self.reasons(backend, problem) for backend in self.backends}
+
+    def resolve(self, problem: P, backend: str = "auto") -> str:
+        """Return the named backend, or with "auto" the first that can serve.
+
+        Raises:
+            ValueError: an unknown name.
+            UnsupportedInputError: the named backend, or every backend, cannot serve; with the reasons of each.
+        """
+        self.check_name(backend)
+        refused = {}
+        for name in self.backends if backend == "auto" else (backend,):
+            refused[name] = self.reasons(name, problem)
+            if not refused[name]:
+                return name
+        raise UnsupportedInputError(str(problem), refused)
+
+    def check_name(self, backend: str) -> None:
+        """Raise ValueError for an unknown backend."""
+        if backend != "auto" and backend not in self.backends:
+            raise ValueError(f"`backend` must be 'auto' or one of {tuple(self.backends)}, got {backend!r}")
+
+
+def _imported(name: str) -> Any:
+    found = _import_once(f"dynaxx.kernels.{name}")
+    if isinstance(found, ImportError):
+        raise found
+    return found
+
+
+@cache
+def _import_once(name: str) -> Any:
+    """Return the module, or why it does not import: a failing import costs 50 us, and would at every call."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        return error
+
+
+ATTENTION: Operation[AttentionProblem, AttentionKernels] = Operation(
+    "attention",
+    {
+        "hopper": Backend("hopper.attention.operators", "hopper.support:unsupported_reasons"),
+        "triton": Backend("triton.attention.operators", "triton.support:unsupported_reasons"),
+        "cpu": Backend("cpu", "cpu.support:unsupported_reasons"),
+        "reference": Backend("reference.attention", "reference.attention:unsupported_reasons"),
+    },
+)
+DECODE: Operation[DecodeProblem, DecodeKernels] = Operation(
+    "decode",
+    {
+        "triton": Backend("triton.decode.launch", "triton.support:decode_reasons"),
+        "cpu": Backend("cpu.decode", "cpu.decode:unsupported_reasons"),
+        "reference": Backend("reference.decode", "reference.decode:unsupported_reasons"),
+    },
+)
+NSA: Operation[AttentionProblem, NsaKernels] = Operation(
+    "native sparse attention",
+    {
+        "hopper": Backend("hopper.nsa.operators", "hopper.support:nsa_reasons"),
+        "triton": Backend("triton.nsa.operators", "triton.support:unsupported_reasons"),
+        "cpu": Backend("cpu.nsa", "cpu.support:unsupported_reasons"),
+        "reference": Backend("reference.nsa", "reference.attention:unsupported_reasons"),
+    },
+)
+NSA_DECODE: Operation[DecodeProblem, NsaDecodeKernels] = Operation(
+    "native sparse attention of a decoding step",
+    {
+        "triton": Backend("triton.nsa.decode", "triton.support:decode_reasons"),
+        "cpu": Backend("reference.nsa_decode", "cpu.decode:unsupported_reasons"),  # torch, around the core's attention
+        "reference": Backend("reference.nsa_decode", "reference.decode:unsupported_reasons"),
+    },
+)
+SELECTION: Operation[SelectionProblem, SelectionKernels] = Operation(
+    "selection",
+    {"triton": Backend("triton.selection.operators", "triton.support:selection_reasons")},  # elsewhere torch serves
+)

@@ -1,0 +1,313 @@
+"""Fingerprints of what Triton makes of the kernels for sm_90; no GPU is needed.
+
+A change that only moves or renames code leaves them as they are. After a change that means to alter kernels, write
+those of the installed Triton again and say so in the commit:
+
+    PYTHONPATH=src:tests python tests/kernels/fingerprints.py [--machine-code] [CASE ...]
+
+`fingerprints.json` holds, for each version of Triton and each case, a line for each form of each kernel that is
+launched: lines of its intermediate code, or instructions of its machine code, and a hash over them. Names, labels and
+debug information are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+import subprocess
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton import knobs
+
+from compiled import compiling
+from dynaxx.kernels.gpu.runtime.launcher import watching
+from dynaxx.layout import BlockGrid
+from dynaxx.layout.nsa import NativeSizes, native_spans
+from dynaxx.layout.paging import PagedCache
+from dynaxx.ops.decode import summarize_pages
+from dynaxx.patterns import GlobalTokens, SlidingWindow
+
+FILE = Path(__file__).with_suffix(".json")
+VERSION = ".".join(triton.__version__.split(".")[:2])
+TOKENS = 512
+HOPPER = "3.6"  # the Triton whose Gluon the Hopper kernels are written for
+
+
+def attention(
+    backend: str, head_dim: int, block: int, *, heads: tuple[int, int] = (8, 2), dtype: torch.dtype = torch.bfloat16,
+    softcap: float | None = None, backward: bool = False, one_pass: bool | None = None, split: bool = False,
+    tokens: int = TOKENS,
+) -> None:  # fmt: skip
+    """Forward, or backward, of a sliding window; `split` adds global tokens, whose columns are cut into parts."""
+    if backend == "hopper":
+        from dynaxx.kernels.hopper.attention import backward as backward_of
+        from dynaxx.kernels.hopper.attention.forward import attention_forward
+    else:
+        from dynaxx.kernels.triton.attention import backward as backward_of
+        from dynaxx.kernels.triton.attention.forward import attention_forward
+    pattern = SlidingWindow(300) | GlobalTokens(8) if split else SlidingWindow(300)
+    layout = pattern.layout(tokens, block_size=block, device="cpu")
+    q, k = (torch.zeros(1, tokens, count, head_dim, dtype=dtype) for count in heads)
+    if not backward:
+        attention_forward(q, k, k, layout, 0.1, softcap)
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        if one_pass is not None:
+            patch.setattr(backward_of, "backward_in_one_pass", lambda *sizes: one_pass)
+        lse = torch.zeros(1, heads[0], tokens)
+        backward_of.attention_backward(q, None, q, k, k, q, lse, layout, 0.1, softcap)
+
+
+def selected(
+    backend: str, group: int, *, head_dim: int = 64, slots: int = 6, dtype: torch.dtype = torch.bfloat16
+) -> None:
+    """Selected attention, forward and backward."""
+    if backend == "hopper":
+        from dynaxx.kernels.hopper.nsa import operators
+    else:
+        from dynaxx.kernels.triton.nsa import operators
+    spans = native_spans(NativeSizes(64, 64, 64, slots, 0, 0), (0, TOKENS))
+    q, k = (torch.zeros(TOKENS, count, head_dim, dtype=dtype) for count in (2 * group, 2))
+    rows, indices = torch.zeros(2 * group, TOKENS), torch.zeros(TOKENS, 2, slots, dtype=torch.int32)
+    plan = operators.prepare_selected(indices, spans, q, k, k)
+    operators.selected_forward(q, k, k, plan, 0.1)
+    operators.selected_backward(q, rows, q, k, k, q, rows, plan, 0.1)
+
+
+def nsa_selection(backend: str, sizes: tuple[int, int, int]) -> None:
+    """Block scores, the choice of blocks, pooling and the gated sum of native sparse attention."""
+    if backend == "hopper":
+        from dynaxx.kernels.hopper.nsa import operators
+    else:
+        from dynaxx.kernels.triton.nsa import operators
+    spans = native_spans(NativeSizes(*sizes), (0, TOKENS))
+    q = torch.zeros(TOKENS, 16, 128, dtype=torch.bfloat16)
+    pooled, lse = q[: spans.ends_cmp[-1], :1].contiguous(), torch.zeros(16, TOKENS)
+    operators.select_blocks(q, pooled, lse, spans, 1, 0.1)
+    if backend == "hopper":
+        return
+    operators.select_blocks(q, pooled, None, spans, 1, 0.1)
+    weight, gates = torch.zeros(sizes[0], 16), torch.zeros(TOKENS, 16, 3)
+    operators.pooling.pool_forward(q, weight, spans)
+    operators.pooling.pool_backward(torch.zeros(len(pooled), 16, 128, dtype=q.dtype), q, weight, spans)
+    operators.gating.gated_sum_forward((q, q, q), gates)
+    operators.gating.gated_sum_backward(q, (q, q, q), gates)
+
+
+def nsa_backward() -> None:
+    """What the Hopper backward of native sparse attention does beside selected attention: rows of all branches."""
+    from dynaxx.kernels.hopper.nsa import operators
+
+    spans = native_spans(NativeSizes(64, 64, 64, 6, 0, 0), (0, TOKENS))
+    q, k = (torch.zeros(TOKENS, count, 128, dtype=torch.bfloat16) for count in (16, 1))
+    lse, gates = torch.zeros(16, TOKENS), torch.zeros(TOKENS, 16, 3)
+    plan = operators.prepare_selected(torch.zeros(TOKENS, 1, 6, dtype=torch.int32), spans, q, k, k)
+    layout = SlidingWindow(300).layout(TOKENS, block_size=64, device="cpu")
+    operators.fused.branch_rows(q, operators.fused.Branches(q, q, q, lse, lse, lse), gates, plan, layout)
+
+
+def decode(cache_dtype: torch.dtype, *, choose: bool = False, paged: bool = True) -> None:
+    """One decoding step of 4 sequences over pages of 16 tokens: all pages, or a choice of them."""
+    from dynaxx.kernels.triton.decode import launch
+
+    k = torch.zeros(64, 16, 2, 64).to(cache_dtype) if paged else torch.zeros(4, 256, 2, 64).to(cache_dtype)
+    used = torch.full((4,), 200, dtype=torch.int32)
+    table = torch.arange(64, dtype=torch.int32).view(4, 16) if paged else None
+    scales = {}
+    if cache_dtype.itemsize == 1:
+        scale = torch.ones(*((64, 2) if paged else (4, 16, 2)))
+        scales = {"k_scale": scale, "v_scale": scale}
+    cache = PagedCache(k, k, used, table, 16, **scales)
+    q = torch.zeros(4, 1, 8, 64, dtype=torch.bfloat16)
+    if not choose:
+        launch.attend_pages(q, cache, None, None, 0.1)
+        launch.attend_pages(q, cache, torch.zeros(4, 2, 5, dtype=torch.int32), None, 0.1)
+        return
+    cache = summarize_pages(cache, backend="reference")
+    launch.summarize_pages(cache, cache.summaries, None)
+    wanted = torch.full((2,), 0.25)
+    launch.select_pages(q, cache, wanted, 1, 16, 6, 0.1)
+    launch.select_and_attend(q, cache, wanted, 1, 16, 6, 0.1)
+
+
+def selection(scorer: str) -> None:
+    """Scores of blocks, and the choice among them."""
+    from dynaxx.kernels.triton.selection import int8_scores, pool, query_scores
+    from dynaxx.kernels.triton.selection.hash_counts import hash_counts
+    from dynaxx.kernels.triton.selection.probe_lines import line_scores, probe_lines
+    from dynaxx.kernels.triton.selection.tile_mass import tile_mass
+    from dynaxx.patterns import Sink
+    from dynaxx.selection import TopK, TopP
+    from dynaxx.selection.device import select_on_device
+
+    q, k = (torch.zeros(1, TOKENS, heads, 64, dtype=torch.bfloat16) for heads in (4, 2))
+    grid = BlockGrid(TOKENS, TOKENS, (64, 64), True)
+    queries = torch.zeros(1, 4, grid.q_blocks, 64)
+    if scorer == "query":
+        query_scores.query_scores(queries.to(k.dtype), k, 0, grid)
+    elif scorer == "int8":
+        keys = int8_scores.quantised_keys(k, torch.zeros(1, 2, 64), 64)
+        int8_scores.int8_scores(queries, keys, 0, grid)
+    elif scorer == "lines":
+        line_scores(*probe_lines(q[:, -64:], k, grid, 0.25), 0, 4, grid)
+    elif scorer == "tiles":
+        mass = torch.zeros(1, 4, grid.q_blocks, grid.kv_blocks)
+        tile_mass(q[:, ::8].contiguous(), k[:, ::8].contiguous(), 0, mass, grid, (8, 8))
+        tile_mass(q, k, 0, mass, grid, (8, 8), parts=8, scale=0.01)
+    elif scorer == "hashes":
+        hash_counts(q, 64, torch.zeros(64, 16), torch.zeros(1, 4, 64), 2, 8)
+    elif scorer == "pool":
+        pool.pool_blocks(k, 64, "mean")
+        pool.pool_blocks(k, 64, "largest")
+    else:
+        zeros = lambda start, stop: torch.zeros(1, 4, stop - start, grid.kv_blocks)
+        for rule in (TopK(0.2, floor=2), TopP(0.8)):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(type(rule.scorer), "prepare", lambda *given, **budget: zeros)
+                select_on_device(q, k, Sink(16), rule, grid, 0.1, 1 << 20)
+
+
+CASES: dict[str, Callable[[], None]] = {}
+
+
+def add(name: str, case: Callable[..., None], *given: object, **named: object) -> None:
+    """Add a case by its name; one of the Hopper kernels begins with `hopper`."""
+    CASES[name] = lambda: case(*given, **named)
+
+
+for head_dim in (64, 128, 256):
+    for block in (64, 128):
+        add(f"triton forward {head_dim}/{block}", attention, "triton", head_dim, block)
+        add(f"hopper forward {head_dim}/{block}", attention, "hopper", head_dim, block)
+        add(f"triton backward {head_dim}/{block}", attention, "triton", head_dim, block, backward=True)
+    add(
+        f"hopper backward {head_dim}/128 in two passes",
+        attention,
+        "hopper",
+        head_dim,
+        128,
+        backward=True,
+        one_pass=False,
+    )
+    add(f"hopper forward {head_dim}/128 softcap", attention, "hopper", head_dim, 128, softcap=50.0)
+    add(f"hopper forward {head_dim}/64 of 3 heads", attention, "hopper", head_dim, 64, heads=(3, 1))
+for backend in ("triton", "hopper"):
+    add(f"{backend} forward 128/64 split", attention, backend, 128, 64, split=True, tokens=4096)
+    add(f"{backend} backward 128/64 split", attention, backend, 128, 64, split=True, tokens=4096, backward=True)
+    add(f"{backend} backward 128/128 softcap", attention, backend, 128, 128, softcap=50.0, backward=True)
+    for group in (1, 4, 16):
+        add(f"{backend} selected {group}", selected, backend, group)
+    add(f"{backend} nsa selection 32/16/64", nsa_selection, backend, (32, 16, 64))
+    add(f"{backend} nsa selection 16/16/16", nsa_selection, backend, (16, 16, 16))
+for head_dim in (64, 128):
+    add(f"hopper backward {head_dim}/128 in one pass", attention, "hopper", head_dim, 128, backward=True, one_pass=True)
+add("hopper forward 128/128 fp16", attention, "hopper", 128, 128, dtype=torch.float16)
+add("hopper nsa rows", nsa_backward)
+add("triton forward 64/32", attention, "triton", 64, 32)
+add("triton forward 40/64 fp32", attention, "triton", 40, 64, dtype=torch.float32, heads=(3, 1))
+add("triton backward 40/64 fp32", attention, "triton", 40, 64, dtype=torch.float32, heads=(3, 1), backward=True)
+add("triton forward 64/128 softcap", attention, "triton", 64, 128, softcap=50.0)
+add("triton decode bf16", decode, torch.bfloat16)
+add("triton decode bf16, contiguous", decode, torch.bfloat16, paged=False)
+add("triton decode int8", decode, torch.int8)
+add("triton decode chosen pages", decode, torch.bfloat16, choose=True)
+for scorer in ("query", "int8", "lines", "tiles", "hashes", "pool", "choice"):
+    add(f"triton selection {scorer}", selection, scorer)
+
+
+def served(name: str) -> bool:
+    """Whether the installed Triton compiles a case."""
+    return VERSION == HOPPER or not name.startswith("hopper")
+
+
+def machine_code(case: Callable[[], None]) -> list[str]:
+    """Compile all kernels that a case launches, each form once, in order: "instructions hash"."""
+    return _each_form(case, lambda compiled: of_code(compiled.asm["cubin"]))
+
+
+def intermediate(case: Callable[[], None]) -> list[str]:
+    """A hash of what Triton lowers from there on, for each form of a kernel; far faster than `machine_code`.
+
+    With the same Triton the same hash gives the same machine code.
+    """
+
+    def stop(module: Any, metadata: dict[str, Any]) -> None:
+        text = re.sub(r'#loc.*|loc\(.*?\)|@"[^"]*"|@\w+', "", str(module))
+        chosen = {name: metadata.get(name) for name in ("num_warps", "num_stages", "maxnreg")}
+        raise _StoppedError(f"{len(text.splitlines())} {hashlib.sha256(f'{text}{chosen}'.encode()).hexdigest()[:16]}")
+
+    def stop_early(*given: Any) -> tuple[str, str] | None:
+        if given:
+            _, stages, _, language, _ = given
+            stages["ttgir" if "GLUON" not in str(language) else "llir"] = stop
+        return ("stopped", "stopped")
+
+    with knobs.runtime.scope():
+        knobs.runtime.add_stages_inspection_hook = stop_early
+        return _each_form(case, lambda compiled: "", stopped=True)
+
+
+class _StoppedError(Exception):
+    """Carries the fingerprint out of Triton's compiler."""
+
+
+def _each_form(case: Callable[[], None], of: Callable[[Any], str], stopped: bool = False) -> list[str]:
+    found: list[str] = []
+
+    def compile_only(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        patch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))
+        try:
+            fingerprint = of(kernel.warmup(*arguments, grid=grid, **named))
+            assert not stopped, "Triton did not ask the hook"
+        except _StoppedError as done:
+            fingerprint = str(done)
+        if fingerprint not in found:
+            found.append(fingerprint)
+
+    with compiling(compile_only) as patch, watching():
+        case()
+    return found
+
+
+def of_code(cubin: bytes) -> str:
+    """The number of a kernel's instructions and a hash over them."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.nvdisasm.path, "-c", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    instructions = re.findall(r"/\*[0-9a-f]{4,5}\*/\s+(.*?;)", text)
+    assert instructions, text[:2000]
+    named = re.compile(r"`\(.*?\)")
+    code = "\n".join(named.sub("", each) for each in instructions)
+    return f"{len(instructions)} {hashlib.sha256(code.encode()).hexdigest()[:16]}"
+
+
+def main() -> None:
+    """Write the fingerprints of the installed Triton, of the named cases or of all."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--machine-code", action="store_true", help="also compile to the end, ten times as slow")
+    parser.add_argument("cases", nargs="*", metavar="case", help=", ".join(CASES))
+    given = parser.parse_args()
+    known = json.loads(FILE.read_text()) if FILE.exists() else {}
+    of_version = known.setdefault(VERSION, {})
+    for name in CASES:
+        if served(name) and name in (given.cases or CASES):
+            of_version.setdefault("intermediate", {})[name] = intermediate(CASES[name])
+            if given.machine_code:
+                of_version.setdefault("machine code", {})[name] = machine_code(CASES[name])
+            print(name, *of_version["intermediate"][name], sep="\n  ", flush=True)
+            FILE.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    main()

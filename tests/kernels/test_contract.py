@@ -1,0 +1,87 @@
+"""Every backend has the functions that `kernels.contract` names, with its parameters; the registry finds them."""
+
+import inspect
+
+import pytest
+import torch
+
+import dynaxx as dx
+from dynaxx.kernels import contract, registry
+from dynaxx.kernels.gpu.device import triton_version
+from dynaxx.kernels.hopper.support import TRITON
+from dynaxx.kernels.problem import AttentionProblem
+
+OPERATIONS = (
+    (registry.ATTENTION, contract.AttentionKernels),
+    (registry.DECODE, contract.DecodeKernels),
+    (registry.NSA, contract.NsaKernels),
+    (registry.NSA_DECODE, contract.NsaDecodeKernels),
+    (registry.SELECTION, contract.SelectionKernels),
+)
+PARTS = {"pooling": contract.Pooling, "gating": contract.Gating, "fused": contract.FusedBranches}
+EACH = [(operation, protocol, name) for operation, protocol in OPERATIONS for name in operation.backends]
+
+
+def kernels_of(operation, backend):
+    if backend in ("hopper", "triton"):
+        pytest.importorskip("triton")
+    if backend == "hopper" and triton_version() != TRITON:
+        pytest.skip(f"is written for Gluon of triton {TRITON}, got {triton_version()}")
+    return operation.kernels(backend)
+
+
+def members(protocol):
+    return {name: x for name, x in vars(protocol).items() if not name.startswith("_")}
+
+
+def check(kernels, protocol):
+    for name, member in members(protocol).items():
+        assert hasattr(kernels, name), name
+        if isinstance(member, property):
+            part = getattr(kernels, name)
+            if name in PARTS and part is not None:
+                check(part, PARTS[name])
+            continue
+        wanted = [*inspect.signature(member).parameters][1:]
+        assert [*inspect.signature(getattr(kernels, name)).parameters][: len(wanted)] == wanted, name
+
+
+@pytest.mark.parametrize(("operation", "protocol", "backend"), EACH)
+def test_backends_keep_the_contract(operation, protocol, backend):
+    check(kernels_of(operation, backend), protocol)
+
+
+def problem(**changes):
+    given = {"device": torch.device("cpu"), "dtype": torch.float32, "batch": 1, "seqlen_q": 64, "seqlen_k": 64,
+             "q_heads": 2, "kv_heads": 1, "head_dim": 16, "head_dim_v": 16, "block_size": (16, 16),
+             "needs_grad": False}  # fmt: skip
+    return AttentionProblem(**{**given, **changes})
+
+
+def test_the_first_that_can_serve_is_chosen_and_every_refusal_has_its_reason():
+    assert registry.ATTENTION.resolve(problem()) == "cpu"
+    assert registry.ATTENTION.resolve(problem(dtype=torch.float64)) == "reference"
+    with pytest.raises(dx.UnsupportedInputError, match="computes in fp32") as caught:
+        registry.ATTENTION.resolve(problem(dtype=torch.float64), "cpu")
+    assert [*caught.value.reasons] == ["cpu"]
+    with pytest.raises(ValueError, match=r"`backend` must be 'auto' or one of .*, got 'cuda'"):
+        registry.NSA.resolve(problem(), "cuda")
+
+
+def test_a_backend_that_does_not_import_says_so(monkeypatch):
+    operation = registry.Operation("attention", {"new": registry.Backend("nowhere", "nowhere:reasons")})
+    assert operation.reasons("new", problem()) == ["not available: No module named 'dynaxx.kernels.nowhere'"]
+    with pytest.raises(ImportError):
+        operation.kernels("new")
+
+
+def test_explanations_of_decoding_and_selection():
+    q, k = torch.randn(2, 1, 4, 16), torch.randn(2, 64, 2, 16)
+    cache = dx.PagedCache(k, k, torch.tensor([60, 9], dtype=torch.int32), page_size=16)
+    found = dx.explain_decode(q, cache)
+    assert found.chosen == "cpu"
+    assert "runs on a GPU" in str(found)
+    found = dx.explain_selection(torch.randn(2, 64, 4, 16), k, dx.Sink(16) | dx.TopK(2), block_size=16)
+    assert found.chosen == "torch"
+    assert "runs on a GPU" in found.reasons["triton"][0]
+    assert "TopK" in str(found)
