@@ -1,19 +1,24 @@
 """The tuner's parts: allocation against brute force, costs against measured divergence, resuming after a kill."""
 
 import copy
+import dataclasses
 import itertools
 import json
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import dynaxx as dx
 from dynaxx.lab.resume import Steps, fingerprint
+from dynaxx.lab.tune import crossover as crossover_module
 from dynaxx.lab.tune import decode as decode_module
 from dynaxx.lab.tune import retune as retune_module
 from dynaxx.lab.tune import run as tune_module
 from dynaxx.lab.tune import search as search_module
+from dynaxx.lab.tune import sensitivity as sensitivity_module
+from dynaxx.lab.tune import time_budget as budget_module
 from dynaxx.lab.tune.allocation import Allocator, lower_hull
 from dynaxx.lab.tune.crossover import LengthTiming, dense_below, time_lengths, within
 from tiny import TEXT, save_tiny_model
@@ -63,6 +68,40 @@ def test_fingerprint_sees_weights_and_settings():
     assert first != fingerprint(torch.nn.Linear(4, 4), ids, seed=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fingerprint_sees_every_weight_and_buffer(dtype):
+    model = torch.nn.BatchNorm1d(5000).to(dtype)
+    ids = torch.arange(5)
+    first = fingerprint(model, ids)
+    for tensor in (model.weight, model.running_var):
+        for at in (1, 17, 4999):
+            with torch.no_grad():
+                before = tensor[at].clone()
+                tensor[at] = before * 1.01
+                assert fingerprint(model, ids) != first
+                tensor[at] = before
+    assert fingerprint(model, ids) == first
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda found: found.update(seconds="x"),
+        lambda found: found.update(results=[]),
+        lambda found: found.update(results={"x": "no number"}),
+        lambda found: found.pop("digest"),
+    ],
+)
+def test_steps_that_somebody_changed_are_done_again(change, tmp_path, caplog):
+    path = tmp_path / "state.json"
+    Steps(path, "a").remember("x", lambda: [1, 2])
+    found = json.loads(path.read_text())
+    change(found)
+    path.write_text(json.dumps(found))
+    assert "x" not in Steps(path, "a")
+    assert "starting anew" in caplog.text
+
+
 def test_dense_below_is_where_sparse_stays_faster():
     timings = [LengthTiming(64, 1, 2), LengthTiming(128, 3, 1), LengthTiming(256, 4, 5), LengthTiming(512, 9, 5)]
     assert dense_below(timings) == 512
@@ -85,9 +124,9 @@ def loaded(tmp_path_factory):
 
 
 def test_a_tuned_policy_knows_its_traffic_and_is_watched(loaded, tmp_path, monkeypatch):
-    monkeypatch.setattr(search_module, "time_lengths", lambda *_: [LengthTiming(n, 2.0, 1.0) for n in (64, 256)])
+    monkeypatch.setattr(search_module, "time_lengths", lambda *_, **__: [LengthTiming(n, 2.0, 1.0) for n in (64, 256)])
     run = partial(tune_module.tune, *loaded, TEXT, out=tmp_path, tokens=256, block_size=16, tolerance=0.5)
-    found = run(time_budget=0.0)
+    found = run()
     policy = dx.load_policy(tmp_path / "policy.json")
     assert policy == found.policy
     assert policy.guard == dx.policy.Guard()
@@ -108,6 +147,48 @@ def test_a_tuned_policy_knows_its_traffic_and_is_watched(loaded, tmp_path, monke
     assert without.policy.guard is None
 
 
+def test_one_budget_for_all_heads_wins_where_it_is_sparser(loaded, tmp_path, monkeypatch):
+    monkeypatch.setattr(search_module, "time_lengths", lambda *_, **__: [])
+    real = search_module.Search._evaluate
+
+    def evaluate(self, density, budgets, layers, scorer):
+        trial = real(self, density, budgets, layers, scorer)
+        uniform = len({budget for row in budgets for budget in row}) == 1
+        return dataclasses.replace(trial, passed=uniform or density > 0.6)
+
+    monkeypatch.setattr(search_module.Search, "_evaluate", evaluate)
+    run = partial(tune_module.tune, *loaded, TEXT, out=tmp_path, tokens=256, block_size=16, with_reference=False)
+    found = run(tolerance=0.5)
+    assert found.chosen.density == found.best_uniform_density
+    assert len({budget for row in found.budgets for budget in row}) == 1
+
+
+@pytest.mark.parametrize("budget", [300.0, 100.0, 45.0])
+def test_a_time_budget_is_held_on_a_slow_machine(loaded, tmp_path, monkeypatch, budget):
+    """A clock that goes on by ten seconds with every layer, evaluation and length."""
+    now = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0], perf_counter=lambda: now[0])
+    for module in (budget_module, search_module, retune_module, crossover_module):
+        monkeypatch.setattr(module, "time", clock)
+
+    def slowly(function, seconds):
+        def call(*args, **kwargs):
+            now[0] += seconds
+            return function(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(search_module, "token_losses", slowly(search_module.token_losses, 5.0))
+    monkeypatch.setattr(sensitivity_module, "_head_density", slowly(sensitivity_module._head_density, 10.0 / 22))
+    monkeypatch.setattr(crossover_module, "interleaved", slowly(lambda *_: [2.0, 1.0, 1.0, 1.0], 1.0))
+    found = tune_module.tune(
+        *loaded, TEXT, out=tmp_path, tokens=256, block_size=16, tolerance=0.5, time_budget=budget, with_decode=True
+    )
+    assert found.tuned
+    assert now[0] <= budget
+    assert dx.load_policy(tmp_path / "policy.json") == found.policy
+
+
 def test_a_model_is_timed_within_its_context(loaded):
     from dynaxx.integrations.transformers.apply_policy import model_facts
 
@@ -117,7 +198,7 @@ def test_a_model_is_timed_within_its_context(loaded):
 
 
 def test_a_text_too_short_for_a_reference_is_said(loaded, tmp_path, monkeypatch):
-    monkeypatch.setattr(search_module, "time_lengths", lambda *_: [LengthTiming(900, 2.0, 1.0)])
+    monkeypatch.setattr(search_module, "time_lengths", lambda *_, **__: [LengthTiming(900, 2.0, 1.0)])
     found = tune_module.tune(*loaded, TEXT, out=tmp_path, tokens=256, block_size=16, tolerance=0.5)
     assert found.policy.rules
     assert found.policy.reference is None
@@ -127,10 +208,10 @@ def test_a_text_too_short_for_a_reference_is_said(loaded, tmp_path, monkeypatch)
 
 def test_decode_rules_are_written_where_they_keep_quality_and_pay(loaded, tmp_path, monkeypatch):
     fast = [LengthTiming(n, 2.0, 3.0 if n < 256 else 1.0) for n in (128, 256, 512)]
-    monkeypatch.setattr(search_module, "time_lengths", lambda *_: [])
+    monkeypatch.setattr(search_module, "time_lengths", lambda *_, **__: [])
     monkeypatch.setattr(decode_module, "time_steps", lambda *_: fast)
     monkeypatch.setattr(decode_module, "WINDOW", 16)
-    run = partial(tune_module.tune, *loaded, TEXT, tokens=256, block_size=16, time_budget=0.0, with_decode=True)
+    run = partial(tune_module.tune, *loaded, TEXT, tokens=256, block_size=16, with_decode=True)
     found = run(out=tmp_path / "a", tolerance=0.9)
     policy = dx.load_policy(tmp_path / "a" / "policy.json")
     assert policy == found.policy

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -31,18 +31,19 @@ def traffic() -> Traffic:
     return replace(_TOTAL)
 
 
+Messages: TypeAlias = list[tuple[int, Tensor]]  # (rank of the other side, a contiguous tensor), in one order on both
+
+
 class Transfer:
     """Messages under way; `wait` before their buffers are read or written."""
 
-    def __init__(self, sends: dict[int, Tensor], receives: dict[int, Tensor], group: ProcessGroup, doing: str) -> None:
+    def __init__(self, sends: Messages, receives: Messages, group: ProcessGroup, doing: str) -> None:
         self._group, self._doing, self._held = group, doing, (sends, receives)
         make = lambda op, x, rank: dist.P2POp(op, x, group=group, group_peer=rank)
-        ops = [make(dist.irecv, x, rank) for rank, x in sorted(receives.items())]
-        ops += [make(dist.isend, x, rank) for rank, x in sorted(sends.items())]
-        for _, x in sorted(sends.items()):
-            _TOTAL.bytes_sent += x.nbytes
-        for _, x in sorted(receives.items()):
-            _TOTAL.bytes_received += x.nbytes
+        ops = [make(dist.irecv, x, rank) for rank, x in receives if x.numel()]
+        ops += [make(dist.isend, x, rank) for rank, x in sends if x.numel()]
+        _TOTAL.bytes_sent += sum(x.nbytes for _, x in sends)
+        _TOTAL.bytes_received += sum(x.nbytes for _, x in receives)
         _TOTAL.messages += len(ops)
         with peer_errors(doing, group):
             self._works: list[Any] = dist.batch_isend_irecv(ops) if ops else []
@@ -52,7 +53,7 @@ class Transfer:
         with peer_errors(self._doing, self._group):
             for work in self._works:
                 work.wait()
-        self._works, self._held = [], ({}, {})
+        self._works, self._held = [], ([], [])
 
 
 class Gathering:
@@ -66,11 +67,11 @@ class Gathering:
         own = self._buffer[slice(*stage.own)]
         own[..., : self._dims[0]] = k[:, :, heads].transpose(0, 1)
         own[..., self._dims[0] :] = v[:, :, heads].transpose(0, 1)
-        sends = {}
+        sends = []
         for rank, sent in stage.sends.items():
             run = own[sent.first : sent.first + sent.tokens]
-            sends[rank] = run if sent.index is None else own.index_select(0, sent.index)
-        receives = {rank: self._buffer[slice(*span)] for rank, span in stage.received.items()}
+            sends.append((rank, run if sent.index is None else own.index_select(0, sent.index)))
+        receives = [(rank, self._buffer[slice(*span)]) for rank, span in stage.received.items()]
         self._transfer = Transfer(sends, receives, group, "exchanging keys and values")
 
     def wait(self) -> tuple[Tensor, Tensor]:
@@ -87,10 +88,11 @@ class Returning:
         self._stage, self._dims = stage, (dk.shape[-1], dv.shape[-1])
         grads = torch.cat([dk, dv], -1).transpose(0, 1).contiguous()
         self._own = grads[slice(*stage.own)]
-        sends = {rank: grads[slice(*span)] for rank, span in stage.received.items()}
+        sends = [(rank, grads[slice(*span)]) for rank, span in stage.received.items()]
         shape = self._own.shape[1:]
         self._received = {rank: grads.new_empty(sent.tokens, *shape) for rank, sent in stage.sends.items()}
-        self._transfer = Transfer(sends, self._received, group, "returning gradients of keys and values")
+        receives = list(self._received.items())
+        self._transfer = Transfer(sends, receives, group, "returning gradients of keys and values")
 
     def wait(self, dk: Tensor, dv: Tensor) -> None:
         """Write the sums for own tokens into this stage's heads of dk and dv; ranks are added in ascending order."""

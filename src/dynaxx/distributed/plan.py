@@ -232,9 +232,9 @@ def _needs(sharded: ShardedLayout, kv_heads: int) -> Tensor:
 
 def _gathered(x: Tensor, group: ProcessGroup) -> Tensor:
     """(R, ...): x of every rank."""
-    found = x.new_empty(dist.get_world_size(group) * x.numel())
-    dist.all_gather_into_tensor(found, x.flatten(), group=group)
-    return found.view(-1, *x.shape)
+    found = x.new_empty(dist.get_world_size(group), *x.shape)
+    dist.all_gather(list(found.unbind(0)), x.contiguous(), group=group)
+    return found
 
 
 def _check_agreement(sharded: ShardedLayout, group: ProcessGroup, numbers: tuple[int, ...]) -> None:

@@ -87,16 +87,37 @@ def load_model(
     """
     folder = resolve_model(name_or_path, progress=progress)
     auto_model, auto_tokenizer = _transformers().AutoModelForCausalLM, _transformers().AutoTokenizer
-    try:
+    with _readable(f"{name_or_path} is not a causal language model"):
         tokenizer = auto_tokenizer.from_pretrained(folder, local_files_only=True)
         with _quiet_transformers():
             model = auto_model.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True)
-    except (OSError, ValueError, KeyError, _safetensors_error()) as error:
-        raise ValueError(
-            f"{name_or_path} is not a causal language model that transformers can read: {error}"
-        ) from error
-    check_weights(model.eval().to(device), str(name_or_path))
+        model = model.eval().to(device)
+    check_weights(model, str(name_or_path))
     return LoadedModel(model, tokenizer)
+
+
+@contextmanager
+def _readable(what: str) -> Iterator[None]:
+    """Turn whatever transformers says of a folder or file that it cannot read into one ValueError.
+
+    A folder may come from anybody, and its files may hold anything: another library fails over them in any way. Code
+    of the folder's own is never run.
+    """
+    try:
+        yield
+    except (MemoryError, ImportError):  # these say what is missing here, not what is wrong there
+        raise
+    except RuntimeError as error:
+        if "out of memory" in str(error).lower():
+            raise
+        raise ValueError(f"{what} that transformers can read: {_first_line(error)}") from error
+    except Exception as error:
+        raise ValueError(f"{what} that transformers can read: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    said = next((line for line in str(error).splitlines() if line.strip()), "")
+    return said if isinstance(error, OSError | ValueError) and said else f"{type(error).__name__}: {said}"
 
 
 def save_model(loaded: LoadedModel, folder: Path) -> None:
@@ -198,15 +219,14 @@ def _convert(gguf: Path, folder: Path, progress: Progress) -> None:
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name, "local_files_only": True}
     with _quiet_transformers(), progress.task(f"Converting {gguf.name} (once)", total=10) as task:
         try:
-            tokenizer = hf.AutoTokenizer.from_pretrained(**source)
-            task.advance(1, "weights: half a minute for 100 MB")
-            model = hf.AutoModelForCausalLM.from_pretrained(
-                **source, dtype=torch.float32, quantization_config=hf.GgufConfig(dequantize=True)
-            )
+            with _readable(f"{gguf} is not a GGUF"):
+                tokenizer = hf.AutoTokenizer.from_pretrained(**source)
+                task.advance(1, "weights: half a minute for 100 MB")
+                model = hf.AutoModelForCausalLM.from_pretrained(
+                    **source, dtype=torch.float32, quantization_config=hf.GgufConfig(dequantize=True)
+                )
         except ImportError as error:
             raise ImportError(f"reading a GGUF needs: pip install 'dynaxx[transformers]' ({error})") from error
-        except (OSError, ValueError, KeyError) as error:
-            raise ValueError(f"{gguf} is not a GGUF that transformers can read: {error}") from error
         model.hf_quantizer, model.is_quantized = None, False  # or save_pretrained refuses: it is a plain model now
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
@@ -216,14 +236,9 @@ def _convert(gguf: Path, folder: Path, progress: Progress) -> None:
 
 
 def _fingerprint(path: Path) -> str:
-    """Enough of a file to tell it from another: its size and a megabyte from the start, the middle and the end."""
-    size, piece = path.stat().st_size, 1 << 20
-    digest = hashlib.sha256(str(size).encode())
+    """Return a hash of the whole file: two files that differ anywhere must not share a folder."""
     with path.open("rb") as file:
-        for start in (0, size // 2, max(0, size - piece)):
-            file.seek(start)
-            digest.update(file.read(piece))
-    return digest.hexdigest()[:12]
+        return hashlib.file_digest(file, "sha256").hexdigest()[:24]
 
 
 def _sweep(folder: Path) -> None:

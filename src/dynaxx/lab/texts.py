@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from dynaxx.storage import read_regular_file
+
+MOST_BYTES = 256 * 1024 * 1024
 SECTION_CHARS = 65_536  # about 16k tokens of English: a section holds a whole long context
 
 
@@ -27,14 +30,15 @@ def load_text(source: str | Path) -> str:
 
     Raises:
         ValueError: no such file, not text, or empty; the message says what to give.
+        OSError: not a regular file of at most `MOST_BYTES` bytes (give a pipe as "-"), or it cannot be read.
     """
     if str(source) == "-":
-        text = sys.stdin.read()
+        text = sys.stdin.read(MOST_BYTES)
     elif str(source) == "pydoc":
         text = pydoc_text()
     else:
         try:
-            text = Path(source).read_text(encoding="utf-8")
+            text = read_regular_file(source, MOST_BYTES).decode("utf-8")
         except (FileNotFoundError, IsADirectoryError):
             raise ValueError(
                 f"text source must be a UTF-8 file, 'pydoc' (comes with Python) or '-' (stdin), got {str(source)!r}"

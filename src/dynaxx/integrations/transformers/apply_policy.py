@@ -99,6 +99,16 @@ def full_attention_layers(model: nn.Module) -> list[int]:
     return [index for index, module in Decoder.of(model).layers.items() if not window_of(module)]
 
 
+def refusals(model: nn.Module) -> list[str]:
+    """Return why no policy can run in a model; empty where one can."""
+    try:
+        decoder = Decoder.of(model)
+    except UnsupportedInputError as error:
+        return [reason for reasons in error.reasons.values() for reason in reasons]
+    full = full_attention_layers(model)
+    return decoder.refusals(full) if full else ["every layer has a window of its own"]
+
+
 def _interfaces() -> tuple[Any, Any]:
     try:
         from transformers import AttentionInterface, AttentionMaskInterface

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from dynaxx.errors import UnsupportedInputError
-from dynaxx.policy import LayerPlan, ModelFacts, Policy, resolve
+from dynaxx.policy import ModelFacts, Policy, resolve
 
 NAME = "dynaxx"  # without "flash", "sdpa", "flex_attention" or "/", which transformers treats in special ways
 DENSE = "sdpa"
@@ -97,8 +97,8 @@ class Decoder:
         if reasons:
             raise UnsupportedInputError(f"{found.model_type} with a policy", {"transformers": reasons})
 
-    def refusals(self, plans: dict[int, LayerPlan]) -> list[str]:
-        """Why this model cannot run such plans rightly."""
+    def refusals(self, sparse: Iterable[int]) -> list[str]:
+        """Return why this model cannot run rightly with these layers sparse."""
         config, reasons = self.config, []
         before = {implementation(module) for module in self.layers.values()} - {NAME}
         if before - {DENSE}:
@@ -111,7 +111,7 @@ class Decoder:
             reasons.append("multi-head latent attention is not served")
         if getattr(config, "attn_logit_softcapping", None):
             reasons.append("softcapped attention scores are not served")
-        for index in plans:
+        for index in sparse:
             module = self.layers[index]
             if getattr(module, "sinks", None) is not None:
                 reasons.append(f"layer {index} has learned attention sinks")

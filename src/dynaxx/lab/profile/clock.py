@@ -46,7 +46,7 @@ class Clock:
         """Seconds by part since the last call; forgets them."""
         if self._gpu:
             torch.cuda.synchronize()
-        seconds = dict.fromkeys(("attention", "module", "mlp"), 0.0)
+        seconds = dict.fromkeys(("attention", "windowed", "module", "mlp"), 0.0)
         for part, start, end in self._spans:
             seconds[part] += start.elapsed_time(end) / 1e3 if self._gpu else end - start
         self._spans.clear()
@@ -119,10 +119,13 @@ def _timed_core(model: Any, clock: Clock) -> Iterator[None]:
     attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[used]
 
     def timed(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        pairs = visible_pairs(query.shape[2], key.shape[2], kwargs.get("sliding_window"))
-        clock.attention_flops += 2 * pairs * query.shape[0] * query.shape[1] * (query.shape[3] + value.shape[3])
+        window = kwargs.get("sliding_window")  # a layer with a window of its own: no policy touches it
+        if window is None:
+            pairs = visible_pairs(query.shape[2], key.shape[2], None)
+            clock.attention_flops += 2 * pairs * query.shape[0] * query.shape[1] * (query.shape[3] + value.shape[3])
         clock.attention_calls += 1
-        with clock.span("attention", f"attention.{getattr(module, 'layer_idx', '')}"):
+        part = "attention" if window is None else "windowed"
+        with clock.span(part, f"attention.{getattr(module, 'layer_idx', '')}"):
             return attend(module, query, key, value, *args, **kwargs)
 
     AttentionInterface.register(ATTENTION_NAME, timed)

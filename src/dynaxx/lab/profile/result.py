@@ -16,11 +16,12 @@ BUSY = 0.7  # load from which others disturb a measurement; on a GPU, of each co
 class Seconds:
     """The parts of one prefill; they add up to `total`."""
 
-    attention: float  # the core: scores, softmax, values
+    attention: float  # scores, softmax and values in layers that see the whole prompt, which a policy can make sparse
     projections: float  # the rest of the attention modules: q, k, v, out, rotary embedding, cache
     mlp: float
     rest: float  # embeddings, norms, logits of the last token
     total: float
+    windowed: float = 0.0  # the same as `attention` in layers with a window of their own, which no policy touches
 
 
 @dataclass(frozen=True)
@@ -47,11 +48,12 @@ class LengthProfile:
 
     @property
     def attention_share(self) -> float:
+        """The share of the prefill that sparse attention could save at most."""
         return self.seconds.attention / self.seconds.total
 
     @property
     def max_speedup(self) -> float:
-        """Of the whole prefill, if attention took no time at all."""
+        """Return the speed-up of the whole prefill if attention without a window took no time at all."""
         return self.seconds.total / max(self.seconds.total - self.seconds.attention, 1e-9)
 
 
@@ -77,6 +79,7 @@ class ProfileResult:
     threshold: float
     price_per_hour: float | None
     load: float | None = None  # of the machine before we began
+    refused: str = ""  # why no policy can run in this model; empty if one can
 
     @property
     def busy(self) -> bool:
@@ -86,7 +89,8 @@ class ProfileResult:
 
     @property
     def worth_it(self) -> bool:
-        return any(length.attention_share >= self.threshold for length in self.lengths)
+        """Whether a policy can run in this model and attention's share is large enough at some length."""
+        return not self.refused and any(length.attention_share >= self.threshold for length in self.lengths)
 
     @property
     def savings(self) -> tuple[Saving, ...]:
@@ -94,13 +98,17 @@ class ProfileResult:
 
     @property
     def verdict(self) -> str:
-        """In one sentence, from the shortest length to the longest."""
+        """One sentence, from the shortest length to the longest; what is refused comes first."""
+        shares = [f"{length.attention_share:.0%} at {length.seqlen:,}" for length in self.lengths]
+        where = " in layers without a window" if any(length.seconds.windowed for length in self.lengths) else ""
+        subject = f"attention's share of prefill{where} is"
+        if self.refused:
+            return f"no policy can run in this model: {self.refused} ({subject} {'; '.join(shares)})"
         said = []
-        for length in self.lengths:
-            share = f"{length.attention_share:.0%} at {length.seqlen:,}"
+        for share, length in zip(shares, self.lengths, strict=True):
             worth = length.attention_share >= self.threshold
             said.append(f"{share}: " + (f"up to {length.max_speedup:.1f}x" if worth else "not worth it"))
-        return f"attention's share of prefill is {'; '.join(said)} (rule of thumb: from {self.threshold:.0%})"
+        return f"{subject} {'; '.join(said)} (rule of thumb: from {self.threshold:.0%})"
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -114,6 +122,7 @@ class ProfileResult:
             "threshold": self.threshold,
             "verdict": self.verdict,
             "worth_it": self.worth_it,
+            "refused": self.refused,
             "price_per_hour": self.price_per_hour,
             "savings": [asdict(saving) for saving in self.savings],
         }
@@ -126,6 +135,7 @@ class ProfileResult:
             f"ceilings measured on {c.device} in {c.dtype}, {c.threads} threads: "
             f"{c.gemm_gflops:,.0f} GFLOP/s, {c.copy_gbs:.1f} GB/s",
             *([f"the machine was busy (load {self.load}): times are too long"] if self.busy else []),
+            *([f"no policy can run in this model: {self.refused}"] if self.refused else []),
             "",
             "  prompt     prefill  attention  projections     mlp    rest  attention GFLOP/s    decode/token",
         ]
@@ -137,8 +147,15 @@ class ProfileResult:
                 f"({x.of_gemm_ceiling:4.0%} of gemm) {x.decode.seconds_per_token * 1e3:7.1f} ms, "
                 f"attention {x.decode.attention_share:.0%}"
             )
-        lines += ["", self.verdict, "", "if attention's time is proportional to its density:"]
-        for saving in self.savings[-len(DENSITIES) :]:
+        windowed = [f"{x.seconds.windowed / x.seconds.total:.0%} at {x.seqlen:,}" for x in self.lengths]
+        if any(x.seconds.windowed for x in self.lengths):
+            lines += [
+                "",
+                f"beside it, layers with a window of their own, which stay as they are: {'; '.join(windowed)}",
+            ]
+        lines += ["", self.verdict]
+        lines += [] if self.refused else ["", "if attention's time is proportional to its density:"]
+        for saving in () if self.refused else self.savings[-len(DENSITIES) :]:
             money = saving.money_saved_per_1000_prompts
             lines.append(
                 f"  {saving.seqlen:,} tokens at {saving.density:.0%}: {saving.speedup:.2f}x, saves "

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import sdpa_kernel
 
+from dynaxx.integrations.transformers.apply_policy import refusals
 from dynaxx.lab.attention_route import evaluating
 from dynaxx.lab.files import beside, explain_full_disk
 from dynaxx.lab.machine import Ceilings, load_average, machine_facts, measure_ceilings, synchronize
@@ -53,16 +54,18 @@ def profile(
         lengths: prompt lengths in tokens.
         threshold: the share of the time from which attention counts as worth making sparse.
         price_per_hour: of the machine, to put savings into money.
-        trace: where to write a Chrome trace of one prefill at the longest length, from PyTorch's profiler.
+        trace: as `write_trace`, at the longest length.
 
     Raises:
         ValueError: no lengths, or one below 2 or beyond the model's positions.
+        OSError: the trace cannot be written.
     """
     limit = longest_prompt(model)
     lengths = tuple(sorted(set(lengths)))
     if not lengths or lengths[0] < 2 or lengths[-1] > limit:
         raise ValueError(f"`lengths` must be from 2 to the model's {limit:,} tokens, got {list(lengths)}")
     progress, device, load = progress or SilentProgress(), model.device, load_average()
+    refused = refusals(model)
     ids = _prompt(tokenizer, text, lengths[-1]).to(device)
     with progress.task("Profiling", total=1 + sum(lengths)) as task, torch.inference_mode(), evaluating(model):
         ceilings = measure_ceilings(device, model.dtype)
@@ -75,11 +78,24 @@ def profile(
                 measured.append(_measure(model, ids[:, :length], clock))
                 seconds = measured[-1].seconds
                 task.advance(length, f"{length:,} tokens: attention {seconds.attention / seconds.total:.0%}")
-            if trace is not None:
-                _write_trace(trace, partial(_prefill, model, ids))
         ceilings = ceilings.best_of(measure_ceilings(device, model.dtype))
+    if trace is not None:
+        write_trace(model, tokenizer, text, lengths[-1], trace)
     found = tuple(run.against(ceilings) for run in measured)
-    return ProfileResult(machine_facts(), name, ceilings, found, threshold, price_per_hour, load)
+    return ProfileResult(machine_facts(), name, ceilings, found, threshold, price_per_hour, load, "; ".join(refused))
+
+
+def write_trace(model: Any, tokenizer: Any, text: str, seqlen: int, path: Path) -> Path:
+    """Write a Chrome trace of one prefill of `seqlen` tokens, from PyTorch's profiler; return its path.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    ids = _prompt(tokenizer, text, seqlen).to(model.device)
+    with torch.inference_mode(), evaluating(model), instrumented(model):
+        _prefill(model, ids)  # first calls allocate
+        _write_trace(path, partial(_prefill, model, ids))
+    return path
 
 
 def default_lengths(model: Any, longest: int = 8192) -> tuple[int, ...]:
@@ -125,7 +141,9 @@ def _measure(model: Any, ids: Tensor, clock: Clock) -> _Measured:
             name = type(model).__name__
             raise ValueError(f"{name} does not use transformers' attention interface; it cannot be profiled")
         rest = seconds - parts["module"] - parts["mlp"]
-        runs.append(Seconds(parts["attention"], parts["module"] - parts["attention"], parts["mlp"], rest, seconds))
+        attention, windowed = parts["attention"], parts["windowed"]
+        projections = parts["module"] - attention - windowed
+        runs.append(Seconds(attention, projections, parts["mlp"], rest, seconds, windowed))
     flops = clock.attention_flops
     decode_seconds, share, read = _measure_decode(model, ids, cache, clock)
     middle = sorted(runs, key=lambda run: run.total)[len(runs) // 2]

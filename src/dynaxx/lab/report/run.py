@@ -16,6 +16,7 @@ from dynaxx import __version__
 from dynaxx.lab.files import read_json, write_text
 from dynaxx.lab.report import sections as parts
 from dynaxx.lab.report.verdict import Verdict, change, duration, percent, times, verdict
+from dynaxx.printable import printable
 
 FILES = {name: f"{name}.json" for name in ("profile", "analysis", "tuning", "policy", "validation")}
 COMMANDS = {
@@ -32,7 +33,7 @@ KIND_WORDS = {
     "broad": "spread too wide for half of the blocks: keep dense",
     "windowed": "the layer has a window of its own: leave it",
 }
-ODD = (KeyError, TypeError, ValueError, IndexError, AttributeError, ZeroDivisionError, OverflowError)
+ODD = (KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError, RecursionError)
 
 
 @dataclass
@@ -88,7 +89,7 @@ def write_report(run_dir: Path) -> Path:
             try:
                 template.render(_page({name: documents[name]}, {}, folder))
             except odd as error:
-                said = f"{type(error).__name__}: {error}"
+                said = f"{type(error).__name__}: {printable(error, most=200)}"
                 problems[name] = f"{FILES[name]} is not as this version writes it ({said})."
                 del documents[name]
         page = template.render(_page(documents, problems, folder))
@@ -142,8 +143,8 @@ def _read(run_dir: Path) -> tuple[dict[str, Any], dict[str, str]]:
             continue
         try:
             document = read_json(run_dir / file)
-        except ValueError as error:
-            problems[name] = f"{file} cannot be read: {error.__cause__ or 'it is not JSON'}."
+        except (ValueError, OSError) as error:
+            problems[name] = f"{file} cannot be read: {printable(error, most=200)}."
             continue
         if isinstance(document, dict):
             documents[name] = document

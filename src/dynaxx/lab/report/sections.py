@@ -36,7 +36,8 @@ def profile_section(document: dict[str, Any], documents: dict[str, Any]) -> dict
     lengths = sorted(document["lengths"], key=lambda length: length["seqlen"])
     rows = []
     for length in lengths:
-        seconds = length["seconds"]
+        seconds = dict(length["seconds"])
+        seconds["rest"] += seconds.get("windowed", 0.0)  # layers with a window of their own stay as they are
         parts = [
             (f"{words}: {duration(seconds[part])}, {percent(seconds[part] / seconds['total'])}", seconds[part])
             for part, words in PARTS.items()

@@ -65,6 +65,8 @@ def verdict(documents: dict[str, Any]) -> Verdict:
     if profile:
         best = max(profile["lengths"], key=lambda length: length["attention_share"])
         share = f"{percent(best['attention_share'])} of the prefill at {best['seqlen']:,} tokens"
+        if profile.get("refused"):
+            return Verdict("no", "No policy can run in this model.", sentence, stats)
         if profile["worth_it"]:
             headline = f"Worth trying: attention is {share}."
             return Verdict("open", headline, f"{sentence} Nothing has been tuned yet.", stats)

@@ -38,7 +38,13 @@ class LengthTiming:
 
 
 @torch.no_grad()
-def time_lengths(model: Any, policy: Policy, lengths: Sequence[int] | None = None) -> list[LengthTiming]:
+def time_lengths(
+    model: Any,
+    policy: Policy,
+    lengths: Sequence[int] | None = None,
+    *,
+    has_time: Callable[[float], bool] = lambda seconds: True,
+) -> list[LengthTiming]:
     """Time dense (SDPA) and the policy's attention at several lengths, interleaved, on random inputs.
 
     Three layers are timed, those of the lowest, middle and highest density, and their mean stands for all. On a GPU
@@ -47,6 +53,8 @@ def time_lengths(model: Any, policy: Policy, lengths: Sequence[int] | None = Non
 
     Args:
         lengths: by default those up to the model's context, and that itself.
+        has_time: told how many seconds the next length will take, about; where it says no, that one and longer ones
+            are left out.
     """
     plans = resolve(policy)
     if not plans:
@@ -56,8 +64,12 @@ def time_lengths(model: Any, policy: Policy, lengths: Sequence[int] | None = Non
     typical = _typical(list(plans.values()))
     lengths = lengths or within(GPU_LENGTHS if parameter.device.type == "cuda" else LENGTHS, longest_prompt(model))
     row = min(ROW, len(plans)) if parameter.device.type == "cuda" else 1
-    found = []
+    found: list[LengthTiming] = []
+    seconds = 0.0  # that the length before took
     for seqlen in lengths:
+        if found and not has_time(seconds * (seqlen / found[-1].seqlen) ** 2):
+            break
+        started = time.perf_counter()
         q, k, v = (
             torch.randn(1, heads, seqlen, facts.head_dim, dtype=parameter.dtype, device=parameter.device)
             for heads in (facts.q_heads, facts.kv_heads, facts.kv_heads)
@@ -67,6 +79,7 @@ def time_lengths(model: Any, policy: Policy, lengths: Sequence[int] | None = Non
         dense, *sparse = interleaved(rows, REPEATS if seqlen < LONG else 2, parameter.device)
         layers = len(plans) / row
         found.append(LengthTiming(seqlen, dense * layers, statistics.mean(sparse) * layers))
+        seconds = time.perf_counter() - started
     return found
 
 

@@ -78,6 +78,7 @@ def tune_decode(
     cuda_graph: bool = False,
     remember: Callable[[str, Callable[[], Any]], Any] = lambda name, compute: compute(),
     say: Callable[[str], object] = lambda line: None,
+    has_time: Callable[[], bool] = lambda: True,
 ) -> DecodeResult:
     """Find the least share of pages for `layers` that keeps perplexity, and from which length it is faster.
 
@@ -87,6 +88,7 @@ def tune_decode(
         cuda_graph: decide by steps that are captured in a CUDA graph, as engines run them, not by eager ones.
         remember: keeps the result of a step by its name.
         say: is told what is being done.
+        has_time: asked before each share but the first; where it says no, smaller ones are not tried.
     """
     from dynaxx.integrations.transformers.apply_policy import model_facts
     from dynaxx.policy import Policy
@@ -107,6 +109,8 @@ def tune_decode(
     dense = torch.tensor(remember("decode dense", lambda: losses(None)))
     trials: list[DecodeTrial] = []
     for share in SHARES:
+        if trials and not has_time():
+            break
         say(f"decoding from {share:.1%} of the pages")
         policy = Policy(model=facts, block_size=page_size, rules=(decode_rule(share, layers, page_size),))
         got = torch.tensor(remember(f"decode {share}", lambda policy=policy: losses(policy)))  # type: ignore[misc]

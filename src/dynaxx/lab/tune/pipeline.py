@@ -7,6 +7,7 @@ Steps that were done before, with the same settings, are not done again; a kill 
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ from dynaxx.lab.tune.pipeline_result import PipelineResult
 
 if TYPE_CHECKING:
     from dynaxx.lab.tune.result import TuneResult
+
+logger = logging.getLogger("dynaxx")
 
 SHARES = {"profile": 10, "analyze": 10, "tune": 60, "validate": 19, "report": 1}  # of the time, about
 
@@ -155,12 +158,24 @@ class _Steps:
             return None
         path = self.plan.out / file
         self.files.append(path)
-        if self._known and path.exists():
-            earlier: dict[str, Any] = read_json(path)
+        if self._known and (earlier := _earlier(path)) is not None:
             return earlier
         document: dict[str, Any] = {**make().to_dict(), "command": self.plan.command}
         write_json(path, document)
         return document
+
+
+def _earlier(path: Path) -> dict[str, Any] | None:
+    """Return what an earlier run wrote; None where that is not there or no longer whole, so that it is made again."""
+    try:
+        found = read_json(path) if path.exists() else None
+    except (ValueError, OSError) as error:
+        logger.warning("%s; it is made again", error)
+        return None
+    whole = isinstance(found, dict) and isinstance(found.get("command"), str)
+    if whole and path.name == "profile.json":
+        whole = isinstance(found.get("verdict"), str)  # type: ignore[union-attr]
+    return found if whole else None
 
 
 def _has_rules(tuning: dict[str, Any]) -> bool:
@@ -188,9 +203,18 @@ def _begin(model: Any, text: str, plan: Plan, lengths: tuple[int, ...]) -> bool:
         "versions": machine_facts().versions,
     }
     path = plan.out / "run.json"
-    if plan.resume and path.exists() and read_json(path) == settings:
+    if plan.resume and _is_of(path, settings):
         return True
     for stale in ("profile.json", "analysis.json", "validation.json", "report.html"):
         (plan.out / stale).unlink(missing_ok=True)
     write_json(path, settings)
     return False
+
+
+def _is_of(path: Path, settings: dict[str, Any]) -> bool:
+    """Whether a folder's run.json says these settings; one that cannot be read says none."""
+    try:
+        return path.exists() and bool(read_json(path) == settings)
+    except (ValueError, OSError) as error:
+        logger.warning("%s; starting anew", error)
+        return False

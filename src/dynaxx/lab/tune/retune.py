@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Sequence
@@ -115,6 +116,7 @@ def record(
     requests: int = REQUESTS,
     lengths: Sequence[int] = (),
     time_budget: float | None = None,
+    time_limit: float = math.inf,
     seed: int = 0,
     command: str = "dynaxx retune",
     progress: Progress | None = None,
@@ -123,9 +125,11 @@ def record(
 
     Args:
         time_budget: seconds after which no further prompt starts, once there are `FEWEST_REQUESTS`.
+        time_limit: seconds after which none starts in any case.
 
     Raises:
-        ValueError: a text too short, lengths at which the policy is dense, or a policy that is dense everywhere.
+        ValueError: fewer than `FEWEST_REQUESTS` prompts within the time limit, a text too short, lengths at which the
+            policy is dense, or a policy that is dense everywhere.
     """
     from dynaxx.integrations.transformers.apply_policy import apply
 
@@ -150,6 +154,8 @@ def record(
             started, done = time.monotonic(), 0
             while done < requests:
                 late = time_budget is not None and time.monotonic() - started > time_budget
+                if done < FEWEST_REQUESTS and time.monotonic() - started > time_limit:
+                    raise ValueError(f"there was time for {done} prompts, and {FEWEST_REQUESTS} are needed")
                 if late and done >= FEWEST_REQUESTS:
                     task.advance(requests - done)
                     break

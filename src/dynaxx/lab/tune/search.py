@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.lab.attention_route import evaluating
-from dynaxx.lab.models import longest_prompt
+from dynaxx.lab.models import LoadedModel, longest_prompt
 from dynaxx.lab.perplexity import perplexity, token_losses
 from dynaxx.lab.progress import Progress, SilentProgress, Task
 from dynaxx.lab.resume import Steps, fingerprint
@@ -21,11 +21,14 @@ from dynaxx.lab.texts import encode, split_text
 from dynaxx.lab.tune.allocation import Allocator
 from dynaxx.lab.tune.costs import BUDGETS, SCORERS, Budgets, Costs
 from dynaxx.lab.tune.crossover import LengthTiming, dense_below, time_lengths
-from dynaxx.lab.tune.decode import tune_decode
+from dynaxx.lab.tune.decode import DecodeResult, tune_decode
 from dynaxx.lab.tune.evidence import with_decode_rules, with_evidence
+from dynaxx.lab.tune.reference import with_reference
 from dynaxx.lab.tune.result import Trial, TuneResult
-from dynaxx.lab.tune.sensitivity import measure_head_costs
+from dynaxx.lab.tune.sensitivity import HeadCosts, measure_head_costs
+from dynaxx.lab.tune.time_budget import COSTS_UNTIL, TUNED_UNTIL, UNIFORM_UNTIL, TimeBudget
 from dynaxx.patterns import LastQueries, LocalBlocks, Pattern, Sink
+from dynaxx.policy import rules_digest
 from dynaxx.selection import Hybrid, Scorer, TopK
 
 if TYPE_CHECKING:
@@ -38,7 +41,16 @@ SEARCH_STEPS = 5  # real evaluations per search, the first at 50 %
 SCORER_DENSITY = 0.25  # the scorer that loses least here is taken
 ERRORS = 2  # standard errors that a rise of perplexity must stay below the tolerance by
 FINE_ENOUGH = 1.1  # a search ends when the passing and the failing density are this close
-REFERENCE_TIME = 0.25  # of the time before it that recording what drift is measured against may take
+
+
+Budgeted = tuple[Trial | None, Callable[[float], tuple[float, Budgets]]]
+
+
+def _sparser(tuned: Budgeted, uniform: Budgeted) -> Budgeted:
+    """Return the sparser of two that passed, with what makes its budgets; the tuned one where they are as sparse."""
+    if uniform[0] is None or (tuned[0] is not None and tuned[0].density <= uniform[0].density):
+        return tuned
+    return uniform
 
 
 def calibration_ids(tokenizer: Any, text: str, tokens: int) -> Tensor:
@@ -71,8 +83,8 @@ class Search:
         self.tokenizer = tokenizer
         self.model, self.out, self.tokens, self.block_size, self.seed = model, Path(out), tokens, block_size, seed
         self.tolerance, self.progress = tolerance, progress or SilentProgress()
-        self.started = time.monotonic()
-        self.deadline = None if time_budget is None else self.started + time_budget
+        self.time = TimeBudget(time_budget)
+        self.evaluation_seconds = 0.0  # that the slowest evaluation took
         ids = calibration_ids(tokenizer, text, tokens)
         self.cost_ids = ids[:, : tokens + 1]
         starts = range(tokens, tokens * (1 + SEARCH_TEXTS), tokens)
@@ -91,7 +103,8 @@ class Search:
                 result = self._with_decode(result, command, task, cuda_graph)
             task.advance(1, "what its traffic looks like")
             if traffic:
-                result = self._with_reference(result, split_text(traffic).calibration, command)
+                loaded, text = LoadedModel(self.model, self.tokenizer), split_text(traffic).calibration
+                result = with_reference(result, loaded, text, command, self.seed, self.steps, self.time, self.progress)
             task.advance(1, "done")
             return result.write(self.out)
 
@@ -102,7 +115,7 @@ class Search:
         costs = self._head_costs()
         layers = costs.layers
         task.advance(3, "which scorer")
-        scorer, allocator, first = self._best_scorer(costs)
+        scorer, allocator, known = self._best_scorer(costs)
         task.advance(len(SCORERS), repr(scorer))
 
         def tuned(target: float) -> tuple[float, Budgets]:
@@ -114,12 +127,18 @@ class Search:
             return density, [[budget] * costs.heads] * len(layers)
 
         least = allocator.least_density
-        tuned_trials, chosen = self._bisect("tuned", tuned, least, layers, scorer, task, first)
-        uniform_trials, best_uniform = self._bisect("uniform", uniform, least, layers, scorer, task)
-        budgets = tuned(chosen.density)[1] if chosen else [[1.0] * costs.heads for _ in layers]
+
+        def evaluate(make: Callable[[float], tuple[float, Budgets]]) -> Callable[[float], Trial]:
+            return lambda target: self._evaluate(*make(target), layers, scorer)
+
+        tuned_trials, best_tuned = self._bisect("tuned", evaluate(tuned), least, task, TUNED_UNTIL, known)
+        uniform_trials, best_uniform = self._bisect("uniform", evaluate(uniform), least, task, UNIFORM_UNTIL)
+        chosen, make = _sparser((best_tuned, tuned), (best_uniform, uniform))
+        budgets = make(chosen.density)[1] if chosen else [[1.0] * costs.heads for _ in layers]
         policy = self._policy(layers, budgets, scorer)
         task.advance(0, "crossover against dense")
-        timings = self.steps.remember("crossover", lambda: [asdict(t) for t in time_lengths(self.model, policy)])
+        key = f"crossover {rules_digest(policy)}"
+        timings = self.steps.remember(key, lambda: [asdict(timing) for timing in self._timings(policy)])
         crossover = tuple(LengthTiming(**timing) for timing in timings)
         border = dense_below(crossover) if chosen else None
         result = TuneResult(
@@ -136,7 +155,7 @@ class Search:
             dense_below=border,
             budgets=tuple(tuple(row) for row in budgets),
             layers=tuple(layers),
-            seconds=self.steps.seconds + time.monotonic() - self.started,
+            seconds=self.steps.seconds + self.time.spent,
             command=command,
             policy=policy,
         )
@@ -144,54 +163,72 @@ class Search:
         return result
 
     def _head_costs(self) -> Costs:
-        def measure() -> dict[str, Any]:
+        def measure() -> list[HeadCosts]:
             candidates = [self._rule(budget, scorer) for scorer in SCORERS for budget in BUDGETS]
-            layers = self.model.config.get_text_config().num_hidden_layers
             with self.progress.task("what each head loses", total=layers) as inner:
-                costs = measure_head_costs(
+                return measure_head_costs(
                     self.model,
                     self.cost_ids,
                     candidates,
                     block_size=self.block_size,
                     seed=self.seed,
                     done=lambda layer: inner.advance(1, f"layer {layer}"),
+                    go_on=lambda: self.time.allows(COSTS_UNTIL),
                 )
-            return Costs.plain(costs)
 
-        found = self.steps.remember("head costs", measure)
+        layers = self.model.config.get_text_config().num_hidden_layers
+        if "head costs" in self.steps:
+            found = self.steps.remember("head costs", dict)
+        else:
+            measured = measure()
+            found = Costs.plain(measured)
+            if all(each.measured for each in measured):  # else a later start, with more time, measures the others
+                self.steps.remember("head costs", lambda: found)
         if not found["layers"]:
             raise ValueError("no layer of this model sees its whole context: there is nothing to make sparse")
         return Costs.of(found)
 
-    def _best_scorer(self, costs: Costs) -> tuple[Scorer, Allocator, Trial]:
-        """The scorer whose shared budgets lose least at one density in the model itself, and that trial."""
-        tried = []
+    def _timings(self, policy: Policy) -> list[LengthTiming]:
+        """Time attention at as many lengths, the shortest first, as there is time for."""
+        return time_lengths(self.model, policy, has_time=lambda seconds: self.time.allows(1.0, seconds))
+
+    def _best_scorer(self, costs: Costs) -> tuple[Scorer, Allocator, Trial | None]:
+        """Return the scorer whose shared budgets lose least at one density in the model itself, and that trial.
+
+        Where there is no time to try them, the costs of the heads decide, and there is no trial.
+        """
+        tried: list[tuple[float, Scorer, Allocator, Trial | None]] = []
         for scorer in SCORERS:
             allocator = Allocator(costs.density[scorer], costs.loss[scorer])
             found = allocator.at(SCORER_DENSITY)
-            tried.append(
-                (scorer, allocator, self._evaluate(found.density, costs.budgets(found.choice), costs.layers, scorer))
-            )
-        return min(tried, key=lambda each: each[2].ratio)
+            if not self.time.allows(TUNED_UNTIL, len(SCORERS) * self.evaluation_seconds):
+                tried.append((1.0 + found.loss, scorer, allocator, None))
+                continue
+            trial = self._evaluate(found.density, costs.budgets(found.choice), costs.layers, scorer)
+            tried.append((trial.ratio, scorer, allocator, trial))
+        return min(tried, key=lambda each: each[0])[1:]
 
     def _bisect(
         self,
         kind: str,
-        make: Callable[[float], tuple[float, Budgets]],
+        evaluate: Callable[[float], Trial],
         least: float,
-        layers: Sequence[int],
-        scorer: Scorer,
         task: Task,
+        until: float,
         known: Trial | None = None,
     ) -> tuple[list[Trial], Trial | None]:
-        """Evaluate densities from 50 % down (or up, if that fails); the trials, and the sparsest that passed."""
+        """Evaluate densities from 50 % down (or up, if that fails), at most until a share of the time budget.
+
+        Returns:
+            The trials, densest first, and the sparsest that passed.
+        """
         trials = [] if known is None else [known]
         target = 0.5
         for step in range(SEARCH_STEPS):
-            if self.deadline is not None and time.monotonic() > self.deadline and step:
+            if not self.time.allows(until, self.evaluation_seconds) and (trials or kind == "uniform"):
                 task.advance(SEARCH_STEPS - step)
                 break
-            trials.append(self._evaluate(*make(target), layers, scorer))
+            trials.append(evaluate(target))
             task.advance(1, f"{kind} density {trials[-1].density:.0%}: perplexity {trials[-1].ratio - 1:+.2%}")
             ceiling = min((trial.density for trial in trials if trial.passed), default=1.0)
             fails = max(
@@ -222,12 +259,14 @@ class Search:
         """Loss of every token of the search texts, dense or under a policy."""
         from dynaxx.integrations.transformers.apply_policy import apply
 
+        started = time.monotonic()
         handle = apply(self.model, policy) if policy is not None else None
         try:
             found = [token_losses(self.model, ids)[0] for ids in self.search_ids]
         finally:
             if handle is not None:
                 handle.remove()
+        self.evaluation_seconds = max(self.evaluation_seconds, time.monotonic() - started)
         return [round(value, 6) for value in torch.cat(found).tolist()]
 
     def _policy(self, layers: Sequence[int], budgets: Budgets, scorer: Scorer) -> Policy:
@@ -255,6 +294,10 @@ class Search:
 
     def _with_decode(self, result: TuneResult, command: str, task: Task, cuda_graph: bool) -> TuneResult:
         """The result with decode rules where they keep perplexity and pay."""
+        if not self.time.allows(1.0):
+            said = "no rule: no time was left to look for one"
+            none = DecodeResult((), None, (), (), cuda_graph, None, said)
+            return dataclasses.replace(result, decode=none)
         found = tune_decode(
             self.model,
             self.search_ids,
@@ -264,33 +307,6 @@ class Search:
             cuda_graph=cuda_graph,
             remember=self.steps.remember,
             say=lambda line: task.advance(0, line),
+            has_time=lambda: self.time.allows(1.0),
         )
         return with_decode_rules(result, found, self.block_size, command)
-
-    def _with_reference(self, result: TuneResult, text: str, command: str) -> TuneResult:
-        """The result with a policy that is watched, and knows the attention that it was tuned for."""
-        from dynaxx.lab.tune.retune import record
-        from dynaxx.policy import Guard, Profile, rules_digest
-
-        policy = result.policy
-        if all(rule.phase == "decode" for rule in policy.rules):
-            return dataclasses.replace(result, reference="none: prompts run dense")
-
-        def recorded() -> dict[str, Any]:
-            found = record(
-                policy,
-                (self.model, self.tokenizer),  # type: ignore[arg-type]
-                text,
-                time_budget=REFERENCE_TIME * (self.steps.seconds + time.monotonic() - self.started),
-                seed=self.seed,
-                command=command,
-                progress=self.progress,
-            )
-            return found.model_dump(mode="json")
-
-        try:
-            found = Profile.model_validate(self.steps.remember(f"reference {rules_digest(policy)}", recorded))
-        except ValueError as error:  # too short a text; the policy is worth having all the same
-            return dataclasses.replace(result, reference=f"none: {error}")
-        said = f"{found.requests} prompts, {min(each.calls for each in found.layers)} calls a layer"
-        return dataclasses.replace(result, policy=policy.replace(guard=Guard(), reference=found), reference=said)

@@ -31,6 +31,7 @@ class HeadCosts(NamedTuple):
     layer: int
     loss: Tensor  # (candidates, H) fp64, nats per token
     density: Tensor  # (candidates, H) fp64, visited / causally visible blocks
+    measured: bool = True  # False: time ran out, and these are the means of the layers that were measured
 
 
 Visitor = Callable[[int, Tensor, Tensor, Tensor, Tensor, Tensor, float], None]
@@ -45,6 +46,7 @@ def measure_head_costs(
     block_size: int,
     seed: int = 0,
     done: Callable[[int], None] = lambda layer: None,
+    go_on: Callable[[], bool] = lambda: True,
 ) -> list[HeadCosts]:
     """Measure every candidate on every head of every layer that sees its whole context.
 
@@ -53,13 +55,18 @@ def measure_head_costs(
         ids: (1, N) one text.
         candidates: hybrids with one budget for all heads.
         done: called with each layer's index as it is finished.
+        go_on: asked before each layer but the first; where it says no, the others get the mean of those measured.
 
     Returns:
         The costs by layer, in ascending order. Layers with a sliding window of their own are left out.
     """
     found: list[HeadCosts] = []
+    late: list[int] = []
 
     def visit(layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, grad: Tensor, scale: float) -> None:
+        if found and (late or not go_on()):
+            late.append(layer)
+            return
         loss, density = [], []
         for candidate in candidates:
             layout = select_blocks(q, k, candidate, block_size=block_size, scale=scale)
@@ -72,6 +79,9 @@ def measure_head_costs(
     with _probing(model, visit):
         hidden = model.base_model(ids[:, :-1].to(model.device), use_cache=False)[0]
         hidden.backward(_fisher_gradient(model, hidden.detach(), seed))
+    if late:
+        loss, density = (torch.stack([getattr(each, name) for each in found]).mean(0) for name in ("loss", "density"))
+        found += [HeadCosts(layer, loss, density, measured=False) for layer in late]
     return sorted(found, key=lambda costs: costs.layer)
 
 

@@ -13,6 +13,7 @@ from dynaxx.lab.attention_route import evaluating
 from dynaxx.lab.models import longest_prompt
 from dynaxx.lab.progress import Progress, SilentProgress
 from dynaxx.lab.texts import split_text
+from dynaxx.lab.tune.crossover import within
 from dynaxx.lab.validate.comparison import WINDOWS, Comparison, has_sparse_rule
 from dynaxx.lab.validate.result import ValidationResult, checks_of
 from dynaxx.lab.validate.tasks import make_samples
@@ -24,6 +25,7 @@ TOKENS = 4096  # of each stretch of held-out text, or the policy's border, or wh
 TASK_TOKENS = 2048
 TASK_SAMPLES = 3  # of each task
 PROMPT_TOKENS = 1024  # before generated text
+LENGTHS = (512, 2048, 8192)  # at which time and memory are measured, as far as the model and the text allow
 SHORTEST = 64  # tokens; the policy must not be slower even here
 
 
@@ -33,7 +35,7 @@ def validate(
     policy: Policy,
     text: str,
     *,
-    lengths: Sequence[int] = (512, 2048, 8192),
+    lengths: Sequence[int] | None = None,
     tokens: int | None = None,
     seed: int = 0,
     progress: Progress | None = None,
@@ -44,6 +46,8 @@ def validate(
         model: a transformers causal language model without a policy.
         text: sample text; only its held-out part (`split_text`) is used.
         lengths: prompt lengths in tokens at which time and memory are measured; 64 and the policy's border join them.
+            By default 512, 2,048 and 8,192, as far as the model and the text allow, and what they allow where that is
+            less.
         tokens: length of the stretches of text on which quality is measured; by default 4,096, or the policy's border,
             or what there is.
         seed: of the tasks.
@@ -70,7 +74,8 @@ def validate(
             f"the policy is dense below {border:,} tokens, and quality would be measured at {window:,} "
             f"(the held-out half of the text has {len(ids):,}, the model takes {limit:,}): give more text or `tokens`"
         )
-    lengths = _lengths(lengths, border, min(limit, len(ids)))
+    longest = min(limit, len(ids))
+    lengths = _lengths(within(LENGTHS, longest) if lengths is None else lengths, border, longest)
     at = max(border, min(window, TASK_TOKENS))
     samples = make_samples(tokenizer, ids, at, TASK_SAMPLES, seed)
     with evaluating(model), progress.task("Validating", 100) as task:

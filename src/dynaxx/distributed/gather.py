@@ -1,0 +1,142 @@
+"""Keys and values of the whole sequence on every rank, in the order of the sequence, for what reads nearly all of them.
+
+A rank's queries are runs of neighbouring tokens. A run that ends at token n sees, under a causal mask, the keys before
+n: it is a call of the one-device function with queries that are aligned to the last of n keys.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from dynaxx.distributed.exchange import Transfer
+from dynaxx.distributed.split import SequenceSplit
+from dynaxx.ops.once import first_derivative_only
+
+
+class Run(NamedTuple):
+    """Neighbouring queries of a rank, and the keys that they may see."""
+
+    first: int  # in own tokens
+    last: int  # + 1
+    position: int  # of the first query in the whole sequence
+    keys: int  # how many of the first keys are given to it
+
+
+def query_runs(split: SequenceSplit, rank: int, causal: bool = True) -> list[Run]:
+    """The runs of queries that a rank owns; one empty run for a rank without tokens."""
+    runs, done = [], 0
+    for a, b in split.runs(rank):
+        runs.append(Run(done, done + b - a, a, b if causal else split.seqlen))
+        done += b - a
+    return runs or [Run(0, 0, 0, 0)]
+
+
+class WholeGathering:
+    """Several tensors of all ranks on their way into one buffer, in the order of the sequence.
+
+    Args:
+        parts: each (batch, own tokens, heads, dim), of the same heads and dtype.
+    """
+
+    @torch.no_grad()
+    def __init__(self, parts: tuple[Tensor, ...], split: SequenceSplit, rank: int, group: ProcessGroup) -> None:
+        first = parts[0]
+        self._dims = [x.shape[-1] for x in parts]
+        self._buffer = first.new_empty(split.seqlen, first.shape[0], first.shape[2], sum(self._dims))
+        done = 0
+        for a, b in split.runs(rank):
+            for own, x in zip(self._buffer[a:b].split(self._dims, dim=-1), parts, strict=True):
+                own.copy_(x[:, done : done + b - a].transpose(0, 1))
+            done += b - a
+        others = [other for other in range(split.ranks) if other != rank]
+        sends = [(to, self._buffer[a:b]) for to in others for a, b in split.runs(rank)]
+        receives = [(source, self._buffer[a:b]) for source in others for a, b in split.runs(source)]
+        self._transfer = Transfer(sends, receives, group, "gathering keys and values")
+
+    def wait(self) -> list[Tensor]:
+        """The whole tensors, each (batch, seqlen, heads, dim); views of one buffer."""
+        self._transfer.wait()
+        return list(self._buffer.transpose(0, 1).split(self._dims, dim=-1))
+
+
+class GatherRuns(torch.autograd.Function):
+    """Whole keys and values, cut to what each run of queries may see.
+
+    Returns (k of run 0, v of run 0, k of run 1, ...). Their gradients are added up and return to the owners.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        k: Tensor,
+        v: Tensor,
+        gathering: WholeGathering,
+        runs: list[Run],
+        split: SequenceSplit,
+        rank: int,
+        group: ProcessGroup,
+    ) -> Any:
+        ctx.settings = runs, split, rank, group
+        ctx.set_materialize_grads(False)
+        ctx.like = k.new_empty(split.seqlen, k.shape[0], k.shape[2], 0)
+        ctx.dims = (k.shape[-1], v.shape[-1])
+        whole = gathering.wait()
+        return tuple(x[:, : run.keys] for run in runs for x in whole)
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        runs, split, rank, group = ctx.settings
+        total = ctx.like.new_empty(*ctx.like.shape[:3], sum(ctx.dims))
+        for i, part in enumerate(total.transpose(0, 1).split(ctx.dims, dim=-1)):
+            _add_runs(part, [(grad, run.keys) for grad, run in zip(grads[i::2], runs, strict=True) if grad is not None])
+        own = _return_gradients(total, split, rank, group).transpose(0, 1).split(ctx.dims, dim=-1)
+        return *own, None, None, None, None, None
+
+
+def _add_runs(total: Tensor, grads: list[tuple[Tensor, int]]) -> None:
+    """Write the sum of gradients of the first keys into (batch, seqlen, heads, dim); the longest is copied."""
+    written = 0
+    for grad, keys in sorted(grads, key=lambda pair: -pair[1]):
+        if written:
+            total[:, :keys] += grad
+        else:
+            total[:, :keys], written = grad, keys
+    total[:, written:] = 0
+
+
+def _return_gradients(whole: Tensor, split: SequenceSplit, rank: int, group: ProcessGroup) -> Tensor:
+    """(seqlen, ...) of each rank -> (own tokens, ...): their sum for own tokens, in ascending order of ranks.
+
+    Summed in fp32 at least, rounded once.
+    """
+    others, runs = [other for other in range(split.ranks) if other != rank], split.runs(rank)
+    received = {source: whole.new_empty(split.length(rank), *whole.shape[1:]) for source in others}
+    lengths = [b - a for a, b in runs]
+    receives = [(source, part) for source in others for part in received[source].split(lengths)]
+    sends = [(to, whole[a:b]) for to in others for a, b in split.runs(to)]
+    transfer = Transfer(sends, receives, group, "returning gradients of keys and values")
+    total = torch.cat([whole[:0], *(whole[a:b] for a, b in runs)])
+    if others:
+        total = total.to(torch.promote_types(whole.dtype, torch.float32))
+    transfer.wait()
+    for source in others:
+        total += received[source]
+    return total.to(whole.dtype)
+
+
+def gather_runs(
+    k: Tensor, v: Tensor, runs: list[Run], split: SequenceSplit, rank: int, group: ProcessGroup
+) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values that each run may see, (batch, keys, heads, dim) each. Differentiable."""
+    gathering = WholeGathering((k, v), split, rank, group)
+    return pairs(GatherRuns.apply(k, v, gathering, runs, split, rank, group))
+
+
+def pairs(found: tuple[Tensor, ...]) -> list[tuple[Tensor, Tensor]]:
+    """(k of run 0, v of run 0, k of run 1, ...) as pairs."""
+    return list(zip(found[::2], found[1::2], strict=True))

@@ -1,0 +1,88 @@
+"""Native Sparse Attention with the sequence split over ranks."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dynaxx.arguments import typed
+from dynaxx.distributed.gather import query_runs
+from dynaxx.distributed.group import Mesh, group_of
+from dynaxx.distributed.rules import staged_runs
+from dynaxx.distributed.split import SequenceSplit
+from dynaxx.layout.nsa import NativeSizes
+from dynaxx.ops.nsa import compress
+from dynaxx.ops.nsa import native_sparse_attention as attend_on_one_device
+
+
+@typed
+def native_sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Tensor,
+    sizes: NativeSizes,
+    split: SequenceSplit,
+    mesh: Mesh,
+    *,
+    weights: tuple[Tensor, Tensor] | None = None,
+    scale: float | None = None,
+    backend: str = "auto",
+    stages: int | None = None,
+) -> Tensor:
+    """Attend from this rank's queries to compressed tokens, selected blocks and a window of the whole sequence.
+
+    Blocks are selected among those of all ranks, so the result is the one of `dynaxx.native_sparse_attention` on one
+    device. Keys and values are gathered, as the blocks that a rank's queries select are nearly all blocks together, and
+    compressed on each rank. Differentiable; gradients of keys and values return to their owners.
+
+    Args:
+        q, k, v: (batch, own tokens, heads, head_dim).
+        gates: (batch, own tokens, q_heads, 3).
+        sizes: of the branches.
+        split: who owns which tokens; zigzag evens out the compressed branch, whose work grows with the position.
+        mesh: as `dynaxx.distributed.sparse_attention`.
+        weights: (cmp_block, kv_heads) each, of k and of v, as `dynaxx.compress` takes; the mean by default. Their
+            gradient is this rank's part: sum it over the ranks.
+        scale, backend: as `dynaxx.native_sparse_attention`.
+        stages: groups of kv heads that are gathered and computed in turn; all kv heads apart by default.
+
+    Returns:
+        (batch, own tokens, q_heads, head_dim_v).
+
+    Raises:
+        ValueError, TypeError, UnsupportedInputError: as `dynaxx.native_sparse_attention`.
+        PeerError: another rank failed.
+    """
+    rank = dist.get_rank(group_of(mesh))
+    for name, x in (("q", q), ("k", k), ("v", v), ("gates", gates)):
+        if x.ndim != 4 or x.shape[1] != split.length(rank):
+            raise ValueError(
+                f"`{name}` must be (batch, own tokens = {split.length(rank)}, heads, dim), got {tuple(x.shape)}"
+            )
+    runs = query_runs(split, rank)
+    whole = runs[0]._replace(keys=split.seqlen)
+    heads, kv_heads = q.shape[2], k.shape[2]
+    parts = []
+    for some, (all_keys, *seen) in staged_runs(k, v, [whole, *runs], split, mesh, stages):
+        q_heads = slice(some.start * heads // kv_heads, some.stop * heads // kv_heads)
+        pooling = (None, None) if weights is None else (weights[0][:, some], weights[1][:, some])
+        k_cmp, v_cmp = (compress(x, sizes, how) for x, how in zip(all_keys, pooling, strict=True))
+        outs = []
+        for run, (keys, values) in zip(runs, seen, strict=True):
+            own, count = slice(run.first, run.last), sizes.compressed(run.keys)
+            outs.append(
+                attend_on_one_device(
+                    q[:, own, q_heads],
+                    keys,
+                    values,
+                    (k_cmp[:, :count], v_cmp[:, :count]),
+                    gates[:, own, q_heads],
+                    sizes,
+                    scale=scale,
+                    backend=backend,
+                )
+            )
+        parts.append(torch.cat(outs, 1))
+    return torch.cat(parts, 2)

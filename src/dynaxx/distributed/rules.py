@@ -1,0 +1,288 @@
+"""Rules over data with the sequence split over ranks: the same blocks as on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dynaxx.arguments import typed
+from dynaxx.distributed.gather import GatherRuns, Run, WholeGathering, pairs, query_runs
+from dynaxx.distributed.group import Mesh, group_of
+from dynaxx.distributed.sharded import ShardedLayout, rows_of
+from dynaxx.distributed.split import SequenceSplit
+from dynaxx.distributed.summaries import has_summaries, with_summaries
+from dynaxx.errors import UnsupportedInputError
+from dynaxx.layout import BlockGrid, BlockLayout, as_block_size
+from dynaxx.ops.attention import SparseAttentionOutput
+from dynaxx.ops.attention import sparse_attention as attend_on_one_device
+from dynaxx.patterns.base import Pattern, Visited
+from dynaxx.selection import Hybrid, MeanPool, MeanQuery, MinMax, Selector, Threshold, TopK, TopP, select_blocks
+
+Rule = Pattern | Selector | Hybrid
+
+
+@typed
+@dataclass(frozen=True)
+class RowsOf(Pattern):
+    """Some rows of a pattern on a longer grid, as a pattern of these rows alone.
+
+    Args:
+        pattern: of the whole sequence.
+        seqlen: of the whole sequence.
+        first: position of the first query, a multiple of the q block.
+    """
+
+    pattern: Pattern
+    seqlen: int
+    first: int
+
+    def layout(
+        self,
+        seqlen_q: int,
+        seqlen_k: int | None = None,
+        *,
+        causal: bool = True,
+        block_size: int | tuple[int, int] = 128,
+        device: torch.device | str = "cpu",
+    ) -> BlockLayout:
+        whole = self.pattern.layout(self.seqlen, self.seqlen, causal=causal, block_size=block_size)
+        first = self.first // whole.block_size[0]
+        rows = rows_of(whole, torch.arange(first, first + -(-seqlen_q // whole.block_size[0])), seqlen_q)
+        return replace(rows, seqlen_k=self.seqlen if seqlen_k is None else seqlen_k).to(device)
+
+    def visible(self, grid: BlockGrid, q_pos: Any, k_pos: Any) -> Any:
+        raise NotImplementedError("`RowsOf` is known by its layout alone")
+
+    def visited(self, grid: BlockGrid) -> Visited:
+        raise NotImplementedError("`RowsOf` is known by its layout alone")
+
+
+@typed
+@torch.no_grad()
+def select_split_blocks(
+    q: Tensor,
+    k: Tensor,
+    rule: Rule,
+    split: SequenceSplit,
+    mesh: Mesh,
+    *,
+    causal: bool = True,
+    block_size: int | tuple[int, int] = 64,
+    scale: float | None = None,
+    memory_budget: int | None = None,
+) -> ShardedLayout:
+    """Choose blocks for this rank's queries among the keys of all ranks: the blocks that one device would choose.
+
+    `MeanPool` and `MinMax` with one summary per block gather these summaries; other scorers gather the keys. All ranks
+    of the mesh must call it.
+
+    Args:
+        q, k: (batch, own tokens, heads, head_dim).
+        rule: a pattern, a selector or pattern | selector, as `dynaxx.select_blocks` takes.
+        split: who owns which tokens.
+        mesh: as `sparse_attention`.
+        causal, block_size, scale, memory_budget: as `dynaxx.select_blocks`.
+
+    Returns:
+        This rank's rows, for `sparse_attention`.
+
+    Raises:
+        ValueError, TypeError: as `dynaxx.select_blocks`.
+        UnsupportedInputError: a scorer that looks at queries of other ranks.
+    """
+    group = group_of(mesh)
+    rank, sizes = dist.get_rank(group), as_block_size(block_size)
+    if isinstance(rule, Pattern):
+        layout = rule.layout(split.seqlen, split.seqlen, causal=causal, block_size=sizes, device=q.device)
+        return ShardedLayout.of(layout, split, rank)
+    check_rule(rule, split, sizes)
+    options: dict[str, Any] = {"causal": causal, "block_size": sizes, "scale": scale, "memory_budget": memory_budget}
+    selector = rule.selector if isinstance(rule, Hybrid) else rule
+    own_rule: Selector | Hybrid = rule
+    if has_summaries(selector):
+        own_rule, keys = with_summaries(rule, k, split, rank, group, sizes[1])
+    else:
+        (keys,) = WholeGathering((k,), split, rank, group).wait()
+    layouts = [
+        select_blocks(q[:, run.first : run.last], keys[:, : run.keys], rule_of_run(own_rule, run, split), **options)
+        for run in query_runs(split, rank, causal)
+    ]
+    return ShardedLayout(_one_behind_another(layouts, split, rank), split, split, rank)
+
+
+@typed
+def sparse_attention_by_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rule: Selector | Hybrid,
+    split: SequenceSplit,
+    mesh: Mesh,
+    *,
+    causal: bool = True,
+    block_size: int | tuple[int, int] = 64,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+    stages: int | None = None,
+) -> Tensor | SparseAttentionOutput:
+    """Choose blocks and attend in one pass: each kv head's keys and values go to all ranks while another is computed.
+
+    The fastest way where the chosen blocks of all rows together are nearly all blocks, as for any budget above a few
+    blocks per row. `select_split_blocks` and `sparse_attention` send fewer bytes where they are few.
+
+    Args:
+        q, k, v: (batch, own tokens, heads, head_dim).
+        rule: a selector or pattern | selector.
+        split, mesh, causal, block_size: as `select_split_blocks`.
+        scale, softcap, sinks, return_lse, backend: as `dynaxx.sparse_attention`.
+        stages: groups of kv heads that are gathered and computed in turn; all kv heads apart by default.
+
+    Returns:
+        As `dynaxx.distributed.sparse_attention`.
+
+    Raises:
+        ValueError, TypeError, UnsupportedInputError, PeerError: as `select_split_blocks` and `sparse_attention`.
+    """
+    group = group_of(mesh)
+    rank, sizes = dist.get_rank(group), as_block_size(block_size)
+    check_rule(rule, split, sizes)
+    runs = query_runs(split, rank, causal)
+    heads, kv_heads = q.shape[2], k.shape[2]
+    parts = []
+    for some, keys_and_values in staged_runs(k, v, runs, split, mesh, stages):
+        q_heads = slice(some.start * heads // kv_heads, some.stop * heads // kv_heads)
+        own = rule_of_heads(rule, q_heads, heads)
+        found = []
+        for run, (keys, values) in zip(runs, keys_and_values, strict=True):
+            queries = q[:, run.first : run.last, q_heads]
+            of_run = rule_of_run(own, run, split)
+            layout = select_blocks(queries, keys, of_run, causal=causal, block_size=sizes, scale=scale)
+            found.append(
+                attend_on_one_device(
+                    queries,
+                    keys,
+                    values,
+                    layout,
+                    scale=scale,
+                    softcap=softcap,
+                    sinks=None if sinks is None else sinks[q_heads],
+                    return_lse=True,
+                    backend=backend,
+                )
+            )
+        parts.append((torch.cat([out for out, _ in found], 1), torch.cat([lse for _, lse in found], 2)))
+    out = torch.cat([out for out, _ in parts], 2)
+    return SparseAttentionOutput(out, torch.cat([lse for _, lse in parts], 1)) if return_lse else out
+
+
+def staged_runs(
+    k: Tensor, v: Tensor, runs: list[Run], split: SequenceSplit, mesh: Mesh, stages: int | None
+) -> Iterator[tuple[slice, list[tuple[Tensor, Tensor]]]]:
+    """kv heads of each stage, and the keys and values that each run may see; the next stage is on its way meanwhile.
+
+    Raises:
+        ValueError: stages that do not divide the kv heads.
+    """
+    group = group_of(mesh)
+    rank, kv_heads = dist.get_rank(group), k.shape[2]
+    stages = kv_heads if stages is None else stages
+    if stages < 1 or kv_heads % stages:
+        raise ValueError(f"`stages` must divide kv_heads = {kv_heads}, got {stages}")
+    step = kv_heads // stages
+    start = lambda i: WholeGathering((k[:, :, i : i + step], v[:, :, i : i + step]), split, rank, group)
+    gathering = start(0)
+    for first in range(0, kv_heads, step):
+        current = gathering
+        if first + step < kv_heads:
+            gathering = start(first + step)
+        some = slice(first, first + step)
+        yield some, pairs(GatherRuns.apply(k[:, :, some], v[:, :, some], current, runs, split, rank, group))
+
+
+def check_rule(rule: Rule, split: SequenceSplit, sizes: tuple[int, int]) -> None:
+    """Refuse a rule whose choice for a row depends on rows of other ranks, or on later keys.
+
+    Raises:
+        TypeError: no rule.
+        UnsupportedInputError: such a rule.
+    """
+    if not isinstance(rule, Selector | Hybrid):
+        raise TypeError(f"`rule` must be a selector or pattern | selector, got {type(rule).__name__}")
+    for size in sizes:
+        split.check_block(size)
+    selector = rule.selector if isinstance(rule, Hybrid) else rule
+    scorer = selector.scorer
+    row_by_row = isinstance(scorer, MeanPool | MinMax) or (isinstance(scorer, MeanQuery) and scorer.precision == "full")
+    if not isinstance(selector, TopK | TopP | Threshold) or not row_by_row:
+        raise UnsupportedInputError(
+            f"a selection by {rule!r} with the sequence split over ranks",
+            {
+                "distributed": [
+                    "a choice that is made row by row is the same on every rank: use TopK, TopP or Threshold with "
+                    "MeanQuery(), MeanPool() or MinMax(), or split the heads instead (dynaxx.distributed.by_heads)"
+                ]
+            },
+        )
+
+
+def rule_of_run(rule: Selector | Hybrid, run: Run, split: SequenceSplit) -> Selector | Hybrid:
+    """The rule for the rows of one run alone."""
+    if isinstance(rule, Selector):
+        return rule
+    return Hybrid(RowsOf(rule.pattern, split.seqlen, run.position), rule.selector)
+
+
+def rule_of_heads(rule: Any, heads: slice, q_heads: int) -> Any:
+    """The rule for some q heads: budgets per head are sliced.
+
+    Raises:
+        ValueError: budgets for another number of heads.
+    """
+    selector = rule.selector if isinstance(rule, Hybrid) else rule
+    if not isinstance(selector, Selector):
+        return rule
+    budget = getattr(selector, selector.budget_field)
+    if not isinstance(budget, tuple):
+        return rule
+    if len(budget) != q_heads:
+        raise ValueError(
+            f"`{selector.budget_field}` must be one value or one per q head ({q_heads}), got {len(budget)}"
+        )
+    changes: dict[str, Any] = {selector.budget_field: budget[heads]}
+    own = replace(selector, **changes)  # type: ignore[type-var]
+    return Hybrid(rule.pattern, own) if isinstance(rule, Hybrid) else own
+
+
+def _one_behind_another(layouts: list[BlockLayout], split: SequenceSplit, rank: int) -> BlockLayout:
+    """The rows of several layouts as rows of one, with the whole sequence as columns."""
+    first, tokens = layouts[0], split.length(rank)
+    grid = BlockGrid(tokens, split.seqlen, first.block_size, causal=False)
+    masks, done = first.masks, 0
+    leads, columns, kinds = [], [], []
+    for number, layout in enumerate(layouts):
+        shift = 0
+        if number:
+            shift, masks = len(masks), masks.append(layout.masks)
+        lead, cols, codes = layout.entries()
+        head, row = lead // max(1, layout.q_blocks), lead % max(1, layout.q_blocks)
+        leads.append(head * grid.q_blocks + row + done)
+        columns.append(cols)
+        kinds.append(torch.where(codes >= 0, codes + shift, codes))
+        done += layout.q_blocks
+    return BlockLayout.from_entries(
+        grid,
+        torch.cat(leads),
+        torch.cat(columns),
+        torch.cat(kinds),
+        masks,
+        layout_batch=first.layout_batch,
+        layout_heads=first.layout_heads,
+    )

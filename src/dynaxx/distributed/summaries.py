@@ -1,0 +1,105 @@
+"""Summaries of the keys of all ranks: what a choice of blocks needs to know, without the keys themselves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from dynaxx.distributed.gather import WholeGathering
+from dynaxx.distributed.split import SequenceSplit
+from dynaxx.layout import BlockGrid
+from dynaxx.selection import Hybrid, MeanPool, MinMax, Selector
+from dynaxx.selection.base import Choice
+from dynaxx.selection.scorers.base import MEMORY_BUDGET, Scorer, ScoreRows, per_kv_head, pooled, reduce_blocks
+from dynaxx.selection.scorers.pooling import mean_tiles
+
+
+def has_summaries(selector: Selector) -> bool:
+    """Whether a selector scores kv blocks by one summary of each."""
+    scorer = selector.scorer
+    return isinstance(scorer, MeanPool | MinMax) and scorer.pool is None
+
+
+@dataclass(frozen=True, eq=False)
+class GatheredScorer(Scorer):
+    """A `MeanPool` or `MinMax` that is given the summaries instead of the keys.
+
+    Args:
+        low, high: (batch, kv_heads, kv_blocks, head_dim) fp32: the vectors for the negative and the positive part of a
+            query. The same tensor where there is one vector per block.
+    """
+
+    low: Tensor
+    high: Tensor
+
+    def prepare(
+        self, q: Tensor, k: Tensor, grid: BlockGrid, scale: float, *, memory_budget: int = MEMORY_BUDGET
+    ) -> ScoreRows:
+        queries = mean_tiles(q, grid.block_size[0], memory_budget // 4, scale)
+        low, high = (x[:, :, : grid.kv_blocks].transpose(-1, -2) for x in (self.low, self.high))
+        if self.low is self.high:
+            return lambda start, stop: per_kv_head(queries.vectors(start, stop), low)
+
+        def rows(start: int, stop: int) -> Tensor:
+            some = queries.vectors(start, stop)
+            return per_kv_head(some.clamp(min=0), high).add_(per_kv_head(some.clamp(max=0), low))
+
+        return rows
+
+
+def with_summaries(
+    rule: Any, k: Tensor, split: SequenceSplit, rank: int, group: ProcessGroup, size: int
+) -> tuple[Any, Tensor]:
+    """The rule with a `GatheredScorer`, and a tensor of the whole keys' shape that holds nothing.
+
+    Args:
+        rule: a selector or hybrid that `has_summaries`.
+        k: (batch, own tokens, kv_heads, head_dim).
+        size: tokens per kv block.
+    """
+    selector = rule.selector if isinstance(rule, Hybrid) else rule
+    parts = _own_summaries(selector.scorer, k, size)
+    blocks = SequenceSplit(-(-split.seqlen // size), split.chunk // size, split.owners, split.ranks)
+    gathered = WholeGathering(tuple(x.transpose(1, 2) for x in parts), blocks, rank, group).wait()
+    vectors = [x.transpose(1, 2).contiguous() for x in gathered]
+    scorer = GatheredScorer(vectors[0], vectors[-1])
+    own = _ByTorch(selector, scorer)
+    keys = k.new_empty(1).expand(k.shape[0], split.seqlen, *k.shape[2:])
+    return (Hybrid(rule.pattern, own) if isinstance(rule, Hybrid) else own), keys
+
+
+def _own_summaries(scorer: Any, k: Tensor, size: int) -> tuple[Tensor, ...]:
+    """(batch, kv_heads, own blocks, head_dim) fp32 each, as the scorer makes them."""
+    if isinstance(scorer, MeanPool):
+        return (pooled(k, size),)
+    low, high = (reduce_blocks(k, size, reduce, MEMORY_BUDGET) for reduce in (torch.amin, torch.amax))
+    if scorer.bound < 1:
+        mean = pooled(k, size)
+        for extreme in (low, high):
+            extreme.sub_(mean).mul_(scorer.bound).add_(mean)
+    return low, high
+
+
+@dataclass(frozen=True, eq=False)
+class _ByTorch(Selector):
+    """A selector whose scorer holds tensors of this call: torch makes its choice, and no kernel's launch is kept."""
+
+    selector: Selector
+    scorer: Scorer
+    budget: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "budget", getattr(self.selector, self.selector.budget_field))
+        object.__setattr__(self, "per", self.selector.per)
+        object.__setattr__(self, "only_ranks", self.selector.only_ranks)
+        object.__setattr__(self, "budget_field", "budget")
+
+    def choose(self, scores: Tensor, optional: Tensor, visible: Tensor) -> Tensor:
+        return self.selector.choose(scores, optional, visible)
+
+    def choice(self, q_heads: int) -> Choice | None:
+        return None

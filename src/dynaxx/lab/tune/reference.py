@@ -1,0 +1,61 @@
+"""The reference of a tuned policy: attention on the text that it was tuned for, which drift is measured against."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from dynaxx.lab.models import LoadedModel
+from dynaxx.lab.progress import Progress
+from dynaxx.lab.resume import Steps
+from dynaxx.lab.tune.result import TuneResult
+from dynaxx.lab.tune.time_budget import TimeBudget
+
+if TYPE_CHECKING:
+    from dynaxx.policy import Profile
+
+SHARE = 0.25  # of the time that was spent before, which recording may take
+
+
+def with_reference(
+    result: TuneResult,
+    loaded: LoadedModel,
+    text: str,
+    command: str,
+    seed: int,
+    steps: Steps,
+    time: TimeBudget,
+    progress: Progress,
+) -> TuneResult:
+    """Return the result with a policy that is watched and knows the attention that it was tuned for.
+
+    Where that cannot be recorded (no time, too little text, a policy that is dense), `reference` says why.
+    """
+    from dynaxx.lab.tune.retune import record
+    from dynaxx.policy import Guard, Profile, rules_digest
+
+    policy = result.policy
+    if all(rule.phase == "decode" for rule in policy.rules):
+        return dataclasses.replace(result, reference="none: prompts run dense")
+    if not time.allows(1.0):
+        return dataclasses.replace(result, reference="none: no time was left to record one")
+
+    def recorded() -> dict[str, Any]:
+        found: Profile = record(
+            policy,
+            loaded,
+            text,
+            time_budget=min(SHARE * (steps.seconds + time.spent), time.left),
+            time_limit=time.left,
+            seed=seed,
+            command=command,
+            progress=progress,
+        )
+        return found.model_dump(mode="json")
+
+    try:
+        found = Profile.model_validate(steps.remember(f"reference {rules_digest(policy)}", recorded))
+    except ValueError as error:  # the policy is worth having all the same
+        return dataclasses.replace(result, reference=f"none: {error}")
+    said = f"{found.requests} prompts, {min(each.calls for each in found.layers)} calls a layer"
+    return dataclasses.replace(result, policy=policy.replace(guard=Guard(), reference=found), reference=said)

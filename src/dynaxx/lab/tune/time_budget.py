@@ -1,0 +1,32 @@
+"""How much of the time that a user allows for tuning is left."""
+
+from __future__ import annotations
+
+import math
+import time
+
+# Shares of the budget by which the costs of heads, the search with budgets of their own and the search with one budget
+# for all heads are done. The rest is for timing, decode rules and the reference.
+COSTS_UNTIL, TUNED_UNTIL, UNIFORM_UNTIL = 0.4, 0.7, 0.85
+
+
+class TimeBudget:
+    """Seconds that may be spent from now on; None is no limit."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self.seconds = seconds
+        self.started = time.monotonic()
+
+    @property
+    def spent(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self.started
+
+    @property
+    def left(self) -> float:
+        """Seconds until the end; infinity without a limit, negative beyond it."""
+        return math.inf if self.seconds is None else self.seconds - self.spent
+
+    def allows(self, share: float, seconds: float = 0.0) -> bool:
+        """Return whether `seconds` more fit into a share of the budget."""
+        return self.seconds is None or self.spent + seconds <= share * self.seconds
