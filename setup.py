@@ -1,7 +1,8 @@
 """Build the C++ core; everything else is in pyproject.toml.
 
 The core is plain C++ behind ctypes: it depends on no Python and no torch, so one wheel per platform serves them all.
-Without a compiler the package installs all the same, and compiles at first use or runs in torch.
+Without a compiler the package installs all the same, as a wheel for any platform, and compiles at first use or runs in
+torch.
 """
 
 import runpy
@@ -24,9 +25,11 @@ class BuildCore(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         compiler = core["find_compiler"]()
+        target = Path(self.get_ext_fullpath(ext.name)).resolve()
+        if not self.inplace:
+            target.unlink(missing_ok=True)  # what an earlier build left must not be packed if this one fails
         if compiler is None:
             raise CompileError("no C++ compiler found")
-        target = Path(self.get_ext_fullpath(ext.name)).resolve()
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
             core["compile_library"](ext.isa, target, compiler)
@@ -34,11 +37,18 @@ class BuildCore(build_ext):
             raise CompileError(str(error)) from error
 
 
-class PlatformWheel(bdist_wheel):
-    """Tagged for this platform and any Python 3."""
+class CoreWheel(bdist_wheel):
+    """Tagged for any Python 3, and for this platform if the core was built; else for every platform."""
+
+    def run(self) -> None:
+        if not self.skip_build:
+            self.run_command("build")
+        built = Path(self.get_finalized_command("build").build_lib) / PACKAGE.replace(".", "/")
+        self.root_is_pure = not any(built.glob("_core_*.so"))
+        super().run()
 
     def get_tag(self) -> tuple[str, str, str]:
-        return "py3", "none", super().get_tag()[2]
+        return ("py3", "none", "any") if self.root_is_pure else ("py3", "none", super().get_tag()[2])
 
 
 def extension(isa: str) -> Extension:
@@ -51,5 +61,5 @@ def extension(isa: str) -> Extension:
 
 setup(
     ext_modules=[extension(isa) for isa in core["buildable_isas"]()],
-    cmdclass={"build_ext": BuildCore, "bdist_wheel": PlatformWheel},
+    cmdclass={"build_ext": BuildCore, "bdist_wheel": CoreWheel},
 )

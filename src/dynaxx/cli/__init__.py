@@ -9,6 +9,7 @@ import typer
 import dynaxx
 from dynaxx.cli.analyze import analyze
 from dynaxx.cli.bench import bench
+from dynaxx.cli.cache import cache
 from dynaxx.cli.convert import convert
 from dynaxx.cli.diff import diff
 from dynaxx.cli.doctor import doctor
@@ -41,6 +42,7 @@ for command in (
     diff,
     watch,
     serve_metrics,
+    cache,
 ):  # in the order of `dynaxx --help`
     app.command()(command)
 

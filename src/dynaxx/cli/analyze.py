@@ -72,15 +72,15 @@ def analyze(
             progress=progress,
         )
         document = document_of(found)
-        files = [tool("files").write_json(out / "analysis.json", document)]
+        write = [lambda: tool("files").write_json(out / "analysis.json", document)]
         if bertviz:
-            tool("analyze.bertviz_view").write_bertviz(*loaded, sample[:BERTVIZ_CHARS], bertviz)
-            files.append(bertviz)
+            excerpt = sample[:BERTVIZ_CHARS]
+            write.append(lambda: tool("analyze.bertviz_view").write_bertviz(*loaded, excerpt, bertviz) or bertviz)
         summary = summary_of(found)
         if reuse > 1:
             costs = tool("tune.reuse").measure_reuse(
                 *loaded, sample, reuse=reuse, tokens=tokens, block_size=block_size, seed=seed, progress=progress
             )
-            files.append(tool("files").write_json(out / "reuse.json", costs.to_dict()))
+            write.append(lambda: tool("files").write_json(out / "reuse.json", costs.to_dict()))
             summary += f"\n\n{summary_of(costs)}"
-        finish(document, summary, files=files)
+        finish(document, summary, write=write)

@@ -74,6 +74,6 @@ def bench(
         except (RuntimeError, ValueError) as error:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(1) from None
-        files = [tool("files").write_json(out, found)] if out else []
-        files += [plot] if plot and suite is Suite.gpu else []
-        finish(found, ok=all(bar["ok"] is not False for bar in found.get("bars", ())), files=files)
+        ok = all(bar["ok"] is not False for bar in found.get("bars", ()))
+        write = [lambda: tool("files").write_json(out, found)] if out else []
+        finish(found, ok=ok, files=[plot] if plot and suite is Suite.gpu else [], write=write)

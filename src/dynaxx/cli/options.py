@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 MOST_IN_A_RANGE = 10_000  # as many layers or heads as anyone has
+MOST_DIGITS = 12
 
 
 class Dtype(StrEnum):
@@ -71,10 +72,14 @@ def numbers(option: str, text: str) -> tuple[int, ...]:
     found: list[int] = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         first, _, last = part.partition("-")
-        if not first.isdigit() or (last and not last.isdigit()) or int(last or 0) > int(first) + MOST_IN_A_RANGE:
+        if not _is_number(first) or (last and not _is_number(last)) or int(last or 0) > int(first) + MOST_IN_A_RANGE:
             raise ValueError(f"{option} must be numbers and ranges like 0,4-6, got {text!r}")
         found += range(int(first), int(last or first) + 1)
     return tuple(found)
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) <= MOST_DIGITS
 
 
 def seconds(option: str, text: str) -> float | None:

@@ -55,16 +55,18 @@ def profile(
         check_targets(out and out / "profile.json", trace)
         sample, asked = read_text(text), numbers("--lengths", lengths)
         loaded = load(model, device, dtype, progress)
+        asked = asked or lab.default_lengths(loaded.model)
         found = lab.profile(
             *loaded,
             sample,
-            lengths=asked or lab.default_lengths(loaded.model),
+            lengths=asked,
             name=tool("models").model_name(model),
             threshold=threshold,
             price_per_hour=price_per_hour,
-            trace=trace,
             progress=progress,
         )
         document = document_of(found)
-        files = [tool("files").write_json(out / "profile.json", document)] if out else []
-        finish(document, found.summary(), files=[*files, *([trace] if trace else [])])
+        write = [lambda: tool("files").write_json(out / "profile.json", document)] if out else []
+        if trace:
+            write.append(lambda: lab.write_trace(*loaded, sample, max(asked), trace))
+        finish(document, found.summary(), write=write)

@@ -77,7 +77,5 @@ def retune(
             command=command_line(),
             progress=progress,
         )
-        if out is not None:
-            policies.save_policy(found.policy, out)
         said = found.summary() if out else f"{found.summary()}\nnothing was written: --out FILE does"
-        finish(found, said, files=[out] if out else [])
+        finish(found, said, write=[lambda: policies.save_policy(found.policy, out) or out] if out else [])

@@ -11,16 +11,19 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Protocol
 
 import typer
 
 from dynaxx.cli.options import Dtype, device_of, dtype_of
+from dynaxx.printable import printable
 
 if TYPE_CHECKING:
     from dynaxx.lab.models import LoadedModel
+    from dynaxx.lab.progress import Progress
 
 EXTRAS = {
     "cli": ("typer", "rich", "jinja2", "matplotlib", "psutil"),
@@ -31,22 +34,91 @@ EXTRAS = {
 }
 
 
+class Reportable(Protocol):
+    """A result of a tool."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON data."""
+
+
+class Finish(Protocol):
+    """What a command calls last.
+
+    Args:
+        result: goes to stdout with --json.
+        summary: goes to stdout without it.
+        ok: False makes the exit code 1.
+        files: what was written already.
+        write: functions that write a file and return its path, called once the result is printed: a disk that is full
+            by then costs the file and not the work.
+    """
+
+    def __call__(
+        self,
+        result: dict[str, Any] | Reportable,
+        summary: str = "",
+        *,
+        ok: bool = True,
+        files: Sequence[Path] = (),
+        write: Sequence[Callable[[], Path]] = (),
+    ) -> None: ...
+
+
+class _Outcome:
+    """What a command found, kept until it has ended."""
+
+    def __init__(self) -> None:
+        self.result: dict[str, Any] | Reportable = {}
+        self.summary, self.ok = "", True
+        self.files: list[Path] = []
+        self.write: Sequence[Callable[[], Path]] = ()
+
+    def __call__(
+        self,
+        result: dict[str, Any] | Reportable,
+        summary: str = "",
+        *,
+        ok: bool = True,
+        files: Sequence[Path] = (),
+        write: Sequence[Callable[[], Path]] = (),
+    ) -> None:
+        self.result, self.summary, self.ok = result, summary, ok
+        self.files, self.write = list(files), write
+
+    def show(self, as_json: bool) -> None:
+        """Print the result, then write and name its files."""
+        if as_json:
+            document = self.result if isinstance(self.result, dict) else self.result.to_dict()
+            typer.echo(json.dumps(document, allow_nan=False))
+        elif self.summary:
+            echo(self.summary)
+        sys.stdout.flush()
+        with contextlib.redirect_stdout(sys.stderr):
+            self.files += [write() for write in self.write]
+        for file in () if as_json else self.files:
+            echo(f"wrote {file}")
+
+
 @contextlib.contextmanager
 def running(
     as_json: bool, threads: int | None = None, seed: int | None = None, *, resumes: bool = False
-) -> Iterator[Any]:
+) -> Iterator[Finish]:
     """Turn what can go wrong into a message and an exit code; keep stdout for the result.
 
-    Yields `finish(result, summary, ok=, files=)`, which the command calls last. DYNAXX_DEBUG=1 shows tracebacks.
-    `resumes`: the command keeps what it did, and goes on from there.
+    Yields the function that the command calls last. DYNAXX_DEBUG=1 shows tracebacks.
+
+    Args:
+        as_json: print the result as JSON.
+        threads: CPU threads; None leaves torch's choice.
+        seed: of torch; None leaves it.
+        resumes: the command keeps what it did, and goes on from there.
     """
-    outcome: dict[str, Any] = {}
+    outcome = _Outcome()
     try:
         with contextlib.redirect_stdout(sys.stderr):
             _prepare(threads, seed)
-            yield lambda result, summary="", ok=True, files=(): outcome.update(
-                result=result, summary=summary, ok=ok, files=files
-            )
+            yield outcome
+        outcome.show(as_json)
     except KeyboardInterrupt:
         typer.echo("stopped; the same command goes on where it was" if resumes else "stopped", err=True)
         raise typer.Exit(130) from None
@@ -56,19 +128,17 @@ def running(
         if isinstance(error, typer.Exit) or "memory" not in f"{type(error).__name__}: {error}".lower():
             raise
         raise _refusal(error, f"out of memory; try shorter lengths or a smaller model ({error})") from None
-    if as_json:
-        result = outcome["result"]
-        typer.echo(json.dumps(result if isinstance(result, dict) else result.to_dict(), allow_nan=False))
-    else:
-        for line in (outcome["summary"], *(f"wrote {file}" for file in outcome["files"])):
-            if line:
-                typer.echo(line)
-    if not outcome["ok"]:
+    if not outcome.ok:
         raise typer.Exit(1)
 
 
-def tool(name: str, room: str = "lab") -> Any:
-    """A module of `dynaxx.lab`, or of another room, loaded when its command runs.
+def echo(text: str, *, err: bool = False) -> None:
+    """Print text that may hold names and words of strangers: nothing in it reaches the terminal as a command."""
+    typer.echo(printable(text, keep="\n\t\N{SOFT HYPHEN}"), err=err)
+
+
+def tool(name: str, room: str = "lab") -> ModuleType:
+    """Return a module of `dynaxx.lab`, or of another room, loaded when its command runs.
 
     Raises:
         ImportError: it needs something that is not installed; the message says what to install.
@@ -84,7 +154,7 @@ def tool(name: str, room: str = "lab") -> Any:
         raise ImportError(f"`dynaxx {name.split('.')[0]}` needs {missing}: pip install {fix}") from error
 
 
-def load(model: str, device: str, dtype: Dtype, progress: Any) -> LoadedModel:
+def load(model: str, device: str, dtype: Dtype, progress: Progress) -> LoadedModel:
     """Load the model and tokenizer that MODEL names."""
     place, models = device_of(device), tool("models")
     loaded: LoadedModel = models.load_model(model, dtype=dtype_of(dtype, place), device=place, progress=progress)
@@ -98,29 +168,34 @@ def read_text(source: str) -> str:
 
 
 def check_targets(*paths: Path | None) -> None:
-    """Before long work: refuse files that could not be written after it."""
+    """Refuse, before long work, files that could not be written after it.
+
+    Raises:
+        OSError: as `dynaxx.lab.files.check_target`.
+    """
     for path in paths:
         if path is not None:
             tool("files").check_target(path)
 
 
-def progress_of(quiet: bool) -> Any:
-    """Progress on stderr, or none."""
-    return tool("progress").make_progress(quiet)
+def progress_of(quiet: bool) -> Progress:
+    """Return progress on stderr, or none."""
+    shown: Progress = tool("progress").make_progress(quiet)
+    return shown
 
 
 def command_line() -> str:
-    """The command line as it was given, for the evidence."""
+    """Return the command line as it was given, for the evidence."""
     return shlex.join(["dynaxx", *sys.argv[1:]])
 
 
-def document_of(result: Any) -> dict[str, Any]:
-    """A result as the file and stdout get it: with the command that made it."""
+def document_of(result: Reportable) -> dict[str, Any]:
+    """Return a result as the file and stdout get it: with the command that made it."""
     return {**result.to_dict(), "command": command_line()}
 
 
 def summary_of(result: Any) -> str:
-    """A result's own words: a method or property `summary`, as text or as a few named values."""
+    """Return a result's own words: a method or property `summary`, as text or as a few named values."""
     summary = getattr(result, "summary", "")
     summary = summary() if callable(summary) else summary
     if isinstance(summary, dict):
@@ -138,7 +213,7 @@ def _refusal(error: BaseException, message: str) -> typer.Exit:
     """Say what is wrong and give exit code 2; under DYNAXX_DEBUG=1 raise the error itself."""
     if os.environ.get("DYNAXX_DEBUG") == "1":
         raise error
-    typer.echo(f"error: {message}", err=True)
+    echo(f"error: {message}", err=True)
     return typer.Exit(2)
 
 

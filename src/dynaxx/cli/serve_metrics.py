@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from dynaxx.cli.running import running, tool
+from dynaxx.cli.running import echo, running, tool
 
 HostOption = Annotated[
     str, typer.Option("--host", help="Interface to serve on. Whoever reaches it can read: there is no password.")
@@ -42,7 +42,7 @@ def serve_metrics(
         if not where:
             raise ValueError("SOURCE must be given where PROMETHEUS_MULTIPROC_DIR is not set")
         with tool("prometheus", room="telemetry").serve_source(where, port, host=host) as server:
-            typer.echo(f"metrics of {where} at {server.url} (Ctrl-C ends it)", err=True)
+            echo(f"metrics of {where} at {server.url} (Ctrl-C ends it)", err=True)
             try:
                 threading.Event().wait()
             except KeyboardInterrupt:

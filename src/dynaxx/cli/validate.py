@@ -13,7 +13,6 @@ from dynaxx.cli.options import (
     Dtype,
     DtypeOption,
     JsonOption,
-    LengthsOption,
     ModelArgument,
     OutOption,
     QuietOption,
@@ -30,7 +29,13 @@ def validate(
     policy: Annotated[Path, typer.Argument(metavar="POLICY", help="A policy file, as tune writes it.")],
     text: TextOption = "pydoc",
     out: OutOption = Path("dynaxx-run"),
-    lengths: LengthsOption = "512,2048,8192",
+    lengths: Annotated[
+        str,
+        typer.Option(
+            metavar="N,N,...",
+            help="Prompt lengths in tokens. [default: 512, 2048 and 8192, as far as the model and the text allow]",
+        ),
+    ] = "",
     tokens: Annotated[int | None, typer.Option(min=2, help="Length of the held-out samples. [default: 4096]")] = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = Dtype.auto,
@@ -58,11 +63,11 @@ def validate(
             *loaded,
             chosen,
             sample,
-            lengths=asked,
+            lengths=asked or None,
             tokens=tokens,
             seed=seed,
             progress=progress,
         )
         document = document_of(found)
-        files = [tool("files").write_json(out / "validation.json", document)]
-        finish(document, found.summary(), ok=found.passed, files=files)
+        write = [lambda: tool("files").write_json(out / "validation.json", document)]
+        finish(document, found.summary(), ok=found.passed, write=write)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import importlib
 import sys
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
 from dynaxx.cli.options import JsonOption
-from dynaxx.cli.running import running, tool
+from dynaxx.cli.running import echo, running, tool
 from dynaxx.cli.serve_metrics import HostOption
+
+if TYPE_CHECKING:
+    from dynaxx.telemetry.overview import Overview, Watch
 
 
 def watch(
@@ -22,15 +25,15 @@ def watch(
     window: Annotated[float, typer.Option("--window", min=1, help="Seconds that rates are taken over.")] = 60.0,
     once: Annotated[bool, typer.Option("--once", help="Look once, print, end.")] = False,
     web: Annotated[bool, typer.Option("--web", help="Show a web page instead.")] = False,
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Of the page; 0 takes a free one.")] = 9467,
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port of the page; 0 takes a free one.")] = 9467,
     host: HostOption = "127.0.0.1",
     as_json: JsonOption = False,
 ) -> None:
     """Watch a running process. Ctrl-C ends it.
 
-    Shows traffic, density, speed, recall, drift, and what is in force.
+    Shows traffic, density, speed, recall, drift, and which policy is in force.
 
-    Where stdout is no terminal, and with --once or --json, it looks once; the exit code is 1 if something is wrong.
+    Looks once where stdout is not a terminal, and with --once or --json; then the exit code is 1 if something is wrong.
 
     \b
     Examples:
@@ -41,7 +44,7 @@ def watch(
     stdout = sys.stdout
     with running(as_json) as finish:
         overview = tool("overview", room="telemetry")
-        looking = overview.Watch(tool("sources", room="telemetry").source_of(source), source, window=window)
+        looking: Watch = overview.Watch(tool("sources", room="telemetry").source_of(source), source, window=window)
         if web and (as_json or once):
             raise ValueError("--web goes on until Ctrl-C; leave --json and --once away")
         if web:
@@ -55,16 +58,16 @@ def watch(
             finish({})
 
 
-def _serve(looking: Any, port: int, interval: float, host: str) -> None:
+def _serve(looking: Watch, port: int, interval: float, host: str) -> None:
     with tool("web", room="telemetry").WatchPage(looking, port, interval, host=host) as page:
-        typer.echo(f"watch it at {page.url} (Ctrl-C ends it)", err=True)
+        echo(f"watch it at {page.url} (Ctrl-C ends it)", err=True)
         try:
             page.wait()
         except KeyboardInterrupt:
             return
 
 
-def _draw(looking: Any, interval: float, stdout: Any) -> None:
+def _draw(looking: Watch, interval: float, stdout: TextIO) -> None:
     terminal = tool("terminal", room="telemetry")
     try:
         terminal.run(looking, interval, importlib.import_module("rich.console").Console(file=stdout))
@@ -72,7 +75,7 @@ def _draw(looking: Any, interval: float, stdout: Any) -> None:
         return
 
 
-def _text(seen: Any) -> str:
-    """The overview as lines of text."""
+def _text(seen: Overview) -> str:
+    """Return the overview as lines of text."""
     text: str = tool("terminal", room="telemetry").as_text(seen)
     return text

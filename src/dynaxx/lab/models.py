@@ -88,9 +88,10 @@ def load_model(
     folder = resolve_model(name_or_path, progress=progress)
     auto_model, auto_tokenizer = _transformers().AutoModelForCausalLM, _transformers().AutoTokenizer
     with _readable(f"{name_or_path} is not a causal language model"):
-        tokenizer = auto_tokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = auto_tokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         with _quiet_transformers():
-            model = auto_model.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True)
+            options = {"local_files_only": True, "trust_remote_code": False}
+            model = auto_model.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa", **options)
         model = model.eval().to(device)
     check_weights(model, str(name_or_path))
     return LoadedModel(model, tokenizer)
