@@ -2,9 +2,10 @@
 
     python tests/vllm_engine_run.py request.json answer.json
 
-The request: {"model": folder, "engine": arguments of LLM, "prompts": [[token, ...], ...], "max_tokens": n}; the answer:
-{"tokens": [[...]], "logprobs": [[...]], "margins": [[...]], "status": dynaxx's, "workers": that of each rank where
-there are some}. A margin is the best token's log-probability over the second's.
+The request: {"model": folder, "engine": arguments of LLM, "prompts": [[token, ...], ...], "max_tokens": n}, and
+"as_on_cuda" to decode in the way that CUDA graphs capture and to run kernels ahead. The answer: {"tokens": [[...]],
+"logprobs": [[...]], "margins": [[...]], "status": dynaxx's, "prepared": rules whose kernels ran ahead, "workers": the
+status of each rank where there are some}. A margin is the best token's log-probability over the second's.
 """
 
 import json
@@ -46,11 +47,18 @@ def generate(llm, prompts, max_tokens):
 def main():
     with open(sys.argv[1], encoding="utf-8") as file:
         request = json.load(file)
+    if request.get("as_on_cuda"):
+        from dynaxx.integrations.vllm.cpu import CpuBuilder, CpuImpl
+
+        CpuBuilder.graphs = CpuImpl.compiles = True
     llm = make(request["model"], **request.get("engine", {}))
     answer = generate(llm, request["prompts"], request["max_tokens"])
+    from dynaxx.integrations.vllm.engine import current
     from dynaxx.integrations.vllm.plugin import status
 
     answer["status"] = status()
+    engine = current()
+    answer["prepared"] = 0 if engine is None else len(engine.prepared)
     if request.get("engine", {}).get("tensor_parallel_size", 1) > 1:
         answer["workers"] = llm.collective_rpc("dynaxx_status")
     with open(sys.argv[2], "w", encoding="utf-8") as file:

@@ -7,9 +7,20 @@ import pytest
 import torch
 
 import dynaxx as dx
+from dynaxx.integrations.runtime import paged_warmup
 from dynaxx.integrations.runtime.counts import Counts
 from dynaxx.integrations.runtime.deployed import Deployed
-from dynaxx.integrations.runtime.paged import FP8, Pages, Sequences, dense_attention, keys_and_values, stored, write
+from dynaxx.integrations.runtime.paged import (
+    FP8,
+    Pages,
+    Sequences,
+    Softmax,
+    dense_attention,
+    keys_and_values,
+    stored,
+    write,
+)
+from dynaxx.integrations.runtime.paged_graph import LayerLimits
 from dynaxx.integrations.runtime.paged_layer import PagedLayer, Step
 from dynaxx.integrations.vllm import contract as vllm_contract
 from dynaxx.integrations.vllm import engine as vllm_engine
@@ -30,6 +41,9 @@ LENGTHS = ((1, 1), (40, 40), (1, 129), (17, 65), (3, 70), (0, 0), (128, 300), (6
 
 def policy_of(*rules, **fields):
     return dx.Policy(model=FACTS, block_size=16, rules=rules or (SPARSE,), **fields)
+
+
+SOFTMAX = Softmax(0.2)
 
 
 class Batch:
@@ -72,14 +86,14 @@ def deployed(policy, telemetry):
 
 
 def layer_of(telemetry, watchers=()):
-    return PagedLayer(0, 0.2, Counts(telemetry), watchers)
+    return PagedLayer(0, SOFTMAX, Counts(telemetry), watchers)
 
 
 def run(batch, step, layer):
     out = torch.full_like(batch.q, torch.nan)
     worked = layer.sparse(batch.q, batch.pages, step, out)
     split = step.split(0)
-    dense_attention(batch.q, batch.pages, batch.sequences, split.dense, 0.2, out)
+    dense_attention(batch.q, batch.pages, batch.sequences, split.dense, SOFTMAX, out)
     return out, worked
 
 
@@ -150,13 +164,118 @@ def test_decoding_reads_the_pages_that_the_rule_chooses(telemetry, fp8):
         want = dx.sparse_decode(batch.q[None, row.tokens], contiguous(batch, row), budget, scale=0.2)
         torch.testing.assert_close(out[None, row.tokens], want, **CLOSE)
     dense = torch.full_like(batch.q, torch.nan)
-    dense_attention(batch.q, batch.pages, batch.sequences, batch.sequences.rows, 0.2, dense)
+    dense_attention(batch.q, batch.pages, batch.sequences, batch.sequences.rows, SOFTMAX, dense)
     first = split.decode[0].tokens
     assert (out[first] - dense[first]).abs().max() > 1e-3
     assert telemetry.value("dynaxx_layer_calls_total", backend="cpu", phase="decode") == 1
     killed = Step(batch.sequences, ready, killed=True).split(0)
     assert not killed.runs_sparse
     assert Step(batch.sequences, ready).split(1).reasons == {"no rule": 8}
+
+
+STEPS = ((1, 300), (1, 40), (1, 129), (1, 200), (1, 1), (1, 80), (0, 0), (0, 0))  # the last two are padding
+
+
+@pytest.mark.parametrize("fp8", [True, False])
+@pytest.mark.parametrize(
+    ("case", "fields"),
+    [
+        ("all lengths", {}),
+        ("borders", {"dense_below": 80}),
+        ("own borders", {"dense_below": 10_000, "decode_dense_below": 129}),
+        ("rollout", {"rollout": {"min_tokens": 50, "max_tokens": 200}}),
+        ("killed", {}),
+        ("whole", {}),
+    ],
+)
+def test_a_step_that_graphs_may_capture_is_the_same_step(case, fields, fp8, telemetry):
+    """Every sequence alike, whether the host decides or the device."""
+    batch = Batch(STEPS, fp8=fp8)
+    batch.q = batch.q[:8]  # padded to the batch of a graph
+    rule = dx.Rule.of(dx.TopK(1.0), phase="decode", layers=[0]) if case == "whole" else DECODE
+    ready = deployed(policy_of(rule, **fields), telemetry)
+    step = Step(batch.sequences, ready, killed=case == "killed")
+    want, _ = run(batch, step, layer_of(telemetry))
+    layer, again = layer_of(telemetry), Step(batch.sequences, ready, killed=case == "killed")
+    limits = LayerLimits([0], "cpu")
+    assert again.capturable(limits)
+    assert layer.does_all(again)
+    for _ in range(2):  # the summaries are made by the first step, and brought up to date by the second
+        out = torch.full_like(batch.q, torch.nan)
+        assert layer.sparse(batch.q, batch.pages, again, out)
+        torch.testing.assert_close(out[:6], want[:6], **CLOSE)
+        assert (out[6:] == 0).all()
+    layer.count_step(again, "cpu")
+    counted = layer.counts.to_dict()
+    split = step.split(0)
+    assert counted["sparse_calls"] == bool(split.decode)
+    assert counted["dense_sequences" if split.decode else "dense_calls"].keys() == split.reasons.keys()
+
+
+def test_limits_change_between_replays(telemetry):
+    """A graph keeps its tensors: the kill switch and other borders reach it through their memory alone."""
+    batch = Batch(STEPS)
+    limits, memory = LayerLimits([0], "cpu"), None
+    for policy, killed in (
+        (policy_of(DECODE), False),
+        (policy_of(DECODE), True),
+        (policy_of(DECODE, dense_below=200), False),
+    ):
+        ready = deployed(policy, telemetry)
+        step = Step(batch.sequences, ready, killed=killed)
+        assert step.capturable(limits)
+        assert memory in (None, limits.memory.data_ptr())
+        memory = limits.memory.data_ptr()
+        sparse, dense = step.lengths.of_layer(0)
+        chosen = {row.index for row in step.split(0).decode}
+        for row in range(8):
+            used = int(batch.sequences.seqused_k[row])
+            assert (int(sparse[row]), int(dense[row])) == ((used, 0) if row in chosen else (0, used))
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [((1, 30), (2, 40)), ((40, 40), (1, 30)), ((0, 0), (1, 30)), ((0, 0), (0, 0))],
+)
+def test_other_steps_are_not_captured(lengths, telemetry):
+    batch = Batch(lengths)
+    step = Step(batch.sequences, deployed(policy_of(DECODE), telemetry))
+    assert not step.capturable(LayerLimits([0], "cpu"))
+    assert not Step(Batch(STEPS).sequences, step.deployed).capturable(LayerLimits([], "cpu"))
+    assert not Step(Batch(STEPS).sequences, step.deployed).capturable(LayerLimits([0, 1], "cpu"))
+
+
+def test_a_captured_step_that_fails_is_dense(telemetry, monkeypatch):
+    batch, layer = Batch(STEPS), layer_of(telemetry)
+    ready = deployed(policy_of(DECODE), telemetry)
+    monkeypatch.setattr("dynaxx.integrations.runtime.paged_graph.sparse_decode", lambda *args, **kwargs: 1 / 0)
+    for _ in range(FAILURES_IN_A_ROW):
+        step = Step(batch.sequences, ready)
+        assert step.capturable(LayerLimits([0], "cpu"))
+        assert not layer.sparse(batch.q, batch.pages, step, torch.empty_like(batch.q))
+    assert layer.counts.to_dict()["dense_calls"] == {"kernel failed": FAILURES_IN_A_ROW}
+    limits, step = LayerLimits([0], "cpu"), Step(batch.sequences, ready)
+    assert step.capturable(limits)
+    assert int(step.lengths.of_layer(0)[0].max()) == 0, "a layer that rests reads all pages"
+
+
+def test_kernels_are_run_for_every_kind_of_step():
+    shapes = paged_warmup.prefill_shapes(16, 50, 128, 1000)
+    assert {(128, 1000), (127, 999), (16, 50), (17, 50)} - set(shapes) == {(17, 50)}
+    assert all(16 <= q <= 128 and 50 <= k <= 1000 and q <= k for q, k in shapes)
+    assert paged_warmup.prefill_shapes(16, 2000, 128, 1000) == []
+    assert paged_warmup.padded_batches(1) == [1]
+    assert paged_warmup.padded_batches(5) == [1, 2, 4, 8]
+    shape = paged_warmup.LayerShape(6, 2, 16, torch.float32, torch.device("cpu"), SOFTMAX)
+    plan = resolve(policy_of())[0]
+    paged_warmup.run_prefill(plan, shape, paged_warmup.prefill_shapes(16, 16, 32, 70))
+    for fp8 in (True, False):
+        decoding = paged_warmup.Decoding(16, 35, 5, 3, fp8)
+        paged_warmup.run_decode(DecodePlan(dx.PageBudget(2, sinks=4), 16), shape, decoding)
+        paged_warmup.run_decode(DecodePlan(dx.PageBudget(1.0), 16), shape, decoding)
+    with paged_warmup.compiled_kernels() as names:
+        pass
+    assert names == []
 
 
 def test_summaries_follow_the_tokens(telemetry):
@@ -309,7 +428,7 @@ def test_an_engine_binds_the_layers_with_rules(tmp_path, telemetry):
     assert found.bind(1, attention(), 128) is None
     assert found.bind(0, attention(sliding_window=40), 128) is None
     assert not found.status()["active"]
-    assert found.bind(0, attention(), 128).scale == 0.25
+    assert found.bind(0, attention(), 128).softmax == (0.25, None, None)
     assert found.status()["active"]
     assert found.status()["sparse_layers"] == [0]
     assert telemetry.value("dynaxx_events_total", event="policy_loaded", model_name="tiny", engine="0") == 1
@@ -349,9 +468,7 @@ def test_what_cannot_be_served_is_refused(tmp_path, changes, said):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"sinks": torch.zeros(6)},
         {"alibi_slopes": torch.zeros(6)},
-        {"logits_soft_cap": 30.0},
         {"attn_type": "encoder_only"},
         {"kv_sharing_target_layer_name": "model.layers.0.attn"},
         {"head_size_v": 8},
@@ -361,6 +478,43 @@ def test_layers_that_cannot_follow_a_rule_are_refused(tmp_path, changes):
     found, _keep = engine(tmp_path)
     with pytest.raises(dx.UnsupportedInputError, match="layer 0 of llama with a rule"):
         found.bind(0, attention(**changes), 128)
+
+
+def test_a_layer_keeps_its_models_softmax(tmp_path):
+    found, _keep = engine(tmp_path)
+    softmax = found.bind(0, attention(sinks=torch.zeros(6), logits_soft_cap=30.0), 128).softmax
+    assert softmax.softcap == 30.0
+    assert softmax.sinks.shape == (6,)
+    found, _keep = engine(tmp_path, policy_of(guard={}))
+    for changes in ({"sinks": torch.zeros(6)}, {"logits_soft_cap": 30.0}):
+        with pytest.raises(dx.UnsupportedInputError, match="remove the guard"):
+            found.bind(0, attention(**changes), 128)
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_sinks_and_softcap_reach_every_kernel(captured, telemetry):
+    """Sparse at full density, decoding and dense, each like the oracle."""
+    softmax = Softmax(0.4, 5.0, torch.linspace(-1, 2, 6))
+    lengths = ((1, 90), (1, 40)) if captured else ((40, 40), (1, 129), (17, 65), (3, 70))
+    batch = Batch(lengths)
+    everything = dx.Rule.of(dx.TopK(1.0), layers=[0])
+    some = dx.Rule.of(dx.TopK(50, dx.MinMax()), phase="decode", layers=[0])  # more pages than there are
+    ready = deployed(policy_of(everything, some, dense_below=50), telemetry)
+    step, layer = Step(batch.sequences, ready), PagedLayer(0, softmax, Counts(telemetry))
+    assert step.capturable(LayerLimits([0], "cpu")) is captured
+    out = torch.full_like(batch.q, torch.nan)
+    assert layer.sparse(batch.q, batch.pages, step, out)
+    if not captured:
+        dense_attention(batch.q, batch.pages, batch.sequences, step.split(0).dense, softmax, out)
+    for row in batch.sequences.rows:
+        q, k, v = batch.part(row)
+        shown = torch.ones(row.seqlen_q, row.seqlen_k, dtype=torch.bool).tril(row.seqlen_k - row.seqlen_q)
+        scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double().repeat_interleave(3, 2)) * 0.4
+        scores = (5 * (scores / 5).tanh()).masked_fill(~shown, -torch.inf)
+        sinks = softmax.sinks.double()[None, :, None, None].expand(*scores.shape[:3], 1)
+        weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+        want = torch.einsum("bhqk,bkhd->bqhd", weights, v.double().repeat_interleave(3, 2)).float()
+        torch.testing.assert_close(out[None, row.tokens], want, **CLOSE)
 
 
 def test_decode_rules_need_their_pages(tmp_path):

@@ -19,6 +19,7 @@ import dynaxx as dx
 import vllm_engine_run as engine_run
 from dynaxx.integrations import vllm as plugin
 from dynaxx.integrations.runtime.paged import Sequences, dense_attention, stored
+from dynaxx.integrations.runtime.paged_graph import LayerLimits
 from dynaxx.integrations.vllm import contract as vllm_contract
 from dynaxx.integrations.vllm import engine as vllm_engine
 from dynaxx.policy import ModelFacts
@@ -92,10 +93,11 @@ PROMPTS = {
 }
 
 
-def run(folder, model, prompts, max_tokens=8, policy=None, check=True, **engine):
+def run(folder, model, prompts, max_tokens=8, policy=None, check=True, as_on_cuda=False, **engine):
     """Generate in a process of its own, with vLLM's own backend or with a policy."""
     request, answer = folder / "request.json", folder / "answer.json"
     body = {"model": str(model), "engine": engine, "prompts": prompts, "max_tokens": max_tokens}
+    body["as_on_cuda"] = as_on_cuda
     request.write_text(json.dumps(body))
     env = {name: value for name, value in os.environ.items() if name != "DYNAXX_POLICY"}
     env |= {} if policy is None else {"DYNAXX_POLICY": str(policy)}
@@ -158,6 +160,19 @@ def test_at_density_one_outputs_are_vllms_own(tmp_path, model, request):
         got,
         request.getfixturevalue("own")("all lengths") if name == "llama" else run(tmp_path, model, prompts, **CHUNKS),
     )
+
+
+def test_steps_that_graphs_capture_decode_the_same_tokens(tmp_path, llama):
+    """The device decides which sequences decode sparse, and kernels run before the first request, as on CUDA."""
+    decode = dx.Rule.of(dx.Sink(32) | dx.TopK(1, dx.MinMax()), phase="decode", block_size=128)
+    policy = policy_file(tmp_path, llama, dx.Rule.of(SPARSE), decode, dense_below=100, decode_dense_below=512)
+    prompts, engine = PROMPTS["all lengths"], {**CHUNKS, "policy": policy}
+    want = run(tmp_path, llama, prompts, **engine)
+    got = run(tmp_path, llama, prompts, as_on_cuda=True, **engine)
+    same(got, want)
+    assert got["prepared"] > 0 == want["prepared"]
+    assert got["status"]["sparse_calls"] == want["status"]["sparse_calls"]
+    assert got["tokens"] != run(tmp_path, llama, prompts, **CHUNKS)["tokens"]
 
 
 def test_over_an_fp8_cache_density_one_is_dense(tmp_path):
@@ -318,18 +333,19 @@ class FlashAttention:
         sequences = Sequences(metadata.block_table_tensor, metadata.seq_lens, starts, lengths)
         self.tokens.append(starts[-1])
         q, pages = self.backend.widened(layer, query, output.dtype), self.backend.pages_of(layer, kv_cache)
-        dense_attention(q, pages, sequences, sequences.rows, impl.paged.scale, output)
+        dense_attention(q, pages, sequences, sequences.rows, impl.paged.softmax, output)
         return output
 
     def build(self, common_prefix_len, common, fast_build=False):
         return SimpleNamespace(**vars(common))
 
 
-@pytest.mark.parametrize("case", ["mixed", "mixed, fp8", "failing", "dense"])
+@pytest.mark.parametrize("case", ["mixed", "mixed, fp8", "failing", "dense", "decoding"])
 def test_on_cuda_flash_attention_gets_what_is_dense(case, telemetry, monkeypatch):
     """The routing of the CUDA backend, with stand-ins for the two calls that need a GPU. vLLM's cache in fp8 is bytes,
     and queries come in fp8, too."""
-    from test_paged import CLOSE, Batch, deployed, layer_of, policy_of
+    from test_paged import CLOSE, DECODE, STEPS, Batch, deployed, layer_of, policy_of
+    from test_paged import LENGTHS as MIXED
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
     from dynaxx.integrations.runtime.paged_layer import Step
@@ -340,16 +356,20 @@ def test_on_cuda_flash_attention_gets_what_is_dense(case, telemetry, monkeypatch
     parent = vllm_cuda.FlashAttentionMetadataBuilder
     monkeypatch.setattr(vllm_cuda.FlashAttentionImpl, "forward", lambda impl, *args: flash.forward(impl, *args))
     monkeypatch.setattr(parent, "build", lambda builder, *args: flash.build(*args))
-    batch, ready = Batch(fp8="fp8" in case), deployed(policy_of(dense_below=50), telemetry)
+    steps = case == "decoding"
+    batch = Batch(STEPS if steps else MIXED, fp8="fp8" in case)
+    ready = deployed(policy_of(*((DECODE,) if steps else ()), dense_below=50), telemetry)
     paged, sequences = layer_of(telemetry), batch.sequences
-    starts = torch.tensor([0, 1, 41, 42, 59, 62, 62, 190, 253], dtype=torch.int32)
+    starts = torch.tensor([0, *(n for n, _ in (STEPS if steps else MIXED))]).cumsum(0, dtype=torch.int32)
+    tokens, most = int(starts[-1]), max(n for n, _ in (STEPS if steps else MIXED))
     common = CommonAttentionMetadata(
         query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=sequences.seqused_k, num_reqs=8,
-        num_actual_tokens=253, max_query_len=128, max_seq_len=300, block_table_tensor=sequences.page_table,
-        slot_mapping=torch.arange(253), seq_lens_cpu_upper_bound=sequences.seqused_k,
+        num_actual_tokens=tokens, max_query_len=most, max_seq_len=300, block_table_tensor=sequences.page_table,
+        slot_mapping=torch.arange(tokens), seq_lens_cpu_upper_bound=sequences.seqused_k,
     )  # fmt: skip
     builder = object.__new__(vllm_cuda.CudaBuilder)
     builder.bound, builder._parts = [paged], flash
+    builder.limits = LayerLimits([0] if case == "decoding" else [], "cpu")
     builder.engine = SimpleNamespace(step=lambda found: Step(found, ready, killed=case == "dense"))
     metadata = builder.build(0, common)
     impl = object.__new__(vllm_cuda.CudaImpl)
@@ -365,11 +385,14 @@ def test_on_cuda_flash_attention_gets_what_is_dense(case, telemetry, monkeypatch
     impl.forward(layer, queries, keys, keys, memory, metadata, out)
     step = Step(sequences, ready)
     want = torch.full_like(out, torch.nan)
-    dense_attention(batch.q, batch.pages, sequences, sequences.rows, paged.scale, want)
+    dense_attention(batch.q, batch.pages, sequences, sequences.rows, paged.softmax, want)
     if "mixed" in case:
         assert layer_of(telemetry).sparse(batch.q, batch.pages, step, want)
-    assert flash.tokens == [1 + 40 + 1 + 3] if "mixed" in case else [253]
-    torch.testing.assert_close(out[:253], want[:253], **CLOSE)
+    if steps:
+        assert paged.sparse(batch.q, batch.pages, step, want)
+    expected = [] if steps else [1 + 40 + 1 + 3] if "mixed" in case else [tokens]
+    assert flash.tokens == expected
+    torch.testing.assert_close(out[:tokens], want[:tokens], **CLOSE)
 
 
 BROKEN = {

@@ -36,6 +36,7 @@ class Counts:
         self._sequences: Counter[DenseReason] = Counter()
         self._compiled: dict[str, int] = {}
         self._count_dense: dict[tuple[DenseReason, str], Callable[[int], None]] = {}  # in telemetry
+        self._count_steps: dict[str, Callable[[], None]] = {}  # by backend, in telemetry
         self._said: set[str] = set()
 
     def sparse(self, layer: int) -> None:
@@ -50,6 +51,16 @@ class Counts:
     def decoded(self, call: Call, q: Tensor) -> None:
         """It ran by its budget; its choice of pages is part of its time."""
         call.done(q, q, backend="triton" if q.device.type == "cuda" else "cpu")
+
+    def decode_steps(self, layer: int, backend: str) -> None:
+        """A decoding step of a layer starts that may be replayed from a CUDA graph; it is not timed."""
+        with self._lock:
+            self._sparse += 1
+        count = self._count_steps.get(backend)
+        if count is None:
+            count = self.numbers.counter("dynaxx_layer_calls_total", backend=backend, phase="decode")
+            self._count_steps[backend] = count
+        count()
 
     def dense(self, layer: int, reason: DenseReason, phase: str = "prefill") -> None:
         """Count a whole call that ran dense."""

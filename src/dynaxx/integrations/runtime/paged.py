@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,6 +52,19 @@ class Pages(NamedTuple):
         return PagedCache(k, v, seqused_k, page_table, k_scale=self.k_scale, v_scale=self.v_scale, summaries=summaries)
 
 
+class Softmax(NamedTuple):
+    """A layer's softmax: the same of sparse and dense attention, whatever the model has."""
+
+    scale: float
+    softcap: float | None = None  # caps scores, as in Gemma 2
+    sinks: Tensor | None = None  # (q_heads,) a logit that joins each denominator, as in gpt-oss
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """As `sparse_attention` and `sparse_decode` take them."""
+        return {"scale": self.scale, "softcap": self.softcap, "sinks": self.sinks}
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One sequence of a step, in tokens; its queries are the last of its keys."""
@@ -88,7 +101,7 @@ class Sequences:
 
 
 def dense_attention(
-    q: Tensor, pages: Pages, sequences: Sequences, rows: Sequence[Row], scale: float, out: Tensor
+    q: Tensor, pages: Pages, sequences: Sequences, rows: Sequence[Row], softmax: Softmax, out: Tensor
 ) -> None:
     """Attend to every visible key; sequences with one query go together.
 
@@ -100,12 +113,12 @@ def dense_attention(
     single = [row for row in rows if row.seqlen_q == 1]
     if single:
         at = query_places(single, q.device)
-        out[at] = sparse_decode(q[at], paged_cache(pages, sequences, single), scale=scale)
+        out[at] = sparse_decode(q[at], paged_cache(pages, sequences, single), **softmax.arguments)
     for row in rows:
         if row.seqlen_q > 1:
             k, v = keys_and_values(pages, sequences.page_table[row.index], row.seqlen_k, q.dtype)
             layout = Causal().layout(row.seqlen_q, row.seqlen_k, block_size=DENSE_BLOCK, device=q.device)
-            out[row.tokens] = sparse_attention(q[None, row.tokens], k, v, layout, scale=scale)[0]
+            out[row.tokens] = sparse_attention(q[None, row.tokens], k, v, layout, **softmax.arguments)[0]
 
 
 def query_places(rows: Sequence[Row], device: torch.device) -> Tensor:
@@ -115,11 +128,19 @@ def query_places(rows: Sequence[Row], device: torch.device) -> Tensor:
 
 
 def paged_cache(
-    pages: Pages, sequences: Sequences, rows: Sequence[Row], summaries: PageSummaries | None = None
+    pages: Pages,
+    sequences: Sequences,
+    rows: Sequence[Row],
+    summaries: PageSummaries | None = None,
+    batch: int | None = None,
 ) -> PagedCache:
-    """The cache of some sequences, as views."""
-    which = torch.tensor([row.index for row in rows]).to(pages.memory.device, non_blocking=True)
-    return pages.cache(sequences.seqused_k[which], sequences.page_table[which], summaries)
+    """The cache of some sequences, as views; with a `batch`, sequences without keys follow up to so many."""
+    padding = 0 if batch is None else batch - len(rows)
+    which = torch.tensor([row.index for row in rows] + [0] * padding).to(pages.memory.device, non_blocking=True)
+    seqused_k = sequences.seqused_k[which]
+    if padding:
+        seqused_k[len(rows) :] = 0
+    return pages.cache(seqused_k, sequences.page_table[which], summaries)
 
 
 def keys_and_values(pages: Pages, page_table: Tensor, seqlen_k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dynaxx.integrations.runtime.paged import Pages, Row, Sequences, paged_cache, query_places
+from dynaxx.integrations.runtime.paged import Pages, Row, Sequences, Softmax, paged_cache, query_places
 from dynaxx.integrations.runtime.routing import MOST_QUERIES
 from dynaxx.layout.paging import PagedCache, PageSummaries
 from dynaxx.ops.decode import sparse_decode, summarize_pages
@@ -23,17 +23,40 @@ class LivingSummaries:
 
     def update(self, pages: Pages, sequences: Sequences, bound: float) -> PageSummaries:
         """Bring them up to date with the keys of a step, which are in the cache; all of them if they are new."""
-        known = self._summaries
-        if known is None or known.bound != bound or (self._memory, len(known.low)) != _place(pages):
-            known = summarize_pages(_every_page(pages), bound=bound).summaries
-            assert known is not None, "just made"
-            self._summaries, self._memory = known, pages.memory.data_ptr()
-            return known
+        known = self._known(pages, bound)
+        if known is None:
+            return self._made(pages, bound)
         steps = [row for row in sequences.rows if row.seqlen_q < MOST_QUERIES]
         chunks = [[row] for row in sequences.rows if row.seqlen_q >= MOST_QUERIES]
         for some in (steps, *chunks) if steps else chunks:
             cache = paged_cache(pages, sequences, some, known)
             summarize_pages(cache, new_tokens=max(row.seqlen_q for row in some))
+        return known
+
+    def update_last(self, pages: Pages, sequences: Sequences, bound: float) -> PageSummaries:
+        """The same for a step with one new key of every sequence, without the host: a CUDA graph may capture it.
+
+        Raises:
+            RuntimeError: the summaries are new, and a graph is being captured; a step before it would have made them.
+        """
+        known = self._known(pages, bound)
+        if known is None:
+            if pages.memory.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("page summaries must be made by a step before a CUDA graph is captured")
+            return self._made(pages, bound)
+        summarize_pages(pages.cache(sequences.seqused_k, sequences.page_table, known), new_tokens=1)
+        return known
+
+    def _known(self, pages: Pages, bound: float) -> PageSummaries | None:
+        known = self._summaries
+        if known is None or known.bound != bound or (self._memory, len(known.low)) != _place(pages):
+            return None
+        return known
+
+    def _made(self, pages: Pages, bound: float) -> PageSummaries:
+        known = summarize_pages(_every_page(pages), bound=bound).summaries
+        assert known is not None, "just made"
+        self._summaries, self._memory = known, pages.memory.data_ptr()
         return known
 
 
@@ -44,7 +67,7 @@ def decode(
     rows: Sequence[Row],
     plan: DecodePlan,
     summaries: PageSummaries | None,
-    scale: float,
+    softmax: Softmax,
     out: Tensor,
 ) -> None:
     """Attend from a few queries of each row to the pages that the plan chooses; rows with as many queries together.
@@ -57,8 +80,11 @@ def decode(
     """
     for seqlen_q in sorted({row.seqlen_q for row in rows}):
         some = [row for row in rows if row.seqlen_q == seqlen_q]
-        at = query_places(some, q.device)
-        out[at] = sparse_decode(q[at], paged_cache(pages, sequences, some, summaries), plan.budget, scale=scale)
+        padded = 1 << (len(some) - 1).bit_length()  # few batch sizes, so few kernels to compile
+        at = query_places([*some, *[some[-1]] * (padded - len(some))], q.device)
+        cache = paged_cache(pages, sequences, some, summaries, padded)
+        found = sparse_decode(q[at], cache, plan.budget, **softmax.arguments)
+        out[at[: len(some)]] = found[: len(some)]
 
 
 def _every_page(pages: Pages) -> PagedCache:

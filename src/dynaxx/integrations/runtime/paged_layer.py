@@ -10,8 +10,9 @@ from torch import Tensor
 
 from dynaxx.integrations.runtime.counts import Counts
 from dynaxx.integrations.runtime.deployed import Deployed
-from dynaxx.integrations.runtime.paged import Pages, Row, Sequences, keys_and_values
+from dynaxx.integrations.runtime.paged import Pages, Row, Sequences, Softmax, keys_and_values
 from dynaxx.integrations.runtime.paged_decode import LivingSummaries, decode
+from dynaxx.integrations.runtime.paged_graph import LayerLimits, StepLengths, decode_limits, decode_step, one_query_each
 from dynaxx.integrations.runtime.routing import Arrived, DenseReason, Route, is_step, route
 from dynaxx.integrations.runtime.routing import Sequence as Lengths
 from dynaxx.layout import BlockLayout
@@ -42,12 +43,15 @@ class Step:
         sequences: of the step.
         deployed: the policy in force.
         killed: whether the kill switch was engaged.
+        lengths: of a step that decodes one token of each sequence and may be captured; None for all other steps.
     """
 
     def __init__(self, sequences: Sequences, deployed: Deployed, *, killed: bool = False) -> None:
         self.sequences = sequences
         self.deployed = deployed
         self.killed = killed
+        self.lengths: StepLengths | None = None
+        self._blocked: dict[int, DenseReason | None] = {}
         self._of_layer: dict[int, Split] = {}
         self._made: dict[tuple[int, DenseReason | None], Split] = {}
 
@@ -56,20 +60,39 @@ class Step:
         sequences = Sequences(page_table, self.sequences.seqused_k, [], [])
         sequences.rows = self.sequences.rows
         other = Step(sequences, self.deployed, killed=self.killed)
-        other._of_layer, other._made = self._of_layer, self._made
+        other._blocked, other._of_layer, other._made = self._blocked, self._of_layer, self._made
         return other
+
+    def capturable(self, limits: LayerLimits) -> bool:
+        """Let the device decide for each sequence, if the step decodes one token of each; returns whether it does.
+
+        Args:
+            limits: of the layers that read this step's page table; brought up to date here.
+        """
+        known = all(layer in self.deployed.decode for layer in limits.rows)  # a policy in force may have dropped some
+        if limits.rows and known and one_query_each(self.sequences):
+            states = [self.deployed.state(layer, self._why_blocked(layer)) for layer in limits.rows]
+            limits.write([decode_limits(self.deployed.policy, state.blocked) for state in states])
+            self.lengths = StepLengths(limits, self.sequences.seqused_k)
+        return self.lengths is not None
 
     def split(self, layer: int) -> Split:
         """Decide for each sequence by its own lengths alone, so that its neighbours in the batch change nothing."""
         if layer not in self._of_layer:
-            blocked = DenseReason.KILLED if self.killed else None
-            if blocked is None and layer in self.deployed.rules:
-                blocked = self.deployed.interruption(layer)
+            blocked = self._why_blocked(layer)
             key = (self.deployed.kind(layer), blocked)
             if key not in self._made:
                 self._made[key] = self._split(layer, blocked)
             self._of_layer[layer] = self._made[key]
         return self._of_layer[layer]
+
+    def _why_blocked(self, layer: int) -> DenseReason | None:
+        if layer not in self._blocked:
+            blocked = DenseReason.KILLED if self.killed else None
+            if blocked is None and layer in self.deployed.rules:
+                blocked = self.deployed.interruption(layer)
+            self._blocked[layer] = blocked
+        return self._blocked[layer]
 
     def _split(self, layer: int, blocked: DenseReason | None) -> Split:
         # The length of a sequence only grows, so one border is the policy's hysteresis.
@@ -92,14 +115,14 @@ class PagedLayer:
 
     Args:
         index: of the layer in the model.
-        scale: of the softmax.
+        softmax: of the layer.
         counts: told what its calls did.
         watchers: called with the layer and the layout of every sequence that runs sparse.
     """
 
-    def __init__(self, index: int, scale: float, counts: Counts, watchers: Sequence[Watcher] = ()) -> None:
+    def __init__(self, index: int, softmax: Softmax, counts: Counts, watchers: Sequence[Watcher] = ()) -> None:
         self.index = index
-        self.scale = scale
+        self.softmax = softmax
         self.counts = counts
         self.watchers = watchers
         self._summaries = LivingSummaries()
@@ -115,6 +138,8 @@ class PagedLayer:
         Returns:
             False if a kernel failed: then these sequences, too, are to run dense. It is counted and logged.
         """
+        if step.lengths is not None and self.does_all(step):
+            return self._decode_step(q, pages, step, step.lengths, out)
         split, summaries = step.split(self.index), self._summarized(pages, step)
         if not split.runs_sparse:
             self._count_dense(split)
@@ -128,7 +153,7 @@ class PagedLayer:
             if split.decode:
                 plan = step.deployed.decode[self.index]
                 call = self.counts.decoding(self.index, q)
-                decode(q, pages, step.sequences, split.decode, plan, summaries, self.scale, out)
+                decode(q, pages, step.sequences, split.decode, plan, summaries, self.softmax, out)
                 self.counts.decoded(call, q)
         except Exception as error:  # whatever a kernel does, the request gets its answer
             breaker.failed()
@@ -140,20 +165,48 @@ class PagedLayer:
             self.counts.dense_sequences(self.index, reason, sequences)
         return True
 
+    def does_all(self, step: Step) -> bool:
+        """Whether `sparse` attends for every sequence of the step, dense ones included."""
+        return step.lengths is not None and self.index in step.lengths.limits.rows
+
+    def count_step(self, step: Step, backend: str) -> None:
+        """Count a step with `lengths` when it starts: a replayed graph runs no Python."""
+        split = step.split(self.index)
+        if not split.runs_sparse:
+            self._count_dense(split)
+            return
+        self.counts.decode_steps(self.index, backend)
+        for reason, sequences in split.reasons.items():
+            self.counts.dense_sequences(self.index, reason, sequences)
+
+    def _decode_step(self, q: Tensor, pages: Pages, step: Step, lengths: StepLengths, out: Tensor) -> bool:
+        """As `sparse`, in a step that may be captured: no decision and no count of the host."""
+        plan, summaries = step.deployed.decode[self.index], None
+        try:
+            if not plan.budget.reads_everything:
+                summaries = self._summaries.update_last(pages, step.sequences, plan.budget.bound)
+            of_layer = lengths.of_layer(self.index)
+            decode_step(q, pages, step.sequences, of_layer, plan, summaries, self.softmax, out)
+        except Exception as error:
+            step.deployed.breakers[self.index].failed()
+            self.counts.failed(self.index, error, "decode")
+            return False
+        return True
+
     def _sparse_row(self, q: Tensor, pages: Pages, step: Step, row: Row, out: Tensor) -> None:
         queries, guard, plan = q[None, row.tokens], step.deployed.guard, step.deployed.plans[self.index]
         k, v = keys_and_values(pages, step.sequences.page_table[row.index], row.seqlen_k, q.dtype)
         runs = plan if guard is None else guard.plan(self.index, plan)
         call = self.counts.probe.start(self.index, queries)
-        layout = runs.layout(queries, k, scale=self.scale)
+        layout = runs.layout(queries, k, scale=self.softmax.scale)
         call.selected(layout)
-        found = sparse_attention(queries, k, v, layout, scale=self.scale)
+        found = sparse_attention(queries, k, v, layout, **self.softmax.arguments)
         call.done(k, v)
         out[row.tokens] = found[0]
         for watcher in self.watchers:
             watcher(self.index, layout)
         if guard is not None and guard.wants_call():
-            guard.take(self.index, queries, k, v, self.scale, plan, runs, found)
+            guard.take(self.index, queries, k, v, self.softmax.scale, plan, runs, found)
 
     def _summarized(self, pages: Pages, step: Step) -> PageSummaries | None:
         """What decoding needs to know of the pages: also of keys that dense sequences wrote, which others may share."""
@@ -168,7 +221,7 @@ class PagedLayer:
         if guard is not None and guard.wants_call():
             k, v = keys_and_values(pages, step.sequences.page_table[row.index], row.seqlen_k, q.dtype)
             plan = step.deployed.plans[self.index]
-            guard.take(self.index, q[None, row.tokens], k, v, self.scale, plan, None, None)
+            guard.take(self.index, q[None, row.tokens], k, v, self.softmax.scale, plan, None, None)
 
     def _count_dense(self, split: Split) -> None:
         if split.reasons:

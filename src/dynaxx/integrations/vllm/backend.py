@@ -19,9 +19,11 @@ from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadat
 
 from dynaxx.errors import UnsupportedInputError
 from dynaxx.integrations.runtime.paged import Pages, Sequences
+from dynaxx.integrations.runtime.paged_graph import LayerLimits
 from dynaxx.integrations.runtime.paged_layer import PagedLayer, Step
 from dynaxx.integrations.vllm import contract as vllm_contract
 from dynaxx.integrations.vllm.engine import Engine, engine_of
+from dynaxx.integrations.vllm.preparing import prepare_decode, prepare_prefill
 
 vllm_contract.check(vllm_contract.SHARED)
 
@@ -30,7 +32,13 @@ STEP = "dynaxx_step"  # the attribute of vLLM's metadata that holds ours
 
 
 class PolicyBuilder:
-    """Before vLLM's `AttentionMetadataBuilder` of a device."""
+    """Before vLLM's `AttentionMetadataBuilder` of a device.
+
+    Attributes:
+        graphs: whether decoding steps run in the way that a CUDA graph may capture.
+    """
+
+    graphs = False
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)  # type: ignore[call-arg]
@@ -38,14 +46,17 @@ class PolicyBuilder:
         self.bound = (
             [] if self.engine is None else bind_layers(self.engine, vllm_config, layer_names, kv_cache_spec.block_size)
         )
+        decoding = [] if self.engine is None else self.engine.decoding(self.bound)
+        self.limits = LayerLimits(decoding, device)
+        if self.graphs and self.engine is not None:
+            attention = [(paged, layers_of(vllm_config, layer_names)[paged.index]) for paged in self.bound]
+            prepare_decode(self.engine, attention, kv_cache_spec.block_size, device, logger)
+            self.engine.captured |= bool(decoding) and captures(vllm_config)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Dense decode alone is captured: what else a step does depends on its lengths."""
+        """Decoding one token of each sequence is captured; other steps depend on lengths that the host knows."""
         own = super().get_cudagraph_support(vllm_config, kv_cache_spec)  # type: ignore[misc]
-        engine = engine_here(vllm_config)
-        if engine is not None and engine.decodes:
-            return AttentionCGSupport.NEVER
         return min(own, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE, key=lambda level: level.value)
 
     def build(
@@ -55,24 +66,41 @@ class PolicyBuilder:
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)  # type: ignore[misc]
         step = self.engine.step(sequences_of(common_attn_metadata)) if self.engine is not None and self.bound else None
         setattr(metadata, STEP, step)
+        if step is not None:
+            self._prepare(step)
         return metadata
+
+    def _prepare(self, step: Step) -> None:
+        """Make a decoding step one that may be captured, and count it: a replayed graph calls no layer."""
+        if self.graphs and step.capturable(self.limits):
+            for paged in self.bound:
+                if paged.index in self.limits.rows:
+                    paged.count_step(step, "triton")
 
     def update_block_table(self, metadata: Any, blk_table: Tensor, slot_mapping: Tensor) -> Any:
         """Metadata for layers whose pages lie elsewhere."""
         other = super().update_block_table(metadata, blk_table, slot_mapping)  # type: ignore[misc]
         step = getattr(metadata, STEP)
-        setattr(other, STEP, None if step is None else step.with_page_table(blk_table))
+        if step is not None:
+            step = step.with_page_table(blk_table)
+            self._prepare(step)
+        setattr(other, STEP, step)
         return other
 
 
 class PolicyImpl:
-    """Before vLLM's `AttentionImpl` of a device. `paged` is None in layers without a rule: there it does nothing."""
+    """Before vLLM's `AttentionImpl` of a device. `paged` is None in layers without a rule: there it does nothing.
+
+    Attributes:
+        compiles: whether kernels are compiled, so that the engine must run them before the first request.
+    """
 
     paged: PagedLayer | None = None
+    compiles = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        engine_here(get_current_vllm_config())  # a wrong policy stops the engine before it loads weights
+        self.engine = engine_here(get_current_vllm_config())  # a wrong policy stops it before it loads weights
 
     def forward(
         self,
@@ -87,6 +115,8 @@ class PolicyImpl:
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
         """As vLLM's: query and output (tokens, heads, head_size), kv_cache (blocks, kv_heads, size, 2 * head_size)."""
+        if attn_metadata is None and self.compiles and self.engine is not None:
+            prepare_prefill(self.engine, extract_layer_index(layer.layer_name), layer, query, output.dtype, logger)
         if self.paged is None or attn_metadata is None:
             return super().forward(  # type: ignore[misc]
                 layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
@@ -95,7 +125,7 @@ class PolicyImpl:
             raise NotImplementedError("fused output quantization is not served by layers with a sparse rule")
         step: Step = getattr(attn_metadata, STEP)
         worked = self.paged.sparse(widened(layer, query, output.dtype), pages_of(layer, kv_cache), step, output)
-        if step.split(self.paged.index).dense or not worked:
+        if not worked or (not self.paged.does_all(step) and step.split(self.paged.index).dense):
             self.dense(layer, query, key, value, kv_cache, attn_metadata, output, all_of_it=not worked)
         return output
 
@@ -138,14 +168,26 @@ def engine_here(vllm_config: Any) -> Engine | None:
 def bind_layers(engine: Engine, vllm_config: Any, layer_names: list[str], page_size: int) -> list[PagedLayer]:
     """Give the implementations of some layers their part of the policy; those without one stay vLLM's."""
     bound = []
-    for name, layer in get_layers_from_vllm_config(vllm_config, Attention, layer_names).items():
-        layer.impl.paged = engine.bind(extract_layer_index(name), layer, page_size)
+    for index, layer in layers_of(vllm_config, layer_names).items():
+        layer.impl.paged = engine.bind(index, layer, page_size)
         if layer.impl.paged is not None:
             bound.append(layer.impl.paged)
     if bound:
         kind, layers = type(layer.impl).__name__, engine.policy.model.layers
         logger.info("%s is active: %d of %d layers (%s)", engine.path, len(engine.layers), layers, kind)
     return bound
+
+
+def layers_of(vllm_config: Any, layer_names: list[str]) -> dict[int, Any]:
+    """vLLM's attention layers of these names, by their index in the model."""
+    found = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
+    return {extract_layer_index(name): layer for name, layer in found.items()}
+
+
+def captures(vllm_config: Any) -> bool:
+    """Whether vLLM captures decoding steps whole."""
+    mode = vllm_config.compilation_config.cudagraph_mode
+    return mode is not None and bool(mode.has_full_cudagraphs())
 
 
 def some_rows(common: CommonAttentionMetadata, rows: list[int]) -> tuple[Tensor, CommonAttentionMetadata]:
@@ -161,6 +203,7 @@ def some_rows(common: CommonAttentionMetadata, rows: list[int]) -> tuple[Tensor,
     ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     at = torch.tensor(rows).to(device, non_blocking=True)
     bound = common.seq_lens_cpu_upper_bound
+    requests = getattr(common, "req_idx", None)  # not in every version
     return tokens, common.replace(
         query_start_loc=ends.to(device, non_blocking=True),
         query_start_loc_cpu=ends,
@@ -173,7 +216,7 @@ def some_rows(common: CommonAttentionMetadata, rows: list[int]) -> tuple[Tensor,
         max_query_len=max(lengths),
         positions=None if common.positions is None else common.positions[tokens],
         is_prefilling=None if common.is_prefilling is None else common.is_prefilling[rows],
-        req_idx=None if common.req_idx is None else common.req_idx[rows],
+        **({} if requests is None else {"req_idx": requests[rows]}),
         _num_computed_tokens_cache=None,
         _token_to_req_indices_cache=None,
     )

@@ -28,7 +28,7 @@ _IMPL = (
 _COMMON = (
     *("query_start_loc", "query_start_loc_cpu", "seq_lens", "seq_lens_cpu_upper_bound", "num_reqs"),
     *("num_actual_tokens", "max_query_len", "max_seq_len", "block_table_tensor", "slot_mapping", "causal"),
-    *("positions", "is_prefilling", "req_idx"),
+    *("positions", "is_prefilling"),
 )
 
 

@@ -52,7 +52,7 @@ class CpuImpl(PolicyImpl, CPUAttentionBackendImpl):  # type: ignore[misc]
         assert self.paged is not None, "layers without a rule never come here"
         step: Step = getattr(attn_metadata, STEP)
         rows = step.sequences.rows if all_of_it else step.split(self.paged.index).dense
-        dense_attention(query, pages_of(layer, kv_cache), step.sequences, rows, self.paged.scale, output)
+        dense_attention(query, pages_of(layer, kv_cache), step.sequences, rows, self.paged.softmax, output)
 
 
 class CpuBuilder(PolicyBuilder, CPUAttentionMetadataBuilder):  # type: ignore[misc]

@@ -35,6 +35,8 @@ class DensePart(NamedTuple):
 class CudaBuilder(PolicyBuilder, FlashAttentionMetadataBuilder):  # type: ignore[misc]
     """Metadata of a step, and of its dense part where some sequences are sparse."""
 
+    graphs = True
+
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         # A builder keeps buffers that graphs read, so parts have one of their own.
@@ -46,6 +48,8 @@ class CudaBuilder(PolicyBuilder, FlashAttentionMetadataBuilder):  # type: ignore
         parts: dict[int, DensePart] = {}
         for paged in self.bound:
             step: Step = getattr(metadata, STEP)
+            if paged.does_all(step):
+                continue
             split = step.split(paged.index)
             if split.runs_sparse and split.dense and id(split) not in parts:
                 tokens, common = some_rows(common_attn_metadata, [row.index for row in split.dense])
@@ -56,6 +60,8 @@ class CudaBuilder(PolicyBuilder, FlashAttentionMetadataBuilder):  # type: ignore
 
 class CudaImpl(PolicyImpl, FlashAttentionImpl):  # type: ignore[misc]
     """One attention layer."""
+
+    compiles = True
 
     def dense(
         self,

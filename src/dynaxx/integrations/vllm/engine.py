@@ -9,6 +9,7 @@ import logging
 import os
 import threading
 import weakref
+from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from dynaxx.errors import PolicyError, UnsupportedInputError
 from dynaxx.integrations.runtime.background import Background
 from dynaxx.integrations.runtime.counts import Counts
 from dynaxx.integrations.runtime.deployed import Deployed
-from dynaxx.integrations.runtime.paged import Sequences
+from dynaxx.integrations.runtime.paged import Sequences, Softmax
 from dynaxx.integrations.runtime.paged_layer import PagedLayer, Step, Watcher
 from dynaxx.integrations.runtime.policy_events import Announcer
 from dynaxx.integrations.vllm.refusals import (
@@ -25,7 +26,17 @@ from dynaxx.integrations.vllm.refusals import (
     layer_refusals,
     policy_refusals,
 )
-from dynaxx.policy import KILL_SWITCH, KillSwitch, ModelFacts, Policy, PolicyFollower, load_policy, policy_digest
+from dynaxx.policy import (
+    KILL_SWITCH,
+    KillSwitch,
+    LayerPlan,
+    ModelFacts,
+    Policy,
+    PolicyFollower,
+    load_policy,
+    policy_digest,
+)
+from dynaxx.policy.decode import DecodePlan
 from dynaxx.telemetry import recorder
 from dynaxx.telemetry.snapshot import Snapshot
 
@@ -44,6 +55,8 @@ class Engine:
         counts: what layer calls did.
         kill_switch: `engage()` makes everything dense from the next step on.
         watchers: called with the layer and the layout of every sequence that runs sparse.
+        prepared: rules whose kernels are compiled.
+        captured: whether CUDA graphs hold the decode rules, which then stay as they are.
 
     Raises:
         FileNotFoundError, PolicyError: no policy, a broken one, or one for another model.
@@ -57,6 +70,8 @@ class Engine:
         self.layers: dict[int, PagedLayer] = {}
         self.kill_switch = KillSwitch(KILL_SWITCH)
         self.watchers: list[Watcher] = []
+        self.captured = False
+        self.prepared: set[Hashable] = set()
         self._config = weakref.ref(vllm_config)
         self._shard = (rank, vllm_config.parallel_config.tensor_parallel_size)
         name = str(getattr(vllm_config.model_config, "served_model_name", None) or policy.model.model_type)
@@ -84,9 +99,25 @@ class Engine:
         return self._deployed.policy
 
     @property
-    def decodes(self) -> bool:
-        """Whether some layer has a decode rule."""
-        return bool(self._deployed.decode)
+    def plans(self) -> Mapping[int, LayerPlan]:
+        """By layer, this process's share of the prefill rules in force."""
+        return self._deployed.plans
+
+    @property
+    def decode_plans(self) -> Mapping[int, DecodePlan]:
+        """By layer, this process's share of the decode rules in force."""
+        return self._deployed.decode
+
+    @property
+    def config(self) -> Any:
+        """vLLM's configuration."""
+        config = self._config()
+        assert config is not None, "an engine outlives no configuration"
+        return config
+
+    def decoding(self, layers: Sequence[PagedLayer]) -> list[int]:
+        """Those of some layers that have a decode rule, in the order in which a pass runs them."""
+        return sorted(paged.index for paged in layers if paged.index in self._deployed.decode)
 
     def serves(self, vllm_config: Any) -> bool:
         """Whether this is the engine of that configuration."""
@@ -106,14 +137,14 @@ class Engine:
         deployed = self._deployed
         if (index not in deployed.plans and index not in deployed.decode) or layer.sliding_window is not None:
             return None
-        reasons, decode = layer_refusals(layer), deployed.decode.get(index)
+        reasons, decode = layer_refusals(layer, guarded=deployed.guard is not None), deployed.decode.get(index)
         if decode is not None and decode.page_size != page_size:
             reasons.append(f"its pages have {page_size} tokens, its decode rule {decode.page_size}")
         if reasons:
             raise UnsupportedInputError(
                 f"layer {index} of {self.policy.model.model_type} with a rule", {"vllm": reasons}
             )
-        self.layers[index] = PagedLayer(index, float(layer.impl.scale), self.counts, self.watchers)
+        self.layers[index] = PagedLayer(index, softmax_of(layer.impl), self.counts, self.watchers)
         return self.layers[index]
 
     def step(self, sequences: Sequences) -> Step:
@@ -138,6 +169,10 @@ class Engine:
             new = sorted({*deployed.plans, *deployed.decode} - set(self.layers))
             if new:
                 raise PolicyError(f"rules for layers {new}, which are vLLM's own since the engine started: restart it")
+            if self.captured and deployed.decode != self._deployed.decode:
+                raise PolicyError(
+                    "other decode rules than those that CUDA graphs were captured with: restart the engine"
+                )
             self._in_force = deployed
         self._announcer.reloaded(deployed)
         return True
@@ -156,8 +191,7 @@ class Engine:
         }
 
     def _ready(self, policy: Policy) -> Deployed:
-        config = self._config()
-        assert config is not None, "an engine outlives no configuration"
+        config = self.config
         policy.model.check(ModelFacts.of(config.model_config.hf_text_config))
         reasons = policy_refusals(policy, self._shard[1]) + config_refusals(config)
         self._refuse(policy, reasons)
@@ -170,6 +204,11 @@ class Engine:
     def _refuse(self, policy: Policy, reasons: list[str]) -> None:
         if reasons:
             raise UnsupportedInputError(f"{self.path} with {policy.model.model_type}", {"vllm": reasons})
+
+
+def softmax_of(impl: Any) -> Softmax:
+    """The softmax of one of vLLM's attention implementations."""
+    return Softmax(float(impl.scale), getattr(impl, "logits_soft_cap", None) or None, getattr(impl, "sinks", None))
 
 
 _current: Engine | None = None

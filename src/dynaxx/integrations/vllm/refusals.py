@@ -63,17 +63,15 @@ def deployed_refusals(vllm_config: Any, deployed: Deployed) -> list[str]:
     return reasons
 
 
-def layer_refusals(layer: Any) -> list[str]:
-    """Why one attention layer cannot follow a rule."""
+def layer_refusals(layer: Any, *, guarded: bool) -> list[str]:
+    """Why one attention layer cannot follow a rule; `guarded` where a guard watches it."""
     impl, reasons = layer.impl, []
     if layer.attn_type != "decoder":
         reasons.append(f"its attention is of type {layer.attn_type!r}, not decoder")
-    if getattr(impl, "sinks", None) is not None:
-        reasons.append("it has learned attention sinks")
     if getattr(impl, "alibi_slopes", None) is not None:
         reasons.append("it has ALiBi slopes")
-    if getattr(impl, "logits_soft_cap", None):
-        reasons.append("it caps its scores")
+    if guarded and (getattr(impl, "sinks", None) is not None or getattr(impl, "logits_soft_cap", None)):
+        reasons.append("it has learned sinks or caps its scores, which `guard` does not measure: remove the guard")
     if layer.kv_sharing_target_layer_name is not None:
         reasons.append("it shares another layer's cache")
     if layer.head_size_v != layer.head_size:

@@ -1,0 +1,292 @@
+"""Time vLLM's own attention beside a policy on a GPU: first tokens, decoding, and whether tokens are the same.
+
+    python benchmarks/vllm_gpu.py engine own --out own.json
+    python benchmarks/vllm_gpu.py engine dynaxx --out dynaxx.json
+    python benchmarks/vllm_gpu.py tokens --out tokens.json
+
+`engine` starts one engine with random weights of Llama-3.1-8B's shape and vLLM's defaults (torch.compile, CUDA
+graphs, chunks of a prompt): `own` with vLLM's FLASH_ATTN, `dynaxx` with a policy. Prompts from 2,048 tokens on read a
+window of 1,024 tokens, the first 128 and 10 % of the rest; decoding reads 10 % of the pages. It sends one prompt at a
+time of each length, the longest first: the very first request is the one that a kernel without a warm-up would delay
+most. Then it decodes as many sequences of 32,768 tokens as the cache holds, up to 16. Kernels that are compiled in
+requests are listed.
+
+`tokens` compares greedy tokens of a small random model: vLLM's own with a policy of density 1.0, and a sparse policy
+run eagerly with the same one in CUDA graphs. Results are written after every step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+PAGE = 128  # tokens: decode rules choose pages of vLLM's cache, so --block-size is theirs
+SHAPES = {
+    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+           "num_key_value_heads": 8, "head_dim": 128},
+    "small": {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 3, "num_attention_heads": 8,
+              "num_key_value_heads": 2, "head_dim": 64},
+}  # fmt: skip
+
+
+def save_model(folder: Path, shape: str, dtype: str) -> Path:
+    """Write a configuration; weights are random, made by vLLM."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 32000, "rms_norm_eps": 1e-5,
+              "max_position_embeddings": 140_000, "rope_theta": 500000.0, "torch_dtype": dtype, "hidden_act": "silu",
+              "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, **SHAPES[shape]}  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def save_policy(path: Path, shape: str, kind: str) -> Path:
+    """Write a policy: "sparse" is what is timed, "everything" reads every key through the sparse kernels."""
+    import dynaxx as dx
+    from dynaxx.policy import ModelFacts
+
+    sizes = SHAPES[shape]
+    facts = ModelFacts(
+        model_type="llama", layers=sizes["num_hidden_layers"], q_heads=sizes["num_attention_heads"],
+        kv_heads=sizes["num_key_value_heads"], head_dim=sizes["head_dim"],
+    )  # fmt: skip
+    if kind == "everything":
+        prefill, decode, borders = dx.SlidingWindow(64) | dx.TopK(1.0), dx.TopK(1.0), {}
+    elif shape == "8b":
+        prefill = dx.SlidingWindow(1024) | dx.Sink(128) | dx.TopK(0.1)
+        decode, borders = prefill, {"dense_below": 2048, "sparse_from": 2048}
+    else:
+        prefill = dx.SlidingWindow(128) | dx.Sink(128) | dx.TopK(0.1)
+        decode, borders = dx.SlidingWindow(128) | dx.Sink(128) | dx.TopK(2), {"dense_below": 600}
+    rules = (dx.Rule.of(prefill), dx.Rule.of(decode, phase="decode", block_size=PAGE))
+    dx.save_policy(dx.Policy(model=facts, block_size=128, rules=rules, **borders), path)
+    return path
+
+
+class Result(dict[str, Any]):
+    """Numbers that are written whenever one is added."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.path = path
+
+    def add(self, **values: Any) -> None:
+        """Add, print and write."""
+        self.update(values)
+        for name, value in values.items():
+            print(f"{name}: {json.dumps(value)}", flush=True)
+        if self.path:
+            Path(self.path).write_text(json.dumps(self, indent=1))
+
+
+def prompt(draw: random.Random, tokens: int) -> dict[str, list[int]]:
+    """Random tokens."""
+    return {"prompt_token_ids": [draw.randrange(3, 31_000) for _ in range(tokens)]}
+
+
+def start(model: Path, which: str, policy: Path | None, **arguments: Any) -> Any:
+    """An engine with vLLM's own backend or with ours."""
+    import torch
+
+    os.environ.pop("DYNAXX_POLICY", None)
+    if policy is not None:
+        os.environ["DYNAXX_POLICY"] = str(policy)
+    if torch.cuda.is_available():
+        arguments["attention_backend"] = "FLASH_ATTN" if which == "own" else "CUSTOM"
+    from vllm import LLM
+
+    return LLM(
+        str(model), load_format="dummy", skip_tokenizer_init=True, enable_prefix_caching=False, seed=1,
+        disable_log_stats=True, **arguments,
+    )  # fmt: skip
+
+
+def first_token(llm: Any, request: dict[str, list[int]]) -> float:
+    """Seconds to the first token of one prompt."""
+    from vllm import SamplingParams
+
+    parameters = SamplingParams(max_tokens=1, temperature=0, detokenize=False, ignore_eos=True)
+    begun = time.perf_counter()
+    llm.generate([request], parameters, use_tqdm=False)
+    return time.perf_counter() - begun
+
+
+def decoding(llm: Any, draw: random.Random, sequences: int, tokens: int, steps: int) -> dict[str, Any]:
+    """Decode some sequences together: what a step takes while all of them decode and none is a prompt."""
+    from vllm import SamplingParams
+
+    engine = llm.llm_engine
+    chunks = sequences * (tokens // 2048 + 2)  # tokens that early sequences decode while late ones are prompts
+    parameters = SamplingParams(max_tokens=chunks + steps, temperature=0, detokenize=False, ignore_eos=True)
+    for at in range(sequences):
+        engine.add_request(f"decode-{at}", prompt(draw, tokens), parameters)
+    made: dict[str, int] = {}
+    seconds = []
+    while len(seconds) < steps and engine.has_unfinished_requests():
+        begun = time.perf_counter()
+        outputs = engine.step()
+        taken = time.perf_counter() - begun
+        for output in outputs:
+            made[output.request_id] = len(output.outputs[0].token_ids)
+        if len(made) == sequences and len(outputs) == sequences:
+            seconds.append(taken)
+    engine.abort_request([f"decode-{at}" for at in range(sequences)])
+    while engine.has_unfinished_requests():
+        engine.step()
+    step = statistics.median(seconds[5:])
+    return {"sequences": sequences, "context": tokens, "ms_per_step": step * 1e3, "tokens_per_second": sequences / step}
+
+
+def run_engine(arguments: argparse.Namespace) -> None:
+    """Start an engine and time it."""
+    import torch
+
+    from dynaxx.integrations.runtime.paged_warmup import compiled_kernels
+
+    result, folder, draw = Result(arguments.out), Path(tempfile.mkdtemp()), random.Random(0)
+    cuda = torch.cuda.is_available()
+    lengths = [int(n) for n in arguments.lengths.split(",")]
+    model = save_model(folder / "model", arguments.shape, "bfloat16" if cuda else "float32")
+    policy = save_policy(folder / "policy.json", arguments.shape, "sparse") if arguments.which == "dynaxx" else None
+    options: dict[str, Any] = {"max_model_len": max(lengths) + 256, "max_num_seqs": 16}
+    if arguments.which == "dynaxx" and cuda:
+        options["block_size"] = PAGE
+    if cuda:
+        options["gpu_memory_utilization"] = 0.92
+    if arguments.chunk:
+        options["max_num_batched_tokens"] = arguments.chunk
+    if arguments.eager:
+        options["enforce_eager"] = True
+    begun = time.perf_counter()
+    llm = start(model, arguments.which, policy, **options)
+    config = llm.llm_engine.vllm_config
+    cache = config.cache_config
+    result.add(
+        which=arguments.which, engine_start_s=round(time.perf_counter() - begun, 1), torch=torch.__version__,
+        device=torch.cuda.get_device_name() if cuda else "cpu", chunk=config.scheduler_config.max_num_batched_tokens,
+        block_size=cache.block_size, graphs=str(config.compilation_config.cudagraph_mode),
+    )  # fmt: skip
+    with compiled_kernels() as compiled:
+        result.add(very_first_request_s={str(lengths[-1]): first_token(llm, prompt(draw, lengths[-1]))})
+        times: dict[str, list[float]] = {}
+        for tokens in (*reversed(lengths[:-1]), lengths[-1]):
+            runs = 7 if tokens < 4000 else 4 if tokens < 40_000 else 2
+            times[str(tokens)] = [first_token(llm, prompt(draw, tokens)) for _ in range(runs)]
+            result.add(first_token_s=times)
+        result.add(first_token_median_s={tokens: statistics.median(each) for tokens, each in times.items()})
+        room = (cache.num_gpu_blocks or 0) * cache.block_size
+        context = min(32_768, max(lengths) // 2)
+        sequences = max(1, min(16, room // (context + 600)))
+        result.add(decoding=decoding(llm, draw, sequences, context, 60))
+        for tokens in random.Random(1).sample(range(16, min(20_000, max(lengths))), 12):  # lengths of any kind
+            first_token(llm, prompt(draw, tokens))
+    result.add(compiled_in_requests=compiled)
+    if arguments.which == "dynaxx":
+        from dynaxx.integrations.vllm import status
+
+        found = status()
+        result.add(status={key: value for key, value in found.items() if key != "sparse_layers"})
+    if arguments.profile:
+        profile(llm, prompt(draw, min(32_768, max(lengths))), arguments.profile)
+
+
+def profile(llm: Any, request: dict[str, list[int]], path: str) -> None:
+    """Write which kernels a prompt's time goes to."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiler
+
+    with profiler(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:
+        first_token(llm, request)
+    table = found.key_averages().table(sort_by="self_device_time_total", row_limit=40, max_name_column_width=90)
+    Path(path).write_text(table)
+
+
+def run_tokens(arguments: argparse.Namespace) -> None:
+    """Compare greedy tokens of four engines."""
+    import torch
+    from vllm import SamplingParams
+
+    result, folder, draw = Result(arguments.out), Path(tempfile.mkdtemp()), random.Random(0)
+    cuda = torch.cuda.is_available()
+    model = save_model(folder / "model", "small", "bfloat16" if cuda else "float32")
+    everything = save_policy(folder / "everything.json", "small", "everything")
+    sparse = save_policy(folder / "sparse.json", "small", "sparse")
+    lengths = [3, 17, 127, 128, 129, 300, 511, 599, 601, 700, 900, 1000, 1300, 1500, 2000, 2047, 2500, 3000, 3500, 3900]
+    prompts = [prompt(draw, n) for n in lengths]
+    graphs = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}} if cuda else {}
+    cases: list[tuple[str, str, Path | None, dict[str, Any]]] = [
+        ("own", "own", None, {"enforce_eager": True}),
+        ("density 1", "dynaxx", everything, {"enforce_eager": True, "block_size": PAGE}),
+        ("sparse, eager", "dynaxx", sparse, {"enforce_eager": True, "block_size": PAGE}),
+        ("sparse, graphs", "dynaxx", sparse, {"block_size": PAGE, **graphs}),
+    ]
+    found = {}
+    for name, which, policy, options in cases:
+        if cuda:
+            options["gpu_memory_utilization"] = 0.15
+        begun = time.perf_counter()
+        llm = start(model, which, policy, max_model_len=4096, max_num_batched_tokens=1024, max_num_seqs=8, **options)
+        started = time.perf_counter() - begun
+        parameters = SamplingParams(max_tokens=24, temperature=0, logprobs=2, detokenize=False, ignore_eos=True)
+        outputs = llm.generate(prompts, parameters, use_tqdm=False)
+        found[name] = [(list(each.outputs[0].token_ids), ranked(each.outputs[0].logprobs)) for each in outputs]
+        result.add(
+            **{f"{name}: start s": round(started, 1), f"{name}: s": round(time.perf_counter() - begun - started, 1)}
+        )
+        del llm
+    pairs = (("own", "density 1"), ("own", "sparse, eager"), ("sparse, eager", "sparse, graphs"))
+    result.add(same_tokens={f"{a} / {b}": compare(found[a], found[b]) for a, b in pairs})
+
+
+def ranked(logprobs: Any) -> list[list[float]]:
+    """The log-probabilities of each token's best candidates, best first."""
+    return [sorted((each.logprob for each in at.values()), reverse=True) for at in logprobs]
+
+
+def compare(mine: list[Any], theirs: list[Any]) -> dict[str, Any]:
+    """How many prompts have the same tokens, and for the others by how much the two best tokens differed there."""
+    same, margins, differences = 0, [], []
+    for (tokens, best), (others, other_best) in zip(mine, theirs, strict=True):
+        first = next((at for at, (a, b) in enumerate(zip(tokens, others, strict=True)) if a != b), None)
+        until = len(tokens) if first is None else first
+        differences += [abs(best[at][0] - other_best[at][0]) for at in range(until)]
+        if first is None:
+            same += 1
+        else:
+            margins.append(round(best[first][0] - best[first][1], 5))
+    return {"prompts": len(mine), "same": same, "margins_where_not": margins,
+            "largest_logprob_difference": max(differences, default=0.0)}  # fmt: skip
+
+
+def main() -> None:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    engine = commands.add_parser("engine", help="time one engine")
+    engine.add_argument("which", choices=("own", "dynaxx"))
+    engine.add_argument("--shape", choices=tuple(SHAPES), default="8b")
+    engine.add_argument("--lengths", default="1000,8192,32768,131072", help="of prompts, ascending")
+    engine.add_argument("--chunk", type=int, default=0, help="tokens of a step, at most; vLLM's default by default")
+    engine.add_argument("--eager", action="store_true", help="no torch.compile and no CUDA graphs")
+    engine.add_argument("--profile", default="", help="a file for the kernels of one prompt")
+    tokens = commands.add_parser("tokens", help="compare greedy tokens")
+    for command in (engine, tokens):
+        command.add_argument("--out", default="", help="a JSON file")
+    arguments = parser.parse_args()
+    {"engine": run_engine, "tokens": run_tokens}[arguments.command](arguments)
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

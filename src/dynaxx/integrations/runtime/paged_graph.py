@@ -1,0 +1,122 @@
+"""Decoding steps that a CUDA graph may capture.
+
+A captured step replays the same kernels for every later step of its batch size, so nothing in it may depend on lengths
+that only the host knows. Whether a sequence decodes sparse is therefore decided on the device: a layer has two limits,
+and a sequence reads chosen pages if its length lies between them. All other sequences read all of their pages. The kill
+switch, a reloaded policy and a resting layer change the limits, and the next replay follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dynaxx.integrations.runtime.paged import Pages, Sequences, Softmax
+from dynaxx.integrations.runtime.routing import DenseReason
+from dynaxx.layout.paging import PageSummaries
+from dynaxx.ops.decode import sparse_decode
+from dynaxx.policy import Policy
+from dynaxx.policy.decode import DecodePlan
+
+NEVER = 2**31 - 1  # more keys than any sequence has
+ALIGNED = 4  # int32 in 16 bytes
+Limits = tuple[int, int]  # a sequence of `first` <= keys < `second` decodes sparse
+
+
+def decode_limits(policy: Policy, blocked: DenseReason | None) -> Limits:
+    """Return the lengths between which sequences of a layer decode sparse; none where the layer is `blocked`."""
+    if blocked is not None:
+        return NEVER, NEVER
+    below, start = policy.decode_borders
+    rollout = policy.rollout
+    most = NEVER if rollout.max_tokens is None else rollout.max_tokens + 1
+    return max(below if start is None else start, rollout.min_tokens), most
+
+
+class LayerLimits:
+    """The limits of some layers on the device, in memory that captured graphs read.
+
+    Args:
+        layers: indices of the layers with a decode rule, in the order in which a pass runs them.
+        device: of the cache.
+    """
+
+    def __init__(self, layers: Sequence[int], device: torch.device | str) -> None:
+        self.rows = {layer: row for row, layer in enumerate(layers)}
+        self.memory = torch.full((2, len(layers), 1), NEVER, dtype=torch.int32, device=device)
+        self._written: tuple[Limits, ...] = ()
+
+    def write(self, limits: Sequence[Limits]) -> None:
+        """Set the limits of every layer, in order; copies to the device only if they changed."""
+        values = tuple(limits)
+        if values != self._written:
+            self.memory.copy_(torch.tensor(values, dtype=torch.int32).T[..., None])
+            self._written = values
+
+
+class StepLengths:
+    """The lengths of one decoding step, one query per sequence, as each layer reads them.
+
+    Args:
+        limits: of the layers that share the page table.
+        seqused_k: (batch,) int32, keys of each sequence, 0 for padding, in memory that later steps reuse.
+    """
+
+    def __init__(self, limits: LayerLimits, seqused_k: Tensor) -> None:
+        self.limits = limits
+        self.seqused_k = seqused_k
+        self._lengths: tuple[Tensor, Tensor] | None = None
+
+    def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return (batch,) int32 twice: keys of the sequences that read chosen pages, and keys of the others; each is 0
+        where the other is not. The first layer of a pass computes them for all layers, so a graph that captures the
+        pass captures that, too."""
+        row = self.limits.rows[layer]
+        if row == 0 or self._lengths is None:
+            used, (least, most) = self.seqused_k[None], self.limits.memory
+            batch = used.shape[1]
+            wide = -(-batch // ALIGNED) * ALIGNED  # Triton compiles another kernel for memory that begins elsewhere
+            sparse, dense = used.new_empty(2, len(self.limits.rows), wide)[..., :batch]
+            torch.mul(used, (used >= least) & (used < most), out=sparse)
+            torch.sub(used, sparse, out=dense)
+            self._lengths = sparse, dense
+        sparse, dense = self._lengths
+        return sparse[row], dense[row]
+
+
+def one_query_each(sequences: Sequences) -> bool:
+    """Return whether the step's queries are one per sequence, in the order of the page table, padding at the end."""
+    rows = sequences.rows
+    return bool(rows) and all(row.index == row.start == at and row.seqlen_q == 1 for at, row in enumerate(rows))
+
+
+def decode_step(
+    q: Tensor,
+    pages: Pages,
+    sequences: Sequences,
+    lengths: tuple[Tensor, Tensor],
+    plan: DecodePlan,
+    summaries: PageSummaries | None,
+    softmax: Softmax,
+    out: Tensor,
+) -> None:
+    """Attend from one query of each sequence, to chosen pages or to all of them.
+
+    Args:
+        q: (tokens, q_heads, head_dim); the first tokens are the sequences' queries, the rest is padding.
+        pages: with the keys of this step.
+        lengths: of `StepLengths.of_layer`.
+        summaries: up to date; None where the plan reads every page.
+        out: as q; a token is written for each row of the page table, 0 for rows without a sequence.
+    """
+    batch = min(len(sequences.seqused_k), len(q))
+    queries, found, table = q[:batch, None], out[:batch, None], sequences.page_table[:batch]
+    if plan.budget.reads_everything:
+        found.copy_(sparse_decode(queries, pages.cache(sequences.seqused_k[:batch], table), **softmax.arguments))
+        return
+    sparse, dense = (each[:batch] for each in lengths)
+    chosen = sparse_decode(queries, pages.cache(sparse, table, summaries), plan.budget, **softmax.arguments)
+    every = sparse_decode(queries, pages.cache(dense, table), **softmax.arguments)
+    torch.add(chosen, every, out=found)  # a sequence without keys gives 0

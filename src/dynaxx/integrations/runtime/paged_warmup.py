@@ -1,0 +1,134 @@
+"""Compile the kernels of a policy before the first request.
+
+Triton compiles a kernel when it is first called with arguments of a kind: constants, dtypes, whether a size is 1 or a
+multiple of 16. Lengths are none of these, so a few calls on random tensors reach every kind that requests will.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from dynaxx.integrations.runtime.paged import FP8, Pages, Softmax
+from dynaxx.layout.paging import PagedCache
+from dynaxx.ops import sparse_attention
+from dynaxx.ops.decode import sparse_decode, summarize_pages
+from dynaxx.policy import LayerPlan
+from dynaxx.policy.decode import DecodePlan
+
+SHORT_KEYS = 40  # keys of each sequence in a decoding step that is run to compile it
+
+
+class LayerShape(NamedTuple):
+    """What kernels are compiled for in a layer, beside its rule."""
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype  # of queries
+    device: torch.device
+    softmax: Softmax
+
+
+class Decoding(NamedTuple):
+    """What decoding kernels are compiled for, beside that."""
+
+    page_size: int
+    page_count: int  # pages of the cache; whether they are a multiple of 16 matters
+    max_pages: int  # columns of the page table
+    max_seqs: int  # sequences of a step, at most
+    fp8: bool
+
+
+def powers_between(least: int, most: int) -> list[int]:
+    """Return the powers of two in [least, most], and both ends."""
+    powers = [1 << n for n in range(least.bit_length(), most.bit_length()) if 1 << n <= most]
+    return sorted({min(least, most), *powers, most})
+
+
+def prefill_shapes(q_block: int, sparse_from: int, chunk: int, longest: int) -> list[tuple[int, int]]:
+    """Return (queries, keys) of prompts and their chunks: sizes that double, and sizes that 16 does not divide."""
+    shapes = set()
+    for keys in powers_between(max(sparse_from, q_block), longest):
+        for queries in powers_between(q_block, min(chunk, keys)):
+            for q in (queries, queries - 1):
+                for k in (keys, keys - 1):
+                    if q_block <= q <= k and k >= sparse_from:
+                        shapes.add((q, k))
+    return sorted(shapes, reverse=True)  # the largest first: later ones find its memory free
+
+
+def run_prefill(plan: LayerPlan, shape: LayerShape, shapes: list[tuple[int, int]]) -> None:
+    """Select and attend once for each of some (queries, keys), as a layer of the engine does.
+
+    Args:
+        plan: of the layer; its rules look at no tokens.
+        shapes: `prefill_shapes`.
+    """
+    if not shapes:
+        return
+    most_q, most_k = max(q for q, _ in shapes), max(k for _, k in shapes)
+    draw = torch.Generator(shape.device).manual_seed(0)
+    random = lambda *size: torch.empty(size, dtype=shape.dtype, device=shape.device).normal_(generator=draw)
+    queries = random(1, most_q, shape.q_heads, shape.head_dim)
+    both = random(shape.kv_heads, most_k, 2 * shape.head_dim).transpose(0, 1)[None]  # as in ordered pages
+    for seqlen_q, seqlen_k in shapes:
+        q, (k, v) = queries[:, :seqlen_q], both[:, :seqlen_k].chunk(2, dim=-1)
+        layout = plan.layout(q, k, scale=shape.softmax.scale)
+        sparse_attention(q, k, v, layout, **shape.softmax.arguments)
+
+
+def run_decode(plan: DecodePlan, shape: LayerShape, decoding: Decoding) -> None:
+    """Take decoding steps of every batch size that a mixed step is padded to, over a small cache of the same kind."""
+    pages = 16 if decoding.page_count % 16 == 0 else 17
+    size = (pages, shape.kv_heads, decoding.page_size, 2 * shape.head_dim)
+    if decoding.fp8:
+        one = torch.ones((), device=shape.device)
+        cached = Pages(torch.zeros(size, dtype=FP8, device=shape.device), one, one)
+    else:
+        cached = Pages(torch.zeros(size, dtype=shape.dtype, device=shape.device))
+    integers: dict[str, Any] = {"dtype": torch.int32, "device": shape.device}
+    everything = cached.cache(
+        torch.tensor([pages * decoding.page_size], **integers), torch.arange(pages, **integers)[None]
+    )
+    chooses = not plan.budget.reads_everything
+    summaries = summarize_pages(everything, bound=plan.budget.bound).summaries if chooses else None
+    for batch in padded_batches(decoding.max_seqs):
+        table = torch.zeros(batch, decoding.max_pages, **integers)
+        used = torch.full((batch,), min(SHORT_KEYS, decoding.page_size), **integers)
+        q = torch.zeros(batch, 1, shape.q_heads, shape.head_dim, dtype=shape.dtype, device=shape.device)
+        sparse_decode(q, cached.cache(used, table), **shape.softmax.arguments)
+        if chooses:
+            chosen: PagedCache = cached.cache(used, table, summaries)
+            summarize_pages(chosen, new_tokens=1)
+            sparse_decode(q, chosen, plan.budget, **shape.softmax.arguments)
+
+
+def padded_batches(most: int) -> list[int]:
+    """Return the batch sizes that decoding steps are padded to: powers of two up to the first that holds `most`."""
+    return [1 << n for n in range((most - 1).bit_length() + 1)]
+
+
+@contextmanager
+def compiled_kernels() -> Iterator[list[str]]:
+    """Collect the names of the kernels that Triton compiles, or loads from its cache on disk, within the block."""
+    names: list[str] = []
+    try:
+        from triton import knobs
+    except ImportError:
+        yield names
+        return
+    before = knobs.runtime.jit_post_compile_hook
+
+    def hook(**event: Any) -> Any:
+        names.append(str(getattr(event.get("fn"), "name", "")))
+        return None if before is None else before(**event)
+
+    knobs.runtime.jit_post_compile_hook = hook
+    try:
+        yield names
+    finally:
+        knobs.runtime.jit_post_compile_hook = before
