@@ -65,8 +65,8 @@ class WholeSequence(torch.autograd.Function):
 
 def gathered(x, split, dim, ranks):
     found = [None] * ranks.count
-    torch.distributed.all_gather_object(found, x.detach())
-    return found
+    torch.distributed.all_gather_object(found, x.detach().cpu())
+    return [y.to(x.device) for y in found]
 
 
 def hold(reports):
@@ -76,6 +76,7 @@ def hold(reports):
 
 def check(ranks, q, k, v, layout, split=None, **options):
     """Hold results and gradients to their budgets on rank 0; the other ranks only compute."""
+    q, k, v, layout = (x.to(ranks.device) for x in (q, k, v, layout))
     attend = split_attend(ranks, split, **options)
     if ranks.rank == 0:
         hold(check_forward(attend, q, k, v, layout))
@@ -86,8 +87,8 @@ def check(ranks, q, k, v, layout, split=None, **options):
     out, lse = attend(*leaves, layout)
     seen = lse.isfinite()
     generator = generator_of_gradients(0, q.device)
-    do = torch.randn(*q.shape[:3], v.shape[-1], generator=generator).to(q.dtype)
-    dlse = torch.randn(q.shape[0], q.shape[2], q.shape[1], generator=generator)
+    do = torch.randn(*q.shape[:3], v.shape[-1], generator=generator, device=q.device).to(q.dtype)
+    dlse = torch.randn(q.shape[0], q.shape[2], q.shape[1], generator=generator, device=q.device)
     torch.autograd.grad([out, lse[seen]], leaves, [do.to(out.dtype), dlse.to(lse.dtype)[seen]])
 
 
@@ -101,7 +102,7 @@ def splits_of(seqlen, ranks, chunk, rng):
 def case_patterns_with_grouped_heads(ranks):
     for name, pattern in PATTERNS.items():
         q, k, v = make_qkv(2, 190, 190, 6, 2, 16, 24, seed=len(name))
-        check(ranks, q, k, v, pattern.layout(190, block_size=32), backend="reference")
+        check(ranks, q, k, v, pattern.layout(190, block_size=32), backend=ranks.backend("reference"))
 
 
 def case_every_split_and_number_of_stages(ranks):
@@ -110,7 +111,7 @@ def case_every_split_and_number_of_stages(ranks):
     q, k, v = make_qkv(1, 170, 170, 8, 4, 16)
     for split in splits_of(170, ranks.count, 32, rng):
         for stages in (1, 4):
-            check(ranks, q, k, v, layout, split, stages=stages, backend="cpu")
+            check(ranks, q, k, v, layout, split, stages=stages, backend=ranks.backend("cpu"))
 
 
 def case_random_problems(ranks):
@@ -130,6 +131,8 @@ def case_packed_batches(ranks):
     layout = dx.packed_layout(dx.SlidingWindow(60), ends, block_size=32)
     q, k, v = make_qkv(1, 240, 240, 4, 2, 16)
     check(ranks, q, k, v, layout)
+    layout = layout.to(ranks.device)
+    q, k, v = (x.to(ranks.device) for x in (q, k, v))
     split = dxd.sequence_split(layout, ranks.mesh)
     own = [split.shard(x[0], ranks.rank, 0) for x in (q, k, v)]
     out, lse = dxd.sparse_attention(*own, layout, ranks.mesh, return_lse=True)
@@ -157,9 +160,10 @@ def case_layouts_per_head_send_less(ranks):
     layout = dx.BlockLayout.stack_heads(
         [dx.SlidingWindow(10 + 20 * head).layout(256, block_size=16) for head in range(4)]
     )
-    q, k, v = make_qkv(1, 256, 256, 4, 4, 16)
+    q, k, v = make_qkv(1, 256, 256, 4, 4, 16, device=ranks.device)
     split = dxd.SequenceSplit.contiguous(256, ranks.count, 16)
     check(ranks, q, k, v, layout, split, stages=4)
+    layout = layout.to(ranks.device)
     own = [split.shard(x, ranks.rank) for x in (q, k, v)]
     plans = [dxd.exchange_plan(*own, layout, ranks.mesh, split=split, stages=n) for n in (4, 1)]
     if ranks.rank < ranks.count - 1:
@@ -167,9 +171,9 @@ def case_layouts_per_head_send_less(ranks):
 
 
 def case_scores_that_are_capped_and_sinks(ranks):
-    q, k, v = make_qkv(1, 130, 130, 4, 2, 16)
-    sinks = torch.randn(4, generator=torch.Generator().manual_seed(1))
-    layout = dx.SlidingWindow(50).layout(130, block_size=32)
+    q, k, v = make_qkv(1, 130, 130, 4, 2, 16, device=ranks.device)
+    sinks = torch.randn(4, generator=torch.Generator().manual_seed(1)).to(ranks.device)
+    layout = dx.SlidingWindow(50).layout(130, block_size=32, device=ranks.device)
     split = dxd.sequence_split(layout, ranks.mesh)
     own = [split.shard(x, ranks.rank) for x in (q, k, v)]
     options = {"softcap": 3.0, "sinks": sinks, "scale": 0.3}
@@ -181,13 +185,13 @@ def case_scores_that_are_capped_and_sinks(ranks):
 def case_half_precision(ranks):
     for dtype in (torch.bfloat16, torch.float64):
         q, k, v = make_qkv(1, 200, 200, 4, 2, 32, dtype=dtype)
-        check(ranks, q, k, v, dx.SlidingWindow(90).layout(200, block_size=32), backend="reference")
+        check(ranks, q, k, v, dx.SlidingWindow(90).layout(200, block_size=32), backend=ranks.backend("reference"))
 
 
 def case_twice_the_same_bits(ranks):
-    layout = (dx.RandomBlocks(3, seed=2) | dx.LocalBlocks(1)).layout(400, block_size=32)
+    layout = (dx.RandomBlocks(3, seed=2) | dx.LocalBlocks(1)).layout(400, block_size=32, device=ranks.device)
     split = dxd.sequence_split(layout, ranks.mesh)
-    own = [split.shard(x, ranks.rank) for x in make_qkv(1, 400, 400, 4, 2, 16)]
+    own = [split.shard(x, ranks.rank) for x in make_qkv(1, 400, 400, 4, 2, 16, device=ranks.device)]
 
     def run():
         leaves = [x.clone().requires_grad_() for x in own]
@@ -200,13 +204,13 @@ def case_twice_the_same_bits(ranks):
 def case_bytes_are_as_planned(ranks):
     """A window exchanges its halo alone; everything exchanges everything; counts are what really travels."""
     rows = 1024
-    q, k, v = make_qkv(1, rows, rows, 4, 2, 16)
+    q, k, v = make_qkv(1, rows, rows, 4, 2, 16, device=ranks.device)
     token = 2 * (16 + 16) * 4  # two kv heads, key and value, fp32
     split = dxd.SequenceSplit.contiguous(rows, ranks.count, 64)
     own = [split.shard(x, ranks.rank).requires_grad_() for x in (q, k, v)]
     halo, everything = 64 * (ranks.rank < ranks.count - 1), split.length(ranks.rank) * (ranks.count - 1)
     for pattern, causal, sent in ((dx.SlidingWindow(64), True, halo), (dx.Full(), False, everything)):
-        layout = pattern.layout(rows, block_size=64, causal=causal)
+        layout = pattern.layout(rows, block_size=64, causal=causal, device=ranks.device)
         plan = dxd.exchange_plan(*own, layout, ranks.mesh, split=split)
         before = dxd.traffic()
         out = dxd.sparse_attention(*own, layout, ranks.mesh, split=split)
@@ -219,8 +223,8 @@ def case_bytes_are_as_planned(ranks):
 
 
 def case_ranks_that_disagree_say_so(ranks):
-    q, k, v = make_qkv(1, 128, 128, 2, 1, 16)
-    layout = dx.Causal().layout(128, block_size=32)
+    q, k, v = make_qkv(1, 128, 128, 2, 1, 16, device=ranks.device)
+    layout = dx.Causal().layout(128, block_size=32, device=ranks.device)
     make = dxd.SequenceSplit.contiguous if ranks.rank == 0 else dxd.SequenceSplit.zigzag
     split = make(128, ranks.count, 32)
     own = [split.shard(x, ranks.rank) for x in (q, k, v)]

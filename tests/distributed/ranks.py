@@ -28,6 +28,11 @@ class Ranks:
     mesh: object
     rank: int
     count: int
+    device: str = "cpu"
+
+    def backend(self, name):
+        """The backend of a case on a CPU; on GPUs whatever serves."""
+        return name if self.device == "cpu" else "auto"
 
 
 def cases_of(module: str) -> list[str]:
@@ -36,11 +41,12 @@ def cases_of(module: str) -> list[str]:
     return [line.split("(")[0].removeprefix("def ") for line in lines if line.startswith("def case_")]
 
 
-def run_cases(module: str, count: int) -> dict[str, list[str]]:
-    """Run all cases of a module on `count` gloo ranks; failures of each case, by rank."""
+def run_cases(module: str, count: int, device: str = "cpu") -> dict[str, list[str]]:
+    """Run all cases of a module on `count` ranks, through gloo or NCCL; failures of each case, by rank."""
+    _build_core()
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-        command = [sys.executable, str(HERE / "ranks.py"), module, str(count), folder]
+        command = [sys.executable, str(HERE / "ranks.py"), module, str(count), folder, device]
         workers = [
             subprocess.Popen(
                 [*command, str(rank)],
@@ -69,20 +75,32 @@ def run_cases(module: str, count: int) -> dict[str, list[str]]:
         return results
 
 
-def _work(module: str, count: int, folder: str, rank: int) -> None:
+def _build_core() -> None:
+    """Compile the C++ core here, once, where that is still to be done: ranks that all do it wait for one another."""
+    import torch
+
+    import dynaxx as dx
+
+    q = torch.zeros(1, 16, 1, 16)
+    dx.sparse_attention(q, q, q, dx.Causal().layout(16, block_size=16))
+
+
+def _work(module: str, count: int, folder: str, device: str, rank: int) -> None:
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
     torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo",
+        "gloo" if device == "cpu" else "nccl",
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=count,
         timeout=timedelta(seconds=COLLECTIVE_SECONDS),
     )
-    ranks = Ranks(init_device_mesh("cpu", (count,), mesh_dim_names=("sequence",)), rank, count)
+    ranks = Ranks(init_device_mesh(device, (count,), mesh_dim_names=("sequence",)), rank, count, device)
     cases = importlib.import_module(module)
     found: dict[str, str | None] = {}
     for name in cases_of(module):
@@ -106,4 +124,4 @@ def _work(module: str, count: int, folder: str, rank: int) -> None:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(HERE))
-    _work(sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
+    _work(sys.argv[1], int(sys.argv[2]), *sys.argv[3:5], int(sys.argv[5]))

@@ -35,7 +35,7 @@ def whole_and_own(ranks, split, tensors, attend_whole, attend_own):
     shards = [split.shard(x, ranks.rank).requires_grad_() for x in tensors]
     out, own = attend_whole(*leaves), attend_own(*shards)
     close(own, out, split, ranks)
-    do = torch.randn(out.shape, generator=torch.Generator().manual_seed(7))
+    do = torch.randn(out.shape, generator=torch.Generator().manual_seed(7)).to(out.device)
     wanted = torch.autograd.grad(out, leaves, do)
     got = torch.autograd.grad(own, shards, split.shard(do, ranks.rank))
     for a, b in zip(got, wanted, strict=True):
@@ -43,7 +43,7 @@ def whole_and_own(ranks, split, tensors, attend_whole, attend_own):
 
 
 def case_the_same_blocks_are_chosen(ranks: Ranks):
-    q, k, v = make_qkv(2, 250, 250, 4, 2, 16, seed=3)
+    q, k, v = make_qkv(2, 250, 250, 4, 2, 16, seed=3, device=ranks.device)
     for name, rule in RULES.items():
         for causal in (True, False):
             whole = dx.select_blocks(q, k, rule, causal=causal, block_size=(32, 16))
@@ -59,7 +59,7 @@ def case_the_same_blocks_are_chosen(ranks: Ranks):
 
 
 def case_summaries_are_few_bytes(ranks: Ranks):
-    q, k, _ = make_qkv(1, 512, 512, 2, 1, 32)
+    q, k, _ = make_qkv(1, 512, 512, 2, 1, 32, device=ranks.device)
     split = dxd.SequenceSplit.contiguous(512, ranks.count, 64)
     own = [split.shard(x, ranks.rank) for x in (q, k)]
     before = dxd.traffic().bytes_sent
@@ -69,7 +69,7 @@ def case_summaries_are_few_bytes(ranks: Ranks):
 
 
 def case_choosing_and_attending_at_once(ranks: Ranks):
-    q, k, v = make_qkv(1, 250, 250, 4, 2, 16, seed=4)
+    q, k, v = make_qkv(1, 250, 250, 4, 2, 16, seed=4, device=ranks.device)
     for rule in (RULES["mean queries"], RULES["per head"]):
         whole = lambda q, k, v, rule=rule: dx.sparse_attention(q, k, v, dx.select_blocks(q, k, rule, block_size=32))
         for stages, split in zip((1, 2), splits(250, ranks.count, 32), strict=True):
@@ -81,7 +81,7 @@ def case_choosing_and_attending_at_once(ranks: Ranks):
 
 def case_rules_that_look_at_other_ranks_are_refused(ranks: Ranks):
     split = dxd.SequenceSplit.contiguous(64, ranks.count, 16)
-    q = torch.zeros(1, split.length(ranks.rank), 2, 8)
+    q = torch.zeros(1, split.length(ranks.rank), 2, 8, device=ranks.device)
     for rule in (dx.TopK(1, dx.LastQueryProbe(8)), dx.ClusterGlobals(1), dx.TopK(1, dx.KeyClusters(8))):
         with pytest.raises(dx.UnsupportedInputError, match="row by row"):
             dxd.select_split_blocks(q, q, rule, split, ranks.mesh, block_size=16)
@@ -91,8 +91,8 @@ def case_rules_that_look_at_other_ranks_are_refused(ranks: Ranks):
 
 def case_native_sparse_attention(ranks: Ranks):
     sizes = dx.NativeSizes(8, 4, 16, 4, 1, 1, window=24)
-    q, k, v = make_qkv(1, 200, 200, 4, 2, 16)
-    gates = torch.rand(1, 200, 4, 3, generator=torch.Generator().manual_seed(2))
+    q, k, v = make_qkv(1, 200, 200, 4, 2, 16, device=ranks.device)
+    gates = torch.rand(1, 200, 4, 3, generator=torch.Generator().manual_seed(2)).to(ranks.device)
 
     def whole(q, k, v, gates):
         return dx.native_sparse_attention(q, k, v, (dx.compress(k, sizes), dx.compress(v, sizes)), gates, sizes)
@@ -114,8 +114,8 @@ def case_modules_train_alike(ranks: Ranks):
     )
     for make in makers:
         torch.manual_seed(1)
-        module = make()
-        x = torch.randn(1, 150, 32)
+        module = make().to(ranks.device)
+        x = torch.randn(1, 150, 32, device=ranks.device)
         for dense in (False, True):
             module.dense = dense
             out = module(x)

@@ -7,11 +7,17 @@ from ranks import cases_of, run_cases
 import dynaxx as dx
 from dynaxx import distributed as dxd
 
+slow = lambda count: pytest.param((count, "cpu"), marks=pytest.mark.slow, id=f"{count} ranks")
+quick = lambda count: pytest.param((count, "cpu"), id=f"{count} ranks")
+GPUS = pytest.param((2, "cuda"), marks=pytest.mark.gpu, id="2 GPUs")
 
-@pytest.fixture(scope="module", params=[2, 4, pytest.param(3, marks=pytest.mark.slow),
-                                        pytest.param(8, marks=pytest.mark.slow)])  # fmt: skip
+
+@pytest.fixture(scope="module", params=[quick(2), quick(4), slow(3), slow(8), GPUS])
 def results(request):
-    return run_cases("attention_cases", request.param)
+    count, device = request.param
+    if device == "cuda" and torch.cuda.device_count() < count:
+        pytest.skip(f"needs {count} GPUs")
+    return run_cases("attention_cases", count, device)
 
 
 @pytest.mark.parametrize("case", cases_of("attention_cases"))

@@ -1,13 +1,20 @@
 """Rules over data, Native Sparse Attention and modules with a split sequence give what one device gives."""
 
 import pytest
+import torch
 from ranks import cases_of, run_cases
 
+slow = lambda count: pytest.param((count, "cpu"), marks=pytest.mark.slow, id=f"{count} ranks")
+quick = lambda count: pytest.param((count, "cpu"), id=f"{count} ranks")
+GPUS = pytest.param((2, "cuda"), marks=pytest.mark.gpu, id="2 GPUs")
 
-@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow),
-                                        pytest.param(4, marks=pytest.mark.slow)])  # fmt: skip
+
+@pytest.fixture(scope="module", params=[quick(2), slow(3), slow(4), GPUS])
 def results(request):
-    return run_cases("rule_cases", request.param)
+    count, device = request.param
+    if device == "cuda" and torch.cuda.device_count() < count:
+        pytest.skip(f"needs {count} GPUs")
+    return run_cases("rule_cases", count, device)
 
 
 @pytest.mark.parametrize("case", cases_of("rule_cases"))
