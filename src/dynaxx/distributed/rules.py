@@ -227,7 +227,7 @@ def check_rule(rule: Rule, split: SequenceSplit, sizes: tuple[int, int]) -> None
             {
                 "distributed": [
                     "a choice that is made row by row is the same on every rank: use TopK, TopP or Threshold with "
-                    "MeanQuery(), MeanPool() or MinMax(), or split the heads instead (dynaxx.distributed.by_heads)"
+                    "MeanQuery(), MeanPool() or MinMax(), or split the heads instead (sparse_attention_by_heads)"
                 ]
             },
         )
