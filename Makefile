@@ -57,9 +57,10 @@ test: lint types docs .venv/model.stamp ## Lint, types, documentation and the wh
 test-vllm: .venv-vllm/vllm.stamp ## Test the vLLM plugin in real engines on the CPU
 	.venv-vllm/bin/python -m pytest -m "slow or not slow" tests/integrations/test_paged.py tests/integrations/test_vllm.py
 
-lint: .venv/dev.stamp ## Check style and format
+lint: .venv/dev.stamp ## Check style, format and spelling
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/codespell
 
 types: .venv/dev.stamp ## Check types
 	$(BIN)/mypy
@@ -70,6 +71,7 @@ format: .venv/dev.stamp ## Fix style and format
 
 docs: .venv/dev.stamp ## Build the documentation into site/; open site/index.html
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@! grep -rlE 'src="https?://' site --include='*.html' || { echo "error: these pages load scripts from a network"; exit 1; }
 
 demo: .venv/dev.stamp .venv/model.stamp ## Tune SmolLM2-135M on Python's documentation and write a report
 	@$(BIN)/dynaxx tune smollm2 --text pydoc --out $(DEMO) --time-budget $(BUDGET); status=$$?; \

@@ -126,6 +126,17 @@ def leaves(nav: Any) -> list[str]:
     return [leaf for part in parts for leaf in leaves(part)]
 
 
+def on_post_page(output: str, page: Any, config: MkDocsConfig) -> str:
+    """Point the search at our copy of a script that the theme would load from a network."""
+    above = "../" * page.url.count("/")
+    return output.replace("https://unpkg.com/iframe-worker/shim", f"{above}assets/iframe-worker.js")
+
+
+def on_post_template(output: str, template_name: str, config: MkDocsConfig) -> str:
+    """Do the same for pages that no Markdown file makes (404.html)."""
+    return output.replace("https://unpkg.com/iframe-worker/shim", "assets/iframe-worker.js")
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated pages to the build."""
     for path, text in {"cli.md": cli_page(), **api_pages()}.items():
