@@ -1,0 +1,20 @@
+"""The example notebooks run from top to bottom, and are committed without outputs."""
+
+from pathlib import Path
+
+import pytest
+
+NOTEBOOKS = sorted((Path(__file__).parent.parent / "examples" / "notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
+def test_notebook_runs(path, tmp_path):
+    nbformat = pytest.importorskip("nbformat")
+    client = pytest.importorskip("nbclient").NotebookClient
+    pytest.importorskip("ipykernel")
+    notebook = nbformat.read(path, as_version=4)
+    assert all(not cell.outputs for cell in notebook.cells if cell.cell_type == "code"), "clear the outputs"
+    client(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    text = "".join(str(output) for cell in notebook.cells for output in cell.get("outputs", []))
+    assert "Warning" not in text and "Traceback" not in text, text
