@@ -1,6 +1,6 @@
 """Attend sparsely in 20 lines: a pattern, blocks chosen from the data, and what each keeps.
 
-    python examples/sparse_attention.py
+Run it with `python examples/sparse_attention.py`.
 """
 
 import torch
