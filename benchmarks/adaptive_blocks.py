@@ -63,7 +63,7 @@ def choose(mass, visible, sizes, worth, overhead):
 
 
 def tuned(mass, estimate, visible, sizes, overhead, recall, queries):
-    """The cheapest choice that reaches the recall: bisection on the threshold."""
+    """Return the cheapest choice that reaches the recall, by bisection on the threshold."""
     low, high = 1e-9, float(estimate.max())
     for _ in range(40):
         middle = (low * high) ** 0.5
@@ -74,7 +74,7 @@ def tuned(mass, estimate, visible, sizes, overhead, recall, queries):
 
 
 def as_layout(kept, seqlen, size):
-    """A layout of `size`-blocks from the kept 32-blocks."""
+    """Build a layout of `size`-blocks from the kept 32-blocks."""
     kept = kept[:, :: size // 32, :: size // 32] if size > 32 else kept
     most = int(kept.sum(-1).max())
     found = kept.byte().sort(dim=-1, descending=True, stable=True)
@@ -93,7 +93,7 @@ def true_mass(q, k, scale):
 
 
 def estimated_mass(q, k, scale):
-    """What `MeanPool(16)` says of every 32-block."""
+    """Return the estimate of `MeanPool(16)` for every 32-block."""
     grid = BlockGrid(len(q), len(k), (32, 32))
     rows = dx.MeanPool(16).prepare(q[None], k[None], grid, scale)
     return rows(0, grid.q_blocks)[0].softmax(-1).nan_to_num(0.0) * 32

@@ -37,7 +37,7 @@ def make_model():
 
 
 def serve(model, prompts, new_tokens):
-    """New tokens of each request, and the CPU seconds of all."""
+    """Return the new tokens of each request, and the CPU seconds of all requests together."""
     settings = transformers.GenerationConfig(
         max_new_tokens=new_tokens, do_sample=False, eos_token_id=None, pad_token_id=0
     )

@@ -191,7 +191,7 @@ def dense_forms(layers, device):
 
 
 def bytes_read(case, cache):
-    """What each run must read: keys and values of its pages, and the summaries of all where it chooses."""
+    """Count the bytes that each run must read: keys and values of its pages, and all summaries if it chooses."""
     page = case.batch * KV_HEADS * case.page_size * 2 * HEAD_DIM * cache.k.dtype.itemsize
     attention = math.ceil(case.share * case.seqlen / case.page_size) * page
     summaries = {x.data_ptr(): x for x in (cache.summaries.low, cache.summaries.high, cache.summaries.scale)}

@@ -116,7 +116,7 @@ def rounding():
 
 
 def recall_of(q, k, page_size, share, bound, dtype):
-    """The share of dense attention that lies in the pages chosen, mean over heads."""
+    """Return the share of dense attention that falls in the chosen pages, averaged over heads."""
     cache = dx.summarize_pages(dx.PagedCache.contiguous(k, k, page_size=page_size), bound=bound, dtype=dtype)
     pages = dx.select_pages(q, cache, dx.PageBudget(share, sinks=page_size, window=2 * page_size, bound=bound))
     every = cache.max_pages

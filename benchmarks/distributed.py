@@ -55,7 +55,7 @@ class Setup:
         dist.barrier()
 
     def most(self, number):
-        """The largest of the ranks' numbers."""
+        """Return the largest of the ranks' numbers."""
         found = torch.tensor([number], dtype=torch.float64, device=self.device)
         dist.all_reduce(found, dist.ReduceOp.MAX)
         return found.item()
@@ -105,7 +105,7 @@ def measure_link(setup):
 
 
 def random_layout(seqlen, device, density=0.1, seed=0):
-    """The diagonal, and of each row's earlier blocks as many as make up the density, at random; for all heads."""
+    """Choose the diagonal and random earlier blocks of each row, up to the density; shared by all heads."""
     blocks = -(-seqlen // BLOCK)
     scores = torch.rand(blocks, blocks, generator=torch.Generator().manual_seed(seed))
     row = torch.arange(blocks)
@@ -166,7 +166,7 @@ class Case:
 
 
 def step(attend, inputs, backward, **options):
-    """A call without arguments: forward alone, or with gradients of all inputs."""
+    """Return a call without arguments: forward alone, or with gradients of all inputs."""
     if not backward:
         return lambda: attend(*inputs, **options)
     leaves = [x.requires_grad_() for x in inputs]

@@ -184,7 +184,7 @@ def run_key(task):
 
 
 def state_of_sources():
-    """Changes with any source file that a result depends on: sweeps of one state may be counted together."""
+    """Hash the source files that a result depends on: sweeps with the same hash may be counted together."""
     digest = hashlib.sha256()
     for room in ("kernels", "layout", "ops"):
         for path in sorted((Path(dynaxx.__file__).parent / room).rglob("*.py")):

@@ -36,7 +36,7 @@ def seconds(run, repeats, inner=1):
 
 @torch.no_grad()
 def measure(tokens, sample):
-    """The figures, by name."""
+    """Return the figures by name."""
     torch.set_num_threads(1)
     facts = ModelFacts(model_type="llama", layers=1, q_heads=9, kv_heads=3, head_dim=64)
     rule = Rule.of(dx.Sink(4) | dx.SlidingWindow(256) | dx.TopK(0.2))

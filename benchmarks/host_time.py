@@ -68,7 +68,7 @@ def print_calls(tokens: int, backend: str) -> None:
 
 
 def print_decode(tokens: int) -> None:
-    """A step of one sequence, bf16 queries of 32 q heads over 8 kv heads of 128, a tenth of the pages."""
+    """Time one sequence's step: bf16 queries of 32 q heads over 8 kv heads of 128, a tenth of the pages."""
     k, v = torch.randn(2, 1, tokens, 8, 128, device="cuda", dtype=torch.bfloat16)
     q = torch.randn(1, 1, 32, 128, device="cuda", dtype=torch.bfloat16)
     used = torch.full((1,), tokens, dtype=torch.int32, device="cuda")

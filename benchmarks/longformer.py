@@ -141,7 +141,7 @@ def measure_model(name, length, threads, options):
 
 
 def measure_pattern(kind, length, threads, options):
-    """A window of 512 and symmetric global tokens in one layout, with them in front, and in passes of their own."""
+    """Time a window of 512 with symmetric global tokens: in one layout, gathered in front, and in separate passes."""
     torch.set_num_threads(threads)
     draw = lambda seed: torch.randn(1, length, 12, 64, generator=torch.Generator().manual_seed(seed))
     q, k, v = (draw(i).to(options.device, getattr(torch, options.dtype)) for i in range(3))

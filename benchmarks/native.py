@@ -139,7 +139,7 @@ def both_ways(run, leaves):
 
 
 def captured(run):
-    """A CUDA graph of it: what it takes without the host's part."""
+    """Capture a call as a CUDA graph, so that its time has no host part."""
     side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

@@ -56,7 +56,7 @@ def host_time_of(run, count=60):
 
 
 def check(q, cache, gates):
-    """Stops unless the first sequence's step agrees with fp64 over its blocks."""
+    """Stop unless the first sequence's step agrees with fp64 over its blocks."""
     q, gates = q[:1], gates[:1]
     cache = replace(cache, seqused_k=cache.seqused_k[:1], page_table=cache.page_table[:1])
     out, blocks = dx.native_decode(q, cache, gates)

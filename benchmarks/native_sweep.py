@@ -76,7 +76,7 @@ def all_keys():
 
 
 def selected_reports(key, seed, device):
-    """Selected attention of any indices."""
+    """Check selected attention over random indices."""
     case = random_selected_case(
         seed, dtype=getattr(torch, key.dtype), head_dims=key.head_dims[:1], lengths=LENGTHS, groups=(key.group,),
         blocks=(key.block,), slots=(key.slots,),
@@ -138,7 +138,7 @@ def whole_reports(key, seed, device):
 
 
 def cancellation(q, k, v, do):
-    """The rounding that dq and dk carry beside their own: ds = weights * (do @ v.T - delta) is a difference."""
+    """Return the rounding that dq and dk inherit from ds = weights * (do @ v.T - delta), which is a difference."""
     if not q.numel():  # sequences of no tokens alone
         return 0.0, 0.0
     single = torch.finfo(torch.promote_types(q.dtype, torch.float32)).eps

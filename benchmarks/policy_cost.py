@@ -35,7 +35,7 @@ def make_model() -> Any:
 
 
 def twin(model: Any) -> Any:
-    """The same weights in modules and a config of their own."""
+    """Copy a model: the same weights in new modules with a new config."""
     return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
 
 

@@ -160,7 +160,7 @@ class Soak:
             self.drift_found = {"requests": self.traffic.number, "calls": calls(handle)}
 
     def plan(self, handle: Handle, file: Path) -> list[tuple[float, Any]]:
-        """What happens when, of the time."""
+        """Schedule the events: when, as a share of the run, and what."""
         borders = itertools.cycle((self.policy.dense_below + 1, self.policy.dense_below))
         text = policy_text(self.policy)
         cut, future = text[: len(text) // 3], text.replace('"version": 1', '"version": 9', 1)
@@ -258,7 +258,7 @@ class Soak:
 
 
 def calls(handle: Handle) -> float:
-    """Sampled calls of the layer that has most."""
+    """Return the number of sampled calls of the layer that has most."""
     found = handle.statistics()
     return max((each.calls for each in found.layers), default=0) if found else 0
 
@@ -296,7 +296,7 @@ def memory_growth(samples: list[tuple[float, float]]) -> tuple[float, tuple[floa
 
 
 def make_policy(loaded: LoadedModel, text: str, args: argparse.Namespace) -> Policy:
-    """A policy for the model with a guard that looks at all it can, and a reference recorded on the same traffic."""
+    """Build a policy with a guard that samples every call and a reference recorded on the same traffic."""
     facts = model_facts(loaded.model)
     layers = [layer for layer in full_attention_layers(loaded.model) if layer >= min(2, facts.layers - 1)]
     policy = Policy(

@@ -82,7 +82,7 @@ RULE = dx.Sink(4) | dx.SlidingWindow(256) | dx.TopK(0.05)
 
 
 def under_a_policy(model, ids, block_size, sample_rate):
-    """A prefill of a model under a policy."""
+    """Return a prefill of a model under a policy."""
     from dynaxx.integrations.transformers.apply_policy import model_facts
     from dynaxx.policy import Policy, Rule
 
@@ -99,7 +99,7 @@ def under_a_policy(model, ids, block_size, sample_rate):
 
 @torch.no_grad()
 def warmed_up(prefill, probe, sample_rate):
-    """The prefill, after one whose every call is measured."""
+    """Return the prefill, after one run in which every call was measured."""
     probe.sample_rate, spacing, probe.spacing = 1.0, probe.spacing, 0.0
     prefill()
     prefill()
@@ -117,7 +117,7 @@ def smollm2_prefill(tokens, sample_rate):
 
 
 def llama_prefill(tokens, layers, sample_rate):
-    """That of a model of Llama 3 8B's shape, on a GPU."""
+    """Return the prefill of a model of Llama 3 8B's shape on a GPU."""
     import transformers
 
     config = transformers.LlamaConfig(
@@ -135,7 +135,7 @@ def llama_prefill(tokens, layers, sample_rate):
 
 
 def attention_prefill(tokens, layers, sample_rate):
-    """The attention of its layers alone, as an integration calls it."""
+    """Return the attention of that model's layers alone, as an integration calls it."""
     q = torch.randn(1, tokens, 32, 128, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(1, tokens, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     probe = Probe(recorder())

@@ -80,7 +80,7 @@ def sparse(layout: dx.BlockLayout) -> Attend:
 
 
 def without(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """What a step costs beside attention."""
+    """Measure a step's time outside attention."""
     return q + k + v
 
 
@@ -127,7 +127,7 @@ class Shape:
 
 
 def make_runs(shape: Shape, seed: int = 0, *, control: bool = False) -> list[Run]:
-    """The dense one first, all from the same weights; a control is dense from weights one rounding away."""
+    """Build the models, the dense one first, from the same weights; a control is dense from weights one rounding away."""
     torch.manual_seed(seed)
     model = Decoder(shape.layers, shape.width, shape.heads, shape.seqlen)
     runs = [Run("torch SDPA, dense", 1.0, model, dense)]
@@ -179,7 +179,7 @@ def attention_share(runs: list[Run], draw: Callable[[], Tensor], steps: int = 3)
 
 
 def farthest(one: Run, other: Run) -> float:
-    """The largest difference of two loss curves, nats."""
+    """Return the largest difference of two loss curves, in nats."""
     return max(abs(a - b) for a, b in zip(one.losses, other.losses, strict=True))
 
 
@@ -197,7 +197,7 @@ def table(runs: list[Run]) -> str:
 
 
 def results_of(runs: list[Run], shape: Shape, parameters: int, share: float) -> dict[str, Any]:
-    """What `--json` writes."""
+    """Return the document that `--json` writes."""
     of_run = lambda run: {name: getattr(run, name) for name in ("name", "density", "ms", "losses", "seconds")}
     return {
         "parameters": parameters,

@@ -96,7 +96,7 @@ def prompt(draw: random.Random, tokens: int) -> dict[str, list[int]]:
 
 
 def start(model: Path, which: str, policy: Path | None, **arguments: Any) -> Any:
-    """An engine with vLLM's own backend or with ours."""
+    """Start an engine with vLLM's own backend or with dynaxx's."""
     import torch
 
     os.environ.pop("DYNAXX_POLICY", None)
@@ -250,7 +250,7 @@ def run_tokens(arguments: argparse.Namespace) -> None:
 
 
 def ranked(logprobs: Any) -> list[list[float]]:
-    """The log-probabilities of each token's best candidates, best first."""
+    """Return the log-probabilities of each token's best candidates, best first."""
     return [sorted((each.logprob for each in at.values()), reverse=True) for at in logprobs]
 
 

@@ -19,7 +19,7 @@ from dynaxx.lab.texts import pydoc_text
 
 
 def generate(model, ids, new):
-    """New tokens, and the seconds that each took after the prompt."""
+    """Generate tokens; return them and the seconds that each took after the prompt."""
     moments = []
 
     class Clock:

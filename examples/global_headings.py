@@ -20,7 +20,7 @@ TERMS = (("Base Rate", "seven percent"), ("Guarantor", "Northwind Shipping"), ("
 
 
 def contract(tokenizer, term, value, tokens):
-    """The prompt, about `tokens` long, and its continuation."""
+    """Return a prompt of about `tokens` tokens, and its continuation."""
     head = f'SUPPLY AGREEMENT\n\nDEFINITIONS\n\nIn this agreement, "{term}" means {value}.\n\nGENERAL TERMS\n\n'
     tail = f'\n\nFINAL CLAUSE\n\nAs defined on the first page of this agreement, "{term}" means'
     room = tokens - len(tokenizer(head + tail)["input_ids"])

@@ -151,7 +151,7 @@ class Copy:
 
 
 def make_data(name, text):
-    """A source of batches by name."""
+    """Return a source of batches by its name."""
     return {"text": lambda: text, "recall": Recall, "copy": Copy, "needle": lambda: Needles(text)}[name]()
 
 

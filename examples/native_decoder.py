@@ -14,7 +14,7 @@ VARIANTS = ("dense", "window", "native")
 
 
 def make_attention(variant, hidden, q_heads, kv_heads, head_dim, sizes, compression):
-    """The attention module of a variant."""
+    """Return the attention module of a variant."""
     if variant == "native":
         return NativeSparseAttention(hidden, q_heads, kv_heads, head_dim=head_dim, sizes=sizes, compression=compression)
     block_size = 128 if torch.cuda.is_available() else 64

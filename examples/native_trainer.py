@@ -89,7 +89,7 @@ class Trainer:
         loss.backward()
 
     def _capture(self, *inputs):
-        """The graph, what it reads, and the gradients that it writes; kernels are compiled and layouts made before."""
+        """Capture a graph; return it, its inputs, and the gradients it writes. Kernels are compiled and layouts built before."""
         side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -145,7 +145,7 @@ class Trainer:
 
 
 def sizes_of(args):
-    """The sizes that a command line asks for. ValueError where they do not go together."""
+    """Return the sizes that a command line asks for. Raise ValueError if they do not fit together."""
     return NativeSizes(*args.cmp, args.slc_block, args.slc_count, window=args.window)
 
 
@@ -177,7 +177,7 @@ def check_finite(value, what):
 
 
 def cannot_write(error):
-    """The SystemExit of a run that is done, but for the files that it leaves."""
+    """Return the SystemExit of a run that has ended but could not write its files."""
     return SystemExit(f"{error}; run this again when there is room: it is done, and goes on from its last checkpoint, "
                       "if that could be written")  # fmt: skip
 
@@ -193,7 +193,7 @@ def save(path, state):
 
 
 def load(path, settings):
-    """The checkpoint of a run of equal settings, None where there is none yet. SystemExit says what is wrong."""
+    """Load the checkpoint of a run with the same settings; None without one. Raise SystemExit with what is wrong."""
     if not path.exists():
         return None
     try:

@@ -46,7 +46,7 @@ def serve(requests: int, drifted: bool = False) -> None:
 
 
 def shown(handle: Handle) -> str:
-    """What the layers did."""
+    """Print what the layers did."""
     stats = handle.stats()
     return f"{stats['sparse_calls']} sparse calls, dense by reason: {stats['dense_calls']}"
 

@@ -133,7 +133,7 @@ def train(trainers, source, args, settings, at):
 
 
 def held_out(source, args, context):
-    """The batches to measure on: as many tokens each as in training, or one sequence."""
+    """Return the batches to measure on: as many tokens each as in training, or one sequence."""
     rows = max(1, args.batch * args.context // context)
     return [source.batch(rows, context, 10**6 + i, "held_out") for i in range(args.eval_batches)]
 

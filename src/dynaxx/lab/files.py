@@ -116,7 +116,7 @@ def sync_tree(folder: Path) -> None:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A folder to fill that becomes `path` in one step, and is gone where filling it fails.
+    """Yield a folder that becomes `path` in one step, and is removed if filling it fails.
 
     Raises:
         ValueError: there is something at `path`; nothing was changed.
@@ -134,7 +134,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def beside(target: Path) -> Iterator[Path]:
-    """A temporary path next to `target`, gone at the end unless it was renamed."""
+    """Yield a temporary path next to `target`, removed at the end unless it was renamed."""
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     remove(temporary)
     try:

@@ -52,7 +52,7 @@ class Ceilings:
     threads: int
 
     def best_of(self, other: Ceilings) -> Ceilings:
-        """The higher of two measurements: what disturbs one can only lower it."""
+        """Return the higher of two measurements, because disturbances only lower them."""
         gemm, copy = max(self.gemm_gflops, other.gemm_gflops), max(self.copy_gbs, other.copy_gbs)
         return replace(self, gemm_gflops=gemm, copy_gbs=copy)
 
@@ -77,7 +77,7 @@ def machine_facts() -> Machine:
 
 
 def load_average() -> float | None:
-    """Processes that wanted a core over the last minute, None where the system does not say."""
+    """Return the number of processes that wanted a core over the last minute; None if the system does not say."""
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 
@@ -111,7 +111,7 @@ def synchronize(device: torch.device | str) -> None:
 
 
 def _best_seconds(run: Callable[[], Any], device: torch.device, seconds: float) -> float:
-    """The shortest of at least two runs after one to warm up."""
+    """Return the seconds of the shortest of at least two runs, after one to warm up."""
     run()
     best, started, runs = float("inf"), time.perf_counter(), 0
     while runs < 2 or time.perf_counter() - started < seconds:

@@ -57,7 +57,7 @@ PACKAGES = {
 
 
 def longest_prompt(model: Any) -> int:
-    """The tokens that a model says it takes; 2^31 where it does not say."""
+    """Return the context length that a model states; 2^31 if it states none."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31
 
 
@@ -137,7 +137,7 @@ def save_model(loaded: LoadedModel, folder: Path) -> None:
 
 
 def resolve_model(name_or_path: str | Path, *, progress: Progress | None = None) -> Path:
-    """The folder to load from; converts a GGUF on first use. Errors as `load_model`."""
+    """Return the folder to load from; convert a GGUF on first use. Errors are those of `load_model`."""
     path = Path(name_or_path)
     if str(name_or_path) in PACKAGES and not path.exists():
         return _package_folder(str(name_or_path), progress or SilentProgress())
@@ -159,7 +159,7 @@ def resolve_model(name_or_path: str | Path, *, progress: Progress | None = None)
 
 
 def model_name(name_or_path: str | Path) -> str:
-    """What to call a model in a report."""
+    """Return the name of a model for reports."""
     return str(name_or_path) if str(name_or_path) in PACKAGES else Path(name_or_path).resolve().name
 
 
@@ -174,7 +174,7 @@ def _hub_folder(name: str) -> Path | None:
 
 
 def _package_folder(name: str, progress: Progress) -> Path:
-    """The converted folder of a packaged model. The package is located, not imported: it may need more than we do."""
+    """Return the converted folder of a packaged model. The package is located, not imported: it may need more to run."""
     entry, joined = PACKAGES[name], cache_directory() / "gguf" / f"{name}.gguf"
     if not entry.file and joined.is_file():
         return _converted(joined, name, progress)
@@ -195,7 +195,7 @@ def _package_folder(name: str, progress: Progress) -> Path:
 
 
 def _converted(gguf: Path, name: str, progress: Progress) -> Path:
-    """The folder that holds this GGUF's weights in Hugging Face's format, made now if it is not there."""
+    """Return the folder with a GGUF's weights in Hugging Face's format; convert them if it does not exist."""
     if not gguf.is_file():
         raise ValueError(f"{gguf} does not exist; reinstall what brought it")
     target = cache_directory() / "models" / f"{CACHE_FORMAT}-{_fingerprint(gguf)}" / name
@@ -254,7 +254,7 @@ def _sweep(folder: Path) -> None:
 
 
 def _safetensors_error() -> type[Exception]:
-    """What safetensors raises for a file that is cut off, and for a disk that is full."""
+    """Return the errors that safetensors raises for a truncated file and for a full disk."""
     error: type[Exception] = importlib.import_module("safetensors").SafetensorError
     return error
 

@@ -13,7 +13,7 @@ ROWS = 512  # tokens whose logits exist at once
 
 
 def logits_of(model: Any, hidden: Tensor) -> Tensor:
-    """The model's logits of final hidden states (..., hidden_size), fp32, softcapped where the model does it."""
+    """Compute logits of final hidden states (..., hidden_size) in fp32, softcapped if the model does so."""
     logits: Tensor = model.get_output_embeddings()(hidden).float()
     cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     return logits if cap is None else torch.tanh(logits / cap) * cap

@@ -87,7 +87,7 @@ def _reset_peak(device: torch.device) -> bool:
 
 
 def _peak_mb(device: torch.device) -> float | None:
-    """The peak since `_reset_peak`: of torch's allocator on a GPU, of the process's resident memory on a CPU."""
+    """Return the peak bytes since `_reset_peak`: torch's allocator on a GPU, the process's resident memory on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e6
     try:

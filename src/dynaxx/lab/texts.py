@@ -51,7 +51,7 @@ def load_text(source: str | Path) -> str:
 
 
 def pydoc_text() -> str:
-    """The topics of Python's own `help()`, in their order."""
+    """Return the topics of Python's own `help()`, in their order."""
     from pydoc_data.topics import topics
 
     return "\n\n".join(topics.values())
@@ -79,7 +79,7 @@ def split_text(text: str, *, section_chars: int = SECTION_CHARS) -> TextSplit:
 
 
 def _paragraph_end(text: str, start: int, wanted: int) -> int:
-    """The last paragraph end (else line end, else nothing) in the second half of text[start:wanted]."""
+    """Return the last paragraph end (else line end, else `wanted`) in the second half of text[start:wanted]."""
     for mark in ("\n\n", "\n"):
         at = text.rfind(mark, (start + wanted) // 2, wanted)
         if at >= 0:
@@ -88,7 +88,7 @@ def _paragraph_end(text: str, start: int, wanted: int) -> int:
 
 
 def encode(tokenizer: Any, text: str, tokens: int, *, skip: int = 0, part: str = "text") -> Tensor:
-    """The token ids `skip` to `skip + tokens` of a text, (1, tokens) int64, without special tokens.
+    """Return the token ids `skip` to `skip + tokens` of a text, (1, tokens) int64, without special tokens.
 
     Raises:
         ValueError: the text is too short; the message calls it `part` and says how much it has.

@@ -73,7 +73,7 @@ def random_scorer(rng: random.Random) -> Scorer:
 
 
 def random_selector(rng: random.Random) -> Selector:
-    """A budget and a scorer."""
+    """Draw a budget and a scorer."""
     scorer = random_scorer(rng)
     budgets: tuple[Callable[[], Selector], ...] = (
         lambda: TopK(rng.randint(0, 4), scorer),
@@ -131,7 +131,7 @@ def random_case(
     lengths: tuple[int, ...] = LENGTHS,
     block_sizes: tuple[int, ...] = BLOCK_SIZES,
 ) -> AttentionCase:
-    """A random problem; the same seed gives the same one everywhere."""
+    """Draw a random problem; the same seed gives the same one everywhere."""
     rng = random.Random(seed)
     seqlen_k = rng.choice(lengths)
     seqlen_q = seqlen_k if rng.random() < 0.7 else rng.choice(lengths)

@@ -49,7 +49,7 @@ class Draw:
 
     @classmethod
     def of(cls, seed: int, device: torch.device, **fixed: Any) -> Draw:
-        """The draw of a seed; `fixed` fields are as given."""
+        """Draw by a seed; `fixed` fields are as given."""
         rng = random.Random(seed)
         dtype, kv_heads, head_dim = rng.choice(DTYPES), rng.choice((1, 2)), rng.choice(HEAD_DIMS)
         heads = (rng.choice((1, 1, 2, 3, 3, 4, 5, 7, 8)) * kv_heads, kv_heads)
@@ -81,7 +81,7 @@ class Draw:
         return {"causal": self.causal, "block_size": self.block_size}
 
     def pattern(self, seqlen_k: int, without: type[p.Pattern] | None = None) -> p.Pattern:
-        """A pattern for sequences of so many keys (of any number, if it is without `Documents`)."""
+        """Draw a pattern for sequences of so many keys (of any number, if it is without `Documents`)."""
         rule = random_pattern(self.rng, max(1, seqlen_k))
         while (not seqlen_k or without is not None) and any(isinstance(leaf, p.Documents) for leaf in leaves(rule)):
             rule = random_pattern(self.rng, 1)
@@ -91,7 +91,7 @@ class Draw:
         return rule
 
     def rule(self, seqlen_k: int, from_data: bool | None = None, without: type[p.Pattern] | None = None) -> Rule:
-        """A pattern, or what looks at the data: a selector, alone or beside a pattern."""
+        """Draw a pattern, a selector, or a hybrid of both."""
         if not (self.rng.random() < self.from_data if from_data is None else from_data):
             return self.pattern(seqlen_k, without)
         selector = random_selector(self.rng)
@@ -158,7 +158,7 @@ class Draw:
         return inputs
 
     def scale(self) -> float | None:
-        """A softmax scale, mostly the default."""
+        """Draw a softmax scale, mostly the default."""
         return self.rng.choice((None,) * 7 + (0.3, -0.5, 0.0))
 
     def score_options(self, inputs: dict[str, Tensor]) -> dict[str, Any]:
@@ -175,7 +175,7 @@ class Draw:
         return torch.Generator().manual_seed(self.rng.getrandbits(32))
 
     def dense_mask(self, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> Tensor:
-        """A mask without any structure, shared or not."""
+        """Draw a mask without any structure, shared or not."""
         shape = (self.rng.choice((1, batch)), self.rng.choice((1, heads)), seqlen_q, seqlen_k)
         share = self.rng.choice((0.0, 0.02, 0.5, 0.98, 1.0))
         return (torch.rand(shape, generator=self.generator) < share).to(self.device)
@@ -229,7 +229,7 @@ class Draw:
 
 
 def leaves(rule: p.Pattern) -> list[p.Pattern]:
-    """The patterns that a combined one is made of."""
+    """Return the patterns that a combined one is made of."""
     if not isinstance(rule, Union | Intersection):
         return [rule]
     return [leaf for part in rule.parts for leaf in leaves(part)]

@@ -33,7 +33,7 @@ class SelectedCase:
         return mask.repeat_interleave(self.q.shape[2] // mask.shape[0], 0)[None]
 
     def attend(self, backend: str) -> Any:
-        """A function for `check_forward` and `check_gradients`."""
+        """Return a function for `check_forward` and `check_gradients`."""
 
         def run(q: Tensor, k: Tensor, v: Tensor, case: Any) -> tuple[Tensor, Tensor]:
             result = selected_attention(

@@ -45,7 +45,7 @@ class Problem:
 
 @typed
 def random_problem(seed: int, device: torch.device | str = "cpu", **fixed: Any) -> Problem:
-    """A random problem; the same seed gives the same one everywhere.
+    """Draw a random problem; the same seed gives the same one everywhere.
 
     Args:
         fixed: fields of `Draw` that are given and not drawn, as what a kernel is compiled for.
@@ -74,7 +74,7 @@ def _batch(draw: Draw) -> Problem:
 
 
 def _any_layout(draw: Draw, q: Tensor, k: Tensor) -> tuple[BlockLayout, Tensor]:
-    """A layout for a batch, and the pairs that it must show."""
+    """Draw a layout for a batch, and the pairs that it must show."""
     makers = {"rule": 12, "rule per head": 4, "dense mask": 2, "block indices": 2, "BlockMask": 1}
     (source,) = draw.rng.choices(list(makers), list(makers.values()))
     draw.note("layout", source)
@@ -159,7 +159,7 @@ def _merged(draw: Draw) -> Problem:
 
 
 def _buckets(draw: Draw) -> Problem:
-    """Requests of mixed length, each by the rule of its bucket."""
+    """Draw requests of mixed length, each with the rule of its bucket."""
     ends_q, ends_k = draw.ragged()
     inputs = draw.tensors(1, ends_q[-1], ends_k[-1])
     pieces = [(slice(*ends_q[s : s + 2]), slice(*ends_k[s : s + 2])) for s in range(len(ends_q) - 1)]

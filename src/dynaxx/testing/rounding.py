@@ -53,7 +53,7 @@ def rounding_errors(
     softcap: float | None = None,
     merged: bool = False,
 ) -> dict[str, float]:
-    """The largest root mean square error among the elements of out, lse, dq, dk, dv (and dsinks).
+    """Return the largest root mean square error among the elements of out, lse, dq, dk, dv (and dsinks).
 
     Args:
         inputs: q, k, v of (batch, seqlen, heads, head_dim), and sinks (q_heads,) where there are some.
@@ -145,7 +145,7 @@ def _weights(
 
 
 def _matmul(a: Tensor, b: Tensor, terms: Tensor | int, u: float) -> tuple[Tensor, Tensor]:
-    """a @ b, and its error for so many terms."""
+    """Compute a @ b, and its error for so many terms."""
     found = a @ b
     return found, _error_of_sum(found, a**2 @ b**2, terms, u)
 
@@ -155,7 +155,7 @@ def _error_of_sum(total: Tensor, squares: Tensor, terms: Tensor | int, u: float)
 
 
 def _rms(*errors: Tensor) -> Tensor:
-    """What independent errors come to."""
+    """Combine independent errors."""
     return torch.stack(torch.broadcast_tensors(*errors)).square().sum(0).sqrt()
 
 

@@ -30,7 +30,7 @@ class LayerAttention:
     softcap: float | None
 
     def only(self, heads: Sequence[int]) -> LayerAttention:
-        """The same layer with some of its q heads."""
+        """Return the same layer with some of its q heads."""
         return replace(self, q=self.q[:, list(heads)], k=self.k[:, list(heads)])
 
 

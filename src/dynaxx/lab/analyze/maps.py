@@ -47,7 +47,7 @@ class MapStatistics:
 
 
 def sampled_blocks(seqlen: int, block_size: int) -> Tensor:
-    """The query blocks that are looked at: all, or evenly spaced ones that make MAX_ROWS rows. (n,) int64."""
+    """Return the sampled query blocks, (n,) int64: all, or evenly spaced ones with MAX_ROWS rows together."""
     blocks = -(-seqlen // block_size)
     most = max(1, MAX_ROWS // block_size)
     return torch.arange(blocks) if blocks <= most else torch.linspace(0, blocks - 1, most).round().long()
@@ -160,7 +160,7 @@ def _filled(heat: Tensor, rows: Tensor) -> Tensor:
 
 
 def visible_mass(attention: LayerAttention, statistics: Sequence[MapStatistics], layout: BlockLayout) -> Tensor:
-    """The mass of each head's map on the pairs that a layout shows, exact to the element, in rows.
+    """Sum each head's attention over the visible pairs of a layout, exact to the element, by row.
 
     Whole blocks are looked up; partial blocks that hide more than causality does are computed again from q and k.
 

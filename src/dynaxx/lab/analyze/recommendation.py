@@ -35,7 +35,7 @@ def recommend(
     statistics: MapStatistics,
     tried: Sequence[Candidate],
 ) -> Recommendation:
-    """The sparsest of a window with sinks and the selectors that reaches the target; dense if none does."""
+    """Return the sparsest rule (a window with sinks, or a selector) that reaches the target; dense if none does."""
     seqlen = len(statistics.by_distance)
     if attention.window is not None and attention.window < seqlen:
         reason = f"the layer sees only its own window of {attention.window} tokens: leave it"

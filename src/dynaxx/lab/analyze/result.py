@@ -93,7 +93,7 @@ class AnalysisResult:
         return listed | {"heads": [head.to_dict() for head in self.heads]}
 
     def summary(self) -> str:
-        """What the command prints."""
+        """Return the text that the command prints."""
         totals = self.totals
         kinds = ", ".join(f"{count} {kind}" for kind, count in totals["kinds"].items())
         lines = [
@@ -113,7 +113,7 @@ class AnalysisResult:
 
 
 def encode_heatmap(heatmap: Tensor) -> dict[str, Any]:
-    """A heat map as bytes on a log scale: 0 is nothing, 1 is `low` or less, 255 is all of a row's attention."""
+    """Encode a heat map as bytes on a log scale: 0 is nothing, 1 is `low` or less, 255 is all of a row's attention."""
     decades = -torch.tensor(HEAT_LOW).log10()
     level = 1 + 254 * (1 + heatmap.clamp(min=HEAT_LOW, max=1.0).log10() / decades)
     codes = torch.where(heatmap > 0, level, 0.0).round().to(torch.uint8)

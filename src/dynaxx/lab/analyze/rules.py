@@ -60,7 +60,7 @@ def window_density(window: int, sinks: int, seqlen: int, block_size: int) -> flo
 
 
 def _streaming(grid: BlockGrid, density: float) -> Pattern:
-    """A block of sinks and the window of whole blocks that comes closest to a density."""
+    """Return a block of sinks and the window of whole blocks that comes closest to a density."""
     size = grid.block_size[1]
     windows = [blocks * size for blocks in range(1, grid.kv_blocks + 1)]
     best = min(windows, key=lambda window: abs(window_density(window, size, grid.seqlen_q, size) - density))
@@ -68,7 +68,7 @@ def _streaming(grid: BlockGrid, density: float) -> Pattern:
 
 
 def _share(forced: Pattern, grid: BlockGrid, density: float) -> float:
-    """The share for `TopK` beside whole blocks of a pattern that comes closest to a density, to three digits."""
+    """Return the share, to three digits, with which `TopK` beside a pattern of whole blocks comes closest to a density."""
     visible = grid.causal_kv_blocks(grid.rows())
     forced_blocks = forced.layout(grid.seqlen_q, block_size=grid.block_size).kv_num_blocks[0, 0]
     shares = torch.arange(0, 1001)[:, None] / 1000

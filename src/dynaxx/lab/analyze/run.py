@@ -106,7 +106,7 @@ def _chosen(name: str, wanted: Sequence[int] | None, count: int) -> tuple[int, .
 
 
 def _sample(tokenizer: Any, text: str, tokens: int, seed: int) -> tuple[Tensor, int]:
-    """A run of tokens from a place that `seed` chooses, behind the special tokens that the model expects."""
+    """Return consecutive tokens from a place that `seed` chooses, after the special tokens that the model expects."""
     special: list[int] = tokenizer("")["input_ids"]
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     spare = len(ids) - (tokens - len(special))
@@ -154,7 +154,7 @@ def _analyze_layer(
 
 
 def _catch(attention: LayerAttention, statistics: Sequence[maps.MapStatistics], candidate: Candidate) -> list[Catch]:
-    """What a rule comes to on each head."""
+    """Measure a rule on each head."""
     rows, size = statistics[0].rows, statistics[0].block_size
     if candidate.rule is None:
         return [_oracle(each, candidate.budget) for each in statistics]
@@ -167,7 +167,7 @@ def _catch(attention: LayerAttention, statistics: Sequence[maps.MapStatistics], 
 
 
 def _oracle(statistics: maps.MapStatistics, budget: float) -> Catch:
-    """The blocks of most mass, of all queries together: no choice of as many whole blocks holds more."""
+    """Choose the blocks with most mass over all queries together: no choice of as many whole blocks holds more."""
     looked_at = statistics.block_mass.sum(-1) > 0
     visible = int((torch.arange(1, len(looked_at) + 1, device=looked_at.device)[looked_at]).sum())
     count = max(1, round(budget * visible))

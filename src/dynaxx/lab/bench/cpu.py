@@ -264,7 +264,7 @@ def _repeated(run: Run, times: int) -> Run:
 
 
 def _heads_first(x: Tensor) -> Tensor:
-    """The same values with the memory of (batch, heads, seqlen, head_dim), as a kv cache has it; shared with SDPA."""
+    """Copy a tensor to the memory order (batch, heads, seqlen, head_dim) of a kv cache; SDPA reads the same memory."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 

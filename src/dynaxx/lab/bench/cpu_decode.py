@@ -60,7 +60,7 @@ def time_decode(medians: Medians, seed: int, say: Callable[[str], None], seqlen:
 
 
 def _step(q: Tensor, k: Tensor, v: Tensor, page_size: int) -> Callable[[], Tensor]:
-    """A step that was checked against fp64."""
+    """Return a step that was checked against fp64."""
     cache = summarize_pages(PagedCache.contiguous(k.transpose(1, 2), v.transpose(1, 2), page_size=page_size))
     budget = PageBudget(math.ceil(SHARE * cache.max_pages) - 1)  # beside the last page, which is always read
     pages = select_pages(q, cache, budget)

@@ -70,7 +70,7 @@ def random_causal_layout(seqlen: int, density: float, block_size: int, seed: int
 
 
 def bars_of(rows: Iterable[dict[str, Any]]) -> list[Bar]:
-    """The bars that each row of `time_shape` must reach; those of memory with tokens first are for information."""
+    """Return the bars for the rows of `time_shape`. Rows with tokens first in memory have none."""
     bars = []
     for row in rows:
         if row["memory"] != "heads first":

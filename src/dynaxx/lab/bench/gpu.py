@@ -93,7 +93,7 @@ def run_gpu_suite(
 
 
 def peers_named(names: Sequence[str] | None) -> list[str]:
-    """The peers whose name starts like one of these, or all.
+    """Return the peers whose names start like one of `names`, or all peers.
 
     Raises:
         ValueError: a name of none.
@@ -189,7 +189,7 @@ def _agree(run: Callable[..., Tensor], inputs: tuple[Tensor, ...], expected: Ten
 
 
 def _said(error: Exception) -> str:
-    """An error's type and the line of it that says why."""
+    """Return an error's type and the line of its message that says why."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     why = next((line for line in lines if "Error: " in line), lines[-1] if lines else "")
     return f"{type(error).__name__}: {why}"[:160]
@@ -206,7 +206,7 @@ def _forward(run: Callable[..., Tensor], inputs: tuple[Tensor, ...], flops: int)
 
 
 def _backward(run: Callable[..., Tensor], inputs: tuple[Tensor, ...], flops: int) -> dict[str, float]:
-    """The same of a backward."""
+    """Time a backward in the same way."""
     out = run(*inputs)
     do = torch.randn_like(out)
     return _measured("backward", lambda: torch.autograd.grad(out, inputs, do, retain_graph=True), 2.5 * flops)

@@ -63,7 +63,7 @@ def bars_of(found: dict[str, Any]) -> list[Bar]:
 
 
 def _best(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """What `backend="auto"` would run."""
+    """Return the backend that `backend="auto"` would run."""
     return next((rows[name] for name in ("hopper", "triton") if "skipped" not in rows[name]), {})
 
 

@@ -106,7 +106,7 @@ def _host_us(run: Callable[[], object], inference: bool, calls: int = 100) -> fl
 
 
 def time_encoder(device: torch.device, say: Report) -> list[dict[str, Any]]:
-    """A forward of BERT-base's shape, random weights, batch 8 of 2,048 tokens: eager, SDPA, a window of 256 on dynaxx.
+    """Time a forward of BERT-base's shape (random weights, 8 x 2,048 tokens): eager, SDPA, a window of 256 on dynaxx.
 
     The window goes through transformers' `AttentionInterface`, where an attention function of any kind is registered.
     """
@@ -157,7 +157,7 @@ def _window_of_256(
 
 
 def time_growth(device: torch.device, say: Report) -> list[dict[str, Any]]:
-    """A forward with a window of 1,024 at 4k to 1M tokens, 8 / 2 heads of 128: ms, and peak memory with its layout."""
+    """Measure ms and peak memory of a forward with a window of 1,024 at 4k to 1M tokens, 8 / 2 heads of 128."""
     from triton.testing import do_bench
 
     rows = []
@@ -184,7 +184,7 @@ def time_growth(device: torch.device, say: Report) -> list[dict[str, Any]]:
 
 
 def draw_growth(rows: list[dict[str, Any]]) -> str:
-    """An SVG: time and memory per token against length, of what they are at 4k: what grows with the blocks is level."""
+    """Draw time and memory per token by length, relative to 4k tokens, as SVG: growth with the blocks is a level line."""
     first = rows[0]
     per = lambda row, name: row[name] / first[name] / (row["seqlen"] / first["seqlen"])
     say = lambda row, name, unit: f"{row['seqlen']:,} tokens: {row[name]} {unit}"

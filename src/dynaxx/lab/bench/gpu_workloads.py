@@ -66,7 +66,7 @@ class Workload:
 
 
 def random_causal_layout(seqlen: int, density: float, block: int, device: torch.device, seed: int) -> BlockLayout:
-    """The diagonal, and a share `density` of the blocks below it."""
+    """Choose the diagonal and a share `density` of the blocks below it."""
     blocks = -(-seqlen // block)
     generator = torch.Generator().manual_seed(seed)
     chosen = (torch.rand(blocks, blocks, generator=generator) < density).tril(-1) | torch.eye(blocks, dtype=torch.bool)

@@ -31,7 +31,7 @@ class Mismatch:
     case: str
 
     def reproduce(self) -> str:
-        """The one line that shows it again."""
+        """Return the command that shows the failure again."""
         return f"dynaxx doctor --fuzz-seed {self.seed}    # {self.backend}: {self.what}; {self.case}"
 
 
@@ -64,7 +64,7 @@ class FuzzResult:
         }
 
     def summary(self) -> str:
-        """What the command prints."""
+        """Return the text that the command prints."""
         lines = [
             f"{self.cases:,} random problems, forward and gradients, in {self.seconds:.0f} s "
             f"({self.cases / self.seconds:.1f} per second); go on with --seed {self.first_seed + self.cases}",

@@ -100,7 +100,7 @@ class DoctorResult:
         }
 
     def summary(self) -> str:
-        """What the command prints."""
+        """Return the text that the command prints."""
         machine = self.machine
         versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
         lines = [

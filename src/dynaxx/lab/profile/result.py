@@ -128,7 +128,7 @@ class ProfileResult:
         }
 
     def summary(self) -> str:
-        """What the command prints."""
+        """Return the text that the command prints."""
         c = self.ceilings
         lines = [
             f"{self.model} on {self.machine.cpu}" + "".join(f", {gpu}" for gpu in self.machine.gpus),

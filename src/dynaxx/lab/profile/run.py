@@ -190,13 +190,13 @@ def _linear_weights(model: nn.Module) -> int:
 
 
 def _prompt(tokenizer: Any, text: str, tokens: int) -> Tensor:
-    """A prompt of this many tokens; a short text is repeated, which changes no timing."""
+    """Return a prompt of this many tokens. A short text is repeated, which changes no timing."""
     have = len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     return encode(tokenizer, text * (2 * tokens // max(1, have) + 1), tokens)
 
 
 def _write_trace(path: Path, run: Callable[[], Any]) -> None:
-    """A Chrome trace (for Perfetto or chrome://tracing) of one run, whole or not at all."""
+    """Write a Chrome trace (for Perfetto or chrome://tracing) of one run, whole or not at all."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)

@@ -12,7 +12,7 @@ PALE = (64, 190, 172)  # of an almost empty one
 
 
 def heatmap_uri(codes: bytes, size: int, *, low: int = 52, high: int = 240) -> str:
-    """A PNG data URI of `size` x `size` codes (0 nothing, 1 .. 255 on a log scale), see-through where there is nothing.
+    """Encode `size` x `size` codes (0 nothing, 1 .. 255 on a log scale) as a PNG data URI, transparent where nothing is.
 
     Args:
         low, high: codes that are drawn empty and full: with five decades from 1 to 255, a ten-thousandth and a half.

@@ -97,7 +97,7 @@ def write_report(run_dir: Path) -> Path:
 
 
 def _page(documents: dict[str, Any], problems: dict[str, str], folder: str) -> dict[str, Any]:
-    """What the template shows."""
+    """Return the data that the template shows."""
     model = next((str(each["model"]) for each in documents.values() if isinstance(each.get("model"), str)), "MODEL")
     makers: dict[str, Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]] = {
         "profile": parts.profile_section,
@@ -136,7 +136,7 @@ def _page(documents: dict[str, Any], problems: dict[str, str], folder: str) -> d
 
 
 def _read(run_dir: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """The documents that are there, and what is wrong with those that cannot be read."""
+    """Return the documents that exist, and what is wrong with those that cannot be read."""
     documents, problems = {}, {}
     for name, file in FILES.items():
         if not (run_dir / file).exists():

@@ -25,7 +25,7 @@ MOST_MAPS = 400  # more heads than that get smaller heat maps, to keep the page 
 
 
 def number(value: Any) -> str:
-    """A figure of unknown kind, to four digits."""
+    """Format a figure of unknown kind to four digits."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return str(value)
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
@@ -221,7 +221,7 @@ def _budget_matrix(document: dict[str, Any]) -> str:
 
 
 def policy_section(document: dict[str, Any], documents: dict[str, Any]) -> dict[str, Any]:
-    """The policy and its size."""
+    """Return the policy and its size."""
     return {
         "rules": len(document["rules"]),
         "model": _picked(document["model"], "model_type layers q_heads"),
@@ -233,7 +233,7 @@ def policy_section(document: dict[str, Any], documents: dict[str, Any]) -> dict[
 
 
 def validation_section(document: dict[str, Any], documents: dict[str, Any]) -> dict[str, Any]:
-    """Checks, tasks, the whole prefill against dense."""
+    """Return the checks, the tasks, and the whole prefill against dense."""
     speed = [
         {"dense_peak_mb": None, "sparse_peak_mb": None, **row, "speedup": row["dense_seconds"] / row["sparse_seconds"]}
         for row in document.get("speed") or []
@@ -259,19 +259,19 @@ def validation_section(document: dict[str, Any], documents: dict[str, Any]) -> d
 
 
 def _picked(values: dict[str, Any], names: str) -> dict[str, Any]:
-    """The named values; a KeyError says which one a file lacks."""
+    """Return the named values; a KeyError names the one that a file lacks."""
     return {name: values[name] for name in names.split()}
 
 
 def _table(rows: Any) -> dict[str, Any]:
-    """A list of like objects as header and rows; nested values are left out."""
+    """Turn a list of similar objects into header and rows; nested values are left out."""
     rows = [row for row in rows or [] if isinstance(row, dict)]
     header = [key for key, value in rows[0].items() if not isinstance(value, (dict, list))] if rows else []
     return {"header": header, "rows": [[row.get(key, "") for key in header] for row in rows]}
 
 
 def _flat(value: Any) -> dict[str, Any]:
-    """The plain figures of an object."""
+    """Return the plain figures of an object."""
     if not isinstance(value, dict):
         return {"value": value}
     return {key: each for key, each in value.items() if not isinstance(each, (dict, list))}

@@ -10,7 +10,7 @@ CHAR = 6.4  # mean width of a character at 12 px
 
 
 def document(width: float, height: float, parts: Sequence[str], alt: str) -> str:
-    """The whole of a chart; `alt` says what it shows to who cannot see it."""
+    """Return a chart as SVG; `alt` describes it for readers who cannot see it."""
     return (
         f'<svg viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}" role="img" '
         f'aria-label="{escape(alt)}">{"".join(parts)}</svg>'
@@ -60,7 +60,7 @@ def _span(said: str, x: float, anchor: str) -> tuple[float, float]:
 
 
 def scale(low: float, high: float, start: float, end: float, log: bool = False) -> Callable[[float], float]:
-    """A function from values to pixels."""
+    """Return a function from values to pixels."""
     change = math.log if log else float
     first, last = change(low), change(high)
     span = (last - first) or 1.0
@@ -68,7 +68,7 @@ def scale(low: float, high: float, start: float, end: float, log: bool = False) 
 
 
 def padded(low: float, high: float) -> tuple[float, float]:
-    """A range with some air."""
+    """Return a range with a margin."""
     margin = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
     return low - margin, high + margin
 

@@ -29,17 +29,17 @@ class Verdict:
 
 
 def percent(value: float, digits: int = 0) -> str:
-    """A share as "21 %", unbreakable."""
+    """Format a share as "21 %" with an unbreakable space."""
     return f"{100 * value:.{digits}f}{NBSP}%"
 
 
 def change(ratio: float) -> str:
-    """A ratio to dense as a signed change: 1.006 is "+0.6 %"."""
+    """Format a ratio to dense as a signed change: 1.006 is "+0.6 %"."""
     return f"{100 * (ratio - 1):+.{2 if abs(ratio - 1) < 0.001 else 1}f}{NBSP}%"
 
 
 def times(factor: float) -> str:
-    """A factor as "1.6" and a multiplication sign."""
+    """Format a factor as "1.6" and a multiplication sign."""
     return f"{factor:.{2 if factor < 1.2 else 1}f}\N{MULTIPLICATION SIGN}"
 
 
@@ -156,7 +156,7 @@ def _density(documents: dict[str, Any]) -> float | None:
 
 
 def _perplexity(documents: dict[str, Any]) -> tuple[float | None, float | None]:
-    """The ratio to dense and the tolerance."""
+    """Return the ratio to dense and the tolerance."""
     validation, tuning = documents.get("validation") or {}, documents.get("tuning") or {}
     ratio = (validation.get("perplexity") or tuning.get("chosen") or {}).get("ratio")
     limit = tuning.get("tolerance")
@@ -167,7 +167,7 @@ def _perplexity(documents: dict[str, Any]) -> tuple[float | None, float | None]:
 
 
 def _any_speed(documents: dict[str, Any]) -> tuple[str, tuple[int, float] | None]:
-    """What was timed, and how it came out: the prefill if it was validated, else attention alone."""
+    """Describe the timing: of the whole prefill if it was validated, else of attention alone."""
     validation, tuning = documents.get("validation") or {}, documents.get("tuning") or {}
     if validation.get("speed"):
         return "prefill", _speed(validation["speed"])
@@ -175,7 +175,7 @@ def _any_speed(documents: dict[str, Any]) -> tuple[str, tuple[int, float] | None
 
 
 def _speed(timings: list[dict[str, Any]] | None) -> tuple[int, float] | None:
-    """The longest length measured, and dense over sparse seconds there."""
+    """Return the longest measured length, and dense over sparse seconds there."""
     if not timings:
         return None
     longest = max(timings, key=lambda timing: timing["seqlen"])

@@ -34,7 +34,7 @@ class Allocation(NamedTuple):
 
 
 def lower_hull(density: Sequence[float], loss: Sequence[float]) -> list[int]:
-    """Indices of the points on the lower convex hull of falling losses, by ascending density."""
+    """Return indices of the points on the lower convex hull of falling losses, by ascending density."""
     hull: list[int] = []
     for point in sorted(range(len(density)), key=lambda i: (density[i], loss[i])):
         if hull and loss[point] >= loss[hull[-1]]:
@@ -77,7 +77,7 @@ class Allocator:
         return self._least[0] / self._heads
 
     def at(self, density: float) -> Allocation:
-        """The best allocation of at most this mean density (of `least_density` at least)."""
+        """Return the best allocation with at most this mean density, which is at least `least_density`."""
         choice, (spent, loss) = self._start.clone(), self._least
         for step in self._steps:
             if spent + step.density > density * self._heads + 1e-9:

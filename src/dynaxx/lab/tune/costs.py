@@ -29,11 +29,11 @@ class Costs(NamedTuple):
         return next(iter(self.density.values())).shape[1] // len(self.layers)
 
     def budgets(self, choice: Tensor) -> Budgets:
-        """The budgets that an allocation gives to each layer's heads."""
+        """Return the budgets that an allocation gives to each layer's heads."""
         return torch.tensor(BUDGETS, dtype=torch.float64)[choice].view(len(self.layers), self.heads).tolist()
 
     def uniform(self, scorer: Scorer, density: float) -> tuple[float, float]:
-        """A density, or the least there is, and the one budget for all heads that comes to it."""
+        """Return a density, or the least possible one, and the budget for all heads that gives it."""
         densities = self.density[scorer].mean(1).tolist()
         return max(density, densities[0]), _interpolate(density, densities, BUDGETS)
 
@@ -50,7 +50,7 @@ class Costs(NamedTuple):
 
     @classmethod
     def of(cls, found: dict[str, Any]) -> Costs:
-        """The costs that `plain` wrote, of every scorer in turn."""
+        """Read the costs that `plain` wrote, scorer by scorer."""
         density, loss = (torch.tensor(found[name]).chunk(len(SCORERS)) for name in ("density", "loss"))
         by_scorer = lambda parts: dict(zip(SCORERS, parts, strict=True))
         return cls(tuple(found["layers"]), by_scorer(density), by_scorer(loss))

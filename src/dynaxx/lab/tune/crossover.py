@@ -84,7 +84,7 @@ def time_lengths(
 
 
 def within(lengths: Sequence[int], limit: int) -> list[int]:
-    """The lengths up to a limit, and the limit itself where it cuts some off."""
+    """Return the lengths up to a limit, and the limit itself if it cuts some off."""
     return [*(length for length in lengths if length < limit), *([limit] if limit <= lengths[-1] else [])]
 
 
@@ -103,7 +103,7 @@ def _attend(plan: LayerPlan, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _typical(plans: list[LayerPlan]) -> list[LayerPlan]:
-    """The plans of the lowest, middle and highest budget."""
+    """Return the plans with the lowest, middle and highest budget."""
 
     def weight(plan: LayerPlan) -> float:
         budgets = [getattr(getattr(group.rule, "selector", None), "budget", 0.0) for group in plan.groups]
@@ -130,7 +130,7 @@ def interleaved(runs: Sequence[Callable[[], Any]], repeats: int, device: torch.d
 
 
 def dense_below(timings: Sequence[LengthTiming]) -> int | None:
-    """The shortest measured length from which sparse stays faster; None if it is not faster at the longest."""
+    """Return the shortest measured length from which sparse stays faster; None if it is not faster at the longest."""
     border = None
     for timing in sorted(timings, key=lambda each: -each.seqlen):
         if timing.dense_seconds < GAIN * timing.sparse_seconds:

@@ -61,7 +61,7 @@ def check_cuda_graph(model: Any, with_decode: bool, cuda_graph: bool) -> None:
 
 
 def decode_rule(share: float, layers: Sequence[int], page_size: int) -> Rule:
-    """What a step reads: the first page, the last `WINDOW` tokens, and a share of the pages between."""
+    """Build the page budget of a step: the first page, the last `WINDOW` tokens, and a share of the pages between."""
     from dynaxx.policy import Rule
 
     rule = Hybrid(Sink(page_size) | SlidingWindow(WINDOW), TopK(share, MinMax(bound=1.0)))
@@ -151,7 +151,7 @@ def _said(best: DecodeTrial, border: int | None, longest: int) -> str:
 
 @torch.no_grad()
 def _read(model: Any, ids: Tensor) -> Any:
-    """The cache of a prompt that was read densely."""
+    """Return the cache of a prompt that was read densely."""
     return model.base_model(ids.to(model.device), use_cache=True).past_key_values
 
 

@@ -98,7 +98,7 @@ def _dense(layer: _Layer) -> Tensor:
 
 
 def _dense_as_rows(layer: _Layer) -> Tensor:
-    """The heads of a group as rows of one head: they see the same keys."""
+    """Reshape the heads of a group into rows of one head, since they see the same keys."""
     kv_heads, head_dim = layer.k.shape[1], layer.k.shape[3]
     return scaled_dot_product_attention(layer.q.view(1, kv_heads, -1, head_dim), layer.k, layer.v)
 

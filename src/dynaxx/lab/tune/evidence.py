@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def with_evidence(result: TuneResult, device: str, dtype: str, longest: int) -> TuneResult:
-    """The result with a policy that says from which length it runs, where that was measured, and what was found.
+    """Return the result with a policy that states its border, its machine and its evidence.
 
     Without a chosen trial, or where sparse is never faster, the policy has no rules: it is dense everywhere. No border
     lies beyond `longest`, the model's context.
@@ -50,7 +50,7 @@ def with_evidence(result: TuneResult, device: str, dtype: str, longest: int) -> 
 
 
 def with_decode_rules(result: TuneResult, found: DecodeResult, page_size: int, command: str) -> TuneResult:
-    """The result with what was found about decoding, and its rules where they keep perplexity and pay."""
+    """Return the result with the decoding measurements, and decode rules if they keep perplexity and pay."""
     from dynaxx.policy import Evidence
 
     policy = result.policy

@@ -129,7 +129,7 @@ class _Steps:
         return tuned
 
     def validate(self, tuned: TuneResult, say: Callable[[str], None]) -> tuple[TuneResult, dict[str, Any] | None, str]:
-        """What was tuned, with a later border where only speed failed; the validation; its checks, or why none."""
+        """Return the tuned result (with a later border if only speed failed), the validation, and its checks or why there are none."""
         from dynaxx.lab.tune.raise_border import validate_tuned
 
         plan = self.plan
@@ -153,7 +153,7 @@ class _Steps:
             self.files.append(write_report(self.plan.out))
 
     def _document(self, name: str, file: str, make: Callable[[], Any]) -> dict[str, Any] | None:
-        """A step's document: what an earlier run with these settings wrote, or made now; None if it is skipped."""
+        """Return a step's document: from an earlier run with these settings, or made now; None if it is skipped."""
         if name in self.plan.skip:
             return None
         path = self.plan.out / file

@@ -34,7 +34,7 @@ class PipelineResult:
         }
 
     def summary(self) -> str:
-        """What the command prints."""
+        """Return the text that the command prints."""
         lines = [self.profile["verdict"]] if self.profile else []
         chosen, uniform = self.tuning.get("chosen"), self.tuning.get("best_uniform_density")
         border = self.tuning.get("dense_below")

@@ -55,7 +55,7 @@ def validate_tuned(
 
 
 def with_border(tuned: TuneResult, border: int, found: ValidationResult) -> TuneResult:
-    """The result with a policy that runs prompts sparse from `border` tokens, and why: what `found` says."""
+    """Return the result with a policy that runs prompts sparse from `border` tokens, with `found` as its evidence."""
     from dynaxx.lab.tune.result import Raised
     from dynaxx.policy import Evidence
 

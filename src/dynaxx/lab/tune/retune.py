@@ -46,7 +46,7 @@ class RetuneResult:
         }
 
     def summary(self) -> str:
-        """What the command prints."""
+        """Return the text that the command prints."""
         layers = len({each.layer for each in self.renewals})
         lines = [f"{len(self.renewals)} heads of {layers} layers get other budgets, from {self.calls} calls a layer"]
         if not self.renewals:

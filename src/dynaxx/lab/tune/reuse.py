@@ -41,7 +41,7 @@ class ReuseCosts:
         return asdict(self)
 
     def summary(self) -> str:
-        """What the command prints."""
+        """Return the text that the command prints."""
         if not self.layers:
             return f"reuse {self.reuse}: no two layers see their whole context"
         own, reused = (

@@ -54,7 +54,7 @@ def _sparser(tuned: Budgeted, uniform: Budgeted) -> Budgeted:
 
 
 def calibration_ids(tokenizer: Any, text: str, tokens: int) -> Tensor:
-    """What is tuned on, of the calibration half of a text: (1, ...) int64.
+    """Return the token ids to tune on, from the calibration half of a text: (1, ...) int64.
 
     Raises:
         ValueError: the text is too short; the message says how much it has.
@@ -293,7 +293,7 @@ class Search:
         return with_evidence(result, parameter.device.type, dtype, longest_prompt(self.model))
 
     def _with_decode(self, result: TuneResult, command: str, task: Task, cuda_graph: bool) -> TuneResult:
-        """The result with decode rules where they keep perplexity and pay."""
+        """Return the result with decode rules if they keep perplexity and pay."""
         if not self.time.allows(1.0):
             said = "no rule: no time was left to look for one"
             none = DecodeResult((), None, (), (), cuda_graph, None, said)

@@ -41,7 +41,7 @@ class Comparison:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[Any]:
-        """The model under the policy."""
+        """Apply the policy to the model."""
         from dynaxx.integrations.transformers.apply_policy import apply
 
         with apply(self.model, self.policy) as handle:

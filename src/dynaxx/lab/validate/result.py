@@ -104,7 +104,7 @@ class ValidationResult:
         return {**asdict(self), "advice": self.advice()}
 
     def advice(self) -> list[str]:
-        """What to do about each check that failed, a sentence each."""
+        """Return one sentence per failed check that says what to do about it."""
         failed = {check.name: check for check in self.checks if not check.passed}
         found = []
         if failed.keys() - {"slowdown"}:
@@ -121,7 +121,7 @@ class ValidationResult:
         return found
 
     def later_border(self, lengths: Iterable[int] = ()) -> int | None:
-        """The next length from which prompts could run sparse instead, where that they were slow is all that failed.
+        """Return the next length from which prompts could run sparse, if slowness is all that failed.
 
         Args:
             lengths: others that may do, beside those that were timed.
@@ -144,7 +144,7 @@ class ValidationResult:
         return self.sparse_from is not None and row.seqlen >= self.sparse_from
 
     def summary(self) -> str:
-        """The checks, one line each."""
+        """Return the checks, one line each."""
         lines = []
         for check in self.checks:
             name, value = check.name.replace("_", " "), f"{check.value:.4g} {check.unit}".rstrip()

@@ -105,7 +105,7 @@ def validate(
 
 
 def _lengths(lengths: Sequence[int], border: int, longest: int) -> tuple[int, ...]:
-    """The lengths to time: those asked for, the shortest, and the border, where a policy gains least."""
+    """Return the lengths to time: those asked for, the shortest, and the border, where a policy gains least."""
     wrong = [length for length in lengths if not 1 < length <= longest]
     if wrong:
         raise ValueError(

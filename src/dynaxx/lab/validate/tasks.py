@@ -35,7 +35,7 @@ class RetrievalSample:
 def make_samples(
     tokenizer: Any, haystack: Sequence[int], tokens: int, samples: int, seed: int = 0
 ) -> list[RetrievalSample]:
-    """`samples` prompts of each task, `tokens` long; a single needle stands from early to late, other facts anywhere.
+    """Draw `samples` prompts of each task, `tokens` long; a needle moves from early to late, other facts are anywhere.
 
     Raises:
         ValueError: `tokens` leaves no room for text between the facts, or the haystack is shorter.
