@@ -32,7 +32,7 @@ PAGE_SIZE = 32
 
 
 def model_inputs(name, tokens, steps):
-    """q (1, 1, heads, head_dim) and k, v (1, seqlen, kv_heads, head_dim) of every step and layer."""
+    """Capture q (1, 1, heads, head_dim) and k, v (1, seqlen, kv_heads, head_dim) of every step and layer."""
     from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 
     from dynaxx.lab.models import load_model

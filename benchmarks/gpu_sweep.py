@@ -155,8 +155,11 @@ def run_case(key, seed, device):
 
 
 def run_key(task):
-    """The cases of one key, until the time is over: counts by status, what was covered, lines to print, the nearest
-    to its budget of each tensor, seconds."""
+    """Run the cases of one key until the time is over.
+
+    Returns:
+        Counts by status, what was covered, lines to print, each tensor's error closest to its budget, and seconds.
+    """
     number, key, cases, first_seed, device, deadline = task
     torch.set_num_threads(1)
     counts, traits, lines, nearest, first = collections.Counter(), {}, [], {}, 0.0

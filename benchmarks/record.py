@@ -1,6 +1,6 @@
-"""Run a benchmark that prints JSON, and keep its rows with commit, machine, versions and date.
+r"""Run a benchmark that prints JSON, and keep its rows with commit, machine, versions and date.
 
-    python benchmarks/record.py decode_suite --rows decode --title "Decoding on a CPU" -- \\
+    python benchmarks/record.py decode_suite --rows decode --title "Decoding on a CPU" -- \
         dynaxx bench --suite cpu --only decode --threads 1 --json
 
 writes benchmarks/results/decode_suite.json; `python benchmarks/render.py` puts it into the pages that name it.

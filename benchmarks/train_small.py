@@ -127,7 +127,7 @@ class Shape:
 
 
 def make_runs(shape: Shape, seed: int = 0, *, control: bool = False) -> list[Run]:
-    """Build the models, the dense one first, from the same weights; a control is dense from weights one rounding away."""
+    """Build the models from the same weights, the dense one first; a control starts one rounding away."""
     torch.manual_seed(seed)
     model = Decoder(shape.layers, shape.width, shape.heads, shape.seqlen)
     runs = [Run("torch SDPA, dense", 1.0, model, dense)]

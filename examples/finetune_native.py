@@ -59,7 +59,7 @@ def set_dense(model, dense):
 
 
 def count_at(share, most, least):
-    """Return the number of selected blocks after a share of the run: from all to the model's own over the first half, in even ratios."""
+    """Return the selected blocks after a share of the run: from all to the model's own over the first half."""
     return max(least, round(most * (least / most) ** min(1.0, 2 * share)))
 
 

@@ -30,7 +30,7 @@ def contract(tokenizer, term, value, tokens):
 
 @torch.no_grad()
 def log_prob(model, tokenizer, prompt, answer):
-    """log P(answer | prompt), summed over the answer's tokens."""
+    """Return log P(answer | prompt), summed over the answer's tokens."""
     before, after = (tokenizer(text, return_tensors="pt")["input_ids"] for text in (prompt, answer))
     logits = model(torch.cat([before, after], dim=1)).logits[0, before.shape[1] - 1 : -1]
     return logits.log_softmax(-1).gather(1, after[0][:, None]).sum().item()

@@ -89,7 +89,7 @@ class Trainer:
         loss.backward()
 
     def _capture(self, *inputs):
-        """Capture a graph; return it, its inputs, and the gradients it writes. Kernels are compiled and layouts built before."""
+        """Capture a graph after kernels are compiled; return it, its inputs, and the gradients that it writes."""
         side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -150,9 +150,10 @@ def sizes_of(args):
 
 
 def sizes_at(sizes, share):
-    """The first part of a run leaves little but compressed tokens to find anything far away with: of single tokens a
-    query sees its own block, the smallest there is, and a window of as many. Blocks are selected by compressed tokens
-    ever after, so they have to be good at it; beside branches that see everything themselves they hardly learn it.
+    """Return the sizes after a share of the run: in its first part a query sees little besides compressed tokens.
+
+    Of single tokens it sees only its own block, of the smallest size, and a window of the same size. Compressed tokens
+    select the blocks, so they must learn to find things. Beside branches that see everything they hardly do.
     """
     if share >= FIND:
         return sizes

@@ -1,9 +1,9 @@
-"""Train the same decoder with dense attention, a window, and Native Sparse Attention, on equal tokens and seed.
+r"""Train the same decoder with dense attention, a window, and Native Sparse Attention, on equal tokens and seed.
 
     python examples/native_data.py build/text.bin
     python examples/train_native.py --text build/text.bin --out build/native --minutes 6      # on a GPU, 30M parameters
     python examples/train_native.py --text build/text.bin --out build/tiny --tiny --steps 30  # on a CPU, a check
-    python examples/train_native.py --data needle --text build/text.bin --out build/needle --steps 500 --context 8192 \\
+    python examples/train_native.py --data needle --text build/text.bin --out build/needle --steps 500 --context 8192 \
         --from-context 64 --lr 3e-3 --layers 4 --hidden 256 --cmp 8,4 --rotary 0.5 --find-first --eval-at 16384,32768
 
 The variants take turns, a few steps each on the same batches, so that at any moment they have seen equal tokens; the
@@ -34,8 +34,11 @@ NOT_SETTINGS = ("out", "device", "minutes", "tiny", "compile", "graphs", "save_e
 
 
 def context_at(args, share):
-    """Tokens per sequence after a share of the run: with --from-context it doubles, sooner and sooner, up to --context
-    from 0.85 of the run on. What is short is learned in few steps, and what is longer builds on it."""
+    """Return the tokens per sequence after a share of the run.
+
+    With --from-context the length doubles, faster and faster, up to --context from 0.85 of the run on. Short contexts
+    are learned in few steps, and longer ones build on them.
+    """
     begin = args.from_context or args.context
     doublings = (args.context // begin).bit_length() - 1
     return begin << min(doublings, int((doublings + 1) * (share / 0.85) ** 1.5))

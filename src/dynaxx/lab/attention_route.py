@@ -10,10 +10,11 @@ from typing import Any
 
 @contextmanager
 def routed(model: Any, name: str, attend: Callable[..., Any]) -> Iterator[None]:
-    """Let `attend` compute attention within the block; afterwards, and after an error, the model has its own back.
+    """Let `attend` compute attention within the block, and restore the model's own afterwards, also after an error.
 
     Args:
-        name: what the function is registered as, in `AttentionInterface` and, with SDPA's masks, in
+        model: a transformers model.
+        name: the name under which the function is registered, in `AttentionInterface` and, with SDPA's masks, in
             `AttentionMaskInterface`; without the latter masks would arrive as None.
         attend: (module, query, key, value, attention_mask, **kwargs) -> (out, None), as transformers calls it.
     """

@@ -171,7 +171,7 @@ def _remove_leftover(path: Path) -> None:
 
 
 def _sync_path(path: Path) -> None:
-    """fsync a file, or a folder where the system can."""
+    """Flush a file to disk (fsync), or a folder if the system can."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except PermissionError:  # a folder on Windows cannot be opened; its rename is journaled there

@@ -73,8 +73,10 @@ def load_model(
     Args:
         name_or_path: a folder in Hugging Face's format, a `.gguf` file, a hub name that is in the hub's cache already,
             or one of `PACKAGES`: "smollm2", "gemma3-270m".
-        dtype: of the weights. On a CPU without AVX-512 use fp32: its fp16 and bf16 matmuls are a hundred times slower.
-        progress: told about a conversion, which happens once per GGUF.
+        dtype: dtype of the weights. On a CPU without AVX-512 use fp32: fp16 and bf16 matmuls are a hundred times
+            slower there.
+        device: device of the weights.
+        progress: is told about a conversion, which happens once per GGUF.
 
     Returns:
         (model, tokenizer): attention "sdpa", eval mode, no gradients switched off.
@@ -174,7 +176,7 @@ def _hub_folder(name: str) -> Path | None:
 
 
 def _package_folder(name: str, progress: Progress) -> Path:
-    """Return the converted folder of a packaged model. The package is located, not imported: it may need more to run."""
+    """Return the converted folder of a packaged model, which is located and not imported: it may need more to run."""
     entry, joined = PACKAGES[name], cache_directory() / "gguf" / f"{name}.gguf"
     if not entry.file and joined.is_file():
         return _converted(joined, name, progress)

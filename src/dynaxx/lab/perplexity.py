@@ -37,5 +37,5 @@ def token_losses(model: Any, ids: Tensor) -> Tensor:
 
 
 def perplexity(losses: Tensor) -> float:
-    """exp of the mean loss."""
+    """Return exp of the mean loss."""
     return float(losses.double().mean().exp())

@@ -28,7 +28,10 @@ def time_prefill(
     """Time a prompt (1, seqlen) dense, and sparse within `applied()`, until it is clear which is faster or time is up.
 
     Args:
-        slowdown: of sparse against dense, up to which no more runs are needed.
+        model: a causal language model of transformers.
+        ids: (1, seqlen) int64.
+        applied: returns a context within which the model runs sparse.
+        slowdown: ratio of sparse to dense seconds up to which no more runs are needed.
     """
     ids = ids.to(model.device)
     dense: list[float] = []

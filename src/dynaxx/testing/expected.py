@@ -40,9 +40,10 @@ class Expected:
         )
 
     def reports(self, attend: AttendAll, move: Callable[[Tensor], Tensor] | None = None) -> list[ErrorReport]:
-        """Errors of a function's answers, of its answers where no gradient is asked for, and of its gradients.
+        """Report the errors of a function's answers, with and without gradients, and of its gradients.
 
         Args:
+            attend: the function.
             move: puts the gradient of out into other memory before it reaches `attend`.
         """
         with torch.no_grad():

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def _among(x: Tensor, dim: int, before: int, after: int, step: int = 1) -> Tensor:
-    """x as a slice of a larger tensor of NaN along `dim`."""
+    """Copy x into a slice of a larger tensor of NaN along `dim`."""
     shape = list(x.shape)
     shape[dim] = before + step * shape[dim] + after
     view = x.new_full(shape, torch.nan).narrow(dim, before, step * x.shape[dim])
@@ -19,7 +19,7 @@ def _among(x: Tensor, dim: int, before: int, after: int, step: int = 1) -> Tenso
 
 
 def _order(x: Tensor, *dims: int) -> Tensor:
-    """x with its dimensions in another order in memory, outermost first."""
+    """Copy x with its dimensions in another order in memory, outermost first."""
     return x.permute(dims).contiguous().permute([dims.index(dim) for dim in range(x.ndim)])
 
 

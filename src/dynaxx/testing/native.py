@@ -93,10 +93,14 @@ def random_selected_case(
 def random_block_indices(
     rng: random.Random, spans: NativeSpans, heads: int, count: int, overlap: float = 0.0
 ) -> Tensor:
-    """(tokens_q, heads, count) int32 blocks of each query's own sequence, any order, some slots empty.
+    """Draw (tokens_q, heads, count) int32 blocks of each query's own sequence, in any order, some slots empty.
 
     Args:
-        overlap: how likely a query keeps the blocks of the one before it.
+        rng: generator.
+        spans: the sequences.
+        heads: selection heads.
+        count: slots per query.
+        overlap: probability that a query keeps the blocks of the one before it.
     """
     rows = []
     for (a, b), (c, d) in zip(pairwise(spans.ends_q), pairwise(spans.ends_k), strict=True):

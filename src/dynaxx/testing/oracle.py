@@ -23,7 +23,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, Any], tuple[Tensor, Tensor]]
 
 
 class HasMask(Protocol):
-    """A `BlockLayout`, or whatever else says which pairs are visible."""
+    """Anything that says which pairs are visible, such as a `BlockLayout`."""
 
     def to_dense(self) -> Tensor: ...
 
@@ -38,12 +38,16 @@ def oracle_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention over the visible pairs as a formula, in the dtype of its inputs.
+    """Compute softmax attention over the visible pairs as a formula, in the dtype of its inputs.
 
     Args:
-        q, k, v: (batch, seqlen, heads, head_dim).
+        q: (batch, seqlen_q, q_heads, head_dim).
+        k: (batch, seqlen_k, kv_heads, head_dim).
+        v: (batch, seqlen_k, kv_heads, head_dim_v).
         mask: bool, broadcastable to (batch, q_heads, seqlen_q, seqlen_k), True = visible.
-        softcap, sinks: as `sparse_attention`; a sink is one more key, of value zero, that every query sees.
+        scale: softmax scale, head_dim ** -0.5 by default.
+        softcap: as in `sparse_attention`.
+        sinks: (q_heads,); a sink is one more key, of value zero, that every query sees.
 
     Returns:
         out (batch, seqlen_q, q_heads, head_dim_v) in q's dtype and lse (batch, q_heads, seqlen_q), fp32 or fp64.

@@ -48,7 +48,9 @@ def random_problem(seed: int, device: torch.device | str = "cpu", **fixed: Any) 
     """Draw a random problem; the same seed gives the same one everywhere.
 
     Args:
-        fixed: fields of `Draw` that are given and not drawn, as what a kernel is compiled for.
+        seed: seed of the generator.
+        device: device of the tensors.
+        **fixed: fields of `Draw` that are given instead of drawn, such as what a kernel is compiled for.
 
     Raises:
         AssertionError: a layout shows other pairs than its rule.
@@ -61,7 +63,7 @@ def random_problem(seed: int, device: torch.device | str = "cpu", **fixed: Any) 
 
 
 def _batch(draw: Draw) -> Problem:
-    """One layout, from whatever gives one."""
+    """Draw a batch with one layout of any origin."""
     batch, seqlen_q, seqlen_k = draw.lengths()
     inputs = draw.tensors(batch, seqlen_q, seqlen_k)
     layout, visible = _any_layout(draw, inputs["q"], inputs["k"])

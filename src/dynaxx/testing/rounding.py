@@ -58,8 +58,11 @@ def rounding_errors(
     Args:
         inputs: q, k, v of (batch, seqlen, heads, head_dim), and sinks (q_heads,) where there are some.
         visible: bool, broadcastable to (B, H, N, M).
-        do: (B, N, H, E), the gradient of out, None for no gradients. dlse: (B, H, N), that of lse, None for none.
-        merged: out is made of parts.
+        do: (B, N, H, E), the gradient of out; None for no gradients.
+        dlse: (B, H, N), the gradient of lse; None for none.
+        scale: softmax scale, head_dim ** -0.5 by default.
+        softcap: as in `sparse_attention`.
+        merged: whether out is merged from parts.
     """
     dtype, scale = inputs["q"].dtype, inputs["q"].shape[-1] ** -0.5 if scale is None else scale
     u = torch.finfo(torch.promote_types(dtype, torch.float32)).eps / 2

@@ -43,8 +43,11 @@ class Candidate:
 
 
 def candidates(seqlen: int, block_size: int) -> tuple[Candidate, ...]:
-    """Every rule at every budget: sinks with a window ("streaming"), sinks and local blocks with top-k by each scorer,
-    and the oracle. Windows and shares are set so that the density comes closest to the budget."""
+    """Build every rule at every budget.
+
+    The rules are sinks with a window ("streaming"), sinks and local blocks with top-k by each scorer, and the oracle.
+    Windows and shares are set so that the density comes closest to the budget.
+    """
     grid = BlockGrid(seqlen, seqlen, as_block_size(block_size))
     forced = Sink(block_size) | LocalBlocks(LOCAL_BLOCKS)
     listed = [Candidate("streaming", budget, _streaming(grid, budget)) for budget in BUDGETS]
@@ -68,7 +71,7 @@ def _streaming(grid: BlockGrid, density: float) -> Pattern:
 
 
 def _share(forced: Pattern, grid: BlockGrid, density: float) -> float:
-    """Return the share, to three digits, with which `TopK` beside a pattern of whole blocks comes closest to a density."""
+    """Return the share (to three digits) with which `TopK` beside whole blocks comes closest to a density."""
     visible = grid.causal_kv_blocks(grid.rows())
     forced_blocks = forced.layout(grid.seqlen_q, block_size=grid.block_size).kv_num_blocks[0, 0]
     shares = torch.arange(0, 1001)[:, None] / 1000

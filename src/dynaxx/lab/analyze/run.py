@@ -50,17 +50,19 @@ def analyze(
 ) -> AnalysisResult:
     """Read the attention maps of a sample of text.
 
-    One dense forward pass; no full map of even one head exists at any time. Every query is looked at up to 4,096
-    tokens; beyond, evenly spaced query blocks that make 4,096 queries.
+    Run one dense forward pass; no full map of even one head exists at any time. Up to 4,096 tokens every query counts;
+    beyond, evenly spaced query blocks with 4,096 queries together.
 
     Args:
         model: a causal language model of transformers; it is left as it was.
         tokenizer: the model's.
         text: a sample of the workload, longer than `tokens`.
         tokens: length of the sample, taken from a place in the text that `seed` chooses.
-        layers, heads: which to look at, all by default.
-        block_size: tokens per block of the layouts that are tried, 16, 32, 64 or 128.
-        progress: told head by head.
+        layers: layers to look at, all by default.
+        heads: q heads to look at, all by default.
+        block_size: tokens per block of the layouts that are tried: 16, 32, 64 or 128.
+        seed: chooses the place of the sample.
+        progress: is told of each head.
 
     Raises:
         ValueError: too little text, more tokens than the model has positions, a layer or head that is not there, or a

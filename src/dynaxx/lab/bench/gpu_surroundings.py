@@ -184,7 +184,7 @@ def time_growth(device: torch.device, say: Report) -> list[dict[str, Any]]:
 
 
 def draw_growth(rows: list[dict[str, Any]]) -> str:
-    """Draw time and memory per token by length, relative to 4k tokens, as SVG: growth with the blocks is a level line."""
+    """Draw time and memory per token by length, relative to 4k tokens: growth with the blocks is a level line."""
     first = rows[0]
     per = lambda row, name: row[name] / first[name] / (row["seqlen"] / first["seqlen"])
     say = lambda row, name, unit: f"{row['seqlen']:,} tokens: {row[name]} {unit}"

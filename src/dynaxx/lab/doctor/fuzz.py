@@ -92,10 +92,12 @@ def fuzz(
     the definition of its rule, every backend that serves a problem to the derived budgets of `dynaxx.testing`.
 
     Args:
-        seconds: for how long, None for no end; the problem under way is finished.
-        seed: of the first problem; the result names the one to go on with.
-        cases: stop after so many, too.
+        seconds: time limit, None for no end; the current problem is finished.
+        seed: seed of the first problem; the result names the one to go on with.
+        cases: stop after this many problems, too.
+        device: device of the tensors.
         isas: builds of the CPU core to check ("baseline", ..., "torch" for the gathers); by default the active one.
+        progress: is told of each problem.
     """
     if set(isas) - {*supported_isas(), "torch"}:
         raise ValueError(f"`isas` must be of {(*supported_isas(), 'torch')} on this processor, got {tuple(isas)}")

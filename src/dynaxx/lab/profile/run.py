@@ -49,12 +49,15 @@ def profile(
     """Measure prefill and decode at each length, batch 1.
 
     Args:
-        model: a transformers causal language model. It is left as it was.
-        text: what the prompts are made of; repeated if it is shorter than the longest length.
+        model: a causal language model of transformers. It is left as it was.
+        tokenizer: the model's.
+        text: text of the prompts; repeated if it is shorter than the longest length.
         lengths: prompt lengths in tokens.
-        threshold: the share of the time from which attention counts as worth making sparse.
-        price_per_hour: of the machine, to put savings into money.
-        trace: as `write_trace`, at the longest length.
+        name: name of the model in the result.
+        threshold: share of the time from which attention counts as worth making sparse.
+        price_per_hour: price of the machine, to put savings into money.
+        trace: file for a profiler trace at the longest length, see `write_trace`.
+        progress: is told of each length.
 
     Raises:
         ValueError: no lengths, or one below 2 or beyond the model's positions.

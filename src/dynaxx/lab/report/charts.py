@@ -113,11 +113,13 @@ def stacked_bars(
     labels: Sequence[str] = (),
     width: int = 400,
 ) -> str:
-    """Horizontal bars of shares that sum to 1; the first part is the accent, the others grey.
+    """Draw horizontal bars of shares that sum to 1; the first part has the accent colour, the others are grey.
 
     Args:
         rows: (name, ((title, share), ...), note on the right).
-        labels: what to write on the first part of each row.
+        alt: description for readers who cannot see the chart.
+        labels: text on the first part of each row.
+        width: width of the chart in pixels.
     """
     left = 14 + max(len(row[0]) for row in rows) * CHAR
     right = 14 + max(len(row[2]) for row in rows) * CHAR

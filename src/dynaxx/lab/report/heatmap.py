@@ -12,10 +12,13 @@ PALE = (64, 190, 172)  # of an almost empty one
 
 
 def heatmap_uri(codes: bytes, size: int, *, low: int = 52, high: int = 240) -> str:
-    """Encode `size` x `size` codes (0 nothing, 1 .. 255 on a log scale) as a PNG data URI, transparent where nothing is.
+    """Encode a heat map as a PNG data URI, transparent where there is nothing.
 
     Args:
-        low, high: codes that are drawn empty and full: with five decades from 1 to 255, a ten-thousandth and a half.
+        codes: `size` * `size` bytes: 0 is nothing, 1 to 255 are on a log scale.
+        size: rows and columns.
+        low: code that is drawn empty; with five decades from 1 to 255, a ten-thousandth.
+        high: code that is drawn full; a half.
     """
     ramp = bytes(
         0 if code <= low else min(LEVELS - 1, 1 + (code - low) * (LEVELS - 1) // (high - low)) for code in range(256)

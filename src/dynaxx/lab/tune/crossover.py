@@ -52,9 +52,11 @@ def time_lengths(
     takes the time.
 
     Args:
-        lengths: by default those up to the model's context, and that itself.
-        has_time: told how many seconds the next length will take, about; where it says no, that one and longer ones
-            are left out.
+        model: a causal language model of transformers.
+        policy: a policy for it.
+        lengths: by default those up to the model's context, and the context itself.
+        has_time: is told about how many seconds the next length will take; if it returns False, that length and longer
+            ones are left out.
     """
     plans = resolve(policy)
     if not plans:

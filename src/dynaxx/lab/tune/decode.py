@@ -83,12 +83,15 @@ def tune_decode(
     """Find the least share of pages for `layers` that keeps perplexity, and from which length it is faster.
 
     Args:
-        texts: token ids (1, tokens) each; all but the last tokens are read densely, those are decoded.
-        tolerance: how much perplexity may rise, relative.
-        cuda_graph: decide by steps that are captured in a CUDA graph, as engines run them, not by eager ones.
+        model: a causal language model of transformers.
+        texts: token ids, (1, tokens) each; all but the last tokens are read densely, and the last ones are decoded.
+        layers: layers that may decode by a budget.
+        tolerance: allowed relative rise of perplexity.
+        page_size: tokens per page.
+        cuda_graph: decide by steps that are captured in a CUDA graph, as engines run them, instead of eager ones.
         remember: keeps the result of a step by its name.
         say: is told what is being done.
-        has_time: asked before each share but the first; where it says no, smaller ones are not tried.
+        has_time: is asked before each share but the first; if it returns False, smaller shares are not tried.
     """
     from dynaxx.integrations.transformers.apply_policy import model_facts
     from dynaxx.policy import Policy

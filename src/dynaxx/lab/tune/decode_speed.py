@@ -47,7 +47,13 @@ def time_steps(
     what takes the time. Together they read more than its L2 cache holds.
 
     Args:
-        captured: as one CUDA graph, which no launch from Python holds up; a GPU only.
+        model: a causal language model of transformers.
+        facts: the model's shape (`ModelFacts`).
+        layers: number of layers.
+        budget: pages to read in a sparse step.
+        page_size: tokens per page.
+        captured: run the layers as one CUDA graph, which no launch from Python holds up; a GPU only.
+        lengths: cache lengths in tokens.
     """
     parameter = next(model.parameters())
     on_gpu = parameter.device.type == "cuda"

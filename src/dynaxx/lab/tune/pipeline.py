@@ -129,7 +129,7 @@ class _Steps:
         return tuned
 
     def validate(self, tuned: TuneResult, say: Callable[[str], None]) -> tuple[TuneResult, dict[str, Any] | None, str]:
-        """Return the tuned result (with a later border if only speed failed), the validation, and its checks or why there are none."""
+        """Return the tuned result (its border raised if only speed failed), the validation, and its checks."""
         from dynaxx.lab.tune.raise_border import validate_tuned
 
         plan = self.plan

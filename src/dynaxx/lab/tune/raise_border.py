@@ -31,11 +31,16 @@ def validate_tuned(
     """Validate what `tune` wrote to `out`; where only speed fails, raise its border to the next length and again.
 
     Args:
-        say: told of each raise.
-        options: of `validate`.
+        model: the model that was tuned.
+        tokenizer: the model's.
+        tuned: result of `tune`.
+        text: sample text; only its held-out part is used.
+        out: folder that `tune` wrote to.
+        say: is told of each raise.
+        **options: options of `validate`.
 
     Returns:
-        What was tuned, with the border that it has now, and that policy's validation.
+        The tuned result with its final border, and the validation of that policy.
 
     Raises:
         ValueError, PolicyError, UnsupportedInputError: as `validate`.

@@ -17,8 +17,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Trial:
-    """One evaluated budget: mean density over sparse heads, perplexity, its ratio to dense, and that ratio's standard
-    error; `passed` if the ratio plus twice its error is within the tolerance."""
+    """One evaluated budget.
+
+    Attributes:
+        density: mean density over sparse heads.
+        perplexity: perplexity under the budget.
+        ratio: perplexity over dense perplexity.
+        error: standard error of the ratio.
+        passed: whether the ratio plus twice its error is within the tolerance.
+    """
 
     density: float
     perplexity: float
@@ -29,8 +36,10 @@ class Trial:
 
 @dataclass(frozen=True)
 class Raised:
-    """Prompts run sparse from `after` tokens, not from `before`: validation found the whole prefill of `seqlen` slower
-    than dense."""
+    """A raise of the border: prompts run sparse from `after` tokens, no longer from `before`.
+
+    Validation found the whole prefill of `seqlen` tokens slower than dense.
+    """
 
     before: int
     after: int

@@ -80,11 +80,17 @@ def retune(
     """Renew a policy's budgets, and its reference where a model is there to record it.
 
     Args:
-        statistics: of a running process, recorded under this policy; or
-        loaded, text: a model and a sample of its traffic, from which statistics are recorded now.
-        requests, lengths: prompts to run, and the lengths to draw theirs from; by default from the policy's border on.
+        policy: the policy to renew.
+        statistics: statistics that a running process recorded under this policy; or give `loaded` and `text`.
+        loaded: a model, to record statistics now.
+        text: a sample of the model's traffic.
+        requests: number of prompts to run.
+        lengths: lengths to draw the prompts' from; by default from the policy's border on.
         recall: one goal for all heads instead of the reference's.
-        record_only: keep the budgets; only the reference becomes what was recorded.
+        record_only: keep the budgets; replace only the reference by what was recorded.
+        seed: chooses the prompts.
+        command: command to keep as evidence.
+        progress: is told of each prompt.
 
     Raises:
         ValueError, PolicyError: no source or two, statistics of other rules, no goal, a text or lengths too short.
@@ -121,11 +127,19 @@ def record(
     command: str = "dynaxx retune",
     progress: Progress | None = None,
 ) -> Profile:
-    """Run prompts of random places in a text and record attention, every call of every sparse layer.
+    """Run prompts from random places in a text and record every call of every sparse layer.
 
     Args:
+        policy: the policy under which the prompts run.
+        loaded: the model and its tokenizer.
+        text: a sample of the model's traffic.
+        requests: number of prompts to run.
+        lengths: lengths to draw the prompts' from; by default from the policy's border on.
         time_budget: seconds after which no further prompt starts, once there are `FEWEST_REQUESTS`.
         time_limit: seconds after which none starts in any case.
+        seed: chooses the prompts.
+        command: command to keep as evidence.
+        progress: is told of each prompt.
 
     Raises:
         ValueError: fewer than `FEWEST_REQUESTS` prompts within the time limit, a text too short, lengths at which the

@@ -40,16 +40,23 @@ def tune(
     """Tune a policy for `model` on `text`; write `tuning.json` and `policy.json` to `out`.
 
     Args:
+        model: a causal language model of transformers.
+        tokenizer: the model's.
         text: sample of the workload. Only its calibration part (`texts.split_text`) is used.
-        tolerance: how much perplexity may rise, relative; 0.01 is 1 %.
+        out: folder for the results.
+        tolerance: allowed relative rise of perplexity; 0.01 is 1 %.
         tokens: length of the texts.
-        block_size: of the policy; `default_block_size` if None.
+        block_size: block size of the policy; `default_block_size` if None.
+        seed: draws the tokens whose gradients are taken, and the places of texts.
         time_budget: seconds after which no further evaluation starts; the best found so far is written.
-        with_decode: look for decode rules, too; written where they keep perplexity and are faster on this machine.
-        cuda_graph: faster as a captured CUDA graph, as engines run decoding, not launched one by one; a GPU only.
-        with_reference: record attention under the policy on this text, too, and have the policy watched (a `guard` that
-            counts): what drift of its traffic is measured against.
-        resume: go on from `out/tuning_state.json` if it is of the same model, text and settings.
+        with_decode: also look for decode rules; they are written if they keep perplexity and are faster on this machine.
+        cuda_graph: time decoding as a captured CUDA graph, as engines run it, instead of single launches; a GPU only.
+        with_reference: also record attention statistics under the policy, against which drift is measured, and set a
+            `guard` that counts.
+        resume: go on from `out/tuning_state.json` if model, text and settings are the same.
+        progress: is told of each step.
+        command: command to keep as evidence.
+        name: name of the model in the result.
 
     Raises:
         ValueError: too little text, or settings out of range.

@@ -54,8 +54,10 @@ def measure_head_costs(
         model: a causal language model of transformers, in eval mode.
         ids: (1, N) one text.
         candidates: hybrids with one budget for all heads.
-        done: called with each layer's index as it is finished.
-        go_on: asked before each layer but the first; where it says no, the others get the mean of those measured.
+        block_size: tokens per block.
+        seed: draws the tokens whose gradient is taken.
+        done: is called with each layer's index when it is finished.
+        go_on: is asked before each layer but the first; if it returns False, the others get the mean of those measured.
 
     Returns:
         The costs by layer, in ascending order. Layers with a sliding window of their own are left out.

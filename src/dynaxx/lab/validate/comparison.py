@@ -157,8 +157,11 @@ class Comparison:
 
 @torch.no_grad()
 def _compare_rows(model: Any, dense: Tensor, sparse: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Dense and sparse loss of each token (tokens,), and (max error, mean error, top-1 agreement, kl), a few rows of
-    logits at a time."""
+    """Compare logits a few rows at a time.
+
+    Returns:
+        Dense loss and sparse loss of each token, (tokens,) each, and (max error, mean error, top-1 agreement, kl).
+    """
     labels = ids[0, 1:].to(dense.device)
     losses: tuple[list[Tensor], list[Tensor]] = ([], [])
     worst, sums = 0.0, torch.zeros(3, dtype=torch.float64)

@@ -40,17 +40,19 @@ def validate(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> ValidationResult:
-    """Hold a model under a policy against the dense model.
+    """Compare a model under a policy with the dense model.
 
     Args:
-        model: a transformers causal language model without a policy.
+        model: a causal language model of transformers without a policy.
+        tokenizer: the model's.
+        policy: the policy to validate.
         text: sample text; only its held-out part (`split_text`) is used.
         lengths: prompt lengths in tokens at which time and memory are measured; 64 and the policy's border join them.
-            By default 512, 2,048 and 8,192, as far as the model and the text allow, and what they allow where that is
-            less.
+            By default 512, 2,048 and 8,192, cut to what the model and the text allow.
         tokens: length of the stretches of text on which quality is measured; by default 4,096, or the policy's border,
             or what there is.
-        seed: of the tasks.
+        seed: draws the tasks.
+        progress: is told of each step.
 
     Raises:
         ValueError: a text too short, or lengths at which the policy would be dense, as all are where the model takes
