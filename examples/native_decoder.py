@@ -78,7 +78,8 @@ class Decoder(nn.Module):
 def rotary_of(seqlen, dim, device, *, base=500_000.0, share=1.0):
     """Return (cos, sin), each (seqlen, dim), where only the fastest `share` of the pairs turns.
 
-    This is p-RoPE (arXiv 2410.06205). Pairs that do not turn match at any distance, and so does the mean of such keys over a window.
+    This is p-RoPE (arXiv 2410.06205). Pairs that do not turn match at any distance, and so does the mean of such keys
+    over a window.
     """
     pairs = torch.arange(dim // 2, device=device)
     rates = torch.where(pairs < share * (dim // 2), base ** (-2 * pairs / dim), 0.0)

@@ -49,7 +49,7 @@ def tune(
         block_size: block size of the policy; `default_block_size` if None.
         seed: draws the tokens whose gradients are taken, and the places of texts.
         time_budget: seconds after which no further evaluation starts; the best found so far is written.
-        with_decode: also look for decode rules; they are written if they keep perplexity and are faster on this machine.
+        with_decode: also look for decode rules, written if they keep perplexity and are faster on this machine.
         cuda_graph: time decoding as a captured CUDA graph, as engines run it, instead of single launches; a GPU only.
         with_reference: also record attention statistics under the policy, against which drift is measured, and set a
             `guard` that counts.
