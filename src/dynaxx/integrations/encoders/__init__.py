@@ -3,9 +3,9 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dynaxx.integrations.encoders.attach import EncoderHandle, Shared, apply_to_encoder
+    from dynaxx.integrations.encoders.attach import EncoderHandle, Shared, apply_to_encoder, is_sparse_encoder
 
-__all__ = ["EncoderHandle", "Shared", "apply_to_encoder"]
+__all__ = ["EncoderHandle", "Shared", "apply_to_encoder", "is_sparse_encoder"]
 
 
 def __getattr__(name: str) -> Any:

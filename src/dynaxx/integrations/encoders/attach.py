@@ -21,6 +21,7 @@ from dynaxx.errors import UnsupportedInputError
 GlobalKeys = Literal["fused", "merged"]
 Replacements = dict[type[nn.Module], type[Any]]  # attention of transformers: its subclass that runs on dynaxx
 Made = TypeVar("Made")
+SPARSE_MODELS = ("longformer", "led", "big_bird", "bigbird_pegasus")
 
 
 class Shared:
@@ -160,6 +161,14 @@ def apply_to_encoder(model: nn.Module, *, global_keys: GlobalKeys | None = None)
         raise _refusal(model, *sorted(reasons))
     configs = {id(module.config): module.config for module in modules if hasattr(module, "config")}
     return EncoderHandle(model, kinds, Shared(global_keys, list(configs.values())))
+
+
+def is_sparse_encoder(model: nn.Module) -> bool:
+    """Return whether a model has attention that `apply_to_encoder` serves. Imports transformers only for its models."""
+    if not isinstance(model, nn.Module):
+        return False
+    names = {type(module).__module__ for module in model.modules()}
+    return any(name.startswith(f"transformers.models.{kind}.") for name in names for kind in SPARSE_MODELS)
 
 
 def _sharing(original: nn.Module, kind: Any, shared: Shared) -> nn.Module:

@@ -31,7 +31,8 @@ class Counts:
         self.numbers = numbers
         self.probe = Probe(numbers)
         self._lock = threading.Lock()
-        self._sparse = 0
+        self._sparse = self._native = 0
+        self._count_native: dict[str, Callable[[int], None]] = {}
         self._dense: Counter[DenseReason] = Counter()
         self._sequences: Counter[DenseReason] = Counter()
         self._compiled: dict[str, int] = {}
@@ -43,6 +44,16 @@ class Counts:
         """A call had at least one sparse sequence."""
         with self._lock:
             self._sparse += 1
+
+    def native(self, phase: str = "prefill") -> None:
+        """Count a call that ran the model's own pattern on dynaxx's kernels."""
+        with self._lock:
+            self._native += 1
+        count = self._count_native.get(phase)
+        if count is None:
+            labels = {"backend": "native", "phase": phase}
+            count = self._count_native[phase] = self.numbers.counter("dynaxx_layer_calls_total", **labels)
+        count(1)
 
     def decoding(self, layer: int, q: Tensor) -> Call:
         """A decoding step of a layer begins; `decoded` when it ran. It is counted as a sparse call, too."""
@@ -107,7 +118,7 @@ class Counts:
     def reset(self) -> None:
         """Start from zero."""
         with self._lock:
-            self._sparse = 0
+            self._sparse = self._native = 0
             self._dense.clear()
             self._sequences.clear()
             self._compiled.clear()
@@ -117,6 +128,7 @@ class Counts:
         with self._lock:
             return {
                 "sparse_calls": self._sparse,
+                "native_calls": self._native,
                 "dense_calls": {**_by_text(self._dense), **self._compiled},
                 "dense_sequences": _by_text(self._sequences),
             }

@@ -25,6 +25,7 @@ class Deployed:
         numbers: where to count.
         background: what runs the guard's measurements.
         before: the policy that this one replaces. Its guard goes on where it watched the same rules.
+        native: whether the model's own pattern may run on dynaxx's kernels where no rule does.
 
     Attributes:
         plans: by layer, what its heads do in prefill; other layers have no prefill rule.
@@ -37,9 +38,16 @@ class Deployed:
     """
 
     def __init__(
-        self, policy: Policy, numbers: Recorder, background: Background, before: Deployed | None = None
+        self,
+        policy: Policy,
+        numbers: Recorder,
+        background: Background,
+        before: Deployed | None = None,
+        *,
+        native: bool = False,
     ) -> None:
         self.policy = policy
+        self.native = native
         self.plans: dict[int, LayerPlan] = resolve(policy)
         self.sources: dict[int, int] = selection_sources(self.plans, policy.reuse)
         self.decode: dict[int, DecodePlan] = resolve_decode(policy)
@@ -69,10 +77,14 @@ class Deployed:
             blocked = DenseReason.LAYER_LEFT_OUT
         return PassState(blocked, self.was_long, self.decode_was_long)
 
-    def interruption(self, layer: int) -> DenseReason | None:
-        """Why a call that would run by a rule must not: the guard, or failures before. Asked once per call."""
+    def interruption(self, layer: int, *, native: bool = False) -> DenseReason | None:
+        """Why a call that would run on dynaxx's kernels must not: the guard, or failures before. Asked once per call.
+
+        Args:
+            native: the call runs the model's own pattern, which no guard watches.
+        """
         guard = self.guard
-        if guard is not None and layer in self.plans and guard.level(layer) == Level.DENSE:
+        if guard is not None and not native and layer in self.plans and guard.level(layer) == Level.DENSE:
             return DenseReason.GUARD
         return DenseReason.RESTING if self.breakers[layer].resting() else None
 

@@ -14,32 +14,40 @@ from torch import nn
 
 from dynaxx.arguments import typed
 from dynaxx.errors import UnsupportedInputError
-from dynaxx.integrations.encoders import apply_to_encoder
+from dynaxx.integrations.encoders import apply_to_encoder, is_sparse_encoder
 from dynaxx.integrations.encoders.attach import EncoderHandle
-from dynaxx.integrations.transformers.decoder import DENSE, NAME, Decoder, implementation, window_of
+from dynaxx.integrations.transformers.decoder import NAME, Decoder, implementation, window_of
 from dynaxx.integrations.transformers.handle import Handle
 from dynaxx.integrations.transformers.layer import LAYERS, attention
+from dynaxx.integrations.transformers.lazy_mask import make_mask
 from dynaxx.policy import ModelFacts, Policy
 
 logger = logging.getLogger("dynaxx")
 
 
 @overload
-def apply(model: nn.Module, policy: Policy, *, name: str = "") -> Handle: ...
+def apply(model: nn.Module, policy: Policy, *, native: bool = True, name: str = "") -> Handle: ...
 
 
 @overload
-def apply(model: nn.Module, policy: None = None) -> EncoderHandle: ...
+def apply(model: nn.Module, policy: None = None, *, native: bool = True, name: str = "") -> Handle | EncoderHandle: ...
 
 
 @typed
-def apply(model: nn.Module, policy: Policy | None = None, *, name: str = "") -> Handle | EncoderHandle:
-    """Run a policy in a transformers model, in place.
+def apply(
+    model: nn.Module, policy: Policy | None = None, *, native: bool = True, name: str = ""
+) -> Handle | EncoderHandle:
+    """Run a transformers model's attention on dynaxx's kernels, in place.
+
+    Without a policy each layer computes exactly what it computed before: full causal attention, sliding windows,
+    chunks, learned sinks, capped scores. Calls that are too short to gain stay with the attention that the model had.
+    With a policy its rules make the layers that see everything sparse, on top of that.
 
     Args:
-        model: a decoder of transformers >= 5.16 whose attention is "sdpa", in eval or training mode.
-        policy: for a model of this shape; see `load_policy`. None, and no name, for a model that is sparse by design:
-            Longformer, LED, BigBird, BigBirdPegasus; see `encoders.apply_to_encoder`.
+        model: a decoder of transformers >= 5.16 whose attention is "sdpa" or "eager", in eval or training mode. Without
+            a policy also Longformer, LED, BigBird and BigBirdPegasus; see `encoders.apply_to_encoder`.
+        policy: for a model of this shape; see `load_policy`.
+        native: whether calls without a rule may run on dynaxx's kernels. False leaves them to the model's attention.
         name: of the model in metrics, `model_name`; if empty the one it was loaded by, of a path the last part alone,
             or else its type.
 
@@ -48,30 +56,34 @@ def apply(model: nn.Module, policy: Policy | None = None, *, name: str = "") -> 
 
     Raises:
         TypeError: not a policy, or nothing that can be a model.
-        ValueError: a policy is applied to the model already.
+        ValueError: the model has a handle already; or no policy and `native=False`, which would do nothing.
         ImportError: the policy's rollout names a flag, and openfeature-sdk is not installed.
         PolicyError: the policy was made for another model.
         UnsupportedInputError: a model that cannot be served rightly; with the reasons.
     """
-    if policy is None and not name:
-        return apply_to_encoder(model)
-    if not isinstance(policy, Policy):
+    if policy is not None and not isinstance(policy, Policy):
         raise TypeError(f"`policy` must be a Policy, got {type(policy).__name__}; read a file with load_policy")
+    if policy is None and not native:
+        raise ValueError("`native` must be True where no `policy` is given, else nothing would change")
+    if policy is None and is_sparse_encoder(model):
+        return apply_to_encoder(model)
     interface, masks = _interfaces()
     found = Decoder.of(model)
     if any(module in LAYERS for module in found.layers.values()):
         raise ValueError("`model` has a policy already; call remove() on its handle first")
+    if policy is None:
+        policy = Policy(model=found.facts)
     found.check(policy)
     _warn_if_measured_elsewhere(policy, model)
     interface.register(NAME, attention)
-    masks.register(NAME, masks()[DENSE])
-    handle = Handle(policy, found, name)
+    masks.register(NAME, make_mask)
+    handle = Handle(policy, found, name, native=native)
     try:
         found.owner.set_attn_implementation(NAME)
         escaped = [i for i, m in found.layers.items() if implementation(m) != NAME]
         if escaped:
             raise UnsupportedInputError(
-                f"{found.facts.model_type} with a policy",
+                found.facts.model_type,
                 {"transformers": [f"set_attn_implementation does not reach layers {escaped}: their config is a copy"]},
             )
     except BaseException:

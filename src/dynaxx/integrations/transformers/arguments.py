@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dynaxx.errors import UnsupportedInputError
 from dynaxx.integrations.runtime.routing import DenseReason
+
+SINKS = ("s_aux", "sinks")  # the names of learned sinks
 
 # Arguments that do not change what is computed, or that are handled elsewhere.
 _HARMLESS = frozenset(
@@ -33,35 +34,44 @@ _HARMLESS = frozenset(
 
 
 class Scores(NamedTuple):
-    """How an attention call makes its scores."""
+    """How an attention call makes its scores. Learned sinks themselves are a tensor; see `sinks_of`."""
 
     scale: float | None = None
+    softcap: float | None = None
+    has_sinks: bool = False
     has_window: bool = False  # whether the layer says that it has a window of its own
     unserved: DenseReason | None = None
     argument: str = ""  # the name of an argument that is not served
 
     @classmethod
     def of(cls, kwargs: dict[str, Any]) -> Scores:
-        """Read the keyword arguments of a call.
-
-        Raises:
-            UnsupportedInputError: arguments that the model's dense attention would drop without a word.
-        """
-        has_window, unserved, argument = False, None, ""
+        """Read the keyword arguments of a call."""
+        softcap, has_sinks, has_window, unserved, argument = None, False, False, None, ""
         for name, value in kwargs.items():
             if value is None or value is False or name in _HARMLESS:
                 continue
-            if name in ("s_aux", "sinks"):
-                raise UnsupportedInputError(
-                    "attention with learned sinks", {"transformers": [f"`{name}` has no equal here", "sdpa ignores it"]}
-                )
-            if name == "sliding_window":
+            if name in SINKS:
+                has_sinks = True
+            elif name == "softcap":
+                softcap = float(value) or None
+            elif name == "sliding_window":
                 has_window = bool(value)
             elif name == "dropout":
                 unserved = DenseReason.DROPOUT if value else unserved
             else:
                 unserved, argument = unserved or DenseReason.ARGUMENT, name
-        return cls(kwargs.get("scaling"), has_window, unserved, argument)
+        scale = kwargs.get("scaling")
+        return cls(None if scale is None else float(scale), softcap, has_sinks, has_window, unserved, argument)
+
+    @property
+    def need_eager(self) -> bool:
+        """Whether of transformers' own attention only the eager one computes them."""
+        return self.has_sinks or self.softcap is not None
+
+
+def sinks_of(kwargs: dict[str, Any]) -> Tensor | None:
+    """Return the learned sinks of a call, (q_heads,)."""
+    return next((kwargs[name] for name in SINKS if kwargs.get(name) is not None), None)
 
 
 def tensors_reason(

@@ -15,6 +15,7 @@ from dynaxx.policy import ModelFacts, Policy, resolve
 
 NAME = "dynaxx"  # without "flash", "sdpa", "flex_attention" or "/", which transformers treats in special ways
 DENSE = "sdpa"
+SERVED = {"sdpa", "eager"}  # attention of transformers that a handle can fall back to
 
 
 class Decoder:
@@ -84,6 +85,12 @@ class Decoder:
         loaded = getattr(self.owner.config, "_name_or_path", "") or getattr(self.config, "_name_or_path", "")
         return model_label(str(loaded)) or str(self.facts.model_type)
 
+    @property
+    def implementation(self) -> str:
+        """The attention that the model has: "sdpa" or "eager"."""
+        found = implementation(next(iter(self.layers.values())))
+        return found if found in SERVED else DENSE
+
     def check(self, policy: Policy) -> None:
         """Refuse a policy that this decoder cannot run rightly.
 
@@ -101,22 +108,18 @@ class Decoder:
         """Return why this model cannot run rightly with these layers sparse."""
         config, reasons = self.config, []
         before = {implementation(module) for module in self.layers.values()} - {NAME}
-        if before - {DENSE}:
+        if before - SERVED or len(before) > 1:
             reasons.append(
                 f"its attention is {sorted(map(str, before))}; call model.set_attn_implementation({DENSE!r}) first"
             )
         if getattr(config, "is_encoder_decoder", False):
             reasons.append("encoder-decoder attention is not served")
-        if getattr(config, "kv_lora_rank", None):
-            reasons.append("multi-head latent attention is not served")
-        if getattr(config, "attn_logit_softcapping", None):
-            reasons.append("softcapped attention scores are not served")
-        for index in sparse:
-            module = self.layers[index]
-            if getattr(module, "sinks", None) is not None:
-                reasons.append(f"layer {index} has learned attention sinks")
-            if not getattr(module, "is_causal", True):
-                reasons.append(f"layer {index} is not causal")
+        rules = [index for index in sparse if index in self.layers]
+        if rules and getattr(config, "kv_lora_rank", None):
+            reasons.append("multi-head latent attention is not served with rules; without a policy it is")
+        reasons += [
+            f"layer {index} is not causal" for index in rules if not getattr(self.layers[index], "is_causal", True)
+        ]
         return reasons
 
 

@@ -4,35 +4,70 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor, nn
 
-from dynaxx.integrations.transformers.decoder import DENSE
+from dynaxx.integrations.transformers.arguments import SINKS
+from dynaxx.integrations.transformers.lazy_mask import plain_mask
 from dynaxx.integrations.transformers.masks import Run
+from dynaxx.integrations.transformers.native import causal_layout
+from dynaxx.ops import sparse_attention
 
-Dense = Callable[..., tuple[Tensor, None]]
+Attention = Callable[..., Any]
 
 
-def dense_attention(module: nn.Module) -> Dense:
-    """Return the dense attention that this module's own file would look up."""
+class DenseAttention:
+    """The attention that a module's own file would look up, with the mask that it takes.
+
+    SDPA drops softcap and sinks without a word. Calls that have them run in the eager attention of the module's file.
+
+    Args:
+        module: an attention module of transformers.
+        implementation: the name of the attention that the model had, "sdpa" or "eager".
+    """
+
+    __slots__ = ("_by_name", "_name")
+
+    def __init__(self, module: nn.Module, implementation: str) -> None:
+        self._name = implementation
+        self._by_name = {name: _attention(module, name) for name in {"eager", implementation}}
+
+    def __call__(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend, as `AttentionInterface` asks."""
+        dropped = kwargs.get("softcap") or any(kwargs.get(name) is not None for name in SINKS)
+        name = "eager" if dropped else self._name
+        found: tuple[Tensor, Tensor | None] = self._by_name[name](
+            module, q, k, v, plain_mask(mask, name, q.dtype), **kwargs
+        )
+        return found
+
+
+def _attention(module: nn.Module, name: str) -> Attention:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    registry = getattr(sys.modules.get(type(module).__module__), "ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
-    return registry[DENSE]
+    file = sys.modules.get(type(module).__module__)
+    registry = getattr(file, "ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
+    if name != "eager":
+        found: Attention = registry[name]
+        return found
+    return getattr(file, "eager_attention_forward", None) or registry["sdpa"]
 
 
-def dense_piece(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, run: Run) -> Tensor:
-    """Attend densely in one run of a call: (B, n, Hq, D)."""
+def dense_piece(
+    q: Tensor, k: Tensor, v: Tensor, run: Run, *, scale: float | None, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """Attend in one run of a call to every key that the mask shows: (B, n, Hq, D) from (B, heads, n, D)."""
     if run.seqlen_k == 0:
         return q.new_zeros(q.shape[0], run.seqlen_q, q.shape[1], v.shape[-1])
     square = run.causal and run.seqlen_q == run.seqlen_k
-    out = nn.functional.scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=None if square or not run.causal else mask,
-        is_causal=square,
-        scale=scale,
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
-    return out.transpose(1, 2)
+    if softcap is None and sinks is None and (square or not run.causal):
+        out = nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=square, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        return out.transpose(1, 2)
+    layout = causal_layout(run.seqlen_q, run.seqlen_k, q.device, causal=run.causal)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return sparse_attention(q, k, v, layout, scale=scale, softcap=softcap, sinks=sinks)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +21,9 @@ from dynaxx.integrations.runtime.deployed import Deployed
 from dynaxx.integrations.runtime.routing import DenseReason
 from dynaxx.integrations.transformers.batch_step import BatchStep
 from dynaxx.integrations.transformers.decode import CacheMemory
-from dynaxx.integrations.transformers.masks import Run, read_mask
+from dynaxx.integrations.transformers.lazy_mask import LazyMask
+from dynaxx.integrations.transformers.masks import Run, causal_runs, read_mask
+from dynaxx.integrations.transformers.native import Part
 from dynaxx.integrations.transformers.planning import Work
 from dynaxx.integrations.transformers.request import UNKNOWN, RequestTokens
 from dynaxx.layout import BlockLayout
@@ -54,6 +56,7 @@ class Pass:
     __slots__ = (
         "_layouts",
         "_mask",
+        "_parts",
         "_runs",
         "_version",
         "arguments",
@@ -89,6 +92,7 @@ class Pass:
         self.arguments: dict[str, Any] = {}
         self._layouts: dict[Place, tuple[int, LayerPlan, BlockLayout]] = {}
         self._mask: weakref.ref[Tensor] | None = None
+        self._parts: dict[Hashable, tuple[Sequence[Part], weakref.ref[Tensor] | None]] = {}
         self._version = -1
         self._runs: list[list[Run]] | None = None
 
@@ -114,12 +118,29 @@ class Pass:
 
     def runs(self, mask: Tensor, batch: int) -> list[list[Run]] | None:
         """The runs of each batch entry, None if the mask is no set of them; layers that share a mask read it once."""
+        if isinstance(mask, LazyMask):
+            return self._runs_of_lazy(mask, batch)
         version = 0 if mask.is_inference() else mask._version
         if self._mask is None or self._mask() is not mask or version != self._version:
             found = read_mask(mask[:, 0])
             self._runs = found * batch if found is not None and len(found) != batch else found
             self._mask, self._version = weakref.ref(mask), version
         return self._runs
+
+    def _runs_of_lazy(self, mask: LazyMask, batch: int) -> list[list[Run]] | None:
+        if self._mask is None or self._mask() is not mask:
+            rule, self._mask, self._version, self._runs = mask.rule, weakref.ref(mask), 0, None
+            if rule.causal and not mask.is_local:
+                self._runs = causal_runs(*mask.shape[2:], mask.offset, mask.padding, rule.documents, batch)
+        return self._runs
+
+    def native_parts(self, key: Hashable, mask: Tensor | None, make: Callable[[], Sequence[Part]]) -> Sequence[Part]:
+        """The layouts of the model's own pattern; layers that share a mask make them once."""
+        known, of_mask = self._parts.get(key, (None, None))
+        if known is None or (of_mask is not None and of_mask() is not mask):
+            known = make()
+            self._parts[key] = known, None if mask is None else weakref.ref(mask)
+        return known
 
 
 class Starter(Protocol):

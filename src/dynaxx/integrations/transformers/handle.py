@@ -20,10 +20,11 @@ from dynaxx.integrations.runtime.statistics_file import StatisticsFile
 from dynaxx.integrations.transformers.batch_decode import BatchMemories
 from dynaxx.integrations.transformers.batching import continuous_batching
 from dynaxx.integrations.transformers.decode import CacheMemories
-from dynaxx.integrations.transformers.decoder import DENSE, NAME, Decoder, implementation
-from dynaxx.integrations.transformers.dense_fallback import dense_attention
+from dynaxx.integrations.transformers.decoder import NAME, Decoder, implementation
+from dynaxx.integrations.transformers.dense_fallback import DenseAttention
 from dynaxx.integrations.transformers.forward_context import Pass, PassHooks, prompt_tokens
 from dynaxx.integrations.transformers.layer import LAYERS, Layer
+from dynaxx.integrations.transformers.lazy_mask import IMPLEMENTATIONS
 from dynaxx.integrations.transformers.request import UNKNOWN, TokenReader
 from dynaxx.layout import BlockLayout
 from dynaxx.policy import KILL_SWITCH, KillSwitch, LayerPlan, Policy, PolicyFollower, Profile, request
@@ -47,7 +48,7 @@ class Handle:
         faults: called with the layer before each sparse call; what they raise is a failure of the kernel. For tests.
     """
 
-    def __init__(self, policy: Policy, decoder: Decoder, name: str = "") -> None:
+    def __init__(self, policy: Policy, decoder: Decoder, name: str = "", *, native: bool = True) -> None:
         self.kill_switch = KillSwitch(KILL_SWITCH)
         self.watchers: list[Watcher] = []
         self.faults: list[Callable[[int], None]] = []
@@ -57,6 +58,8 @@ class Handle:
         self.counts = Counts(self._numbers)
         self.background = Background(partial(self._numbers.failed, "guard"))
         self._tokens: TokenReader | None = None
+        self._native = native
+        self._before = decoder.implementation
         self._deployed = self._ready(policy, None)
         self._deploying = threading.Lock()
         self._follower: PolicyFollower | None = None
@@ -67,8 +70,10 @@ class Handle:
         self._cache_meter = CacheMeter(self._numbers, self._live_caches)
         self._unnamed = itertools.count()
         self._layers = weakref.WeakKeyDictionary(
-            {module: Layer(self, index, dense_attention(module)) for index, module in decoder.layers.items()}
+            {m: Layer(self, index, DenseAttention(m, self._before)) for index, m in decoder.layers.items()}
         )
+        for module in (decoder.owner, *decoder.layers.values()):
+            IMPLEMENTATIONS[id(module.config)] = self._before
         LAYERS.update(self._layers)
         self._hooks = PassHooks(decoder.body, self)
         self._own = threading.local()  # the pass of each thread in a model whose decoder cannot hand it down
@@ -149,7 +154,7 @@ class Handle:
         return continuous_batching(self, decoder.owner)
 
     def _ready(self, policy: Policy, before: Deployed | None) -> Deployed:
-        deployed = Deployed(policy, self._numbers, self.background, before)
+        deployed = Deployed(policy, self._numbers, self.background, before, native=self._native)
         if self._tokens is None and any(plan.needs_tokens for plan in deployed.plans.values()):
             self._tokens = TokenReader()
         return deployed
@@ -241,7 +246,8 @@ class Handle:
         """Count layer calls since `apply` or `reset_stats`.
 
         Returns:
-            "sparse_calls": calls with at least one sparse sequence; "dense_calls": the others, by reason;
+            "sparse_calls": calls with at least one sequence that ran by a rule; "native_calls": calls that ran the
+            model's own pattern on dynaxx's kernels; "dense_calls": the others, by reason;
             "dense_sequences": sequences that ran dense beside sparse ones of the same call, by reason.
         """
         return self.counts.to_dict()
@@ -263,7 +269,7 @@ class Handle:
         decoder = self._decoder()
         owner = None if decoder is None else decoder.owner
         if owner is not None and owner.config._attn_implementation == NAME and not shared:
-            owner.set_attn_implementation(DENSE)
+            owner.set_attn_implementation(self._before)
 
     def reset_stats(self) -> None:
         """Start counting from zero, and forget which side of the length border the last sequence was on."""
@@ -288,6 +294,8 @@ class Handle:
     def __repr__(self) -> str:
         facts = self.policy.model
         state = "active" if self.active else "removed"
+        if not self.policy.rules:
+            return f"<dynaxx on {facts.model_type}: its own attention in {facts.layers} layers, {state}>"
         return f"<dynaxx policy on {facts.model_type}: {len(self.plans)} of {facts.layers} layers sparse, {state}>"
 
 

@@ -12,11 +12,13 @@ from torch import Tensor, nn
 
 from dynaxx.integrations.runtime.guarding import LiveGuard
 from dynaxx.integrations.runtime.routing import DenseReason, Route
-from dynaxx.integrations.transformers.arguments import Scores
+from dynaxx.integrations.transformers.arguments import Scores, sinks_of
 from dynaxx.integrations.transformers.decode import decode_step
-from dynaxx.integrations.transformers.dense_fallback import Dense, dense_attention, dense_piece
+from dynaxx.integrations.transformers.decoder import DENSE
+from dynaxx.integrations.transformers.dense_fallback import DenseAttention, dense_piece
 from dynaxx.integrations.transformers.forward_context import ARGUMENT, Pass
 from dynaxx.integrations.transformers.masks import Run
+from dynaxx.integrations.transformers.native import Part
 from dynaxx.integrations.transformers.planning import Work, plan_call
 from dynaxx.ops import sparse_attention
 from dynaxx.policy import LayerPlan
@@ -33,16 +35,16 @@ class Call(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    mask: Tensor | None
     scale: float | None
+    softcap: float | None
+    sinks: Tensor | None
     guard: LiveGuard | None
     current: Pass
     place: tuple[int, Run | None] = (0, None)  # batch entry and run of a part
 
     def entry(self, b: int) -> Call:
         """One batch entry."""
-        mask = self.mask if self.mask is None or self.mask.shape[0] == 1 else self.mask[b : b + 1]
-        part = self._replace(q=self.q[b : b + 1], k=self.k[b : b + 1], v=self.v[b : b + 1], mask=mask)
+        part = self._replace(q=self.q[b : b + 1], k=self.k[b : b + 1], v=self.v[b : b + 1])
         return part._replace(place=(b, None))
 
     def part(self, run: Run) -> Call:
@@ -50,8 +52,7 @@ class Call(NamedTuple):
         if run[:4] == (0, self.q.shape[2], 0, self.k.shape[2]):  # all there is
             return self._replace(place=(self.place[0], run))
         rows, keys = slice(run.q_start, run.q_stop), slice(run.k_start, run.k_stop)
-        mask = None if self.mask is None else self.mask[:, :, rows, keys]
-        part = self._replace(q=self.q[:, :, rows], k=self.k[:, :, keys], v=self.v[:, :, keys], mask=mask)
+        part = self._replace(q=self.q[:, :, rows], k=self.k[:, :, keys], v=self.v[:, :, keys])
         return part._replace(place=(self.place[0], run))
 
 
@@ -60,21 +61,22 @@ class Layer:
 
     __slots__ = ("__weakref__", "dense", "handle", "index")
 
-    def __init__(self, handle: Handle, index: int, dense: Dense) -> None:
+    def __init__(self, handle: Handle, index: int, dense: DenseAttention) -> None:
         self.handle = handle
         self.index = index
         self.dense = dense
 
     def attend(
         self, current: Pass | None, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kwargs: Any
-    ) -> tuple[Tensor, None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Attend, as `AttentionInterface` asks: q (B, Hq, Lq, D), k and v (B, Hk, Lk, D) to (B, Lq, Hq, D)."""
         current = current or self.handle.unannounced_pass(self.index)
         scores = Scores.of(kwargs)
         work = self._work(current, module, q, k, mask, scores, kwargs.get("is_causal"))
-        if work.route in (Route.RULE, Route.DECODE):
+        if work.route is not Route.DENSE:
             guard = current.deployed.guard if self.index in current.deployed.plans else None
-            out = self._run_guarded(Call(q, k, v, mask, scores.scale, guard, current), work)
+            call = Call(q, k, v, scores.scale, scores.softcap, sinks_of(kwargs), guard, current)
+            out = self._run_guarded(call, work)
             if out is not None:
                 return out, None
         else:
@@ -115,7 +117,7 @@ class Layer:
     def _run_guarded(self, call: Call, work: Work) -> Tensor | None:
         """Run by a rule, (B, Lq, Hq, D); None where the guard or a failure makes the call dense, which is counted."""
         counts, deployed = self.handle.counts, call.current.deployed
-        stopped = deployed.interruption(self.index)
+        stopped = deployed.interruption(self.index, native=work.route is Route.NATIVE)
         if stopped is not None:
             if stopped is DenseReason.GUARD and work.route is Route.RULE:
                 self._sample_unseen(call, work)
@@ -129,6 +131,9 @@ class Layer:
             counts.failed(self.index, error, work.phase)
             return None
         breaker.worked()
+        if work.route is Route.NATIVE:
+            counts.native(work.phase)
+            return out
         counts.sparse(self.index)
         call.current.ran_sparse = True
         return out
@@ -137,6 +142,8 @@ class Layer:
         """(B, Lq, Hq, D), each sequence with its own layout."""
         for fault in self.handle.faults:
             fault(self.index)
+        if work.route is Route.NATIVE:
+            return _run_native(call, work.parts)
         if work.route is Route.DECODE:
             memory, plan = call.current.memory, call.current.deployed.decode[self.index]
             assert memory is not None, "planned with it"
@@ -158,7 +165,8 @@ class Layer:
         for run, reason, plan in zip(runs, dense, plans, strict=True):
             part = call.part(run)
             if reason:
-                pieces.append(dense_piece(part.q, part.k, part.v, part.mask, part.scale, run))
+                scores = {"scale": part.scale, "softcap": part.softcap, "sinks": part.sinks}
+                pieces.append(dense_piece(part.q, part.k, part.v, run, **scores))
                 self.handle.counts.dense_sequences(self.index, reason, call.q.shape[0])
             else:
                 pieces.append(self._sparse_piece(part, plan))
@@ -172,8 +180,7 @@ class Layer:
         layout = part.current.layout(self.index, part.place, runs) or runs.layout(q, k, scale=part.scale)
         part.current.keep(self.index, part.place, runs, layout)
         probe.selected(layout)
-        out = sparse_attention(q, k, v, layout, scale=part.scale)
-        assert isinstance(out, Tensor), "without return_lse there is one result"
+        out = sparse_attention(q, k, v, layout, scale=part.scale, softcap=part.softcap, sinks=part.sinks)
         probe.done(k, v)
         for watcher in self.handle.watchers:
             watcher(self.index, layout)
@@ -192,6 +199,29 @@ class Layer:
         call.guard.take(self.index, q, k, v, part.scale, work.plans[b][i], None, None)
 
 
+def _run_native(call: Call, parts: Sequence[Part]) -> Tensor:
+    """Run the model's own pattern, (B, Lq, Hq, D)."""
+    q, k, v = (x.transpose(1, 2) for x in (call.q, call.k, call.v))
+    outs: list[list[Tensor]] = []
+    entry: int | None = -1
+    for part in parts:
+        rows = slice(None) if part.entry is None else slice(part.entry, part.entry + 1)
+        queries = q[rows, part.queries]
+        if part.layout is None:
+            out = queries.new_zeros(*queries.shape[:3], v.shape[-1])
+        else:
+            keys, values = k[rows, part.keys], v[rows, part.keys]
+            out = sparse_attention(
+                queries, keys, values, part.layout, scale=call.scale, softcap=call.softcap, sinks=call.sinks
+            )
+        if part.entry != entry:
+            outs.append([])
+            entry = part.entry
+        outs[-1].append(out)
+    rows_of = [pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1) for pieces in outs]
+    return rows_of[0] if len(rows_of) == 1 else torch.cat(rows_of)
+
+
 LAYERS: weakref.WeakKeyDictionary[nn.Module, Layer] = weakref.WeakKeyDictionary()
 _warned: set[str] = set()
 
@@ -203,18 +233,24 @@ def attention(
     value: Tensor,
     attention_mask: Tensor | None,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     """What `AttentionInterface` calls for every layer of every model with a policy."""
     if torch.compiler.is_compiling():
         if torch.compiler.is_dynamo_compiling() and (compiled := LAYERS.get(module)) is not None:
             compiled.handle.counts.compiled()
-        return dense_attention(module)(module, query, key, value, attention_mask, **kwargs)
+        return _original(module)(module, query, key, value, attention_mask, **kwargs)
     current: Pass | None = kwargs.pop(ARGUMENT, None)
     layer = LAYERS.get(module)
     if layer is None:  # a copy of a model with a policy, or one that shares its config
         _warn_once(f"{type(module).__name__} asks for dynaxx attention but has no policy: it runs dense")
-        return dense_attention(module)(module, query, key, value, attention_mask, **kwargs)
+        return _original(module)(module, query, key, value, attention_mask, **kwargs)
     return layer.attend(current, module, query, key, value, attention_mask, kwargs)
+
+
+def _original(module: nn.Module) -> DenseAttention:
+    """The attention of a module that is compiled, or that has no handle."""
+    layer = LAYERS.get(module)
+    return DenseAttention(module, DENSE) if layer is None else layer.dense
 
 
 def _warn_once(message: str) -> None:

@@ -7,6 +7,7 @@ the mask itself, so whatever made it, the sparse result covers what the mask sho
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -32,6 +33,46 @@ class Run(NamedTuple):
     @property
     def seqlen_k(self) -> int:
         return self.k_stop - self.k_start
+
+
+def causal_runs(
+    seqlen_q: int, seqlen_k: int, offset: int, padding: Tensor | None, documents: Tensor | None, batch: int
+) -> list[list[Run]] | None:
+    """Return the runs of a causal mask of its parts, as `read_mask` finds them; None where padding has holes.
+
+    Args:
+        seqlen_q, seqlen_k: of the mask.
+        offset: the column of the first query's own key.
+        padding: (batch, seqlen_k) bool, False for keys that no query sees.
+        documents: (batch, seqlen_q) numbers; queries see keys of the same number. Then `offset` is 0.
+    """
+    if documents is not None:
+        bounds = [[0, *(row.diff().nonzero().flatten() + 1).tolist(), seqlen_q] for row in documents.cpu()]
+        entries = [[Run(a, b, a, b, True) for a, b in pairwise(entry)] for entry in bounds]
+        return entries if padding is None else None
+    if padding is None:
+        return [[Run(0, seqlen_q, 0, offset + seqlen_q, True)]] * batch
+    own = padding.cpu()
+    if bool(own[:, : offset + seqlen_q].all()):
+        return [[Run(0, seqlen_q, 0, offset + seqlen_q, True)]] * batch
+    start, stop, contiguous = _spans(own)
+    if not contiguous:
+        return None
+    spans = zip(start.tolist(), stop.tolist(), strict=True)
+    return [_padded(seqlen_q, offset, first, last) for first, last in spans]
+
+
+def _padded(seqlen_q: int, offset: int, first: int, last: int) -> list[Run]:
+    """The runs of one entry whose real keys are first : last."""
+    if first < 0 or first >= offset + seqlen_q:
+        return [Run(0, seqlen_q, 0, 0, False)]
+    begin, end = max(0, first - offset), min(seqlen_q, max(0, last - offset))
+    runs = [
+        Run(0, begin, 0, 0, False),
+        Run(begin, end, first, offset + end, True),
+        Run(end, seqlen_q, first, last, False),
+    ]
+    return [run for run in runs if run.seqlen_q > 0]
 
 
 def read_mask(mask: Tensor) -> list[list[Run]] | None:

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence as Ordered
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from dynaxx.integrations.runtime.routing import Arrived, DenseReason, Route, Sequence, is_step, route
 from dynaxx.integrations.transformers.arguments import Scores, tensors_reason
+from dynaxx.integrations.transformers.border import Kind, least_queries, wins
+from dynaxx.integrations.transformers.lazy_mask import LazyMask, has_own_pattern
 from dynaxx.integrations.transformers.masks import Run
+from dynaxx.integrations.transformers.native import Part, parts_of_mask, parts_of_runs
 from dynaxx.policy import LayerPlan
 
 if TYPE_CHECKING:
@@ -29,6 +33,7 @@ class Work(NamedTuple):
     runs: Entries[Run] = ()
     dense: Entries[DenseReason | None] = ()  # by run, why it is dense; None where it runs by a rule
     plans: Entries[LayerPlan] = ()  # by run, the rule
+    parts: Ordered[Part] = ()  # of the model's own pattern
     argument: str = ""  # the name of an argument that is not served
 
     @property
@@ -59,32 +64,36 @@ def plan_call(
     rules, state = deployed.rules_of(index), deployed.state(index, current.blocked)
     steps = not current.steps and is_step(seqlen_q, seqlen_k)
     phase = "decode" if steps and (seqlen_q == 1 or rules.decodes) else "prefill"
-    arrived = Arrived(scores.unserved, scores.has_window)
+    native = _native(current, q, k, mask, scores, module, is_causal)
+    arrived = Arrived(scores.unserved, scores.has_window or has_own_pattern(mask), bool(native))
     # No sequence of the call is longer than the call: where that is dense, nothing has to be read from the mask.
     whole = route(rules, state, arrived, Sequence(seqlen_q, seqlen_k, steps))
     if whole.reason not in (None, DenseReason.LENGTH_LEFT_OUT, DenseReason.ARGUMENT, DenseReason.DROPOUT):
         if whole.reason is DenseReason.BELOW:
             deployed.remember_length(seqlen_k, decodes=steps)
-        return Work(whole.route, phase, whole.reason)
+        return Work(whole.route, phase, whole.reason, parts=native)
     unserved = (
         _sharded(current, index, module, q, k) or scores.unserved or tensors_reason(module, q, k, mask, is_causal)
     )
     if unserved is not None:
         return Work(Route.DENSE, phase, unserved, argument=scores.argument)
+    if whole.reason is not None and whole.reason is not DenseReason.LENGTH_LEFT_OUT:
+        return Work(whole.route, phase, whole.reason, parts=native)
     if whole.route is Route.DECODE:
-        return _plan_step(current, index, q, k, mask)
+        return _plan_step(current, index, q, k, mask, scores)
     runs = [[Run(0, seqlen_q, 0, min(seqlen_q, seqlen_k), True)]] * batch  # a static cache is longer than its content
     if mask is not None:
         found = current.runs(mask, batch)
         if found is None:
             return Work(Route.DENSE, phase, DenseReason.MASK_KIND)
         runs = found
+    arrived = Arrived(native=bool(native))
 
     def why_dense(run: Run, row: int) -> DenseReason | None:
         if current.steps and run.seqlen_q == 1:  # beside prompts, and not by a budget
             return DenseReason.DECODE
         unchosen = None if current.choice.row(row, batch) else DenseReason.of(current.choice.reason)
-        found = route(rules, state, Arrived(), Sequence(run.seqlen_q, run.seqlen_k, False, run.causal, unchosen))
+        found = route(rules, state, arrived, Sequence(run.seqlen_q, run.seqlen_k, False, run.causal, unchosen))
         if run.causal:
             deployed.remember_length(run.seqlen_k)
         return found.reason
@@ -92,7 +101,9 @@ def plan_call(
     dense = [[why_dense(run, row) for run in entry] for row, entry in enumerate(runs)]
     reasons = {reason for entry in dense for reason in entry}
     if None not in reasons:
-        return Work(Route.DENSE, phase, _first(reasons - {DenseReason.PADDING}))
+        reason = _first(reasons - {DenseReason.PADDING})
+        runs_native = bool(native) and all(each is None or each.keeps_native for each in (*reasons, state.blocked))
+        return Work(Route.NATIVE if runs_native else Route.DENSE, phase, reason, parts=native)
     plan = deployed.plans[index]
     if not plan.needs_tokens:
         return Work(Route.RULE, phase, None, runs, dense, [[plan] * len(entry) for entry in runs])
@@ -105,7 +116,7 @@ def plan_call(
     return Work(Route.RULE, phase, None, runs, dense, plans)
 
 
-def _plan_step(current: Pass, index: int, q: Tensor, k: Tensor, mask: Tensor | None) -> Work:
+def _plan_step(current: Pass, index: int, q: Tensor, k: Tensor, mask: Tensor | None, scores: Scores) -> Work:
     """Plan a decoding step: its rows run together, and the longest decides on the length."""
     deployed, (batch, _, seqlen_q, _), seqlen_k = current.deployed, q.shape, k.shape[2]
     runs = [[Run(0, seqlen_q, 0, seqlen_k, True)]] * batch
@@ -116,6 +127,8 @@ def _plan_step(current: Pass, index: int, q: Tensor, k: Tensor, mask: Tensor | N
         runs = found
     if current.memory is None:
         return Work(Route.DENSE, "decode", DenseReason.NO_CACHE)
+    if scores.need_eager:
+        return Work(Route.DENSE, "decode", DenseReason.SCORES)
     chosen = all(current.choice.row(row, batch) for row in range(batch))
     unchosen = None if chosen else DenseReason.of(current.choice.reason)
     longest = max(entry[0].seqlen_k for entry in runs)
@@ -125,6 +138,43 @@ def _plan_step(current: Pass, index: int, q: Tensor, k: Tensor, mask: Tensor | N
     if found_route.reason is not None:
         return Work(Route.DENSE, "decode", found_route.reason)
     return Work(Route.DECODE, "decode", None, runs)
+
+
+def _native(
+    current: Pass, q: Tensor, k: Tensor, mask: Tensor | None, scores: Scores, module: nn.Module, is_causal: bool | None
+) -> Ordered[Part]:
+    """The layouts of the model's own pattern, where the kernels serve it and win; else none."""
+    seqlen_q, device = q.shape[2], q.device
+    least = least_queries(device.type)
+    if not current.deployed.native or least is None or seqlen_q < least or scores.unserved is not None:
+        return ()
+    if tensors_reason(module, q, k, mask, is_causal) not in (None, DenseReason.NOT_CAUSAL):
+        return ()
+    key = ("native", None if mask is None else id(mask), seqlen_q, k.shape[2], scores.need_eager)
+    return current.native_parts(key, mask, lambda: _make_parts(current, q, k, mask, scores, module, is_causal))
+
+
+def _make_parts(
+    current: Pass, q: Tensor, k: Tensor, mask: Tensor | None, scores: Scores, module: nn.Module, is_causal: bool | None
+) -> Ordered[Part]:
+    (batch, _, seqlen_q, _), seqlen_k, device = q.shape, k.shape[2], q.device
+    parts: list[Part] | None
+    kind: Kind = "masked"
+    if mask is None:
+        causal = tensors_reason(module, q, k, mask, is_causal) is None
+        stop, kind = min(seqlen_q, seqlen_k) if causal else seqlen_k, "causal"
+        parts = parts_of_runs([[Run(0, seqlen_q, 0, stop, causal)]] * batch, device)
+    elif isinstance(mask, LazyMask):
+        kind = "masked" if mask.plain_is_needed else "causal"
+        parts = parts_of_mask(mask, device) if _beyond(device, kind, scores, seqlen_q) else None
+    else:
+        runs = current.runs(mask, batch)
+        parts = None if runs is None else parts_of_runs(runs, device)
+    return tuple(parts or ()) if _beyond(device, kind, scores, seqlen_q) else ()
+
+
+def _beyond(device: torch.device, kind: Kind, scores: Scores, seqlen_q: int) -> bool:
+    return wins(device.type, "eager" if scores.need_eager else kind, seqlen_q)
 
 
 def _first(reasons: set[DenseReason | None]) -> DenseReason:

@@ -1,0 +1,30 @@
+"""From how many queries on dynaxx's kernels beat the attention that transformers would take.
+
+The table is conservative: below its figures the model's own attention runs. Each figure names what was measured.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Kind = Literal["causal", "masked", "eager"]
+
+# By device type: queries of a call from which the kernels serve it; None: never.
+#   causal: SDPA without a mask, its fastest case
+#   masked: SDPA with a mask of seqlen x seqlen: windows, chunks, packed and padded batches
+#   eager: capped scores and learned sinks, which SDPA does not serve
+BORDERS: dict[str, dict[Kind, int | None]] = {
+    "cpu": {"causal": 256, "masked": 256, "eager": 128},
+    "cuda": {"causal": None, "masked": 2048, "eager": 512},
+}
+
+
+def least_queries(device_type: str) -> int | None:
+    """Return the lowest border of a device; None where the kernels serve nothing."""
+    return min((border for border in BORDERS.get(device_type, {}).values() if border is not None), default=None)
+
+
+def wins(device_type: str, kind: Kind, seqlen_q: int) -> bool:
+    """Return whether a call of so many queries is beyond the border."""
+    border = BORDERS.get(device_type, {}).get(kind)
+    return border is not None and seqlen_q >= border

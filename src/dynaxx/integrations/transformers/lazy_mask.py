@@ -1,0 +1,140 @@
+"""`LazyMask`: the mask of a forward pass, described by its rule and made only where somebody reads it.
+
+A mask of seqlen x seqlen costs memory and time that attention by blocks does not need: at 32,768 tokens it has a
+gigabyte. transformers asks `make_mask` for the masks of models that run on dynaxx. Where the mask has a rule, it gets a
+tensor without data, of the right shape. Any operation on it makes the mask, so code that knows nothing of this works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from dynaxx.integrations.transformers.mask_rules import MaskRule, read_rule
+
+IMPLEMENTATIONS: dict[int, str] = {}  # by id of a config, the attention that its model had before dynaxx
+
+
+class LazyMask(Tensor):
+    """A bool mask (batch, 1, seqlen_q, seqlen_k) that is made when it is read.
+
+    Attributes:
+        rule: which keys a query sees, padding aside.
+        request: the arguments of the call that asked for the mask.
+    """
+
+    rule: MaskRule
+    request: dict[str, Any]
+    _made: dict[tuple[str, torch.dtype | None], Tensor | None]
+    __torch_function__: ClassVar[Any] = torch._C._disabled_torch_function_impl  # type: ignore[misc]
+
+    @classmethod
+    def of(cls, rule: MaskRule, request: dict[str, Any]) -> LazyMask:
+        """Describe the mask that a request asks for."""
+        shape = (request["batch_size"], 1, request["q_length"], request["kv_length"])
+        device = torch.device(request.get("device", "cpu"))
+        mask: LazyMask = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)  # type: ignore[attr-defined]
+        mask.rule, mask.request, mask._made = rule, request, {}
+        return mask
+
+    @property
+    def offset(self) -> int:
+        """The column of the first query's own key."""
+        return int(self.request.get("q_offset", 0)) - int(self.request.get("kv_offset", 0))
+
+    @property
+    def padding(self) -> Tensor | None:
+        """(batch, seqlen_k) bool, True for tokens and False for padding; None if nothing is padded."""
+        given = self.request.get("attention_mask")
+        if given is None:
+            return None
+        start, count = int(self.request.get("kv_offset", 0)), self.shape[3]
+        part = given[:, start : start + count].to(torch.bool)
+        return torch.nn.functional.pad(part, (0, count - part.shape[1])) if part.shape[1] < count else part
+
+    @property
+    def is_local(self) -> bool:
+        """Whether a window or chunks hide keys from some query."""
+        seqlen = self.offset + self.shape[2]
+        return any(size is not None and size < seqlen for size in (self.rule.window, self.rule.chunk))
+
+    @property
+    def plain_is_needed(self) -> bool:
+        """Whether SDPA needs a mask: for windows, chunks, documents, padding, and queries after others."""
+        if self.is_local or self.rule.documents is not None:
+            return True
+        if self.rule.causal and self.offset > 0:
+            return True
+        padding = self.padding
+        return padding is not None and not bool(padding[:, : self.offset + self.shape[2]].all())
+
+    def plain(self, implementation: str, dtype: torch.dtype | None = None) -> Tensor | None:
+        """Return the mask as transformers makes it for an attention implementation; made once.
+
+        Args:
+            implementation: "sdpa", whose mask is bool, or None where SDPA needs none; "eager", whose mask is added.
+            dtype: of the scores, for "eager".
+        """
+        key = (implementation, dtype)
+        if key not in self._made:
+            from transformers import AttentionMaskInterface
+
+            request = self.request if dtype is None else {**self.request, "dtype": dtype}
+            self._made[key] = AttentionMaskInterface()[implementation](**request)
+        return self._made[key]
+
+    def tensor(self) -> Tensor:
+        """Return the mask as a plain bool tensor."""
+        from transformers.masking_utils import sdpa_mask
+
+        key = ("tensor", None)
+        if key not in self._made:
+            whole = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+            self._made[key] = sdpa_mask(**{**self.request, **whole})
+        found = self._made[key]
+        assert found is not None, "asked for whole"
+        return found
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Make the mask and do what was asked for with that."""
+        made = lambda x: x.tensor() if isinstance(x, LazyMask) else x
+        return function(*tree_map(made, args), **tree_map(made, dict(kwargs or {})))
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"LazyMask(shape={tuple(self.shape)}, {self.rule})"
+
+
+def make_mask(**request: Any) -> Tensor | None:
+    """Make the mask of a model on dynaxx, as `AttentionMaskInterface` asks.
+
+    Decoding steps and functions without a rule get SDPA's mask, compilers that of the attention that the model had.
+    """
+    from transformers import AttentionMaskInterface
+    from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return AttentionMaskInterface()[IMPLEMENTATIONS.get(id(request.get("config")), "sdpa")](**request)
+    rule = read_rule(request.get("mask_function", causal_mask_function)) if request["q_length"] > 1 else None
+    return sdpa_mask(**request) if rule is None else LazyMask.of(rule, request)
+
+
+def has_own_pattern(mask: Tensor | None) -> bool:
+    """Return whether a layer has a window or chunks of its own, whatever the length."""
+    return isinstance(mask, LazyMask) and (mask.rule.window is not None or mask.rule.chunk is not None)
+
+
+def plain_mask(mask: Tensor | None, implementation: str, dtype: torch.dtype) -> Tensor | None:
+    """Return a mask as an attention implementation takes it."""
+    added = implementation == "eager"
+    if isinstance(mask, LazyMask):
+        return mask.plain(implementation, dtype if added else None)
+    if added and mask is not None and mask.dtype == torch.bool:
+        return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+    return mask

@@ -1,0 +1,151 @@
+"""What transformers' mask functions show: a rule of a few numbers, read from the function instead of from a mask.
+
+transformers describes a mask by a function of (batch, head, query, key) that is composed of a few building blocks:
+causal, sliding window, chunks, packed documents. `read_rule` takes such a function apart by the code objects of these
+building blocks. A function with any other part has no rule, and its mask is made and read as a tensor.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger("dynaxx")
+
+MaskFunction = Callable[..., Any]
+
+
+@dataclass(frozen=True, eq=False)
+class MaskRule:
+    """The keys that a query sees, padding aside; positions count from the first token of the cache.
+
+    Attributes:
+        causal: no key after the query.
+        window: keys with query - key < window; None for all.
+        after: keys with key - query <= after; None for all.
+        chunk: keys of the query's own chunk of so many tokens; None for all.
+        chunk_start: (batch,) where the first chunk starts.
+        documents: (batch, seqlen) the document of each token of a pack; None for one document.
+        positions: (batch, seqlen) positions within the documents.
+    """
+
+    causal: bool = False
+    window: int | None = None
+    after: int | None = None
+    chunk: int | None = None
+    chunk_start: Tensor | None = None
+    documents: Tensor | None = None
+    positions: Tensor | None = None
+
+    def both(self, other: MaskRule) -> MaskRule | None:
+        """Return the rule that shows what both show; None if no rule can say it."""
+        if any(getattr(self, name) is not None and getattr(other, name) is not None for name in ("chunk", "documents")):
+            return None
+        found = replace(self, causal=self.causal or other.causal)
+        for name in ("window", "after"):
+            limits = [limit for limit in (getattr(self, name), getattr(other, name)) if limit is not None]
+            found = replace(found, **{name: min(limits, default=None)})
+        one = self if self.chunk is not None else other
+        packed = self if self.documents is not None else other
+        return replace(
+            found,
+            chunk=one.chunk,
+            chunk_start=one.chunk_start,
+            documents=packed.documents,
+            positions=packed.positions,
+        )
+
+
+def read_rule(function: MaskFunction) -> MaskRule | None:
+    """Return the rule of a mask function of transformers; None if it has other parts than the known ones."""
+    known, code = _building_blocks(), getattr(function, "__code__", None)
+    reader = known.get(code) if isinstance(code, CodeType) else None
+    return None if reader is None else reader(_closure(function))
+
+
+def _closure(function: MaskFunction) -> dict[str, Any]:
+    cells = getattr(function, "__closure__", None) or ()
+    return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)}
+
+
+def _read_all(free: dict[str, Any]) -> MaskRule | None:
+    found: MaskRule | None = MaskRule()
+    for part in free["mask_functions"]:
+        rule = read_rule(part)
+        found = None if rule is None or found is None else found.both(rule)
+    return found
+
+
+def _read_remapped(free: dict[str, Any]) -> MaskRule | None:
+    rule = read_rule(free["mask_function"])
+    return None if rule is None or rule.documents is not None else replace(rule, positions=free["position_ids"])
+
+
+def _read_window(free: dict[str, Any]) -> MaskRule | None:
+    window = free["sliding_window"]
+    return MaskRule(window=window) if isinstance(window, int) and window > 0 else None
+
+
+def _read_both_sides(free: dict[str, Any]) -> MaskRule | None:
+    window = free["sliding_window"]
+    return MaskRule(window=window + 1, after=window) if isinstance(window, int) and window >= 0 else None
+
+
+def _read_chunk(free: dict[str, Any]) -> MaskRule | None:
+    return MaskRule(chunk=free["chunk_size"], chunk_start=free["left_padding"])
+
+
+@cache
+def _building_blocks() -> dict[CodeType, Callable[[dict[str, Any]], MaskRule | None]]:
+    """transformers' building blocks by their code, each with what reads its settings; empty if one does not act as
+    it did in the versions that were tested."""
+    from transformers import masking_utils as made
+
+    ids, start = torch.zeros(1, 1, dtype=torch.long), torch.zeros(1, dtype=torch.long)
+    try:
+        blocks = {
+            made.causal_mask_function.__code__: lambda free: MaskRule(causal=True),
+            made.bidirectional_mask_function.__code__: lambda free: MaskRule(),
+            made.and_masks(made.causal_mask_function).__code__: _read_all,
+            made.sliding_window_overlay(1).__code__: _read_window,
+            made.sliding_window_bidirectional_overlay(1).__code__: _read_both_sides,
+            made.chunked_overlay(1, start).__code__: _read_chunk,
+            made.packed_sequence_mask_function(ids).__code__: lambda free: MaskRule(
+                documents=free["packed_sequence_mask"]
+            ),
+            made.remap_positions_for_packed_sequence(made.causal_mask_function, ids).__code__: _read_remapped,
+        }
+        if _acts_as_tested(made):
+            return blocks
+        why = "a building block shows other pairs"
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+    logger.warning("the masks of this transformers are made in another way (%s): they are read as tensors", why)
+    return {}
+
+
+def _acts_as_tested(made: Any) -> bool:
+    """Whether each building block shows the pairs that its rule says, on a small grid."""
+    q, k = torch.arange(9)[:, None] + 3, torch.arange(12)[None]
+    ids, start = torch.tensor([[0] * 5 + [1] * 7]), torch.tensor([2])
+    shown = {
+        made.causal_mask_function: k <= q,
+        made.bidirectional_mask_function: q >= 0,
+        made.and_masks(made.causal_mask_function, made.sliding_window_overlay(4)): (k <= q) & (q - k < 4),
+        made.sliding_window_bidirectional_overlay(3): (q - k).abs() <= 3,
+        made.chunked_overlay(4, start): (k - 2) // 4 == (q - 2) // 4,
+        made.packed_sequence_mask_function(ids): ids[0][q] == ids[0][k],
+        made.remap_positions_for_packed_sequence(made.causal_mask_function, ids.cumsum(1)): ids.cumsum(1)[0][k]
+        <= ids.cumsum(1)[0][q],
+    }
+    zero = torch.zeros((), dtype=torch.long)
+    return all(
+        bool((function(zero, zero, q, k).expand(9, 12) == want.expand(9, 12)).all()) for function, want in shown.items()
+    )

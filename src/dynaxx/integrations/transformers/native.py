@@ -1,0 +1,123 @@
+"""The model's own attention pattern as block layouts: causal, windows, chunks, packed and padded batches."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dynaxx.integrations.transformers.lazy_mask import LazyMask
+from dynaxx.integrations.transformers.mask_rules import MaskRule
+from dynaxx.integrations.transformers.masks import Run
+from dynaxx.layout import BlockLayout
+from dynaxx.layout.hide import hide_keys
+from dynaxx.patterns import Causal, Documents, Full, Pattern, SlidingWindow
+
+BLOCK = {"cpu": 64, "cuda": 128}  # tokens of a block of native layouts
+
+
+class Part(NamedTuple):
+    """Some rows of a call and the layout of their queries over some keys."""
+
+    entry: int | None  # of the batch; None for all
+    queries: slice
+    keys: slice
+    layout: BlockLayout | None  # None: these queries see nothing
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def parts_of_mask(mask: LazyMask, device: torch.device) -> list[Part] | None:
+    """Return the layouts that show what a mask shows, in order of entry and query; None where no layout can.
+
+    Args:
+        mask: of a call with at least as many keys as queries.
+        device: where attention runs.
+    """
+    batch, _, seqlen_q, seqlen_k = mask.shape
+    rule, used = mask.rule, mask.offset + seqlen_q  # a static cache is longer than what is in it
+    if used > seqlen_k or (not rule.causal and used != seqlen_k):
+        return None
+    queries, keys = slice(0, seqlen_q), slice(0, used)
+    padding = mask.padding
+    shown = None if padding is None else padding[:, :used].cpu()
+    if shown is not None and bool(shown.all()):
+        shown = None
+    alone = rule.documents is not None or (rule.chunk is not None and shown is not None)
+    start = int(mask.request.get("kv_offset", 0))
+    if not alone:
+        layout = _layout(_pattern(rule, used, start, 0), rule, seqlen_q, used, shown, device)
+        return [Part(None, queries, keys, layout)]
+    parts = []
+    for entry in range(batch):
+        pattern = _pattern(rule, used, start, entry)
+        own = None if shown is None else shown[entry : entry + 1]
+        parts.append(Part(entry, queries, keys, _layout(pattern, rule, seqlen_q, used, own, device)))
+    return parts
+
+
+def parts_of_runs(runs: list[list[Run]], device: torch.device) -> list[Part]:
+    """Return the layouts of causal sequences that were read from a mask."""
+    alike = all(entry == runs[0] for entry in runs)
+    return [
+        Part(
+            None if alike else number,
+            slice(run.q_start, run.q_stop),
+            slice(run.k_start, run.k_stop),
+            _layout_of_run(run, device),
+        )
+        for number, entry in enumerate(runs[:1] if alike else runs)
+        for run in entry
+    ]
+
+
+def causal_layout(seqlen_q: int, seqlen_k: int, device: torch.device, *, causal: bool = True) -> BlockLayout:
+    """Return the layout that shows every key, up to the query's own if `causal`."""
+    rule: Pattern = Causal() if causal else Full()
+    return rule.layout(seqlen_q, seqlen_k, causal=causal, block_size=BLOCK[device.type], device=device)
+
+
+def _layout_of_run(run: Run, device: torch.device) -> BlockLayout | None:
+    return causal_layout(run.seqlen_q, run.seqlen_k, device, causal=run.causal) if run.seqlen_k else None
+
+
+def _layout(
+    pattern: Pattern, rule: MaskRule, seqlen_q: int, seqlen_k: int, shown: Tensor | None, device: torch.device
+) -> BlockLayout:
+    block = BLOCK[device.type]
+    where = device if shown is None else torch.device("cpu")  # hiding keys reads the layout
+    layout = pattern.layout(seqlen_q, seqlen_k, causal=rule.causal, block_size=block, device=where)
+    return layout if shown is None else hide_keys(layout, shown).to(device)
+
+
+def _pattern(rule: MaskRule, used: int, start: int, entry: int) -> Pattern:
+    """The pattern of one batch entry over `used` keys, the first of which is token `start`."""
+    found: Pattern = Causal() if rule.causal else Full()
+    if rule.window is not None or rule.after is not None:
+        left = -1 if rule.window is None else rule.window - 1
+        found = SlidingWindow((left, 0 if rule.causal else -1 if rule.after is None else rule.after))
+    ends = {0, used}
+    if rule.documents is not None:
+        ends |= _starts_of_documents(rule.documents[entry])
+    if rule.chunk is not None:
+        ends |= _starts_of_chunks(rule, used, start, entry, sorted(ends))
+    return found & Documents(tuple(sorted(ends))) if len(ends) > 2 else found
+
+
+def _starts_of_documents(documents: Tensor) -> set[int]:
+    return set((documents.diff().nonzero().flatten() + 1).tolist())
+
+
+def _starts_of_chunks(rule: MaskRule, used: int, start: int, entry: int, ends: list[int]) -> set[int]:
+    """Where chunks start among the keys. In a pack the positions within each document count."""
+    assert rule.chunk is not None, "there are chunks"
+    first = 0 if rule.chunk_start is None else int(rule.chunk_start[min(entry, len(rule.chunk_start) - 1)])
+    found: set[int] = set()
+    for begin, stop in pairwise(ends):
+        position = begin + start
+        if rule.documents is not None and rule.positions is not None:
+            position = int(rule.positions[entry, begin])
+        found |= set(range(begin + (first - position) % rule.chunk, stop, rule.chunk))
+    return found - {0}
