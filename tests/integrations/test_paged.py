@@ -132,7 +132,12 @@ def test_a_mixed_step_is_each_sequence_alone(telemetry, contiguous, fp8):
         want = oracle_attention(q, k, v, shown[None, None], 0.2)[0].float()
         torch.testing.assert_close(out[None, row.tokens], want, **CLOSE)
     assert out[batch.sequences.rows[-1].tokens.stop :].isnan().all()
-    assert layer.counts.to_dict() == {"sparse_calls": 1, "dense_calls": {}, "dense_sequences": split.reasons}
+    assert layer.counts.to_dict() == {
+        "sparse_calls": 1,
+        "native_calls": 0,
+        "dense_calls": {},
+        "dense_sequences": split.reasons,
+    }
 
 
 CLOSE = {"atol": 2e-5, "rtol": 2e-5}

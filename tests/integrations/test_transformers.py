@@ -14,7 +14,7 @@ import torch
 
 import dynaxx as dx
 from dynaxx.integrations.transformers.apply_policy import attention_layers, full_attention_layers, model_facts
-from dynaxx.integrations.transformers.masks import Run, read_mask
+from dynaxx.integrations.transformers.masks import Run, causal_runs, read_mask
 from dynaxx.testing import oracle_attention
 
 transformers = pytest.importorskip("transformers")
@@ -210,7 +210,12 @@ def test_dense_paths_are_bit_exact_and_counted():
     dense = logits(model, input_ids=ids)
     with dx.apply(model, policy_for(model, dense_below=91)) as handle:
         assert torch.equal(logits(model, input_ids=ids), dense)
-        assert handle.stats() == {"sparse_calls": 0, "dense_calls": {"below dense_below": 3}, "dense_sequences": {}}
+        assert handle.stats() == {
+            "sparse_calls": 0,
+            "native_calls": 0,
+            "dense_calls": {"below dense_below": 3},
+            "dense_sequences": {},
+        }
     with dx.apply(model, policy_for(model, dx.Rule.of(None))) as handle:
         assert torch.equal(logits(model, input_ids=ids), dense)
         assert handle.stats()["dense_calls"] == {"no rule": 3}
@@ -235,7 +240,7 @@ def test_short_documents_in_a_long_pack_are_dense():
     with dx.apply(model, policy_for(model, dense_below=50)) as handle:
         close(logits(model, **arguments), dense)
     short = {"below dense_below": 6, "fewer queries than one block": 3}
-    assert handle.stats() == {"sparse_calls": 3, "dense_calls": {}, "dense_sequences": short}
+    assert handle.stats() == {"sparse_calls": 3, "native_calls": 0, "dense_calls": {}, "dense_sequences": short}
 
 
 def test_lengths_around_the_border_do_not_flap():
@@ -429,9 +434,9 @@ def test_models_that_cannot_be_served_are_refused_with_the_reason():
             dx.apply(model, policy)
         assert model.config._attn_implementation == before
 
-    refuse(small(t.Gemma2Config, t.Gemma2ForCausalLM), "softcapped")
-    refuse(small(t.GptOssConfig, t.GptOssForCausalLM, num_local_experts=2), "learned attention sinks")
-    refuse(small(t.LlamaConfig, t.LlamaForCausalLM, attn_implementation="eager"), r"set_attn_implementation\('sdpa'\)")
+    flash = small(t.LlamaConfig, t.LlamaForCausalLM)
+    flash.config._attn_implementation_internal = "flash_attention_2"
+    refuse(flash, r"set_attn_implementation\('sdpa'\)")
     bert = t.BertModel(t.BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32))
     refuse(bert, "layer_idx")
     t5 = t.T5ForConditionalGeneration(t.T5Config(d_model=32, d_ff=32, num_layers=2, num_heads=4, d_kv=8, vocab_size=64))
@@ -501,10 +506,17 @@ def test_other_families():
             assert handle.stats()["sparse_calls"] == 2, config
 
 
-def test_sinks_are_never_dropped():
-    model = llama()
-    with dx.apply(model, policy_for(model)), pytest.raises(dx.UnsupportedInputError, match="sinks"):
-        logits(model, input_ids=tokens(1, 60), s_aux=torch.zeros(6))
+def test_sinks_and_softcap_are_never_dropped():
+    """SDPA would ignore them: where a call is dense it is eager, and a rule computes with them."""
+    model, ids = llama(), tokens(1, 60)
+    model.set_attn_implementation("eager")
+    arguments = {"softcap": 0.5}  # which Llama's eager attention does not know
+    with dx.apply(model, policy_for(model, dense_below=61)):
+        dense = logits(model, input_ids=ids)
+        assert torch.equal(logits(model, input_ids=ids, **arguments), dense)
+    with dx.apply(model, policy_for(model)):
+        close(logits(model, input_ids=ids), dense)
+        assert (logits(model, input_ids=ids, **arguments) - dense).abs().max() > 1e-2
 
 
 def random_runs(rng, seqlen_k):
@@ -561,7 +573,7 @@ def test_a_mask_is_read_once_per_pass(monkeypatch):
     from dynaxx.integrations.transformers import forward_context as module
 
     model, reads = llama(), []
-    monkeypatch.setattr(module, "read_mask", lambda mask: reads.append(1) or read_mask(mask))
+    monkeypatch.setattr(module, "causal_runs", lambda *args: reads.append(1) or causal_runs(*args))
     arguments, _ = left_padded(model)
     with dx.apply(model, policy_for(model)):
         logits(model, **arguments)

@@ -198,7 +198,12 @@ def test_what_would_not_run_sparse_is_not_validated(model):
     found = check(model, None, tolerances=Tolerances(slowdown=None))  # a dense policy is what it says
     assert found.passed
     assert found.perplexity.ratio == 1
-    assert found.layer_calls == {"sparse_calls": 0, "dense_calls": {"no rule": 6}, "dense_sequences": {}}
+    assert found.layer_calls == {
+        "sparse_calls": 0,
+        "native_calls": 0,
+        "dense_calls": {"no rule": 6},
+        "dense_sequences": {},
+    }
     assert found.summary().endswith("dense was compared with dense")
 
 

@@ -234,7 +234,12 @@ def test_a_request_under_way_stops_at_its_next_pass(model):
         model(tokens(1, 64), past_key_values=cache)
         handle.kill_switch.engage()
         model(tokens(1, 32), past_key_values=cache)
-        assert handle.stats() == {"sparse_calls": 2, "dense_calls": {"kill switch": 2}, "dense_sequences": {}}
+        assert handle.stats() == {
+            "sparse_calls": 2,
+            "native_calls": 0,
+            "dense_calls": {"kill switch": 2},
+            "dense_sequences": {},
+        }
 
 
 def test_signals_need_the_main_thread():

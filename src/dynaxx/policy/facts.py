@@ -27,13 +27,13 @@ class ModelFacts(Document):
     def of(cls, config: Any) -> ModelFacts:
         """The facts of a transformers config; of one with parts (vision, text), those of its text decoder."""
         config = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-        heads = config.num_attention_heads
+        heads, layer = config.num_attention_heads, _full_layer(config)
         return cls(
             model_type=config.model_type,
             layers=config.num_hidden_layers,
             q_heads=heads,
-            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            kv_heads=getattr(layer, "num_key_value_heads", None) or heads,
+            head_dim=getattr(layer, "head_dim", None) or config.hidden_size // heads,
         )
 
     def check(self, found: ModelFacts) -> None:
@@ -59,6 +59,13 @@ class ModelFacts(Document):
                 f"`layers` times `q_heads` must be at most {MOST_HEADS:,}, got {self.layers} and {self.q_heads}"
             )
         return self
+
+
+def _full_layer(config: Any) -> Any:
+    """The config of a layer that sees the whole sequence, where layers differ in their heads (Gemma 4)."""
+    kinds = getattr(config, "layer_types", None) or ()
+    each = getattr(config, "per_layer_config", None)
+    return config if each is None or "full_attention" not in kinds else each[list(kinds).index("full_attention")]
 
 
 class Tolerances(Document):

@@ -60,6 +60,10 @@ class DenseReason(str, enum.ReprEnum):
         "below dense_below",
         "No sequence has as many keys as `dense_below` or `sparse_from` ask. Lower them if timings say that it pays.",
     )
+    SHORT = (
+        "too few queries to gain",
+        "Without a policy: a decoding step, or a prompt below the border from which dynaxx's kernels are faster.",
+    )
     # What arrived.
     SHARDED = (
         "heads are sharded",

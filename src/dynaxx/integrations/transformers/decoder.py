@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import weakref
 from collections.abc import Callable, Iterable
@@ -47,12 +48,15 @@ class Decoder:
             if not _is_attention(module):
                 continue
             if module.layer_idx in layers:
-                raise _refusal(model, f"two attention modules claim layer {module.layer_idx} (cross attention?)")
+                raise _refusal(
+                    model, f"layer {module.layer_idx} has two attention modules: cross attention is not served"
+                )
             layers[module.layer_idx] = module
-        if sorted(layers) != list(range(config.num_hidden_layers)):
-            raise _refusal(
-                model, "no attention modules with `layer_idx` and `num_key_value_groups` were found for all layers"
-            )
+        if not layers:
+            raise _refusal(model, why_no_attention(owner))
+        if max(layers) >= config.num_hidden_layers:
+            raise _refusal(model, f"it has an attention layer {max(layers)} beyond its {config.num_hidden_layers}")
+        layers = dict(sorted(layers.items()))
         return cls(owner, config, layers)
 
     def weak(self) -> Callable[[], Decoder | None]:
@@ -123,13 +127,23 @@ class Decoder:
         return reasons
 
 
+def why_no_attention(owner: nn.Module) -> str:
+    """Return why a model of transformers has no layer that can be served."""
+    kinds = sorted({type(module).__name__ for module in owner.modules() if "Attention" in type(module).__name__})
+    if not kinds:
+        return "it has no attention layers"
+    return f"its attention ({', '.join(kinds[:3])}) does not go through transformers' AttentionInterface"
+
+
 def _is_attention(module: nn.Module) -> bool:
     """Whether it is a self-attention module that goes through `AttentionInterface`."""
-    return (
-        isinstance(getattr(module, "layer_idx", None), int)
-        and hasattr(module, "num_key_value_groups")
-        and hasattr(module, "config")
-    )
+    if not isinstance(getattr(module, "layer_idx", None), int) or not hasattr(module, "config"):
+        return False
+    if getattr(module, "is_cross_attention", False):
+        return False
+    forward = inspect.unwrap(type(module).forward)
+    code = getattr(forward, "__code__", None)
+    return code is not None and "get_interface" in code.co_names
 
 
 def implementation(module: Any) -> str:

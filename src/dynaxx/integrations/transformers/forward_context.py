@@ -33,6 +33,7 @@ from dynaxx.telemetry.probe import RequestTimer
 
 ARGUMENT = "dynaxx_pass"  # the keyword under which attention calls get it
 
+Parts = Sequence[Part] | DenseReason  # the layouts of the model's own pattern, or why there are none
 Place = tuple[int, Run | None]  # a sequence of a pass: its batch entry, and which run of it
 
 
@@ -92,7 +93,7 @@ class Pass:
         self.arguments: dict[str, Any] = {}
         self._layouts: dict[Place, tuple[int, LayerPlan, BlockLayout]] = {}
         self._mask: weakref.ref[Tensor] | None = None
-        self._parts: dict[Hashable, tuple[Sequence[Part], weakref.ref[Tensor] | None]] = {}
+        self._parts: dict[Hashable, tuple[Parts, weakref.ref[Tensor] | None]] = {}
         self._version = -1
         self._runs: list[list[Run]] | None = None
 
@@ -134,7 +135,7 @@ class Pass:
                 self._runs = causal_runs(*mask.shape[2:], mask.offset, mask.padding, rule.documents, batch)
         return self._runs
 
-    def native_parts(self, key: Hashable, mask: Tensor | None, make: Callable[[], Sequence[Part]]) -> Sequence[Part]:
+    def native_parts(self, key: Hashable, mask: Tensor | None, make: Callable[[], Parts]) -> Parts:
         """The layouts of the model's own pattern; layers that share a mask make them once."""
         known, of_mask = self._parts.get(key, (None, None))
         if known is None or (of_mask is not None and of_mask() is not mask):

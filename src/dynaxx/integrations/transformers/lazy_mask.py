@@ -29,6 +29,7 @@ class LazyMask(Tensor):
 
     rule: MaskRule
     request: dict[str, Any]
+    _offset: int | None
     _made: dict[tuple[str, torch.dtype | None], Tensor | None]
     __torch_function__: ClassVar[Any] = torch._C._disabled_torch_function_impl  # type: ignore[misc]
 
@@ -38,13 +39,18 @@ class LazyMask(Tensor):
         shape = (request["batch_size"], 1, request["q_length"], request["kv_length"])
         device = torch.device(request.get("device", "cpu"))
         mask: LazyMask = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)  # type: ignore[attr-defined]
-        mask.rule, mask.request, mask._made = rule, request, {}
+        start = request.get("q_offset", 0)
+        if isinstance(start, Tensor):  # a static cache counts in place
+            request = {**request, "q_offset": start.clone()}
+        mask.rule, mask.request, mask._made, mask._offset = rule, request, {}, None
         return mask
 
     @property
     def offset(self) -> int:
-        """The column of the first query's own key."""
-        return int(self.request.get("q_offset", 0)) - int(self.request.get("kv_offset", 0))
+        """The column of the first query's own key. Read back from the device once, for a static cache."""
+        if self._offset is None:
+            self._offset = int(self.request.get("q_offset", 0)) - int(self.request.get("kv_offset", 0))
+        return self._offset
 
     @property
     def padding(self) -> Tensor | None:

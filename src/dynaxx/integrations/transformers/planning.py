@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence as Ordered
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from dynaxx.integrations.runtime.routing import Arrived, DenseReason, Route, Sequence, is_step, route
@@ -65,6 +64,11 @@ def plan_call(
     steps = not current.steps and is_step(seqlen_q, seqlen_k)
     phase = "decode" if steps and (seqlen_q == 1 or rules.decodes) else "prefill"
     native = _native(current, q, k, mask, scores, module, is_causal)
+    if not deployed.policy.rules and (current.blocked is not None or isinstance(native, DenseReason)):
+        reason = current.blocked or native
+        assert isinstance(reason, DenseReason), "one of the two is"
+        return Work(Route.DENSE, phase, reason, argument=scores.argument)
+    native = () if isinstance(native, DenseReason) else native
     arrived = Arrived(scores.unserved, scores.has_window or has_own_pattern(mask), bool(native))
     # No sequence of the call is longer than the call: where that is dense, nothing has to be read from the mask.
     whole = route(rules, state, arrived, Sequence(seqlen_q, seqlen_k, steps))
@@ -142,39 +146,37 @@ def _plan_step(current: Pass, index: int, q: Tensor, k: Tensor, mask: Tensor | N
 
 def _native(
     current: Pass, q: Tensor, k: Tensor, mask: Tensor | None, scores: Scores, module: nn.Module, is_causal: bool | None
-) -> Ordered[Part]:
-    """The layouts of the model's own pattern, where the kernels serve it and win; else none."""
+) -> Ordered[Part] | DenseReason:
+    """The layouts of the model's own pattern, or why the model's own attention computes it."""
     seqlen_q, device = q.shape[2], q.device
     least = least_queries(device.type)
-    if not current.deployed.native or least is None or seqlen_q < least or scores.unserved is not None:
-        return ()
-    if tensors_reason(module, q, k, mask, is_causal) not in (None, DenseReason.NOT_CAUSAL):
-        return ()
+    if not current.deployed.native:
+        return DenseReason.NO_RULE
+    if least is None or seqlen_q < least:
+        return DenseReason.SHORT
+    unserved = scores.unserved or tensors_reason(module, q, k, mask, is_causal)
+    if unserved not in (None, DenseReason.NOT_CAUSAL):
+        return unserved
     key = ("native", None if mask is None else id(mask), seqlen_q, k.shape[2], scores.need_eager)
-    return current.native_parts(key, mask, lambda: _make_parts(current, q, k, mask, scores, module, is_causal))
+    return current.native_parts(key, mask, lambda: _make_parts(current, q, k, mask, scores, unserved is None))
 
 
 def _make_parts(
-    current: Pass, q: Tensor, k: Tensor, mask: Tensor | None, scores: Scores, module: nn.Module, is_causal: bool | None
-) -> Ordered[Part]:
+    current: Pass, q: Tensor, k: Tensor, mask: Tensor | None, scores: Scores, causal: bool
+) -> Ordered[Part] | DenseReason:
     (batch, _, seqlen_q, _), seqlen_k, device = q.shape, k.shape[2], q.device
-    parts: list[Part] | None
-    kind: Kind = "masked"
+    kind: Kind = "causal" if mask is None else "masked"
+    if isinstance(mask, LazyMask) and not mask.plain_is_needed:
+        kind = "causal"
+    if not wins(device.type, "eager" if scores.need_eager else kind, seqlen_q):
+        return DenseReason.SHORT
+    if isinstance(mask, LazyMask):
+        return parts_of_mask(mask, device) or DenseReason.MASK_KIND
     if mask is None:
-        causal = tensors_reason(module, q, k, mask, is_causal) is None
-        stop, kind = min(seqlen_q, seqlen_k) if causal else seqlen_k, "causal"
-        parts = parts_of_runs([[Run(0, seqlen_q, 0, stop, causal)]] * batch, device)
-    elif isinstance(mask, LazyMask):
-        kind = "masked" if mask.plain_is_needed else "causal"
-        parts = parts_of_mask(mask, device) if _beyond(device, kind, scores, seqlen_q) else None
-    else:
-        runs = current.runs(mask, batch)
-        parts = None if runs is None else parts_of_runs(runs, device)
-    return tuple(parts or ()) if _beyond(device, kind, scores, seqlen_q) else ()
-
-
-def _beyond(device: torch.device, kind: Kind, scores: Scores, seqlen_q: int) -> bool:
-    return wins(device.type, "eager" if scores.need_eager else kind, seqlen_q)
+        stop = min(seqlen_q, seqlen_k) if causal else seqlen_k
+        return parts_of_runs([[Run(0, seqlen_q, 0, stop, causal)]] * batch, device)
+    runs = current.runs(mask, batch)
+    return DenseReason.MASK_KIND if runs is None else parts_of_runs(runs, device)
 
 
 def _first(reasons: set[DenseReason | None]) -> DenseReason:
@@ -184,8 +186,9 @@ def _first(reasons: set[DenseReason | None]) -> DenseReason:
 
 def _sharded(current: Pass, index: int, module: nn.Module, q: Tensor, k: Tensor) -> DenseReason | None:
     plan = current.deployed.plans.get(index)
-    q_heads = k.shape[1] * module.num_key_value_groups if plan is None else plan.q_heads  # type: ignore[operator]
-    return None if q.shape[1] == q_heads else DenseReason.SHARDED
+    groups = getattr(module, "num_key_value_groups", None)
+    q_heads = plan.q_heads if plan is not None else None if groups is None else k.shape[1] * groups
+    return None if q_heads in (None, q.shape[1]) else DenseReason.SHARDED
 
 
 def _is_one_step(entry: list[Run]) -> bool:

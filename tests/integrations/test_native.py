@@ -1,0 +1,272 @@
+"""`dynaxx.apply(model)` without a policy: every family's own attention, exactly, in every phase.
+
+Error budgets come from fp64: dynaxx in fp32 may be off by twice what transformers' eager attention is in fp32.
+"""
+
+import pytest
+import torch
+
+import dynaxx as dx
+import families
+from dynaxx.integrations.transformers import border, lazy_mask, mask_rules
+from dynaxx.integrations.transformers.masks import causal_runs, read_mask
+from dynaxx.integrations.transformers.native import parts_of_mask
+from families import FAMILIES, PAGE, REFUSED
+
+transformers = pytest.importorskip("transformers")
+EPS = torch.finfo(torch.float32).eps
+SERVED = [pytest.param(each, id=each.name) for each in FAMILIES]
+
+
+@pytest.fixture(autouse=True)
+def short_border(monkeypatch):
+    """Prompts of tests are short."""
+    monkeypatch.setitem(border.BORDERS, "cpu", dict.fromkeys(("causal", "masked", "eager"), 32))
+
+
+def ids_of(batch, seqlen, seed=1):
+    return torch.randint(3, 64, (batch, seqlen), generator=torch.Generator().manual_seed(seed))
+
+
+def padded(seqlen=90):
+    """A batch whose rows are padded on the left, on the right, and not."""
+    mask = torch.ones(3, seqlen, dtype=torch.int64)
+    mask[0, :31], mask[1, 70:] = 0, 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    return {"input_ids": ids_of(3, seqlen), "attention_mask": mask, "position_ids": positions}
+
+
+def packed():
+    positions = torch.cat([torch.arange(n) for n in (50, 1, 40)])[None]
+    return {"input_ids": ids_of(1, 91), "position_ids": positions, "use_cache": False}
+
+
+def alone(arguments):
+    """The rows of a padded batch as batches of one: eager attention in fp64 makes NaN of padding."""
+    if "attention_mask" not in arguments:
+        return [arguments]
+    ids, mask = arguments["input_ids"], arguments["attention_mask"].bool()
+    return [{"input_ids": row[shown][None]} for row, shown in zip(ids, mask, strict=True)]
+
+
+def run(model, arguments, *, grads=False):
+    """Logits of real tokens, and the gradients by name."""
+    shown = arguments.get("attention_mask")
+    shown = torch.ones_like(arguments["input_ids"]).bool() if shown is None else shown.bool()
+    model.zero_grad()
+    with torch.set_grad_enabled(grads):
+        logits = model(**arguments).logits[shown]
+    found = {"logits": logits.detach().flatten(0, -2)}
+    if grads:
+        weights = torch.linspace(-1, 1, logits.numel(), dtype=logits.dtype).view_as(logits)
+        (logits * weights).sum().backward()
+        found |= {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return found
+
+
+def exactly(model, arguments, grads):
+    """What `run` should find: each sequence alone."""
+    parts = [run(model, each, grads=grads) for each in alone(arguments)]
+    return {**parts[0], "logits": torch.cat([part["logits"].flatten(0, -2) for part in parts])}
+
+
+def hold(got, eager, exact):
+    """Each tensor within twice the error of eager attention in fp32, and rounding."""
+    assert got.keys() == eager.keys() == exact.keys()
+    largest = max([want.abs().max() for name, want in exact.items() if name != "logits"], default=0.0)
+    for name, want in exact.items():
+        size = want.abs().max() if name == "logits" else largest  # some gradients cancel to nothing
+        limit = 2 * (eager[name] - want).abs().max() + 8 * EPS * size + 1e-9
+        assert (got[name] - want).abs().max() <= limit, (name, (got[name] - want).abs().max(), limit)
+
+
+def check(family):
+    """Hold a family to eager attention in every phase; what it says in the table."""
+    model = family.build()
+    before = model.config._attn_implementation
+    cases = [({"input_ids": ids_of(2, 100)}, not family.untrained)]
+    if family.layers == 2:  # other kinds of layers do not keep packed sequences apart
+        cases += [(padded(), False), (packed(), False)]
+    model.set_attn_implementation("eager")
+    eager = [exactly(model, *case) for case in cases]
+    prompt = ids_of(2, 70, seed=2)
+    wanted = model.generate(prompt, max_new_tokens=6, do_sample=False)
+    exact = [exactly(model.double(), *case) for case in cases]
+    model.float()
+    model.set_attn_implementation(before)
+    with dx.apply(model) as handle:
+        for (arguments, grads), fp32, fp64 in zip(cases, eager, exact, strict=True):
+            handle.reset_stats()
+            hold(run(model, arguments, grads=grads), fp32, fp64)
+            assert handle.stats()["native_calls"] == family.layers, handle.stats()
+            assert not handle.stats()["dense_calls"]
+        assert torch.equal(model.generate(prompt, max_new_tokens=6, do_sample=False), wanted)
+    assert model.config._attn_implementation == before
+    with torch.no_grad():
+        torch.testing.assert_close(model(prompt).logits, run(model, {"input_ids": prompt})["logits"].view(2, 70, -1))
+    return "served" if family.layers == 2 else "attention layers served"
+
+
+def said(name):
+    rows = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+    return [line for line in rows if line.startswith(f"| {name} |")]
+
+
+@pytest.mark.parametrize("family", SERVED)
+def test_families(family):
+    assert said(family.name) == [families.row(family, check(family))]
+
+
+@pytest.mark.parametrize("family", REFUSED, ids=lambda family: family.name)
+def test_refused_families_are_refused_in_words(family):
+    assert said(family.name) == [families.row(family, f"refused: {families.refusal(family)}")]
+
+
+def test_the_table_names_no_other_family():
+    names = {family.name for family in (*FAMILIES, *REFUSED)}
+    table = PAGE.read_text(encoding="utf-8").partition("|---|")[2]
+    assert {line.split(" | ")[0][2:] for line in table.splitlines()[1:]} == names
+
+
+# ---- masks ----------------------------------------------------------------------------------------------------------
+
+
+def masks(monkeypatch, **arguments):
+    """The lazy masks of a model's pass."""
+    found = []
+    make = lazy_mask.LazyMask.of.__func__
+    catch = lambda cls, *args: found.append(make(cls, *args)) or found[-1]
+    monkeypatch.setattr(lazy_mask.LazyMask, "of", classmethod(catch))
+    family = next(f for f in FAMILIES if f.name == arguments.pop("family", "Gemma 3"))
+    model = family.build()
+    with dx.apply(model), torch.no_grad():
+        model(**arguments)
+    return found
+
+
+@pytest.mark.parametrize("family", ["Gemma 3", "Llama 4", "Llama"])
+@pytest.mark.parametrize("inputs", [padded, packed, lambda: {"input_ids": ids_of(2, 64)}])
+def test_layouts_show_what_the_mask_shows(monkeypatch, family, inputs):
+    found = masks(monkeypatch, family=family, **inputs())
+    assert found
+    for mask in found:
+        shown = torch.zeros(mask.shape, dtype=torch.bool)
+        for part in parts_of_mask(mask, torch.device("cpu")):
+            rows = slice(None) if part.entry is None else slice(part.entry, part.entry + 1)
+            shown[rows, :, part.queries, part.keys] = part.layout.to_dense()
+        assert torch.equal(shown, mask.tensor())
+        assert torch.equal(mask & True, mask.tensor())  # any operation makes the mask
+        if not mask.is_local:
+            rule = mask.rule
+            runs = causal_runs(*mask.shape[2:], mask.offset, mask.padding, rule.documents, mask.shape[0])
+            assert runs == read_mask(mask.tensor()[:, 0])
+
+
+def test_a_mask_of_unknown_parts_is_made_and_read():
+    model = next(f for f in FAMILIES if f.name == "Llama").build()
+    from transformers.masking_utils import causal_mask_function, or_masks
+
+    assert mask_rules.read_rule(or_masks(causal_mask_function)) is None
+    assert mask_rules.read_rule(lambda b, h, q, k: k <= q) is None
+    ids = ids_of(1, 64)
+    with torch.no_grad(), dx.apply(model) as handle:
+        want = model(ids).logits
+        causal = torch.ones(1, 1, 64, 64, dtype=torch.bool).tril()
+        torch.testing.assert_close(model(ids, attention_mask=causal).logits, want, atol=1e-4, rtol=1e-4)
+        assert handle.stats()["native_calls"] == 4
+        model(ids, attention_mask=torch.rand(1, 1, 64, 64) > 0.5)
+        assert handle.stats()["dense_calls"] == {"mask is not causal sequences": 2}
+
+
+# ---- phases ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["Gemma 3", "Gemma 2", "gpt-oss", "Llama 4"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("chunk", [None, 48])
+def test_generate(name, cache, chunk):
+    model = next(f for f in FAMILIES if f.name == name).build()
+    arguments = padded() | {"max_new_tokens": 5, "do_sample": False, "cache_implementation": cache}
+    arguments |= {"disable_compile": True} | ({"prefill_chunk_size": chunk} if chunk else {})
+    arguments["attention_mask"][1] = 1
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    wanted = model.generate(**arguments)
+    model.set_attn_implementation(before)
+    with dx.apply(model) as handle:
+        assert torch.equal(model.generate(**arguments), wanted)
+        assert handle.stats()["native_calls"] == (4 if chunk else 2)
+
+
+@pytest.mark.parametrize("name", ["Gemma 2", "gpt-oss"])
+def test_beams_and_guesses(name):
+    model, ids = next(f for f in FAMILIES if f.name == name).build(), ids_of(1, 40).repeat(1, 2)
+    for how in ({"num_beams": 3}, {"prompt_lookup_num_tokens": 3}):
+        wanted = model.generate(ids, max_new_tokens=8, do_sample=False, **how)
+        with dx.apply(model) as handle:
+            assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False, **how), wanted)
+            assert handle.stats()["native_calls"] >= 2
+
+
+@pytest.mark.parametrize("name", ["Gemma 3", "gpt-oss"])
+def test_gradient_checkpointing(name):
+    model = next(f for f in FAMILIES if f.name == name).build().train()
+    inputs = {"input_ids": ids_of(2, 64), "use_cache": False}
+    wanted = run(model, inputs, grads=True)
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+    with dx.apply(model) as handle:
+        got = run(model, inputs, grads=True)
+        assert handle.stats()["native_calls"] == 4
+    for key, want in wanted.items():
+        torch.testing.assert_close(got[key], want, atol=2e-4 * float(want.abs().max()), rtol=1e-3)
+
+
+def test_a_policy_on_top(monkeypatch):
+    """Rules for the layers that see everything; windows, sinks and caps stay exact beside them."""
+    for name in ("Gemma 2", "gpt-oss"):
+        model, ids = next(f for f in FAMILIES if f.name == name).build(), ids_of(2, 100)
+        from dynaxx.integrations.transformers.apply_policy import model_facts
+
+        facts = model_facts(model)
+        keep = dx.Policy(model=facts, block_size=16, rules=(dx.Rule.of(dx.SlidingWindow(16) | dx.TopK(1.0)),))
+        with torch.no_grad():
+            dense = model(ids).logits
+            with dx.apply(model, keep) as handle:
+                torch.testing.assert_close(model(ids).logits, dense, atol=2e-4, rtol=2e-4)
+                assert handle.stats()["sparse_calls"] == handle.stats()["native_calls"] == 1
+            with dx.apply(model, keep, native=False) as handle:
+                torch.testing.assert_close(model(ids).logits, dense, atol=2e-4, rtol=2e-4)
+                assert handle.stats()["dense_calls"] == {"layer has its own window": 1}
+
+
+def test_the_kill_switch_and_a_request_bring_the_original_back():
+    model, ids = next(f for f in FAMILIES if f.name == "Gemma 3").build(), ids_of(1, 64)
+    with torch.no_grad():
+        dense = model(ids).logits
+        with dx.apply(model) as handle:
+            with handle.request(sparse=False):
+                assert torch.equal(model(ids).logits, dense)
+            handle.kill_switch.engage()
+            assert torch.equal(model(ids).logits, dense)
+            assert handle.stats()["dense_calls"] == {"request asked for dense": 2, "kill switch": 2}
+
+
+def test_below_the_border_the_model_is_left_alone(monkeypatch):
+    monkeypatch.undo()
+    model, ids = next(f for f in FAMILIES if f.name == "Gemma 3").build(), ids_of(1, 64)
+    with torch.no_grad():
+        dense = model(ids).logits
+        with dx.apply(model) as handle:
+            assert torch.equal(model(ids).logits, dense)
+            assert handle.stats()["dense_calls"] == {"too few queries to gain": 2}
+
+
+def test_a_failing_kernel_leaves_the_models_attention(monkeypatch):
+    model, ids = next(f for f in FAMILIES if f.name == "gpt-oss").build(), ids_of(1, 64)
+    with torch.no_grad():
+        dense = model(ids).logits
+        with dx.apply(model) as handle:
+            handle.faults.append(lambda layer: 1 / 0)
+            assert torch.equal(model(ids).logits, dense)
+            assert handle.stats()["dense_calls"] == {"kernel failed": 2}
