@@ -24,6 +24,10 @@ def short_border(monkeypatch):
     monkeypatch.setitem(border.BORDERS, "cpu", dict.fromkeys(("causal", "masked", "eager"), 32))
 
 
+def named(name):
+    return next(family for family in FAMILIES if family.name == name).build()
+
+
 def ids_of(batch, seqlen, seed=1):
     return torch.randint(3, 64, (batch, seqlen), generator=torch.Generator().manual_seed(seed))
 
@@ -131,14 +135,13 @@ def test_the_table_names_no_other_family():
 # ---- masks ----------------------------------------------------------------------------------------------------------
 
 
-def masks(monkeypatch, **arguments):
+def masks(monkeypatch, name, **arguments):
     """The lazy masks of a model's pass."""
     found = []
     make = lazy_mask.LazyMask.of.__func__
     catch = lambda cls, *args: found.append(make(cls, *args)) or found[-1]
     monkeypatch.setattr(lazy_mask.LazyMask, "of", classmethod(catch))
-    family = next(f for f in FAMILIES if f.name == arguments.pop("family", "Gemma 3"))
-    model = family.build()
+    model = named(name)
     with dx.apply(model), torch.no_grad():
         model(**arguments)
     return found
@@ -147,7 +150,7 @@ def masks(monkeypatch, **arguments):
 @pytest.mark.parametrize("family", ["Gemma 3", "Llama 4", "Llama"])
 @pytest.mark.parametrize("inputs", [padded, packed, lambda: {"input_ids": ids_of(2, 64)}])
 def test_layouts_show_what_the_mask_shows(monkeypatch, family, inputs):
-    found = masks(monkeypatch, family=family, **inputs())
+    found = masks(monkeypatch, family, **inputs())
     assert found
     for mask in found:
         shown = torch.zeros(mask.shape, dtype=torch.bool)
@@ -163,7 +166,7 @@ def test_layouts_show_what_the_mask_shows(monkeypatch, family, inputs):
 
 
 def test_a_mask_of_unknown_parts_is_made_and_read():
-    model = next(f for f in FAMILIES if f.name == "Llama").build()
+    model = named("Llama")
     from transformers.masking_utils import causal_mask_function, or_masks
 
     assert mask_rules.read_rule(or_masks(causal_mask_function)) is None
@@ -185,7 +188,7 @@ def test_a_mask_of_unknown_parts_is_made_and_read():
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("chunk", [None, 48])
 def test_generate(name, cache, chunk):
-    model = next(f for f in FAMILIES if f.name == name).build()
+    model = named(name)
     arguments = padded() | {"max_new_tokens": 5, "do_sample": False, "cache_implementation": cache}
     arguments |= {"disable_compile": True} | ({"prefill_chunk_size": chunk} if chunk else {})
     arguments["attention_mask"][1] = 1
@@ -200,7 +203,7 @@ def test_generate(name, cache, chunk):
 
 @pytest.mark.parametrize("name", ["Gemma 2", "gpt-oss"])
 def test_beams_and_guesses(name):
-    model, ids = next(f for f in FAMILIES if f.name == name).build(), ids_of(1, 40).repeat(1, 2)
+    model, ids = named(name), ids_of(1, 40).repeat(1, 2)
     for how in ({"num_beams": 3}, {"prompt_lookup_num_tokens": 3}):
         wanted = model.generate(ids, max_new_tokens=8, do_sample=False, **how)
         with dx.apply(model) as handle:
@@ -210,7 +213,7 @@ def test_beams_and_guesses(name):
 
 @pytest.mark.parametrize("name", ["Gemma 3", "gpt-oss"])
 def test_gradient_checkpointing(name):
-    model = next(f for f in FAMILIES if f.name == name).build().train()
+    model = named(name).train()
     inputs = {"input_ids": ids_of(2, 64), "use_cache": False}
     wanted = run(model, inputs, grads=True)
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
@@ -225,7 +228,7 @@ def test_gradient_checkpointing(name):
 def test_a_policy_on_top(monkeypatch):
     """Rules for the layers that see everything; windows, sinks and caps stay exact beside them."""
     for name in ("Gemma 2", "gpt-oss"):
-        model, ids = next(f for f in FAMILIES if f.name == name).build(), ids_of(2, 100)
+        model, ids = named(name), ids_of(2, 100)
         from dynaxx.integrations.transformers.apply_policy import model_facts
 
         facts = model_facts(model)
@@ -241,7 +244,7 @@ def test_a_policy_on_top(monkeypatch):
 
 
 def test_the_kill_switch_and_a_request_bring_the_original_back():
-    model, ids = next(f for f in FAMILIES if f.name == "Gemma 3").build(), ids_of(1, 64)
+    model, ids = named("Gemma 3"), ids_of(1, 64)
     with torch.no_grad():
         dense = model(ids).logits
         with dx.apply(model) as handle:
@@ -254,7 +257,7 @@ def test_the_kill_switch_and_a_request_bring_the_original_back():
 
 def test_below_the_border_the_model_is_left_alone(monkeypatch):
     monkeypatch.undo()
-    model, ids = next(f for f in FAMILIES if f.name == "Gemma 3").build(), ids_of(1, 64)
+    model, ids = named("Gemma 3"), ids_of(1, 64)
     with torch.no_grad():
         dense = model(ids).logits
         with dx.apply(model) as handle:
@@ -263,7 +266,7 @@ def test_below_the_border_the_model_is_left_alone(monkeypatch):
 
 
 def test_a_failing_kernel_leaves_the_models_attention(monkeypatch):
-    model, ids = next(f for f in FAMILIES if f.name == "gpt-oss").build(), ids_of(1, 64)
+    model, ids = named("gpt-oss"), ids_of(1, 64)
     with torch.no_grad():
         dense = model(ids).logits
         with dx.apply(model) as handle:

@@ -428,7 +428,7 @@ def test_models_that_cannot_be_served_are_refused_with_the_reason():
     def refuse(model, message, **changes):
         before = model.config._attn_implementation
         policy = dx.Policy(
-            model={**facts, "model_type": model.config.model_type, **changes}, rules=(dx.Rule.of(SPARSE),)
+            model={**facts, **changes, "model_type": model.config.model_type}, rules=(dx.Rule.of(SPARSE),)
         )
         with pytest.raises(dx.UnsupportedInputError, match=message):
             dx.apply(model, policy)
@@ -438,7 +438,7 @@ def test_models_that_cannot_be_served_are_refused_with_the_reason():
     flash.config._attn_implementation_internal = "flash_attention_2"
     refuse(flash, r"set_attn_implementation\('sdpa'\)")
     bert = t.BertModel(t.BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32))
-    refuse(bert, "layer_idx")
+    refuse(bert, "is not causal", kv_heads=4)
     t5 = t.T5ForConditionalGeneration(t.T5Config(d_model=32, d_ff=32, num_layers=2, num_heads=4, d_kv=8, vocab_size=64))
     refuse(t5, "T5")
     with pytest.raises(dx.UnsupportedInputError, match="no transformers"):

@@ -59,7 +59,7 @@ class MaskRule:
             chunk=one.chunk,
             chunk_start=one.chunk_start,
             documents=packed.documents,
-            positions=packed.positions,
+            positions=other.positions if self.positions is None else self.positions,
         )
 
 
