@@ -24,8 +24,8 @@ from triton.testing import do_bench
 from dynaxx.kernels.gpu.nsa import config as native_config
 from dynaxx.lab.machine import need_gpu
 from dynaxx.layout.nsa import NativeSizes
-from dynaxx.ops.native_branches import compressed_attention, gated_sum, window_attention
 from dynaxx.ops.nsa import compress, native_sparse_attention, select_native
+from dynaxx.ops.nsa_branches import compressed_attention, gated_sum, window_attention
 from dynaxx.ops.packing import pack
 from dynaxx.ops.selected import attend_selected, selected_attention
 from dynaxx.testing.native import random_selected_case

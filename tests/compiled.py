@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from dynaxx.kernels.gpu.runtime import arguments as launch
-from dynaxx.kernels.gpu.runtime.launcher import LightLaunch
+from dynaxx.kernels.gpu.runtime.launcher import KernelLauncher
 from dynaxx.kernels.triton.attention import config
 
 SHARED_MEMORY = 232448  # bytes that a program may use on an H100 or H200
@@ -75,7 +75,7 @@ def compile_kernels(start: Callable[[], object], names: str, capfd: pytest.Captu
 def compiling(launch_instead: Callable[..., None]) -> Iterator[pytest.MonkeyPatch]:
     """Within it a launch calls `launch_instead(kernel, grid, arguments, named)`, and Triton compiles for an H100."""
 
-    def launched(kernel: LightLaunch, grid: tuple[int, ...]) -> Callable[..., None]:
+    def launched(kernel: KernelLauncher, grid: tuple[int, ...]) -> Callable[..., None]:
         return lambda *arguments, **named: launch_instead(kernel.kernel, grid, arguments, named)
 
     tiles = (config.forward_tiles, config.backward_dq_tiles, config.backward_dkv_tiles, config.backward_dv_tiles)
@@ -83,7 +83,7 @@ def compiling(launch_instead: Callable[..., None]) -> Iterator[pytest.MonkeyPatc
         knobs.compilation.always_compile = True
         patch.setattr(config, "shared_memory", lambda device: SHARED_MEMORY)
         patch.setattr(launch, "interpreted", lambda: True)  # so that tiles come by TMA, on CPU tensors
-        patch.setattr(LightLaunch, "__getitem__", launched)
+        patch.setattr(KernelLauncher, "__getitem__", launched)
         for choose in tiles:
             choose.cache_clear()
         patch.setattr(driver, "_active", _Hopper())

@@ -29,7 +29,7 @@ import triton
 from triton import knobs
 
 from compiled import compiling
-from dynaxx.kernels.gpu.runtime.launcher import watching
+from dynaxx.kernels.gpu.runtime.launcher import recording_launches
 from dynaxx.layout import BlockGrid
 from dynaxx.layout.nsa import NativeSizes, native_spans
 from dynaxx.layout.paging import PagedCache
@@ -273,7 +273,7 @@ def _each_form(case: Callable[[], None], of: Callable[[Any], str], stopped: bool
         if fingerprint not in found:
             found.append(fingerprint)
 
-    with compiling(compile_only) as patch, watching():
+    with compiling(compile_only) as patch, recording_launches():
         case()
     return found
 

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from dynaxx.kernels.triton.attention import autotune, config
 from dynaxx.kernels.triton.attention import tuned_tiles as tuned
-from dynaxx.kernels.triton.attention.config import Tiles
+from dynaxx.kernels.triton.attention.config import TileSizes
 
 SHAPE = (torch.bfloat16, 128, 128, (128, 64), False)
 GPU = torch.device("cuda", 0)
@@ -42,9 +42,9 @@ def test_what_was_found_is_used_in_later_processes(on_disk):
     better = (32, 64, 4, 3, 128)
     tuned.keep(tuned.kind_of_launch("forward_tiles", *SHAPE), GPU, better)
     forget()  # as another process
-    assert config.forward_tiles(GPU, *SHAPE) == Tiles(*better) != default
+    assert config.forward_tiles(GPU, *SHAPE) == TileSizes(*better) != default
     assert config.forward_tiles(GPU, torch.float16, *SHAPE[1:]) == default
-    assert config.backward_dq_tiles(GPU, *SHAPE) != Tiles(*better)
+    assert config.backward_dq_tiles(GPU, *SHAPE) != TileSizes(*better)
     tuned.keep(tuned.kind_of_launch("backward_dq_tiles", *SHAPE), GPU, (16, 16, 4, 1, None))
     assert len(json.loads(on_disk.read_text())) == 2
     assert [path.name for path in on_disk.parent.iterdir()] == [on_disk.name]
@@ -91,12 +91,12 @@ def test_the_fastest_neighbour_until_none_is_faster():
         return None if tiles.block_n > 64 else float(cost(tiles))  # those do not run
 
     steps = lambda tiles: autotune.neighbours(tiles, "forward_tiles", (128, 128), True)
-    found, ms, default_ms = autotune.descend(Tiles(128, 64, 8, 3), steps, time)
+    found, ms, default_ms = autotune.descend(TileSizes(128, 64, 8, 3), steps, time)
     assert (found.block_m, found.num_warps, found.num_stages) == (16, 4, 1)
     assert (ms, default_ms) == (1.0, 123.0)
     assert len(timed) == len(set(timed))
     with pytest.raises(RuntimeError, match="do not run"):
-        autotune.descend(Tiles(128, 128, 8, 3), steps, time)
+        autotune.descend(TileSizes(128, 128, 8, 3), steps, time)
 
 
 @pytest.mark.parametrize("kernel", ["forward_tiles", "backward_dq_tiles", "backward_dkv_tiles"])
@@ -123,7 +123,9 @@ def test_without_a_gpu_it_says_so():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu(tmp_path, monkeypatch):
     monkeypatch.setenv("DYNAXX_CACHE", str(tmp_path))
-    monkeypatch.setattr(autotune, "neighbours", lambda tiles, *rest: iter([Tiles(32, 32, 4, 1), Tiles(16, 64, 4, 2)]))
+    monkeypatch.setattr(
+        autotune, "neighbours", lambda tiles, *rest: iter([TileSizes(32, 32, 4, 1), TileSizes(16, 64, 4, 2)])
+    )
     forget()
     q, k, v = (torch.randn(1, 1024, heads, 64, device="cuda", dtype=torch.float16) for heads in (4, 2, 2))
     layout = dx.SlidingWindow(300).layout(1024, block_size=32, device="cuda")

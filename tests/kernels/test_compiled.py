@@ -16,7 +16,7 @@ from triton.backends import backends
 from compiled import SHARED_MEMORY, compile_kernels
 from dynaxx.kernels.hopper.support import TRITON
 from dynaxx.kernels.triton.attention import backward, forward
-from dynaxx.kernels.triton.attention.config import Tiles
+from dynaxx.kernels.triton.attention.config import TileSizes
 from dynaxx.patterns import SlidingWindow
 from interpreter import INTERPRETED
 
@@ -179,7 +179,7 @@ def test_hopper_backward(head_dim, block, one_pass, softcap, spilled, capfd, mon
 
     monkeypatch.setattr(backward, "backward_in_one_pass", lambda *sizes: one_pass)
     start = backward_of(head_dim, block, backward.attention_backward, softcap)
-    check(compile_kernels(start, r"hopper_bwd_(dq_|dkv_|wide_dkv_)?kernel", capfd), spilled)
+    check(compile_kernels(start, r"hopper_bwd_(dq_|dkv_|dkv_head_dim_256_|fused_)kernel", capfd), spilled)
 
 
 @pytest.mark.gpu
@@ -231,14 +231,14 @@ def test_scores(sizes, spilled, capfd, monkeypatch):
     spans = native_spans(NativeSizes(*sizes), (0, TOKENS))
     q = torch.zeros(TOKENS, 16, 128, dtype=torch.bfloat16)
     start = lambda: native.select_blocks(q, q[: spans.ends_cmp[-1], :1], torch.zeros(16, TOKENS), spans, 1, 0.1)
-    found = compile_kernels(start, "score_hopper", capfd)
+    found = compile_kernels(start, "nsa_scores_hopper", capfd)
     check(found, [spilled])
     assert found[0].shared <= MULTIPROCESSOR - RESERVED
 
 
 def test_kernels_that_wait_are_found(capfd, monkeypatch):
     """Tiles whose sums have no room in the registers: the next product waits until they are out of the way."""
-    monkeypatch.setattr(forward, "forward_tiles", lambda *shape: Tiles(128, 128, 8, 2, 128))
+    monkeypatch.setattr(forward, "forward_tiles", lambda *shape: TileSizes(128, 128, 8, 2, 128))
     monkeypatch.setattr(forward, "forward_loop", lambda *tiles: "overlapped")
     found = compile_kernels(forward_of(64, 128), "fwd_kernel", capfd)
     assert any("serialized" in line for line in found[0].warnings)

@@ -143,9 +143,9 @@ def test_explain_says_which_schedule(q_heads, words):
 def test_branches_together_have_the_gradients_that_they_have_apart(group, dtype, dim, block, monkeypatch):
     """And what is without gradients; `out` by its own rounding, and that of the selected branch by itself."""
     from dynaxx.kernels.hopper.nsa import operators as native
-    from dynaxx.kernels.hopper.nsa.operators import SelectedPlan
+    from dynaxx.kernels.hopper.nsa.operators import HopperSelectedPlan
 
-    monkeypatch.setattr(SelectedPlan, "attends_window", False)
+    monkeypatch.setattr(HopperSelectedPlan, "attends_window", False)
     sizes, tokens = dx.NativeSizes(slc_block=block, slc_count=5, window=100), 777
     draw = lambda *shape: torch.randn(1, tokens, *shape, dtype=dtype, device="cuda").requires_grad_()
     q, k, v, gates = leaves = [draw(2 * group, dim), draw(2, dim), draw(2, dim), draw(2 * group, 3)]

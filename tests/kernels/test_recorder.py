@@ -1,4 +1,4 @@
-"""`replayed`: the second call of a form launches what the first did, over its own tensors."""
+"""`record_or_replay`: the second call of a form launches what the first did, over its own tensors."""
 
 import gc
 import os
@@ -17,13 +17,13 @@ from test_launcher import started  # noqa: E402, F401
 
 import dynaxx as dx  # noqa: E402
 from dynaxx.kernels.gpu.runtime import recorder as replay  # noqa: E402
-from dynaxx.kernels.gpu.runtime.launcher import light_launch  # noqa: E402
+from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 
 
-@light_launch
+@kernel_launcher
 @triton.jit(do_not_specialize=["count"])
 def _kernel(p_x, p_y, p_out, count, scale, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
@@ -51,14 +51,14 @@ def kept(monkeypatch):
 
 
 def counted(kept):
-    return sum(value not in (replay.SEEN, replay.MORE) for value in kept.values())
+    return sum(value not in (replay.CALLED_ONCE, replay.NOT_REPLAYABLE) for value in kept.values())
 
 
 def test_the_same_launches_over_other_tensors(started, kept):  # noqa: F811
     for _ in range(3):
         cache, x = small_cache(), torch.randn(64)
         started.clear()
-        (out,) = replay.replayed(two_launches, cache, (x,), 0.5)
+        (out,) = replay.record_or_replay(two_launches, cache, (x,), 0.5)
         (_, *first), (_, *second) = started
         x_at, k_at, between = first[-1][:3]
         assert (x_at, k_at) == (x.data_ptr(), cache.k.data_ptr())
@@ -73,9 +73,9 @@ def test_another_form_is_another_call(started, kept):  # noqa: F811
     memory = torch.randn(200)
     for x in [torch.randn(64), torch.randn(128)[::2], memory[1:65], memory[2:66], memory[:64], torch.randn(64)] * 3:
         started.clear()
-        replay.replayed(two_launches, small_cache(), (x,), 0.5)
+        replay.record_or_replay(two_launches, small_cache(), (x,), 0.5)
         assert started[0][-1][0] == x.data_ptr()
-    replay.replayed(two_launches, small_cache(), (x,), 0.25)
+    replay.record_or_replay(two_launches, small_cache(), (x,), 0.25)
     assert len(kept) == 5
     assert counted(kept) == 4
 
@@ -84,11 +84,11 @@ def test_two_tensors_that_are_one_are_not_what_is_kept(started, kept):  # noqa: 
     cache, x = small_cache(), torch.randn(64)
     both = small_cache(cache.k, cache.k)
     for _ in range(3):
-        replay.replayed(two_launches, both, (x,), 0.5)
+        replay.record_or_replay(two_launches, both, (x,), 0.5)
     assert counted(kept) == 0
     for each in (cache, both, cache):
         started.clear()
-        replay.replayed(two_launches, each, (x,), 0.5)
+        replay.record_or_replay(two_launches, each, (x,), 0.5)
         assert started[0][-1][1] == each.k.data_ptr()
         assert started[1][-1][1] == each.v.data_ptr() + 128
     assert counted(kept) == 1
@@ -133,19 +133,19 @@ def test_what_does_more_is_called_every_time(call, started, kept):  # noqa: F811
     counts = []
     for _ in range(3):
         started.clear()
-        replay.replayed(call, small_cache(), (torch.randn(64),), 0.5)
+        replay.record_or_replay(call, small_cache(), (torch.randn(64),), 0.5)
         counts.append(len(started))
-    assert set(kept.values()) == {replay.MORE}
+    assert set(kept.values()) == {replay.NOT_REPLAYABLE}
     assert counts == [counts[0]] * 3
 
 
 def test_inference_mode_and_calls_within_calls(started, kept):  # noqa: F811
     def outer(cache, x, scale):
-        return replay.replayed(two_launches, cache, (x.contiguous().to(torch.float32),), scale)
+        return replay.record_or_replay(two_launches, cache, (x.contiguous().to(torch.float32),), scale)
 
     for _ in range(3):
         with torch.inference_mode():
-            replay.replayed(outer, small_cache(), (torch.randn(64),), 0.5)
+            replay.record_or_replay(outer, small_cache(), (torch.randn(64),), 0.5)
     assert len(started) == 6
     assert counted(kept) == 1
 
@@ -153,7 +153,7 @@ def test_inference_mode_and_calls_within_calls(started, kept):  # noqa: F811
 def test_nothing_is_kept_alive(started, kept):  # noqa: F811
     cache, x = small_cache(), torch.randn(64)
     for _ in range(2):
-        (out,) = replay.replayed(two_launches, cache, (x,), 0.5)
+        (out,) = replay.record_or_replay(two_launches, cache, (x,), 0.5)
     refs = [weakref.ref(each) for each in (cache, cache.k, x, out)]
     del cache, x, out
     gc.collect()
@@ -163,7 +163,7 @@ def test_nothing_is_kept_alive(started, kept):  # noqa: F811
 def test_no_more_than_so_many(started, kept, monkeypatch):  # noqa: F811
     monkeypatch.setattr(replay, "MOST_CALLS", 3)
     for i in range(10):
-        replay.replayed(two_launches, small_cache(), (torch.randn(64),), float(i))
+        replay.record_or_replay(two_launches, small_cache(), (torch.randn(64),), float(i))
     assert 0 < len(kept) <= 3
 
 

@@ -83,7 +83,7 @@ def test_a_window_that_is_none():
 
 @pytest.mark.parametrize("head_dim", [1, 2, 3])
 def test_products_of_whole_numbers_for_any_head_dim(head_dim):
-    from dynaxx.selection.scorers.eight_bits import _products
+    from dynaxx.selection.scorers.int8 import _products
 
     draw = lambda rows: torch.randint(-127, 128, (2, 3, rows, head_dim), dtype=torch.int8)
     q, k = draw(20), draw(70)

@@ -191,7 +191,7 @@ class FusedBranches(Protocol):
 class NsaDecodeKernels(Protocol):
     """What Native Sparse Attention needs in a decoding step beside `DecodeKernels`."""
 
-    def replayed(self, call: Callable[..., Any], cache: PagedCache, tensors: Any, *settings: Any) -> Any:
+    def record_or_replay(self, call: Callable[..., Any], cache: PagedCache, tensors: Any, *settings: Any) -> Any:
         """Return `call(cache, *tensors, *settings)`; a GPU backend records its launches and replays them."""
 
     def step_lengths(self, seqused: Tensor, sizes: NativeSizes) -> NativeLengths:

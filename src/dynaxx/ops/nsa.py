@@ -14,7 +14,7 @@ from dynaxx.kernels.registry import NSA
 from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout import CuSeqlens
 from dynaxx.layout.nsa import NativeSizes, NativeSpans
-from dynaxx.ops.native_branches import (
+from dynaxx.ops.nsa_branches import (
     MixedBranches,
     compressed_attention,
     compressed_layout,

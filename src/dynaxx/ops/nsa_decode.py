@@ -152,7 +152,7 @@ def native_decode(
     steps = q.shape[1]
     q, cache = _one_query_each(q, cache)
     kept = None if block_indices is None else block_indices.flatten(0, 1)
-    out, blocks = kernels.replayed(_step, cache, (q, gates.flatten(0, 1), kept), kernels, scale, backend)
+    out, blocks = kernels.record_or_replay(_step, cache, (q, gates.flatten(0, 1), kept), kernels, scale, backend)
     return NativeDecodeOutput(out.unflatten(0, (-1, steps)), blocks.unflatten(0, (-1, steps)))
 
 

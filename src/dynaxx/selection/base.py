@@ -24,7 +24,7 @@ from dynaxx.selection.static import static_part
 BYTES_PER_SCORE = 64  # what scoring a block, ranking it and listing the chosen ones hold at most, measured
 
 
-class Choice(NamedTuple):
+class ChoiceSettings(NamedTuple):
     """A selector's rule in numbers, as a kernel follows it."""
 
     mode: str  # "top_k", "top_p", "of_max" or "of_uniform"
@@ -60,7 +60,7 @@ class Selector(ABC):
             (B, Hq, R, C) bool, a subset of `optional`.
         """
 
-    def choice(self, q_heads: int) -> Choice | None:
+    def choice(self, q_heads: int) -> ChoiceSettings | None:
         """The rule of `choose` for so many q heads, or None where only `choose` knows it: a GPU then runs that.
 
         Raises:

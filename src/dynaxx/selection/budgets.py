@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.arguments import typed
-from dynaxx.selection.base import Choice, Selector
+from dynaxx.selection.base import ChoiceSettings, Selector
 from dynaxx.selection.groups import Per, checked_per
 from dynaxx.selection.scorers import MeanQuery, Scorer
 
@@ -45,10 +45,10 @@ class TopK(Selector):
             if not budget >= 0 or (isinstance(budget, float) and budget > 1):
                 raise ValueError(f"`budget` must be a count >= 0 or a share from 0.0 to 1.0, got {budget}")
 
-    def choice(self, q_heads: int) -> Choice | None:
+    def choice(self, q_heads: int) -> ChoiceSettings | None:
         budgets = _checked_heads("budget", _per_head(self.budget), q_heads)
         kinds = {isinstance(budget, float) for budget in budgets}
-        return Choice("top_k", budgets, kinds == {True}, self.floor) if len(kinds) == 1 else None
+        return ChoiceSettings("top_k", budgets, kinds == {True}, self.floor) if len(kinds) == 1 else None
 
     def choose(self, scores: Tensor, optional: Tensor, visible: Tensor) -> Tensor:
         budgets = _checked_heads("budget", _per_head(self.budget), scores.shape[1])
@@ -89,8 +89,8 @@ class TopP(Selector):
             if not 0 <= mass <= 1:
                 raise ValueError(f"`mass` must be from 0.0 to 1.0, got {mass}")
 
-    def choice(self, q_heads: int) -> Choice:
-        return Choice("top_p", _checked_heads("mass", _per_head(self.mass), q_heads))
+    def choice(self, q_heads: int) -> ChoiceSettings:
+        return ChoiceSettings("top_p", _checked_heads("mass", _per_head(self.mass), q_heads))
 
     def choose(self, scores: Tensor, optional: Tensor, visible: Tensor) -> Tensor:
         goals = _checked_heads("mass", _per_head(self.mass), scores.shape[1])
@@ -135,8 +135,8 @@ class Threshold(Selector):
         if self.of not in ("max", "uniform"):
             raise ValueError(f"`of` must be 'max' or 'uniform', got {self.of!r}")
 
-    def choice(self, q_heads: int) -> Choice:
-        return Choice(f"of_{self.of}", _checked_heads("share", _per_head(self.share), q_heads))
+    def choice(self, q_heads: int) -> ChoiceSettings:
+        return ChoiceSettings(f"of_{self.of}", _checked_heads("share", _per_head(self.share), q_heads))
 
     def choose(self, scores: Tensor, optional: Tensor, visible: Tensor) -> Tensor:
         shares = torch.tensor(_checked_heads("share", _per_head(self.share), scores.shape[1]), device=scores.device)

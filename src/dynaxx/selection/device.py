@@ -43,8 +43,8 @@ def serves(q: Tensor, grid: BlockGrid, selector: Selector) -> bool:
     return q.is_cuda and not SELECTION.reasons("triton", selection_problem(q, grid, selector))
 
 
-class Given(NamedTuple):
-    """What a choice has beside q and k, as `replayed` takes it: rules that differ in their budgets have one form."""
+class SelectionInputs(NamedTuple):
+    """The inputs of a choice beside q and k, for `record_or_replay`; budgets may differ within one form."""
 
     scorer: Scorer
     alike: int  # so many neighbouring heads choose together
@@ -64,7 +64,7 @@ def select_on_device(
     q: Tensor, k: Tensor, pattern: Pattern | None, selector: Selector, grid: BlockGrid, scale: float, memory_budget: int
 ) -> BlockLayout:
     """As `select_blocks`, for what `serves` accepts."""
-    from dynaxx.kernels.gpu.runtime.recorder import replayed
+    from dynaxx.kernels.gpu.runtime.recorder import record_or_replay
     from dynaxx.kernels.triton.selection.entries import emit_entries
 
     batch, q_heads = q.shape[0], q.shape[2]
@@ -76,7 +76,7 @@ def select_on_device(
             "use larger blocks, a smaller budget, or fewer heads or batch entries at a time"
         )
     if BYTES_PER_SCORE * batch * q_heads * grid.kv_blocks * grid.q_blocks <= memory_budget // 2:
-        bits, counts, partials = replayed(_choose, given, (q, k), scale, memory_budget)
+        bits, counts, partials = record_or_replay(_choose, given, (q, k), scale, memory_budget)
     else:  # a replay would hold the scores of all rows
         bits, counts, partials = _choose(given, q, k, scale, memory_budget)
     kv_indptr = running_sum(counts)
@@ -94,7 +94,9 @@ def select_on_device(
     return chosen_alike(layout, form_of((), given.form, batch, q_heads, capacity))
 
 
-def _choose(given: Given, q: Tensor, k: Tensor, scale: float, memory_budget: int) -> tuple[Tensor, Tensor, Tensor]:
+def _choose(
+    given: SelectionInputs, q: Tensor, k: Tensor, scale: float, memory_budget: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """As `choose_rows` writes them for all rows: bits, counts, partial ones."""
     from dynaxx.kernels.triton.selection.select import choose_rows
 
@@ -115,7 +117,7 @@ def _choose(given: Given, q: Tensor, k: Tensor, scale: float, memory_budget: int
 @lru_cache(maxsize=256)
 def _given(
     pattern: Pattern | None, selector: Selector, grid: BlockGrid, q_heads: int, kv_heads: int, device: torch.device
-) -> Given:
+) -> SelectionInputs:
     from dynaxx.kernels.triton.selection.select import ChoiceRule
 
     static, choice = _static_entries(pattern, grid, device), selector.choice(q_heads)
@@ -127,7 +129,7 @@ def _given(
     form = form_of((), device, pattern, selector.scorer, *kind, alike, grid)
     of_pattern = () if static.layout is None else (static.codes, static.layout.kv_indptr, static.layout.kv_indices)
     tensors = (amounts, static.same_as_causal, *of_pattern)
-    return Given(selector.scorer, alike, grid, rule, static, form, tensors)
+    return SelectionInputs(selector.scorer, alike, grid, rule, static, form, tensors)
 
 
 @lru_cache(maxsize=64)

@@ -12,7 +12,7 @@ from torch import Tensor
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in core/source/elements.h
 
 
-class Plan(Structure):
+class WorkPlan(Structure):
     """A layout prepared for the core. Pointers only: `LayoutPlan` owns the memory."""
 
     _fields_: ClassVar = [
@@ -95,7 +95,7 @@ class BackwardArgs(Structure):
         ("dq_strides", c_int64 * 3),
         ("dk_strides", c_int64 * 3),
         ("dv_strides", c_int64 * 3),
-        ("plan", POINTER(Plan)),
+        ("plan", POINTER(WorkPlan)),
         ("scale", c_double),
         ("softcap", c_double),
         ("threads", c_int64),

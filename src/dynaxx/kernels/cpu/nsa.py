@@ -79,7 +79,7 @@ def _unscored(logits: Tensor, blocks: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class SelectedPlan:
+class CpuSelectedPlan:
     """Layouts of the rows of each sequence."""
 
     ends_q: tuple[int, ...]
@@ -102,7 +102,7 @@ def schedule_of(group_size: int, kv_block: int) -> str:
 
 
 @on_host
-def prepare_selected(block_indices: Tensor, spans: NativeSpans, q: Tensor, k: Tensor, v: Tensor) -> SelectedPlan:
+def prepare_selected(block_indices: Tensor, spans: NativeSpans, q: Tensor, k: Tensor, v: Tensor) -> CpuSelectedPlan:
     """Turn a selection into one layout per sequence; forward and backward share them."""
     heads = block_indices.shape[1]
     group = q.shape[1] // heads
@@ -110,7 +110,7 @@ def prepare_selected(block_indices: Tensor, spans: NativeSpans, q: Tensor, k: Te
     layouts = []
     for (a, b), (c, d) in zip(pairwise(spans.ends_q), pairwise(spans.ends_k), strict=True):
         layouts.append(_rows_layout(block_indices[a:b], d - c, spans.sizes.slc_block, rows, group))
-    return SelectedPlan(spans.ends_q, spans.ends_k, heads, group, rows, tuple(layouts))
+    return CpuSelectedPlan(spans.ends_q, spans.ends_k, heads, group, rows, tuple(layouts))
 
 
 def _rows_layout(block_indices: Tensor, seqlen_k: int, kv_block: int, rows: int, group: int) -> BlockLayout:
@@ -152,7 +152,7 @@ def _kind_masks(kinds: Tensor, together: int, kv_block: int, rows: int) -> tuple
 
 
 @on_host
-def selected_forward(q: Tensor, k: Tensor, v: Tensor, plan: SelectedPlan, scale: float) -> tuple[Tensor, Tensor]:
+def selected_forward(q: Tensor, k: Tensor, v: Tensor, plan: CpuSelectedPlan, scale: float) -> tuple[Tensor, Tensor]:
     """Return out (T, Hq, E) in q's dtype and lse (Hq, T) in fp32; one call of the core per sequence."""
     out, lse = q.new_zeros(*q.shape[:2], v.shape[2]), q.new_full((q.shape[1], q.shape[0]), -torch.inf).float()
     for some, keys, layout in _sequences(plan):
@@ -171,7 +171,7 @@ def selected_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    plan: SelectedPlan,
+    plan: CpuSelectedPlan,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv in the dtypes of q, k, v."""
@@ -193,18 +193,18 @@ def selected_backward(
     return dq, dk, dv
 
 
-def _sequences(plan: SelectedPlan) -> list[tuple[slice, slice, BlockLayout]]:
+def _sequences(plan: CpuSelectedPlan) -> list[tuple[slice, slice, BlockLayout]]:
     """Queries, keys and layout of each sequence that has both."""
     spans = zip(pairwise(plan.ends_q), pairwise(plan.ends_k), plan.layouts, strict=True)
     return [(slice(a, b), slice(c, d), layout) for (a, b), (c, d), layout in spans if b > a and d > c]
 
 
-def _as_rows(x: Tensor, plan: SelectedPlan) -> Tensor:
+def _as_rows(x: Tensor, plan: CpuSelectedPlan) -> Tensor:
     """(t, Hq, D) -> (1, t * rows, Hs, D): the q heads of each selection head behind one another, padded with zeros."""
     split = x.unflatten(1, (plan.heads, plan.group)).transpose(1, 2)  # (t, G, Hs, D)
     return pad(split, (0, 0, 0, 0, 0, plan.rows - plan.group)).flatten(0, 1)[None]
 
 
-def _from_rows(x: Tensor, plan: SelectedPlan) -> Tensor:
+def _from_rows(x: Tensor, plan: CpuSelectedPlan) -> Tensor:
     """The opposite of `_as_rows`."""
     return x[0].unflatten(0, (-1, plan.rows))[:, : plan.group].transpose(1, 2).flatten(1, 2)

@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from dynaxx.kernels.cpu.arguments import Plan
+from dynaxx.kernels.cpu.arguments import WorkPlan
 from dynaxx.layout import BlockLayout
 from dynaxx.layout.host import on_host
 
@@ -17,7 +17,7 @@ MAX_RUNS = 8  # as in core/source/plan.h
 
 
 class LayoutPlan:
-    """The prepared layout: a `Plan` and the tensors that it points into."""
+    """The prepared layout: a `WorkPlan` and the tensors that it points into."""
 
     def __init__(self, layout: BlockLayout, library: CDLL, rows_are_keys: bool) -> None:
         if rows_are_keys:
@@ -33,7 +33,7 @@ class LayoutPlan:
         sides = [(layout.seqlen_q, layout.block_size[0]), (layout.seqlen_k, layout.block_size[1])]
         rows, visited = reversed(sides) if rows_are_keys else sides
         pointers = (x.data_ptr() for x in self.tensors)
-        self.struct = Plan(*rows, *visited, layout.layout_batch, layout.layout_heads, *pointers)
+        self.struct = WorkPlan(*rows, *visited, layout.layout_batch, layout.layout_heads, *pointers)
         self.pointer = pointer(self.struct)
         self.address = addressof(self.struct)
 

@@ -24,7 +24,7 @@ __all__ = [
     "gather_windows",
     "kept_blocks",
     "pages_of",
-    "replayed",
+    "record_or_replay",
     "select_blocks",
     "step_lengths",
     "store_compressed",
@@ -33,7 +33,7 @@ __all__ = [
 Call = Callable[..., tuple[Tensor, ...]]
 
 
-def replayed(call: Call, cache: PagedCache, tensors: tuple[Tensor | None, ...], *settings: Any) -> Any:
+def record_or_replay(call: Call, cache: PagedCache, tensors: tuple[Tensor | None, ...], *settings: Any) -> Any:
     """`call(cache, *tensors, *settings)`, a step; a backend may know a shorter way to make one of the same shapes."""
     return call(cache, *tensors, *settings)
 
@@ -113,7 +113,7 @@ def select_blocks(
 ) -> Tensor:
     """(B, Hk, n) int32: the blocks of each sequence's last query, ascending, -1 behind.
 
-    As `kernels.reference.native.select_blocks`, of the paged compressed tokens.
+    As `kernels.reference.nsa.select_blocks`, of the paged compressed tokens.
 
     Args:
         q: (B, 1, Hq, D), lse (B, Hq, 1) of its attention over the compressed tokens.

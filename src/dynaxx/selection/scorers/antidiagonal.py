@@ -11,7 +11,7 @@ from torch import Tensor
 from dynaxx.arguments import typed
 from dynaxx.layout import BlockGrid
 from dynaxx.selection.scorers.base import MEMORY_BUDGET, Scorer, ScoreRows, divisor_at_most, scoring_kernels
-from dynaxx.selection.scorers.tiles import QueryTiles, Tiles, fused_rows, tile_scores
+from dynaxx.selection.scorers.tiles import QueryTiles, TokenTiles, fused_rows, tile_scores
 
 
 @typed
@@ -45,8 +45,8 @@ class AntiDiagonal(Scorer):
             tokens = lambda first, last: q[:, first * size : last * size].to(k.dtype)
             read = QueryTiles(tokens, count(q), (q.shape[0], q.shape[2]), 0)
             return fused_rows(kernels, read, k, grid, (size, size), memory_budget, parts=size, scale=scale / size)
-        queries = Tiles(size, count(q), partial(_reversed_tiles, q, size, scale / size), q.dtype)
-        keys = Tiles(size, count(k), partial(_flat_tiles, k, size), k.dtype)
+        queries = TokenTiles(size, count(q), partial(_reversed_tiles, q, size, scale / size), q.dtype)
+        keys = TokenTiles(size, count(k), partial(_flat_tiles, k, size), k.dtype)
         return tile_scores(queries, keys, grid, (q.shape[0], q.shape[2]), memory_budget)
 
 

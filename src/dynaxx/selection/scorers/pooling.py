@@ -19,7 +19,7 @@ from dynaxx.selection.scorers.base import (
     reduce_blocks,
     scoring_kernels,
 )
-from dynaxx.selection.scorers.tiles import Tiles, tile_scores
+from dynaxx.selection.scorers.tiles import TokenTiles, tile_scores
 
 
 @typed
@@ -52,7 +52,7 @@ class MeanPool(Scorer):
 
 def mean_tiles(
     x: Tensor, size: int, memory_budget: int, scale: float = 1.0, dtype: torch.dtype = torch.float32
-) -> Tiles:
+) -> TokenTiles:
     """Means of `size` tokens, times `scale`, as tiles; their vectors in another dtype than fp32 where one is named."""
 
     def vectors(first: int, last: int) -> Tensor:
@@ -63,7 +63,7 @@ def mean_tiles(
         means = pooled(some, size, memory_budget)
         return (means if scale == 1.0 else means * scale).to(dtype)
 
-    return Tiles(size, -(-x.shape[1] // size), vectors, x.dtype)
+    return TokenTiles(size, -(-x.shape[1] // size), vectors, x.dtype)
 
 
 @typed
@@ -107,13 +107,13 @@ class MinMax(Scorer):
 
     def tiles(
         self, q: Tensor, k: Tensor, k_size: int, grid: BlockGrid, scale: float, memory_budget: int
-    ) -> tuple[Tiles, Tiles]:
+    ) -> tuple[TokenTiles, TokenTiles]:
         """Mean queries and each `k_size` keys, as vectors whose product is the bound."""
         queries = mean_tiles(q, grid.block_size[0], memory_budget // 4, scale)
-        signed = Tiles(queries.size, queries.count, lambda a, b: _by_sign(queries.vectors(a, b)), q.dtype)
+        signed = TokenTiles(queries.size, queries.count, lambda a, b: _by_sign(queries.vectors(a, b)), q.dtype)
         smallest, largest = self._extremes(k, k_size, memory_budget // 4)
         bounds = torch.cat([largest, smallest], dim=-1)
-        return signed, Tiles(k_size, bounds.shape[2], lambda a, b: bounds[:, :, a:b], k.dtype)
+        return signed, TokenTiles(k_size, bounds.shape[2], lambda a, b: bounds[:, :, a:b], k.dtype)
 
     def _extremes(self, k: Tensor, k_size: int, memory_budget: int) -> tuple[Tensor, Tensor]:
         """(B, Hk, T, D) fp32: the smallest and the largest of each `k_size` keys, mixed with their mean."""

@@ -14,7 +14,7 @@ from dynaxx.arguments import typed
 from dynaxx.kernels.contract import Candidates
 from dynaxx.layout import BlockGrid
 from dynaxx.selection.scorers.base import MEMORY_BUDGET, Scorer, ScoreRows, per_kv_head, pieces, scoring_kernels
-from dynaxx.selection.scorers.eight_bits import center_of, int8_sums
+from dynaxx.selection.scorers.int8 import center_of, int8_sums
 from dynaxx.selection.scorers.pooling import mean_tiles
 
 PIECE_BYTES = 4 << 20  # of logits at a time: what a core's cache holds

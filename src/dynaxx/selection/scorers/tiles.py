@@ -17,7 +17,7 @@ NOTE_BYTES = 4  # that the kernel holds per query tile, q head and kv block
 
 
 @dataclass(frozen=True)
-class Tiles:
+class TokenTiles:
     """Vectors that stand for tiles of tokens."""
 
     size: int  # tokens per tile; divides the block
@@ -27,7 +27,7 @@ class Tiles:
 
 
 def tile_scores(
-    queries: Tiles, keys: Tiles, grid: BlockGrid, heads: tuple[int, int], memory_budget: int, panel: int = 1
+    queries: TokenTiles, keys: TokenTiles, grid: BlockGrid, heads: tuple[int, int], memory_budget: int, panel: int = 1
 ) -> ScoreRows:
     """Log of each block's mass when every q tile attends to key tiles by the product of their vectors.
 
@@ -92,8 +92,8 @@ def tile_scores(
 
 def _fused(
     kernels: SelectionKernels,
-    queries: Tiles,
-    keys: Tiles,
+    queries: TokenTiles,
+    keys: TokenTiles,
     grid: BlockGrid,
     heads: tuple[int, int],
     memory_budget: int,
@@ -154,7 +154,7 @@ def fused_rows(
     return rows
 
 
-def _in_dtype(tiles: Tiles, first: int, last: int, memory_budget: int) -> Tensor:
+def _in_dtype(tiles: TokenTiles, first: int, last: int, memory_budget: int) -> Tensor:
     """(B, H, last - first, E) vectors in the tokens' dtype, made a piece at a time."""
     sample = tiles.vectors(first, first + 1)
     out = sample.new_empty(*sample.shape[:2], last - first, sample.shape[3], dtype=tiles.dtype)

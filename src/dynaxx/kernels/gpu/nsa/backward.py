@@ -1,7 +1,7 @@
 """Gradients of selected attention by key: dk and dv of each item, and on request the partial dq of each entry, which
-`native_sums` adds up.
+`nsa.sums` adds up.
 
-Names and shapes as in `native_gather`.
+Names and shapes as in `nsa.gather`.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from dynaxx.kernels.gpu.nsa.gather import RUNTIME_SIZES, entry_rows, item_argume
 from dynaxx.kernels.gpu.nsa.key_items import Items
 from dynaxx.kernels.gpu.nsa.rows import block_rows, gather_rows, row_values, scatter_rows, weights_of
 from dynaxx.kernels.gpu.nsa.sums import sum_entries, sum_items
-from dynaxx.kernels.gpu.runtime.launcher import light_launch
+from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.layout.nsa import NativeSpans
 
 SEGMENT_TILES = tl.constexpr(8)  # tiles in one short sum of fp32
@@ -96,7 +96,7 @@ def _accumulate_rows(
     return dk, dv
 
 
-@light_launch
+@kernel_launcher
 @triton.jit(do_not_specialize=RUNTIME_SIZES)
 def _selected_bwd_dkv_kernel(
     p_do,

@@ -12,7 +12,7 @@ from torch import Tensor
 from dynaxx.kernels.gpu.device import padded
 from dynaxx.kernels.gpu.nsa.rows import gather_rows, scatter_rows
 from dynaxx.kernels.gpu.runtime.arguments import unit_stride
-from dynaxx.kernels.gpu.runtime.launcher import light_launch
+from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.layout.nsa import NativeSpans
 
 ROWS = 32
@@ -36,7 +36,7 @@ def _tile_of(rows, ROWS: tl.constexpr):
     return row, tl.program_id(1), row < rows
 
 
-@light_launch
+@kernel_launcher
 @triton.jit(do_not_specialize=SIZES)
 def _pool_fwd_kernel(
     p_x, p_weight, p_out, rows, tokens, windows, heads, stride_n, stride_h, D: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -51,7 +51,7 @@ def _pool_fwd_kernel(
     scatter_rows(p_out, acc, row, row * 0 + head, heads * D, D, inside, D, BLOCK_D)
 
 
-@light_launch
+@kernel_launcher
 @triton.jit(do_not_specialize=SIZES)
 def _pool_bwd_kernel(
     p_do, p_weight, p_dx, rows, tokens, windows, heads, stride_n, stride_h, D: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -69,7 +69,7 @@ def _pool_bwd_kernel(
     scatter_rows(p_dx, acc, row, row * 0 + head, heads * D, D, inside, D, BLOCK_D)
 
 
-@light_launch
+@kernel_launcher
 @triton.jit(do_not_specialize=SIZES)
 def _pool_bwd_weight_kernel(
     p_do, p_x, p_parts, rows, tokens, windows, heads, stride_don, stride_doh, stride_n, stride_h,

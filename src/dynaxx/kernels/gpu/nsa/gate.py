@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dynaxx.kernels.gpu.device import padded
-from dynaxx.kernels.gpu.runtime.launcher import light_launch
+from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 
 ROWS = 32
 
@@ -23,7 +23,7 @@ def _tile(p_x, row, rows, E: tl.constexpr, BLOCK_E: tl.constexpr):
     return tl.load(p_x + offsets, mask=mask, other=0.0).to(tl.float32), offsets, mask
 
 
-@light_launch
+@kernel_launcher
 @triton.jit(do_not_specialize=["rows"])
 def _gated_sum_fwd_kernel(
     p_cmp, p_slc, p_swa, p_gates, p_out, rows, E: tl.constexpr, BLOCK_E: tl.constexpr, ROWS: tl.constexpr
@@ -43,7 +43,7 @@ def _gated_sum_fwd_kernel(
     tl.store(p_out + offsets, acc.to(p_out.dtype.element_ty), mask=mask)
 
 
-@light_launch
+@kernel_launcher
 @triton.jit(do_not_specialize=["rows"])
 def _gated_sum_bwd_kernel(
     p_do, p_cmp, p_slc, p_swa, p_gates, p_dcmp, p_dslc, p_dswa, p_dgates,
@@ -67,7 +67,7 @@ def _gated_sum_bwd_kernel(
 
 
 def gated_sum_forward(outs: tuple[Tensor, Tensor, Tensor], gates: Tensor) -> Tensor:
-    """As `kernels.reference.native.gated_sum`."""
+    """As `kernels.reference.nsa.gated_sum`."""
     branches, gates = [x.contiguous() for x in outs], gates.contiguous()
     out = torch.empty_like(branches[0])
     rows, dim = gates.numel() // 3, out.shape[-1]

@@ -16,7 +16,7 @@ from dynaxx.kernels.gpu.device import padded
 from dynaxx.kernels.gpu.nsa.config import KeyTiles
 from dynaxx.kernels.gpu.nsa.key_items import Items
 from dynaxx.kernels.gpu.nsa.rows import block_rows, gather_rows, scatter_rows, softmax_step
-from dynaxx.kernels.gpu.runtime.launcher import light_launch
+from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.layout.nsa import NativeSpans
 
 RUNTIME_SIZES = ["blocks", "heads", "slots", "keys", "group_size", "heads_per_kv", "first_entry", "queries"]
@@ -39,7 +39,7 @@ def entry_rows(p_entries, first, end, i_head, heads, slots, group_size, GROUP: t
     return entry, entry // (heads * slots), i_head.to(tl.int32) * group_size + member, inside
 
 
-@light_launch
+@kernel_launcher
 @triton.jit(do_not_specialize=RUNTIME_SIZES)
 def _selected_partial_kernel(
     p_q,
@@ -117,7 +117,7 @@ def _selected_partial_kernel(
         scatter_rows(p_partial, acc / row_sum[:, None], place, member, group_size * E, E, inside, E, BLOCK_E)
 
 
-@light_launch
+@kernel_launcher
 @triton.jit(do_not_specialize=RUNTIME_SIZES)
 def _selected_merge_kernel(
     p_partial,

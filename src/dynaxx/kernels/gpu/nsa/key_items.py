@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dynaxx.kernels.gpu.runtime.launcher import light_launch
+from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.layout.nsa import NativeSpans
 
 WIDTH = 1024  # entries, cells or items of a program
@@ -48,7 +48,7 @@ def _first_above(p_sorted, value, size, turns, STRICT: tl.constexpr):
     return low
 
 
-@light_launch
+@kernel_launcher
 @triton.jit(do_not_specialize=["total", "heads", "slots", "blocks", "step", "none"])
 def _cells_kernel(
     p_indices,  # (T, Hs, n) contiguous
@@ -72,7 +72,7 @@ def _cells_kernel(
     tl.store(p_cells + entry, tl.where(seen, cell, none), mask=inside)
 
 
-@light_launch
+@kernel_launcher
 @triton.jit(do_not_specialize=["total", "cells", "turns"])
 def _starts_kernel(p_sorted, p_starts, total, cells, turns, BLOCK: tl.constexpr):
     """Where the entries of each cell begin, (chunks * cells + 1,)."""
@@ -80,7 +80,7 @@ def _starts_kernel(p_sorted, p_starts, total, cells, turns, BLOCK: tl.constexpr)
     tl.store(p_starts + cell, _first_above(p_sorted, cell, total, turns, False), mask=cell <= cells)
 
 
-@light_launch
+@kernel_launcher
 @triton.jit(do_not_specialize=["cells", "length"])
 def _first_items_kernel(p_starts, p_first_item, cells, length, BLOCK: tl.constexpr):
     chunk = tl.program_id(0)
@@ -97,7 +97,7 @@ def _first_items_kernel(p_starts, p_first_item, cells, length, BLOCK: tl.constex
         before += tl.sum(here, 0)
 
 
-@light_launch
+@kernel_launcher
 @triton.jit(do_not_specialize=["cells", "items", "length", "turns"])
 def _items_kernel(
     p_starts, p_first_item, p_cell, p_begin, p_end, cells, items, length, turns, BLOCK: tl.constexpr

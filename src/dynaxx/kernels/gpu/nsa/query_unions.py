@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dynaxx.kernels.gpu.runtime.launcher import light_launch
+from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.layout.nsa import NativeSpans
 
 MAX_POSITIONS = tl.constexpr(32)  # bits of a slot's set of positions
@@ -33,9 +33,9 @@ def _join(block, bits, next_block, next_bits):
     return next_block, tl.where(block == next_block, bits, 0) | next_bits
 
 
-@light_launch
+@kernel_launcher
 @triton.jit(do_not_specialize=["queries", "heads"])
-def _union_kernel(
+def _query_unions_kernel(
     p_indices,  # (T, Hs, n) contiguous
     p_first_block,
     p_num_blocks,
@@ -74,9 +74,9 @@ def _union_kernel(
     tl.store(p_counts + i_tile * heads + i_h, tl.sum(first, 0))
 
 
-@light_launch
+@kernel_launcher
 @triton.jit(do_not_specialize=["total", "limit"])
-def _choose_kernel(p_counts, p_taken, total, limit, BLOCK: tl.constexpr):
+def _choose_schedule_kernel(p_counts, p_taken, total, limit, BLOCK: tl.constexpr):
     found = tl.full([], 0, tl.int32)
     for begin in range(0, total, BLOCK):
         place = begin + tl.arange(0, BLOCK)
@@ -91,7 +91,7 @@ def _choose_kernel(p_counts, p_taken, total, limit, BLOCK: tl.constexpr):
 def choose(union: Unions, limit: int) -> Tensor:
     """(1,) int32: 1 where all unions together hold at most `limit` blocks; 0 where more, and then they are emptied."""
     taken = union.counts.new_empty(1)
-    _choose_kernel[(1,)](union.counts, taken, total=union.counts.numel(), limit=limit, BLOCK=4096, num_warps=8)
+    _choose_schedule_kernel[(1,)](union.counts, taken, total=union.counts.numel(), limit=limit, BLOCK=4096, num_warps=8)
     return taken
 
 
@@ -103,7 +103,7 @@ def unions(indices: Tensor, spans: NativeSpans, positions: int) -> Unions:
     width = triton.next_power_of_2(positions * slots)
     found = Unions(positions, indices.new_empty(shape), indices.new_empty(shape), indices.new_empty(tiles, heads))
     if tiles:
-        _union_kernel[(tiles, heads)](
+        _query_unions_kernel[(tiles, heads)](
             indices,
             spans.first_block,
             spans.num_blocks,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dynaxx.kernels.gpu.device import padded
 from dynaxx.kernels.gpu.primitives import LOG2E, exp_rounded
-from dynaxx.kernels.gpu.runtime.launcher import light_launch
+from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 
 
 @triton.jit
@@ -77,7 +77,7 @@ def row_values(p_rows, at, inside):
     return lse, tl.where(inside, delta, 0.0)
 
 
-@light_launch
+@kernel_launcher
 @triton.jit(do_not_specialize=["rows", "q_heads", "queries"])
 def _selected_rows_kernel(
     p_do,

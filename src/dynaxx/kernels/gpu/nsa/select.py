@@ -2,7 +2,7 @@
 
 A program of the score kernel holds some compressed tokens and sums the weights that the q heads of a group give them,
 exp(q @ k_cmp - lse), then pools tokens to blocks: each gives to its own block, and by its overlap to the next one. What
-is chosen by them says `native_top`.
+is chosen by them says `nsa.top`.
 
 T queries of a chunk, Hq / Hk / Hs query, kv and selection heads, C blocks of the longest sequence.
 """
@@ -18,21 +18,21 @@ import triton.language as tl
 from torch import Tensor
 
 from dynaxx.kernels.gpu.device import padded
-from dynaxx.kernels.gpu.nsa import config as native_config
+from dynaxx.kernels.gpu.nsa import config
 from dynaxx.kernels.gpu.nsa.rows import block_rows, gather_rows, weights_of
 from dynaxx.kernels.gpu.nsa.top import strides_per, top_blocks
 from dynaxx.kernels.gpu.runtime.arguments import positive_scale, unit_stride
-from dynaxx.kernels.gpu.runtime.launcher import light_launch
+from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.layout.nsa import NativeSpans
 
 SCORE_BYTES = 256 << 20  # of scores held at once
 QUERIES = 128  # per program of the score kernel
-FIELDS = 8  # of a unit of `Tiles.units`, 32 bytes, so that any run of them begins at 16
+FIELDS = 8  # of a unit of `RowTiles.units`, 32 bytes, so that any run of them begins at 16
 
 
-@light_launch
+@kernel_launcher
 @triton.jit(do_not_specialize=["first_row", "queries", "group_size", "heads_per_kv", "blocks"])
-def _score_kernel(
+def _nsa_scores_kernel(
     p_q,
     p_k,
     p_lse,  # (Hq, all queries) contiguous; not read under RAW
@@ -104,8 +104,8 @@ def _score_kernel(
 
 
 @dataclass(frozen=True)
-class Tiles:
-    """Tiles of a few rows that lie in one sequence each."""
+class RowTiles:
+    """RowTiles of a few rows that lie in one sequence each."""
 
     bounds: list[tuple[int, int]]  # rows
     blocks: list[int]  # that the last row sees
@@ -161,17 +161,17 @@ class Scores:
     own: Tensor  # (T, Hs, C) fp32
     behind: Tensor  # the same; `own` where tokens are no longer than their stride
     first_row: int  # of these queries
-    tiles: Tiles  # of all queries
+    tiles: RowTiles  # of all queries
     some: slice  # the tiles of these
 
 
 # How to fill them, of (q, k_cmp, lse, spans, scores, scale).
 Scorer = Callable[[Tensor, Tensor, Tensor | None, NativeSpans, Scores, float], None]
 
-_tiles: WeakKeyDictionary[NativeSpans, dict[int, Tiles]] = WeakKeyDictionary()
+_tiles: WeakKeyDictionary[NativeSpans, dict[int, RowTiles]] = WeakKeyDictionary()
 
 
-def _tiles_of(spans: NativeSpans, rows: int) -> Tiles:
+def _tiles_of(spans: NativeSpans, rows: int) -> RowTiles:
     known = _tiles.setdefault(spans, {})
     if rows not in known:
         bounds, blocks, tokens = [], [], []
@@ -183,7 +183,7 @@ def _tiles_of(spans: NativeSpans, rows: int) -> Tiles:
                 blocks.append(-(-keys // spans.sizes.slc_block))
                 tokens.append((token, spans.sizes.compressed(few), spans.sizes.compressed(keys)))
         ends = torch.tensor(bounds, dtype=torch.int32).view(-1, 2).to(spans.device, non_blocking=True)
-        known[rows] = Tiles(bounds, blocks, tokens, ends[:, 0].contiguous(), ends[:, 1].contiguous())
+        known[rows] = RowTiles(bounds, blocks, tokens, ends[:, 0].contiguous(), ends[:, 1].contiguous())
     return known[rows]
 
 
@@ -193,8 +193,8 @@ def score_blocks(
     """A `Scorer` for tiles of QUERIES rows."""
     heads, blocks = scores.own.shape[1:]
     per_token, per_block = strides_per(spans.sizes)
-    block_n, num_warps, num_stages = native_config.score_tiles(per_block, q.dtype)
-    _score_kernel[(heads, -(-blocks * per_block // block_n), scores.some.stop - scores.some.start)](
+    block_n, num_warps, num_stages = config.score_tiles(per_block, q.dtype)
+    _nsa_scores_kernel[(heads, -(-blocks * per_block // block_n), scores.some.stop - scores.some.start)](
         q,
         k_cmp,
         scores.own if lse is None else lse.contiguous(),
@@ -238,7 +238,7 @@ def select_blocks(
     scorer: Scorer = score_blocks,
     tile_rows: int = QUERIES,
 ) -> Tensor:
-    """As `kernels.reference.native.select_blocks`; holds SCORE_BYTES of scores.
+    """As `kernels.reference.nsa.select_blocks`; holds SCORE_BYTES of scores.
 
     Args:
         scorer: makes the scores, of tiles of `tile_rows` queries.

@@ -58,9 +58,9 @@ class SelectedPlan:
     ) -> tuple[Tensor, Tensor]:
         """Return out and lse; scale > 0. Whatever they are where `choose` gave `taken` and it is 0."""
         assert mixture is None, "this plan mixes nothing"
-        from dynaxx.kernels.gpu.nsa import union as native_union
+        from dynaxx.kernels.gpu.nsa import union
 
-        return native_union.forward(q, k, v, self.union, self.spans, self.tiles, scale)
+        return union.forward(q, k, v, self.union, self.spans, self.tiles, scale)
 
     @property
     def mixes(self) -> bool:
@@ -86,10 +86,10 @@ class SelectedPlan:
     def dq_by_query(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, scale: float, others_dq: Tensor | None = None
     ) -> Tensor:
-        """Return dq, added to `others_dq` if that is given, of rows as `native_rows.row_pairs` gives them."""
-        from dynaxx.kernels.gpu.nsa import union as native_union
+        """Return dq, added to `others_dq` if that is given, of rows as `nsa.rows.row_pairs` gives them."""
+        from dynaxx.kernels.gpu.nsa import union
 
-        dq = native_union.backward_dq(do, q, k, v, rows, self.union, self.spans, self.tiles, scale)
+        dq = union.backward_dq(do, q, k, v, rows, self.union, self.spans, self.tiles, scale)
         return dq if others_dq is None else others_dq.add_(dq)
 
     def partials(self) -> Callable[..., None] | None:
@@ -152,8 +152,8 @@ def selected_and_mixed(
 
 
 def selected_forward(q: Tensor, k: Tensor, v: Tensor, plan: SelectedPlan, scale: float) -> tuple[Tensor, Tensor]:
-    """As `kernels.reference.native.selected_forward`; fp32 inputs are multiplied in full fp32."""
-    from dynaxx.kernels.gpu.nsa import gather as native_gather
+    """As `kernels.reference.nsa.selected_forward`; fp32 inputs are multiplied in full fp32."""
+    from dynaxx.kernels.gpu.nsa import gather
 
     q, scale = positive_scale(q, scale)
     q, k, v = (unit_stride(x) for x in (q, k, v))
@@ -173,7 +173,7 @@ def selected_forward(q: Tensor, k: Tensor, v: Tensor, plan: SelectedPlan, scale:
     for kv, own, part in plan.by_heads(k.shape[1], row_bytes, PARTIAL_BYTES):
         index, chunks = part.items(row_bytes, PARTIAL_BYTES)
         for chunk in chunks:
-            native_gather.forward_chunk(
+            gather.forward_chunk(
                 q[:, own], k[:, kv], v[:, kv], out[:, own], lse[own], index, chunk, slots, part.indices.shape[1],
                 plan.spans, key_tiles, scale, taken, plan.partials(),
             )  # fmt: skip
@@ -204,8 +204,8 @@ def selected_backward_of_rows(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, plan: SelectedPlan, scale: float,
     others_dq: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """As `selected_backward`, of rows as `native_rows.row_pairs` gives them; dq is added to `others_dq`, contiguous."""
-    from dynaxx.kernels.gpu.nsa import backward as native_backward
+    """As `selected_backward`, of rows as `nsa.rows.row_pairs` gives them; dq is added to `others_dq`, contiguous."""
+    from dynaxx.kernels.gpu.nsa import backward
 
     do, q, k, v = (unit_stride(x) for x in (do, q, k, v))
     tiles = config.backward_key_tiles(plan.group_size, q.shape[2], v.shape[2], q.dtype)
@@ -213,7 +213,7 @@ def selected_backward_of_rows(
     if plan.schedule == "union":
         index, _ = plan.items(None)
         dq = plan.dq_by_query(do, q, k, v, rows, scale, others_dq)
-        native_backward.backward_chunk(
+        backward.backward_chunk(
             do, q, k, v, rows, (None, dk, dv), index, 0, plan.indices, plan.spans, tiles, scale, plan.items_dkv()
         )
         return dq, dk, dv
@@ -226,9 +226,7 @@ def selected_backward_of_rows(
         if len(chunks) > 1:  # chunks add up in fp32
             sums = dk.new_empty(sums[0].shape, dtype=torch.float32), dv.new_empty(sums[1].shape, dtype=torch.float32)
         for chunk in chunks:
-            native_backward.backward_chunk(
-                *inputs, (dq[:, own], *sums), index, chunk, part.indices, plan.spans, tiles, scale
-            )
+            backward.backward_chunk(*inputs, (dq[:, own], *sums), index, chunk, part.indices, plan.spans, tiles, scale)
         if len(chunks) > 1:
             dk[:, kv], dv[:, kv] = sums
     return dq if others_dq is None else others_dq.add_(dq), dk, dv

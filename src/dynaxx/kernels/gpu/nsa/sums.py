@@ -1,7 +1,7 @@
 """Sums of what items and entries of selected attention give to dk, dv and dq. In their order, without atomics: every
 run gives the same bits.
 
-Names and shapes as in `native_gather`.
+Names and shapes as in `nsa.gather`.
 """
 
 import triton
@@ -11,13 +11,13 @@ from torch import Tensor
 from dynaxx.kernels.gpu.device import padded
 from dynaxx.kernels.gpu.nsa.key_items import Items
 from dynaxx.kernels.gpu.nsa.rows import gather_rows, scatter_rows
-from dynaxx.kernels.gpu.runtime.launcher import light_launch
+from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.layout.nsa import NativeSpans
 
 SUM_ROWS = 16
 
 
-@light_launch
+@kernel_launcher
 @triton.jit(do_not_specialize=["blocks", "heads_per_kv"])
 def _selected_sum_items_kernel(
     p_items,  # (items, KV_BLOCK, DIM) fp32
@@ -56,7 +56,7 @@ def _selected_sum_items_kernel(
         scatter_rows(p_grad, acc, row, o_n * 0 + i_head, stride_gn, stride_gh, inside, DIM, BLOCK_DIM)
 
 
-@light_launch
+@kernel_launcher
 @triton.jit(do_not_specialize=["first_query", "q_heads", "slots", "rows", "group_size"])
 def _selected_sum_entries_kernel(
     p_entries_dq,  # (entries of these queries, SPLIT, group, D)

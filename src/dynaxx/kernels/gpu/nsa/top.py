@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dynaxx.kernels.gpu.nsa import config as native_config
+from dynaxx.kernels.gpu.nsa import config
 from dynaxx.kernels.gpu.primitives import ordered_bits
-from dynaxx.kernels.gpu.runtime.launcher import light_launch
+from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.layout.nsa import NativeSizes
 
 LOWEST = tl.constexpr(-3.4028234663852886e38)
@@ -106,9 +106,9 @@ def _choose(
     tl.store(p_out + _running(chosen, WIDTH) - 1, block, mask=chosen)
 
 
-@light_launch
+@kernel_launcher
 @triton.jit(do_not_specialize=["first_row", "heads", "slots", "first_blocks", "local_blocks"])
-def top_blocks_kernel(
+def _top_blocks_kernel(
     p_own,
     p_next,
     p_indices,  # (all queries, Hs, n) int32
@@ -166,7 +166,7 @@ def top_blocks(
     """Choose the blocks of some queries by their scores.
 
     Args:
-        own, behind: (T, Hs, C) fp32, as `native_select.Scores` holds them; C a multiple of 16.
+        own, behind: (T, Hs, C) fp32, as `nsa.select.Scores` holds them; C a multiple of 16.
         indices: (all queries, Hs, n) int32, where the choice goes.
         num_blocks, num_cmp: (all queries,) int32, blocks and compressed tokens that each sees.
         first_row: of these queries.
@@ -175,7 +175,7 @@ def top_blocks(
     count, heads, blocks = own.shape
     width = triton.next_power_of_2(blocks)
     per_token, per_block = strides_per(sizes)
-    top_blocks_kernel[(count * heads,)](
+    _top_blocks_kernel[(count * heads,)](
         own,
         behind,
         indices,
@@ -194,5 +194,5 @@ def top_blocks(
         WIDE_SLOTS=triton.next_power_of_2(sizes.slc_count),
         RAW=raw,
         MAX=sizes.pool == "max",
-        num_warps=native_config.top_warps(width),
+        num_warps=config.top_warps(width),
     )

@@ -23,7 +23,7 @@ from dynaxx.kernels.gpu.nsa.rows import (
     softmax_step,
     weights_of,
 )
-from dynaxx.kernels.gpu.runtime.launcher import light_launch
+from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.layout.nsa import NativeSpans
 
 RUNTIME_SIZES = ["queries", "keys", "group_size", "heads_per_kv"]
@@ -43,7 +43,7 @@ def tile_rows(
     return position, t, i_head * group_size + member, inside, last_key
 
 
-@light_launch
+@kernel_launcher
 @triton.jit(do_not_specialize=RUNTIME_SIZES)
 def _selected_fwd_kernel(
     p_q,
@@ -112,7 +112,7 @@ def _selected_fwd_kernel(
     scatter_rows(p_out, acc / row_sum[:, None], t, h, q_heads * E, E, inside, E, BLOCK_E)
 
 
-@light_launch
+@kernel_launcher
 @triton.jit(do_not_specialize=RUNTIME_SIZES)
 def _selected_bwd_dq_kernel(
     p_do,

@@ -1,4 +1,4 @@
-"""`repeated`: a launch over the same layout, shapes and strides is the same launch with other tensors in it.
+"""`launch_cached`: a launch over the same layout, shapes and strides is the same launch with other tensors in it.
 
 What the host computes for a kernel from a layout and from shapes costs more than a short call. It is done once, and
 kept with the layout as long as that lives: layers share a layout, training steps do, and so do requests of one length.
@@ -17,14 +17,21 @@ from torch import Tensor
 from triton.runtime import driver
 
 from dynaxx.kernels.gpu.runtime.arguments import rebased
-from dynaxx.kernels.gpu.runtime.launcher import DESCRIPTORS, Launch, bind_context, direct, is_watched, run
+from dynaxx.kernels.gpu.runtime.launcher import (
+    DESCRIPTORS,
+    Launch,
+    bind_context,
+    direct_launcher,
+    has_launch_hooks,
+    run,
+)
 from dynaxx.layout import BlockLayout
 from dynaxx.layout.origin import KeptWithLayouts
 
 MOST_LAUNCHES = 64  # kept per layout
 
 
-class Repeat(NamedTuple):
+class CachedLaunch(NamedTuple):
     """A launch with gaps where its tensors go."""
 
     start: Callable[[list[Any], int], None]  # of the arguments, on a device
@@ -34,11 +41,11 @@ class Repeat(NamedTuple):
     descriptors: tuple[tuple[int, int, Callable[[Tensor, int], Any]], ...]  # and of the tensor and address, its own
 
 
-Start = Callable[..., Launch | None]
+StartKernel = Callable[..., Launch | None]
 
 
-def repeated(
-    start: Start,
+def launch_cached(
+    start: StartKernel,
     layout: BlockLayout,
     tensors: tuple[Tensor, ...],
     *settings: Any,
@@ -55,7 +62,7 @@ def repeated(
     device = tensors[0].get_device()
     if device >= 0 and device != driver.active.get_current_device():
         with torch.cuda.device(device):
-            repeated(start, layout, tensors, *settings, made=made, split=split)
+            launch_cached(start, layout, tensors, *settings, made=made, split=split)
         return
     given = (layout, *tensors, *settings)
     key: list[Any] = [start, device, *settings]
@@ -68,15 +75,15 @@ def repeated(
         bits |= address
     for x in tensors[: len(tensors) - made]:
         key += (x.shape, x.stride(), x.dtype)
-    if bits & 15 or is_watched():
+    if bits & 15 or has_launch_hooks():
         start(*given)
         return
-    kept: dict[Any, Repeat | None] = _kept.of(layout)
+    kept: dict[Any, CachedLaunch | None] = _kept.of(layout)
     known = kept.get(found := tuple(key))
     if known is None:
         launch = start(*given)
         if found in kept:
-            kept[found] = None if launch is None else _repeat(launch, layout, tensors)
+            kept[found] = None if launch is None else _cached_launch(launch, layout, tensors)
         elif len(kept) < MOST_LAUNCHES:
             kept[found] = None  # there may be no second call over this layout
         return
@@ -93,13 +100,13 @@ def repeated(
 _kept = KeptWithLayouts()
 
 
-def _repeat(launch: Launch, layout: BlockLayout, tensors: tuple[Tensor, ...]) -> Repeat | None:
+def _cached_launch(launch: Launch, layout: BlockLayout, tensors: tuple[Tensor, ...]) -> CachedLaunch | None:
     """The launch with gaps; None where one cannot tell which tensor goes where, or it reads a copy of one."""
     owned = _tensors_of(layout)
     which = {id(x): i for i, x in enumerate(tensors)}
     if len(which) < len(tensors):
         return None
-    below = direct(launch.compiled, launch.grid)
+    below = direct_launcher(launch.compiled, launch.grid)
     arguments: list[Any] = []
     own, pointers = [], []
     descriptors: list[tuple[int, int, Callable[[Tensor, int], Any]]] = []
@@ -121,7 +128,7 @@ def _repeat(launch: Launch, layout: BlockLayout, tensors: tuple[Tensor, ...]) ->
         else:
             arguments[at] = x
     start = below.start if below else partial(run, launch.compiled, launch.grid)
-    return Repeat(start, arguments, tuple(own), tuple(pointers), tuple(descriptors))
+    return CachedLaunch(start, arguments, tuple(own), tuple(pointers), tuple(descriptors))
 
 
 def _rebased(template: Any, x: Tensor, address: int) -> Any:

@@ -1,4 +1,4 @@
-"""`light_launch`: start a kernel that an earlier call compiled, without asking Triton which one that is.
+"""`kernel_launcher`: start a kernel that an earlier call compiled, without asking Triton which one that is.
 
 `kernel[grid](...)` binds, types and formats every argument of every call into a string that names the compiled kernel:
 tens of microseconds, as much as a short call computes. What the choice depends on is little: constants, the dtype of a
@@ -33,7 +33,7 @@ MOST_ADDRESSES = 256  # of a descriptor, for which what encodes it is kept
 DESCRIPTORS: set[type] = {TensorDescriptor}
 
 
-class Form(NamedTuple):
+class CallSignature(NamedTuple):
     """Where a call of certain names and types has what; positions count in the order of the kernel's parameters."""
 
     in_order: Callable[[tuple[Any, ...]], tuple[Any, ...]]  # the values of a call in that order
@@ -44,7 +44,7 @@ class Form(NamedTuple):
     special: tuple[int, ...]  # and that it is
 
 
-class LightLaunch:
+class KernelLauncher:
     """A jitted kernel, launched as Triton launches it: `kernel[grid](...)`, with an argument for every parameter.
 
     The first call of its kind goes through Triton, and so do all calls under Triton's interpreter and on HIP, where a
@@ -53,57 +53,57 @@ class LightLaunch:
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
-        self._light = isinstance(kernel, JITFunction) and torch.version.hip is None and version_is_checked()
-        self._forms: dict[tuple[Any, ...], Form] = {}
+        self._bypasses_triton = isinstance(kernel, JITFunction) and torch.version.hip is None and version_is_checked()
+        self._signatures: dict[tuple[Any, ...], CallSignature] = {}
         self._compiled: dict[tuple[Any, ...], Any] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.kernel, name)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-        return partial(self._launch, (*grid, 1, 1)[:3]) if self._light else self.kernel[grid]
+        return partial(self._launch, (*grid, 1, 1)[:3]) if self._bypasses_triton else self.kernel[grid]
 
     def _launch(self, grid: tuple[int, ...], *arguments: Any, **named: Any) -> Launch | None:
         bind_context()
         values = (*arguments, *named.values())
         types = (*named, *map(type, values))
-        form = self._forms.get(types)
-        if form is None:
-            form = self._forms[types] = self._form_of(arguments, named)
-        in_order = form.in_order(values)
+        signature = self._signatures.get(types)
+        if signature is None:
+            signature = self._signatures[types] = self._signature_of(arguments, named)
+        in_order = signature.in_order(values)
         ordered, bits, wide = list(in_order), 0, 0
         device = driver.active.get_current_device()
-        key = [types, device, *[values[i] for i in form.constants]]
-        for i in form.tensors:
+        key = [types, device, *[values[i] for i in signature.constants]]
+        for i in signature.tensors:
             key.append(ordered[i].dtype)
             ordered[i] = pointer = ordered[i].data_ptr()
             bits |= pointer
         if bits & 15:
-            key.append(tuple(ordered[i] & 15 == 0 for i in form.tensors))
-        for i in form.descriptors:
+            key.append(tuple(ordered[i] & 15 == 0 for i in signature.tensors))
+        for i in signature.descriptors:
             key.append(kind_of(ordered[i]))
-        for i in form.sizes:
+        for i in signature.sizes:
             wide |= ordered[i] >> 31
-        for i in form.special:
+        for i in signature.special:
             size = ordered[i]
             wide |= size >> 31
             key.append((size == 1, size % 16 == 0))
         if wide:
             self.kernel[grid](*arguments, **named)
-            return seen(None)
+            return _record_launch(None)
         kind = tuple(key)
         compiled = self._compiled.get(kind)
         if compiled is None:
             compiled = self._compiled[kind] = self.kernel[grid](*arguments, **named)
         else:
             run(compiled, grid, ordered, device)
-        return seen(Launch(compiled, grid, in_order))
+        return _record_launch(Launch(compiled, grid, in_order))
 
-    def _form_of(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> Form:
+    def _signature_of(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> CallSignature:
         """Sort the arguments of a call by type; what Triton may specialize on in another way counts as constant."""
         names = [*self.kernel.arg_names[: len(arguments)], *named]
         runtime = {param.name: param for param in self.kernel.params if not param.is_constexpr}
-        found: dict[str, list[int]] = {field: [] for field in Form._fields[1:]}
+        found: dict[str, list[int]] = {field: [] for field in CallSignature._fields[1:]}
         for i, (name, x) in enumerate(zip(names, (*arguments, *named.values()), strict=True)):
             param = runtime.get(name)
             if param is None:
@@ -117,7 +117,7 @@ class LightLaunch:
             elif type(x) is not float:
                 found["constants"].append(i)
         order = itemgetter(*[names.index(name) for name in self.kernel.arg_names])
-        return Form(order, *[tuple(positions) for positions in found.values()])
+        return CallSignature(order, *[tuple(positions) for positions in found.values()])
 
 
 class Launch(NamedTuple):
@@ -128,21 +128,21 @@ class Launch(NamedTuple):
     arguments: tuple[Any, ...]  # in the order of the kernel's parameters
 
 
-def seen(launch: Launch | None) -> Launch | None:
+def _record_launch(launch: Launch | None) -> Launch | None:
     """Tell those who watch this thread of a launch; None is one that cannot be started again."""
-    launches = watched_launches()
+    launches = recorded_launches()
     if launches is not None:
         launches.append(launch)
     return launch
 
 
-def watched_launches() -> list[Launch | None] | None:
+def recorded_launches() -> list[Launch | None] | None:
     """Those of this thread since it began to watch; None where it does not."""
     return getattr(_thread, "launches", None)
 
 
 @contextmanager
-def watching() -> Iterator[list[Launch | None]]:
+def recording_launches() -> Iterator[list[Launch | None]]:
     """Every launch of this thread, in its order; does not nest."""
     found: list[Launch | None] = []
     _thread.launches = found
@@ -154,19 +154,19 @@ def watching() -> Iterator[list[Launch | None]]:
 
 def run(compiled: Any, grid: tuple[int, ...], arguments: Sequence[Any], device: int) -> None:
     """Start a compiled kernel on the current stream; tensors may be given as their addresses."""
-    if is_watched():
+    if has_launch_hooks():
         compiled[grid](*arguments)
         return
     stream = driver.active.get_current_stream(device)
     compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
 
 
-def is_watched() -> bool:
+def has_launch_hooks() -> bool:
     """Whether a profiler wants to know of launches."""
     return bool(knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls)
 
 
-class Direct(NamedTuple):
+class DirectLauncher(NamedTuple):
     """A compiled kernel's launcher, below what Triton does in Python for each call."""
 
     launch: Callable[..., None]
@@ -208,7 +208,7 @@ class Direct(NamedTuple):
         return encoded
 
 
-def direct(compiled: Any, grid: tuple[int, ...]) -> Direct | None:
+def direct_launcher(compiled: Any, grid: tuple[int, ...]) -> DirectLauncher | None:
     """None where a launch is more than that: another Triton than 3.6, scratch memory, other kinds of descriptors."""
     launcher = compiled.run
     launch = getattr(launcher, "launch", None)
@@ -224,7 +224,7 @@ def direct(compiled: Any, grid: tuple[int, ...]) -> Direct | None:
         if launch is None or any(meta is None or meta["fp4_padded"] for meta in maps):
             return None
     options = (launcher.launch_cooperative_grid, launcher.launch_pdl, None, None)
-    return Direct(launch, grid, compiled.function, (*options, compiled.packed_metadata, None, None, None), maps)
+    return DirectLauncher(launch, grid, compiled.function, (*options, compiled.packed_metadata, None, None, None), maps)
 
 
 _thread = threading.local()
@@ -243,9 +243,9 @@ def version_is_checked() -> bool:
     return ".".join(triton.__version__.split(".")[:2]) in CHECKED
 
 
-def light_launch(kernel: Any) -> Any:
-    """Decorate a jitted kernel that the host launches; see `LightLaunch`."""
-    return LightLaunch(kernel)
+def kernel_launcher(kernel: Any) -> Any:
+    """Decorate a jitted kernel that the host launches; see `KernelLauncher`."""
+    return KernelLauncher(kernel)
 
 
 def kind_of(descriptor: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`replayed`: a call that allocates and launches is, with the same shapes, the same launches once more.
+"""`record_or_replay`: a call that allocates and launches is, with the same shapes, the same launches once more.
 
 A decoding step is a few short kernels, and so is a choice of blocks: what the host computes for them from shapes takes
 longer than they run. It is done once: the second call is watched, and what it allocated and launched is kept, with gaps
@@ -23,20 +23,20 @@ from dynaxx.kernels.gpu.runtime.launcher import (
     DESCRIPTORS,
     Launch,
     bind_context,
-    direct,
-    is_watched,
+    direct_launcher,
+    has_launch_hooks,
+    recorded_launches,
+    recording_launches,
     run,
-    watched_launches,
-    watching,
 )
 
 MOST_CALLS = 1024  # kept
 ALIGNMENT = 256  # bytes, of what is allocated together
 
-Call = Callable[..., tuple[Tensor, ...]]
+RecordedCall = Callable[..., tuple[Tensor, ...]]
 
 
-class Held(Protocol):
+class RecordedInputs(Protocol):
     """What stays from call to call, beside the tensors that each brings: a cache, or a rule made ready."""
 
     @property
@@ -52,21 +52,23 @@ class Held(Protocol):
         """All that a call reads."""
 
 
-def replayed(call: Call, cache: Held, tensors: tuple[Tensor | None, ...], *settings: Any) -> Any:
+def record_or_replay(
+    call: RecordedCall, cache: RecordedInputs, tensors: tuple[Tensor | None, ...], *settings: Any
+) -> Any:
     """`call(cache, *tensors, *settings)`; with the same shapes again, only its launches.
 
     Args:
-        call: allocates by `torch.empty` and its like, takes views and launches kernels of `light_launch`; what does
+        call: allocates by `torch.empty` and its like, takes views and launches kernels of `kernel_launcher`; what does
             more is called every time. What it returns it has allocated, dense tensors. It reads no other tensors.
         settings: hashable, and each always of the same type.
     """
     device = cache.k.get_device()
-    if watched_launches() is not None or is_watched() or (device < 0 and interpreted()):
+    if recorded_launches() is not None or has_launch_hooks() or (device < 0 and interpreted()):
         return call(cache, *tensors, *settings)
     bind_context()
     if device >= 0 and device != driver.active.get_current_device():
         with torch.cuda.device(device):
-            return replayed(call, cache, tensors, *settings)
+            return record_or_replay(call, cache, tensors, *settings)
     key: list[Any] = [call, cache.form, *settings]
     addresses, bits = [x.data_ptr() for x in cache.tensors], 0
     for x in tensors:
@@ -84,15 +86,15 @@ def replayed(call: Call, cache: Held, tensors: tuple[Tensor | None, ...], *setti
     if known is None:
         if len(_kept) >= MOST_CALLS:
             _kept.clear()
-        _kept[found] = SEEN
-    if known is SEEN:
-        return _watched(found, call, cache, tensors, settings, addresses)
-    if known is None or known is MORE:
+        _kept[found] = CALLED_ONCE
+    if known is CALLED_ONCE:
+        return _record(found, call, cache, tensors, settings, addresses)
+    if known is None or known is NOT_REPLAYABLE:
         return call(cache, *tensors, *settings)
     return known.start(addresses, device, cache.k.device)
 
 
-class Replay(NamedTuple):
+class Recording(NamedTuple):
     """What a call allocates and launches. Tensors are numbered: those given, those returned, and all others as one."""
 
     launches: tuple[tuple[Callable[[list[Any], int], None], list[Any], tuple[tuple[int, int, int], ...]], ...]
@@ -116,15 +118,15 @@ class Replay(NamedTuple):
         return found
 
 
-SEEN = Replay((), (), -1)  # once
-MORE = Replay((), (), -2)  # than a replay would do
-_kept: dict[tuple[Any, ...], Replay] = {}
+CALLED_ONCE = Recording((), (), -1)  # once
+NOT_REPLAYABLE = Recording((), (), -2)  # than a replay would do
+_kept: dict[tuple[Any, ...], Recording] = {}
 
 
-def _watched(
+def _record(
     key: tuple[Any, ...],
-    call: Call,
-    cache: Held,
+    call: RecordedCall,
+    cache: RecordedInputs,
     tensors: tuple[Tensor | None, ...],
     settings: tuple[Any, ...],
     addresses: list[int],
@@ -132,10 +134,10 @@ def _watched(
     """Make the call and keep what it did; where two tensors are one, one cannot tell which is meant."""
     if len(set(addresses)) < len(addresses):
         return call(cache, *tensors, *settings)
-    with Allocations() as allocations, watching() as launches:
+    with Allocations() as allocations, recording_launches() as launches:
         results = call(cache, *tensors, *settings)
     given = (*cache.tensors, *(x for x in tensors if x is not None))
-    _kept[key] = _replay(launches, allocations, given, results) or MORE
+    _kept[key] = _recording_of(launches, allocations, given, results) or NOT_REPLAYABLE
     return results
 
 
@@ -165,9 +167,9 @@ def _memory(x: Any) -> int:
     return x.untyped_storage()._cdata if isinstance(x, Tensor) else 0
 
 
-def _replay(
+def _recording_of(
     launches: Sequence[Launch | None], allocations: Allocations, given: tuple[Tensor, ...], results: tuple[Tensor, ...]
-) -> Replay | None:
+) -> Recording | None:
     """None where the call did more than launch over what it was given and has allocated."""
     if not launches or not allocations.are_all:
         return None
@@ -198,10 +200,10 @@ def _replay(
                 if place is None:
                     return None
                 gaps.append((at, *place))
-        below = direct(launch.compiled, launch.grid)
+        below = direct_launcher(launch.compiled, launch.grid)
         start = below.start if below else partial(run, launch.compiled, launch.grid)
         starts.append((start, arguments, tuple(gaps)))
-    return Replay(tuple(starts), tuple((x.shape, x.dtype) for x in results), size)
+    return Recording(tuple(starts), tuple((x.shape, x.dtype) for x in results), size)
 
 
 def _place_in_made(x: Tensor, places: dict[int, tuple[int, int]]) -> tuple[int, int] | None:

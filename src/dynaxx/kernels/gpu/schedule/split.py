@@ -16,14 +16,14 @@ import triton.language as tl
 from torch import Tensor
 
 from dynaxx.kernels.gpu.device import processors
-from dynaxx.kernels.gpu.runtime.launcher import light_launch
+from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.layout import BlockLayout
 
 SPLIT_SIZES = ["num_parts", "limit", "batch_copies", "head_copies"]  # what no kernel is compiled again for
 SHARE = 2  # a long line's parts are one of so many of a processor's share, where one that is done starts the next
 
 
-class Split(NamedTuple):
+class SplitLines(NamedTuple):
     """The lines of more than `limit` entries, in parts of even length. What a shared layout repeats is listed once."""
 
     limit: int
@@ -93,7 +93,7 @@ def longest_part(entries: int, lines: int, copies: int, shares: int) -> int:
     return max(16, -(-entries * copies // shares), -(-4 * entries // max(1, lines)))
 
 
-def split_columns(layout: BlockLayout, batch: int, q_heads: int, kv_heads: int) -> Split | None:
+def split_columns(layout: BlockLayout, batch: int, q_heads: int, kv_heads: int) -> SplitLines | None:
     """The columns to split in a pass over kv blocks, for a group of heads in each program; None where there is none.
 
     How many there are is read from the layout on the host that this one was copied from. Without it, as for a
@@ -118,7 +118,7 @@ def split_columns(layout: BlockLayout, batch: int, q_heads: int, kv_heads: int) 
     return kept[key]
 
 
-def split_rows(layout: BlockLayout, batch: int, q_heads: int, share: int = SHARE, heads: int = 1) -> Split | None:
+def split_rows(layout: BlockLayout, batch: int, q_heads: int, share: int = SHARE, heads: int = 1) -> SplitLines | None:
     """The rows to split in a pass over q blocks, for `heads` heads in each program; None where there is none.
 
     Of a layout that no host knows, none: what a selection chooses for each row is about as much.
@@ -145,10 +145,10 @@ def _captures(layout: BlockLayout) -> bool:
     return layout.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-_kept: WeakKeyDictionary[BlockLayout, dict[tuple[Any, ...], Split | None]] = WeakKeyDictionary()
+_kept: WeakKeyDictionary[BlockLayout, dict[tuple[Any, ...], SplitLines | None]] = WeakKeyDictionary()
 
 
-@light_launch
+@kernel_launcher
 @triton.jit(
     do_not_specialize=["capacity", "leads", "num_lines", "heads", "repeats", "limit", "most_parts", "most_lines"]
 )
@@ -166,7 +166,7 @@ def _list_parts_kernel(
     most_lines,
     BLOCK: tl.constexpr,
 ):
-    """Fill the lists of a `Split`, by one program; what has no place in them is left out."""
+    """Fill the lists of a `SplitLines`, by one program; what has no place in them is left out."""
     parts_before, lines_before = 0, 0
     for begin in range(0, leads * num_lines, BLOCK):
         line = begin + tl.arange(0, BLOCK)
@@ -197,11 +197,11 @@ def _list_parts_kernel(
         lines_before += tl.sum(is_split, 0)
 
 
-def _split(indptr: Tensor, capacity: int, lines: Lines, limit: int, num_parts: int, num_lines: int) -> Split:
+def _split(indptr: Tensor, capacity: int, lines: Lines, limit: int, num_parts: int, num_lines: int) -> SplitLines:
     """The lists, in one piece of memory, each at 16 bytes."""
     size = (3 * num_parts + 3) // 4 * 4
     lists = torch.zeros(size + 3 * num_lines, dtype=torch.int32, device=indptr.device)
-    split = Split(limit, lists[: 3 * num_parts].view(-1, 3), lists[size:].view(-1, 3), lines.copies)
+    split = SplitLines(limit, lists[: 3 * num_parts].view(-1, 3), lists[size:].view(-1, 3), lines.copies)
     _list_parts_kernel[(1,)](
         indptr.contiguous(),
         split.parts,
@@ -220,7 +220,7 @@ def _split(indptr: Tensor, capacity: int, lines: Lines, limit: int, num_parts: i
 
 
 def no_split(nothing: Tensor) -> dict[str, Any]:
-    """`Split.to` where no line is split, with any tensor."""
+    """`SplitLines.to` where no line is split, with any tensor."""
     none = {"num_parts": 0, "limit": 0, "batch_copies": 1, "head_copies": 1, "HAS_PARTS": False}
     return {"p_parts": nothing, "p_sums": nothing, **none}
 

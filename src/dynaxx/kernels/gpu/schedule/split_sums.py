@@ -6,16 +6,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dynaxx.kernels.gpu.runtime.launch_cache import repeated
-from dynaxx.kernels.gpu.runtime.launcher import Launch, light_launch
-from dynaxx.kernels.gpu.schedule.split import Split
+from dynaxx.kernels.gpu.runtime.launch_cache import launch_cached
+from dynaxx.kernels.gpu.runtime.launcher import Launch, kernel_launcher
+from dynaxx.kernels.gpu.schedule.split import SplitLines
 from dynaxx.layout import BlockLayout
 
 TILE = 8  # rows of a program
 AT_ONCE = 8  # parts that it reads at a time
 
 
-@light_launch
+@kernel_launcher
 @triton.jit(do_not_specialize=["num_lines", "seqlen", "heads", "batch_copies", "head_copies", "part_stride"])
 def _sum_parts_kernel(
     p_sums,  # (slots, ...) fp32: at `part_stride` from each other the [BLOCK, D] sums of each part
@@ -60,13 +60,15 @@ def _sum_parts_kernel(
     tl.store(p_row, (total * scale).to(p_out.dtype.element_ty), mask=stored)
 
 
-def sum_parts(sums: Tensor, out: Tensor, split: Split, layout: BlockLayout, block: int, scale: float = 1.0) -> None:
+def sum_parts(
+    sums: Tensor, out: Tensor, split: SplitLines, layout: BlockLayout, block: int, scale: float = 1.0
+) -> None:
     """Fill the split lines' blocks of `out`, (B, N, H, D) contiguous, with `scale` times the sum of their parts.
 
     Args:
         sums: (slots, block, D) fp32, rows of it dense: what the parts left.
     """
-    repeated(_start_sum, layout, (sums, out, split.lines), split.copies, block, scale)
+    launch_cached(_start_sum, layout, (sums, out, split.lines), split.copies, block, scale)
 
 
 def _start_sum(
@@ -94,7 +96,7 @@ def _start_sum(
     return started
 
 
-@light_launch
+@kernel_launcher
 @triton.jit(do_not_specialize=["num_lines", "seqlen", "units", "batch_copies", "head_copies"])
 def _merge_parts_kernel(
     p_sums,  # (slots, HEADS * BLOCK, D) fp32, each part's output
@@ -156,7 +158,7 @@ def _merge_parts_kernel(
 
 
 def merge_parts(
-    sums: Tensor, sums_lse: Tensor, out: Tensor, lse: Tensor, split: Split, layout: BlockLayout, heads: int = 1
+    sums: Tensor, sums_lse: Tensor, out: Tensor, lse: Tensor, split: SplitLines, layout: BlockLayout, heads: int = 1
 ) -> None:
     """Fill the split rows of `out`, (B, N, H, D), and `lse`, (B, H, N), both contiguous, from what their parts left.
 
@@ -164,7 +166,7 @@ def merge_parts(
         sums: (slots, heads * q_block, D) fp32, the output of each part; the heads of a program one after the other.
         sums_lse: (slots, heads * q_block) fp32, natural logarithms.
     """
-    repeated(_start_merge, layout, (sums, sums_lse, out, lse, split.lines), split.copies, heads)
+    launch_cached(_start_merge, layout, (sums, sums_lse, out, lse, split.lines), split.copies, heads)
 
 
 def _start_merge(

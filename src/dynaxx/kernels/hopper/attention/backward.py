@@ -1,4 +1,4 @@
-"""Block-sparse attention backward for Hopper: in one pass (`backward_joint`), or dq apart from dk and dv.
+"""Block-sparse attention backward for Hopper: in one pass (`backward_fused`), or dq apart from dk and dv.
 
 One pass for kv blocks of 128 and enough of them, unless torch is to use deterministic algorithms. Two passes are dq
 (`backward_dq`), over the layout, and dk and dv (`backward_dkv`), over its transpose: no atomics, the same bits in every
@@ -13,8 +13,8 @@ from dynaxx.kernels.gpu.device import processors
 from dynaxx.kernels.gpu.runtime.arguments import zeros_like_lse
 from dynaxx.kernels.hopper.attention.backward_dkv import backward_dkv, heads_apart
 from dynaxx.kernels.hopper.attention.backward_dq import backward_dq
-from dynaxx.kernels.hopper.attention.backward_fused import JOINT, JOINT_LAST_FIRST
-from dynaxx.kernels.hopper.attention.backward_rows import Rows, dq_of_sums, rows_of
+from dynaxx.kernels.hopper.attention.backward_fused import FUSED, FUSED_LAST_FIRST
+from dynaxx.kernels.hopper.attention.backward_rows import BackwardRows, dq_of_sums, rows_of
 from dynaxx.kernels.hopper.attention.config import backward_in_one_pass
 from dynaxx.kernels.hopper.primitives.descriptors import dense_rows
 from dynaxx.layout import BlockLayout
@@ -50,7 +50,7 @@ def gradients_of_rows(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    rows: Rows,
+    rows: BackwardRows,
     layout: BlockLayout,
     scale: float,
     softcap: float | None = None,
@@ -60,7 +60,7 @@ def gradients_of_rows(
     if rows.sums is None:
         return backward_dq(*given), *backward_dkv(*given)
     apart = heads_apart(q, k, layout)
-    return None, *(JOINT_LAST_FIRST if apart else JOINT).gradients(*given, apart)
+    return None, *(FUSED_LAST_FIRST if apart else FUSED).gradients(*given, apart)
 
 
 def in_one_pass(q: Tensor, k: Tensor, layout: BlockLayout) -> bool:

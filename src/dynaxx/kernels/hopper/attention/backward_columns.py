@@ -13,11 +13,11 @@ from triton.experimental.gluon import language as gl
 
 from dynaxx.kernels.gpu.device import processors
 from dynaxx.kernels.gpu.runtime.arguments import transposed_arguments
-from dynaxx.kernels.gpu.runtime.launch_cache import Start, repeated
+from dynaxx.kernels.gpu.runtime.launch_cache import StartKernel, launch_cached
 from dynaxx.kernels.gpu.runtime.launcher import Launch
 from dynaxx.kernels.gpu.schedule.split import SPLIT_SIZES, no_split, split_columns, split_programs
 from dynaxx.kernels.gpu.schedule.split_sums import sum_parts
-from dynaxx.kernels.hopper.attention.backward_rows import Rows
+from dynaxx.kernels.hopper.attention.backward_rows import BackwardRows
 from dynaxx.kernels.hopper.attention.config import backward_ending, backward_heads_together
 from dynaxx.kernels.hopper.primitives.descriptors import gluon_rows, score_factors
 from dynaxx.kernels.hopper.primitives.parts import ALL_ENTRIES, WHOLE, part_or_whole
@@ -99,7 +99,7 @@ class ColumnKernel(NamedTuple):
     keys: int = 0  # of a program; 0 for those of a block
 
     def gradients(
-        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Rows, layout: BlockLayout, scale: float,
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: BackwardRows, layout: BlockLayout, scale: float,
         softcap: float | None, apart: bool = False,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Return (dk, dv), contiguous, of (B, N, H, D) tensors; long columns come in parts.
@@ -114,16 +114,16 @@ class ColumnKernel(NamedTuple):
             return dk, dv
         dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
         split = split_columns(layout, k.shape[0], q.shape[2], k.shape[2])
-        start: Start = _start
+        start: StartKernel = _start
         tensors: tuple[Tensor, ...] = (do, q, k, v, dk, dv, rows.lse, rows.delta)
         if rows.sums is not None:
             start, tensors = _start_with_sums, (rows.sums, *tensors)
         if split is None:
-            repeated(start, layout, tensors, self, scale, softcap)
+            launch_cached(start, layout, tensors, self, scale, softcap)
             return dk, dv
         kv_block = layout.block_size[1]
         parts = split.places(q, 2, kv_block, q.shape[3])
-        repeated(start, layout, tensors, self, scale, softcap, split=split.to(p_sums=parts))
+        launch_cached(start, layout, tensors, self, scale, softcap, split=split.to(p_sums=parts))
         sum_parts(parts[:, 0], dk, split, layout, kv_block, scale)
         sum_parts(parts[:, 1], dv, split, layout, kv_block)
         return dk, dv

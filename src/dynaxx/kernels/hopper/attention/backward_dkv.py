@@ -12,19 +12,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from dynaxx.kernels.gpu.device import processors
-from dynaxx.kernels.gpu.runtime.launcher import light_launch
+from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.kernels.hopper.attention.backward_columns import SIZES, ColumnKernel, column_or_part
 from dynaxx.kernels.hopper.attention.backward_consume import consume
 from dynaxx.kernels.hopper.attention.backward_dkv_head_dim_256 import WIDE
 from dynaxx.kernels.hopper.attention.backward_produce import fed_by, produce
-from dynaxx.kernels.hopper.attention.backward_rows import Rows
+from dynaxx.kernels.hopper.attention.backward_rows import BackwardRows
 from dynaxx.kernels.hopper.attention.config import backward_stages
 from dynaxx.layout import BlockLayout
 
 PROGRAMS_PER_SM = 2  # fewer, of unequal length, leave multiprocessors idle
 
 
-@light_launch
+@kernel_launcher
 @gluon.jit(do_not_specialize=SIZES)
 def _sparse_attention_hopper_bwd_dkv_kernel(
     do_desc, q_desc, k_desc, v_desc, dk_desc, dv_desc,
@@ -90,7 +90,7 @@ def backward_dkv(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    rows: Rows,
+    rows: BackwardRows,
     layout: BlockLayout,
     scale: float,
     softcap: float | None,

@@ -10,7 +10,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dynaxx.kernels.gpu.runtime.launcher import light_launch
+from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.kernels.hopper.attention.backward_columns import SIZES, ColumnKernel, column_or_part
 from dynaxx.kernels.hopper.attention.backward_dkv_head_dim_256_consume import (
     LINES,
@@ -28,9 +28,9 @@ from dynaxx.layout import BlockLayout
 CONSUMERS = gl.constexpr(2)
 
 
-@light_launch
+@kernel_launcher
 @gluon.jit(do_not_specialize=SIZES)
-def _sparse_attention_hopper_bwd_wide_dkv_kernel(
+def _sparse_attention_hopper_bwd_dkv_head_dim_256_kernel(
     do_desc, q_desc, k_desc, v_desc, dk_desc, dv_desc,
     p_lse,  # (B, Hq, q_blocks * Q_BLOCK) fp32, base 2, inf where there is nothing
     p_delta,  # the same shape, 0 there
@@ -85,4 +85,4 @@ def _others(layout: BlockLayout, q: Tensor, sums: None) -> dict[str, Any]:
     return {"KV_BLOCK": layout.block_size[1], "STAGES": backward_stages(q.shape[3]), "maxnreg": 168}
 
 
-WIDE = ColumnKernel(_sparse_attention_hopper_bwd_wide_dkv_kernel, _others, keys=64)
+WIDE = ColumnKernel(_sparse_attention_hopper_bwd_dkv_head_dim_256_kernel, _others, keys=64)

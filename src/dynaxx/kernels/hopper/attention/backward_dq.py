@@ -14,12 +14,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from dynaxx.kernels.gpu.runtime.arguments import layout_arguments, order_argument
-from dynaxx.kernels.gpu.runtime.launch_cache import repeated
-from dynaxx.kernels.gpu.runtime.launcher import Launch, light_launch
+from dynaxx.kernels.gpu.runtime.launch_cache import launch_cached
+from dynaxx.kernels.gpu.runtime.launcher import Launch, kernel_launcher
 from dynaxx.kernels.gpu.schedule.split import SPLIT_SIZES, no_split, split_programs, split_rows
 from dynaxx.kernels.gpu.schedule.split_sums import sum_parts
 from dynaxx.kernels.hopper.attention.backward_dq_consume import FIELDS, consume
-from dynaxx.kernels.hopper.attention.backward_rows import Rows
+from dynaxx.kernels.hopper.attention.backward_rows import BackwardRows
 from dynaxx.kernels.hopper.attention.config import backward_dq_stages
 from dynaxx.kernels.hopper.attention.forward_consume import ROWS
 from dynaxx.kernels.hopper.attention.forward_produce import band_of
@@ -76,7 +76,7 @@ def _produce(
         )
 
 
-@light_launch
+@kernel_launcher
 @gluon.jit(do_not_specialize=[*SIZES, *SPLIT_SIZES])
 def _sparse_attention_hopper_bwd_dq_kernel(
     do_desc, q_desc, k_desc, v_desc, dq_desc,
@@ -169,7 +169,7 @@ def backward_dq(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    rows: Rows,
+    rows: BackwardRows,
     layout: BlockLayout,
     scale: float,
     softcap: float | None,
@@ -179,10 +179,10 @@ def backward_dq(
     split = split_rows(layout, q.shape[0], q.shape[2])
     tensors = (do, q, k, v, dq, rows.lse, rows.delta)
     if split is None:
-        repeated(_start_dq, layout, tensors, scale, softcap)
+        launch_cached(_start_dq, layout, tensors, scale, softcap)
         return dq
     sums = split.places(q, layout.block_size[0], q.shape[3])
-    repeated(_start_dq, layout, tensors, scale, softcap, split=split.to(p_sums=sums))
+    launch_cached(_start_dq, layout, tensors, scale, softcap, split=split.to(p_sums=sums))
     sum_parts(sums, dq, split, layout, layout.block_size[0], scale)
     return dq
 

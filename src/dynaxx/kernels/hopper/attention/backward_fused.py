@@ -1,7 +1,7 @@
 """dq, dk and dv for Hopper in one pass over the kv blocks, in Gluon: 5 matrix products where two passes take 7.
 
 A program owns a block of 128 keys of one kv head: a producer warp (`backward_produce`) and two consumers
-(`backward_joint_consume`). Programs of other keys add to the same rows of dq, in an order that no run repeats: dq may
+(`backward_fused_consume`). Programs of other keys add to the same rows of dq, in an order that no run repeats: dq may
 differ in its last bits from run to run. One kv head comes after the other, so that its sums stay in L2: with two at a
 time it was 8 % slower, with eight 29 %.
 """
@@ -13,11 +13,11 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dynaxx.kernels.gpu.runtime.launcher import light_launch
+from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.kernels.hopper.attention.backward_columns import SIZES, ColumnKernel, column_or_part
 from dynaxx.kernels.hopper.attention.backward_fused_consume import consume
 from dynaxx.kernels.hopper.attention.backward_produce import fed_by, produce
-from dynaxx.kernels.hopper.attention.config import joint_stages
+from dynaxx.kernels.hopper.attention.config import fused_stages
 from dynaxx.kernels.hopper.attention.forward_consume import ROWS
 from dynaxx.kernels.hopper.primitives.descriptors import gluon_rows
 from dynaxx.kernels.hopper.primitives.signals import barriers
@@ -26,9 +26,9 @@ from dynaxx.layout import BlockLayout
 CONSUMERS = gl.constexpr(2)
 
 
-@light_launch
+@kernel_launcher
 @gluon.jit(do_not_specialize=[*SIZES, "last_first"])
-def _sparse_attention_hopper_bwd_kernel(
+def _sparse_attention_hopper_bwd_fused_kernel(
     do_desc, q_desc, k_desc, v_desc, dk_desc, dv_desc,
     p_lse,  # (B, Hq, q_blocks * Q_BLOCK) fp32, base 2, inf where there is nothing
     p_delta,  # the same shape, 0 there
@@ -88,11 +88,13 @@ def _others(layout: BlockLayout, q: Tensor, sums: Tensor, last_first: int = 0) -
     return {
         "sums_desc": gluon_rows(sums, head_dim, 32),  # a tile's, of one consumer
         "last_first": last_first,
-        "STAGES": joint_stages(head_dim),
+        "STAGES": fused_stages(head_dim),
         "AHEAD": head_dim == 64,  # there are registers for the scores of another tile
         "maxnreg": 168,
     }
 
 
-JOINT = ColumnKernel(_sparse_attention_hopper_bwd_kernel, _others)  # for kv blocks of 128; adds dq / scale to the sums
-JOINT_LAST_FIRST = JOINT._replace(others=partial(_others, last_first=1))  # programs of a head meet at the same queries
+FUSED = ColumnKernel(
+    _sparse_attention_hopper_bwd_fused_kernel, _others
+)  # for kv blocks of 128; adds dq / scale to the sums
+FUSED_LAST_FIRST = FUSED._replace(others=partial(_others, last_first=1))  # programs of a head meet at the same queries

@@ -1,7 +1,7 @@
 """What the Hopper backward computes by rows of queries: before, their lse and delta; after one pass, dq from its sums.
 
 Sums are fp32 without dq's scale, by batch entry, head and tile of 64 rows, in the order in which the two consumers of
-`backward_joint_consume` hold a tile: consumer (half of the columns), warp (16 rows), 8 columns, then of these the row
+`backward_fused_consume` hold a tile: consumer (half of the columns), warp (16 rows), 8 columns, then of these the row
 and pair of columns of a lane, and its two rows, 8 apart.
 """
 
@@ -14,14 +14,14 @@ from torch import Tensor
 
 from dynaxx.kernels.gpu.primitives import LOG2E
 from dynaxx.kernels.gpu.runtime.arguments import tile_rows
-from dynaxx.kernels.gpu.runtime.launch_cache import repeated
-from dynaxx.kernels.gpu.runtime.launcher import Launch, light_launch
+from dynaxx.kernels.gpu.runtime.launch_cache import launch_cached
+from dynaxx.kernels.gpu.runtime.launcher import Launch, kernel_launcher
 from dynaxx.layout import BlockLayout
 
 ROWS = 64  # of a tile
 
 
-@light_launch
+@kernel_launcher
 @triton.jit(do_not_specialize=["seqlen_q", "padded_q", "q_heads", "stride_dlb", "stride_dlh", "stride_dln"])
 def _sparse_attention_hopper_bwd_rows_kernel(
     do_desc,
@@ -65,7 +65,7 @@ def _sparse_attention_hopper_bwd_rows_kernel(
     tl.store(p_delta + at, tl.where(empty, 0.0, tl.sum(b_do * b_out, 1) - dlse))
 
 
-@light_launch
+@kernel_launcher
 @triton.jit(do_not_specialize=["padded_q", "q_heads"])
 def _sparse_attention_hopper_bwd_sums_kernel(
     p_sums, dq_desc, padded_q, q_heads, scale, D: tl.constexpr, BLOCK_M: tl.constexpr, ADD: tl.constexpr
@@ -84,7 +84,7 @@ def _sparse_attention_hopper_bwd_sums_kernel(
     dq_desc.store(at_tile, dq)
 
 
-class Rows(NamedTuple):
+class BackwardRows(NamedTuple):
     """What a backward needs of each query, besides q and do."""
 
     lse: Tensor  # (B, Hq, q_blocks * q_block) fp32, base 2; inf where a row has nothing to give
@@ -92,13 +92,13 @@ class Rows(NamedTuple):
     sums: Tensor | None  # of dq, as lines of 32, (1, lines, 1, 32) fp32; zeros before one pass, None for two
 
 
-def rows_of(do: Tensor, out: Tensor, dlse: Tensor, lse: Tensor, layout: BlockLayout, with_sums: bool) -> Rows:
+def rows_of(do: Tensor, out: Tensor, dlse: Tensor, lse: Tensor, layout: BlockLayout, with_sums: bool) -> BackwardRows:
     """Of (B, N, H, D) tensors that TMA can step through."""
     lse_log2, delta = empty_rows(lse, layout)
     sums = empty_sums(delta, do.shape[3]) if with_sums else None
     tensors = (do, out, dlse, lse.contiguous(), lse_log2, delta)
-    repeated(_start_rows, layout, tensors if sums is None else (*tensors, sums))
-    return Rows(lse_log2, delta, sums)
+    launch_cached(_start_rows, layout, tensors if sums is None else (*tensors, sums))
+    return BackwardRows(lse_log2, delta, sums)
 
 
 def empty_rows(lse: Tensor, layout: BlockLayout) -> Tensor:
@@ -114,7 +114,7 @@ def empty_sums(delta: Tensor, head_dim: int) -> Tensor:
 def dq_of_sums(sums: Tensor, q: Tensor, layout: BlockLayout, scale: float, others: Tensor | None = None) -> Tensor:
     """dq, contiguous; in place of `others` if it is to be added to that."""
     dq = torch.empty_like(q, memory_format=torch.contiguous_format) if others is None else others
-    repeated(_start_sums, layout, (sums, dq), scale, others is not None)
+    launch_cached(_start_sums, layout, (sums, dq), scale, others is not None)
     return dq
 
 

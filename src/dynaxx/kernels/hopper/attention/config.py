@@ -32,7 +32,7 @@ def backward_stages(head_dim: int) -> int:
     return 2
 
 
-def joint_stages(head_dim: int) -> int:
+def fused_stages(head_dim: int) -> int:
     """The same in one pass, where at head_dim 64 the scores of the next tile are made ahead."""
     return 3 if head_dim == 64 else 2
 

@@ -18,8 +18,8 @@ from triton.experimental.gluon import language as gl
 
 from dynaxx.kernels.gpu.device import processors
 from dynaxx.kernels.gpu.runtime.arguments import mask_arguments, order_argument, positive_scale
-from dynaxx.kernels.gpu.runtime.launch_cache import repeated
-from dynaxx.kernels.gpu.runtime.launcher import Launch, light_launch
+from dynaxx.kernels.gpu.runtime.launch_cache import launch_cached
+from dynaxx.kernels.gpu.runtime.launcher import Launch, kernel_launcher
 from dynaxx.kernels.gpu.schedule.split import SPLIT_SIZES, no_split, split_programs, split_rows
 from dynaxx.kernels.gpu.schedule.split_sums import merge_parts
 from dynaxx.kernels.hopper.attention.config import forward_heads_together, forward_stages, forward_step
@@ -34,7 +34,7 @@ PERSISTENT = 16  # parts of a processor's share: each has one more than its neig
 SIZES = ["capacity", "num_masks", "seqlen_q", "seqlen_k", "batch", "q_heads", "group_size", "together"]
 
 
-@light_launch
+@kernel_launcher
 @gluon.jit(do_not_specialize=[*SIZES, *SPLIT_SIZES])
 def _sparse_attention_hopper_fwd_kernel(
     q_desc, k_desc, v_desc, out_desc, p_out, p_lse, p_order,
@@ -114,12 +114,12 @@ def attention_forward(
     heads = _heads_of_a_program(layout, q_heads, k.shape[2])
     split = split_rows(layout, batch, q_heads, PERSISTENT, heads)
     if split is None:
-        repeated(_start_forward, layout, (q, k, v, out, lse), scale, softcap, made=2)
+        launch_cached(_start_forward, layout, (q, k, v, out, lse), scale, softcap, made=2)
     else:
         rows = heads * layout.block_size[0]
         sums, sums_lse = split.places(q, rows, q.shape[3]), split.places(q, rows)
         places = split.to(p_sums=sums, p_sums_lse=sums_lse)
-        repeated(_start_forward, layout, (q, k, v, out, lse), scale, softcap, made=2, split=places)
+        launch_cached(_start_forward, layout, (q, k, v, out, lse), scale, softcap, made=2, split=places)
         merge_parts(sums, sums_lse, out, lse, split, layout, heads)
     return out, lse
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dynaxx.kernels.gpu.nsa.selected import SelectedPlan, selected_backward_of_rows
 from dynaxx.kernels.hopper.attention.backward import gradients_of_rows, in_one_pass
-from dynaxx.kernels.hopper.attention.backward_rows import Rows, dq_of_sums, empty_sums
+from dynaxx.kernels.hopper.attention.backward_rows import BackwardRows, dq_of_sums, empty_sums
 from dynaxx.kernels.hopper.nsa.rows import BranchRows, batch_of
 from dynaxx.kernels.hopper.primitives.descriptors import dense_rows
 from dynaxx.layout import BlockLayout
@@ -34,9 +34,9 @@ def mixed_backward(
     batch = batch_of(plan)
     as_batch = lambda x: dense_rows(x.unflatten(0, (batch, x.shape[0] // batch)))
     some_q, some_k, some_v, k_cmp, v_cmp = (as_batch(x) for x in (q, k, v, k_cmp, v_cmp))
-    joint = [in_one_pass(some_q, *each) for each in zip((k_cmp, some_k), layouts, strict=True)]
-    sums = empty_sums(rows.cmp.delta, q.shape[2]).zero_() if any(joint) else None
-    cmp, swa = (x._replace(sums=sums if one else None) for x, one in zip((rows.cmp, rows.swa), joint, strict=True))
+    fused = [in_one_pass(some_q, *each) for each in zip((k_cmp, some_k), layouts, strict=True)]
+    sums = empty_sums(rows.cmp.delta, q.shape[2]).zero_() if any(fused) else None
+    cmp, swa = (x._replace(sums=sums if one else None) for x, one in zip((rows.cmp, rows.swa), fused, strict=True))
     dq, dk_cmp, dv_cmp = _over_layout(as_batch(rows.do.pop(0)), some_q, k_cmp, v_cmp, cmp, layouts[0], scale)
     dq_swa, dk, dv = _over_layout(as_batch(rows.do.pop()), some_q, some_k, some_v, swa, layouts[1], scale)
     if dq_swa is not None:
@@ -53,7 +53,7 @@ def mixed_backward(
 
 
 def _over_layout(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Rows, layout: BlockLayout, scale: float
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: BackwardRows, layout: BlockLayout, scale: float
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """dq, dk and dv of attention over a layout; dq is None where it is 0, or was added to the sums."""
     if k.shape[1] == 0:

@@ -41,7 +41,7 @@ SMALL = (1, 2)  # groups that go by key
 
 
 @dataclass(frozen=True)
-class SelectedPlan(shared.SelectedPlan):
+class HopperSelectedPlan(shared.SelectedPlan):
     """A selection of groups that Gluon takes, as both directions read it."""
 
     @property
@@ -128,4 +128,4 @@ def prepare_selected(block_indices: Tensor, spans: NativeSpans, q: Tensor, k: Te
         schedule = "gather"
     elif not consumers:
         return plan
-    return SelectedPlan(plan.indices, plan.spans, plan.group_size, schedule, plan.tiles)
+    return HopperSelectedPlan(plan.indices, plan.spans, plan.group_size, schedule, plan.tiles)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from dynaxx.kernels.gpu.nsa.selected import SelectedPlan
 from dynaxx.kernels.gpu.primitives import LOG2E
-from dynaxx.kernels.gpu.runtime.launcher import light_launch
-from dynaxx.kernels.hopper.attention.backward_rows import Rows, empty_rows
+from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
+from dynaxx.kernels.hopper.attention.backward_rows import BackwardRows, empty_rows
 from dynaxx.layout import BlockLayout
 
 TILE_ROWS = 16
@@ -32,9 +32,9 @@ class Branches(NamedTuple):
     swa_lse: Tensor
 
 
-@light_launch
+@kernel_launcher
 @triton.jit(do_not_specialize=["rows", "seqlen_q", "padded_q", "q_heads"])
-def _native_hopper_bwd_rows_kernel(
+def _nsa_hopper_bwd_rows_kernel(
     p_do, p_cmp, p_slc, p_swa, p_dcmp, p_dslc, p_dswa,  # (T, Hq, E) contiguous
     p_cmp_lse, p_slc_lse, p_swa_lse,  # (Hq, T) fp32
     p_gates, p_dgates,  # (T, Hq, 3)
@@ -84,9 +84,9 @@ class BranchRows(NamedTuple):
     """What the backward of each branch reads of queries, besides q."""
 
     do: list[Tensor]  # of the compressed, the selected and the window branch, (T, Hq, E) each
-    cmp: Rows
+    cmp: BackwardRows
     slc: Tensor  # (T, Hq, 2) fp32, lse and delta
-    swa: Rows
+    swa: BackwardRows
 
 
 def branch_rows(
@@ -101,7 +101,7 @@ def branch_rows(
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in branches[:3]]
     d_gates = torch.empty_like(gates, memory_format=torch.contiguous_format)
     count = cmp[0].numel()
-    _native_hopper_bwd_rows_kernel[(-(-count // TILE_ROWS),)](
+    _nsa_hopper_bwd_rows_kernel[(-(-count // TILE_ROWS),)](
         do.contiguous(),
         *(x.contiguous() for x in branches[:3]),
         *grads,
@@ -119,7 +119,7 @@ def branch_rows(
         BLOCK_M=TILE_ROWS,
         num_warps=4,
     )
-    return BranchRows(grads, Rows(cmp[0], cmp[1], None), slc, Rows(swa[0], swa[1], None)), d_gates
+    return BranchRows(grads, BackwardRows(cmp[0], cmp[1], None), slc, BackwardRows(swa[0], swa[1], None)), d_gates
 
 
 def batch_of(plan: SelectedPlan) -> int:

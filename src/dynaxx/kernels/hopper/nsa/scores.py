@@ -4,7 +4,7 @@ A program takes one unit of work after the other: 64 queries of a selection head
 consumer. The producer brings the rows of one q head of the group after the other, and lse with them; a consumer sums
 the weights exp(q @ k_cmp - lse) of its tokens in registers, then pools tokens to blocks while the others go on.
 Consumers multiply in turn, or all would multiply at once and then all take exponentials at once. Names and results as
-in `kernels.triton.native_select`.
+in `kernels.gpu.nsa.select`.
 """
 
 from torch import Tensor
@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from dynaxx.kernels.gpu.device import processors
 from dynaxx.kernels.gpu.nsa.select import FIELDS, Scores
 from dynaxx.kernels.gpu.nsa.top import strides_per
-from dynaxx.kernels.gpu.runtime.launcher import light_launch
+from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.kernels.hopper.attention.forward_consume import ROWS
 from dynaxx.kernels.hopper.nsa.selected_tiles import descriptor, registers
 from dynaxx.kernels.hopper.primitives.descriptors import LOG2E, dense_rows
@@ -157,9 +157,9 @@ def _consume(
             )  # fmt: skip
 
 
-@light_launch
+@kernel_launcher
 @gluon.jit(do_not_specialize=["all_units", "first_row", "queries", "heads", "heads_per_kv", "sixteens"])
-def _score_hopper_kernel(
+def _nsa_scores_hopper_kernel(
     q_desc, k_desc, p_lse, p_own, p_next, p_units, p_num_cmp,
     all_units, first_row, queries, heads, heads_per_kv, sixteens, scale_log2,
     GROUP: gl.constexpr, PER_TOKEN: gl.constexpr, PER_BLOCK: gl.constexpr, MAX: gl.constexpr,
@@ -191,7 +191,7 @@ def _score_hopper_kernel(
 def score_blocks(
     q: Tensor, k_cmp: Tensor, lse: Tensor | None, spans: NativeSpans, scores: Scores, scale: float
 ) -> None:
-    """A `native_select.Scorer` for tiles of 64 rows; lse is not None."""
+    """A `nsa.select.Scorer` for tiles of 64 rows; lse is not None."""
     assert lse is not None, "raw scores are Triton's"
     heads, blocks = scores.own.shape[1:]
     units = scores.tiles.units(scores.some, CONSUMERS.value * TOKENS.value, TOKENS.value)
@@ -201,7 +201,7 @@ def score_blocks(
     q, k_cmp = (dense_rows(x[None])[0] for x in (q, k_cmp))
     per_token, per_block = strides_per(spans.sizes)
     group_size, dim = q.shape[1] // heads, q.shape[2]
-    _score_hopper_kernel[(min(all_units, processors(q.device)),)](
+    _nsa_scores_hopper_kernel[(min(all_units, processors(q.device)),)](
         descriptor(q, (TILE_ROWS, 1, dim)),
         descriptor(k_cmp.transpose(0, 1), (1, TOKENS.value, dim)),
         lse.contiguous(),

@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from dynaxx.kernels.gpu.device import processors
 from dynaxx.kernels.gpu.nsa.query_unions import Unions
 from dynaxx.kernels.gpu.nsa.selected import Mixture
-from dynaxx.kernels.gpu.runtime.launcher import light_launch
+from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.kernels.hopper.attention.forward_consume import ROWS
 from dynaxx.kernels.hopper.nsa.selected_consume import consume
 from dynaxx.kernels.hopper.nsa.selected_produce import produce
@@ -25,7 +25,7 @@ from dynaxx.kernels.hopper.primitives.signals import NUMBERS, barriers
 from dynaxx.layout.nsa import NativeSpans
 
 
-@light_launch
+@kernel_launcher
 @gluon.jit(do_not_specialize=["queries", "heads", "heads_per_kv", "window", "tiles"])
 def _selected_hopper_fwd_kernel(
     q_desc, k_desc, v_desc, out_desc,

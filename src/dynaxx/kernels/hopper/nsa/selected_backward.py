@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from dynaxx.kernels.gpu.nsa.query_unions import Unions
-from dynaxx.kernels.gpu.runtime.launcher import light_launch
+from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.kernels.hopper.attention.forward_consume import ROWS
 from dynaxx.kernels.hopper.nsa.selected_tiles import descriptor, feed_blocks, places, product_layout, registers, stages
 from dynaxx.kernels.hopper.primitives.descriptors import LOG2E
@@ -95,7 +95,7 @@ def _consume(
     tma.store_wait(0)
 
 
-@light_launch
+@kernel_launcher
 @gluon.jit(do_not_specialize=["queries", "heads", "heads_per_kv"])
 def _selected_hopper_bwd_dq_kernel(
     q_desc, do_desc, k_desc, v_desc, dq_desc, p_rows, p_last_key, p_starts, p_members, p_counts,

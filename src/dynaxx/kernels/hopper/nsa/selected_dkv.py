@@ -2,7 +2,7 @@
 
 A program holds one block of keys and goes through some of the entries that selected it. The producer gathers their rows
 of q and do, the group of an entry by one TMA copy per 64 columns; the consumer multiplies as `backward_dkv` does. Names
-and index as in `kernels.triton.native_gather`.
+and index as in `kernels.gpu.nsa.gather`.
 """
 
 from torch import Tensor
@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from dynaxx.kernels.gpu.nsa.key_items import Items
-from dynaxx.kernels.gpu.runtime.launcher import light_launch
+from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.kernels.hopper.attention.forward_consume import ROWS
 from dynaxx.kernels.hopper.nsa.selected_tiles import descriptor
 from dynaxx.kernels.hopper.primitives.descriptors import LOG2E, dense_rows
@@ -125,7 +125,7 @@ def _consume(
         gl.store(p_dv + offsets + PANEL, dv_last)
 
 
-@light_launch
+@kernel_launcher
 @gluon.jit(do_not_specialize=["blocks", "heads", "heads_per_kv", "per_query"])
 def _selected_hopper_bwd_dkv_kernel(
     q_desc, do_desc, k_desc, v_desc,

@@ -2,7 +2,7 @@
 
 A program holds one block of keys and goes through some of the entries that selected it, 64 rows of q at a time. It
 writes each row's attention to this block alone, which are merged afterwards. Names and index as in
-`kernels.triton.native_gather`.
+`kernels.gpu.nsa.gather`.
 """
 
 from torch import Tensor
@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.ampere.async_copy import (
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from dynaxx.kernels.gpu.nsa.key_items import Items
-from dynaxx.kernels.gpu.runtime.launcher import light_launch
+from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.kernels.hopper.attention.forward_consume import LN2, ROWS
 from dynaxx.kernels.hopper.primitives.descriptors import LOG2E
 from dynaxx.layout.nsa import NativeSpans
@@ -62,7 +62,7 @@ def _block(p_x, start, keys, stride, SIZE: gl.constexpr, D: gl.constexpr, layout
     return gl.load(p_x + offsets, mask=(row < keys)[:, None] & (column >= 0)[None, :], other=0.0)
 
 
-@light_launch
+@kernel_launcher
 @gluon.jit(do_not_specialize=["blocks", "heads", "heads_per_kv", "first_entry", "keys"])
 def _selected_hopper_partial_kernel(
     p_q, p_k, p_v,

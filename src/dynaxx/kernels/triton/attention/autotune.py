@@ -16,7 +16,7 @@ from triton.testing import do_bench
 from dynaxx.kernels.gpu.runtime.arguments import steps_by_tma
 from dynaxx.kernels.triton.attention import config
 from dynaxx.kernels.triton.attention.backward import attention_backward
-from dynaxx.kernels.triton.attention.config import Tiles
+from dynaxx.kernels.triton.attention.config import TileSizes
 from dynaxx.kernels.triton.attention.forward import attention_forward
 from dynaxx.kernels.triton.attention.tuned_tiles import keep, kind_of_launch
 from dynaxx.layout import BlockLayout
@@ -31,7 +31,7 @@ class TunedKernel(NamedTuple):
     """What was found for one kernel."""
 
     kernel: str  # the function of `config` that chooses its tiles
-    tiles: Tiles
+    tiles: TileSizes
     ms: float  # of the pass that it is part of, with these tiles
     default_ms: float  # with those that `config` chooses
 
@@ -71,7 +71,7 @@ def _tune(
     kind = kind_of_launch(kernel, q.dtype, q.shape[3], v.shape[3], layout.block_size, tma)
     choose = getattr(config, kernel)
 
-    def use(tiles: Tiles | None, store: bool = False) -> None:
+    def use(tiles: TileSizes | None, store: bool = False) -> None:
         keep(kind, q.device, None if tiles is None else astuple(tiles), store)
         choose.cache_clear()
 
@@ -79,7 +79,7 @@ def _tune(
     default = choose(q.device, q.dtype, q.shape[3], v.shape[3], layout.block_size, tma)
     expected = make()()
 
-    def time(tiles: Tiles) -> float | None:
+    def time(tiles: TileSizes) -> float | None:
         use(tiles)
         run = make()
         for x in expected:
@@ -101,8 +101,8 @@ def _tune(
 
 
 def descend(
-    start: Tiles, steps: Callable[[Tiles], Iterator[Tiles]], time: Callable[[Tiles], float | None]
-) -> tuple[Tiles, float, float]:
+    start: TileSizes, steps: Callable[[TileSizes], Iterator[TileSizes]], time: Callable[[TileSizes], float | None]
+) -> tuple[TileSizes, float, float]:
     """Go to the fastest neighbour while one is faster by what is no noise; the last tiles, their time, and the first's.
 
     Raises:
@@ -123,7 +123,7 @@ def descend(
         here, best = list(known)[fastest], ms
 
 
-def neighbours(tiles: Tiles, kernel: str, block_size: tuple[int, int], tma: bool) -> Iterator[Tiles]:
+def neighbours(tiles: TileSizes, kernel: str, block_size: tuple[int, int], tma: bool) -> Iterator[TileSizes]:
     """Tiles that differ in one number. One side divides its block; of the other, small blocks are gathered."""
     gathered = [size if tma else max(size, 64) for size in block_size]
     most_m, most_n = (gathered[0], block_size[1]) if kernel == "backward_dkv_tiles" else (block_size[0], gathered[1])

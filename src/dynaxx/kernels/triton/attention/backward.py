@@ -25,12 +25,12 @@ from dynaxx.kernels.gpu.runtime.arguments import (
     unit_stride,
     zeros_like_lse,
 )
-from dynaxx.kernels.gpu.runtime.launch_cache import repeated
+from dynaxx.kernels.gpu.runtime.launch_cache import launch_cached
 from dynaxx.kernels.gpu.runtime.launcher import Launch
 from dynaxx.kernels.gpu.schedule.split import no_split, split_columns, split_programs, split_rows
 from dynaxx.kernels.gpu.schedule.split_sums import sum_parts
-from dynaxx.kernels.triton.attention.backward_dkv import sparse_attention_bwd_dkv_kernel
-from dynaxx.kernels.triton.attention.backward_dq import sparse_attention_bwd_dq_kernel
+from dynaxx.kernels.triton.attention.backward_dkv import _sparse_attention_bwd_dkv_kernel
+from dynaxx.kernels.triton.attention.backward_dq import _sparse_attention_bwd_dq_kernel
 from dynaxx.kernels.triton.attention.backward_rows import empty_rows
 from dynaxx.kernels.triton.attention.config import (
     TMA_BLOCK,
@@ -81,10 +81,10 @@ def _fill_dq(layout: BlockLayout, tensors: tuple[Tensor, ...], scale: float, sof
     q, dq = tensors[1], tensors[-1]
     split = split_rows(layout, q.shape[0], q.shape[2])
     if split is None:
-        repeated(_start_dq, layout, tensors, scale, softcap)
+        launch_cached(_start_dq, layout, tensors, scale, softcap)
         return
     sums = split.places(q, layout.block_size[0], q.shape[3])
-    repeated(_start_dq, layout, tensors, scale, softcap, split=split.to(p_sums=sums))
+    launch_cached(_start_dq, layout, tensors, scale, softcap, split=split.to(p_sums=sums))
     sum_parts(sums, dq, split, layout, layout.block_size[0], scale)
 
 
@@ -95,9 +95,9 @@ def _fill_dkv(layout: BlockLayout, tensors: tuple[Tensor, ...], scale: float, so
     sums = None if split is None else split.places(q, kv_block * (head_dim + v.shape[3]))
     for asked in ("dk", "dv") if dkv_apart(head_dim, v.shape[3]) else ("dk and dv",):
         if split is None:
-            repeated(_start_dkv, layout, tensors, scale, softcap, asked)
+            launch_cached(_start_dkv, layout, tensors, scale, softcap, asked)
         else:
-            repeated(_start_dkv, layout, tensors, scale, softcap, asked, split=split.to(p_sums=sums))
+            launch_cached(_start_dkv, layout, tensors, scale, softcap, asked, split=split.to(p_sums=sums))
     if split is None or sums is None:
         return
     sum_parts(sums[:, : kv_block * head_dim], dk, split, layout, kv_block, scale)
@@ -125,7 +125,7 @@ def _start_dq(
     order, ordered = order_argument(layout)
     split = split or no_split(values)
     programs = (layout.q_blocks * batch * q_heads + split_programs(split)) * (layout.block_size[0] // tiles.block_m)
-    started: Launch | None = sparse_attention_bwd_dq_kernel[(programs,)](
+    started: Launch | None = _sparse_attention_bwd_dq_kernel[(programs,)](
         tile_rows(do, tiles.block_m) if tma else do,
         tile_rows(q, tiles.block_m) if tma else q,
         tile_rows(k, tiles.block_n) if tma else k,
@@ -176,7 +176,7 @@ def _start_dkv(
     split = split or no_split(dk)
     per_block = layout.block_size[1] // tiles.block_n
     programs = (layout.kv_blocks * k.shape[0] * k.shape[2] + split_programs(split)) * per_block
-    started: Launch | None = sparse_attention_bwd_dkv_kernel[(programs,)](
+    started: Launch | None = _sparse_attention_bwd_dkv_kernel[(programs,)](
         tile_rows(do, tiles.block_m) if tma else do,
         tile_rows(q, tiles.block_m) if tma else q,
         tile_rows(k, tiles.block_n) if tma else k,

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from dynaxx.kernels.gpu.runtime.arguments import RUNTIME_SIZES
-from dynaxx.kernels.gpu.runtime.launcher import light_launch
+from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.kernels.gpu.schedule.parts import WHOLE, entries_of, part_of, started_tile, store_part
 from dynaxx.kernels.gpu.schedule.split import SPLIT_SIZES
 from dynaxx.kernels.triton.attention.backward_rows import (
@@ -12,7 +12,7 @@ from dynaxx.kernels.triton.attention.backward_rows import (
     load_row_values,
     weights_of,
 )
-from dynaxx.kernels.triton.primitives.load_ahead import ahead, load_ahead
+from dynaxx.kernels.triton.primitives.prefetch import ahead, load_prefetched
 from dynaxx.kernels.triton.primitives.tiles import (
     BOUNDS,
     HeadRows,
@@ -81,9 +81,9 @@ def _accumulate_dkv(
                 p_indices, p_codes, first, count, i_tile, q.seqlen, Q_BLOCK, BLOCK_M, BOUNDS
             )
         if STAGED and not MASKED:  # q has three buffers and do two, and Triton waits for each where it is loaded
-            b_q = load_ahead(q, start, BLOCK_M, BLOCK_D, 2)
+            b_q = load_prefetched(q, start, BLOCK_M, BLOCK_D, 2)
             scores = tl.dot(b_k, tl.trans(b_q), input_precision="ieee")  # [BLOCK_N, BLOCK_M]
-            b_do = load_ahead(do, start, BLOCK_M, BLOCK_E, 1)
+            b_do = load_prefetched(do, start, BLOCK_M, BLOCK_E, 1)
             dp = tl.dot(b_v, tl.trans(b_do), input_precision="ieee")
             pairs = ahead(row_values.load([q.i_b.to(tl.int32), q.i_h.to(tl.int32), start.to(tl.int32) * 2]), 1)
             lse, delta = tl.split(pairs.reshape(BLOCK_M, 2))
@@ -129,9 +129,9 @@ def _accumulate_dkv(
     return dk, dv
 
 
-@light_launch
+@kernel_launcher
 @triton.jit(do_not_specialize=[*RUNTIME_SIZES, *SPLIT_SIZES])
-def sparse_attention_bwd_dkv_kernel(
+def _sparse_attention_bwd_dkv_kernel(
     do_rows,  # pointers, or under TMA descriptors of (B, heads, seqlen, head_dim)
     q_rows,
     k_rows,

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from dynaxx.kernels.gpu.runtime.arguments import RUNTIME_SIZES
-from dynaxx.kernels.gpu.runtime.launcher import light_launch
+from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.kernels.gpu.schedule.parts import WHOLE, entries_of, query_tile, store_part
 from dynaxx.kernels.gpu.schedule.split import SPLIT_SIZES
 from dynaxx.kernels.triton.attention.backward_rows import (
@@ -108,9 +108,9 @@ def _accumulate_dq(
     return dq, asked
 
 
-@light_launch
+@kernel_launcher
 @triton.jit(do_not_specialize=[*RUNTIME_SIZES, *SPLIT_SIZES, "stride_dlb", "stride_dlh", "stride_dln"])
-def sparse_attention_bwd_dq_kernel(
+def _sparse_attention_bwd_dq_kernel(
     do_rows,  # pointers, or under TMA descriptors of (B, heads, seqlen, head_dim)
     q_rows,
     k_rows,

@@ -23,7 +23,7 @@ Loop = Literal["in turn", "ahead", "overlapped"]
 
 
 @dataclass(frozen=True)
-class Tiles:
+class TileSizes:
     """`block_m` queries by `block_n` keys per step, and how Triton runs them."""
 
     block_m: int
@@ -33,14 +33,14 @@ class Tiles:
     max_registers: int | None = None  # of a thread, where one more program on a multiprocessor is worth it
 
 
-def tunable(choose: Callable[..., Tiles]) -> Callable[..., Tiles]:
+def tunable(choose: Callable[..., TileSizes]) -> Callable[..., TileSizes]:
     """What `dynaxx.autotune` found on this device, where it was run, else what the function chooses."""
 
     @lru_cache(maxsize=1024)
     @wraps(choose)
-    def chosen(device: torch.device, *shape: Any) -> Tiles:
+    def chosen(device: torch.device, *shape: Any) -> TileSizes:
         values = tuned_values(kind_of_launch(choose.__name__, *shape), device)
-        return choose(device, *shape) if values is None else Tiles(*values)  # type: ignore[arg-type]
+        return choose(device, *shape) if values is None else TileSizes(*values)  # type: ignore[arg-type]
 
     return chosen
 
@@ -48,27 +48,27 @@ def tunable(choose: Callable[..., Tiles]) -> Callable[..., Tiles]:
 @tunable
 def forward_tiles(
     device: torch.device, dtype: torch.dtype, head_dim: int, head_dim_v: int, block_size: tuple[int, int], tma: bool
-) -> Tiles:
+) -> TileSizes:
     """Of the forward kernel: q stays, k and v pass by."""
     wide = max(padded(head_dim), padded(head_dim_v))
     if dtype == torch.float32:  # no matrix unit multiplies exact fp32: the tiles live in registers
-        tiles = Tiles(32 if wide <= 64 else 16, 32, 4, 1)
+        tiles = TileSizes(32 if wide <= 64 else 16, 32, 4, 1)
     elif tma and wide <= 64:
         large = min(block_size) >= 128 and feeds_registers(device)
-        tiles = Tiles(128, 128, 4, 2, 255) if large else Tiles(64, 64, 4, 2, 128)
+        tiles = TileSizes(128, 128, 4, 2, 255) if large else TileSizes(64, 64, 4, 2, 128)
     elif wide > 256:  # sums of 64 queries fill half of the registers of eight warps
-        tiles = Tiles(64, 32, 8, 2)
+        tiles = TileSizes(64, 32, 8, 2)
     elif tma:
-        tiles = Tiles(128, 64, 8, 2, 128) if wide <= 128 else Tiles(128, 64, 8, 2)
+        tiles = TileSizes(128, 64, 8, 2, 128) if wide <= 128 else TileSizes(128, 64, 8, 2)
     elif wide <= 64:
-        tiles = Tiles(128, 128, 8, 3)
+        tiles = TileSizes(128, 128, 8, 3)
     else:
-        tiles = Tiles(64, 64, 4, 2) if wide <= 128 else Tiles(64, 64, 8, 2)
+        tiles = TileSizes(64, 64, 4, 2) if wide <= 128 else TileSizes(64, 64, 8, 2)
     stay, move = padded(head_dim), padded(head_dim) + padded(head_dim_v)
     return _fit(tiles, block_size, dtype, stay, move, shared_memory(device), tma)
 
 
-def forward_loop(tiles: Tiles, head_dim: int, head_dim_v: int, tma: bool) -> Loop:
+def forward_loop(tiles: TileSizes, head_dim: int, head_dim_v: int, tma: bool) -> Loop:
     """The order of products, see `forward_row`: few warps on a multiprocessor must each overlap their own.
 
     Above head_dim 256 sums and scores of two tiles at a time find no registers.
@@ -81,24 +81,24 @@ def forward_loop(tiles: Tiles, head_dim: int, head_dim_v: int, tma: bool) -> Loo
 @tunable
 def backward_dq_tiles(
     device: torch.device, dtype: torch.dtype, head_dim: int, head_dim_v: int, block_size: tuple[int, int], tma: bool
-) -> Tiles:
+) -> TileSizes:
     """Of the kernel for dq: q and do stay, k and v pass by."""
     wide = max(padded(head_dim), padded(head_dim_v))
     if dtype == torch.float32:
-        tiles = Tiles(32 if wide <= 64 else 16, 32, 4, 1)
+        tiles = TileSizes(32 if wide <= 64 else 16, 32, 4, 1)
     elif tma and wide <= 64:
-        tiles = Tiles(64, 64, 4, 3, 168)  # three programs a multiprocessor
+        tiles = TileSizes(64, 64, 4, 3, 168)  # three programs a multiprocessor
     elif tma and wide <= 128 and feeds_registers(device):
-        tiles = Tiles(64, 64, 4, 3)  # two, as q and do are in registers
+        tiles = TileSizes(64, 64, 4, 3)  # two, as q and do are in registers
     elif tma and wide <= 128:
         roomy = block_size[0] >= 128 and shared_memory(device) >= 164 << 10
-        tiles = Tiles(128, 64, 8, 3) if roomy else Tiles(64, 64, 4, 2)  # the former reads half as much from L2
+        tiles = TileSizes(128, 64, 8, 3) if roomy else TileSizes(64, 64, 4, 2)  # the former reads half as much from L2
     elif wide > 256:
-        tiles = Tiles(64, 32, 8, 1)
+        tiles = TileSizes(64, 32, 8, 1)
     elif tma:
-        tiles = Tiles(128, 32, 8, 2)
+        tiles = TileSizes(128, 32, 8, 2)
     else:
-        tiles = Tiles(64, 64, 4, 2) if wide <= 128 else Tiles(64, 32, 8, 1)
+        tiles = TileSizes(64, 64, 4, 2) if wide <= 128 else TileSizes(64, 32, 8, 1)
     both = padded(head_dim) + padded(head_dim_v)
     return _fit(tiles, block_size, dtype, both, both, shared_memory(device), tma)
 
@@ -106,19 +106,19 @@ def backward_dq_tiles(
 @tunable
 def backward_dkv_tiles(
     device: torch.device, dtype: torch.dtype, head_dim: int, head_dim_v: int, block_size: tuple[int, int], tma: bool
-) -> Tiles:
+) -> TileSizes:
     """Of the kernel for dk and dv: k and v stay, q and do pass by."""
     wide = max(padded(head_dim), padded(head_dim_v))
     if dtype == torch.float32:
-        tiles = Tiles(32, 32 if wide <= 64 else 16, 4, 1)
+        tiles = TileSizes(32, 32 if wide <= 64 else 16, 4, 1)
     elif tma and wide <= 128:
-        tiles = Tiles(64, 64, 4, 3 if wide <= 64 else 2)
+        tiles = TileSizes(64, 64, 4, 3 if wide <= 64 else 2)
     elif wide > 256:  # of dk alone, see `dkv_apart`
-        tiles = Tiles(32, 64, 8, 1)
+        tiles = TileSizes(32, 64, 8, 1)
     elif tma:
-        tiles = Tiles(64, 64, 8, 1)
+        tiles = TileSizes(64, 64, 8, 1)
     else:
-        tiles = Tiles(32, 64, 4, 3) if wide <= 128 else Tiles(32, 64, 8, 1)
+        tiles = TileSizes(32, 64, 4, 3) if wide <= 128 else TileSizes(32, 64, 8, 1)
     both = padded(head_dim) + padded(head_dim_v)
     return _fit_turned(tiles, block_size, dtype, both, both, shared_memory(device), tma)
 
@@ -126,9 +126,9 @@ def backward_dkv_tiles(
 @tunable
 def backward_dv_tiles(
     device: torch.device, dtype: torch.dtype, head_dim: int, head_dim_v: int, block_size: tuple[int, int], tma: bool
-) -> Tiles:
+) -> TileSizes:
     """Tile sizes for the dkv kernel where it computes dv alone: k stays, q and do pass by. See `dkv_apart`."""
-    tiles = Tiles(32, 16, 4, 1) if dtype == torch.float32 else Tiles(32, 64, 8, 2)
+    tiles = TileSizes(32, 16, 4, 1) if dtype == torch.float32 else TileSizes(32, 64, 8, 2)
     both = padded(head_dim) + padded(head_dim_v)
     return _fit_turned(tiles, block_size, dtype, padded(head_dim), both, shared_memory(device), tma)
 
@@ -139,8 +139,8 @@ def dkv_apart(head_dim: int, head_dim_v: int) -> bool:
 
 
 def _fit_turned(
-    tiles: Tiles, block_size: tuple[int, int], dtype: torch.dtype, stay: int, move: int, limit: int, tma: bool
-) -> Tiles:
+    tiles: TileSizes, block_size: tuple[int, int], dtype: torch.dtype, stay: int, move: int, limit: int, tma: bool
+) -> TileSizes:
     """`_fit` where `block_n` rows stay and `block_m` rows pass by."""
     turned = replace(tiles, block_m=tiles.block_n, block_n=tiles.block_m)
     turned = _fit(turned, block_size[::-1], dtype, stay, move, limit, tma)
@@ -148,8 +148,8 @@ def _fit_turned(
 
 
 def _fit(
-    tiles: Tiles, block_size: tuple[int, int], dtype: torch.dtype, stay: int, move: int, limit: int, tma: bool
-) -> Tiles:
+    tiles: TileSizes, block_size: tuple[int, int], dtype: torch.dtype, stay: int, move: int, limit: int, tma: bool
+) -> TileSizes:
     """Shrink tiles to blocks and shared memory: `block_m` rows of `stay` elements stay, `block_n` of `move` pass.
 
     `block_m` then divides its block; `block_n` divides its block, or is a multiple of it that gathers several.
@@ -173,13 +173,13 @@ def _fit(
     return tiles
 
 
-def dq_from_registers(device: torch.device, tiles: Tiles, head_dim: int, head_dim_v: int, tma: bool) -> bool:
+def dq_from_registers(device: torch.device, tiles: TileSizes, head_dim: int, head_dim_v: int, tma: bool) -> bool:
     """Whether the kernel for dq holds q and do in registers, as two programs of four warps on a multiprocessor can."""
     wide = max(padded(head_dim), padded(head_dim_v))
     return tma and tiles.num_warps == 4 and wide == 128 and feeds_registers(device)
 
 
-def dkv_in_stages(device: torch.device, tiles: Tiles, head_dim: int, head_dim_v: int, tma: bool) -> bool:
+def dkv_in_stages(device: torch.device, tiles: TileSizes, head_dim: int, head_dim_v: int, tma: bool) -> bool:
     """Whether the kernel for dk and dv has three buffers of q and two of do: what two programs on a multiprocessor of
     Hopper have room for, where two of both let every tile wait for its load. Triton 3.9 has no registers for it.
     """
@@ -204,7 +204,7 @@ def query_span(group_size: int) -> int:
     return WHOLE_HEAD if group_size == 1 else SPAN
 
 
-def forward_span(group_size: int, tiles: Tiles) -> int:
+def forward_span(group_size: int, tiles: TileSizes) -> int:
     """The same of the forward alone: its largest tiles read so few keys that they come from L2 either way, and a head
     after the other takes less power: 1.19 ms instead of 1.24 (head_dim 64, random 10 %).
     """

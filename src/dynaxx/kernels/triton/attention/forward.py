@@ -25,8 +25,8 @@ from dynaxx.kernels.gpu.runtime.arguments import (
     tile_rows,
     unit_stride,
 )
-from dynaxx.kernels.gpu.runtime.launch_cache import repeated
-from dynaxx.kernels.gpu.runtime.launcher import Launch, light_launch
+from dynaxx.kernels.gpu.runtime.launch_cache import launch_cached
+from dynaxx.kernels.gpu.runtime.launcher import Launch, kernel_launcher
 from dynaxx.kernels.gpu.schedule.parts import WHOLE, entries_of, query_tile, store_part
 from dynaxx.kernels.gpu.schedule.split import SPLIT_SIZES, no_split, split_programs, split_rows
 from dynaxx.kernels.gpu.schedule.split_sums import merge_parts
@@ -49,7 +49,7 @@ AGAIN = tl.constexpr(3)
 MANY_TILES = 2048  # of queries: below, a second launch costs the host more than maxima cost the GPU
 
 
-@light_launch
+@kernel_launcher
 @triton.jit(do_not_specialize=[*RUNTIME_SIZES, *SPLIT_SIZES])
 def _sparse_attention_fwd_kernel(
     q_rows,  # pointers, or under TMA descriptors of (B, Hq, N, D), (B, Hk, M, D) and (B, Hk, M, E)
@@ -197,12 +197,12 @@ def attention_forward(
     split = split_rows(layout, batch, q_heads)
     if split is None:
         for maxima in _launches(q, v, layout, softcap):
-            repeated(_start_forward, layout, (q, k, v, out, lse), scale, softcap, maxima, made=2)
+            launch_cached(_start_forward, layout, (q, k, v, out, lse), scale, softcap, maxima, made=2)
         return out, lse
     rows = layout.block_size[0]
     sums, sums_lse = split.places(q, rows, v.shape[3]), split.places(q, rows)
     places = split.to(p_sums=sums, p_sums_lse=sums_lse)
-    repeated(_start_forward, layout, (q, k, v, out, lse), scale, softcap, ALL.value, made=2, split=places)
+    launch_cached(_start_forward, layout, (q, k, v, out, lse), scale, softcap, ALL.value, made=2, split=places)
     merge_parts(sums, sums_lse, out, lse, split, layout)
     return out, lse
 

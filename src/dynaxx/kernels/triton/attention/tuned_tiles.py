@@ -14,7 +14,7 @@ import torch
 
 import dynaxx
 
-Values = tuple[int | None, ...]  # the fields of `config.Tiles`
+Values = tuple[int | None, ...]  # the fields of `config.TileSizes`
 
 
 def kind_of_launch(

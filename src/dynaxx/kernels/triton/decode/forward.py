@@ -15,23 +15,23 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dynaxx.kernels.gpu.primitives import LOG2E
-from dynaxx.kernels.gpu.runtime.launcher import light_launch
+from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.kernels.triton.decode.choose_pages import choose_pages, count_all_pages
 from dynaxx.kernels.triton.decode.exact import attend_exact
 from dynaxx.kernels.triton.decode.merge import list_bounds
 from dynaxx.kernels.triton.decode.pages import first_key, first_visible, physical_pages
 from dynaxx.kernels.triton.decode.rows import load_queries, load_tile, store_part
-from dynaxx.kernels.triton.primitives.eight_bit_values import unpaired, widened
+from dynaxx.kernels.triton.primitives.conversion import unpaired, widened
 from dynaxx.kernels.triton.primitives.tiles import tanh
 
 
-@light_launch
+@kernel_launcher
 @triton.jit(
     do_not_specialize=[
         "seqlen_q", "group_size", "kv_heads", "max_pages", "num_physical", "slots", "lists", "sinks", "window", "left"
     ]
 )  # fmt: skip
-def decode_fwd_kernel(
+def _decode_fwd_kernel(
     p_q,
     p_k,
     p_v,

@@ -8,10 +8,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dynaxx.kernels.gpu.device import overlap, padded, processors
 from dynaxx.kernels.gpu.runtime.arguments import positive_scale, strides, unit_stride
-from dynaxx.kernels.gpu.runtime.launcher import light_launch
-from dynaxx.kernels.gpu.runtime.recorder import replayed
-from dynaxx.kernels.triton.decode.forward import decode_fwd_kernel
-from dynaxx.kernels.triton.decode.merge import merge_parts_kernel
+from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
+from dynaxx.kernels.gpu.runtime.recorder import record_or_replay
+from dynaxx.kernels.triton.decode.forward import _decode_fwd_kernel
+from dynaxx.kernels.triton.decode.merge import _decode_merge_kernel
 from dynaxx.kernels.triton.decode.pages import (
     first_visible,
     page_strides,
@@ -20,7 +20,7 @@ from dynaxx.kernels.triton.decode.pages import (
     table_arguments,
 )
 from dynaxx.kernels.triton.decode.pages import summarize_pages as _summarize_pages
-from dynaxx.kernels.triton.decode.select_pages import Choice, score_all_pages
+from dynaxx.kernels.triton.decode.select_pages import PageChoice, score_all_pages
 from dynaxx.kernels.triton.decode.select_pages import select_pages as _select_pages
 from dynaxx.layout.paging import PagedCache, PageSummaries
 
@@ -34,7 +34,7 @@ PARTS_AT_ONCE = 8
 INTERPRETED_PROGRAMS = 5  # sometimes more than there are pages
 
 
-@light_launch
+@kernel_launcher
 @triton.jit(do_not_specialize=["seqlen_q", "left"])
 def _count_pages_kernel(
     p_pages,  # (B, Hk, S) int32, as given
@@ -90,7 +90,7 @@ def select_and_attend(
     sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `kernels.reference.decode`."""
-    return replayed(_choose_and_attend, cache, (q, wanted, sink_logits), softcap, sinks, window, slots, scale)
+    return record_or_replay(_choose_and_attend, cache, (q, wanted, sink_logits), softcap, sinks, window, slots, scale)
 
 
 def _choose_and_attend(cache, q, wanted, sink_logits, softcap, *settings):
@@ -102,7 +102,7 @@ def select_pages(
     q: Tensor, cache: PagedCache, wanted: Tensor, sinks: int, window: int, slots: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     """As `kernels.reference.decode`."""
-    return replayed(_choose_pages, cache, (q, wanted), sinks, window, slots, scale)
+    return record_or_replay(_choose_pages, cache, (q, wanted), sinks, window, slots, scale)
 
 
 def _choose_pages(cache, q, wanted, *settings):
@@ -112,7 +112,7 @@ def _choose_pages(cache, q, wanted, *settings):
 def summarize_pages(cache: PagedCache, summaries: PageSummaries, new_tokens: int | None) -> None:
     """As `kernels.reference.decode`."""
     assert summaries is cache.summaries
-    replayed(_summarize, cache, (), new_tokens)
+    record_or_replay(_summarize, cache, (), new_tokens)
 
 
 def _summarize(cache, new_tokens):
@@ -131,7 +131,7 @@ def attend_pages(
     sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `kernels.reference.decode`; 8-bit keys are multiplied in q's dtype, fp32 in full fp32."""
-    return replayed(_attend, cache, (q, block_indices, counts, sink_logits), scale, softcap, left)
+    return record_or_replay(_attend, cache, (q, block_indices, counts, sink_logits), scale, softcap, left)
 
 
 def _attend(
@@ -143,7 +143,7 @@ def _attend(
     scale: float,
     softcap: float | None,
     left: int | None,
-    choice: Choice | None = None,
+    choice: PageChoice | None = None,
 ) -> tuple[Tensor, Tensor]:
     """With a choice pages are chosen first, and listed in block_indices, by the same kernel."""
     batch, seqlen_q, q_heads, _ = q.shape
@@ -177,7 +177,7 @@ def _attend(
         v_strides = cache.strides(v)
     else:
         pairs = False
-    decode_fwd_kernel[(programs, triton.cdiv(rows, block_m))](
+    _decode_fwd_kernel[(programs, triton.cdiv(rows, block_m))](
         q,
         cache.k,
         v,
@@ -233,7 +233,7 @@ def _attend(
         **({"maxnreg": REGISTERS_OF_FOUR} if crowded else {}),
         **overlap(q.device),
     )
-    merge_parts_kernel[(lists, rows)](
+    _decode_merge_kernel[(lists, rows)](
         acc,
         state,
         counts,

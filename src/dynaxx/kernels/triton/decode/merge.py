@@ -5,7 +5,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from dynaxx.kernels.gpu.primitives import LOG2E
-from dynaxx.kernels.gpu.runtime.launcher import light_launch
+from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 
 
 @triton.jit
@@ -16,9 +16,9 @@ def list_bounds(p_counts, lists, BLOCK_L: tl.constexpr):
     return counts, tl.cumsum(counts, 0), tl.sum(counts, 0)
 
 
-@light_launch
+@kernel_launcher
 @triton.jit(do_not_specialize=["seqlen_q", "group_size", "kv_heads", "lists", "num_programs"])
-def merge_parts_kernel(
+def _decode_merge_kernel(
     p_acc,
     p_state,
     p_counts,

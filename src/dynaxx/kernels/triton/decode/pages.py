@@ -12,8 +12,8 @@ from torch import Tensor
 
 from dynaxx.kernels.gpu.device import padded
 from dynaxx.kernels.gpu.runtime.arguments import unit_stride
-from dynaxx.kernels.gpu.runtime.launcher import light_launch
-from dynaxx.kernels.triton.primitives.eight_bit_values import nearest
+from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
+from dynaxx.kernels.triton.primitives.conversion import nearest
 from dynaxx.layout.paging import PagedCache, PageStrides, PageSummaries
 
 KEY_ROWS = 64
@@ -49,7 +49,7 @@ def physical_pages(p_table, table_stride, i_b, page, known, num_physical, PAGED:
     return physical
 
 
-@light_launch
+@kernel_launcher
 @triton.jit(do_not_specialize=["kv_heads", "num_physical", "new_tokens", "pages_per_entry"])
 def _summarize_pages_kernel(
     p_k,

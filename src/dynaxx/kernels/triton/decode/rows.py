@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from dynaxx.kernels.triton.primitives.eight_bit_values import halved
+from dynaxx.kernels.triton.primitives.conversion import halved
 
 
 @triton.jit

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from dynaxx.kernels.triton.decode.pages import physical_pages
-from dynaxx.kernels.triton.primitives.eight_bit_values import nearest, power_below
+from dynaxx.kernels.triton.primitives.conversion import nearest, power_below
 
 FEW_ROWS = tl.constexpr(16)
 

@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dynaxx.kernels.gpu.device import interpreted, overlap, padded, power_of_two, processors
 from dynaxx.kernels.gpu.runtime.arguments import strides, unit_stride
-from dynaxx.kernels.gpu.runtime.launcher import light_launch
+from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.kernels.triton.decode.choose_pages import choose_pages, count_pages
 from dynaxx.kernels.triton.decode.pages import first_key, page_strides, table_arguments
 from dynaxx.kernels.triton.decode.score_pages import score_pages
@@ -34,7 +34,7 @@ MANY_PAGES, MANY_SCORES = 2048, 1024  # per list, per multiprocessor: up to thes
 WARPS = 4
 
 
-class Choice(NamedTuple):
+class PageChoice(NamedTuple):
     """What pages are chosen by, for the kernel of attention to do it."""
 
     scores: Tensor  # (B * Hk, P) fp32
@@ -43,7 +43,7 @@ class Choice(NamedTuple):
     window: int  # from the first query's on
 
 
-@light_launch
+@kernel_launcher
 @triton.jit(
     do_not_specialize=["seqlen_q", "group_size", "kv_heads", "max_pages", "num_physical", "sinks", "window", "slots"]
 )
@@ -184,14 +184,14 @@ def select_pages(
     lists, tiles = scores.shape[0], -(-cache.max_pages // _tile(cache))
     fused = tiles == 1 or 2 * lists >= processors(q.device)
     for programs, score, choose in [(1, True, True)] if fused else [(tiles, True, False), (1, False, True)]:
-        choice = Choice(scores, wanted, sinks, q.shape[1] + window - 1)
+        choice = PageChoice(scores, wanted, sinks, q.shape[1] + window - 1)
         _launch(q, cache, choice, chosen, counts, scale, programs=programs, score=score, choose=choose)
     return chosen, counts
 
 
 def score_all_pages(
     q: Tensor, cache: PagedCache, wanted: Tensor, sinks: int, window: int, slots: int, scale: float
-) -> tuple[Tensor, Tensor, Choice | None]:
+) -> tuple[Tensor, Tensor, PageChoice | None]:
     """Leave the choice to the kernel of attention, or make it where that is faster.
 
     Over 8-bit caches it is: attention runs in half the registers there, 16 x 32k in 72 us with the choice, 51 without.
@@ -205,7 +205,7 @@ def score_all_pages(
     if many or cache.k.dtype.itemsize == 1:
         return *select_pages(q, cache, wanted, sinks, window, slots, scale), None
     listed, counts, scores = _empty(cache, slots)
-    choice = Choice(scores, wanted, sinks, q.shape[1] + window - 1)
+    choice = PageChoice(scores, wanted, sinks, q.shape[1] + window - 1)
     tiles = -(-cache.max_pages // _tile(cache))
     programs = max(1, min(tiles, PROGRAMS_PER_PROCESSOR * most // max(1, lists)))
     _launch(q, cache, choice, listed, counts, scale, programs=programs, score=True, choose=False)
@@ -237,7 +237,7 @@ def _block_d(cache: PagedCache) -> int:
 def _launch(
     q: Tensor,
     cache: PagedCache,
-    choice: Choice,
+    choice: PageChoice,
     chosen: Tensor,
     counts: Tensor,
     scale: float,

@@ -1,6 +1,6 @@
 """Decoding with native sparse attention in Triton: what the branches read of each sequence, and the choice of blocks.
 
-As `kernels.reference.native_decode`. Lengths are read on the device, so a captured graph serves every length.
+As `kernels.reference.nsa_decode`. Lengths are read on the device, so a captured graph serves every length.
 
 B sequences, one query each; Hq / Hk query and kv heads, D / E head_dim of q, k and of v, C selection
 blocks that a sequence may have, n selected. Positions of compressed tokens as in `layout.compressed.CompressedPages`.
@@ -16,8 +16,8 @@ from dynaxx.kernels.gpu.nsa.gate import gated_sum_forward as gated_sum
 from dynaxx.kernels.gpu.nsa.rows import weights_of
 from dynaxx.kernels.gpu.nsa.top import strides_per, top_blocks
 from dynaxx.kernels.gpu.runtime.arguments import unit_stride
-from dynaxx.kernels.gpu.runtime.launcher import light_launch
-from dynaxx.kernels.gpu.runtime.recorder import replayed
+from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
+from dynaxx.kernels.gpu.runtime.recorder import record_or_replay
 from dynaxx.kernels.triton.decode.pages import page_strides, physical_pages, table_arguments
 from dynaxx.kernels.triton.nsa.windows import compress_windows, gather_windows, store_compressed
 from dynaxx.layout.compressed import NativeLengths
@@ -30,7 +30,7 @@ __all__ = [
     "gather_windows",
     "kept_blocks",
     "pages_of",
-    "replayed",
+    "record_or_replay",
     "select_blocks",
     "step_lengths",
     "store_compressed",
@@ -41,7 +41,7 @@ TOKENS = 64  # compressed tokens of a program
 MOST_ROWS = 64  # q heads of a group at once
 
 
-@light_launch
+@kernel_launcher
 @triton.jit(do_not_specialize=["batch", "row", "window"])
 def _lengths_kernel(
     p_seqused, p_lengths, batch, row, window, LENGTH: tl.constexpr, STRIDE: tl.constexpr, SLC: tl.constexpr,
@@ -59,7 +59,7 @@ def _lengths_kernel(
     tl.store(p_lengths + 4 * row, tl.maximum(used - window, 0), mask=inside)
 
 
-@light_launch
+@kernel_launcher
 @triton.jit(do_not_specialize=["slots", "max_pages"])
 def _pages_kernel(p_blocks, p_pages, slots, max_pages, PER_BLOCK: tl.constexpr, BLOCK: tl.constexpr):
     """As `pages_of`, of one list."""
@@ -72,7 +72,7 @@ def _pages_kernel(p_blocks, p_pages, slots, max_pages, PER_BLOCK: tl.constexpr, 
     tl.store(p_pages + i_list * slots * PER_BLOCK + slot, page, mask=inside)
 
 
-@light_launch
+@kernel_launcher
 @triton.jit(do_not_specialize=["heads", "slots", "kept"])
 def _kept_blocks_kernel(
     p_blocks,  # (B, Hk, slots)
@@ -92,7 +92,7 @@ def _kept_blocks_kernel(
     tl.store(p_out + i_list.to(tl.int64) * width + slot, block, mask=slot < width)
 
 
-@light_launch
+@kernel_launcher
 @triton.jit(do_not_specialize=["num_physical", "group_size", "kv_heads", "blocks"])
 def _decode_scores_kernel(
     p_q, p_k,
@@ -109,7 +109,7 @@ def _decode_scores_kernel(
     PER_BLOCK: tl.constexpr,  # strides in a block
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MAX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """As native_select's `_score_kernel`, of one query."""
+    """As nsa.select's `_nsa_scores_kernel`, of one query."""
     BLOCKS: tl.constexpr = BLOCK_N // PER_BLOCK
     i_list, i_part = tl.program_id(0), tl.program_id(1)
     i_b, i_h = i_list // kv_heads, i_list % kv_heads
@@ -147,7 +147,7 @@ def _decode_scores_kernel(
 
 
 def kept_blocks(blocks: Tensor, lengths: NativeLengths, sizes: NativeSizes) -> Tensor:
-    """As `kernels.reference.native_decode`, in one kernel."""
+    """As `kernels.reference.nsa_decode`, in one kernel."""
     batch, heads, slots = blocks.shape
     width = sizes.slc_count + sizes.first_blocks + sizes.local_blocks
     kept = torch.empty(batch, heads, width, dtype=torch.int32, device=blocks.device)
@@ -167,7 +167,7 @@ def kept_blocks(blocks: Tensor, lengths: NativeLengths, sizes: NativeSizes) -> T
 
 
 def pages_of(blocks: Tensor, pages_per_block: int, max_pages: int) -> Tensor:
-    """As `kernels.reference.native_decode`, in one kernel."""
+    """As `kernels.reference.nsa_decode`, in one kernel."""
     if pages_per_block == 1:
         return blocks
     batch, heads, slots = blocks.shape
@@ -185,7 +185,7 @@ def pages_of(blocks: Tensor, pages_per_block: int, max_pages: int) -> Tensor:
 
 
 def step_lengths(seqused: Tensor, sizes: NativeSizes) -> NativeLengths:
-    """As `kernels.reference.native_decode`, in one kernel. Each begins at 16 bytes, where `light_launch` serves."""
+    """As `kernels.reference.nsa_decode`, in one kernel. Each begins at 16 bytes, where `kernel_launcher` serves."""
     batch = seqused.shape[0]
     lengths = seqused.new_empty(5, -(-batch // 4) * 4)
     if batch:
@@ -206,7 +206,7 @@ def step_lengths(seqused: Tensor, sizes: NativeSizes) -> NativeLengths:
 def select_blocks(
     q: Tensor, cache: PagedCache, lse: Tensor, lengths: NativeLengths, sizes: NativeSizes, max_blocks: int, scale: float
 ) -> Tensor:
-    """As `kernels.reference.native_decode`."""
+    """As `kernels.reference.nsa_decode`."""
     heads = cache.kv_heads
     per_token, per_block = strides_per(sizes)
     q = unit_stride(q.to(torch.promote_types(q.dtype, cache.k.dtype)))

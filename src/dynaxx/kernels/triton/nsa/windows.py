@@ -1,6 +1,6 @@
 """The windows of keys that a cache completes, in Triton: gathered for a function, or pooled and stored at once.
 
-As `kernels.reference.native_decode`. Lengths are read on the device, so a captured graph serves every length.
+As `kernels.reference.nsa_decode`. Lengths are read on the device, so a captured graph serves every length.
 
 B sequences, W windows of each; Hk kv heads, D head_dim of k or of v. Positions of compressed tokens as in
 `layout.compressed.CompressedPages`.
@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from dynaxx.kernels.gpu.device import padded
-from dynaxx.kernels.gpu.runtime.launcher import light_launch
-from dynaxx.kernels.gpu.runtime.recorder import replayed
+from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
+from dynaxx.kernels.gpu.runtime.recorder import record_or_replay
 from dynaxx.kernels.triton.decode.pages import page_strides, physical_pages, table_arguments
 from dynaxx.layout.compressed import CompressedPages
 from dynaxx.layout.nsa import NativeSizes
@@ -28,7 +28,7 @@ def _window(p_seqused, i_entry, count, skip, LENGTH: tl.constexpr, STRIDE: tl.co
     return i_b, whole - skip - count + i_entry % count
 
 
-@light_launch
+@kernel_launcher
 @triton.jit(do_not_specialize=["num_physical", "count", "skip", "heads"])
 def _gather_windows_kernel(
     p_x, p_windows, p_table, p_seqused, p_leftpad, table_stride, num_physical, count, skip, heads,
@@ -51,7 +51,7 @@ def _gather_windows_kernel(
     tl.store(p_windows + row[:, None] * D + o_d[None, :], b_x, mask=mask & (o_n < LENGTH)[:, None])
 
 
-@light_launch
+@kernel_launcher
 @triton.jit(do_not_specialize=["num_physical", "count", "skip", "heads"])
 def _store_compressed_kernel(
     p_new, p_kept, p_table, p_seqused, p_leftpad, table_stride, num_physical, count, skip, heads,
@@ -73,7 +73,7 @@ def _store_compressed_kernel(
         tl.store(p_kept + o_d, b_x.to(p_kept.dtype.element_ty), mask=o_d < D)
 
 
-@light_launch
+@kernel_launcher
 @triton.jit(do_not_specialize=["num_physical", "count", "skip", "heads"])
 def _compress_windows_kernel(
     p_x, p_weight, p_kept, p_table, p_seqused, p_leftpad, table_stride, num_physical, count, skip, heads,
@@ -107,7 +107,7 @@ def _compress_windows_kernel(
 
 
 def gather_windows(cache: PagedCache, sizes: NativeSizes, count: int, skip: int) -> tuple[Tensor, Tensor]:
-    """As `kernels.reference.native_decode`, zeros for windows that do not exist."""
+    """As `kernels.reference.nsa_decode`, zeros for windows that do not exist."""
     return _gathered(cache, cache.k, sizes, count, skip), _gathered(cache, cache.v, sizes, count, skip)
 
 
@@ -124,8 +124,8 @@ def _gathered(cache: PagedCache, x: Tensor, sizes: NativeSizes, count: int, skip
 
 
 def compress_windows(cache: PagedCache, weights: tuple[Tensor | None, Tensor | None], count: int, skip: int) -> None:
-    """As `kernels.reference.native_decode`, a launch each for k and v."""
-    replayed(_compress, cache, weights, count, skip)
+    """As `kernels.reference.nsa_decode`, a launch each for k and v."""
+    record_or_replay(_compress, cache, weights, count, skip)
 
 
 def _compress(cache, weight_k, weight_v, count, skip):
@@ -148,7 +148,7 @@ def _compress(cache, weight_k, weight_v, count, skip):
 def store_compressed(
     cache: PagedCache, compressed: CompressedPages, k_cmp: Tensor, v_cmp: Tensor, count: int, skip: int
 ) -> None:
-    """As `kernels.reference.native_decode`."""
+    """As `kernels.reference.nsa_decode`."""
     sizes = compressed.sizes
     for kept, new in ((compressed.k, k_cmp), (compressed.v, v_cmp)):
         if new.numel():

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dynaxx.kernels.gpu.runtime.launcher import light_launch
+from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.kernels.triton.selection.row import (
     EMPTY,
     FULL,
@@ -24,9 +24,9 @@ from dynaxx.kernels.triton.selection.row import (
 from dynaxx.layout import BlockGrid
 
 
-@light_launch
+@kernel_launcher
 @triton.jit(do_not_specialize=["capacity", "serves", *GRID_SIZES])
-def _emit_kernel(
+def _emit_entries_kernel(
     p_bits,
     p_row_indptr,  # (B, Hq, R + 1) int32: where each row's entries go
     p_indptr,
@@ -85,7 +85,7 @@ def emit_entries(
     codes = torch.empty_like(indices)
     block_c = columns(grid.kv_blocks)
     batch, choices = bits.shape[:2]
-    _emit_kernel[(batch * choices * grid.q_blocks,)](
+    _emit_entries_kernel[(batch * choices * grid.q_blocks,)](
         bits,
         kv_indptr,
         *static_arguments(static, kv_indptr),

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from dynaxx.kernels.gpu.device import padded, power_of_two
 from dynaxx.kernels.gpu.runtime.arguments import strides, unit_stride
-from dynaxx.kernels.gpu.runtime.launcher import light_launch
+from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 
 COLUMNS = 32  # projections at a time: more would not fit in registers
 
 
-@light_launch
+@kernel_launcher
 @triton.jit(do_not_specialize=["seqlen", "blocks", "heads"])
 def _hash_counts_kernel(
     p_x,

@@ -1,4 +1,4 @@
-"""`selection.scorers.eight_bits` fused: one 8-bit query per row of q blocks against every key in 8 bits, as integers.
+"""`selection.scorers.int8` fused: one 8-bit query per row of q blocks against every key in 8 bits, as integers.
 
 A program takes BLOCK_M (row, q head of one kv head) pairs through some tiles of keys and keeps one number per kv block.
 A key costs a product on the matrix unit, at twice the rate and half the bytes of bf16, and three operations beside it:
@@ -18,8 +18,8 @@ from torch import Tensor
 from dynaxx.kernels.contract import Candidates
 from dynaxx.kernels.gpu.device import padded
 from dynaxx.kernels.gpu.runtime.arguments import strides, unit_stride
-from dynaxx.kernels.gpu.runtime.launcher import light_launch
-from dynaxx.kernels.triton.primitives.eight_bit_values import nearest
+from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
+from dynaxx.kernels.triton.primitives.conversion import nearest
 from dynaxx.kernels.triton.selection.query_scores import RUNTIME_SIZES, new_scores, panels_of
 from dynaxx.layout import BlockGrid
 
@@ -40,7 +40,7 @@ class QuantisedKeys(NamedTuple):
     steps: Tensor  # (B, Hk, C) fp32: what one level is worth
 
 
-@light_launch
+@kernel_launcher
 @triton.jit(do_not_specialize=["seqlen", "tiles", "heads", "factor"])
 def _quantise_kernel(
     p_x,
@@ -79,7 +79,7 @@ def _quantise_kernel(
     tl.store(p_levels + (i_bh * seqlen + o_n[:, None]) * D + o_d[None, :], x.to(tl.int8), mask=inside)
 
 
-@light_launch
+@kernel_launcher
 @triton.jit(do_not_specialize=RUNTIME_SIZES)
 def _int8_scores_kernel(
     p_q,  # (B, Hq, R, D) int8

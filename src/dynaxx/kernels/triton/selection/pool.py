@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dynaxx.kernels.gpu.device import padded, power_of_two
 from dynaxx.kernels.gpu.runtime.arguments import strides, unit_stride
-from dynaxx.kernels.gpu.runtime.launcher import light_launch
+from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 
 MEAN = tl.constexpr(0)
 SMALLEST = tl.constexpr(1)
@@ -18,7 +18,7 @@ LARGEST = tl.constexpr(2)
 KINDS = {"mean": 0, "smallest": 1, "largest": 2}
 
 
-@light_launch
+@kernel_launcher
 @triton.jit(do_not_specialize=["seqlen", "blocks", "heads"])
 def _pool_kernel(
     p_x,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dynaxx.kernels.gpu.device import padded, power_of_two
 from dynaxx.kernels.gpu.runtime.arguments import strides, unit_stride
-from dynaxx.kernels.gpu.runtime.launcher import light_launch
+from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.layout import BlockGrid
 
 LOG2_E = math.log2(math.e)
@@ -47,7 +47,7 @@ def _keys(p_k, o_n, seqlen_k, stride_kn, D: tl.constexpr, BLOCK_D: tl.constexpr)
     return tl.load(p_k + o_n.to(tl.int64)[:, None] * stride_kn + o_d[None, :], mask=m_k, other=0.0)
 
 
-@light_launch
+@kernel_launcher
 @triton.jit(do_not_specialize=["probes", "seqlen_k", "group_size"])
 def _normalisers_kernel(
     p_q,  # (B, Hq, P, D) contiguous
@@ -90,9 +90,9 @@ def _normalisers_kernel(
         tl.store(p_lse + o_p, lse, mask=o_p < probes)
 
 
-@light_launch
+@kernel_launcher
 @triton.jit(do_not_specialize=["probes", "seqlen_k", "kv_blocks", "group_size", "phase"])
-def _lines_kernel(
+def _probe_lines_kernel(
     p_q,  # (B, Hq, P, D) contiguous
     p_k,
     p_lse,  # (B, Hq, P) fp32, base 2
@@ -146,7 +146,7 @@ def _lines_kernel(
         tl.store(p_own + BUCKETS + o_j, single)
 
 
-@light_launch
+@kernel_launcher
 @triton.jit(do_not_specialize=["tiles", "diagonals", "shift"])
 def _diagonals_kernel(
     p_slash,  # (B, Hq, T, 2, BUCKETS) fp32
@@ -175,7 +175,7 @@ def _diagonals_kernel(
     tl.store(p_diagonal + i_bh * diagonals + o_x, total, mask=o_x < diagonals)
 
 
-@light_launch
+@kernel_launcher
 @triton.jit(do_not_specialize=["first_row", "rows", "kv_blocks", "diagonals"])
 def _line_scores_kernel(
     p_vertical,  # (B, Hq, C) fp32
@@ -239,7 +239,7 @@ def probe_lines(probes: Tensor, k: Tensor, grid: BlockGrid, scale: float) -> tup
     _normalisers_kernel[(q_heads, parts.shape[2], batch)](rows, k, parts, **common, TILES=TILES_PER_PROGRAM)
     lse = parts.mul_(1 / LOG2_E).logsumexp(2).mul_(LOG2_E)
     vertical, slash = new(grid.kv_blocks), new(tiles, 2, buckets)
-    _lines_kernel[(k.shape[2], tiles, batch)](
+    _probe_lines_kernel[(k.shape[2], tiles, batch)](
         rows,
         k,
         lse,

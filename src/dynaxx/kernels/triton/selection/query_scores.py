@@ -16,7 +16,7 @@ from torch import Tensor
 from dynaxx.kernels.contract import Candidates
 from dynaxx.kernels.gpu.device import padded
 from dynaxx.kernels.gpu.runtime.arguments import strides, unit_stride
-from dynaxx.kernels.gpu.runtime.launcher import light_launch
+from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.layout import BlockGrid
 
 LOG2_E = tl.constexpr(math.log2(math.e))
@@ -25,7 +25,7 @@ RUNTIME_SIZES = ["rows", "first_row", "base", "first_panel", "panels", "panel", 
 TILES_PER_PROGRAM = 16  # few enough to balance causal rows, many enough to keep the queries
 
 
-@light_launch
+@kernel_launcher
 @triton.jit(do_not_specialize=RUNTIME_SIZES)
 def _query_scores_kernel(
     p_q,  # (B, Hq, R, D) contiguous, times the softmax scale

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dynaxx.kernels.gpu.primitives import ordered_bits
-from dynaxx.kernels.gpu.runtime.launcher import light_launch
+from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.kernels.triton.selection.row import (
     EMPTY,
     GRID_SIZES,
@@ -91,9 +91,9 @@ def _row_scores(
     return scores
 
 
-@light_launch
+@kernel_launcher
 @triton.jit(do_not_specialize=["first_row", "rows", "choices", "serves", *GRID_SIZES])
-def _choose_kernel(
+def _choose_rows_kernel(
     p_scores,  # (B, Hq, rows, C) fp32 contiguous
     p_amounts,  # (H | 1,) fp32
     p_indptr,
@@ -204,7 +204,7 @@ def choose_rows(
     """
     (batch, q_heads, rows, _), choices = scores.shape, bits.shape[1]
     block_c = columns(grid.kv_blocks)
-    _choose_kernel[(batch * choices * rows,)](
+    _choose_rows_kernel[(batch * choices * rows,)](
         scores.contiguous(),
         rule.amounts,
         *static_arguments(static, counts),

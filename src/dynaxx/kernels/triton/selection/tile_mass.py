@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dynaxx.kernels.gpu.device import padded, processors, shared_memory
 from dynaxx.kernels.gpu.runtime.arguments import strides, unit_stride
-from dynaxx.kernels.gpu.runtime.launcher import light_launch
+from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.layout import BlockGrid
 
 LOG2_E = math.log2(math.e)
@@ -51,7 +51,7 @@ def _write_shares(
         tl.store(p_mass + o_row.to(tl.int64)[:, None] * kv_blocks + o_c[None, :], tl.sum(shares, 1), mask=inside)
 
 
-@light_launch
+@kernel_launcher
 @triton.jit(do_not_specialize=["tiles_q", "tiles_k", "tokens_q", "tokens_k", "seqlen_k", "first_tile", "offset", "rows",
                                "kv_blocks", "q_heads", "group_size", "steps"])  # fmt: skip
 def _tile_mass_kernel(
@@ -161,7 +161,7 @@ def _tile_mass_kernel(
         )  # fmt: skip
 
 
-@light_launch
+@kernel_launcher
 @triton.jit(do_not_specialize=["tiles_q", "tiles_k", "first_tile", "offset", "rows", "kv_blocks", "splits"])
 def _tile_shares_kernel(
     p_notes,  # (B, Hq, M, C) fp32

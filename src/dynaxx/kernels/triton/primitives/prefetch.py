@@ -25,7 +25,7 @@ else:
 
 
 @triton.jit
-def load_ahead(head, start, TILE: tl.constexpr, BLOCK_DIM: tl.constexpr, TURNS: tl.constexpr):
+def load_prefetched(head, start, TILE: tl.constexpr, BLOCK_DIM: tl.constexpr, TURNS: tl.constexpr):
     """[TILE, BLOCK_DIM] rows from `start` of `HeadRows` by their descriptor, started TURNS turns before."""
     rows = ahead(head.source.load([head.i_b.to(tl.int32), head.i_h.to(tl.int32), start.to(tl.int32), 0]), TURNS)
     return rows.reshape(TILE, BLOCK_DIM)
