@@ -94,7 +94,7 @@ def _fill_dkv(layout: BlockLayout, tensors: tuple[Tensor, ...], scale: float, so
     kv_block, head_dim = layout.block_size[1], q.shape[3]
     sums = None if split is None else split.places(q, kv_block * (head_dim + v.shape[3]))
     for asked in ("dk", "dv") if dkv_apart(head_dim, v.shape[3]) else ("dk and dv",):
-        if split is None:
+        if split is None or sums is None:
             launch_cached(_start_dkv, layout, tensors, scale, softcap, asked)
         else:
             launch_cached(_start_dkv, layout, tensors, scale, softcap, asked, split=split.to(p_sums=sums))
