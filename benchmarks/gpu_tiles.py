@@ -64,7 +64,7 @@ def main():
         default = getattr(module, name)
         results = []
         for values in itertools.chain([None], CANDIDATES[kind]):
-            tiles = values and config.Tiles(*values)
+            tiles = values and config.TileSizes(*values)
             if tiles and (tiles.block_m > args.block or tiles.block_n > args.block):
                 continue
             setattr(module, name, (lambda *_, tiles=tiles: tiles) if tiles else default)

@@ -13,7 +13,7 @@ from dynaxx.distributed.gather import WholeGathering
 from dynaxx.distributed.split import SequenceSplit
 from dynaxx.layout import BlockGrid
 from dynaxx.selection import Hybrid, MeanPool, MinMax, Selector
-from dynaxx.selection.base import Choice
+from dynaxx.selection.base import ChoiceSettings
 from dynaxx.selection.scorers.base import MEMORY_BUDGET, Scorer, ScoreRows, per_kv_head, pooled, reduce_blocks
 from dynaxx.selection.scorers.pooling import mean_tiles
 
@@ -101,5 +101,5 @@ class _ByTorch(Selector):
     def choose(self, scores: Tensor, optional: Tensor, visible: Tensor) -> Tensor:
         return self.selector.choose(scores, optional, visible)
 
-    def choice(self, q_heads: int) -> Choice | None:
+    def choice(self, q_heads: int) -> ChoiceSettings | None:
         return None

@@ -14,8 +14,8 @@ from dynaxx.layout import CuSeqlens
 from dynaxx.layout.nsa import NativeSizes
 from dynaxx.nn.cache import NativeCache
 from dynaxx.nn.projection import ProjectedAttention
-from dynaxx.ops.nsa_branches import compressed_attention
 from dynaxx.ops.nsa import compress, select_native
+from dynaxx.ops.nsa_branches import compressed_attention
 from dynaxx.ops.packing import pack
 from dynaxx.ops.selected import attend_selected
 
