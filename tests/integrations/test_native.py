@@ -273,3 +273,26 @@ def test_a_failing_kernel_leaves_the_models_attention(monkeypatch):
             handle.faults.append(lambda layer: 1 / 0)
             assert torch.equal(model(ids).logits, dense)
             assert handle.stats()["dense_calls"] == {"kernel failed": 2}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["Mistral", "Gemma 2", "Gemma 3", "Gemma 4", "gpt-oss", "Llama 4", "DeepSeek-V3"])
+def test_on_a_gpu(monkeypatch, name):
+    """The same layouts on another device: logits and gradients beside eager attention, in fp32."""
+    monkeypatch.setitem(border.BORDERS, "cuda", dict.fromkeys(("causal", "masked", "eager"), 32))
+    family = next(each for each in FAMILIES if each.name == name)
+    heads = {} if name == "DeepSeek-V3" else {"head_dim": 32}
+    heads |= {"global_head_dim": 64} if name == "Gemma 4" else {}
+    model = family._replace(changes={**family.changes, **heads}).build().cuda()
+    before = model.config._attn_implementation
+    for make in (lambda: {"input_ids": ids_of(2, 300)}, lambda: padded(300), packed):
+        arguments = {key: x.cuda() if isinstance(x, torch.Tensor) else x for key, x in make().items()}
+        model.set_attn_implementation("eager")
+        want = run(model, arguments, grads=True)
+        model.set_attn_implementation(before)
+        with dx.apply(model) as handle:
+            got = run(model, arguments, grads=True)
+            assert handle.stats()["native_calls"] == 2, handle.stats()
+        largest = max(float(x.abs().max()) for x in want.values())
+        for key, x in want.items():
+            torch.testing.assert_close(got[key], x, atol=2e-3 * largest, rtol=2e-2)
