@@ -1,4 +1,4 @@
-"""Do mixed block sizes pay? 128-, 64- and 32-blocks in one layout against uniform ones, at equal recall.
+"""Compare layouts that mix 128-, 64- and 32-blocks with uniform ones, at equal recall.
 
     OMP_NUM_THREADS=1 python benchmarks/adaptive_blocks.py --tokens 2048 --layers 4 12 20 28
     python benchmarks/adaptive_blocks.py --tokens 8192 --layers 12 20 --device cuda
@@ -42,7 +42,7 @@ def spread(kept, factor):
 
 
 def choose(mass, visible, sizes, worth, overhead):
-    """Which 32-blocks to keep, (H, R, C) bool: the tree of tiles of `sizes` (ascending) of the most value.
+    """Choose the 32-blocks to keep, (H, R, C) bool: the tree of tiles of `sizes` (ascending) with the most value.
 
     A tile's value is its mass minus `worth` times its cost: its visible pairs in 32-blocks, plus `overhead` per row of
     32 queries, since every row pays for fetching a range of keys.

@@ -1,4 +1,4 @@
-"""Decoding steps in transformers' continuous batching: dense, as it is, and by a policy's page budget.
+"""Time decoding steps in transformers' continuous batching: dense, and by a policy's page budget.
 
 python benchmarks/batching.py [--lengths 4000 3500 3800 3900] [--steps 40] [--threads 1]
 
@@ -50,7 +50,7 @@ def serve(model, prompts, new_tokens):
 
 
 def milliseconds(model, prompts, steps):
-    """Of one step."""
+    """Return the CPU seconds of one step."""
     few, many = (serve(model, prompts, new_tokens)[1] for new_tokens in (2, 2 + steps))
     return 1e3 * (many - few) / steps
 

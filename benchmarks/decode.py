@@ -1,4 +1,4 @@
-"""Decoding with chosen pages against dense attention and against the bytes that must be read, on a GPU or a CPU.
+"""Time decoding with chosen pages beside dense attention and beside the bytes that must be read, on a GPU or a CPU.
 
 python benchmarks/decode.py [--quick | --combinations] [--only NAME ...] [--json FILE]
 

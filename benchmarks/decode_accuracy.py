@@ -1,4 +1,4 @@
-"""What a decoding step loses by its budget and by the precision of its cache: against dense attention in fp64.
+"""Measure what a decoding step loses by its budget and its cache's precision, against dense attention in fp64.
 
 python benchmarks/decode_accuracy.py [--model smollm2] [--tokens 1536] [--steps 8] [--random]
                                      [--rounding | --summaries] [--json FILE]

@@ -1,4 +1,4 @@
-"""What choosing costs on a GPU: selection and layout beside dense attention and beside the attention that follows.
+"""Time selection and layout on a GPU, beside dense attention and beside the attention that follows.
 
 First every choice is compared with the CPU's at 4,096 tokens; a wrong one gives no figures.
 

@@ -1,4 +1,4 @@
-"""Random problems on a GPU, forward and gradients, against fp64: both backends, over all that they serve.
+"""Check random problems on a GPU against fp64, forward and gradients, over everything that a backend serves.
 
     python benchmarks/gpu_sweep.py --cases 5000 --jobs 16 --seconds 200 --json sweep.json
 
@@ -40,7 +40,7 @@ SHARE = 0.3  # of the cases on Hopper's own kernels, of which there are fewer
 
 @dataclass(frozen=True)
 class Key:
-    """What a backend's kernels are compiled for."""
+    """The compile-time choices of a backend's kernels."""
 
     backend: str
     dtype: str
@@ -50,7 +50,7 @@ class Key:
     aligned: bool = True  # of `triton` alone
 
     def memories(self, seed):
-        """How q, k, v, sinks and the gradient of out lie in memory."""
+        """Draw the memory of q, k, v, sinks and the gradient of out."""
         if self.backend == "hopper":
             return random.Random(seed).choices(tuple(MEMORY), k=5)
         rng = random.Random(f"{self} {random.Random(seed).randrange(WAYS)}")

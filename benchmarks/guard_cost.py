@@ -1,4 +1,4 @@
-"""What the guard costs: on the way of every call, on that of a sampled one, and in the background.
+"""Time the guard: in every call, in a sampled call, and in the background.
 
     OMP_NUM_THREADS=1 python benchmarks/guard_cost.py --tokens 2048
     OMP_NUM_THREADS=1 python benchmarks/guard_cost.py --tokens 8192 --json

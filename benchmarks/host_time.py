@@ -1,4 +1,4 @@
-"""What the host does: microseconds until a call on a short sequence returns, and milliseconds to build a static layout.
+"""Time the host: microseconds until a call on a short sequence returns, milliseconds to build a static layout.
 
     python benchmarks/host_time.py [--tokens 512] [--decode-tokens 4096] [--layout-tokens 131072] [--only decode]
 
@@ -25,7 +25,7 @@ from dynaxx.patterns import kept
 
 
 def host_us(call: Callable[[], object], count: int = 200, rounds: int = 5) -> float:
-    """Of one call, the median of `rounds` averages."""
+    """Return the seconds of one call: the median of `rounds` averages."""
     for _ in range(30):
         call()
     found = []

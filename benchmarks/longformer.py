@@ -1,4 +1,4 @@
-"""Longformer and BigBird: transformers' own attention against dynaxx's, one pass against two, time and peak memory.
+"""Time Longformer and BigBird: transformers' own attention beside dynaxx's, one pass beside two; and peak memory.
 
     python benchmarks/longformer.py                                   # models of 2 layers, 1 and 2 threads
     python benchmarks/longformer.py --models longformer --lengths 4096 --layers 12 --repeats 3

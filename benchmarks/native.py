@@ -1,4 +1,4 @@
-"""Native Sparse Attention on a GPU beside dense attention: correct first, then times, then memory.
+"""Check Native Sparse Attention on a GPU, then time it and measure its memory beside dense attention.
 
     python benchmarks/native.py                 # all of it, about 3 minutes
     python benchmarks/native.py --only selected --heads 32/8 --json out.json
@@ -178,7 +178,7 @@ def parts_of(leaves):
 
 
 def time_parts(q_heads, kv_heads, seqlen, drift):
-    """Where forward and backward go: [forward, backward] ms of each part; selection has no backward."""
+    """Time each part: [forward, backward] in ms; selection has no backward."""
     p = parts_of(inputs_of(q_heads, kv_heads, seqlen, drift))
     packed, spans, scale = p["packed"], p["spans"], p["scale"]
     queried = lambda q: replace(packed, q=q)

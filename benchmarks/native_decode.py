@@ -1,4 +1,4 @@
-"""A decoding step of native sparse attention on a GPU beside dense attention over the same cache.
+"""Time a decoding step of native sparse attention on a GPU beside dense attention over the same cache.
 
     python benchmarks/native_decode.py            # about a minute
 

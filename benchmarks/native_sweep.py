@@ -1,4 +1,4 @@
-"""Random problems of Native Sparse Attention on a GPU, out and every gradient, against fp64 with derived budgets.
+"""Check random problems of Native Sparse Attention on a GPU against fp64: out and every gradient.
 
     python benchmarks/native_sweep.py --cases 1200 --jobs 16 --seconds 130
 
@@ -34,7 +34,7 @@ WINDOWS = ((16, 8), (8, 8), (16, 16), (32, 16))
 
 @dataclass(frozen=True)
 class Key:
-    """What kernels are compiled for."""
+    """The compile-time choices of the kernels."""
 
     backend: str
     dtype: str

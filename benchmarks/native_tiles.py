@@ -1,4 +1,4 @@
-"""Tile sizes of Native Sparse Attention's kernels: time of each kernel under each choice, by torch's profiler.
+"""Time the tile sizes of Native Sparse Attention's kernels with torch's profiler.
 
 python benchmarks/native_tiles.py               # about 90 s on an H200; 32k tokens, bf16, head_dim 128
 """

@@ -1,4 +1,4 @@
-"""Scorers on a model's real attention: what they keep of its mass at a budget, and what they cost.
+"""Measure scorers on a model's real attention: recall at a budget, and time.
 
     OMP_NUM_THREADS=1 python benchmarks/scorers.py smollm2 --tokens 4096 --layers 3 12 21
 

@@ -1,4 +1,4 @@
-"""Serve requests for a while, with everything that may happen in production, and check that nobody noticed.
+"""Serve requests while everything goes wrong that may in production, and check that no request fails.
 
     OMP_NUM_THREADS=1 python benchmarks/soak.py smollm2 --minutes 10            # faults, reloads, a kill switch, drift
     OMP_NUM_THREADS=1 python benchmarks/soak.py smollm2 --minutes 10 --steady   # the same traffic, nothing happens
@@ -52,7 +52,7 @@ ERRORS = (  # made anew for each failure: an exception holds its traceback, and 
 
 
 class Check:
-    """What must hold, what was found, and whether it does."""
+    """A condition, what was found, and whether it holds."""
 
     def __init__(self, name: str, found: Any, passed: bool) -> None:
         self.name, self.found, self.passed = name, found, passed
@@ -137,7 +137,7 @@ class Soak:
         return checks
 
     def progress(self, started: float) -> float:
-        """How much of the run is over, 0 to 1."""
+        """Return the share of the run that is over, 0 to 1."""
         if self.requests:
             return self.traffic.number / self.requests
         return (time.monotonic() - started) / self.seconds

@@ -1,4 +1,4 @@
-"""What telemetry costs a prefill: counted and measured as in service, or not at all.
+"""Time telemetry in a prefill: counted and measured as in service, or not at all.
 
     OMP_NUM_THREADS=1 python benchmarks/telemetry_overhead.py --tokens 8192 --runs 5
     python benchmarks/telemetry_overhead.py --device cuda --tokens 16384
@@ -36,7 +36,7 @@ ENTRIES = {
 
 
 class Nothing:
-    """Telemetry that is not there."""
+    """A recorder that records nothing."""
 
     def __getattr__(self, name):
         return lambda *args, **kwargs: self

@@ -51,7 +51,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A causal language model of bytes; which attention it runs is the caller's."""
+    """A causal language model of bytes with the attention that the caller chooses."""
 
     def __init__(self, layers: int, width: int, heads: int, seqlen: int) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Shape:
-    """Of the model and of a batch."""
+    """The shape of the model and of a batch."""
 
     layers: int = 12
     width: int = 256
@@ -172,7 +172,7 @@ def train(runs: list[Run], draw: Callable[[], Tensor], steps: int, report: Calla
 
 
 def attention_share(runs: list[Run], draw: Callable[[], Tensor], steps: int = 3) -> float:
-    """Of a dense step's time, the share that attention takes."""
+    """Return the share of a dense step's time that attention takes."""
     bare = Run("no attention", 0.0, copy.deepcopy(runs[0].model), without)
     train([bare], draw, steps, lambda line: None)
     return 1 - bare.ms / runs[0].ms

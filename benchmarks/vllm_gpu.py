@@ -255,7 +255,7 @@ def ranked(logprobs: Any) -> list[list[float]]:
 
 
 def compare(mine: list[Any], theirs: list[Any]) -> dict[str, Any]:
-    """How many prompts have the same tokens, and for the others by how much the two best tokens differed there."""
+    """Count prompts with the same tokens; for the others, return how far the two best tokens were apart."""
     same, margins, differences = 0, [], []
     for (tokens, best), (others, other_best) in zip(mine, theirs, strict=True):
         first = next((at for at, (a, b) in enumerate(zip(tokens, others, strict=True)) if a != b), None)

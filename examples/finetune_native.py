@@ -154,7 +154,7 @@ def run(args):
 
 
 def arguments(argv=None):
-    """Of the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="folder that `dynaxx convert` wrote")
     parser.add_argument("--out", type=Path, required=True)

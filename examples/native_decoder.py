@@ -1,4 +1,4 @@
-"""A small decoder whose attention is dense, a window, or Native Sparse Attention; all else, and its seed, is equal.
+"""A small decoder with dense attention, a window, or Native Sparse Attention; all else, and its seed, is equal.
 
 Tokens bring along an embedding of the one before them: what a decoder otherwise spends its first layer and most of its
 time on before it can look a pair up. What is left to learn of such a task is where to look.
@@ -25,7 +25,7 @@ def make_attention(variant, hidden, q_heads, kv_heads, head_dim, sizes, compress
 
 
 class Layer(nn.Module):
-    """Attention, then a gated MLP, each added to what comes in."""
+    """Attention, then a gated MLP, each with a residual connection."""
 
     def __init__(self, attention, hidden):
         super().__init__()

@@ -18,7 +18,7 @@ FIND = 0.6  # of a run: how long --find-first lasts
 
 
 class Trainer:
-    """A model, its optimizer, and what they have come to."""
+    """A model, its optimizer, and its progress."""
 
     def __init__(self, variant, args, device):
         self.sizes, (q_heads, kv_heads, head_dim) = sizes_of(args), args.heads

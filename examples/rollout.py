@@ -1,4 +1,4 @@
-"""A policy goes into production: a tenth of the requests, a guard, a changed file, the kill switch, drift, a renewal.
+"""Bring a policy into production: a tenth of the requests, a guard, a changed file, the kill switch, drift, renewal.
 
     OMP_NUM_THREADS=1 python examples/rollout.py
 

@@ -170,7 +170,7 @@ def plot(results, path):
 
 
 def arguments(argv=None):
-    """Of the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, help="bytes to learn from, as native_data.py packs them")
     parser.add_argument("--data", choices=["text", "recall", "copy", "needle"], default="text")

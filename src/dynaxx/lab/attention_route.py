@@ -1,4 +1,4 @@
-"""Send a model's attention through a function of ours for a while, by transformers' own extension points."""
+"""Route a model's attention through another function for a while, by transformers' own extension points."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What dynaxx keeps in its cache folder, and removing it: everything there is made again when it is needed."""
+"""List and clear dynaxx's cache folder: everything in it is made again when it is needed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class CacheEntry:
 
 @dataclass(frozen=True)
 class CacheReport:
-    """What the cache holds, or what was removed from it."""
+    """The content of the cache, or what was removed from it."""
 
     folder: Path
     entries: tuple[CacheEntry, ...]

@@ -1,4 +1,4 @@
-"""Refuse models that compute what is no number, before anything is measured on them."""
+"""Refuse models that compute NaN or infinity, before anything is measured on them."""
 
 from __future__ import annotations
 

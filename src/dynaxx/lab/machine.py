@@ -25,7 +25,7 @@ def need_gpu(device: str = "cuda") -> None:
 
 @dataclass(frozen=True)
 class Machine:
-    """Facts that a figure needs beside it."""
+    """Facts about the machine that belong beside every figure."""
 
     system: str
     cpu: str
@@ -43,7 +43,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """The best this machine did, just now: what achieved figures are held against."""
+    """The best rates of this machine, just measured, as ceilings for achieved figures."""
 
     gemm_gflops: float  # a large matrix product
     copy_gbs: float  # a copy far larger than the caches, bytes read and written

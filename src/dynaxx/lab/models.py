@@ -1,4 +1,4 @@
-"""Models for the tools: a Hugging Face folder, a GGUF file, or a model that comes as a Python package.
+"""Load models for the tools: a Hugging Face folder, a GGUF file, or a model that comes as a Python package.
 
 A GGUF is read by transformers' own loader once and kept as a plain folder in a cache, since reading it again takes a
 minute and the folder a second. The folder appears by one rename: a conversion that is killed leaves nothing behind
@@ -166,7 +166,7 @@ def model_name(name_or_path: str | Path) -> str:
 
 
 def _hub_folder(name: str) -> Path | None:
-    """Where the hub's own cache holds `owner/model`, if it does."""
+    """Return the folder of `owner/model` in the hub's own cache; None if it is not there."""
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         return None
     try:

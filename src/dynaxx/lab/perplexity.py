@@ -1,4 +1,4 @@
-"""Next-token loss of a language model over long texts, without ever holding all its logits."""
+"""Compute a language model's next-token loss over long texts without holding all logits."""
 
 from __future__ import annotations
 

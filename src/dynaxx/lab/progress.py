@@ -1,4 +1,4 @@
-"""What a long tool says while it works: bars on a terminal, a line now and then in a log, nothing when asked.
+"""Progress of long tools: bars on a terminal, a line now and then in a log, nothing when asked.
 
 Everything goes to stderr; stdout belongs to results.
 """
@@ -13,14 +13,14 @@ from typing import Any, Protocol, TextIO
 
 
 class Task(Protocol):
-    """One piece of work under way."""
+    """One piece of work in progress."""
 
     def advance(self, n: float = 1, note: str = "") -> None:
         """Say that `n` more steps are done; `note`, if given, replaces the words beside the bar."""
 
 
 class Progress(Protocol):
-    """Where a tool reports its work. Tasks may nest."""
+    """Receives the reports of a tool's work. Tasks may nest."""
 
     def task(self, description: str, total: float | None = None) -> AbstractContextManager[Task]:
         """Begin a task of `total` steps, or of unknown length; it ends with the `with` block."""

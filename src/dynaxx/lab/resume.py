@@ -1,4 +1,4 @@
-"""Long work that survives a kill: each finished step is kept on disk, and a new start goes on from there."""
+"""Keep each finished step of long work on disk, so that a killed run goes on from there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sample text: where it comes from, how it is split so that what a policy is validated on was never tuned on."""
+"""Read sample text, and split it so that a policy is validated on text that it was not tuned on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SECTION_CHARS = 65_536  # about 16k tokens of English: a section holds a whole l
 
 
 class TextSplit(NamedTuple):
-    """Two parts of one text that share nothing."""
+    """Two disjoint parts of one text."""
 
     calibration: str  # to analyze and tune on
     held_out: str  # to validate on, never seen before

@@ -1,4 +1,4 @@
-"""What tests, benchmarks and users check against: the fp64 oracle, derived error budgets, and random inputs."""
+"""Tools to check attention with: the fp64 oracle, derived error budgets, and random inputs."""
 
 from dynaxx.testing.cases import AttentionCase, make_qkv, random_case, random_pattern, random_selector
 from dynaxx.testing.expected import Expected

@@ -1,4 +1,4 @@
-"""Random inputs that try to break things: odd lengths, any group, every pattern, more queries than keys."""
+"""Draw random inputs that try to break things: odd lengths, any group, every pattern, more queries than keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a random problem is drawn from: dtypes, lengths, heads, blocks, rules, memory; and what of it is visible."""
+"""Draw the parts of a random problem: dtypes, lengths, heads, blocks, rules, memory; and its visible pairs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Piece = tuple[slice, slice]  # queries and keys of one sequence
 
 @dataclass
 class Draw:
-    """One seed's numbers; each method draws on, counts what it drew, or says what must be visible."""
+    """The random numbers of one seed; methods draw parts of a problem, count them, or define visible pairs."""
 
     rng: random.Random
     seed: int

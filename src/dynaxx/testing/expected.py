@@ -1,4 +1,4 @@
-"""What one problem's answers must be: fp64 and eager results, computed once for any number of backends."""
+"""The expected answers of one problem: fp64 and eager results, computed once for any number of backends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dynaxx.testing.rounding import rounding_errors
 
 
 class Expected:
-    """Answers and gradients of one problem in fp64, and what the same math loses to rounding in q's dtype.
+    """Answers and gradients of one problem in fp64, and the rounding errors of the same math in q's dtype.
 
     Args:
         seed: of the gradients of out and lse.

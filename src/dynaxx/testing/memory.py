@@ -1,4 +1,4 @@
-"""The same numbers in other memory: views of any stride, with NaN around them."""
+"""Copy numbers into other memory: views of any stride, with NaN around them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random problems of selected attention, and their check against fp64 with the derived budgets of `testing.oracle`."""
+"""Draw random problems of selected attention, and check them against fp64 with derived budgets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dynaxx.testing.oracle import ErrorReport, check_forward, check_gradients
 
 @dataclass(frozen=True)
 class SelectedCase:
-    """One random problem, packed. Stands in for a layout where the oracle asks for a mask."""
+    """One packed random problem. It stands in for a layout where the oracle asks for a mask."""
 
     q: Tensor  # (1, tokens_q, q_heads, head_dim)
     k: Tensor

@@ -158,7 +158,7 @@ def error_reports(
     exact: tuple[Tensor, ...],
     rounded: dict[str, float] | None = None,
 ) -> list[ErrorReport]:
-    """Of each named tensor, its error beside the budget: twice a rounding and the larger of eager and `rounded`."""
+    """Report each named tensor's error beside its budget: twice the larger of eager and `rounded`, plus a rounding."""
     least = [(rounded or {}).get(name, 0.0) for name in names]
     return [_report(*each) for each in zip(names, got, eager, exact, least, strict=True)]
 
@@ -181,6 +181,6 @@ def _report(name: str, got: Tensor, eager: Tensor, exact: Tensor, rounded: float
 
 
 def _place(got: Tensor, exact: Tensor, most: Tensor) -> str:
-    """Where `most` is largest, what is there and what must be."""
+    """Describe the element where `most` is largest: what is there and what must be."""
     at = tuple(int(i) for i in torch.unravel_index(most.double().argmax(), most.shape))
     return f"{list(at)}: {float(got[at]):.6g} for {float(exact[at]):.6g}"

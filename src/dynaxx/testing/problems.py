@@ -1,4 +1,4 @@
-"""Random problems: what a user may ask of the library, and which pairs must be visible by the rules' definitions.
+"""Draw random problems that a user may ask of the library, with their visible pairs by the rules' definitions.
 
 A problem's tensors are (batch, seqlen, heads, head_dim) whatever it is about: packed sequences and requests of mixed
 length lie behind one another in a batch of one. N, M queries and keys, H heads.

@@ -1,4 +1,4 @@
-"""What attention and its gradients lose to rounding, to first order, with sums taken in any order.
+"""Predict the rounding errors of attention and its gradients, to first order, with sums taken in any order.
 
 Errors are carried through the formulas as root mean squares. Each rounding is independent of the others and as large as
 it can be, u = eps / 2 of what is rounded (in the mean square it is 0.4 of that):
@@ -32,7 +32,7 @@ from torch.nn.functional import pad
 
 
 class _Weights(NamedTuple):
-    """Weights of every pair, and what they come of; a sink is one more key."""
+    """Weights of every pair, and their errors; a sink is one more key."""
 
     p: Tensor  # (B, H, N, M), 0 where hidden
     e_score: Tensor  # (B, H, N, M), of the capped score
@@ -167,5 +167,5 @@ def _largest(errors: dict[str, Tensor]) -> dict[str, float]:
 
 
 def _of_groups(errors: Tensor, group_size: int) -> Tensor:
-    """Of sums over the q heads of each group."""
+    """Return the errors of sums over the q heads of each group."""
     return _rms(*errors.unflatten(1, (-1, group_size)).unbind(2))

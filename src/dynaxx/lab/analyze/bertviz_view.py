@@ -1,4 +1,4 @@
-"""The attention of a short excerpt in bertviz's own view (github.com/jessevig/bertviz), as a file."""
+"""Write the attention of a short excerpt in bertviz's own view (github.com/jessevig/bertviz)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""q and k of every attention layer of one dense forward pass, through transformers' own extension points."""
+"""Capture q and k of every attention layer of one dense forward pass, through transformers' own extension points."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HIDDEN = -1e4  # score of a pair that is not visible: exp is 0 and 0 * score sta
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """What one attention layer was given, after its rotary embedding."""
+    """The inputs of one attention layer after its rotary embedding."""
 
     layer: int
     q: Tensor  # (N, H, D) the model's dtype

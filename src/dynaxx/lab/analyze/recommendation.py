@@ -1,4 +1,4 @@
-"""The sparsest rule that keeps a share of a head's attention mass, and why, in words."""
+"""Recommend the sparsest rule that keeps a share of a head's attention mass, and say why."""
 
 from __future__ import annotations
 

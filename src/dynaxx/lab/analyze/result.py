@@ -1,4 +1,4 @@
-"""What `dynaxx analyze` found: every head, and the sums, as objects, as plain data and in words."""
+"""The result of `dynaxx analyze`: every head and the sums, as objects, as plain data and in words."""
 
 from __future__ import annotations
 

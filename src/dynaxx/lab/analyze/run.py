@@ -1,4 +1,4 @@
-"""Where a model attends, head by head: how far, on which lines, and what a pattern or a selector would catch of it.
+"""Analyze where a model attends, head by head: how far, on which lines, and how much of it each rule would catch.
 
 For each head it recommends the sparsest rule that keeps a share of the attention mass, with the reason in words. It is
 a starting point and an explanation, not a proof: how much mass a model needs is what `tune` and `validate` measure.
@@ -30,7 +30,7 @@ from dynaxx.selection import select_blocks
 
 
 class Catch(NamedTuple):
-    """What a rule comes to on one head."""
+    """A rule's recall and density on one head."""
 
     density: float
     recall: float

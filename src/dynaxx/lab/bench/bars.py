@@ -1,4 +1,4 @@
-"""Promises that a benchmark holds itself to."""
+"""Bars: thresholds that a benchmark's figures must reach."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Bar:
-    """A promise: `value` of every workload that it covers is at least (or for errors and times at most) `bar`.
+    """A threshold: `value` must be at least (for errors and times at most) `bar`.
 
     A value of None could not be measured, as when the peer it is held against is not installed: neither met nor missed.
     """

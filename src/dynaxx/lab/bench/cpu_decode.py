@@ -1,4 +1,4 @@
-"""Decoding on this machine: one query over a long cache, pages chosen and read, against the best form of dense SDPA."""
+"""Time decoding on this machine: one query over a long cache, pages chosen and read, beside the best dense SDPA."""
 
 from __future__ import annotations
 

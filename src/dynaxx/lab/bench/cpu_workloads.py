@@ -1,4 +1,4 @@
-"""What `dynaxx bench --suite cpu` times, and what each figure must reach."""
+"""Workloads of `dynaxx bench --suite cpu`, and the bar of each figure."""
 
 from __future__ import annotations
 

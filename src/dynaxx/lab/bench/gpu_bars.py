@@ -1,4 +1,4 @@
-"""What the GPU suite promises on an H200: ratios to peers of the same process, rates, and times."""
+"""Bars of the GPU suite on an H200: ratios to peers in the same process, rates, and times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The causal mask as FlashAttention 4 takes it: a function in CuTe's language, which must be there to import this."""
+"""The causal mask for FlashAttention 4: a function in CuTe's language, which must be installed to import this file."""
 
 import cutlass.cute as cute
 

@@ -1,4 +1,4 @@
-"""What the GPU suite measures beside attention at one shape: layouts, host time, an encoder, growth with length."""
+"""Further measurements of the GPU suite: layouts, host time, an encoder, growth with length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the GPU suite times: shapes, their layouts and inputs. bf16, batch 1, causal, q heads over kv heads as named."""
+"""Workloads of the GPU suite: shapes, layouts and inputs. bf16, batch 1, causal; heads are q / kv heads."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ class Workload:
         return q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
 
     def flops(self, layout: BlockLayout) -> int:
-        """Of the forward pass: 4 * head_dim * q_heads * visible pairs; 2.5 times that backward."""
+        """FLOPs of the forward: 4 * head_dim * q_heads * visible pairs. The backward has 2.5 times as many."""
         return round(4 * self.head_dim * self.heads[0] * float(layout.to("cpu").visible_pairs().double().mean(1).sum()))
 
     @property
     def dense_flops(self) -> int:
-        """Of dense causal attention."""
+        """FLOPs of dense causal attention."""
         return 2 * self.head_dim * self.heads[0] * self.seqlen * (self.seqlen + 1)
 
     @cached_property

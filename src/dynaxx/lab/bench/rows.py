@@ -1,4 +1,4 @@
-"""Which rows of a benchmark are asked for."""
+"""Select rows of a benchmark by name."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def rows_named(option: str, wanted: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Those of `names` that start like one of `wanted`, in their own order.
+    """Return the names that start like one of `wanted`, in their own order.
 
     Raises:
         ValueError: one of `wanted` that none of them starts like.

@@ -23,7 +23,7 @@ from dynaxx.testing import Expected, Problem, random_memory, random_problem
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A problem on which a backend is wrong, or fails; or whose layout is."""
+    """A problem on which a backend is wrong or fails, or whose layout is wrong."""
 
     seed: int
     backend: str
@@ -37,7 +37,7 @@ class Mismatch:
 
 @dataclass(frozen=True)
 class FuzzResult:
-    """How many problems each backend was right on, what they were made of, and where one was not."""
+    """Correct problems per backend, what they were made of, and every mismatch."""
 
     first_seed: int
     cases: int

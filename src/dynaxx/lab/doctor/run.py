@@ -26,7 +26,7 @@ BROKEN = "broken: "  # begins the reason of a backend that cannot answer
 
 @dataclass(frozen=True)
 class BackendStatus:
-    """What one backend answers to the user's problem; no reasons means it can serve."""
+    """One backend's answer to the user's problem; without reasons it can serve."""
 
     name: str
     forward_reasons: tuple[str, ...]
@@ -180,7 +180,7 @@ def diagnose(
 
 
 def _checked_seqlen(q_heads: int, head_dim: int, seqlen: int, block_size: int) -> int:
-    """How much of a problem the oracle has room for: a block at least."""
+    """Return the length of a problem that the oracle has memory for: a block at least."""
     matrix, rows = 8 * q_heads, 8 * 8 * q_heads * head_dim
     if min(seqlen, block_size) * rows > ROW_BYTES:
         most = ROW_BYTES // (8 * 8 * min(seqlen, block_size))

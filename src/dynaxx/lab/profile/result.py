@@ -1,4 +1,4 @@
-"""What `dynaxx profile` found: where the time goes, what that would save, and one sentence about it."""
+"""The result of `dynaxx profile`: where the time goes, what sparsity would save, and a verdict."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class LengthProfile:
 
 @dataclass(frozen=True)
 class Saving:
-    """What a density would save at a length, if attention's time is proportional to it."""
+    """The saving of a density at a length, if attention's time is proportional to density."""
 
     seqlen: int
     density: float
@@ -70,7 +70,7 @@ class Saving:
 
 @dataclass(frozen=True)
 class ProfileResult:
-    """Where the time goes, and what that means."""
+    """The time by part at each length, and the verdict."""
 
     machine: Machine
     model: str

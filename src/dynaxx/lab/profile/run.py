@@ -108,7 +108,7 @@ def default_lengths(model: Any, longest: int = 8192) -> tuple[int, ...]:
 
 
 class _Measured(NamedTuple):
-    """One length, before it is held against the ceilings."""
+    """The measurements of one length, before they are compared with the ceilings."""
 
     seqlen: int
     seconds: Seconds
@@ -182,7 +182,7 @@ def _timed(model: Any, clock: Clock, run: Callable[[], Any]) -> tuple[float, Any
 
 
 def _prefill(model: Any, ids: Tensor) -> Any:
-    """As `generate` does it: with a cache, and logits of the last token only."""
+    """Run a prefill as `generate` does: with a cache, and logits of the last token only."""
     return model(ids, use_cache=True, logits_to_keep=1)
 
 

@@ -27,7 +27,7 @@ class Point(NamedTuple):
 
 
 class Series(NamedTuple):
-    """A line. `style` is "accent", "ink", "soft", or "dashed"."""
+    """A line of a chart. `style` is "accent", "ink", "soft", or "dashed"."""
 
     name: str
     points: Sequence[Point]
@@ -35,7 +35,7 @@ class Series(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A reference: `y` (or `x`) and what it says."""
+    """A reference line at `y` (or `x`) with a label."""
 
     at: float
     label: str
@@ -43,7 +43,7 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class Axes:
-    """How to draw the axes of a line chart."""
+    """The axes of a line chart."""
 
     x_label: str
     y_label: str

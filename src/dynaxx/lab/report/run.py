@@ -1,4 +1,4 @@
-"""The report: one self-contained HTML page from the results in a folder, for an engineer to show the team.
+"""Write the report: one self-contained HTML page from the results in a folder.
 
 Each section reads one file that another tool wrote. A missing file becomes a sentence that says which command makes it,
 a file of an unknown shape one that says so; neither keeps the rest of the page from being made.
@@ -38,7 +38,7 @@ ODD = (KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticEr
 
 @dataclass
 class Section:
-    """One file's part of the page: what to show, or why there is nothing."""
+    """One file's part of the page: its data, or why there is nothing to show."""
 
     name: str
     command: str

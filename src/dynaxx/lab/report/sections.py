@@ -1,4 +1,4 @@
-"""The report's sections: from a document that a tool wrote to the figures, tables and charts that the page shows.
+"""Turn the documents that tools wrote into the figures, tables and charts of the report.
 
 Each function takes the document and, where it looks at others, all of them; it raises where a field is missing or odd.
 """
@@ -32,7 +32,7 @@ def number(value: Any) -> str:
 
 
 def profile_section(document: dict[str, Any], documents: dict[str, Any]) -> dict[str, Any]:
-    """Where the time goes."""
+    """Return the section on where the time goes."""
     lengths = sorted(document["lengths"], key=lambda length: length["seqlen"])
     rows = []
     for length in lengths:
@@ -69,7 +69,7 @@ PARTS = {
 
 
 def analysis_section(document: dict[str, Any], documents: dict[str, Any]) -> dict[str, Any]:
-    """Where the heads attend."""
+    """Return the section on where the heads attend."""
     heads = document["heads"]
     layers: dict[int, list[dict[str, Any]]] = {}
     for head in heads:

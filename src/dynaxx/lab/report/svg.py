@@ -1,4 +1,4 @@
-"""What charts are drawn of, as SVG: text that covers nothing, marks, scales and ticks."""
+"""Parts of charts as SVG: labels that cover nothing, marks, scales and ticks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def text(x: float, y: float, said: str, style: str, anchor: str = "start") -> st
 
 
 class Labels:
-    """Words on a chart that cover neither its lines nor each other, where there is room."""
+    """Labels on a chart that cover neither its lines nor each other, if there is room."""
 
     def __init__(self, lines: Sequence[Sequence[tuple[float, float]]]) -> None:
         steps = [index / 24 for index in range(25)]

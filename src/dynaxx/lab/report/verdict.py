@@ -1,4 +1,4 @@
-"""The verdict on top of a report, in words, from whatever has been measured. It says no as plainly as yes."""
+"""Write the verdict on top of a report from the measurements that exist. It says no as plainly as yes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FASTER = 1.05  # a speed-up below this is none
 
 @dataclass(frozen=True)
 class Stat:
-    """A figure, what it is, and what it is held against."""
+    """A figure, its name, and what it is compared with."""
 
     value: str
     label: str
@@ -20,7 +20,7 @@ class Stat:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The first thing a reader sees."""
+    """The verdict on top of the page: title, text and figures."""
 
     mark: str  # "yes", "no", "open"
     headline: str

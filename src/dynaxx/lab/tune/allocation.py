@@ -26,7 +26,7 @@ class Step(NamedTuple):
 
 
 class Allocation(NamedTuple):
-    """Which candidate each head takes, and what is predicted of it."""
+    """The candidate that each head takes, and the predicted loss."""
 
     choice: Tensor  # (heads,) int64
     density: float  # mean over heads
@@ -52,7 +52,7 @@ def lower_hull(density: Sequence[float], loss: Sequence[float]) -> list[int]:
 
 
 class Allocator:
-    """Answers, for any mean density, who gets what.
+    """Returns the best allocation for any mean density.
 
     Args:
         density, loss: (candidates, heads); the heads of all layers side by side.

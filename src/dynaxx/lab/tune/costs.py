@@ -1,4 +1,4 @@
-"""What candidates of `dynaxx tune` are, and what each costs each head."""
+"""The candidates of `dynaxx tune`, and the cost of each for each head."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Budgets = list[list[float]]  # per layer and q head
 
 
 class Costs(NamedTuple):
-    """What every candidate costs every head, by scorer; each tensor (budgets, layers * heads)."""
+    """The cost of every candidate for every head, by scorer; each tensor (budgets, layers * heads)."""
 
     layers: tuple[int, ...]
     density: dict[Scorer, Tensor]

@@ -1,4 +1,4 @@
-"""From which length sparse attention is faster than dense on this machine, selection included."""
+"""Find the length from which sparse attention, selection included, is faster than dense on this machine."""
 
 from __future__ import annotations
 

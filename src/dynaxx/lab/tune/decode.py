@@ -1,4 +1,4 @@
-"""Decode rules: the least share of a cache's pages that keeps the loss of tokens decoded one by one, where it pays."""
+"""Find decode rules: the least share of a cache's pages that keeps the loss of tokens decoded one by one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ERRORS = 2  # standard errors that a rise of perplexity must stay below the tole
 
 @dataclass(frozen=True)
 class DecodeTrial:
-    """One share of pages: decoded perplexity over that of dense decoding, its standard error, whether both fit."""
+    """One share of pages: perplexity over that of dense decoding, its standard error, and whether it passed."""
 
     share: float
     ratio: float
@@ -41,7 +41,7 @@ class DecodeTrial:
 
 @dataclass(frozen=True)
 class DecodeResult:
-    """What was tried, and timed at the share that was chosen; `dense_below` is None where no rule is written."""
+    """The shares that were tried, and timings at the chosen one; `dense_below` is None if no rule is written."""
 
     trials: tuple[DecodeTrial, ...]
     share: float | None

@@ -1,4 +1,4 @@
-"""From which length a decoding step by pages is faster than dense, launched one by one and as a captured graph."""
+"""Find the length from which decoding by pages is faster than dense, launched one by one and as a captured graph."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _layer(like: Tensor, facts: Any, budget: PageBudget, page_size: int, seqlen:
 
 
 def _copies(layer: _Layer, row: int) -> int:
-    """How many caches a row reads in turn."""
+    """Return the number of caches that a row reads in turn."""
     if layer.q.device.type != "cuda":
         return 1
     held = torch.cuda.get_device_properties(layer.q.device).L2_cache_size

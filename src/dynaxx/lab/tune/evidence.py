@@ -1,4 +1,4 @@
-"""What a policy carries of its tuning: where it was measured, with which command, and the figures."""
+"""A policy's evidence: where it was measured, with which command, and the figures."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ SHARES = {"profile": 10, "analyze": 10, "tune": 60, "validate": 19, "report": 1}
 
 @dataclass(frozen=True)
 class Plan:
-    """What to do to a model, and where its results go."""
+    """The settings of a tuning run: steps, limits, and the folder for results."""
 
     name: str
     out: Path
@@ -71,7 +71,7 @@ def run(model: Any, tokenizer: Any, text: str, plan: Plan, *, progress: Progress
 
 
 class _Steps:
-    """What each step does, and the files that there are by now. Settings that a later step refuses raise at once."""
+    """The steps of a run and the files written so far. Settings that a later step would refuse raise at once."""
 
     def __init__(self, model: Any, tokenizer: Any, text: str, plan: Plan, progress: Progress) -> None:
         from dynaxx.lab.tune.decode import check_cuda_graph

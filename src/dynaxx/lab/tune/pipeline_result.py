@@ -1,4 +1,4 @@
-"""What `dynaxx tune` found, step by step, and how it says so."""
+"""The result of `dynaxx tune`, step by step, and its summary."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class PipelineResult:
-    """The documents that were made or found, by step."""
+    """The documents of each step, made now or found."""
 
     profile: dict[str, Any] | None
     analysis: dict[str, Any] | None

@@ -1,4 +1,4 @@
-"""A tuned policy is validated, and runs prompts sparse from a later length where only speed fails it.
+"""Validate a tuned policy, and raise its border if only speed fails.
 
 `tune` finds its border from attention alone. The whole model has the rest of its launches around it, and says otherwise
 where attention is little of its time.

@@ -1,4 +1,4 @@
-"""The reference of a tuned policy: attention on the text that it was tuned for, which drift is measured against."""
+"""Record the reference of a tuned policy: attention statistics on its text, against which drift is measured."""
 
 from __future__ import annotations
 

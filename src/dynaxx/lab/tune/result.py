@@ -1,4 +1,4 @@
-"""What `dynaxx tune` found: every budget it evaluated, the chosen one, and the policy."""
+"""The result of `dynaxx tune`: every budget it evaluated, the chosen one, and the policy."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Raised:
 
 @dataclass(frozen=True)
 class TuneResult:
-    """What `tune` found; `.policy` is the document, `.to_dict()` the evidence that `tuning.json` holds."""
+    """The result of `tune`; `.policy` is the document, `.to_dict()` the evidence that `tuning.json` holds."""
 
     model: str
     tokens: int

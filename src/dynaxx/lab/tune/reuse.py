@@ -1,4 +1,4 @@
-"""What it costs when a layer uses the blocks that an earlier layer chose: recall, layer by layer, on real text."""
+"""Measure the cost of reusing an earlier layer's blocks: recall, layer by layer, on real text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RULE = Hybrid(SlidingWindow(1024) | Sink(128), TopK(0.1))
 
 @dataclass(frozen=True)
 class LayerReuse:
-    """Share of a layer's attention mass in the blocks that it chooses itself, and in those it would be handed."""
+    """Share of a layer's attention mass in its own blocks, and in the blocks that it would reuse."""
 
     layer: int
     source: int  # the layer that chose

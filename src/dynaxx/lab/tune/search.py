@@ -1,4 +1,4 @@
-"""The search for a policy: which scorer, how low a density, from which length, what goes into the file beside it."""
+"""Search a policy: which scorer, how low a density, from which length, and the evidence beside it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each head loses at each budget, from one forward and one backward pass.
+"""Measure the loss of each head at each budget with one forward and one backward pass.
 
 Dropping keys changes a head's output by some delta. To second order that raises the model's loss by 1/2 delta' F delta,
 where F is the Fisher information of the next-token distribution with respect to that output. The gradient g of the
@@ -26,7 +26,7 @@ PROBE = "dynaxx_sensitivity"  # our name in transformers' AttentionInterface
 
 
 class HeadCosts(NamedTuple):
-    """Of one layer, for each candidate and q head."""
+    """The costs of one layer, for each candidate and q head."""
 
     layer: int
     loss: Tensor  # (candidates, H) fp64, nats per token

@@ -1,4 +1,4 @@
-"""How much of the time that a user allows for tuning is left."""
+"""The time budget of a tuning run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model without a policy and under it, measured beside each other: distributions, answers, generated text, time."""
+"""Measure a model without a policy and under it: distributions, answers, generated text, time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `dynaxx validate` found, figure by figure, and its checks."""
+"""The result of `dynaxx validate`: every figure, and the checks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Check:
-    """One figure held against one tolerance."""
+    """One figure compared with one tolerance."""
 
     name: str
     value: float
@@ -71,7 +71,7 @@ class Repetition:
 
 @dataclass(frozen=True)
 class SpeedRow:
-    """The whole prefill at one length; the fastest of interleaved runs, since neighbours only ever add to one."""
+    """The whole prefill at one length: the fastest of interleaved runs, because disturbances only add time."""
 
     seqlen: int
     dense_seconds: float
@@ -84,7 +84,7 @@ class SpeedRow:
 
 @dataclass(frozen=True)
 class ValidationResult:
-    """What `validate` found. `passed` is all of `checks`."""
+    """The result of `validate`. `passed` is true if all of `checks` passed."""
 
     passed: bool
     checks: tuple[Check, ...]

@@ -1,4 +1,4 @@
-"""`dynaxx validate`: is a model under a policy still the model, and is it faster? Against the policy's own tolerances.
+"""`dynaxx validate`: compare a model under a policy with the dense model, by the policy's own tolerances.
 
 Everything is measured on text and tasks that tuning never saw, dense beside sparse in one process: next-token
 distributions, perplexity, retrieval, repetition in generated text, then time and memory of the whole prefill.

@@ -1,4 +1,4 @@
-"""Retrieval tasks made on the spot: facts hidden in real text, a question at the end, an answer to score.
+"""Make retrieval tasks: facts hidden in real text, a question at the end, an answer to score.
 
 Answers are scored by teacher forcing: the log-probability of each answer token, and whether it was the most likely one.
 So even a small model, which would not generate the whole answer, shows how well it still finds what it needs.
