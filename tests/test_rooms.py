@@ -15,6 +15,7 @@ ROOMS = (
     "printable",
     "storage",
     "arguments",
+    "lazy",
     "core",
     "layout",
     "patterns",

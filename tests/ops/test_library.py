@@ -87,7 +87,7 @@ def test_a_compiled_call_knows_what_the_host_knows(monkeypatch):
     assert built.host is None
     run, _ = compiled(loss)
     seen = []
-    monkeypatch.setattr(library, "recall", lambda layout, kv_indptr: seen.append(kv_indptr))
+    monkeypatch.setattr(library, "restore", lambda layout, kv_indptr: seen.append(kv_indptr))
     run(*make_qkv(1, 200, 200, 2, 1, 16), here)
     assert [x is here.kv_indptr for x in seen] == [True]
 

@@ -145,21 +145,20 @@ def _open(path: Path) -> CDLL:
     if found != build.source_hash():
         raise ImportError(f"built from other sources ({found}, expected {build.source_hash()}); build it again")
     pointer, size = ctypes.c_void_p, ctypes.c_int64
-    library.dynaxx_cpu_plan_masks.argtypes = [pointer, size, size, size, size, pointer, pointer]
-    library.dynaxx_cpu_plan_masks.restype = None
-    library.dynaxx_cpu_plan_rows.argtypes = [pointer, size, size, pointer]
-    library.dynaxx_cpu_plan_rows.restype = None
-    library.dynaxx_cpu_plan_ranks.argtypes = [pointer, pointer, size, size, size, pointer, pointer]
-    library.dynaxx_cpu_plan_ranks.restype = None
-    library.dynaxx_cpu_forward.argtypes = [ctypes.c_char_p]
-    library.dynaxx_cpu_forward.restype = ctypes.c_int
-    library.dynaxx_cpu_backward.argtypes = [pointer]
-    library.dynaxx_cpu_backward.restype = ctypes.c_int
-    for decode in (library.dynaxx_cpu_decode, library.dynaxx_cpu_select_pages, library.dynaxx_cpu_summarize_pages):
-        decode.argtypes = [pointer]
-        decode.restype = ctypes.c_int
-    library.dynaxx_cpu_static_layout.argtypes = [pointer, size, pointer, pointer]
-    library.dynaxx_cpu_static_layout.restype = ctypes.c_int
-    library.dynaxx_cpu_take_layout.argtypes = [pointer]
-    library.dynaxx_cpu_take_layout.restype = None
+    arguments = {
+        "plan_check": [pointer] * 4 + [size] * 5,
+        "plan_masks": [pointer, size, size, size, size, pointer, pointer],
+        "plan_rows": [pointer, size, size, pointer],
+        "plan_ranks": [pointer, pointer, size, size, size, pointer, pointer],
+        "forward": [ctypes.c_char_p],
+        "backward": [pointer],
+        "decode": [pointer],
+        "select_pages": [pointer],
+        "summarize_pages": [pointer],
+        "static_layout": [pointer, size, pointer, pointer, pointer],
+        "take_layout": [pointer, pointer, size],
+    }
+    for name, types in arguments.items():
+        function = getattr(library, f"dynaxx_cpu_{name}")
+        function.argtypes, function.restype = types, ctypes.c_int  # a status, see status.py
     return library

@@ -7,8 +7,7 @@ indices whose rows hold the partial blocks first and the full blocks after them,
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -16,10 +15,11 @@ import torch
 from torch import Tensor
 
 from dynaxx.arguments import typed
+from dynaxx.layout.derived import DerivedValues, Unset
 from dynaxx.layout.grid import BlockGrid, as_block_size
 from dynaxx.layout.host import moved_together, on_host
+from dynaxx.layout.host_metadata import attach
 from dynaxx.layout.masks import ElementMasks
-from dynaxx.layout.origin import remember
 from dynaxx.layout.transpose import TransposedLayout, transpose
 from dynaxx.layout.validate import check_form, check_values
 
@@ -55,9 +55,11 @@ class BlockLayout:
     kv_indices: Tensor
     kv_masks: Tensor
     masks: ElementMasks
+    derived: DerivedValues = field(default_factory=DerivedValues, init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_form(self)
+        self.derived.watch(self.tensors)
 
     # ---- sizes ---------------------------------------------------------------------------------------------------
 
@@ -81,23 +83,41 @@ class BlockLayout:
     def device(self) -> torch.device:
         return self.kv_indptr.device
 
-    @cached_property
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All six: what a kernel, a compiler or a copy needs beside the lengths and the block size."""
+        masks = self.masks
+        return self.kv_indptr, self.kv_num_partial, self.kv_indices, self.kv_masks, masks.bits, masks.bands
+
+    @property
     def nnz(self) -> int:
         """Visited blocks over all rows. Reads back from the device once."""
-        return int(self.kv_indptr.flatten()[-1]) if self.q_blocks else 0
+        known = self.derived.nnz
+        if known is None:
+            known = self.derived.nnz = int(self.kv_indptr.flatten()[-1]) if self.q_blocks else 0
+        return known
 
-    @cached_property
+    @property
     def kv_num_blocks(self) -> Tensor:
         """Visited kv blocks per row, partial and full, (layout_batch, layout_heads, q_blocks) int32."""
-        return self.kv_indptr.diff(dim=-1)
+        known = self.derived.kv_num_blocks
+        if known is None:
+            known = self.derived.kv_num_blocks = self.kv_indptr.diff(dim=-1)
+        return known
 
-    @cached_property
+    @property
     def kv_order(self) -> Tensor | None:
         """Rows with the longest first, (layout_batch, layout_heads, q_blocks) int32: the order to start them in.
 
         None where the last rows are the longest, as under a causal mask, and for a layout made on a GPU, which is not
         read back: a kernel then starts with the last row.
         """
+        known = self.derived.kv_order
+        if isinstance(known, Unset):
+            known = self.derived.kv_order = self._longest_first()
+        return known
+
+    def _longest_first(self) -> Tensor | None:
         if self.device.type != "cpu":
             return None
         counts = self.kv_num_blocks
@@ -108,17 +128,18 @@ class BlockLayout:
     @property
     def form(self) -> Hashable | None:
         """Common to layouts that were chosen alike on a GPU: their tensors differ in addresses and numbers alone."""
-        return vars(self).get("_form")
+        return self.derived.form
 
     @property
     def host(self) -> BlockLayout | None:
-        """This layout on the host, where it is there or came from there: what can be read without waiting."""
-        return self if self.device.type == "cpu" else self._source
-
-    @cached_property
-    def _source(self) -> BlockLayout | None:
-        found: BlockLayout | None = vars(self).get("_on_host", lambda: None)()
-        return found
+        """This layout on the host, or the one there that it was copied from; None where the host has none."""
+        if self.device.type == "cpu":
+            return self
+        known = self.derived.host
+        if isinstance(known, Unset):
+            make = self.derived.make_host
+            known = self.derived.host = None if make is None else make()
+        return known
 
     def grid(self, causal: bool = True) -> BlockGrid:
         """Its lengths and block size."""
@@ -233,26 +254,32 @@ class BlockLayout:
         Raises:
             ValueError: offsets that fall, counts or indices out of range, a block named twice in a row.
         """
+        self.drop_stale()
         check_values(self)
+        self.derived.validated = True
         return self
 
-    @cached_property
-    def validated(self) -> bool:
-        """True, or raises as `validate` does; checks once."""
-        self.validate()
-        return True
+    def ensure_valid(self) -> None:
+        """Raise as `validate` does. Checks once, and again after a tensor was written to."""
+        self.drop_stale()
+        if not self.derived.validated:
+            self.validate()
+
+    def drop_stale(self) -> None:
+        """Drop derived values if a tensor was written to since they were computed."""
+        if self.derived.is_stale():
+            self.derived.clear()
 
     @typed
     def to(self, device: torch.device | str) -> BlockLayout:
         """The same layout on another device; a copy to a GPU does not wait for it."""
         if torch.device(device) == self.device:
             return self
-        parts = [self.kv_indptr, self.kv_num_partial, self.kv_indices, self.kv_masks, self.masks.bits, self.masks.bands]
-        parts += [] if self.kv_order is None else [self.kv_order]
+        parts = [*self.tensors, *([] if self.kv_order is None else [self.kv_order])]
         indptr, num_partial, indices, codes, bits, bands, *order = moved_together(parts, torch.device(device))
         masks = ElementMasks(bits, bands, self.masks.kv_block)
         there = BlockLayout(self.seqlen_q, self.seqlen_k, self.block_size, indptr, num_partial, indices, codes, masks)
-        remember(there, lambda: self.host, order[0] if order else None)
+        attach(there, lambda: self.host, order[0] if order else None)
         return there
 
     @typed
@@ -290,22 +317,39 @@ class BlockLayout:
 
         return plot_layout(self, batch=batch, head=head, ax=ax)
 
-    @cached_property
+    @property
     def column_counts(self) -> Tensor:
         """Visits of each kv block, (layout_batch, layout_heads, kv_blocks) int64; of a layout on the host."""
+        known = self.derived.column_counts
+        if known is None:
+            known = self.derived.column_counts = self._count_columns()
+        return known
+
+    def _count_columns(self) -> Tensor:
         lead, cols, _ = self.entries()
         shape = (self.layout_batch, self.layout_heads, self.kv_blocks)
         if self.layout_batch * self.layout_heads > 1:
             cols = cols + lead // max(1, self.q_blocks) * self.kv_blocks
         return torch.bincount(cols, minlength=prod(shape)).view(shape)
 
-    @cached_property
+    @property
     def transposed(self) -> TransposedLayout:
         """The same blocks by kv block, for the backward pass over keys. Computed once, where the layout lies.
 
         A layout on a GPU is not read back: all slots up to the capacity are sorted, the unused ones to the end.
         """
-        return transpose(self)
+        known = self.derived.transposed
+        if known is None:
+            known = self.derived.transposed = transpose(self)
+        return known
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave derived values out of copies and pickles."""
+        return {name: value for name, value in vars(self).items() if name != "derived"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, derived=DerivedValues())
+        self.derived.watch(self.tensors)
 
     def __repr__(self) -> str:
         return (

@@ -4,86 +4,110 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Iterator
-from typing import Any, Generic, ParamSpec
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 from torch import Tensor
 
-from dynaxx.layout.block_layout import BlockLayout
+from dynaxx.layout.derived import times_written
 
 MOST_BYTES = 256 * 1024 * 1024
+MOST_VALUES = 128
+GROWTH = 8  # what is computed from a layout later takes at most so many times its own bytes, estimated
 
 P = ParamSpec("P")
+T = TypeVar("T")
 
 
-class LayoutCache(Generic[P]):
-    """A function that makes layouts, and the layouts that it made last.
+class Kept(NamedTuple, Generic[T]):
+    """A value of the cache."""
 
-    Without a lock, so that a forked child never waits for a thread that it does not have: at worst two threads make
-    the same layout.
+    value: T
+    tensors: tuple[Tensor, ...]  # of the value when it was made
+    written: tuple[int, ...]  # how often each had been written to
+    size: int  # bytes of these tensors
+
+
+class LayoutCache(Generic[P, T]):
+    """A function that makes layouts (or other values that hold tensors), and the values that it made last.
+
+    Every caller that asks for the same value gets the same tensors. One that somebody has written to since is made
+    anew, so that no caller gets the numbers of another. There is no lock, so a forked child never waits for a thread
+    that it does not have: at worst two threads make the same value.
 
     Args:
-        make: returns the layout for some hashable arguments.
-        most_bytes: of all layouts that are kept, with everything that was computed from them. One that is larger by
+        make: returns the value for some hashable arguments.
+        most_bytes: of all values that are kept, with everything that was computed from them. One that is larger by
             itself is not kept.
+        most: values to keep.
     """
 
-    def __init__(self, make: Callable[P, BlockLayout], most_bytes: int = MOST_BYTES) -> None:
+    def __init__(self, make: Callable[P, T], most_bytes: int = MOST_BYTES, most: int = MOST_VALUES) -> None:
         self._make = make
-        self.most_bytes = most_bytes
-        self._kept: dict[Hashable, BlockLayout] = {}  # the least recently used first
+        self.most_bytes, self.most = most_bytes, most
+        self._kept: dict[Hashable, Kept[T]] = {}  # the least recently used first
         functools.update_wrapper(self, make)
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> BlockLayout:
-        key = (args, tuple(sorted(kwargs.items())))
-        layout = self._kept.pop(key, None)
-        if layout is not None:
-            self._kept[key] = layout
-            return layout
-        layout = self._make(*args, **kwargs)
-        self._kept[key] = layout
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
+        key = (args, tuple(sorted(kwargs.items()))) if kwargs else args
+        kept = self._kept.pop(key, None)
+        if kept is not None and kept.written == _written(kept.tensors):
+            self._kept[key] = kept
+            return kept.value
+        value = self._make(*args, **kwargs)
+        tensors = tuple({id(x): x for x in _tensors(value)}.values())
+        self._kept[key] = Kept(value, tensors, _written(tensors), sum(_storages(tensors).values()))
         self._evict()
-        return layout
+        return value
 
     @property
     def bytes(self) -> int:
-        """Bytes of all layouts that are kept; a tensor that several share counts once."""
-        return sum(_storages(list(self._kept.values())).values())
+        """Bytes of all values that are kept; a tensor that several share counts once."""
+        return sum(_storages(_tensors([kept.value for kept in list(self._kept.values())])).values())
 
     def clear(self) -> None:
-        """Forget all layouts."""
+        """Drop all values."""
         self._kept.clear()
 
     def _evict(self) -> None:
-        """Forget the least recently used layouts until the rest is within the bound.
-
-        Everything is measured again, since a layout grows after it was made: transposes and orders are added at use.
-        """
+        """Drop the least recently used values until the rest is within the bounds."""
+        for key in list(self._kept)[: max(0, len(self._kept) - self.most)]:
+            self._kept.pop(key, None)
+        if GROWTH * sum(kept.size for kept in list(self._kept.values())) <= self.most_bytes:
+            return
+        # A layout grows after it was made: transposes and orders are added at use. So everything is measured again.
         seen: dict[int, int] = {}
         total = 0
-        for key, layout in reversed(list(self._kept.items())):
-            for storage, size in _storages([layout]).items():
+        for key, kept in reversed(list(self._kept.items())):
+            for storage, size in _storages(_tensors(kept.value)).items():
                 total += 0 if storage in seen else size
                 seen[storage] = size
             if total > self.most_bytes:
                 self._kept.pop(key, None)
 
 
-def _storages(values: list[BlockLayout]) -> dict[int, int]:
-    """Return the bytes of every storage that layouts hold, by address."""
-    return {
-        storage.data_ptr(): storage.nbytes()
-        for layout in values
-        for storage in (tensor.untyped_storage() for tensor in _tensors(layout))
-    }
+def _written(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
+    return tuple([times_written(x) for x in tensors])
 
 
-def _tensors(value: Any, depth: int = 4) -> Iterator[Tensor]:
+def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Return the bytes of every storage that some tensors have, by address."""
+    return {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
+
+
+def _tensors(value: Any, depth: int = 6) -> Iterator[Tensor]:
+    """Yield the tensors that a value holds, through containers, dataclasses and whatever has `tensors`."""
     if isinstance(value, Tensor):
         yield value
-    elif depth and isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each, depth - 1)
-    elif depth and dataclasses.is_dataclass(value):
-        for each in list(vars(value).values()) if hasattr(value, "__dict__") else ():
-            yield from _tensors(each, depth - 1)
+        return
+    within: Iterable[Any] = ()
+    if isinstance(value, list | tuple):
+        within = value
+    elif isinstance(value, dict):
+        within = list(value.values())
+    elif dataclasses.is_dataclass(value):
+        within = list(vars(value).values()) if hasattr(value, "__dict__") else ()
+    elif isinstance(getattr(value, "tensors", None), list | tuple):
+        within = value.tensors
+    for each in within if depth else ():
+        yield from _tensors(each, depth - 1)

@@ -102,9 +102,17 @@ def causal_codes(grid: BlockGrid, rows: Tensor, cols: Tensor) -> Tensor:
     return torch.where(distance <= -q_block, EMPTY, code)
 
 
-@lru_cache(maxsize=64)
 def causal_masks(grid: BlockGrid) -> ElementMasks:
-    """The masks of all blocks that the causal diagonal can cut, in the order that `causal_codes` counts them."""
+    """Return the masks of all blocks that the causal diagonal can cut, in the order that `causal_codes` counts them.
+
+    The tensors are the caller's own.
+    """
+    masks = _causal_masks(grid)
+    return ElementMasks(masks.bits.clone(), masks.bands.clone(), masks.kv_block)
+
+
+@lru_cache(maxsize=64)
+def _causal_masks(grid: BlockGrid) -> ElementMasks:
     q_block, kv_block = grid.block_size
     if not grid.causal:
         return ElementMasks.empty(grid.block_size)

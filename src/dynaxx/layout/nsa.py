@@ -11,7 +11,6 @@ from its last key on; selection block j covers keys [j * slc_block, (j + 1) * sl
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import Literal
 
@@ -20,9 +19,13 @@ from torch import Tensor
 
 from dynaxx.arguments import typed
 from dynaxx.layout.block_layout import BlockLayout
+from dynaxx.layout.cache import LayoutCache
 from dynaxx.layout.grid import BLOCK_SIZES
 from dynaxx.layout.host import on_host
 from dynaxx.layout.packed import CuSeqlens, host_lengths
+from dynaxx.lazy import lazy
+
+MOST_BLOCKS = 1 << 16  # that a query selects
 
 
 @typed
@@ -63,6 +66,11 @@ class NativeSizes:
             )
         if not 1 <= self.cmp_block <= self.slc_block:
             raise ValueError(f"`cmp_block` must be between 1 and slc_block = {self.slc_block}, got {self.cmp_block}")
+        if self.slc_count > MOST_BLOCKS or self.window >= 1 << 31:
+            raise ValueError(
+                f"`slc_count` must be at most {MOST_BLOCKS} and `window` below 2^31, "
+                f"got {self.slc_count} and {self.window}"
+            )
         if min(self.first_blocks, self.local_blocks) < 0 or self.slc_count < 1 or self.window < 1:
             raise ValueError(
                 "`first_blocks` and `local_blocks` must be >= 0, `slc_count` and `window` >= 1, got "
@@ -99,7 +107,7 @@ class NativeSpans:
     cmp_start: Tensor  # (tokens_cmp,) int32, first key row of each compressed token
     layouts: dict[int, BlockLayout] = field(default_factory=dict)  # over compressed tokens, by block size, once made
 
-    @cached_property
+    @lazy
     def max_blocks(self) -> int:
         """Selection blocks of the longest sequence."""
         return max((-(-(b - a) // self.sizes.slc_block) for a, b in pairwise(self.ends_k)), default=0)
@@ -108,7 +116,7 @@ class NativeSpans:
     def device(self) -> torch.device:
         return self.last_key.device
 
-    @cached_property
+    @lazy
     def uniform(self) -> tuple[int, int, int] | None:
         """(num_seqs, queries each, keys each) where all sequences are alike, else None."""
         lengths = {(b - a, d - c) for (a, b), (c, d) in zip(pairwise(self.ends_q), pairwise(self.ends_k), strict=True)}
@@ -147,7 +155,7 @@ def native_spans(
     return _cached_spans(sizes, ends_q, ends_k, torch.device(device))
 
 
-@lru_cache(maxsize=64)
+@LayoutCache
 @on_host
 def _cached_spans(
     sizes: NativeSizes, ends_q: tuple[int, ...], ends_k: tuple[int, ...], device: torch.device

@@ -45,7 +45,7 @@ class PackedLayout(BlockLayout):
             return self
         moved = BlockLayout.to(self, device)
         packed = _with_lengths(moved, self.cu_seqlens_q, self.cu_seqlens_k)
-        packed.__dict__["kv_order"] = moved.kv_order
+        packed.derived.kv_order = moved.kv_order
         return packed
 
     def visible_blocks(self, causal: bool = True) -> int:
@@ -121,9 +121,14 @@ def pack_layouts(
 
 
 def _with_lengths(base: BlockLayout, ends_q: CuSeqlens, ends_k: CuSeqlens) -> PackedLayout:
-    own = {field.name: getattr(base, field.name) for field in fields(BlockLayout)}
-    lengths = [torch.as_tensor(ends, dtype=torch.int32, device="cpu") for ends in (ends_q, ends_k)]
+    own = {field.name: getattr(base, field.name) for field in fields(BlockLayout) if field.init}
+    lengths = [torch.tensor(ends, dtype=torch.int32, device="cpu") for ends in map(_as_list, (ends_q, ends_k))]
     return PackedLayout(**own, cu_seqlens_q=lengths[0], cu_seqlens_k=lengths[1])
+
+
+def _as_list(ends: CuSeqlens) -> Sequence[int]:
+    """The lengths as numbers, so that a layout never shares a tensor of its caller."""
+    return ends.tolist() if isinstance(ends, Tensor) else ends
 
 
 def _checked(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from dynaxx.layout.exact import SINKS, WINDOW, ExactTokens
 from dynaxx.layout.forms import Form, form_of
 from dynaxx.layout.page_summaries import PageSummaries
 from dynaxx.layout.pages import PAGE_SIZES, SCALED_DTYPES, PageStrides, page_strides, quantize_pages
+from dynaxx.lazy import lazy
 
 __all__ = ["PageStrides", "PageSummaries", "PagedCache", "quantize_pages"]
 
@@ -154,12 +154,12 @@ class PagedCache:
         (k, k_scale), (v, v_scale) = (quantize_pages(x, dtype, page_size) for x in (k, v))
         return replace(whole, k=k, v=v, k_scale=k_scale, v_scale=v_scale, exact=exact)
 
-    @cached_property
+    @lazy
     def tensors(self) -> tuple[Tensor, ...]:
         """All that there are, each once: fields in their order."""
         return tuple(x for x in self._places if x is not None)
 
-    @cached_property
+    @lazy
     def form(self) -> Form:
         """The same for caches of which whatever depends on shapes, strides and dtypes is the same."""
         bound = None if self.summaries is None else self.summaries.bound

@@ -32,11 +32,12 @@ def transpose(layout: BlockLayout) -> TransposedLayout:
     heads = layout.layout_batch * layout.layout_heads
     lines = heads * layout.kv_blocks
     ends = layout.kv_indptr[..., 1:].flatten().contiguous()
-    size = vars(layout).get("nnz", layout.nnz if layout.device.type == "cpu" else layout.kv_indices.numel())
+    known = layout.nnz if layout.device.type == "cpu" else layout.derived.nnz
+    size = layout.kv_indices.numel() if known is None else known
     slots = torch.arange(size, device=ends.device, dtype=torch.int32)
     rows = torch.searchsorted(ends, slots, right=True, out_int32=True)
     cols, codes = layout.kv_indices[:size], layout.kv_masks[:size]
-    unused = None if "nnz" in vars(layout) else rows >= ends.numel()
+    unused = rows >= ends.numel() if known is None else None
     if heads > 1:
         head = rows // max(1, layout.q_blocks)
         cols = cols + head * layout.kv_blocks

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from dynaxx.core.library import present_library
+from dynaxx.core.status import OK
 from dynaxx.layout.grid import as_block_size
-from dynaxx.layout.masks import FULL
+from dynaxx.layout.masks import FULL, ElementMasks
 
 if TYPE_CHECKING:
     from dynaxx.layout.block_layout import BlockLayout
@@ -37,15 +39,31 @@ def check_form(layout: BlockLayout) -> None:
             "`kv_masks` must have one entry per entry of `kv_indices`, "
             f"got {layout.kv_masks.numel()} and {layout.kv_indices.numel()}"
         )
-    if tuple(layout.masks.bits.shape[1:]) != (layout.block_size[0], -(-layout.block_size[1] // 32)):
-        raise ValueError(
-            f"`masks` must be of block size {layout.block_size}, got bits {tuple(layout.masks.bits.shape)}"
-        )
+    _check_masks(layout)
+
+
+def _check_masks(layout: BlockLayout) -> None:
+    """Check that the table of element masks is one of the layout's blocks, on its device."""
+    masks, (q_block, kv_block) = layout.masks, layout.block_size
+    if not isinstance(masks, ElementMasks):
+        raise TypeError(f"`masks` must be ElementMasks, got {type(masks).__name__}")
+    wanted = {"bits": (len(masks), q_block, -(-kv_block // 32)), "bands": (len(masks), 2)}
+    for name, shape in wanted.items():
+        tensor: Tensor = getattr(masks, name)
+        if tensor.dtype != torch.int32 or tuple(tensor.shape) != shape:
+            raise ValueError(
+                f"`masks.{name}` must be int32 {shape} for blocks of {layout.block_size}, "
+                f"got {tensor.dtype} {tuple(tensor.shape)}"
+            )
+        if tensor.device != layout.kv_indptr.device:
+            raise ValueError(f"`masks.{name}` must be on {layout.kv_indptr.device}, got {tensor.device}")
+    if masks.kv_block != kv_block:
+        raise ValueError(f"`masks` must be of block size {layout.block_size}, got kv_block = {masks.kv_block}")
 
 
 def check_values(layout: BlockLayout) -> None:
     """See `BlockLayout.validate`."""
-    if layout.q_blocks == 0:
+    if layout.q_blocks == 0 or _core_accepts(layout):
         return
     starts = layout.kv_indptr.flatten(0, 1)
     if int(starts[0, 0]) != 0 or (starts.diff(dim=-1) < 0).any() or (starts[1:, 0] != starts[:-1, -1]).any():
@@ -66,3 +84,14 @@ def check_values(layout: BlockLayout) -> None:
     visited = (lead * layout.kv_blocks + cols).sort().values
     if (visited[1:] == visited[:-1]).any():
         raise ValueError("`kv_indices` must not name a block twice in one row")
+
+
+def _core_accepts(layout: BlockLayout) -> bool:
+    """Whether the C++ core finds every value in range; False also where it cannot look. One pass, O(nnz)."""
+    library = present_library() if layout.device.type == "cpu" else None
+    if library is None:
+        return False
+    tensors = [x.contiguous() for x in layout.tensors[:4]]
+    heads = layout.layout_batch * layout.layout_heads
+    sizes = (heads, layout.q_blocks, layout.kv_blocks, len(layout.masks), layout.kv_indices.numel())
+    return library.dynaxx_cpu_plan_check(*(x.data_ptr() for x in tensors), *sizes) == OK

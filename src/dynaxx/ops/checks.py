@@ -189,4 +189,4 @@ def looks_at_values(device: torch.device) -> bool:
 def check_values(layout: BlockLayout) -> None:
     """Before a launch, once per layout."""
     if looks_at_values(layout.device):
-        layout.validated  # noqa: B018  (a cached property that raises)
+        layout.ensure_valid()

@@ -107,6 +107,7 @@ def sparse_decode(
         listed = None if isinstance(pages, PageBudget) else pages
         if listed is not None:
             check_block_indices(listed, cache)
+        left = None if left is None else min(left, cache.max_keys)
         out, lse = kernels.attend_pages(q, cache, listed, None, scale, softcap, left, sinks)
     return SparseAttentionOutput(out, lse) if return_lse else out
 
@@ -179,7 +180,7 @@ def summarize_pages(
         raise ValueError(f"`new_tokens` must be >= 0, got {new_tokens}")
     kernels = kernels_for(None, cache, backend)
     assert cache.summaries is not None, "made above"
-    kernels.summarize_pages(cache, cache.summaries, new_tokens)
+    kernels.summarize_pages(cache, cache.summaries, None if new_tokens is None else min(new_tokens, cache.max_keys))
     return cache
 
 
@@ -195,4 +196,5 @@ def _choice(q: Tensor, cache: PagedCache, budget: PageBudget) -> tuple[Tensor, i
             "use summarize_pages(cache, bound=budget.bound)"
         )
     wanted = budget.wanted(cache.kv_heads, cache.device)
-    return wanted, budget.sinks, budget.window, budget.slots(cache, q.shape[1])
+    sinks, window = (min(tokens, cache.max_keys) for tokens in (budget.sinks, budget.window))
+    return wanted, sinks, window, budget.slots(cache, q.shape[1])

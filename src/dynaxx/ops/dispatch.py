@@ -9,7 +9,7 @@ from dynaxx.kernels.contract import AttentionKernels
 from dynaxx.kernels.problem import AttentionProblem
 from dynaxx.kernels.registry import ATTENTION
 from dynaxx.layout import BlockLayout
-from dynaxx.layout.origin import KeptWithLayouts
+from dynaxx.layout.derived import PerLayout
 from dynaxx.ops.checks import check_inputs, check_layout, check_values
 
 MOST_CHOICES = 64  # kept per layout
@@ -50,6 +50,7 @@ def backend_for(
     tensors = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device)
     if not isinstance(layout, BlockLayout):
         check_layout(layout)
+    layout.drop_stale()
     known = _chosen.of(layout)
     name = known.get((*tensors, softcap, backend, needs_grad))
     if name is not None and layout.form is not None:
@@ -61,7 +62,7 @@ def backend_for(
     return name, needs_grad
 
 
-_chosen = KeptWithLayouts()
+_chosen = PerLayout()
 
 
 def score_options(softcap: float | None) -> dict[str, float]:

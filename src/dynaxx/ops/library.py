@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from dynaxx.layout import BlockLayout, ElementMasks
-from dynaxx.layout.origin import recall, times_written
+from dynaxx.layout.derived import times_written
+from dynaxx.layout.host_metadata import restore
 from dynaxx.ops.checks import check_inputs
 from dynaxx.ops.dispatch import choose_backend, load_backend, score_options
 
@@ -28,15 +29,7 @@ def is_traced(q: Tensor) -> bool:
 
 def layout_tensors(layout: BlockLayout, q: Tensor) -> list[Tensor]:
     """The tensors of a layout, in the order that `_layout_of` reads; fake where q is fake outside of a compiler."""
-    masks = layout.masks
-    tensors = [
-        layout.kv_indptr,
-        layout.kv_num_partial,
-        layout.kv_indices,
-        layout.kv_masks,
-        masks.bits,
-        masks.bands,
-    ]
+    tensors = list(layout.tensors)
     if not torch.compiler.is_compiling() and hasattr(q, "fake_mode"):
         return [q.fake_mode.from_tensor(tensor) for tensor in tensors]
     return tensors
@@ -158,6 +151,6 @@ def _layout_of(tensors: list[Tensor], seqlen_q: int, seqlen_k: int, block_size: 
         indptr, num_partial, indices, entry_masks, bits, bands = (x.detach() for x in tensors)  # not the key: no cycle
         masks = ElementMasks(bits, bands, block_size[1])
         layout = BlockLayout(seqlen_q, seqlen_k, block_size, indptr, num_partial, indices, entry_masks, masks)
-        recall(layout, tensors[0])
+        restore(layout, tensors[0])
         found = _layouts[tensors[0]] = (state, layout)
     return found[1]

@@ -11,7 +11,7 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, reduce
+from functools import reduce
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from dynaxx.arguments import typed
 from dynaxx.layout import BlockGrid, BlockLayout, as_block_size
+from dynaxx.layout.cache import LayoutCache
 from dynaxx.layout.host import on_host
 from dynaxx.patterns.kinds import Blocks, Kinds, by_distance, distinct, met, packed
 from dynaxx.patterns.program import Op
@@ -245,12 +246,12 @@ class Intersection(Combined):
         return " & ".join(f"({part!r})" if isinstance(part, Union) else repr(part) for part in self.parts)
 
 
-@lru_cache(maxsize=128)
+@LayoutCache
 @on_host
 def _cached_layout(pattern: Pattern, grid: BlockGrid, device: torch.device) -> BlockLayout:
     from dynaxx.patterns.build import build_layout
 
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"`device` must be one that torch sees, got {device}: torch.cuda.is_available() is False")
-    with torch.inference_mode(False):  # what is cached must serve training, too
+    with torch.inference_mode(False):  # a cached layout must serve training, too
         return build_layout(pattern, grid, device)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from dynaxx.layout import EMPTY, FULL, BlockGrid, BlockLayout, ElementMasks
 from dynaxx.layout.host import on_device
+from dynaxx.layout.host_metadata import attach
 from dynaxx.layout.masks import bands_of
-from dynaxx.layout.origin import remember
 from dynaxx.patterns.base import Pattern
 from dynaxx.patterns.compiled import layout_tensors
 from dynaxx.patterns.kinds import Blocks, Words, element_masks
@@ -39,7 +39,7 @@ def build_layout(pattern: Pattern, grid: BlockGrid, device: torch.device | str =
         return numpy_layout(rule, grid, device)
     layout = _of_tensors(grid, compiled)
     if device.type != "cpu":
-        remember(layout, partial(build_layout, rule, grid), layout.kv_order)
+        attach(layout, partial(build_layout, rule, grid), layout.kv_order)
     return layout
 
 
@@ -127,7 +127,7 @@ def _layout(grid: BlockGrid, entries: Entries, bits: Words, device: torch.device
         arrays.append((-num_blocks).argsort(kind="stable")[None, None])
     layout = _assembled(grid, arrays, device)
     if device.type != "cpu":
-        remember(layout, partial(_assembled, grid, arrays, torch.device("cpu")), layout.kv_order)
+        attach(layout, partial(_assembled, grid, arrays, torch.device("cpu")), layout.kv_order)
     return layout
 
 
@@ -147,5 +147,5 @@ def _of_tensors(grid: BlockGrid, tensors: list[Tensor]) -> BlockLayout:
         kv_masks=tensors[3],
         masks=ElementMasks(tensors[4], tensors[5], grid.block_size[1]),
     )
-    vars(layout).update(kv_order=tensors[6] if len(tensors) > 6 else None, nnz=tensors[2].numel())
+    layout.derived.kv_order, layout.derived.nnz = tensors[6] if len(tensors) > 6 else None, tensors[2].numel()
     return layout

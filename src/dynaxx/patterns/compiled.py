@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
-from ctypes import c_int64
+from ctypes import byref, c_int64, c_void_p
 
 import torch
 from torch import Tensor
 
 from dynaxx.core.library import present_library
+from dynaxx.core.status import raise_for_status
 from dynaxx.layout import BlockGrid
 from dynaxx.layout.host import dense_views
 from dynaxx.patterns.base import Pattern
 
 
 def layout_tensors(rule: Pattern, grid: BlockGrid, device: torch.device) -> list[Tensor] | None:
-    """The tensors of a layout as `build.on_device` lists them; None where the core is not there, or cannot.
+    """Build the tensors of a layout, in the order that `build.on_device` lists them.
 
-    It cannot where a rule has no `program`, or memory is short.
+    Return None where the core is missing or refuses: for a rule without a `program`, or one that it does not know, or
+    where memory is short.
     """
     program = rule.program(grid)
     library = present_library() if program else None
     if library is None or program is None:
         return None
-    sizes = (c_int64 * 7)()
+    sizes, built = (c_int64 * 7)(), c_void_p()
     lengths = (c_int64 * 5)(grid.seqlen_q, grid.seqlen_k, *grid.block_size, grid.causal)
-    if library.dynaxx_cpu_static_layout((c_int64 * len(program))(*program), len(program), lengths, sizes):
+    numbers = (c_int64 * len(program))(*program)
+    if library.dynaxx_cpu_static_layout(numbers, len(program), lengths, sizes, byref(built)):
         return None
+    try:
+        total = sum(size + -size % 4 for size in sizes)
+        found = torch.empty(total, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
+    except BaseException:
+        library.dynaxx_cpu_take_layout(built, None, 0)
+        raise
+    raise_for_status(library.dynaxx_cpu_take_layout(built, found.data_ptr(), total))
     rows, masks = grid.q_blocks, sizes[5] // 2
     shapes = [
         (1, 1, rows + 1),
@@ -36,8 +46,4 @@ def layout_tensors(rule: Pattern, grid: BlockGrid, device: torch.device) -> list
         (masks, 2),
         (1, 1, rows),  # the order of rows, where there is one
     ]
-    cuda = device.type == "cuda"
-    total = sum(size + -size % 4 for size in sizes)
-    numbers = torch.empty(total, dtype=torch.int32, device="cpu", pin_memory=cuda)
-    library.dynaxx_cpu_take_layout(numbers.data_ptr())
-    return dense_views(numbers.to(device, non_blocking=cuda), shapes if sizes[6] else shapes[:6])
+    return dense_views(found.to(device, non_blocking=device.type == "cuda"), shapes if sizes[6] else shapes[:6])

@@ -13,6 +13,8 @@ from dynaxx.patterns.base import Pattern, Visited
 from dynaxx.patterns.kinds import Blocks, Kinds, packed
 from dynaxx.patterns.runs import Runs
 
+MOST = 1 << 31  # tokens
+
 
 @typed
 @dataclass(frozen=True)
@@ -32,8 +34,10 @@ class Compressed(Pattern):
     first: int = 0
 
     def __post_init__(self) -> None:
-        if self.block < 1 or self.stride < 1:
-            raise ValueError(f"`block` and `stride` must be >= 1, got {self.block} and {self.stride}")
+        if not (1 <= self.block < MOST and 1 <= self.stride < MOST):
+            raise ValueError(f"`block` and `stride` must be from 1 to below 2^31, got {self.block} and {self.stride}")
+        if not -MOST < self.first < MOST:
+            raise ValueError(f"`first` must be a position within 2^31, got {self.first}")
 
     def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         return k_pos * self.stride + self.block - 1 <= q_pos - grid.offset + self.first

@@ -75,12 +75,15 @@ class GlobalContent(Pattern):
         ids = ids.flatten().cpu()
         # Edges of the global ranges, summed up: +1 where one starts, -1 where it ends.
         edges = torch.zeros(len(ids) + 1, dtype=torch.int64)
-        singles = torch.isin(ids, torch.tensor(self.token_ids, dtype=ids.dtype)).nonzero().flatten()
-        _mark(edges, singles, 1 + self.span)
+        largest = torch.iinfo(ids.dtype).max  # an id that the request's dtype cannot hold does not occur in it
+        single = [token for token in self.token_ids if token <= largest]
+        singles = torch.isin(ids, torch.tensor(single, dtype=ids.dtype)).nonzero().flatten()
+        span = min(self.span, len(ids))
+        _mark(edges, singles, 1 + span)
         for sequence in self.sequences:
-            if len(sequence) <= len(ids):
+            if len(sequence) <= len(ids) and max(sequence, default=0) <= largest:
                 found = (ids.unfold(0, len(sequence), 1) == torch.tensor(sequence, dtype=ids.dtype)).all(1)
-                _mark(edges, found.nonzero().flatten(), len(sequence) + self.span)
+                _mark(edges, found.nonzero().flatten(), len(sequence) + span)
         return GlobalTokens(tuple(edges.cumsum(0)[:-1].nonzero().flatten().tolist()), self.symmetric)
 
     def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from dynaxx.arguments import typed
 from dynaxx.layout import BlockGrid, as_integer
 from dynaxx.patterns.base import Pattern, Visited
 from dynaxx.patterns.kinds import Blocks, Kinds, met, packed
-from dynaxx.patterns.program import Op, positions
+from dynaxx.patterns.program import FAR, Op, positions
 from dynaxx.patterns.runs import Ints, Runs
 
 
@@ -46,8 +46,9 @@ class GlobalTokens(Pattern):
 
     def _is_global(self, pos: Tensor) -> Tensor:
         if isinstance(self.tokens, int):
-            return (pos >= 0) & (pos < self.tokens)
-        return torch.isin(pos, torch.tensor(self.tokens, dtype=pos.dtype))
+            return (pos >= 0) & (pos < min(self.tokens, FAR))
+        near = [token for token in self.tokens if token < FAR]
+        return torch.isin(pos, torch.tensor(near, dtype=pos.dtype))
 
     def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         seen = self._is_global(k_pos) & torch.ones_like(q_pos, dtype=torch.bool)
@@ -96,7 +97,11 @@ def blocks_holding(tokens: int | tuple[int, ...], size: int, count: int, offset:
 
     Kind 0 has no global token, kind 1 only such, each other block that has some is a kind of its own.
     """
-    at = (np.arange(tokens) if isinstance(tokens, int) else np.array(tokens, np.int64)) - offset
+    end = offset + count * size
+    if isinstance(tokens, int):
+        at = np.arange(max(0, min(tokens, end))) - offset
+    else:
+        at = np.array([token for token in tokens if token < end], np.int64) - offset
     at = at[(at >= 0) & (at < count * size)]
     block = at // size
     held = np.bincount(block, minlength=count)

@@ -10,5 +10,6 @@ from dynaxx.patterns.whole_blocks import drawn_blocks
 
 def forget() -> None:
     """Drop the layouts that are kept, and what grids and rules keep for them; for measurements."""
-    for cache in (_cached_layout, _spans, drawn_blocks, blocks_holding):
+    _cached_layout.clear()
+    for cache in (_spans, drawn_blocks, blocks_holding):
         cache.cache_clear()

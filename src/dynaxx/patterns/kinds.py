@@ -6,13 +6,13 @@ kinds that meet. Bits are those of `ElementMasks`: 32 columns to a word.
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dynaxx.layout import EMPTY, FULL, BlockGrid
+from dynaxx.lazy import lazy
 from dynaxx.patterns.runs import Ints
 
 Words = NDArray[np.int32]
@@ -32,7 +32,7 @@ class Blocks:
         blocks.__dict__["distances"] = apart * min(grid.block_size) + grid.offset, np.arange(len(apart))
         return blocks
 
-    @cached_property
+    @lazy
     def distances(self) -> tuple[Ints, Ints]:
         """Distances from first key to first query of the blocks, each once, and which of them each block has."""
         q_block, kv_block = self.grid.block_size

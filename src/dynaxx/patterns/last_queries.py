@@ -31,22 +31,26 @@ class LastQueries(Pattern):
         if self.queries < 0:
             raise ValueError(f"`queries` must be >= 0, got {self.queries}")
 
+    def _since(self, grid: BlockGrid) -> int:
+        """Position of the first of these queries. There are at most as many as the grid has."""
+        return grid.seqlen_k - min(self.queries, grid.seqlen_q)
+
     def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-        return (q_pos >= grid.seqlen_k - self.queries) & torch.ones_like(k_pos, dtype=torch.bool)
+        return (q_pos >= self._since(grid)) & torch.ones_like(k_pos, dtype=torch.bool)
 
     def visited(self, grid: BlockGrid) -> Visited:
         if not self.queries:
             return Visited(Runs.none(), Runs.none())
         first, _ = grid.spans()
-        since = grid.seqlen_k - self.queries  # the first of them
+        since = self._since(grid)
         whole = lambda some: Runs.one(np.zeros_like(first), some * grid.kv_blocks)
         return Visited(whole(first + grid.block_size[0] > since), whole(first >= since))
 
     def kinds(self, blocks: Blocks) -> Kinds:
         q_block = blocks.grid.block_size[0]
-        hidden = blocks.grid.seqlen_k - self.queries - (blocks.rows * q_block + blocks.grid.offset)
+        hidden = self._since(blocks.grid) - (blocks.rows * q_block + blocks.grid.offset)
         found, kind = distinct(np.minimum(np.maximum(hidden, 0), q_block), q_block + 1)
         return Kinds(kind, -(np.arange(q_block) >= found[:, None]).astype(np.int32)[:, :, None])
 
     def program(self, grid: BlockGrid) -> list[int]:
-        return positions(Op.QUERIES, [(grid.seqlen_k - self.queries, FAR)] if self.queries else [])
+        return positions(Op.QUERIES, [(self._since(grid), FAR)] if self.queries else [])

@@ -112,7 +112,7 @@ class SlidingWindow(DistanceRule):
         left, right = (self.window - 1, self.window - 1) if isinstance(self.window, int) else self.window
         if grid.causal:
             right = 0
-        far = grid.seqlen_q + grid.seqlen_k + sum(grid.block_size)  # no two tokens are so far apart
+        far = _beyond(grid)
         left, right = min(left, far), min(right, far)
         return (None if right < 0 else -right), (None if left < 0 else left)
 
@@ -156,17 +156,21 @@ class Dilated(DistanceRule):
         reach = (self.window - 1) * self.dilation
         return SlidingWindow((reach, reach))
 
+    def _apart(self, grid: BlockGrid) -> int:
+        """The dilation, or a distance that no two tokens of the grid have."""
+        return min(self.dilation, _beyond(grid))
+
     def hides_future(self, grid: BlockGrid) -> bool:
         return grid.causal
 
     def shows(self, grid: BlockGrid, distance: Any) -> Any:
-        return self._reach().shows(grid, distance) & (distance % self.dilation == 0)
+        return self._reach().shows(grid, distance) & (distance % self._apart(grid) == 0)
 
     def alike(self, grid: BlockGrid, first: Ints) -> Ints:
         return self._reach().alike(grid, first)
 
     def program(self, grid: BlockGrid) -> list[int]:
-        apart = [program.Op.MULTIPLES, min(self.dilation, program.FAR)]
+        apart = [program.Op.MULTIPLES, self._apart(grid)]
         return [*self._reach().program(grid), *apart, program.Op.ALL, 2]
 
     def visited(self, grid: BlockGrid) -> Visited:
@@ -188,13 +192,18 @@ class Strided(DistanceRule):
             raise ValueError(f"`stride` must be >= 1, got {self.stride}")
 
     def shows(self, grid: BlockGrid, distance: Any) -> Any:
-        return distance % self.stride == 0
+        return distance % self._apart(grid) == 0
+
+    def _apart(self, grid: BlockGrid) -> int:
+        """The stride, or a distance that no two tokens of the grid have."""
+        return min(self.stride, _beyond(grid))
 
     def alike(self, grid: BlockGrid, first: Ints) -> Ints:
-        return first % self.stride // gcd(self.stride, *grid.block_size)
+        apart = self._apart(grid)
+        return first % apart // gcd(apart, *grid.block_size)
 
     def program(self, grid: BlockGrid) -> list[int]:
-        return [program.Op.MULTIPLES, min(self.stride, program.FAR)]
+        return [program.Op.MULTIPLES, self._apart(grid)]
 
     def visited(self, grid: BlockGrid) -> Visited:
         if self.stride == 1:
@@ -202,11 +211,16 @@ class Strided(DistanceRule):
         if self.stride <= sum(grid.block_size):
             return Visited(Full().visited(grid).touched, Runs.none())
         reach = max(grid.seqlen_q, grid.seqlen_k) // self.stride + 1
-        lines = np.arange(reach - 1, -1 if grid.causal else -reach - 1, -1) * self.stride
+        lines = np.arange(reach - 1, -1 if grid.causal else -reach - 1, -1) * self._apart(grid)
         first, last = (span - lines[:, None] for span in grid.spans())
         start = np.minimum(np.maximum(first, 0) // grid.block_size[1], grid.kv_blocks)
         end = np.minimum(last, grid.seqlen_k - 1) // grid.block_size[1] + 1
         return Visited(Runs(start, np.maximum(start, end)), Runs.none())
+
+
+def _beyond(grid: BlockGrid) -> int:
+    """A distance that no two tokens of the grid have, padding of the last blocks included."""
+    return grid.seqlen_q + grid.seqlen_k + 2 * sum(grid.block_size)
 
 
 def _clipped(grid: BlockGrid, first: Ints, lo: int, hi: int) -> Ints:

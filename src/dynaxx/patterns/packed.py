@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 
 from dynaxx.arguments import typed
 from dynaxx.layout import BlockGrid, BlockLayout, as_block_size
+from dynaxx.layout.cache import LayoutCache
 from dynaxx.layout.host import on_host
 from dynaxx.layout.packed import CuSeqlens, PackedLayout, host_lengths, pack_layouts
 from dynaxx.patterns.base import Pattern
@@ -51,7 +50,7 @@ def packed_layout(
     return _cached(rule, ends_q, ends_k, as_block_size(block_size), causal, torch.device(device))
 
 
-@lru_cache(maxsize=32)
+@LayoutCache
 def _cached(
     rule: Pattern,
     ends_q: tuple[int, ...],

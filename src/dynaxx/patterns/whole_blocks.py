@@ -14,7 +14,7 @@ from dynaxx.arguments import typed
 from dynaxx.layout import BlockGrid, as_integer
 from dynaxx.patterns.base import Pattern, Visited
 from dynaxx.patterns.kinds import Blocks, Kinds, whole_or_nothing
-from dynaxx.patterns.program import FAR, Op
+from dynaxx.patterns.program import Op
 from dynaxx.patterns.runs import Ints, Runs
 
 
@@ -37,12 +37,16 @@ class LocalBlocks(Pattern):
         q_block, kv_block = grid.block_size
         row = (q_pos - grid.offset) // q_block
         last = ((row + 1) * q_block - 1 + grid.offset) // kv_block
-        return (k_pos // kv_block <= last) & (k_pos // kv_block > last - self.blocks)
+        return (k_pos // kv_block <= last) & (k_pos // kv_block > last - self._count(grid))
+
+    def _count(self, grid: BlockGrid) -> int:
+        """How many blocks, at most as many as reach from the last row's end to the first key."""
+        return min(self.blocks, grid.kv_blocks + grid.block_size[0])
 
     def _reach(self, grid: BlockGrid) -> tuple[Ints, Ints]:
-        """First and last kv block of each row, unclipped."""
+        """Return the first and last kv block of each row; they may lie outside of the grid."""
         last = (grid.spans()[0] + grid.block_size[0] - 1) // grid.block_size[1]
-        return last - self.blocks + 1, last
+        return last - self._count(grid) + 1, last
 
     def visited(self, grid: BlockGrid) -> Visited:
         first, last = self._reach(grid)
@@ -54,7 +58,7 @@ class LocalBlocks(Pattern):
         return whole_or_nothing((blocks.cols >= first) & (blocks.cols <= last))
 
     def program(self, grid: BlockGrid) -> list[int]:
-        return [Op.LOCAL_BLOCKS, min(self.blocks, FAR)]
+        return [Op.LOCAL_BLOCKS, self._count(grid)]
 
 
 @typed
@@ -88,7 +92,7 @@ class RandomBlocks(Pattern):
         return whole_or_nothing(self._holds(blocks.grid, blocks.rows, blocks.cols))
 
     def program(self, grid: BlockGrid) -> list[int]:
-        return [Op.RANDOM_BLOCKS, min(self.blocks, FAR), _hash_start(self.seed)]
+        return [Op.RANDOM_BLOCKS, min(self.blocks, grid.kv_blocks), _hash_start(self.seed)]
 
     def _holds(self, grid: BlockGrid, rows: Ints, cols: Ints) -> NDArray[np.bool_]:
         """Whether a row drew a block; of any shapes that fit each other."""
@@ -101,11 +105,12 @@ class RandomBlocks(Pattern):
 @lru_cache(maxsize=8)
 def drawn_blocks(rule: RandomBlocks, grid: BlockGrid) -> Ints:
     """(q_blocks, blocks) kv blocks of each row; one that sees no more than `blocks` of them gets them all, else -1."""
-    slot = np.arange(rule.blocks)
+    blocks = min(rule.blocks, grid.kv_blocks)  # more find no block that is left
+    slot = np.arange(blocks)
     _, last = grid.spans()
     available = last // grid.block_size[1] + 1 if grid.causal else np.full_like(last, grid.kv_blocks)
     available = np.minimum(np.maximum(available, 0), grid.kv_blocks)[:, None]
-    low, high = slot * available // max(1, rule.blocks), (slot + 1) * available // max(1, rule.blocks)
+    low, high = slot * available // max(1, blocks), (slot + 1) * available // max(1, blocks)
     col = low + _hash(rule.seed, np.arange(grid.q_blocks)[:, None], slot) % np.maximum(high - low, 1)
     return np.where(high > low, col, -1)
 

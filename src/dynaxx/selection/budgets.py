@@ -14,6 +14,8 @@ from dynaxx.selection.base import ChoiceSettings, Selector
 from dynaxx.selection.groups import Per, checked_per
 from dynaxx.selection.scorers import MeanQuery, Scorer
 
+MOST_BLOCKS = 2**31 - 1  # more than a row of blocks can have
+
 
 @typed
 @dataclass(frozen=True)
@@ -48,16 +50,20 @@ class TopK(Selector):
     def choice(self, q_heads: int) -> ChoiceSettings | None:
         budgets = _checked_heads("budget", _per_head(self.budget), q_heads)
         kinds = {isinstance(budget, float) for budget in budgets}
-        return ChoiceSettings("top_k", budgets, kinds == {True}, self.floor) if len(kinds) == 1 else None
+        amounts = tuple(min(budget, MOST_BLOCKS) for budget in budgets)
+        return ChoiceSettings("top_k", amounts, kinds == {True}, self._floor()) if len(kinds) == 1 else None
+
+    def _floor(self) -> int:
+        return min(self.floor, MOST_BLOCKS)
 
     def choose(self, scores: Tensor, optional: Tensor, visible: Tensor) -> Tensor:
         budgets = _checked_heads("budget", _per_head(self.budget), scores.shape[1])
-        counts = torch.stack([_count(budget, visible.clamp(min=self.floor)) for budget in budgets])[
+        counts = torch.stack([_count(budget, visible.clamp(min=self._floor())) for budget in budgets])[
             ..., None
         ]  # (Hq | 1, R, 1)
         # The same for every piece of rows, so that ties break the same way however the rows are cut.
         columns = scores.shape[-1]
-        most = min(columns, max(int(_count(budget, torch.tensor(max(columns, self.floor)))) for budget in budgets))
+        most = min(columns, max(int(_count(budget, torch.tensor(max(columns, self._floor())))) for budget in budgets))
         if most == 0:
             return torch.zeros_like(scores, dtype=torch.bool)
         best, where = scores.masked_fill(~optional, -torch.inf).topk(most, dim=-1)
@@ -160,5 +166,5 @@ def _checked_heads(name: str, values: tuple[float, ...], heads: int) -> tuple[fl
 
 def _count(budget: float, visible: Tensor) -> Tensor:
     if isinstance(budget, int):
-        return torch.full_like(visible, budget)
+        return torch.full_like(visible, min(budget, MOST_BLOCKS))
     return (visible * budget).ceil().long()

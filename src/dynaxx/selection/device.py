@@ -16,8 +16,8 @@ from dynaxx.kernels.problem import SelectionProblem
 from dynaxx.kernels.registry import SELECTION
 from dynaxx.layout import BlockGrid, BlockLayout
 from dynaxx.layout.forms import Form, form_of
+from dynaxx.layout.host_metadata import set_form
 from dynaxx.layout.making import running_sum
-from dynaxx.layout.origin import chosen_alike
 from dynaxx.patterns.base import Pattern
 from dynaxx.selection.groups import heads_alike
 from dynaxx.selection.scorers.base import Scorer, pieces
@@ -91,7 +91,7 @@ def select_on_device(
         kv_masks=kv_masks,
         masks=given.static.masks,
     )
-    return chosen_alike(layout, form_of((), given.form, batch, q_heads, capacity))
+    return set_form(layout, form_of((), given.form, batch, q_heads, capacity))
 
 
 def _choose(

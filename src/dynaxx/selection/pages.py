@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -12,10 +12,13 @@ from torch import Tensor
 from dynaxx.arguments import typed
 from dynaxx.layout.host import on_host
 from dynaxx.layout.paging import PagedCache
+from dynaxx.lazy import lazy
 from dynaxx.patterns import Causal, Full, GlobalTokens, Pattern, Sink, SlidingWindow, Union
 from dynaxx.selection.base import Hybrid, Selector
 from dynaxx.selection.budgets import TopK
 from dynaxx.selection.scorers import MeanPool, MeanQuery, MinMax
+
+MOST_PAGES = 2**31 - 1  # more than a cache can have
 
 
 @typed
@@ -81,12 +84,12 @@ class PageBudget:
                 raise _unequal(rule)
         return cls(budget, sinks, window, bound)
 
-    @cached_property
+    @lazy
     def budgets(self) -> tuple[int | float, ...]:
         """One value, or one per kv head."""
         return self.budget if isinstance(self.budget, tuple) else (self.budget,)
 
-    @cached_property
+    @lazy
     def reads_everything(self) -> bool:
         """Whether it is dense attention, whatever the lengths."""
         return all(isinstance(budget, float) and budget == 1 for budget in self.budgets)
@@ -103,9 +106,9 @@ class PageBudget:
             raise ValueError(f"`budget` must be one value or one per kv head ({kv_heads}), got {len(self.budgets)}")
         return _wanted(*self._counts_and_shares, kv_heads, device)
 
-    @cached_property
+    @lazy
     def _counts_and_shares(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        counts = tuple(float(budget) if isinstance(budget, int) else 0.0 for budget in self.budgets)
+        counts = tuple(float(min(budget, MOST_PAGES)) if isinstance(budget, int) else 0.0 for budget in self.budgets)
         return counts, tuple(budget if isinstance(budget, float) else 0.0 for budget in self.budgets)
 
 

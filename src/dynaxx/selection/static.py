@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dynaxx.layout import EMPTY, BlockGrid, BlockLayout, ElementMasks
+from dynaxx.layout.cache import LayoutCache
 from dynaxx.layout.host import on_host
 from dynaxx.layout.masks import causal_masks
 from dynaxx.patterns.base import Pattern
@@ -24,10 +24,10 @@ class Static(NamedTuple):
     counts: Tensor  # (q_blocks,) int64: how many blocks it shows
 
 
-@lru_cache(maxsize=64)
+@LayoutCache
 @on_host
 def static_part(pattern: Pattern | None, grid: BlockGrid) -> Static:
-    """The blocks of `pattern` on `grid`, nothing for None."""
+    """Return the blocks of `pattern` on `grid`, nothing for None. Cached by value."""
     causal = causal_masks(grid)
     none = torch.zeros(0, dtype=torch.int64)
     if pattern is None:

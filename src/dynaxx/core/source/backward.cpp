@@ -352,13 +352,7 @@ void run_wave(const BackwardArgs& args, int64_t first, int64_t wave, int64_t beg
               std::atomic<int>& failed) {
   const int64_t rows = num_rows(*args.plan), blocks = num_q_blocks(*args.plan), heads = end - begin;
   const auto for_each = [&](int64_t tasks, int64_t floats, const auto& run) {
-    for_each_task(tasks, args.threads, [&](int64_t task) {
-      try {
-        run(task, thread_scratch().reserve(floats));
-      } catch (const std::bad_alloc&) {
-        failed = 1;
-      }
-    });
+    for_each_task(tasks, args.threads, failed, [&](int64_t task) { run(task, thread_scratch().reserve(floats)); });
   };
   const auto key_head = [&](int64_t place) {
     const int64_t index = first + place;
@@ -383,12 +377,16 @@ void run_wave(const BackwardArgs& args, int64_t first, int64_t wave, int64_t beg
 
 }  // namespace
 
-// Returns 0, or 1 where memory ran out.
+// Returns a `Status`.
 extern "C" DYNAXX_EXPORT int dynaxx_cpu_backward(const BackwardArgs* args) {
-  const int64_t heads = args->batch * args->kv_heads, group = group_size(*args);
-  std::atomic<int> failed{0};
-  for (int64_t first = 0; first < heads; first += args->wave)
-    for (int64_t begin = 0; begin < group && !failed; begin += args->part)
-      run_wave(*args, first, std::min(args->wave, heads - first), begin, std::min(group, begin + args->part), failed);
-  return failed;
+  return status_of([&] {
+    check(*args, *args->plan);
+    require(args->wave > 0 && args->part > 0 && args->threads > 0);
+    const int64_t heads = args->batch * args->kv_heads, group = group_size(*args);
+    std::atomic<int> failed{OK};
+    for (int64_t first = 0; first < heads; first += std::min(args->wave, heads))
+      for (int64_t begin = 0; begin < group && !failed; begin += std::min(args->part, group))
+        run_wave(*args, first, std::min(args->wave, heads - first), begin, begin + std::min(args->part, group - begin), failed);
+    rethrow(failed);
+  });
 }

@@ -2,8 +2,11 @@
 #pragma once
 #include <algorithm>
 #include <cmath>
+#include <memory>
+#include <vector>
 
 #include "pack.h"
+#include "status.h"
 
 namespace dynaxx {
 
@@ -30,13 +33,55 @@ struct CacheArgs {
   const int32_t* seqused;  // (batch,)
   const int32_t* leftpad;  // (batch,), null for zeros
   int64_t batch, kv_heads, max_pages, page_size, head_dim, head_dim_v;
+  int64_t num_pages;  // physical ones; of a contiguous cache, max_pages
+  int64_t max_keys;   // of a sequence
+};
 
-  int64_t first_key(int64_t b) const { return leftpad ? leftpad[b] : 0; }
-  int64_t first_page(int64_t b) const { return first_key(b) / page_size; }
-  int64_t stop_page(int64_t b) const { return (seqused[b] + page_size - 1) / page_size; }
+// One read of a number that another thread may be writing: either the old value or the new one.
+DYNAXX_INLINE int32_t read_once(const int32_t* from) { return __atomic_load_n(from, __ATOMIC_RELAXED); }
 
-  // Where a logical page lies, -1 for one that is not there.
-  int64_t physical(int64_t b, int64_t page) const { return page_table ? page_table[b * table_stride + page] : page; }
+// A cache whose lengths and pages cannot change any more. Those of `CacheArgs` belong to an engine that may write to them
+// while this step runs: they are copied once and cut to what there is, so that a write gives other numbers at worst.
+struct Cache : CacheArgs {
+  explicit Cache(const CacheArgs& args) : CacheArgs(args) {
+    require(within(batch, 0, MOST_TOKENS) && within(kv_heads, 1, MOST_HEADS) && within(page_size, 1, MOST_TOKENS));
+    require(within(head_dim, 1, MOST_DIM) && within(head_dim_v, 1, MOST_DIM) && within(stored, 0, 4));
+    require(within(num_pages, 0, INT32_MAX) && within(max_pages, 0, INT32_MAX) && within(max_keys, 0, INT32_MAX));
+    require(page_table || max_pages <= num_pages || batch == 0);
+    require(countable(max_pages, page_size) && max_keys <= max_pages * page_size);
+    require(countable(batch, kv_heads, max_pages) && countable(batch, kv_heads, page_size, head_dim));
+    used_.reserve(batch);
+    first_.reserve(batch);
+    for (int64_t b = 0; b < batch; b++) {
+      used_.push_back(std::clamp<int64_t>(read_once(args.seqused + b), 0, max_keys));
+      first_.push_back(args.leftpad ? std::clamp<int64_t>(read_once(args.leftpad + b), 0, used_[b]) : 0);
+      width_ = std::max(width_, stop_page(b));
+    }
+    if (page_table) copy_pages(args);
+  }
+
+  int64_t used(int64_t b) const { return used_[b]; }
+  int64_t first_key(int64_t b) const { return first_[b]; }
+  int64_t first_page(int64_t b) const { return first_[b] / page_size; }
+  int64_t stop_page(int64_t b) const { return (used_[b] + page_size - 1) / page_size; }
+  int64_t width() const { return width_; }  // pages of the longest sequence
+
+  // Where a logical page lies, -1 for one that is not there; `page` is one from first_page to before stop_page.
+  int64_t physical(int64_t b, int64_t page) const { return page_table ? pages_[b * width_ + page] : page; }
+
+ private:
+  void copy_pages(const CacheArgs& args) {
+    pages_.reset(new int32_t[batch * width_]);
+    for (int64_t b = 0; b < batch; b++)
+      for (int64_t page = first_page(b); page < stop_page(b); page++) {
+        const int32_t found = read_once(args.page_table + b * table_stride + page);
+        pages_[b * width_ + page] = found >= 0 && found < num_pages ? found : -1;
+      }
+  }
+
+  std::vector<int64_t> used_, first_;
+  std::unique_ptr<int32_t[]> pages_;  // (batch, width); only pages in use are set
+  int64_t width_ = 0;
 };
 
 // NaN apart, e4m3 is fp32 with another bias and fewer bits; the multiplication makes subnormals right too.

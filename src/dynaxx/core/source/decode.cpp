@@ -36,9 +36,9 @@ namespace {
 constexpr int64_t FEWEST_KEYS = 256;  // of a split: merging should stay a small part
 
 // The first key that any query of a sequence sees.
-int64_t first_visible(const DecodeArgs& args, int64_t b) {
-  const int64_t first = args.cache->first_key(b);
-  return args.left < 0 ? first : std::max(first, args.cache->seqused[b] - args.seqlen_q - args.left);
+int64_t first_visible(const DecodeArgs& args, const Cache& cache, int64_t b) {
+  const int64_t first = cache.first_key(b);
+  return args.left < 0 ? first : std::max(first, cache.used(b) - args.seqlen_q - std::min(args.left, cache.max_keys));
 }
 
 // A run of pages of one (sequence, kv head), and where its partial result lies.
@@ -61,9 +61,9 @@ struct KeyChunk {
 
 class Decoder {
  public:
-  Decoder(const DecodeArgs& args, const Part& part)
-      : args_(args), cache_(*args.cache), part_(part), used_(cache_.seqused[part.batch]),
-        first_(cache_.first_key(part.batch)), from_(first_visible(args, part.batch)), to_(used_),
+  Decoder(const DecodeArgs& args, const Cache& cache, const Part& part)
+      : args_(args), cache_(cache), part_(part), used_(cache_.used(part.batch)), first_(cache_.first_key(part.batch)),
+        from_(first_visible(args, cache, part.batch)), to_(used_),
         exact_sinks_stop_(std::min(first_ + args.exact_sinks, used_)), exact_(first_),
         group_(args.q_heads / cache_.kv_heads), rows_(group_ * args.seqlen_q), D_(whole_vectors(cache_.head_dim)),
         E_(whole_vectors(cache_.head_dim_v)), scale_(args.scale, args.softcap) {
@@ -189,7 +189,8 @@ class Decoder {
     float* scores = scores_ + r * CHUNK;
     const int64_t stop = used_ - args_.seqlen_q + r / group_ + 1;  // the row's own key is the last
     const int visible = int(std::clamp<int64_t>(stop - chunk.position, 0, chunk.keys));
-    const int64_t first = args_.left < 0 ? 0 : stop - 1 - args_.left - chunk.position;
+    const int64_t left = std::min(args_.left, cache_.max_keys);
+    const int64_t first = left < 0 ? 0 : stop - 1 - left - chunk.position;
     if (chunk.k_scale != 1.f)
       for (int j = 0; j < visible; j++) scores[j] *= chunk.k_scale;
     if (scale_.capped())
@@ -222,7 +223,7 @@ class Decoder {
   static constexpr Ahead NOTHING = {nullptr, 0, 0, 0};
 
   const DecodeArgs& args_;
-  const CacheArgs& cache_;
+  const Cache& cache_;
   const Part& part_;
   const int64_t used_, first_;
   int64_t from_, to_;               // keys that are read from pages
@@ -235,17 +236,16 @@ class Decoder {
 };
 
 // The pages that each (sequence, kv head) reads: given and there, with a key in use. starts has one entry more.
-void list_pages(const DecodeArgs& args, std::vector<int32_t>& pages, std::vector<int64_t>& starts) {
-  const CacheArgs& cache = *args.cache;
+void list_pages(const DecodeArgs& args, const Cache& cache, std::vector<int32_t>& pages, std::vector<int64_t>& starts) {
   for (int64_t b = 0; b < cache.batch; b++) {
-    const int64_t first = first_visible(args, b) / cache.page_size, stop = cache.stop_page(b);
+    const int64_t first = first_visible(args, cache, b) / cache.page_size, stop = cache.stop_page(b);
     for (int64_t h = 0; h < cache.kv_heads; h++) {
       starts.push_back(int64_t(pages.size()));
       const auto take = [&](int64_t page) {
         if (page >= first && page < stop && cache.physical(b, page) >= 0) pages.push_back(int32_t(page));
       };
       if (args.pages)
-        for (int64_t s = 0; s < args.slots; s++) take(args.pages[(b * cache.kv_heads + h) * args.slots + s]);
+        for (int64_t s = 0; s < args.slots; s++) take(read_once(args.pages + (b * cache.kv_heads + h) * args.slots + s));
       else
         for (int64_t page = first; page < stop; page++) take(page);
     }
@@ -255,9 +255,8 @@ void list_pages(const DecodeArgs& args, std::vector<int32_t>& pages, std::vector
 
 // Runs of about the same number of pages, four for each thread where there are enough. firsts[i] is the first part of
 // (sequence, kv head) i; it has one entry more.
-void split(const DecodeArgs& args, const std::vector<int32_t>& pages, const std::vector<int64_t>& starts,
-           std::vector<Part>& parts, std::vector<int64_t>& firsts) {
-  const CacheArgs& cache = *args.cache;
+void split(const DecodeArgs& args, const Cache& cache, const std::vector<int32_t>& pages,
+           const std::vector<int64_t>& starts, std::vector<Part>& parts, std::vector<int64_t>& firsts) {
   const int64_t even = args.threads == 1 ? int64_t(pages.size()) : int64_t(pages.size()) / (4 * args.threads);
   const int64_t most = std::max({even, FEWEST_KEYS / cache.page_size, int64_t(1)});
   for (int64_t i = 0; i < cache.batch * cache.kv_heads; i++) {
@@ -269,6 +268,16 @@ void split(const DecodeArgs& args, const std::vector<int32_t>& pages, const std:
     }
   }
   firsts.push_back(int64_t(parts.size()));
+}
+
+void check(const DecodeArgs& args, const Cache& cache) {
+  require(within(args.q_heads, cache.kv_heads, MOST_HEADS) && args.q_heads % cache.kv_heads == 0);
+  require(within(args.seqlen_q, 0, INT32_MAX) && within(args.element, 0, 2) && within(args.threads, 1, MOST_THREADS));
+  require(within(args.slots, 0, INT32_MAX) && countable(cache.batch, cache.kv_heads, args.slots));
+  require(countable(cache.batch, args.q_heads, args.seqlen_q, std::max(cache.head_dim, cache.head_dim_v) + LANES));
+  if (args.exact_k)
+    require(within(args.exact_stored, 0, 2) && within(args.exact_slots, 1, INT32_MAX) &&
+            within(args.exact_sinks, 0, args.exact_slots - 1));
 }
 
 // Make lse that of one more score, the sink; returns by how much the sum of weights grew.
@@ -310,29 +319,23 @@ void merge(const DecodeArgs& args, int64_t batch, int64_t head, const float* res
 
 }  // namespace
 
-// Returns 0, or 1 where memory ran out.
-extern "C" DYNAXX_EXPORT int dynaxx_cpu_decode(const DecodeArgs* args) try {
-  std::vector<int32_t> pages;
-  std::vector<int64_t> starts, firsts;
-  std::vector<Part> parts;
-  list_pages(*args, pages, starts);
-  split(*args, pages, starts, parts, firsts);
-  const int64_t size = Decoder::result_size(*args), memory = Decoder::memory_needed(*args);
-  std::vector<float> results(parts.size() * size);
-  std::atomic<int> failed{0};
-  for_each_task(int64_t(parts.size()), args->threads, [&](int64_t part) {
-    try {
-      Decoder(*args, parts[part]).run(thread_scratch().reserve(memory), results.data() + part * size);
-    } catch (const std::bad_alloc&) {
-      failed = 1;
-    }
+// Returns a `Status`.
+extern "C" DYNAXX_EXPORT int dynaxx_cpu_decode(const DecodeArgs* args) {
+  return status_of([&] {
+    const Cache cache(*args->cache);
+    check(*args, cache);
+    std::vector<int32_t> pages;
+    std::vector<int64_t> starts, firsts;
+    std::vector<Part> parts;
+    list_pages(*args, cache, pages, starts);
+    split(*args, cache, pages, starts, parts, firsts);
+    const int64_t size = Decoder::result_size(*args), memory = Decoder::memory_needed(*args);
+    std::vector<float> results(parts.size() * size);
+    for_each_task(int64_t(parts.size()), args->threads, [&](int64_t part) {
+      Decoder(*args, cache, parts[part]).run(thread_scratch().reserve(memory), results.data() + part * size);
+    });
+    for_each_task(int64_t(firsts.size()) - 1, args->threads, [&](int64_t i) {
+      merge(*args, i / cache.kv_heads, i % cache.kv_heads, results.data() + firsts[i] * size, firsts[i + 1] - firsts[i]);
+    });
   });
-  if (failed) return 1;
-  for_each_task(int64_t(firsts.size()) - 1, args->threads, [&](int64_t i) {
-    merge(*args, i / args->cache->kv_heads, i % args->cache->kv_heads, results.data() + firsts[i] * size,
-          firsts[i + 1] - firsts[i]);
-  });
-  return 0;
-} catch (const std::bad_alloc&) {
-  return 1;
 }

@@ -43,8 +43,7 @@ constexpr int64_t PAGES_AHEAD = 12;
 // ---- scores ---------------------------------------------------------------------------------------------------------
 
 // Sums over the queries and heads of a group: to[0..D) of their positive parts, to[D..2D) of their negative ones.
-void sum_queries(const SelectArgs& args, int64_t batch, int64_t head, float* space, float* to) {
-  const CacheArgs& cache = *args.summaries->cache;
+void sum_queries(const SelectArgs& args, const Cache& cache, int64_t batch, int64_t head, float* space, float* to) {
   const int64_t D = whole_vectors(cache.head_dim), group = args.q_heads / cache.kv_heads;
   std::fill(to, to + 2 * D, 0.f);
   for (int64_t g = 0; g < group; g++)
@@ -61,8 +60,9 @@ void sum_queries(const SelectArgs& args, int64_t batch, int64_t head, float* spa
 // Scores of pages [from, to) of one sequence and kv head.
 class PageScorer {
  public:
-  PageScorer(const SelectArgs& args, int64_t batch, int64_t head, const float* queries, float* memory)
-      : cache_(*args.summaries->cache), summaries_(*args.summaries), stored_(Stored(summaries_.element)), batch_(batch),
+  PageScorer(const SelectArgs& args, const Cache& cache, int64_t batch, int64_t head, const float* queries,
+             float* memory)
+      : cache_(cache), summaries_(*args.summaries), stored_(Stored(summaries_.element)), batch_(batch),
         head_(head), D_(whole_vectors(cache_.head_dim)), up_(queries), down_(queries + D_), low_(memory),
         high_(memory + D_), mean_(memory + 2 * D_) {
     for (int64_t d = 0; d < D_; d++) mean_[d] = up_[d] + down_[d];
@@ -112,7 +112,7 @@ class PageScorer {
     return sum_of(sum + other);
   }
 
-  const CacheArgs& cache_;
+  const Cache& cache_;
   const SummaryArgs& summaries_;
   const Stored stored_;
   const int64_t batch_, head_, D_;
@@ -131,14 +131,22 @@ DYNAXX_INLINE uint64_t sort_key(float score, int64_t page) {
   return uint64_t(bits) << 32 | uint32_t(~uint32_t(page));
 }
 
+// How many pages beside sinks and window are wanted, at most those that there are. A budget may be any number.
+int64_t num_wanted(const SelectArgs& args, const Cache& cache, int64_t head, int64_t pages) {
+  const float wanted = args.wanted[head] + std::ceil(args.wanted[cache.kv_heads + head] * float(pages));
+  if (!(wanted > 0)) return 0;
+  return wanted < float(pages) ? int64_t(wanted) : pages;
+}
+
 // Sinks, window and the best of the others, ascending; the rest of the slots is -1.
-void choose(const SelectArgs& args, int64_t batch, int64_t head, const float* scores, int32_t* chosen) {
-  const CacheArgs& cache = *args.summaries->cache;
+void choose(const SelectArgs& args, const Cache& cache, int64_t batch, int64_t head, const float* scores,
+            int32_t* chosen) {
   const int64_t first = cache.first_page(batch), stop = cache.stop_page(batch), size = cache.page_size;
-  const int64_t sinks_stop = args.sinks ? cache.first_key(batch) + args.sinks : 0;
-  const int64_t window_start = cache.seqused[batch] - (args.seqlen_q + args.window - 1);
-  const float share = args.wanted[cache.kv_heads + head] * float(std::max<int64_t>(0, stop - first));
-  const int64_t wanted = int64_t(args.wanted[head] + std::ceil(share));
+  const int64_t sinks = std::clamp<int64_t>(args.sinks, 0, cache.max_keys);
+  const int64_t window = std::clamp<int64_t>(args.window, 0, cache.max_keys);
+  const int64_t sinks_stop = sinks ? cache.first_key(batch) + sinks : 0;
+  const int64_t window_start = cache.used(batch) - (args.seqlen_q + window - 1);
+  const int64_t wanted = num_wanted(args, cache, head, stop - first);
   std::vector<uint64_t> optional;
   std::vector<bool> kept(std::max<int64_t>(0, stop - first));
   for (int64_t page = first; page < stop; page++) {
@@ -173,12 +181,11 @@ void narrow(Stored stored, const float* from, int64_t count, char* to) {
 }
 
 // One page's keys in use to its row of low and of high.
-void summarize(const SummaryArgs& args, int64_t batch, int64_t head, int64_t page, float* memory) {
-  const CacheArgs& cache = *args.cache;
+void summarize(const SummaryArgs& args, const Cache& cache, int64_t batch, int64_t head, int64_t page, float* memory) {
   const Stored stored = Stored(cache.stored), element = Stored(args.element);
   const int64_t D = cache.head_dim, start = page * cache.page_size, physical = cache.physical(batch, page);
   const int64_t from = std::max(start, cache.first_key(batch));
-  const int64_t to = std::min<int64_t>(start + cache.page_size, cache.seqused[batch]);
+  const int64_t to = std::min<int64_t>(start + cache.page_size, cache.used(batch));
   if (physical < 0 || from >= to) return;
   float *mean = memory, *low = memory + D, *high = memory + 2 * D, *wide = memory + 3 * D;
   std::fill(mean, mean + D, 0.f);
@@ -217,58 +224,60 @@ void summarize(const SummaryArgs& args, int64_t batch, int64_t head, int64_t pag
   if (args.high != args.low) narrow(element, high, D, (char*)args.high + offset);
 }
 
-}  // namespace
-
-// Returns 0, or 1 where memory ran out.
-extern "C" DYNAXX_EXPORT int dynaxx_cpu_select_pages(const SelectArgs* args) try {
-  const CacheArgs& cache = *args->summaries->cache;
-  const int64_t lists = cache.batch * cache.kv_heads, D = whole_vectors(cache.head_dim);
-  const int64_t tiles = (cache.max_pages + PAGES_PER_TASK - 1) / PAGES_PER_TASK;
-  std::vector<float> queries(lists * 2 * D + D), scores(lists * cache.max_pages, NEG_INF);
-  for (int64_t i = 0; i < lists; i++)
-    sum_queries(*args, i / cache.kv_heads, i % cache.kv_heads, queries.data() + lists * 2 * D, queries.data() + i * 2 * D);
-  std::atomic<int> failed{0};
-  for_each_task(lists * tiles, args->threads, [&](int64_t task) {
-    const int64_t list = task / tiles, batch = list / cache.kv_heads, tile = task % tiles;
-    const int64_t from = std::max(tile * PAGES_PER_TASK, cache.first_page(batch));
-    const int64_t to = std::min((tile + 1) * PAGES_PER_TASK, cache.stop_page(batch));
-    if (from >= to) return;
-    try {
-      float* memory = thread_scratch().reserve(PageScorer::memory_needed(cache.head_dim));
-      PageScorer(*args, batch, list % cache.kv_heads, queries.data() + list * 2 * D, memory)
-          .run(from, to, scores.data() + list * cache.max_pages);
-    } catch (const std::bad_alloc&) {
-      failed = 1;
-    }
-  });
-  for_each_task(failed ? 0 : lists, args->threads, [&](int64_t i) {
-    try {
-      choose(*args, i / cache.kv_heads, i % cache.kv_heads, scores.data() + i * cache.max_pages,
-             args->chosen + i * args->slots);
-    } catch (const std::bad_alloc&) {
-      failed = 1;
-    }
-  });
-  return failed;
-} catch (const std::bad_alloc&) {
-  return 1;
+void check(const SummaryArgs& args) {
+  require(within(args.element, 0, 3) && within(args.threads, 1, MOST_THREADS));
+  require((args.element == int64_t(Stored::INT8)) == (args.scale != nullptr));
 }
 
-// Returns 0, or 1 where memory ran out.
-extern "C" DYNAXX_EXPORT int dynaxx_cpu_summarize_pages(const SummaryArgs* args) {
-  const CacheArgs& cache = *args->cache;
-  std::atomic<int> failed{0};
-  for_each_task(cache.batch * cache.kv_heads, args->threads, [&](int64_t i) {
-    const int64_t batch = i / cache.kv_heads, head = i % cache.kv_heads;
-    int64_t page = cache.first_page(batch);
-    if (args->new_tokens >= 0)
-      page = std::max(page, std::max<int64_t>(0, cache.seqused[batch] - args->new_tokens) / cache.page_size);
-    try {
-      float* memory = thread_scratch().reserve(4 * cache.head_dim);
-      for (; page < cache.stop_page(batch); page++) summarize(*args, batch, head, page, memory);
-    } catch (const std::bad_alloc&) {
-      failed = 1;
-    }
+void check(const SelectArgs& args, const Cache& cache) {
+  require(within(args.q_heads, cache.kv_heads, MOST_HEADS) && args.q_heads % cache.kv_heads == 0);
+  require(within(args.seqlen_q, 0, INT32_MAX) && within(args.element, 0, 2) && within(args.threads, 1, MOST_THREADS));
+  require(within(args.slots, 0, INT32_MAX) && countable(cache.batch, cache.kv_heads, args.slots));
+  require(countable(cache.batch, args.q_heads, args.seqlen_q, cache.head_dim));
+}
+
+}  // namespace
+
+// Returns a `Status`.
+extern "C" DYNAXX_EXPORT int dynaxx_cpu_select_pages(const SelectArgs* args) {
+  return status_of([&] {
+    const Cache cache(*args->summaries->cache);
+    check(*args->summaries);
+    check(*args, cache);
+    const int64_t lists = cache.batch * cache.kv_heads, D = whole_vectors(cache.head_dim), width = cache.width();
+    const int64_t tiles = (width + PAGES_PER_TASK - 1) / PAGES_PER_TASK;
+    std::vector<float> queries(lists * 2 * D + D), scores(lists * width, NEG_INF);
+    for (int64_t i = 0; i < lists; i++)
+      sum_queries(*args, cache, i / cache.kv_heads, i % cache.kv_heads, queries.data() + lists * 2 * D,
+                  queries.data() + i * 2 * D);
+    for_each_task(lists * tiles, args->threads, [&](int64_t task) {
+      const int64_t list = task / tiles, batch = list / cache.kv_heads, tile = task % tiles;
+      const int64_t from = std::max(tile * PAGES_PER_TASK, cache.first_page(batch));
+      const int64_t to = std::min((tile + 1) * PAGES_PER_TASK, cache.stop_page(batch));
+      if (from >= to) return;
+      float* memory = thread_scratch().reserve(PageScorer::memory_needed(cache.head_dim));
+      PageScorer(*args, cache, batch, list % cache.kv_heads, queries.data() + list * 2 * D, memory)
+          .run(from, to, scores.data() + list * width);
+    });
+    for_each_task(lists, args->threads, [&](int64_t i) {
+      choose(*args, cache, i / cache.kv_heads, i % cache.kv_heads, scores.data() + i * width,
+             args->chosen + i * args->slots);
+    });
   });
-  return failed;
+}
+
+// Returns a `Status`.
+extern "C" DYNAXX_EXPORT int dynaxx_cpu_summarize_pages(const SummaryArgs* args) {
+  return status_of([&] {
+    const Cache cache(*args->cache);
+    check(*args);
+    for_each_task(cache.batch * cache.kv_heads, args->threads, [&](int64_t i) {
+      const int64_t batch = i / cache.kv_heads, head = i % cache.kv_heads;
+      int64_t page = cache.first_page(batch);
+      if (args->new_tokens >= 0)
+        page = std::max(page, std::max<int64_t>(0, cache.used(batch) - args->new_tokens) / cache.page_size);
+      float* memory = thread_scratch().reserve(4 * cache.head_dim);
+      for (; page < cache.stop_page(batch); page++) summarize(*args, cache, batch, head, page, memory);
+    });
+  });
 }

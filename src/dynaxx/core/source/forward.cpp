@@ -127,24 +127,21 @@ int64_t heads_per_task(const ForwardArgs& args, int64_t rows) {
 
 }  // namespace
 
-// Returns 0, or 1 where memory ran out.
+// Returns a `Status`.
 extern "C" DYNAXX_EXPORT int dynaxx_cpu_forward(const ForwardArgs* args) {
-  const Plan& plan = *args->plan;
-  const int64_t group = args->q_heads / args->kv_heads, rows = num_rows(plan);
-  const int64_t heads = heads_per_task(*args, rows), parts = (group + heads - 1) / heads;
-  std::atomic<int> failed{0};
-  for_each_task(args->batch * args->kv_heads * parts * rows, args->threads, [&](int64_t index) {
-    const int64_t part = index / rows % parts, kv_head = index / rows / parts % args->kv_heads;
-    Task task;
-    task.batch = index / rows / parts / args->kv_heads;
-    task.head = kv_head * group + part * heads;
-    task.num_heads = std::min(heads, group - part * heads);
-    task.row = row_at(plan, task.batch, task.head, index % rows);
-    try {
+  return status_of([&] {
+    const Plan& plan = *args->plan;
+    check(*args, plan);
+    const int64_t group = args->q_heads / args->kv_heads, rows = num_rows(plan);
+    const int64_t heads = heads_per_task(*args, rows), parts = (group + heads - 1) / heads;
+    for_each_task(args->batch * args->kv_heads * parts * rows, args->threads, [&](int64_t index) {
+      const int64_t part = index / rows % parts, kv_head = index / rows / parts % args->kv_heads;
+      Task task;
+      task.batch = index / rows / parts / args->kv_heads;
+      task.head = kv_head * group + part * heads;
+      task.num_heads = std::min(heads, group - part * heads);
+      task.row = row_at(plan, task.batch, task.head, index % rows);
       ForwardRow(*args, task, thread_scratch().reserve(ForwardRow::memory_needed(*args, heads))).run();
-    } catch (const std::bad_alloc&) {
-      failed = 1;
-    }
+    });
   });
-  return failed;
 }

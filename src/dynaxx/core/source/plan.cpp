@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <vector>
 
 using namespace dynaxx;
 
@@ -38,37 +39,75 @@ void find_runs(const uint16_t* words, int64_t visited_block, uint8_t* runs) {
 
 }  // namespace
 
-// bits (num_masks, q_block, ceil(kv_block / 32)) -> words, runs as in Plan, for rows of queries or of keys.
-extern "C" DYNAXX_EXPORT void dynaxx_cpu_plan_masks(const uint32_t* bits, int64_t num_masks, int64_t q_block,
-                                                    int64_t kv_block, int64_t rows_are_keys, uint16_t* words,
-                                                    uint8_t* runs) {
-  const int64_t row_words = (kv_block + 31) / 32;
-  const int64_t block = rows_are_keys ? kv_block : q_block, visited_block = rows_are_keys ? q_block : kv_block;
-  for (int64_t mask = 0; mask < num_masks; mask++, bits += q_block * row_words)
-    for (int64_t first = 0; first < block; first += PANEL) {
-      panel_words({bits, row_words}, rows_are_keys, first, visited_block, words);
-      find_runs(words, visited_block, runs);
-      words += visited_block;
-      runs += 2 * MAX_RUNS;
+// Check the index ranges of `heads` heads of `rows` rows each, as `check_values` in layout/validate.py does: offsets that
+// start at 0, do not fall, go on from one head to the next and end within `capacity`; of each row `num_partial` blocks
+// with a mask before those without; indices below `visited`, none twice in a row. Returns OK or BAD_INPUT.
+extern "C" DYNAXX_EXPORT int dynaxx_cpu_plan_check(const int32_t* indptr, const int32_t* num_partial,
+                                                   const int32_t* indices, const int32_t* masks, int64_t heads,
+                                                   int64_t rows, int64_t visited, int64_t num_masks,
+                                                   int64_t capacity) {
+  return status_of([&] {
+    require(countable(heads, rows + 1) && within(visited, 0, INT32_MAX) && capacity >= 0);
+    std::vector<int64_t> seen(visited, -1);  // the last row that visited a block
+    int64_t entry = 0;
+    for (int64_t row = 0; row < heads * rows; row++) {
+      const int32_t* ends = indptr + row / rows * (rows + 1) + row % rows;
+      const int64_t count = int64_t(ends[1]) - entry, partial = num_partial[row];
+      require(ends[0] == entry && count >= 0 && ends[1] <= capacity && within(partial, 0, count));
+      for (int64_t i = 0; i < count; i++, entry++) {
+        const int32_t block = indices[entry], mask = masks[entry];
+        require(block >= 0 && block < visited && seen[block] != row);
+        require(i < partial ? mask >= 0 && mask < num_masks : mask == -1);
+        seen[block] = row;
+      }
     }
+  });
 }
 
-// Rows of each of `heads` CSR index ranges, longest first and otherwise in order: the last tasks are short ones.
-extern "C" DYNAXX_EXPORT void dynaxx_cpu_plan_rows(const int32_t* indptr, int64_t heads, int64_t rows, int32_t* order) {
-  for (int64_t head = 0; head < heads; head++, indptr += rows + 1, order += rows) {
-    for (int64_t row = 0; row < rows; row++) order[row] = int32_t(row);
-    std::stable_sort(order, order + rows, [&](int32_t a, int32_t b) {
-      return indptr[a + 1] - indptr[a] > indptr[b + 1] - indptr[b];
-    });
-  }
+// bits (num_masks, q_block, ceil(kv_block / 32)) -> words, runs as in Plan, for rows of queries or of keys. Returns a
+// `Status`.
+extern "C" DYNAXX_EXPORT int dynaxx_cpu_plan_masks(const uint32_t* bits, int64_t num_masks, int64_t q_block,
+                                                   int64_t kv_block, int64_t rows_are_keys, uint16_t* words,
+                                                   uint8_t* runs) {
+  return status_of([&] {
+    require(is_block_size(q_block) && is_block_size(kv_block) && countable(num_masks, q_block, kv_block));
+    const int64_t row_words = (kv_block + 31) / 32;
+    const int64_t block = rows_are_keys ? kv_block : q_block, visited_block = rows_are_keys ? q_block : kv_block;
+    for (int64_t mask = 0; mask < num_masks; mask++, bits += q_block * row_words)
+      for (int64_t first = 0; first < block; first += PANEL) {
+        panel_words({bits, row_words}, rows_are_keys, first, visited_block, words);
+        find_runs(words, visited_block, runs);
+        words += visited_block;
+        runs += 2 * MAX_RUNS;
+      }
+  });
 }
 
-// Of each entry of `heads` CSR index ranges, how many rows before its own visit the same of `visited` blocks. `counts`
-// holds `visited` numbers.
-extern "C" DYNAXX_EXPORT void dynaxx_cpu_plan_ranks(const int32_t* indptr, const int32_t* indices, int64_t heads,
-                                                    int64_t rows, int64_t visited, int32_t* counts, int32_t* ranks) {
-  for (int64_t head = 0; head < heads; head++, indptr += rows + 1) {
-    std::fill(counts, counts + visited, 0);
-    for (int32_t entry = indptr[0]; entry < indptr[rows]; entry++) ranks[entry] = counts[indices[entry]]++;
-  }
+// Rows of each of `heads` CSR index ranges, longest first and otherwise in order: the last tasks are short ones. Returns
+// a `Status`.
+extern "C" DYNAXX_EXPORT int dynaxx_cpu_plan_rows(const int32_t* indptr, int64_t heads, int64_t rows, int32_t* order) {
+  return status_of([&] {
+    require(countable(heads, rows + 1) && within(rows, 0, INT32_MAX));
+    for (int64_t head = 0; head < heads; head++, indptr += rows + 1, order += rows) {
+      for (int64_t row = 0; row < rows; row++) order[row] = int32_t(row);
+      const auto length = [&](int32_t row) { return int64_t(indptr[row + 1]) - indptr[row]; };
+      std::stable_sort(order, order + rows, [&](int32_t a, int32_t b) { return length(a) > length(b); });
+    }
+  });
+}
+
+// How many rows before its own visit the same of `visited` blocks, for each entry of `heads` CSR index ranges that
+// `dynaxx_cpu_plan_check` has passed. `counts` holds `visited` numbers. Returns a `Status`.
+extern "C" DYNAXX_EXPORT int dynaxx_cpu_plan_ranks(const int32_t* indptr, const int32_t* indices, int64_t heads,
+                                                   int64_t rows, int64_t visited, int32_t* counts, int32_t* ranks) {
+  return status_of([&] {
+    require(countable(heads, rows + 1) && within(visited, 0, INT32_MAX));
+    for (int64_t head = 0; head < heads; head++, indptr += rows + 1) {
+      std::fill(counts, counts + visited, 0);
+      for (int32_t entry = indptr[0]; entry < indptr[rows]; entry++) {
+        require(indices[entry] >= 0 && indices[entry] < visited);
+        ranks[entry] = counts[indices[entry]]++;
+      }
+    }
+  });
 }

@@ -1,6 +1,9 @@
 // Element masks as the panels read them.
 #pragma once
+#include <algorithm>
+
 #include "args.h"
+#include "status.h"
 #include "tiles.h"
 
 namespace dynaxx {
@@ -34,6 +37,22 @@ struct MaskPanel {
 DYNAXX_INLINE MaskPanel mask_panel(const Plan& plan, int64_t mask, int64_t panel) {
   const int64_t entry = mask * (plan.block / PANEL) + panel;
   return {plan.mask_words + entry * plan.visited_block, plan.mask_runs + entry * 2 * MAX_RUNS};
+}
+
+// Refuse sizes that contradict one another or the plan. The plan's own numbers were checked when it was made, on a copy
+// that nobody else can write to.
+template <class Args>
+void check(const Args& args, const Plan& plan) {
+  require(within(args.batch, 0, MOST_TOKENS) && within(args.q_heads, 1, MOST_HEADS) &&
+          within(args.kv_heads, 1, args.q_heads) && args.q_heads % args.kv_heads == 0);
+  require(within(args.head_dim, 1, MOST_DIM) && within(args.head_dim_v, 1, MOST_DIM));
+  require(within(args.element, 0, 2) && within(args.threads, 1, MOST_THREADS));
+  require(within(plan.seqlen, 0, MOST_TOKENS) && within(plan.visited_seqlen, 0, MOST_TOKENS));
+  require(is_block_size(plan.block) && is_block_size(plan.visited_block));
+  require(plan.layout_batch == 1 || plan.layout_batch == args.batch);
+  require(plan.layout_heads == 1 || plan.layout_heads == args.q_heads);
+  require(countable(args.batch, args.q_heads, plan.seqlen, std::max(args.head_dim, args.head_dim_v)));
+  require(countable(args.batch, args.q_heads, plan.visited_seqlen, std::max(args.head_dim, args.head_dim_v)));
 }
 
 }  // namespace dynaxx

@@ -317,7 +317,7 @@ Track local_blocks(const Rule& rule, const Grid& grid) {
   return track;
 }
 
-// As `_hash` in patterns/fixed.py: three rounds of multiply and xor-shift in 64 bits that wrap.
+// As `_hash` in patterns/whole_blocks.py: three rounds of multiply and xor-shift in 64 bits that wrap.
 uint32_t hashed(int64_t start, int64_t row, int64_t slot) {
   uint64_t x = uint64_t(row) * 0x9E3779B1u + uint64_t(slot) * 0x85EBCA77u + uint64_t(start);
   for (int round = 0; round < 3; round++) x = (x ^ uint64_t(int64_t(x) >> 29)) * 0x1B873593CC9E2D51u;
@@ -325,7 +325,7 @@ uint32_t hashed(int64_t start, int64_t row, int64_t slot) {
 }
 
 Track random_blocks(const Rule& rule, const Grid& grid) {
-  const int64_t blocks = rule.numbers[0];
+  const int64_t blocks = std::min(rule.numbers[0], grid.kv_blocks());  // more find no block that is left
   Track track;
   for (int64_t row = 0; row < grid.q_blocks(); row++) {
     const int64_t available = grid.limit(row);

@@ -4,10 +4,12 @@
 // (shown whole, not at all, or which mask) is found the first time that it occurs.
 #include <algorithm>
 #include <cstring>
+#include <memory>
 #include <new>
 #include <numeric>
 
 #include "rules.h"
+#include "status.h"
 #include "table.h"
 #include "vec.h"
 
@@ -17,6 +19,9 @@ namespace {
 
 constexpr int32_t FULL = -1, EMPTY = -2;  // as in layout/masks.py
 constexpr uint64_t MOST_KINDS = 1ull << 60;
+constexpr int64_t MOST_BLOCKS = 1 << 29;      // of a side, so that places of blocks fit into int32
+constexpr int64_t FAR = int64_t(1) << 62;     // as in patterns/program.py
+constexpr size_t DEEPEST = 64;                // rules within rules: they are walked by recursion
 constexpr size_t MOST_KEPT = 1 << 18;       // entries of a layout whose memory is kept
 constexpr size_t MOST_WORDS_KEPT = 1 << 20;  // of its masks
 
@@ -30,7 +35,8 @@ struct Layout {
   }
 };
 
-thread_local Layout built;  // its memory serves the next one, too
+// A layout that was taken, whose memory serves this thread's next one.
+thread_local std::unique_ptr<Layout> spare;
 
 // Never 0; `size` is a power of two.
 uint64_t hash_of(const uint32_t* words, size_t size) {
@@ -46,26 +52,63 @@ uint64_t hash_of(const uint32_t* words, size_t size) {
   return hash ? hash : 1;
 }
 
-// Rules in the order of a program's end: each takes as many of those before it as it says.
-std::vector<Rule> parsed(const int64_t* program, int64_t size) {
+void check(const Grid& grid) {
+  require(is_block_size(grid.q_block) && is_block_size(grid.kv_block));
+  const int64_t longest = MOST_BLOCKS * std::min(grid.q_block, grid.kv_block);
+  require(within(grid.seqlen_q, 1, longest) && within(grid.seqlen_k, 1, longest));
+}
+
+// Refuse numbers that an op does not know; `rule.numbers` are `rule.count`.
+void check(const Rule& rule) {
+  const int64_t *numbers = rule.numbers, *end = numbers + rule.count;
+  const bool hashed = rule.op == RANDOM_BLOCKS;  // its last number is any
+  require(std::all_of(numbers, end - hashed, [](int64_t number) { return within(number, -FAR, FAR); }));
+  switch (rule.op) {
+    case MULTIPLES: case LOCAL_BLOCKS: return require(numbers[0] >= 1);
+    case RANDOM_BLOCKS: return require(numbers[0] >= 0);
+    case KEYS: case QUERIES: return require(std::is_sorted(numbers + 1, end));
+    case DOCUMENTS: return require(rule.count >= 3 && numbers[1] == 0 && std::is_sorted(numbers + 1, end));
+    default: return;
+  }
+}
+
+// How many numbers follow an op, of which `left` are there.
+int64_t count_of(int64_t op, const int64_t* numbers, int64_t left) {
+  require(left >= 1 && within(op, BAND, ALL));
+  const int64_t n = numbers[0];
+  switch (op) {
+    case BAND: case RANDOM_BLOCKS: return 2;
+    case KEYS: case QUERIES: return require(within(n, 0, left)), 1 + 2 * n;
+    case DOCUMENTS: return require(within(n, 0, left)), 1 + n;
+    default: return 1;
+  }
+}
+
+// The rule that a program ends with. Each takes as many of those before it as it says.
+Rule parsed(const int64_t* program, int64_t size) {
   std::vector<Rule> rules;
+  std::vector<size_t> depths;
   for (int64_t at = 0; at < size;) {
-    Rule rule{Op(program[at]), program + at + 1, 0, {}};
-    const int64_t n = rule.numbers[0];
-    switch (rule.op) {
-      case BAND: case RANDOM_BLOCKS: rule.count = 2; break;
-      case KEYS: case QUERIES: rule.count = 1 + 2 * n; break;
-      case DOCUMENTS: rule.count = 1 + n; break;
-      default: rule.count = 1;
-    }
+    const int64_t left = size - at - 1;
+    Rule rule{Op(program[at]), program + at + 1, count_of(program[at], program + at + 1, left), {}};
+    require(rule.count <= left);
+    check(rule);
+    size_t depth = 1;
     if (rule.op == ANY || rule.op == ALL) {
+      const int64_t n = rule.numbers[0];
+      require(within(n, 1, int64_t(rules.size())));
+      depth += *std::max_element(depths.end() - n, depths.end());
       rule.parts.assign(rules.end() - n, rules.end());
       rules.resize(rules.size() - n);
+      depths.resize(depths.size() - n);
     }
+    require(depth <= DEEPEST);
     at += 1 + rule.count;
     rules.push_back(std::move(rule));
+    depths.push_back(depth);
   }
-  return rules;
+  require(rules.size() == 1);
+  return std::move(rules.back());
 }
 
 class Builder {
@@ -299,24 +342,35 @@ class Builder {
 
 }  // namespace
 
-// Build the layout of a pattern and keep it for this thread. `sizes` becomes how many numbers of each part
-// `dynaxx_cpu_take_layout` will write. Returns 0, or 1 where there is no memory for it.
+// Build the layout of a pattern. `built` becomes a handle for `dynaxx_cpu_take_layout`, which frees it, and `sizes` how
+// many numbers of each part that will write. Returns a `Status`; where that is not OK there is no handle.
 extern "C" DYNAXX_EXPORT int dynaxx_cpu_static_layout(const int64_t* program, int64_t size, const Grid* grid,
-                                                      int64_t* sizes) try {
-  for (auto* part : built.parts()) part->clear();
-  Builder(*grid, parsed(program, size).back(), built).build();
-  for (const auto* part : built.parts()) *sizes++ = int64_t(part->size());
-  return 0;
-} catch (const std::bad_alloc&) {
-  built = {};
-  return 1;
+                                                      int64_t* sizes, void** built) {
+  return status_of([&] {
+    *built = nullptr;
+    check(*grid);
+    const Rule rule = parsed(program, size);
+    std::unique_ptr<Layout> layout = spare ? std::move(spare) : std::make_unique<Layout>();
+    for (auto* part : layout->parts()) part->clear();
+    Builder(*grid, rule, *layout).build();
+    for (const auto* part : layout->parts()) *sizes++ = int64_t(part->size());
+    *built = layout.release();
+  });
 }
 
-// Write the parts of the layout that this thread built, each to a multiple of 16 bytes.
-extern "C" DYNAXX_EXPORT void dynaxx_cpu_take_layout(int32_t* numbers) {
-  for (const auto* part : built.parts()) {
-    if (!part->empty()) std::memcpy(numbers, part->data(), part->size() * sizeof(int32_t));
-    numbers += (part->size() + 3) / 4 * 4;
-  }
-  if (built.indices.capacity() > MOST_KEPT || built.bits.capacity() > MOST_WORDS_KEPT) built = {};
+// Write the parts of a layout, each to a multiple of 16 bytes, and free its handle; null numbers only free it.
+// `capacity` is how many int32 fit in `numbers`. Returns a `Status`.
+extern "C" DYNAXX_EXPORT int dynaxx_cpu_take_layout(void* built, int32_t* numbers, int64_t capacity) {
+  return status_of([&] {
+    std::unique_ptr<Layout> layout(static_cast<Layout*>(built));
+    int64_t needed = 0;
+    for (const auto* part : layout->parts()) needed += int64_t(part->size() + 3) / 4 * 4;
+    require(!numbers || needed <= capacity);
+    for (const auto* part : layout->parts()) {
+      if (!numbers) break;
+      if (!part->empty()) std::memcpy(numbers, part->data(), part->size() * sizeof(int32_t));
+      numbers += (part->size() + 3) / 4 * 4;
+    }
+    if (layout->indices.capacity() <= MOST_KEPT && layout->bits.capacity() <= MOST_WORDS_KEPT) spare = std::move(layout);
+  });
 }

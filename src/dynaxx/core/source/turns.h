@@ -7,8 +7,8 @@
 
 namespace dynaxx {
 
-// Wait until `turn` tasks have been before. Tasks begin in the order of their turns, so the one waited for is running; it
-// fails to come only where memory ran out, which `failed` says.
+// Spin until `turn` earlier tasks have finished. Tasks begin in the order of their turns, so the one waited for is
+// running. It never finishes where a task has failed, which `failed` says.
 inline void await_turn(const int32_t* done, int32_t turn, const std::atomic<int>& failed) {
   constexpr int PATIENCE = 256;  // looks before the processor is offered to others
   for (int look = 0; __atomic_load_n(done, __ATOMIC_ACQUIRE) != turn; look++) {

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.core.library import active_library
+from dynaxx.core.status import raise_for_status
 from dynaxx.kernels.cpu import gather
 from dynaxx.kernels.cpu.arguments import ELEMENTS, BackwardArgs, readable, strides
 from dynaxx.kernels.cpu.plan import plan_of
@@ -69,6 +70,7 @@ def _core_backward(
     turns = lse.new_empty(wave, part, layout.q_blocks, dtype=torch.int32)
     dq_low = q.new_empty(wave, part, seqlen_q, head_dim) if halves else None
     dk_low, dv_low = (x.new_empty(wave, *x.shape[1::2]) if parts else None for x in (k, v))
+    plan = plan_of(layout, library, rows_are_keys=True)
     args = BackwardArgs(
         q.data_ptr(),
         k.data_ptr(),
@@ -97,15 +99,14 @@ def _core_backward(
         strides(dq),
         strides(dk),
         strides(dv),
-        plan_of(layout, library, rows_are_keys=True).pointer,
+        plan.pointer,
         scale,
         softcap or 0.0,
         threads,
         wave,
         part,
     )
-    if library.dynaxx_cpu_backward(byref(args)):
-        raise MemoryError("the CPU core could not allocate its working memory")
+    raise_for_status(library.dynaxx_cpu_backward(byref(args)))
     return dq, dk, dv
 
 

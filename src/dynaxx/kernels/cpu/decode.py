@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.core.library import active_library
+from dynaxx.core.status import raise_for_status
 from dynaxx.kernels.cpu.arguments import ELEMENTS, readable, strides
 from dynaxx.kernels.problem import DecodeProblem
 from dynaxx.layout.exact import ExactTokens
@@ -43,6 +44,8 @@ class CacheArgs(Structure):
         ("page_size", c_int64),
         ("head_dim", c_int64),
         ("head_dim_v", c_int64),
+        ("num_pages", c_int64),
+        ("max_keys", c_int64),
     ]
 
 
@@ -159,7 +162,7 @@ def attend_pages(
         None if logits is None else logits.data_ptr(),
         -1 if left is None else left,
     )
-    _run(_library().dynaxx_cpu_decode(byref(args)))
+    raise_for_status(_library().dynaxx_cpu_decode(byref(args)))
     return out.to(q.dtype), lse
 
 
@@ -188,7 +191,7 @@ def select_pages(
         scale,
         torch.get_num_threads(),
     )
-    _run(_library().dynaxx_cpu_select_pages(byref(args)))
+    raise_for_status(_library().dynaxx_cpu_select_pages(byref(args)))
     return chosen, None
 
 
@@ -212,7 +215,7 @@ def select_and_attend(
 def summarize_pages(cache: PagedCache, summaries: PageSummaries, new_tokens: int | None) -> None:
     """As `kernels.reference.decode`."""
     arguments, _kept = _cache_args(cache)
-    _run(_library().dynaxx_cpu_summarize_pages(byref(_summary_args(arguments, summaries, new_tokens))))
+    raise_for_status(_library().dynaxx_cpu_summarize_pages(byref(_summary_args(arguments, summaries, new_tokens))))
 
 
 def _cache_args(cache: PagedCache) -> tuple[CacheArgs, list[Tensor]]:
@@ -243,6 +246,8 @@ def _cache_args(cache: PagedCache) -> tuple[CacheArgs, list[Tensor]]:
         cache.page_size,
         cache.head_dim,
         cache.head_dim_v,
+        cache.k.shape[0] if cache.is_paged else cache.max_pages,
+        cache.max_keys,
     )
     return args, [x for x in (table, seqused, leftpad) if x is not None]
 
@@ -272,8 +277,3 @@ def _library() -> CDLL:
     library = active_library()
     assert library is not None, "`unsupported_reasons` was asked before"
     return library
-
-
-def _run(code: int) -> None:
-    if code:
-        raise MemoryError("the CPU core could not allocate its working memory")

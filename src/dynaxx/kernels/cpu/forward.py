@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.core.library import active_library
+from dynaxx.core.status import raise_for_status
 from dynaxx.kernels.cpu import gather
 from dynaxx.kernels.cpu.arguments import forward_args, readable
 from dynaxx.kernels.cpu.plan import plan_of
@@ -35,7 +36,9 @@ def _core_forward(
     batch, seqlen_q, q_heads, _ = q.shape
     out = q.new_empty((batch, seqlen_q, q_heads, v.shape[3]))
     lse = q.new_empty((batch, q_heads, seqlen_q), dtype=torch.float32)
-    args = forward_args(q, k, v, out, lse, plan_of(layout, library).address, scale, softcap)
-    if library.dynaxx_cpu_forward(args):
-        raise MemoryError("the CPU core could not allocate its working memory")
+    plan = plan_of(layout, library)  # kept until the core is done, whatever other threads do to the layout
+    args = forward_args(q, k, v, out, lse, plan.address, scale, softcap)
+    code = library.dynaxx_cpu_forward(args)
+    if code:
+        raise_for_status(code)
     return out, lse

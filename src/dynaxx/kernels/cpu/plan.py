@@ -1,15 +1,20 @@
-"""What the core needs of a layout beside its own tensors; made once per layout and kept as long as it lives."""
+"""A layout as the core reads it: private copies of its tensors, checked, with row orders, mask tables and ranks.
+
+Made once per layout and kept with it. The core never reads a tensor that somebody else can write to, so a layout that
+is changed while it runs gives other numbers at worst.
+"""
 
 from __future__ import annotations
 
 from ctypes import CDLL, addressof, pointer
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from dynaxx.core.status import BAD_INPUT, raise_for_status
 from dynaxx.kernels.cpu.arguments import WorkPlan
 from dynaxx.layout import BlockLayout
+from dynaxx.layout.derived import PerLayout
 from dynaxx.layout.host import on_host
 
 PANEL = 16  # queries per panel, as in core/source/vec.h
@@ -17,57 +22,85 @@ MAX_RUNS = 8  # as in core/source/plan.h
 
 
 class LayoutPlan:
-    """The prepared layout: a `WorkPlan` and the tensors that it points into."""
+    """The prepared layout: a `WorkPlan` and the tensors that it points into.
+
+    Raises:
+        ValueError: a layout whose numbers are out of range.
+    """
 
     def __init__(self, layout: BlockLayout, library: CDLL, rows_are_keys: bool) -> None:
         if rows_are_keys:
             by_key = layout.transposed
-            chosen = (by_key.q_indptr, by_key.q_indices, by_key.q_masks)
+            chosen = (by_key.q_indptr, by_key.q_num_partial, by_key.q_indices, by_key.q_masks)
         else:
-            chosen = (layout.kv_indptr, layout.kv_indices, layout.kv_masks)
-        indptr, indices, masks = (x.contiguous() for x in chosen)
+            chosen = (layout.kv_indptr, layout.kv_num_partial, layout.kv_indices, layout.kv_masks)
+        indptr, num_partial, indices, masks = (x.clone(memory_format=torch.contiguous_format) for x in chosen)
+        visited = layout.q_blocks if rows_are_keys else layout.kv_blocks
+        check_plan(indptr, num_partial, indices, masks, visited, len(layout.masks), library)
         words, runs = mask_tables(layout, library, rows_are_keys)
         self.tensors = [indptr, indices, masks, row_order(indptr, library), words, runs]
         if rows_are_keys:
-            self.tensors.append(visit_ranks(indptr, indices, layout.q_blocks, library))
+            self.tensors.append(visit_ranks(indptr, indices, visited, library))
         sides = [(layout.seqlen_q, layout.block_size[0]), (layout.seqlen_k, layout.block_size[1])]
-        rows, visited = reversed(sides) if rows_are_keys else sides
+        rows, visited_side = reversed(sides) if rows_are_keys else sides
         pointers = (x.data_ptr() for x in self.tensors)
-        self.struct = WorkPlan(*rows, *visited, layout.layout_batch, layout.layout_heads, *pointers)
+        self.struct = WorkPlan(*rows, *visited_side, layout.layout_batch, layout.layout_heads, *pointers)
         self.pointer = pointer(self.struct)
         self.address = addressof(self.struct)
 
 
-_plans: tuple[WeakKeyDictionary[BlockLayout, LayoutPlan], ...] = (WeakKeyDictionary(), WeakKeyDictionary())
+_plans = PerLayout()
 
 
 @on_host
 def plan_of(layout: BlockLayout, library: CDLL, *, rows_are_keys: bool = False) -> LayoutPlan:
-    """The plan of a layout, from the cache after the first time. Every build of the core reads the same plan.
+    """Return the plan of a layout, from its cache after the first time. Every build of the core reads the same plan.
 
     Args:
         rows_are_keys: rows of kv blocks that visit q blocks, for backward; else the layout's own rows.
+
+    Raises:
+        ValueError: a layout whose numbers are out of range.
     """
-    plans = _plans[rows_are_keys]
-    plan = plans.get(layout)
-    if plan is None:  # where two threads get here at once, the first plan stays: its memory is already in use
-        plan = plans.setdefault(layout, LayoutPlan(layout, library, rows_are_keys))
+    plans = _plans.of(layout)
+    plan = plans.get(rows_are_keys)
+    if plan is None:  # where two threads get here at once, the first plan stays
+        plan = plans.setdefault(rows_are_keys, LayoutPlan(layout, library, rows_are_keys))
     return plan
 
 
+def check_plan(
+    indptr: Tensor, num_partial: Tensor, indices: Tensor, masks: Tensor, visited: int, num_masks: int, library: CDLL
+) -> None:
+    """Check the numbers of a CSR that the core is about to read; raise ValueError where one is out of range.
+
+    A layout was checked when it was given to `sparse_attention`. This is for what was written to it since.
+    """
+    batch, heads, ends = indptr.shape
+    pointers = (x.data_ptr() for x in (indptr, num_partial, indices, masks))
+    sizes = (batch * heads, ends - 1, visited, num_masks, indices.numel())
+    code = library.dynaxx_cpu_plan_check(*pointers, *sizes)
+    if code == BAD_INPUT:
+        raise ValueError(
+            "`layout` must hold the numbers that it was checked with, got others: a tensor of it was written to; "
+            "layout.validate() says what is wrong"
+        )
+    raise_for_status(code)
+
+
 def row_order(indptr: Tensor, library: CDLL) -> Tensor:
-    """Rows of each head of a (batch, heads, rows + 1) CSR, the ones with most blocks first, (batch, heads, rows)."""
+    """Return the rows of each head of a (batch, heads, rows + 1) CSR, longest first, as (batch, heads, rows) int32."""
     batch, heads, ends = indptr.shape
     order = torch.empty(batch, heads, ends - 1, dtype=torch.int32)
-    library.dynaxx_cpu_plan_rows(indptr.data_ptr(), batch * heads, ends - 1, order.data_ptr())
+    raise_for_status(library.dynaxx_cpu_plan_rows(indptr.data_ptr(), batch * heads, ends - 1, order.data_ptr()))
     return order
 
 
 def visit_ranks(indptr: Tensor, indices: Tensor, visited_blocks: int, library: CDLL) -> Tensor:
-    """Of each entry of a (batch, heads, rows + 1) CSR, how many rows before its own visit the same block, (nnz,)."""
+    """Return how many rows before its own visit the same block, for each entry of a (batch, heads, rows + 1) CSR."""
     batch, heads, ends = indptr.shape
     counts, ranks = torch.empty(visited_blocks, dtype=torch.int32), torch.empty_like(indices)
-    library.dynaxx_cpu_plan_ranks(
+    code = library.dynaxx_cpu_plan_ranks(
         indptr.data_ptr(),
         indices.data_ptr(),
         batch * heads,
@@ -76,11 +109,12 @@ def visit_ranks(indptr: Tensor, indices: Tensor, visited_blocks: int, library: C
         counts.data_ptr(),
         ranks.data_ptr(),
     )
+    raise_for_status(code)
     return ranks
 
 
 def mask_tables(layout: BlockLayout, library: CDLL, rows_are_keys: bool = False) -> tuple[Tensor, Tensor]:
-    """The element masks by panels of the rows' side: who sees each visited token, and the runs that anyone sees.
+    """Return the element masks by panels of the rows' side: who sees each visited token, and the runs that anyone sees.
 
     Returns:
         words (num_masks, block / PANEL, visited_block) int16, bit i is token i of the panel; runs (num_masks,
@@ -92,7 +126,8 @@ def mask_tables(layout: BlockLayout, library: CDLL, rows_are_keys: bool = False)
     shape = (len(layout.masks), block // PANEL)
     words = torch.empty(*shape, visited_block, dtype=torch.int16)
     runs = torch.empty(*shape, MAX_RUNS, 2, dtype=torch.uint8)
-    library.dynaxx_cpu_plan_masks(
+    code = library.dynaxx_cpu_plan_masks(
         bits.data_ptr(), shape[0], q_block, kv_block, rows_are_keys, words.data_ptr(), runs.data_ptr()
     )
+    raise_for_status(code)
     return words, runs

@@ -46,6 +46,13 @@ class Scorer(ABC):
         """
 
 
+def checked_seed(seed: int) -> int:
+    """Return a seed that torch's generators take; raise ValueError for one that is no 64-bit integer."""
+    if not -(2**63) <= seed < 2**63:
+        raise ValueError(f"`seed` must be a 64-bit integer, got {seed}")
+    return seed
+
+
 def pieces(total: int, bytes_each: int, memory_budget: int, multiple: int = 1) -> Iterator[tuple[int, int]]:
     """(first, last + 1) of pieces of `total` things that keep to the budget, at least `multiple` at a time."""
     step = max(1, memory_budget // max(1, bytes_each * multiple)) * multiple

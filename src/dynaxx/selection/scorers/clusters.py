@@ -9,9 +9,11 @@ from torch import Tensor
 
 from dynaxx.arguments import typed
 from dynaxx.layout import BlockGrid
-from dynaxx.selection.scorers.base import MEMORY_BUDGET, Scorer, ScoreRows, log_share, per_kv_head, pieces
+from dynaxx.selection.scorers.base import MEMORY_BUDGET, Scorer, ScoreRows, checked_seed, log_share, per_kv_head, pieces
 
 KEYS_PER_CLUSTER = 32  # so many keys per cluster, taken at random, place the centroids
+MOST_CLUSTERS, MOST_ITERATIONS = 1 << 16, 100  # a policy may ask for no more
+FEW_RANKS = 32  # up to so many ranks are found one by one, more by sorting
 
 
 @typed
@@ -39,9 +41,10 @@ class KeyClusters(Scorer):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("clusters", "nearest", "iterations"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be >= 1, got {getattr(self, name)}")
+        for name, most in (("clusters", MOST_CLUSTERS), ("nearest", MOST_CLUSTERS), ("iterations", MOST_ITERATIONS)):
+            if not 1 <= getattr(self, name) <= most:
+                raise ValueError(f"`{name}` must be from 1 to {most}, got {getattr(self, name)}")
+        checked_seed(self.seed)
 
     def prepare(
         self, q: Tensor, k: Tensor, grid: BlockGrid, scale: float, *, memory_budget: int = MEMORY_BUDGET
@@ -114,7 +117,12 @@ class ClusterRanks(Scorer):
         group_size = q.shape[2] // k.shape[2]
         members = _members(k, self.index._centroids(k, memory_budget // 2), grid, memory_budget // 2)  # (B, Hk, K, C)
         scores = k.new_full((*members.shape[:2], grid.kv_blocks), -torch.inf, dtype=torch.float32)
-        for rank in range(min(self.ranks, grid.kv_blocks)):
+        if self.ranks > FEW_RANKS:
+            held, block = members.sort(dim=-1, descending=True, stable=True)
+            rank = -torch.arange(grid.kv_blocks, dtype=torch.float32, device=k.device)
+            found = torch.where((held > 0) & (rank > -min(self.ranks, grid.kv_blocks)), rank, -torch.inf)
+            scores.scatter_reduce_(-1, block.flatten(2), found.flatten(2), "amax")
+        for rank in range(min(self.ranks, grid.kv_blocks) if self.ranks <= FEW_RANKS else 0):
             count, block = members.max(-1)
             found = k.new_tensor(-float(rank), dtype=torch.float32).where(count > 0, -torch.inf)
             scores.scatter_reduce_(-1, block, found, "amax")

@@ -10,9 +10,19 @@ from torch import Tensor
 
 from dynaxx.arguments import typed
 from dynaxx.layout import BlockGrid
-from dynaxx.selection.scorers.base import MEMORY_BUDGET, Scorer, ScoreRows, per_kv_head, pieces, pooled, scoring_kernels
+from dynaxx.selection.scorers.base import (
+    MEMORY_BUDGET,
+    Scorer,
+    ScoreRows,
+    checked_seed,
+    per_kv_head,
+    pieces,
+    pooled,
+    scoring_kernels,
+)
 
 PIECE = 512  # tokens that are averaged first
+MOST_TABLES = 1024
 
 
 @typed
@@ -37,8 +47,9 @@ class SimHash(Scorer):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.tables < 1:
-            raise ValueError(f"`tables` must be >= 1, got {self.tables}")
+        if not 1 <= self.tables <= MOST_TABLES:
+            raise ValueError(f"`tables` must be from 1 to {MOST_TABLES}, got {self.tables}")
+        checked_seed(self.seed)
         if not 1 <= self.bits <= 12:
             raise ValueError(f"`bits` must be from 1 to 12, got {self.bits}")
 

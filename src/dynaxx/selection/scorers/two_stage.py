@@ -52,17 +52,19 @@ class TwoStage(Scorer):
     def candidates(self, q: Tensor, k: Tensor, grid: BlockGrid, scale: float, memory_budget: int) -> Candidates:
         """The first stage."""
         (batch, _, q_heads, _), kv_heads, kv_block = q.shape, k.shape[2], grid.block_size[1]
-        panels, tokens = -(-grid.q_blocks // self.panel), self.panel * grid.block_size[0]
+        panel = min(self.panel, 1 << max(0, grid.q_blocks - 1).bit_length())  # one holds all rows at most
+        panels, tokens = -(-grid.q_blocks // panel), panel * grid.block_size[0]
+        keep = min(self.keep, grid.kv_blocks) if isinstance(self.keep, int) else self.keep
         queries, keys = MinMax().tiles(q, k, kv_block, grid, scale, memory_budget // 2)
-        mass_of = tile_scores(queries, keys, grid, (batch, q_heads), memory_budget // 2, self.panel)
-        last_row = (torch.arange(1, panels + 1, device=k.device) * self.panel - 1).clamp(max=grid.q_blocks - 1)
+        mass_of = tile_scores(queries, keys, grid, (batch, q_heads), memory_budget // 2, panel)
+        last_row = (torch.arange(1, panels + 1, device=k.device) * panel - 1).clamp(max=grid.q_blocks - 1)
         seen = grid.causal_kv_blocks(last_row)[:, None]  # (panels, 1): how many blocks a panel sees
         own = seen  # and where those begin that it covers itself
         if grid.causal:
             stands = torch.arange(panels, device=k.device)[:, None] * tokens + grid.offset
             own = torch.minimum(stands.div(kv_block, rounding_mode="floor").clamp(min=0), seen)
-        kept = torch.full_like(seen, self.keep) if isinstance(self.keep, int) else (seen * self.keep).ceil().long()
-        slots = self.keep if isinstance(self.keep, int) else math.ceil(self.keep * grid.kv_blocks)
+        kept = torch.full_like(seen, keep) if isinstance(keep, int) else (seen * keep).ceil().long()
+        slots = keep if isinstance(keep, int) else math.ceil(keep * grid.kv_blocks)
         slots = min(grid.kv_blocks, slots + (tokens // kv_block + 2 if grid.causal else 0))
         column, slot = (torch.arange(n, device=k.device) for n in (grid.kv_blocks, slots))
         blocks = torch.empty(batch, kv_heads, panels, slots, dtype=torch.int32, device=k.device)
@@ -71,4 +73,4 @@ class TwoStage(Scorer):
             mass.masked_fill_(column >= own[a:b], torch.inf).masked_fill_(column >= seen[a:b], -1.0)
             found = mass.topk(slots, dim=-1).indices.int()
             blocks[:, :, a:b] = found.masked_fill_(slot >= (kept + seen - own).minimum(seen)[a:b], -1)
-        return Candidates(blocks, self.panel)
+        return Candidates(blocks, panel)

@@ -26,7 +26,7 @@ from dynaxx.kernels.gpu.runtime.launcher import (
     run,
 )
 from dynaxx.layout import BlockLayout
-from dynaxx.layout.origin import KeptWithLayouts
+from dynaxx.layout.derived import PerLayout
 
 MOST_LAUNCHES = 64  # kept per layout
 
@@ -97,7 +97,7 @@ def launch_cached(
     known.start(arguments, device)
 
 
-_kept = KeptWithLayouts()
+_kept = PerLayout()
 
 
 def _cached_launch(launch: Launch, layout: BlockLayout, tensors: tuple[Tensor, ...]) -> CachedLaunch | None:
@@ -137,7 +137,7 @@ def _rebased(template: Any, x: Tensor, address: int) -> Any:
 
 def _tensors_of(layout: BlockLayout) -> dict[int, str]:
     """By identity, how to get the tensors that a layout keeps alive."""
-    parts = {"": vars(layout), "masks.": vars(layout.masks)}
-    if "transposed" in vars(layout):
+    parts = {"": vars(layout), "masks.": vars(layout.masks), "derived.": vars(layout.derived)}
+    if layout.derived.transposed is not None:
         parts["transposed."] = vars(layout.transposed)
     return {id(x): part + name for part, each in parts.items() for name, x in each.items()}

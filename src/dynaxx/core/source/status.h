@@ -1,0 +1,60 @@
+// What exported functions return. No exception leaves the core: one that crosses `extern "C"` ends the process.
+#pragma once
+#include <cstdint>
+#include <exception>
+#include <new>
+#include <stdexcept>
+
+namespace dynaxx {
+
+enum Status : int {  // as core/status.py reads them
+  OK = 0,
+  NO_MEMORY = 1,
+  BAD_INPUT = 2,  // arguments that contradict one another, or lie outside of what the core computes with
+  FAILED = 3      // anything else
+};
+
+// Thrown where arguments are wrong.
+struct BadInput : std::exception {};
+
+inline void require(bool holds) {
+  if (!holds) throw BadInput();
+}
+
+// Run a function that may throw, and return its status.
+template <class Run>
+int status_of(const Run& run) noexcept {
+  try {
+    run();
+    return OK;
+  } catch (const BadInput&) {
+    return BAD_INPUT;
+  } catch (const std::bad_alloc&) {
+    return NO_MEMORY;
+  } catch (const std::length_error&) {
+    return NO_MEMORY;  // a container was asked for more than it can ever hold
+  } catch (...) {
+    return FAILED;
+  }
+}
+
+// ---- limits of arguments ----
+
+constexpr int64_t MOST_TOKENS = int64_t(1) << 40, MOST_HEADS = 1 << 20, MOST_DIM = 1 << 20, MOST_THREADS = 1 << 12;
+constexpr int64_t MOST_ELEMENTS = int64_t(1) << 60;
+
+inline bool within(int64_t value, int64_t least, int64_t most) { return value >= least && value <= most; }
+
+// Whether a tensor of these sizes, none negative, has elements that an int64 can count.
+template <class... Sizes>
+bool countable(Sizes... sizes) {
+  int64_t count = 1;
+  for (const int64_t size : {int64_t(sizes)...}) {
+    if (size < 0 || __builtin_mul_overflow(count, size > 0 ? size : 1, &count) || count > MOST_ELEMENTS) return false;
+  }
+  return true;
+}
+
+inline bool is_block_size(int64_t size) { return size == 16 || size == 32 || size == 64 || size == 128; }
+
+}  // namespace dynaxx

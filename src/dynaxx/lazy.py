@@ -1,0 +1,35 @@
+"""`lazy`: an attribute that is computed at first use, without a lock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar, overload
+
+T = TypeVar("T")
+
+
+class lazy(Generic[T]):
+    """Compute an attribute at first use and keep it in the instance's `__dict__`.
+
+    This is `functools.cached_property` without its lock. Python 3.11 has one lock per attribute for all instances of a
+    class, so threads wait for each other, and a child that is forked while another thread holds the lock waits for
+    ever. Where two threads compute the attribute at once, the first result stays.
+    """
+
+    def __init__(self, compute: Callable[[Any], T]) -> None:
+        self.compute = compute
+        self.__doc__ = compute.__doc__
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> lazy[T]: ...
+
+    @overload
+    def __get__(self, instance: object, owner: type) -> T: ...
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        if instance is None:
+            return self
+        return instance.__dict__.setdefault(self.name, self.compute(instance))
