@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -26,6 +25,7 @@ from torch.distributed import ProcessGroup
 from dynaxx.distributed.group import peer_errors
 from dynaxx.distributed.sharded import ShardedLayout
 from dynaxx.layout import BlockGrid, BlockLayout
+from dynaxx.lazy import lazy
 
 MOST_STAGES = 8
 STAGE_BYTES = 8 << 20  # received bytes that are worth a stage of their own: 20 us on a link of 400 GB/s
@@ -78,12 +78,12 @@ class ExchangePlan:
         """Bytes that this rank sends in a backward pass: keys and values again, and gradients to their owners."""
         return (self.sent_tokens + self.received_tokens) * _token_bytes(k, v)
 
-    @cached_property
+    @lazy
     def sent_tokens(self) -> int:
         """Tokens that this rank sends, summed over kv heads and receivers."""
         return sum(_heads(stage) * sum(sent.tokens for sent in stage.sends.values()) for stage in self.stages)
 
-    @cached_property
+    @lazy
     def received_tokens(self) -> int:
         """Tokens that this rank receives, summed over kv heads."""
         return sum(_heads(stage) * sum(b - a for a, b in stage.received.values()) for stage in self.stages)

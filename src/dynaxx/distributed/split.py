@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import groupby
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from dynaxx.arguments import typed
 from dynaxx.layout.grid import as_integer
+from dynaxx.lazy import lazy
 
 
 @typed
@@ -93,7 +93,7 @@ class SequenceSplit:
         """Tokens that a rank owns."""
         return self.lengths[rank]
 
-    @cached_property
+    @lazy
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each rank."""
         found = [0] * self.ranks
@@ -110,7 +110,7 @@ class SequenceSplit:
         """(first, last + 1) token of each run of neighbouring chunks that a rank owns, in order."""
         return self._runs[rank]
 
-    @cached_property
+    @lazy
     def _runs(self) -> list[list[tuple[int, int]]]:
         found: list[list[tuple[int, int]]] = [[] for _ in range(self.ranks)]
         for owner, group in groupby(enumerate(self.owners), key=lambda pair: pair[1]):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from dynaxx.layout import BlockLayout
 from dynaxx.layout.cache import LayoutCache
+from dynaxx.lazy import lazy
 from dynaxx.patterns import Pattern
 from dynaxx.policy.rule_parts import for_heads
 from dynaxx.policy.specs import AttentionRule
@@ -34,12 +34,12 @@ class LayerPlan:
     kv_heads: int
     block_size: tuple[int, int]
 
-    @cached_property
+    @lazy
     def is_static(self) -> bool:
         """Whether positions alone decide, so that layouts are cached."""
         return all(isinstance(group.rule, Pattern) for group in self.groups)
 
-    @cached_property
+    @lazy
     def needs_tokens(self) -> bool:
         """Whether some rule looks at content, so that a request's tokens must resolve it first."""
         return any(group.rule.needs_tokens for group in self.groups if isinstance(group.rule, Pattern | Hybrid))

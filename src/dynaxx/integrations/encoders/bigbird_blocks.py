@@ -8,7 +8,7 @@ twice. Both are part of what transformers computes, so both are kept: a block th
 
 from __future__ import annotations
 
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.layout import BLOCK_SIZES, FULL, BlockGrid, BlockLayout, ElementMasks
+from dynaxx.lazy import lazy
 
 
 def layout_block(block_size: int) -> int | None:
@@ -46,12 +47,12 @@ class Visits:
         self._block_size = block_size
         self._device = device
 
-    @cached_property
+    @lazy
     def by_count(self) -> list[tuple[int, BlockLayout]]:
         """For each count m that occurs, the layout of the blocks that are visited m times."""
         return [(m, self._layout(self.counts == m)) for m in self.counts.unique().tolist() if m]
 
-    @cached_property
+    @lazy
     def with_copies(self) -> tuple[Tensor, BlockLayout]:
         """Blocks to append to the keys, (copies,) int64, and the layout on them in which a repeated visit is one more
         block."""

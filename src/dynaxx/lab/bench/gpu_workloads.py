@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from dynaxx.layout import BlockLayout
+from dynaxx.lazy import lazy
 from dynaxx.patterns import Causal, SlidingWindow
 from dynaxx.patterns.packed import packed_layout
 
@@ -60,7 +60,7 @@ class Workload:
         """FLOPs of dense causal attention."""
         return 2 * self.head_dim * self.heads[0] * self.seqlen * (self.seqlen + 1)
 
-    @cached_property
+    @lazy
     def _window(self) -> SlidingWindow:
         return SlidingWindow(self.window or 1)
 

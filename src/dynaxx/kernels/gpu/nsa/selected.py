@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 from dynaxx.kernels.gpu.nsa import config
 from dynaxx.kernels.gpu.runtime.arguments import positive_scale, unit_stride
 from dynaxx.layout.nsa import NativeSpans
+from dynaxx.lazy import lazy
 
 if TYPE_CHECKING:
     from dynaxx.kernels.gpu.nsa.key_items import Items
@@ -47,7 +47,7 @@ class SelectedPlan:
     schedule: config.Schedule
     tiles: config.QueryTiles
 
-    @cached_property
+    @lazy
     def union(self):
         from dynaxx.kernels.gpu.nsa.query_unions import unions
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 
 from torch import Tensor
 
@@ -23,6 +22,7 @@ from dynaxx.kernels.hopper.attention.config import selected_consumers
 from dynaxx.kernels.hopper.nsa import fused
 from dynaxx.kernels.hopper.primitives.descriptors import dense_rows
 from dynaxx.layout.nsa import NativeSpans
+from dynaxx.lazy import lazy
 
 __all__ = [
     "fused",
@@ -49,7 +49,7 @@ class HopperSelectedPlan(shared.SelectedPlan):
         """Of a program, 64 rows each."""
         return selected_consumers(self.group_size, self.spans.sizes.slc_block)
 
-    @cached_property
+    @lazy
     def union(self) -> Unions:
         return unions(self.indices, self.spans, self.consumers * 64 // self.group_size)
 
