@@ -16,6 +16,7 @@ ROOMS = (
     "storage",
     "arguments",
     "lazy",
+    "derivatives",
     "core",
     "layout",
     "patterns",

@@ -8,9 +8,9 @@ import torch
 
 import dynaxx as dx
 from dynaxx.layout import BlockGrid
-from dynaxx.patterns.base import Causal
 from dynaxx.patterns.build import numpy_layout
 from dynaxx.patterns.compressed import Compressed
+from dynaxx.patterns.local import Causal
 
 HUGE = (2**31, 2**63 - 1, 2**63 + 300, 10**30)
 SEQLEN = 100
@@ -31,7 +31,7 @@ SEQLEN = 100
         (lambda n: dx.Dilated(n, 1), dx.Full()),
         (lambda n: dx.Dilated(3, n), dx.SlidingWindow(1)),
         (lambda n: dx.Dilated(n, n), dx.SlidingWindow(1)),
-        (dx.LocalBlocks, dx.Full()),
+        (dx.LocalBlocks, dx.LocalBlocks(1000)),
         (dx.RandomBlocks, dx.Full()),
         (lambda n: dx.RandomBlocks(10**6, seed=n), dx.Full()),
     ],

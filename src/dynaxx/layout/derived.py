@@ -49,11 +49,15 @@ class DerivedValues:
         if torch.compiler.is_compiling():
             return
         self.watched = tuple(x for x in tensors if not x.is_inference())
-        self.versions = tuple([x._version for x in self.watched])
+        self.versions = self.versions_now()
+
+    def versions_now(self) -> tuple[int, ...]:
+        """Return how often each watched tensor has been written to."""
+        return tuple([x._version for x in self.watched])
 
     def is_stale(self) -> bool:
         """Whether a tensor was written to since."""
-        return tuple([x._version for x in self.watched]) != self.versions
+        return self.versions_now() != self.versions
 
     def clear(self) -> None:
         """Drop every value, and take the tensors as they are now."""

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, overload
+from typing import Literal, NamedTuple, overload
 
-import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from dynaxx.arguments import typed
+from dynaxx.derivatives import transforms_active
 from dynaxx.kernels.registry import ATTENTION
 from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout import BlockLayout, CuSeqlens, PackedLayout
+from dynaxx.ops.autograd import attend_with_gradients
 from dynaxx.ops.checks import check_inputs, check_packed, check_sinks
 from dynaxx.ops.dispatch import backend_for, load_backend, score_options
 from dynaxx.ops.library import attention_forward, is_traced, layout_tensors
-from dynaxx.ops.once import first_derivative_only
 from dynaxx.ops.sinks import add_sinks
 
 
@@ -135,38 +136,6 @@ def _attend(
     if q.is_neg() or k.is_neg() or v.is_neg():  # kernels read memory, which a view of the negative shares
         q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if name == "reference" or not needs_grad:
+    if name == "reference" or not (needs_grad or transforms_active() or forward_ad._current_level >= 0):
         return load_backend(name).attention_forward(q, k, v, layout, scale, **score_options(softcap))
-    return _SparseAttention.apply(q, k, v, layout, scale, softcap, name)
-
-
-class _SparseAttention(torch.autograd.Function):
-    """Glue between a backend's forward and its backward; gradients flow through `out` and through `lse`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layout: BlockLayout,
-        scale: float,
-        softcap: float | None,
-        name: str,
-    ) -> Any:
-        options = score_options(softcap)
-        out, lse = load_backend(name).attention_forward(q, k, v, layout, scale, **options)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.set_materialize_grads(False)  # no zeros for an lse that nothing was made of
-        ctx.layout, ctx.scale, ctx.options, ctx.name = layout, scale, options, name
-        return out, lse
-
-    @staticmethod
-    @first_derivative_only
-    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:
-        q, k, v, out, lse = ctx.saved_tensors
-        backend = load_backend(ctx.name)
-        do = torch.zeros_like(out) if do is None else do.resolve_neg()
-        dlse = None if dlse is None else dlse.resolve_neg()
-        grads = backend.attention_backward(do, dlse, q, k, v, out, lse, ctx.layout, ctx.scale, **ctx.options)
-        return *grads, None, None, None, None
+    return attend_with_gradients(q, k, v, layout, scale, softcap, name)

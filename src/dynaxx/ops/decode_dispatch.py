@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dynaxx.derivatives import refuse_transforms
 from dynaxx.kernels.contract import DecodeKernels, NsaDecodeKernels
 from dynaxx.kernels.problem import DecodeProblem
 from dynaxx.kernels.registry import DECODE, NSA_DECODE
@@ -33,6 +34,7 @@ def serving(q: Tensor | None, cache: PagedCache, backend: str) -> Serving:
         ValueError, TypeError, UnsupportedInputError: as `sparse_decode`.
     """
     check_cache(cache)
+    refuse_transforms("`sparse_decode`", q)
     form = None if q is None else (q.shape, q.dtype, q.device)
     key = (cache.form, form, backend)
     found = _known.get(key)

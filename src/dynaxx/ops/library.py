@@ -18,9 +18,10 @@ from dynaxx.ops.dispatch import choose_backend, load_backend, score_options
 
 
 def is_traced(q: Tensor) -> bool:
-    """Whether more than plain autograd looks at operations: a compiler, a dispatch mode, a subclass, or meta."""
+    """Whether more than plain autograd looks at operations: a compiler, a tracer, a mode, a subclass, or meta."""
     return (
         torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None
         or torch._C._len_torch_dispatch_stack() > 0
         or (type(q) is not Tensor and type(q) is not torch.nn.Parameter)
         or q.is_meta

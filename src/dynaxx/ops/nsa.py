@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.arguments import typed
+from dynaxx.derivatives import first_derivative_only
 from dynaxx.kernels.contract import FusedBranches, NsaKernels, Pooling
 from dynaxx.kernels.reference import nsa as definition
 from dynaxx.kernels.registry import NSA
@@ -24,7 +25,6 @@ from dynaxx.ops.nsa_branches import (
     window_attention,
     window_layout,
 )
-from dynaxx.ops.once import first_derivative_only
 from dynaxx.ops.packing import Packed, pack
 from dynaxx.ops.selected import attend_selected, nsa_backend
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dynaxx.derivatives import first_derivative_only
 from dynaxx.kernels.contract import FusedBranches, Gating
 from dynaxx.kernels.reference import nsa as definition
 from dynaxx.kernels.registry import NSA
@@ -18,7 +19,6 @@ from dynaxx.layout import BlockLayout, pack_layouts
 from dynaxx.layout.nsa import NativeSpans
 from dynaxx.ops.attention import sparse_attention
 from dynaxx.ops.dispatch import backend_for, load_backend
-from dynaxx.ops.once import first_derivative_only
 from dynaxx.ops.packing import Packed
 from dynaxx.patterns.compressed import Compressed
 from dynaxx.patterns.local import SlidingWindow

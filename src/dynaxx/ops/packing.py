@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dynaxx.derivatives import refuse_transforms
 from dynaxx.layout.making import has_duplicates
 from dynaxx.layout.nsa import NativeSizes, NativeSpans, native_spans
 from dynaxx.layout.packed import CuSeqlens
@@ -35,6 +36,7 @@ def pack(
     Raises:
         ValueError, TypeError: shapes, dtypes, devices or lengths that do not fit.
     """
+    refuse_transforms("native sparse attention and selected attention", q, k, v)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim not in (3, 4) or x.ndim != q.ndim:
             raise ValueError(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.arguments import typed
+from dynaxx.derivatives import first_derivative_only
 from dynaxx.kernels.contract import NsaKernels
 from dynaxx.kernels.problem import AttentionProblem
 from dynaxx.kernels.registry import NSA
@@ -18,7 +19,6 @@ from dynaxx.layout.nsa import NativeSizes, NativeSpans
 from dynaxx.layout.packed import CuSeqlens
 from dynaxx.ops.attention import SparseAttentionOutput
 from dynaxx.ops.explain import Explanation
-from dynaxx.ops.once import first_derivative_only
 from dynaxx.ops.packing import check_indices, pack
 
 

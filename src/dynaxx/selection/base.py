@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.arguments import typed
+from dynaxx.derivatives import refuse_transforms
 from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout import EMPTY, FULL, BlockGrid, BlockLayout, ElementMasks, as_block_size
 from dynaxx.layout.host import on_host
@@ -174,6 +175,7 @@ def _select(
     scale: float | None,
     memory_budget: int | None,
 ) -> BlockLayout:
+    refuse_transforms("`select_blocks`", fix="choose blocks outside of the transformed function")
     grid = selection_grid(q, k, block_size, causal)
     if memory_budget is None:
         memory_budget = GPU_MEMORY_BUDGET if q.is_cuda else MEMORY_BUDGET

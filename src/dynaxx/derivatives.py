@@ -1,0 +1,79 @@
+"""Which derivatives the kernels have: first ones, in reverse mode. Everything else is refused in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+
+def transforms_active() -> bool:
+    """Whether a transform of `torch.func` (grad, vjp, vmap, jvp) is active, so that tensors may be wrapped."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def refuse_forward_mode(*tensors: Tensor | None) -> None:
+    """Raise NotImplementedError for a tensor with a tangent. Kernels would drop it without a word."""
+    if forward_ad._current_level < 0:
+        return
+    for x in tensors:
+        if x is not None and forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError(
+                "the kernels of dynaxx have no forward-mode derivatives (jvp, jacfwd, hessian); use reverse mode "
+                "(backward, torch.func.grad, vjp, jacrev), or backend='reference' of `sparse_attention`"
+            )
+
+
+def refuse_transforms(name: str, *tensors: Tensor | None, fix: str = "use autograd: requires_grad, backward") -> None:
+    """Raise NotImplementedError where `torch.func` or forward mode reaches an operation that has no rules for them."""
+    if transforms_active():
+        raise NotImplementedError(
+            f"{name} has no rules for torch.func (grad, vjp, vmap), as `sparse_attention` has; {fix}"
+        )
+    if torch._C._get_tracing_state() is not None:
+        raise NotImplementedError(
+            f"{name} cannot be recorded by torch.jit.trace, as `sparse_attention` can; use torch.export or "
+            "torch.compile"
+        )
+    refuse_forward_mode(*tensors)
+
+
+def no_second_derivative() -> NotImplementedError:
+    """Return the error for a derivative of a gradient."""
+    return NotImplementedError(
+        "the kernels of dynaxx have no second derivatives; backend='reference' has them, of `sparse_attention`"
+    )
+
+
+def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Let the gradients of an `autograd.Function` refuse to be differentiated; a decorator of its backward.
+
+    torch's `once_differentiable` looks at the incoming gradients alone. Where these are constants, as those of a sum
+    are, the second derivative by the saved tensors would be missing without a word.
+    """
+
+    @wraps(backward)
+    def run(ctx: Any, *given: Tensor) -> Any:
+        if not torch.is_grad_enabled():
+            return backward(ctx, *given)
+        with torch.no_grad():
+            grads = backward(ctx, *given)
+        there = [i for i, grad in enumerate(grads) if isinstance(grad, Tensor)]
+        refusing = iter(_Refuse.apply(len(there), *(grads[i] for i in there), *ctx.saved_tensors, *given))
+        return tuple(next(refusing) if i in there else grad for i, grad in enumerate(grads))
+
+    return run
+
+
+class _Refuse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> Any:
+        return tuple(x.view_as(x) for x in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise no_second_derivative()

@@ -1,0 +1,118 @@
+"""`AttentionFunction`: gradients of `sparse_attention`, and its rules for `torch.func`'s grad, vjp and vmap."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dynaxx.derivatives import no_second_derivative, refuse_forward_mode, transforms_active
+from dynaxx.layout import BlockLayout
+from dynaxx.ops.dispatch import load_backend, score_options
+
+
+class AttentionFunction(torch.autograd.Function):
+    """Join a backend's forward and backward. Gradients flow through `out` and through `lse`."""
+
+    @staticmethod
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float, softcap: float | None, name: str
+    ) -> Any:
+        """Return (out, lse) of the backend `name`."""
+        return load_backend(name).attention_forward(q, k, v, layout, scale, **score_options(softcap))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Save what backward reads, and how often the layout had been written to."""
+        q, k, v, layout, *ctx.settings = inputs
+        ctx.save_for_backward(q, k, v, *output)
+        ctx.set_materialize_grads(False)  # no zeros for an lse without a gradient
+        ctx.layout, ctx.written = layout, layout.derived.versions
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:
+        """Return dq, dk and dv."""
+        q, k, v, out, lse = ctx.saved_tensors
+        if ctx.layout.derived.versions_now() != ctx.written:
+            raise RuntimeError("`layout` was written to between forward and backward; use a copy of it for that")
+        do = torch.zeros_like(out) if do is None else do.resolve_neg()
+        dlse = None if dlse is None else dlse.resolve_neg()
+        gradients = _Gradients.apply if torch.is_grad_enabled() or transforms_active() else _Gradients.forward
+        return *gradients(do, dlse, q, k, v, out, lse, ctx.layout, *ctx.settings), None, None, None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
+        """Take the mapped dimension into the batch."""
+        return _as_batch(AttentionFunction, 3, info.batch_size, in_dims, inputs)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        """Refuse."""
+        raise NotImplementedError("the kernels of dynaxx have no forward-mode derivatives")
+
+
+class _Gradients(torch.autograd.Function):
+    """A backend's backward as a function of its own, so that it can be mapped, and refuses to be differentiated."""
+
+    @staticmethod
+    def forward(
+        do: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        layout: BlockLayout,
+        scale: float,
+        softcap: float | None,
+        name: str,
+    ) -> Any:
+        backward = load_backend(name).attention_backward
+        return tuple(backward(do, dlse, q, k, v, out, lse, layout, scale, **score_options(softcap)))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Nothing is saved."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise no_second_derivative()
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
+        return _as_batch(_Gradients, 7, info.batch_size, in_dims, inputs)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise no_second_derivative()
+
+
+def _as_batch(function: Any, count: int, size: int, in_dims: tuple[Any, ...], inputs: tuple[Any, ...]) -> Any:
+    """Call a function whose first `count` inputs are tensors of (batch, ...), with `size` times the batch.
+
+    A layout that differs by batch entry is served one mapped entry after the other.
+    """
+    tensors, settings = inputs[:count], inputs[count:]
+    layout: BlockLayout = settings[0]
+    mapped = [None if x is None else _mapped_first(x, dim, size) for x, dim in zip(tensors, in_dims, strict=False)]
+    if layout.layout_batch > 1:
+        each = [function.apply(*(None if x is None else x[i] for x in mapped), *settings) for i in range(size)]
+        found = tuple(torch.stack(parts) for parts in zip(*each, strict=True))
+    else:
+        whole = function.apply(*(None if x is None else x.flatten(0, 1) for x in mapped), *settings)
+        found = tuple(x.unflatten(0, (size, -1)) for x in whole)
+    return found, (0,) * len(found)
+
+
+def _mapped_first(x: Tensor, dim: int | None, size: int) -> Tensor:
+    return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+
+
+def attend_with_gradients(
+    q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float, softcap: float | None, name: str
+) -> tuple[Tensor, Tensor]:
+    """Call the backend `name` so that autograd and `torch.func` can follow."""
+    refuse_forward_mode(q, k, v)
+    return AttentionFunction.apply(q, k, v, layout, scale, softcap, name)

@@ -1,0 +1,134 @@
+"""torch.func and tracers: grad, vjp and vmap are served as SDPA serves them, the rest is refused in words."""
+
+import warnings
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.nn.functional import scaled_dot_product_attention
+
+import dynaxx as dx
+
+pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")  # of vmap over SDPA, not ours
+SEQLEN = 40
+CAUSAL = dx.Causal().layout(SEQLEN, block_size=16)
+
+
+def ours(q, k, v):
+    return dx.sparse_attention(q, k, v, CAUSAL)
+
+
+def sdpa(q, k, v):
+    q, k, v = (x.transpose(-3, -2) for x in (q, k, v))
+    return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(-3, -2)
+
+
+def loss(attend):
+    return lambda q, k, v: attend(q, k, v).square().sum()
+
+
+def inputs(*lead, batch=2):
+    torch.manual_seed(0)
+    return [torch.randn(*lead, batch, SEQLEN, heads, 16) for heads in (4, 2, 2)]
+
+
+def close(found, wanted):
+    torch.testing.assert_close(found, wanted, atol=2e-5, rtol=2e-5)
+
+
+def test_grad():
+    close(grad(loss(ours), (0, 1, 2))(*inputs()), grad(loss(sdpa), (0, 1, 2))(*inputs()))
+
+
+def test_vjp():
+    (out, pull), (wanted, wanted_pull) = vjp(ours, *inputs()), vjp(sdpa, *inputs())
+    close(out, wanted)
+    close(pull(torch.ones_like(out)), wanted_pull(torch.ones_like(out)))
+
+
+@pytest.mark.parametrize("in_dims", [(0, 0, 0), (0, None, None), (None, 0, 0), (2, 1, None)])
+def test_vmap(in_dims):
+    given = [x if d is None else torch.stack([x, x.flip(1), x / 2], d)
+             for x, d in zip(inputs(), in_dims, strict=True)]  # fmt: skip
+    close(vmap(ours, in_dims)(*given), vmap(sdpa, in_dims)(*given))
+    each = vmap(grad(loss(ours), (0, 1, 2)), in_dims)(*given)
+    close(each, vmap(grad(loss(sdpa), (0, 1, 2)), in_dims)(*given))
+    whole = lambda attend: lambda *given: vmap(attend, in_dims)(*given).square().sum()
+    close(grad(whole(ours), (0, 1, 2))(*given), grad(whole(sdpa), (0, 1, 2))(*given))
+
+
+def test_vmap_of_vmap_and_both_outputs():
+    q, k, v = inputs(2, 3)
+    close(vmap(vmap(ours))(q, k, v), vmap(vmap(sdpa))(q, k, v))
+    lse = vmap(lambda q, k, v: dx.sparse_attention(q, k, v, CAUSAL, return_lse=True).lse)(q[0], k[0], v[0])
+    assert lse.shape == (3, 2, 4, SEQLEN)
+    only_lse = lambda q: dx.sparse_attention(q, k[0, 0], v[0, 0], CAUSAL, return_lse=True).lse.sum()
+    plain = q[0, 0].clone().requires_grad_()
+    only_lse(plain).backward()
+    close(grad(only_lse)(q[0, 0]), plain.grad)
+
+
+def test_vmap_over_a_layout_of_the_batch():
+    q, k, v = inputs(3)
+    layout = dx.select_blocks(q[0], k[0], dx.TopK(2), block_size=16)
+    assert layout.layout_batch == 2
+    found = vmap(lambda *each: dx.sparse_attention(*each, layout))(q, k, v)
+    close(found, torch.stack([dx.sparse_attention(*each, layout) for each in zip(q, k, v, strict=True)]))
+
+
+def test_jacrev():
+    layout = dx.Causal().layout(6, block_size=16)
+    q, k, v = (torch.randn(1, 6, 1, 4) for _ in range(3))
+    found = jacrev(lambda q: dx.sparse_attention(q, k, v, layout))(q)
+    close(found, torch.autograd.functional.jacobian(lambda q: sdpa(q, k, v), q))
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda q, f: jvp(f, (q,), (q,)),
+        lambda q, f: jacfwd(f)(q),
+        lambda q, f: hessian(lambda q: f(q).sum())(q),
+        lambda q, f: grad(lambda q: grad(lambda q: f(q).square().sum())(q).sum())(q),
+    ],
+)
+def test_other_derivatives_are_refused_in_words(ask):
+    q, k, v = inputs()
+    with pytest.raises(NotImplementedError, match=r"dynaxx have no (forward-mode|second) derivatives"):
+        ask(q, lambda q: ours(q, k, v))
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_no_tangent_is_dropped(which):
+    given = inputs()
+    with forward_ad.dual_level():
+        given[which] = forward_ad.make_dual(given[which], torch.ones_like(given[which]))
+        with pytest.raises(NotImplementedError, match="forward-mode"):
+            ours(*given)
+        with torch.no_grad(), pytest.raises(NotImplementedError, match="forward-mode"):
+            ours(*given)
+        found = dx.sparse_attention(*given, CAUSAL, backend="reference")
+        assert forward_ad.unpack_dual(found).tangent is not None
+        assert ours(*inputs()).isfinite().all()  # no tangent, no refusal
+
+
+@pytest.mark.parametrize("trace", [torch.jit.trace])
+def test_a_traced_call_computes(trace):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        traced = trace(ours, tuple(inputs()), check_trace=False)
+    q, k, v = (x + 1 for x in inputs())
+    close(traced(q, k, v), sdpa(q, k, v))
+
+
+def test_what_has_no_rules_says_so():
+    q, k, v = inputs(3)
+    with pytest.raises(NotImplementedError, match="`select_blocks` has no rules for torch"):
+        vmap(lambda q, k: dx.select_blocks(q, k, dx.TopK(2)).nnz)(q, k)
+    blocks = torch.zeros(2, SEQLEN, 2, 1, dtype=torch.int32)
+    with pytest.raises(NotImplementedError, match="selected attention has no rules for torch"):
+        vmap(lambda q, k, v: dx.selected_attention(q, k, v, blocks))(q, k, v)
+    used = torch.full((2,), SEQLEN, dtype=torch.int32)
+    with pytest.raises(NotImplementedError, match="`sparse_decode` has no rules for torch"):
+        vmap(lambda q: dx.sparse_decode(q[:, :1], dx.PagedCache(k[0], v[0], used, page_size=16)))(q)
