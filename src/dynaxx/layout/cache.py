@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import suppress
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 from torch import Tensor
-
-from dynaxx.layout.derived import times_written
 
 MOST_BYTES = 256 * 1024 * 1024
 MOST_VALUES = 128
@@ -23,8 +22,8 @@ class Kept(NamedTuple, Generic[T]):
     """A value of the cache."""
 
     value: T
-    tensors: tuple[Tensor, ...]  # of the value when it was made
-    written: tuple[int, ...]  # how often each had been written to
+    tensors: tuple[Tensor, ...]  # of the value when it was made; inference tensors, which are not counted, aside
+    versions: list[int]  # how often each had been written to
     size: int  # bytes of these tensors
 
 
@@ -46,17 +45,20 @@ class LayoutCache(Generic[P, T]):
         self._make = make
         self.most_bytes, self.most = most_bytes, most
         self._kept: dict[Hashable, Kept[T]] = {}  # the least recently used first
+        self._size = 0  # of their own tensors, about: threads may lose an update
         functools.update_wrapper(self, make)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
         key = (args, tuple(sorted(kwargs.items()))) if kwargs else args
         kept = self._kept.pop(key, None)
-        if kept is not None and kept.written == _written(kept.tensors):
+        if kept is not None and [x._version for x in kept.tensors] == kept.versions:
             self._kept[key] = kept
             return kept.value
         value = self._make(*args, **kwargs)
-        tensors = tuple({id(x): x for x in _tensors(value)}.values())
-        self._kept[key] = Kept(value, tensors, _written(tensors), sum(_storages(tensors).values()))
+        tensors = tuple([x for x in _own_tensors(value) if not x.is_inference()])
+        size = sum([x.nbytes for x in tensors])
+        self._kept[key] = Kept(value, tensors, [x._version for x in tensors], size)
+        self._size += size
         self._evict()
         return value
 
@@ -71,9 +73,10 @@ class LayoutCache(Generic[P, T]):
 
     def _evict(self) -> None:
         """Drop the least recently used values until the rest is within the bounds."""
-        for key in list(self._kept)[: max(0, len(self._kept) - self.most)]:
-            self._kept.pop(key, None)
-        if GROWTH * sum(kept.size for kept in list(self._kept.values())) <= self.most_bytes:
+        while len(self._kept) > self.most:
+            with suppress(StopIteration, KeyError, RuntimeError):  # another thread was faster
+                self._size -= self._kept.pop(next(iter(self._kept))).size
+        if GROWTH * self._size <= self.most_bytes:
             return
         # A layout grows after it was made: transposes and orders are added at use. So everything is measured again.
         seen: dict[int, int] = {}
@@ -84,10 +87,13 @@ class LayoutCache(Generic[P, T]):
                 seen[storage] = size
             if total > self.most_bytes:
                 self._kept.pop(key, None)
+        self._size = sum(kept.size for kept in list(self._kept.values()))
 
 
-def _written(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
-    return tuple([times_written(x) for x in tensors])
+def _own_tensors(value: Any) -> Iterable[Tensor]:
+    """Return the tensors that a value was made of."""
+    tensors = getattr(value, "tensors", None)
+    return tensors if isinstance(tensors, tuple) else _tensors(value)
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:

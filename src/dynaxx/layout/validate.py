@@ -47,7 +47,16 @@ def _check_masks(layout: BlockLayout) -> None:
     masks, (q_block, kv_block) = layout.masks, layout.block_size
     if not isinstance(masks, ElementMasks):
         raise TypeError(f"`masks` must be ElementMasks, got {type(masks).__name__}")
-    wanted = {"bits": (len(masks), q_block, -(-kv_block // 32)), "bands": (len(masks), 2)}
+    bits, bands, words = masks.bits, masks.bands, -(-kv_block // 32)
+    if (
+        bits.dtype == bands.dtype == torch.int32
+        and bits.shape[1:] == (q_block, words)
+        and bands.shape == (bits.shape[0], 2)
+        and bits.device == bands.device == layout.kv_indptr.device
+        and masks.kv_block == kv_block
+    ):
+        return
+    wanted = {"bits": (len(masks), q_block, words), "bands": (len(masks), 2)}
     for name, shape in wanted.items():
         tensor: Tensor = getattr(masks, name)
         if tensor.dtype != torch.int32 or tuple(tensor.shape) != shape:

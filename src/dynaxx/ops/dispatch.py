@@ -50,7 +50,9 @@ def backend_for(
     tensors = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device)
     if not isinstance(layout, BlockLayout):
         check_layout(layout)
-    layout.drop_stale()
+    derived = layout.derived
+    if derived.versions_now() != derived.versions:
+        derived.clear()
     known = _chosen.of(layout)
     name = known.get((*tensors, softcap, backend, needs_grad))
     if name is not None and layout.form is not None:
