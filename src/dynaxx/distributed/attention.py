@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dynaxx.arguments import typed
+from dynaxx.derivatives import first_derivative_only
 from dynaxx.distributed.choose import sequence_split
 from dynaxx.distributed.exchange import Gathering, Returning
 from dynaxx.distributed.group import Mesh, group_of
@@ -22,7 +23,6 @@ from dynaxx.layout import BlockLayout
 from dynaxx.ops.attention import SparseAttentionOutput
 from dynaxx.ops.checks import check_inputs, check_sinks
 from dynaxx.ops.dispatch import choose_backend, load_backend, score_options
-from dynaxx.ops.once import first_derivative_only
 from dynaxx.ops.sinks import add_sinks
 
 Splits = SequenceSplit | tuple[SequenceSplit, SequenceSplit]

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from dynaxx.derivatives import first_derivative_only
 from dynaxx.distributed.exchange import Transfer
 from dynaxx.distributed.split import SequenceSplit
-from dynaxx.ops.once import first_derivative_only
 
 
 class Run(NamedTuple):
