@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dynaxx.arguments import typed
+from dynaxx.derivatives import first_derivative_only
 from dynaxx.distributed.exchange import Transfer
 from dynaxx.distributed.group import Mesh, group_of
 from dynaxx.distributed.rules import Rule, rule_of_heads
@@ -22,7 +23,6 @@ from dynaxx.distributed.split import SequenceSplit
 from dynaxx.layout import BlockLayout
 from dynaxx.ops.attention import SparseAttentionOutput
 from dynaxx.ops.attention import sparse_attention as attend_on_one_device
-from dynaxx.ops.once import first_derivative_only
 from dynaxx.selection import Hybrid, Selector, select_blocks
 
 
