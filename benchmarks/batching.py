@@ -50,7 +50,7 @@ def serve(model, prompts, new_tokens):
 
 
 def milliseconds(model, prompts, steps):
-    """Return the CPU seconds of one step."""
+    """Return the CPU milliseconds of one decoding step."""
     few, many = (serve(model, prompts, new_tokens)[1] for new_tokens in (2, 2 + steps))
     return 1e3 * (many - few) / steps
 

@@ -16,7 +16,7 @@ KINDS = {
     r"models": "converted GGUF models",
     r"gguf": "joined GGUF files",
     r"tiles": "tile sizes found by autotuning",
-}  # by the name of a folder; anything else in the cache folder is somebody else's and stays
+}  # by the name of a folder; anything else in the cache folder stays
 
 
 @dataclass(frozen=True)

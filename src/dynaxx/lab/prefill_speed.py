@@ -17,9 +17,9 @@ from dynaxx.lab.machine import synchronize
 from dynaxx.lab.validate.result import SpeedRow
 
 FEWEST_PAIRS, MOST_PAIRS = 3, 25  # timed dense-sparse pairs per length
-LEAST_SECONDS, MOST_SECONDS = 3.0, 15.0  # spent on them, at least, and while the policy looks too slow
+LEAST_SECONDS, MOST_SECONDS = 3.0, 15.0  # fewest seconds spent on them; more while the policy looks too slow
 LONG_PAIR = 2.0  # seconds; a pair that takes longer needs no warm-up
-SHORT_PAIR = 0.5  # seconds; in one that takes less, what a policy does once after `apply` would be seen
+SHORT_PAIR = 0.5  # seconds; a shorter pass would show what a policy does once after `apply`
 
 
 def time_prefill(

@@ -65,7 +65,7 @@ class Steps:
     def __init__(self, path: Path, key: str, resume: bool = True) -> None:
         self._path, self._key = path, key
         self._results: dict[str, Any] = {}
-        self.seconds = 0.0  # that earlier starts took
+        self.seconds = 0.0  # seconds of earlier runs
         self._since = time.monotonic()
         if resume and path.exists():
             self._load()

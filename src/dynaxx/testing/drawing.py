@@ -40,11 +40,11 @@ class Draw:
     block_size: tuple[int, int]
     causal: bool
     heads: tuple[int, int]  # q_heads, kv_heads
-    head_dims: tuple[int, int]  # of q and k, of v
+    head_dims: tuple[int, int]  # head_dim of q and k, of v
     traits: dict[str, list[str]] = field(default_factory=dict)
     rules: list[Rule] = field(default_factory=list)
     from_data: float = 0.5  # share of rules that look at the data
-    softcaps: tuple[float | None, ...] = ()  # empty: now and then one
+    softcaps: tuple[float | None, ...] = ()  # sometimes one sequence is empty
     memories: tuple[str, ...] = tuple(MEMORY)
 
     @classmethod

@@ -54,7 +54,7 @@ def oracle_attention(
     """
     group_size = q.shape[2] // k.shape[2]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if not k.shape[1]:  # one key that nobody sees: a maximum over none is no number
+    if not k.shape[1]:  # one hidden key, because a maximum over none is undefined
         k, v = (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, 1)) for x in (k, v))
         mask = torch.nn.functional.pad(mask, (0, 1))
     k, v = k.repeat_interleave(group_size, 2).transpose(1, 2), v.repeat_interleave(group_size, 2).transpose(1, 2)
@@ -81,7 +81,7 @@ class ErrorReport:
     name: str
     error: float
     budget: float
-    at: str = ""  # the element of that error, what it is and what it must be
+    at: str = ""  # the element with that error: its value and the expected one
 
     @property
     def ok(self) -> bool:

@@ -39,7 +39,7 @@ class Problem:
     visible: Tensor  # bool, broadcastable to (batch, q_heads, N, M)
     scale: float | None
     asks: AttentionProblem
-    traits: dict[str, list[str]]  # what it is made of, for counting: "pattern": ["Sink", "Causal"], ...
+    traits: dict[str, list[str]]  # traits to count: "pattern": ["Sink", "Causal"], ...
     label: str
 
 

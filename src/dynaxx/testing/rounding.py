@@ -35,8 +35,8 @@ class _Weights(NamedTuple):
     """Weights of every pair, and their errors; a sink is one more key."""
 
     p: Tensor  # (B, H, N, M), 0 where hidden
-    e_score: Tensor  # (B, H, N, M), of the capped score
-    slope: Tensor  # (B, H, N, M), of the cap
+    e_score: Tensor  # (B, H, N, M), error of the capped score
+    slope: Tensor  # (B, H, N, M), slope of the cap
     e_slope: Tensor
     e_lse: Tensor  # (B, H, N, 1)
     visible: Tensor  # (B, H, N, M)
@@ -110,7 +110,7 @@ def rounding_errors(
     }
     e_p = _rms(p * _rms(e_score, e_lse), stored(p))
     found["dv"] = _of_groups(_rms(_matmul(p.mT, do, queries, u)[1], (e_p.mT**2 @ do**2).sqrt()), group_size)
-    if "sinks" in inputs:  # a sink's weight is 1 less the others', and its score has no factor
+    if "sinks" in inputs:  # a sink's weight is 1 minus the others', and its score has no factor
         e_sinks = _rms(p * e_delta, _rms(p * _rms(e_score, e_lse), torch.full_like(p, u)) * (delta - dlse))[..., -1]
         found["dsinks"] = e_sinks.square().sum((0, 2)).sqrt()
     return _largest(found)

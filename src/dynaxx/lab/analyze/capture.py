@@ -13,7 +13,7 @@ from torch import Tensor
 from dynaxx.lab.attention_route import evaluating, routed
 from dynaxx.lab.finite import check_finite
 
-CAPTURE = "dynaxx_capture"  # our name in transformers' AttentionInterface
+CAPTURE = "dynaxx_capture"  # name in transformers' AttentionInterface
 HIDDEN = -1e4  # score of a pair that is not visible: exp is 0 and 0 * score stays 0
 
 

@@ -236,4 +236,4 @@ def in_parallel(work: Callable[[Item], Result], items: Iterable[Item], device: t
         try:
             yield from pool.map(torch.no_grad()(work), items)
         finally:
-            torch.set_num_threads(threads)  # what threads that come later start from
+            torch.set_num_threads(threads)  # start value for later threads

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 TARGET_RECALL = 0.95
 LINES = 64  # the columns and the diagonals that count as vertical and slash lines
-LINES_MASS = 0.2  # a head is one of lines if they hold so much beside sink and local tokens
+LINES_MASS = 0.2  # share that lines must hold, beside sink and local tokens, for a head of kind "lines"
 
 
 @dataclass(frozen=True)

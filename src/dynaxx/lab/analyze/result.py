@@ -13,7 +13,7 @@ from torch import Tensor
 from dynaxx.lab.analyze.maps import LOCAL_TOKENS, SINK_TOKENS
 from dynaxx.lab.analyze.recommendation import TARGET_RECALL, Recommendation
 
-HEAT_LOW = 1e-5  # what a heat map's smallest value stands for
+HEAT_LOW = 1e-5  # share that a heat map's smallest value stands for
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,13 @@ class HeadAnalysis:
     head: int
     mass_by_distance: MassByDistance
     median_distance: int  # half of the mass lies at most so many tokens back
-    sink_mass: float  # on the first SINK_TOKENS tokens
-    local_mass: float  # within LOCAL_TOKENS tokens, the sink aside
-    vertical_mass: float  # on the LINES heaviest keys, sink and local aside
-    slash_mass: float  # on the LINES heaviest diagonals, sink and local aside
+    sink_mass: float  # mass on the first SINK_TOKENS tokens
+    local_mass: float  # mass within LOCAL_TOKENS tokens, without the sink
+    vertical_mass: float  # mass on the LINES heaviest keys, without sink and local tokens
+    slash_mass: float  # mass on the LINES heaviest diagonals, without sink and local tokens
     entropy: float  # nats, mean over queries; exp(entropy) is an effective number of keys
     recall: dict[str, tuple[float, ...]]  # rule -> share of the mass on the pairs it shows, one per budget
-    density: dict[str, tuple[float, ...]]  # rule -> visited / causally visible blocks: what each budget came to
+    density: dict[str, tuple[float, ...]]  # rule -> density that each budget gave
     recommended: Recommendation
     heatmap: Tensor = field(repr=False, compare=False)  # (cells, cells) mean share of a row's attention in a cell
 
@@ -54,7 +54,7 @@ class RuleAtBudgets:
     """A rule as it was tried, once per budget."""
 
     attention: tuple[str, ...]
-    density: tuple[float, ...]  # what the budgets came to, mean over the heads
+    density: tuple[float, ...]  # densities of the budgets, mean over the heads
     recall: tuple[float, ...]  # mean over the heads
 
 
@@ -64,7 +64,7 @@ class AnalysisResult:
 
     model: str
     tokens: int
-    rows: int  # queries per head that statistics are from; all of them up to MAX_ROWS tokens
+    rows: int  # queries per head that were sampled; all of them up to MAX_ROWS tokens
     block_size: int
     seed: int
     start: int  # token of the text at which the sample begins

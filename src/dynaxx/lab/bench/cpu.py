@@ -37,8 +37,8 @@ from dynaxx.patterns import Full, SlidingWindow
 from dynaxx.testing import check_forward, check_gradients, make_qkv, oracle_attention, random_case
 
 GEMM = 2048
-HALF = 2048  # tokens at which bf16 and fp16 meet fp32
-SMALL = (64, 128, 256, 512)  # lengths at which full density meets dense attention
+HALF = 2048  # tokens at which bf16 and fp16 are compared with fp32
+SMALL = (64, 128, 256, 512)  # lengths at which full density is compared with dense attention
 RELATIVE_ERROR = 2e-6
 PARTS = ("small", "half", "decode")  # rows beside the workloads; the last two take long
 

@@ -32,7 +32,7 @@ def time_decode(medians: Medians, seed: int, say: Callable[[str], None], seqlen:
     """
     generator = torch.Generator().manual_seed(seed)
     q = torch.randn(1, 1, KV_HEADS * GROUP, HEAD_DIM, generator=generator)
-    k, v = torch.randn(2, 1, KV_HEADS, seqlen, HEAD_DIM, generator=generator)  # a cache's memory
+    k, v = torch.randn(2, 1, KV_HEADS, seqlen, HEAD_DIM, generator=generator)  # memory order of a kv cache
     rows = q.view(1, KV_HEADS, GROUP, HEAD_DIM)
     runs: dict[str, Callable[[], object]] = {
         "enable_gqa": lambda: scaled_dot_product_attention(q.transpose(1, 2), k, v, enable_gqa=True),

@@ -14,11 +14,11 @@ PER_FA4 = {  # forward, backward
     "window 1024": (1.1, 1.05),
     "window 4096": (1.0, 1.0),
 }
-TFLOPS = {"blocks of 64": 420, "blocks of 64, 128k": 420, "density 1.0": 0.92 * 671}  # of FlashAttention 3, dense
+TFLOPS = {"blocks of 64": 420, "blocks of 64, 128k": 420, "density 1.0": 0.92 * 671}  # rate of FlashAttention 3, dense
 OF_MAIN = {"head_dim 64": 0.8, "head_dim 256": 0.8, "group 1": 0.8, "group 7": 0.8, "group 8": 0.8}
 OF_EQUAL = 0.9
 CACHED_MS, FRESH_MS, HOST_US = 0.05, 0.5, 40.0
-ENCODER = {"time": 0.37, "memory": 0.38}  # of eager attention's
+ENCODER = {"time": 0.37, "memory": 0.38}  # share of eager attention's time and memory
 
 
 def bars_of(found: dict[str, Any]) -> list[Bar]:

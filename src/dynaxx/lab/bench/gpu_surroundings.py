@@ -123,7 +123,7 @@ def time_encoder(device: torch.device, say: Report) -> list[dict[str, Any]]:
     turns: dict[str, list[float]] = {name: [] for name in kinds}
     host: dict[str, float] = {}
     with torch.inference_mode():
-        for _ in range(3):  # in turns: clocks and what else the host does change
+        for _ in range(3):  # take turns: clocks and the host's load change
             for name, attention in kinds.items():
                 model.set_attn_implementation(attention)
                 run()

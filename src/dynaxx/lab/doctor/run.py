@@ -18,10 +18,10 @@ from dynaxx.ops.dispatch import BACKENDS, unsupported_reasons
 from dynaxx.patterns import Full, GlobalTokens, RandomBlocks, Sink, SlidingWindow
 from dynaxx.testing import ErrorReport, check_forward, check_gradients, make_qkv
 
-ORACLE_BYTES = 256 * 2**20  # of a seqlen x seqlen fp64 matrix: longer problems are checked shorter
-ROW_BYTES = 512 * 2**20  # of q, k, v, out and gradients
+ORACLE_BYTES = 256 * 2**20  # bytes of a seqlen x seqlen fp64 matrix; longer problems are checked at a shorter length
+ROW_BYTES = 512 * 2**20  # bytes of q, k, v, out and gradients
 
-BROKEN = "broken: "  # begins the reason of a backend that cannot answer
+BROKEN = "broken: "  # prefix of the reason of a backend that cannot answer
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,9 @@ class DoctorResult:
     """Everything doctor found."""
 
     machine: Machine
-    problem: AttentionProblem  # as asked for
+    problem: AttentionProblem  # the user's problem
     backends: tuple[BackendStatus, ...]
-    chosen_forward: str  # by backend="auto"; "" if none can serve
+    chosen_forward: str  # the backend that "auto" takes; "" if none can serve
     chosen_gradients: str
     checked_seqlen: int  # the oracle is quadratic: long problems are checked at this length
     checks: tuple[OracleCheck, ...]

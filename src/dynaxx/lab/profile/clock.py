@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-ATTENTION_NAME = "dynaxx_profile"  # in transformers' attention interface, while we measure
+ATTENTION_NAME = "dynaxx_profile"  # name in transformers' AttentionInterface while the clock runs
 
 
 class Clock:

@@ -8,8 +8,8 @@ from typing import Any
 from dynaxx.lab.machine import Ceilings, Machine
 from dynaxx.lab.report.verdict import NBSP, duration
 
-DENSITIES = (0.5, 0.25, 0.1)  # that savings are estimated for
-BUSY = 0.7  # load from which others disturb a measurement; on a GPU, of each core of the host
+DENSITIES = (0.5, 0.25, 0.1)  # densities for which savings are estimated
+BUSY = 0.7  # load from which other processes disturb a measurement; on a GPU, per core of the host
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Decode:
 
     seconds_per_token: float
     attention_share: float
-    gbs: float  # weights and keys and values read once, over the time
+    gbs: float  # bytes of weights, keys and values, each read once, over the time
     of_copy_ceiling: float
 
 
@@ -43,7 +43,7 @@ class LengthProfile:
     repeats: int
     attention_gflops_per_s: float  # useful FLOPs: visible pairs only
     of_gemm_ceiling: float
-    linear_gflops_per_s: float  # of projections and MLP, where they are plain linear layers
+    linear_gflops_per_s: float  # rate of projections and MLP if they are plain linear layers
     decode: Decode
 
     @property
@@ -78,7 +78,7 @@ class ProfileResult:
     lengths: tuple[LengthProfile, ...]
     threshold: float
     price_per_hour: float | None
-    load: float | None = None  # of the machine before we began
+    load: float | None = None  # load of the machine before the measurement
     refused: str = ""  # why no policy can run in this model; empty if one can
 
     @property

@@ -211,6 +211,6 @@ def _write_trace(path: Path, run: Callable[[], Any]) -> None:
         folder.mkdir()
         trace = folder / "trace.json"
         recorded.export_chrome_trace(str(trace))
-        if not trace.exists():  # the profiler only logs what stopped it, and leaves a file of its own there
+        if not trace.exists():  # the profiler only logs its errors, and leaves a file of its own
             raise OSError(errno.EIO, "the profiler could not write its trace; is the disk full?", str(path))
         trace.replace(path)

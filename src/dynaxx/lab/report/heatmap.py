@@ -7,8 +7,8 @@ import struct
 import zlib
 
 LEVELS = 24  # shades of a heat map: more are not seen and cost bytes
-INK = (9, 60, 56)  # of a full cell; the page turns it round in dark mode
-PALE = (64, 190, 172)  # of an almost empty one
+INK = (9, 60, 56)  # colour of a full cell; the page inverts it in dark mode
+PALE = (64, 190, 172)  # colour of an almost empty cell
 
 
 def heatmap_uri(codes: bytes, size: int, *, low: int = 52, high: int = 240) -> str:

@@ -84,7 +84,7 @@ def write_report(run_dir: Path) -> Path:
     folder = run_dir.resolve().name
     try:
         page = template.render(_page(documents, problems, folder))
-    except odd:  # some file is not as this version writes it: find which, and make the page from the others
+    except odd:  # a file differs from what this version writes: find it, and make the page from the others
         for name in list(documents):
             try:
                 template.render(_page({name: documents[name]}, {}, folder))

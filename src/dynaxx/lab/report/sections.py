@@ -21,7 +21,7 @@ RULE_NAMES = {
     "min_max": "min/max bound",
     "last_query_probe": "last-query probe",
 }
-MOST_MAPS = 400  # more heads than that get smaller heat maps, to keep the page small
+MOST_MAPS = 400  # with more heads, heat maps are smaller, to keep the page small
 
 
 def number(value: Any) -> str:

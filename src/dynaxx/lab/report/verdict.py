@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 NBSP = "\N{NO-BREAK SPACE}"
-FASTER = 1.05  # a speed-up below this is none
+FASTER = 1.05  # a smaller speed-up counts as none
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ class Step(NamedTuple):
     gain: float  # predicted loss saved per unit of density
     head: int
     candidate: int
-    density: float  # added to the head's own
+    density: float  # added to the head's density
     saved: float
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from dynaxx.lab.tune.sensitivity import HeadCosts
 from dynaxx.selection import MeanQuery, MinMax, Scorer
 
-BUDGETS = (0.0, 0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0)  # what heads choose from
+BUDGETS = (0.0, 0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0)  # budgets that heads choose from
 SCORERS: tuple[Scorer, ...] = (MeanQuery(), MinMax(bound=0.5))
 
 Budgets = list[list[float]]  # per layer and q head

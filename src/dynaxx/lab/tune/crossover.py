@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 GPU_LENGTHS = (*LENGTHS, 16384, 32768)  # dense attention is fast there for longer
 REPEATS = 5
-ROW = 8  # layers on a GPU that are timed behind one another: launches of one are hidden behind the work of others
-LONG = 4096  # from here on fewer repeats: they take seconds and noise is small beside them
-GAIN = 1.25  # attention must be this much faster to count: less would hardly show in the whole model
+ROW = 8  # layers that are timed in a row on a GPU: launches of one hide behind the work of others
+LONG = 4096  # tokens from which repeats are fewer: they take seconds, and noise is small beside them
+GAIN = 1.25  # least speed-up that counts: less would hardly show in the whole model
 HYSTERESIS = 1.25  # sparse_from / dense_below
 
 
@@ -67,7 +67,7 @@ def time_lengths(
     lengths = lengths or within(GPU_LENGTHS if parameter.device.type == "cuda" else LENGTHS, longest_prompt(model))
     row = min(ROW, len(plans)) if parameter.device.type == "cuda" else 1
     found: list[LengthTiming] = []
-    seconds = 0.0  # that the length before took
+    seconds = 0.0  # seconds of the length before
     for seqlen in lengths:
         if found and not has_time(seconds * (seqlen / found[-1].seqlen) ** 2):
             break

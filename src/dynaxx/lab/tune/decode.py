@@ -23,10 +23,10 @@ from dynaxx.selection.pages import PageBudget
 if TYPE_CHECKING:
     from dynaxx.policy import Policy, Rule
 
-SHARES = (0.5, 0.25, 0.125, 0.0625)  # of the pages, tried from the first on
+SHARES = (0.5, 0.25, 0.125, 0.0625)  # shares of the pages, tried in this order
 STEPS = 256  # tokens decoded at the end of each text
 WINDOW = 256  # last tokens whose pages are always read
-ERRORS = 2  # standard errors that a rise of perplexity must stay below the tolerance by
+ERRORS = 2  # standard errors that are added to a rise of perplexity before it is compared with the tolerance
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class DecodeResult:
     share: float | None
     timings: tuple[LengthTiming, ...]
     captured: tuple[LengthTiming, ...]  # the same in a CUDA graph; empty on a CPU
-    cuda_graph: bool  # whether these decide
+    cuda_graph: bool  # whether the captured steps decide
     dense_below: int | None
-    said: str  # with a table of both where there is one
+    said: str  # summary, with a table of launched and captured steps
 
 
 def check_cuda_graph(model: Any, with_decode: bool, cuda_graph: bool) -> None:
@@ -100,7 +100,9 @@ def tune_decode(
     steps = min(STEPS, min(ids.shape[1] for ids in texts) // 4)
     caches: list[Any] = []
 
-    batches = [torch.cat(list(texts))] if len({ids.shape for ids in texts}) == 1 else texts  # a step's time is launches
+    batches = (
+        [torch.cat(list(texts))] if len({ids.shape for ids in texts}) == 1 else texts
+    )  # a step's time is the host's launches
 
     def losses(policy: Policy | None) -> list[float]:
         if not caches:

@@ -19,9 +19,9 @@ from dynaxx.selection.pages import PageBudget
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 GPU_LENGTHS = (*LENGTHS, 65536, 131072)
-ROW = 16  # layers on a GPU that are timed behind one another, as a step runs them
+ROW = 16  # layers that are timed in a row on a GPU, as a step runs them
 NO_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # cuDNN: one per length, slow
-CACHES_READ = 2  # as much of them as fills the GPU's L2 cache so many times
+CACHES_READ = 2  # caches together are this many times the size of the GPU's L2 cache
 
 
 class _Layer(NamedTuple):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dynaxx")
 
-SHARES = {"profile": 10, "analyze": 10, "tune": 60, "validate": 19, "report": 1}  # of the time, about
+SHARES = {"profile": 10, "analyze": 10, "tune": 60, "validate": 19, "report": 1}  # approximate shares of the time
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,15 @@ class Plan:
     tolerance: float = 0.01  # perplexity may rise by this share
     tokens: int = 4096
     time_budget: float | None = None  # seconds for tuning
-    lengths: tuple[int, ...] = ()  # to profile and validate at; empty takes defaults
-    block_size: int | None = None  # None takes what suits the device
+    lengths: tuple[int, ...] = ()  # lengths to profile and validate at; empty takes defaults
+    block_size: int | None = None  # None takes the device's default
     price_per_hour: float | None = None
     seed: int = 0
     command: str = "dynaxx tune"  # how to get these results again; kept as evidence
     resume: bool = True
     decode: bool = False  # look for decode rules, too
-    cuda_graph: bool = False  # these decide by captured steps
-    skip: frozenset[str] = frozenset()  # of "profile", "analyze", "reference", "validate", "report"
+    cuda_graph: bool = False  # decode rules are decided by captured steps
+    skip: frozenset[str] = frozenset()  # any of "profile", "analyze", "reference", "validate", "report"
 
 
 def run(model: Any, tokenizer: Any, text: str, plan: Plan, *, progress: Progress | None = None) -> PipelineResult:
@@ -140,7 +140,7 @@ class _Steps:
             tuned, found = validate_tuned(
                 self.model, self.tokenizer, tuned, self.text, **options, progress=self.progress
             )
-        except ValueError as error:  # the policy and the report are worth having all the same
+        except ValueError as error:  # the policy and the report are useful without it
             return tuned, None, str(error)
         validated = {**found.to_dict(), "command": plan.command}
         self.files.append(write_json(plan.out / "validation.json", validated))

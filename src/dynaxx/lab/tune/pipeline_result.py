@@ -15,7 +15,9 @@ class PipelineResult:
     analysis: dict[str, Any] | None
     tuning: dict[str, Any]
     validation: dict[str, Any] | None
-    validation_summary: str  # its checks, or why there was none; empty where none was wanted or nothing is sparse
+    validation_summary: (
+        str  # checks of the validation, or why there was none; empty if none was wanted or nothing is sparse
+    )
     files: tuple[Path, ...]
 
     @property

@@ -53,7 +53,7 @@ def validate_tuned(
         say(f"validate: slower than dense at {later.raised[-1].seqlen:,} tokens, so sparse from {border:,}")
         try:
             found = validate(model, tokenizer, later.policy, text, **options)
-        except ValueError:  # the text is too short to say more
+        except ValueError:  # the text is too short for longer prompts
             break
         tuned = later.write(out)
     return tuned, found

@@ -14,7 +14,7 @@ from dynaxx.lab.tune.time_budget import TimeBudget
 if TYPE_CHECKING:
     from dynaxx.policy import Profile
 
-SHARE = 0.25  # of the time that was spent before, which recording may take
+SHARE = 0.25  # share of the time spent so far that recording may take
 
 
 def with_reference(
@@ -55,7 +55,7 @@ def with_reference(
 
     try:
         found = Profile.model_validate(steps.remember(f"reference {rules_digest(policy)}", recorded))
-    except ValueError as error:  # the policy is worth having all the same
+    except ValueError as error:  # the policy is useful without a reference
         return dataclasses.replace(result, reference=f"none: {error}")
     said = f"{found.requests} prompts, {min(each.calls for each in found.layers)} calls a layer"
     return dataclasses.replace(result, policy=policy.replace(guard=Guard(), reference=found), reference=said)

@@ -68,9 +68,9 @@ class TuneResult:
     seconds: float
     command: str
     policy: Policy
-    decode: DecodeResult | None = None  # where decode rules were asked for
-    reference: str = ""  # what the policy knows of its traffic, or why it knows nothing
-    raised: tuple[Raised, ...] = ()  # what validation did to the border
+    decode: DecodeResult | None = None  # None unless decode rules were asked for
+    reference: str = ""  # summary of the policy's reference, or why it has none
+    raised: tuple[Raised, ...] = ()  # raises of the border by validation
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON data."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dynaxx.lab.models import LoadedModel
 
 REQUESTS = 96  # prompts of a fresh recording: a reference for windows of 64 calls
-FEWEST_REQUESTS = 32  # however little time there is
+FEWEST_REQUESTS = 32  # prompts of a recording at least, however little time there is
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class RetuneResult:
     policy: Policy
     diff: PolicyDiff
     renewals: tuple[HeadRenewal, ...]
-    calls: int  # of each layer behind it, at least
+    calls: int  # fewest calls of each layer
     recorded: bool  # whether it carries a new reference
 
     def to_dict(self) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def retune(
     new = policy
     if not record_only:
         new, renewals = renew(policy, seen, recall=recall, command=command)
-    if record_only or loaded is not None:  # what was recorded holds for the rules it was recorded under
+    if record_only or loaded is not None:  # statistics hold only for the rules under which they were recorded
         new = new.replace(reference=record(new, loaded, text, **again) if renewals and loaded else seen)  # type: ignore[arg-type]
     return RetuneResult(
         policy=new,

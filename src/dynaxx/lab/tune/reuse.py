@@ -73,7 +73,7 @@ def measure_reuse(
     """
     if reuse < 2:
         raise ValueError(f"`reuse` must be >= 2 layers, got {reuse}")
-    chosen: list[tuple[int, BlockLayout]] = []  # of the last layer that chose
+    chosen: list[tuple[int, BlockLayout]] = []  # index of the last layer that chose
     served, found = 0, []
     config = model.config.get_text_config()
     group_size = config.num_attention_heads // config.num_key_value_heads

@@ -39,7 +39,7 @@ LAST_QUERIES = 64  # see everything: without it perplexity stays and retrieval s
 SEARCH_TEXTS = 2
 SEARCH_STEPS = 5  # real evaluations per search, the first at 50 %
 SCORER_DENSITY = 0.25  # the scorer that loses least here is taken
-ERRORS = 2  # standard errors that a rise of perplexity must stay below the tolerance by
+ERRORS = 2  # standard errors that are added to a rise of perplexity before it is compared with the tolerance
 FINE_ENOUGH = 1.1  # a search ends when the passing and the failing density are this close
 
 
@@ -84,7 +84,7 @@ class Search:
         self.model, self.out, self.tokens, self.block_size, self.seed = model, Path(out), tokens, block_size, seed
         self.tolerance, self.progress = tolerance, progress or SilentProgress()
         self.time = TimeBudget(time_budget)
-        self.evaluation_seconds = 0.0  # that the slowest evaluation took
+        self.evaluation_seconds = 0.0  # seconds of the slowest evaluation
         ids = calibration_ids(tokenizer, text, tokens)
         self.cost_ids = ids[:, : tokens + 1]
         starts = range(tokens, tokens * (1 + SEARCH_TEXTS), tokens)
@@ -182,7 +182,7 @@ class Search:
         else:
             measured = measure()
             found = Costs.plain(measured)
-            if all(each.measured for each in measured):  # else a later start, with more time, measures the others
+            if all(each.measured for each in measured):  # otherwise a later run, with more time, measures the others
                 self.steps.remember("head costs", lambda: found)
         if not found["layers"]:
             raise ValueError("no layer of this model sees its whole context: there is nothing to make sparse")

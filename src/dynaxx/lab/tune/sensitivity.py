@@ -22,7 +22,7 @@ from dynaxx.lab.perplexity import ROWS, logits_of
 from dynaxx.ops import sparse_attention
 from dynaxx.selection import Hybrid, select_blocks
 
-PROBE = "dynaxx_sensitivity"  # our name in transformers' AttentionInterface
+PROBE = "dynaxx_sensitivity"  # name in transformers' AttentionInterface
 
 
 class HeadCosts(NamedTuple):
@@ -35,7 +35,7 @@ class HeadCosts(NamedTuple):
 
 
 Visitor = Callable[[int, Tensor, Tensor, Tensor, Tensor, Tensor, float], None]
-_visitors: list[Visitor] = []  # the one whose pass is under way
+_visitors: list[Visitor] = []  # the measurement in progress
 
 
 def measure_head_costs(

@@ -39,7 +39,7 @@ class Perplexities:
     dense: float
     sparse: float
     ratio: float
-    ratio_second_half: float  # of each window, where every token has a long context
+    ratio_second_half: float  # perplexity of each window's second half, where every token has a long context
     loss_dense: float
     loss_sparse: float
     tokens: int
@@ -78,7 +78,7 @@ class SpeedRow:
     sparse_seconds: float
     speedup: float
     pairs: int
-    dense_peak_mb: float | None  # of the process on a CPU, of the allocator on a GPU; None where it cannot be known
+    dense_peak_mb: float | None  # peak of the process on a CPU, of the allocator on a GPU; None if unknown
     sparse_peak_mb: float | None
 
 
@@ -94,11 +94,11 @@ class ValidationResult:
     repetition: Repetition
     speed: tuple[SpeedRow, ...]
     density: float  # visited / causally visible blocks over all layers that see the whole sequence, on held-out text
-    layer_calls: dict[str, Any]  # how many ran sparse, and why others did not, on held-out text
+    layer_calls: dict[str, Any]  # calls that ran sparse, and reasons of those that did not, on held-out text
     windows: int
     window_tokens: int
     seed: int
-    sparse_from: int | None = 0  # tokens from which the policy runs prompts sparse; None: none
+    sparse_from: int | None = 0  # tokens from which the policy runs prompts sparse; None if it never does
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "advice": self.advice()}

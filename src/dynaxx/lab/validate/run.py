@@ -21,11 +21,11 @@ from dynaxx.lab.validate.tasks import make_samples
 if TYPE_CHECKING:
     from dynaxx.policy import Policy
 
-TOKENS = 4096  # of each stretch of held-out text, or the policy's border, or what the model and the text have
+TOKENS = 4096  # tokens of each stretch of held-out text, if the policy's border, the model and the text allow
 TASK_TOKENS = 2048
-TASK_SAMPLES = 3  # of each task
-PROMPT_TOKENS = 1024  # before generated text
-LENGTHS = (512, 2048, 8192)  # at which time and memory are measured, as far as the model and the text allow
+TASK_SAMPLES = 3  # samples of each task
+PROMPT_TOKENS = 1024  # prompt tokens before generated text
+LENGTHS = (512, 2048, 8192)  # lengths at which time and memory are measured, as far as the model and the text allow
 SHORTEST = 64  # tokens; the policy must not be slower even here
 
 
@@ -82,7 +82,7 @@ def validate(
     samples = make_samples(tokenizer, ids, at, TASK_SAMPLES, seed)
     with evaluating(model), progress.task("Validating", 100) as task:
         run = Comparison(model, policy, task)
-        with run.applied():  # a policy of another model is refused before anything takes long
+        with run.applied():  # refuse a policy of another model before anything takes long
             pass
         logits, perplexity = run.compare_text(ids, window, share=35)
         tasks = run.retrieval(samples, share=20)

@@ -19,7 +19,7 @@ from dynaxx.lab.perplexity import logits_of
 
 PLACES = ("Lisbon", "Nairobi", "Osaka", "Quito", "Tromsø", "Perth", "Dakar", "Lima", "Riga", "Hanoi", "Oslo", "Cairo")
 TASKS = ("needle", "several keys", "variable tracing")
-KEYS = 6  # facts of which one is asked for
+KEYS = 6  # facts in a prompt, of which one is asked for
 CHAIN = 3  # variables that pass a value on
 
 
