@@ -44,7 +44,9 @@ class CoreWheel(bdist_wheel):
         if not self.skip_build:
             self.run_command("build")
         built = Path(self.get_finalized_command("build").build_lib) / PACKAGE.replace(".", "/")
-        self.root_is_pure = not any(built.glob("_core_*.so"))
+        if not any(built.glob("_core_*.so")):
+            self.distribution.ext_modules = None  # nothing here is of a platform: install it beside pure packages
+            self.root_is_pure = True
         super().run()
 
     def get_tag(self) -> tuple[str, str, str]:
