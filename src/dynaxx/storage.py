@@ -54,6 +54,7 @@ def write_whole_file(path: str | os.PathLike[str], fill: Callable[[IO[bytes]], o
     The new file gets the permissions of the file that it replaces, or those that the umask leaves.
 
     Args:
+        path: the file; its folder must exist.
         fill: writes the content to the binary file that it is given.
         sync: bring the content to the disk before the rename; without it a power cut may leave an empty file.
 
@@ -95,20 +96,31 @@ def sync_folder(folder: Path) -> None:
 
 
 def parse_json(
-    text: str | bytes, *, most_depth: int = MOST_DEPTH, most_objects: int = MOST_OBJECTS, unique: bool = False
+    text: str | bytes,
+    *,
+    most_depth: int = MOST_DEPTH,
+    most_objects: int = MOST_OBJECTS,
+    unique: bool = False,
+    finite: bool = True,
 ) -> Any:
     """Parse JSON that may be hostile: deep, full of small objects, with numbers of thousands of digits.
 
     Args:
+        text: the JSON text.
         most_depth: objects and lists within one another.
         most_objects: objects in all; of lists there may be `MOST_LISTS`.
         unique: refuse an object that gives a name twice.
+        finite: refuse NaN and Infinity, which Python's reader takes; else the caller says which field has one.
 
     Raises:
         ValueError: not JSON, or beyond these limits; the message begins with "is not JSON" or "must".
     """
     try:
-        data = json.loads(text, object_pairs_hook=_unique_names if unique else None, parse_constant=_refuse_constant)
+        data = json.loads(
+            text,
+            object_pairs_hook=_unique_names if unique else None,
+            parse_constant=_refuse_constant if finite else None,
+        )
     except RecursionError:
         raise ValueError(f"must nest at most {most_depth} levels, and is deeper") from None
     except ValueError as error:

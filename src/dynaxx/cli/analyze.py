@@ -47,7 +47,7 @@ def analyze(
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Say where each head attends, and which pattern keeps it. Writes DIR/analysis.json.
+    r"""Say where each head attends, and which pattern keeps it. Writes DIR/analysis.json.
 
     \b
     Examples:

@@ -40,7 +40,7 @@ def bench(
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Test the kernels, then time them beside dense attention.
+    r"""Test the kernels, then time them beside dense attention.
 
     A kernel that is wrong gives no figures. Exit code 1 if one is, or if a figure misses its bar.
 

@@ -22,7 +22,7 @@ def cache(
     action: Annotated[Action, typer.Argument(metavar="show|clean", help="List what is kept, or remove it.")],
     as_json: JsonOption = False,
 ) -> None:
-    """Show or remove what dynaxx keeps on disk.
+    r"""Show or remove what dynaxx keeps on disk.
 
     Kept are the compiled CPU core, converted models and tuned tile sizes, in $DYNAXX_CACHE, $XDG_CACHE_HOME/dynaxx or
     ~/.cache/dynaxx. Everything is made again when it is needed. Stop conversions that are under way before `clean`.

@@ -33,7 +33,7 @@ def convert(
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Make a native sparse model from a dense Llama.
+    r"""Make a native sparse model from a dense Llama.
 
     To fine-tune: its weights are the same, and its gates begin close to dense attention. DIR holds what transformers'
     from_pretrained reads after `import dynaxx.integrations.transformers.nsa_llama`; it must not be there yet, and

@@ -17,7 +17,7 @@ def diff(
     new: Annotated[Path, typer.Argument(metavar="NEW", help="Another.")],
     as_json: JsonOption = False,
 ) -> None:
-    """Show what differs between two policies, by field and head.
+    r"""Show what differs between two policies, by field and head.
 
     \b
     Example:

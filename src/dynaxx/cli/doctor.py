@@ -43,7 +43,7 @@ def doctor(
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Say what this machine serves, and check that it is right.
+    r"""Say what this machine serves, and check that it is right.
 
     Lists machine and versions, which backends can serve your shapes and why the others cannot, and compares each that
     can, forward and gradients, with attention computed in fp64. With --fuzz, random problems are checked: patterns,

@@ -1,4 +1,4 @@
-"""Options that commands share, and how their values are read."""
+"""Options that commands share, and functions that read their values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MOST_DIGITS = 12
 
 
 class Dtype(StrEnum):
-    """What a model computes in."""
+    """The dtype that a model computes in."""
 
     auto = "auto"
     float32 = "float32"
@@ -68,7 +68,7 @@ def dtype_of(dtype: Dtype, device: str) -> Any:
 
 
 def numbers(option: str, text: str) -> tuple[int, ...]:
-    """ "0,4-6" -> (0, 4, 5, 6); empty -> ()."""
+    """Return the numbers of a list: "0,4-6" is (0, 4, 5, 6), "" is ()."""
     found: list[int] = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         first, _, last = part.partition("-")
@@ -83,7 +83,7 @@ def _is_number(text: str) -> bool:
 
 
 def seconds(option: str, text: str) -> float | None:
-    """ "90", "90s", "10m", "2h" -> seconds; empty -> None."""
+    """Return a time in seconds: "90", "90s", "10m" or "2h"; None for ""."""
     if not text:
         return None
     units = {"s": 1, "m": 60, "h": 3600}

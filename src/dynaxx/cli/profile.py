@@ -40,7 +40,7 @@ def profile(
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Say where a model's time goes, and if sparsity is worth it.
+    r"""Say where a model's time goes, and if sparsity is worth it.
 
     Measures the ceilings of the machine, then at each length the time in attention, projections, MLP and the rest.
 

@@ -15,7 +15,7 @@ def report(
     run_dir: Annotated[Path, typer.Argument(metavar="DIR", help="Folder with the JSON files of other commands.")],
     as_json: JsonOption = False,
 ) -> None:
-    """Write DIR/report.html, one page that needs no network. It shows the results in DIR.
+    r"""Write DIR/report.html, one page that needs no network. It shows the results in DIR.
 
     \b
     Example:

@@ -48,7 +48,7 @@ def retune(
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Renew a policy for its traffic, and show what changed. Writes a new file only with --out.
+    r"""Renew a policy for its traffic, and show what changed. Writes a new file only with --out.
 
     Each head gets the least budget with which it finds as much attention as it did in the policy's reference.
 

@@ -1,4 +1,4 @@
-"""How a command runs: its tool is loaded late, its result goes to stdout, what goes wrong becomes an exit code.
+"""Run a command: load its tool late, print its result to stdout, turn errors into exit codes.
 
 Exit codes: 0 done, 1 a check failed, 2 wrong use or input (the message says how to fix it), 130 stopped with Ctrl-C.
 """
@@ -42,7 +42,7 @@ class Reportable(Protocol):
 
 
 class Finish(Protocol):
-    """What a command calls last.
+    """A function that a command calls last.
 
     Args:
         result: goes to stdout with --json.
@@ -61,11 +61,12 @@ class Finish(Protocol):
         ok: bool = True,
         files: Sequence[Path] = (),
         write: Sequence[Callable[[], Path]] = (),
-    ) -> None: ...
+    ) -> None:
+        """Keep the result; see the class."""
 
 
 class _Outcome:
-    """What a command found, kept until it has ended."""
+    """The result of a command, kept until it has ended."""
 
     def __init__(self) -> None:
         self.result: dict[str, Any] | Reportable = {}
@@ -82,6 +83,7 @@ class _Outcome:
         files: Sequence[Path] = (),
         write: Sequence[Callable[[], Path]] = (),
     ) -> None:
+        """Keep the result; see the class."""
         self.result, self.summary, self.ok = result, summary, ok
         self.files, self.write = list(files), write
 

@@ -26,7 +26,7 @@ def serve_metrics(
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 takes a free one.")] = 9466,
     host: HostOption = "127.0.0.1",
 ) -> None:
-    """Serve other processes' metrics to Prometheus, until Ctrl-C.
+    r"""Serve other processes' metrics to Prometheus, until Ctrl-C.
 
     For processes that cannot serve theirs: what they write to a snapshot file, or to the folder that
     PROMETHEUS_MULTIPROC_DIR names. A process that can calls dynaxx.telemetry.prometheus.serve().

@@ -68,7 +68,7 @@ def tune(
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Find the sparsest policy that keeps the model's quality. Writes DIR/policy.json and DIR/report.html.
+    r"""Find the sparsest policy that keeps the model's quality. Writes DIR/policy.json and DIR/report.html.
 
     Profiles the model, reads its attention maps, tunes heads and layers, records what attention on this text looks like
     (a running process compares its own with it), validates the policy on text it was not tuned on, and writes the

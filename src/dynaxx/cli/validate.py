@@ -44,7 +44,7 @@ def validate(
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Compare a policy with the dense model on held-out text. Writes DIR/validation.json; exit code 1 on fail.
+    r"""Compare a policy with the dense model on held-out text. Writes DIR/validation.json; exit code 1 on fail.
 
     Logits, perplexity, retrieval tasks, repetition, speed and memory, against the policy's own tolerances.
 

@@ -29,7 +29,7 @@ def watch(
     host: HostOption = "127.0.0.1",
     as_json: JsonOption = False,
 ) -> None:
-    """Watch a running process. Ctrl-C ends it.
+    r"""Watch a running process. Ctrl-C ends it.
 
     Shows traffic, density, speed, recall, drift, and which policy is in force.
 

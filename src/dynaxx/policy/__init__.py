@@ -1,5 +1,8 @@
-"""What runs where: the policy document, its file, and the plan it resolves to per layer; on which requests, under which
-guard, and until when. Imports pydantic."""
+"""The policy: a document that says what runs where, its file, and the plan for each layer that it resolves to.
+
+Also on which requests it applies (rollout), what watches it (guard, drift) and what stops it (kill switch). Importing
+this package imports pydantic.
+"""
 
 from dynaxx.policy.drift import Drift, DriftDetector
 from dynaxx.policy.facts import Evidence, MeasuredOn, ModelFacts, Tolerances

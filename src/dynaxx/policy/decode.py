@@ -1,4 +1,4 @@
-"""From a policy's decode rules to one page budget per layer."""
+"""Turn a policy's decode rules into one page budget per layer."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ class DecodePlan:
     page_size: int
 
     def shard(self, rank: int, ranks: int) -> DecodePlan:
-        """The plan of one of `ranks` equal shares of the heads, in order, as `LayerPlan.shard` cuts them. Where ranks
-        share a kv head, each chooses its pages by the q heads that it has."""
+        """Return the plan for one of `ranks` equal shares of the heads, in order, as `LayerPlan.shard` cuts them.
+
+        Where ranks share a kv head, each rank chooses its pages by the q heads that it has.
+        """
         if not isinstance(self.budget.budget, tuple):
             return self
         kv_heads = len(self.budget.budget)
@@ -30,7 +32,7 @@ class DecodePlan:
 
 
 def resolve_decode(policy: Policy) -> dict[int, DecodePlan]:
-    """A plan for every layer that a decode rule covers.
+    """Return a plan for every layer that a decode rule covers.
 
     The q heads of a kv head read the same pages: the widest of their sinks and windows, the largest of their budgets. A
     head that no rule covers is dense, and with it the kv head it reads.
@@ -62,7 +64,7 @@ def resolve_decode(policy: Policy) -> dict[int, DecodePlan]:
 
 
 def _largest(layer: int, budgets: list[PageBudget]) -> int | float:
-    """Of the budgets of one kv head's group."""
+    """Return the largest budget of the q heads that share one kv head."""
     amounts = [amount for each in budgets for amount in each.budgets if amount != 0]
     if any(isinstance(amount, float) and amount == 1 for amount in amounts):
         return 1.0

@@ -1,4 +1,4 @@
-"""What changed from one policy to another: fields by name, rules by what each head does."""
+"""Compare two policies: fields by name, rules by what each head does."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NOTED_FIELDS = ("measured_on", "evidence", "reference")  # said to differ, not s
 
 
 class HeadChange(NamedTuple):
-    """What a head did and does."""
+    """One head that follows another rule than before."""
 
     phase: str
     layer: int
@@ -35,7 +35,7 @@ class HeadChange(NamedTuple):
 
 
 class PolicyDiff(NamedTuple):
-    """From an old policy to a new one."""
+    """The differences between an old policy and a new one."""
 
     fields: tuple[tuple[str, Any, Any], ...]  # path, old, new
     heads: tuple[HeadChange, ...]
@@ -43,10 +43,11 @@ class PolicyDiff(NamedTuple):
 
     @property
     def same(self) -> bool:
-        """Whether nothing changed."""
+        """Whether the policies are equal."""
         return not (self.fields or self.heads or self.noted)
 
     def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON data."""
         return {
             "same": self.same,
             "fields": [{"field": field, "old": old, "new": new} for field, old, new in self.fields],
@@ -55,7 +56,7 @@ class PolicyDiff(NamedTuple):
         }
 
     def summary(self) -> str:
-        """Line by line; heads of a layer that change alike stand together."""
+        """Return the changes as text, one line each; heads of a layer that change alike share a line."""
         lines = [f"{field}: {old} -> {new}" for field, old, new in self.fields]
         alike = lambda change: (change.phase, change.layer, change.old, change.new)
         for (phase, layer, old, new), found in groupby(sorted(self.heads, key=alike), key=alike):

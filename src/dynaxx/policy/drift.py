@@ -1,4 +1,4 @@
-"""Drift: is attention still spread as in the policy's reference profile? Per layer, head and statistic.
+"""Detect drift: attention that is no longer spread as in the policy's reference profile, per layer and head.
 
 The test is the two-sample test of Kolmogorov and Smirnov between the reference's calls and those of one window of
 running calls; windows do not overlap. Distances are taken at the edges of the profile's bins, which can only make them
@@ -19,7 +19,7 @@ from dynaxx.policy.profile import STATISTICS, LayerRecord, Profile, midpoints
 
 
 class Drift(Document):
-    """When running attention counts as drifted from the reference profile.
+    """The settings that say when running attention counts as drifted from the reference profile.
 
     A change that lasts is found at most `(confirm + 1) * window` sampled calls of a layer after it began, if it moves
     any head's distribution far enough to be seen in one window. `false_alarms` bounds the chance that one round of
@@ -33,7 +33,7 @@ class Drift(Document):
 
 
 class HeadDrift(NamedTuple):
-    """One head's statistic that moved."""
+    """A statistic of one head whose distribution moved."""
 
     layer: int
     head: int
@@ -53,7 +53,7 @@ class HeadDrift(NamedTuple):
 
 
 class LayerDrift(NamedTuple):
-    """What one window of a layer said."""
+    """The result of the test on one window of a layer."""
 
     layer: int
     ratio: float  # the worst head's distance over the least that counts; from 1 on it does
@@ -77,7 +77,7 @@ class DriftDetector:
         self._in_a_row = dict.fromkeys(self._reference, 0)
 
     def add(self, layer: int, values: Tensor) -> LayerDrift | None:
-        """One sampled call: (statistics, heads) shares. What a window said, when this call completes one."""
+        """Add one sampled call of (statistics, heads) shares, and return the result of the window that it completes."""
         window = self._windows.get(layer)
         if window is None:
             return None
@@ -113,13 +113,13 @@ class DriftDetector:
 
 
 def ks_distance(a: Tensor, b: Tensor) -> Tensor:
-    """The largest difference of the cumulative shares of two histograms, (..., bins) to (...)."""
+    """Return the largest difference of the cumulative shares of two histograms, (..., bins) to (...)."""
     cumulative = [(counts.double() / counts.sum(-1, keepdim=True)).cumsum(-1) for counts in (a, b)]
     return (cumulative[0] - cumulative[1]).abs().amax(-1)
 
 
 def ks_p_value(distance: float, first: int, second: int) -> float:
-    """The chance of such a distance between two samples of these sizes from one distribution.
+    """Return the probability of such a distance between two samples of these sizes from one distribution.
 
     Kolmogorov's limit at Stephens' corrected argument (Stephens 1970, as in Numerical Recipes 14.3).
     """
@@ -132,7 +132,7 @@ def ks_p_value(distance: float, first: int, second: int) -> float:
 
 
 def critical_distance(p_value: float, first: int, second: int) -> float:
-    """The least distance with at most this p-value; 1 if there is none."""
+    """Return the least distance with at most this p-value; 1 if there is none."""
     low, high = 0.0, 1.0
     for _ in range(40):
         middle = (low + high) / 2
@@ -141,7 +141,9 @@ def critical_distance(p_value: float, first: int, second: int) -> float:
 
 
 def stability_index(reference: Tensor, running: Tensor) -> float:
-    """The population stability index of two (bins,) histograms, half a count added to each bin: below 0.1 is called
-    stable, above 0.25 shifted."""
+    """Return the population stability index of two (bins,) histograms, with half a count added to each bin.
+
+    Below 0.1 is called stable, above 0.25 shifted.
+    """
     p, q = ((counts + 0.5) / (counts + 0.5).sum() for counts in (reference.double(), running.double()))
     return float(((q - p) * (q / p).log()).sum())

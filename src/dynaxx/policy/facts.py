@@ -1,4 +1,4 @@
-"""What a policy says beside its rules: the model it is for, its tolerances, the machine and the evidence behind it."""
+"""The parts of a policy beside its rules: the model it is for, its tolerances, the machine and the evidence."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Size = Annotated[int, Strict(), Field(ge=1, le=MOST_HEADS)]
 
 
 class ModelFacts(Document):
-    """What a model must be for the policy to apply to it."""
+    """The shape that a model must have for the policy to apply to it."""
 
     model_type: str  # transformers' config.model_type of the text model, e.g. "llama"
     layers: Size
@@ -25,7 +25,7 @@ class ModelFacts(Document):
 
     @classmethod
     def of(cls, config: Any) -> ModelFacts:
-        """The facts of a transformers config; of one with parts (vision, text), those of its text decoder."""
+        """Return the facts of a transformers config; of one with several parts, those of its text decoder."""
         config = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
         heads, layer = config.num_attention_heads, _full_layer(config)
         return cls(
@@ -37,7 +37,7 @@ class ModelFacts(Document):
         )
 
     def check(self, found: ModelFacts) -> None:
-        """Compare with the facts of the model that a policy is to run in.
+        """Compare with the facts of the model that the policy is to run in.
 
         Raises:
             PolicyError: the policy was made for another model.

@@ -50,7 +50,7 @@ def parse_policy(text: str | bytes) -> Policy:
     if len(text) > MOST_BYTES:
         raise PolicyError(f"must be at most {MOST_BYTES:,} bytes, got {len(text):,}; this is not a dynaxx policy")
     try:
-        data = parse_json(text, most_objects=MOST_OBJECTS, unique=True)
+        data = parse_json(text, most_objects=MOST_OBJECTS, unique=True, finite=False)
     except ValueError as error:
         raise PolicyError(f"{error}; write the file again with save_policy") from None
     if not isinstance(data, dict) or data.get("format") != FORMAT:
@@ -110,7 +110,7 @@ def load_profile(path: str | os.PathLike[str]) -> Profile:
     """
     raw = _read(path, "Handle.record in the running process writes one")
     try:
-        data = parse_json(raw, most_objects=MOST_OBJECTS, unique=True)
+        data = parse_json(raw, most_objects=MOST_OBJECTS, unique=True, finite=False)
         return Profile.model_validate_json(json.dumps(data))
     except ValidationError as error:
         said = explain_errors(error)

@@ -1,4 +1,4 @@
-"""The guard's judgement: estimates of a layer against the policy's limits, with hysteresis, and what to do about it.
+"""Decide what the guard does: compare estimates of a layer with the policy's limits, with hysteresis.
 
 Pure state: measurements come in, a level comes out. Who measures, and when, is an integration's matter.
 """
@@ -18,7 +18,7 @@ REST_CALLS, MOST_REST_CALLS = 64, 16_384  # a layer that fails again rests twice
 
 
 class Guard(Document):
-    """What is measured on running traffic, the limits, and what happens beyond them."""
+    """The settings of the guard: what is measured on running traffic, the limits, and the action beyond them."""
 
     sample: Share = 0.01  # of sparse layer calls
     rows: Annotated[Positive, Field(le=65_536)] = 16  # query rows of each that are computed again, densely
@@ -33,12 +33,12 @@ class Guard(Document):
 
     @property
     def action_level(self) -> Level:
-        """The level of a layer beyond a limit."""
+        """The level that a layer gets beyond a limit."""
         return {"count": Level.OK, "warn": Level.WARNED, "widen": Level.WIDENED, "dense": Level.DENSE}[self.action]
 
 
 class Level(enum.IntEnum):
-    """What the guard does to a layer."""
+    """The action that the guard has taken on a layer."""
 
     OK = 0
     WARNED = 1
@@ -47,7 +47,9 @@ class Level(enum.IntEnum):
 
 
 class Monitor:
-    """The mean of the last values against a limit. Beyond it from a full window on; kept again with a margin to spare.
+    """Compares the mean of the last values with a limit, with hysteresis.
+
+    The limit is crossed once a full window's mean is beyond it, and kept again once the mean is within it by a margin.
 
     Args:
         limit: in the unit of the values.
@@ -64,11 +66,11 @@ class Monitor:
 
     @property
     def mean(self) -> float | None:
-        """Of the last values; None before the first."""
+        """The mean of the last values; None before the first."""
         return sum(self._values) / len(self._values) if self._values else None
 
     def add(self, value: float) -> bool:
-        """Take a value in; whether the limit is crossed now."""
+        """Add a value, and return whether the limit is crossed now."""
         self._values.append(value)
         if len(self._values) == self._values.maxlen:
             mean = sum(self._values) / len(self._values)
@@ -82,7 +84,7 @@ class Monitor:
 
 
 class LayerGuard:
-    """The level of one layer, or of a whole model.
+    """Keeps the level of one layer, or of a whole model.
 
     Measurements are of the policy's own budgets, also while a layer is widened or dense, so a recovery is seen. While
     widened, those of the wider budgets are watched too: where they do not help, the layer goes dense.
@@ -104,7 +106,7 @@ class LayerGuard:
         }
 
     def add(self, nominal: dict[str, float], widened: dict[str, float] | None = None) -> bool:
-        """Take the measurements of one sample in, by name ("recall", "error", "kl"); whether a limit is crossed now."""
+        """Add one sample's measurements by name ("recall", "error", "kl"); return whether a limit is crossed now."""
         beyond = _add(self._nominal, nominal)
         if not beyond:
             self.level = Level.OK
@@ -118,7 +120,7 @@ class LayerGuard:
         return beyond
 
     def reasons(self) -> list[str]:
-        """The limits that are crossed, in words."""
+        """Return the limits that are crossed, in words."""
         return [
             f"{name} {monitor.mean:.4g} beyond {monitor.limit:g}"
             for name, monitor in self._nominal.items()
@@ -142,26 +144,26 @@ class Breaker:
         self._left = 0
 
     def resting(self) -> bool:
-        """Whether this call shall not be tried."""
+        """Return whether this call must run dense, and count it."""
         if self._left:
             self._left -= 1
             return True
         return False
 
     def failed(self) -> None:
-        """A call failed."""
+        """Record that a call failed."""
         self._failures += 1
         if self._failures >= FAILURES_IN_A_ROW:
             self._left, self._rest = self._rest, min(2 * self._rest, MOST_REST_CALLS)
 
     def worked(self) -> None:
-        """A call ran."""
+        """Record that a call ran."""
         if self._failures:
             self._failures, self._rest = 0, REST_CALLS
 
 
 def failure_reason(error: BaseException) -> Literal["out_of_memory", "compile_failed", "kernel_failed"]:
-    """What kind of failure an exception of a kernel is; also the name of its event."""
+    """Return the kind of failure that a kernel's exception is, which is also the name of its event."""
     kinds = {cls.__name__ for cls in type(error).__mro__}
     said = f"{type(error).__module__}.{type(error).__name__}: {error}".lower()
     if isinstance(error, MemoryError) or "OutOfMemoryError" in kinds or "can't allocate memory" in said:

@@ -10,7 +10,8 @@ def is_long(seqlen_k: int, dense_below: int, sparse_from: int | None = None, *, 
 
     Args:
         seqlen_k: keys of the sequence.
-        dense_below, sparse_from: the two borders; without `sparse_from` there is one.
+        dense_below: keys below which a sequence runs dense.
+        sparse_from: keys from which a sequence runs sparse; `dense_below` where None.
         before: the answer for the sequence before, which holds between the borders. An engine whose sequences only
             grow leaves it False.
     """

@@ -15,7 +15,7 @@ Sides = Annotated[int, Strict(), Field(ge=-1, le=MOST)]
 
 
 class Spec(Document):
-    """Base of the attention rules."""
+    """Base of the attention rules as data."""
 
     @model_validator(mode="after")
     def _must_build(self) -> Spec:
@@ -23,7 +23,7 @@ class Spec(Document):
         return self
 
     def build(self) -> Any:
-        """The object this data describes."""
+        """Return the object that this data describes."""
         raise NotImplementedError
 
 
@@ -33,6 +33,7 @@ class Leaf(Spec):
     makes: ClassVar[type]
 
     def build(self) -> Any:
+        """Return the object that this data describes."""
         return self.makes(**{name: getattr(self, name) for name in type(self).model_fields if name != "kind"})
 
 
@@ -44,14 +45,14 @@ class Causal(Leaf):
 
 
 class Full(Leaf):
-    """Every pair (that causality leaves)."""
+    """Every pair that causality allows."""
 
     makes = p.Full
     kind: Literal["full"] = "full"
 
 
 class SlidingWindow(Leaf):
-    """`window` keys including the query's own, or (left, right) besides it."""
+    """The last `window` keys, the query's own included; or `left` keys before it and `right` keys after it."""
 
     makes = p.SlidingWindow
     kind: Literal["sliding_window"] = "sliding_window"
@@ -85,7 +86,7 @@ class GlobalTokens(Leaf):
 
 
 class GlobalContent(Leaf):
-    """The tokens that match, and `span` after each match; token ids of the policy's model, see `content_tokens`."""
+    """The tokens that match, and `span` tokens after each match; see `content_tokens`."""
 
     makes = p.GlobalContent
     kind: Literal["global_content"] = "global_content"
@@ -143,6 +144,7 @@ class AnyOf(Spec):
     parts: Annotated[tuple[PatternSpec, ...], Field(min_length=2, max_length=MOST_PARTS)]
 
     def build(self) -> p.Union:
+        """Return the object that this data describes."""
         return p.Union(tuple(part.build() for part in self.parts))
 
 
@@ -153,6 +155,7 @@ class AllOf(Spec):
     parts: Annotated[tuple[PatternSpec, ...], Field(min_length=2, max_length=MOST_PARTS)]
 
     def build(self) -> p.Intersection:
+        """Return the object that this data describes."""
         return p.Intersection(tuple(part.build() for part in self.parts))
 
 

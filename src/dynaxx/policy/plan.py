@@ -1,4 +1,4 @@
-"""`LayerPlan`: what the heads of one layer do in prefill, and the layout that comes of it."""
+"""`LayerPlan`: the rules that the heads of one layer follow in prefill, and the layouts that they make."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dynaxx.selection import Hybrid, select_blocks
 
 @dataclass(frozen=True)
 class HeadGroup:
-    """Some q heads, ascending, and the rule they follow; its budgets, where per head, are in that order."""
+    """Some q heads, in ascending order, and the rule that they follow; budgets per head are in the same order."""
 
     heads: tuple[int, ...]
     rule: AttentionRule
@@ -27,7 +27,7 @@ class HeadGroup:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What the heads of one layer do; the groups cover every q head once."""
+    """The rules of one layer; the groups cover every q head once."""
 
     groups: tuple[HeadGroup, ...]
     q_heads: int
@@ -36,16 +36,16 @@ class LayerPlan:
 
     @lazy
     def is_static(self) -> bool:
-        """Whether positions alone decide, so that layouts are cached."""
+        """Whether positions alone decide what is visible, so that layouts can be cached."""
         return all(isinstance(group.rule, Pattern) for group in self.groups)
 
     @lazy
     def needs_tokens(self) -> bool:
-        """Whether some rule looks at content, so that a request's tokens must resolve it first."""
+        """Whether some rule depends on token ids, so that `resolve` must come first."""
         return any(group.rule.needs_tokens for group in self.groups if isinstance(group.rule, Pattern | Hybrid))
 
     def resolve(self, input_ids: Tensor) -> LayerPlan:
-        """This plan for one sequence of (seqlen_k,) token ids; see `Pattern.resolve`."""
+        """Return this plan for one sequence of (seqlen_k,) token ids; see `Pattern.resolve`."""
         if not self.needs_tokens:
             return self
         groups = (
@@ -55,7 +55,7 @@ class LayerPlan:
         return replace(self, groups=tuple(groups))
 
     def shard(self, rank: int, ranks: int) -> LayerPlan:
-        """The plan of one of `ranks` equal shares of the q heads, in order, as tensor parallelism cuts them.
+        """Return the plan for one of `ranks` equal shares of the q heads, in order, as tensor parallelism cuts them.
 
         Raises:
             ValueError: heads that do not divide.
@@ -76,7 +76,7 @@ class LayerPlan:
     @torch.inference_mode(False)
     @torch.no_grad()
     def layout(self, q: Tensor, k: Tensor, *, scale: float | None = None) -> BlockLayout:
-        """The causal layout of this layer for these queries and keys, exact for every head.
+        """Return the causal layout of this layer for these queries and keys, exact for every head.
 
         Args:
             q: (batch, seqlen_q, q_heads, head_dim), aligned to the last keys.
@@ -116,7 +116,7 @@ def _static_layout(plan: LayerPlan, seqlen_q: int, seqlen_k: int, device: torch.
 
 
 def _keys_of(k: Tensor, heads: tuple[int, ...], q_heads: int) -> Tensor:
-    """The kv heads that `heads` read, each once where they share evenly, else one per q head."""
+    """Return the kv heads that `heads` read: each once where q heads share them evenly, else one per q head."""
     group_size = q_heads // k.shape[2]
     of_head = [head // group_size for head in heads]
     used = sorted(set(of_head))
@@ -125,7 +125,7 @@ def _keys_of(k: Tensor, heads: tuple[int, ...], q_heads: int) -> Tensor:
 
 
 def _repeat(layout: BlockLayout, batch: int, heads: int) -> BlockLayout:
-    """A shared layout written out for every batch entry and head; any other one as it is."""
+    """Return a shared layout written out for every batch entry and head; any other layout as it is."""
     copies = (batch // layout.layout_batch) * (heads // layout.layout_heads)
     if copies == 1:
         return layout
@@ -143,7 +143,7 @@ def _repeat(layout: BlockLayout, batch: int, heads: int) -> BlockLayout:
 
 
 def _side_by_side(layouts: Iterable[BlockLayout], groups: Sequence[HeadGroup]) -> BlockLayout:
-    """One layout in the order of the heads."""
+    """Return one layout with its heads in ascending order."""
     order = [head for group in groups for head in group.heads]
     stacked = BlockLayout.stack_heads(list(layouts))
     return stacked.head_slice(sorted(range(len(order)), key=order.__getitem__))

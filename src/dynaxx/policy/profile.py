@@ -1,5 +1,6 @@
-"""A profile of attention: per layer and head, how its statistics are spread over calls. The reference that a policy
-carries, and what a running process records, are both one of these.
+"""A profile of attention: histograms of statistics over calls, per layer and head.
+
+A policy carries one as its reference, and a running process records one to compare with it.
 
 One value is the mean of a statistic over the sampled query rows of one call: rows of a call depend on one another,
 calls of different requests hardly do. Statistics are shares from 0 to 1, and bins are finer towards both ends, where
@@ -27,7 +28,7 @@ Histograms = Annotated[tuple[Histogram, ...], Field(max_length=MOST_LISTED)]
 
 
 class LayerProfile(Document):
-    """What was seen of one layer."""
+    """The histograms of one layer."""
 
     layer: Count
     calls: Total  # behind each histogram
@@ -51,12 +52,12 @@ class LayerProfile(Document):
         return self
 
     def counts(self) -> Tensor:
-        """(statistics, heads, bins) int64."""
+        """Return the counts, (statistics, heads, bins) int64."""
         return torch.tensor([getattr(self, name) for name in STATISTICS])
 
 
 class Profile(Document):
-    """Attention of one model under one policy, seen on some traffic. Read with `load_profile`."""
+    """The attention of one model under one policy on some traffic. Read with `load_profile`."""
 
     format: Literal["dynaxx.profile"] = "dynaxx.profile"
     version: Literal[1] = 1
@@ -74,7 +75,7 @@ class Profile(Document):
         return self
 
     def of_layer(self, layer: int) -> LayerProfile | None:
-        """The profile of one layer, None if there is none."""
+        """Return the profile of one layer, None if there is none."""
         return next((each for each in self.layers if each.layer == layer), None)
 
 
@@ -88,13 +89,13 @@ class LayerRecord:
         self.ladder = torch.zeros(heads, len(LADDER), dtype=torch.float64, device="cpu")
 
     def add(self, values: Tensor) -> None:
-        """One call: (statistics, heads) shares."""
+        """Add one call of (statistics, heads) shares."""
         place = torch.bucketize(values.float().contiguous().clamp(0, 1), EDGES)
         self.counts.scatter_add_(2, place[..., None], torch.ones_like(place)[..., None])
         self.calls += 1
 
     def add_ladder(self, recalls: Tensor) -> None:
-        """One call: (heads, len(LADDER)) recall with budgets times each factor."""
+        """Add one call of (heads, len(LADDER)) recall, with budgets times each factor."""
         self.ladder += recalls.double()
         self.ladder_calls += 1
 
@@ -103,7 +104,7 @@ class LayerRecord:
         self.__init__(self.counts.shape[1])  # type: ignore[misc]
 
     def to_profile(self, layer: int) -> LayerProfile:
-        """As a document."""
+        """Return the profile as a document."""
         named = {name: tuple(map(tuple, rows)) for name, rows in zip(STATISTICS, self.counts.tolist(), strict=True)}
         mean = (self.ladder / max(1, self.ladder_calls)).clamp(max=1).tolist()
         ladder = tuple(tuple(round(value, 4) for value in row) for row in mean) if self.ladder_calls else ()
@@ -111,6 +112,6 @@ class LayerRecord:
 
 
 def midpoints() -> Tensor:
-    """(bins,) the middle of each bin, as a share."""
+    """Return the middle of each bin, (bins,) shares."""
     edges = torch.cat([torch.zeros(1), EDGES, torch.ones(1)])
     return (edges[1:] + edges[:-1]) / 2

@@ -1,4 +1,4 @@
-"""A policy renewed from recorded statistics: each head gets the budget with which it finds as much as it used to."""
+"""Renew a policy from recorded statistics: each head gets the budget that restores its recall."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DIGITS = 3  # of a new share
 
 
 class HeadRenewal(NamedTuple):
-    """What became of one head's budget."""
+    """The change of one head's budget."""
 
     layer: int
     head: int
@@ -39,14 +39,15 @@ def renew(
 ) -> tuple[Policy, list[HeadRenewal]]:
     """Change budgets so that each head keeps its recall on the recorded traffic.
 
-    A head's goal is the mean recall that the policy's reference has of it, or `recall`. Its budget becomes the least
-    that reached the goal in the records, between a quarter and five times the old one; beyond, the head is dense.
-    Layers that were hardly recorded stay as they are. What the reference says of a layer whose budgets change is
-    dropped: its recall will be another; record a new one.
+    A head's goal is its mean recall in the policy's reference, or `recall`. The head gets the least budget that reached
+    the goal in the records, between a quarter and five times the old one; a head that needs more becomes dense. Layers
+    with few records stay as they are. A layer whose budgets change loses its reference: record a new one.
 
     Args:
-        recorded: what `Handle.statistics` or a statistics file says, under these very rules.
+        policy: the policy that was in force.
+        recorded: statistics that were recorded under it, from `Handle.statistics` or a statistics file.
         recall: one goal for all heads.
+        command: the command line, for the evidence.
 
     Raises:
         PolicyError: records of other rules, or no goal.
@@ -94,7 +95,7 @@ def renew(
 
 
 def mean_recall(profile: LayerProfile | None) -> list[float]:
-    """By head: from the ladder, where it is exact, else from the histogram."""
+    """Return the mean recall of each head: exact from the ladder if there is one, else from the histogram."""
     assert profile is not None, "the caller found one"
     if profile.ladder:
         return [row[LADDER.index(1.0)] for row in profile.ladder]
@@ -104,7 +105,7 @@ def mean_recall(profile: LayerProfile | None) -> list[float]:
 
 
 def _factor(ladder: Sequence[float], goal: float) -> float:
-    """The least factor that reaches a recall, between steps of the ladder by a straight line."""
+    """Return the least factor that reaches a recall, interpolated linearly between steps of the ladder."""
     if abs(ladder[LADDER.index(1.0)] - goal) <= ENOUGH:
         return 1.0
     goal -= ENOUGH / 2
@@ -118,7 +119,7 @@ def _factor(ladder: Sequence[float], goal: float) -> float:
 
 
 def _renewed(rule: Rule, policy: Policy, factors: dict[int, tuple[float, ...]]) -> list[Rule]:
-    """A rule for each layer it covers; one for decoding as it is."""
+    """Return a rule for each layer that a prefill rule covers; a decode rule stays as it is."""
     if rule.phase == "decode":
         return [rule]
     heads, attention = rule.head_list(policy.model.q_heads), rule.attention.build()
@@ -147,7 +148,7 @@ def _scaled(rule: AttentionRule, factors: tuple[float, ...]) -> AttentionRule | 
 
 
 def _merged(rules: Sequence[Rule]) -> tuple[Rule, ...]:
-    """Rules that differ in their layers alone, as one."""
+    """Return the rules, with those that differ only in their layers merged into one."""
     layers: dict[Rule, list[int]] = {}
     for rule in rules:
         alike = layers.setdefault(rule.model_copy(update={"layers": "all"}), [])

@@ -1,4 +1,4 @@
-"""From a policy to plans: per layer, which heads follow which rule, in as few selection calls as can be.
+"""Turn a policy into plans: which heads of a layer follow which rule, in as few selection calls as possible.
 
 Heads whose rules differ only in their budget share one rule with a budget per head. A static head joins such a rule
 with a budget of 0.0 and a dense head with 1.0, which mean exactly that; so a layer of windows, hybrids and dense heads
@@ -24,7 +24,7 @@ from dynaxx.selection import Selector
 
 @typed
 def resolve(policy: Policy) -> dict[int, LayerPlan]:
-    """A plan for every layer in which some head is sparse."""
+    """Return a plan for every layer in which some head is sparse."""
     facts, rules = policy.model, head_rules(policy)
     block_size: dict[int, tuple[int, int]] = {}
     for rule in policy.rules:
@@ -43,7 +43,7 @@ def resolve(policy: Policy) -> dict[int, LayerPlan]:
 
 
 def selection_sources(plans: dict[int, LayerPlan], reuse: int) -> dict[int, int]:
-    """By layer, whose selection it uses: of each `reuse` layers in a row with the same plan, the first one's."""
+    """Return the layer whose selection each layer uses: the first of each `reuse` consecutive layers with one plan."""
     sources: dict[int, int] = {}
     first, served = -1, 0
     for layer, plan in plans.items() if reuse > 1 else ():
@@ -56,7 +56,7 @@ def selection_sources(plans: dict[int, LayerPlan], reuse: int) -> dict[int, int]
 
 
 def head_rules(policy: Policy, phase: Phase = "prefill") -> dict[int, dict[int, AttentionRule | None]]:
-    """By layer and head, what each covered head does by itself; None is dense."""
+    """Return the rule of each covered head by layer and head, each with a single budget; None is dense."""
     facts = policy.model
     rules: dict[int, dict[int, AttentionRule | None]] = {}
     for rule in policy.rules:
@@ -70,7 +70,7 @@ def head_rules(policy: Policy, phase: Phase = "prefill") -> dict[int, dict[int, 
 
 
 def _per_head(rule: AttentionRule | None, count: int, has_values: bool) -> Sequence[AttentionRule | None]:
-    """One rule per head, each with a single budget."""
+    """Return one rule per head, each with a single budget."""
     if not has_values:
         return [rule] * count
     pattern, selector = parts(rule)
@@ -79,7 +79,7 @@ def _per_head(rule: AttentionRule | None, count: int, has_values: bool) -> Seque
 
 
 def _grouped(rules: list[AttentionRule | None]) -> tuple[HeadGroup, ...]:
-    """Heads by what they follow, budgets aside; static and dense heads join a selecting group where one fits."""
+    """Group heads by rule, budgets aside; static and dense heads join a group with a selector where one fits."""
     by_key: dict[Any, list[int]] = {}
     for head, rule in enumerate(rules):
         pattern, selector = parts(rule)
@@ -103,7 +103,7 @@ def _grouped(rules: list[AttentionRule | None]) -> tuple[HeadGroup, ...]:
 
 
 def _head_budget(rule: AttentionRule | None, family: Selector) -> float:
-    """A head's budget in a shared rule: everything for a dense one, nothing beside the pattern for a static one."""
+    """Return a head's budget in a shared rule: everything for a dense head, nothing for a static one."""
     if rule is None:
         return family.everything
     _, selector = parts(rule)

@@ -1,4 +1,4 @@
-"""Which requests run sparse: a share of them by their id, some layers, some lengths, or what a flag service says.
+"""Decide which requests run sparse: by a share of their ids, by layer, by length, or by a flag service.
 
 A request's id is hashed together with the policy's seed, so the same ids are chosen in every process and on every day,
 and a larger share keeps the ids of a smaller one.
@@ -22,7 +22,7 @@ Flags = Callable[[str, str, bool], bool]  # (flag, request id, default) -> wheth
 
 
 class Rollout(Document):
-    """What part of the traffic a policy applies to; the rest is dense. By default all of it."""
+    """The part of the traffic that a policy applies to, all of it by default; the rest is dense."""
 
     share: Share = 1.0  # of requests
     seed: Int = 0  # another seed chooses other requests
@@ -38,21 +38,21 @@ class Rollout(Document):
         return self
 
     def admits(self, request_id: str) -> bool:
-        """Whether the request of this id is in the share."""
+        """Return whether the request of this id is in the share."""
         digest = hashlib.blake2b(f"{self.seed}:{request_id}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
         return int.from_bytes(digest) < self.share * 2**64
 
     def covers_layer(self, layer: int) -> bool:
-        """Whether it applies to a layer."""
+        """Return whether the policy applies to a layer."""
         return self.layers == "all" or layer in self.layers
 
     def covers_length(self, seqlen_k: int) -> bool:
-        """Whether it applies to a sequence of so many keys."""
+        """Return whether the policy applies to a sequence of so many keys."""
         return self.min_tokens <= seqlen_k and (self.max_tokens is None or seqlen_k <= self.max_tokens)
 
 
 class Request(NamedTuple):
-    """What the caller said about the requests of a forward pass."""
+    """The caller's statement about the requests of a forward pass."""
 
     ids: tuple[str, ...] = ()  # one, or one per row of the batch
     sparse: bool | None = None  # the caller's own decision
@@ -83,23 +83,23 @@ def request(*ids: str, sparse: bool | None = None) -> Iterator[None]:
 
 
 def current_request() -> Request | None:
-    """What `request` said around this call."""
+    """Return what `request` said around this call."""
     return _CURRENT.get()
 
 
 class Choice(NamedTuple):
-    """Which requests of a pass run sparse."""
+    """The requests of a pass that run sparse."""
 
     sparse: tuple[bool, ...]  # one for all rows, or one per request; rows are shared evenly among them
     reason: str  # why the others do not
 
     @property
     def nothing(self) -> bool:
-        """Whether none does."""
+        """Whether no request runs sparse."""
         return not any(self.sparse)
 
     def row(self, row: int, rows: int) -> bool:
-        """Whether one row of a batch does; beams of a request follow it, and what fits no request is dense."""
+        """Return whether one row of a batch runs sparse; a row that fits no request is dense."""
         count = len(self.sparse)
         return rows % count == 0 and self.sparse[row * count // rows]
 
@@ -108,11 +108,12 @@ ALL = Choice((True,), "")
 
 
 def choose(rollout: Rollout, said: Request | None, number: Callable[[], int], flags: Flags | None = None) -> Choice:
-    """Decide for the requests of a pass.
+    """Decide which requests of a pass run sparse.
 
     Args:
-        said: what the caller said about them.
-        number: gives a request without an id its number in this process, which stands for the id.
+        rollout: the part of the traffic that the policy applies to.
+        said: the caller's statement about the requests.
+        number: returns a number in this process that stands for the id of a request without one.
         flags: decides instead of the share where the policy names a flag.
     """
     if said is not None and said.sparse is not None:
@@ -130,7 +131,7 @@ def _decide(rollout: Rollout, request_id: str, flags: Flags | None) -> bool:
 
 
 def open_feature() -> Flags:
-    """Flags from the OpenFeature provider that the application has set; the id is the targeting key.
+    """Return flags from the application's OpenFeature provider; the request's id is the targeting key.
 
     Raises:
         ImportError: openfeature-sdk is not installed.

@@ -1,4 +1,4 @@
-"""`Rule`: what some heads of some layers do."""
+"""`Rule`: one attention rule for some heads of some layers."""
 
 from __future__ import annotations
 
@@ -23,10 +23,13 @@ BlockSize = Annotated[Int | tuple[Int, Int], AfterValidator(_checked_block_size)
 
 
 class Rule(Document):
-    """What some heads of some layers do. Heads that no rule covers are dense. `Rule.of` makes one from a pattern.
+    """One attention rule for some heads of some layers. `Rule.of` makes one from a pattern.
+
+    Heads that no rule covers are dense.
 
     Args:
-        layers, heads: "all", or indices; heads are q heads.
+        layers: "all", or indices.
+        heads: "all", or indices of q heads.
         phase: "prefill", or "decode", where blocks are pages and `attention` may be sinks, windows, and TopK with
             MeanQuery, MeanPool or MinMax.
         attention: a pattern, selector or hybrid as data, see `dynaxx.policy.to_spec`.
@@ -49,14 +52,15 @@ class Rule(Document):
         block_size: int | tuple[int, int] | None = None,
         phase: Phase = "prefill",
     ) -> Rule:
-        """A rule from a pattern, selector or hybrid (None: dense).
+        """Return a rule for a pattern, selector or hybrid (None: dense).
 
         Args:
             attention: a selector's budget may be a tuple, one value per head of `heads`, in that order.
-            layers, heads: "all", or a sequence of indices.
+            layers: "all", or a sequence of indices.
+            heads: "all", or a sequence of indices of q heads.
             block_size: as the class.
-            phase: a prompt or a chunk of one; or decoding, a few queries over a cache, where `PageBudget.of` must know
-                an equal of `attention`.
+            phase: "prefill" for prompts and chunks of them; "decode" for a few queries over a cache, where
+                `PageBudget.of` must be able to express `attention`.
 
         Raises:
             ValueError: indices, a block size or an object that a policy cannot hold.
@@ -71,16 +75,16 @@ class Rule(Document):
         return self
 
     def head_list(self, q_heads: int) -> tuple[int, ...]:
-        """The q heads it covers, in its own order."""
+        """Return the q heads that the rule covers, in its own order."""
         return tuple(range(q_heads)) if self.heads == "all" else self.heads
 
     def layer_list(self, layers: int) -> tuple[int, ...]:
-        """The layers it covers."""
+        """Return the layers that the rule covers."""
         return tuple(range(layers)) if self.layers == "all" else self.layers
 
 
 def head_values(attention: Any) -> tuple[float, ...] | None:
-    """The per-head budgets of an attention spec, None where it has one value or none."""
+    """Return the per-head budgets of an attention spec, None where it has one budget or none."""
     selector = getattr(attention, "selector", attention)
     values = getattr(selector, "values", None)
     return values if isinstance(values, tuple) else None

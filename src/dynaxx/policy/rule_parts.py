@@ -1,4 +1,4 @@
-"""The parts of a rule: its pattern, its selector, and that one's budget, which heads may have each their own."""
+"""Take rules apart and put them together: pattern, selector, and the selector's budget."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dynaxx.selection import Hybrid, Selector
 
 
 def parts(rule: AttentionRule | None) -> tuple[Pattern | None, Selector | None]:
-    """Pattern and selector, None for what it does not have."""
+    """Return a rule's pattern and selector, None for a part that it does not have."""
     if isinstance(rule, Hybrid):
         return rule.pattern, rule.selector
     if isinstance(rule, Selector):
@@ -21,22 +21,22 @@ def parts(rule: AttentionRule | None) -> tuple[Pattern | None, Selector | None]:
 
 
 def rule_of(pattern: Pattern | None, selector: Selector) -> AttentionRule:
-    """The rule of these parts."""
+    """Return the rule of a pattern and a selector."""
     return selector if pattern is None else Hybrid(pattern, selector)
 
 
 def budget_of(selector: Selector) -> Any:
-    """A number, or one per head."""
+    """Return a selector's budget: one number, or a tuple with one per head."""
     return getattr(selector, selector.budget_field)
 
 
 def with_budget(selector: Selector, value: Any) -> Selector:
-    """The same selector with another budget."""
+    """Return the same selector with another budget."""
     return replace(selector, **{selector.budget_field: value})  # type: ignore[type-var]  # every selector is a dataclass
 
 
 def for_heads(rule: AttentionRule, which: Sequence[int]) -> AttentionRule:
-    """The rule for some of the heads it was made for, by their places."""
+    """Return the rule for some of the heads that it was made for, given by their places."""
     pattern, selector = parts(rule)
     if selector is None or not isinstance(budget_of(selector), tuple):
         return rule

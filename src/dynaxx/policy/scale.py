@@ -1,4 +1,4 @@
-"""More or less of the same rule: budgets times a factor, and where there is none, windows."""
+"""Scale a rule: multiply its budgets, or its windows where it has no budget."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from dynaxx.selection import Selector, Threshold, TopK, TopP
 
 
 def scaled_plan(plan: LayerPlan, factor: float) -> LayerPlan:
-    """A plan whose heads see about `factor` times as much."""
+    """Return a plan whose heads see about `factor` times as much."""
     return replace(plan, groups=tuple(HeadGroup(group.heads, scaled(group.rule, factor)) for group in plan.groups))
 
 
 def scaled(rule: AttentionRule, factor: float | tuple[float, ...]) -> AttentionRule:
-    """A rule that shows about `factor` times as much; one factor, or one per head of a rule with a selector.
+    """Return a rule that shows about `factor` times as much; one factor, or one per head of a selector.
 
     A selector's shares and counts of blocks are multiplied. Of a mass to reach, what may be missing is divided; so is a
     threshold. A pattern alone has its windows multiplied. What is full stays full, and what is nothing stays nothing.

@@ -38,7 +38,8 @@ class Policy(Document):
     Args:
         model: what the model must be.
         block_size: tokens, or (q_block, kv_block), each 16, 32, 64 or 128; of rules that name none.
-        dense_below, sparse_from: keys of a sequence; measured by `dynaxx tune`.
+        dense_below: keys below which a sequence runs dense; measured by `dynaxx tune`.
+        sparse_from: keys from which a sequence runs sparse; measured by `dynaxx tune`.
         decode_dense_below: keys of a sequence, for decoding steps; None: as the two above say.
         rules: what heads of layers do; those that none covers are dense.
         reuse: sparse layers in a row, all with the same rules, that one selection serves at inference.
@@ -83,7 +84,7 @@ class Policy(Document):
         return (self.dense_below, self.sparse_from) if own is None else (own, None)
 
     def replace(self, **changes: Any) -> Policy:
-        """This policy with some fields changed, validated again."""
+        """Return this policy with some fields changed, validated again."""
         return Policy(**{**{name: getattr(self, name) for name in type(self).model_fields}, **changes})
 
     @model_validator(mode="after")
@@ -172,14 +173,14 @@ def _explain(found: Any) -> str:
 
 
 def _unknown_fix(where: tuple[int | str, ...]) -> str:
-    """Of a field that is not known: the one that was meant, where a known one is spelled nearly so."""
+    """Return the fix for an unknown field: the known field with nearly the same spelling, if there is one."""
     within = next((part for part in reversed(where[:-1]) if isinstance(part, str)), "")
     close = difflib.get_close_matches(str(where[-1]), _FIELDS.get(within, ()), 1, 0.7)
     return f"it is called `{close[0]}`" if close else "remove it; this version does not know it"
 
 
 def _is_branch(part: Any) -> bool:
-    """Whether a part of a location names a branch of a union and not a field."""
+    """Return whether a part of a location names a branch of a union and not a field."""
     return isinstance(part, str) and (
         part in _KINDS or "[" in part or part in _TYPES or part.startswith("constrained-")
     )

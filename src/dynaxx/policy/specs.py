@@ -36,8 +36,10 @@ class MeanQuery(Leaf):
 
 
 class TwoStage(Spec):
-    """Score blocks in two stages: bounds rule most of them out, `fine` ranks the others; a `share` of the visible
-    blocks goes on to the second, or a number of `blocks`."""
+    """Score blocks in two stages: bounds rule out most blocks, and `fine` ranks the rest.
+
+    A `share` of the visible blocks goes on to the second stage, or a number of `blocks`.
+    """
 
     kind: Literal["two_stage"] = "two_stage"
     share: Share | None = None
@@ -53,6 +55,7 @@ class TwoStage(Spec):
         return self
 
     def build(self) -> s.TwoStage:
+        """Return the object that this data describes."""
         return s.TwoStage(
             float(self.share or 0.0) if self.blocks is None else self.blocks, self.fine.build(), self.panel
         )
@@ -113,8 +116,10 @@ class KeyClusters(Leaf):
 
 
 class ClusterGlobals(Leaf):
-    """For every query the blocks that hold the most keys of each cluster; one number, or one per head that the rule
-    covers."""
+    """Select for every query the blocks that hold the most keys of each cluster.
+
+    `per_cluster` is one number, or one per head that the rule covers.
+    """
 
     makes = s.ClusterGlobals
     kind: Literal["cluster_globals"] = "cluster_globals"
@@ -125,8 +130,10 @@ class ClusterGlobals(Leaf):
 
 
 class TopK(Spec):
-    """The best-scored blocks: a `share` of the causally visible ones, or a number of `blocks`; one value, or one per
-    head that the rule covers. JSON does not tell 1 from 1.0, so the two have names."""
+    """Select the best-scored blocks: a `share` of the causally visible ones, or a number of `blocks`.
+
+    Either is one value, or one per head that the rule covers. JSON does not tell 1 from 1.0, so the two have names.
+    """
 
     kind: Literal["top_k"] = "top_k"
     share: Share | Shares | None = None
@@ -147,13 +154,14 @@ class TopK(Spec):
         return self.share if self.blocks is None else self.blocks
 
     def build(self) -> s.TopK:
+        """Return the object that this data describes."""
         return s.TopK(
             _floats(self.share) if self.blocks is None else self.blocks, self.scorer.build(), self.floor, self.per
         )
 
 
 class TopP(Spec):
-    """The best-scored blocks up to a share of the estimated attention mass; one value, or one per head."""
+    """Select the best-scored blocks up to a share of the estimated attention mass; one value, or one per head."""
 
     kind: Literal["top_p"] = "top_p"
     mass: Share | Shares
@@ -166,12 +174,15 @@ class TopP(Spec):
         return self.mass
 
     def build(self) -> s.TopP:
+        """Return the object that this data describes."""
         return s.TopP(_floats(self.mass), self.scorer.build(), self.per)
 
 
 class Threshold(Spec):
-    """The blocks whose estimated mass reaches a share of the row's largest, or of an even spread; one value, or one per
-    head."""
+    """Select the blocks whose estimated mass reaches a share of the row's largest mass, or of an even spread.
+
+    The share is one value, or one per head.
+    """
 
     kind: Literal["threshold"] = "threshold"
     share: NotNegative | Annotated[tuple[NotNegative, ...], Field(max_length=MOST_LISTED)]
@@ -185,6 +196,7 @@ class Threshold(Spec):
         return self.share
 
     def build(self) -> s.Threshold:
+        """Return the object that this data describes."""
         return s.Threshold(_floats(self.share), self.of, self.scorer.build(), self.per)
 
 
@@ -196,15 +208,17 @@ class Hybrid(Spec):
     selector: SelectorSpec
 
     def build(self) -> s.Hybrid:
+        """Return the object that this data describes."""
         return s.Hybrid(self.pattern.build(), self.selector.build())
 
 
 class Dense(Spec):
-    """Dense attention, said aloud."""
+    """Dense attention, stated explicitly."""
 
     kind: Literal["dense"] = "dense"
 
     def build(self) -> None:
+        """Return the object that this data describes."""
         return None
 
 

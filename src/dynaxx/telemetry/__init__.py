@@ -1,4 +1,4 @@
-"""What ran, how sparse, how fast, how faithful: counted in the process, shown by exporters that nothing else needs."""
+"""Count what ran, how sparse, how fast and how faithful, and show it through optional exporters."""
 
 from dynaxx.telemetry.catalog import CATALOG, EVENTS, Metric
 from dynaxx.telemetry.recorder import Recorder, recorder, use

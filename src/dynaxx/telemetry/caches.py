@@ -1,4 +1,4 @@
-"""How much memory the caches of keys and values hold: looked up when somebody asks for the numbers, not before."""
+"""Measure the memory of key-value caches, only when somebody reads the numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dynaxx.telemetry.recorder import Recorder
 
 
 class CacheMeter:
-    """Sets `dynaxx_kv_cache_bytes` to what the live caches hold, whenever numbers are read, as long as it lives.
+    """Sets `dynaxx_kv_cache_bytes` to the memory of the live caches whenever numbers are read, as long as it lives.
 
     Args:
         caches: a method that gives them, held weakly.
@@ -24,6 +24,7 @@ class CacheMeter:
         numbers.add_source(self)
 
     def flush(self) -> None:
+        """Measure the caches now."""
         caches = self._caches()
         if caches is None:
             return
@@ -34,6 +35,6 @@ class CacheMeter:
 
 
 def cache_bytes(cache: Any) -> int:
-    """Bytes of a transformers cache: the keys and values of its layers, as far as they are there."""
+    """Return the bytes of a transformers cache: the keys and values of the layers that are filled."""
     tensors = (getattr(layer, name, None) for layer in getattr(cache, "layers", ()) for name in ("keys", "values"))
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors if isinstance(tensor, Tensor))

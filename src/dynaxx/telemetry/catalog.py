@@ -1,4 +1,4 @@
-"""Every metric and every event, declared once. Exporters, alerts, dashboard, watch and tests read this file.
+"""Declare every metric and every event once, for exporters, alerts, dashboard, watch and tests.
 
 Names follow Prometheus: `dynaxx_`, base units (`_seconds`, `_bytes`, `_ratio`), `_total` for counters. Every series
 also carries `model_name` and `engine`, as vLLM's do. Label values are words of ours or small numbers, never content.
@@ -42,6 +42,7 @@ class Metric:
 
     @property
     def all_labels(self) -> tuple[str, ...]:
+        """Base labels and the own labels of the metric."""
         return BASE_LABELS + self.labels
 
 

@@ -1,4 +1,4 @@
-"""Clocks for what a device does: marks that are set without waiting, and the seconds between two of them."""
+"""Time the work of a device: set marks without waiting, and read the seconds between two marks later."""
 
 from __future__ import annotations
 
@@ -12,45 +12,50 @@ MOST_FREE = 256  # events kept per device
 
 
 class Clock(Protocol):
-    """A mark is whatever the clock says it is."""
+    """Sets marks in a device's queue of work; a mark is opaque to the caller."""
 
     def mark(self) -> Any:
-        """Set a mark where the device's queue of work ends now."""
+        """Return a mark at the end of the device's queue of work."""
 
     def ready(self, mark: Any) -> bool:
-        """Whether the device has come to the mark."""
+        """Return whether the device has reached the mark."""
 
     def seconds(self, start: Any, end: Any) -> float:
-        """Time between two marks that are ready."""
+        """Return the seconds between two marks that are ready."""
 
     def release(self, *marks: Any) -> None:
-        """Say that nobody asks for these marks again."""
+        """Give marks back that nobody asks for again."""
 
 
 class HostClock:
-    """The CPU's own clock, which never goes back."""
+    """The CPU's monotonic clock."""
 
     def mark(self) -> float:
+        """Return a mark, as `Clock`."""
         return time.perf_counter()
 
     def ready(self, mark: float) -> bool:
+        """Return whether a mark is reached, as `Clock`."""
         return True
 
     def seconds(self, start: float, end: float) -> float:
+        """Return the seconds between two marks, as `Clock`."""
         return end - start
 
     def release(self, *marks: float) -> None:
+        """Give marks back, as `Clock`."""
         pass
 
 
 class CudaClock:
-    """Events on the stream of one GPU that was current when the clock was made; those released are taken again."""
+    """CUDA events on the stream that was current when the clock was made; released events are used again."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.current_stream(device)
         self._free = _FREE[self._stream.device_index]
 
     def mark(self) -> Any:
+        """Return a mark, as `Clock`."""
         try:
             event = self._free.pop()
         except IndexError:
@@ -59,12 +64,15 @@ class CudaClock:
         return event
 
     def ready(self, mark: Any) -> bool:
+        """Return whether a mark is reached, as `Clock`."""
         return mark.query()
 
     def seconds(self, start: Any, end: Any) -> float:
+        """Return the seconds between two marks, as `Clock`."""
         return start.elapsed_time(end) / 1e3
 
     def release(self, *marks: Any) -> None:
+        """Give marks back, as `Clock`."""
         self._free.extend(marks)
 
 
@@ -73,7 +81,7 @@ _HOST = HostClock()
 
 
 def clock_of(device: torch.device) -> Clock | None:
-    """The clock of a device; None where nothing can be measured: another kind of device, a graph being captured."""
+    """Return the clock of a device; None on another kind of device or while a CUDA graph is captured."""
     if device.type == "cpu":
         return _HOST
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():

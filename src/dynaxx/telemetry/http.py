@@ -27,7 +27,7 @@ logger = logging.getLogger("dynaxx")
 
 
 class Answer(NamedTuple):
-    """What a path is answered with."""
+    """The answer to a request."""
 
     status: int
     content_type: str
@@ -206,7 +206,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _own_names(host: str, port: int) -> frozenset[str] | None:
-    """Return the Host headers that name this server; None where any does, because all interfaces are served."""
+    """Return the Host headers that name this server; None where all interfaces are served and any name may."""
     bare = host.strip("[]").lower()
     if bare in ("", "0.0.0.0", "::"):
         return None

@@ -1,4 +1,7 @@
-"""The logger `dynaxx` as lines of JSON, on request. Facts are numbers and short words; prompts and tokens never are."""
+"""Write the logger `dynaxx` as lines of JSON, on request.
+
+Facts are numbers and short words, never prompts or tokens.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ class JsonFormatter(logging.Formatter):
     """One JSON object a line: time (UTC), level, logger, message, facts of an event, error with its traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
+        """Return the record as one line of JSON."""
         line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),

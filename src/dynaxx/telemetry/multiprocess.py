@@ -1,4 +1,4 @@
-"""Several processes, one endpoint: each keeps its numbers in the folder that PROMETHEUS_MULTIPROC_DIR names, too.
+"""Share one endpoint among processes: each writes its numbers to the folder that PROMETHEUS_MULTIPROC_DIR names.
 
 Through prometheus-client's own metrics, so that whoever serves that folder (vLLM's API server, our `serve`) shows them.
 """
@@ -19,7 +19,7 @@ FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 
 
 def multiprocess_folder() -> str | None:
-    """PROMETHEUS_MULTIPROC_DIR if it is set.
+    """Return PROMETHEUS_MULTIPROC_DIR, None if it is not set.
 
     Raises:
         ValueError: it is no folder that can be written, or it was set after prometheus-client was imported.
@@ -44,6 +44,7 @@ class FolderSink:
         self._series: dict[tuple[str, tuple[str, ...]], Any] = {}
 
     def update(self, metric: Metric, labels: tuple[str, ...], value: float) -> None:
+        """Forward an update, as `Sink`."""
         key = (metric.name, labels)
         if key not in self._series:
             self._series[key] = self._metrics[metric.name].labels(*labels)
@@ -57,7 +58,7 @@ class FolderSink:
 
 
 def write_to_folder(numbers: Recorder) -> None:
-    """Keep a recorder's numbers in PROMETHEUS_MULTIPROC_DIR, too, from now on; more calls do nothing.
+    """Write a recorder's numbers to PROMETHEUS_MULTIPROC_DIR as well, from now on; more calls do nothing.
 
     What counters and gauges say already is taken over. Histograms begin with what comes: call it at the start.
     """

@@ -1,4 +1,4 @@
-"""OpenTelemetry: every update goes to instruments of a meter provider, which exports as it was set up. Needs its SDK.
+"""Export to OpenTelemetry: every update goes to an instrument of a meter provider. Needs the SDK.
 
 Names are the same but for the dot of their namespace and `_total`, with units beside them: a collector that shows
 Prometheus what it received says `dynaxx_attention_seconds` again.
@@ -28,11 +28,12 @@ class OtelSink:
         self._instruments = {metric.name: _instrument(meter, metric) for metric in CATALOG.values()}
 
     def update(self, metric: Metric, labels: tuple[str, ...], value: float) -> None:
+        """Forward an update, as `Sink`."""
         self._instruments[metric.name](value, dict(zip(metric.all_labels, labels, strict=True)))
 
 
 def export(provider: Any = None, *, numbers: Recorder | None = None) -> OtelSink:
-    """Send this process's metrics to a meter provider from now on: the global one by default.
+    """Send this process's metrics to a meter provider from now on, by default the global one.
 
     What counters and gauges say already is taken over; histograms begin with what comes. `numbers.remove_sink(...)`
     with what is returned ends it.
@@ -48,13 +49,13 @@ def export(provider: Any = None, *, numbers: Recorder | None = None) -> OtelSink
 
 
 def otel_name(metric: Metric) -> tuple[str, str]:
-    """Name and unit as OpenTelemetry writes them."""
+    """Return a metric's name and unit as OpenTelemetry writes them."""
     name = metric.name.removesuffix("_total").replace("dynaxx_", "dynaxx.", 1)
     return name, next((unit for suffix, unit in UNITS.items() if name.endswith(suffix)), "1")
 
 
 def _instrument(meter: Any, metric: Metric) -> Any:
-    """What takes a value and attributes."""
+    """Return a function that takes a value and attributes."""
     name, unit = otel_name(metric)
     if metric.kind == "counter":
         return meter.create_counter(name, unit, metric.help).add

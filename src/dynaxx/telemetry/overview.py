@@ -1,4 +1,4 @@
-"""`Overview`: what a person wants to know of a running process, from two snapshots of it. Every view shows this."""
+"""`Overview`: the state of a running process in numbers and concerns, from two snapshots. Every view shows this."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MOST_FAULTS = 3  # shown
 
 @dataclass(frozen=True)
 class Concern:
-    """Something to look at."""
+    """A finding that a person should look at."""
 
     level: Literal["bad", "warn"]
     text: str
@@ -53,7 +53,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Overview:
-    """One look at a process; its means and rates are of the last `window_seconds`, or of the whole run if empty.
+    """One look at a process. Means and rates cover the last `window_seconds`, or the whole run where that is empty.
 
     Attributes:
         problem: why the last reading failed; the numbers are then of the one before.
@@ -184,7 +184,7 @@ class Watch:
 def overview(
     source: str, now: Snapshot, delta: Snapshot, seconds: float | None, problem: str = "", silent: float = 0.0
 ) -> Overview:
-    """Say what two snapshots say: `now`, and `delta`, what came within the last `seconds`."""
+    """Return the overview of a snapshot `now` and of `delta`, the counts of the last `seconds`."""
     recent = lambda name: delta.mean(name) if delta.mean(name) is not None else now.mean(name)
     rates = lambda found: {key: value / seconds for key, value in found.items()} if seconds else {}
     latest = delta if delta.mean("dynaxx_request_seconds") is not None else now
@@ -233,7 +233,7 @@ def overview(
 
 
 def concerns_of(seen: Overview) -> list[Concern]:
-    """What is wrong, worst first."""
+    """Return what is wrong, worst first."""
     percent = lambda share: f"{100 * share:.1f} %"
     found = [
         (bool(seen.problem), "bad", f"cannot be read: {seen.problem}"),
@@ -255,7 +255,7 @@ def concerns_of(seen: Overview) -> list[Concern]:
 
 
 def _finite(value: Any) -> Any:
-    """Plain data with None for every number that is not finite."""
+    """Return plain data with None for every number that is not finite."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -282,7 +282,7 @@ def _policy(now: Snapshot) -> dict[str, Any]:
 
 
 def _layers(now: Snapshot) -> list[Layer]:
-    """Every layer that has an estimate, in order."""
+    """Return every layer that has an estimate, in order."""
     names = ("density", "recall", "output_error", "drift")
     found = {name: now.by(f"dynaxx_layer_{name}_ratio", "layer") for name in names}
     named = {layer for values in found.values() for layer in values}
@@ -291,7 +291,7 @@ def _layers(now: Snapshot) -> list[Layer]:
 
 
 def describe_event(event: dict[str, Any]) -> str:
-    """An event in words, with its facts."""
+    """Return an event in words, with its facts."""
     facts = ", ".join(f"{k} {v}" for k, v in event.get("facts", {}).items() if k not in ("model_name", "engine"))
     words = EVENTS.get(event["name"], event["name"])
     return f"{words} ({facts})" if facts else words

@@ -1,4 +1,4 @@
-"""`Probe`: what an integration calls around each attention call of a layer. Counts every call, measures a few.
+"""`Probe`: integrations call it around each attention call of a layer. It counts every call and measures a few.
 
 A measured call is timed by events on a GPU and by the clock on a CPU, and its layout is counted on its device. Nothing
 waits for the GPU: what was queued is read by a later call, or when somebody asks for the numbers.
@@ -29,14 +29,14 @@ MOST_PENDING = 64
 
 
 class Known(NamedTuple):
-    """Calls of one kind."""
+    """The counters of one kind of call."""
 
     backend: str
     count_one: Callable[[], None]
 
 
 class Probe:
-    """Measures the sparse calls of one model. One may serve all its layers, from any thread.
+    """Measures the sparse calls of one model. One probe may serve all layers, from any thread.
 
     Args:
         numbers: where to count; the process's recorder by default. `recorder().bind(model_name=...)` names the model.
@@ -62,7 +62,7 @@ class Probe:
     # ---- layers --------------------------------------------------------------------------------------------------
 
     def start(self, layer: int, q: Tensor, *, phase: str = "prefill") -> Call:
-        """A sparse call begins, before its blocks are chosen. q (batch, seqlen_q, q_heads, head_dim)."""
+        """Begin a sparse call, before its blocks are chosen. q (batch, seqlen_q, q_heads, head_dim)."""
         if self.sample_rate and (not self._measured or self._random.random() < self.sample_rate):  # the first, too
             now = time.monotonic()
             if now - self._last >= self.spacing and (clock := clock_of(q.device)) is not None and self._has_room():
@@ -71,11 +71,11 @@ class Probe:
         return Call(self, layer, q, phase)
 
     def dense(self, reason: str, phase: str = "prefill") -> None:
-        """A call ran dense."""
+        """Count a call that ran dense."""
         self.dense_counter(reason, phase)(1)
 
     def dense_counter(self, reason: str, phase: str = "prefill") -> Callable[[int], None]:
-        """What counts as `dense` so many calls each time it is called, for where that is again and again."""
+        """Return a function that counts dense calls; faster than `dense` where it is called often."""
         calls = self.numbers.counter("dynaxx_layer_calls_total", backend="dense", phase=phase)
         reasons = self.numbers.counter("dynaxx_dense_calls_total", reason=reason)
 
@@ -86,20 +86,20 @@ class Probe:
         return count
 
     def fallback(self, reason: str, phase: str = "prefill") -> None:
-        """A call ran dense that should have run sparse."""
+        """Count a call that ran dense and should have run sparse."""
         self.dense(reason, phase)
         self.numbers.add("dynaxx_fallbacks_total", reason=reason)
 
     # ---- requests ------------------------------------------------------------------------------------------------
 
     def request(self, route: str, tokens: int, device: torch.device) -> RequestTimer:
-        """A forward pass over `tokens` tokens of prompts begins; call `done()` on what is returned when it ends."""
+        """Begin a forward pass over `tokens` tokens of prompts; call `done()` on the result when it ends."""
         return RequestTimer(self, route, tokens, clock_of(device) if self._has_room() else None)
 
     # ---- reading back --------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Record every measurement that is ready; waits for none."""
+        """Record every measurement that is ready, without waiting."""
         while True:
             try:
                 sample = self._pending.popleft()
@@ -117,7 +117,7 @@ class Probe:
             self.numbers.failed("probe", error)
 
     def _has_room(self) -> bool:
-        """Whether one more measurement may wait for its GPU."""
+        """Return whether one more measurement may wait for its GPU."""
         if len(self._pending) >= MOST_PENDING:
             self.flush()
         if len(self._pending) < MOST_PENDING:
@@ -134,7 +134,7 @@ class Probe:
             self._pending.append(sample)
 
     def _called(self, call: Call, k: Tensor, v: Tensor) -> str:
-        """Count a call by the backend that `sparse_attention` chooses for it; that backend."""
+        """Count a call by the backend that `sparse_attention` chooses for it, and return the backend."""
         q, layout = call._q, call._layout
         if layout is None:
             return self._named(call, "unknown")
@@ -176,11 +176,11 @@ class Call:
         self._layout: BlockLayout | None = None
 
     def selected(self, layout: BlockLayout) -> None:
-        """The blocks are chosen; attention comes next."""
+        """Record that the blocks are chosen and attention comes next."""
         self._layout = layout
 
     def done(self, k: Tensor, v: Tensor, *, backend: str = "") -> None:
-        """The call ran, on the backend that `sparse_attention` chooses by itself if none is named."""
+        """Record that the call ran, on the backend that `sparse_attention` chooses if none is named."""
         self._count(k, v, backend)
 
     def _count(self, k: Tensor, v: Tensor, backend: str) -> str:
@@ -198,10 +198,12 @@ class MeasuredCall(Call):
         self._started = self._selected = clock.mark()
 
     def selected(self, layout: BlockLayout) -> None:
+        """Record that the blocks are chosen, as `Call`."""
         self._layout = layout
         self._selected = self._clock.mark()
 
     def done(self, k: Tensor, v: Tensor, *, backend: str = "") -> None:
+        """Record that the call ran, as `Call`."""
         ended = self._clock.mark()
         probe = self._probe
         backend = self._count(k, v, backend)
@@ -225,7 +227,7 @@ class MeasuredCall(Call):
 
 
 class RequestTimer:
-    """One forward pass over prompts, from its making to `done()`."""
+    """Times one forward pass over prompts, from its construction to `done()`."""
 
     __slots__ = ("_clock", "_ended", "_probe", "_route", "_started", "_tokens")
 
@@ -235,7 +237,7 @@ class RequestTimer:
         self._ended: Any = None
 
     def done(self, *, route: str = "") -> None:
-        """The pass is over; `route` says where it went if that changed on the way. It may still be at work on a GPU."""
+        """End the pass, which may still run on a GPU; `route` corrects the route if it changed on the way."""
         self._route = route or self._route
         self._probe.numbers.add("dynaxx_requests_total", route=self._route)
         self._probe.numbers.add("dynaxx_tokens_total", self._tokens, route=self._route)
@@ -244,10 +246,12 @@ class RequestTimer:
             self._probe._keep(self)
 
     def ready(self) -> bool:
+        """Return whether the GPU has finished the pass."""
         assert self._clock is not None, "only timed passes are kept"
         return self._clock.ready(self._ended)
 
     def record(self, numbers: Recorder) -> None:
+        """Record the pass in the metrics; only when it is ready."""
         assert self._clock is not None, "only timed passes are kept"
         seconds = self._clock.seconds(self._started, self._ended)
         self._clock.release(self._started, self._ended)

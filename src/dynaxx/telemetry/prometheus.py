@@ -1,10 +1,12 @@
-"""Prometheus: an endpoint of our own, or our metrics in a registry that is served already. Needs prometheus-client.
+"""Show metrics to Prometheus: at an endpoint of our own or in a registry that is served already.
 
-Three ways, one call each:
-- `serve(port)`: an endpoint on the loopback interface.
-- `register()`: into prometheus-client's registry, for a process that serves it.
-- Either of them under PROMETHEUS_MULTIPROC_DIR: this process's numbers go into that folder too, where the one process
-  that serves finds those of all (vLLM's workers and its API server; a web server's workers).
+There are three ways, one call each:
+- `serve(port)` opens an endpoint on the loopback interface.
+- `register()` adds the metrics to prometheus-client's registry, for a process that serves it.
+- Either of them, under PROMETHEUS_MULTIPROC_DIR, also writes this process's numbers to that folder, where the process
+  that serves finds those of all processes (vLLM's workers and its API server; a web server's workers).
+
+Needs prometheus-client.
 """
 
 from __future__ import annotations
@@ -72,7 +74,8 @@ def serve(port: int = PORT, *, host: str = LOOPBACK, numbers: Recorder | None = 
 
     Args:
         port: 0 takes a free one; see `Server.port`.
-        host: the interface; only the loopback one unless told otherwise. Metrics have no password.
+        host: the interface, by default only the loopback one. Metrics have no password.
+        numbers: this process's recorder by default.
 
     Raises:
         ValueError: a port that is none, or a PROMETHEUS_MULTIPROC_DIR that cannot be used.
@@ -95,6 +98,7 @@ def register(registry: CollectorRegistry | None = None, *, numbers: Recorder | N
 
     Args:
         registry: prometheus-client's own by default, which transformers' and vLLM's servers show.
+        numbers: this process's recorder by default.
 
     Raises:
         ValueError: a PROMETHEUS_MULTIPROC_DIR that cannot be used.
@@ -116,6 +120,8 @@ def serve_source(where: str, port: int = PORT, *, host: str = LOOPBACK) -> Serve
 
     Args:
         where: a snapshot file, or a folder or pattern of some; or a folder that was PROMETHEUS_MULTIPROC_DIR.
+        port: as `serve`.
+        host: as `serve`.
 
     Raises:
         ValueError: there is nothing to serve.
@@ -159,6 +165,7 @@ class FolderCollector(Collector):
         self._errors = Recorder(strict=False)
 
     def collect(self) -> Iterator[Any]:
+        """Return the metrics as prometheus-client shows them."""
         paths = sorted(path for path in glob.glob(self._pattern) if os.path.isfile(path))
         try:
             families = list(multiprocess.MultiProcessCollector.merge(paths))
@@ -186,6 +193,7 @@ class SnapshotCollector(Collector):
         self._take = take
 
     def collect(self) -> Iterator[Any]:
+        """Return the metrics as prometheus-client shows them."""
         snapshot = self._take()
         for name, readings in snapshot.readings.items():
             yield _family(CATALOG[name], readings)
@@ -193,7 +201,7 @@ class SnapshotCollector(Collector):
             yield _family(CATALOG[UPTIME], [Reading(dict.fromkeys(BASE_LABELS, ""), snapshot.uptime)])
 
     def describe(self) -> Iterator[Any]:
-        """All names, so that registering twice is seen before anything is counted."""
+        """Return all names, so that registering twice is noticed before anything is counted."""
         for metric in CATALOG.values():
             yield _family(metric, [])
 

@@ -1,4 +1,4 @@
-"""`Recorder`: counters, gauges and histograms of one process; thread-safe, about a microsecond a call, no dependency.
+"""`Recorder`: counters, gauges and histograms of one process; thread-safe, about a microsecond per call.
 
 It never raises into a request: an unknown name or a value that is no number is counted and said once. A strict recorder
 (under DYNAXX_DEBUG=1, and in tests) raises instead.
@@ -27,7 +27,7 @@ logger = logging.getLogger("dynaxx")
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened: a name of `EVENTS`, Unix time in seconds, and a few facts about it."""
+    """An event: a name of `EVENTS`, Unix time in seconds, and a few facts."""
 
     name: str
     time: float
@@ -35,7 +35,7 @@ class Event:
 
 
 class Recorder:
-    """Where everything is counted. `bind` gives a view with other base labels on the same numbers."""
+    """Counts everything. `bind` returns a view with other base labels on the same numbers."""
 
     def __init__(self, *, strict: bool | None = None, model_name: str = "", engine: str = "0") -> None:
         self._base = {"model_name": _label(model_name), "engine": _label(engine)}
@@ -43,7 +43,7 @@ class Recorder:
         self._store = Store(os.environ.get("DYNAXX_DEBUG") == "1" if strict is None else strict)
 
     def bind(self, **base: str) -> Recorder:
-        """The same numbers under other base labels: `model_name`, `engine`."""
+        """Return a view on the same numbers under other base labels: `model_name`, `engine`."""
         unknown = set(base) - set(self._base)
         if unknown:
             raise ValueError(f"`bind` takes {', '.join(self._base)}, got {', '.join(sorted(unknown))}")
@@ -55,11 +55,11 @@ class Recorder:
     # ---- writing -------------------------------------------------------------------------------------------------
 
     def add(self, name: str, value: float = 1, **labels: str | int) -> None:
-        """Count: raise a counter by `value` >= 0."""
+        """Raise a counter by `value` >= 0."""
         self._update("counter", name, value, labels)
 
     def counter(self, name: str, **labels: str | int) -> Callable[..., None]:
-        """What counts one each time it is called, or a number: `add` for where it is called again and again."""
+        """Return a function that counts one or a given number; faster than `add` where it is called often."""
         series, store = self._find("counter", name, labels), self._store
         if series is None or series.metric.kind != "counter":
             return lambda number=1: self.add(name, number, **labels)
@@ -81,17 +81,17 @@ class Recorder:
         self._update("histogram", name, value, labels)
 
     def info(self, name: str, **labels: str | int) -> None:
-        """Say what is in force; what was said before under the same base labels is forgotten."""
+        """Set an info metric; an earlier one under the same base labels is taken to 0."""
         self._store.forget(name, tuple(self._base.values()), self._update("info", name, 1.0, labels))
 
     def event(self, name: str, **facts: str | float) -> None:
-        """Count an event, remember and log it, with a few facts: numbers and names of ours, never content."""
+        """Count, remember and log an event with a few facts: numbers and names, never content."""
         if name not in EVENTS:
             self._store.complain(f"unknown event {name!r}; declare it in telemetry/catalog.py")
             return
         happened = Event(name, time.time(), {**self._base, **{key: harmless(value) for key, value in facts.items()}})
         self._store.events.append(happened)
-        more = self._store.unsaid(name)
+        more = self._store.unlogged(name)
         if more is not None:
             also = f" ({more} more since the last line)" if more else ""
             logger.info("%s: %s%s", name, EVENTS[name], also, extra={"facts": happened.facts})
@@ -128,7 +128,7 @@ class Recorder:
         return series
 
     def _find(self, kind: str, name: str, labels: dict[str, Any]) -> Series | None:
-        """The series of a name and its labels in any order, made if new; None, and a complaint, if it cannot be."""
+        """Return the series of a name and its labels, made if new; None after a complaint if there can be none."""
         metric = CATALOG.get(name)
         if metric is None:
             self._store.complain(f"unknown metric {name!r}; declare it in telemetry/catalog.py")
@@ -146,13 +146,13 @@ class Recorder:
     # ---- reading -------------------------------------------------------------------------------------------------
 
     def value(self, name: str, **labels: str | int) -> float:
-        """A counter's, gauge's or info's value, or how many values a histogram has; summed over labels not named."""
+        """Return the value of a counter, gauge or info, or a histogram's count; summed over labels not named."""
         wanted = {label: str(value) for label, value in labels.items()}
         found = [s for s in self.snapshot() if s.metric.name == name and _matches(s, wanted)]
         return float(sum(sum(s.counts) if s.metric.kind == "histogram" else s.value for s in found))
 
     def snapshot(self) -> list[Series]:
-        """Copies of all series, consistent with one another."""
+        """Return copies of all series, consistent with one another."""
         for source in list(self._store.sources):
             try:
                 source.flush()
@@ -161,7 +161,7 @@ class Recorder:
         return self._store.copy()
 
     def events(self) -> list[Event]:
-        """The most recent events, oldest first."""
+        """Return the most recent events, oldest first."""
         return list(self._store.events)
 
     @property
@@ -172,27 +172,28 @@ class Recorder:
     # ---- plumbing ------------------------------------------------------------------------------------------------
 
     def add_sink(self, sink: Sink) -> None:
-        """Send every update to `sink` as well; one that raises is counted and never heard by a request."""
+        """Send every update to `sink` as well; an error in it is counted and never reaches a request."""
         self._store.sinks = (*self._store.sinks, sink)
 
     def has_sink(self, kind: type) -> bool:
-        """Whether a sink of this kind is there."""
+        """Return whether a sink of this kind is registered."""
         return any(isinstance(sink, kind) for sink in self._store.sinks)
 
     def remove_sink(self, sink: Sink) -> None:
+        """Send no more updates to `sink`."""
         self._store.sinks = tuple(other for other in self._store.sinks if other is not sink)
 
     def add_source(self, source: Source) -> None:
-        """Ask `source`, as long as it lives, whenever numbers are read."""
+        """Flush `source` whenever numbers are read, as long as it lives."""
         self._store.sources.add(source)
 
     def failed(self, what: str, error: BaseException | str) -> None:
-        """Count something telemetry could not do, and say it once per kind."""
+        """Count something that telemetry could not do, and log it once per kind."""
         self._store.failed(what, error)
 
 
 def _label(value: Any) -> str:
-    """A label's value as it is shown: short, and without what a terminal would act on."""
+    """Return a label's value as it is shown: short, and without characters that a terminal would act on."""
     return str(value) if isinstance(value, int) else printable(value, most=LONGEST_LABEL)
 
 
@@ -205,7 +206,7 @@ _default = Recorder()
 
 
 def harmless(value: Any) -> Any:
-    """A fact as it may be kept and shown: numbers and short words as they are; of anything else its type alone."""
+    """Return a fact as it may be kept and shown: numbers and short words, or else only the type."""
     if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, float):
@@ -216,7 +217,7 @@ def harmless(value: Any) -> Any:
 
 
 def recorder() -> Recorder:
-    """This process's recorder."""
+    """Return this process's recorder."""
     return _default
 
 
@@ -232,7 +233,7 @@ def use(other: Recorder) -> Iterator[Recorder]:
 
 
 def _after_fork() -> None:
-    """A child starts from zero, with a lock that no lost thread holds; what the parent counted is the parent's."""
+    """Start a forked child from zero, with a lock that no lost thread holds; the parent keeps its counts."""
     _default._store.restart()
 
 

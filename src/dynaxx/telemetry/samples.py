@@ -1,4 +1,4 @@
-"""What a measured call says: how many blocks it visited, how much work that is, how neighbours' blocks overlap."""
+"""Measurements of one call: visited blocks, their work, and how the blocks of neighbouring rows overlap."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROWS_COMPARED = 64
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks of one call, counted on its device and on their way to the host."""
+    """The blocks of one call, counted on its device; the counts may still be on their way to the host."""
 
     counts: Tensor  # (3,) int32 on the host: visited; of some neighbouring rows: shared and all. Valid when copied
     visible: int  # causally visible blocks
@@ -41,10 +41,11 @@ class Sample:
     copied: Any  # the mark after which `blocks.counts` are on the host
 
     def ready(self) -> bool:
+        """Return whether the counts are on the host."""
         return self.clock.ready(self.copied)
 
     def record(self, numbers: Recorder) -> None:
-        """Put it into the metrics; only when it is ready."""
+        """Record the sample in the metrics; only when it is ready."""
         started, selected, ended = self.marks
         seconds = self.clock.seconds(selected, ended)
         where = {"backend": self.backend, "phase": self.phase}
@@ -64,7 +65,7 @@ class Sample:
 
 
 class HostSlots:
-    """Memory of the host for counts on their way from a GPU. Pinned once: the driver takes long over each allocation.
+    """Pinned host memory for counts on their way from a GPU, allocated once because each allocation is slow.
 
     Args:
         size: slots; as many are taken until one is given out again.
@@ -76,7 +77,7 @@ class HostSlots:
         self._pinned: Tensor | None = None
 
     def take(self) -> Tensor:
-        """(3,) int32."""
+        """Return the next slot, (3,) int32."""
         if self._pinned is None:
             self._pinned = torch.empty(self._size, 3, dtype=torch.int32, pin_memory=True, device="cpu")
         return self._pinned[next(self._turns)]
@@ -88,7 +89,11 @@ def count_blocks(
     """Count the blocks of a call without waiting for its device.
 
     Args:
-        q, k, v: as `sparse_attention` takes them.
+        q: as `sparse_attention` takes it.
+        k: as `sparse_attention` takes it.
+        v: as `sparse_attention` takes it.
+        layout: the layout of the call.
+        slots: host memory for the counts.
         overlap: picks the neighbouring rows to compare; None compares none.
     """
     batch, seqlen_q, q_heads, head_dim = q.shape
@@ -112,7 +117,7 @@ def count_blocks(
 
 @torch.no_grad()
 def _shared_by_neighbours(layout: BlockLayout, random: Random) -> Tensor:
-    """(2,) int32: blocks shared by each two neighbouring rows, and blocks of either; over some rows of one head."""
+    """Count blocks that two neighbouring rows share, and blocks of either, over some rows of one head: (2,) int32."""
     b, h = random.randrange(layout.layout_batch), random.randrange(layout.layout_heads)
     first = random.randrange(max(1, layout.q_blocks - ROWS_COMPARED))
     ends = layout.kv_indptr[b, h, first : first + ROWS_COMPARED + 2].long()

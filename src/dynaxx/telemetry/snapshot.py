@@ -1,4 +1,4 @@
-"""`Snapshot`: the numbers of one or more processes at one moment, wherever they were read, and questions about them."""
+"""`Snapshot`: the numbers of one or more processes at one moment, and queries on them."""
 
 from __future__ import annotations
 
@@ -29,16 +29,17 @@ class Reading:
 
     @property
     def count(self) -> float:
-        """How many values a histogram has."""
+        """The number of values in a histogram."""
         return sum(self.counts)
 
     def has(self, wanted: dict[str, str]) -> bool:
+        """Return whether the series has these label values."""
         return all(self.labels.get(name) == value for name, value in wanted.items())
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Readings by metric name; names that the catalogue does not know are left out when it is made."""
+    """Readings by metric name; names that the catalogue does not know are left out."""
 
     readings: dict[str, list[Reading]]
     time: float  # Unix time of the process that counted, seconds
@@ -50,7 +51,7 @@ class Snapshot:
 
     @classmethod
     def of(cls, numbers: Recorder) -> Snapshot:
-        """The numbers of this process now."""
+        """Return the numbers of this process now."""
         readings: dict[str, list[Reading]] = {}
         for series in numbers.snapshot():
             labels = dict(zip(series.metric.all_labels, series.labels, strict=True))
@@ -85,7 +86,7 @@ class Snapshot:
             raise ValueError(f"is damaged: {type(error).__name__}: {printable(error, most=200)}") from None
 
     def to_document(self) -> dict[str, Any]:
-        """As JSON can say it."""
+        """Return the snapshot as JSON data."""
         metrics = {
             name: [
                 {"labels": r.labels, "counts": list(r.counts), "sum": r.sum}
@@ -117,7 +118,7 @@ class Snapshot:
         return cls(merged, max((s.time for s in ordered), default=0.0), max(uptimes, default=None), events, faults)
 
     def since(self, earlier: Snapshot) -> Snapshot:
-        """What was counted after `earlier`; gauges as they are now. A process that began anew counts from zero."""
+        """Return what was counted after `earlier`, and gauges as they are now; a restarted process counts from zero."""
         readings = {}
         for name, now in self.readings.items():
             metric = CATALOG[name]
@@ -134,16 +135,16 @@ class Snapshot:
     # ---- asking --------------------------------------------------------------------------------------------------
 
     def get(self, name: str, **labels: str) -> list[Reading]:
-        """The readings of a metric that have these labels."""
+        """Return the readings of a metric that have these labels."""
         assert name in CATALOG, name
         return [reading for reading in self.readings.get(name, []) if reading.has(labels)]
 
     def total(self, name: str, **labels: str) -> float:
-        """The sum of their values, or of their histograms' sums."""
+        """Return the sum of the values, or of the histograms' sums."""
         return sum(r.sum if CATALOG[name].kind == "histogram" else r.value for r in self.get(name, **labels))
 
     def by(self, name: str, label: str) -> dict[str, float]:
-        """Counters or gauges by one label, the others summed (a gauge: as the catalogue combines it)."""
+        """Return counters or gauges by one label, combined over the other labels."""
         found: dict[str, Reading] = {}
         for reading in self.get(name):
             key = reading.labels[label]
@@ -151,7 +152,7 @@ class Snapshot:
         return {key: reading.value for key, reading in found.items()}
 
     def gauge(self, name: str) -> float | None:
-        """A gauge over everything, as the catalogue combines it; None if nobody set it."""
+        """Return a gauge combined over all labels, None if nobody set it."""
         found = self.get(name)
         if not found:
             return None
@@ -161,12 +162,12 @@ class Snapshot:
         return value.value
 
     def mean(self, name: str, **labels: str) -> float | None:
-        """The mean of a histogram's values; None without any."""
+        """Return the mean of a histogram's values; None without any."""
         count = sum(reading.count for reading in self.get(name, **labels))
         return self.total(name, **labels) / count if count else None
 
     def quantile(self, name: str, q: float, **labels: str) -> float | None:
-        """A quantile of a histogram's values, linear within its bucket as in Prometheus; None without any."""
+        """Return a quantile of a histogram's values, linear within a bucket as in Prometheus; None without any."""
         bounds, found = CATALOG[name].buckets, self.get(name, **labels)
         counts = [sum(reading.counts[i] for reading in found) for i in range(len(bounds) + 1)]
         rank, below = q * sum(counts), 0.0
@@ -183,7 +184,7 @@ class Snapshot:
 def _reading(
     metric: Metric, *, labels: dict[str, str], value: float = 0.0, counts: Any = (), sum: float = 0.0
 ) -> Reading:
-    """A reading that came from a file, checked."""
+    """Return a reading from a file, checked."""
     wanted = len(metric.buckets) + 1 if metric.kind == "histogram" else 0
     if set(labels) != set(metric.all_labels) or len(counts) != wanted:
         raise ValueError(f"{metric.name} has labels {metric.all_labels} and {wanted} buckets, got {labels}")
@@ -192,7 +193,7 @@ def _reading(
 
 
 def _event(*, name: str, time: float, facts: dict[str, Any]) -> dict[str, Any]:
-    """An event that came from a file, checked."""
+    """Return an event from a file, checked."""
     if not isinstance(name, str) or not 0 <= _finite(time) <= LATEST:
         raise ValueError(f"an event has a name and a Unix time, got {name!r} at {time!r}")
     kept = {printable(key, most=80): harmless(value) for key, value in list(facts.items())[:MOST_FACTS]}
@@ -206,7 +207,7 @@ def _finite(value: Any) -> float:
 
 
 def _together(metric: Metric, a: Reading, b: Reading) -> Reading:
-    """Two processes' readings of one series; `b` is the newer one."""
+    """Combine two processes' readings of one series; `b` is the newer one."""
     if metric.kind == "histogram":
         return Reading(a.labels, 0.0, tuple(x + y for x, y in zip(a.counts, b.counts, strict=True)), a.sum + b.sum)
     if metric.kind == "counter" or metric.combine == "sum":

@@ -1,4 +1,4 @@
-"""Where another process's numbers are read from: its metrics endpoint, its snapshot file, or a folder of those."""
+"""Read another process's numbers from its metrics endpoint, its snapshot file, or a folder of snapshot files."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ class _Parts:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """A sample's metric, and which part of a histogram it is."""
+    """Return a sample's metric, and which part of a histogram it is."""
     for part in ("_bucket", "_sum", "_count"):
         base = name.removesuffix(part)
         if base != name and base in CATALOG:

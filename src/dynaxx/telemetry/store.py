@@ -1,4 +1,4 @@
-"""The numbers behind a recorder: series by metric and label values, under one lock, with who else is told."""
+"""The numbers behind a recorder: series by metric and label values under one lock, and the sinks to notify."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class Series:
 
 
 class Sink(Protocol):
-    """Where every update goes as well, at once: for exporters that keep their own numbers."""
+    """Receives every update at once, for exporters that keep numbers of their own."""
 
     def update(self, metric: Metric, labels: tuple[str, ...], value: float) -> None:
         """Add a counter's `value`, set a gauge to it, or observe it in a histogram."""
 
 
 class Source(Protocol):
-    """Something with measurements under way that should be asked before numbers are read."""
+    """Holds measurements under way, to flush before numbers are read."""
 
     def flush(self) -> None:
         """Record what is ready."""
@@ -58,19 +58,20 @@ class Store:
         self.events: deque[Any] = deque(maxlen=RECENT_EVENTS)
         self.started = time.monotonic()
         self._by_name: dict[str, dict[tuple[str, ...], Series]] = {}
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
         self._lines: dict[str, tuple[float, int]] = {}  # by event: when it was last logged, how many came since
 
-    def unsaid(self, event: str) -> int | None:
-        """How many of this event went unlogged before this one; None if this one is to go unlogged, too."""
+    def unlogged(self, event: str) -> int | None:
+        """Return how many of this event were not logged since the last line; None if this one must not be, either."""
         now = time.monotonic()
         with self.lock:
-            last, unsaid = self._lines.get(event, (now - EVENT_SPACING, 0))
+            last, unlogged = self._lines.get(event, (now - EVENT_SPACING, 0))
             due = now - last >= EVENT_SPACING
-            self._lines[event] = (now, 0) if due else (last, unsaid + 1)
-        return unsaid if due else None
+            self._lines[event] = (now, 0) if due else (last, unlogged + 1)
+        return unlogged if due else None
 
     def series(self, metric: Metric, labels: tuple[str, ...]) -> Series:
+        """Return a series, made if new; the series OTHER once there are too many."""
         with self.lock:
             known = self._by_name.setdefault(metric.name, {})
             if labels not in known and len(known) >= MOST_SERIES:
@@ -78,18 +79,18 @@ class Store:
             return known.setdefault(labels, Series(metric, labels))
 
     def restart(self) -> None:
-        """Take everything to zero under a new lock; views stay valid."""
+        """Reset everything to zero under a new lock; views stay valid."""
         self.lock = threading.Lock()
         self.started = time.monotonic()
         self.events.clear()
-        self._said.clear()
+        self._logged.clear()
         self._lines.clear()
         for series in [s for known in self._by_name.values() for s in known.values()]:
             series.value = series.sum = 0.0
             series.counts = [0] * len(series.counts)
 
     def forget(self, name: str, base: tuple[str, ...], kept: Series | None) -> None:
-        """Take other series of an info with these base labels to 0, which is "no more"."""
+        """Set other series of an info with these base labels to 0, which means that they are no longer true."""
         if kept is None:
             return
         with self.lock:
@@ -101,6 +102,7 @@ class Store:
                 self.forward(sink, series, 0.0)
 
     def copy(self) -> list[Series]:
+        """Return copies of all series that are in force."""
         copies = []
         with self.lock:
             for series in [s for known in self._by_name.values() for s in known.values()]:
@@ -112,23 +114,26 @@ class Store:
         return copies
 
     def forward(self, sink: Sink, series: Series, value: float) -> None:
+        """Send an update to a sink; count an error in it."""
         try:
             sink.update(series.metric, series.labels, value)
         except Exception as error:
             self.failed("sink", error)
 
     def complain(self, message: str) -> None:
+        """Raise a ValueError where the store is strict; else count wrong use."""
         if self.strict:
             raise ValueError(message)
         self.failed("wrong use", message)
 
     def failed(self, what: str, error: BaseException | str) -> None:
+        """Count something that telemetry could not do, and log it once per kind."""
         metric = CATALOG["dynaxx_telemetry_errors_total"]
         series = self.series(metric, ("", "0", what))
         with self.lock:
             series.value += 1
-        if what not in self._said:
-            self._said.add(what)
+        if what not in self._logged:
+            self._logged.add(what)
             logger.warning(
                 "telemetry: %s: %s (said once; dynaxx_telemetry_errors_total counts)", what, printable(error, most=500)
             )

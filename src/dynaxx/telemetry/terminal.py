@@ -1,4 +1,4 @@
-"""An overview on a terminal, drawn with rich."""
+"""Draw an overview on a terminal, with rich."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from dynaxx.telemetry.looking import BackgroundWatch
+from dynaxx.telemetry.background_watch import BackgroundWatch
 from dynaxx.telemetry.overview import GUARD, Layer, Overview, Watch, describe_event
 
 MOST_LAYERS, MOST_EVENTS = 8, 5
@@ -50,7 +50,7 @@ def show(seen: Overview) -> RenderableType:
 
 
 def as_text(seen: Overview, width: int = 100) -> str:
-    """The same as plain text."""
+    """Return the overview as plain text."""
     console = Console(width=width, no_color=True, force_terminal=False, highlight=False)
     with console.capture() as captured:
         console.print(show(seen))
@@ -70,7 +70,7 @@ def run(watch: Watch, interval: float, console: Console, *, sleep: Callable[[flo
 
 
 def duration(seconds: float | None) -> str:
-    """3725 -> "1 h 02 min", 0.00123 -> "1.23 ms"."""
+    """Return seconds in words: 3725 is "1 h 02 min", 0.00123 is "1.23 ms"."""
     if seconds is None:
         return "-"
     if seconds >= 3600:
@@ -81,7 +81,7 @@ def duration(seconds: float | None) -> str:
 
 
 def number(value: float | None, unit: str = "", *, least: float = 1.0) -> str:
-    """1234567 -> "1.23 M"; with a smaller `least`, 0.00123 -> "1.23 m"."""
+    """Return a number with a prefix: 1234567 is "1.23 M"; with a smaller `least`, 0.00123 is "1.23 m"."""
     if value is None:
         return "-"
     factor, prefix = 1.0, ""
@@ -94,7 +94,7 @@ def number(value: float | None, unit: str = "", *, least: float = 1.0) -> str:
 
 
 def share(value: float | None) -> str:
-    """0.0812 -> "8.1 %"; None -> "-"."""
+    """Return a share in percent: 0.0812 is "8.1 %", None is "-"."""
     return "-" if value is None else f"{value:.1%}".replace("%", " %")
 
 
@@ -167,7 +167,7 @@ def _in_force(seen: Overview) -> list[tuple[str, str]]:
 
 
 def _layers(layers: list[Layer]) -> Table:
-    """The layers nearest to, or farthest beyond, a limit first."""
+    """Return a table of layers, those nearest to or farthest beyond a limit first."""
     worst = sorted(layers, key=lambda one: -one.strain)
     table = Table(box=None, padding=(0, 2), header_style="bold", pad_edge=False)
     for name in ("layer", "density", "recall", "output error", "drift, of its limit"):

@@ -9,8 +9,8 @@ import json
 from importlib.resources import files
 from typing import Any
 
+from dynaxx.telemetry.background_watch import BackgroundWatch
 from dynaxx.telemetry.http import Answer, HttpServer
-from dynaxx.telemetry.looking import BackgroundWatch
 from dynaxx.telemetry.overview import Watch, describe_event
 
 FILES = {
