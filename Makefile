@@ -15,7 +15,7 @@ export PIP_ROOT_USER_ACTION := ignore
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup test test-vllm lint types format docs demo bench sanitize wheel clean distclean
+.PHONY: help setup test test-vllm lint types format docs demo bench sanitize fuzz lock wheel clean distclean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -85,8 +85,19 @@ bench: .venv/dev.stamp ## Test the CPU kernels, then time them
 sanitize: .venv/dev.stamp ## Fuzz the CPU core under Address-, UndefinedBehavior- and ThreadSanitizer
 	@$(BIN)/python tests/sanitize/run.py --cases 500 || test $$? = 77
 
-wheel: .venv/dev.stamp ## Build the wheel into dist/
-	$(BIN)/python -m build --wheel
+fuzz: .venv/dev.stamp ## Fuzz documents and HTTP for ten minutes
+	DYNAXX_FUZZ_MINUTES=10 $(BIN)/pytest tests/fuzz
+
+# Everything but torch, whose build the machine decides. To install exactly these, with torch there already:
+#   .venv/bin/pip install --require-hashes --no-deps -r requirements-dev.lock && .venv/bin/pip install --no-deps -e .
+lock: .venv/dev.stamp ## Renew requirements-dev.lock: the development environment, by hash
+	@$(BIN)/pip install -qq pip-tools
+	$(BIN)/pip-compile -q --extra dev --generate-hashes --strip-extras --allow-unsafe --unsafe-package torch \
+	    --no-header --no-emit-options --no-emit-index-url --no-emit-find-links --no-emit-trusted-host \
+	    -c constraints.txt -o requirements-dev.lock pyproject.toml
+
+wheel: .venv/dev.stamp ## Build the wheel and the source distribution into dist/
+	$(BIN)/python -m build
 
 clean: ## Remove build outputs and caches
 	rm -rf build dist site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

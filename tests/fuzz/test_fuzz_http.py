@@ -14,6 +14,7 @@ from dynaxx.telemetry.overview import Watch
 from dynaxx.telemetry.sources import parse_text, source_of
 
 pytest.importorskip("prometheus_client")
+pytestmark = pytest.mark.filterwarnings("ignore:Generating overly large repr")
 from dynaxx.telemetry import prometheus
 
 GOOD = (
