@@ -14,9 +14,9 @@ from dynaxx.telemetry.overview import Watch
 from dynaxx.telemetry.sources import parse_text, source_of
 
 pytest.importorskip("prometheus_client")
-pytestmark = pytest.mark.filterwarnings("ignore:Generating overly large repr")
 from dynaxx.telemetry import prometheus
 
+pytestmark = pytest.mark.filterwarnings("ignore:Generating overly large repr")
 GOOD = (
     '# TYPE dynaxx_guard_level gauge\ndynaxx_guard_level{engine="0",model_name="m"} 1.0\n'
     '# TYPE dynaxx_recall_ratio histogram\ndynaxx_recall_ratio_bucket{engine="0",model_name="m",le="0.5"} 1.0\n'
