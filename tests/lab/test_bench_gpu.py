@@ -6,7 +6,7 @@ import torch
 from dynaxx.lab.bench import gpu as bench_gpu
 from dynaxx.lab.bench.bars import Bar
 from dynaxx.lab.bench.gpu_bars import bars_of
-from dynaxx.lab.bench.gpu_surroundings import draw_growth
+from dynaxx.lab.bench.gpu_end_to_end import draw_growth
 from dynaxx.lab.bench.gpu_workloads import MAIN, WORKLOADS, Workload
 
 

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dynaxx as dx
 from dynaxx.core import library
-from dynaxx.lab.bench.gpu_surroundings import LENGTH, PATTERNS
+from dynaxx.lab.bench.gpu_end_to_end import LENGTH, PATTERNS
 from dynaxx.layout import BlockGrid, BlockLayout, ElementMasks, from_block_mask, to_block_mask
 from dynaxx.patterns.base import Visited
 from dynaxx.patterns.build import build_layout, numpy_layout

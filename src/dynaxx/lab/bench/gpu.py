@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynaxx.lab.bench import gpu_surroundings as beside
+from dynaxx.lab.bench import gpu_end_to_end as beside
 from dynaxx.lab.bench.bars import Report
 from dynaxx.lab.bench.gpu_bars import bars_of
 from dynaxx.lab.bench.gpu_peers import PEERS

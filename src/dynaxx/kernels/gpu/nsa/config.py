@@ -1,6 +1,6 @@
 """Schedules and tile sizes of selected attention: pure functions of group, slots, head_dim and dtype.
 
-Those for head_dim up to 128 were the fastest of `benchmarks/native_tiles.py` on an H200.
+Those for head_dim up to 128 were the fastest of `benchmarks/nsa_tiles.py` on an H200.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Time a decoding step of native sparse attention on a GPU beside dense attention over the same cache.
 
-    python benchmarks/native_decode.py            # about a minute
+    python benchmarks/nsa_decode.py            # about a minute
 
 bf16, head_dim 128, the paper's sizes, pages of 64 tokens in disorder. A step compresses what the last token completed
 (mean), attends to compressed tokens, chooses blocks, attends to them and to the window, and mixes. "kept" takes over

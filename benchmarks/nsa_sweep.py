@@ -1,6 +1,6 @@
 """Check random problems of Native Sparse Attention on a GPU against fp64: out and every gradient.
 
-    python benchmarks/native_sweep.py --cases 1200 --jobs 16 --seconds 130
+    python benchmarks/nsa_sweep.py --cases 1200 --jobs 16 --seconds 130
 
 Two kinds take turns: selected attention of any indices, and the whole of it (compression with weights, three branches,
 gates) where every block is selected, so that rounding cannot choose others. What kernels are compiled for (backend,

@@ -1,7 +1,7 @@
 """Check Native Sparse Attention on a GPU, then time it and measure its memory beside dense attention.
 
-    python benchmarks/native.py                 # all of it, about 3 minutes
-    python benchmarks/native.py --only selected --heads 32/8 --json out.json
+    python benchmarks/nsa.py                 # all of it, about 3 minutes
+    python benchmarks/nsa.py --only selected --heads 32/8 --json out.json
 
 Selected rows: 16 blocks of 64 tokens per query, bf16, head_dim 128, batch 1; an overlap of 75 % keeps that share of the
 blocks from one query to the next. Whole rows: the paper's sizes (blocks of 32 every 16 tokens compressed, 16 of 64

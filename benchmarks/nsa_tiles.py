@@ -1,13 +1,13 @@
 """Time the tile sizes of Native Sparse Attention's kernels with torch's profiler.
 
-python benchmarks/native_tiles.py               # about 90 s on an H200; 32k tokens, bf16, head_dim 128
+python benchmarks/nsa_tiles.py               # about 90 s on an H200; 32k tokens, bf16, head_dim 128
 """
 
 import argparse
 from collections import defaultdict
 
 import torch
-from native import DIM, HEADS, SIZES, block_indices, inputs_of, parts_of
+from nsa import DIM, HEADS, SIZES, block_indices, inputs_of, parts_of
 from torch.profiler import ProfilerActivity, profile
 
 from dynaxx.kernels.gpu.nsa import config as native_config
