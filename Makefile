@@ -88,13 +88,17 @@ sanitize: .venv/dev.stamp ## Fuzz the CPU core under Address-, UndefinedBehavior
 fuzz: .venv/dev.stamp ## Fuzz documents and HTTP for ten minutes
 	DYNAXX_FUZZ_MINUTES=10 $(BIN)/pytest tests/fuzz
 
-# Everything but torch, whose build the machine decides. To install exactly these, with torch there already:
+# For every Python and system, by hash. Torch and the CUDA libraries that it brings stay out: which build it is, the
+# machine decides. To install exactly what it names, with torch there already:
 #   .venv/bin/pip install --require-hashes --no-deps -r requirements-dev.lock && .venv/bin/pip install --no-deps -e .
-lock: .venv/dev.stamp ## Renew requirements-dev.lock: the development environment, by hash
-	@$(BIN)/pip install -qq pip-tools
-	$(BIN)/pip-compile -q --extra dev --generate-hashes --strip-extras --allow-unsafe --unsafe-package torch \
-	    --no-header --no-emit-options --no-emit-index-url --no-emit-find-links --no-emit-trusted-host \
-	    -c constraints.txt -o requirements-dev.lock pyproject.toml
+LOCK := uv pip compile -q - pyproject.toml --extra dev -c constraints.txt --universal --python-version 3.11 \
+	    --generate-hashes --no-header --no-annotate --no-emit-index-url --no-emit-find-links --no-emit-package torch
+
+lock: .venv/dev.stamp ## Renew requirements-dev.lock, the development environment by hash
+	@$(BIN)/pip install -qq uv
+	@echo "$(TORCH)" | $(BIN)/$(LOCK) > requirements-dev.lock
+	@cuda=$$(sed -nE 's/^((nvidia|cuda)-[a-z0-9-]+)==.*/--no-emit-package \1/p' requirements-dev.lock); \
+	echo "$(TORCH)" | $(BIN)/$(LOCK) $$cuda > requirements-dev.lock
 
 wheel: .venv/dev.stamp ## Build the wheel and the source distribution into dist/
 	$(BIN)/python -m build
