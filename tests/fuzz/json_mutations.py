@@ -96,9 +96,7 @@ def spoiled(draw, documents):
             break
         *parent_path, key = draw(st.sampled_from(paths))
         parent = at(tree, parent_path)
-        change = draw(
-            st.sampled_from(("replace", "replace", "replace", "remove", "rename", "repeat", "move", "nest", "tweak"))
-        )
+        change = draw(st.sampled_from(CHANGES))
         if change == "replace":
             parent[key] = copy.deepcopy(draw(trees))  # the next change must not spoil what is drawn from
         elif change == "remove":
