@@ -86,7 +86,7 @@ def tune(
         pipeline, progress = tool("tune.pipeline"), progress_of(quiet)
         check_targets(out / "run.json", out / "policy.json", out / "report.html")
         source = read_text(text)
-        plan = pipeline.Plan(
+        plan = pipeline.TuneSettings(
             name=tool("models").model_name(model),
             out=out,
             tolerance=tolerance,

@@ -28,7 +28,7 @@ OVERLAP_EVERY = 16  # measured calls per one, the first among them, whose neighb
 MOST_PENDING = 64
 
 
-class Known(NamedTuple):
+class CallCounters(NamedTuple):
     """The counters of one kind of call."""
 
     backend: str
@@ -55,7 +55,7 @@ class Probe:
         self._random = random.Random(0)
         self._last = -spacing
         self._measured = 0
-        self._known: dict[tuple[Any, ...], Known] = {}
+        self._known: dict[tuple[Any, ...], CallCounters] = {}
         self._slots = HostSlots(2 * MOST_PENDING)
         self.numbers.add_source(self)
 
@@ -147,7 +147,7 @@ class Probe:
             except Exception as error:
                 self.numbers.failed("probe", error)
                 return self._named(call, "unknown")
-            known = self._known[key] = Known(backend, self._counter(backend, call._phase))
+            known = self._known[key] = CallCounters(backend, self._counter(backend, call._phase))
         known.count_one()
         return known.backend
 
@@ -155,7 +155,7 @@ class Probe:
         """Count a call of a named backend."""
         known = self._known.get((backend, call._phase))
         if known is None:
-            known = self._known[backend, call._phase] = Known(backend, self._counter(backend, call._phase))
+            known = self._known[backend, call._phase] = CallCounters(backend, self._counter(backend, call._phase))
         known.count_one()
         return backend
 

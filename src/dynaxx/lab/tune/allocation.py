@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 
-class Step(NamedTuple):
+class HullStep(NamedTuple):
     """Give one head its next candidate on the hull."""
 
     gain: float  # predicted loss saved per unit of density
@@ -68,7 +68,7 @@ class Allocator:
         for head, hull in enumerate(hulls):
             for a, b in pairwise(hull):
                 more, saved = float(density[b, head] - density[a, head]), float(loss[a, head] - loss[b, head])
-                steps.append(Step(saved / max(more, 1e-12), head, b, more, saved))
+                steps.append(HullStep(saved / max(more, 1e-12), head, b, more, saved))
         self._steps = sorted(steps, key=lambda step: -step.gain)  # stable: a head's own steps stay in order
 
     @property

@@ -29,7 +29,7 @@ SHARES = {"profile": 10, "analyze": 10, "tune": 60, "validate": 19, "report": 1}
 
 
 @dataclass(frozen=True)
-class Plan:
+class TuneSettings:
     """The settings of a tuning run: steps, limits, and the folder for results."""
 
     name: str
@@ -48,7 +48,9 @@ class Plan:
     skip: frozenset[str] = frozenset()  # any of "profile", "analyze", "reference", "validate", "report"
 
 
-def run(model: Any, tokenizer: Any, text: str, plan: Plan, *, progress: Progress | None = None) -> PipelineResult:
+def run(
+    model: Any, tokenizer: Any, text: str, plan: TuneSettings, *, progress: Progress | None = None
+) -> PipelineResult:
     """Do every step of `plan` that is not skipped or done; write each result as it is there.
 
     Raises:
@@ -73,7 +75,7 @@ def run(model: Any, tokenizer: Any, text: str, plan: Plan, *, progress: Progress
 class _Steps:
     """The steps of a run and the files written so far. Settings that a later step would refuse raise at once."""
 
-    def __init__(self, model: Any, tokenizer: Any, text: str, plan: Plan, progress: Progress) -> None:
+    def __init__(self, model: Any, tokenizer: Any, text: str, plan: TuneSettings, progress: Progress) -> None:
         from dynaxx.lab.tune.decode import check_cuda_graph
         from dynaxx.lab.tune.run import calibration_ids, default_block_size
 
@@ -184,7 +186,7 @@ def _has_rules(tuning: dict[str, Any]) -> bool:
     return bool(prompts) or (tuning.get("decode") or {}).get("dense_below") is not None
 
 
-def _begin(model: Any, text: str, plan: Plan, lengths: tuple[int, ...]) -> bool:
+def _begin(model: Any, text: str, plan: TuneSettings, lengths: tuple[int, ...]) -> bool:
     """Whether the folder holds a run of exactly these settings to go on with; if not, begin one.
 
     `tune` keeps its own state in the folder and checks it itself.
