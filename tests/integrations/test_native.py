@@ -276,6 +276,7 @@ def test_a_failing_kernel_leaves_the_models_attention(monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", ["Mistral", "Gemma 2", "Gemma 3", "Gemma 4", "gpt-oss", "Llama 4", "DeepSeek-V3"])
 def test_on_a_gpu(monkeypatch, name):
     """The same layouts on another device: logits and gradients beside eager attention, in fp32."""
@@ -296,3 +297,24 @@ def test_on_a_gpu(monkeypatch, name):
         largest = max(float(x.abs().max()) for x in want.values())
         for key, x in want.items():
             torch.testing.assert_close(got[key], x, atol=2e-3 * largest, rtol=2e-2)
+
+
+@pytest.mark.parametrize("name", ["Gemma 2", "gpt-oss"])
+def test_decode_rules_compute_with_caps_and_sinks(name):
+    """A budget that reads every page is the model's own decoding; one that does not is another."""
+    from dynaxx.integrations.transformers.apply_policy import full_attention_layers, model_facts
+
+    model, full = named(name), full_attention_layers(named(name))
+    settings = {"max_new_tokens": 6, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    logits = lambda: torch.stack(model.generate(ids_of(2, 80), **settings).logits)
+    wanted = logits()
+
+    def policy(budget):
+        rule = dx.Rule.of(dx.Sink(1) | dx.TopK(budget, dx.MinMax()), phase="decode", layers=full)
+        return dx.Policy(model=model_facts(model), block_size=16, rules=(rule,))
+
+    with dx.apply(model, policy(1.0)) as handle:
+        torch.testing.assert_close(logits(), wanted, atol=2e-4, rtol=2e-4)
+        assert handle.stats()["sparse_calls"] == 5
+    with dx.apply(model, policy(1)):
+        assert (logits()[1] - wanted[1]).abs().max() > 1e-3

@@ -26,6 +26,7 @@ class Deployed:
         background: what runs the guard's measurements.
         before: the policy that this one replaces. Its guard goes on where it watched the same rules.
         native: whether the model's own pattern may run on dynaxx's kernels where no rule does.
+        window: keys on each side that an encoder's layers see, where the caller asked for a window.
 
     Attributes:
         plans: by layer, what its heads do in prefill; other layers have no prefill rule.
@@ -45,9 +46,10 @@ class Deployed:
         before: Deployed | None = None,
         *,
         native: bool = False,
+        window: tuple[int, int] | None = None,
     ) -> None:
         self.policy = policy
-        self.native = native
+        self.native, self.window = native, window
         self.plans: dict[int, LayerPlan] = resolve(policy)
         self.sources: dict[int, int] = selection_sources(self.plans, policy.reuse)
         self.decode: dict[int, DecodePlan] = resolve_decode(policy)
@@ -77,7 +79,13 @@ class Deployed:
             blocked = DenseReason.LAYER_LEFT_OUT
         return PassState(blocked, self.was_long, self.decode_was_long)
 
-    def interruption(self, layer: int, *, native: bool = False) -> DenseReason | None:
+    def interruption(
+        self,
+        layer: int,
+        *,
+        native: bool = False,
+        window: tuple[int, int] | None = None,
+    ) -> DenseReason | None:
         """Why a call that would run on dynaxx's kernels must not: the guard, or failures before. Asked once per call.
 
         Args:

@@ -88,7 +88,6 @@ class DenseReason(str, enum.ReprEnum):
         "The mask shows something else than causal sequences. Pad or pack the batch instead.",
     )
     PADDING = "padding or prefix", "Queries of padding, or of a prefix that is visible in both directions."
-    SCORES = "capped scores or sinks", "Decoding by page budgets does not serve softcap and sinks yet."
     NO_CACHE = (
         "cache unknown",
         "A decode rule, and the decoder gets no cache of transformers. Use `DynamicCache` or `StaticCache`.",

@@ -30,12 +30,24 @@ def apply(model: nn.Module, policy: Policy, *, native: bool = True, name: str = 
 
 
 @overload
-def apply(model: nn.Module, policy: None = None, *, native: bool = True, name: str = "") -> Handle | EncoderHandle: ...
+def apply(
+    model: nn.Module,
+    policy: None = None,
+    *,
+    native: bool = True,
+    window: int | tuple[int, int] | None = None,
+    name: str = "",
+) -> Handle | EncoderHandle: ...
 
 
 @typed
 def apply(
-    model: nn.Module, policy: Policy | None = None, *, native: bool = True, name: str = ""
+    model: nn.Module,
+    policy: Policy | None = None,
+    *,
+    native: bool = True,
+    window: int | tuple[int, int] | None = None,
+    name: str = "",
 ) -> Handle | EncoderHandle:
     """Run a transformers model's attention on dynaxx's kernels, in place.
 
@@ -44,9 +56,11 @@ def apply(
     With a policy its rules make the layers that see everything sparse, on top of that.
 
     Args:
-        model: a decoder of transformers >= 5.16 whose attention is "sdpa" or "eager", in eval or training mode. Without
-            a policy also Longformer, LED, BigBird and BigBirdPegasus; see `encoders.apply_to_encoder`.
+        model: of transformers >= 5.16, its attention "sdpa" or "eager", in eval or training mode: a decoder, or without
+            a policy an encoder such as ModernBERT or BERT, and Longformer, LED, BigBird and BigBirdPegasus.
         policy: for a model of this shape; see `load_policy`.
+        window: for encoders without a policy: each token sees the keys around it alone, in layers that saw everything.
+            An int W sees W - 1 keys on each side, a pair is (left, right). This changes what the model computes.
         native: whether calls without a rule may run on dynaxx's kernels. False leaves them to the model's attention.
         name: of the model in metrics, `model_name`; if empty the one it was loaded by, of a path the last part alone,
             or else its type.
@@ -65,7 +79,9 @@ def apply(
         raise TypeError(f"`policy` must be a Policy, got {type(policy).__name__}; read a file with load_policy")
     if policy is None and not native:
         raise ValueError("`native` must be True where no `policy` is given, else nothing would change")
-    if policy is None and is_sparse_encoder(model):
+    if window is not None and (policy is not None or not native):
+        raise ValueError("`window` must be None with a policy or `native=False`; a policy has `SlidingWindow` rules")
+    if window is None and policy is None and is_sparse_encoder(model):
         return apply_to_encoder(model)
     interface, masks = _interfaces()
     found = Decoder.of(model)
@@ -74,10 +90,11 @@ def apply(
     if policy is None:
         policy = Policy(model=found.facts)
     found.check(policy)
+    sides = None if window is None else _sides(window, found)
     _warn_if_measured_elsewhere(policy, model)
     interface.register(NAME, attention)
     masks.register(NAME, make_mask)
-    handle = Handle(policy, found, name, native=native)
+    handle = Handle(policy, found, name, native=native, window=sides)
     try:
         found.owner.set_attn_implementation(NAME)
         escaped = [i for i, m in found.layers.items() if implementation(m) != NAME]
@@ -119,6 +136,17 @@ def refusals(model: nn.Module) -> list[str]:
         return [reason for reasons in error.reasons.values() for reason in reasons]
     full = full_attention_layers(model)
     return decoder.refusals(full) if full else ["every layer has a window of its own"]
+
+
+def _sides(window: int | tuple[int, int], decoder: Decoder) -> tuple[int, int]:
+    """Keys on each side of a window that the caller asked for."""
+    left, right = (window - 1, window - 1) if isinstance(window, int) else window
+    if left < 0 or right < 0:
+        raise ValueError(f"`window` must be >= 1 keys, or (left, right) with values >= 0, got {window!r}")
+    if any(getattr(module, "is_causal", True) for module in decoder.layers.values()):
+        reason = "`window` is for encoders: give a decoder a policy with a SlidingWindow rule"
+        raise UnsupportedInputError(decoder.facts.model_type, {"transformers": [reason]})
+    return left, right
 
 
 def _interfaces() -> tuple[Any, Any]:

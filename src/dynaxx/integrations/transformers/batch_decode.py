@@ -48,7 +48,16 @@ class BatchMemory:
 
     @torch.no_grad()
     def decode(
-        self, q: Tensor, allocator: Any, layer: int, step: BatchStep, rows: Sequence[Row], scale: float | None
+        self,
+        q: Tensor,
+        allocator: Any,
+        layer: int,
+        step: BatchStep,
+        rows: Sequence[Row],
+        scale: float | None,
+        *,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attend from the last token of some rows to the pages that the layer's plan chooses.
 
@@ -61,7 +70,7 @@ class BatchMemory:
         plan = self._plans[layer]
         cache = _cache_of(allocator, layer, step, rows, plan.page_size)
         if plan.budget.reads_everything:
-            return sparse_decode(q, cache, plan.budget, scale=scale)
+            return sparse_decode(q, cache, plan.budget, scale=scale, softcap=softcap, sinks=sinks)
         cache = replace(cache, summaries=self._summaries_of(allocator, cache, plan))
         news = [row.run.seqlen_k - row.tenant.summarized.get(layer, 0) for row in rows]
         for few in (True, False):  # a request that decodes for the first time is read whole, the others go together
@@ -72,7 +81,7 @@ class BatchMemory:
                 summarize_pages(part, new_tokens=most)
         for row in rows:
             row.tenant.summarized[layer] = row.run.seqlen_k
-        return sparse_decode(q, cache, plan.budget, scale=scale)
+        return sparse_decode(q, cache, plan.budget, scale=scale, softcap=softcap, sinks=sinks)
 
     def _summaries_of(self, allocator: Any, cache: PagedCache, plan: DecodePlan) -> PageSummaries:
         """Those of a layer's pages, as views."""

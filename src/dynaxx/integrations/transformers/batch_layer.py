@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dynaxx.integrations.runtime.routing import Arrived, DenseReason, Sequence, route
-from dynaxx.integrations.transformers.arguments import Scores
+from dynaxx.integrations.transformers.arguments import Scores, sinks_of
 from dynaxx.integrations.transformers.batch_decode import page_size_reason
 from dynaxx.integrations.transformers.batch_step import BatchStep, Row
 from dynaxx.integrations.transformers.forward_context import Pass
@@ -93,7 +93,11 @@ class BatchCall(NamedTuple):
             q = self.q[0].transpose(0, 1)[at][:, None]
             measured = counts.decoding(index, q)
             memory = self.layer.handle.batches.of(self.allocator)
-            out[0, at] = memory.decode(q, self.allocator, index, step, rows, kwargs.get("scaling"))[:, 0]
+            scores, sinks = Scores.of(kwargs), sinks_of(kwargs)
+            found = memory.decode(
+                q, self.allocator, index, step, rows, scores.scale, softcap=scores.softcap, sinks=sinks
+            )
+            out[0, at] = found[:, 0]
             counts.decoded(measured, q)
         except Exception as error:  # whatever a kernel does, the requests get their answer
             breaker.failed()

@@ -27,7 +27,7 @@ from dynaxx.integrations.transformers.layer import LAYERS
 if TYPE_CHECKING:
     from dynaxx.integrations.transformers.handle import Handle
 
-Attention = Callable[..., tuple[Tensor, None]]
+Attention = Callable[..., tuple[Tensor, Tensor | None]]
 
 _lock = threading.Lock()
 _blocks = 0  # `with` blocks that are open
@@ -65,7 +65,7 @@ def continuous_batching(handle: Handle, owner: nn.Module) -> Iterator[None]:
 
 def ragged_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     """What "sdpa" means while a block is open."""
     layer, cache = LAYERS.get(module), kwargs.get("cache")
     assert _own is not None, "registered only while a block is open"

@@ -104,6 +104,9 @@ def decode_step(
     layer: int,
     memory: CacheMemory,
     scale: float | None,
+    *,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """(B, Lq, Hq, D) from q (B, Hq, Lq, D) and the cache's k and v (B, Hk, Lk, D)."""
     stops, starts = tuple(run.k_stop for run in runs), tuple(run.k_start for run in runs)
@@ -116,7 +119,7 @@ def decode_step(
     )
     if not plan.budget.reads_everything:
         cache = memory.with_summaries(layer, k, cache, plan.budget.bound, max(stops))
-    return sparse_decode(q.transpose(1, 2), cache, plan.budget, scale=scale)
+    return sparse_decode(q.transpose(1, 2), cache, plan.budget, scale=scale, softcap=softcap, sinks=sinks)
 
 
 def _fits(summaries: PageSummaries, cache: PagedCache) -> bool:

@@ -132,7 +132,8 @@ class Pass:
         if self._mask is None or self._mask() is not mask:
             rule, self._mask, self._version, self._runs = mask.rule, weakref.ref(mask), 0, None
             if rule.causal and not mask.is_local:
-                self._runs = causal_runs(*mask.shape[2:], mask.offset, mask.padding, rule.documents, batch)
+                seqlen_q, seqlen_k = mask.shape[2:]
+                self._runs = causal_runs(seqlen_q, seqlen_k, mask.offset, mask.padding, rule.documents, batch)
         return self._runs
 
     def native_parts(self, key: Hashable, mask: Tensor | None, make: Callable[[], Parts]) -> Parts:

@@ -48,7 +48,15 @@ class Handle:
         faults: called with the layer before each sparse call; what they raise is a failure of the kernel. For tests.
     """
 
-    def __init__(self, policy: Policy, decoder: Decoder, name: str = "", *, native: bool = True) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        decoder: Decoder,
+        name: str = "",
+        *,
+        native: bool = True,
+        window: tuple[int, int] | None = None,
+    ) -> None:
         self.kill_switch = KillSwitch(KILL_SWITCH)
         self.watchers: list[Watcher] = []
         self.faults: list[Callable[[int], None]] = []
@@ -58,7 +66,7 @@ class Handle:
         self.counts = Counts(self._numbers)
         self.background = Background(partial(self._numbers.failed, "guard"))
         self._tokens: TokenReader | None = None
-        self._native = native
+        self._native, self._window = native, window
         self._before = decoder.implementation
         self._deployed = self._ready(policy, None)
         self._deploying = threading.Lock()
@@ -154,7 +162,7 @@ class Handle:
         return continuous_batching(self, decoder.owner)
 
     def _ready(self, policy: Policy, before: Deployed | None) -> Deployed:
-        deployed = Deployed(policy, self._numbers, self.background, before, native=self._native)
+        deployed = Deployed(policy, self._numbers, self.background, before, native=self._native, window=self._window)
         if self._tokens is None and any(plan.needs_tokens for plan in deployed.plans.values()):
             self._tokens = TokenReader()
         return deployed

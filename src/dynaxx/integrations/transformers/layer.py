@@ -148,7 +148,18 @@ class Layer:
             memory, plan = call.current.memory, call.current.deployed.decode[self.index]
             assert memory is not None, "planned with it"
             step = self.handle.counts.decoding(self.index, call.q)
-            out = decode_step(call.q, call.k, call.v, [r for (r,) in work.runs], plan, self.index, memory, call.scale)
+            out = decode_step(
+                call.q,
+                call.k,
+                call.v,
+                [run for (run,) in work.runs],
+                plan,
+                self.index,
+                memory,
+                call.scale,
+                softcap=call.softcap,
+                sinks=call.sinks,
+            )
             self.handle.counts.decoded(step, call.q)
             if call.guard is not None and call.guard.wants_call():
                 call.guard.left_out("decode")
@@ -165,8 +176,9 @@ class Layer:
         for run, reason, plan in zip(runs, dense, plans, strict=True):
             part = call.part(run)
             if reason:
-                scores = {"scale": part.scale, "softcap": part.softcap, "sinks": part.sinks}
-                pieces.append(dense_piece(part.q, part.k, part.v, run, **scores))
+                pieces.append(
+                    dense_piece(part.q, part.k, part.v, run, scale=part.scale, softcap=part.softcap, sinks=part.sinks)
+                )
                 self.handle.counts.dense_sequences(self.index, reason, call.q.shape[0])
             else:
                 pieces.append(self._sparse_piece(part, plan))

@@ -31,14 +31,14 @@ class LazyMask(Tensor):
     request: dict[str, Any]
     _offset: int | None
     _made: dict[tuple[str, torch.dtype | None], Tensor | None]
-    __torch_function__: ClassVar[Any] = torch._C._disabled_torch_function_impl  # type: ignore[misc]
+    __torch_function__: ClassVar[Any] = torch._C._disabled_torch_function_impl
 
     @classmethod
     def of(cls, rule: MaskRule, request: dict[str, Any]) -> LazyMask:
         """Describe the mask that a request asks for."""
         shape = (request["batch_size"], 1, request["q_length"], request["kv_length"])
         device = torch.device(request.get("device", "cpu"))
-        mask: LazyMask = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)  # type: ignore[attr-defined]
+        mask: LazyMask = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
         start = request.get("q_offset", 0)
         if isinstance(start, Tensor):  # a static cache counts in place
             request = {**request, "q_offset": start.clone()}
@@ -106,7 +106,7 @@ class LazyMask(Tensor):
         return found
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Make the mask and do what was asked for with that."""
@@ -125,7 +125,7 @@ def make_mask(**request: Any) -> Tensor | None:
     from transformers import AttentionMaskInterface
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return AttentionMaskInterface()[IMPLEMENTATIONS.get(id(request.get("config")), "sdpa")](**request)
     rule = read_rule(request.get("mask_function", causal_mask_function)) if request["q_length"] > 1 else None
     return sdpa_mask(**request) if rule is None else LazyMask.of(rule, request)

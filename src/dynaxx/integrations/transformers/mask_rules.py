@@ -48,19 +48,21 @@ class MaskRule:
         """Return the rule that shows what both show; None if no rule can say it."""
         if any(getattr(self, name) is not None and getattr(other, name) is not None for name in ("chunk", "documents")):
             return None
-        found = replace(self, causal=self.causal or other.causal)
-        for name in ("window", "after"):
-            limits = [limit for limit in (getattr(self, name), getattr(other, name)) if limit is not None]
-            found = replace(found, **{name: min(limits, default=None)})
         one = self if self.chunk is not None else other
         packed = self if self.documents is not None else other
-        return replace(
-            found,
+        return MaskRule(
+            causal=self.causal or other.causal,
+            window=_least(self.window, other.window),
+            after=_least(self.after, other.after),
             chunk=one.chunk,
             chunk_start=one.chunk_start,
             documents=packed.documents,
             positions=other.positions if self.positions is None else self.positions,
         )
+
+
+def _least(one: int | None, other: int | None) -> int | None:
+    return min((limit for limit in (one, other) if limit is not None), default=None)
 
 
 def read_rule(function: MaskFunction) -> MaskRule | None:
@@ -110,7 +112,7 @@ def _building_blocks() -> dict[CodeType, Callable[[dict[str, Any]], MaskRule | N
 
     ids, start = torch.zeros(1, 1, dtype=torch.long), torch.zeros(1, dtype=torch.long)
     try:
-        blocks = {
+        blocks: dict[CodeType, Callable[[dict[str, Any]], MaskRule | None]] = {
             made.causal_mask_function.__code__: lambda free: MaskRule(causal=True),
             made.bidirectional_mask_function.__code__: lambda free: MaskRule(),
             made.and_masks(made.causal_mask_function).__code__: _read_all,

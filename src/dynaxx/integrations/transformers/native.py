@@ -18,6 +18,9 @@ from dynaxx.patterns import Causal, Documents, Full, Pattern, SlidingWindow
 BLOCK = {"cpu": 64, "cuda": 128}  # tokens of a block of native layouts
 
 
+Window = tuple[int, int]  # keys visible before and after the query's own
+
+
 class Part(NamedTuple):
     """Some rows of a call and the layout of their queries over some keys."""
 
@@ -29,15 +32,20 @@ class Part(NamedTuple):
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def parts_of_mask(mask: LazyMask, device: torch.device) -> list[Part] | None:
+def parts_of_mask(mask: LazyMask, device: torch.device, window: Window | None = None) -> list[Part] | None:
     """Return the layouts that show what a mask shows, in order of entry and query; None where no layout can.
 
     Args:
         mask: of a call with at least as many keys as queries.
         device: where attention runs.
+        window: (left, right) keys on each side that a query sees, beside the mask; None for all.
     """
     batch, _, seqlen_q, seqlen_k = mask.shape
     rule, used = mask.rule, mask.offset + seqlen_q  # a static cache is longer than what is in it
+    if window is not None:
+        narrower = rule.both(MaskRule(window=window[0] + 1, after=window[1]))
+        assert narrower is not None, "windows alone always meet"
+        rule = narrower
     if used > seqlen_k or (not rule.causal and used != seqlen_k):
         return None
     queries, keys = slice(0, seqlen_q), slice(0, used)
@@ -56,6 +64,12 @@ def parts_of_mask(mask: LazyMask, device: torch.device) -> list[Part] | None:
         own = None if shown is None else shown[entry : entry + 1]
         parts.append(Part(entry, queries, keys, _layout(pattern, rule, seqlen_q, used, own, device)))
     return parts
+
+
+def parts_of_window(window: Window, seqlen: int, device: torch.device) -> list[Part]:
+    """Return the layout of a window over sequences without a mask, each token with the keys around it."""
+    layout = SlidingWindow(window).layout(seqlen, causal=False, block_size=BLOCK[device.type], device=device)
+    return [Part(None, slice(0, seqlen), slice(0, seqlen), layout)]
 
 
 def parts_of_runs(runs: list[list[Run]], device: torch.device) -> list[Part]:

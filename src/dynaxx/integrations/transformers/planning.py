@@ -12,7 +12,7 @@ from dynaxx.integrations.transformers.arguments import Scores, tensors_reason
 from dynaxx.integrations.transformers.border import Kind, least_queries, wins
 from dynaxx.integrations.transformers.lazy_mask import LazyMask, has_own_pattern
 from dynaxx.integrations.transformers.masks import Run
-from dynaxx.integrations.transformers.native import Part, parts_of_mask, parts_of_runs
+from dynaxx.integrations.transformers.native import Part, parts_of_mask, parts_of_runs, parts_of_window
 from dynaxx.policy import LayerPlan
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def plan_call(
     if whole.reason is not None and whole.reason is not DenseReason.LENGTH_LEFT_OUT:
         return Work(whole.route, phase, whole.reason, parts=native)
     if whole.route is Route.DECODE:
-        return _plan_step(current, index, q, k, mask, scores)
+        return _plan_step(current, index, q, k, mask)
     runs = [[Run(0, seqlen_q, 0, min(seqlen_q, seqlen_k), True)]] * batch  # a static cache is longer than its content
     if mask is not None:
         found = current.runs(mask, batch)
@@ -120,7 +120,7 @@ def plan_call(
     return Work(Route.RULE, phase, None, runs, dense, plans)
 
 
-def _plan_step(current: Pass, index: int, q: Tensor, k: Tensor, mask: Tensor | None, scores: Scores) -> Work:
+def _plan_step(current: Pass, index: int, q: Tensor, k: Tensor, mask: Tensor | None) -> Work:
     """Plan a decoding step: its rows run together, and the longest decides on the length."""
     deployed, (batch, _, seqlen_q, _), seqlen_k = current.deployed, q.shape, k.shape[2]
     runs = [[Run(0, seqlen_q, 0, seqlen_k, True)]] * batch
@@ -131,8 +131,6 @@ def _plan_step(current: Pass, index: int, q: Tensor, k: Tensor, mask: Tensor | N
         runs = found
     if current.memory is None:
         return Work(Route.DENSE, "decode", DenseReason.NO_CACHE)
-    if scores.need_eager:
-        return Work(Route.DENSE, "decode", DenseReason.SCORES)
     chosen = all(current.choice.row(row, batch) for row in range(batch))
     unchosen = None if chosen else DenseReason.of(current.choice.reason)
     longest = max(entry[0].seqlen_k for entry in runs)
@@ -149,10 +147,10 @@ def _native(
 ) -> Ordered[Part] | DenseReason:
     """The layouts of the model's own pattern, or why the model's own attention computes it."""
     seqlen_q, device = q.shape[2], q.device
-    least = least_queries(device.type)
+    least, asked = least_queries(device.type), _asked_window(current, q, k, mask)
     if not current.deployed.native:
         return DenseReason.NO_RULE
-    if least is None or seqlen_q < least:
+    if asked is None and (least is None or seqlen_q < least):
         return DenseReason.SHORT
     unserved = scores.unserved or tensors_reason(module, q, k, mask, is_causal)
     if unserved not in (None, DenseReason.NOT_CAUSAL):
@@ -165,6 +163,11 @@ def _make_parts(
     current: Pass, q: Tensor, k: Tensor, mask: Tensor | None, scores: Scores, causal: bool
 ) -> Ordered[Part] | DenseReason:
     (batch, _, seqlen_q, _), seqlen_k, device = q.shape, k.shape[2], q.device
+    asked = _asked_window(current, q, k, mask)
+    if asked is not None:
+        if isinstance(mask, LazyMask):
+            return parts_of_mask(mask, device, asked) or DenseReason.MASK_KIND
+        return DenseReason.MASK_KIND if mask is not None else parts_of_window(asked, seqlen_q, device)
     kind: Kind = "causal" if mask is None else "masked"
     if isinstance(mask, LazyMask) and not mask.plain_is_needed:
         kind = "causal"
@@ -177,6 +180,14 @@ def _make_parts(
         return parts_of_runs([[Run(0, seqlen_q, 0, stop, causal)]] * batch, device)
     runs = current.runs(mask, batch)
     return DenseReason.MASK_KIND if runs is None else parts_of_runs(runs, device)
+
+
+def _asked_window(current: Pass, q: Tensor, k: Tensor, mask: Tensor | None) -> tuple[int, int] | None:
+    """The window that the caller asked for, where it hides something; it never changes a layer's own pattern."""
+    window = current.deployed.window
+    if window is None or q.shape[2] != k.shape[2] or q.shape[2] <= min(window) + 1 or has_own_pattern(mask):
+        return None
+    return window
 
 
 def _first(reasons: set[DenseReason | None]) -> DenseReason:

@@ -1,0 +1,116 @@
+"""`dynaxx.apply` on encoders that go through AttentionInterface: their own pattern, and a window by request."""
+
+import pytest
+import torch
+
+import dynaxx as dx
+from dynaxx.integrations.transformers import border
+from dynaxx.testing import oracle_attention
+
+transformers = pytest.importorskip("transformers")
+SMALL = {
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2, "initializer_range": 0.2,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def short_border(monkeypatch):
+    monkeypatch.setitem(border.BORDERS, "cpu", dict.fromkeys(("causal", "masked", "eager"), 32))
+
+
+def modernbert():
+    torch.manual_seed(0)
+    config = transformers.ModernBertConfig(
+        **SMALL, num_hidden_layers=4, local_attention=32, global_attn_every_n_layers=3
+    )
+    return transformers.ModernBertModel(config).eval()
+
+
+def bert():
+    torch.manual_seed(0)
+    names = {name: SMALL[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")}
+    return transformers.BertModel(transformers.BertConfig(**names, num_hidden_layers=2, initializer_range=0.2)).eval()
+
+
+def batches():
+    ids = torch.randint(3, 64, (3, 150), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, 100:], mask[1, :20] = 0, 0
+    return [{"input_ids": ids}, {"input_ids": ids, "attention_mask": mask}]
+
+
+def run(model, arguments):
+    model.zero_grad()
+    out = model(**arguments).last_hidden_state
+    shown = arguments.get("attention_mask", torch.ones(out.shape[:2])).bool()
+    (out[shown] * torch.linspace(-1, 1, out.shape[-1])).sum().backward()
+    return {"out": out[shown].detach()} | {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("make", [modernbert, bert])
+@pytest.mark.parametrize("arguments", batches())
+def test_own_pattern(make, arguments):
+    model = make()
+    wanted = run(model, arguments)
+    with dx.apply(model) as handle:
+        got = run(model, arguments)
+        assert handle.stats()["native_calls"] == model.config.num_hidden_layers
+    largest = max(float(x.abs().max()) for x in wanted.values())
+    for name, want in wanted.items():
+        torch.testing.assert_close(got[name], want, atol=2e-6 * largest, rtol=1e-3)
+
+
+@pytest.mark.parametrize(("window", "sides"), [(9, (8, 8)), ((20, 3), (20, 3))])
+@pytest.mark.parametrize("arguments", batches())
+def test_a_window_by_request(window, sides, arguments):
+    """BERT's attention under its padding and the window, beside the definition."""
+    model, distance = bert(), torch.arange(150)[:, None] - torch.arange(150)
+    band = (distance <= sides[0]) & (-distance <= sides[1])
+
+    def oracle(module, q, k, v, mask, scaling=None, **_):
+        shown = band[None, None].expand(q.shape[0], q.shape[1], -1, -1)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return oracle_attention(q, k, v, shown if mask is None else shown & mask, scaling)[0], None
+
+    transformers.AttentionInterface.register("oracle", oracle)
+    transformers.AttentionMaskInterface.register("oracle", transformers.masking_utils.sdpa_mask)
+    with torch.no_grad():
+        dense = model(**arguments).last_hidden_state
+        model.set_attn_implementation("oracle")
+        want = model(**arguments).last_hidden_state
+        model.set_attn_implementation("sdpa")
+        with dx.apply(model, window=window) as handle:
+            got = model(**arguments).last_hidden_state
+            assert handle.stats()["native_calls"] == 2
+            short = {name: x[:, :4] for name, x in arguments.items()}
+            model(**short)
+            assert handle.stats()["dense_calls"] == {"too few queries to gain": 2}
+    shown = arguments.get("attention_mask", torch.ones(3, 150)).bool()
+    torch.testing.assert_close(got[shown], want[shown], atol=1e-4, rtol=1e-4)
+    assert (got - dense)[shown].abs().max() > 1e-2
+
+
+def test_a_window_leaves_layers_with_their_own_alone():
+    model, arguments = modernbert(), batches()[0]
+    with torch.no_grad(), dx.apply(model, window=150) as handle:
+        wide = model(**arguments).last_hidden_state
+        handle.remove()
+        torch.testing.assert_close(wide, model(**arguments).last_hidden_state, atol=1e-4, rtol=1e-4)
+
+
+def test_what_is_refused():
+    config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+                                      num_attention_heads=4)  # fmt: skip
+    llama = transformers.LlamaForCausalLM(config)
+    with pytest.raises(dx.UnsupportedInputError, match="`window` is for encoders"):
+        dx.apply(llama, window=16)
+    with pytest.raises(ValueError, match="`window` must be >= 1"):
+        dx.apply(bert(), window=0)
+    with pytest.raises(ValueError, match="`native` must be True"):
+        dx.apply(llama, native=False)
+    policy = dx.Policy(model={"model_type": "bert", "layers": 2, "q_heads": 4, "kv_heads": 4, "head_dim": 16},
+                       rules=(dx.Rule.of(dx.SlidingWindow(9)),))  # fmt: skip
+    with pytest.raises(dx.UnsupportedInputError, match="is not causal"):
+        dx.apply(bert(), policy)
+    assert llama.config._attn_implementation == "sdpa"
