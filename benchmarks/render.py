@@ -90,7 +90,7 @@ def render(name: str) -> str:
     origin = [result["device"], versions, f"commit {result['commit']}", result["date"]]
     recorded = "" if result["recorded"] == "measured" else f" ({result['recorded']})"
     lines += ["", "<small>" + " · ".join(filter(None, origin)) + recorded + "  "]
-    lines += [f"`{result['command']}`</small>{{ .origin }}"]
+    lines += [f"`{result['command']}`</small>"]
     return "\n".join(lines)
 
 
