@@ -1,5 +1,6 @@
 """Documents: their Python runs, their commands exist, their links lead somewhere, and they name no machine."""
 
+import fnmatch
 import importlib
 import os
 import re
@@ -131,3 +132,13 @@ def test_tables_of_benchmarks_equal_their_results():
         assert render.rendered_page(text) == text, f"run `python benchmarks/render.py`: {name_of(page)}"
         shown |= set(render.BLOCK.findall(text))
     assert shown == {path.stem for path in render.RESULTS.glob("*.json")}, "every result is on a page"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_named_files_exist(page):
+    """A page that names a source file names one that is there, by the end of its path."""
+    folders = ("src", "tests", "benchmarks", "examples", "docs")
+    files = [path.as_posix() for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
+    named = re.findall(r"`([\w*/.-]+\.(?:py|cpp|h|j2|yml))`", page.read_text(encoding="utf-8"))
+    missing = [name for name in named if not any(fnmatch.fnmatch(path, f"*/{name}") for path in files)]
+    assert missing == []
