@@ -217,7 +217,7 @@ def test_cache_clean_removes_what_is_ours_alone(tmp_path, monkeypatch):
     assert dynaxx_("cache", "burn").exit_code == 2
 
 
-@pytest.mark.parametrize("family", ["gpt2", "windowed"])
+@pytest.mark.parametrize("family", ["latent", "windowed"])
 def test_profile_says_first_what_no_policy_can_run_in(family, tiny, monkeypatch):
     import transformers
 
@@ -225,10 +225,9 @@ def test_profile_says_first_what_no_policy_can_run_in(family, tiny, monkeypatch)
     from dynaxx.lab.profile import run as profile_module
 
     monkeypatch.setattr(profile_module, "measure_ceilings", lambda device, dtype: _ceilings())
-    tokenizer = load_model(tiny).tokenizer
-    if family == "gpt2":
-        config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=32, vocab_size=len(tokenizer), n_positions=128)
-        model = transformers.GPT2LMHeadModel(config)
+    model, tokenizer = load_model(tiny)
+    if family == "latent":
+        model.config.kv_lora_rank = 8  # as DeepSeek's have it: rules are refused
     else:
         config = transformers.Gemma3TextConfig(
             num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1, hidden_size=32, intermediate_size=64,
@@ -238,7 +237,7 @@ def test_profile_says_first_what_no_policy_can_run_in(family, tiny, monkeypatch)
         model = transformers.Gemma3ForCausalLM(config)
     with torch.no_grad():
         found = profile_module.profile(model.eval(), tokenizer, TEXT, lengths=(64, 128))
-    if family == "gpt2":
+    if family == "latent":
         assert found.refused
         assert found.verdict.startswith("no policy can run in this model")
         assert not found.worth_it
