@@ -388,13 +388,13 @@ def test_one_pass_agrees_with_two(heads, head_dim):
 @pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize(
-    ("head_dim", "block_size", "joint"), [(128, 128, True), (64, 128, True), (128, 64, False), (256, 128, False)]
+    ("head_dim", "block_size", "fused"), [(128, 128, True), (64, 128, True), (128, 64, False), (256, 128, False)]
 )
-def test_gradients_do_not_depend_on_the_order_of_programs(head_dim, block_size, joint, monkeypatch):
+def test_gradients_do_not_depend_on_the_order_of_programs(head_dim, block_size, fused, monkeypatch):
     """How many heads alternate, and how many of their last blocks come last of all."""
     from dynaxx.kernels.hopper.attention import backward, backward_columns, backward_dkv
 
-    monkeypatch.setattr(backward, "backward_in_one_pass", lambda *sizes: joint)
+    monkeypatch.setattr(backward, "backward_in_one_pass", lambda *sizes: fused)
     monkeypatch.setattr(backward_dkv, "PROGRAMS_PER_SM", 0)
     q, k, v = make_qkv(2, 900, 1000, 6, 3, head_dim, dtype=torch.bfloat16, device="cuda")
     do, kernels, found = torch.randn_like(q), load_backend("hopper"), []

@@ -1,11 +1,6 @@
-"""Backends. Each is a package with the same functions, pure on tensors: no checks, no state, no autograd.
+"""Backends: pure functions on tensors, without checks, state or autograd.
 
-`unsupported_reasons(problem)`            why it cannot serve; an empty list means it can
-`attention_forward(q, k, v, layout, scale)`  -> (out, lse)
-`attention_backward(do, dlse, q, k, v, out, lse, layout, scale)` -> (dq, dk, dv), where the backend has one
-
-`dlse` is None where there is no gradient of lse. Both take `softcap=` last,
-where the backend serves it; it is given only where there is one.
-
-`reference` defines them; every other backend is tested against it.
+`contract` names the functions of each operation, `registry` finds the backend that serves a problem, `problem` is what
+a backend needs to know. `reference` defines every result in torch; `cpu`, `triton` and `hopper` are tested against it;
+`gpu` holds what the last two share.
 """

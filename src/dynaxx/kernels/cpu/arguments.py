@@ -38,7 +38,7 @@ _FORWARD = Struct("=5Q 6q 3q3q3q Q 2d q")  # a ctypes.Structure takes three time
 def forward_args(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: int, scale: float, softcap: float | None
 ) -> bytes:
-    """`ForwardArgs` of one launch; `plan` is the address of the layout's."""
+    """Return `ForwardArgs` of one launch; `plan` is the address of the layout's plan."""
     batch, _, q_heads, head_dim = q.shape
     return _FORWARD.pack(
         q.data_ptr(),
@@ -105,11 +105,11 @@ class BackwardArgs(Structure):
 
 
 def readable(x: Tensor) -> Tensor:
-    """With a last dimension that is contiguous: the tensor itself where it is so, else a copy."""
+    """Return x with a contiguous last dimension: x itself, or a copy."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def strides(x: Tensor) -> tuple[int, int, int]:
-    """(batch, token, head) strides in elements."""
+    """Return (batch, token, head) strides in elements."""
     batch, token, head, _ = x.stride()
     return batch, token, head

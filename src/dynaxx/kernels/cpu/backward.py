@@ -33,10 +33,11 @@ def attention_backward(
     scale: float,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv in the dtype and shape of q, k, v, with tokens or heads outermost in memory as these have them.
+    """Return dq, dk, dv in the dtype and shape of q, k, v, and with tokens or heads outermost in memory as these have
+    them.
 
-    do (B, N, Hq, E) is the gradient of out, dlse (B, Hq, N) that of lse, None for none; out and lse as the forward gave
-    them. Any strides. Deterministic, bitwise, on any number of threads: sums run in a fixed order.
+    do (B, N, Hq, E) is the gradient of out, dlse (B, Hq, N) that of lse or None; out and lse are results of the
+    forward. Any strides. Sums run in a fixed order: the same bits on any number of threads.
     """
     library = active_library()
     if library is None:
@@ -111,10 +112,10 @@ def _core_backward(
 
 
 def heads_at_a_time(q: Tensor, v: Tensor, threads: int) -> tuple[int, int]:
-    """How many kv heads to work on at a time, and how many q heads of each.
+    """Return how many kv heads to process at a time, and how many q heads of each.
 
-    A kv head per thread, more where they are short, and whole groups. For bf16 and fp16 fewer where the lower halves
-    of sums would be large, and in the end single q heads: then dk and dv have lower halves, too, but dq only of one.
+    One kv head per thread, more where they are short, and whole groups. For bf16 and fp16 fewer where the lower halves
+    of sums would be large, down to single q heads: dk and dv then have lower halves, too, but dq only of one head.
     """
     batch, seqlen_q, q_heads, head_dim = q.shape
     kv_heads, head_dim_v = v.shape[2:]
@@ -132,7 +133,7 @@ def heads_at_a_time(q: Tensor, v: Tensor, threads: int) -> tuple[int, int]:
 
 
 def _empty_like(x: Tensor) -> Tensor:
-    """Memory of x's shape and dtype, with tokens or heads outermost as x has them."""
+    """Allocate memory of x's shape and dtype, with tokens or heads outermost as in x."""
     if x.stride(1) >= x.stride(2):
         return x.new_empty(x.shape)
     batch, seqlen, heads, head_dim = x.shape

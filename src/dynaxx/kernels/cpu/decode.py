@@ -1,4 +1,4 @@
-"""Decoding on a CPU: hand the cache to the core. The structures are those of `cache.h` and `decode*.cpp`."""
+"""Decoding on a CPU: pass the cache to the core. The structures are those of `cache.h` and `decode*.cpp`."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class DecodeArgs(Structure):
 
 
 class SummaryArgs(Structure):
-    """Summaries of a cache, and which of them to make."""
+    """Summaries of a cache, and which of them to compute."""
 
     _fields_: ClassVar = [
         ("cache", POINTER(CacheArgs)),
@@ -114,7 +114,7 @@ class SelectArgs(Structure):
 
 
 def unsupported_reasons(problem: DecodeProblem) -> list[str]:
-    """Another device, fp64, or no core to run."""
+    """Return why the core cannot serve: another device, fp64, or no core to run."""
     reasons = []
     if problem.device.type != "cpu":
         reasons.append(f"tensors are on {problem.device}, not on the CPU")
@@ -136,7 +136,7 @@ def attend_pages(
     left: int | None = None,
     sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `kernels.reference.decode`; counts are not needed. Every dtype is widened in the core."""
+    """Return out and lse, as `kernels.reference.decode`; counts are not needed. Every dtype is widened in the core."""
     batch, seqlen_q, q_heads, _ = q.shape
     q = readable(q)
     pages = None if block_indices is None else block_indices.contiguous()
@@ -170,7 +170,7 @@ def attend_pages(
 def select_pages(
     q: Tensor, cache: PagedCache, wanted: Tensor, sinks: int, window: int, slots: int, scale: float
 ) -> tuple[Tensor, None]:
-    """As `kernels.reference.decode`, without counts, which the core does not need."""
+    """Return the chosen pages, as `kernels.reference.decode`, without counts, which the core does not need."""
     assert cache.summaries is not None, "checked before"
     q = readable(q)
     chosen = torch.empty(cache.batch, cache.kv_heads, slots, dtype=torch.int32)
@@ -207,19 +207,19 @@ def select_and_attend(
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `kernels.reference.decode`."""
+    """Return out and lse over chosen pages, as `kernels.reference.decode`."""
     pages = select_pages(q, cache, wanted, sinks, window, slots, scale)
     return attend_pages(q, cache, *pages, scale, softcap, sink_logits=sink_logits)
 
 
 def summarize_pages(cache: PagedCache, summaries: PageSummaries, new_tokens: int | None) -> None:
-    """As `kernels.reference.decode`."""
+    """Write summaries, as `kernels.reference.decode`."""
     arguments, _kept = _cache_args(cache)
     raise_for_status(_library().dynaxx_cpu_summarize_pages(byref(_summary_args(arguments, summaries, new_tokens))))
 
 
 def _cache_args(cache: PagedCache) -> tuple[CacheArgs, list[Tensor]]:
-    """The arguments, and the tensors that must live as long."""
+    """Return the arguments, and the tensors that must live as long."""
     table, seqused = cache.page_table, cache.seqused_k.contiguous()
     leftpad = None if cache.leftpad_k is None else cache.leftpad_k.contiguous()
     if table is not None and table.stride(1) != 1 and table.shape[1] > 1:

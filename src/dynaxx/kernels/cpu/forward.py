@@ -1,4 +1,4 @@
-"""Attention forward: hand the tensors to the core, or gather in torch."""
+"""Attention forward: pass the tensors to the core, or gather in torch."""
 
 from __future__ import annotations
 

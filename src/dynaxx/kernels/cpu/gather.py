@@ -1,7 +1,7 @@
 """Sparse attention in plain torch, O(visited blocks): gather each row's blocks, attend densely over them.
 
-Serves where there is no C++ core, and defines nothing: exact like every backend, differentiable by autograd. Rows that
-visit the same number of blocks go together, as many at a time as keep the gathered rows in the cache.
+Serves where there is no C++ core. Exact like every backend, differentiable by autograd. Rows that visit the same number
+of blocks are processed together, as many at a time as keep the gathered rows in the cache.
 
 B batch, Hq / Hk query and kv heads, N / M queries and keys, D / E head_dim of q, k and of v; U units, one per row of
 blocks of one q head; S keys that a unit visits.
@@ -72,7 +72,7 @@ def attention_backward(
     scale: float,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv: the forward again, and autograd through it."""
+    """Return dq, dk, dv: run the forward again, and autograd through it."""
     with torch.enable_grad():
         q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
         out, lse = attention_forward(q, k, v, layout, scale, softcap)
@@ -84,7 +84,7 @@ def attention_backward(
 
 
 def _chunks(layout: BlockLayout, batch: int, q_heads: int, row_size: int) -> list[Units]:
-    """All units that visit anything, grouped by how many blocks they visit, CHUNK_BYTES of gathered rows each."""
+    """Yield all units that visit anything, grouped by how many blocks they visit, CHUNK_BYTES of gathered rows each."""
     shape = (batch, q_heads, layout.q_blocks)
     of_layout = lambda x: x.expand(*shape).flatten().long()
     b, h, i = (x.flatten() for x in torch.meshgrid(*map(torch.arange, shape), indexing="ij"))
@@ -100,7 +100,7 @@ def _chunks(layout: BlockLayout, batch: int, q_heads: int, row_size: int) -> lis
 
 
 def _query_places(units: Units, layout: BlockLayout, q_heads: int) -> tuple[Tensor, Tensor]:
-    """Flat place (batch, token, head) of each query of each unit, and whether the query exists; (U, q_block) both."""
+    """Return flat places (batch, token, head) of each unit's queries, and which queries exist; both (U, q_block)."""
     token = units.row[:, None] * layout.block_size[0] + torch.arange(layout.block_size[0])
     place = (units.batch[:, None] * layout.seqlen_q + token) * q_heads + units.head[:, None]
     return place, token < layout.seqlen_q
@@ -116,7 +116,7 @@ def _attend(
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Out (U, q_block, E) and lse (U, q_block) of units that all visit equally many blocks."""
+    """Return out (U, q_block, E) and lse (U, q_block) of units that all visit equally many blocks."""
     q_block, kv_block = layout.block_size
     entries = units.start[:, None] + torch.arange(int(units.count[0]))
     cols, codes = layout.kv_indices[entries].long(), layout.kv_masks[entries].long()

@@ -1,8 +1,8 @@
 """Native Sparse Attention on the CPU: scores a few queries at a time, selected attention by the C++ core.
 
-The core wants blocks of 16 queries that visit the same keys. So the q heads of a selection head become rows of their
-own: a block of 16 rows is the heads of one position (group 16), or of a few neighbours, which then visit the union of
-their selections with an element mask that keeps them apart.
+The core wants blocks of 16 queries that visit the same keys. So the q heads of a selection head become rows: a block of
+16 rows holds the heads of one position (group 16), or of a few neighbours. Neighbours visit the union of their
+selections, with an element mask that keeps them apart.
 
 T queries, M keys, n selected blocks, Hq / Hk / Hs query, kv and selection heads, G group, D / E head_dim.
 """
@@ -30,7 +30,7 @@ pooling = gating = fused = None  # torch pools, gates and sums the branches
 
 @on_host
 def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor | None, spans: NativeSpans, heads: int, scale: float) -> Tensor:
-    """As `kernels.reference.nsa.select_blocks`, in fp32 and O(SCORE_BYTES) memory."""
+    """Return the chosen blocks, as `kernels.reference.nsa.select_blocks`, in fp32 and O(SCORE_BYTES) memory."""
     chosen = torch.empty(q.shape[0], heads, spans.sizes.slc_count, dtype=torch.int32)
     keys = k_cmp.float().movedim(0, 1).repeat_interleave(heads // k_cmp.shape[1], 0)  # (Hs, L, D)
     for (a, b), (c, d) in zip(pairwise(spans.ends_q), pairwise(spans.ends_cmp), strict=True):
@@ -48,7 +48,7 @@ def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor | None, spans: NativeSpa
 
 
 def _weights(q: Tensor, keys: Tensor, lse: Tensor | None, spans: NativeSpans, some: slice, scale: float) -> Tensor:
-    """(Hs, t, l) weights of the visible compressed tokens, summed over each group; without lse (Hs, t, l) logits."""
+    """Return weights (Hs, t, l) of the visible compressed tokens, summed over each group; without lse their logits."""
     heads, count = keys.shape[0], keys.shape[1]
     grouped = (q.float() * scale).unflatten(1, (heads, -1)).permute(1, 2, 0, 3)  # (Hs, G, t, D)
     logits = (grouped.flatten(1, 2) @ keys.mT).unflatten(1, grouped.shape[1:3])
@@ -60,7 +60,7 @@ def _weights(q: Tensor, keys: Tensor, lse: Tensor | None, spans: NativeSpans, so
 
 
 def _block_scores(weights: Tensor, spans: NativeSpans, blocks: int) -> Tensor:
-    """Pool (Hs, t, l) weights over the strides of each compressed token and those of each block, (Hs, t, blocks)."""
+    """Pool (Hs, t, l) weights over the strides of each compressed token and of each block, to (Hs, t, blocks)."""
     per_token = spans.sizes.cmp_block // spans.sizes.cmp_stride
     per_block = spans.sizes.slc_block // spans.sizes.cmp_stride
     total = blocks * per_block
@@ -74,7 +74,7 @@ def _block_scores(weights: Tensor, spans: NativeSpans, blocks: int) -> Tensor:
 
 
 def _unscored(logits: Tensor, blocks: int) -> Tensor:
-    """Logits of compressed tokens that are the blocks themselves; blocks without one get the lowest."""
+    """Return logits of compressed tokens that are the blocks themselves; blocks without one get the lowest number."""
     return pad(logits, (0, blocks - logits.shape[-1]), value=torch.finfo(logits.dtype).min)
 
 
@@ -91,12 +91,12 @@ class CpuSelectedPlan:
 
 
 def rows_of(group_size: int) -> int:
-    """The group, padded to a divisor or a multiple of ROWS."""
+    """Return the group size, padded to a divisor or a multiple of ROWS."""
     return next((size for size in (1, 2, 4, 8, 16) if size >= group_size), -(-group_size // ROWS) * ROWS)
 
 
 def schedule_of(group_size: int, kv_block: int) -> str:
-    """In words, for `explain_selected`."""
+    """Return in words how blocks are visited, for `explain_selected`."""
     together = max(1, ROWS // rows_of(group_size))
     return f"by query, the union of {together} neighbouring positions" if together > 1 else "by query, each by itself"
 
@@ -114,10 +114,10 @@ def prepare_selected(block_indices: Tensor, spans: NativeSpans, q: Tensor, k: Te
 
 
 def _rows_layout(block_indices: Tensor, seqlen_k: int, kv_block: int, rows: int, group: int) -> BlockLayout:
-    """One sequence's layout over its positions' rows.
+    """Return one sequence's layout over its positions' rows.
 
-    A visited block's mask depends on which of the positions in its q block selected it, and on how far it lies from
-    them; few such pairs are distinct, and each becomes one mask.
+    A visited block's mask depends on which positions of its q block selected it, and on its distance from them. Few
+    such pairs are distinct, and each becomes one mask.
     """
     queries, heads, _ = block_indices.shape
     grid = BlockGrid(queries * rows, seqlen_k, (ROWS, kv_block), causal=False)
@@ -138,7 +138,7 @@ def _rows_layout(block_indices: Tensor, seqlen_k: int, kv_block: int, rows: int,
 
 
 def _kind_masks(kinds: Tensor, together: int, kv_block: int, rows: int) -> tuple[ElementMasks, Tensor]:
-    """The element mask of each kind of visited block, and its code; FULL and EMPTY have none."""
+    """Return the element masks of each kind of visited block, and each kind's code; FULL and EMPTY have no mask."""
     chosen, distance = kinds // (kv_block + together), kinds % (kv_block + together) - together
     position = torch.arange(ROWS) // rows if together > 1 else torch.zeros(ROWS, dtype=torch.int64)
     selected = (chosen[:, None] >> position & 1).bool()
@@ -194,17 +194,17 @@ def selected_backward(
 
 
 def _sequences(plan: CpuSelectedPlan) -> list[tuple[slice, slice, BlockLayout]]:
-    """Queries, keys and layout of each sequence that has both."""
+    """Return queries, keys and layout of each sequence that has both."""
     spans = zip(pairwise(plan.ends_q), pairwise(plan.ends_k), plan.layouts, strict=True)
     return [(slice(a, b), slice(c, d), layout) for (a, b), (c, d), layout in spans if b > a and d > c]
 
 
 def _as_rows(x: Tensor, plan: CpuSelectedPlan) -> Tensor:
-    """(t, Hq, D) -> (1, t * rows, Hs, D): the q heads of each selection head behind one another, padded with zeros."""
+    """Return (1, t * rows, Hs, D) of x (t, Hq, D): a selection head's q heads as rows, padded with zeros."""
     split = x.unflatten(1, (plan.heads, plan.group)).transpose(1, 2)  # (t, G, Hs, D)
     return pad(split, (0, 0, 0, 0, 0, plan.rows - plan.group)).flatten(0, 1)[None]
 
 
 def _from_rows(x: Tensor, plan: CpuSelectedPlan) -> Tensor:
-    """The opposite of `_as_rows`."""
+    """Invert `_as_rows`."""
     return x[0].unflatten(0, (-1, plan.rows))[:, : plan.group].transpose(1, 2).flatten(1, 2)

@@ -1,7 +1,7 @@
 """A layout as the core reads it: private copies of its tensors, checked, with row orders, mask tables and ranks.
 
-Made once per layout and kept with it. The core never reads a tensor that somebody else can write to, so a layout that
-is changed while it runs gives other numbers at worst.
+Built once per layout and kept with it. The core never reads a tensor that somebody else can write to, so changing a
+layout while the core runs gives wrong numbers at worst.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def check_plan(
 
 
 def row_order(indptr: Tensor, library: CDLL) -> Tensor:
-    """Return the rows of each head of a (batch, heads, rows + 1) CSR, longest first, as (batch, heads, rows) int32."""
+    """Return the rows of each head of a (batch, heads, rows + 1) CSR, longest first, (batch, heads, rows) int32."""
     batch, heads, ends = indptr.shape
     order = torch.empty(batch, heads, ends - 1, dtype=torch.int32)
     raise_for_status(library.dynaxx_cpu_plan_rows(indptr.data_ptr(), batch * heads, ends - 1, order.data_ptr()))

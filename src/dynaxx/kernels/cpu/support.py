@@ -1,4 +1,4 @@
-"""What the CPU kernels serve, said without loading the core."""
+"""What the CPU kernels serve, answered without loading the core."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dynaxx.kernels.problem import AttentionProblem
 
 
 def unsupported_reasons(problem: AttentionProblem) -> list[str]:
-    """Another device, or fp64, which the core does not compute in."""
+    """Return why the core cannot serve: another device, or fp64, which it does not compute in."""
     reasons = []
     if problem.device.type != "cpu":
         reasons.append(f"tensors are on {problem.device}, not on the CPU")

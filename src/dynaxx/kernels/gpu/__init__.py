@@ -1,1 +1,1 @@
-"""What the GPU backends share: launching kernels and scheduling long rows."""
+"""Shared by the GPU backends: launching kernels, scheduling long rows, Native Sparse Attention in Triton."""

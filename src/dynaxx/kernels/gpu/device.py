@@ -12,32 +12,32 @@ INTERPRETER_SHARED_MEMORY = 1 << 20
 
 
 def interpreted() -> bool:
-    """Whether Triton's own interpreter runs the kernels, on CPU tensors."""
+    """Return whether Triton's own interpreter runs the kernels, on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def padded(head_dim: int) -> int:
-    """head_dim as a tile holds it: a power of two from 16."""
+    """Return the width of a tile that holds head_dim: a power of two, at least 16."""
     return max(16, power_of_two(head_dim))
 
 
 def power_of_two(least: int) -> int:
-    """The first power of two from `least` >= 1 on. Triton's own takes the host 3 us, as its `cdiv` does."""
+    """Return the smallest power of two that is at least `least` >= 1; Triton's own function takes the host 3 us."""
     return 1 << (least - 1).bit_length()
 
 
 @lru_cache(maxsize=16)
 def feeds_registers(device: torch.device) -> bool:
-    """Whether matrix instructions take their left side from registers or from shared memory, as those of Hopper do.
+    """Return whether matrix instructions read their left operand from registers or shared memory, as on Hopper.
 
-    Under the interpreter as well, which so tests those kernels, too.
+    True under the interpreter as well, so that it tests those kernels, too.
     """
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
 
 
 @lru_cache(maxsize=16)
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one program may use."""
+    """Return the bytes of shared memory that one program may use."""
     if device.type != "cuda":
         return INTERPRETER_SHARED_MEMORY
     from triton.runtime import driver
@@ -47,14 +47,16 @@ def shared_memory(device: torch.device) -> int:
 
 @lru_cache(maxsize=16)
 def overlap(device: torch.device) -> dict[str, bool]:
-    """What lets a kernel start while the one before still runs, where a GPU can: `gdc_wait` then waits for its end."""
+    """Return launch options that let a kernel start before its predecessor ends, where the GPU can; `gdc_wait` then
+    waits.
+    """
     able = device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
     return {"PDL": True, "launch_pdl": True} if able else {"PDL": False}
 
 
 @lru_cache(maxsize=16)
 def processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; a few where Triton's interpreter stands for one."""
+    """Return the number of multiprocessors of a GPU, and 6 under Triton's interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 6
 
 
@@ -72,7 +74,7 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 @lru_cache(maxsize=1)
 def triton_version() -> tuple[int, ...] | None:
-    """(major, minor) of the installed Triton, None without one."""
+    """Return (major, minor) of the installed Triton, None without one."""
     try:
         version = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:

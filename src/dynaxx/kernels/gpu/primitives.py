@@ -1,4 +1,4 @@
-"""Device functions that every Triton kernel may use: exponentials, and numbers in the order of their bits."""
+"""Device functions that every Triton kernel may use: exponentials, and integers that sort as floats do."""
 
 import triton
 import triton.language as tl
@@ -8,21 +8,23 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def ordered_bits(x):
-    """fp32 as uint32 of the same order."""
+    """Return uint32 keys that sort as the fp32 numbers x do."""
     bits = x.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.uint32, bitcast=True) ^ 0x80000000
 
 
 @triton.jit
 def from_ordered_bits(key):
-    """The fp32 of `ordered_bits`."""
+    """Return the fp32 numbers of keys from `ordered_bits`."""
     bits = (key ^ 0x80000000).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def exp_rounded(x):
-    """exp of x <= 0 to about one unit in the last place, 0 below -87; the GPU's own is three times as far off."""
+    """Return exp(x) for x <= 0, exact to about one unit in the last place; 0 below -87. The GPU's exp is a third as
+    exact.
+    """
     near = tl.where(x < -87.0, -87.0, tl.where(x > 88.0, 88.0, x))  # nan stays
     n = tl.floor(near * LOG2E + 0.5)
     f = near - n * 0.693359375  # ln 2 in two parts: the product with the first is exact

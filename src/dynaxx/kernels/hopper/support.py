@@ -1,4 +1,4 @@
-"""What the Hopper kernels serve, said without loading Gluon."""
+"""What the Hopper kernels serve, answered without loading Gluon."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TRITON = (3, 6)  # Gluon's interface moves with every release: these are tried
 
 
 def unsupported_reasons(problem: AttentionProblem) -> list[str]:
-    """Why these kernels cannot serve; an empty list means they can."""
+    """Return why the attention kernels cannot serve; an empty list means that they can."""
     reasons = []
     if problem.device.type != "cuda" or not torch.cuda.is_available():
         reasons.append(f"runs on a Hopper GPU, got tensors on {problem.device}")

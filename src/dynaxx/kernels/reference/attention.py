@@ -15,7 +15,7 @@ from dynaxx.layout import BlockLayout
 
 
 def unsupported_reasons(problem: AttentionProblem) -> list[str]:
-    """The definition serves everything; it holds seqlen_q x seqlen_k scores, so it is for tests and small inputs."""
+    """Return no reasons: the definition serves everything; it holds seqlen_q x seqlen_k scores."""
     return []
 
 

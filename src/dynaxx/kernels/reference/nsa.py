@@ -18,9 +18,9 @@ pooling = gating = fused = None  # defined here in torch, and differentiated by 
 
 
 def compression_windows(x: Tensor, spans: NativeSpans) -> Tensor:
-    """(M, H, D) -> (L, cmp_block, H, D): the tokens that each compressed token stands for. Differentiable.
+    """Return (L, cmp_block, H, D) of x (M, H, D): the tokens that each compressed token stands for. Differentiable.
 
-    Made of cmp_block / cmp_stride parts, none of which reads a token twice: the gradient has one order of summation.
+    Built from cmp_block / cmp_stride parts, none of which reads a token twice: the gradient has one order of summation.
     """
     stride, alike = spans.sizes.cmp_stride, spans.uniform
     if alike is not None and x.shape[0]:  # slices instead of gathers
@@ -34,8 +34,9 @@ def compression_windows(x: Tensor, spans: NativeSpans) -> Tensor:
 
 
 def compression_means(x: Tensor, spans: NativeSpans) -> Tensor:
-    """(M, H, D) -> (L, H, D), the mean of each window in x's dtype: of strides summed once in fp32 where sequences are
-    alike. Differentiable.
+    """Return (L, H, D) of x (M, H, D): the mean of each window in x's dtype. Differentiable.
+
+    Where sequences are alike, strides are summed once in fp32.
     """
     sizes, alike = spans.sizes, spans.uniform
     count = sizes.compressed(alike[2]) if alike is not None else 0
@@ -52,13 +53,20 @@ def compression_means(x: Tensor, spans: NativeSpans) -> Tensor:
 def selection_scores(
     q: Tensor, k_cmp: Tensor, lse: Tensor | None, spans: NativeSpans, heads: int, scale: float
 ) -> Tensor:
-    """(T, Hs, C) scores of selection blocks, eq. 9 and 10: each compressed token adds its attention weight, summed over
-    the q heads of each selection head, to a block once per stride of tokens that both hold. With `sizes.pool` "max" a
-    block's score is the largest weight of those that share a token with it.
+    """Return scores of selection blocks, (T, Hs, C), eq. 9 and 10.
+
+    Each compressed token adds its attention weight, summed over the q heads of each selection head, to a block once per
+    stride of tokens that both hold. With `sizes.pool` "max" a block's score is the largest weight of the compressed
+    tokens that share a token with it.
 
     Args:
-        lse: (Hq, T) of the attention over compressed tokens; None scores by q @ k_cmp itself, which needs
-            cmp_block = cmp_stride = slc_block and one q head per selection head (MoBA).
+        q: (T, Hq, D).
+        k_cmp: (L, Hk, D).
+        lse: (Hq, T) of the attention over compressed tokens; None scores by q @ k_cmp itself, which needs cmp_block =
+            cmp_stride = slc_block and one q head per selection head (MoBA).
+        spans: where sequences lie.
+        heads: selection heads.
+        scale: softmax scale.
 
     Returns:
         fp32 (fp64 for fp64); blocks without a visible compressed token score 0, or the lowest number without `lse`.
@@ -89,7 +97,7 @@ def selection_scores(
 
 
 def choose_blocks(scores: Tensor, num_blocks: Tensor, sizes: NativeSizes) -> Tensor:
-    """(T, Hs, C) scores -> (T, Hs, n) int32: forced blocks, then the best visible ones; ascending, -1 behind.
+    """Return (T, Hs, n) int32 of scores (T, Hs, C): forced blocks, then the best visible ones; ascending, -1 behind.
 
     A query that may see fewer than n blocks selects all of them. Of equal scores the first block wins.
     """
@@ -105,12 +113,12 @@ def choose_blocks(scores: Tensor, num_blocks: Tensor, sizes: NativeSizes) -> Ten
 
 
 def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor | None, spans: NativeSpans, heads: int, scale: float) -> Tensor:
-    """(T, Hs, n) int32 block indices; as `selection_scores`, then `choose_blocks`."""
+    """Return block indices (T, Hs, n) int32: `choose_blocks` of `selection_scores`."""
     return choose_blocks(selection_scores(q, k_cmp, lse, spans, heads, scale), spans.num_blocks, spans.sizes)
 
 
 def selected_mask(block_indices: Tensor, spans: NativeSpans) -> Tensor:
-    """(Hs, T, M) bool: keys of the selected blocks, at or before the query."""
+    """Return (Hs, T, M) bool: keys of the selected blocks, at or before the query."""
     queries, heads, _ = block_indices.shape
     mask = torch.zeros(heads, queries, spans.ends_k[-1] + 1, dtype=torch.bool, device=block_indices.device)
     query, head, slot = (block_indices >= 0).nonzero(as_tuple=True)
@@ -122,12 +130,12 @@ def selected_mask(block_indices: Tensor, spans: NativeSpans) -> Tensor:
 
 
 def schedule_of(group_size: int, kv_block: int) -> str:
-    """In words, for `explain_selected`."""
+    """Return in words how blocks are visited, for `explain_selected`."""
     return "as dense attention under a mask of queries x keys"
 
 
 def prepare_selected(block_indices: Tensor, spans: NativeSpans, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """What forward and backward share: the mask."""
+    """Return what forward and backward share: the mask."""
     return selected_mask(block_indices, spans)
 
 
@@ -161,7 +169,7 @@ def selected_backward(
 
 
 def gated_sum(outs: tuple[Tensor, Tensor, Tensor], gates: Tensor) -> Tensor:
-    """g_cmp * out_cmp + g_slc * out_slc + g_swa * out_swa, each (T, Hq, E), with gates (T, Hq, 3). Differentiable."""
+    """Return g_cmp * out_cmp + g_slc * out_slc + g_swa * out_swa, each (T, Hq, E); gates (T, Hq, 3). Differentiable."""
     dtype = torch.promote_types(outs[0].dtype, torch.float32)
     mixed = sum(out.to(dtype) * gates[..., i, None].to(dtype) for i, out in enumerate(outs))
     return torch.as_tensor(mixed).to(outs[0].dtype)

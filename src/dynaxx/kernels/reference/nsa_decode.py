@@ -34,12 +34,12 @@ Call = Callable[..., tuple[Tensor, ...]]
 
 
 def record_or_replay(call: Call, cache: PagedCache, tensors: tuple[Tensor | None, ...], *settings: Any) -> Any:
-    """`call(cache, *tensors, *settings)`, a step; a backend may know a shorter way to make one of the same shapes."""
+    """Return `call(cache, *tensors, *settings)`; GPU backends record the call and replay its launches."""
     return call(cache, *tensors, *settings)
 
 
 def step_lengths(seqused: Tensor, sizes: NativeSizes) -> NativeLengths:
-    """Of the last query of each sequence."""
+    """Return the lengths of every branch for the last query of each sequence."""
     per = lambda add, step: ((seqused + add).div(step, rounding_mode="floor")).clamp(min=0).int()
     return NativeLengths(
         positions=per(0, sizes.cmp_stride),
@@ -51,9 +51,10 @@ def step_lengths(seqused: Tensor, sizes: NativeSizes) -> NativeLengths:
 
 
 def gather_windows(cache: PagedCache, sizes: NativeSizes, count: int, skip: int) -> tuple[Tensor, Tensor]:
-    """(B * W, cmp_block, Hk, D) keys and (.., E) values of the last `count` whole windows but for the last `skip`.
+    """Return keys (B * W, cmp_block, Hk, D) and values (.., E) of the last `count` whole windows but for the last
+    `skip`.
 
-    Ascending; whatever memory holds for windows before a sequence's first one.
+    Ascending; arbitrary memory for windows before a sequence's first one.
     """
     first = _windows(cache, sizes, count, skip).clamp(min=0) * sizes.cmp_stride
     position = (first[..., None] + torch.arange(sizes.cmp_block, device=cache.device)).flatten(1)  # (B, W * cmp_block)
@@ -63,7 +64,7 @@ def gather_windows(cache: PagedCache, sizes: NativeSizes, count: int, skip: int)
 
 
 def compress_windows(cache: PagedCache, weights: tuple[Tensor | None, Tensor | None], count: int, skip: int) -> None:
-    """Store the weighted sums, or means, of the windows of `gather_windows`; weights (cmp_block, Hk) of k and of v."""
+    """Store weighted sums, or means, of the windows of `gather_windows`; weights (cmp_block, Hk) of k and of v."""
 
     def pool(windows: Tensor, weight: Tensor | None) -> Tensor:
         wide = windows.to(torch.promote_types(windows.dtype, torch.float32))
@@ -76,7 +77,7 @@ def compress_windows(cache: PagedCache, weights: tuple[Tensor | None, Tensor | N
 
 
 def kept_blocks(blocks: Tensor, lengths: NativeLengths, sizes: NativeSizes) -> Tensor:
-    """(B, Hk, n + forced) int32: the free ones of (B, Hk, slots) blocks chosen before, then the forced ones of now."""
+    """Return (B, Hk, n + forced) int32: the free ones of earlier blocks (B, Hk, slots), then today's forced ones."""
     seen = lengths.blocks[:, None, None]
     local = seen - sizes.local_blocks
     free = torch.where((blocks >= sizes.first_blocks) & (blocks < local), blocks, -1)[..., : sizes.slc_count]
@@ -87,7 +88,7 @@ def kept_blocks(blocks: Tensor, lengths: NativeLengths, sizes: NativeSizes) -> T
 
 
 def pages_of(blocks: Tensor, pages_per_block: int, max_pages: int) -> Tensor:
-    """The pages of (B, Hk, slots) blocks, (B, Hk, slots * pages_per_block); -1 for those that no sequence has."""
+    """Return the pages of blocks (B, Hk, slots), (B, Hk, slots * pages_per_block); -1 for pages beyond the table."""
     if pages_per_block == 1:
         return blocks
     part = torch.arange(pages_per_block, dtype=torch.int32, device=blocks.device)
@@ -98,7 +99,7 @@ def pages_of(blocks: Tensor, pages_per_block: int, max_pages: int) -> Tensor:
 def store_compressed(
     cache: PagedCache, compressed: CompressedPages, k_cmp: Tensor, v_cmp: Tensor, count: int, skip: int
 ) -> None:
-    """Write what `gather_windows` gave, compressed: (B * W, Hk, D) and (.., E). Windows that do not exist are not."""
+    """Store windows of `gather_windows` that were compressed to (B * W, Hk, D) and (.., E), where the window exists."""
     window = _windows(cache, compressed.sizes, count, skip)
     page_size = cache.page_size // compressed.sizes.cmp_stride
     entry, which = (window >= 0).nonzero(as_tuple=True)
@@ -111,14 +112,18 @@ def store_compressed(
 def select_blocks(
     q: Tensor, cache: PagedCache, lse: Tensor, lengths: NativeLengths, sizes: NativeSizes, max_blocks: int, scale: float
 ) -> Tensor:
-    """(B, Hk, n) int32: the blocks of each sequence's last query, ascending, -1 behind.
+    """Return the blocks of each sequence's last query, (B, Hk, n) int32, ascending, -1 behind.
 
-    As `kernels.reference.nsa.select_blocks`, of the paged compressed tokens.
+    As `kernels.reference.nsa.select_blocks`, over paged compressed tokens.
 
     Args:
-        q: (B, 1, Hq, D), lse (B, Hq, 1) of its attention over the compressed tokens.
+        q: (B, 1, Hq, D).
         cache: of the compressed tokens.
+        lse: (B, Hq, 1) of q's attention over the compressed tokens.
+        lengths: of every branch.
+        sizes: of the branches.
         max_blocks: selection blocks that a sequence may have.
+        scale: softmax scale.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
     keys = read_keys(cache, dtype)[:, sizes.cmp_block // sizes.cmp_stride - 1 :]  # (B, L, Hk, D)
@@ -140,13 +145,13 @@ def select_blocks(
 
 
 def _windows(cache: PagedCache, sizes: NativeSizes, count: int, skip: int) -> Tensor:
-    """(B, count) numbers of windows, below 0 for those that do not exist."""
+    """Return numbers of windows, (B, count), below 0 for those that do not exist."""
     whole = torch.div(cache.seqused_k - sizes.cmp_block, sizes.cmp_stride, rounding_mode="floor") + 1
     return whole.long()[:, None] - skip - count + torch.arange(count, device=cache.device)
 
 
 def _places(cache: PagedCache, position: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
-    """Where (B, N) positions lie, as two indices of the cache's tensors; somewhere for those that do not exist."""
+    """Return where (B, N) positions lie, as two indices of the cache's tensors; any place if they do not exist."""
     if cache.page_table is None:
         return torch.arange(cache.batch, device=cache.device)[:, None].expand_as(position), position
     page = cache.page_table.long().gather(1, position // page_size)

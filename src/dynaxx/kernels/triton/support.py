@@ -1,4 +1,4 @@
-"""What the Triton kernels serve, said without loading Triton."""
+"""What the Triton kernels serve, answered without loading Triton."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_COLUMNS = 1 << 14  # kv blocks; a row of scores stays in registers
 
 
 def unsupported_reasons(problem: AttentionProblem) -> list[str]:
-    """Why these kernels cannot serve; an empty list means they can."""
+    """Return why the attention kernels cannot serve; an empty list means that they can."""
     reasons = []
     if problem.device.type != "cuda" and not (problem.device.type == "cpu" and interpreted()):
         reasons.append(f"runs on a GPU (or under TRITON_INTERPRET=1), got tensors on {problem.device}")
@@ -33,7 +33,7 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
 
 
 def decode_reasons(problem: DecodeProblem) -> list[str]:
-    """Why the decode kernels cannot serve; an empty list means they can."""
+    """Return why the decode kernels cannot serve; an empty list means that they can."""
     if problem.device.type != "cuda" and not (problem.device.type == "cpu" and interpreted()):
         return [f"runs on a GPU (or under TRITON_INTERPRET=1), got tensors on {problem.device}"]
     reasons = []

@@ -1,1 +1,1 @@
-"""Native Sparse Attention in Triton."""
+"""Native Sparse Attention in Triton, shared by the GPU backends."""

@@ -1,6 +1,6 @@
-"""Gradients of selected attention by key: dk and dv of each item, and on request the partial dq of each entry, which
-`nsa.sums` adds up.
+"""Gradients of selected attention by key.
 
+Each program computes dk and dv of one item and, on request, the partial dq of its entries. `nsa.sums` adds them up.
 Names and shapes as in `nsa.gather`.
 """
 
@@ -23,7 +23,7 @@ SEGMENT_TILES = tl.constexpr(8)  # tiles in one short sum of fp32
 
 @triton.jit
 def _add_product(acc, a, b, PRECISION: tl.constexpr):
-    """acc + a @ b. In fp32 by itself: one chain of all terms would round as often."""
+    """Return acc + a @ b; in fp32 as one product and one sum, since a single chain of additions rounds more often."""
     if a.dtype == tl.float32:
         acc = acc - tl.dot(-a, b, input_precision=PRECISION)  # a sum would become one chain again
     else:
@@ -68,7 +68,7 @@ def _accumulate_rows(
     PRECISION: tl.constexpr,
     WITH_DQ: tl.constexpr,
 ):
-    """Add what the entries in places begin..end give."""
+    """Add the contributions of the entries at places begin..end."""
     STEP: tl.constexpr = ROWS // GROUP
     o_n = tl.arange(0, BLOCK_N)
     for first in range(begin, end, STEP):
@@ -180,9 +180,9 @@ def backward_chunk(
     grads: tuple[Tensor | None, Tensor, Tensor], index: Items, chunk: int, indices: Tensor, spans: NativeSpans,
     tiles: KeyTiles, scale: float, items_dkv: Callable[..., None] | None = None,
 ) -> None:  # fmt: skip
-    """What a chunk of queries gives to dk and dv, added after the first chunk; and their rows of dq unless None.
+    """Write the contributions of a chunk of queries to dk and dv (added after the first chunk), and to dq unless None.
 
-    `items_dkv` writes the dk and dv of the items of a single chunk in place of the kernel here.
+    `items_dkv` replaces the kernel here for the dk and dv of a single chunk.
     """
     dq, dk, dv = grads
     heads, slots = indices.shape[1:]

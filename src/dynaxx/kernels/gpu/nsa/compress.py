@@ -1,4 +1,4 @@
-"""Windows of tokens pooled to their mean or to a weighted sum, and the gradients, where sequences are alike.
+"""Pool windows of tokens to their mean or a weighted sum, with gradients, for sequences of one length.
 
 B sequences of N tokens, each with L windows of WINDOW tokens, STRIDE apart; H heads of D. x is (B * N, H, D), the sums
 (B * L, H, D), weights (WINDOW, H). Sums are fp32, in one order.
@@ -23,7 +23,7 @@ SIZES = ["rows", "tokens", "windows", "heads"]
 
 @triton.jit
 def _weight(p_weight, at, head, heads, WINDOW: tl.constexpr, WEIGHTED: tl.constexpr):
-    """Of places `at` in a window."""
+    """Return the weights of places `at` in a window."""
     if WEIGHTED:
         return tl.load(p_weight + at * heads + head).to(tl.float32)
     return at * 0.0 + 1.0 / WINDOW
@@ -31,7 +31,7 @@ def _weight(p_weight, at, head, heads, WINDOW: tl.constexpr, WEIGHTED: tl.conste
 
 @triton.jit
 def _tile_of(rows, ROWS: tl.constexpr):
-    """Rows of a program, their head, and which of them exist."""
+    """Return the rows of a program, their head, and which of them exist."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     return row, tl.program_id(1), row < rows
 
@@ -75,7 +75,7 @@ def _pool_bwd_weight_kernel(
     p_do, p_x, p_parts, rows, tokens, windows, heads, stride_don, stride_doh, stride_n, stride_h,
     D: tl.constexpr, BLOCK_D: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """What every so many-th tile of windows gives to one weight, (programs, WINDOW, H) fp32."""
+    """Compute what every num_programs-th tile of windows gives to one weight, (programs, WINDOW, H) fp32."""
     part, at, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     acc = tl.zeros([ROWS], tl.float32)
     for begin in range(part * ROWS, rows, tl.num_programs(0) * ROWS):
@@ -89,13 +89,13 @@ def _pool_bwd_weight_kernel(
 
 
 def pool_forward(x: Tensor, weight: Tensor | None, spans: NativeSpans) -> Tensor:
-    """Windows of sequences that are alike, each the mean of its tokens or their sum by `weight` (WINDOW, H)."""
+    """Return the windows of sequences of one length, each as its mean or its sum weighted by `weight` (WINDOW, H)."""
     out = x.new_empty(spans.ends_cmp[-1], *x.shape[1:])
     return _launch(_pool_fwd_kernel, x, weight, out, spans, FORWARD_ROWS)
 
 
 def pool_backward(do: Tensor, x: Tensor, weight: Tensor | None, spans: NativeSpans) -> tuple[Tensor, Tensor | None]:
-    """Return dx, (B * N, H, D), and dweight, None for means."""
+    """Return dx (B * N, H, D), and dweight, which is None for means."""
     dx = do.new_empty(x.shape)
     if not do.shape[0]:
         return dx.zero_(), None if weight is None else torch.zeros_like(weight)
@@ -129,7 +129,7 @@ def pool_backward(do: Tensor, x: Tensor, weight: Tensor | None, spans: NativeSpa
 
 
 def _tokens(spans: NativeSpans) -> int:
-    """Of each sequence."""
+    """Return the tokens of each sequence."""
     alike = spans.uniform
     assert alike is not None, "sequences of unequal lengths have no closed form"
     return alike[2]

@@ -24,7 +24,7 @@ AGREE = 0.16  # blocks in a union, per position and slot, up to which "either" g
 
 @dataclass(frozen=True)
 class QueryTiles:
-    """A program of the schedule by query."""
+    """Tile sizes of a program of the schedule by query."""
 
     positions: int  # neighbouring query positions
     group: int  # rows of each: the group as a power of two
@@ -36,7 +36,7 @@ class QueryTiles:
 
 @dataclass(frozen=True)
 class KeyTiles:
-    """A program of the schedule by key: one block of keys, `rows` gathered rows of q at a time."""
+    """Tile sizes of a program of the schedule by key: one block of keys, `rows` gathered rows of q at a time."""
 
     group: int
     rows: int
@@ -46,12 +46,12 @@ class KeyTiles:
 
 
 def group_rows(group_size: int) -> int:
-    """The group as a power of two."""
+    """Return the group size as a power of two."""
     return 1 << (group_size - 1).bit_length()
 
 
 def query_tiles(group_size: int, slots: int, head_dim: int, head_dim_v: int, dtype: torch.dtype) -> QueryTiles:
-    """Of 64 rows in bf16 and fp16, where the slots of so many positions can be united; fewer in fp32."""
+    """Return tiles of 64 rows in bf16 and fp16 where the slots of so many positions can be united, fewer in fp32."""
     wide = max(padded(head_dim), padded(head_dim_v))
     group, exact = group_rows(group_size), dtype == torch.float32
     positions = max(1, min(MAX_POSITIONS, (16 if exact else 64) // group))
@@ -64,7 +64,7 @@ def query_tiles(group_size: int, slots: int, head_dim: int, head_dim_v: int, dty
 
 
 def forward_key_tiles(group_size: int, head_dim: int, head_dim_v: int, dtype: torch.dtype) -> KeyTiles:
-    """Of the partial outputs by key."""
+    """Return tile sizes for the partial outputs by key."""
     group = group_rows(group_size)
     if dtype == torch.float32:
         return KeyTiles(group, max(16, group), 32, 4, 1)
@@ -72,7 +72,7 @@ def forward_key_tiles(group_size: int, head_dim: int, head_dim_v: int, dtype: to
 
 
 def backward_key_tiles(group_size: int, head_dim: int, head_dim_v: int, dtype: torch.dtype) -> KeyTiles:
-    """Of dk and dv by key, which stay in registers; eight warps take twice the time of four."""
+    """Return tile sizes for dk and dv by key, which stay in registers; eight warps take twice the time of four."""
     wide = max(padded(head_dim), padded(head_dim_v))
     group = group_rows(group_size)
     if dtype == torch.float32:
@@ -83,20 +83,20 @@ def backward_key_tiles(group_size: int, head_dim: int, head_dim_v: int, dtype: t
 
 
 def score_tiles(per_block: int, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Compressed tokens per program of the score kernel, whole blocks of them; its warps and stages."""
+    """Return compressed tokens per program of the score kernel (whole blocks of them), its warps and its stages."""
     return (max(per_block, 16), 4, 1) if dtype == torch.float32 else (max(per_block, 64), 8, 3)
 
 
 def top_warps(width: int) -> int:
-    """Of the top-k kernel over a row of `width` scores: sums of one warp need no barrier."""
+    """Return warps of the top-k kernel for a row of `width` scores: sums within one warp need no barrier."""
     return 1 if width <= 1024 else 4
 
 
 def item_length(group_size: int, chunked: bool) -> int:
-    """Entries of one item."""
+    """Return the most entries of one item."""
     return max(64, (CHUNK_ITEM_ROWS if chunked else ITEM_ROWS) // group_rows(group_size))
 
 
 def choose_schedule(group_size: int) -> Schedule:
-    """By query where a position fills a matrix instruction, by key where it does not."""
+    """Return "union" (by query) where a position's group fills a matrix instruction, else "gather" (by key)."""
     return "union" if group_size >= GROUP_FOR_UNION else "gather"

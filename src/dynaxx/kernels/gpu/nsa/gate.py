@@ -16,7 +16,7 @@ ROWS = 32
 
 @triton.jit
 def _tile(p_x, row, rows, E: tl.constexpr, BLOCK_E: tl.constexpr):
-    """[ROWS, BLOCK_E] fp32, its offsets and its mask."""
+    """Load [ROWS, BLOCK_E] fp32; return it with its offsets and its mask."""
     o_e = tl.arange(0, BLOCK_E)
     offsets = row.to(tl.int64)[:, None] * E + o_e[None, :]
     mask = (row < rows)[:, None] & (o_e < E)[None, :]
@@ -67,7 +67,7 @@ def _gated_sum_bwd_kernel(
 
 
 def gated_sum_forward(outs: tuple[Tensor, Tensor, Tensor], gates: Tensor) -> Tensor:
-    """As `kernels.reference.nsa.gated_sum`."""
+    """Return the gated sum (T, Hq, E); as `kernels.reference.nsa.gated_sum`."""
     branches, gates = [x.contiguous() for x in outs], gates.contiguous()
     out = torch.empty_like(branches[0])
     rows, dim = gates.numel() // 3, out.shape[-1]

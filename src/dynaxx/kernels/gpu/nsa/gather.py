@@ -1,5 +1,9 @@
-"""Selected attention by key: a program holds one block of keys and gathers the queries that selected it; the partial
-results of a query are merged afterwards. Reads each row of q once per block, so groups of any size fill a tile.
+"""Selected attention by key.
+
+A program holds one block of keys and gathers the queries that selected it; a second kernel merges the partial results
+of each query. Every row of q is read once per selected block, so that groups of any size fill a tile.
+
+    block of keys -> its entries (query, slot), in items -> partial out, lse per entry -> merged out, lse per query
 
 T queries, M keys, Hq / Hk / Hs query, kv and selection heads, n slots, C blocks; D / E head_dim of q, k and of v. An
 entry is (t * Hs + hs) * n + slot; a tile has ROWS rows, ROWS / GROUP entries, GROUP being the group as a power of two.
@@ -24,14 +28,14 @@ RUNTIME_SIZES = ["blocks", "heads", "slots", "keys", "group_size", "heads_per_kv
 
 @triton.jit
 def item_block(p_cell, p_block_start, i_item, blocks, heads):
-    """Selection head and first key row of an item's block; some block for an item that is none."""
+    """Return selection head and first key row of an item's block; of any block for an empty item."""
     cell = tl.minimum(tl.load(p_cell + i_item), blocks * heads - 1)
     return (cell // blocks).to(tl.int64), tl.load(p_block_start + cell % blocks)
 
 
 @triton.jit
 def entry_rows(p_entries, first, end, i_head, heads, slots, group_size, GROUP: tl.constexpr, ROWS: tl.constexpr):
-    """Entry, query row, q head and validity of the rows from place `first`, each [ROWS]."""
+    """Return entry, query row, q head and validity of the rows from place `first`, each [ROWS]."""
     o_row = tl.arange(0, ROWS)
     place, member = first + o_row // GROUP, o_row % GROUP
     inside = (place < end) & (member < group_size)
@@ -176,8 +180,7 @@ def forward_chunk(
 ) -> None:  # fmt: skip
     """Attend for a chunk of queries, and write their rows of out (T, Hq, E) and lse (Hq, T); scale > 0.
 
-    Nothing is written where `taken` (1,) int32, on the device, is not 0. `partials` is a kernel that replaces the
-    one here for the partial results.
+    Write nothing where `taken`, (1,) int32 on the device, is not 0. `partials` replaces the kernel of partial results.
     """
     queries, group_size = index.queries(chunk, q.shape[0]), q.shape[1] // heads
     count = queries.stop - queries.start
@@ -230,7 +233,7 @@ def forward_chunk(
 def item_arguments(
     q: Tensor, k: Tensor, v: Tensor, index: Items, chunk: int, heads: int, slots: int, spans: NativeSpans
 ) -> dict[str, object]:
-    """What kernels by key take of the tensors and of the index."""
+    """Return kernel arguments of the tensors and the index, as every kernel by key takes them."""
     return {
         "p_entries": index.entries,
         "p_cell": index.cell[chunk],

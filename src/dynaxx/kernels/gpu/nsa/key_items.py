@@ -1,5 +1,7 @@
-"""A selection by key, made on the device without waiting for it: the queries of each block, ascending, in items of
-bounded length, so that a block that every query selects is no longer work than any other.
+"""Index a selection by key on the device, without waiting for it.
+
+The queries of each block are listed in ascending order and cut into items of bounded length, so that a block which
+every query selects costs no program more than another.
 
 T queries, Hs selection heads, n slots, C selection blocks of all sequences.
 """
@@ -19,7 +21,7 @@ WIDTH = 1024  # entries, cells or items of a program
 
 @dataclass(frozen=True)
 class Items:
-    """Entries by block, for each chunk of queries apart.
+    """Entries sorted by block, for each chunk of queries by itself.
 
     A cell is a block of a selection head, hs * C + block; an entry is a slot, (t * Hs + hs) * n + slot.
     """
@@ -32,13 +34,13 @@ class Items:
     end: Tensor  # (chunks, max_items) int32, its last place + 1
 
     def queries(self, chunk: int, total: int) -> slice:
-        """Rows of a chunk."""
+        """Return the query rows of a chunk."""
         return slice(chunk * self.step, min((chunk + 1) * self.step, total))
 
 
 @triton.jit
 def _first_above(p_sorted, value, size, turns, STRICT: tl.constexpr):
-    """First of `size` ascending places whose number is >= value, or > value where STRICT; `turns` halve them all."""
+    """Bisect `turns` times for the first of `size` ascending places with a number >= value (> where STRICT)."""
     low, high = value * 0, value * 0 + size
     for _ in range(turns):
         middle = low + (high - low) // 2
@@ -75,7 +77,7 @@ def _cells_kernel(
 @kernel_launcher
 @triton.jit(do_not_specialize=["total", "cells", "turns"])
 def _starts_kernel(p_sorted, p_starts, total, cells, turns, BLOCK: tl.constexpr):
-    """Where the entries of each cell begin, (chunks * cells + 1,)."""
+    """Find where the entries of each cell begin, (chunks * cells + 1,)."""
     cell = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(p_starts + cell, _first_above(p_sorted, cell, total, turns, False), mask=cell <= cells)
 
@@ -117,10 +119,13 @@ def _items_kernel(
 
 
 def items(indices: Tensor, spans: NativeSpans, step: int, length: int) -> Items:
-    """The entries of every `step` query rows by block, at most `length` of them in an item.
+    """Return the entries of every `step` query rows sorted by block, at most `length` of them per item.
 
     Args:
-        indices: (T, Hs, n), T >= 1.
+        indices: (T, Hs, n) int32, T >= 1.
+        spans: where sequences lie.
+        step: queries per chunk.
+        length: the most entries of an item.
     """
     queries, heads, slots = indices.shape
     blocks, chunks, total = len(spans.block_start), -(-queries // step), indices.numel()

@@ -1,5 +1,7 @@
-"""A selection by query, made on the device without waiting for it: a tile of a few neighbouring positions visits the
-union of their blocks, each with a bit set of the positions that selected it.
+"""Index a selection by query on the device, without waiting for it.
+
+A tile of a few neighbouring positions visits the union of their blocks; each block carries the set of positions that
+selected it, as bits.
 
 T queries, Hs selection heads, n slots, C selection blocks of all sequences; P positions per tile.
 """
@@ -19,7 +21,7 @@ NONE = tl.constexpr(0x7FFFFFFF)  # sorts behind every block
 
 @dataclass(frozen=True)
 class Unions:
-    """Blocks by tile of positions; the first `counts` slots of each tile are filled."""
+    """Blocks of each tile of positions; the first `counts` slots of a tile are filled."""
 
     positions: int  # P, neighbouring query rows per tile
     starts: Tensor  # (tiles, Hs, P * n) int32, first key row of each block
@@ -29,7 +31,7 @@ class Unions:
 
 @triton.jit
 def _join(block, bits, next_block, next_bits):
-    """Bits of a block's slots, gathered along slots in the order of blocks."""
+    """Combine the bits of neighbouring slots of one block; for a scan over slots sorted by block."""
     return next_block, tl.where(block == next_block, bits, 0) | next_bits
 
 
@@ -89,14 +91,14 @@ def _choose_schedule_kernel(p_counts, p_taken, total, limit, BLOCK: tl.constexpr
 
 
 def choose(union: Unions, limit: int) -> Tensor:
-    """(1,) int32: 1 where all unions together hold at most `limit` blocks; 0 where more, and then they are emptied."""
+    """Return (1,) int32: 1 where all unions hold at most `limit` blocks together, else 0, and then empty them."""
     taken = union.counts.new_empty(1)
     _choose_schedule_kernel[(1,)](union.counts, taken, total=union.counts.numel(), limit=limit, BLOCK=4096, num_warps=8)
     return taken
 
 
 def unions(indices: Tensor, spans: NativeSpans, positions: int) -> Unions:
-    """The union of the blocks of every `positions` neighbouring rows; what no query may see is left out."""
+    """Return the unions of the blocks of every `positions` neighbouring rows, without blocks hidden from a query."""
     queries, heads, slots = indices.shape
     tiles = -(-queries // positions)
     shape = (tiles, heads, positions * slots)

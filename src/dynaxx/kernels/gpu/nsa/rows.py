@@ -1,5 +1,4 @@
-"""Rows of the selected kernels: how they are loaded and stored, what their scores weigh, and what a backward needs of
-each of them besides q and do.
+"""Rows of the kernels of selected attention: loads, stores, softmax weights, and what a backward reads of each row.
 
 T queries, Hq q heads, E head_dim of v.
 """
@@ -15,7 +14,7 @@ from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 
 @triton.jit
 def gather_rows(p_base, first, second, stride_first, stride_second, inside, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
-    """[len(first), BLOCK_DIM] rows at first * stride_first + second * stride_second; zero where not inside."""
+    """Return [len(first), BLOCK_DIM] rows at first * stride_first + second * stride_second; zero where not inside."""
     o_d = tl.arange(0, BLOCK_DIM)
     offsets = first.to(tl.int64) * stride_first + second.to(tl.int64) * stride_second
     mask = inside[:, None] & (o_d < DIM)[None, :]
@@ -35,7 +34,7 @@ def scatter_rows(
 
 @triton.jit
 def block_rows(p_base, start, keys, stride, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_N: tl.constexpr):
-    """[BLOCK_N, BLOCK_DIM] rows from key row `start` of one head; zero past the last key."""
+    """Return [BLOCK_N, BLOCK_DIM] rows from key row `start` of one head; zero past the last key."""
     o_n, o_d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_DIM)
     mask = (start + o_n < keys)[:, None]
     if DIM < BLOCK_DIM:
@@ -46,7 +45,9 @@ def block_rows(p_base, start, keys, stride, DIM: tl.constexpr, BLOCK_DIM: tl.con
 
 @triton.jit
 def softmax_step(scores, row_max, scale, EXACT: tl.constexpr):
-    """New maximum, what to rescale sums by, and weights of unscaled scores; -inf is hidden. Exact for fp32 inputs."""
+    """Return the new maximum, the factor of earlier sums, and weights of unscaled scores; -inf is hidden. Exact in
+    fp32.
+    """
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     shift = tl.where(new_max == float("-inf"), 0.0, new_max)
     if EXACT:
@@ -60,16 +61,16 @@ def softmax_step(scores, row_max, scale, EXACT: tl.constexpr):
 
 @triton.jit
 def weights_of(scores, lse, scale, EXACT: tl.constexpr):
-    """exp(scores * scale - lse), lse = inf for rows without weights; broadcasts."""
+    """Return exp(scores * scale - lse); lse = inf gives rows without weights. Broadcasts."""
     weights = exp_rounded(scores * scale - lse) if EXACT else tl.exp2(scores * (scale * LOG2E) - lse * LOG2E)
     return weights
 
 
 @triton.jit
 def row_values(p_rows, at, inside):
-    """lse and delta of rows `at` of what `row_pairs` gives; a row that is none gets lse = inf: its weights vanish.
+    """Return lse and delta of rows `at` of `row_pairs`; invalid rows get lse = inf, so that their weights vanish.
 
-    Both in one load: Triton repeats loads of fewer elements than threads in every layout that wants them.
+    Loads both at once: Triton repeats loads of fewer elements than threads in every layout that uses them.
     """
     pair = tl.arange(0, 2)[None, :]
     pairs = tl.load(p_rows + at.to(tl.int64)[:, None] * 2 + pair, mask=inside[:, None], other=float("inf"))
@@ -111,11 +112,13 @@ def _selected_rows_kernel(
 
 
 def row_pairs(do: Tensor, dlse: Tensor, out: Tensor, lse: Tensor) -> Tensor:
-    """(T, Hq, 2) fp32: lse, and delta = rowsum(do * out) - dlse; inf and 0 for a row that sees nothing.
+    """Return (T, Hq, 2) fp32: lse, and delta = rowsum(do * out) - dlse; inf and 0 for a row that sees nothing.
 
     Args:
-        do, out: (T, Hq, E), their rows dense.
-        dlse, lse: (Hq, T).
+        do: (T, Hq, E), rows dense.
+        dlse: (Hq, T).
+        out: as do.
+        lse: as dlse.
     """
     rows = lse.new_empty(*out.shape[:2], 2)
     _selected_rows_kernel[(triton.cdiv(out.shape[0] * out.shape[1], 32),)](

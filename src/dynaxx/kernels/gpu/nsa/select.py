@@ -1,8 +1,8 @@
-"""Selection: scores of blocks from attention to compressed tokens, a bounded number of queries at a time, and top-k.
+"""Selection: block scores from attention to compressed tokens, a bounded number of queries at a time, then top-k.
 
-A program of the score kernel holds some compressed tokens and sums the weights that the q heads of a group give them,
-exp(q @ k_cmp - lse), then pools tokens to blocks: each gives to its own block, and by its overlap to the next one. What
-is chosen by them says `nsa.top`.
+A program of the score kernel holds some compressed tokens. It sums their weights exp(q @ k_cmp - lse) over the q heads
+of a group, then pools tokens to blocks: each token gives to its own block and, by its overlap, to the next one.
+`nsa.top` chooses blocks by these scores.
 
 T queries of a chunk, Hq / Hk / Hs query, kv and selection heads, C blocks of the longest sequence.
 """
@@ -105,7 +105,7 @@ def _nsa_scores_kernel(
 
 @dataclass(frozen=True)
 class RowTiles:
-    """RowTiles of a few rows that lie in one sequence each."""
+    """Tiles of a few query rows that lie in one sequence each."""
 
     bounds: list[tuple[int, int]]  # rows
     blocks: list[int]  # that the last row sees
@@ -115,9 +115,10 @@ class RowTiles:
     known_units: dict[tuple[int, int], tuple[Tensor, list[int]]] = field(default_factory=dict)
 
     def chunks(self, row_bytes: int) -> Iterator[tuple[slice, int]]:
-        """Runs of tiles and the most blocks that one of their rows sees; SCORE_BYTES, of row_bytes per row and block.
+        """Yield runs of tiles, and the most blocks that one of their rows sees; scores of a run fit in SCORE_BYTES.
 
-        Four tiles at a time, so that each run of `first` and `end` begins at 16 bytes; blocks in sixteens, likewise.
+        Four tiles at a time, so that each run of `first` and `end` starts at a multiple of 16 bytes; likewise 16
+        blocks.
         """
         begin = 0
         while begin < len(self.bounds):
@@ -133,10 +134,10 @@ class RowTiles:
             begin = stop
 
     def units(self, some: slice, count: int, step: int) -> Tensor:
-        """(units, FIELDS) int32 of some tiles, each of which goes in parts of at most `count` compressed tokens: first
-        row, last row + 1, first token, last token + 1, the row of token 0, and how many tokens the first row sees.
+        """Return (units, FIELDS) int32: tiles cut into parts of at most `count` compressed tokens.
 
-        Parts of a tile are about equal, in whole steps; none is without a token that its last row sees.
+        Fields: first row, last row + 1, first token, last token + 1, the row of token 0, tokens that the first row
+        sees. Parts of a tile are about equal, in multiples of `step`; each has a token that its last row sees.
         """
         if (count, step) not in self.known_units:
             bounds, tokens = torch.tensor(self.bounds).view(-1, 2), torch.tensor(self.tokens).view(-1, 3)
@@ -156,7 +157,7 @@ class RowTiles:
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores of some queries to be written: what a block gets from tokens that start in it, and in the one before."""
+    """Where scores of some queries go: what a block gets from tokens that start in it, and in the block before."""
 
     own: Tensor  # (T, Hs, C) fp32
     behind: Tensor  # the same; `own` where tokens are no longer than their stride
@@ -190,7 +191,7 @@ def _tiles_of(spans: NativeSpans, rows: int) -> RowTiles:
 def score_blocks(
     q: Tensor, k_cmp: Tensor, lse: Tensor | None, spans: NativeSpans, scores: Scores, scale: float
 ) -> None:
-    """A `Scorer` for tiles of QUERIES rows."""
+    """Fill `scores` for tiles of QUERIES rows; a `Scorer`."""
     heads, blocks = scores.own.shape[1:]
     per_token, per_block = strides_per(spans.sizes)
     block_n, num_warps, num_stages = config.score_tiles(per_block, q.dtype)
@@ -238,10 +239,17 @@ def select_blocks(
     scorer: Scorer = score_blocks,
     tile_rows: int = QUERIES,
 ) -> Tensor:
-    """As `kernels.reference.nsa.select_blocks`; holds SCORE_BYTES of scores.
+    """Return the chosen blocks, as `kernels.reference.nsa.select_blocks`; holds SCORE_BYTES of scores.
 
     Args:
-        scorer: makes the scores, of tiles of `tile_rows` queries.
+        q: (T, Hq, D).
+        k_cmp: (compressed tokens, Hk, D).
+        lse: (Hq, T) of attention to compressed tokens; None ranks by q @ k_cmp.
+        spans: where sequences lie.
+        heads: selection heads.
+        scale: softmax scale.
+        scorer: computes the scores, for tiles of `tile_rows` queries.
+        tile_rows: see `scorer`.
     """
     sizes = spans.sizes
     indices = torch.empty(q.shape[0], heads, sizes.slc_count, dtype=torch.int32, device=q.device)

@@ -27,7 +27,7 @@ PARTIAL_GRAD_BYTES = 256 << 20  # of partial dq: backward holds more besides
 
 
 class Mixture(NamedTuple):
-    """What the selected branch is added to, each times its gate."""
+    """What the selected branch is added to, each branch times its gate."""
 
     cmp: Tensor  # (T, Hq, E), the compressed branch
     swa: Tensor  # (T, Hq, E), the window branch; where it goes if `swa_lse` is given
@@ -39,7 +39,7 @@ class Mixture(NamedTuple):
 
 @dataclass(frozen=True)
 class SelectedPlan:
-    """A selection as both directions read it."""
+    """A selection, prepared for forward and backward."""
 
     indices: Tensor  # (T, Hs, n) int32 contiguous
     spans: NativeSpans
@@ -56,7 +56,7 @@ class SelectedPlan:
     def forward_by_query(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, taken: Tensor | None, mixture: Mixture | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return out and lse; scale > 0. Whatever they are where `choose` gave `taken` and it is 0."""
+        """Return out and lse; scale > 0. Unspecified where `choose` returned `taken` and it is 0."""
         assert mixture is None, "this plan mixes nothing"
         from dynaxx.kernels.gpu.nsa import union
 
@@ -64,18 +64,19 @@ class SelectedPlan:
 
     @property
     def mixes(self) -> bool:
-        """Whether `forward_by_query` is the way, and can add the other branches to its own."""
+        """Whether `forward_by_query` can add the other branches to the selected one."""
         return False
 
     @property
     def attends_window(self) -> bool:
-        """Whether `forward_by_query` makes the window branch, too, as it mixes."""
+        """Whether `forward_by_query` computes the window branch, too, when it mixes."""
         return False
 
     def choose(self) -> Tensor | None:
-        """(1,) int32, on the device: whether neighbours agree so much that by query is faster; None if that is known.
+        """Return (1,) int32 on the device: whether neighbours agree so much that by query is faster; None where that is
+        known.
 
-        Where they don't, unions are emptied, so that whatever goes by query has nothing to do.
+        Where they do not, the unions are emptied, so that the kernels by query have nothing to do.
         """
         if self.schedule != "either":
             return None
@@ -86,24 +87,24 @@ class SelectedPlan:
     def dq_by_query(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, scale: float, others_dq: Tensor | None = None
     ) -> Tensor:
-        """Return dq, added to `others_dq` if that is given, of rows as `nsa.rows.row_pairs` gives them."""
+        """Return dq, added to `others_dq` if given; `rows` as `nsa.rows.row_pairs` returns them."""
         from dynaxx.kernels.gpu.nsa import union
 
         dq = union.backward_dq(do, q, k, v, rows, self.union, self.spans, self.tiles, scale)
         return dq if others_dq is None else others_dq.add_(dq)
 
     def partials(self) -> Callable[..., None] | None:
-        """A kernel of one's own for the partial results by key."""
+        """Return a kernel that replaces the one for partial results by key, or None."""
         return None
 
     def items_dkv(self) -> Callable[..., None] | None:
-        """A kernel of one's own for the dk and dv of items where queries are not cut into chunks."""
+        """Return a kernel that replaces the one for dk and dv where queries are not cut into chunks, or None."""
         return None
 
     def by_heads(self, kv_heads: int, row_bytes: int, limit: int) -> list[tuple[slice, slice, SelectedPlan]]:
-        """Kv heads, their q heads, and this plan for them alone: parts of `limit` bytes of partial results each.
+        """Return kv heads, their q heads, and this plan for them alone, in parts of `limit` bytes of partial results.
 
-        A part is one kv head or more; `items` cuts the queries of one that is larger.
+        A part has one kv head or more; `items` cuts the queries of a larger one.
         """
         queries, heads, slots = self.indices.shape
         per_kv = heads // kv_heads
@@ -117,7 +118,9 @@ class SelectedPlan:
         return found
 
     def items(self, row_bytes: int | None, limit: int = 0) -> tuple[Items, range]:
-        """Entries by block and their chunks: `limit` bytes of partial results, `row_bytes` per q head of a slot."""
+        """Return entries by block, and their chunks: `limit` bytes of partial results, `row_bytes` per q head of a
+        slot.
+        """
         from dynaxx.kernels.gpu.nsa.key_items import items
 
         queries, heads, slots = self.indices.shape
@@ -129,14 +132,14 @@ class SelectedPlan:
 
 
 def schedule_of(group_size: int, kv_block: int) -> str:
-    """In words, for `explain_selected`."""
+    """Return in words how blocks are visited, for `explain_selected`."""
     if config.choose_schedule(group_size) == "gather":
         return "by key: gathers the queries of each block, merges partial results, since so small a group fills no tile"
     return "by query: the union of a few neighbouring positions, since groups of 16 fill a matrix instruction"
 
 
 def prepare_selected(block_indices: Tensor, spans: NativeSpans, q: Tensor, k: Tensor, v: Tensor) -> SelectedPlan:
-    """What forward and backward share."""
+    """Return what forward and backward share."""
     group_size = q.shape[1] // block_indices.shape[1]
     tiles = config.query_tiles(group_size, block_indices.shape[2], q.shape[2], v.shape[2], q.dtype)
     return SelectedPlan(block_indices, spans, group_size, config.choose_schedule(group_size), tiles)
@@ -145,14 +148,14 @@ def prepare_selected(block_indices: Tensor, spans: NativeSpans, q: Tensor, k: Te
 def selected_and_mixed(
     q: Tensor, k: Tensor, v: Tensor, plan: SelectedPlan, scale: float, mixture: Mixture
 ) -> tuple[Tensor, Tensor]:
-    """As `selected_forward`, for a plan that mixes; the gated sum of all branches goes to `mixture.out`."""
+    """Attend as `selected_forward`, for a plan that mixes; write the gated sum of all branches to `mixture.out`."""
     q, scale = positive_scale(q, scale)
     q, k, v = (unit_stride(x) for x in (q, k, v))
     return plan.forward_by_query(q, k, v, scale, None, mixture)
 
 
 def selected_forward(q: Tensor, k: Tensor, v: Tensor, plan: SelectedPlan, scale: float) -> tuple[Tensor, Tensor]:
-    """As `kernels.reference.nsa.selected_forward`; fp32 inputs are multiplied in full fp32."""
+    """Return out and lse, as `kernels.reference.nsa.selected_forward`; fp32 inputs are multiplied in full fp32."""
     from dynaxx.kernels.gpu.nsa import gather
 
     q, scale = positive_scale(q, scale)
@@ -204,7 +207,7 @@ def selected_backward_of_rows(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, plan: SelectedPlan, scale: float,
     others_dq: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """As `selected_backward`, of rows as `nsa.rows.row_pairs` gives them; dq is added to `others_dq`, contiguous."""
+    """Return as `selected_backward`, from rows of `nsa.rows.row_pairs`; dq is added to `others_dq`, contiguous."""
     from dynaxx.kernels.gpu.nsa import backward
 
     do, q, k, v = (unit_stride(x) for x in (do, q, k, v))

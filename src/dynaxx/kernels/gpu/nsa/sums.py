@@ -1,7 +1,6 @@
-"""Sums of what items and entries of selected attention give to dk, dv and dq. In their order, without atomics: every
-run gives the same bits.
+"""Sum what items and entries of selected attention give to dk, dv and dq.
 
-Names and shapes as in `nsa.gather`.
+Sums have a fixed order and no atomics: every run gives the same bits. Names and shapes as in `nsa.gather`.
 """
 
 import triton

@@ -1,6 +1,6 @@
-"""Top-k: the blocks of a row of scores, forced ones and the best, ascending. A warp per row of up to 1,024 blocks.
+"""Top-k: choose the blocks of a row of scores, forced ones and the best, ascending. A warp per row of up to 1,024.
 
-The range of the n-th best score is halved until n are left, so there is no sort of the row.
+The kernel bisects the range of the n-th best score until n are left, and so does not sort the row.
 
 T queries of a chunk, Hs selection heads, C blocks, n selected.
 """
@@ -19,9 +19,9 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 @triton.jit
 def _bounds(key, need, WIDTH: tl.constexpr):
-    """Two keys between which the need-th best one is: at least the first, less than the second.
+    """Return two keys around the need-th best one: it is at least the first and less than the second.
 
-    Of GROUPS groups of keys, need have a best key of at least the need-th best of those.
+    Of GROUPS groups of keys, `need` have a best key of at least the need-th best of those.
     """
     GROUPS: tl.constexpr = 32
     above = tl.max(key, 0) + 1
@@ -37,7 +37,7 @@ def _bounds(key, need, WIDTH: tl.constexpr):
 
 @triton.jit
 def _running(chosen, WIDTH: tl.constexpr):
-    """How many of a row are chosen up to each place; counts of four runs go in one word, since scans take long."""
+    """Return how many of a row are chosen up to each place; a word holds the counts of four runs: scans are slow."""
     RUN: tl.constexpr = 128
     if WIDTH <= RUN:
         running = tl.cumsum(chosen.to(tl.int32), 0)
@@ -74,7 +74,7 @@ def _choose(
     RAW: tl.constexpr,
     MAX: tl.constexpr,
 ):
-    """The blocks of one row of scores: forced ones, then the best."""
+    """Choose the blocks of one row of scores: forced ones, then the best."""
     block = tl.arange(0, WIDTH)
     free = (block >= first_blocks) & (block < seen - local_blocks)
     scored = tl.cdiv(tokens, PER_BLOCK)  # blocks that a visible token begins in
@@ -128,7 +128,7 @@ def _top_blocks_kernel(
     RAW: tl.constexpr,
     MAX: tl.constexpr,
 ):
-    """One row of scores, no wider than it needs."""
+    """Choose the blocks of one row of scores, in a tile no wider than it needs."""
     row = tl.program_id(0).to(tl.int64)
     t = first_row + row // heads
     seen, tokens = tl.load(p_num_blocks + t), tl.load(p_num_cmp + t)
@@ -149,7 +149,7 @@ def _top_blocks_kernel(
 
 
 def strides_per(sizes: NativeSizes) -> tuple[int, int]:
-    """Strides in a compressed token, and in a block."""
+    """Return the strides in a compressed token, and in a block."""
     return sizes.cmp_block // sizes.cmp_stride, sizes.slc_block // sizes.cmp_stride
 
 
@@ -166,10 +166,13 @@ def top_blocks(
     """Choose the blocks of some queries by their scores.
 
     Args:
-        own, behind: (T, Hs, C) fp32, as `nsa.select.Scores` holds them; C a multiple of 16.
+        own: (T, Hs, C) fp32, C a multiple of 16, as `nsa.select.Scores` holds them.
+        behind: as `own`.
         indices: (all queries, Hs, n) int32, where the choice goes.
-        num_blocks, num_cmp: (all queries,) int32, blocks and compressed tokens that each sees.
+        num_blocks: (all queries,) int32, blocks that each query sees.
+        num_cmp: (all queries,) int32, compressed tokens that each query sees.
         first_row: of these queries.
+        sizes: of the branches.
         raw: scores may be negative.
     """
     count, heads, blocks = own.shape

@@ -1,5 +1,7 @@
-"""Selected attention by query: a program holds the q heads of one selection head at a few neighbouring positions, and
-walks the union of their blocks. Reads each block once per tile, so it wants groups of 16 or neighbours that agree.
+"""Selected attention by query.
+
+A program holds the q heads of one selection head at a few neighbouring positions, and walks the union of their blocks.
+It reads each block once per tile, so it pays for groups of 16 and more, or where neighbours select the same blocks.
 
 T queries, M keys, Hq / Hk / Hs query, kv and selection heads; D / E head_dim of q, k and of v. A tile has POSITIONS *
 GROUP rows, position-major, GROUP being the group as a power of two.
@@ -33,7 +35,7 @@ RUNTIME_SIZES = ["queries", "keys", "group_size", "heads_per_kv"]
 def tile_rows(
     i_tile, i_head, p_last_key, queries, group_size, POSITIONS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Position in the tile, query row, q head, validity and last visible key of each row of a tile, each [ROWS]."""
+    """Return position in the tile, query row, q head, validity and last visible key of each row of a tile [ROWS]."""
     o_row = tl.arange(0, ROWS)
     position = o_row // GROUP
     member = o_row % GROUP

@@ -1,4 +1,4 @@
-"""What the host passes to every kernel."""
+"""Kernel arguments: layouts, strides, and the descriptors of tensors that TMA (the copy unit of Hopper) reads."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ RUNTIME_SIZES = [
 
 
 def zeros_like_lse(lse: Tensor, layout: BlockLayout) -> Tensor:
-    """Zeros without a kernel that writes them: a layout's first offset, which is 0, read as fp32 for every query."""
+    """Return a view of zeros shaped as lse, without a kernel: it repeats a layout's first offset, which is 0."""
     return layout.kv_indptr.view(torch.float32).as_strided(lse.shape, (0, 0, 0))
 
 
 def unit_stride(x: Tensor) -> Tensor:
-    """`x` itself where its last dimension is dense, as it is for every transposed or sliced view; else a copy."""
+    """Return x with a dense last dimension: x itself, as for every transposed or sliced view, or a copy."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
-    """The same scores with a scale > 0, so that the largest scaled score is the scaled largest score."""
+    """Return q and a scale > 0 that give the same scores, so that the largest score stays the largest once scaled."""
     if scale > 0:
         return q, scale
     return (-q, -scale) if scale < 0 else (q * 0, 1.0)
 
 
 def steps_by_tma(*tensors: Tensor) -> bool:
-    """Whether the copy unit of Hopper and later can step through (B, N, H, D) tensors: half precision, 16-byte steps.
+    """Return whether TMA can step through (B, N, H, D) tensors: half precision, strides and starts of 16 bytes.
 
-    Under the interpreter as well, which knows descriptors and so tests those kernels, too.
+    True under the interpreter as well, which knows descriptors, so that it tests those kernels, too.
     """
     if tensors[0].itemsize != 2 or not (has_tma(tensors[0].device) if tensors[0].is_cuda else interpreted()):
         return False
@@ -63,7 +63,7 @@ def _steps(shape: torch.Size, strides: tuple[int, ...]) -> bool:
 
 
 def tile_rows(x: Tensor, rows: int) -> TensorDescriptor:
-    """A descriptor of (B, N, H, D), as `steps_by_tma` takes it, that loads `rows` rows of one head at a time."""
+    """Return a descriptor of x (B, N, H, D) that loads `rows` rows of one head; x satisfies `steps_by_tma`."""
     return rebased(_tile_rows(x.shape, x.stride(), x.dtype, rows), x)
 
 
@@ -73,7 +73,7 @@ def _tile_rows(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, 
 
 
 def tile_values(x: Tensor, rows: int) -> TensorDescriptor:
-    """A descriptor of (B, H, N, 2) fp32, contiguous with N even, that loads the numbers of `rows` rows of one head."""
+    """Return a descriptor of x (B, H, N, 2) fp32, contiguous, N even, that loads `rows` rows of one head at a time."""
     return rebased(_tile_values(x.shape, rows), x)
 
 
@@ -86,37 +86,37 @@ def _tile_values(shape: torch.Size, rows: int) -> TensorDescriptor:
 
 
 def heads_apart(shape: torch.Size, strides: tuple[int, ...]) -> tuple[list[int], list[int]]:
-    """Shape and strides of (B, N, H, D) as (B, H, N, D), with strides that TMA takes."""
+    """Return shape and strides of (B, N, H, D) as (B, H, N, D), with strides that TMA accepts."""
     turned = [shape[i] for i in (0, 2, 1, 3)]
     steps = [strides[i] if shape[i] > 1 else shape[3] for i in (0, 2, 1)]  # of a single entry it is any number
     return turned, [*steps, 1]
 
 
 def nowhere(dtype: torch.dtype) -> Tensor:
-    """What a template describes."""
+    """Return an empty tensor without memory, for descriptor templates."""
     return torch.empty(0, dtype=dtype, device="meta")
 
 
 def as_template(descriptor: Any) -> Any:
-    """A descriptor of `nowhere` that `rebased` copies: checked once, and once asked what a kernel is compiled for."""
+    """Prepare a descriptor of `nowhere` for `rebased`: note once what a kernel is specialized on."""
     descriptor.kind = kind_of(descriptor)
     return descriptor
 
 
 def rebased(template: Any, x: Tensor | None) -> Any:
-    """The template of x's shape, strides and dtype, for x, which begins at 16 bytes."""
+    """Return a copy of the template that describes x, which starts at a multiple of 16 bytes."""
     found = object.__new__(type(template))
     found.__dict__ = {**template.__dict__, "base": x}
     return found
 
 
 def strides(name: str, x: Tensor) -> dict[str, int]:
-    """Strides of batch, sequence and heads, as the kernels name them."""
+    """Return the strides of batch, sequence and heads under the kernels' parameter names."""
     return {f"stride_{name}b": x.stride(0), f"stride_{name}n": x.stride(1), f"stride_{name}h": x.stride(2)}
 
 
 def layout_arguments(layout: BlockLayout) -> tuple[Tensor | int, ...]:
-    """A layout as a kernel takes it: its tensors, capacity, number of masks, and strides of batch and head in rows."""
+    """Return a layout as kernel arguments: tensors, capacity, number of masks, strides of batch and head in rows."""
     return (
         layout.kv_indptr.contiguous(),
         layout.kv_num_partial.contiguous(),
@@ -127,13 +127,13 @@ def layout_arguments(layout: BlockLayout) -> tuple[Tensor | int, ...]:
 
 
 def order_argument(layout: BlockLayout) -> tuple[Tensor, bool]:
-    """The order in which to start rows, and whether there is one; else any tensor."""
+    """Return the order in which rows start, and True; any tensor and False if the layout has no order."""
     order = layout.kv_order
     return (layout.kv_indptr, False) if order is None else (order, True)
 
 
 def transposed_arguments(layout: BlockLayout) -> tuple[Tensor | int, ...]:
-    """`layout_arguments` of the same blocks by kv block."""
+    """Return `layout_arguments` of the transposed layout, which lists q blocks by kv block."""
     turned = layout.transposed
     return (
         turned.q_indptr.contiguous(),
@@ -145,7 +145,7 @@ def transposed_arguments(layout: BlockLayout) -> tuple[Tensor | int, ...]:
 
 
 def mask_arguments(layout: BlockLayout, capacity: int) -> tuple[Tensor | int, ...]:
-    """The element masks, and the sizes that keep a kernel inside of the tensors."""
+    """Return the element masks, and the sizes that keep a kernel inside the tensors."""
     return (
         layout.masks.bits.contiguous(),
         layout.masks.bands.contiguous(),

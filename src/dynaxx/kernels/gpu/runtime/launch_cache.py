@@ -1,8 +1,8 @@
-"""`launch_cached`: a launch over the same layout, shapes and strides is the same launch with other tensors in it.
+"""Cache launches over a layout: the same layout, shapes and strides give the same launch with other addresses.
 
-What the host computes for a kernel from a layout and from shapes costs more than a short call. It is done once, and
-kept with the layout as long as that lives: layers share a layout, training steps do, and so do requests of one length.
-Where each layer chooses its own, it is kept for all layouts of one form.
+Computing a kernel's arguments from a layout and from shapes takes the host longer than a short call runs. The result is
+kept with the layout, which layers, training steps and requests of one length share. Layouts that each layer selects
+anew share one entry per form.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MOST_LAUNCHES = 64  # kept per layout
 
 
 class CachedLaunch(NamedTuple):
-    """A launch with gaps where its tensors go."""
+    """A compiled launch whose tensor arguments are filled in at each call."""
 
     start: Callable[[list[Any], int], None]  # of the arguments, on a device
     arguments: list[Any]  # as `start` takes them
@@ -52,11 +52,16 @@ def launch_cached(
     made: int = 0,
     split: dict[str, Any] | None = None,
 ) -> None:
-    """Call `start(layout, *tensors, *settings)`, which launches one kernel; from the third such call on, only that.
+    """Call `start(layout, *tensors, *settings)`, which launches one kernel; the third such call and later ones skip
+    `start`.
 
     Args:
-        made: of the tensors, the last so many are dense, and of shapes and dtypes that follow from the others'.
-        split: of `Split.to`; then `start` is given it, too, behind the settings.
+        start: launches one kernel and returns its `Launch`.
+        layout: its tensors may be arguments of the kernel.
+        tensors: of the call; their shapes, strides and dtypes are part of the key.
+        settings: hashable values, part of the key.
+        made: how many of the last tensors are dense with shapes and dtypes that follow from the other tensors.
+        split: `SplitLines.to(...)`; `start` receives it after the settings.
     """
     bind_context()
     device = tensors[0].get_device()
@@ -101,7 +106,7 @@ _kept = PerLayout()
 
 
 def _cached_launch(launch: Launch, layout: BlockLayout, tensors: tuple[Tensor, ...]) -> CachedLaunch | None:
-    """The launch with gaps; None where one cannot tell which tensor goes where, or it reads a copy of one."""
+    """Return a launch as a `CachedLaunch`; None if an argument is a copy, or two tensors are the same object."""
     owned = _tensors_of(layout)
     which = {id(x): i for i, x in enumerate(tensors)}
     if len(which) < len(tensors):
@@ -136,7 +141,7 @@ def _rebased(template: Any, x: Tensor, address: int) -> Any:
 
 
 def _tensors_of(layout: BlockLayout) -> dict[int, str]:
-    """By identity, how to get the tensors that a layout keeps alive."""
+    """Return attribute paths of the tensors that a layout keeps alive, by identity."""
     parts = {"": vars(layout), "masks.": vars(layout.masks), "derived.": vars(layout.derived)}
     if layout.derived.transposed is not None:
         parts["transposed."] = vars(layout.transposed)

@@ -1,13 +1,12 @@
-"""`kernel_launcher`: start a kernel that an earlier call compiled, without asking Triton which one that is.
+"""Launch compiled kernels without Triton's per-call dispatch.
 
-`kernel[grid](...)` binds, types and formats every argument of every call into a string that names the compiled kernel:
-tens of microseconds, as much as a short call computes. What the choice depends on is little: constants, the dtype of a
-tensor, whether an integer is 1 or a multiple of 16 and a tensor begins at 16 bytes. Here that is the key; what is rare,
-an integer of more than 31 bits, goes through Triton.
+`kernel[grid](...)` binds, types and formats every argument into a string that names the compiled kernel. That takes
+tens of microseconds, as long as a short call computes. The launcher keys compiled kernels by what Triton specializes
+on: constants, dtypes, whether an integer is 1 or a multiple of 16, whether a tensor starts at a multiple of 16 bytes.
+Integers of more than 31 bits are rare and go through Triton.
 
-What this leans on was read in `JITFunction.run`, `CompiledKernel` and the launchers of the versions in `CHECKED`: what
-a kernel is specialized on, and how `run` is called, which itself sees to scratch memory, clusters and overlapping
-launches. Every other version goes through Triton.
+It relies on details of `JITFunction.run`, `CompiledKernel` and Triton's launchers that were read for the versions in
+`CHECKED`; `run` itself handles scratch memory, clusters and overlapping launches. Other versions go through Triton.
 """
 
 from __future__ import annotations
@@ -34,7 +33,9 @@ DESCRIPTORS: set[type] = {TensorDescriptor}
 
 
 class CallSignature(NamedTuple):
-    """Where a call of certain names and types has what; positions count in the order of the kernel's parameters."""
+    """Positions of each kind of argument, for calls with the same names and types; in the order of the kernel's
+    parameters.
+    """
 
     in_order: Callable[[tuple[Any, ...]], tuple[Any, ...]]  # the values of a call in that order
     constants: tuple[int, ...]  # positions in the call: constants, and launch options
@@ -45,10 +46,10 @@ class CallSignature(NamedTuple):
 
 
 class KernelLauncher:
-    """A jitted kernel, launched as Triton launches it: `kernel[grid](...)`, with an argument for every parameter.
+    """A jitted kernel that is launched as in Triton, `kernel[grid](...)`, with an argument for every parameter.
 
-    The first call of its kind goes through Triton, and so do all calls under Triton's interpreter and on HIP, where a
-    kernel depends on more.
+    The first call of a kind goes through Triton. So do all calls under the interpreter and on HIP, where kernels are
+    specialized on more.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -100,7 +101,7 @@ class KernelLauncher:
         return _record_launch(Launch(compiled, grid, in_order))
 
     def _signature_of(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> CallSignature:
-        """Sort the arguments of a call by type; what Triton may specialize on in another way counts as constant."""
+        """Sort the arguments of a call by type; what Triton may specialize on in another way counts as a constant."""
         names = [*self.kernel.arg_names[: len(arguments)], *named]
         runtime = {param.name: param for param in self.kernel.params if not param.is_constexpr}
         found: dict[str, list[int]] = {field: [] for field in CallSignature._fields[1:]}
@@ -121,7 +122,7 @@ class KernelLauncher:
 
 
 class Launch(NamedTuple):
-    """What was started."""
+    """A kernel that was started."""
 
     compiled: Any
     grid: tuple[int, ...]
@@ -129,7 +130,7 @@ class Launch(NamedTuple):
 
 
 def _record_launch(launch: Launch | None) -> Launch | None:
-    """Tell those who watch this thread of a launch; None is one that cannot be started again."""
+    """Append a launch to the recording of this thread, if there is one; None stands for one that cannot be repeated."""
     launches = recorded_launches()
     if launches is not None:
         launches.append(launch)
@@ -137,13 +138,13 @@ def _record_launch(launch: Launch | None) -> Launch | None:
 
 
 def recorded_launches() -> list[Launch | None] | None:
-    """Those of this thread since it began to watch; None where it does not."""
+    """Return the launches of this thread since recording began; None while it does not record."""
     return getattr(_thread, "launches", None)
 
 
 @contextmanager
 def recording_launches() -> Iterator[list[Launch | None]]:
-    """Every launch of this thread, in its order; does not nest."""
+    """Record every launch of this thread, in order; recordings do not nest."""
     found: list[Launch | None] = []
     _thread.launches = found
     try:
@@ -162,12 +163,12 @@ def run(compiled: Any, grid: tuple[int, ...], arguments: Sequence[Any], device: 
 
 
 def has_launch_hooks() -> bool:
-    """Whether a profiler wants to know of launches."""
+    """Return whether a profiler has hooked launches."""
     return bool(knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls)
 
 
 class DirectLauncher(NamedTuple):
-    """A compiled kernel's launcher, below what Triton does in Python for each call."""
+    """A compiled kernel's C launcher, called without Triton's Python code around it."""
 
     launch: Callable[..., None]
     grid: tuple[int, ...]
@@ -176,12 +177,18 @@ class DirectLauncher(NamedTuple):
     maps: Sequence[dict[str, Any]]  # how descriptors are encoded, in their order
 
     def start(self, arguments: list[Any], device: int) -> None:
-        """Arguments in order: tensors as addresses; for a descriptor what encodes it, its shape and its strides."""
+        """Start the kernel.
+
+        Args:
+            arguments: in the order of parameters: addresses for tensors; for descriptors their encoding, shape and
+                strides.
+            device: index of the GPU.
+        """
         stream = driver.active.get_current_stream(device)
         self.launch(*self.grid, stream, self.function, *self.between, *arguments)
 
     def described(self, descriptor: Any, number: int) -> Callable[[Tensor, int], Any]:
-        """What encodes the descriptor, the `number`-th one, of a tensor at an address."""
+        """Return a function that encodes the `number`-th descriptor for a tensor at an address."""
         from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
         meta = self.maps[number]
@@ -209,7 +216,7 @@ class DirectLauncher(NamedTuple):
 
 
 def direct_launcher(compiled: Any, grid: tuple[int, ...]) -> DirectLauncher | None:
-    """None where a launch is more than that: another Triton than 3.6, scratch memory, other kinds of descriptors."""
+    """Return the direct launcher; None outside Triton 3.6, and for scratch memory or other kinds of descriptors."""
     launcher = compiled.run
     launch = getattr(launcher, "launch", None)
     if launch is None or not triton.__version__.startswith("3.6."):
@@ -231,7 +238,7 @@ _thread = threading.local()
 
 
 def bind_context() -> None:
-    """Let a thread's first call to CUDA be one that gives it a context: making a TMA descriptor does not, and fails."""
+    """Give this thread a CUDA context: encoding a TMA descriptor needs one, but does not create it."""
     if not hasattr(_thread, "bound"):
         if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
             torch.cuda.current_stream().query()
@@ -239,17 +246,17 @@ def bind_context() -> None:
 
 
 def version_is_checked() -> bool:
-    """Whether this is a Triton of which the launch has been read."""
+    """Return whether the installed Triton is one of `CHECKED`."""
     return ".".join(triton.__version__.split(".")[:2]) in CHECKED
 
 
 def kernel_launcher(kernel: Any) -> Any:
-    """Decorate a jitted kernel that the host launches; see `KernelLauncher`."""
+    """Decorate a jitted kernel that the host launches."""
     return KernelLauncher(kernel)
 
 
 def kind_of(descriptor: Any) -> Any:
-    """What a kernel is compiled for; descriptors of `rebased` say it themselves."""
+    """Return what a kernel is specialized on for this descriptor."""
     known = vars(descriptor).get("kind")
     if known is None:
         block, layout = tuple(descriptor.block_shape), getattr(descriptor, "layout", None)

@@ -1,9 +1,8 @@
-"""`record_or_replay`: a call that allocates and launches is, with the same shapes, the same launches once more.
+"""Record a call's allocations and kernel launches, and replay them for later calls of the same shapes.
 
-A decoding step is a few short kernels, and so is a choice of blocks: what the host computes for them from shapes takes
-longer than they run. It is done once: the second call is watched, and what it allocated and launched is kept, with gaps
-where tensors go. (The first may be the only one: a cache that grows has another shape at every step, with as many calls
-as there are layers.)
+A decoding step, or a selection of blocks, is a few short kernels. Computing their arguments takes the host longer than
+they run. The second call of a kind is recorded, with gaps for tensors, and later calls replay it. The first call is
+not: it may be the only one, since a growing cache has new shapes at every step.
 """
 
 from __future__ import annotations
@@ -37,30 +36,33 @@ RecordedCall = Callable[..., tuple[Tensor, ...]]
 
 
 class RecordedInputs(Protocol):
-    """What stays from call to call, beside the tensors that each brings: a cache, or a rule made ready."""
+    """Inputs that stay from call to call, beside the tensors of each call: a cache, or a prepared rule."""
 
     @property
     def k(self) -> Tensor:
-        """One of its tensors, on the device."""
+        """Return one of its tensors on the device."""
 
     @property
     def form(self) -> Hashable:
-        """The same where all is the same that launches depend on, but addresses and numbers in tensors."""
+        """Return a key; equal keys promise equal launches but for addresses and the numbers in tensors."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All that a call reads."""
+        """Return every tensor that a call reads."""
 
 
 def record_or_replay(
     call: RecordedCall, cache: RecordedInputs, tensors: tuple[Tensor | None, ...], *settings: Any
 ) -> Any:
-    """`call(cache, *tensors, *settings)`; with the same shapes again, only its launches.
+    """Return `call(cache, *tensors, *settings)`; replay its launches where a call of these shapes was recorded.
 
     Args:
-        call: allocates by `torch.empty` and its like, takes views and launches kernels of `kernel_launcher`; what does
-            more is called every time. What it returns it has allocated, dense tensors. It reads no other tensors.
-        settings: hashable, and each always of the same type.
+        call: allocates with `torch.empty` and its like, takes views, and launches kernels of `kernel_launcher`; one
+            that
+            does more is called every time. It returns dense tensors that it allocated and reads no other tensors.
+        cache: the inputs that stay.
+        tensors: of this call; their shapes, strides and dtypes are part of the key.
+        settings: hashable values, each always of the same type.
     """
     device = cache.k.get_device()
     if recorded_launches() is not None or has_launch_hooks() or (device < 0 and interpreted()):
@@ -95,7 +97,7 @@ def record_or_replay(
 
 
 class Recording(NamedTuple):
-    """What a call allocates and launches. Tensors are numbered: those given, those returned, and all others as one."""
+    """Allocations and launches of a call; tensors are numbered: inputs, results, then all scratch memory as one."""
 
     launches: tuple[tuple[Callable[[list[Any], int], None], list[Any], tuple[tuple[int, int, int], ...]], ...]
     # of each: how it starts, its arguments, and (position, tensor, offset in bytes) of the addresses among these
@@ -103,7 +105,7 @@ class Recording(NamedTuple):
     scratch: int  # bytes
 
     def start(self, addresses: list[int], index: int, device: torch.device) -> tuple[Tensor, ...]:
-        """What the call returns."""
+        """Allocate the results, launch the kernels, and return the results."""
         found = tuple([torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.results])
         for x in found:
             addresses.append(x.data_ptr())
@@ -131,7 +133,7 @@ def _record(
     settings: tuple[Any, ...],
     addresses: list[int],
 ) -> tuple[Tensor, ...]:
-    """Make the call and keep what it did; where two tensors are one, one cannot tell which is meant."""
+    """Run a call and keep its recording; not where two inputs share an address, which would be ambiguous."""
     if len(set(addresses)) < len(addresses):
         return call(cache, *tensors, *settings)
     with Allocations() as allocations, recording_launches() as launches:
@@ -142,7 +144,7 @@ def _record(
 
 
 class Allocations(TorchDispatchMode):
-    """Every tensor that is allocated, and whether nothing else is done but to take views."""
+    """Collect the tensors that are allocated, and notice any operation that is neither an allocation nor a view."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +172,7 @@ def _memory(x: Any) -> int:
 def _recording_of(
     launches: Sequence[Launch | None], allocations: Allocations, given: tuple[Tensor, ...], results: tuple[Tensor, ...]
 ) -> Recording | None:
-    """None where the call did more than launch over what it was given and has allocated."""
+    """Return the recording; None where the call did more than launch kernels over its inputs and allocations."""
     if not launches or not allocations.are_all:
         return None
     places: dict[int, tuple[int, int]] = {}  # of memory that was allocated: (tensor, offset in bytes)
@@ -212,7 +214,7 @@ def _place_in_made(x: Tensor, places: dict[int, tuple[int, int]]) -> tuple[int, 
 
 
 def _place_in_given(x: Tensor, given: tuple[Tensor, ...]) -> tuple[int, int] | None:
-    """(tensor, offset in bytes) of a view of one that was given; None where that is not certain."""
+    """Return (tensor, offset in bytes) of a view of an input; None where that is ambiguous."""
     for i, own in enumerate(given):
         if own.data_ptr() == x.data_ptr():
             return i, 0

@@ -1,4 +1,4 @@
-"""Parts of long rows and columns in Triton kernels: which one a program has, and what of the line. See `split`."""
+"""Find the tile that a program of a Triton kernel computes, where long rows and columns are split (see `split`)."""
 
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ NOTHING = tl.constexpr(-2)  # slot of one that is, whose parts other programs ha
 
 
 class QueryTile(NamedTuple):
-    """The tile of queries that a program has; of `query_tile`."""
+    """The tile of queries that a program computes."""
 
     i_b: Any
     i_h: Any
@@ -24,9 +24,9 @@ class QueryTile(NamedTuple):
 
 @triton.jit
 def started_tile(i_program, tiles, heads, span):
-    """Head and rank of the tile that a program takes: `span` tiles of a head, those of the next, then the next ones.
+    """Return head and rank of a program's tile: `span` tiles of each head in turn, then the next `span` of each.
 
-    Programs at a time then read few heads, whose keys stay in L2, and the longest rows of all heads still start first.
+    Concurrent programs then read few heads, whose keys stay in L2, and the longest rows of all heads still start first.
     """
     begin = i_program // (span * heads) * span
     rest = i_program - begin * heads
@@ -36,7 +36,7 @@ def started_tile(i_program, tiles, heads, span):
 
 @triton.jit
 def started_row(p_order, lead, rank, num_rows, ORDERED: tl.constexpr):
-    """The row that is started as number `rank`: by a layout's order, or the last first."""
+    """Return the row that starts as number `rank`: by the layout's order, or the last row first."""
     row = num_rows - 1 - rank
     if ORDERED:
         row = tl.load(p_order + lead.to(tl.int64) * num_rows + rank)
@@ -49,7 +49,7 @@ def query_tile(
     p_order, p_parts, num_parts, batch_copies, head_copies, layout_stride_b, layout_stride_h, seqlen_q, batch, q_heads,
     span, Q_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, ORDERED: tl.constexpr, HAS_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Which tile a program has: those of parts come first, then all."""
+    """Return the tile of a program: programs for parts come first, then one per tile of every row."""
     SPLIT_M: tl.constexpr = Q_BLOCK // BLOCK_M
     q_blocks = (seqlen_q + Q_BLOCK - 1) // Q_BLOCK
     part_programs = num_parts * batch_copies * head_copies * SPLIT_M
@@ -74,10 +74,10 @@ def query_tile(
 
 @triton.jit
 def part_of(i_program, p_parts, num_parts, batch_copies, head_copies, num_lines, heads, TILES: tl.constexpr):
-    """The part that a program has a tile of, if there are so many; else what is not used.
+    """Return the part of which a program computes a tile; unspecified values for other programs.
 
     Returns:
-        its slot, or WHOLE; batch entry, head, row (or column) and tile of it; its entries first..last of the line.
+        its slot, or WHOLE; its batch entry, head, row (or column) and tile; its entries first..last of the line.
     """
     copies = batch_copies * head_copies
     is_part = i_program < num_parts * copies * TILES
@@ -93,7 +93,7 @@ def part_of(i_program, p_parts, num_parts, batch_copies, head_copies, num_lines,
 
 @triton.jit
 def entries_of(slot, start, partial, total, first, last, limit):
-    """What a program has of a row's entries: its part, all, or NOTHING of a long one that is not a part."""
+    """Return a program's share of a row's entries: its part, all, or NOTHING where the row has parts."""
     split = (slot == WHOLE) & (total > limit)
     begin = tl.where(slot == WHOLE, 0, tl.minimum(first, total))
     end = tl.where(slot == WHOLE, tl.where(split, 0, total), tl.minimum(last, total))
@@ -104,7 +104,7 @@ def entries_of(slot, start, partial, total, first, last, limit):
 
 @triton.jit
 def store_part(p_sums, slot, rows, inner, BLOCK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Leave a tile of a part, at positions `inner` of its block: (slots, BLOCK, D) fp32. Else nothing."""
+    """Store a tile of a part at positions `inner` of its block, (slots, BLOCK, D) fp32; nothing without a part."""
     o_d = tl.arange(0, BLOCK_D)
     p_rows = p_sums + (tl.maximum(slot, 0).to(tl.int64) * BLOCK + inner)[:, None] * D + o_d[None, :]
     tl.store(p_rows, rows, mask=(inner < tl.where(slot >= 0, BLOCK, 0))[:, None] & (o_d < D)[None, :])

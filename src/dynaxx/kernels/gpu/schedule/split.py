@@ -1,8 +1,12 @@
-"""Rows or columns that are much longer than the others, cut into parts, so that no processor is left alone with one.
+"""Split rows or columns that are much longer than the others, so that no multiprocessor is left alone with one.
 
-A global token, or a sink, is in every row: its column is as long as the sequence. The parts of such a line are
-programs like the others and start first (`parts`); each leaves its sums in fp32, which are then added in a fixed order
-(`split_sums`). A line is a row of a layout, or a column of the heads of a group: their entries, head after head.
+A global token or a sink is in every row, so its column is as long as the sequence. The parts of such a line are
+programs of their own that start first (`parts`). Each leaves fp32 sums, which are added in a fixed order
+(`split_sums`). A line is a row of a layout, or the column of all heads of a group, head after head.
+
+    lines      0  1  2  3  4           limit = 4 entries
+    entries    2  9  3  1  4           line 1 is split
+    parts      line 1: [0, 3) [3, 6) [6, 9)
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ SHARE = 2  # a long line's parts are one of so many of a processor's share, wher
 
 
 class SplitLines(NamedTuple):
-    """The lines of more than `limit` entries, in parts of even length. What a shared layout repeats is listed once."""
+    """The lines of more than `limit` entries, in parts of even length; a layout that heads share is listed once."""
 
     limit: int
     parts: Tensor  # (parts, 3) int32: line, first entry, entry behind the last; equal where there is no part
@@ -32,11 +36,11 @@ class SplitLines(NamedTuple):
     copies: tuple[int, int]  # batch entries and heads, or pairs of heads, that each stands for
 
     def places(self, like: Tensor, *shape: int) -> Tensor:
-        """Room for what each part leaves, (parts * copies, *shape) fp32."""
+        """Allocate what each part leaves, (parts * copies, *shape) fp32."""
         return like.new_empty(self.parts.shape[0] * self.copies[0] * self.copies[1], *shape, dtype=torch.float32)
 
     def to(self, **places: Tensor) -> dict[str, Any]:
-        """What a kernel is told: the parts, and by its own names where they leave their sums."""
+        """Return kernel arguments: the parts, and `places`, where they leave their sums."""
         return {
             "p_parts": self.parts,
             **places,
@@ -59,7 +63,7 @@ class Lines(NamedTuple):
 
     @classmethod
     def columns(cls, layout: BlockLayout, batch: int, q_heads: int, kv_heads: int) -> Lines:
-        """Of a program for all heads of a group."""
+        """Return the columns of a pass in which a program serves all heads of a group."""
         group_size, copies = q_heads // kv_heads, batch // layout.layout_batch
         if layout.layout_heads == 1:
             return cls(layout.layout_batch, layout.kv_blocks, 1, group_size, (copies, kv_heads))
@@ -67,37 +71,37 @@ class Lines(NamedTuple):
 
     @classmethod
     def rows(cls, layout: BlockLayout, batch: int, q_heads: int, heads: int) -> Lines:
-        """Of a program for `heads` heads, which are one where a layout is not shared."""
+        """Return the rows of a pass in which a program serves `heads` heads; one where the layout differs by head."""
         leads = layout.layout_batch * layout.layout_heads
         copies = (batch // layout.layout_batch, q_heads // heads if layout.layout_heads == 1 else 1)
         return cls(leads, layout.q_blocks, 1, 1, copies)
 
     def limit(self, entries: int, shares: int) -> int:
-        """The most entries of a line that is not split, of so many entries of a layout."""
+        """Return the most entries of a line that is not split, for a layout of so many entries."""
         copies = self.copies[0] * self.copies[1]
         return longest_part(entries * self.repeats, self.leads * self.number, copies, shares)
 
     def lists(self, counts: Tensor, limit: int) -> tuple[int, int]:
-        """How many parts there are, and split lines; `counts` are of each head, on the host."""
+        """Return the number of parts and of split lines; `counts` holds the blocks of each line, on the host."""
         lengths = counts.long().flatten().view(self.leads, self.heads, -1).sum(1) * self.repeats
         pieces = torch.where(lengths > limit, (lengths + limit - 1) // limit, 0)
         return int(pieces.sum()), int((pieces > 0).sum())
 
 
 def longest_part(entries: int, lines: int, copies: int, shares: int) -> int:
-    """Entries of a row or column above which it is split: one of `shares` of all, four times the mean, and 16 at least.
+    """Return the most entries of a line that is not split: 1 / `shares` of all, four times the mean, at least 16.
 
-    Rows under a causal mask, or drawn at random, stay below four times the mean, and even out without. A part of 16
-    blocks of 128 computes for some 30 us on an H200, and takes 3 us to leave its sums.
+    Rows under a causal mask, or drawn at random, stay below four times the mean and balance without a split. A part of
+    16 blocks of 128 computes for about 30 us on an H200, and takes 3 us to leave its sums.
     """
     return max(16, -(-entries * copies // shares), -(-4 * entries // max(1, lines)))
 
 
 def split_columns(layout: BlockLayout, batch: int, q_heads: int, kv_heads: int) -> SplitLines | None:
-    """The columns to split in a pass over kv blocks, for a group of heads in each program; None where there is none.
+    """Return the split columns of a pass over kv blocks, a group of heads per program; None where none is split.
 
-    How many there are is read from the layout on the host that this one was copied from. Without it, as for a
-    selection, lists are as long as they can become, which is a few parts for each processor: nothing is read back.
+    Their number comes from the host's copy of the layout. Without one, as for a selection, the lists have their maximal
+    length, a few parts per multiprocessor, so that nothing is read back from the GPU.
     """
     kept = _kept.setdefault(layout, {})
     key = ("columns", batch, q_heads, kv_heads)
@@ -119,9 +123,10 @@ def split_columns(layout: BlockLayout, batch: int, q_heads: int, kv_heads: int) 
 
 
 def split_rows(layout: BlockLayout, batch: int, q_heads: int, share: int = SHARE, heads: int = 1) -> SplitLines | None:
-    """The rows to split in a pass over q blocks, for `heads` heads in each program; None where there is none.
+    """Return the split rows of a pass over q blocks, `heads` heads per program; None where none is split.
 
-    Of a layout that no host knows, none: what a selection chooses for each row is about as much.
+    Without a copy of the layout on the host no row is split: a selection gives each row about the same number of
+    blocks.
     """
     if layout.host is None:
         return None
@@ -141,7 +146,7 @@ def split_rows(layout: BlockLayout, batch: int, q_heads: int, share: int = SHARE
 
 
 def _captures(layout: BlockLayout) -> bool:
-    """Whether lists made now are not there before a CUDA graph is replayed."""
+    """Return whether lists made now would be missing when a CUDA graph is replayed."""
     return layout.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -166,7 +171,7 @@ def _list_parts_kernel(
     most_lines,
     BLOCK: tl.constexpr,
 ):
-    """Fill the lists of a `SplitLines`, by one program; what has no place in them is left out."""
+    """Fill the lists of a `SplitLines`, in one program; entries beyond the lists are dropped."""
     parts_before, lines_before = 0, 0
     for begin in range(0, leads * num_lines, BLOCK):
         line = begin + tl.arange(0, BLOCK)
@@ -198,7 +203,7 @@ def _list_parts_kernel(
 
 
 def _split(indptr: Tensor, capacity: int, lines: Lines, limit: int, num_parts: int, num_lines: int) -> SplitLines:
-    """The lists, in one piece of memory, each at 16 bytes."""
+    """Build the lists in one allocation, each at a multiple of 16 bytes."""
     size = (3 * num_parts + 3) // 4 * 4
     lists = torch.zeros(size + 3 * num_lines, dtype=torch.int32, device=indptr.device)
     split = SplitLines(limit, lists[: 3 * num_parts].view(-1, 3), lists[size:].view(-1, 3), lines.copies)
@@ -220,12 +225,12 @@ def _split(indptr: Tensor, capacity: int, lines: Lines, limit: int, num_parts: i
 
 
 def no_split(nothing: Tensor) -> dict[str, Any]:
-    """`SplitLines.to` where no line is split, with any tensor."""
+    """Return `SplitLines.to` for no split; `nothing` is any tensor."""
     none = {"num_parts": 0, "limit": 0, "batch_copies": 1, "head_copies": 1, "HAS_PARTS": False}
     return {"p_parts": nothing, "p_sums": nothing, **none}
 
 
 def split_programs(split: dict[str, Any]) -> int:
-    """Programs for parts, which come before the others."""
+    """Return the number of programs for parts, which come before the others."""
     programs: int = split["num_parts"] * split["batch_copies"] * split["head_copies"]
     return programs

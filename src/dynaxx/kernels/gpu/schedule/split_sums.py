@@ -1,4 +1,4 @@
-"""What the parts of long rows and columns left, put together in a fixed order: sums are added, outputs merged."""
+"""Combine what the parts of split lines left, in a fixed order: sums are added, outputs merged."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _sum_parts_kernel(
     TILE: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """out = scale * the sum of a split line's parts, in their order."""
+    """Compute out = scale * the sum of a split line's parts, in their order."""
     TILES: tl.constexpr = BLOCK // TILE
     copies = batch_copies * head_copies
     i_copy = tl.program_id(0) // TILES % copies
@@ -66,7 +66,12 @@ def sum_parts(
     """Fill the split lines' blocks of `out`, (B, N, H, D) contiguous, with `scale` times the sum of their parts.
 
     Args:
-        sums: (slots, block, D) fp32, rows of it dense: what the parts left.
+        sums: (slots, block, D) fp32, rows dense: what the parts left.
+        out: in any dtype.
+        split: which lines are split.
+        layout: whose lines they are.
+        block: rows of a line.
+        scale: factor.
     """
     launch_cached(_start_sum, layout, (sums, out, split.lines), split.copies, block, scale)
 
@@ -116,7 +121,7 @@ def _merge_parts_kernel(
     TILE: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """out and lse of a split row: its parts' outputs, each by its share of the sum of exponentials."""
+    """Compute out and lse of a split row: the mean of its parts' outputs, weighted by their sums of exponentials."""
     ROWS: tl.constexpr = HEADS * BLOCK
     TILES: tl.constexpr = ROWS // TILE
     copies = batch_copies * head_copies
@@ -163,8 +168,13 @@ def merge_parts(
     """Fill the split rows of `out`, (B, N, H, D), and `lse`, (B, H, N), both contiguous, from what their parts left.
 
     Args:
-        sums: (slots, heads * q_block, D) fp32, the output of each part; the heads of a program one after the other.
+        sums: (slots, heads * q_block, D) fp32, the output of each part, head after head.
         sums_lse: (slots, heads * q_block) fp32, natural logarithms.
+        out: in any dtype.
+        lse: fp32.
+        split: which rows are split.
+        layout: whose rows they are.
+        heads: heads of a program.
     """
     launch_cached(_start_merge, layout, (sums, sums_lse, out, lse, split.lines), split.copies, heads)
 

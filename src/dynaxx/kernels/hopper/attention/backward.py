@@ -1,9 +1,13 @@
-"""Block-sparse attention backward for Hopper: in one pass (`backward_fused`), or dq apart from dk and dv.
+"""Block-sparse attention backward for Hopper, in one pass (`backward_fused`) or in two.
 
-One pass for kv blocks of 128 and enough of them, unless torch is to use deterministic algorithms. Two passes are dq
-(`backward_dq`), over the layout, and dk and dv (`backward_dkv`), over its transpose: no atomics, the same bits in every
-run. TMA clips at the ends of each sequence, so tiles need no bound checks; queries past the end have lse = inf and give
-nothing. Shapes: B batch, N / M queries and keys, Hq / Hk query and kv heads, D head_dim.
+    one pass     rows: lse, delta -> fused: dk, dv, and fp32 sums of dq -> sums: dq
+    two passes   rows: lse, delta -> backward_dq over the layout -> backward_dkv over its transpose
+
+One pass serves kv blocks of 128 where there are enough of them, unless torch is to use deterministic algorithms. Two
+passes use no atomics and give the same bits in every run. TMA clips at the ends of each sequence, so tiles need no
+bound checks; queries past the end have lse = inf and add nothing.
+
+Shapes: B batch, N / M queries and keys, Hq / Hk query and kv heads, D head_dim.
 """
 
 import torch
@@ -32,7 +36,7 @@ def attention_backward(
     scale: float,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `kernels.triton.attention_backward`."""
+    """Return dq, dk, dv, as `kernels.triton.attention.backward.attention_backward`."""
     if out.numel() == 0 or v.numel() == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     do, q, k, v, out = (dense_rows(x) for x in (do, q, k, v, out))
@@ -55,7 +59,7 @@ def gradients_of_rows(
     scale: float,
     softcap: float | None = None,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Return dq, dk and dv, contiguous, of tensors that TMA can step through; where rows have sums, dq is in these."""
+    """Return dq, dk, dv, contiguous, of tensors that TMA can step through; dq goes to the sums where rows have any."""
     given = (do, q, k, v, rows, layout, scale, softcap)
     if rows.sums is None:
         return backward_dq(*given), *backward_dkv(*given)
@@ -64,7 +68,7 @@ def gradients_of_rows(
 
 
 def in_one_pass(q: Tensor, k: Tensor, layout: BlockLayout) -> bool:
-    """Whether one kernel gives all gradients, dq by way of its sums."""
+    """Return whether one kernel computes all gradients, dq by way of its sums."""
     heads = q.shape[2] if heads_apart(q, k, layout) else k.shape[2]
     programs = layout.kv_blocks * q.shape[0] * heads
     fit = backward_in_one_pass(layout.block_size[1], q.shape[3], programs, processors(q.device))

@@ -1,6 +1,6 @@
-"""What the Hopper kernels over kv blocks share: which block a program has, and how they are launched.
+"""Shared by the Hopper kernels over kv blocks: which block a program has, and how these kernels are launched.
 
-A column is a kv block of one kv head, with the entries of all heads of its group, one head after the other.
+A column is a kv block of one kv head, with the entries of all heads of its group, head after head.
 """
 
 from collections.abc import Callable
@@ -31,10 +31,11 @@ SIZES = [
 
 @gluon.jit
 def column_of(i_program, kv_blocks, heads, kv_heads, together, ending):
-    """Batch entry, kv head and kv block of a program: `together` heads alternate, one such set after the other, and
-    then all of them in their last `ending` blocks. `heads` are kv heads of all batch entries.
+    """Return batch entry, kv head and kv block of a program.
 
-    The first blocks come first: under a causal mask most queries see them, and short programs let all end together.
+    `together` heads alternate, one such set after the other; the last `ending` blocks of all heads come last. `heads`
+    counts kv heads of all batch entries. The first blocks start first: under a causal mask most queries see them, and
+    short programs at the end let all multiprocessors finish together.
     """
     early = kv_blocks - ending
     first = i_program // (early * together) * together
@@ -51,12 +52,12 @@ def read_column(
     p_indptr, p_num_partial, capacity, layout_stride_b, layout_stride_h, i_b, i_h, i_col, kv_blocks,
     first, last, before, HAS_PARTS: gl.constexpr,
 ):  # fmt: skip
-    """First entry, number of entries and of partial ones of a kv block of one head, within `capacity`; and `before`.
+    """Return first entry, number of entries, and number of partial ones of a kv block of one head; and `before`.
 
-    Under HAS_PARTS only those in first..last, where `before` counts the entries of the heads before, then these too.
-
-    Not asked for a head ahead: loads that a loop carries to its next turn are mistaken for invariant by triton 3.6's
-    loop-aware CSE, which then keeps the first head's number of partial blocks for all.
+    All lie within `capacity`. Under HAS_PARTS only entries first..last count, where `before` counts the entries of
+    earlier heads, and then those of this head, too. The loads are not started a head ahead: loads that a loop carries
+    to its next iteration are mistaken for invariant by triton 3.6's loop-aware CSE, which then keeps the first head's
+    number of partial blocks for all heads.
     """
     lead = (i_b * layout_stride_b + i_h * layout_stride_h).to(gl.int64)
     p_column = p_indptr + lead * (kv_blocks + 1) + i_col
@@ -79,7 +80,7 @@ def column_or_part(
     i_program, p_parts, num_parts, limit, batch_copies, head_copies, p_indptr, capacity, layout_stride_b,
     layout_stride_h, kv_blocks, heads, kv_heads, group_size, together, ending, HAS_PARTS: gl.constexpr,
 ):  # fmt: skip
-    """As `part_or_whole`, of whose programs the first are those of parts; a whole column where there are none."""
+    """Return as `part_or_whole`, where programs of parts come first; a whole column where there are no parts."""
     i_whole = i_program - num_parts * batch_copies * head_copies
     i_b, i_hk, i_col = column_of(i_whole, kv_blocks, heads, kv_heads, together, ending)
     first, last, slot = 0, ALL_ENTRIES, WHOLE
@@ -92,7 +93,7 @@ def column_or_part(
 
 
 class ColumnKernel(NamedTuple):
-    """A kernel over kv blocks, and what it is told besides what all are."""
+    """A kernel over kv blocks, and its arguments beyond the shared ones."""
 
     kernel: Any
     others: Callable[..., dict[str, Any]]  # of a layout, q, and the sums of dq or None
@@ -102,9 +103,9 @@ class ColumnKernel(NamedTuple):
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: BackwardRows, layout: BlockLayout, scale: float,
         softcap: float | None, apart: bool = False,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Return (dk, dv), contiguous, of (B, N, H, D) tensors; long columns come in parts.
+        """Return (dk, dv), contiguous, of (B, N, H, D) tensors; long columns are split into parts.
 
-        Under `apart` each q head is a program of its own, and a group is summed afterwards.
+        Under `apart` each q head is a program of its own, and the heads of a group are summed afterwards.
         """
         if apart:
             group_size = q.shape[2] // k.shape[2]

@@ -1,4 +1,4 @@
-"""A consumer warpgroup of the Hopper backward over kv blocks: 64 keys, dk and dv in registers, transposed scores."""
+"""A consumer warpgroup of the Hopper backward over kv blocks: 64 keys, dk and dv in registers, scores transposed."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -24,7 +24,7 @@ def keep(
     weights, numbers, at, p_bits, part, first_key, FIRST_QUERY: gl.constexpr,
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, keys_there=None,
 ):  # fmt: skip
-    """Transposed weights [64 keys, queries], 0 where the block's mask hides the pair, or past the keys that are there.
+    """Return transposed weights [64 keys, queries], 0 where the block's mask hides the pair, or past the last key.
 
     Keys count from `first_key` of the block, queries from FIRST_QUERY of the tile, which begins at `part` of the block.
     """
@@ -52,7 +52,7 @@ def _consume_tiles(
     p_bits, scale_log2, cap_rate, done, begin, end,
     MASKED: gl.constexpr, CONSUMER: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Add what tiles begin..end of a head give to dk and dv."""
+    """Add the contributions of tiles begin..end of a head to dk and dv."""
     SPLIT: gl.constexpr = Q_BLOCK // ROWS
     D: gl.constexpr = dk.shape[1]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
@@ -91,7 +91,7 @@ def consume(
     columns, CONSUMER: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr,
     HAS_PARTS: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv of 64 keys of a kv block."""
+    """Compute dk and dv of 64 keys of a kv block."""
     (
         dk_desc, dv_desc, q_buffers, do_buffers, k_buffers, v_buffers, kv_full, full, empty, numbers, stats,
         p_indptr, p_num_partial, p_bits, capacity, layout_stride_b, layout_stride_h, i_b, i_hk, i_col,

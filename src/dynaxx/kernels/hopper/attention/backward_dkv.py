@@ -1,8 +1,10 @@
 """dk and dv for Hopper, in Gluon.
 
-A program owns a kv block of one kv head: a producer warp (`backward_produce`) and a consumer (`backward_consume`) for
-each 64 keys. lse (base 2) and delta come padded to whole q blocks, with lse = inf where there is no query or it sees
-nothing, so that such rows give nothing.
+    producer warp (backward_produce)      k, v once; then tiles of 64 queries: q, do, lse, delta, mask
+    consumer per 64 keys (backward_consume)   scores.T = k q.T -> weights -> dv += w do; dk += ds q
+
+A program owns a kv block of one kv head. Each buffer has a full and an empty barrier. lse (base 2) and delta are padded
+to whole q blocks, with lse = inf where there is no query or it sees nothing, so that such rows add nothing.
 """
 
 from typing import Any
@@ -101,6 +103,6 @@ def backward_dkv(
 
 
 def heads_apart(q: Tensor, k: Tensor, layout: BlockLayout) -> bool:
-    """Whether each q head is a program of its own: where keys are too few to fill the GPU with one for a group."""
+    """Return whether each q head is a program of its own: where keys are too few to fill the GPU with one per group."""
     programs = layout.kv_blocks * k.shape[0] * k.shape[2]
     return q.shape[2] > k.shape[2] and programs < PROGRAMS_PER_SM * processors(k.device)

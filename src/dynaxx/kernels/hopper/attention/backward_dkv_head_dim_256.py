@@ -1,7 +1,7 @@
 """dk and dv for head_dim 256 on Hopper, in Gluon.
 
-A program owns 64 keys of one kv head: the producer of `backward_produce`, and a consumer each for dv and for dk
-(`wide_dkv_consume`). A kv block of 128 keys has two programs, neighbours, which read the same tiles.
+A program owns 64 keys of one kv head: the producer of `backward_produce`, one consumer for dv and one for dk
+(`backward_dkv_head_dim_256_consume`). A kv block of 128 keys has two neighbouring programs, which read the same tiles.
 """
 
 from typing import Any

@@ -1,8 +1,10 @@
-"""The consumer warpgroups of dk and dv for head_dim 256 on Hopper: one makes dv of 64 keys, the other dk.
+"""The consumer warpgroups of dk and dv for head_dim 256 on Hopper: one computes dv of 64 keys, the other dk.
 
-Each fills the registers of a warpgroup. The first makes the scores of a tile, its weights and, from registers, dv; the
-second their gradients and dk, for which it gets the weights through shared memory. Each result is made from operands
-that only one of them has, and what one waits for, the other has tensor cores for.
+    dv consumer   scores.T = k q.T -> weights (to shared memory) -> dv += weights do
+    dk consumer   dp.T = v do.T -> ds = weights (dp - delta) -> dk += ds q
+
+Each result fills the registers of a warpgroup. While one consumer waits for the other, the tensor cores serve the other
+one.
 """
 
 from triton.experimental import gluon
@@ -30,13 +32,13 @@ LINES_LAYOUT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0]))
 
 @gluon.jit
 def _by_lane(tile):
-    """A [64, 64] tile as lines in which each thread's numbers come in fours, beside its neighbour's."""
+    """Return a [64, 64] tile as lines in which each thread's numbers come in fours, next to its neighbour's."""
     return gl.reshape(gl.permute(gl.reshape(tile, [4, 2, 8, 8, 4, 2]), [0, 3, 2, 4, 1, 5]), [LINES, 32])
 
 
 @gluon.jit
 def _by_row(lines):
-    """The inverse of `_by_lane`."""
+    """Return the inverse of `_by_lane`."""
     return gl.reshape(gl.permute(gl.reshape(lines, [4, 8, 8, 4, 2, 2]), [0, 4, 2, 1, 3, 5]), [ROWS, ROWS])
 
 
@@ -46,7 +48,7 @@ def _add_dv(
     numbers, stats, p_bits, first_key, scale_log2, cap_rate, done, begin, end,
     MASKED: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Add what tiles begin..end of a head give to dv, and leave their weights."""
+    """Add the contributions of tiles begin..end of a head to dv, and leave their weights in shared memory."""
     SPLIT: gl.constexpr = Q_BLOCK // ROWS
     D: gl.constexpr = dv.shape[1]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
@@ -82,7 +84,7 @@ def _add_dk(
     dk, q_buffers, do_buffers, v_buffers, weight_buffers, full, empty, weights_full, weights_empty,
     stats, done, count, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Add what the next `count` tiles give to dk."""
+    """Add the contributions of the next `count` tiles to dk."""
     D: gl.constexpr = dk.shape[1]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     ds_layout: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
@@ -112,7 +114,7 @@ def _add_dk(
 @gluon.jit
 def _store(x, desc, buffer, p_sums, slot, i_b, i_hk, i_col, first_key, kv_blocks, AT: gl.constexpr,
            KV_BLOCK: gl.constexpr, HAS_PARTS: gl.constexpr, scale):  # fmt: skip
-    """Store dk or dv of 64 keys, by way of a buffer that nobody reads any more."""
+    """Store dk or dv of 64 keys, by way of a buffer that is read no more."""
     D: gl.constexpr = x.shape[1]
     buffer.reshape([ROWS, D]).store((x * scale).to(desc.dtype))
     fence_async_shared()
@@ -132,7 +134,7 @@ def consume_dv(
     kv_blocks, group_size, first, last, slot, p_sums, scale_log2, cap_rate,
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr, HAS_PARTS: gl.constexpr,
 ):  # fmt: skip
-    """dv of 64 keys, those from `first_key` of a kv block on."""
+    """Compute dv of 64 keys, from `first_key` of a kv block on."""
     SPLIT: gl.constexpr = Q_BLOCK // ROWS
     D: gl.constexpr = dv_desc.block_type.shape[3]
     dv = gl.zeros([ROWS, D], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16]))
@@ -168,7 +170,7 @@ def consume_dk(
     kv_blocks, group_size, first, last, slot, p_sums, scale,
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr, HAS_PARTS: gl.constexpr,
 ):  # fmt: skip
-    """dk of 64 keys, those from `first_key` of a kv block on."""
+    """Compute dk of 64 keys, from `first_key` of a kv block on."""
     SPLIT: gl.constexpr = Q_BLOCK // ROWS
     D: gl.constexpr = dk_desc.block_type.shape[3]
     dk = gl.zeros([ROWS, D], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16]))

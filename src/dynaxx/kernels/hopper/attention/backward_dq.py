@@ -1,8 +1,11 @@
-"""dq for Hopper, in Gluon, by a pass of its own over the rows of a layout.
+"""dq for Hopper, in Gluon, in a pass of its own over the rows of a layout.
 
-A program has 64 queries for each of its consumers (`backward_dq_consume`): the halves of a q block of 128, or with q
-blocks of 64 two heads of a group that share a layout, else one. q and do stay in shared memory, dq in registers; a
-producer warp reads the layout and feeds tiles of 64 keys. At head_dim 256 there is room for two of k and one of v.
+    producer warp                                 layout -> k, v in tiles of 64 keys, with their masks; q, do once
+    consumer per 64 queries (backward_dq_consume)   scores -> weights -> ds -> dq += ds k
+
+q and do stay in shared memory, dq in registers. The consumers have the halves of a q block of 128, or with q blocks of
+64 two heads of a group that share a layout, else there is one consumer. At head_dim 256 there is room for two tiles of
+k and one of v.
 """
 
 from typing import Any
@@ -36,8 +39,9 @@ def _produce(
     blocks, CONSUMERS: gl.constexpr, STEP_ROWS: gl.constexpr, STEP_HEADS: gl.constexpr,
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Feed q and do of each consumer, then the row's tiles: a last full block that seqlen_k may cut (`tail`) first, the
-    partial blocks, then the full ones, which need no mask.
+    """Feed q and do of each consumer, then the tiles of the row.
+
+    First comes a last full block that seqlen_k may cut (`tail`), then the partial blocks, then full ones without masks.
     """
     (
         q_desc, do_desc, k_desc, v_desc, q_buffers, do_buffers, k_buffers, v_buffers, numbers, q_full, k_full, k_empty,

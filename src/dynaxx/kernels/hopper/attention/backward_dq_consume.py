@@ -1,4 +1,4 @@
-"""A consumer warpgroup of dq on Hopper: 64 queries of one head, dq in registers, a tile of 64 keys after the other."""
+"""A consumer warpgroup of dq on Hopper: 64 queries of one head, dq in registers, tiles of 64 keys in turn."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -20,7 +20,7 @@ FIELDS = gl.constexpr(4)  # of a tile: first and last distance of its mask, keys
 
 @gluon.jit
 def _keep(weights, numbers, at, first_row, part, p_bits, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr):
-    """Weights [64 queries, 64 keys], 0 where a block's mask or the end of the keys hides the pair.
+    """Return weights [64 queries, 64 keys], 0 where a block's mask or the end of the keys hides the pair.
 
     Keys count from `part` of the block, and so do the distances that the producer wrote.
     """
@@ -47,7 +47,7 @@ def _consume_tiles(
     first_row, scale_log2, cap_rate, begin, end, MASKED: gl.constexpr, CONSUMER: gl.constexpr, Q_BLOCK: gl.constexpr,
     KV_BLOCK: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Add what tiles begin..end of a row give to dq."""
+    """Add the contributions of tiles begin..end of a row to dq."""
     SPLIT: gl.constexpr = KV_BLOCK // ROWS
     D: gl.constexpr = dq.shape[1]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
@@ -86,7 +86,7 @@ def consume(
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
     HAS_PARTS: gl.constexpr,
 ):  # fmt: skip
-    """dq of 64 queries."""
+    """Compute dq of 64 queries."""
     (
         dq_desc, q_buffers, do_buffers, k_buffers, v_buffers, numbers, q_full, k_full, k_empty, v_full, v_empty,
         p_lse, p_delta, p_bits, p_sums, part, i_b, i_h, i_row, q_blocks, q_heads, masked, tiles,

@@ -1,13 +1,18 @@
-"""A consumer warpgroup of the joint Hopper backward: 64 keys, dk and dv in registers, and columns of dq of all keys.
+"""A consumer warpgroup of the fused Hopper backward: 64 keys, dk and dv in registers, and half of the columns of dq.
 
-The consumers leave the gradients of a tile's scores in shared memory. Each multiplies its weights with do, for dv; then
-the gradients of the tile before, of all keys, with its share of k's columns, for dq; then its own with q, for dk. So a
-consumer may be a tile ahead of the other. While dk's product runs, the tile of dq goes to shared memory, and the copy
-unit adds it to sums in global memory. Sums lie as the threads hold a tile: each writes 16 bytes beside its neighbour's,
-and a tile is one piece of memory.
+For each tile of 64 queries a consumer
 
-Of a block that the end of the keys cuts all tiles are masked: keys that are not there have scores of 0, and where all
-others lie far below, their weights are beyond what dtype holds; inf times a key of zeros would make dq NaN.
+    1. computes weights and ds of its 64 keys, and leaves ds in shared memory;
+    2. multiplies its weights with do, for dv;
+    3. multiplies ds of all 128 keys, of the tile before, with its columns of k, for dq;
+    4. multiplies its own ds with q, for dk; meanwhile the tile of dq goes to shared memory, and TMA adds it to the
+        sums.
+
+So one consumer may be a tile ahead of the other. Sums lie in the order in which threads hold a tile: each thread writes
+16 bytes next to its neighbour's, and a tile is one piece of memory.
+
+Where the end of the keys cuts a block, all of its tiles are masked: keys past the end score 0, and if all real scores
+lie far below, their weights overflow; inf times a key of zeros would make dq NaN.
 """
 
 from triton.experimental import gluon
@@ -31,7 +36,7 @@ from dynaxx.kernels.hopper.primitives.softcap import capped, sloped
 
 @gluon.jit
 def _start_dq(k_buffers, ds_buffers, ds_full, i, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr):
-    """Start this consumer's columns of dq for tile i - 1, once the other's gradients are there; for -1 of anything."""
+    """Start this consumer's columns of dq for tile i - 1 once the other's ds is there; for -1 of any memory."""
     D: gl.constexpr = k_buffers.shape[4]
     SHARE: gl.constexpr = D // CONSUMERS
     SLOTS: gl.constexpr = ds_full.shape[0]
@@ -47,7 +52,7 @@ def _start_dq(k_buffers, ds_buffers, ds_full, i, CONSUMERS: gl.constexpr, CONSUM
 
 @gluon.jit
 def _tile_before(numbers, i):
-    """Which of the group tile i - 1 is; for tile -1 none."""
+    """Return which tile of the group tile i - 1 is; none for tile -1."""
     return gl.where(i > 0, get(numbers, (i + RING - 1) % RING * FIELDS), NOWHERE)
 
 
@@ -69,7 +74,7 @@ def _consume_tiles(
     MASKED: gl.constexpr, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr,
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
-    """Add what tiles begin..end of a head give to dk, dv and the sums of dq."""
+    """Add the contributions of tiles begin..end of a head to dk, dv and the sums of dq."""
     SPLIT: gl.constexpr = Q_BLOCK // ROWS
     D: gl.constexpr = dk.shape[1]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
@@ -135,7 +140,7 @@ def consume(
     columns, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr,
     STAGES: gl.constexpr, HAS_PARTS: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv of 64 keys of a kv block, and this consumer's columns of what the block gives to dq."""
+    """Compute dk and dv of 64 keys of a kv block, and this consumer's columns of the block's share of dq."""
     (
         sums_desc, dk_desc, dv_desc, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, dq_buffers,
         kv_full, kv_read, full, empty, ds_full, numbers, stats,

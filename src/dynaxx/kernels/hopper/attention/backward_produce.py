@@ -1,6 +1,6 @@
 """The producer warp of the Hopper backward over kv blocks: reads the layout, feeds k and v, then tiles of q and do.
 
-With each tile of 64 queries come their lse and delta, and for a masked one what its mask is: consumers read no masks.
+Each tile of 64 queries comes with its lse and delta and, if masked, with its mask: consumers do not read masks.
 """
 
 from triton.experimental import gluon
@@ -21,7 +21,7 @@ NOWHERE = gl.constexpr(1 << 22)  # a tile past the end of all sums, which TMA le
 def fed_by(q_desc, do_desc, k_desc, v_desc, KEYS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
     """What `produce` feeds: buffers of q, do, k and v, barriers kv_full, full and empty, numbers, stats.
 
-    KEYS is how many buffers of ROWS keys there are.
+    KEYS is the number of buffers of ROWS keys.
     """
     dtype: gl.constexpr = q_desc.dtype
     D: gl.constexpr = q_desc.block_type.shape[3]
@@ -42,9 +42,10 @@ def produce(
     blocks, first_key, CONSUMERS: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr,
     HAS_PARTS: gl.constexpr, ENDING: gl.constexpr = False, cut=False, last_first=False,
 ):  # fmt: skip
-    """Feed keys of a block from `first_key` on, as many as there are buffers for, of one kv head, and the tiles of all
-    heads of the group, partial blocks first in each head; under `cut` full ones come as partial, under `last_first` the
-    last of the full ones comes before the others.
+    """Feed keys of one kv head from `first_key` of a block on, one buffer after the other, then tiles of all its heads.
+
+    Partial blocks come first in each head. Under `cut` full blocks count as partial; under `last_first` the last full
+    block comes before the others.
     """
     (
         q_desc, do_desc, k_desc, v_desc, fed, p_lse, p_delta, p_indptr, p_num_partial, p_indices, p_codes, p_bands,

@@ -1,8 +1,8 @@
-"""What the Hopper backward computes by rows of queries: before, their lse and delta; after one pass, dq from its sums.
+"""What the Hopper backward computes per query: lse and delta before the main kernels; dq from its sums after one pass.
 
 Sums are fp32 without dq's scale, by batch entry, head and tile of 64 rows, in the order in which the two consumers of
-`backward_fused_consume` hold a tile: consumer (half of the columns), warp (16 rows), 8 columns, then of these the row
-and pair of columns of a lane, and its two rows, 8 apart.
+`backward_fused_consume` hold a tile: consumer (half of the columns), warp (16 rows), 8 columns, then the row and the
+pair of columns of a lane, and its two rows, 8 apart.
 """
 
 from typing import NamedTuple
@@ -41,9 +41,9 @@ def _sparse_attention_hopper_bwd_rows_kernel(
     BLOCK_M: tl.constexpr,
     ZERO: tl.constexpr,
 ):
-    """lse in base 2 and delta = rowsum(do * out) - dlse; inf and 0 where there is no query, or it sees nothing.
+    """Compute lse in base 2 and delta = rowsum(do * out) - dlse; inf and 0 where there is no query, or it sees nothing.
 
-    And zeros for the sums of dq.
+    Also write zeros to the sums of dq.
     """
     if ZERO:
         at_sums = tl.program_id(0).to(tl.int64) * (BLOCK_M * D) + tl.arange(0, BLOCK_M * D)
@@ -70,7 +70,7 @@ def _sparse_attention_hopper_bwd_rows_kernel(
 def _sparse_attention_hopper_bwd_sums_kernel(
     p_sums, dq_desc, padded_q, q_heads, scale, D: tl.constexpr, BLOCK_M: tl.constexpr, ADD: tl.constexpr
 ):
-    """dq = scale * sums, a tile at a time; under ADD that is added, rounded, to what dq holds."""
+    """Compute dq = scale * sums, a tile per program; under ADD add that, rounded, to dq."""
     tiles = padded_q // BLOCK_M
     head = tl.program_id(0) // tiles
     at = tl.program_id(0).to(tl.int64) * (BLOCK_M * D) + tl.arange(0, BLOCK_M * D)
@@ -85,7 +85,7 @@ def _sparse_attention_hopper_bwd_sums_kernel(
 
 
 class BackwardRows(NamedTuple):
-    """What a backward needs of each query, besides q and do."""
+    """What a backward reads of each query, besides q and do."""
 
     lse: Tensor  # (B, Hq, q_blocks * q_block) fp32, base 2; inf where a row has nothing to give
     delta: Tensor  # the same shape: rowsum(do * out) - dlse; 0 there
@@ -93,7 +93,7 @@ class BackwardRows(NamedTuple):
 
 
 def rows_of(do: Tensor, out: Tensor, dlse: Tensor, lse: Tensor, layout: BlockLayout, with_sums: bool) -> BackwardRows:
-    """Of (B, N, H, D) tensors that TMA can step through."""
+    """Compute the rows of (B, N, H, D) tensors that TMA can step through."""
     lse_log2, delta = empty_rows(lse, layout)
     sums = empty_sums(delta, do.shape[3]) if with_sums else None
     tensors = (do, out, dlse, lse.contiguous(), lse_log2, delta)
@@ -102,17 +102,17 @@ def rows_of(do: Tensor, out: Tensor, dlse: Tensor, lse: Tensor, layout: BlockLay
 
 
 def empty_rows(lse: Tensor, layout: BlockLayout) -> Tensor:
-    """Room for lse and delta, (2, B, Hq, q_blocks * q_block) fp32."""
+    """Allocate lse and delta, (2, B, Hq, q_blocks * q_block) fp32."""
     return lse.new_empty(2, *lse.shape[:2], layout.q_blocks * layout.block_size[0])
 
 
 def empty_sums(delta: Tensor, head_dim: int) -> Tensor:
-    """Room for the sums of dq."""
+    """Allocate the sums of dq."""
     return delta.new_empty(1, delta.numel() * head_dim // 32, 1, 32)
 
 
 def dq_of_sums(sums: Tensor, q: Tensor, layout: BlockLayout, scale: float, others: Tensor | None = None) -> Tensor:
-    """dq, contiguous; in place of `others` if it is to be added to that."""
+    """Return dq, contiguous; with `others`, add it to that tensor in place."""
     dq = torch.empty_like(q, memory_format=torch.contiguous_format) if others is None else others
     launch_cached(_start_sums, layout, (sums, dq), scale, others is not None)
     return dq

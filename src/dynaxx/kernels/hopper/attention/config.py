@@ -1,10 +1,10 @@
-"""Tile sizes of the Hopper kernels, pure functions of shapes; queries go in rows of 64, which is wgmma's M."""
+"""Tile sizes of the Hopper kernels: pure functions of shapes. Queries go in rows of 64, wgmma's M."""
 
 from __future__ import annotations
 
 
 def forward_step(head_dim: int, kv_block: int, consumers: int) -> int:
-    """Keys of one step of the forward: one block, or two where its two consumers fill the processor anyway.
+    """Return keys per step of the forward: one block, or two where two consumers fill the multiprocessor anyway.
 
     Half a block of 128 where a row's result takes half of a thread's registers.
     """
@@ -14,12 +14,12 @@ def forward_step(head_dim: int, kv_block: int, consumers: int) -> int:
 
 
 def forward_stages(head_dim: int, consumers: int) -> int:
-    """Steps of keys and values in flight in the forward: as many as fit beside two rows of queries, or one."""
+    """Return steps of keys and values in flight in the forward: as many as fit next to two rows of queries, or one."""
     return (6 if consumers == 2 else 4) if head_dim == 64 else 2
 
 
 def forward_heads_together(seqlen_k: int, head_dim: int, kv_heads: int) -> int:
-    """kv heads (of all batch entries) whose rows alternate in the forward, a divisor: as many as L2 has room for.
+    """Return how many kv heads (of all batch entries) alternate in the forward, a divisor: as many as L2 has room for.
 
     Without keys in common, all 32 heads of 32k tokens at a time took 10 % more time than two.
     """
@@ -28,44 +28,47 @@ def forward_heads_together(seqlen_k: int, head_dim: int, kv_heads: int) -> int:
 
 
 def backward_stages(head_dim: int) -> int:
-    """Tiles of q and do in flight in the backward over kv blocks."""
+    """Return tiles of q and do in flight in the backward over kv blocks."""
     return 2
 
 
 def fused_stages(head_dim: int) -> int:
-    """The same in one pass, where at head_dim 64 the scores of the next tile are made ahead."""
+    """Return tiles in flight in one pass, where at head_dim 64 the scores of the next tile are computed ahead."""
     return 3 if head_dim == 64 else 2
 
 
 def backward_in_one_pass(kv_block: int, head_dim: int, programs: int, processors: int) -> bool:
-    """Whether one kernel gives dq, dk and dv: for two consumers of 64 keys, and where many programs end together.
+    """Return whether one kernel computes dq, dk and dv: for two consumers of 64 keys, and where many programs end
+    together.
 
-    With 4 programs for each multiprocessor it was 4 to 10 % faster than two passes.
+    With 4 programs per multiprocessor it was 4 to 10 % faster than two passes.
     """
     return head_dim <= 128 and kv_block == 128 and programs > 3 * processors
 
 
 def backward_heads_together(seqlen_q: int, head_dim: int, kv_heads: int) -> int:
-    """kv heads whose programs alternate in one pass, longest first: more, and programs end together; fewer, and the
-    queries, their gradients and sums of a head of each stay in L2. Measured: 1 of 8 for 32k queries, 4 for 8k.
+    """Return how many kv heads alternate in one pass, longest column first.
+
+    With more heads, programs end together; with fewer, queries, gradients and sums of dq of these heads stay in L2.
+    Measured best: 1 of 8 for 32k queries, 4 for 8k.
     """
     return max(1, min(kv_heads, (32 << 20) // (seqlen_q * head_dim * 8)))
 
 
 def backward_ending(kv_blocks: int, heads: int, processors: int) -> int:
-    """Last kv blocks of each head whose programs come last of all, two for each multiprocessor; none of short ones."""
+    """Return how many last kv blocks of each head come last of all: two per multiprocessor, none of short heads."""
     return min(kv_blocks // 8, -(-2 * processors // heads)) if kv_blocks >= 128 else 0
 
 
 def backward_dq_stages(head_dim: int) -> tuple[int, int]:
-    """Tiles of k and of v in flight in the kernel for dq, beside 128 queries and their gradients."""
+    """Return tiles of k and of v in flight in the dq kernel, next to 128 queries and their gradients."""
     return (2, 1) if head_dim == 256 else (3, 2)
 
 
 def selected_consumers(group_size: int, kv_block: int) -> int:
-    """Consumers of a program of selected attention by query, 64 rows each; 0 for groups that go another way.
+    """Return consumers per program of selected attention by query, 64 rows each; 0 for groups that go by key.
 
-    Three read less and were 12 % faster than two; with larger blocks they spill, and with groups of 4 they would unite
+    Three read less and were 12 % faster than two. With larger blocks they spill, and with groups of 4 they would unite
     48 positions, more than a union has bits for.
     """
     return (3 if kv_block <= 64 and group_size > 4 else 2) if group_size in (4, 8, 16, 32, 64) else 0

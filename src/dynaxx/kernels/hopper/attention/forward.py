@@ -1,11 +1,13 @@
 """Block-sparse attention forward for Hopper, in Gluon: persistent programs of a producer warp and one or two consumers.
 
-The producer (`forward_produce`) feeds q, k and v by TMA, each with full and empty barriers of its own, and runs ahead
-into the next row. A consumer (`forward_consume`) is a warpgroup with 64 query rows. With q blocks of 128 two consumers
-share a q block; with q blocks of 64 they are two heads of a group where these share a layout, else there is one. Blocks
-of 64 keys go in pairs where there are two consumers. Blocks with an element mask go first, and alone pay for it.
+    producer warp (forward_produce)       layout -> q, k, v by TMA into shared memory, masks as numbers; a row ahead
+    consumer warpgroup (forward_consume)  64 query rows: q k.T -> softmax -> p v, sums in registers -> out, lse
 
-TMA clips at the ends of each sequence, so a tail reads zeros and never a neighbour, and a bad index reads nothing.
+Each buffer of q, k and v has a full and an empty barrier. With q blocks of 128 two consumers share a q block. With q
+blocks of 64 they are two heads of a group that share a layout, else there is one consumer. With two consumers blocks of
+64 keys go in pairs. Masked blocks go first, and masks cost only them. TMA clips at the ends of each sequence: a tail
+reads zeros, never a neighbour, and a bad index reads nothing.
+
 Shapes: B batch, N / M queries and keys, Hq / Hk query and kv heads, D head_dim.
 """
 
@@ -102,7 +104,7 @@ def _sparse_attention_hopper_fwd_kernel(
 def attention_forward(
     q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As `kernels.reference.attention_forward`."""
+    """Return out and lse, as `kernels.reference.attention.attention_forward`."""
     batch, seqlen_q, q_heads = q.shape[:3]
     out = q.new_empty(q.shape)
     lse = q.new_empty(batch, q_heads, seqlen_q, dtype=torch.float32)
@@ -125,7 +127,7 @@ def attention_forward(
 
 
 def _heads_of_a_program(layout: BlockLayout, q_heads: int, kv_heads: int) -> int:
-    """Two with q blocks of 64 where the heads of a group share a layout, and are even."""
+    """Return 2 with q blocks of 64 where the heads of a group share a layout and are even in number, else 1."""
     return 2 if layout.block_size[0] == 64 and layout.layout_heads == 1 and (q_heads // kv_heads) % 2 == 0 else 1
 
 

@@ -1,7 +1,7 @@
 """A consumer warpgroup of the Hopper forward: 64 query rows, a row of blocks after the other.
 
-A step starts q @ k.T of its keys and p @ v of the step before, and does its softmax while the latter runs. The sums of
-a row stay apart in the four threads that share it until the row is done.
+A step starts q @ k.T of its keys and p @ v of the step before, and computes its softmax while the latter runs. Sums of
+a row stay separate in the four threads that share it until the row is done.
 """
 
 from triton.experimental import gluon
@@ -34,13 +34,15 @@ SMALLEST, LARGEST = gl.constexpr(2.0**-64), gl.constexpr(2.0**64)  # sums of a r
 
 @gluon.constexpr_function
 def arrivals(consumers, head_dim, dtype):
-    """Of a consumer that has read a tile: one, or one of each thread, which do not wait for one another then."""
+    """Return arrivals per tile on a barrier: one per consumer, or one per thread where threads do not wait for each
+    other.
+    """
     return 128 if without_maxima(consumers, head_dim, dtype) else 1
 
 
 @gluon.jit
 def _step_of(buffers, stage, STEP: gl.constexpr, D: gl.constexpr):
-    """One stage's keys or values as one tile: it lies in parts of 64 columns, which is how wgmma takes it."""
+    """Return one stage's keys or values as one tile, which lies in parts of 64 columns, as wgmma takes it."""
     layout: gl.constexpr = gl.NVMMASharedLayout(buffers.layout.swizzle_byte_width, buffers.layout.element_bitwidth, 2)
     stages: gl.constexpr = buffers.shape[0] * buffers.shape[3] * buffers.shape[4] // (STEP * D)
     return buffers._reinterpret(buffers.dtype, [stages, STEP, D], layout).index(stage)
@@ -50,7 +52,9 @@ def _step_of(buffers, stage, STEP: gl.constexpr, D: gl.constexpr):
 def _seen_of_block(
     first_row, numbers, at, p_bits, KEYS: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr
 ):  # fmt: skip
-    """What mask and end of the keys leave of KEYS keys of a block, [ROWS, 4] words; its numbers start at `at`."""
+    """Return [ROWS, 4] words: which of KEYS keys of a block the mask and the end of the keys leave; numbers start at
+    `at`.
+    """
     PIECES: gl.constexpr = KV_BLOCK // KEYS
     WORDS: gl.constexpr = KEYS // 32
     rows = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, WORD_LAYOUT))[:, None]
@@ -73,7 +77,7 @@ def _seen_of_block(
 
 @gluon.jit
 def _hide(scores, first_row, numbers, stage, p_bits, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr):
-    """-inf where masks or the end of the keys hide a pair, in the one or two blocks of a step."""
+    """Write -inf where masks or the end of the keys hide a pair, in the one or two blocks of a step."""
     STEP: gl.constexpr = scores.shape[1]
     if KV_BLOCK >= STEP:
         seen = _seen_of_block(first_row, numbers, stage * FIELDS, p_bits, STEP, Q_BLOCK, KV_BLOCK)
@@ -87,7 +91,7 @@ def _hide(scores, first_row, numbers, stage, p_bits, Q_BLOCK: gl.constexpr, KV_B
 
 @gluon.jit
 def _softmax_step(scores, row_max, row_sum, scale_log2, MASKED: gl.constexpr):
-    """Weights of this step, the new maximum (base 2), each thread's sum, and what to rescale earlier sums by."""
+    """Return weights of this step, the new maximum (base 2), each thread's sum, and the factor of earlier sums."""
     new_max = gl.maximum(row_max, gl.max(scores, 1) * scale_log2)
     shift = new_max
     if MASKED:
@@ -106,9 +110,10 @@ def _consume_steps(
     numbers, scale_log2, cap_rate, first_row, p_bits, begin, end,
     MASKED: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
-    """Steps begin..end of the program. Weights stay fp32 from step to step: bf16 would be unpacked and packed again.
+    """Attend to steps begin..end of the program. Weights stay fp32 from step to step: bf16 would be unpacked and
+    repacked.
 
-    Full steps do not wait for maxima where they need none (`forward_growth`), nor threads for one another.
+    Full steps wait neither for maxima where they need none (`forward_lazy_softmax`), nor for other threads.
     """
     FREE: gl.constexpr = not MASKED and without_maxima(CONSUMERS, q.shape[1], q.dtype)
     CHECKED: gl.constexpr = not FREE or not unchecked(q.dtype)
@@ -169,10 +174,10 @@ def consume(
     units, tensors, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, STEP_ROWS: gl.constexpr, STEP_HEADS: gl.constexpr,
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, HAS_PARTS: gl.constexpr,
 ):  # fmt: skip
-    """Attend with 64 rows of each unit of work of this program; out and lse.
+    """Attend with 64 rows of each unit of work of this program; write out and lse.
 
-    Where weights are unchecked, and those of rows of this program left their range, a second sweep does those units
-    again, with maxima in every step; the others come as units without keys, past the end.
+    Where weights are unchecked and those of some rows left their range, a second sweep computes those units again, with
+    maxima in every step. The other units come without keys, past the end.
     """
     all_units, flags, judged = units
     UNCHECKED: gl.constexpr = unchecked(tensors[0].dtype)
@@ -208,9 +213,9 @@ def _attend(
     CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, STEP_ROWS: gl.constexpr, STEP_HEADS: gl.constexpr,
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, HAS_PARTS: gl.constexpr,
 ):  # fmt: skip
-    """Attend with 64 rows of the unit of work number `i_mine` of this program; steps done, rows with lost weights.
+    """Attend with 64 rows of unit `i_mine` of this program; return steps done, and rows with lost weights.
 
-    Where weights are unchecked only masked steps have maxima, as all steps are of a unit that is done again.
+    Where weights are unchecked only masked steps have maxima; a unit that is computed again has them in all steps.
     """
     (
         out_desc, p_out, q_buffers, k_buffers, v_buffers, row_numbers, step_numbers,

@@ -1,21 +1,20 @@
-"""A softmax of the Hopper forward that waits for no maximum: weights relative to that of the steps before.
+"""Lazy softmax of the Hopper forward: weights relative to the maximum of earlier steps, without waiting for a new one.
 
-It is where sums and weights are kept in range, and any number near the largest score serves.
+A softmax only needs its base to keep sums and weights in range; any number near the largest score serves.
 
-bf16 has the range of fp32, and weights far above 1 round as they would have. So only the masked steps of a row, which
-come first, have maxima, and of full ones nothing is asked until the row is done: its sum tells whether a weight was too
-large, some 44 nats above the scores of masked steps, or all were too small. Units of work with such a row are done
+bf16 has the range of fp32, and weights far above 1 round as small ones do. So only the masked steps of a row, which
+come first, compute maxima. Full steps check nothing until the row is done: its sum then tells whether a weight was too
+large (some 44 nats above the scores of masked steps), or all were too small. Units of work with such a row are computed
 again, with maxima in every step.
 
-Masked steps keep theirs because a query may see few keys in them, or one: its weight is 1 then, exactly. Any other
-weight is rounded for the product with v but not in the row's sum, and out would be off along all of v.
+Masked steps keep their maxima because a query may see few keys in them, or one, whose weight is then exactly 1. Any
+other weight is rounded for the product with v but not in the row's sum, which would shift out along all of v.
 
-fp16 has no such range. At head_dim 64 a thread's sum of a full step's weights tells whether they still fit: where one
-is above GROWN, a warp finds the maxima, makes the weights of its step once more and rescales what it has, behind a
-branch. Everywhere else there are no maxima, and nothing is rescaled. No weight is above GROWN then, which fp16 holds,
-and all of them round as they would have.
+fp16 has a smaller range. At head_dim 64 a thread's sum of a full step's weights tells whether they still fit: where a
+sum is above GROWN, a warp finds the maxima, recomputes the weights of its step and rescales its state, behind a branch.
+Elsewhere there are no maxima, and nothing is rescaled: no weight is above GROWN, which fp16 holds.
 
-A thread has 2 t and 2 t + 1 of every eight columns, t being its place in the four that share a row.
+Of every eight columns a thread has 2 t and 2 t + 1, t being its place among the four threads that share a row.
 """
 
 from triton.experimental import gluon
@@ -26,19 +25,19 @@ GROWN = gl.constexpr("0f43800000")  # 256, as PTX has it
 
 @gluon.constexpr_function
 def without_maxima(consumers, head_dim, dtype):
-    """Whether full steps do not wait for their maxima; in fp16 where exponentials take as long as the products."""
+    """Return whether full steps skip their maxima; in fp16 only where exponentials take as long as the products."""
     return unchecked(dtype) or (consumers == 2 and head_dim == 64)
 
 
 @gluon.constexpr_function
 def unchecked(dtype):
-    """Whether nothing asks how large weights are until a row is done: in bf16, which has the range of fp32."""
+    """Return whether weights are checked only when a row is done: in bf16, which has the range of fp32."""
     return dtype == gl.bfloat16
 
 
 @gluon.jit
 def weights_relative_to(base, scores, scale_log2):
-    """exp2(scores * scale_log2 - base), with a base [rows, 4] for each thread, and each thread's sums [rows, 4]."""
+    """Return exp2(scores * scale_log2 - base), with a base [rows, 4] per thread, and each thread's sums [rows, 4]."""
     ROWS: gl.constexpr = scores.shape[0]
     COLUMNS: gl.constexpr = scores.shape[1]
     layout: gl.constexpr = scores.type.layout
@@ -52,7 +51,7 @@ def weights_relative_to(base, scores, scale_log2):
 
 @gluon.jit
 def rescaled_where_grown(weights, sums, row_sum, base, acc, scores, scale_log2):
-    """weights, row_sum with `sums`, base and acc; relative to the largest score in warps where a sum is above GROWN."""
+    """Return weights, row_sum with `sums`, base and acc, rescaled to the largest score where a sum is above GROWN."""
     w_layout: gl.constexpr = weights.type.layout
     acc_layout: gl.constexpr = acc.type.layout
     row_layout: gl.constexpr = row_sum.type.layout
@@ -125,7 +124,7 @@ def _where_grown(COLUMNS, SUMS):
 
 @gluon.jit
 def _columns_of_threads(tile):
-    """A tile [rows, columns] as a tuple of columns / 4 tiles [rows, 4], one for each that a thread has, in order."""
+    """Return a tile [rows, columns] as a tuple of columns / 4 tiles [rows, 4], one per column of a thread, in order."""
     ROWS: gl.constexpr = tile.shape[0]
     EIGHTS: gl.constexpr = tile.shape[1] // 8
     tile = gl.permute(gl.reshape(tile, [ROWS, EIGHTS, 4, 2]), (0, 2, 1, 3))
@@ -134,7 +133,7 @@ def _columns_of_threads(tile):
 
 @gluon.jit
 def _halves(tiles, COLUMNS: gl.constexpr):
-    """Tiles [rows, 4, COLUMNS], each as tiles [rows, 4] of its columns."""
+    """Split tiles [rows, 4, COLUMNS] into tiles [rows, 4] of their columns."""
     if COLUMNS == 1:
         return tiles
     else:
@@ -150,7 +149,7 @@ def _halves(tiles, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def _tile_of_columns(columns, FIRST: gl.constexpr, COUNT: gl.constexpr, layout: gl.constexpr):
-    """The inverse of `_columns_of_threads` for COUNT of `columns`, from FIRST on."""
+    """Invert `_columns_of_threads` for COUNT of `columns`, from FIRST on."""
     tiles = ()
     for u in gl.static_range(FIRST, FIRST + COUNT, 2):
         tiles += (gl.join(columns[u], columns[u + 1]),)  # type: ignore[assignment]
@@ -161,7 +160,7 @@ def _tile_of_columns(columns, FIRST: gl.constexpr, COUNT: gl.constexpr, layout: 
 
 @gluon.jit
 def _joined(tiles):
-    """Tiles [rows, 4, columns] side by side."""
+    """Join tiles [rows, 4, columns] side by side."""
     if len(tiles) == 1:
         return tiles[0]
     else:

@@ -1,7 +1,7 @@
 """The producer warp of the Hopper forward: reads the layout, feeds q, k and v by TMA, and says how to mask.
 
-It runs ahead of the consumers, over the rows of its program: what a row or a step needs from memory is on the way while
-they compute. Consumers read no layout; they get six numbers for each row and, for a masked step, four for each block.
+It runs ahead of the consumers over the rows of its program, so that loads overlap with computation. Consumers read no
+layout: they get six numbers for each row and, for a masked step, four for each block.
 """
 
 from triton.experimental import gluon
@@ -19,7 +19,7 @@ FIELDS = gl.constexpr(4)  # of a block: first and last distance, keys, code
 
 @gluon.jit
 def _unit_of(i_unit, together, q_blocks, q_heads, HEADS: gl.constexpr):
-    """First head, batch entry and rank of the row of a unit of work: `together` units of heads alternate."""
+    """Return first head, batch entry and rank of the row of a unit of work; `together` units of heads alternate."""
     units = q_heads // HEADS
     line = i_unit // (together * q_blocks) * together + i_unit % together
     return line % units * HEADS, line // units, i_unit // together % q_blocks
@@ -27,7 +27,7 @@ def _unit_of(i_unit, together, q_blocks, q_heads, HEADS: gl.constexpr):
 
 @gluon.jit
 def band_of(p_bands, num_masks, code):
-    """A mask's band, with lo > hi where it has none, and its code or -1."""
+    """Return a mask's band, lo > hi where it has none, and its code or -1."""
     known = (code >= 0) & (code < num_masks)
     lo = gl.load(p_bands + code * 2, mask=known, other=1)
     hi = gl.load(p_bands + code * 2 + 1, mask=known, other=0)
@@ -38,7 +38,7 @@ def band_of(p_bands, num_masks, code):
 
 @gluon.jit
 def _load_step(desc, buffers, full, stage, i_b, i_hk, keys, PARTS: gl.constexpr):
-    """Load a step's blocks, each in PARTS of 64 columns: so lie the blocks in one [STEP, D] tile."""
+    """Load a step's blocks in PARTS of 64 columns each, as one [STEP, D] tile."""
     BLOCKS: gl.constexpr = len(keys)
     for i_part in gl.static_range(PARTS):
         for u in gl.static_range(BLOCKS):
@@ -49,7 +49,7 @@ def _load_step(desc, buffers, full, stage, i_b, i_hk, keys, PARTS: gl.constexpr)
 
 @gluon.jit
 def _lost_rows(p_lse, row, end, CONSUMERS: gl.constexpr, STEP_ROWS: gl.constexpr, step):
-    """Whether rows of a unit of work lost weights: lse of those before `end` is no number then."""
+    """Return whether rows of a unit of work lost weights: lse of a row before `end` is NaN then."""
     rows = gl.arange(0, 64, gl.BlockedLayout([2], [32], [1], [0]))
     lost = rows * 0
     for u in gl.static_range(CONSUMERS):
@@ -65,7 +65,7 @@ def produce(
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, ORDERED: gl.constexpr,
     HAS_PARTS: gl.constexpr,
 ):  # fmt: skip
-    """Feed the units of work of this program, and those again of which a consumer lost a row's weights."""
+    """Feed the units of work of this program, then those again for which a consumer lost a row's weights."""
     all_units, flags, judged = units
     done = 0  # steps
     i_mine = 0
@@ -92,12 +92,13 @@ def _feed(
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, ORDERED: gl.constexpr,
     HAS_PARTS: gl.constexpr, AGAIN: gl.constexpr,
 ):  # fmt: skip
-    """Feed the unit of work number `i_mine` of this program; steps done.
+    """Feed unit `i_mine` of this program; return steps done.
 
-    A row's blocks in steps of STEP keys, of several blocks or a piece of one: what is missing to whole steps, a last
-    full block that seqlen_k may cut (`tail`), the partial blocks from the last one on, which under a causal mask shows
-    each query something, then the full ones, which need no mask. Parts of long rows come before all rows; such a row
-    itself is then one without blocks, past the end, where nothing is stored; AGAIN, so are units that need it not.
+    A row's blocks come in steps of STEP keys, of several blocks or a piece of one: first what is missing to whole
+    steps, then a last full block that seqlen_k may cut (`tail`), the partial blocks from the last one on (under a
+    causal mask it shows something to every query), then the full blocks, which need no mask. Parts of long rows come
+    before all rows. A row with parts is then a unit without blocks, past the end, where nothing is stored; AGAIN, so
+    are units that lost no weights.
     """
     (
         q_desc, k_desc, v_desc, q_buffers, k_buffers, v_buffers, row_numbers, step_numbers,

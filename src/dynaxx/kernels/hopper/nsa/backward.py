@@ -1,7 +1,7 @@
-"""Gradients of all branches of Native Sparse Attention on Hopper, whatever way selected blocks go.
+"""Gradients of all branches of Native Sparse Attention on Hopper.
 
-The compressed branch and the window add their dq to the same fp32 sums where they take one pass; selected blocks, whose
-partial results take most memory, come last and add theirs to what these sums gave.
+The compressed branch and the window add dq to the same fp32 sums where they take one pass. Selected blocks, whose
+partial results take most memory, come last and add their dq to the result.
 """
 
 import torch
@@ -29,7 +29,15 @@ def mixed_backward(
     """Return dq, dk, dv, dk_cmp and dv_cmp of (T, H, D) tensors; empties `rows.do`.
 
     Args:
+        rows: of `branch_rows`.
+        q: (T, Hq, D).
+        k: (M, Hk, D).
+        v: as k.
+        k_cmp: (compressed tokens, Hk, D).
+        v_cmp: as k_cmp.
+        plan: of the selected branch.
         layouts: of the compressed branch and of the window.
+        scale: softmax scale.
     """
     batch = batch_of(plan)
     as_batch = lambda x: dense_rows(x.unflatten(0, (batch, x.shape[0] // batch)))
@@ -55,7 +63,7 @@ def mixed_backward(
 def _over_layout(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: BackwardRows, layout: BlockLayout, scale: float
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    """dq, dk and dv of attention over a layout; dq is None where it is 0, or was added to the sums."""
+    """Return dq, dk and dv of attention over a layout; dq is None where it is 0, or was added to the sums."""
     if k.shape[1] == 0:
         return None, torch.zeros_like(k), torch.zeros_like(v)
     return gradients_of_rows(do, q, k, v, rows, layout, scale)

@@ -42,11 +42,11 @@ SMALL = (1, 2)  # groups that go by key
 
 @dataclass(frozen=True)
 class HopperSelectedPlan(shared.SelectedPlan):
-    """A selection of groups that Gluon takes, as both directions read it."""
+    """A selection of groups that the Gluon kernels serve, prepared for forward and backward."""
 
     @property
     def consumers(self) -> int:
-        """Of a program, 64 rows each."""
+        """Consumers of a program, 64 rows each."""
         return selected_consumers(self.group_size, self.spans.sizes.slc_block)
 
     @lazy
@@ -67,7 +67,7 @@ class HopperSelectedPlan(shared.SelectedPlan):
 
     @property
     def attends_window(self) -> bool:
-        """Where the windows of neighbouring rows overlap: not where sequences have keys before their queries."""
+        """Whether the windows of neighbouring rows overlap: not where sequences have keys before their queries."""
         return self.mixes and (len(self.spans.ends_q) == 2 or self.spans.ends_q == self.spans.ends_k)
 
     def dq_by_query(
@@ -96,7 +96,7 @@ class HopperSelectedPlan(shared.SelectedPlan):
 
 
 def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor | None, spans: NativeSpans, heads: int, scale: float) -> Tensor:
-    """As `kernels.reference.nsa.select_blocks`; raw scores are Triton's."""
+    """Return the chosen blocks, as `kernels.reference.nsa.select_blocks`; raw scores are computed in Triton."""
     if lse is None or not k_cmp.shape[0]:
         return select.select_blocks(q, k_cmp, lse, spans, heads, scale)
     from dynaxx.kernels.hopper.nsa.scores import TILE_ROWS, score_blocks
@@ -105,7 +105,7 @@ def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor | None, spans: NativeSpa
 
 
 def schedule_of(group_size: int, kv_block: int) -> str:
-    """In words, for `explain_selected`."""
+    """Return in words how blocks are visited, for `explain_selected`."""
     consumers = selected_consumers(group_size, kv_block)
     if not consumers:
         return shared.schedule_of(group_size, kv_block)
@@ -119,7 +119,7 @@ def schedule_of(group_size: int, kv_block: int) -> str:
 
 
 def prepare_selected(block_indices: Tensor, spans: NativeSpans, q: Tensor, k: Tensor, v: Tensor) -> shared.SelectedPlan:
-    """What forward and backward share."""
+    """Return what forward and backward share."""
     plan = shared.prepare_selected(block_indices, spans, q, k, v)
     consumers = selected_consumers(plan.group_size, spans.sizes.slc_block)
     either = plan.group_size == EITHER

@@ -1,6 +1,6 @@
-"""What the backward of each branch of Native Sparse Attention reads of queries.
+"""What the backward of each branch of Native Sparse Attention reads of queries: gate times do, lse and delta.
 
-That is its gate times do, lse and delta, of one reading of do for all; on the way comes the gradient of the gates.
+One kernel reads do once for all branches, and computes the gradient of the gates on the way.
 
 T = B N queries, Hq q heads, E head_dim.
 """
@@ -22,7 +22,7 @@ TILE_ROWS = 16
 
 
 class Branches(NamedTuple):
-    """What the forward of the three branches gave."""
+    """Results of the forward of the three branches."""
 
     cmp: Tensor  # (T, Hq, E)
     slc: Tensor
@@ -44,7 +44,7 @@ def _nsa_hopper_bwd_rows_kernel(
     seqlen_q, padded_q, q_heads,
     E: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Each branch's gate times do, and of that its rows; a row that sees nothing has lse = inf and delta = 0."""
+    """Compute each branch's gate times do, and its lse and delta; rows that see nothing have lse = inf, delta = 0."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     i_h, place = row % q_heads, row // q_heads
     i_b, pos_q = place // padded_q, place % padded_q
@@ -123,6 +123,6 @@ def branch_rows(
 
 
 def batch_of(plan: SelectedPlan) -> int:
-    """Sequences that are alike, and so a batch; else one of all."""
+    """Return the number of sequences if they are alike, and so a batch; else 1."""
     alike = plan.spans.uniform
     return 1 if alike is None else alike[0]

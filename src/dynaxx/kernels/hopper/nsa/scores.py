@@ -1,10 +1,11 @@
 """Scores of selection blocks for Hopper, in Gluon: one producer warp and a few consumers.
 
-A program takes one unit of work after the other: 64 queries of a selection head and some compressed tokens, 128 of each
-consumer. The producer brings the rows of one q head of the group after the other, and lse with them; a consumer sums
-the weights exp(q @ k_cmp - lse) of its tokens in registers, then pools tokens to blocks while the others go on.
-Consumers multiply in turn, or all would multiply at once and then all take exponentials at once. Names and results as
-in `kernels.gpu.nsa.select`.
+    producer warp          q rows and lse of one q head of the group after the other
+    consumer warpgroup     128 compressed tokens: sum over heads of exp(q @ k_cmp - lse) -> pooled to block scores
+
+A program takes one unit of work after the other: 64 queries of a selection head and some compressed tokens. Consumers
+multiply in turn; otherwise all would multiply at once, and then all compute exponentials. Names and results as in
+`kernels.gpu.nsa.select`.
 """
 
 from torch import Tensor
@@ -64,7 +65,7 @@ def _produce(
 
 @gluon.jit
 def _store_rows(p_rows, values, first_row, end_row, first_block, blocks, row_stride):
-    """[64, blocks of a consumer] to rows of fp32 scores, those that exist."""
+    """Store [64, blocks of a consumer] to rows of fp32 scores that exist."""
     BLOCKS: gl.constexpr = values.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
@@ -79,7 +80,7 @@ def _pool(
     total, p_own, p_next, p_num_cmp, first_t, end_t, least, first_row, first_token, i_head, heads, blocks,
     PER_TOKEN: gl.constexpr, PER_BLOCK: gl.constexpr, MAX: gl.constexpr,
 ):  # fmt: skip
-    """Weights of 128 tokens to scores of their blocks, and of those behind them."""
+    """Pool weights of 128 tokens to scores of their blocks, and of the blocks behind them."""
     layout: gl.constexpr = total.type.layout
     BLOCKS: gl.constexpr = TOKENS // PER_BLOCK
     t = first_t + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
@@ -191,7 +192,7 @@ def _nsa_scores_hopper_kernel(
 def score_blocks(
     q: Tensor, k_cmp: Tensor, lse: Tensor | None, spans: NativeSpans, scores: Scores, scale: float
 ) -> None:
-    """A `nsa.select.Scorer` for tiles of 64 rows; lse is not None."""
+    """Fill `scores` for tiles of 64 rows, an `nsa.select.Scorer`; lse is not None."""
     assert lse is not None, "raw scores are Triton's"
     heads, blocks = scores.own.shape[1:]
     units = scores.tiles.units(scores.some, CONSUMERS.value * TOKENS.value, TOKENS.value)

@@ -1,8 +1,10 @@
 """Selected attention by query for Hopper, in Gluon: persistent programs of one producer warp and a few consumers.
 
-A consumer warpgroup (`selected_consume`) owns the 64 rows of 64 / group neighbouring positions. The producer
-(`selected_produce`) feeds the union of the blocks of all consumers' positions by TMA, each once; a consumer passes over
-those that none of its own positions selected. A program takes the next tile when it has fed one: tiles differ in size.
+    producer warp (selected_produce)        q of a tile; then k, v of the window, and of the union of blocks, by TMA
+    consumer warpgroup (selected_consume)   64 rows of 64 / group neighbouring positions -> out, lse, gated sum
+
+Each block of the union is loaded once; a consumer skips blocks that none of its own positions selected. A program takes
+the next tile when it has fed one, since tiles differ in size.
 
 T queries, M keys, Hq / Hk / Hs query, kv and selection heads; D head_dim of q, k and v.
 """
@@ -96,7 +98,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return out (T, Hq, D) and lse (Hq, T) fp32; scale > 0, dense rows, unions of `consumers` times 64 rows.
 
-    Nothing is written where `taken` (1,) int32, on the device, is 0.
+    Write nothing where `taken`, (1,) int32 on the device, is 0.
     """
     queries, q_heads, dim = q.shape
     tiles, heads, slots = union.starts.shape

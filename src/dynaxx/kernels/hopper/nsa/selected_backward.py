@@ -154,7 +154,7 @@ def backward_dq(
 ) -> Tensor:  # fmt: skip
     """Return dq (T, Hq, D), or `others_dq` with that added to it.
 
-    Rows are as `row_pairs` gives them, unions of `consumers` times 64 rows.
+    `rows` are as `row_pairs` returns them; unions have `consumers` times 64 rows.
     """
     queries, q_heads, dim = q.shape
     tiles, heads, slots = union.starts.shape

@@ -1,11 +1,11 @@
 """A consumer of selected attention by query: a warpgroup with 64 rows of a tile.
 
-It attends to the tile's window first, where that is asked for, and keeps the result in shared memory; then to the
-blocks that its own positions selected, and adds the branches, each times its gate, as it writes.
+It attends to the tile's window first, where asked to, and keeps the result in shared memory; then to the blocks that
+its own positions selected. It adds the branches, each times its gate, as it writes.
 
-In bf16, which has the range of fp32, weights are relative to the greatest score of the first block that a row sees, and
-nothing asks for others: when a row is done its sum tells whether a weight was too large. The tile of such a row is
-marked, and a second launch does it again with the maxima of every block, as fp16 has it at once.
+In bf16, which has the range of fp32, weights are relative to the largest score of the first block that a row sees,
+without further maxima. Once a row is done its sum tells whether a weight was too large. The tile of such a row is
+marked, and a second launch computes it again with the maxima of every block, as fp16 does at once.
 """
 
 from triton.experimental import gluon
@@ -34,7 +34,7 @@ from dynaxx.kernels.hopper.primitives.visible import WORD_LAYOUT
 
 @gluon.jit
 def _scores(q, k, layout: gl.constexpr):
-    """[ROWS, KV_BLOCK] fp32."""
+    """Return scores [ROWS, KV_BLOCK] fp32."""
     KV_BLOCK: gl.constexpr = k.shape[0]
     zero = gl.zeros([ROWS, KV_BLOCK], gl.float32, layout)
     token = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -43,10 +43,10 @@ def _scores(q, k, layout: gl.constexpr):
 
 @gluon.jit
 def _raised(sums, scores, selected, scale_log2):
-    """What a row has so far, relative to its greatest score, one block's `scores` among them.
+    """Return a row's state relative to its largest score, those of one block included.
 
-    Its base, each thread's sum of weights, and the sums of values. Rows that are not `selected`, where it is not None,
-    have nothing of the block.
+    State: the base, each thread's sum of weights, the sums of values. Rows that are not `selected`, where that is not
+    None, see nothing of the block.
     """
     base, row_sum, acc = sums
     best = gl.max(scores, 1) * scale_log2
@@ -60,7 +60,7 @@ def _raised(sums, scores, selected, scale_log2):
 
 @gluon.jit
 def _add_block(sums, scores, v, selected, scale_log2, CHECKED: gl.constexpr):
-    """`sums` and a block more, with weights relative to the same bases; to 0 where a row has seen nothing."""
+    """Return `sums` plus a block, with weights relative to the same bases; 0 where a row has seen nothing."""
     base, row_sum, acc = sums
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     shift = gl.where(base == -float("inf"), 0.0, base)
@@ -80,7 +80,7 @@ def _add_block(sums, scores, v, selected, scale_log2, CHECKED: gl.constexpr):
 
 @gluon.jit
 def _result(sums, p_state, i_tile, inside, CHECKED: gl.constexpr):
-    """Out and lse; a tile is marked if weights of a row `inside` left their range."""
+    """Return out and lse; mark the tile if weights of a row `inside` left their range."""
     base, row_sum, acc = sums
     layout: gl.constexpr = base.type.layout
     total = gl.convert_layout(gl.sum(row_sum, 1), layout)
@@ -101,7 +101,7 @@ def consume(
     KV_BLOCK: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, ALONE: gl.constexpr, MIXED: gl.constexpr,
     WINDOWED: gl.constexpr, CHECKED: gl.constexpr,
 ):  # fmt: skip
-    """Results of this consumer's rows of every tile that its program takes."""
+    """Compute this consumer's rows of every tile that its program takes."""
     (
         out_desc, swa_desc, mixed_desc, q_buffers, w_buffers, k_buffers, v_buffers, numbers, q_full, q_empty, full,
         empty, p_lse, p_swa_lse, p_last_key, p_first_block, p_block_start, p_starts, p_members, p_counts, p_gates,
@@ -224,6 +224,6 @@ def consume(
 
 @gluon.jit
 def _gate(p_gates, inside, layout: gl.constexpr):
-    """[ROWS, 1] fp32."""
+    """Load gates, [ROWS, 1] fp32."""
     gate = gl.load(p_gates, mask=inside, other=0.0).to(gl.float32)
     return gl.convert_layout(gate, gl.SliceLayout(1, layout))[:, None]

@@ -1,8 +1,10 @@
 """dk and dv of selected attention for Hopper, in Gluon: one producer warp, one consumer warpgroup of 64 keys.
 
-A program holds one block of keys and goes through some of the entries that selected it. The producer gathers their rows
-of q and do, the group of an entry by one TMA copy per 64 columns; the consumer multiplies as `backward_dkv` does. Names
-and index as in `kernels.gpu.nsa.gather`.
+    producer warp   gathers rows of q and do of the entries: a TMA copy per entry's group and 64 columns
+    consumer        as `backward_dkv`: scores.T -> weights -> dv; ds -> dk
+
+A program holds one block of keys and goes through some of the entries that selected it. Names and index as in
+`kernels.gpu.nsa.gather`.
 """
 
 from torch import Tensor
@@ -49,7 +51,7 @@ def _produce(
 
 @gluon.jit
 def _multiply(a, b, a_next, b_next, zero, PANELS: gl.constexpr):
-    """a @ b.T over all panels, asynchronously."""
+    """Start a @ b.T over all panels, asynchronously."""
     token = warpgroup_mma(a, b.permute((1, 0)), zero, use_acc=False, is_async=True)
     if PANELS == 2:
         token = warpgroup_mma(a_next, b_next.permute((1, 0)), token, is_async=True)
@@ -174,7 +176,7 @@ def items_dkv(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, index: Items, slots: int, spans: NativeSpans,
     items: tuple[Tensor, Tensor], scale: float,
 ) -> None:  # fmt: skip
-    """Write what each item of a single chunk gives to dk and dv, fp32 (items, 64, D)."""
+    """Write the contribution of each item of a single chunk to dk and dv, fp32 (items, 64, D)."""
     do, q, k, v = (dense_rows(x[None])[0] for x in (do, q, k, v))
     dim, heads = q.shape[2], (index.first_item.shape[1] - 1) // len(spans.block_start)
     group_size = q.shape[1] // heads

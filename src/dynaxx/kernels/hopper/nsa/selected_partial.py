@@ -1,8 +1,7 @@
-"""Selected attention by key for Hopper, in Gluon: rows of the next tile are on their way while this one is written.
+"""Selected attention by key for Hopper, in Gluon: rows of the next tile load while this one is written.
 
 A program holds one block of keys and goes through some of the entries that selected it, 64 rows of q at a time. It
-writes each row's attention to this block alone, which are merged afterwards. Names and index as in
-`kernels.gpu.nsa.gather`.
+writes each row's attention to this block alone; `kernels.gpu.nsa.gather` merges them and defines names and index.
 """
 
 from torch import Tensor
@@ -27,7 +26,7 @@ REGISTERS = 128  # of a thread: four programs for each multiprocessor, as their 
 
 @gluon.jit
 def _entries(p_entries, first, end, row, GROUP: gl.constexpr):
-    """The entry of each row of the tile at place `first`; the last one again behind the end."""
+    """Return the entry of each row of the tile at place `first`; the last one again behind the end."""
     return gl.load(p_entries + gl.minimum(first + row // GROUP, end - 1))
 
 
@@ -35,7 +34,7 @@ def _entries(p_entries, first, end, row, GROUP: gl.constexpr):
 def _fetch(
     q_shared, p_q, entry, row, i_head, PER_QUERY: gl.constexpr, stride_n, stride_h, column, GROUP: gl.constexpr
 ):  # fmt: skip
-    """Begin to copy [64, D] rows of q."""
+    """Start to copy [64, D] rows of q."""
     offsets = (entry // PER_QUERY).to(gl.int64) * stride_n + (i_head * GROUP + row % GROUP) * stride_h
     async_copy_global_to_shared(q_shared, p_q + (offsets[:, None] + column[None, :]))
     commit_group()
@@ -55,7 +54,7 @@ def _put(p_partial, acc, share, row_offset, inside, first_column, D: gl.constexp
 
 @gluon.jit
 def _block(p_x, start, keys, stride, SIZE: gl.constexpr, D: gl.constexpr, layout: gl.constexpr):
-    """[SIZE, D] rows of one head, zero past the last key."""
+    """Load [SIZE, D] rows of one head, zero past the last key."""
     row = start + gl.arange(0, SIZE, gl.SliceLayout(1, layout))
     column = gl.arange(0, D, gl.SliceLayout(0, layout))
     offsets = row.to(gl.int64)[:, None] * stride + column[None, :]

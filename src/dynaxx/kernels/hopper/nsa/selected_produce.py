@@ -1,6 +1,6 @@
 """The producer of selected attention by query: one warp, which takes tiles of queries as they come.
 
-It feeds by TMA a tile's queries, the keys and values of its window and of its union, and the other branches' results.
+It feeds by TMA a tile's queries, the keys and values of its window and its union, and the other branches' results.
 """
 
 from triton.experimental import gluon
@@ -16,7 +16,7 @@ def produce(
     blocks, CONSUMERS: gl.constexpr, POSITIONS: gl.constexpr, GROUP: gl.constexpr, KV_BLOCK: gl.constexpr,
     STAGES: gl.constexpr, SLOTS: gl.constexpr, MIXED: gl.constexpr, WINDOWED: gl.constexpr, SWEEP: gl.constexpr,
 ):  # fmt: skip
-    """Feed tiles until all are taken, then say so."""
+    """Feed tiles until all are taken, then signal the end."""
     (
         q_desc, k_desc, v_desc, cmp_desc, swa_desc, q_buffers, k_buffers, v_buffers, numbers, q_full, q_empty, full,
         empty, p_last_key, p_first_block, p_block_start, p_starts, p_counts, p_state, tiles, window, queries, heads,

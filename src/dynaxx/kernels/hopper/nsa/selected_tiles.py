@@ -1,4 +1,4 @@
-"""What the Hopper kernels of selected attention share: tiles by TMA, blocks of keys, and how a program is sized."""
+"""Shared by the Hopper kernels of selected attention: tiles by TMA, blocks of keys, sizes of a program."""
 
 from functools import lru_cache
 
@@ -22,7 +22,7 @@ TURN, ANY_LOST, LOST = gl.constexpr(0), gl.constexpr(2), gl.constexpr(3)
 def feed_blocks(
     k_desc, v_desc, k_buffers, v_buffers, full, empty, p_starts, count, before, i_hk, STAGES: gl.constexpr
 ):  # fmt: skip
-    """Load the keys and values of each block of a union, in its order, behind so many other blocks."""
+    """Load the keys and values of each block of a union in order, after `before` other blocks."""
     for i_block in range(count):
         at = [i_hk, gl.load(p_starts + i_block), 0]
         feed_block(k_desc, v_desc, k_buffers, v_buffers, full, empty, before + i_block, at, STAGES)
@@ -40,7 +40,7 @@ def feed_block(k_desc, v_desc, k_buffers, v_buffers, full, empty, i_block, at, S
 
 @gluon.jit
 def row_tile(buffers, q_desc, stage):
-    """A block's buffer as that of a consumer's rows."""
+    """Return a block's buffer as the buffer of a consumer's rows."""
     tile: gl.constexpr = q_desc.block_type.shape
     PER_BLOCK: gl.constexpr = buffers.shape[2] // ROWS
     tiles = buffers._reinterpret(q_desc.dtype, [buffers.shape[0] * PER_BLOCK, tile[0], tile[1], tile[2]], q_desc.layout)
@@ -49,13 +49,13 @@ def row_tile(buffers, q_desc, stage):
 
 @gluon.constexpr_function
 def product_layout(columns):
-    """Of a consumer's 64 rows, as one warpgroup's products lie in registers."""
+    """Return the register layout of a product with 64 rows by one warpgroup."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
 @gluon.jit
 def places(layout: gl.constexpr, GROUP: gl.constexpr):
-    """Of a consumer's scores: the query position and the head of the group that each row is, and the columns."""
+    """Return the query position and the head of the group of each row of a consumer's scores, and the columns."""
     o_row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     columns = gl.arange(0, layout.instr_shape[1], gl.SliceLayout(0, layout))
     return o_row // GROUP, o_row % GROUP, columns
@@ -63,13 +63,13 @@ def places(layout: gl.constexpr, GROUP: gl.constexpr):
 
 @gluon.jit
 def sequence_start(p_first_block, p_block_start, t, inside):
-    """First key of a query's sequence."""
+    """Return the first key of a query's sequence."""
     return gl.load(p_block_start + gl.load(p_first_block + t, mask=inside, other=0))
 
 
 @gluon.jit
 def window_of(p_last_key, p_first_block, p_block_start, first_t, positions, queries, window, KV_BLOCK: gl.constexpr):
-    """First key of a tile's window, and how many blocks it takes from there."""
+    """Return the first key of a tile's window, and how many blocks the window takes from there."""
     start = sequence_start(p_first_block, p_block_start, first_t, True)
     begin = gl.maximum(start, gl.load(p_last_key + first_t) - window + 1)
     last = gl.load(p_last_key + gl.minimum(first_t + positions, queries) - 1)
@@ -77,7 +77,7 @@ def window_of(p_last_key, p_first_block, p_block_start, first_t, positions, quer
 
 
 def descriptor(x: Tensor, block: tuple[int, int, int]) -> TensorDescriptor:
-    """Of a three-dimensional tensor with dense rows."""
+    """Return a descriptor of a three-dimensional tensor with dense rows."""
     return rebased(_descriptor(x.shape, x.stride(), x.dtype, block), x)
 
 
@@ -91,11 +91,11 @@ def _descriptor(
 
 
 def stages(consumers: int, tiles: int, dim: int, kv_block: int) -> int:
-    """Blocks of keys and values that fit beside `tiles` tiles of 64 rows of each consumer; at most 4."""
+    """Return how many blocks of keys and values, at most 4, fit next to `tiles` tiles of 64 rows per consumer."""
     return min(4, (SHARED_ROWS - consumers * tiles * 64 * dim // 128) // (2 * kv_block * dim // 128))
 
 
 def registers(consumers: int) -> dict[str, int]:
-    """How a program's warps share the register file."""
+    """Return how a program's warps share the register file."""
     consumer, average = (160, 128) if consumers == 3 else (240, 168)
     return {"CONSUMER_REGISTERS": consumer, "PRODUCER_REGISTERS": 24, "num_warps": 4, "maxnreg": average}

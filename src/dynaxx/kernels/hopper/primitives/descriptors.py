@@ -1,4 +1,4 @@
-"""What the host passes to the Hopper kernels."""
+"""Arguments of the Hopper kernels: descriptors for TMA, and factors of scores."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32
 
 
 def dense_rows(x: Tensor) -> Tensor:
-    """`x` where TMA can step through it: dense rows, 16-byte strides; else a copy."""
+    """Return x where TMA can step through it (dense rows, 16-byte strides), else a copy."""
     if _steps(x.shape, x.stride(), x.itemsize) and x.data_ptr() % 16 == 0:
         return x
     return x.clone(memory_format=torch.contiguous_format)  # also where it is dense, but begins between two such steps
@@ -33,7 +33,7 @@ def _steps(shape: torch.Size, strides: tuple[int, ...], itemsize: int) -> bool:
 
 
 def gluon_rows(x: Tensor, rows: int, columns: int | None = None) -> Any:
-    """`rows` rows of one head of (B, N, H, D) at a time, or of `columns` of its columns; for Gluon."""
+    """Return a Gluon descriptor that loads `rows` rows of one head of (B, N, H, D), all or `columns` of its columns."""
     template = _gluon_rows(x.shape, x.stride(), x.dtype, rows, columns or x.shape[3])
     if template is None or x.data_ptr() % 16:
         return gluon_rows(dense_rows(x), rows, columns)
@@ -50,7 +50,7 @@ def _gluon_rows(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype,
 
 
 def score_factors(scale: float, softcap: float | None) -> dict[str, float | None]:
-    """What kernels multiply scores by, in base 2: those of q . k, or of its tanh, and what q . k has in there."""
+    """Return the factors of scores in base 2: of q . k or its tanh, and of q . k within the tanh."""
     if softcap is None:
         return {"scale_log2": scale * LOG2E, "cap_rate": None}
     return {"scale_log2": softcap * LOG2E, "cap_rate": scale / softcap}

@@ -1,7 +1,7 @@
-"""Element masks of a tile that wgmma made: what a thread sees of a row is one word, of a bit for each of its columns.
+"""Element masks of a tile that wgmma computed: what a thread sees of a row is one word, with a bit per column it has.
 
-Four threads share a row, and of every eight columns thread t has 2 t and 2 t + 1. A band is a word in closed form; to
-compare each column with both its ends took twice as many instructions, and more registers than there are.
+Four threads share a row; of every eight columns thread t has 2 t and 2 t + 1. The word of a band has a closed form.
+Comparing each column with both ends of the band took twice as many instructions, and more registers than there are.
 """
 
 from triton.experimental import gluon
@@ -20,14 +20,14 @@ WORD_LAYOUT = gl.constexpr(  # of [64, 4] words, as the four warps of a warpgrou
 
 @gluon.jit
 def columns_up_to(last, thread):
-    """How many columns <= `last` a thread has of a row that goes on to both sides, counted from column 0."""
+    """Return how many columns <= `last` a thread has of a row that extends to both sides, counted from column 0."""
     last -= 2 * thread
     return 2 * (last >> 3) + gl.minimum(last & 7, 1) + 1
 
 
 @gluon.jit
 def columns_between(first, last, thread):
-    """A thread's columns in first..last, as bits; of the first 32 that it has."""
+    """Return a thread's columns in first..last as bits; of the first 32 columns that it has."""
     below = gl.maximum(columns_up_to(first - 1, thread), 0)
     count = gl.maximum(columns_up_to(last, thread) - below, 0)
     return gl.inline_asm_elementwise(
@@ -37,14 +37,14 @@ def columns_between(first, last, thread):
 
 @gluon.jit
 def columns_of_word(word, thread):
-    """A thread's eight bits of a word of 32 columns."""
+    """Return a thread's eight bits of a word of 32 columns."""
     word >>= 2 * thread
     return (word & 3) | (word >> 6 & 12) | (word >> 12 & 48) | (word >> 18 & 192)
 
 
 @gluon.jit
 def where_seen(tile, seen, other: gl.constexpr):
-    """`tile` where the words [rows, 4] say so, else `other`."""
+    """Return `tile` where the words [rows, 4] say so, else `other`."""
     ROWS: gl.constexpr = tile.shape[0]
     EIGHTS: gl.constexpr = tile.shape[1] // 8
     layout: gl.constexpr = tile.type.layout
@@ -59,7 +59,7 @@ def where_seen(tile, seen, other: gl.constexpr):
 
 @gluon.jit
 def _where_bit(tile, word, bit, other: gl.constexpr):
-    """`tile` where `word` has `bit`, else `other`; two instructions, and LLVM makes no vectors of conditions."""
+    """Return `tile` where `word` has `bit`, else `other`; two instructions, and LLVM makes no vectors of conditions."""
     tile, word = gl.broadcast(tile, word)
     tile, bit = gl.broadcast(tile, bit)
     others = gl.full(tile.shape, other, gl.float32, tile.type.layout)

@@ -1,4 +1,5 @@
-"""Find tile sizes for one shape on this GPU, from those that `config` chooses: the best neighbour, while one is better.
+"""Find tile sizes for one shape on this GPU: start from those of `config`, move to the best neighbour while it is
+faster.
 
 Every candidate must give the default's results before it is timed.
 """
@@ -28,7 +29,7 @@ SAME_HALF = 1e-2
 
 
 class TunedKernel(NamedTuple):
-    """What was found for one kernel."""
+    """The result for one kernel."""
 
     kernel: str  # the function of `config` that chooses its tiles
     tiles: TileSizes
@@ -39,7 +40,7 @@ class TunedKernel(NamedTuple):
 def autotune(
     q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float, softcap: float | None, gradients: bool
 ) -> list[TunedKernel]:
-    """Tune the forward and, if asked, both backward kernels, and keep what is faster. Waits for the GPU.
+    """Tune the forward and, if asked, both backward kernels; keep what is faster. Waits for the GPU.
 
     Raises:
         OSError: what was found cannot be written.
@@ -66,7 +67,7 @@ def _tune(
     v: Tensor,
     layout: BlockLayout,
 ) -> TunedKernel:
-    """Tune one kernel, whose pass `make()` gives anew, so that it launches with the tiles of now."""
+    """Tune one kernel; `make()` builds its pass anew, so that it launches with the current tiles."""
     tma = min(layout.block_size) >= config.TMA_BLOCK and steps_by_tma(q, k, v)
     kind = kind_of_launch(kernel, q.dtype, q.shape[3], v.shape[3], layout.block_size, tma)
     choose = getattr(config, kernel)
@@ -103,7 +104,8 @@ def _tune(
 def descend(
     start: TileSizes, steps: Callable[[TileSizes], Iterator[TileSizes]], time: Callable[[TileSizes], float | None]
 ) -> tuple[TileSizes, float, float]:
-    """Go to the fastest neighbour while one is faster by what is no noise; the last tiles, their time, and the first's.
+    """Move to the fastest neighbour while one is clearly faster; return the last tiles, their time and the first tiles'
+    time.
 
     Raises:
         RuntimeError: the first ones do not run.
@@ -124,7 +126,7 @@ def descend(
 
 
 def neighbours(tiles: TileSizes, kernel: str, block_size: tuple[int, int], tma: bool) -> Iterator[TileSizes]:
-    """Tiles that differ in one number. One side divides its block; of the other, small blocks are gathered."""
+    """Yield tiles that differ in one number: one side divides its block, the other may gather small blocks."""
     gathered = [size if tma else max(size, 64) for size in block_size]
     most_m, most_n = (gathered[0], block_size[1]) if kernel == "backward_dkv_tiles" else (block_size[0], gathered[1])
     for block_m in (tiles.block_m // 2, tiles.block_m * 2):
@@ -141,7 +143,7 @@ def neighbours(tiles: TileSizes, kernel: str, block_size: tuple[int, int], tma: 
 
 
 def _same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
-    """Whether results are those of the default tiles but for the order of sums; empty rows must be the same ones."""
+    """Return whether results equal those of the default tiles up to the order of sums; empty rows must be the same."""
     for a, b in zip(found, expected, strict=True):
         if not torch.equal(a.isfinite(), b.isfinite()):
             return False

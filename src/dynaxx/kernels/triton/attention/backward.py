@@ -1,9 +1,13 @@
 """Block-sparse attention backward in Triton: dq over the layout, dk and dv over its transpose. No atomics.
 
-With weights p = exp(s - lse), dp = do @ v.T and delta = rowsum(do * out) - dlse, the gradient of the scores is
-ds = p * (dp - delta), so the gradient through lse costs nothing. The kernel for dq comes first and leaves lse and delta
-for the other. A program for dk and dv sums over the heads of its group in a fixed order: the result is the same bit for
-bit in every run.
+With weights p = exp(s - lse), dp = do @ v.T and delta = rowsum(do * out) - dlse, the gradient of the scores is ds = p *
+(dp - delta), so the gradient through lse costs nothing.
+
+    dq kernel    a program per row of the layout      q, do stay; k, v stream    writes dq, and lse and delta of each
+        query
+    dkv kernel   a program per column of the layout   k, v stay; q, do stream    reads these, writes dk and dv
+
+A program for dk and dv sums over the heads of its group in a fixed order: every run gives the same bits.
 
 Shapes: B batch, N / M queries and keys, Hq / Hk query and kv heads, D / E head_dim of q, k and of v.
 """
@@ -58,12 +62,20 @@ def attention_backward(
     scale: float,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients (dq, dk, dv), in the shapes and dtypes of q, k, v, of a forward that gave `out` and `lse`.
+    """Return dq, dk, dv in the shapes and dtypes of q, k, v, for a forward that returned `out` and `lse`.
 
     Args:
         do: (B, N, Hq, E), gradient of `out`.
-        dlse: (B, Hq, N) fp32, gradient of `lse`, None for none; ignored where lse is -inf, as a query that sees nothing
-            has none.
+        dlse: (B, Hq, N) fp32, gradient of `lse`; None for none. Ignored where lse is -inf: such a query has no
+            gradient.
+        q: (B, N, Hq, D).
+        k: (B, M, Hk, D).
+        v: (B, M, Hk, E).
+        out: (B, N, Hq, E).
+        lse: (B, Hq, N) fp32.
+        layout: of the forward.
+        scale: of the forward.
+        softcap: of the forward.
     """
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     if out.numel() == 0 or v.numel() == 0:
@@ -211,7 +223,7 @@ def _shared(
     scale: float,
     softcap: float | None,
 ) -> dict[str, Any]:
-    """What both kernels are given."""
+    """Return the arguments that both kernels take."""
     batch, seqlen_q, q_heads, head_dim = q.shape
     seqlen_k, kv_heads, head_dim_v = v.shape[1:]
     return {

@@ -1,4 +1,4 @@
-"""dk and dv in Triton: a program per kv block walks its column, for the heads of its group in turn. See `backward`."""
+"""The dk and dv kernel: a program per kv block walks its column, for the heads of its group in turn. See `backward`."""
 
 import triton
 import triton.language as tl
@@ -54,7 +54,7 @@ def _accumulate_dkv(
     STAGED: tl.constexpr,
     ASKED: tl.constexpr,
 ):
-    """Add what the `count` q blocks from entry `first` give; queries past the end have lse = inf and give nothing."""
+    """Add the gradients of `count` q blocks from entry `first`; queries past the end have lse = inf and add nothing."""
     BLOCK_N: tl.constexpr = b_k.shape[0]
     BLOCK_D: tl.constexpr = b_k.shape[1]
     BLOCK_E: tl.constexpr = b_v.shape[1]
@@ -191,7 +191,7 @@ def _sparse_attention_bwd_dkv_kernel(
     ASKED: tl.constexpr,  # "dk", "dv" or "dk and dv"
     PER_HEAD: tl.constexpr,  # sum the heads of a group apart: exact fp32 needs short sums, and has the registers
 ):
-    """dk and dv of a tile of keys of one kv head."""
+    """Compute dk and dv of a tile of keys of one kv head."""
     SPLIT_N: tl.constexpr = KV_BLOCK // BLOCK_N
     kv_heads = q_heads // group_size
     kv_blocks = (seqlen_k + KV_BLOCK - 1) // KV_BLOCK

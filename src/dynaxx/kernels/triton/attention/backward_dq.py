@@ -1,4 +1,4 @@
-"""dq in Triton: a program per row of the layout walks its kv blocks. See `backward`."""
+"""The dq kernel: a program per row of the layout walks its kv blocks. See `backward`."""
 
 import triton
 import triton.language as tl
@@ -31,7 +31,7 @@ from dynaxx.kernels.triton.primitives.visible import Masks, load_band, visible_e
 
 @triton.jit
 def _asked(i_step, row, masks, MASKING: tl.constexpr, KV_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Of the tile of a step, or of the last one: its block, and code and band of the mask."""
+    """Load a step's block, and the code and band of its mask; those of the last step beyond the end."""
     _, _, last = steps_of_pass(row, MASKING)
     entry, _ = entry_of_step(tl.minimum(i_step, last), row, MASKING, KV_BLOCK, BLOCK_N)
     block = tl.load(row.p_indices + entry)
@@ -66,7 +66,7 @@ def _accumulate_dq(
     CAPPED: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Add what the tiles of a pass give; also returns what was asked of the tile after them."""
+    """Add the tiles of a pass to dq; return it, and what `_asked` loads for the tile after them."""
     BLOCK_D: tl.constexpr = b_q.shape[1]
     BLOCK_E: tl.constexpr = b_do.shape[1]
     begin, end, _ = steps_of_pass(row, MASKING)
@@ -178,7 +178,7 @@ def _sparse_attention_bwd_dq_kernel(
     HAS_PARTS: tl.constexpr,
     HELD: tl.constexpr,  # q and do in registers
 ):
-    """dq of a tile of queries of one head."""
+    """Compute dq of a tile of queries of one head."""
     tile = query_tile(
         p_order, p_parts, num_parts, batch_copies, head_copies, layout_stride_b, layout_stride_h, seqlen_q, batch,
         q_heads, span, Q_BLOCK, BLOCK_M, ORDERED, HAS_PARTS,

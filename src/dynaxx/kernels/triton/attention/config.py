@@ -1,6 +1,6 @@
 """Tile sizes: a pure function of shapes, dtype and the device's shared memory, unless `dynaxx.autotune` was run.
 
-Those for head_dim up to 128 were the fastest of `benchmarks/gpu_tiles.py` on an H200.
+Sizes for head_dim up to 128 were the fastest of `benchmarks/gpu_tiles.py` on an H200.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Loop = Literal["in turn", "ahead", "overlapped"]
 
 @dataclass(frozen=True)
 class TileSizes:
-    """`block_m` queries by `block_n` keys per step, and how Triton runs them."""
+    """Tile sizes of a kernel: `block_m` queries by `block_n` keys per step, and how Triton runs it."""
 
     block_m: int
     block_n: int
@@ -34,7 +34,7 @@ class TileSizes:
 
 
 def tunable(choose: Callable[..., TileSizes]) -> Callable[..., TileSizes]:
-    """What `dynaxx.autotune` found on this device, where it was run, else what the function chooses."""
+    """Let the results of `dynaxx.autotune` on this device replace what the function chooses."""
 
     @lru_cache(maxsize=1024)
     @wraps(choose)
@@ -49,7 +49,7 @@ def tunable(choose: Callable[..., TileSizes]) -> Callable[..., TileSizes]:
 def forward_tiles(
     device: torch.device, dtype: torch.dtype, head_dim: int, head_dim_v: int, block_size: tuple[int, int], tma: bool
 ) -> TileSizes:
-    """Of the forward kernel: q stays, k and v pass by."""
+    """Return tile sizes for the forward kernel, which keeps q resident and streams k and v."""
     wide = max(padded(head_dim), padded(head_dim_v))
     if dtype == torch.float32:  # no matrix unit multiplies exact fp32: the tiles live in registers
         tiles = TileSizes(32 if wide <= 64 else 16, 32, 4, 1)
@@ -69,9 +69,9 @@ def forward_tiles(
 
 
 def forward_loop(tiles: TileSizes, head_dim: int, head_dim_v: int, tma: bool) -> Loop:
-    """The order of products, see `forward_row`: few warps on a multiprocessor must each overlap their own.
+    """Return the order of products, see `forward_row`: few warps on a multiprocessor must each overlap their own work.
 
-    Above head_dim 256 sums and scores of two tiles at a time find no registers.
+    Above head_dim 256 the registers do not hold sums and scores of two tiles at a time.
     """
     if not tma or max(padded(head_dim), padded(head_dim_v)) > 256:
         return "in turn"
@@ -82,7 +82,7 @@ def forward_loop(tiles: TileSizes, head_dim: int, head_dim_v: int, tma: bool) ->
 def backward_dq_tiles(
     device: torch.device, dtype: torch.dtype, head_dim: int, head_dim_v: int, block_size: tuple[int, int], tma: bool
 ) -> TileSizes:
-    """Of the kernel for dq: q and do stay, k and v pass by."""
+    """Return tile sizes for the dq kernel, which keeps q and do resident and streams k and v."""
     wide = max(padded(head_dim), padded(head_dim_v))
     if dtype == torch.float32:
         tiles = TileSizes(32 if wide <= 64 else 16, 32, 4, 1)
@@ -107,7 +107,7 @@ def backward_dq_tiles(
 def backward_dkv_tiles(
     device: torch.device, dtype: torch.dtype, head_dim: int, head_dim_v: int, block_size: tuple[int, int], tma: bool
 ) -> TileSizes:
-    """Of the kernel for dk and dv: k and v stay, q and do pass by."""
+    """Return tile sizes for the dkv kernel, which keeps k and v resident and streams q and do."""
     wide = max(padded(head_dim), padded(head_dim_v))
     if dtype == torch.float32:
         tiles = TileSizes(32, 32 if wide <= 64 else 16, 4, 1)
@@ -127,21 +127,21 @@ def backward_dkv_tiles(
 def backward_dv_tiles(
     device: torch.device, dtype: torch.dtype, head_dim: int, head_dim_v: int, block_size: tuple[int, int], tma: bool
 ) -> TileSizes:
-    """Tile sizes for the dkv kernel where it computes dv alone: k stays, q and do pass by. See `dkv_apart`."""
+    """Return tile sizes for the dkv kernel where it computes dv alone; it keeps k resident and streams q and do."""
     tiles = TileSizes(32, 16, 4, 1) if dtype == torch.float32 else TileSizes(32, 64, 8, 2)
     both = padded(head_dim) + padded(head_dim_v)
     return _fit_turned(tiles, block_size, dtype, padded(head_dim), both, shared_memory(device), tma)
 
 
 def dkv_apart(head_dim: int, head_dim_v: int) -> bool:
-    """Whether dk and dv come from a launch each, as the registers do not hold the sums of both."""
+    """Return whether dk and dv come from one launch each, because the registers do not hold the sums of both."""
     return max(padded(head_dim), padded(head_dim_v)) > 256
 
 
 def _fit_turned(
     tiles: TileSizes, block_size: tuple[int, int], dtype: torch.dtype, stay: int, move: int, limit: int, tma: bool
 ) -> TileSizes:
-    """`_fit` where `block_n` rows stay and `block_m` rows pass by."""
+    """Return as `_fit`, for kernels that keep `block_n` rows resident and stream `block_m` rows."""
     turned = replace(tiles, block_m=tiles.block_n, block_n=tiles.block_m)
     turned = _fit(turned, block_size[::-1], dtype, stay, move, limit, tma)
     return replace(turned, block_m=turned.block_n, block_n=turned.block_m)
@@ -150,9 +150,10 @@ def _fit_turned(
 def _fit(
     tiles: TileSizes, block_size: tuple[int, int], dtype: torch.dtype, stay: int, move: int, limit: int, tma: bool
 ) -> TileSizes:
-    """Shrink tiles to blocks and shared memory: `block_m` rows of `stay` elements stay, `block_n` of `move` pass.
+    """Shrink tiles to blocks and shared memory: `block_m` rows of `stay` elements are resident, `block_n` of `move`
+    stream.
 
-    `block_m` then divides its block; `block_n` divides its block, or is a multiple of it that gathers several.
+    The resulting `block_m` divides its block; `block_n` divides its block, or is a multiple of it that gathers several.
     """
     asked = tiles
     tiles = replace(
@@ -174,14 +175,16 @@ def _fit(
 
 
 def dq_from_registers(device: torch.device, tiles: TileSizes, head_dim: int, head_dim_v: int, tma: bool) -> bool:
-    """Whether the kernel for dq holds q and do in registers, as two programs of four warps on a multiprocessor can."""
+    """Return whether the dq kernel holds q and do in registers, as two programs of four warps on a processor can."""
     wide = max(padded(head_dim), padded(head_dim_v))
     return tma and tiles.num_warps == 4 and wide == 128 and feeds_registers(device)
 
 
 def dkv_in_stages(device: torch.device, tiles: TileSizes, head_dim: int, head_dim_v: int, tma: bool) -> bool:
-    """Whether the kernel for dk and dv has three buffers of q and two of do: what two programs on a multiprocessor of
-    Hopper have room for, where two of both let every tile wait for its load. Triton 3.9 has no registers for it.
+    """Return whether the dkv kernel has three buffers of q and two of do.
+
+    Two programs on a multiprocessor of Hopper have room for that; with two buffers of each, every tile waits for its
+    load. Triton 3.9 has too few registers for it.
     """
     wide = max(padded(head_dim), padded(head_dim_v))
     fits = (tiles.num_warps, tiles.num_stages) == (4, 2) and max(tiles.block_m, tiles.block_n) <= 64
@@ -196,24 +199,27 @@ def _is_triton(major: int, minor: int) -> bool:
 
 
 def query_span(group_size: int) -> int:
-    """Tiles of a q head that start one after the other, forward and for dq, before those of the next head.
+    """Return how many tiles of a q head start in a row, forward and for dq, before those of the next head.
 
-    Where no heads share keys, one head after the other reads its keys from L2: forward 2.03 ms instead of 2.16, dq 2.72
+    Without shared keys one head after the other reads its keys from L2: forward 2.03 ms instead of 2.16, dq 2.72
     instead of 3.26 (random 10 %).
     """
     return WHOLE_HEAD if group_size == 1 else SPAN
 
 
 def forward_span(group_size: int, tiles: TileSizes) -> int:
-    """The same of the forward alone: its largest tiles read so few keys that they come from L2 either way, and a head
-    after the other takes less power: 1.19 ms instead of 1.24 (head_dim 64, random 10 %).
+    """Return as `query_span`, for the forward alone.
+
+    Its largest tiles read so few keys that these come from L2 in any order, and one head after the other takes less
+    power:
+    1.19 ms instead of 1.24 (head_dim 64, random 10 %).
     """
     return 16 * SPAN if group_size > 1 and tiles.max_registers == 255 else query_span(group_size)
 
 
 def dkv_span(tiles: int, processors: int) -> int:
-    """The same of a kv head of so many tiles, for dk and dv.
+    """Return as `query_span`, for dk and dv of a kv head of so many tiles.
 
-    One head after the other reads its queries from L2, but the last one's short columns must fill all processors.
+    One head after the other reads its queries from L2, but the last head's short columns must fill all multiprocessors.
     """
     return WHOLE_HEAD if tiles > 2 * processors else 4 * SPAN

@@ -1,8 +1,11 @@
 """Block-sparse attention forward in Triton: one program per tile of BLOCK_M queries of one head.
 
-It walks the partial blocks of its row with their element masks, then the full blocks without (`forward_row`), and keeps
-the running softmax in base 2. In bf16 a long forward takes weights of full blocks relative to scores of the partial
-ones; where that left the range of numbers, a second launch does the tile again, with maxima. Elsewhere it ends at once.
+    q tile (resident) -> partial blocks of the row, masked -> full blocks, unmasked -> out, lse
+                         k, v tiles stream in; running maximum, sum and output in registers, in base 2
+
+In bf16 a long forward computes weights of full blocks relative to the scores of the partial blocks, without new maxima.
+Where these weights leave the range of numbers, a second launch repeats the tile with maxima; for other tiles it ends at
+once. `forward_row` holds the loop over a row.
 
 Shapes: B batch, N / M queries and keys, Hq / Hk query and kv heads, D / E head_dim of q, k and of v.
 """
@@ -186,7 +189,7 @@ def _sparse_attention_fwd_kernel(
 def attention_forward(
     q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As `kernels.reference.attention_forward`; fp32 inputs are multiplied in full fp32."""
+    """Return out and lse, as `kernels.reference.attention.attention_forward`; fp32 is multiplied in full fp32."""
     batch, seqlen_q, q_heads = q.shape[:3]
     out = q.new_empty(batch, seqlen_q, q_heads, v.shape[3])
     lse = q.new_empty(batch, q_heads, seqlen_q, dtype=torch.float32)
@@ -208,7 +211,7 @@ def attention_forward(
 
 
 def _launches(q: Tensor, v: Tensor, layout: BlockLayout, softcap: float | None) -> tuple[int, ...]:
-    """Of which tiles maxima are taken, launch by launch."""
+    """Return for which tiles each launch takes maxima."""
     many = layout.q_blocks * q.shape[0] * q.shape[2] >= MANY_TILES
     if not many or q.dtype != torch.bfloat16 or softcap is not None:
         return (ALL.value,)

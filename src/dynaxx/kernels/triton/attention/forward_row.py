@@ -1,11 +1,13 @@
 """The loop of the forward kernel over the tiles of its row, in three orders; see `forward`.
 
-`attend` takes one tile of keys after the other: scores, softmax, weights times v. `attend_ahead` is for tiles that come
-by TMA: it begins with the softmax of a tile and ends with the scores of the next one. Triton asks for the tiles of the
-next step at the end of a step, which there is before a softmax, not before the scores, so that they come while it runs.
-OVERLAPPED, the weights are multiplied with v after the next scores, and on Hopper while the next softmax runs.
-RELATIVE, weights of full tiles are relative to the largest score of the partial ones: no maxima, nothing is rescaled.
-A row's sum then tells whether they stayed in range (`out_of_range`); where not, it is done again with maxima.
+    attend                    load k, v -> scores -> softmax -> weights @ v
+    attend_ahead              softmax of a tile -> weights @ v -> scores of the next tile
+    attend_ahead OVERLAPPED   softmax of a tile -> scores of the next tile -> weights @ v, during the next softmax
+
+`attend_ahead` is for tiles that TMA loads. Triton requests the tiles of the next step at the end of a step, so they
+arrive while the softmax runs. RELATIVE, weights of full tiles are relative to the largest score of the partial ones: no
+maxima, nothing is rescaled. A row's sum then tells whether they stayed in range (`out_of_range`); if not, the row is
+computed again with maxima.
 """
 
 import triton
@@ -29,14 +31,14 @@ MOST = tl.constexpr(2.0**64)  # of a row's weights relative to its first tiles; 
 
 @triton.jit
 def out_of_range(acc, row_sum):
-    """Rows whose weights, relative to their first tiles, were not in the range of bf16 and fp32, or not numbers."""
+    """Return which rows have weights outside the range of bf16 and fp32, or that are not numbers."""
     finite = tl.sum(acc * 0.0, 1) == 0.0
     return ((row_sum <= MOST) & finite) == 0
 
 
 @triton.jit
 def _softmax_step(scores, row_max, row_sum, scale, MASKING: tl.constexpr, EXACT: tl.constexpr):
-    """Weights [BLOCK_M, BLOCK_N] of a tile, the factor for all sums so far, the new maximum and sum of each row."""
+    """Return weights [BLOCK_M, BLOCK_N] of a tile, the factor for earlier sums, new maximum and new sum of each row."""
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     shift = new_max
     if MASKING == PARTIAL:
@@ -124,7 +126,7 @@ def attend_ahead(
     OVERLAPPED: tl.constexpr,
     RELATIVE: tl.constexpr,
 ):
-    """Attend to the tiles of a pass, all by TMA, and return the scores of the one after them, or of the last again."""
+    """Attend to the tiles of a pass, all by TMA; return the scores of the tile after them, or of the last one again."""
     BLOCK_D: tl.constexpr = b_q.shape[1]
     BLOCK_E: tl.constexpr = acc.shape[1]
     BLOCK_N: tl.constexpr = scores.shape[1]

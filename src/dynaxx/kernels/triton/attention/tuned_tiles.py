@@ -20,17 +20,17 @@ Values = tuple[int | None, ...]  # the fields of `config.TileSizes`
 def kind_of_launch(
     kernel: str, dtype: torch.dtype, head_dim: int, head_dim_v: int, block_size: tuple[int, int], tma: bool
 ) -> str:
-    """What tiles are chosen for, besides the device."""
+    """Return the key of a launch, without the device, for which tiles are chosen."""
     return f"{kernel} {dtype} {head_dim}/{head_dim_v} {block_size[0]}x{block_size[1]}{' tma' if tma else ''}"
 
 
 def tuned_values(kind: str, device: torch.device) -> Values | None:
-    """What was found for a kind of launch, if anything was."""
+    """Return the tuned values of a kind of launch, None where there are none."""
     return _stored(device).get(kind) if device.type == "cuda" else None
 
 
 def keep(kind: str, device: torch.device, values: Values | None, store: bool = True) -> None:
-    """Use these tiles from now on, None for none; and, unless `store` is off, in later processes on such a device.
+    """Use these tiles from now on, None for the defaults; store them for later processes unless `store` is off.
 
     Raises:
         OSError: the file cannot be written; nothing on disk was changed.
@@ -51,7 +51,7 @@ def keep(kind: str, device: torch.device, values: Values | None, store: bool = T
 
 
 def tuned_file(device: torch.device) -> Path:
-    """Where they are kept: what another GPU, Triton or dynaxx would choose may differ."""
+    """Return the file of this device's tiles, which also depend on the versions of Triton and dynaxx."""
     import triton
 
     from dynaxx.core.library import cache_directory
@@ -73,7 +73,7 @@ def _stored(device: torch.device) -> dict[str, Values]:
 
 
 def _read(path: Path) -> dict[str, Values]:
-    """An unreadable file counts as none, and says so."""
+    """Read the file; warn about an unreadable one and treat it as empty."""
     if not path.exists():
         return {}
     try:

@@ -1,4 +1,4 @@
-"""The best of a list of pages in Triton, without sorting: a threshold is searched that so many scores reach."""
+"""Find the best of a list of pages without sorting: search the threshold that the wanted number of scores reach."""
 
 import triton
 import triton.language as tl
@@ -16,7 +16,7 @@ def _add3(a, b, c, d, e, f):
 
 @triton.jit
 def _between(low, high, share):
-    """A key in (low, high], by value: this share of the way from the score of low to that of high."""
+    """Return a key in (low, high], by value: this share of the way from the score of low to that of high."""
     a, b = from_ordered_bits(low), from_ordered_bits(high)
     return tl.minimum(tl.maximum(ordered_bits(a + (b - a) * share), low + 1), high)
 
@@ -28,11 +28,11 @@ def _count_and_range(n, m, least, most, n2, m2, least2, most2):
 
 @triton.jit
 def _last_wanted(keys, low, high, reached, wanted):
-    """A key that `wanted` of the keys reach, or more of them where the last ones are equal, and how many do.
+    """Return a key that `wanted` of the keys reach (or more, where the last ones are equal), and how many do.
 
-    All `reached` keys are in [low, high). Each pass narrows that to about a quarter, of its values first, which are
-    spread more evenly than their bits, then, for certain, of its bits. It stops where the count is right, most often
-    after a few passes.
+    All `reached` keys are in [low, high). Each pass narrows that range to about a quarter: first of its values, which
+    are spread more evenly than their bits, then, for certain, of its bits. It stops where the count is right, most
+    often after a few passes.
     """
     passes = 0
     while (high - low > 1) & (reached != wanted):
@@ -54,7 +54,7 @@ def _last_wanted(keys, low, high, reached, wanted):
 
 @triton.jit
 def best_pages(scores, forced, optional, wanted):
-    """The forced pages and the `wanted` best-scored optional ones, of equal scores the earlier ones; and how many."""
+    """Return the forced pages and the `wanted` best optional ones, of equal scores the earlier; and how many."""
     keys = tl.where(optional, tl.minimum(ordered_bits(scores + 0.0), MOST_KEY), 0)
     facts = (optional.to(tl.int32), forced.to(tl.int32), tl.where(optional, keys, MOST_KEY), keys)
     num_optional, num_forced, low, high = tl.reduce(facts, 0, _count_and_range)

@@ -1,4 +1,4 @@
-"""Which pages of a list are read, in Triton: how many, from lengths alone, and which, from their scores."""
+"""Decide which pages of a list are read: how many, from lengths alone, and which, from their scores."""
 
 import triton
 import triton.language as tl
@@ -14,13 +14,13 @@ def _sinks_stop(leftpad, sinks):
 
 @triton.jit
 def _wanted(fixed, share, first_page, stop_page):
-    """How many pages beside those of sinks and window."""
+    """Return how many pages beside those of sinks and window to read."""
     return (fixed + tl.ceil(share * tl.maximum(stop_page - first_page, 0).to(tl.float32))).to(tl.int32)
 
 
 @triton.jit
 def count_pages(seqused, leftpad, fixed, share, max_pages, sinks, window, PAGE: tl.constexpr):
-    """How many pages lists read, if all of theirs are there; any shape. `window` reaches to the first query's."""
+    """Return how many pages lists of any shape read if all exist; `window` reaches back from the first query's page."""
     first_page, stop_page = leftpad // PAGE, tl.minimum(tl.cdiv(seqused, PAGE), max_pages)
     stop_page = tl.maximum(stop_page, first_page)
     sinks_stop = tl.maximum(tl.minimum(tl.cdiv(_sinks_stop(leftpad, sinks), PAGE), stop_page), first_page)
@@ -44,7 +44,7 @@ def count_all_pages(
     HAS_LEFTPAD: tl.constexpr,
     PAGE: tl.constexpr,
 ):
-    """The same of lists o_l, at most `slots`; 0 for those that are not there."""
+    """Return the same for lists o_l, at most `slots`; 0 for lists that do not exist."""
     i_b, i_h, known = o_l // kv_heads, o_l % kv_heads, o_l < lists
     leftpad = tl.zeros(o_l.shape, tl.int32)
     if HAS_LEFTPAD:

@@ -1,4 +1,4 @@
-"""Attention over the exact tokens beside an 8-bit cache, of one list. Shapes as in decode_forward.py."""
+"""Attention of one list over the exact tokens beside an 8-bit cache. Shapes as in decode/forward.py."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ from dynaxx.kernels.triton.primitives.tiles import tanh
 
 @triton.jit
 def exact_positions(slot, leftpad, seqused, EXACT: tl.constexpr, SINKS: tl.constexpr):
-    """Which token each slot of the exact ones holds, -1 if none; as `ExactTokens.positions`."""
+    """Return which token each slot of the exact ones holds, -1 for none; as `ExactTokens.positions`."""
     WINDOW: tl.constexpr = EXACT - SINKS
     back = ((seqused - 1 - slot + SINKS) % WINDOW + WINDOW) % WINDOW
     position = tl.where(slot < SINKS, leftpad + slot, seqused - 1 - back)

@@ -1,13 +1,16 @@
-"""Split-KV attention over listed pages, in parts; decode_merge.py merges them.
+"""Split-KV attention over listed pages, in parts; `merge` combines them.
 
-All lists together are one row of pages. Each program takes an even piece of that row, whatever list its pages are of,
-so one long sequence among short ones keeps every multiprocessor busy. Pieces follow from the counts of the lists, which
-are read on the device: grids depend on sizes alone, and a captured graph serves every length.
+    all lists        [ list 0: pages ........ | list 1: pages .. | list 2: pages .... ]   one row of pages
+    programs         [   0   |   1   |   2   |   3   |   4   ]                            even pieces of that row
+    parts            program g's part of list i is number g + i
+
+Each program takes an even piece of the row, whatever lists its pages belong to, so one long sequence among short ones
+keeps every multiprocessor busy. Pieces follow from the counts of the lists, which are read on the device: grids depend
+on sizes alone, and a captured graph serves every length.
 
 Shapes: B batch, N queries of a step, Hq / Hk query and kv heads, D / E head_dim of q, k and of v, S slots. A list is
-one (batch entry, kv head); its rows are the queries of its group, N * Hq / Hk of them. A part is what one program found
-of one list; program g's part of list i is number g + i, since each step along the row raises one of both. Exact tokens
-are a part of every list behind all of these.
+one (batch entry, kv head); its rows are the queries of its group, N * Hq / Hk of them. A part is what one program
+computed of one list. Exact tokens are one more part of every list, behind all others.
 """
 
 import triton

@@ -1,4 +1,4 @@
-"""Decoding in Triton: the choice of pages, and attention over them or over given ones."""
+"""Decoding in Triton: choose pages, and attend over them or over given ones; `kernels.contract.DecodeKernels`."""
 
 import torch
 import triton
@@ -89,7 +89,7 @@ def select_and_attend(
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `kernels.reference.decode`."""
+    """Return out and lse over chosen pages, as `kernels.reference.decode`."""
     return record_or_replay(_choose_and_attend, cache, (q, wanted, sink_logits), softcap, sinks, window, slots, scale)
 
 
@@ -101,7 +101,7 @@ def _choose_and_attend(cache, q, wanted, sink_logits, softcap, *settings):
 def select_pages(
     q: Tensor, cache: PagedCache, wanted: Tensor, sinks: int, window: int, slots: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """As `kernels.reference.decode`."""
+    """Return the chosen pages, as `kernels.reference.decode`."""
     return record_or_replay(_choose_pages, cache, (q, wanted), sinks, window, slots, scale)
 
 
@@ -110,7 +110,7 @@ def _choose_pages(cache, q, wanted, *settings):
 
 
 def summarize_pages(cache: PagedCache, summaries: PageSummaries, new_tokens: int | None) -> None:
-    """As `kernels.reference.decode`."""
+    """Write summaries, as `kernels.reference.decode`."""
     assert summaries is cache.summaries
     record_or_replay(_summarize, cache, (), new_tokens)
 
@@ -130,7 +130,7 @@ def attend_pages(
     left: int | None = None,
     sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `kernels.reference.decode`; 8-bit keys are multiplied in q's dtype, fp32 in full fp32."""
+    """Return out and lse, as `kernels.reference.decode`; 8-bit keys are multiplied in q's dtype, fp32 in full fp32."""
     return record_or_replay(_attend, cache, (q, block_indices, counts, sink_logits), scale, softcap, left)
 
 
@@ -145,7 +145,7 @@ def _attend(
     left: int | None,
     choice: PageChoice | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """With a choice pages are chosen first, and listed in block_indices, by the same kernel."""
+    """Attend over pages; with a `choice` the same kernel first chooses them and lists them in block_indices."""
     batch, seqlen_q, q_heads, _ = q.shape
     out = q.new_empty(batch, seqlen_q, q_heads, cache.head_dim_v)
     lse = q.new_empty(batch, q_heads, seqlen_q, dtype=torch.float32)
@@ -261,7 +261,7 @@ def _attend(
 def _listed(
     cache: PagedCache, block_indices: Tensor | None, seqlen_q: int, left: int | None
 ) -> tuple[Tensor | None, Tensor]:
-    """Given pages with those that can be read first, and how many these are."""
+    """Return the given pages with readable ones first, and how many are readable."""
     counts = torch.empty(cache.batch, cache.kv_heads, dtype=torch.int32, device=cache.device)
     given = counts if block_indices is None else block_indices.contiguous()
     slots = 0 if block_indices is None else block_indices.shape[2]
@@ -286,9 +286,10 @@ def _listed(
 
 
 def _programs(device: torch.device, lists: int, pages: int, at_once: int) -> int:
-    """As many as run at once; a multiple of the lists if it can be: lists of one length then share no program.
+    """Return how many programs to start: as many as run at once, a multiple of the lists if possible.
 
-    Half of them where each would get a few pages only: on an H200 one sequence of 128k keys takes 36 us instead of 38.
+    Lists of one length then share no program. Half as many where each program would get few pages: on an H200 one
+    sequence of 128k keys takes 36 us instead of 38.
     """
     most = INTERPRETED_PROGRAMS if device.type != "cuda" else at_once * processors(device)
     if device.type == "cuda" and pages < FEW_PAGES * most:

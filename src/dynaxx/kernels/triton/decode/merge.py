@@ -1,4 +1,4 @@
-"""The parts of decode_forward.py merged, list by list. Shapes and numbers of parts as there."""
+"""Merge the parts of decode/forward.py, list by list. Shapes and numbers of parts as there."""
 
 import triton
 import triton.language as tl
@@ -10,7 +10,7 @@ from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 
 @triton.jit
 def list_bounds(p_counts, lists, BLOCK_L: tl.constexpr):
-    """Counts of all lists, where each ends in the row of all pages, and the length of the row."""
+    """Return the counts of all lists, where each ends in the row of all pages, and the length of the row."""
     o_l = tl.arange(0, BLOCK_L)
     counts = tl.load(p_counts + o_l, mask=o_l < lists, other=0)
     return counts, tl.cumsum(counts, 0), tl.sum(counts, 0)
@@ -39,7 +39,7 @@ def _decode_merge_kernel(
     BLOCK_G: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Softmax over all keys of a list from what its parts found; zeros where there is no part."""
+    """Compute the softmax over all keys of a list from its parts; zeros where there is no part."""
     i_list, i_row = tl.program_id(0), tl.program_id(1)
     rows = seqlen_q * group_size
     counts, ends, total = list_bounds(p_counts, lists, BLOCK_L)

@@ -1,4 +1,4 @@
-"""Pages in Triton: where they lie, and their summaries.
+"""Pages: where they lie, and their summaries.
 
 Grids depend on sizes alone; lengths are read on the device, so a captured graph serves every length.
 
@@ -22,7 +22,7 @@ SMALLEST_SCALE = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 @triton.jit
 def first_key(p_leftpad, i_b, HAS_LEFTPAD: tl.constexpr):
-    """The first key of a sequence that is no padding."""
+    """Return the first key of a sequence that is not padding."""
     key = 0
     if HAS_LEFTPAD:
         key = tl.load(p_leftpad + i_b)
@@ -31,7 +31,7 @@ def first_key(p_leftpad, i_b, HAS_LEFTPAD: tl.constexpr):
 
 @triton.jit
 def first_visible(p_leftpad, i_b, seqused, seqlen_q, left, HAS_LEFTPAD: tl.constexpr, WINDOW: tl.constexpr):
-    """The first key that any of a sequence's queries sees."""
+    """Return the first key that any of a sequence's queries sees."""
     key = first_key(p_leftpad, i_b, HAS_LEFTPAD)
     if WINDOW:
         key = tl.maximum(key, seqused - seqlen_q - left)
@@ -40,7 +40,7 @@ def first_visible(p_leftpad, i_b, seqused, seqlen_q, left, HAS_LEFTPAD: tl.const
 
 @triton.jit
 def physical_pages(p_table, table_stride, i_b, page, known, num_physical, PAGED: tl.constexpr):
-    """Where logical pages lie, -1 for those that are not there or not `known`."""
+    """Return where logical pages lie, -1 for those that do not exist or are not `known`."""
     if PAGED:
         physical = tl.load(p_table + i_b.to(tl.int64) * table_stride + page, mask=known, other=-1)
         physical = tl.where((physical >= 0) & (physical < num_physical), physical, -1)
@@ -133,7 +133,7 @@ def _summarize_pages_kernel(
 
 
 def summarize_pages(cache: PagedCache, summaries: PageSummaries, new_tokens: int | None) -> None:
-    """As `kernels.reference.decode`."""
+    """Write summaries, as `kernels.reference.decode`."""
     per_entry = cache.max_pages
     if new_tokens is not None:
         per_entry = min(per_entry, (new_tokens + cache.page_size - 2) // cache.page_size + 1 if new_tokens else 0)
@@ -167,7 +167,7 @@ def summarize_pages(cache: PagedCache, summaries: PageSummaries, new_tokens: int
 
 
 def table_arguments(cache: PagedCache) -> dict[str, object]:
-    """Where pages lie and how long sequences are, as the kernels name them."""
+    """Return where pages lie and how long sequences are, under the kernels' parameter names."""
     table = None if cache.page_table is None else unit_stride(cache.page_table)
     seqused = cache.seqused_k.contiguous()
     return {
@@ -182,12 +182,12 @@ def table_arguments(cache: PagedCache) -> dict[str, object]:
 
 
 def page_strides(name: str, of: PageStrides, token: bool = False) -> dict[str, int]:
-    """Strides of batch, page and head, and of tokens where asked for."""
+    """Return strides of batch, page and head, and of tokens where asked for."""
     found = {f"stride_{name}b": of.batch, f"stride_{name}p": of.page, f"stride_{name}h": of.head}
     return {**found, f"stride_{name}n": of.token} if token else found
 
 
 def scale_strides(name: str, cache: PagedCache, scale: Tensor | None) -> dict[str, int]:
-    """Strides of a scale by batch, page and head; zeros where there is none."""
+    """Return strides of a scale by batch, page and head; zeros where there is none."""
     of = PageStrides(0, 0, 0, 0) if scale is None else cache.scale_strides(scale)
     return {f"stride_{name}_b": of.batch, f"stride_{name}_p": of.page, f"stride_{name}_h": of.head}

@@ -1,4 +1,4 @@
-"""What decode_forward.py reads and writes: queries of a list, tiles of a cache, parts. Shapes as there."""
+"""Loads and stores of decode/forward.py: queries of a list, tiles of a cache, parts. Shapes as there."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ from dynaxx.kernels.triton.primitives.conversion import halved
 
 @triton.jit
 def load_tile(p_tile, inside, within, WHOLE: tl.constexpr):
-    """A tile of a cache, zero where not inside of the sequence, or not within head_dim unless that is the tile's."""
+    """Load a tile of a cache; zero outside the sequence and head_dim."""
     return tl.load(p_tile, mask=inside if WHOLE else inside & within, other=0.0)
 
 
@@ -16,7 +16,7 @@ def load_tile(p_tile, inside, within, WHOLE: tl.constexpr):
 def load_queries(
     p_q, i_b, i_h, row, rows, group_size, stride_qb, stride_qn, stride_qh, HALF: tl.constexpr, D: tl.constexpr, o_d
 ):
-    """The rows of a list, turned, [BLOCK_D, BLOCK_M], and what their scores are multiplied by."""
+    """Load the rows of a list, transposed, [BLOCK_D, BLOCK_M], and the factor of their scores."""
     p_row = p_q + i_b * stride_qb + (row // group_size).to(tl.int64)[:, None] * stride_qn
     p_row += (i_h * group_size + row % group_size)[:, None] * stride_qh
     b_q = tl.load(p_row + o_d[None, :], mask=(row < rows)[:, None] & (o_d < D)[None, :], other=0.0)
@@ -28,7 +28,7 @@ def load_queries(
 
 @triton.jit
 def store_part(p_acc, p_state, part, acc, acc_odd, row_max, row_sum, known, o_e, E: tl.constexpr, PAIRS: tl.constexpr):
-    """What was found of some rows, of which `known` there are, as rows of a part."""
+    """Store the `known` first rows of a part."""
     acc = tl.trans(acc)
     if PAIRS:
         acc = tl.reshape(tl.join(acc, tl.trans(acc_odd)), (acc.shape[0], 2 * acc.shape[1]))

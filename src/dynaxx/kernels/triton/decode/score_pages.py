@@ -1,5 +1,4 @@
-"""How well the pages of a list may score, in Triton: their summaries times the queries of a step. R rows of q, D
-head_dim."""
+"""Score the pages of a list: their summaries times the queries of a step. R rows of q, D head_dim."""
 
 import triton
 import triton.language as tl
@@ -14,7 +13,7 @@ FEW_ROWS = tl.constexpr(16)
 def _query_bounds(
     p_q, stride_qn, stride_qh, rows, group_size, scale, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr
 ):
-    """Sums over a list's queries of relu(q) and of min(q, 0), each [BLOCK_D]."""
+    """Return sums over a list's queries of relu(q) and of min(q, 0), each [BLOCK_D]."""
     o_d, o_r = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_R)
     up = tl.zeros([BLOCK_D], tl.float32)
     down = tl.zeros([BLOCK_D], tl.float32)
@@ -37,7 +36,7 @@ def _query_bounds(
 
 @triton.jit
 def _thirds(x):
-    """[len(x), 16] bf16: fp32 values as three that add up to them, and zeros."""
+    """Return [len(x), 16] bf16: three values that add up to each fp32 value, then zeros."""
     o_c = tl.arange(0, 16)[None, :]
     first = x.to(tl.bfloat16).to(tl.float32)
     second = (x - first).to(tl.bfloat16).to(tl.float32)
@@ -48,7 +47,7 @@ def _thirds(x):
 
 @triton.jit
 def _digits(x):
-    """[len(x), 16] int8: values in (-2, 2) as three digits to the base 128, the first worth 1 / 32; and zeros."""
+    """Return [len(x), 16] int8: values in (-2, 2) as three digits to base 128, the first worth 1 / 32; zeros."""
     o_c = tl.arange(0, 16)
     y = x[:, None] * tl.where(o_c == 0, 2.0**5, tl.where(o_c == 1, 2.0**12, tl.where(o_c == 2, 2.0**19, 0.0)))[None, :]
     return (nearest(y) - 128 * nearest(y / 128)).to(tl.int8)
@@ -56,13 +55,13 @@ def _digits(x):
 
 @triton.jit
 def _products(tile, x, DOT: tl.constexpr):
-    """tile @ x; by the matrix unit, without loss, where x comes in parts, a column for each."""
+    """Return tile @ x; on the matrix unit, without loss, where x comes in parts, a column for each."""
     return tl.dot(tile, x) if DOT else tl.sum(tile.to(tl.float32) * x[None, :], 1)
 
 
 @triton.jit
 def _of_digits(products):
-    """What int32 products with `_digits` amount to."""
+    """Return the values of int32 products with `_digits`."""
     o_c = tl.arange(0, 16)
     worth = tl.where(o_c == 0, 2.0**-5, tl.where(o_c == 1, 2.0**-12, 2.0**-19))
     return tl.sum(products.to(tl.float32) * worth[None, :], 1)
@@ -70,7 +69,7 @@ def _of_digits(products):
 
 @triton.jit
 def _fetch(p_rows, inside, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Bring rows to the L2 cache, so that they come while something else is waited for."""
+    """Prefetch rows to the L2 cache while something else is waited for."""
     SIZE: tl.constexpr = p_rows.dtype.element_ty.primitive_bitwidth // 8
     o_d = tl.arange(0, BLOCK_D * SIZE // 32) * (32 // SIZE)  # where sectors begin
     inside = inside[:, None] & (o_d < D)[None, :]

@@ -1,8 +1,8 @@
-"""Choosing pages in Triton: scores from summaries, and the best of them without sorting.
+"""Choose pages: scores from summaries, and the best of them without sorting.
 
-Where there are enough lists, one program scores the pages of a list and chooses among them: one launch. Where there are
-fewer, several programs score the pages of each, and the kernel of attention chooses; or, for who wants the pages alone,
-this one, launched again.
+With enough lists one program scores the pages of a list and chooses among them, in one launch. With fewer lists several
+programs score the pages of each, and the attention kernel chooses; if only pages are asked for, this kernel is launched
+again to choose.
 
 Shapes: B batch, N queries of a step, Hq / Hk query and kv heads, D head_dim, P logical pages, S slots. A list is one
 (batch entry, kv head).
@@ -35,7 +35,7 @@ WARPS = 4
 
 
 class PageChoice(NamedTuple):
-    """What pages are chosen by, for the kernel of attention to do it."""
+    """Arguments with which the attention kernel chooses pages itself."""
 
     scores: Tensor  # (B * Hk, P) fp32
     wanted: Tensor  # (2, Hk) fp32
@@ -179,7 +179,7 @@ def _select_pages_fwd_kernel(
 def select_pages(
     q: Tensor, cache: PagedCache, wanted: Tensor, sinks: int, window: int, slots: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """As `kernels.reference.decode`."""
+    """Return the chosen pages, as `kernels.reference.decode`."""
     chosen, counts, scores = _empty(cache, slots)
     lists, tiles = scores.shape[0], -(-cache.max_pages // _tile(cache))
     fused = tiles == 1 or 2 * lists >= processors(q.device)
@@ -213,14 +213,14 @@ def score_all_pages(
 
 
 def _empty(cache: PagedCache, slots: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for lists of pages, their counts and the scores of all pages."""
+    """Allocate lists of pages, their counts and the scores of all pages."""
     lists = torch.empty(cache.batch, cache.kv_heads, slots, dtype=torch.int32, device=cache.device)
     counts = torch.empty(cache.batch, cache.kv_heads, dtype=torch.int32, device=cache.device)
     return lists, counts, torch.empty(counts.numel(), cache.max_pages, dtype=torch.float32, device=cache.device)
 
 
 def _tile(cache: PagedCache) -> int:
-    """Pages that are scored at once."""
+    """Return how many pages to score at once."""
     assert cache.summaries is not None, "checked before"
     block = max(16, power_of_two(cache.max_pages))
     many = cache.batch * cache.kv_heads >= MANY_LISTS * processors(cache.device)

@@ -1,1 +1,1 @@
-"""Native Sparse Attention in Triton."""
+"""Native Sparse Attention in Triton: the portable backend's entry points, and decoding."""

@@ -1,9 +1,9 @@
-"""Decoding with native sparse attention in Triton: what the branches read of each sequence, and the choice of blocks.
+"""A decoding step of native sparse attention in Triton: lengths of the branches, the choice of blocks, their pages.
 
-As `kernels.reference.nsa_decode`. Lengths are read on the device, so a captured graph serves every length.
+Results as `kernels.reference.nsa_decode`. Lengths are read on the device, so one captured graph serves every length.
 
-B sequences, one query each; Hq / Hk query and kv heads, D / E head_dim of q, k and of v, C selection
-blocks that a sequence may have, n selected. Positions of compressed tokens as in `layout.compressed.CompressedPages`.
+B sequences, one query each; Hq / Hk query and kv heads, D / E head_dim of q, k and of v, C selection blocks that a
+sequence may have, n selected. Positions of compressed tokens as in `layout.compressed.CompressedPages`.
 """
 
 import torch
@@ -47,7 +47,7 @@ def _lengths_kernel(
     p_seqused, p_lengths, batch, row, window, LENGTH: tl.constexpr, STRIDE: tl.constexpr, SLC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """As `NativeLengths`, (5, B), `row` numbers from one to the next."""
+    """Compute `NativeLengths`, (5, B), `row` numbers apart."""
     i_b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i_b < batch
     used = tl.load(p_seqused + i_b, mask=inside, other=0)
@@ -62,7 +62,7 @@ def _lengths_kernel(
 @kernel_launcher
 @triton.jit(do_not_specialize=["slots", "max_pages"])
 def _pages_kernel(p_blocks, p_pages, slots, max_pages, PER_BLOCK: tl.constexpr, BLOCK: tl.constexpr):
-    """As `pages_of`, of one list."""
+    """Compute `pages_of` for one list."""
     i_list = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, BLOCK)
     inside = slot < slots * PER_BLOCK
@@ -79,7 +79,7 @@ def _kept_blocks_kernel(
     p_out,  # (B, Hk, kept + FIRST + LOCAL)
     p_num_blocks, heads, slots, kept, FIRST: tl.constexpr, LOCAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """As `kept_blocks`."""
+    """Compute `kept_blocks` for one list."""
     i_list = tl.program_id(0)
     seen = tl.load(p_num_blocks + i_list // heads)
     slot = tl.arange(0, BLOCK)
@@ -109,7 +109,7 @@ def _decode_scores_kernel(
     PER_BLOCK: tl.constexpr,  # strides in a block
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MAX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """As nsa.select's `_nsa_scores_kernel`, of one query."""
+    """Compute scores of blocks as `_nsa_scores_kernel` of nsa.select, for one query."""
     BLOCKS: tl.constexpr = BLOCK_N // PER_BLOCK
     i_list, i_part = tl.program_id(0), tl.program_id(1)
     i_b, i_h = i_list // kv_heads, i_list % kv_heads
@@ -147,7 +147,7 @@ def _decode_scores_kernel(
 
 
 def kept_blocks(blocks: Tensor, lengths: NativeLengths, sizes: NativeSizes) -> Tensor:
-    """As `kernels.reference.nsa_decode`, in one kernel."""
+    """Return the kept blocks with the forced ones of now, as `kernels.reference.nsa_decode`, in one kernel."""
     batch, heads, slots = blocks.shape
     width = sizes.slc_count + sizes.first_blocks + sizes.local_blocks
     kept = torch.empty(batch, heads, width, dtype=torch.int32, device=blocks.device)
@@ -167,7 +167,7 @@ def kept_blocks(blocks: Tensor, lengths: NativeLengths, sizes: NativeSizes) -> T
 
 
 def pages_of(blocks: Tensor, pages_per_block: int, max_pages: int) -> Tensor:
-    """As `kernels.reference.nsa_decode`, in one kernel."""
+    """Return the pages of blocks, as `kernels.reference.nsa_decode`, in one kernel."""
     if pages_per_block == 1:
         return blocks
     batch, heads, slots = blocks.shape
@@ -185,7 +185,7 @@ def pages_of(blocks: Tensor, pages_per_block: int, max_pages: int) -> Tensor:
 
 
 def step_lengths(seqused: Tensor, sizes: NativeSizes) -> NativeLengths:
-    """As `kernels.reference.nsa_decode`, in one kernel. Each begins at 16 bytes, where `kernel_launcher` serves."""
+    """Return the lengths of every branch, in one kernel; each starts at 16 bytes for `kernel_launcher`."""
     batch = seqused.shape[0]
     lengths = seqused.new_empty(5, -(-batch // 4) * 4)
     if batch:
@@ -206,7 +206,7 @@ def step_lengths(seqused: Tensor, sizes: NativeSizes) -> NativeLengths:
 def select_blocks(
     q: Tensor, cache: PagedCache, lse: Tensor, lengths: NativeLengths, sizes: NativeSizes, max_blocks: int, scale: float
 ) -> Tensor:
-    """As `kernels.reference.nsa_decode`."""
+    """Return the chosen blocks, as `kernels.reference.nsa_decode`."""
     heads = cache.kv_heads
     per_token, per_block = strides_per(sizes)
     q = unit_stride(q.to(torch.promote_types(q.dtype, cache.k.dtype)))

@@ -1,6 +1,6 @@
-"""The windows of keys that a cache completes, in Triton: gathered for a function, or pooled and stored at once.
+"""Windows of keys that a cache completes, in Triton: gathered for a function, or pooled and stored at once.
 
-As `kernels.reference.nsa_decode`. Lengths are read on the device, so a captured graph serves every length.
+Results as `kernels.reference.nsa_decode`. Lengths are read on the device, so one captured graph serves every length.
 
 B sequences, W windows of each; Hk kv heads, D head_dim of k or of v. Positions of compressed tokens as in
 `layout.compressed.CompressedPages`.
@@ -21,7 +21,7 @@ from dynaxx.layout.paging import PagedCache, PageStrides
 
 @triton.jit
 def _window(p_seqused, i_entry, count, skip, LENGTH: tl.constexpr, STRIDE: tl.constexpr):
-    """Sequence and number of a window; below 0 if it does not exist."""
+    """Return sequence and number of a window; the number is below 0 if the window does not exist."""
     i_b = i_entry // count
     beyond = tl.load(p_seqused + i_b) - LENGTH
     whole = tl.where(beyond < 0, 0, beyond // STRIDE + 1)
@@ -36,7 +36,7 @@ def _gather_windows_kernel(
     PAGED: tl.constexpr, HAS_LEFTPAD: tl.constexpr, PAGE: tl.constexpr, LENGTH: tl.constexpr, STRIDE: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One window of one head; zeros where there is none."""
+    """Gather one window of one head; zeros for a window that does not exist."""
     i_entry, i_head = tl.program_id(0), tl.program_id(1)
     i_b, window = _window(p_seqused, i_entry, count, skip, LENGTH, STRIDE)
     o_n, o_d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
@@ -59,7 +59,7 @@ def _store_compressed_kernel(
     PAGED: tl.constexpr, HAS_LEFTPAD: tl.constexpr, PAGE: tl.constexpr, LENGTH: tl.constexpr, STRIDE: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One compressed token of one head, to its page. PAGE is of compressed tokens."""
+    """Store one compressed token of one head to its page; PAGE counts compressed tokens."""
     i_entry, i_head = tl.program_id(0), tl.program_id(1)
     i_b, window = _window(p_seqused, i_entry, count, skip, LENGTH, STRIDE)
     place = window + LENGTH // STRIDE - 1
@@ -107,7 +107,7 @@ def _compress_windows_kernel(
 
 
 def gather_windows(cache: PagedCache, sizes: NativeSizes, count: int, skip: int) -> tuple[Tensor, Tensor]:
-    """As `kernels.reference.nsa_decode`, zeros for windows that do not exist."""
+    """Return the windows, as `kernels.reference.nsa_decode`; zeros for windows that do not exist."""
     return _gathered(cache, cache.k, sizes, count, skip), _gathered(cache, cache.v, sizes, count, skip)
 
 
@@ -124,7 +124,7 @@ def _gathered(cache: PagedCache, x: Tensor, sizes: NativeSizes, count: int, skip
 
 
 def compress_windows(cache: PagedCache, weights: tuple[Tensor | None, Tensor | None], count: int, skip: int) -> None:
-    """As `kernels.reference.nsa_decode`, a launch each for k and v."""
+    """Pool windows and store them, as `kernels.reference.nsa_decode`, with one launch each for k and v."""
     record_or_replay(_compress, cache, weights, count, skip)
 
 
@@ -148,7 +148,7 @@ def _compress(cache, weight_k, weight_v, count, skip):
 def store_compressed(
     cache: PagedCache, compressed: CompressedPages, k_cmp: Tensor, v_cmp: Tensor, count: int, skip: int
 ) -> None:
-    """As `kernels.reference.nsa_decode`."""
+    """Store compressed tokens, as `kernels.reference.nsa_decode`."""
     sizes = compressed.sizes
     for kept, new in ((compressed.k, k_cmp), (compressed.v, v_cmp)):
         if new.numel():
@@ -162,7 +162,7 @@ def store_compressed(
 def _window_arguments(
     cache: PagedCache, x: Tensor, sizes: NativeSizes, page_size: int, count: int, skip: int
 ) -> dict[str, object]:
-    """Of each kernel here: the pages of `x`, which hold `page_size` rows, and the windows of each sequence."""
+    """Return arguments of every kernel here: the pages of `x`, which hold `page_size` rows, and the windows."""
     return {
         **table_arguments(cache),
         "count": count,
@@ -178,7 +178,7 @@ def _window_arguments(
 
 
 def _strides(name: str, cache: PagedCache, x: Tensor, page_size: int) -> dict[str, int]:
-    """Of the cache's tensors, or of compressed ones."""
+    """Return strides of the cache's tensors, or of compressed ones."""
     first, token, head, _ = x.stride()
     of = PageStrides(0, first, token, head) if cache.is_paged else PageStrides(first, token * page_size, token, head)
     return page_strides(name, of, token=True)

@@ -1,7 +1,7 @@
-"""8-bit keys and values as a matrix unit takes them: exactly, in fp16.
+"""Convert 8-bit keys and values exactly to fp16, which matrix instructions take.
 
-bf16 is no goal: e4m3 goes there by way of fp32, one value at a time. PAIRS marks GPUs whose instructions are written
-out here (sm_90); elsewhere Triton's own conversions do the same.
+The target is not bf16: e4m3 reaches it only through fp32, one value at a time. PAIRS marks GPUs for which the
+instructions are written out here (sm_90); elsewhere Triton's own conversions give the same.
 """
 
 import triton
@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def widened(x, dtype: tl.constexpr, PAIRS: tl.constexpr):
-    """Keys as they are multiplied. int8 becomes fp16 as the last bits of 1024 + 128 + x: conversions are slow."""
+    """Return keys in the dtype of the product; int8 becomes fp16 by its bits, as the end of 1024 + 128 + x."""
     if (x.dtype == tl.int8) & PAIRS:
         y = tl.inline_asm_elementwise(
             """{ .reg .b32 x, e; xor.b32 x, $2, 0x80808080; mov.b32 e, 0x64646464;
@@ -29,7 +29,7 @@ def widened(x, dtype: tl.constexpr, PAIRS: tl.constexpr):
 
 @triton.jit
 def unpaired(x, FP8: tl.constexpr):
-    """Two fp16 tiles of the first and the second 8-bit values in 16 bits; values of one column go through together."""
+    """Return two fp16 tiles: the first and the second 8-bit value of each 16 bits, two values per instruction."""
     if FP8:
         even, odd = tl.inline_asm_elementwise(
             """{ .reg .b32 x; .reg .b16 l, h; prmt.b32 x, $2, 0, 0x3120; mov.b32 {l, h}, x;
@@ -56,20 +56,20 @@ def unpaired(x, FP8: tl.constexpr):
 
 @triton.jit
 def nearest(x):
-    """The nearest whole number, ties to even, of numbers below 2 ** 22: beyond that size fp32 has no fractions."""
+    """Round numbers below 2 ** 22 to the nearest integer, ties to even; beyond that size fp32 has no fractions."""
     return x + 12582912.0 - 12582912.0
 
 
 @triton.jit
 def power_below(x):
-    """The power of two at or below each x > 0; 1 for 0."""
+    """Return the power of two at or below each x > 0; 1 for 0."""
     power = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     return tl.where(power > 0, power, 1.0)
 
 
 @triton.jit
 def halved(x):
-    """Rows of x in fp16, each divided by a power of two so that it fits, and those powers."""
+    """Return rows of x in fp16, each divided by a power of two so that it fits, and those powers."""
     x = x.to(tl.float32)
     power = power_below(tl.max(tl.abs(x), 1))
     return (x / power[:, None]).to(tl.float16), power

@@ -1,4 +1,4 @@
-"""How far ahead of its use a tile is loaded, where the number of stages is too coarse."""
+"""Set how far ahead of its use each load of a loop starts, where the number of stages is too coarse."""
 
 import triton
 import triton.language as tl
@@ -8,17 +8,17 @@ from dynaxx.kernels.gpu.device import interpreted
 if interpreted():
 
     def ahead(x, turns):
-        """Nothing runs ahead under the interpreter."""
+        """Return x: nothing is prefetched under the interpreter."""
         return x
 
 else:
 
     @tl.core.builtin
     def ahead(x, turns, _semantic=None):
-        """What a load in a loop gave, unchanged; Triton starts the load `turns` turns of the loop before.
+        """Return x, loaded in a loop, and let Triton start its load `turns` iterations ahead.
 
-        By stages all loads of a loop run equally far ahead, and have as many buffers. Where one is marked, those that
-        are not do not run ahead.
+        With stages all loads of a loop run equally far ahead and have as many buffers. Once one load is marked,
+        unmarked loads do not run ahead.
         """
         x.handle.set_attr("tt.latency", _semantic.builder.get_int32_attr(tl.core._unwrap_if_constexpr(turns)))
         return x
@@ -26,6 +26,6 @@ else:
 
 @triton.jit
 def load_prefetched(head, start, TILE: tl.constexpr, BLOCK_DIM: tl.constexpr, TURNS: tl.constexpr):
-    """[TILE, BLOCK_DIM] rows from `start` of `HeadRows` by their descriptor, started TURNS turns before."""
+    """Load [TILE, BLOCK_DIM] rows from `start` of `HeadRows` by TMA, started TURNS iterations ahead."""
     rows = ahead(head.source.load([head.i_b.to(tl.int32), head.i_h.to(tl.int32), start.to(tl.int32), 0]), TURNS)
     return rows.reshape(TILE, BLOCK_DIM)

@@ -1,8 +1,12 @@
 """Helpers of the Triton kernels: rows of a layout, positions of a tile, guarded loads.
 
-A row of a layout is a list of blocks. A tile of TILE tokens is a part of one block where TILE <= BLOCK, and gathers
-TILE // BLOCK blocks where it is larger, so that small blocks still fill a matrix instruction. Whatever a layout's
-tensors hold, no helper reads outside of them, and positions outside of the sequence load as zero.
+A row of a layout is a list of blocks. A tile of TILE tokens is a part of one block where TILE <= BLOCK. A larger tile
+gathers TILE // BLOCK blocks, so that small blocks still fill a matrix instruction.
+
+    row of a layout    [ partial blocks | full blocks ]
+    passes             PARTIAL: masked tiles, and full ones at the end of the sequence; FULL: the others, unmasked
+
+Whatever a layout's tensors hold, no helper reads outside them, and positions outside the sequence load as zero.
 """
 
 from typing import Any, NamedTuple
@@ -27,7 +31,7 @@ class HeadRows(NamedTuple):
 
 
 class LayoutRow(NamedTuple):
-    """The blocks of a row that a program visits, and how many tiles they are; of `row_of`."""
+    """The blocks of a row that a program visits, and the number of their tiles."""
 
     p_indices: Any
     p_codes: Any
@@ -41,7 +45,7 @@ class LayoutRow(NamedTuple):
 
 @triton.jit
 def row_entries(p_indptr, p_num_partial, lead, i_row, num_rows, capacity):
-    """First entry of a row, its number of partial blocks, and of blocks; all within `capacity` entries."""
+    """Return first entry, number of partial blocks and number of blocks of a row, all within `capacity` entries."""
     at = lead.to(tl.int64) * (num_rows + 1) + i_row
     start = tl.minimum(tl.maximum(tl.load(p_indptr + at), 0), capacity)
     count = tl.minimum(tl.maximum(tl.load(p_indptr + at + 1), start), capacity) - start
@@ -53,12 +57,13 @@ def row_entries(p_indptr, p_num_partial, lead, i_row, num_rows, capacity):
 def tile_positions(
     p_indices, p_codes, first, count, i_tile, seqlen, BLOCK: tl.constexpr, TILE: tl.constexpr, MASKING: tl.constexpr
 ):
-    """Where tile `i_tile` of `count` blocks from entry `first` lies: start, offsets, positions in the block, codes.
+    """Return where tile `i_tile` of `count` blocks from entry `first` lies: start, offsets, positions in the block,
+    codes.
 
-    The tile holds positions start + offsets [TILE] of the sequence. Where it lies in one block, start and code are
-    scalars and the offsets the same for every tile, so addresses stay out of the loop; where it gathers several blocks,
-    start is 0 and codes are [TILE]. Slots past the last block get negative positions. Under FULL every position is
-    within the sequence, even if an index is not.
+    The tile holds positions start + offsets [TILE] of the sequence. Within one block, start and code are scalars and
+    the offsets are the same for every tile, so addresses stay out of the loop. Where the tile gathers blocks, start is
+    0 and codes are [TILE]. Slots past the last block get negative positions. Under FULL every position is within the
+    sequence, even if an index is not.
     """
     o_tile = tl.arange(0, TILE)
     if TILE <= BLOCK:
@@ -86,14 +91,14 @@ def tile_positions(
 
 @triton.jit
 def whole_tiles(count, seqlen, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """How many tiles of `count` full blocks lie within the sequence for sure: all but those of the last block."""
+    """Return how many tiles of `count` full blocks surely lie within the sequence: all but the last block."""
     tiles = tl.cdiv(count * BLOCK, TILE) - (BLOCK + TILE - 1) // TILE
     return tl.where(seqlen < BLOCK, 0, tl.maximum(tiles, 0))
 
 
 @triton.jit
 def row_of(p_indices, p_codes, start, partial, total, seqlen, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """`total` blocks from entry `start`, of which `partial` are so, as a `LayoutRow`."""
+    """Return `total` blocks from entry `start`, the first `partial` of them partial, as a `LayoutRow`."""
     tokens = (total - partial) * BLOCK
     tiles = tl.cdiv(tokens, TILE)
     filled = (seqlen % BLOCK == 0) & (tokens % TILE == 0)  # a tile that gathers blocks may have slots without one
@@ -106,7 +111,8 @@ def row_of(p_indices, p_codes, start, partial, total, seqlen, BLOCK: tl.constexp
 
 @triton.jit
 def tile_of_pass(i_tile, row, MASKING: tl.constexpr):
-    """Of tile `i_tile` of a pass: first entry and number of the blocks it is from, its number there, and if it is full.
+    """Return first entry and number of the blocks that tile `i_tile` of a pass is from, its number there, and if it is
+    full.
 
     The pass PARTIAL takes the tiles that FULL leaves after its own.
     """
@@ -120,7 +126,7 @@ def tile_of_pass(i_tile, row, MASKING: tl.constexpr):
 
 @triton.jit
 def steps_of_pass(row, MASKING: tl.constexpr):
-    """Begin, end and the last step that `entry_of_step` takes: FULL's are tiles of the row, PARTIAL's go on to them."""
+    """Return first, last + 1 and final step of a pass: FULL's steps are tiles of the row, PARTIAL's go on to them."""
     masked = row.partial_tiles + row.left
     if MASKING == FULL:
         return row.partial_tiles, row.partial_tiles + row.whole, row.partial_tiles + row.whole - 1
@@ -129,7 +135,7 @@ def steps_of_pass(row, MASKING: tl.constexpr):
 
 @triton.jit
 def entry_of_step(i_step, row, MASKING: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """Entry of the layout that a step is of, and where in the block, of which each is one or more tiles.
+    """Return a step's entry of the layout, and its position in the block; a block has one or more tiles.
 
     The pass PARTIAL takes the tiles of partial blocks, and those that FULL leaves after its own.
     """
@@ -143,7 +149,7 @@ def entry_of_step(i_step, row, MASKING: tl.constexpr, BLOCK: tl.constexpr, TILE:
 
 @triton.jit
 def block_ahead(p_indices, first, i_tile, tiles, SPLIT: tl.constexpr):
-    """The block of full tile `i_tile` of `tiles`, or of the last one, where each block has SPLIT of them."""
+    """Return the block of full tile `i_tile` of `tiles`, the last one beyond the end; a block has SPLIT tiles."""
     i_tile = tl.minimum(i_tile, tiles - 1)
     return tl.load(p_indices + first + i_tile // SPLIT, mask=i_tile >= 0, other=0)
 
@@ -152,7 +158,7 @@ def block_ahead(p_indices, first, i_tile, tiles, SPLIT: tl.constexpr):
 def load_rows(
     p_base, start, offsets, stride, seqlen, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, CHECKED: tl.constexpr = True
 ):
-    """[len(offsets), BLOCK_DIM] rows start + offsets of one head; zero outside of the sequence and of head_dim."""
+    """Load [len(offsets), BLOCK_DIM] rows start + offsets of one head; zero outside the sequence and head_dim."""
     o_d = tl.arange(0, BLOCK_DIM)
     p_rows = p_base + start * stride + (offsets.to(tl.int64)[:, None] * stride + o_d[None, :])
     if CHECKED:
@@ -173,7 +179,7 @@ def load_tile(
     head, start, offsets, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, TILE: tl.constexpr, CHECKED: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
-    """`load_rows` of a tile of `HeadRows`; under TMA by its descriptor, whose unit fills with zeros by itself."""
+    """Load a tile of `HeadRows` as `load_rows`; under TMA by its descriptor, which fills with zeros by itself."""
     if TMA:
         at = [head.i_b.to(tl.int32), head.i_h.to(tl.int32), start.to(tl.int32), 0]
         rows = head.source.load(at).reshape(TILE, BLOCK_DIM)
@@ -193,7 +199,7 @@ def store_rows(p_base, rows, positions, stride, seqlen, DIM: tl.constexpr, BLOCK
 
 @triton.jit
 def tanh(x):
-    """Hyperbolic tangent, near 0 by its series, where the closed form cancels."""
+    """Return the hyperbolic tangent; near 0 by its series, where the closed form cancels."""
     x2 = x * x
     series = x * (1.0 + x2 * (-1.0 / 3 + x2 * (2.0 / 15 + x2 * (-17.0 / 315 + x2 * (62.0 / 2835)))))
     closed = 1.0 - 2.0 / (tl.exp(2.0 * tl.minimum(tl.abs(x), 20.0)) + 1.0)

@@ -1,4 +1,4 @@
-"""Which pairs of a tile the element mask of its block shows: those of a band by its two bounds, any other by bits.
+"""Apply the element mask of a block to a tile: a band by its two bounds, any other mask by its bits.
 
 A pair (r, c) is a query's and a key's position in their blocks. A code that is no mask shows nothing and reads nothing.
 """
@@ -19,7 +19,7 @@ class Masks(NamedTuple):
 
 @triton.jit
 def load_band(masks, code):
-    """lo and hi of the pairs lo <= r - c <= hi that mask `code` shows, lo > hi where it is no band; or no mask."""
+    """Load lo and hi of the pairs lo <= r - c <= hi that mask `code` shows; lo > hi where it is no band, or no mask."""
     known = (code >= 0) & (code < masks.num_masks)
     lo = tl.load(masks.p_bands + code.to(tl.int64) * 2, mask=known, other=1)
     hi = tl.load(masks.p_bands + code.to(tl.int64) * 2 + 1, mask=known, other=0)
@@ -28,7 +28,7 @@ def load_band(masks, code):
 
 @triton.jit
 def in_block(lo, hi, code, is_full, masks, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr):
-    """A band as numbers that are safe to compute with, every pair where it hides none; whether the bits do."""
+    """Return safe bounds of a band, bounds of all pairs where it hides none, and whether the bits decide."""
     is_bits = (lo > hi) & (code >= 0) & (code < masks.num_masks) & (not is_full)
     anywhere = is_full | is_bits
     lo = tl.where(anywhere, -KV_BLOCK, tl.maximum(lo, -KV_BLOCK))
@@ -40,7 +40,7 @@ def in_block(lo, hi, code, is_full, masks, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.c
 def shown_by_bits(
     masks, code, first_r, first_c, o_r, o_c, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Which pairs (first_r + o_r, first_c + o_c) of a block the bits of mask `code` show, first_c a multiple of 32."""
+    """Return which pairs (first_r + o_r, first_c + o_c) the bits of mask `code` show; first_c is a multiple of 32."""
     WORDS: tl.constexpr = (KV_BLOCK + 31) // 32
     p_row = masks.p_bits + ((code.to(tl.int64) * Q_BLOCK + first_r) * WORDS + first_c // 32) + o_r * WORDS
     word = (o_r + o_c) * 0
@@ -54,9 +54,9 @@ def where_shown(
     tile, other, code, lo, hi, is_full, masks, inner_q, part_k, first_k, seqlen_k,
     Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A tile [queries, keys] of one block, `other` where its mask, whose band is lo..hi, or the lengths hide a pair.
+    """Return a tile [queries, keys] of one block, with `other` where the mask (band lo..hi) or the lengths hide a pair.
 
-    A band, as an end of the sequence, is two columns for each row: two comparisons an element.
+    Band and end of the sequence become a first and a last column per row: two comparisons per element.
     """
     o_k = tl.arange(0, tile.shape[1])
     lo, hi, is_bits = in_block(lo, hi, code, is_full, masks, Q_BLOCK, KV_BLOCK)
@@ -71,9 +71,9 @@ def where_shown(
 
 @triton.jit
 def visible_elements(masks, code, r, c, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr):
-    """Which of the in-block pairs (r, c) a partial block shows, [broadcast of r and c] bool.
+    """Return which of the in-block pairs (r, c) a partial block shows, bool in the broadcast shape of r and c.
 
-    A scalar code takes the band where the mask is one; codes of a gathered tile are given in the shape of r or of c.
+    A scalar code uses the band where the mask is one; codes of a gathered tile have the shape of r or of c.
     """
     known = (code >= 0) & (code < masks.num_masks)
     if len(code.shape) == 0:

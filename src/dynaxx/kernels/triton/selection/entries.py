@@ -1,4 +1,4 @@
-"""From chosen blocks to a `BlockLayout`'s entries: each row writes its own where the running sum of all counts says.
+"""Write chosen blocks as entries of a `BlockLayout`: each row at the place that the running sum of counts gives.
 
 Legend: B batch, H choices per batch entry, Hq q heads, R rows of q blocks, C kv blocks, W words of 32 blocks.
 """
@@ -75,11 +75,14 @@ def _emit_entries_kernel(
 def emit_entries(
     bits: Tensor, kv_indptr: Tensor, grid: BlockGrid, static: StaticEntries, capacity: int
 ) -> tuple[Tensor, Tensor]:
-    """Write the entries of a layout: (kv_indices, kv_masks), each (capacity,) int32.
+    """Write the entries of a layout; return kv_indices and kv_masks, each (capacity,) int32.
 
     Args:
         bits: (B, H, R, W) int32, the chosen blocks; H divides Hq.
         kv_indptr: (B, Hq, R + 1) int32, where each row's entries go, the pattern's included.
+        grid: lengths and block sizes.
+        static: the entries of the pattern.
+        capacity: the most entries.
     """
     indices = torch.empty(capacity, dtype=torch.int32, device=bits.device)
     codes = torch.empty_like(indices)

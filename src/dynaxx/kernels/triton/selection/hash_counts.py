@@ -1,4 +1,4 @@
-"""Random-projection hashes of tokens, counted per block: projections, signs and counts in one pass over the tensor.
+"""Count random-projection hashes of tokens per block: projections, signs and counts in one pass over the tensor.
 
 Legend: B batch, N tokens, H heads, D head_dim, C blocks, T tables, P bits of a table padded to a power of two.
 """
@@ -59,13 +59,15 @@ def _hash_counts_kernel(
 
 
 def hash_counts(x: Tensor, size: int, planes: Tensor, center: Tensor, tables: int, bits: int) -> Tensor:
-    """How many tokens of each block fall into each bucket; sums of ones, so the same in every run.
+    """Return how many tokens of each block fall into each bucket; sums of ones, so the same in every run.
 
     Args:
         x: (B, N, H, D).
         size: tokens per block, a power of two from 16.
         planes: (D, tables * bits) fp32, the projections.
-        center: (B, H, D) fp32, taken off every token.
+        center: (B, H, D) fp32, subtracted from every token.
+        tables: hash tables.
+        bits: of a table.
 
     Returns:
         (B, H, ceil(N / size), tables * 2 ** bits) fp32; bit i of a bucket is the sign of the table's i-th projection.

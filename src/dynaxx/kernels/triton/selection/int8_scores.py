@@ -34,7 +34,7 @@ TILES_PER_PROGRAM = 32  # few enough to balance causal rows, many enough to keep
 
 
 class QuantisedKeys(NamedTuple):
-    """Keys beside their center, as whole numbers times a step for each kv block."""
+    """Keys relative to their center: integers times a step for each kv block."""
 
     levels: Tensor  # (B, Hk, N, D) int8
     steps: Tensor  # (B, Hk, C) fp32: what one level is worth
@@ -163,17 +163,18 @@ def _int8_scores_kernel(
 
 
 def quantised_keys(k: Tensor, center: Tensor, kv_block: int) -> QuantisedKeys:
-    """Keys in 8 bits, in one pass over them.
+    """Quantise keys to 8 bits, in one pass over them.
 
     Args:
         k: (B, N, Hk, D).
-        center: (B, Hk, D) fp32, taken off all keys.
+        center: (B, Hk, D) fp32, subtracted from all keys.
+        kv_block: tokens per block.
     """
     return QuantisedKeys(*_quantised(k, kv_block, center, 1.0))
 
 
 def _quantised(x: Tensor, tile: int, center: Tensor | None, factor: float) -> tuple[Tensor, Tensor]:
-    """(B, N, H, D) -> (B, H, N, D) int8, and steps: one per tile beside a center, else one per vector."""
+    """Return (B, H, N, D) int8 of (B, N, H, D), and steps: one per tile with a center, else one per vector."""
     (batch, seqlen, heads, dim), x = x.shape, unit_stride(x)
     tiles, each = -(-seqlen // tile), center is None
     levels = torch.empty(batch, heads, seqlen, dim, dtype=torch.int8, device=x.device)
@@ -200,11 +201,14 @@ def _quantised(x: Tensor, tile: int, center: Tensor | None, factor: float) -> tu
 def int8_scores(
     queries: Tensor, keys: QuantisedKeys, first_row: int, grid: BlockGrid, candidates: Candidates | None = None
 ) -> Tensor:
-    """Log of what each kv block gets from the rows' queries, but for a number per row.
+    """Return the log of what each kv block gets from the rows' queries, up to one number per row.
 
     Args:
         queries: (B, Hq, R, D) fp32, one of each row of q blocks from `first_row`, times the softmax scale.
-        candidates: as `query_scores` takes them.
+        keys: of `quantised_keys`.
+        first_row: first row of q blocks.
+        grid: lengths and block sizes.
+        candidates: as for `query_scores`.
 
     Returns:
         As `query_scores`.

@@ -1,4 +1,4 @@
-"""Summaries of blocks of tokens: means, and smallest and largest values, each in one pass over the tensor.
+"""Summarise blocks of tokens: means, smallest and largest values, each in one pass over the tensor.
 
 Legend: B batch, N tokens, H heads, D head_dim, C blocks.
 """
@@ -60,7 +60,7 @@ def _pool_kernel(
 
 
 def pool_blocks(x: Tensor, size: int, kind: str, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """(B, N, H, D) -> (B, H, ceil(N / size), D): "mean", "smallest" or "largest" of `size` tokens, times `scale`."""
+    """Return (B, H, ceil(N / size), D) of x (B, N, H, D): "mean", "smallest" or "largest" of `size` tokens, scaled."""
     batch, seqlen, heads, head_dim = x.shape
     blocks = -(-seqlen // size)
     out = torch.empty(batch, heads, blocks, head_dim, dtype=dtype, device=x.device)

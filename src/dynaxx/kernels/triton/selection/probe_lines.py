@@ -29,7 +29,7 @@ def _probe_logits(
     p_q, b_k, o_p, o_n, probes, seqlen_k, scale,
     CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_P, BLOCK_N] logits in base 2 of probes o_p with keys o_n [BLOCK_N, BLOCK_D]; -inf where hidden."""
+    """Return logits [BLOCK_P, BLOCK_N] in base 2 of probes o_p with keys o_n [BLOCK_N, BLOCK_D]; -inf where hidden."""
     o_d = tl.arange(0, BLOCK_D)
     m_q = (o_p < probes)[:, None] & (o_d < D)[None, :]
     b_q = tl.load(p_q + o_p[:, None] * D + o_d[None, :], mask=m_q, other=0.0)
@@ -199,16 +199,18 @@ def _line_scores_kernel(
 
 
 def probe_lines(probes: Tensor, k: Tensor, grid: BlockGrid, scale: float) -> tuple[Tensor, Tensor]:
-    """Mean attention of the last queries, by lines.
+    """Return the mean attention of the last queries, summed along lines.
 
     Args:
         probes: (B, P, Hq, D), the last queries, in k's dtype.
         k: (B, seqlen_k, Hk, D).
+        grid: lengths and block sizes.
         scale: softmax scale.
 
     Returns:
         (B, Hq, C) fp32: mass of each kv block's keys; and (B, Hq, diagonals) fp32: mass of the distances between
-        queries and keys of a block, by diagonal. Row r and block c lie on r q_block / S + (C - 1 - c) kv_block / S.
+            queries and keys of a block, by diagonal. Row r and block c lie on diagonal r q_block / S + (C - 1 - c)
+            kv_block / S.
     """
     (batch, count, q_heads, head_dim), (q_block, kv_block) = probes.shape, grid.block_size
     k, step = unit_stride(k), min(grid.block_size)
@@ -272,7 +274,7 @@ def probe_lines(probes: Tensor, k: Tensor, grid: BlockGrid, scale: float) -> tup
 
 
 def line_scores(vertical: Tensor, diagonal: Tensor, start: int, stop: int, grid: BlockGrid) -> Tensor:
-    """Log of the mass of the lines that cross a block, for some rows of q blocks: (B, Hq, stop - start, C) fp32."""
+    """Return the log of the mass of lines that cross each block: (B, Hq, stop - start, C) fp32."""
     batch, q_heads, kv_blocks = vertical.shape
     scores = torch.empty(batch, q_heads, stop - start, kv_blocks, device=vertical.device)
     step = min(grid.block_size)

@@ -1,7 +1,7 @@
-"""One query per row of q blocks against every key, summed to blocks: a matrix product whose output is never stored.
+"""Score one query per row of q blocks against every key, summed to blocks: a matrix product that is never stored.
 
-A program takes BLOCK_M (row, q head of one kv head) pairs through some tiles of keys and keeps, of each kv block, the
-log of the sum of the exponentials. All q heads of a group share the keys that were read.
+A program takes BLOCK_M (row, q head of one kv head) pairs through some tiles of keys. For each kv block it keeps the
+log of the sum of exponentials. All q heads of a group share the keys that were read.
 
 Legend: R rows of q blocks, C kv blocks, D head_dim, G q heads of a kv head.
 """
@@ -109,13 +109,15 @@ def _query_scores_kernel(
 def query_scores(
     queries: Tensor, k: Tensor, first_row: int, grid: BlockGrid, candidates: Candidates | None = None
 ) -> Tensor:
-    """Log of the sum over each kv block's visible keys of exp(query . key).
+    """Return the log of the sum over each kv block's visible keys of exp(query . key).
 
     Args:
         queries: (B, Hq, R, D), one of each row of q blocks from `first_row`, times the softmax scale, in k's dtype.
         k: (B, seqlen_k, Hk, D).
-        candidates: the blocks to score, all others get -inf; None is all that a row sees something of, and any number
-            may stand for the others.
+        first_row: first row of q blocks.
+        grid: lengths and block sizes.
+        candidates: the blocks to score, all others get -inf; None: all blocks of which a row sees something, and any
+            number may stand for the others.
 
     Returns:
         (B, Hq, R, C) fp32; a row sees keys up to its last query's.
@@ -165,12 +167,12 @@ def query_scores(
 
 
 def new_scores(shape: tuple[int, ...], candidates: Candidates | None, device: torch.device) -> Tensor:
-    """What a kernel writes scores to: -inf where it writes those of candidates, else all that a row sees is written."""
+    """Allocate scores: -inf where only candidates are written, else uninitialised: all visible blocks are written."""
     return torch.empty(shape, device=device) if candidates is None else torch.full(shape, -torch.inf, device=device)
 
 
 def panels_of(candidates: Candidates | None, first_row: int, rows: int) -> tuple[int, dict[str, int]]:
-    """How many panels some rows lie in, and where those are, as the kernels take it; without candidates one of all."""
+    """Return the number of panels of some rows, and arguments to locate them; one panel without candidates."""
     if candidates is None:
         return 1, {"base": 0, "first_panel": 0, "panels": 1, "panel": rows, "slots": 0}
     panel, (panels, slots) = candidates.panel, candidates.blocks.shape[2:]

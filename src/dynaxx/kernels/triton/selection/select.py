@@ -1,8 +1,8 @@
-"""Choosing blocks on the device: from a row's scores to bits and counts, without a sort and without the host.
+"""Choose blocks on the device: from a row's scores to bits and counts, without a sort and without the host.
 
-One program per row of q blocks and choice, which may serve several heads, finds the row's threshold by bisection
-between its least and its largest score, in the order of their bits. What a pattern shows anyway is never chosen twice.
-Where the row's entries go, the running sum of the counts says (`select_entries.py`).
+One program per row of q blocks and choice, which may serve several heads, bisects the row's threshold between its least
+and its largest score, in the order of their bits. Blocks that a pattern shows anyway are never chosen twice. The
+running sum of the counts says where the row's entries go (`entries`).
 
 Legend: B batch, H choices per batch entry, Hq q heads, R rows of q blocks, C kv blocks, W words of 32 blocks.
 """
@@ -36,7 +36,7 @@ MODES = {"top_k": 0, "top_p": 1, "of_max": 2, "of_uniform": 3}
 
 
 class ChoiceRule(NamedTuple):
-    """How much to keep of a row."""
+    """How many blocks of a row to keep."""
 
     mode: str  # of MODES
     amounts: Tensor  # (q_heads | 1,) fp32: a number or share of blocks, a share of mass, or of the reference
@@ -46,7 +46,9 @@ class ChoiceRule(NamedTuple):
 
 @triton.jit
 def _top(keys, optional, weights, goal):
-    """The best of `optional` whose weights before them, best first and ties from the left, sum to less than `goal`."""
+    """Return the best of `optional` whose better blocks weigh less than `goal` in sum; of equal scores the left one
+    first.
+    """
     low = tl.min(tl.where(optional, keys, 0xFFFFFFFF).to(tl.int64), 0)  # the largest threshold that reaches `goal` ...
     keys = tl.where(optional, keys, 0)  # below every threshold
     weights = tl.where(optional, weights, 0.0)
@@ -68,7 +70,7 @@ def _top(keys, optional, weights, goal):
 def _row_scores(
     p_scores, i_head, rows, row, kv_blocks, o_c, seen, optional, ALIKE: tl.constexpr, ONLY_RANKS: tl.constexpr
 ):
-    """[C] scores of a row of a head; of ALIKE > 1 neighbouring heads, from the sum of what each gives a block.
+    """Return scores [C] of a row of a head; for ALIKE > 1 neighbouring heads, from the sum of what each gives a block.
 
     As `selection.groups.shared_scores`, or `shared_ranks` where ONLY_RANKS.
     """
@@ -197,7 +199,11 @@ def choose_rows(
 
     Args:
         scores: (B, Hq, rows, C) fp32, of rows from `first_row`.
+        first_row: first row of q blocks.
+        grid: lengths and block sizes.
+        rule: how many blocks to keep.
         alike: so many neighbouring heads choose by the sum of what they give to each block; 1: each by itself.
+        static: the entries of the pattern.
         bits: (B, H, R, W) int32, written: the chosen blocks.
         counts: (B, Hq, 1 + R) int32, written: 0, then how many blocks each row visits, the pattern's included.
         partial: (B, Hq, R) int32, written: how many of them are partial.

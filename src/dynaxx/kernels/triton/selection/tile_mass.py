@@ -30,7 +30,7 @@ COLUMNS = 256  # that a program of the second kernel turns into shares
 
 @triton.jit
 def _tokens(p_x, o_t, place, o_d, tiles, tokens, stride_n, PARTS: tl.constexpr, D: tl.constexpr):
-    """[tiles, BLOCK_D] numbers o_d of the token at a place in each tile; past the end that of the last one."""
+    """Load [tiles, BLOCK_D] numbers o_d of the token at a place in each tile; past the end those of the last token."""
     token = tl.minimum(o_t * PARTS + place, tokens - 1).to(tl.int64)
     inside = (o_t < tiles)[:, None] & (o_d < D)[None, :]
     return tl.load(p_x + token[:, None] * stride_n + o_d[None, :], mask=inside, other=0.0)
@@ -41,7 +41,7 @@ def _write_shares(
     p_notes, p_mass, total, o_m, m_m, o_row, begin, end, rows, kv_blocks,
     Q_PARTS: tl.constexpr, TILE_M: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Mass of blocks `begin` to `end`, for the rows that TILE_M query tiles make up, from their notes and totals."""
+    """Write the mass of blocks `begin` to `end`, for the rows of TILE_M query tiles, from their notes and totals."""
     for first in range(begin, end, BLOCK_C):
         o_c = first + tl.arange(0, BLOCK_C)
         p_own = p_notes + o_m.to(tl.int64)[:, None] * kv_blocks + o_c[None, :]
@@ -219,17 +219,21 @@ def tile_mass(
     parts: int = 1,
     scale: float = 1.0,
 ) -> None:
-    """Mass of each kv block for some rows of q blocks.
+    """Write the mass of each kv block for some rows of q blocks.
 
-    A tile's vector is `parts` tokens side by side, of queries in reverse order; past the end the last one is repeated.
+    A tile's vector is `parts` tokens side by side, those of queries in reverse order; past the end the last is
+    repeated.
 
     Args:
         queries: (B, M * parts, Hq, D), those of the rows' query tiles, from tile `first_tile`; the last may be missing.
         keys: (B, T * parts, Hk, D), those of all key tiles, in the same dtype; the last may be missing.
+        first_tile: first query tile.
         mass: (B, Hq, rows, C) fp32, zeros, some rows of a contiguous tensor; written: each query tile's shares sum to 1
             or 0. A row is a panel of q blocks.
+        grid: lengths and block sizes.
         sizes: tokens of the sequence per tile of queries and of keys; they divide the blocks.
         panel: q blocks per panel.
+        parts: tokens per vector.
         scale: factor on the products.
     """
     (batch, tokens_q, q_heads, dim), tokens_k = queries.shape, keys.shape[1]
@@ -285,7 +289,7 @@ def tile_mass(
 
 
 def _splits(programs: int, tiles: int, device: torch.device) -> tuple[int, int]:
-    """How many tiles of keys a program takes, and how many programs share them."""
+    """Return how many tiles of keys a program takes, and how many programs share them."""
     few = programs < processors(device)
     splits = min(-(-2 * processors(device) // programs), tiles // LEAST_STEPS, MOST_SPLITS) if few else 1
     steps = -(-tiles // max(1, splits))
@@ -293,8 +297,11 @@ def _splits(programs: int, tiles: int, device: torch.device) -> tuple[int, int]:
 
 
 def _settings(queries: Tensor, q_parts: int, k_parts: int, parts: int) -> dict[str, int]:
-    """Tiles and warps. Long vectors are a matrix product (H200, 131k tokens in tiles of 16: 128 x 128 at a time take
-    16.3 ms, 64 x 64 26); short ones are held, and the time goes into exponentials and sums (4.5 ms; not held 6.2)."""
+    """Return tiles and warps.
+
+    Long vectors make a matrix product (H200, 131k tokens in tiles of 16: 16.3 ms by 128 x 128, 26 by 64 x 64). Short
+    ones are held in registers; exponentials and sums then take the time (4.5 ms; not held 6.2).
+    """
     width, memory, half = padded(queries.shape[3]), shared_memory(queries.device), queries.itemsize == 2
     wide = half and parts * width >= 512
     tile_m, tile_t = (max(128 if wide else 64, least) for least in (q_parts, k_parts))
