@@ -2,6 +2,7 @@
 
 import fnmatch
 import importlib
+import importlib.util
 import os
 import re
 import shlex
@@ -142,3 +143,15 @@ def test_named_files_exist(page):
     named = re.findall(r"`([\w*/.-]+\.(?:py|cpp|h|j2|yml))`", page.read_text(encoding="utf-8"))
     missing = [name for name in named if not any(fnmatch.fnmatch(path, f"*/{name}") for path in files)]
     assert missing == []
+
+
+def test_the_api_reference_has_every_public_name():
+    pytest.importorskip("mkdocs")
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "_hooks" / "generate.py")
+    generate = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generate)
+    listed = {path for names in generate.public_names().values() for _, path in names}
+    public = {generate.definition("dynaxx", name) for name in dx.__all__ if not name.startswith("__")}
+    assert public <= listed
+    pages = generate.api_pages()
+    assert all(f"::: {path}\n" in "".join(pages.values()) + "\n" for path in listed)

@@ -13,6 +13,13 @@ from typing import Any
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
+
+def engines() -> list[str]:
+    """Return the integrations that have public names."""
+    found = sorted((Path(__file__).parents[2] / "src" / "dynaxx" / "integrations").glob("*/__init__.py"))
+    return [f"dynaxx.integrations.{p.parent.name}" for p in found if "__all__" in p.read_text(encoding="utf-8")]
+
+
 # One page per room: file name, title, and the modules whose `__all__` are public. A name appears on the first page
 # that lists it; `dynaxx` itself comes last, for names that no room's front door lists.
 ROOMS = {
@@ -22,10 +29,8 @@ ROOMS = {
     "layout": ("Layout", ["dynaxx.layout"]),
     "modules": ("Modules to train with", ["dynaxx.nn"]),
     "policy": ("Policy", ["dynaxx.policy"]),
-    "integrations": (
-        "Integrations",
-        ["dynaxx.integrations.transformers", "dynaxx.integrations.encoders", "dynaxx.integrations.vllm"],
-    ),
+    "integrations": ("Integrations", engines()),
+    "distributed": ("Several GPUs", ["dynaxx.distributed"]),
     "telemetry": ("Telemetry", ["dynaxx.telemetry"]),
     "testing": ("Testing", ["dynaxx.testing"]),
     "more": ("Paged caches, native sparse attention, packed batches, errors", ["dynaxx"]),
