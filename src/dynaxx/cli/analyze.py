@@ -38,7 +38,8 @@ def analyze(
         Path | None, typer.Option(metavar="FILE", help="Also write a BertViz page of a short excerpt.")
     ] = None,
     reuse: Annotated[
-        int, typer.Option(min=1, help="Also say what it costs if one selection serves so many layers in a row.")
+        int,
+        typer.Option(min=1, help="Also measure the cost of sharing one selection among this many consecutive layers."),
     ] = 1,
     device: DeviceOption = "auto",
     dtype: DtypeOption = Dtype.auto,
@@ -47,7 +48,7 @@ def analyze(
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    r"""Say where each head attends, and which pattern keeps it. Writes DIR/analysis.json.
+    r"""Show where each head attends, and which pattern keeps it. Writes DIR/analysis.json.
 
     \b
     Examples:

@@ -14,23 +14,27 @@ from dynaxx.cli.running import check_targets, running, tool
 
 
 class Suite(StrEnum):
-    """What to benchmark."""
+    """The kernels to benchmark."""
 
     cpu = "cpu"
     gpu = "gpu"
 
 
 def bench(
-    suite: Annotated[Suite, typer.Option(help="Which kernels.")] = Suite.cpu,
+    suite: Annotated[Suite, typer.Option(help="Which kernels to benchmark.")] = Suite.cpu,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer and smaller shapes.")] = False,
     threads: ThreadsOption = None,
     only: Annotated[
         str | None,
-        typer.Option("--only", metavar="ROWS", help="Only rows whose name starts so; several by comma."),
+        typer.Option(
+            "--only", metavar="ROWS", help="Only rows whose name starts with one of these, separated by commas."
+        ),
     ] = None,
     peers: Annotated[
         str | None,
-        typer.Option("--peers", metavar="NAMES", help="GPU: only peers whose name starts so; several by comma."),
+        typer.Option(
+            "--peers", metavar="NAMES", help="GPU: only peers whose name starts with one of these, separated by commas."
+        ),
     ] = None,
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="GPU: draw time and memory from 4k to 1M tokens, SVG.")

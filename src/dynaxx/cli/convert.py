@@ -12,7 +12,7 @@ from dynaxx.cli.running import load, progress_of, running, tool
 
 
 class Compression(StrEnum):
-    """How a window of keys becomes one."""
+    """How to compress a window of keys into one key."""
 
     mean = "mean"
     weighted = "weighted"
@@ -25,19 +25,21 @@ def convert(
     slc_count: Annotated[int, typer.Option(min=1, help="Blocks that each query selects.")] = 16,
     slc_block: Annotated[int, typer.Option(help="Tokens per selected block: 16, 32, 64 or 128.")] = 64,
     window: Annotated[int, typer.Option(min=1, help="Keys of the window branch.")] = 512,
-    compression: Annotated[Compression, typer.Option(help="How a window of keys becomes one.")] = Compression.mlp,
+    compression: Annotated[
+        Compression, typer.Option(help="How to compress a window of keys into one key.")
+    ] = Compression.mlp,
     dense_gate: Annotated[
-        float, typer.Option(help="What the gate of the selected branch gives at first; the others share the rest.")
+        float, typer.Option(help="Initial gate of the selected branch; the other branches share the rest.")
     ] = 0.96,
-    dtype: Annotated[Dtype, typer.Option("--dtype", help="Of the weights.")] = Dtype.float32,
+    dtype: Annotated[Dtype, typer.Option("--dtype", help="Dtype of the weights.")] = Dtype.float32,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
     r"""Make a native sparse model from a dense Llama.
 
-    To fine-tune: its weights are the same, and its gates begin close to dense attention. DIR holds what transformers'
-    from_pretrained reads after `import dynaxx.integrations.transformers.nsa_llama`; it must not be there yet, and
-    appears when it is whole.
+    The result is made to be fine-tuned: its weights are the same, and its gates begin close to dense attention.
+    DIR holds what transformers' from_pretrained reads after `import dynaxx.integrations.transformers.nsa_llama`. It
+    must not exist yet, and appears when it is whole.
 
     \b
     Examples:

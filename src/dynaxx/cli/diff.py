@@ -14,7 +14,7 @@ from dynaxx.cli.running import running
 
 def diff(
     old: Annotated[Path, typer.Argument(metavar="OLD", help="A policy file.")],
-    new: Annotated[Path, typer.Argument(metavar="NEW", help="Another.")],
+    new: Annotated[Path, typer.Argument(metavar="NEW", help="Another policy file.")],
     as_json: JsonOption = False,
 ) -> None:
     r"""Show what differs between two policies, by field and head.

@@ -32,9 +32,11 @@ def doctor(
     device: DeviceOption = "auto",
     threads: ThreadsOption = None,
     fuzz: Annotated[
-        str, typer.Option("--fuzz", metavar="TIME", help="Check random problems instead, for so long: 90, 10m or 2h.")
+        str, typer.Option("--fuzz", metavar="TIME", help="Check random problems instead, for this long: 90, 10m or 2h.")
     ] = "",
-    fuzz_cases: Annotated[int | None, typer.Option("--fuzz-cases", min=1, help="Stop after so many problems.")] = None,
+    fuzz_cases: Annotated[
+        int | None, typer.Option("--fuzz-cases", min=1, help="Stop after this many problems.")
+    ] = None,
     isas: Annotated[
         list[str] | None, typer.Option("--isa", metavar="NAME", help="With --fuzz: builds of the CPU core to check.")
     ] = None,
@@ -43,7 +45,7 @@ def doctor(
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    r"""Say what this machine serves, and check that it is right.
+    r"""Show what this machine serves, and check that it is right.
 
     Lists machine and versions, which backends can serve your shapes and why the others cannot, and compares each that
     can, forward and gradients, with attention computed in fp64. With --fuzz, random problems are checked: patterns,

@@ -29,9 +29,11 @@ def profile(
     lengths: LengthsOption = "",
     out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Also write DIR/profile.json.")] = None,
     price_per_hour: Annotated[
-        float | None, typer.Option(min=0, help="Of the machine: puts savings into money.")
+        float | None, typer.Option(min=0, help="Price of the machine per hour, to report savings in money.")
     ] = None,
-    threshold: Annotated[float, typer.Option(min=0, max=1, help="Share of time from which it is worth it.")] = 0.2,
+    threshold: Annotated[
+        float, typer.Option(min=0, max=1, help="Least share of the time at which attention is worth making sparse.")
+    ] = 0.2,
     trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a trace of PyTorch's profiler.")] = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = Dtype.auto,
@@ -40,7 +42,7 @@ def profile(
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    r"""Say where a model's time goes, and if sparsity is worth it.
+    r"""Show where a model's time goes, and if sparsity is worth it.
 
     Measures the ceilings of the machine, then at each length the time in attention, projections, MLP and the rest.
 

@@ -30,11 +30,14 @@ def retune(
     stats: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Statistics that a process recorded (handle.record).")
     ] = None,
-    model: Annotated[str, typer.Option(metavar="MODEL", help="Or a model, to record fresh ones on --text.")] = "",
+    model: Annotated[
+        str, typer.Option(metavar="MODEL", help="Model to record fresh statistics with, on --text, instead of --stats.")
+    ] = "",
     text: TextOption = "pydoc",
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="The new policy. [default: only show it]")] = None,
     record: Annotated[
-        bool, typer.Option("--record", help="Keep the budgets; only put what was recorded in as the reference.")
+        bool,
+        typer.Option("--record", help="Keep the budgets, and only store the recorded statistics as the reference."),
     ] = False,
     recall: Annotated[
         float | None, typer.Option(min=0, max=1, help="Goal for every head. [default: the reference's, by head]")

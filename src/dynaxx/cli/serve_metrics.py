@@ -11,7 +11,10 @@ import typer
 from dynaxx.cli.running import echo, running, tool
 
 HostOption = Annotated[
-    str, typer.Option("--host", help="Interface to serve on. Whoever reaches it can read: there is no password.")
+    str,
+    typer.Option(
+        "--host", help="Interface to serve on. Everybody who reaches it can read the numbers: there is no password."
+    ),
 ]
 
 
@@ -28,8 +31,8 @@ def serve_metrics(
 ) -> None:
     r"""Serve other processes' metrics to Prometheus, until Ctrl-C.
 
-    For processes that cannot serve theirs: what they write to a snapshot file, or to the folder that
-    PROMETHEUS_MULTIPROC_DIR names. A process that can calls dynaxx.telemetry.prometheus.serve().
+    Use it for processes that cannot serve their own: it reads what they write to a snapshot file, or to the folder
+    that PROMETHEUS_MULTIPROC_DIR names. A process that can serve calls dynaxx.telemetry.prometheus.serve().
 
     \b
     Examples:

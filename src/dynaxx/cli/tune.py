@@ -30,34 +30,34 @@ def tune(
     text: TextOption = "pydoc",
     out: OutOption = Path("dynaxx-run"),
     tolerance: Annotated[float, typer.Option(min=0, help="Perplexity may rise by this share.")] = 0.01,
-    tokens: Annotated[int, typer.Option(min=2, help="Length of the samples it tunes on.")] = 4096,
+    tokens: Annotated[int, typer.Option(min=2, help="Length of the samples to tune on.")] = 4096,
     time_budget: Annotated[
-        str, typer.Option(metavar="TIME", help="For tuning: 90, 10m or 2h. No limit by default.")
+        str, typer.Option(metavar="TIME", help="Time limit for tuning: 90, 10m or 2h. No limit by default.")
     ] = "",
     lengths: LengthsOption = "",
     block_size: Annotated[
         int | None, typer.Option("--block-size", help="Tokens per block; by default 32 on a CPU, 64 on a GPU.")
     ] = None,
     price_per_hour: Annotated[
-        float | None, typer.Option(min=0, help="Of the machine: puts savings into money.")
+        float | None, typer.Option(min=0, help="Price of the machine per hour, to report savings in money.")
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume/--restart", help="Go on with what DIR holds, or begin anew.")
+        bool, typer.Option("--resume/--restart", help="Continue from what DIR holds, or start over.")
     ] = True,
     with_profile: Annotated[bool, typer.Option("--profile/--no-profile", help="Profile first.")] = True,
     with_analysis: Annotated[bool, typer.Option("--analysis/--no-analysis", help="Analyze the heads first.")] = True,
     with_decode: Annotated[
-        bool, typer.Option("--decode/--no-decode", help="Look for decode rules, too; written where they pay.")
+        bool, typer.Option("--decode/--no-decode", help="Also look for decode rules, and write them where they pay.")
     ] = False,
     cuda_graph: Annotated[
         bool,
         typer.Option(
             "--cuda-graph/--no-cuda-graph",
-            help="With --decode on a GPU: decide by steps captured in a CUDA graph, as engines run them.",
+            help="With --decode on a GPU: time steps that are captured in a CUDA graph, as engines run them.",
         ),
     ] = False,
     with_reference: Annotated[
-        bool, typer.Option("--reference/--no-reference", help="Record what drift is measured against.")
+        bool, typer.Option("--reference/--no-reference", help="Record the reference that drift is measured against.")
     ] = True,
     with_validation: Annotated[bool, typer.Option("--validation/--no-validation", help="Validate afterwards.")] = True,
     with_report: Annotated[bool, typer.Option("--report/--no-report", help="Write report.html at the end.")] = True,
