@@ -157,12 +157,13 @@ class Case:
         return dx.sparse_attention(*inputs, layout)
 
     def many(self, *inputs, stages=None):
+        options = {} if stages is None else {"stages": stages}
         mesh = self.setup.mesh
         if self.name == "nsa":
-            return dxd.native_sparse_attention(*inputs, SIZES, self.split, mesh, stages=stages)
+            return dxd.native_sparse_attention(*inputs, SIZES, self.split, mesh, **options)
         if self.layout is None:
-            return dxd.sparse_attention_by_rule(*inputs, HYBRID, self.split, mesh, block_size=BLOCK, stages=stages)
-        return dxd.sparse_attention(*inputs, self.layout, mesh, split=self.split, stages=stages)
+            return dxd.sparse_attention_by_rule(*inputs, HYBRID, self.split, mesh, block_size=BLOCK, **options)
+        return dxd.sparse_attention(*inputs, self.layout, mesh, split=self.split, **options)
 
 
 def step(attend, inputs, backward, **options):

@@ -170,6 +170,20 @@ def case_layouts_per_head_send_less(ranks):
         assert 0 < plans[0].bytes_sent(*own[1:]) < plans[1].bytes_sent(*own[1:])
 
 
+def case_inner_rows_do_not_wait(ranks):
+    """Under a window few rows see other ranks: the others are computed over own keys and values as they lie."""
+    for seqlen, stages in ((128 * ranks.count, None), (128 * ranks.count - 7, 2)):
+        layout = (dx.SlidingWindow(20) | dx.Sink(3)).layout(seqlen, block_size=16)
+        split = dxd.SequenceSplit.contiguous(seqlen, ranks.count, 16)
+        window = dx.SlidingWindow(20).layout(seqlen, block_size=16, device=ranks.device)
+        q, k, v = make_qkv(1, seqlen, seqlen, 2, 2, 16, device=ranks.device)
+        check(ranks, q, k, v, window, split, stages=stages)
+        check(ranks, q, k, v, layout, split, stages=stages)  # every row sees the sinks of rank 0
+        own = [split.shard(x, ranks.rank) for x in (q, k, v)]
+        plan = dxd.exchange_plan(*own, window, ranks.mesh, split=split, stages=stages)
+        assert (plan.stages[0].inner is not None) == (ranks.rank > 0)
+
+
 def case_scores_that_are_capped_and_sinks(ranks):
     q, k, v = make_qkv(1, 130, 130, 4, 2, 16, device=ranks.device)
     sinks = torch.randn(4, generator=torch.Generator().manual_seed(1)).to(ranks.device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,16 +13,15 @@ from torch.distributed import ProcessGroup
 from dynaxx.arguments import typed
 from dynaxx.derivatives import first_derivative_only
 from dynaxx.distributed.choose import sequence_split
-from dynaxx.distributed.exchange import Gathering, Returning
+from dynaxx.distributed.compute import Settings, split_backward, split_forward
 from dynaxx.distributed.group import Mesh, group_of
-from dynaxx.distributed.plan import ExchangePlan, Stage, plan_exchange
+from dynaxx.distributed.plan import ExchangePlan, plan_exchange
 from dynaxx.distributed.sharded import ShardedLayout
 from dynaxx.distributed.split import SequenceSplit
 from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout import BlockLayout
 from dynaxx.ops.attention import SparseAttentionOutput
-from dynaxx.ops.checks import check_inputs, check_sinks
-from dynaxx.ops.dispatch import choose_backend, load_backend, score_options
+from dynaxx.ops.checks import check_sinks
 from dynaxx.ops.sinks import add_sinks
 
 Splits = SequenceSplit | tuple[SequenceSplit, SequenceSplit]
@@ -60,7 +59,8 @@ def sparse_attention(
         scale, softcap, sinks, backend: as `dynaxx.sparse_attention`. The gradient of `sinks` is this rank's part of
             it: sum it over the ranks, as that of any parameter.
         return_lse: also return the log-sum-exp of the visible scores.
-        stages: groups of kv heads that are exchanged and computed in turn; None chooses by the bytes to receive.
+        stages: groups of kv heads that are exchanged and computed in turn: more take less memory and some more time.
+            None is 1, and 2 in a backward pass that gathers much.
 
     Returns:
         out (batch, own tokens, q_heads, head_dim_v), or (out, lse), lse (batch, q_heads, own tokens); a packed batch
@@ -81,7 +81,7 @@ def sparse_attention(
     scale = softmax_scale(scale, q.shape[-1])
     softcap = None if softcap is None else float(softcap)
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    settings = _Settings(plan, group, scale, softcap, backend, needs_grad)
+    settings = Settings(plan, group, scale, softcap, backend, needs_grad)
     out, lse = _SplitAttention.apply(q, k, v, settings)
     if sinks is not None:
         check_sinks(sinks, q)
@@ -138,15 +138,6 @@ def exchange_plan(
     return plan_exchange(sharded, group, q.shape[-2], k.shape[-2], token_bytes, stages)
 
 
-class _Settings(NamedTuple):
-    plan: ExchangePlan
-    group: ProcessGroup
-    scale: float
-    softcap: float | None
-    backend: str
-    needs_grad: bool
-
-
 class _SplitAttention(torch.autograd.Function):
     """Gather, compute and return gradients, stage by stage; a stage's exchange runs while another is computed.
 
@@ -155,25 +146,8 @@ class _SplitAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, settings: _Settings) -> Any:
-        plan, group = settings.plan, settings.group
-        out = lse = None
-        gathering = Gathering(k, v, plan.stages[0], group)
-        for number, stage in enumerate(plan.stages):
-            current, gathering = gathering, _next(k, v, plan, number, group)
-            keys, values = current.wait()
-            heads = slice(*stage.q_heads)
-            name = _backend_of(q[:, :, heads], keys, values, stage, settings)
-            kernels, options = load_backend(name), score_options(settings.softcap)
-            some = kernels.attention_forward(q[:, :, heads], keys, values, stage.layout, settings.scale, **options)
-            if len(plan.stages) == 1:
-                out, lse = some
-                break
-            if out is None or lse is None:
-                out = q.new_empty(*q.shape[:3], v.shape[-1])
-                lse = some[1].new_empty(q.shape[0], q.shape[2], q.shape[1])
-            out[:, :, heads], lse[:, heads] = some
-            del keys, values, some
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> Any:
+        out, lse = split_forward(q, k, v, settings)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.set_materialize_grads(False)
         ctx.settings = settings
@@ -183,56 +157,8 @@ class _SplitAttention(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:
         q, k, v, out, lse = ctx.saved_tensors
-        settings: _Settings = ctx.settings
-        plan, group = settings.plan, settings.group
         do = torch.zeros_like(out) if do is None else do
-        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        gathering: Gathering | None = Gathering(k, v, plan.stages[0], group)
-        returning = None
-        for number, stage in enumerate(plan.stages):
-            assert gathering is not None, "there is one per stage"
-            current, gathering = gathering, _next(k, v, plan, number, group)
-            keys, values = current.wait()
-            heads = slice(*stage.q_heads)
-            name = _backend_of(q[:, :, heads], keys, values, stage, settings)
-            grads = load_backend(name).attention_backward(
-                do[:, :, heads],
-                None if dlse is None else dlse[:, heads],
-                q[:, :, heads],
-                keys,
-                values,
-                out[:, :, heads],
-                lse[:, heads],
-                stage.layout,
-                settings.scale,
-                **score_options(settings.softcap),
-            )
-            dq[:, :, heads] = grads[0]
-            before, returning = returning, Returning(grads[1], grads[2], stage, group)
-            if before is not None:
-                before.wait(dk, dv)
-            del keys, values, grads
-        assert returning is not None, "a plan has a stage"
-        returning.wait(dk, dv)
-        return dq, dk, dv, None
-
-
-def _next(k: Tensor, v: Tensor, plan: ExchangePlan, number: int, group: ProcessGroup) -> Any:
-    """Start the exchange of the stage after this one; None after the last."""
-    if number + 1 == len(plan.stages):
-        return None
-    return Gathering(k, v, plan.stages[number + 1], group)
-
-
-def _backend_of(q: Tensor, k: Tensor, v: Tensor, stage: Stage, settings: _Settings) -> str:
-    """The backend of one stage, chosen once per plan and shapes."""
-    shapes = (q.shape, k.shape, v.shape, q.dtype, stage.kv_heads, settings.softcap)
-    key = (*shapes, settings.backend, settings.needs_grad)
-    known = settings.plan.backends
-    if key not in known:
-        problem = check_inputs(q, k, v, stage.layout, softcap=settings.softcap, needs_grad=settings.needs_grad)
-        known[key] = choose_backend(problem, settings.backend)
-    return known[key]
+        return *split_backward(do, dlse, q, k, v, out, lse, ctx.settings), None
 
 
 def _check_shards(q: Tensor, k: Tensor, v: Tensor, sharded: ShardedLayout) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dynaxx.distributed.group import peer_errors
-from dynaxx.distributed.plan import Stage
+from dynaxx.distributed.plan import Sent, Stage
 
 
 @dataclass
@@ -60,17 +60,18 @@ class Gathering:
     """Keys and values of one stage on their way into this rank's buffer."""
 
     def __init__(self, k: Tensor, v: Tensor, stage: Stage, group: ProcessGroup) -> None:
-        batch, heads = k.shape[0], slice(*stage.kv_heads)
-        width = k.shape[-1] + v.shape[-1]
+        heads = slice(*stage.kv_heads)
+        k, v = k[:, :, heads], v[:, :, heads]
         self._dims = (k.shape[-1], v.shape[-1])
-        self._buffer = k.new_empty(stage.tokens, batch, stage.kv_heads[1] - stage.kv_heads[0], width)
-        own = self._buffer[slice(*stage.own)]
-        own[..., : self._dims[0]] = k[:, :, heads].transpose(0, 1)
-        own[..., self._dims[0] :] = v[:, :, heads].transpose(0, 1)
+        self._buffer = k.new_empty(stage.tokens, k.shape[0], k.shape[2], sum(self._dims))
+        own = _pack(k, v, stage.own_tokens, self._buffer[slice(*stage.own)])
         sends = []
         for rank, sent in stage.sends.items():
-            run = own[sent.first : sent.first + sent.tokens]
-            sends.append((rank, run if sent.index is None else own.index_select(0, sent.index)))
+            if stage.inner is not None:
+                sends.append((rank, _pack(k, v, sent)))
+            else:
+                run = own[sent.first : sent.first + sent.tokens]
+                sends.append((rank, run if sent.index is None else own.index_select(0, sent.index)))
         receives = [(rank, self._buffer[slice(*span)]) for rank, span in stage.received.items()]
         self._transfer = Transfer(sends, receives, group, "exchanging keys and values")
 
@@ -79,6 +80,21 @@ class Gathering:
         self._transfer.wait()
         k, v = self._buffer.transpose(0, 1).split(self._dims, dim=-1)
         return k, v
+
+
+def _pack(k: Tensor, v: Tensor, sent: Sent, out: Tensor | None = None) -> Tensor:
+    """(tokens, batch, heads, head_dim + head_dim_v): some tokens, keys before values; into `out` where there is one."""
+    dims = (k.shape[-1], v.shape[-1])
+    if out is None:
+        out = k.new_empty(sent.tokens, k.shape[0], k.shape[2], sum(dims))
+    for part, x in zip(out.split(dims, dim=-1), (k, v), strict=True):
+        part.copy_(_taken(x, sent).transpose(0, 1))
+    return out
+
+
+def _taken(x: Tensor, sent: Sent) -> Tensor:
+    """Some tokens of (batch, tokens, ...)."""
+    return x[:, sent.first : sent.first + sent.tokens] if sent.index is None else x.index_select(1, sent.index)
 
 
 class Returning:
@@ -95,18 +111,36 @@ class Returning:
         self._transfer = Transfer(sends, receives, group, "returning gradients of keys and values")
 
     def wait(self, dk: Tensor, dv: Tensor) -> None:
-        """Write the sums for own tokens into this stage's heads of dk and dv; ranks are added in ascending order."""
+        """Put the sums for own tokens into this stage's heads of dk and dv; ranks are added in ascending order.
+
+        Where the stage has inner rows, dk and dv hold their gradients already, and the sums are added to them.
+        """
         self._transfer.wait()
+        stage, heads = self._stage, slice(*self._stage.kv_heads)
+        parts = [(sent, self._received[rank]) for rank, sent in sorted(stage.sends.items())]
+        if stage.inner is not None:
+            for sent, part in ((stage.own_tokens, self._own), *parts):
+                _add(sent, part, dk[:, :, heads], dv[:, :, heads])
+            return
         total = self._own
-        if self._received:
+        if parts:
             total = total.to(torch.promote_types(total.dtype, torch.float32), copy=True)
-        for rank, sent in sorted(self._stage.sends.items()):
-            part = self._received[rank].to(total.dtype)
+        for sent, part in parts:
             if sent.index is None:
                 total[sent.first : sent.first + sent.tokens] += part
             else:
-                total.index_add_(0, sent.index, part)  # no token twice: one order of summation
-        heads = slice(*self._stage.kv_heads)
-        parts = total.transpose(0, 1).split(self._dims, dim=-1)
-        for out, part in zip((dk, dv), parts, strict=True):
+                total.index_add_(0, sent.index, part.to(total.dtype))  # no token twice: one order of summation
+        for out, part in zip((dk, dv), total.transpose(0, 1).split(self._dims, dim=-1), strict=True):
             out[:, :, heads] = part
+
+
+def _add(sent: Sent, grads: Tensor, *totals: Tensor) -> None:
+    """Add (tokens, batch, heads, dims) gradients to some tokens of (batch, tokens, heads, dim) totals, by fp32."""
+    parts = grads.transpose(0, 1).split([total.shape[-1] for total in totals], dim=-1)
+    for total, part in zip(totals, parts, strict=True):
+        wide = torch.promote_types(total.dtype, torch.float32)
+        found = (_taken(total, sent).to(wide) + part.to(wide)).to(total.dtype)
+        if sent.index is None:
+            total[:, sent.first : sent.first + sent.tokens] = found
+        else:
+            total.index_copy_(1, sent.index, found)

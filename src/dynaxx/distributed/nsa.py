@@ -29,7 +29,7 @@ def native_sparse_attention(
     weights: tuple[Tensor, Tensor] | None = None,
     scale: float | None = None,
     backend: str = "auto",
-    stages: int | None = None,
+    stages: int = 1,
 ) -> Tensor:
     """Attend from this rank's queries to compressed tokens, selected blocks and a window of the whole sequence.
 
@@ -46,7 +46,7 @@ def native_sparse_attention(
         weights: (cmp_block, kv_heads) each, of k and of v, as `dynaxx.compress` takes; the mean by default. Their
             gradient is this rank's part: sum it over the ranks.
         scale, backend: as `dynaxx.native_sparse_attention`.
-        stages: groups of kv heads that are gathered and computed in turn; all kv heads apart by default.
+        stages: groups of kv heads that are gathered and computed in turn: more take less memory and more time.
 
     Returns:
         (batch, own tokens, q_heads, head_dim_v).

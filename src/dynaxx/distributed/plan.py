@@ -1,8 +1,8 @@
 """`ExchangePlan`: which keys and values travel between which ranks for one sharded layout.
 
-A rank computes its rows over a buffer that holds its own tokens and the ones that it received. The kv heads go in
-stages: while one stage is computed, the next one's keys and values are on their way. Every rank knows what every other
-needs after one exchange of bitmaps, so messages have known sizes and no headers.
+A rank computes its rows over a buffer that holds its own tokens and the ones that it received. The kv heads may go in
+stages, which takes less memory: while one stage is computed, the next one's keys and values are on their way. Every
+rank knows what every other needs after one exchange of bitmaps, so messages have known sizes and no headers.
 
 Legend: R ranks, Hn groups of heads that need different blocks (1 where all heads share a layout, else kv heads),
 C kv blocks of the whole sequence.
@@ -11,7 +11,7 @@ C kv blocks of the whole sequence.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -23,12 +23,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dynaxx.distributed.group import peer_errors
+from dynaxx.distributed.rows import onto, split_rows
 from dynaxx.distributed.sharded import ShardedLayout
-from dynaxx.layout import BlockGrid, BlockLayout
-from dynaxx.lazy import lazy
+from dynaxx.layout import BlockLayout
 
-MOST_STAGES = 8
-STAGE_BYTES = 8 << 20  # received bytes that are worth a stage of their own: 20 us on a link of 400 GB/s
 WHOLE_SHARE = 0.8  # of a peer's tokens: from here on sending all of them costs less than packing those that are needed
 
 
@@ -43,14 +41,21 @@ class Sent:
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """The exchange and the layout of some kv heads."""
+    """The exchange and the layouts of some kv heads.
+
+    Where few rows visit blocks of other ranks, as under a window, these rows alone are computed over the buffer. The
+    inner rows are computed over own keys and values, without waiting.
+    """
 
     kv_heads: tuple[int, int]  # first, last + 1
     q_heads: tuple[int, int]
-    layout: BlockLayout  # own queries by tokens of the buffer
+    layout: BlockLayout  # queries by tokens of the buffer: all own queries, or those of `rows`
     own: tuple[int, int]  # where own tokens lie in the buffer
+    own_tokens: Sent  # which they are
     sends: dict[int, Sent]  # by rank
     received: dict[int, tuple[int, int]]  # by rank: where its tokens come to lie in the buffer
+    rows: Tensor | None = None  # (n,) int64, own queries that see other ranks' keys; None: all are computed together
+    inner: BlockLayout | None = None  # own queries by own tokens; those of `rows` see nothing there
 
     @property
     def tokens(self) -> int:
@@ -62,31 +67,31 @@ class Stage:
 class ExchangePlan:
     """What one rank sends, receives and computes, stage by stage."""
 
-    stages: tuple[Stage, ...]
-    kv_heads: int
+    stages: tuple[Stage, ...]  # of a forward pass
+    backward_stages: tuple[Stage, ...]
     backends: dict[Hashable, str] = field(default_factory=dict)  # that were chosen, by shapes
 
     def bytes_sent(self, k: Tensor, v: Tensor) -> int:
         """Bytes that this rank sends in a forward pass for shards like these."""
-        return self.sent_tokens * _token_bytes(k, v)
+        return sent_tokens(self.stages) * _token_bytes(k, v)
 
     def bytes_received(self, k: Tensor, v: Tensor) -> int:
         """Bytes that this rank receives in a forward pass for shards like these."""
-        return self.received_tokens * _token_bytes(k, v)
+        return received_tokens(self.stages) * _token_bytes(k, v)
 
     def backward_bytes_sent(self, k: Tensor, v: Tensor) -> int:
         """Bytes that this rank sends in a backward pass: keys and values again, and gradients to their owners."""
-        return (self.sent_tokens + self.received_tokens) * _token_bytes(k, v)
+        return (sent_tokens(self.backward_stages) + received_tokens(self.backward_stages)) * _token_bytes(k, v)
 
-    @lazy
-    def sent_tokens(self) -> int:
-        """Tokens that this rank sends, summed over kv heads and receivers."""
-        return sum(_heads(stage) * sum(sent.tokens for sent in stage.sends.values()) for stage in self.stages)
 
-    @lazy
-    def received_tokens(self) -> int:
-        """Tokens that this rank receives, summed over kv heads."""
-        return sum(_heads(stage) * sum(b - a for a, b in stage.received.values()) for stage in self.stages)
+def sent_tokens(stages: tuple[Stage, ...]) -> int:
+    """Tokens that a rank sends, summed over kv heads and receivers."""
+    return sum(_heads(stage) * sum(sent.tokens for sent in stage.sends.values()) for stage in stages)
+
+
+def received_tokens(stages: tuple[Stage, ...]) -> int:
+    """Tokens that a rank receives, summed over kv heads."""
+    return sum(_heads(stage) * sum(b - a for a, b in stage.received.values()) for stage in stages)
 
 
 def plan_exchange(
@@ -96,7 +101,8 @@ def plan_exchange(
 
     Args:
         token_bytes: bytes of one token's key and value in one kv head, over the batch.
-        stages: groups of kv heads, a divisor of kv_heads; None chooses.
+        stages: groups of kv heads, a divisor of kv_heads. None is 1, and 2 in a backward pass that gathers much: stages
+            cost a tenth of the time and save memory (benchmarks/distributed.py --sweep).
 
     Raises:
         ValueError: on every rank, where ranks disagree on the split, the heads or the block size.
@@ -117,34 +123,55 @@ def _make(
     with peer_errors("telling what it needs", group):
         needs = _gathered(own_needs, group)  # (R, Hn, C)
     places = _Places(sharded, needs.cpu().numpy())
-    count = _stage_count(places, kv_heads, token_bytes) if stages is None else stages
-    if count < 1 or kv_heads % count:
-        raise ValueError(f"`stages` must divide kv_heads = {kv_heads}, got {count}")
+    if stages is not None and (stages < 1 or kv_heads % stages):
+        raise ValueError(f"`stages` must divide kv_heads = {kv_heads}, got {stages}")
+    forward = _stages(sharded, places, q_heads, kv_heads, stages or 1)
+    much = 4 * places.received_tokens() > max(1, sharded.kv_split.seqlen // sharded.kv_split.ranks)
+    count = stages or (2 if much and kv_heads % 2 == 0 else 1)
+    return ExchangePlan(forward, _stages(sharded, places, q_heads, kv_heads, count) if count != stages else forward)
+
+
+def _stages(sharded: ShardedLayout, places: _Places, q_heads: int, kv_heads: int, count: int) -> tuple[Stage, ...]:
     step, group_size = kv_heads // count, q_heads // kv_heads
     shared = sharded.rows.layout_heads == 1
-    messages: dict[bytes, _Messages] = {}  # stages that need the same blocks share them, and shared layouts
-    layouts: dict[bytes, BlockLayout] = {}
+    made: dict[bytes, Stage] = {}  # stages that need the same blocks of a shared layout are alike
     found = []
     for first in range(0, kv_heads, step):
         groups = slice(0, 1) if shared else slice(first, first + step)
-        wanted = np.logical_or.reduce(places.needs[:, groups], axis=1)
-        key = wanted.tobytes()
-        if key not in messages:
-            messages[key] = places.messages(wanted)
-        heads = (first * group_size, (first + step) * group_size)
-        if key not in layouts or not shared:
-            rows = sharded.rows if shared else sharded.rows.head_slice(range(*heads))
-            layouts[key] = _onto_buffer(rows, messages[key].order, places)
-        _, own, sends, received = messages[key]
-        found.append(Stage((first, first + step), heads, layouts[key], own, sends, received))
-    return ExchangePlan(tuple(found), kv_heads)
+        needs = np.logical_or.reduce(places.needs[:, groups], axis=1)
+        heads: dict[str, Any] = {
+            "kv_heads": (first, first + step),
+            "q_heads": (first * group_size, (first + step) * group_size),
+        }
+        key = needs.tobytes()
+        if key not in made or not shared:
+            rows = sharded.rows if shared else sharded.rows.head_slice(range(*heads["q_heads"]))
+            made[key] = _stage(rows, needs, places, heads)
+        found.append(replace(made[key], **heads))
+    return tuple(found)
+
+
+def _stage(rows: BlockLayout, needs: NDArray[np.bool_], places: _Places, heads: dict[str, Any]) -> Stage:
+    """The stage of a layout of own rows; `needs` is (R, C)."""
+    own_blocks = places.own[places.rank]
+    split = split_rows(rows, own_blocks, places.tokens(own_blocks))
+    parts = places.messages(needs, own_blocks if split is None else split.own_blocks)
+    if split is None:
+        return Stage(layout=onto(rows, parts.order, places.tokens(parts.order)), **parts.fields(), **heads)
+    layout = onto(split.edge, parts.order, places.tokens(parts.order))
+    return Stage(layout=layout, rows=split.rows, inner=split.inner, **parts.fields(), **heads)
 
 
 class _Messages(NamedTuple):
     order: NDArray[np.int64]  # kv blocks of the buffer
     own: tuple[int, int]  # the others as in `Stage`
+    own_tokens: Sent
     sends: dict[int, Sent]
     received: dict[int, tuple[int, int]]
+
+    def fields(self) -> dict[str, Any]:
+        """What a `Stage` has of it."""
+        return {name: value for name, value in self._asdict().items() if name != "order"}
 
 
 class _Places:
@@ -175,13 +202,17 @@ class _Places:
         short = len(blocks) > 0 and blocks[-1] == self.needs.shape[2] - 1
         return len(blocks) * self.block - (-self.split.seqlen % self.block if short else 0)
 
-    def messages(self, needs: NDArray[np.bool_]) -> _Messages:
-        """What lies in the buffer, and the messages to and from each rank. `needs` is (R, C)."""
+    def messages(self, needs: NDArray[np.bool_], own_blocks: NDArray[np.int64]) -> _Messages:
+        """What lies in the buffer, and the messages to and from each rank.
+
+        Args:
+            needs: (R, C).
+            own_blocks: own blocks that the buffer holds, ascending.
+        """
         ranks = [rank for rank in range(self.split.ranks) if rank != self.split.last_owner] + [self.split.last_owner]
         order, received, own, done = [], {}, (0, 0), 0
         for source in ranks:  # the owner of the short block comes last: kernels know only a short end
-            blocks = self.own[source]
-            blocks = blocks if source == self.rank else blocks[needs[self.rank, blocks]]
+            blocks = own_blocks if source == self.rank else self.own[source][needs[self.rank, self.own[source]]]
             span = (done, done + self.tokens(blocks))
             done = span[1]
             order.append(blocks)
@@ -189,32 +220,21 @@ class _Places:
                 own = span
             elif len(blocks):
                 received[source] = span
-        sends = {to: sent for to in range(self.split.ranks) if (sent := self._sent(needs, to)) is not None}
-        return _Messages(np.concatenate(order), own, sends, received)
+        slots = np.searchsorted(self.own[self.rank], own_blocks)
+        sends = {}
+        for to in range(self.split.ranks):
+            wanted = needs[to, self.own[self.rank]].nonzero()[0]
+            if to != self.rank and len(wanted):
+                sends[to] = self._sent(wanted)
+        return _Messages(np.concatenate(order), own, self._sent(slots), sends, received)
 
-    def _sent(self, needs: NDArray[np.bool_], to: int) -> Sent | None:
-        blocks = self.own[self.rank]
-        slots = needs[to, blocks].nonzero()[0]
-        if to == self.rank or not len(slots):
-            return None
-        tokens = self.tokens(blocks[slots])
-        if slots[-1] - slots[0] + 1 == len(slots):
-            return Sent(int(slots[0]) * self.block, tokens)
+    def _sent(self, slots: NDArray[np.int64]) -> Sent:
+        """Own tokens of some own blocks, by their place among these."""
+        tokens = self.tokens(self.own[self.rank][slots])
+        if not len(slots) or slots[-1] - slots[0] + 1 == len(slots):
+            return Sent(int(slots[0]) * self.block if len(slots) else 0, tokens)
         index = (slots[:, None] * self.block + np.arange(self.block)).ravel()[:tokens]
         return Sent(0, tokens, torch.from_numpy(index).to(self.device))
-
-
-def _onto_buffer(rows: BlockLayout, order: NDArray[np.int64], places: _Places) -> BlockLayout:
-    """The same rows with the blocks of the buffer as columns."""
-    source = rows.host or rows
-    column = np.full(max(1, source.kv_blocks), -1, dtype=np.int64)
-    column[order] = np.arange(len(order))
-    lead, cols, codes = source.entries()
-    cols = torch.from_numpy(column).to(cols.device)[cols]
-    grid = BlockGrid(rows.seqlen_q, places.tokens(order), rows.block_size, causal=False)
-    batch, heads = rows.layout_batch, rows.layout_heads
-    moved = BlockLayout.from_entries(grid, lead, cols, codes, source.masks, layout_batch=batch, layout_heads=heads)
-    return moved.to(rows.device)
 
 
 def _needs(sharded: ShardedLayout, kv_heads: int) -> Tensor:
@@ -259,12 +279,6 @@ def digest(split: Any) -> int:
 
     text = repr((split.seqlen, split.chunk, split.owners, split.ranks)).encode()
     return int.from_bytes(blake2b(text, digest_size=7).digest(), "big")
-
-
-def _stage_count(places: _Places, kv_heads: int, token_bytes: int) -> int:
-    """The most groups of kv heads, up to `MOST_STAGES`, whose exchange is worth overlapping."""
-    wanted = places.received_tokens() * kv_heads * token_bytes // STAGE_BYTES
-    return max(count for count in range(1, MOST_STAGES + 1) if kv_heads % count == 0 and count <= max(1, wanted))
 
 
 def _token_bytes(k: Tensor, v: Tensor) -> int:

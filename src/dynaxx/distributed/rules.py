@@ -131,9 +131,9 @@ def sparse_attention_by_rule(
     sinks: Tensor | None = None,
     return_lse: bool = False,
     backend: str = "auto",
-    stages: int | None = None,
+    stages: int = 1,
 ) -> Tensor | SparseAttentionOutput:
-    """Choose blocks and attend in one pass: each kv head's keys and values go to all ranks while another is computed.
+    """Choose blocks and attend in one pass, with the keys and values of all ranks gathered.
 
     The fastest way where the chosen blocks of all rows together are nearly all blocks, as for any budget above a few
     blocks per row. `select_split_blocks` and `sparse_attention` send fewer bytes where they are few.
@@ -143,7 +143,7 @@ def sparse_attention_by_rule(
         rule: a selector or pattern | selector.
         split, mesh, causal, block_size: as `select_split_blocks`.
         scale, softcap, sinks, return_lse, backend: as `dynaxx.sparse_attention`.
-        stages: groups of kv heads that are gathered and computed in turn; all kv heads apart by default.
+        stages: groups of kv heads that are gathered and computed in turn: more take less memory and more time.
 
     Returns:
         As `dynaxx.distributed.sparse_attention`.
@@ -184,7 +184,7 @@ def sparse_attention_by_rule(
 
 
 def staged_runs(
-    k: Tensor, v: Tensor, runs: list[Run], split: SequenceSplit, mesh: Mesh, stages: int | None
+    k: Tensor, v: Tensor, runs: list[Run], split: SequenceSplit, mesh: Mesh, stages: int
 ) -> Iterator[tuple[slice, list[tuple[Tensor, Tensor]]]]:
     """kv heads of each stage, and the keys and values that each run may see; the next stage is on its way meanwhile.
 
@@ -193,7 +193,6 @@ def staged_runs(
     """
     group = group_of(mesh)
     rank, kv_heads = dist.get_rank(group), k.shape[2]
-    stages = kv_heads if stages is None else stages
     if stages < 1 or kv_heads % stages:
         raise ValueError(f"`stages` must divide kv_heads = {kv_heads}, got {stages}")
     step = kv_heads // stages

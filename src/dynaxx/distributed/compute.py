@@ -1,0 +1,165 @@
+"""What one rank computes of attention with a split sequence: stage by stage, inner rows before edge rows."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from dynaxx.distributed.exchange import Gathering, Returning
+from dynaxx.distributed.plan import ExchangePlan, Stage
+from dynaxx.layout import BlockLayout
+from dynaxx.ops.checks import check_inputs
+from dynaxx.ops.dispatch import choose_backend, load_backend, score_options
+
+
+class Settings(NamedTuple):
+    """What a call has beside its tensors."""
+
+    plan: ExchangePlan
+    group: ProcessGroup
+    scale: float
+    softcap: float | None
+    backend: str
+    needs_grad: bool
+
+    def kernels(self, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout) -> Any:
+        """The backend that serves one layout of the plan, chosen once for these shapes."""
+        key = (id(layout), q.shape, k.shape, v.shape, q.dtype, self.softcap, self.backend, self.needs_grad)
+        known = self.plan.backends
+        if key not in known:
+            problem = check_inputs(q, k, v, layout, softcap=self.softcap, needs_grad=self.needs_grad)
+            known[key] = choose_backend(problem, self.backend)
+        return load_backend(known[key])
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout) -> tuple[Tensor, Tensor]:
+        """Out and lse of one layout."""
+        kernels = self.kernels(q, k, v, layout)
+        found: tuple[Tensor, Tensor] = kernels.attention_forward(
+            q, k, v, layout, self.scale, **score_options(self.softcap)
+        )
+        return found
+
+    def backward(
+        self,
+        do: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        layout: BlockLayout,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk and dv of one layout."""
+        kernels = self.kernels(q, k, v, layout)
+        found: tuple[Tensor, Tensor, Tensor] = kernels.attention_backward(
+            do, dlse, q, k, v, out, lse, layout, self.scale, **score_options(self.softcap)
+        )
+        return found
+
+
+def split_forward(q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
+    """Out (batch, own tokens, q_heads, head_dim_v) and lse (batch, q_heads, own tokens)."""
+    stages, group = settings.plan.stages, settings.group
+    found: tuple[Tensor, Tensor] | None = None
+    gathering: Gathering | None = Gathering(k, v, stages[0], group)
+    for number, stage in enumerate(stages):
+        assert gathering is not None, "there is one per stage"
+        current, gathering = gathering, _next(k, v, stages, number, group)
+        some = _forward_stage(q[:, :, slice(*stage.q_heads)], k, v, stage, current, settings)
+        if len(stages) == 1:
+            return some
+        if found is None:
+            out = some[0].new_empty(*q.shape[:3], v.shape[-1])
+            found = out, some[1].new_empty(q.shape[0], q.shape[2], q.shape[1])
+        found[0][:, :, slice(*stage.q_heads)], found[1][:, slice(*stage.q_heads)] = some
+        del some
+    assert found is not None, "a plan has a stage"
+    return found
+
+
+def _forward_stage(
+    q: Tensor, k: Tensor, v: Tensor, stage: Stage, gathering: Gathering, settings: Settings
+) -> tuple[Tensor, Tensor]:
+    """Out and lse of the q heads of one stage."""
+    if stage.inner is None or stage.rows is None:
+        return settings.forward(q, *gathering.wait(), stage.layout)
+    heads = slice(*stage.kv_heads)
+    out, lse = settings.forward(q, k[:, :, heads], v[:, :, heads], stage.inner)
+    edge_out, edge_lse = settings.forward(q.index_select(1, stage.rows), *gathering.wait(), stage.layout)
+    return out.index_copy_(1, stage.rows, edge_out), lse.index_copy_(2, stage.rows, edge_lse)
+
+
+def split_backward(
+    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, settings: Settings
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv of own tokens; gradients of received keys and values return to their owners."""
+    stages, group = settings.plan.backward_stages, settings.group
+    grads: list[Tensor] = []
+    gathering: Gathering | None = Gathering(k, v, stages[0], group)
+    returning = None
+    for number, stage in enumerate(stages):
+        assert gathering is not None, "there is one per stage"
+        current, gathering = gathering, _next(k, v, stages, number, group)
+        heads = slice(*stage.q_heads)
+        own = (do[:, :, heads], None if dlse is None else dlse[:, heads], q[:, :, heads])
+        results = out[:, :, heads], lse[:, heads]
+        grads, sent = _backward_stage(own, results, (q, k, v), grads, stage, current, settings)
+        before, returning = returning, Returning(*sent, stage, group)
+        if before is not None:
+            before.wait(*grads[1:])
+        del sent
+    assert returning is not None, "a plan has a stage"
+    returning.wait(*grads[1:])
+    return grads[0], grads[1], grads[2]
+
+
+def _backward_stage(
+    own: tuple[Tensor, Tensor | None, Tensor],
+    results: tuple[Tensor, Tensor],
+    whole: tuple[Tensor, Tensor, Tensor],
+    grads: list[Tensor],
+    stage: Stage,
+    gathering: Gathering,
+    settings: Settings,
+) -> tuple[list[Tensor], tuple[Tensor, Tensor]]:
+    """Write the gradients of one stage.
+
+    Args:
+        own: do, dlse and q of the stage's heads.
+        results: out and lse of these heads.
+        whole: q, k and v of all heads.
+        grads: dq, dk and dv of all heads; none before the first stage.
+
+    Returns:
+        grads, and the gradients of the buffer's keys and values.
+    """
+    heads, kv_heads = slice(*stage.q_heads), slice(*stage.kv_heads)
+    alone = heads.stop - heads.start == whole[0].shape[2]
+    if stage.inner is not None and stage.rows is not None:
+        keys, values = whole[1][:, :, kv_heads], whole[2][:, :, kv_heads]
+        written: tuple[Tensor, ...] = settings.backward(*own, keys, values, *results, stage.inner)
+        edge_own = (own[0].index_select(1, stage.rows), own[1], own[2].index_select(1, stage.rows))
+        if own[1] is not None:
+            edge_own = (edge_own[0], own[1].index_select(2, stage.rows), edge_own[2])
+        edge_results = results[0].index_select(1, stage.rows), results[1].index_select(2, stage.rows)
+        dq, *sent = settings.backward(*edge_own, *gathering.wait(), *edge_results, stage.layout)
+        written[0].index_copy_(1, stage.rows, dq)
+    else:
+        dq, *sent = settings.backward(*own, *gathering.wait(), *results, stage.layout)
+        written = (dq,)
+    if not grads:
+        fresh = lambda x: torch.empty_like(x, memory_format=torch.contiguous_format)
+        grads = [written[i] if alone and i < len(written) else fresh(x) for i, x in enumerate(whole)]
+    if not alone:
+        for total, part, some in zip(grads, written, (heads, kv_heads, kv_heads), strict=False):
+            total[:, :, some] = part
+    return grads, (sent[0], sent[1])
+
+
+def _next(k: Tensor, v: Tensor, stages: tuple[Stage, ...], number: int, group: ProcessGroup) -> Gathering | None:
+    """Start the exchange of the stage after this one; None after the last."""
+    return None if number + 1 == len(stages) else Gathering(k, v, stages[number + 1], group)

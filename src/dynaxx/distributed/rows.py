@@ -1,0 +1,71 @@
+"""Rows of a sharded layout: with the columns of a buffer, and split into inner and edge rows."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dynaxx.distributed.sharded import rows_of
+from dynaxx.layout import BlockGrid, BlockLayout
+
+MOST_EDGE_ROWS = 0.25  # of all rows: more are not worth a call of their own
+
+
+class SplitRows(NamedTuple):
+    """Inner rows, which visit own blocks alone, and edge rows, which visit others, too."""
+
+    inner: BlockLayout  # all own rows by own tokens; edge rows are empty
+    edge: BlockLayout  # edge rows by tokens of the whole sequence
+    rows: Tensor  # (n,) int64: own queries of edge rows
+    own_blocks: NDArray[np.int64]  # own kv blocks that edge rows visit, ascending
+
+
+def split_rows(rows: BlockLayout, own_blocks: NDArray[np.int64], own_tokens: int) -> SplitRows | None:
+    """Split the rows of a rank; None where all or many of them visit blocks of other ranks, or none does.
+
+    Args:
+        rows: own rows by tokens of the whole sequence.
+        own_blocks: own kv blocks, ascending.
+        own_tokens: tokens in them.
+    """
+    source = rows.host or rows
+    lead, cols, codes = source.entries()
+    is_own = torch.zeros(max(1, source.kv_blocks), dtype=torch.bool, device=cols.device)
+    is_own[torch.from_numpy(own_blocks).to(cols.device)] = True
+    row = lead % max(1, source.q_blocks)
+    is_edge = torch.zeros(max(1, source.q_blocks), dtype=torch.bool, device=cols.device)
+    is_edge[row[~is_own[cols]]] = True
+    edge = is_edge.nonzero().flatten()
+    if not 0 < len(edge) <= MOST_EDGE_ROWS * source.q_blocks:
+        return None
+    q_block = rows.block_size[0]
+    tokens = (edge[:, None] * q_block + torch.arange(q_block, device=edge.device)).flatten()
+    tokens = tokens[tokens < rows.seqlen_q]
+    kept = ~is_edge[row]
+    grid = BlockGrid(rows.seqlen_q, rows.seqlen_k, rows.block_size, causal=False)
+    shape = {"layout_batch": rows.layout_batch, "layout_heads": rows.layout_heads}
+    inner = BlockLayout.from_entries(grid, lead[kept], cols[kept], codes[kept], source.masks, **shape)
+    visited = np.unique(cols[~kept & is_own[cols]].cpu().numpy())
+    return SplitRows(
+        onto(inner, own_blocks, own_tokens).to(rows.device),
+        rows_of(source, edge, len(tokens)).to(rows.device),
+        tokens.to(rows.device),
+        visited.astype(np.int64),
+    )
+
+
+def onto(rows: BlockLayout, order: NDArray[np.int64], tokens: int) -> BlockLayout:
+    """The same rows with some kv blocks as columns, in this order; of `tokens` tokens."""
+    source = rows.host or rows
+    column = np.full(max(1, source.kv_blocks), -1, dtype=np.int64)
+    column[order] = np.arange(len(order))
+    lead, cols, codes = source.entries()
+    cols = torch.from_numpy(column).to(cols.device)[cols]
+    grid = BlockGrid(rows.seqlen_q, tokens, rows.block_size, causal=False)
+    batch, heads = rows.layout_batch, rows.layout_heads
+    moved = BlockLayout.from_entries(grid, lead, cols, codes, source.masks, layout_batch=batch, layout_heads=heads)
+    return moved.to(rows.device)
