@@ -1,7 +1,7 @@
-"""Fine-tune a Llama natively sparse with the sequence split over GPUs: FSDP2, one mesh, checkpoints that resume.
+r"""Fine-tune a Llama natively sparse with the sequence split over GPUs: FSDP2, one mesh, checkpoints that resume.
 
     torchrun --nproc-per-node 2 examples/train_distributed.py --out build/long                      # 64k tokens, 2 GPUs
-    torchrun --nproc-per-node 2 examples/train_distributed.py --out build/check --device cpu --tokens 256 --hidden 32 \\
+    torchrun --nproc-per-node 2 examples/train_distributed.py --out build/check --device cpu --tokens 256 --hidden 32 \
         --layers 2 --heads 4,2 --steps 4 --save-every 2                                             # CPU, seconds
 
 Each rank holds its chunks of one long sequence (zigzag, so that the work is even) and a part of every parameter. Keys
