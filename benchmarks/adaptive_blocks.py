@@ -33,7 +33,7 @@ SELECTIONS = {
 
 
 def pooled(mass, factor):
-    """(H, R, C) sums of factor x factor tiles."""
+    """Return (H, R, C) sums of factor x factor tiles."""
     return mass.unflatten(2, (-1, factor)).sum(3).unflatten(1, (-1, factor)).sum(2)
 
 
@@ -83,7 +83,7 @@ def as_layout(kept, seqlen, size):
 
 
 def true_mass(q, k, scale):
-    """(H, R, C) attention mass of every 32-block, head by head."""
+    """Return (H, R, C) attention mass of every 32-block, head by head."""
     hidden = torch.ones(len(q), len(q), dtype=torch.bool, device=q.device).triu(1)
     rows = []
     for head in range(q.shape[1]):
@@ -100,7 +100,7 @@ def estimated_mass(q, k, scale):
 
 
 def milliseconds(calls, repeats, device):
-    """Median of each call, in turns: a neighbour on the machine slows all of them."""
+    """Return the median of each call, in turns: a neighbour on the machine slows all of them."""
     if device == "cuda":
         from triton.testing import do_bench_cudagraph
 

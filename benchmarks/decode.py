@@ -86,7 +86,7 @@ CPU_CASES = (
 
 
 def make_inputs(case, device, seed=0):
-    """q, k and v in bf16 (fp32 on a CPU, but for a bf16 cache), and the cache in the case's dtype."""
+    """Return q, k and v in bf16 (fp32 on a CPU unless the cache is bf16), and the cache in the case's dtype."""
     wide = torch.float32 if device.type == "cpu" and case.dtype != "bfloat16" else torch.bfloat16
     generator = torch.Generator(device).manual_seed(seed)
     draw = lambda *shape: torch.randn(*shape, device=device, dtype=wide, generator=generator)
@@ -118,7 +118,7 @@ def make_cache(case, k, v):
 
 
 def check(device):
-    """Random small caches against the definition in fp64, with the pages that were chosen."""
+    """Check random small caches against the definition in fp64, over the chosen pages."""
     for seed, dtype in enumerate((torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int8) * 2):
         generator = torch.Generator().manual_seed(seed)
         k, v = torch.randn(2, 2, 500, 2, 64, generator=generator).to(device)
@@ -140,7 +140,7 @@ def check(device):
 
 
 def measure(runs, device, layers=1):
-    """Median milliseconds of each, per layer; a run takes the number of a layer, 0 on a CPU. There in turns."""
+    """Return the median milliseconds of each run per layer; on a CPU runs take turns and get layer 0."""
     if device.type == "cuda":
         from triton.testing import do_bench
 
@@ -166,7 +166,7 @@ def captured(run, layers):
 
 
 def dense_forms(layers, device):
-    """SDPA as it would be called, and with the heads of a group as rows, where all queries of a step see all keys."""
+    """Return SDPA as it would be called, and SDPA with the heads of a group as rows, where all queries see all keys."""
     inputs = []
     for q, k, v, _ in layers:
         rows = q.unflatten(2, (KV_HEADS, GROUP)).permute(0, 2, 3, 1, 4).flatten(2, 3)
@@ -205,7 +205,7 @@ def bytes_read(case, cache):
 
 
 def copy_rate(device):
-    """Bytes per second, read and written, of a large copy."""
+    """Return bytes per second, read and written, of a large copy."""
     size = 2**30 if device.type == "cuda" else 2**26
     x = torch.empty(size, dtype=torch.uint8, device=device)
     y = torch.empty_like(x)
@@ -213,7 +213,7 @@ def copy_rate(device):
 
 
 def run_case(case, device, rate, alone=False):
-    """Every run of a case, or selection and attention alone."""
+    """Time every run of a case, or selection and attention alone."""
     layers = [make_inputs(case, device, seed) for seed in range(case.layers if device.type == "cuda" else 1)]
     q, k, v, cache = layers[0]
     budget = case.budget

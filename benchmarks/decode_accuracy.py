@@ -99,7 +99,7 @@ def measure(inputs, exact, dtype, share):
 
 
 def rounding():
-    """Cosine of attention in fp64 over keys, values, or both as 8 bits hold them, to that over bf16 ones."""
+    """Print the cosine to bf16 attention of attention in fp64 over keys, values, or both rounded to 8 bits."""
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(64, 1, 128, generator=generator).double()
     k, v = (torch.randn(64, 3328, 128, generator=generator).bfloat16() for _ in range(2))
@@ -129,7 +129,7 @@ def recall_of(q, k, page_size, share, bound, dtype):
 
 
 def summaries(inputs):
-    """Recall by what summaries are stored in; a line for each page size, bound and budget."""
+    """Print recall by the dtype of summaries, for each page size, bound and budget."""
     print("| pages | bound | budget | fp32 | bf16 | int8 |")
     print("|---|---|---|---|---|---|")
     for page_size, bound, share in itertools.product((32, 64), (1.0, 0.5, 0.0), (0.05, 0.1, 0.25)):

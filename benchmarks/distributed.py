@@ -61,7 +61,7 @@ class Setup:
         return found.item()
 
     def time(self, run):
-        """Milliseconds of this rank's call, all ranks starting together; 0 without one."""
+        """Return the milliseconds of this rank's call, all ranks starting together; 0 without a call."""
         self.wait()
         start = time.perf_counter()
         if run is not None:
@@ -71,7 +71,7 @@ class Setup:
         return (time.perf_counter() - start) * 1e3 if run is not None else 0.0
 
     def peak(self, run):
-        """GiB that a call holds at most, its inputs included."""
+        """Return the GiB that a call holds at most, its inputs included."""
         self.wait()
         if not self.cuda or run is None:
             if run is not None:
@@ -84,7 +84,7 @@ class Setup:
 
 
 def measure_link(setup):
-    """GB/s that a rank sends while it receives as much, and microseconds of a small exchange."""
+    """Return the GB/s that a rank sends while it receives as much, and the microseconds of a small exchange."""
     peer, found = setup.count - 1 - setup.rank, {}
     for name, size in (("large", 256 << 20 if setup.cuda else 1 << 20), ("16 MiB", 16 << 20), ("small", 4096)):
         out, into = (torch.zeros(size, dtype=torch.uint8, device=setup.device) for _ in range(2))
@@ -135,7 +135,7 @@ class Case:
             self.split = dxd.SequenceSplit.zigzag(seqlen, setup.count, BLOCK)
 
     def draw(self, whole, seed=0):
-        """q, k, v (and gates), the whole sequence or this rank's shard of the same numbers."""
+        """Draw q, k, v (and gates): the whole sequence, or this rank's shard of the same numbers."""
         generator = torch.Generator(self.setup.device).manual_seed(seed)
         shapes = [(h, self.dim) for h in (self.heads[0], self.heads[1], self.heads[1])]
         shapes += [(self.heads[0], 3)] if self.name == "nsa" else []
@@ -252,7 +252,7 @@ def measure(setup, name, seqlen, backward, repeats):
 
 
 def sweep_stages(setup, name, seqlen, backward):
-    """Milliseconds by the number of stages."""
+    """Print milliseconds by the number of stages."""
     case = Case(setup, name, seqlen)
     own = case.draw(False)
     found = {}

@@ -33,7 +33,7 @@ def make_model(layers):
 
 
 def first_tokens(model, ids, policy, turns, passes):
-    """SDPA and the policy in turns, `passes` forward passes each, the first of which warms up if it is not alone.
+    """Time SDPA and the policy in turns of `passes` forward passes; the first of several warms up.
 
     Returns:
         {"sdpa" | "dynaxx": (median milliseconds until the first token, peak of memory above the weights in MiB)}, and
@@ -59,7 +59,7 @@ def first_tokens(model, ids, policy, turns, passes):
 
 
 def first_token(model, ids):
-    """Milliseconds of the GPU until the first token."""
+    """Return the milliseconds of the GPU until the first token."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     with torch.inference_mode():
@@ -71,7 +71,7 @@ def first_token(model, ids):
 
 
 def shares(seqlen, rule, block_size, layers):
-    """Milliseconds of all layers' dense attention, sparse attention and selection, alone, on random tensors."""
+    """Return milliseconds of all layers' dense attention, sparse attention and selection, alone, on random tensors."""
     q, k, v = (torch.randn(1, seqlen, heads, 128, device="cuda", dtype=torch.bfloat16) for heads in (32, 8, 8))
     choose = lambda: dx.select_blocks(q, k, rule, block_size=block_size)
     layout, views = choose(), [x.transpose(1, 2) for x in (q, k, v)]

@@ -130,7 +130,7 @@ def main():
 
 
 def million(selectors, block_size, seqlen=1 << 20):
-    """One layer's attention of 1M tokens, beside what dense attention would take by its quadratic growth."""
+    """Time one layer's attention over 1M tokens, beside dense attention extrapolated by its quadratic growth."""
     torch.cuda.empty_cache()
     q, k, v = inputs(seqlen)
     dense = dense_ms(*[x[:, : seqlen // 8].contiguous() for x in (q, k, v)]) * 64

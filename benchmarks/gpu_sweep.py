@@ -72,7 +72,7 @@ class Key:
 
 
 def all_keys():
-    """Hopper's and Triton's; of each the first few already hold one of every kind, since time may end a sweep."""
+    """List the keys of both backends; the first few of each hold one of every kind, because time may end a sweep."""
     hopper = [
         Key("hopper", "bfloat16", (128, 128), (128, 128)),
         Key("hopper", "float16", (64, 64), (64, 64)),
@@ -115,7 +115,7 @@ class Moved(torch.autograd.Function):
 
 
 def choose_passes(one):
-    """Hopper's gradients in one pass where there is one, or in two: problems as small as these would all take two."""
+    """Choose Hopper's gradients in one pass or in two; problems as small as these would all take two."""
     from dynaxx.kernels.hopper.attention import backward
 
     backward.backward_in_one_pass = lambda kv_block, head_dim, *_: one and kv_block == 128 and head_dim <= 128
@@ -196,7 +196,7 @@ def state_of_sources():
 
 
 def tasks_of(args, deadline):
-    """Cases dealt to keys, Hopper's and Triton's in turn, each with seeds of its own."""
+    """Deal cases to keys of both backends in turn, each with its own seeds."""
     hopper, triton = all_keys()
     numbered = list(enumerate(hopper + triton))
     hopper, triton = numbered[: len(hopper)], numbered[len(hopper) :][: args.keys]

@@ -24,7 +24,7 @@ from dynaxx.telemetry import Recorder
 
 
 def seconds(run, repeats, inner=1):
-    """Median CPU seconds of a run."""
+    """Return the median CPU seconds of a run."""
     found = []
     for _ in range(repeats):
         start = time.thread_time()

@@ -39,7 +39,7 @@ def host_us(call: Callable[[], object], count: int = 200, rounds: int = 5) -> fl
 
 
 def print_calls(tokens: int, backend: str) -> None:
-    """Forward and backward of 8 q heads over 2 kv heads of 128, bf16."""
+    """Print the host's time of forward and backward with 8 q heads over 2 kv heads of 128, bf16."""
     layout = (dx.SlidingWindow(256) | dx.GlobalTokens(64)).layout(tokens, device="cuda")
     q, k, v = (torch.randn(1, tokens, heads, 128, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2))
     module = load_backend(backend)
@@ -96,7 +96,7 @@ def print_decode(tokens: int) -> None:
 
 
 def print_layouts(tokens: int) -> None:
-    """Blocks of 128, causal; built on the host and copied."""
+    """Print the time to build layouts on the host and copy them; blocks of 128, causal."""
     documents = tuple(range(0, tokens + 1, tokens // 16))
     for name, rule in {
         "SlidingWindow(1024)": dx.SlidingWindow(1024),
@@ -126,7 +126,7 @@ def print_layouts(tokens: int) -> None:
 
 
 def built_ms(rule: dx.Pattern, tokens: int) -> float:
-    """Until a layout that was not asked for before lies on the GPU."""
+    """Return the milliseconds until a new layout lies on the GPU."""
     kept.forget()
     torch.cuda.synchronize()
     start = time.perf_counter()

@@ -62,7 +62,7 @@ def inputs_of(name, length, global_tokens):
 
 
 def peak_mib(call):
-    """MiB that a call adds to the memory of the process at its highest; None where the kernel cannot say."""
+    """Return the MiB that a call adds to the peak memory of the process; None if the kernel cannot tell."""
     gc.collect()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()
@@ -85,7 +85,7 @@ def status_kib(field):
 
 
 def in_turns(calls, repeats):
-    """Median ms of each call by name; the first turn warms up.
+    """Return the median ms of each call by name; the first turn warms up.
 
     On one thread it is the thread's CPU time, which neighbours on the machine disturb least, else the wall's; on a GPU
     it is the GPU's.

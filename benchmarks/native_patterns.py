@@ -42,7 +42,7 @@ class Shape(NamedTuple):
     extra: dict = {}  # noqa: RUF012
 
     def build(self, layers, kind=None, *, device="cuda", dtype=torch.bfloat16, vocab=32_000):
-        """Random weights. `kind` makes all layers of one kind."""
+        """Build a model with random weights. `kind` makes all layers of one kind."""
         kinds = [FULL if self.full_every and (i + 1) % self.full_every == 0 else SLIDING for i in range(layers)]
         types = {} if self.full_every == 0 else {"layer_types": kinds if kind is None else [kind] * layers}
         config = getattr(transformers, self.config)(
@@ -85,7 +85,7 @@ SHORT = (256, 512, 1024, 2048, 4096, 8192)
 
 
 def timed(run, device):
-    """Milliseconds of one run."""
+    """Return milliseconds of one run."""
     if device == "cpu":
         start = time.perf_counter()
         run()
@@ -99,7 +99,7 @@ def timed(run, device):
 
 
 def in_turns(runs, device, turns):
-    """Median milliseconds of each, one after the other in every turn; the first turn warms up."""
+    """Return the median milliseconds of each, one after the other in every turn; the first turn warms up."""
     taken = {name: [] for name in runs}
     for turn in range(turns + 1):
         for name, run in runs.items():
@@ -117,7 +117,7 @@ class Captured(NamedTuple):
 
 
 def capture(model, ids):
-    """The last attention call of a pass, of the attention the model has and of dynaxx."""
+    """Capture the last attention call of a pass, of the model's own attention and of dynaxx."""
     calls = {}
     own = model.config._attn_implementation
     registry = transformers.AttentionInterface()
@@ -150,7 +150,7 @@ def capture(model, ids):
 
 
 def layer_row(name, kind, seqlen, device, turns):
-    """One attention layer, forward and backward: as the model calls it, and the op alone."""
+    """Time one attention layer, forward and backward, as the model calls it, and the operation alone."""
     model = SHAPES[name].build(1, kind, device=device, vocab=1024)
     ids = torch.randint(0, 1024, (1, seqlen), device=device)
     captured, own, stats = capture(model, ids)
@@ -187,7 +187,7 @@ def layer_row(name, kind, seqlen, device, turns):
 
 
 def model_row(name, layers, seqlen, trains, device, turns):
-    """A whole model: prefill, or forward and backward of a training step."""
+    """Time a whole model: prefill, or forward and backward of a training step."""
     model = SHAPES[name].build(layers, device=device)
     ids, times, peaks = torch.randint(0, 32_000, (1, seqlen), device=device), {}, {}
     own = model.config._attn_implementation
@@ -223,7 +223,7 @@ def model_row(name, layers, seqlen, trains, device, turns):
 
 
 def border_rows(name, device, turns):
-    """Short prompts of a model of two layers: without dynaxx, with the border, and with dynaxx at every length."""
+    """Time short prompts of a model of two layers without dynaxx, with the border, and with dynaxx at every length."""
     model, rows = SHAPES[name].build(2, SLIDING, device=device), []
     own, table = model.config._attn_implementation, border.BORDERS[device]
     for kind in ("window", "full") if SHAPES[name].full_every else ("window",):
@@ -293,7 +293,7 @@ def main():
 
 
 def commit():
-    """The commit that ran, if git knows it."""
+    """Return the commit that ran, if git knows it."""
     said = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return said.stdout.strip() or None
 

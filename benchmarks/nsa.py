@@ -41,7 +41,7 @@ def time_of(run):
 
 
 def block_indices(seqlen, heads, keep, slots=16, block=64):
-    """(T, heads, slots) int32: slot s takes blocks s, s + slots, ...; a share `keep` of slots stays as it was."""
+    """Draw (T, heads, slots) int32: slot s takes blocks s, s + slots, ...; a share `keep` of slots stays as it was."""
     torch.manual_seed(0)
     shape = (seqlen, heads, slots)
     drawn, changes = torch.rand(shape, device="cuda"), torch.rand(shape, device="cuda") >= keep
@@ -55,7 +55,7 @@ def block_indices(seqlen, heads, keep, slots=16, block=64):
 
 
 def check(cases):
-    """Random problems against fp64: as dispatch chooses, and by either schedule. Times only if all pass."""
+    """Check random problems against fp64, as dispatch chooses and by either schedule. Times follow only if all pass."""
     chosen = native_config.choose_schedule
     for schedule in (None, "union", "gather"):
         native_config.choose_schedule = (lambda group_size: schedule) if schedule else chosen  # noqa: B023
@@ -90,7 +90,7 @@ def time_selected(name, seqlen, keep, schedule):
 
 
 def inputs_of(q_heads, kv_heads, seqlen, drift):
-    """q, k, v, gates; queries that drift slowly choose alike."""
+    """Draw q, k, v and gates; queries that drift slowly choose alike."""
     torch.manual_seed(0)
     draw = lambda heads, dim: torch.randn(1, seqlen, heads, dim, device="cuda")
     q = draw(q_heads, DIM)
@@ -121,7 +121,7 @@ def backward_time(run, leaves):
 
 
 def both_ways(run, leaves):
-    """Forward and backward ms, ms of both as one step, launched and as a CUDA graph, and the step's peak GiB.
+    """Time forward, backward and a step, launched and as a CUDA graph; return ms and the step's peak GiB.
 
     The peak is over what the leaves hold; the output goes where a loss would let it go.
     """
@@ -234,7 +234,7 @@ def main():
 
 
 def rows_to_time(schedules):
-    """(part, heads, what gives a row) of every row."""
+    """Return (part, heads, function that makes a row) of every row."""
     whole = lambda heads, seqlen, drift: ("whole", heads, lambda: time_whole(heads, *HEADS[heads], seqlen, drift))
     for drift in DRIFTS:
         yield whole("64/4", 32768, drift)

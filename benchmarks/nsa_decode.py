@@ -44,7 +44,7 @@ def time_of(run):
 
 
 def host_time_of(run, count=60):
-    """Microseconds until a call returns, the median of five times `count`: a GPU takes a thousand launches ahead."""
+    """Return the microseconds until a call returns: the median of five averages over `count` calls."""
     found = []
     for _ in range(6):
         torch.cuda.synchronize()

@@ -46,7 +46,7 @@ class Key:
 
 
 def all_keys():
-    """Hopper's groups, and Triton's over every group, block, head_dim and dtype in turn."""
+    """List Hopper's groups, and Triton's over every group, block, head_dim and dtype in turn."""
     hopper = [
         Key("hopper", ("bfloat16", "float16")[i % 2], (dim, dim), block, (6, 16)[i % 2], group, WINDOWS[i % 4])
         for i, (group, dim, block) in enumerate(
@@ -96,7 +96,7 @@ def selected_reports(key, seed, device):
 
 
 def whole_reports(key, seed, device):
-    """All branches: out and gradients of q, k, v, the weights of both compressions, and the gates."""
+    """Report the errors of all branches: out, and gradients of q, k, v, both compressions' weights and the gates."""
     rng = random.Random(seed)
     count = max(3, -(-190 // key.block))
     sizes = NativeSizes(*key.compressed, key.block, count, 1, 1, window=rng.choice((1, 33, 100)))
@@ -147,7 +147,7 @@ def cancellation(q, k, v, do):
 
 
 def branch_masks(spans):
-    """(T, keys) bool of each branch where every block is selected."""
+    """Return the (T, keys) bool mask of each branch if every block is selected."""
     query = torch.arange(spans.ends_q[-1])
     key, token = query.clone(), torch.arange(spans.ends_cmp[-1])
     sequence = torch.zeros(spans.ends_q[-1], dtype=torch.long)
@@ -160,7 +160,7 @@ def branch_masks(spans):
 
 
 def run_share(arguments):
-    """One process: its keys in turn."""
+    """Run one process's keys in turn."""
     keys, cases, first_seed, device, deadline = arguments
     torch.set_num_threads(1)
     counts, lines = collections.Counter(), []

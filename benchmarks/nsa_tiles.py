@@ -31,7 +31,7 @@ SCORES = ((64, 8, 2), (64, 4, 2), (128, 8, 2), (64, 8, 3), (64, 4, 3), (128, 8, 
 
 
 def kernel_times(run, repeats=3):
-    """Milliseconds of each kernel per run."""
+    """Return milliseconds of each kernel per run."""
     run()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as found:

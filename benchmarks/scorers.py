@@ -53,7 +53,7 @@ RULES = [
 
 
 def captured(name, tokens, layers):
-    """(1, tokens, heads, head_dim) q and k, k once per kv head, of some layers."""
+    """Capture q and k, (1, tokens, heads, head_dim) with k once per kv head, of some layers."""
     model, tokenizer = load_model(name)
     group = model.config.num_attention_heads // model.config.num_key_value_heads
     found = []
@@ -67,7 +67,7 @@ def captured(name, tokens, layers):
 
 
 def measured(rule, heads, block_size, rows, repeats):
-    """Mean recall, half its interval, density and median milliseconds over the layers; recall of each layer's heads."""
+    """Return mean recall, half its interval, density and median ms over the layers, and each layer's heads."""
     results, half, density, ms, per_head = [], [], [], [], []
     for q, k, scale in heads:
         for _ in range(repeats):

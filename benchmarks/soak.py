@@ -78,7 +78,7 @@ class Traffic:
 
     @torch.no_grad()
     def serve(self) -> bool:
-        """One request; whether all it returned is finite."""
+        """Serve one request; return whether everything it returned is finite."""
         self.number += 1
         kind = self.number % 8
         if kind == 3:  # two prompts, the shorter one padded on the left
@@ -217,7 +217,7 @@ class Soak:
         return recorder().value("dynaxx_events_total", event=event)
 
     def checks(self, handle: Handle, numbers: Any) -> list[Check]:
-        """Everything that must hold."""
+        """Return every condition that must hold."""
         growth, levels = memory_growth(self.memory)
         found = [
             Check("requests", self.traffic.number, self.traffic.number > 0),
@@ -286,7 +286,7 @@ def resident_mb() -> float:
 
 
 def memory_growth(samples: list[tuple[float, float]]) -> tuple[float, tuple[float, float]]:
-    """From the first fifth after the warm-up to the last, medians, and these."""
+    """Return the growth of memory from the first fifth after the warm-up to the last, and both medians."""
     after = [mb for at, mb in samples if at >= WARM_UP]
     part = max(1, len(after) // 5)
     if not after:

@@ -108,7 +108,7 @@ def warmed_up(prefill, probe, sample_rate):
 
 
 def smollm2_prefill(tokens, sample_rate):
-    """SmolLM2's, on a CPU."""
+    """Return a prefill of SmolLM2 on a CPU."""
     from dynaxx.lab.models import load_model
     from dynaxx.lab.texts import encode, pydoc_text
 

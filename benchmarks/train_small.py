@@ -63,7 +63,7 @@ class Decoder(nn.Module):
                 nn.init.normal_(weight, std=0.02)
 
     def loss(self, tokens: Tensor, attend: Attend) -> Tensor:
-        """Mean negative log-likelihood of tokens[:, 1:], in nats per byte; tokens (batch, seqlen + 1)."""
+        """Return the mean negative log-likelihood of tokens[:, 1:], in nats per byte; tokens (batch, seqlen + 1)."""
         x = self.tokens(tokens[:, :-1]) + self.positions.weight
         for block in self.blocks:
             x = block(x, attend)
@@ -143,7 +143,7 @@ def make_runs(shape: Shape, seed: int = 0, *, control: bool = False) -> list[Run
 
 
 def batches(shape: Shape, seed: int = 0) -> Callable[[], Tensor]:
-    """Draws (batch, seqlen + 1) bytes of documentation from random places."""
+    """Draw (batch, seqlen + 1) bytes of documentation from random places."""
     text = torch.frombuffer(bytearray("\n".join(pydoc_data.topics.topics.values()).encode()), dtype=torch.uint8).long()
     generator = torch.Generator().manual_seed(seed)
 
@@ -184,7 +184,7 @@ def farthest(one: Run, other: Run) -> float:
 
 
 def table(runs: list[Run]) -> str:
-    """Markdown: loss at some steps, time of a step, and how much faster than the first run."""
+    """Return a Markdown table: loss at some steps, time of a step, and speed relative to the first run."""
     done = len(runs[0].losses)
     shown = sorted({1, *(step for step in (10, 25, 50, 100, 150) if step < done), done})
     lines = ["| | density | " + " | ".join(f"step {step}" for step in shown) + " | ms a step | |"]
@@ -210,7 +210,7 @@ def results_of(runs: list[Run], shape: Shape, parameters: int, share: float) -> 
 
 
 def draw_figure(runs: list[Run], path: Path) -> None:
-    """Loss by step; the format is that of the file's name. Needs matplotlib."""
+    """Draw loss by step; the file's name gives the format. Needs matplotlib."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 3.5), layout="constrained")

@@ -91,7 +91,7 @@ class Result(dict[str, Any]):
 
 
 def prompt(draw: random.Random, tokens: int) -> dict[str, list[int]]:
-    """Random tokens."""
+    """Draw random tokens."""
     return {"prompt_token_ids": [draw.randrange(3, 31_000) for _ in range(tokens)]}
 
 
@@ -113,7 +113,7 @@ def start(model: Path, which: str, policy: Path | None, **arguments: Any) -> Any
 
 
 def first_token(llm: Any, request: dict[str, list[int]]) -> float:
-    """Seconds to the first token of one prompt."""
+    """Return the seconds to the first token of one prompt."""
     from vllm import SamplingParams
 
     parameters = SamplingParams(max_tokens=1, temperature=0, detokenize=False, ignore_eos=True)

@@ -20,7 +20,7 @@ ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1", "VLLM_NO_US
 
 
 def measure(arguments):
-    """One engine, in this process: seconds by what ran, and what the policy said of it."""
+    """Measure one engine in this process: seconds by what ran, and the policy's status."""
     from pydoc_data.topics import topics
 
     from vllm import LLM, SamplingParams

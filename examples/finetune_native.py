@@ -30,7 +30,7 @@ NOT_SETTINGS = ("out", "device", "checkpointing", "save_every")
 
 
 def sequences(tokenizer, text, context):
-    """(n, context) tokens."""
+    """Return (n, context) tokens."""
     ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     if len(ids) < context:
         raise SystemExit(f"text has {len(ids):,} tokens, too few for a context of {context:,}")
@@ -38,13 +38,13 @@ def sequences(tokenizer, text, context):
 
 
 def autocast(device):
-    """bf16 on a GPU."""
+    """Return a context that computes in bf16 on a GPU."""
     return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else contextlib.nullcontext()
 
 
 @torch.no_grad()
 def loss_of(model, rows):
-    """Mean loss over sequences."""
+    """Return the mean loss over sequences."""
     losses = []
     for row in rows:
         with autocast(model.device):
@@ -64,7 +64,7 @@ def count_at(share, most, least):
 
 
 def optimizer_of(model, lr):
-    """AdamW; what dense attention did not have learns ten times as fast. And the rates of its groups."""
+    """Return AdamW and its groups' rates; parameters that dense attention did not have learn ten times as fast."""
     fresh = [p for name, p in model.named_parameters() if "self_attn.gate" in name or "compress" in name]
     known = {id(p) for p in fresh}
     rest = [p for p in model.parameters() if id(p) not in known]
@@ -73,7 +73,7 @@ def optimizer_of(model, lr):
 
 
 def measure(model, held_out, most, least):
-    """Held-out loss before training: with dense attention, with all blocks, with the model's own count."""
+    """Measure held-out loss before training: with dense attention, with all blocks, with the model's own count."""
     before = {}
     for name, dense, count in (("dense", True, least), ("all_blocks", False, most), ("converted", False, least)):
         set_dense(model, dense)

@@ -22,7 +22,7 @@ MARK = 0  # a byte that no text has
 
 
 def documents():
-    """Python's language reference, then docstrings of its library and of installed packages, longest files first."""
+    """Yield Python's language reference, then docstrings of its library and of installed packages, longest first."""
     yield from topics.values()
     paths = sysconfig.get_paths()
     for folder in (paths["stdlib"], paths["purelib"]):
@@ -69,7 +69,7 @@ class Text:
         self.parts = {"train": data[~held], "held_out": data[held]}
 
     def batch(self, batch, context, seed, part="train"):
-        """Tokens and targets (batch, context) int64."""
+        """Return tokens and targets (batch, context) int64."""
         data, generator = self.parts[part], torch.Generator().manual_seed(seed)
         if len(data) <= context + 1:
             raise SystemExit(f"the {part} text has {len(data):,} bytes, too few for a context of {context:,}")

@@ -64,7 +64,7 @@ class Decoder(nn.Module):
         nn.init.normal_(self.before.weight, std=0.02)
 
     def forward(self, tokens, targets=None):
-        """Logits, or the mean loss over targets that are not -100."""
+        """Return the logits, or the mean loss over targets that are not -100."""
         x = self.embedding(tokens) + self.before(nn.functional.pad(tokens[:, :-1], (1, 0)))
         rotary = rotary_of(tokens.shape[1], self.head_dim, tokens.device, share=self.rotary)
         for layer in self.layers:

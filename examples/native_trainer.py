@@ -39,7 +39,7 @@ class Trainer:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
 
     def train(self, batches, shares):
-        """One step per batch; `shares` are the parts of the whole run done before each.
+        """Train one step per batch; `shares` are the parts of the whole run done before each.
 
         Raises:
             SystemExit: gradients that are not finite. After them no weight is.
@@ -66,7 +66,7 @@ class Trainer:
                 layer.attention.sizes = sizes
 
     def gradients(self, tokens, targets):
-        """Forward and backward of a batch; as one CUDA graph while batches keep their shape, if so asked."""
+        """Run forward and backward of a batch, as one CUDA graph while batches keep their shape, if asked to."""
         if not self.args.graphs:
             return self._gradients(tokens, targets)
         kind = (tokens.shape, getattr(self.model.layers[0].attention, "sizes", None))
@@ -102,7 +102,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, batches):
-        """(loss, share of targets that are the likeliest token) of held-out batches."""
+        """Return (loss, share of targets that are the likeliest token) on held-out batches."""
         losses, hits, total = [], 0, 0
         for tokens, targets in batches:
             tokens, targets = tokens.to(self.device), targets.to(self.device)
@@ -115,7 +115,7 @@ class Trainer:
         return sum(losses) / len(losses), hits / total
 
     def speed(self, source, context):
-        """Tokens per second and peak GiB of training steps at another context, of at least as many tokens."""
+        """Return tokens per second and peak GiB of training steps at another context, of at least as many tokens."""
         rows = max(1, self.args.batch * self.args.context // context)
         batch = source.batch(rows, context, 0)
         tokens, targets = (x.to(self.device) for x in batch)
@@ -172,7 +172,7 @@ def make_folder(path):
 
 
 def check_finite(value, what):
-    """SystemExit where a number is not one any more; a run then goes on from the checkpoint before."""
+    """Raise SystemExit if a number is not finite; a run then goes on from the checkpoint before."""
     if not math.isfinite(value):
         raise SystemExit(f"{what}: {float(value)}. A last checkpoint is of before; try a lower --lr with another --out")
 

@@ -31,7 +31,7 @@ folder = Path(tempfile.mkdtemp())
 
 
 def prompt(drifted: bool = False) -> torch.Tensor:
-    """Text from a random place; drifted, two tokens again and again."""
+    """Draw text from a random place; if drifted, two tokens again and again."""
     seqlen = rng.choice(LENGTHS)
     start = rng.randrange(len(ids) - seqlen)
     return (ids[start : start + 2].repeat(seqlen)[:seqlen] if drifted else ids[start : start + seqlen])[None]

@@ -142,7 +142,7 @@ def held_out(source, args, context):
 
 
 def plot(results, path):
-    """Held-out loss (or accuracy, for tasks) by tokens, and speed by context; nothing without matplotlib."""
+    """Plot held-out loss (or accuracy, for tasks) by tokens, and speed by context; nothing without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

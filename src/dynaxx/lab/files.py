@@ -164,7 +164,7 @@ def explain_full_disk(path: Path | str) -> Iterator[None]:
 
 
 def _remove_leftover(path: Path) -> None:
-    """Unless it is young: then its writer, here or on another machine that shares the folder, may be at work."""
+    """Remove a leftover file unless it is young: its writer, here or on another machine, may still be at work."""
     with contextlib.suppress(OSError):
         if time.time() - path.stat().st_mtime > LEFTOVER_SECONDS:
             path.unlink()

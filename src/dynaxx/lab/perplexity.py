@@ -21,7 +21,7 @@ def logits_of(model: Any, hidden: Tensor) -> Tensor:
 
 @torch.no_grad()
 def token_losses(model: Any, ids: Tensor) -> Tensor:
-    """Cross-entropy in nats of each next token, (batch, tokens - 1) fp32, for ids (batch, tokens).
+    """Return the cross-entropy in nats of each next token, (batch, tokens - 1) fp32, for ids (batch, tokens).
 
     Raises:
         ValueError: hidden states that are not finite.

@@ -62,7 +62,7 @@ def time_prefill(
 
 @torch.no_grad()
 def _prefill(model: Any, ids: Tensor, route: AbstractContextManager[Any], ahead: int) -> tuple[float, float | None]:
-    """Seconds, and peak memory in MB where it can be known, after so many passes that are not timed."""
+    """Time a prefill after some untimed passes; return seconds, and peak memory in MB if known."""
     with route:
         for _ in range(ahead):
             model(ids, use_cache=True, logits_to_keep=1)
@@ -76,7 +76,7 @@ def _prefill(model: Any, ids: Tensor, route: AbstractContextManager[Any], ahead:
 
 
 def _reset_peak(device: torch.device) -> bool:
-    """Forget the peak memory so far; on a CPU the process's, where Linux lets us, after giving free memory back."""
+    """Forget the peak memory so far: on a CPU the process's, if Linux allows it, after giving free memory back."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return True

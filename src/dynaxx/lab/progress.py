@@ -130,7 +130,7 @@ class _RichTask:
 
 
 def make_progress(quiet: bool = False) -> Progress:
-    """Bars on a terminal where rich is installed, lines in a log, nothing if `quiet`."""
+    """Return bars on a terminal if rich is installed, lines in a log, nothing if `quiet`."""
     if quiet:
         return SilentProgress()
     if sys.stderr.isatty():

@@ -34,7 +34,7 @@ LENGTHS = (1, 15, 17, 63, 64, 65, 100, 127, 128, 129, 200, 257)
 
 
 def random_pattern(rng: random.Random, seqlen_k: int) -> p.Pattern:
-    """One rule, or two or three combined, of any kind."""
+    """Draw one rule, or two or three combined, of any kind."""
     cuts = sorted(rng.sample(range(seqlen_k + 1), min(seqlen_k, 3)))
     rules: tuple[Callable[[], p.Pattern], ...] = (
         lambda: p.SlidingWindow(rng.choice((1, 5, 16, 33, 100))),
@@ -58,7 +58,7 @@ def random_pattern(rng: random.Random, seqlen_k: int) -> p.Pattern:
 
 
 def random_scorer(rng: random.Random) -> Scorer:
-    """Any of the library's."""
+    """Draw any scorer of the library."""
     scorers: tuple[Callable[[], Scorer], ...] = (
         lambda: MeanQuery(rng.choice((0.5, 0.75, 1.0)), rng.choice(("full", "int8"))),
         lambda: MeanPool(rng.choice((None, 1, 3, 8, 16))),
@@ -111,7 +111,7 @@ def make_qkv(
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gaussian q, k, v in the library's shapes, drawn on the CPU so that every device sees the same."""
+    """Draw Gaussian q, k, v in the library's shapes, on the CPU so that every device sees the same."""
     generator = torch.Generator().manual_seed(seed)
     draw = lambda *shape: torch.randn(*shape, generator=generator).to(device=device, dtype=dtype)
     return (

@@ -107,7 +107,7 @@ class Draw:
     # ---- sizes and tensors -----------------------------------------------------------------------------------------
 
     def lengths(self) -> tuple[int, int, int]:
-        """Batch, N, M."""
+        """Draw batch, N and M."""
         (sizes,) = self.rng.choices((SHORT, MEDIUM, LONG, (0,)), (80, 15, 2, 3))
         seqlen_q = seqlen_k = self.rng.choice(sizes)
         if self.rng.random() < 0.35:
@@ -119,7 +119,7 @@ class Draw:
         return batch, seqlen_q, seqlen_k
 
     def ragged(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Cumulative lengths of some sequences of queries and of keys, from 0."""
+        """Draw cumulative lengths of some sequences of queries and of keys, from 0."""
         seqlens_q = [self.rng.choice(RAGGED) for _ in range(self.rng.randint(1, 6))]
         if self.rng.random() < 0.03:
             seqlens_q[0] = self.rng.choice(LONG)
@@ -148,7 +148,7 @@ class Draw:
                 self.note("lengths", name)
 
     def tensors(self, batch: int, seqlen_q: int, seqlen_k: int) -> dict[str, Tensor]:
-        """q, k, v, each in memory of its own kind."""
+        """Draw q, k, v, each in memory of its own kind."""
         drawn = make_qkv(batch, seqlen_q, seqlen_k, *self.heads, *self.head_dims,
                          dtype=self.dtype, device=self.device, seed=self.seed)  # fmt: skip
         inputs = {}
@@ -162,7 +162,7 @@ class Draw:
         return self.rng.choice((None,) * 7 + (0.3, -0.5, 0.0))
 
     def score_options(self, inputs: dict[str, Tensor]) -> dict[str, Any]:
-        """Scale and softcap; and now and then sinks, which join the inputs they are given."""
+        """Draw scale and softcap, and sometimes sinks, which join the given inputs."""
         softcap = self.rng.choice(self.softcaps or (None,) * 9 + (self.rng.choice((0.5, 3.0, 30.0)),))
         self.note("scores", "plain" if softcap is None else "softcap")
         if inputs and self.rng.random() < 0.1:
@@ -181,7 +181,7 @@ class Draw:
         return (torch.rand(shape, generator=self.generator) < share).to(self.device)
 
     def block_indices(self, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> tuple[Tensor, Tensor]:
-        """Blocks as a selection lists them, in any order with empty slots between, and the pairs they show."""
+        """Draw blocks as a selection lists them, in any order with empty slots between, and the pairs they show."""
         grid = BlockGrid(seqlen_q, seqlen_k, self.block_size, self.causal)
         shape = (self.rng.choice((1, batch)), self.rng.choice((1, heads)), grid.q_blocks)
         order = torch.rand(*shape, grid.kv_blocks, generator=self.generator).argsort(-1)
@@ -197,7 +197,7 @@ class Draw:
     # ---- what must be visible --------------------------------------------------------------------------------------
 
     def visible(self, rule: Rule, q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
-        """(batch | 1, heads | 1, N, M) bool: what a pattern says of every pair; what a selector chose, once checked."""
+        """Return (batch | 1, heads | 1, N, M) bool: a pattern's visible pairs, or a selector's checked choice."""
         shape = (q.shape[1], k.shape[1])
         if isinstance(rule, p.Pattern):
             return self._definition(rule, *shape)[None, None]
@@ -210,7 +210,7 @@ class Draw:
     def block_diagonal(
         self, rules: Sequence[Rule], pieces: Sequence[Piece], q: Tensor, k: Tensor, scale: float | None = None
     ) -> Tensor:
-        """(1, heads | 1, N, M) bool: each sequence by its rule, nothing between sequences."""
+        """Return (1, heads | 1, N, M) bool: each sequence by its rule, nothing between sequences."""
         visible = torch.zeros(1, q.shape[2], q.shape[1], k.shape[1], dtype=torch.bool, device=self.device)
         for rule, (rows, cols) in zip(rules, pieces, strict=True):
             visible[:, :, rows, cols] = self.visible(rule, q[:, rows], k[:, cols], scale)
@@ -236,5 +236,5 @@ def leaves(rule: p.Pattern) -> list[p.Pattern]:
 
 
 def cumulative(lengths: Sequence[int]) -> list[int]:
-    """(0, ..., total)."""
+    """Return (0, ..., total)."""
     return [sum(lengths[:s]) for s in range(len(lengths) + 1)]

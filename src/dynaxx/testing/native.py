@@ -52,7 +52,7 @@ class SelectedCase:
         return run
 
     def check(self, backend: str, gradients: bool = True) -> list[ErrorReport]:
-        """Errors of a backend against fp64, with their budgets."""
+        """Report errors of a backend against fp64, with their budgets."""
         parts: tuple[Any, ...] = (self.attend(backend), self.q, self.k, self.v, self)
         reports = check_forward(*parts)
         return reports + check_gradients(*parts) if gradients and min(self.q.shape[1], self.k.shape[1]) else reports
@@ -69,7 +69,7 @@ def random_selected_case(
     blocks: tuple[int, ...] = (16, 32, 64, 128),
     slots: tuple[int, ...] = (1, 3, 6),
 ) -> SelectedCase:
-    """Ragged sequences, any group and head_dim_v, rows without blocks, blocks of the future; by seed."""
+    """Draw ragged sequences by seed: any group and head_dim_v, rows without blocks, blocks of the future."""
     rng = random.Random(seed)
     lengths_q = [rng.choice(lengths) for _ in range(rng.choice((1, 1, 3)))]
     lengths_k = [n if rng.random() < 0.6 else max(1, n + rng.choice((-3, 1, 40))) for n in lengths_q]

@@ -103,7 +103,7 @@ def check_forward(
     *,
     softcap: float | None = None,
 ) -> list[ErrorReport]:
-    """Errors of `attend(q, k, v, layout) -> (out, lse)` against fp64, with their derived budgets."""
+    """Report errors of `attend(q, k, v, layout) -> (out, lse)` against fp64, with their derived budgets."""
     mask = layout.to_dense()
     exact = oracle_attention(q.double(), k.double(), v.double(), mask, scale, softcap)
     eager = oracle_attention(q, k, v, mask, scale, softcap)
@@ -123,7 +123,7 @@ def check_gradients(
     *,
     softcap: float | None = None,
 ) -> list[ErrorReport]:
-    """Errors of dq, dk, dv for random gradients of out and of lse, with their derived budgets."""
+    """Report errors of dq, dk, dv for random gradients of out and of lse, with their derived budgets."""
     mask = layout.to_dense()
     generator = generator_of_gradients(seed, q.device)
 
@@ -143,7 +143,7 @@ def check_gradients(
 
 
 def generator_of_gradients(seed: int, device: torch.device) -> torch.Generator:
-    """Draws other numbers than inputs of the same seed, which would be q's own.
+    """Return a generator whose numbers differ from inputs of the same seed, which would be q's own.
 
     Gradients that are the same numbers as q make errors add up that are independent otherwise, and a kernel that reads
     one for the other would pass. `seed + 2**32` is no other seed: a CPU's generator takes 32 bits.

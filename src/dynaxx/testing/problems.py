@@ -106,7 +106,7 @@ def _any_layout(draw: Draw, q: Tensor, k: Tensor) -> tuple[BlockLayout, Tensor]:
 
 
 def _packed(draw: Draw) -> Problem:
-    """Ragged sequences on one axis, by one rule or each by its own."""
+    """Draw ragged sequences on one axis, by one rule or each by its own."""
     ends_q, ends_k = draw.ragged()
     inputs = draw.tensors(1, ends_q[-1], ends_k[-1])
     q, k = inputs["q"], inputs["k"]
@@ -140,7 +140,7 @@ def _packed(draw: Draw) -> Problem:
 
 
 def _merged(draw: Draw) -> Problem:
-    """Attention over disjoint pairs, merged by lse."""
+    """Draw attention over disjoint pairs, merged by lse."""
     batch, seqlen_q, seqlen_k = draw.lengths()
     inputs = draw.tensors(batch, seqlen_q, seqlen_k)
     layout, visible = _any_layout(draw, inputs["q"], inputs["k"])

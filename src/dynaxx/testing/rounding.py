@@ -119,7 +119,7 @@ def rounding_errors(
 def _weights(
     q: Tensor, k: Tensor, visible: Tensor, sinks: Tensor | None, scale: float, softcap: float | None, u: float
 ) -> _Weights:
-    """Weights of (B, H, N, D) q and (B, H, M, D) k, the sink's last."""
+    """Compute weights of (B, H, N, D) q and (B, H, M, D) k, the sink's last."""
     score, e_score = _matmul(q, k.mT, q.shape[-1], u)
     score, e_score, visible = score * scale, e_score * abs(scale), visible.expand(score.shape)
     slope, e_slope = torch.ones_like(score), torch.zeros_like(score)

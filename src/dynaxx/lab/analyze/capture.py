@@ -107,7 +107,7 @@ def _capture(
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, softcap: float | None
 ) -> Tensor:
-    """Dense attention, (1, N, H, D)."""
+    """Compute dense attention, (1, N, H, D)."""
     if softcap is None:
         out = torch.nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
@@ -123,6 +123,6 @@ def _attend(
 
 
 def attention_scores(q: Tensor, k: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """Scores before the softmax, (..., N, M); `softcap` as Gemma 2 defines it."""
+    """Compute scores before the softmax, (..., N, M); `softcap` as in Gemma 2."""
     scores = (q * scale) @ k.transpose(-1, -2)
     return scores if softcap is None else torch.tanh(scores / softcap) * softcap

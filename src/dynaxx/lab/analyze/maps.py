@@ -106,13 +106,13 @@ def map_statistics(attention: LayerAttention, head: int, *, block_size: int, cel
 
 
 def whole_map(attention: LayerAttention, head: int) -> Tensor:
-    """One head's map, (N, N) fp32, its rows summing to 1. For short texts: N x N numbers."""
+    """Compute one head's map, (N, N) fp32, its rows summing to 1. For short texts: N x N numbers."""
     q, k = attention.q[:, head].float(), attention.k[:, head].float()
     return _softmax_chunk(attention, q, k, 0, len(q))[0]
 
 
 def _chunks(blocks: Tensor, block_size: int, seqlen: int) -> Iterator[tuple[int, int]]:
-    """Rows first .. last of the blocks, neighbours joined up to CHUNK_ROWS."""
+    """Yield first and last rows of the blocks, neighbours joined up to CHUNK_ROWS."""
     at_once = max(1, CHUNK_ROWS // block_size)
     start = 0
     listed = [int(block) for block in blocks]
@@ -127,7 +127,7 @@ def _chunks(blocks: Tensor, block_size: int, seqlen: int) -> Iterator[tuple[int,
 def _softmax_chunk(
     attention: LayerAttention, q: Tensor, k: Tensor, first: int, last: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows first .. last of the map over keys 0 .. last, (R, C); their lse and their entropy in nats, (R,)."""
+    """Compute rows first .. last of the map over keys 0 .. last, (R, C); their lse and their entropy in nats, (R,)."""
     scores = attention_scores(q[first:last], k[:last], attention.scale, attention.softcap)
     if attention.mask is not None:
         scores.masked_fill_(~attention.mask[first:last, :last], HIDDEN)
@@ -144,13 +144,13 @@ def _softmax_chunk(
 
 
 def _pooled(share: Tensor, size: int, count: int) -> Tensor:
-    """(R, C) -> (R, count): sums of `size` neighbours; columns past the end are cut or 0."""
+    """Sum `size` neighbours, (R, C) -> (R, count); columns past the end are cut or 0."""
     sums = share[:, : share.shape[1] // size * size].unflatten(1, (-1, size)).sum(-1)[:, :count]
     return torch.nn.functional.pad(sums, (0, count - sums.shape[1]))
 
 
 def _filled(heat: Tensor, rows: Tensor) -> Tensor:
-    """Means over each range of rows; one without a sampled row repeats the one above."""
+    """Average each range of rows; a range without a sampled row repeats the one above."""
     heat = heat / rows.clamp(min=1)[:, None]
     index = torch.where(rows > 0, torch.arange(len(rows), device=rows.device), 0).cummax(0).values
     return heat[index]
@@ -195,7 +195,7 @@ def _partial_mass(
     codes: Tensor,
     partial: Tensor,
 ) -> Tensor:
-    """Mass on the pairs that the element masks of some blocks show, (n,)."""
+    """Return mass on the pairs that the element masks of some blocks show, (n,)."""
     seqlen, size = attention.q.shape[0], statistics[0].block_size
     head, rows, cols, codes = head[partial], rows[partial], cols[partial], codes[partial]
     within = torch.arange(size, device=rows.device)

@@ -55,7 +55,7 @@ def recommend(
 
 
 def _smallest_window(statistics: MapStatistics) -> Recommendation | None:
-    """Sinks and the smallest window, a power of two, that reach the target at no more than half the blocks."""
+    """Return sinks and the smallest window, a power of two, that reach the target with half of the blocks at most."""
     rows, seqlen, sinks = statistics.rows, len(statistics.by_slash), SINK_TOKENS
     window = statistics.block_size
     while window < seqlen:

@@ -122,7 +122,7 @@ def encode_heatmap(heatmap: Tensor) -> dict[str, Any]:
 
 
 def _rounded(value: Any) -> Any:
-    """Floats to five digits, so that a file stays small and reads well."""
+    """Round floats to five digits, so that a file stays small and reads well."""
     if isinstance(value, float):
         return float(f"{value:.5g}")
     if isinstance(value, dict):

@@ -58,7 +58,7 @@ def candidates(seqlen: int, block_size: int) -> tuple[Candidate, ...]:
 
 
 def window_density(window: int, sinks: int, seqlen: int, block_size: int) -> float:
-    """Density of sinks and a window."""
+    """Return the density of sinks and a window."""
     return (Sink(sinks) | SlidingWindow(window)).layout(seqlen, block_size=block_size).density()
 
 

@@ -113,7 +113,7 @@ def run_cpu_suite(
 
 
 def check_backend(cases: int, seed: int) -> dict[str, int]:
-    """Random problems against the fp64 oracle, forward and (every fourth) gradients.
+    """Check random problems against the fp64 oracle, forward and (every fourth) gradients.
 
     Raises:
         RuntimeError: the first error over its budget.
@@ -135,7 +135,7 @@ def check_backend(cases: int, seed: int) -> dict[str, int]:
 
 
 def relative_error(seed: int) -> float:
-    """Largest error of the output over its largest value, against fp64."""
+    """Return the largest error of the output over its largest value, against fp64."""
     q, k, v = make_qkv(1, 2048, 2048, 2, 2, 64, seed=seed)
     layout = SlidingWindow(512).layout(2048, block_size=64)
     exact, _ = oracle_attention(q.double(), k.double(), v.double(), layout.to_dense())
@@ -195,7 +195,7 @@ def time_shape(
 
 
 def time_small(seed: int, say: Report) -> list[dict[str, Any]]:
-    """Full density through the public function against SDPA at short lengths."""
+    """Time full density through the public function beside SDPA at short lengths."""
     rows = []
     for seqlen in SMALL:
         q, k, v = (_heads_first(x) for x in make_qkv(1, seqlen, seqlen, HEADS, HEADS, 64, seed=seed))
@@ -212,7 +212,7 @@ def time_small(seed: int, say: Report) -> list[dict[str, Any]]:
 
 
 def time_half(head_dim: int, seed: int, say: Report) -> list[dict[str, Any]]:
-    """Window 512 in bf16 and fp16 against fp32, in turns."""
+    """Time window 512 in bf16 and fp16 beside fp32, in turns."""
     layout = SlidingWindow(512).layout(HALF, block_size=64)
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     rows = []
@@ -238,7 +238,7 @@ def time_half(head_dim: int, seed: int, say: Report) -> list[dict[str, Any]]:
 
 
 def medians(runs: dict[str, Run], rounds: int) -> dict[str, float]:
-    """Median seconds of each, after a warm-up, one of each per round."""
+    """Return the median seconds of each, after a warm-up, one of each per round."""
     clock = _clock(torch.get_num_threads())
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():

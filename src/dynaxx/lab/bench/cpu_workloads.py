@@ -48,7 +48,7 @@ class Workload:
 
 
 def workloads(seqlen: int, head_dim: int) -> list[Workload]:
-    """Windows, blocks at random, and everything, at one shape."""
+    """Return windows, random blocks, and full density at one shape."""
     windows = [Workload(f"window {w}", seqlen, head_dim, window=w) for w in (256, 512, 1024)]
     blocks = [
         Workload(f"random 10 %, blocks {block}", seqlen, head_dim, density=0.1, block_size=block)
@@ -58,7 +58,7 @@ def workloads(seqlen: int, head_dim: int) -> list[Workload]:
 
 
 def random_causal_layout(seqlen: int, density: float, block_size: int, seed: int) -> BlockLayout:
-    """Per head, the diagonal and random blocks before it: `density` of each row's visible blocks, at least one."""
+    """Draw per head the diagonal and random blocks before it: `density` of each row's visible blocks, at least one."""
     blocks = -(-seqlen // block_size)
     generator = torch.Generator().manual_seed(seed)
     order = torch.rand(1, HEADS, blocks, blocks, generator=generator)
@@ -95,12 +95,12 @@ def bars_of(rows: Iterable[dict[str, Any]]) -> list[Bar]:
 
 
 def bars_of_small(rows: Iterable[dict[str, Any]]) -> list[Bar]:
-    """Never slower than dense attention."""
+    """Return the bars of short lengths: never slower than dense attention."""
     return [Bar("times faster at any length", 1.0, row["times_faster"], f"{row['seqlen']} tokens") for row in rows]
 
 
 def bars_of_half(rows: Iterable[dict[str, Any]]) -> list[Bar]:
-    """bf16 and fp16 cost no more than fp32."""
+    """Return the bars of half precision: bf16 and fp16 cost no more than fp32."""
     return [
         Bar("speed as a share of fp32's", 0.9, row["of_fp32"], f"{row['pass']}, {row['dtype']} x {row['head_dim']}")
         for row in rows
@@ -108,7 +108,7 @@ def bars_of_half(rows: Iterable[dict[str, Any]]) -> list[Bar]:
 
 
 def bars_of_decode(rows: Iterable[dict[str, Any]]) -> list[Bar]:
-    """Pages of 64; those of 16 are for information."""
+    """Return the bars of pages of 64; pages of 16 have none."""
     return [
         Bar("decode, times faster at 10 %", 9.0, row["times_faster"], f"{row['seqlen']} keys, pages of 64")
         for row in rows

@@ -102,7 +102,7 @@ def peers_named(names: Sequence[str] | None) -> list[str]:
 
 
 def check_backend(backend: str, workloads: Sequence[Workload], device: torch.device, *, cases: int, seed: int) -> int:
-    """Random problems, forward and gradients, against fp64, by the kernels that the workloads run. How many it served.
+    """Check random problems against fp64, forward and gradients, by the workloads' kernels; return how many it served.
 
     Raises:
         RuntimeError: an error over its derived budget.
@@ -138,7 +138,7 @@ def check_backend(backend: str, workloads: Sequence[Workload], device: torch.dev
 def time_workload(
     workload: Workload, device: torch.device, seed: int, peers: Sequence[str], say: Report
 ) -> list[dict[str, Any]]:
-    """Rows of our backends and of the named peers on one workload."""
+    """Time a workload on dynaxx's backends and the named peers; return its rows."""
     layout = workload.layout(device, seed)
     q, k, v = workload.inputs(device, seed)
     flops = workload.flops(layout)
@@ -196,7 +196,7 @@ def _said(error: Exception) -> str:
 
 
 def _forward(run: Callable[..., Tensor], inputs: tuple[Tensor, ...], flops: int) -> dict[str, float]:
-    """Median ms, TF/s and peak MiB above what is there before, of a forward without gradients."""
+    """Return the median ms, TF/s and peak MiB above what is there before, of a forward without gradients."""
 
     def forward() -> None:
         with torch.no_grad():
@@ -231,7 +231,7 @@ def _peak_mib(run: Callable[[], object]) -> float:
 
 
 def _ratios(ours: dict[str, Any], peers: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """By peer, its time over ours, forward and backward."""
+    """Return each peer's time over ours, forward and backward."""
     if "skipped" in ours:
         return {}
     return {

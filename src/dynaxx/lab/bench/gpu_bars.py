@@ -22,7 +22,7 @@ ENCODER = {"time": 0.37, "memory": 0.38}  # share of eager attention's time and 
 
 
 def bars_of(found: dict[str, Any]) -> list[Bar]:
-    """Every bar whose row was asked for."""
+    """Return every bar whose row was asked for."""
     rows: dict[str, dict[str, dict[str, Any]]] = {}
     for row in found["rows"]:
         rows.setdefault(row["workload"], {})[row["implementation"]] = row

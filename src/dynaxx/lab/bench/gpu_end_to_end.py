@@ -34,7 +34,7 @@ GROWTH_WINDOW = 1024
 
 
 def time_layouts(device: torch.device, say: Report) -> list[dict[str, Any]]:
-    """Wall time from a pattern to its layout on the device at 128k, fresh and cached by value, and its peak memory."""
+    """Time a pattern until its layout is on the device at 128k tokens, fresh and cached, and measure peak memory."""
     from dynaxx.patterns.kept import forget
 
     def build(pattern: p.Pattern) -> tuple[float, BlockLayout]:
@@ -67,7 +67,7 @@ def time_layouts(device: torch.device, say: Report) -> list[dict[str, Any]]:
 
 
 def time_host(device: torch.device, say: Report) -> list[dict[str, Any]]:
-    """Microseconds until a call returns to the host, at lengths whose work the GPU is done with in less."""
+    """Time the host until a call returns, in microseconds, at lengths that the GPU finishes sooner."""
     rows = []
     for seqlen in (512, 2048):
         for call, run in _calls(seqlen, device).items():
@@ -151,7 +151,7 @@ def time_encoder(device: torch.device, say: Report) -> list[dict[str, Any]]:
 def _window_of_256(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **_: Any
 ) -> tuple[Tensor, None]:
-    """128 keys before a query, itself, and 127 after it."""
+    """Show 128 keys before a query, itself, and 127 after it."""
     layout = p.SlidingWindow((128, 127)).layout(query.shape[2], causal=False, block_size=64, device=query.device)
     return sparse_attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), layout), None
 

@@ -20,7 +20,7 @@ Peer = Callable[[Workload, BlockLayout], Run]
 
 
 def _sdpa(backend: str) -> Peer:
-    """Dense causal attention of torch."""
+    """Return torch's dense causal attention."""
 
     def make(workload: Workload, layout: BlockLayout) -> Run:
         from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -44,7 +44,7 @@ def _sdpa(backend: str) -> Peer:
 
 
 def _flex(workload: Workload, layout: BlockLayout) -> Run:
-    """FlexAttention, masking its partial blocks in closed form; of a packed batch, by document ids.
+    """Return FlexAttention with its mask in closed form; on a packed batch by document ids.
 
     Its own tiles are too large for blocks of 64: there the forward is told tiles of 64, and its backward refuses.
     """
@@ -92,7 +92,7 @@ def _flex(workload: Workload, layout: BlockLayout) -> Run:
 
 
 def _flash_attention_4(workload: Workload, layout: BlockLayout) -> Run:
-    """FlashAttention 4's block sparsity, or its own window, or its causal mask."""
+    """Return FlashAttention 4 with its block sparsity, its window, or its causal mask."""
     from flash_attn.cute import flash_attn_func
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 

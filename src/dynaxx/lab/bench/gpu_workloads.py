@@ -42,7 +42,7 @@ class Workload:
         return random_causal_layout(self.seqlen, self.density, self.block_size, device, seed)
 
     def inputs(self, device: torch.device, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v, with gradients."""
+        """Draw q, k, v with gradients."""
         generator = torch.Generator(device).manual_seed(seed)
         lead = (sum(self.lengths),) if self.lengths else (1, self.seqlen)
         q, k, v = (
@@ -52,7 +52,7 @@ class Workload:
         return q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
 
     def flops(self, layout: BlockLayout) -> int:
-        """FLOPs of the forward: 4 * head_dim * q_heads * visible pairs. The backward has 2.5 times as many."""
+        """Return FLOPs of the forward: 4 * head_dim * q_heads * visible pairs. The backward has 2.5 times as many."""
         return round(4 * self.head_dim * self.heads[0] * float(layout.to("cpu").visible_pairs().double().mean(1).sum()))
 
     @property

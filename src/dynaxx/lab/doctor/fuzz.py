@@ -127,7 +127,7 @@ def fuzz(
 def _check(
     seed: int, device: torch.device | str, isas: Sequence[str]
 ) -> tuple[tuple[Problem, list[str]] | None, list[Mismatch]]:
-    """One problem and the backends that serve it, and what is wrong with it. A crash is what a fuzzer looks for."""
+    """Check one problem on the backends that serve it; return what is wrong. A crash is what a fuzzer looks for."""
     try:
         problem = random_problem(seed, device)
         expected = Expected(problem, seed)

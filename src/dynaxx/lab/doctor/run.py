@@ -189,7 +189,7 @@ def _checked_seqlen(q_heads: int, head_dim: int, seqlen: int, block_size: int) -
 
 
 def _reasons(name: str, problem: AttentionProblem) -> tuple[str, ...]:
-    """Why a backend cannot serve; one that cannot even be asked is broken, and the others are still worth asking."""
+    """Return why a backend cannot serve; a backend that fails to answer is broken, and the others are still asked."""
     try:
         return tuple(unsupported_reasons(name, problem))
     except Exception as error:
@@ -234,7 +234,7 @@ def _run_check(
     qkv: tuple[Tensor, Tensor, Tensor],
     layout: BlockLayout,
 ) -> OracleCheck:
-    """One check; a backend that said yes and then fails is a finding, not a crash of the doctor."""
+    """Run one check; a backend that said yes and then fails is a finding, not a crash of the doctor."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout) -> tuple[Tensor, Tensor]:
         out, lse = sparse_attention(q, k, v, layout, return_lse=True, backend=name)

@@ -43,7 +43,7 @@ class Clock:
         started[1].__exit__(None, None, None)
 
     def collect(self) -> dict[str, float]:
-        """Seconds by part since the last call; forgets them."""
+        """Return seconds by part since the last call, and forget them."""
         if self._gpu:
             torch.cuda.synchronize()
         seconds = dict.fromkeys(("attention", "windowed", "module", "mlp"), 0.0)
@@ -75,7 +75,7 @@ def instrumented(model: Any) -> Iterator[Clock]:
 
 
 def find_parts(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Outermost attention modules and MLPs (or mixtures of experts), by what transformers calls them."""
+    """Return the outermost attention modules and MLPs (or mixtures of experts), by what transformers calls them."""
 
     def outermost(words: tuple[str, ...], module: nn.Module) -> Iterator[nn.Module]:
         for child in module.children():
@@ -138,7 +138,7 @@ def _timed_core(model: Any, clock: Clock) -> Iterator[None]:
 
 
 def visible_pairs(seqlen_q: int, seqlen_k: int, window: int | None) -> int:
-    """(query, key) pairs that a causal layer shows, with queries at the end of the keys."""
+    """Return (query, key) pairs that a causal layer shows, with queries at the end of the keys."""
     sees = min(window or seqlen_k, seqlen_k)
     first = seqlen_k - seqlen_q + 1  # keys that the first query sees
     growing = max(0, min(sees, seqlen_k) - first)  # queries that see fewer than `sees`

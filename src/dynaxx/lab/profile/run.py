@@ -102,7 +102,7 @@ def write_trace(model: Any, tokenizer: Any, text: str, seqlen: int, path: Path) 
 
 
 def default_lengths(model: Any, longest: int = 8192) -> tuple[int, ...]:
-    """512, 2,048, and `longest` or the model's own limit."""
+    """Return 512, 2,048, and `longest` or the model's own limit."""
     top = min(longest, longest_prompt(model))
     return tuple(sorted({length for length in (512, 2048) if length < top} | {top}))
 
@@ -134,7 +134,7 @@ class _Measured(NamedTuple):
 
 
 def _measure(model: Any, ids: Tensor, clock: Clock) -> _Measured:
-    """Up to three prefills in about six seconds, at least one, and take the middle one; then some decode steps."""
+    """Run up to three prefills in about six seconds, at least one; take the middle one; then run some decode steps."""
     runs: list[Seconds] = []
     started, cache = time.perf_counter(), None
     while not runs or (len(runs) < 3 and time.perf_counter() - started + runs[-1].total < 6):
@@ -155,7 +155,7 @@ def _measure(model: Any, ids: Tensor, clock: Clock) -> _Measured:
 
 
 def _measure_decode(model: Any, ids: Tensor, cache: Any, clock: Clock) -> tuple[float, float, int]:
-    """Median seconds of a token on top of the prefill's cache, attention's share of it, and bytes it must read.
+    """Return the median seconds of a token on the prefill's cache, attention's share, and the bytes it must read.
 
     The position stays within the prompt, so that a model with learned positions can be profiled at its full length.
     """
@@ -173,7 +173,7 @@ def _measure_decode(model: Any, ids: Tensor, cache: Any, clock: Clock) -> tuple[
 
 
 def _timed(model: Any, clock: Clock, run: Callable[[], Any]) -> tuple[float, Any, dict[str, float]]:
-    """Seconds, the new cache, and seconds by part."""
+    """Return the seconds, the new cache, and seconds by part."""
     synchronize(model.device)
     started = time.perf_counter()
     output = run()
@@ -187,7 +187,7 @@ def _prefill(model: Any, ids: Tensor) -> Any:
 
 
 def _linear_weights(model: nn.Module) -> int:
-    """Weights that every token is multiplied with in attention modules and MLPs."""
+    """Return weights that every token is multiplied with in attention modules and MLPs."""
     parts = [module for found in find_parts(model) for module in found]
     return sum(x.weight.numel() for part in parts for x in part.modules() if isinstance(x, nn.Linear))
 

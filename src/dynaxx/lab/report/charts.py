@@ -58,7 +58,7 @@ class Axes:
 
 
 def line_chart(series: Sequence[Series], axes: Axes, *, alt: str) -> str:
-    """Lines with their names at their ends. Points outside `y_range` are cut off; their line shows where they went."""
+    """Draw lines with their names at their ends. Points outside `y_range` are cut off; lines lead to them."""
     series = [each for each in series if each.points]
     right = 16 + max(len(each.name) for each in series) * CHAR
     left, top, bottom = 52.0, 30.0, axes.height - 44.0
@@ -151,7 +151,7 @@ def matrix(
     y_label: str,
     width: int = 980,
 ) -> str:
-    """Columns of cells between 0 and 1 (the more, the fuller); `names` stand below every few columns."""
+    """Draw columns of cells between 0 and 1 (the more, the fuller); `names` stand below every few columns."""
     rows = max(len(column) for column in values)
     cell = min(34.0, (width - 48) / len(values))
     left, out = 48.0, []
@@ -181,7 +181,7 @@ def _dot(x: float, y: float, point: Point, series: Series) -> str:
 
 
 def _apart(labels: list[tuple[float, Series]], gap: float = 15.0) -> list[tuple[float, Series]]:
-    """Names moved so that none covers another."""
+    """Move names so that none covers another."""
     placed: list[tuple[float, Series]] = []
     for y, each in sorted(labels, key=lambda label: label[0]):
         placed.append((max(y, placed[-1][0] + gap) if placed else y, each))

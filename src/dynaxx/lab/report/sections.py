@@ -107,7 +107,7 @@ def _head(head: dict[str, Any], shrink: bool) -> dict[str, Any]:
 
 
 def _halved(codes: bytes, size: int) -> bytes:
-    """Every second row and column, the fuller of each two neighbours."""
+    """Keep every second row and column, the fuller of each two neighbours."""
     half = size // 2
     best = bytearray(half * half)
     for y in range(half * 2):
@@ -134,7 +134,7 @@ def _recall_chart(document: dict[str, Any]) -> str:
 
 
 def tuning_section(document: dict[str, Any], documents: dict[str, Any]) -> dict[str, Any]:
-    """Quality against density, budgets, attention alone against dense."""
+    """Return quality against density, budgets, and attention alone against dense."""
     return {
         **{key: document[key] for key in ("tokens", "tolerance", "dense_perplexity", "chosen", "best_uniform_density")},
         "seconds": document.get("seconds"),
@@ -186,7 +186,7 @@ def _quality_chart(document: dict[str, Any]) -> str:
 
 
 def _speed_chart(timings: list[dict[str, Any]], name: str, alt: str, border: int | None = None) -> str:
-    """Dense over sparse seconds by length; `border` is where the policy begins to be sparse."""
+    """Draw dense over sparse seconds by length; `border` is where the policy begins to be sparse."""
     if not timings:
         return ""
     points = []
@@ -278,7 +278,7 @@ def _flat(value: Any) -> dict[str, Any]:
 
 
 def machine_facts(documents: dict[str, Any]) -> dict[str, str]:
-    """Facts about the machine, from the profile or else from the policy."""
+    """Return facts about the machine, from the profile or else from the policy."""
     facts = (documents.get("profile") or {}).get("machine") or (documents.get("policy") or {}).get("measured_on") or {}
     said = {}
     for name, value in facts.items():

@@ -18,7 +18,7 @@ def document(width: float, height: float, parts: Sequence[str], alt: str) -> str
 
 
 def text(x: float, y: float, said: str, style: str, anchor: str = "start") -> str:
-    """Words at (x, baseline y); `style` is a class of the page's."""
+    """Draw words at (x, baseline y); `style` is a class of the page's."""
     return f'<text class="{style}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(said)}</text>'
 
 
@@ -54,7 +54,7 @@ class Labels:
 
 
 def _span(said: str, x: float, anchor: str) -> tuple[float, float]:
-    """From where to where a text goes, with some air."""
+    """Return the horizontal extent of a text with a margin."""
     first = x - len(said) * CHAR if anchor == "end" else x
     return first - 3, first + len(said) * CHAR + 3
 

@@ -44,7 +44,7 @@ def times(factor: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds to three digits, in milliseconds below one."""
+    """Format seconds to three digits, in milliseconds below one."""
     value, unit = (seconds, "s") if seconds >= 1 else (1e3 * seconds, "ms")
     return f"{value:,.0f}{NBSP}{unit}" if value >= 100 else f"{value:.3g}{NBSP}{unit}"
 
@@ -102,7 +102,7 @@ def _tuned(tuning: dict[str, Any], sentence: str, stats: tuple[Stat, ...]) -> Ve
 
 
 def _sentence(documents: dict[str, Any]) -> str:
-    """Model, density, perplexity and speed in one line, as far as they are known."""
+    """Describe model, density, perplexity and speed in one line, as far as they are known."""
     model = next((document["model"] for document in documents.values() if document and document.get("model")), "")
     parts = []
     density = _density(documents)

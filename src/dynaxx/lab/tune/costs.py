@@ -39,7 +39,7 @@ class Costs(NamedTuple):
 
     @staticmethod
     def plain(costs: Sequence[HeadCosts]) -> dict[str, Any]:
-        """Costs of all layers side by side, as JSON data."""
+        """Return costs of all layers side by side, as JSON data."""
         if not costs:
             return {"layers": [], "density": [], "loss": []}
         return {
@@ -57,7 +57,7 @@ class Costs(NamedTuple):
 
 
 def _interpolate(at: float, xs: Sequence[float], ys: Sequence[float]) -> float:
-    """Piecewise linear y at x, clamped, for ascending xs."""
+    """Interpolate y linearly at x, clamped, for ascending xs."""
     if at <= xs[0]:
         return ys[0]
     for (x0, y0), (x1, y1) in zip(zip(xs, ys, strict=True), list(zip(xs, ys, strict=True))[1:], strict=False):

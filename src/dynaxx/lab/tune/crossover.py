@@ -117,7 +117,7 @@ def _typical(plans: list[LayerPlan]) -> list[LayerPlan]:
 
 
 def interleaved(runs: Sequence[Callable[[], Any]], repeats: int, device: torch.device) -> list[float]:
-    """Median seconds of each, taken in turn so that a drifting machine is fair to all."""
+    """Return median seconds of each call, taken in turns so that a drifting machine is fair to all."""
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     seconds: list[list[float]] = [[] for _ in runs]
     for repeat in range(repeats + 1):

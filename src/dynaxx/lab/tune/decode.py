@@ -162,7 +162,7 @@ def _read(model: Any, ids: Tensor) -> Any:
 
 @torch.no_grad()
 def _decoded(model: Any, cache: Any, ids: Tensor, policy: Policy | None) -> Tensor:
-    """(batch * (tokens - 1),) loss of each next token, decoded one by one from a copy of the cache."""
+    """Return the (batch * (tokens - 1),) loss of each next token, decoded one by one from a copy of the cache."""
     from dynaxx.integrations.transformers.apply_policy import apply
 
     cache, found, ids = copy.deepcopy(cache), [], ids.to(model.device)

@@ -72,7 +72,7 @@ def time_steps(
 
 
 def table(eager: Sequence[LengthTiming], captured: Sequence[LengthTiming]) -> list[str]:
-    """Milliseconds of a step's attention in all layers, by length."""
+    """Return a table of a step's attention in all layers, in milliseconds by length."""
     if not eager:
         return []
     lines = ["     keys   dense ms  sparse ms" + ("   captured: dense  sparse" if captured else "")]

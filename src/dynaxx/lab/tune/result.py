@@ -73,7 +73,7 @@ class TuneResult:
     raised: tuple[Raised, ...] = ()  # raises of the border by validation
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON data."""
+        """Return plain JSON data."""
         plain = asdict(dataclasses.replace(self, policy=None))  # type: ignore[arg-type]
         return {**plain, "sparse_from": None if self.dense_below is None else self.policy.sparse_from}
 

@@ -37,7 +37,7 @@ class ReuseCosts:
     layers: tuple[LayerReuse, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON data."""
+        """Return plain JSON data."""
         return asdict(self)
 
     def summary(self) -> str:

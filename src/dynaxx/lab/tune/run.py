@@ -71,5 +71,5 @@ def tune(
 
 
 def default_block_size(model: Any) -> int:
-    """32 tokens on a CPU, where fine blocks cost nothing and choose better; 64 on a GPU."""
+    """Return 32 tokens on a CPU, where fine blocks cost nothing and choose better; 64 on a GPU."""
     return 32 if next(model.parameters()).device.type == "cpu" else 64

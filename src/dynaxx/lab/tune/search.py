@@ -256,7 +256,7 @@ class Search:
         return Trial(density, perplexity(losses), ratio, error, passed)
 
     def _losses(self, policy: Policy | None) -> list[float]:
-        """Loss of every token of the search texts, dense or under a policy."""
+        """Return loss of every token of the search texts, dense or under a policy."""
         from dynaxx.integrations.transformers.apply_policy import apply
 
         started = time.monotonic()

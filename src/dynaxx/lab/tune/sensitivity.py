@@ -94,7 +94,7 @@ def _head_density(layout: Any, heads: int) -> Tensor:
 
 
 def _fisher_gradient(model: Any, hidden: Tensor, seed: int) -> Tensor:
-    """d(sum of log-likelihoods of tokens drawn from the model) / d(hidden), a chunk of logits at a time."""
+    """Compute d(sum of log-likelihoods of tokens drawn from the model) / d(hidden), a chunk of logits at a time."""
     generator = torch.Generator(hidden.device).manual_seed(seed)
     gradient = torch.empty_like(hidden)
     for start in range(0, hidden.shape[1], ROWS):

@@ -49,13 +49,13 @@ class Comparison:
 
     @torch.no_grad()
     def hidden(self, ids: Tensor) -> Tensor:
-        """Last hidden states (1, tokens, hidden_size) of ids (1, tokens)."""
+        """Return the last hidden states (1, tokens, hidden_size) of ids (1, tokens)."""
         out: Tensor = self.model.base_model(ids.to(self.model.device), use_cache=False)[0]
         check_finite(out, "hidden states")
         return out
 
     def compare_text(self, ids: list[int], window: int, share: float) -> tuple[LogitErrors, Perplexities]:
-        """Logits and loss on stretches of text, dense and sparse."""
+        """Compare logits and loss on stretches of text, dense and sparse."""
         from dynaxx.integrations.transformers.apply_policy import full_attention_layers
 
         count = max(1, min(WINDOWS, len(ids) // window))
@@ -97,7 +97,7 @@ class Comparison:
         )
 
     def retrieval(self, samples: Sequence[Any], share: float) -> tuple[TaskScore, ...]:
-        """Every task, dense and sparse."""
+        """Score every task, dense and sparse."""
         scores: dict[str, list[tuple[float, float, float, float]]] = {}
         for sample in samples:
             self.task.advance(0, f"retrieval: {sample.task}")
@@ -116,7 +116,7 @@ class Comparison:
         return tuple(rows)
 
     def repetition(self, ids: list[int], prompt_tokens: int, share: float) -> Repetition:
-        """Greedy continuations of held-out text, dense and sparse."""
+        """Generate greedy continuations of held-out text, dense and sparse."""
         count = max(1, min(PROMPTS, len(ids) // prompt_tokens))
         stride = (len(ids) - prompt_tokens) // max(1, count - 1) if count > 1 else 0
         prompts = torch.tensor([ids[i * stride : i * stride + prompt_tokens] for i in range(count)])
@@ -134,7 +134,7 @@ class Comparison:
 
     @torch.no_grad()
     def _generate(self, prompts: Tensor) -> list[list[int]]:
-        """Greedy, and on after an end-of-text token: repetition is a matter of attention, not of stopping."""
+        """Generate greedily, also after an end-of-text token: repetition is a matter of attention, not of stopping."""
         fed, cache, made = prompts.to(self.model.device), None, []
         for _ in range(NEW_TOKENS):
             out = self.model.base_model(fed, use_cache=True, past_key_values=cache)
@@ -145,7 +145,7 @@ class Comparison:
         return rows
 
     def speed(self, ids: list[int], lengths: Sequence[int], share: float) -> tuple[SpeedRow, ...]:
-        """Dense and sparse prefill in turns, at each length."""
+        """Time dense and sparse prefill in turns, at each length."""
         rows = []
         for seqlen in lengths:
             self.task.advance(0, f"prefill of {seqlen:,} tokens: time and memory")
@@ -194,7 +194,7 @@ def has_sparse_rule(policy: Policy) -> bool:
 
 
 def _added(total: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """Two results of `Handle.stats`, summed."""
+    """Add two results of `Handle.stats`."""
     merged = {"sparse_calls": total.get("sparse_calls", 0) + more["sparse_calls"]}
     for kind in ("dense_calls", "dense_sequences"):
         counts = dict(total.get(kind, {}))
@@ -205,6 +205,6 @@ def _added(total: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and its standard error; 0 for a single value."""
+    """Return the mean and its standard error; 0 for a single value."""
     error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
     return statistics.mean(values), error

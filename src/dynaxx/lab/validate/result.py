@@ -136,7 +136,7 @@ class ValidationResult:
         return min((n for n in (*fast, *lengths) if n > max(slow)), default=None)
 
     def slow(self) -> list[SpeedRow]:
-        """Lengths that fail the check of speed."""
+        """Return lengths that fail the check of speed."""
         limit = next((check.limit for check in self.checks if check.name == "slowdown"), math.inf)
         return [row for row in self.speed if 1 / row.speedup > limit]
 

@@ -64,7 +64,7 @@ def make_samples(
 
 
 def _task(task: str, rng: random.Random) -> tuple[list[str], str, str]:
-    """Facts to hide, in order, the question, and its answer."""
+    """Return facts to hide, in order, the question, and its answer."""
     number = lambda: f"{rng.randrange(10_000, 100_000)}"
     if task == "variable tracing":
         names = ["".join(rng.sample("ABCDEFGHJKLMNPQRSTUVWXYZ", 3)) for _ in range(CHAIN)]
@@ -81,7 +81,7 @@ def _task(task: str, rng: random.Random) -> tuple[list[str], str, str]:
 
 @torch.no_grad()
 def score(model: Any, sample: RetrievalSample) -> tuple[float, float]:
-    """Mean log-probability of the answer's tokens in nats, and the share of them that were the most likely one.
+    """Return the mean log-probability of the answer's tokens in nats, and the share that were most likely.
 
     As in use: the prompt is one prefill, then the answer is fed token by token over the cache.
     """
