@@ -12,7 +12,7 @@ from test_decode_triton import QUERY_DTYPES, to_device
 import dynaxx as dx
 from dynaxx.kernels.reference.decode import read_cache, visible_keys
 from dynaxx.testing import oracle_attention
-from interpreter import DEVICE, run_interpreted, runs_here, starts_interpreter
+from interpreter import DEVICE, on_gpu, run_interpreted, runs_here, starts_interpreter
 
 pytest.importorskip("triton")
 
@@ -143,7 +143,7 @@ def test_exact_tokens_in_triton(window_size):
     want = dx.sparse_decode(q, full, return_lse=True, backend="reference", **options)
     options["sinks"] = options["sinks"].to(DEVICE)
     exact = replace(cache.exact, k=cache.exact.k.to(DEVICE), v=cache.exact.v.to(DEVICE))
-    there = replace(to_device(cache), exact=exact)
+    there = replace(to_device(replace(cache, exact=None)), exact=exact)
     got = dx.sparse_decode(q.to(DEVICE), there, return_lse=True, backend="triton", **options)
     for mine, theirs in zip(got, want, strict=True):
         torch.testing.assert_close(mine.cpu(), theirs, rtol=2e-3, atol=2e-3)
@@ -161,3 +161,12 @@ def test_what_is_refused():
             dx.sparse_decode(q, cache, window_size=wrong)
     with pytest.raises(ValueError, match="where a budget chooses pages"):
         dx.sparse_decode(q, dx.summarize_pages(cache), dx.PageBudget(0.5), window_size=(3, 0))
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8], ids=str)
+def test_head_dim_512(dtype):
+    cache, _, gen = random_cache(5, dtype=dtype, kv_heads=2, head_dim=512, page_size=64, batch=2)
+    q = torch.randn(2, 1, 32, 512, generator=gen).to(torch.float32 if dtype == torch.float32 else torch.bfloat16)
+    check_options(q.to(DEVICE), to_device(cache), None, "triton", {"softcap": 3.0})

@@ -158,7 +158,8 @@ def _attend(
     slots = cache.max_pages if block_indices is None else block_indices.shape[2]
     if counts is None:
         block_indices, counts = _listed(cache, block_indices, seqlen_q, left)
-    tile = KEYS_PER_TILE if q.dtype != torch.float32 else 32
+    wide = max(cache.head_dim, cache.head_dim_v) > 256  # then tiles of 64 keys in flight find no shared memory
+    tile = KEYS_PER_TILE if q.dtype != torch.float32 and not wide else 32
     tile = max(16, min(tile, cache.page_size)) if cache.page_size > tile else tile
     crowded = cache.k.dtype.itemsize == 1 and overlap(q.device)["PDL"]
     exact, sinks = (0, 0) if cache.exact is None else (cache.exact.k.shape[1], cache.exact.sinks)
