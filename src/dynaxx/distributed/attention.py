@@ -19,10 +19,10 @@ from dynaxx.distributed.plan import ExchangePlan, plan_exchange
 from dynaxx.distributed.sharded import ShardedLayout
 from dynaxx.distributed.split import SequenceSplit
 from dynaxx.kernels.scale import softmax_scale
+from dynaxx.kernels.sinks import add_sinks
 from dynaxx.layout import BlockLayout
 from dynaxx.ops.attention import SparseAttentionOutput
 from dynaxx.ops.checks import check_sinks
-from dynaxx.ops.sinks import add_sinks
 
 Splits = SequenceSplit | tuple[SequenceSplit, SequenceSplit]
 

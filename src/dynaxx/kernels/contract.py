@@ -25,9 +25,16 @@ class AttentionKernels(Protocol):
     """Attention over a layout."""
 
     def attention_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float, softcap: float | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layout: BlockLayout,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return out (B, N, Hq, E) in q's dtype and lse (B, Hq, N) fp32, natural log."""
+        """Return out (B, N, Hq, E) in q's dtype and lse (B, Hq, N) fp32, natural log; sinks are (Hq,)."""
 
     def attention_backward(
         self,
@@ -42,7 +49,7 @@ class AttentionKernels(Protocol):
         scale: float,
         softcap: float | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq, dk, dv; `dlse` is None where lse has no gradient."""
+        """Return dq, dk, dv; `dlse` is None where lse has no gradient. With sinks, out and lse are those with them."""
 
 
 class DecodeKernels(Protocol):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, overload
 
+import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -11,12 +12,12 @@ from dynaxx.arguments import typed
 from dynaxx.derivatives import transforms_active
 from dynaxx.kernels.registry import ATTENTION
 from dynaxx.kernels.scale import softmax_scale
+from dynaxx.kernels.sinks import add_sinks
 from dynaxx.layout import BlockLayout, CuSeqlens, PackedLayout
 from dynaxx.ops.autograd import attend_with_gradients
 from dynaxx.ops.checks import check_inputs, check_packed, check_sinks
 from dynaxx.ops.dispatch import backend_for, load_backend, score_options
 from dynaxx.ops.library import attention_forward, is_traced, layout_tensors
-from dynaxx.ops.sinks import add_sinks
 
 
 class SparseAttentionOutput(NamedTuple):
@@ -114,28 +115,37 @@ def sparse_attention(
         q, k, v = q[None], k[None], v[None]
     scale = None if scale is None else softmax_scale(scale, q.shape[-1])
     softcap = None if softcap is None else float(softcap)
-    out, lse = _attend(q, k, v, layout, scale, softcap, backend)
     if sinks is not None:
         check_sinks(sinks, q)
-        out, lse = add_sinks(out, lse, sinks)
+    out, lse = _attend(q, k, v, layout, scale, softcap, sinks, backend)
     if packed:
         out, lse = out[0], lse[0]
     return SparseAttentionOutput(out, lse) if return_lse else out
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float | None, softcap: float | None, backend: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: BlockLayout,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    backend: str,
 ) -> tuple[Tensor, Tensor]:
     """Check, choose and call: the backend itself, or its registered op where something traces."""
     if is_traced(q):
         ATTENTION.check_name(backend)
         needs_grad = check_inputs(q, k, v, layout, softcap=softcap, values=False).needs_grad
         tensors, scale = layout_tensors(layout, q), q.shape[-1] ** -0.5 if scale is None else scale
-        return attention_forward(q, k, v, tensors, *layout.block_size, scale, softcap, backend, needs_grad)
+        out, lse = attention_forward(q, k, v, tensors, *layout.block_size, scale, softcap, backend, needs_grad)
+        return (out, lse) if sinks is None else add_sinks(out, lse, sinks)
     name, needs_grad = backend_for(q, k, v, layout, softcap, backend)
     if q.is_neg() or k.is_neg() or v.is_neg():  # kernels read memory, which a view of the negative shares
         q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if sinks is not None:
+        needs_grad |= sinks.requires_grad and torch.is_grad_enabled()
     if name == "reference" or not (needs_grad or transforms_active() or forward_ad._current_level >= 0):
-        return load_backend(name).attention_forward(q, k, v, layout, scale, **score_options(softcap))
-    return attend_with_gradients(q, k, v, layout, scale, softcap, name)
+        return load_backend(name).attention_forward(q, k, v, layout, scale, **score_options(softcap, sinks))
+    return attend_with_gradients(q, k, v, sinks, layout, scale, softcap, name)

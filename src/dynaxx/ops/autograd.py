@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.derivatives import no_second_derivative, refuse_forward_mode, transforms_active
+from dynaxx.kernels.sinks import add_sinks, sink_gradient
 from dynaxx.layout import BlockLayout
 from dynaxx.ops.dispatch import load_backend, score_options
 
@@ -17,17 +18,28 @@ class AttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float, softcap: float | None, name: str
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        layout: BlockLayout,
+        scale: float,
+        softcap: float | None,
+        name: str,
     ) -> Any:
         """Return (out, lse) of the backend `name`."""
-        output = load_backend(name).attention_forward(q, k, v, layout, scale, **score_options(softcap))
-        _save(ctx, (q, k, v, layout, scale, softcap, name), output)
+        output = load_backend(name).attention_forward(q, k, v, layout, scale, **score_options(softcap, sinks))
+        _save(ctx, (q, k, v, layout, scale, softcap, name), output, sinks)
         return output
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:
-        """Return dq, dk and dv."""
-        return _backward(ctx, do, dlse)
+        """Return dq, dk, dv and the gradient of the sinks."""
+        dq, dk, dv, *nothing = _backward(ctx, do, dlse)
+        out, lse, sinks = ctx.saved_tensors[3:]
+        dsinks = sink_gradient(do, dlse, out, lse, sinks) if ctx.needs_input_grad[3] else None
+        return dq, dk, dv, dsinks, *nothing
 
 
 class MappableAttention(torch.autograd.Function):
@@ -43,7 +55,7 @@ class MappableAttention(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         """Save what backward reads."""
-        _save(ctx, inputs, output)
+        _save(ctx, inputs, output, None)
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:
@@ -61,16 +73,16 @@ class MappableAttention(torch.autograd.Function):
         raise NotImplementedError("the kernels of dynaxx have no forward-mode derivatives")
 
 
-def _save(ctx: Any, inputs: Any, output: Any) -> None:
+def _save(ctx: Any, inputs: Any, output: Any, sinks: Tensor | None) -> None:
     """Save what backward reads, and how often the layout had been written to."""
     q, k, v, layout, *ctx.settings = inputs
-    ctx.save_for_backward(q, k, v, *output)
+    ctx.save_for_backward(q, k, v, *output, sinks)
     ctx.set_materialize_grads(False)  # no zeros for an lse without a gradient
     ctx.layout, ctx.written = layout, layout.derived.versions
 
 
 def _backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:
-    q, k, v, out, lse = ctx.saved_tensors
+    q, k, v, out, lse, _ = ctx.saved_tensors
     if ctx.layout.derived.versions_now() != ctx.written:
         raise RuntimeError("`layout` was written to between forward and backward; use a copy of it for that")
     do = torch.zeros_like(out) if do is None else do.resolve_neg()
@@ -138,9 +150,18 @@ def _mapped_first(x: Tensor, dim: int | None, size: int) -> Tensor:
 
 
 def attend_with_gradients(
-    q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float, softcap: float | None, name: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    layout: BlockLayout,
+    scale: float,
+    softcap: float | None,
+    name: str,
 ) -> tuple[Tensor, Tensor]:
     """Call the backend `name` so that autograd and `torch.func` can follow."""
     refuse_forward_mode(q, k, v)
-    function = MappableAttention if transforms_active() else AttentionFunction
-    return function.apply(q, k, v, layout, scale, softcap, name)
+    if not transforms_active():
+        return AttentionFunction.apply(q, k, v, sinks, layout, scale, softcap, name)
+    out, lse = MappableAttention.apply(q, k, v, layout, scale, softcap, name)
+    return (out, lse) if sinks is None else add_sinks(out, lse, sinks)

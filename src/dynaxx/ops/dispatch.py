@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -67,6 +69,7 @@ def backend_for(
 _chosen = PerLayout()
 
 
-def score_options(softcap: float | None) -> dict[str, float]:
+def score_options(softcap: float | None, sinks: Tensor | None = None) -> dict[str, Any]:
     """Return optional arguments of a backend's functions; empty when unset."""
-    return {} if softcap is None else {"softcap": softcap}
+    options: dict[str, Any] = {} if softcap is None else {"softcap": softcap}
+    return options if sinks is None else {**options, "sinks": sinks}

@@ -34,6 +34,7 @@ struct ForwardArgs {
   const Plan* plan;  // rows of queries
   double scale, softcap;  // softcap 0 for none
   int64_t threads;
+  const float* sinks;  // (q_heads,), null for none
 };
 
 struct BackwardArgs {

@@ -280,13 +280,6 @@ void check(const DecodeArgs& args, const Cache& cache) {
             within(args.exact_sinks, 0, args.exact_slots - 1));
 }
 
-// Make lse that of one more score, the sink; returns by how much the sum of weights grew.
-float add_sink(float& lse, float sink) {
-  const float before = lse, larger = std::max(before, sink);
-  lse = larger + std::log1p(std::exp(std::min(before, sink) - larger));
-  return 1.f + std::exp(sink - before);
-}
-
 // out and lse of one (sequence, kv head) from the results of its parts.
 void merge(const DecodeArgs& args, int64_t batch, int64_t head, const float* results, int64_t num_parts) {
   const CacheArgs& cache = *args.cache;

@@ -51,6 +51,13 @@ DYNAXX_INLINE vec tanh_of(vec x) {
   return (vec)((ivec)(-m / (m + splat(2.f))) | sign);
 }
 
+// Make lse, a number, that of one more score, the sink; returns by how much the sum of weights grew.
+inline float add_sink(float& lse, float sink) {
+  const float before = lse, larger = std::max(before, sink);
+  lse = larger + std::log1p(std::exp(std::min(before, sink) - larger));
+  return 1.f + std::exp(sink - before);
+}
+
 // exp(scale * x) as 2 ** (factor * (sign * x)), factor > 0. The operand takes the sign, which is exact; the factor is
 // applied with the subtraction of the largest, in one rounding. A scale of 0 is in the sign: hidden scores stay -inf.
 // With a softcap c > 0 the score is tanh(cap * (sign * x)), cap = |scale| / c, and the factor is that of c.

@@ -89,10 +89,14 @@ class ForwardRow {
     const int64_t first = task_.row * plan_.block + p % panels_per_head_ * PANEL;
     const int rows = int(std::min<int64_t>(PANEL, plan_.seqlen - first));
     float* lse = args_.lse + (task_.batch * args_.q_heads + head) * plan_.seqlen + first;
-    for (int i = 0; i < rows; i++)
-      lse[i] = panel.top[i] == NEG_INF ? NEG_INF : float(panel.top[i] * scale_.factor * LN_2 + std::log(panel.sum[i]));
-    float inverse[PANEL];
-    for (int i = 0; i < PANEL; i++) inverse[i] = panel.top[i] == NEG_INF ? 0.f : 1.f / panel.sum[i];
+    const float sink = args_.sinks ? args_.sinks[head] : NEG_INF;
+    float inverse[PANEL] = {};
+    for (int i = 0; i < rows; i++) {
+      lse[i] = sink;
+      if (panel.top[i] == NEG_INF) continue;
+      lse[i] = float(panel.top[i] * scale_.factor * LN_2 + std::log(panel.sum[i]));
+      inverse[i] = 1.f / (sink == NEG_INF ? panel.sum[i] : panel.sum[i] * add_sink(lse[i], sink));
+    }
     for (int64_t e = 0; e < E_; e++)
       for (int i = 0; i < PANEL; i += LANES) {
         float* x = panel.out + e * PANEL + i;

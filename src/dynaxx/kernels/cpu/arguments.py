@@ -32,11 +32,19 @@ class WorkPlan(Structure):
     ]
 
 
-_FORWARD = Struct("=5Q 6q 3q3q3q Q 2d q")  # a ctypes.Structure takes three times as long, 1 us of each call
+_FORWARD = Struct("=5Q 6q 3q3q3q Q 2d q Q")  # a ctypes.Structure takes three times as long, 1 us of each call
 
 
 def forward_args(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: int, scale: float, softcap: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    plan: int,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> bytes:
     """Return `ForwardArgs` of one launch; `plan` is the address of the layout's plan."""
     batch, _, q_heads, head_dim = q.shape
@@ -59,6 +67,7 @@ def forward_args(
         scale,
         softcap or 0.0,
         torch.get_num_threads(),
+        0 if sinks is None else sinks.data_ptr(),
     )
 
 

@@ -16,7 +16,13 @@ from dynaxx.layout import BlockLayout
 
 
 def attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float, softcap: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: BlockLayout,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return out (B, N, Hq, E) in q's dtype and lse (B, Hq, N), natural log, in fp32; both contiguous.
 
@@ -26,18 +32,26 @@ def attention_forward(
     """
     library = active_library()
     if library is None:
-        return gather.attention_forward(q, k, v, layout, scale, softcap)
-    return _core_forward(library, readable(q), readable(k), readable(v), layout, scale, softcap)
+        return gather.attention_forward(q, k, v, layout, scale, softcap, sinks)
+    return _core_forward(library, readable(q), readable(k), readable(v), layout, scale, softcap, sinks)
 
 
 def _core_forward(
-    library: CDLL, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float, softcap: float | None
+    library: CDLL,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: BlockLayout,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     batch, seqlen_q, q_heads, _ = q.shape
     out = q.new_empty((batch, seqlen_q, q_heads, v.shape[3]))
     lse = q.new_empty((batch, q_heads, seqlen_q), dtype=torch.float32)
     plan = plan_of(layout, library)  # kept until the core is done, whatever other threads do to the layout
-    args = forward_args(q, k, v, out, lse, plan.address, scale, softcap)
+    logits = None if sinks is None else sinks.detach().to(torch.float32).contiguous()
+    args = forward_args(q, k, v, out, lse, plan.address, scale, softcap, logits)
     code = library.dynaxx_cpu_forward(args)
     if code:
         raise_for_status(code)

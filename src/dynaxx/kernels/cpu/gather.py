@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dynaxx.kernels.sinks import add_sinks
 from dynaxx.layout import BlockLayout
 from dynaxx.layout.host import on_host
 
@@ -36,7 +37,13 @@ class Units:
 
 @on_host
 def attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float, softcap: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: BlockLayout,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return out (B, N, Hq, E) in q's dtype and lse (B, Hq, N) in fp32 (fp64 for fp64), as the reference does."""
     out_dtype, dtype = q.dtype, torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -55,8 +62,10 @@ def attention_forward(
     if places:
         where = (torch.cat(places),)
         out, lse = out.index_put(where, torch.cat(outs)), lse.index_put(where, torch.cat(lses))
-    out = out.view(batch, seqlen_q, q_heads, v.shape[-1]).to(out_dtype)
-    return out, lse.view(batch, seqlen_q, q_heads).transpose(1, 2).contiguous()
+    out, lse = out.view(batch, seqlen_q, q_heads, v.shape[-1]), lse.view(batch, seqlen_q, q_heads).transpose(1, 2)
+    if sinks is not None:
+        out, lse = add_sinks(out, lse, sinks)
+    return out.to(out_dtype), lse.contiguous()
 
 
 @on_host

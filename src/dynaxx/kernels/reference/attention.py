@@ -20,11 +20,18 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
 
 
 def attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float, softcap: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: BlockLayout,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return out (B, N, Hq, E) in q's dtype and lse (B, Hq, N), natural log, in fp32 (fp64 for fp64 inputs).
 
-    Computes in fp32 at least. A query that sees nothing gives out = 0 and lse = -inf, and zero gradients.
+    Computes in fp32 at least. A query that sees nothing gives out = 0 and lse = -inf, and zero gradients. sinks (Hq,)
+    join each softmax of their head as the score, not scaled and not capped, of one more key whose value is zero.
     Differentiable by autograd.
     """
     group_size = q.shape[2] // k.shape[2]
@@ -34,6 +41,10 @@ def attention_forward(
     if softcap is not None:
         scores = softcap * (scores / softcap).tanh()
     visible = layout.to_dense()
+    if sinks is not None:
+        column = sinks.to(dtype)[:, None, None].expand(*scores.shape[:3], 1)
+        visible = torch.cat([visible.expand_as(scores), column > -torch.inf], -1)
+        scores, v = torch.cat([scores, column], -1), torch.nn.functional.pad(v, (0, 0, 0, 0, 0, 1))
     scores = scores.masked_fill(~visible, -torch.inf)
     sees_any = visible.any(-1, keepdim=True)
     weights = scores.masked_fill(~sees_any, 0.0).softmax(-1) * sees_any

@@ -30,6 +30,7 @@ from dynaxx.kernels.hopper.attention.forward_lazy_softmax import unchecked
 from dynaxx.kernels.hopper.attention.forward_produce import FIELDS, ROW_FIELDS, produce
 from dynaxx.kernels.hopper.primitives.descriptors import gluon_rows, score_factors
 from dynaxx.kernels.hopper.primitives.signals import NUMBERS, barriers
+from dynaxx.kernels.sinks import add_sinks
 from dynaxx.layout import BlockLayout
 
 PERSISTENT = 16  # parts of a processor's share: each has one more than its neighbour, or not
@@ -102,9 +103,22 @@ def _sparse_attention_hopper_fwd_kernel(
 
 
 def attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float, softcap: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: BlockLayout,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return out and lse, as `kernels.reference.attention.attention_forward`."""
+    out, lse = _without_sinks(q, k, v, layout, scale, softcap)
+    return (out, lse) if sinks is None else add_sinks(out, lse, sinks)
+
+
+def _without_sinks(
+    q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
     batch, seqlen_q, q_heads = q.shape[:3]
     out = q.new_empty(q.shape)
     lse = q.new_empty(batch, q_heads, seqlen_q, dtype=torch.float32)

@@ -33,6 +33,7 @@ from dynaxx.kernels.gpu.runtime.launcher import Launch, kernel_launcher
 from dynaxx.kernels.gpu.schedule.parts import WHOLE, entries_of, query_tile, store_part
 from dynaxx.kernels.gpu.schedule.split import SPLIT_SIZES, no_split, split_programs, split_rows
 from dynaxx.kernels.gpu.schedule.split_sums import merge_parts
+from dynaxx.kernels.sinks import add_sinks
 from dynaxx.kernels.triton.attention.config import TMA_BLOCK, forward_loop, forward_span, forward_tiles
 from dynaxx.kernels.triton.attention.forward_row import attend, attend_ahead, out_of_range
 from dynaxx.kernels.triton.primitives.tiles import (
@@ -187,9 +188,22 @@ def _sparse_attention_fwd_kernel(
 
 
 def attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float, softcap: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: BlockLayout,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return out and lse, as `kernels.reference.attention.attention_forward`; fp32 is multiplied in full fp32."""
+    out, lse = _without_sinks(q, k, v, layout, scale, softcap)
+    return (out, lse) if sinks is None else add_sinks(out, lse, sinks)
+
+
+def _without_sinks(
+    q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
     batch, seqlen_q, q_heads = q.shape[:3]
     out = q.new_empty(batch, seqlen_q, q_heads, v.shape[3])
     lse = q.new_empty(batch, q_heads, seqlen_q, dtype=torch.float32)

@@ -9,7 +9,7 @@ from torch import Tensor
 def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """Add a key of score `sinks` and value zero to a result: `merge_states` with (0, sinks).
 
-    No backend needs to know: what it computed without sinks only shrinks, by exp(lse before - lse after).
+    A result without sinks only shrinks, by exp(lse before - lse after), so a backend may call this at its end.
 
     Args:
         out: (batch, seqlen_q, q_heads, head_dim_v).
@@ -25,3 +25,19 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     share = (finite - sinks).sigmoid().masked_fill(nothing, 0.0)
     lse = torch.where(nothing, sinks, finite.logaddexp(sinks))
     return (out * share.transpose(1, 2)[..., None]).to(out.dtype), lse
+
+
+def sink_gradient(do: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Return the gradient of the sinks, (q_heads,), from results that include them.
+
+    With the sink's weight p = exp(sink - lse), it is the sum of p (dlse - do . out) over all queries.
+
+    Args:
+        do, out: (batch, seqlen_q, q_heads, head_dim_v); do None for none.
+        dlse, lse: (batch, q_heads, seqlen_q); dlse None for none.
+    """
+    weights = (sinks.to(lse.dtype)[:, None] - lse.masked_fill(lse == -torch.inf, torch.inf)).exp()
+    gained = torch.zeros_like(lse) if dlse is None else dlse
+    if do is not None:
+        gained = gained - (do.to(lse.dtype) * out).sum(-1).transpose(1, 2)
+    return (weights * gained).sum((0, 2)).to(sinks.dtype)
