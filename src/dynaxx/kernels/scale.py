@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def softmax_scale(scale: float | None, head_dim: int) -> float:
-    """The scale of scores, by default head_dim ** -0.5.
+    """Return the scale of scores, by default head_dim ** -0.5.
 
     Raises:
         ValueError: it is nan or infinite, which would make every result nan.

@@ -33,11 +33,11 @@ def attention_backward(
     scale: float,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv in the dtype and shape of q, k, v, and with tokens or heads outermost in memory as these have
-    them.
+    """Return dq, dk, dv in the dtype and shape of q, k, v.
 
-    do (B, N, Hq, E) is the gradient of out, dlse (B, Hq, N) that of lse or None; out and lse are results of the
-    forward. Any strides. Sums run in a fixed order: the same bits on any number of threads.
+    They have tokens or heads outermost in memory as q, k, v have them. do (B, N, Hq, E) is the gradient of out, dlse
+    (B, Hq, N) that of lse or None; out and lse are results of the forward. Any strides. Sums run in a fixed order: the
+    same bits on any number of threads.
     """
     library = active_library()
     if library is None:

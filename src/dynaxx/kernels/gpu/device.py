@@ -47,9 +47,7 @@ def shared_memory(device: torch.device) -> int:
 
 @lru_cache(maxsize=16)
 def overlap(device: torch.device) -> dict[str, bool]:
-    """Return launch options that let a kernel start before its predecessor ends, where the GPU can; `gdc_wait` then
-    waits.
-    """
+    """Return launch options that let a kernel start before its predecessor ends; `gdc_wait` then waits for that."""
     able = device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
     return {"PDL": True, "launch_pdl": True} if able else {"PDL": False}
 

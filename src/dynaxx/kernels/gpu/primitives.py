@@ -22,8 +22,9 @@ def from_ordered_bits(key):
 
 @triton.jit
 def exp_rounded(x):
-    """Return exp(x) for x <= 0, exact to about one unit in the last place; 0 below -87. The GPU's exp is a third as
-    exact.
+    """Return exp(x) for x <= 0, exact to about one unit in the last place; 0 below -87.
+
+    The GPU's own exp has three times that error.
     """
     near = tl.where(x < -87.0, -87.0, tl.where(x > 88.0, 88.0, x))  # nan stays
     n = tl.floor(near * LOG2E + 0.5)

@@ -51,10 +51,9 @@ def step_lengths(seqused: Tensor, sizes: NativeSizes) -> NativeLengths:
 
 
 def gather_windows(cache: PagedCache, sizes: NativeSizes, count: int, skip: int) -> tuple[Tensor, Tensor]:
-    """Return keys (B * W, cmp_block, Hk, D) and values (.., E) of the last `count` whole windows but for the last
-    `skip`.
+    """Return keys and values of the last `count` whole windows but for the last `skip`.
 
-    Ascending; arbitrary memory for windows before a sequence's first one.
+    (B * W, cmp_block, Hk, D) and (.., E), ascending; arbitrary memory for windows before a sequence's first one.
     """
     first = _windows(cache, sizes, count, skip).clamp(min=0) * sizes.cmp_stride
     position = (first[..., None] + torch.arange(sizes.cmp_block, device=cache.device)).flatten(1)  # (B, W * cmp_block)

@@ -45,9 +45,7 @@ def block_rows(p_base, start, keys, stride, DIM: tl.constexpr, BLOCK_DIM: tl.con
 
 @triton.jit
 def softmax_step(scores, row_max, scale, EXACT: tl.constexpr):
-    """Return the new maximum, the factor of earlier sums, and weights of unscaled scores; -inf is hidden. Exact in
-    fp32.
-    """
+    """Return the new maximum, the factor of earlier sums, and weights of unscaled scores; -inf is hidden."""
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     shift = tl.where(new_max == float("-inf"), 0.0, new_max)
     if EXACT:

@@ -73,8 +73,7 @@ class SelectedPlan:
         return False
 
     def choose(self) -> Tensor | None:
-        """Return (1,) int32 on the device: whether neighbours agree so much that by query is faster; None where that is
-        known.
+        """Return (1,) int32 on the device: whether neighbours agree so much that by query is faster; None if known.
 
         Where they do not, the unions are emptied, so that the kernels by query have nothing to do.
         """
@@ -118,9 +117,7 @@ class SelectedPlan:
         return found
 
     def items(self, row_bytes: int | None, limit: int = 0) -> tuple[Items, range]:
-        """Return entries by block, and their chunks: `limit` bytes of partial results, `row_bytes` per q head of a
-        slot.
-        """
+        """Return entries by block, and their chunks: `limit` bytes of partial results, `row_bytes` per slot and q head."""
         from dynaxx.kernels.gpu.nsa.key_items import items
 
         queries, heads, slots = self.indices.shape

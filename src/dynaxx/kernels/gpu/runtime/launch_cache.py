@@ -52,14 +52,13 @@ def launch_cached(
     made: int = 0,
     split: dict[str, Any] | None = None,
 ) -> None:
-    """Call `start(layout, *tensors, *settings)`, which launches one kernel; the third such call and later ones skip
-    `start`.
+    """Call `start(layout, *tensors, *settings)`, which launches one kernel; from the third call on only launch it.
 
     Args:
         start: launches one kernel and returns its `Launch`.
         layout: its tensors may be arguments of the kernel.
         tensors: of the call; their shapes, strides and dtypes are part of the key.
-        settings: hashable values, part of the key.
+        *settings: hashable values, part of the key.
         made: how many of the last tensors are dense with shapes and dtypes that follow from the other tensors.
         split: `SplitLines.to(...)`; `start` receives it after the settings.
     """

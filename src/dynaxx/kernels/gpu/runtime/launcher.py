@@ -33,9 +33,7 @@ DESCRIPTORS: set[type] = {TensorDescriptor}
 
 
 class CallSignature(NamedTuple):
-    """Positions of each kind of argument, for calls with the same names and types; in the order of the kernel's
-    parameters.
-    """
+    """Positions of each kind of argument, for calls with the same names and types, by the order of parameters."""
 
     in_order: Callable[[tuple[Any, ...]], tuple[Any, ...]]  # the values of a call in that order
     constants: tuple[int, ...]  # positions in the call: constants, and launch options

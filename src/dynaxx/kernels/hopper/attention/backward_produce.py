@@ -19,7 +19,7 @@ NOWHERE = gl.constexpr(1 << 22)  # a tile past the end of all sums, which TMA le
 
 @gluon.jit
 def fed_by(q_desc, do_desc, k_desc, v_desc, KEYS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
-    """What `produce` feeds: buffers of q, do, k and v, barriers kv_full, full and empty, numbers, stats.
+    """Collect what `produce` feeds: buffers of q, do, k and v, barriers kv_full, full and empty, numbers, stats.
 
     KEYS is the number of buffers of ROWS keys.
     """

@@ -34,9 +34,7 @@ SMALLEST, LARGEST = gl.constexpr(2.0**-64), gl.constexpr(2.0**64)  # sums of a r
 
 @gluon.constexpr_function
 def arrivals(consumers, head_dim, dtype):
-    """Return arrivals per tile on a barrier: one per consumer, or one per thread where threads do not wait for each
-    other.
-    """
+    """Return arrivals per tile on a barrier: one per consumer, or one per thread where threads run independently."""
     return 128 if without_maxima(consumers, head_dim, dtype) else 1
 
 
@@ -52,9 +50,7 @@ def _step_of(buffers, stage, STEP: gl.constexpr, D: gl.constexpr):
 def _seen_of_block(
     first_row, numbers, at, p_bits, KEYS: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr
 ):  # fmt: skip
-    """Return [ROWS, 4] words: which of KEYS keys of a block the mask and the end of the keys leave; numbers start at
-    `at`.
-    """
+    """Return words [ROWS, 4]: which of KEYS keys of a block mask and end of the keys leave; numbers start at `at`."""
     PIECES: gl.constexpr = KV_BLOCK // KEYS
     WORDS: gl.constexpr = KEYS // 32
     rows = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, WORD_LAYOUT))[:, None]
@@ -110,10 +106,10 @@ def _consume_steps(
     numbers, scale_log2, cap_rate, first_row, p_bits, begin, end,
     MASKED: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
-    """Attend to steps begin..end of the program. Weights stay fp32 from step to step: bf16 would be unpacked and
-    repacked.
+    """Attend to steps begin..end of the program.
 
-    Full steps wait neither for maxima where they need none (`forward_lazy_softmax`), nor for other threads.
+    Weights stay fp32 from step to step, since bf16 would be unpacked and repacked. Full steps wait neither for maxima
+    where they need none (`forward_lazy_softmax`), nor for other threads.
     """
     FREE: gl.constexpr = not MASKED and without_maxima(CONSUMERS, q.shape[1], q.dtype)
     CHECKED: gl.constexpr = not FREE or not unchecked(q.dtype)

@@ -91,8 +91,10 @@ def _registers(COLUMNS, SUMS):
 
 @gluon.constexpr_function
 def _where_grown(COLUMNS, SUMS):
-    """For each of a thread's two rows: COLUMNS weights, SUMS results, row_sum and base, all changed in place; beside
-    them go in the scores, the sum of the weights, and the scale.
+    """Rescale, by PTX, each of a thread's two rows to its largest score where a sum is above GROWN.
+
+    Changed in place: COLUMNS weights, SUMS results, row_sum and base. The scores, the sum of the weights and the scale
+    are read.
     """
     kept = COLUMNS + SUMS + 2
     lines = [".reg .pred grown;", ".reg .f32 largest, other, ratio, shift, x;"]

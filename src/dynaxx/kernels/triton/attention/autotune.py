@@ -1,5 +1,4 @@
-"""Find tile sizes for one shape on this GPU: start from those of `config`, move to the best neighbour while it is
-faster.
+"""Find tile sizes for one shape on this GPU: from those of `config`, move to the best neighbour while it is faster.
 
 Every candidate must give the default's results before it is timed.
 """
@@ -104,8 +103,7 @@ def _tune(
 def descend(
     start: TileSizes, steps: Callable[[TileSizes], Iterator[TileSizes]], time: Callable[[TileSizes], float | None]
 ) -> tuple[TileSizes, float, float]:
-    """Move to the fastest neighbour while one is clearly faster; return the last tiles, their time and the first tiles'
-    time.
+    """Move to the fastest neighbour while one is clearly faster; return the last tiles, their time and the first time.
 
     Raises:
         RuntimeError: the first ones do not run.

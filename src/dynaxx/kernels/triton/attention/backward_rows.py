@@ -39,10 +39,10 @@ def load_lse(p_lse, p_dlse, positions, stride_dln, seqlen):
 
 @triton.jit
 def row_values(lse, dlse, wide_do, b_out, EXACT: tl.constexpr):
-    """Return lse (in base 2 for half precision) and delta = rowsum(do * out) - dlse of a head's queries, [len(lse)]
-    fp32.
+    """Return lse and delta = rowsum(do * out) - dlse of a head's queries, [len(lse)] fp32.
 
-    A query that sees nothing, or past the end, gets inf and 0: its weights and gradients vanish.
+    lse is in base 2 for half precision. A query that sees nothing, or past the end, gets inf and 0: its weights and
+    gradients vanish.
     """
     seen = lse != float("-inf")
     delta = tl.sum(wide_do * b_out.to(tl.float32), 1) - dlse.to(tl.float32)

@@ -150,10 +150,10 @@ def _fit_turned(
 def _fit(
     tiles: TileSizes, block_size: tuple[int, int], dtype: torch.dtype, stay: int, move: int, limit: int, tma: bool
 ) -> TileSizes:
-    """Shrink tiles to blocks and shared memory: `block_m` rows of `stay` elements are resident, `block_n` of `move`
-    stream.
+    """Shrink tiles to blocks and shared memory.
 
-    The resulting `block_m` divides its block; `block_n` divides its block, or is a multiple of it that gathers several.
+    `block_m` rows of `stay` elements are resident, `block_n` rows of `move` elements stream. The resulting `block_m`
+    divides its block; `block_n` divides its block, or is a multiple of it that gathers several.
     """
     asked = tiles
     tiles = replace(

@@ -75,7 +75,7 @@ def choose_pages(
     PAGE: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """The pages that a list reads: all of them, [BLOCK_P], whether each is chosen, its place among these, how many."""
+    """Return all pages of a list, [BLOCK_P], whether each is chosen, its place among those, and their number."""
     pages = tl.arange(0, BLOCK_P)
     first_page, stop_page = leftpad // PAGE, tl.minimum(tl.cdiv(seqused, PAGE), max_pages)
     known = (pages >= first_page) & (pages < stop_page)

@@ -45,8 +45,10 @@ def attend_exact(
     CAPPED: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """What a list's rows find among the exact tokens: values summed, turned, the even and the odd ones apart where
-    PAIRS; the largest score and the sum of weights."""
+    """Attend from a list's rows to the exact tokens.
+
+    Return sums of values, transposed, even and odd ones apart where PAIRS; the largest score; the sum of weights.
+    """
     o_x = tl.arange(0, BLOCK_X)
     position = exact_positions(o_x, leftpad, seqused, EXACT, SINKS)
     there = position >= 0

@@ -57,13 +57,12 @@ def row_entries(p_indptr, p_num_partial, lead, i_row, num_rows, capacity):
 def tile_positions(
     p_indices, p_codes, first, count, i_tile, seqlen, BLOCK: tl.constexpr, TILE: tl.constexpr, MASKING: tl.constexpr
 ):
-    """Return where tile `i_tile` of `count` blocks from entry `first` lies: start, offsets, positions in the block,
-    codes.
+    """Return where tile `i_tile` of `count` blocks from entry `first` lies.
 
-    The tile holds positions start + offsets [TILE] of the sequence. Within one block, start and code are scalars and
-    the offsets are the same for every tile, so addresses stay out of the loop. Where the tile gathers blocks, start is
-    0 and codes are [TILE]. Slots past the last block get negative positions. Under FULL every position is within the
-    sequence, even if an index is not.
+    Returned: start, offsets [TILE], positions in the block, codes. The tile holds positions start + offsets of the
+    sequence. Within one block, start and code are scalars and the offsets are the same for every tile, so addresses
+    stay out of the loop. Where the tile gathers blocks, start is 0 and codes are [TILE]. Slots past the last block get
+    negative positions. Under FULL every position is within the sequence, even if an index is not.
     """
     o_tile = tl.arange(0, TILE)
     if TILE <= BLOCK:
@@ -111,8 +110,7 @@ def row_of(p_indices, p_codes, start, partial, total, seqlen, BLOCK: tl.constexp
 
 @triton.jit
 def tile_of_pass(i_tile, row, MASKING: tl.constexpr):
-    """Return first entry and number of the blocks that tile `i_tile` of a pass is from, its number there, and if it is
-    full.
+    """Return first entry and number of the blocks of a pass's tile `i_tile`, its number there, and if it is full.
 
     The pass PARTIAL takes the tiles that FULL leaves after its own.
     """

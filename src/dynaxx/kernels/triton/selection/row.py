@@ -44,9 +44,7 @@ def static_row(
     p_indptr, p_indices, p_codes, p_same, i_row, o_c, row_distance, first, shift, q_block, kv_block,
     HAS_STATIC: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """Return the code that the pattern gives each block of a row [C], EMPTY for none, and whether that is all it can
-    show.
-    """
+    """Return the code that the pattern gives each block of a row [C], EMPTY for none; if that is all it can show."""
     own = o_c * 0 + EMPTY * 2  # twice the code, and one where that is all
     if HAS_STATIC:
         for entry in range(tl.load(p_indptr + i_row), tl.load(p_indptr + i_row + 1)):

@@ -46,9 +46,7 @@ class ChoiceRule(NamedTuple):
 
 @triton.jit
 def _top(keys, optional, weights, goal):
-    """Return the best of `optional` whose better blocks weigh less than `goal` in sum; of equal scores the left one
-    first.
-    """
+    """Return the best of `optional` whose better blocks weigh less than `goal` in sum; equal scores from the left."""
     low = tl.min(tl.where(optional, keys, 0xFFFFFFFF).to(tl.int64), 0)  # the largest threshold that reaches `goal` ...
     keys = tl.where(optional, keys, 0)  # below every threshold
     weights = tl.where(optional, weights, 0.0)
