@@ -117,9 +117,7 @@ class SelectedPlan:
         return found
 
     def items(self, row_bytes: int | None, limit: int = 0) -> tuple[Items, range]:
-        """Return entries by block, and their chunks of `limit` bytes of partial results, `row_bytes` per slot and head.
-        """
-        from dynaxx.kernels.gpu.nsa.key_items import items
+        """Return entries by block, and their chunks: `limit` bytes of partials, `row_bytes` per slot and head."""
 
         queries, heads, slots = self.indices.shape
         step = queries
