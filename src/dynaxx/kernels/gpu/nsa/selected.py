@@ -118,6 +118,7 @@ class SelectedPlan:
 
     def items(self, row_bytes: int | None, limit: int = 0) -> tuple[Items, range]:
         """Return entries by block, and their chunks: `limit` bytes of partials, `row_bytes` per slot and head."""
+        from dynaxx.kernels.gpu.nsa.key_items import items
 
         queries, heads, slots = self.indices.shape
         step = queries
