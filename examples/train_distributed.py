@@ -32,7 +32,7 @@ from dynaxx.integrations.transformers.nsa_llama import NativeLlamaForCausalLM, c
 
 
 def make_model(args):
-    """A native sparse Llama, the same on every rank."""
+    """Build a native sparse Llama, the same on every rank."""
     torch.manual_seed(0)
     if args.model:
         return NativeLlamaForCausalLM.from_pretrained(args.model)

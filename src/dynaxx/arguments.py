@@ -46,7 +46,7 @@ def typed(target: T) -> T:
 
 
 def _complaint(function: Any, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """What to say of the first argument that does not fit; None where all do, or the error says it already."""
+    """Return what to say of the first argument that does not fit; None where all do, or the error says it already."""
     try:
         given = inspect.signature(function).bind(*args, **kwargs).arguments
     except TypeError:  # says what is missing or too much
@@ -63,7 +63,7 @@ def _complaint(function: Any, error: Exception, args: tuple[Any, ...], kwargs: d
 
 
 def _hints(function: Any) -> dict[str, Any]:
-    """The annotations that are known where the function is; the others only a type checker imports."""
+    """Return the annotations that are known where the function is; the others only a type checker imports."""
     found = {}
     for name, hint in function.__annotations__.items():
         with contextlib.suppress(NameError):

@@ -38,13 +38,13 @@ _CPU_FLAGS = {
 
 
 def buildable_isas() -> list[str]:
-    """The instruction sets to build for on this kind of machine, fastest first."""
+    """Return the instruction sets to build for on this kind of machine, fastest first."""
     return list(ISAS) if platform.machine() in ("x86_64", "AMD64") else ["baseline"]
 
 
 @cache
 def supported_isas() -> tuple[str, ...]:
-    """The instruction sets this processor runs, fastest first; only the baseline where it cannot be asked."""
+    """Return the instruction sets this processor runs, fastest first; only the baseline where it cannot be asked."""
     flags: set[str] = set()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -57,7 +57,7 @@ def supported_isas() -> tuple[str, ...]:
 
 @cache
 def source_hash() -> str:
-    """Changes with any source file of the core: tells a library of other sources from one of these."""
+    """Return a hash of the source files of the core, which tells a library of other sources from one of these."""
     digest = hashlib.sha256()
     for path in sorted(SOURCE.iterdir()):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -70,7 +70,7 @@ def library_name(isa: str) -> str:
 
 
 def find_compiler() -> str | None:
-    """The C++ compiler: $CXX, or the first of c++, g++, clang++ on the path; may carry arguments."""
+    """Return the C++ compiler: $CXX, or the first of c++, g++, clang++ on the path; may carry arguments."""
     chosen = os.environ.get("CXX")
     if chosen:
         return chosen if shutil.which(shlex.split(chosen)[0]) else None

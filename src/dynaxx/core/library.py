@@ -50,12 +50,12 @@ def cpu_status() -> CpuStatus:
 
 
 def active_library() -> CDLL | None:
-    """The core that this process uses, None where gathers in torch serve."""
+    """Return the core that this process uses, None where gathers in torch serve."""
     return load_core(os.environ.get(ISA_VARIABLE, "")).library
 
 
 def present_library() -> CDLL | None:
-    """The core where it need not be compiled first; for what is not worth waiting for that."""
+    """Return the core where it need not be compiled first; for what is not worth waiting for that."""
     return load_core(os.environ.get(ISA_VARIABLE, ""), may_compile=False).library
 
 

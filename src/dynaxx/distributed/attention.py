@@ -92,7 +92,7 @@ def sparse_attention(
 
 
 def shard_layout(layout: BlockLayout | ShardedLayout, group: ProcessGroup, split: Splits | None) -> ShardedLayout:
-    """This rank's rows of a layout, kept with it.
+    """Return this rank's rows of a layout, kept with it.
 
     Raises:
         TypeError: no layout.

@@ -95,7 +95,7 @@ def rows_work(layout: BlockLayout) -> NDArray[np.int64]:
 
 
 def _owners(split: SequenceSplit, block: int) -> NDArray[np.int64]:
-    """The rank of each block of so many tokens."""
+    """Return the rank of each block of so many tokens."""
     owners = np.repeat(np.asarray(split.owners, dtype=np.int64), split.chunk // block)
     return owners[: -(-split.seqlen // block)]
 

@@ -26,7 +26,7 @@ class Settings(NamedTuple):
     needs_grad: bool
 
     def kernels(self, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout) -> Any:
-        """The backend that serves one layout of the plan, chosen once for these shapes."""
+        """Return the backend that serves one layout of the plan, chosen once for these shapes."""
         key = (id(layout), q.shape, k.shape, v.shape, q.dtype, self.softcap, self.backend, self.needs_grad)
         known = self.plan.backends
         if key not in known:

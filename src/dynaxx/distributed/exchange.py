@@ -93,7 +93,7 @@ def _pack(k: Tensor, v: Tensor, sent: Sent, out: Tensor | None = None) -> Tensor
 
 
 def _taken(x: Tensor, sent: Sent) -> Tensor:
-    """Some tokens of (batch, tokens, ...)."""
+    """Return some tokens of (batch, tokens, ...)."""
     return x[:, sent.first : sent.first + sent.tokens] if sent.index is None else x.index_select(1, sent.index)
 
 

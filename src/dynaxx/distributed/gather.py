@@ -27,7 +27,7 @@ class Run(NamedTuple):
 
 
 def query_runs(split: SequenceSplit, rank: int, causal: bool = True) -> list[Run]:
-    """The runs of queries that a rank owns; one empty run for a rank without tokens."""
+    """Return the runs of queries that a rank owns; one empty run for a rank without tokens."""
     runs, done = [], 0
     for a, b in split.runs(rank):
         runs.append(Run(done, done + b - a, a, b if causal else split.seqlen))
@@ -58,7 +58,7 @@ class WholeGathering:
         self._transfer = Transfer(sends, receives, group, "gathering keys and values")
 
     def wait(self) -> list[Tensor]:
-        """The whole tensors, each (batch, seqlen, heads, dim); views of one buffer."""
+        """Return the whole tensors, each (batch, seqlen, heads, dim); views of one buffer."""
         self._transfer.wait()
         return list(self._buffer.transpose(0, 1).split(self._dims, dim=-1))
 

@@ -57,5 +57,5 @@ def peer_errors(doing: str, group: ProcessGroup) -> Iterator[None]:
 
 
 def first_line(error: Any) -> str:
-    """The first line of an error's text."""
+    """Return the first line of an error's text."""
     return (str(error).splitlines() or [type(error).__name__])[0][:200]

@@ -152,7 +152,7 @@ def _stages(sharded: ShardedLayout, places: _Places, q_heads: int, kv_heads: int
 
 
 def _stage(rows: BlockLayout, needs: NDArray[np.bool_], places: _Places, heads: dict[str, Any]) -> Stage:
-    """The stage of a layout of own rows; `needs` is (R, C)."""
+    """Return the stage of a layout of own rows; `needs` is (R, C)."""
     own_blocks = places.own[places.rank]
     split = split_rows(rows, own_blocks, places.tokens(own_blocks))
     parts = places.messages(needs, own_blocks if split is None else split.own_blocks)
@@ -170,7 +170,7 @@ class _Messages(NamedTuple):
     received: dict[int, tuple[int, int]]
 
     def fields(self) -> dict[str, Any]:
-        """What a `Stage` has of it."""
+        """Return what a `Stage` has of it."""
         return {name: value for name, value in self._asdict().items() if name != "order"}
 
 
@@ -194,7 +194,7 @@ class _Places:
         return needs
 
     def received_tokens(self) -> int:
-        """The most tokens that a rank receives in one head."""
+        """Return the most tokens that a rank receives in one head."""
         return int(self.needs.sum(-1).max()) * self.block if self.needs.size else 0
 
     def tokens(self, blocks: NDArray[np.int64]) -> int:
@@ -203,7 +203,7 @@ class _Places:
         return len(blocks) * self.block - (-self.split.seqlen % self.block if short else 0)
 
     def messages(self, needs: NDArray[np.bool_], own_blocks: NDArray[np.int64]) -> _Messages:
-        """What lies in the buffer, and the messages to and from each rank.
+        """Return what lies in the buffer, and the messages to and from each rank.
 
         Args:
             needs: (R, C).
@@ -274,7 +274,7 @@ def _check_agreement(sharded: ShardedLayout, group: ProcessGroup, numbers: tuple
 
 
 def digest(split: Any) -> int:
-    """A number that is the same for equal splits in every process."""
+    """Return a number that is the same for equal splits in every process."""
     from hashlib import blake2b
 
     text = repr((split.seqlen, split.chunk, split.owners, split.ranks)).encode()

@@ -59,7 +59,7 @@ def split_rows(rows: BlockLayout, own_blocks: NDArray[np.int64], own_tokens: int
 
 
 def onto(rows: BlockLayout, order: NDArray[np.int64], tokens: int) -> BlockLayout:
-    """The same rows with some kv blocks as columns, in this order; of `tokens` tokens."""
+    """Return the same rows with some kv blocks as columns, in this order; of `tokens` tokens."""
     source = rows.host or rows
     column = np.full(max(1, source.kv_blocks), -1, dtype=np.int64)
     column[order] = np.arange(len(order))

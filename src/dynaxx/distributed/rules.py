@@ -233,14 +233,14 @@ def check_rule(rule: Rule, split: SequenceSplit, sizes: tuple[int, int]) -> None
 
 
 def rule_of_run(rule: Selector | Hybrid, run: Run, split: SequenceSplit) -> Selector | Hybrid:
-    """The rule for the rows of one run alone."""
+    """Return the rule for the rows of one run alone."""
     if isinstance(rule, Selector):
         return rule
     return Hybrid(RowsOf(rule.pattern, split.seqlen, run.position), rule.selector)
 
 
 def rule_of_heads(rule: Any, heads: slice, q_heads: int) -> Any:
-    """The rule for some q heads: budgets per head are sliced.
+    """Return the rule for some q heads: budgets per head are sliced.
 
     Raises:
         ValueError: budgets for another number of heads.
@@ -261,7 +261,7 @@ def rule_of_heads(rule: Any, heads: slice, q_heads: int) -> Any:
 
 
 def _one_behind_another(layouts: list[BlockLayout], split: SequenceSplit, rank: int) -> BlockLayout:
-    """The rows of several layouts as rows of one, with the whole sequence as columns."""
+    """Return the rows of several layouts as rows of one, with the whole sequence as columns."""
     first, tokens = layouts[0], split.length(rank)
     grid = BlockGrid(tokens, split.seqlen, first.block_size, causal=False)
     masks, done = first.masks, 0

@@ -74,7 +74,7 @@ class ShardedLayout:
 
 
 def rows_of(layout: BlockLayout, rows: Tensor, tokens: int) -> BlockLayout:
-    """The layout of some rows of q blocks, in their order, as rows 0, 1, ... of `tokens` queries.
+    """Return the layout of some rows of q blocks, in their order, as rows 0, 1, ... of `tokens` queries.
 
     It is built on the host where the layout came from there, so that kernels find what the host knows of it.
     """

@@ -184,7 +184,7 @@ class SequenceSplit:
 
 
 def _sizes(seqlen: int, ranks: int, chunk: int) -> tuple[int, int, int]:
-    """Checked lengths, ranks, and the number of chunks."""
+    """Return checked lengths, ranks, and the number of chunks."""
     seqlen, ranks, chunk = as_integer("seqlen", seqlen), as_integer("ranks", ranks), as_integer("chunk", chunk)
     if seqlen < 0 or ranks < 1 or chunk < 1:
         raise ValueError(f"`seqlen` must be >= 0, `ranks` and `chunk` >= 1, got {seqlen}, {ranks} and {chunk}")

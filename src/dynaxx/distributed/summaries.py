@@ -54,7 +54,7 @@ class GatheredScorer(Scorer):
 def with_summaries(
     rule: Any, k: Tensor, split: SequenceSplit, rank: int, group: ProcessGroup, size: int
 ) -> tuple[Any, Tensor]:
-    """The rule with a `GatheredScorer`, and a tensor of the whole keys' shape that holds nothing.
+    """Return the rule with a `GatheredScorer`, and a tensor of the whole keys' shape that holds nothing.
 
     Args:
         rule: a selector or hybrid that `has_summaries`.

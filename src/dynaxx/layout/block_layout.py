@@ -272,7 +272,7 @@ class BlockLayout:
 
     @typed
     def to(self, device: torch.device | str) -> BlockLayout:
-        """The same layout on another device; a copy to a GPU does not wait for it."""
+        """Return the same layout on another device; a copy to a GPU does not wait for it."""
         if torch.device(device) == self.device:
             return self
         parts = [*self.tensors, *([] if self.kv_order is None else [self.kv_order])]
@@ -284,7 +284,7 @@ class BlockLayout:
 
     @typed
     def head_slice(self, heads: Sequence[int]) -> BlockLayout:
-        """The layout of some heads only, in their order; a shared layout is returned as it is.
+        """Return the layout of some heads only, in their order; a shared layout is returned as it is.
 
         Raises:
             ValueError: none, heads that are not there, or one named twice.

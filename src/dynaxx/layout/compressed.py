@@ -69,7 +69,7 @@ class CompressedPages:
         return self.sizes.cmp_block // self.sizes.cmp_stride - 1
 
     def as_cache(self, cache: PagedCache, lengths: NativeLengths) -> PagedCache:
-        """The compressed tokens of a cache as one of their own, for `sparse_decode`."""
+        """Return the compressed tokens of a cache as one of their own, for `sparse_decode`."""
         return replace(
             cache,
             k=self.k,
@@ -90,6 +90,6 @@ class CompressedPages:
         return self.k.device == cache.device
 
     def grown(self, positions: int) -> CompressedPages:
-        """The same of a contiguous cache, with room for more."""
+        """Return the same of a contiguous cache, with room for more."""
         larger = lambda x: torch.cat([x, x.new_zeros(x.shape[0], positions - x.shape[1], *x.shape[2:])], 1)
         return CompressedPages(larger(self.k), larger(self.v), self.sizes)

@@ -44,7 +44,7 @@ def layout_from_dense(mask: Tensor, block_size: tuple[int, int]) -> BlockLayout:
 
 
 def unique_masks(masks: ElementMasks) -> tuple[ElementMasks, Tensor]:
-    """The distinct ones of n masks, in the order of their bits, and the entry of each mask there, (n,) int64."""
+    """Return the distinct ones of n masks, in the order of their bits, and the entry of each mask there, (n,) int64."""
     bits = masks.bits
     if len(masks) < 2:
         return masks, torch.zeros(len(masks), dtype=torch.int64, device=bits.device)
@@ -117,7 +117,7 @@ def to_block_mask(layout: BlockLayout) -> BlockMask:
 
 @typed
 def from_block_mask(block_mask: BlockMask, *, chunk: int = 1024) -> BlockLayout:
-    """A `BlockLayout` of FlexAttention's `BlockMask`; `mask_mod` runs on partial blocks only, `chunk` at a time.
+    """Return a `BlockLayout` of FlexAttention's `BlockMask`; `mask_mod` runs on partial blocks only, `chunk` at a time.
 
     Raises:
         ValueError: a block size that dynaxx does not have.

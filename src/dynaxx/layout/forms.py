@@ -19,7 +19,7 @@ class Form:
 
 
 def form_of(tensors: Sequence[Tensor | None], *settings: Hashable) -> Form:
-    """The form of these tensors; settings of one type each, since equal numbers of two types are one key."""
+    """Return the form of these tensors; settings of one type each, since equal numbers of two types are one key."""
     key = (*settings, *[None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors])
     found = _known.get(key)
     if found is None:

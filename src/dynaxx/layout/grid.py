@@ -29,7 +29,7 @@ def as_block_size(block_size: int | tuple[int, int]) -> tuple[int, int]:
 
 
 def as_integer(name: str, value: object) -> int:
-    """A Python integer of one of any kind, as of numpy; a share or a text is none."""
+    """Return a Python integer of one of any kind, as of numpy; a share or a text is none."""
     try:
         return index(value)  # type: ignore[arg-type]
     except TypeError:

@@ -63,7 +63,7 @@ def _key_tiles(visible: Tensor, layout: BlockLayout) -> tuple[Tensor, Tensor]:
 
 
 def _cut_masks(layout: BlockLayout, codes: Tensor, tile: Tensor, tiles: Tensor) -> tuple[ElementMasks, Tensor]:
-    """The table of masks with keys hidden, and the code of each block in it."""
+    """Return the table of masks with keys hidden, and the code of each block in it."""
     whole = tiles.all(-1)[tile]
     pair = (codes + 1) * len(tiles) + tile
     pairs, entry = pair[~whole].unique(return_inverse=True)

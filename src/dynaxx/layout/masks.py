@@ -60,16 +60,16 @@ class ElementMasks:
         return ElementMasks(self.bits.to(device), self.bands.to(device), self.kv_block)
 
     def some(self, kept: Tensor) -> ElementMasks:
-        """The entries that (num_masks,) bool or int64 names."""
+        """Return the entries that (num_masks,) bool or int64 names."""
         return ElementMasks(self.bits[kept], self.bands[kept], self.kv_block)
 
     def append(self, other: ElementMasks) -> ElementMasks:
-        """The entries of `other` behind these: its codes shift by `len(self)`."""
+        """Return the entries of `other` behind these: its codes shift by `len(self)`."""
         return ElementMasks(torch.cat([self.bits, other.bits]), torch.cat([self.bands, other.bands]), self.kv_block)
 
 
 def bands_of(bits: NDArray[np.int32], kv_block: int) -> NDArray[np.int32]:
-    """The closed form of each mask: (lo, hi) if it is the band lo <= r - c <= hi and not empty, else (1, 0).
+    """Return the closed form of each mask: (lo, hi) if it is the band lo <= r - c <= hi and not empty, else (1, 0).
 
     It is one if each row is the row above moved by a column, and the first row and column show distances without a gap.
     """

@@ -109,7 +109,7 @@ class NativeSpans:
 
     @lazy
     def max_blocks(self) -> int:
-        """Selection blocks of the longest sequence."""
+        """Return selection blocks of the longest sequence."""
         return max((-(-(b - a) // self.sizes.slc_block) for a, b in pairwise(self.ends_k)), default=0)
 
     @property

@@ -127,7 +127,7 @@ def _with_lengths(base: BlockLayout, ends_q: CuSeqlens, ends_k: CuSeqlens) -> Pa
 
 
 def _as_list(ends: CuSeqlens) -> Sequence[int]:
-    """The lengths as numbers, so that a layout never shares a tensor of its caller."""
+    """Return the lengths as numbers, so that a layout never shares a tensor of its caller."""
     return ends.tolist() if isinstance(ends, Tensor) else ends
 
 
@@ -214,7 +214,7 @@ def _cut(
 def _union_masks(
     pieces: _Pieces, which: Tensor, partial: Tensor, table: ElementMasks, block_size: tuple[int, int]
 ) -> tuple[ElementMasks, Tensor]:
-    """The table of what the partial targets show, each kind drawn once, and each one's code in it."""
+    """Return the table of what the partial targets show, each kind drawn once, and each one's code in it."""
     kept = partial[which]
     pieces, which = pieces.take(kept), (partial.cumsum(0) - 1)[which[kept]]
     kind = _kinds(pieces, which, int(partial.sum()))

@@ -87,7 +87,7 @@ class PageSummaries:
         )
 
     def grown(self, pages: int) -> PageSummaries:
-        """The same of a contiguous cache, with room for more pages."""
+        """Return the same of a contiguous cache, with room for more pages."""
 
         def larger(x: Tensor) -> Tensor:
             room = x.new_zeros(*x.transpose(1, 2).shape[:2], pages, *x.shape[3:]).transpose(1, 2)

@@ -66,7 +66,7 @@ class PagedCache:
             self.form.checked = True
 
     def _check(self) -> None:
-        """What a form is checked for once."""
+        """Return what a form is checked for once."""
         if self.k.ndim != 4 or self.v.ndim != 4 or self.k.shape[:3] != self.v.shape[:3]:
             raise ValueError(
                 "`k` and `v` must be (num_pages, page_size, kv_heads, head_dim), contiguous (batch, seqlen, kv_heads, "
@@ -114,7 +114,7 @@ class PagedCache:
         seqused_k: Tensor | None = None,
         leftpad_k: Tensor | None = None,
     ) -> PagedCache:
-        """A cache without a page table.
+        """Return a cache without a page table.
 
         Args:
             k, v: (batch, seqlen_k, kv_heads, head_dim) and (..., head_dim_v).
@@ -141,7 +141,7 @@ class PagedCache:
         sinks: int = SINKS,
         window: int = WINDOW,
     ) -> PagedCache:
-        """A contiguous cache in 8 bits, its scales by page and head, its first and last tokens exact.
+        """Return a contiguous cache in 8 bits, its scales by page and head, its first and last tokens exact.
 
         Args:
             k, v: (batch, seqlen_k, kv_heads, head_dim) of floats.
@@ -161,7 +161,7 @@ class PagedCache:
 
     @lazy
     def form(self) -> Form:
-        """The same for caches of which whatever depends on shapes, strides and dtypes is the same."""
+        """Return the same for caches of which whatever depends on shapes, strides and dtypes is the same."""
         bound = None if self.summaries is None else self.summaries.bound
         sinks = None if self.exact is None else self.exact.sinks
         sizes = None if self.compressed is None else self.compressed.sizes

@@ -25,7 +25,7 @@ class TransposedLayout:
 
 
 def transpose(layout: BlockLayout) -> TransposedLayout:
-    """The same blocks by kv block, where the layout lies.
+    """Return the same blocks by kv block, where the layout lies.
 
     A layout on a GPU is not read back: all slots up to the capacity are sorted, the unused ones to the end.
     """

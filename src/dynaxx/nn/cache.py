@@ -119,7 +119,7 @@ class NativeCache:
         return cache
 
     def blocks(self) -> Tensor | None:
-        """The blocks that this step takes over from an earlier one; None: it chooses."""
+        """Return the blocks that this step takes over from an earlier one; None: it chooses."""
         return self._blocks if self._age + 1 < self.reselect_every else None
 
     def keep_blocks(self, blocks: Tensor) -> None:

@@ -185,7 +185,7 @@ def summarize_pages(
 
 
 def _choice(q: Tensor, cache: PagedCache, budget: PageBudget) -> tuple[Tensor, int, int, int]:
-    """What a choice of pages is told: wanted, sinks, window, slots."""
+    """Return what a choice of pages is told: wanted, sinks, window, slots."""
     if not isinstance(budget, PageBudget):
         raise TypeError(f"`budget` must be a PageBudget, got {type(budget).__name__}; PageBudget.of(rule) makes one")
     if cache.summaries is None:

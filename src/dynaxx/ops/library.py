@@ -29,7 +29,7 @@ def is_traced(q: Tensor) -> bool:
 
 
 def layout_tensors(layout: BlockLayout, q: Tensor) -> list[Tensor]:
-    """The tensors of a layout, in the order that `_layout_of` reads; fake where q is fake outside of a compiler."""
+    """Return the tensors of a layout in the order of `_layout_of`; fake where q is fake outside a compiler."""
     tensors = list(layout.tensors)
     if not torch.compiler.is_compiling() and hasattr(q, "fake_mode"):
         return [q.fake_mode.from_tensor(tensor) for tensor in tensors]
@@ -142,7 +142,7 @@ _layouts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def _layout_of(tensors: list[Tensor], seqlen_q: int, seqlen_k: int, block_size: tuple[int, int]) -> BlockLayout:
-    """The layout that these tensors make, kept as long as the first of them lives: with what kernels prepare of it.
+    """Return the layout of these tensors, kept as long as the first of them lives, with what kernels cache.
 
     Tensors written to since are read again.
     """

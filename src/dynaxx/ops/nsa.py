@@ -261,7 +261,7 @@ def _mixed_forward(
     backend: str,
     needs_grad: bool,
 ) -> tuple[Tensor, ...]:
-    """The sum, then results of the compressed, selected and window branch, and lse of each, if gradients need them."""
+    """Return the sum, then results of compressed, selected and window branch, and their lse, for gradients."""
     q, k, v, *_, gates = inputs
     out_cmp, lse_cmp = compressed
     if not plan.attends_window:

@@ -37,7 +37,7 @@ def compressed_attention(
 
 
 def compressed_layout(spans: NativeSpans, block_size: int) -> BlockLayout:
-    """The layout of queries over compressed tokens, kept with the spans; one for all sequences that are alike."""
+    """Return the layout of queries over compressed tokens, kept with the spans; one for equal sequences."""
     sizes, alike = spans.sizes, spans.uniform
     build = lambda queries, keys: Compressed(sizes.cmp_block, sizes.cmp_stride, keys - queries).layout(
         queries,
@@ -67,7 +67,7 @@ def recorded(
     scale: float,
     backend: str,
 ) -> Tensor:
-    """The first of `results`, out and lse of attention over `layout`, with its gradients, as if it ran now.
+    """Return the first of `results`, out and lse of attention over `layout`, with its gradients, as if it ran now.
 
     The results of a branch may be needed before those of another whose gradients shall come later.
     Gradients go the reverse way: those of the selected branch, which need most memory, come last.
@@ -107,7 +107,7 @@ def window_attention(packed: Packed, spans: NativeSpans, scale: float, backend: 
 
 
 def window_layout(spans: NativeSpans, block_size: int) -> BlockLayout:
-    """The layout of queries over the window's keys; one for all sequences that are alike."""
+    """Return the layout of queries over the window's keys; one for all sequences that are alike."""
     alike, window = spans.uniform, SlidingWindow(spans.sizes.window)
     if alike is not None:
         return window.layout(*alike[1:], block_size=block_size, device=spans.device)

@@ -45,7 +45,7 @@ class Pattern(ABC):
     """
 
     def __init_subclass__(cls) -> None:
-        """A class that shows other pairs than the one it extends does not have its program."""
+        """Drop the program of a class that shows other pairs than the one it extends."""
         super().__init_subclass__()
         if {"visible", "shows"} & vars(cls).keys() and "program" not in vars(cls):
             cls.program = Pattern.program  # type: ignore[method-assign]
@@ -95,7 +95,7 @@ class Pattern(ABC):
         return False
 
     def resolve(self, input_ids: Tensor | Sequence[int]) -> Pattern:
-        """This rule for one request: parts by content (`GlobalContent`) become positions. Others stay as they are.
+        """Return this rule for one request: parts by content (`GlobalContent`) become positions.
 
         Args:
             input_ids: (seqlen,) token ids of one sequence, up to its last key.
@@ -104,11 +104,11 @@ class Pattern(ABC):
 
     @abstractmethod
     def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-        """The definition: bool, broadcast of two tensors of key positions (query `i` stands at `i + grid.offset`)."""
+        """Return the definition: bool, broadcast of two tensors of positions (query `i` is at `i + grid.offset`)."""
 
     @abstractmethod
     def visited(self, grid: BlockGrid) -> Visited:
-        """The blocks that hold every visible pair, as runs; `filled` may leave out blocks that are full."""
+        """Return the blocks that hold every visible pair, as runs; `filled` may leave out blocks that are full."""
 
     def shows(self, grid: BlockGrid, distance: Any) -> Any:
         """Of a rule `by_distance`, the definition: bool of query minus key positions, in torch or numpy."""
@@ -120,12 +120,12 @@ class Pattern(ABC):
         return np.arange(len(first))
 
     def program(self, grid: BlockGrid) -> list[int] | None:
-        """This rule in the numbers of `patterns.program`, from which the compiled core builds the layouts that
+        """Return this rule in the numbers of `patterns.program`, from which the compiled core builds the layouts that
         `visited` and `kinds` define; None where only they do."""
         return None
 
     def leaves(self) -> list[Pattern]:
-        """The rules of which it is made up, whose masks are found apart."""
+        """Return the rules of which it is made up, whose masks are found apart."""
         return [self]
 
     def joined(self, masks: Iterator[Any]) -> Any:
@@ -133,7 +133,7 @@ class Pattern(ABC):
         return next(masks)
 
     def kinds(self, blocks: Blocks) -> Kinds:
-        """The element masks of some blocks. Blocks cut by the end of a sequence count whole.
+        """Return the element masks of some blocks. Blocks cut by the end of a sequence count whole.
 
         Here those of each distance are evaluated, or those of each block; rules that know more are equal say so.
         """

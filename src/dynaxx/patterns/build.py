@@ -31,7 +31,7 @@ class Entries(NamedTuple):
 
 
 def build_layout(pattern: Pattern, grid: BlockGrid, device: torch.device | str = "cpu") -> BlockLayout:
-    """The layout of `pattern` on `grid`, shared by all heads."""
+    """Return the layout of `pattern` on `grid`, shared by all heads."""
     device = torch.device(device)
     rule = pattern & Causal() if grid.causal and not pattern.hides_future(grid) else pattern
     compiled = layout_tensors(rule, grid, device) if grid.q_blocks and grid.kv_blocks else None
@@ -44,7 +44,7 @@ def build_layout(pattern: Pattern, grid: BlockGrid, device: torch.device | str =
 
 
 def numpy_layout(rule: Pattern, grid: BlockGrid, device: torch.device) -> BlockLayout:
-    """The same without the compiled core, of a rule that hides the future where the grid does."""
+    """Return the same without the compiled core, of a rule that hides the future where the grid does."""
     if rule.by_distance and grid.q_blocks and grid.kv_blocks:
         return _layout(grid, *_entries_by_distance(rule, grid), device)
     touched, filled = rule.visited(grid) if grid.q_blocks and grid.kv_blocks else (Runs.none(), Runs.none())
@@ -117,7 +117,7 @@ def _sorted_entries(grid: BlockGrid, listed: tuple[NDArray[Any], ...], filled: t
 
 
 def _layout(grid: BlockGrid, entries: Entries, bits: Words, device: torch.device) -> BlockLayout:
-    """The layout of some entries, and the order of its rows, which only the host knows without waiting."""
+    """Return the layout of some entries, and the order of its rows, which only the host knows without waiting."""
     num_blocks = entries.num_blocks
     indptr = np.zeros((1, 1, grid.q_blocks + 1), np.int64)
     num_blocks.cumsum(out=indptr[0, 0, 1:])
@@ -136,7 +136,7 @@ def _assembled(grid: BlockGrid, arrays: list[NDArray[Any]], device: torch.device
 
 
 def _of_tensors(grid: BlockGrid, tensors: list[Tensor]) -> BlockLayout:
-    """The layout of the tensors that `_layout` lists; the last, the order of rows, may be missing."""
+    """Return the layout of the tensors that `_layout` lists; the last, the order of rows, may be missing."""
     layout = BlockLayout(
         seqlen_q=grid.seqlen_q,
         seqlen_k=grid.seqlen_k,

@@ -57,7 +57,7 @@ class GlobalContent(Pattern):
 
     @typed
     def resolve(self, input_ids: Tensor | Sequence[int]) -> GlobalTokens:
-        """The positions of the matches in one sequence; none give `GlobalTokens(())`.
+        """Return the positions of the matches in one sequence; none give `GlobalTokens(())`.
 
         Args:
             input_ids: (seqlen,) or (1, seqlen) token ids: all tokens up to the last key, the cached ones included.
@@ -148,7 +148,7 @@ def content_tokens(tokenizer: Any, texts: Sequence[str]) -> tuple[TokenSequence,
 
 
 def _covering(tokenizer: Any, ids: list[int], wanted: str) -> TokenSequence:
-    """The fewest tokens that hold the wanted text; () if even all of them do not."""
+    """Return the fewest tokens that hold the wanted text; () if even all of them do not."""
     if wanted not in _decode(tokenizer, ids):
         return ()
     start, stop = 0, len(ids)

@@ -93,7 +93,7 @@ class Sink(GlobalTokens):
 
 @lru_cache(maxsize=8)
 def blocks_holding(tokens: int | tuple[int, ...], size: int, count: int, offset: int) -> tuple[Ints, NDArray[np.bool_]]:
-    """The kinds of `count` blocks of `size` tokens, the first at `offset`, and which tokens of each are global.
+    """Return the kinds of `count` blocks of `size` tokens, the first at `offset`, and which tokens of each are global.
 
     Kind 0 has no global token, kind 1 only such, each other block that has some is a kind of its own.
     """
@@ -115,7 +115,7 @@ def blocks_holding(tokens: int | tuple[int, ...], size: int, count: int, offset:
 
 
 def _and_whole(runs: Runs, rows: NDArray[np.bool_], kv_blocks: int) -> Runs:
-    """The runs that all rows have, and every block of some rows."""
+    """Return the runs that all rows have, and every block of some rows."""
     if not rows.any():
         return runs
     start, end = np.zeros((2, max(1, len(runs.start)), len(rows)), np.int64)
@@ -126,7 +126,7 @@ def _and_whole(runs: Runs, rows: NDArray[np.bool_], kv_blocks: int) -> Runs:
 
 
 def _runs_of(held: NDArray[np.bool_]) -> Runs:
-    """The runs of True in (count,) bool, the same for every row."""
+    """Return the runs of True in (count,) bool, the same for every row."""
     padded = np.zeros(len(held) + 2, np.bool_)
     padded[1:-1] = held
     edges = (padded[1:] != padded[:-1]).nonzero()[0]

@@ -51,7 +51,7 @@ class Kinds(NamedTuple):
 
 
 def distinct(numbers: Ints, limit: int) -> tuple[Ints, Ints]:
-    """The distinct ones of (n,) numbers from 0 to limit - 1, ascending, and the place of each number among them."""
+    """Return the distinct ones of (n,) numbers from 0 to limit - 1, ascending, and where each number is there."""
     if limit > max(FEW, 4 * len(numbers)):
         found, which = np.unique(numbers, return_inverse=True)
         return found, which
@@ -110,7 +110,7 @@ def by_distance(shown: NDArray[np.bool_], which: Ints, block_size: tuple[int, in
 
 
 def element_masks(kinds: Kinds, block_size: tuple[int, int]) -> tuple[Words, Ints]:
-    """The bits of the masks that occur, and each block's code: FULL or EMPTY where its mask is all set or all clear."""
+    """Return the bits of the masks that occur, and each block's code: FULL or EMPTY if its mask is all one bit."""
     q_block, kv_block = block_size
     bits = np.empty((len(kinds.bits), q_block, -(-kv_block // 32)), np.int32)
     bits[:] = kinds.bits

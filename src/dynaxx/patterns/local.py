@@ -30,7 +30,7 @@ class DistanceRule(Pattern):
 
 
 def band(grid: BlockGrid, lo: int | None, hi: int | None) -> Visited:
-    """The blocks of the band lo <= distance <= hi, None where unlimited."""
+    """Return the blocks of the band lo <= distance <= hi, None where unlimited."""
     first, last = grid.spans()
     q_block, kv_block = grid.block_size
     start = np.zeros_like(first) if hi is None else np.maximum(first - hi, 0) // kv_block
@@ -108,7 +108,7 @@ class SlidingWindow(DistanceRule):
         object.__setattr__(self, "window", sides[0] if one else sides)
 
     def _limits(self, grid: BlockGrid) -> tuple[int | None, int | None]:
-        """The band lo <= query - key <= hi, None where unlimited."""
+        """Return the band lo <= query - key <= hi, None where unlimited."""
         left, right = (self.window - 1, self.window - 1) if isinstance(self.window, int) else self.window
         if grid.causal:
             right = 0
@@ -157,7 +157,7 @@ class Dilated(DistanceRule):
         return SlidingWindow((reach, reach))
 
     def _apart(self, grid: BlockGrid) -> int:
-        """The dilation, or a distance that no two tokens of the grid have."""
+        """Return the dilation, or a distance that no two tokens of the grid have."""
         return min(self.dilation, _beyond(grid))
 
     def hides_future(self, grid: BlockGrid) -> bool:
@@ -195,7 +195,7 @@ class Strided(DistanceRule):
         return distance % self._apart(grid) == 0
 
     def _apart(self, grid: BlockGrid) -> int:
-        """The stride, or a distance that no two tokens of the grid have."""
+        """Return the stride, or a distance that no two tokens of the grid have."""
         return min(self.stride, _beyond(grid))
 
     def alike(self, grid: BlockGrid, first: Ints) -> Ints:
@@ -219,7 +219,7 @@ class Strided(DistanceRule):
 
 
 def _beyond(grid: BlockGrid) -> int:
-    """A distance that no two tokens of the grid have, padding of the last blocks included."""
+    """Return a distance that no two tokens of the grid have, padding of the last blocks included."""
     return grid.seqlen_q + grid.seqlen_k + 2 * sum(grid.block_size)
 
 

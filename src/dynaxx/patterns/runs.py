@@ -36,7 +36,7 @@ class Runs(NamedTuple):
         return cls(np.zeros((0, 1), np.int64), np.zeros((0, 1), np.int64))
 
     def within(self, other: Runs) -> Runs:
-        """The part of each run that lies in the one run of `other`."""
+        """Return the part of each run that lies in the one run of `other`."""
         start = np.maximum(self.start, other.start)
         return Runs(start, np.maximum(start, np.minimum(self.end, other.end)))
 
@@ -81,7 +81,7 @@ def without(a: Runs, b: Runs) -> Runs:
 
 
 def beside(*parts: Runs) -> Runs:
-    """The runs of one part after those of the other; they need not ascend."""
+    """Return the runs of one part after those of the other; they need not ascend."""
     return Runs(_joined([part.start for part in parts]), _joined([part.end for part in parts]))
 
 
@@ -94,7 +94,7 @@ def _both(a: Runs, b: Runs) -> Runs:
 
 
 def _between(start: Ints, end: Ints) -> Runs:
-    """Runs from starts and ends in order, each from where the one before it ends."""
+    """Return runs from starts and ends in order, each from where the one before it ends."""
     begin = start.copy()
     np.maximum(start[1:], end[:-1], out=begin[1:])
     return Runs(begin, np.maximum(begin, end))

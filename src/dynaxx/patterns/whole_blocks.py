@@ -116,7 +116,7 @@ def drawn_blocks(rule: RandomBlocks, grid: BlockGrid) -> Ints:
 
 
 def _hash(seed: int, rows: Ints, slot: Ints) -> Ints:
-    """A well-mixed 31-bit integer per (row, slot): three rounds of multiply and xor-shift in wrapping int64."""
+    """Return a well-mixed 31-bit integer per (row, slot): three rounds of multiply and xor-shift in wrapping int64."""
     x = rows * 0x9E3779B1 + slot * 0x85EBCA77 + _hash_start(seed)
     for _ in range(3):
         x = (x ^ (x >> 29)) * 0x1B873593CC9E2D51

@@ -62,7 +62,7 @@ class ModelFacts(Document):
 
 
 def _full_layer(config: Any) -> Any:
-    """The config of a layer that sees the whole sequence, where layers differ in their heads (Gemma 4)."""
+    """Return the config of a layer that sees the whole sequence, where layers differ in their heads (Gemma 4)."""
     kinds = getattr(config, "layer_types", None) or ()
     each = getattr(config, "per_layer_config", None)
     return config if each is None or "full_attention" not in kinds else each[list(kinds).index("full_attention")]

@@ -62,7 +62,7 @@ class Selector(ABC):
         """
 
     def choice(self, q_heads: int) -> ChoiceSettings | None:
-        """The rule of `choose` for so many q heads, or None where only `choose` knows it: a GPU then runs that.
+        """Return the rule of `choose` for so many q heads, or None where only `choose` knows it: a GPU then runs that.
 
         Raises:
             ValueError: a budget per head, for another number of heads.
@@ -115,7 +115,7 @@ class Hybrid:
         return self.pattern.needs_tokens
 
     def resolve(self, input_ids: Tensor | Sequence[int]) -> Hybrid:
-        """This rule for one request; as `Pattern.resolve`."""
+        """Return this rule for one request; as `Pattern.resolve`."""
         return Hybrid(self.pattern.resolve(input_ids), self.selector)
 
     def __repr__(self) -> str:

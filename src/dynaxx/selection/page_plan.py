@@ -73,7 +73,7 @@ class PagePlan:
 
     @typed
     def pages(self, seqused_k: Tensor, kv_heads: int) -> Tensor:
-        """The step's block_indices for `sparse_decode`, (batch, kv_heads, slots) int32; waits for no device.
+        """Return the step's block_indices for `sparse_decode`, (batch, kv_heads, slots) int32; waits for no device.
 
         Args:
             seqused_k: (batch,) int32, as the cache's, on the plan's device. Longer ones than the plan has are read as

@@ -54,7 +54,7 @@ class PageBudget:
     @classmethod
     @typed
     def of(cls, rule: Pattern | Selector | Hybrid) -> PageBudget:
-        """The same rule for decoding: sinks and windows of its pattern, budget and scorer of its selector. A page has
+        """Return the rule for decoding: sinks and windows of its pattern, budget and scorer of its selector. A page has
         one summary, whatever a scorer would look at within a block; for `MeanQuery` it is a bound of 0.75.
 
         Raises:
@@ -95,7 +95,7 @@ class PageBudget:
         return all(isinstance(budget, float) and budget == 1 for budget in self.budgets)
 
     def slots(self, cache: PagedCache, seqlen_q: int) -> int:
-        """The most pages that a step may choose: what is allocated, whatever the lengths are."""
+        """Return the most pages that a step may choose: what is allocated, whatever the lengths are."""
         most = max(budget if isinstance(budget, int) else share_of(budget, cache.max_pages) for budget in self.budgets)
         forced = pages_touched(self.sinks, cache.page_size) + pages_touched(self.window + seqlen_q - 1, cache.page_size)
         return min(cache.max_pages, most + forced)
@@ -120,7 +120,7 @@ def share_of(share: float, pages: int) -> int:
 
 
 def pages_touched(tokens: int, page_size: int) -> int:
-    """The most pages that so many tokens in a row can touch."""
+    """Return the most pages that so many tokens in a row can touch."""
     return (tokens + page_size - 2) // page_size + 1 if tokens else 0
 
 

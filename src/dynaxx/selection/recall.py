@@ -148,7 +148,7 @@ def _estimate(values: Tensor, population: int) -> Recall:
 
 
 def student_t(freedom: int) -> float:
-    """The 97.5 % quantile of Student's t: exact for 1 and 2 degrees of freedom, then the expansion in 1 / freedom of
+    """Return the 97.5 % quantile of Student's t: exact for 1 and 2 degrees of freedom, then the expansion in 1 / n of
     Cornish and Fisher (Abramowitz and Stegun 26.7.5), within 0.02 at 3 and 0.001 from 6 on."""
     if freedom <= 2:
         return (12.7062, 4.3027)[freedom - 1]

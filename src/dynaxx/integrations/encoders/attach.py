@@ -45,7 +45,7 @@ class Shared:
         return any(getattr(config, "output_attentions", False) for config in self._configs)
 
     def once_per_mask(self, mask: Tensor, key: Hashable, make: Callable[[], Made]) -> Made:
-        """What `make` returns for this mask: the layers of one forward pass get the same tensor."""
+        """Return what `make` returns for this mask: the layers of one forward pass get the same tensor."""
         version = 0 if mask.is_inference() else mask._version
         known = self._pass
         if known is None or known[0]() is not mask or known[1] != version:
@@ -172,7 +172,7 @@ def is_sparse_encoder(model: nn.Module) -> bool:
 
 
 def _sharing(original: nn.Module, kind: Any, shared: Shared) -> nn.Module:
-    """A module of `kind` that has everything of the original: the same parameters, children and hooks, not copies."""
+    """Return a module of `kind` with everything of the original: the same parameters, children and hooks."""
     ours: nn.Module = kind.__new__(kind)
     ours.__dict__.update(original.__dict__)
     ours.__dict__["dynaxx"] = shared

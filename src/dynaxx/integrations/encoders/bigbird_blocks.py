@@ -20,7 +20,7 @@ from dynaxx.lazy import lazy
 
 
 def layout_block(block_size: int) -> int | None:
-    """The largest block of a layout that divides one of the model; None where none does."""
+    """Return the largest block of a layout that divides one of the model; None where none does."""
     return max((size for size in BLOCK_SIZES if block_size % size == 0), default=None)
 
 
@@ -92,7 +92,7 @@ class _Drawn(Exception):
 
 
 def draw_random_blocks(module: Any, seqlen: int) -> Tensor:
-    """The random blocks that `module` attends to, (heads, blocks - 2, slots) int64, drawn by its own code.
+    """Return the random blocks that `module` attends to, (heads, blocks - 2, slots) int64, drawn by its own code.
 
     That code seeds numpy's global generator in training and draws in the midst of attention. It runs on a stand-in
     with the module's settings that leaves as soon as they are drawn, and the generator is put back as it was.

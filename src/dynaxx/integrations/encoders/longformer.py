@@ -63,14 +63,14 @@ class Tokens:
         return used
 
     def window_layout(self, reach: int, slots: int) -> BlockLayout:
-        """Queries of the sequence on `slots` global keys and the keys of the sequence, `reach` to each side."""
+        """Return queries of the sequence on `slots` global keys and the keys of the sequence, `reach` to each side."""
         seqlen = self.masked.shape[1]
         rule = SlidingWindow((reach, reach)) | GlobalTokens(slots)
         layout = rule.layout(seqlen, slots + seqlen, causal=False, block_size=BLOCK, device=self.masked.device)
         return hide_keys(layout, torch.cat([self.slot_used()[:, :slots], ~self.special], dim=1))
 
     def slots_layout(self) -> BlockLayout:
-        """Queries of the sequence on the global keys alone."""
+        """Return queries of the sequence on the global keys alone."""
         layout = _full_layout(self.masked.shape[1], self.slots, self.masked.device)
         return hide_keys(layout, self.slot_used())
 
@@ -153,7 +153,7 @@ class _WindowAttention:
         return sparse_attention(q, k, v, layout)
 
     def _few_global_rows(self: Any, q: Tensor, hidden: Tensor, mask: Tensor, tokens: Tokens) -> Tensor:
-        """The same, without projecting the sequence: the projections of keys and values act on the few queries instead.
+        """Return the same without projecting the sequence: projections of keys and values act on the few queries.
 
         With k = W x + b, q . k = (W^T q) . x + q . b, whose last term is equal for all keys; and the weighted mean of
         V x + c is V (mean of x) + c. So every head's queries attend to the hidden states themselves. With G * H queries

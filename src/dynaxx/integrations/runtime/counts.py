@@ -41,7 +41,7 @@ class Counts:
         self._said: set[str] = set()
 
     def sparse(self, layer: int) -> None:
-        """A call had at least one sparse sequence."""
+        """Note a call that had at least one sparse sequence."""
         with self._lock:
             self._sparse += 1
 
@@ -56,15 +56,15 @@ class Counts:
         count(1)
 
     def decoding(self, layer: int, q: Tensor) -> Call:
-        """A decoding step of a layer begins; `decoded` when it ran. It is counted as a sparse call, too."""
+        """Note that a decoding step of a layer begins; call `decoded` when it ran. It counts as a sparse call."""
         return self.probe.start(layer, q, phase="decode")
 
     def decoded(self, call: Call, q: Tensor) -> None:
-        """It ran by its budget; its choice of pages is part of its time."""
+        """Note that it ran by its budget; its choice of pages is part of its time."""
         call.done(q, q, backend="triton" if q.device.type == "cuda" else "cpu")
 
     def decode_steps(self, layer: int, backend: str) -> None:
-        """A decoding step of a layer starts that may be replayed from a CUDA graph; it is not timed."""
+        """Note that a decoding step of a layer starts that may be replayed from a CUDA graph; it is not timed."""
         with self._lock:
             self._sparse += 1
         count = self._count_steps.get(backend)
@@ -112,7 +112,7 @@ class Counts:
             self._sequences[reason] += sequences
 
     def compiled(self) -> None:
-        """A compiled model ran a layer, dense. Traced by torch.compile: no lock."""
+        """Note that a compiled model ran a layer, dense. Traced by torch.compile: no lock."""
         self._compiled[COMPILED] = self._compiled.get(COMPILED, 0) + 1
 
     def reset(self) -> None:

@@ -66,15 +66,15 @@ class Deployed:
         self.kinds = {layer: self._kind_of(layer) for layer in self.rules}
 
     def rules_of(self, layer: int) -> LayerRules:
-        """What the policy says about a layer."""
+        """Return what the policy says about a layer."""
         return self.rules.get(layer, NO_RULES)
 
     def kind(self, layer: int) -> int:
-        """A number that layers share whose calls are decided and planned alike; 0 for layers without a rule."""
+        """Return a number that layers share whose calls are decided and planned alike; 0 for layers without a rule."""
         return self.kinds.get(layer, 0)
 
     def state(self, layer: int, blocked: DenseReason | None) -> PassState:
-        """What holds for a layer in a pass that is `blocked` as a whole, or not."""
+        """Return what holds for a layer in a pass that is `blocked` as a whole, or not."""
         if blocked is None and not self.policy.rollout.covers_layer(layer):
             blocked = DenseReason.LAYER_LEFT_OUT
         return PassState(blocked, self.was_long, self.decode_was_long)

@@ -83,11 +83,11 @@ class LiveGuard:
     # ---- on the way of a request ---------------------------------------------------------------------------------
 
     def level(self, layer: int) -> Level:
-        """What the guard does to a layer now."""
+        """Return what the guard does to a layer now."""
         return max(self.levels[layer].level, self.whole.level)
 
     def plan(self, layer: int, nominal: LayerPlan) -> LayerPlan:
-        """The plan to run: the policy's own, or a wider one."""
+        """Return the plan to run: the policy's own, or a wider one."""
         return _wider(nominal, self.settings.widen) if self.level(layer) == Level.WIDENED else nominal
 
     def wants_call(self) -> bool:
@@ -138,7 +138,7 @@ class LiveGuard:
             self.failed(error)
 
     def left_out(self, why: str) -> None:
-        """A sampled call is not looked at: "dropped" (the queue is full), "too large" to copy, or "decode"."""
+        """Note that a sampled call is skipped: "dropped" (the queue is full), "too large" to copy, or "decode"."""
         self._numbers.add("dynaxx_guard_checks_total", verdict=why)
 
     def failed(self, error: Exception) -> None:
@@ -170,7 +170,7 @@ class LiveGuard:
 
     @contextlib.contextmanager
     def _beside(self, sample: Sampled) -> Iterator[None]:
-        """A stream beside that of the requests, on a GPU."""
+        """Return a stream beside that of the requests, on a GPU."""
         if sample.ready is None:
             yield
             return
@@ -200,7 +200,7 @@ class LiveGuard:
             self._tell_drift(found)
 
     def judge_request(self, kl: float) -> None:
-        """A request's next token was compared: KL(dense || sparse) in nats."""
+        """Note that a request's next token was compared: KL(dense || sparse) in nats."""
         with self._lock:
             before = self.whole.level
             beyond = self.whole.add({"kl": kl})
@@ -238,13 +238,13 @@ class LiveGuard:
     # ---- what is known -------------------------------------------------------------------------------------------
 
     def drift(self) -> list[HeadDrift]:
-        """The evidence of all layers that have drifted, worst head first."""
+        """Return the evidence of all layers that have drifted, worst head first."""
         with self._lock:
             layers = list(self.detector.drifted.values()) if self.detector else []
         return sorted((each for layer in layers for each in layer.evidence), key=lambda each: -each.distance)
 
     def statistics(self, command: str = "") -> Profile | None:
-        """What was recorded since this policy came into force; None before the first measured call."""
+        """Return what was recorded since this policy came into force; None before the first measured call."""
         with self._lock:
             layers = tuple(each.to_profile(layer) for layer, each in sorted(self._records.items()) if each.calls)
         if not layers:

@@ -32,7 +32,7 @@ class CallMeasure(NamedTuple):
     local: Tensor  # share of dense attention mass on the nearest keys
 
     def cpu(self) -> CallMeasure:
-        """The same on the host."""
+        """Return the same on the host."""
         return CallMeasure(*(each.cpu() for each in self))
 
     def statistics(self) -> Tensor:

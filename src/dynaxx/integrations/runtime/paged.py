@@ -134,7 +134,7 @@ def paged_cache(
     summaries: PageSummaries | None = None,
     batch: int | None = None,
 ) -> PagedCache:
-    """The cache of some sequences, as views; with a `batch`, sequences without keys follow up to so many."""
+    """Return the cache of some sequences, as views; with a `batch`, sequences without keys follow up to so many."""
     padding = 0 if batch is None else batch - len(rows)
     which = torch.tensor([row.index for row in rows] + [0] * padding).to(pages.memory.device, non_blocking=True)
     seqused_k = sequences.seqused_k[which]

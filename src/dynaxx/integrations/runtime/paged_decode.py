@@ -34,7 +34,7 @@ class LivingSummaries:
         return known
 
     def update_last(self, pages: Pages, sequences: Sequences, bound: float) -> PageSummaries:
-        """The same for a step with one new key of every sequence, without the host: a CUDA graph may capture it.
+        """Return the same for a step with one new key of every sequence, without the host: a CUDA graph may capture it.
 
         Raises:
             RuntimeError: the summaries are new, and a graph is being captured; a step before it would have made them.
@@ -88,7 +88,7 @@ def decode(
 
 
 def _every_page(pages: Pages) -> PagedCache:
-    """The whole memory as one long sequence."""
+    """Return the whole memory as one long sequence."""
     count, device = len(pages.memory), pages.memory.device
     used = torch.tensor([count * pages.page_size], dtype=torch.int32, device=device)
     return pages.cache(used, torch.arange(count, dtype=torch.int32, device=device)[None])

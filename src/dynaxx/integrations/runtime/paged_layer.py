@@ -209,7 +209,7 @@ class PagedLayer:
             guard.take(self.index, queries, k, v, self.softmax.scale, plan, runs, found)
 
     def _summarized(self, pages: Pages, step: Step) -> PageSummaries | None:
-        """What decoding needs to know of the pages: also of keys that dense sequences wrote, which others may share."""
+        """Return what decoding needs to know of the pages, those that dense sequences wrote included."""
         plan = step.deployed.decode.get(self.index)
         if plan is None or plan.budget.reads_everything:
             return None

@@ -17,7 +17,7 @@ class Announcer:
         self._killed_by: str | None = None
 
     def in_force(self, deployed: Deployed) -> None:
-        """A policy came into force."""
+        """Note that a policy came into force."""
         numbers, policy, guard = self._numbers, deployed.policy, deployed.guard
         numbers.info("dynaxx_policy_info", version=str(policy.version), digest=policy_digest(policy))
         numbers.set("dynaxx_policy_loaded_timestamp_seconds", time.time())
@@ -32,17 +32,17 @@ class Announcer:
         self.in_force(deployed)
 
     def unchanged(self) -> None:
-        """The one in force is the newest."""
+        """Note that the policy in force is the newest."""
         self._numbers.set("dynaxx_policy_stale", 0)
 
     def refused(self, reason: str) -> None:
-        """A newer one cannot come into force."""
+        """Note that a newer policy cannot come into force."""
         self._numbers.add("dynaxx_policy_reloads_total", result="failed")
         self._numbers.set("dynaxx_policy_stale", 1)
         self._numbers.event("policy_refused", reason=reason)
 
     def removed(self) -> None:
-        """It was taken off."""
+        """Note that the policy was taken off."""
         self._numbers.event("policy_removed")
 
     def killed(self, by: str | None) -> bool:

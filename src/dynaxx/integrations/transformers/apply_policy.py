@@ -110,7 +110,7 @@ def apply(
 
 
 def model_facts(model: nn.Module) -> ModelFacts:
-    """What a policy for this model has to say about it.
+    """Return what a policy for this model has to say about it.
 
     Raises:
         UnsupportedInputError: no decoder attention of transformers was found in it.
@@ -119,7 +119,7 @@ def model_facts(model: nn.Module) -> ModelFacts:
 
 
 def attention_layers(model: nn.Module) -> dict[int, nn.Module]:
-    """The decoder's attention modules by layer index. Raises as `model_facts`."""
+    """Return the decoder's attention modules by layer index. Raises as `model_facts`."""
     return dict(Decoder.of(model).layers)
 
 

@@ -34,7 +34,7 @@ class BatchMemory:
         self._plans: dict[int, DecodePlan] = {}
 
     def open(self, allocator: Any, arguments: dict[str, Any], plans: dict[int, DecodePlan]) -> BatchStep:
-        """A step begins.
+        """Begin a step.
 
         Args:
             arguments: of its first attention call, as transformers passes them.
@@ -101,7 +101,7 @@ class BatchMemories:
         self._of: weakref.WeakKeyDictionary[Any, BatchMemory] = weakref.WeakKeyDictionary()
 
     def of(self, allocator: Any) -> BatchMemory:
-        """That of one allocator."""
+        """Return the memory of one allocator."""
         return self._of.setdefault(allocator, BatchMemory())
 
 
@@ -113,7 +113,7 @@ def page_size_reason(allocator: Any, page_size: int) -> DenseReason | None:
 
 
 def _cache_of(allocator: Any, layer: int, step: BatchStep, rows: Sequence[Row], page_size: int) -> PagedCache:
-    """The cache of some rows, as views."""
+    """Return the cache of some rows, as views."""
     k, v = (x.view(-1, page_size, *x.shape[2:]) for x in allocator.get_cache_for_block_table(layer))
     used = torch.tensor([row.run.seqlen_k for row in rows], dtype=torch.int32).to(k.device, non_blocking=True)
     return PagedCache(k, v, used, step.page_table(rows, page_size))

@@ -143,5 +143,5 @@ class BatchCall(NamedTuple):
 
 
 def for_attention(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call that attention is to see."""
+    """Return the arguments of a call that attention is to see."""
     return {name: value for name, value in kwargs.items() if name not in DONE_WITH}

@@ -68,7 +68,7 @@ class Tenants:
             tenant.summarized.clear()
 
     def rows(self, allocator: Any, arguments: dict[str, Any]) -> list[Row]:
-        """The requests of a step, in order; called once for each step.
+        """Return the requests of a step, in order; called once for each step.
 
         A step names no request, but the block that its last token goes to belongs to one alone.
 
@@ -148,7 +148,7 @@ class BatchStep:
         return table[torch.tensor([places[row.run.q_start] for row in rows]).to(table.device)]
 
     def without(self, rows: Sequence[Row]) -> PartOfStep:
-        """The requests beside those of `rows`."""
+        """Return the requests beside those of `rows`."""
         left_out = {row.run.q_start for row in rows}
         key = tuple(sorted(left_out))
         if key not in self._without:

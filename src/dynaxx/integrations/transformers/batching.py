@@ -66,7 +66,7 @@ def continuous_batching(handle: Handle, owner: nn.Module) -> Iterator[None]:
 def ragged_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """What "sdpa" means while a block is open."""
+    """Return what "sdpa" means while a block is open."""
     layer, cache = LAYERS.get(module), kwargs.get("cache")
     assert _own is not None, "registered only while a block is open"
     if layer is None or cache is None or torch.compiler.is_compiling() or _captures(query):

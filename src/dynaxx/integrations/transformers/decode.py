@@ -61,7 +61,7 @@ class CacheMemory:
         return found
 
     def with_summaries(self, layer: int, keys: Tensor, cache: PagedCache, bound: float, used: int) -> PagedCache:
-        """The cache with its summaries up to date; `used` is the most keys that a sequence has."""
+        """Return the cache with its summaries up to date; `used` is the most keys that a sequence has."""
         memory = self._layers.get(layer)
         if memory is not None and memory.summaries.bound == bound and _fits(memory.summaries, cache):
             summaries = memory.summaries
@@ -84,7 +84,7 @@ class CacheMemories:
         self._of: weakref.WeakKeyDictionary[Any, CacheMemory] = weakref.WeakKeyDictionary()
 
     def start_pass(self, cache: Any) -> CacheMemory | None:
-        """The memory of the cache that a pass is about to use; None without one."""
+        """Return the memory of the cache that a pass is about to use; None without one."""
         if cache is None or not hasattr(cache, "get_seq_length"):
             return None
         memory = self._of.get(cache)

@@ -60,7 +60,7 @@ class Decoder:
         return cls(owner, config, layers)
 
     def weak(self) -> Callable[[], Decoder | None]:
-        """A way back to it that does not keep the model alive; None when that is gone."""
+        """Return a way back to it that does not keep the model alive; None when that is gone."""
         owner = weakref.ref(self.owner)
 
         def again() -> Decoder | None:
@@ -147,12 +147,12 @@ def _is_attention(module: nn.Module) -> bool:
 
 
 def implementation(module: Any) -> str:
-    """The name under which a module looks up its attention."""
+    """Return the name under which a module looks up its attention."""
     return module.config._attn_implementation
 
 
 def model_label(loaded: str) -> str:
-    """A hub's name as it is, `owner/model` out of its cache, and of any other path the last part alone."""
+    """Return a hub's name as it is, `owner/model` out of its cache, and of any other path the last part alone."""
     cached = re.search(r"models--([^/\\]+?)--([^/\\]+)[/\\]snapshots", loaded)
     if cached:
         return f"{cached[1]}/{cached[2]}"
@@ -162,7 +162,7 @@ def model_label(loaded: str) -> str:
 
 
 def window_of(module: nn.Module) -> int | None:
-    """The window of a local layer; None if it sees everything."""
+    """Return the window of a local layer; None if it sees everything."""
     return getattr(module, "sliding_window", None)
 
 

@@ -103,7 +103,7 @@ class Pass:
         self._runs = [runs]
 
     def layout(self, layer: int, place: Place, plan: LayerPlan) -> BlockLayout | None:
-        """What another layer chose for the same sequence, where the policy has `layer` use that.
+        """Return what another layer chose for the same sequence, where the policy has `layer` use that.
 
         Not where gradients are recorded: a checkpointed layer that runs again must choose as it did.
         """
@@ -118,7 +118,7 @@ class Pass:
             self._layouts[place] = (layer, plan, layout)
 
     def runs(self, mask: Tensor, batch: int) -> list[list[Run]] | None:
-        """The runs of each batch entry, None if the mask is no set of them; layers that share a mask read it once."""
+        """Return the runs of each batch entry, None if the mask has none; layers that share a mask read it once."""
         if isinstance(mask, LazyMask):
             return self._runs_of_lazy(mask, batch)
         version = 0 if mask.is_inference() else mask._version
@@ -137,7 +137,7 @@ class Pass:
         return self._runs
 
     def native_parts(self, key: Hashable, mask: Tensor | None, make: Callable[[], Parts]) -> Parts:
-        """The layouts of the model's own pattern; layers that share a mask make them once."""
+        """Return the layouts of the model's own pattern; layers that share a mask make them once."""
         known, of_mask = self._parts.get(key, (None, None))
         if known is None or (of_mask is not None and of_mask() is not mask):
             known = make()
@@ -149,10 +149,10 @@ class Starter(Protocol):
     """What makes the passes of a decoder; a handle."""
 
     def start_pass(self, arguments: dict[str, Any]) -> Pass:
-        """A pass that is about to run, from the decoder's own arguments by name."""
+        """Begin a pass that is about to run, from the decoder's own arguments by name."""
 
     def end_pass(self, done: Pass, arguments: dict[str, Any], output: Any, cache: Any) -> None:
-        """A pass has run; `cache` is what it filled, None if nothing."""
+        """End a pass that has run; `cache` is what it filled, None if nothing."""
 
 
 class PassHooks:
@@ -173,7 +173,7 @@ class PassHooks:
             ]
 
     def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The decoder's own arguments by name, others as a dict under the name that it has for them."""
+        """Return the decoder's own arguments by name, others as a dict under the name that it has for them."""
         found = dict(zip(self._names, args, strict=False))
         others = {}
         for name, value in kwargs.items():

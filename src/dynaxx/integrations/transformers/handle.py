@@ -206,7 +206,7 @@ class Handle:
             compare_later(self._decoder, guard, self.background, arguments, output)
 
     def unannounced_pass(self, layer: int) -> Pass:
-        """The pass that this thread is in, where the decoder hands none down: layers come in ascending order."""
+        """Return the pass that this thread is in, where the decoder hands none down: layers come in ascending order."""
         before = getattr(self._own, "current", None)
         if before is None or layer <= before[0]:
             current = Pass(self._deployed, choice=self._choose(current_request()), killed=self._is_killed())
@@ -215,7 +215,7 @@ class Handle:
         return before[1]
 
     def _live_caches(self) -> list[Any]:
-        """The caches of requests that somebody still holds."""
+        """Return the caches of requests that somebody still holds."""
         return list(self._requests.keys())
 
     def _choose(self, said: Request | None) -> Choice:
@@ -233,7 +233,7 @@ class Handle:
         return [] if guard is None else guard.drift()
 
     def statistics(self, command: str = "") -> Profile | None:
-        """What the guard recorded since this policy came into force; None before its first measurement."""
+        """Return what the guard recorded since this policy came into force; None before its first measurement."""
         guard = self._deployed.guard
         return None if guard is None else guard.statistics(command)
 

@@ -94,7 +94,7 @@ class Layer:
         scores: Scores,
         is_causal: bool | None,
     ) -> Work:
-        """What the call does, planned once per pass for all layers whose calls are alike."""
+        """Return what the call does, planned once per pass for all layers whose calls are alike."""
         kind, version = current.deployed.kind(self.index), None
         if mask is not None:
             version = (id(mask), 0 if mask.is_inference() else mask._version)
@@ -246,7 +246,7 @@ def attention(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """What `AttentionInterface` calls for every layer of every model with a policy."""
+    """Return what `AttentionInterface` calls for every layer of every model with a policy."""
     if torch.compiler.is_compiling():
         if torch.compiler.is_dynamo_compiling() and (compiled := LAYERS.get(module)) is not None:
             compiled.handle.counts.compiled()
@@ -260,7 +260,7 @@ def attention(
 
 
 def _original(module: nn.Module) -> DenseAttention:
-    """The attention of a module that is compiled, or that has no handle."""
+    """Return the attention of a module that is compiled, or that has no handle."""
     layer = LAYERS.get(module)
     return DenseAttention(module, DENSE) if layer is None else layer.dense
 

@@ -106,7 +106,7 @@ def _read_chunk(free: dict[str, Any]) -> MaskRule | None:
 
 @cache
 def _building_blocks() -> dict[CodeType, Callable[[dict[str, Any]], MaskRule | None]]:
-    """transformers' building blocks by their code, each with what reads its settings; empty if one does not act as
+    """Return transformers' building blocks by code, each with what reads its settings; empty if one does not act as
     it did in the versions that were tested."""
     from transformers import masking_utils as made
 

@@ -63,7 +63,7 @@ def causal_runs(
 
 
 def _padded(seqlen_q: int, offset: int, first: int, last: int) -> list[Run]:
-    """The runs of one entry whose real keys are first : last."""
+    """Return the runs of one entry whose real keys are first : last."""
     if first < 0 or first >= offset + seqlen_q:
         return [Run(0, seqlen_q, 0, 0, False)]
     begin, end = max(0, first - offset), min(seqlen_q, max(0, last - offset))
@@ -76,7 +76,7 @@ def _padded(seqlen_q: int, offset: int, first: int, last: int) -> list[Run]:
 
 
 def read_mask(mask: Tensor) -> list[list[Run]] | None:
-    """The runs of each batch entry, which cover all its queries in order; None if the mask is no set of such runs.
+    """Return the runs of each batch entry, which cover its queries in order; None if the mask is no such set.
 
     Args:
         mask: (batch, seqlen_q, seqlen_k) bool, True = visible. Queries that see nothing form a run without keys.

@@ -107,7 +107,7 @@ def _layout(
 
 
 def _pattern(rule: MaskRule, used: int, start: int, entry: int) -> Pattern:
-    """The pattern of one batch entry over `used` keys, the first of which is token `start`."""
+    """Return the pattern of one batch entry over `used` keys, the first of which is token `start`."""
     found: Pattern = Causal() if rule.causal else Full()
     if rule.window is not None or rule.after is not None:
         left = -1 if rule.window is None else rule.window - 1

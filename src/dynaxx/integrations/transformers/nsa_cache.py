@@ -40,7 +40,7 @@ class NativeMemory:
         self._known = known if known is not None and keys is not None and known.keys() is keys else None
 
     def extended(self, keys: Tensor) -> None:
-        """The cache's tensor is `keys` from now on: what it had before and some more."""
+        """Make `keys` the cache's tensor from now on: what it had before and some more."""
         if self._known is not None:
             self._of[self._layer] = replace(self._known, keys=weakref.ref(keys))
 
@@ -48,7 +48,7 @@ class NativeMemory:
     def pages(
         self, keys: Tensor, values: Tensor, sizes: NativeSizes, compress_k: Pooling, compress_v: Pooling
     ) -> PagedCache:
-        """The cache's (batch, kv_heads, seqlen, dim) tensors as `native_decode` reads them."""
+        """Return the cache's (batch, kv_heads, seqlen, dim) tensors as `native_decode` reads them."""
         k, v = keys.transpose(1, 2), values.transpose(1, 2)
         cache, used, known = PagedCache.contiguous(k, v, page_size=sizes.slc_block), k.shape[1], self._known
         if known is None or known.compressed.sizes.cmp_stride != sizes.cmp_stride:

@@ -114,7 +114,7 @@ class NativeLlamaAttention(NativeSparseAttention):
 
     @staticmethod
     def _packed_lengths(kwargs: dict[str, Any], q: Tensor, k: Tensor) -> Tensor | None:
-        """The lengths of packed sequences, where the caller gives them (DataCollatorWithFlattening does)."""
+        """Return the lengths of packed sequences, where the caller gives them (DataCollatorWithFlattening does)."""
         ends: Tensor | None = kwargs.get("cu_seq_lens_q")
         if ends is not None and (q.shape[0] != 1 or q.shape[1] != k.shape[1]):
             raise ValueError("packed sequences must come as a batch of one, without a cache")

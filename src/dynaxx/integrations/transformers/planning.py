@@ -145,7 +145,7 @@ def _plan_step(current: Pass, index: int, q: Tensor, k: Tensor, mask: Tensor | N
 def _native(
     current: Pass, q: Tensor, k: Tensor, mask: Tensor | None, scores: Scores, module: nn.Module, is_causal: bool | None
 ) -> Ordered[Part] | DenseReason:
-    """The layouts of the model's own pattern, or why the model's own attention computes it."""
+    """Return the layouts of the model's own pattern, or why the model's own attention computes it."""
     seqlen_q, device = q.shape[2], q.device
     least, asked = least_queries(device.type), _asked_window(current, q, k, mask)
     if not current.deployed.native:
@@ -183,7 +183,7 @@ def _make_parts(
 
 
 def _asked_window(current: Pass, q: Tensor, k: Tensor, mask: Tensor | None) -> tuple[int, int] | None:
-    """The window that the caller asked for, where it hides something; it never changes a layer's own pattern."""
+    """Return the window that the caller asked for, where it hides something; it never changes a layer's own pattern."""
     window = current.deployed.window
     if window is None or q.shape[2] != k.shape[2] or q.shape[2] <= min(window) + 1 or has_own_pattern(mask):
         return None
@@ -191,7 +191,7 @@ def _asked_window(current: Pass, q: Tensor, k: Tensor, mask: Tensor | None) -> t
 
 
 def _first(reasons: set[DenseReason | None]) -> DenseReason:
-    """The reason that stands for a call whose sequences are dense for several."""
+    """Return the reason that stands for a call whose sequences are dense for several."""
     return min((reason for reason in reasons if reason is not None), default=DenseReason.BELOW)
 
 

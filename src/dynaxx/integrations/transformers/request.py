@@ -29,7 +29,7 @@ class RequestTokens:
         self._plans: dict[tuple[LayerPlan, int, int, int], LayerPlan] = {}
 
     def without_plans(self) -> RequestTokens:
-        """The tokens alone, to be kept as long as a cache."""
+        """Return the tokens alone, to be kept as long as a cache."""
         return RequestTokens(self.ids, self.reason, reorderable=self.reorderable)
 
     def missing(self, batch: int, seqlen_k: int, runs: list[list[Run]]) -> str:
@@ -41,7 +41,7 @@ class RequestTokens:
         return "" if known else "token ids of other lengths"
 
     def resolve(self, plan: LayerPlan, entry: int, run: Run) -> LayerPlan:
-        """The plan for one sequence of batch entry `entry`; equal plans of a pass are resolved once."""
+        """Return the plan for one sequence of batch entry `entry`; equal plans of a pass are resolved once."""
         assert self.ids is not None, "`missing` was asked before"
         key = (plan, entry, run.k_start, run.k_stop)
         if key not in self._plans:
@@ -61,7 +61,7 @@ class TokenReader:
         self.caches: weakref.WeakKeyDictionary[Any, RequestTokens] = weakref.WeakKeyDictionary()
 
     def read(self, arguments: dict[str, Any]) -> RequestTokens:
-        """The tokens of a pass that is about to run, from the decoder's arguments by name."""
+        """Note the tokens of a pass that is about to run, from the decoder's arguments by name."""
         new, cache = arguments.get("input_ids"), arguments.get("past_key_values")
         if new is None or new.ndim != 2:
             return UNKNOWN
@@ -79,5 +79,5 @@ class TokenReader:
         return RequestTokens(ids, reorderable=before.reorderable or (one_token and new.shape[0] > 1))
 
     def remember(self, cache: Any, tokens: RequestTokens) -> None:
-        """These are the tokens behind what is in `cache` now."""
+        """Note the tokens behind what is in `cache` now."""
         self.caches[cache] = tokens.without_plans()

@@ -55,7 +55,7 @@ class PolicyBuilder:
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Decoding one token of each sequence is captured; other steps depend on lengths that the host knows."""
+        """Say that steps of one token per sequence are captured; others depend on lengths that the host knows."""
         own = super().get_cudagraph_support(vllm_config, kv_cache_spec)  # type: ignore[misc]
         return min(own, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE, key=lambda level: level.value)
 
@@ -146,12 +146,12 @@ class PolicyImpl:
 
 
 def pages_of(layer: Any, kv_cache: Tensor) -> Pages:
-    """A layer's cache with what it is scaled by."""
+    """Return a layer's cache with what it is scaled by."""
     return Pages.of(kv_cache, layer._k_scale, layer._v_scale)
 
 
 def widened(layer: Any, query: Tensor, dtype: torch.dtype) -> Tensor:
-    """Queries (tokens, heads, head_size) as they were before vLLM divided them by their scale, for fp8 caches."""
+    """Return queries (tokens, heads, head_size) as before vLLM divided them by their scale for fp8 caches."""
     if query.dtype.itemsize > 1:
         return query
     scale = layer._q_scale.reshape(-1)  # one, or one per kv head
@@ -160,7 +160,7 @@ def widened(layer: Any, query: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def engine_here(vllm_config: Any) -> Engine | None:
-    """The engine of this process's share of the heads."""
+    """Return the engine of this process's share of the heads."""
     ranks = vllm_config.parallel_config.tensor_parallel_size
     return engine_of(vllm_config, get_tensor_model_parallel_rank() if ranks > 1 else 0)
 
@@ -191,7 +191,7 @@ def captures(vllm_config: Any) -> bool:
 
 
 def some_rows(common: CommonAttentionMetadata, rows: list[int]) -> tuple[Tensor, CommonAttentionMetadata]:
-    """Some sequences of a step as a step of their own, in their order.
+    """Return some sequences of a step as a step of their own, in their order.
 
     Returns:
         (tokens, common): (n,) int64 on the device, where their queries are among the step's; and what a builder takes.
@@ -223,7 +223,7 @@ def some_rows(common: CommonAttentionMetadata, rows: list[int]) -> tuple[Tensor,
 
 
 def sequences_of(common: CommonAttentionMetadata) -> Sequences:
-    """The lengths of a step, without waiting for a GPU.
+    """Return the lengths of a step, without waiting for a GPU.
 
     Raises:
         UnsupportedInputError: attention that is not plainly causal.

@@ -54,7 +54,7 @@ SHARED = (
 
 
 def backend_needs(module: str, backend: str, impl: str, builder: str) -> tuple[Need, ...]:
-    """What one of vLLM's dense backends must be for ours to stand on it."""
+    """Return what one of vLLM's dense backends must be for ours to stand on it."""
     return (
         Need(module, backend, attributes=("get_name", "get_impl_cls", "get_builder_cls")),
         Need(module, f"{impl}.__init__", _IMPL),
@@ -81,7 +81,7 @@ CUDA = backend_needs(
 
 
 def broken(needs: tuple[Need, ...], load: Callable[[str], Any] = importlib.import_module) -> list[str]:
-    """What of it this vLLM does not have, in words; empty where all is as it was tested."""
+    """Return what of it this vLLM does not have, in words; empty where all is as it was tested."""
     return [problem for need in needs if (problem := _problem(need, load))]
 
 

@@ -178,7 +178,7 @@ class Engine:
         return True
 
     def status(self) -> dict[str, Any]:
-        """What is active, and what ran; plain data."""
+        """Return what is active, and what ran; plain data."""
         return {
             "active": bool(self.layers),
             "policy": self.path,
@@ -207,7 +207,7 @@ class Engine:
 
 
 def softmax_of(impl: Any) -> Softmax:
-    """The softmax of one of vLLM's attention implementations."""
+    """Return the softmax of one of vLLM's attention implementations."""
     return Softmax(float(impl.scale), getattr(impl, "logits_soft_cap", None) or None, getattr(impl, "sinks", None))
 
 
@@ -215,17 +215,17 @@ _current: Engine | None = None
 
 
 def policy_path() -> str | None:
-    """The policy file that the environment names."""
+    """Return the policy file that the environment names."""
     return os.environ.get(POLICY_VARIABLE) or None
 
 
 def current() -> Engine | None:
-    """The engine of this process, the latest where several were made."""
+    """Return the engine of this process, the latest where several were made."""
     return _current
 
 
 def engine_of(vllm_config: Any, rank: int) -> Engine | None:
-    """The engine of a configuration, made at its first layer; None without a policy. Errors as `Engine`.
+    """Return the engine of a configuration, made at its first layer; None without a policy. Errors as `Engine`.
 
     Args:
         rank: which of the `tensor_parallel_size` shares of the heads this process has.

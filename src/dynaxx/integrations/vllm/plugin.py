@@ -40,7 +40,7 @@ def register() -> None:
 
 
 def status() -> dict[str, Any]:
-    """What the policy does in this process; plain data.
+    """Return what the policy does in this process; plain data.
 
     Returns:
         "active": whether layers follow it, else "reason"; "policy": its file, and "digest"; "killed": what engages the

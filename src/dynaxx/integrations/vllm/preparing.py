@@ -86,13 +86,13 @@ def prepare_decode(
 
 
 def shape_of(layer: Any, device: torch.device, dtype: torch.dtype) -> LayerShape:
-    """What kernels of one of vLLM's `Attention` layers are compiled for."""
+    """Return what kernels of one of vLLM's `Attention` layers are compiled for."""
     impl = layer.impl
     return LayerShape(impl.num_heads, impl.num_kv_heads, impl.head_size, dtype, device, softmax_of(impl))
 
 
 def kind_of(plan: LayerPlan) -> str:
-    """A plan without its numbers: plans of one kind run the same kernels."""
+    """Return a plan without its numbers: plans of one kind run the same kernels."""
     return re.sub(r"[\d.]+", "", repr([group.rule for group in plan.groups])) + repr(plan.block_size)
 
 

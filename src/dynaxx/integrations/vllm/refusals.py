@@ -14,7 +14,7 @@ SERVED_CACHES = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3")
 
 
 def policy_refusals(policy: Policy, ranks: int) -> list[str]:
-    """What of a policy has no meaning in vLLM."""
+    """Return what of a policy has no meaning in vLLM."""
     reasons = []
     if policy.rollout.share != 1.0 or policy.rollout.flag is not None:
         reasons.append(

@@ -51,12 +51,12 @@ class AntiDiagonal(Scorer):
 
 
 def _flat_tiles(x: Tensor, size: int, first: int, last: int) -> Tensor:
-    """The tokens of each tile side by side, (B, H, last - first, size * D) fp32."""
+    """Return the tokens of each tile side by side, (B, H, last - first, size * D) fp32."""
     return _tiles(x, size, first, last).permute(0, 3, 1, 2, 4).flatten(3).float()
 
 
 def _reversed_tiles(x: Tensor, size: int, scale: float, first: int, last: int) -> Tensor:
-    """The same in reverse order within a tile, times `scale`."""
+    """Return the same in reverse order within a tile, times `scale`."""
     return _tiles(x, size, first, last).flip(2).permute(0, 3, 1, 2, 4).flatten(3).float() * scale
 
 

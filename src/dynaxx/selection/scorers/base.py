@@ -116,5 +116,5 @@ def log_share(mass: Tensor) -> Tensor:
 
 
 def divisor_at_most(size: int, most: int) -> int:
-    """The largest divisor of `size` that is at most `most` (>= 1)."""
+    """Return the largest divisor of `size` that is at most `most` (>= 1)."""
     return next(part for part in range(min(size, most), 0, -1) if size % part == 0)

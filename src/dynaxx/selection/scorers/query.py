@@ -156,7 +156,7 @@ def _ends(start: int, rows: int, grid: BlockGrid, device: torch.device) -> Tenso
 
 
 def _block_bytes(queries: Tensor, k: Tensor, kv_block: int) -> int:
-    """What scoring one kv block holds: its keys twice, and its logits."""
+    """Return what scoring one kv block holds: its keys twice, and its logits."""
     batch, heads, rows, dim = queries.shape
     return batch * kv_block * (12 * k.shape[2] * dim + 8 * heads * rows)
 

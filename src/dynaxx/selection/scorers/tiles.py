@@ -99,7 +99,7 @@ def _fused(
     memory_budget: int,
     panel: int,
 ) -> ScoreRows:
-    """The same in kernels, which store nothing between tiles and blocks; the vectors of all keys are held."""
+    """Return the same in kernels, which store nothing between tiles and blocks; the vectors of all keys are held."""
     held = _in_dtype(keys, 0, keys.count, memory_budget // 2).transpose(1, 2)
     made = lambda first, last: _in_dtype(queries, first, last, memory_budget // 8).transpose(1, 2)
     tile_bytes = heads[0] * heads[1] * held.shape[3] * held.itemsize

@@ -50,7 +50,7 @@ class TwoStage(Scorer):
         return self.fine.among(candidates, q, k, grid, scale, memory_budget=memory_budget)
 
     def candidates(self, q: Tensor, k: Tensor, grid: BlockGrid, scale: float, memory_budget: int) -> Candidates:
-        """The first stage."""
+        """Return the first stage."""
         (batch, _, q_heads, _), kv_heads, kv_block = q.shape, k.shape[2], grid.block_size[1]
         panel = min(self.panel, 1 << max(0, grid.q_blocks - 1).bit_length())  # one holds all rows at most
         panels, tokens = -(-grid.q_blocks // panel), panel * grid.block_size[0]
