@@ -9,6 +9,7 @@ import dynaxx as dx
 from dynaxx.core.library import active_library
 from dynaxx.kernels.cpu import gather
 from dynaxx.kernels.reference import attention as reference
+from dynaxx.kernels.sinks import add_sinks, include_sinks
 from dynaxx.testing import Expected, random_problem
 
 BACKENDS = ("reference", "cpu")
@@ -74,6 +75,18 @@ def test_gradients_of_sinks_alone(backend):
     torch.testing.assert_close(
         grad.double(), torch.autograd.grad(expected.square().sum(), wide)[0], rtol=1e-5, atol=1e-6
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sinks_included_in_place_are_those_added(dtype):
+    gen = torch.Generator().manual_seed(0)
+    out, lse = torch.randn(2, 30, 3, 16, generator=gen).to(dtype), torch.randn(2, 3, 30, generator=gen)
+    lse[0, 1, :7], out[0, :7, 1] = -torch.inf, 0
+    for sink in (-torch.inf, 0.0, 90.0):
+        sinks = torch.tensor([sink, sink, 1.0], dtype=dtype)
+        want = add_sinks(out, lse, sinks)
+        for mine, theirs in zip(include_sinks(out.clone(), lse, sinks), want, strict=True):
+            torch.testing.assert_close(mine, theirs)
 
 
 def test_gathers_and_the_core_agree_with_the_definition():

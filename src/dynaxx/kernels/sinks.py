@@ -27,6 +27,13 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     return (out * share.transpose(1, 2)[..., None]).to(out.dtype), lse
 
 
+def include_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Do as `add_sinks` for a result without autograd history: overwrite `out`, and return it with the new lse."""
+    sinks = sinks.detach().to(lse.dtype)[:, None]
+    share = (lse - sinks).sigmoid_().masked_fill_(lse == -torch.inf, 0.0)
+    return out.mul_(share.transpose(1, 2)[..., None]), lse.logaddexp(sinks)
+
+
 def sink_gradient(do: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """Return the gradient of the sinks, (q_heads,), from results that include them.
 

@@ -30,7 +30,7 @@ from dynaxx.kernels.hopper.attention.forward_lazy_softmax import unchecked
 from dynaxx.kernels.hopper.attention.forward_produce import FIELDS, ROW_FIELDS, produce
 from dynaxx.kernels.hopper.primitives.descriptors import gluon_rows, score_factors
 from dynaxx.kernels.hopper.primitives.signals import NUMBERS, barriers
-from dynaxx.kernels.sinks import add_sinks
+from dynaxx.kernels.sinks import include_sinks
 from dynaxx.layout import BlockLayout
 
 PERSISTENT = 16  # parts of a processor's share: each has one more than its neighbour, or not
@@ -113,7 +113,7 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor]:
     """Return out and lse, as `kernels.reference.attention.attention_forward`."""
     out, lse = _without_sinks(q, k, v, layout, scale, softcap)
-    return (out, lse) if sinks is None else add_sinks(out, lse, sinks)
+    return (out, lse) if sinks is None else include_sinks(out, lse, sinks)
 
 
 def _without_sinks(

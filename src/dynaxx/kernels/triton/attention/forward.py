@@ -33,7 +33,7 @@ from dynaxx.kernels.gpu.runtime.launcher import Launch, kernel_launcher
 from dynaxx.kernels.gpu.schedule.parts import WHOLE, entries_of, query_tile, store_part
 from dynaxx.kernels.gpu.schedule.split import SPLIT_SIZES, no_split, split_programs, split_rows
 from dynaxx.kernels.gpu.schedule.split_sums import merge_parts
-from dynaxx.kernels.sinks import add_sinks
+from dynaxx.kernels.sinks import include_sinks
 from dynaxx.kernels.triton.attention.config import TMA_BLOCK, forward_loop, forward_span, forward_tiles
 from dynaxx.kernels.triton.attention.forward_row import attend, attend_ahead, out_of_range
 from dynaxx.kernels.triton.primitives.tiles import (
@@ -198,7 +198,7 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor]:
     """Return out and lse, as `kernels.reference.attention.attention_forward`; fp32 is multiplied in full fp32."""
     out, lse = _without_sinks(q, k, v, layout, scale, softcap)
-    return (out, lse) if sinks is None else add_sinks(out, lse, sinks)
+    return (out, lse) if sinks is None else include_sinks(out, lse, sinks)
 
 
 def _without_sinks(
