@@ -95,3 +95,17 @@ def test_the_lock_file_pins_everything_by_hash_and_names_no_registry():
         name, _, version = line.partition("==")
         if version and name.replace("_", "-") in versions:
             assert versions[name] == version, f"{name}: make lock"
+
+
+def test_every_source_file_names_its_licence():
+    kinds = {".py", ".cpp", ".h", ".js", ".css", ".html", ".j2"}
+    folders = ("src", "tests", "benchmarks", "examples", "docs/_hooks", "docs/_pictures")
+    found = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in kinds]
+    sources = [path for path in found if "__pycache__" not in path.parts]
+    assert len(sources) > 500
+    missing = [
+        path.relative_to(ROOT).as_posix()
+        for path in (*sources, ROOT / "setup.py", ROOT / "Makefile")
+        if not any("SPDX-License-Identifier: Apache-2.0" in line for line in path.read_text().splitlines()[:2])
+    ]
+    assert not missing, f"begin with `# SPDX-License-Identifier: Apache-2.0`: {missing}"

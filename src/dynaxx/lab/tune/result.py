@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dynaxx.lab.files import write_json
+from dynaxx.lab.tune.costs import Budgets
 from dynaxx.lab.tune.crossover import LengthTiming
 from dynaxx.lab.tune.decode import DecodeResult
 
@@ -32,6 +34,16 @@ class Trial:
     ratio: float
     error: float
     passed: bool
+
+
+Budgeted = tuple[Trial | None, Callable[[float], tuple[float, Budgets]]]
+
+
+def sparser(tuned: Budgeted, uniform: Budgeted) -> Budgeted:
+    """Return the sparser of two that passed, with what makes its budgets; the tuned one where they are as sparse."""
+    if uniform[0] is None or (tuned[0] is not None and tuned[0].density <= uniform[0].density):
+        return tuned
+    return uniform
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from dynaxx.lab.tune.crossover import LengthTiming, dense_below, time_lengths
 from dynaxx.lab.tune.decode import DecodeResult, tune_decode
 from dynaxx.lab.tune.evidence import with_decode_rules, with_evidence
 from dynaxx.lab.tune.reference import with_reference
-from dynaxx.lab.tune.result import Trial, TuneResult
+from dynaxx.lab.tune.result import Trial, TuneResult, sparser
 from dynaxx.lab.tune.sensitivity import HeadCosts, measure_head_costs
 from dynaxx.lab.tune.time_budget import COSTS_UNTIL, TUNED_UNTIL, UNIFORM_UNTIL, TimeBudget
 from dynaxx.patterns import LastQueries, LocalBlocks, Pattern, Sink
@@ -41,16 +41,6 @@ SEARCH_STEPS = 5  # real evaluations per search, the first at 50 %
 SCORER_DENSITY = 0.25  # the scorer that loses least here is taken
 ERRORS = 2  # standard errors that are added to a rise of perplexity before it is compared with the tolerance
 FINE_ENOUGH = 1.1  # a search ends when the passing and the failing density are this close
-
-
-Budgeted = tuple[Trial | None, Callable[[float], tuple[float, Budgets]]]
-
-
-def _sparser(tuned: Budgeted, uniform: Budgeted) -> Budgeted:
-    """Return the sparser of two that passed, with what makes its budgets; the tuned one where they are as sparse."""
-    if uniform[0] is None or (tuned[0] is not None and tuned[0].density <= uniform[0].density):
-        return tuned
-    return uniform
 
 
 def calibration_ids(tokenizer: Any, text: str, tokens: int) -> Tensor:
@@ -133,7 +123,7 @@ class Search:
 
         tuned_trials, best_tuned = self._bisect("tuned", evaluate(tuned), least, task, TUNED_UNTIL, known)
         uniform_trials, best_uniform = self._bisect("uniform", evaluate(uniform), least, task, UNIFORM_UNTIL)
-        chosen, make = _sparser((best_tuned, tuned), (best_uniform, uniform))
+        chosen, make = sparser((best_tuned, tuned), (best_uniform, uniform))
         budgets = make(chosen.density)[1] if chosen else [[1.0] * costs.heads for _ in layers]
         policy = self._policy(layers, budgets, scorer)
         task.advance(0, "crossover against dense")
