@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Everything from nothing: each target sets up what it needs, once. `make` lists them.
 
 PYTHON ?= python3

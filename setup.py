@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Build the C++ core; everything else is in pyproject.toml.
 
 The core is plain C++ behind ctypes: it depends on no Python and no torch, so one wheel per platform serves them all.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compare layouts that mix 128-, 64- and 32-blocks with uniform ones, at equal recall.
 
     OMP_NUM_THREADS=1 python benchmarks/adaptive_blocks.py --tokens 2048 --layers 4 12 20 28

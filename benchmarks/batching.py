@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time decoding steps in transformers' continuous batching: dense, and by a policy's page budget.
 
 python benchmarks/batching.py [--lengths 4000 3500 3800 3900] [--steps 40] [--threads 1]

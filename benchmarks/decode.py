@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time decoding with chosen pages beside dense attention and beside the bytes that must be read, on a GPU or a CPU.
 
 python benchmarks/decode.py [--quick | --combinations] [--only NAME ...] [--json FILE]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measure what a decoding step loses by its budget and its cache's precision, against dense attention in fp64.
 
 python benchmarks/decode_accuracy.py [--model smollm2] [--tokens 1536] [--steps 8] [--random]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sparse attention with the sequence split over the GPUs of one machine, beside one GPU.
 
 First the link is measured, then results and gradients of every kind of rule are compared with one GPU's; a wrong one

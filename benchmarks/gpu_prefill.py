@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time to first token of a whole model: transformers' SDPA beside a policy, same process, Llama-3.1-8B's shape.
 
 Weights are random, so this measures speed and memory, not quality. Needs a GPU of 80 GB for 128k tokens.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time selection and layout on a GPU, beside dense attention and beside the attention that follows.
 
 First every choice is compared with the CPU's at 4,096 tokens; a wrong one gives no figures.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Check random problems on a GPU against fp64, forward and gradients, over everything that a backend serves.
 
     python benchmarks/gpu_sweep.py --cases 5000 --jobs 16 --seconds 200 --json sweep.json

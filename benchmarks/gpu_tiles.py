@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time tile sizes of a backend's kernels on one workload, to choose its `config.py` from."""
 
 import argparse

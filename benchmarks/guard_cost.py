@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time the guard: in every call, in a sampled call, and in the background.
 
     OMP_NUM_THREADS=1 python benchmarks/guard_cost.py --tokens 2048

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time the host: microseconds until a call on a short sequence returns, milliseconds to build a static layout.
 
     python benchmarks/host_time.py [--tokens 512] [--decode-tokens 4096] [--layout-tokens 131072] [--only decode]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time Longformer and BigBird: transformers' own attention beside dynaxx's, one pass beside two; and peak memory.
 
     python benchmarks/longformer.py                                   # models of 2 layers, 1 and 2 threads

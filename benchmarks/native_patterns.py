@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model's own attention: transformers' SDPA or eager beside `dynaxx.apply(model)`, same process, random weights.
 
 Layers of real models are timed as their attention calls arrive, captured from a forward pass of a model of one layer.

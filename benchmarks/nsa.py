@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Check Native Sparse Attention on a GPU, then time it and measure its memory beside dense attention.
 
     python benchmarks/nsa.py                 # all of it, about 3 minutes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time a decoding step of native sparse attention on a GPU beside dense attention over the same cache.
 
     python benchmarks/nsa_decode.py            # about a minute

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Check random problems of Native Sparse Attention on a GPU against fp64: out and every gradient.
 
     python benchmarks/nsa_sweep.py --cases 1200 --jobs 16 --seconds 130

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time the tile sizes of Native Sparse Attention's kernels with torch's profiler.
 
 python benchmarks/nsa_tiles.py               # about 90 s on an H200; 32k tokens, bf16, head_dim 128

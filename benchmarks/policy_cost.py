@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time what a policy costs a small model: passes over a prompt with and without it, in turns.
 
     python benchmarks/policy_cost.py [--lengths 256,1024,8192] [--passes 60] [--dense-below 2048]

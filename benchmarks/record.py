@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 r"""Run a benchmark that prints JSON, and keep its rows with commit, machine, versions and date.
 
     python benchmarks/record.py decode_suite --rows decode --title "Decoding on a CPU" -- \

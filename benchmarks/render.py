@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write the tables of the documentation from the JSON files in benchmarks/results.
 
     python benchmarks/render.py            # rewrite every table between its markers

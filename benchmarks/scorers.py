@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measure scorers on a model's real attention: recall at a budget, and time.
 
     OMP_NUM_THREADS=1 python benchmarks/scorers.py smollm2 --tokens 4096 --layers 3 12 21

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Serve requests while everything goes wrong that may in production, and check that no request fails.
 
     OMP_NUM_THREADS=1 python benchmarks/soak.py smollm2 --minutes 10            # faults, reloads, a kill switch, drift

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time telemetry in a prefill: counted and measured as in service, or not at all.
 
     OMP_NUM_THREADS=1 python benchmarks/telemetry_overhead.py --tokens 8192 --runs 5

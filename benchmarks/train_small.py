@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train a small decoder three times side by side: torch's dense attention, dynaxx at full density, dynaxx sparse.
 
     OMP_NUM_THREADS=1 python benchmarks/train_small.py --json train_small.json --figure docs/train_small.svg

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time vLLM's own attention beside a policy on a GPU: first tokens, decoding, and whether tokens are the same.
 
     python benchmarks/vllm_gpu.py engine own --out own.json

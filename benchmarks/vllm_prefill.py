@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time a long prompt in vLLM's own engine on the CPU: vLLM's backend, then a policy, dense and sparse, in one run.
 
     .venv-vllm/bin/python benchmarks/vllm_prefill.py MODEL policy.json --tokens 8000 --threads 2

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recover a converted model's loss on real text, on a schedule from dense to sparse.
 
     dynaxx convert smollm2 --out build/smollm2-native

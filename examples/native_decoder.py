@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small decoder with dense attention, a window, or Native Sparse Attention; all else, and its seed, is equal.
 
 Tokens bring along an embedding of the one before them: what a decoder otherwise spends its first layer and most of its

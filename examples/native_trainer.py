@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One variant of the decoder while it trains: steps, held-out loss, speed, and its share of a checkpoint."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bring a policy into production: a tenth of the requests, a guard, a changed file, the kill switch, drift, renewal.
 
     OMP_NUM_THREADS=1 python examples/rollout.py

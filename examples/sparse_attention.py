@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attend sparsely in 20 lines: a pattern, blocks chosen from the data, and what each keeps.
 
 Run it with `python examples/sparse_attention.py`.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 r"""Fine-tune a Llama natively sparse with the sequence split over GPUs: FSDP2, one mesh, checkpoints that resume.
 
     torchrun --nproc-per-node 2 examples/train_distributed.py --out build/long                      # 64k tokens, 2 GPUs

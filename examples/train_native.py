@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 r"""Train the same decoder with dense attention, a window, and Native Sparse Attention, on equal tokens and seed.
 
     python examples/native_data.py build/text.bin

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compile kernels for a GPU that is not there, as the host would launch them, and read what ptxas says of them.
 
 A host function is called on CPU tensors; instead of starting a kernel it compiles it, if it is one of those asked for.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every test counts into a recorder of its own, which raises on names that the catalogue does not know.
 
 Slow tests wait until they are asked for: `pytest -m slow`, or `-m "slow or not slow"` for all.

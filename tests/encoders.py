@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Encoders under dynaxx beside transformers' own code."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where Triton's kernels are tested: on a GPU, or on a CPU under its interpreter, asked for as triton is imported.
 
 So a file of such tests runs once more, in a process of its own, one such process at a time: they start with the session

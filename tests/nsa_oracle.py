@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Native Sparse Attention by loops over sequences, queries and heads, straight from the paper's equations."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Made-up results of every tool, of the shape that the tools write: what the report's tests show."""
 
 import base64

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Documents: their Python runs, their commands exist, their links lead somewhere, and they name no machine."""
 
 import fnmatch

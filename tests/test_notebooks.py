@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The example notebooks run from top to bottom, and are committed without outputs."""
 
 from pathlib import Path

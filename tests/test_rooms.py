@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rooms import in one direction, and a plain import is light."""
 
 import ast

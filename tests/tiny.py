@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiny random Llamas: one whose attention is not flat, and one with its own tokenizer, saved as transformers does."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A vLLM engine in a process of its own: what tests compare with. Reads a JSON request, writes a JSON answer.
 
     python tests/vllm_engine_run.py request.json answer.json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Generate pages for mkdocs from the code: every command's help and every public name's docstring.
 
 Nothing written here is committed. mkdocs calls `on_config` once and `on_files` once per build.

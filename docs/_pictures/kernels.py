@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Draw what flows where in each kernel: `python docs/_pictures/kernels.py` writes docs/assets/*.svg."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Draw the layouts that the README and the concepts page show: `python docs/_pictures/layouts.py`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Practical sparse attention: measure, choose, prove, run and watch it.
 
 Names are loaded when they are first used, so `import dynaxx` costs little and loads torch alone.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The `dynaxx` command: `dynaxx ...` or `python -m dynaxx ...`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which argument is of the wrong type: looked for once a call has failed, so that one that succeeds pays nothing."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which derivatives the kernels have: first ones, in reverse mode. Everything else is refused in words."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The errors of dynaxx. Bad values raise `ValueError` / `TypeError`; these two add what those cannot say."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`lazy`: an attribute that is computed at first use, without a lock."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Text from strangers, made safe for a terminal, a log line or a metric label."""
 
 from __future__ import annotations

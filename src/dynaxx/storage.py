@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files that strangers may have touched: read with a limit, written whole or not at all.
 
 A path can name a pipe that never ends, a device, a file of any size, or a link that somebody planted. Readers here

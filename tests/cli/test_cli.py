@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command line: codes, messages, clean stdout. The tools' own tests are elsewhere; slow ones are stood in for."""
 
 import json

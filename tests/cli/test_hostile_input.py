@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bad input ends with exit code 2 and one line; a full disk costs a file and not the work."""
 
 import errno

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exported functions of the core return a status for whatever they are given: no exception crosses into Python."""
 
 import ctypes

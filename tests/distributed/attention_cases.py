@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cases of `dynaxx.distributed.sparse_attention` against one device; `ranks.py` runs them."""
 
 import random

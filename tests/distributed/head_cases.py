@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cases of heads split over ranks, and of caches split by pages; `ranks.py` runs them."""
 
 import pytest

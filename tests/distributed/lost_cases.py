@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rank dies while the others work; `ranks.py` runs it."""
 
 import os

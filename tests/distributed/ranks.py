@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run the cases of a module on several ranks, one process each, once for all cases.
 
 A case is a function `case_*(ranks: Ranks)` that asserts on every rank. The worker runs every case of a module in turn

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cases of rules over data, Native Sparse Attention and modules with a split sequence; `ranks.py` runs them."""
 
 import pytest

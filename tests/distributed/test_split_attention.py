@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention with the sequence split over ranks gives what one device gives."""
 
 import pytest

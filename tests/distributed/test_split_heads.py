@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Heads split over ranks, and caches split by pages, give what one device gives."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rules over data, Native Sparse Attention and modules with a split sequence give what one device gives."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The example that trains with FSDP2 and a split sequence: its losses, and a resumed run's."""
 
 import json

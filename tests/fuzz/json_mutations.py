@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hypothesis strategies that spoil documents: as trees, and as bytes."""
 
 import copy

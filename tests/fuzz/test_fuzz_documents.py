@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Documents from strangers: whatever a file holds, it is taken or refused in words, soon, and what is taken runs.
 
 `make fuzz` runs this for ten minutes; `make test` tries a few examples of each.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """HTTP from strangers: any bytes as an answer, any bytes as a request; watching and serving goes on."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decode rules within transformers' continuous batching: every request chooses its pages as it would alone."""
 
 import pytest

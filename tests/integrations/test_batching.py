@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """transformers' continuous batching under a policy: every request as it would run alone."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """BigBird and BigBirdPegasus on dynaxx against transformers' own code on random weights, random blocks included."""
 
 import copy

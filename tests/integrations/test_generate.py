@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decoding under a policy in transformers: the tokens that generate makes, against dense and against the definition."""
 
 import pytest

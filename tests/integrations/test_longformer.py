@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Longformer and LED on dynaxx against transformers' own code on random weights: outputs, gradients, removal."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`dynaxx.apply(model)` without a policy: every family's own attention, exactly, in every phase.
 
 Error budgets come from fp64: dynaxx in fp32 may be off by twice what transformers' eager attention is in fp32.

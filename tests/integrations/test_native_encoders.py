@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`dynaxx.apply` on encoders that go through AttentionInterface: their own pattern, and a window by request."""
 
 import pytest

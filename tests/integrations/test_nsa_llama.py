@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A Llama converted to native sparse attention: near dense at first, saved and loaded, decoded as trained, trained."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps of a serving engine over paged caches, and the engine's policy: all that needs no vLLM."""
 
 import random

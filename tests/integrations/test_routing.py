@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`route`: one decision for every engine, and one list of reasons."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`dynaxx.apply` in real transformers models with random weights: exact where dense, exact to the mask where sparse."""
 
 import copy

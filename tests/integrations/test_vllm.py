@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The plugin in real vLLM engines, on the CPU: `make test-vllm` runs it in an environment of its own."""
 
 import gc

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fingerprints of what Triton makes of the kernels for sm_90; no GPU is needed.
 
 A change that only moves or renames code leaves them as they are. After a change that means to alter kernels, write

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tile sizes found on a machine: how they are searched, kept and read; the timing itself needs a GPU."""
 
 import errno

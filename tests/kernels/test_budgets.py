@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The budgets: what rounding may cost is no more than they say, and what is wrong in earnest is over them."""
 
 import pytest

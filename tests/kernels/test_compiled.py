@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ptxas makes of the main kernels for Hopper: it needs no GPU.
 
 ptxas can run the matrix instructions of a kernel one at a time, which costs a third of its speed and which only its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every backend has the functions that `kernels.contract` names, with its parameters; the registry finds them."""
 
 import inspect

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The CPU core and the gathers in torch against the oracle, and their edges."""
 
 import os

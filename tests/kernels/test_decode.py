@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`sparse_decode` against its definition and an oracle that shares nothing with it: caches, page sizes, groups."""
 
 import random

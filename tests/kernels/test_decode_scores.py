@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Softcap, sinks and windows of `sparse_decode` against an oracle: all kinds of caches, pages chosen or not."""
 
 import random

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The decode kernels against the definition: under Triton's interpreter on a CPU, and on a GPU where there is one."""
 
 import random

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exact tokens beside 8-bit caches: what they hold, that they are read instead of the cache's, what they gain."""
 
 import random

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compiled for sm_90, kernels are the code that is on record. See `fingerprints.py` for how to renew the record."""
 
 import json

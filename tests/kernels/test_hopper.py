@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Hopper kernels against the oracle, and their refusals."""
 
 from dataclasses import replace

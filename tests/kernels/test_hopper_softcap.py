@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the softcap of the Hopper kernels leans on: the GPU's own tanh, of which PTX promises less than it keeps."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors of more than 2^31 elements: what lies behind them is computed like the rest."""
 
 import pytest

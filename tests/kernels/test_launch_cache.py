@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Launches without Triton's bookkeeping give what the first launch gave, on other tensors."""
 
 import gc

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernel launcher starts what Triton would start, with the same arguments; a fake driver writes them down."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Native Sparse Attention: the definition against loops from the paper, the CPU and packed batches against it."""
 
 import random

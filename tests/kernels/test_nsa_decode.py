@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decoding with native sparse attention over pages: token by token what the training forward gives."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Selected attention's Hopper kernels against fp64, on a GPU."""
 
 from itertools import pairwise

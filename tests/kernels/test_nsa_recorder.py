@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A decoding step of native sparse attention whose form is known is its launches, and gives what the first one gave."""
 
 import os

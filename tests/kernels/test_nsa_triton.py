@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Native Sparse Attention's Triton kernels against fp64: under Triton's interpreter on a CPU, and on a GPU.
 
 The interpreter must be chosen before Triton loads, so it runs in a process of its own: this file again.

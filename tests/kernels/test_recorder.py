@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`record_or_replay`: the second call of a form launches what the first did, over its own tensors."""
 
 import gc

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The reference against the oracle, and its edges."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`make sanitize` says why it does nothing, and its planted bugs still have a place in the core."""
 
 import os

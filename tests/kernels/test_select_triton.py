@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Choosing blocks on the device makes the layout that torch makes: under Triton's interpreter, and on a GPU."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sinks in a backend's softmax: random problems within derived budgets, and the cases at the edges."""
 
 from functools import partial

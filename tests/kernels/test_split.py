@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Long rows and columns cut into parts: the lists, what becomes of the parts, and attention against the oracle.
 
 On a CPU the kernels run under Triton's interpreter, in a process of its own, as in `test_triton`.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Triton kernels against the oracle: under Triton's interpreter on a CPU, and on a GPU where there is one.
 
 The interpreter must be chosen before Triton loads, and would then serve every CPU tensor, so it runs in a process of

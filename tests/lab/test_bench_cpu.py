@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The CPU suite on small shapes: it tests before it times, and times what is asked for."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The GPU suite's table and bars, without a GPU: what is promised, and when nothing is said."""
 
 import pytest

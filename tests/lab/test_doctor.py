@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """doctor: asks every backend, checks those that can serve, survives broken ones."""
 
 import json

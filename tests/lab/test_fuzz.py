@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The fuzzer: it checks, it finds a wrong backend, and its line shows the case again."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models, texts and files of the lab."""
 
 import errno

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """profile: the parts add up, the model is left as it was, the verdict follows the numbers."""
 
 import dataclasses

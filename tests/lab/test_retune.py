@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A policy renewed from records: each head back at its recall, nothing else changed, and the difference shown."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tuner's parts: allocation against brute force, costs against measured divergence, resuming after a kill."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`validate` on a tiny model: what it measures is what is there, and it fails what should fail."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A layout or a page table that is written to while others use it gives other numbers, never a fault or a hang."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`hide_keys`: what is left is what the layout and the keys both show."""
 
 import pytest

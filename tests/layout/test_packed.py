@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packed batches: each sequence as it would be alone, forward and backward."""
 
 import random

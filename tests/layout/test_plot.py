@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`BlockLayout.plot` draws what the layout shows."""
 
 import pytest

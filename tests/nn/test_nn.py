@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The modules: packed as alone, decoded as trained, near dense where they say so, saved and compiled."""
 
 import copy

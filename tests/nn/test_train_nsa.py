@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`examples/train_native.py` at a tiny size: it goes on after it was killed, and lengthens its sequences."""
 
 import json

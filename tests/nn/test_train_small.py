@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`benchmarks/train_small.py` at a tiny size: full density trains as dense attention does."""
 
 import importlib.util

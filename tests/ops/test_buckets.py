@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests of mixed length, each by the rule of its bucket, back in their order."""
 
 import pytest

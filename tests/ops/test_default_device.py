@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A default device that is not the CPU, as users of GPUs set it, changes nothing: here one that holds no data."""
 
 import pytest

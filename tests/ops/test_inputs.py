@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What users hand over that is out of the ordinary: served right, or refused in words; never wrong without one."""
 
 import pytest

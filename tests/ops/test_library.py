@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`sparse_attention` under `torch.library`: opcheck, compilers, fake tensors, meta."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whatever is given to a public function, it works or says in words of ours what was wrong with which argument."""
 
 import traceback

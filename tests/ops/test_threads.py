@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention from threads, from forked and from spawned processes: right, and never hanging."""
 
 import multiprocessing

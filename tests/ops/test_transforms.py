@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch.func and tracers: grad, vjp and vmap are served as SDPA serves them, the rest is refused in words."""
 
 import warnings

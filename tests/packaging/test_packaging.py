@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is built is what its name says: wheels with and without the core, a source distribution that is whole."""
 
 import os

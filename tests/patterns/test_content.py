@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Global tokens by content: matches, resolution per request, and what a layer then sees, also through a whole model."""
 
 import importlib.util

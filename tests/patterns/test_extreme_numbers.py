@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Numbers far beyond every grid: patterns and selectors clip them to what exists, or refuse them at once."""
 
 import time

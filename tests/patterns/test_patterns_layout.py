@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Patterns and layouts against the definition, element by element."""
 
 import random

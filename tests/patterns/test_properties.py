@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Laws that hold for every rule and layout, on examples that hypothesis searches for. The same examples every time."""
 
 from itertools import pairwise

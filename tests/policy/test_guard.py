@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The guard: what it measures is true, what it does is what the policy says, and no request ever hears of a failure."""
 
 import errno

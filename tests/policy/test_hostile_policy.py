@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Policy files from strangers: bounded work, no hang on pipes, no control characters in logs, the umask kept."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model with a policy counts what it does: what it says is what ran."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The policy document: round trips, every refusal with its field and fix, files that are whole, plans per layer."""
 
 import errno

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a probe says about attention calls is what ran, and it never gets in their way."""
 
 from itertools import pairwise

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which requests run sparse, how everything is switched off, and how a policy is replaced while requests run."""
 
 import contextvars

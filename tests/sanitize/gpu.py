@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run a small set of the GPU kernels under NVIDIA's compute-sanitizer: `python tests/sanitize/gpu.py`.
 
 memcheck looks at every access to memory, racecheck at the order of those to shared memory. Before it is believed, each

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # mypy: ignore-errors
 """A kernel that does nothing but hand work to other warps, to see what a tool says of that alone."""
 

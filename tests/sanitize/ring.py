@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # mypy: ignore-errors
 """Numbers passed through a ring in shared memory, from a producer warp to a warpgroup, as in the Hopper kernels.
 

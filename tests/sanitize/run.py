@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fuzz the CPU core under the compiler's sanitizers: `make sanitize`.
 
 The core is compiled anew, instrumented, into a copy of the package, and `dynaxx doctor --fuzz` runs on it. Before each

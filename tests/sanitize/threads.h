@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The runtime's one entry point, on std::thread: GCC's OpenMP runtime synchronises through futexes that ThreadSanitizer
 // does not see. Compiled into the core with -include; the core itself stays as it is.
 #pragma once

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Global columns that stand for the clusters of keys."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans of pages: rows against the rule's own mask, and one plan for all steps of a sequence that grows."""
 
 import random

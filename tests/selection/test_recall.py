@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recall: exact against the dense map, its interval covers the truth, and its sampling is the layout's own."""
 
 import pytest

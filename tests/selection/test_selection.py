@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Selection: forced blocks, budgets, causality, scorers, and hybrids."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Alert rules and the dashboard ask for metrics that exist, and Prometheus itself agrees with them."""
 
 import json

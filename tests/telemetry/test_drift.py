@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Drift: found within its stated delay, never where nothing changed, and a policy is renewed from what was recorded."""
 
 import json

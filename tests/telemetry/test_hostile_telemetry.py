@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Endpoints, snapshot files and clients from strangers: whoever watches sees a problem, never an old state for ever."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Logs are structured on request, and say nothing of what people asked."""
 
 import io

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Our metrics as Prometheus reads them: from our endpoint, from another's registry, from several processes."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Snapshots say what was counted, and the snapshot file is whole, whatever happens to its disk and its clock."""
 
 import errno

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The soak, short and on a tiny model: everything happens, nobody notices, and a steady run raises no alarm."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is counted: the catalogue, the recorder, and that nothing of it reaches a request."""
 
 import math

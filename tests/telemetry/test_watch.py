@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `dynaxx watch` says of a process, in a terminal, as JSON and on a page, is what the process counted."""
 
 import importlib

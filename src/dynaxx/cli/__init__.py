@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The `dynaxx` command: one file per command, thin over its tool in `dynaxx.lab`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`dynaxx bench`."""
 
 from __future__ import annotations

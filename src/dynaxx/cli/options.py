@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Options that commands share, and functions that read their values."""
 
 from __future__ import annotations

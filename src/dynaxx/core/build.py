@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compile the C++ core. Standard library alone: `setup.py` runs this file before anything is installed.
 
 One shared library per instruction set, not one with three bodies: inline functions of the standard library compiled for

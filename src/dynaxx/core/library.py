@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Find, compile or do without the C++ core, and say which.
 
 In this order: a library that was built with the package; one compiled at first use and kept in the user's cache; none,

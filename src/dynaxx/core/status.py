@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Status codes of the C++ core, and the exceptions they stand for. The codes are those of `source/status.h`."""
 
 from __future__ import annotations

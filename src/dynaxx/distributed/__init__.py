@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sparse attention over several GPUs: a sequence split over ranks, or heads split over ranks, by torch.distributed."""
 
 from dynaxx.distributed.attention import exchange_plan, sparse_attention

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`sequence_split`: deal the rows of a layout to ranks, by their work and by what they must receive."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one rank computes of attention with a split sequence: stage by stage, inner rows before edge rows."""
 
 from __future__ import annotations

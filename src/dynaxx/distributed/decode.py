@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decoding with a cache whose pages are split over ranks.
 
 Every rank's cache has the logical pages of the whole sequence. Its page table is -1 for pages that other ranks hold,

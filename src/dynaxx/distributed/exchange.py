@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Point-to-point exchange of keys, values and their gradients, as an `ExchangePlan` says."""
 
 from __future__ import annotations

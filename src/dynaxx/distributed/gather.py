@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keys and values of the whole sequence on every rank, in the order of the sequence, for what reads nearly all of them.
 
 A rank's queries are runs of neighbouring tokens. A run that ends at token n sees, under a causal mask, the keys before

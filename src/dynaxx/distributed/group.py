@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Process groups: which ranks share a sequence, and errors that say which of them is gone."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Heads split over ranks: all-to-all before attention and after it, the whole sequence of some heads in between.
 
 DeepSpeed calls this form Ulysses (arXiv 2309.14509). Outside of attention each rank has its own tokens of all heads;

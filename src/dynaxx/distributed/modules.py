@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Our attention modules with the sequence split over ranks."""
 
 from __future__ import annotations

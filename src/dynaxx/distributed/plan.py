@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`ExchangePlan`: which keys and values travel between which ranks for one sharded layout.
 
 A rank computes its rows over a buffer that holds its own tokens and the ones that it received. The kv heads may go in

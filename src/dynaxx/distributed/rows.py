@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows of a sharded layout: with the columns of a buffer, and split into inner and edge rows."""
 
 from __future__ import annotations

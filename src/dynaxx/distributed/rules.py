@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rules over data with the sequence split over ranks: the same blocks as on one device."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`ShardedLayout`: the rows of a global layout that one rank computes."""
 
 from __future__ import annotations

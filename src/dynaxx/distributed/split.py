@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`SequenceSplit`: which rank owns which tokens of a sequence."""
 
 from __future__ import annotations

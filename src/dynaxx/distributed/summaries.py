@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Summaries of the keys of all ranks: what a choice of blocks needs to know, without the keys themselves."""
 
 from __future__ import annotations

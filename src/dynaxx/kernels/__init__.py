@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Backends: pure functions on tensors, without checks, state or autograd.
 
 `contract` names the functions of each operation, `registry` finds the backend that serves a problem, `problem` is what

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a backend provides for each operation. `kernels.registry` lists who provides it.
 
 A backend is a module (or a package) whose functions have these names, parameters and results. The functions are pure:

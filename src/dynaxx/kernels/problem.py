@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a backend needs to know of a call to say whether it can serve: shapes and dtypes, without data."""
 
 from __future__ import annotations

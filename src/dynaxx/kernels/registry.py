@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which backends serve an operation, and why the others do not.
 
     ATTENTION.resolve(problem)             the name of the first backend that can serve

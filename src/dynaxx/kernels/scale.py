@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`softmax_scale`: what scores are multiplied by."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention sinks: a logit per head that takes its share of every softmax, and gives nothing for it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Route a model's attention through another function for a while, by transformers' own extension points."""
 
 from __future__ import annotations

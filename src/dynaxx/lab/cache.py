@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """List and clear dynaxx's cache folder: everything in it is made again when it is needed."""
 
 from __future__ import annotations

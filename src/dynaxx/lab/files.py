@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files that are whole or absent: write beside the target, sync, rename. A kill or a full disk leaves no half."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Refuse models that compute NaN or infinity, before anything is measured on them."""
 
 from __future__ import annotations

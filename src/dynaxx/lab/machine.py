@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The machine under a measurement: what it is, which versions run on it, and the ceilings it can reach."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Load models for the tools: a Hugging Face folder, a GGUF file, or a model that comes as a Python package.
 
 A GGUF is read by transformers' own loader once and kept as a plain folder in a cache, since reading it again takes a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compute a language model's next-token loss over long texts without holding all logits."""
 
 from __future__ import annotations

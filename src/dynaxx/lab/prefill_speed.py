@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time and peak memory of a whole prefill, dense and sparse in turns."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Progress of long tools: bars on a terminal, a line now and then in a log, nothing when asked.
 
 Everything goes to stderr; stdout belongs to results.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keep each finished step of long work on disk, so that a killed run goes on from there."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Read sample text, and split it so that a policy is validated on text that it was not tuned on."""
 
 from __future__ import annotations

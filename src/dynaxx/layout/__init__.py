@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The currency of dynaxx: `BlockLayout`, its grid, its element masks, and conversions."""
 
 from dynaxx.layout.block_layout import BlockLayout

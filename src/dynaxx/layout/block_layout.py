@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`BlockLayout`, the one currency: which kv blocks each q block visits, and which of their elements are visible.
 
 Everything that decides where to attend makes one, everything that computes attention reads one. It is a CSR of kv block

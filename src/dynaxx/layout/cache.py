@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A cache of layouts, bounded by their bytes: a long prompt's layout takes as much as ten thousand short ones."""
 
 from __future__ import annotations

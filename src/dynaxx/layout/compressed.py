@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`CompressedPages`: the compressed tokens of a paged cache, kept page by page beside its keys."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`BlockLayout` from and to a dense mask and FlexAttention's `BlockMask`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Values computed from a layout and kept with it, and when they must be dropped."""
 
 from __future__ import annotations

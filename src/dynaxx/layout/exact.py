@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`ExactTokens`: the few tokens of an 8-bit cache whose rounding would cost most, kept in 16 bits beside it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`form_of`: what checks and launches ask of tensors beside their numbers, as one object that is quick to look up."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The grid of blocks that a layout lives on: lengths, block sizes, and where block (row, col) lies.
 
 Legend: row = q block index, col = kv block index. Queries are bottom-right aligned to keys: query `i` stands at key

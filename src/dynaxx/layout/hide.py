@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`hide_keys`: the same layout without some keys, such as padding, which differ by sequence of a batch."""
 
 from __future__ import annotations

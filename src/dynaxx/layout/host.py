@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors of the host: they say so, whatever `torch.set_default_device` says, and go to a GPU together."""
 
 from __future__ import annotations

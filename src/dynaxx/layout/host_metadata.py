@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Host-side metadata of GPU layouts, so that launches never synchronise and nothing is computed twice.
 
 It is kept with the layout, and by the layout's `kv_indptr`: a compiler takes a layout apart and passes on its tensors

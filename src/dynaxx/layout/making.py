@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layouts from their blocks in any order, from block indices, and from other layouts."""
 
 from __future__ import annotations

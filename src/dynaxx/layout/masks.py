@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Element masks of partial blocks: a table of the distinct masks that occur, each as bits and, where it is one, a band.
 
 Masks of real patterns repeat: a sliding window over a million tokens has three. So a layout stores a small table and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Native Sparse Attention's sizes, and where its compressed tokens and selection blocks lie in packed sequences.
 
 Everything is packed: tokens of all sequences behind one another on one axis, a batch being sequences of equal length.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packed batches: sequences of any length behind one another on one axis, and the one layout that covers them all.
 
 A packed layout is a `BlockLayout` of the packed axis, so every kernel serves it as a batch of one. Its blocks count

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`PageSummaries`: what choosing pages knows of each page's keys."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pages of a cache: how large they may be, where things lie in them, and values in 8 bits."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`PagedCache`: keys and values as a decoding engine keeps them, in pages; a contiguous cache is the trivial one."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many pairs a layout shows."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Draw a layout with matplotlib: full blocks, partial blocks, and the mask inside partial blocks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A layout by kv block: what the backward pass over keys reads."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What kernels may trust of a layout: its shapes and dtypes, and its values."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention modules to train with: a static pattern, NSA, MoBA, InfLLM-V2. Thin."""
 
 from dynaxx.layout.nsa import NativeSizes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`NativeCache`: the keys of one layer's sequences as they are generated, seen as pages or as views."""
 
 from __future__ import annotations

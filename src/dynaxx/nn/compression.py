@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ways to compress a window of keys or values to one: mean, weights, an MLP that knows positions in the window.
 
 Each maps windows (windows, cmp_block, heads, dim) to (windows, heads, dim) and starts as the mean.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`MixtureOfBlockAttention`: each q head attends to its own block and to those whose mean key it likes best."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`NativeSparseAttention`: compressed, selected and window attention, mixed by learned gates."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the attention modules share: projections, rotary positions, dense attention for a warm-up."""
 
 from __future__ import annotations

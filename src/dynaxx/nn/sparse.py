@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`SparseAttention`: self-attention over a static pattern."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`SwitchableAttention`: dense where that is affordable, sparse by its own keys where not, with the same parameters."""
 
 from __future__ import annotations

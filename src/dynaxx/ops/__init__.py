@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Public functions: they document, check, choose a backend and call it. No math."""
 
 from dynaxx.ops.attention import SparseAttentionOutput, sparse_attention

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`sparse_attention`: exact softmax attention over the pairs that a layout shows."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`AttentionFunction`: gradients of `sparse_attention`, and its rules for `torch.func`'s grad, vjp and vmap."""
 
 from __future__ import annotations

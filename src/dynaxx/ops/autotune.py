@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`autotune`: the Triton kernels' tile sizes for one shape, found by timing and kept on disk."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests of mixed length: group them by length, and give each group its own pattern."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What must hold of the inputs before any backend sees them."""
 
 from __future__ import annotations

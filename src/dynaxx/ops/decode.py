@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`sparse_decode`: attention of a decoding step over a kv cache, over all of its pages or those worth reading."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What must hold of a decoding step's inputs before any backend sees them."""
 
 from __future__ import annotations

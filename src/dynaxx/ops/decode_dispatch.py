@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which kernels a decoding step runs on."""
 
 from __future__ import annotations

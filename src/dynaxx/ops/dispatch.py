@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which backend serves a call of `sparse_attention`, and why the others do not."""
 
 from __future__ import annotations

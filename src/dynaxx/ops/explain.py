@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which backend would serve a call, and why the others would not."""
 
 from __future__ import annotations

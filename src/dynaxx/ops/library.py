@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`dynaxx::attention_forward` and `dynaxx::attention_backward` for `torch.library`: what compilers and tracers see.
 
 A compiler cannot see a `BlockLayout`, so the ops take its tensors. They cost about 0.1 ms more per call than the

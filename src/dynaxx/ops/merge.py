@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`merge_states`: one attention result from several over disjoint sets of keys."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Native Sparse Attention (arXiv 2502.11089): compressed, selected and window attention, mixed by gates."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The branches of Native Sparse Attention: compressed tokens, selected blocks and a window, and their gated sum.
 
 Everything is packed: T queries, Hq q heads, E head_dim of v.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Native sparse attention of a decoding step, over pages: compressed tokens kept with them, blocks chosen, gates."""
 
 from __future__ import annotations

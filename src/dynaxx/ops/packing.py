@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packed inputs of Native Sparse Attention: what must hold of them, and laying sequences behind one another."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`selected_attention`: each query position attends to its own blocks of keys, shared by a group of q heads."""
 
 from __future__ import annotations

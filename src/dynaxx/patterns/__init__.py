@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Position-only rules. Each has a closed-form layout; `|` and `&` combine them."""
 
 from dynaxx.patterns.base import Intersection, Pattern, Union

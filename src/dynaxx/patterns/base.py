@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Pattern`: a rule over positions, and how rules combine.
 
 A rule says three things about a grid of blocks: which element pairs are visible (the definition), which runs of blocks

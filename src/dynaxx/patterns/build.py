@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a pattern to a layout: runs of blocks, of which the partial ones are listed to find their element masks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layouts from the compiled core, where there is one: those of `build.py` in a fraction of the time."""
 
 from __future__ import annotations

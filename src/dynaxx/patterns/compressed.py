@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which compressed tokens a query may see: the staircase of Native Sparse Attention's first branch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rules on what a token is: global tokens by content, which become positions once a request's tokens are known."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Documents packed into one sequence, each of which sees itself alone."""
 
 from __future__ import annotations

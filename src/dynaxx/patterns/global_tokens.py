@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tokens that every query sees: global ones, attention sinks."""
 
 from __future__ import annotations

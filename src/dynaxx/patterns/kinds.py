@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kinds of blocks: which element masks the blocks of a rule have, each evaluated once, however many blocks share it.
 
 A rule says of each block its kind and of each kind its mask as bits. Rules are combined by combining the masks of the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The end of a prompt, which sees all of it."""
 
 from __future__ import annotations

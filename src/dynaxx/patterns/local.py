@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rules on the distance between query and key: full, causal, sliding window, dilated window, strided."""
 
 from __future__ import annotations

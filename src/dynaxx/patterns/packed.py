@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One layout for a packed batch from one rule."""
 
 from __future__ import annotations

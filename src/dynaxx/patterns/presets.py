@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Patterns that models are known for: Longformer, BigBird, StreamingLLM."""
 
 from __future__ import annotations

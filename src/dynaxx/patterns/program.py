@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rules in numbers: what the compiled core reads to build the layouts that `build.py` defines in numpy."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs of neighbouring kv blocks per row, and their union, intersection and difference, without listing a block.
 
 A set of runs is a count: a run adds 1 where it starts and takes 1 away where it ends. So sets are put together by

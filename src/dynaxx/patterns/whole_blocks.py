@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rules that show whole kv blocks: the nearest ones, random ones."""
 
 from __future__ import annotations

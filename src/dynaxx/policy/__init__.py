@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The policy: a document that says what runs where, its file, and the plan for each layer that it resolves to.
 
 Also on which requests it applies (rollout), what watches it (guard, drift) and what stops it (kill switch). Importing

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Turn a policy's decode rules into one page budget per layer."""
 
 from __future__ import annotations

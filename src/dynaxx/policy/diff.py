@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compare two policies: fields by name, rules by what each head does."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Building blocks of everything in a policy file: strict, bounded numbers, and documents without unknown fields.
 
 Every number has a bound, so that a file from a stranger cannot ask for work or memory without limit.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Detect drift: attention that is no longer spread as in the policy's reference profile, per layer and head.
 
 The test is the two-sample test of Kolmogorov and Smirnov between the reference's calls and those of one window of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The parts of a policy beside its rules: the model it is for, its tolerances, the machine and the evidence."""
 
 from __future__ import annotations

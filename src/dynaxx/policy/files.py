@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Read and write policy files: errors say what to fix, and a file is written whole or not at all."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decide what the guard does: compare estimates of a layer with the policy's limits, with hysteresis.
 
 Pure state: measurements come in, a level comes out. Who measures, and when, is an integration's matter.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kill switch: a file, a signal, the environment or a call makes everything dense from the next forward pass on."""
 
 from __future__ import annotations

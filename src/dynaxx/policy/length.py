@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dense or sparse by length, with hysteresis."""
 
 from __future__ import annotations

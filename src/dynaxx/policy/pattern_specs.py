@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Patterns as plain data: one small model per pattern."""
 
 from __future__ import annotations

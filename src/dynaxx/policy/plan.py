@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`LayerPlan`: the rules that the heads of one layer follow in prefill, and the layouts that they make."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A profile of attention: histograms of statistics over calls, per layer and head.
 
 A policy carries one as its reference, and a running process records one to compare with it.

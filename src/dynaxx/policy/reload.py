@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Follow a policy file: a good new policy comes into force; a bad one is logged, and the old one stays."""
 
 from __future__ import annotations

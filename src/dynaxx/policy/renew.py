@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Renew a policy from recorded statistics: each head gets the budget that restores its recall."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Turn a policy into plans: which heads of a layer follow which rule, in as few selection calls as possible.
 
 Heads whose rules differ only in their budget share one rule with a budget per head. A static head joins such a rule

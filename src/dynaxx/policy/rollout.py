@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decide which requests run sparse: by a share of their ids, by layer, by length, or by a flag service.
 
 A request's id is hashed together with the policy's seed, so the same ids are chosen in every process and on every day,

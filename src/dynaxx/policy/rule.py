@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Rule`: one attention rule for some heads of some layers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Take rules apart and put them together: pattern, selector, and the selector's budget."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scale a rule: multiply its budgets, or its windows where it has no budget."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The policy document: what runs where, from which length, with which tolerance, and the evidence it rests on.
 
 Pure data. Unknown fields are refused, so nothing in a file is without effect; a policy that validates can be run.

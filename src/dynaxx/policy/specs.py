@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention rules as plain data: one small model per pattern, scorer and selector, and conversions both ways.
 
 `to_spec(rule)` writes a `Pattern`, `Selector` or `Hybrid` as data, `spec.build()` makes it again; the round trip is

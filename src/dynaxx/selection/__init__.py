@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Data-dependent choice of blocks: a cheap score per block, then a budget. `pattern | selector` combines both kinds."""
 
 from dynaxx.selection.base import Hybrid, Selector, select_blocks

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Selector`: a rule over data that gives a `BlockLayout`; alone, or beside a pattern as a `Hybrid`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much to keep of what was scored: a number of blocks, a share of them, or a share of the attention mass."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Choosing on a GPU: the same choice as on the CPU, put together there, with no read back to the host.
 
 Scores come a piece of rows at a time from the scorer; the kernels of `kernels.triton.select` turn them into bits and

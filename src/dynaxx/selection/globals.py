@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Global columns from the data: blocks that stand for the clusters of keys, in sight of every query."""
 
 from __future__ import annotations

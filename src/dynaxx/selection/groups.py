@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One choice for all q heads of a group: by the sum of what each of them gives to a block.
 
 Where a choice stops at a mass, that sum is of shares of the heads' mass. Where it only ranks blocks, of shares of what

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Selection over a packed batch: every sequence by itself, then one layout."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`PagePlan`: the pages that a rule over positions reads at every length, worked out before the first step."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`PageBudget`: which pages of a kv cache a decoding step reads."""
 
 from __future__ import annotations

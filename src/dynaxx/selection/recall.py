@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much of dense attention a layout keeps, measured on sampled queries."""
 
 from __future__ import annotations

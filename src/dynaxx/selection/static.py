@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a hybrid's pattern shows anyway, beside the masks of causality. Made on the host, once per pattern and grid."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Count what ran, how sparse, how fast and how faithful, and show it through optional exporters."""
 
 from dynaxx.telemetry.catalog import CATALOG, EVENTS, Metric

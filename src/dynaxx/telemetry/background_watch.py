@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Watch a process from a background thread, so that a source that hangs does not hold up whoever shows it."""
 
 from __future__ import annotations

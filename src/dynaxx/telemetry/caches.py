@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measure the memory of key-value caches, only when somebody reads the numbers."""
 
 from __future__ import annotations

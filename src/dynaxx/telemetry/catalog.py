@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Declare every metric and every event once, for exporters, alerts, dashboard, watch and tests.
 
 Names follow Prometheus: `dynaxx_`, base units (`_seconds`, `_bytes`, `_ratio`), `_total` for counters. Every series

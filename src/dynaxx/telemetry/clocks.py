@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time the work of a device: set marks without waiting, and read the seconds between two marks later."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The snapshot file: a process's numbers as JSON, written whole every few seconds, for `dynaxx watch` and people.
 
 A disk that is full or gone is counted and logged once; the file that was there stays, and no request notices.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small HTTP server that can face strangers: it names its own address, drops slow clients, and never prints.
 
 Both the metrics endpoint and the watch page are one of these.

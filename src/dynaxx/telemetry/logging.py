@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write the logger `dynaxx` as lines of JSON, on request.
 
 Facts are numbers and short words, never prompts or tokens.

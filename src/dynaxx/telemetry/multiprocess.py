@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Share one endpoint among processes: each writes its numbers to the folder that PROMETHEUS_MULTIPROC_DIR names.
 
 Through prometheus-client's own metrics, so that whoever serves that folder (vLLM's API server, our `serve`) shows them.

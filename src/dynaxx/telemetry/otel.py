@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Export to OpenTelemetry: every update goes to an instrument of a meter provider. Needs the SDK.
 
 Names are the same but for the dot of their namespace and `_total`, with units beside them: a collector that shows

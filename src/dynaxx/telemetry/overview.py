@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Overview`: the state of a running process in numbers and concerns, from two snapshots. Every view shows this."""
 
 from __future__ import annotations

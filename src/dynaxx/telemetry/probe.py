@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Probe`: integrations call it around each attention call of a layer. It counts every call and measures a few.
 
 A measured call is timed by events on a GPU and by the clock on a CPU, and its layout is counted on its device. Nothing

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Show metrics to Prometheus: at an endpoint of our own or in a registry that is served already.
 
 There are three ways, one call each:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Recorder`: counters, gauges and histograms of one process; thread-safe, about a microsecond per call.
 
 It never raises into a request: an unknown name or a value that is no number is counted and said once. A strict recorder

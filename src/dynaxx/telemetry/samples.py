@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measurements of one call: visited blocks, their work, and how the blocks of neighbouring rows overlap."""
 
 from __future__ import annotations

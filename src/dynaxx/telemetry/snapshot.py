@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Snapshot`: the numbers of one or more processes at one moment, and queries on them."""
 
 from __future__ import annotations

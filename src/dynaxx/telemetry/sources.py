@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Read another process's numbers from its metrics endpoint, its snapshot file, or a folder of snapshot files."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The numbers behind a recorder: series by metric and label values under one lock, and the sinks to notify."""
 
 from __future__ import annotations

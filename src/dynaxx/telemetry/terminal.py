@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Draw an overview on a terminal, with rich."""
 
 from __future__ import annotations

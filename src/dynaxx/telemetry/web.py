@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A web page of an overview, served by a small server on the loopback interface.
 
 It serves four files and nothing else, to requests that name it by its own address. The page loads nothing from outside.

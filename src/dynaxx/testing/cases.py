@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Draw random inputs that try to break things: odd lengths, any group, every pattern, more queries than keys."""
 
 from __future__ import annotations

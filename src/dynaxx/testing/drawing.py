@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Draw the parts of a random problem: dtypes, lengths, heads, blocks, rules, memory; and its visible pairs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The expected answers of one problem: fp64 and eager results, computed once for any number of backends."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Copy numbers into other memory: views of any stride, with NaN around them."""
 
 from __future__ import annotations

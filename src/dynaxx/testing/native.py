@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Draw random problems of selected attention, and check them against fp64 with derived budgets."""
 
 from __future__ import annotations

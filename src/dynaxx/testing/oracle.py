@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The fp64 oracle and the derived tolerance: error against it at most twice that of the same math done eagerly.
 
 The eager error is one draw of many that other orders of the same sums would give, and now and then a lucky one: where

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Draw random problems that a user may ask of the library, with their visible pairs by the rules' definitions.
 
 A problem's tensors are (batch, seqlen, heads, head_dim) whatever it is about: packed sequences and requests of mixed

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Predict the rounding errors of attention and its gradients, to first order, with sums taken in any order.
 
 Errors are carried through the formulas as root mean squares. Each rounding is independent of the others and as large as

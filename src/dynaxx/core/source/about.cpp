@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the loader asks before it trusts a library.
 #include "tasks.h"
 #include "vec.h"

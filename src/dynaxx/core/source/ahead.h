@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rows of the next step begin to come into the cache while panels work on this one.
 #pragma once
 #include "step.h"

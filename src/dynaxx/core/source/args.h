@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What Python passes, field by field as `arguments.py` lists them. Strides count elements; the last dimension is
 // contiguous. Everything is 8 bytes wide, so that both sides agree without thinking of padding.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Backward: one task is one row of blocks of keys of one kv head, for the q heads of its group.
 //
 // B batch, N / M queries and keys, D / E head_dim of q, k and of v. Keys lie in panels of 16; queries and the gradient

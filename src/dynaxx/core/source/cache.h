@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A kv cache in pages, as `layout/paging.py` describes it: arguments, addresses, and stored elements made fp32.
 #pragma once
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Decoding: the queries of a step attend to the pages of a cache that were chosen, or to all of them.
 //
 // One task is a run of pages of one sequence and kv head; the q heads of its group and all queries of the step are the

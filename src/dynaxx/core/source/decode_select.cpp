@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Choosing pages: every page's score from its summary, the best of them without sorting, and the summaries themselves.
 #include <limits>
 #include <vector>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The two matrix products of decoding: a few query rows that stay in registers meet keys, then values, that pass by.
 //
 // Widths are multiples of LANES. Rows of k and v that come next are prefetched here: they lie in pages anywhere, where no

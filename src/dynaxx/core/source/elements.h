@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Element types of the user's tensors. Everything is computed in fp32; bf16 and fp16 are widened as rows are gathered,
 // and results rounded as they are stored.
 #pragma once

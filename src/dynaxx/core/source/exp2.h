@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Powers of 2, and what rests on them: tanh, and the scale that turns scores into exponents of 2.
 #pragma once
 #include <algorithm>

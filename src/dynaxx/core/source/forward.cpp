@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Forward: one task is one row of blocks of one or more q heads that share their keys.
 //
 // B batch, N / M queries and keys, D / E head_dim of q, k and of v. A task packs its queries into panels of 16 and

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The register tiles of the backward pass that tiles.h does not have: weights, gradients of scores, gradients of queries.
 #pragma once
 #include "elements.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Moving rows between the user's tensors and the panel form, where column i of every row belongs to query i.
 #pragma once
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Products of bf16 in pairs: where the processor multiplies two by two and adds both up in fp32, a lane holds the elements
 // 2d and 2d + 1 of a token. Products of bf16 are exact in fp32, so such a matmul rounds no more than one of widened rows.
 //

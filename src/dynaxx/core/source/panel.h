@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One panel of 16 queries meets some spans of keys: scores, one step of the online softmax, weighted values.
 #pragma once
 #include "tiles.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Prepare a layout: transpose the element masks to panels, find their runs of visible keys, order the rows.
 #include "plan.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Element masks as the panels read them.
 #pragma once
 #include <algorithm>

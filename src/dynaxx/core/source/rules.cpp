@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What each rule shows of the blocks of a row, in closed form.
 #include "rules.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rules over positions as the core reads them, and what each shows of a row of blocks.
 //
 // Query i stands at key position i + offset. A distance is a query's position minus a key's.

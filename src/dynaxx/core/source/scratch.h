@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Memory of one thread, kept between launches: a fresh megabyte costs more page faults than a small problem costs time.
 #pragma once
 #include <cstdint>

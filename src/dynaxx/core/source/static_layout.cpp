@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Layouts of static patterns: the runs of all rules side by side, row by row, and each element mask evaluated once.
 //
 // Where the rules' kinds of a block are the same, so is its mask. Their kinds are counted as one number, whose code

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What exported functions return. No exception leaves the core: one that crosses `extern "C"` ends the process.
 #pragma once
 #include <cstdint>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A step: about 128 visited rows that come together in the cache before all panels of a task meet them.
 #pragma once
 #include "args.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Numbers by key in one piece of memory: a node for each, as in the standard library's, costs more than what it numbers.
 #pragma once
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Work shared out to the threads of torch's own OpenMP runtime: from a counter, one task at a time.
 #pragma once
 #include <unistd.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The matmuls of a panel, in register tiles of R rows by PANEL columns.
 //
 // Every right operand is a row of a panel (PANEL tokens side by side), every left one a broadcast scalar, so neither

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Turns: tasks that add to the same memory do so in a fixed order, so that sums round the same way every time.
 #pragma once
 #include <atomic>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Vectors of the widest registers that the build may use, and the panel: 16 queries side by side.
 //
 // Plain vector extensions (GCC, Clang): the same source serves SSE2, AVX2, AVX-512 and NEON; only LANES changes.

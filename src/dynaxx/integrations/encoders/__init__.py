@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run encoders with built-in sparse attention (Longformer, LED, BigBird) on dynaxx kernels."""
 
 from typing import TYPE_CHECKING, Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run encoders whose attention is sparse by design, Longformer and BigBird and their kin, on dynaxx's kernels.
 
 These models do not go through `AttentionInterface`, so the attention modules of the user's own model object are

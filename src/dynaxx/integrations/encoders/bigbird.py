@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """BigBird's attention on dynaxx: a window of three blocks, the first and last block global, random blocks, or dense.
 
 B batch, N tokens, H heads, D head_dim; `blocks` = N / the model's block size.

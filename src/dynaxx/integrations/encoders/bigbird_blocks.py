@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which blocks BigBird attends to, and how often.
 
 Which random blocks a layer attends to is drawn by the model's own code. Out of training that code draws none: every

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Longformer's attention on dynaxx: a window, and global tokens with projections of their own.
 
 A local query sees the keys of its window and the global keys; the query of a global token sees every key, through

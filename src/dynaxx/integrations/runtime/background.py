@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Work beside the requests: a daemon thread with a short queue. What does not fit is dropped, and the caller knows."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Counting what calls did: the one place through which every outcome of a layer call goes, to `stats` and telemetry."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Deployed`: a policy made ready to run, with what it remembers between forward passes."""
 
 from __future__ import annotations

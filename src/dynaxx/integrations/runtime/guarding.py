@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The guard at work: samples calls, measures them in the background, judges, remembers what the traffic is like.
 
 A request pays for the copy of what a sampled call saw, and for nothing else. Whatever fails here is counted and logged

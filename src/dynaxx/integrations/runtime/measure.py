@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one sampled call tells: a few query rows computed again, densely, against what the layout shows of them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whole requests against the dense model: the next-token distribution after a prompt, computed again in the background.
 
 The comparison is one more dense prefill of that prompt, beside the requests; it is sampled rarely.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A step of a serving engine: sequences of any length over a paged cache. Knows no engine and no policy.
 
 Memory is (num_pages, kv_heads, page_size, 2 * head_dim), a token's k and v side by side, any strides.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decoding steps over an engine's pages: summaries that live as long as the cache, and attention over chosen pages."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decoding steps that a CUDA graph may capture.
 
 A captured step replays the same kernels for every later step of its batch size, so nothing in it may depend on lengths

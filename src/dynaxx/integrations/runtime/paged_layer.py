@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One attention layer of a serving engine under a policy: which sequences of a step run sparse, and running them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compile the kernels of a policy before the first request.
 
 Triton compiles a kernel when it is first called with arguments of a kind: constants, dtypes, whether a size is 1 or a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What telemetry is told of a policy at work: which is in force, which was refused, whether the kill switch is on."""
 
 from __future__ import annotations

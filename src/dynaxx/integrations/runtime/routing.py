@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One routing decision for every engine: does a sequence run by a rule, by the model's own pattern, or dense, and why.
 
 `route` is a pure function. An engine hands in four things: what the policy says about the layer (`LayerRules`), what

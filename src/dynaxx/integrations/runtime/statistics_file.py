@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The statistics file of a running process: written again and again, whole each time."""
 
 from __future__ import annotations

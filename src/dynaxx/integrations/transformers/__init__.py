@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run policies in Hugging Face transformers."""
 
 from typing import TYPE_CHECKING, Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run a policy in a Hugging Face model: prefill sparse by the rules, all else exactly as before.
 
 Through transformers' `AttentionInterface` and `AttentionMaskInterface`. Masks are transformers' own, and they are the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Arguments of an attention call beside its tensors: which ones change the scores, and which ones are not served."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decoding by page budgets within transformers' continuous batching: summaries of a paged cache, and attention over it.
 
 Summaries lie by physical page, and the cache does not tell when a page gets other keys: blocks are freed and given to

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One layer's part of a step of continuous batching: which requests decode by a budget, and what the others do."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A step of transformers' continuous batching: whose tokens it holds, and where their keys lie.
 
 The cache is a `PagedAttentionCache`. Each kind of layer has an allocator in it, which knows the blocks of every

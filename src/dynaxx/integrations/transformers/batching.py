@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """transformers' continuous batching (`generate_batch`, `ContinuousBatchingManager`) under a policy.
 
 It takes attention by a few names only, so for the length of a `with` block the model says "sdpa" and that name leads

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From how many queries on dynaxx's kernels beat the attention that transformers would take.
 
 The table is conservative: below its figures the model's own attention runs. Each figure names what was measured.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decoding under a policy: a step's queries over the cache of transformers, with summaries kept beside that cache.
 
 A step is a few queries over more keys. The cache itself stays transformers' own: a `DynamicCache` or `StaticCache` is a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finding the decoder in a transformers model: its config, its attention modules, and why it could not be served."""
 
 from __future__ import annotations

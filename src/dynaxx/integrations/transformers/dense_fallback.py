@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dense fallback: the attention that the model had, for whole calls and for single sequences of a call."""
 
 from __future__ import annotations

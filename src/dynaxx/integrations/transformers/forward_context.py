@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One forward pass: what is decided once when it starts, handed down to every attention call of it.
 
 Two hooks on the decoder, torch's own: one adds a `Pass` to the keyword arguments, which transformers hands down to

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A policy at work in a model: what starts its passes, counts them, replaces it, and takes it off again."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One attention call of one layer: dense for a reason, or its sequences by their runs, each with its own layout."""
 
 from __future__ import annotations

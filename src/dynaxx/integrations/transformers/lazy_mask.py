@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`LazyMask`: the mask of a forward pass, described by its rule and made only where somebody reads it.
 
 A mask of seqlen x seqlen costs memory and time that attention by blocks does not need: at 32,768 tokens it has a

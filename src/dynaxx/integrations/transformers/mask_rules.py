@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What transformers' mask functions show: a rule of a few numbers, read from the function instead of from a mask.
 
 transformers describes a mask by a function of (batch, head, query, key) that is composed of a few building blocks:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a mask says about sequences: which queries form one causal sequence with which keys.
 
 A framework hands attention one boolean mask for everything: left and right padding, packed documents, a chunk of a long

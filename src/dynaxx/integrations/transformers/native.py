@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The model's own attention pattern as block layouts: causal, windows, chunks, packed and padded batches."""
 
 from __future__ import annotations

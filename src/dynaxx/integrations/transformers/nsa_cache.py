@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compressed tokens of a transformers cache, kept as long as its tensors are those that they came from."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A transformers Llama with Native Sparse Attention in every layer: converted from a dense one, saved as any other.
 
 Importing this module registers it with transformers' `AutoConfig` and `AutoModelForCausalLM`.

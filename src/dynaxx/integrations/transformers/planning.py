@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one attention call does, planned once per forward pass for all layers whose calls are alike."""
 
 from __future__ import annotations

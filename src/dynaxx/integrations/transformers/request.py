@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tokens of a request, for rules that look at content: read where a pass starts, kept beside the cache it fills."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The vLLM plugin."""
 
 from typing import TYPE_CHECKING, Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What vLLM calls, whatever the device: mixed in before one of vLLM's own dense backends, which does all the rest.
 
 A builder of metadata adds the step's lengths to what vLLM's builder made; an implementation sends sequences that a rule

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the vLLM plugin needs vLLM to be: names, parameters and fields, looked up before a backend is made.
 
 vLLM moves its backend interface every few minor versions. A move is then one clear message when the engine starts, not

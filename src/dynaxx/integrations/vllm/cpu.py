@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's CPU backend with a policy. Layers with a rule keep plain pages and run on dynaxx's kernels, dense calls, too.
 
 vLLM's own CPU kernel stores keys in an order that depends on the instruction set, so a layer is either all its or all

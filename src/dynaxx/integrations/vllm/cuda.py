@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's FlashAttention backend with a policy: sparse sequences on dynaxx's kernels, all else on FlashAttention.
 
 Both read the same pages, so a layer may change sides at any step.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The policy of the engine in this process: read, held against vLLM's configuration, resolved for this process's heads.
 
 Knows vLLM's configuration by the names of its fields alone, and imports none of it.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The vLLM plugin: `DYNAXX_POLICY=policy.json vllm serve MODEL --attention-backend CUSTOM` serves a policy.
 
 vLLM finds `register` by the entry point group `vllm.general_plugins` and calls it in each of its processes. Nothing of

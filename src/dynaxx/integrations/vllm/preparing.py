@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compile a policy's kernels while the engine starts, so that no request waits for them.
 
 vLLM measures the memory of a step by a pass without attention metadata. Prefill kernels are run in that pass, which

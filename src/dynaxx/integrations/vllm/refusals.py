@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Why an engine cannot serve a policy rightly: each a sentence for the person who starts it.
 
 Knows vLLM's configuration by the names of its fields alone, and imports none of it.

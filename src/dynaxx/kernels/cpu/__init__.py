@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The CPU backend: a C++ core, compiled with the package or at first use; gathers in torch where there is none."""
 
 from dynaxx.core.library import CpuStatus, cpu_status

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The structures of `core/source/args.h`, field by field, and how tensors fill them."""
 
 from __future__ import annotations

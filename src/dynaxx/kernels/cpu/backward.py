@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention backward: hand the tensors to the core, or let autograd run through the gathers in torch."""
 
 from __future__ import annotations

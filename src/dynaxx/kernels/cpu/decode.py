@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decoding on a CPU: pass the cache to the core. The structures are those of `cache.h` and `decode*.cpp`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention forward: pass the tensors to the core, or gather in torch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sparse attention in plain torch, O(visited blocks): gather each row's blocks, attend densely over them.
 
 Serves where there is no C++ core. Exact like every backend, differentiable by autograd. Rows that visit the same number

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Native Sparse Attention on the CPU: scores a few queries at a time, selected attention by the C++ core.
 
 The core wants blocks of 16 queries that visit the same keys. So the q heads of a selection head become rows: a block of

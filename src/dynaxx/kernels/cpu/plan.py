@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A layout as the core reads it: private copies of its tensors, checked, with row orders, mask tables and ranks.
 
 Built once per layout and kept with it. The core never reads a tensor that somebody else can write to, so changing a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the CPU kernels serve, answered without loading the core."""
 
 from __future__ import annotations

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shared by the GPU backends: launching kernels, scheduling long rows, Native Sparse Attention in Triton."""

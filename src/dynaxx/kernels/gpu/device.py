@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Facts about a GPU, the installed Triton and its tile sizes. Importing this loads no Triton."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Device functions that every Triton kernel may use: exponentials, and integers that sort as floats do."""
 
 import triton

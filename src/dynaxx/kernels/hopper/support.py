@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the Hopper kernels serve, answered without loading Gluon."""
 
 from __future__ import annotations

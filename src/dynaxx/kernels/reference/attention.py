@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sparse attention, defined: softmax attention over the pairs that the layout shows, and nothing else.
 
 With a softcap c, a score s becomes c tanh(s / c), between -c and c, before the softmax (Gemma 2).

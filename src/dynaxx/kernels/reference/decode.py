@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decoding over a paged cache, defined: which pages are read, and softmax attention over their keys.
 
 B batch, N queries of a step, Hq / Hk query and kv heads, D / E head_dim of q, k and of v, P logical pages, S slots.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Native Sparse Attention (arXiv 2502.11089), defined: windows, selection scores, top-k, selected attention, gates.
 
 The compressed branch is attention over a `Compressed` pattern and the window branch over a `SlidingWindow`, so

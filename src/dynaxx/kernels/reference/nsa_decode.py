@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decoding with native sparse attention, defined: the windows that new keys complete, and the choice of blocks.
 
 B sequences, one query each; W windows of each; Hq / Hk query and kv heads, D / E head_dim of q, k and of v, P logical

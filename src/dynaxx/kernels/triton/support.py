@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the Triton kernels serve, answered without loading Triton."""
 
 from __future__ import annotations

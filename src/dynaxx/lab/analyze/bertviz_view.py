@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write the attention of a short excerpt in bertviz's own view (github.com/jessevig/bertviz)."""
 
 from __future__ import annotations

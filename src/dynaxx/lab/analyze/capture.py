@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Capture q and k of every attention layer of one dense forward pass, through transformers' own extension points."""
 
 from __future__ import annotations

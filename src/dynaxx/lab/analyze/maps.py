@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Statistics of attention maps, one head at a time and a chunk of its rows at a time.
 
 The memory is a few megabytes whatever the length. The exact map is used throughout; texts longer than `MAX_ROWS` tokens

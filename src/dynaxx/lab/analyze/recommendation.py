@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recommend the sparsest rule that keeps a share of a head's attention mass, and say why."""
 
 from __future__ import annotations

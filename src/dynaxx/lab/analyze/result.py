@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The result of `dynaxx analyze`: every head and the sums, as objects, as plain data and in words."""
 
 from __future__ import annotations

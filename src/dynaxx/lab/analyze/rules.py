@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rules that `analyze` tries on every head, each at several budgets that come to about the same density."""
 
 from __future__ import annotations

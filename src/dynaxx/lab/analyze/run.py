@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Analyze where a model attends, head by head: how far, on which lines, and how much of it each rule would catch.
 
 For each head it recommends the sparsest rule that keeps a share of the attention mass, with the reason in words. It is

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """`dynaxx bench`: test the kernels, then time them beside their peers."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bars: thresholds that a benchmark's figures must reach."""
 
 from __future__ import annotations

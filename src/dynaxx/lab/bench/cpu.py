@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measure the CPU kernels beside torch's: correct first, then medians of rounds that take turns in one process.
 
 Useful FLOPs are 4 * head_dim * q_heads * visible (query, key) pairs forward and 10 * ... backward. Baselines: torch's

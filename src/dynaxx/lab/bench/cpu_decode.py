@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time decoding on this machine: one query over a long cache, pages chosen and read, beside the best dense SDPA."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Workloads of `dynaxx bench --suite cpu`, and the bar of each figure."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measure the GPU kernels beside their peers: correct first, then median times in one process, then useful TF/s.
 
 Useful FLOPs are 4 * head_dim * q_heads * visible (query, key) pairs forward and 2.5 times that backward; those of a

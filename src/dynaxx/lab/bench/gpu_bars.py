@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bars of the GPU suite on an H200: ratios to peers in the same process, rates, and times."""
 
 from __future__ import annotations

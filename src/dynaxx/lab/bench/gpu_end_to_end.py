@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Further measurements of the GPU suite: layouts, host time, an encoder, growth with length."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The causal mask for FlashAttention 4: a function in CuTe's language, which must be installed to import this file."""
 
 import cutlass.cute as cute

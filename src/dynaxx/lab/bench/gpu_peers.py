@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The peers of the GPU suite, each over the same blocks or over all causal pairs, as its own users call it.
 
 A peer is made for a workload and gives a call `(q, k, v) -> out`; it raises `RuntimeError` or `ImportError` where it is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Workloads of the GPU suite: shapes, layouts and inputs. bf16, batch 1, causal; heads are q / kv heads."""
 
 from __future__ import annotations

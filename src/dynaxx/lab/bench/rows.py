@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Select rows of a benchmark by name."""
 
 from __future__ import annotations

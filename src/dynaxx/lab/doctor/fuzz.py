@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`dynaxx doctor --fuzz`: random problems against the fp64 oracle, forward and gradients, as long as you like."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`dynaxx doctor`: what this machine is, which backends can serve it, and whether they compute the right thing."""
 
 from __future__ import annotations

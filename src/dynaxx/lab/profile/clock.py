@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time by part of a running model: hooks around its attention modules and MLPs, a wrapper around its attention core."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The result of `dynaxx profile`: where the time goes, what sparsity would save, and a verdict."""
 
 from __future__ import annotations

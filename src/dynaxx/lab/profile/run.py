@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`dynaxx profile`: where a model's time goes at each length, and whether sparse attention is worth it.
 
 Timed through front doors only: hooks on modules for projections and MLP, transformers' attention interface for the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small charts as inline SVG: no library, colours from the page's CSS variables, real text, a title on every mark.
 
 Classes used: `ink`, `soft`, `accent` (strokes and fills follow the page's light or dark colours), `g1` .. `g3` greys.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Heat maps as PNG data URIs: no library, few colours, see-through where there is nothing."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write the report: one self-contained HTML page from the results in a folder.
 
 Each section reads one file that another tool wrote. A missing file becomes a sentence that says which command makes it,

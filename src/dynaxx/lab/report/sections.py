@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Turn the documents that tools wrote into the figures, tables and charts of the report.
 
 Each function takes the document and, where it looks at others, all of them; it raises where a field is missing or odd.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parts of charts as SVG: labels that cover nothing, marks, scales and ticks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write the verdict on top of a report from the measurements that exist. It says no as plainly as yes."""
 
 from __future__ import annotations

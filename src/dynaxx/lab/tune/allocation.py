@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Share one density among many heads so that the predicted loss is least.
 
 Each head offers a few candidates, each with a density and a loss. On the lower convex hull of its points a head gains

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The candidates of `dynaxx tune`, and the cost of each for each head."""
 
 from __future__ import annotations

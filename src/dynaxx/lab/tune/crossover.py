@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Find the length from which sparse attention, selection included, is faster than dense on this machine."""
 
 from __future__ import annotations

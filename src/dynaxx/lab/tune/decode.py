@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Find decode rules: the least share of a cache's pages that keeps the loss of tokens decoded one by one."""
 
 from __future__ import annotations

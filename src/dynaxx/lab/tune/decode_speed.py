@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Find the length from which decoding by pages is faster than dense, launched one by one and as a captured graph."""
 
 from __future__ import annotations

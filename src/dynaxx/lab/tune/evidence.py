@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A policy's evidence: where it was measured, with which command, and the figures."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`dynaxx tune` as one command: profile, analyze, tune, validate, report, into one folder.
 
 Steps that were done before, with the same settings, are not done again; a kill loses the step under way at most, and

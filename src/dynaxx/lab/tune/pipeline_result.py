@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The result of `dynaxx tune`, step by step, and its summary."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Validate a tuned policy, and raise its border if only speed fails.
 
 `tune` finds its border from attention alone. The whole model has the rest of its launches around it, and says otherwise

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Record the reference of a tuned policy: attention statistics on its text, against which drift is measured."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The result of `dynaxx tune`: every budget it evaluated, the chosen one, and the policy."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`dynaxx retune`: renew a policy from recorded statistics or from fresh text, and show what changed."""
 
 from __future__ import annotations

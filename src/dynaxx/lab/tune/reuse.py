@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measure the cost of reusing an earlier layer's blocks: recall, layer by layer, on real text."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Find the sparsest policy that keeps a model's perplexity, and write it down with its evidence.
 
 Three ideas: a gradient tells what each head loses at each budget (`sensitivity`); one density is shared among all heads

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Search a policy: which scorer, how low a density, from which length, and the evidence beside it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measure the loss of each head at each budget with one forward and one backward pass.
 
 Dropping keys changes a head's output by some delta. To second order that raises the model's loss by 1/2 delta' F delta,

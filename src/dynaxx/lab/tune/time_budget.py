@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The time budget of a tuning run."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measure a model without a policy and under it: distributions, answers, generated text, time."""
 
 from __future__ import annotations

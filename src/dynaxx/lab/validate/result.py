@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The result of `dynaxx validate`: every figure, and the checks."""
 
 from __future__ import annotations

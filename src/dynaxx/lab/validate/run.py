@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`dynaxx validate`: compare a model under a policy with the dense model, by the policy's own tolerances.
 
 Everything is measured on text and tasks that tuning never saw, dense beside sparse in one process: next-token

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Make retrieval tasks: facts hidden in real text, a question at the end, an answer to score.
 
 Answers are scored by teacher forcing: the log-probability of each answer token, and whether it was the most likely one.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cheap estimates of how much attention each q block pays to each kv block. One idea per file.
 
 B batch, Hq / Hk heads, R rows of q blocks, C kv blocks, D head_dim.

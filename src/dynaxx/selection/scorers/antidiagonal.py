@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Blocks by sums over anti-diagonals."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every scorer is, and sums and products that keep to a number of bytes."""
 
 from __future__ import annotations

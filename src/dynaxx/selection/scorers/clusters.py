@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Blocks by an index of the keys: clusters, and which block holds how many keys of each."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One query per row of q blocks against every key, both in 8 bits: the definition of `MeanQuery(precision="int8")`.
 
 Vectors become whole numbers from -127 to 127 times a step: one step per query and one per kv block, whose keys have a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Blocks by means and bounds of their keys."""
 
 from __future__ import annotations

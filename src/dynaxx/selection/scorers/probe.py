@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Blocks by the lines that the last queries see."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Blocks by what a row's mean query pays to each of their keys."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Blocks by how often their keys share a random bucket with the queries."""
 
 from __future__ import annotations

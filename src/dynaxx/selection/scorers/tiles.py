@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scores at a finer grain than blocks: a softmax over tiles of a few keys for each tile of a few queries, summed up."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Coarse, then fine: bounds of whole blocks say which of them are looked at key by key."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 "use strict";
 // Draws /state.json again and again. Everything that is shown is set as text, never as markup.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients of selected attention by key.
 
 Each program computes dk and dv of one item and, on request, the partial dq of its entries. `nsa.sums` adds them up.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pool windows of tokens to their mean or a weighted sum, with gradients, for sequences of one length.
 
 B sequences of N tokens, each with L windows of WINDOW tokens, STRIDE apart; H heads of D. x is (B * N, H, D), the sums

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Schedules and tile sizes of selected attention: pure functions of group, slots, head_dim and dtype.
 
 Those for head_dim up to 128 were the fastest of `benchmarks/nsa_tiles.py` on an H200.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The gated sum of the three branches, and its gradients, each in one pass over memory.
 
 R rows (t, q head); E head_dim of v. Branches and result are (R, E) contiguous, gates (R, 3) contiguous.

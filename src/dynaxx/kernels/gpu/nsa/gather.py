@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Selected attention by key.
 
 A program holds one block of keys and gathers the queries that selected it; a second kernel merges the partial results

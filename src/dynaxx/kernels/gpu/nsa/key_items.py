@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Index a selection by key on the device, without waiting for it.
 
 The queries of each block are listed in ascending order and cut into items of bounded length, so that a block which

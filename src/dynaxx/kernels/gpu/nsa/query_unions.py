@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Index a selection by query on the device, without waiting for it.
 
 A tile of a few neighbouring positions visits the union of their blocks; each block carries the set of positions that

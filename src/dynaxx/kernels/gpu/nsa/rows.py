@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows of the kernels of selected attention: loads, stores, softmax weights, and what a backward reads of each row.
 
 T queries, Hq q heads, E head_dim of v.

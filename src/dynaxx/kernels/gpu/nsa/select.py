@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Selection: block scores from attention to compressed tokens, a bounded number of queries at a time, then top-k.
 
 A program of the score kernel holds some compressed tokens. It sums their weights exp(q @ k_cmp - lse) over the q heads

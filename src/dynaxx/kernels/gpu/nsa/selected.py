@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Selected attention on GPUs, by one of two schedules. Both GPU backends share it.
 
 The schedule by query ("union") reads each block of keys once for a few neighbouring query positions. The schedule by

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sum what items and entries of selected attention give to dk, dv and dq.
 
 Sums have a fixed order and no atomics: every run gives the same bits. Names and shapes as in `nsa.gather`.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Top-k: choose the blocks of a row of scores, forced ones and the best, ascending. A warp per row of up to 1,024.
 
 The kernel bisects the range of the n-th best score until n are left, and so does not sort the row.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Selected attention by query.
 
 A program holds the q heads of one selection head at a few neighbouring positions, and walks the union of their blocks.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernel arguments: layouts, strides, and the descriptors of tensors that TMA (the copy unit of Hopper) reads."""
 
 from __future__ import annotations

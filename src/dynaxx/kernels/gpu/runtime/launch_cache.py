@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cache launches over a layout: the same layout, shapes and strides give the same launch with other addresses.
 
 Computing a kernel's arguments from a layout and from shapes takes the host longer than a short call runs. The result is

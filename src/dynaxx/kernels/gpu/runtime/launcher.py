@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Launch compiled kernels without Triton's per-call dispatch.
 
 `kernel[grid](...)` binds, types and formats every argument into a string that names the compiled kernel. That takes

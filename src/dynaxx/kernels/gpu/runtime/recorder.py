@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Record a call's allocations and kernel launches, and replay them for later calls of the same shapes.
 
 A decoding step, or a selection of blocks, is a few short kernels. Computing their arguments takes the host longer than

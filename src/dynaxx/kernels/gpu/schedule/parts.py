@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Find the tile that a program of a Triton kernel computes, where long rows and columns are split (see `split`)."""
 
 from typing import Any, NamedTuple

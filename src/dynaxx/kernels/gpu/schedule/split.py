@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Split rows or columns that are much longer than the others, so that no multiprocessor is left alone with one.
 
 A global token or a sink is in every row, so its column is as long as the sequence. The parts of such a line are

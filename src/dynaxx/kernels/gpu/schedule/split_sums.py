@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Combine what the parts of split lines left, in a fixed order: sums are added, outputs merged."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Block-sparse attention backward for Hopper, in one pass (`backward_fused`) or in two.
 
     one pass     rows: lse, delta -> fused: dk, dv, and fp32 sums of dq -> sums: dq

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shared by the Hopper kernels over kv blocks: which block a program has, and how these kernels are launched.
 
 A column is a kv block of one kv head, with the entries of all heads of its group, head after head.

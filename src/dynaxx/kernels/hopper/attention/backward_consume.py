@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A consumer warpgroup of the Hopper backward over kv blocks: 64 keys, dk and dv in registers, scores transposed."""
 
 from triton.experimental import gluon

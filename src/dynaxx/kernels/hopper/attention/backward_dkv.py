@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """dk and dv for Hopper, in Gluon.
 
     producer warp (backward_produce)      k, v once; then tiles of 64 queries: q, do, lse, delta, mask

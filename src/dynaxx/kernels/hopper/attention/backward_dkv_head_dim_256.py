@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """dk and dv for head_dim 256 on Hopper, in Gluon.
 
 A program owns 64 keys of one kv head: the producer of `backward_produce`, one consumer for dv and one for dk

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The consumer warpgroups of dk and dv for head_dim 256 on Hopper: one computes dv of 64 keys, the other dk.
 
     dv consumer   scores.T = k q.T -> weights (to shared memory) -> dv += weights do

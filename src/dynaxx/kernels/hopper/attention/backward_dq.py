@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """dq for Hopper, in Gluon, in a pass of its own over the rows of a layout.
 
     producer warp                                 layout -> k, v in tiles of 64 keys, with their masks; q, do once

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A consumer warpgroup of dq on Hopper: 64 queries of one head, dq in registers, tiles of 64 keys in turn."""
 
 from triton.experimental import gluon

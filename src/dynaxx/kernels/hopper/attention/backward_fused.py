@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """dq, dk and dv for Hopper in one pass over the kv blocks, in Gluon: 5 matrix products where two passes take 7.
 
     producer warp (backward_produce)              k, v once; then tiles of 64 queries: q, do, lse, delta, mask

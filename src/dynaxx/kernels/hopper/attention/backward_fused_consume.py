@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A consumer warpgroup of the fused Hopper backward: 64 keys, dk and dv in registers, and half of the columns of dq.
 
 For each tile of 64 queries a consumer

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The producer warp of the Hopper backward over kv blocks: reads the layout, feeds k and v, then tiles of q and do.
 
 Each tile of 64 queries comes with its lse and delta and, if masked, with its mask: consumers do not read masks.

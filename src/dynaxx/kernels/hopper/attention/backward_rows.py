@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the Hopper backward computes per query: lse and delta before the main kernels; dq from its sums after one pass.
 
 Sums are fp32 without dq's scale, by batch entry, head and tile of 64 rows, in the order in which the two consumers of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tile sizes of the Hopper kernels: pure functions of shapes. Queries go in rows of 64, wgmma's M."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Block-sparse attention forward for Hopper, in Gluon: persistent programs of a producer warp and one or two consumers.
 
     producer warp (forward_produce)       layout -> q, k, v by TMA into shared memory, masks as numbers; a row ahead

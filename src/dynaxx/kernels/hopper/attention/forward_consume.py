@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A consumer warpgroup of the Hopper forward: 64 query rows, a row of blocks after the other.
 
 A step starts q @ k.T of its keys and p @ v of the step before, and computes its softmax while the latter runs. Sums of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lazy softmax of the Hopper forward: weights relative to the maximum of earlier steps, without waiting for a new one.
 
 A softmax only needs its base to keep sums and weights in range; any number near the largest score serves.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The producer warp of the Hopper forward: reads the layout, feeds q, k and v by TMA, and says how to mask.
 
 It runs ahead of the consumers over the rows of its program, so that loads overlap with computation. Consumers read no

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention over a layout: `kernels.contract.AttentionKernels` of the hopper backend."""
 
 from dynaxx.kernels.hopper.attention.backward import attention_backward

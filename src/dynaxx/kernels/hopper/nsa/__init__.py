@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Native Sparse Attention on Hopper, in Gluon."""

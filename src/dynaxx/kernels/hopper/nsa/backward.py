@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients of all branches of Native Sparse Attention on Hopper.
 
 The compressed branch and the window add dq to the same fp32 sums where they take one pass. Selected blocks, whose

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sum and differentiate the branches of Native Sparse Attention together: `kernels.contract.FusedBranches`."""
 
 from dynaxx.kernels.gpu.nsa.selected import Mixture, selected_and_mixed

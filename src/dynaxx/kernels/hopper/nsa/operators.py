@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Native Sparse Attention on Hopper, in Gluon: `kernels.contract.NsaKernels`.
 
 Gluon kernels score blocks and attend to selected blocks for groups of 1, 2, 4, 8 and more q heads: by query where the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the backward of each branch of Native Sparse Attention reads of queries: gate times do, lse and delta.
 
 One kernel reads do once for all branches, and computes the gradient of the gates on the way.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scores of selection blocks for Hopper, in Gluon: one producer warp and a few consumers.
 
     producer warp          q rows and lse of one q head of the group after the other

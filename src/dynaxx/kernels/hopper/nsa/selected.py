@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Selected attention by query for Hopper, in Gluon: persistent programs of one producer warp and a few consumers.
 
     producer warp (selected_produce)        q of a tile; then k, v of the window, and of the union of blocks, by TMA

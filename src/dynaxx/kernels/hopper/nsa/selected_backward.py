@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """dq of selected attention by query for Hopper, in Gluon; roles, tiles and names as in `selected`."""
 
 import torch

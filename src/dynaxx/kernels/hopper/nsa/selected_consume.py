@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A consumer of selected attention by query: a warpgroup with 64 rows of a tile.
 
 It attends to the tile's window first, where asked to, and keeps the result in shared memory; then to the blocks that

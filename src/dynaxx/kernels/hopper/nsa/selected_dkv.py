@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """dk and dv of selected attention for Hopper, in Gluon: one producer warp, one consumer warpgroup of 64 keys.
 
     producer warp   gathers rows of q and do of the entries: a TMA copy per entry's group and 64 columns

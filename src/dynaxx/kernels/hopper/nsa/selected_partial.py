@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Selected attention by key for Hopper, in Gluon: rows of the next tile load while this one is written.
 
 A program holds one block of keys and goes through some of the entries that selected it, 64 rows of q at a time. It

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The producer of selected attention by query: one warp, which takes tiles of queries as they come.
 
 It feeds by TMA a tile's queries, the keys and values of its window and its union, and the other branches' results.

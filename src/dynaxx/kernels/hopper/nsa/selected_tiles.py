@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shared by the Hopper kernels of selected attention: tiles by TMA, blocks of keys, sizes of a program."""
 
 from functools import lru_cache

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Device functions and descriptors that the Hopper kernels share."""

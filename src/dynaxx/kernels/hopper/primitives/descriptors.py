@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Arguments of the Hopper kernels: descriptors for TMA, and factors of scores."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Find the part of a long row or column that a program computes, and where its sums go. See `gpu.schedule.split`."""
 
 from triton.experimental import gluon

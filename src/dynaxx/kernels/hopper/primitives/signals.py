@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Numbers that the warps of a Hopper kernel pass through shared memory, and ways to fix an order for ptxas."""
 
 from triton._C.libtriton import ir

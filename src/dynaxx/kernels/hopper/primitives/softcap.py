@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Softcap on Hopper: a score s becomes c tanh(s / c). Without a cap the rate is None, and none of this is compiled.
 
 With a cap, t = tanh(q . k * rate) replaces q . k, and c replaces the scale: masks, maxima and exponentials stay the

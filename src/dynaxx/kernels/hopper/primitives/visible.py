@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Element masks of a tile that wgmma computed: what a thread sees of a row is one word, with a bit per column it has.
 
 Four threads share a row; of every eight columns thread t has 2 t and 2 t + 1. The word of a band has a closed form.

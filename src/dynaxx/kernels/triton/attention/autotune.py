@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Find tile sizes for one shape on this GPU: from those of `config`, move to the best neighbour while it is faster.
 
 Every candidate must give the default's results before it is timed.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The dk and dv kernel: a program per kv block walks its column, for the heads of its group in turn. See `backward`."""
 
 import triton

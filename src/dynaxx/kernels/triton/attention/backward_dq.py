@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The dq kernel: a program per row of the layout walks its kv blocks. See `backward`."""
 
 import triton

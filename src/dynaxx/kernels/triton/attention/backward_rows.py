@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shared by the backward kernels: lse and delta of queries, weights recomputed from scores, softcap slopes."""
 
 import triton

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tile sizes: a pure function of shapes, dtype and the device's shared memory, unless `dynaxx.autotune` was run.
 
 Sizes for head_dim up to 128 were the fastest of `benchmarks/gpu_tiles.py` on an H200.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Block-sparse attention forward in Triton: one program per tile of BLOCK_M queries of one head.
 
     q tile (resident) -> partial blocks of the row, masked -> full blocks, unmasked -> out, lse

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The loop of the forward kernel over the tiles of its row, in three orders; see `forward`.
 
     attend                    load k, v -> scores -> softmax -> weights @ v

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention over a layout: `kernels.contract.AttentionKernels` of the triton backend."""
 
 from dynaxx.kernels.triton.attention.backward import attention_backward

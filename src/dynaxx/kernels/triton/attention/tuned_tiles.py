@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tile sizes that `dynaxx.autotune` found, kept on disk by device and versions; read once per process."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Find the best of a list of pages without sorting: search the threshold that the wanted number of scores reach."""
 
 import triton

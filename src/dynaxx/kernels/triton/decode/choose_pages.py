@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decide which pages of a list are read: how many, from lengths alone, and which, from their scores."""
 
 import triton

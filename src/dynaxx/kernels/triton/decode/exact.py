@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention of one list over the exact tokens beside an 8-bit cache. Shapes as in decode/forward.py."""
 
 import triton

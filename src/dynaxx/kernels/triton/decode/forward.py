@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Split-KV attention over listed pages, in parts; `merge` combines them.
 
     all lists        [ list 0: pages ........ | list 1: pages .. | list 2: pages .... ]   one row of pages

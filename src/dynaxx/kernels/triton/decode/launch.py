@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decoding in Triton: choose pages, and attend over them or over given ones; `kernels.contract.DecodeKernels`."""
 
 import torch

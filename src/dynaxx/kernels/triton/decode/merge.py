@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Merge the parts of decode/forward.py, list by list. Shapes and numbers of parts as there."""
 
 import triton

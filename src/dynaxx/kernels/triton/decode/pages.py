@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pages: where they lie, and their summaries.
 
 Grids depend on sizes alone; lengths are read on the device, so a captured graph serves every length.

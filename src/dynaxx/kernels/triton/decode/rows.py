@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loads and stores of decode/forward.py: queries of a list, tiles of a cache, parts. Shapes as there."""
 
 import triton

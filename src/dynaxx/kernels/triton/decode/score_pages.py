@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Score the pages of a list: their summaries times the queries of a step. R rows of q, D head_dim."""
 
 import triton

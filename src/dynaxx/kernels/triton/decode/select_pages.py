@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Choose pages: scores from summaries, and the best of them without sorting.
 
 With enough lists one program scores the pages of a list and chooses among them, in one launch. With fewer lists several

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A decoding step of native sparse attention in Triton: lengths of the branches, the choice of blocks, their pages.
 
 Results as `kernels.reference.nsa_decode`. Lengths are read on the device, so one captured graph serves every length.

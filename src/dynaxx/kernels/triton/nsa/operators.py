@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Native Sparse Attention on any GPU: `kernels.contract.NsaKernels`, all of it from `kernels.gpu.nsa`."""
 
 from dynaxx.kernels.gpu.nsa import compress as pooling

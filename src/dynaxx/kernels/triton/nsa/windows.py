@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Windows of keys that a cache completes, in Triton: gathered for a function, or pooled and stored at once.
 
 Results as `kernels.reference.nsa_decode`. Lengths are read on the device, so one captured graph serves every length.

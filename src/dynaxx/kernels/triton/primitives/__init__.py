@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Device functions that the portable Triton kernels share."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Convert 8-bit keys and values exactly to fp16, which matrix instructions take.
 
 The target is not bf16: e4m3 reaches it only through fp32, one value at a time. PAIRS marks GPUs for which the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Set how far ahead of its use each load of a loop starts, where the number of stages is too coarse."""
 
 import triton

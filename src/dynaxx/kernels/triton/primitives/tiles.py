@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Helpers of the Triton kernels: rows of a layout, positions of a tile, guarded loads.
 
 A row of a layout is a list of blocks. A tile of TILE tokens is a part of one block where TILE <= BLOCK. A larger tile

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Apply the element mask of a block to a tile: a band by its two bounds, any other mask by its bits.
 
 A pair (r, c) is a query's and a key's position in their blocks. A code that is no mask shows nothing and reads nothing.

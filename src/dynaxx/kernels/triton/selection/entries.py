@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write chosen blocks as entries of a `BlockLayout`: each row at the place that the running sum of counts gives.
 
 Legend: B batch, H choices per batch entry, Hq q heads, R rows of q blocks, C kv blocks, W words of 32 blocks.

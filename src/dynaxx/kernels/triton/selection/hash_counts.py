@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Count random-projection hashes of tokens per block: projections, signs and counts in one pass over the tensor.
 
 Legend: B batch, N tokens, H heads, D head_dim, C blocks, T tables, P bits of a table padded to a power of two.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`selection.scorers.int8` fused: one 8-bit query per row of q blocks against every key in 8 bits, as integers.
 
 A program takes BLOCK_M (row, q head of one kv head) pairs through some tiles of keys and keeps one number per kv block.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scores of blocks, and the choice among them: `kernels.contract.SelectionKernels`."""
 
 from dynaxx.kernels.triton.selection.entries import emit_entries

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Summarise blocks of tokens: means, smallest and largest values, each in one pass over the tensor.
 
 Legend: B batch, N tokens, H heads, D head_dim, C blocks.

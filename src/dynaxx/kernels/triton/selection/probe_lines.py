@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Vertical and slash lines in the attention of the last queries, and block scores from them; no attention is stored.
 
 One pass over the keys finds every probe's normaliser, a second one what it gives: summed by kv block (vertical lines),

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Score one query per row of q blocks against every key, summed to blocks: a matrix product that is never stored.
 
 A program takes BLOCK_M (row, q head of one kv head) pairs through some tiles of keys. For each kv block it keeps the

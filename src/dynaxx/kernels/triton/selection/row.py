@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A row of blocks in the selection kernels: what causality and a pattern show of each block, and the grid.
 
 Legend: C kv blocks.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Choose blocks on the device: from a row's scores to bits and counts, without a sort and without the host.
 
 One program per row of q blocks and choice, which may serve several heads, bisects the row's threshold between its least

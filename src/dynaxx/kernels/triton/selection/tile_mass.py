@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Block scores at the grain of tiles, fused: a softmax over key tiles for each query tile, summed to blocks.
 
 A program takes TILE_M query tiles of one head through the key tiles once and notes, for each of them, the log of every
