@@ -5,7 +5,11 @@ r"""Run a benchmark that prints JSON, and keep its rows with commit, machine, ve
         dynaxx bench --suite cpu --only decode --threads 1 --json
 
 writes benchmarks/results/decode_suite.json; `python benchmarks/render.py` puts it into the pages that name it.
-`--rows` names the list of rows in the benchmark's JSON, and `--columns` the fields to keep, in order.
+`--rows` names the list of rows in the benchmark's JSON, and `--columns` the fields to keep, in order; `field=title` also
+renames a field. A result from another machine comes from its file, with options that say what it was measured on:
+
+    python benchmarks/record.py distributed --from distributed.json --commit abc1234 --device "2 NVIDIA H100" \
+        --version torch=2.11.0 --title "..." -- python benchmarks/distributed.py
 """
 
 from __future__ import annotations
@@ -47,7 +51,7 @@ def result_of(found: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]
     rows = found[args.rows]
     if not rows:
         raise SystemExit(f"error: `{args.rows}` of the benchmark's JSON is empty")
-    columns = args.columns.split(",") if args.columns else list(rows[0])
+    columns = dict(each.split("=", 1) if "=" in each else (each, each) for each in args.columns or rows[0])
     bars = [
         {
             "bar": f"{bar['name']}, {bar['workload']}",
@@ -59,16 +63,19 @@ def result_of(found: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]
         if bar["ok"] is not None
     ]
     here = machine_facts()
+    versions = {name: here.versions[name] for name in KEPT_VERSIONS if name in here.versions}
+    if args.source:
+        versions = dict(each.split("=", 1) for each in args.version)
     return {
         "title": args.title,
         "command": shlex.join(args.command),
-        "commit": commit(),
+        "commit": args.commit or commit(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "recorded": "measured",
-        "device": ", ".join(here.gpus) or f"{here.cpu}, {here.cores} cores",
-        "versions": {name: here.versions[name] for name in KEPT_VERSIONS if name in here.versions},
+        "device": args.device or ", ".join(here.gpus) or f"{here.cpu}, {here.cores} cores",
+        "versions": versions,
         "setting": args.setting,
-        "columns": columns,
+        "columns": list(columns.values()),
         "rows": [[text_of(row.get(column)) for column in columns] for row in rows],
         "bars": bars,
     }
@@ -79,16 +86,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("name", help="the result file's name, without .json")
     parser.add_argument("--rows", default="rows", help="the list of rows in the benchmark's JSON")
-    parser.add_argument("--columns", help="fields to keep, separated by commas; all by default")
+    parser.add_argument("--columns", type=lambda text: text.split(","), help="fields to keep; all by default")
     parser.add_argument("--title", required=True)
     parser.add_argument("--setting", default="", help="shapes, dtypes, and what is counted")
+    parser.add_argument("--from", dest="source", type=Path, help="a JSON file of the benchmark, instead of running it")
+    parser.add_argument("--commit", default="", help="with --from: the commit that was measured")
+    parser.add_argument("--device", default="", help="with --from: the GPU or CPU")
+    parser.add_argument("--version", action="append", default=[], help="with --from: package=version, repeatable")
     parser.add_argument("command", nargs="+", help="the benchmark, after --")
     args = parser.parse_args()
-    run = subprocess.run(args.command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    if run.returncode not in (0, 1):  # 1: a bar was missed, which the file says
-        sys.exit(run.returncode)
+    if args.source and not (args.commit and args.device and args.version):
+        parser.error("--from needs --commit, --device and --version: the file does not say what it was measured on")
+    if args.source:
+        text = args.source.read_text(encoding="utf-8")
+    else:
+        run = subprocess.run(args.command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        if run.returncode not in (0, 1):  # 1: a bar was missed, which the file says
+            sys.exit(run.returncode)
+        text = run.stdout
     path = ROOT / "benchmarks" / "results" / f"{args.name}.json"
-    path.write_text(json.dumps(result_of(json.loads(run.stdout), args), indent=1, ensure_ascii=False) + "\n")
+    path.write_text(json.dumps(result_of(json.loads(text), args), indent=1, ensure_ascii=False) + "\n")
     print(f"wrote {path.relative_to(ROOT)}")
 
 

@@ -120,7 +120,8 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     forgotten = [page.relative_to(docs).as_posix() for page in sorted(docs.rglob("*.md"))]
     forgotten = [page for page in forgotten if page not in named]
     if forgotten:
-        nav.append({"More": forgotten})
+        (guides,) = (section["Guides"] for section in nav if "Guides" in section)
+        guides.append({"More": forgotten})
     return config
 
 
