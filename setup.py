@@ -55,7 +55,7 @@ class CoreWheel(bdist_wheel):
 
 
 def extension(isa: str) -> Extension:
-    """The library of one instruction set, as setuptools sees it."""
+    """Describe the library of one instruction set to setuptools."""
     name = f"{PACKAGE}.{core['library_name'](isa).removesuffix('.so')}"
     built = Extension(name, sources=[], depends=sorted(map(str, core["SOURCE"].iterdir())), optional=True)
     built.isa = isa

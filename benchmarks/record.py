@@ -5,7 +5,7 @@ r"""Run a benchmark that prints JSON, and keep its rows with commit, machine, ve
         dynaxx bench --suite cpu --only decode --threads 1 --json
 
 writes benchmarks/results/decode_suite.json; `python benchmarks/render.py` puts it into the pages that name it.
-`--rows` names the list of rows in the benchmark's JSON, and `--columns` the fields to keep, in order; `field=title` also
+`--rows` names the list of rows in the benchmark's JSON, and `--columns` the fields to keep; `field=title` also
 renames a field. A result from another machine comes from its file, with options that say what it was measured on:
 
     python benchmarks/record.py distributed --from distributed.json --commit abc1234 --device "2 NVIDIA H100" \
