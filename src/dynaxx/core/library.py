@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from dynaxx.core import build
+from dynaxx.core import build, cached_library
 
 logger = logging.getLogger("dynaxx")
 
@@ -93,19 +93,39 @@ def _compiled_at_first_use(isa: str, choice: str, reasons: list[str], may_compil
     try:
         directory = cache_directory() / f"core-{build.source_hash()}"  # a user without a home folder has none
         path = directory / build.library_name(isa)
-        if not path.exists():
-            if not may_compile:
-                return _without_core("; ".join([*reasons, "none was compiled yet"]))
+        library, found = _cached(path)
+        if library is None and not may_compile:
+            return _without_core("; ".join([*reasons, found]))
+        if library is None:
             compiler = build.find_compiler()
             if compiler is None:
-                return _without_core("; ".join([*reasons, "no C++ compiler to build one with"]))
+                return _without_core("; ".join([*reasons, found, "no C++ compiler to build one with"]))
             logger.info("compiling the CPU core for %s into %s", isa, path)
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            cached_library.check_folder(directory)
             build.compile_library(isa, path, compiler)
+            cached_library.write_digest(path)
+            library = cached_library.load(path)
         why = f"compiled at first use, as {'; '.join(reasons)}; {choice}"
-        return Core(_open(path), CpuStatus("compiled", isa, path, why))
+        return Core(_declare(library), CpuStatus("compiled", isa, path, why))
     except (OSError, ImportError, RuntimeError) as error:
+        logger.warning("no compiled CPU core, attention runs in torch: %s", error)
         return _without_core("; ".join([*reasons, str(error)]))
+
+
+def _cached(path: Path) -> tuple[CDLL | None, str]:
+    """Return the library at a path of the cache, or why there is none that could be replaced.
+
+    Raises:
+        ImportError: a library or a folder that somebody else owns or can write to.
+    """
+    _show_openmp()
+    try:
+        return cached_library.load(path), ""
+    except FileNotFoundError:
+        return None, "none was compiled yet"
+    except cached_library.DigestError as error:
+        return None, str(error)
 
 
 def _without_core(why: str) -> Core:
@@ -133,14 +153,17 @@ def _show_openmp() -> None:
 
 
 def _open(path: Path) -> CDLL:
-    """Load a library and declare its functions.
+    """Load a library that was built with the package; raises as `_declare`, OSError where it does not load."""
+    _show_openmp()
+    return _declare(CDLL(str(path)))
+
+
+def _declare(library: CDLL) -> CDLL:
+    """Declare the functions of a library, and return it.
 
     Raises:
-        OSError: it does not load.
         ImportError: it was built from other sources than those beside it.
     """
-    _show_openmp()
-    library = CDLL(str(path))
     library.dynaxx_cpu_source_hash.restype = ctypes.c_char_p
     found = library.dynaxx_cpu_source_hash().decode()
     if found != build.source_hash():
