@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fuzz the CPU core under the compiler's sanitizers: `make sanitize`.
 
-The core is compiled anew, instrumented, into a copy of the package, and `dynaxx doctor --fuzz` runs on it. Before each
-run the tool proves itself: the same run on a core with a planted bug must fail.
+The core is compiled anew, instrumented, into a copy of the package. `dynaxx doctor --fuzz` runs on it, and `exports.py`:
+extreme integers, and page tables and layouts that another thread writes to. Before each run the tool proves itself: the
+fuzzer on a core with a planted bug must fail.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 from dynaxx.core import build
 
 ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).parent
 CORE = Path("dynaxx/core/source")
 
 
@@ -127,20 +129,24 @@ def run(sanitizer: Sanitizer, compiler: str, asked: argparse.Namespace, cases: i
             "OMP_WAIT_POLICY": "passive",
             "PYTHONDONTWRITEBYTECODE": "1",
         }
-        status = [sys.executable, "-c", "from dynaxx.kernels.cpu import cpu_status; print(cpu_status().path)"]
-        loaded = subprocess.run(status, env={**environment, "LD_PRELOAD": preload(sanitizer, compiler)}, text=True,
+        ask = [sys.executable, "-c", "from dynaxx.kernels.cpu import cpu_status; print(cpu_status().path)"]
+        loaded = subprocess.run(ask, env={**environment, "LD_PRELOAD": preload(sanitizer, compiler)}, text=True,
                                 capture_output=True)  # fmt: skip
         if Path(loaded.stdout.strip()) != library_path:
             return 1, f"the instrumented core did not load: {loaded.stdout}{loaded.stderr}"
         fuzz = [sys.executable, "-m", "dynaxx", "doctor", "--fuzz-cases", str(cases), "--seed", str(asked.seed)]
-        done = subprocess.run(
-            [*without_aslr(), *fuzz, "--threads", "2", "--quiet"],
-            env={**environment, "LD_PRELOAD": preload(sanitizer, compiler)},
-            capture_output=True,
-            text=True,
-        )
-    said = done.stdout + done.stderr
-    return done.returncode, re.sub(re.escape(folder), "", said)
+        exports = [sys.executable, str(HERE / "exports.py"), "--cases", str(cases), "--seed", str(asked.seed)]
+        said, status = "", 0
+        for command in ([*fuzz, "--threads", "2", "--quiet"], *([] if bug else [exports])):
+            done = subprocess.run(
+                [*without_aslr(), *command],
+                env={**environment, "LD_PRELOAD": preload(sanitizer, compiler)},
+                capture_output=True,
+                text=True,
+            )
+            said += done.stdout + done.stderr
+            status = status or done.returncode
+    return status, re.sub(re.escape(folder), "", said)
 
 
 def compile_core(sanitizer: Sanitizer, compiler: str, core: Path, isa: str) -> Path:
@@ -152,6 +158,7 @@ def compile_core(sanitizer: Sanitizer, compiler: str, core: Path, isa: str) -> P
     flags = ["-O1", "-g", "-std=c++17", "-fPIC", "-fno-math-errno", "-ffp-contract=fast", "-fno-omit-frame-pointer"]
     command = [*shlex.split(compiler), *flags, *build.ISAS[isa], *sanitizer.flags, "-fvisibility=hidden", "-shared"]
     command += [f'-DDYNAXX_SOURCE_HASH="{digest.hexdigest()[:16]}"', *map(str, sorted(core.glob("*.cpp")))]
+    command.append(str(HERE / "writer.cpp"))
     subprocess.run([*command, "-o", str(target)], check=True)
     return target
 

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "pack.h"
+#include "shared.h"
 #include "status.h"
 
 namespace dynaxx {
@@ -38,14 +39,11 @@ struct CacheArgs {
   int64_t max_keys;   // of a sequence
 };
 
-// One read of a number that another thread may be writing: either the old value or the new one.
-DYNAXX_INLINE int32_t read_once(const int32_t* from) { return __atomic_load_n(from, __ATOMIC_RELAXED); }
-
 // A cache whose lengths and pages cannot change any more. Those of `CacheArgs` belong to an engine that may write to them
 // while this step runs: they are copied once and cut to what there is, so that a write gives other numbers at worst.
 struct Cache : CacheArgs {
   explicit Cache(const CacheArgs& args) : CacheArgs(args) {
-    require(within(batch, 0, MOST_TOKENS) && within(kv_heads, 1, MOST_HEADS) && within(page_size, 1, MOST_TOKENS));
+    require(within(batch, 0, MOST_BATCH) && within(kv_heads, 1, MOST_HEADS) && within(page_size, 1, MOST_PAGE));
     require(within(head_dim, 1, MOST_DIM) && within(head_dim_v, 1, MOST_DIM) && within(stored, 0, 4));
     require(within(num_pages, 0, INT32_MAX) && within(max_pages, 0, INT32_MAX) && within(max_keys, 0, INT32_MAX));
     require(page_table || max_pages <= num_pages || batch == 0);

@@ -6,6 +6,8 @@
 #include <cstring>
 #include <vector>
 
+#include "shared.h"
+
 using namespace dynaxx;
 
 namespace {
@@ -42,7 +44,8 @@ void find_runs(const uint16_t* words, int64_t visited_block, uint8_t* runs) {
 
 // Check the index ranges of `heads` heads of `rows` rows each, as `check_values` in layout/validate.py does: offsets that
 // start at 0, do not fall, go on from one head to the next and end within `capacity`; of each row `num_partial` blocks
-// with a mask before those without; indices below `visited`, none twice in a row. Returns OK or BAD_INPUT.
+// with a mask before those without; indices below `visited`, none twice in a row. Others may write to the numbers while
+// they are read. Returns OK or BAD_INPUT.
 extern "C" DYNAXX_EXPORT int dynaxx_cpu_plan_check(const int32_t* indptr, const int32_t* num_partial,
                                                    const int32_t* indices, const int32_t* masks, int64_t heads,
                                                    int64_t rows, int64_t visited, int64_t num_masks,
@@ -53,10 +56,10 @@ extern "C" DYNAXX_EXPORT int dynaxx_cpu_plan_check(const int32_t* indptr, const 
     int64_t entry = 0;
     for (int64_t row = 0; row < heads * rows; row++) {
       const int32_t* ends = indptr + row / rows * (rows + 1) + row % rows;
-      const int64_t count = int64_t(ends[1]) - entry, partial = num_partial[row];
-      require(ends[0] == entry && count >= 0 && ends[1] <= capacity && within(partial, 0, count));
+      const int64_t stop = read_once(ends + 1), count = stop - entry, partial = read_once(num_partial + row);
+      require(read_once(ends) == entry && count >= 0 && stop <= capacity && within(partial, 0, count));
       for (int64_t i = 0; i < count; i++, entry++) {
-        const int32_t block = indices[entry], mask = masks[entry];
+        const int32_t block = read_once(indices + entry), mask = read_once(masks + entry);
         require(block >= 0 && block < visited && seen[block] != row);
         require(i < partial ? mask >= 0 && mask < num_masks : mask == -1);
         seen[block] = row;

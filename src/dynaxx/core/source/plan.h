@@ -44,7 +44,7 @@ DYNAXX_INLINE MaskPanel mask_panel(const Plan& plan, int64_t mask, int64_t panel
 // that nobody else can write to.
 template <class Args>
 void check(const Args& args, const Plan& plan) {
-  require(within(args.batch, 0, MOST_TOKENS) && within(args.q_heads, 1, MOST_HEADS) &&
+  require(within(args.batch, 0, MOST_BATCH) && within(args.q_heads, 1, MOST_HEADS) &&
           within(args.kv_heads, 1, args.q_heads) && args.q_heads % args.kv_heads == 0);
   require(within(args.head_dim, 1, MOST_DIM) && within(args.head_dim_v, 1, MOST_DIM));
   require(within(args.element, 0, 2) && within(args.threads, 1, MOST_THREADS));

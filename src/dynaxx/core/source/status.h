@@ -41,7 +41,8 @@ int status_of(const Run& run) noexcept {
 
 // ---- limits of arguments ----
 
-constexpr int64_t MOST_TOKENS = int64_t(1) << 40, MOST_HEADS = 1 << 20, MOST_DIM = 1 << 20, MOST_THREADS = 1 << 12;
+constexpr int64_t MOST_TOKENS = int64_t(1) << 40, MOST_HEADS = 1 << 20, MOST_DIM = 1 << 20, MOST_THREADS = 1 << 12,
+                  MOST_BATCH = 1 << 24, MOST_PAGE = 1 << 20;
 constexpr int64_t MOST_ELEMENTS = int64_t(1) << 60;
 
 inline bool within(int64_t value, int64_t least, int64_t most) { return value >= least && value <= most; }

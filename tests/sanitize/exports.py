@@ -1,0 +1,201 @@
+"""Give the exported functions of the C++ core extreme integers, and tensors that another thread writes to.
+
+Run by `run.py` on an instrumented core: `python tests/sanitize/exports.py --cases 500`. A case passes if the function
+returns; what it returns must be one of the core's status codes. Numbers that say how large a buffer is are only ever
+replaced by ones that no buffer can have.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import random
+import struct
+import sys
+import threading
+from ctypes import byref, c_int64, c_void_p
+
+import torch
+
+import dynaxx as dx
+from dynaxx.core.library import active_library
+from dynaxx.core.status import BAD_INPUT, FAILED, NO_MEMORY, OK
+from dynaxx.kernels.cpu import decode
+from dynaxx.kernels.cpu.arguments import forward_args
+from dynaxx.kernels.cpu.plan import plan_of
+
+EXTREME = (-(2**63), -(2**62), -(2**31), -1, 2**41, 2**62, 2**63 - 1)
+ANY = (*EXTREME, 0, 1, 2, 7, 2**31 - 1, 2**31, 2**32)
+INT32 = (-(2**31), -7, -1, 0, 1, 3, 2**31 - 1)
+FLOATS = (0.0, 1.0, -1.0, 1e30, -1e30, float("inf"), float("-inf"), float("nan"))
+PATTERN = dx.SlidingWindow(30) | dx.Sink(2)
+
+
+def check(code: int) -> None:
+    """Accept the core's own status codes only, and no failure that it does not name."""
+    assert code in (OK, NO_MEMORY, BAD_INPUT), f"status {code}, FAILED is {FAILED}"
+
+
+def programs(draw: random.Random) -> None:
+    """Rules in numbers, well formed and not, and layouts that are taken, refused and dropped."""
+    program: list[int] = []
+    for _ in range(draw.randint(1, 4)):
+        op = draw.choice((*range(9), draw.choice(ANY)))
+        count = draw.choice((1, 2, 2, 3, 5))
+        program += [op, *(draw.choice(ANY) if draw.random() < 0.3 else draw.randint(0, 90) for _ in range(count))]
+    if draw.random() < 0.5:  # one that is well formed
+        number = draw.choice(ANY)
+        program = draw.choice(([0, -5, number], [1, number], [2, 1, 3, number], [3, 1, 3, number], [5, number],
+                               [6, number, number], [4, 3, 0, 50, 100], [0, 0, 9, 1, 3, 8, 2]))  # fmt: skip
+    grid = [draw.randint(1, 300), draw.randint(1, 300), draw.choice((16, 32, 64)), draw.choice((16, 128)), 1]
+    if draw.random() < 0.3:
+        grid[draw.randrange(5)] = draw.choice(EXTREME)
+    built, sizes = c_void_p(), (c_int64 * 7)()
+    numbers = (c_int64 * len(program))(*program)
+    library = active_library()
+    code = library.dynaxx_cpu_static_layout(numbers, len(program), (c_int64 * 5)(*grid), sizes, byref(built))
+    check(code)
+    if code == OK:
+        room = sum(size + -size % 4 for size in sizes)
+        found = torch.empty(room, dtype=torch.int32)
+        capacity = draw.choice((room, room, room - 1, 0, -1, -(2**63)))
+        check(library.dynaxx_cpu_take_layout(built, found.data_ptr(), capacity))
+
+
+def plans(draw: random.Random) -> None:
+    """Index ranges with numbers out of range, and sizes that none has."""
+    library, layout = active_library(), PATTERN.layout(draw.randint(1, 200), block_size=16)
+    tensors = [x.clone() for x in layout.tensors[:4]]
+    for _ in range(draw.randint(0, 3)):
+        x = draw.choice(tensors).view(-1)
+        if len(x):
+            x[draw.randrange(len(x))] = draw.choice(INT32)
+    sizes = [1, layout.q_blocks, layout.kv_blocks, len(layout.masks), layout.kv_indices.numel()]
+    code = library.dynaxx_cpu_plan_check(*(x.data_ptr() for x in tensors), *sizes)
+    check(code)
+    order = torch.empty(layout.q_blocks, dtype=torch.int32)
+    check(library.dynaxx_cpu_plan_rows(tensors[0].data_ptr(), 1, layout.q_blocks, order.data_ptr()))
+    if code == OK:
+        counts, ranks = torch.empty(layout.kv_blocks, dtype=torch.int32), torch.empty_like(tensors[2])
+        pointers = counts.data_ptr(), ranks.data_ptr()
+        check(library.dynaxx_cpu_plan_ranks(*(tensors[i].data_ptr() for i in (0, 2)), 1, *sizes[1:3], *pointers))
+    bad = [draw.choice(EXTREME) for _ in range(2)]
+    check(library.dynaxx_cpu_plan_check(*(x.data_ptr() for x in tensors), *bad, *sizes[2:]))
+    check(library.dynaxx_cpu_plan_rows(tensors[0].data_ptr(), *bad, order.data_ptr()))
+    check(library.dynaxx_cpu_plan_masks(layout.masks.bits.data_ptr(), bad[0], 16, bad[1], 0, None, None))
+
+
+def attention(draw: random.Random) -> None:
+    """A forward launch with one field that contradicts the others, and any scale and softcap."""
+    library, layout = active_library(), PATTERN.layout(100, block_size=16)
+    q, k, v = (torch.randn(1, 100, heads, 16) for heads in (4, 2, 2))
+    out, lse = torch.empty(1, 100, 4, 16), torch.empty(1, 4, 100)
+    plan = plan_of(layout, library)
+    packed = forward_args(q, k, v, out, lse, plan.address, draw.choice(FLOATS), draw.choice(FLOATS))
+    fields = list(struct.unpack("=5Q 6q 9q Q 2d q", packed))
+    where = draw.choice((5, 6, 7, 8, 9, 10, 23))  # element, batch, heads, widths, threads
+    fields[where] = draw.choice(EXTREME)
+    check(library.dynaxx_cpu_forward(struct.pack("=5Q 6q 9q Q 2d q", *fields)))
+
+
+def decoding(draw: random.Random) -> None:
+    """Page tables, lengths, choices and budgets out of range, and fields that contradict the others."""
+    k, v = torch.randn(12, 16, 2, 16), torch.randn(12, 16, 2, 16)
+    table = torch.tensor([[draw.choice((*INT32, *range(12))) for _ in range(6)] for _ in range(2)], dtype=torch.int32)
+    used, pad = (torch.tensor([draw.choice((*INT32, 20, 90)) for _ in range(2)], dtype=torch.int32) for _ in range(2))
+    plain = torch.tensor([90, 40], dtype=torch.int32)
+    cache = dx.summarize_pages(dx.PagedCache(k, v, plain, torch.arange(12, dtype=torch.int32).view(2, 6)))
+    cache.seqused_k.copy_(used)
+    cache.page_table.copy_(table)
+    arguments, kept = decode._cache_args(dx.PagedCache(k, v, used, table, leftpad_k=pad))
+    if draw.random() < 0.3:
+        name = draw.choice(("stored", "batch", "kv_heads", "max_pages", "page_size", "head_dim", "head_dim_v",
+                            "num_pages", "max_keys"))  # fmt: skip
+        setattr(arguments, name, draw.choice(EXTREME))
+    q = torch.randn(2, 2, 4, 16)
+    out, lse = torch.empty(2, 2, 4, 16), torch.empty(2, 4, 2)
+    pages = torch.tensor([[[draw.choice(INT32) for _ in range(5)]] * 2] * 2, dtype=torch.int32)
+    chosen = torch.empty(2, 2, 3, dtype=torch.int32)
+    wanted = torch.tensor([[draw.choice(FLOATS)] * 2] * 2)
+    step = decode.DecodeArgs(
+        cache=ctypes.pointer(arguments), q=q.data_ptr(), element=0, q_strides=decode.strides(q), seqlen_q=2, q_heads=4,
+        pages=draw.choice((None, pages.data_ptr())), slots=5, out=out.data_ptr(), lse=lse.data_ptr(),
+        scale=draw.choice(FLOATS), threads=2, softcap=draw.choice((0.0, 1.0)), left=draw.choice(ANY),
+    )  # fmt: skip
+    summaries = decode._summary_args(arguments, cache.summaries, draw.choice(ANY[4:]))
+    summaries.new_tokens, summaries.bound = draw.choice(ANY), draw.choice(FLOATS)
+    choice = decode.SelectArgs(
+        summaries=ctypes.pointer(summaries), q=q.data_ptr(), element=0, q_strides=decode.strides(q), seqlen_q=2,
+        q_heads=4, wanted=wanted.data_ptr(), sinks=draw.choice(ANY), window=draw.choice(ANY), chosen=chosen.data_ptr(),
+        slots=3, scale=draw.choice(FLOATS), threads=2,
+    )  # fmt: skip
+    if draw.random() < 0.2:
+        which = draw.choice((step, choice))
+        setattr(which, draw.choice(("q_heads", "seqlen_q", "element", "threads", "slots")), draw.choice(EXTREME))
+    library = active_library()
+    check(library.dynaxx_cpu_decode(byref(step)))
+    check(library.dynaxx_cpu_select_pages(byref(choice)))
+    check(library.dynaxx_cpu_summarize_pages(byref(summaries)))
+    assert kept
+
+
+def shared(draw: random.Random) -> None:
+    """A page table, lengths and a layout that another thread writes to all the while."""
+    library = active_library()
+    if not hasattr(library, "dynaxx_test_write"):
+        return
+    write = library.dynaxx_test_write
+    write.argtypes = [c_void_p, c_void_p, c_int64, c_int64]
+    k = torch.randn(12, 16, 2, 16)
+    table, used = torch.arange(12, dtype=torch.int32).view(2, 6), torch.tensor([90, 40], dtype=torch.int32)
+    cache = dx.summarize_pages(dx.PagedCache(k, k, used, table))
+    layout = PATTERN.layout(120, block_size=16)
+    layout = dx.BlockLayout.from_entries(layout.grid(), *layout.entries(), layout.masks)
+    values = torch.tensor([draw.choice((*INT32, 5, 6, 7, 80)) for _ in range(64)], dtype=torch.int32)
+    targets = [table, used, *layout.tensors[:4]]
+    writers = [
+        threading.Thread(target=write, args=(x.data_ptr(), values.data_ptr(), min(x.numel(), 64), 3000))
+        for x in targets
+    ]
+    arguments, _kept = decode._cache_args(cache)
+    q, queries = torch.randn(2, 1, 4, 16), torch.randn(1, 120, 2, 16)
+    for writer in writers:
+        writer.start()
+    for _ in range(4):
+        wanted = dx.PageBudget(2).wanted(2, torch.device("cpu"))
+        decode.select_and_attend(q, cache, wanted, 1, 1, 4, 0.25)
+        decode.summarize_pages(cache, cache.summaries, None)
+        layout.derived.clear()
+        try:
+            dx.sparse_attention(queries, queries, queries, layout)
+        except (ValueError, RuntimeError, IndexError):  # found out of range, in words
+            continue
+    for writer in writers:
+        writer.join()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    if active_library() is None:
+        print("no C++ core")
+        return 1
+    torch.set_num_threads(2)
+    for case in range(asked.cases):
+        for kind in (programs, plans, attention, decoding):
+            draw = random.Random(f"{asked.seed} {case} {kind.__name__}")
+            try:
+                kind(draw)
+            except AssertionError as error:
+                print(f"case {case} of {kind.__name__}: {error}")
+                return 1
+        if case % 25 == 0:
+            shared(random.Random(f"{asked.seed} {case}"))
+    print(f"{asked.cases} cases of extreme numbers: every export returned")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
