@@ -157,7 +157,6 @@ def shared(draw: random.Random) -> None:
         threading.Thread(target=write, args=(x.data_ptr(), values.data_ptr(), min(x.numel(), 64), 3000))
         for x in targets
     ]
-    arguments, _kept = decode._cache_args(cache)
     q, queries = torch.randn(2, 1, 4, 16), torch.randn(1, 120, 2, 16)
     for writer in writers:
         writer.start()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fuzz the CPU core under the compiler's sanitizers: `make sanitize`.
 
-The core is compiled anew, instrumented, into a copy of the package. `dynaxx doctor --fuzz` runs on it, and `exports.py`:
-extreme integers, and page tables and layouts that another thread writes to. Before each run the tool proves itself: the
-fuzzer on a core with a planted bug must fail.
+The core is compiled anew, instrumented, into a copy of the package. `dynaxx doctor --fuzz` runs on it, then
+`exports.py`: extreme integers, and page tables and layouts that another thread writes to. Before each run the tool
+proves itself: the fuzzer on a core with a planted bug must fail.
 """
 
 from __future__ import annotations
