@@ -9,12 +9,15 @@ from functools import cache
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from dynaxx.arguments import typed
 from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout import CuSeqlens
 from dynaxx.nn.cache import NativeCache
 from dynaxx.ops.attention import sparse_attention
+from dynaxx.ops.pattern_library import number_of, pattern_attention
+from dynaxx.patterns.base import Pattern
 from dynaxx.patterns.local import Causal
 from dynaxx.patterns.packed import packed_layout
 
@@ -120,7 +123,7 @@ class ProjectedAttention(nn.Module, ABC):
         v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.head_dim_v))
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
-        attend = outside_of_graphs()
+        attend = _attend if self.is_traceable(cu_seqlens, cache) else outside_of_graphs()
         out = attend(self, x, q, k, v, cu_seqlens, cache)
         return self.o_proj(out.flatten(-2))
 
@@ -132,14 +135,17 @@ class ProjectedAttention(nn.Module, ABC):
     ) -> Tensor:
         """(..., q_heads, head_dim_v) of projected and rotated q, k, v; k and v hold all of an even cache, too."""
 
+    def is_traceable(self, cu_seqlens: CuSeqlens | None, cache: NativeCache | None) -> bool:
+        """Whether a compiler can follow `attend` for these arguments; else the graph breaks around it."""
+        return False
+
     def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: CuSeqlens | None) -> Tensor:
         """Attend to every key at or before the query."""
         if cu_seqlens is not None:
             packed = packed_layout(Causal(), cu_seqlens, block_size=64, device=q.device)
             return sparse_attention(q, k, v, packed, scale=self.scale)
         if q.shape[1] != k.shape[1]:
-            layout = Causal().layout(q.shape[1], k.shape[1], block_size=64, device=q.device)
-            return sparse_attention(q, k, v, layout, scale=self.scale)
+            return attend_pattern(q, k, v, Causal(), 64, self.scale)
         grouped = self.q_heads != self.kv_heads
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         attend = nn.functional.scaled_dot_product_attention
@@ -165,6 +171,19 @@ def _attend(
     if module.dense:
         return module.attend_dense(q, k, v, cu_seqlens)
     return module.attend(x, q, k, v, cu_seqlens, cache)
+
+
+def attend_pattern(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, block_size: int, scale: float) -> Tensor:
+    """Attend to what a pattern shows of a batch. A compiler sees one op for all lengths, an export a fixed layout."""
+    if torch.compiler.is_dynamo_compiling():
+        needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        return pattern_attention(q, k, v, _constant_number(pattern), block_size, scale, needs_grad)[0]
+    with _disable_current_modes():  # the layout is real, whatever traces
+        layout = pattern.layout(int(q.shape[1]), int(k.shape[1]), block_size=block_size, device=q.device)
+    return sparse_attention(q, k, v, layout, scale=scale)
+
+
+_constant_number = torch.compiler.assume_constant_result(number_of)
 
 
 @cache

@@ -10,7 +10,7 @@ from torch import Tensor
 from dynaxx.arguments import typed
 from dynaxx.layout import CuSeqlens
 from dynaxx.nn.cache import NativeCache
-from dynaxx.nn.projection import ProjectedAttention
+from dynaxx.nn.projection import ProjectedAttention, attend_pattern
 from dynaxx.ops.attention import sparse_attention
 from dynaxx.patterns.base import Pattern
 from dynaxx.patterns.packed import packed_layout
@@ -47,5 +47,8 @@ class SparseAttention(ProjectedAttention):
         if cu_seqlens is not None:
             packed = packed_layout(self.pattern, cu_seqlens, block_size=self.block_size, device=q.device)
             return sparse_attention(q, k, v, packed, scale=self.scale)
-        layout = self.pattern.layout(q.shape[1], k.shape[1], block_size=self.block_size, device=q.device)
-        return sparse_attention(q, k, v, layout, scale=self.scale)
+        return attend_pattern(q, k, v, self.pattern, self.block_size, self.scale)
+
+    def is_traceable(self, cu_seqlens: CuSeqlens | None, cache: NativeCache | None) -> bool:
+        """Whether a compiler can follow: over a batch, whose layout depends on nothing but its lengths."""
+        return cu_seqlens is None and cache is None

@@ -1,0 +1,45 @@
+"""`nn.SparseAttention` compiles without a graph break, and exports."""
+
+import pytest
+import torch
+
+import dynaxx as dx
+from dynaxx.nn import SparseAttention
+
+
+class Two(torch.nn.Module):
+    """Two layers of different patterns."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.near = SparseAttention(32, 2, 1, pattern=dx.SlidingWindow(20), block_size=16)
+        self.far = SparseAttention(32, 2, 2, pattern=dx.Sink(2) | dx.SlidingWindow(5), block_size=16)
+
+    def forward(self, x):
+        return self.far(self.near(x))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_it_compiles_with_fullgraph_for_all_lengths():
+    torch._dynamo.reset()
+    model = Two()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
+    for batch, seqlen in ((1, 40), (2, 40), (2, 56), (1, 72)):
+        x = torch.randn(batch, seqlen, 32)
+        plain, traced = x.clone().requires_grad_(), x.clone().requires_grad_()
+        torch.testing.assert_close(compiled(traced), model(plain), atol=1e-5, rtol=1e-5)
+        model(plain).square().sum().backward()
+        compiled(traced).square().sum().backward()
+        torch.testing.assert_close(traced.grad, plain.grad, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_it_exports():
+    model, x = Two(), torch.randn(1, 40, 32)
+    program = torch.export.export(model, (x,))
+    torch.testing.assert_close(program.module()(x), model(x), atol=1e-5, rtol=1e-5)
+    targets = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+    assert targets.count("dynaxx.attention_forward.default") == 2
+    assert model.near.pattern.layout(40, block_size=16).kv_indices.device.type == "cpu"
+    assert type(model.near.pattern.layout(40, block_size=16).kv_indices) is torch.Tensor  # no fake one was cached
