@@ -1,19 +1,16 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Time vLLM's own attention beside a policy on a GPU: first tokens, decoding, and whether tokens are the same.
+"""Time vLLM's own attention beside a policy on a GPU: first tokens, and decoding.
 
-    python benchmarks/vllm_gpu.py engine own --out own.json
-    python benchmarks/vllm_gpu.py engine dynaxx --out dynaxx.json
-    python benchmarks/vllm_gpu.py tokens --out tokens.json
+    python benchmarks/vllm_gpu.py own --out own.json
+    python benchmarks/vllm_gpu.py dynaxx --out dynaxx.json
 
-`engine` starts one engine with random weights of Llama-3.1-8B's shape and vLLM's defaults (torch.compile, CUDA
+Starts one engine with random weights of Llama-3.1-8B's shape and vLLM's defaults (torch.compile, CUDA
 graphs, chunks of a prompt): `own` with vLLM's FLASH_ATTN, `dynaxx` with a policy. Prompts from 2,048 tokens on read a
 window of 1,024 tokens, the first 128 and 10 % of the rest; decoding reads 10 % of the pages. It sends one prompt at a
 time of each length, the longest first: the very first request is the one that a kernel without a warm-up would delay
 most. Then it decodes as many sequences of 32,768 tokens as the cache holds, up to 16. Kernels that are compiled in
 requests are listed.
 
-`tokens` compares greedy tokens of a small random model: vLLM's own with a policy of density 1.0, and a sparse policy
-run eagerly with the same one in CUDA graphs. Results are written after every step.
+Results are written after every step. `vllm_tokens.py` compares tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +20,6 @@ import json
 import os
 import random
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -97,7 +93,7 @@ def prompt(draw: random.Random, tokens: int) -> dict[str, list[int]]:
 
 
 def start(model: Path, which: str, policy: Path | None, **arguments: Any) -> Any:
-    """Start an engine with vLLM's own backend or with dynaxx's."""
+    """An engine with vLLM's own backend or with ours."""
     import torch
 
     os.environ.pop("DYNAXX_POLICY", None)
@@ -108,7 +104,7 @@ def start(model: Path, which: str, policy: Path | None, **arguments: Any) -> Any
     from vllm import LLM
 
     return LLM(
-        str(model), load_format="dummy", skip_tokenizer_init=True, enable_prefix_caching=False, seed=1,
+        str(model), skip_tokenizer_init=True, enable_prefix_caching=False, seed=1,
         disable_log_stats=True, **arguments,
     )  # fmt: skip
 
@@ -160,7 +156,7 @@ def run_engine(arguments: argparse.Namespace) -> None:
     lengths = [int(n) for n in arguments.lengths.split(",")]
     model = save_model(folder / "model", arguments.shape, "bfloat16" if cuda else "float32")
     policy = save_policy(folder / "policy.json", arguments.shape, "sparse") if arguments.which == "dynaxx" else None
-    options: dict[str, Any] = {"max_model_len": max(lengths) + 256, "max_num_seqs": 16}
+    options: dict[str, Any] = {"load_format": "dummy", "max_model_len": max(lengths) + 256, "max_num_seqs": 16}
     if arguments.which == "dynaxx" and cuda:
         options["block_size"] = PAGE
     if cuda:
@@ -213,80 +209,17 @@ def profile(llm: Any, request: dict[str, list[int]], path: str) -> None:
     Path(path).write_text(table)
 
 
-def run_tokens(arguments: argparse.Namespace) -> None:
-    """Compare greedy tokens of four engines."""
-    import torch
-    from vllm import SamplingParams
-
-    result, folder, draw = Result(arguments.out), Path(tempfile.mkdtemp()), random.Random(0)
-    cuda = torch.cuda.is_available()
-    model = save_model(folder / "model", "small", "bfloat16" if cuda else "float32")
-    everything = save_policy(folder / "everything.json", "small", "everything")
-    sparse = save_policy(folder / "sparse.json", "small", "sparse")
-    lengths = [3, 17, 127, 128, 129, 300, 511, 599, 601, 700, 900, 1000, 1300, 1500, 2000, 2047, 2500, 3000, 3500, 3900]
-    prompts = [prompt(draw, n) for n in lengths]
-    graphs = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}} if cuda else {}
-    cases: list[tuple[str, str, Path | None, dict[str, Any]]] = [
-        ("own", "own", None, {"enforce_eager": True}),
-        ("density 1", "dynaxx", everything, {"enforce_eager": True, "block_size": PAGE}),
-        ("sparse, eager", "dynaxx", sparse, {"enforce_eager": True, "block_size": PAGE}),
-        ("sparse, graphs", "dynaxx", sparse, {"block_size": PAGE, **graphs}),
-    ]
-    found = {}
-    for name, which, policy, options in cases:
-        if cuda:
-            options["gpu_memory_utilization"] = 0.15
-        begun = time.perf_counter()
-        llm = start(model, which, policy, max_model_len=4096, max_num_batched_tokens=1024, max_num_seqs=8, **options)
-        started = time.perf_counter() - begun
-        parameters = SamplingParams(max_tokens=24, temperature=0, logprobs=2, detokenize=False, ignore_eos=True)
-        outputs = llm.generate(prompts, parameters, use_tqdm=False)
-        found[name] = [(list(each.outputs[0].token_ids), ranked(each.outputs[0].logprobs)) for each in outputs]
-        result.add(
-            **{f"{name}: start s": round(started, 1), f"{name}: s": round(time.perf_counter() - begun - started, 1)}
-        )
-        del llm
-    pairs = (("own", "density 1"), ("own", "sparse, eager"), ("sparse, eager", "sparse, graphs"))
-    result.add(same_tokens={f"{a} / {b}": compare(found[a], found[b]) for a, b in pairs})
-
-
-def ranked(logprobs: Any) -> list[list[float]]:
-    """Return the log-probabilities of each token's best candidates, best first."""
-    return [sorted((each.logprob for each in at.values()), reverse=True) for at in logprobs]
-
-
-def compare(mine: list[Any], theirs: list[Any]) -> dict[str, Any]:
-    """Count prompts with the same tokens; for the others, return how far the two best tokens were apart."""
-    same, margins, differences = 0, [], []
-    for (tokens, best), (others, other_best) in zip(mine, theirs, strict=True):
-        first = next((at for at, (a, b) in enumerate(zip(tokens, others, strict=True)) if a != b), None)
-        until = len(tokens) if first is None else first
-        differences += [abs(best[at][0] - other_best[at][0]) for at in range(until)]
-        if first is None:
-            same += 1
-        else:
-            margins.append(round(best[first][0] - best[first][1], 5))
-    return {"prompts": len(mine), "same": same, "margins_where_not": margins,
-            "largest_logprob_difference": max(differences, default=0.0)}  # fmt: skip
-
-
 def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    engine = commands.add_parser("engine", help="time one engine")
-    engine.add_argument("which", choices=("own", "dynaxx"))
-    engine.add_argument("--shape", choices=tuple(SHAPES), default="8b")
-    engine.add_argument("--lengths", default="1000,8192,32768,131072", help="of prompts, ascending")
-    engine.add_argument("--chunk", type=int, default=0, help="tokens of a step, at most; vLLM's default by default")
-    engine.add_argument("--eager", action="store_true", help="no torch.compile and no CUDA graphs")
-    engine.add_argument("--profile", default="", help="a file for the kernels of one prompt")
-    tokens = commands.add_parser("tokens", help="compare greedy tokens")
-    for command in (engine, tokens):
-        command.add_argument("--out", default="", help="a JSON file")
-    arguments = parser.parse_args()
-    {"engine": run_engine, "tokens": run_tokens}[arguments.command](arguments)
-    sys.stdout.flush()
+    parser.add_argument("which", choices=("own", "dynaxx"))
+    parser.add_argument("--shape", choices=tuple(SHAPES), default="8b")
+    parser.add_argument("--lengths", default="1000,8192,32768,131072", help="of prompts, ascending")
+    parser.add_argument("--chunk", type=int, default=0, help="tokens of a step, at most; vLLM's default by default")
+    parser.add_argument("--eager", action="store_true", help="no torch.compile and no CUDA graphs")
+    parser.add_argument("--profile", default="", help="a file for the kernels of one prompt")
+    parser.add_argument("--out", default="", help="a JSON file")
+    run_engine(parser.parse_args())
 
 
 if __name__ == "__main__":
