@@ -272,6 +272,7 @@ def test_kernels_are_run_for_every_kind_of_step():
     assert paged_warmup.prefill_shapes(16, 2000, 128, 1000) == []
     assert paged_warmup.padded_batches(1) == [1]
     assert paged_warmup.padded_batches(5) == [1, 2, 4, 8]
+    assert {(1, 1), (4, 1), (1, 15), (2, 2)} <= set(paged_warmup.decode_shapes(3))
     shape = paged_warmup.LayerShape(6, 2, 16, torch.float32, torch.device("cpu"), SOFTMAX)
     plan = resolve(policy_of())[0]
     paged_warmup.run_prefill(plan, shape, paged_warmup.prefill_shapes(16, 16, 32, 70))

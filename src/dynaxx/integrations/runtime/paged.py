@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dynaxx.integrations.runtime.routing import MOST_QUERIES
 from dynaxx.layout.paging import PagedCache, PageSummaries
+from dynaxx.lazy import lazy
 from dynaxx.ops import sparse_attention
 from dynaxx.ops.decode import sparse_decode
 from dynaxx.patterns import Causal
@@ -94,11 +96,57 @@ class Sequences:
     def __init__(self, page_table: Tensor, seqused_k: Tensor, starts: Sequence[int], seqlens_k: Sequence[int]) -> None:
         self.page_table = page_table
         self.seqused_k = seqused_k
+        self._parts: dict[tuple[tuple[Row, ...], int], Part] = {}
         self.rows = tuple(
             Row(index, starts[index], starts[index + 1] - starts[index], seqlen_k)
             for index, seqlen_k in enumerate(seqlens_k)
             if starts[index + 1] > starts[index]  # engines pad
         )
+
+    def part(self, rows: Sequence[Row], batch: int = 0) -> Part:
+        """Return some sequences with the same number of queries; layers share what is made once.
+
+        Args:
+            batch: sequences without keys follow up to so many.
+        """
+        key = (tuple(rows), max(batch, len(rows)))
+        found = self._parts.get(key)
+        if found is None:
+            padding = key[1] - len(rows)
+            numbers = [(row.index, row.start) for row in rows] + [(rows[0].index, rows[0].start)] * padding
+            which, starts = on_device(numbers, self.page_table.device).T
+            seqused_k = self.seqused_k[which]
+            if padding:
+                seqused_k[len(rows) :] = 0
+            places = starts[:, None] + torch.arange(rows[0].seqlen_q, device=starts.device)
+            found = self._parts[key] = Part(seqused_k, self.page_table[which], places)
+        return found
+
+    @lazy
+    def with_new_keys(self) -> list[tuple[Part, int]]:
+        """All sequences in parts, each with the most keys that a sequence of it gains in this step: decoding ones
+        together, and every chunk of a prompt alone."""
+        steps = [row for row in self.rows if row.seqlen_q < MOST_QUERIES]
+        chunks = [[row] for row in self.rows if row.seqlen_q >= MOST_QUERIES]
+        return [(self.part(some), max(row.seqlen_q for row in some)) for some in (steps, *chunks) if some]
+
+
+class Part(NamedTuple):
+    """Some sequences of a step, as kernels take them."""
+
+    seqused_k: Tensor  # (batch,) int32
+    page_table: Tensor  # (batch, max_pages) int32
+    places: Tensor  # (batch, seqlen_q) int64, where their queries are among the step's tokens
+
+    def cache(self, pages: Pages, summaries: PageSummaries | None = None) -> PagedCache:
+        """Return their cache in one layer."""
+        return pages.cache(self.seqused_k, self.page_table, summaries)
+
+
+def on_device(numbers: Any, device: torch.device) -> Tensor:
+    """Return numbers of the host on a device; from pinned memory, because a copy from other memory waits for the GPU."""
+    host = torch.as_tensor(numbers)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
 def dense_attention(
@@ -113,35 +161,13 @@ def dense_attention(
     """
     single = [row for row in rows if row.seqlen_q == 1]
     if single:
-        at = query_places(single, q.device)
-        out[at] = sparse_decode(q[at], paged_cache(pages, sequences, single), **softmax.arguments)
+        part = sequences.part(single)
+        out[part.places] = sparse_decode(q[part.places], part.cache(pages), **softmax.arguments)
     for row in rows:
         if row.seqlen_q > 1:
             k, v = keys_and_values(pages, sequences.page_table[row.index], row.seqlen_k, q.dtype)
             layout = Causal().layout(row.seqlen_q, row.seqlen_k, block_size=DENSE_BLOCK, device=q.device)
             out[row.tokens] = sparse_attention(q[None, row.tokens], k, v, layout, **softmax.arguments)[0]
-
-
-def query_places(rows: Sequence[Row], device: torch.device) -> Tensor:
-    """(rows, seqlen_q) int64: where the queries of some sequences with as many each are among the step's tokens."""
-    starts = torch.tensor([row.start for row in rows]).to(device, non_blocking=True)
-    return starts[:, None] + torch.arange(rows[0].seqlen_q, device=device)
-
-
-def paged_cache(
-    pages: Pages,
-    sequences: Sequences,
-    rows: Sequence[Row],
-    summaries: PageSummaries | None = None,
-    batch: int | None = None,
-) -> PagedCache:
-    """Return the cache of some sequences, as views; with a `batch`, sequences without keys follow up to so many."""
-    padding = 0 if batch is None else batch - len(rows)
-    which = torch.tensor([row.index for row in rows] + [0] * padding).to(pages.memory.device, non_blocking=True)
-    seqused_k = sequences.seqused_k[which]
-    if padding:
-        seqused_k[len(rows) :] = 0
-    return pages.cache(seqused_k, sequences.page_table[which], summaries)
 
 
 def keys_and_values(pages: Pages, page_table: Tensor, seqlen_k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dynaxx.integrations.runtime.paged import Pages, Row, Sequences, Softmax, paged_cache, query_places
-from dynaxx.integrations.runtime.routing import MOST_QUERIES
+from dynaxx.integrations.runtime.paged import Pages, Row, Sequences, Softmax
 from dynaxx.layout.paging import PagedCache, PageSummaries
 from dynaxx.ops.decode import sparse_decode, summarize_pages
 from dynaxx.policy.decode import DecodePlan
@@ -27,11 +26,8 @@ class LivingSummaries:
         known = self._known(pages, bound)
         if known is None:
             return self._made(pages, bound)
-        steps = [row for row in sequences.rows if row.seqlen_q < MOST_QUERIES]
-        chunks = [[row] for row in sequences.rows if row.seqlen_q >= MOST_QUERIES]
-        for some in (steps, *chunks) if steps else chunks:
-            cache = paged_cache(pages, sequences, some, known)
-            summarize_pages(cache, new_tokens=max(row.seqlen_q for row in some))
+        for part, new_tokens in sequences.with_new_keys:
+            summarize_pages(part.cache(pages, known), new_tokens=new_tokens)
         return known
 
     def update_last(self, pages: Pages, sequences: Sequences, bound: float) -> PageSummaries:
@@ -81,11 +77,9 @@ def decode(
     """
     for seqlen_q in sorted({row.seqlen_q for row in rows}):
         some = [row for row in rows if row.seqlen_q == seqlen_q]
-        padded = 1 << (len(some) - 1).bit_length()  # few batch sizes, so few kernels to compile
-        at = query_places([*some, *[some[-1]] * (padded - len(some))], q.device)
-        cache = paged_cache(pages, sequences, some, summaries, padded)
-        found = sparse_decode(q[at], cache, plan.budget, **softmax.arguments)
-        out[at[: len(some)]] = found[: len(some)]
+        part = sequences.part(some, 1 << (len(some) - 1).bit_length())  # few batch sizes, so few kernels to compile
+        found = sparse_decode(q[part.places], part.cache(pages, summaries), plan.budget, **softmax.arguments)
+        out[part.places[: len(some)]] = found[: len(some)]
 
 
 def _every_page(pages: Pages) -> PagedCache:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dynaxx.integrations.runtime.paged import FP8, Pages, Softmax
+from dynaxx.integrations.runtime.routing import MOST_QUERIES
 from dynaxx.layout.paging import PagedCache
 from dynaxx.ops import sparse_attention
 from dynaxx.ops.decode import sparse_decode, summarize_pages
@@ -83,7 +84,7 @@ def run_prefill(plan: LayerPlan, shape: LayerShape, shapes: list[tuple[int, int]
 
 
 def run_decode(plan: DecodePlan, shape: LayerShape, decoding: Decoding) -> None:
-    """Take decoding steps of every batch size that a mixed step is padded to, over a small cache of the same kind."""
+    """Take decoding steps of every shape that a step is padded to, over a small cache of the same kind."""
     pages = 16 if decoding.page_count % 16 == 0 else 17
     size = (pages, shape.kv_heads, decoding.page_size, 2 * shape.head_dim)
     if decoding.fp8:
@@ -97,15 +98,26 @@ def run_decode(plan: DecodePlan, shape: LayerShape, decoding: Decoding) -> None:
     )
     chooses = not plan.budget.reads_everything
     summaries = summarize_pages(everything, bound=plan.budget.bound).summaries if chooses else None
-    for batch in padded_batches(decoding.max_seqs):
+    for batch, queries in decode_shapes(decoding.max_seqs):
         table = torch.zeros(batch, decoding.max_pages, **integers)
         used = torch.full((batch,), min(SHORT_KEYS, decoding.page_size), **integers)
-        q = torch.zeros(batch, 1, shape.q_heads, shape.head_dim, dtype=shape.dtype, device=shape.device)
-        sparse_decode(q, cached.cache(used, table), **shape.softmax.arguments)
+        q = torch.zeros(batch, queries, shape.q_heads, shape.head_dim, dtype=shape.dtype, device=shape.device)
+        if queries == 1:
+            sparse_decode(q, cached.cache(used, table), **shape.softmax.arguments)
         if chooses:
             chosen: PagedCache = cached.cache(used, table, summaries)
-            summarize_pages(chosen, new_tokens=1)
+            summarize_pages(chosen, new_tokens=queries)
             sparse_decode(q, chosen, plan.budget, **shape.softmax.arguments)
+        elif queries > 1:
+            sparse_decode(q, cached.cache(used, table), **shape.softmax.arguments)
+
+
+def decode_shapes(most: int) -> list[tuple[int, int]]:
+    """Return (sequences, queries of each): all padded batches of one query, and the ends of prompts, which may have
+    fewer queries than a chunk and are decoded, one or two of a length in a step."""
+    return [(batch, 1) for batch in padded_batches(most)] + [
+        (batch, queries) for queries in range(2, MOST_QUERIES) for batch in padded_batches(min(most, 2))
+    ]
 
 
 def padded_batches(most: int) -> list[int]:

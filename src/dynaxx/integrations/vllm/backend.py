@@ -19,7 +19,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 
 from dynaxx.errors import UnsupportedInputError
-from dynaxx.integrations.runtime.paged import Pages, Sequences
+from dynaxx.integrations.runtime.paged import Pages, Sequences, on_device
 from dynaxx.integrations.runtime.paged_graph import LayerLimits
 from dynaxx.integrations.runtime.paged_layer import PagedLayer, Step
 from dynaxx.integrations.vllm import contract as vllm_contract
@@ -199,14 +199,14 @@ def some_rows(common: CommonAttentionMetadata, rows: list[int]) -> tuple[Tensor,
     """
     starts = common.query_start_loc_cpu.tolist()
     device = common.block_table_tensor.device
-    tokens = torch.cat([torch.arange(starts[row], starts[row + 1]) for row in rows]).to(device, non_blocking=True)
+    tokens = on_device(torch.cat([torch.arange(starts[row], starts[row + 1]) for row in rows]), device)
     lengths = [starts[row + 1] - starts[row] for row in rows]
     ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    at = torch.tensor(rows).to(device, non_blocking=True)
+    at = on_device(rows, device)
     bound = common.seq_lens_cpu_upper_bound
     requests = getattr(common, "req_idx", None)  # not in every version
     return tokens, common.replace(
-        query_start_loc=ends.to(device, non_blocking=True),
+        query_start_loc=on_device(ends, device),
         query_start_loc_cpu=ends,
         seq_lens=common.seq_lens[at],
         seq_lens_cpu_upper_bound=None if bound is None else bound[rows],
