@@ -51,7 +51,8 @@ def main():
     if request.get("as_on_cuda"):
         from dynaxx.integrations.vllm.cpu import CpuBuilder, CpuImpl
 
-        CpuBuilder.graphs = CpuImpl.compiles = True
+        CpuBuilder.compiles = CpuImpl.compiles = True
+        CpuBuilder.largest_capture = staticmethod(lambda config: 1 << 20)
     llm = make(request["model"], **request.get("engine", {}))
     answer = generate(llm, request["prompts"], request["max_tokens"])
     from dynaxx.integrations.vllm.engine import current

@@ -370,7 +370,7 @@ def test_on_cuda_flash_attention_gets_what_is_dense(case, telemetry, monkeypatch
     )  # fmt: skip
     builder = object.__new__(vllm_cuda.CudaBuilder)
     builder.bound, builder._parts = [paged], flash
-    builder.limits = LayerLimits([0] if case == "decoding" else [], "cpu")
+    builder.limits, builder.most_captured = LayerLimits([0] if steps else [], "cpu"), 8
     builder.engine = SimpleNamespace(step=lambda found: Step(found, ready, killed=case == "dense"))
     metadata = builder.build(0, common)
     impl = object.__new__(vllm_cuda.CudaImpl)
@@ -394,6 +394,18 @@ def test_on_cuda_flash_attention_gets_what_is_dense(case, telemetry, monkeypatch
     expected = [] if steps else [1 + 40 + 1 + 3] if "mixed" in case else [tokens]
     assert flash.tokens == expected
     torch.testing.assert_close(out[:tokens], want[:tokens], **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("mode", "largest"), [("NONE", 0), ("PIECEWISE", 0), ("FULL_DECODE_ONLY", 48), ("FULL_AND_PIECEWISE", 48)]
+)
+def test_on_cuda_steps_are_captured_up_to_vllms_largest_graph(mode, largest):
+    from vllm.config import CUDAGraphMode
+
+    from dynaxx.integrations.vllm.cuda import CudaBuilder
+
+    compilation = SimpleNamespace(cudagraph_mode=CUDAGraphMode[mode], max_cudagraph_capture_size=48)
+    assert CudaBuilder.largest_capture(SimpleNamespace(compilation_config=compilation)) == largest
 
 
 BROKEN = {

@@ -144,7 +144,7 @@ class Part(NamedTuple):
 
 
 def on_device(numbers: Any, device: torch.device) -> Tensor:
-    """Return numbers of the host on a device; from pinned memory, because a copy from other memory waits for the GPU."""
+    """Return numbers of the host on a device; from pinned memory, since copies from other memory wait for the GPU."""
     host = torch.as_tensor(numbers)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 

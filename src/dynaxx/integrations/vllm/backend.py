@@ -36,10 +36,10 @@ class PolicyBuilder:
     """Before vLLM's `AttentionMetadataBuilder` of a device.
 
     Attributes:
-        graphs: whether decoding steps run in the way that a CUDA graph may capture.
+        compiles: whether kernels are compiled, so that the engine must run them before the first request.
     """
 
-    graphs = False
+    compiles = False
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)  # type: ignore[call-arg]
@@ -49,10 +49,17 @@ class PolicyBuilder:
         )
         decoding = [] if self.engine is None else self.engine.decoding(self.bound)
         self.limits = LayerLimits(decoding, device)
-        if self.graphs and self.engine is not None:
+        self.most_captured = self.largest_capture(vllm_config) if decoding else 0
+        if self.engine is not None:
+            self.engine.captured |= self.most_captured > 0
+        if self.compiles and self.engine is not None:
             attention = [(paged, layers_of(vllm_config, layer_names)[paged.index]) for paged in self.bound]
             prepare_decode(self.engine, attention, kv_cache_spec.block_size, device, logger)
-            self.engine.captured |= bool(decoding) and captures(vllm_config)
+
+    @staticmethod
+    def largest_capture(vllm_config: Any) -> int:
+        """Sequences of the largest decoding step that a CUDA graph captures whole; 0 for none."""
+        return 0
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -73,7 +80,8 @@ class PolicyBuilder:
 
     def _prepare(self, step: Step) -> None:
         """Make a decoding step one that may be captured, and count it: a replayed graph calls no layer."""
-        if self.graphs and step.capturable(self.limits):
+        captured = len(step.sequences.seqused_k) <= self.most_captured
+        if captured and step.capturable(self.limits):
             for paged in self.bound:
                 if paged.index in self.limits.rows:
                     paged.count_step(step, "triton")
@@ -183,12 +191,6 @@ def layers_of(vllm_config: Any, layer_names: list[str]) -> dict[int, Any]:
     """vLLM's attention layers of these names, by their index in the model."""
     found = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
     return {extract_layer_index(name): layer for name, layer in found.items()}
-
-
-def captures(vllm_config: Any) -> bool:
-    """Whether vLLM captures decoding steps whole."""
-    mode = vllm_config.compilation_config.cudagraph_mode
-    return mode is not None and bool(mode.has_full_cudagraphs())
 
 
 def some_rows(common: CommonAttentionMetadata, rows: list[int]) -> tuple[Tensor, CommonAttentionMetadata]:

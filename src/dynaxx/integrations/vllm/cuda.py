@@ -36,12 +36,20 @@ class DensePart(NamedTuple):
 class CudaBuilder(PolicyBuilder, FlashAttentionMetadataBuilder):  # type: ignore[misc]
     """Metadata of a step, and of its dense part where some sequences are sparse."""
 
-    graphs = True
+    compiles = True
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         # A builder keeps buffers that graphs read, so parts have one of their own.
         self._parts = FlashAttentionMetadataBuilder(kv_cache_spec, layer_names, vllm_config, device)
+
+    @staticmethod
+    def largest_capture(vllm_config: Any) -> int:
+        """As `PolicyBuilder`: larger steps run eagerly, and so do all steps where vLLM captures pieces only."""
+        compilation = vllm_config.compilation_config
+        mode = compilation.cudagraph_mode
+        whole = mode is not None and mode.has_full_cudagraphs()
+        return int(compilation.max_cudagraph_capture_size or 0) if whole else 0
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         """As vLLM's."""
