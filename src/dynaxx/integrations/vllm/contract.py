@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from dynaxx.errors import UnsupportedInputError
 
-TESTED = "0.32"
+TESTED = "0.26 to 0.32"
 
 _BASE = "vllm.v1.attention.backend"
 _REGISTRY = "vllm.v1.attention.backends.registry"
@@ -94,7 +94,7 @@ def check(needs: tuple[Need, ...]) -> None:
     """
     problems = broken(needs)
     if problems:
-        problems.append(f"this plugin is tested with vLLM {TESTED}: install that, or a dynaxx made for this one")
+        problems.append(f"this plugin is tested with vLLM {TESTED}: install one of those, or a dynaxx made for this one")
         raise UnsupportedInputError(f"vLLM {_version()}", {"vllm": problems})
 
 
