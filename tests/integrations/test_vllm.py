@@ -142,6 +142,7 @@ def own(llama, tmp_path_factory):
     prompts = [prompt for case in PROMPTS.values() for prompt in case]
     answer = run(tmp_path_factory.mktemp("own"), llama, prompts, **CHUNKS)
     assert answer.pop("status") == {"active": False, "reason": "DYNAXX_POLICY is not set"}
+    assert answer.pop("prepared") == 0
 
     def of(name):
         places = [prompts.index(prompt) for prompt in PROMPTS[name]]
