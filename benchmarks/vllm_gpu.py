@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time vLLM's own attention beside a policy on a GPU: first tokens, and decoding.
 
     python benchmarks/vllm_gpu.py own --out own.json
@@ -93,7 +94,7 @@ def prompt(draw: random.Random, tokens: int) -> dict[str, list[int]]:
 
 
 def start(model: Path, which: str, policy: Path | None, **arguments: Any) -> Any:
-    """An engine with vLLM's own backend or with ours."""
+    """Start an engine with vLLM's own backend or with ours."""
     import torch
 
     os.environ.pop("DYNAXX_POLICY", None)

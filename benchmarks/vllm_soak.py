@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Send many requests at a time to a vLLM server for some minutes, and watch its errors and its memory.
 
     DYNAXX_POLICY=policy.json vllm serve MODEL --attention-backend CUSTOM --served-model-name soak --port 8019

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compare greedy tokens in vLLM on a GPU: its own attention, a policy of density 1.0, a sparse policy in CUDA graphs.
 
     python benchmarks/vllm_tokens.py --out tokens.json
@@ -91,7 +92,7 @@ def fill_model(folder: Path) -> None:
 
 
 def ranked(logprobs: Any) -> list[list[float]]:
-    """The log-probabilities of each token's best candidates, best first."""
+    """Return the log-probabilities of each token's best candidates, best first."""
     return [sorted((each.logprob for each in at.values()), reverse=True) for at in logprobs]
 
 

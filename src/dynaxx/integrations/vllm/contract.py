@@ -94,7 +94,9 @@ def check(needs: tuple[Need, ...]) -> None:
     """
     problems = broken(needs)
     if problems:
-        problems.append(f"this plugin is tested with vLLM {TESTED}: install one of those, or a dynaxx made for this one")
+        problems.append(
+            f"this plugin is tested with vLLM {TESTED}: install one of those, or a dynaxx made for this one"
+        )
         raise UnsupportedInputError(f"vLLM {_version()}", {"vllm": problems})
 
 
