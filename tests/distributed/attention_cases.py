@@ -9,6 +9,7 @@ from ranks import Ranks
 
 import dynaxx as dx
 from dynaxx import distributed as dxd
+from dynaxx.distributed.cost_model import Shape, Workload
 from dynaxx.testing import check_forward, check_gradients, make_qkv, random_case
 from dynaxx.testing.oracle import generator_of_gradients
 
@@ -235,6 +236,33 @@ def case_bytes_are_as_planned(ranks):
         assert between.bytes_sent - before.bytes_sent == plan.bytes_sent(*own[1:]) == sent * token
         assert between.bytes_received - before.bytes_received == plan.bytes_received(*own[1:])
         assert after.bytes_sent - between.bytes_sent == plan.backward_bytes_sent(*own[1:])
+
+
+def case_the_cost_model_counts_the_same_bytes(ranks):
+    """What the busiest rank receives, byte for byte."""
+    shape = Shape(q_heads=4, kv_heads=2, head_dim=16, block=16)
+    seqlen = 16 * 16 * ranks.count
+    blocks = torch.arange(seqlen // 16)
+    kept = torch.rand(len(blocks), len(blocks), generator=torch.Generator().manual_seed(1)) < 0.5
+    half = blocks.where(kept | (blocks == blocks[:, None]), -1)
+    half = dx.BlockLayout.from_block_indices(half[None, None], seqlen, block_size=16)
+    make = dxd.SequenceSplit
+    for workload, layout, split in (
+        (Workload("window", 40), dx.SlidingWindow(40).layout(seqlen, block_size=16), make.contiguous),
+        (Workload("window", 33), dx.SlidingWindow(33).layout(seqlen, block_size=16), make.contiguous),
+        (Workload("random", 0.5), half, make.zigzag),
+    ):
+        layout, split = layout.to(ranks.device), split(seqlen, ranks.count, 16)
+        tokens = split.length(ranks.rank)
+        own = make_qkv(1, tokens, tokens, 4, 2, 16, device=ranks.device)
+        before = dxd.traffic().bytes_received
+        dxd.sparse_attention(*own, layout, ranks.mesh, split=split)
+        received = [None] * ranks.count
+        torch.distributed.all_gather_object(received, dxd.traffic().bytes_received - before)
+        predicted = (
+            workload.received_tokens(seqlen, ranks.count, 16) * shape.token_bytes * 2
+        )  # for bf16, and these are fp32
+        assert max(received) == predicted, (workload, received, predicted)
 
 
 def case_ranks_that_disagree_say_so(ranks):

@@ -1,0 +1,187 @@
+"""A cost model of attention with a split sequence: work per rank, bytes per link, time, and memory.
+
+Time of a pass on one GPU = visited blocks x time per block
+                          + bytes received / link
+                          + bytes copied / memory speed
+                          + a constant per call.
+The numbers of one machine come from `benchmarks/distributed.py`; `benchmarks/distributed_model.py` compares the model
+with what that measured and extrapolates.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from dynaxx.arguments import typed
+
+BYTES = 2  # of a number in bf16
+
+
+@typed
+@dataclass(frozen=True)
+class Shape:
+    """Heads and blocks of one attention call, in bf16.
+
+    Args:
+        q_heads, kv_heads, head_dim: of the model.
+        block: tokens per block, of queries and of keys.
+    """
+
+    q_heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    block: int = 128
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token's keys and values in all kv heads."""
+        return 2 * self.kv_heads * self.head_dim * BYTES
+
+    @property
+    def query_bytes(self) -> int:
+        """Bytes of a token's queries in all q heads."""
+        return self.q_heads * self.head_dim * BYTES
+
+
+@typed
+@dataclass(frozen=True)
+class Workload:
+    """A causal pattern, by the blocks that a row visits.
+
+    Args:
+        kind: "window": the last `amount` tokens. "random": a share `amount` of the visible blocks, at random. "top_k":
+            `amount` blocks per row, wherever they are.
+        amount: tokens, a share, or blocks.
+    """
+
+    kind: Literal["window", "random", "top_k"]
+    amount: float
+
+    def visited_blocks(self, seqlen: int, block: int) -> float:
+        """Blocks that all rows of one head visit."""
+        rows = -(-seqlen // block)
+        if self.kind == "random":
+            return sum(math.ceil(self.amount * (row + 1)) for row in range(rows))
+        per_row = math.ceil((self.amount - 1) / block) + 1 if self.kind == "window" else self.amount
+        full = max(0, rows - int(per_row))
+        return full * per_row + (rows - full) * (rows - full + 1) / 2
+
+    def received_tokens(self, seqlen: int, ranks: int, block: int) -> float:
+        """The most tokens whose keys and values a rank receives, for the split that suits the kind.
+
+        Exact for "window", and for "random" where each rank's rows visit nearly every block; an expectation otherwise.
+        """
+        if ranks == 1:
+            return 0
+        own = seqlen / ranks
+        if self.kind == "window":
+            return min(seqlen - own, math.ceil((self.amount - 1) / block) * block)
+        rows = own / block
+        density = self.amount if self.kind == "random" else min(1.0, 2 * self.amount / (seqlen / block))
+        needed = 1 - (1 - density) ** (rows / 2)  # about half of the rows come after a block
+        return (seqlen - own) * (1.0 if needed >= 0.8 else needed)
+
+
+@typed
+@dataclass(frozen=True)
+class Machine:
+    """Measured speeds of GPUs and links.
+
+    Args:
+        forward: (own tokens, seconds per visited block and q head), ascending; between points by the logarithm.
+        backward: the same of a backward pass alone. It grows with what must stay in the L2 cache.
+        link: bytes per second that a GPU receives from others of its node while it sends as much.
+        network: the same from other nodes.
+        node: GPUs per node.
+        copy: bytes per second that a GPU's memory reads and writes.
+        call: seconds of a pass that nothing above explains, such as starting the exchange.
+    """
+
+    forward: tuple[tuple[int, float], ...]
+    backward: tuple[tuple[int, float], ...]
+    link: float
+    network: float
+    node: int = 8
+    copy: float = 2.5e12
+    call: float = 1.5e-4
+
+
+@typed
+@dataclass(frozen=True)
+class Cost:
+    """Predicted costs of a pass on the busiest GPU."""
+
+    compute: float  # seconds
+    exchange: float  # seconds
+    other: float  # seconds: copies, and starting
+    bytes_received: float
+    memory: float  # bytes: inputs, results, gradients and buffers
+
+    @property
+    def seconds(self) -> float:
+        """All of it: nothing overlaps."""
+        return self.compute + self.exchange + self.other
+
+
+@typed
+def predict(
+    workload: Workload,
+    shape: Shape,
+    machine: Machine,
+    seqlen: int,
+    ranks: int,
+    *,
+    backward: bool = False,
+    imbalance: float = 1.0,
+    by_heads: int = 1,
+) -> Cost:
+    """Predict a forward pass, or a forward and a backward pass, on the busiest of some GPUs.
+
+    Args:
+        workload, shape, machine: what is computed where.
+        seqlen: tokens of the whole sequence.
+        ranks: GPUs that share it.
+        backward: whether gradients are computed, too. Keys and values are then gathered twice, and their gradients
+            return once.
+        imbalance: work of the busiest GPU over the mean.
+        by_heads: GPUs of a node that split the heads of the same tokens, so that each receives a part of the kv heads.
+
+    Raises:
+        ValueError: sizes below 1, or more GPUs by heads than kv heads or than a node has.
+    """
+    if min(seqlen, ranks, by_heads) < 1 or by_heads > min(shape.kv_heads, machine.node) or ranks % by_heads:
+        raise ValueError(
+            "`seqlen`, `ranks` and `by_heads` must be >= 1, `by_heads` a divisor of `ranks` and at most "
+            f"{min(shape.kv_heads, machine.node)}, got {seqlen}, {ranks} and {by_heads}"
+        )
+    own = seqlen / ranks
+    blocks = workload.visited_blocks(seqlen, shape.block) * shape.q_heads / ranks * imbalance
+    per_block = between(machine.forward, own) + (between(machine.backward, own) if backward else 0.0)
+    received = workload.received_tokens(seqlen, ranks // by_heads, shape.block) * shape.token_bytes / by_heads
+    heads_bytes = 0.0 if by_heads == 1 else own * (2 * shape.query_bytes + shape.token_bytes) * (1 - 1 / by_heads)
+    passes = 3 if backward else 1
+    near = 1.0 if ranks <= machine.node else (machine.node / by_heads - 1) / max(1, ranks / by_heads - 1)
+    exchange = received * (near / machine.link + (1 - near) / machine.network) + heads_bytes / machine.link
+    copied = 2 * (own * shape.token_bytes + received) if workload.kind != "window" else 2 * received
+    held = own * (2 * shape.query_bytes + shape.token_bytes) * (2 if backward else 1)
+    buffers = (received + own * shape.token_bytes) * (2 if backward else 1) if workload.kind != "window" else received
+    return Cost(
+        compute=blocks * per_block,
+        exchange=passes * exchange if ranks > 1 else 0.0,
+        other=passes * (copied / machine.copy + machine.call) if ranks > 1 else 0.0,
+        bytes_received=passes * received,
+        memory=held + (buffers if ranks > 1 else 0.0),
+    )
+
+
+def between(points: tuple[tuple[int, float], ...], tokens: float) -> float:
+    """The value at so many tokens: linear in the logarithm between measured points, constant beyond them."""
+    if tokens <= points[0][0]:
+        return points[0][1]
+    for (a, low), (b, high) in pairwise(points):
+        if tokens <= b:
+            return low + (high - low) * math.log(tokens / a) / math.log(b / a)
+    return points[-1][1]
