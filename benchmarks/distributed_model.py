@@ -3,7 +3,7 @@
 Times per block come from the one-GPU rows of `benchmarks/distributed.py`, and from those of two GPUs where fewer tokens
 lie on a GPU; the speed of the link from its first lines. The network between nodes is an assumption: `--network`.
 
-python benchmarks/distributed_model.py benchmarks/results/distributed_gpu.json [--plot FILE.svg] [--json FILE]
+python benchmarks/distributed_model.py MEASURED.json [--plot FILE.svg] [--record FILE.json --date YYYY-MM-DD]
 """
 
 import argparse
@@ -14,6 +14,7 @@ from dynaxx.distributed.cost_model import Machine, Shape, Workload, predict
 
 SHAPE = Shape()
 WORKLOADS = {"window": Workload("window", 4096), "random": Workload("random", 0.1), "top_k": Workload("top_k", 64)}
+TITLES = {"window": "window of 4,096 tokens", "random": "random 10 %", "top_k": "64 blocks per row"}
 LENGTHS = (1 << 20, 1 << 22, 1 << 24)
 GPUS = (1, 2, 8, 64, 512)
 
@@ -48,7 +49,7 @@ def half_of_shortest(by_key, workload, forward, link, call):
 
 
 def compare(report, network):
-    """What was measured on one and two GPUs beside what the model says."""
+    """Set what was measured on one and two GPUs beside what the model says."""
     rows = []
     for row in report["rows"]:
         if row["name"] not in WORKLOADS:
@@ -81,6 +82,49 @@ def extrapolate(report, network):
     return rows
 
 
+def shown(milliseconds):
+    """Return a time with three or four digits."""
+    return f"{milliseconds:,.0f}" if milliseconds >= 1000 else f"{milliseconds:.3g}"
+
+
+def result_of(report, compared, ahead, args):
+    """Return the predictions as `render.py` reads them."""
+    rows = []
+    for name, title in TITLES.items():
+        for seqlen in LENGTHS:
+            for by_heads in (1, 8):
+                found = {row["gpus"]: row for row in ahead
+                         if (row["name"], row["seqlen"], row["by_heads"]) == (name, seqlen, by_heads)}  # fmt: skip
+                if found:
+                    cells = [f"{shown(found[n]['ms'])} ms, {found[n]['efficiency']:.0%}, {found[n]['GiB']:.3g} GiB"
+                             for n in (8, 64, 512)]  # fmt: skip
+                    way = "sequence" if by_heads == 1 else "8 by heads, rest by sequence"
+                    rows.append([f"{title}, {seqlen >> 20}M, {way}", *cells])
+    worst = max(compared, key=lambda row: abs(row["error"]))
+    return {
+        "title": "Predicted attention of one layer, forward and backward",
+        "command": "python benchmarks/distributed_model.py MEASURED.json",
+        "commit": report["commit"],
+        "date": args.date,
+        "recorded": "measured",
+        "device": f"predicted from {report['gpus']} x {report['gpu']}",
+        "versions": {"torch": report["torch"]},
+        "setting": f"bf16, 32/8 heads of 128, blocks of 128; nodes of 8 GPUs, {args.network / 1e9:g} GB/s per GPU "
+        "between nodes (assumed); time, share of ideal speed, and memory per GPU without stages",
+        "columns": ["workload, tokens, split", "8 GPUs", "64 GPUs", "512 GPUs"],
+        "rows": rows,
+        "bars": [
+            {
+                "bar": "the model reproduces what was measured on 1 and 2 GPUs; farthest: "
+                f"{worst['name']}, {worst['seqlen'] >> 10}k, {worst['pass']}, {worst['gpus']} GPUs",
+                "asked": "within 10 %",
+                "measured": f"{abs(worst['error']):.1%}",
+                "met": abs(worst["error"]) <= 0.1,
+            }
+        ],
+    }
+
+
 def plot(rows, path):
     """Efficiency by GPUs: a panel per workload, a line per length."""
     import matplotlib
@@ -89,9 +133,8 @@ def plot(rows, path):
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "dynaxx", "font.size": 9})
     from matplotlib import pyplot
 
-    titles = {"window": "window of 4,096 tokens", "random": "random 10 %", "top_k": "64 blocks per row"}
     figure, panels = pyplot.subplots(1, 3, figsize=(9, 2.8), sharey=True)
-    for panel, (name, title) in zip(panels, titles.items(), strict=True):
+    for panel, (name, title) in zip(panels, TITLES.items(), strict=True):
         for seqlen, color in zip(LENGTHS, ("#9ecae1", "#4292c6", "#08306b"), strict=True):
             for by_heads, style in ((1, "-"), (8, "--")):
                 some = [r for r in rows if (r["name"], r["seqlen"], r["by_heads"]) == (name, seqlen, by_heads)]
@@ -113,7 +156,8 @@ def main():
     parser.add_argument("measured", type=Path, help="what benchmarks/distributed.py --json wrote")
     parser.add_argument("--network", type=float, default=45e9, help="bytes per second and GPU between nodes")
     parser.add_argument("--plot", type=Path)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--record", type=Path, help="write the predictions as a file of benchmarks/results")
+    parser.add_argument("--date", default="", help="of the measurement, YYYY-MM-DD")
     args = parser.parse_args()
     report = json.loads(args.measured.read_text())
     compared, ahead = compare(report, args.network), extrapolate(report, args.network)
@@ -123,9 +167,8 @@ def main():
         print(row)
     worst = max(abs(row["error"]) for row in compared)
     print(f"largest difference from what was measured: {worst:.1%}")
-    if args.json:
-        found = {"of": report["commit"], "network": args.network, "compared": compared, "predicted": ahead}
-        args.json.write_text(json.dumps(found, indent=1))
+    if args.record:
+        args.record.write_text(json.dumps(result_of(report, compared, ahead, args), indent=1) + "\n")
     if args.plot:
         plot(ahead, args.plot)
 

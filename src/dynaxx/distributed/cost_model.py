@@ -61,7 +61,7 @@ class Workload:
     amount: float
 
     def visited_blocks(self, seqlen: int, block: int) -> float:
-        """Blocks that all rows of one head visit."""
+        """Return how many blocks all rows of one head visit."""
         rows = -(-seqlen // block)
         if self.kind == "random":
             return sum(math.ceil(self.amount * (row + 1)) for row in range(rows))
@@ -70,7 +70,7 @@ class Workload:
         return full * per_row + (rows - full) * (rows - full + 1) / 2
 
     def received_tokens(self, seqlen: int, ranks: int, block: int) -> float:
-        """The most tokens whose keys and values a rank receives, for the split that suits the kind.
+        """Return the most tokens whose keys and values a rank receives, for the split that suits the kind.
 
         Exact for "window", and for "random" where each rank's rows visit nearly every block; an expectation otherwise.
         """
@@ -178,7 +178,7 @@ def predict(
 
 
 def between(points: tuple[tuple[int, float], ...], tokens: float) -> float:
-    """The value at so many tokens: linear in the logarithm between measured points, constant beyond them."""
+    """Return the value at so many tokens: linear in the logarithm between measured points, constant beyond them."""
     if tokens <= points[0][0]:
         return points[0][1]
     for (a, low), (b, high) in pairwise(points):
