@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A compiled library is loaded from the cache only if nobody else can have written it."""
 
 import os

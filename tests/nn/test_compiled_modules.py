@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`nn.SparseAttention` compiles without a graph break, and exports."""
 
 import pytest

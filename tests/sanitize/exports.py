@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Give the exported functions of the C++ core extreme integers, and tensors that another thread writes to.
 
 Run by `run.py` on an instrumented core: `python tests/sanitize/exports.py --cases 500`. A case passes if the function

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A thread that is not the core's own, as ThreadSanitizer sees it: it writes to numbers that the core is reading.
 #include <cstdint>
 

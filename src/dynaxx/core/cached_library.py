@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Libraries in a cache folder: opened only if nobody else can have written them.
 
 A library runs as whoever loads it, and a cache folder may be shared. So a library is loaded only where its folder and

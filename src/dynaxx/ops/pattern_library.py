@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`dynaxx::pattern_attention` for `torch.library`: attention over a pattern, whose layout is found when the op runs.
 
 A compiler that meets a pattern cannot build its layout while it traces. This op takes the pattern by number and serves

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Numbers that another thread may be writing while the core reads them.
 #pragma once
 #include <cstdint>
