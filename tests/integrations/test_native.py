@@ -202,6 +202,21 @@ def test_generate(name, cache, chunk):
         assert handle.stats()["native_calls"] == (4 if chunk else 2)
 
 
+@pytest.mark.parametrize("name", ["Gemma 3", "Mistral"])
+def test_continuous_batching(name):
+    """Requests of several lengths, in steps that cut prompts: the tokens of each alone."""
+    model = named(name)
+    asked = [ids_of(1, length, seed=length)[0].tolist() for length in (5, 120, 70, 1, 64)]
+    settings = transformers.GenerationConfig(max_new_tokens=5, do_sample=False, eos_token_id=None, pad_token_id=0)
+    batching = transformers.ContinuousBatchingConfig(page_size=32, num_blocks=64, max_batch_tokens=100)
+    wanted = {tuple(ids): model.generate(torch.tensor([ids]), generation_config=settings)[0, len(ids) :].tolist()
+              for ids in asked}  # fmt: skip
+    with dx.apply(model) as handle, handle.continuous_batching():
+        found = model.generate_batch(asked, generation_config=settings, continuous_batching_config=batching)
+        assert handle.stats()["native_calls"] > 2
+    assert {tuple(one.prompt_ids): list(one.generated_tokens) for one in found.values()} == wanted
+
+
 @pytest.mark.parametrize("name", ["Gemma 2", "gpt-oss"])
 def test_beams_and_guesses(name):
     model, ids = named(name), ids_of(1, 40).repeat(1, 2)

@@ -40,14 +40,14 @@ class Scores(NamedTuple):
     scale: float | None = None
     softcap: float | None = None
     has_sinks: bool = False
-    has_window: bool = False  # whether the layer says that it has a window of its own
+    window: int | None = None  # keys of the layer's own window, as it says
     unserved: DenseReason | None = None
     argument: str = ""  # the name of an argument that is not served
 
     @classmethod
     def of(cls, kwargs: dict[str, Any]) -> Scores:
         """Read the keyword arguments of a call."""
-        softcap, has_sinks, has_window, unserved, argument = None, False, False, None, ""
+        softcap, has_sinks, window, unserved, argument = None, False, None, None, ""
         for name, value in kwargs.items():
             if value is None or value is False or name in _HARMLESS:
                 continue
@@ -56,13 +56,13 @@ class Scores(NamedTuple):
             elif name == "softcap":
                 softcap = float(value) or None
             elif name == "sliding_window":
-                has_window = bool(value)
+                window = int(value) or None
             elif name == "dropout":
                 unserved = DenseReason.DROPOUT if value else unserved
             else:
                 unserved, argument = unserved or DenseReason.ARGUMENT, name
         scale = kwargs.get("scaling")
-        return cls(None if scale is None else float(scale), softcap, has_sinks, has_window, unserved, argument)
+        return cls(None if scale is None else float(scale), softcap, has_sinks, window, unserved, argument)
 
     @property
     def need_eager(self) -> bool:

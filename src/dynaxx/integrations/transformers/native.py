@@ -73,15 +73,21 @@ def parts_of_window(window: Window, seqlen: int, device: torch.device) -> list[P
     return [Part(None, slice(0, seqlen), slice(0, seqlen), layout)]
 
 
-def parts_of_runs(runs: list[list[Run]], device: torch.device) -> list[Part]:
-    """Return the layouts of causal sequences that were read from a mask."""
+def parts_of_runs(runs: list[list[Run]], device: torch.device, window: int | None = None) -> list[Part]:
+    """Return the layouts of causal sequences that were read from a mask.
+
+    Args:
+        runs: by batch entry.
+        device: where attention runs.
+        window: keys that a query sees, its own included; None for all.
+    """
     alike = all(entry == runs[0] for entry in runs)
     return [
         Part(
             None if alike else number,
             slice(run.q_start, run.q_stop),
             slice(run.k_start, run.k_stop),
-            _layout_of_run(run, device),
+            _layout_of_run(run, device, window),
         )
         for number, entry in enumerate(runs[:1] if alike else runs)
         for run in entry
@@ -94,7 +100,10 @@ def causal_layout(seqlen_q: int, seqlen_k: int, device: torch.device, *, causal:
     return rule.layout(seqlen_q, seqlen_k, causal=causal, block_size=BLOCK[device.type], device=device)
 
 
-def _layout_of_run(run: Run, device: torch.device) -> BlockLayout | None:
+def _layout_of_run(run: Run, device: torch.device, window: int | None) -> BlockLayout | None:
+    if run.seqlen_k and run.causal and window is not None:
+        block = BLOCK[device.type]
+        return SlidingWindow(window).layout(run.seqlen_q, run.seqlen_k, block_size=block, device=device)
     return causal_layout(run.seqlen_q, run.seqlen_k, device, causal=run.causal) if run.seqlen_k else None
 
 

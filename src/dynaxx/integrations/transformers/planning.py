@@ -70,7 +70,7 @@ def plan_call(
         assert isinstance(reason, DenseReason), "one of the two is"
         return Work(Route.DENSE, phase, reason, argument=scores.argument)
     native = () if isinstance(native, DenseReason) else native
-    arrived = Arrived(scores.unserved, scores.has_window or has_own_pattern(mask), bool(native))
+    arrived = Arrived(scores.unserved, scores.window is not None or has_own_pattern(mask), bool(native))
     # No sequence of the call is longer than the call: where that is dense, nothing has to be read from the mask.
     whole = route(rules, state, arrived, Sequence(seqlen_q, seqlen_k, steps))
     if whole.reason not in (None, DenseReason.LENGTH_LEFT_OUT, DenseReason.ARGUMENT, DenseReason.DROPOUT):
@@ -156,7 +156,7 @@ def _native(
     unserved = scores.unserved or tensors_reason(module, q, k, mask, is_causal)
     if unserved not in (None, DenseReason.NOT_CAUSAL):
         return unserved
-    key = ("native", None if mask is None else id(mask), seqlen_q, k.shape[2], scores.need_eager)
+    key = ("native", None if mask is None else id(mask), seqlen_q, k.shape[2], scores.need_eager, scores.window)
     return current.native_parts(key, mask, lambda: _make_parts(current, q, k, mask, scores, unserved is None))
 
 
@@ -177,10 +177,15 @@ def _make_parts(
     if isinstance(mask, LazyMask):
         return parts_of_mask(mask, device) or DenseReason.MASK_KIND
     if mask is None:
+        if scores.window is not None and scores.window < seqlen_k:  # what hides the other keys is not known
+            return DenseReason.MASK_KIND
         stop = min(seqlen_q, seqlen_k) if causal else seqlen_k
         return parts_of_runs([[Run(0, seqlen_q, 0, stop, causal)]] * batch, device)
     runs = current.runs(mask, batch)
-    return DenseReason.MASK_KIND if runs is None else parts_of_runs(runs, device)
+    if runs is None:
+        return DenseReason.MASK_KIND
+    # Continuous batching says what the sequences are, and its masks hide what is outside the window.
+    return parts_of_runs(runs, device, scores.window if current.steps else None)
 
 
 def _asked_window(current: Pass, q: Tensor, k: Tensor, mask: Tensor | None) -> tuple[int, int] | None:
