@@ -84,7 +84,7 @@ def test_lower_budgets_give_the_tokens_of_the_definition(model, case, rule, monk
         torch.manual_seed(5)
         tokens = generate(model, ids, **CASES[case])
         assert handle.stats()["sparse_calls"] >= 2 * (NEW - 1)
-        afresh = lambda self, layer, keys, cache, bound, used: dx.summarize_pages(
+        afresh = lambda self, layer, keys, cache, bound, **place: dx.summarize_pages(
             cache, bound=bound, backend="reference"
         )
         by_definition = lambda *args, **kwargs: dx.sparse_decode(*args, **kwargs, backend="reference")

@@ -334,3 +334,77 @@ def test_decode_rules_compute_with_caps_and_sinks(name):
         assert handle.stats()["sparse_calls"] == 5
     with dx.apply(model, policy(1)):
         assert (logits()[1] - wanted[1]).abs().max() > 1e-3
+
+
+# ---- what others do -------------------------------------------------------------------------------------------------
+
+
+def test_a_pickled_model_has_the_attention_it_had():
+    """Another process has never heard of dynaxx's name."""
+    import io
+
+    model, ids, file = named("Gemma 3"), ids_of(1, 64), io.BytesIO()
+    wanted = run(model, {"input_ids": ids})["logits"]
+    with dx.apply(model):
+        torch.save(model, file)
+    file.seek(0)
+    again = torch.load(file, weights_only=False)
+    assert again.config._attn_implementation == "sdpa"
+    assert torch.equal(run(again, {"input_ids": ids})["logits"], wanted)
+
+
+class OddCache(transformers.DynamicCache):
+    """A cache that is equal to others, and has no hash."""
+
+    __hash__ = None
+
+    def __eq__(self, other):
+        raise RuntimeError("do not compare me")
+
+
+def test_odd_caches_and_broken_planning_give_answers(monkeypatch, caplog):
+    from dynaxx.integrations.transformers import layer
+
+    model, ids = named("Llama"), ids_of(1, 64)
+    with torch.no_grad():
+        dense = model(ids).logits
+        with dx.apply(model) as handle:
+            got = model(ids, past_key_values=OddCache(config=model.config)).logits
+            torch.testing.assert_close(got, dense, atol=1e-4, rtol=1e-4)
+            monkeypatch.setattr(layer, "plan_call", lambda *args: 1 / 0)
+            assert torch.equal(model(ids).logits, dense)
+            monkeypatch.setattr(type(handle), "end_pass", lambda *args: 1 / 0)
+            monkeypatch.setattr(type(handle), "start_pass", lambda *args: 1 / 0)
+            assert torch.equal(model(ids).logits, dense)
+            assert handle.stats()["dense_calls"]["routing failed"] >= 2
+    assert "routing failed" in caplog.text
+
+
+def test_another_attention_after_apply_is_said(caplog):
+    model, ids = named("Llama"), ids_of(1, 64)
+    with dx.apply(model) as handle, torch.no_grad():
+        model.set_attn_implementation("eager")
+        model(ids)
+        model(ids)
+        assert not handle.active
+    assert caplog.text.count("was set to 'eager' after dynaxx.apply") == 1
+
+
+def test_left_padding_changes_no_decoding_step():
+    """Pages count from the first real token, so that a padded row chooses as it does alone."""
+    from dynaxx.integrations.transformers.apply_policy import model_facts
+
+    model = named("Llama")
+    rule = dx.Rule.of(dx.Sink(1) | dx.TopK(2, dx.MinMax()), phase="decode")
+    policy = dx.Policy(model=model_facts(model), block_size=16, rules=(rule,))
+    settings = {"max_new_tokens": 8, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    rows = [ids_of(1, length, seed=length) for length in (53, 100, 100, 71)]
+    ids, mask = torch.zeros(4, 100, dtype=torch.long), torch.zeros(4, 100, dtype=torch.long)
+    for at, row in enumerate(rows):
+        ids[at, 100 - row.shape[1] :], mask[at, 100 - row.shape[1] :] = row, 1
+    with dx.apply(model, policy) as handle:
+        together = torch.stack(model.generate(ids, attention_mask=mask, **settings).logits)
+        assert handle.stats()["sparse_calls"] == 2 * 7
+        for at, row in enumerate(rows):
+            alone = torch.stack(model.generate(row, **settings).logits)
+            torch.testing.assert_close(together[:, at], alone[:, 0], atol=2e-4, rtol=2e-4)

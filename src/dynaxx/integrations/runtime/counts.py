@@ -107,6 +107,14 @@ class Counts:
                 exc_info=error,
             )
 
+    def not_decided(self, layer: int, error: Exception) -> None:
+        """Count a call for which deciding what to do raised an error, and that runs dense. Log each kind once."""
+        self.dense(layer, DenseReason.NOT_DECIDED)
+        kind = f"routing {type(error).__name__}"
+        if kind not in self._said:
+            self._said.add(kind)
+            logger.warning("layer %d: routing failed, the call ran dense; said once", layer, exc_info=error)
+
     def dense_sequences(self, layer: int, reason: DenseReason, sequences: int) -> None:
         """Count so many sequences that ran dense beside sparse ones of the same call."""
         with self._lock:

@@ -17,7 +17,7 @@ from dynaxx.arguments import typed
 from dynaxx.errors import UnsupportedInputError
 from dynaxx.integrations.encoders import apply_to_encoder, is_sparse_encoder
 from dynaxx.integrations.encoders.attach import EncoderHandle
-from dynaxx.integrations.transformers.decoder import NAME, Decoder, implementation, window_of
+from dynaxx.integrations.transformers.decoder import NAME, Decoder, implementation, name_for, window_of
 from dynaxx.integrations.transformers.handle import Handle
 from dynaxx.integrations.transformers.layer import LAYERS, attention
 from dynaxx.integrations.transformers.lazy_mask import make_mask
@@ -97,7 +97,7 @@ def apply(
     masks.register(NAME, make_mask)
     handle = Handle(policy, found, name, native=native, window=sides)
     try:
-        found.owner.set_attn_implementation(NAME)
+        found.owner.set_attn_implementation(name_for(handle.before))
         escaped = [i for i, m in found.layers.items() if implementation(m) != NAME]
         if escaped:
             raise UnsupportedInputError(

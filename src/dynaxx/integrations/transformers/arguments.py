@@ -18,6 +18,7 @@ _HARMLESS = frozenset(
         "cache_position",
         "cu_seq_lens_k",
         "cu_seq_lens_q",
+        "deterministic",
         "is_causal",
         "logits_to_keep",
         "max_length_k",
@@ -29,6 +30,7 @@ _HARMLESS = frozenset(
         "return_dict",
         "scaling",
         "seq_idx",
+        "shift_labels",
         "use_cache",
     }
 )

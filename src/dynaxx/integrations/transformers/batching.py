@@ -64,12 +64,17 @@ def continuous_batching(handle: Handle, owner: nn.Module) -> Iterator[None]:
         _close()
 
 
+def is_open() -> bool:
+    """Return whether a block is open, within which models say "sdpa"."""
+    return _blocks > 0
+
+
 def ragged_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Return what "sdpa" means while a block is open."""
     layer, cache = LAYERS.get(module), kwargs.get("cache")
-    assert _own is not None, "registered only while a block is open"
+    assert _own is not None, "registered by the first block"
     if layer is None or cache is None or torch.compiler.is_compiling() or _captures(query):
         kwargs.pop(ARGUMENT, None)
         return _own(module, query, key, value, attention_mask, **kwargs)
@@ -109,17 +114,17 @@ def _open() -> None:
 
     with _lock:
         if _blocks == 0:
-            _own = AttentionInterface()[DENSE]
+            found = AttentionInterface()[DENSE]
+            _own = _own if found is ragged_attention else found
             AttentionInterface.register(DENSE, ragged_attention)
         _blocks += 1
 
 
 def _close() -> None:
-    global _blocks, _own
+    global _blocks
     from transformers import AttentionInterface
 
     with _lock:
         _blocks -= 1
         if _blocks == 0:
-            AttentionInterface.register(DENSE, _own)
-            _own = None
+            AttentionInterface.register(DENSE, _own)  # `_own` stays: another thread may have looked ours up before

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dynaxx.integrations.runtime.identity import ByIdentity
 from dynaxx.integrations.transformers.masks import Run
 from dynaxx.layout.paging import PagedCache, PageSummaries
 from dynaxx.ops.decode import sparse_decode, summarize_pages
@@ -37,7 +39,7 @@ class CacheMemory:
     """Summaries of one transformers cache, by layer. Kept by the cache, and only as long as it."""
 
     def __init__(self) -> None:
-        self._layers: dict[int, _LayerMemory] = {}
+        self._layers: dict[tuple[int, int], _LayerMemory] = {}  # by layer, and the first row that it is of
         self._lengths: dict[tuple[int, ...], Tensor] = {}
 
     def start_pass(self, cache: Any) -> None:
@@ -45,10 +47,11 @@ class CacheMemory:
         self._lengths.clear()
         past = int(cache.get_seq_length())
         layers = getattr(cache, "layers", ())
-        for index, memory in list(self._layers.items()):
+        for place, memory in list(self._layers.items()):
+            index = place[0]
             keys = getattr(layers[index], "keys", None) if index < len(layers) else None
             if keys is None or keys is not memory.keys():
-                del self._layers[index]
+                del self._layers[place]
             else:
                 memory.summarized = min(memory.summarized, past)
 
@@ -61,20 +64,33 @@ class CacheMemory:
             self._lengths[key] = found
         return found
 
-    def with_summaries(self, layer: int, keys: Tensor, cache: PagedCache, bound: float, used: int) -> PagedCache:
-        """Return the cache with its summaries up to date; `used` is the most keys that a sequence has."""
-        memory = self._layers.get(layer)
+    def with_summaries(
+        self, layer: int, keys: Tensor, cache: PagedCache, bound: float, *, row: int, start: int, used: int
+    ) -> PagedCache:
+        """Return a cache with its summaries up to date.
+
+        Args:
+            layer: of the model.
+            keys: the tensor of transformers' cache.
+            cache: some rows of it, from column `start` on.
+            bound: of the summaries.
+            row: the first of the rows.
+            start: the column of the first key.
+            used: the most keys that a sequence has.
+        """
+        memory = self._layers.get((layer, row))
         if memory is not None and memory.summaries.bound == bound and _fits(memory.summaries, cache):
             summaries = memory.summaries
             if summaries.low.shape[1] < cache.max_pages:
                 summaries = summaries.grown(cache.max_pages + SPARE_PAGES)
             cache = replace(cache, summaries=summaries)
-            if used > memory.summarized:
-                cache = summarize_pages(cache, new_tokens=used - memory.summarized)
+            known = max(0, memory.summarized - start)
+            if used > known:
+                cache = summarize_pages(cache, new_tokens=used - known)
         else:
             cache = summarize_pages(cache, bound=bound)
         assert cache.summaries is not None, "just made"
-        self._layers[layer] = _LayerMemory(cache.summaries, weakref.ref(keys), used)
+        self._layers[layer, row] = _LayerMemory(cache.summaries, weakref.ref(keys), start + used)
         return cache
 
 
@@ -82,7 +98,7 @@ class CacheMemories:
     """The memory of every cache that is in use."""
 
     def __init__(self) -> None:
-        self._of: weakref.WeakKeyDictionary[Any, CacheMemory] = weakref.WeakKeyDictionary()
+        self._of: ByIdentity[CacheMemory] = ByIdentity()
 
     def start_pass(self, cache: Any) -> CacheMemory | None:
         """Return the memory of the cache that a pass is about to use; None without one."""
@@ -90,7 +106,8 @@ class CacheMemories:
             return None
         memory = self._of.get(cache)
         if memory is None:
-            memory = self._of[cache] = CacheMemory()
+            memory = CacheMemory()
+            self._of.put(cache, memory)
         memory.start_pass(cache)
         return memory
 
@@ -109,18 +126,28 @@ def decode_step(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """(B, Lq, Hq, D) from q (B, Hq, Lq, D) and the cache's k and v (B, Hk, Lk, D)."""
-    stops, starts = tuple(run.k_stop for run in runs), tuple(run.k_start for run in runs)
-    cache = PagedCache.contiguous(
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        page_size=plan.page_size,
-        seqused_k=memory.lengths(stops, q.device),
-        leftpad_k=memory.lengths(starts, q.device) if any(starts) else None,
-    )
-    if not plan.budget.reads_everything:
-        cache = memory.with_summaries(layer, k, cache, plan.budget.bound, max(stops))
-    return sparse_decode(q.transpose(1, 2), cache, plan.budget, scale=scale, softcap=softcap, sinks=sinks)
+    """Attend from q (B, Hq, Lq, D) to the cache's k and v (B, Hk, Lk, D): (B, Lq, Hq, D).
+
+    Pages are counted from the first real key of each row, so that padding on the left changes nothing: rows that start
+    at other columns run apart.
+    """
+    starts = [run.k_start for run in runs]
+    bounds = [0, *(row for row in range(1, len(runs)) if starts[row] != starts[row - 1]), len(runs)]
+    outs = []
+    for first, last in pairwise(bounds):
+        start, stops = starts[first], tuple(run.k_stop - starts[first] for run in runs[first:last])
+        rows, columns = slice(first, last), slice(start, None)
+        cache = PagedCache.contiguous(
+            k[rows, :, columns].transpose(1, 2),
+            v[rows, :, columns].transpose(1, 2),
+            page_size=plan.page_size,
+            seqused_k=memory.lengths(stops, q.device),
+        )
+        if not plan.budget.reads_everything:
+            cache = memory.with_summaries(layer, k, cache, plan.budget.bound, row=first, start=start, used=max(stops))
+        queries = q[rows].transpose(1, 2)
+        outs.append(sparse_decode(queries, cache, plan.budget, scale=scale, softcap=softcap, sinks=sinks))
+    return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
 def _fits(summaries: PageSummaries, cache: PagedCache) -> bool:

@@ -15,6 +15,29 @@ from torch import nn
 from dynaxx.errors import UnsupportedInputError
 from dynaxx.policy import ModelFacts, Policy, resolve
 
+
+class _Name(str):
+    """The name under which attention is registered. A pickled model says the name that it had before."""
+
+    __slots__ = ("before",)
+    before: str
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        """Pickle as the attention before, which another process knows."""
+        return str, (self.before,)
+
+    def __deepcopy__(self, memo: object) -> _Name:
+        """A copy of a model asks for the same attention, and is told that it has no handle."""
+        return self
+
+
+def name_for(before: str) -> str:
+    """Return our name for a model whose attention is `before`."""
+    name = _Name(NAME)
+    name.before = before
+    return name
+
+
 NAME = "dynaxx"  # without "flash", "sdpa", "flex_attention" or "/", which transformers treats in special ways
 DENSE = "sdpa"
 SERVED = {"sdpa", "eager"}  # attention of transformers that a handle can fall back to

@@ -10,6 +10,7 @@ while a pass runs changes nothing in it, and passes in several threads do not me
 from __future__ import annotations
 
 import inspect
+import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
@@ -31,6 +32,8 @@ from dynaxx.layout import BlockLayout
 from dynaxx.policy import LayerPlan
 from dynaxx.policy.rollout import ALL, Choice
 from dynaxx.telemetry.probe import RequestTimer
+
+logger = logging.getLogger("dynaxx")
 
 ARGUMENT = "dynaxx_pass"  # the keyword under which attention calls get it
 
@@ -202,7 +205,11 @@ def _start(
     if hooks is None:  # a copy of a model with a policy
         return None
     arguments = hooks.arguments(args, kwargs)
-    current = hooks.starter.start_pass(arguments)
+    try:
+        current = hooks.starter.start_pass(arguments)
+    except Exception:  # the layers ask for a pass themselves
+        logger.warning("a forward pass could not be prepared; said for each", exc_info=True)
+        return None
     current.arguments, current.dense_calls = arguments, Counter()
     return args, {**kwargs, ARGUMENT: current}
 
@@ -216,7 +223,10 @@ def _end(body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output:
     found = output if isinstance(output, tuple) else (getattr(output, "past_key_values", None),)
     cache = next((each for each in found if hasattr(each, "get_seq_length")), None)
     arguments, done.arguments = done.arguments, {}
-    hooks.starter.end_pass(done, arguments, output, cache)
+    try:
+        hooks.starter.end_pass(done, arguments, output, cache)
+    except Exception:  # the answer is there
+        logger.warning("what a forward pass leaves could not be kept; said for each", exc_info=True)
 
 
 def prompt_tokens(arguments: dict[str, Any]) -> tuple[int, torch.device | None]:

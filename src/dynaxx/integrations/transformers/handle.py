@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import threading
 import weakref
@@ -15,11 +16,12 @@ from typing import Any
 from dynaxx.integrations.runtime.background import Background
 from dynaxx.integrations.runtime.counts import Counts
 from dynaxx.integrations.runtime.deployed import Deployed
+from dynaxx.integrations.runtime.identity import ByIdentity
 from dynaxx.integrations.runtime.next_token import COMPARISON, compare_later, comparing
 from dynaxx.integrations.runtime.policy_events import Announcer
 from dynaxx.integrations.runtime.statistics_file import StatisticsFile
 from dynaxx.integrations.transformers.batch_decode import BatchMemories
-from dynaxx.integrations.transformers.batching import continuous_batching
+from dynaxx.integrations.transformers.batching import continuous_batching, is_open
 from dynaxx.integrations.transformers.decode import CacheMemories
 from dynaxx.integrations.transformers.decoder import NAME, Decoder, implementation
 from dynaxx.integrations.transformers.dense_fallback import DenseAttention
@@ -34,6 +36,8 @@ from dynaxx.policy.rollout import ALL, Choice, Request, choose, current_request
 from dynaxx.telemetry import recorder
 from dynaxx.telemetry.caches import CacheMeter
 
+logger = logging.getLogger("dynaxx")
+
 Watcher = Callable[[int, BlockLayout], None]
 
 
@@ -42,6 +46,7 @@ class Handle:
 
     Attributes:
         counts: what layer calls did.
+        before: the attention that the model had, "sdpa" or "eager".
         kill_switch: of this model; `engage()` makes everything dense from the next pass on. The process's own switch,
             `dynaxx.policy.KILL_SWITCH`, engages it, too.
         watchers: see `watch`.
@@ -68,21 +73,23 @@ class Handle:
         self.background = Background(partial(self._numbers.failed, "guard"))
         self._tokens: TokenReader | None = None
         self._native, self._window = native, window
-        self._before = decoder.implementation
+        self.before = decoder.implementation
         self._deployed = self._ready(policy, None)
         self._deploying = threading.Lock()
         self._follower: PolicyFollower | None = None
         self._statistics: StatisticsFile | None = None
-        self._requests: weakref.WeakKeyDictionary[Any, tuple[Deployed, Choice]] = weakref.WeakKeyDictionary()
+        self._requests: ByIdentity[tuple[Deployed, Choice]] = ByIdentity()
         self._memories = CacheMemories()
         self.batches = BatchMemories()
         self._cache_meter = CacheMeter(self._numbers, self._live_caches)
         self._unnamed = itertools.count()
         self._layers = weakref.WeakKeyDictionary(
-            {m: Layer(self, index, DenseAttention(m, self._before)) for index, m in decoder.layers.items()}
+            {m: Layer(self, index, DenseAttention(m, self.before)) for index, m in decoder.layers.items()}
         )
+        self._config = weakref.ref(next(iter(decoder.layers.values())).config)  # type: ignore[call-overload]
+        self._said_replaced = False
         for module in (decoder.owner, *decoder.layers.values()):
-            IMPLEMENTATIONS[id(module.config)] = self._before
+            IMPLEMENTATIONS[id(module.config)] = self.before
         LAYERS.update(self._layers)
         self._hooks = PassHooks(decoder.body, self)
         self._own = threading.local()  # the pass of each thread in a model whose decoder cannot hand it down
@@ -172,6 +179,7 @@ class Handle:
 
     def start_pass(self, arguments: dict[str, Any]) -> Pass:
         """Decide what holds for a forward pass, from the decoder's own arguments by name."""
+        self._watch_implementation()
         if comparing():
             return Pass(self._deployed, choice=COMPARISON)
         killed, cache = self._is_killed(), arguments.get("past_key_values")
@@ -197,7 +205,7 @@ class Handle:
         if done.choice is COMPARISON:
             return
         if cache is not None:
-            self._requests[cache] = (done.deployed, done.choice)
+            self._requests.put(cache, (done.deployed, done.choice))
             if self._tokens is not None:
                 self._tokens.remember(cache, done.tokens)
         if done.timer is not None:
@@ -205,6 +213,19 @@ class Handle:
         guard = done.deployed.guard
         if guard is not None and done.timer is not None and done.ran_sparse and guard.wants_request():
             compare_later(self._decoder, guard, self.background, arguments, output)
+
+    def _watch_implementation(self) -> None:
+        """Say once that somebody gave the model another attention, so that nothing here runs."""
+        config = self._config()
+        name = NAME if config is None else config._attn_implementation
+        if name != NAME and not is_open() and not self._said_replaced:
+            self._said_replaced = True
+            logger.warning(
+                "the model's attention was set to %r after dynaxx.apply, so nothing runs on dynaxx: "
+                "call set_attn_implementation(%r), or remove the handle and apply again",
+                str(name),
+                NAME,
+            )
 
     def unannounced_pass(self, layer: int) -> Pass:
         """Return the pass that this thread is in, where the decoder hands none down: layers come in ascending order."""
@@ -217,7 +238,7 @@ class Handle:
 
     def _live_caches(self) -> list[Any]:
         """Return the caches of requests that somebody still holds."""
-        return list(self._requests.keys())
+        return self._requests.keys()
 
     def _choose(self, said: Request | None) -> Choice:
         deployed = self._deployed
@@ -278,7 +299,7 @@ class Handle:
         decoder = self._decoder()
         owner = None if decoder is None else decoder.owner
         if owner is not None and owner.config._attn_implementation == NAME and not shared:
-            owner.set_attn_implementation(self._before)
+            owner.set_attn_implementation(self.before)
 
     def reset_stats(self) -> None:
         """Start counting from zero, and forget which side of the length border the last sequence was on."""

@@ -71,9 +71,13 @@ class Layer:
         self, current: Pass | None, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Attend, as `AttentionInterface` asks: q (B, Hq, Lq, D), k and v (B, Hk, Lk, D) to (B, Lq, Hq, D)."""
-        current = current or self.handle.unannounced_pass(self.index)
-        scores = Scores.of(kwargs)
-        work = self._work(current, module, q, k, mask, scores, kwargs.get("is_causal"))
+        try:
+            current = current or self.handle.unannounced_pass(self.index)
+            scores = Scores.of(kwargs)
+            work = self._work(current, module, q, k, mask, scores, kwargs.get("is_causal"))
+        except Exception as error:  # whatever we do not understand, the request gets its answer
+            self.handle.counts.not_decided(self.index, error)
+            return self.dense(module, q, k, v, mask, **kwargs)
         if work.route is not Route.DENSE:
             guard = current.deployed.guard if self.index in current.deployed.plans else None
             call = Call(q, k, v, scores.scale, scores.softcap, sinks_of(kwargs), guard, current)

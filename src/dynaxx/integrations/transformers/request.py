@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dynaxx.integrations.runtime.identity import ByIdentity
 from dynaxx.integrations.transformers.masks import Run
 from dynaxx.policy import LayerPlan
 
@@ -59,7 +59,7 @@ class TokenReader:
     """Finds the tokens of each pass, with those of earlier chunks, which it remembers by cache."""
 
     def __init__(self) -> None:
-        self.caches: weakref.WeakKeyDictionary[Any, RequestTokens] = weakref.WeakKeyDictionary()
+        self.caches: ByIdentity[RequestTokens] = ByIdentity()
 
     def read(self, arguments: dict[str, Any]) -> RequestTokens:
         """Note the tokens of a pass that is about to run, from the decoder's arguments by name."""
@@ -81,4 +81,4 @@ class TokenReader:
 
     def remember(self, cache: Any, tokens: RequestTokens) -> None:
         """Note the tokens behind what is in `cache` now."""
-        self.caches[cache] = tokens.without_plans()
+        self.caches.put(cache, tokens.without_plans())
