@@ -218,7 +218,10 @@ class Layer:
 
 def _run_native(call: Call, parts: Sequence[Part]) -> Tensor:
     """Run the model's own pattern, (B, Lq, Hq, D)."""
-    q, k, v = (x.transpose(1, 2) for x in (call.q, call.k, call.v))
+    q, k, v = call.q.transpose(1, 2), call.k.transpose(1, 2), call.v.transpose(1, 2)
+    first = parts[0]
+    if len(parts) == 1 and first.layout is not None and first.covers(q, k):
+        return sparse_attention(q, k, v, first.layout, scale=call.scale, softcap=call.softcap, sinks=call.sinks)
     outs: list[list[Tensor]] = []
     entry: int | None = -1
     for part in parts:

@@ -30,6 +30,11 @@ class Part(NamedTuple):
     keys: slice
     layout: BlockLayout | None  # None: these queries see nothing
 
+    def covers(self, q: Tensor, k: Tensor) -> bool:
+        """Return whether it is all of a call, q and k (batch, seqlen, heads, head_dim)."""
+        whole = self.entry is None or q.shape[0] == 1
+        return whole and self.queries == slice(0, q.shape[1]) and self.keys == slice(0, k.shape[1])
+
 
 @torch.inference_mode(False)
 @torch.no_grad()
