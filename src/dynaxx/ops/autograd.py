@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,8 +38,9 @@ class AttentionFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:
         """Return dq, dk, dv and the gradient of the sinks."""
-        dq, dk, dv, *nothing = _backward(ctx, do, dlse)
-        out, lse, sinks = ctx.saved_tensors[3:]
+        saved = ctx.saved_tensors  # read once: checkpointing makes them anew for each reading
+        dq, dk, dv, *nothing = _backward(ctx, saved, do, dlse)
+        out, lse, sinks = saved[3:]
         dsinks = sink_gradient(do, dlse, out, lse, sinks) if ctx.needs_input_grad[3] else None
         return dq, dk, dv, dsinks, *nothing
 
@@ -61,7 +63,7 @@ class MappableAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:
         """Return dq, dk and dv."""
-        return _backward(ctx, do, dlse)
+        return _backward(ctx, ctx.saved_tensors, do, dlse)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
@@ -82,8 +84,8 @@ def _save(ctx: Any, inputs: Any, output: Any, sinks: Tensor | None) -> None:
     ctx.layout, ctx.written = layout, layout.derived.versions
 
 
-def _backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:
-    q, k, v, out, lse, _ = ctx.saved_tensors
+def _backward(ctx: Any, saved: Sequence[Any], do: Tensor | None, dlse: Tensor | None) -> Any:
+    q, k, v, out, lse, _ = saved
     if ctx.layout.derived.versions_now() != ctx.written:
         raise RuntimeError("`layout` was written to between forward and backward; use a copy of it for that")
     do = torch.zeros_like(out) if do is None else do.resolve_neg()

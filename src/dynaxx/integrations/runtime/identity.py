@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`ByIdentity`: what is kept beside an object for as long as the object lives, whatever its class says of equality."""
 
 from __future__ import annotations
