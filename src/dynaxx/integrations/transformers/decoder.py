@@ -27,7 +27,7 @@ class _Name(str):
         return str, (self.before,)
 
     def __deepcopy__(self, memo: object) -> _Name:
-        """A copy of a model asks for the same attention, and is told that it has no handle."""
+        """Keep the name: a copy of a model asks for the same attention, and is told that it has no handle."""
         return self
 
 
