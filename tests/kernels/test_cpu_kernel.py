@@ -481,3 +481,13 @@ def test_a_compiler_that_comes_to_no_end_is_a_failed_build(tmp_path, monkeypatch
     with pytest.raises(RuntimeError, match="took more than"):
         build.compile_library("baseline", tmp_path / "core.so", str(slow))
     assert list(tmp_path.iterdir()) == [slow]
+
+
+@pytest.mark.parametrize("head_dims", [(192, 128), (512, 512), (576, 512)])
+def test_wide_heads(head_dims):
+    """DeepSeek's prefill, Gemma 4's global layers, and latent attention with its cache as keys and values."""
+    q, k, v = make_qkv(1, 50, 70, 4, 1, *head_dims)
+    layout = (dx.SlidingWindow(40) | dx.Sink(3)).layout(50, 70, block_size=32)
+    attend = partial(dx.sparse_attention, return_lse=True, backend="cpu")
+    for report in check_forward(attend, q, k, v, layout) + check_gradients(attend, q, k, v, layout):
+        assert report.ok, str(report)
