@@ -187,7 +187,9 @@ def test_triton_layouts(dtype, block_size, group_size, limit):
 def passes(request, monkeypatch):
     from dynaxx.kernels.hopper.attention import backward, backward_dkv
 
-    monkeypatch.setattr(backward_dkv, "PROGRAMS_PER_SM", 0)  # a group stays in one program, however few keys there are
+    monkeypatch.setattr(
+        backward_dkv, "backward_pieces", lambda *sizes: 1
+    )  # a group stays in one program, however few keys there are
     fits = lambda kv_block, head_dim, *_: kv_block == 128 and head_dim <= 128
     monkeypatch.setattr(backward, "backward_in_one_pass", lambda *sizes: request.param and fits(*sizes))
     return request.param

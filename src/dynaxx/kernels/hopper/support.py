@@ -8,12 +8,13 @@ from dataclasses import replace
 import torch
 
 from dynaxx.kernels.gpu.device import capability, triton_version
+from dynaxx.kernels.hopper.attention.config import tile_width
 from dynaxx.kernels.problem import AttentionProblem
 
 DTYPES = (torch.float16, torch.bfloat16)
-HEAD_DIMS = (64, 128, 256)
+HEAD_DIMS = range(64, 257, 8)  # of q and k; TMA steps through rows of whole 16 bytes
 BLOCKS = (64, 128)
-MAX_NSA_HEAD_DIM = 128
+NSA_HEAD_DIMS = (64, 128)
 TRITON = (3, 6)  # Gluon's interface moves with every release: these are tried
 
 
@@ -28,16 +29,25 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
         reasons.append(f"is written for Gluon of triton {TRITON[0]}.{TRITON[1]}, got {triton_version()}")
     if problem.dtype not in DTYPES:
         reasons.append(f"serves fp16 and bf16, got {problem.dtype}")
-    if problem.head_dim not in HEAD_DIMS or problem.head_dim_v != problem.head_dim:
-        reasons.append(f"serves head_dim {HEAD_DIMS} for q, k and v, got {problem.head_dim}/{problem.head_dim_v}")
+    if problem.head_dim not in HEAD_DIMS or not _fits_v(problem.head_dim, problem.head_dim_v):
+        reasons.append(
+            "serves head_dim from 64 to 256 in steps of 8, and for v one that tiles of q and k hold, "
+            f"got {problem.head_dim}/{problem.head_dim_v}"
+        )
     if any(size not in BLOCKS for size in problem.block_size):
         reasons.append(f"serves blocks of {BLOCKS}, got {problem.block_size}")
     return reasons
 
 
+def _fits_v(head_dim: int, head_dim_v: int) -> bool:
+    """Return whether tiles for q and k hold rows of v, and are at most twice as wide."""
+    return head_dim_v % 8 == 0 and tile_width(head_dim) // 2 <= head_dim_v <= tile_width(head_dim)
+
+
 def nsa_reasons(problem: AttentionProblem) -> list[str]:
     """Return why the kernels of Native Sparse Attention cannot serve; a q block is a position and its group there."""
     reasons = unsupported_reasons(replace(problem, block_size=(BLOCKS[0], problem.block_size[1])))
-    if problem.head_dim > MAX_NSA_HEAD_DIM:
-        reasons.append(f"serves head_dim up to {MAX_NSA_HEAD_DIM} for selected blocks, got {problem.head_dim}")
+    if problem.head_dim not in NSA_HEAD_DIMS or problem.head_dim_v != problem.head_dim:
+        sizes = f"{problem.head_dim}/{problem.head_dim_v}"
+        reasons.append(f"serves head_dim {NSA_HEAD_DIMS} of q, k and v for selected blocks, got {sizes}")
     return reasons

@@ -63,14 +63,19 @@ def _steps(shape: torch.Size, strides: tuple[int, ...]) -> bool:
     return shape.numel() > 0 and shape[3] % 8 == 0 and all(step > 0 and step % 8 == 0 for step in steps)
 
 
-def tile_rows(x: Tensor, rows: int) -> TensorDescriptor:
-    """Return a descriptor of x (B, N, H, D) that loads `rows` rows of one head; x satisfies `steps_by_tma`."""
-    return rebased(_tile_rows(x.shape, x.stride(), x.dtype, rows), x)
+def tile_rows(x: Tensor, rows: int, columns: int | None = None) -> TensorDescriptor:
+    """Return a descriptor of x (B, N, H, D) that loads `rows` rows of one head; x satisfies `steps_by_tma`.
+
+    A tile has `columns` columns, by default D's next power of two; those beyond D load as zeros.
+    """
+    return rebased(_tile_rows(x.shape, x.stride(), x.dtype, rows, columns or padded(x.shape[3])), x)
 
 
 @lru_cache(maxsize=4096)
-def _tile_rows(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, rows: int) -> TensorDescriptor:
-    return as_template(TensorDescriptor(nowhere(dtype), *heads_apart(shape, strides), [1, 1, rows, padded(shape[3])]))
+def _tile_rows(
+    shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, rows: int, columns: int
+) -> TensorDescriptor:
+    return as_template(TensorDescriptor(nowhere(dtype), *heads_apart(shape, strides), [1, 1, rows, columns]))
 
 
 def tile_values(x: Tensor, rows: int) -> TensorDescriptor:

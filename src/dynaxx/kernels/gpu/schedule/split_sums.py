@@ -61,6 +61,11 @@ def _sum_parts_kernel(
     tl.store(p_row, (total * scale).to(p_out.dtype.element_ty), mask=stored)
 
 
+def of_columns(sums: Tensor, head_dim: int) -> Tensor:
+    """Return the first `head_dim` columns of what parts left, as dense rows; tiles may be wider."""
+    return sums if sums.shape[-1] == head_dim else sums[..., :head_dim].contiguous()
+
+
 def sum_parts(
     sums: Tensor, out: Tensor, split: SplitLines, layout: BlockLayout, block: int, scale: float = 1.0
 ) -> None:

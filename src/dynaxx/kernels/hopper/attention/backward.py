@@ -16,11 +16,11 @@ from torch import Tensor
 
 from dynaxx.kernels.gpu.device import processors
 from dynaxx.kernels.gpu.runtime.arguments import zeros_like_lse
-from dynaxx.kernels.hopper.attention.backward_dkv import backward_dkv, heads_apart
+from dynaxx.kernels.hopper.attention.backward_dkv import backward_dkv, group_pieces
 from dynaxx.kernels.hopper.attention.backward_dq import backward_dq
 from dynaxx.kernels.hopper.attention.backward_fused import FUSED, FUSED_LAST_FIRST
 from dynaxx.kernels.hopper.attention.backward_rows import BackwardRows, dq_of_sums, rows_of
-from dynaxx.kernels.hopper.attention.config import backward_in_one_pass
+from dynaxx.kernels.hopper.attention.config import backward_in_one_pass, tile_width
 from dynaxx.kernels.hopper.primitives.descriptors import dense_rows
 from dynaxx.layout import BlockLayout
 
@@ -42,7 +42,7 @@ def attention_backward(
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     do, q, k, v, out = (dense_rows(x) for x in (do, q, k, v, out))
     dlse = zeros_like_lse(lse, layout) if dlse is None else dlse
-    rows = rows_of(do, out, dlse, lse, layout, in_one_pass(q, k, layout))
+    rows = rows_of(do, out, dlse, lse, layout, tile_width(q.shape[3]), in_one_pass(q, k, layout))
     dq, dk, dv = gradients_of_rows(do, q, k, v, rows, layout, scale, softcap)
     if rows.sums is not None:
         dq = dq_of_sums(rows.sums, q, layout, scale)
@@ -64,13 +64,13 @@ def gradients_of_rows(
     given = (do, q, k, v, rows, layout, scale, softcap)
     if rows.sums is None:
         return backward_dq(*given), *backward_dkv(*given)
-    apart = heads_apart(q, k, layout)
-    return None, *(FUSED_LAST_FIRST if apart else FUSED).gradients(*given, apart)
+    pieces = group_pieces(q, k, layout)
+    apart = 1 < pieces == q.shape[2] // k.shape[2]
+    return None, *(FUSED_LAST_FIRST if apart else FUSED).gradients(*given, pieces)
 
 
 def in_one_pass(q: Tensor, k: Tensor, layout: BlockLayout) -> bool:
     """Return whether one kernel computes all gradients, dq by way of its sums."""
-    heads = q.shape[2] if heads_apart(q, k, layout) else k.shape[2]
-    programs = layout.kv_blocks * q.shape[0] * heads
-    fit = backward_in_one_pass(layout.block_size[1], q.shape[3], programs, processors(q.device))
+    programs = layout.kv_blocks * q.shape[0] * k.shape[2] * group_pieces(q, k, layout)
+    fit = backward_in_one_pass(layout.block_size[1], tile_width(q.shape[3]), programs, processors(q.device))
     return fit and not torch.are_deterministic_algorithms_enabled()

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shared by the Hopper kernels over kv blocks: which block a program has, and how these kernels are launched.
 
-A column is a kv block of one kv head, with the entries of all heads of its group, head after head.
+A column is a kv block of one kv head, with the entries of the q heads of its group, head after head. Where a group is
+divided into pieces, a column has the q heads of one piece, and `kv_heads` counts each piece of each kv head.
 """
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -16,16 +16,16 @@ from dynaxx.kernels.gpu.device import processors
 from dynaxx.kernels.gpu.runtime.arguments import transposed_arguments
 from dynaxx.kernels.gpu.runtime.launch_cache import StartKernel, launch_cached
 from dynaxx.kernels.gpu.runtime.launcher import Launch
-from dynaxx.kernels.gpu.schedule.split import SPLIT_SIZES, no_split, split_columns, split_programs
-from dynaxx.kernels.gpu.schedule.split_sums import sum_parts
+from dynaxx.kernels.gpu.schedule.split import SPLIT_SIZES, SplitLines, no_split, split_columns, split_programs
+from dynaxx.kernels.gpu.schedule.split_sums import of_columns, sum_parts
 from dynaxx.kernels.hopper.attention.backward_rows import BackwardRows
-from dynaxx.kernels.hopper.attention.config import backward_ending, backward_heads_together
+from dynaxx.kernels.hopper.attention.config import backward_ending, backward_heads_together, tile_width
 from dynaxx.kernels.hopper.primitives.descriptors import gluon_rows, score_factors
 from dynaxx.kernels.hopper.primitives.parts import ALL_ENTRIES, WHOLE, part_or_whole
 from dynaxx.layout import BlockLayout
 
 SIZES = [
-    "capacity", "num_masks", "seqlen_k", "q_blocks", "heads", "kv_heads", "group_size", "together", "ending",
+    "capacity", "num_masks", "seqlen_k", "q_blocks", "heads", "kv_heads", "group_size", "pieces", "together", "ending",
     *SPLIT_SIZES,
 ]  # fmt: skip
 
@@ -46,6 +46,15 @@ def column_of(i_program, kv_blocks, heads, kv_heads, together, ending):
     head = gl.where(i_late < 0, first + i_rest % alternate, i_late % heads)
     i_col = gl.where(i_late < 0, i_rest // alternate, early + i_late // heads)
     return head // kv_heads, head % kv_heads, i_col
+
+
+@gluon.jit
+def heads_of_piece(i_b, i_piece, kv_heads, group_size, pieces):
+    """Return kv head, first q head and number of q heads of a piece, and its first q head counted over the batch."""
+    each = (group_size + pieces - 1) // pieces
+    i_hk, first = i_piece // pieces, i_piece % pieces * each
+    i_h = i_hk * group_size + first
+    return i_hk, i_h, gl.minimum(each, group_size - first), i_b * (kv_heads // pieces * group_size) + i_h
 
 
 @gluon.jit
@@ -79,7 +88,7 @@ def read_column(
 @gluon.jit
 def column_or_part(
     i_program, p_parts, num_parts, limit, batch_copies, head_copies, p_indptr, capacity, layout_stride_b,
-    layout_stride_h, kv_blocks, heads, kv_heads, group_size, together, ending, HAS_PARTS: gl.constexpr,
+    layout_stride_h, kv_blocks, heads, kv_heads, group_size, pieces, together, ending, HAS_PARTS: gl.constexpr,
 ):  # fmt: skip
     """Return as `part_or_whole`, where programs of parts come first; a whole column where there are no parts."""
     i_whole = i_program - num_parts * batch_copies * head_copies
@@ -88,7 +97,7 @@ def column_or_part(
     if HAS_PARTS:
         i_b, i_hk, i_col, first, last, slot = part_or_whole(
             i_program, i_b, i_hk, i_col, p_parts, num_parts, limit, batch_copies, head_copies,
-            p_indptr, capacity, layout_stride_b, layout_stride_h, kv_blocks, kv_heads, group_size,
+            p_indptr, capacity, layout_stride_b, layout_stride_h, kv_blocks, kv_heads, group_size // pieces,
         )  # fmt: skip
     return i_b, i_hk, i_col, first, last, slot
 
@@ -102,33 +111,46 @@ class ColumnKernel(NamedTuple):
 
     def gradients(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: BackwardRows, layout: BlockLayout, scale: float,
-        softcap: float | None, apart: bool = False,
+        softcap: float | None, pieces: int = 1,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Return (dk, dv), contiguous, of (B, N, H, D) tensors; long columns are split into parts.
 
-        Under `apart` each q head is a program of its own, and the heads of a group are summed afterwards.
+        Each piece of a group is a program of its own, and the pieces are summed afterwards.
         """
-        if apart:
-            group_size = q.shape[2] // k.shape[2]
-            k, v = (x.repeat_interleave(group_size, 2) for x in (k, v))
-            heads = self.gradients(do, q, k, v, rows, layout, scale, softcap)
-            dk, dv = (x.unflatten(2, (-1, group_size)).sum(3) for x in heads)
-            return dk, dv
-        dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
-        split = split_columns(layout, k.shape[0], q.shape[2], k.shape[2])
+        q_heads, kv_heads = q.shape[2], k.shape[2]
+        pieces = _none_empty(q_heads // kv_heads, pieces)
+        split = split_columns(layout, k.shape[0], q_heads, kv_heads)
+        if split is not None and pieces > 1:
+            pieces = pieces if q_heads % (kv_heads * pieces) == 0 else 1  # parts are of pieces of one size
+            split = split_columns(layout, k.shape[0], q_heads, kv_heads * pieces)
+        dk, dv = (x.new_empty(*x.shape[:2], kv_heads * pieces, x.shape[3]) for x in (k, v))
+        self._fill(do, q, k, v, dk, dv, rows, layout, scale, softcap, split)
+        if pieces > 1:
+            dk, dv = (x.unflatten(2, (kv_heads, pieces)).sum(3) for x in (dk, dv))
+        return dk, dv
+
+    def _fill(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor, rows: BackwardRows,
+        layout: BlockLayout, scale: float, softcap: float | None, split: SplitLines | None,
+    ) -> None:  # fmt: skip
         start: StartKernel = _start
         tensors: tuple[Tensor, ...] = (do, q, k, v, dk, dv, rows.lse, rows.delta)
         if rows.sums is not None:
             start, tensors = _start_with_sums, (rows.sums, *tensors)
         if split is None:
             launch_cached(start, layout, tensors, self, scale, softcap)
-            return dk, dv
+            return
         kv_block = layout.block_size[1]
-        parts = split.places(q, 2, kv_block, q.shape[3])
+        parts = split.places(q, 2, kv_block, tile_width(q.shape[3]))
         launch_cached(start, layout, tensors, self, scale, softcap, split=split.to(p_sums=parts))
-        sum_parts(parts[:, 0], dk, split, layout, kv_block, scale)
-        sum_parts(parts[:, 1], dv, split, layout, kv_block)
-        return dk, dv
+        sum_parts(of_columns(parts[:, 0], k.shape[3]), dk, split, layout, kv_block, scale)
+        sum_parts(of_columns(parts[:, 1], v.shape[3]), dv, split, layout, kv_block)
+
+
+def _none_empty(group_size: int, pieces: int) -> int:
+    """Return the number of pieces so that each has a q head; all are of one size but the last."""
+    each = -(-group_size // pieces)
+    return -(-group_size // each)
 
 
 def _start(
@@ -149,13 +171,12 @@ def _start(
     sums: Tensor | None = None,
 ) -> Launch | None:
     seqlen_q, q_heads, head_dim = q.shape[1:]
-    seqlen_k, kv_heads = k.shape[1:3]
+    seqlen_k, kv_heads = k.shape[1], dk.shape[2]
     heads, kv_block = k.shape[0] * kv_heads, layout.block_size[1]
     split = split or no_split(delta)
-    pieces = kv_block // (column_kernel.keys or kv_block)
-    programs = (layout.kv_blocks * heads + split_programs(split)) * pieces
+    programs = (layout.kv_blocks * heads + split_programs(split)) * (kv_block // (column_kernel.keys or kv_block))
     started: Launch | None = column_kernel.kernel[(programs,)](
-        *(gluon_rows(x, 64) for x in (do, q, k, v, dk, dv)),
+        *(gluon_rows(x, 64, tile_width(head_dim)) for x in (do, q, k, v, dk, dv)),
         lse,
         delta,
         *transposed_arguments(layout),
@@ -164,7 +185,8 @@ def _start(
         q_blocks=layout.q_blocks,
         heads=heads,
         kv_heads=kv_heads,
-        group_size=q_heads // kv_heads,
+        group_size=q_heads // k.shape[2],
+        pieces=kv_heads // k.shape[2],
         together=backward_heads_together(seqlen_q, head_dim, kv_heads),
         ending=backward_ending(layout.kv_blocks, heads, processors(k.device)),
         scale=scale,

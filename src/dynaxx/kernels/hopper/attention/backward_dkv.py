@@ -10,21 +10,20 @@ to whole q blocks, with lse = inf where there is no query or it sees nothing, so
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from dynaxx.kernels.gpu.device import processors
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
-from dynaxx.kernels.hopper.attention.backward_columns import SIZES, ColumnKernel, column_or_part
+from dynaxx.kernels.hopper.attention.backward_columns import SIZES, ColumnKernel, column_or_part, heads_of_piece
 from dynaxx.kernels.hopper.attention.backward_consume import consume
 from dynaxx.kernels.hopper.attention.backward_dkv_head_dim_256 import WIDE
 from dynaxx.kernels.hopper.attention.backward_produce import fed_by, produce
 from dynaxx.kernels.hopper.attention.backward_rows import BackwardRows
-from dynaxx.kernels.hopper.attention.config import backward_stages
+from dynaxx.kernels.hopper.attention.config import backward_pieces, backward_stages, tile_width
 from dynaxx.layout import BlockLayout
-
-PROGRAMS_PER_SM = 2  # fewer, of unequal length, leave multiprocessors idle
 
 
 @kernel_launcher
@@ -36,30 +35,30 @@ def _sparse_attention_hopper_bwd_dkv_kernel(
     p_indptr, p_num_partial, p_indices, p_codes, p_bits, p_bands,
     capacity, num_masks, layout_stride_b, layout_stride_h,
     p_parts, p_sums, num_parts, limit, batch_copies, head_copies,
-    seqlen_k, q_blocks, heads, kv_heads, group_size, together, ending, scale, scale_log2, cap_rate,
+    seqlen_k, q_blocks, heads, kv_heads, group_size, pieces, together, ending, scale, scale_log2, cap_rate,
     CONSUMERS: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr,
     STAGES: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
     HAS_PARTS: gl.constexpr,
 ):  # fmt: skip
     kv_blocks = (seqlen_k + KV_BLOCK - 1) // KV_BLOCK
-    i_b, i_hk, i_col, first, last, slot = column_or_part(
+    i_b, i_piece, i_col, first, last, slot = column_or_part(
         gl.program_id(0), p_parts, num_parts, limit, batch_copies, head_copies, p_indptr, capacity, layout_stride_b,
-        layout_stride_h, kv_blocks, heads, kv_heads, group_size, together, ending, HAS_PARTS,
+        layout_stride_h, kv_blocks, heads, kv_heads, group_size, pieces, together, ending, HAS_PARTS,
     )  # fmt: skip
-    first_head = (i_b * kv_heads + i_hk).to(gl.int64) * group_size
-    p_lse += first_head * q_blocks * Q_BLOCK
-    p_delta += first_head * q_blocks * Q_BLOCK
+    i_hk, i_h, group_heads, first_head = heads_of_piece(i_b, i_piece, kv_heads, group_size, pieces)
+    p_lse += first_head.to(gl.int64) * q_blocks * Q_BLOCK
+    p_delta += first_head.to(gl.int64) * q_blocks * Q_BLOCK
 
     fed = fed_by(q_desc, do_desc, k_desc, v_desc, CONSUMERS, STAGES, CONSUMERS)
     q_buffers, do_buffers, k_buffers, v_buffers, kv_full, full, empty, numbers, stats = fed
     columns = (
         dk_desc, dv_desc, q_buffers, do_buffers, k_buffers, v_buffers, kv_full, full, empty, numbers, stats,
-        p_indptr, p_num_partial, p_bits, capacity, layout_stride_b, layout_stride_h, i_b, i_hk, i_col,
-        kv_blocks, group_size, first, last, slot, p_sums, scale, scale_log2, cap_rate,
+        p_indptr, p_num_partial, p_bits, capacity, layout_stride_b, layout_stride_h, i_b, i_piece, i_col,
+        kv_blocks, i_h, group_heads, first, last, slot, p_sums, scale, scale_log2, cap_rate,
     )  # fmt: skip
     blocks = (
         q_desc, do_desc, k_desc, v_desc, fed, p_lse, p_delta, p_indptr, p_num_partial, p_indices, p_codes, p_bands,
-        capacity, num_masks, layout_stride_b, layout_stride_h, i_b, i_hk, i_col, kv_blocks, q_blocks, group_size,
+        capacity, num_masks, layout_stride_b, layout_stride_h, i_b, i_hk, i_col, kv_blocks, q_blocks, i_h, group_heads,
         first, last,
     )  # fmt: skip
     if CONSUMERS == 2:
@@ -80,7 +79,7 @@ def _others(layout: BlockLayout, q: Tensor, sums: None) -> dict[str, Any]:
     return {
         "CONSUMERS": kv_block // 64,
         "KV_BLOCK": kv_block,
-        "STAGES": backward_stages(q.shape[3]),
+        "STAGES": backward_stages(tile_width(q.shape[3])),
         "maxnreg": 168 if kv_block == 128 else 128,
     }
 
@@ -99,11 +98,13 @@ def backward_dkv(
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Return (dk, dv), contiguous, of (B, N, H, D) tensors."""
-    kernel = WIDE if q.shape[3] == 256 else NARROW
-    return kernel.gradients(do, q, k, v, rows, layout, scale, softcap, heads_apart(q, k, layout))
+    kernel = WIDE if tile_width(q.shape[3]) == 256 else NARROW
+    return kernel.gradients(do, q, k, v, rows, layout, scale, softcap, group_pieces(q, k, layout))
 
 
-def heads_apart(q: Tensor, k: Tensor, layout: BlockLayout) -> bool:
-    """Return whether each q head is a program of its own: where keys are too few to fill the GPU with one per group."""
+def group_pieces(q: Tensor, k: Tensor, layout: BlockLayout) -> int:
+    """Return into how many pieces a group is divided."""
+    fused = layout.block_size[1] == 128 and tile_width(q.shape[3]) <= 128
+    fused = fused and not torch.are_deterministic_algorithms_enabled()
     programs = layout.kv_blocks * k.shape[0] * k.shape[2]
-    return q.shape[2] > k.shape[2] and programs < PROGRAMS_PER_SM * processors(k.device)
+    return backward_pieces(q.shape[2] // k.shape[2], programs, processors(k.device), fused)

@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
-from dynaxx.kernels.hopper.attention.backward_columns import SIZES, ColumnKernel, column_or_part
+from dynaxx.kernels.hopper.attention.backward_columns import SIZES, ColumnKernel, column_or_part, heads_of_piece
 from dynaxx.kernels.hopper.attention.backward_dkv_head_dim_256_consume import (
     LINES,
     LINES_LAYOUT,
@@ -38,20 +38,20 @@ def _sparse_attention_hopper_bwd_dkv_head_dim_256_kernel(
     p_indptr, p_num_partial, p_indices, p_codes, p_bits, p_bands,
     capacity, num_masks, layout_stride_b, layout_stride_h,
     p_parts, p_sums, num_parts, limit, batch_copies, head_copies,
-    seqlen_k, q_blocks, heads, kv_heads, group_size, together, ending, scale, scale_log2, cap_rate,
+    seqlen_k, q_blocks, heads, kv_heads, group_size, pieces, together, ending, scale, scale_log2, cap_rate,
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, HAS_PARTS: gl.constexpr,
 ):  # fmt: skip
     PIECES: gl.constexpr = KV_BLOCK // ROWS  # of a kv block
     first_key = gl.program_id(0) % PIECES * ROWS
     kv_blocks = (seqlen_k + KV_BLOCK - 1) // KV_BLOCK
-    i_b, i_hk, i_col, first, last, slot = column_or_part(
+    i_b, i_piece, i_col, first, last, slot = column_or_part(
         gl.program_id(0) // PIECES, p_parts, num_parts, limit, batch_copies, head_copies, p_indptr, capacity,
-        layout_stride_b, layout_stride_h, kv_blocks, heads, kv_heads, group_size, together, ending, HAS_PARTS,
+        layout_stride_b, layout_stride_h, kv_blocks, heads, kv_heads, group_size, pieces, together, ending, HAS_PARTS,
     )  # fmt: skip
-    first_head = (i_b * kv_heads + i_hk).to(gl.int64) * group_size
-    p_lse += first_head * q_blocks * Q_BLOCK
-    p_delta += first_head * q_blocks * Q_BLOCK
+    i_hk, i_h, group_heads, first_head = heads_of_piece(i_b, i_piece, kv_heads, group_size, pieces)
+    p_lse += first_head.to(gl.int64) * q_blocks * Q_BLOCK
+    p_delta += first_head.to(gl.int64) * q_blocks * Q_BLOCK
 
     fed = fed_by(q_desc, do_desc, k_desc, v_desc, 1, STAGES, CONSUMERS)
     q_buffers, do_buffers, k_buffers, v_buffers, kv_full, full, empty, numbers, stats = fed
@@ -60,22 +60,22 @@ def _sparse_attention_hopper_bwd_dkv_head_dim_256_kernel(
     weights_empty = barriers(SLOTS, 1)
     blocks = (
         q_desc, do_desc, k_desc, v_desc, fed, p_lse, p_delta, p_indptr, p_num_partial, p_indices, p_codes, p_bands,
-        capacity, num_masks, layout_stride_b, layout_stride_h, i_b, i_hk, i_col, kv_blocks, q_blocks, group_size,
+        capacity, num_masks, layout_stride_b, layout_stride_h, i_b, i_hk, i_col, kv_blocks, q_blocks, i_h, group_heads,
         first, last,
     )  # fmt: skip
     gl.warp_specialize([
         (consume_dv, (
             dv_desc, q_buffers, do_buffers, k_buffers, weight_buffers,
             kv_full, full, empty, weights_full, weights_empty, numbers, stats,
-            p_indptr, p_num_partial, p_bits, capacity, layout_stride_b, layout_stride_h, i_b, i_hk, i_col, first_key,
-            kv_blocks, group_size, first, last, slot, p_sums, scale_log2, cap_rate,
+            p_indptr, p_num_partial, p_bits, capacity, layout_stride_b, layout_stride_h, i_b, i_piece, i_col, first_key,
+            kv_blocks, i_h, group_heads, first, last, slot, p_sums, scale_log2, cap_rate,
             Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS,
         )),
         (consume_dk, (
             dk_desc, q_buffers, do_buffers, v_buffers, weight_buffers,
             kv_full, full, empty, weights_full, weights_empty, stats,
-            p_indptr, p_num_partial, capacity, layout_stride_b, layout_stride_h, i_b, i_hk, i_col, first_key,
-            kv_blocks, group_size, first, last, slot, p_sums, scale,
+            p_indptr, p_num_partial, capacity, layout_stride_b, layout_stride_h, i_b, i_piece, i_col, first_key,
+            kv_blocks, i_h, group_heads, first, last, slot, p_sums, scale,
             Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS,
         )),
         (produce, (blocks, first_key, CONSUMERS, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS)),
@@ -83,7 +83,7 @@ def _sparse_attention_hopper_bwd_dkv_head_dim_256_kernel(
 
 
 def _others(layout: BlockLayout, q: Tensor, sums: None) -> dict[str, Any]:
-    return {"KV_BLOCK": layout.block_size[1], "STAGES": backward_stages(q.shape[3]), "maxnreg": 168}
+    return {"KV_BLOCK": layout.block_size[1], "STAGES": backward_stages(256), "maxnreg": 168}
 
 
 WIDE = ColumnKernel(_sparse_attention_hopper_bwd_dkv_head_dim_256_kernel, _others, keys=64)

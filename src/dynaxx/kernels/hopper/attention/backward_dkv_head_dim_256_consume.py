@@ -113,7 +113,7 @@ def _add_dk(
 
 
 @gluon.jit
-def _store(x, desc, buffer, p_sums, slot, i_b, i_hk, i_col, first_key, kv_blocks, AT: gl.constexpr,
+def _store(x, desc, buffer, p_sums, slot, i_b, i_piece, i_col, first_key, kv_blocks, AT: gl.constexpr,
            KV_BLOCK: gl.constexpr, HAS_PARTS: gl.constexpr, scale):  # fmt: skip
     """Store dk or dv of 64 keys, by way of a buffer that is read no more."""
     D: gl.constexpr = x.shape[1]
@@ -123,7 +123,7 @@ def _store(x, desc, buffer, p_sums, slot, i_b, i_hk, i_col, first_key, kv_blocks
         if slot >= 0:
             store_part(p_sums, slot, x, AT, first_key, KV_BLOCK)
         i_col = gl.where(slot == WHOLE, i_col, kv_blocks)  # past the end, where TMA leaves it out
-    tma.async_copy_shared_to_global(desc, [i_b, i_hk, i_col * KV_BLOCK + first_key, 0], buffer)
+    tma.async_copy_shared_to_global(desc, [i_b, i_piece, i_col * KV_BLOCK + first_key, 0], buffer)
     tma.store_wait(0)
 
 
@@ -131,8 +131,8 @@ def _store(x, desc, buffer, p_sums, slot, i_b, i_hk, i_col, first_key, kv_blocks
 def consume_dv(
     dv_desc, q_buffers, do_buffers, k_buffers, weight_buffers,
     kv_full, full, empty, weights_full, weights_empty, numbers, stats,
-    p_indptr, p_num_partial, p_bits, capacity, layout_stride_b, layout_stride_h, i_b, i_hk, i_col, first_key,
-    kv_blocks, group_size, first, last, slot, p_sums, scale_log2, cap_rate,
+    p_indptr, p_num_partial, p_bits, capacity, layout_stride_b, layout_stride_h, i_b, i_piece, i_col, first_key,
+    kv_blocks, i_h, group_heads, first, last, slot, p_sums, scale_log2, cap_rate,
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr, HAS_PARTS: gl.constexpr,
 ):  # fmt: skip
     """Compute dv of 64 keys, from `first_key` of a kv block on."""
@@ -142,10 +142,10 @@ def consume_dv(
     mbarrier.wait(kv_full.index(0), 0)
     done = 0
     before = 0
-    for i_group in range(group_size):
+    for i_group in range(group_heads):
         _, count, partial, before = read_column(
             p_indptr, p_num_partial, capacity, layout_stride_b, layout_stride_h,
-            i_b, i_hk * group_size + i_group, i_col, kv_blocks, first, last, before, HAS_PARTS,
+            i_b, i_h + i_group, i_col, kv_blocks, first, last, before, HAS_PARTS,
         )  # fmt: skip
         dv = _add_dv(
             dv, q_buffers, do_buffers, k_buffers, weight_buffers, full, empty, weights_full, weights_empty,
@@ -159,7 +159,7 @@ def consume_dv(
         )  # fmt: skip
         done += count * SPLIT
     # the other consumer does not read k
-    _store(dv, dv_desc, k_buffers.index(0), p_sums, slot, i_b, i_hk, i_col, first_key, kv_blocks, 1, KV_BLOCK,
+    _store(dv, dv_desc, k_buffers.index(0), p_sums, slot, i_b, i_piece, i_col, first_key, kv_blocks, 1, KV_BLOCK,
            HAS_PARTS, 1.0)  # fmt: skip
 
 
@@ -167,8 +167,8 @@ def consume_dv(
 def consume_dk(
     dk_desc, q_buffers, do_buffers, v_buffers, weight_buffers,
     kv_full, full, empty, weights_full, weights_empty, stats,
-    p_indptr, p_num_partial, capacity, layout_stride_b, layout_stride_h, i_b, i_hk, i_col, first_key,
-    kv_blocks, group_size, first, last, slot, p_sums, scale,
+    p_indptr, p_num_partial, capacity, layout_stride_b, layout_stride_h, i_b, i_piece, i_col, first_key,
+    kv_blocks, i_h, group_heads, first, last, slot, p_sums, scale,
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr, HAS_PARTS: gl.constexpr,
 ):  # fmt: skip
     """Compute dk of 64 keys, from `first_key` of a kv block on."""
@@ -178,10 +178,10 @@ def consume_dk(
     mbarrier.wait(kv_full.index(0), 0)
     done = 0
     before = 0
-    for i_group in range(group_size):
+    for i_group in range(group_heads):
         _, count, _, before = read_column(
             p_indptr, p_num_partial, capacity, layout_stride_b, layout_stride_h,
-            i_b, i_hk * group_size + i_group, i_col, kv_blocks, first, last, before, HAS_PARTS,
+            i_b, i_h + i_group, i_col, kv_blocks, first, last, before, HAS_PARTS,
         )  # fmt: skip
         dk = _add_dk(
             dk, q_buffers, do_buffers, v_buffers, weight_buffers, full, empty, weights_full, weights_empty,
@@ -189,5 +189,5 @@ def consume_dk(
         )  # fmt: skip
         done += count * SPLIT
     # the other consumer does not read v
-    _store(dk, dk_desc, v_buffers.index(0), p_sums, slot, i_b, i_hk, i_col, first_key, kv_blocks, 0, KV_BLOCK,
+    _store(dk, dk_desc, v_buffers.index(0), p_sums, slot, i_b, i_piece, i_col, first_key, kv_blocks, 0, KV_BLOCK,
            HAS_PARTS, scale)  # fmt: skip

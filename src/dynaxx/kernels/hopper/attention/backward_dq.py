@@ -21,10 +21,10 @@ from dynaxx.kernels.gpu.runtime.arguments import layout_arguments, order_argumen
 from dynaxx.kernels.gpu.runtime.launch_cache import launch_cached
 from dynaxx.kernels.gpu.runtime.launcher import Launch, kernel_launcher
 from dynaxx.kernels.gpu.schedule.split import SPLIT_SIZES, no_split, split_programs, split_rows
-from dynaxx.kernels.gpu.schedule.split_sums import sum_parts
+from dynaxx.kernels.gpu.schedule.split_sums import of_columns, sum_parts
 from dynaxx.kernels.hopper.attention.backward_dq_consume import FIELDS, consume
 from dynaxx.kernels.hopper.attention.backward_rows import BackwardRows
-from dynaxx.kernels.hopper.attention.config import backward_dq_stages
+from dynaxx.kernels.hopper.attention.config import backward_dq_stages, tile_width
 from dynaxx.kernels.hopper.attention.forward_consume import ROWS
 from dynaxx.kernels.hopper.attention.forward_produce import band_of
 from dynaxx.kernels.hopper.primitives.descriptors import gluon_rows, score_factors
@@ -186,9 +186,9 @@ def backward_dq(
     if split is None:
         launch_cached(_start_dq, layout, tensors, scale, softcap)
         return dq
-    sums = split.places(q, layout.block_size[0], q.shape[3])
+    sums = split.places(q, layout.block_size[0], tile_width(q.shape[3]))
     launch_cached(_start_dq, layout, tensors, scale, softcap, split=split.to(p_sums=sums))
-    sum_parts(sums, dq, split, layout, layout.block_size[0], scale)
+    sum_parts(of_columns(sums, q.shape[3]), dq, split, layout, layout.block_size[0], scale)
     return dq
 
 
@@ -211,12 +211,13 @@ def _start_dq(
     shared = split is None and layout.layout_heads == 1 and q_heads // kv_heads % 2 == 0
     heads = 2 if q_block == 64 and shared else 1
     consumers = heads * q_block // 64
-    stages = backward_dq_stages(head_dim)
+    width = tile_width(head_dim)
+    stages = backward_dq_stages(width)
     order, ordered = order_argument(layout)
     split = split or no_split(delta)
     programs = layout.q_blocks * batch * q_heads // heads + split_programs(split)
     started: Launch | None = _sparse_attention_hopper_bwd_dq_kernel[(programs,)](
-        *(gluon_rows(x, 64) for x in (do, q, k, v, dq)),
+        *(gluon_rows(x, 64, width) for x in (do, q, k, v, dq)),
         lse,
         delta,
         order,
@@ -240,6 +241,6 @@ def _start_dq(
         K_STAGES=stages[0],
         V_STAGES=stages[1],
         num_warps=4,
-        maxnreg=168 if consumers == 2 or head_dim == 256 else 128,
+        maxnreg=168 if consumers == 2 or width == 256 else 128,
     )
     return started

@@ -18,10 +18,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
-from dynaxx.kernels.hopper.attention.backward_columns import SIZES, ColumnKernel, column_or_part
+from dynaxx.kernels.hopper.attention.backward_columns import SIZES, ColumnKernel, column_or_part, heads_of_piece
 from dynaxx.kernels.hopper.attention.backward_fused_consume import consume
 from dynaxx.kernels.hopper.attention.backward_produce import fed_by, produce
-from dynaxx.kernels.hopper.attention.config import fused_stages
+from dynaxx.kernels.hopper.attention.config import fused_stages, tile_width
 from dynaxx.kernels.hopper.attention.forward_consume import ROWS
 from dynaxx.kernels.hopper.primitives.descriptors import gluon_rows
 from dynaxx.kernels.hopper.primitives.signals import barriers
@@ -39,23 +39,23 @@ def _sparse_attention_hopper_bwd_fused_kernel(
     p_indptr, p_num_partial, p_indices, p_codes, p_bits, p_bands,
     capacity, num_masks, layout_stride_b, layout_stride_h,
     p_parts, p_sums, num_parts, limit, batch_copies, head_copies,
-    seqlen_k, q_blocks, heads, kv_heads, group_size, together, ending, scale, scale_log2, cap_rate,
+    seqlen_k, q_blocks, heads, kv_heads, group_size, pieces, together, ending, scale, scale_log2, cap_rate,
     sums_desc, last_first,
     Q_BLOCK: gl.constexpr, STAGES: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
     HAS_PARTS: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     KV_BLOCK: gl.constexpr = CONSUMERS * ROWS
     kv_blocks = (seqlen_k + KV_BLOCK - 1) // KV_BLOCK
-    i_b, i_hk, i_col, first, last, slot = column_or_part(
+    i_b, i_piece, i_col, first, last, slot = column_or_part(
         gl.program_id(0), p_parts, num_parts, limit, batch_copies, head_copies, p_indptr, capacity, layout_stride_b,
-        layout_stride_h, kv_blocks, heads, kv_heads, group_size, together, ending, HAS_PARTS,
+        layout_stride_h, kv_blocks, heads, kv_heads, group_size, pieces, together, ending, HAS_PARTS,
     )  # fmt: skip
     keys_there = seqlen_k - i_col * KV_BLOCK
-    first_head = (i_b * kv_heads + i_hk).to(gl.int64) * group_size
+    i_hk, i_h, group_heads, first_head = heads_of_piece(i_b, i_piece, kv_heads, group_size, pieces)
     D: gl.constexpr = q_desc.block_type.shape[3]
-    first_tile = (i_b * kv_heads + i_hk) * group_size * q_blocks * (Q_BLOCK // ROWS)
-    p_lse += first_head * q_blocks * Q_BLOCK
-    p_delta += first_head * q_blocks * Q_BLOCK
+    first_tile = first_head * q_blocks * (Q_BLOCK // ROWS)
+    p_lse += first_head.to(gl.int64) * q_blocks * Q_BLOCK
+    p_delta += first_head.to(gl.int64) * q_blocks * Q_BLOCK
 
     SLOTS: gl.constexpr = 2 if AHEAD else 4  # tiles whose gradients are kept, until both have read them
     fed = fed_by(q_desc, do_desc, k_desc, v_desc, CONSUMERS, STAGES, CONSUMERS)
@@ -71,12 +71,12 @@ def _sparse_attention_hopper_bwd_fused_kernel(
     columns = (
         sums_desc, dk_desc, dv_desc, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, dq_buffers,
         kv_full, kv_read, full, empty, ds_full, numbers, stats,
-        p_indptr, p_num_partial, p_bits, capacity, layout_stride_b, layout_stride_h, i_b, i_hk, i_col,
-        kv_blocks, first_tile, group_size, first, last, slot, keys_there, p_sums, scale, scale_log2, cap_rate,
+        p_indptr, p_num_partial, p_bits, capacity, layout_stride_b, layout_stride_h, i_b, i_piece, i_col,
+        kv_blocks, first_tile, i_h, group_heads, first, last, slot, keys_there, p_sums, scale, scale_log2, cap_rate,
     )  # fmt: skip
     blocks = (
         q_desc, do_desc, k_desc, v_desc, fed, p_lse, p_delta, p_indptr, p_num_partial, p_indices, p_codes, p_bands,
-        capacity, num_masks, layout_stride_b, layout_stride_h, i_b, i_hk, i_col, kv_blocks, q_blocks, group_size,
+        capacity, num_masks, layout_stride_b, layout_stride_h, i_b, i_hk, i_col, kv_blocks, q_blocks, i_h, group_heads,
         first, last,
     )  # fmt: skip
     cut = keys_there < KV_BLOCK
@@ -88,12 +88,12 @@ def _sparse_attention_hopper_bwd_fused_kernel(
 
 
 def _others(layout: BlockLayout, q: Tensor, sums: Tensor, last_first: int = 0) -> dict[str, Any]:
-    head_dim = q.shape[3]
+    width = tile_width(q.shape[3])
     return {
-        "sums_desc": gluon_rows(sums, head_dim, 32),  # a tile's, of one consumer
+        "sums_desc": gluon_rows(sums, width, 32),  # a tile's, of one consumer
         "last_first": last_first,
-        "STAGES": fused_stages(head_dim),
-        "AHEAD": head_dim == 64,  # there are registers for the scores of another tile
+        "STAGES": fused_stages(width),
+        "AHEAD": width == 64,  # there are registers for the scores of another tile
         "maxnreg": 168,
     }
 

@@ -145,8 +145,8 @@ def consume(
     (
         sums_desc, dk_desc, dv_desc, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, dq_buffers,
         kv_full, kv_read, full, empty, ds_full, numbers, stats,
-        p_indptr, p_num_partial, p_bits, capacity, layout_stride_b, layout_stride_h, i_b, i_hk, i_col,
-        kv_blocks, first_tile, group_size, first, last, slot, keys_there, p_sums, scale, scale_log2, cap_rate,
+        p_indptr, p_num_partial, p_bits, capacity, layout_stride_b, layout_stride_h, i_b, i_piece, i_col,
+        kv_blocks, first_tile, i_h, group_heads, first, last, slot, keys_there, p_sums, scale, scale_log2, cap_rate,
     ) = columns  # fmt: skip
     SPLIT: gl.constexpr = Q_BLOCK // ROWS
     D: gl.constexpr = dk_desc.block_type.shape[3]
@@ -164,10 +164,10 @@ def consume(
         scores = warpgroup_mma_wait(0, deps=[s_token])
     done = 0
     before = 0
-    for i_group in range(group_size):
+    for i_group in range(group_heads):
         _, count, partial, before = read_column(
             p_indptr, p_num_partial, capacity, layout_stride_b, layout_stride_h,
-            i_b, i_hk * group_size + i_group, i_col, kv_blocks, first, last, before, HAS_PARTS,
+            i_b, i_h + i_group, i_col, kv_blocks, first, last, before, HAS_PARTS,
         )  # fmt: skip
         if keys_there < KV_BLOCK:
             partial = count
@@ -197,7 +197,7 @@ def consume(
             store_part(p_sums, slot, dk, 0, CONSUMER * ROWS, KV_BLOCK)
             store_part(p_sums, slot, dv, 1, CONSUMER * ROWS, KV_BLOCK)
         i_col = gl.where(slot == WHOLE, i_col, kv_blocks)  # past the end, where TMA leaves it out
-    at = [i_b, i_hk, i_col * KV_BLOCK + CONSUMER * ROWS, 0]
+    at = [i_b, i_piece, i_col * KV_BLOCK + CONSUMER * ROWS, 0]
     tma.async_copy_shared_to_global(dk_desc, at, k_buffers.index(CONSUMER))
     tma.async_copy_shared_to_global(dv_desc, at, v_buffers.index(CONSUMER))
     tma.store_wait(0)

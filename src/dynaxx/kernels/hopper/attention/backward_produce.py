@@ -50,8 +50,8 @@ def produce(
     """
     (
         q_desc, do_desc, k_desc, v_desc, fed, p_lse, p_delta, p_indptr, p_num_partial, p_indices, p_codes, p_bands,
-        capacity, num_masks, layout_stride_b, layout_stride_h, i_b, i_hk, i_col, kv_blocks, q_blocks, group_size,
-        first, last,
+        capacity, num_masks, layout_stride_b, layout_stride_h, i_b, i_hk, i_col, kv_blocks, q_blocks, first_h,
+        group_heads, first, last,
     ) = blocks  # fmt: skip
     q_buffers, do_buffers, k_buffers, v_buffers, kv_full, full, empty, numbers, stats = fed
     SPLIT: gl.constexpr = Q_BLOCK // ROWS
@@ -63,8 +63,8 @@ def produce(
         tma.async_copy_global_to_shared(v_desc, at, kv_full.index(0), v_buffers.index(u))
     done = 0
     before = 0
-    for i_group in range(group_size):
-        i_h = i_hk * group_size + i_group
+    for i_group in range(group_heads):
+        i_h = first_h + i_group
         start, count, partial, before = read_column(
             p_indptr, p_num_partial, capacity, layout_stride_b, layout_stride_h, i_b, i_h, i_col, kv_blocks,
             first, last, before, HAS_PARTS,

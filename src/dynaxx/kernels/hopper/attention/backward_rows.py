@@ -6,7 +6,7 @@ Sums are fp32 without dq's scale, by batch entry, head and tile of 64 rows, in t
 pair of columns of a lane, and its two rows, 8 apart.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -17,6 +17,7 @@ from dynaxx.kernels.gpu.primitives import LOG2E
 from dynaxx.kernels.gpu.runtime.arguments import tile_rows
 from dynaxx.kernels.gpu.runtime.launch_cache import launch_cached
 from dynaxx.kernels.gpu.runtime.launcher import Launch, kernel_launcher
+from dynaxx.kernels.hopper.attention.config import tile_width
 from dynaxx.layout import BlockLayout
 
 ROWS = 64  # of a tile
@@ -93,12 +94,14 @@ class BackwardRows(NamedTuple):
     sums: Tensor | None  # of dq, as lines of 32, (1, lines, 1, 32) fp32; zeros before one pass, None for two
 
 
-def rows_of(do: Tensor, out: Tensor, dlse: Tensor, lse: Tensor, layout: BlockLayout, with_sums: bool) -> BackwardRows:
-    """Compute the rows of (B, N, H, D) tensors that TMA can step through."""
+def rows_of(
+    do: Tensor, out: Tensor, dlse: Tensor, lse: Tensor, layout: BlockLayout, width: int, with_sums: bool
+) -> BackwardRows:
+    """Compute the rows of (B, N, H, D) tensors that TMA can step through, in tiles of `width` columns."""
     lse_log2, delta = empty_rows(lse, layout)
-    sums = empty_sums(delta, do.shape[3]) if with_sums else None
+    sums = empty_sums(delta, width) if with_sums else None
     tensors = (do, out, dlse, lse.contiguous(), lse_log2, delta)
-    launch_cached(_start_rows, layout, tensors if sums is None else (*tensors, sums))
+    launch_cached(_start_rows, layout, tensors if sums is None else (*tensors, sums), width)
     return BackwardRows(lse_log2, delta, sums)
 
 
@@ -107,9 +110,9 @@ def empty_rows(lse: Tensor, layout: BlockLayout) -> Tensor:
     return lse.new_empty(2, *lse.shape[:2], layout.q_blocks * layout.block_size[0])
 
 
-def empty_sums(delta: Tensor, head_dim: int) -> Tensor:
-    """Allocate the sums of dq."""
-    return delta.new_empty(1, delta.numel() * head_dim // 32, 1, 32)
+def empty_sums(delta: Tensor, width: int) -> Tensor:
+    """Allocate the sums of dq, in tiles of `width` columns."""
+    return delta.new_empty(1, delta.numel() * width // 32, 1, 32)
 
 
 def dq_of_sums(sums: Tensor, q: Tensor, layout: BlockLayout, scale: float, others: Tensor | None = None) -> Tensor:
@@ -127,12 +130,14 @@ def _start_rows(
     lse: Tensor,
     lse_log2: Tensor,
     delta: Tensor,
-    sums: Tensor | None = None,
+    *sums_and_width: Any,
 ) -> Launch | None:
+    *given, width = sums_and_width
+    sums = given[0] if given else None
     batch, q_heads, padded_q = delta.shape
     started: Launch | None = _sparse_attention_hopper_bwd_rows_kernel[(batch * q_heads * padded_q // ROWS,)](
-        tile_rows(do, ROWS),
-        tile_rows(out, ROWS),
+        tile_rows(do, ROWS, width),
+        tile_rows(out, ROWS, width),
         dlse,
         lse,
         lse_log2,
@@ -144,7 +149,7 @@ def _start_rows(
         stride_dlb=dlse.stride(0),
         stride_dlh=dlse.stride(1),
         stride_dln=dlse.stride(2),
-        D=do.shape[3],
+        D=width,
         BLOCK_M=ROWS,
         ZERO=sums is not None,
     )
@@ -153,14 +158,15 @@ def _start_rows(
 
 def _start_sums(layout: BlockLayout, sums: Tensor, dq: Tensor, scale: float, add: bool) -> Launch | None:
     batch, _, q_heads, head_dim = dq.shape
+    width = tile_width(head_dim)
     padded_q = layout.q_blocks * layout.block_size[0]
     started: Launch | None = _sparse_attention_hopper_bwd_sums_kernel[(batch * q_heads * padded_q // ROWS,)](
         sums,
-        tile_rows(dq, ROWS),
+        tile_rows(dq, ROWS, width),
         padded_q=padded_q,
         q_heads=q_heads,
         scale=scale,
-        D=head_dim,
+        D=width,
         BLOCK_M=ROWS,
         ADD=add,
     )

@@ -9,7 +9,7 @@ blocks of 64 they are two heads of a group that share a layout, else there is on
 64 keys go in pairs. Masked blocks go first, and masks cost only them. TMA clips at the ends of each sequence: a tail
 reads zeros, never a neighbour, and a bad index reads nothing.
 
-Shapes: B batch, N / M queries and keys, Hq / Hk query and kv heads, D head_dim.
+Shapes: B batch, N / M queries and keys, Hq / Hk query and kv heads, D / E head_dim of q, k and of v.
 """
 
 from typing import Any
@@ -24,8 +24,8 @@ from dynaxx.kernels.gpu.runtime.arguments import mask_arguments, order_argument,
 from dynaxx.kernels.gpu.runtime.launch_cache import launch_cached
 from dynaxx.kernels.gpu.runtime.launcher import Launch, kernel_launcher
 from dynaxx.kernels.gpu.schedule.split import SPLIT_SIZES, no_split, split_programs, split_rows
-from dynaxx.kernels.gpu.schedule.split_sums import merge_parts
-from dynaxx.kernels.hopper.attention.config import forward_heads_together, forward_stages, forward_step
+from dynaxx.kernels.gpu.schedule.split_sums import merge_parts, of_columns
+from dynaxx.kernels.hopper.attention.config import forward_heads_together, forward_stages, forward_step, tile_width
 from dynaxx.kernels.hopper.attention.forward_consume import ROWS, arrivals, consume
 from dynaxx.kernels.hopper.attention.forward_lazy_softmax import unchecked
 from dynaxx.kernels.hopper.attention.forward_produce import FIELDS, ROW_FIELDS, produce
@@ -50,6 +50,7 @@ def _sparse_attention_hopper_fwd_kernel(
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ORDERED: gl.constexpr,
     HAS_PARTS: gl.constexpr,
+    E: gl.constexpr,
 ):  # fmt: skip
     BLOCKS: gl.constexpr = (STEP + KV_BLOCK - 1) // KV_BLOCK
     SLOTS: gl.constexpr = 2 if q_desc.block_type.shape[3] <= 128 else 1  # rows of q that there is room for
@@ -59,9 +60,10 @@ def _sparse_attention_hopper_fwd_kernel(
     q_buffers = gl.allocate_shared_memory(dtype, [SLOTS * CONSUMERS, 1, 1, ROWS, D], q_desc.layout)
     KEYS: gl.constexpr = k_desc.block_type.shape[2]
     COLUMNS: gl.constexpr = k_desc.block_type.shape[3]
-    parts: gl.constexpr = STAGES * BLOCKS * (D // COLUMNS)
-    k_buffers = gl.allocate_shared_memory(dtype, [parts, 1, 1, KEYS, COLUMNS], k_desc.layout)
-    v_buffers = gl.allocate_shared_memory(dtype, [parts, 1, 1, KEYS, COLUMNS], v_desc.layout)
+    BLOCK_E: gl.constexpr = out_desc.block_type.shape[3]
+    tiles: gl.constexpr = STAGES * BLOCKS
+    k_buffers = gl.allocate_shared_memory(dtype, [tiles * (D // COLUMNS), 1, 1, KEYS, COLUMNS], k_desc.layout)
+    v_buffers = gl.allocate_shared_memory(dtype, [tiles * (BLOCK_E // COLUMNS), 1, 1, KEYS, COLUMNS], v_desc.layout)
     row_numbers = gl.allocate_shared_memory(gl.int32, [SLOTS * ROW_FIELDS, 1], NUMBERS)
     step_numbers = gl.allocate_shared_memory(gl.int32, [STAGES * BLOCKS * FIELDS, 1], NUMBERS)
     q_full = barriers(SLOTS, 1)
@@ -92,13 +94,13 @@ def _sparse_attention_hopper_fwd_kernel(
     units = (all_units, flags, judged)
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (consume, (units, tensors, 0, 2, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, HAS_PARTS)),
-            (consume, (units, tensors, 1, 2, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, HAS_PARTS)),
+            (consume, (units, tensors, 0, 2, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, HAS_PARTS, E)),
+            (consume, (units, tensors, 1, 2, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, HAS_PARTS, E)),
             (produce, (units, blocks, 2, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, ORDERED, HAS_PARTS)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (units, tensors, 0, 1, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, HAS_PARTS)),
+            (consume, (units, tensors, 0, 1, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, HAS_PARTS, E)),
             (produce, (units, blocks, 1, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, ORDERED, HAS_PARTS)),
         ], [1], [PRODUCER_REGISTERS])  # fmt: skip
 
@@ -121,7 +123,7 @@ def _without_sinks(
     q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
     batch, seqlen_q, q_heads = q.shape[:3]
-    out = q.new_empty(q.shape)
+    out = q.new_empty(*q.shape[:3], v.shape[3])
     lse = q.new_empty(batch, q_heads, seqlen_q, dtype=torch.float32)
     if out.numel() == 0:
         return out, lse
@@ -133,12 +135,18 @@ def _without_sinks(
     if split is None:
         launch_cached(_start_forward, layout, (q, k, v, out, lse), scale, softcap, made=2)
     else:
-        rows = heads * layout.block_size[0]
-        sums, sums_lse = split.places(q, rows, q.shape[3]), split.places(q, rows)
+        rows, width = heads * layout.block_size[0], _out_width(q, v)
+        sums, sums_lse = split.places(q, rows, width), split.places(q, rows)
         places = split.to(p_sums=sums, p_sums_lse=sums_lse)
         launch_cached(_start_forward, layout, (q, k, v, out, lse), scale, softcap, made=2, split=places)
-        merge_parts(sums, sums_lse, out, lse, split, layout, heads)
+        merge_parts(of_columns(sums, v.shape[3]), sums_lse, out, lse, split, layout, heads)
     return out, lse
+
+
+def _out_width(q: Tensor, v: Tensor) -> int:
+    """Return the columns of a tile of v and out: those of q, or at 256 columns fewer where v needs fewer."""
+    width = tile_width(q.shape[3])
+    return tile_width(v.shape[3]) if width == 256 else width
 
 
 def _heads_of_a_program(layout: BlockLayout, q_heads: int, kv_heads: int) -> int:
@@ -160,19 +168,20 @@ def _start_forward(
     batch, seqlen_q, q_heads, head_dim = q.shape
     seqlen_k, kv_heads = k.shape[1:3]
     q_block, kv_block = layout.block_size
+    width, out_width = tile_width(head_dim), _out_width(q, v)
     heads = _heads_of_a_program(layout, q_heads, kv_heads)
     consumers = heads * q_block // 64
-    programs = 2 if consumers == 1 and head_dim <= 128 else 1  # of a multiprocessor
-    step = forward_step(head_dim, kv_block, consumers)
+    programs = 2 if consumers == 1 and width <= 128 else 1  # of a multiprocessor
+    step = forward_step(width, kv_block, consumers)
     together = forward_heads_together(seqlen_k, head_dim, batch * kv_heads) * (q_heads // kv_heads) // heads
     split = split or {**no_split(lse), "p_sums_lse": lse}
     units = layout.q_blocks * batch * q_heads // heads + split_programs(split)
     order, ordered = order_argument(layout)
     started: Launch | None = _sparse_attention_hopper_fwd_kernel[(min(units, processors(q.device) * programs),)](
-        gluon_rows(q, 64),
+        gluon_rows(q, 64, width),
         gluon_rows(k, min(kv_block, step), 64),
         gluon_rows(v, min(kv_block, step), 64),
-        gluon_rows(out, 64),
+        gluon_rows(out, 64, out_width),
         out,
         lse,
         order,
@@ -189,13 +198,14 @@ def _start_forward(
         group_size=q_heads // kv_heads,
         together=together,
         **score_factors(scale, softcap),
+        E=v.shape[3] if width == 256 else width,
         CONSUMERS=consumers,
         STEP_ROWS=64 if q_block == 128 else 0,
         STEP_HEADS=heads - 1,
         Q_BLOCK=q_block,
         KV_BLOCK=kv_block,
         STEP=step,
-        STAGES=forward_stages(head_dim, consumers),
+        STAGES=forward_stages(width, consumers),
         CONSUMER_REGISTERS=240,
         PRODUCER_REGISTERS=24,
         ORDERED=ordered,

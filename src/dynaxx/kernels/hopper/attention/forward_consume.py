@@ -134,7 +134,7 @@ def _consume_steps(
         s_token = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
         p = gl.convert_layout(weights.to(q.dtype), p_layout)
         mbarrier.wait(v_full.index(before), ((i_step - 1) // STAGES) & 1)
-        acc_token = warpgroup_mma(p, _step_of(v_buffers, before, STEP, q.shape[1]), acc, is_async=True)
+        acc_token = warpgroup_mma(p, _step_of(v_buffers, before, STEP, acc.shape[1]), acc, is_async=True)
         scores = capped(warpgroup_mma_wait(1, deps=[s_token]), cap_rate)
         if MASKED:
             scores = _hide(scores, first_row, numbers, stage, p_bits, Q_BLOCK, KV_BLOCK)
@@ -170,6 +170,7 @@ def _consume_steps(
 def consume(
     units, tensors, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, STEP_ROWS: gl.constexpr, STEP_HEADS: gl.constexpr,
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, HAS_PARTS: gl.constexpr,
+    E: gl.constexpr,
 ):  # fmt: skip
     """Attend with 64 rows of each unit of work of this program; write out and lse.
 
@@ -192,14 +193,14 @@ def consume(
             for _ in range(gl.program_id(0), all_units, gl.num_programs(0)):
                 done, lost = _attend(
                     tensors, i_mine, done, lost,
-                    CONSUMER, CONSUMERS, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, HAS_PARTS,
+                    CONSUMER, CONSUMERS, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, HAS_PARTS, E,
                 )  # fmt: skip
                 i_mine += 1
     else:
         for i_unit in range(gl.program_id(0), all_units, gl.num_programs(0)):
             done, lost = _attend(
                 tensors, i_unit // gl.num_programs(0), done, lost,
-                CONSUMER, CONSUMERS, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, HAS_PARTS,
+                CONSUMER, CONSUMERS, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, HAS_PARTS, E,
             )  # fmt: skip
     tma.store_wait(0)
 
@@ -209,6 +210,7 @@ def _attend(
     tensors, i_mine, done, lost,
     CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, STEP_ROWS: gl.constexpr, STEP_HEADS: gl.constexpr,
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, HAS_PARTS: gl.constexpr,
+    E: gl.constexpr,
 ):  # fmt: skip
     """Attend with 64 rows of unit `i_mine` of this program; return steps done, and rows with lost weights.
 
@@ -219,10 +221,11 @@ def _attend(
         q_full, q_empty, k_full, k_empty, v_full, v_empty, p_lse, p_bits, p_sums, p_sums_lse,
         seqlen_q, q_heads, scale_log2, cap_rate,
     ) = tensors  # fmt: skip
-    D: gl.constexpr = out_desc.block_type.shape[3]
+    D: gl.constexpr = q_buffers.shape[4]
+    BLOCK_E: gl.constexpr = out_desc.block_type.shape[3]
     SLOTS: gl.constexpr = q_buffers.shape[0] // CONSUMERS  # with two, a row's result leaves by its q's
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_E, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
     first_row = CONSUMER * STEP_ROWS
     o_row = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
@@ -247,7 +250,7 @@ def _attend(
     row_max = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, s_layout))
     row_sum = gl.zeros([ROWS, 4], gl.float32, WORD_LAYOUT)
     weights, row_max, row_sum, _ = _softmax_step(scores, row_max, row_sum, scale_log2, True)
-    acc = gl.zeros([ROWS, D], gl.float32, acc_layout)
+    acc = gl.zeros([ROWS, BLOCK_E], gl.float32, acc_layout)
     UNCHECKED: gl.constexpr = unchecked(q.dtype)
     acc, row_max, row_sum, weights = _consume_steps(
         acc, row_max, row_sum, weights, q, k_buffers, v_buffers, k_full, k_empty, v_full, v_empty,
@@ -272,7 +275,7 @@ def _attend(
     last = (done - 1) % STAGES
     mbarrier.wait(v_full.index(last), ((done - 1) // STAGES) & 1)
     p = gl.convert_layout(weights.to(q.dtype), p_layout)
-    acc_token = warpgroup_mma(p, _step_of(v_buffers, last, STEP, D), acc, is_async=True)
+    acc_token = warpgroup_mma(p, _step_of(v_buffers, last, STEP, BLOCK_E), acc, is_async=True)
     total = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, s_layout))
     if UNCHECKED:
         kept = (total > SMALLEST) & (total < LARGEST) | (steps == masked)
@@ -303,8 +306,11 @@ def _attend(
         )  # fmt: skip
     else:  # the next row's q may be there already
         rows = gl.arange(0, ROWS, gl.SliceLayout(1, acc_layout))
-        columns = gl.arange(0, D, gl.SliceLayout(0, acc_layout))
-        p_tile = p_out + ((i_b.to(gl.int64) * seqlen_q + row_q) * q_heads + i_h) * D
-        at = rows[:, None] * (q_heads * D) + columns[None, :]
-        gl.store(p_tile + at, acc.to(out_desc.dtype), mask=(row_q + rows < seqlen_q)[:, None])
+        columns = gl.arange(0, BLOCK_E, gl.SliceLayout(0, acc_layout))
+        p_tile = p_out + ((i_b.to(gl.int64) * seqlen_q + row_q) * q_heads + i_h) * E
+        at = rows[:, None] * (q_heads * E) + columns[None, :]
+        inside = (row_q + rows < seqlen_q)[:, None]
+        if E < BLOCK_E:
+            inside = inside & (columns < E)[None, :]
+        gl.store(p_tile + at, acc.to(out_desc.dtype), mask=inside)
     return done, lost

@@ -113,6 +113,7 @@ def _feed(
     PIECES: gl.constexpr = (KV_BLOCK + STEP - 1) // STEP  # steps of a block
     SLOTS: gl.constexpr = q_buffers.shape[0] // CONSUMERS
     PARTS: gl.constexpr = q_desc.block_type.shape[3] // k_desc.block_type.shape[3]
+    V_PARTS: gl.constexpr = v_buffers.shape[0] // (STAGES * BLOCKS)
     q_blocks = (seqlen_q + Q_BLOCK - 1) // Q_BLOCK
     part_units = num_parts * batch_copies * head_copies
     i_h, i_b, rank = _unit_of(gl.maximum(i_unit - part_units, 0), together, q_blocks, q_heads, HEADS)
@@ -206,6 +207,6 @@ def _feed(
             gl.thread_barrier()
         mbarrier.expect(k_full.index(stage), BLOCKS * PARTS * k_desc.block_type.nbytes)
         mbarrier.wait(v_empty.index(stage), free)
-        mbarrier.expect(v_full.index(stage), BLOCKS * PARTS * v_desc.block_type.nbytes)
-        _load_step(v_desc, v_buffers, v_full, stage, i_b, i_hk, keys, PARTS)
+        mbarrier.expect(v_full.index(stage), BLOCKS * V_PARTS * v_desc.block_type.nbytes)
+        _load_step(v_desc, v_buffers, v_full, stage, i_b, i_hk, keys, V_PARTS)
     return done + steps
