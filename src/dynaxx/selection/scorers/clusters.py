@@ -123,9 +123,9 @@ class ClusterRanks(Scorer):
             rank = -torch.arange(grid.kv_blocks, dtype=torch.float32, device=k.device)
             found = torch.where((held > 0) & (rank > -min(self.ranks, grid.kv_blocks)), rank, -torch.inf)
             scores.scatter_reduce_(-1, block.flatten(2), found.flatten(2), "amax")
-        for rank in range(min(self.ranks, grid.kv_blocks) if self.ranks <= FEW_RANKS else 0):
+        for nth in range(min(self.ranks, grid.kv_blocks) if self.ranks <= FEW_RANKS else 0):
             count, block = members.max(-1)
-            found = k.new_tensor(-float(rank), dtype=torch.float32).where(count > 0, -torch.inf)
+            found = k.new_tensor(-float(nth), dtype=torch.float32).where(count > 0, -torch.inf)
             scores.scatter_reduce_(-1, block, found, "amax")
             members.scatter_(-1, block[..., None], 0.0)
         scores = scores.repeat_interleave(group_size, dim=1)[:, :, None]  # (B, Hq, 1, C)

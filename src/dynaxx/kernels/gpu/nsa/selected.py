@@ -31,11 +31,11 @@ class Mixture(NamedTuple):
     """What the selected branch is added to, each branch times its gate."""
 
     cmp: Tensor  # (T, Hq, E), the compressed branch
-    swa: Tensor  # (T, Hq, E), the window branch; where it goes if `swa_lse` is given
+    swa: Tensor  # (T, Hq, E), the window branch, or where to write it if `swa_lse` is given
     gates: Tensor  # (T, Hq, 3), of the compressed, the selected and the window branch
     out: Tensor  # (T, Hq, E), where the sum goes
-    alone: bool  # whether the selected branch is wanted by itself, too; else its own result is undefined
-    swa_lse: Tensor | None  # (Hq, T) fp32, where the window branch's lse goes; None where that branch is there
+    alone: bool  # whether to return the selected branch by itself, too; else that result is undefined
+    swa_lse: Tensor | None  # (Hq, T) fp32, where to write the window branch's lse; None: the branch is given
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from dynaxx.kernels.gpu.device import has_tma, interpreted, padded
 from dynaxx.kernels.gpu.runtime.launcher import kind_of
 from dynaxx.layout import BlockLayout
 
-# What a kernel is not compiled again for, whatever its value.
+# Arguments whose values never specialize a kernel.
 RUNTIME_SIZES = [
     "capacity",
     "num_masks",

@@ -29,17 +29,17 @@ from dynaxx.kernels.gpu.runtime.launcher import (
 from dynaxx.layout import BlockLayout
 from dynaxx.layout.derived import PerLayout
 
-MOST_LAUNCHES = 64  # kept per layout
+MOST_LAUNCHES = 64  # cached per layout
 
 
 class CachedLaunch(NamedTuple):
     """A compiled launch whose tensor arguments are filled in at each call."""
 
-    start: Callable[[list[Any], int], None]  # of the arguments, on a device
-    arguments: list[Any]  # as `start` takes them
-    owned: tuple[tuple[int, Callable[[BlockLayout], Tensor]], ...]  # (position, which of the layout's tensors)
-    pointers: tuple[tuple[int, int], ...]  # (position, which of the call's tensors)
-    descriptors: tuple[tuple[int, int, Callable[[Tensor, int], Any]], ...]  # and of the tensor and address, its own
+    start: Callable[[list[Any], int], None]  # (arguments, device)
+    arguments: list[Any]  # for `start`, with None for each tensor
+    owned: tuple[tuple[int, Callable[[BlockLayout], Tensor]], ...]  # (position, getter of a tensor of the layout)
+    pointers: tuple[tuple[int, int], ...]  # (position, number of a tensor of the call)
+    descriptors: tuple[tuple[int, int, Callable[[Tensor, int], Any]], ...]  # the same, and how to encode it
 
 
 StartKernel = Callable[..., Launch | None]
@@ -90,7 +90,7 @@ def launch_cached(
         if found in kept:
             kept[found] = None if launch is None else _cached_launch(launch, layout, tensors)
         elif len(kept) < MOST_LAUNCHES:
-            kept[found] = None  # there may be no second call over this layout
+            kept[found] = None  # a first call may be the only one over this layout
         return
     arguments = known.arguments.copy()
     for i, of_layout in known.owned:

@@ -29,7 +29,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 CHECKED = ("3.6", "3.9")
-MOST_ADDRESSES = 256  # of a descriptor, for which what encodes it is kept
+MOST_ADDRESSES = 256  # of a descriptor, whose encodings are kept
 DESCRIPTORS: set[type] = {TensorDescriptor}
 
 
@@ -40,8 +40,8 @@ class CallSignature(NamedTuple):
     constants: tuple[int, ...]  # positions in the call: constants, and launch options
     tensors: tuple[int, ...]
     descriptors: tuple[int, ...]
-    sizes: tuple[int, ...]  # integers that a kernel is not compiled for
-    special: tuple[int, ...]  # and that it is
+    sizes: tuple[int, ...]  # integers that do not specialize a kernel
+    special: tuple[int, ...]  # integers that do
 
 
 class KernelLauncher:
@@ -172,8 +172,8 @@ class DirectLauncher(NamedTuple):
     launch: Callable[..., None]
     grid: tuple[int, ...]
     function: int
-    between: tuple[Any, ...]  # what it is given between the function and the kernel's arguments
-    maps: Sequence[dict[str, Any]]  # how descriptors are encoded, in their order
+    between: tuple[Any, ...]  # its arguments between the function and those of the kernel
+    maps: Sequence[dict[str, Any]]  # how to encode each descriptor, in order
 
     def start(self, arguments: list[Any], device: int) -> None:
         """Start the kernel.

@@ -101,7 +101,7 @@ class Recording(NamedTuple):
     """Allocations and launches of a call; tensors are numbered: inputs, results, then all scratch memory as one."""
 
     launches: tuple[tuple[Callable[[list[Any], int], None], list[Any], tuple[tuple[int, int, int], ...]], ...]
-    # of each: how it starts, its arguments, and (position, tensor, offset in bytes) of the addresses among these
+    # per launch: how to start it, its arguments, and (position, tensor, offset in bytes) of each address
     results: tuple[tuple[torch.Size, torch.dtype], ...]
     scratch: int  # bytes
 
@@ -121,8 +121,8 @@ class Recording(NamedTuple):
         return found
 
 
-CALLED_ONCE = Recording((), (), -1)  # once
-NOT_REPLAYABLE = Recording((), (), -2)  # than a replay would do
+CALLED_ONCE = Recording((), (), -1)
+NOT_REPLAYABLE = Recording((), (), -2)  # the call does more than a replay would
 _kept: dict[tuple[Any, ...], Recording] = {}
 
 
@@ -149,7 +149,7 @@ class Allocations(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.made: list[Tensor] = []  # alive, so that no memory is two tensors
+        self.made: list[Tensor] = []  # kept alive, so that no memory is used twice
         self.are_all = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

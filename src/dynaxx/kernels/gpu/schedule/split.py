@@ -24,16 +24,16 @@ from dynaxx.kernels.gpu.device import processors
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.layout import BlockLayout
 
-SPLIT_SIZES = ["num_parts", "limit", "batch_copies", "head_copies"]  # what no kernel is compiled again for
-SHARE = 2  # a long line's parts are one of so many of a processor's share, where one that is done starts the next
+SPLIT_SIZES = ["num_parts", "limit", "batch_copies", "head_copies"]  # never specialize a kernel
+SHARE = 2  # parts per multiprocessor's share of the work, so that one that is done starts another
 
 
 class SplitLines(NamedTuple):
     """The lines of more than `limit` entries, in parts of even length; a layout that heads share is listed once."""
 
     limit: int
-    parts: Tensor  # (parts, 3) int32: line, first entry, entry behind the last; equal where there is no part
-    lines: Tensor  # (split lines, 3) int32: line, first part, number of parts; 0 where there is no line
+    parts: Tensor  # (parts, 3) int32: line, first entry, last entry + 1; both equal for an empty slot
+    lines: Tensor  # (split lines, 3) int32: line, first part, number of parts, 0 for an empty slot
     copies: tuple[int, int]  # batch entries and heads, or pairs of heads, that each stands for
 
     def places(self, like: Tensor, *shape: int) -> Tensor:
@@ -56,10 +56,10 @@ class SplitLines(NamedTuple):
 class Lines(NamedTuple):
     """The lines of a pass over a layout."""
 
-    leads: int  # batch entries and heads that have lines of their own
-    number: int  # of each
-    heads: int  # whose entries a line has
-    repeats: int  # how often it has those of one
+    leads: int  # batch entries times heads with lines of their own
+    number: int  # lines per lead
+    heads: int  # heads whose entries a line holds
+    repeats: int  # how often it holds the entries of one head
     copies: tuple[int, int]
 
     @classmethod
