@@ -35,7 +35,7 @@ def read_regular_file(path: str | os.PathLike[str], most_bytes: int) -> bytes:
         OSError: not a regular file (a folder, pipe, socket or device), larger than `most_bytes`, or not readable.
             `strerror` says which.
     """
-    name = os.fspath(path)
+    name = str(Path(path))  # an empty path is the folder
     try:
         _check_regular(os.stat(name), name)  # before opening: opening a device can already have effects
         descriptor = os.open(name, _FLAGS_READ | _FLAGS_BINARY)
@@ -63,6 +63,8 @@ def write_whole_file(path: str | os.PathLike[str], fill: Callable[[IO[bytes]], o
         OSError: the file cannot be written; what was there is untouched. `filename` is `path`.
     """
     target = Path(path)
+    if not target.name:
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
     temporary = target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(8)}.tmp")
     try:
         descriptor = os.open(temporary, _FLAGS_NEW | _FLAGS_BINARY, 0o666)
