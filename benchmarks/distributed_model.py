@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compare the cost model of split sequences with measured times, and extrapolate to more GPUs and longer sequences.
 
 Times per block come from the one-GPU rows of `benchmarks/distributed.py`, and from those of two GPUs where fewer tokens

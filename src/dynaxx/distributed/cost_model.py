@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A cost model of attention with a split sequence: work per rank, bytes per link, time, and memory.
 
 Time of a pass on one GPU = visited blocks x time per block
