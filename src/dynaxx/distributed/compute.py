@@ -90,6 +90,9 @@ def _forward_stage(
         return settings.forward(q, *gathering.wait(), stage.layout)
     heads = slice(*stage.kv_heads)
     out, lse = settings.forward(q, k[:, :, heads], v[:, :, heads], stage.inner)
+    if not stage.rows.numel():
+        gathering.wait()
+        return out, lse
     edge_out, edge_lse = settings.forward(q.index_select(1, stage.rows), *gathering.wait(), stage.layout)
     return out.index_copy_(1, stage.rows, edge_out), lse.index_copy_(2, stage.rows, edge_lse)
 
@@ -143,12 +146,15 @@ def _backward_stage(
     if stage.inner is not None and stage.rows is not None:
         keys, values = whole[1][:, :, kv_heads], whole[2][:, :, kv_heads]
         written: tuple[Tensor, ...] = settings.backward(*own, keys, values, *results, stage.inner)
-        edge_own = (own[0].index_select(1, stage.rows), own[1], own[2].index_select(1, stage.rows))
-        if own[1] is not None:
-            edge_own = (edge_own[0], own[1].index_select(2, stage.rows), edge_own[2])
-        edge_results = results[0].index_select(1, stage.rows), results[1].index_select(2, stage.rows)
-        dq, *sent = settings.backward(*edge_own, *gathering.wait(), *edge_results, stage.layout)
-        written[0].index_copy_(1, stage.rows, dq)
+        buffer = gathering.wait()
+        sent = list(buffer)  # without edge rows there is no token in it
+        if stage.rows.numel():
+            edge_own = (own[0].index_select(1, stage.rows), own[1], own[2].index_select(1, stage.rows))
+            if own[1] is not None:
+                edge_own = (edge_own[0], own[1].index_select(2, stage.rows), edge_own[2])
+            edge_results = results[0].index_select(1, stage.rows), results[1].index_select(2, stage.rows)
+            dq, *sent = settings.backward(*edge_own, *buffer, *edge_results, stage.layout)
+            written[0].index_copy_(1, stage.rows, dq)
     else:
         dq, *sent = settings.backward(*own, *gathering.wait(), *results, stage.layout)
         written = (dq,)

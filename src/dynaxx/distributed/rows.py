@@ -26,7 +26,7 @@ class SplitRows(NamedTuple):
 
 
 def split_rows(rows: BlockLayout, own_blocks: NDArray[np.int64], own_tokens: int) -> SplitRows | None:
-    """Split the rows of a rank; None where all or many of them visit blocks of other ranks, or none does.
+    """Split the rows of a rank; None where many of them visit blocks of other ranks.
 
     Args:
         rows: own rows by tokens of the whole sequence.
@@ -41,7 +41,7 @@ def split_rows(rows: BlockLayout, own_blocks: NDArray[np.int64], own_tokens: int
     is_edge = torch.zeros(max(1, source.q_blocks), dtype=torch.bool, device=cols.device)
     is_edge[row[~is_own[cols]]] = True
     edge = is_edge.nonzero().flatten()
-    if not 0 < len(edge) <= MOST_EDGE_ROWS * source.q_blocks:
+    if len(edge) > MOST_EDGE_ROWS * source.q_blocks:
         return None
     q_block = rows.block_size[0]
     tokens = (edge[:, None] * q_block + torch.arange(q_block, device=edge.device)).flatten()
