@@ -2,7 +2,6 @@
 """Attention from threads, from forked and from spawned processes: right, and never hanging."""
 
 import multiprocessing
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -136,7 +135,7 @@ def test_threads_follow_torch():
 
     def watched(*fields):
         args = arguments.forward_args(*fields)
-        asked.append(int.from_bytes(args[-8:], sys.byteorder))
+        asked.append(arguments._FORWARD.unpack(args)[-2])
         return args
 
     for threads in (1, 2):
