@@ -9,9 +9,9 @@ import torch
 
 import dynaxx as dx
 from dynaxx.layout import BlockGrid
+from dynaxx.patterns.base import Causal
 from dynaxx.patterns.build import numpy_layout
 from dynaxx.patterns.compressed import Compressed
-from dynaxx.patterns.local import Causal
 
 HUGE = (2**31, 2**63 - 1, 2**63 + 300, 10**30)
 SEQLEN = 100

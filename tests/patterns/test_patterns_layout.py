@@ -13,10 +13,9 @@ import dynaxx as dx
 from dynaxx.core import library
 from dynaxx.lab.bench.gpu_end_to_end import LENGTH, PATTERNS
 from dynaxx.layout import BlockGrid, BlockLayout, ElementMasks, from_block_mask, to_block_mask
-from dynaxx.patterns.base import Visited
 from dynaxx.patterns.build import build_layout, numpy_layout
 from dynaxx.patterns.compiled import layout_tensors
-from dynaxx.patterns.runs import Runs, all_of, any_of, without
+from dynaxx.patterns.runs import Runs, Visited, all_of, any_of, without
 from dynaxx.testing import random_pattern
 
 

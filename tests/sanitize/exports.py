@@ -92,11 +92,11 @@ def attention(draw: random.Random) -> None:
     q, k, v = (torch.randn(1, 100, heads, 16) for heads in (4, 2, 2))
     out, lse = torch.empty(1, 100, 4, 16), torch.empty(1, 4, 100)
     plan = plan_of(layout, library)
-    packed = forward_args(q, k, v, out, lse, plan.address, draw.choice(FLOATS), draw.choice(FLOATS))
-    fields = list(struct.unpack("=5Q 6q 9q Q 2d q", packed))
+    packed = forward_args(q, k, v, out, lse, plan.address, draw.choice(FLOATS), draw.choice(FLOATS), None)
+    fields = list(struct.unpack("=5Q 6q 9q Q 2d q Q", packed))
     where = draw.choice((5, 6, 7, 8, 9, 10, 23))  # element, batch, heads, widths, threads
     fields[where] = draw.choice(EXTREME)
-    check(library.dynaxx_cpu_forward(struct.pack("=5Q 6q 9q Q 2d q", *fields)))
+    check(library.dynaxx_cpu_forward(struct.pack("=5Q 6q 9q Q 2d q Q", *fields)))
 
 
 def decoding(draw: random.Random) -> None:

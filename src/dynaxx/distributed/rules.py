@@ -21,7 +21,8 @@ from dynaxx.errors import UnsupportedInputError
 from dynaxx.layout import BlockGrid, BlockLayout, as_block_size
 from dynaxx.ops.attention import SparseAttentionOutput
 from dynaxx.ops.attention import sparse_attention as attend_on_one_device
-from dynaxx.patterns.base import Pattern, Visited
+from dynaxx.patterns.base import Pattern
+from dynaxx.patterns.runs import Visited
 from dynaxx.selection import Hybrid, MeanPool, MeanQuery, MinMax, Selector, Threshold, TopK, TopP, select_blocks
 
 Rule = Pattern | Selector | Hybrid

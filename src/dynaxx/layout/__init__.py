@@ -2,7 +2,7 @@
 """The currency of dynaxx: `BlockLayout`, its grid, its element masks, and conversions."""
 
 from dynaxx.layout.block_layout import BlockLayout
-from dynaxx.layout.convert import from_block_mask, to_block_mask
+from dynaxx.layout.block_mask import from_block_mask, to_block_mask
 from dynaxx.layout.grid import BLOCK_SIZES, BlockGrid, as_block_size, as_integer
 from dynaxx.layout.masks import EMPTY, FULL, ElementMasks
 from dynaxx.layout.packed import CuSeqlens, PackedLayout, pack_layouts

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from dynaxx.arguments import typed
+from dynaxx.layout.dense import entries_of_dense, layout_to_dense, visible_pairs
 from dynaxx.layout.derived import DerivedValues, Unset
+from dynaxx.layout.entries import Entries, entries_of_block_indices, entries_of_heads, sorted_entries, stacked_entries
 from dynaxx.layout.grid import BlockGrid, as_block_size
 from dynaxx.layout.host import moved_together, on_host
 from dynaxx.layout.host_metadata import attach
@@ -158,8 +160,6 @@ class BlockLayout:
 
     def visible_pairs(self) -> Tensor:
         """(layout_batch, layout_heads) int64: visible (query, key) pairs, what useful FLOPs are counted from."""
-        from dynaxx.layout.pairs import visible_pairs
-
         return visible_pairs(self)
 
     # ---- making one ----------------------------------------------------------------------------------------------
@@ -183,10 +183,11 @@ class BlockLayout:
             cols: (n,) int64, its kv block.
             codes: (n,) int64, entry of `masks`, or FULL; EMPTY entries are dropped.
         """
-        from dynaxx.layout.making import layout_of_entries
+        return BlockLayout._of(grid, Entries(lead, cols, codes, masks, layout_batch, layout_heads))
 
-        shape = (layout_batch, layout_heads, grid.q_blocks)
-        return layout_of_entries(grid, lead, cols, codes, masks, shape)
+    @staticmethod
+    def _of(grid: BlockGrid, entries: Entries) -> BlockLayout:
+        return BlockLayout(grid.seqlen_q, grid.seqlen_k, grid.block_size, *sorted_entries(grid, entries))
 
     @classmethod
     @typed
@@ -211,10 +212,8 @@ class BlockLayout:
             TypeError: no tensor, or not of integers.
             ValueError: an index out of range, a duplicate in a row, or a wrong shape.
         """
-        from dynaxx.layout.making import layout_of_block_indices
-
         grid = BlockGrid(seqlen_q, seqlen_q if seqlen_k is None else seqlen_k, as_block_size(block_size), causal)
-        return layout_of_block_indices(block_indices, grid)
+        return BlockLayout._of(grid, entries_of_block_indices(block_indices, grid))
 
     @classmethod
     @typed
@@ -225,9 +224,7 @@ class BlockLayout:
         Raises:
             TypeError, ValueError: no bool tensor of such a shape, or another block size.
         """
-        from dynaxx.layout.convert import layout_from_dense
-
-        return layout_from_dense(mask, as_block_size(block_size))
+        return BlockLayout._of(*entries_of_dense(mask, as_block_size(block_size)))
 
     @classmethod
     @typed
@@ -237,9 +234,11 @@ class BlockLayout:
         Raises:
             TypeError, ValueError: none, no layouts, or such as differ in lengths, block size, batch or device.
         """
-        from dynaxx.layout.making import stacked
-
-        return stacked(layouts)
+        for each in layouts:
+            if not isinstance(each, BlockLayout):
+                raise TypeError(f"`layouts` must be BlockLayouts, got {type(each).__name__}")
+        entries = stacked_entries(layouts)
+        return BlockLayout._of(layouts[0].grid(), entries)
 
     # ---- reading one ---------------------------------------------------------------------------------------------
 
@@ -290,14 +289,10 @@ class BlockLayout:
         Raises:
             ValueError: none, heads that are not there, or one named twice.
         """
-        from dynaxx.layout.making import of_heads
-
-        return self if self.layout_heads == 1 else of_heads(self, heads)
+        return self if self.layout_heads == 1 else BlockLayout._of(self.grid(), entries_of_heads(self, heads))
 
     def to_dense(self) -> Tensor:
         """(layout_batch, layout_heads, seqlen_q, seqlen_k) bool, True = visible. For tests and small inputs."""
-        from dynaxx.layout.convert import layout_to_dense
-
         return layout_to_dense(self)
 
     def plot(self, *, batch: int = 0, head: int = 0, ax: Any = None) -> Any:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dynaxx.arguments import typed
 from dynaxx.layout.block_layout import BlockLayout
-from dynaxx.layout.convert import unique_masks
+from dynaxx.layout.dense import unique_masks
 from dynaxx.layout.grid import BlockGrid, as_block_size, as_integer
 from dynaxx.layout.host import on_host
 from dynaxx.layout.masks import EMPTY, FULL, ElementMasks

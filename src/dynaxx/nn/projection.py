@@ -17,8 +17,7 @@ from dynaxx.layout import CuSeqlens
 from dynaxx.nn.cache import NativeCache
 from dynaxx.ops.attention import sparse_attention
 from dynaxx.ops.pattern_library import number_of, pattern_attention
-from dynaxx.patterns.base import Pattern
-from dynaxx.patterns.local import Causal
+from dynaxx.patterns.base import Causal, Pattern
 from dynaxx.patterns.packed import packed_layout
 
 Rotary = tuple[Tensor, Tensor]

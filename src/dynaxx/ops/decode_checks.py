@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dynaxx.layout.making import has_duplicates
+from dynaxx.layout.entries import has_duplicates
 from dynaxx.layout.paging import PagedCache
 from dynaxx.ops.checks import DTYPES, looks_at_values
 

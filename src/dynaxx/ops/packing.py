@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.derivatives import refuse_transforms
-from dynaxx.layout.making import has_duplicates
+from dynaxx.layout.entries import has_duplicates
 from dynaxx.layout.nsa import NativeSizes, NativeSpans, native_spans
 from dynaxx.layout.packed import CuSeqlens
 from dynaxx.ops.checks import DTYPES, looks_at_values

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Position-only rules. Each has a closed-form layout; `|` and `&` combine them."""
 
-from dynaxx.patterns.base import Intersection, Pattern, Union
+from dynaxx.patterns.base import Causal, Intersection, Pattern, Union
 from dynaxx.patterns.content import GlobalContent, content_tokens
 from dynaxx.patterns.documents import Documents
 from dynaxx.patterns.global_tokens import GlobalTokens, Sink
 from dynaxx.patterns.last_queries import LastQueries
-from dynaxx.patterns.local import Causal, Dilated, Full, SlidingWindow, Strided
+from dynaxx.patterns.local import Dilated, Full, SlidingWindow, Strided
 from dynaxx.patterns.presets import bigbird, longformer, streaming
 from dynaxx.patterns.whole_blocks import LocalBlocks, RandomBlocks
 

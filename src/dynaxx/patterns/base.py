@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -23,19 +23,15 @@ from dynaxx.arguments import typed
 from dynaxx.layout import BlockGrid, BlockLayout, as_block_size
 from dynaxx.layout.cache import LayoutCache
 from dynaxx.layout.host import on_host
+from dynaxx.patterns import program
+from dynaxx.patterns.bands import band, clipped
+from dynaxx.patterns.build import build_layout
 from dynaxx.patterns.kinds import Blocks, Kinds, by_distance, distinct, met, packed
 from dynaxx.patterns.program import Op
-from dynaxx.patterns.runs import Ints, Runs, all_of, any_of
+from dynaxx.patterns.runs import Ints, Visited, all_of, any_of
 
 MASKS_AT_ONCE = 512
 MANY = 16  # distances
-
-
-class Visited(NamedTuple):
-    """The blocks of each row that a rule may show a pair of, and those among them that it shows whole."""
-
-    touched: Runs
-    filled: Runs
 
 
 class Pattern(ABC):
@@ -94,6 +90,10 @@ class Pattern(ABC):
     def hides_future(self, grid: BlockGrid) -> bool:
         """Whether, on a causal grid, it shows no key after the query anyway."""
         return False
+
+    def within_causality(self, grid: BlockGrid) -> Pattern:
+        """Return this rule without the pairs that the grid hides: keys after the query, where it is causal."""
+        return self & Causal() if grid.causal and not self.hides_future(grid) else self
 
     def resolve(self, input_ids: Tensor | Sequence[int]) -> Pattern:
         """Return this rule for one request: parts by content (`GlobalContent`) become positions.
@@ -247,11 +247,41 @@ class Intersection(Combined):
         return " & ".join(f"({part!r})" if isinstance(part, Union) else repr(part) for part in self.parts)
 
 
+class DistanceRule(Pattern):
+    """A rule on the distance between query and key; `shows` defines it."""
+
+    @property
+    def by_distance(self) -> bool:
+        return True
+
+    def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        seen: Tensor = self.shows(grid, q_pos - k_pos)
+        return seen
+
+
+@dataclass(frozen=True)
+class Causal(DistanceRule):
+    """Keys at or before the query."""
+
+    def hides_future(self, grid: BlockGrid) -> bool:
+        return grid.causal
+
+    def shows(self, grid: BlockGrid, distance: Any) -> Any:
+        return distance >= 0
+
+    def alike(self, grid: BlockGrid, first: Ints) -> Ints:
+        return clipped(grid, first, 0, 0)
+
+    def program(self, grid: BlockGrid) -> list[int]:
+        return program.band(0, None)
+
+    def visited(self, grid: BlockGrid) -> Visited:
+        return band(grid, 0, None)
+
+
 @LayoutCache
 @on_host
 def _cached_layout(pattern: Pattern, grid: BlockGrid, device: torch.device) -> BlockLayout:
-    from dynaxx.patterns.build import build_layout
-
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"`device` must be one that torch sees, got {device}: torch.cuda.is_available() is False")
     with torch.inference_mode(False):  # a cached layout must serve training, too

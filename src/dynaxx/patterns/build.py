@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,11 +15,12 @@ from dynaxx.layout import EMPTY, FULL, BlockGrid, BlockLayout, ElementMasks
 from dynaxx.layout.host import on_device
 from dynaxx.layout.host_metadata import attach
 from dynaxx.layout.masks import bands_of
-from dynaxx.patterns.base import Pattern
 from dynaxx.patterns.compiled import layout_tensors
 from dynaxx.patterns.kinds import Blocks, Words, element_masks
-from dynaxx.patterns.local import Causal
 from dynaxx.patterns.runs import Ints, Runs, beside, without
+
+if TYPE_CHECKING:
+    from dynaxx.patterns.base import Pattern
 
 
 class Entries(NamedTuple):
@@ -34,7 +35,7 @@ class Entries(NamedTuple):
 def build_layout(pattern: Pattern, grid: BlockGrid, device: torch.device | str = "cpu") -> BlockLayout:
     """Return the layout of `pattern` on `grid`, shared by all heads."""
     device = torch.device(device)
-    rule = pattern & Causal() if grid.causal and not pattern.hides_future(grid) else pattern
+    rule = pattern.within_causality(grid)
     compiled = layout_tensors(rule, grid, device) if grid.q_blocks and grid.kv_blocks else None
     if compiled is None:
         return numpy_layout(rule, grid, device)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from ctypes import byref, c_int64, c_void_p
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,7 +13,9 @@ from dynaxx.core.library import present_library
 from dynaxx.core.status import raise_for_status
 from dynaxx.layout import BlockGrid
 from dynaxx.layout.host import dense_views
-from dynaxx.patterns.base import Pattern
+
+if TYPE_CHECKING:
+    from dynaxx.patterns.base import Pattern
 
 
 def layout_tensors(rule: Pattern, grid: BlockGrid, device: torch.device) -> list[Tensor] | None:

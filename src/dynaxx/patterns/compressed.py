@@ -10,9 +10,9 @@ from torch import Tensor
 
 from dynaxx.arguments import typed
 from dynaxx.layout import BlockGrid
-from dynaxx.patterns.base import Pattern, Visited
+from dynaxx.patterns.base import Pattern
 from dynaxx.patterns.kinds import Blocks, Kinds, packed
-from dynaxx.patterns.runs import Runs
+from dynaxx.patterns.runs import Runs, Visited
 
 MOST = 1 << 31  # tokens
 

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from dynaxx.arguments import typed
 from dynaxx.layout import BlockGrid
-from dynaxx.patterns.base import Pattern, Visited
+from dynaxx.patterns.base import Pattern
 from dynaxx.patterns.global_tokens import GlobalTokens
+from dynaxx.patterns.runs import Visited
 
 TokenSequence = tuple[int, ...]
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from dynaxx.arguments import typed
 from dynaxx.layout import BlockGrid, as_integer
-from dynaxx.patterns.base import Pattern, Visited
+from dynaxx.patterns.base import Pattern
 from dynaxx.patterns.kinds import Blocks, Kinds, distinct, packed
 from dynaxx.patterns.program import Op
-from dynaxx.patterns.runs import Ints, Runs
+from dynaxx.patterns.runs import Ints, Runs, Visited
 
 
 @typed

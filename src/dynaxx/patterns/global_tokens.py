@@ -14,10 +14,10 @@ from torch import Tensor
 
 from dynaxx.arguments import typed
 from dynaxx.layout import BlockGrid, as_integer
-from dynaxx.patterns.base import Pattern, Visited
+from dynaxx.patterns.base import Pattern
 from dynaxx.patterns.kinds import Blocks, Kinds, met, packed
 from dynaxx.patterns.program import FAR, Op, positions
-from dynaxx.patterns.runs import Ints, Runs
+from dynaxx.patterns.runs import Ints, Runs, Visited
 
 
 @typed

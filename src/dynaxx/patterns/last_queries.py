@@ -11,10 +11,10 @@ from torch import Tensor
 
 from dynaxx.arguments import typed
 from dynaxx.layout import BlockGrid, as_integer
-from dynaxx.patterns.base import Pattern, Visited
+from dynaxx.patterns.base import Pattern
 from dynaxx.patterns.kinds import Blocks, Kinds, distinct
 from dynaxx.patterns.program import FAR, Op, positions
-from dynaxx.patterns.runs import Runs
+from dynaxx.patterns.runs import Runs, Visited
 
 
 @typed

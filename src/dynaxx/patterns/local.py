@@ -9,39 +9,13 @@ from operator import index
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from dynaxx.arguments import typed
 from dynaxx.layout import BlockGrid, as_integer
 from dynaxx.patterns import program
-from dynaxx.patterns.base import Pattern, Visited
-from dynaxx.patterns.runs import Ints, Runs
-
-
-class DistanceRule(Pattern):
-    """A rule on the distance between query and key; `shows` defines it."""
-
-    @property
-    def by_distance(self) -> bool:
-        return True
-
-    def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-        seen: Tensor = self.shows(grid, q_pos - k_pos)
-        return seen
-
-
-def band(grid: BlockGrid, lo: int | None, hi: int | None) -> Visited:
-    """Return the blocks of the band lo <= distance <= hi, None where unlimited."""
-    first, last = grid.spans()
-    q_block, kv_block = grid.block_size
-    start = np.zeros_like(first) if hi is None else np.maximum(first - hi, 0) // kv_block
-    end = np.full_like(first, grid.kv_blocks)
-    if lo is not None:
-        end = np.minimum(last - lo, grid.seqlen_k - 1) // kv_block + 1
-    touched = Runs.one(start, end)
-    full_start = start if hi is None else -((hi + 1 - q_block - first) // kv_block)
-    full_end = end if lo is None else (first + 1 - lo) // kv_block
-    return Visited(touched, Runs.one(full_start, full_end).within(touched))
+from dynaxx.patterns.bands import band, beyond, clipped
+from dynaxx.patterns.base import DistanceRule
+from dynaxx.patterns.runs import Ints, Runs, Visited
 
 
 @dataclass(frozen=True)
@@ -60,26 +34,6 @@ class Full(DistanceRule):
     def visited(self, grid: BlockGrid) -> Visited:
         touched = band(grid, 0 if grid.causal else None, None).touched
         return Visited(touched, touched)
-
-
-@dataclass(frozen=True)
-class Causal(DistanceRule):
-    """Keys at or before the query."""
-
-    def hides_future(self, grid: BlockGrid) -> bool:
-        return grid.causal
-
-    def shows(self, grid: BlockGrid, distance: Any) -> Any:
-        return distance >= 0
-
-    def alike(self, grid: BlockGrid, first: Ints) -> Ints:
-        return _clipped(grid, first, 0, 0)
-
-    def program(self, grid: BlockGrid) -> list[int]:
-        return program.band(0, None)
-
-    def visited(self, grid: BlockGrid) -> Visited:
-        return band(grid, 0, None)
 
 
 @typed
@@ -113,7 +67,7 @@ class SlidingWindow(DistanceRule):
         left, right = (self.window - 1, self.window - 1) if isinstance(self.window, int) else self.window
         if grid.causal:
             right = 0
-        far = _beyond(grid)
+        far = beyond(grid)
         left, right = min(left, far), min(right, far)
         return (None if right < 0 else -right), (None if left < 0 else left)
 
@@ -127,7 +81,7 @@ class SlidingWindow(DistanceRule):
 
     def alike(self, grid: BlockGrid, first: Ints) -> Ints:
         lo, hi = self._limits(grid)
-        return _clipped(grid, first, 0 if lo is None else lo, 0 if hi is None else hi)
+        return clipped(grid, first, 0 if lo is None else lo, 0 if hi is None else hi)
 
     def program(self, grid: BlockGrid) -> list[int]:
         return program.band(*self._limits(grid))
@@ -159,7 +113,7 @@ class Dilated(DistanceRule):
 
     def _apart(self, grid: BlockGrid) -> int:
         """Return the dilation, or a distance that no two tokens of the grid have."""
-        return min(self.dilation, _beyond(grid))
+        return min(self.dilation, beyond(grid))
 
     def hides_future(self, grid: BlockGrid) -> bool:
         return grid.causal
@@ -197,7 +151,7 @@ class Strided(DistanceRule):
 
     def _apart(self, grid: BlockGrid) -> int:
         """Return the stride, or a distance that no two tokens of the grid have."""
-        return min(self.stride, _beyond(grid))
+        return min(self.stride, beyond(grid))
 
     def alike(self, grid: BlockGrid, first: Ints) -> Ints:
         apart = self._apart(grid)
@@ -217,15 +171,3 @@ class Strided(DistanceRule):
         start = np.minimum(np.maximum(first, 0) // grid.block_size[1], grid.kv_blocks)
         end = np.minimum(last, grid.seqlen_k - 1) // grid.block_size[1] + 1
         return Visited(Runs(start, np.maximum(start, end)), Runs.none())
-
-
-def _beyond(grid: BlockGrid) -> int:
-    """Return a distance that no two tokens of the grid have, padding of the last blocks included."""
-    return grid.seqlen_q + grid.seqlen_k + 2 * sum(grid.block_size)
-
-
-def _clipped(grid: BlockGrid, first: Ints, lo: int, hi: int) -> Ints:
-    """Numbers of distances: beyond lo and hi nothing changes any more, and blocks farther away are all alike."""
-    step = min(grid.block_size)
-    lo, hi = lo - grid.block_size[0] - step, hi + grid.block_size[1] + step
-    return (np.minimum(np.maximum(first, lo), hi) - lo) // step

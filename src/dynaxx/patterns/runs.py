@@ -61,6 +61,13 @@ class Runs(NamedTuple):
         return np.arange(rows).repeat(self.lengths(rows)), self.columns(rows)
 
 
+class Visited(NamedTuple):
+    """The blocks of each row that a rule may show a pair of, and those among them that it shows whole."""
+
+    touched: Runs
+    filled: Runs
+
+
 def any_of(parts: Sequence[Runs]) -> Runs:
     """Blocks in any of the parts."""
     parts = [part for part in parts if len(part.start)]

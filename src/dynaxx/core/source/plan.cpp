@@ -51,7 +51,7 @@ extern "C" DYNAXX_EXPORT int dynaxx_cpu_plan_check(const int32_t* indptr, const 
                                                    int64_t rows, int64_t visited, int64_t num_masks,
                                                    int64_t capacity) {
   return status_of([&] {
-    require(countable(heads, rows + 1) && within(visited, 0, INT32_MAX) && capacity >= 0);
+    require(within(rows, 0, INT32_MAX) && countable(heads, rows + 1) && within(visited, 0, INT32_MAX) && capacity >= 0);
     std::vector<int64_t> seen(visited, -1);  // the last row that visited a block
     int64_t entry = 0;
     for (int64_t row = 0; row < heads * rows; row++) {
@@ -91,7 +91,7 @@ extern "C" DYNAXX_EXPORT int dynaxx_cpu_plan_masks(const uint32_t* bits, int64_t
 // a `Status`.
 extern "C" DYNAXX_EXPORT int dynaxx_cpu_plan_rows(const int32_t* indptr, int64_t heads, int64_t rows, int32_t* order) {
   return status_of([&] {
-    require(countable(heads, rows + 1) && within(rows, 0, INT32_MAX));
+    require(within(rows, 0, INT32_MAX) && countable(heads, rows + 1));
     for (int64_t head = 0; head < heads; head++, indptr += rows + 1, order += rows) {
       for (int64_t row = 0; row < rows; row++) order[row] = int32_t(row);
       const auto length = [&](int32_t row) { return int64_t(indptr[row + 1]) - indptr[row]; };
@@ -105,7 +105,7 @@ extern "C" DYNAXX_EXPORT int dynaxx_cpu_plan_rows(const int32_t* indptr, int64_t
 extern "C" DYNAXX_EXPORT int dynaxx_cpu_plan_ranks(const int32_t* indptr, const int32_t* indices, int64_t heads,
                                                    int64_t rows, int64_t visited, int32_t* counts, int32_t* ranks) {
   return status_of([&] {
-    require(countable(heads, rows + 1) && within(visited, 0, INT32_MAX));
+    require(within(rows, 0, INT32_MAX) && countable(heads, rows + 1) && within(visited, 0, INT32_MAX));
     for (int64_t head = 0; head < heads; head++, indptr += rows + 1) {
       std::fill(counts, counts + visited, 0);
       for (int32_t entry = indptr[0]; entry < indptr[rows]; entry++) {

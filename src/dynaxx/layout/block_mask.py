@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`BlockLayout` from and to a dense mask and FlexAttention's `BlockMask`."""
+"""`BlockLayout` from and to FlexAttention's `BlockMask`."""
 
 from __future__ import annotations
 
@@ -10,70 +10,12 @@ from torch import Tensor
 
 from dynaxx.arguments import typed
 from dynaxx.layout.block_layout import BlockLayout
+from dynaxx.layout.dense import unique_masks
 from dynaxx.layout.grid import BlockGrid, as_block_size
 from dynaxx.layout.masks import EMPTY, FULL, ElementMasks
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
-
-
-def layout_from_dense(mask: Tensor, block_size: tuple[int, int]) -> BlockLayout:
-    """See `BlockLayout.from_dense`."""
-    if mask.dtype != torch.bool or mask.ndim not in (2, 4):
-        raise ValueError(
-            "`mask` must be bool, (seqlen_q, seqlen_k) or (batch, heads, seqlen_q, seqlen_k), "
-            f"got {mask.dtype} {tuple(mask.shape)}"
-        )
-    mask = mask.view(1, 1, *mask.shape) if mask.ndim == 2 else mask
-    batch, heads, seqlen_q, seqlen_k = mask.shape
-    if not batch or not heads:
-        raise ValueError(f"`mask` must have a batch entry and a head, 1 where all share them, got {tuple(mask.shape)}")
-    grid = BlockGrid(seqlen_q, seqlen_k, block_size, causal=False)
-    (q_block, kv_block), (rows, cols) = block_size, (grid.q_blocks, grid.kv_blocks)
-    pad = (0, cols * kv_block - seqlen_k, 0, rows * q_block - seqlen_q)
-    tiles = torch.nn.functional.pad(mask, pad).view(batch, heads, rows, q_block, cols, kv_block).transpose(3, 4)
-    in_range = torch.nn.functional.pad(torch.ones_like(mask[:1, :1]), pad)
-    in_range = in_range.view(1, 1, rows, q_block, cols, kv_block).transpose(3, 4)
-    full = (tiles | ~in_range).all(-1).all(-1)
-    partial = tiles.any(-1).any(-1) & ~full
-    batch_i, head_i, row, col = (partial | full).nonzero(as_tuple=True)
-    lead = (batch_i * heads + head_i) * rows + row
-    codes = torch.full_like(lead, FULL)
-    is_partial = partial[batch_i, head_i, row, col]
-    masks, codes[is_partial] = unique_masks(ElementMasks.from_dense(tiles[batch_i, head_i, row, col][is_partial]))
-    return BlockLayout.from_entries(grid, lead, col, codes, masks, layout_batch=batch, layout_heads=heads)
-
-
-def unique_masks(masks: ElementMasks) -> tuple[ElementMasks, Tensor]:
-    """Return the distinct ones of n masks, in the order of their bits, and the entry of each mask there, (n,) int64."""
-    bits = masks.bits
-    if len(masks) < 2:
-        return masks, torch.zeros(len(masks), dtype=torch.int64, device=bits.device)
-    distinct, entry = bits.flatten(1).unique(dim=0, return_inverse=True)
-    first = torch.full((distinct.shape[0],), len(masks), device=bits.device)
-    first.scatter_reduce_(0, entry, torch.arange(len(masks), device=bits.device), "amin")
-    return masks.some(first), entry
-
-
-def layout_to_dense(layout: BlockLayout) -> Tensor:
-    """See `BlockLayout.to_dense`."""
-    q_block, kv_block = layout.block_size
-    shape = (layout.layout_batch, layout.layout_heads)
-    lead, cols, codes = layout.entries()
-    tiles = torch.zeros(
-        shape[0] * shape[1] * layout.q_blocks,
-        layout.kv_blocks,
-        q_block,
-        kv_block,
-        dtype=torch.bool,
-        device=layout.device,
-    )
-    table = torch.cat([layout.masks.to_dense(), torch.ones_like(tiles[:1, :1, :, :].reshape(-1, q_block, kv_block))])
-    if cols.numel():
-        tiles[lead, cols] = table[torch.where(codes == FULL, table.shape[0] - 1, codes)]
-    dense = tiles.view(*shape, layout.q_blocks, layout.kv_blocks, q_block, kv_block).transpose(3, 4)
-    dense = dense.reshape(*shape, layout.q_blocks * q_block, layout.kv_blocks * kv_block)
-    return dense[..., : layout.seqlen_q, : layout.seqlen_k]
 
 
 def block_codes(layout: BlockLayout) -> Tensor:

@@ -1,39 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts from their blocks in any order, from block indices, and from other layouts."""
+"""Visited blocks as lists: from block indices and from other layouts, and sorted into the tensors of a layout."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dynaxx.layout.block_layout import BlockLayout
 from dynaxx.layout.grid import BlockGrid, as_integer
 from dynaxx.layout.masks import EMPTY, FULL, ElementMasks, causal_codes, causal_masks
 
+if TYPE_CHECKING:
+    from dynaxx.layout.block_layout import BlockLayout
 
-def layout_of_entries(
-    grid: BlockGrid, lead: Tensor, cols: Tensor, codes: Tensor, masks: ElementMasks, shape: tuple[int, int, int]
-) -> BlockLayout:
-    """See `BlockLayout.from_entries`; `shape` is (layout_batch, layout_heads, q_blocks)."""
-    kept = codes != EMPTY
-    lead, cols, codes = lead[kept], cols[kept], codes[kept]
+
+class Entries(NamedTuple):
+    """Visited blocks in any order, and the element masks that their codes name."""
+
+    lead: Tensor  # (n,) int64, flat row `(b * layout_heads + h) * q_blocks + i`
+    cols: Tensor  # (n,) int64, kv block
+    codes: Tensor  # (n,) int64, entry of `masks`, or FULL; EMPTY ones are dropped
+    masks: ElementMasks
+    layout_batch: int = 1
+    layout_heads: int = 1
+
+
+class SortedEntries(NamedTuple):
+    """The tensors of a `BlockLayout`, in the order of its fields."""
+
+    kv_indptr: Tensor
+    kv_num_partial: Tensor
+    kv_indices: Tensor
+    kv_masks: Tensor
+    masks: ElementMasks
+
+
+def sorted_entries(grid: BlockGrid, entries: Entries) -> SortedEntries:
+    """Sort visited blocks by row, partial ones first, ascending in each part."""
+    kept = entries.codes != EMPTY
+    lead, cols, codes = entries.lead[kept], entries.cols[kept], entries.codes[kept]
     full = (codes == FULL).long()
     order = ((lead * 2 + full) * max(1, grid.kv_blocks) + cols).argsort()
+    shape = (entries.layout_batch, entries.layout_heads, grid.q_blocks)
     num_rows = prod(shape)
     counts = torch.bincount(lead, minlength=num_rows)
     partial = torch.bincount(lead, weights=1.0 - full, minlength=num_rows) if lead.numel() else counts
-    return BlockLayout(
-        seqlen_q=grid.seqlen_q,
-        seqlen_k=grid.seqlen_k,
-        block_size=grid.block_size,
+    return SortedEntries(
         kv_indptr=row_offsets(counts.view(shape)),
         kv_num_partial=partial.view(shape).to(torch.int32),
         kv_indices=cols[order].to(torch.int32),
         kv_masks=codes[order].to(torch.int32),
-        masks=masks.to(lead.device),
+        masks=entries.masks.to(lead.device),
     )
 
 
@@ -47,8 +67,8 @@ def running_sum(counts: Tensor) -> Tensor:
     return counts.flatten().cumsum(0, dtype=torch.int32).view(counts.shape)
 
 
-def layout_of_block_indices(block_indices: Tensor, grid: BlockGrid) -> BlockLayout:
-    """See `BlockLayout.from_block_indices`."""
+def entries_of_block_indices(block_indices: Tensor, grid: BlockGrid) -> Entries:
+    """Check block indices and list their blocks; see `BlockLayout.from_block_indices`."""
     if not isinstance(block_indices, Tensor):
         raise TypeError(f"`block_indices` must be a tensor, got {type(block_indices).__name__}")
     if block_indices.ndim != 4 or block_indices.shape[2] != grid.q_blocks:
@@ -70,7 +90,7 @@ def layout_of_block_indices(block_indices: Tensor, grid: BlockGrid) -> BlockLayo
     lead, slot = (block_indices.flatten(0, 2) >= 0).nonzero(as_tuple=True)
     cols = block_indices.flatten(0, 2)[lead, slot].long()
     codes = causal_codes(grid, lead % max(1, grid.q_blocks), cols)
-    return BlockLayout.from_entries(grid, lead, cols, codes, causal_masks(grid), layout_batch=batch, layout_heads=heads)
+    return Entries(lead, cols, codes, causal_masks(grid), batch, heads)
 
 
 def has_duplicates(block_indices: Tensor) -> bool:
@@ -79,14 +99,12 @@ def has_duplicates(block_indices: Tensor) -> bool:
     return bool(((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any())
 
 
-def stacked(layouts: Sequence[BlockLayout]) -> BlockLayout:
-    """See `BlockLayout.stack_heads`."""
+def stacked_entries(layouts: Sequence[BlockLayout]) -> Entries:
+    """Check layouts and list their blocks side by side; see `BlockLayout.stack_heads`."""
     if not layouts:
         raise ValueError("`layouts` must hold at least one")
     first = layouts[0]
     for other in layouts:
-        if not isinstance(other, BlockLayout):
-            raise TypeError(f"`layouts` must be BlockLayouts, got {type(other).__name__}")
         if other.device != first.device:
             raise ValueError(f"`layouts` must be on one device, got {other.device} beside {first.device}")
         same = (other.seqlen_q, other.seqlen_k, other.block_size, other.layout_batch)
@@ -109,19 +127,11 @@ def stacked(layouts: Sequence[BlockLayout]) -> BlockLayout:
         cols.append(col)
         codes.append(torch.where(code >= 0, code + shift, code))
         done += layout.layout_heads
-    return BlockLayout.from_entries(
-        first.grid(),
-        torch.cat(leads),
-        torch.cat(cols),
-        torch.cat(codes),
-        masks,
-        layout_batch=first.layout_batch,
-        layout_heads=heads,
-    )
+    return Entries(torch.cat(leads), torch.cat(cols), torch.cat(codes), masks, first.layout_batch, heads)
 
 
-def of_heads(layout: BlockLayout, heads: Sequence[int]) -> BlockLayout:
-    """See `BlockLayout.head_slice`, of a layout that heads do not share."""
+def entries_of_heads(layout: BlockLayout, heads: Sequence[int]) -> Entries:
+    """List the blocks of some heads; see `BlockLayout.head_slice`."""
     heads = [as_integer("heads", head) for head in heads]
     if len(set(heads)) < len(heads) or not all(0 <= head < layout.layout_heads for head in heads) or not heads:
         raise ValueError(f"`heads` must be different ones from 0 to {layout.layout_heads - 1}, got {heads}")
@@ -132,12 +142,4 @@ def of_heads(layout: BlockLayout, heads: Sequence[int]) -> BlockLayout:
     batch, head = head // layout.layout_heads, new_index[head % layout.layout_heads]
     kept = head >= 0
     lead = (batch * len(heads) + head) * layout.q_blocks + row
-    return BlockLayout.from_entries(
-        layout.grid(),
-        lead[kept],
-        cols[kept],
-        codes[kept],
-        layout.masks,
-        layout_batch=layout.layout_batch,
-        layout_heads=len(heads),
-    )
+    return Entries(lead[kept], cols[kept], codes[kept], layout.masks, layout.layout_batch, len(heads))
