@@ -165,6 +165,7 @@ def attend_with_gradients(
     """Call the backend `name` so that autograd and `torch.func` can follow."""
     refuse_forward_mode(q, k, v)
     if not transforms_active():
+        refuse_forward_mode(sinks)
         return AttentionFunction.apply(q, k, v, sinks, layout, scale, softcap, name)
     out, lse = MappableAttention.apply(q, k, v, layout, scale, softcap, name)
     return (out, lse) if sinks is None else add_sinks(out, lse, sinks)
