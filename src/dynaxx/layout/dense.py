@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layouts element by element: from a dense mask, to one, and how many pairs one shows. For tests and small inputs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bands of distances between query and key: which blocks they touch, and which distances make no difference."""
 
 from __future__ import annotations

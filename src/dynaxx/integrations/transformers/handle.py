@@ -86,7 +86,7 @@ class Handle:
         self._layers = weakref.WeakKeyDictionary(
             {m: Layer(self, index, DenseAttention(m, self.before)) for index, m in decoder.layers.items()}
         )
-        self._config = weakref.ref(next(iter(decoder.layers.values())).config)  # type: ignore[call-overload]
+        self._config: weakref.ref[Any] = weakref.ref(decoder.config)
         self._said_replaced = False
         for module in (decoder.owner, *decoder.layers.values()):
             IMPLEMENTATIONS[id(module.config)] = self.before
