@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Background work: dropped when there is too much of it, joined before anything leaves."""
 
 import subprocess
