@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work beside the requests: a daemon thread with a short queue. A job that does not fit is dropped, and the caller knows.
+"""Work beside the requests: a daemon thread with a short queue. A job that does not fit is dropped; the caller knows.
 
 The interpreter must not leave while a thread computes in C++: the process would abort. So every thread is joined, by
 `stop()` or when the interpreter exits, after the job that it runs. Jobs that still wait are dropped.

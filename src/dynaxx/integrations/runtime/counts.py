@@ -16,8 +16,6 @@ from dynaxx.policy.guard import failure_reason
 from dynaxx.telemetry import Recorder
 from dynaxx.telemetry.probe import Call, Probe
 
-COMPILED = DenseReason.COMPILED.value  # text, which a compiler can trace
-
 logger = logging.getLogger("dynaxx")
 
 
@@ -36,7 +34,6 @@ class Counts:
         self._count_native: dict[str, Callable[[int], None]] = {}
         self._dense: Counter[DenseReason] = Counter()
         self._sequences: Counter[DenseReason] = Counter()
-        self._compiled: dict[str, int] = {}
         self._count_dense: dict[tuple[DenseReason, str], Callable[[int], None]] = {}  # in telemetry
         self._count_steps: dict[str, Callable[[], None]] = {}  # by backend, in telemetry
         self._said: set[str] = set()
@@ -120,17 +117,12 @@ class Counts:
         with self._lock:
             self._sequences[reason] += sequences
 
-    def compiled(self) -> None:
-        """Note that a compiled model ran a layer, dense. Traced by torch.compile: no lock."""
-        self._compiled[COMPILED] = self._compiled.get(COMPILED, 0) + 1
-
     def reset(self) -> None:
         """Start from zero."""
         with self._lock:
             self._sparse = self._native = 0
             self._dense.clear()
             self._sequences.clear()
-            self._compiled.clear()
 
     def to_dict(self) -> dict[str, Any]:
         """As `Handle.stats`."""
@@ -138,7 +130,7 @@ class Counts:
             return {
                 "sparse_calls": self._sparse,
                 "native_calls": self._native,
-                "dense_calls": {**_by_text(self._dense), **self._compiled},
+                "dense_calls": _by_text(self._dense),
                 "dense_sequences": _by_text(self._sequences),
             }
 

@@ -122,11 +122,6 @@ class DenseReason(str, enum.ReprEnum):
     COMPILE_FAILED = "compile failed", "A kernel did not compile. The log shows the error once."
     OUT_OF_MEMORY = "out of memory", "A kernel ran out of memory."
     NOT_DECIDED = "routing failed", "Deciding how to run the call raised an error. The log shows it once."
-    # Compilers.
-    COMPILED = (
-        "torch.compile",
-        "The model was compiled or exported: compiled code has no run-time decisions. Run the model eagerly.",
-    )
 
     @classmethod
     def of(cls, text: str) -> DenseReason:

@@ -84,7 +84,7 @@ class Handle:
         self._cache_meter = CacheMeter(self._numbers, self._live_caches)
         self._unnamed = itertools.count()
         self._layers = weakref.WeakKeyDictionary(
-            {m: Layer(self, index, DenseAttention(m, self.before)) for index, m in decoder.layers.items()}
+            {m: Layer(self, index, m, DenseAttention(m, self.before)) for index, m in decoder.layers.items()}
         )
         self._config: weakref.ref[Any] = weakref.ref(decoder.config)
         self._said_replaced = False

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import weakref
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from dynaxx.integrations.runtime.guarding import LiveGuard
 from dynaxx.integrations.runtime.routing import DenseReason, Route
 from dynaxx.integrations.transformers.arguments import Scores, sinks_of
+from dynaxx.integrations.transformers.compiled import attend_compiled, remember
 from dynaxx.integrations.transformers.decode import decode_step
 from dynaxx.integrations.transformers.decoder import DENSE
 from dynaxx.integrations.transformers.dense_fallback import DenseAttention, dense_piece
@@ -60,12 +62,14 @@ class Call(NamedTuple):
 class Layer:
     """What one attention module does under a handle."""
 
-    __slots__ = ("__weakref__", "dense", "handle", "index")
+    __slots__ = ("__weakref__", "dense", "handle", "index", "number")
 
-    def __init__(self, handle: Handle, index: int, dense: DenseAttention) -> None:
+    def __init__(self, handle: Handle, index: int, module: nn.Module, dense: DenseAttention) -> None:
         self.handle = handle
         self.index = index
         self.dense = dense
+        self.number = next(_numbers)  # by which compiled code finds it
+        remember(self, module)
 
     def attend(
         self, current: Pass | None, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kwargs: Any
@@ -243,6 +247,7 @@ def _run_native(call: Call, parts: Sequence[Part]) -> Tensor:
 
 
 LAYERS: weakref.WeakKeyDictionary[nn.Module, Layer] = weakref.WeakKeyDictionary()
+_numbers = itertools.count(1)
 _warned: set[str] = set()
 
 
@@ -256,8 +261,10 @@ def attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Return what `AttentionInterface` calls for every layer of every model with a policy."""
     if torch.compiler.is_compiling():
-        if torch.compiler.is_dynamo_compiling() and (compiled := LAYERS.get(module)) is not None:
-            compiled.handle.counts.compiled()
+        traced = LAYERS.get(module)
+        out = None if traced is None else attend_compiled(traced, module, query, key, value, attention_mask, kwargs)
+        if out is not None:
+            return out, None
         return _original(module)(module, query, key, value, attention_mask, **kwargs)
     current: Pass | None = kwargs.pop(ARGUMENT, None)
     layer = LAYERS.get(module)
@@ -268,7 +275,7 @@ def attention(
 
 
 def _original(module: nn.Module) -> DenseAttention:
-    """Return the attention of a module that is compiled, or that has no handle."""
+    """Return the attention that a module had, whether it has a handle or not."""
     layer = LAYERS.get(module)
     return DenseAttention(module, DENSE) if layer is None else layer.dense
 

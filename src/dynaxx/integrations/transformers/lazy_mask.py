@@ -121,12 +121,15 @@ class LazyMask(Tensor):
 def make_mask(**request: Any) -> Tensor | None:
     """Make the mask of a model on dynaxx, as `AttentionMaskInterface` asks.
 
-    Decoding steps and functions without a rule get SDPA's mask, compilers that of the attention that the model had.
+    Decoding steps, functions without a rule and compiled models get SDPA's mask. Exported and traced models get that of
+    the attention that they had.
     """
     from transformers import AttentionMaskInterface
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+    if torch.compiler.is_compiling() and not torch.compiler.is_exporting():  # `plain_mask` makes any other of it
+        return sdpa_mask(**request)
+    if torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None:
         return AttentionMaskInterface()[IMPLEMENTATIONS.get(id(request.get("config")), "sdpa")](**request)
     rule = read_rule(request.get("mask_function", causal_mask_function)) if request["q_length"] > 1 else None
     return sdpa_mask(**request) if rule is None else LazyMask.of(rule, request)

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One attention call of a compiled model: an op that the compiler does not look into.
+
+A compiler sees `dynaxx::layer_attention`, whatever the lengths, the policy and the traffic are: one compile, no graph
+break. Inside it the call is decided and run when the model runs, exactly as without a compiler.
+
+    compiled graph:  q, k, v, mask, sinks --> dynaxx::layer_attention --> out
+    when it runs:                             Layer.attend: decide, then a rule, the model's own pattern, or dense
+
+Decoding steps have nothing to decide under a compiler (the cache's summaries live outside of the graph), so they are
+traced into the attention that the model had. Exported models leave the process, so they are, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from dynaxx.integrations.transformers.arguments import SINKS, Scores
+
+if TYPE_CHECKING:
+    from dynaxx.integrations.transformers.layer import Layer
+
+_MODULES: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()  # by the number of their layer
+_LAYERS: weakref.WeakValueDictionary[int, Layer] = weakref.WeakValueDictionary()
+
+
+def remember(layer: Layer, module: nn.Module) -> None:
+    """Let `layer_attention` find a layer and its module by the layer's number."""
+    _LAYERS[layer.number], _MODULES[layer.number] = layer, module
+
+
+def attend_compiled(
+    layer: Layer, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
+) -> Tensor | None:
+    """Trace one attention call of a layer, (B, Lq, Hq, D). None where the model's own attention must be traced.
+
+    Args:
+        q: (B, Hq, Lq, D).
+        k, v: (B, Hk, Lk, D).
+        mask: (B | 1, 1, Lq, Lk), or None.
+        kwargs: the other arguments of the call, as `AttentionInterface` hands them down.
+    """
+    scores = Scores.of(kwargs)
+    if torch.compiler.is_exporting() or q.shape[2] == 1 or scores.unserved is not None:
+        return None
+    sinks = next((kwargs[name] for name in SINKS if kwargs.get(name) is not None), None)
+    window = kwargs.get("sliding_window")
+    causal, trains = kwargs.get("is_causal"), torch.is_grad_enabled() and q.requires_grad
+    return layer_attention(
+        q, k, v, mask, sinks, layer.number, scores.scale, scores.softcap, window or None, causal, trains
+    )
+
+
+@torch.library.custom_op("dynaxx::layer_attention", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def layer_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    number: int,
+    scale: float | None,
+    softcap: float | None,
+    window: int | None,
+    is_causal: bool | None,
+    trains: bool,
+) -> Tensor:
+    """Run one attention call of layer `number` of this process, (B, Lq, Hq, D), contiguous.
+
+    With `trains` layers choose as the backward pass will: each for itself, also where the policy lets them share.
+    """
+    if trains:
+        q, k, v = q.detach(), k.detach(), v.detach()
+    with torch.set_grad_enabled(trains):
+        out = _attend(q, k, v, mask, sinks, number, scale, softcap, window, is_causal)
+    return out.detach().contiguous()
+
+
+@torch.library.custom_op("dynaxx::layer_attention_backward", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def layer_attention_backward(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    number: int,
+    scale: float | None,
+    softcap: float | None,
+    window: int | None,
+    is_causal: bool | None,
+    trains: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return dq, dk, dv and dsinks (empty without sinks). Computes the forward again: selection depends on q and k."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v, *(() if sinks is None else (sinks,)))]
+    with _recording():
+        queries, keys, values = leaves[:3]
+        sink = None if sinks is None else leaves[3]
+        out = _attend(queries, keys, values, mask, sink, number, scale, softcap, window, is_causal)
+    grads = torch.autograd.grad(out, leaves, do, allow_unused=True)
+    found = [torch.empty_like(x).copy_(0 if g is None else g) for x, g in zip(leaves, grads, strict=True)]
+    return found[0], found[1], found[2], found[3] if sinks is not None else q.new_empty(0)
+
+
+@contextlib.contextmanager
+def _recording() -> Iterator[None]:
+    """Let autograd record within an op, where the dispatcher passes it over."""
+    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    keys = torch._C.DispatchKey
+    for key in (keys.AutogradFunctionality, keys.AutogradOther, keys.AutogradNestedTensor, keys.ADInplaceOrView):
+        exclude = exclude.remove(key)
+    with torch._C._ForceDispatchKeyGuard(include, exclude), torch.enable_grad():
+        yield
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    number: int,
+    scale: float | None,
+    softcap: float | None,
+    window: int | None,
+    is_causal: bool | None,
+) -> Tensor:
+    layer, module = _LAYERS.get(number), _MODULES.get(number)
+    if layer is None or module is None:
+        raise RuntimeError(
+            "the model was compiled under a dynaxx handle that was removed since: call torch.compiler.reset() and "
+            "compile it again"
+        )
+    kwargs: dict[str, Any] = {"scaling": scale, "softcap": softcap, "sliding_window": window, "is_causal": is_causal}
+    given = {name: value for name, value in {**kwargs, SINKS[0]: sinks}.items() if value is not None}
+    return layer.attend(None, module, q, k, v, mask, given)[0]
+
+
+@layer_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
+
+
+@layer_attention_backward.register_fake
+def _(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, *_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dsinks
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:5])
+    ctx.settings = inputs[5:]
+
+
+def _backward(ctx: Any, do: Tensor) -> tuple[Any, ...]:
+    q, k, v, mask, sinks = ctx.saved_tensors
+    dq, dk, dv, dsinks = layer_attention_backward(do, q, k, v, mask, sinks, *ctx.settings)
+    return dq, dk, dv, None, None if sinks is None else dsinks, None, None, None, None, None, None
+
+
+layer_attention.register_autograd(_backward, setup_context=_save_for_backward)

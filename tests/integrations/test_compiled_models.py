@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiled models under a handle: one compile, no graph break, and in every call what happens without a compiler."""
+
+import pytest
+import torch
+import transformers
+from test_transformers import SPARSE, close, llama, logits, policy_for, tokens
+
+import dynaxx as dx
+
+LENGTHS = (160, 128, 96, 144, 100, 81, 90, 112)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+class CountingBackend:
+    """Runs graphs as they are, and counts them."""
+
+    graphs = 0
+
+    def __call__(self, graph, inputs):
+        self.graphs += 1
+        return graph
+
+
+def test_a_compiled_model_runs_sparse_at_every_length_with_one_compile():
+    model, backend = llama(), CountingBackend()
+    with dx.apply(model, policy_for(model, dx.Rule.of(SPARSE))) as handle:
+        compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=True)
+        for seqlen in LENGTHS:
+            ids = tokens(2, seqlen)
+            close(logits(compiled, input_ids=ids, use_cache=False), logits(model, input_ids=ids, use_cache=False))
+        assert backend.graphs == 1
+        stats = handle.stats()
+        assert stats["sparse_calls"] == 2 * 3 * len(LENGTHS)
+        assert not stats["dense_calls"]
+
+
+def test_padded_rows_are_as_without_a_compiler():
+    model, ids = llama(), tokens(2, 120)
+    mask = torch.ones_like(ids)
+    mask[0, :30] = 0
+    with dx.apply(model, policy_for(model, dx.Rule.of(SPARSE))):
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        arguments = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
+        close(logits(compiled, **arguments)[mask.bool()], logits(model, **arguments)[mask.bool()])
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_gradients_of_a_compiled_model_are_those_of_the_model(native):
+    model, ids = llama().train(), tokens(2, 150)
+    policy = None if native else policy_for(model, dx.Rule.of(SPARSE))
+    with dx.apply(model, policy) as handle:
+        model(ids, labels=ids).loss.backward()
+        wanted = {name: p.grad.clone() for name, p in model.named_parameters()}
+        model.zero_grad()
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        compiled(ids, labels=ids).loss.backward()
+        for name, parameter in model.named_parameters():
+            close(parameter.grad, wanted[name])
+        assert native or handle.stats()["sparse_calls"] > 6
+
+
+def test_generate_compiles_its_steps_and_the_prompt_runs_sparse():
+    """As transformers does it for static caches: the prompt runs eagerly, every further token in compiled code."""
+    model, ids = llama(), tokens(1, 100)
+    arguments = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": "static"}
+    with dx.apply(model, policy_for(model, dx.Rule.of(SPARSE))) as handle:
+        wanted = model.generate(ids, disable_compile=True, **arguments)
+        sparse = handle.stats()["sparse_calls"]
+        config = transformers.CompileConfig(backend="eager", fullgraph=True, mode=None)
+        config._compile_all_devices = True
+        assert torch.equal(model.generate(ids, compile_config=config, **arguments), wanted)
+        assert handle.stats()["sparse_calls"] == 2 * sparse > 0
+
+
+def test_a_removed_handle_says_so_and_a_new_compile_is_dense():
+    model, ids = llama(), tokens(1, 96)
+    dense = logits(model, input_ids=ids, use_cache=False)
+    handle = dx.apply(model, policy_for(model, dx.Rule.of(SPARSE)))
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    logits(compiled, input_ids=ids, use_cache=False)
+    handle.remove()
+    close(logits(compiled, input_ids=ids, use_cache=False), dense)
+
+
+def test_the_kill_switch_reaches_compiled_code():
+    model, ids = llama(), tokens(1, 96)
+    dense = logits(model, input_ids=ids, use_cache=False)
+    with dx.apply(model, policy_for(model, dx.Rule.of(SPARSE))) as handle:
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        sparse = logits(compiled, input_ids=ids, use_cache=False)
+        assert not torch.allclose(sparse, dense, atol=1e-3)
+        handle.kill_switch.engage()
+        close(logits(compiled, input_ids=ids, use_cache=False), dense)
+        handle.kill_switch.release()
+        close(logits(compiled, input_ids=ids, use_cache=False), sparse)
