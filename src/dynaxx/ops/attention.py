@@ -15,6 +15,7 @@ from dynaxx.kernels.registry import ATTENTION
 from dynaxx.kernels.scale import softmax_scale
 from dynaxx.kernels.sinks import add_sinks
 from dynaxx.layout import BlockLayout, CuSeqlens, PackedLayout
+from dynaxx.ops.autocast import follow_autocast
 from dynaxx.ops.autograd import attend_with_gradients
 from dynaxx.ops.checks import check_inputs, check_packed, check_sinks
 from dynaxx.ops.dispatch import backend_for, load_backend, score_options
@@ -87,6 +88,7 @@ def sparse_attention(
 
     Args:
         q: (batch, seqlen_q, q_heads, head_dim); fp16, bf16, fp32 or fp64. Any strides.
+            Under `torch.autocast` q, k and v are cast to its dtype, as `scaled_dot_product_attention` does.
             Packed, (tokens, q_heads, head_dim): sequences of any length behind one another.
         k, v: (batch, seqlen_k, kv_heads, head_dim) and (..., head_dim_v); q_heads must be a multiple of kv_heads.
         layout: of the same lengths; shared, or one per batch entry and per q head. Packed: from `packed_layout`,
@@ -110,6 +112,7 @@ def sparse_attention(
         ValueError, TypeError: inputs that do not fit together.
         UnsupportedInputError: no backend, or not the named one, can serve; with the reasons of each.
     """
+    q, k, v = follow_autocast(q, k, v)
     packed = isinstance(layout, PackedLayout) and q.ndim == 3
     if packed or cu_seqlens_q is not None or cu_seqlens_k is not None:
         check_packed(q, k, v, layout, cu_seqlens_q, cu_seqlens_k)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from dynaxx.integrations.transformers.arguments import SINKS, Scores
+from dynaxx.ops.autocast import follow_autocast
 
 if TYPE_CHECKING:
     from dynaxx.integrations.transformers.layer import Layer
@@ -51,6 +52,7 @@ def attend_compiled(
         return None
     sinks = next((kwargs[name] for name in SINKS if kwargs.get(name) is not None), None)
     window = kwargs.get("sliding_window")
+    q, k, v = follow_autocast(q, k, v)
     causal, trains = kwargs.get("is_causal"), torch.is_grad_enabled() and q.requires_grad
     return layer_attention(
         q, k, v, mask, sinks, layer.number, scores.scale, scores.softcap, window or None, causal, trains

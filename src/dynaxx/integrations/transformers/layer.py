@@ -24,6 +24,7 @@ from dynaxx.integrations.transformers.masks import Run
 from dynaxx.integrations.transformers.native import Part
 from dynaxx.integrations.transformers.planning import Work, plan_call
 from dynaxx.ops import sparse_attention
+from dynaxx.ops.autocast import follow_autocast
 from dynaxx.policy import LayerPlan
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class Layer:
             return self.dense(module, q, k, v, mask, **kwargs)
         if work.route is not Route.DENSE:
             guard = current.deployed.guard if self.index in current.deployed.plans else None
-            call = Call(q, k, v, scores.scale, scores.softcap, sinks_of(kwargs), guard, current)
+            call = Call(*follow_autocast(q, k, v), scores.scale, scores.softcap, sinks_of(kwargs), guard, current)
             out = self._run_guarded(call, work)
             if out is not None:
                 return out, None
