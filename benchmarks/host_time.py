@@ -22,7 +22,7 @@ import torch
 import dynaxx as dx
 from dynaxx.lab.machine import need_gpu
 from dynaxx.ops.dispatch import load_backend
-from dynaxx.patterns import kept
+from dynaxx.patterns import caches
 
 
 def host_us(call: Callable[[], object], count: int = 200, rounds: int = 5) -> float:
@@ -128,7 +128,7 @@ def print_layouts(tokens: int) -> None:
 
 def built_ms(rule: dx.Pattern, tokens: int) -> float:
     """Return the milliseconds until a new layout lies on the GPU."""
-    kept.forget()
+    caches.forget()
     torch.cuda.synchronize()
     start = time.perf_counter()
     rule.layout(tokens, device="cuda")

@@ -25,7 +25,7 @@ import torch
 import dynaxx as dx
 from dynaxx.integrations.encoders import apply_to_encoder
 from dynaxx.integrations.encoders.longformer import SLOTS
-from dynaxx.layout.hide import hide_keys
+from dynaxx.layout.hide_keys import hide_keys
 
 BASE = {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12, "vocab_size": 1000}
 

@@ -15,7 +15,7 @@ _SOURCES = {
     "dynaxx.errors": ("PolicyError", "UnsupportedInputError"),
     "dynaxx.layout": ("BlockLayout", "PackedLayout", "pack_layouts"),
     "dynaxx.layout.compressed": ("CompressedPages",),
-    "dynaxx.layout.exact": ("ExactTokens",),
+    "dynaxx.layout.exact_tokens": ("ExactTokens",),
     "dynaxx.layout.paging": ("PageSummaries", "PagedCache", "quantize_pages"),
     "dynaxx.patterns": (
         "Causal",

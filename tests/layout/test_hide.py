@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import dynaxx as dx
-from dynaxx.layout.hide import hide_keys
+from dynaxx.layout.hide_keys import hide_keys
 
 
 def shown(layout, visible):

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from dynaxx.arguments import typed
 from dynaxx.layout.compressed import CompressedPages, check_pages
-from dynaxx.layout.exact import SINKS, WINDOW, ExactTokens
-from dynaxx.layout.forms import Form, form_of
+from dynaxx.layout.exact_tokens import SINKS, WINDOW, ExactTokens
 from dynaxx.layout.page_summaries import PageSummaries
 from dynaxx.layout.pages import PAGE_SIZES, SCALED_DTYPES, PageStrides, page_strides, quantize_pages
+from dynaxx.layout.signature import Form, form_of
 from dynaxx.lazy import lazy
 
 __all__ = ["PageStrides", "PageSummaries", "PagedCache", "quantize_pages"]

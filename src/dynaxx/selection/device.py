@@ -17,8 +17,8 @@ from dynaxx.kernels.problem import SelectionProblem
 from dynaxx.kernels.registry import SELECTION
 from dynaxx.layout import BlockGrid, BlockLayout
 from dynaxx.layout.entries import running_sum
-from dynaxx.layout.forms import Form, form_of
 from dynaxx.layout.host_metadata import set_form
+from dynaxx.layout.signature import Form, form_of
 from dynaxx.patterns.base import Pattern
 from dynaxx.selection.groups import heads_alike
 from dynaxx.selection.scorers.base import Scorer, pieces

@@ -11,11 +11,11 @@
 // and need no memory for partial sums: fp32 sums lie in dq itself, those of bf16 and fp16 half in it and half in dq_low.
 // Heads are taken in waves, as many as keep the threads from waiting and dq_low small. Where a group is too large for
 // that, a wave takes its q heads in parts, and the sums of dk and dv wait in halves, too.
-#include "ahead.h"
+#include "prefetch.h"
 #include "gradient_tiles.h"
 #include "scratch.h"
 #include "tasks.h"
-#include "turns.h"
+#include "ordered_tasks.h"
 
 using namespace dynaxx;
 

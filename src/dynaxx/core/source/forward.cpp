@@ -6,7 +6,7 @@
 // Panels, not blocks, are what element masks cut: a panel visits only keys it can see.
 #include <cmath>
 
-#include "ahead.h"
+#include "prefetch.h"
 #include "panel.h"
 #include "scratch.h"
 #include "tasks.h"

@@ -19,7 +19,7 @@ from transformers.models.bigbird_pegasus.modeling_bigbird_pegasus import (
 
 from dynaxx.integrations.encoders.bigbird_blocks import Visits, draw_random_blocks, layout_block, visits_of
 from dynaxx.layout import BLOCK_SIZES, BlockLayout
-from dynaxx.layout.hide import hide_keys
+from dynaxx.layout.hide_keys import hide_keys
 from dynaxx.ops import merge_states, sparse_attention
 from dynaxx.patterns import Full
 

@@ -21,7 +21,7 @@ from transformers.models.led.modeling_led import LEDEncoderSelfAttention
 from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
 
 from dynaxx.layout import BlockLayout
-from dynaxx.layout.hide import hide_keys
+from dynaxx.layout.hide_keys import hide_keys
 from dynaxx.ops import merge_states, sparse_attention
 from dynaxx.patterns import Full, GlobalTokens, SlidingWindow
 

@@ -13,7 +13,7 @@ from dynaxx.integrations.transformers.lazy_mask import LazyMask
 from dynaxx.integrations.transformers.mask_rules import MaskRule
 from dynaxx.integrations.transformers.masks import Run
 from dynaxx.layout import BlockLayout
-from dynaxx.layout.hide import hide_keys
+from dynaxx.layout.hide_keys import hide_keys
 from dynaxx.patterns import Causal, Documents, Full, Pattern, SlidingWindow
 
 BLOCK = {"cpu": 64, "cuda": 128}  # tokens of a block of native layouts

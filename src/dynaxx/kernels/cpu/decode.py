@@ -14,7 +14,7 @@ from dynaxx.core.library import active_library
 from dynaxx.core.status import raise_for_status
 from dynaxx.kernels.cpu.arguments import ELEMENTS, readable, strides
 from dynaxx.kernels.problem import DecodeProblem
-from dynaxx.layout.exact import ExactTokens
+from dynaxx.layout.exact_tokens import ExactTokens
 from dynaxx.layout.host import on_host
 from dynaxx.layout.paging import PagedCache, PageStrides, PageSummaries
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.kernels.problem import DecodeProblem
-from dynaxx.layout.exact import ExactTokens
+from dynaxx.layout.exact_tokens import ExactTokens
 from dynaxx.layout.paging import PagedCache, PageSummaries
 
 

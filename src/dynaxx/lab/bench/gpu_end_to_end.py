@@ -36,7 +36,7 @@ GROWTH_WINDOW = 1024
 
 def time_layouts(device: torch.device, say: Report) -> list[dict[str, Any]]:
     """Time a pattern until its layout is on the device at 128k tokens, fresh and cached, and measure peak memory."""
-    from dynaxx.patterns.kept import forget
+    from dynaxx.patterns.caches import forget
 
     def build(pattern: p.Pattern) -> tuple[float, BlockLayout]:
         torch.cuda.synchronize(device)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is kept between layouts."""
+"""Clear what patterns keep between layouts."""
 
 from __future__ import annotations
 
