@@ -313,15 +313,13 @@ def test_no_model_is_refused(wrong):
 
 
 def test_other_models_and_choices_are_refused():
-    bert = transformers.BertModel(
-        transformers.BertConfig(
-            vocab_size=8, hidden_size=16, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
-        )
+    t5 = transformers.T5Model(
+        transformers.T5Config(vocab_size=8, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
     )
-    with pytest.raises(dx.UnsupportedInputError, match="name a policy"):
-        dx.apply(bert)
+    with pytest.raises(dx.UnsupportedInputError, match="cross attention is not served"):
+        dx.apply(t5)
     with pytest.raises(ValueError, match="`global_keys` must be one of"):
         apply_to_encoder(longformer(), global_keys="both")
-    assert not hasattr(bert, "dynaxx")
-    with pytest.raises(TypeError, match="must be a Policy"):
+    assert not hasattr(t5, "dynaxx")
+    with pytest.raises(ValueError, match="`name` must be empty for Longformer"):
         dx.apply(longformer(), name="longformer")

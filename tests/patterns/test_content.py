@@ -372,7 +372,7 @@ def test_compiled_copied_and_dropped_models(monkeypatch):
     assert torch.equal(logits(twin, input_ids=ids), dense)
     assert not torch.equal(logits(model, input_ids=ids), dense)
     close(logits(torch.compile(model, backend="eager", fullgraph=True), input_ids=ids, use_cache=False), dense)
-    assert handle.stats()["dense_calls"] == {"torch.compile": 3}
+    assert handle.stats()["dense_calls"] == {"no token ids": 3}  # compiled code does not hand them down
     handle.remove()
     assert torch.equal(logits(model, input_ids=ids), dense)
     handle, gone = dx.apply(model, policy_for(model)), weakref.ref(model.model)

@@ -83,6 +83,8 @@ def apply(
     if window is not None and (policy is not None or not native):
         raise ValueError("`window` must be None with a policy or `native=False`; a policy has `SlidingWindow` rules")
     if window is None and policy is None and is_sparse_encoder(model):
+        if name:
+            raise ValueError(f"`name` must be empty for {type(model).__name__}, which has no metrics by model name")
         return apply_to_encoder(model)
     interface, masks = _interfaces()
     found = Decoder.of(model)
