@@ -198,7 +198,7 @@ def test_what_would_not_run_sparse_is_not_validated(model):
         validate(model, Letters(), dx.Policy(model=model_facts(model)), TEXT, lengths=(2000,))
     found = check(model, None, tolerances=Tolerances(slowdown=None))  # a dense policy is what it says
     assert found.passed
-    assert found.perplexity.ratio == 1
+    assert found.perplexity.ratio == pytest.approx(1, abs=1e-6)  # the same attention, by other kernels
     assert found.layer_calls == {
         "sparse_calls": 0,
         "native_calls": 0,
