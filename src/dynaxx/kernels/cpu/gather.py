@@ -82,14 +82,21 @@ def attention_backward(
     scale: float,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv: run the forward again, and autograd through it."""
+    """Return dq, dk, dv: run the forward again without sinks, and autograd through it."""
     with torch.enable_grad():
         q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-        out, lse = attention_forward(q, k, v, layout, scale, softcap)
-        if not out.requires_grad:  # no row visits anything
-            return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        given = [do, torch.zeros_like(lse) if dlse is None else dlse]
-        dq, dk, dv = torch.autograd.grad([out, lse], [q, k, v], given)
+        alone, lse_alone = attention_forward(q, k, v, layout, scale, softcap)
+    if not alone.requires_grad:  # no row visits anything
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    # With sinks in `lse`, out = share * alone; share = 1 without them.
+    share = (lse_alone.detach() - lse).exp().masked_fill_(lse_alone == -torch.inf, 0.0)
+    weight = share.transpose(1, 2)[..., None]
+    product = (do.to(lse.dtype) * alone.detach()).sum(-1).transpose(1, 2)
+    dlse_alone = product * share * (1 - share)
+    if dlse is not None:
+        dlse_alone = dlse_alone + dlse * share
+    given = [(do * weight).to(alone.dtype), dlse_alone]
+    dq, dk, dv = torch.autograd.grad([alone, lse_alone], [q, k, v], given)
     return dq, dk, dv
 
 
