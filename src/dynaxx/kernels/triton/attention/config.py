@@ -95,7 +95,7 @@ def backward_dq_tiles(
         roomy = block_size[0] >= 128 and shared_memory(device) >= 164 << 10
         tiles = TileSizes(128, 64, 8, 3) if roomy else TileSizes(64, 64, 4, 2)  # the former reads half as much from L2
     elif wide > 256:
-        tiles = TileSizes(64, 16, 8, 2)
+        tiles = TileSizes(64, 32, 8, 1)  # tiles of 16 keys gave wrong sums of dq
     elif tma:
         tiles = TileSizes(128, 32, 8, 2)
     else:
