@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from dynaxx.integrations.transformers.arguments import SINKS, Scores
+from dynaxx.integrations.transformers.arguments import SINKS, Scores, sinks_of
 from dynaxx.ops.autocast import follow_autocast
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def attend_compiled(
     scores = Scores.of(kwargs)
     if torch.compiler.is_exporting() or q.shape[2] == 1 or scores.unserved is not None:
         return None
-    sinks = next((kwargs[name] for name in SINKS if kwargs.get(name) is not None), None)
+    sinks = sinks_of(kwargs)
     window = kwargs.get("sliding_window")
     q, k, v = follow_autocast(q, k, v)
     causal, trains = kwargs.get("is_causal"), torch.is_grad_enabled() and q.requires_grad
