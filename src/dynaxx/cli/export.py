@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`dynaxx export`."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dynaxx.cli.options import JsonOption, ModelArgument, QuietOption
+from dynaxx.cli.running import progress_of, running, tool
+
+# By format, the module of `dynaxx.integrations` whose `export_model(folder, policy, out, options)` writes it.
+FORMATS = {
+    "triton": "triton_server.repository",
+}
+Format = StrEnum("Format", {name: name for name in FORMATS})  # type: ignore[misc]
+
+
+def export(
+    model: ModelArgument,
+    policy: Annotated[
+        Path | None,
+        typer.Argument(metavar="[POLICY]", help="A policy for this model; none runs the model's own pattern."),
+    ] = None,
+    format: Annotated[Format, typer.Option("--format", help="The engine to write for.")] = ...,  # type: ignore[assignment]
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write to.")] = ...,  # type: ignore[assignment]
+    option: Annotated[
+        list[str], typer.Option("--option", metavar="NAME=VALUE", help="A setting of the format; may be repeated.")
+    ] = [],  # noqa: B006  # typer reads it, nothing changes it
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    r"""Write a model and its policy in the form that another engine serves.
+
+    triton: a model repository for Triton Inference Server. Options: name, stream, max_batch_size, max_batch_tokens,
+    queue_delay (microseconds), dtype.
+
+    \b
+    Examples:
+      dynaxx export smollm2 policy.json --format triton --out model_repository
+      dynaxx export ./llama --format triton --out model_repository --option name=llama --option stream=false
+    """
+    with running(as_json) as finish:
+        options = _options(option)
+        module = tool(FORMATS[format.value], "integrations")
+        loaded = None if policy is None else tool("files", "policy").load_policy(policy)
+        folder = tool("models").resolve_model(model, progress=progress_of(quiet))
+        result = module.export_model(folder, loaded, out, options)
+        finish(result, files=[out])
+
+
+def _options(given: list[str]) -> dict[str, str]:
+    """Return NAME=VALUE words by name.
+
+    Raises:
+        ValueError: a word of another form, or a name twice.
+    """
+    options: dict[str, str] = {}
+    for each in given:
+        name, equals, value = each.partition("=")
+        if not (name and equals):
+            raise ValueError(f"--option must be NAME=VALUE, got {each!r}")
+        if name in options:
+            raise ValueError(f"--option {name} must be given once")
+        options[name] = value
+    return options

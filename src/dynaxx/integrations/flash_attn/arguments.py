@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What FlashAttention's arguments mean here: a rule and a few numbers, or a refusal."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dynaxx.errors import UnsupportedInputError
+from dynaxx.patterns import Causal, Full, Pattern, SlidingWindow
+
+
+def rule_of(causal: bool, window_size: tuple[int, int]) -> Pattern:
+    """Return the rule that `causal` and `window_size` describe, bottom-right aligned as in flash-attn from 2.1 on.
+
+    Raises:
+        ValueError: `window_size` is not (left, right), each >= -1.
+    """
+    left, right = check_window(window_size)
+    if causal:
+        return Causal() if left == -1 else SlidingWindow((left, 0))
+    return Full() if (left, right) == (-1, -1) else SlidingWindow((left, right))
+
+
+def check_window(window_size: tuple[int, int]) -> tuple[int, int]:
+    """Return (left, right).
+
+    Raises:
+        ValueError: not two whole numbers >= -1.
+    """
+    if not isinstance(window_size, tuple | list) or len(window_size) != 2:
+        raise ValueError(f"`window_size` must be (left, right), got {window_size!r}")
+    if any(not isinstance(side, int) or side < -1 for side in window_size):
+        raise ValueError(f"`window_size` must be two integers >= -1, -1 for unlimited, got {window_size!r}")
+    return window_size[0], window_size[1]
+
+
+def softcap_of(softcap: float) -> float | None:
+    """Return dynaxx's softcap: FlashAttention's 0.0 is none.
+
+    Raises:
+        ValueError: below 0 or not finite.
+    """
+    if not 0 <= softcap < float("inf"):
+        raise ValueError(f"`softcap` must be 0.0 for none, or above, got {softcap}")
+    return None if softcap == 0 else float(softcap)
+
+
+def refuse(
+    name: str, *, dropout_p: float = 0.0, alibi_slopes: Tensor | None = None, block_table: Tensor | None = None
+) -> None:
+    """Refuse arguments of FlashAttention that dynaxx does not compute.
+
+    Raises:
+        UnsupportedInputError: with the reasons.
+    """
+    reasons = []
+    if dropout_p:
+        reasons.append(f"`dropout_p` must be 0.0, got {dropout_p}: attention weights are not dropped")
+    if alibi_slopes is not None:
+        reasons.append("`alibi_slopes` must be None: no bias is added to scores")
+    if block_table is not None:
+        reasons.append("`block_table` must be None: use flash_attn_with_kvcache for a paged cache")
+    if reasons:
+        raise UnsupportedInputError(name, {"dynaxx": reasons})
+
+
+def check_deterministic(deterministic: bool, *tensors: Tensor) -> None:
+    """Refuse a promise that is not kept: on a GPU gradients are bitwise the same where torch is told so.
+
+    Raises:
+        ValueError: gradients on a GPU without `torch.use_deterministic_algorithms(True)`.
+    """
+    needs = deterministic and torch.is_grad_enabled() and any(x.requires_grad and x.is_cuda for x in tensors)
+    if needs and not torch.are_deterministic_algorithms_enabled():
+        raise ValueError("`deterministic` needs torch.use_deterministic_algorithms(True) on a GPU")
+
+
+def block_size_of(q: Tensor) -> int:
+    """Return the tokens per block that kernels of q's device like."""
+    return 64 if q.device.type == "cpu" else 128

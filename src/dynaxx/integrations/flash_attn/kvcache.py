@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`flash_attn_with_kvcache` of flash-attn 2.8, on dynaxx's decoding kernels.
+
+A cache is read where it lies: pages by their table, a contiguous cache as pages of its own rows. Queries that do not
+all end at the last key (no causality, a window to the right) become sequences of one query over the same pages.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dynaxx.arguments import typed
+from dynaxx.integrations.flash_attn.arguments import check_window, refuse, softcap_of
+from dynaxx.layout.paging import PagedCache
+from dynaxx.ops.decode import sparse_decode
+
+PAGES = (256, 128, 64, 32, 16)  # tokens per page that dynaxx reads
+
+
+class _Pages(NamedTuple):
+    """A cache as pages."""
+
+    k: Tensor  # (num_pages, page_size, kv_heads, head_dim), a view of the caller's tensor where `views`
+    v: Tensor
+    table: Tensor  # (batch, max_pages) int32
+    page_size: int
+
+
+@typed
+@torch.no_grad()
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Any:
+    """Attend to a kv cache as `flash_attn.flash_attn_with_kvcache` does; new keys and values are written to it first.
+
+    Args:
+        q: (batch, seqlen_q, q_heads, head_dim).
+        k_cache, v_cache: (batch_cache, seqlen_cache, kv_heads, head_dim), or with `block_table` (num_pages, page_size,
+            kv_heads, head_dim) with pages of 16, 32, 64, 128 or a multiple of 256 tokens.
+        k, v: (batch, seqlen_new, kv_heads, head_dim), written in place behind the keys that are there.
+        rotary_cos, rotary_sin: (seqlen, rotary_dim / 2), applied to k and q. Needs k.
+        cache_seqlens: keys that are there, of all sequences or (batch,) int32. All of a contiguous cache by default,
+            which leaves no room for k.
+        cache_batch_idx: (batch,) rows of a contiguous cache.
+        cache_leftpad: (batch,) int32, hidden keys at the start.
+        block_table: (batch, max_pages) int32; entries beyond a sequence's keys may hold anything.
+        softmax_scale, causal, window_size, softcap: as `flash_attn_func`.
+        rotary_interleaved: rotate neighbouring numbers (GPT-J), or else halves (GPT-NeoX).
+        alibi_slopes: must be None.
+        num_splits: must be 0: the kernel chooses.
+        return_softmax_lse: also return the log-sum-exp.
+
+    Returns:
+        out (batch, seqlen_q, q_heads, head_dim), or (out, lse), lse (batch, q_heads, seqlen_q) fp32. No gradients.
+
+    Raises:
+        UnsupportedInputError, ValueError, TypeError: as `flash_attn_func`.
+    """
+    refuse("flash_attn_with_kvcache", alibi_slopes=alibi_slopes)
+    cap, (left, right) = softcap_of(softcap), check_window(window_size)
+    if num_splits != 0:
+        raise ValueError(f"`num_splits` must be 0, got {num_splits}: the kernel chooses how it splits")
+    if q.ndim != 4 or k_cache.ndim != 4 or v_cache.shape[:3] != k_cache.shape[:3]:
+        raise ValueError(
+            "`q`, `k_cache` and `v_cache` must be (batch, seqlen, heads, head_dim), the caches of the same lengths and "
+            f"heads, got {tuple(q.shape)}, {tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
+        )
+    right = 0 if causal else right
+    used = _lengths(cache_seqlens, q, k_cache, block_table)
+    pages = _pages(q, k_cache, v_cache, cache_batch_idx, block_table)
+    q, used = _append(
+        q, k, v, pages, used, (rotary_cos, rotary_sin), rotary_interleaved, causal or left != -1 or right != -1
+    )
+    valid = torch.arange(pages.table.shape[1], device=q.device) * pages.page_size < used[:, None]
+    table = torch.where(valid, pages.table, -1)
+    if right == 0:
+        cache = PagedCache(pages.k, pages.v, used, table, leftpad_k=cache_leftpad)
+        out, lse = sparse_decode(q, cache, scale=softmax_scale, softcap=cap, window_size=(left, 0), return_lse=True)
+    else:
+        out, lse = _each_query(q, pages, used, table, cache_leftpad, softmax_scale, cap, (left, right))
+    return (out, lse) if return_softmax_lse else out
+
+
+def _each_query(
+    q: Tensor,
+    pages: _Pages,
+    used: Tensor,
+    table: Tensor,
+    leftpad: Tensor | None,
+    scale: float | None,
+    cap: float | None,
+    window_size: tuple[int, int],
+) -> tuple[Tensor, Tensor]:
+    """Attend from each query as a sequence of one, from its first to its last visible key."""
+    batch, count, heads, _ = q.shape
+    left, right = window_size
+    position = used[:, None] - count + torch.arange(count, device=q.device, dtype=torch.int32)
+    ends = used[:, None].expand(-1, count)
+    if right != -1:
+        ends = torch.minimum(ends, position + right + 1).clamp(min=0)
+    starts = torch.zeros_like(position) if leftpad is None else leftpad[:, None].expand(-1, count)
+    if left != -1:
+        starts = torch.maximum(starts, position - left)
+    cache = PagedCache(
+        pages.k,
+        pages.v,
+        ends.reshape(-1).contiguous(),
+        table.repeat_interleave(count, 0),
+        leftpad_k=starts.reshape(-1).contiguous(),
+    )
+    out, lse = sparse_decode(q.reshape(batch * count, 1, heads, -1), cache, scale=scale, softcap=cap, return_lse=True)
+    return out.reshape(batch, count, heads, -1), lse.reshape(batch, count, heads).transpose(1, 2).contiguous()
+
+
+def _lengths(given: int | Tensor | None, q: Tensor, k_cache: Tensor, block_table: Tensor | None) -> Tensor:
+    """Return the keys that are there, (batch,) int32."""
+    batch = q.shape[0]
+    if given is None:
+        if block_table is not None:
+            raise ValueError("`cache_seqlens` must be given with `block_table`")
+        given = k_cache.shape[1]
+    if isinstance(given, int):
+        return torch.full((batch,), given, dtype=torch.int32, device=q.device)
+    if given.shape != (batch,) or given.dtype != torch.int32:
+        raise ValueError(
+            f"`cache_seqlens` must be an int or (batch = {batch},) int32, got {given.dtype} {tuple(given.shape)}"
+        )
+    return given
+
+
+def _pages(q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Tensor | None, block_table: Tensor | None) -> _Pages:
+    """Return the cache as pages that dynaxx reads: views, so that what is written shows in the caller's tensors."""
+    batch, length = q.shape[0], k_cache.shape[1]
+    if block_table is not None and rows is not None:
+        raise ValueError("`cache_batch_idx` must be None with `block_table`, which names the pages")
+    if block_table is not None and (block_table.ndim != 2 or block_table.shape[0] != batch):
+        raise ValueError(f"`block_table` must be (batch = {batch}, max_pages), got {tuple(block_table.shape)}")
+    size = next((size for size in PAGES if length and length % size == 0), 0)
+    if block_table is not None and size != length and length % 256:
+        raise ValueError(f"pages must hold 16, 32, 64, 128 or a multiple of 256 tokens, got {length}")
+    if not size:
+        raise ValueError(f"the cache's length must be a multiple of 16, got {length}")
+    if rows is None:
+        rows = torch.arange(batch, device=q.device)
+    if block_table is None:
+        if rows.shape != (batch,):
+            raise ValueError(f"`cache_batch_idx` must be (batch = {batch},), got {tuple(rows.shape)}")
+        if rows.is_cpu and batch and (int(rows.min()) < 0 or int(rows.max()) >= k_cache.shape[0]):
+            raise ValueError(f"`cache_batch_idx` must name rows below {k_cache.shape[0]}, got {rows.tolist()}")
+        block_table = rows[:, None]
+    each = length // size
+    table = (block_table.long()[:, :, None] * each + torch.arange(each, device=q.device)).flatten(1)
+    k_pages, v_pages = (x.unflatten(1, (each, size)).flatten(0, 1) for x in (k_cache, v_cache))
+    if k_pages.data_ptr() != k_cache.data_ptr() or v_pages.data_ptr() != v_cache.data_ptr():
+        raise ValueError("`k_cache` and `v_cache` must be contiguous in batch and length, so that they can be pages")
+    return _Pages(k_pages, v_pages, table.to(torch.int32), size)
+
+
+def _append(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    pages: _Pages,
+    used: Tensor,
+    rotary: tuple[Tensor | None, Tensor | None],
+    interleaved: bool,
+    ordered: bool,
+) -> tuple[Tensor, Tensor]:
+    """Write new keys and values behind those that are there; return q, rotated, and the lengths after it."""
+    cos, sin = rotary
+    if (k is None) != (v is None) or (cos is None) != (sin is None):
+        raise ValueError("`k` and `v` go together, and so do `rotary_cos` and `rotary_sin`")
+    if k is None or v is None:
+        if cos is not None:
+            raise ValueError("`rotary_cos` and `rotary_sin` need new `k` and `v`")
+        return q, used
+    batch, new = k.shape[:2]
+    if k.ndim != 4 or v.ndim != 4 or batch != q.shape[0] or v.shape[:2] != k.shape[:2]:
+        raise ValueError(
+            f"`k` and `v` must be (batch = {q.shape[0]}, seqlen_new, kv_heads, head_dim), "
+            f"got {tuple(k.shape)} and {tuple(v.shape)}"
+        )
+    place = used[:, None].long() + torch.arange(new, device=q.device)
+    capacity = pages.table.shape[1] * pages.page_size
+    if place.is_cpu and place.numel() and int(place.max()) >= capacity:
+        raise ValueError(f"the cache must have room for {new} new keys, got lengths {used.tolist()} of {capacity}")
+    if cos is not None and sin is not None:
+        k = _rotated(k, cos, sin, place, interleaved)
+        at = used[:, None].long() + (torch.arange(q.shape[1], device=q.device) if ordered else 0)
+        q = _rotated(q, cos, sin, at.expand(-1, q.shape[1]), interleaved)
+    where = pages.table.gather(1, place // pages.page_size).long(), place % pages.page_size
+    pages.k[where] = k.to(pages.k.dtype)
+    pages.v[where] = v.to(pages.v.dtype)
+    return q, used + new
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, place: Tensor, interleaved: bool) -> Tensor:
+    """Rotate x (batch, seqlen, heads, head_dim) by its positions (batch, seqlen)."""
+    if cos.ndim != 2 or cos.shape != sin.shape or 2 * cos.shape[1] > x.shape[3]:
+        raise ValueError(f"`rotary_cos` and `rotary_sin` must be (seqlen, rotary_dim / 2), got {tuple(cos.shape)}")
+    if place.is_cpu and place.numel() and int(place.max()) >= cos.shape[0]:
+        raise ValueError(f"`rotary_cos` must cover position {int(place.max())}, got {cos.shape[0]}")
+    width = 2 * cos.shape[1]
+    turned, rest = x[..., :width].float(), x[..., width:]
+    c, s = (each[place].float()[:, :, None] for each in (cos, sin))
+    first, second = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, -1)
+    pair = first * c - second * s, first * s + second * c
+    joined = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
+    return torch.cat((joined.to(x.dtype), rest), -1)

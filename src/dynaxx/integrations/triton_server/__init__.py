@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Serve policies with Triton Inference Server: a model repository whose Python backend runs a model under a policy."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dynaxx.integrations.triton_server.repository import RepositorySettings, write_repository
+
+__all__ = ["RepositorySettings", "write_repository"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import dynaxx.integrations.triton_server.repository as module
+
+    return getattr(module, name)

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Show dynaxx's numbers at Triton's own `/metrics`, beside Triton's.
+
+Triton's Python backend knows counters and gauges. A histogram becomes the counters that Prometheus stores of it:
+`NAME_bucket` with `le`, `NAME_sum` and `NAME_count`, so queries are the same as anywhere else.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from dynaxx.telemetry.catalog import CATALOG, Metric
+from dynaxx.telemetry.recorder import Recorder, recorder
+from dynaxx.telemetry.store import Series
+
+logger = logging.getLogger("dynaxx")
+
+SECONDS = 1.0  # between two looks
+
+
+class _Sample(NamedTuple):
+    """One number as Triton shows it."""
+
+    name: str
+    counts: bool  # a counter, or else a gauge
+    help: str
+    labels: dict[str, str]
+    value: float
+
+
+class TritonMetrics:
+    """Copies the process's numbers to Triton every second, in a daemon thread, until `close`.
+
+    Args:
+        utils: Triton's `triton_python_backend_utils`.
+        numbers: the recorder; None takes this process's.
+        interval: seconds between two copies.
+    """
+
+    def __init__(self, utils: Any, numbers: Recorder | None = None, *, interval: float = SECONDS) -> None:
+        self._utils, self._numbers, self._interval = utils, numbers, interval
+        self._families: dict[str, Any] = {}
+        self._shown: dict[tuple[str, ...], tuple[Any, float]] = {}
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="dynaxx triton metrics", daemon=True)
+        self._thread.start()
+
+    def copy(self) -> None:
+        """Copy all numbers now."""
+        for series in (self._numbers or recorder()).snapshot():
+            for sample in _samples(series):
+                self._show(sample)
+
+    def close(self) -> None:
+        """Copy for the last time, and stop. More calls do nothing."""
+        if not self._stopped.is_set():
+            self._stopped.set()
+            self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            last = self._stopped.wait(self._interval)
+            try:
+                self.copy()
+            except Exception as error:  # a server without metrics: requests go on
+                logger.warning("Triton shows no metrics of dynaxx: %s", error)
+                return
+            if last:
+                return
+
+    def _show(self, sample: _Sample) -> None:
+        key = (sample.name, *sample.labels.values())
+        metric, before = self._shown.get(key) or (self._new(sample), 0.0)
+        if not sample.counts:
+            metric.set(sample.value)
+        elif sample.value > before:
+            metric.increment(sample.value - before)
+        self._shown[key] = (metric, sample.value)
+
+    def _new(self, sample: _Sample) -> Any:
+        family = self._families.get(sample.name)
+        if family is None:
+            kinds = self._utils.MetricFamily
+            kind = kinds.COUNTER if sample.counts else kinds.GAUGE
+            family = kinds(name=sample.name, description=sample.help, kind=kind)
+            self._families[sample.name] = family
+        return family.Metric(labels=sample.labels)
+
+
+def _samples(series: Series) -> Iterator[_Sample]:
+    metric: Metric = CATALOG[series.metric.name]
+    labels = dict(zip(metric.all_labels, series.labels, strict=True))
+    if metric.kind != "histogram":
+        yield _Sample(metric.name, metric.kind == "counter", metric.help, labels, series.value)
+        return
+    total = 0
+    for bound, count in zip((*metric.buckets, "+Inf"), series.counts, strict=True):
+        total += count
+        yield _Sample(f"{metric.name}_bucket", True, metric.help, {**labels, "le": str(bound)}, total)
+    yield _Sample(f"{metric.name}_sum", True, metric.help, labels, series.sum)
+    yield _Sample(f"{metric.name}_count", True, metric.help, labels, total)

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write a model repository for Triton Inference Server.
+
+model_repository/
+  NAME/
+    config.pbtxt     inputs, outputs, batching, streaming: edit it as any other of Triton's
+    1/
+      model.py       seven lines that load `dynaxx.integrations.triton_server.python_model`
+      policy.json    followed while the server runs: replace the file, and new requests use it
+      model/         weights and tokenizer in Hugging Face's format
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from dynaxx.policy import Policy, save_policy
+
+CONFIG = Template("""\
+# Written by dynaxx. Triton's documentation explains each field.
+name: "$name"
+backend: "python"
+max_batch_size: $max_batch_size
+
+# Requests that wait together run as one batch. Prompts of different lengths may share one.
+dynamic_batching { max_queue_delay_microseconds: $queue_delay }
+
+# true: tokens can be streamed; clients use gRPC streams, or HTTP's generate and generate_stream.
+# false: one answer per request; clients may use HTTP's and gRPC's plain infer, too.
+model_transaction_policy { decoupled: $stream }
+
+instance_group [ { kind: KIND_AUTO count: 1 } ]
+
+input [
+  { name: "text_input" data_type: TYPE_STRING dims: [ 1 ] optional: true },
+  { name: "input_ids" data_type: TYPE_INT64 dims: [ -1 ] optional: true allow_ragged_batch: true },
+  { name: "max_tokens" data_type: TYPE_INT32 dims: [ 1 ] optional: true },
+  { name: "stream" data_type: TYPE_BOOL dims: [ 1 ] optional: true },
+  { name: "temperature" data_type: TYPE_FP32 dims: [ 1 ] optional: true },
+  { name: "top_p" data_type: TYPE_FP32 dims: [ 1 ] optional: true },
+  { name: "seed" data_type: TYPE_INT64 dims: [ 1 ] optional: true }
+]
+output [
+  { name: "text_output" data_type: TYPE_STRING dims: [ 1 ] },
+  { name: "output_ids" data_type: TYPE_INT64 dims: [ -1 ] },
+  { name: "finish_reason" data_type: TYPE_STRING dims: [ 1 ] }
+]
+
+parameters [
+  { key: "dtype" value: { string_value: "$dtype" } },
+  { key: "max_batch_tokens" value: { string_value: "$max_batch_tokens" } },
+  { key: "follow_seconds" value: { string_value: "1" } }
+]
+""")
+
+MODEL = '''\
+# SPDX-License-Identifier: Apache-2.0
+"""Loads dynaxx's model for Triton. The server ignores PYTHONPATH, so DYNAXX_PYTHONPATH says where packages are."""
+
+import os
+import sys
+
+sys.path[:0] = [folder for folder in os.environ.get("DYNAXX_PYTHONPATH", "").split(os.pathsep) if folder]
+
+from dynaxx.integrations.triton_server.python_model import TritonPythonModel  # noqa: E402, F401
+'''
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class RepositorySettings:
+    """Numbers and names of a repository; all of them stand in its config.pbtxt.
+
+    Attributes:
+        name: of the model in Triton.
+        stream: whether tokens can be streamed (Triton's decoupled mode).
+        max_batch_size: most requests in a batch.
+        max_batch_tokens: most tokens in a batch, padding and answers included; a larger batch is cut, shortest first.
+        queue_delay: microseconds that a request waits for others.
+        dtype: of the weights; "auto" is bfloat16 on a GPU and float32 on a CPU.
+
+    Raises:
+        ValueError: a field that Triton or the model could not use.
+    """
+
+    name: str = "dynaxx"
+    stream: bool = True
+    max_batch_size: int = 16
+    max_batch_tokens: int = 65536
+    queue_delay: int = 2000
+    dtype: str = "auto"
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", self.name, flags=re.ASCII):
+            raise ValueError(f"`name` must be letters, digits, '.', '-' and '_', got {self.name!r}")
+        for field, least in (("max_batch_size", 1), ("max_batch_tokens", 1), ("queue_delay", 0)):
+            if getattr(self, field) < least:
+                raise ValueError(f"`{field}` must be >= {least}, got {getattr(self, field)}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"`dtype` must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+
+
+def write_repository(
+    model: Path | str, policy: Policy | None, out: Path | str, settings: RepositorySettings | None = None
+) -> dict[str, Any]:
+    """Write a model repository for Triton Inference Server, with a Python backend that runs a policy.
+
+    Args:
+        model: folder in Hugging Face's format; it is copied.
+        policy: for this model; None runs the model's own attention pattern on dynaxx's kernels.
+        out: the repository's folder; models beside this one stay.
+        settings: name, batching, streaming.
+
+    Returns:
+        "model": the model's folder in the repository; "name"; "policy": whether it has one; "stream".
+
+    Raises:
+        ValueError: `out` holds a model of this name already, or `model` is no model's folder.
+        PolicyError, UnsupportedInputError: as `dynaxx.apply`; nothing is written.
+    """
+    settings = settings or RepositorySettings()
+    source, target = Path(model), Path(out) / settings.name
+    if not (source / "config.json").is_file():
+        raise ValueError(f"`model` must be a folder with a config.json, as save_pretrained writes it, got {source}")
+    if target.exists():
+        raise ValueError(f"{target} is there already: remove it, or choose another folder or name")
+    _check(source, policy)
+    unfinished = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        _fill(unfinished, source, policy, settings)
+        unfinished.rename(target)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return {"model": str(target), "name": settings.name, "policy": policy is not None, "stream": settings.stream}
+
+
+def export_model(model: Path, policy: Policy | None, out: Path, options: Mapping[str, str]) -> dict[str, Any]:
+    """Write a repository for `dynaxx export --format triton`; `options` are fields of `RepositorySettings` as text.
+
+    Raises:
+        ValueError: an option that does not exist or is not of its kind; else as `write_repository`.
+    """
+    known = {field.name: str(field.type) for field in fields(RepositorySettings)}
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise ValueError(f"--option of triton must be one of {', '.join(known)}, got {', '.join(unknown)}")
+    given = {name: _value(name, known[name], text) for name, text in options.items()}
+    return write_repository(model, policy, out, RepositorySettings(**given))
+
+
+def _value(name: str, kind: str, text: str) -> Any:
+    if kind == "bool" and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if kind == "int" and re.fullmatch(r"\d{1,12}", text, flags=re.ASCII):
+        return int(text)
+    if kind == "str":
+        return text
+    wanted = {"bool": "true or false", "int": "a number"}[kind]
+    raise ValueError(f"--option {name} must be {wanted}, got {text!r}")
+
+
+def _fill(folder: Path, source: Path, policy: Policy | None, settings: RepositorySettings) -> None:
+    version = folder / "1"
+    version.mkdir(parents=True)
+    shutil.copytree(source, version / "model")
+    if policy is not None:
+        save_policy(policy, version / "policy.json")
+    (version / "model.py").write_text(MODEL, encoding="utf-8")
+    values = {**vars(settings), "stream": str(settings.stream).lower()}
+    (folder / "config.pbtxt").write_text(CONFIG.substitute(values), encoding="utf-8")
+
+
+def _check(folder: Path, policy: Policy | None) -> None:
+    """Apply the policy to a model of this shape without weights, which refuses what the server would refuse."""
+    import torch
+    import transformers
+
+    from dynaxx.integrations.transformers import apply
+
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    apply(model.eval(), policy).remove()

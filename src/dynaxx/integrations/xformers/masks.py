@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""xFormers' masks as layouts.
+
+Masks are known by the names of their classes, so xFormers is not imported. A class that is not in the table is refused,
+a subclass of a known one too: it may mean something else. Gaps and padding between keys become sequences without
+queries, which nothing sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from dynaxx.arguments import typed
+from dynaxx.errors import UnsupportedInputError
+from dynaxx.layout import BlockGrid, BlockLayout
+from dynaxx.patterns import program
+from dynaxx.patterns.bands import band, clipped
+from dynaxx.patterns.base import DistanceRule
+from dynaxx.patterns.packed import packed_layout
+from dynaxx.patterns.runs import Ints, Visited
+
+
+@dataclass(frozen=True)
+class Band(DistanceRule):
+    """Keys lo <= query - key <= hi, None where unlimited; positions count from both starts, or from both ends."""
+
+    lo: int | None
+    hi: int | None
+    from_start: bool
+
+    def _limits(self, grid: BlockGrid) -> tuple[int | None, int | None]:
+        """Return the limits between positions as a grid aligns them: at their ends."""
+        shift = grid.offset if self.from_start else 0
+        return (None if self.lo is None else self.lo + shift), (None if self.hi is None else self.hi + shift)
+
+    def shows(self, grid: BlockGrid, distance: Any) -> Any:
+        lo, hi = self._limits(grid)
+        seen = distance == distance if lo is None else distance >= lo
+        return seen if hi is None else seen & (distance <= hi)
+
+    def alike(self, grid: BlockGrid, first: Ints) -> Ints:
+        lo, hi = self._limits(grid)
+        limits = [each for each in (lo, hi) if each is not None] or [0]
+        return clipped(grid, first, min(limits), max(limits))
+
+    def program(self, grid: BlockGrid) -> list[int]:
+        return program.band(*self._limits(grid))
+
+    def visited(self, grid: BlockGrid) -> Visited:
+        return band(grid, *self._limits(grid))
+
+
+def _full(mask: Any) -> Band:
+    return Band(None, None, from_start=False)
+
+
+def _causal(mask: Any) -> Band:
+    return Band(0, None, from_start=True)
+
+
+def _causal_at_end(mask: Any) -> Band:
+    return Band(0, None, from_start=False)
+
+
+def _local(mask: Any) -> Band:
+    return Band(0, int(mask._window_size) - 1, from_start=True)
+
+
+def _local_at_end(mask: Any) -> Band:
+    return Band(0, int(mask._window_size) - 1, from_start=False)
+
+
+def _sides(mask: Any) -> Band:
+    return Band(-int(mask.window_right), int(mask.window_left), from_start=False)
+
+
+# Without lengths of their own: q and k are (batch, seqlen, heads, head_dim).
+WHOLE: dict[str, Callable[[Any], Band]] = {
+    "LowerTriangularMask": _causal,
+    "LowerTriangularFromBottomRightMask": _causal_at_end,
+    "LowerTriangularFromBottomRightLocalAttentionMask": _local_at_end,
+    "LocalAttentionFromBottomRightMask": _sides,
+}
+# With lengths: sequences behind one another.
+BLOCKS: dict[str, Callable[[Any], Band]] = {
+    "BlockDiagonalMask": _full,
+    "BlockDiagonalCausalMask": _causal,
+    "BlockDiagonalCausalFromBottomRightMask": _causal_at_end,
+    "BlockDiagonalCausalLocalAttentionMask": _local,
+    "BlockDiagonalCausalLocalAttentionFromBottomRightMask": _local_at_end,
+    "BlockDiagonalPaddedKeysMask": _full,
+    "BlockDiagonalCausalWithOffsetPaddedKeysMask": _causal_at_end,
+    "BlockDiagonalLocalAttentionPaddedKeysMask": _sides,
+    "BlockDiagonalCausalLocalAttentionPaddedKeysMask": _local_at_end,
+    "BlockDiagonalGappyKeysMask": _full,
+    "BlockDiagonalCausalWithOffsetGappyKeysMask": _causal_at_end,
+}
+
+
+@typed
+def layout_of_mask(
+    mask: object,
+    seqlen_q: int | None = None,
+    seqlen_k: int | None = None,
+    *,
+    block_size: int | tuple[int, int] = 128,
+    device: torch.device | str = "cpu",
+) -> BlockLayout:
+    """Return the layout that shows exactly the pairs that one of xFormers' masks shows.
+
+    Args:
+        mask: an `attn_bias` of `xformers.ops.memory_efficient_attention`: `BlockDiagonalMask`, its causal and local
+            variants, with padded or gappy keys; `LowerTriangularMask` and its variants,
+            `LocalAttentionFromBottomRightMask`.
+        seqlen_q, seqlen_k: lengths, for masks that have none of their own alone; seqlen_k as seqlen_q by default.
+        block_size: tokens per block, as `Pattern.layout`.
+        device: of the layout. Lengths are read from the mask's host lists.
+
+    Returns:
+        For a mask with sequences a `PackedLayout`, for `sparse_attention` with q, k, v of (tokens, heads, head_dim);
+        xFormers' own shape is (1, tokens, heads, head_dim): pass `q[0]`. For the others a `BlockLayout`.
+
+    Raises:
+        UnsupportedInputError: another mask: a bias in numbers, pages (use a `PagedCache`), a subclass.
+        ValueError: lengths for a mask that has its own or none for one that has not; keys that overlap or go back.
+    """
+    name = type(mask).__name__
+    if name in WHOLE:
+        if seqlen_q is None:
+            raise ValueError(f"`seqlen_q` must be given with {name}, which has no lengths")
+        rule = WHOLE[name](mask)
+        return rule.layout(
+            seqlen_q, seqlen_q if seqlen_k is None else seqlen_k, causal=False, block_size=block_size, device=device
+        )
+    if name not in BLOCKS:
+        reasons = [f"no layout for {name}; known: {', '.join((*WHOLE, *BLOCKS))}"]
+        raise UnsupportedInputError("layout_of_mask", {"xformers": reasons})
+    if seqlen_q is not None or seqlen_k is not None:
+        raise ValueError(f"`seqlen_q` and `seqlen_k` must be None with {name}, which has lengths of its own")
+    ends_q, ends_k = _with_gaps(name, mask)
+    rule = BLOCKS[name](mask)
+    return packed_layout(rule, ends_q, ends_k, causal=False, block_size=block_size, device=device)
+
+
+def _with_gaps(name: str, mask: Any) -> tuple[list[int], list[int]]:
+    """Return cumulative lengths of queries and keys; a gap between keys is a sequence without queries."""
+    starts_q = [int(each) for each in mask.q_seqinfo.seqstart_py]
+    starts_k = [int(each) for each in mask.k_seqinfo.seqstart_py]
+    lengths = getattr(mask.k_seqinfo, "seqlen_py", None)
+    if lengths is None:  # keys without gaps
+        return starts_q, starts_k
+    ends_q, ends_k = [0], [0]
+    for i, (start, length) in enumerate(zip(starts_k, lengths, strict=False)):
+        if start < ends_k[-1]:
+            raise ValueError(f"keys of {name} must lie behind one another, got sequence {i} at {start}")
+        if start > ends_k[-1]:
+            ends_q.append(ends_q[-1])
+            ends_k.append(start)
+        ends_q.append(starts_q[i + 1])
+        ends_k.append(start + int(length))
+    if len(starts_k) > len(lengths) and starts_k[-1] > ends_k[-1]:
+        ends_q.append(ends_q[-1])
+        ends_k.append(starts_k[-1])
+    assert all(a <= b for a, b in pairwise(ends_k)), "checked above"
+    return ends_q, ends_k
