@@ -16,8 +16,9 @@ from dynaxx.lab.tune.raise_border import validate_tuned
 from dynaxx.lab.tune.result import TuneResult
 from dynaxx.lab.validate import comparison
 from dynaxx.lab.validate import run as module
+from dynaxx.lab.validate.check import Check
 from dynaxx.lab.validate.comparison import repeated
-from dynaxx.lab.validate.result import Check, SpeedRow, ValidationResult
+from dynaxx.lab.validate.result import SpeedRow, ValidationResult
 from dynaxx.lab.validate.run import validate
 from dynaxx.lab.validate.tasks import TASKS, make_samples, score
 from dynaxx.policy import Tolerances
@@ -76,9 +77,9 @@ def test_a_policy_that_keeps_everything_passes(model):
     assert {row.seqlen for row in found.speed} == {64, 300}
     document = json.loads(json.dumps(found.to_dict(), allow_nan=False))
     assert document["passed"] is True
-    assert set(document["checks"][0]) == {"name", "value", "limit", "passed", "unit"}
+    assert set(document["checks"][0]) == {"name", "value", "limit", "passed", "unit", "where", "said"}
     assert document["speed"][0]["dense_peak_mb"] > 0
-    assert "pass  perplexity ratio" in found.summary()
+    assert "pass  perplexity +0.00 % (limit +1.00 %) on held-out text of the sample" in found.summary()
 
 
 def test_a_policy_that_sees_little_fails(model):

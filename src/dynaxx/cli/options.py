@@ -27,7 +27,20 @@ ModelArgument = Annotated[
     typer.Argument(metavar="MODEL", help="A folder in Hugging Face's format, a .gguf file, or smollm2, gemma3-270m."),
 ]
 TextOption = Annotated[
-    str, typer.Option("--text", metavar="FILE", help="Sample of the workload: a text file, '-' for stdin, or 'pydoc'.")
+    str,
+    typer.Option(
+        "--text",
+        metavar="FILE",
+        help="Sample of the workload: a text file, '-' for stdin, or built-in: pydoc, code, legal, tables, chat.",
+    ),
+]
+KindsOption = Annotated[
+    str,
+    typer.Option(
+        "--kinds",
+        metavar="NAME,NAME,...",
+        help="Built-in kinds of text beside the sample: prose, code, legal, tables, chat, or all.",
+    ),
 ]
 OutOption = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for the results.")]
 LengthsOption = Annotated[str, typer.Option("--lengths", metavar="N,N,...", help="Prompt lengths in tokens.")]
@@ -77,6 +90,11 @@ def numbers(option: str, text: str) -> tuple[int, ...]:
             raise ValueError(f"{option} must be numbers and ranges like 0,4-6, got {text!r}")
         found += range(int(first), int(last or first) + 1)
     return tuple(found)
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Return the names of a list: "a, b" is ("a", "b"), "" is ()."""
+    return tuple(part for part in (part.strip() for part in text.split(",")) if part)
 
 
 def _is_number(text: str) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from dynaxx.lab.kinds import KINDS, prose_text, text_of
 from dynaxx.storage import read_regular_file
 
 MOST_BYTES = 256 * 1024 * 1024
@@ -26,8 +27,8 @@ def load_text(source: str | Path) -> str:
     """Read sample text.
 
     Args:
-        source: a UTF-8 file; "pydoc" for the 465 kB of language documentation that come with every Python; "-" for
-            standard input.
+        source: a UTF-8 file; "pydoc" for the 465 kB of language documentation that come with every Python; another of
+            `kinds.KINDS`: "code", "legal", "tables", "chat"; "-" for standard input.
 
     Raises:
         ValueError: no such file, not text, or empty; the message says what to give.
@@ -37,12 +38,15 @@ def load_text(source: str | Path) -> str:
         text = sys.stdin.read(MOST_BYTES)
     elif str(source) == "pydoc":
         text = pydoc_text()
+    elif str(source) in KINDS:
+        text = text_of(str(source))
     else:
         try:
             text = read_regular_file(source, MOST_BYTES).decode("utf-8")
         except (FileNotFoundError, IsADirectoryError):
             raise ValueError(
-                f"text source must be a UTF-8 file, 'pydoc' (comes with Python) or '-' (stdin), got {str(source)!r}"
+                "text source must be a UTF-8 file, 'pydoc' (comes with Python), another built-in text "
+                f"({', '.join(KINDS)}) or '-' (stdin), got {str(source)!r}"
             ) from None
         except UnicodeDecodeError as error:
             raise ValueError(f"{source} must be UTF-8 text, but: {error}") from None
@@ -53,9 +57,7 @@ def load_text(source: str | Path) -> str:
 
 def pydoc_text() -> str:
     """Return the topics of Python's own `help()`, in their order."""
-    from pydoc_data.topics import topics
-
-    return "\n\n".join(topics.values())
+    return prose_text()
 
 
 def split_text(text: str, *, section_chars: int = SECTION_CHARS) -> TextSplit:

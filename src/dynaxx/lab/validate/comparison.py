@@ -12,12 +12,16 @@ import torch
 from torch import Tensor
 
 from dynaxx.lab.finite import check_finite
-from dynaxx.lab.perplexity import ROWS, logits_of, perplexity
+from dynaxx.lab.kinds import digest_of, label, text_of
+from dynaxx.lab.perplexity import ROWS, logits_of, perplexity, token_losses
 from dynaxx.lab.prefill_speed import time_prefill
-from dynaxx.lab.validate.result import LogitErrors, Perplexities, Repetition, SpeedRow, TaskScore
+from dynaxx.lab.tasks.run import SuitePlan, run_suite
+from dynaxx.lab.validate.noise import Noise, measure_noise
+from dynaxx.lab.validate.result import KindRow, LogitErrors, Perplexities, Repetition, SpeedRow, TaskScore
 from dynaxx.lab.validate.tasks import TASKS, score
 
 if TYPE_CHECKING:
+    from dynaxx.lab.tasks.result import SuiteResult
     from dynaxx.policy import Policy
 
 WINDOWS = 3  # stretches of held-out text
@@ -39,6 +43,8 @@ class Comparison:
         self.task = task
         self.density = 1.0
         self.layer_calls: dict[str, Any] = {}
+        self.first: tuple[Tensor, Tensor] | None = None  # ids and dense losses of the first stretch of text
+        self.stretches: list[float] = []  # mean dense loss of every stretch
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[Any]:
@@ -79,6 +85,8 @@ class Comparison:
         if not self.layer_calls["sparse_calls"] and has_sparse_rule(self.policy):
             raise ValueError(f"no layer ran sparse, so nothing can be validated: {self.layer_calls['dense_calls']}")
         losses_dense, losses_sparse = (torch.stack([each[i] for each in found]).double() for i in (0, 1))
+        self.first = torch.tensor([ids[:window]]), losses_dense[0]
+        self.stretches += losses_dense.mean(1).tolist()
         change = losses_sparse - losses_dense
         errors = torch.stack([each[2] for each in found])
         logits = LogitErrors(
@@ -96,6 +104,34 @@ class Comparison:
             loss_sparse=float(losses_sparse.mean()),
             tokens=losses_dense.numel(),
         )
+
+    def compare_kinds(self, kinds: Sequence[tuple[str, Tensor]], share: float) -> tuple[KindRow, ...]:
+        """Compare the loss on one stretch of each kind of text, (1, tokens) ids by name."""
+        rows = []
+        for kind, ids in kinds:
+            self.task.advance(0, f"{label(kind)}: dense and sparse")
+            dense = token_losses(self.model, ids)[0].double()
+            with self.applied():
+                change = token_losses(self.model, ids)[0].double() - dense
+            self.stretches.append(float(dense.mean()))
+            ratio, error = float(change.mean().exp()), float(change.std() / change.numel() ** 0.5)
+            known = digest_of(text_of(kind))
+            rows.append(KindRow(kind, label(kind), change.numel(), known, perplexity(dense), ratio, error))
+            self.task.advance(share / len(kinds), f"{label(kind)}: perplexity {ratio - 1:+.2%}")
+        return tuple(rows)
+
+    def noise(self, share: float) -> Noise | None:
+        """Measure the dense model's own differences, after `compare_text`."""
+        self.task.advance(0, "the dense model's own noise")
+        found = measure_noise(self.model, *self.first, self.stretches) if self.first is not None else None
+        self.task.advance(share)
+        return found
+
+    def suite(self, tokenizer: Any, text: str, plan: SuitePlan, seed: int, share: float) -> SuiteResult:
+        """Run long-context tasks dense and sparse."""
+        limit = self.policy.tolerances.task_logprob_drop
+        say = lambda part, note: self.task.advance(part * share, note)
+        return run_suite(self.model, tokenizer, self.applied, text, plan, limit=limit, seed=seed, say=say)
 
     def retrieval(self, samples: Sequence[Any], share: float) -> tuple[TaskScore, ...]:
         """Score every task, dense and sparse."""

@@ -4,23 +4,38 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from dynaxx.lab.validate.check import Check
+
 if TYPE_CHECKING:
-    from dynaxx.policy import Tolerances
+    from dynaxx.lab.tasks.result import SuiteResult
+    from dynaxx.lab.validate.noise import Noise
 
 
 @dataclass(frozen=True)
-class Check:
-    """One figure compared with one tolerance."""
+class KindRow:
+    """The loss on one kind of text, on its held-out part.
 
-    name: str
-    value: float
-    limit: float
-    passed: bool
-    unit: str = ""
+    Attributes:
+        kind: its name; what `--kinds` takes.
+        label: its name for a reader.
+        tokens: tokens compared.
+        digest: short hash of the whole text.
+        dense: dense perplexity.
+        ratio: sparse over dense perplexity.
+        error: standard error of the ratio.
+    """
+
+    kind: str
+    label: str
+    tokens: int
+    digest: str
+    dense: float
+    ratio: float
+    error: float
 
 
 @dataclass(frozen=True)
@@ -100,16 +115,19 @@ class ValidationResult:
     window_tokens: int
     seed: int
     sparse_from: int | None = 0  # tokens from which the policy runs prompts sparse; None if it never does
+    kinds: tuple[KindRow, ...] = ()  # other kinds of text, where they were asked for
+    suite: SuiteResult | None = None  # long-context tasks, where they were asked for
+    noise: Noise | None = None  # the dense model's own differences, as a yardstick
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "advice": self.advice()}
+        checks = [{**asdict(check), "said": check.to_text()} for check in self.checks]
+        suite = None if self.suite is None else self.suite.to_dict()
+        return {**asdict(self), "checks": checks, "suite": suite, "advice": self.advice()}
 
     def advice(self) -> list[str]:
         """Return one sentence per failed check that says what to do about it."""
         failed = {check.name: check for check in self.checks if not check.passed}
-        found = []
-        if failed.keys() - {"slowdown"}:
-            found.append("Tune again with a lower --tolerance, or on more text of the kind that failed.")
+        found = self._quality_advice(failed)
         slow = [row.seqlen for row in self.slow() if self._runs_sparse(row)]
         if slow:
             fast = [row.seqlen for row in self.speed if row.seqlen > max(slow) and row.speedup >= 1]
@@ -119,6 +137,23 @@ class ValidationResult:
             small = "a pass under a policy takes the host some tenths of a millisecond, which a small model shows. "
             said = "" if slow else f"It was slow where the policy leaves prompts dense: {small}"
             found.append(said + "A busy machine times badly: measure again on a quiet one.")
+        return found
+
+    def _quality_advice(self, failed: dict[str, Check]) -> list[str]:
+        """Return what mends a loss of quality: other text to tune on, or a lower tolerance, and how low."""
+        found = []
+        limit = next((check.limit for check in self.checks if check.name == "perplexity_ratio"), math.inf)
+        worse = [row for row in self.kinds if row.ratio > limit]
+        if worse:
+            names, labels = ",".join(row.kind for row in worse), " and ".join(row.label for row in worse)
+            found.append(f"It was not tuned for {labels}: tune again with `--kinds {names}` beside your text.")
+        if failed.keys() - {"slowdown"}:
+            rises = [row.ratio - 1 for row in worse]
+            rises += [c.value - 1 for c in self.checks if c.name == "perplexity_ratio" and not c.passed]
+            lower = f" (about {(limit - 1) ** 2 / max(rises):.2g} would do here)" if rises and limit > 1 else ""
+            found.append(f"Tune again with a lower --tolerance{lower}, or on more text of the kind that failed.")
+        for row in [] if self.suite is None else self.suite.of("fails"):
+            found.append(f"Tune again with `--hold {row.task}`: at {row.tokens:,} tokens the policy {row.why}.")
         return found
 
     def later_border(self, lengths: Iterable[int] = ()) -> int | None:
@@ -146,10 +181,11 @@ class ValidationResult:
 
     def summary(self) -> str:
         """Return the checks, one line each."""
-        lines = []
-        for check in self.checks:
-            name, value = check.name.replace("_", " "), f"{check.value:.4g} {check.unit}".rstrip()
-            lines.append(f"{'pass' if check.passed else 'FAIL'}  {name}: {value} (limit {check.limit:g})")
+        lines = [f"{'pass' if check.passed else 'FAIL'}  {check.to_text()}" for check in self.checks]
+        if self.suite is not None:
+            lines.append(self.suite.summary())
+        if self.noise is not None:
+            lines.append(self.noise.summary())
         longest = max(self.speed, key=lambda row: row.seqlen, default=None)
         if longest is not None:
             lines.append(f"{longest.speedup:.2f}x dense at {longest.seqlen:,} tokens, density {self.density:.1%}")
@@ -157,42 +193,3 @@ class ValidationResult:
             lines.append("nothing of a prompt is sparse under this policy: dense was compared with dense")
         lines += self.advice()
         return "\n".join(lines)
-
-
-def checks_of(
-    limits: Tolerances,
-    logits: LogitErrors,
-    perplexity: Perplexities,
-    tasks: Sequence[TaskScore],
-    repetition: Repetition,
-    speed: Sequence[SpeedRow],
-) -> tuple[Check, ...]:
-    """Hold figures against what the policy sets a limit to.
-
-    Of few samples (tasks, generated text) only what exceeds a standard error counts, or chance alone would fail it.
-    """
-    at_most = [
-        ("perplexity_ratio", perplexity.ratio, limits.perplexity_ratio, ""),
-        ("kl", logits.kl, limits.kl, "nats"),
-        ("logits_mean_error", logits.mean_error, limits.logits_mean_error, ""),
-        (
-            "task_logprob_drop",
-            max((task.logprob_drop - task.drop_error for task in tasks), default=0.0),
-            limits.task_logprob_drop,
-            "nats",
-        ),
-        (
-            "repetition_increase",
-            repetition.increase - repetition.increase_error,
-            limits.repetition_increase,
-            "",
-        ),
-        ("slowdown", max((1 / row.speedup for row in speed), default=1.0), limits.slowdown, ""),
-    ]
-    checks = [
-        Check(name, value, limit, value <= limit, unit) for name, value, limit, unit in at_most if limit is not None
-    ]
-    if limits.top1_agreement is not None:
-        agreement, least = logits.top1_agreement, limits.top1_agreement
-        checks.append(Check("top1_agreement", agreement, least, agreement >= least))
-    return tuple(checks)

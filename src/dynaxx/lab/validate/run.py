@@ -11,12 +11,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from dynaxx.lab.attention_route import evaluating
+from dynaxx.lab.kinds import kinds_of, label, text_of
 from dynaxx.lab.models import longest_prompt
 from dynaxx.lab.progress import Progress, SilentProgress
-from dynaxx.lab.texts import split_text
+from dynaxx.lab.tasks.run import SuitePlan
+from dynaxx.lab.texts import encode, split_text
 from dynaxx.lab.tune.crossover import within
+from dynaxx.lab.validate.check import checks_of
 from dynaxx.lab.validate.comparison import WINDOWS, Comparison, has_sparse_rule
-from dynaxx.lab.validate.result import ValidationResult, checks_of
+from dynaxx.lab.validate.result import ValidationResult
 from dynaxx.lab.validate.tasks import make_samples
 
 if TYPE_CHECKING:
@@ -38,6 +41,8 @@ def validate(
     *,
     lengths: Sequence[int] | None = None,
     tokens: int | None = None,
+    kinds: Sequence[str] = (),
+    suite: SuitePlan | None = None,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> ValidationResult:
@@ -52,6 +57,8 @@ def validate(
             By default 512, 2,048 and 8,192, cut to what the model and the text allow.
         tokens: length of the stretches of text on which quality is measured; by default 4,096, or the policy's border,
             or what there is.
+        kinds: other kinds of text (`kinds.KINDS`, or "all") whose perplexity is held to the same limit.
+        suite: long-context tasks to run instead of the three short retrieval tasks.
         seed: draws the tasks.
         progress: is told of each step.
 
@@ -80,16 +87,22 @@ def validate(
     longest = min(limit, len(ids))
     lengths = _lengths(within(LENGTHS, longest) if lengths is None else lengths, border, longest)
     at = max(border, min(window, TASK_TOKENS))
-    samples = make_samples(tokenizer, ids, at, TASK_SAMPLES, seed)
+    samples = [] if suite else make_samples(tokenizer, ids, at, TASK_SAMPLES, seed)
+    others = [(kind, _stretch(tokenizer, kind, window)) for kind in kinds_of(kinds) if text_of(kind) != text]
+    if suite is not None and max(suite.lengths) > limit:
+        raise ValueError(f"tasks of {max(suite.lengths):,} tokens were asked for, and the model takes {limit:,}")
     with evaluating(model), progress.task("Validating", 100) as task:
         run = Comparison(model, policy, task)
         with run.applied():  # refuse a policy of another model before anything takes long
             pass
         logits, perplexity = run.compare_text(ids, window, share=35)
-        tasks = run.retrieval(samples, share=20)
+        noise = run.noise(share=0)
+        rows = run.compare_kinds(others, share=0)
+        tasks = () if suite else run.retrieval(samples, share=20)
+        answered = run.suite(tokenizer, split_text(text).held_out, suite, seed, share=20) if suite else None
         repetition = run.repetition(ids, max(border, min(window, PROMPT_TOKENS)), share=15)
         speed = run.speed(ids, lengths, share=30)
-    checks = checks_of(policy.tolerances, logits, perplexity, tasks, repetition, speed)
+    checks = checks_of(policy.tolerances, logits, perplexity, tasks, repetition, speed, rows, answered)
     return ValidationResult(
         passed=all(check.passed for check in checks),
         checks=checks,
@@ -104,7 +117,16 @@ def validate(
         window_tokens=window,
         seed=seed,
         sparse_from=border if sparse else None,
+        kinds=rows,
+        suite=answered,
+        noise=noise,
     )
+
+
+def _stretch(tokenizer: Any, kind: str, tokens: int) -> Any:
+    """Return the first tokens of a kind's held-out half."""
+    held_out = split_text(text_of(kind)).held_out
+    return encode(tokenizer, held_out, tokens, part=f"the held-out half of {label(kind)}")
 
 
 def _lengths(lengths: Sequence[int], border: int, longest: int) -> tuple[int, ...]:

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Walk a graph that the prompt lists edge by edge: who leads here, and what is two steps away.
+
+After OpenAI's GraphWalks: nodes are random hexadecimal names, edges are directed, and the answer is a set of nodes.
+"""
+
+from __future__ import annotations
+
+import random
+
+from dynaxx.lab.tasks.example import Example, TaskDefinition, in_a_row
+from dynaxx.lab.tasks.haystack import Haystack, letters
+
+DIGITS = 6
+OUT = 2  # edges from a node
+SOLVED = (
+    "Edges:\na1 -> b2\nb2 -> c3\na1 -> d4\nc3 -> d4\n"
+    "Question: Which nodes have an edge that leads to d4?\nAnswer: a1, c3\n"
+    "Question: Which nodes are exactly two steps from a1?\nAnswer: c3\n\n"
+)
+
+
+def _edges(rng: random.Random, count: int) -> tuple[list[str], list[tuple[str, str]]]:
+    nodes: list[str] = []
+    known: set[str] = set()
+    while len(nodes) < max(4, count // OUT):
+        name = letters(rng, DIGITS, "0123456789abcdef")
+        if name not in known:
+            known.add(name)
+            nodes.append(name)
+    pairs = {(a, b) for a in nodes for b in rng.sample(nodes, OUT) if a != b}
+    edges = sorted(pairs)
+    rng.shuffle(edges)
+    return nodes, edges
+
+
+def parents(rng: random.Random, haystack: Haystack, size: int, tokens: int) -> Example:
+    """Ask which nodes lead to one that some lead to."""
+    pick = rng.random()
+    _, edges = _edges(rng, size)
+    before: dict[str, list[str]] = {}
+    for a, b in edges:
+        before.setdefault(b, []).append(a)
+    some = sorted(node for node, leading in before.items() if len(leading) <= 3)
+    node = some[int(pick * len(some))]
+    return _asked(edges, f"Which nodes have an edge that leads to {node}?", before[node])
+
+
+def two_steps(rng: random.Random, haystack: Haystack, size: int, tokens: int) -> Example:
+    """Ask which nodes are exactly two steps from one."""
+    pick = rng.random()
+    nodes, edges = _edges(rng, size)
+    after: dict[str, list[str]] = {}
+    for a, b in edges:
+        after.setdefault(a, []).append(b)
+    reached = lambda start: [
+        node
+        for node in dict.fromkeys(far for near in after.get(start, ()) for far in after.get(near, ()))
+        if node != start and node not in after[start]
+    ]
+    some = sorted(node for node in nodes if reached(node))
+    start = some[int(pick * len(some))]
+    return _asked(edges, f"Which nodes are exactly two steps from {start}?", reached(start))
+
+
+def _asked(edges: list[tuple[str, str]], question: str, answers: list[str]) -> Example:
+    listed = "\n".join(f"{a} -> {b}" for a, b in edges)
+    return Example(
+        f"The edges of a directed graph are listed, and questions follow.\n\n{SOLVED}Edges:\n{listed}\n",
+        f"Question: {question}\nAnswer:",
+        tuple(answers),
+        in_a_row(answers),
+    )
+
+
+GRAPH_TASKS = (
+    TaskDefinition("graph_parents", "nodes with an edge to a node", parents, grade="f1", least=8),
+    TaskDefinition("graph_steps", "nodes two steps from a node", two_steps, grade="f1", least=8),
+)

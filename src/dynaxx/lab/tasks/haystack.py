@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The haystack: sentences of a real text, its words, and names to hide in it."""
+
+from __future__ import annotations
+
+import random
+import re
+import string
+import uuid
+from collections.abc import Sequence
+
+_ADJECTIVES = """
+    amber ancient bitter blunt bold brave brief bright broad calm careful clever coastal crisp curly damp daring deep
+    distant dusty eager early empty faint famous fancy fierce flat foggy formal fragile fresh frozen gentle giant golden
+    grand hasty heavy hidden hollow humble icy idle jolly keen late lazy little lively lonely loud lucky mellow mighty
+    modest muddy narrow noble northern odd pale patient plain polite proud quick quiet rapid rare restless rough round
+    royal rusty salty shallow sharp shiny shy silent silver simple sleepy slim smooth solid sour spare steady steep
+    stern stiff strict sudden sunny sweet swift tall tame tidy tiny tough upper vast vivid warm wild wise
+"""
+ADJECTIVES = tuple(_ADJECTIVES.split())
+_NOUNS = """
+    anchor apple arrow badge bakery barrel basket beacon bell blanket boat bottle bridge bucket button cabin camera
+    candle canoe carpet castle cave chair cherry cliff clock cloud coat compass cottage cradle creek crown curtain desk
+    diary donkey drum eagle engine falcon feather fence ferry field flute forest fountain garden gate glacier guitar
+    hammer harbor helmet hill horn island jacket kettle kite ladder lamp lantern lemon letter library lion magnet maple
+    market meadow mirror mountain needle oak ocean onion orchard otter paddle palace parrot pencil piano pigeon pillow
+    planet plum pocket pond puppet quarry rabbit raft ribbon river road roof rope saddle sailor shell shovel spoon
+    station stove tailor temple tiger tower train tunnel turtle umbrella valley village violin wagon walnut whistle
+    willow window
+"""
+NOUNS = tuple(_NOUNS.split())
+NOISE = "The lake is still. The bread is warm. The wind is low. Off we walk. Round the hill and home."
+WORD = re.compile(r"\b[a-z]{4,10}\b")
+MOST_WORDS = 40  # of a sentence
+MOST_LETTERS = 30  # of a word: longer ones are rules and tables, of many tokens
+SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z\"'(])")
+
+
+class Haystack:
+    """Sentences and words of a real text.
+
+    Args:
+        text: at least some hundred words; where a longer haystack is asked for, it begins again.
+
+    Raises:
+        ValueError: a text too short.
+    """
+
+    def __init__(self, text: str) -> None:
+        flat = " ".join(text.split())
+        self.sentences = tuple(part for whole in SENTENCE_END.split(flat) if whole for part in _cut(whole))
+        self.words = tuple(sorted(set(WORD.findall(text))))
+        if len(self.sentences) < 20 or len(self.words) < 100:
+            raise ValueError(
+                f"a haystack needs 20 sentences and 100 different words, got {len(self.sentences)} and "
+                f"{len(self.words)}; give a longer text"
+            )
+
+    def stretch(self, rng: random.Random, count: int) -> list[str]:
+        """Return `count` sentences in a row from a random place, from the beginning again after the end."""
+        start = rng.randrange(len(self.sentences))
+        return [self.sentences[(start + i) % len(self.sentences)] for i in range(count)]
+
+    def vocabulary(self, rng: random.Random, count: int) -> list[str]:
+        """Draw `count` different words: of the text, then pairs of words where it has no more."""
+        drawn = rng.sample(self.words, min(count, len(self.words)))
+        known = set(drawn)
+        while len(drawn) < count:
+            pair = pair_of_words(rng)
+            if pair not in known:
+                known.add(pair)
+                drawn.append(pair)
+        return drawn
+
+
+def _cut(sentence: str) -> list[str]:
+    """Return a sentence in parts of at most `MOST_WORDS` words: what looks like one may be a whole table."""
+    words = [word for word in sentence.split() if len(word) <= MOST_LETTERS]
+    return [" ".join(words[start : start + MOST_WORDS]) for start in range(0, len(words), MOST_WORDS)]
+
+
+def hide(rng: random.Random, text: Sequence[str], facts: Sequence[str]) -> list[str]:
+    """Return a text's sentences with facts at random places, in their order."""
+    places = sorted(rng.randrange(len(text) + 1) for _ in facts)
+    found: list[str] = []
+    done = 0
+    for place, fact in zip(places, facts, strict=True):
+        found += [*text[done:place], fact]
+        done = place
+    return [*found, *text[done:]]
+
+
+def different(rng: random.Random, kind: str, count: int, taken: set[str] | None = None) -> list[str]:
+    """Draw `count` different "words", "numbers" or "uuids", none of `taken`, to which they are added."""
+    draw = {"words": pair_of_words, "numbers": number, "uuids": new_uuid}[kind]
+    taken = set() if taken is None else taken
+    found: list[str] = []
+    while len(found) < count:
+        name = draw(rng)
+        if name not in taken:
+            taken.add(name)
+            found.append(name)
+    return found
+
+
+def pair_of_words(rng: random.Random) -> str:
+    """Draw an adjective and a noun with a hyphen between."""
+    return f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}"
+
+
+def number(rng: random.Random, digits: int = 7) -> str:
+    """Draw a number with this many digits."""
+    return str(rng.randrange(10 ** (digits - 1), 10**digits))
+
+
+def new_uuid(rng: random.Random) -> str:
+    """Draw a random UUID (version 4)."""
+    return str(uuid.UUID(int=rng.getrandbits(128), version=4))
+
+
+def letters(rng: random.Random, count: int, of: str = string.ascii_uppercase) -> str:
+    """Draw letters."""
+    return "".join(rng.choice(of) for _ in range(count))

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a policy does to each task at each length, with intervals: never a mean over tasks, never a mean alone."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+Verdict = Literal["holds", "fails", "unclear", "not informative"]
+
+ANSWERED = 0.5  # share of answers that the dense model must find for a task to be informative
+KNOWN = 0.5  # nats per token that its context must give the dense model otherwise, beyond chance
+# 97.5 % quantiles of Student's t for 1, 2, ... degrees of freedom, as in any table; above, the normal one is close
+STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+NORMAL = 1.96
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean and its 95 % confidence interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    def to_text(self, form: str = ".2f") -> str:
+        return f"{self.mean:{form}} ({self.low:{form}} to {self.high:{form}})"
+
+
+def interval_of(values: Sequence[float]) -> Interval:
+    """Return the mean and Student's interval; of a single value, an interval without ends."""
+    mean = statistics.mean(values)
+    if len(values) < 2:
+        return Interval(mean, -math.inf, math.inf)
+    freedom = len(values) - 1
+    quantile = STUDENT[freedom - 1] if freedom <= len(STUDENT) else NORMAL + 2.4 / freedom
+    error = quantile * statistics.stdev(values) / math.sqrt(len(values))
+    return Interval(mean, mean - error, mean + error)
+
+
+def share_of(values: Sequence[float]) -> Interval:
+    """Return a share and Wilson's interval, which has a width also where all values are 0 or 1."""
+    n, mean = len(values), statistics.mean(values)
+    spread = NORMAL**2 / n
+    middle = (mean + spread / 2) / (1 + spread)
+    error = NORMAL * math.sqrt(mean * (1 - mean) / n + spread / (4 * n)) / (1 + spread)
+    return Interval(mean, max(0.0, middle - error), min(1.0, middle + error))
+
+
+@dataclass(frozen=True)
+class TaskRow:
+    """One task at one length.
+
+    Attributes:
+        task: name.
+        tokens: length of the prompts with their answers.
+        samples: prompts.
+        dense_match, sparse_match: share of the answers that greedy decoding gives.
+        dense_logprob, sparse_logprob: nats per answer token.
+        drop: dense minus sparse log-probability, of the same prompts.
+        context_gain: dense log-probability with the context minus without it.
+        verdict: whether the policy holds the task; "unclear" where the samples are too few to tell.
+        why: the verdict in words.
+    """
+
+    task: str
+    tokens: int
+    samples: int
+    dense_match: Interval
+    sparse_match: Interval
+    dense_logprob: float
+    sparse_logprob: float
+    drop: Interval
+    context_gain: Interval
+    verdict: Verdict
+    why: str
+
+
+@dataclass(frozen=True)
+class SuiteResult:
+    """All rows, and the limit that they were held to."""
+
+    rows: tuple[TaskRow, ...]
+    limit: float | None  # nats per answer token
+    seed: int
+    skipped: tuple[str, ...] = ()  # tasks and lengths that could not be made, and why
+
+    @property
+    def passed(self) -> bool:
+        """Whether no informative task fails."""
+        return not self.of("fails")
+
+    def of(self, verdict: Verdict) -> list[TaskRow]:
+        """Return the rows with a verdict."""
+        return [row for row in self.rows if row.verdict == verdict]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON data."""
+        return finite(asdict(self))
+
+    def summary(self) -> str:
+        """Return a table, one line for each task and length."""
+        head = f"{'task':<16} {'tokens':>6}  {'dense':>6} {'sparse':>6}  {'lost per answer token, nats':<30} verdict"
+        lines = [head]
+        for row in self.rows:
+            lost = row.drop.to_text("+.2f") if math.isfinite(row.drop.low) else f"{row.drop.mean:+.2f} (one sample)"
+            lines.append(
+                f"{row.task:<16} {row.tokens:>6,}  {row.dense_match.mean:>6.0%} {row.sparse_match.mean:>6.0%}  "
+                f"{lost:<30} {row.verdict}"
+            )
+        counts = ", ".join(
+            f"{len(self.of(v))} {v}" for v in ("holds", "fails", "unclear", "not informative") if self.of(v)
+        )
+        return "\n".join([*lines, f"{len(self.rows)} rows: {counts}", *self.skipped])
+
+
+def judged(
+    task: str,
+    tokens: int,
+    dense: Sequence[tuple[float, float]],
+    sparse: Sequence[tuple[float, float]],
+    known: Sequence[float],
+    limit: float | None,
+) -> TaskRow:
+    """Return a task's row.
+
+    Args:
+        task: name.
+        tokens: length.
+        dense, sparse: (log-probability, match) of each sample.
+        known: dense log-probability of each answer without the context.
+        limit: nats per answer token that may be lost; None asks for nothing.
+    """
+    drop = interval_of([before[0] - after[0] for before, after in zip(dense, sparse, strict=True)])
+    gain = interval_of([before[0] - without for before, without in zip(dense, known, strict=True)])
+    dense_match, sparse_match = (share_of([each[1] for each in found]) for found in (dense, sparse))
+    verdict, why = _verdict(dense_match, sparse_match, drop, gain, limit)
+    return TaskRow(
+        task=task,
+        tokens=tokens,
+        samples=len(dense),
+        dense_match=dense_match,
+        sparse_match=sparse_match,
+        dense_logprob=statistics.mean(each[0] for each in dense),
+        sparse_logprob=statistics.mean(each[0] for each in sparse),
+        drop=drop,
+        context_gain=gain,
+        verdict=verdict,
+        why=why,
+    )
+
+
+def _verdict(
+    dense: Interval, sparse: Interval, drop: Interval, gain: Interval, limit: float | None
+) -> tuple[Verdict, str]:
+    """Judge a row: is the task informative, and if so, does the policy hold it?"""
+    learns = gain.low >= KNOWN if math.isfinite(gain.low) else gain.mean >= KNOWN
+    if dense.mean < ANSWERED and not learns:
+        return "not informative", (
+            f"the dense model finds {dense.mean:.0%} of the answers, and its context makes them {gain.mean:+.2f} nats "
+            "per token more likely"
+        )
+    by = "" if dense.mean >= ANSWERED else "; judged by likelihood: dense decoding finds few answers itself"
+    if limit is None:
+        return "holds", f"no limit is set{by}"
+    if sparse.high < dense.low:
+        return "fails", f"finds {sparse.mean:.0%} of the answers, dense {dense.mean:.0%}{by}"
+    if math.isfinite(drop.low) and drop.low > limit:
+        return "fails", f"loses {drop.to_text()} nats per answer token, limit {limit:g}{by}"
+    if drop.high <= limit:
+        return "holds", f"loses at most {drop.high:.2f} nats per answer token, limit {limit:g}{by}"
+    return (
+        "unclear",
+        f"loses {drop.mean:.2f} nats per answer token, at most {drop.high:.2f}: more samples would tell{by}",
+    )
+
+
+def finite(value: Any) -> Any:
+    """Return JSON data with None for numbers that are not finite."""
+    if isinstance(value, dict):
+        return {key: finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

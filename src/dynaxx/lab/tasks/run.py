@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run a suite of tasks dense and under a policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+from dynaxx.lab.tasks.haystack import Haystack
+from dynaxx.lab.tasks.result import SuiteResult, TaskRow, judged
+from dynaxx.lab.tasks.score import answer_task, closed_book
+from dynaxx.lab.tasks.suite import TaskSample, make_task, named_tasks
+
+LENGTHS = (1024, 4096)
+SAMPLES = 5
+
+
+@dataclass(frozen=True)
+class SuitePlan:
+    """What to run.
+
+    Attributes:
+        tasks: names of tasks and suites.
+        lengths: tokens of prompts.
+        samples: prompts of each task at each length.
+        generate: decode where the model leaves the right answer, to match its text.
+    """
+
+    tasks: tuple[str, ...] = ("ruler",)
+    lengths: tuple[int, ...] = LENGTHS
+    samples: int = SAMPLES
+    generate: bool = True
+
+    def __post_init__(self) -> None:
+        named_tasks(self.tasks)
+        if self.samples < 1:
+            raise ValueError(f"`samples` must be at least 1, got {self.samples}")
+        if not self.lengths or min(self.lengths) < 1:
+            raise ValueError(f"`lengths` must be prompt lengths in tokens, got {self.lengths}")
+
+    @property
+    def rows(self) -> int:
+        return len(named_tasks(self.tasks)) * len(self.lengths)
+
+
+@dataclass
+class DenseAnswers:
+    """What the dense model answered, so that several policies are compared with one run of it."""
+
+    found: dict[tuple[str, int, int, int], tuple[float, float, float]] = field(default_factory=dict)
+
+    def of(self, model: Any, tokenizer: Any, sample: TaskSample, seed: int, index: int, generate: bool) -> Any:
+        """Return (log-probability, match, log-probability without the context)."""
+        key = (sample.task, sample.tokens, seed, index)
+        if key not in self.found:
+            answer = answer_task(model, tokenizer, sample, generate=generate)
+            self.found[key] = (answer.logprob, answer.match, closed_book(model, sample))
+        return self.found[key]
+
+
+def run_suite(
+    model: Any,
+    tokenizer: Any,
+    applied: Callable[[], AbstractContextManager[Any]],
+    text: str,
+    plan: SuitePlan,
+    *,
+    limit: float | None = 0.1,
+    seed: int = 0,
+    dense: DenseAnswers | None = None,
+    say: Callable[[float, str], None] = lambda share, note: None,
+) -> SuiteResult:
+    """Compare a model with itself under a policy on every task and length of a plan.
+
+    Args:
+        model: a causal language model of transformers, dense.
+        tokenizer: the model's.
+        applied: returns a context within which the model runs sparse.
+        text: real text for haystacks.
+        plan: tasks, lengths, samples.
+        limit: nats per answer token that may be lost.
+        seed: draws the samples.
+        dense: answers of the dense model, used and added to.
+        say: is told the share of the work that is done, and what comes next.
+    """
+    haystack, dense = Haystack(text), DenseAnswers() if dense is None else dense
+    rows: list[TaskRow] = []
+    skipped: list[str] = []
+    for tokens in plan.lengths:
+        for task in named_tasks(plan.tasks):
+            say(0, f"{task}, {tokens:,} tokens")
+            try:
+                made = [make_task(task, tokenizer, haystack, tokens, seed=seed, index=i) for i in range(plan.samples)]
+            except ValueError as error:
+                skipped.append(str(error))
+                say(1 / plan.rows, "")
+                continue
+            rows.append(_row(model, tokenizer, applied, made, plan, limit, seed, dense))
+            say(1 / plan.rows, f"{task}, {tokens:,} tokens: {rows[-1].verdict}")
+    return SuiteResult(tuple(rows), limit, seed, tuple(skipped))
+
+
+def _row(
+    model: Any,
+    tokenizer: Any,
+    applied: Callable[[], AbstractContextManager[Any]],
+    made: Sequence[TaskSample],
+    plan: SuitePlan,
+    limit: float | None,
+    seed: int,
+    dense: DenseAnswers,
+) -> TaskRow:
+    before = [dense.of(model, tokenizer, sample, seed, index, plan.generate) for index, sample in enumerate(made)]
+    with applied():
+        after = [answer_task(model, tokenizer, sample, generate=plan.generate) for sample in made]
+    return judged(
+        made[0].task,
+        made[0].tokens,
+        [each[:2] for each in before],
+        [(each.logprob, each.match) for each in after],
+        [each[2] for each in before],
+        limit,
+    )

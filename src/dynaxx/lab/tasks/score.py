@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Score a model on a task: how likely the right answer is, and whether greedy decoding gives it.
+
+As in use: the prompt is one prefill, and what follows is decoded token by token over its cache. Greedy decoding goes
+along the right answer as long as the model finds it most likely; where it leaves it, the cache is copied, so that the
+likelihood of the right answer and the text that the model would have written are both known from one prefill.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dynaxx.lab.perplexity import logits_of
+from dynaxx.lab.tasks.example import Grade
+from dynaxx.lab.tasks.suite import DEFINITIONS, SPARE, TaskSample
+
+NAME = re.compile(r"\b[0-9a-f]{6}\b")
+BEGINNING = 8  # letters that a "ratio" answer must begin with
+
+
+@dataclass(frozen=True)
+class TaskAnswer:
+    """What a model makes of one sample.
+
+    Attributes:
+        logprob: mean log-probability of the answer's tokens in nats.
+        match: grade of the greedily decoded text, 0 to 1.
+    """
+
+    logprob: float
+    match: float
+
+
+@torch.no_grad()
+def answer_task(model: Any, tokenizer: Any, sample: TaskSample, *, generate: bool = True) -> TaskAnswer:
+    """Score one sample.
+
+    Args:
+        model: a causal language model of transformers.
+        tokenizer: the model's; it decodes what was generated.
+        sample: a sample of `make_task`.
+        generate: decode on where the model leaves the right answer. Without it, an answer counts as found if each of
+            its tokens was most likely after the right ones before it.
+    """
+    answer = sample.answer.to(model.device)
+    cache, fed, found = None, sample.prompt.to(model.device), 0.0
+    right: list[bool] = []
+    written: list[int] | None = None
+    for token in answer:
+        logits, cache = _step(model, fed, cache)
+        logprobs = logits.log_softmax(-1)
+        found += float(logprobs[token])
+        best = logprobs.argmax()
+        right.append(bool(best == token))
+        if not right[-1] and generate and written is None:
+            before = [int(each) for each in answer[: len(right) - 1]]
+            more = len(answer) + SPARE - len(before)
+            written = [*before, *_decode(model, copy.deepcopy(cache), best, more)]
+        fed = token.view(1, 1)
+    if all(right):
+        match = 1.0
+    elif written is not None:
+        match = grade(DEFINITIONS[sample.task].grade, tokenizer.decode(written), sample.answers)
+    else:
+        starts = (0, *sample.ends)
+        each = [all(right[a:b]) for a, b in zip(starts, sample.ends, strict=False)]
+        match = sum(each) / len(each)
+    return TaskAnswer(found / len(answer), match)
+
+
+@torch.no_grad()
+def closed_book(model: Any, sample: TaskSample) -> float:
+    """Return the mean log-probability of the answer after the question alone, without its context."""
+    ids = torch.cat([sample.question, sample.answer[None]], dim=1).to(model.device)
+    hidden = model.base_model(ids[:, :-1], use_cache=False)[0]
+    logprobs = logits_of(model, hidden[0, sample.question.shape[1] - 1 :]).log_softmax(-1)
+    return float(logprobs.gather(1, sample.answer.to(model.device)[:, None]).mean())
+
+
+def _step(model: Any, fed: Tensor, cache: Any) -> tuple[Tensor, Any]:
+    out = model.base_model(fed, use_cache=True, past_key_values=cache)
+    return logits_of(model, out[0][:, -1])[0], out.past_key_values
+
+
+def _decode(model: Any, cache: Any, token: Tensor, count: int) -> list[int]:
+    """Decode greedily from `token` on."""
+    written = [int(token)]
+    while len(written) < count:
+        logits, cache = _step(model, token.view(1, 1), cache)
+        token = logits.argmax()
+        written.append(int(token))
+    return written
+
+
+def grade(kind: Grade, text: str, answers: Sequence[str]) -> float:
+    """Grade a text from 0 to 1, as the task's definition says; letter case does not matter."""
+    text = text.lower()
+    wanted = [answer.lower() for answer in answers]
+    if kind == "ratio":
+        text, answer = text.strip()[: len(wanted[0])], wanted[0]
+        return difflib.SequenceMatcher(None, text, answer).ratio() if text[:BEGINNING] == answer[:BEGINNING] else 0.0
+    if kind == "f1":
+        first = text.strip().splitlines()[:1] or [""]
+        named = set(NAME.findall(first[0]))
+        hit = len(named & set(wanted))
+        return 2 * hit / (len(named) + len(wanted)) if named else 0.0
+    held = [answer in text for answer in wanted]
+    return float(any(held)) if kind == "any" else sum(held) / len(held)

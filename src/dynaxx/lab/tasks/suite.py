@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tasks by name, and samples of them at a wanted number of tokens, the same for the same seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dynaxx.lab.tasks.counting import COUNTING_TASKS
+from dynaxx.lab.tasks.example import Example, TaskDefinition
+from dynaxx.lab.tasks.graphs import GRAPH_TASKS
+from dynaxx.lab.tasks.haystack import Haystack
+from dynaxx.lab.tasks.needles import NEEDLE_TASKS
+from dynaxx.lab.tasks.questions import QUESTION_TASKS
+from dynaxx.lab.tasks.rounds import ROUND_TASKS
+from dynaxx.lab.tasks.tracking import TRACKING_TASKS
+
+RULER = (*NEEDLE_TASKS, *TRACKING_TASKS, *COUNTING_TASKS, *QUESTION_TASKS)
+MORE = (*ROUND_TASKS, *GRAPH_TASKS)
+DEFINITIONS = {task.name: task for task in (*RULER, *MORE)}
+SUITES = {
+    "ruler": tuple(task.name for task in RULER),
+    "long": tuple(DEFINITIONS),  # RULER and what is beside it
+}
+SPARE = 16  # tokens that a model may generate beyond the answer's
+FITTED = 0.01  # a prompt may be shorter than asked for by this share, beyond one sentence or line
+
+
+@dataclass(frozen=True)
+class TaskSample:
+    """One prompt of a task as tokens.
+
+    Attributes:
+        task: name.
+        tokens: length that was asked for; the prompt and what is generated fit into it.
+        prompt: (1, n) int64.
+        question: its last tokens, which hold the question, (1, m) int64.
+        answer: (a,) int64, the right continuation.
+        ends: the number of tokens of `answer` up to the end of each answer.
+        answers: as text.
+    """
+
+    task: str
+    tokens: int
+    prompt: Tensor
+    question: Tensor
+    answer: Tensor
+    ends: tuple[int, ...]
+    answers: tuple[str, ...]
+
+
+def named_tasks(names: Sequence[str]) -> tuple[str, ...]:
+    """Return the tasks of names and suites, each once.
+
+    Raises:
+        ValueError: an unknown name; the message lists those there are.
+    """
+    found: dict[str, None] = {}
+    for name in names:
+        if name not in SUITES and name not in DEFINITIONS:
+            raise ValueError(
+                f"no task {name!r}: there are {', '.join(DEFINITIONS)}, and the suites {', '.join(SUITES)}"
+            )
+        found |= dict.fromkeys(SUITES.get(name, (name,)))
+    return tuple(found)
+
+
+def make_task(
+    task: str, tokenizer: Any, haystack: Haystack, tokens: int, *, seed: int = 0, index: int = 0
+) -> TaskSample:
+    """Make sample number `index` of a task, as long as fits into `tokens` with what is generated.
+
+    Raises:
+        ValueError: the smallest prompt of the task is longer than `tokens`.
+    """
+    definition = DEFINITIONS[task]
+
+    def made(size: int) -> tuple[Example, int]:
+        example = definition.make(random.Random(f"{seed} {task} {tokens} {index}"), haystack, size, tokens)
+        return example, len(_ids(tokenizer, example.prompt)) + len(_ids(tokenizer, "".join(example.pieces))) + SPARE
+
+    example = _longest(definition, made, tokens)
+    pieces = [_ids(tokenizer, piece) for piece in example.pieces]
+    ends = tuple(sum(map(len, pieces[: i + 1])) for i in range(len(pieces)))
+    return TaskSample(
+        task=task,
+        tokens=tokens,
+        prompt=torch.tensor([_ids(tokenizer, example.prompt)]),
+        question=torch.tensor([_ids(tokenizer, example.question)]),
+        answer=torch.tensor([each for piece in pieces for each in piece]),
+        ends=ends,
+        answers=example.answers,
+    )
+
+
+def _longest(definition: TaskDefinition, made: Callable[[int], tuple[Example, int]], tokens: int) -> Example:
+    """Return the example of the largest size that fits, found by interpolation: its last step is at most `FITTED`."""
+    low = definition.least
+    example, shortest = made(low)
+    if shortest > tokens:
+        raise ValueError(f"task {definition.name} needs prompts of {shortest:,} tokens at least, got {tokens:,}")
+    low_tokens, high = shortest, 2 * low
+    while True:
+        longer, count = made(high)
+        if count > tokens:
+            break
+        example, low, low_tokens, high = longer, high, count, 2 * high
+    high_tokens = count
+    while high - low > 1 and tokens - low_tokens > FITTED * tokens:
+        share = (tokens - low_tokens) / max(1, high_tokens - low_tokens)
+        size = min(high - 1, max(low + 1, low + int(share * (high - low))))
+        tried, count = made(size)
+        if count > tokens:
+            high, high_tokens = size, count
+        else:
+            example, low, low_tokens = tried, size, count
+    return example
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return ids
