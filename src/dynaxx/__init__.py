@@ -71,6 +71,7 @@ _SOURCES = {
     "dynaxx.ops.buckets": ("Bucket", "Request", "attend_in_buckets", "bucket_by_length"),
     "dynaxx.policy": ("Policy", "Rule", "load_policy", "save_policy"),
     "dynaxx.integrations.transformers": ("apply",),
+    "dynaxx.integrations.onnx": ("OnnxModel", "export_onnx"),
 }
 _SOURCE_OF = {name: source for source, names in _SOURCES.items() for name in names}
 

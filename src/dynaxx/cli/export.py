@@ -14,6 +14,7 @@ from dynaxx.cli.running import progress_of, running, tool
 
 # By format, the module of `dynaxx.integrations` whose `export_model(folder, policy, out, options)` writes it.
 FORMATS = {
+    "onnx": "onnx.command",
     "triton": "triton_server.repository",
 }
 Format = StrEnum("Format", {name: name for name in FORMATS})  # type: ignore[misc]
@@ -35,11 +36,16 @@ def export(
 ) -> None:
     r"""Write a model and its policy in the form that another engine serves.
 
+    onnx: graphs for ONNX Runtime and others, with `pip install 'dynaxx[onnx]'`. Options: form (auto, portable, custom),
+    logits (last, all), and for an encoder window (W, or LEFT,RIGHT).
+
     triton: a model repository for Triton Inference Server. Options: name, stream, max_batch_size, max_batch_tokens,
     queue_delay (microseconds), dtype.
 
     \b
     Examples:
+      dynaxx export smollm2 policy.json --format onnx --out smollm2-onnx
+      dynaxx export ./bert --format onnx --out bert-onnx --option window=256
       dynaxx export smollm2 policy.json --format triton --out model_repository
       dynaxx export ./llama --format triton --out model_repository --option name=llama --option stream=false
     """

@@ -32,6 +32,7 @@ EXTRAS = {
     "metrics": ("prometheus_client",),
     "otel": ("opentelemetry",),
     "rollout": ("openfeature",),
+    "onnx": ("onnx", "onnxscript", "onnx_ir", "onnxruntime"),
 }
 
 

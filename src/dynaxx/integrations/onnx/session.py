@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`OnnxModel`: run an exported folder in ONNX Runtime; prompts, and tokens one by one with the cache."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dynaxx.arguments import typed
+from dynaxx.integrations.onnx.packages import runtime
+
+MANIFEST = "dynaxx.json"
+VERSION = 1
+
+Array = NDArray[Any]
+
+
+class OnnxModel:
+    """An exported model in ONNX Runtime on a CPU.
+
+    Args:
+        folder: that `export_onnx` wrote.
+        threads: of ONNX Runtime; None leaves its choice, the number of cores.
+
+    Raises:
+        ImportError: onnxruntime is not installed, or too old.
+        FileNotFoundError: this is no such folder.
+        ValueError: a newer dynaxx wrote it.
+    """
+
+    @typed
+    def __init__(self, folder: str | os.PathLike[str], *, threads: int | None = None) -> None:
+        self.folder = Path(folder)
+        self._runtime = runtime()
+        path = self.folder / MANIFEST
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} is missing: give a folder that dynaxx export --format onnx wrote")
+        self.manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if self.manifest.get("format") != "dynaxx.onnx" or self.manifest.get("version", 0) > VERSION:
+            raise ValueError(f"{path} is of a newer dynaxx, or no export to ONNX: upgrade dynaxx, or export again")
+        self._threads = threads
+        self._sessions: dict[str, Any] = {}
+
+    def session(self, graph: str) -> Any:
+        """Return the session of a graph, "prefill", "decode" or "model"; it is made at first use."""
+        if graph not in self._sessions:
+            options = self._runtime.SessionOptions()
+            if self._threads is not None:
+                options.intra_op_num_threads = self._threads
+            path = self.folder / f"{graph}.onnx"
+            self._sessions[graph] = self._runtime.InferenceSession(
+                str(path), options, providers=["CPUExecutionProvider"]
+            )
+        return self._sessions[graph]
+
+    def encode(self, input_ids: Array, attention_mask: Array | None = None) -> Array:
+        """Return an encoder's first output (batch, seqlen, hidden)."""
+        mask = np.ones_like(input_ids) if attention_mask is None else attention_mask
+        return self.session("model").run(None, {"input_ids": input_ids, "attention_mask": mask})[0]
+
+    def step(self, input_ids: Array, cache: list[Array] | None = None) -> tuple[Array, list[Array]]:
+        """Run some tokens (batch, seqlen) after those in a cache; return the logits and the grown cache.
+
+        Several tokens at once, as a prompt or a chunk of it, run by the policy's rules from its border on; one token
+        sees all keys.
+        """
+        past = 0 if cache is None else cache[0].shape[2]
+        sparse = input_ids.shape[1] > 1 and past + input_ids.shape[1] >= self.manifest["dense_below"]
+        session = self.session("prefill" if sparse else "decode")
+        cache = self._empty(session, input_ids.shape[0]) if cache is None else cache
+        names = [each.name for each in session.get_inputs()]
+        logits, *grown = session.run(None, dict(zip(names, [input_ids, *cache], strict=True)))
+        return logits, grown
+
+    def generate(self, input_ids: Array, max_new_tokens: int, *, eos: int | None = None) -> Iterator[Array]:
+        """Yield the most likely next tokens (batch,) one by one, at most so many; stop where all are `eos`."""
+        logits, cache = self.step(input_ids)
+        for _ in range(max_new_tokens):
+            token = logits[:, -1].argmax(-1)
+            yield token
+            if eos is not None and bool((token == eos).all()):
+                return
+            logits, cache = self.step(token[:, None], cache)
+
+    def _empty(self, session: Any, batch: int) -> list[Array]:
+        types = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
+        return [
+            np.zeros((batch, each.shape[1], 0, each.shape[3]), types[each.type]) for each in session.get_inputs()[1:]
+        ]

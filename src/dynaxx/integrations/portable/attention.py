@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention over a static rule in plain tensor operations: gather blocks of keys, matmul, softmax, matmul.
+
+Every operation is one that exporters know, all shapes follow from those of the inputs, and nothing branches on data:
+the same graph serves any length. It computes what `sparse_attention` computes over the rule's layout.
+
+B batch, H kv heads, G q heads of each, N / M queries and keys, D head_dim; n tiles of T queries, W keys gathered for
+each: S chunks of keys that all tiles see, then C chunks of the band, each of CHUNK keys.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dynaxx.integrations.portable.rules import GatherRule, inside
+
+CHUNK = 64  # keys that a gather copies in one piece
+HIDDEN = -1e30  # beside any score; finite, so that a row that sees nothing has no NaN
+
+
+class Tiles(NamedTuple):
+    """How the keys of each tile of queries are gathered."""
+
+    tile: int  # queries of a tile, a multiple of CHUNK
+    before: int  # keys of the band before a tile's first query
+    band: int  # chunks of the band
+    shared: tuple[int, ...]  # positions of the keys that all tiles see, filled up to whole chunks with -1
+
+    @classmethod
+    def of(cls, rule: GatherRule) -> Tiles:
+        """Choose tiles: larger ones copy less, and compute more of what the mask then hides."""
+        lo, hi = rule.reach.band if rule.reach.band is not None else (0, -1)
+        lo, hi = min(lo, 0), max(hi, 0)
+        tile = 2 * CHUNK if hi - lo >= 4 * CHUNK else CHUNK
+        band = -(-(tile + hi - lo) // CHUNK) if rule.reach.band is not None else 0
+        keys = [key for first, end in rule.reach.keys for key in range(first, end)]
+        return cls(tile, hi, band, (*keys, *[-1] * (-len(keys) % CHUNK)))
+
+
+def gathered_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rule: GatherRule,
+    *,
+    scale: float,
+    key_mask: Tensor | None = None,
+    known: dict[Any, Tensor] | None = None,
+) -> Tensor:
+    """Attend over the pairs that a rule shows.
+
+    Args:
+        q: (B, Hq, N, D), aligned to the last keys.
+        k, v: (B, H, M, D), with M >= N.
+        rule: which pairs are visible.
+        scale: softmax scale.
+        key_mask: (B, M) bool, keys that may be seen; None for all.
+        known: masks of this pass by rule, which layers with one rule share.
+
+    Returns:
+        (B, N, Hq, D). A query that sees no key gets zeros.
+    """
+    tiles = Tiles.of(rule)
+    batch, q_heads, seqlen_q, head_dim = q.shape
+    kv_heads, seqlen_k = k.shape[1], k.shape[2]
+    group, count = q_heads // kv_heads, (seqlen_q + tiles.tile - 1) // tiles.tile
+    padded = F.pad(q * scale, (0, 0, 0, count * tiles.tile - seqlen_q))
+    queries = padded.reshape(batch, kv_heads, group, count, tiles.tile, head_dim).transpose(2, 3)
+    queries = queries.reshape(batch, kv_heads, count, group * tiles.tile, head_dim)
+    chosen = _chunks(tiles, count)
+    keys, values = (_gathered(x, chosen, tiles, count, seqlen_q) for x in (k, v))
+    known = {} if known is None else known
+    key = ("bias", rule)
+    if key not in known:
+        known[key] = _bias(rule, tiles, count, seqlen_q, seqlen_k, q)
+    bias = known[key][:, None]  # (n, 1, T, W)
+    width = keys.shape[3]
+    scores = torch.matmul(queries, keys.transpose(-1, -2))
+    scores = scores.reshape(batch, kv_heads, count, group, tiles.tile, width) + bias
+    if key_mask is not None:
+        scores = scores + _hidden_keys(key_mask, chosen, tiles, count, seqlen_q)
+    weights = torch.softmax(scores, dim=-1)
+    if key_mask is not None or not rule.sees_itself:
+        weights = weights * (scores > HIDDEN / 2)
+    weights = weights.reshape(batch, kv_heads, count, group * tiles.tile, width)
+    out = torch.matmul(weights, values).reshape(batch, kv_heads, count, group, tiles.tile, v.shape[-1])
+    out = out.permute(0, 2, 4, 1, 3, 5).reshape(batch, count * tiles.tile, q_heads, v.shape[-1])[:, :seqlen_q]
+    if not rule.reach.queries:
+        return out
+    return _with_whole_rows(out, q, k, v, rule, scale, key_mask)
+
+
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *, scale: float) -> Tensor:
+    """Attend to all keys, under a bias that broadcasts to (B, H, G, N, M); shapes as `gathered_attention`."""
+    batch, q_heads, seqlen_q, head_dim = q.shape
+    kv_heads = k.shape[1]
+    queries = (q * scale).reshape(batch, kv_heads, q_heads // kv_heads * seqlen_q, head_dim)
+    scores = torch.matmul(queries, k.transpose(-1, -2))
+    scores = scores.reshape(batch, kv_heads, q_heads // kv_heads, seqlen_q, k.shape[2])
+    scores = scores if bias is None else scores + bias
+    weights = torch.softmax(scores, dim=-1)
+    out = torch.matmul(weights.reshape(batch, kv_heads, -1, k.shape[2]), v)
+    return out.reshape(batch, q_heads, seqlen_q, v.shape[-1]).transpose(1, 2)
+
+
+def causal_bias(q: Tensor, seqlen_k: Any) -> Tensor:
+    """(N, M): hide the keys after each query, queries being the last of the keys."""
+    rows = torch.arange(q.shape[2], device=q.device) + (seqlen_k - q.shape[2])
+    return _as_bias(rows[:, None] >= torch.arange(seqlen_k, device=q.device), q.dtype)
+
+
+def mask_bias(key_mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """(B, 1, 1, 1, M): hide the keys that a mask hides."""
+    return _as_bias(key_mask[:, None, None, None], dtype)
+
+
+def _as_bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    zero = torch.zeros((), dtype=dtype, device=visible.device)
+    return torch.where(visible, zero, torch.full_like(zero, HIDDEN))
+
+
+def _chunks(tiles: Tiles, count: Any) -> Tensor:
+    """(n, S + C) int64: which chunks each tile reads; the shared ones come first."""
+    shared = len(tiles.shared) // CHUNK
+    step = tiles.tile // CHUNK
+    band = shared + torch.arange(count)[:, None] * step + torch.arange(tiles.band)
+    return torch.cat([torch.arange(shared).expand(count, shared), band], dim=1) if shared else band
+
+
+def _gathered(x: Tensor, chosen: Tensor, tiles: Tiles, count: Any, seqlen_q: Any) -> Tensor:
+    """(B, H, M, D) -> (B, H, n, W, D)."""
+    batch, heads, seqlen, dim = x.shape
+    parts = []
+    if tiles.shared:
+        at = torch.tensor(tiles.shared).clamp(min=0)
+        parts.append(x.index_select(2, torch.minimum(at, at.new_zeros(()) + (seqlen - 1))))
+    if tiles.band:
+        before = F.pad(x, (0, 0, tiles.before, 0))[:, :, seqlen - seqlen_q :]
+        total = (count - 1) * tiles.tile + tiles.band * CHUNK
+        parts.append(F.pad(before, (0, 0, 0, total - seqlen_q - tiles.before)))
+    chunks = (torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]).reshape(batch, heads, -1, CHUNK, dim)
+    return chunks.index_select(2, chosen.flatten()).reshape(batch, heads, count, -1, dim)
+
+
+def _positions(tiles: Tiles, count: Any, seqlen_q: Any, seqlen_k: Any) -> tuple[Tensor, Tensor]:
+    """(n, T) and (n, W): where queries and gathered keys stand; -1 for what fills up the shared keys."""
+    first = torch.arange(count)[:, None] * tiles.tile + (seqlen_k - seqlen_q)
+    band = first - tiles.before + torch.arange(tiles.band * CHUNK)
+    shared = torch.tensor(tiles.shared, dtype=torch.int64).expand(count, len(tiles.shared))
+    return first + torch.arange(tiles.tile), torch.cat([shared, band], dim=1) if tiles.shared else band
+
+
+def _bias(rule: GatherRule, tiles: Tiles, count: Any, seqlen_q: Any, seqlen_k: Any, q: Tensor) -> Tensor:
+    """(n, T, W): 0 where a gathered key is seen, else HIDDEN."""
+    q_pos, k_pos = _positions(tiles, count, seqlen_q, seqlen_k)
+    there = (k_pos >= 0) & (k_pos < seqlen_k)
+    if tiles.shared and tiles.band:  # a shared key that the band has, too, is read once
+        band = torch.arange(k_pos.shape[1]) >= len(tiles.shared)
+        there = there & ~(band & inside(k_pos, rule.reach.keys))
+    seen = rule.visible(q_pos[..., None], k_pos[:, None], seqlen_k - seqlen_q) & there[:, None]
+    return _as_bias(seen, q.dtype)
+
+
+def _hidden_keys(key_mask: Tensor, chosen: Tensor, tiles: Tiles, count: Any, seqlen_q: Any) -> Tensor:
+    """(B, 1, n, 1, 1, W): the bias of a mask of keys on what was gathered."""
+    shown = _gathered(key_mask[:, None, :, None].to(torch.float32), chosen, tiles, count, seqlen_q)
+    return ((1 - shown) * HIDDEN).reshape(key_mask.shape[0], 1, count, 1, 1, -1)
+
+
+def _with_whole_rows(
+    out: Tensor, q: Tensor, k: Tensor, v: Tensor, rule: GatherRule, scale: float, key_mask: Tensor | None
+) -> Tensor:
+    """Return `out` with the rows of the queries that may see any key computed over all keys."""
+    seqlen_q, seqlen_k = q.shape[2], k.shape[2]
+    rows = torch.tensor([row for first, end in rule.reach.queries for row in range(first, end)])
+    own = torch.minimum(rows, rows.new_zeros(()) + (seqlen_q - 1))
+    positions = torch.arange(seqlen_k)
+    bias = _as_bias(rule.visible((own + (seqlen_k - seqlen_q))[:, None], positions, seqlen_k - seqlen_q), q.dtype)
+    if key_mask is not None:
+        bias = bias + mask_bias(key_mask, q.dtype)
+    whole = dense_attention(q.index_select(2, own), k, v, bias, scale=scale)  # (B, R, Hq, D)
+    at = torch.arange(seqlen_q)
+    place = (rows[:, None] < at).sum(0).clamp(max=len(rows) - 1)
+    return torch.where(inside(at, rule.reach.queries)[:, None, None], whole.index_select(1, place), out)

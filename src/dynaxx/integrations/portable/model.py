@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`PortableModel`: a transformers model whose attention is plain tensor operations, with its KV cache in and out.
+
+It goes through transformers' `AttentionInterface`, so the model's own forward stays as it is, and the model that the
+caller gave is unchanged between calls. `torch.export` and the ONNX and OpenVINO converters follow it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from dynaxx.errors import UnsupportedInputError
+from dynaxx.integrations.portable.attention import causal_bias, dense_attention, gathered_attention, mask_bias
+from dynaxx.integrations.portable.plans import LayerRules, is_causal, own_window, portable_rules
+from dynaxx.integrations.transformers.decoder import Decoder
+from dynaxx.policy import Policy
+
+NAME = "dynaxx_portable"  # in transformers' registry
+UNSERVED = {"s_aux": "learned sinks", "position_bias": "a position bias", "block_indices": "block indices"}
+
+
+class Attend(Protocol):
+    """Computes a layer's attention."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> Tensor:
+        """Attend: q (B, Hq, N, D), k and v (B, H, M, D), mask (B, M) bool or None; to (B, N, Hq, D)."""
+
+
+class PortableModel(nn.Module):
+    """A model and its rules, in plain operations.
+
+    A decoder takes `input_ids` (batch, seqlen) and a list of two tensors per layer, the keys and values of its cache
+    (batch, kv_heads, past, head_dim), in the order key 0, value 0, key 1, ... . It returns the logits (batch, kept,
+    vocabulary) and the grown cache in the same order. All sequences of a batch have one length, without padding. An
+    encoder takes `input_ids` and a list of one `attention_mask` (batch, seqlen), 1 for a token and 0 for padding, and
+    returns its first output.
+
+    Args:
+        model: a decoder or an encoder of transformers, in eval mode.
+        policy: static rules, as `portable_rules` takes them; None for the model's own windows alone.
+        window: of an encoder.
+        last_logits: return the logits of the last token alone, (batch, 1, vocabulary), instead of all of them.
+        dense: leave all rules out, those of the model's own windows apart: for the steps of decoding.
+        attend: computes attention in place of the rules; None for plain operations.
+
+    Raises:
+        PolicyError: the policy was made for another model.
+        UnsupportedInputError: plain operations cannot serve this; with the reasons.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        policy: Policy | None = None,
+        *,
+        window: int | tuple[int, int] | None = None,
+        last_logits: bool = True,
+        dense: bool = False,
+        attend: Attend | None = None,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.last_logits = last_logits
+        found = Decoder.of(model)
+        self.config, self.layers, self.causal = found.config, len(found.layers), is_causal(found)
+        self.owner = found.owner
+        self.windows = {index: own_window(found, index) for index in found.layers}
+        self.rules: dict[int, LayerRules] = {}
+        if attend is None:
+            self.rules = portable_rules(model, None if dense else policy, window)
+        self.attend: Attend = self._attend if attend is None else attend
+        self._known: dict[Any, Tensor] = {}
+        _register()
+
+    def forward(self, input_ids: Tensor, others: Sequence[Tensor]) -> Any:
+        """Run the model; `others` is the cache of a decoder, and of an encoder the mask alone. See the class."""
+        self._known = {}
+        with self._running():
+            if not self.causal:
+                return self.model(input_ids=input_ids, attention_mask=others[0], return_dict=True)[0]
+            cache, past = _cache(others), others[0].shape[2]
+            positions = (torch.arange(input_ids.shape[1], device=input_ids.device) + past)[None]
+            kept = {"logits_to_keep": 1} if self.last_logits else {}
+            out = self.model(input_ids=input_ids, position_ids=positions, past_key_values=cache, use_cache=True, **kept)
+            return (out.logits, *(x for layer in cache.layers for x in (layer.keys, layer.values)))
+
+    def empty_cache(self, batch: int = 1, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+        """Return the cache of a sequence that has not begun, in the order that `forward` takes."""
+        shape = (batch, *cache_heads(self.config))
+        return [torch.zeros(shape[0], shape[1], 0, shape[2], dtype=dtype) for _ in range(2 * self.layers)]
+
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[None]:
+        before = self.owner.config._attn_implementation
+        self.owner.set_attn_implementation(NAME)
+        token = _CURRENT.set(self)
+        try:
+            yield
+        finally:
+            _CURRENT.reset(token)
+            self.owner.set_attn_implementation(before)
+
+    def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> Tensor:
+        rules = self.rules[layer]
+        if len(rules.parts) == 1:
+            return self._part(rules.parts[0].rule, q, k, v, scale, mask)
+        group, outs = q.shape[1] // k.shape[1], []
+        order: list[int] = []
+        for part in rules.parts:
+            heads, of_head = torch.tensor(part.heads), [head // group for head in part.heads]
+            used = sorted(set(of_head))
+            evenly = all(of_head.count(each) * len(used) == len(of_head) for each in used)
+            own = torch.tensor(used if evenly else of_head)
+            keys, values = k.index_select(1, own), v.index_select(1, own)
+            outs.append(self._part(part.rule, q.index_select(1, heads), keys, values, scale, mask))
+            order += part.heads
+        back = torch.tensor(sorted(range(len(order)), key=order.__getitem__))
+        return torch.cat(outs, dim=2).index_select(2, back)
+
+    def _part(self, rule: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> Tensor:
+        if rule is not None:
+            return gathered_attention(q, k, v, rule, scale=scale, key_mask=mask, known=self._known)
+        bias = None if mask is None else mask_bias(mask, q.dtype)
+        if self.causal:
+            if "causal" not in self._known:
+                self._known["causal"] = causal_bias(q, k.shape[2])
+            bias = self._known["causal"] if bias is None else bias + self._known["causal"]
+        return dense_attention(q, k, v, bias, scale=scale)
+
+
+def cache_heads(config: Any) -> tuple[int, int]:
+    """Return the kv heads and head_dim of a decoder's cache."""
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return kv_heads, head_dim
+
+
+def _cache(tensors: Sequence[Tensor]) -> Any:
+    from transformers import DynamicCache
+
+    return DynamicCache(list(zip(tensors[::2], tensors[1::2], strict=True)))
+
+
+_CURRENT: ContextVar[PortableModel | None] = ContextVar("dynaxx_portable", default=None)
+
+
+def _register() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, _attention)
+    AttentionMaskInterface.register(NAME, _mask)
+
+
+def _mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
+    """Return the mask of keys alone: which pairs a rule shows, the layers know."""
+    return attention_mask
+
+
+def _attention(
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Attend, as `AttentionInterface` asks."""
+    current = _CURRENT.get()
+    if current is None:
+        raise RuntimeError("this model's attention was set by a PortableModel that is not running")
+    wrong = [said for name, said in UNSERVED.items() if kwargs.get(name) is not None]
+    wrong += ["capped scores"] if kwargs.get("softcap") else []
+    window = kwargs.get("sliding_window")
+    if current.causal and (window or None) != current.windows[int(module.layer_idx)]:  # type: ignore[arg-type]
+        wrong += [f"a window of {window} that its config does not tell"]
+    if wrong:
+        raise UnsupportedInputError(type(module).__name__, {"portable": [f"{said} are not served" for said in wrong]})
+    scale = kwargs.get("scaling")
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    mask = None if mask is None else mask.to(torch.bool)
+    return current.attend(int(module.layer_idx), q, k, v, scale, mask), None  # type: ignore[arg-type]
