@@ -28,6 +28,7 @@ class Deployed:
         before: the policy that this one replaces. Its guard goes on where it watched the same rules.
         native: whether the model's own pattern may run on dynaxx's kernels where no rule does.
         window: keys on each side that an encoder's layers see, where the caller asked for a window.
+        head_share: (rank, ranks) where tensor parallelism gives this process some of the heads.
 
     Attributes:
         plans: by layer, what its heads do in prefill; other layers have no prefill rule.
@@ -35,7 +36,7 @@ class Deployed:
         decode: by layer, what it does in decoding steps.
         rules: by layer, what `route` needs to know of both.
         breakers: by layer, whether failures made it rest.
-        guard: what watches it; None if the policy has no guard.
+        guard: what watches it; None if the policy has no guard, or this process some of the heads only.
         was_long, decode_was_long: whether the last sequence ran sparse, for lengths between the policy's two borders.
     """
 
@@ -48,17 +49,18 @@ class Deployed:
         *,
         native: bool = False,
         window: tuple[int, int] | None = None,
+        head_share: tuple[int, int] = (0, 1),
     ) -> None:
         self.policy = policy
         self.native, self.window = native, window
-        self.plans: dict[int, LayerPlan] = resolve(policy)
+        self.plans: dict[int, LayerPlan] = {i: plan.shard(*head_share) for i, plan in resolve(policy).items()}
         self.sources: dict[int, int] = selection_sources(self.plans, policy.reuse)
-        self.decode: dict[int, DecodePlan] = resolve_decode(policy)
+        self.decode: dict[int, DecodePlan] = {i: plan.shard(*head_share) for i, plan in resolve_decode(policy).items()}
         self.rules = {layer: self._rules_of(layer) for layer in sorted({*self.plans, *self.decode})}
         self.breakers = {layer: Breaker() for layer in range(policy.model.layers)}
         self.was_long = self.decode_was_long = False
         self.guard: LiveGuard | None = None
-        if policy.guard and self.plans:
+        if policy.guard and self.plans and head_share[1] == 1:
             same = before is not None and all(getattr(before.policy, name) == getattr(policy, name) for name in WATCHED)
             kept = before.guard if before is not None and same else None
             self.guard = kept or LiveGuard(policy, self.plans, numbers, background)

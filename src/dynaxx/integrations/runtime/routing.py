@@ -68,7 +68,8 @@ class DenseReason(str, enum.ReprEnum):
     # What arrived.
     SHARDED = (
         "heads are sharded",
-        "Tensor parallelism gave this process some of the heads only. vLLM gives each rank its heads' rules.",
+        "The process has some of the heads only. Split them by transformers' or vLLM's tensor parallelism, which give "
+        "each rank its heads' rules.",
     )
     DROPOUT = "attention dropout", "The model trains with attention dropout. Set `attention_dropout` to 0."
     ARGUMENT = (

@@ -9,7 +9,7 @@ that the model had, with the same arguments, and is counted by reason.
 from __future__ import annotations
 
 import logging
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from torch import nn
 
@@ -22,6 +22,10 @@ from dynaxx.integrations.transformers.handle import Handle
 from dynaxx.integrations.transformers.layer import LAYERS, attention
 from dynaxx.integrations.transformers.lazy_mask import make_mask
 from dynaxx.policy import ModelFacts, Policy
+
+if TYPE_CHECKING:
+    from dynaxx.distributed.group import Mesh
+    from dynaxx.integrations.sequence_parallel.handle import SplitHandle
 
 logger = logging.getLogger("dynaxx")
 
@@ -41,6 +45,10 @@ def apply(
 ) -> Handle | EncoderHandle: ...
 
 
+@overload
+def apply(model: nn.Module, policy: Policy | None = None, *, mesh: Mesh) -> SplitHandle: ...
+
+
 @typed
 def apply(
     model: nn.Module,
@@ -49,7 +57,8 @@ def apply(
     native: bool = True,
     window: int | tuple[int, int] | None = None,
     name: str = "",
-) -> Handle | EncoderHandle:
+    mesh: Mesh | None = None,
+) -> Handle | EncoderHandle | SplitHandle:
     """Run a transformers model's attention on dynaxx's kernels, in place.
 
     Without a policy each layer computes exactly what it computed before: full causal attention, sliding windows,
@@ -63,6 +72,8 @@ def apply(
         window: for encoders without a policy: each token sees the keys around it alone, in layers that saw everything.
             An int W sees W - 1 keys on each side, a pair is (left, right). This changes what the model computes.
         native: whether calls without a rule may run on dynaxx's kernels. False leaves them to the model's attention.
+        mesh: the ranks that share one sequence: a DeviceMesh of one dimension or a process group. Each rank then calls
+            the model with its own tokens, `model(**handle.shard(input_ids))`. Prefill and training, no cache.
         name: of the model in metrics, `model_name`; if empty the one it was loaded by, of a path the last part alone,
             or else its type.
 
@@ -82,6 +93,12 @@ def apply(
         raise ValueError("`native` must be True where no `policy` is given, else nothing would change")
     if window is not None and (policy is not None or not native):
         raise ValueError("`window` must be None with a policy or `native=False`; a policy has `SlidingWindow` rules")
+    if mesh is not None:
+        if window is not None or not native or name:
+            raise ValueError("`window`, `native` and `name` must be left out where a `mesh` is given")
+        from dynaxx.integrations.sequence_parallel.handle import attach
+
+        return attach(model, policy, mesh)
     if window is None and policy is None and is_sparse_encoder(model):
         if name:
             raise ValueError(f"`name` must be empty for {type(model).__name__}, which has no metrics by model name")

@@ -119,6 +119,14 @@ class Decoder:
         found = implementation(next(iter(self.layers.values())))
         return found if found in SERVED else DENSE
 
+    @property
+    def head_share(self) -> tuple[int, int]:
+        """(rank, ranks) where transformers' tensor parallelism gave this process some of the heads, else (0, 1)."""
+        mesh, ranks = getattr(self.owner, "_device_mesh", None), getattr(self.owner, "_tp_size", None) or 1
+        if mesh is None or ranks == 1:
+            return 0, 1
+        return (mesh["tp"] if mesh.ndim > 1 else mesh).get_local_rank(), ranks
+
     def check(self, policy: Policy) -> None:
         """Refuse a policy that this decoder cannot run rightly.
 

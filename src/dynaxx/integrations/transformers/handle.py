@@ -73,6 +73,7 @@ class Handle:
         self.background = Background(partial(self._numbers.failed, "guard"))
         self._tokens: TokenReader | None = None
         self._native, self._window = native, window
+        self._head_share = decoder.head_share
         self.before = decoder.implementation
         self._deployed = self._ready(policy, None)
         self._deploying = threading.Lock()
@@ -170,7 +171,17 @@ class Handle:
         return continuous_batching(self, decoder.owner)
 
     def _ready(self, policy: Policy, before: Deployed | None) -> Deployed:
-        deployed = Deployed(policy, self._numbers, self.background, before, native=self._native, window=self._window)
+        if self._head_share[1] > 1 and policy.guard is not None:
+            logger.warning("the policy's guard measures nothing under tensor parallelism: it compares whole layers")
+        deployed = Deployed(
+            policy,
+            self._numbers,
+            self.background,
+            before,
+            native=self._native,
+            window=self._window,
+            head_share=self._head_share,
+        )
         if self._tokens is None and any(plan.needs_tokens for plan in deployed.plans.values()):
             self._tokens = TokenReader()
         return deployed

@@ -62,11 +62,11 @@ def parts_of_mask(mask: LazyMask, device: torch.device, window: Window | None = 
     alone = rule.documents is not None or (rule.chunk is not None and shown is not None)
     start = int(mask.request.get("kv_offset", 0))
     if not alone:
-        layout = _layout(_pattern(rule, used, start, 0), rule, seqlen_q, used, shown, device)
+        layout = _layout(pattern_of(rule, used, start), rule, seqlen_q, used, shown, device)
         return [Part(None, queries, keys, layout)]
     parts = []
     for entry in range(batch):
-        pattern = _pattern(rule, used, start, entry)
+        pattern = pattern_of(rule, used, start, entry)
         own = None if shown is None else shown[entry : entry + 1]
         parts.append(Part(entry, queries, keys, _layout(pattern, rule, seqlen_q, used, own, device)))
     return parts
@@ -105,6 +105,20 @@ def causal_layout(seqlen_q: int, seqlen_k: int, device: torch.device, *, causal:
     return rule.layout(seqlen_q, seqlen_k, causal=causal, block_size=BLOCK[device.type], device=device)
 
 
+def pattern_of(rule: MaskRule, used: int, start: int = 0, entry: int = 0) -> Pattern:
+    """Return the pattern of one batch entry over `used` keys, the first of which is token `start`."""
+    found: Pattern = Causal() if rule.causal else Full()
+    if rule.window is not None or rule.after is not None:
+        left = -1 if rule.window is None else rule.window - 1
+        found = SlidingWindow((left, 0 if rule.causal else -1 if rule.after is None else rule.after))
+    ends = {0, used}
+    if rule.documents is not None:
+        ends |= _starts_of_documents(rule.documents[entry])
+    if rule.chunk is not None:
+        ends |= _starts_of_chunks(rule, used, start, entry, sorted(ends))
+    return found & Documents(tuple(sorted(ends))) if len(ends) > 2 else found
+
+
 def _layout_of_run(run: Run, device: torch.device, window: int | None) -> BlockLayout | None:
     if run.seqlen_k and run.causal and window is not None:
         block = BLOCK[device.type]
@@ -119,20 +133,6 @@ def _layout(
     where = device if shown is None else torch.device("cpu")  # hiding keys reads the layout
     layout = pattern.layout(seqlen_q, seqlen_k, causal=rule.causal, block_size=block, device=where)
     return layout if shown is None else hide_keys(layout, shown).to(device)
-
-
-def _pattern(rule: MaskRule, used: int, start: int, entry: int) -> Pattern:
-    """Return the pattern of one batch entry over `used` keys, the first of which is token `start`."""
-    found: Pattern = Causal() if rule.causal else Full()
-    if rule.window is not None or rule.after is not None:
-        left = -1 if rule.window is None else rule.window - 1
-        found = SlidingWindow((left, 0 if rule.causal else -1 if rule.after is None else rule.after))
-    ends = {0, used}
-    if rule.documents is not None:
-        ends |= _starts_of_documents(rule.documents[entry])
-    if rule.chunk is not None:
-        ends |= _starts_of_chunks(rule, used, start, entry, sorted(ends))
-    return found & Documents(tuple(sorted(ends))) if len(ends) > 2 else found
 
 
 def _starts_of_documents(documents: Tensor) -> set[int]:

@@ -196,10 +196,8 @@ class Engine:
         policy.model.check(ModelFacts.of(config.model_config.hf_text_config))
         reasons = policy_refusals(policy, self._shard[1]) + config_refusals(config)
         self._refuse(policy, reasons)
-        deployed = Deployed(policy, self._numbers, self._background, self._in_force)
+        deployed = Deployed(policy, self._numbers, self._background, self._in_force, head_share=self._shard)
         self._refuse(policy, deployed_refusals(config, deployed))
-        deployed.plans = {index: plan.shard(*self._shard) for index, plan in deployed.plans.items()}
-        deployed.decode = {index: plan.shard(*self._shard) for index, plan in deployed.decode.items()}
         return deployed
 
     def _refuse(self, policy: Policy, reasons: list[str]) -> None:

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Transformers models with the sequence split over ranks give what one device gives."""
+
+import pytest
+import torch
+from ranks import cases_of, run_cases
+
+slow = lambda count: pytest.param((count, "cpu"), marks=pytest.mark.slow, id=f"{count} ranks")
+quick = lambda count: pytest.param((count, "cpu"), id=f"{count} ranks")
+GPUS = pytest.param((2, "cuda"), marks=pytest.mark.gpu, id="2 GPUs")
+
+
+@pytest.fixture(scope="module", params=[quick(2), slow(3), slow(4), GPUS])
+def results(request):
+    count, device = request.param
+    if device == "cuda" and torch.cuda.device_count() < count:
+        pytest.skip(f"needs {count} GPUs")
+    return run_cases("model_cases", count, device)
+
+
+@pytest.mark.parametrize("case", cases_of("model_cases"))
+def test_against_one_device(results, case):
+    assert not results[case], "\n".join(results[case])
