@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which argument is of the wrong type: looked for once a call has failed, so that one that succeeds pays nothing."""
+"""Name the argument of a wrong type. The search runs only after a call has failed, so other calls pay nothing."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ T = TypeVar("T")
 
 
 def typed(target: T) -> T:
-    """Decorate a public function, or a class: a call that fails over an argument of a wrong type then says which.
+    """Decorate a public function or class, so that a call that fails over an argument of a wrong type names it.
 
     Raises:
-        TypeError: from the error of the call, where an argument does not fit its annotation; unless that error is a
-            ValueError or TypeError that names an argument itself.
+        TypeError: an argument does not fit its annotation. It is raised from the error of the call, unless that error
+            is a ValueError or TypeError that names an argument already.
     """
     function: Any = target
     if isinstance(target, type):
@@ -47,10 +47,10 @@ def typed(target: T) -> T:
 
 
 def _complaint(function: Any, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Return what to say of the first argument that does not fit; None where all do, or the error says it already."""
+    """Return a message about the first argument that does not fit, or None if all fit or the error names it already."""
     try:
         given = inspect.signature(function).bind(*args, **kwargs).arguments
-    except TypeError:  # says what is missing or too much
+    except TypeError:  # an argument is missing or unknown, and Python's own error says which
         return None
     hints = _hints(inspect.unwrap(function))
     if isinstance(error, TypeError | ValueError) and any(f"`{name}`" in str(error) for name in given):
@@ -64,7 +64,7 @@ def _complaint(function: Any, error: Exception, args: tuple[Any, ...], kwargs: d
 
 
 def _hints(function: Any) -> dict[str, Any]:
-    """Return the annotations that are known where the function is; the others only a type checker imports."""
+    """Return the annotations that can be evaluated. Names imported under `TYPE_CHECKING` cannot."""
     found = {}
     for name, hint in function.__annotations__.items():
         with contextlib.suppress(NameError):
@@ -73,7 +73,7 @@ def _hints(function: Any) -> dict[str, Any]:
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether a value is what an annotation says; True for annotations that are not understood."""
+    """Whether a value fits an annotation. True for annotations that are not understood."""
     origin, of = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any or isinstance(hint, TypeVar):
         return True
@@ -102,7 +102,7 @@ def fits(value: Any, hint: Any) -> bool:
 
 
 def _holds(value: Any, origin: type, of: tuple[Any, ...]) -> bool:
-    """Whether what lies in a container is what the annotation says."""
+    """Whether the items of a container fit its annotation."""
     if issubclass(origin, tuple) and of and of[-1] is not Ellipsis:
         return len(value) == len(of) and all(map(fits, value, of))
     if issubclass(origin, collections.abc.Sequence) and of:

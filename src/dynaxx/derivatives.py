@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which derivatives the kernels have: first ones, in reverse mode. Everything else is refused in words."""
+"""Refuse the derivatives that the kernels lack. They have first derivatives in reverse mode only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def transforms_active() -> bool:
 
 
 def refuse_forward_mode(*tensors: Tensor | None) -> None:
-    """Raise NotImplementedError for a tensor with a tangent. Kernels would drop it without a word."""
+    """Raise NotImplementedError for a tensor with a tangent, which the kernels would drop silently."""
     if forward_ad._current_level < 0:
         return
     for x in tensors:
@@ -30,7 +30,7 @@ def refuse_forward_mode(*tensors: Tensor | None) -> None:
 
 
 def refuse_transforms(name: str, *tensors: Tensor | None, fix: str = "use autograd: requires_grad, backward") -> None:
-    """Raise NotImplementedError where `torch.func` or forward mode reaches an operation that has no rules for them."""
+    """Raise NotImplementedError if `torch.func` or forward mode reaches an operation without rules for them."""
     if transforms_active():
         raise NotImplementedError(
             f"{name} has no rules for torch.func (grad, vjp, vmap), as `sparse_attention` has; {fix}"
@@ -46,15 +46,15 @@ def refuse_transforms(name: str, *tensors: Tensor | None, fix: str = "use autogr
 def no_second_derivative() -> NotImplementedError:
     """Return the error for a derivative of a gradient."""
     return NotImplementedError(
-        "the kernels of dynaxx have no second derivatives; backend='reference' has them, of `sparse_attention`"
+        "the kernels of dynaxx have no second derivatives; use `sparse_attention` with backend='reference'"
     )
 
 
 def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Let the gradients of an `autograd.Function` refuse to be differentiated; a decorator of its backward.
+    """Decorate the backward of an `autograd.Function`, so that differentiating its gradients raises an error.
 
-    torch's `once_differentiable` looks at the incoming gradients alone. Where these are constants, as those of a sum
-    are, the second derivative by the saved tensors would be missing without a word.
+    torch's `once_differentiable` checks only the incoming gradients. If these are constants, as for the gradient of a
+    sum, it would silently drop the second derivative with respect to the saved tensors.
     """
 
     @wraps(backward)

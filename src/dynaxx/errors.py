@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The errors of dynaxx. Bad values raise `ValueError` / `TypeError`; these two add what those cannot say."""
+"""The two errors that dynaxx defines. Other bad values raise plain `ValueError` and `TypeError`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ class UnsupportedInputError(ValueError):
     """No backend (or not the named one) can serve a problem.
 
     Args:
-        problem: what was asked for, in words.
-        reasons: for each backend that was considered, why it cannot serve.
+        problem: a description of the request.
+        reasons: why each backend that was considered cannot serve it.
     """
 
     def __init__(self, problem: str, reasons: Mapping[str, Sequence[str]]) -> None:
@@ -23,4 +23,4 @@ class UnsupportedInputError(ValueError):
 
 
 class PolicyError(ValueError):
-    """A policy document is broken, foreign, or too new; the message names the field and the fix."""
+    """A policy document is malformed, of another model, or too new. The message names the field and the fix."""

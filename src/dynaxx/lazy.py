@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lazy`: an attribute that is computed at first use, without a lock."""
+"""The `lazy` descriptor: an attribute that is computed at first use, without a lock."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class lazy(Generic[T]):
 
     This is `functools.cached_property` without its lock. Python 3.11 has one lock per attribute for all instances of a
     class, so threads wait for each other, and a child that is forked while another thread holds the lock waits for
-    ever. Where two threads compute the attribute at once, the first result stays.
+    ever. If two threads compute the attribute at once, the first result stays.
     """
 
     def __init__(self, compute: Callable[[Any], T]) -> None:

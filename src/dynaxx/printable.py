@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text from strangers, made safe for a terminal, a log line or a metric label."""
+"""Make untrusted text safe for a terminal, a log line or a metric label."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def printable(text: object, *, most: int | None = None, keep: str = "") -> str:
     r"""Return `text` with every character that a terminal could act on written as an escape, as `repr` writes it.
 
     Args:
-        text: anything; what is no string is converted by `str`.
+        text: any object; `str` converts it if it is not a string.
         most: cut longer text to this many characters and end it with "...".
         keep: control characters to leave as they are, for example "\n" in a message of several lines.
     """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that strangers may have touched: read with a limit, written whole or not at all.
+"""Read untrusted files with a limit, and write files whole or not at all.
 
-A path can name a pipe that never ends, a device, a file of any size, or a link that somebody planted. Readers here
-take regular files up to a size; writers create a new file beside the target, follow no link, and rename it.
+A path can name a pipe that never ends, a device, a file of any size, or a planted link. Readers here accept regular
+files up to a size; writers create a new file beside the target, follow no link, and rename it.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def read_regular_file(path: str | os.PathLike[str], most_bytes: int) -> bytes:
         OSError: not a regular file (a folder, pipe, socket or device), larger than `most_bytes`, or not readable.
             `strerror` says which.
     """
-    name = str(Path(path))  # an empty path is the folder
+    name = str(Path(path))  # an empty path means the current folder
     try:
-        _check_regular(os.stat(name), name)  # before opening: opening a device can already have effects
+        _check_regular(os.stat(name), name)  # before opening, because opening a device can have effects
         descriptor = os.open(name, _FLAGS_READ | _FLAGS_BINARY)
     except ValueError as error:  # a null byte in the name
         raise OSError(errno.EINVAL, str(error), name) from None
     with os.fdopen(descriptor, "rb") as file:
-        _check_regular(os.fstat(descriptor), name)  # again: the file may have been replaced in between
+        _check_regular(os.fstat(descriptor), name)  # again, because the file may have been replaced meanwhile
         content = file.read(most_bytes + 1)
     if len(content) > most_bytes:
         raise OSError(errno.EFBIG, f"must be at most {most_bytes:,} bytes, and is larger", name)
@@ -50,17 +50,18 @@ def read_regular_file(path: str | os.PathLike[str], most_bytes: int) -> bytes:
 
 
 def write_whole_file(path: str | os.PathLike[str], fill: Callable[[IO[bytes]], object], *, sync: bool = True) -> None:
-    """Write a file so that a reader at any moment, even after a crash, sees the old content or the new, whole.
+    """Write a file so that a reader always sees either the whole old content or the whole new content.
 
-    The new file gets the permissions of the file that it replaces, or those that the umask leaves.
+    This holds after a crash as well. The new file gets the permissions of the file that it replaces, or those that the
+    umask leaves.
 
     Args:
         path: the file; its folder must exist.
-        fill: writes the content to the binary file that it is given.
-        sync: bring the content to the disk before the rename; without it a power cut may leave an empty file.
+        fill: a function that writes the content to the binary file that it is given.
+        sync: flush the content to the disk before the rename; without it a power cut may leave an empty file.
 
     Raises:
-        OSError: the file cannot be written; what was there is untouched. `filename` is `path`.
+        OSError: the file cannot be written; the old content is untouched. `filename` is `path`.
     """
     target = Path(path)
     if not target.name:
@@ -83,13 +84,13 @@ def write_whole_file(path: str | os.PathLike[str], fill: Callable[[IO[bytes]], o
     except OSError as error:
         if error.errno is None or error.filename not in (None, os.fspath(temporary)):
             raise
-        raise OSError(error.errno, error.strerror, str(target)) from None  # the file that the caller knows
+        raise OSError(error.errno, error.strerror, str(target)) from None  # name the caller's file, not the temporary
     if sync:
         sync_folder(target.parent)
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames in a folder survive a power cut, where the system can."""
+    """Make renames in a folder survive a power cut, if the system supports it."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -106,17 +107,18 @@ def parse_json(
     unique: bool = False,
     finite: bool = True,
 ) -> Any:
-    """Parse JSON that may be hostile: deep, full of small objects, with numbers of thousands of digits.
+    """Parse JSON that may be hostile: deeply nested, full of small objects, or with numbers of thousands of digits.
 
     Args:
         text: the JSON text.
-        most_depth: objects and lists within one another.
-        most_objects: objects in all; of lists there may be `MOST_LISTS`.
+        most_depth: limit on the nesting depth of objects and lists.
+        most_objects: limit on the number of objects; the limit on lists is `MOST_LISTS`.
         unique: refuse an object that gives a name twice.
-        finite: refuse NaN and Infinity, which Python's reader takes; else the caller says which field has one.
+        finite: refuse NaN and Infinity, which Python's parser accepts. Pass False if the caller checks them and names
+            the field.
 
     Raises:
-        ValueError: not JSON, or beyond these limits; the message begins with "is not JSON" or "must".
+        ValueError: the text is not JSON or exceeds a limit; the message begins with "is not JSON" or "must".
     """
     try:
         data = json.loads(
@@ -144,7 +146,7 @@ def parse_json(
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 class _RepeatedNameError(ValueError):

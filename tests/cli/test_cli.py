@@ -284,7 +284,7 @@ def test_ctrl_c_of_tune_says_that_it_goes_on(tools, monkeypatch, tiny, tmp_path)
     stand_in(monkeypatch, "analyze.run", analyze=interrupted)
     shown = dynaxx_(*tune_args(tiny, tmp_path))
     assert shown.exit_code == 130
-    assert shown.stderr.endswith("stopped; the same command goes on where it was\n")
+    assert shown.stderr.endswith("stopped; run the same command again to continue\n")
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
@@ -401,7 +401,7 @@ def test_bench(tools, monkeypatch, tmp_path):
     assert (options["quick"], options["seed"], options["threads"], options["only"]) == (True, 3, None, [])
     dynaxx_("bench", "--only", "window 512, decode")
     assert tools["bench"][1][1]["only"] == ["window 512", "decode"]
-    assert "--peers and --plot are of --suite gpu" in dynaxx_("bench", "--peers", "flex").stderr
+    assert "--peers and --plot need --suite gpu" in dynaxx_("bench", "--peers", "flex").stderr
 
     def missing(progress, **options):
         progress("one figure")

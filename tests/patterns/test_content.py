@@ -152,7 +152,7 @@ def test_texts_become_every_way_they_are_written():
     for texts, error, message in (
         ([""], ValueError, "empty"),
         ([" "], ValueError, "empty"),
-        (["xyz"], ValueError, "can write, got 'xyz'"),
+        (["xyz"], ValueError, "can represent, got 'xyz'"),
         ("DEFINED", TypeError, "put it in a list"),
     ):
         with pytest.raises(error, match=message):

@@ -147,5 +147,5 @@ def test_a_reference_survives_its_file_and_wrong_ones_are_refused(tmp_path):
     (tmp_path / "policy.json").write_text(json.dumps(text))
     with pytest.raises(dx.PolicyError, match=r"`reference.layers.2`: the counts of each histogram of `entropy`"):
         dx.load_policy(tmp_path / "policy.json")
-    with pytest.raises(dx.PolicyError, match=r"`reference` must be of q heads 2 .*got 4 in layer 0"):
+    with pytest.raises(dx.PolicyError, match=r"`reference` must have 2 q heads .*got 4 in layer 0"):
         Policy(model=facts.model_copy(update={"q_heads": 2}), reference=reference(calls=1))

@@ -254,7 +254,7 @@ def test_the_command_looks_once_where_there_is_no_terminal(telemetry, tmp_path):
     assert "recall is 73.0 %" in bad.stdout
     for wrong, words in (
         (("watch", str(tmp_path / "no.json")), "does not exist"),
-        (("watch", str(path), "--web", "--json"), "leave --json and --once away"),
+        (("watch", str(path), "--web", "--json"), "remove --json and --once"),
         (("watch", "ftp://x"), "SOURCE must be"),
         (("serve-metrics",), "SOURCE must be given"),
         (("serve-metrics", str(path), "--host", "203.0.113.7", "--port", "0"), "address of this machine"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `dynaxx` command: one file per command, thin over its tool in `dynaxx.lab`."""
+"""The `dynaxx` command line: one file per command, which parses options and calls its tool in `dynaxx.lab`."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def bench(
 ) -> None:
     r"""Test the kernels, then time them beside dense attention.
 
-    A kernel that is wrong gives no figures. Exit code 1 if one is, or if a figure misses its bar.
+    A kernel that fails its test is not timed. Exit code 1 if a kernel fails, or if a figure misses its target.
 
     \b
     Examples:
@@ -57,7 +57,7 @@ def bench(
       dynaxx bench --suite gpu --only "window,layouts"
       dynaxx bench --suite gpu --peers flex
     """
-    stdout = sys.stdout  # results are said as they come
+    stdout = sys.stdout  # rows are printed as they are measured
 
     def say(line: str) -> None:
         if not (as_json and quiet):
@@ -65,7 +65,7 @@ def bench(
 
     with running(as_json, threads, seed) as finish:
         if suite is Suite.cpu and (peers or plot):
-            raise typer.BadParameter("--peers and --plot are of --suite gpu")
+            raise typer.BadParameter("--peers and --plot need --suite gpu")
         lab = tool(f"bench.{suite}")
         device_of("cuda" if suite is Suite.gpu else "cpu")
         check_targets(out, plot)

@@ -20,13 +20,14 @@ class Action(StrEnum):
 
 
 def cache(
-    action: Annotated[Action, typer.Argument(metavar="show|clean", help="List what is kept, or remove it.")],
+    action: Annotated[Action, typer.Argument(metavar="show|clean", help="List the cached files, or remove them.")],
     as_json: JsonOption = False,
 ) -> None:
-    r"""Show or remove what dynaxx keeps on disk.
+    r"""Show or remove the files that dynaxx caches on disk.
 
-    Kept are the compiled CPU core, converted models and tuned tile sizes, in $DYNAXX_CACHE, $XDG_CACHE_HOME/dynaxx or
-    ~/.cache/dynaxx. Everything is made again when it is needed. Stop conversions that are under way before `clean`.
+    The cache holds the compiled CPU core, converted models and tuned tile sizes, in $DYNAXX_CACHE,
+    $XDG_CACHE_HOME/dynaxx or ~/.cache/dynaxx. dynaxx recreates them when it needs them. Stop running conversions
+    before `clean`.
 
     \b
     Examples:

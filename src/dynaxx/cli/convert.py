@@ -36,11 +36,11 @@ def convert(
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    r"""Make a native sparse model from a dense Llama.
+    r"""Convert a dense Llama to a native sparse model.
 
-    The result is made to be fine-tuned: its weights are the same, and its gates begin close to dense attention.
-    DIR holds what transformers' from_pretrained reads after `import dynaxx.integrations.transformers.nsa_llama`. It
-    must not exist yet, and appears when it is whole.
+    Fine-tune the result: it has the weights of the dense model, and its gates start close to dense attention. Load DIR
+    with transformers' from_pretrained after `import dynaxx.integrations.transformers.nsa_llama`. DIR must not exist
+    yet; it appears once it is complete.
 
     \b
     Examples:

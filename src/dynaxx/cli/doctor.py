@@ -46,12 +46,12 @@ def doctor(
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    r"""Show what this machine serves, and check that it is right.
+    r"""Show which backends serve your shapes on this machine, and check their results.
 
-    Lists machine and versions, which backends can serve your shapes and why the others cannot, and compares each that
-    can, forward and gradients, with attention computed in fp64. With --fuzz, random problems are checked: patterns,
-    selectors, ragged batches, shapes, strides and dtypes; a failing one prints the line that shows it again, and the
-    summary names the seed to go on with. Exit code 1 if a backend is wrong.
+    Lists the machine, the versions, the backends that can serve your shapes, and why the others cannot. Compares each
+    usable backend, forward and gradients, with attention computed in fp64. With --fuzz it checks random problems
+    instead: patterns, selectors, ragged batches, shapes, strides and dtypes. A failure prints the command that
+    repeats it, and the summary names the seed to continue from. Exit code 1 if a backend is wrong.
 
     \b
     Examples:
@@ -74,7 +74,7 @@ def doctor(
             finish(result, result.summary(), ok=result.ok)
             return
         if isas:
-            raise ValueError("--isa needs --fuzz, --fuzz-cases or --fuzz-seed beside it")
+            raise ValueError("--isa needs --fuzz, --fuzz-cases or --fuzz-seed")
         found = tool("doctor.run").diagnose(
             q_heads=q_heads,
             kv_heads=kv_heads,

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-MOST_IN_A_RANGE = 10_000  # as many layers or heads as anyone has
+MOST_IN_A_RANGE = 10_000  # more layers or heads than any model has
 MOST_DIGITS = 12
 
 
@@ -47,7 +47,7 @@ LengthsOption = Annotated[str, typer.Option("--lengths", metavar="N,N,...", help
 BlockSizeOption = Annotated[int, typer.Option("--block-size", help="Tokens per block: 16, 32, 64 or 128.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else, on stdout.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")]
-SeedOption = Annotated[int, typer.Option("--seed", help="Seed of everything that is drawn at random.")]
+SeedOption = Annotated[int, typer.Option("--seed", help="Seed of all random numbers.")]
 DeviceOption = Annotated[
     str, typer.Option("--device", help="cpu, cuda, cuda:1, ...; auto takes a GPU if there is one.")
 ]
@@ -58,7 +58,7 @@ ThreadsOption = Annotated[
 
 
 def device_of(device: str) -> str:
-    """Resolve "auto", and refuse a device that is not there before anything is loaded."""
+    """Resolve "auto", and refuse a missing device before anything is loaded."""
     import torch
 
     if device == "auto":
@@ -73,7 +73,7 @@ def device_of(device: str) -> str:
 
 
 def dtype_of(dtype: Dtype, device: str) -> Any:
-    """Resolve "auto" for a device, and give torch's dtype."""
+    """Return torch's dtype, with "auto" resolved for the device."""
     import torch
 
     if dtype is Dtype.auto:
@@ -82,7 +82,7 @@ def dtype_of(dtype: Dtype, device: str) -> Any:
 
 
 def numbers(option: str, text: str) -> tuple[int, ...]:
-    """Return the numbers of a list: "0,4-6" is (0, 4, 5, 6), "" is ()."""
+    """Parse a list of numbers: "0,4-6" gives (0, 4, 5, 6), "" gives ()."""
     found: list[int] = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         first, _, last = part.partition("-")
@@ -102,7 +102,7 @@ def _is_number(text: str) -> bool:
 
 
 def seconds(option: str, text: str) -> float | None:
-    """Return a time in seconds: "90", "90s", "10m" or "2h"; None for ""."""
+    """Parse a time such as "90", "90s", "10m" or "2h" to seconds. "" gives None."""
     if not text:
         return None
     units = {"s": 1, "m": 60, "h": 3600}

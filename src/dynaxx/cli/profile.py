@@ -43,9 +43,9 @@ def profile(
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    r"""Show where a model's time goes, and if sparsity is worth it.
+    r"""Show where a model spends its time, and whether sparse attention is worth it.
 
-    Measures the ceilings of the machine, then at each length the time in attention, projections, MLP and the rest.
+    Measures the machine's peak rates, then at each length the time in attention, projections, MLP and the rest.
 
     \b
     Examples:

@@ -16,7 +16,7 @@ def report(
     run_dir: Annotated[Path, typer.Argument(metavar="DIR", help="Folder with the JSON files of other commands.")],
     as_json: JsonOption = False,
 ) -> None:
-    r"""Write DIR/report.html, one page that needs no network. It shows the results in DIR.
+    r"""Write the results in DIR as one page, DIR/report.html, that needs no network.
 
     \b
     Example:
@@ -24,9 +24,9 @@ def report(
     """
     with running(as_json) as finish:
         if not run_dir.is_dir():
-            raise ValueError(f"DIR must be a folder with results of dynaxx tune or others, got {run_dir}")
+            raise ValueError(f"DIR must be a folder with results of dynaxx tune or other commands, got {run_dir}")
         maker = tool("report.run")
         if not any((run_dir / file).exists() for file in maker.FILES.values()):
-            raise ValueError(f"{run_dir} holds no results to report; dynaxx tune MODEL --out {run_dir} writes them")
+            raise ValueError(f"{run_dir} holds no results; run dynaxx tune MODEL --out {run_dir} first")
         path = maker.write_report(run_dir)
         finish({"report": str(path)}, "", files=[path])

@@ -23,7 +23,7 @@ from dynaxx.cli.options import (
 )
 from dynaxx.cli.running import check_targets, command_line, load, progress_of, read_text, running, tool
 
-PolicyArgument = Annotated[Path, typer.Argument(metavar="POLICY", help="The policy file that is in force.")]
+PolicyArgument = Annotated[Path, typer.Argument(metavar="POLICY", help="The policy file in use.")]
 
 
 def retune(
@@ -41,7 +41,7 @@ def retune(
         typer.Option("--record", help="Keep the budgets, and only store the recorded statistics as the reference."),
     ] = False,
     recall: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Goal for every head. [default: the reference's, by head]")
+        float | None, typer.Option(min=0, max=1, help="Recall goal for every head. [default: the reference's, by head]")
     ] = None,
     requests: Annotated[int, typer.Option(min=1, help="Prompts to run with --model.")] = 96,
     lengths: LengthsOption = "",
@@ -52,9 +52,9 @@ def retune(
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    r"""Renew a policy for its traffic, and show what changed. Writes a new file only with --out.
+    r"""Adapt a policy to its traffic, and show the changes. Writes a new file only with --out.
 
-    Each head gets the least budget with which it finds as much attention as it did in the policy's reference.
+    Each head gets the smallest budget that reaches the recall it had in the policy's reference.
 
     \b
     Examples:
@@ -81,5 +81,5 @@ def retune(
             command=command_line(),
             progress=progress,
         )
-        said = found.summary() if out else f"{found.summary()}\nnothing was written: --out FILE does"
+        said = found.summary() if out else f"{found.summary()}\nno file was written; pass --out FILE to write one"
         finish(found, said, write=[lambda: policies.save_policy(found.policy, out) or out] if out else [])

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a command: load its tool late, print its result to stdout, turn errors into exit codes.
+"""Run a command: load its tool when it runs, print its result to stdout, turn errors into exit codes.
 
-Exit codes: 0 done, 1 a check failed, 2 wrong use or input (the message says how to fix it), 130 stopped with Ctrl-C.
+Exit codes: 0 success, 1 a check failed, 2 wrong usage or input (the message says the fix), 130 stopped with Ctrl-C.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ class Reportable(Protocol):
 
 
 class Finish(Protocol):
-    """A function that a command calls last.
+    """The function that a command calls at its end.
 
     Args:
-        result: goes to stdout with --json.
-        summary: goes to stdout without it.
-        ok: False makes the exit code 1.
-        files: what was written already.
-        write: functions that write a file and return its path, called once the result is printed: a disk that is full
-            by then costs the file and not the work.
+        result: printed to stdout with --json.
+        summary: printed to stdout without --json.
+        ok: False sets the exit code to 1.
+        files: files that are already written.
+        write: functions that write a file and return its path. They run after the result is printed, so that a full
+            disk loses the file but not the result.
     """
 
     def __call__(
@@ -64,11 +64,11 @@ class Finish(Protocol):
         files: Sequence[Path] = (),
         write: Sequence[Callable[[], Path]] = (),
     ) -> None:
-        """Keep the result; see the class."""
+        """Store the result. The class documents the arguments."""
 
 
 class _Outcome:
-    """The result of a command, kept until it has ended."""
+    """The result of a command, stored until the command has ended."""
 
     def __init__(self) -> None:
         self.result: dict[str, Any] | Reportable = {}
@@ -85,7 +85,7 @@ class _Outcome:
         files: Sequence[Path] = (),
         write: Sequence[Callable[[], Path]] = (),
     ) -> None:
-        """Keep the result; see the class."""
+        """Store the result. See `Finish`."""
         self.result, self.summary, self.ok = result, summary, ok
         self.files, self.write = list(files), write
 
@@ -107,15 +107,15 @@ class _Outcome:
 def running(
     as_json: bool, threads: int | None = None, seed: int | None = None, *, resumes: bool = False
 ) -> Iterator[Finish]:
-    """Turn what can go wrong into a message and an exit code; keep stdout for the result.
+    """Turn errors into a message and an exit code, and keep stdout for the result.
 
-    Yields the function that the command calls last. DYNAXX_DEBUG=1 shows tracebacks.
+    Yields the function that the command calls at its end. DYNAXX_DEBUG=1 shows tracebacks.
 
     Args:
         as_json: print the result as JSON.
-        threads: CPU threads; None leaves torch's choice.
-        seed: of torch; None leaves it.
-        resumes: the command keeps what it did, and goes on from there.
+        threads: CPU threads; None leaves torch's setting.
+        seed: seed of torch's random numbers; None leaves them unseeded.
+        resumes: whether the command saves its progress and continues from it.
     """
     outcome = _Outcome()
     try:
@@ -124,7 +124,7 @@ def running(
             yield outcome
         outcome.show(as_json)
     except KeyboardInterrupt:
-        typer.echo("stopped; the same command goes on where it was" if resumes else "stopped", err=True)
+        typer.echo("stopped; run the same command again to continue" if resumes else "stopped", err=True)
         raise typer.Exit(130) from None
     except (ValueError, TypeError, ImportError, OSError) as error:
         raise _refusal(error, _said(error)) from None
@@ -137,15 +137,15 @@ def running(
 
 
 def echo(text: str, *, err: bool = False) -> None:
-    """Print text that may hold names and words of strangers: nothing in it reaches the terminal as a command."""
+    """Print text that may be untrusted, with every character escaped that a terminal could act on."""
     typer.echo(printable(text, keep="\n\t\N{SOFT HYPHEN}"), err=err)
 
 
 def tool(name: str, room: str = "lab") -> ModuleType:
-    """Return a module of `dynaxx.lab`, or of another room, loaded when its command runs.
+    """Import a module of `dynaxx.lab`, or of another room, when its command runs.
 
     Raises:
-        ImportError: it needs something that is not installed; the message says what to install.
+        ImportError: the module needs a package that is not installed; the message says which.
     """
     try:
         return importlib.import_module(f"dynaxx.{room}.{name}")
@@ -172,10 +172,10 @@ def read_text(source: str) -> str:
 
 
 def check_targets(*paths: Path | None) -> None:
-    """Refuse, before long work, files that could not be written after it.
+    """Refuse files that cannot be written, before long work starts.
 
     Raises:
-        OSError: as `dynaxx.lab.files.check_target`.
+        OSError: see `dynaxx.lab.files.check_target`.
     """
     for path in paths:
         if path is not None:
@@ -183,7 +183,7 @@ def check_targets(*paths: Path | None) -> None:
 
 
 def progress_of(quiet: bool) -> Progress:
-    """Return progress on stderr, or none."""
+    """Return a progress display on stderr, or a silent one."""
     shown: Progress = tool("progress").make_progress(quiet)
     return shown
 
@@ -194,12 +194,12 @@ def command_line() -> str:
 
 
 def document_of(result: Reportable) -> dict[str, Any]:
-    """Return a result as the file and stdout get it: with the command that made it."""
+    """Return a result as written to files and stdout, with the command that made it."""
     return {**result.to_dict(), "command": command_line()}
 
 
 def summary_of(result: Any) -> str:
-    """Return a result's own words: a method or property `summary`, as text or as a few named values."""
+    """Return the summary of a result as text. `summary` may be a method or property, of text or of named values."""
     summary = getattr(result, "summary", "")
     summary = summary() if callable(summary) else summary
     if isinstance(summary, dict):
@@ -214,7 +214,7 @@ def _said(error: Exception) -> str:
 
 
 def _refusal(error: BaseException, message: str) -> typer.Exit:
-    """Say what is wrong and give exit code 2; under DYNAXX_DEBUG=1 raise the error itself."""
+    """Print what is wrong and return exit code 2. With DYNAXX_DEBUG=1, raise the error itself."""
     if os.environ.get("DYNAXX_DEBUG") == "1":
         raise error
     echo(f"error: {message}", err=True)

@@ -14,7 +14,7 @@ from dynaxx.cli.running import echo, running, tool
 HostOption = Annotated[
     str,
     typer.Option(
-        "--host", help="Interface to serve on. Everybody who reaches it can read the numbers: there is no password."
+        "--host", help="Interface to serve on. There is no password: everyone who can reach it can read the metrics."
     ),
 ]
 
@@ -24,16 +24,16 @@ def serve_metrics(
         str,
         typer.Argument(
             metavar="SOURCE",
-            help="A snapshot file, a folder or pattern of some, or a PROMETHEUS_MULTIPROC_DIR (the default).",
+            help="A snapshot file, a folder or glob pattern of them, or a PROMETHEUS_MULTIPROC_DIR (the default).",
         ),
     ] = "",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 takes a free one.")] = 9466,
     host: HostOption = "127.0.0.1",
 ) -> None:
-    r"""Serve other processes' metrics to Prometheus, until Ctrl-C.
+    r"""Serve the metrics of other processes to Prometheus until Ctrl-C.
 
-    Use it for processes that cannot serve their own: it reads what they write to a snapshot file, or to the folder
-    that PROMETHEUS_MULTIPROC_DIR names. A process that can serve calls dynaxx.telemetry.prometheus.serve().
+    Use it for processes that cannot serve their own metrics. It reads their snapshot files, or the folder that
+    PROMETHEUS_MULTIPROC_DIR names. A process that can serve calls dynaxx.telemetry.prometheus.serve() itself.
 
     \b
     Examples:
@@ -44,9 +44,9 @@ def serve_metrics(
     with running(False) as finish:
         where = source or os.environ.get("PROMETHEUS_MULTIPROC_DIR", "")
         if not where:
-            raise ValueError("SOURCE must be given where PROMETHEUS_MULTIPROC_DIR is not set")
+            raise ValueError("SOURCE must be given if PROMETHEUS_MULTIPROC_DIR is not set")
         with tool("prometheus", room="telemetry").serve_source(where, port, host=host) as server:
-            echo(f"metrics of {where} at {server.url} (Ctrl-C ends it)", err=True)
+            echo(f"metrics of {where} at {server.url} (press Ctrl-C to stop)", err=True)
             try:
                 threading.Event().wait()
             except KeyboardInterrupt:

@@ -30,7 +30,7 @@ def tune(
     model: ModelArgument,
     text: TextOption = "pydoc",
     out: OutOption = Path("dynaxx-run"),
-    tolerance: Annotated[float, typer.Option(min=0, help="Perplexity may rise by this share.")] = 0.01,
+    tolerance: Annotated[float, typer.Option(min=0, help="Allowed rise of perplexity, as a share.")] = 0.01,
     tokens: Annotated[int, typer.Option(min=2, help="Length of the samples to tune on.")] = 4096,
     time_budget: Annotated[
         str, typer.Option(metavar="TIME", help="Time limit for tuning: 90, 10m or 2h. No limit by default.")
@@ -48,13 +48,13 @@ def tune(
     with_profile: Annotated[bool, typer.Option("--profile/--no-profile", help="Profile first.")] = True,
     with_analysis: Annotated[bool, typer.Option("--analysis/--no-analysis", help="Analyze the heads first.")] = True,
     with_decode: Annotated[
-        bool, typer.Option("--decode/--no-decode", help="Also look for decode rules, and write them where they pay.")
+        bool, typer.Option("--decode/--no-decode", help="Also search decode rules, and write those that save time.")
     ] = False,
     cuda_graph: Annotated[
         bool,
         typer.Option(
             "--cuda-graph/--no-cuda-graph",
-            help="With --decode on a GPU: time steps that are captured in a CUDA graph, as engines run them.",
+            help="With --decode on a GPU: time steps captured in a CUDA graph, as engines run them.",
         ),
     ] = False,
     with_reference: Annotated[
@@ -71,10 +71,9 @@ def tune(
 ) -> None:
     r"""Find the sparsest policy that keeps the model's quality. Writes DIR/policy.json and DIR/report.html.
 
-    Profiles the model, reads its attention maps, tunes heads and layers, records what attention on this text looks like
-    (a running process compares its own with it), validates the policy on text it was not tuned on, and writes the
-    report. Stop it when you like: the same command goes on where it was. Exit code 1 if the policy
-    does not pass its validation.
+    Profiles the model, analyzes its attention maps, tunes heads and layers, records attention statistics of the text
+    (the reference for drift), validates the policy on held-out text, and writes the report. You can stop it at any
+    time; the same command continues. Exit code 1 if the policy fails its validation.
 
     \b
     Examples:

@@ -61,10 +61,10 @@ def validate(
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    r"""Compare a policy with the dense model on held-out text. Writes DIR/validation.json; exit code 1 on fail.
+    r"""Compare a policy with the dense model on held-out text. Writes DIR/validation.json; exit code 1 if it fails.
 
-    Logits, perplexity, retrieval tasks, repetition, speed and memory, against the policy's own tolerances. --kinds
-    holds perplexity on other kinds of text, too; --suite runs long-context tasks, RULER's thirteen among them.
+    Checks logits, perplexity, retrieval tasks and repetition against the policy's tolerances, and measures speed and
+    memory. --kinds also checks perplexity on other kinds of text; --suite runs long-context tasks, including RULER's 13.
 
     \b
     Examples:

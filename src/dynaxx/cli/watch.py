@@ -22,19 +22,19 @@ def watch(
         str,
         typer.Argument(metavar="SOURCE", help="URL, host:port or :port of a metrics endpoint, or a snapshot file."),
     ],
-    interval: Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between two looks.")] = 2.0,
-    window: Annotated[float, typer.Option("--window", min=1, help="Seconds that rates are taken over.")] = 60.0,
-    once: Annotated[bool, typer.Option("--once", help="Look once, print, end.")] = False,
+    interval: Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between two readings.")] = 2.0,
+    window: Annotated[float, typer.Option("--window", min=1, help="Seconds over which rates are computed.")] = 60.0,
+    once: Annotated[bool, typer.Option("--once", help="Read once, print and exit.")] = False,
     web: Annotated[bool, typer.Option("--web", help="Show a web page instead.")] = False,
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port of the page; 0 takes a free one.")] = 9467,
     host: HostOption = "127.0.0.1",
     as_json: JsonOption = False,
 ) -> None:
-    r"""Watch a running process. Ctrl-C ends it.
+    r"""Watch a running process until Ctrl-C.
 
-    Shows traffic, density, speed, recall, drift, and which policy is in force.
+    Shows traffic, density, speed, recall, drift and the policy in use.
 
-    Looks once where stdout is not a terminal, and with --once or --json; then the exit code is 1 if something is wrong.
+    Reads once with --once or --json, or if stdout is not a terminal. The exit code is then 1 if an alert is active.
 
     \b
     Examples:
@@ -47,7 +47,7 @@ def watch(
         overview = tool("overview", room="telemetry")
         looking: Watch = overview.Watch(tool("sources", room="telemetry").source_of(source), source, window=window)
         if web and (as_json or once):
-            raise ValueError("--web goes on until Ctrl-C; leave --json and --once away")
+            raise ValueError("--web runs until Ctrl-C; remove --json and --once")
         if web:
             _serve(looking, port, interval, host)
             finish({})
@@ -61,7 +61,7 @@ def watch(
 
 def _serve(looking: Watch, port: int, interval: float, host: str) -> None:
     with tool("web", room="telemetry").WatchPage(looking, port, interval, host=host) as page:
-        echo(f"watch it at {page.url} (Ctrl-C ends it)", err=True)
+        echo(f"watch it at {page.url} (press Ctrl-C to stop)", err=True)
         try:
             page.wait()
         except KeyboardInterrupt:

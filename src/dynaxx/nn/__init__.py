@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention modules to train with: a static pattern, NSA, MoBA, InfLLM-V2. Thin."""
+"""Attention modules for training: a static pattern, NSA, MoBA, InfLLM-V2."""
 
 from dynaxx.layout.nsa import NativeSizes
 from dynaxx.nn.cache import NativeCache

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`NativeCache`: the keys of one layer's sequences as they are generated, seen as pages or as views."""
+"""`NativeCache`: the keys and values of one layer during generation, as pages or as views."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from dynaxx.ops.nsa_decode import Pooling, compress_pages
 
 @typed
 class NativeCache:
-    """Keys and values of one layer, sequence by sequence, and what is compressed of them so far; grows by doubling.
+    """The keys and values of one layer, and the compressed tokens computed so far. It grows by doubling.
 
-    Decoding sees it as a `PagedCache`. Sequences have lengths of their own where their prompts came packed.
+    Decoding reads it as a `PagedCache`. Sequences have different lengths if their prompts were packed.
 
     Args:
-        capacity: tokens to make room for at first.
-        reselect_every: steps of one token that share a choice of blocks. 1 is exact: each token chooses its own. More
-            is an approximation: free blocks are those of the step that chose, forced ones are always those of now.
+        capacity: initial room in tokens.
+        reselect_every: number of one-token steps that share a choice of blocks. With 1, each token chooses, which is
+            exact. Larger values are an approximation: steps reuse the selected blocks of the step that chose, while
+            forced blocks always follow the current token.
     """
 
     def __init__(self, capacity: int = 256, *, reselect_every: int = 1) -> None:
@@ -38,32 +39,33 @@ class NativeCache:
         self.lengths: list[int] = []
         self._k, self._v = torch.empty(0), torch.empty(0)  # (batch, room, kv_heads, dim), room in whole pages
         self._compressed: CompressedPages | None = None  # of a contiguous cache
-        self._new = 0  # the most tokens of a sequence that are not compressed yet
-        self._blocks: Tensor | None = None  # what a step of one token chose
-        self._age = 0  # steps since
+        self._new = 0  # largest number of tokens in a sequence that are not compressed yet
+        self._blocks: Tensor | None = None  # the last choice of a one-token step
+        self._age = 0  # steps since that choice
 
     @property
     def even(self) -> bool:
-        """Whether all sequences are of one length."""
+        """Whether all sequences have the same length."""
         return len(set(self.lengths)) <= 1
 
     def append(self, k: Tensor, v: Tensor, ends: CuSeqlens | None = None) -> None:
-        """Add (batch, tokens, kv_heads, dim) keys and values; packed (tokens, ...) with `ends` begin new sequences.
+        """Append (batch, tokens, kv_heads, dim) keys and values. Packed ones (tokens, ...) with `ends` start sequences.
 
         Raises:
-            ValueError: another batch than before, packed ones behind others, or tensors that need gradients.
+            ValueError: the batch differs from the cache's, packed tensors follow other tokens, or tensors need
+                gradients.
         """
         if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
             raise ValueError("a cache serves inference: call the model under torch.no_grad() or inference_mode()")
         if ends is not None:
             if self.lengths:
-                raise ValueError("packed sequences begin a cache; later steps come as (batch, tokens, hidden)")
+                raise ValueError("packed input must come first in a cache; pass later steps as (batch, tokens, hidden)")
             parts = list(pairwise(host_lengths("cu_seqlens", ends)))
             added, batch = [b - a for a, b in parts], len(parts)
         else:
             batch, added = k.shape[0], [k.shape[1]] * k.shape[0]
         if self.lengths and batch != len(self.lengths):
-            raise ValueError(f"`k` must be of the cache's batch {len(self.lengths)}, got {batch}")
+            raise ValueError(f"`k` must have the cache's batch size {len(self.lengths)}, got {batch}")
         before = self.lengths or [0] * batch
         self.lengths = [old + new for old, new in zip(before, added, strict=True)]
         self._make_room(k, v, batch)
@@ -78,28 +80,28 @@ class NativeCache:
             self._blocks = None
 
     def views(self) -> tuple[Tensor, Tensor]:
-        """Keys and values, (batch, seqlen, kv_heads, dim) without a copy.
+        """Return keys and values, (batch, seqlen, kv_heads, dim), without a copy.
 
         Raises:
-            ValueError: sequences of different lengths.
+            ValueError: the sequences have different lengths.
         """
         if not self.even:
             raise ValueError(
-                "sequences of different lengths are served by NativeSparseAttention alone, without `dense`"
+                "only NativeSparseAttention without `dense` serves sequences of different lengths; pad them or use it"
             )
         length = max(self.lengths, default=0)
         return self._k[:, :length], self._v[:, :length]
 
     def compressed_views(self, sizes: NativeSizes, compress_k: Pooling, compress_v: Pooling) -> tuple[Tensor, Tensor]:
-        """All compressed keys and values, (batch, compressed tokens, kv_heads, dim), of sequences of one length."""
+        """Return all compressed keys and values, (batch, compressed tokens, kv_heads, dim), for equal lengths."""
         kept = self.pages(sizes, compress_k, compress_v).compressed
-        assert kept is not None, "`pages` makes them"
+        assert kept is not None, "`pages` must have built them"
         some = slice(kept.hidden, kept.hidden + sizes.compressed(max(self.lengths, default=0)))
         view = lambda x: x.unflatten(0, (len(self.lengths), -1)).flatten(1, 2)[:, some]
         return view(kept.k), view(kept.v)
 
     def pages(self, sizes: NativeSizes, compress_k: Pooling, compress_v: Pooling) -> PagedCache:
-        """As `native_decode` reads it: pages of a selection block, every whole window compressed."""
+        """Return the cache for `native_decode`: one page per selection block, with every whole window compressed."""
         batch, room = self._k.shape[:2]
         kept = self._compressed
         if kept is None or (kept.sizes.cmp_block, kept.sizes.cmp_stride) != (sizes.cmp_block, sizes.cmp_stride):
@@ -120,11 +122,11 @@ class NativeCache:
         return cache
 
     def blocks(self) -> Tensor | None:
-        """Return the blocks that this step takes over from an earlier one; None: it chooses."""
+        """Return the blocks that this step reuses from an earlier step, or None if it must choose."""
         return self._blocks if self._age + 1 < self.reselect_every else None
 
     def keep_blocks(self, blocks: Tensor) -> None:
-        """Remember what a step chose, or that it took over what there was."""
+        """Store the choice of a step, or count a step that reused it."""
         if self.blocks() is None:
             self._blocks, self._age = blocks if blocks.shape[1] == 1 else None, 0
         else:
@@ -132,7 +134,7 @@ class NativeCache:
 
     @typed
     def reorder(self, index: Tensor) -> None:
-        """Go on with sequences `index` of these, some of them more than once or not at all, as beam search does."""
+        """Keep the sequences `index`, in that order and with repetitions, as beam search needs."""
         self.lengths = [self.lengths[i] for i in index.tolist()]
         index = index.to(self._k.device)
         self._k, self._v = self._k[index], self._v[index]
@@ -156,7 +158,7 @@ class NativeCache:
 
 
 def _grown(kept: Tensor | None, room: Tensor) -> Tensor:
-    """`room` with what was kept at its start."""
+    """Return `room` with the kept values copied to its start."""
     if kept is not None:
         room[:, : kept.shape[1]] = kept
     return room

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ways to compress a window of keys or values to one: mean, weights, an MLP that knows positions in the window.
+"""Modules that compress a window of keys or values to one: a mean, a weighted sum, an MLP with positions.
 
 Each maps windows (windows, cmp_block, heads, dim) to (windows, heads, dim) and starts as the mean.
 """
@@ -14,7 +14,7 @@ from dynaxx.arguments import typed
 
 @typed
 class MeanCompression(nn.Module):
-    """The mean. Without parameters."""
+    """The mean of the window, without parameters."""
 
     def __init__(self, cmp_block: int, heads: int, dim: int) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class MeanCompression(nn.Module):
 
     @property
     def pooling(self) -> None:
-        """As `compress_pages` takes it."""
+        """Return the argument for `compress_pages`; None means the mean."""
 
     def forward(self, windows: Tensor) -> Tensor:
         return windows.mean(1)
@@ -33,7 +33,7 @@ class MeanCompression(nn.Module):
 
 @typed
 class WeightedCompression(nn.Module):
-    """A sum with a learned weight for each position in the window and head."""
+    """A sum with a learned weight per position in the window and head."""
 
     def __init__(self, cmp_block: int, heads: int, dim: int) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class WeightedCompression(nn.Module):
 
     @property
     def pooling(self) -> Tensor:
-        """As `compress_pages` takes it."""
+        """Return the weights for `compress_pages`."""
         return self.weight
 
     def forward(self, windows: Tensor) -> Tensor:
@@ -55,16 +55,17 @@ class WeightedCompression(nn.Module):
 
 @typed
 class MlpCompression(nn.Module):
-    """The mean, and what an MLP over the whole window adds to it, with learned positions in the window
-    (arXiv 2502.11089, 3.3.1).
+    """The mean plus the output of an MLP over the window with learned positions (arXiv 2502.11089, 3.3.1).
 
-    Heads share the MLP. It adds nothing at first: its last layer starts at zero. What enters it is divided by
-    `cmp_block`, and its weights are larger by as much: an optimizer that moves every weight by one rate, as Adam does,
-    would move a sum over so many tokens too far at each step.
+    All heads share the MLP. Its last layer starts at zero, so that the module starts as the mean. Its input is divided
+    by `cmp_block` and its initial weights are multiplied by it: Adam changes every weight at the same rate, which would
+    change a sum over that many tokens too much per step.
 
     Args:
-        cmp_block, heads, dim: of the windows.
-        width: of the hidden layer, 2 * dim by default.
+        cmp_block: tokens per window.
+        heads: number of heads.
+        dim: head_dim of the keys or values.
+        width: size of the hidden layer, 2 * dim by default.
     """
 
     def __init__(self, cmp_block: int, heads: int, dim: int, width: int | None = None) -> None:
@@ -84,7 +85,7 @@ class MlpCompression(nn.Module):
 
     @property
     def pooling(self) -> MlpCompression:
-        """As `compress_pages` takes it."""
+        """Return the module for `compress_pages`."""
         return self
 
     def forward(self, windows: Tensor) -> Tensor:

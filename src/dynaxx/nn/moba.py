@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`MixtureOfBlockAttention`: each q head attends to its own block and to those whose mean key it likes best."""
+"""`MixtureOfBlockAttention`: each q head attends to its own block and to the blocks with the best mean keys."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ from dynaxx.ops.selected import attend_selected
 
 @typed
 class MixtureOfBlockAttention(ProjectedAttention):
-    """Mixture of Block Attention (MoBA, arXiv 2502.13189). Without parameters beside the projections.
+    """Mixture of Block Attention (MoBA, arXiv 2502.13189). It has no parameters besides the projections.
 
     Args:
-        hidden_size, q_heads, kv_heads, **projection: as `ProjectedAttention`.
+        hidden_size: see `ProjectedAttention`.
+        q_heads: see `ProjectedAttention`.
+        kv_heads: see `ProjectedAttention`.
         block_size: tokens per block: 16, 32, 64 or 128.
-        top_k: blocks per query, its own included.
+        top_k: number of blocks per query, its own block included.
+        **projection: other arguments of `ProjectedAttention`.
     """
 
     def __init__(

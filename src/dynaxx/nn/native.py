@@ -18,21 +18,24 @@ from dynaxx.nn.projection import ProjectedAttention
 from dynaxx.ops.nsa import compress, compression_windows, native_sparse_attention
 from dynaxx.ops.nsa_decode import native_decode
 
-EVEN_GATES = (0.5, 0.5, 0.5)  # to train from scratch
-DECODE_TOKENS = 8  # of a step that reads pages; more at once go as a prompt does
+EVEN_GATES = (0.5, 0.5, 0.5)  # for training from scratch
+DECODE_TOKENS = 8  # largest step that reads pages; longer steps run as a prompt
 NEAR_DENSE = (0.02, 0.96, 0.02)  # the selected branch alone is dense attention up to slc_count * slc_block tokens
 
 
 @typed
 class NativeSparseAttention(ProjectedAttention):
-    """Native Sparse Attention (arXiv 2502.11089), of any group size, trained as it runs.
+    """Native Sparse Attention (arXiv 2502.11089) with any group size. Training and inference use the same sparsity.
 
     Args:
-        hidden_size, q_heads, kv_heads, **projection: as `ProjectedAttention`.
-        sizes: of the branches. May be replaced at any time by others with the same `cmp_block`: a larger `slc_count` is
-            closer to dense.
-        compression: "mean", "weighted" or "mlp": how a window of keys, and one of values, becomes one.
-        gate_init: what the gates of the compressed, selected and window branch give at first, each in (0, 1).
+        hidden_size: see `ProjectedAttention`.
+        q_heads: see `ProjectedAttention`.
+        kv_heads: see `ProjectedAttention`.
+        sizes: sizes of the branches. They may be replaced at any time by sizes with the same `cmp_block`; a larger
+            `slc_count` is closer to dense attention.
+        compression: how a window of keys, or of values, is compressed to one: "mean", "weighted" or "mlp".
+        gate_init: initial values of the gates, each in (0, 1), in the order compressed, selected, window.
+        **projection: other arguments of `ProjectedAttention`.
     """
 
     decodes_ragged = True
@@ -62,7 +65,7 @@ class NativeSparseAttention(ProjectedAttention):
         self.reset_new_parameters()
 
     def reset_new_parameters(self) -> None:
-        """Set what dense attention does not have: gates to `gate_init` whatever the input, compression to the mean."""
+        """Reset the parameters that dense attention lacks: gates to `gate_init`, compression to the mean."""
         nn.init.zeros_(self.gate.weight)
         with torch.no_grad():
             logits = torch.tensor([math.log(gate / (1 - gate)) for gate in self.gate_init])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the attention modules share: projections, rotary positions, dense attention for a warm-up."""
+"""The base class of the attention modules: projections, rotary positions, dense attention for a warm-up."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ Rotary = tuple[Tensor, Tensor]
 
 @typed
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """Turn each head by its position: halves of head_dim are the two coordinates, as in Llama.
+    """Apply rotary positions to each head. The halves of head_dim are the two coordinates, as in Llama.
 
     Args:
         x: (..., seqlen, heads, head_dim).
-        rotary: (cos, sin), each (..., seqlen, head_dim), as transformers' rotary embeddings give them.
+        rotary: (cos, sin), each (..., seqlen, head_dim), as returned by transformers' rotary embeddings.
     """
     if x.ndim < 3 or any(part.shape[-2:] != (x.shape[-3], x.shape[-1]) for part in rotary):
         raise ValueError(
@@ -37,7 +37,7 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
             f"got {[tuple(part.shape) for part in rotary]} and {tuple(x.shape)}"
         )
     if not x.is_floating_point():
-        raise TypeError(f"`x` must be of floats, got {x.dtype}")
+        raise TypeError(f"`x` must have a floating-point dtype, got {x.dtype}")
     cos, sin = (part.unsqueeze(-2).to(x.dtype) for part in rotary)
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin
@@ -45,18 +45,19 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
 
 @typed
 class ProjectedAttention(nn.Module, ABC):
-    """Causal self-attention: q, k, v from hidden states, a way to attend, and back.
+    """Causal self-attention: project hidden states to q, k and v, attend, and project back.
 
     Args:
-        hidden_size: of the inputs and outputs.
-        q_heads, kv_heads: any group size.
-        head_dim: of q and k, hidden_size // q_heads by default.
-        head_dim_v: of v, head_dim by default.
-        bias: whether q, k and v have one.
+        hidden_size: size of the inputs and outputs.
+        q_heads: number of query heads, a multiple of kv_heads.
+        kv_heads: number of key and value heads.
+        head_dim: size of the heads of q and k, hidden_size // q_heads by default.
+        head_dim_v: size of the heads of v, head_dim by default.
+        bias: whether the projections to q, k and v have a bias.
         scale: softmax scale, head_dim ** -0.5 by default.
 
     Raises:
-        ValueError: sizes below 1, q_heads that are no multiple of kv_heads, a scale that is not finite.
+        ValueError: a size is below 1, q_heads is not a multiple of kv_heads, or the scale is not finite.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class ProjectedAttention(nn.Module, ABC):
         self.k_proj = nn.Linear(hidden_size, kv_heads * self.head_dim, bias=bias)
         self.v_proj = nn.Linear(hidden_size, kv_heads * self.head_dim_v, bias=bias)
         self.o_proj = nn.Linear(q_heads * self.head_dim_v, hidden_size, bias=False)
-        self.dense = False  # True attends to everything before, for a warm-up
+        self.dense = False  # True runs dense attention, for a warm-up
         outside_of_graphs()
 
     @typed
@@ -103,12 +104,13 @@ class ProjectedAttention(nn.Module, ABC):
         Args:
             x: (batch, seqlen, hidden_size), or packed (tokens, hidden_size) with `cu_seqlens`.
             rotary: (cos, sin) of the positions of x, each (..., seqlen, head_dim); none by default.
-            cu_seqlens: (num_seqs + 1,) cumulative lengths of packed sequences; on the host, else they are read back.
-            cache: keys of the tokens before x; those of x are added to it. Packed input begins one, whose sequences
-                then have lengths of their own. Not for training.
+            cu_seqlens: (num_seqs + 1,) cumulative lengths of packed sequences. Keep them on the host; lengths on a GPU
+                are read back.
+            cache: keys and values of the tokens before x; those of x are appended. Packed input must come first, and
+                its sequences may have different lengths. For inference only.
 
         Returns:
-            As x.
+            A tensor of the shape of x.
         """
         if x.ndim not in (2, 3) or x.shape[-1] != self.hidden_size or (x.ndim == 2) != (cu_seqlens is not None):
             raise ValueError(
@@ -116,7 +118,7 @@ class ProjectedAttention(nn.Module, ABC):
                 f"`cu_seqlens`, got {tuple(x.shape)}"
             )
         if not x.is_floating_point():
-            raise TypeError(f"`x` must be of floats, got {x.dtype}")
+            raise TypeError(f"`x` must have a floating-point dtype, got {x.dtype}")
         q = self.q_proj(x).unflatten(-1, (self.q_heads, self.head_dim))
         k = self.k_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
         v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.head_dim_v))
@@ -126,16 +128,19 @@ class ProjectedAttention(nn.Module, ABC):
         out = attend(self, x, q, k, v, cu_seqlens, cache)
         return self.o_proj(out.flatten(-2))
 
-    decodes_ragged = False  # whether `attend` takes a cache whose sequences are of different lengths
+    decodes_ragged = False  # whether `attend` accepts a cache whose sequences have different lengths
 
     @abstractmethod
     def attend(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: CuSeqlens | None, cache: NativeCache | None
     ) -> Tensor:
-        """(..., q_heads, head_dim_v) of projected and rotated q, k, v; k and v hold all of an even cache, too."""
+        """Return (..., q_heads, head_dim_v) from projected and rotated q, k, v.
+
+        If the sequences of the cache have equal lengths, k and v include its tokens.
+        """
 
     def is_traceable(self, cu_seqlens: CuSeqlens | None, cache: NativeCache | None) -> bool:
-        """Whether a compiler can follow `attend` for these arguments; else the graph breaks around it."""
+        """Whether `torch.compile` can trace `attend` for these arguments. Otherwise the graph breaks around it."""
         return False
 
     def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: CuSeqlens | None) -> Tensor:
@@ -173,11 +178,11 @@ def _attend(
 
 
 def attend_pattern(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, block_size: int, scale: float) -> Tensor:
-    """Attend to what a pattern shows of a batch. A compiler sees one op for all lengths, an export a fixed layout."""
+    """Attend over a pattern. `torch.compile` sees one op for all lengths; an export fixes the layout."""
     if torch.compiler.is_dynamo_compiling():
         needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         return pattern_attention(q, k, v, _constant_number(pattern), block_size, scale, needs_grad)[0]
-    with _disable_current_modes():  # the layout is real, whatever traces
+    with _disable_current_modes():  # the layout must have real tensors while torch traces with fake ones
         layout = pattern.layout(int(q.shape[1]), int(k.shape[1]), block_size=block_size, device=q.device)
     return sparse_attention(q, k, v, layout, scale=scale)
 
@@ -187,9 +192,9 @@ _constant_number = torch.compiler.assume_constant_result(number_of)
 
 @cache
 def outside_of_graphs() -> Callable[..., Tensor]:
-    """`_attend`, which a compiler leaves as it is: it chooses blocks and builds layouts on the host.
+    """Return `_attend` excluded from compilation, since it chooses blocks and builds layouts on the host.
 
-    Made with the first module, since it loads the compiler.
+    The first module creates it, because creating it loads the compiler.
     """
     disabled: Callable[..., Tensor] = torch.compiler.disable(_attend)
     return disabled

@@ -18,12 +18,15 @@ from dynaxx.patterns.packed import packed_layout
 
 @typed
 class SparseAttention(ProjectedAttention):
-    """Causal self-attention over a pattern; `module.dense = True` attends to everything, for a dense warm-up.
+    """Causal self-attention over a pattern. Set `module.dense = True` for a dense warm-up.
 
     Args:
-        hidden_size, q_heads, kv_heads, **projection: as `ProjectedAttention`.
-        pattern: which keys each query sees.
+        hidden_size: see `ProjectedAttention`.
+        q_heads: see `ProjectedAttention`.
+        kv_heads: see `ProjectedAttention`.
+        pattern: the keys that each query sees.
         block_size: tokens per block of the layout: 16, 32, 64 or 128.
+        **projection: other arguments of `ProjectedAttention`.
     """
 
     def __init__(
@@ -50,5 +53,5 @@ class SparseAttention(ProjectedAttention):
         return attend_pattern(q, k, v, self.pattern, self.block_size, self.scale)
 
     def is_traceable(self, cu_seqlens: CuSeqlens | None, cache: NativeCache | None) -> bool:
-        """Whether a compiler can follow: over a batch, whose layout depends on nothing but its lengths."""
+        """Whether `torch.compile` can trace the call. It can for a batch, whose layout depends on the lengths only."""
         return cu_seqlens is None and cache is None

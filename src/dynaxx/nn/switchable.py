@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SwitchableAttention`: dense where that is affordable, sparse by its own keys where not, with the same parameters."""
+"""`SwitchableAttention`: dense for short sequences and sparse for long ones, with the same parameters."""
 
 from __future__ import annotations
 
@@ -20,22 +20,24 @@ from dynaxx.ops.nsa_branches import compressed_attention
 from dynaxx.ops.packing import pack
 from dynaxx.ops.selected import attend_selected
 
-SWITCHABLE_SIZES = NativeSizes(slc_count=96, first_blocks=1, local_blocks=32)  # a sink, a window of 2048, 63 more
+SWITCHABLE_SIZES = NativeSizes(slc_count=96, first_blocks=1, local_blocks=32)  # 1 sink, 32 local, 63 selected blocks
 
 
 @typed
 class SwitchableAttention(ProjectedAttention):
-    """InfLLM-V2 (arXiv 2509.24663): each query attends to the first blocks, the last ones, and those it likes best.
+    """InfLLM-V2 (arXiv 2509.24663): each query attends to the first, the last and the best-scored blocks.
 
-    A block is as good as the best of the mean keys that overlap it. Without parameters beside the projections, so a
-    dense model can take it as it is.
-
-    Up to slc_count * slc_block tokens every block is selected: then it runs as dense attention, with the same result.
+    A block's score is the best score of the mean keys that overlap it. The module has no parameters besides the
+    projections, so it can replace the attention of a dense model. Up to slc_count * slc_block tokens every block is
+    selected; the module then runs dense attention, which gives the same result.
 
     Args:
-        hidden_size, q_heads, kv_heads, **projection: as `ProjectedAttention`.
-        sizes: `cmp_block`, `cmp_stride` of the mean keys, `slc_block`, and `slc_count` blocks per query, `first_blocks`
-            and `local_blocks` of which are forced. `window` has no meaning here, `pool` is "max".
+        hidden_size: see `ProjectedAttention`.
+        q_heads: see `ProjectedAttention`.
+        kv_heads: see `ProjectedAttention`.
+        sizes: `cmp_block` and `cmp_stride` of the mean keys, `slc_block`, and `slc_count` blocks per query, of which
+            `first_blocks` and `local_blocks` are forced. `window` is not used; `pool` is always "max".
+        **projection: other arguments of `ProjectedAttention`.
     """
 
     def __init__(

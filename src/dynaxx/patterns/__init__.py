@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Position-only rules. Each has a closed-form layout; `|` and `&` combine them."""
+"""Rules over positions. Each has a layout in closed form; `|` and `&` combine them."""
 
 from dynaxx.patterns.base import Causal, Intersection, Pattern, Union
 from dynaxx.patterns.content import GlobalContent, content_tokens

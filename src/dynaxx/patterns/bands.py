@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bands of distances between query and key: which blocks they touch, and which distances make no difference."""
+"""Bands of distances between query and key, and the blocks that they touch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dynaxx.patterns.runs import Ints, Runs, Visited
 
 
 def band(grid: BlockGrid, lo: int | None, hi: int | None) -> Visited:
-    """Return the blocks of the band lo <= distance <= hi, None where unlimited."""
+    """Return the blocks of the band lo <= distance <= hi. None means unlimited."""
     first, last = grid.spans()
     q_block, kv_block = grid.block_size
     start = np.zeros_like(first) if hi is None else np.maximum(first - hi, 0) // kv_block
@@ -24,12 +24,12 @@ def band(grid: BlockGrid, lo: int | None, hi: int | None) -> Visited:
 
 
 def beyond(grid: BlockGrid) -> int:
-    """Return a distance that no two tokens of the grid have, padding of the last blocks included."""
+    """Return a distance greater than that of any two tokens of the grid, padding of the last blocks included."""
     return grid.seqlen_q + grid.seqlen_k + 2 * sum(grid.block_size)
 
 
 def clipped(grid: BlockGrid, first: Ints, lo: int, hi: int) -> Ints:
-    """Numbers of distances: beyond lo and hi nothing changes any more, and blocks farther away are all alike."""
+    """Return numbers for the distances `first`. Blocks beyond lo or hi share a number, since their masks are equal."""
     step = min(grid.block_size)
     lo, hi = lo - grid.block_size[0] - step, hi + grid.block_size[1] + step
     return (np.minimum(np.maximum(first, lo), hi) - lo) // step

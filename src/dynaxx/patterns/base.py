@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Pattern`: a rule over positions, and how rules combine.
+"""`Pattern`, the base class of rules over positions, and the classes that combine rules.
 
-A rule says three things about a grid of blocks: which element pairs are visible (the definition), which runs of blocks
-it touches and fills in each row, and of a given block which element mask it has. From these `Pattern.layout` builds a
-`BlockLayout` in O(visited blocks), without any object of seqlen x seqlen.
+A rule answers three questions about a grid of blocks: which element pairs are visible (the definition), which runs of
+blocks it touches and fills in each row, and which element mask a given block has. `Pattern.layout` builds a
+`BlockLayout` from the answers in O(visited blocks), and makes no object of size seqlen x seqlen.
 """
 
 from __future__ import annotations
@@ -31,18 +31,19 @@ from dynaxx.patterns.program import Op
 from dynaxx.patterns.runs import Ints, Visited, all_of, any_of
 
 MASKS_AT_ONCE = 512
-MANY = 16  # distances
+MANY = 16  # distances; with more of them, equal ones are merged first
 
 
 class Pattern(ABC):
-    """A rule over positions. Hashable and immutable; combine with `|` (either shows the pair) and `&` (both do).
+    """A rule over positions.
 
-    Making one raises TypeError or ValueError, with the setting's name, where a setting is of another kind or out of
-    range. One of your own needs `visible` and `visited`.
+    Patterns are immutable and hashable. Combine them with `|` (a pair is visible if either shows it) and `&` (if both
+    do). A constructor raises TypeError or ValueError, and names the setting, if a setting has a wrong type or is out of
+    range. A subclass must define `visible` and `visited`.
     """
 
     def __init_subclass__(cls) -> None:
-        """Drop the program of a class that shows other pairs than the one it extends."""
+        """Reset the inherited `program` if a subclass redefines which pairs are visible."""
         super().__init_subclass__()
         if {"visible", "shows"} & vars(cls).keys() and "program" not in vars(cls):
             cls.program = Pattern.program  # type: ignore[method-assign]
@@ -64,39 +65,40 @@ class Pattern(ABC):
             seqlen_k: number of keys, `seqlen_q` by default.
             causal: hide keys after the query.
             block_size: tokens per block, one of 16, 32, 64, 128, or (q_block, kv_block).
+            device: the device of the layout's tensors.
 
         Returns:
             A layout shared by all batch entries and heads. Layouts are cached by value. They are computed on the host
-            from host integers and copied, so a GPU is never waited for.
+            from host integers and copied to the device, so the call never synchronises with a GPU.
 
         Raises:
-            TypeError: lengths that are no integers.
-            ValueError: a negative length, another block size, a GPU that torch does not see, or a rule that does not
-                fit the lengths, as `Documents` of others.
+            TypeError: a length is not an integer.
+            ValueError: a length is negative, the block size is not supported, torch does not see the GPU, or the rule
+                does not fit the lengths, for example `Documents` of another total length.
         """
         grid = BlockGrid(seqlen_q, seqlen_q if seqlen_k is None else seqlen_k, as_block_size(block_size), causal)
         return _cached_layout(self, grid, torch.device(device))
 
     @property
     def needs_tokens(self) -> bool:
-        """Whether a part of it is known only from a request's tokens, so that it must be resolved first."""
+        """Whether the rule depends on a request's tokens, so that `resolve` must be called first."""
         return False
 
     @property
     def by_distance(self) -> bool:
-        """Whether a pair's visibility depends on nothing but how far the key stands before the query."""
+        """Whether the visibility of a pair depends only on the distance from key to query."""
         return False
 
     def hides_future(self, grid: BlockGrid) -> bool:
-        """Whether, on a causal grid, it shows no key after the query anyway."""
+        """Whether the rule itself shows no key after the query on a causal grid."""
         return False
 
     def within_causality(self, grid: BlockGrid) -> Pattern:
-        """Return this rule without the pairs that the grid hides: keys after the query, where it is causal."""
+        """Return this rule without the pairs that a causal grid hides, that is, keys after the query."""
         return self & Causal() if grid.causal and not self.hides_future(grid) else self
 
     def resolve(self, input_ids: Tensor | Sequence[int]) -> Pattern:
-        """Return this rule for one request: parts by content (`GlobalContent`) become positions.
+        """Return this rule for one request, with parts that depend on content (`GlobalContent`) turned into positions.
 
         Args:
             input_ids: (seqlen,) token ids of one sequence, up to its last key.
@@ -105,38 +107,57 @@ class Pattern(ABC):
 
     @abstractmethod
     def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-        """Return the definition: bool, broadcast of two tensors of positions (query `i` is at `i + grid.offset`)."""
+        """Return which pairs are visible; this defines the rule.
+
+        Args:
+            grid: the grid of blocks.
+            q_pos: positions of queries; query `i` is at position `i + grid.offset`.
+            k_pos: positions of keys, in a shape that broadcasts with `q_pos`.
+
+        Returns:
+            A bool tensor of the broadcast shape.
+        """
 
     @abstractmethod
     def visited(self, grid: BlockGrid) -> Visited:
-        """Return the blocks that hold every visible pair, as runs; `filled` may leave out blocks that are full."""
+        """Return runs of blocks that hold every visible pair. `filled` may leave out blocks that are full."""
 
     def shows(self, grid: BlockGrid, distance: Any) -> Any:
-        """Of a rule `by_distance`, the definition: bool of query minus key positions, in torch or numpy."""
+        """Return which distances (query minus key position) are visible, in torch or numpy.
+
+        This defines a rule with `by_distance`.
+        """
         raise NotImplementedError
 
     def alike(self, grid: BlockGrid, first: Ints) -> Ints:
-        """Of a rule `by_distance`, numbers >= 0 of blocks whose first pairs stand so far apart, whole numbers of the
-        smaller block's tokens from one another: equal only where masks are."""
+        """Return a number >= 0 for each block of a rule with `by_distance`; equal numbers mean equal masks.
+
+        Args:
+            grid: the grid of blocks.
+            first: the distance of each block's first pair. These distances differ by multiples of the smaller block
+                size.
+        """
         return np.arange(len(first))
 
     def program(self, grid: BlockGrid) -> list[int] | None:
-        """Return this rule in the numbers of `patterns.program`, from which the compiled core builds the layouts that
-        `visited` and `kinds` define; None where only they do."""
+        """Return this rule as numbers (see `patterns.program`) for the compiled core.
+
+        The core builds the same layouts that `visited` and `kinds` define. None means that only numpy builds them.
+        """
         return None
 
     def leaves(self) -> list[Pattern]:
-        """Return the rules of which it is made up, whose masks are found apart."""
+        """Return the elementary rules that this rule combines."""
         return [self]
 
     def joined(self, masks: Iterator[Any]) -> Any:
-        """Its masks from those of its leaves in turn."""
+        """Return the masks of this rule from the masks of its leaves, taken in order."""
         return next(masks)
 
     def kinds(self, blocks: Blocks) -> Kinds:
-        """Return the element masks of some blocks. Blocks cut by the end of a sequence count whole.
+        """Return the element masks of some blocks. A block that the sequence's end cuts counts as whole.
 
-        Here those of each distance are evaluated, or those of each block; rules that know more are equal say so.
+        This default evaluates one mask per distance, or one per block. Rules override it to share more masks.
         """
         grid, (q_block, kv_block) = blocks.grid, blocks.grid.block_size
         if self.by_distance:
@@ -173,10 +194,10 @@ def _flat(kind: type[Union] | type[Intersection], pattern: Pattern) -> tuple[Pat
 
 @dataclass(frozen=True)
 class Combined(Pattern):
-    """Several rules, put together pair by pair."""
+    """Several rules, combined pair by pair."""
 
     parts: tuple[Pattern, ...]
-    both: ClassVar[Callable[[Any, Any], Any]]  # on two masks, or words of them, in torch and numpy alike
+    both: ClassVar[Callable[[Any, Any], Any]]  # combines two masks or packed masks, in torch or numpy
     op: ClassVar[Op]
 
     @property
@@ -248,7 +269,7 @@ class Intersection(Combined):
 
 
 class DistanceRule(Pattern):
-    """A rule on the distance between query and key; `shows` defines it."""
+    """A rule on the distance between query and key, defined by `shows`."""
 
     @property
     def by_distance(self) -> bool:
@@ -284,5 +305,5 @@ class Causal(DistanceRule):
 def _cached_layout(pattern: Pattern, grid: BlockGrid, device: torch.device) -> BlockLayout:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"`device` must be one that torch sees, got {device}: torch.cuda.is_available() is False")
-    with torch.inference_mode(False):  # a cached layout must serve training, too
+    with torch.inference_mode(False):  # training may use the cached layout later
         return build_layout(pattern, grid, device)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a pattern to a layout: runs of blocks, of which the partial ones are listed to find their element masks."""
+"""Build the layout of a pattern from its runs of blocks and from the element masks of its partial blocks."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 
 class Entries(NamedTuple):
-    """The visited blocks row by row, of each row the partial ones first, ascending in each part."""
+    """The visited blocks row by row. Each row lists its partial blocks and then its full ones, each ascending."""
 
     num_partial: Ints  # (q_blocks,) partial blocks of each row
     num_blocks: Ints  # (q_blocks,) blocks of each row
     indices: NDArray[Any]  # (nnz,) kv blocks
-    codes: NDArray[Any]  # (nnz,) entry of the table of masks, or FULL
+    codes: NDArray[Any]  # (nnz,) index into the table of masks, or FULL
 
 
 def build_layout(pattern: Pattern, grid: BlockGrid, device: torch.device | str = "cpu") -> BlockLayout:
@@ -46,7 +46,7 @@ def build_layout(pattern: Pattern, grid: BlockGrid, device: torch.device | str =
 
 
 def numpy_layout(rule: Pattern, grid: BlockGrid, device: torch.device) -> BlockLayout:
-    """Return the same without the compiled core, of a rule that hides the future where the grid does."""
+    """Return the layout of a rule without the compiled core. The rule must hide the future if the grid is causal."""
     if rule.by_distance and grid.q_blocks and grid.kv_blocks:
         return _layout(grid, *_entries_by_distance(rule, grid), device)
     touched, filled = rule.visited(grid) if grid.q_blocks and grid.kv_blocks else (Runs.none(), Runs.none())
@@ -62,20 +62,20 @@ def numpy_layout(rule: Pattern, grid: BlockGrid, device: torch.device) -> BlockL
 
 
 def _entries_by_distance(rule: Pattern, grid: BlockGrid) -> tuple[Entries, Words]:
-    """Entries, and bits, of a rule on distances: each row shows the same ones, as far as there are such blocks."""
+    """Return the entries and mask bits of a rule on distances, which shows the same distances in each row."""
     step = min(grid.block_size)
-    up, down = (size // step for size in grid.block_size)  # distance of neighbouring rows, and columns, in steps
+    up, down = (size // step for size in grid.block_size)  # steps between neighbouring rows, and between columns
     rows = np.arange(grid.q_blocks) * up
     far = grid.kv_blocks * down
     most, least = int(rows[-1]), -far
     if grid.causal:
-        least = max(least, -(grid.offset // step) - up - 1)  # nearer to the end nothing is seen
+        least = max(least, -(grid.offset // step) - up - 1)  # smaller distances are in the future of every row
     apart = np.arange(most, least, -1)
     bits, codes = element_masks(rule.kinds(Blocks.at(grid, apart)), grid.block_size)
     start, end = np.zeros((2, 2, grid.q_blocks), np.int64)
     places, done = [], 0
     for part, chosen in enumerate((codes >= 0, codes == FULL)):
-        for phase in range(down):  # rows of a phase are at every `down`-th distance from a column
+        for phase in range(down):  # a row of this phase meets the columns at every `down`-th distance
             shown = (chosen & (apart % down == phase) if down > 1 else chosen).nonzero()[0]
             of = slice(phase, None, down)
             start[part, of] = shown.searchsorted(most - rows[of]) + done
@@ -91,7 +91,7 @@ def _entries_by_distance(rule: Pattern, grid: BlockGrid) -> tuple[Entries, Words
 
 
 def _entries_of_runs(grid: BlockGrid, partial: Runs, filled: Runs, rows: Ints, codes: Ints) -> Entries:
-    """Entries that are in order as they are; `codes` are those of the partial blocks, which lie in `rows`."""
+    """Return entries from runs that are in order. `codes` are those of the partial blocks, which lie in `rows`."""
     num_partial, num_full = partial.lengths(grid.q_blocks), filled.lengths(grid.q_blocks)
     indices = beside(partial, filled).columns(grid.q_blocks)
     entry_codes = np.empty(len(indices), np.int32)
@@ -102,10 +102,11 @@ def _entries_of_runs(grid: BlockGrid, partial: Runs, filled: Runs, rows: Ints, c
 
 
 def _sorted_entries(grid: BlockGrid, listed: tuple[NDArray[Any], ...], filled: tuple[NDArray[Any], ...]) -> Entries:
-    """Entries where some of the blocks that a rule touches turned out to be full, or empty.
+    """Return entries in order after some of the touched blocks have turned out to be full or empty.
 
     Args:
-        listed: rows, kv blocks and codes of the blocks that were taken for partial.
+        grid: the grid of blocks.
+        listed: rows, kv blocks and codes of the blocks that were listed as partial.
         filled: rows and kv blocks of the full ones.
     """
     rows, cols = (np.concatenate(both) for both in zip(listed, filled, strict=False))
@@ -119,7 +120,7 @@ def _sorted_entries(grid: BlockGrid, listed: tuple[NDArray[Any], ...], filled: t
 
 
 def _layout(grid: BlockGrid, entries: Entries, bits: Words, device: torch.device) -> BlockLayout:
-    """Return the layout of some entries, and the order of its rows, which only the host knows without waiting."""
+    """Return the layout of some entries. The order of its rows is computed here, where the host has their lengths."""
     num_blocks = entries.num_blocks
     indptr = np.zeros((1, 1, grid.q_blocks + 1), np.int64)
     num_blocks.cumsum(out=indptr[0, 0, 1:])
@@ -138,7 +139,7 @@ def _assembled(grid: BlockGrid, arrays: list[NDArray[Any]], device: torch.device
 
 
 def _of_tensors(grid: BlockGrid, tensors: list[Tensor]) -> BlockLayout:
-    """Return the layout of the tensors that `_layout` lists; the last, the order of rows, may be missing."""
+    """Return the layout of the tensors that `_layout` lists. The last one, the order of rows, may be missing."""
     layout = BlockLayout(
         seqlen_q=grid.seqlen_q,
         seqlen_k=grid.seqlen_k,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clear what patterns keep between layouts."""
+"""Clear the caches of patterns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dynaxx.patterns.whole_blocks import drawn_blocks
 
 
 def forget() -> None:
-    """Drop the layouts that are kept, and what grids and rules keep for them; for measurements."""
+    """Drop all cached layouts and the cached parts of grids and rules, so that a benchmark measures a first call."""
     _cached_layout.clear()
     for cache in (_spans, drawn_blocks, blocks_holding):
         cache.cache_clear()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts from the compiled core, where there is one: those of `build.py` in a fraction of the time."""
+"""Build layouts in the compiled core, if it is present. They equal those of `build.py`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 def layout_tensors(rule: Pattern, grid: BlockGrid, device: torch.device) -> list[Tensor] | None:
     """Build the tensors of a layout, in the order that `build.on_device` lists them.
 
-    Return None where the core is missing or refuses: for a rule without a `program`, or one that it does not know, or
-    where memory is short.
+    Return None if the core is missing, if the rule has no `program` or one that the core does not know, or if memory
+    is short.
     """
     program = rule.program(grid)
     library = present_library() if program else None
@@ -48,6 +48,6 @@ def layout_tensors(rule: Pattern, grid: BlockGrid, device: torch.device) -> list
         (sizes[3],),
         (masks, grid.block_size[0], -(-grid.block_size[1] // 32)),
         (masks, 2),
-        (1, 1, rows),  # the order of rows, where there is one
+        (1, 1, rows),  # the order of rows, if there is one
     ]
     return dense_views(found.to(device, non_blocking=device.type == "cuda"), shapes if sizes[6] else shapes[:6])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which compressed tokens a query may see: the staircase of Native Sparse Attention's first branch."""
+"""The pattern of visible compressed tokens in the first branch of Native Sparse Attention."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ MOST = 1 << 31  # tokens
 @typed
 @dataclass(frozen=True)
 class Compressed(Pattern):
-    """Keys that stand for `block` tokens each, `stride` apart; a query sees those that end at or before it.
+    """Compressed keys, each of which stands for `block` tokens; a query sees those that end at or before it.
 
-    Make its layouts with `causal=False`: the rule is causal in tokens, and its keys are not tokens.
+    Build its layouts with `causal=False`: the rule is causal in tokens, and its keys are not tokens.
 
     Args:
         block: tokens that one key stands for (arXiv 2502.11089, eq. 7).
         stride: tokens between the starts of neighbouring keys.
-        first: token that query 0 stands at; tokens - seqlen_q where queries are the last ones.
+        first: the token at query 0. It is tokens - seqlen_q if the queries are the last tokens.
     """
 
     block: int
@@ -45,7 +45,7 @@ class Compressed(Pattern):
 
     def visited(self, grid: BlockGrid) -> Visited:
         first = np.arange(grid.q_blocks) * grid.block_size[0] + self.first
-        keys = lambda token: (token + 1 - self.block) // self.stride + 1  # ended by then
+        keys = lambda token: (token + 1 - self.block) // self.stride + 1  # keys that end at or before `token`
         end = lambda count: np.minimum(np.maximum(count, 0), grid.seqlen_k)
         zero = np.zeros_like(first)
         touched = Runs.one(zero, -(-end(keys(first + grid.block_size[0] - 1)) // grid.block_size[1]))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules on what a token is: global tokens by content, which become positions once a request's tokens are known."""
+"""Global tokens by content, which become positions once the tokens of a request are known."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ TokenSequence = tuple[int, ...]
 @typed
 @dataclass(frozen=True)
 class GlobalContent(Pattern):
-    """Tokens that every query sees because of what they are: separators, section headings, definitions.
+    """Tokens that every query sees because of their content: separators, section headings, definitions.
 
-    It has no positions of its own: `resolve(input_ids)` finds them in one request, and a policy under `dynaxx.apply`
-    does so for every sequence. `a | GlobalContent(...)` resolves as a whole, too.
+    The pattern has no positions until `resolve(input_ids)` finds them in a request. A policy under `dynaxx.apply`
+    resolves it for every sequence. A combination such as `a | GlobalContent(...)` resolves as a whole.
 
     Args:
         token_ids: each of these tokens is a match.
         sequences: each run of exactly these tokens is a match; `content_tokens` makes them from text.
-        span: so many tokens after a match are global as well: a heading and the clause below it.
-        symmetric: the global tokens see every key, too.
+        span: number of tokens after a match that are global too, for example the clause below a heading.
+        symmetric: whether the global tokens also see every key.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -46,7 +46,7 @@ class GlobalContent(Pattern):
         if not self.token_ids and not self.sequences:
             raise ValueError("`GlobalContent` must have `token_ids` or `sequences`, got neither")
         if () in sequences:
-            raise ValueError("`sequences` must not hold an empty one: it would match everywhere")
+            raise ValueError("`sequences` must not hold an empty sequence, which would match everywhere")
         for name, tokens in (("token_ids", self.token_ids), ("sequences", sum(self.sequences, ()))):
             if min(tokens, default=0) < 0:
                 raise ValueError(f"`{name}` must be token ids >= 0, got {min(tokens)}")
@@ -59,11 +59,11 @@ class GlobalContent(Pattern):
 
     @typed
     def resolve(self, input_ids: Tensor | Sequence[int]) -> GlobalTokens:
-        """Return the positions of the matches in one sequence; none give `GlobalTokens(())`.
+        """Return the positions of the matches in one sequence, `GlobalTokens(())` if there are none.
 
         Args:
-            input_ids: (seqlen,) or (1, seqlen) token ids: all tokens up to the last key, the cached ones included.
-                Ids on a GPU are read back.
+            input_ids: (seqlen,) or (1, seqlen) token ids of all tokens up to the last key, cached ones included.
+                Ids on a GPU are read back, which synchronises.
         """
         ids = torch.as_tensor(input_ids)
         if ids.numel() == 0:
@@ -72,12 +72,12 @@ class GlobalContent(Pattern):
         if not whole or ids.ndim > 2 or (ids.ndim == 2 and ids.shape[0] != 1):
             raise ValueError(
                 f"`input_ids` must be integers (seqlen,) of one sequence, got {ids.dtype} {tuple(ids.shape)}; "
-                "resolve each sequence of a batch by itself"
+                "call `resolve` once per sequence of a batch"
             )
         ids = ids.flatten().cpu()
-        # Edges of the global ranges, summed up: +1 where one starts, -1 where it ends.
+        # A cumulative sum over edges (+1 at the start of a global range, -1 at its end) marks the global tokens.
         edges = torch.zeros(len(ids) + 1, dtype=torch.int64)
-        largest = torch.iinfo(ids.dtype).max  # an id that the request's dtype cannot hold does not occur in it
+        largest = torch.iinfo(ids.dtype).max  # a larger id cannot occur in the request
         single = [token for token in self.token_ids if token <= largest]
         singles = torch.isin(ids, torch.tensor(single, dtype=ids.dtype)).nonzero().flatten()
         span = min(self.span, len(ids))
@@ -96,7 +96,7 @@ class GlobalContent(Pattern):
 
     def _refuse(self) -> NoReturn:
         raise ValueError(
-            "`GlobalContent` has no positions before it has seen the request's tokens; use "
+            "`GlobalContent` has no positions until it has seen the tokens of a request; use "
             "`pattern.resolve(input_ids)`, or run it in a policy with `dynaxx.apply`, which resolves every sequence"
         )
 
@@ -106,29 +106,29 @@ def _mark(edges: Tensor, starts: Tensor, length: int) -> None:
     edges.index_add_(0, (starts + length).clamp(max=len(edges) - 1), -torch.ones_like(starts))
 
 
-# What may stand before and after a text: tokenisers merge it with its neighbours, and differently at a line's start.
+# Text before and after a match. Tokenisers merge a text with its neighbours and split it differently in a new line.
 BEFORE = ("", " ", "\n", "\n\n", "a ", "a\n", "a\n\n", ". ", "(", '"', "\t")
 AFTER = ("", " a", "\n", "\n\n", "\na", ".", ":", ", a", ")", '"')
 
 
 @typed
 def content_tokens(tokenizer: Any, texts: Sequence[str]) -> tuple[TokenSequence, ...]:
-    """Turn texts into token sequences for `GlobalContent`, once, with the tokenizer of the model.
+    """Return token sequences for `GlobalContent` from texts, with the tokenizer of the model.
 
-    A text is one thing, its tokens are not: "DEFINITIONS" after a space, at the start of a line, or before a colon may
-    be other tokens. Each text is tokenised in many such surroundings, and every way in which it comes out is kept.
+    The tokens of a text depend on its surroundings: "DEFINITIONS" may become other tokens after a space, at the start
+    of a line, or before a colon. This function tokenises each text in many surroundings and returns every result.
 
     Args:
         tokenizer: a transformers tokenizer; only its `encode` and `decode` are used.
-        texts: literal texts, case as it stands ("[SEP]", "Definitions", "DEFINITIONS"). A short text matches within
-            longer words whose tokens begin alike.
+        texts: literal, case-sensitive texts ("[SEP]", "Definitions", "DEFINITIONS"). A short text also matches inside
+            longer words that start with the same tokens.
 
     Returns:
-        Each way in which one of the texts comes out as token ids: `GlobalContent(sequences=...)`.
+        The distinct token sequences of all texts, for `GlobalContent(sequences=...)`.
 
     Raises:
-        TypeError: one text instead of a sequence of them.
-        ValueError: a text that is empty, or that this tokenizer cannot write (it gives its unknown token).
+        TypeError: `texts` is one string instead of a sequence of strings.
+        ValueError: a text is empty, or the tokenizer cannot represent it (it returns its unknown token).
     """
     if isinstance(texts, str):
         raise TypeError(f"`texts` must be a sequence of texts, got the one text {texts!r}; put it in a list")
@@ -144,13 +144,13 @@ def content_tokens(tokenizer: Any, texts: Sequence[str]) -> tuple[TokenSequence,
         } - {()}
         unknown = getattr(tokenizer, "unk_token_id", None)
         if not ways or any(unknown in way for way in ways if text != getattr(tokenizer, "unk_token", None)):
-            raise ValueError(f"`texts` must be texts that this tokenizer can write, got {text!r}")
+            raise ValueError(f"`texts` must be texts that this tokenizer can represent, got {text!r}")
         found |= ways
     return tuple(sorted(found))
 
 
 def _covering(tokenizer: Any, ids: list[int], wanted: str) -> TokenSequence:
-    """Return the fewest tokens that hold the wanted text; () if even all of them do not."""
+    """Return the shortest run of tokens that decodes to the wanted text, or () if there is none."""
     if wanted not in _decode(tokenizer, ids):
         return ()
     start, stop = 0, len(ids)

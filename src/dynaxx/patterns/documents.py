@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents packed into one sequence, each of which sees itself alone."""
+"""The pattern of documents packed into one sequence; each document sees only itself."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Documents(Pattern):
         object.__setattr__(self, "cu_seqlens", ends)
 
     def _document(self, positions: Ints) -> Ints:
-        """Index of each position's document; positions past the end count to the last one."""
+        """Return the index of each position's document. Positions past the end belong to the last document."""
         return np.searchsorted(np.array(self.cu_seqlens[1:-1], np.int64), positions, side="right")
 
     def _check(self, grid: BlockGrid) -> None:
@@ -59,7 +59,7 @@ class Documents(Pattern):
         touched = Runs.one(bounds[document] // kv_block, end)
         alone = document == self._document(first + q_block - 1)
         full_start = (bounds[document] + kv_block - 1) // kv_block
-        bounds[-1] = grid.kv_blocks * kv_block  # what lies past the end counts to the last document
+        bounds[-1] = grid.kv_blocks * kv_block  # the padding past the end belongs to the last document
         full = Runs.one(full_start, np.where(alone, bounds[document + 1] // kv_block, 0))
         return Visited(touched, full.within(touched))
 
@@ -83,8 +83,11 @@ class Documents(Pattern):
         return [Op.DOCUMENTS, len(self.cu_seqlens), *self.cu_seqlens]
 
     def _within(self, size: int, count: int, offset: int) -> tuple[Ints, Ints]:
-        """Kinds of `count` blocks of `size` tokens, the first at `offset`, and of each kind the tokens' documents,
-        counted from its first. Kind 0 has but one."""
+        """Return the kinds of `count` blocks of `size` tokens, the first of which starts at `offset`.
+
+        Also return the document of each token for every kind, counted from the kind's first document. Blocks of kind 0
+        lie in a single document.
+        """
         starts = np.array(self.cu_seqlens[1:-1], np.int64) - offset
         starts = starts[(starts > 0) & (starts < count * size) & (starts % size > 0)]
         cut, which = np.unique(starts // size, return_inverse=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens that every query sees: global ones, attention sinks."""
+"""Patterns of tokens that every query sees: global tokens and attention sinks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class GlobalTokens(Pattern):
 
     Args:
         tokens: the first n positions, or a tuple of positions.
-        symmetric: the global tokens see every key, too.
+        symmetric: whether the global tokens also see every key.
     """
 
     tokens: int | tuple[int, ...]
@@ -94,9 +94,9 @@ class Sink(GlobalTokens):
 
 @lru_cache(maxsize=8)
 def blocks_holding(tokens: int | tuple[int, ...], size: int, count: int, offset: int) -> tuple[Ints, NDArray[np.bool_]]:
-    """Return the kinds of `count` blocks of `size` tokens, the first at `offset`, and which tokens of each are global.
+    """Return the kinds of `count` blocks of `size` tokens, the first at `offset`, and the global tokens of each kind.
 
-    Kind 0 has no global token, kind 1 only such, each other block that has some is a kind of its own.
+    Blocks of kind 0 have no global token, and those of kind 1 only global tokens. Every other block has its own kind.
     """
     end = offset + count * size
     if isinstance(tokens, int):
@@ -116,7 +116,7 @@ def blocks_holding(tokens: int | tuple[int, ...], size: int, count: int, offset:
 
 
 def _and_whole(runs: Runs, rows: NDArray[np.bool_], kv_blocks: int) -> Runs:
-    """Return the runs that all rows have, and every block of some rows."""
+    """Return the given runs for all rows, extended to every block in the given rows."""
     if not rows.any():
         return runs
     start, end = np.zeros((2, max(1, len(runs.start)), len(rows)), np.int64)
@@ -127,7 +127,7 @@ def _and_whole(runs: Runs, rows: NDArray[np.bool_], kv_blocks: int) -> Runs:
 
 
 def _runs_of(held: NDArray[np.bool_]) -> Runs:
-    """Return the runs of True in (count,) bool, the same for every row."""
+    """Return the runs of True in a (count,) bool array, the same for every row."""
     padded = np.zeros(len(held) + 2, np.bool_)
     padded[1:-1] = held
     edges = (padded[1:] != padded[:-1]).nonzero()[0]

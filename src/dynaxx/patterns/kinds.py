@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kinds of blocks: which element masks the blocks of a rule have, each evaluated once, however many blocks share it.
+"""Kinds of blocks. Blocks with the same element mask are of one kind, so that each mask is evaluated once.
 
-A rule says of each block its kind and of each kind its mask as bits. Rules are combined by combining the masks of the
-kinds that meet. Bits are those of `ElementMasks`: 32 columns to a word.
+A rule gives the kind of each block and the mask of each kind as bits. Combined rules combine the masks of the kinds
+that occur in the same block. Bits are packed as in `ElementMasks`, 32 columns to a word.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dynaxx.lazy import lazy
 from dynaxx.patterns.runs import Ints
 
 Words = NDArray[np.int32]
-FEW = 1 << 14  # numbers so small are told apart by a table, others by sorting
+FEW = 1 << 14  # distinct numbers below this limit are found with a table, others by sorting
 
 
 class Blocks:
@@ -28,14 +28,14 @@ class Blocks:
 
     @classmethod
     def at(cls, grid: BlockGrid, apart: Ints) -> Blocks:
-        """Blocks of which only rules on distances are asked: so many of the smaller block's tokens apart."""
+        """Return blocks at `apart` times the smaller block size from the diagonal, for rules on distances only."""
         blocks = cls(grid, apart[:0], apart[:0])
         blocks.__dict__["distances"] = apart * min(grid.block_size) + grid.offset, np.arange(len(apart))
         return blocks
 
     @lazy
     def distances(self) -> tuple[Ints, Ints]:
-        """Distances from first key to first query of the blocks, each once, and which of them each block has."""
+        """Return the distinct distances from first key to first query, and the index of each block's distance."""
         q_block, kv_block = self.grid.block_size
         step = min(q_block, kv_block)
         apart = self.rows * (q_block // step) - self.cols * (kv_block // step)
@@ -47,12 +47,12 @@ class Blocks:
 class Kinds(NamedTuple):
     """Blocks by their element masks."""
 
-    kind: Ints  # (n,), of each block; entry of `bits`
-    bits: Words  # (kinds, q_block | 1, words) int32; 1 where all rows of a block are the same
+    kind: Ints  # (n,) the kind of each block, an index into `bits`
+    bits: Words  # (kinds, q_block | 1, words) int32; 1 if all rows of a block are equal
 
 
 def distinct(numbers: Ints, limit: int) -> tuple[Ints, Ints]:
-    """Return the distinct ones of (n,) numbers from 0 to limit - 1, ascending, and where each number is there."""
+    """Return the distinct values of (n,) numbers in [0, limit), ascending, and the index of each number among them."""
     if limit > max(FEW, 4 * len(numbers)):
         found, which = np.unique(numbers, return_inverse=True)
         return found, which
@@ -64,7 +64,7 @@ def distinct(numbers: Ints, limit: int) -> tuple[Ints, Ints]:
 
 
 def met(parts: list[Kinds]) -> tuple[Ints, list[Words]]:
-    """Which kinds meet in some block: (n,) the kind of each block now, and of each such kind the masks of all parts."""
+    """Return the kind of each block under all parts together, and for each such kind the mask of every part."""
     kind, count = parts[0].kind, len(parts[0].bits)
     for part in parts[1:]:
         kind = kind * len(part.bits) + part.kind
@@ -78,7 +78,7 @@ def met(parts: list[Kinds]) -> tuple[Ints, list[Words]]:
 
 
 def packed(shown: NDArray[np.bool_]) -> Words:
-    """(..., columns) bool as (..., words) int32."""
+    """Return (..., columns) bool packed into (..., words) int32."""
     eights = np.packbits(shown, axis=-1, bitorder="little")
     if eights.shape[-1] % 4:
         eights = np.concatenate([eights, np.zeros_like(eights)], -1)  # 16 columns
@@ -86,24 +86,25 @@ def packed(shown: NDArray[np.bool_]) -> Words:
 
 
 def whole_or_nothing(held: NDArray[np.bool_]) -> Kinds:
-    """Blocks that are shown whole, where `held`, or not at all."""
+    """Return kinds for blocks that are visible as a whole where `held` is True, and hidden elsewhere."""
     return Kinds(held.astype(np.int64), np.array([0, -1], np.int32).reshape(2, 1, 1))
 
 
 def by_distance(shown: NDArray[np.bool_], which: Ints, block_size: tuple[int, int]) -> Kinds:
-    """Masks that depend on query - key alone.
+    """Return masks that depend on the distance between query and key alone.
 
     Args:
-        shown: (m, q_block + kv_block - 1) bool, of blocks in m places: whether they show the distances from that of
-            their first query and last key to that of their last query and first key.
-        which: (n,) the place of each block.
+        shown: (m, q_block + kv_block - 1) bool for m kinds of blocks: the visible distances, ascending from that of the
+            first query and last key to that of the last query and first key.
+        which: (n,) the index of each block in `shown`.
+        block_size: (q_block, kv_block) in tokens.
     """
     q_block, kv_block = block_size
     first: dict[bytes, int] = {}
     kind = np.array([first.setdefault(row.tobytes(), len(first)) for row in np.packbits(shown, axis=1)])
     example = np.zeros(len(first), np.int64)
     example[kind[::-1]] = np.arange(len(kind))[::-1]
-    turned = np.ascontiguousarray(shown[example, ::-1])  # row r of a block begins q_block - 1 - r places in
+    turned = np.ascontiguousarray(shown[example, ::-1])  # row r of a block starts at index q_block - 1 - r
     tiles: NDArray[np.bool_] = np.ndarray(
         (len(example), q_block, kv_block), np.bool_, turned, q_block - 1, (turned.strides[0], -1, 1)
     )
@@ -111,7 +112,7 @@ def by_distance(shown: NDArray[np.bool_], which: Ints, block_size: tuple[int, in
 
 
 def element_masks(kinds: Kinds, block_size: tuple[int, int]) -> tuple[Words, Ints]:
-    """Return the bits of the masks that occur, and each block's code: FULL or EMPTY if its mask is all one bit."""
+    """Return the bits of the partial masks that occur, and a code per block: an index into them, FULL or EMPTY."""
     q_block, kv_block = block_size
     bits = np.empty((len(kinds.bits), q_block, -(-kv_block // 32)), np.int32)
     bits[:] = kinds.bits

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The end of a prompt, which sees all of it."""
+"""The pattern in which the last queries of a prompt see every key."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from dynaxx.patterns.runs import Runs, Visited
 @typed
 @dataclass(frozen=True)
 class LastQueries(Pattern):
-    """The last `queries` queries see every key: in a prompt they are the question, and its answer may stand anywhere.
+    """Let the last `queries` queries see every key.
 
-    They cost about 2 * queries / seqlen of a causal layout's blocks.
+    A prompt often ends with a question whose answer may be anywhere in the prompt. The pattern visits a share of about
+    2 * queries / seqlen of a causal layout's blocks.
     """
 
     queries: int
@@ -33,7 +34,7 @@ class LastQueries(Pattern):
             raise ValueError(f"`queries` must be >= 0, got {self.queries}")
 
     def _since(self, grid: BlockGrid) -> int:
-        """Position of the first of these queries. There are at most as many as the grid has."""
+        """Return the position of the first of these queries, which are at most all queries of the grid."""
         return grid.seqlen_k - min(self.queries, grid.seqlen_q)
 
     def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules on the distance between query and key: full, causal, sliding window, dilated window, strided."""
+"""Patterns on the distance between query and key: full, sliding window, dilated window, strided."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class SlidingWindow(DistanceRule):
     """Keys near the query.
 
     Args:
-        window: an int W sees W keys including the query's own (transformers' `sliding_window=W`), and without causality
-            W - 1 keys after it too; a pair is FlashAttention's `window_size` = (left, right), keys visible besides self
-            on each side, -1 for unlimited.
+        window: an int W shows W keys including the query's own, as `sliding_window=W` in transformers; without
+            causality it also shows the W - 1 keys after the query. A pair (left, right) is FlashAttention's
+            `window_size`: keys visible besides the query's own on each side, -1 for unlimited.
     """
 
     window: int | tuple[int, int]
@@ -63,7 +63,7 @@ class SlidingWindow(DistanceRule):
         object.__setattr__(self, "window", sides[0] if one else sides)
 
     def _limits(self, grid: BlockGrid) -> tuple[int | None, int | None]:
-        """Return the band lo <= query - key <= hi, None where unlimited."""
+        """Return the bounds of the band lo <= query - key <= hi. None means unlimited."""
         left, right = (self.window - 1, self.window - 1) if isinstance(self.window, int) else self.window
         if grid.causal:
             right = 0
@@ -95,7 +95,7 @@ class SlidingWindow(DistanceRule):
 class Dilated(DistanceRule):
     """A dilated window (Longformer): `window` keys including the query's own, `dilation` tokens apart.
 
-    Without causality as many on the other side.
+    Without causality it shows as many keys after the query.
     """
 
     window: int
@@ -136,8 +136,10 @@ class Dilated(DistanceRule):
 @typed
 @dataclass(frozen=True)
 class Strided(DistanceRule):
-    """Keys whose distance from the query is a multiple of `stride`: the long-range half of the Sparse Transformer
-    (`SlidingWindow(stride) | Strided(stride)`)."""
+    """Keys whose distance from the query is a multiple of `stride`.
+
+    This is the long-range half of the Sparse Transformer, `SlidingWindow(stride) | Strided(stride)`.
+    """
 
     stride: int
 

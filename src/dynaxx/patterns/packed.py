@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One layout for a packed batch from one rule."""
+"""Build one layout for a packed batch from one pattern."""
 
 from __future__ import annotations
 
@@ -25,24 +25,26 @@ def packed_layout(
     block_size: int | tuple[int, int] = 128,
     device: torch.device | str = "cpu",
 ) -> PackedLayout:
-    """Build the layout of a rule over packed sequences, each by itself.
+    """Build the layout of a pattern over packed sequences, which do not see each other.
 
-    Positions count from the start of each sequence: a window, sinks, global tokens, random blocks and the last queries
-    are the same as in a batch of that sequence alone, and its queries are aligned to its last keys.
+    Positions count from the start of each sequence. Each sequence gets the layout that it would have alone, with its
+    queries aligned to its last keys.
 
     Args:
         rule: a pattern; for a selector, which needs q and k, see `select_packed_blocks`.
-        cu_seqlens_q: (num_seqs + 1,) cumulative numbers of queries, from 0; a sequence may be empty.
-        cu_seqlens_k: of keys; `cu_seqlens_q` by default.
-        causal, block_size: as `Pattern.layout`.
-        device: of the layout; built on the host. Lengths on a GPU are read back, so keep them on the host.
+        cu_seqlens_q: (num_seqs + 1,) cumulative numbers of queries, starting with 0; a sequence may be empty.
+        cu_seqlens_k: (num_seqs + 1,) cumulative numbers of keys; `cu_seqlens_q` by default.
+        causal: hide keys after the query.
+        block_size: tokens per block, or (q_block, kv_block), as in `Pattern.layout`.
+        device: the device of the layout, which is built on the host. Keep the lengths on the host as well: lengths on a
+            GPU are read back, which synchronises.
 
     Returns:
-        A layout for `sparse_attention` with q, k, v of (tokens, heads, head_dim). Cached by value.
+        A layout for `sparse_attention` with q, k, v of (tokens, heads, head_dim). It is cached by value.
 
     Raises:
-        TypeError: a rule that is not a pattern.
-        ValueError: lengths that do not start at 0, fall, or are of different numbers of sequences.
+        TypeError: `rule` is not a pattern.
+        ValueError: the lengths do not start at 0, decrease, or describe different numbers of sequences.
     """
     if not isinstance(rule, Pattern):
         raise TypeError(f"`rule` must be a pattern, got {rule!r}; a selector needs q and k: use select_packed_blocks")
@@ -64,12 +66,12 @@ def _cached(
         return _cached(rule, ends_q, ends_k, block_size, causal, torch.device("cpu")).to(device)
     if len(ends_q) != len(ends_k):
         raise ValueError(
-            "`cu_seqlens_q` and `cu_seqlens_k` must be of as many sequences, "
+            "`cu_seqlens_q` and `cu_seqlens_k` must describe the same number of sequences, "
             f"got {len(ends_q) - 1} and {len(ends_k) - 1}"
         )
     built: dict[tuple[int, int], BlockLayout | None] = {}
     layouts = []
-    with torch.inference_mode(False):  # what is cached must serve training, too
+    with torch.inference_mode(False):  # training may use the cached layout later
         for s in range(len(ends_q) - 1):
             lengths = (ends_q[s + 1] - ends_q[s], ends_k[s + 1] - ends_k[s])
             if lengths not in built:

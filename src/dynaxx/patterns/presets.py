@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patterns that models are known for: Longformer, BigBird, StreamingLLM."""
+"""Patterns of well-known models: Longformer, BigBird, StreamingLLM."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from dynaxx.patterns.whole_blocks import RandomBlocks
 
 @typed
 def longformer(window: int | tuple[int, int], global_tokens: int | tuple[int, ...] = 1) -> Pattern:
-    """Longformer: a window and symmetric global tokens (arXiv 2004.05150).
+    """Return Longformer's pattern: a window and symmetric global tokens (arXiv 2004.05150).
 
     Args:
-        window: as `SlidingWindow`; an encoder with `attention_window` w has (w // 2, w // 2).
-        global_tokens: how many from the first on, or their positions; they see every key, and every query sees them.
+        window: as in `SlidingWindow`; an encoder with `attention_window` w has (w // 2, w // 2).
+        global_tokens: the number of first tokens that are global, or positions. Global tokens see every key, and every
+            query sees them.
     """
     return SlidingWindow(window) | GlobalTokens(global_tokens, symmetric=True)
 
@@ -25,21 +26,23 @@ def longformer(window: int | tuple[int, int], global_tokens: int | tuple[int, ..
 def bigbird(
     window: int | tuple[int, int], global_tokens: int | tuple[int, ...], random_blocks: int, seed: int = 0
 ) -> Pattern:
-    """BigBird: a window, symmetric global tokens and random blocks (arXiv 2007.14062).
+    """Return BigBird's pattern: a window, symmetric global tokens and random blocks (arXiv 2007.14062).
 
     Args:
-        window, global_tokens: as `longformer`.
-        random_blocks: per q block, drawn from `seed`.
+        window: as in `SlidingWindow`.
+        global_tokens: as in `longformer`.
+        random_blocks: number of random kv blocks per q block.
+        seed: seed of the random blocks.
     """
     return SlidingWindow(window) | GlobalTokens(global_tokens, symmetric=True) | RandomBlocks(random_blocks, seed)
 
 
 @typed
 def streaming(window: int, sinks: int = 4) -> Pattern:
-    """StreamingLLM: a window and attention sinks (arXiv 2309.17453).
+    """Return StreamingLLM's pattern: a window and attention sinks (arXiv 2309.17453).
 
     Args:
-        window: keys including the query's own.
-        sinks: the first tokens, which every query sees.
+        window: number of keys including the query's own.
+        sinks: number of first tokens that every query sees.
     """
     return Sink(sinks) | SlidingWindow(window)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules in numbers: what the compiled core reads to build the layouts that `build.py` defines in numpy."""
+"""Encode rules as numbers for the compiled core, which builds the layouts that `build.py` defines in numpy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FAR = 1 << 62  # beyond every position and distance
 
 
 class Op(IntEnum):
-    """As in core/source/rules.h, where each op's numbers are said; rules that others combine come before them."""
+    """Operation codes as in core/source/rules.h, which lists each op's operands. Operands precede their operator."""
 
     BAND = 0
     MULTIPLES = 1
@@ -24,12 +24,12 @@ class Op(IntEnum):
 
 
 def band(lo: int | None, hi: int | None) -> list[int]:
-    """lo <= query - key <= hi, None where unlimited."""
+    """Encode the band lo <= query - key <= hi. None means unlimited."""
     return [Op.BAND, -FAR if lo is None else max(lo, -FAR), FAR if hi is None else min(hi, FAR)]
 
 
 def positions(op: Op, runs: Iterable[tuple[int, int]]) -> list[int]:
-    """Keys or queries that stand from each first to before each end."""
+    """Encode the keys or queries in the half-open ranges `runs`."""
     ends = [position for run in runs for position in run]
     if max(ends, default=0) > FAR:
         ends = [min(position, FAR) for position in ends]

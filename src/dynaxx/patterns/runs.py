@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of neighbouring kv blocks per row, and their union, intersection and difference, without listing a block.
+"""Runs of neighbouring kv blocks per row, and their union, intersection and difference, without listing blocks.
 
-A set of runs is a count: a run adds 1 where it starts and takes 1 away where it ends. So sets are put together by
-sorting starts and ends apart. Where `k` of them hold, the i-th end closes what the (i + k - 1)-th start opened.
+A set of runs is a step function: it rises by 1 where a run starts and falls by 1 where a run ends. Sets are therefore
+combined by sorting their starts and their ends separately. In the region that at least `k` sets cover, the i-th end
+closes the run that the (i + k - 1)-th start opened.
 
-Everything here is numpy: layouts are computed on the host in some dozens of operations on a number per row, and those
-of torch cost several times as much each.
+This module uses numpy, because a layout takes dozens of operations on small arrays, and each of them costs several
+times as much in torch.
 """
 
 from __future__ import annotations
@@ -21,33 +22,36 @@ Ints = NDArray[np.int64]
 
 
 class Runs(NamedTuple):
-    """kv blocks start .. end - 1 of each row; a row's runs ascend and do not overlap, start == end is an empty one."""
+    """The kv blocks start .. end - 1 of each row.
 
-    start: Ints  # (n, rows), or (n, 1) where all rows have the same
+    The runs of a row ascend and do not overlap. A run with start == end is empty.
+    """
+
+    start: Ints  # (n, rows), or (n, 1) if all rows have the same runs
     end: Ints
 
     @classmethod
     def one(cls, start: Ints, end: Ints) -> Runs:
-        """At most one run per row, empty where end < start."""
+        """Return at most one run per row, empty where end < start."""
         return cls(start[None], np.maximum(start, end)[None])
 
     @classmethod
     def none(cls) -> Runs:
-        """No block of any row."""
+        """Return runs without any block."""
         return cls(np.zeros((0, 1), np.int64), np.zeros((0, 1), np.int64))
 
     def within(self, other: Runs) -> Runs:
-        """Return the part of each run that lies in the one run of `other`."""
+        """Return the part of each run that lies in `other`, which has one run per row."""
         start = np.maximum(self.start, other.start)
         return Runs(start, np.maximum(start, np.minimum(self.end, other.end)))
 
     def lengths(self, rows: int) -> Ints:
-        """(rows,) blocks of each row."""
+        """Return the (rows,) number of blocks in each row."""
         found: Ints = np.add.reduce(self.end - self.start)
         return found if len(found) == rows else found.repeat(rows)
 
     def columns(self, rows: int) -> NDArray[np.int32]:
-        """kv blocks of all rows, row by row."""
+        """Return the kv blocks of all rows, row by row."""
         start, end = (_row_by_row(side, rows) for side in self)
         count = end - start
         start -= count.cumsum()
@@ -57,19 +61,19 @@ class Runs(NamedTuple):
         return shift
 
     def blocks(self, rows: int) -> tuple[Ints, NDArray[np.int32]]:
-        """Row and kv block of each block of all rows, row by row."""
+        """Return the row and the kv block of every block, row by row."""
         return np.arange(rows).repeat(self.lengths(rows)), self.columns(rows)
 
 
 class Visited(NamedTuple):
-    """The blocks of each row that a rule may show a pair of, and those among them that it shows whole."""
+    """The blocks in which a rule may show a pair (`touched`), and those that it shows as a whole (`filled`)."""
 
     touched: Runs
     filled: Runs
 
 
 def any_of(parts: Sequence[Runs]) -> Runs:
-    """Blocks in any of the parts."""
+    """Return the blocks that are in any of the parts."""
     parts = [part for part in parts if len(part.start)]
     if len(parts) < 2:
         return parts[0] if parts else Runs.none()
@@ -77,19 +81,19 @@ def any_of(parts: Sequence[Runs]) -> Runs:
 
 
 def all_of(parts: Sequence[Runs]) -> Runs:
-    """Blocks in all of the parts."""
+    """Return the blocks that are in all of the parts."""
     return reduce(_both, sorted(parts, key=lambda part: -len(part.start)))
 
 
 def without(a: Runs, b: Runs) -> Runs:
-    """Blocks of `a` that are not in `b`, all of which must be in `a`."""
+    """Return the blocks of `a` that are not in `b`. All blocks of `b` must be in `a`."""
     if not len(b.start):
         return a
     return Runs(_in_order([a.start, b.end]), _in_order([b.start, a.end]))
 
 
 def beside(*parts: Runs) -> Runs:
-    """Return the runs of one part after those of the other; they need not ascend."""
+    """Return the runs of the parts one after another. The result need not ascend."""
     return Runs(_joined([part.start for part in parts]), _joined([part.end for part in parts]))
 
 
@@ -102,14 +106,14 @@ def _both(a: Runs, b: Runs) -> Runs:
 
 
 def _between(start: Ints, end: Ints) -> Runs:
-    """Return runs from starts and ends in order, each from where the one before it ends."""
+    """Return runs from ordered starts and ends, each cut at the end of the run before it."""
     begin = start.copy()
     np.maximum(start[1:], end[:-1], out=begin[1:])
     return Runs(begin, np.maximum(begin, end))
 
 
 def _in_order(parts: Sequence[Ints]) -> Ints:
-    """Of each row the numbers of all parts, ascending. They come in an order that serves most rows; few are sorted."""
+    """Return the numbers of all parts per row, ascending. Most rows are in order; only the others are sorted."""
     joined = _joined(parts)
     if joined.shape[1]:
         joined = joined[joined[:, joined.shape[1] * 3 // 4].argsort(kind="stable")]
@@ -129,7 +133,7 @@ def _joined(parts: Sequence[Ints]) -> Ints:
 
 
 def _row_by_row(side: Ints, rows: int) -> Ints:
-    """(rows * n,), a copy."""
+    """Return a copy of shape (rows * n,), row by row."""
     if side.shape[1] == rows:
         return side.T.flatten()
     return np.tile(side[:, 0], rows)

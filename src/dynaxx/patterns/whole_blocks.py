@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules that show whole kv blocks: the nearest ones, random ones."""
+"""Patterns of whole kv blocks: the nearest blocks and random blocks."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from dynaxx.patterns.runs import Ints, Runs, Visited
 @typed
 @dataclass(frozen=True)
 class LocalBlocks(Pattern):
-    """A window of whole blocks: the kv block in which a q block ends, and those before it, `blocks` in all.
+    """A window of `blocks` whole kv blocks, of which the last is the one in which the q block ends.
 
-    It costs as many blocks as a sliding window of (blocks - 1) * kv_block + 1 tokens and shows more of them.
+    It visits as many blocks as a sliding window of (blocks - 1) * kv_block + 1 tokens and shows more keys.
     """
 
     blocks: int
@@ -41,11 +41,11 @@ class LocalBlocks(Pattern):
         return (k_pos // kv_block <= last) & (k_pos // kv_block > last - self._count(grid))
 
     def _count(self, grid: BlockGrid) -> int:
-        """How many blocks, at most as many as reach from the last row's end to the first key."""
+        """Return the number of blocks, limited to those between the last row's end and the first key."""
         return min(self.blocks, grid.kv_blocks + grid.block_size[0])
 
     def _reach(self, grid: BlockGrid) -> tuple[Ints, Ints]:
-        """Return the first and last kv block of each row; they may lie outside of the grid."""
+        """Return the first and last kv block of each row, which may lie outside the grid."""
         last = (grid.spans()[0] + grid.block_size[0] - 1) // grid.block_size[1]
         return last - self._count(grid) + 1, last
 
@@ -65,9 +65,9 @@ class LocalBlocks(Pattern):
 @typed
 @dataclass(frozen=True)
 class RandomBlocks(Pattern):
-    """`blocks` random kv blocks per q block (BigBird), one from each of as many equal shares of the visible ones.
+    """Random kv blocks (BigBird): `blocks` per q block, one from each of as many equal shares of the visible blocks.
 
-    Drawn by a counter-based hash of (seed, row, share): the same on every device and machine, and no state.
+    A counter-based hash of (seed, row, share) draws them, so they are the same on every device and machine.
     """
 
     blocks: int
@@ -96,7 +96,7 @@ class RandomBlocks(Pattern):
         return [Op.RANDOM_BLOCKS, min(self.blocks, grid.kv_blocks), _hash_start(self.seed)]
 
     def _holds(self, grid: BlockGrid, rows: Ints, cols: Ints) -> NDArray[np.bool_]:
-        """Whether a row drew a block; of any shapes that fit each other."""
+        """Whether each row drew the block in `cols`, for rows and columns of any shapes that broadcast."""
         found = np.zeros(np.broadcast_shapes(rows.shape, cols.shape), np.bool_)
         for drawn in drawn_blocks(self, grid).T:
             found |= drawn.take(rows) == cols
@@ -105,8 +105,11 @@ class RandomBlocks(Pattern):
 
 @lru_cache(maxsize=8)
 def drawn_blocks(rule: RandomBlocks, grid: BlockGrid) -> Ints:
-    """(q_blocks, blocks) kv blocks of each row; one that sees no more than `blocks` of them gets them all, else -1."""
-    blocks = min(rule.blocks, grid.kv_blocks)  # more find no block that is left
+    """Return the (q_blocks, blocks) random kv blocks of each row.
+
+    A row that sees at most `blocks` blocks gets all of them; its other slots are -1.
+    """
+    blocks = min(rule.blocks, grid.kv_blocks)  # a row has no more blocks than that
     slot = np.arange(blocks)
     _, last = grid.spans()
     available = last // grid.block_size[1] + 1 if grid.causal else np.full_like(last, grid.kv_blocks)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The policy: a document that says what runs where, its file, and the plan for each layer that it resolves to.
 
-Also on which requests it applies (rollout), what watches it (guard, drift) and what stops it (kill switch). Importing
-this package imports pydantic.
+This room also decides which requests a policy applies to (rollout), watches it (guard, drift) and stops it (kill
+switch). Importing it imports pydantic.
 """
 
 from dynaxx.policy.drift import Drift, DriftDetector

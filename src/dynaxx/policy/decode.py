@@ -14,15 +14,15 @@ from dynaxx.selection.pages import PageBudget
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """What a layer does in a decoding step."""
+    """The decode rule of one layer."""
 
     budget: PageBudget
     page_size: int
 
     def shard(self, rank: int, ranks: int) -> DecodePlan:
-        """Return the plan for one of `ranks` equal shares of the heads, in order, as `LayerPlan.shard` cuts them.
+        """Return the plan for one of `ranks` equal shares of the heads, split as in `LayerPlan.shard`.
 
-        Where ranks share a kv head, each rank chooses its pages by the q heads that it has.
+        If ranks share a kv head, each rank chooses its pages by its own q heads.
         """
         if not isinstance(self.budget.budget, tuple):
             return self
@@ -35,11 +35,11 @@ class DecodePlan:
 def resolve_decode(policy: Policy) -> dict[int, DecodePlan]:
     """Return a plan for every layer that a decode rule covers.
 
-    The q heads of a kv head read the same pages: the widest of their sinks and windows, the largest of their budgets. A
-    head that no rule covers is dense, and with it the kv head it reads.
+    The q heads of a kv head read the same pages, with the widest of their sinks and windows and the largest of their
+    budgets. If no rule covers a q head, its kv head is dense.
 
     Raises:
-        PolicyError: heads of a layer that score pages in different ways, or count them in different units.
+        PolicyError: heads of a layer score pages in different ways, or count them in different units.
     """
     facts, plans = policy.model, {}
     group = facts.q_heads // facts.kv_heads

@@ -22,11 +22,11 @@ SHOWN_FIELDS = (
     "tolerances",
 )
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
-NOTED_FIELDS = ("measured_on", "evidence", "reference")  # said to differ, not shown
+NOTED_FIELDS = ("measured_on", "evidence", "reference")  # reported as different, without their values
 
 
 class HeadChange(NamedTuple):
-    """One head that follows another rule than before."""
+    """One head whose rule changed."""
 
     phase: str
     layer: int
@@ -40,7 +40,7 @@ class PolicyDiff(NamedTuple):
 
     fields: tuple[tuple[str, Any, Any], ...]  # path, old, new
     heads: tuple[HeadChange, ...]
-    noted: tuple[str, ...]  # fields that differ, too
+    noted: tuple[str, ...]  # those of `NOTED_FIELDS` that differ
 
     @property
     def same(self) -> bool:
@@ -57,7 +57,7 @@ class PolicyDiff(NamedTuple):
         }
 
     def summary(self) -> str:
-        """Return the changes as text, one line each; heads of a layer that change alike share a line."""
+        """Return the changes as text, one line each. Heads of a layer with the same change share a line."""
         lines = [f"{field}: {old} -> {new}" for field, old, new in self.fields]
         alike = lambda change: (change.phase, change.layer, change.old, change.new)
         for (phase, layer, old, new), found in groupby(sorted(self.heads, key=alike), key=alike):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Building blocks of everything in a policy file: strict, bounded numbers, and documents without unknown fields.
 
-Every number has a bound, so that a file from a stranger cannot ask for work or memory without limit.
+Every number has a bound, so that an untrusted file cannot demand unlimited work or memory.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, Strict
 
-MOST = 2**31 - 1  # of a count of tokens or blocks: positions within a layout are int32
-MOST_TOTAL = 2**53 - 1  # of a sum over requests, or a length that stands for "any": exact in every JSON reader
-MOST_LISTED = 65_536  # values in one list
+MOST = 2**31 - 1  # limit on counts of tokens or blocks, since positions within a layout are int32
+MOST_TOTAL = 2**53 - 1  # limit on sums over requests and on lengths; exact in every JSON reader
+MOST_LISTED = 65_536  # limit on the values in one list
 
 Int = Annotated[int, Strict(), Field(ge=-(2**63), le=2**63 - 1)]
 Count = Annotated[int, Strict(), Field(ge=0, le=MOST)]

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detect drift: attention that is no longer spread as in the policy's reference profile, per layer and head.
+"""Detect drift: attention whose distribution differs from the policy's reference profile, per layer and head.
 
-The test is the two-sample test of Kolmogorov and Smirnov between the reference's calls and those of one window of
-running calls; windows do not overlap. Distances are taken at the edges of the profile's bins, which can only make them
-smaller, so the p-values (Kolmogorov's limit with Stephens' correction for small samples) err towards "no drift". They
-are held against one bound for all heads, statistics and layers together (Bonferroni), and a layer has drifted when
-several windows in a row say so. The population stability index says how far it went, for a reader; it decides nothing.
+The test is the two-sample test of Kolmogorov and Smirnov between the calls of the reference and one window of running
+calls. Windows do not overlap. Distances are taken at the edges of the profile's bins, which can only make them smaller,
+so the p-values (Kolmogorov's limit with Stephens' correction for small samples) err towards "no drift". One bound holds
+for all heads, statistics and layers together (Bonferroni). A layer has drifted once several windows in a row exceed it.
+The population stability index tells a reader the size of the change; no decision depends on it.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from dynaxx.policy.profile import STATISTICS, LayerRecord, Profile, midpoints
 
 
 class Drift(Document):
-    """The settings that say when running attention counts as drifted from the reference profile.
+    """The settings that define when running attention counts as drifted from the reference profile.
 
-    A change that lasts is found at most `(confirm + 1) * window` sampled calls of a layer after it began, if it moves
-    any head's distribution far enough to be seen in one window. `false_alarms` bounds the chance that one round of
-    windows, one of each layer, finds something where nothing changed; a report needs `confirm` such rounds in a row.
+    A lasting change is found at most `(confirm + 1) * window` sampled calls of a layer after it began, if it moves the
+    distribution of any head far enough to show in one window. `false_alarms` bounds the probability that one round of
+    windows (one window per layer) reports a change although nothing changed. Drift is reported after `confirm` such
+    windows in a row.
     """
 
     window: Positive = 64  # sampled calls of a layer
     false_alarms: Share = 0.001
     confirm: Positive = 2  # windows in a row
-    least_distance: Share = 0.2  # a distance below this is no drift, however significant
+    least_distance: Share = 0.2  # smaller distances never count as drift
 
 
 class HeadDrift(NamedTuple):
@@ -57,13 +58,13 @@ class LayerDrift(NamedTuple):
     """The result of the test on one window of a layer."""
 
     layer: int
-    ratio: float  # the worst head's distance over the least that counts; from 1 on it does
+    ratio: float  # distance of the worst head over the smallest distance that counts; >= 1 counts as drift
     drifted: bool  # confirmed by the windows before it
     evidence: tuple[HeadDrift, ...]  # heads beyond the bound, worst first
 
 
 class DriftDetector:
-    """Compares running calls with a reference, layer by layer.
+    """Compare running calls with a reference, layer by layer.
 
     Args:
         reference: the policy's profile.
@@ -72,13 +73,13 @@ class DriftDetector:
 
     def __init__(self, reference: Profile, settings: Drift) -> None:
         self.settings = settings
-        self.drifted: dict[int, LayerDrift] = {}  # layers that have, and the evidence
+        self.drifted: dict[int, LayerDrift] = {}  # drifted layers with the evidence
         self._reference = {each.layer: each.counts() for each in reference.layers if each.calls}
         self._windows = {layer: LayerRecord(counts.shape[1]) for layer, counts in self._reference.items()}
         self._in_a_row = dict.fromkeys(self._reference, 0)
 
     def add(self, layer: int, values: Tensor) -> LayerDrift | None:
-        """Add one sampled call of (statistics, heads) shares, and return the result of the window that it completes."""
+        """Add the (statistics, heads) shares of one sampled call; return the result if it completes a window."""
         window = self._windows.get(layer)
         if window is None:
             return None
@@ -122,18 +123,18 @@ def ks_distance(a: Tensor, b: Tensor) -> Tensor:
 def ks_p_value(distance: float, first: int, second: int) -> float:
     """Return the probability of such a distance between two samples of these sizes from one distribution.
 
-    Kolmogorov's limit at Stephens' corrected argument (Stephens 1970, as in Numerical Recipes 14.3).
+    This is Kolmogorov's limit at Stephens' corrected argument (Stephens 1970, as in Numerical Recipes 14.3).
     """
     root = math.sqrt(first * second / (first + second))
     at = (root + 0.12 + 0.11 / root) * distance
-    if at < 0.2:  # the series converges slowly there, to 1
+    if at < 0.2:  # the value is close to 1, and the series converges slowly
         return 1.0
     total = sum((-1) ** (term - 1) * math.exp(-2 * (term * at) ** 2) for term in range(1, 101))
     return min(1.0, max(0.0, 2 * total))
 
 
 def critical_distance(p_value: float, first: int, second: int) -> float:
-    """Return the least distance with at most this p-value; 1 if there is none."""
+    """Return the smallest distance with at most this p-value, or 1 if there is none."""
     low, high = 0.0, 1.0
     for _ in range(40):
         middle = (low + high) / 2
@@ -144,7 +145,7 @@ def critical_distance(p_value: float, first: int, second: int) -> float:
 def stability_index(reference: Tensor, running: Tensor) -> float:
     """Return the population stability index of two (bins,) histograms, with half a count added to each bin.
 
-    Below 0.1 is called stable, above 0.25 shifted.
+    By convention a value below 0.1 means stable, and one above 0.25 means shifted.
     """
     p, q = ((counts + 0.5) / (counts + 0.5).sum() for counts in (reference.double(), running.double()))
     return float(((q - p) * (q / p).log()).sum())

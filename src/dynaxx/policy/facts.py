@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of a policy beside its rules: the model it is for, its tolerances, the machine and the evidence."""
+"""The parts of a policy besides its rules: the model that it is for, its tolerances, the machine and the evidence."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ModelFacts(Document):
 
     @classmethod
     def of(cls, config: Any) -> ModelFacts:
-        """Return the facts of a transformers config; of one with several parts, those of its text decoder."""
+        """Return the facts of a transformers config, or of its text decoder if it has several parts."""
         config = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
         heads, layer = config.num_attention_heads, _full_layer(config)
         return cls(
@@ -48,7 +48,7 @@ class ModelFacts(Document):
             if ours != theirs:
                 raise PolicyError(
                     f"`model.{name}` is {ours!r} in the policy and {theirs!r} in the model: "
-                    "the policy was made for another model; tune one for this"
+                    "the policy is for another model; tune a policy for this model"
                 )
 
     @model_validator(mode="after")
@@ -63,23 +63,23 @@ class ModelFacts(Document):
 
 
 def _full_layer(config: Any) -> Any:
-    """Return the config of a layer that sees the whole sequence, where layers differ in their heads (Gemma 4)."""
+    """Return the config of a layer that sees the whole sequence, if layers differ in their heads (Gemma 4)."""
     kinds = getattr(config, "layer_types", None) or ()
     each = getattr(config, "per_layer_config", None)
     return config if each is None or "full_attention" not in kinds else each[list(kinds).index("full_attention")]
 
 
 class Tolerances(Document):
-    """Limits that `dynaxx validate` holds the policy to; None means not checked.
+    """Limits that `dynaxx validate` checks; None means not checked.
 
     Args:
-        perplexity_ratio: sparse / dense perplexity on held-out text, at most.
-        kl: mean KL(dense || sparse) of next-token distributions in nats, at most.
-        top1_agreement: share of tokens with the same most likely next token, at least.
-        logits_mean_error: mean absolute difference of logits, at most.
-        task_logprob_drop: nats per answer token lost on any generated retrieval task, at most.
-        repetition_increase: rise of the share of repeated 4-grams in generated text, at most.
-        slowdown: sparse / dense seconds at any measured length, at most.
+        perplexity_ratio: largest ratio of sparse to dense perplexity on held-out text.
+        kl: largest mean KL(dense || sparse) of next-token distributions, in nats.
+        top1_agreement: smallest share of tokens with the same most likely next token.
+        logits_mean_error: largest mean absolute difference of logits.
+        task_logprob_drop: largest loss in nats per answer token on any generated retrieval task.
+        repetition_increase: largest rise of the share of repeated 4-grams in generated text.
+        slowdown: largest ratio of sparse to dense seconds at any measured length.
     """
 
     perplexity_ratio: Number | None = 1.01
@@ -95,14 +95,14 @@ class MeasuredOn(Document):
     """The machine and the versions behind `dense_below` and every figure in the evidence."""
 
     device: str  # "cpu", "cuda"
-    hardware: str = ""  # the processor's own name
+    hardware: str = ""  # name of the processor or GPU
     threads: Positive | None = None
     dtype: str = ""
     versions: dict[str, str] = Field(default_factory=dict)
 
 
 class Evidence(Document):
-    """One measurement: what, by which command, and its figures."""
+    """One measurement: what was measured, the command, and the figures."""
 
     what: str
     command: str

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read and write policy files: errors say what to fix, and a file is written whole or not at all."""
+"""Read and write policy files. Errors say the fix, and files are written whole or not at all."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from dynaxx.policy.schema import FORMAT, VERSION, Policy, explain_errors
 from dynaxx.printable import printable
 from dynaxx.storage import parse_json, read_regular_file, write_whole_file
 
-MOST_BYTES = 16 * 1024 * 1024  # the reference of 126 layers with 128 heads each takes 6
-MOST_OBJECTS = 1 << 14  # in JSON; that many take a second or two to check
+MOST_BYTES = 16 * 1024 * 1024  # the reference of 126 layers with 128 heads each takes 6 MiB
+MOST_OBJECTS = 1 << 14  # objects in the JSON text; that many take a second or two to check
 
 _NUMBER_LIST = re.compile(r"\[\n[\s\d.,eE+-]*\]")  # written on one line
 
@@ -31,8 +31,8 @@ def load_policy(path: str | os.PathLike[str]) -> Policy:
     Raises:
         FileNotFoundError: no such file.
         OSError: the path is not a regular file of at most `MOST_BYTES` bytes, or it cannot be read.
-        PolicyError: the content is not JSON, not a dynaxx policy, of a newer version, or wrong in a field. The message
-            names the field and the fix.
+        PolicyError: the content is not JSON, is not a dynaxx policy, has a newer version, or has an invalid field. The
+            message names the field and the fix.
     """
     raw = _read(path, "dynaxx tune and save_policy write one")
     try:
@@ -43,10 +43,10 @@ def load_policy(path: str | os.PathLike[str]) -> Policy:
 
 @typed
 def parse_policy(text: str | bytes) -> Policy:
-    """Return the policy that the text of its file describes.
+    """Return the policy from the text of its file.
 
     Raises:
-        PolicyError: as `load_policy`.
+        PolicyError: the text is not a valid policy, see `load_policy`.
     """
     if len(text) > MOST_BYTES:
         raise PolicyError(f"must be at most {MOST_BYTES:,} bytes, got {len(text):,}; this is not a dynaxx policy")
@@ -75,27 +75,27 @@ def parse_policy(text: str | bytes) -> Policy:
 
 @typed
 def policy_text(policy: Policy) -> str:
-    """Return the text of a policy's file. Every field is written, those at their defaults too."""
+    """Return the text of a policy's file. It contains every field, including those with default values."""
     text = json.dumps(policy.model_dump(mode="json"), indent=2)
     return _NUMBER_LIST.sub(_on_one_line, text) + "\n"
 
 
 @typed
 def save_policy(policy: Policy, path: str | os.PathLike[str]) -> None:
-    """Write a policy file. A reader at any moment, even after a crash, sees the old file or the new one, whole.
+    """Write a policy file. Readers always see either the whole old file or the whole new one, even after a crash.
 
     Raises:
-        OSError: the file cannot be written; what was there is untouched.
+        OSError: the file cannot be written; the old file is untouched.
     """
     _save(policy_text(policy), path)
 
 
 @typed
 def save_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
-    """Write a statistics file, whole or not at all as `save_policy`.
+    """Write a statistics file, whole or not at all, like `save_policy`.
 
     Raises:
-        OSError: as `save_policy`.
+        OSError: the file cannot be written; the old file is untouched.
     """
     _save(profile.model_dump_json() + "\n", path)
 
@@ -106,8 +106,8 @@ def load_profile(path: str | os.PathLike[str]) -> Profile:
 
     Raises:
         FileNotFoundError: no such file.
-        OSError: as `load_policy`.
-        PolicyError: the content is not a statistics file, is cut short, of a newer version, or wrong in a field.
+        OSError: the path is not a regular file of at most `MOST_BYTES` bytes, or it cannot be read.
+        PolicyError: the content is not a statistics file, is truncated, has a newer version, or has an invalid field.
     """
     raw = _read(path, "Handle.record in the running process writes one")
     try:
@@ -117,18 +117,18 @@ def load_profile(path: str | os.PathLike[str]) -> Profile:
         said = explain_errors(error)
     except ValueError as error:
         said = str(error)
-    raise PolicyError(f"{printable(os.fspath(path))}: is no dynaxx profile: {said}")
+    raise PolicyError(f"{printable(os.fspath(path))}: is not a dynaxx profile: {said}")
 
 
 @typed
 def policy_digest(policy: Policy) -> str:
-    """Return twelve hex digits that tell policies apart."""
+    """Return twelve hex digits that identify a policy."""
     return hashlib.blake2b(policy_text(policy).encode(), digest_size=6).hexdigest()
 
 
 @typed
 def rules_digest(policy: Policy) -> str:
-    """Return twelve hex digits of what changes attention: the model, the block size and the rules."""
+    """Return twelve hex digits that identify the parts that change attention: model, block size and rules."""
     rules = policy.model_dump_json(include={"model", "block_size", "rules"})
     return hashlib.blake2b(rules.encode(), digest_size=6).hexdigest()
 
@@ -151,5 +151,5 @@ def _save(text: str, path: str | os.PathLike[str]) -> None:
     except OSError as error:
         if error.errno is None:
             raise
-        fix = "what was there is untouched" if target.parent.is_dir() else "give a folder that exists"
+        fix = "the old file is untouched" if target.parent.is_dir() else "give a folder that exists"
         raise OSError(error.errno, f"cannot be written ({error.strerror}); {fix}", str(target)) from None

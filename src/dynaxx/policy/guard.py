@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decide what the guard does: compare estimates of a layer with the policy's limits, with hysteresis.
 
-Pure state: measurements come in, a level comes out. Who measures, and when, is an integration's matter.
+This module holds state only: it takes measurements and returns a level. The integrations measure.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from pydantic import Field
 
 from dynaxx.policy.document import Document, NotNegative, Positive, Share
 
-FAILURES_IN_A_ROW = 3  # after which a layer rests
-REST_CALLS, MOST_REST_CALLS = 64, 16_384  # a layer that fails again rests twice as long, up to the second
+FAILURES_IN_A_ROW = 3  # failures until a layer rests
+REST_CALLS, MOST_REST_CALLS = 64, 16_384  # dense calls of the first rest; it doubles with each further failure
 
 
 class Guard(Document):
-    """The settings of the guard: what is measured on running traffic, the limits, and the action beyond them."""
+    """The settings of the guard: the measurements on running traffic, their limits, and the action beyond a limit."""
 
-    sample: Share = 0.01  # of sparse layer calls
-    rows: Annotated[Positive, Field(le=65_536)] = 16  # query rows of each that are computed again, densely
-    least_recall: Share | None = None  # mean over heads and rows; None is not held to anything
-    most_error: NotNegative | None = None  # relative error of the attention output, mean over heads and rows
-    kl_sample: Share = 0.0  # of requests whose next-token distribution is compared with the dense model's
-    most_kl: NotNegative | None = None  # nats
-    window: Annotated[Positive, Field(le=1_000_000)] = 16  # samples whose mean is held against a limit
-    margin: Annotated[Share, Field(lt=1)] = 0.2  # a limit is kept again only when this share of it is to spare
-    action: Literal["count", "warn", "widen", "dense"] = "count"  # beyond a limit
-    widen: Annotated[float, Field(gt=1, le=1000)] = 2.0  # factor on budgets and windows
+    sample: Share = 0.01  # share of sparse layer calls that are measured
+    rows: Annotated[Positive, Field(le=65_536)] = 16  # query rows per measured call, recomputed densely
+    least_recall: Share | None = None  # lower limit on recall, mean over heads and rows; None means no limit
+    most_error: NotNegative | None = None  # upper limit on the relative output error, mean over heads and rows
+    kl_sample: Share = 0.0  # share of requests whose next-token distribution is compared with the dense model's
+    most_kl: NotNegative | None = None  # upper limit on that divergence, nats
+    window: Annotated[Positive, Field(le=1_000_000)] = 16  # samples per mean that is compared with a limit
+    margin: Annotated[Share, Field(lt=1)] = 0.2  # share of the limit by which a mean must be within it to recover
+    action: Literal["count", "warn", "widen", "dense"] = "count"  # action beyond a limit
+    widen: Annotated[float, Field(gt=1, le=1000)] = 2.0  # factor on budgets and windows for "widen"
 
     @property
     def action_level(self) -> Level:
-        """The level that a layer gets beyond a limit."""
+        """The level of a layer beyond a limit."""
         return {"count": Level.OK, "warn": Level.WARNED, "widen": Level.WIDENED, "dense": Level.DENSE}[self.action]
 
 
@@ -48,13 +48,16 @@ class Level(enum.IntEnum):
 
 
 class Monitor:
-    """Compares the mean of the last values with a limit, with hysteresis.
+    """Compare the mean of the last values with a limit, with hysteresis.
 
-    The limit is crossed once a full window's mean is beyond it, and kept again once the mean is within it by a margin.
+    The limit is crossed once the mean of a full window is beyond it. It is met again once the mean is within the limit
+    by the margin.
 
     Args:
-        limit: in the unit of the values.
-        least: whether values must be at least the limit, and not at most.
+        limit: the limit, in the unit of the values.
+        window: number of values per mean.
+        margin: share of the limit by which the mean must be within it to recover.
+        least: True for a lower limit, False for an upper one.
     """
 
     def __init__(self, limit: float, *, window: int, margin: float, least: bool = False) -> None:
@@ -71,7 +74,7 @@ class Monitor:
         return sum(self._values) / len(self._values) if self._values else None
 
     def add(self, value: float) -> bool:
-        """Add a value, and return whether the limit is crossed now."""
+        """Add a value and return whether the limit is crossed."""
         self._values.append(value)
         if len(self._values) == self._values.maxlen:
             mean = sum(self._values) / len(self._values)
@@ -80,15 +83,15 @@ class Monitor:
         return self.beyond
 
     def clear(self) -> None:
-        """Forget the values, not the verdict."""
+        """Drop the values, but keep whether the limit is crossed."""
         self._values.clear()
 
 
 class LayerGuard:
-    """Keeps the level of one layer, or of a whole model.
+    """The guard's level of one layer, or of a whole model.
 
-    Measurements are of the policy's own budgets, also while a layer is widened or dense, so a recovery is seen. While
-    widened, those of the wider budgets are watched too: where they do not help, the layer goes dense.
+    Measurements always concern the policy's own budgets, even while a layer is widened or dense, so that a recovery
+    shows. While a layer is widened, the wider budgets are measured too; if they also exceed a limit, it runs dense.
     """
 
     def __init__(self, settings: Guard) -> None:
@@ -107,7 +110,7 @@ class LayerGuard:
         }
 
     def add(self, nominal: dict[str, float], widened: dict[str, float] | None = None) -> bool:
-        """Add one sample's measurements by name ("recall", "error", "kl"); return whether a limit is crossed now."""
+        """Add the measurements of one sample by name ("recall", "error", "kl"); return whether a limit is crossed."""
         beyond = _add(self._nominal, nominal)
         if not beyond:
             self.level = Level.OK
@@ -121,7 +124,7 @@ class LayerGuard:
         return beyond
 
     def reasons(self) -> list[str]:
-        """Return the limits that are crossed, in words."""
+        """Return descriptions of the crossed limits."""
         return [
             f"{name} {monitor.mean:.4g} beyond {monitor.limit:g}"
             for name, monitor in self._nominal.items()
@@ -137,7 +140,7 @@ def _add(monitors: dict[str, Monitor], values: dict[str, float]) -> bool:
 
 
 class Breaker:
-    """Keeps a layer that fails again and again dense for a while, so that requests do not pay for each try."""
+    """Keep a layer dense for a while after repeated failures, so that not every request pays for a failing try."""
 
     def __init__(self) -> None:
         self._failures = 0
@@ -164,7 +167,7 @@ class Breaker:
 
 
 def failure_reason(error: BaseException) -> Literal["out_of_memory", "compile_failed", "kernel_failed"]:
-    """Return the kind of failure that a kernel's exception is, which is also the name of its event."""
+    """Return the kind of failure of a kernel's exception, which is also the name of its event."""
     kinds = {cls.__name__ for cls in type(error).__mro__}
     said = f"{type(error).__module__}.{type(error).__name__}: {error}".lower()
     if isinstance(error, MemoryError) or "OutOfMemoryError" in kinds or "can't allocate memory" in said:

@@ -16,10 +16,10 @@ logger = logging.getLogger("dynaxx")
 
 
 class KillSwitch:
-    """A switch that is asked at the start of every forward pass. Any one source is enough to engage it.
+    """A switch that is checked at the start of every forward pass. Any single source engages it.
 
     Args:
-        parent: another switch; while it is engaged, this one is, too.
+        parent: another switch. While it is engaged, this switch is engaged too.
     """
 
     def __init__(self, parent: KillSwitch | None = None) -> None:
@@ -33,16 +33,16 @@ class KillSwitch:
         self._reason = reason
 
     def release(self) -> None:
-        """Take back `engage` and a signal; the environment and the file decide for themselves."""
+        """Undo `engage` and a signal. The environment and the file keep their effect."""
         self._reason, self._signal = None, False
 
     def engaged(self) -> str | None:
         """Return what engages the switch, None if nothing does.
 
         Returns:
-            The reason given to `engage`, "signal", "environment", "file", or "unreadable file": nobody can tell whether
-            the kill file is there (no permission, an I/O error, a path that can name no file). Then the switch is
-            engaged, since somebody may have meant it to be, and an error is logged.
+            The reason given to `engage`, "signal", "environment", "file", or "unreadable file". The last means that it
+            is unknown whether the kill file exists (no permission, an I/O error, an invalid path). The switch is then
+            engaged to be safe, and an error is logged.
         """
         if self._reason is not None:
             return self._reason
@@ -57,7 +57,7 @@ class KillSwitch:
 
     def _engaged_by_file(self, file: str) -> str | None:
         try:
-            os.lstat(file)  # of a link itself: one that points nowhere is there all the same
+            os.lstat(file)  # does not follow links, since a dangling link counts as a file
         except FileNotFoundError:
             self._logged_error = None
             return None
@@ -71,10 +71,11 @@ class KillSwitch:
         return "file"
 
     def on_signals(self) -> None:
-        """Let SIGUSR1 engage the switch and SIGUSR2 release it in this process. Never done unasked.
+        """Let SIGUSR1 engage the switch and SIGUSR2 release it in this process. Opt-in: nothing else installs handlers.
 
         Raises:
-            RuntimeError: not called in the main thread, which alone may set signal handlers, or a system without them.
+            RuntimeError: called outside the main thread, which alone may set signal handlers, or on a system without
+                these signals.
         """
         if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGUSR1"):
             raise RuntimeError("signals can be set in the main thread of a POSIX process only; use a file or a call")
@@ -85,4 +86,4 @@ class KillSwitch:
         self._signal = number == signal.SIGUSR1
 
 
-KILL_SWITCH = KillSwitch()  # of this process
+KILL_SWITCH = KillSwitch()  # the switch of this process

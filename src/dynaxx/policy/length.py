@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dense or sparse by length, with hysteresis."""
+"""Choose dense or sparse by length, with hysteresis."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dynaxx.arguments import typed
 
 
 def is_long(seqlen_k: int, dense_below: int, sparse_from: int | None = None, *, before: bool = False) -> bool:
-    """Return whether a sequence of so many keys runs sparse; see `Policy`.
+    """Return whether a sequence of `seqlen_k` keys runs sparse. See `Policy`.
 
     Args:
-        seqlen_k: keys of the sequence.
-        dense_below: keys below which a sequence runs dense.
-        sparse_from: keys from which a sequence runs sparse; `dense_below` where None.
-        before: the answer for the sequence before, which holds between the borders. An engine whose sequences only
-            grow leaves it False.
+        seqlen_k: number of keys of the sequence.
+        dense_below: number of keys below which a sequence runs dense.
+        sparse_from: number of keys from which a sequence runs sparse; None means `dense_below`.
+        before: the answer for the previous sequence, which holds between the borders. Engines whose sequences only grow
+            leave it False.
     """
     if seqlen_k >= (dense_below if sparse_from is None else sparse_from):
         return True
@@ -23,7 +23,7 @@ def is_long(seqlen_k: int, dense_below: int, sparse_from: int | None = None, *, 
 
 @typed
 class LengthSwitch:
-    """The state of `is_long`: remembers the last answer.
+    """The state of `is_long`: it stores the last answer.
 
     Attributes:
         last: the last answer, False at first.
@@ -37,7 +37,7 @@ class LengthSwitch:
         self.last = False
 
     def sparse(self, seqlen_k: int) -> bool:
-        """Return whether a sequence of so many keys runs sparse, and remember it."""
+        """Return whether a sequence of `seqlen_k` keys runs sparse, and store the answer."""
         self.last = is_long(seqlen_k, self.dense_below, self.sparse_from, before=self.last)
         return self.last
 

@@ -10,7 +10,7 @@ from pydantic import Field, Strict, model_validator
 from dynaxx import patterns as p
 from dynaxx.policy.document import MOST, Count, Counts, Document, Flag, Int, Positive
 
-MOST_PARTS = 64  # of a union or an intersection
+MOST_PARTS = 64  # limit on the parts of a union or an intersection
 
 Sides = Annotated[int, Strict(), Field(ge=-1, le=MOST)]
 
@@ -106,7 +106,7 @@ class Sink(Leaf):
 
 
 class LastQueries(Leaf):
-    """The last `queries` queries see everything."""
+    """The last `queries` queries see every key."""
 
     makes = p.LastQueries
     kind: Literal["last_queries"] = "last_queries"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LayerPlan`: the rules that the heads of one layer follow in prefill, and the layouts that they make."""
+"""`LayerPlan`: the rules that the heads of one layer follow in prefill, and their layouts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dynaxx.selection import Hybrid, select_blocks
 
 @dataclass(frozen=True)
 class HeadGroup:
-    """Some q heads, in ascending order, and the rule that they follow; budgets per head are in the same order."""
+    """Q heads in ascending order and the rule that they follow. Budgets per head have the same order."""
 
     heads: tuple[int, ...]
     rule: AttentionRule
@@ -28,7 +28,7 @@ class HeadGroup:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """The rules of one layer; the groups cover every q head once."""
+    """The rules of one layer. The groups cover every q head once."""
 
     groups: tuple[HeadGroup, ...]
     q_heads: int
@@ -37,12 +37,12 @@ class LayerPlan:
 
     @lazy
     def is_static(self) -> bool:
-        """Whether positions alone decide what is visible, so that layouts can be cached."""
+        """Whether visibility depends on positions only, so that layouts can be cached."""
         return all(isinstance(group.rule, Pattern) for group in self.groups)
 
     @lazy
     def needs_tokens(self) -> bool:
-        """Whether some rule depends on token ids, so that `resolve` must come first."""
+        """Whether a rule depends on token ids, so that `resolve` must be called first."""
         return any(group.rule.needs_tokens for group in self.groups if isinstance(group.rule, Pattern | Hybrid))
 
     def resolve(self, input_ids: Tensor) -> LayerPlan:
@@ -56,10 +56,10 @@ class LayerPlan:
         return replace(self, groups=tuple(groups))
 
     def shard(self, rank: int, ranks: int) -> LayerPlan:
-        """Return the plan for one of `ranks` equal shares of the q heads, in order, as tensor parallelism cuts them.
+        """Return the plan for one of `ranks` equal shares of the q heads, split in order as in tensor parallelism.
 
         Raises:
-            ValueError: heads that do not divide.
+            ValueError: the heads do not divide evenly.
         """
         if ranks == 1:
             return self
@@ -84,7 +84,7 @@ class LayerPlan:
             k: (batch, seqlen_k, kv_heads, head_dim).
             scale: softmax scale, default head_dim ** -0.5.
         """
-        # Outside inference mode: what is cached now may be saved for a backward pass later.
+        # Outside inference mode, because a backward pass may use the cached layout later.
         if self.is_static:
             return _static_layout(self, q.shape[1], k.shape[1], q.device)
         first = self.groups[0]
@@ -117,7 +117,7 @@ def _static_layout(plan: LayerPlan, seqlen_q: int, seqlen_k: int, device: torch.
 
 
 def _keys_of(k: Tensor, heads: tuple[int, ...], q_heads: int) -> Tensor:
-    """Return the kv heads that `heads` read: each once where q heads share them evenly, else one per q head."""
+    """Return the kv heads that `heads` read: each once if the q heads share them evenly, else one per q head."""
     group_size = q_heads // k.shape[2]
     of_head = [head // group_size for head in heads]
     used = sorted(set(of_head))
@@ -126,7 +126,7 @@ def _keys_of(k: Tensor, heads: tuple[int, ...], q_heads: int) -> Tensor:
 
 
 def _repeat(layout: BlockLayout, batch: int, heads: int) -> BlockLayout:
-    """Return a shared layout written out for every batch entry and head; any other layout as it is."""
+    """Return a shared layout repeated for every batch entry and head. Other layouts are returned unchanged."""
     copies = (batch // layout.layout_batch) * (heads // layout.layout_heads)
     if copies == 1:
         return layout

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A profile of attention: histograms of statistics over calls, per layer and head.
 
-A policy carries one as its reference, and a running process records one to compare with it.
+A policy contains a profile as its reference, and a running process records one to compare with it.
 
-One value is the mean of a statistic over the sampled query rows of one call: rows of a call depend on one another,
-calls of different requests hardly do. Statistics are shares from 0 to 1, and bins are finer towards both ends, where
-shares vary less: edges at sin^2.
+One value of a histogram is the mean of a statistic over the sampled query rows of one call, because the rows of a call
+depend on one another and the calls of different requests hardly do. Statistics are shares from 0 to 1. Bins have edges
+at sin^2, so they are finer towards both ends, where shares vary less.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dynaxx.policy.document import MOST_LISTED, Count, Document, NotNegative, Po
 STATISTICS = ("recall", "entropy", "local")
 BINS = 24
 EDGES = torch.tensor([math.sin(math.pi / 2 * i / BINS) ** 2 for i in range(1, BINS)], device="cpu")  # between the bins
-LADDER = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0)  # factors on budgets whose recall is recorded, to tune again
+LADDER = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0)  # factors on budgets whose recall is recorded for retuning
 
 Histogram = Annotated[tuple[Total, ...], Field(max_length=BINS)]
 Histograms = Annotated[tuple[Histogram, ...], Field(max_length=MOST_LISTED)]
@@ -32,12 +32,12 @@ class LayerProfile(Document):
     """The histograms of one layer."""
 
     layer: Count
-    calls: Total  # behind each histogram
-    recall: Histograms  # by q head: share of dense attention mass in the visited blocks
-    entropy: Histograms  # of dense attention, over that of an even spread
+    calls: Total  # number of calls in each histogram
+    recall: Histograms  # per q head: share of dense attention mass in the visited blocks
+    entropy: Histograms  # entropy of dense attention relative to a uniform distribution
     local: Histograms  # share of dense attention mass on the nearest keys
     ladder_calls: Total = 0
-    ladder: tuple[tuple[NotNegative, ...], ...] = ()  # by q head: mean recall with budgets times each of `LADDER`
+    ladder: tuple[tuple[NotNegative, ...], ...] = ()  # per q head: mean recall with budgets times each of `LADDER`
 
     @model_validator(mode="after")
     def _shapes(self) -> LayerProfile:
@@ -62,8 +62,8 @@ class Profile(Document):
 
     format: Literal["dynaxx.profile"] = "dynaxx.profile"
     version: Literal[1] = 1
-    policy: str = ""  # digest of the rules it was recorded under, see `rules_digest`
-    command: str = ""  # how it was recorded
+    policy: str = ""  # digest of the rules in force while it was recorded, see `rules_digest`
+    command: str = ""  # the command that recorded it
     requests: Total = 0
     rows: Positive = 16  # query rows per call
     layers: Annotated[tuple[LayerProfile, ...], Field(min_length=1, max_length=MOST_LISTED)]
@@ -76,12 +76,12 @@ class Profile(Document):
         return self
 
     def of_layer(self, layer: int) -> LayerProfile | None:
-        """Return the profile of one layer, None if there is none."""
+        """Return the profile of one layer, or None."""
         return next((each for each in self.layers if each.layer == layer), None)
 
 
 class LayerRecord:
-    """Gathers the profile of one layer."""
+    """Collect the profile of one layer."""
 
     def __init__(self, heads: int) -> None:
         self.calls = 0
@@ -90,18 +90,18 @@ class LayerRecord:
         self.ladder = torch.zeros(heads, len(LADDER), dtype=torch.float64, device="cpu")
 
     def add(self, values: Tensor) -> None:
-        """Add one call of (statistics, heads) shares."""
+        """Add the (statistics, heads) shares of one call."""
         place = torch.bucketize(values.float().contiguous().clamp(0, 1), EDGES)
         self.counts.scatter_add_(2, place[..., None], torch.ones_like(place)[..., None])
         self.calls += 1
 
     def add_ladder(self, recalls: Tensor) -> None:
-        """Add one call of (heads, len(LADDER)) recall, with budgets times each factor."""
+        """Add the (heads, len(LADDER)) recall of one call, with budgets times each factor."""
         self.ladder += recalls.double()
         self.ladder_calls += 1
 
     def clear(self) -> None:
-        """Start again."""
+        """Drop everything recorded so far."""
         self.__init__(self.counts.shape[1])  # type: ignore[misc]
 
     def to_profile(self, layer: int) -> LayerProfile:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follow a policy file: a good new policy comes into force; a bad one is logged, and the old one stays."""
+"""Follow a policy file: apply valid new policies; log invalid ones and keep the old policy."""
 
 from __future__ import annotations
 
@@ -21,17 +21,16 @@ logger = logging.getLogger("dynaxx")
 
 
 class PolicyFollower:
-    """Looks at a policy file again and again, from a daemon thread or by `check`.
+    """Check a policy file regularly in a daemon thread, or on demand with `check`.
 
-    The content decides, not the time stamp, so a clock that goes back does no harm. A forked child follows with a
-    thread of its own.
+    The content decides, not the time stamp, so clock changes do no harm. A forked child starts its own thread.
 
     Args:
         path: the policy file.
-        accept: puts a policy in force, as a whole, and returns whether it differs from the one before. An exception
-            refuses the file. A method is held weakly: when its object is gone, the thread ends.
-        refused: told the type of error that refused a file, once per content.
-        interval: seconds between looks.
+        accept: a function that applies a policy as a whole and returns whether it differs from the previous one. An
+            exception rejects the file. A method is referenced weakly: the thread ends when its object is collected.
+        refused: a function that receives the type of the error that rejected a file, once per content.
+        interval: seconds between checks.
 
     Raises:
         ValueError: `interval` is not positive.
@@ -56,7 +55,7 @@ class PolicyFollower:
         self._bad = False
 
     def start(self) -> None:
-        """Look every `interval` seconds, in a daemon thread, until `stop`."""
+        """Check every `interval` seconds in a daemon thread, until `stop`."""
         _STARTED.add(self)
         threading.Thread(
             target=_follow,
@@ -66,12 +65,12 @@ class PolicyFollower:
         ).start()
 
     def stop(self) -> None:
-        """Look no more."""
+        """Stop the thread."""
         _STARTED.discard(self)
         self._stopped.set()
 
     def check(self) -> bool:
-        """Look once, and return whether a new policy came into force."""
+        """Check the file once, and return whether a new policy was applied."""
         with self._checking:
             content = self._read()
             seen = content if isinstance(content, str) else hashlib.blake2b(content).hexdigest()
@@ -89,11 +88,11 @@ class PolicyFollower:
                 taken = bool(accept(parse_policy(content)))
                 self._bad = False
                 if before:
-                    logger.info("%s: is a policy again, and in force", printable(self.path))
+                    logger.info("%s: is a valid policy again, and in force", printable(self.path))
                 return taken
-            except Exception as error:  # whatever is wrong with a file, requests go on under the old policy
+            except Exception as error:  # no file may break requests, which continue under the old policy
                 logger.error(
-                    "%s: not taken, the policy before it stays in force: %s",
+                    "%s: rejected, the previous policy stays in force: %s",
                     printable(self.path),
                     printable(error, most=4000, keep="\n"),
                 )
@@ -103,19 +102,19 @@ class PolicyFollower:
                 return False
 
     def _read(self) -> bytes | str:
-        """Return the content, or why there is none."""
+        """Return the content, or the reason why it cannot be read."""
         try:
             return read_regular_file(self.path, MOST_BYTES)
         except OSError as error:
             return f"cannot be read: {error.strerror or error}"
 
     def _continue_after_fork(self) -> None:
-        """Give a forked child locks that no lost thread holds, and a thread."""
+        """Create new locks and a thread in a forked child, where the parent's threads no longer exist."""
         self._stopped, self._checking = threading.Event(), threading.Lock()
         self.start()
 
 
-_STARTED: weakref.WeakSet[PolicyFollower] = weakref.WeakSet()  # followers whose thread runs
+_STARTED: weakref.WeakSet[PolicyFollower] = weakref.WeakSet()  # followers with a running thread
 
 
 def _follow(follower: weakref.ref[PolicyFollower], stopped: threading.Event, interval: float) -> None:

@@ -21,8 +21,8 @@ from dynaxx.policy.specs import AttentionRule
 from dynaxx.selection import Selector, TopK, TopP
 
 ENOUGH = 0.01  # recall may miss its goal by this much before a budget changes
-FEWEST_CALLS = 4  # measured at other budgets; of fewer, a layer keeps its own
-DIGITS = 3  # of a new share
+FEWEST_CALLS = 4  # a layer with fewer calls measured at other budgets keeps its budgets
+DIGITS = 3  # digits of a new share
 
 
 class HeadRenewal(NamedTuple):
@@ -30,9 +30,9 @@ class HeadRenewal(NamedTuple):
 
     layer: int
     head: int
-    recall: float  # recorded
+    recall: float  # recorded recall
     goal: float
-    factor: float  # on its budget; inf is dense
+    factor: float  # factor on the budget; inf means dense
 
 
 def renew(
@@ -40,26 +40,27 @@ def renew(
 ) -> tuple[Policy, list[HeadRenewal]]:
     """Change budgets so that each head keeps its recall on the recorded traffic.
 
-    A head's goal is its mean recall in the policy's reference, or `recall`. The head gets the least budget that reached
-    the goal in the records, between a quarter and five times the old one; a head that needs more becomes dense. Layers
-    with few records stay as they are. A layer whose budgets change loses its reference: record a new one.
+    A head's goal is its mean recall in the policy's reference, or `recall`. The head gets the smallest budget that
+    reached the goal in the statistics, between a quarter and five times the old budget; a head that needs more becomes
+    dense. Layers with few recorded calls keep their budgets. A layer whose budgets change loses its reference, so
+    record a new one.
 
     Args:
-        policy: the policy that was in force.
-        recorded: statistics that were recorded under it, from `Handle.statistics` or a statistics file.
+        policy: the policy in force during the recording.
+        recorded: statistics recorded under that policy, from `Handle.statistics` or a statistics file.
         recall: one goal for all heads.
         command: the command line, for the evidence.
 
     Raises:
-        PolicyError: records of other rules, or no goal.
+        PolicyError: the statistics belong to other rules, or there is no goal.
     """
     if recorded.policy != rules_digest(policy):
         raise PolicyError(
-            "the statistics were recorded under other rules than this policy's; give the policy that was in force"
+            "the statistics were recorded under other rules than this policy's; give the policy that was in force then"
         )
     if recall is None and policy.reference is None:
         raise PolicyError(
-            "`reference` is empty, so there is no recall to return to: record one with --record, or give --recall"
+            "`reference` is empty, so no head has a recall goal; record a reference with --record, or give --recall"
         )
     renewals: list[HeadRenewal] = []
     factors: dict[int, tuple[float, ...]] = {}
@@ -97,7 +98,7 @@ def renew(
 
 def mean_recall(profile: LayerProfile | None) -> list[float]:
     """Return the mean recall of each head: exact from the ladder if there is one, else from the histogram."""
-    assert profile is not None, "the caller found one"
+    assert profile is not None, "the caller must have found a profile"
     if profile.ladder:
         return [row[LADDER.index(1.0)] for row in profile.ladder]
     counts = torch.tensor(profile.recall).double()
@@ -106,7 +107,7 @@ def mean_recall(profile: LayerProfile | None) -> list[float]:
 
 
 def _factor(ladder: Sequence[float], goal: float) -> float:
-    """Return the least factor that reaches a recall, interpolated linearly between steps of the ladder."""
+    """Return the smallest factor that reaches a recall, interpolated linearly between steps of the ladder."""
     if abs(ladder[LADDER.index(1.0)] - goal) <= ENOUGH:
         return 1.0
     goal -= ENOUGH / 2
@@ -120,7 +121,7 @@ def _factor(ladder: Sequence[float], goal: float) -> float:
 
 
 def _renewed(rule: Rule, policy: Policy, factors: dict[int, tuple[float, ...]]) -> list[Rule]:
-    """Return a rule for each layer that a prefill rule covers; a decode rule stays as it is."""
+    """Return one rule for each layer that a prefill rule covers. Decode rules are returned unchanged."""
     if rule.phase == "decode":
         return [rule]
     heads, attention = rule.head_list(policy.model.q_heads), rule.attention.build()
@@ -134,11 +135,11 @@ def _renewed(rule: Rule, policy: Policy, factors: dict[int, tuple[float, ...]]) 
 
 def _scaled(rule: AttentionRule, factors: tuple[float, ...]) -> AttentionRule | None:
     pattern, selector = parts(rule)
-    if selector is None:  # windows are one for all heads of a rule
+    if selector is None:  # a pattern has one window for all heads of a rule
         most = max(factors)
         return None if most == math.inf else scaled(rule, most) if most != 1.0 else rule
     finite = scaled(selector, tuple(1.0 if factor == math.inf else factor for factor in factors))
-    assert isinstance(finite, Selector), "made of one"
+    assert isinstance(finite, Selector), "`scaled` must keep the selector"
     budgets = budget_of(finite)
     everything = 10**6 if isinstance(selector, TopK) and isinstance(budgets[0], int) else selector.everything
     new = tuple(
@@ -149,7 +150,7 @@ def _scaled(rule: AttentionRule, factors: tuple[float, ...]) -> AttentionRule | 
 
 
 def _merged(rules: Sequence[Rule]) -> tuple[Rule, ...]:
-    """Return the rules, with those that differ only in their layers merged into one."""
+    """Merge rules that differ only in their layers."""
     layers: dict[Rule, list[int]] = {}
     for rule in rules:
         alike = layers.setdefault(rule.model_copy(update={"layers": "all"}), [])

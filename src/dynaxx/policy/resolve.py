@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turn a policy into plans: which heads of a layer follow which rule, in as few selection calls as possible.
 
-Heads whose rules differ only in their budget share one rule with a budget per head. A static head joins such a rule
-with a budget of 0.0 and a dense head with 1.0, which mean exactly that; so a layer of windows, hybrids and dense heads
-is one selection and one attention call. Where heads choose together (`per="group"`), those of a kv head that share a
-rule do.
+Heads whose rules differ only in their budget share one rule with a budget per head. Static heads join such a rule with
+a budget of 0.0 and dense heads with 1.0, which is exact. A layer of windows, hybrids and dense heads is therefore one
+selection and one attention call. With `per="group"`, the heads of a kv head that share a rule choose together.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from dynaxx.selection import Selector
 
 @typed
 def resolve(policy: Policy) -> dict[int, LayerPlan]:
-    """Return a plan for every layer in which some head is sparse."""
+    """Return a plan for every layer with at least one sparse head."""
     facts, rules = policy.model, head_rules(policy)
     block_size: dict[int, tuple[int, int]] = {}
     for rule in policy.rules:
@@ -44,7 +43,7 @@ def resolve(policy: Policy) -> dict[int, LayerPlan]:
 
 
 def selection_sources(plans: dict[int, LayerPlan], reuse: int) -> dict[int, int]:
-    """Return the layer whose selection each layer uses: the first of each `reuse` consecutive layers with one plan."""
+    """Return the layer whose selection each layer uses: the first of `reuse` consecutive layers with equal plans."""
     sources: dict[int, int] = {}
     first, served = -1, 0
     for layer, plan in plans.items() if reuse > 1 else ():
@@ -57,7 +56,7 @@ def selection_sources(plans: dict[int, LayerPlan], reuse: int) -> dict[int, int]
 
 
 def head_rules(policy: Policy, phase: Phase = "prefill") -> dict[int, dict[int, AttentionRule | None]]:
-    """Return the rule of each covered head by layer and head, each with a single budget; None is dense."""
+    """Return the rule of each covered head by layer and head, each with a single budget. None means dense."""
     facts = policy.model
     rules: dict[int, dict[int, AttentionRule | None]] = {}
     for rule in policy.rules:
@@ -75,12 +74,12 @@ def _per_head(rule: AttentionRule | None, count: int, has_values: bool) -> Seque
     if not has_values:
         return [rule] * count
     pattern, selector = parts(rule)
-    assert selector is not None, "only selectors have budgets"
+    assert selector is not None, "a rule with budgets must have a selector"
     return [rule_of(pattern, with_budget(selector, value)) for value in budget_of(selector)]
 
 
 def _grouped(rules: list[AttentionRule | None]) -> tuple[HeadGroup, ...]:
-    """Group heads by rule, budgets aside; static and dense heads join a group with a selector where one fits."""
+    """Group heads by rule, ignoring budgets. Static and dense heads join a group with a selector if one fits."""
     by_key: dict[Any, list[int]] = {}
     for head, rule in enumerate(rules):
         pattern, selector = parts(rule)
@@ -104,7 +103,7 @@ def _grouped(rules: list[AttentionRule | None]) -> tuple[HeadGroup, ...]:
 
 
 def _head_budget(rule: AttentionRule | None, family: Selector) -> float:
-    """Return a head's budget in a shared rule: everything for a dense head, nothing for a static one."""
+    """Return the budget of a head in a shared rule: everything for a dense head, nothing for a static one."""
     if rule is None:
         return family.everything
     _, selector = parts(rule)

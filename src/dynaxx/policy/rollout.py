@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decide which requests run sparse: by a share of their ids, by layer, by length, or by a flag service.
 
-A request's id is hashed together with the policy's seed, so the same ids are chosen in every process and on every day,
-and a larger share keeps the ids of a smaller one.
+The id of a request is hashed together with the policy's seed. Every process therefore chooses the same ids at any time,
+and a larger share includes the ids of a smaller one.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ Flags = Callable[[str, str, bool], bool]  # (flag, request id, default) -> wheth
 
 
 class Rollout(Document):
-    """The part of the traffic that a policy applies to, all of it by default; the rest is dense."""
+    """The part of the traffic that a policy applies to, by default all of it. The rest runs dense."""
 
-    share: Share = 1.0  # of requests
+    share: Share = 1.0  # share of requests
     seed: Int = 0  # another seed chooses other requests
     layers: Indices = "all"
-    min_tokens: Total = 0  # sequences of fewer keys are dense
-    max_tokens: Total | None = None  # of more keys, too
+    min_tokens: Total = 0  # sequences of fewer keys run dense
+    max_tokens: Total | None = None  # sequences of more keys run dense
     flag: str | None = None  # an OpenFeature flag that decides; `share` is its default value
 
     @model_validator(mode="after")
@@ -39,7 +39,7 @@ class Rollout(Document):
         return self
 
     def admits(self, request_id: str) -> bool:
-        """Return whether the request of this id is in the share."""
+        """Return whether the request with this id is in the share."""
         digest = hashlib.blake2b(f"{self.seed}:{request_id}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
         return int.from_bytes(digest) < self.share * 2**64
 
@@ -48,15 +48,15 @@ class Rollout(Document):
         return self.layers == "all" or layer in self.layers
 
     def covers_length(self, seqlen_k: int) -> bool:
-        """Return whether the policy applies to a sequence of so many keys."""
+        """Return whether the policy applies to a sequence of `seqlen_k` keys."""
         return self.min_tokens <= seqlen_k and (self.max_tokens is None or seqlen_k <= self.max_tokens)
 
 
 class Request(NamedTuple):
-    """The caller's statement about the requests of a forward pass."""
+    """The requests of a forward pass, as declared with `request`."""
 
-    ids: tuple[str, ...] = ()  # one, or one per row of the batch
-    sparse: bool | None = None  # the caller's own decision
+    ids: tuple[str, ...] = ()  # one id, or one per row of the batch
+    sparse: bool | None = None  # the caller's decision, which overrides the share
 
 
 _CURRENT: ContextVar[Request | None] = ContextVar("dynaxx_request", default=None)
@@ -64,14 +64,14 @@ _CURRENT: ContextVar[Request | None] = ContextVar("dynaxx_request", default=None
 
 @contextmanager
 def request(*ids: str, sparse: bool | None = None) -> Iterator[None]:
-    """Say whose request runs within the block, in this thread or task.
+    """Declare the requests that run within the block, in this thread or task.
 
     Args:
         ids: one id for the whole batch, or one per row.
-        sparse: True or False decides for these requests, whatever the share; None leaves it to the policy.
+        sparse: True or False decides for these requests and overrides the share; None leaves it to the policy.
 
     Raises:
-        TypeError: an id that is no string.
+        TypeError: an id is not a string.
     """
     wrong = next((each for each in ids if not isinstance(each, str)), None)
     if wrong is not None:
@@ -84,15 +84,15 @@ def request(*ids: str, sparse: bool | None = None) -> Iterator[None]:
 
 
 def current_request() -> Request | None:
-    """Return what `request` said around this call."""
+    """Return the requests declared around this call, or None."""
     return _CURRENT.get()
 
 
 class Choice(NamedTuple):
     """The requests of a pass that run sparse."""
 
-    sparse: tuple[bool, ...]  # one for all rows, or one per request; rows are shared evenly among them
-    reason: str  # why the others do not
+    sparse: tuple[bool, ...]  # one value for all rows, or one per request; requests have equal numbers of rows
+    reason: str  # why the other requests run dense
 
     @property
     def nothing(self) -> bool:
@@ -100,7 +100,7 @@ class Choice(NamedTuple):
         return not any(self.sparse)
 
     def row(self, row: int, rows: int) -> bool:
-        """Return whether one row of a batch runs sparse; a row that fits no request is dense."""
+        """Return whether one row of a batch runs sparse. A row without a request runs dense."""
         count = len(self.sparse)
         return rows % count == 0 and self.sparse[row * count // rows]
 
@@ -113,9 +113,9 @@ def choose(rollout: Rollout, said: Request | None, number: Callable[[], int], fl
 
     Args:
         rollout: the part of the traffic that the policy applies to.
-        said: the caller's statement about the requests.
-        number: returns a number in this process that stands for the id of a request without one.
-        flags: decides instead of the share where the policy names a flag.
+        said: the requests that the caller declared, or None.
+        number: a function that returns a number in place of the id of an undeclared request.
+        flags: a flag service, which decides instead of the share if the policy names a flag.
     """
     if said is not None and said.sparse is not None:
         return ALL if said.sparse else Choice((False,), ASKED_DENSE)
@@ -132,7 +132,7 @@ def _decide(rollout: Rollout, request_id: str, flags: Flags | None) -> bool:
 
 
 def open_feature() -> Flags:
-    """Return flags from the application's OpenFeature provider; the request's id is the targeting key.
+    """Return flags from the application's OpenFeature provider. The targeting key is the id of the request.
 
     Raises:
         ImportError: openfeature-sdk is not installed.
@@ -142,12 +142,12 @@ def open_feature() -> Flags:
         from openfeature.evaluation_context import EvaluationContext
     except ImportError as error:
         raise ImportError(
-            f"`rollout.flag` needs openfeature-sdk ({error}): pip install 'dynaxx[rollout]', or leave the flag out"
+            f"`rollout.flag` needs openfeature-sdk ({error}): pip install 'dynaxx[rollout]', or remove the flag"
         ) from error
     client = api.get_client("dynaxx")
 
     def ask(flag: str, request_id: str, default: bool) -> bool:
-        # The SDK gives the default, and logs why, where a provider fails.
+        # If a provider fails, the SDK logs the error and returns the default.
         return client.get_boolean_value(flag, default, EvaluationContext(targeting_key=request_id))
 
     return ask

@@ -24,17 +24,17 @@ BlockSize = Annotated[Int | tuple[Int, Int], AfterValidator(_checked_block_size)
 
 
 class Rule(Document):
-    """One attention rule for some heads of some layers. `Rule.of` makes one from a pattern.
+    """One attention rule for some heads of some layers. `Rule.of` builds one from a pattern, selector or hybrid.
 
-    Heads that no rule covers are dense.
+    Heads that no rule covers run dense.
 
     Args:
         layers: "all", or indices.
         heads: "all", or indices of q heads.
-        phase: "prefill", or "decode", where blocks are pages and `attention` may be sinks, windows, and TopK with
-            MeanQuery, MeanPool or MinMax.
+        phase: "prefill" or "decode". In decode rules blocks are pages, and `attention` may combine sinks, windows, and
+            TopK with MeanQuery, MeanPool or MinMax.
         attention: a pattern, selector or hybrid as data, see `dynaxx.policy.to_spec`.
-        block_size: tokens, or (q_block, kv_block); the policy's where None.
+        block_size: tokens, or (q_block, kv_block); None means the policy's.
     """
 
     layers: Indices = "all"
@@ -53,18 +53,19 @@ class Rule(Document):
         block_size: int | tuple[int, int] | None = None,
         phase: Phase = "prefill",
     ) -> Rule:
-        """Return a rule for a pattern, selector or hybrid (None: dense).
+        """Return a rule for a pattern, selector or hybrid.
 
         Args:
-            attention: a selector's budget may be a tuple, one value per head of `heads`, in that order.
+            attention: the pattern, selector or hybrid; None means dense. A selector's budget may be a tuple of one
+                value per head of `heads`, in that order.
             layers: "all", or a sequence of indices.
             heads: "all", or a sequence of indices of q heads.
-            block_size: as the class.
+            block_size: tokens, or (q_block, kv_block); None means the policy's.
             phase: "prefill" for prompts and chunks of them; "decode" for a few queries over a cache, where
                 `PageBudget.of` must be able to express `attention`.
 
         Raises:
-            ValueError: indices, a block size or an object that a policy cannot hold.
+            ValueError: the indices, the block size or the object cannot be stored in a policy.
         """
         return cls(layers=layers, heads=heads, phase=phase, attention=to_spec(attention), block_size=block_size)
 
@@ -76,7 +77,7 @@ class Rule(Document):
         return self
 
     def head_list(self, q_heads: int) -> tuple[int, ...]:
-        """Return the q heads that the rule covers, in its own order."""
+        """Return the q heads that the rule covers, in the rule's order."""
         return tuple(range(q_heads)) if self.heads == "all" else self.heads
 
     def layer_list(self, layers: int) -> tuple[int, ...]:
@@ -85,7 +86,7 @@ class Rule(Document):
 
 
 def head_values(attention: Any) -> tuple[float, ...] | None:
-    """Return the per-head budgets of an attention spec, None where it has one budget or none."""
+    """Return the per-head budgets of an attention spec, or None if it has a single budget or none."""
     selector = getattr(attention, "selector", attention)
     values = getattr(selector, "values", None)
     return values if isinstance(values, tuple) else None

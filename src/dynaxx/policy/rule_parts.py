@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Take rules apart and put them together: pattern, selector, and the selector's budget."""
+"""Split rules into pattern, selector and budget, and combine them again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dynaxx.selection import Hybrid, Selector
 
 
 def parts(rule: AttentionRule | None) -> tuple[Pattern | None, Selector | None]:
-    """Return a rule's pattern and selector, None for a part that it does not have."""
+    """Return the pattern and the selector of a rule, None for a missing part."""
     if isinstance(rule, Hybrid):
         return rule.pattern, rule.selector
     if isinstance(rule, Selector):
@@ -37,7 +37,7 @@ def with_budget(selector: Selector, value: Any) -> Selector:
 
 
 def for_heads(rule: AttentionRule, which: Sequence[int]) -> AttentionRule:
-    """Return the rule for some of the heads that it was made for, given by their places."""
+    """Return the rule for a subset of its heads, given by their indices."""
     pattern, selector = parts(rule)
     if selector is None or not isinstance(budget_of(selector), tuple):
         return rule

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scale a rule: multiply its budgets, or its windows where it has no budget."""
+"""Scale a rule: multiply its budgets, or its windows if it has no budget."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from dynaxx.selection import Selector, Threshold, TopK, TopP
 
 
 def scaled_plan(plan: LayerPlan, factor: float) -> LayerPlan:
-    """Return a plan whose heads see about `factor` times as much."""
+    """Return a plan whose heads see about `factor` times as many keys."""
     return replace(plan, groups=tuple(HeadGroup(group.heads, scaled(group.rule, factor)) for group in plan.groups))
 
 
 def scaled(rule: AttentionRule, factor: float | tuple[float, ...]) -> AttentionRule:
-    """Return a rule that shows about `factor` times as much; one factor, or one per head of a selector.
+    """Return a rule that shows about `factor` times as many keys. Give one factor, or one per head of a selector.
 
-    A selector's shares and counts of blocks are multiplied. Of a mass to reach, what may be missing is divided; so is a
-    threshold. A pattern alone has its windows multiplied. What is full stays full, and what is nothing stays nothing.
+    Shares and counts of blocks are multiplied by the factor. A mass m becomes 1 - (1 - m) / factor, and a threshold is
+    divided. A pattern without a selector has its windows multiplied. Full and empty budgets do not change.
 
     Raises:
-        ValueError: factors per head for a rule without a selector.
+        ValueError: there are factors per head, but the rule has no selector.
     """
     pattern, selector = parts(rule)
     if selector is not None:
         return rule_of(pattern, _scaled_selector(selector, factor))
     if isinstance(factor, tuple):
         raise ValueError(f"{rule!r} has no budget per head; give one factor")
-    assert pattern is not None, "a rule has a pattern or a selector"
+    assert pattern is not None, "a rule must have a pattern or a selector"
     return _scaled_pattern(pattern, factor)
 
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The policy document: what runs where, from which length, with which tolerance, and the evidence it rests on.
 
-Pure data. Unknown fields are refused, so nothing in a file is without effect; a policy that validates can be run.
+A policy is pure data. Unknown fields are refused, so every field of a file has an effect. A policy that validates can
+be run.
 """
 
 from __future__ import annotations
@@ -26,33 +27,36 @@ from dynaxx.printable import printable
 FORMAT: Literal["dynaxx.policy"] = "dynaxx.policy"
 VERSION: Literal[1] = 1
 MOST_RULES = 16_384
-MOST_ERRORS = 20  # shown of a document
+MOST_ERRORS = 20  # errors shown per document
 
 
 class Policy(Document):
-    """A validated, versioned policy. Read with `load_policy`, write with `save_policy`, run with `dynaxx.apply`.
+    """A validated, versioned policy.
 
-    A sequence of fewer than `dense_below` keys runs dense, one of at least `sparse_from` keys runs sparse, and one in
-    between runs as the one before it did (dense at first), so a length that flaps around the border does not switch
-    back and forth. Without `sparse_from` there is one border.
+    Read it with `load_policy`, write it with `save_policy`, and run it with `dynaxx.apply`.
+
+    A sequence of fewer than `dense_below` keys runs dense, and one of at least `sparse_from` keys runs sparse. A
+    sequence in between runs like the one before it (the first one dense), so that lengths around the border do not
+    switch back and forth. Without `sparse_from` there is one border.
 
     Args:
-        model: what the model must be.
-        block_size: tokens, or (q_block, kv_block), each 16, 32, 64 or 128; of rules that name none.
-        dense_below: keys below which a sequence runs dense; measured by `dynaxx tune`.
-        sparse_from: keys from which a sequence runs sparse; measured by `dynaxx tune`.
-        decode_dense_below: keys of a sequence, for decoding steps; None: as the two above say.
-        rules: what heads of layers do; those that none covers are dense.
-        reuse: sparse layers in a row, all with the same rules, that one selection serves at inference.
-        rollout: which requests it applies to.
-        guard: what is measured on running traffic, and what follows; None measures nothing.
-        drift: when that counts as drifted from `reference`.
-        tolerances: what `dynaxx validate` holds it to.
-        measured_on, evidence: the machine and the measurements that it rests on.
-        reference: attention on the traffic it was tuned for; without it no drift is looked for.
+        model: the facts that the model must match.
+        block_size: tokens, or (q_block, kv_block), each 16, 32, 64 or 128, for rules without a block size.
+        dense_below: number of keys below which a sequence runs dense; measured by `dynaxx tune`.
+        sparse_from: number of keys from which a sequence runs sparse; measured by `dynaxx tune`.
+        decode_dense_below: number of keys below which decoding steps run dense; None uses the two borders above.
+        rules: the rules of heads and layers; heads that no rule covers run dense.
+        reuse: number of consecutive sparse layers, all with the same rules, that share one selection at inference.
+        rollout: the requests that the policy applies to.
+        guard: the measurements on running traffic and the reaction to them; None measures nothing.
+        drift: the criterion for drift from `reference`.
+        tolerances: the limits that `dynaxx validate` checks.
+        measured_on: the machine and versions of the measurements.
+        evidence: the measurements.
+        reference: the attention profile of the tuning traffic; without it drift is not checked.
 
     Raises:
-        PolicyError: a field that is wrong, with its name and the fix.
+        PolicyError: a field is invalid; the message names it and the fix.
     """
 
     format: Literal["dynaxx.policy"] = FORMAT
@@ -80,12 +84,12 @@ class Policy(Document):
 
     @property
     def decode_borders(self) -> tuple[int, int | None]:
-        """`dense_below` and `sparse_from` of decoding steps."""
+        """The borders `dense_below` and `sparse_from` of decoding steps."""
         own = self.decode_dense_below
         return (self.dense_below, self.sparse_from) if own is None else (own, None)
 
     def replace(self, **changes: Any) -> Policy:
-        """Return this policy with some fields changed, validated again."""
+        """Return a copy with some fields changed, after validation."""
         return Policy(**{**{name: getattr(self, name) for name in type(self).model_fields}, **changes})
 
     @model_validator(mode="after")
@@ -102,7 +106,7 @@ class Policy(Document):
         for each in () if self.reference is None else self.reference.layers:
             if each.layer >= self.model.layers or len(each.recall) != self.model.q_heads:
                 raise ValueError(
-                    f"`reference` must be of q heads {self.model.q_heads} and layers below {self.model.layers}, got "
+                    f"`reference` must have {self.model.q_heads} q heads and layers below {self.model.layers}, got "
                     f"{len(each.recall)} in layer {each.layer}; record it again with dynaxx retune --record"
                 )
         return self
@@ -117,10 +121,10 @@ class Policy(Document):
                 outside = [each for each in given if each >= count]
                 if outside:
                     raise ValueError(
-                        f"`rules.{index}.{name}` must be below {count}, the model's number of them, got {outside[0]}"
+                        f"`rules.{index}.{name}` must be below {count}, the model's number of {name}, got {outside[0]}"
                     )
                 if len(set(given)) != len(given):
-                    raise ValueError(f"`rules.{index}.{name}` must not name one twice, got {list(given)}")
+                    raise ValueError(f"`rules.{index}.{name}` must not repeat an index, got {list(given)}")
             per_head = head_values(rule.attention)
             if per_head is not None and len(per_head) != len(heads):
                 raise ValueError(
@@ -140,7 +144,7 @@ class Policy(Document):
                     if before != index:
                         raise ValueError(
                             f"`rules.{index}` and `rules.{before}` both cover layer {layer}, head {head}; "
-                            "take it out of one of them"
+                            "remove it from one of them"
                         )
         return self
 
@@ -152,7 +156,7 @@ _FIXES = {
 
 
 def explain_errors(error: ValidationError) -> str:
-    """Return pydantic's findings, one line each: the field, what is wrong, what was found, the fix."""
+    """Return pydantic's errors, one line each: the field, the error, the value found, the fix."""
     lines: dict[str, None] = {}
     for found in error.errors(include_url=False):
         lines[_explain(found)] = None
@@ -165,7 +169,7 @@ def explain_errors(error: ValidationError) -> str:
 def _explain(found: Any) -> str:
     where = ".".join(printable(part, most=80) for part in found["loc"] if not _is_branch(part))
     fix = _unknown_fix(found["loc"]) if found["type"] == "extra_forbidden" else _FIXES.get(found["type"])
-    ours = found["type"] == "value_error"  # may be several lines: what a policy within says of its own fields
+    ours = found["type"] == "value_error"  # our own message, which may have several lines
     said = printable(found["msg"].removeprefix("Value error, "), most=4000, keep="\n" if ours else "")
     line = f"`{where}`: {said}" if where else said
     if found["type"] not in ("missing", "value_error"):
@@ -196,4 +200,4 @@ _FIELDS = {
     "model": list(ModelFacts.model_fields),
     "tolerances": list(Tolerances.model_fields),
     **{spec.model_fields["kind"].default: list(spec.model_fields) for spec in _SPECS},
-}  # by the part of a location that they are within
+}  # by the part of the location that contains them

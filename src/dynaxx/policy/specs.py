@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention rules as plain data: one small model per pattern, scorer and selector, and conversions both ways.
 
-`to_spec(rule)` writes a `Pattern`, `Selector` or `Hybrid` as data, `spec.build()` makes it again; the round trip is
-exact. Data is validated by building the object once, so a document that loads always runs.
+`to_spec(rule)` converts a `Pattern`, `Selector` or `Hybrid` to data, and `spec.build()` builds it again. The round trip
+is exact. Validation builds the object once, so that a document that loads always runs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dynaxx import selection as s
 from dynaxx.policy.document import MOST_LISTED, Count, Counts, Int, NotNegative, Positive, Share
 from dynaxx.policy.pattern_specs import AllOf, AnyOf, AnyPattern, Leaf, PatternSpec, Spec
 
-AttentionRule: TypeAlias = p.Pattern | s.Selector | s.Hybrid  # what a head may do; None beside it means dense
+AttentionRule: TypeAlias = p.Pattern | s.Selector | s.Hybrid  # the rule of a head; None means dense
 
 Per = Literal["group", "head"]
 Shares = Annotated[tuple[Share, ...], Field(max_length=MOST_LISTED)]
@@ -28,7 +28,7 @@ Bits = Annotated[int, Strict(), Field(ge=1, le=16)]  # 2^bits buckets
 
 
 class MeanQuery(Leaf):
-    """Score blocks by what a block's mean query pays to each of their keys."""
+    """Score blocks by the attention of a q block's mean query to each of their keys."""
 
     makes = s.MeanQuery
     kind: Literal["mean_query"] = "mean_query"
@@ -39,7 +39,7 @@ class MeanQuery(Leaf):
 class TwoStage(Spec):
     """Score blocks in two stages: bounds rule out most blocks, and `fine` ranks the rest.
 
-    A `share` of the visible blocks goes on to the second stage, or a number of `blocks`.
+    The second stage gets a `share` of the visible blocks, or a number of `blocks`.
     """
 
     kind: Literal["two_stage"] = "two_stage"
@@ -71,7 +71,7 @@ class MeanPool(Leaf):
 
 
 class MinMax(Leaf):
-    """Score blocks by a bound from their smallest and largest keys, or between that and their mean."""
+    """Score blocks by a bound from the minima and maxima of their keys, or by its mixture with the mean key."""
 
     makes = s.MinMax
     kind: Literal["min_max"] = "min_max"
@@ -117,7 +117,7 @@ class KeyClusters(Leaf):
 
 
 class ClusterGlobals(Leaf):
-    """Select for every query the blocks that hold the most keys of each cluster.
+    """Select, for every query, the blocks that hold most keys of each cluster.
 
     `per_cluster` is one number, or one per head that the rule covers.
     """
@@ -133,15 +133,16 @@ class ClusterGlobals(Leaf):
 class TopK(Spec):
     """Select the best-scored blocks: a `share` of the causally visible ones, or a number of `blocks`.
 
-    Either is one value, or one per head that the rule covers. JSON does not tell 1 from 1.0, so the two have names.
+    Either is one value, or one per head that the rule covers. They have different names because JSON does not
+    distinguish 1 from 1.0.
     """
 
     kind: Literal["top_k"] = "top_k"
     share: Share | Shares | None = None
     blocks: Count | Counts | None = None
     scorer: ScorerSpec = MeanQuery()
-    floor: Count = 0  # q blocks that see fewer kv blocks than this get the share of so many
-    per: Per = "group"  # who chooses together: the q heads of a kv head, or each "head" by itself
+    floor: Count = 0  # q blocks that see fewer kv blocks than this get the share of this many
+    per: Per = "group"  # "group": the q heads of a kv head choose together; "head": each chooses alone
 
     @model_validator(mode="after")
     def _one_budget(self) -> TopK:
@@ -151,7 +152,7 @@ class TopK(Spec):
 
     @property
     def values(self) -> Any:
-        """The budget, one value or a tuple."""
+        """The budget: one value, or a tuple of one per head."""
         return self.share if self.blocks is None else self.blocks
 
     def build(self) -> s.TopK:
@@ -171,7 +172,7 @@ class TopP(Spec):
 
     @property
     def values(self) -> Any:
-        """The mass, one value or a tuple."""
+        """The mass: one value, or a tuple of one per head."""
         return self.mass
 
     def build(self) -> s.TopP:
@@ -193,7 +194,7 @@ class Threshold(Spec):
 
     @property
     def values(self) -> Any:
-        """The share, one value or a tuple."""
+        """The share: one value, or a tuple of one per head."""
         return self.share
 
     def build(self) -> s.Threshold:
@@ -237,10 +238,10 @@ _SPEC_OF = {leaf.makes: leaf for leaf in Leaf.__subclasses__()}
 
 
 def to_spec(rule: AttentionRule | s.Scorer | None) -> Any:
-    """Write a pattern, selector, hybrid or scorer as data; None is dense.
+    """Convert a pattern, selector, hybrid or scorer to data. None means dense.
 
     Raises:
-        ValueError: one that a policy file has no word for.
+        ValueError: a policy file cannot express the object.
     """
     if rule is None:
         return Dense()
@@ -261,7 +262,7 @@ def to_spec(rule: AttentionRule | s.Scorer | None) -> Any:
         return TwoStage(**{name: rule.keep}, fine=to_spec(rule.fine), panel=rule.panel)  # type: ignore[arg-type]
     leaf = _SPEC_OF.get(type(rule))
     if leaf is None:
-        raise ValueError(f"a policy has no word for {rule!r}; use a pattern, selector or hybrid of dynaxx")
+        raise ValueError(f"a policy cannot express {rule!r}; use a pattern, selector or hybrid of dynaxx")
     own = {field.name: getattr(rule, field.name) for field in fields(rule)}  # type: ignore[arg-type]
     return leaf(**{name: own[name] for name in leaf.model_fields if name != "kind"})
 
@@ -269,7 +270,7 @@ def to_spec(rule: AttentionRule | s.Scorer | None) -> Any:
 def _top_k_spec(rule: s.TopK) -> TopK:
     values = rule.budget if isinstance(rule.budget, tuple) else (rule.budget,)
     if len({type(value) for value in values}) > 1:
-        raise ValueError(f"a policy rule has shares or block counts, not both, got {rule.budget}; use a rule for each")
+        raise ValueError(f"`budget` must be shares or block counts, not both, got {rule.budget}; use one rule for each")
     name = "blocks" if isinstance(values[0], int) else "share"
     return TopK(**{name: rule.budget}, scorer=to_spec(rule.scorer), floor=rule.floor, per=rule.per)  # type: ignore[arg-type]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data-dependent choice of blocks: a cheap score per block, then a budget. `pattern | selector` combines both kinds."""
+"""Choose blocks from the data: score each block cheaply, then apply a budget. `pattern | selector` combines both."""
 
 from dynaxx.selection.base import Hybrid, Selector, select_blocks
 from dynaxx.selection.budgets import Threshold, TopK, TopP

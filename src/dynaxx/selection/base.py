@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Selector`: a rule over data that gives a `BlockLayout`; alone, or beside a pattern as a `Hybrid`."""
+"""`Selector`, a rule over data that gives a `BlockLayout`, and `Hybrid`, a pattern combined with a selector."""
 
 from __future__ import annotations
 
@@ -23,50 +23,51 @@ from dynaxx.selection.groups import Per, heads_alike, shared_ranks, shared_score
 from dynaxx.selection.scorers.base import GPU_MEMORY_BUDGET, MEMORY_BUDGET, Scorer, pieces
 from dynaxx.selection.static import static_part
 
-BYTES_PER_SCORE = 64  # what scoring a block, ranking it and listing the chosen ones hold at most, measured
+BYTES_PER_SCORE = 64  # measured peak of scoring a block, ranking it and listing the chosen blocks
 
 
 class ChoiceSettings(NamedTuple):
-    """A selector's rule in numbers, as a kernel follows it."""
+    """A selector's rule as numbers for a kernel."""
 
     mode: str  # "top_k", "top_p", "of_max" or "of_uniform"
-    amounts: tuple[float, ...]  # one, or one per q head
-    shares: bool = False  # top_k: of the visible blocks, not a number of them
-    floor: int = 0  # top_k: rows that see less get the share of so many
+    amounts: tuple[float, ...]  # one value, or one per q head
+    shares: bool = False  # top_k: whether amounts are shares of the visible blocks rather than numbers of blocks
+    floor: int = 0  # top_k: rows that see fewer blocks than this get the share of this many
 
 
 class Selector(ABC):
-    """A data-dependent choice of blocks per q head. Hashable and immutable; `pattern | selector` is a `Hybrid`.
+    """A choice of blocks per q head that depends on the data.
 
-    Making one, or a scorer, raises TypeError or ValueError where a setting is of another kind or out of range. One of
-    your own needs `choose`, `scorer` and `budget_field`.
+    Selectors are immutable and hashable; `pattern | selector` is a `Hybrid`. The constructors of selectors and scorers
+    raise TypeError or ValueError if a setting has a wrong type or is out of range. A subclass must define `choose`,
+    `scorer` and `budget_field`.
     """
 
     scorer: Scorer
     per: Per = "head"  # "group": all q heads of a kv head choose together
-    only_ranks: ClassVar[bool] = False  # whether the order of the scores is all that counts
-    budget_field: ClassVar[str]  # name of the field that says how much to keep, one value or one per q head
-    nothing: ClassVar[float] = 0.0  # its value that keeps nothing beside a pattern
-    everything: ClassVar[float] = 1.0  # its value that keeps every visible block
+    only_ranks: ClassVar[bool] = False  # whether only the order of the scores matters
+    budget_field: ClassVar[str]  # name of the field that sets how much to keep: one value, or one per q head
+    nothing: ClassVar[float] = 0.0  # the budget that keeps no block beyond a pattern's
+    everything: ClassVar[float] = 1.0  # the budget that keeps every visible block
 
     @abstractmethod
     def choose(self, scores: Tensor, optional: Tensor, visible: Tensor) -> Tensor:
         """Choose blocks.
 
         Args:
-            scores: (B, Hq, R, C) fp32 logits, -inf for blocks no query of the row may see.
-            optional: (..., R, C) bool, the blocks to choose from; the other visible ones are visited anyway.
-            visible: (R,) int64, how many blocks each row may see.
+            scores: (B, Hq, R, C) fp32 logits, -inf for blocks that no query of the row may see.
+            optional: (..., R, C) bool, the blocks to choose from; the other visible blocks are always visited.
+            visible: (R,) int64, the number of blocks that each row may see.
 
         Returns:
             (B, Hq, R, C) bool, a subset of `optional`.
         """
 
     def choice(self, q_heads: int) -> ChoiceSettings | None:
-        """Return the rule of `choose` for so many q heads, or None where only `choose` knows it: a GPU then runs that.
+        """Return the rule of `choose` as numbers for a kernel, or None if it has no such form and torch must run it.
 
         Raises:
-            ValueError: a budget per head, for another number of heads.
+            ValueError: the budget is per head, for another number of heads.
         """
         return None
 
@@ -112,11 +113,11 @@ class Hybrid:
 
     @property
     def needs_tokens(self) -> bool:
-        """As `Pattern.needs_tokens`."""
+        """Whether the pattern depends on a request's tokens. See `Pattern.needs_tokens`."""
         return self.pattern.needs_tokens
 
     def resolve(self, input_ids: Tensor | Sequence[int]) -> Hybrid:
-        """Return this rule for one request; as `Pattern.resolve`."""
+        """Return this rule for one request. See `Pattern.resolve`."""
         return Hybrid(self.pattern.resolve(input_ids), self.selector)
 
     def __repr__(self) -> str:
@@ -136,26 +137,27 @@ def select_blocks(
     scale: float | None = None,
     memory_budget: int | None = None,
 ) -> BlockLayout:
-    """Make the layout that a pattern, a selector, or both say for these queries and keys.
+    """Build the layout of a pattern, a selector, or both for the given queries and keys.
 
     Args:
         q: (batch, seqlen_q, q_heads, head_dim).
         k: (batch, seqlen_k, kv_heads, head_dim); q_heads must be a multiple of kv_heads.
-        rule: for a pattern alone the data does not matter and the layout is shared.
+        rule: a pattern, a selector, or `pattern | selector`. A pattern alone ignores the data, and all heads share its
+            layout.
         causal: hide keys after the query.
         block_size: tokens per block, or (q_block, kv_block).
         scale: softmax scale, default head_dim ** -0.5; estimates of attention mass depend on it.
-        memory_budget: bytes that scoring and choosing may hold at once beside q, k and the layout, which takes about
-            100 bytes per visited block while it is put together; by default 64 MiB, and 1 GiB on a GPU. Less memory
-            is more, smaller steps. What cannot be cut may hold more: summaries of all keys (docs/guides/selection.md
-            has their sizes), and one row of q blocks.
+        memory_budget: bytes of temporary memory for scoring and choosing, 64 MiB by default and 1 GiB on a GPU. A
+            smaller budget takes more, smaller steps. The budget excludes q, k, and the layout (about 100 bytes per
+            visited block while it is built). Summaries of all keys (docs/guides/selection.md lists their sizes) and
+            the scores of one row of q blocks cannot be split and may exceed it.
 
     Returns:
-        A layout per batch entry and q head. No gradient flows through a choice.
+        A layout per batch entry and q head. No gradient flows through the choice.
 
     Raises:
-        TypeError: no rule.
-        ValueError: shapes that do not fit, a scale that is not finite, a memory budget below 1, or a per-head budget
+        TypeError: `rule` is not a rule.
+        ValueError: shapes do not fit, the scale is not finite, the memory budget is below 1, or a per-head budget is
             for another number of heads.
     """
     if isinstance(rule, Pattern):
@@ -176,7 +178,7 @@ def _select(
     scale: float | None,
     memory_budget: int | None,
 ) -> BlockLayout:
-    refuse_transforms("`select_blocks`", fix="choose blocks outside of the transformed function")
+    refuse_transforms("`select_blocks`", fix="choose blocks outside the transformed function")
     grid = selection_grid(q, k, block_size, causal)
     if memory_budget is None:
         memory_budget = GPU_MEMORY_BUDGET if q.is_cuda else MEMORY_BUDGET
@@ -222,7 +224,7 @@ def _select(
 
 
 def selection_grid(q: Tensor, k: Tensor, block_size: int | tuple[int, int], causal: bool) -> BlockGrid:
-    """Check the shapes of q and k; return the blocks among which a selector chooses."""
+    """Check the shapes of q and k, and return the grid of blocks among which a selector chooses."""
     for name, tensor in (("q", q), ("k", k)):
         if tensor.ndim != 4 or not tensor.is_floating_point():
             raise ValueError(
@@ -238,12 +240,12 @@ def selection_grid(q: Tensor, k: Tensor, block_size: int | tuple[int, int], caus
 
 
 class _Forced(NamedTuple):
-    """What a pattern shows of each block, beside the causal masks."""
+    """The blocks that a hybrid's pattern always shows, and their masks."""
 
     grid: BlockGrid
-    starts: list[int]  # (q_blocks + 1): where each row's entries start; empty without a pattern
-    entries: tuple[Tensor, Tensor, Tensor]  # row, kv block and code in `masks` of each block that the pattern shows
-    same_as_causal: Tensor  # as `Static.same_as_causal`
+    starts: list[int]  # (q_blocks + 1) offsets of each row's entries; empty without a pattern
+    entries: tuple[Tensor, Tensor, Tensor]  # row, kv block, and code in `masks` of each block that the pattern shows
+    same_as_causal: Tensor  # see `Static.same_as_causal`
     masks: ElementMasks  # the causal masks, then the pattern's
 
     @classmethod
@@ -255,7 +257,7 @@ class _Forced(NamedTuple):
         return cls(grid, starts, entries, part.same_as_causal.to(device), part.masks.to(device))
 
     def codes(self, start: int, stop: int) -> Tensor:
-        """(stop - start, kv_blocks) int64: code of each block of some rows, EMPTY where the pattern has nothing."""
+        """Return (stop - start, kv_blocks) int64 codes of the blocks of some rows, EMPTY outside the pattern."""
         table = torch.full((stop - start, self.grid.kv_blocks), EMPTY, device=self.same_as_causal.device)
         if self.starts:
             some = slice(self.starts[start], self.starts[stop])

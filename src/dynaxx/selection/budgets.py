@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much to keep of what was scored: a number of blocks, a share of them, or a share of the attention mass."""
+"""Budgets: keep a number of the scored blocks, a share of them, or a share of the attention mass."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ class TopK(Selector):
     """Keep the best-scored blocks of every q block.
 
     Args:
-        budget: an int is a number of blocks, a float a share of the causally visible blocks (rounded up), both beside
-            what a hybrid's pattern shows anyway; a tuple has one such value per q head.
-        scorer: what to rank them by.
-        floor: q blocks that see fewer kv blocks than this get the share of so many. Early tokens need about as many
-            blocks as late ones, and there they are cheap.
-        per: "group": the q heads of a kv head choose together, by the sum of what each gives to a block, relative to
-            the best block that it could be given; "head": each chooses by itself.
+        budget: an int is a number of blocks, a float a share of the causally visible blocks (rounded up). In a hybrid
+            the blocks of the pattern do not count. A tuple has one value per q head.
+        scorer: the scorer that ranks the blocks.
+        floor: q blocks that see fewer than `floor` kv blocks get the share of `floor` blocks. Early tokens need about
+            as many blocks as late ones, and cost little.
+        per: with "group" the q heads of a kv head choose together, by the sum of each head's mass for a block relative
+            to its best block; with "head" each q head chooses alone.
     """
 
     budget: int | float | tuple[int | float, ...]
-    scorer: Scorer = field(default_factory=MeanQuery)  # best at its price: docs/guides/selection.md
+    scorer: Scorer = field(default_factory=MeanQuery)  # best recall for its cost, see docs/guides/selection.md
     floor: int = 0
     per: Per = "group"
     only_ranks: ClassVar[bool] = True
@@ -62,7 +62,7 @@ class TopK(Selector):
         counts = torch.stack([_count(budget, visible.clamp(min=self._floor())) for budget in budgets])[
             ..., None
         ]  # (Hq | 1, R, 1)
-        # The same for every piece of rows, so that ties break the same way however the rows are cut.
+        # The same for every piece of rows, so that ties break independently of how the rows are split.
         columns = scores.shape[-1]
         most = min(columns, max(int(_count(budget, torch.tensor(max(columns, self._floor())))) for budget in budgets))
         if most == 0:
@@ -70,7 +70,7 @@ class TopK(Selector):
         best, where = scores.masked_fill(~optional, -torch.inf).topk(most, dim=-1)
         kept = (torch.arange(most, device=scores.device) < counts) & (best > -torch.inf)
         chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, where, kept)
-        return chosen | ((counts >= visible[:, None]) & optional)  # a full budget keeps what scores -inf, too
+        return chosen | ((counts >= visible[:, None]) & optional)  # a full budget also keeps blocks that score -inf
 
 
 @typed
@@ -79,10 +79,10 @@ class TopP(Selector):
     """Keep the best-scored blocks until their estimated attention mass reaches a share, per head and q block.
 
     Args:
-        mass: share to reach, 0.0 to 1.0, what a hybrid's pattern shows included; a tuple has one value per q head.
-        scorer: what estimates the mass.
-        per: "group": the q heads of a kv head choose together, by the sum of what each gives to a block; "head": each
-            chooses by itself.
+        mass: share to reach, 0.0 to 1.0, including the mass of a hybrid's pattern; a tuple has one value per q head.
+        scorer: the scorer that estimates the mass.
+        per: with "group" the q heads of a kv head choose together, by the sum of their masses; with "head" each q head
+            chooses alone.
     """
 
     mass: float | tuple[float, ...]
@@ -105,7 +105,7 @@ class TopP(Selector):
         share = scores.softmax(-1).nan_to_num(0.0)
         best, where = share.masked_fill(~optional, -1.0).sort(dim=-1, descending=True)
         covered = share.masked_fill(optional, 0.0).sum(-1, keepdim=True)
-        before = covered + best.clamp(min=0).cumsum(-1) - best  # mass of all blocks ahead of each in the order
+        before = covered + best.clamp(min=0).cumsum(-1) - best  # mass of all blocks that rank before each block
         kept = ((before < goal) | (goal >= 1)) & (best >= 0)
         return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, where, kept)
 
@@ -113,17 +113,19 @@ class TopP(Selector):
 @typed
 @dataclass(frozen=True)
 class Threshold(Selector):
-    """Keep the blocks whose estimated attention mass reaches a threshold, per head and q block. Nothing is sorted: one
-    pass finds the row's reference, one compares with it (FlashPrefill), so choosing costs O(blocks).
+    """Keep the blocks whose estimated attention mass reaches a threshold, per head and q block.
+
+    One pass finds the reference mass of a row and another compares with it (FlashPrefill). Nothing is sorted, so the
+    choice costs O(blocks).
 
     Args:
-        share: of the reference mass that a block must have: 0.0 keeps every visible block, more than the row's largest
-            mass none; a tuple has one value per q head.
-        of: the reference: "max", the largest mass of a block in the row, what a hybrid's pattern shows included; or
-            "uniform", the mass of a block if the row's mass were spread evenly over the blocks it may see.
-        scorer: what estimates the mass.
-        per: "group": the q heads of a kv head choose together, by the sum of what each gives to a block; "head": each
-            chooses by itself.
+        share: the share of the reference mass that a block must have. 0.0 keeps every visible block; a threshold above
+            the row's largest mass keeps none. A tuple has one value per q head.
+        of: the reference mass. "max" is the largest mass of a block in the row, blocks of a hybrid's pattern included;
+            "uniform" is the mass of a block if the row's mass were spread evenly over its visible blocks.
+        scorer: the scorer that estimates the mass.
+        per: with "group" the q heads of a kv head choose together, by the sum of their masses; with "head" each q head
+            chooses alone.
     """
 
     share: float | tuple[float, ...]
@@ -151,7 +153,7 @@ class Threshold(Selector):
             reference = scores.amax(-1, keepdim=True)
         else:
             reference = scores.logsumexp(-1, keepdim=True) - visible.clamp(min=1).log()[:, None]
-        least = reference + shares.log()[:, None, None]  # share 0: -inf, which everything reaches
+        least = reference + shares.log()[:, None, None]  # a share of 0 gives -inf, which every block reaches
         return (scores >= least) & optional
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choosing on a GPU: the same choice as on the CPU, put together there, with no read back to the host.
+"""Choose blocks on a GPU without reading anything back to the host. The choice equals that on a CPU.
 
-Scores come a piece of rows at a time from the scorer; the kernels of `kernels.triton.select` turn them into bits and
-counts, and those into a layout. Its tensors are as large as the rule can make them at most, which is known beforehand.
+The scorer returns scores for a few rows at a time. The kernels of `kernels.triton.selection` turn them into bits and
+counts, and these into a layout. The layout's tensors are allocated for the largest choice that the rule can make.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ if TYPE_CHECKING:
     from dynaxx.kernels.triton.selection.select import ChoiceRule
     from dynaxx.selection.base import Selector
 
-BYTES_PER_SCORE = 12  # scores, their product and its contiguous copy, fp32 each
+BYTES_PER_SCORE = 12  # scores, their product and its contiguous copy, each fp32
 MAX_ENTRIES = 2**31 - 1  # offsets of a layout are int32
 
 
 def selection_problem(q: Tensor, grid: BlockGrid, selector: Selector) -> SelectionProblem:
-    """Return what the kernels need to know to say whether they make this choice; else torch does, on any device."""
+    """Describe the choice, so that the kernels can say whether they serve it. Otherwise torch makes the choice."""
     by_amount = selector.choice(q.shape[2]) is not None
     return SelectionProblem(q.device, grid.q_blocks, grid.kv_blocks, repr(selector), by_amount)
 
 
 def serves(q: Tensor, grid: BlockGrid, selector: Selector) -> bool:
-    """Return whether the kernels make this choice."""
+    """Return whether the kernels can make this choice."""
     return q.is_cuda and not SELECTION.reasons("triton", selection_problem(q, grid, selector))
 
 
 class SelectionInputs(NamedTuple):
-    """The inputs of a choice beside q and k, for `record_or_replay`; budgets may differ within one form."""
+    """The inputs of a choice besides q and k, for `record_or_replay`. Recorded launches serve any budget."""
 
     scorer: Scorer
-    alike: int  # so many neighbouring heads choose together
+    alike: int  # number of neighbouring heads that choose together
     grid: BlockGrid
     rule: ChoiceRule
     static: StaticEntries
@@ -57,14 +57,14 @@ class SelectionInputs(NamedTuple):
 
     @property
     def k(self) -> Tensor:
-        """A tensor on the device."""
+        """Return a tensor on the device."""
         return self.rule.amounts
 
 
 def select_on_device(
     q: Tensor, k: Tensor, pattern: Pattern | None, selector: Selector, grid: BlockGrid, scale: float, memory_budget: int
 ) -> BlockLayout:
-    """As `select_blocks`, for what `serves` accepts."""
+    """Choose blocks as `select_blocks` does. `serves` must have accepted the inputs."""
     from dynaxx.kernels.gpu.runtime.recorder import record_or_replay
     from dynaxx.kernels.triton.selection.entries import emit_entries
 
@@ -78,7 +78,7 @@ def select_on_device(
         )
     if BYTES_PER_SCORE * batch * q_heads * grid.kv_blocks * grid.q_blocks <= memory_budget // 2:
         bits, counts, partials = record_or_replay(_choose, given, (q, k), scale, memory_budget)
-    else:  # a replay would hold the scores of all rows
+    else:  # a recording would keep the scores of all rows in memory
         bits, counts, partials = _choose(given, q, k, scale, memory_budget)
     kv_indptr = running_sum(counts)
     kv_indices, kv_masks = emit_entries(bits, kv_indptr, grid, given.static, capacity)
@@ -98,7 +98,7 @@ def select_on_device(
 def _choose(
     given: SelectionInputs, q: Tensor, k: Tensor, scale: float, memory_budget: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `choose_rows` writes them for all rows: bits, counts, partial ones."""
+    """Return the bits, counts and partial counts that `choose_rows` writes, for all rows."""
     from dynaxx.kernels.triton.selection.select import choose_rows
 
     scorer, alike, grid, rule, static = given[:5]
@@ -146,7 +146,7 @@ def _static_entries(pattern: Pattern | None, grid: BlockGrid, device: torch.devi
 
 @lru_cache(maxsize=256)
 def _most_entries(pattern: Pattern | None, selector: Selector, grid: BlockGrid, q_heads: int) -> int:
-    """Blocks that a batch entry can visit at most."""
+    """Return the largest number of blocks that a batch entry can visit."""
     choice, part = selector.choice(q_heads), static_part(pattern, grid)
     assert choice is not None, "`serves` asked before"
     visible = grid.causal_kv_blocks(grid.rows())

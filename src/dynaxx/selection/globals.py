@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Global columns from the data: blocks that stand for the clusters of keys, in sight of every query."""
+"""Global columns from the data: blocks that represent the clusters of keys and that every query sees."""
 
 from __future__ import annotations
 
@@ -19,17 +19,19 @@ from dynaxx.selection.scorers.clusters import ClusterRanks
 @typed
 @dataclass(frozen=True)
 class ClusterGlobals(Selector):
-    """Keep, of every cluster of keys, the blocks that hold the most of its keys: for every query the same ones.
+    """Keep, for every cluster of keys, the blocks that hold most of its keys. All queries see the same blocks.
 
-    The keys of each kv head are clustered as by `KeyClusters` (the inverted-file index of nearest-neighbour search).
-    Whatever a query looks for, the cluster that answers has a block that it sees: global tokens as Longformer and
-    BigBird have them, but where the keys of this prompt say. Nothing depends on the queries, so a choice is good for
-    every q head of a group and for later queries. Beside `LocalBlocks` or `SlidingWindow` it is a whole attention rule.
+    The keys of each kv head are clustered as in `KeyClusters` (the inverted-file index of nearest-neighbour search).
+    Every query then sees at least one block of each cluster. These blocks act as the global tokens of Longformer and
+    BigBird, at positions that the prompt's keys determine. The choice does not depend on the queries, so it serves
+    every q head of a group and all later queries. Combine it with `LocalBlocks` or `SlidingWindow`.
 
     Args:
-        per_cluster: blocks that each cluster keeps in sight (fewer where its keys lie in fewer; one block may stand for
-            several clusters); a tuple has one number per q head.
-        clusters, iterations, seed: as `KeyClusters`.
+        per_cluster: number of blocks that each cluster keeps. A cluster whose keys lie in fewer blocks keeps fewer, and
+            one block may represent several clusters. A tuple has one number per q head.
+        clusters: number of clusters, as in `KeyClusters`.
+        iterations: steps of k-means, as in `KeyClusters`.
+        seed: seed of the starting keys, as in `KeyClusters`.
     """
 
     per_cluster: float | tuple[float, ...] = 1

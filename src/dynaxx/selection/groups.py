@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One choice for all q heads of a group: by the sum of what each of them gives to a block.
+"""Make one choice for all q heads of a group, by the sum of the heads' estimates.
 
-Where a choice stops at a mass, that sum is of shares of the heads' mass. Where it only ranks blocks, of shares of what
-each head gives to the best block that is to be had: the sharper a head's attention, the more its largest shares are
-overestimated, and those blocks are chosen anyway (docs/guides/selection.md has what that brings).
+A budget on attention mass sums the heads' shares of mass. A budget that only ranks blocks sums each head's mass
+relative to its best available block. Estimates of sharp heads exaggerate the largest shares, and those blocks are
+chosen either way, so relative sums rank the other blocks better (docs/guides/selection.md has the measurement).
 """
 
 from __future__ import annotations
@@ -22,28 +22,33 @@ Per: TypeAlias = Literal["group", "head"]
 
 
 def checked_per(per: str) -> None:
-    """Raise ValueError for anything but a `Per`."""
+    """Raise ValueError unless `per` is "head" or "group"."""
     if per not in ("group", "head"):
         raise ValueError(f"`per` must be 'group' or 'head', got {per!r}")
 
 
 def heads_alike(selector: Selector, q_heads: int, kv_heads: int) -> int:
-    """How many neighbouring q heads choose together; 1 where each chooses by itself."""
+    """Return the number of neighbouring q heads that choose together, 1 if each head chooses alone."""
     return q_heads // kv_heads if selector.per == "group" else 1
 
 
 def shared_scores(scores: Tensor, alike: int) -> Tensor:
-    """(B, Hq, R, C) logits, -inf where hidden -> (B, Hq / alike, R, C): the log of the heads' summed shares."""
+    """Return the log of the heads' summed shares: (B, Hq, R, C) logits -> (B, Hq / alike, R, C)."""
     if alike == 1:
         return scores
     return log_share(scores.softmax(-1).nan_to_num_(0.0).unflatten(1, (-1, alike)).sum(2))
 
 
 def shared_ranks(scores: Tensor, optional: Tensor, alike: int) -> Tensor:
-    """(B, Hq, R, C) logits -> (B, Hq / alike, R, C): the log of what the heads give, each relative to its best block.
+    """Return the log of the heads' summed masses, each relative to the head's best block.
 
     Args:
-        optional: (..., R, C) bool, the blocks to choose from; where heads share, all others get -inf.
+        scores: (B, Hq, R, C) logits.
+        optional: (..., R, C) bool, the blocks to choose from; if heads choose together, all others get -inf.
+        alike: number of neighbouring q heads that choose together.
+
+    Returns:
+        (B, Hq / alike, R, C) fp32.
     """
     if alike == 1:
         return scores

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selection over a packed batch: every sequence by itself, then one layout."""
+"""Choose blocks for a packed batch: select per sequence, then join the layouts."""
 
 from __future__ import annotations
 
@@ -32,22 +32,25 @@ def select_packed_blocks(
     scale: float | None = None,
     memory_budget: int | None = None,
 ) -> PackedLayout:
-    """Make the layout that a rule says for packed queries and keys; each sequence chooses as it would alone.
+    """Build the layout of a rule for packed queries and keys. Each sequence chooses as it would alone.
 
     Args:
         q: (tokens, q_heads, head_dim).
         k: (tokens, kv_heads, head_dim).
-        rule: budgets and positions count per sequence.
-        cu_seqlens_q: (num_seqs + 1,) cumulative lengths from 0; read back where they are on a GPU.
-        cu_seqlens_k: `cu_seqlens_q` by default.
-        causal, block_size, scale, memory_budget: as `select_blocks`.
+        rule: a pattern, a selector, or `pattern | selector`; budgets and positions count per sequence.
+        cu_seqlens_q: (num_seqs + 1,) cumulative lengths from 0. Lengths on a GPU are read back, which synchronises.
+        cu_seqlens_k: (num_seqs + 1,) cumulative lengths of the keys; `cu_seqlens_q` by default.
+        causal: hide keys after the query.
+        block_size: tokens per block, or (q_block, kv_block).
+        scale: softmax scale, default head_dim ** -0.5.
+        memory_budget: bytes of temporary memory, as in `select_blocks`.
 
     Returns:
-        A layout for `sparse_attention`. Chosen blocks count from the start of their sequence: where that is not a
-        multiple of the block size, each is up to four blocks of the packed axis.
+        A layout for `sparse_attention`. Chosen blocks count from the start of their sequence. If that is not a multiple
+        of the block size, a chosen block covers up to four blocks of the packed axis.
 
     Raises:
-        ValueError: shapes or lengths that do not fit.
+        ValueError: shapes or lengths do not fit.
     """
     ends_q = host_lengths("cu_seqlens_q", cu_seqlens_q)
     ends_k = ends_q if cu_seqlens_k is None else host_lengths("cu_seqlens_k", cu_seqlens_k)

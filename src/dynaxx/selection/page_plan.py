@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`PagePlan`: the pages that a rule over positions reads at every length, worked out before the first step."""
+"""`PagePlan`: the pages that a rule over positions reads at every length, computed before the first step."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from dynaxx.layout.host import on_host
 from dynaxx.layout.pages import PAGE_SIZES
 from dynaxx.patterns import Pattern
 
-LARGEST_BLOCK = 128  # of layouts
+LARGEST_BLOCK = 128  # largest block size of a layout
 TOKEN_PAGE_SIZES = tuple(size for size in PAGE_SIZES if size >= 16)  # smaller ones hold compressed tokens
 
 
 @dataclass(frozen=True)
 class PagePlan:
-    """Causal pages of every step up to a largest length; a step looks its own up, on the device.
+    """The pages to read at every step up to a largest length. Each step looks its pages up on the device.
 
-    For rules that `PageBudget` has no equal of, and without summaries. A page is read whole if the rule shows any key
-    of it to any query in the page of the last token, or to one of the `seqlen_q - 1` tokens before.
+    Use it for rules over positions that `PageBudget` cannot express; it needs no summaries. A page is read whole if
+    the rule shows any of its keys to any query in the page of the last token, or to one of the `seqlen_q - 1` tokens
+    before it.
     """
 
-    table: Tensor  # (pages, slots) int32: row p is of steps whose last token is in page p; ascending, then -1
+    table: Tensor  # (pages, slots) int32: row p holds the pages for a last token in page p, ascending, then -1
     page_size: int
 
     @classmethod
@@ -41,15 +42,18 @@ class PagePlan:
         seqlen_q: int = 1,
         device: torch.device | str = "cpu",
     ) -> PagePlan:
-        """Work a plan out, from the rule's layout: O(visited blocks) on the host.
+        """Compute a plan from the layout of a rule, in O(visited blocks) on the host.
 
         Args:
-            max_seqlen: keys of the longest sequence.
-            page_size: of the cache, 16, 32, 64, 128 or 256.
-            seqlen_q: the most query tokens of a step.
+            rule: a pattern.
+            max_seqlen: number of keys of the longest sequence.
+            page_size: page size of the cache, 16, 32, 64, 128 or 256.
+            seqlen_q: largest number of query tokens in a step.
+            device: the device of the plan's table.
 
         Raises:
-            TypeError, ValueError: no rule over positions alone, or sizes out of range.
+            TypeError: `rule` is not a pattern, or a size is not an integer.
+            ValueError: a size is out of range, or the rule needs the tokens of a request.
         """
         max_seqlen, seqlen_q = as_integer("max_seqlen", max_seqlen), as_integer("seqlen_q", seqlen_q)
         if max_seqlen < 1 or seqlen_q < 1:
@@ -74,14 +78,16 @@ class PagePlan:
 
     @typed
     def pages(self, seqused_k: Tensor, kv_heads: int) -> Tensor:
-        """Return the step's block_indices for `sparse_decode`, (batch, kv_heads, slots) int32; waits for no device.
+        """Return the step's `block_indices` for `sparse_decode`, (batch, kv_heads, slots) int32, without synchronising.
 
         Args:
-            seqused_k: (batch,) int32, as the cache's, on the plan's device. Longer ones than the plan has are read as
-                its last page; on a CPU they are refused.
+            seqused_k: (batch,) int32 lengths of the cache, on the plan's device. A length beyond the plan raises on a
+                CPU; a GPU uses the plan's last row.
+            kv_heads: number of kv heads.
 
         Raises:
-            TypeError, ValueError: other lengths than these, or no kv head.
+            TypeError: `seqused_k` is not a tensor, or `kv_heads` is not an integer.
+            ValueError: `seqused_k` has another shape, dtype or device, is too long, or `kv_heads` is below 1.
         """
         if seqused_k.ndim != 1 or seqused_k.dtype != torch.int32 or seqused_k.device != self.table.device:
             raise ValueError(

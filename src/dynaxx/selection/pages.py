@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`PageBudget`: which pages of a kv cache a decoding step reads."""
+"""`PageBudget`: the rule that chooses which pages of a kv cache a decoding step reads."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ MOST_PAGES = 2**31 - 1  # more than a cache can have
 @typed
 @dataclass(frozen=True)
 class PageBudget:
-    """Read the pages that hold the first `sinks` and the last `window` tokens, and the best-scored of the others.
+    """Read the pages of the first `sinks` tokens, the pages of the last `window` tokens, and the best-scored others.
 
-    A page that is read is read whole. One choice serves all query tokens of a step and all q heads of a kv head.
+    Pages are read whole. One choice serves all query tokens of a step and all q heads of a kv head.
 
     Args:
-        budget: an int is a number of pages, a float a share of the sequence's pages (rounded up), both beside the
-            sinks and the window; a tuple has one such value per kv head. 1.0 is dense attention.
-        sinks: first tokens whose pages are always read.
-        window: last tokens whose pages are always read, the query's own included (for several query tokens, the first
-            one's), at least 1.
-        bound: of the summaries that score pages: 1.0 the largest score a key may have, 0.0 that of the mean key.
+        budget: an int is a number of pages, a float a share of the sequence's pages (rounded up). The pages of the
+            sinks and of the window do not count. A tuple has one value per kv head. 1.0 is dense attention.
+        sinks: number of first tokens whose pages are always read.
+        window: number of last tokens whose pages are always read, at least 1. It includes the query's own token; for
+            several query tokens it counts back from the first of them.
+        bound: how summaries score a page: 1.0 uses the largest score that a key may have, 0.0 the score of the mean
+            key.
     """
 
     budget: int | float | tuple[int | float, ...]
@@ -55,11 +56,12 @@ class PageBudget:
     @classmethod
     @typed
     def of(cls, rule: Pattern | Selector | Hybrid) -> PageBudget:
-        """Return the rule for decoding: sinks and windows of its pattern, budget and scorer of its selector. A page has
-        one summary, whatever a scorer would look at within a block; for `MeanQuery` it is a bound of 0.75.
+        """Return the decoding rule with the sinks and window of a pattern and the budget and scorer of a selector.
+
+        A page has one summary, even if the scorer looks at parts of a block. `MeanQuery` becomes a bound of 0.75.
 
         Raises:
-            ValueError: a rule that decoding has no equal of, with what it has.
+            ValueError: decoding has no equivalent of the rule; the message lists the supported rules.
         """
         pattern, selector = (rule.pattern, rule.selector) if isinstance(rule, Hybrid) else (None, None)
         if isinstance(rule, Pattern):
@@ -87,22 +89,22 @@ class PageBudget:
 
     @lazy
     def budgets(self) -> tuple[int | float, ...]:
-        """One value, or one per kv head."""
+        """Return the budget as a tuple of one value, or of one per kv head."""
         return self.budget if isinstance(self.budget, tuple) else (self.budget,)
 
     @lazy
     def reads_everything(self) -> bool:
-        """Whether it is dense attention, whatever the lengths."""
+        """Whether the rule is dense attention at every length."""
         return all(isinstance(budget, float) and budget == 1 for budget in self.budgets)
 
     def slots(self, cache: PagedCache, seqlen_q: int) -> int:
-        """Return the most pages that a step may choose: what is allocated, whatever the lengths are."""
+        """Return the largest number of pages that a step may choose at any length, which is what is allocated."""
         most = max(budget if isinstance(budget, int) else share_of(budget, cache.max_pages) for budget in self.budgets)
         forced = pages_touched(self.sinks, cache.page_size) + pages_touched(self.window + seqlen_q - 1, cache.page_size)
         return min(cache.max_pages, most + forced)
 
     def wanted(self, kv_heads: int, device: torch.device) -> Tensor:
-        """(2, kv_heads) fp32: a head's pages are row 0 + ceil(row 1 * the sequence's pages)."""
+        """Return (2, kv_heads) fp32; a head reads row 0 + ceil(row 1 * the sequence's pages) pages."""
         if len(self.budgets) not in (1, kv_heads):
             raise ValueError(f"`budget` must be one value or one per kv head ({kv_heads}), got {len(self.budgets)}")
         return _wanted(*self._counts_and_shares, kv_heads, device)
@@ -116,12 +118,12 @@ class PageBudget:
 @lru_cache(maxsize=4096)
 @on_host
 def share_of(share: float, pages: int) -> int:
-    """ceil(share * pages) in fp32, as every backend counts."""
+    """Return ceil(share * pages), computed in fp32 as in every backend."""
     return math.ceil(float(torch.tensor(share, dtype=torch.float32) * pages))
 
 
 def pages_touched(tokens: int, page_size: int) -> int:
-    """Return the most pages that so many tokens in a row can touch."""
+    """Return the largest number of pages that `tokens` consecutive tokens can touch."""
     return (tokens + page_size - 2) // page_size + 1 if tokens else 0
 
 
@@ -141,6 +143,6 @@ def _wanted(counts: tuple[float, ...], shares: tuple[float, ...], kv_heads: int,
 
 def _unequal(rule: object) -> ValueError:
     return ValueError(
-        f"decoding follows unions of Sink, GlobalTokens(count) and SlidingWindow(count), TopK with MeanQuery, MeanPool "
+        "decoding supports unions of Sink, GlobalTokens(count) and SlidingWindow(count), TopK with MeanQuery, MeanPool "
         f"or MinMax, and hybrids of both, got {rule!r}"
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of dense attention a layout keeps, measured on sampled queries."""
+"""Measure the share of dense attention that a layout keeps, on sampled queries."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ class Recall(NamedTuple):
     """Share of dense attention mass on visited pairs, averaged over queries, q heads and batch; 1.0 loses nothing.
 
     Attributes:
-        mean: over the queries that were looked at.
-        low, high: 95 % confidence interval of the mean over all queries; the mean itself where all were looked at.
+        mean: mean over the sampled queries.
+        low: lower end of the 95 % confidence interval of the mean over all queries; equal to `mean` if all were
+            sampled.
+        high: upper end of that interval.
         per_head: (q_heads,) fp32, averaged over the same queries and the batch.
     """
 
@@ -44,33 +46,33 @@ def recall(
     scale: float | None = None,
     causal: bool = True,
 ) -> Recall:
-    """Measure the share of dense attention mass that falls in the pairs a layout shows.
+    """Measure the share of dense attention mass that falls on the visible pairs of a layout.
 
-    `rows` query positions are drawn at random without replacement, the same for all heads and batch entries, from those
-    that see any key; each is computed in full. The interval is Student's t over these rows (a row's value is its mean
-    over heads and batch entries), with the correction for a finite population, cut to [0, 1]. It trusts that the rows
-    drawn are typical: a loss that few queries suffer can be missed by all of them.
+    The function draws `rows` query positions at random without replacement, from those that see any key, and computes
+    their attention in full. All heads and batch entries use the same positions. The confidence interval is Student's t
+    over the rows (averaged over heads and batch entries), with the correction for a finite population, clipped to
+    [0, 1]. A loss that affects few queries may be missed by the sample.
 
     Args:
         q: (batch, seqlen_q, q_heads, head_dim).
         k: (batch, seqlen_k, kv_heads, head_dim).
         layout: shared, or one per batch entry or q head.
-        rows: query positions to look at; exact when there are no more than that.
-        seed: of the draw.
+        rows: number of query positions to sample; the result is exact if there are no more than that.
+        seed: seed of the sample.
         scale: softmax scale, default head_dim ** -0.5.
         causal: whether the dense attention is causal.
 
     Raises:
-        TypeError: no tensors, or a rule where a layout belongs.
-        ValueError: tensors and layout that do not fit, a scale that is not finite, or fewer than 2 rows.
+        TypeError: `q` or `k` is not a tensor, or `layout` is not a layout.
+        ValueError: tensors and layout do not fit, the scale is not finite, or `rows` is below 2.
     """
     _check(q, k, layout, rows)
     (batch, seqlen_q, heads, dim), seqlen_k = q.shape, k.shape[1]
     scale = softmax_scale(scale, dim)
-    first = max(0, seqlen_q - seqlen_k) if causal else 0  # queries before it see nothing
+    first = max(0, seqlen_q - seqlen_k) if causal else 0  # earlier queries see nothing
     population = seqlen_q - first if seqlen_k else 0
     drawn = torch.randperm(population, generator=torch.Generator().manual_seed(seed))[:rows].sort().values + first
-    values = torch.ones(len(drawn), batch, heads, device=q.device)  # of each row
+    values = torch.ones(len(drawn), batch, heads, device=q.device)  # recall of each row
     row_bytes = batch * heads * (5 * 4 * seqlen_k + 8 * dim)
     for a, b in pieces(len(drawn), row_bytes, MEMORY_BUDGET):
         some = drawn[a:b].to(q.device)
@@ -98,11 +100,11 @@ def _check(q: Tensor, k: Tensor, layout: BlockLayout, rows: int) -> None:
         )
     if (layout.seqlen_q, layout.seqlen_k) != (q.shape[1], k.shape[1]):
         raise ValueError(
-            f"`layout` must be of lengths {(q.shape[1], k.shape[1])}, got {(layout.seqlen_q, layout.seqlen_k)}"
+            f"`layout` must have lengths {(q.shape[1], k.shape[1])}, got {(layout.seqlen_q, layout.seqlen_k)}"
         )
     if layout.layout_batch not in (1, q.shape[0]) or layout.layout_heads not in (1, q.shape[2]):
         raise ValueError(
-            f"`layout` must be shared or of batch {q.shape[0]} and {q.shape[2]} q heads, "
+            f"`layout` must be shared or have batch {q.shape[0]} and {q.shape[2]} q heads, "
             f"got {(layout.layout_batch, layout.layout_heads)}"
         )
     if rows < 2:
@@ -110,7 +112,7 @@ def _check(q: Tensor, k: Tensor, layout: BlockLayout, rows: int) -> None:
 
 
 def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """(B, R, Hq, D), (B, N, Hk, D) -> (B, Hq, R, N) fp32, or fp64 for fp64."""
+    """Return scores, (B, R, Hq, D), (B, N, Hk, D) -> (B, Hq, R, N), in fp32, or in fp64 for fp64 inputs."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     queries = q.transpose(1, 2).to(dtype) * scale
     scores = torch.empty(*queries.shape[:3], k.shape[1], dtype=dtype, device=q.device)
@@ -120,7 +122,7 @@ def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
 
 
 def visible_keys(layout: BlockLayout, rows: Tensor) -> Tensor:
-    """(layout_batch, layout_heads, R, seqlen_k) bool: the keys that some queries see."""
+    """Return (layout_batch, layout_heads, R, seqlen_k) bool, the keys that the queries in `rows` see."""
     (q_block, kv_block), count = layout.block_size, len(rows)
     starts = layout.kv_indptr[..., rows // q_block].flatten().long()
     lengths = layout.kv_num_blocks[..., rows // q_block].flatten().long()
@@ -139,7 +141,7 @@ def visible_keys(layout: BlockLayout, rows: Tensor) -> Tensor:
 
 
 def _estimate(values: Tensor, population: int) -> Recall:
-    """From (R, B, Hq) shares of R rows of `population`."""
+    """Estimate the recall from (R, B, Hq) shares of R rows out of `population`."""
     count, per_row = len(values), values.double().mean((1, 2))
     mean, half = float(per_row.mean()), 0.0
     if count < population:
@@ -149,8 +151,11 @@ def _estimate(values: Tensor, population: int) -> Recall:
 
 
 def student_t(freedom: int) -> float:
-    """Return the 97.5 % quantile of Student's t: exact for 1 and 2 degrees of freedom, then the expansion in 1 / n of
-    Cornish and Fisher (Abramowitz and Stegun 26.7.5), within 0.02 at 3 and 0.001 from 6 on."""
+    """Return the 97.5 % quantile of Student's t.
+
+    It is exact for 1 and 2 degrees of freedom. Above, it is the expansion in 1 / n of Cornish and Fisher (Abramowitz
+    and Stegun 26.7.5), with an error below 0.02 at 3 and 0.001 from 6 on.
+    """
     if freedom <= 2:
         return (12.7062, 4.3027)[freedom - 1]
     z = 1.959964

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a hybrid's pattern shows anyway, beside the masks of causality. Made on the host, once per pattern and grid."""
+"""The blocks that a hybrid's pattern always shows, built on the host once per pattern and grid."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from dynaxx.patterns.base import Pattern
 
 
 class Static(NamedTuple):
-    """A pattern's blocks. All tensors are on the host."""
+    """The blocks of a pattern. All tensors are on the host."""
 
     layout: BlockLayout | None  # shared by all heads; None without a pattern
-    codes: Tensor  # (nnz,) int64: the code of each of its entries in `masks`
-    same_as_causal: Tensor  # (len(masks) | 1,) int64: for a mask, the causal mask that equals it, else EMPTY
+    codes: Tensor  # (nnz,) int64 code of each entry in `masks`
+    same_as_causal: Tensor  # (len(masks) | 1,) int64 index of the causal mask that equals each mask, or EMPTY
     masks: ElementMasks  # the causal masks, then the pattern's
-    counts: Tensor  # (q_blocks,) int64: how many blocks it shows
+    counts: Tensor  # (q_blocks,) int64 number of blocks per row
 
 
 @LayoutCache
 @on_host
 def static_part(pattern: Pattern | None, grid: BlockGrid) -> Static:
-    """Return the blocks of `pattern` on `grid`, nothing for None. Cached by value."""
+    """Return the blocks of `pattern` on `grid`, none if it is None. Cached by value."""
     causal = causal_masks(grid)
     none = torch.zeros(0, dtype=torch.int64)
     if pattern is None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cheap estimates of how much attention each q block pays to each kv block. One idea per file.
+"""Scorers: cheap estimates of the attention that each q block pays to each kv block. One method per file.
 
-B batch, Hq / Hk heads, R rows of q blocks, C kv blocks, D head_dim.
+Shapes: B batch, Hq / Hk q and kv heads, R rows of q blocks, C kv blocks, D head_dim.
 """
 
 from dynaxx.selection.scorers.antidiagonal import AntiDiagonal

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks by sums over anti-diagonals."""
+"""Score blocks by sums over anti-diagonals of the attention map."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from dynaxx.selection.scorers.tiles import QueryTiles, TokenTiles, fused_rows, t
 class AntiDiagonal(Scorer):
     """Strided anti-diagonals of the scores (XAttention).
 
-    The map is cut into tiles of S x S pairs, S = `stride`. Of tile (i, j) the anti-diagonal is looked at, the S pairs
-    of query S i + S - 1 - s with key S j + s for s = 0 .. S - 1: every query and every key once, and every vertical or
-    slash line that crosses the tile. Their mean is the tile's logit. Each row of tiles goes through a softmax over the
-    tiles that start no later than it ends (all, if not causal); a block's estimate is the sum over its tiles. That
-    costs a share 1 / S of the full map. Past the end of a sequence its last token is repeated.
+    The map is cut into tiles of S x S pairs, S = `stride`. The logit of tile (i, j) is the mean over its anti-diagonal,
+    the S pairs of query S i + S - 1 - s and key S j + s for s = 0 .. S - 1. The anti-diagonal touches every query and
+    every key of the tile once, and crosses every vertical and slash line. A softmax normalises each row of tiles over
+    the tiles that start no later than the row ends (over all tiles if not causal). A block's estimate is the sum over
+    its tiles. The method costs a share 1 / S of the full map. The last token is repeated past a sequence's end.
 
     Args:
-        stride: tokens per tile (the largest divisor of both block sizes up to it).
+        stride: tokens per tile; the largest divisor of both block sizes up to this is used.
     """
 
     stride: int = 16
@@ -57,12 +57,12 @@ def _flat_tiles(x: Tensor, size: int, first: int, last: int) -> Tensor:
 
 
 def _reversed_tiles(x: Tensor, size: int, scale: float, first: int, last: int) -> Tensor:
-    """Return the same in reverse order within a tile, times `scale`."""
+    """Return the tokens of each tile side by side in reverse order, times `scale`."""
     return _tiles(x, size, first, last).flip(2).permute(0, 3, 1, 2, 4).flatten(3).float() * scale
 
 
 def _tiles(x: Tensor, size: int, first: int, last: int) -> Tensor:
-    """(B, last - first, size, H, D)."""
+    """Return tiles of tokens, (B, last - first, size, H, D)."""
     some = x[:, first * size : last * size]
     missing = (last - first) * size - some.shape[1]
     if missing:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every scorer is, and sums and products that keep to a number of bytes."""
+"""The base class of scorers, and sums and products with bounded memory."""
 
 from __future__ import annotations
 
@@ -15,54 +15,53 @@ from dynaxx.kernels.problem import SelectionProblem
 from dynaxx.kernels.registry import SELECTION
 from dynaxx.layout import BlockGrid
 
-MEMORY_BUDGET = 64 << 20  # bytes, where the caller does not say
-GPU_MEMORY_BUDGET = 1 << 30  # the same on a GPU, where many small steps cost more than memory
+MEMORY_BUDGET = 64 << 20  # default in bytes
+GPU_MEMORY_BUDGET = 1 << 30  # default on a GPU, where many small steps cost more than memory
 
 ScoreRows = Callable[[int, int], Tensor]  # (first row, last row + 1) -> (B, Hq, R, C) fp32 logits
 Reduce = Callable[[Tensor, int], Tensor]  # (fp32 tensor, dim) -> without that dim
-_KERNELS: dict[Reduce, str] = {torch.mean: "mean", torch.amin: "smallest", torch.amax: "largest"}  # on a GPU
+_KERNELS: dict[Reduce, str] = {torch.mean: "mean", torch.amin: "smallest", torch.amax: "largest"}  # their GPU names
 
 
 class Scorer(ABC):
     """A rule that scores blocks.
 
-    It returns logits: their softmax over the visible kv blocks estimates the share of attention mass. They come a few
-    rows of q blocks at a time, so nothing of seqlen_q x seqlen_k, and not even all (q block, kv block) pairs, need
-    exist.
+    A scorer returns logits whose softmax over the visible kv blocks estimates the share of attention mass. It returns
+    a few rows of q blocks at a time, so that neither a seqlen_q x seqlen_k matrix nor all pairs of blocks are held.
     """
 
     @abstractmethod
     def prepare(
         self, q: Tensor, k: Tensor, grid: BlockGrid, scale: float, *, memory_budget: int = MEMORY_BUDGET
     ) -> ScoreRows:
-        """Summarise q and k once; return a function that scores some rows of q blocks. Causality is the caller's.
+        """Summarise q and k, and return a function that scores some rows of q blocks. The caller applies causality.
 
         Args:
             q: (B, seqlen_q, Hq, D).
             k: (B, seqlen_k, Hk, D).
             grid: lengths and block sizes.
             scale: softmax scale.
-            memory_budget: bytes that the work may hold at once beside q, k and a dozen fp32 numbers per score. What
-                cannot be cut holds more: the summaries of all keys, and one row of scores.
+            memory_budget: bytes of temporary memory, besides q, k and a dozen fp32 numbers per score. The summaries of
+                all keys and one row of scores cannot be split and may exceed it.
         """
 
 
 def checked_seed(seed: int) -> int:
-    """Return a seed that torch's generators take; raise ValueError for one that is no 64-bit integer."""
+    """Return a seed for torch's generators. Raise ValueError unless it is a 64-bit integer."""
     if not -(2**63) <= seed < 2**63:
         raise ValueError(f"`seed` must be a 64-bit integer, got {seed}")
     return seed
 
 
 def pieces(total: int, bytes_each: int, memory_budget: int, multiple: int = 1) -> Iterator[tuple[int, int]]:
-    """(first, last + 1) of pieces of `total` things that keep to the budget, at least `multiple` at a time."""
+    """Yield (first, last + 1) of pieces of `total` items that fit the budget, at least `multiple` items each."""
     step = max(1, memory_budget // max(1, bytes_each * multiple)) * multiple
     for first in range(0, total, step):
         yield first, min(total, first + step)
 
 
 def per_kv_head(queries: Tensor, keys: Tensor) -> Tensor:
-    """(B, Hq, M, E) @ (B, Hk, E, T) -> (B, Hq, M, T): each kv head against its group of q heads, no copy of keys."""
+    """Multiply each kv head with its group of q heads: (B, Hq, M, E) @ (B, Hk, E, T) -> (B, Hq, M, T)."""
     batch, q_heads, count, width = queries.shape
     kv_heads = keys.shape[1]
     grouped = queries.reshape(batch, kv_heads, q_heads // kv_heads * count, width)
@@ -70,7 +69,7 @@ def per_kv_head(queries: Tensor, keys: Tensor) -> Tensor:
 
 
 def reduce_blocks(x: Tensor, size: int, reduce: Reduce, memory_budget: int) -> Tensor:
-    """(B, N, H, D) -> (B, H, ceil(N / size), D) fp32, `reduce` over each `size` tokens, the last over what is left."""
+    """Reduce every `size` tokens, the last group over the remainder: (B, N, H, D) -> (B, H, ceil(N / size), D) fp32."""
     kernels = scoring_kernels(x)
     if reduce in _KERNELS and kernels is not None:
         return kernels.pool_blocks(x, size, _KERNELS[reduce])
@@ -86,7 +85,7 @@ def reduce_blocks(x: Tensor, size: int, reduce: Reduce, memory_budget: int) -> T
 
 
 def scoring_kernels(x: Tensor) -> SelectionKernels | None:
-    """Return the kernels that score blocks on the device of `x`; None where torch does."""
+    """Return the kernels that score blocks on the device of `x`, or None if torch does."""
     return _scoring_kernels(x.device)
 
 
@@ -96,14 +95,14 @@ def _scoring_kernels(device: torch.device) -> SelectionKernels | None:
 
 
 def pooled(x: Tensor, size: int, memory_budget: int = MEMORY_BUDGET) -> Tensor:
-    """(B, N, H, D) -> (B, H, ceil(N / size), D) fp32 means."""
+    """Return fp32 means of every `size` tokens: (B, N, H, D) -> (B, H, ceil(N / size), D)."""
     if size == 1:
         return x.float().transpose(1, 2)
     return reduce_blocks(x, size, torch.mean, memory_budget)
 
 
 def sum_groups(x: Tensor, size: int, dim: int) -> Tensor:
-    """Sum every `size` neighbours along `dim` (negative); the last group over what is left."""
+    """Sum every `size` neighbours along `dim` (negative), the last group over the remainder."""
     if size == 1:
         return x
     missing = -x.shape[dim] % size
@@ -112,7 +111,7 @@ def sum_groups(x: Tensor, size: int, dim: int) -> Tensor:
 
 
 def log_share(mass: Tensor) -> Tensor:
-    """Logits of an estimated mass, in place; finite, so that a budget may choose what seems to have none."""
+    """Return the logits of an estimated mass, in place. They are finite, so that a budget may choose empty blocks."""
     return mass.clamp_(min=torch.finfo(mass.dtype).tiny).log_()
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks by an index of the keys: clusters, and which block holds how many keys of each."""
+"""Score blocks by clusters of keys and by the number of each cluster's keys in a block."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from dynaxx.arguments import typed
 from dynaxx.layout import BlockGrid
 from dynaxx.selection.scorers.base import MEMORY_BUDGET, Scorer, ScoreRows, checked_seed, log_share, per_kv_head, pieces
 
-KEYS_PER_CLUSTER = 32  # so many keys per cluster, taken at random, place the centroids
-MOST_CLUSTERS, MOST_ITERATIONS = 1 << 16, 100  # a policy may ask for no more
-FEW_RANKS = 32  # up to so many ranks are found one by one, more by sorting
+KEYS_PER_CLUSTER = 32  # random keys per cluster that place the centroids
+MOST_CLUSTERS, MOST_ITERATIONS = 1 << 16, 100  # limits, also for policies
+FEW_RANKS = 32  # up to this many ranks are found one by one, more by sorting
 
 
 @typed
 @dataclass(frozen=True)
 class KeyClusters(Scorer):
-    """Nearest clusters of keys (the inverted-file index of nearest-neighbour search; for attention: RetrievalAttention,
-    Squeezed Attention, ClusterKV).
+    """Nearest clusters of keys.
 
-    A few steps of k-means, from an eighth of outlying and seven eighths of random keys, place `clusters` centroids per
-    kv head, and every key belongs to the nearest one. A query attends to the `nearest` clusters with the largest
-    product, to each key of a cluster as if it were the centroid; a block's estimate is the attention of its queries to
-    the keys that it holds. Centroids are those of all keys, so early queries are judged with an index that knows of
-    later keys.
+    This is the inverted-file index of nearest-neighbour search (for attention: RetrievalAttention, Squeezed Attention,
+    ClusterKV). A few steps of k-means place `clusters` centroids per kv head, starting from one eighth outlying and
+    seven eighths random keys. Every key belongs to its nearest centroid. A query attends to the `nearest` clusters with
+    the largest dot product, and treats each of their keys as if it were the centroid. A block's estimate is the
+    attention of its queries to its keys. The centroids depend on all keys, so those for early queries include later
+    keys.
 
     Args:
-        clusters: centroids per kv head (all keys, if there are fewer).
-        nearest: clusters that each query looks at.
+        clusters: centroids per kv head; with fewer keys, each key is a centroid.
+        nearest: number of clusters that each query attends to.
         iterations: steps of Lloyd's algorithm.
-        seed: of the keys that it starts from.
+        seed: seed of the starting keys.
     """
 
     clusters: int = 128
@@ -65,21 +65,21 @@ class KeyClusters(Scorer):
                 logits = per_kv_head(some, centroids.transpose(-1, -2))  # (B, Hq, n, K)
                 cutoff = logits.topk(nearest, dim=-1).values[..., -1:]
                 lse = (logits + log_size).logsumexp(-1, keepdim=True)
-                logits = logits.masked_fill_(logits < cutoff, -torch.inf).sub_(lse).exp_()  # of one key
+                logits = logits.masked_fill_(logits < cutoff, -torch.inf).sub_(lse).exp_()  # attention to one key
                 scores[:, :, a:b] = per_kv_head(_sum_rows(logits, q_block), members)
             return log_share(scores)
 
         return rows
 
     def _centroids(self, k: Tensor, memory_budget: int) -> Tensor:
-        """(B, Hk, K, D) fp32."""
+        """Return the centroids, (B, Hk, K, D) fp32."""
         tokens = k.shape[1]
         count = min(self.clusters, max(1, tokens))
         order = torch.randperm(tokens, generator=torch.Generator().manual_seed(self.seed))
         sample = k[:, order[: count * KEYS_PER_CLUSTER].to(k.device)].transpose(1, 2).float()  # (B, Hk, n, D)
         if not tokens:
             return sample.new_zeros(*sample.shape[:2], 1, sample.shape[-1])
-        # Start from keys that stand apart, as attention sinks do (no cluster would form around them), then from others.
+        # Start from outlying keys such as attention sinks, around which no cluster would form, and from random keys.
         apart = (sample - sample.mean(2, keepdim=True)).square().sum(-1).topk(count // 8, dim=-1).indices
         first = torch.zeros_like(sample[..., 0]).scatter_(-1, apart, 1.0).argsort(dim=-1, descending=True, stable=True)
         centroids = sample.gather(2, first[:, :, :count, None].expand(-1, -1, -1, sample.shape[-1]))
@@ -98,15 +98,15 @@ class KeyClusters(Scorer):
 
 @dataclass(frozen=True)
 class ClusterRanks(Scorer):
-    """How well a block stands for a cluster of keys, whoever asks: what `ClusterGlobals` picks from.
+    """Score blocks by how well they represent a cluster of keys, for every query alike. Used by `ClusterGlobals`.
 
-    Each cluster ranks the blocks by how many of its keys they hold, the earlier one first where two hold as many. A
-    block's logit is minus its best rank over the clusters: 0 holds the most keys of some cluster. Blocks beyond the
-    first `ranks` of every cluster have -inf.
+    Each cluster ranks the blocks by the number of its keys that they hold; among equals the earlier block comes first.
+    A block's logit is minus its best rank over the clusters, so 0 means that it holds the most keys of some cluster.
+    Blocks beyond the first `ranks` of every cluster have -inf.
 
     Args:
         index: the clusters.
-        ranks: how many blocks of each cluster to rank.
+        ranks: number of blocks that each cluster ranks.
     """
 
     index: KeyClusters
@@ -133,13 +133,13 @@ class ClusterRanks(Scorer):
 
 
 def _nearest(keys: Tensor, centroids: Tensor) -> Tensor:
-    """(B, Hk, n) int64: the centroid at the smallest distance."""
+    """Return (B, Hk, n) int64, the index of each key's nearest centroid."""
     half_norm = centroids.square().sum(-1)[:, :, None] / 2
     return (keys @ centroids.transpose(-1, -2)).sub_(half_norm).argmax(-1)
 
 
 def _members(k: Tensor, centroids: Tensor, grid: BlockGrid, memory_budget: int) -> Tensor:
-    """(B, Hk, K, C) fp32: how many of each cluster's keys lie in each kv block."""
+    """Return (B, Hk, K, C) fp32, the number of each cluster's keys in each kv block."""
     batch, tokens, heads, dim = k.shape
     count, kv_block = centroids.shape[2], grid.block_size[1]
     members = torch.zeros(batch, heads, count * grid.kv_blocks, device=k.device)
@@ -151,7 +151,7 @@ def _members(k: Tensor, centroids: Tensor, grid: BlockGrid, memory_budget: int) 
 
 
 def _sum_rows(x: Tensor, size: int) -> Tensor:
-    """(B, H, n, K) -> (B, H, ceil(n / size), K)."""
+    """Sum every `size` rows: (B, H, n, K) -> (B, H, ceil(n / size), K)."""
     whole = x.shape[2] // size * size
     sums = x[:, :, :whole].unflatten(2, (-1, size)).sum(3)
     return sums if whole == x.shape[2] else torch.cat([sums, x[:, :, whole:].sum(2, keepdim=True)], dim=2)

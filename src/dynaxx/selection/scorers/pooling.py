@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks by means and bounds of their keys."""
+"""Score blocks by means and bounds of their keys."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class MeanPool(Scorer):
     """Mean-pooled queries against mean-pooled keys (MoBA, FlexPrefill, and many others).
 
     Args:
-        pool: tokens per mean (the largest divisor of the block up to it), or None for one mean per block. A smaller
-            pool sees more of a block: its estimates are summed over the block's keys and averaged over its queries.
+        pool: tokens per mean (the largest divisor of the block up to this), or None for one mean per block. Estimates
+            of smaller pools are finer; they are summed over the block's keys and averaged over its queries.
     """
 
     pool: int | None = None
@@ -54,7 +54,7 @@ class MeanPool(Scorer):
 def mean_tiles(
     x: Tensor, size: int, memory_budget: int, scale: float = 1.0, dtype: torch.dtype = torch.float32
 ) -> TokenTiles:
-    """Means of `size` tokens, times `scale`, as tiles; their vectors in another dtype than fp32 where one is named."""
+    """Return the means of every `size` tokens, times `scale`, as tiles with vectors of `dtype`."""
 
     def vectors(first: int, last: int) -> Tensor:
         some = x[:, first * size : last * size]
@@ -70,13 +70,13 @@ def mean_tiles(
 @typed
 @dataclass(frozen=True)
 class MinMax(Scorer):
-    """The mean query's score bounded from each block's smallest and largest keys (Quest).
+    """Bound the mean query's score by the elementwise minima and maxima of each block's keys (Quest).
 
     Args:
-        bound: 1.0 is the upper bound itself, 0.0 the score of the mean key, and between them their mixture: the bound
-            alone overrates blocks whose keys differ much, the mean overlooks single keys that matter.
-        pool: keys per bound (the largest divisor of the block up to it), or None for one bound per block. Fewer keys
-            have a closer bound; a block's score is the log of the sum of what its bounds let expect.
+        bound: 1.0 scores by the upper bound, 0.0 by the mean key, values between by their mixture. The bound overrates
+            blocks whose keys differ much; the mean overlooks single keys that matter.
+        pool: keys per bound (the largest divisor of the block up to this), or None for one bound per block. Bounds of
+            fewer keys are tighter; a block's score is the log of the sum of their exponentials.
     """
 
     bound: float = 1.0
@@ -109,7 +109,7 @@ class MinMax(Scorer):
     def tiles(
         self, q: Tensor, k: Tensor, k_size: int, grid: BlockGrid, scale: float, memory_budget: int
     ) -> tuple[TokenTiles, TokenTiles]:
-        """Mean queries and each `k_size` keys, as vectors whose product is the bound."""
+        """Return tiles of mean queries and of every `k_size` keys, as vectors whose product is the bound."""
         queries = mean_tiles(q, grid.block_size[0], memory_budget // 4, scale)
         signed = TokenTiles(queries.size, queries.count, lambda a, b: _by_sign(queries.vectors(a, b)), q.dtype)
         smallest, largest = self._extremes(k, k_size, memory_budget // 4)
@@ -117,7 +117,7 @@ class MinMax(Scorer):
         return signed, TokenTiles(k_size, bounds.shape[2], lambda a, b: bounds[:, :, a:b], k.dtype)
 
     def _extremes(self, k: Tensor, k_size: int, memory_budget: int) -> tuple[Tensor, Tensor]:
-        """(B, Hk, T, D) fp32: the smallest and the largest of each `k_size` keys, mixed with their mean."""
+        """Return the minimum and maximum of every `k_size` keys, mixed with their mean, each (B, Hk, T, D) fp32."""
         smallest = reduce_blocks(k, k_size, torch.amin, memory_budget)
         largest = reduce_blocks(k, k_size, torch.amax, memory_budget)
         if self.bound < 1:
@@ -128,5 +128,5 @@ class MinMax(Scorer):
 
 
 def _by_sign(x: Tensor) -> Tensor:
-    """(..., D) -> (..., 2 D): what is positive, then what is negative."""
+    """Split a vector into its positive and negative parts: (..., D) -> (..., 2 D)."""
     return torch.cat([x.clamp(min=0), x.clamp(max=0)], dim=-1)

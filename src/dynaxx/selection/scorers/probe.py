@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks by the lines that the last queries see."""
+"""Score blocks by the vertical and slash lines in the attention of the last queries."""
 
 from __future__ import annotations
 
@@ -24,8 +24,11 @@ from dynaxx.selection.scorers.base import (
 @typed
 @dataclass(frozen=True)
 class LastQueryProbe(Scorer):
-    """Vertical and slash lines seen by the last queries (MInference): the attention of `queries` queries over all keys,
-    summed by key and by distance; a block's score is the mass of the lines that cross it."""
+    """Vertical and slash lines in the attention of the last queries (MInference).
+
+    The attention of the last `queries` queries over all keys is summed by key (vertical lines) and by distance (slash
+    lines). A block's score is the mass of the lines that cross it.
+    """
 
     queries: int = 64
 
@@ -57,8 +60,8 @@ class LastQueryProbe(Scorer):
                 logits.masked_fill_(position > stands[:, None], -torch.inf)
             logits = logits.softmax(-1).nan_to_num_(0.0).div_(probes.shape[2])
             by_key += logits.sum(2)
-            # Each probe stands one key further. Rows of so many zeros more, read as rows of one number less, are
-            # shifted by one from each to the next, key 0 being the farthest.
+            # Sum by distance. Each probe is one key further than the one before. Reading rows padded with zeros as
+            # rows that are one element shorter shifts each row by one against the next.
             padded = logits.new_zeros(*logits.shape[:3], seqlen_k + count)
             padded[..., :seqlen_k] = logits.flip(-1)
             lines = seqlen_k + count - 1

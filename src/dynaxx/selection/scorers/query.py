@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks by what a row's mean query pays to each of their keys."""
+"""Score blocks by the attention of a row's mean query to each of their keys."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from dynaxx.selection.scorers.base import MEMORY_BUDGET, Scorer, ScoreRows, per_
 from dynaxx.selection.scorers.int8 import center_of, int8_sums
 from dynaxx.selection.scorers.pooling import mean_tiles
 
-PIECE_BYTES = 4 << 20  # of logits at a time: what a core's cache holds
-SMALLEST = -80.0  # beside a best of 0: nothing in fp32, but its exp is no denormal, which costs a CPU 50 times as much
+PIECE_BYTES = 4 << 20  # bytes of logits at a time, which fit a core's cache
+SMALLEST = -80.0  # negligible beside a best logit of 0, but not denormal after exp; a CPU takes 50 times as long then
 
-# (B, Hq, R, D) queries, (B, Hk, n, kv_block, D) fp32 keys, which keys of n blocks the first rows must not see
+# (B, Hq, R, D) queries, (B, Hk, n, kv_block, D) fp32 keys, mask of hidden keys for the first rows
 # -> (B, Hq, R, n) log of the sum over each block's keys
 BlockSums = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -29,17 +29,17 @@ BlockSums = Callable[[Tensor, Tensor, Tensor], Tensor]
 @typed
 @dataclass(frozen=True)
 class MeanQuery(Scorer):
-    """The mean query of a block against every key: a kv block's score is the log of the sum of what its keys get.
+    """Score the mean query of a q block against every key. A block's score is the log of its keys' summed exponentials.
 
-    Keys differ more than neighbouring queries do, so nothing of a key is summarised away: one that draws all attention
-    counts with its own score. That costs a share 1 / q_block of the attention map, one product and one sum on a GPU.
-    What it overlooks is a query's own neighbourhood, where rotary embeddings make queries of a block differ; show that
-    by a pattern, such as `SlidingWindow` or `LocalBlocks`.
+    Keys differ more than neighbouring queries do. Averaging only the queries lets a single key that draws all attention
+    count with its own score. The method costs a share 1 / q_block of the attention map. It is inaccurate near the
+    query, where rotary embeddings make the queries of a block differ; cover that region with a pattern such as
+    `SlidingWindow` or `LocalBlocks`.
 
     Args:
         sharpness: factor on the scores. Queries spread their attention over more keys than their mean does.
-        precision: "int8" rounds mean queries and keys to 8 bits, whose products are exact, and reads exponentials off
-            the bits of whole numbers: on a GPU less time at long lengths, and half of k's bytes to hold.
+        precision: "int8" rounds mean queries and keys to 8 bits, with exact products and approximate exponentials. On a
+            GPU it takes less time at long lengths, and holds a copy of k of half the bytes.
     """
 
     sharpness: float = 0.75
@@ -66,7 +66,7 @@ class MeanQuery(Scorer):
         *,
         memory_budget: int = MEMORY_BUDGET,
     ) -> ScoreRows:
-        """As `prepare`, for some blocks alone: all others have -inf. None is all of them."""
+        """Prepare scores as `prepare` does, for the candidates only. All others get -inf; None means all blocks."""
         center = center_of(k) if self.precision == "int8" else None
         kernels = scoring_kernels(q) if grid.kv_blocks else None
         dtype = k.dtype if kernels is not None and center is None else torch.float32
@@ -83,16 +83,18 @@ class MeanQuery(Scorer):
 def all_scores(
     queries: Tensor, k: Tensor, center: Tensor | None, start: int, grid: BlockGrid, memory_budget: int
 ) -> Tensor:
-    """Log of the sum over each kv block's visible keys of exp(query . key).
+    """Return the log of the sum over each kv block's visible keys of exp(query . key).
 
     Args:
-        queries: (B, Hq, R, D) fp32, one of each row of q blocks from `start`, times the softmax scale.
+        queries: (B, Hq, R, D) fp32, one query per row of q blocks, times the softmax scale.
         k: (B, seqlen_k, Hk, D).
-        center: (B, Hk, D) to take off all keys and to compute in 8 bits; None computes with the keys as they are.
-        memory_budget: bytes to hold.
+        center: (B, Hk, D) to subtract from all keys before computing in 8 bits; None computes with the keys as given.
+        start: index of the first row.
+        grid: the grid of blocks.
+        memory_budget: bytes of temporary memory.
 
     Returns:
-        (B, Hq, R, C) fp32; a row sees keys up to its last query's; -inf where it sees none of a block.
+        (B, Hq, R, C) fp32. A row sees the keys up to its last query; blocks of which it sees no key get -inf.
     """
     (batch, heads, rows, _), kv_block = queries.shape, grid.block_size[1]
     scores = queries.new_full((batch, heads, rows, grid.kv_blocks), -torch.inf)
@@ -102,7 +104,7 @@ def all_scores(
         begin, stop = first * kv_block, last * kv_block
         above, inside = (
             int((ends <= edge).sum()) for edge in (begin, stop - 1)
-        )  # rows that see nothing, not all of it
+        )  # the rows from which some key is hidden
         if above == rows:
             break
         keys = k[:, begin:stop].float()
@@ -124,7 +126,7 @@ def scores_of(
     grid: BlockGrid,
     memory_budget: int,
 ) -> Tensor:
-    """As `all_scores`, for some blocks alone: all others have -inf."""
+    """Score the candidate blocks as `all_scores` does. All others get -inf."""
     (batch, heads, rows, _), kv_block, panel = queries.shape, grid.block_size[1], candidates.panel
     scores, group_size = queries.new_full((batch, heads, rows, grid.kv_blocks), -torch.inf), heads // k.shape[2]
     ends = _ends(start, rows, grid, k.device)
@@ -149,7 +151,7 @@ def scores_of(
 
 
 def _ends(start: int, rows: int, grid: BlockGrid, device: torch.device) -> Tensor:
-    """(rows,): past the last key that each row from `start` sees."""
+    """Return (rows,) the number of keys that each row from `start` sees."""
     if not grid.causal:
         return torch.full((rows,), grid.seqlen_k, device=device)
     stands = torch.arange(start + 1, start + rows + 1, device=device) * grid.block_size[0]
@@ -157,7 +159,7 @@ def _ends(start: int, rows: int, grid: BlockGrid, device: torch.device) -> Tenso
 
 
 def _block_bytes(queries: Tensor, k: Tensor, kv_block: int) -> int:
-    """Return what scoring one kv block holds: its keys twice, and its logits."""
+    """Return the bytes for scoring one kv block: two copies of its keys, and its logits."""
     batch, heads, rows, dim = queries.shape
     return batch * kv_block * (12 * k.shape[2] * dim + 8 * heads * rows)
 

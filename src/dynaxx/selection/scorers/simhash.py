@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks by how often their keys share a random bucket with the queries."""
+"""Score blocks by how often their keys share a hash bucket with the queries."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dynaxx.selection.scorers.base import (
     scoring_kernels,
 )
 
-PIECE = 512  # tokens that are averaged first
+PIECE = 512  # tokens per partial mean
 MOST_TABLES = 1024
 
 
@@ -31,16 +31,16 @@ MOST_TABLES = 1024
 class SimHash(Scorer):
     """Random-projection hashing (SimHash; Charikar 2002, used for attention by Reformer and MagicPIG).
 
-    Each of `tables` hashes a vector to the signs of `bits` random projections. A query and a key at angle a fall into
-    one bucket of a table with probability (1 - a / pi) ** bits, so of the pairs of a block a share that grows steeply
-    where they point the same way. A block's score is the log of the number of (query, key, table) that share a bucket,
-    one half added. It ranks blocks; as an estimate of attention mass it is rough. The mean key is taken off all keys
-    first, which no softmax notices and which spreads them over the buckets.
+    Each table hashes a vector to the signs of `bits` random projections. A query and a key at angle a share a bucket
+    of a table with probability (1 - a / pi) ** bits, which rises steeply for vectors of similar direction. A block's
+    score is log(n + 0.5), where n counts the triples (query, key, table) that share a bucket. The score ranks blocks
+    well, but is a rough estimate of attention mass. The mean key is subtracted from all keys first. This does not
+    change the softmax, and spreads the keys over the buckets.
 
     Args:
-        tables: independent hashes.
+        tables: number of independent hashes.
         bits: projections per hash; a table has 2 ** bits buckets.
-        seed: of the projections.
+        seed: seed of the projections.
     """
 
     tables: int = 16
@@ -71,7 +71,7 @@ class SimHash(Scorer):
         return rows
 
     def _histograms(self, x: Tensor, size: int, planes: Tensor, center: Tensor, memory_budget: int) -> Tensor:
-        """(B, N, H, D) -> (B, H, ceil(N / size), tables * 2 ** bits) fp32: tokens of each block in each bucket."""
+        """Count the tokens of each block per bucket: (B, N, H, D) -> (B, H, ceil(N / size), tables * 2 ** bits)."""
         kernels = scoring_kernels(x)
         if kernels is not None:
             center = center.expand(x.shape[0], 1, *x.shape[2:])[:, 0]
@@ -92,9 +92,10 @@ class SimHash(Scorer):
 
 
 def pairs(of_queries: Tensor, of_keys: Tensor) -> Tensor:
-    """(B, Hq, M, E) counts with (B, Hk, E, T) counts -> (B, Hq, M, T) fp32 numbers of pairs.
+    """Multiply counts to numbers of pairs: (B, Hq, M, E) x (B, Hk, E, T) -> (B, Hq, M, T) fp32.
 
-    Counts are whole numbers up to a block's 128 tokens: bf16 has them as they are, and a GPU adds the products in fp32.
+    Counts are whole numbers up to 128, the largest block. bf16 represents them exactly, and a GPU adds the products in
+    fp32.
     """
     if not of_queries.is_cuda or not of_queries.numel() or not of_keys.numel():
         return per_kv_head(of_queries, of_keys)
@@ -106,13 +107,16 @@ def pairs(of_queries: Tensor, of_keys: Tensor) -> Tensor:
 
 @lru_cache(maxsize=16)
 def _planes(head_dim: int, count: int, seed: int, device: torch.device) -> Tensor:
-    """(head_dim, count) fp32, the same on every device."""
+    """Return random projections, (head_dim, count) fp32, the same on every device."""
     with torch.inference_mode(False):
         return torch.randn(head_dim, count, generator=torch.Generator().manual_seed(seed)).to(device)
 
 
 def _mean_token(x: Tensor) -> Tensor:
-    """(B, 1, H, D) fp32. Its pieces do not depend on a memory budget: another rounding could turn a sign."""
+    """Return the mean token, (B, 1, H, D) fp32.
+
+    The pieces do not depend on the memory budget, because a different rounding could flip the sign of a projection.
+    """
     tokens = torch.full((-(-x.shape[1] // PIECE), 1), float(PIECE), device=x.device)
     tokens[-1:] = (x.shape[1] - 1) % PIECE + 1
     return (pooled(x, PIECE) * tokens).sum(2)[:, None] / max(1, x.shape[1])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores at a finer grain than blocks: a softmax over tiles of a few keys for each tile of a few queries, summed up."""
+"""Scores at a finer grain than blocks: a softmax over tiles of keys per tile of queries, summed up per block."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ from dynaxx.kernels.contract import SelectionKernels
 from dynaxx.layout import BlockGrid
 from dynaxx.selection.scorers.base import ScoreRows, per_kv_head, pieces, scoring_kernels, sum_groups
 
-NOTE_BYTES = 4  # that the kernel holds per query tile, q head and kv block
+NOTE_BYTES = 4  # bytes that the kernel stores per query tile, q head and kv block
 
 
 @dataclass(frozen=True)
 class TokenTiles:
-    """Vectors that stand for tiles of tokens."""
+    """Vectors that represent tiles of tokens."""
 
     size: int  # tokens per tile; divides the block
     count: int  # ceil(seqlen / size)
     vectors: Callable[[int, int], Tensor]  # (first, last + 1) -> (B, H, last - first, E) fp32
-    dtype: torch.dtype = torch.float32  # of the tokens: a GPU multiplies the vectors in it
+    dtype: torch.dtype = torch.float32  # dtype of the tokens, in which a GPU multiplies the vectors
 
 
 def tile_scores(
     queries: TokenTiles, keys: TokenTiles, grid: BlockGrid, heads: tuple[int, int], memory_budget: int, panel: int = 1
 ) -> ScoreRows:
-    """Log of each block's mass when every q tile attends to key tiles by the product of their vectors.
+    """Return a function that scores blocks by the attention of q tiles to key tiles.
 
-    A key tile counts as many times as it has keys, and is hidden from a q tile that ends before it starts.
+    The logit of two tiles is the product of their vectors. A key tile is weighted by its number of keys, and is hidden
+    from q tiles that end before it starts. A block's score is the log of its mass.
 
     Args:
         queries: tiles of the queries, their vectors times the softmax scale.
@@ -40,7 +41,7 @@ def tile_scores(
         grid: the blocks that are scored.
         heads: (B, Hq).
         memory_budget: bytes for the scores of tiles and the vectors of keys.
-        panel: rows of q blocks that are one row of the result: their masses are summed.
+        panel: number of rows of q blocks whose masses are summed to one row of the result.
     """
     q_parts, k_parts = panel * grid.block_size[0] // queries.size, grid.block_size[1] // keys.size
     sample = keys.vectors(0, min(1, keys.count))
@@ -57,7 +58,7 @@ def tile_scores(
     weight = (grid.seqlen_k - position).clamp(max=keys.size).float().div(keys.size).log()
 
     def shares(first: int, last: int) -> Tensor:
-        """(B, Hq, last - first, C): mass of each kv block for some q tiles, each summing to 1 or 0."""
+        """Return (B, Hq, last - first, C) masses of the kv blocks for some q tiles; each tile's sum is 1 or 0."""
         some = queries.vectors(first, last)
         if held is not None:
             logits = per_kv_head(some, held.transpose(-1, -2))
@@ -71,7 +72,7 @@ def tile_scores(
             logits.masked_fill_(position > ends[:, None], -torch.inf)
         logits -= logits.amax(-1, keepdim=True).clamp(min=torch.finfo(logits.dtype).min)
         logits.exp_()
-        logits /= logits.sum(-1, keepdim=True).clamp(min=1.0)  # at least 1 where the row sees anything
+        logits /= logits.sum(-1, keepdim=True).clamp(min=1.0)  # the sum is at least 1 if the row sees any key
         return sum_groups(logits, k_parts, -1)
 
     def rows(start: int, stop: int) -> Tensor:
@@ -100,7 +101,7 @@ def _fused(
     memory_budget: int,
     panel: int,
 ) -> ScoreRows:
-    """Return the same in kernels, which store nothing between tiles and blocks; the vectors of all keys are held."""
+    """Return the same function in kernels. They hold the vectors of all keys, but no scores of tiles."""
     held = _in_dtype(keys, 0, keys.count, memory_budget // 2).transpose(1, 2)
     made = lambda first, last: _in_dtype(queries, first, last, memory_budget // 8).transpose(1, 2)
     tile_bytes = heads[0] * heads[1] * held.shape[3] * held.itemsize
@@ -110,12 +111,12 @@ def _fused(
 
 
 class QueryTiles(NamedTuple):
-    """Tiles of queries as `tile_mass` takes them."""
+    """Tiles of queries as `tile_mass` expects them."""
 
     tokens: Callable[[int, int], Tensor]  # (first, last + 1) tile -> (B, tokens, Hq, D)
     tiles: int
     heads: tuple[int, int]  # (B, Hq)
-    bytes_each: int  # that making a tile takes
+    bytes_each: int  # bytes for building a tile
 
 
 def fused_rows(
@@ -130,13 +131,18 @@ def fused_rows(
     parts: int = 1,
     scale: float = 1.0,
 ) -> ScoreRows:
-    """`tile_scores` in kernels.
+    """Return the function of `tile_scores`, computed in kernels.
 
     Args:
-        keys: tokens of all key tiles, as `tile_mass` takes them.
+        kernels: the kernels to run.
+        queries: tiles of the queries.
+        keys: tokens of all key tiles, as `tile_mass` expects them.
+        grid: the blocks that are scored.
         sizes: tokens of the sequence per tile of queries and of keys.
-        memory_budget: bytes for queries and notes, of a row at least.
-        panel, parts, scale: as `tile_mass` takes them.
+        memory_budget: bytes for the queries and scores of some rows, at least one.
+        panel: see `tile_mass`.
+        parts: see `tile_mass`.
+        scale: see `tile_mass`.
     """
     q_parts = panel * grid.block_size[0] // sizes[0]
     note_bytes = NOTE_BYTES * queries.heads[0] * queries.heads[1] * grid.kv_blocks
@@ -156,7 +162,7 @@ def fused_rows(
 
 
 def _in_dtype(tiles: TokenTiles, first: int, last: int, memory_budget: int) -> Tensor:
-    """(B, H, last - first, E) vectors in the tokens' dtype, made a piece at a time."""
+    """Return (B, H, last - first, E) vectors in the tokens' dtype, built piece by piece."""
     sample = tiles.vectors(first, first + 1)
     out = sample.new_empty(*sample.shape[:2], last - first, sample.shape[3], dtype=tiles.dtype)
     for a, b in pieces(last - first, 3 * sample.numel() * sample.itemsize, memory_budget):

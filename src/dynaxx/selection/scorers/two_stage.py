@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Coarse, then fine: bounds of whole blocks say which of them are looked at key by key."""
+"""Score blocks in two stages: bounds of whole blocks choose candidates, which are then scored key by key."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ from dynaxx.selection.scorers.tiles import tile_scores
 @typed
 @dataclass(frozen=True)
 class TwoStage(Scorer):
-    """`MeanQuery` in two stages, for very long inputs: most blocks are ruled out before their keys are looked at.
+    """`MeanQuery` in two stages for very long inputs. Most blocks are ruled out before their keys are read.
 
-    First Quest's bound, from a block's smallest and largest keys, estimates what each mean query pays to it. `panel`
-    q blocks in a row and all q heads of a kv head decide together, by the sum, which `keep` blocks are candidates;
-    what the panel itself covers comes on top. Then `fine` scores the candidates. The others have -inf: a budget takes
-    one only where it takes everything. Keep some times as many as the budget: with four times, next to nothing is lost.
+    The first stage estimates the attention of mean queries to a block with Quest's bound, from the minima and maxima
+    of the block's keys. `panel` neighbouring q blocks and all q heads of a kv head choose `keep` candidates together,
+    by the sum of their estimates; the blocks that the panel itself covers are candidates as well. The second stage
+    scores the candidates with `fine`. All other blocks get -inf, so that a budget takes them only if it takes every
+    block. Set `keep` to about four times the budget, which loses almost no recall.
 
     Args:
         keep: an int is a number of candidates, a float a share of the visible blocks (rounded up).
-        fine: what ranks the candidates.
-        panel: q blocks that share candidates: a matrix unit wants many queries for each key that is read.
+        fine: the scorer that ranks the candidates.
+        panel: number of q blocks that share candidates. Matrix units need many queries per key that is read.
     """
 
     keep: int | float = 0.25
@@ -51,16 +52,16 @@ class TwoStage(Scorer):
         return self.fine.among(candidates, q, k, grid, scale, memory_budget=memory_budget)
 
     def candidates(self, q: Tensor, k: Tensor, grid: BlockGrid, scale: float, memory_budget: int) -> Candidates:
-        """Return the first stage."""
+        """Return the candidates of the first stage."""
         (batch, _, q_heads, _), kv_heads, kv_block = q.shape, k.shape[2], grid.block_size[1]
-        panel = min(self.panel, 1 << max(0, grid.q_blocks - 1).bit_length())  # one holds all rows at most
+        panel = min(self.panel, 1 << max(0, grid.q_blocks - 1).bit_length())  # at most one panel for all rows
         panels, tokens = -(-grid.q_blocks // panel), panel * grid.block_size[0]
         keep = min(self.keep, grid.kv_blocks) if isinstance(self.keep, int) else self.keep
         queries, keys = MinMax().tiles(q, k, kv_block, grid, scale, memory_budget // 2)
         mass_of = tile_scores(queries, keys, grid, (batch, q_heads), memory_budget // 2, panel)
         last_row = (torch.arange(1, panels + 1, device=k.device) * panel - 1).clamp(max=grid.q_blocks - 1)
-        seen = grid.causal_kv_blocks(last_row)[:, None]  # (panels, 1): how many blocks a panel sees
-        own = seen  # and where those begin that it covers itself
+        seen = grid.causal_kv_blocks(last_row)[:, None]  # (panels, 1) number of blocks that a panel sees
+        own = seen  # the first block that the panel itself covers
         if grid.causal:
             stands = torch.arange(panels, device=k.device)[:, None] * tokens + grid.offset
             own = torch.minimum(stands.div(kv_block, rounding_mode="floor").clamp(min=0), seen)
