@@ -104,7 +104,7 @@ def test_wrong_use_raises_in_tests_and_is_counted_in_service(call, message, capl
     call(lenient)
     call(lenient)
     assert lenient.value("dynaxx_telemetry_errors_total", what="wrong use") == (0 if message is None else 2)
-    assert len([r for r in caplog.records if "said once" in r.message]) == (0 if message is None else 1)
+    assert len([r for r in caplog.records if "logged once" in r.message]) == (0 if message is None else 1)
 
 
 def test_series_are_bounded(telemetry):

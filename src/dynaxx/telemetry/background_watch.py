@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Watch a process from a background thread, so that a source that hangs does not hold up whoever shows it."""
+"""Watch a process from a background thread, so that a hanging source does not block the display."""
 
 from __future__ import annotations
 
@@ -9,32 +9,34 @@ from dataclasses import replace
 
 from dynaxx.telemetry.overview import Overview, Watch, concerns_of
 
-LATE = 3  # intervals after which a reading that has not come to an end is called late
-LATE_SECONDS = 10.0  # at least
+LATE = 3  # intervals after which an unfinished reading counts as late
+LATE_SECONDS = 10.0  # smallest such delay
 
 
 class BackgroundWatch:
-    """Looks every `interval` seconds until `close()`; `latest` always answers at once.
+    """Read every `interval` seconds until `close()`. `latest` always returns at once.
 
     Raises:
-        ValueError, OSError, ImportError: the first look fails, as `Watch.look`.
+        ValueError: the first reading fails, see `Watch.look`.
+        OSError: the first reading fails, see `Watch.look`.
+        ImportError: the first reading fails, see `Watch.look`.
     """
 
     def __init__(self, watch: Watch, interval: float) -> None:
         self._watch, self._interval = watch, interval
         self._seen = watch.look()
-        self._began = time.monotonic()  # of the last look
+        self._began = time.monotonic()  # start of the last reading
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dynaxx watch", daemon=True)
         self._thread.start()
 
     @property
     def history(self) -> list[dict[str, float | None]]:
-        """The numbers of earlier looks, oldest first."""
+        """The numbers of earlier readings, oldest first."""
         return list(self._watch.history)
 
     def latest(self) -> Overview:
-        """Return the last overview; where the source has not answered for long, with its age as the worst concern."""
+        """Return the last overview. If the source has not answered for long, its age is the worst concern."""
         seen, age = self._seen, time.monotonic() - self._began
         if age <= max(LATE * self._interval, LATE_SECONDS):
             return seen
@@ -42,7 +44,7 @@ class BackgroundWatch:
         return replace(late, concerns=concerns_of(late))
 
     def close(self) -> None:
-        """Stop looking; a look that hangs is not waited for."""
+        """Stop reading, without waiting for a reading that hangs."""
         self._closed.set()
         self._thread.join(timeout=1.0)
 

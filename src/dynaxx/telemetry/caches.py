@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure the memory of key-value caches, only when somebody reads the numbers."""
+"""Measure the memory of key-value caches whenever the metrics are read."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from dynaxx.telemetry.recorder import Recorder
 
 
 class CacheMeter:
-    """Sets `dynaxx_kv_cache_bytes` to the memory of the live caches whenever numbers are read, as long as it lives.
+    """Set `dynaxx_kv_cache_bytes` to the memory of the live caches whenever metrics are read, until it is collected.
 
     Args:
-        caches: a method that gives them, held weakly.
+        numbers: the recorder to write to.
+        caches: a method that returns the caches; it is referenced weakly.
     """
 
     def __init__(self, numbers: Recorder, caches: Callable[[], Iterable[Any]]) -> None:
@@ -31,11 +32,11 @@ class CacheMeter:
             return
         try:
             self._numbers.set("dynaxx_kv_cache_bytes", sum(map(cache_bytes, caches())))
-        except RuntimeError:  # a request began or ended while we looked: the next look will do
+        except RuntimeError:  # a request started or ended meanwhile; the next reading counts it
             return
 
 
 def cache_bytes(cache: Any) -> int:
-    """Return the bytes of a transformers cache: the keys and values of the layers that are filled."""
+    """Return the bytes of the keys and values in the filled layers of a transformers cache."""
     tensors = (getattr(layer, name, None) for layer in getattr(cache, "layers", ()) for name in ("keys", "values"))
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors if isinstance(tensor, Tensor))

@@ -2,7 +2,7 @@
 """Declare every metric and every event once, for exporters, alerts, dashboard, watch and tests.
 
 Names follow Prometheus: `dynaxx_`, base units (`_seconds`, `_bytes`, `_ratio`), `_total` for counters. Every series
-also carries `model_name` and `engine`, as vLLM's do. Label values are words of ours or small numbers, never content.
+also has the labels `model_name` and `engine`, as in vLLM. Label values are fixed words or small numbers, never content.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ class Metric:
     """One metric.
 
     Attributes:
-        kind: "info" is a gauge of 1 whose labels are the value; a new one replaces the old.
-        help: one sentence; the unit where the name does not say it.
-        labels: beside the base labels.
-        buckets: upper bounds of a histogram, ascending, +Inf left out.
-        combine: what several processes' values of a gauge make together.
+        kind: "info" is a gauge of 1 whose labels are the value; a new value replaces the old one.
+        help: one sentence, with the unit if the name does not contain it.
+        labels: labels besides the base labels.
+        buckets: ascending upper bounds of a histogram, without +Inf.
+        combine: how to combine the values of a gauge from several processes.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Metric:
 
     @property
     def all_labels(self) -> tuple[str, ...]:
-        """Base labels and the own labels of the metric."""
+        """The base labels and the metric's other labels."""
         return BASE_LABELS + self.labels
 
 
@@ -56,7 +56,7 @@ ERRORS = (1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 CATALOG: dict[str, Metric] = {
     metric.name: metric
     for metric in (
-        # ---- traffic -------------------------------------------------------------------------------------------------
+        # traffic
         Metric("dynaxx_requests_total", "counter", "Prompts by route: sparse, dense.", ("route",)),
         Metric("dynaxx_tokens_total", "counter", "Prompt tokens by route.", ("route",)),
         Metric(
@@ -67,29 +67,29 @@ CATALOG: dict[str, Metric] = {
             REQUEST_SECONDS,
         ),
         Metric("dynaxx_kv_cache_bytes", "gauge", "Memory that holds keys and values.", combine="sum"),
-        # ---- what ran ------------------------------------------------------------------------------------------------
+        # calls
         Metric(
             "dynaxx_layer_calls_total",
             "counter",
-            "Attention calls of layers, by backend (dense is one) and phase (prefill, decode).",
+            "Attention calls of layers, by backend (including dense) and phase (prefill, decode).",
             ("backend", "phase"),
         ),
         Metric(
             "dynaxx_dense_calls_total",
             "counter",
-            "Attention calls that ran dense, by reason; most reasons are what the policy says.",
+            "Attention calls that ran dense, by reason; most reasons are settings of the policy.",
             ("reason",),
         ),
         Metric(
             "dynaxx_fallbacks_total",
             "counter",
-            "Attention calls that should have run sparse and ran dense: failures and the guard, by reason.",
+            "Attention calls that ran dense because of a failure or the guard, by reason.",
             ("reason",),
         ),
         Metric(
             "dynaxx_density_ratio",
             "histogram",
-            "Visited over causally visible blocks of sampled sparse calls; 1 is dense.",
+            "Ratio of visited to causally visible blocks in sampled sparse calls; 1 is dense.",
             ("phase",),
             SHARES,
         ),
@@ -97,11 +97,11 @@ CATALOG: dict[str, Metric] = {
         Metric(
             "dynaxx_overlap_ratio",
             "histogram",
-            "Shared over all blocks of neighbouring rows' selections, sampled.",
+            "Ratio of shared to all blocks in the selections of neighbouring rows, sampled.",
             ("phase",),
             SHARES,
         ),
-        # ---- how fast ------------------------------------------------------------------------------------------------
+        # speed
         Metric(
             "dynaxx_attention_seconds",
             "histogram",
@@ -112,34 +112,34 @@ CATALOG: dict[str, Metric] = {
         Metric(
             "dynaxx_selection_seconds",
             "histogram",
-            "Time that the same prefill calls took to choose their blocks.",
+            "Time for choosing blocks in sampled sparse prefill calls.",
             ("backend", "phase"),
             KERNEL_SECONDS,
         ),
         Metric(
             "dynaxx_attention_flops_total",
             "counter",
-            "Floating point operations over the visited blocks of the same calls.",
+            "Floating point operations over the visited blocks of sampled sparse calls.",
             ("backend", "phase"),
         ),
         Metric(
             "dynaxx_attention_bytes_total",
             "counter",
-            "Bytes of q, out and every visited block of keys and values of the same calls.",
+            "Bytes of q, out and every visited block of keys and values in sampled sparse calls.",
             ("backend", "phase"),
         ),
-        # ---- how faithful --------------------------------------------------------------------------------------------
+        # accuracy
         Metric(
             "dynaxx_recall_ratio",
             "histogram",
-            "Share of dense attention mass in the visited blocks, estimated on rows that the guard samples.",
+            "Share of dense attention mass in the visited blocks, estimated on query rows that the guard samples.",
             (),
             HIGH_SHARES,
         ),
         Metric(
             "dynaxx_output_error_ratio",
             "histogram",
-            "Relative error of the attention output against dense, estimated on the same rows.",
+            "Relative error of the attention output against dense attention, estimated on the same rows as recall.",
             (),
             ERRORS,
         ),
@@ -161,40 +161,40 @@ CATALOG: dict[str, Metric] = {
         Metric(
             "dynaxx_layer_drift_ratio",
             "gauge",
-            "The layer's drift statistic, worst head, over the policy's threshold; from 1 it has drifted.",
+            "Drift statistic of the layer's worst head over the policy's threshold; >= 1 means drift.",
             ("layer",),
             combine="max",
         ),
         Metric(
             "dynaxx_guard_checks_total",
             "counter",
-            "Sampled calls that the guard compared: ok, violated; or left out: dropped, too large, decode.",
+            "Sampled calls of the guard by result: ok, violated, or not compared (dropped, too large, decode).",
             ("verdict",),
         ),
         Metric(
             "dynaxx_guard_level",
             "gauge",
-            "What the guard does: 0 nothing, 1 warns, 2 widened the budget, 3 runs dense.",
+            "Level of the guard: 0 no action, 1 warns, 2 widened the budget, 3 runs dense.",
             combine="max",
         ),
-        # ---- what is in force ----------------------------------------------------------------------------------------
+        # state
         Metric("dynaxx_policy_info", "info", "The policy in force.", ("version", "digest")),
-        Metric("dynaxx_policy_loaded_timestamp_seconds", "gauge", "When it came into force, in Unix time."),
+        Metric("dynaxx_policy_loaded_timestamp_seconds", "gauge", "When the policy came into force, in Unix time."),
         Metric("dynaxx_policy_reloads_total", "counter", "Changed policy files by result: ok, failed.", ("result",)),
-        Metric("dynaxx_policy_stale", "gauge", "1 while the policy file is not the one in force.", combine="max"),
+        Metric("dynaxx_policy_stale", "gauge", "1 while the policy in force differs from its file.", combine="max"),
         Metric("dynaxx_rollout_ratio", "gauge", "Share of requests that the rollout sends to sparse."),
         Metric("dynaxx_kill_switch", "gauge", "1 while the kill switch keeps everything dense.", combine="max"),
-        Metric("dynaxx_uptime_seconds", "gauge", "Since the process began to count.", combine="max"),
-        Metric("dynaxx_events_total", "counter", "What happened, by event.", ("event",)),
+        Metric("dynaxx_uptime_seconds", "gauge", "Seconds since the process began to count.", combine="max"),
+        Metric("dynaxx_events_total", "counter", "Events, by name.", ("event",)),
         Metric(
             "dynaxx_snapshot_timestamp_seconds",
             "gauge",
-            "When a snapshot file that is served was written, in Unix time.",
+            "When the served snapshot file was written, in Unix time.",
         ),
         Metric(
             "dynaxx_telemetry_errors_total",
             "counter",
-            "What telemetry could not do; requests never feel it.",
+            "Errors of telemetry itself, which never affect requests.",
             ("what",),
         ),
     )
@@ -203,7 +203,7 @@ CATALOG: dict[str, Metric] = {
 EVENTS: dict[str, str] = {
     "policy_loaded": "a policy came into force",
     "policy_refused": "a changed policy file was refused; the old policy stays in force",
-    "policy_removed": "a policy was taken off its model",
+    "policy_removed": "a policy was removed from its model",
     "kill_switch_on": "the kill switch was turned on",
     "kill_switch_off": "the kill switch was turned off",
     "guard_warned": "an estimate crossed its limit; the policy says to warn",
@@ -213,8 +213,8 @@ EVENTS: dict[str, str] = {
     "kernel_failed": "a kernel failed; the call ran dense",
     "compile_failed": "a kernel did not compile; the call ran dense",
     "out_of_memory": "a sparse call ran out of memory; it ran dense",
-    "drift_found": "attention differs from the profile that the policy was tuned on",
-    "drift_gone": "attention is as the policy was tuned on again",
+    "drift_found": "attention differs from the policy's reference profile",
+    "drift_gone": "attention matches the policy's reference profile again",
     "retune_recommended": "the policy should be tuned again",
     "telemetry_failed": "an exporter or the snapshot file failed",
 }

@@ -13,7 +13,7 @@ MOST_FREE = 256  # events kept per device
 
 
 class Clock(Protocol):
-    """Sets marks in a device's queue of work; a mark is opaque to the caller."""
+    """Set marks in a device's queue of work. A mark is opaque to the caller."""
 
     def mark(self) -> Any:
         """Return a mark at the end of the device's queue of work."""
@@ -25,38 +25,38 @@ class Clock(Protocol):
         """Return the seconds between two marks that are ready."""
 
     def release(self, *marks: Any) -> None:
-        """Give marks back that nobody asks for again."""
+        """Return marks that are no longer needed."""
 
 
 class HostClock:
     """The CPU's monotonic clock."""
 
     def mark(self) -> float:
-        """Return a mark, as `Clock`."""
+        """Return a mark. See `Clock`."""
         return time.perf_counter()
 
     def ready(self, mark: float) -> bool:
-        """Return whether a mark is reached, as `Clock`."""
+        """Return whether a mark is reached. See `Clock`."""
         return True
 
     def seconds(self, start: float, end: float) -> float:
-        """Return the seconds between two marks, as `Clock`."""
+        """Return the seconds between two marks. See `Clock`."""
         return end - start
 
     def release(self, *marks: float) -> None:
-        """Give marks back, as `Clock`."""
+        """Return marks. See `Clock`."""
         pass
 
 
 class CudaClock:
-    """CUDA events on the stream that was current when the clock was made; released events are used again."""
+    """CUDA events on the stream that was current when the clock was created. Released events are reused."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.current_stream(device)
         self._free = _FREE[self._stream.device_index]
 
     def mark(self) -> Any:
-        """Return a mark, as `Clock`."""
+        """Return a mark. See `Clock`."""
         try:
             event = self._free.pop()
         except IndexError:
@@ -65,15 +65,15 @@ class CudaClock:
         return event
 
     def ready(self, mark: Any) -> bool:
-        """Return whether a mark is reached, as `Clock`."""
+        """Return whether a mark is reached. See `Clock`."""
         return mark.query()
 
     def seconds(self, start: Any, end: Any) -> float:
-        """Return the seconds between two marks, as `Clock`."""
+        """Return the seconds between two marks. See `Clock`."""
         return start.elapsed_time(end) / 1e3
 
     def release(self, *marks: Any) -> None:
-        """Give marks back, as `Clock`."""
+        """Return marks. See `Clock`."""
         self._free.extend(marks)
 
 
@@ -82,7 +82,7 @@ _HOST = HostClock()
 
 
 def clock_of(device: torch.device) -> Clock | None:
-    """Return the clock of a device; None on another kind of device or while a CUDA graph is captured."""
+    """Return the clock of a device, or None for other kinds of devices and during the capture of a CUDA graph."""
     if device.type == "cpu":
         return _HOST
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():

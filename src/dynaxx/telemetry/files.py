@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The snapshot file: a process's numbers as JSON, written whole every few seconds, for `dynaxx watch` and people.
+"""The snapshot file: the metrics of a process as JSON, written whole every few seconds, for `dynaxx watch`.
 
-A disk that is full or gone is counted and logged once; the file that was there stays, and no request notices.
+A full or missing disk is counted and logged once. The old file stays, and requests are not affected.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from dynaxx.telemetry.recorder import Recorder, recorder
 from dynaxx.telemetry.snapshot import Snapshot
 
 INTERVAL = 5.0  # seconds between two writes
-MOST_BYTES = 64 * 1024 * 1024  # of a snapshot file; one with every series that a process may have is smaller
+MOST_BYTES = 64 * 1024 * 1024  # limit on a snapshot file; a file with all series that a process may have is smaller
 
 
 class SnapshotFile:
-    """Writes the numbers to `path` every `interval` seconds until `close()`, and once more then.
+    """Write the metrics to `path` every `interval` seconds until `close()`, which writes once more.
 
-    The file belongs to the process that made this object: a forked child writes nothing, counts that it could not, and
-    makes a file of its own if it should have one.
+    The file belongs to the process that created this object. A forked child writes nothing and counts an error; create
+    another file in the child if you need one.
 
     Args:
         path: the file; its folder must exist.
         interval: seconds between two writes.
-        numbers: this process's recorder by default.
+        numbers: the recorder; this process's recorder by default.
 
     Raises:
         ValueError: the folder does not exist, or the interval is not positive.
@@ -41,9 +41,9 @@ class SnapshotFile:
     ) -> None:
         self.path = Path(path)
         if not self.path.parent.is_dir():
-            raise ValueError(f"`path` must lie in a folder that exists, got {path}: make {self.path.parent}")
+            raise ValueError(f"`path` must be in an existing folder, got {path}; create {self.path.parent}")
         if not interval > 0:
-            raise ValueError(f"`interval` must be positive seconds, got {interval}")
+            raise ValueError(f"`interval` must be > 0 seconds, got {interval}")
         self._numbers = recorder() if numbers is None else numbers
         self._interval = interval
         self._process = os.getpid()
@@ -52,10 +52,10 @@ class SnapshotFile:
         self._thread.start()
 
     def write(self) -> bool:
-        """Write now, and return whether it worked."""
+        """Write the file now, and return whether it succeeded."""
         try:
             if os.getpid() != self._process:
-                raise RuntimeError(f"{self.path} belongs to the process that was forked: make a file for each process")
+                raise RuntimeError(f"{self.path} belongs to the parent process; create one file per process")
             with self._writing:  # an older snapshot must not replace a newer one
                 write_snapshot(self.path, Snapshot.of(self._numbers))
         except Exception as error:
@@ -64,7 +64,7 @@ class SnapshotFile:
         return True
 
     def close(self) -> None:
-        """Write once more and stop. More calls do nothing."""
+        """Write once more and stop. Further calls do nothing."""
         if not self._closed.is_set():
             self._closed.set()
             self._thread.join()
@@ -83,10 +83,10 @@ class SnapshotFile:
 
 
 def write_snapshot(path: Path, snapshot: Snapshot) -> None:
-    """Write a snapshot. A reader at any moment sees the old file or the new one, whole.
+    """Write a snapshot. Readers always see either the whole old file or the whole new one.
 
     Raises:
-        OSError: the file cannot be written; what was there is untouched.
+        OSError: the file cannot be written; the old file is untouched.
     """
     text = json.dumps(snapshot.to_document(), allow_nan=False) + "\n"
     write_whole_file(path, lambda file: file.write(text.encode()), sync=False)
@@ -96,8 +96,8 @@ def read_snapshot(path: str | os.PathLike[str]) -> Snapshot:
     """Read one file.
 
     Raises:
-        ValueError: no such file, or not a snapshot file of this version; the message names the file.
-        OSError: not a regular file of at most `MOST_BYTES` bytes, or it cannot be read.
+        ValueError: the file does not exist or is not a snapshot file of this version; the message names the file.
+        OSError: the file is not a regular file of at most `MOST_BYTES` bytes, or cannot be read.
     """
     shown = printable(os.fspath(path))
     try:
@@ -109,10 +109,11 @@ def read_snapshot(path: str | os.PathLike[str]) -> Snapshot:
 
 
 def read_snapshots(paths: Sequence[str | os.PathLike[str]]) -> Snapshot:
-    """Read the files of several processes as one snapshot; `Snapshot.faults` names those that cannot be read.
+    """Read the files of several processes as one snapshot. `Snapshot.faults` names the files that cannot be read.
 
     Raises:
-        ValueError, OSError: as `read_snapshot`, where no file can be read.
+        ValueError: no file can be read, see `read_snapshot`.
+        OSError: no file can be read, see `read_snapshot`.
     """
     found: list[Snapshot] = []
     errors: list[ValueError | OSError] = []

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small HTTP server that can face strangers: it names its own address, drops slow clients, and never prints.
+"""A small HTTP server for untrusted clients: it checks the Host header, drops slow clients, and never prints.
 
-Both the metrics endpoint and the watch page are one of these.
+The metrics endpoint and the watch page use it.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from typing import Any, NamedTuple
 
 from dynaxx.printable import printable
 
-MOST_CONNECTIONS = 64  # at a time; others are closed at once
-CONNECTION_SECONDS = 15.0  # that a client has for its request and for reading the answer
-SILENT_SECONDS = 5.0  # that a client may say nothing
+MOST_CONNECTIONS = 64  # concurrent connections; further ones are closed at once
+CONNECTION_SECONDS = 15.0  # limit on sending a request and reading its response
+SILENT_SECONDS = 5.0  # limit on the time without a byte from the client
 
 logger = logging.getLogger("dynaxx")
 
 
 class Answer(NamedTuple):
-    """The answer to a request."""
+    """The response to a request."""
 
     status: int
     content_type: str
@@ -40,18 +40,19 @@ Respond = Callable[[str], Answer]
 
 
 class HttpServer:
-    """Answers GET and HEAD requests in daemon threads until `close()`. Also a context manager.
+    """Serve GET and HEAD requests in daemon threads until `close()`. Also a context manager.
 
-    A request whose Host header is not the address that is served is refused, so that no web page elsewhere can read
-    the answers through a name of its own that resolves to this machine (DNS rebinding). Where all interfaces are
-    served, nobody knows the names, and any Host is taken.
+    The server refuses requests whose Host header is not its own address. This prevents DNS rebinding, in which a
+    foreign web page reads the responses through a name that resolves to this machine. A server on all interfaces
+    cannot know its names, so it accepts any Host.
 
     Args:
-        respond: returns the answer for a path, without its query. An exception becomes a 500 and is logged.
-        port: 0 takes a free one; see `port`.
-        host: the interface: an address or a name of this machine. Beyond the loopback interface a warning is logged,
+        respond: a function that returns the response for a path without its query. An exception is logged and becomes
+            status 500.
+        port: the port; 0 takes a free one, which the attribute `port` holds.
+        host: the interface, as an address or name of this machine. Interfaces other than the loopback log a warning,
             because there is no password.
-        what: what is served, for messages.
+        what: a name for the content, for messages.
 
     Raises:
         ValueError: `port` is not between 0 and 65535.
@@ -75,27 +76,27 @@ class HttpServer:
         self._thread.start()
         if not is_loopback(host):
             logger.warning(
-                "%s at %s can be read by everybody who reaches this address: there is no password", what, self.address
+                "%s at %s can be read by everyone who can reach this address: there is no password", what, self.address
             )
 
     def accepts(self, host_header: str | None) -> bool:
-        """Return whether a request that names this host is answered."""
+        """Return whether requests with this Host header are served."""
         return self._hosts is None or (host_header or "").lower() in self._hosts
 
     def answer(self, path: str) -> Answer:
-        """Return the answer for a path."""
+        """Return the response for a path."""
         try:
             return self._respond(path.partition("?")[0])
         except Exception:
-            logger.exception("no answer for %s", printable(path, most=100))
+            logger.exception("no response for %s", printable(path, most=100))
             return Answer(500, "text/plain; charset=utf-8", b"this went wrong; the log of the process says how\n")
 
     def wait(self) -> None:
-        """Wait until somebody closes the server."""
+        """Wait until the server is closed."""
         self._closed.wait()
 
     def close(self) -> None:
-        """Stop. More calls do nothing."""
+        """Stop. Further calls do nothing."""
         if not self._closed.is_set():
             self._closed.set()
             self._server.shutdown()
@@ -110,7 +111,7 @@ class HttpServer:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host name or address is of the loopback interface."""
+    """Return whether a host name or address belongs to the loopback interface."""
     host = host.strip("[]").partition("%")[0].lower().rstrip(".")
     if host == "localhost" or host.endswith(".localhost"):
         return True
@@ -123,23 +124,23 @@ def is_loopback(host: str) -> bool:
 
 
 class _Server(ThreadingHTTPServer):
-    """Counts connections and drops old ones; speaks IPv4 or IPv6 as the host asks."""
+    """Limit the number and age of connections. Serves IPv4 or IPv6, depending on the host."""
 
     daemon_threads = True
-    block_on_close = False  # a slow client does not hold up the end
+    block_on_close = False  # slow clients must not delay the shutdown
 
     def __init__(self, owner: HttpServer, port: int, host: str) -> None:
         self.owner = owner
-        self._open: dict[socket.socket, float] = {}  # by connection: when it began
+        self._open: dict[socket.socket, float] = {}  # start time of each connection
         self._lock = threading.Lock()
         found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         self.address_family, address = found[0][0], found[0][4]
         super().__init__(address, _Handler)  # type: ignore[arg-type]
 
     def server_bind(self) -> None:
-        if self.address_family == socket.AF_INET6:  # "::" serves IPv4 as well
+        if self.address_family == socket.AF_INET6:  # let "::" serve IPv4 as well
             self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        TCPServer.server_bind(self)  # not HTTPServer's, which asks the DNS for a name
+        TCPServer.server_bind(self)  # HTTPServer.server_bind would query the DNS
         self.server_name, self.server_port = self.owner.host, self.server_address[1]
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -153,13 +154,13 @@ class _Server(ThreadingHTTPServer):
             super().process_request(request, client_address)
 
     def service_actions(self) -> None:
-        """Drop clients that took too long; called twice a second."""
+        """Drop clients that exceed the time limit. Called twice a second."""
         border = time.monotonic() - CONNECTION_SECONDS
         with self._lock:
             late = [request for request, began in self._open.items() if began < border]
         for request in late:
             with contextlib.suppress(OSError):
-                request.shutdown(socket.SHUT_RDWR)  # wakes the thread that serves it
+                request.shutdown(socket.SHUT_RDWR)  # wakes the serving thread
 
     def shutdown_request(self, request: Any) -> None:
         with self._lock:
@@ -167,8 +168,8 @@ class _Server(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of clients that went away, and log the rest where somebody looks for it."""
-        logger.debug("a request of %s failed", client_address, exc_info=True)
+        """Log errors at debug level only, since most are clients that disconnected."""
+        logger.debug("a request from %s failed", client_address, exc_info=True)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -203,11 +204,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(answer.body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing: the terminal belongs to the command."""
+        """Print nothing, since the terminal shows the output of the command."""
 
 
 def _own_names(host: str, port: int) -> frozenset[str] | None:
-    """Return the Host headers that name this server; None where all interfaces are served and any name may."""
+    """Return the Host headers that name this server, or None if it serves all interfaces and accepts any."""
     bare = host.strip("[]").lower()
     if bare in ("", "0.0.0.0", "::"):
         return None
@@ -217,11 +218,11 @@ def _own_names(host: str, port: int) -> frozenset[str] | None:
 
 
 def _explained(error: OSError, port: int, host: str) -> OSError:
-    """Return the same error with words that say what to do."""
+    """Return the same error with a message that says the fix."""
     if error.errno == errno.EADDRINUSE:
-        message = f"port {port} on {host} is taken: choose another one, or 0 for a free one"
+        message = f"port {port} on {host} is taken; choose another one, or 0 for a free one"
     elif error.errno == errno.EACCES:
-        message = f"port {port} on {host} is not allowed: choose one from 1024 up"
+        message = f"port {port} on {host} is not allowed; choose one from 1024 up"
     else:
         message = f"cannot serve on {host}:{port}: {error.strerror or error}; `host` must be an address of this machine"
     return OSError(error.errno, message)

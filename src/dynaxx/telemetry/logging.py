@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the logger `dynaxx` as lines of JSON, on request.
+"""Write the messages of the logger `dynaxx` as lines of JSON, on request.
 
 Facts are numbers and short words, never prompts or tokens.
 """
@@ -15,7 +15,7 @@ from dynaxx.telemetry.recorder import harmless
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time (UTC), level, logger, message, facts of an event, error with its traceback."""
+    """Format a record as one line of JSON: time (UTC), level, logger, message, facts of an event, error, traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record as one line of JSON."""
@@ -34,10 +34,10 @@ class JsonFormatter(logging.Formatter):
 
 
 def log_json(stream: TextIO | None = None, *, level: int | str = logging.INFO) -> logging.Handler:
-    """Write what `dynaxx` logs to a stream (stderr by default) as JSON, and only there.
+    """Write the messages of the logger `dynaxx` to a stream (stderr by default) as JSON, and nowhere else.
 
-    Called again, it replaces what it did before. `logging.getLogger("dynaxx").removeHandler(...)` with what it returns
-    takes it back.
+    A second call replaces the first. To undo it, pass the returned handler to
+    `logging.getLogger("dynaxx").removeHandler`.
     """
     logger = logging.getLogger("dynaxx")
     for handler in [h for h in logger.handlers if isinstance(h.formatter, JsonFormatter)]:

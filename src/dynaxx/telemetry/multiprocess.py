@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Share one endpoint among processes: each writes its numbers to the folder that PROMETHEUS_MULTIPROC_DIR names.
+"""Share one endpoint among processes: each writes its metrics to the folder that PROMETHEUS_MULTIPROC_DIR names.
 
-Through prometheus-client's own metrics, so that whoever serves that folder (vLLM's API server, our `serve`) shows them.
+The metrics are those of prometheus-client, so any process that serves that folder (vLLM's API server, our `serve`)
+shows them.
 """
 
 from __future__ import annotations
@@ -20,32 +21,30 @@ FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 
 
 def multiprocess_folder() -> str | None:
-    """Return PROMETHEUS_MULTIPROC_DIR, None if it is not set.
+    """Return PROMETHEUS_MULTIPROC_DIR, or None if it is not set.
 
     Raises:
-        ValueError: it is no folder that can be written, or it was set after prometheus-client was imported.
+        ValueError: it is not a writable folder, or it was set after prometheus-client was imported.
     """
     folder = os.environ.get(FOLDER) or os.environ.get(FOLDER.lower())
     if not folder:
         return None
     if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
-        raise ValueError(
-            f"{FOLDER} must be a folder that can be written, got {folder!r}: make it, empty, at each start"
-        )
+        raise ValueError(f"{FOLDER} must be a writable folder, got {folder!r}; create an empty one at each start")
     if not getattr(values.ValueClass, "_multiprocess", False):
         raise ValueError(f"{FOLDER} was set after prometheus_client was imported; set it before the process starts")
     return folder
 
 
 class FolderSink:
-    """Sends every update to prometheus-client's own metrics, which live in PROMETHEUS_MULTIPROC_DIR."""
+    """Send every update to prometheus-client's metrics, which are stored in PROMETHEUS_MULTIPROC_DIR."""
 
     def __init__(self) -> None:
         self._metrics = {name: _client_metric(metric) for name, metric in CATALOG.items()}
         self._series: dict[tuple[str, tuple[str, ...]], Any] = {}
 
     def update(self, metric: Metric, labels: tuple[str, ...], value: float) -> None:
-        """Forward an update, as `Sink`."""
+        """Forward an update. See `Sink`."""
         key = (metric.name, labels)
         if key not in self._series:
             self._series[key] = self._metrics[metric.name].labels(*labels)
@@ -59,9 +58,9 @@ class FolderSink:
 
 
 def write_to_folder(numbers: Recorder) -> None:
-    """Write a recorder's numbers to PROMETHEUS_MULTIPROC_DIR as well, from now on; more calls do nothing.
+    """Also write the metrics of a recorder to PROMETHEUS_MULTIPROC_DIR from now on. Further calls do nothing.
 
-    What counters and gauges say already is taken over. Histograms begin with what comes: call it at the start.
+    Current values of counters and gauges are copied, those of histograms are not, so call it at the start.
     """
     if numbers.has_sink(FolderSink):
         return

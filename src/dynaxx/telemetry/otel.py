@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Export to OpenTelemetry: every update goes to an instrument of a meter provider. Needs the SDK.
 
-Names are the same but for the dot of their namespace and `_total`, with units beside them: a collector that shows
-Prometheus what it received says `dynaxx_attention_seconds` again.
+Instruments have the metrics' names with a dot after the namespace and without `_total` and the unit, which is a
+separate field. A collector that exports them to Prometheus restores names such as `dynaxx_attention_seconds`.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ UNITS = {"_seconds": "s", "_bytes": "By", "_ratio": "1", "_nats": "nat"}
 
 
 class OtelSink:
-    """Forwards updates to one instrument per metric."""
+    """Forward updates to one instrument per metric."""
 
     def __init__(self, provider: Any) -> None:
         meter = metrics.get_meter("dynaxx") if provider is None else provider.get_meter("dynaxx")
         self._instruments = {metric.name: _instrument(meter, metric) for metric in CATALOG.values()}
 
     def update(self, metric: Metric, labels: tuple[str, ...], value: float) -> None:
-        """Forward an update, as `Sink`."""
+        """Forward an update. See `Sink`."""
         self._instruments[metric.name](value, dict(zip(metric.all_labels, labels, strict=True)))
 
 
 def export(provider: Any = None, *, numbers: Recorder | None = None) -> OtelSink:
-    """Send this process's metrics to a meter provider from now on, by default the global one.
+    """Send this process's metrics to a meter provider from now on, by default to the global one.
 
-    What counters and gauges say already is taken over; histograms begin with what comes. `numbers.remove_sink(...)`
-    with what is returned ends it.
+    Current values of counters and gauges are copied, those of histograms are not. To stop, pass the result to
+    `numbers.remove_sink`.
     """
     numbers = recorder() if numbers is None else numbers
     sink = OtelSink(provider)
@@ -50,7 +50,7 @@ def export(provider: Any = None, *, numbers: Recorder | None = None) -> OtelSink
 
 
 def otel_name(metric: Metric) -> tuple[str, str]:
-    """Return a metric's name and unit as OpenTelemetry writes them."""
+    """Return the name and unit of a metric in OpenTelemetry."""
     name = metric.name.removesuffix("_total").replace("dynaxx_", "dynaxx.", 1)
     return name, next((unit for suffix, unit in UNITS.items() if name.endswith(suffix)), "1")
 

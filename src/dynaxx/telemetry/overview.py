@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Overview`: the state of a running process in numbers and concerns, from two snapshots. Every view shows this."""
+"""`Overview`: the state of a running process as numbers and concerns, from two snapshots. All views show it."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from dynaxx.printable import printable
 from dynaxx.telemetry.catalog import EVENTS
 from dynaxx.telemetry.snapshot import Snapshot
 
-# The same limits as in alerts.yml.
+# Limits, equal to those in alerts.yml.
 RECALL_LOW = 0.9
 ERROR_HIGH = 0.1
 FALLBACKS_HIGH = 0.01
 DRIFTED = 1.0
-SILENT_AFTER = 30.0  # seconds without a new number
+SILENT_AFTER = 30.0  # seconds without a change
 
 GUARD = ("quiet", "warns", "widened the budget", "runs dense")
-WINDOW = 60.0  # seconds that rates are taken over
+WINDOW = 60.0  # seconds over which rates are computed
 MOST_HISTORY = 240
-MOST_FAULTS = 3  # shown
+MOST_FAULTS = 3  # faults shown
 
 
 @dataclass(frozen=True)
 class Concern:
-    """A finding that a person should look at."""
+    """A finding that needs a person's attention."""
 
     level: Literal["bad", "warn"]
     text: str
@@ -37,7 +37,7 @@ class Concern:
 
 @dataclass(frozen=True)
 class Layer:
-    """The estimates of one layer; None where there is none yet."""
+    """The estimates of one layer, None where there is none yet."""
 
     layer: int
     density: float | None
@@ -47,25 +47,25 @@ class Layer:
 
     @property
     def strain(self) -> float:
-        """How near the layer is to a limit; 1 is at it."""
+        """The ratio of the layer's worst estimate to its limit; 1 is at the limit."""
         lost = 0.0 if self.recall is None else (1 - self.recall) / (1 - RECALL_LOW)
         return max(lost, (self.output_error or 0.0) / ERROR_HIGH, (self.drift or 0.0) / DRIFTED)
 
 
 @dataclass(frozen=True)
 class Overview:
-    """One look at a process. Means and rates cover the last `window_seconds`, or the whole run where that is empty.
+    """The state of a process at one reading. Means and rates cover the last `window_seconds`, or the whole run if None.
 
     Attributes:
-        problem: why the last reading failed; the numbers are then of the one before.
-        concerns: what is wrong, worst first.
+        problem: why the last reading failed; the numbers are then those of the reading before.
+        concerns: findings that need attention, worst first.
     """
 
     source: str
     problem: str = ""
-    faults: tuple[str, ...] = ()  # files and series that were left out because they could not be read
-    age_seconds: float = 0.0  # since the last reading began, where it has not come to an end for long
-    silent_seconds: float = 0.0  # since the numbers last moved on
+    faults: tuple[str, ...] = ()  # files and series that could not be read
+    age_seconds: float = 0.0  # time since the last reading began, if it has not ended for long
+    silent_seconds: float = 0.0  # time since the numbers last changed
     window_seconds: float | None = None
     uptime_seconds: float | None = None
     models: list[str] = field(default_factory=list)
@@ -79,13 +79,13 @@ class Overview:
     calls: dict[str, float] = field(default_factory=dict)  # layer calls in the window, by backend
     dense_calls: dict[str, float] = field(default_factory=dict)  # by reason
     fallbacks: dict[str, float] = field(default_factory=dict)  # by reason, over the whole run
-    fallback_share: float | None = None  # of the calls that should have been sparse
+    fallback_share: float | None = None  # share of the calls that should have been sparse
     density: float | None = None
     overlap: float | None = None
-    attention_seconds: float | None = None  # mean of a call
+    attention_seconds: float | None = None  # mean per call
     flops_per_second: float | None = None
     bytes_per_second: float | None = None
-    selection_share: float | None = None  # of selection and attention together
+    selection_share: float | None = None  # share of selection in the time of selection and attention
     kv_cache_bytes: float | None = None
     recall: float | None = None
     output_error: float | None = None
@@ -99,23 +99,23 @@ class Overview:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is bad."""
+        """Whether no concern is of level "bad"."""
         return not any(concern.level == "bad" for concern in self.concerns)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data; a number that is not finite (a sum that overflowed) becomes None."""
+        """Return plain data. Numbers that are not finite, such as an overflowed sum, become None."""
         plain: dict[str, Any] = _finite(asdict(self))
         return plain
 
 
 class Watch:
-    """Looks at a process again and again.
+    """Read the metrics of a process repeatedly.
 
     Args:
-        read: gives a snapshot, or raises ValueError or OSError.
-        source: what to call it.
-        window: seconds that rates are taken over.
-        clock: one that never goes back.
+        read: a function that returns a snapshot, or raises ValueError or OSError.
+        source: the name to show.
+        window: seconds over which rates are computed.
+        clock: a monotonic clock.
     """
 
     def __init__(
@@ -132,16 +132,18 @@ class Watch:
         self.history: deque[dict[str, float | None]] = deque(maxlen=MOST_HISTORY)
 
     def look(self) -> Overview:
-        """Read once more. A reading that fails in any way gives the last numbers and says so.
+        """Read once more. If the reading fails, return the last numbers with `problem` set.
 
         Raises:
-            ValueError, OSError, ImportError: the first reading fails.
+            ValueError: the first reading fails.
+            OSError: the first reading fails.
+            ImportError: the first reading fails.
         """
         moment = self._clock()
         try:
             now = self._read()
             seen = self._seen(moment, now, "")
-        except Exception as error:  # whatever another process says, who watches it must learn of it
+        except Exception as error:  # show any error of another process instead of ending
             if not self._kept:
                 raise
             seen = self._seen(moment, None, printable(error, most=500) or type(error).__name__)
@@ -149,7 +151,7 @@ class Watch:
         return seen
 
     def _seen(self, moment: float, now: Snapshot | None, problem: str) -> Overview:
-        """Return the overview of a reading, or of the last one where there is none."""
+        """Return the overview of a reading, or of the previous reading if `now` is None."""
         if now is not None:
             if not self._kept:
                 self._moved = moment - (0.0 if now.uptime is None else max(0.0, time.time() - now.time))
@@ -234,29 +236,29 @@ def overview(
 
 
 def concerns_of(seen: Overview) -> list[Concern]:
-    """Return what is wrong, worst first."""
+    """Return the findings that need attention, worst first."""
     percent = lambda share: f"{100 * share:.1f} %"
     found = [
         (bool(seen.problem), "bad", f"cannot be read: {seen.problem}"),
-        (seen.age_seconds > 0, "bad", f"these numbers are {seen.age_seconds:.0f} s old: the source does not answer"),
-        *((True, "bad", f"left out: {fault}") for fault in seen.faults[:MOST_FAULTS]),
-        (len(seen.faults) > MOST_FAULTS, "bad", f"left out: {len(seen.faults) - MOST_FAULTS} more"),
-        (seen.silent_seconds > SILENT_AFTER, "bad", f"no new number for {seen.silent_seconds:.0f} s"),
+        (seen.age_seconds > 0, "bad", f"these numbers are {seen.age_seconds:.0f} s old; the source does not answer"),
+        *((True, "bad", f"not read: {fault}") for fault in seen.faults[:MOST_FAULTS]),
+        (len(seen.faults) > MOST_FAULTS, "bad", f"not read: {len(seen.faults) - MOST_FAULTS} more"),
+        (seen.silent_seconds > SILENT_AFTER, "bad", f"no change for {seen.silent_seconds:.0f} s"),
         (seen.guard_level == 3, "bad", "the guard runs everything dense"),
         (_over(RECALL_LOW, seen.recall), "bad", f"recall is {percent(seen.recall or 0)}, below {percent(RECALL_LOW)}"),
         (_over(seen.output_error, ERROR_HIGH), "bad", f"the output error is {percent(seen.output_error or 0)}"),
         (_over(seen.fallback_share, FALLBACKS_HIGH), "bad", f"{percent(seen.fallback_share or 0)} of calls fall back"),
-        (seen.kill_switch, "warn", "the kill switch is on: everything is dense"),
-        (bool(seen.policy.get("stale")), "warn", "the policy file was refused; the policy before it is in force"),
+        (seen.kill_switch, "warn", "the kill switch is on, so everything runs dense"),
+        (bool(seen.policy.get("stale")), "warn", "the new policy file was refused; the previous policy is in force"),
         (seen.guard_level in (1, 2), "warn", f"the guard {GUARD[seen.guard_level]}"),
-        (_over(seen.drift, DRIFTED, equal=True), "warn", "attention has drifted: tune again (dynaxx retune)"),
-        (bool(seen.telemetry_errors), "warn", "telemetry itself had errors: " + ", ".join(seen.telemetry_errors)),
+        (_over(seen.drift, DRIFTED, equal=True), "warn", "attention has drifted; tune again (dynaxx retune)"),
+        (bool(seen.telemetry_errors), "warn", "telemetry had errors: " + ", ".join(seen.telemetry_errors)),
     ]
     return [Concern("bad" if level == "bad" else "warn", text) for wrong, level, text in found if wrong]
 
 
 def _finite(value: Any) -> Any:
-    """Return plain data with None for every number that is not finite."""
+    """Return plain data with None in place of numbers that are not finite."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -292,7 +294,7 @@ def _layers(now: Snapshot) -> list[Layer]:
 
 
 def describe_event(event: dict[str, Any]) -> str:
-    """Return an event in words, with its facts."""
+    """Return a description of an event with its facts."""
     facts = ", ".join(f"{k} {v}" for k, v in event.get("facts", {}).items() if k not in ("model_name", "engine"))
     words = EVENTS.get(event["name"], event["name"])
     return f"{words} ({facts})" if facts else words

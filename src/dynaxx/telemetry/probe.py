@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Probe`: integrations call it around each attention call of a layer. It counts every call and measures a few.
 
-A measured call is timed by events on a GPU and by the clock on a CPU, and its layout is counted on its device. Nothing
-waits for the GPU: what was queued is read by a later call, or when somebody asks for the numbers.
+A measured call is timed by events on a GPU and by the clock on a CPU, and the blocks of its layout are counted on its
+device. The probe never waits for the GPU: later calls and readers collect the results.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from dynaxx.telemetry.recorder import Recorder, recorder
 from dynaxx.telemetry.samples import HostSlots, Sample, count_blocks
 
 SAMPLE_RATE = 1 / 32
-SPACING = 0.05  # seconds between two measured calls at least: one takes 0.15 ms of the host, 0.3 % of that
-OVERLAP_EVERY = 16  # measured calls per one, the first among them, whose neighbouring selections are compared
+SPACING = 0.05  # smallest time in seconds between measured calls; a measurement takes 0.15 ms of the host, 0.3 % of it
+OVERLAP_EVERY = 16  # one in so many measured calls, starting with the first, compares neighbouring selections
 MOST_PENDING = 64
 
 
@@ -37,12 +37,12 @@ class CallCounters(NamedTuple):
 
 
 class Probe:
-    """Measures the sparse calls of one model. One probe may serve all layers, from any thread.
+    """Measure the sparse calls of one model. One probe may serve all layers, from any thread.
 
     Args:
-        numbers: where to count; the process's recorder by default. `recorder().bind(model_name=...)` names the model.
-        sample_rate: share of calls that are measured; 0 measures none, all are counted.
-        spacing: seconds between two measured calls at least.
+        numbers: the recorder; the process's recorder by default. `recorder().bind(model_name=...)` names the model.
+        sample_rate: share of calls that are measured. 0 measures none; all calls are counted either way.
+        spacing: smallest time in seconds between two measured calls.
     """
 
     def __init__(
@@ -60,11 +60,9 @@ class Probe:
         self._slots = HostSlots(2 * MOST_PENDING)
         self.numbers.add_source(self)
 
-    # ---- layers --------------------------------------------------------------------------------------------------
-
     def start(self, layer: int, q: Tensor, *, phase: str = "prefill") -> Call:
-        """Begin a sparse call, before its blocks are chosen. q (batch, seqlen_q, q_heads, head_dim)."""
-        if self.sample_rate and (not self._measured or self._random.random() < self.sample_rate):  # the first, too
+        """Begin a sparse call, before its blocks are chosen. q has shape (batch, seqlen_q, q_heads, head_dim)."""
+        if self.sample_rate and (not self._measured or self._random.random() < self.sample_rate):  # measure the first
             now = time.monotonic()
             if now - self._last >= self.spacing and (clock := clock_of(q.device)) is not None and self._has_room():
                 self._last = now
@@ -76,7 +74,7 @@ class Probe:
         self.dense_counter(reason, phase)(1)
 
     def dense_counter(self, reason: str, phase: str = "prefill") -> Callable[[int], None]:
-        """Return a function that counts dense calls; faster than `dense` where it is called often."""
+        """Return a function that counts dense calls. It is faster than `dense` for frequent calls."""
         calls = self.numbers.counter("dynaxx_layer_calls_total", backend="dense", phase=phase)
         reasons = self.numbers.counter("dynaxx_dense_calls_total", reason=reason)
 
@@ -87,17 +85,13 @@ class Probe:
         return count
 
     def fallback(self, reason: str, phase: str = "prefill") -> None:
-        """Count a call that ran dense and should have run sparse."""
+        """Count a call that should have run sparse but ran dense."""
         self.dense(reason, phase)
         self.numbers.add("dynaxx_fallbacks_total", reason=reason)
 
-    # ---- requests ------------------------------------------------------------------------------------------------
-
     def request(self, route: str, tokens: int, device: torch.device) -> RequestTimer:
-        """Begin a forward pass over `tokens` tokens of prompts; call `done()` on the result when it ends."""
+        """Begin a forward pass over `tokens` tokens of prompts. Call `done()` on the result when it ends."""
         return RequestTimer(self, route, tokens, clock_of(device) if self._has_room() else None)
-
-    # ---- reading back --------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
         """Record every measurement that is ready, without waiting."""
@@ -118,16 +112,16 @@ class Probe:
             self.numbers.failed("probe", error)
 
     def _has_room(self) -> bool:
-        """Return whether one more measurement may wait for its GPU."""
+        """Return whether another measurement may be queued."""
         if len(self._pending) >= MOST_PENDING:
             self.flush()
         if len(self._pending) < MOST_PENDING:
             return True
-        self.numbers.failed("probe", f"more than {MOST_PENDING} measurements wait for the GPU; one is left out")
+        self.numbers.failed("probe", f"more than {MOST_PENDING} measurements wait for the GPU; one is dropped")
         return False
 
     def _keep(self, sample: Sample | RequestTimer) -> None:
-        """Record a measurement now or, where a GPU has to get there first, later."""
+        """Record a measurement now, or later if the GPU has not reached it yet."""
         self.flush()
         if not self._pending and sample.ready():
             self._record(sample)
@@ -140,7 +134,7 @@ class Probe:
         if layout is None:
             return self._named(call, "unknown")
         grads = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-        key = (call._layer, call._phase, q.dtype, q.is_cuda, layout.block_size, grads)  # a layer has one shape
+        key = (call._layer, call._phase, q.dtype, q.is_cuda, layout.block_size, grads)  # heads are fixed per layer
         known = self._known.get(key)
         if known is None:
             try:
@@ -165,9 +159,9 @@ class Probe:
 
 
 class Call:
-    """One sparse call of a layer: `selected(layout)` when its blocks are chosen, `done(k, v)` after it ran.
+    """One sparse call of a layer. Call `selected(layout)` when its blocks are chosen, and `done(k, v)` after it ran.
 
-    A call that fails in between is forgotten: say `probe.fallback(reason)` for it.
+    If the call fails in between, call `probe.fallback(reason)` instead.
     """
 
     __slots__ = ("_layer", "_layout", "_phase", "_probe", "_q")
@@ -177,11 +171,11 @@ class Call:
         self._layout: BlockLayout | None = None
 
     def selected(self, layout: BlockLayout) -> None:
-        """Record that the blocks are chosen and attention comes next."""
+        """Record that the blocks are chosen and attention starts."""
         self._layout = layout
 
     def done(self, k: Tensor, v: Tensor, *, backend: str = "") -> None:
-        """Record that the call ran, on the backend that `sparse_attention` chooses if none is named."""
+        """Record that the call ran on `backend`, by default the one that `sparse_attention` chooses."""
         self._count(k, v, backend)
 
     def _count(self, k: Tensor, v: Tensor, backend: str) -> str:
@@ -199,12 +193,12 @@ class MeasuredCall(Call):
         self._started = self._selected = clock.mark()
 
     def selected(self, layout: BlockLayout) -> None:
-        """Record that the blocks are chosen, as `Call`."""
+        """Record that the blocks are chosen. See `Call`."""
         self._layout = layout
         self._selected = self._clock.mark()
 
     def done(self, k: Tensor, v: Tensor, *, backend: str = "") -> None:
-        """Record that the call ran, as `Call`."""
+        """Record that the call ran. See `Call`."""
         ended = self._clock.mark()
         probe = self._probe
         backend = self._count(k, v, backend)
@@ -228,7 +222,7 @@ class MeasuredCall(Call):
 
 
 class RequestTimer:
-    """Times one forward pass over prompts, from its construction to `done()`."""
+    """Time one forward pass over prompts, from construction to `done()`."""
 
     __slots__ = ("_clock", "_ended", "_probe", "_route", "_started", "_tokens")
 
@@ -238,7 +232,7 @@ class RequestTimer:
         self._ended: Any = None
 
     def done(self, *, route: str = "") -> None:
-        """End the pass, which may still run on a GPU; `route` corrects the route if it changed on the way."""
+        """End the pass, which may still run on a GPU. `route` replaces the route if it changed during the pass."""
         self._route = route or self._route
         self._probe.numbers.add("dynaxx_requests_total", route=self._route)
         self._probe.numbers.add("dynaxx_tokens_total", self._tokens, route=self._route)
@@ -248,12 +242,12 @@ class RequestTimer:
 
     def ready(self) -> bool:
         """Return whether the GPU has finished the pass."""
-        assert self._clock is not None, "only timed passes are kept"
+        assert self._clock is not None, "only timed passes are queued"
         return self._clock.ready(self._ended)
 
     def record(self, numbers: Recorder) -> None:
-        """Record the pass in the metrics; only when it is ready."""
-        assert self._clock is not None, "only timed passes are kept"
+        """Record the pass in the metrics. Call it only when the pass is ready."""
+        assert self._clock is not None, "only timed passes are queued"
         seconds = self._clock.seconds(self._started, self._ended)
         self._clock.release(self._started, self._ended)
         numbers.observe("dynaxx_request_seconds", seconds, route=self._route)

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Show metrics to Prometheus: at an endpoint of our own or in a registry that is served already.
+"""Expose metrics to Prometheus, at an endpoint of dynaxx or in a registry that is already served.
 
-There are three ways, one call each:
 - `serve(port)` opens an endpoint on the loopback interface.
 - `register()` adds the metrics to prometheus-client's registry, for a process that serves it.
-- Either of them, under PROMETHEUS_MULTIPROC_DIR, also writes this process's numbers to that folder, where the process
-  that serves finds those of all processes (vLLM's workers and its API server; a web server's workers).
+- With PROMETHEUS_MULTIPROC_DIR set, both also write the metrics of this process to that folder, from which one process
+  serves those of all processes (vLLM's workers, a web server's workers).
 
 Needs prometheus-client.
 """
@@ -44,7 +43,8 @@ class Server:
     """An endpoint at `url`, until `close()`. Also a context manager.
 
     Raises:
-        ValueError, OSError: as `HttpServer`.
+        ValueError: see `HttpServer`.
+        OSError: see `HttpServer`.
     """
 
     def __init__(self, registry: CollectorRegistry, port: int, host: str) -> None:
@@ -71,16 +71,16 @@ class Server:
 
 
 def serve(port: int = PORT, *, host: str = LOOPBACK, numbers: Recorder | None = None) -> Server:
-    """Serve this process's metrics, and under PROMETHEUS_MULTIPROC_DIR those of all its processes.
+    """Serve the metrics of this process, or with PROMETHEUS_MULTIPROC_DIR those of all its processes.
 
     Args:
-        port: 0 takes a free one; see `Server.port`.
-        host: the interface, by default only the loopback one. Metrics have no password.
-        numbers: this process's recorder by default.
+        port: the port; 0 takes a free one, see `Server.port`.
+        host: the interface, by default the loopback interface. There is no password.
+        numbers: the recorder; this process's recorder by default.
 
     Raises:
-        ValueError: a port that is none, or a PROMETHEUS_MULTIPROC_DIR that cannot be used.
-        OSError: the port is taken or not allowed, or no such host; the message says which.
+        ValueError: the port is out of range, or PROMETHEUS_MULTIPROC_DIR cannot be used.
+        OSError: the port is taken or not allowed, or there is no such host; the message says which.
     """
     numbers = recorder() if numbers is None else numbers
     registry = CollectorRegistry()
@@ -93,16 +93,16 @@ def serve(port: int = PORT, *, host: str = LOOPBACK, numbers: Recorder | None = 
 
 
 def register(registry: CollectorRegistry | None = None, *, numbers: Recorder | None = None) -> None:
-    """Show this process's metrics in a registry that somebody serves; more calls do nothing.
+    """Add the metrics of this process to a registry that another component serves. Further calls do nothing.
 
-    Under PROMETHEUS_MULTIPROC_DIR they go into that folder, where the serving process finds them.
+    With PROMETHEUS_MULTIPROC_DIR set, the metrics go into that folder, where the serving process reads them.
 
     Args:
-        registry: prometheus-client's own by default, which transformers' and vLLM's servers show.
-        numbers: this process's recorder by default.
+        registry: prometheus-client's default registry if None, which transformers' and vLLM's servers show.
+        numbers: the recorder; this process's recorder by default.
 
     Raises:
-        ValueError: a PROMETHEUS_MULTIPROC_DIR that cannot be used.
+        ValueError: PROMETHEUS_MULTIPROC_DIR cannot be used.
     """
     numbers = recorder() if numbers is None else numbers
     if multiprocess_folder() is not None:
@@ -112,27 +112,27 @@ def register(registry: CollectorRegistry | None = None, *, numbers: Recorder | N
     collector = SnapshotCollector(lambda: Snapshot.of(numbers))
     try:
         registry.register(collector)
-    except ValueError:  # prometheus-client's word for names that are there
+    except ValueError:  # prometheus-client raises it for names that are registered already
         logger.debug("metrics are registered already")
 
 
 def serve_source(where: str, port: int = PORT, *, host: str = LOOPBACK) -> Server:
-    """Serve other processes' metrics.
+    """Serve the metrics of other processes.
 
     Args:
-        where: a snapshot file, or a folder or pattern of some; or a folder that was PROMETHEUS_MULTIPROC_DIR.
-        port: as `serve`.
-        host: as `serve`.
+        where: a snapshot file, a folder or glob pattern of snapshot files, or a PROMETHEUS_MULTIPROC_DIR.
+        port: see `serve`.
+        host: see `serve`.
 
     Raises:
         ValueError: there is nothing to serve.
-        OSError: as `serve`.
+        OSError: see `serve`.
     """
     registry = CollectorRegistry()
     if os.path.isdir(where) and not glob.glob(os.path.join(glob.escape(where), "*.json")):
         if not glob.glob(os.path.join(glob.escape(where), "*.db")):
             raise ValueError(
-                f"{where} holds no snapshot files (*.json) and none of Prometheus (*.db): start what writes"
+                f"{where} holds neither snapshot files (*.json) nor Prometheus files (*.db); start what writes"
             )
         registry.register(FolderCollector(where))
     else:
@@ -143,7 +143,7 @@ def serve_source(where: str, port: int = PORT, *, host: str = LOOPBACK) -> Serve
 
 
 def _read_or_count(where: str, errors: Recorder) -> Snapshot:
-    """Return the files' numbers and when they were taken; count in `errors` every file that cannot be read."""
+    """Return the metrics in the files and their time. Count files that cannot be read in `errors`."""
     try:
         snapshot = read_files(where)
         faults: tuple[object, ...] = snapshot.faults
@@ -159,18 +159,18 @@ def _read_or_count(where: str, errors: Recorder) -> Snapshot:
 
 
 class FolderCollector(Collector):
-    """Metrics of all processes that write to a PROMETHEUS_MULTIPROC_DIR; files that are cut short are counted."""
+    """Collect the metrics of all processes that write to a PROMETHEUS_MULTIPROC_DIR. Truncated files are counted."""
 
     def __init__(self, folder: str) -> None:
         self._pattern = os.path.join(glob.escape(folder), "*.db")
         self._errors = Recorder(strict=False)
 
     def collect(self) -> Iterator[Any]:
-        """Return the metrics as prometheus-client shows them."""
+        """Return the metrics for prometheus-client."""
         paths = sorted(path for path in glob.glob(self._pattern) if os.path.isfile(path))
         try:
             families = list(multiprocess.MultiProcessCollector.merge(paths))
-        except Exception:  # of a file that another process cut short: one of them must not hide the others
+        except Exception:  # another process truncated a file, which must not hide the other files
             families = list(multiprocess.MultiProcessCollector.merge([path for path in paths if self._is_whole(path)]))
         yield from families
         readings = Snapshot.of(self._errors).readings.get("dynaxx_telemetry_errors_total")
@@ -188,13 +188,13 @@ class FolderCollector(Collector):
 
 
 class SnapshotCollector(Collector):
-    """Metrics from a snapshot that is taken when they are asked for."""
+    """Collect metrics from a snapshot that is taken at each scrape."""
 
     def __init__(self, take: Callable[[], Snapshot]) -> None:
         self._take = take
 
     def collect(self) -> Iterator[Any]:
-        """Return the metrics as prometheus-client shows them."""
+        """Return the metrics for prometheus-client."""
         snapshot = self._take()
         for name, readings in snapshot.readings.items():
             yield _family(CATALOG[name], readings)
@@ -202,7 +202,7 @@ class SnapshotCollector(Collector):
             yield _family(CATALOG[UPTIME], [Reading(dict.fromkeys(BASE_LABELS, ""), snapshot.uptime)])
 
     def describe(self) -> Iterator[Any]:
-        """Return all names, so that registering twice is noticed before anything is counted."""
+        """Return all names, so that a second registration is detected before anything is counted."""
         for metric in CATALOG.values():
             yield _family(metric, [])
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Recorder`: counters, gauges and histograms of one process; thread-safe, about a microsecond per call.
+"""`Recorder`: counters, gauges and histograms of one process. It is thread-safe and takes about a microsecond per call.
 
-It never raises into a request: an unknown name or a value that is no number is counted and said once. A strict recorder
-(under DYNAXX_DEBUG=1, and in tests) raises instead.
+It never raises into a request: an unknown name or an invalid value is counted and logged once. A strict recorder (with
+DYNAXX_DEBUG=1, and in tests) raises instead.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Event:
 
 
 class Recorder:
-    """Counts everything. `bind` returns a view with other base labels on the same numbers."""
+    """The metrics of a process. `bind` returns a view with other base labels on the same numbers."""
 
     def __init__(self, *, strict: bool | None = None, model_name: str = "", engine: str = "0") -> None:
         self._base = {"model_name": _label(model_name), "engine": _label(engine)}
@@ -44,7 +44,7 @@ class Recorder:
         self._store = Store(os.environ.get("DYNAXX_DEBUG") == "1" if strict is None else strict)
 
     def bind(self, **base: str) -> Recorder:
-        """Return a view on the same numbers under other base labels: `model_name`, `engine`."""
+        """Return a view on the same numbers with other base labels: `model_name`, `engine`."""
         unknown = set(base) - set(self._base)
         if unknown:
             raise ValueError(f"`bind` takes {', '.join(self._base)}, got {', '.join(sorted(unknown))}")
@@ -53,14 +53,12 @@ class Recorder:
         view._found, view._store = {}, self._store
         return view
 
-    # ---- writing -------------------------------------------------------------------------------------------------
-
     def add(self, name: str, value: float = 1, **labels: str | int) -> None:
-        """Raise a counter by `value` >= 0."""
+        """Increase a counter by `value` >= 0."""
         self._update("counter", name, value, labels)
 
     def counter(self, name: str, **labels: str | int) -> Callable[..., None]:
-        """Return a function that counts one or a given number; faster than `add` where it is called often."""
+        """Return a function that adds one, or a given number. It is faster than `add` for frequent calls."""
         series, store = self._find("counter", name, labels), self._store
         if series is None or series.metric.kind != "counter":
             return lambda number=1: self.add(name, number, **labels)
@@ -78,15 +76,15 @@ class Recorder:
         self._update("gauge", name, value, labels)
 
     def observe(self, name: str, value: float, **labels: str | int) -> None:
-        """Put a value into a histogram."""
+        """Add a value to a histogram."""
         self._update("histogram", name, value, labels)
 
     def info(self, name: str, **labels: str | int) -> None:
-        """Set an info metric; an earlier one under the same base labels is taken to 0."""
+        """Set an info metric. A previous one with the same base labels is set to 0."""
         self._store.forget(name, tuple(self._base.values()), self._update("info", name, 1.0, labels))
 
     def event(self, name: str, **facts: str | float) -> None:
-        """Count, remember and log an event with a few facts: numbers and names, never content."""
+        """Count, store and log an event with a few facts. Facts are numbers and names, never content."""
         if name not in EVENTS:
             self._store.complain(f"unknown event {name!r}; declare it in telemetry/catalog.py")
             return
@@ -129,7 +127,7 @@ class Recorder:
         return series
 
     def _find(self, kind: str, name: str, labels: dict[str, Any]) -> Series | None:
-        """Return the series of a name and its labels, made if new; None after a complaint if there can be none."""
+        """Return the series of a name and its labels, created if new, or None if they are invalid."""
         metric = CATALOG.get(name)
         if metric is None:
             self._store.complain(f"unknown metric {name!r}; declare it in telemetry/catalog.py")
@@ -144,10 +142,8 @@ class Recorder:
             self._found[(name, *labels.items())] = series
         return series
 
-    # ---- reading -------------------------------------------------------------------------------------------------
-
     def value(self, name: str, **labels: str | int) -> float:
-        """Return the value of a counter, gauge or info, or a histogram's count; summed over labels not named."""
+        """Return the value of a counter, gauge or info, or the count of a histogram, summed over unnamed labels."""
         wanted = {label: str(value) for label, value in labels.items()}
         found = [s for s in self.snapshot() if s.metric.name == name and _matches(s, wanted)]
         return float(sum(sum(s.counts) if s.metric.kind == "histogram" else s.value for s in found))
@@ -167,13 +163,11 @@ class Recorder:
 
     @property
     def uptime(self) -> float:
-        """Seconds since this recorder was made, by a clock that never goes back."""
+        """Return the seconds since this recorder was created, by a monotonic clock."""
         return time.monotonic() - self._store.started
 
-    # ---- plumbing ------------------------------------------------------------------------------------------------
-
     def add_sink(self, sink: Sink) -> None:
-        """Send every update to `sink` as well; an error in it is counted and never reaches a request."""
+        """Also send every update to `sink`. Its errors are counted and never reach a request."""
         self._store.sinks = (*self._store.sinks, sink)
 
     def has_sink(self, kind: type) -> bool:
@@ -181,20 +175,20 @@ class Recorder:
         return any(isinstance(sink, kind) for sink in self._store.sinks)
 
     def remove_sink(self, sink: Sink) -> None:
-        """Send no more updates to `sink`."""
+        """Stop sending updates to `sink`."""
         self._store.sinks = tuple(other for other in self._store.sinks if other is not sink)
 
     def add_source(self, source: Source) -> None:
-        """Flush `source` whenever numbers are read, as long as it lives."""
+        """Flush `source` whenever metrics are read, until it is collected."""
         self._store.sources.add(source)
 
     def failed(self, what: str, error: BaseException | str) -> None:
-        """Count something that telemetry could not do, and log it once per kind."""
+        """Count an error of telemetry, and log it once per kind."""
         self._store.failed(what, error)
 
 
 def _label(value: Any) -> str:
-    """Return a label's value as it is shown: short, and without characters that a terminal would act on."""
+    """Return a label value for display: short, and without characters that a terminal would act on."""
     return str(value) if isinstance(value, int) else printable(value, most=LONGEST_LABEL)
 
 
@@ -207,7 +201,7 @@ _default = Recorder()
 
 
 def harmless(value: Any) -> Any:
-    """Return a fact as it may be kept and shown: numbers and short words, or else only the type."""
+    """Return a fact that is safe to store and show: numbers and short words unchanged, otherwise only the type."""
     if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, float):
@@ -224,7 +218,7 @@ def recorder() -> Recorder:
 
 @contextmanager
 def use(other: Recorder) -> Iterator[Recorder]:
-    """Make `other` this process's recorder within the block; for tests."""
+    """Make `other` the recorder of this process within the block. For tests."""
     global _default
     before, _default = _default, other
     try:
@@ -234,7 +228,7 @@ def use(other: Recorder) -> Iterator[Recorder]:
 
 
 def _after_fork() -> None:
-    """Start a forked child from zero, with a lock that no lost thread holds; the parent keeps its counts."""
+    """Reset the counts of a forked child, with a new lock. The parent keeps its counts."""
     _default._store.restart()
 
 

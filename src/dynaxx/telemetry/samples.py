@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measurements of one call: visited blocks, their work, and how the blocks of neighbouring rows overlap."""
+"""Measurements of one call: visited blocks, their work, and the overlap between neighbouring rows."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ ROWS_COMPARED = 64
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks of one call, counted on its device; the counts may still be on their way to the host."""
+    """The blocks of one call, counted on its device. The copy of the counts to the host may be in progress."""
 
-    counts: Tensor  # (3,) int32 on the host: visited; of some neighbouring rows: shared and all. Valid when copied
+    counts: Tensor  # (3,) int32 on the host: visited blocks; shared and all blocks of some neighbouring rows
     visible: int  # causally visible blocks
     flops_per_block: int  # over all heads and batch entries that share a visited block
     bytes_per_block: int
-    bytes_once: int  # q and out
+    bytes_once: int  # bytes of q and out
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One measured call; `marks` are its start, the end of its selection, its end."""
+    """One measured call. `marks` are its start, the end of its selection, and its end."""
 
     layer: int
     phase: str
@@ -46,7 +46,7 @@ class Sample:
         return self.clock.ready(self.copied)
 
     def record(self, numbers: Recorder) -> None:
-        """Record the sample in the metrics; only when it is ready."""
+        """Record the sample in the metrics. Call it only when the sample is ready."""
         started, selected, ended = self.marks
         seconds = self.clock.seconds(selected, ended)
         where = {"backend": self.backend, "phase": self.phase}
@@ -66,10 +66,10 @@ class Sample:
 
 
 class HostSlots:
-    """Pinned host memory for counts on their way from a GPU, allocated once because each allocation is slow.
+    """Pinned host memory for counts copied from a GPU, allocated once because each allocation is slow.
 
     Args:
-        size: slots; as many are taken until one is given out again.
+        size: number of slots, which are reused in turn.
     """
 
     def __init__(self, size: int) -> None:
@@ -90,12 +90,12 @@ def count_blocks(
     """Count the blocks of a call without waiting for its device.
 
     Args:
-        q: as `sparse_attention` takes it.
-        k: as `sparse_attention` takes it.
-        v: as `sparse_attention` takes it.
+        q: see `sparse_attention`.
+        k: see `sparse_attention`.
+        v: see `sparse_attention`.
         layout: the layout of the call.
         slots: host memory for the counts.
-        overlap: picks the neighbouring rows to compare; None compares none.
+        overlap: random numbers that pick the neighbouring rows to compare; None compares none.
     """
     batch, seqlen_q, q_heads, head_dim = q.shape
     copies = (batch // layout.layout_batch) * (q_heads // layout.layout_heads)
@@ -118,13 +118,16 @@ def count_blocks(
 
 @torch.no_grad()
 def _shared_by_neighbours(layout: BlockLayout, random: Random) -> Tensor:
-    """Count blocks that two neighbouring rows share, and blocks of either, over some rows of one head: (2,) int32."""
+    """Count the blocks that two neighbouring rows share and the blocks of either, over some rows of one head.
+
+    Returns (2,) int32.
+    """
     b, h = random.randrange(layout.layout_batch), random.randrange(layout.layout_heads)
     first = random.randrange(max(1, layout.q_blocks - ROWS_COMPARED))
     ends = layout.kv_indptr[b, h, first : first + ROWS_COMPARED + 2].long()
-    slots = ends[:-1, None] + torch.arange(layout.kv_blocks, device=layout.device)  # a row has no block twice
+    slots = ends[:-1, None] + torch.arange(layout.kv_blocks, device=layout.device)  # a row has no duplicate block
     cols = layout.kv_indices[slots.clamp(max=layout.kv_indices.numel() - 1)].long()
-    cols = torch.where(slots < ends[1:, None], cols, layout.kv_blocks)  # past the row's end: a column of their own
+    cols = torch.where(slots < ends[1:, None], cols, layout.kv_blocks)  # slots past the row's end get an extra column
     visited = torch.zeros(cols.shape[0], layout.kv_blocks + 1, dtype=torch.bool, device=layout.device)
     visited.scatter_(1, cols, True)
     a, c = visited[:-1, :-1], visited[1:, :-1]

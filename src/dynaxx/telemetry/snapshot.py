@@ -14,9 +14,9 @@ from dynaxx.telemetry.catalog import CATALOG, Metric
 from dynaxx.telemetry.recorder import LONGEST_LABEL, Recorder, harmless
 
 FORMAT, VERSION = "dynaxx.snapshot", 1
-MOST_EVENTS, MOST_FACTS = 256, 32  # of a file, and of an event in it
-LATEST = 253_402_300_799.0  # Unix time that a calendar can show: the end of the year 9999
-UPTIME = "dynaxx_uptime_seconds"  # how an endpoint says `Snapshot.uptime`
+MOST_EVENTS, MOST_FACTS = 256, 32  # limits on the events of a file and the facts of an event
+LATEST = 253_402_300_799.0  # largest Unix time that `datetime` can represent, the end of the year 9999
+UPTIME = "dynaxx_uptime_seconds"  # the metric that carries `Snapshot.uptime`
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class Reading:
     """One series."""
 
     labels: dict[str, str]
-    value: float = 0.0  # of a counter, gauge or info
-    counts: tuple[float, ...] = ()  # of a histogram: values per bucket, the last beyond all bounds
+    value: float = 0.0  # value of a counter, gauge or info
+    counts: tuple[float, ...] = ()  # values per bucket of a histogram, the last bucket beyond all bounds
     sum: float = 0.0
 
     @property
@@ -40,19 +40,17 @@ class Reading:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Readings by metric name; names that the catalogue does not know are left out."""
+    """Readings by metric name. Names that are not in the catalogue are ignored."""
 
     readings: dict[str, list[Reading]]
     time: float  # Unix time of the process that counted, seconds
-    uptime: float | None = None  # of that process, by a clock that never goes back; None if it did not say
+    uptime: float | None = None  # seconds since that process started, by a monotonic clock; None if unknown
     events: list[dict[str, Any]] = field(default_factory=list)  # name, time, facts; oldest first
-    faults: tuple[str, ...] = ()  # files and series that were left out because they could not be read
-
-    # ---- making one ----------------------------------------------------------------------------------------------
+    faults: tuple[str, ...] = ()  # files and series that could not be read
 
     @classmethod
     def of(cls, numbers: Recorder) -> Snapshot:
-        """Return the numbers of this process now."""
+        """Return the current metrics of this process."""
         readings: dict[str, list[Reading]] = {}
         for series in numbers.snapshot():
             labels = dict(zip(series.metric.all_labels, series.labels, strict=True))
@@ -63,17 +61,17 @@ class Snapshot:
 
     @classmethod
     def from_document(cls, document: Any) -> Snapshot:
-        """Return the snapshot that `to_document` wrote, with every value checked: the file may be anybody's.
+        """Return the snapshot that `to_document` wrote. Every value is checked, since the file may be untrusted.
 
         Raises:
-            ValueError: something else, a newer version, or a value that no snapshot has.
+            ValueError: the document is not a snapshot, has a newer version, or has an invalid value.
         """
         if not isinstance(document, dict) or document.get("format") != FORMAT:
-            raise ValueError(f"is no snapshot file: `format` must be {FORMAT!r}")
+            raise ValueError(f"is not a snapshot file: `format` must be {FORMAT!r}")
         if document.get("version") != VERSION:
             raise ValueError(
-                f"is of version {printable(repr(document.get('version')), most=40)}, this dynaxx reads {VERSION}: "
-                "use the newer one"
+                f"has version {printable(repr(document.get('version')), most=40)}, but this dynaxx reads {VERSION}; "
+                "upgrade dynaxx"
             )
         try:
             readings = {
@@ -103,7 +101,7 @@ class Snapshot:
 
     @classmethod
     def merged(cls, snapshots: Iterable[Snapshot], *, faults: tuple[str, ...] = ()) -> Snapshot:
-        """Return several processes as one: counters and histograms add up, gauges combine as the catalogue says."""
+        """Return several processes as one. Counters and histograms are summed, gauges combined per catalogue."""
         ordered = sorted(snapshots, key=lambda snapshot: snapshot.time)
         found: dict[str, dict[tuple[Any, ...], Reading]] = {}
         for snapshot in ordered:
@@ -119,7 +117,7 @@ class Snapshot:
         return cls(merged, max((s.time for s in ordered), default=0.0), max(uptimes, default=None), events, faults)
 
     def since(self, earlier: Snapshot) -> Snapshot:
-        """Return what was counted after `earlier`, and gauges as they are now; a restarted process counts from zero."""
+        """Return the counts since `earlier` and the current gauges. A restarted process counts from zero."""
         readings = {}
         for name, now in self.readings.items():
             metric = CATALOG[name]
@@ -133,10 +131,8 @@ class Snapshot:
             uptime = self.uptime - earlier.uptime if self.uptime >= earlier.uptime else self.uptime
         return Snapshot(readings, self.time, uptime, self.events, self.faults)
 
-    # ---- asking --------------------------------------------------------------------------------------------------
-
     def get(self, name: str, **labels: str) -> list[Reading]:
-        """Return the readings of a metric that have these labels."""
+        """Return the readings of a metric with these labels."""
         assert name in CATALOG, name
         return [reading for reading in self.readings.get(name, []) if reading.has(labels)]
 
@@ -153,7 +149,7 @@ class Snapshot:
         return {key: reading.value for key, reading in found.items()}
 
     def gauge(self, name: str) -> float | None:
-        """Return a gauge combined over all labels, None if nobody set it."""
+        """Return a gauge combined over all labels, or None if it was never set."""
         found = self.get(name)
         if not found:
             return None
@@ -163,12 +159,12 @@ class Snapshot:
         return value.value
 
     def mean(self, name: str, **labels: str) -> float | None:
-        """Return the mean of a histogram's values; None without any."""
+        """Return the mean of a histogram's values, or None if it has none."""
         count = sum(reading.count for reading in self.get(name, **labels))
         return self.total(name, **labels) / count if count else None
 
     def quantile(self, name: str, q: float, **labels: str) -> float | None:
-        """Return a quantile of a histogram's values, linear within a bucket as in Prometheus; None without any."""
+        """Return a quantile of a histogram's values, interpolated as in Prometheus, or None if it has none."""
         bounds, found = CATALOG[name].buckets, self.get(name, **labels)
         counts = [sum(reading.counts[i] for reading in found) for i in range(len(bounds) + 1)]
         rank, below = q * sum(counts), 0.0
@@ -185,30 +181,30 @@ class Snapshot:
 def _reading(
     metric: Metric, *, labels: dict[str, str], value: float = 0.0, counts: Any = (), sum: float = 0.0
 ) -> Reading:
-    """Return a reading from a file, checked."""
+    """Return a checked reading from a file."""
     wanted = len(metric.buckets) + 1 if metric.kind == "histogram" else 0
     if set(labels) != set(metric.all_labels) or len(counts) != wanted:
-        raise ValueError(f"{metric.name} has labels {metric.all_labels} and {wanted} buckets, got {labels}")
+        raise ValueError(f"{metric.name} must have labels {metric.all_labels} and {wanted} buckets, got {labels}")
     named = {name: printable(value, most=LONGEST_LABEL) for name, value in labels.items()}
     return Reading(named, _finite(value), tuple(map(_finite, counts)), _finite(sum))
 
 
 def _event(*, name: str, time: float, facts: dict[str, Any]) -> dict[str, Any]:
-    """Return an event from a file, checked."""
+    """Return a checked event from a file."""
     if not isinstance(name, str) or not 0 <= _finite(time) <= LATEST:
-        raise ValueError(f"an event has a name and a Unix time, got {name!r} at {time!r}")
+        raise ValueError(f"an event must have a name and a Unix time, got {name!r} at {time!r}")
     kept = {printable(key, most=80): harmless(value) for key, value in list(facts.items())[:MOST_FACTS]}
     return {"name": printable(name, most=80), "time": float(time), "facts": kept}
 
 
 def _finite(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"a value is a finite number, got {value!r}")
+        raise ValueError(f"a value must be a finite number, got {value!r}")
     return float(value)
 
 
 def _together(metric: Metric, a: Reading, b: Reading) -> Reading:
-    """Combine two processes' readings of one series; `b` is the newer one."""
+    """Combine the readings of one series from two processes. `b` is the newer one."""
     if metric.kind == "histogram":
         return Reading(a.labels, 0.0, tuple(x + y for x, y in zip(a.counts, b.counts, strict=True)), a.sum + b.sum)
     if metric.kind == "counter" or metric.combine == "sum":
@@ -219,7 +215,7 @@ def _together(metric: Metric, a: Reading, b: Reading) -> Reading:
 
 
 def _minus(now: Reading, before: Reading | None) -> Reading:
-    if before is None or now.value < before.value or now.count < before.count:  # new, or counting from zero again
+    if before is None or now.value < before.value or now.count < before.count:  # new, or restarted
         return now
     counts = tuple(x - y for x, y in zip(now.counts, before.counts, strict=True))
     return Reading(now.labels, now.value - before.value, counts, now.sum - before.sum)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read another process's numbers from its metrics endpoint, its snapshot file, or a folder of snapshot files."""
+"""Read the metrics of another process from its endpoint, its snapshot file, or a folder of snapshot files."""
 
 from __future__ import annotations
 
@@ -23,22 +23,24 @@ from dynaxx.telemetry.http import is_loopback
 from dynaxx.telemetry.recorder import LONGEST_LABEL
 from dynaxx.telemetry.snapshot import UPTIME, Reading, Snapshot
 
-TIMEOUT = 5.0  # seconds without a byte
-LONGEST = 15.0  # seconds for a whole answer
+TIMEOUT = 5.0  # longest time in seconds without a byte
+LONGEST = 15.0  # longest time in seconds for a whole response
 MOST_BYTES = 1 << 24
 Read = Callable[[], Snapshot]
 
 
 def source_of(where: str) -> Read:
-    """Return a function that reads the numbers at `where`, anew with every call.
+    """Return a function that reads the metrics at `where` with every call.
 
     Args:
-        where: an URL, `host:port` or `:port` of a metrics endpoint; a snapshot file; or a folder or pattern (`*`) of
+        where: a URL, `host:port` or `:port` of a metrics endpoint; a snapshot file; or a folder or glob pattern of
             snapshot files, one per process.
 
+    Returns:
+        A function that raises ValueError or OSError if there is nothing to read.
+
     Raises:
-        ValueError: `where` is none of these. What is returned raises ValueError or OSError where there is nothing to
-            read.
+        ValueError: `where` is none of these.
     """
     if where.startswith(("http://", "https://")):
         _check_url(where)
@@ -54,10 +56,11 @@ def source_of(where: str) -> Read:
 
 
 def read_files(where: str) -> Snapshot:
-    """Return the snapshot file at `where`, or those of a folder or a pattern together.
+    """Return the snapshot in a file, or in all files of a folder or a pattern.
 
     Raises:
-        ValueError, OSError: there is none, or none that can be read; `Snapshot.faults` names others.
+        ValueError: there is no file, or none can be read. `Snapshot.faults` names single files that cannot be read.
+        OSError: no file can be read.
     """
     if os.path.isdir(where):
         where = os.path.join(glob.escape(where), "*.json")
@@ -70,11 +73,11 @@ def read_files(where: str) -> Snapshot:
 
 
 def read_endpoint(url: str) -> Snapshot:
-    """Return what a Prometheus endpoint says of dynaxx. A loopback address is asked directly, through no proxy.
+    """Return dynaxx's metrics from a Prometheus endpoint. Loopback addresses are read without a proxy.
 
     Raises:
-        OSError: nobody answers, or what answers does not speak HTTP.
-        ValueError: the answer is no metrics, or has none of dynaxx.
+        OSError: there is no response, or it is not HTTP.
+        ValueError: the response is not in Prometheus's format, or has no metric of dynaxx.
         ImportError: prometheus-client is not installed.
     """
     url = printable(url)
@@ -83,24 +86,24 @@ def read_endpoint(url: str) -> Snapshot:
     except urllib.error.HTTPError as error:
         error.close()
         where = error.headers.get("Location")
-        hint = f"it sends to {printable(where, most=200)}" if where else "the metrics are usually at /metrics"
-        raise OSError(f"{url} answers {error.code} {printable(error.reason, most=80)}; {hint}") from None
+        hint = f"it redirects to {printable(where, most=200)}" if where else "the metrics are usually at /metrics"
+        raise OSError(f"{url} responds {error.code} {printable(error.reason, most=80)}; {hint}") from None
     except (OSError, ValueError, http.client.HTTPException) as error:
         why = getattr(error, "reason", None) or error
         said = str(why) if isinstance(why, OSError | str) else f"{type(why).__name__}: {why}"
         raise OSError(
-            f"{url} does not answer as a metrics endpoint does ({printable(said, most=200)}); "
-            "dynaxx.telemetry.prometheus.serve(port) in the process, or dynaxx serve-metrics beside it, would"
+            f"{url} does not respond like a metrics endpoint ({printable(said, most=200)}); call "
+            "dynaxx.telemetry.prometheus.serve(port) in the process, or run dynaxx serve-metrics"
         ) from None
     found, faults = parse_text(text)
     if not found:
-        raise ValueError(f"{url} shows no metric of dynaxx; register or serve them in the process that uses it")
+        raise ValueError(f"{url} has no metric of dynaxx; register or serve them in the process that uses dynaxx")
     uptime = max((reading.value for reading in found.pop(UPTIME, [])), default=None)
     return Snapshot(found, time.time(), uptime, faults=faults)
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Follows no redirect: the address that was given is the one that is asked."""
+    """Follow no redirects, so that only the given address is read."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
@@ -117,7 +120,7 @@ def _check_url(url: str) -> None:
 
 
 def _fetch(url: str) -> bytes:
-    """Return the body at an URL, at most `MOST_BYTES` of it."""
+    """Return the body at a URL, up to `MOST_BYTES`."""
     handlers: list[Any] = [_NoRedirects()]
     if is_loopback(urllib.parse.urlsplit(url).hostname or ""):
         handlers.append(urllib.request.ProxyHandler({}))
@@ -126,19 +129,20 @@ def _fetch(url: str) -> bytes:
         while len(body) < MOST_BYTES and (part := answer.read1(1 << 16)):
             body += part
             if time.monotonic() > deadline:
-                raise TimeoutError(f"the answer takes longer than {LONGEST:g} s")
-        if answer.length:  # as `read` would say it: the connection ended early
+                raise TimeoutError(f"the response takes longer than {LONGEST:g} s")
+        if answer.length:  # the connection ended early; `read1` does not report it
             raise http.client.IncompleteRead(bytes(body[:0]), answer.length)
     return bytes(body[:MOST_BYTES])
 
 
 def parse_text(text: str) -> tuple[dict[str, list[Reading]], tuple[str, ...]]:
-    """Return readings from Prometheus's text format, and which series are no finite numbers and were left out.
+    """Parse Prometheus's text format. Metrics of other software are ignored.
 
-    Metrics of others are left out without a word.
+    Returns:
+        The readings, and descriptions of the series that were dropped because their values are not finite.
 
     Raises:
-        ValueError: the text is of another format.
+        ValueError: the text has another format.
         ImportError: prometheus-client is not installed.
     """
     try:
@@ -165,8 +169,8 @@ def parse_text(text: str) -> tuple[dict[str, list[Reading]], tuple[str, ...]]:
                     parts.sum = sample.value
                 elif part == "":
                     parts.value = sample.value
-    except Exception as error:  # the parser is another's, and what it reads a stranger's
-        raise ValueError(f"what was read is not Prometheus's text format: {printable(error, most=200)}") from None
+    except Exception as error:  # an external parser reads untrusted text
+        raise ValueError(f"the response is not in Prometheus's text format: {printable(error, most=200)}") from None
     readings: dict[str, list[Reading]] = {}
     for name, known in found.items():
         metric = CATALOG[name]
@@ -194,7 +198,7 @@ class _Parts:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """Return a sample's metric, and which part of a histogram it is."""
+    """Return the metric of a sample, and the part of a histogram that it is."""
     for part in ("_bucket", "_sum", "_count"):
         base = name.removesuffix(part)
         if base != name and base in CATALOG:

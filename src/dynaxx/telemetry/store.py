@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from dynaxx.printable import printable
 from dynaxx.telemetry.catalog import CATALOG, Metric
 
-MOST_SERIES = 1024  # per metric; a label value that never repeats must not eat the memory
+MOST_SERIES = 1024  # per metric, so that label values that never repeat cannot exhaust the memory
 OTHER = "other"
 RECENT_EVENTS = 64
 EVENT_SPACING = 10.0  # seconds between two log lines of one event
@@ -35,21 +35,21 @@ class Series:
 
 
 class Sink(Protocol):
-    """Receives every update at once, for exporters that keep numbers of their own."""
+    """Receive every update at once. For exporters that store the numbers themselves."""
 
     def update(self, metric: Metric, labels: tuple[str, ...], value: float) -> None:
         """Add a counter's `value`, set a gauge to it, or observe it in a histogram."""
 
 
 class Source(Protocol):
-    """Holds measurements under way, to flush before numbers are read."""
+    """Hold pending measurements, which are flushed before metrics are read."""
 
     def flush(self) -> None:
-        """Record what is ready."""
+        """Record the measurements that are ready."""
 
 
 class Store:
-    """The numbers themselves, shared by all views of a recorder."""
+    """The numbers that all views of a recorder share."""
 
     def __init__(self, strict: bool) -> None:
         self.strict = strict
@@ -60,10 +60,10 @@ class Store:
         self.started = time.monotonic()
         self._by_name: dict[str, dict[tuple[str, ...], Series]] = {}
         self._logged: set[str] = set()
-        self._lines: dict[str, tuple[float, int]] = {}  # by event: when it was last logged, how many came since
+        self._lines: dict[str, tuple[float, int]] = {}  # time of the last log line, events since
 
     def unlogged(self, event: str) -> int | None:
-        """Return how many of this event were not logged since the last line; None if this one must not be, either."""
+        """Return the number of unlogged events since the last line, or None if this event must not be logged."""
         now = time.monotonic()
         with self.lock:
             last, unlogged = self._lines.get(event, (now - EVENT_SPACING, 0))
@@ -72,15 +72,15 @@ class Store:
         return unlogged if due else None
 
     def series(self, metric: Metric, labels: tuple[str, ...]) -> Series:
-        """Return a series, made if new; the series OTHER once there are too many."""
+        """Return a series, created if new, or the series OTHER if there are too many."""
         with self.lock:
             known = self._by_name.setdefault(metric.name, {})
             if labels not in known and len(known) >= MOST_SERIES:
-                labels = (OTHER,) * len(labels)  # base labels, too: models may come and go without end
+                labels = (OTHER,) * len(labels)  # base labels too, because the number of models is unbounded
             return known.setdefault(labels, Series(metric, labels))
 
     def restart(self) -> None:
-        """Reset everything to zero under a new lock; views stay valid."""
+        """Reset everything to zero with a new lock. Views stay valid."""
         self.lock = threading.Lock()
         self.started = time.monotonic()
         self.events.clear()
@@ -91,7 +91,7 @@ class Store:
             series.counts = [0] * len(series.counts)
 
     def forget(self, name: str, base: tuple[str, ...], kept: Series | None) -> None:
-        """Set other series of an info with these base labels to 0, which means that they are no longer true."""
+        """Set other series of an info with these base labels to 0, which marks them as outdated."""
         if kept is None:
             return
         with self.lock:
@@ -103,11 +103,11 @@ class Store:
                 self.forward(sink, series, 0.0)
 
     def copy(self) -> list[Series]:
-        """Return copies of all series that are in force."""
+        """Return copies of all series except outdated infos."""
         copies = []
         with self.lock:
             for series in [s for known in self._by_name.values() for s in known.values()]:
-                if series.metric.kind == "info" and not series.value:  # no longer in force
+                if series.metric.kind == "info" and not series.value:  # outdated
                     continue
                 copy = Series(series.metric, series.labels)
                 copy.value, copy.sum, copy.counts = series.value, series.sum, list(series.counts)
@@ -115,20 +115,20 @@ class Store:
         return copies
 
     def forward(self, sink: Sink, series: Series, value: float) -> None:
-        """Send an update to a sink; count an error in it."""
+        """Send an update to a sink, and count its errors."""
         try:
             sink.update(series.metric, series.labels, value)
         except Exception as error:
             self.failed("sink", error)
 
     def complain(self, message: str) -> None:
-        """Raise a ValueError where the store is strict; else count wrong use."""
+        """Raise a ValueError if the store is strict, otherwise count the wrong use."""
         if self.strict:
             raise ValueError(message)
         self.failed("wrong use", message)
 
     def failed(self, what: str, error: BaseException | str) -> None:
-        """Count something that telemetry could not do, and log it once per kind."""
+        """Count an error of telemetry, and log it once per kind."""
         metric = CATALOG["dynaxx_telemetry_errors_total"]
         series = self.series(metric, ("", "0", what))
         with self.lock:
@@ -136,5 +136,5 @@ class Store:
         if what not in self._logged:
             self._logged.add(what)
             logger.warning(
-                "telemetry: %s: %s (said once; dynaxx_telemetry_errors_total counts)", what, printable(error, most=500)
+                "telemetry: %s: %s (logged once; see dynaxx_telemetry_errors_total)", what, printable(error, most=500)
             )

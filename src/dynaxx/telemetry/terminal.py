@@ -21,11 +21,11 @@ STYLE = {"bad": "bold red", "warn": "yellow"}
 
 
 def show(seen: Overview) -> RenderableType:
-    """Draw an overview; fits 80 columns."""
+    """Draw an overview that fits into 80 columns."""
     parts: list[RenderableType] = [_title(seen)]
     parts += [Text(f"● {concern.text}", style=STYLE[concern.level]) for concern in seen.concerns]
     if not seen.concerns:
-        parts.append(Text("● nothing to worry about", style="green"))
+        parts.append(Text("● no concerns", style="green"))
     both = Table.grid(padding=(0, 4))
     both.add_row(_facts("traffic", _traffic(seen)), _facts("attention", _attention(seen)))
     both.add_row("", "")
@@ -71,7 +71,7 @@ def run(watch: Watch, interval: float, console: Console, *, sleep: Callable[[flo
 
 
 def duration(seconds: float | None) -> str:
-    """Return seconds in words: 3725 is "1 h 02 min", 0.00123 is "1.23 ms"."""
+    """Return seconds as text: 3725 gives "1 h 02 min", 0.00123 gives "1.23 ms"."""
     if seconds is None:
         return "-"
     if seconds >= 3600:
@@ -82,7 +82,7 @@ def duration(seconds: float | None) -> str:
 
 
 def number(value: float | None, unit: str = "", *, least: float = 1.0) -> str:
-    """Return a number with a prefix: 1234567 is "1.23 M"; with a smaller `least`, 0.00123 is "1.23 m"."""
+    """Return a number with a unit prefix: 1234567 gives "1.23 M", and with a smaller `least` 0.00123 gives "1.23 m"."""
     if value is None:
         return "-"
     factor, prefix = 1.0, ""
@@ -95,7 +95,7 @@ def number(value: float | None, unit: str = "", *, least: float = 1.0) -> str:
 
 
 def share(value: float | None) -> str:
-    """Return a share in percent: 0.0812 is "8.1 %", None is "-"."""
+    """Return a share in percent: 0.0812 gives "8.1 %", None gives "-"."""
     return "-" if value is None else f"{value:.1%}".replace("%", " %")
 
 
@@ -129,7 +129,7 @@ def _traffic(seen: Overview) -> list[tuple[str, str]]:
     sparse = seen.requests_per_second.get("sparse", 0.0)
     return [
         ("requests", "-" if requests is None else f"{requests:.3g} /s"),
-        ("of them sparse", share(sparse / requests if requests else None)),
+        ("sparse requests", share(sparse / requests if requests else None)),
         ("tokens", "-" if tokens is None else f"{number(tokens)} /s"),
         ("prefill p50", duration(seen.request_seconds.get("p50"))),
         ("prefill p95", duration(seen.request_seconds.get("p95"))),
@@ -139,7 +139,7 @@ def _traffic(seen: Overview) -> list[tuple[str, str]]:
 def _attention(seen: Overview) -> list[tuple[str, str]]:
     return [
         ("density", share(seen.density)),
-        ("a call takes", duration(seen.attention_seconds)),
+        ("time per call", duration(seen.attention_seconds)),
         ("achieved", number(seen.flops_per_second, "FLOP/s")),
         ("memory traffic", number(seen.bytes_per_second, "B/s")),
         ("selection", share(seen.selection_share)),
@@ -151,7 +151,7 @@ def _faithful(seen: Overview) -> list[tuple[str, str]]:
         ("recall", share(seen.recall)),
         ("output error", share(seen.output_error)),
         ("next-token KL", number(seen.next_token_kl, "nat", least=1e-6)),
-        ("drift, of its limit", share(seen.drift)),
+        ("drift / limit", share(seen.drift)),
         ("fall back", share(seen.fallback_share)),
     ]
 
@@ -168,10 +168,10 @@ def _in_force(seen: Overview) -> list[tuple[str, str]]:
 
 
 def _layers(layers: list[Layer]) -> Table:
-    """Return a table of layers, those nearest to or farthest beyond a limit first."""
+    """Return a table of layers, ordered by the ratio of their worst estimate to its limit."""
     worst = sorted(layers, key=lambda one: -one.strain)
     table = Table(box=None, padding=(0, 2), header_style="bold", pad_edge=False)
-    for name in ("layer", "density", "recall", "output error", "drift, of its limit"):
+    for name in ("layer", "density", "recall", "output error", "drift / limit"):
         table.add_column(name, justify="right")
     for one in worst[:MOST_LAYERS]:
         table.add_row(str(one.layer), share(one.density), share(one.recall), share(one.output_error), share(one.drift))

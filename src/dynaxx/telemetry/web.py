@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A web page of an overview, served by a small server on the loopback interface.
 
-It serves four files and nothing else, to requests that name it by its own address. The page loads nothing from outside.
+The server serves four files, and only for requests whose Host header is its own address. The page loads nothing from
+outside.
 """
 
 from __future__ import annotations
@@ -27,17 +28,18 @@ HEADERS = {
 
 
 class WatchPage:
-    """Serves the page at `url` until `close()`. Also a context manager.
+    """Serve the page at `url` until `close()`. Also a context manager.
 
     Args:
-        watch: what to show.
-        port: 0 takes a free one.
-        interval: seconds between two readings, however many browsers look.
+        watch: the process to show.
+        port: the port; 0 takes a free one.
+        interval: seconds between two readings, independent of the number of browsers.
         host: the interface to serve on.
 
     Raises:
-        OSError: the port is taken; the message says so.
-        ValueError, OSError, ImportError: the first look fails.
+        OSError: the port is taken, or the first reading fails.
+        ValueError: the first reading fails.
+        ImportError: the first reading fails.
     """
 
     def __init__(self, watch: Watch, port: int, interval: float, *, host: str = "127.0.0.1") -> None:
@@ -52,11 +54,11 @@ class WatchPage:
         self.url = f"{self._server.address}/"
 
     def wait(self) -> None:
-        """Wait until somebody closes the page."""
+        """Wait until the page is closed."""
         self._server.wait()
 
     def close(self) -> None:
-        """Stop. More calls do nothing."""
+        """Stop. Further calls do nothing."""
         self._server.close()
         self._watch.close()
 
@@ -76,7 +78,7 @@ class WatchPage:
         return Answer(404, "text/plain; charset=utf-8", b"there is nothing here\n", HEADERS)
 
     def _state(self) -> dict[str, Any]:
-        """Return what the page draws."""
+        """Return the data that the page draws."""
         seen = self._watch.latest().to_dict()
         events = [{"time": event["time"], "text": describe_event(event)} for event in seen["recent_events"]]
         return {"overview": seen, "events": events, "history": self._watch.history, "interval": self._interval}

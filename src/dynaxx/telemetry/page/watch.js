@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 "use strict";
-// Draws /state.json again and again. Everything that is shown is set as text, never as markup.
+// Draws /state.json repeatedly. All content is set as text, never as markup.
 
 const GUARD = ["quiet", "warns", "widened the budget", "runs dense"];
 const LIMITS = { recall: 0.9, output_error: 0.1, drift: 1 };
@@ -77,10 +77,10 @@ function facts(title, rows) {
 
 function drawConcerns(concerns) {
   const items = concerns.map((concern) => make("li", concern.text, concern.level === "bad" ? "bad" : "warn"));
-  if (!items.length) items.push(make("li", "nothing to worry about", "good"));
+  if (!items.length) items.push(make("li", "no concerns", "good"));
   const list = element("concerns");
   const same = list.children.length === items.length && items.every((item, i) => item.isEqualNode(list.children[i]));
-  if (!same) list.replaceChildren(...items); // a screen reader hears changes only
+  if (!same) list.replaceChildren(...items); // a screen reader announces changes only
 }
 
 function drawCharts(seen, history) {
@@ -99,12 +99,12 @@ function drawFacts(seen) {
   const cards = [
     facts("Traffic", [
       ["requests", total === null ? "–" : `${plain(total)} /s`],
-      ["of them sparse", total ? share(sparse / total) : "–"],
+      ["sparse requests", total ? share(sparse / total) : "–"],
       ["prefill, median", duration(seen.request_seconds.p50)],
       ["key-value cache", number(seen.kv_cache_bytes, "B")],
     ]),
     facts("Attention", [
-      ["a call takes", duration(seen.attention_seconds)],
+      ["time per call", duration(seen.attention_seconds)],
       ["achieved", number(seen.flops_per_second, "FLOP/s")],
       ["memory traffic", number(seen.bytes_per_second, "B/s")],
       ["selection", share(seen.selection_share)],
@@ -113,7 +113,7 @@ function drawFacts(seen) {
     facts("Faithful", [
       ["output error", share(seen.output_error)],
       ["next-token KL", number(seen.next_token_kl, "nat", 1e-6)],
-      ["drift, of its limit", share(seen.drift)],
+      ["drift / limit", share(seen.drift)],
       ["fall back", share(seen.fallback_share)],
     ]),
     facts("In force", [
@@ -174,12 +174,12 @@ async function turn() {
   let wait = 2;
   try {
     const answer = await fetch("state.json", { cache: "no-store" });
-    if (!answer.ok) throw new Error(`state.json answers ${answer.status}`);
+    if (!answer.ok) throw new Error(`state.json responds ${answer.status}`);
     const state = await answer.json();
     wait = Math.max(0.25, state.interval);
     draw(state);
   } catch (error) {
-    drawConcerns([{ level: "bad", text: `dynaxx watch does not answer: ${error.message}` }]);
+    drawConcerns([{ level: "bad", text: `dynaxx watch does not respond: ${error.message}` }]);
   }
   setTimeout(turn, 1000 * wait);
 }
