@@ -219,6 +219,6 @@ def test_what_the_kernels_do_not_serve_is_counted():
 def test_blocks_that_no_layout_has_are_refused_before_anything_changes():
     model = bigbird(block_size=8)
     modules = list(model.modules())
-    with pytest.raises(dx.UnsupportedInputError, match="blocks of 8 tokens; blocks must be multiples of 16"):
+    with pytest.raises(dx.UnsupportedInputError, match="blocks of 8 tokens; they must be a multiple of 16"):
         dx.apply(model)
     assert all(a is b for a, b in zip(model.modules(), modules, strict=True))

@@ -316,7 +316,7 @@ def test_other_models_and_choices_are_refused():
     t5 = transformers.T5Model(
         transformers.T5Config(vocab_size=8, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
     )
-    with pytest.raises(dx.UnsupportedInputError, match="cross attention is not served"):
+    with pytest.raises(dx.UnsupportedInputError, match="cross attention is not supported"):
         dx.apply(t5)
     with pytest.raises(ValueError, match="`global_keys` must be one of"):
         apply_to_encoder(longformer(), global_keys="both")

@@ -455,11 +455,11 @@ def test_an_engine_binds_the_layers_with_rules(tmp_path, telemetry):
         ),
         (
             {"cache_config__cache_dtype": "fp8_e5m2"},
-            "kv cache dtype 'fp8_e5m2' is not served; use --kv-cache-dtype auto or fp8",
+            "kv cache dtype 'fp8_e5m2' is not supported; use --kv-cache-dtype auto or fp8",
         ),
-        ({"parallel_config__decode_context_parallel_size": 2}, "context parallelism is not served"),
+        ({"parallel_config__decode_context_parallel_size": 2}, "context parallelism is not supported"),
         ({"speculative_config": Namespace(method="eagle")}, "speculative method 'eagle'"),
-        ({"model_config__is_mm_prefix_lm": True}, "see both ways"),
+        ({"model_config__is_mm_prefix_lm": True}, "bidirectional attention"),
         ({"model_config__rswa_window": 5}, "reference sliding window"),
         ({"policy": policy_of(DECODE)}, "pages of 128 tokens, decode rules .16.; use --block-size 16"),
         ({"policy": policy_of(rollout={"share": 0.5})}, "`rollout.share`"),
@@ -526,7 +526,7 @@ def test_sinks_and_softcap_reach_every_kernel(captured, telemetry):
 
 def test_decode_rules_need_their_pages(tmp_path):
     found, _keep = engine(tmp_path, policy_of(DECODE), cache_config__block_size=16)
-    with pytest.raises(dx.UnsupportedInputError, match="its pages have 32 tokens, its decode rule 16"):
+    with pytest.raises(dx.UnsupportedInputError, match="its pages have 32 tokens, but its decode rule has 16"):
         found.bind(0, attention(), 32)
     assert found.bind(0, attention(), 16) is not None
 
@@ -540,7 +540,7 @@ def test_a_new_policy_comes_into_force_and_a_bad_one_does_not(tmp_path, telemetr
     assert found.replace(policy_of(dense_below=1000))
     assert before.split(0).sparse  # the step that runs keeps its own
     assert not found.step(batch.sequences).split(0).sparse
-    with pytest.raises(dx.PolicyError, match=r"rules for layers \[1\], which are vLLM's own"):
+    with pytest.raises(dx.PolicyError, match=r"rules for layers \[1\], which had none when the engine started"):
         found.replace(policy_of(dx.Rule.of(dx.SlidingWindow(9))))
     with pytest.raises(dx.PolicyError, match="made for another model"):
         found.replace(dx.Policy(model=FACTS.model_copy(update={"layers": 7})))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run encoders whose attention is sparse by design, Longformer and BigBird and their kin, on dynaxx's kernels.
+"""Run encoders with built-in sparse attention (Longformer, LED, BigBird) on dynaxx's kernels.
 
-These models do not go through `AttentionInterface`, so the attention modules of the user's own model object are
-replaced: each by an instance of a subclass that shares the module's parameters, children and hooks. Nothing of
-transformers itself changes, names in the state dict stay, and what the subclass does not serve runs in the class it
-derives from.
+These models do not use `AttentionInterface`, so this module replaces the attention modules of the given model object.
+Each replacement is an instance of a subclass that shares the parameters, children and hooks of the original.
+transformers itself is unchanged, the names in the state dict stay, and calls that the subclass does not serve run in
+its base class.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from torch import Tensor, nn
 from dynaxx.errors import UnsupportedInputError
 
 GlobalKeys = Literal["fused", "merged"]
-Replacements = dict[type[nn.Module], type[Any]]  # attention of transformers: its subclass that runs on dynaxx
+Replacements = dict[type[nn.Module], type[Any]]  # attention class of transformers -> subclass that runs on dynaxx
 Made = TypeVar("Made")
 SPARSE_MODELS = ("longformer", "led", "big_bird", "bigbird_pegasus")
 
 
 class Shared:
-    """What the replaced modules of one model have in common: the choice, the counts, and what a pass has worked out.
+    """State that the replaced modules of one model share: options, counts, and results cached during a pass.
 
     Attributes:
         global_keys: see `apply_to_encoder`.
-        sparse: calls that dynaxx served; dense: the others, by reason.
+        sparse: number of calls that dynaxx served.
+        dense: number of other calls, by reason.
     """
 
     def __init__(self, global_keys: GlobalKeys | None, configs: list[Any]) -> None:
@@ -42,28 +43,28 @@ class Shared:
 
     @property
     def wants_attentions(self) -> bool:
-        """Whether a config asks for the attention weights, which no fused kernel has."""
+        """Whether a config requests the attention weights, which fused kernels do not compute."""
         return any(getattr(config, "output_attentions", False) for config in self._configs)
 
     def once_per_mask(self, mask: Tensor, key: Hashable, make: Callable[[], Made]) -> Made:
-        """Return what `make` returns for this mask: the layers of one forward pass get the same tensor."""
+        """Return the result of `make`, cached per mask: all layers of a forward pass get the same mask tensor."""
         version = 0 if mask.is_inference() else mask._version
         known = self._pass
         if known is None or known[0]() is not mask or known[1] != version:
-            known = self._pass = (weakref.ref(mask), version, {})  # masks may be large, and what is made of them is not
+            known = self._pass = (weakref.ref(mask), version, {})  # hold the mask weakly, since it may be large
         if key not in known[2]:
-            with torch.inference_mode(False), torch.no_grad():  # a layout must serve training, too
+            with torch.inference_mode(False), torch.no_grad():  # training may use the layout later
                 known[2][key] = make()
         found: Made = known[2][key]
         return found
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles of a model."""
+        """Return the state for copies and pickles of a model, without cached results."""
         return {**self.__dict__, "_pass": None}
 
 
 class EncoderHandle:
-    """The replaced attention of one model. Also a context manager that gives the original back."""
+    """The replaced attention of one model. Also a context manager that restores the original."""
 
     def __init__(self, model: nn.Module, kinds: Replacements, shared: Shared) -> None:
         self._kinds = kinds
@@ -72,16 +73,16 @@ class EncoderHandle:
         parents = [module for module in model.modules() if self._originals_in(module)]
         for parent in parents:
             self._swap(parent)
-        # A model may put a fresh attention module in place (BigBird, for a short sequence): replaced before it runs.
+        # A model may create new attention modules (BigBird, for a short sequence). Hooks replace them before they run.
         self._hooks = [parent.register_forward_pre_hook(self._swap) for parent in parents]
 
     @property
     def active(self) -> bool:
-        """Whether some module of the model is still replaced."""
+        """Whether any module of the model is still replaced."""
         return any(getattr(parent, name, None) is ours for parent, name, _, ours in self._swapped)
 
     def remove(self) -> None:
-        """Put the original modules back. More calls do nothing."""
+        """Restore the original modules. Further calls do nothing."""
         for hook in self._hooks:
             hook.remove()
         for parent, name, original, ours in self._swapped:
@@ -91,7 +92,7 @@ class EncoderHandle:
         self._swapped.clear()
 
     def stats(self) -> dict[str, Any]:
-        """Count layer calls: "sparse_calls" that dynaxx served, "dense_calls" of transformers' own code by reason."""
+        """Return counts of layer calls: "sparse_calls" on dynaxx's kernels, and other "dense_calls" by reason."""
         return {"sparse_calls": self._shared.sparse, "dense_calls": dict(self._shared.dense)}
 
     def reset_stats(self) -> None:
@@ -123,23 +124,24 @@ class EncoderHandle:
 def apply_to_encoder(model: nn.Module, *, global_keys: GlobalKeys | None = None) -> EncoderHandle:
     """Run a Longformer, LED, BigBird or BigBirdPegasus model on dynaxx's kernels, in place.
 
-    Outputs and gradients are transformers' own within rounding: the same windows, global tokens, random blocks and
-    padding. Calls that the kernels cannot serve, such as those that want the attention weights, run in transformers'
-    code and are counted by reason.
+    Outputs and gradients equal those of transformers within rounding, with the same windows, global tokens, random
+    blocks and padding. Calls that the kernels cannot serve, such as requests for attention weights, run in the code of
+    transformers and are counted by reason.
 
     Args:
-        model: the model, or one that holds it, such as `LongformerForSequenceClassification`; any device and dtype.
-        global_keys: how queries see global tokens: "fused", with their window in one pass, or "merged", in a pass of
-            their own whose result is merged by its log-sum-exp. For BigBird the same of blocks that it attends to
-            more than once. By default the faster one: fused for Longformer and LED, merged for BigBird.
+        model: the model, or one that contains it, such as `LongformerForSequenceClassification`; any device and dtype.
+        global_keys: how queries attend to global tokens. "fused" computes them together with the window in one pass;
+            "merged" computes them in a separate pass and merges the results by their log-sum-exp. For BigBird the
+            choice concerns blocks that are visited more than once. The default is the faster one: "fused" for
+            Longformer and LED, "merged" for BigBird.
 
     Returns:
-        A handle; `handle.remove()` puts the original modules back. It is a context manager too.
+        A handle, also a context manager; `handle.remove()` restores the original modules.
 
     Raises:
-        TypeError: no model.
-        ValueError: an unknown choice, or a model that runs on dynaxx already.
-        UnsupportedInputError: a model without such attention, or with blocks that no layout has.
+        TypeError: `model` is not a model.
+        ValueError: `global_keys` is unknown, or the model runs on dynaxx already.
+        UnsupportedInputError: the model has no such attention, or its block size has no layout.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` must be a transformers model, got {type(model).__name__}")
@@ -155,8 +157,8 @@ def apply_to_encoder(model: nn.Module, *, global_keys: GlobalKeys | None = None)
     if not found:
         raise _refusal(
             model,
-            "it holds no attention of Longformer, LED, BigBird or BigBirdPegasus; "
-            "for another model name a policy: apply(model, policy)",
+            "it has no attention of Longformer, LED, BigBird or BigBirdPegasus; "
+            "for other models pass a policy: apply(model, policy)",
         )
     if reasons := {reason for module in found for reason in bigbird.refusals(module)}:
         raise _refusal(model, *sorted(reasons))
@@ -165,7 +167,7 @@ def apply_to_encoder(model: nn.Module, *, global_keys: GlobalKeys | None = None)
 
 
 def is_sparse_encoder(model: nn.Module) -> bool:
-    """Return whether a model has attention that `apply_to_encoder` serves. Imports transformers only for its models."""
+    """Return whether `apply_to_encoder` serves a model. Imports transformers only for models of transformers."""
     if not isinstance(model, nn.Module):
         return False
     names = {type(module).__module__ for module in model.modules()}
@@ -173,7 +175,7 @@ def is_sparse_encoder(model: nn.Module) -> bool:
 
 
 def _sharing(original: nn.Module, kind: Any, shared: Shared) -> nn.Module:
-    """Return a module of `kind` with everything of the original: the same parameters, children and hooks."""
+    """Return a module of `kind` that shares the original's parameters, children and hooks."""
     ours: nn.Module = kind.__new__(kind)
     ours.__dict__.update(original.__dict__)
     ours.__dict__["dynaxx"] = shared

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """BigBird's attention on dynaxx: a window of three blocks, the first and last block global, random blocks, or dense.
 
-B batch, N tokens, H heads, D head_dim; `blocks` = N / the model's block size.
+Shapes: B batch, N tokens, H heads, D head_dim; `blocks` is N / the model's block size.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from dynaxx.patterns import Full
 if TYPE_CHECKING:
     from dynaxx.integrations.encoders.attach import Shared
 
-DENSE_BLOCK = 64  # tokens per block where the model attends densely
+DENSE_BLOCK = 64  # tokens per block of layers with dense attention
 
 
 class _Attention:
-    """What both kinds of attention of a BigBird layer share."""
+    """The base of both kinds of BigBird attention."""
 
-    dynaxx: Shared  # given by `encoders._sharing`
+    dynaxx: Shared  # set by `attach._sharing`
 
     def _project(self: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v, each (B, N, H, D)."""
+        """Return q, k, v, each (B, N, H, D)."""
         heads = (self.num_attention_heads, self.attention_head_size)
         q, k, v = (project(hidden).unflatten(-1, heads) for project in (self.query, self.key, self.value))
         return q, k, v
@@ -54,7 +54,7 @@ class _Attention:
 
 
 class _BlockSparseAttention(_Attention):
-    """The forward of `BigBirdBlockSparseAttention` and its like, for a subclass of one of them."""
+    """The forward of block-sparse attention, for subclasses of `BigBirdBlockSparseAttention` and similar classes."""
 
     def forward(
         self: Any,
@@ -66,13 +66,13 @@ class _BlockSparseAttention(_Attention):
         to_blocked_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """As the base class: ((B, N, H * D), None) from hidden states and masks of blocks (B, blocks, block size)."""
+        """Return ((B, N, H * D), None) from hidden states and masks of blocks (B, blocks, block size)."""
         reason = self._dense_reason(kwargs) or self._mask_reason(hidden_states, from_blocked_mask, to_blocked_mask)
         if reason is not None:
             self._count(reason)
             masks = (band_mask, from_mask, to_mask, from_blocked_mask, to_blocked_mask)
             return super().forward(hidden_states, *masks, **kwargs)  # type: ignore[misc]
-        assert from_blocked_mask is not None, "without one there is a reason"
+        assert from_blocked_mask is not None, "`_mask_reason` must have refused a missing mask"
         self.dynaxx.sparse += 1
         rows = self.dynaxx.once_per_mask(from_blocked_mask, "rows", lambda: from_blocked_mask.flatten(1) == 0)
         out = self._attend(*self._project(hidden_states), to_blocked_mask)
@@ -92,7 +92,7 @@ class _BlockSparseAttention(_Attention):
         return merge_states([(out, lse + math.log(m)) for (out, lse), m in states]).out
 
     def visits_of(self: Any, seqlen: int, device: torch.device) -> Visits:
-        """Drawn once for each length where the layer has a seed; another draw would be the same."""
+        """Return the visited blocks. They are drawn once per length, since the layer's seed makes every draw equal."""
         known = self.__dict__.setdefault("_dynaxx_drawn", {})
         key = (seqlen, self.training)
         if key not in known or self.seed is None:
@@ -104,7 +104,7 @@ class _BlockSparseAttention(_Attention):
         if from_mask is None or to_mask is None:
             return "no mask"
         if hidden.shape[1] % self.block_size:
-            return "length is no multiple of the block size"  # which the base class refuses
+            return "length is not a multiple of the block size"  # the base class refuses it
         for mask in (from_mask, to_mask):
             if not self.dynaxx.once_per_mask(mask, "binary", lambda mask=mask: bool(((mask == 0) | (mask == 1)).all())):
                 return "mask is not 0 or 1"
@@ -112,7 +112,7 @@ class _BlockSparseAttention(_Attention):
 
 
 class _DenseAttention(_Attention):
-    """The forward of `BigBirdSelfAttention` and its like, for a subclass of one of them."""
+    """The forward of dense attention, for subclasses of `BigBirdSelfAttention` and similar classes."""
 
     def forward(
         self: Any,
@@ -123,7 +123,7 @@ class _DenseAttention(_Attention):
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """As the base class: ((B, N, H * D), None) from hidden states and an additive mask (B, 1, N, N)."""
+        """Return ((B, N, H * D), None) from hidden states and an additive mask (B, 1, N, N)."""
         layout = self._dense_reason(kwargs)
         if layout is None and (encoder_hidden_states is not None or past_key_values is not None):
             layout = "cross attention or a cache"
@@ -139,7 +139,7 @@ class _DenseAttention(_Attention):
         return sparse_attention(q, k, v, layout).flatten(2), None
 
     def _layout(self: Any, hidden: Tensor, mask: Tensor | None) -> BlockLayout | str:
-        """Every pair but for masked keys; or why the mask is not one of keys."""
+        """Return the layout of all pairs without masked keys, or the reason why the mask does not mask keys."""
         seqlen = hidden.shape[1]
         layout = Full().layout(seqlen, causal=False, block_size=DENSE_BLOCK, device=hidden.device)
         if mask is None:
@@ -163,17 +163,17 @@ def _masked(layout: BlockLayout, mask: Tensor) -> BlockLayout | str:
 
 
 def _append_blocks(x: Tensor, blocks: Tensor, block_size: int) -> Tensor:
-    """(B, N, ...) with some of its blocks again behind it."""
+    """Return (B, N, ...) with copies of some of its blocks appended."""
     if not len(blocks):
         return x
     return torch.cat([x, x.unflatten(1, (-1, block_size))[:, blocks].flatten(1, 2)], dim=1)
 
 
 def refusals(module: nn.Module) -> list[str]:
-    """Why this attention module cannot be served rightly."""
+    """Return the reasons why this attention module cannot be served exactly."""
     size = getattr(module, "block_size", None)
     if isinstance(size, int) and layout_block(size) is None:
-        return [f"its config has blocks of {size} tokens; blocks must be multiples of {BLOCK_SIZES[0]}"]
+        return [f"its config has blocks of {size} tokens; they must be a multiple of {BLOCK_SIZES[0]}"]
     return []
 
 

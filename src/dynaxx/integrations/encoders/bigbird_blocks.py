@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which blocks BigBird attends to, and how often.
+"""The blocks that BigBird attends to, and how often it visits each.
 
-Which random blocks a layer attends to is drawn by the model's own code. Out of training that code draws none: every
-random slot holds block 0, so the first block is attended to 1 + `num_random_blocks` times, and its keys weigh that much
-more in the softmax. In training a random block may be one of the window or the last one, which is then attended to
-twice. Both are part of what transformers computes, so both are kept: a block that is visited m times counts m times.
+The model's own code draws the random blocks of a layer. Outside training it draws none: every random slot holds block
+0, so the first block is visited 1 + `num_random_blocks` times, and the weight of its keys in the softmax rises by that
+factor. In training a random block may coincide with a block of the window or with the last block, which is then visited
+twice. Both effects are part of the result of transformers and are kept: a block visited m times counts m times.
 """
 
 from __future__ import annotations
@@ -21,19 +21,24 @@ from dynaxx.lazy import lazy
 
 
 def layout_block(block_size: int) -> int | None:
-    """Return the largest block of a layout that divides one of the model; None where none does."""
+    """Return the largest block size of a layout that divides the model's block size, or None."""
     return max((size for size in BLOCK_SIZES if block_size % size == 0), default=None)
 
 
 class Visits:
-    """How often each block of queries attends to each block of keys, and the layouts that say so.
+    """The number of visits of each block of queries to each block of keys, and the layouts for them.
+
+    Args:
+        drawn: (heads, blocks - 2, slots) int64, the random blocks of every block of queries except the first and last.
+        block_size: tokens per block of the model.
+        device: the device of the layouts.
 
     Attributes:
         counts: (heads | 1, blocks, blocks) int64.
     """
 
     def __init__(self, drawn: Tensor, block_size: int, device: torch.device) -> None:
-        """From the random blocks (heads, blocks - 2, slots) int64 of every block of queries but the first and last."""
+        """Count the visits."""
         if bool((drawn == drawn[:1]).all()):
             drawn = drawn[:1]
         heads, blocks = drawn.shape[0], drawn.shape[1] + 2
@@ -50,13 +55,15 @@ class Visits:
 
     @lazy
     def by_count(self) -> list[tuple[int, BlockLayout]]:
-        """For each count m that occurs, the layout of the blocks that are visited m times."""
+        """Return, for each count m that occurs, m and the layout of the blocks visited m times."""
         return [(m, self._layout(self.counts == m)) for m in self.counts.unique().tolist() if m]
 
     @lazy
     def with_copies(self) -> tuple[Tensor, BlockLayout]:
-        """Blocks to append to the keys, (copies,) int64, and the layout on them in which a repeated visit is one more
-        block."""
+        """Return the blocks to append to the keys, (copies,) int64, and the layout over the extended keys.
+
+        In that layout a repeated visit is a visit to a copy of the block.
+        """
         extra = [
             (m, col)
             for m in range(2, int(self.counts.amax()) + 1)
@@ -67,7 +74,7 @@ class Visits:
         return torch.tensor([col for _, col in extra], dtype=torch.int64, device=self._device), self._layout(visited)
 
     def _layout(self, visited: Tensor) -> BlockLayout:
-        """From (heads, q blocks, kv blocks) bool in blocks of the model, each of which may be several of the layout."""
+        """Return the layout of (heads, q blocks, kv blocks) bool. A block of the model may be several of the layout."""
         size = layout_block(self._block_size)
         assert size is not None, "refused before"
         scale = self._block_size // size
@@ -83,20 +90,21 @@ class Visits:
 
 @lru_cache(maxsize=64)
 def visits_of(drawn: bytes, shape: tuple[int, ...], block_size: int, device: torch.device) -> Visits:
-    """Layers that drew the same share one."""
+    """Return the visits for some drawn blocks. Layers that drew the same blocks share the object."""
     blocks = torch.frombuffer(bytearray(drawn), dtype=torch.int64) if drawn else torch.zeros(0, dtype=torch.int64)
     return Visits(blocks.view(shape), block_size, device)
 
 
 class _Drawn(Exception):
-    """Carries the random blocks out of the model's code."""
+    """Carry the random blocks out of the model's code."""
 
 
 def draw_random_blocks(module: Any, seqlen: int) -> Tensor:
-    """Return the random blocks that `module` attends to, (heads, blocks - 2, slots) int64, drawn by its own code.
+    """Return the random blocks of `module`, (heads, blocks - 2, slots) int64, drawn by its own code.
 
-    That code seeds numpy's global generator in training and draws in the midst of attention. It runs on a stand-in
-    with the module's settings that leaves as soon as they are drawn, and the generator is put back as it was.
+    That code seeds numpy's global generator in training and draws in the middle of attention. This function runs it on
+    a substitute object with the module's settings, which stops it as soon as the blocks are drawn, and restores the
+    generator.
     """
 
     def leave(_from: Any, _to: Any, rand_attn: Tensor, *_: Any) -> None:
@@ -134,4 +142,4 @@ def draw_random_blocks(module: Any, seqlen: int) -> Tensor:
         return found
     finally:
         np.random.set_state(state)
-    raise RuntimeError(f"{type(module).__name__} drew no random blocks: its code is not what dynaxx knows")
+    raise RuntimeError(f"{type(module).__name__} drew no random blocks; this version of transformers is not supported")

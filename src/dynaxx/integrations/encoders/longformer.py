@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Longformer's attention on dynaxx: a window, and global tokens with projections of their own.
+"""Longformer's attention on dynaxx: a window, and global tokens with separate projections.
 
-A local query sees the keys of its window and the global keys; the query of a global token sees every key, through
-projections of its own. So the symmetric pattern is two problems. For the first, the global tokens are put in front of
-the sequence, wherever they stand in it: each row of blocks then visits its window and ceil(globals / block) blocks,
-and not one block for each global token.
+A local query sees the keys of its window and the global keys. The query of a global token sees every key, through
+separate projections. The symmetric pattern is therefore computed as two problems. For the first, copies of the global
+tokens are placed in front of the sequence. Each row of blocks then visits its window and ceil(globals / block) blocks,
+instead of one block per global token.
 
-B batch, N tokens, G slots for global tokens (what the sequence with the most has, rounded up), H heads, D head_dim,
-E = H * D.
+Shapes: B batch, N tokens, G slots for global tokens (the largest number in a sequence, rounded up), H heads, D
+head_dim, E = H * D.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ if TYPE_CHECKING:
     from dynaxx.integrations.encoders.attach import Shared
 
 BLOCK = 64  # tokens per block
-SLOTS = 16  # global slots come in multiples of that, so that layouts of other counts are found in the cache
+SLOTS = 16  # the number of global slots is a multiple of this, so that different counts share cached layouts
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """What the mask of a pass says of its tokens."""
+    """The tokens of a pass by kind, from its mask."""
 
-    masked: Tensor  # (B, N) bool: padding, which sees nothing and which nobody sees
-    special: Tensor  # (B, N) bool: masked or global, whose local result is not used
+    masked: Tensor  # (B, N) bool: padding, which neither sees nor is seen
+    special: Tensor  # (B, N) bool: padding and global tokens, whose local results are not used
     entry: Tensor  # (n,) int64: batch entry of each global token, in order
-    position: Tensor  # (n,) int64: where it stands
-    slot: Tensor  # (n,) int64: its number among the global tokens of its entry
-    slots: int  # G, 0 where no entry has a global token
+    position: Tensor  # (n,) int64: position of each global token
+    slot: Tensor  # (n,) int64: index of each global token within its batch entry
+    slots: int  # G, 0 if no entry has a global token
 
     @classmethod
     def of(cls, mask: Tensor) -> Tokens:
-        """From transformers' (B, N) mask: negative for padding, 0 for local, positive for global tokens."""
+        """Read transformers' (B, N) mask: negative for padding, 0 for local, positive for global tokens."""
         masked, is_global = mask < 0, mask > 0
         entry, position = is_global.nonzero(as_tuple=True)
         slot = (is_global.cumsum(1) - 1)[entry, position]
@@ -53,30 +53,30 @@ class Tokens:
         return cls(masked, masked | is_global, entry, position, slot, -(-most // SLOTS) * SLOTS)
 
     def gather(self, hidden: Tensor) -> Tensor:
-        """(B, N, E) -> (B, G, E), the global tokens of each entry; zeros in slots that are empty."""
+        """Return the global tokens of each entry, with zeros in empty slots: (B, N, E) -> (B, G, E)."""
         slots = hidden.new_zeros(hidden.shape[0], self.slots, hidden.shape[2])
         return slots.index_put((self.entry, self.slot), hidden[self.entry, self.position])
 
     def slot_used(self) -> Tensor:
-        """(B, G) bool."""
+        """Return (B, G) bool, the slots that hold a token."""
         used = self.masked.new_zeros(self.masked.shape[0], self.slots)
         used[self.entry, self.slot] = True
         return used
 
     def window_layout(self, reach: int, slots: int) -> BlockLayout:
-        """Return queries of the sequence on `slots` global keys and the keys of the sequence, `reach` to each side."""
+        """Return the layout of all queries over `slots` global keys and their window of `reach` keys on each side."""
         seqlen = self.masked.shape[1]
         rule = SlidingWindow((reach, reach)) | GlobalTokens(slots)
         layout = rule.layout(seqlen, slots + seqlen, causal=False, block_size=BLOCK, device=self.masked.device)
         return hide_keys(layout, torch.cat([self.slot_used()[:, :slots], ~self.special], dim=1))
 
     def slots_layout(self) -> BlockLayout:
-        """Return queries of the sequence on the global keys alone."""
+        """Return the layout of all queries over the global keys only."""
         layout = _full_layout(self.masked.shape[1], self.slots, self.masked.device)
         return hide_keys(layout, self.slot_used())
 
     def rows_layout(self, rows: int) -> BlockLayout:
-        """So many queries, each on all keys of the sequence."""
+        """Return the layout of `rows` queries over all keys of the sequence."""
         return hide_keys(_full_layout(rows, self.masked.shape[1], self.masked.device), ~self.masked)
 
 
@@ -86,15 +86,15 @@ def _full_layout(seqlen_q: int, seqlen_k: int, device: torch.device) -> BlockLay
 
 
 def _is_plain(linear: nn.Module) -> bool:
-    """Whether a call of it is its weight and bias and nothing else: no adapter, quantization, hook or offloading."""
+    """Whether a linear module applies only its weight and bias, without adapter, quantization, hook or offloading."""
     hooks = (linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks, linear._backward_pre_hooks)
     return type(linear) is nn.Linear and "forward" not in vars(linear) and not any(hooks)
 
 
 class _WindowAttention:
-    """The forward of `LongformerSelfAttention` and its like, for a subclass of one of them."""
+    """The forward of window attention, for subclasses of `LongformerSelfAttention` and similar classes."""
 
-    dynaxx: Shared  # given by `encoders._sharing`
+    dynaxx: Shared  # set by `attach._sharing`
 
     def forward(
         self: Any,
@@ -105,7 +105,7 @@ class _WindowAttention:
         is_global_attn: bool | None = None,
         output_attentions: bool = False,
     ) -> tuple[Tensor, ...]:
-        """As the base class: (B, N, E) from hidden states (B, N, E) and the mask that `Tokens.of` reads, in a tuple."""
+        """Return a tuple of (B, N, E) from hidden states (B, N, E) and the mask that `Tokens.of` reads."""
         reason = self._dense_reason(attention_mask, output_attentions)
         if reason is not None:
             if not torch.compiler.is_compiling():
@@ -119,7 +119,7 @@ class _WindowAttention:
                 output_attentions=output_attentions,
             )
         self.dynaxx.sparse += 1
-        assert attention_mask is not None, "without one there is a reason"
+        assert attention_mask is not None, "`_dense_reason` must have refused a missing mask"
         tokens = self._once(attention_mask, "tokens", lambda: Tokens.of(attention_mask))
         out = self._local_rows(hidden_states, attention_mask, tokens)
         out = out.masked_fill(tokens.special[:, :, None, None], 0.0)
@@ -129,7 +129,7 @@ class _WindowAttention:
         return (out.flatten(2),)
 
     def _local_rows(self: Any, hidden: Tensor, mask: Tensor, tokens: Tokens) -> Tensor:
-        """(B, N, H, D): every token as if it were local."""
+        """Return (B, N, H, D), the result of every token as if it were local."""
         reach = self.one_sided_attn_window_size
         q = self._heads(self.query(hidden))
         if not tokens.slots or self.dynaxx.global_keys != "merged":
@@ -144,7 +144,7 @@ class _WindowAttention:
         return merge_states([near, sparse_attention(q, k, v, layout, return_lse=True)]).out
 
     def _global_rows(self: Any, hidden: Tensor, mask: Tensor, tokens: Tokens) -> Tensor:
-        """(B, G, H, D): the global tokens."""
+        """Return (B, G, H, D), the results of the global tokens."""
         q = self._heads(self.query_global(tokens.gather(hidden)))
         few = 2 * tokens.slots * self.num_heads <= self.embed_dim
         if few and hidden.is_cpu and _is_plain(self.key_global) and _is_plain(self.value_global):
@@ -154,11 +154,11 @@ class _WindowAttention:
         return sparse_attention(q, k, v, layout)
 
     def _few_global_rows(self: Any, q: Tensor, hidden: Tensor, mask: Tensor, tokens: Tokens) -> Tensor:
-        """Return the same without projecting the sequence: projections of keys and values act on the few queries.
+        """Return the results of few global tokens without projecting the whole sequence.
 
-        With k = W x + b, q . k = (W^T q) . x + q . b, whose last term is equal for all keys; and the weighted mean of
-        V x + c is V (mean of x) + c. So every head's queries attend to the hidden states themselves. With G * H queries
-        of E this costs G * H / E of the two projections.
+        With k = W x + b, q . k = (W^T q) . x + q . b, and the last term is equal for all keys. The weighted mean of
+        V x + c is V (mean of x) + c. The queries of every head can therefore attend to the hidden states directly. With
+        G * H queries of size E this costs a share G * H / E of the two projections.
         """
         heads = lambda linear: linear.weight.view(self.num_heads, self.head_dim, self.embed_dim)
         absorbed = torch.einsum("bghd,hde->bghe", q, heads(self.key_global))
@@ -169,7 +169,7 @@ class _WindowAttention:
         if self.value_global.bias is not None:
             out = out + self._heads(self.value_global.bias)
         if self.key_global.bias is not None and self.key_global.bias.requires_grad:
-            out = out + 0.0 * self._heads(self.key_global.bias)  # its gradient is zero, not missing
+            out = out + 0.0 * self._heads(self.key_global.bias)  # so that its gradient is zero instead of None
         return out.to(q.dtype)
 
     def _heads(self: Any, x: Tensor) -> Tensor:
@@ -179,7 +179,7 @@ class _WindowAttention:
         return self.dynaxx.once_per_mask(mask, key, make)
 
     def _dense_reason(self: Any, mask: Tensor | None, output_attentions: bool) -> str | None:
-        """Why the base class must serve; None if the kernels can."""
+        """Return the reason why the base class must serve the call, or None if the kernels can."""
         if torch.compiler.is_compiling() or getattr(self.config, "onnx_export", False):
             return "compiled or exported"
         if output_attentions:

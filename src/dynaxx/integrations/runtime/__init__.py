@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every engine adapter shares: paged layers, counting, guarding, background work."""
+"""Code that all engine adapters share: routing, paged layers, counting, the guard, background work."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work beside the requests: a daemon thread with a short queue. A job that does not fit is dropped; the caller knows.
+"""Run jobs in a daemon thread with a short queue. A job that does not fit is dropped, and `submit` returns False.
 
-The interpreter must not leave while a thread computes in C++: the process would abort. So every thread is joined, by
-`stop()` or when the interpreter exits, after the job that it runs. Jobs that still wait are dropped.
+The process would abort if the interpreter exited while a thread computes in C++. Every thread is therefore joined after
+its current job, by `stop()` or when the interpreter exits. Waiting jobs are dropped.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from typing import Any
 Job = Callable[[], Any]
 Jobs = queue.Queue[Job | None]
 
-EXIT_SECONDS = 60.0  # how long leaving the interpreter waits for a job
+EXIT_SECONDS = 60.0  # longest wait for a job when the interpreter exits
 
 
 class Background:
-    """Run jobs one after the other, off the thread that hands them in. The thread starts with the first job.
+    """Run jobs one after another in a thread, which starts with the first job.
 
     Args:
-        failed: told of what a job raised; jobs never stop the thread.
-        depth: jobs that may wait.
+        failed: a function that receives the exceptions of jobs; they never stop the thread.
+        depth: number of jobs that may wait.
 
     Attributes:
-        patient: whether `submit` waits for room: to record everything, never in service.
+        patient: whether `submit` waits for room, so that everything is recorded. Never set it in service.
     """
 
     patient = False
@@ -46,10 +46,10 @@ class Background:
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
         self._finalizer = weakref.finalize(self, _end_after_this_job, self._queue)
-        self._finalizer.atexit = False  # `_leave` ends threads and waits for them
+        self._finalizer.atexit = False  # `_leave` ends the threads and joins them
 
     def submit(self, job: Job) -> bool:
-        """Hand a job in. Return False if it was dropped: the queue is full, or the thread was stopped."""
+        """Queue a job. Return False if it was dropped because the queue is full or the thread has stopped."""
         if not self._finalizer.alive:
             return False
         if os.getpid() != self._pid:  # threads do not survive a fork
@@ -72,24 +72,24 @@ class Background:
         return True
 
     def drain(self) -> None:
-        """Wait until every job that was taken is done."""
+        """Wait until all queued jobs are done."""
         if self._thread is not None and self._thread.is_alive():
             self._queue.join()
 
     def stop(self) -> None:
-        """End the thread after the job that it runs, and wait for that. Jobs that wait are dropped."""
+        """Stop the thread after its current job, and join it. Waiting jobs are dropped."""
         self._finalizer()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread() and os.getpid() == self._pid:
             thread.join()
 
 
-_running: dict[threading.Thread, Jobs] = {}  # threads that may be at work
+_running: dict[threading.Thread, Jobs] = {}  # threads that may be running
 _leaving: list[bool] = []  # not empty while the interpreter exits
 
 
 def _end_after_this_job(jobs: Jobs) -> None:
-    """Drop what waits and tell the thread to end."""
+    """Drop the waiting jobs and tell the thread to end."""
     while True:
         with contextlib.suppress(queue.Empty):
             while True:
@@ -97,13 +97,13 @@ def _end_after_this_job(jobs: Jobs) -> None:
                 jobs.task_done()
         try:
             return jobs.put_nowait(None)
-        except queue.Full:  # somebody handed in more meanwhile
+        except queue.Full:  # another thread queued a job meanwhile
             continue
 
 
 @atexit.register
 def _leave() -> None:
-    """End all threads before the interpreter leaves, and wait for the jobs that they run."""
+    """End all threads before the interpreter exits, and wait for their current jobs."""
     _leaving.append(True)
     threads = [(thread, jobs) for thread, jobs in list(_running.items()) if thread.is_alive()]
     for _, jobs in threads:
@@ -131,7 +131,7 @@ def _work(jobs: Jobs, failed: Callable[[Exception], Any]) -> None:
 
 
 def _forget_threads() -> None:
-    """In a forked child no thread of the parent runs."""
+    """Forget the parent's threads in a forked child, where they do not run."""
     _running.clear()
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counting what calls did: the one place through which every outcome of a layer call goes, to `stats` and telemetry."""
+"""Count the outcomes of layer calls. Every outcome passes through this module, to `stats` and to telemetry."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ logger = logging.getLogger("dynaxx")
 class Counts:
     """Layer calls by outcome, since the start or `reset`. Safe to use from several threads.
 
+    Args:
+        numbers: the recorder for telemetry.
+
     Attributes:
-        probe: measures sparse calls, see there.
+        probe: measures sparse calls, see `Probe`.
     """
 
     def __init__(self, numbers: Recorder) -> None:
@@ -34,12 +37,12 @@ class Counts:
         self._count_native: dict[str, Callable[[int], None]] = {}
         self._dense: Counter[DenseReason] = Counter()
         self._sequences: Counter[DenseReason] = Counter()
-        self._count_dense: dict[tuple[DenseReason, str], Callable[[int], None]] = {}  # in telemetry
-        self._count_steps: dict[str, Callable[[], None]] = {}  # by backend, in telemetry
+        self._count_dense: dict[tuple[DenseReason, str], Callable[[int], None]] = {}  # telemetry counters
+        self._count_steps: dict[str, Callable[[], None]] = {}  # telemetry counters by backend
         self._said: set[str] = set()
 
     def sparse(self, layer: int) -> None:
-        """Note a call that had at least one sparse sequence."""
+        """Count a call with at least one sparse sequence."""
         with self._lock:
             self._sparse += 1
 
@@ -54,15 +57,15 @@ class Counts:
         count(1)
 
     def decoding(self, layer: int, q: Tensor) -> Call:
-        """Note that a decoding step of a layer begins; call `decoded` when it ran. It counts as a sparse call."""
+        """Begin a decoding step of a layer, which counts as a sparse call. Call `decoded` when it ran."""
         return self.probe.start(layer, q, phase="decode")
 
     def decoded(self, call: Call, q: Tensor) -> None:
-        """Note that it ran by its budget; its choice of pages is part of its time."""
+        """End a decoding step. Its time includes the choice of pages."""
         call.done(q, q, backend="triton" if q.device.type == "cuda" else "cpu")
 
     def decode_steps(self, layer: int, backend: str) -> None:
-        """Note that a decoding step of a layer starts that may be replayed from a CUDA graph; it is not timed."""
+        """Count a decoding step that may be replayed from a CUDA graph. It is not timed."""
         with self._lock:
             self._sparse += 1
         count = self._count_steps.get(backend)
@@ -76,7 +79,7 @@ class Counts:
         self.dense_calls(1, reason, phase)
 
     def dense_calls(self, calls: int, reason: DenseReason, phase: str = "prefill") -> None:
-        """Count so many whole calls that ran dense."""
+        """Count several whole calls that ran dense."""
         with self._lock:
             self._dense[reason] += calls
         if reason.is_fallback:
@@ -89,7 +92,7 @@ class Counts:
         count(calls)
 
     def failed(self, layer: int, error: Exception, phase: str = "prefill") -> None:
-        """Count a call whose kernel failed and that runs dense. Log each kind of failure once, with its traceback."""
+        """Count a call that runs dense because a kernel failed. Log each kind of failure once, with its traceback."""
         event = failure_reason(error)
         self.dense(layer, DenseReason.of(event.replace("_", " ")), phase)
         self.numbers.event(event, layer=layer)
@@ -97,7 +100,7 @@ class Counts:
         if kind not in self._said:
             self._said.add(kind)
             logger.warning(
-                "layer %d: sparse attention failed (%s), the call ran dense; said once: %s",
+                "layer %d: sparse attention failed (%s), the call ran dense; logged once: %s",
                 layer,
                 event.replace("_", " "),
                 error,
@@ -105,15 +108,15 @@ class Counts:
             )
 
     def not_decided(self, layer: int, error: Exception) -> None:
-        """Count a call for which deciding what to do raised an error, and that runs dense. Log each kind once."""
+        """Count a call that runs dense because routing raised an error. Log each kind of error once."""
         self.dense(layer, DenseReason.NOT_DECIDED)
         kind = f"routing {type(error).__name__}"
         if kind not in self._said:
             self._said.add(kind)
-            logger.warning("layer %d: routing failed, the call ran dense; said once", layer, exc_info=error)
+            logger.warning("layer %d: routing failed, the call ran dense; logged once", layer, exc_info=error)
 
     def dense_sequences(self, layer: int, reason: DenseReason, sequences: int) -> None:
-        """Count so many sequences that ran dense beside sparse ones of the same call."""
+        """Count sequences that ran dense in a call with sparse sequences."""
         with self._lock:
             self._sequences[reason] += sequences
 
@@ -125,7 +128,7 @@ class Counts:
             self._sequences.clear()
 
     def to_dict(self) -> dict[str, Any]:
-        """As `Handle.stats`."""
+        """Return the counts in the form of `Handle.stats`."""
         with self._lock:
             return {
                 "sparse_calls": self._sparse,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Deployed`: a policy made ready to run, with what it remembers between forward passes."""
+"""`Deployed`: a policy that is ready to run, with its state between forward passes."""
 
 from __future__ import annotations
 
@@ -14,30 +14,31 @@ from dynaxx.policy.resolve import selection_sources
 from dynaxx.policy.rollout import open_feature
 from dynaxx.telemetry import Recorder
 
-WATCHED = ("model", "block_size", "rules", "reuse", "guard", "drift", "reference")  # fields that a guard depends on
+WATCHED = ("model", "block_size", "rules", "reuse", "guard", "drift", "reference")  # fields on which a guard depends
 NO_RULES = LayerRules()
 
 
 class Deployed:
-    """A policy made ready to run, with what it remembers between passes. Replaced as a whole.
+    """A policy that is ready to run, with its state between passes. A new policy replaces the whole object.
 
     Args:
         policy: the policy.
-        numbers: where to count.
-        background: what runs the guard's measurements.
-        before: the policy that this one replaces. Its guard goes on where it watched the same rules.
-        native: whether the model's own pattern may run on dynaxx's kernels where no rule does.
-        window: keys on each side that an encoder's layers see, where the caller asked for a window.
-        head_share: (rank, ranks) where tensor parallelism gives this process some of the heads.
+        numbers: the recorder.
+        background: the thread for the guard's measurements.
+        before: the policy that this one replaces. Its guard continues if it watched the same rules.
+        native: whether the model's own pattern may run on dynaxx's kernels if no rule applies.
+        window: keys that an encoder's layers see on each side, if the caller asked for a window.
+        head_share: (rank, ranks) if tensor parallelism gives this process only some heads.
 
     Attributes:
-        plans: by layer, what its heads do in prefill; other layers have no prefill rule.
-        sources: by layer, the layer whose selection it uses, where the policy reuses any.
-        decode: by layer, what it does in decoding steps.
-        rules: by layer, what `route` needs to know of both.
+        plans: prefill rules by layer; other layers have no prefill rule.
+        sources: by layer, the layer whose selection it uses, if the policy reuses selections.
+        decode: decode rules by layer.
+        rules: the inputs of `route` by layer.
         breakers: by layer, whether failures made it rest.
-        guard: what watches it; None if the policy has no guard, or this process some of the heads only.
-        was_long, decode_was_long: whether the last sequence ran sparse, for lengths between the policy's two borders.
+        guard: the guard; None if the policy has none, or if this process has only some heads.
+        was_long: whether the last sequence ran sparse, for lengths between the policy's two borders.
+        decode_was_long: the same for decoding steps.
     """
 
     def __init__(
@@ -69,15 +70,15 @@ class Deployed:
         self.kinds = {layer: self._kind_of(layer) for layer in self.rules}
 
     def rules_of(self, layer: int) -> LayerRules:
-        """Return what the policy says about a layer."""
+        """Return the policy's rules for a layer."""
         return self.rules.get(layer, NO_RULES)
 
     def kind(self, layer: int) -> int:
-        """Return a number that layers share whose calls are decided and planned alike; 0 for layers without a rule."""
+        """Return a number that is equal for layers with equal routing and plans, 0 for layers without a rule."""
         return self.kinds.get(layer, 0)
 
     def state(self, layer: int, blocked: DenseReason | None) -> PassState:
-        """Return what holds for a layer in a pass that is `blocked` as a whole, or not."""
+        """Return the state of a layer in a pass, which may be `blocked` as a whole."""
         if blocked is None and not self.policy.rollout.covers_layer(layer):
             blocked = DenseReason.LAYER_LEFT_OUT
         return PassState(blocked, self.was_long, self.decode_was_long)
@@ -89,10 +90,14 @@ class Deployed:
         native: bool = False,
         window: tuple[int, int] | None = None,
     ) -> DenseReason | None:
-        """Why a call that would run on dynaxx's kernels must not: the guard, or failures before. Asked once per call.
+        """Return why a call must not run on dynaxx's kernels (the guard, or previous failures), or None.
+
+        Call it once per call, since it counts the calls of a resting layer.
 
         Args:
-            native: the call runs the model's own pattern, which no guard watches.
+            layer: index of the layer.
+            native: whether the call runs the model's own pattern, which the guard does not watch.
+            window: the window of an encoder's layer, if the caller asked for one.
         """
         guard = self.guard
         if guard is not None and not native and layer in self.plans and guard.level(layer) == Level.DENSE:
@@ -100,7 +105,7 @@ class Deployed:
         return DenseReason.RESTING if self.breakers[layer].resting() else None
 
     def remember_length(self, seqlen_k: int, *, decodes: bool = False) -> None:
-        """Keep on which side of the borders a sequence was, for sequences between them."""
+        """Store on which side of the borders a sequence was, for later sequences between them."""
         policy = self.policy
         if decodes:
             self.decode_was_long = is_long(seqlen_k, *policy.decode_borders, before=self.decode_was_long)
@@ -108,7 +113,7 @@ class Deployed:
             self.was_long = is_long(seqlen_k, policy.dense_below, policy.sparse_from, before=self.was_long)
 
     def reset(self) -> None:
-        """Forget what passes before left."""
+        """Reset the state of previous passes."""
         self.was_long = self.decode_was_long = False
 
     def _rules_of(self, layer: int) -> LayerRules:

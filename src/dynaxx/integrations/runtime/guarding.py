@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The guard at work: samples calls, measures them in the background, judges, remembers what the traffic is like.
+"""Run the guard: sample calls, measure them in the background, compare with limits, record attention statistics.
 
-A request pays for the copy of what a sampled call saw, and for nothing else. Whatever fails here is counted and logged
-once; no request hears of it.
+A request pays only for copying the inputs of a sampled call. Errors in this module are counted and logged once, and
+never reach a request.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from dynaxx.policy.profile import LADDER, LayerRecord
 from dynaxx.policy.scale import scaled_plan
 from dynaxx.telemetry import Recorder
 
-MOST_BYTES = {"cpu": 256 * 1024 * 1024, "cuda": 1024 * 1024 * 1024}  # of one copied call; a larger one is not sampled
-LADDER_EVERY = 4  # measured calls of a layer per one whose recall is measured at other budgets, too
+MOST_BYTES = {"cpu": 256 * 1024 * 1024, "cuda": 1024 * 1024 * 1024}  # limit on a copied call; larger calls are skipped
+LADDER_EVERY = 4  # one in so many measured calls of a layer also measures recall at other budgets
 
 logger = logging.getLogger("dynaxx")
 
@@ -41,34 +41,34 @@ class Sampled(NamedTuple):
     k: Tensor
     v: Tensor
     scale: float | None
-    rows: tuple[int, ...]  # to look at
-    plan: LayerPlan  # the policy's own
-    ran: LayerPlan | None  # what ran; None where the guard had it dense
-    out: Tensor | None  # (R, heads, head_dim) of the rows, where it ran
-    ready: Any  # an event after which the copies are made, on a GPU
+    rows: tuple[int, ...]  # query rows to measure
+    plan: LayerPlan  # the policy's plan
+    ran: LayerPlan | None  # the plan that ran; None if the guard made the layer dense
+    out: Tensor | None  # (R, heads, head_dim) output of the rows, if the call ran sparse
+    ready: Any  # on a GPU, the event after which the copies are complete
 
 
 class LiveGuard:
-    """Guard, drift detector and statistics of one policy in force; made anew with each.
+    """The guard, the drift detector and the statistics of one policy in force.
 
     Args:
-        policy: with a `guard`.
-        plans: by layer, as resolved from it.
-        numbers: where to count.
-        background: what runs the measurements.
+        policy: a policy with a `guard`.
+        plans: the policy's plans by layer.
+        numbers: the recorder.
+        background: the thread for the measurements.
 
     Attributes:
-        levels: of each layer.
-        whole: of the model, by its next tokens.
-        worst: the highest of these.
-        detector: looks for drift; None if the policy has no reference.
+        levels: the guard of each layer.
+        whole: the guard of the whole model, by next-token distributions.
+        worst: the highest level of all.
+        detector: the drift detector; None if the policy has no reference.
     """
 
     def __init__(self, policy: Policy, plans: dict[int, LayerPlan], numbers: Recorder, background: Background) -> None:
-        assert policy.guard is not None, "a policy without a guard has none"
+        assert policy.guard is not None, "the policy must have a guard"
         self.settings: Guard = policy.guard
         self.levels = {layer: LayerGuard(self.settings) for layer in plans}
-        self.whole = LayerGuard(self.settings)  # what next-token distributions say, for all layers
+        self.whole = LayerGuard(self.settings)  # for all layers, by next-token distributions
         self.detector = DriftDetector(policy.reference, policy.drift) if policy.reference else None
         self._policy = policy
         self._numbers = numbers
@@ -81,14 +81,12 @@ class LiveGuard:
         self.worst = Level.OK
         self._recommended = False
 
-    # ---- on the way of a request ---------------------------------------------------------------------------------
-
     def level(self, layer: int) -> Level:
-        """Return what the guard does to a layer now."""
+        """Return the current level of a layer."""
         return max(self.levels[layer].level, self.whole.level)
 
     def plan(self, layer: int, nominal: LayerPlan) -> LayerPlan:
-        """Return the plan to run: the policy's own, or a wider one."""
+        """Return the plan to run: the policy's plan, or a wider one."""
         return _wider(nominal, self.settings.widen) if self.level(layer) == Level.WIDENED else nominal
 
     def wants_call(self) -> bool:
@@ -111,11 +109,17 @@ class LiveGuard:
         ran: LayerPlan | None,
         out: Tensor | None,
     ) -> None:
-        """Copy one sequence of a call and have it measured later, if there is room. Never raises.
+        """Copy one sequence of a call and queue its measurement, if there is room. Never raises.
 
         Args:
-            q, k, v: (1, N, heads, head_dim), q aligned to the last keys.
-            out: (1, Lq, heads, head_dim) where it ran sparse.
+            layer: index of the layer.
+            q: (1, Lq, heads, head_dim), aligned to the last keys.
+            k: (1, N, heads, head_dim).
+            v: (1, N, heads, head_dim).
+            scale: softmax scale; None means head_dim ** -0.5.
+            plan: the policy's plan.
+            ran: the plan that ran; None if the guard made the layer dense.
+            out: (1, Lq, heads, head_dim) output, if the call ran sparse.
         """
         try:
             if q.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -139,14 +143,12 @@ class LiveGuard:
             self.failed(error)
 
     def left_out(self, why: str) -> None:
-        """Note that a sampled call is skipped: "dropped" (the queue is full), "too large" to copy, or "decode"."""
+        """Count a skipped call: "dropped" (the queue is full), "too large" to copy, or "decode"."""
         self._numbers.add("dynaxx_guard_checks_total", verdict=why)
 
     def failed(self, error: Exception) -> None:
-        """Something of the guard failed."""
+        """Count and log an error of the guard."""
         self._numbers.failed("guard", error)
-
-    # ---- in the background ---------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _measure(self, sample: Sampled) -> None:
@@ -171,7 +173,7 @@ class LiveGuard:
 
     @contextlib.contextmanager
     def _beside(self, sample: Sampled) -> Iterator[None]:
-        """Return a stream beside that of the requests, on a GPU."""
+        """Use a separate stream within the block, on a GPU, so that requests do not wait."""
         if sample.ready is None:
             yield
             return
@@ -201,7 +203,7 @@ class LiveGuard:
             self._tell_drift(found)
 
     def judge_request(self, kl: float) -> None:
-        """Note that a request's next token was compared: KL(dense || sparse) in nats."""
+        """Add the KL(dense || sparse) in nats of a request's next-token distribution."""
         with self._lock:
             before = self.whole.level
             beyond = self.whole.add({"kl": kl})
@@ -210,7 +212,7 @@ class LiveGuard:
             self._tell("next tokens", self.whole, before)
 
     def _tell(self, what: str, guard: LayerGuard, before: Level) -> None:
-        """Say what changed, as an event and in the log."""
+        """Report a change of level as an event and in the log."""
         if guard.level == before:
             return
         names = {Level.WARNED: "guard_warned", Level.WIDENED: "guard_widened", Level.DENSE: "guard_dense"}
@@ -222,7 +224,7 @@ class LiveGuard:
 
     def _tell_drift(self, found: LayerDrift) -> None:
         detector, numbers = self.detector, self._numbers
-        assert detector is not None, "it found something"
+        assert detector is not None, "only a detector finds drift"
         numbers.set("dynaxx_layer_drift_ratio", found.ratio, layer=found.layer)
         first = found.drifted and len(detector.drifted) == 1 and not self._recommended
         if first:
@@ -236,8 +238,6 @@ class LiveGuard:
             self._recommended = False
             numbers.event("drift_gone")
 
-    # ---- what is known -------------------------------------------------------------------------------------------
-
     def drift(self) -> list[HeadDrift]:
         """Return the evidence of all layers that have drifted, worst head first."""
         with self._lock:
@@ -245,7 +245,7 @@ class LiveGuard:
         return sorted((each for layer in layers for each in layer.evidence), key=lambda each: -each.distance)
 
     def statistics(self, command: str = "") -> Profile | None:
-        """Return what was recorded since this policy came into force; None before the first measured call."""
+        """Return the profile recorded since this policy came into force, or None before the first measured call."""
         with self._lock:
             layers = tuple(each.to_profile(layer) for layer, each in sorted(self._records.items()) if each.calls)
         if not layers:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ByIdentity`: what is kept beside an object for as long as the object lives, whatever its class says of equality."""
+"""`ByIdentity`: a weak map from objects to values that compares its keys by identity."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ Value = TypeVar("Value")
 
 
 class ByIdentity(Generic[Value]):
-    """A map by the object itself, held weakly.
+    """A map from objects to values that references its keys weakly and compares them by identity.
 
-    A `WeakKeyDictionary` asks its keys for a hash and for equality, which caches of other libraries may not have.
-    Objects that cannot be held weakly are not kept: `get` returns None for them.
+    A `WeakKeyDictionary` needs keys with a hash and equality, which caches of other libraries may lack. Objects without
+    weak references are not stored, so `get` returns None for them.
     """
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[weakref.ref[Any], Value]] = {}
 
     def get(self, key: Any) -> Value | None:
-        """Return what is kept beside an object; None if nothing is."""
+        """Return the value of an object, or None."""
         found = self._kept.get(id(key))
         return found[1] if found is not None and found[0]() is key else None
 
     def put(self, key: Any, value: Value) -> None:
-        """Keep a value beside an object."""
+        """Store a value for an object."""
         number = id(key)
         try:
             held = weakref.ref(key, lambda _: self._kept.pop(number, None))

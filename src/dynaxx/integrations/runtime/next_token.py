@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole requests against the dense model: the next-token distribution after a prompt, computed again in the background.
+"""Compare requests with the dense model, by the next-token distribution after a prompt.
 
-The comparison is one more dense prefill of that prompt, beside the requests; it is sampled rarely.
+The comparison runs another dense prefill of the prompt in the background, and is therefore sampled rarely.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _COMPARING: ContextVar[bool] = ContextVar("dynaxx_comparing", default=False)
 
 
 def comparing() -> bool:
-    """Whether the pass that starts is one of ours."""
+    """Whether the current pass is a comparison of the guard."""
     return _COMPARING.get()
 
 
@@ -45,11 +45,14 @@ def compare_later(
     arguments: dict[str, Any],
     output: Any,
 ) -> None:
-    """Have the first prompt of a pass compared, if it is a whole prompt without padding. Never raises.
+    """Queue a comparison of the first prompt of a pass, if it is a whole prompt without padding. Never raises.
 
     Args:
-        arguments: the decoder's own, by name.
-        output: what it returned.
+        decoder: a function that returns the model's decoder, or None if it no longer exists.
+        guard: the guard that gets the result.
+        background: the thread that runs the comparison.
+        arguments: the decoder's arguments by name.
+        output: the decoder's output.
     """
     try:
         ids, hidden, mask = arguments.get("input_ids"), output[0], arguments.get("attention_mask")
@@ -77,11 +80,12 @@ def compare_later(
 
 @torch.no_grad()
 def next_token_kl(decoder: Decoder, ids: Tensor, last: Tensor) -> float | None:
-    """KL(dense || sparse) of the token after a prompt, nats; None for a model without a language head.
+    """Return KL(dense || sparse) in nats of the token after a prompt, or None for a model without a language head.
 
     Args:
-        ids: (1, N) the prompt.
-        last: (1, hidden_size) what the decoder made of its last token.
+        decoder: the model's decoder.
+        ids: (1, N) token ids of the prompt.
+        last: (1, hidden_size) hidden state of the last token.
     """
     head = decoder.owner.get_output_embeddings()
     if head is None:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step of a serving engine: sequences of any length over a paged cache. Knows no engine and no policy.
+"""A step of a serving engine: sequences of any length over a paged cache. Independent of engine and policy.
 
-Memory is (num_pages, kv_heads, page_size, 2 * head_dim), a token's k and v side by side, any strides.
+The cache's memory has shape (num_pages, kv_heads, page_size, 2 * head_dim), with k and v of a token side by side, and
+any strides.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ from dynaxx.ops import sparse_attention
 from dynaxx.ops.decode import sparse_decode
 from dynaxx.patterns import Causal
 
-DENSE_BLOCK = 64  # of dense layouts
+DENSE_BLOCK = 64  # block size of dense layouts
 FP8 = torch.float8_e4m3fn
 
 
 class Pages(NamedTuple):
     """An engine's cache of one layer. In fp8 (e4m3) it holds keys and values divided by their scales."""
 
-    memory: Tensor  # (num_pages, kv_heads, page_size, 2 * head_dim), any strides but a dense last dimension
-    k_scale: Tensor | None = None  # fp32, () or (kv_heads,); none if the memory is not in fp8
+    memory: Tensor  # (num_pages, kv_heads, page_size, 2 * head_dim), last dimension contiguous, other strides free
+    k_scale: Tensor | None = None  # fp32, () or (kv_heads,); None if the memory is not fp8
     v_scale: Tensor | None = None
 
     @classmethod
     def of(cls, memory: Tensor, k_scale: Tensor, v_scale: Tensor) -> Pages:
-        """Of memory that has no scales unless it is of bytes; one scale may be any tensor of one element."""
+        """Return the cache of `memory`. Scales apply to fp8 memory only; a single scale may have any shape."""
         if memory.dtype.itemsize > 1:
             return cls(memory)
         own = [x.float().reshape(() if x.numel() == 1 else -1) for x in (k_scale, v_scale)]
@@ -45,52 +46,52 @@ class Pages(NamedTuple):
         return self.memory.shape[2]
 
     def tokens_first(self) -> tuple[Tensor, Tensor]:
-        """k and v as (num_pages, page_size, kv_heads, head_dim) views, as stored."""
+        """Return k and v as views (num_pages, page_size, kv_heads, head_dim) of the memory."""
         k, v = self.memory.transpose(1, 2).chunk(2, dim=-1)
         return k, v
 
     def cache(self, seqused_k: Tensor, page_table: Tensor, summaries: PageSummaries | None = None) -> PagedCache:
-        """As `sparse_decode` takes it."""
+        """Return the cache for `sparse_decode`."""
         k, v = self.tokens_first()
         return PagedCache(k, v, seqused_k, page_table, k_scale=self.k_scale, v_scale=self.v_scale, summaries=summaries)
 
 
 class Softmax(NamedTuple):
-    """A layer's softmax: the same of sparse and dense attention, whatever the model has."""
+    """The softmax of a layer, equal for sparse and dense attention."""
 
     scale: float
-    softcap: float | None = None  # caps scores, as in Gemma 2
-    sinks: Tensor | None = None  # (q_heads,) a logit that joins each denominator, as in gpt-oss
+    softcap: float | None = None  # cap on scores, as in Gemma 2
+    sinks: Tensor | None = None  # (q_heads,) logits added to the denominators, as in gpt-oss
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """As `sparse_attention` and `sparse_decode` take them."""
+        """Return the arguments for `sparse_attention` and `sparse_decode`."""
         return {"scale": self.scale, "softcap": self.softcap, "sinks": self.sinks}
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One sequence of a step, in tokens; its queries are the last of its keys."""
+    """One sequence of a step, in tokens. Its queries are the last of its keys."""
 
-    index: int  # its row of the page table
-    start: int  # where its queries begin among the step's tokens
+    index: int  # row of the page table
+    start: int  # index of its first query among the step's tokens
     seqlen_q: int
     seqlen_k: int
 
     @property
     def tokens(self) -> slice:
-        """Its queries among the step's tokens."""
+        """The slice of its queries among the step's tokens."""
         return slice(self.start, self.start + self.seqlen_q)
 
 
 class Sequences:
-    """The sequences of a step, for layers that read one page table.
+    """The sequences of a step, for layers that share a page table.
 
     Args:
         page_table: (num_seqs, max_pages) int32, on the device.
-        seqused_k: (num_seqs,) int32, keys of each sequence, those of this step included, on the device.
-        starts: (num_seqs + 1,) where each sequence's queries begin.
-        seqlens_k: `seqused_k` on the host; for sequences with one query an upper bound does.
+        seqused_k: (num_seqs,) int32 number of keys of each sequence, including those of this step, on the device.
+        starts: (num_seqs + 1,) index of each sequence's first query.
+        seqlens_k: `seqused_k` on the host; for sequences with one query an upper bound suffices.
     """
 
     def __init__(self, page_table: Tensor, seqused_k: Tensor, starts: Sequence[int], seqlens_k: Sequence[int]) -> None:
@@ -100,14 +101,15 @@ class Sequences:
         self.rows = tuple(
             Row(index, starts[index], starts[index + 1] - starts[index], seqlen_k)
             for index, seqlen_k in enumerate(seqlens_k)
-            if starts[index + 1] > starts[index]  # engines pad
+            if starts[index + 1] > starts[index]  # skip padding
         )
 
     def part(self, rows: Sequence[Row], batch: int = 0) -> Part:
-        """Return some sequences with the same number of queries; layers share what is made once.
+        """Return some sequences with equal numbers of queries. The result is cached, so that layers share it.
 
         Args:
-            batch: sequences without keys follow up to so many.
+            rows: the sequences.
+            batch: pad to this batch size with sequences without keys.
         """
         key = (tuple(rows), max(batch, len(rows)))
         found = self._parts.get(key)
@@ -124,27 +126,29 @@ class Sequences:
 
     @lazy
     def with_new_keys(self) -> list[tuple[Part, int]]:
-        """All sequences in parts, each with the most keys that a sequence of it gains in this step: decoding ones
-        together, and every chunk of a prompt alone."""
+        """Return all sequences in parts, each with the largest number of keys that a sequence gains in this step.
+
+        Decoding sequences form one part, and every chunk of a prompt is a part.
+        """
         steps = [row for row in self.rows if row.seqlen_q < MOST_QUERIES]
         chunks = [[row] for row in self.rows if row.seqlen_q >= MOST_QUERIES]
         return [(self.part(some), max(row.seqlen_q for row in some)) for some in (steps, *chunks) if some]
 
 
 class Part(NamedTuple):
-    """Some sequences of a step, as kernels take them."""
+    """Some sequences of a step, in the form that kernels expect."""
 
     seqused_k: Tensor  # (batch,) int32
     page_table: Tensor  # (batch, max_pages) int32
-    places: Tensor  # (batch, seqlen_q) int64, where their queries are among the step's tokens
+    places: Tensor  # (batch, seqlen_q) int64 indices of their queries among the step's tokens
 
     def cache(self, pages: Pages, summaries: PageSummaries | None = None) -> PagedCache:
-        """Return their cache in one layer."""
+        """Return the cache of these sequences in one layer."""
         return pages.cache(self.seqused_k, self.page_table, summaries)
 
 
 def on_device(numbers: Any, device: torch.device) -> Tensor:
-    """Return numbers of the host on a device; from pinned memory, since copies from other memory wait for the GPU."""
+    """Copy numbers to a device, through pinned memory, since copies from other memory synchronise with the GPU."""
     host = torch.as_tensor(numbers)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
@@ -152,12 +156,15 @@ def on_device(numbers: Any, device: torch.device) -> Tensor:
 def dense_attention(
     q: Tensor, pages: Pages, sequences: Sequences, rows: Sequence[Row], softmax: Softmax, out: Tensor
 ) -> None:
-    """Attend to every visible key; sequences with one query go together.
+    """Attend to every visible key. Sequences with one query run in one call.
 
     Args:
         q: (tokens, q_heads, head_dim), all tokens of the step.
-        pages: with the keys of this step.
-        out: as q; what belongs to `rows` is written.
+        pages: the cache, including the keys of this step.
+        sequences: the sequences of the step.
+        rows: the sequences to compute.
+        softmax: the softmax of the layer.
+        out: output of the shape of q; the tokens of `rows` are written.
     """
     single = [row for row in rows if row.seqlen_q == 1]
     if single:
@@ -171,16 +178,18 @@ def dense_attention(
 
 
 def keys_and_values(pages: Pages, page_table: Tensor, seqlen_k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """k and v of one sequence, (1, seqlen_k, kv_heads, head_dim): views of one ordered copy, or in `dtype` if that of
-    the memory is fp8.
+    """Return k and v of one sequence, each (1, seqlen_k, kv_heads, head_dim), as views of one contiguous copy.
 
     Args:
-        page_table: (max_pages,) its row.
+        pages: the cache.
+        page_table: (max_pages,) the sequence's row of the page table.
+        seqlen_k: number of keys.
+        dtype: dtype of the result for fp8 memory; other memory keeps its dtype.
     """
-    memory = pages.memory if pages.k_scale is None else pages.memory.view(torch.uint8)  # not all is done with fp8
+    memory = pages.memory if pages.k_scale is None else pages.memory.view(torch.uint8)  # fp8 lacks some operations
     num_pages, heads, page_size, width = memory.shape
     used = page_table[: -(-seqlen_k // page_size)].long()
-    if memory.is_contiguous():  # whole pages are copied, each head's behind one another: twice as fast
+    if memory.is_contiguous():  # copying whole pages of each head is twice as fast
         order = used * heads + torch.arange(heads, device=used.device)[:, None]
         both = memory.view(num_pages * heads, page_size * width).index_select(0, order.flatten())
     else:
@@ -197,8 +206,10 @@ def write(pages: Pages, k: Tensor, v: Tensor, slots: Tensor) -> None:
     """Store tokens in their pages, on a CPU.
 
     Args:
-        k, v: (tokens, kv_heads, head_dim); rows past the last slot are padding.
-        slots: (n,) integers, page * page_size + place in the page; negative ones are padding.
+        pages: the cache.
+        k: (tokens, kv_heads, head_dim); tokens past the last slot are padding.
+        v: (tokens, kv_heads, head_dim).
+        slots: (n,) integers, page * page_size + index in the page; negative values are padding.
     """
     k, v = k[: len(slots)], v[: len(slots)]
     kept = slots >= 0
@@ -210,7 +221,7 @@ def write(pages: Pages, k: Tensor, v: Tensor, slots: Tensor) -> None:
 
 
 def stored(x: Tensor, scale: Tensor | None) -> Tensor:
-    """Keys or values, (tokens, kv_heads, head_dim), as the cache has them."""
+    """Return keys or values, (tokens, kv_heads, head_dim), in the dtype and scale of the cache."""
     if scale is None:
         return x
     most = torch.finfo(FP8).max

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding steps over an engine's pages: summaries that live as long as the cache, and attention over chosen pages."""
+"""Decoding steps over an engine's pages: persistent page summaries, and attention over chosen pages."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from dynaxx.policy.decode import DecodePlan
 
 
 class LivingSummaries:
-    """Summaries of one layer's pages, by physical page: a prefix that requests share is summarized once."""
+    """Summaries of one layer's pages by physical page, so that a shared prefix is summarised once."""
 
     def __init__(self) -> None:
         self._summaries: PageSummaries | None = None
-        self._memory = 0  # where the pages lie that they are of
+        self._memory = 0  # address of the summarised pages
 
     def update(self, pages: Pages, sequences: Sequences, bound: float) -> PageSummaries:
-        """Bring them up to date with the keys of a step, which are in the cache; all of them if they are new."""
+        """Update the summaries with the keys of a step, which are in the cache. New summaries cover all pages."""
         known = self._known(pages, bound)
         if known is None:
             return self._made(pages, bound)
@@ -31,15 +31,15 @@ class LivingSummaries:
         return known
 
     def update_last(self, pages: Pages, sequences: Sequences, bound: float) -> PageSummaries:
-        """Return the same for a step with one new key of every sequence, without the host: a CUDA graph may capture it.
+        """Update the summaries for a step with one new key per sequence, without the host. A CUDA graph may capture it.
 
         Raises:
-            RuntimeError: the summaries are new, and a graph is being captured; a step before it would have made them.
+            RuntimeError: the summaries do not exist yet, and a graph is being captured. Run a step before the capture.
         """
         known = self._known(pages, bound)
         if known is None:
             if pages.memory.is_cuda and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError("page summaries must be made by a step before a CUDA graph is captured")
+                raise RuntimeError("page summaries must exist before a CUDA graph is captured; run one step first")
             return self._made(pages, bound)
         summarize_pages(pages.cache(sequences.seqused_k, sequences.page_table, known), new_tokens=1)
         return known
@@ -67,17 +67,23 @@ def decode(
     softmax: Softmax,
     out: Tensor,
 ) -> None:
-    """Attend from a few queries of each row to the pages that the plan chooses; rows with as many queries together.
+    """Attend from a few queries per sequence to the pages that the plan chooses.
+
+    Sequences with equal numbers of queries run in one call.
 
     Args:
         q: (tokens, q_heads, head_dim), all tokens of the step.
-        pages: with the keys of this step.
-        summaries: up to date; None where the plan reads everything.
-        out: as q; what belongs to `rows` is written.
+        pages: the cache, including the keys of this step.
+        sequences: the sequences of the step.
+        rows: the sequences to compute.
+        plan: the layer's decode rule.
+        summaries: current summaries; None if the plan reads every page.
+        softmax: the softmax of the layer.
+        out: output of the shape of q; the tokens of `rows` are written.
     """
     for seqlen_q in sorted({row.seqlen_q for row in rows}):
         some = [row for row in rows if row.seqlen_q == seqlen_q]
-        part = sequences.part(some, 1 << (len(some) - 1).bit_length())  # few batch sizes, so few kernels to compile
+        part = sequences.part(some, 1 << (len(some) - 1).bit_length())  # few batch sizes need few kernels
         found = sparse_decode(q[part.places], part.cache(pages, summaries), plan.budget, **softmax.arguments)
         out[part.places[: len(some)]] = found[: len(some)]
 
@@ -90,5 +96,5 @@ def _every_page(pages: Pages) -> PagedCache:
 
 
 def _place(pages: Pages) -> tuple[int, int]:
-    """Where the memory lies, and how many pages it has."""
+    """Return the address of the memory and its number of pages."""
     return pages.memory.data_ptr(), len(pages.memory)

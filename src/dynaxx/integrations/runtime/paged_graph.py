@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decoding steps that a CUDA graph may capture.
 
-A captured step replays the same kernels for every later step of its batch size, so nothing in it may depend on lengths
-that only the host knows. Whether a sequence decodes sparse is therefore decided on the device: a layer has two limits,
-and a sequence reads chosen pages if its length lies between them. All other sequences read all of their pages. The kill
-switch, a reloaded policy and a resting layer change the limits, and the next replay follows.
+A captured step replays the same kernels for every later step of its batch size, so it must not depend on lengths that
+only the host knows. The device therefore decides whether a sequence decodes sparse. A layer has two limits, and a
+sequence reads chosen pages if its length lies between them. All other sequences read all of their pages. The kill
+switch, a reloaded policy and a resting layer change the limits, and the next replay uses them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Limits = tuple[int, int]  # a sequence of `first` <= keys < `second` decodes spa
 
 
 def decode_limits(policy: Policy, blocked: DenseReason | None) -> Limits:
-    """Return the lengths between which sequences of a layer decode sparse; none where the layer is `blocked`."""
+    """Return the limits between which sequences of a layer decode sparse; an empty range if the layer is `blocked`."""
     if blocked is not None:
         return NEVER, NEVER
     below, start = policy.decode_borders
@@ -41,7 +41,7 @@ class LayerLimits:
 
     Args:
         layers: indices of the layers with a decode rule, in the order in which a pass runs them.
-        device: of the cache.
+        device: the device of the cache.
     """
 
     def __init__(self, layers: Sequence[int], device: torch.device | str) -> None:
@@ -50,7 +50,7 @@ class LayerLimits:
         self._written: tuple[Limits, ...] = ()
 
     def write(self, limits: Sequence[Limits]) -> None:
-        """Set the limits of every layer, in order; copies to the device only if they changed."""
+        """Set the limits of all layers, in order. Copies to the device only if they changed."""
         values = tuple(limits)
         if values != self._written:
             self.memory.copy_(torch.tensor(values, dtype=torch.int32).T[..., None])
@@ -58,11 +58,11 @@ class LayerLimits:
 
 
 class StepLengths:
-    """The lengths of one decoding step, one query per sequence, as each layer reads them.
+    """The lengths of one decoding step with one query per sequence, split for each layer.
 
     Args:
-        limits: of the layers that share the page table.
-        seqused_k: (batch,) int32, keys of each sequence, 0 for padding, in memory that later steps reuse.
+        limits: the limits of the layers that share the page table.
+        seqused_k: (batch,) int32 number of keys of each sequence, 0 for padding, in memory that later steps reuse.
     """
 
     def __init__(self, limits: LayerLimits, seqused_k: Tensor) -> None:
@@ -71,14 +71,16 @@ class StepLengths:
         self._lengths: tuple[Tensor, Tensor] | None = None
 
     def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return (batch,) int32 twice: keys of the sequences that read chosen pages, and keys of the others; each is 0
-        where the other is not. The first layer of a pass computes them for all layers, so a graph that captures the
-        pass captures that, too."""
+        """Return the lengths of the sequences that read chosen pages, and of the others, each (batch,) int32.
+
+        Each sequence has length 0 in one of the two tensors. The first layer of a pass computes them for all layers, so
+        that a graph that captures the pass also captures this computation.
+        """
         row = self.limits.rows[layer]
         if row == 0 or self._lengths is None:
             used, (least, most) = self.seqused_k[None], self.limits.memory
             batch = used.shape[1]
-            wide = -(-batch // ALIGNED) * ALIGNED  # Triton compiles another kernel for memory that begins elsewhere
+            wide = -(-batch // ALIGNED) * ALIGNED  # Triton specialises kernels on the alignment of pointers
             sparse, dense = used.new_empty(2, len(self.limits.rows), wide)[..., :batch]
             torch.mul(used, (used >= least) & (used < most), out=sparse)
             torch.sub(used, sparse, out=dense)
@@ -88,7 +90,7 @@ class StepLengths:
 
 
 def one_query_each(sequences: Sequences) -> bool:
-    """Return whether the step's queries are one per sequence, in the order of the page table, padding at the end."""
+    """Return whether the step has one query per sequence, in the order of the page table, with padding at the end."""
     rows = sequences.rows
     return bool(rows) and all(row.index == row.start == at and row.seqlen_q == 1 for at, row in enumerate(rows))
 
@@ -103,14 +105,17 @@ def decode_step(
     softmax: Softmax,
     out: Tensor,
 ) -> None:
-    """Attend from one query of each sequence, to chosen pages or to all of them.
+    """Attend from one query of each sequence to chosen pages or to all pages.
 
     Args:
         q: (tokens, q_heads, head_dim); the first tokens are the sequences' queries, the rest is padding.
-        pages: with the keys of this step.
-        lengths: of `StepLengths.of_layer`.
-        summaries: up to date; None where the plan reads every page.
-        out: as q; a token is written for each row of the page table, 0 for rows without a sequence.
+        pages: the cache, including the keys of this step.
+        sequences: the sequences of the step.
+        lengths: the result of `StepLengths.of_layer`.
+        plan: the layer's decode rule.
+        summaries: current summaries; None if the plan reads every page.
+        softmax: the softmax of the layer.
+        out: output of the shape of q; one token is written per row of the page table, 0 for rows without a sequence.
     """
     batch = min(len(sequences.seqused_k), len(q))
     queries, found, table = q[:batch, None], out[:batch, None], sequences.page_table[:batch]
@@ -120,4 +125,4 @@ def decode_step(
     sparse, dense = (each[:batch] for each in lengths)
     chosen = sparse_decode(queries, pages.cache(sparse, table, summaries), plan.budget, **softmax.arguments)
     every = sparse_decode(queries, pages.cache(dense, table), **softmax.arguments)
-    torch.add(chosen, every, out=found)  # a sequence without keys gives 0
+    torch.add(chosen, every, out=found)  # a sequence without keys contributes 0

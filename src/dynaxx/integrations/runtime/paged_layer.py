@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One attention layer of a serving engine under a policy: which sequences of a step run sparse, and running them."""
+"""One attention layer of a serving engine under a policy: decide which sequences of a step run sparse, and run them."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ Watcher = Callable[[int, BlockLayout], None]
 
 
 class Split(NamedTuple):
-    """Which sequences of a step a layer runs sparse, and which dense, by reason."""
+    """The sequences of a step that a layer runs sparse, and the dense ones by reason."""
 
-    sparse: tuple[Row, ...]  # prompts and chunks of them, by the prefill rule
+    sparse: tuple[Row, ...]  # prompts and their chunks, by the prefill rule
     decode: tuple[Row, ...]  # a few queries over pages that the decode rule chooses
     dense: tuple[Row, ...]
     reasons: dict[DenseReason, int]
 
     @property
     def runs_sparse(self) -> bool:
-        """Whether any sequence does."""
+        """Whether any sequence runs sparse."""
         return bool(self.sparse or self.decode)
 
 
 class Step:
-    """A step and what holds for it, decided once when it starts.
+    """A step with the policy and state that apply to it, fixed when it starts.
 
     Attributes:
-        sequences: of the step.
+        sequences: the sequences of the step.
         deployed: the policy in force.
         killed: whether the kill switch was engaged.
-        lengths: of a step that decodes one token of each sequence and may be captured; None for all other steps.
+        lengths: the lengths of a step that decodes one token per sequence and may be captured; None for other steps.
     """
 
     def __init__(self, sequences: Sequences, deployed: Deployed, *, killed: bool = False) -> None:
@@ -57,7 +57,7 @@ class Step:
         self._made: dict[tuple[int, DenseReason | None], Split] = {}
 
     def with_page_table(self, page_table: Tensor) -> Step:
-        """Return the same step for layers whose pages lie elsewhere."""
+        """Return the same step for layers with another page table."""
         sequences = Sequences(page_table, self.sequences.seqused_k, [], [])
         sequences.rows = self.sequences.rows
         other = Step(sequences, self.deployed, killed=self.killed)
@@ -65,12 +65,12 @@ class Step:
         return other
 
     def capturable(self, limits: LayerLimits) -> bool:
-        """Let the device decide for each sequence, if the step decodes one token of each; returns whether it does.
+        """Let the device decide for each sequence, if the step decodes one token per sequence. Return whether it does.
 
         Args:
-            limits: of the layers that read this step's page table; brought up to date here.
+            limits: the limits of the layers that read this step's page table; this call updates them.
         """
-        known = all(layer in self.deployed.decode for layer in limits.rows)  # a policy in force may have dropped some
+        known = all(layer in self.deployed.decode for layer in limits.rows)  # a reloaded policy may have fewer rules
         if limits.rows and known and one_query_each(self.sequences):
             states = [self.deployed.state(layer, self._why_blocked(layer)) for layer in limits.rows]
             limits.write([decode_limits(self.deployed.policy, state.blocked) for state in states])
@@ -78,7 +78,7 @@ class Step:
         return self.lengths is not None
 
     def split(self, layer: int) -> Split:
-        """Decide for each sequence by its own lengths alone, so that its neighbours in the batch change nothing."""
+        """Decide for each sequence by its own lengths only, so that the rest of the batch has no influence."""
         if layer not in self._of_layer:
             blocked = self._why_blocked(layer)
             key = (self.deployed.kind(layer), blocked)
@@ -96,7 +96,7 @@ class Step:
         return self._blocked[layer]
 
     def _split(self, layer: int, blocked: DenseReason | None) -> Split:
-        # The length of a sequence only grows, so one border is the policy's hysteresis.
+        # The length of a sequence only grows, so one border suffices for hysteresis.
         rules = self.deployed.rules_of(layer)
         state = self.deployed.state(layer, blocked)._replace(was_long=False, decode_was_long=False)
         by_route: dict[Route, list[Row]] = {each: [] for each in Route}
@@ -115,10 +115,10 @@ class PagedLayer:
     """One attention layer.
 
     Args:
-        index: of the layer in the model.
-        softmax: of the layer.
-        counts: told what its calls did.
-        watchers: called with the layer and the layout of every sequence that runs sparse.
+        index: index of the layer in the model.
+        softmax: the softmax of the layer.
+        counts: the counts of its calls.
+        watchers: functions that are called with the layer and the layout of every sequence that runs sparse.
     """
 
     def __init__(self, index: int, softmax: Softmax, counts: Counts, watchers: Sequence[Watcher] = ()) -> None:
@@ -129,15 +129,16 @@ class PagedLayer:
         self._summaries = LivingSummaries()
 
     def sparse(self, q: Tensor, pages: Pages, step: Step, out: Tensor) -> bool:
-        """Attend for the sequences of a step that run sparse, by the policy in force.
+        """Attend for the sequences of a step that run sparse under the policy in force.
 
         Args:
             q: (tokens, q_heads, head_dim), all tokens of the step.
-            pages: of this layer, with the keys of this step.
-            out: as q; what belongs to sparse sequences is written.
+            pages: the cache of this layer, including the keys of this step.
+            step: the step.
+            out: output of the shape of q; the tokens of sparse sequences are written.
 
         Returns:
-            False if a kernel failed: then these sequences, too, are to run dense. It is counted and logged.
+            False if a kernel failed, so that these sequences must run dense as well. The failure is counted and logged.
         """
         if step.lengths is not None and self.does_all(step):
             return self._decode_step(q, pages, step, step.lengths, out)
@@ -156,7 +157,7 @@ class PagedLayer:
                 call = self.counts.decoding(self.index, q)
                 decode(q, pages, step.sequences, split.decode, plan, summaries, self.softmax, out)
                 self.counts.decoded(call, q)
-        except Exception as error:  # whatever a kernel does, the request gets its answer
+        except Exception as error:  # a failing kernel must not fail the request
             breaker.failed()
             self.counts.failed(self.index, error, "prefill" if split.sparse else "decode")
             return False
@@ -167,11 +168,11 @@ class PagedLayer:
         return True
 
     def does_all(self, step: Step) -> bool:
-        """Whether `sparse` attends for every sequence of the step, dense ones included."""
+        """Whether `sparse` attends for every sequence of the step, including dense ones."""
         return step.lengths is not None and self.index in step.lengths.limits.rows
 
     def count_step(self, step: Step, backend: str) -> None:
-        """Count a step with `lengths` when it starts: a replayed graph runs no Python."""
+        """Count a step with `lengths` when it starts, since a replayed graph runs no Python."""
         split = step.split(self.index)
         if not split.runs_sparse:
             self._count_dense(split)
@@ -181,7 +182,7 @@ class PagedLayer:
             self.counts.dense_sequences(self.index, reason, sequences)
 
     def _decode_step(self, q: Tensor, pages: Pages, step: Step, lengths: StepLengths, out: Tensor) -> bool:
-        """As `sparse`, in a step that may be captured: no decision and no count of the host."""
+        """Attend as `sparse` does, in a step that may be captured: without decisions or counts on the host."""
         plan, summaries = step.deployed.decode[self.index], None
         try:
             if not plan.budget.reads_everything:
@@ -210,14 +211,14 @@ class PagedLayer:
             guard.take(self.index, queries, k, v, self.softmax.scale, plan, runs, found)
 
     def _summarized(self, pages: Pages, step: Step) -> PageSummaries | None:
-        """Return what decoding needs to know of the pages, those that dense sequences wrote included."""
+        """Return the page summaries for decoding, including pages that dense sequences wrote."""
         plan = step.deployed.decode.get(self.index)
         if plan is None or plan.budget.reads_everything:
             return None
         return self._summaries.update(pages, step.sequences, plan.budget.bound)
 
     def _sample_unseen(self, q: Tensor, pages: Pages, step: Step, row: Row) -> None:
-        """Show the guard what would have run, so that it sees when that would be good again."""
+        """Sample the rule that the guard has disabled, so that the guard can detect a recovery."""
         guard = step.deployed.guard
         if guard is not None and guard.wants_call():
             k, v = keys_and_values(pages, step.sequences.page_table[row.index], row.seqlen_k, q.dtype)

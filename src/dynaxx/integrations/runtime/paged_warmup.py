@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compile the kernels of a policy before the first request.
 
-Triton compiles a kernel when it is first called with arguments of a kind: constants, dtypes, whether a size is 1 or a
-multiple of 16. Lengths are none of these, so a few calls on random tensors reach every kind that requests will.
+Triton compiles a kernel for each combination of constants, dtypes, and sizes that are 1 or a multiple of 16. Lengths do
+not matter, so a few calls on random tensors cover all combinations that requests can cause.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from dynaxx.ops.decode import sparse_decode, summarize_pages
 from dynaxx.policy import LayerPlan
 from dynaxx.policy.decode import DecodePlan
 
-SHORT_KEYS = 40  # keys of each sequence in a decoding step that is run to compile it
+SHORT_KEYS = 40  # keys per sequence in the decoding steps of the warm-up
 
 
 class LayerShape(NamedTuple):
-    """What kernels are compiled for in a layer, beside its rule."""
+    """The properties of a layer, besides its rule, for which kernels are compiled."""
 
     q_heads: int
     kv_heads: int
     head_dim: int
-    dtype: torch.dtype  # of queries
+    dtype: torch.dtype  # dtype of queries
     device: torch.device
     softmax: Softmax
 
 
 class Decoding(NamedTuple):
-    """What decoding kernels are compiled for, beside that."""
+    """Further properties for which decoding kernels are compiled."""
 
     page_size: int
-    page_count: int  # pages of the cache; whether they are a multiple of 16 matters
+    page_count: int  # pages of the cache; only divisibility by 16 matters
     max_pages: int  # columns of the page table
-    max_seqs: int  # sequences of a step, at most
+    max_seqs: int  # largest number of sequences in a step
     fp8: bool
 
 
@@ -52,7 +52,7 @@ def powers_between(least: int, most: int) -> list[int]:
 
 
 def prefill_shapes(q_block: int, sparse_from: int, chunk: int, longest: int) -> list[tuple[int, int]]:
-    """Return (queries, keys) of prompts and their chunks: sizes that double, and sizes that 16 does not divide."""
+    """Return (queries, keys) of prompts and chunks: doubling sizes, and sizes that are not multiples of 16."""
     shapes = set()
     for keys in powers_between(max(sparse_from, q_block), longest):
         for queries in powers_between(q_block, min(chunk, keys)):
@@ -60,15 +60,16 @@ def prefill_shapes(q_block: int, sparse_from: int, chunk: int, longest: int) -> 
                 for k in (keys, keys - 1):
                     if q_block <= q <= k and k >= sparse_from:
                         shapes.add((q, k))
-    return sorted(shapes, reverse=True)  # the largest first: later ones find its memory free
+    return sorted(shapes, reverse=True)  # the largest first, so that later ones reuse its memory
 
 
 def run_prefill(plan: LayerPlan, shape: LayerShape, shapes: list[tuple[int, int]]) -> None:
-    """Select and attend once for each of some (queries, keys), as a layer of the engine does.
+    """Select and attend once for each (queries, keys), as a layer of the engine does.
 
     Args:
-        plan: of the layer; its rules look at no tokens.
-        shapes: `prefill_shapes`.
+        plan: the layer's plan; its rules must not depend on token ids.
+        shape: the layer's shape.
+        shapes: the result of `prefill_shapes`.
     """
     if not shapes:
         return
@@ -76,7 +77,7 @@ def run_prefill(plan: LayerPlan, shape: LayerShape, shapes: list[tuple[int, int]
     draw = torch.Generator(shape.device).manual_seed(0)
     random = lambda *size: torch.empty(size, dtype=shape.dtype, device=shape.device).normal_(generator=draw)
     queries = random(1, most_q, shape.q_heads, shape.head_dim)
-    both = random(shape.kv_heads, most_k, 2 * shape.head_dim).transpose(0, 1)[None]  # as in ordered pages
+    both = random(shape.kv_heads, most_k, 2 * shape.head_dim).transpose(0, 1)[None]  # strides as of ordered pages
     for seqlen_q, seqlen_k in shapes:
         q, (k, v) = queries[:, :seqlen_q], both[:, :seqlen_k].chunk(2, dim=-1)
         layout = plan.layout(q, k, scale=shape.softmax.scale)
@@ -84,7 +85,7 @@ def run_prefill(plan: LayerPlan, shape: LayerShape, shapes: list[tuple[int, int]
 
 
 def run_decode(plan: DecodePlan, shape: LayerShape, decoding: Decoding) -> None:
-    """Take decoding steps of every shape that a step is padded to, over a small cache of the same kind."""
+    """Run decoding steps of every padded shape, over a small cache of the same kind."""
     pages = 16 if decoding.page_count % 16 == 0 else 17
     size = (pages, shape.kv_heads, decoding.page_size, 2 * shape.head_dim)
     if decoding.fp8:
@@ -113,8 +114,11 @@ def run_decode(plan: DecodePlan, shape: LayerShape, decoding: Decoding) -> None:
 
 
 def decode_shapes(most: int) -> list[tuple[int, int]]:
-    """Return (sequences, queries of each): all padded batches of one query, and the ends of prompts, which may have
-    fewer queries than a chunk and are decoded, one or two of a length in a step."""
+    """Return (sequences, queries per sequence) of decoding steps.
+
+    They cover all padded batches of one query, and the last chunks of prompts. A last chunk may be short enough to run
+    as a decoding step; a step has one or two of equal length.
+    """
     return [(batch, 1) for batch in padded_batches(most)] + [
         (batch, queries) for queries in range(2, MOST_QUERIES) for batch in padded_batches(min(most, 2))
     ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What telemetry is told of a policy at work: which is in force, which was refused, whether the kill switch is on."""
+"""Report to telemetry which policy is in force, which file was refused, and whether the kill switch is on."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from dynaxx.telemetry import Recorder
 
 
 class Announcer:
-    """Tells the telemetry of one model or engine when something changes."""
+    """Report changes of one model or engine to telemetry."""
 
     def __init__(self, numbers: Recorder) -> None:
         self._numbers = numbers
         self._killed_by: str | None = None
 
     def in_force(self, deployed: Deployed) -> None:
-        """Note that a policy came into force."""
+        """Report that a policy came into force."""
         numbers, policy, guard = self._numbers, deployed.policy, deployed.guard
         numbers.info("dynaxx_policy_info", version=str(policy.version), digest=policy_digest(policy))
         numbers.set("dynaxx_policy_loaded_timestamp_seconds", time.time())
@@ -28,26 +28,26 @@ class Announcer:
         numbers.event("policy_loaded")
 
     def reloaded(self, deployed: Deployed) -> None:
-        """Another one took its place."""
+        """Report that a new policy replaced the previous one."""
         self._numbers.add("dynaxx_policy_reloads_total", result="ok")
         self.in_force(deployed)
 
     def unchanged(self) -> None:
-        """Note that the policy in force is the newest."""
+        """Report that the policy in force equals its file."""
         self._numbers.set("dynaxx_policy_stale", 0)
 
     def refused(self, reason: str) -> None:
-        """Note that a newer policy cannot come into force."""
+        """Report that a new policy file was refused."""
         self._numbers.add("dynaxx_policy_reloads_total", result="failed")
         self._numbers.set("dynaxx_policy_stale", 1)
         self._numbers.event("policy_refused", reason=reason)
 
     def removed(self) -> None:
-        """Note that the policy was taken off."""
+        """Report that the policy was removed."""
         self._numbers.event("policy_removed")
 
     def killed(self, by: str | None) -> bool:
-        """Whether the kill switch is engaged, and by what (`KillSwitch.engaged`)."""
+        """Report what engages the kill switch (see `KillSwitch.engaged`), and return whether it is engaged."""
         if by != self._killed_by:
             before, self._killed_by = self._killed_by, by
             self._numbers.set("dynaxx_kill_switch", by is not None)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One routing decision for every engine: does a sequence run by a rule, by the model's own pattern, or dense, and why.
+"""The routing decision of all engines: a sequence runs by a rule, by the model's own pattern, or dense, and why.
 
-`route` is a pure function. An engine hands in four things: what the policy says about the layer (`LayerRules`), what
-holds while a forward pass runs (`PassState`), what the attention call brought (`Arrived`), and the lengths of one
-sequence (`Sequence`). Every reason that counters, metrics and documents show is a member of `DenseReason`.
+`route` is a pure function of four values: the policy's rules for the layer (`LayerRules`), the state during a forward
+pass (`PassState`), the properties of the attention call (`Arrived`), and the lengths of one sequence (`Sequence`).
+Every reason that counters, metrics and documents show is a member of `DenseReason`.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ MOST_QUERIES = 16  # a call with more queries is a chunk of a prompt, not a deco
 
 
 class DenseReason(str, enum.ReprEnum):
-    """Why a call, or one sequence of it, does not run by a policy's rule. The value is what counters show.
+    """The reason why a call, or one of its sequences, does not run by a policy's rule. Counters show the value.
 
     Attributes:
-        meaning: when it happens, and what to do about it; one row of the table in the documentation.
+        meaning: when it happens and the remedy; one row of the table in the documentation.
     """
 
     meaning: str
 
     def __new__(cls, value: str, meaning: str) -> DenseReason:
-        """Make a member of its text and its meaning."""
+        """Create a member from its text and its meaning."""
         member = str.__new__(cls, value)
         member._value_, member.meaning = value, meaning
         return member
@@ -36,15 +36,15 @@ class DenseReason(str, enum.ReprEnum):
     NO_RULE = "no rule", "The policy has no rule for the layer in this phase. Add one, or tune again."
     DECODE = (
         "decode",
-        "The call decodes, and the layer has no rule with `phase: decode`. `dynaxx tune --decode` looks for one.",
+        "The call decodes, and the layer has no rule with `phase: decode`. `dynaxx tune --decode` searches for one.",
     )
     FEW_QUERIES = (
         "fewer queries than one block",
-        "The prompt, or what a cached prefix left of it, has fewer queries than `block_size`.",
+        "The prompt, or its part after a cached prefix, has fewer queries than `block_size`. It is too short to gain.",
     )
     OWN_PATTERN = (
         "layer has its own window",
-        "The layer has a window or chunks of its own. A policy's rule does not change them.",
+        "The model gives the layer a window or chunks, which a policy's rule does not change. Nothing to do.",
     )
     # The policy's state.
     KILLED = "kill switch", "The kill switch is engaged. Release it."
@@ -52,47 +52,56 @@ class DenseReason(str, enum.ReprEnum):
     ASKED_DENSE = ASKED_DENSE, "The caller asked for dense: `handle.request(sparse=False)`."
     COMPARISON = (
         "guard comparison",
-        "The guard computes a sampled prompt again, densely, to compare. `guard.kl_sample` says how often.",
+        "The guard recomputes a sampled prompt densely, to compare. `guard.kl_sample` sets how often.",
     )
-    LAYER_LEFT_OUT = "layer not in the rollout", "`rollout.layers` leaves the layer out."
-    LENGTH_LEFT_OUT = "length not in the rollout", "The length is outside `rollout.min_tokens` to `max_tokens`."
+    LAYER_LEFT_OUT = "layer not in the rollout", "`rollout.layers` excludes the layer. Add it."
+    LENGTH_LEFT_OUT = (
+        "length not in the rollout",
+        "The length is outside `rollout.min_tokens` to `max_tokens`. Widen them.",
+    )
     # Lengths.
     BELOW = (
         "below dense_below",
-        "No sequence has as many keys as `dense_below` or `sparse_from` ask. Lower them if timings say that it pays.",
+        "No sequence has as many keys as `dense_below` or `sparse_from` require. Lower them if timings justify it.",
     )
     SHORT = (
         "too few queries to gain",
-        "Without a policy: a decoding step, or a prompt below the border from which dynaxx's kernels are faster.",
+        "Without a policy: a decoding step, or a prompt too short for dynaxx's kernels to be faster. Nothing to do.",
     )
     # What arrived.
     SHARDED = (
         "heads are sharded",
-        "The process has some of the heads only. Split them by transformers' or vLLM's tensor parallelism, which give "
-        "each rank its heads' rules.",
+        "The process has only some heads. Split them by transformers' or vLLM's tensor parallelism, which give each "
+        "rank its heads' rules.",
     )
     DROPOUT = "attention dropout", "The model trains with attention dropout. Set `attention_dropout` to 0."
     ARGUMENT = (
         "unknown argument",
-        "The attention call has an argument that is not served, such as a position bias. The log names it.",
+        "The attention call has an unsupported argument, such as a position bias. The log names it; pass none.",
     )
-    SHAPES = "q and k of other shapes", "q, k and v do not have the shapes of self-attention."
-    NOT_CAUSAL = "not causal", "The layer attends to later tokens, too."
-    MORE_QUERIES = "more queries than keys", "The call has more queries than keys."
+    SHAPES = "q and k of other shapes", "q, k and v do not have the shapes of self-attention. Such calls stay dense."
+    NOT_CAUSAL = "not causal", "The layer also attends to later tokens. A policy serves causal layers."
+    MORE_QUERIES = "more queries than keys", "The call has more queries than keys. Such calls stay dense."
     MASK_DTYPE = (
         "mask is not boolean",
-        "The caller passed a mask of numbers. Pass a boolean one, or a padding mask.",
+        "The caller passed a mask of numbers. Pass a boolean mask, or a padding mask.",
     )
     MASK_BY_HEAD = "mask differs by head", "The mask has one entry per head. Pass one for all heads."
-    MASK_LENGTHS = "mask of other lengths", "The mask does not have the lengths of q and k."
+    MASK_LENGTHS = (
+        "mask of other lengths",
+        "The mask does not have the lengths of q and k. Pass one that does, or a padding mask.",
+    )
     MASK_KIND = (
         "mask is not causal sequences",
-        "The mask shows something else than causal sequences. Pad or pack the batch instead.",
+        "The mask is not that of causal sequences. Pad or pack the batch instead.",
     )
-    PADDING = "padding or prefix", "Queries of padding, or of a prefix that is visible in both directions."
+    PADDING = (
+        "padding or prefix",
+        "Queries of padding, or of a prefix that is visible in both directions. They stay dense.",
+    )
     NO_CACHE = (
         "cache unknown",
-        "A decode rule, and the decoder gets no cache of transformers. Use `DynamicCache` or `StaticCache`.",
+        "The layer has a decode rule, but there is no cache of transformers. Use `DynamicCache` or `StaticCache`.",
     )
     PAGE_SIZE = (
         "pages of another size",
@@ -100,33 +109,43 @@ class DenseReason(str, enum.ReprEnum):
     )
     NO_TOKENS = (
         "no token ids",
-        "A rule by content, and the decoder got no `input_ids`. Pass them instead of `inputs_embeds`.",
+        "The rule depends on content, but there are no `input_ids`. Pass them instead of `inputs_embeds`.",
     )
     NO_EARLIER_TOKENS = (
         "token ids of earlier chunks unknown",
-        "A rule by content, and the cache was filled without its token ids. Fill it through the same model.",
+        "The rule depends on content, but the cache was filled without token ids. Fill it through the same model.",
     )
-    OTHER_TOKENS = "token ids of other lengths", "A rule by content, and the token ids do not fit the keys."
-    # Fallbacks: a rule says sparse, and the call is dense.
+    OTHER_TOKENS = (
+        "token ids of other lengths",
+        "The rule depends on content, but the token ids do not match the keys. Pass those of all keys.",
+    )
+    # Fallbacks: the call should run sparse by a rule, but runs dense.
     GUARD = (
         "guard",
         "The guard measured an error above its limit and made the layer dense. Tune again with recent prompts.",
     )
     RESTING = (
         "resting after failures",
-        "The layer's kernels failed three times in a row. It tries again after 64 calls, then after twice as many.",
+        "The layer's kernels failed three times in a row. It tries again after 64 calls, then after twice as many. "
+        "The log shows the error.",
     )
     KERNEL_FAILED = (
         "kernel failed",
         "A kernel raised an error. The log shows it once; `dynaxx doctor` checks the machine.",
     )
-    COMPILE_FAILED = "compile failed", "A kernel did not compile. The log shows the error once."
-    OUT_OF_MEMORY = "out of memory", "A kernel ran out of memory."
-    NOT_DECIDED = "routing failed", "Deciding how to run the call raised an error. The log shows it once."
+    COMPILE_FAILED = (
+        "compile failed",
+        "A kernel did not compile. The log shows the error once; `dynaxx doctor` checks the machine.",
+    )
+    OUT_OF_MEMORY = (
+        "out of memory",
+        "A kernel ran out of memory. Shorten the prompts or the batch, or prefill in chunks.",
+    )
+    NOT_DECIDED = "routing failed", "Routing raised an error. The log shows it once; please report it."
 
     @classmethod
     def of(cls, text: str) -> DenseReason:
-        """Return the member of a text."""
+        """Return the member with this text."""
         return next(member for member in cls if member.value == text)
 
     @property
@@ -136,7 +155,7 @@ class DenseReason(str, enum.ReprEnum):
 
     @property
     def keeps_native(self) -> bool:
-        """Whether the model's own pattern may still run on dynaxx's kernels: not where somebody wants the original."""
+        """Whether the model's own pattern may still run on dynaxx's kernels. It may not if the original is required."""
         return self not in _ORIGINAL
 
 
@@ -164,64 +183,64 @@ class Route(enum.Enum):
     RULE = "rule"  # by the policy's prefill rule
     DECODE = "decode"  # by the policy's decode rule
     NATIVE = "native"  # by the model's own pattern, on dynaxx's kernels
-    DENSE = "dense"  # by the attention that the model had
+    DENSE = "dense"  # by the model's original attention
 
 
 class Decision(NamedTuple):
-    """What `route` decided."""
+    """The result of `route`."""
 
     route: Route
-    reason: DenseReason | None = None  # why no rule runs; None where one does
+    reason: DenseReason | None = None  # why no rule runs; None if one does
 
 
 class LayerRules(NamedTuple):
-    """What a policy says about one layer; layers with equal ones are decided alike."""
+    """A policy's rules for one layer. Layers with equal rules are routed alike."""
 
-    q_block: int | None = None  # queries of a block of its prefill rule; None without one
+    q_block: int | None = None  # queries per block of the prefill rule; None without a rule
     decodes: bool = False  # whether it has a decode rule
     borders: tuple[int, int | None] = (0, None)  # `dense_below` and `sparse_from`
-    decode_borders: tuple[int, int | None] = (0, None)  # the same of decoding steps
+    decode_borders: tuple[int, int | None] = (0, None)  # the same for decoding steps
     rollout: Rollout = Rollout()
 
     @property
     def any(self) -> bool:
-        """Whether the layer has a rule in some phase."""
+        """Whether the layer has a rule in any phase."""
         return self.q_block is not None or self.decodes
 
 
 class PassState(NamedTuple):
-    """What holds for a layer while a forward pass runs."""
+    """The state of a layer during a forward pass."""
 
     blocked: DenseReason | None = None  # why everything is dense: kill switch, rollout, guard, failures
-    was_long: bool = False  # whether the sequence before ran sparse, for lengths between the two borders
+    was_long: bool = False  # whether the previous sequence ran sparse, for lengths between the two borders
     decode_was_long: bool = False
 
 
 class Arrived(NamedTuple):
-    """What an attention call brought."""
+    """The properties of an attention call."""
 
-    unserved: DenseReason | None = None  # why its tensors, mask or arguments cannot be served by a rule
-    own_pattern: bool = False  # whether the layer has a window or chunks of its own
-    native: bool = False  # whether dynaxx's kernels serve the model's own pattern here, and win
+    unserved: DenseReason | None = None  # why no rule can serve its tensors, mask or arguments
+    own_pattern: bool = False  # whether the model gives the layer a window or chunks
+    native: bool = False  # whether dynaxx's kernels serve the model's own pattern here and are faster
 
 
 class Sequence(NamedTuple):
-    """One sequence of a call; its queries are the last of its keys."""
+    """One sequence of a call. Its queries are the last of its keys."""
 
     seqlen_q: int
     seqlen_k: int
     steps: bool = False  # whether it is a decoding step; see `is_step`
-    causal: bool = True  # False: padding, or a prefix that is visible in both directions
-    unchosen: DenseReason | None = None  # why its request is left out of the rollout
+    causal: bool = True  # False for padding, and for a prefix that is visible in both directions
+    unchosen: DenseReason | None = None  # why the rollout excludes its request
 
 
 def is_step(seqlen_q: int, seqlen_k: int) -> bool:
-    """Whether a call decodes: one query, or a few over a longer cache (assisted decoding)."""
+    """Whether a call is a decoding step: one query, or a few over a longer cache (assisted decoding)."""
     return seqlen_q == 1 or seqlen_q < min(MOST_QUERIES, seqlen_k)
 
 
 def route(layer: LayerRules, state: PassState, arrived: Arrived, sequence: Sequence) -> Decision:
-    """Decide how one sequence runs in one layer. Pure: the same arguments give the same decision."""
+    """Decide how one sequence runs in one layer. This is a pure function."""
     steps = sequence.steps and (sequence.seqlen_q == 1 or layer.decodes)
     reason = _why_no_rule(layer, state, arrived, sequence, steps)
     if reason is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The statistics file of a running process: written again and again, whole each time."""
+"""The statistics file of a running process, which is rewritten regularly and always whole."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from dynaxx.telemetry import Recorder
 
 
 class StatisticsFile:
-    """Writes what `statistics` returns every `interval` seconds, from a daemon thread, and once more when it stops.
+    """Write the result of `statistics` every `interval` seconds in a daemon thread, and once more when it stops.
 
     Args:
-        statistics: a method, held weakly: when its object is gone, the thread ends.
-        numbers: where a file that cannot be written is counted; the next interval tries again.
+        path: the file.
+        statistics: a method, which is referenced weakly; the thread ends when its object is collected.
+        numbers: the recorder, which counts failed writes; the next interval tries again.
+        interval: seconds between two writes.
     """
 
     def __init__(
@@ -33,7 +35,7 @@ class StatisticsFile:
         threading.Thread(target=_write_on, args=(weakref.ref(self), self._stopped, interval), daemon=True).start()
 
     def write(self) -> bool:
-        """Write now; whether there was anything and it could be written. Never raises."""
+        """Write now. Return whether there was something to write and the write succeeded. Never raises."""
         statistics = self._statistics()
         try:
             profile = None if statistics is None else statistics()
@@ -50,7 +52,7 @@ class StatisticsFile:
         return True
 
     def stop(self) -> None:
-        """Write a last time, and no more."""
+        """Write a last time, and stop the thread."""
         if not self._stopped.is_set():
             self._stopped.set()
             self.write()

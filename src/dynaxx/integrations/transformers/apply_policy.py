@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a policy in a Hugging Face model: prefill sparse by the rules, all else exactly as before.
+"""Run a policy in a Hugging Face model, through transformers' `AttentionInterface` and `AttentionMaskInterface`.
 
-Through transformers' `AttentionInterface` and `AttentionMaskInterface`. Masks are transformers' own, and they are the
-truth: a sparse layer shows what the mask shows and its layout keeps. What a rule does not cover goes to the attention
-that the model had, with the same arguments, and is counted by reason.
+The masks of transformers stay authoritative: a sparse layer computes the pairs that both the mask and its layout show.
+Calls that no rule covers go to the model's original attention with the same arguments, and are counted by reason.
 """
 
 from __future__ import annotations
@@ -61,41 +60,42 @@ def apply(
 ) -> Handle | EncoderHandle | SplitHandle:
     """Run a transformers model's attention on dynaxx's kernels, in place.
 
-    Without a policy each layer computes exactly what it computed before: full causal attention, sliding windows,
-    chunks, learned sinks, capped scores. Calls that are too short to gain stay with the attention that the model had.
-    With a policy its rules make the layers that see everything sparse, on top of that.
+    Without a policy each layer computes exactly what it did before: full causal attention, sliding windows, chunks,
+    learned sinks, capped scores. Calls that are too short to gain keep the model's original attention. A policy
+    additionally makes full-attention layers sparse by its rules.
 
     Args:
-        model: of transformers >= 5.16, its attention "sdpa" or "eager", in eval or training mode: a decoder, or without
-            a policy an encoder such as ModernBERT or BERT, and Longformer, LED, BigBird and BigBirdPegasus.
-        policy: for a model of this shape; see `load_policy`.
-        window: for encoders without a policy: each token sees the keys around it alone, in layers that saw everything.
-            An int W sees W - 1 keys on each side, a pair is (left, right). This changes what the model computes.
+        model: a model of transformers >= 5.16 with "sdpa" or "eager" attention, in eval or training mode. With a policy
+            it must be a decoder; without one it may also be an encoder such as ModernBERT or BERT, or Longformer, LED,
+            BigBird or BigBirdPegasus.
+        policy: a policy for a model of this shape; see `load_policy`.
         native: whether calls without a rule may run on dynaxx's kernels. False leaves them to the model's attention.
-        mesh: the ranks that share one sequence: a DeviceMesh of one dimension or a process group. Each rank then calls
-            the model with its own tokens, `model(**handle.shard(input_ids))`. Prefill and training, no cache.
-        name: of the model in metrics, `model_name`; if empty the one it was loaded by, of a path the last part alone,
-            or else its type.
+        window: for encoders without a policy, the window of layers that have none. An int W shows W - 1 keys on each
+            side; a pair is (left, right). This changes the results of the model.
+        name: the label `model_name` in metrics. By default the name that the model was loaded by (the last part of a
+            path), or else its type.
+        mesh: the ranks that share one sequence, a DeviceMesh of one dimension or a process group. Each rank calls the
+            model with its own tokens, `model(**handle.shard(input_ids))`. For prefill and training, without a cache.
 
     Returns:
-        A handle; `handle.remove()` restores the model exactly. It is a context manager too.
+        A handle, also a context manager; `handle.remove()` restores the model exactly.
 
     Raises:
-        TypeError: not a policy, or nothing that can be a model.
-        ValueError: the model has a handle already; or no policy and `native=False`, which would do nothing.
+        TypeError: `policy` is not a policy, or `model` is not a model.
+        ValueError: the model has a handle already, or there is no policy and `native=False`, which would do nothing.
         ImportError: the policy's rollout names a flag, and openfeature-sdk is not installed.
-        PolicyError: the policy was made for another model.
-        UnsupportedInputError: a model that cannot be served rightly; with the reasons.
+        PolicyError: the policy is for another model.
+        UnsupportedInputError: the model cannot be served exactly; the error lists the reasons.
     """
     if policy is not None and not isinstance(policy, Policy):
         raise TypeError(f"`policy` must be a Policy, got {type(policy).__name__}; read a file with load_policy")
     if policy is None and not native:
-        raise ValueError("`native` must be True where no `policy` is given, else nothing would change")
+        raise ValueError("`native` must be True without a `policy`, otherwise nothing would change")
     if window is not None and (policy is not None or not native):
         raise ValueError("`window` must be None with a policy or `native=False`; a policy has `SlidingWindow` rules")
     if mesh is not None:
         if window is not None or not native or name:
-            raise ValueError("`window`, `native` and `name` must be left out where a `mesh` is given")
+            raise ValueError("`window`, `native` and `name` must be left out if a `mesh` is given")
         from dynaxx.integrations.sequence_parallel.handle import attach
 
         return attach(model, policy, mesh)
@@ -130,10 +130,10 @@ def apply(
 
 
 def model_facts(model: nn.Module) -> ModelFacts:
-    """Return what a policy for this model has to say about it.
+    """Return the facts that a policy for this model must contain.
 
     Raises:
-        UnsupportedInputError: no decoder attention of transformers was found in it.
+        UnsupportedInputError: the model has no decoder attention of transformers.
     """
     return Decoder.of(model).facts
 
@@ -144,27 +144,27 @@ def attention_layers(model: nn.Module) -> dict[int, nn.Module]:
 
 
 def full_attention_layers(model: nn.Module) -> list[int]:
-    """Layers that see the whole sequence, which a policy can make sparse; not those with a window of their own."""
+    """Return the layers that see the whole sequence, which a policy can make sparse. Others have a window."""
     return [index for index, module in Decoder.of(model).layers.items() if not window_of(module)]
 
 
 def refusals(model: nn.Module) -> list[str]:
-    """Return why no policy can run in a model; empty where one can."""
+    """Return the reasons why no policy can run in a model, empty if one can."""
     try:
         decoder = Decoder.of(model)
     except UnsupportedInputError as error:
         return [reason for reasons in error.reasons.values() for reason in reasons]
     full = full_attention_layers(model)
-    return decoder.refusals(full) if full else ["every layer has a window of its own"]
+    return decoder.refusals(full) if full else ["every layer already has a window"]
 
 
 def _sides(window: int | tuple[int, int], decoder: Decoder) -> tuple[int, int]:
-    """Keys on each side of a window that the caller asked for."""
+    """Return (left, right) of the window that the caller asked for."""
     left, right = (window - 1, window - 1) if isinstance(window, int) else window
     if left < 0 or right < 0:
         raise ValueError(f"`window` must be >= 1 keys, or (left, right) with values >= 0, got {window!r}")
     if any(getattr(module, "is_causal", True) for module in decoder.layers.values()):
-        reason = "`window` is for encoders: give a decoder a policy with a SlidingWindow rule"
+        reason = "`window` is for encoders; for a decoder use a policy with a SlidingWindow rule"
         raise UnsupportedInputError(decoder.facts.model_type, {"transformers": [reason]})
     return left, right
 
@@ -180,7 +180,8 @@ def _interfaces() -> tuple[Any, Any]:
     taken = AttentionInterface().get(NAME)
     if taken is not None and taken is not attention:
         raise UnsupportedInputError(
-            "a transformers model", {"transformers": [f"{taken!r} is registered under our name {NAME!r}"]}
+            "a transformers model",
+            {"transformers": [f"another library has registered {taken!r} under the name {NAME!r}"]},
         )
     return AttentionInterface, AttentionMaskInterface
 
@@ -189,7 +190,7 @@ def _warn_if_measured_elsewhere(policy: Policy, model: nn.Module) -> None:
     device = next((parameter.device.type for parameter in model.parameters()), None)
     if policy.measured_on is not None and device not in (None, policy.measured_on.device):
         logger.warning(
-            "the policy's dense_below = %d tokens was measured on %s; the model is on %s: measure it again",
+            "the policy's dense_below = %d tokens was measured on %s, but the model is on %s; measure it again",
             policy.dense_below,
             policy.measured_on.device,
             device,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments of an attention call beside its tensors: which ones change the scores, and which ones are not served."""
+"""The arguments of an attention call besides its tensors: those that change the scores, and unsupported ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dynaxx.integrations.runtime.routing import DenseReason
 
 SINKS = ("s_aux", "sinks")  # the names of learned sinks
 
-# Arguments that do not change what is computed, or that are handled elsewhere.
+# Arguments that do not change the result, or that are handled elsewhere.
 _HARMLESS = frozenset(
     {
         "cache_position",
@@ -37,14 +37,14 @@ _HARMLESS = frozenset(
 
 
 class Scores(NamedTuple):
-    """How an attention call makes its scores. Learned sinks themselves are a tensor; see `sinks_of`."""
+    """The options of an attention call that change its scores. `sinks_of` returns the tensor of learned sinks."""
 
     scale: float | None = None
     softcap: float | None = None
     has_sinks: bool = False
-    window: int | None = None  # keys of the layer's own window, as it says
+    window: int | None = None  # the layer's window, from the arguments
     unserved: DenseReason | None = None
-    argument: str = ""  # the name of an argument that is not served
+    argument: str = ""  # the name of an unsupported argument
 
     @classmethod
     def of(cls, kwargs: dict[str, Any]) -> Scores:
@@ -68,24 +68,26 @@ class Scores(NamedTuple):
 
     @property
     def need_eager(self) -> bool:
-        """Whether of transformers' own attention only the eager one computes them."""
+        """Whether only the eager attention of transformers computes such scores."""
         return self.has_sinks or self.softcap is not None
 
 
 def sinks_of(kwargs: dict[str, Any]) -> Tensor | None:
-    """Return the learned sinks of a call, (q_heads,)."""
+    """Return the learned sinks of a call, (q_heads,), or None."""
     return next((kwargs[name] for name in SINKS if kwargs.get(name) is not None), None)
 
 
 def tensors_reason(
     module: nn.Module, q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool | None
 ) -> DenseReason | None:
-    """Return why the tensors of a call cannot be served, None if they can.
+    """Return why the tensors of a call cannot be served, or None if they can.
 
     Args:
-        q, k: (batch, heads, seqlen, head_dim).
-        mask: (batch | 1, 1, seqlen_q, seqlen_k), None where the call is plainly causal.
-        is_causal: the argument of that name; None leaves it to the module.
+        module: the attention module.
+        q: (batch, q_heads, seqlen_q, head_dim).
+        k: (batch, kv_heads, seqlen_k, head_dim).
+        mask: (batch | 1, 1, seqlen_q, seqlen_k), or None for a plain causal call.
+        is_causal: the argument of that name; None uses the module's attribute.
     """
     if k.shape[0] != q.shape[0] or q.shape[1] % k.shape[1]:
         return DenseReason.SHAPES

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding by page budgets within transformers' continuous batching: summaries of a paged cache, and attention over it.
+"""Decoding by page budgets in transformers' continuous batching: summaries of a paged cache, and attention over it.
 
-Summaries lie by physical page, and the cache does not tell when a page gets other keys: blocks are freed and given to
-other requests, copied for forked ones, brought back from the host. So they are trusted for one request at a time, as
-far as its keys were seen to stay where they are, and made again for the rest of it when it decodes.
+Summaries are stored by physical page, but the cache does not report when a page gets other keys: blocks are freed and
+reused, copied for forked requests, and restored from the host. Summaries are therefore valid per request, for the keys
+that are known to have stayed in place. The rest is summarised again when the request decodes.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from dynaxx.policy.decode import DecodePlan
 
 
 class BatchMemory:
-    """What is kept beside one allocator of a `PagedAttentionCache`: its requests, and summaries of its pages.
+    """The requests of one allocator of a `PagedAttentionCache`, and summaries of its pages.
 
-    All layers of an allocator lie in one tensor, page by page, so their summaries do, too.
+    All layers of an allocator share one tensor, page by page, and so do their summaries.
     """
 
     def __init__(self) -> None:
@@ -38,8 +38,9 @@ class BatchMemory:
         """Begin a step.
 
         Args:
-            arguments: of its first attention call, as transformers passes them.
-            plans: by layer, what decoding does; where they are others than before, summaries are made afresh.
+            allocator: the allocator of the layers.
+            arguments: the arguments of its first attention call.
+            plans: decode rules by layer; if they changed, all summaries are discarded.
         """
         if plans is not self._plans:
             self._plans, self._summaries = plans, {}
@@ -63,10 +64,17 @@ class BatchMemory:
         """Attend from the last token of some rows to the pages that the layer's plan chooses.
 
         Args:
-            q: (rows, 1, q_heads, head_dim); the keys of the step are in the cache.
+            q: (rows, 1, q_heads, head_dim). The keys of the step must be in the cache.
+            allocator: the allocator of the layer.
+            layer: index of the layer.
+            step: the step.
+            rows: the requests to compute.
+            scale: softmax scale.
+            softcap: cap on scores.
+            sinks: (q_heads,) learned sinks.
 
         Returns:
-            As q.
+            A tensor of the shape of q.
         """
         plan = self._plans[layer]
         cache = _cache_of(allocator, layer, step, rows, plan.page_size)
@@ -74,7 +82,7 @@ class BatchMemory:
             return sparse_decode(q, cache, plan.budget, scale=scale, softcap=softcap, sinks=sinks)
         cache = replace(cache, summaries=self._summaries_of(allocator, cache, plan))
         news = [row.run.seqlen_k - row.tenant.summarized.get(layer, 0) for row in rows]
-        for few in (True, False):  # a request that decodes for the first time is read whole, the others go together
+        for few in (True, False):  # first steps of requests summarise all of their keys; the others run together
             some = [row for row, new in zip(rows, news, strict=True) if (new <= plan.page_size) == few]
             if some:
                 part = replace(_cache_of(allocator, layer, step, some, plan.page_size), summaries=cache.summaries)
@@ -85,10 +93,10 @@ class BatchMemory:
         return sparse_decode(q, cache, plan.budget, scale=scale, softcap=softcap, sinks=sinks)
 
     def _summaries_of(self, allocator: Any, cache: PagedCache, plan: DecodePlan) -> PageSummaries:
-        """Those of a layer's pages, as views."""
+        """Return the summaries of a layer's pages, as views."""
         key = plan.page_size, plan.budget.bound
         every = allocator.cache_tensor
-        page = plan.page_size * cache.kv_heads * cache.head_dim  # numbers
+        page = plan.page_size * cache.kv_heads * cache.head_dim  # elements per page
         if key not in self._summaries:
             pages = every.view(-1, *cache.k.shape[1:])
             self._summaries[key] = PageSummaries.empty(replace(cache, k=pages, v=pages), plan.budget.bound)
@@ -96,7 +104,7 @@ class BatchMemory:
 
 
 class BatchMemories:
-    """The memory of every paged cache that is in use, by its allocators."""
+    """The memories of all paged caches in use, by allocator."""
 
     def __init__(self) -> None:
         self._of: weakref.WeakKeyDictionary[Any, BatchMemory] = weakref.WeakKeyDictionary()
@@ -107,7 +115,7 @@ class BatchMemories:
 
 
 def page_size_reason(allocator: Any, page_size: int) -> DenseReason | None:
-    """Return why pages of so many tokens cannot be read out of the cache; None if they can."""
+    """Return why the cache cannot be read in pages of `page_size` tokens, or None if it can."""
     if allocator.tokens_per_page % page_size == 0 and allocator.supports_block_table:
         return None
     return DenseReason.PAGE_SIZE

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One layer's part of a step of continuous batching: which requests decode by a budget, and what the others do."""
+"""One layer's part of a step of continuous batching: route each request, and run it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from dynaxx.integrations.transformers.forward_context import Pass
 from dynaxx.integrations.transformers.layer import Layer
 from dynaxx.integrations.transformers.masks import Run
 
-# What `cache.update` has dealt with, and what is not for attention.
+# Arguments that `cache.update` has used, or that attention does not need.
 DONE_WITH = ("read_index", "write_index", "block_table", "logits_indices", "logits_processor_args")
 
 
 class BatchCall(NamedTuple):
-    """One layer's part of a step: q (1, Hq, N, D), and the step's own k and v (1, Hk, N, D), not yet in the cache."""
+    """One layer's part of a step: q (1, Hq, N, D), and the step's k and v (1, Hk, N, D), not yet in the cache."""
 
     layer: Layer
     module: nn.Module
@@ -39,18 +39,18 @@ class BatchCall(NamedTuple):
         return self.current.steps[self.allocator.index]
 
     def run(self) -> Tensor:
-        """(1, N, Hq, D): requests that decode by their budget, all others as a step without them."""
+        """Return (1, N, Hq, D). Requests with a budget decode sparse; the others run as a smaller step."""
         rows, dense = self._decoding()
         if rows and (decoded := self._decode(rows, dense)) is not None:
             return decoded
         step, only_decodes = self.step, all(row.decodes for row in self.step.rows)
-        if only_decodes and not rows:  # else its failure is counted
+        if only_decodes and not rows:  # otherwise a kernel failed, which is counted
             self._count_dense(dense)
         key, value, kwargs = self._update(step.read_index)
         return self._attend(self.q, key, value, step.visible, step.runs, kwargs, dense=only_decodes)
 
     def _decoding(self) -> tuple[list[Row], Counter[DenseReason]]:
-        """Which requests decode by a budget here, and why others that decode are dense."""
+        """Return the requests that decode by a budget, and the reasons why other decoding requests are dense."""
         single = [row for row in self.step.rows if row.decodes]
         if not single:
             return [], Counter()
@@ -58,7 +58,7 @@ class BatchCall(NamedTuple):
         blocked = self.current.blocked
         if blocked is None and index in deployed.decode:
             blocked = deployed.interruption(index)
-        # A sequence only grows, so one border is the policy's hysteresis.
+        # A sequence only grows, so one border suffices for hysteresis.
         rules = deployed.rules_of(index)
         state = deployed.state(index, blocked)._replace(was_long=False, decode_was_long=False)
         arrived, sparse, dense = Arrived(self._unserved()), [], Counter[DenseReason]()
@@ -71,7 +71,7 @@ class BatchCall(NamedTuple):
         return sparse, dense
 
     def _unserved(self) -> DenseReason | None:
-        """Why the call cannot decode by a budget; None if it can."""
+        """Return why the call cannot decode by a budget, or None if it can."""
         plan = self.current.deployed.decode.get(self.layer.index)
         if plan is None:
             return None
@@ -81,7 +81,7 @@ class BatchCall(NamedTuple):
         return scores.unserved or page_size_reason(self.allocator, plan.page_size)
 
     def _decode(self, rows: list[Row], dense: Counter[DenseReason]) -> Tensor | None:
-        """All of the step, `rows` by their budget; None if a kernel failed, which is counted."""
+        """Run the whole step, with `rows` by their budget. Return None if a kernel failed, which is counted."""
         index, counts, guard = self.layer.index, self.layer.handle.counts, self.current.deployed.guard
         breaker, step = self.current.deployed.breakers[index], self.step
         rest = step.without(rows)
@@ -100,7 +100,7 @@ class BatchCall(NamedTuple):
             )
             out[0, at] = found[:, 0]
             counts.decoded(measured, q)
-        except Exception as error:  # whatever a kernel does, the requests get their answer
+        except Exception as error:  # a failing kernel must not fail the requests
             breaker.failed()
             counts.failed(index, error, "decode")
             return None
@@ -119,8 +119,10 @@ class BatchCall(NamedTuple):
         return out
 
     def _update(self, read_index: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """Store the step's keys and values, and read those at `read_index`, (1, Hk, keys, D); the arguments for
-        attention. Where nothing is to be read, they are the step's own."""
+        """Store the step's keys and values, and return those at `read_index`, with the arguments for attention.
+
+        The result is (1, Hk, keys, D). If there is nothing to read, it is the step's keys and values.
+        """
         kwargs = dict(self.arguments)
         kwargs["read_index"] = [*kwargs["read_index"]]
         kwargs["read_index"][self.allocator.index] = read_index
@@ -132,17 +134,17 @@ class BatchCall(NamedTuple):
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, runs: list[Run], kwargs: dict[str, Any], *, dense: bool
     ) -> Tensor:
-        """Prompts by the prefill rules, single tokens beside them dense, or all dense."""
+        """Run prompts by the prefill rules and single tokens dense, or everything dense."""
         if dense:
             return self.layer.dense(self.module, q, k, v, visible, **kwargs)[0]
         self.current.know_runs(visible, runs)
         return self.layer.attend(self.current, self.module, q, k, v, visible, kwargs)[0]
 
     def _count_dense(self, dense: Counter[DenseReason]) -> None:
-        """Count a step in which all requests decode, and all are dense."""
+        """Count a step in which all requests decode dense."""
         self.layer.handle.counts.dense(self.layer.index, dense.most_common(1)[0][0], "decode")
 
 
 def for_attention(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call that attention is to see."""
+    """Return the arguments of a call that attention needs."""
     return {name: value for name, value in kwargs.items() if name not in DONE_WITH}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step of transformers' continuous batching: whose tokens it holds, and where their keys lie.
+"""A step of transformers' continuous batching: the requests of its tokens, and the positions of their keys.
 
-The cache is a `PagedAttentionCache`. Each kind of layer has an allocator in it, which knows the blocks of every
-request, and a step says by `read_index` and `write_index` in which row of a layer's keys each token is.
+The cache is a `PagedAttentionCache`. It has an allocator per kind of layer, which knows the blocks of every request.
+`read_index` and `write_index` of a step give the row of each token in a layer's keys.
 """
 
 from __future__ import annotations
@@ -19,23 +19,24 @@ from dynaxx.integrations.transformers.masks import Run
 
 @dataclass(slots=True)
 class Tenant:
-    """A request in the cache, as far as the steps before showed it."""
+    """A request in the cache, as known from previous steps."""
 
-    blocks: list[int]  # of the cache, in order
-    seqlen: int = 0  # its keys
-    generates: bool = False  # whether its prompt is done
-    summarized: dict[int, int] = field(default_factory=dict)  # by layer, how many of its first keys summaries cover
+    blocks: list[int]  # its blocks of the cache, in order
+    seqlen: int = 0  # number of its keys
+    generates: bool = False  # whether its prompt is complete
+    summarized: dict[int, int] = field(default_factory=dict)  # by layer, number of first keys that summaries cover
 
     def advance(self, row: Run, blocks: list[int], page_size: int, *, generates: bool) -> bool:
-        """Take in a step of it.
+        """Record a step of the request.
 
         Args:
-            blocks: those that hold its keys now. Where they are others than before, so may the keys be.
-            page_size: tokens of a block.
-            generates: whether the step makes a token.
+            row: the request's part of the step.
+            blocks: the blocks that hold its keys now. If a block changed, its keys may have changed.
+            page_size: tokens per block.
+            generates: whether the step generates a token.
 
         Returns:
-            Whether the step decodes: a single token after those that are known, by a request that makes tokens.
+            Whether the step decodes: it adds a single token to known keys, for a request that generates.
         """
         past = row.seqlen_k - row.seqlen_q
         same = len(self.blocks)
@@ -58,23 +59,24 @@ class Row:
 
 
 class Tenants:
-    """The requests in an allocator's part of a cache."""
+    """The requests of an allocator."""
 
     def __init__(self) -> None:
         self._by_id: dict[str, Tenant] = {}
 
     def forget_summaries(self) -> None:
-        """Nothing is summarized any more."""
+        """Mark all summaries as invalid."""
         for tenant in self._by_id.values():
             tenant.summarized.clear()
 
     def rows(self, allocator: Any, arguments: dict[str, Any]) -> list[Row]:
-        """Return the requests of a step, in order; called once for each step.
+        """Return the requests of a step, in order. Call it once per step.
 
-        A step names no request, but the block that its last token goes to belongs to one alone.
+        A step does not name its requests, but the block of a request's last token belongs to that request only.
 
         Args:
-            arguments: of an attention call, as transformers passes them.
+            allocator: the allocator.
+            arguments: the arguments of an attention call.
         """
         q, k = arguments["cu_seq_lens_q"].tolist(), arguments["cu_seq_lens_k"][allocator.layer_type].tolist()
         bounds = zip(q[:-1], q[1:], k[:-1], k[1:], strict=True)
@@ -101,8 +103,8 @@ class BatchStep:
 
     Attributes:
         rows: its requests, in order.
-        read_index: (keys,) int64, where each key is; empty if nobody has keys from before.
-        mask: (1, 1, queries, keys) as transformers made it, 0 where a query sees a key.
+        read_index: (keys,) int64 row of each key; empty if no request has cached keys.
+        mask: (1, 1, queries, keys) of transformers, 0 where a query sees a key.
     """
 
     def __init__(self, rows: Sequence[Row], read_index: Tensor, mask: Tensor) -> None:
@@ -122,16 +124,17 @@ class BatchStep:
 
     @property
     def runs(self) -> list[Run]:
-        """Of all queries; what pads the step sees nothing."""
+        """Return the runs of all queries. Padding sees nothing."""
         runs, seqlen_q = [row.run for row in self.rows], self.mask.shape[2]
         q_stop, k_stop = (runs[-1].q_stop, runs[-1].k_stop) if runs else (0, 0)
         return runs + ([Run(q_stop, seqlen_q, k_stop, k_stop, False)] if q_stop < seqlen_q else [])
 
     def page_table(self, rows: Sequence[Row], page_size: int) -> Tensor:
-        """(rows, pages) int32: where the pages of some rows that decode are among those of a layer, -1 behind the last.
+        """Return (rows, pages) int32, the page table of some decoding rows, padded with -1.
 
         Args:
-            page_size: tokens; divides that of the cache's blocks.
+            rows: the requests.
+            page_size: tokens per page, a divisor of the cache's block size.
         """
         every = [row for row in self.rows if row.decodes]
         if page_size not in self._tables:
@@ -149,7 +152,7 @@ class BatchStep:
         return table[torch.tensor([places[row.run.q_start] for row in rows]).to(table.device)]
 
     def without(self, rows: Sequence[Row]) -> PartOfStep:
-        """Return the requests beside those of `rows`."""
+        """Return the requests other than `rows`."""
         left_out = {row.run.q_start for row in rows}
         key = tuple(sorted(left_out))
         if key not in self._without:
@@ -163,13 +166,13 @@ class PartOfStep:
 
     rows: tuple[Row, ...]
     runs: list[Run]  # within the part
-    queries: Tensor  # (n,) int64, where its queries are in the step
-    read_index: Tensor  # (m,) int64, where its keys are in the cache
+    queries: Tensor  # (n,) int64 indices of its queries in the step
+    read_index: Tensor  # (m,) int64 rows of its keys in the cache
     visible: Tensor  # (1, 1, n, m) bool
 
     @classmethod
     def of(cls, step: BatchStep, rows: Sequence[Row]) -> PartOfStep:
-        """Cut it out."""
+        """Return the part of a step with these requests."""
         runs, q_stop, k_stop = [], 0, 0
         for row in rows:
             runs.append(Run(q_stop, q_stop + row.run.seqlen_q, k_stop, k_stop + row.run.seqlen_k, True))

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """transformers' continuous batching (`generate_batch`, `ContinuousBatchingManager`) under a policy.
 
-It takes attention by a few names only, so for the length of a `with` block the model says "sdpa" and that name leads
-here: modules with a policy go their way, those of other models go on to transformers' own function. A step is one
-ragged batch of prompts, chunks of prompts and single tokens behind one another. Its cumulative lengths say which keys
-belong to which request, and each runs as it would alone: prompts by the prefill rules, single tokens by the decode
-rules over the pages of the cache.
+Continuous batching accepts only a few names of attention functions. Within a `with` block the model therefore uses the
+name "sdpa", and this module registers its own function under that name. The function handles modules with a policy, and
+passes those of other models to the function of transformers. A step is one ragged batch of prompts, chunks of prompts
+and single tokens. Its cumulative lengths assign keys to requests, and each request runs as it would alone: prompts by
+the prefill rules, single tokens by the decode rules over the pages of the cache.
 """
 
 from __future__ import annotations
@@ -31,26 +31,27 @@ if TYPE_CHECKING:
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 
 _lock = threading.Lock()
-_blocks = 0  # `with` blocks that are open
-_own: Attention | None = None  # transformers' function under the name that is taken meanwhile
+_blocks = 0  # number of open `with` blocks
+_own: Attention | None = None  # the function of transformers that is replaced meanwhile
 
 
 @contextmanager
 def continuous_batching(handle: Handle, owner: nn.Module) -> Iterator[None]:
-    """Let a model with a policy be served by transformers' continuous batching within the block.
+    """Let transformers' continuous batching serve a model with a policy within the block.
 
     Args:
-        owner: the model that the handle is of.
+        handle: the handle of the model.
+        owner: the model.
 
     Raises:
-        UnsupportedInputError: a policy whose rules or rollout need to know requests apart, an older transformers.
+        UnsupportedInputError: the policy's rules or rollout must distinguish requests, or transformers is too old.
     """
     policy = handle.policy
     reasons = _other_transformers()
     if policy.rollout.share < 1 or policy.rollout.flag is not None:
-        reasons.append("the rollout takes a share of the requests, and a step does not say whose tokens it holds")
+        reasons.append("the rollout takes a share of the requests, but a step does not name its requests")
     if any(plan.needs_tokens for plan in handle.plans.values()):
-        reasons.append("rules by content need token ids, and a step holds those of many requests")
+        reasons.append("rules by content need the token ids of each request, but a step mixes those of many requests")
     if reasons:
         raise UnsupportedInputError("continuous batching with this policy", {"transformers": reasons})
     _open()
@@ -59,22 +60,22 @@ def continuous_batching(handle: Handle, owner: nn.Module) -> Iterator[None]:
         owner.set_attn_implementation(DENSE)  # type: ignore[operator]
         yield
     finally:
-        if handle.attached:  # else the model has got its own attention back
+        if handle.attached:  # otherwise `remove` has restored the model's attention
             owner.set_attn_implementation(before)  # type: ignore[operator]
         _close()
 
 
 def is_open() -> bool:
-    """Return whether a block is open, within which models say "sdpa"."""
+    """Return whether a block is open, within which models use the name "sdpa"."""
     return _blocks > 0
 
 
 def ragged_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Return what "sdpa" means while a block is open."""
+    """Attend in place of "sdpa" while a block is open."""
     layer, cache = LAYERS.get(module), kwargs.get("cache")
-    assert _own is not None, "registered by the first block"
+    assert _own is not None, "`_open` must have stored the function of transformers"
     if layer is None or cache is None or torch.compiler.is_compiling() or _captures(query):
         kwargs.pop(ARGUMENT, None)
         return _own(module, query, key, value, attention_mask, **kwargs)
@@ -93,14 +94,14 @@ def ragged_attention(
 
 
 def _other_transformers() -> list[str]:
-    """Why the installed transformers cannot be served."""
+    """Return the reasons why the installed transformers is not supported."""
     import transformers
     from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
     if "kwargs" in inspect.signature(PagedAttentionCache.update).parameters:
         return []
     return [
-        f"transformers {transformers.__version__} hands its paged cache to attention in another way; 5.23 is tested"
+        f"transformers {transformers.__version__} passes its paged cache in another way; use the tested version 5.23"
     ]
 
 
@@ -127,4 +128,4 @@ def _close() -> None:
     with _lock:
         _blocks -= 1
         if _blocks == 0:
-            AttentionInterface.register(DENSE, _own)  # `_own` stays: another thread may have looked ours up before
+            AttentionInterface.register(DENSE, _own)  # keep `_own`, since another thread may still call our function

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From how many queries on dynaxx's kernels beat the attention that transformers would take.
+"""The number of queries from which dynaxx's kernels beat the attention that transformers would choose.
 
-The table is conservative: below its figures the model's own attention runs. Each figure names what was measured.
+The table is conservative. Below its values the model's original attention runs. Comments name the measurements.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ BORDERS: dict[str, dict[Kind, int | None]] = {
 
 
 def least_queries(device_type: str) -> int | None:
-    """Return the lowest border of a device; None where the kernels serve nothing."""
+    """Return the lowest border of a device type, or None if the kernels serve nothing on it."""
     return min((border for border in BORDERS.get(device_type, {}).values() if border is not None), default=None)
 
 
 def wins(device_type: str, kind: Kind, seqlen_q: int) -> bool:
-    """Return whether a call of so many queries is beyond the border."""
+    """Return whether a call of `seqlen_q` queries is at or beyond the border."""
     border = BORDERS.get(device_type, {}).get(kind)
     return border is not None and seqlen_q >= border

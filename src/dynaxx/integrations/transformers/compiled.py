@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One attention call of a compiled model: an op that the compiler does not look into.
+"""One attention call of a compiled model, as an op that is opaque to the compiler.
 
-A compiler sees `dynaxx::layer_attention`, whatever the lengths, the policy and the traffic are: one compile, no graph
-break. Inside it the call is decided and run when the model runs, exactly as without a compiler.
+`torch.compile` sees the op `dynaxx::layer_attention`, independent of lengths, policy and traffic. The model therefore
+compiles once and without graph breaks. The op routes and runs the call when the model runs, as in eager mode.
 
     compiled graph:  q, k, v, mask, sinks --> dynaxx::layer_attention --> out
     when it runs:                             Layer.attend: decide, then a rule, the model's own pattern, or dense
 
-Decoding steps have nothing to decide under a compiler (the cache's summaries live outside of the graph), so they are
-traced into the attention that the model had. Exported models leave the process, so they are, too.
+Decoding steps are traced into the model's original attention, because the cache's summaries live outside the graph.
+Exported models are as well, because they leave the process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dynaxx.ops.autocast import follow_autocast
 if TYPE_CHECKING:
     from dynaxx.integrations.transformers.layer import Layer
 
-_MODULES: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()  # by the number of their layer
+_MODULES: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()  # by layer number
 _LAYERS: weakref.WeakValueDictionary[int, Layer] = weakref.WeakValueDictionary()
 
 
@@ -39,13 +39,16 @@ def remember(layer: Layer, module: nn.Module) -> None:
 def attend_compiled(
     layer: Layer, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
 ) -> Tensor | None:
-    """Trace one attention call of a layer, (B, Lq, Hq, D). None where the model's own attention must be traced.
+    """Trace one attention call of a layer, (B, Lq, Hq, D). Return None if the model's own attention must be traced.
 
     Args:
+        layer: the layer.
+        module: its attention module.
         q: (B, Hq, Lq, D).
-        k, v: (B, Hk, Lk, D).
+        k: (B, Hk, Lk, D).
+        v: (B, Hk, Lk, D).
         mask: (B | 1, 1, Lq, Lk), or None.
-        kwargs: the other arguments of the call, as `AttentionInterface` hands them down.
+        kwargs: the other arguments of the call from `AttentionInterface`.
     """
     scores = Scores.of(kwargs)
     if torch.compiler.is_exporting() or q.shape[2] == 1 or scores.unserved is not None:
@@ -75,7 +78,7 @@ def layer_attention(
 ) -> Tensor:
     """Run one attention call of layer `number` of this process, (B, Lq, Hq, D), contiguous.
 
-    With `trains` layers choose as the backward pass will: each for itself, also where the policy lets them share.
+    With `trains`, each layer makes its own selection as in the backward pass, even if the policy lets layers share one.
     """
     if trains:
         q, k, v = q.detach(), k.detach(), v.detach()
@@ -99,7 +102,7 @@ def layer_attention_backward(
     is_causal: bool | None,
     trains: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv and dsinks (empty without sinks). Computes the forward again: selection depends on q and k."""
+    """Return dq, dk, dv and dsinks (empty without sinks). Recomputes the forward, which selects blocks from q and k."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v, *(() if sinks is None else (sinks,)))]
     with _recording():
         queries, keys, values = leaves[:3]
@@ -112,7 +115,7 @@ def layer_attention_backward(
 
 @contextlib.contextmanager
 def _recording() -> Iterator[None]:
-    """Let autograd record within an op, where the dispatcher passes it over."""
+    """Let autograd record within an op, where the dispatcher otherwise skips it."""
     include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
     keys = torch._C.DispatchKey
     for key in (keys.AutogradFunctionality, keys.AutogradOther, keys.AutogradNestedTensor, keys.ADInplaceOrView):
@@ -136,7 +139,7 @@ def _attend(
     layer, module = _LAYERS.get(number), _MODULES.get(number)
     if layer is None or module is None:
         raise RuntimeError(
-            "the model was compiled under a dynaxx handle that was removed since: call torch.compiler.reset() and "
+            "the model was compiled with a dynaxx handle that has been removed; call torch.compiler.reset() and "
             "compile it again"
         )
     kwargs: dict[str, Any] = {"scaling": scale, "softcap": softcap, "sliding_window": window, "is_causal": is_causal}

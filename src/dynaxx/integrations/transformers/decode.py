@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding under a policy: a step's queries over the cache of transformers, with summaries kept beside that cache.
+"""Decoding under a policy: attend from a step's queries to the cache of transformers, with summaries of its pages.
 
-A step is a few queries over more keys. The cache itself stays transformers' own: a `DynamicCache` or `StaticCache` is a
-contiguous `PagedCache` of its own tensors. Summaries are brought up to date with every step as long as the cache's
-tensors are those of the step before; what replaces them (beam search permutes rows, assisted decoding crops) makes them
-afresh, which reads all keys once.
+A step is a few queries over more keys. The cache stays that of transformers: the tensors of a `DynamicCache` or
+`StaticCache` form a contiguous `PagedCache`. Each step updates the summaries as long as the cache keeps its tensors. If
+the tensors are replaced (beam search permutes rows, assisted decoding crops), the summaries are rebuilt, which reads
+all keys once.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from dynaxx.layout.paging import PagedCache, PageSummaries
 from dynaxx.ops.decode import sparse_decode, summarize_pages
 from dynaxx.policy.decode import DecodePlan
 
-SPARE_PAGES = 64  # summaries grow by so many at a time
+SPARE_PAGES = 64  # pages by which summaries grow at a time
 
 
 @dataclass
 class _LayerMemory:
-    """What is known of one layer of a cache."""
+    """The summaries of one layer of a cache."""
 
     summaries: PageSummaries
-    keys: weakref.ref[Tensor]  # the tensor that they were made from
-    summarized: int  # keys, from the first on, that they cover
+    keys: weakref.ref[Tensor]  # the summarised tensor
+    summarized: int  # number of first keys that the summaries cover
 
 
 class CacheMemory:
-    """Summaries of one transformers cache, by layer. Kept by the cache, and only as long as it."""
+    """The summaries of one transformers cache, by layer. They live as long as the cache."""
 
     def __init__(self) -> None:
-        self._layers: dict[tuple[int, int], _LayerMemory] = {}  # by layer, and the first row that it is of
+        self._layers: dict[tuple[int, int], _LayerMemory] = {}  # by layer and first row
         self._lengths: dict[tuple[int, ...], Tensor] = {}
 
     def start_pass(self, cache: Any) -> None:
-        """Before a forward pass: forget what was replaced since, and what will be overwritten."""
+        """Drop, before a forward pass, the summaries of tensors that were replaced or will be overwritten."""
         self._lengths.clear()
         past = int(cache.get_seq_length())
         layers = getattr(cache, "layers", ())
@@ -56,7 +56,7 @@ class CacheMemory:
                 memory.summarized = min(memory.summarized, past)
 
     def lengths(self, values: tuple[int, ...], device: torch.device) -> Tensor:
-        """(batch,) int32; layers of a pass share them, each on its device."""
+        """Return lengths as a (batch,) int32 tensor. The layers of a pass on one device share it."""
         key = (*values, -1 if device.index is None else device.index)
         found = self._lengths.get(key)
         if found is None:
@@ -67,16 +67,16 @@ class CacheMemory:
     def with_summaries(
         self, layer: int, keys: Tensor, cache: PagedCache, bound: float, *, row: int, start: int, used: int
     ) -> PagedCache:
-        """Return a cache with its summaries up to date.
+        """Return a cache with current summaries.
 
         Args:
-            layer: of the model.
+            layer: index of the layer.
             keys: the tensor of transformers' cache.
-            cache: some rows of it, from column `start` on.
-            bound: of the summaries.
-            row: the first of the rows.
-            start: the column of the first key.
-            used: the most keys that a sequence has.
+            cache: some of its rows, from column `start` on.
+            bound: see `PageBudget`.
+            row: index of the first row.
+            start: column of the first key.
+            used: largest number of keys of a sequence.
         """
         memory = self._layers.get((layer, row))
         if memory is not None and memory.summaries.bound == bound and _fits(memory.summaries, cache):
@@ -95,13 +95,13 @@ class CacheMemory:
 
 
 class CacheMemories:
-    """The memory of every cache that is in use."""
+    """The memories of all caches in use."""
 
     def __init__(self) -> None:
         self._of: ByIdentity[CacheMemory] = ByIdentity()
 
     def start_pass(self, cache: Any) -> CacheMemory | None:
-        """Return the memory of the cache that a pass is about to use; None without one."""
+        """Return the memory of the cache that a pass will use, or None without a cache."""
         if cache is None or not hasattr(cache, "get_seq_length"):
             return None
         memory = self._of.get(cache)
@@ -126,10 +126,10 @@ def decode_step(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attend from q (B, Hq, Lq, D) to the cache's k and v (B, Hk, Lk, D): (B, Lq, Hq, D).
+    """Attend from q (B, Hq, Lq, D) to the cache's k and v (B, Hk, Lk, D), and return (B, Lq, Hq, D).
 
-    Pages are counted from the first real key of each row, so that padding on the left changes nothing: rows that start
-    at other columns run apart.
+    Pages start at the first real key of each row, so that left padding has no influence. Rows with different padding
+    run separately.
     """
     starts = [run.k_start for run in runs]
     bounds = [0, *(row for row in range(1, len(runs)) if starts[row] != starts[row - 1]), len(runs)]

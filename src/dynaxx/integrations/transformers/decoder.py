@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finding the decoder in a transformers model: its config, its attention modules, and why it could not be served."""
+"""Find the decoder in a transformers model: its config, its attention modules, and reasons why it cannot be served."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from dynaxx.policy import ModelFacts, Policy, resolve
 
 
 class _Name(str):
-    """The name under which attention is registered. A pickled model says the name that it had before."""
+    """The name under which attention is registered. A pickled model contains the original name instead."""
 
     __slots__ = ("before",)
     before: str
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
-        """Pickle as the attention before, which another process knows."""
+        """Pickle as the original name, which other processes know."""
         return str, (self.before,)
 
     def __deepcopy__(self, memo: object) -> _Name:
-        """Keep the name: a copy of a model asks for the same attention, and is told that it has no handle."""
+        """Keep the name, so that a copy of a model calls dynaxx, which warns that the copy has no handle."""
         return self
 
 
 def name_for(before: str) -> str:
-    """Return our name for a model whose attention is `before`."""
+    """Return dynaxx's name for a model whose original attention is `before`."""
     name = _Name(NAME)
     name.before = before
     return name
 
 
-NAME = "dynaxx"  # without "flash", "sdpa", "flex_attention" or "/", which transformers treats in special ways
+NAME = "dynaxx"  # transformers treats names with "flash", "sdpa", "flex_attention" or "/" specially
 DENSE = "sdpa"
-SERVED = {"sdpa", "eager"}  # attention of transformers that a handle can fall back to
+SERVED = {"sdpa", "eager"}  # attention functions of transformers to which a handle can fall back
 
 
 class Decoder:
@@ -53,10 +53,11 @@ class Decoder:
 
     @classmethod
     def of(cls, model: nn.Module) -> Decoder:
-        """Find it.
+        """Find the decoder in a model.
 
         Raises:
-            TypeError, UnsupportedInputError: this is no model, or none with such a decoder.
+            TypeError: `model` is not a model.
+            UnsupportedInputError: the model has no such decoder.
         """
         if not isinstance(model, nn.Module):
             raise TypeError(f"`model` must be a transformers model, got {type(model).__name__}")
@@ -64,7 +65,7 @@ class Decoder:
 
         owners = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
         if not owners:
-            raise _refusal(model, "it holds no transformers.PreTrainedModel")
+            raise _refusal(model, "it contains no transformers.PreTrainedModel")
         config = owners[0].config.get_text_config(decoder=True)
         owner = next((module for module in owners if module.config is config), owners[0])
         layers: dict[int, nn.Module] = {}
@@ -73,7 +74,7 @@ class Decoder:
                 continue
             if module.layer_idx in layers:
                 raise _refusal(
-                    model, f"layer {module.layer_idx} has two attention modules: cross attention is not served"
+                    model, f"layer {module.layer_idx} has two attention modules; cross attention is not supported"
                 )
             layers[module.layer_idx] = module
         if not layers:
@@ -84,7 +85,7 @@ class Decoder:
         return cls(owner, config, layers)
 
     def weak(self) -> Callable[[], Decoder | None]:
-        """Return a way back to it that does not keep the model alive; None when that is gone."""
+        """Return a function that finds the decoder again, or returns None once the model is collected."""
         owner = weakref.ref(self.owner)
 
         def again() -> Decoder | None:
@@ -95,7 +96,7 @@ class Decoder:
 
     @property
     def body(self) -> nn.Module:
-        """The innermost model around all attention modules: the one that turns token ids into hidden states."""
+        """The innermost module around all attention modules, which maps token ids to hidden states."""
         from transformers import PreTrainedModel
 
         wanted = set(self.layers.values())
@@ -104,18 +105,18 @@ class Decoder:
 
     @property
     def facts(self) -> ModelFacts:
-        """What a policy for this model has to say about it."""
+        """The facts that a policy for this model must contain."""
         return ModelFacts.of(self.config)
 
     @property
     def name(self) -> str:
-        """What to call it in metrics: as it was loaded, but nothing of a path save its last part; else its type."""
+        """The name for metrics: the name it was loaded by (the last part of a path), or else its type."""
         loaded = getattr(self.owner.config, "_name_or_path", "") or getattr(self.config, "_name_or_path", "")
         return model_label(str(loaded)) or str(self.facts.model_type)
 
     @property
     def implementation(self) -> str:
-        """The attention that the model has: "sdpa" or "eager"."""
+        """The model's attention, "sdpa" or "eager"."""
         found = implementation(next(iter(self.layers.values())))
         return found if found in SERVED else DENSE
 
@@ -128,11 +129,11 @@ class Decoder:
         return (mesh["tp"] if mesh.ndim > 1 else mesh).get_local_rank(), ranks
 
     def check(self, policy: Policy) -> None:
-        """Refuse a policy that this decoder cannot run rightly.
+        """Refuse a policy that this decoder cannot run exactly.
 
         Raises:
-            PolicyError: it was made for another model.
-            UnsupportedInputError: with the reasons.
+            PolicyError: the policy is for another model.
+            UnsupportedInputError: the decoder cannot run the policy; the error lists the reasons.
         """
         found = self.facts
         policy.model.check(found)
@@ -141,7 +142,7 @@ class Decoder:
             raise UnsupportedInputError(f"{found.model_type} with a policy", {"transformers": reasons})
 
     def refusals(self, sparse: Iterable[int]) -> list[str]:
-        """Return why this model cannot run rightly with these layers sparse."""
+        """Return the reasons why this model cannot run with the layers in `sparse` sparse."""
         config, reasons = self.config, []
         before = {implementation(module) for module in self.layers.values()} - {NAME}
         if before - SERVED or len(before) > 1:
@@ -149,10 +150,10 @@ class Decoder:
                 f"its attention is {sorted(map(str, before))}; call model.set_attn_implementation({DENSE!r}) first"
             )
         if getattr(config, "is_encoder_decoder", False):
-            reasons.append("encoder-decoder attention is not served")
+            reasons.append("encoder-decoder attention is not supported")
         rules = [index for index in sparse if index in self.layers]
         if rules and getattr(config, "kv_lora_rank", None):
-            reasons.append("multi-head latent attention is not served with rules; without a policy it is")
+            reasons.append("multi-head latent attention cannot follow a policy; use apply(model) without one")
         reasons += [
             f"layer {index} is not causal" for index in rules if not getattr(self.layers[index], "is_causal", True)
         ]
@@ -160,7 +161,7 @@ class Decoder:
 
 
 def why_no_attention(owner: nn.Module) -> str:
-    """Return why a model of transformers has no layer that can be served."""
+    """Return why no layer of a transformers model can be served."""
     kinds = sorted({type(module).__name__ for module in owner.modules() if "Attention" in type(module).__name__})
     if not kinds:
         return "it has no attention layers"
@@ -168,7 +169,7 @@ def why_no_attention(owner: nn.Module) -> str:
 
 
 def _is_attention(module: nn.Module) -> bool:
-    """Whether it is a self-attention module that goes through `AttentionInterface`."""
+    """Whether a module is self-attention that uses `AttentionInterface`."""
     if not isinstance(getattr(module, "layer_idx", None), int) or not hasattr(module, "config"):
         return False
     if getattr(module, "is_cross_attention", False):
@@ -184,7 +185,7 @@ def implementation(module: Any) -> str:
 
 
 def model_label(loaded: str) -> str:
-    """Return a hub's name as it is, `owner/model` out of its cache, and of any other path the last part alone."""
+    """Return the name of a model: hub names unchanged, `owner/model` for its cache, else the last part of a path."""
     cached = re.search(r"models--([^/\\]+?)--([^/\\]+)[/\\]snapshots", loaded)
     if cached:
         return f"{cached[1]}/{cached[2]}"
@@ -194,7 +195,7 @@ def model_label(loaded: str) -> str:
 
 
 def window_of(module: nn.Module) -> int | None:
-    """Return the window of a local layer; None if it sees everything."""
+    """Return the window of a local layer, or None for a full one."""
     return getattr(module, "sliding_window", None)
 
 

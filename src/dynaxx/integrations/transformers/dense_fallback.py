@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dense fallback: the attention that the model had, for whole calls and for single sequences of a call."""
+"""Dense fallback: the model's original attention, for whole calls and for single sequences of a call."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Attention = Callable[..., Any]
 
 
 class DenseAttention:
-    """The attention that a module's own file would look up, with the mask that it takes.
+    """The original attention of a module, called with the mask that it expects.
 
-    SDPA drops softcap and sinks without a word. Calls that have them run in the eager attention of the module's file.
+    SDPA silently ignores softcap and sinks. Calls with these arguments use the eager attention of the module's file.
 
     Args:
         module: an attention module of transformers.
-        implementation: the name of the attention that the model had, "sdpa" or "eager".
+        implementation: the name of the model's original attention, "sdpa" or "eager".
     """
 
     __slots__ = ("_by_name", "_name")
@@ -37,7 +37,7 @@ class DenseAttention:
     def __call__(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend, as `AttentionInterface` asks."""
+        """Attend, with the signature of `AttentionInterface`."""
         dropped = kwargs.get("softcap") or any(kwargs.get(name) is not None for name in SINKS)
         name = "eager" if dropped else self._name
         found: tuple[Tensor, Tensor | None] = self._by_name[name](
@@ -60,7 +60,7 @@ def _attention(module: nn.Module, name: str) -> Attention:
 def dense_piece(
     q: Tensor, k: Tensor, v: Tensor, run: Run, *, scale: float | None, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """Attend in one run of a call to every key that the mask shows: (B, n, Hq, D) from (B, heads, n, D)."""
+    """Attend densely for one run of a call: (B, heads, n, D) -> (B, n, Hq, D)."""
     if run.seqlen_k == 0:
         return q.new_zeros(q.shape[0], run.seqlen_q, q.shape[1], v.shape[-1])
     square = run.causal and run.seqlen_q == run.seqlen_k

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One forward pass: what is decided once when it starts, handed down to every attention call of it.
+"""The context of one forward pass: decided once when it starts, and passed to each of its attention calls.
 
-Two hooks on the decoder, torch's own: one adds a `Pass` to the keyword arguments, which transformers hands down to
-every attention call, also when a checkpointed layer runs again in a backward pass; the other tells which cache the pass
-filled, so that the next chunk of a prompt and its decoding follow the decisions of the first. A policy that is replaced
-while a pass runs changes nothing in it, and passes in several threads do not meet.
+Two torch hooks on the decoder provide it. The first adds a `Pass` to the keyword arguments, which transformers passes
+to every attention call, even if a checkpointed layer is recomputed in the backward pass. The second stores the
+decisions with the cache that the pass filled, so that the next chunk of a prompt and its decoding follow them. Running
+passes keep their policy if it is replaced, and passes in different threads are independent.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ from dynaxx.telemetry.probe import RequestTimer
 
 logger = logging.getLogger("dynaxx")
 
-ARGUMENT = "dynaxx_pass"  # the keyword under which attention calls get it
+ARGUMENT = "dynaxx_pass"  # the keyword argument of attention calls that carries the context
 
 Parts = Sequence[Part] | DenseReason  # the layouts of the model's own pattern, or why there are none
-Place = tuple[int, Run | None]  # a sequence of a pass: its batch entry, and which run of it
+Place = tuple[int, Run | None]  # a sequence of a pass, by batch entry and run
 
 
 class Pass:
-    """What holds for all attention calls of one forward pass.
+    """The context that all attention calls of one forward pass share.
 
     Attributes:
-        deployed: the policy in force when it started.
-        tokens: the token ids behind its keys, as far as known.
-        choice: which requests of the batch run sparse.
-        blocked: why all calls are dense: the kill switch, or the rollout; None if they need not be.
-        ran_sparse: whether any call of it did.
-        timer: of a pass over a prompt.
-        memory: what decoding keeps beside the cache of the pass; None if no cache is known.
-        steps: in continuous batching, by the allocator of a layer's cache, what the pass holds.
-        works: what calls do, by what they have in common, and the mask; layers with like calls are planned once.
-        dense_calls: calls that ran dense, by reason and phase, to be counted when the pass ends; None after it.
-        arguments: the decoder's own, by name, while it runs.
+        deployed: the policy in force when the pass started.
+        tokens: the token ids of its keys, if known.
+        choice: the requests of the batch that run sparse.
+        blocked: why all calls are dense (the kill switch, or the rollout), or None.
+        ran_sparse: whether any call ran sparse.
+        timer: the timer of a pass over a prompt.
+        memory: the summaries of the pass's cache for decoding; None if no cache is known.
+        steps: in continuous batching, the steps by allocator.
+        works: plans of calls by their common properties and mask, so that equal layers are planned once.
+        dense_calls: dense calls by reason and phase, which are counted when the pass ends; None afterwards.
+        arguments: the decoder's arguments by name, while it runs.
     """
 
     __slots__ = (
@@ -102,14 +102,15 @@ class Pass:
         self._runs: list[list[Run]] | None = None
 
     def know_runs(self, mask: Tensor, runs: list[Run]) -> None:
-        """Say what the runs of a mask of one batch entry are, so that nobody has to read it."""
+        """Store the runs of a mask with one batch entry, so that it need not be read."""
         self._mask, self._version = weakref.ref(mask), 0 if mask.is_inference() else mask._version
         self._runs = [runs]
 
     def layout(self, layer: int, place: Place, plan: LayerPlan) -> BlockLayout | None:
-        """Return what another layer chose for the same sequence, where the policy has `layer` use that.
+        """Return the layout that another layer selected for the same sequence, if the policy lets `layer` reuse it.
 
-        Not where gradients are recorded: a checkpointed layer that runs again must choose as it did.
+        Layers do not reuse selections while gradients are recorded, since a recomputed checkpointed layer must choose
+        as before.
         """
         source, kept = self.deployed.sources.get(layer, layer), self._layouts.get(place)
         if source == layer or kept is None or kept[:2] != (source, plan) or torch.is_grad_enabled():
@@ -117,12 +118,12 @@ class Pass:
         return kept[2]
 
     def keep(self, layer: int, place: Place, plan: LayerPlan, layout: BlockLayout) -> None:
-        """Remember a layer's choice for those after it that use it."""
+        """Store the selection of a layer for later layers that reuse it."""
         if self.deployed.sources.get(layer) == layer:
             self._layouts[place] = (layer, plan, layout)
 
     def runs(self, mask: Tensor, batch: int) -> list[list[Run]] | None:
-        """Return the runs of each batch entry, None if the mask has none; layers that share a mask read it once."""
+        """Return the runs of each batch entry, or None if the mask has none. A mask is read once for all layers."""
         if isinstance(mask, LazyMask):
             return self._runs_of_lazy(mask, batch)
         version = 0 if mask.is_inference() else mask._version
@@ -141,7 +142,7 @@ class Pass:
         return self._runs
 
     def native_parts(self, key: Hashable, mask: Tensor | None, make: Callable[[], Parts]) -> Parts:
-        """Return the layouts of the model's own pattern; layers that share a mask make them once."""
+        """Return the layouts of the model's own pattern, built once per mask."""
         known, of_mask = self._parts.get(key, (None, None))
         if known is None or (of_mask is not None and of_mask() is not mask):
             known = make()
@@ -150,17 +151,17 @@ class Pass:
 
 
 class Starter(Protocol):
-    """What makes the passes of a decoder; a handle."""
+    """An object that starts and ends the passes of a decoder, namely a handle."""
 
     def start_pass(self, arguments: dict[str, Any]) -> Pass:
-        """Begin a pass that is about to run, from the decoder's own arguments by name."""
+        """Begin a pass, from the decoder's arguments by name."""
 
     def end_pass(self, done: Pass, arguments: dict[str, Any], output: Any, cache: Any) -> None:
-        """End a pass that has run; `cache` is what it filled, None if nothing."""
+        """End a pass. `cache` is the cache that it filled, or None."""
 
 
 class PassHooks:
-    """Hooks on a decoder that give each pass of it a `Pass`; `remove()` takes them off."""
+    """The hooks on a decoder that create a `Pass` for each forward pass. `remove()` removes them."""
 
     def __init__(self, body: nn.Module, starter: Starter) -> None:
         self.starter = starter
@@ -169,7 +170,7 @@ class PassHooks:
         self._names = tuple(name for name in parameters if name not in rest)
         self._rest = rest[0] if rest else ""
         self._hooks: list[Any] = []
-        if rest:  # else layers ask for themselves
+        if rest:  # otherwise layers call `unannounced_pass`
             _HOOKS[body] = self
             self._hooks = [
                 body.register_forward_pre_hook(_start, with_kwargs=True),
@@ -177,7 +178,7 @@ class PassHooks:
             ]
 
     def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the decoder's own arguments by name, others as a dict under the name that it has for them."""
+        """Return the decoder's arguments by name, with its `**kwargs` as a dict under their name."""
         found = dict(zip(self._names, args, strict=False))
         others = {}
         for name, value in kwargs.items():
@@ -188,7 +189,7 @@ class PassHooks:
         return {**found, self._rest: others} if others else found
 
     def remove(self) -> None:
-        """Take the hooks off. More calls do nothing."""
+        """Remove the hooks. Further calls do nothing."""
         while self._hooks:
             self._hooks.pop().remove()
 
@@ -199,7 +200,7 @@ _HOOKS: weakref.WeakKeyDictionary[nn.Module, PassHooks] = weakref.WeakKeyDiction
 def _start(
     body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    if torch.compiler.is_compiling():  # compiled models run dense
+    if torch.compiler.is_compiling():  # layers of compiled models call `unannounced_pass`
         return None
     hooks = _HOOKS.get(body)
     if hooks is None:  # a copy of a model with a policy
@@ -207,8 +208,8 @@ def _start(
     arguments = hooks.arguments(args, kwargs)
     try:
         current = hooks.starter.start_pass(arguments)
-    except Exception:  # the layers ask for a pass themselves
-        logger.warning("a forward pass could not be prepared; said for each", exc_info=True)
+    except Exception:  # the layers call `unannounced_pass` instead
+        logger.warning("a forward pass could not be prepared", exc_info=True)
         return None
     current.arguments, current.dense_calls = arguments, Counter()
     return args, {**kwargs, ARGUMENT: current}
@@ -225,12 +226,12 @@ def _end(body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output:
     arguments, done.arguments = done.arguments, {}
     try:
         hooks.starter.end_pass(done, arguments, output, cache)
-    except Exception:  # the answer is there
-        logger.warning("what a forward pass leaves could not be kept; said for each", exc_info=True)
+    except Exception:  # the output is complete, so do not fail the request
+        logger.warning("the state after a forward pass could not be stored", exc_info=True)
 
 
 def prompt_tokens(arguments: dict[str, Any]) -> tuple[int, torch.device | None]:
-    """How many tokens of prompts a pass brings, 0 for a step of decoding or of many requests, and where it runs."""
+    """Return the number of prompt tokens of a pass (0 for decoding and continuous batching), and its device."""
     if "write_index" in arguments.get("kwargs", {}):
         return 0, None
     given = arguments.get("input_ids")

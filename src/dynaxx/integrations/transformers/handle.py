@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A policy at work in a model: what starts its passes, counts them, replaces it, and takes it off again."""
+"""`Handle`: the life cycle of a policy in a model. It starts and counts passes, and replaces or removes the policy."""
 
 from __future__ import annotations
 
@@ -42,16 +42,17 @@ Watcher = Callable[[int, BlockLayout], None]
 
 
 class Handle:
-    """A policy at work in a model. Also a context manager that removes it.
+    """A policy in a model. Also a context manager that removes the policy.
 
     Attributes:
-        counts: what layer calls did.
-        before: the attention that the model had, "sdpa" or "eager".
-        kill_switch: of this model; `engage()` makes everything dense from the next pass on. The process's own switch,
-            `dynaxx.policy.KILL_SWITCH`, engages it, too.
+        counts: the outcomes of layer calls.
+        before: the model's original attention, "sdpa" or "eager".
+        kill_switch: the switch of this model; `engage()` makes everything dense from the next pass on. The switch of
+            the process, `dynaxx.policy.KILL_SWITCH`, engages it as well.
         watchers: see `watch`.
-        background: what measures samples; make it `patient` to record every call, which requests then wait for.
-        faults: called with the layer before each sparse call; what they raise is a failure of the kernel. For tests.
+        background: the thread that measures samples. If it is `patient`, every sample is recorded and requests wait.
+        faults: functions called with the layer before each sparse call; their exceptions count as kernel failures. For
+            tests.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Handle:
         self.kill_switch = KillSwitch(KILL_SWITCH)
         self.watchers: list[Watcher] = []
         self.faults: list[Callable[[int], None]] = []
-        self._decoder = decoder.weak()  # the registry of layers must not keep a model alive
+        self._decoder = decoder.weak()  # weak, since the registry of layers must not keep a model alive
         self._numbers = recorder().bind(model_name=name or decoder.name)
         self._announcer = Announcer(self._numbers)
         self.counts = Counts(self._numbers)
@@ -93,10 +94,8 @@ class Handle:
             IMPLEMENTATIONS[id(module.config)] = self.before
         LAYERS.update(self._layers)
         self._hooks = PassHooks(decoder.body, self)
-        self._own = threading.local()  # the pass of each thread in a model whose decoder cannot hand it down
+        self._own = threading.local()  # the pass of each thread, if the decoder drops the keyword argument
         self._announcer.in_force(self._deployed)
-
-    # ---- what is in force ----------------------------------------------------------------------------------------
 
     @property
     def policy(self) -> Policy:
@@ -105,7 +104,7 @@ class Handle:
 
     @property
     def plans(self) -> dict[int, LayerPlan]:
-        """By layer, what its heads do in prefill; layers that are not in it are dense."""
+        """The prefill rules by layer. Other layers are dense."""
         return self._deployed.plans
 
     @property
@@ -115,17 +114,18 @@ class Handle:
 
     @property
     def attached(self) -> bool:
-        """Whether the policy has not been removed; its model may take another attention meanwhile."""
+        """Whether the policy has not been removed. Its model may use another attention meanwhile."""
         return any(module in LAYERS for module in self._layers)
 
     def replace(self, policy: Policy) -> bool:
-        """Put another policy in force, for requests that start from now on; those under way keep theirs.
+        """Put another policy in force for passes that start from now on. Running passes keep theirs.
 
         Returns:
-            Whether it differs from the one in force.
+            Whether it differs from the policy in force.
 
         Raises:
-            PolicyError, UnsupportedInputError: as `apply`; the old policy stays in force.
+            PolicyError: see `apply`; the old policy stays in force.
+            UnsupportedInputError: see `apply`; the old policy stays in force.
         """
         with self._deploying:
             if policy == self.policy:
@@ -140,9 +140,9 @@ class Handle:
         return True
 
     def follow(self, path: str | os.PathLike[str], *, interval: float = 1.0) -> PolicyFollower:
-        """Keep the policy that is in a file in force: a daemon thread looks at it every `interval` seconds.
+        """Follow a policy file: a daemon thread checks it every `interval` seconds and applies changes.
 
-        A file that is bad, of another model, or gone changes nothing, and is logged and counted once.
+        A file that is invalid, for another model, or missing changes nothing, and is logged and counted once.
         """
         if self._follower is not None:
             self._follower.stop()
@@ -152,17 +152,18 @@ class Handle:
         return self._follower
 
     def request(self, *ids: str, sparse: bool | None = None) -> AbstractContextManager[None]:
-        """Say whose requests run within the block: `with handle.request("id"):`. See `dynaxx.policy.request`."""
+        """Declare the requests that run within the block: `with handle.request("id"):`. See `dynaxx.policy.request`."""
         return request(*ids, sparse=sparse)
 
     def continuous_batching(self) -> AbstractContextManager[None]:
         """Let transformers' continuous batching serve the model: `with handle.continuous_batching():`.
 
-        Prompts and chunks of them follow the prefill rules, the tokens after them the decode rules. On CUDA, pass a
-        `ContinuousBatchingConfig(auto_switch_to_flash=False, use_cuda_graph=False)`: captured steps run dense.
+        Prompts and their chunks follow the prefill rules, later tokens the decode rules. On CUDA, pass
+        `ContinuousBatchingConfig(auto_switch_to_flash=False, use_cuda_graph=False)`, because captured steps run dense.
 
         Raises:
-            UnsupportedInputError: rules by content, a rollout to a share of the requests, or an older transformers.
+            UnsupportedInputError: the policy has rules by content or a rollout to a share of the requests, or
+                transformers is too old.
             RuntimeError: the policy was removed.
         """
         decoder = self._decoder()
@@ -186,10 +187,8 @@ class Handle:
             self._tokens = TokenReader()
         return deployed
 
-    # ---- passes --------------------------------------------------------------------------------------------------
-
     def start_pass(self, arguments: dict[str, Any]) -> Pass:
-        """Decide what holds for a forward pass, from the decoder's own arguments by name."""
+        """Create the context of a forward pass, from the decoder's arguments by name."""
         self._watch_implementation()
         if comparing():
             return Pass(self._deployed, choice=COMPARISON)
@@ -209,7 +208,7 @@ class Handle:
         return current
 
     def end_pass(self, done: Pass, arguments: dict[str, Any], output: Any, cache: Any) -> None:
-        """Keep for later passes over `cache` what this one knew."""
+        """Store the state that later passes over `cache` need."""
         counted, done.dense_calls = done.dense_calls, None
         for (reason, phase), calls in (counted or {}).items():
             self.counts.dense_calls(calls, reason, phase)
@@ -226,20 +225,20 @@ class Handle:
             compare_later(self._decoder, guard, self.background, arguments, output)
 
     def _watch_implementation(self) -> None:
-        """Say once that somebody gave the model another attention, so that nothing here runs."""
+        """Warn once if the model was given another attention, so that dynaxx does not run."""
         config = self._config()
         name = NAME if config is None else config._attn_implementation
         if name != NAME and not is_open() and not self._said_replaced:
             self._said_replaced = True
             logger.warning(
-                "the model's attention was set to %r after dynaxx.apply, so nothing runs on dynaxx: "
+                "the model's attention was set to %r after dynaxx.apply, so nothing runs on dynaxx; "
                 "call set_attn_implementation(%r), or remove the handle and apply again",
                 str(name),
                 NAME,
             )
 
     def unannounced_pass(self, layer: int) -> Pass:
-        """Return the pass that this thread is in, where the decoder hands none down: layers come in ascending order."""
+        """Return the current pass of this thread, if the decoder passes none on. Layers run in ascending order."""
         before = getattr(self._own, "current", None)
         if before is None or layer <= before[0]:
             current = Pass(self._deployed, choice=self._choose(current_request()), killed=self._is_killed())
@@ -248,7 +247,7 @@ class Handle:
         return before[1]
 
     def _live_caches(self) -> list[Any]:
-        """Return the caches of requests that somebody still holds."""
+        """Return the caches of requests that are still alive."""
         return self._requests.keys()
 
     def _choose(self, said: Request | None) -> Choice:
@@ -258,43 +257,41 @@ class Handle:
     def _is_killed(self) -> bool:
         return self._announcer.killed(self.kill_switch.engaged())
 
-    # ---- what is known -------------------------------------------------------------------------------------------
-
     def drift(self) -> list[HeadDrift]:
-        """How attention has moved away from the policy's reference, worst head first; empty if it has not."""
+        """Return the heads whose attention has drifted from the policy's reference, worst first."""
         guard = self._deployed.guard
         return [] if guard is None else guard.drift()
 
     def statistics(self, command: str = "") -> Profile | None:
-        """Return what the guard recorded since this policy came into force; None before its first measurement."""
+        """Return the profile recorded since this policy came into force, or None before the first measurement."""
         guard = self._deployed.guard
         return None if guard is None else guard.statistics(command)
 
     def record(self, path: str | os.PathLike[str], *, interval: float = 60.0) -> None:
-        """Write the statistics to a file every `interval` seconds from a daemon thread, and when the policy is removed.
+        """Write the statistics to a file every `interval` seconds, and when the policy is removed.
 
-        What `dynaxx retune` reads. A file that cannot be written is counted and logged once.
+        `dynaxx retune` reads this file. A daemon thread writes it; a failed write is counted and logged once.
         """
         if self._statistics is not None:
             self._statistics.stop()
         self._statistics = StatisticsFile(path, self.statistics, self._numbers, interval)
 
     def wait(self) -> None:
-        """Wait until everything that was sampled is measured."""
+        """Wait until all samples are measured."""
         self.background.drain()
 
     def stats(self) -> dict[str, Any]:
         """Count layer calls since `apply` or `reset_stats`.
 
         Returns:
-            "sparse_calls": calls with at least one sequence that ran by a rule; "native_calls": calls that ran the
-            model's own pattern on dynaxx's kernels; "dense_calls": the others, by reason;
-            "dense_sequences": sequences that ran dense beside sparse ones of the same call, by reason.
+            "sparse_calls": calls with at least one sequence that ran by a rule. "native_calls": calls that ran the
+            model's own pattern on dynaxx's kernels. "dense_calls": the others, by reason. "dense_sequences": sequences
+            that ran dense in a call with sparse sequences, by reason.
         """
         return self.counts.to_dict()
 
     def remove(self) -> None:
-        """Give the model back exactly the attention it had. More calls do nothing."""
+        """Restore the model's original attention. Further calls do nothing."""
         if self._follower is not None:
             self._follower.stop()
         if self._statistics is not None:
@@ -306,20 +303,20 @@ class Handle:
         for module in self._layers:
             LAYERS.pop(module, None)
         self._hooks.remove()
-        shared = any(id(module.config) in configs for module in LAYERS)  # two models of one config object
+        shared = any(id(module.config) in configs for module in LAYERS)  # two models share one config object
         decoder = self._decoder()
         owner = None if decoder is None else decoder.owner
         if owner is not None and owner.config._attn_implementation == NAME and not shared:
             owner.set_attn_implementation(self.before)
 
     def reset_stats(self) -> None:
-        """Start counting from zero, and forget which side of the length border the last sequence was on."""
+        """Reset the counts, and the state of the length border."""
         self.counts.reset()
         self._deployed.reset()
 
     @contextmanager
     def watch(self, watcher: Watcher) -> Iterator[None]:
-        """Call `watcher(layer, layout)` for every layout that runs within the block: to measure density or recall."""
+        """Call `watcher(layer, layout)` for every layout that runs within the block, to measure density or recall."""
         self.watchers.append(watcher)
         try:
             yield
@@ -341,5 +338,5 @@ class Handle:
 
 
 def _is_empty(cache: Any) -> bool:
-    """Whether a new request starts in a cache that was used before."""
+    """Whether a cache is empty, so that a new request starts in it."""
     return cache is not None and int(cache.get_seq_length()) == 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One attention call of one layer: dense for a reason, or its sequences by their runs, each with its own layout."""
+"""One attention call of one layer: route it, and run it dense, or each of its sequences with a layout."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ logger = logging.getLogger("dynaxx")
 
 
 class Call(NamedTuple):
-    """The tensors of a call and what holds for it: q (B, Hq, Lq, D), k and v (B, Hk, Lk, D)."""
+    """The tensors and the context of a call: q (B, Hq, Lq, D), k and v (B, Hk, Lk, D)."""
 
     q: Tensor
     k: Tensor
@@ -47,13 +47,13 @@ class Call(NamedTuple):
     place: tuple[int, Run | None] = (0, None)  # batch entry and run of a part
 
     def entry(self, b: int) -> Call:
-        """One batch entry."""
+        """Return the call of one batch entry."""
         part = self._replace(q=self.q[b : b + 1], k=self.k[b : b + 1], v=self.v[b : b + 1])
         return part._replace(place=(b, None))
 
     def part(self, run: Run) -> Call:
-        """One run."""
-        if run[:4] == (0, self.q.shape[2], 0, self.k.shape[2]):  # all there is
+        """Return the call of one run."""
+        if run[:4] == (0, self.q.shape[2], 0, self.k.shape[2]):  # the run is the whole call
             return self._replace(place=(self.place[0], run))
         rows, keys = slice(run.q_start, run.q_stop), slice(run.k_start, run.k_stop)
         part = self._replace(q=self.q[:, :, rows], k=self.k[:, :, keys], v=self.v[:, :, keys])
@@ -61,7 +61,7 @@ class Call(NamedTuple):
 
 
 class Layer:
-    """What one attention module does under a handle."""
+    """One attention module under a handle."""
 
     __slots__ = ("__weakref__", "dense", "handle", "index", "number")
 
@@ -69,18 +69,18 @@ class Layer:
         self.handle = handle
         self.index = index
         self.dense = dense
-        self.number = next(_numbers)  # by which compiled code finds it
+        self.number = next(_numbers)  # compiled code finds the layer by this number
         remember(self, module)
 
     def attend(
         self, current: Pass | None, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend, as `AttentionInterface` asks: q (B, Hq, Lq, D), k and v (B, Hk, Lk, D) to (B, Lq, Hq, D)."""
+        """Attend: q (B, Hq, Lq, D), k and v (B, Hk, Lk, D) -> (B, Lq, Hq, D), as in `AttentionInterface`."""
         try:
             current = current or self.handle.unannounced_pass(self.index)
             scores = Scores.of(kwargs)
             work = self._work(current, module, q, k, mask, scores, kwargs.get("is_causal"))
-        except Exception as error:  # whatever we do not understand, the request gets its answer
+        except Exception as error:  # an error in routing must not fail the request
             self.handle.counts.not_decided(self.index, error)
             return self.dense(module, q, k, v, mask, **kwargs)
         if work.route is not Route.DENSE:
@@ -90,7 +90,7 @@ class Layer:
             if out is not None:
                 return out, None
         else:
-            assert work.reason is not None, "a call without a rule has a reason"
+            assert work.reason is not None, "a dense call must have a reason"
             self._count_dense(current, work, work.reason)
         return self.dense(module, q, k, v, mask, **kwargs)
 
@@ -104,28 +104,28 @@ class Layer:
         scores: Scores,
         is_causal: bool | None,
     ) -> Work:
-        """Return what the call does, planned once per pass for all layers whose calls are alike."""
+        """Return the plan of the call, which all layers with equal calls share during a pass."""
         kind, version = current.deployed.kind(self.index), None
         if mask is not None:
             version = (id(mask), 0 if mask.is_inference() else mask._version)
         key = (kind, q.shape, k.shape, version, scores, is_causal)
         known, of_mask = current.works.get(key, (None, None))
-        if known is not None and (of_mask is None or of_mask() is mask):  # numbers of objects are used again
+        if known is not None and (of_mask is None or of_mask() is mask):  # ids of objects are reused
             return known
         work = plan_call(current, self.index, module, q, k, mask, scores, is_causal)
         current.works[key] = work, None if mask is None else weakref.ref(mask)
         if work.argument:
-            _warn_once(f"attention calls have the argument {work.argument!r}, which is not served: they run dense")
+            _warn_once(f"attention calls with the unsupported argument {work.argument!r} run dense")
         return work
 
     def _count_dense(self, current: Pass, work: Work, reason: DenseReason) -> None:
-        if current.dense_calls is None:  # no hook will tell that the pass ended
+        if current.dense_calls is None:  # no hook reports the end of the pass
             self.handle.counts.dense(self.index, reason, work.phase)
         else:
             current.dense_calls[reason, work.phase] += 1
 
     def _run_guarded(self, call: Call, work: Work) -> Tensor | None:
-        """Run by a rule, (B, Lq, Hq, D); None where the guard or a failure makes the call dense, which is counted."""
+        """Run by a rule, and return (B, Lq, Hq, D), or None if the guard or a failure makes the call dense."""
         counts, deployed = self.handle.counts, call.current.deployed
         stopped = deployed.interruption(self.index, native=work.route is Route.NATIVE)
         if stopped is not None:
@@ -136,7 +136,7 @@ class Layer:
         breaker = deployed.breakers[self.index]
         try:
             out = self._run(call, work)
-        except Exception as error:  # whatever a kernel does, the request gets its answer
+        except Exception as error:  # a failing kernel must not fail the request
             breaker.failed()
             counts.failed(self.index, error, work.phase)
             return None
@@ -149,14 +149,14 @@ class Layer:
         return out
 
     def _run(self, call: Call, work: Work) -> Tensor:
-        """(B, Lq, Hq, D), each sequence with its own layout."""
+        """Return (B, Lq, Hq, D), with one layout per sequence."""
         for fault in self.handle.faults:
             fault(self.index)
         if work.route is Route.NATIVE:
             return _run_native(call, work.parts)
         if work.route is Route.DECODE:
             memory, plan = call.current.memory, call.current.deployed.decode[self.index]
-            assert memory is not None, "planned with it"
+            assert memory is not None, "a planned decoding step must have a memory"
             step = self.handle.counts.decoding(self.index, call.q)
             out = decode_step(
                 call.q,
@@ -195,7 +195,7 @@ class Layer:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
 
     def _sparse_piece(self, part: Call, plan: LayerPlan) -> Tensor:
-        """One sequence, (B, n, Hq, D)."""
+        """Return the result of one sequence, (B, n, Hq, D)."""
         q, k, v = (x.transpose(1, 2) for x in (part.q, part.k, part.v))
         runs = plan if part.guard is None else part.guard.plan(self.index, plan)
         probe = self.handle.counts.probe.start(self.index, q)
@@ -211,8 +211,8 @@ class Layer:
         return out
 
     def _sample_unseen(self, call: Call, work: Work) -> None:
-        """Show the guard what would have run, so that it sees when that would be good again."""
-        assert call.guard is not None, "it keeps the layer dense"
+        """Sample the rule that the guard has disabled, so that the guard can detect a recovery."""
+        assert call.guard is not None, "only a guard disables a rule"
         if not call.guard.wants_call():
             return
         b, i = next((b, i) for b, entry in enumerate(work.dense) for i, reason in enumerate(entry) if not reason)
@@ -260,7 +260,7 @@ def attention(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return what `AttentionInterface` calls for every layer of every model with a policy."""
+    """Attend for every layer of every model with a handle; the function registered with `AttentionInterface`."""
     if torch.compiler.is_compiling():
         traced = LAYERS.get(module)
         out = None if traced is None else attend_compiled(traced, module, query, key, value, attention_mask, kwargs)
@@ -270,13 +270,13 @@ def attention(
     current: Pass | None = kwargs.pop(ARGUMENT, None)
     layer = LAYERS.get(module)
     if layer is None:  # a copy of a model with a policy, or one that shares its config
-        _warn_once(f"{type(module).__name__} asks for dynaxx attention but has no policy: it runs dense")
+        _warn_once(f"{type(module).__name__} asks for dynaxx attention but has no handle, so it runs dense")
         return _original(module)(module, query, key, value, attention_mask, **kwargs)
     return layer.attend(current, module, query, key, value, attention_mask, kwargs)
 
 
 def _original(module: nn.Module) -> DenseAttention:
-    """Return the attention that a module had, whether it has a handle or not."""
+    """Return the original attention of a module, with or without a handle."""
     layer = LAYERS.get(module)
     return DenseAttention(module, DENSE) if layer is None else layer.dense
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LazyMask`: the mask of a forward pass, described by its rule and made only where somebody reads it.
+"""`LazyMask`: the mask of a forward pass, described by its rule and computed only if it is read.
 
-A mask of seqlen x seqlen costs memory and time that attention by blocks does not need: at 32,768 tokens it has a
-gigabyte. transformers asks `make_mask` for the masks of models that run on dynaxx. Where the mask has a rule, it gets a
-tensor without data, of the right shape. Any operation on it makes the mask, so code that knows nothing of this works.
+Block-sparse attention does not need a seqlen x seqlen mask, which takes a gigabyte at 32,768 tokens. transformers calls
+`make_mask` for the masks of models that run on dynaxx. If the mask has a rule, `make_mask` returns a tensor of the
+right shape without data. Any operation on this tensor computes the mask, so other code needs no change.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from torch.utils._pytree import tree_map
 
 from dynaxx.integrations.transformers.mask_rules import MaskRule, read_rule
 
-IMPLEMENTATIONS: dict[int, str] = {}  # by id of a config, the attention that its model had before dynaxx
+IMPLEMENTATIONS: dict[int, str] = {}  # original attention of a model, by id of its config
 
 
 class LazyMask(Tensor):
-    """A bool mask (batch, 1, seqlen_q, seqlen_k) that is made when it is read.
+    """A bool mask (batch, 1, seqlen_q, seqlen_k) that is computed when it is read.
 
     Attributes:
-        rule: which keys a query sees, padding aside.
-        request: the arguments of the call that asked for the mask.
+        rule: the keys that a query sees, without padding.
+        request: the arguments of the call that requested the mask.
     """
 
     rule: MaskRule
@@ -36,26 +36,26 @@ class LazyMask(Tensor):
 
     @classmethod
     def of(cls, rule: MaskRule, request: dict[str, Any]) -> LazyMask:
-        """Describe the mask that a request asks for."""
+        """Return the lazy mask for a request."""
         shape = (request["batch_size"], 1, request["q_length"], request["kv_length"])
         device = torch.device(request.get("device", "cpu"))
         mask: LazyMask = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
         start = request.get("q_offset", 0)
-        if isinstance(start, Tensor):  # a static cache counts in place
+        if isinstance(start, Tensor):  # a static cache updates its counter in place
             request = {**request, "q_offset": start.clone()}
         mask.rule, mask.request, mask._made, mask._offset = rule, request, {}, None
         return mask
 
     @property
     def offset(self) -> int:
-        """The column of the first query's own key. Read back from the device once, for a static cache."""
+        """The column of the first query's own key. For a static cache it is read back from the device once."""
         if self._offset is None:
             self._offset = int(self.request.get("q_offset", 0)) - int(self.request.get("kv_offset", 0))
         return self._offset
 
     @property
     def padding(self) -> Tensor | None:
-        """(batch, seqlen_k) bool, True for tokens and False for padding; None if nothing is padded."""
+        """Return (batch, seqlen_k) bool, True for tokens and False for padding, or None without padding."""
         given = self.request.get("attention_mask")
         if given is None:
             return None
@@ -71,7 +71,7 @@ class LazyMask(Tensor):
 
     @property
     def plain_is_needed(self) -> bool:
-        """Whether SDPA needs a mask: for windows, chunks, documents, padding, and queries after others."""
+        """Whether SDPA needs a mask, for windows, chunks, documents, padding, or queries that follow cached keys."""
         if self.is_local or self.rule.documents is not None:
             return True
         if self.rule.causal and self.offset > 0:
@@ -80,11 +80,11 @@ class LazyMask(Tensor):
         return padding is not None and not bool(padding[:, : self.offset + self.shape[2]].all())
 
     def plain(self, implementation: str, dtype: torch.dtype | None = None) -> Tensor | None:
-        """Return the mask as transformers makes it for an attention implementation; made once.
+        """Return the mask that transformers would compute for an attention implementation. Computed once.
 
         Args:
-            implementation: "sdpa", whose mask is bool, or None where SDPA needs none; "eager", whose mask is added.
-            dtype: of the scores, for "eager".
+            implementation: "sdpa", with a bool mask, or None if SDPA needs none; or "eager", with an additive mask.
+            dtype: dtype of the scores, for "eager".
         """
         key = (implementation, dtype)
         if key not in self._made:
@@ -103,14 +103,14 @@ class LazyMask(Tensor):
             whole = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
             self._made[key] = sdpa_mask(**{**self.request, **whole})
         found = self._made[key]
-        assert found is not None, "asked for whole"
+        assert found is not None, "a whole mask was requested"
         return found
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Make the mask and do what was asked for with that."""
+        """Compute the mask, and run the operation on it."""
         made = lambda x: x.tensor() if isinstance(x, LazyMask) else x
         return function(*tree_map(made, args), **tree_map(made, dict(kwargs or {})))
 
@@ -119,15 +119,15 @@ class LazyMask(Tensor):
 
 
 def make_mask(**request: Any) -> Tensor | None:
-    """Make the mask of a model on dynaxx, as `AttentionMaskInterface` asks.
+    """Return the mask of a model on dynaxx, with the signature of `AttentionMaskInterface`.
 
-    Decoding steps, functions without a rule and compiled models get SDPA's mask. Exported and traced models get that of
-    the attention that they had.
+    Decoding steps, mask functions without a rule, and compiled models get SDPA's mask. Exported and traced models get
+    the mask of their original attention.
     """
     from transformers import AttentionMaskInterface
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-    if torch.compiler.is_compiling() and not torch.compiler.is_exporting():  # `plain_mask` makes any other of it
+    if torch.compiler.is_compiling() and not torch.compiler.is_exporting():  # `plain_mask` converts it
         return sdpa_mask(**request)
     if torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None:
         return AttentionMaskInterface()[IMPLEMENTATIONS.get(id(request.get("config")), "sdpa")](**request)
@@ -136,12 +136,12 @@ def make_mask(**request: Any) -> Tensor | None:
 
 
 def has_own_pattern(mask: Tensor | None) -> bool:
-    """Return whether a layer has a window or chunks of its own, whatever the length."""
+    """Return whether the mask belongs to a layer with a window or chunks, at any length."""
     return isinstance(mask, LazyMask) and (mask.rule.window is not None or mask.rule.chunk is not None)
 
 
 def plain_mask(mask: Tensor | None, implementation: str, dtype: torch.dtype) -> Tensor | None:
-    """Return a mask as an attention implementation takes it."""
+    """Return a mask in the form that an attention implementation expects."""
     added = implementation == "eager"
     if isinstance(mask, LazyMask):
         return mask.plain(implementation, dtype if added else None)

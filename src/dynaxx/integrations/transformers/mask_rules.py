@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What transformers' mask functions show: a rule of a few numbers, read from the function instead of from a mask.
+"""Read the rule of a mask from transformers' mask function instead of from the mask.
 
-transformers describes a mask by a function of (batch, head, query, key) that is composed of a few building blocks:
-causal, sliding window, chunks, packed documents. `read_rule` takes such a function apart by the code objects of these
-building blocks. A function with any other part has no rule, and its mask is made and read as a tensor.
+transformers describes a mask by a function of (batch, head, query, key) that combines a few building blocks: causal,
+sliding window, chunks, packed documents. `read_rule` recognises these by their code objects. A function with any other
+part has no rule, and its mask is computed and read as a tensor.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ MaskFunction = Callable[..., Any]
 
 @dataclass(frozen=True, eq=False)
 class MaskRule:
-    """The keys that a query sees, padding aside; positions count from the first token of the cache.
+    """The keys that a query sees, without padding. Positions count from the first token of the cache.
 
     Attributes:
-        causal: no key after the query.
-        window: keys with query - key < window; None for all.
-        after: keys with key - query <= after; None for all.
-        chunk: keys of the query's own chunk of so many tokens; None for all.
-        chunk_start: (batch,) where the first chunk starts.
-        documents: (batch, seqlen) the document of each token of a pack; None for one document.
+        causal: hide keys after the query.
+        window: show keys with query - key < window; None means no limit.
+        after: show keys with key - query <= after; None means no limit.
+        chunk: show keys of the query's chunk of this many tokens; None means no chunks.
+        chunk_start: (batch,) position of the first chunk.
+        documents: (batch, seqlen) the document of each packed token; None for one document.
         positions: (batch, seqlen) positions within the documents.
     """
 
@@ -46,7 +46,7 @@ class MaskRule:
     positions: Tensor | None = None
 
     def both(self, other: MaskRule) -> MaskRule | None:
-        """Return the rule that shows what both show; None if no rule can say it."""
+        """Return the rule for the pairs that both rules show, or None if no rule expresses it."""
         if any(getattr(self, name) is not None and getattr(other, name) is not None for name in ("chunk", "documents")):
             return None
         one = self if self.chunk is not None else other
@@ -67,7 +67,7 @@ def _least(one: int | None, other: int | None) -> int | None:
 
 
 def read_rule(function: MaskFunction) -> MaskRule | None:
-    """Return the rule of a mask function of transformers; None if it has other parts than the known ones."""
+    """Return the rule of a mask function of transformers, or None if it has unknown parts."""
     known, code = _building_blocks(), getattr(function, "__code__", None)
     reader = known.get(code) if isinstance(code, CodeType) else None
     return None if reader is None else reader(_closure(function))
@@ -110,10 +110,10 @@ Reader = Callable[[dict[str, Any]], MaskRule | None]
 
 @cache
 def _building_blocks() -> dict[CodeType, Reader]:
-    """Return what reads the settings of each of transformers' building blocks, by its code.
+    """Return a reader for each building block of transformers, by its code object.
 
-    A building block that the installed transformers lacks, or that shows other pairs than in the versions that were
-    tested, is left out: masks with it are read as tensors.
+    Building blocks that the installed transformers lacks, or that show other pairs than in the tested versions, are
+    excluded; their masks are read as tensors.
     """
     from transformers import masking_utils as made
 
@@ -125,12 +125,12 @@ def _building_blocks() -> dict[CodeType, Reader]:
         except AttributeError:  # this version has no such block, so no mask has it
             continue
         except Exception as error:
-            logger.warning("transformers' %s cannot be read, its masks are made: %s", name, error)
+            logger.warning("transformers' %s cannot be read, so its masks are computed: %s", name, error)
             continue
         if acts:
             found[function.__code__] = reader
         else:
-            logger.warning("transformers' %s shows other pairs than in tested versions: its masks are made", name)
+            logger.warning("transformers' %s differs from tested versions, so its masks are computed", name)
     return found
 
 
@@ -173,6 +173,6 @@ _EXAMPLES: dict[str, tuple[Callable[[Any], MaskFunction], Reader, Tensor]] = {
 
 
 def _shows(function: MaskFunction, want: Tensor) -> bool:
-    """Return whether a mask function shows these pairs of the small grid."""
+    """Return whether a mask function shows exactly these pairs of the small grid."""
     zero = torch.zeros((), dtype=torch.long)
     return bool((torch.as_tensor(function(zero, zero, _Q, _K)).expand(9, 12) == want.expand(9, 12)).all())

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a mask says about sequences: which queries form one causal sequence with which keys.
+"""Find the causal sequences in a boolean mask: runs of queries, each with a range of keys.
 
-A framework hands attention one boolean mask for everything: left and right padding, packed documents, a chunk of a long
-prompt, a cache longer than what is in it. Each of these is a few runs of rows, and this module finds them by reading
-the mask itself, so whatever made it, the sparse result covers what the mask shows and nothing else.
+One boolean mask can express left and right padding, packed documents, a chunk of a long prompt, and a cache longer than
+its content. Each of these consists of a few runs of rows. This module reads them from the mask itself, so that the
+sparse result covers exactly the pairs that the mask shows, whatever created it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 ROWS_AT_ONCE = 1024
-FEWEST_RUNS, TOKENS_PER_RUN = 16, 8  # a mask with more runs, and more than one per so many rows, is something else
+FEWEST_RUNS, TOKENS_PER_RUN = 16, 8  # a mask with more runs than both limits has no runs
 
 
 class Run(NamedTuple):
@@ -39,13 +39,15 @@ class Run(NamedTuple):
 def causal_runs(
     seqlen_q: int, seqlen_k: int, offset: int, padding: Tensor | None, documents: Tensor | None, batch: int
 ) -> list[list[Run]] | None:
-    """Return the runs of a causal mask of its parts, as `read_mask` finds them; None where padding has holes.
+    """Return the runs of a causal mask from its parts, equal to those of `read_mask`, or None if padding has holes.
 
     Args:
-        seqlen_q, seqlen_k: of the mask.
-        offset: the column of the first query's own key.
+        seqlen_q: number of queries.
+        seqlen_k: number of keys.
+        offset: column of the first query's own key.
         padding: (batch, seqlen_k) bool, False for keys that no query sees.
-        documents: (batch, seqlen_q) numbers; queries see keys of the same number. Then `offset` is 0.
+        documents: (batch, seqlen_q) document numbers; queries see keys of their document, and `offset` must be 0.
+        batch: batch size.
     """
     if documents is not None:
         bounds = [[0, *(row.diff().nonzero().flatten() + 1).tolist(), seqlen_q] for row in documents.cpu()]
@@ -64,7 +66,7 @@ def causal_runs(
 
 
 def _padded(seqlen_q: int, offset: int, first: int, last: int) -> list[Run]:
-    """Return the runs of one entry whose real keys are first : last."""
+    """Return the runs of one entry whose real keys are `first : last`."""
     if first < 0 or first >= offset + seqlen_q:
         return [Run(0, seqlen_q, 0, 0, False)]
     begin, end = max(0, first - offset), min(seqlen_q, max(0, last - offset))
@@ -77,12 +79,12 @@ def _padded(seqlen_q: int, offset: int, first: int, last: int) -> list[Run]:
 
 
 def read_mask(mask: Tensor) -> list[list[Run]] | None:
-    """Return the runs of each batch entry, which cover its queries in order; None if the mask is no such set.
+    """Return the runs of each batch entry, which cover its queries in order, or None if the mask has another form.
 
     Args:
         mask: (batch, seqlen_q, seqlen_k) bool, True = visible. Queries that see nothing form a run without keys.
     """
-    if mask.stride(0) == 0:  # one mask, expanded
+    if mask.stride(0) == 0:  # an expanded mask
         runs = _read_entry(mask[0])
         return None if runs is None else [runs] * mask.shape[0]
     entries = [_read_entry(entry) for entry in mask]
@@ -99,7 +101,7 @@ def _read_entry(mask: Tensor) -> list[Run] | None:
     start, stop = torch.cat([s for s, _, _ in spans]), torch.cat([e for _, e, _ in spans])
     step = stop[1:] - stop[:-1]
     same = start[1:] == start[:-1]
-    kind = torch.where(same & (step == 1), 1, torch.where(same & (step == 0), 2, 0))  # grows, repeats, neither
+    kind = torch.where(same & (step == 1), 1, torch.where(same & (step == 0), 2, 0))  # 1 grows, 2 repeats, 0 neither
     turns = (kind[1:] != kind[:-1]) | (kind[1:] == 0)
     changes = [1, *(turns.nonzero().flatten() + 2).tolist()] if seqlen_q > 1 else []
     if len(changes) > max(FEWEST_RUNS, seqlen_q // TOKENS_PER_RUN):
@@ -107,7 +109,7 @@ def _read_entry(mask: Tensor) -> list[Run] | None:
     kinds = kind[torch.tensor(changes, dtype=torch.int64, device=mask.device) - 1].tolist() if changes else []
     bounds = [0]
     for row, row_kind in zip(changes, kinds, strict=True):
-        if row_kind == 0 or bounds[-1] != row - 1:  # the second row of a run says what kind of run it is
+        if row_kind == 0 or bounds[-1] != row - 1:  # the second row of a run determines its kind
             bounds.append(row)
     bounds.append(seqlen_q)
     first, last = torch.tensor(bounds[:-1], device=mask.device), torch.tensor(bounds[1:], device=mask.device) - 1
@@ -119,12 +121,12 @@ def _read_entry(mask: Tensor) -> list[Run] | None:
 
 
 def _spans(mask: Tensor) -> tuple[Tensor, Tensor, bool]:
-    """First visible key (-1 where none) and end of each row, and whether all keys between are visible."""
+    """Return the first visible key (or -1) and the end of each row, and whether all keys between are visible."""
     width = mask.shape[1]
     start = mask.view(torch.uint8).argmax(-1)
     stop = width - mask.flip(-1).view(torch.uint8).argmax(-1)
     nothing = ~mask.gather(1, start[:, None])[:, 0]
     rises = mask[:, 1:] & ~mask[:, :-1]
-    if width > 1:  # the one rise that may be is at the first visible key
+    if width > 1:  # the only rise may be at the first visible key
         rises.scatter_(1, (start - 1).clamp(min=0)[:, None], False)
     return start.masked_fill(nothing, -1), stop.masked_fill(nothing, 0), not bool(rises.any())

@@ -16,22 +16,22 @@ from dynaxx.layout import BlockLayout
 from dynaxx.layout.hide_keys import hide_keys
 from dynaxx.patterns import Causal, Documents, Full, Pattern, SlidingWindow
 
-BLOCK = {"cpu": 64, "cuda": 128}  # tokens of a block of native layouts
+BLOCK = {"cpu": 64, "cuda": 128}  # tokens per block of native layouts
 
 
 Window = tuple[int, int]  # keys visible before and after the query's own
 
 
 class Part(NamedTuple):
-    """Some rows of a call and the layout of their queries over some keys."""
+    """Some queries of a call and their layout over some keys."""
 
-    entry: int | None  # of the batch; None for all
+    entry: int | None  # batch entry; None for all
     queries: slice
     keys: slice
-    layout: BlockLayout | None  # None: these queries see nothing
+    layout: BlockLayout | None  # None if these queries see nothing
 
     def covers(self, q: Tensor, k: Tensor) -> bool:
-        """Return whether it is all of a call, q and k (batch, seqlen, heads, head_dim)."""
+        """Return whether the part is the whole call, for q and k (batch, seqlen, heads, head_dim)."""
         whole = self.entry is None or q.shape[0] == 1
         return whole and self.queries == slice(0, q.shape[1]) and self.keys == slice(0, k.shape[1])
 
@@ -39,18 +39,18 @@ class Part(NamedTuple):
 @torch.inference_mode(False)
 @torch.no_grad()
 def parts_of_mask(mask: LazyMask, device: torch.device, window: Window | None = None) -> list[Part] | None:
-    """Return the layouts that show what a mask shows, in order of entry and query; None where no layout can.
+    """Return layouts that show exactly the pairs of a mask, by entry and query, or None if no layout can.
 
     Args:
-        mask: of a call with at least as many keys as queries.
-        device: where attention runs.
-        window: (left, right) keys on each side that a query sees, beside the mask; None for all.
+        mask: the mask of a call with at least as many keys as queries.
+        device: the device of the layouts.
+        window: (left, right) keys on each side that a query may see in addition to the mask; None means all.
     """
     batch, _, seqlen_q, seqlen_k = mask.shape
-    rule, used = mask.rule, mask.offset + seqlen_q  # a static cache is longer than what is in it
+    rule, used = mask.rule, mask.offset + seqlen_q  # a static cache is longer than its content
     if window is not None:
         narrower = rule.both(MaskRule(window=window[0] + 1, after=window[1]))
-        assert narrower is not None, "windows alone always meet"
+        assert narrower is not None, "two windows always have a common rule"
         rule = narrower
     if used > seqlen_k or (not rule.causal and used != seqlen_k):
         return None
@@ -73,7 +73,7 @@ def parts_of_mask(mask: LazyMask, device: torch.device, window: Window | None = 
 
 
 def parts_of_window(window: Window, seqlen: int, device: torch.device) -> list[Part]:
-    """Return the layout of a window over sequences without a mask, each token with the keys around it."""
+    """Return the layout of a window over sequences without a mask."""
     layout = SlidingWindow(window).layout(seqlen, causal=False, block_size=BLOCK[device.type], device=device)
     return [Part(None, slice(0, seqlen), slice(0, seqlen), layout)]
 
@@ -82,9 +82,9 @@ def parts_of_runs(runs: list[list[Run]], device: torch.device, window: int | Non
     """Return the layouts of causal sequences that were read from a mask.
 
     Args:
-        runs: by batch entry.
-        device: where attention runs.
-        window: keys that a query sees, its own included; None for all.
+        runs: the runs of each batch entry.
+        device: the device of the layouts.
+        window: number of keys that a query sees, its own included; None means all.
     """
     alike = all(entry == runs[0] for entry in runs)
     return [
@@ -130,7 +130,7 @@ def _layout(
     pattern: Pattern, rule: MaskRule, seqlen_q: int, seqlen_k: int, shown: Tensor | None, device: torch.device
 ) -> BlockLayout:
     block = BLOCK[device.type]
-    where = device if shown is None else torch.device("cpu")  # hiding keys reads the layout
+    where = device if shown is None else torch.device("cpu")  # `hide_keys` reads the layout back
     layout = pattern.layout(seqlen_q, seqlen_k, causal=rule.causal, block_size=block, device=where)
     return layout if shown is None else hide_keys(layout, shown).to(device)
 
@@ -140,8 +140,8 @@ def _starts_of_documents(documents: Tensor) -> set[int]:
 
 
 def _starts_of_chunks(rule: MaskRule, used: int, start: int, entry: int, ends: list[int]) -> set[int]:
-    """Where chunks start among the keys. In a pack the positions within each document count."""
-    assert rule.chunk is not None, "there are chunks"
+    """Return the keys at which chunks start. In a pack, chunks count from the start of each document."""
+    assert rule.chunk is not None, "the rule must have chunks"
     first = 0 if rule.chunk_start is None else int(rule.chunk_start[min(entry, len(rule.chunk_start) - 1)])
     found: set[int] = set()
     for begin, stop in pairwise(ends):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compressed tokens of a transformers cache, kept as long as its tensors are those that they came from."""
+"""Compressed tokens of a transformers cache, which are valid as long as the cache keeps its tensors."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from dynaxx.layout.nsa import NativeSizes
 from dynaxx.layout.paging import PagedCache
 from dynaxx.ops.nsa_decode import Pooling, compress_pages
 
-SPARE_BLOCKS = 64  # compressed tokens grow by those of so many selection blocks at a time
+SPARE_BLOCKS = 64  # selection blocks by which the compressed tokens grow at a time
 
 
 @dataclass
 class _LayerMemory:
-    """What is known of one layer of a cache."""
+    """The compressed tokens of one layer of a cache."""
 
     compressed: CompressedPages
-    keys: weakref.ref[Tensor]  # the tensor that the layer had then
-    covered: int  # keys, from the first on, whose windows are compressed
+    keys: weakref.ref[Tensor]  # the compressed tensor
+    covered: int  # number of first keys whose windows are compressed
 
 
 _memories: weakref.WeakKeyDictionary[Any, dict[int, _LayerMemory]] = weakref.WeakKeyDictionary()
 
 
 class NativeMemory:
-    """One layer's part of a cache's memory, for one call. Made before the cache takes in new keys."""
+    """One layer's part of a cache's memory, for one call. Create it before the cache appends new keys."""
 
     def __init__(self, cache: Any, layer: int) -> None:
         self._of, self._layer = _memories.setdefault(cache, {}), layer
@@ -41,7 +41,7 @@ class NativeMemory:
         self._known = known if known is not None and keys is not None and known.keys() is keys else None
 
     def extended(self, keys: Tensor) -> None:
-        """Make `keys` the cache's tensor from now on: what it had before and some more."""
+        """Make `keys`, the previous keys with new ones appended, the cache's tensor."""
         if self._known is not None:
             self._of[self._layer] = replace(self._known, keys=weakref.ref(keys))
 
@@ -49,7 +49,7 @@ class NativeMemory:
     def pages(
         self, keys: Tensor, values: Tensor, sizes: NativeSizes, compress_k: Pooling, compress_v: Pooling
     ) -> PagedCache:
-        """Return the cache's (batch, kv_heads, seqlen, dim) tensors as `native_decode` reads them."""
+        """Return the cache's (batch, kv_heads, seqlen, dim) tensors in the form for `native_decode`."""
         k, v = keys.transpose(1, 2), values.transpose(1, 2)
         cache, used, known = PagedCache.contiguous(k, v, page_size=sizes.slc_block), k.shape[1], self._known
         if known is None or known.compressed.sizes.cmp_stride != sizes.cmp_stride:

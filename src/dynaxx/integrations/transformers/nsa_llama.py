@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A transformers Llama with Native Sparse Attention in every layer: converted from a dense one, saved as any other.
+"""A transformers Llama with Native Sparse Attention in every layer, converted from a dense Llama.
 
 Importing this module registers it with transformers' `AutoConfig` and `AutoModelForCausalLM`.
 """
@@ -25,12 +25,12 @@ from dynaxx.ops.nsa_decode import native_decode
 
 
 class NativeLlamaConfig(LlamaConfig):  # type: ignore[misc]
-    """A Llama's config, and what its attention needs to know.
+    """The config of a Llama with the settings of its native sparse attention.
 
     Args:
         native_sizes: the fields of `NativeSizes`.
         native_compression: "mean", "weighted" or "mlp".
-        native_gate_init: what the gates of a new model give.
+        native_gate_init: initial values of the gates, in the order compressed, selected, window.
     """
 
     model_type = "dynaxx_native_llama"
@@ -44,10 +44,10 @@ class NativeLlamaConfig(LlamaConfig):  # type: ignore[misc]
 
 
 class NativeLlamaAttention(NativeSparseAttention):
-    """`NativeSparseAttention` as a Llama layer calls it; the projections have the names that they have there.
+    """`NativeSparseAttention` with the interface and parameter names of a Llama layer.
 
-    Keys come from transformers' own cache. A step of one token reads it as `native_decode` does; what is compressed of
-    it is kept as long as the cache's tensors are those of the step before, and made again where they are not.
+    Keys and values are in the cache of transformers. A step of one token reads it with `native_decode`. The compressed
+    tokens are kept as long as the cache keeps its tensors, and recomputed otherwise.
     """
 
     def __init__(self, config: NativeLlamaConfig, layer_idx: int) -> None:
@@ -74,10 +74,10 @@ class NativeLlamaAttention(NativeSparseAttention):
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """Attend, (batch, seqlen, hidden_size) as in and out.
+        """Attend. Input and output are (batch, seqlen, hidden_size).
 
         Raises:
-            ValueError: padding, or a cache of fixed length.
+            ValueError: the batch is padded, or the cache has a fixed length.
         """
         q = self.q_proj(hidden_states).unflatten(-1, (self.q_heads, self.head_dim))
         k = self.k_proj(hidden_states).unflatten(-1, (self.kv_heads, self.head_dim))
@@ -92,8 +92,8 @@ class NativeLlamaAttention(NativeSparseAttention):
             k, v = keys.transpose(1, 2), values.transpose(1, 2)
             if k.shape[1] != length:
                 raise ValueError(
-                    f"native sparse attention needs a cache that grows, as DynamicCache: it holds {length} tokens and "
-                    f"gave {k.shape[1]}"
+                    "native sparse attention needs a growing cache such as DynamicCache; "
+                    f"this one holds {length} tokens and returned {k.shape[1]}"
                 )
         ends = self._packed_lengths(kwargs, q, k)
         if ends is None:
@@ -108,14 +108,14 @@ class NativeLlamaAttention(NativeSparseAttention):
         return self.o_proj(out.flatten(-2)), None
 
     def step(self, x: Tensor, q: Tensor, memory: NativeMemory, keys: Tensor, values: Tensor) -> Tensor:
-        """Attend from one token to all of the cache."""
+        """Attend from one token to the whole cache."""
         pages = memory.pages(keys, values, self.sizes, self.compress_k.pooling, self.compress_v.pooling)
         gates = self.gate(x).sigmoid().unflatten(-1, (self.q_heads, 3))
         return native_decode(q, pages, gates, scale=self.scale).out
 
     @staticmethod
     def _packed_lengths(kwargs: dict[str, Any], q: Tensor, k: Tensor) -> Tensor | None:
-        """Return the lengths of packed sequences, where the caller gives them (DataCollatorWithFlattening does)."""
+        """Return the lengths of packed sequences, if the caller passes them (as DataCollatorWithFlattening does)."""
         ends: Tensor | None = kwargs.get("cu_seq_lens_q")
         if ends is not None and (q.shape[0] != 1 or q.shape[1] != k.shape[1]):
             raise ValueError("packed sequences must come as a batch of one, without a cache")
@@ -124,7 +124,7 @@ class NativeLlamaAttention(NativeSparseAttention):
 
 @cache
 def _outside_of_graphs() -> Callable[..., Tensor]:
-    """`NativeLlamaAttention.step`, which a compiler leaves as it is."""
+    """Return `NativeLlamaAttention.step` excluded from compilation."""
     disabled: Callable[..., Tensor] = torch.compiler.disable(NativeLlamaAttention.step)
     return disabled
 
@@ -137,13 +137,13 @@ def _check_mask(mask: Tensor | None, seqlen_q: int, seqlen_k: int) -> None:
     future = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=mask.device).tril(seqlen_k - seqlen_q)
     if not torch.equal(visible[..., -seqlen_q:, :seqlen_k], future.expand(*visible.shape[:-2], -1, -1)):
         raise ValueError(
-            "native sparse attention serves no padding: give sequences of one length, or pack them with "
+            "native sparse attention does not support padding; use sequences of equal length, or pack them with "
             "transformers' DataCollatorWithFlattening"
         )
 
 
 class NativeLlamaForCausalLM(LlamaForCausalLM):  # type: ignore[misc]
-    """A Llama whose layers attend by `NativeLlamaAttention`."""
+    """A Llama whose layers use `NativeLlamaAttention`."""
 
     config_class = NativeLlamaConfig
 
@@ -154,7 +154,7 @@ class NativeLlamaForCausalLM(LlamaForCausalLM):  # type: ignore[misc]
         self.post_init()
 
     def set_slc_count(self, count: int) -> None:
-        """Select so many blocks per query from now on: fewer step by step lead from dense to sparse."""
+        """Set the number of selected blocks per query. Lower it gradually to go from dense to sparse."""
         for layer in self.model.layers:
             layer.self_attn.sizes = replace(layer.self_attn.sizes, slc_count=count)
         self.config.native_sizes = asdict(replace(self.config.sizes, slc_count=count))
@@ -171,25 +171,26 @@ def convert_to_native(
     compression: str = "mlp",
     gate_init: tuple[float, float, float] = NEAR_DENSE,
 ) -> NativeLlamaForCausalLM:
-    """Make a native sparse model from a dense Llama: equal weights, new gates and compression.
+    """Convert a dense Llama to a native sparse model with equal weights, new gates and new compression.
 
-    With the default gates it begins close to dense: up to slc_count * slc_block tokens the selected branch is dense
-    attention, and the others are nearly closed. Fine-tune it from there.
+    With the default gates the result starts close to dense: up to slc_count * slc_block tokens the selected branch is
+    dense attention, and the other gates are nearly closed. Fine-tune it afterwards.
 
     Args:
-        model: a transformers `LlamaForCausalLM`. Its weights are copied; it stays as it is.
-        sizes: of the branches.
+        model: a transformers `LlamaForCausalLM`. Its weights are copied; the model is unchanged.
+        sizes: sizes of the branches.
         compression: "mean", "weighted" or "mlp".
-        gate_init: what the gates of the compressed, selected and window branch give at first.
+        gate_init: initial values of the gates, in the order compressed, selected, window.
 
     Raises:
-        UnsupportedInputError: another kind of model.
-        ValueError: an unknown compression, or gates not between 0 and 1.
+        UnsupportedInputError: the model is not a `LlamaForCausalLM`.
+        ValueError: the compression is unknown, or a gate is not between 0 and 1.
     """
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     if not isinstance(model, LlamaForCausalLM) or isinstance(model, NativeLlamaForCausalLM):
         raise UnsupportedInputError(
-            f"conversion of a {kind} model", {"transformers": ["only LlamaForCausalLM (Llama, SmolLM, ...) is served"]}
+            f"conversion of a {kind} model",
+            {"transformers": ["only LlamaForCausalLM (Llama, SmolLM, ...) is supported"]},
         )
     if compression not in COMPRESSIONS:
         raise ValueError(f"`compression` must be one of {tuple(COMPRESSIONS)}, got {compression!r}")

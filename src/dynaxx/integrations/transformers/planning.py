@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one attention call does, planned once per forward pass for all layers whose calls are alike."""
+"""Plan one attention call, once per forward pass for all layers with equal calls."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ Entries = Ordered[Ordered[T]]  # by batch entry and run
 
 
 class Work(NamedTuple):
-    """What a call does; lists are by batch entry, or one for all of them."""
+    """The plan of a call. Lists have one item per batch entry, or one for all entries."""
 
     route: Route
     phase: str  # "prefill" or "decode"
-    reason: DenseReason | None = None  # why it does not run by a rule
+    reason: DenseReason | None = None  # why the call does not run by a rule
     runs: Entries[Run] = ()
-    dense: Entries[DenseReason | None] = ()  # by run, why it is dense; None where it runs by a rule
-    plans: Entries[LayerPlan] = ()  # by run, the rule
-    parts: Ordered[Part] = ()  # of the model's own pattern
-    argument: str = ""  # the name of an argument that is not served
+    dense: Entries[DenseReason | None] = ()  # why each run is dense; None if it runs by a rule
+    plans: Entries[LayerPlan] = ()  # the rule of each run
+    parts: Ordered[Part] = ()  # layouts of the model's own pattern
+    argument: str = ""  # the name of an unsupported argument
 
     @property
     def alike(self) -> bool:
-        """Whether all batch entries do the same, so that they can run as one."""
+        """Whether all batch entries have the same plan, so that they can run as one call."""
         return all(entry == part[0] for part in (self.runs, self.dense, self.plans) for entry in part)
 
 
@@ -52,12 +52,16 @@ def plan_call(
     scores: Scores,
     is_causal: bool | None,
 ) -> Work:
-    """Decide what a call of layer `index` does.
+    """Plan a call of layer `index`.
 
     Args:
+        current: the context of the forward pass.
+        index: index of the layer.
+        module: its attention module.
         q: (batch, q_heads, seqlen_q, head_dim).
         k: (batch, kv_heads, seqlen_k, head_dim).
-        mask: as transformers hands it down.
+        mask: the mask from transformers.
+        scores: the options that change the scores.
         is_causal: the argument of that name.
     """
     deployed, (batch, _, seqlen_q, _), seqlen_k = current.deployed, q.shape, k.shape[2]
@@ -67,11 +71,11 @@ def plan_call(
     native = _native(current, q, k, mask, scores, module, is_causal)
     if not deployed.policy.rules and (current.blocked is not None or isinstance(native, DenseReason)):
         reason = current.blocked or native
-        assert isinstance(reason, DenseReason), "one of the two is"
+        assert isinstance(reason, DenseReason), "a call without parts must have a reason"
         return Work(Route.DENSE, phase, reason, argument=scores.argument)
     native = () if isinstance(native, DenseReason) else native
     arrived = Arrived(scores.unserved, scores.window is not None or has_own_pattern(mask), bool(native))
-    # No sequence of the call is longer than the call: where that is dense, nothing has to be read from the mask.
+    # No sequence is longer than the call. If a sequence of that length is dense, the mask need not be read.
     whole = route(rules, state, arrived, Sequence(seqlen_q, seqlen_k, steps))
     if whole.reason not in (None, DenseReason.LENGTH_LEFT_OUT, DenseReason.ARGUMENT, DenseReason.DROPOUT):
         if whole.reason is DenseReason.BELOW:
@@ -95,7 +99,7 @@ def plan_call(
     arrived = Arrived(native=bool(native))
 
     def why_dense(run: Run, row: int) -> DenseReason | None:
-        if current.steps and run.seqlen_q == 1:  # beside prompts, and not by a budget
+        if current.steps and run.seqlen_q == 1:  # a decoding request among prompts, without a budget
             return DenseReason.DECODE
         unchosen = None if current.choice.row(row, batch) else DenseReason.of(current.choice.reason)
         found = route(rules, state, arrived, Sequence(run.seqlen_q, run.seqlen_k, False, run.causal, unchosen))
@@ -122,7 +126,7 @@ def plan_call(
 
 
 def _plan_step(current: Pass, index: int, q: Tensor, k: Tensor, mask: Tensor | None) -> Work:
-    """Plan a decoding step: its rows run together, and the longest decides on the length."""
+    """Plan a decoding step. Its rows run together, and the longest row is routed."""
     deployed, (batch, _, seqlen_q, _), seqlen_k = current.deployed, q.shape, k.shape[2]
     runs = [[Run(0, seqlen_q, 0, seqlen_k, True)]] * batch
     if mask is not None:
@@ -146,7 +150,7 @@ def _plan_step(current: Pass, index: int, q: Tensor, k: Tensor, mask: Tensor | N
 def _native(
     current: Pass, q: Tensor, k: Tensor, mask: Tensor | None, scores: Scores, module: nn.Module, is_causal: bool | None
 ) -> Ordered[Part] | DenseReason:
-    """Return the layouts of the model's own pattern, or why the model's own attention computes it."""
+    """Return the layouts of the model's own pattern, or why the model's original attention must compute it."""
     seqlen_q, device = q.shape[2], q.device
     least, asked = least_queries(device.type), _asked_window(current, q, k, mask)
     if not current.deployed.native:
@@ -177,19 +181,19 @@ def _make_parts(
     if isinstance(mask, LazyMask):
         return parts_of_mask(mask, device) or DenseReason.MASK_KIND
     if mask is None:
-        if scores.window is not None and scores.window < seqlen_k:  # what hides the other keys is not known
+        if scores.window is not None and scores.window < seqlen_k:  # the window is not in the mask
             return DenseReason.MASK_KIND
         stop = min(seqlen_q, seqlen_k) if causal else seqlen_k
         return parts_of_runs([[Run(0, seqlen_q, 0, stop, causal)]] * batch, device)
     runs = current.runs(mask, batch)
     if runs is None:
         return DenseReason.MASK_KIND
-    # Continuous batching says what the sequences are, and its masks hide what is outside the window.
+    # Continuous batching defines the sequences, and its masks hide keys outside the window.
     return parts_of_runs(runs, device, scores.window if current.steps else None)
 
 
 def _asked_window(current: Pass, q: Tensor, k: Tensor, mask: Tensor | None) -> tuple[int, int] | None:
-    """Return the window that the caller asked for, where it hides something; it never changes a layer's own pattern."""
+    """Return the window that the caller asked for, if it hides any key. It never changes a layer's own pattern."""
     window = current.deployed.window
     if window is None or q.shape[2] != k.shape[2] or q.shape[2] <= min(window) + 1 or has_own_pattern(mask):
         return None
@@ -197,7 +201,7 @@ def _asked_window(current: Pass, q: Tensor, k: Tensor, mask: Tensor | None) -> t
 
 
 def _first(reasons: set[DenseReason | None]) -> DenseReason:
-    """Return the reason that stands for a call whose sequences are dense for several."""
+    """Return one reason for a call whose sequences are dense for several reasons."""
     return min((reason for reason in reasons if reason is not None), default=DenseReason.BELOW)
 
 

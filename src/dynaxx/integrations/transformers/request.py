@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokens of a request, for rules that look at content: read where a pass starts, kept beside the cache it fills."""
+"""The token ids of a request, for rules by content: read when a pass starts, and stored with its cache."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from dynaxx.policy import LayerPlan
 
 
 class RequestTokens:
-    """The token ids behind the keys of one forward pass, those in the cache included.
+    """The token ids of the keys of one forward pass, including cached keys.
 
     Attributes:
-        ids: (batch, seqlen_k) int64, column j is the token of key j; None where they are not known.
-        reason: why they are not known, "" if they are.
-        reorderable: whether a beam search may have permuted the rows since.
+        ids: (batch, seqlen_k) int64, column j is the token of key j; None if they are unknown.
+        reason: why they are unknown, "" if they are known.
+        reorderable: whether beam search may have permuted the rows since.
     """
 
     def __init__(self, ids: Tensor | None, reason: str = "", *, reorderable: bool = False) -> None:
@@ -30,11 +30,11 @@ class RequestTokens:
         self._plans: dict[tuple[LayerPlan, int, int, int], LayerPlan] = {}
 
     def without_plans(self) -> RequestTokens:
-        """Return the tokens alone, to be kept as long as a cache."""
+        """Return the tokens without cached plans, to store them with a cache."""
         return RequestTokens(self.ids, self.reason, reorderable=self.reorderable)
 
     def missing(self, batch: int, seqlen_k: int, runs: list[list[Run]]) -> str:
-        """Why these runs cannot be resolved; "" if they can."""
+        """Return why these runs cannot be resolved, "" if they can."""
         if self.ids is None:
             return self.reason
         last = max((run.k_stop for entry in runs for run in entry), default=0)
@@ -42,8 +42,8 @@ class RequestTokens:
         return "" if known else "token ids of other lengths"
 
     def resolve(self, plan: LayerPlan, entry: int, run: Run) -> LayerPlan:
-        """Return the plan for one sequence of batch entry `entry`; equal plans of a pass are resolved once."""
-        assert self.ids is not None, "`missing` was asked before"
+        """Return the plan for one sequence of a batch entry. Equal plans of a pass are resolved once."""
+        assert self.ids is not None, "`missing` must have returned an empty reason"
         key = (plan, entry, run.k_start, run.k_stop)
         if key not in self._plans:
             self._host = self.ids.cpu() if self._host is None else self._host
@@ -56,13 +56,13 @@ EARLIER_UNKNOWN = RequestTokens(None, "token ids of earlier chunks unknown")
 
 
 class TokenReader:
-    """Finds the tokens of each pass, with those of earlier chunks, which it remembers by cache."""
+    """Find the token ids of each pass, including those of earlier chunks, which are stored per cache."""
 
     def __init__(self) -> None:
         self.caches: ByIdentity[RequestTokens] = ByIdentity()
 
     def read(self, arguments: dict[str, Any]) -> RequestTokens:
-        """Note the tokens of a pass that is about to run, from the decoder's arguments by name."""
+        """Return the tokens of a pass, from the decoder's arguments by name."""
         new, cache = arguments.get("input_ids"), arguments.get("past_key_values")
         if new is None or new.ndim != 2:
             return UNKNOWN
@@ -75,10 +75,10 @@ class TokenReader:
         one_token = new.shape[1] == 1
         if before.reorderable and not one_token:
             return EARLIER_UNKNOWN
-        # A cache that was cropped knows fewer tokens than we do. Beam search permutes rows between single tokens.
+        # A cropped cache has fewer tokens than were stored. Beam search permutes rows between single tokens.
         ids = torch.cat([before.ids[:, :past], new.to(before.ids.device)], dim=1)
         return RequestTokens(ids, reorderable=before.reorderable or (one_token and new.shape[0] > 1))
 
     def remember(self, cache: Any, tokens: RequestTokens) -> None:
-        """Note the tokens behind what is in `cache` now."""
+        """Store the tokens of the keys that are in `cache` now."""
         self.caches.put(cache, tokens.without_plans())

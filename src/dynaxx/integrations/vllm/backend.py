@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM calls, whatever the device: mixed in before one of vLLM's own dense backends, which does all the rest.
+"""Mixins for vLLM's dense backends on any device. They precede the vLLM class, which does everything else.
 
-A builder of metadata adds the step's lengths to what vLLM's builder made; an implementation sends sequences that a rule
-makes sparse to `PagedLayer`, and everything else where it went before.
+The metadata builder adds the step's lengths to vLLM's metadata. The implementation sends sparse sequences to
+`PagedLayer`, and everything else to vLLM.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from dynaxx.integrations.vllm.preparing import prepare_decode, prepare_prefill
 
 vllm_contract.check(vllm_contract.SHARED)
 
-logger = init_logger("vllm.dynaxx")  # shown as vLLM's own
-STEP = "dynaxx_step"  # the attribute of vLLM's metadata that holds ours
+logger = init_logger("vllm.dynaxx")  # under "vllm", so that vLLM's logging shows it
+STEP = "dynaxx_step"  # the attribute of vLLM's metadata that holds the step
 
 
 class PolicyBuilder:
-    """Before vLLM's `AttentionMetadataBuilder` of a device.
+    """A mixin that precedes vLLM's `AttentionMetadataBuilder` of a device.
 
     Attributes:
         compiles: whether kernels are compiled, so that the engine must run them before the first request.
@@ -58,19 +58,19 @@ class PolicyBuilder:
 
     @staticmethod
     def largest_capture(vllm_config: Any) -> int:
-        """Sequences of the largest decoding step that a CUDA graph captures whole; 0 for none."""
+        """Return the number of sequences in the largest decoding step that a CUDA graph captures whole, 0 for none."""
         return 0
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Say that steps of one token per sequence are captured; others depend on lengths that the host knows."""
+        """Allow the capture of steps with one token per sequence. Other steps depend on lengths that the host knows."""
         own = super().get_cudagraph_support(vllm_config, kv_cache_spec)  # type: ignore[misc]
         return min(own, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE, key=lambda level: level.value)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> Any:
-        """vLLM's metadata, and the step's lengths where some layer follows a rule."""
+        """Return vLLM's metadata with the step attached, if any layer follows a rule."""
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)  # type: ignore[misc]
         step = self.engine.step(sequences_of(common_attn_metadata)) if self.engine is not None and self.bound else None
         setattr(metadata, STEP, step)
@@ -79,7 +79,7 @@ class PolicyBuilder:
         return metadata
 
     def _prepare(self, step: Step) -> None:
-        """Make a decoding step one that may be captured, and count it: a replayed graph calls no layer."""
+        """Prepare a decoding step for capture, and count it here, since a replayed graph calls no layer."""
         captured = len(step.sequences.seqused_k) <= self.most_captured
         if captured and step.capturable(self.limits):
             for paged in self.bound:
@@ -87,7 +87,7 @@ class PolicyBuilder:
                     paged.count_step(step, "triton")
 
     def update_block_table(self, metadata: Any, blk_table: Tensor, slot_mapping: Tensor) -> Any:
-        """Metadata for layers whose pages lie elsewhere."""
+        """Return metadata for layers with another page table."""
         other = super().update_block_table(metadata, blk_table, slot_mapping)  # type: ignore[misc]
         step = getattr(metadata, STEP)
         if step is not None:
@@ -98,7 +98,7 @@ class PolicyBuilder:
 
 
 class PolicyImpl:
-    """Before vLLM's `AttentionImpl` of a device. `paged` is None in layers without a rule: there it does nothing.
+    """A mixin that precedes vLLM's `AttentionImpl` of a device. In layers without a rule `paged` is None.
 
     Attributes:
         compiles: whether kernels are compiled, so that the engine must run them before the first request.
@@ -109,7 +109,7 @@ class PolicyImpl:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.engine = engine_here(get_current_vllm_config())  # a wrong policy stops it before it loads weights
+        self.engine = engine_here(get_current_vllm_config())  # an invalid policy must fail before weights load
 
     def forward(
         self,
@@ -123,7 +123,7 @@ class PolicyImpl:
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """As vLLM's: query and output (tokens, heads, head_size), kv_cache (blocks, kv_heads, size, 2 * head_size)."""
+        """Attend: query and output (tokens, heads, head_size), kv_cache (blocks, kv_heads, size, 2 * head_size)."""
         if attn_metadata is None and self.compiles and self.engine is not None:
             prepare_prefill(self.engine, extract_layer_index(layer.layer_name), layer, query, output.dtype, logger)
         if self.paged is None or attn_metadata is None:
@@ -131,7 +131,7 @@ class PolicyImpl:
                 layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
             )
         if output_scale is not None or output_block_scale is not None:
-            raise NotImplementedError("fused output quantization is not served by layers with a sparse rule")
+            raise NotImplementedError("layers with a sparse rule do not support fused output quantization")
         step: Step = getattr(attn_metadata, STEP)
         worked = self.paged.sparse(widened(layer, query, output.dtype), pages_of(layer, kv_cache), step, output)
         if not worked or (not self.paged.does_all(step) and step.split(self.paged.index).dense):
@@ -150,32 +150,32 @@ class PolicyImpl:
         *,
         all_of_it: bool,
     ) -> None:
-        """Attend densely for the dense sequences of the step, or all of it; each device in its way."""
+        """Attend densely for the dense sequences of the step, or for the whole step."""
         raise NotImplementedError
 
 
 def pages_of(layer: Any, kv_cache: Tensor) -> Pages:
-    """Return a layer's cache with what it is scaled by."""
+    """Return a layer's cache with its scales."""
     return Pages.of(kv_cache, layer._k_scale, layer._v_scale)
 
 
 def widened(layer: Any, query: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return queries (tokens, heads, head_size) as before vLLM divided them by their scale for fp8 caches."""
+    """Return queries (tokens, heads, head_size) in `dtype`. For fp8 caches, undo vLLM's division by their scale."""
     if query.dtype.itemsize > 1:
         return query
-    scale = layer._q_scale.reshape(-1)  # one, or one per kv head
+    scale = layer._q_scale.reshape(-1)  # one scale, or one per kv head
     by_head = scale.repeat_interleave(query.shape[1] // len(scale))
     return query.to(dtype).mul_(by_head[:, None])
 
 
 def engine_here(vllm_config: Any) -> Engine | None:
-    """Return the engine of this process's share of the heads."""
+    """Return the engine for this process's share of the heads."""
     ranks = vllm_config.parallel_config.tensor_parallel_size
     return engine_of(vllm_config, get_tensor_model_parallel_rank() if ranks > 1 else 0)
 
 
 def bind_layers(engine: Engine, vllm_config: Any, layer_names: list[str], page_size: int) -> list[PagedLayer]:
-    """Give the implementations of some layers their part of the policy; those without one stay vLLM's."""
+    """Connect the implementations of some layers to the policy. Layers without a rule stay unchanged."""
     bound = []
     for index, layer in layers_of(vllm_config, layer_names).items():
         layer.impl.paged = engine.bind(index, layer, page_size)
@@ -188,16 +188,16 @@ def bind_layers(engine: Engine, vllm_config: Any, layer_names: list[str], page_s
 
 
 def layers_of(vllm_config: Any, layer_names: list[str]) -> dict[int, Any]:
-    """vLLM's attention layers of these names, by their index in the model."""
+    """Return vLLM's attention layers with these names, by their index in the model."""
     found = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
     return {extract_layer_index(name): layer for name, layer in found.items()}
 
 
 def some_rows(common: CommonAttentionMetadata, rows: list[int]) -> tuple[Tensor, CommonAttentionMetadata]:
-    """Return some sequences of a step as a step of their own, in their order.
+    """Return some sequences of a step as a separate step.
 
     Returns:
-        (tokens, common): (n,) int64 on the device, where their queries are among the step's; and what a builder takes.
+        (tokens, common): (n,) int64 indices of their queries on the device, and metadata for a builder.
     """
     starts = common.query_start_loc_cpu.tolist()
     device = common.block_table_tensor.device
@@ -226,14 +226,14 @@ def some_rows(common: CommonAttentionMetadata, rows: list[int]) -> tuple[Tensor,
 
 
 def sequences_of(common: CommonAttentionMetadata) -> Sequences:
-    """Return the lengths of a step, without waiting for a GPU.
+    """Return the lengths of a step, without synchronising with a GPU.
 
     Raises:
-        UnsupportedInputError: attention that is not plainly causal.
+        UnsupportedInputError: the attention is not causal.
     """
     if common.causal is not True:
         raise UnsupportedInputError("attention that is not causal", {"vllm": ["layers with a sparse rule are causal"]})
-    lengths = common.seq_lens_cpu_upper_bound  # exact where a sequence has more than one query
+    lengths = common.seq_lens_cpu_upper_bound  # exact for sequences with more than one query
     if lengths is None:
         lengths = common.seq_lens
     starts = common.query_start_loc_cpu.tolist()[: common.num_reqs + 1]

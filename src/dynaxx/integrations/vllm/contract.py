@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the vLLM plugin needs vLLM to be: names, parameters and fields, looked up before a backend is made.
+"""The names, parameters and fields of vLLM that the plugin needs, checked before a backend is created.
 
-vLLM moves its backend interface every few minor versions. A move is then one clear message when the engine starts, not
-wrong numbers later; and what to look at when porting is this file.
+vLLM changes its backend interface every few minor versions. This check turns a change into one clear message when the
+engine starts. Start here when you port the plugin to a new version.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _COMMON = (
 
 
 class Need(NamedTuple):
-    """An object of vLLM and what it must have."""
+    """An object of vLLM and its required parameters and attributes."""
 
     module: str
     path: str  # "name" or "Class.method"
-    parameters: tuple[str, ...] = ()  # of a call, in this order, by these names
+    parameters: tuple[str, ...] = ()  # names of its first parameters, in this order
     attributes: tuple[str, ...] = ()  # members, or fields of a dataclass
 
 
@@ -55,7 +55,7 @@ SHARED = (
 
 
 def backend_needs(module: str, backend: str, impl: str, builder: str) -> tuple[Need, ...]:
-    """Return what one of vLLM's dense backends must be for ours to stand on it."""
+    """Return the requirements on one of vLLM's dense backends."""
     return (
         Need(module, backend, attributes=("get_name", "get_impl_cls", "get_builder_cls")),
         Need(module, f"{impl}.__init__", _IMPL),
@@ -82,20 +82,20 @@ CUDA = backend_needs(
 
 
 def broken(needs: tuple[Need, ...], load: Callable[[str], Any] = importlib.import_module) -> list[str]:
-    """Return what of it this vLLM does not have, in words; empty where all is as it was tested."""
+    """Return descriptions of the requirements that the installed vLLM does not meet."""
     return [problem for need in needs if (problem := _problem(need, load))]
 
 
 def check(needs: tuple[Need, ...]) -> None:
-    """Refuse a vLLM that is another.
+    """Check the installed vLLM.
 
     Raises:
-        UnsupportedInputError: with everything that moved, and what to do.
+        UnsupportedInputError: vLLM has changed; the message lists the changes and the fix.
     """
     problems = broken(needs)
     if problems:
         problems.append(
-            f"this plugin is tested with vLLM {TESTED}: install one of those, or a dynaxx made for this one"
+            f"this plugin is tested with vLLM {TESTED}; install one of these, or a dynaxx for the installed version"
         )
         raise UnsupportedInputError(f"vLLM {_version()}", {"vllm": problems})
 
@@ -107,7 +107,7 @@ def _problem(need: Need, load: Callable[[str], Any]) -> str:
         for part in need.path.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
-        return f"{where} is gone ({error})"
+        return f"{where} does not exist ({error})"
     fields = getattr(found, "__dataclass_fields__", {})
     missing = [name for name in need.attributes if not hasattr(found, name) and name not in fields]
     if missing:

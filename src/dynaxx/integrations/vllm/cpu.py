@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's CPU backend with a policy. Layers with a rule keep plain pages and run on dynaxx's kernels, dense calls, too.
+"""vLLM's CPU backend with a policy. Layers with a rule use plain pages and dynaxx's kernels, also for dense calls.
 
-vLLM's own CPU kernel stores keys in an order that depends on the instruction set, so a layer is either all its or all
-ours.
+vLLM's CPU kernel stores keys in an order that depends on the instruction set, so a layer runs either entirely on vLLM
+or entirely on dynaxx.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class CpuImpl(PolicyImpl, CPUAttentionBackendImpl):  # type: ignore[misc]
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Store this step's keys and values, before `forward`."""
+        """Store the step's keys and values. vLLM calls it before `forward`."""
         if self.paged is None:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
         else:
@@ -49,19 +49,19 @@ class CpuImpl(PolicyImpl, CPUAttentionBackendImpl):  # type: ignore[misc]
         *,
         all_of_it: bool,
     ) -> None:
-        """Dense, by dynaxx's kernels."""
-        assert self.paged is not None, "layers without a rule never come here"
+        """Attend densely on dynaxx's kernels."""
+        assert self.paged is not None, "layers without a rule must not call this"
         step: Step = getattr(attn_metadata, STEP)
         rows = step.sequences.rows if all_of_it else step.split(self.paged.index).dense
         dense_attention(query, pages_of(layer, kv_cache), step.sequences, rows, self.paged.softmax, output)
 
 
 class CpuBuilder(PolicyBuilder, CPUAttentionMetadataBuilder):  # type: ignore[misc]
-    """Metadata of a step."""
+    """The metadata builder on a CPU."""
 
 
 class CpuBackend(CPUAttentionBackend):  # type: ignore[misc]
-    """What is registered over `CPU_ATTN`, whose name it must keep: on a CPU vLLM ignores every other."""
+    """The backend registered over `CPU_ATTN`. It keeps that name, since vLLM ignores all others on a CPU."""
 
     @staticmethod
     def get_impl_cls() -> type[CpuImpl]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's FlashAttention backend with a policy: sparse sequences on dynaxx's kernels, all else on FlashAttention.
+"""vLLM's FlashAttention backend with a policy: sparse sequences on dynaxx's kernels, all others on FlashAttention.
 
-Both read the same pages, so a layer may change sides at any step.
+Both read the same pages, so a layer may switch between them at any step.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ from vllm.v1.attention.backends.flash_attn import (  # noqa: E402  (after the ch
     FlashAttentionMetadataBuilder,
 )
 
-PARTS = "dynaxx_dense_parts"  # the attribute of vLLM's metadata that holds ours
+PARTS = "dynaxx_dense_parts"  # the attribute of vLLM's metadata that holds the dense part
 
 
 class DensePart(NamedTuple):
-    """The dense sequences of a step that has sparse ones, too."""
+    """The dense sequences of a step that also has sparse ones."""
 
-    tokens: Tensor  # (n,) int64, where their queries are among the step's
-    metadata: Any  # vLLM's, for them alone
+    tokens: Tensor  # (n,) int64 indices of their queries among the step's tokens
+    metadata: Any  # vLLM's metadata for these sequences
 
 
 class CudaBuilder(PolicyBuilder, FlashAttentionMetadataBuilder):  # type: ignore[misc]
-    """Metadata of a step, and of its dense part where some sequences are sparse."""
+    """The metadata builder on CUDA, with separate metadata for the dense part of a mixed step."""
 
     compiles = True
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        # A builder keeps buffers that graphs read, so parts have one of their own.
+        # A builder owns buffers that graphs read, so dense parts need a second builder.
         self._parts = FlashAttentionMetadataBuilder(kv_cache_spec, layer_names, vllm_config, device)
 
     @staticmethod
     def largest_capture(vllm_config: Any) -> int:
-        """As `PolicyBuilder`: larger steps run eagerly, and so do all steps where vLLM captures pieces only."""
+        """Return the largest captured step. Larger steps run eagerly, as do all steps if vLLM captures pieces only."""
         compilation = vllm_config.compilation_config
         mode = compilation.cudagraph_mode
         whole = mode is not None and mode.has_full_cudagraphs()
         return int(compilation.max_cudagraph_capture_size or 0) if whole else 0
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-        """As vLLM's."""
+        """Return the metadata of a step and of its dense part."""
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
         parts: dict[int, DensePart] = {}
         for paged in self.bound:
@@ -84,8 +84,8 @@ class CudaImpl(PolicyImpl, FlashAttentionImpl):  # type: ignore[misc]
         *,
         all_of_it: bool,
     ) -> None:
-        """Dense, by FlashAttention: the whole step at once, or what is not sparse of it."""
-        assert self.paged is not None, "layers without a rule never come here"
+        """Attend densely on FlashAttention, for the whole step or its dense part."""
+        assert self.paged is not None, "layers without a rule must not call this"
         split = getattr(attn_metadata, STEP).split(self.paged.index)
         if all_of_it or not split.runs_sparse:
             FlashAttentionImpl.forward(self, layer, query, key, value, kv_cache, attn_metadata, output)
@@ -98,7 +98,7 @@ class CudaImpl(PolicyImpl, FlashAttentionImpl):  # type: ignore[misc]
 
 
 class CudaBackend(FlashAttentionBackend):  # type: ignore[misc]
-    """What is registered as CUSTOM."""
+    """The backend registered as CUSTOM."""
 
     @staticmethod
     def get_name() -> str:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policy of the engine in this process: read, held against vLLM's configuration, resolved for this process's heads.
+"""The policy of the engine in this process: read, checked against vLLM's configuration, resolved for this rank's heads.
 
-Knows vLLM's configuration by the names of its fields alone, and imports none of it.
+This module uses vLLM's configuration by field names and does not import vLLM.
 """
 
 from __future__ import annotations
@@ -48,21 +48,21 @@ logger = logging.getLogger("dynaxx")
 
 
 class Engine:
-    """One engine's policy at work in this process.
+    """The policy of one engine in this process.
 
     Attributes:
         path: the policy file.
-        layers: by index, those that may run sparse; all others are vLLM's own.
-        counts: what layer calls did.
+        layers: the layers that may run sparse, by index; all others belong to vLLM.
+        counts: the outcomes of layer calls.
         kill_switch: `engage()` makes everything dense from the next step on.
-        watchers: called with the layer and the layout of every sequence that runs sparse.
+        watchers: functions called with the layer and the layout of every sequence that runs sparse.
         prepared: rules whose kernels are compiled.
-        captured: whether CUDA graphs hold the decode rules, which then stay as they are.
+        captured: whether CUDA graphs contain the decode rules, which then cannot change.
 
     Raises:
-        FileNotFoundError, PolicyError: no policy, a broken one, or one for another model.
-        UnsupportedInputError: something in the policy or in vLLM's configuration that cannot be served rightly; with
-            the reasons.
+        FileNotFoundError: there is no policy file.
+        PolicyError: the policy is invalid, or for another model.
+        UnsupportedInputError: vLLM's configuration cannot serve the policy exactly; the error lists the reasons.
     """
 
     def __init__(self, path: str, vllm_config: Any, rank: int) -> None:
@@ -91,7 +91,7 @@ class Engine:
 
     @property
     def _deployed(self) -> Deployed:
-        assert self._in_force is not None, "made with the engine"
+        assert self._in_force is not None, "the constructor must have set it"
         return self._in_force
 
     @property
@@ -101,46 +101,46 @@ class Engine:
 
     @property
     def plans(self) -> Mapping[int, LayerPlan]:
-        """By layer, this process's share of the prefill rules in force."""
+        """This process's share of the prefill rules in force, by layer."""
         return self._deployed.plans
 
     @property
     def decode_plans(self) -> Mapping[int, DecodePlan]:
-        """By layer, this process's share of the decode rules in force."""
+        """This process's share of the decode rules in force, by layer."""
         return self._deployed.decode
 
     @property
     def config(self) -> Any:
-        """vLLM's configuration."""
+        """Return the configuration of vLLM."""
         config = self._config()
-        assert config is not None, "an engine outlives no configuration"
+        assert config is not None, "the configuration must outlive the engine"
         return config
 
     def decoding(self, layers: Sequence[PagedLayer]) -> list[int]:
-        """Those of some layers that have a decode rule, in the order in which a pass runs them."""
+        """Return the layers that have a decode rule, in the order in which a pass runs them."""
         return sorted(paged.index for paged in layers if paged.index in self._deployed.decode)
 
     def serves(self, vllm_config: Any) -> bool:
-        """Whether this is the engine of that configuration."""
+        """Whether this engine belongs to that configuration."""
         return self._config() is vllm_config
 
     def bind(self, index: int, layer: Any, page_size: int) -> PagedLayer | None:
-        """Take one attention layer of the engine.
+        """Connect one attention layer of vLLM to the policy.
 
         Args:
-            index: of the layer in the model.
+            index: index of the layer in the model.
             layer: vLLM's `Attention`.
-            page_size: tokens of a page of its cache.
+            page_size: tokens per page of its cache.
 
         Returns:
-            What runs it; None where no rule covers it or it has a window of its own.
+            The object that runs the layer, or None if no rule covers it or the model gives it a window.
         """
         deployed = self._deployed
         if (index not in deployed.plans and index not in deployed.decode) or layer.sliding_window is not None:
             return None
         reasons, decode = layer_refusals(layer, guarded=deployed.guard is not None), deployed.decode.get(index)
         if decode is not None and decode.page_size != page_size:
-            reasons.append(f"its pages have {page_size} tokens, its decode rule {decode.page_size}")
+            reasons.append(f"its pages have {page_size} tokens, but its decode rule has {decode.page_size}")
         if reasons:
             raise UnsupportedInputError(
                 f"layer {index} of {self.policy.model.model_type} with a rule", {"vllm": reasons}
@@ -149,18 +149,19 @@ class Engine:
         return self.layers[index]
 
     def step(self, sequences: Sequences) -> Step:
-        """Decide what holds for a step that starts."""
+        """Return a step with the policy and state that apply to it."""
         return Step(sequences, self._deployed, killed=self._announcer.killed(self.kill_switch.engaged()))
 
     def replace(self, policy: Policy) -> bool:
         """Put another policy in force from the next step on.
 
         Returns:
-            Whether it differs from the one in force.
+            Whether it differs from the policy in force.
 
         Raises:
-            PolicyError, UnsupportedInputError: as for the class, or rules for layers that had none when the engine
-                started; the old policy stays in force.
+            PolicyError: the policy is invalid, or has rules for layers that had none when the engine started. The old
+                policy stays in force.
+            UnsupportedInputError: see `Engine`. The old policy stays in force.
         """
         with self._deploying:
             if policy == self.policy:
@@ -169,17 +170,15 @@ class Engine:
             deployed = self._ready(policy)
             new = sorted({*deployed.plans, *deployed.decode} - set(self.layers))
             if new:
-                raise PolicyError(f"rules for layers {new}, which are vLLM's own since the engine started: restart it")
+                raise PolicyError(f"rules for layers {new}, which had none when the engine started; restart the engine")
             if self.captured and deployed.decode != self._deployed.decode:
-                raise PolicyError(
-                    "other decode rules than those that CUDA graphs were captured with: restart the engine"
-                )
+                raise PolicyError("the decode rules differ from those in the captured CUDA graphs; restart the engine")
             self._in_force = deployed
         self._announcer.reloaded(deployed)
         return True
 
     def status(self) -> dict[str, Any]:
-        """Return what is active, and what ran; plain data."""
+        """Return the state and the counts as plain data."""
         return {
             "active": bool(self.layers),
             "policy": self.path,
@@ -219,15 +218,21 @@ def policy_path() -> str | None:
 
 
 def current() -> Engine | None:
-    """Return the engine of this process, the latest where several were made."""
+    """Return the engine of this process, the latest if there are several."""
     return _current
 
 
 def engine_of(vllm_config: Any, rank: int) -> Engine | None:
-    """Return the engine of a configuration, made at its first layer; None without a policy. Errors as `Engine`.
+    """Return the engine of a configuration, created at its first layer, or None without a policy.
 
     Args:
-        rank: which of the `tensor_parallel_size` shares of the heads this process has.
+        vllm_config: vLLM's configuration.
+        rank: index of this process's share among the `tensor_parallel_size` shares of the heads.
+
+    Raises:
+        FileNotFoundError: see `Engine`.
+        PolicyError: see `Engine`.
+        UnsupportedInputError: see `Engine`.
     """
     global _current
     if _current is None or not _current.serves(vllm_config):

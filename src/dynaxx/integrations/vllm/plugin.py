@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The vLLM plugin: `DYNAXX_POLICY=policy.json vllm serve MODEL --attention-backend CUSTOM` serves a policy.
 
-vLLM finds `register` by the entry point group `vllm.general_plugins` and calls it in each of its processes. Nothing of
-vLLM is patched: the backend is registered, vLLM makes it.
+vLLM finds `register` through the entry point group `vllm.general_plugins` and calls it in each of its processes. The
+plugin patches nothing in vLLM; it registers a backend.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ from dynaxx.telemetry import prometheus
 
 
 def register() -> None:
-    """Register the backend: as CUSTOM on CUDA; on a CPU, where vLLM knows one name, over CPU_ATTN if a policy is set.
+    """Register the backend: as CUSTOM on CUDA, and over CPU_ATTN on a CPU if a policy is set.
+
+    On a CPU, vLLM knows only the name CPU_ATTN.
 
     Raises:
-        FileNotFoundError, PolicyError: `DYNAXX_POLICY` names no policy, or a broken one.
-        UnsupportedInputError: a vLLM that this plugin was not made for.
+        FileNotFoundError: the file that `DYNAXX_POLICY` names does not exist.
+        PolicyError: that file is not a valid policy.
+        UnsupportedInputError: the plugin does not support the installed vLLM.
     """
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -41,12 +44,12 @@ def register() -> None:
 
 
 def status() -> dict[str, Any]:
-    """Return what the policy does in this process; plain data.
+    """Return the state of the policy in this process as plain data.
 
     Returns:
-        "active": whether layers follow it, else "reason"; "policy": its file, and "digest"; "killed": what engages the
-        kill switch, None if nothing; "sparse_layers": their indices, of "layers"; "density": of sampled sparse calls;
-        "sparse_calls", "dense_calls", "dense_sequences": as `Handle.stats`.
+        "active": whether layers follow it, otherwise "reason". "policy": its file, with its "digest". "killed": what
+        engages the kill switch, or None. "sparse_layers": indices of the sparse layers among "layers". "density": the
+        mean of sampled sparse calls. "sparse_calls", "dense_calls", "dense_sequences": see `Handle.stats`.
     """
     engine = vllm_engine.current()
     if engine is None:
@@ -56,10 +59,10 @@ def status() -> dict[str, Any]:
 
 
 def switch(enabled: bool) -> dict[str, Any]:
-    """Turn sparsity on or off from the next step on; returns `status()`.
+    """Turn sparse attention on or off from the next step on, and return `status()`.
 
     Raises:
-        RuntimeError: no policy is active here.
+        RuntimeError: no policy is active in this process.
     """
     engine = vllm_engine.current()
     if engine is None:
@@ -73,12 +76,15 @@ def switch(enabled: bool) -> dict[str, Any]:
 
 
 class WorkerExtension:
-    """`--worker-extension-cls dynaxx.integrations.vllm.WorkerExtension`: the same through vLLM's `collective_rpc`."""
+    """`status` and `switch` for vLLM's `collective_rpc`.
+
+    Pass `--worker-extension-cls dynaxx.integrations.vllm.WorkerExtension` to vLLM.
+    """
 
     def dynaxx_status(self) -> dict[str, Any]:
-        """`status()` of this worker."""
+        """Return `status()` of this worker."""
         return status()
 
     def dynaxx_switch(self, enabled: bool) -> dict[str, Any]:
-        """`switch(enabled)` in this worker."""
+        """Call `switch(enabled)` in this worker."""
         return switch(enabled)

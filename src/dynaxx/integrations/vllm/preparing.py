@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compile a policy's kernels while the engine starts, so that no request waits for them.
 
-vLLM measures the memory of a step by a pass without attention metadata. Prefill kernels are run in that pass, which
-also lets vLLM see the memory that they need. Decoding kernels are run when a builder of metadata is made, which knows
-the cache. Steps that CUDA graphs capture compile theirs before the capture.
+vLLM measures the memory of a step in a pass without attention metadata. Prefill kernels run in that pass, so that vLLM
+also measures their memory. Decoding kernels run when a metadata builder is created, which knows the cache. Captured
+steps compile their kernels before the capture.
 
-Knows vLLM's objects by the names of their fields alone, and imports none of it.
+This module uses vLLM's objects by field names and does not import vLLM.
 """
 
 from __future__ import annotations
@@ -32,20 +32,21 @@ from dynaxx.integrations.runtime.paged_warmup import (
 from dynaxx.integrations.vllm.engine import Engine, softmax_of
 from dynaxx.policy import LayerPlan
 
-LARGEST = 4  # shapes of a rule whose kernels another rule has compiled: for the memory that it needs
+LARGEST = 4  # number of shapes to run for a rule whose kernels are compiled already, to measure its memory
 
 
 def prepare_prefill(
     engine: Engine, index: int, layer: Any, query: Tensor, dtype: torch.dtype, log: logging.Logger
 ) -> None:
-    """Run the prefill kernels of a layer's rule, if no layer before it has the same rule.
+    """Run the prefill kernels of a layer's rule, unless a previous layer has the same rule.
 
     Args:
-        index: of the layer in the model.
+        engine: the engine.
+        index: index of the layer in the model.
         layer: vLLM's `Attention`.
-        query: (tokens, heads, head_size) of a step of the largest size.
-        dtype: of the output; queries may be in fp8.
-        log: told what is compiled, and how long it took.
+        query: (tokens, heads, head_size) of the largest step.
+        dtype: dtype of the output; queries may be fp8.
+        log: the logger for names and times of compiled kernels.
     """
     plan, config = engine.plans.get(index), engine.config
     if plan is None or layer.sliding_window is not None or plan in engine.prepared or _capturing(query):
@@ -68,8 +69,11 @@ def prepare_decode(
     """Run the decoding kernels of some layers for every batch size of a step.
 
     Args:
-        layers: of one builder, each with vLLM's `Attention`.
-        page_size: tokens of a page.
+        engine: the engine.
+        layers: the layers of one builder, each with vLLM's `Attention`.
+        page_size: tokens per page.
+        device: the device of the cache.
+        log: the logger for names and times of compiled kernels.
     """
     config = engine.config
     longest, pages = config.model_config.max_model_len, config.cache_config.num_gpu_blocks or 0
@@ -87,13 +91,13 @@ def prepare_decode(
 
 
 def shape_of(layer: Any, device: torch.device, dtype: torch.dtype) -> LayerShape:
-    """Return what kernels of one of vLLM's `Attention` layers are compiled for."""
+    """Return the properties of one of vLLM's `Attention` layers for which kernels are compiled."""
     impl = layer.impl
     return LayerShape(impl.num_heads, impl.num_kv_heads, impl.head_size, dtype, device, softmax_of(impl))
 
 
 def kind_of(plan: LayerPlan) -> str:
-    """Return a plan without its numbers: plans of one kind run the same kernels."""
+    """Return a plan without its numbers. Plans of one kind run the same kernels."""
     return re.sub(r"[\d.]+", "", repr([group.rule for group in plan.groups])) + repr(plan.block_size)
 
 
@@ -102,7 +106,7 @@ def _told(run: Callable[[], None], what: str, log: logging.Logger) -> None:
     try:
         with compiled_kernels() as names:
             run()
-    except Exception as error:  # requests run dense where kernels fail, and so does nothing worse here
+    except Exception as error:  # do not fail the start; requests whose kernels fail run dense
         log.warning("%s could not be compiled ahead: %s", what, error, exc_info=error)
         return
     if names:
