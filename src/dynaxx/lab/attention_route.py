@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Route a model's attention through another function for a while, by transformers' own extension points."""
+"""Route a model's attention through another function within a block, by transformers' extension points."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 
 @contextmanager
 def routed(model: Any, name: str, attend: Callable[..., Any]) -> Iterator[None]:
-    """Let `attend` compute attention within the block, and restore the model's own afterwards, also after an error.
+    """Let `attend` compute attention within the block, and restore the model's attention afterwards.
 
     Args:
         model: a transformers model.
-        name: the name under which the function is registered, in `AttentionInterface` and, with SDPA's masks, in
-            `AttentionMaskInterface`; without the latter masks would arrive as None.
-        attend: (module, query, key, value, attention_mask, **kwargs) -> (out, None), as transformers calls it.
+        name: the name under which the function is registered in `AttentionInterface`, and in `AttentionMaskInterface`
+            with SDPA's masks. Without the latter, masks would arrive as None.
+        attend: a function (module, query, key, value, attention_mask, **kwargs) -> (out, None).
     """
     modeling = importlib.import_module("transformers.modeling_utils")
     masking = importlib.import_module("transformers.masking_utils")
@@ -33,7 +33,7 @@ def routed(model: Any, name: str, attend: Callable[..., Any]) -> Iterator[None]:
 
 @contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """Put the model in eval mode within the block, and back into its own afterwards."""
+    """Put the model in eval mode within the block, and restore its mode afterwards."""
     training = model.training
     model.eval()
     try:

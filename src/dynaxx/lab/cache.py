@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""List and clear dynaxx's cache folder: everything in it is made again when it is needed."""
+"""List and clear dynaxx's cache folder. dynaxx recreates its content when it needs it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KINDS = {
     r"models": "converted GGUF models",
     r"gguf": "joined GGUF files",
     r"tiles": "tile sizes found by autotuning",
-}  # by the name of a folder; anything else in the cache folder stays
+}  # by folder name; `clean_cache` leaves everything else in the cache folder
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class CacheReport:
 
 
 def read_cache() -> CacheReport:
-    """Return what the cache folder holds.
+    """Return the content of the cache folder.
 
     Raises:
         OSError: the folder cannot be read.
@@ -70,7 +70,7 @@ def read_cache() -> CacheReport:
 
 
 def clean_cache() -> CacheReport:
-    """Remove everything of ours from the cache folder, and return what was removed. Links are not followed.
+    """Remove dynaxx's files from the cache folder, and return what was removed. Links are not followed.
 
     Raises:
         OSError: something cannot be removed.
@@ -87,6 +87,6 @@ def _bytes_below(folder: Path) -> int:
         for name in names:
             try:
                 total += os.lstat(os.path.join(base, name)).st_size
-            except FileNotFoundError:  # another process removes or renames it
+            except FileNotFoundError:  # another process removed or renamed it
                 continue
     return total

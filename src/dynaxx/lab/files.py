@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that are whole or absent: write beside the target, sync, rename. A kill or a full disk leaves no half."""
+"""Write files whole or not at all: write beside the target, sync, rename."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ from typing import IO, Any
 
 from dynaxx.storage import parse_json, read_regular_file, write_whole_file
 
-MOST_BYTES = 256 * 1024 * 1024  # bytes of a result file; an analysis of 16,000 heads takes 100 MB
+MOST_BYTES = 256 * 1024 * 1024  # limit on a result file; an analysis of 16,000 heads takes 100 MB
 MOST_OBJECTS = 1 << 22
-ROOM = 1 << 20  # bytes that a disk must have left before long work begins
-LEFTOVER_SECONDS = 600  # seconds; no write of a file takes longer without progress
+ROOM = 1 << 20  # free bytes that a disk must have before long work starts
+LEFTOVER_SECONDS = 600  # age from which a temporary file is a leftover; no write pauses that long
 
 
 class OutOfSpaceError(OSError):
-    """The disk is full; the message names the file and what to do. The previous file, if any, is untouched."""
+    """The disk is full. The message names the file and the fix. A previous file is untouched."""
 
 
 def write_text(path: Path | str, text: str) -> Path:
     """Write a UTF-8 text file in one step; return its path.
 
     Raises:
-        OutOfSpaceError: no room; nothing was changed.
-        OSError: no permission, no such folder and so on; nothing was changed.
+        OutOfSpaceError: the disk is full; nothing was changed.
+        OSError: there is no permission, no such folder and so on; nothing was changed.
     """
     return write_file(path, lambda file: file.write(text.encode()))
 
 
 def write_bytes(path: Path | str, data: bytes) -> Path:
-    """Write a binary file in one step; return its path. Errors as `write_text`."""
+    """Write a binary file in one step; return its path. Raises as `write_text` does."""
     return write_file(path, lambda file: file.write(data))
 
 
 def write_file(path: Path | str, fill: Callable[[IO[bytes]], object]) -> Path:
-    """Write what `fill` writes to a binary file, in one step; return its path. Errors as `write_text`, and fill's own.
+    """Write a binary file with `fill` in one step; return its path. Raises as `write_text` and `fill` do.
 
-    What writes of this file left beside it that were killed some time ago is removed.
+    Leftovers of killed writes of this file are removed.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -58,22 +58,22 @@ def write_file(path: Path | str, fill: Callable[[IO[bytes]], object]) -> Path:
 
 
 def write_json(path: Path | str, document: Any) -> Path:
-    """Write strict JSON (no NaN) in one step, keys in the order given; return its path.
+    """Write strict JSON (no NaN) in one step, with keys in the given order; return its path.
 
     Raises:
-        ValueError: NaN or infinity, which JSON cannot say.
-        TypeError: a value that is not JSON.
-        OSError: as `write_text`.
+        ValueError: a number is NaN or infinite.
+        TypeError: a value has no JSON form.
+        OSError: see `write_text`.
     """
     return write_text(path, json.dumps(document, indent=2, allow_nan=False) + "\n")
 
 
 def check_target(path: Path | str) -> None:
-    """Raise, before long work, the OSError that writing this file would end in; leave nothing behind.
+    """Check before long work that a file can be written. Leaves nothing behind.
 
     Raises:
-        OutOfSpaceError: the disk has not even `ROOM` bytes left.
-        OSError: no permission, a mount that is read-only, a folder in the way and so on.
+        OutOfSpaceError: the disk has less than `ROOM` bytes left.
+        OSError: there is no permission, the mount is read-only, the path is a folder and so on.
     """
     path = Path(path)
     there = next(folder for folder in path.absolute().parents if folder.exists())
@@ -85,7 +85,7 @@ def check_target(path: Path | str) -> None:
         with explain_full_disk(path), tempfile.TemporaryFile(dir=there) as file:
             file.write(bytes(ROOM))
             file.flush()
-            os.fsync(file.fileno())  # some systems say only here that there is no room
+            os.fsync(file.fileno())  # some systems report a full disk only here
     except OutOfSpaceError:
         raise
     except OSError as error:
@@ -93,11 +93,11 @@ def check_target(path: Path | str) -> None:
 
 
 def read_json(path: Path | str) -> Any:
-    """Read a JSON file that may come from anybody.
+    """Read a JSON file that may be untrusted.
 
     Raises:
         ValueError: the file is missing, not a regular file, too large, or not JSON; the message names it.
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     try:
         return parse_json(read_regular_file(path, MOST_BYTES), most_objects=MOST_OBJECTS)
@@ -108,7 +108,7 @@ def read_json(path: Path | str) -> Any:
 
 
 def sync_tree(folder: Path) -> None:
-    """Bring every file below `folder`, and the folders themselves, to the disk."""
+    """Flush every file below `folder`, and the folders themselves, to the disk."""
     for base, _, names in os.walk(folder):
         for name in names:
             _sync_path(Path(base) / name)
@@ -120,11 +120,11 @@ def new_folder(path: Path) -> Iterator[Path]:
     """Yield a folder that becomes `path` in one step, and is removed if filling it fails.
 
     Raises:
-        ValueError: there is something at `path`; nothing was changed.
-        OutOfSpaceError: no room; the same.
+        ValueError: `path` exists; nothing was changed.
+        OutOfSpaceError: the disk is full; nothing was changed.
     """
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        raise ValueError(f"{path} is there already: remove it, or choose another folder")
+        raise ValueError(f"{path} exists already; remove it, or choose another folder")
     path.parent.mkdir(parents=True, exist_ok=True)
     with beside(path) as temporary, explain_full_disk(path):
         temporary.mkdir()
@@ -154,18 +154,18 @@ def remove(path: Path) -> None:
 
 @contextmanager
 def explain_full_disk(path: Path | str) -> Iterator[None]:
-    """Turn "no space left" (also a quota) into an `OutOfSpaceError` that names what was being written."""
+    """Turn "no space left" and exceeded quotas into an `OutOfSpaceError` that names the file."""
     try:
         yield
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        message = f"no space left to write {path}; free some, or choose another folder (what was there is untouched)"
+        message = f"no space left to write {path}; free some, or choose another folder (the old file is untouched)"
         raise OutOfSpaceError(error.errno, message) from error
 
 
 def _remove_leftover(path: Path) -> None:
-    """Remove a leftover file unless it is young: its writer, here or on another machine, may still be at work."""
+    """Remove a leftover file unless it is young, since its writer may still be running, here or elsewhere."""
     with contextlib.suppress(OSError):
         if time.time() - path.stat().st_mtime > LEFTOVER_SECONDS:
             path.unlink()
@@ -175,7 +175,7 @@ def _sync_path(path: Path) -> None:
     """Flush a file to disk (fsync), or a folder if the system can."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
-    except PermissionError:  # a folder on Windows cannot be opened; its rename is journaled there
+    except PermissionError:  # Windows cannot open folders, and journals renames
         return
     try:
         os.fsync(descriptor)

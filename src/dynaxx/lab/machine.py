@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The machine under a measurement: what it is, which versions run on it, and the ceilings it can reach."""
+"""The machine of a measurement: its hardware, its software versions, and its peak rates."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ VERSIONS_OF = ("dynaxx", "torch", "triton", "transformers", "gguf", "numpy", "py
 
 
 def need_gpu(device: str = "cuda") -> None:
-    """End the program where its figures are of a GPU, and torch sees none."""
+    """Exit the program if it needs a GPU and torch sees none."""
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise SystemExit(f"error: this needs a GPU that torch can use; torch {torch.__version__} sees none")
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Facts about the machine that belong beside every figure."""
+    """Facts about the machine, which are stored with every measurement."""
 
     system: str
     cpu: str
@@ -44,7 +44,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """The best rates of this machine, just measured, as ceilings for achieved figures."""
+    """Measured peak rates of the machine, the ceilings for achieved rates."""
 
     gemm_gflops: float  # rate of a large matrix product
     copy_gbs: float  # rate of a copy far larger than the caches, bytes read and written
@@ -53,7 +53,7 @@ class Ceilings:
     threads: int
 
     def best_of(self, other: Ceilings) -> Ceilings:
-        """Return the higher of two measurements, because disturbances only lower them."""
+        """Return the higher of two measurements, since disturbances only lower them."""
         gemm, copy = max(self.gemm_gflops, other.gemm_gflops), max(self.copy_gbs, other.copy_gbs)
         return replace(self, gemm_gflops=gemm, copy_gbs=copy)
 
@@ -63,7 +63,7 @@ class Ceilings:
 
 @cache
 def machine_facts() -> Machine:
-    """Look at the machine."""
+    """Return the facts of this machine."""
     return Machine(
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         cpu=_cpu_name(),
@@ -78,17 +78,17 @@ def machine_facts() -> Machine:
 
 
 def load_average() -> float | None:
-    """Return the number of processes that wanted a core over the last minute; None if the system does not say."""
+    """Return the mean number of runnable processes over the last minute, or None if the system does not report it."""
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 
 def measure_ceilings(
     device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, *, seconds: float = 1.0
 ) -> Ceilings:
-    """Measure what the device reaches at best, in about `seconds` for each of the two.
+    """Measure the peak rates of a device, in about `seconds` per rate.
 
-    The product grows until one run takes a tenth of a second, so that a dtype that the device has no fast path
-    for (bf16 on a CPU without AVX-512) is measured for what it is instead of hanging.
+    The matrix product grows until one run takes a tenth of a second, so that slow dtypes (bf16 on a CPU without
+    AVX-512) are measured quickly as well.
     """
     device = torch.device(device)
     size = 256
@@ -106,13 +106,13 @@ def measure_ceilings(
 
 
 def synchronize(device: torch.device | str) -> None:
-    """Wait until a GPU has done what it was given; nothing on a CPU."""
+    """Wait until a GPU has finished its work. Does nothing on a CPU."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def _best_seconds(run: Callable[[], Any], device: torch.device, seconds: float) -> float:
-    """Return the seconds of the shortest of at least two runs, after one to warm up."""
+    """Return the seconds of the fastest of at least two runs, after a warm-up run."""
     run()
     best, started, runs = float("inf"), time.perf_counter(), 0
     while runs < 2 or time.perf_counter() - started < seconds:

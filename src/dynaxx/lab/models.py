@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load models for the tools: a Hugging Face folder, a GGUF file, or a model that comes as a Python package.
+"""Load models for the tools: a Hugging Face folder, a GGUF file, or a model in a Python package.
 
-A GGUF is read by transformers' own loader once and kept as a plain folder in a cache, since reading it again takes a
-minute and the folder a second. The folder appears by one rename: a conversion that is killed leaves nothing behind
-that a later one would trust.
+transformers' loader reads a GGUF once, and the result is cached as a plain folder, because reading a GGUF takes a
+minute and reading the folder a second. The folder appears by one rename, so a killed conversion leaves no partial one.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from dynaxx.lab.files import beside, explain_full_disk, remove, sync_tree
 from dynaxx.lab.finite import check_weights
 from dynaxx.lab.progress import Progress, SilentProgress
 
-CACHE_FORMAT = "v1"  # part of every cached folder's path; raise it when the written format changes
-LEFTOVER_SECONDS = 24 * 3600  # an unfinished folder older than this belongs to no running conversion
+CACHE_FORMAT = "v1"  # part of every cached folder's path; increase it when the format changes
+LEFTOVER_SECONDS = 24 * 3600  # age from which an unfinished folder is a leftover
 
 
 class LoadedModel(NamedTuple):
@@ -58,7 +57,7 @@ PACKAGES = {
 
 
 def longest_prompt(model: Any) -> int:
-    """Return the context length that a model states; 2^31 if it states none."""
+    """Return the context length of a model's config, or 2^31 if there is none."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31
 
 
@@ -72,21 +71,21 @@ def load_model(
     """Load a causal language model and its tokenizer, without a network.
 
     Args:
-        name_or_path: a folder in Hugging Face's format, a `.gguf` file, a hub name that is in the hub's cache already,
-            or one of `PACKAGES`: "smollm2", "gemma3-270m".
+        name_or_path: a folder in Hugging Face's format, a `.gguf` file, a hub name that is in the hub's cache, or one
+            of `PACKAGES`: "smollm2", "gemma3-270m".
         dtype: dtype of the weights. On a CPU without AVX-512 use fp32: fp16 and bf16 matmuls are a hundred times
             slower there.
         device: device of the weights.
-        progress: is told about a conversion, which happens once per GGUF.
+        progress: reports a conversion, which happens once per GGUF.
 
     Returns:
-        (model, tokenizer): attention "sdpa", eval mode, no gradients switched off.
+        (model, tokenizer), with "sdpa" attention, in eval mode, and with gradients enabled.
 
     Raises:
-        ValueError: no such model, not one that transformers can read, or weights that are not finite; the message says
-            what to give.
-        ImportError: transformers, or the model's package, is not installed; the message says how.
-        OutOfSpaceError: the cache's disk is full.
+        ValueError: there is no such model, transformers cannot read it, or its weights are not finite; the message says
+            what to pass.
+        ImportError: transformers or the model's package is not installed; the message says how to install it.
+        OutOfSpaceError: the disk of the cache is full.
     """
     folder = resolve_model(name_or_path, progress=progress)
     auto_model, auto_tokenizer = _transformers().AutoModelForCausalLM, _transformers().AutoTokenizer
@@ -102,14 +101,13 @@ def load_model(
 
 @contextmanager
 def _readable(what: str) -> Iterator[None]:
-    """Turn whatever transformers says of a folder or file that it cannot read into one ValueError.
+    """Turn any error of transformers over an unreadable folder or file into one ValueError.
 
-    A folder may come from anybody, and its files may hold anything: another library fails over them in any way. Code
-    of the folder's own is never run.
+    A folder may be untrusted, so other libraries may fail over its files in any way. Code in the folder is never run.
     """
     try:
         yield
-    except (MemoryError, ImportError):  # these errors name what is missing here
+    except (MemoryError, ImportError):  # these errors are about this machine, not about the folder
         raise
     except RuntimeError as error:
         if "out of memory" in str(error).lower():
@@ -125,10 +123,10 @@ def _first_line(error: Exception) -> str:
 
 
 def save_model(loaded: LoadedModel, folder: Path) -> None:
-    """Save a model and its tokenizer as transformers does.
+    """Save a model and its tokenizer in the format of transformers.
 
     Raises:
-        OSError: as the disk says, whichever library wrote.
+        OSError: the disk failed, whichever library wrote.
     """
     try:
         with _quiet_transformers():
@@ -140,7 +138,7 @@ def save_model(loaded: LoadedModel, folder: Path) -> None:
 
 
 def resolve_model(name_or_path: str | Path, *, progress: Progress | None = None) -> Path:
-    """Return the folder to load from; convert a GGUF on first use. Errors are those of `load_model`."""
+    """Return the folder to load from, after converting a GGUF on first use. Raises as `load_model` does."""
     path = Path(name_or_path)
     if str(name_or_path) in PACKAGES and not path.exists():
         return _package_folder(str(name_or_path), progress or SilentProgress())
@@ -156,8 +154,8 @@ def resolve_model(name_or_path: str | Path, *, progress: Progress | None = None)
     if downloaded:
         return downloaded
     raise ValueError(
-        f"no model at {str(name_or_path)!r}: give a folder in Hugging Face's format, a .gguf file, a hub name that was "
-        f"downloaded before (`hf download NAME`), or one of {', '.join(PACKAGES)}; nothing is downloaded here"
+        f"no model at {str(name_or_path)!r}; give a folder in Hugging Face's format, a .gguf file, a hub name that was "
+        f"downloaded before (`hf download NAME`), or one of {', '.join(PACKAGES)}; dynaxx downloads nothing"
     )
 
 
@@ -167,7 +165,7 @@ def model_name(name_or_path: str | Path) -> str:
 
 
 def _hub_folder(name: str) -> Path | None:
-    """Return the folder of `owner/model` in the hub's own cache; None if it is not there."""
+    """Return the folder of `owner/model` in the hub's cache, or None."""
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         return None
     try:
@@ -177,7 +175,7 @@ def _hub_folder(name: str) -> Path | None:
 
 
 def _package_folder(name: str, progress: Progress) -> Path:
-    """Return the converted folder of a packaged model, which is located and not imported: it may need more to run."""
+    """Return the converted folder of a packaged model. The package is located without importing it."""
     entry, joined = PACKAGES[name], cache_directory() / "gguf" / f"{name}.gguf"
     if not entry.file and joined.is_file():
         return _converted(joined, name, progress)
@@ -200,7 +198,7 @@ def _package_folder(name: str, progress: Progress) -> Path:
 def _converted(gguf: Path, name: str, progress: Progress) -> Path:
     """Return the folder with a GGUF's weights in Hugging Face's format; convert them if it does not exist."""
     if not gguf.is_file():
-        raise ValueError(f"{gguf} does not exist; reinstall what brought it")
+        raise ValueError(f"{gguf} does not exist; reinstall its package")
     target = cache_directory() / "models" / f"{CACHE_FORMAT}-{_fingerprint(gguf)}" / name
     if target.is_dir():
         return target
@@ -212,7 +210,7 @@ def _converted(gguf: Path, name: str, progress: Progress) -> Path:
         try:
             temporary.rename(target)
         except OSError:
-            if not target.is_dir():  # another process was faster; use its folder
+            if not target.is_dir():  # another process was faster, so use its folder
                 raise
     return target
 
@@ -234,7 +232,7 @@ def _convert(gguf: Path, folder: Path, progress: Progress) -> None:
         model.hf_quantizer, model.is_quantized = (
             None,
             False,
-        )  # save_pretrained refuses otherwise; the model is plain now
+        )  # otherwise save_pretrained refuses, although the weights are plain now
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
         task.advance(8, "saving")
@@ -243,13 +241,13 @@ def _convert(gguf: Path, folder: Path, progress: Progress) -> None:
 
 
 def _fingerprint(path: Path) -> str:
-    """Return a hash of the whole file: two files that differ anywhere must not share a folder."""
+    """Return a hash of the whole file, so that different files never share a folder."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:24]
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what conversions left that were killed long ago."""
+    """Remove leftovers of killed conversions."""
     for leftover in folder.glob("*/.*.tmp"):
         try:
             old = time.time() - leftover.stat().st_mtime > LEFTOVER_SECONDS
@@ -260,7 +258,7 @@ def _sweep(folder: Path) -> None:
 
 
 def _safetensors_error() -> type[Exception]:
-    """Return the errors that safetensors raises for a truncated file and for a full disk."""
+    """Return the error class that safetensors raises for a truncated file and for a full disk."""
     error: type[Exception] = importlib.import_module("safetensors").SafetensorError
     return error
 
@@ -274,7 +272,7 @@ def _transformers() -> Any:
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Hold back transformers' own bars; ours say what is going on."""
+    """Hide the progress bars of transformers, in favour of dynaxx's."""
     logging = importlib.import_module("transformers.utils.logging")
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()

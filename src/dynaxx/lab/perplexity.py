@@ -10,11 +10,11 @@ from torch import Tensor
 
 from dynaxx.lab.finite import check_finite
 
-ROWS = 512  # tokens whose logits exist at once
+ROWS = 512  # tokens per chunk of logits
 
 
 def logits_of(model: Any, hidden: Tensor) -> Tensor:
-    """Compute logits of final hidden states (..., hidden_size) in fp32, softcapped if the model does so."""
+    """Compute the fp32 logits of final hidden states (..., hidden_size), with the model's softcap if it has one."""
     logits: Tensor = model.get_output_embeddings()(hidden).float()
     cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     return logits if cap is None else torch.tanh(logits / cap) * cap
@@ -25,7 +25,7 @@ def token_losses(model: Any, ids: Tensor) -> Tensor:
     """Return the cross-entropy in nats of each next token, (batch, tokens - 1) fp32, for ids (batch, tokens).
 
     Raises:
-        ValueError: hidden states that are not finite.
+        ValueError: hidden states are not finite.
     """
     hidden = model.base_model(ids[:, :-1].to(model.device), use_cache=False)[0]
     check_finite(hidden, "hidden states")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time and peak memory of a whole prefill, dense and sparse in turns."""
+"""Measure the time and peak memory of a whole prefill, dense and sparse in turns."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from dynaxx.lab.machine import synchronize
 from dynaxx.lab.validate.result import SpeedRow
 
 FEWEST_PAIRS, MOST_PAIRS = 3, 25  # timed dense-sparse pairs per length
-LEAST_SECONDS, MOST_SECONDS = 3.0, 15.0  # fewest seconds spent on them; more while the policy looks too slow
-LONG_PAIR = 2.0  # seconds; a pair that takes longer needs no warm-up
-SHORT_PAIR = 0.5  # seconds; a shorter pass would show what a policy does once after `apply`
+LEAST_SECONDS, MOST_SECONDS = 3.0, 15.0  # seconds per length; the second applies while the policy seems too slow
+LONG_PAIR = 2.0  # seconds from which a pair needs no warm-up
+SHORT_PAIR = 0.5  # seconds; shorter passes run untimed passes first, to exclude the first call after `apply`
 
 
 def time_prefill(
     model: Any, ids: Tensor, applied: Callable[[], AbstractContextManager[Any]], slowdown: float
 ) -> SpeedRow:
-    """Time a prompt (1, seqlen) dense, and sparse within `applied()`, until it is clear which is faster or time is up.
+    """Time a prompt dense and sparse, until it is clear which is faster or the time is up.
 
     Args:
         model: a causal language model of transformers.
         ids: (1, seqlen) int64.
-        applied: returns a context within which the model runs sparse.
-        slowdown: ratio of sparse to dense seconds up to which no more runs are needed.
+        applied: a function that returns a context within which the model runs sparse.
+        slowdown: ratio of sparse to dense seconds up to which no further runs are needed.
     """
     ids = ids.to(model.device)
     dense: list[float] = []
@@ -63,7 +63,7 @@ def time_prefill(
 
 @torch.no_grad()
 def _prefill(model: Any, ids: Tensor, route: AbstractContextManager[Any], ahead: int) -> tuple[float, float | None]:
-    """Time a prefill after some untimed passes; return seconds, and peak memory in MB if known."""
+    """Time a prefill after some untimed passes. Return the seconds, and the peak memory in MB if known."""
     with route:
         for _ in range(ahead):
             model(ids, use_cache=True, logits_to_keep=1)
@@ -77,7 +77,7 @@ def _prefill(model: Any, ids: Tensor, route: AbstractContextManager[Any], ahead:
 
 
 def _reset_peak(device: torch.device) -> bool:
-    """Forget the peak memory so far: on a CPU the process's, if Linux allows it, after giving free memory back."""
+    """Reset the peak memory. On a CPU, free unused memory and reset the peak of the process, if Linux allows it."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return True
@@ -91,7 +91,7 @@ def _reset_peak(device: torch.device) -> bool:
 
 
 def _peak_mb(device: torch.device) -> float | None:
-    """Return the peak bytes since `_reset_peak`: torch's allocator on a GPU, the process's resident memory on a CPU."""
+    """Return the peak in MB since `_reset_peak`: of torch's allocator on a GPU, of resident memory on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e6
     try:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Progress of long tools: bars on a terminal, a line now and then in a log, nothing when asked.
+"""Progress of long tools: bars on a terminal, occasional lines in a log, or nothing with --quiet.
 
-Everything goes to stderr; stdout belongs to results.
+Everything goes to stderr; stdout is for results.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import Any, Protocol, TextIO
 
 
 class Task(Protocol):
-    """One piece of work in progress."""
+    """One task in progress."""
 
     def advance(self, n: float = 1, note: str = "") -> None:
-        """Say that `n` more steps are done; `note`, if given, replaces the words beside the bar."""
+        """Report `n` more steps as done. `note`, if given, replaces the text beside the bar."""
 
 
 class Progress(Protocol):
-    """Receives the reports of a tool's work. Tasks may nest."""
+    """The receiver of a tool's progress. Tasks may nest."""
 
     def task(self, description: str, total: float | None = None) -> AbstractContextManager[Task]:
-        """Begin a task of `total` steps, or of unknown length; it ends with the `with` block."""
+        """Begin a task of `total` steps, or of unknown length. It ends with the `with` block."""
 
 
 class SilentProgress:
-    """Says nothing."""
+    """Progress that prints nothing."""
 
     def advance(self, n: float = 1, note: str = "") -> None:
         pass
@@ -39,7 +39,7 @@ class SilentProgress:
 
 
 class LineProgress:
-    """For logs: a line when a task begins and ends, and one every `interval` seconds between."""
+    """Progress for logs: a line when a task begins and ends, and every `interval` seconds between."""
 
     def __init__(self, file: TextIO | None = None, interval: float = 15.0) -> None:
         self._file = file or sys.stderr
@@ -81,7 +81,7 @@ class _LineTask:
 
 
 class RichProgress:
-    """Bars with elapsed and remaining time on a terminal, with rich."""
+    """Progress bars with elapsed and remaining time on a terminal, with rich."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -117,7 +117,7 @@ class RichProgress:
         finally:
             self._depth -= 1
             if self._depth:
-                self._bars.remove_task(task.id)  # an inner bar goes away, the outermost stays as a record
+                self._bars.remove_task(task.id)  # inner bars disappear; the outermost stays
             else:
                 self._bars.stop()
 

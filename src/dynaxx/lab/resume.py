@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keep each finished step of long work on disk, so that a killed run goes on from there."""
+"""Store each finished step of long work on disk, so that a killed run can continue."""
 
 from __future__ import annotations
 
@@ -30,16 +30,18 @@ def fingerprint(model: nn.Module | None, ids: Tensor, **settings: Any) -> str:
     if model is not None:
         config = getattr(model, "config", None)
         facts: dict[str, Any] = config.to_dict() if config is not None else {}
-        kept = {key: value for key, value in facts.items() if not key.startswith("_")}  # not where it was loaded from
+        kept = {
+            key: value for key, value in facts.items() if not key.startswith("_")
+        }  # without the path that it was loaded from
         digest.update(type(model).__name__.encode() + json.dumps(kept, sort_keys=True, default=str).encode())
-        with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashing lets go of the interpreter
+        with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashing releases the GIL
             for found in pool.map(_hash_of, _tensors(model)):
                 digest.update(found)
     return digest.hexdigest()[:16]
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Return parameters and buffers by name; shared ones once."""
+    """Yield parameters and buffers by name, shared ones once."""
     yield from model.named_parameters()
     yield from model.named_buffers()
 
@@ -51,7 +53,7 @@ def _hash_of(named: tuple[str, Tensor]) -> bytes:
 
 
 def _bytes(tensor: Tensor) -> Any:
-    """Return a tensor's values as bytes, without another copy of them."""
+    """Return a tensor's values as bytes, without a copy."""
     flat = tensor.detach().cpu().contiguous().flatten()
     return (flat if flat.dtype == torch.uint8 else flat.view(torch.uint8)).numpy()
 
@@ -59,8 +61,8 @@ def _bytes(tensor: Tensor) -> Any:
 class Steps:
     """Results of finished steps by name, in a JSON file that is always whole.
 
-    A file of another fingerprint (another model, text or setting) is started anew, and so is one that is broken or was
-    changed by somebody else; either is logged.
+    A file with another fingerprint (another model, text or setting), or that is broken or was modified, is logged and
+    replaced.
     """
 
     def __init__(self, path: Path, key: str, resume: bool = True) -> None:
@@ -75,19 +77,19 @@ class Steps:
         try:
             found = read_json(self._path)
             if found["key"] != self._key:
-                logger.warning("%s is of another model, text or setting; starting anew", self._path)
+                logger.warning("%s belongs to another model, text or setting; starting over", self._path)
                 return
             if found["digest"] != _digest(self._key, found["seconds"], found["results"]):
                 raise ValueError("changed since it was written")
             self._results, self.seconds = dict(found["results"]), float(found["seconds"])
         except (ValueError, KeyError, TypeError, OSError):
-            logger.warning("%s cannot be read; starting anew", self._path)
+            logger.warning("%s cannot be read; starting over", self._path)
 
     def __contains__(self, name: str) -> bool:
         return name in self._results
 
     def remember(self, name: str, compute: Callable[[], Any]) -> Any:
-        """Return the JSON-able result of a step: from the file, or computed now and kept."""
+        """Return the JSON result of a step from the file, or compute and store it."""
         if name not in self._results:
             self._results[name] = compute()
             spent = self.seconds + time.monotonic() - self._since

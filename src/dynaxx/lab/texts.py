@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read sample text, and split it so that a policy is validated on text that it was not tuned on."""
+"""Read sample text, and split it so that a policy is validated on text that tuning has not seen."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from dynaxx.lab.kinds import KINDS, prose_text, text_of
 from dynaxx.storage import read_regular_file
 
 MOST_BYTES = 256 * 1024 * 1024
-SECTION_CHARS = 65_536  # about 16k tokens of English: a section holds a whole long context
+SECTION_CHARS = 65_536  # about 16k tokens of English, so that a section contains a whole long context
 
 
 class TextSplit(NamedTuple):
     """Two disjoint parts of one text."""
 
     calibration: str  # to analyze and tune on
-    held_out: str  # to validate on, never seen before
+    held_out: str  # to validate on
 
 
 def load_text(source: str | Path) -> str:
     """Read sample text.
 
     Args:
-        source: a UTF-8 file; "pydoc" for the 465 kB of language documentation that come with every Python; another of
-            `kinds.KINDS`: "code", "legal", "tables", "chat"; "-" for standard input.
+        source: a UTF-8 file; "pydoc" for the language documentation (465 kB) in every Python; another of `kinds.KINDS`
+            ("code", "legal", "tables", "chat"); "-" for standard input.
 
     Raises:
-        ValueError: no such file, not text, or empty; the message says what to give.
-        OSError: not a regular file of at most `MOST_BYTES` bytes (give a pipe as "-"), or it cannot be read.
+        ValueError: there is no such file, or it is empty or not text; the message says what to pass.
+        OSError: the file is not a regular file of at most `MOST_BYTES` bytes (pass a pipe as "-"), or cannot be read.
     """
     if str(source) == "-":
         text = sys.stdin.read(MOST_BYTES)
@@ -49,26 +49,26 @@ def load_text(source: str | Path) -> str:
                 f"({', '.join(KINDS)}) or '-' (stdin), got {str(source)!r}"
             ) from None
         except UnicodeDecodeError as error:
-            raise ValueError(f"{source} must be UTF-8 text, but: {error}") from None
+            raise ValueError(f"{source} must be UTF-8 text: {error}") from None
     if not text.strip():
         raise ValueError(f"text from {str(source)!r} is empty; give a sample of your workload")
     return text
 
 
 def pydoc_text() -> str:
-    """Return the topics of Python's own `help()`, in their order."""
+    """Return the topics of Python's `help()`, in order."""
     return prose_text()
 
 
 def split_text(text: str, *, section_chars: int = SECTION_CHARS) -> TextSplit:
-    """Split into calibration and held-out text, the same way every time.
+    """Split a text into calibration and held-out text, deterministically.
 
-    The text is cut at paragraph (or line) ends into sections of about `section_chars` characters, at least three of
-    them; even ones are for calibration, odd ones are held out. Both parts so cover the whole text, and each section
-    keeps its long-range structure.
+    The text is cut at paragraph (or line) ends into at least three sections of about `section_chars` characters. Even
+    sections are for calibration, odd ones are held out. Both parts then cover the whole text, and each section keeps
+    its long-range structure.
 
     Raises:
-        ValueError: a text too short to split.
+        ValueError: the text is too short to split.
     """
     size = min(section_chars, -(-len(text) // 4))
     sections, start = [], 0
@@ -94,12 +94,12 @@ def encode(tokenizer: Any, text: str, tokens: int, *, skip: int = 0, part: str =
     """Return the token ids `skip` to `skip + tokens` of a text, (1, tokens) int64, without special tokens.
 
     Raises:
-        ValueError: the text is too short; the message calls it `part` and says how much it has.
+        ValueError: the text is too short; the message names it by `part` and gives its length.
     """
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     if len(ids) < skip + tokens:
         raise ValueError(
-            f"{part} must have at least {skip + tokens:,} tokens, got {len(ids):,}; give more text, or ask for fewer"
+            f"{part} must have at least {skip + tokens:,} tokens, got {len(ids):,}; give more text or fewer tokens"
         )
     import torch
 
@@ -107,7 +107,7 @@ def encode(tokenizer: Any, text: str, tokens: int, *, skip: int = 0, part: str =
 
 
 def check_tokens(model: Any, tokens: int, block_size: int) -> None:
-    """Raise ValueError for samples shorter than a block or longer than the model's positions."""
+    """Raise ValueError if samples are shorter than a block or longer than the model's positions."""
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None) or tokens
     if not block_size <= tokens <= most:
         raise ValueError(

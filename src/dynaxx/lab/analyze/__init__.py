@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dynaxx analyze`: where each head attends, and which rule would keep that."""
+"""`dynaxx analyze`: show where each head attends, and which rule preserves it."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the attention of a short excerpt in bertviz's own view (github.com/jessevig/bertviz)."""
+"""Write the attention of a short excerpt in bertviz's head view (github.com/jessevig/bertviz)."""
 
 from __future__ import annotations
 
@@ -20,19 +20,18 @@ MOST_TOKENS = 128  # the view holds every number of every map: 128 tokens of 30 
 def write_bertviz(model: Any, tokenizer: Any, excerpt: str, path: Path | str, *, tokens: int = MOST_TOKENS) -> Path:
     """Write bertviz's head view of the first `tokens` tokens of an excerpt; return the file's path.
 
-    The page is bertviz's: it fetches its own scripts (d3, jQuery, require.js) when it is opened, so opening it needs a
-    network. Our report does not.
+    bertviz's page loads scripts (d3, jQuery, require.js) from a network when it is opened. dynaxx's report does not.
 
     Args:
-        model: a causal language model of transformers; it is left as it was.
-        tokenizer: the model's.
+        model: a causal language model of transformers; it is not changed.
+        tokenizer: the tokenizer of the model.
         excerpt: text.
         path: an .html file to write.
-        tokens: how many to show, 2 to 128.
+        tokens: number of tokens to show, 2 to 128.
 
     Raises:
-        ImportError: bertviz is not installed; the message says how.
-        ValueError: an excerpt of fewer than two tokens, or a model whose maps cannot be read.
+        ImportError: bertviz is not installed; the message says how to install it.
+        ValueError: the excerpt has fewer than two tokens, or the model's maps cannot be read.
     """
     if not 2 <= tokens <= MOST_TOKENS:
         raise ValueError(f"`tokens` must be from 2 to {MOST_TOKENS}, got {tokens}")

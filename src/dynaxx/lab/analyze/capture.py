@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Capture q and k of every attention layer of one dense forward pass, through transformers' own extension points."""
+"""Capture q and k of every attention layer of one dense forward pass, through transformers' extension points."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dynaxx.lab.attention_route import evaluating, routed
 from dynaxx.lab.finite import check_finite
 
 CAPTURE = "dynaxx_capture"  # name in transformers' AttentionInterface
-HIDDEN = -1e4  # score of a pair that is not visible: exp is 0 and 0 * score stays 0
+HIDDEN = -1e4  # score of a hidden pair; its exp is 0, and 0 * score is 0
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class LayerAttention:
     k: Tensor  # (N, H, D) one per q head (a view: kv heads are not copied)
     scale: float
     mask: Tensor | None  # (N, N) bool, True = visible, or None for plain causal
-    window: int | None  # the layer's own sliding window in tokens
+    window: int | None  # the layer's sliding window in tokens
     softcap: float | None
 
     def only(self, heads: Sequence[int]) -> LayerAttention:
-        """Return the same layer with some of its q heads."""
+        """Return the layer with a subset of its q heads."""
         return replace(self, q=self.q[:, list(heads)], k=self.k[:, list(heads)])
 
 
@@ -41,20 +41,19 @@ _visitor: ContextVar[tuple[Visitor, set[int]] | None] = ContextVar("dynaxx_captu
 
 @torch.no_grad()
 def visit_attention(model: Any, input_ids: Tensor, visit: Visitor) -> None:
-    """Run one dense forward pass and hand over q and k of every attention layer, in order, as they come up.
+    """Run one dense forward pass, and call `visit` with q and k of every attention layer in order.
 
-    Goes through transformers' `AttentionInterface` and `AttentionMaskInterface`; the model's own attention and training
-    mode are back afterwards, also after an error. Nothing is kept from one layer to the next.
+    The function uses transformers' `AttentionInterface` and `AttentionMaskInterface`. It restores the model's attention
+    and training mode afterwards, also after an error. Nothing is stored from one layer to the next.
 
     Args:
         model: a causal language model of transformers.
         input_ids: (1, N) int64, one unpadded text.
-        visit: called once per layer.
+        visit: a function that is called once per layer.
 
     Raises:
-        ValueError: the model does not let its attention be set, or computes something that a map of q and k is not
-            (learned sinks in the softmax, a position bias, attention that is not causal), or queries or keys that are
-            not finite.
+        ValueError: the attention of the model cannot be set, is more than a softmax of q and k (learned sinks, a
+            position bias), or is not causal; or queries or keys are not finite.
     """
     seen: set[int] = set()
     with routed(model, CAPTURE, _capture), evaluating(model):
@@ -73,9 +72,9 @@ def visit_attention(model: Any, input_ids: Tensor, visit: Visitor) -> None:
 def _capture(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Show the layer to the visitor, then attend as the model would: by "sdpa", or "eager" where a softcap asks for it.
+    """Call the visitor, then attend as the model would, by "sdpa", or by "eager" with a softcap.
 
-    query (1, H, N, D), key and value (1, kv_heads, N, D), as transformers passes them.
+    query has shape (1, H, N, D), key and value (1, kv_heads, N, D).
     """
     current = _visitor.get()
     if current is None:

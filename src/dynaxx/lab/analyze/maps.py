@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Statistics of attention maps, one head at a time and a chunk of its rows at a time.
 
-The memory is a few megabytes whatever the length. The exact map is used throughout; texts longer than `MAX_ROWS` tokens
-are sampled by query blocks, and the statistics say how many rows.
+The memory is a few megabytes at any length. Maps are exact. Texts longer than `MAX_ROWS` tokens are sampled by query
+blocks, and the statistics contain the number of sampled rows.
 
-N tokens, H q heads, D head_dim, R rows of a chunk, C keys of a chunk.
+Shapes: N tokens, H q heads, D head_dim, R rows of a chunk, C keys of a chunk.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch import Tensor
 from dynaxx.lab.analyze.capture import HIDDEN, LayerAttention, attention_scores
 from dynaxx.layout import FULL, BlockLayout
 
-CHUNK_ROWS = 128  # 2 MB of scores at 4,096 keys: they stay in a CPU's cache through all the statistics
-MAX_ROWS = 4096  # rows of a map that are looked at; more tokens than that are sampled
+CHUNK_ROWS = 128  # 2 MB of scores at 4,096 keys, which stay in a CPU's cache
+MAX_ROWS = 4096  # largest number of rows of a map; longer texts are sampled
 SINK_TOKENS = 4
 LOCAL_TOKENS = 64
 
@@ -31,14 +31,14 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, eq=False)
 class MapStatistics:
-    """One head's attention map, summed up. A row of the map sums to 1, so every mass is a number of rows."""
+    """Statistics of one head's attention map. Each row of the map sums to 1, so every mass is a number of rows."""
 
-    rows: int  # rows looked at
+    rows: int  # number of sampled rows
     block_size: int
-    lse: Tensor  # (N,) natural log of each row's softmax denominator; 0 for rows not looked at
-    block_mass: Tensor  # (blocks, blocks) mass of each block; rows of blocks that were not looked at are 0
+    lse: Tensor  # (N,) natural log of each row's softmax denominator; 0 for rows that were not sampled
+    block_mass: Tensor  # (blocks, blocks) mass of each block; 0 in rows that were not sampled
     by_distance: Tensor  # (N,) mass at each distance query - key
-    by_slash: Tensor  # (N,) the same without the first SINK_TOKENS keys
+    by_slash: Tensor  # (N,) mass at each distance, without the first SINK_TOKENS keys
     by_vertical: Tensor  # (N,) mass on each key, without distances below LOCAL_TOKENS and the first SINK_TOKENS keys
     sink_mass: float  # mass on the first SINK_TOKENS keys
     entropy: float  # mean over rows, nats
@@ -48,7 +48,7 @@ class MapStatistics:
 
 
 def sampled_blocks(seqlen: int, block_size: int) -> Tensor:
-    """Return the sampled query blocks, (n,) int64: all, or evenly spaced ones with MAX_ROWS rows together."""
+    """Return the sampled query blocks, (n,) int64: all, or evenly spaced ones with MAX_ROWS rows in total."""
     blocks = -(-seqlen // block_size)
     most = max(1, MAX_ROWS // block_size)
     return torch.arange(blocks) if blocks <= most else torch.linspace(0, blocks - 1, most).round().long()
@@ -61,7 +61,7 @@ def map_statistics(attention: LayerAttention, head: int, *, block_size: int, cel
         attention: a layer.
         head: index among its q heads.
         block_size: tokens per block.
-        cells: rows and columns of the heat map at most.
+        cells: largest number of rows and columns of the heat map.
     """
     q, k = attention.q[:, head].float().contiguous(), attention.k[:, head].float().contiguous()
     seqlen, blocks = q.shape[0], -(-q.shape[0] // block_size)
@@ -107,13 +107,13 @@ def map_statistics(attention: LayerAttention, head: int, *, block_size: int, cel
 
 
 def whole_map(attention: LayerAttention, head: int) -> Tensor:
-    """Compute one head's map, (N, N) fp32, its rows summing to 1. For short texts: N x N numbers."""
+    """Compute one head's map, (N, N) fp32, with rows that sum to 1. Use it for short texts only."""
     q, k = attention.q[:, head].float(), attention.k[:, head].float()
     return _softmax_chunk(attention, q, k, 0, len(q))[0]
 
 
 def _chunks(blocks: Tensor, block_size: int, seqlen: int) -> Iterator[tuple[int, int]]:
-    """Yield first and last rows of the blocks, neighbours joined up to CHUNK_ROWS."""
+    """Yield the first and last rows of the blocks, with neighbours joined up to CHUNK_ROWS."""
     at_once = max(1, CHUNK_ROWS // block_size)
     start = 0
     listed = [int(block) for block in blocks]
@@ -128,7 +128,7 @@ def _chunks(blocks: Tensor, block_size: int, seqlen: int) -> Iterator[tuple[int,
 def _softmax_chunk(
     attention: LayerAttention, q: Tensor, k: Tensor, first: int, last: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute rows first .. last of the map over keys 0 .. last, (R, C); their lse and their entropy in nats, (R,)."""
+    """Compute rows first .. last of the map over keys 0 .. last, (R, C), and their lse and entropy in nats, (R,)."""
     scores = attention_scores(q[first:last], k[:last], attention.scale, attention.softcap)
     if attention.mask is not None:
         scores.masked_fill_(~attention.mask[first:last, :last], HIDDEN)
@@ -151,24 +151,22 @@ def _pooled(share: Tensor, size: int, count: int) -> Tensor:
 
 
 def _filled(heat: Tensor, rows: Tensor) -> Tensor:
-    """Average each range of rows; a range without a sampled row repeats the one above."""
+    """Average each range of rows. A range without a sampled row repeats the range above."""
     heat = heat / rows.clamp(min=1)[:, None]
     index = torch.where(rows > 0, torch.arange(len(rows), device=rows.device), 0).cummax(0).values
     return heat[index]
 
 
-# ---- mass that a layout shows ------------------------------------------------------------------------------------
-
-
 def visible_mass(attention: LayerAttention, statistics: Sequence[MapStatistics], layout: BlockLayout) -> Tensor:
-    """Sum each head's attention over the visible pairs of a layout, exact to the element, by row.
+    """Sum each head's attention over the visible pairs of a layout, exactly.
 
-    Whole blocks are looked up; partial blocks that hide more than causality does are computed again from q and k.
+    The mass of whole blocks is in the statistics. Partial blocks that hide more than causality does are recomputed from
+    q and k.
 
     Args:
         attention: a layer of H q heads.
-        statistics: of each of them.
-        layout: shared, or one per head.
+        statistics: the statistics of each head.
+        layout: a layout, shared or with one per head.
 
     Returns:
         (H,) fp32.
@@ -196,7 +194,7 @@ def _partial_mass(
     codes: Tensor,
     partial: Tensor,
 ) -> Tensor:
-    """Return mass on the pairs that the element masks of some blocks show, (n,)."""
+    """Return the mass on the visible pairs of some partial blocks, (n,)."""
     seqlen, size = attention.q.shape[0], statistics[0].block_size
     head, rows, cols, codes = head[partial], rows[partial], cols[partial], codes[partial]
     within = torch.arange(size, device=rows.device)
@@ -214,7 +212,7 @@ def _partial_mass(
 
 
 def _only_causal(layout: BlockLayout, rows: Tensor, cols: Tensor, codes: Tensor) -> Tensor:
-    """Whether each block's mask hides nothing but keys after the query."""
+    """Return whether each block's mask hides only keys after the query."""
     if not len(layout.masks):
         return torch.zeros_like(codes, dtype=torch.bool)
     q_block, kv_block = layout.block_size
@@ -224,10 +222,10 @@ def _only_causal(layout: BlockLayout, rows: Tensor, cols: Tensor, codes: Tensor)
 
 
 def in_parallel(work: Callable[[Item], Result], items: Iterable[Item], device: torch.device) -> Iterator[Result]:
-    """Map over items in order; on a CPU in as many threads as torch has, each of which computes alone.
+    """Map over items in order. On a CPU, use as many threads as torch, with one thread per item.
 
-    Statistics are many small operations: one thread per item is faster than several per operation, by far so on a
-    machine that is busy with other work.
+    Statistics consist of many small operations, for which one thread per item is faster than several threads per
+    operation.
     """
     threads = torch.get_num_threads()
     if device.type != "cpu" or threads == 1:
@@ -237,4 +235,4 @@ def in_parallel(work: Callable[[Item], Result], items: Iterable[Item], device: t
         try:
             yield from pool.map(torch.no_grad()(work), items)
         finally:
-            torch.set_num_threads(threads)  # start value for later threads
+            torch.set_num_threads(threads)  # the default for later threads

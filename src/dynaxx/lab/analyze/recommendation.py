@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from dynaxx.lab.analyze.result import HeadAnalysis
 
 TARGET_RECALL = 0.95
-LINES = 64  # the columns and the diagonals that count as vertical and slash lines
-LINES_MASS = 0.2  # share that lines must hold, beside sink and local tokens, for a head of kind "lines"
+LINES = 64  # number of heaviest columns, and of diagonals, that count as lines
+LINES_MASS = 0.2  # share of mass, besides sink and local tokens, that lines must hold for the kind "lines"
 
 
 @dataclass(frozen=True)
 class Recommendation:
     """The sparsest rule tried that keeps the target share of a head's attention mass."""
 
-    kind: str  # "local", "lines", "selected", "broad", or "windowed" (the layer has a window of its own)
+    kind: str  # "local", "lines", "selected", "broad", or "windowed" (the layer has a window)
     attention: str  # as Python: "Sink(4) | SlidingWindow(256)", "Sink(64) | ... | TopK(0.1, MeanPool())", or "dense"
     reason: str
     density: float
@@ -36,10 +36,10 @@ def recommend(
     statistics: MapStatistics,
     tried: Sequence[Candidate],
 ) -> Recommendation:
-    """Return the sparsest rule (a window with sinks, or a selector) that reaches the target; dense if none does."""
+    """Return the sparsest rule (a window with sinks, or a selector) that reaches the target, or dense."""
     seqlen = len(statistics.by_distance)
     if attention.window is not None and attention.window < seqlen:
-        reason = f"the layer sees only its own window of {attention.window} tokens: leave it"
+        reason = f"the layer already has a window of {attention.window} tokens; leave it"
         return Recommendation("windowed", "dense", reason, 1.0, 1.0)
     window = _smallest_window(statistics)
     selected = _cheapest_selector(head, tried)
@@ -50,13 +50,13 @@ def recommend(
     best = max(SELECTORS, key=lambda name: head.recall[name][-1])
     reason = (
         f"broad: {_hold(best, head.density[best][-1], head.recall[best][-1])}, "
-        f"and the best there are {head.recall['oracle'][-1]:.0%}: keep dense"
+        f"and the best choice {head.recall['oracle'][-1]:.0%}; keep it dense"
     )
     return Recommendation("broad", "dense", reason, 1.0, 1.0)
 
 
 def _smallest_window(statistics: MapStatistics) -> Recommendation | None:
-    """Return sinks and the smallest window, a power of two, that reach the target with half of the blocks at most."""
+    """Return sinks and the smallest window (a power of two) that reach the target with at most half of the blocks."""
     rows, seqlen, sinks = statistics.rows, len(statistics.by_slash), SINK_TOKENS
     window = statistics.block_size
     while window < seqlen:

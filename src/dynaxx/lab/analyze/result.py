@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The result of `dynaxx analyze`: every head and the sums, as objects, as plain data and in words."""
+"""The result of `dynaxx analyze`: every head and the totals, as objects, plain data and text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from dynaxx.lab.analyze.maps import LOCAL_TOKENS, SINK_TOKENS
 from dynaxx.lab.analyze.recommendation import TARGET_RECALL, Recommendation
 
-HEAT_LOW = 1e-5  # share that a heat map's smallest value stands for
+HEAT_LOW = 1e-5  # share at a heat map's smallest value
 
 
 @dataclass(frozen=True)
@@ -27,19 +27,19 @@ class MassByDistance:
 
 @dataclass(frozen=True)
 class HeadAnalysis:
-    """One head. Masses are shares of its attention, averaged over queries; the four kinds of place may overlap."""
+    """One head. Masses are shares of its attention, averaged over queries. The four kinds of places may overlap."""
 
     layer: int
     head: int
     mass_by_distance: MassByDistance
-    median_distance: int  # half of the mass lies at most so many tokens back
+    median_distance: int  # half of the mass is at most this many tokens back
     sink_mass: float  # mass on the first SINK_TOKENS tokens
     local_mass: float  # mass within LOCAL_TOKENS tokens, without the sink
     vertical_mass: float  # mass on the LINES heaviest keys, without sink and local tokens
     slash_mass: float  # mass on the LINES heaviest diagonals, without sink and local tokens
     entropy: float  # nats, mean over queries; exp(entropy) is an effective number of keys
-    recall: dict[str, tuple[float, ...]]  # rule -> share of the mass on the pairs it shows, one per budget
-    density: dict[str, tuple[float, ...]]  # rule -> density that each budget gave
+    recall: dict[str, tuple[float, ...]]  # rule -> share of the mass on its visible pairs, one per budget
+    density: dict[str, tuple[float, ...]]  # rule -> density at each budget
     recommended: Recommendation
     heatmap: Tensor = field(repr=False, compare=False)  # (cells, cells) mean share of a row's attention in a cell
 
@@ -52,20 +52,20 @@ class HeadAnalysis:
 
 @dataclass(frozen=True)
 class RuleAtBudgets:
-    """A rule as it was tried, once per budget."""
+    """A rule at each of its budgets."""
 
     attention: tuple[str, ...]
-    density: tuple[float, ...]  # densities of the budgets, mean over the heads
-    recall: tuple[float, ...]  # mean over the heads
+    density: tuple[float, ...]  # mean over the heads, one per budget
+    recall: tuple[float, ...]  # mean over the heads, one per budget
 
 
 @dataclass(frozen=True)
 class AnalysisResult:
-    """Every head of the layers looked at, and the sums."""
+    """Every analyzed head, and the totals."""
 
     model: str
     tokens: int
-    rows: int  # queries per head that were sampled; all of them up to MAX_ROWS tokens
+    rows: int  # sampled queries per head; all queries up to MAX_ROWS tokens
     block_size: int
     seed: int
     start: int  # token of the text at which the sample begins
@@ -76,7 +76,7 @@ class AnalysisResult:
 
     @property
     def totals(self) -> dict[str, Any]:
-        """Over all heads looked at."""
+        """Return the totals over all analyzed heads."""
         count = max(1, len(self.heads))
         return {
             "heads": len(self.heads),
@@ -107,14 +107,14 @@ class AnalysisResult:
         lines += [f"  {name:34}" + "".join(f"{x:8.1%}" for x in rule.recall) for name, rule in self.rules.items()]
         lines += [
             "",
-            f"heads by what keeps {TARGET_RECALL:.0%} of their attention: {kinds}",
-            f"mean density of that: {totals['mean_recommended_density']:.0%}",
+            f"heads by the kind of rule that keeps {TARGET_RECALL:.0%} of their attention: {kinds}",
+            f"mean density of these rules: {totals['mean_recommended_density']:.0%}",
         ]
         return "\n".join(lines)
 
 
 def encode_heatmap(heatmap: Tensor) -> dict[str, Any]:
-    """Encode a heat map as bytes on a log scale: 0 is nothing, 1 is `low` or less, 255 is all of a row's attention."""
+    """Encode a heat map as bytes on a log scale: 0 is zero, 1 is `low` or less, 255 is all of a row's attention."""
     decades = -torch.tensor(HEAT_LOW).log10()
     level = 1 + 254 * (1 + heatmap.clamp(min=HEAT_LOW, max=1.0).log10() / decades)
     codes = torch.where(heatmap > 0, level, 0.0).round().to(torch.uint8)
@@ -123,7 +123,7 @@ def encode_heatmap(heatmap: Tensor) -> dict[str, Any]:
 
 
 def _rounded(value: Any) -> Any:
-    """Round floats to five digits, so that a file stays small and reads well."""
+    """Round floats to five digits, to keep the file small and readable."""
     if isinstance(value, float):
         return float(f"{value:.5g}")
     if isinstance(value, dict):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules that `analyze` tries on every head, each at several budgets that come to about the same density."""
+"""The rules that `analyze` tries on every head, at budgets that give them about the same densities."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ SCORER_WORDS = {
     "last_query_probe": "the last-query probe",
 }
 
-LOCAL_BLOCKS = 2  # shown by every hybrid that is tried, beside a block of sinks
+LOCAL_BLOCKS = 2  # local blocks of every hybrid, besides a block of sinks
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A rule at one budget. `rule` is None for the oracle: the blocks of most true mass, wherever they are."""
+    """A rule at one budget. `rule` is None for the oracle, which chooses the blocks with most true mass."""
 
     name: str
     budget: float
@@ -33,12 +33,12 @@ class Candidate:
 
     @property
     def attention(self) -> str:
-        """The rule as Python."""
+        """The rule as Python code."""
         if self.rule is None:
             return f"the {self.budget:.0%} of blocks with most attention"
         if isinstance(self.rule, Hybrid):
             selector = self.rule.selector
-            assert isinstance(selector, TopK), "the hybrids tried here select with TopK"
+            assert isinstance(selector, TopK), "all hybrids here select with TopK"
             return f"{_plain(self.rule.pattern)} | TopK({selector.budget}, {type(selector.scorer).__name__}())"
         return _plain(self.rule)
 
@@ -47,7 +47,7 @@ def candidates(seqlen: int, block_size: int) -> tuple[Candidate, ...]:
     """Build every rule at every budget.
 
     The rules are sinks with a window ("streaming"), sinks and local blocks with top-k by each scorer, and the oracle.
-    Windows and shares are set so that the density comes closest to the budget.
+    Windows and shares are chosen so that the density is closest to the budget.
     """
     grid = BlockGrid(seqlen, seqlen, as_block_size(block_size))
     forced = Sink(block_size) | LocalBlocks(LOCAL_BLOCKS)
@@ -64,7 +64,7 @@ def window_density(window: int, sinks: int, seqlen: int, block_size: int) -> flo
 
 
 def _streaming(grid: BlockGrid, density: float) -> Pattern:
-    """Return a block of sinks and the window of whole blocks that comes closest to a density."""
+    """Return a block of sinks and the window of whole blocks that is closest to a density."""
     size = grid.block_size[1]
     windows = [blocks * size for blocks in range(1, grid.kv_blocks + 1)]
     best = min(windows, key=lambda window: abs(window_density(window, size, grid.seqlen_q, size) - density))
@@ -72,7 +72,7 @@ def _streaming(grid: BlockGrid, density: float) -> Pattern:
 
 
 def _share(forced: Pattern, grid: BlockGrid, density: float) -> float:
-    """Return the share (to three digits) with which `TopK` beside whole blocks comes closest to a density."""
+    """Return the share (to three digits) with which `TopK`, added to `forced`, is closest to a density."""
     visible = grid.causal_kv_blocks(grid.rows())
     forced_blocks = forced.layout(grid.seqlen_q, block_size=grid.block_size).kv_num_blocks[0, 0]
     shares = torch.arange(0, 1001)[:, None] / 1000

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Analyze where a model attends, head by head: how far, on which lines, and how much of it each rule would catch.
+"""Analyze where a model attends, head by head: distances, lines, and the recall of each rule.
 
-For each head it recommends the sparsest rule that keeps a share of the attention mass, with the reason in words. It is
-a starting point and an explanation, not a proof: how much mass a model needs is what `tune` and `validate` measure.
+For each head the tool recommends the sparsest rule that keeps a share of the attention mass, with a reason. This is a
+starting point and an explanation. `tune` and `validate` measure how much mass the model needs.
 """
 
 from __future__ import annotations
@@ -51,23 +51,23 @@ def analyze(
 ) -> AnalysisResult:
     """Read the attention maps of a sample of text.
 
-    Run one dense forward pass; no full map of even one head exists at any time. Up to 4,096 tokens every query counts;
-    beyond, evenly spaced query blocks with 4,096 queries together.
+    The function runs one dense forward pass and never holds the full map of a head. Up to 4,096 tokens it uses every
+    query; beyond, it samples evenly spaced query blocks with 4,096 queries in total.
 
     Args:
-        model: a causal language model of transformers; it is left as it was.
-        tokenizer: the model's.
+        model: a causal language model of transformers; it is not changed.
+        tokenizer: the tokenizer of the model.
         text: a sample of the workload, longer than `tokens`.
         tokens: length of the sample, taken from a place in the text that `seed` chooses.
-        layers: layers to look at, all by default.
-        heads: q heads to look at, all by default.
+        layers: layers to analyze, all by default.
+        heads: q heads to analyze, all by default.
         block_size: tokens per block of the layouts that are tried: 16, 32, 64 or 128.
-        seed: chooses the place of the sample.
-        progress: is told of each head.
+        seed: seed for the place of the sample.
+        progress: reports each head.
 
     Raises:
-        ValueError: too little text, more tokens than the model has positions, a layer or head that is not there, or a
-            model whose maps cannot be read; the message says why.
+        ValueError: the text is too short, `tokens` exceeds the model's positions, a layer or head does not exist, or
+            the model's maps cannot be read; the message says why.
     """
     began = time.monotonic()
     as_block_size(block_size)
@@ -114,7 +114,7 @@ def _sample(tokenizer: Any, text: str, tokens: int, seed: int) -> tuple[Tensor, 
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     spare = len(ids) - (tokens - len(special))
     if spare < 0:
-        raise ValueError(f"text must have at least {tokens:,} tokens, got {len(ids):,}; give more, or ask for fewer")
+        raise ValueError(f"text must have at least {tokens:,} tokens, got {len(ids):,}; give more text or fewer tokens")
     start = random.Random(seed).randint(0, spare)
     return torch.tensor([(special + ids[start:])[:tokens]]), start
 
@@ -134,9 +134,6 @@ def _rules(tried: Sequence[Candidate], heads: Sequence[HeadAnalysis]) -> dict[st
         )
         for name in dict.fromkeys(candidate.name for candidate in tried)
     }
-
-
-# ---- one layer ---------------------------------------------------------------------------------------------------
 
 
 def _analyze_layer(
@@ -170,7 +167,7 @@ def _catch(attention: LayerAttention, statistics: Sequence[maps.MapStatistics], 
 
 
 def _oracle(statistics: maps.MapStatistics, budget: float) -> Catch:
-    """Choose the blocks with most mass over all queries together: no choice of as many whole blocks holds more."""
+    """Choose the blocks with most mass over all queries. No other choice of as many whole blocks has more."""
     looked_at = statistics.block_mass.sum(-1) > 0
     visible = int((torch.arange(1, len(looked_at) + 1, device=looked_at.device)[looked_at]).sum())
     count = max(1, round(budget * visible))

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dynaxx doctor`: what this machine can serve, and whether it computes the right thing."""
+"""`dynaxx doctor`: show what this machine can serve, and check its results."""

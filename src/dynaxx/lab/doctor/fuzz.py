@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dynaxx doctor --fuzz`: random problems against the fp64 oracle, forward and gradients, as long as you like."""
+"""`dynaxx doctor --fuzz`: compare random problems with the fp64 oracle, forward and gradients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dynaxx.testing import Expected, Problem, random_memory, random_problem
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A problem on which a backend is wrong or fails, or whose layout is wrong."""
+    """A problem with a wrong layout, or on which a backend fails or is wrong."""
 
     seed: int
     backend: str
@@ -32,18 +32,18 @@ class Mismatch:
     case: str
 
     def reproduce(self) -> str:
-        """Return the command that shows the failure again."""
+        """Return the command that repeats the failure."""
         return f"dynaxx doctor --fuzz-seed {self.seed}    # {self.backend}: {self.what}; {self.case}"
 
 
 @dataclass(frozen=True)
 class FuzzResult:
-    """Correct problems per backend, what they were made of, and every mismatch."""
+    """The number of correct problems per backend, their traits, and every mismatch."""
 
     first_seed: int
     cases: int
-    checked: dict[str, int]  # by backend: problems it served
-    covered: dict[str, dict[str, int]]  # by kind of trait ("pattern", "scorer", ...): problems with each
+    checked: dict[str, int]  # problems served, by backend
+    covered: dict[str, dict[str, int]]  # problems by trait, by kind of trait ("pattern", "scorer", ...)
     mismatches: tuple[Mismatch, ...]
     seconds: float
 
@@ -68,7 +68,7 @@ class FuzzResult:
         """Return the text that the command prints."""
         lines = [
             f"{self.cases:,} random problems, forward and gradients, in {self.seconds:.0f} s "
-            f"({self.cases / self.seconds:.1f} per second); go on with --seed {self.first_seed + self.cases}",
+            f"({self.cases / self.seconds:.1f} per second); continue with --seed {self.first_seed + self.cases}",
             f"  served by: {_counts(self.checked)}",
             *(f"  {kind}: {_counts(counts)}" for kind, counts in self.covered.items()),
             *(f"FAIL  {each.reproduce()}" for each in self.mismatches),
@@ -88,20 +88,21 @@ def fuzz(
 ) -> FuzzResult:
     """Check random problems until the time is over.
 
-    Everything is drawn from consecutive seeds: batches, ragged packed batches, merged results and buckets of requests;
-    patterns, selectors and masks; lengths, heads, head_dims, blocks, dtypes, scales, strides. Every layout is held to
-    the definition of its rule, every backend that serves a problem to the derived budgets of `dynaxx.testing`.
+    Consecutive seeds determine the problems: batches, ragged packed batches, merged results and buckets of requests;
+    patterns, selectors and masks; lengths, heads, head_dims, blocks, dtypes, scales, strides. Every layout is compared
+    with the definition of its rule, and every backend that serves a problem with the derived budgets of
+    `dynaxx.testing`.
 
     Args:
-        seconds: time limit, None for no end; the current problem is finished.
-        seed: seed of the first problem; the result names the one to go on with.
-        cases: stop after this many problems, too.
+        seconds: time limit, None for no limit; the current problem is finished.
+        seed: seed of the first problem; the result names the seed to continue with.
+        cases: also stop after this many problems.
         device: device of the tensors.
-        isas: builds of the CPU core to check ("baseline", ..., "torch" for the gathers); by default the active one.
-        progress: is told of each problem.
+        isas: builds of the CPU core to check ("baseline", ..., "torch" for the gathers); by default the active build.
+        progress: reports each problem.
     """
     if set(isas) - {*supported_isas(), "torch"}:
-        raise ValueError(f"`isas` must be of {(*supported_isas(), 'torch')} on this processor, got {tuple(isas)}")
+        raise ValueError(f"`isas` must be among {(*supported_isas(), 'torch')} on this processor, got {tuple(isas)}")
     if (seconds is not None and seconds < 0) or (cases is not None and cases < 1) or seconds is cases is None:
         raise ValueError(f"`seconds` must be >= 0 or `cases` >= 1, got {seconds} and {cases}")
     start, done, passed = time.monotonic(), 0, 0.0
@@ -128,7 +129,7 @@ def fuzz(
 def _check(
     seed: int, device: torch.device | str, isas: Sequence[str]
 ) -> tuple[tuple[Problem, list[str]] | None, list[Mismatch]]:
-    """Check one problem on the backends that serve it; return what is wrong. A crash is what a fuzzer looks for."""
+    """Check one problem on the backends that serve it, and return mismatches. Exceptions count as mismatches."""
     try:
         problem = random_problem(seed, device)
         expected = Expected(problem, seed)
@@ -154,7 +155,7 @@ def _wrong(backend: str, problem: Problem, expected: Expected, seed: int) -> str
 
 @contextmanager
 def _cpu_isa(isa: str) -> Iterator[None]:
-    """Use one build of the CPU core for a while, "" for the active one."""
+    """Use one build of the CPU core within the block, "" for the active one."""
     before = os.environ.get(ISA_VARIABLE)
     if isa:
         os.environ[ISA_VARIABLE] = isa

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dynaxx doctor`: what this machine is, which backends can serve it, and whether they compute the right thing."""
+"""`dynaxx doctor`: describe the machine, list the backends that can serve a problem, and check their results."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from dynaxx.testing import ErrorReport, check_forward, check_gradients, make_qkv
 ORACLE_BYTES = 256 * 2**20  # bytes of a seqlen x seqlen fp64 matrix; longer problems are checked at a shorter length
 ROW_BYTES = 512 * 2**20  # bytes of q, k, v, out and gradients
 
-BROKEN = "broken: "  # prefix of the reason of a backend that cannot answer
+BROKEN = "broken: "  # prefix of the reason of a backend that fails to report its reasons
 
 
 @dataclass(frozen=True)
 class BackendStatus:
-    """One backend's answer to the user's problem; without reasons it can serve."""
+    """One backend's reasons why it cannot serve the user's problem. Without reasons it can."""
 
     name: str
     forward_reasons: tuple[str, ...]
@@ -40,13 +40,13 @@ class BackendStatus:
 
 @dataclass(frozen=True)
 class OracleCheck:
-    """One backend on one layout against the fp64 oracle."""
+    """The comparison of one backend on one layout with the fp64 oracle."""
 
     backend: str
     what: str  # "forward" or "gradients"
     pattern: str
     reports: tuple[ErrorReport, ...]
-    error: str = ""  # why it could not be run at all
+    error: str = ""  # why it could not run
 
     @property
     def ok(self) -> bool:
@@ -55,14 +55,14 @@ class OracleCheck:
 
 @dataclass(frozen=True)
 class DoctorResult:
-    """Everything doctor found."""
+    """The result of `dynaxx doctor`."""
 
     machine: Machine
     problem: AttentionProblem  # the user's problem
     backends: tuple[BackendStatus, ...]
     chosen_forward: str  # the backend that "auto" takes; "" if none can serve
     chosen_gradients: str
-    checked_seqlen: int  # the oracle is quadratic: long problems are checked at this length
+    checked_seqlen: int  # length of the checks; the oracle is quadratic, so it may be shorter than the problem
     checks: tuple[OracleCheck, ...]
 
     @property
@@ -125,7 +125,7 @@ class DoctorResult:
             lines.append(
                 f"{'pass' if check.ok else 'FAIL'}  {check.backend:<10} {check.what:<10} {check.pattern}: {found}"
             )
-        verdict = "all is well" if self.ok else "something is wrong: see FAIL or broken above"
+        verdict = "all checks passed" if self.ok else "a check failed: see FAIL or broken above"
         return "\n".join([*lines, "", verdict if self.chosen_forward else "no backend can serve this problem"])
 
 
@@ -141,10 +141,10 @@ def diagnose(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> DoctorResult:
-    """Ask every backend about a problem, and check those that can serve it against the fp64 oracle.
+    """Collect every backend's reasons for a problem, and compare the usable backends with the fp64 oracle.
 
     Raises:
-        ValueError: sizes that no attention could have, or heads too large to be checked.
+        ValueError: sizes are invalid, or the heads are too large to be checked.
     """
     for name, value in (("q_heads", q_heads), ("kv_heads", kv_heads), ("head_dim", head_dim), ("seqlen", seqlen)):
         if value < 1:
@@ -181,7 +181,7 @@ def diagnose(
 
 
 def _checked_seqlen(q_heads: int, head_dim: int, seqlen: int, block_size: int) -> int:
-    """Return the length of a problem that the oracle has memory for: a block at least."""
+    """Return the longest length that fits the oracle's memory, at least one block."""
     matrix, rows = 8 * q_heads, 8 * 8 * q_heads * head_dim
     if min(seqlen, block_size) * rows > ROW_BYTES:
         most = ROW_BYTES // (8 * 8 * min(seqlen, block_size))
@@ -190,7 +190,7 @@ def _checked_seqlen(q_heads: int, head_dim: int, seqlen: int, block_size: int) -
 
 
 def _reasons(name: str, problem: AttentionProblem) -> tuple[str, ...]:
-    """Return why a backend cannot serve; a backend that fails to answer is broken, and the others are still asked."""
+    """Return why a backend cannot serve. A backend that raises instead counts as broken."""
     try:
         return tuple(unsupported_reasons(name, problem))
     except Exception as error:
@@ -235,7 +235,7 @@ def _run_check(
     qkv: tuple[Tensor, Tensor, Tensor],
     layout: BlockLayout,
 ) -> OracleCheck:
-    """Run one check; a backend that said yes and then fails is a finding, not a crash of the doctor."""
+    """Run one check. A backend that fails although it reported no reasons is a finding."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout) -> tuple[Tensor, Tensor]:
         out, lse = sparse_attention(q, k, v, layout, return_lse=True, backend=name)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dynaxx profile`: where the time goes, and whether sparse attention is worth it."""
+"""`dynaxx profile`: show where the time goes, and whether sparse attention is worth it."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time by part of a running model: hooks around its attention modules and MLPs, a wrapper around its attention core."""
+"""Time the parts of a model: hooks around attention modules and MLPs, and a wrapper around the attention function."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ATTENTION_NAME = "dynaxx_profile"  # name in transformers' AttentionInterface wh
 
 
 class Clock:
-    """Adds up time by part. On a GPU it records events and waits once, at the end of a run."""
+    """Sum up time by part. On a GPU it records events and synchronises once, at the end of a run."""
 
     def __init__(self, device: torch.device) -> None:
         self._gpu = device.type == "cuda"
@@ -30,7 +30,7 @@ class Clock:
         self.leave(part, started)
 
     def enter(self, label: str) -> tuple[Any, Any]:
-        """Start a span, named for PyTorch's profiler and, on a GPU, for Nsight."""
+        """Start a span, with a label for PyTorch's profiler and, on a GPU, for Nsight."""
         record = torch.profiler.record_function(f"dynaxx.{label}")
         record.__enter__()
         if self._gpu:
@@ -44,7 +44,7 @@ class Clock:
         started[1].__exit__(None, None, None)
 
     def collect(self) -> dict[str, float]:
-        """Return seconds by part since the last call, and forget them."""
+        """Return the seconds by part since the last call, and reset them."""
         if self._gpu:
             torch.cuda.synchronize()
         seconds = dict.fromkeys(("attention", "windowed", "module", "mlp"), 0.0)
@@ -63,7 +63,7 @@ class Clock:
 
 @contextmanager
 def instrumented(model: Any) -> Iterator[Clock]:
-    """Time a model's attention core, attention modules and MLPs; afterwards it is as before."""
+    """Time a model's attention function, attention modules and MLPs within the block, and restore it afterwards."""
     clock = Clock(model.device)
     attention, mlps = find_parts(model)
     with ExitStack() as stack:
@@ -76,7 +76,7 @@ def instrumented(model: Any) -> Iterator[Clock]:
 
 
 def find_parts(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Return the outermost attention modules and MLPs (or mixtures of experts), by what transformers calls them."""
+    """Return the outermost attention modules and MLPs (or mixtures of experts), by their names in transformers."""
 
     def outermost(words: tuple[str, ...], module: nn.Module) -> Iterator[nn.Module]:
         for child in module.children():
@@ -103,10 +103,10 @@ def _hook(stack: ExitStack, clock: Clock, module: nn.Module, part: str, label: s
 
 @contextmanager
 def _timed_core(model: Any, clock: Clock) -> Iterator[None]:
-    """Route attention through a wrapper that times the model's own implementation.
+    """Route attention through a wrapper that times the model's implementation.
 
     Raises:
-        ValueError: the model does not call transformers' attention interface, so its core cannot be told apart.
+        ValueError: the model does not use transformers' attention interface, so the function cannot be wrapped.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -120,7 +120,7 @@ def _timed_core(model: Any, clock: Clock) -> Iterator[None]:
     attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[used]
 
     def timed(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        window = kwargs.get("sliding_window")  # a layer with a window of its own: no policy touches it
+        window = kwargs.get("sliding_window")  # a layer with a window, which policies do not change
         if window is None:
             pairs = visible_pairs(query.shape[2], key.shape[2], None)
             clock.attention_flops += 2 * pairs * query.shape[0] * query.shape[1] * (query.shape[3] + value.shape[3])
@@ -139,7 +139,7 @@ def _timed_core(model: Any, clock: Clock) -> Iterator[None]:
 
 
 def visible_pairs(seqlen_q: int, seqlen_k: int, window: int | None) -> int:
-    """Return (query, key) pairs that a causal layer shows, with queries at the end of the keys."""
+    """Return the number of visible pairs of a causal layer, with queries at the end of the keys."""
     sees = min(window or seqlen_k, seqlen_k)
     first = seqlen_k - seqlen_q + 1  # keys that the first query sees
     growing = max(0, min(sees, seqlen_k) - first)  # queries that see fewer than `sees`

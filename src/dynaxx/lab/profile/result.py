@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The result of `dynaxx profile`: where the time goes, what sparsity would save, and a verdict."""
+"""The result of `dynaxx profile`: the time by part, the possible savings, and a verdict."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from dynaxx.lab.machine import Ceilings, Machine
 from dynaxx.lab.report.verdict import NBSP, duration
 
 DENSITIES = (0.5, 0.25, 0.1)  # densities for which savings are estimated
-BUSY = 0.7  # load from which other processes disturb a measurement; on a GPU, per core of the host
+BUSY = 0.7  # load from which other processes disturb a measurement (per core of the host on a GPU)
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """The parts of one prefill; they add up to `total`."""
+    """The parts of one prefill, which sum to `total`."""
 
-    attention: float  # scores, softmax and values in layers that see the whole prompt, which a policy can make sparse
+    attention: float  # attention function of layers that see the whole prompt, which a policy can make sparse
     projections: float  # the rest of the attention modules: q, k, v, out, rotary embedding, cache
     mlp: float
     rest: float  # embeddings, norms, logits of the last token
     total: float
-    windowed: float = 0.0  # the same as `attention` in layers with a window of their own, which no policy touches
+    windowed: float = 0.0  # attention function of layers with a window, which policies do not change
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Decode:
 
     seconds_per_token: float
     attention_share: float
-    gbs: float  # bytes of weights, keys and values, each read once, over the time
+    gbs: float  # bytes of weights, keys and values (each read once) per second
     of_copy_ceiling: float
 
 
@@ -42,19 +42,19 @@ class LengthProfile:
     seqlen: int
     seconds: Seconds
     repeats: int
-    attention_gflops_per_s: float  # useful FLOPs: visible pairs only
+    attention_gflops_per_s: float  # useful FLOPs, from visible pairs only
     of_gemm_ceiling: float
     linear_gflops_per_s: float  # rate of projections and MLP if they are plain linear layers
     decode: Decode
 
     @property
     def attention_share(self) -> float:
-        """The share of the prefill that sparse attention could save at most."""
+        """The largest share of the prefill that sparse attention could save."""
         return self.seconds.attention / self.seconds.total
 
     @property
     def max_speedup(self) -> float:
-        """Return the speed-up of the whole prefill if attention without a window took no time at all."""
+        """The speed-up of the whole prefill if attention in layers without a window took no time."""
         return self.seconds.total / max(self.seconds.total - self.seconds.attention, 1e-9)
 
 
@@ -84,7 +84,7 @@ class ProfileResult:
 
     @property
     def busy(self) -> bool:
-        """Whether others were at work on the machine."""
+        """Whether other processes were busy on the machine."""
         cores = 1 if self.ceilings.device.startswith("cpu") else self.machine.cores
         return (self.load or 0) > BUSY * cores
 
@@ -99,7 +99,7 @@ class ProfileResult:
 
     @property
     def verdict(self) -> str:
-        """One sentence, from the shortest length to the longest; what is refused comes first."""
+        """One sentence, from the shortest length to the longest, with a refusal first."""
         shares = [f"{length.attention_share:.0%} at {length.seqlen:,}" for length in self.lengths]
         where = " in layers without a window" if any(length.seconds.windowed for length in self.lengths) else ""
         subject = f"attention's share of prefill{where} is"
@@ -135,7 +135,7 @@ class ProfileResult:
             f"{self.model} on {self.machine.cpu}" + "".join(f", {gpu}" for gpu in self.machine.gpus),
             f"ceilings measured on {c.device} in {c.dtype}, {c.threads} threads: "
             f"{c.gemm_gflops:,.0f} GFLOP/s, {c.copy_gbs:.1f} GB/s",
-            *([f"the machine was busy (load {self.load}): times are too long"] if self.busy else []),
+            *([f"the machine was busy (load {self.load}), so times are too long"] if self.busy else []),
             *([f"no policy can run in this model: {self.refused}"] if self.refused else []),
             "",
             "  prompt     prefill  attention  projections     mlp    rest  attention GFLOP/s    decode/token",
@@ -152,7 +152,7 @@ class ProfileResult:
         if any(x.seconds.windowed for x in self.lengths):
             lines += [
                 "",
-                f"beside it, layers with a window of their own, which stay as they are: {'; '.join(windowed)}",
+                f"in addition, layers with a window, which policies do not change: {'; '.join(windowed)}",
             ]
         lines += ["", self.verdict]
         lines += [] if self.refused else ["", "if attention's time is proportional to its density:"]
@@ -164,7 +164,7 @@ class ProfileResult:
                 + ("" if money is None else f", {money:.2f} per 1,000 prompts")
             )
         if self.worth_it:
-            lines += ["", "how low the density may go with this model and text: dynaxx tune"]
+            lines += ["", "to find the lowest density for this model and text: dynaxx tune"]
         return "\n".join(lines)
 
 

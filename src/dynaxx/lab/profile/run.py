@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dynaxx profile`: where a model's time goes at each length, and whether sparse attention is worth it.
+"""`dynaxx profile`: show where a model spends its time at each length, and whether sparse attention is worth it.
 
-Timed through front doors only: hooks on modules for projections and MLP, transformers' attention interface for the
-attention core, which is all that sparsity can save.
+Hooks on modules time projections and MLP. A wrapper in transformers' attention interface times the attention function,
+which is the only part that sparse attention can save.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ def profile(
     """Measure prefill and decode at each length, batch 1.
 
     Args:
-        model: a causal language model of transformers. It is left as it was.
-        tokenizer: the model's.
+        model: a causal language model of transformers; it is not changed.
+        tokenizer: the tokenizer of the model.
         text: text of the prompts; repeated if it is shorter than the longest length.
         lengths: prompt lengths in tokens.
         name: name of the model in the result.
-        threshold: share of the time from which attention counts as worth making sparse.
-        price_per_hour: price of the machine, to put savings into money.
+        threshold: share of the time from which attention is worth making sparse.
+        price_per_hour: price of the machine, to express savings in money.
         trace: file for a profiler trace at the longest length, see `write_trace`.
-        progress: is told of each length.
+        progress: reports each length.
 
     Raises:
-        ValueError: no lengths, or one below 2 or beyond the model's positions.
+        ValueError: there are no lengths, or one is below 2 or beyond the model's positions.
         OSError: the trace cannot be written.
     """
     limit = longest_prompt(model)
@@ -103,7 +103,7 @@ def write_trace(model: Any, tokenizer: Any, text: str, seqlen: int, path: Path) 
 
 
 def default_lengths(model: Any, longest: int = 8192) -> tuple[int, ...]:
-    """Return 512, 2,048, and `longest` or the model's own limit."""
+    """Return 512, 2,048, and `longest` or the model's limit."""
     top = min(longest, longest_prompt(model))
     return tuple(sorted({length for length in (512, 2048) if length < top} | {top}))
 
@@ -135,7 +135,7 @@ class _Measured(NamedTuple):
 
 
 def _measure(model: Any, ids: Tensor, clock: Clock) -> _Measured:
-    """Run up to three prefills in about six seconds, at least one; take the middle one; then run some decode steps."""
+    """Run one to three prefills in about six seconds, take the median, then run some decode steps."""
     runs: list[Seconds] = []
     started, cache = time.perf_counter(), None
     while not runs or (len(runs) < 3 and time.perf_counter() - started + runs[-1].total < 6):
@@ -156,9 +156,9 @@ def _measure(model: Any, ids: Tensor, clock: Clock) -> _Measured:
 
 
 def _measure_decode(model: Any, ids: Tensor, cache: Any, clock: Clock) -> tuple[float, float, int]:
-    """Return the median seconds of a token on the prefill's cache, attention's share, and the bytes it must read.
+    """Return the median seconds per token on the prefill's cache, the share of attention, and the bytes to read.
 
-    The position stays within the prompt, so that a model with learned positions can be profiled at its full length.
+    Positions stay within the prompt, so that a model with learned positions can be profiled at its full length.
     """
     totals, shares = [], []
     position = torch.tensor([[ids.shape[1] - 1]], device=ids.device)
@@ -188,13 +188,13 @@ def _prefill(model: Any, ids: Tensor) -> Any:
 
 
 def _linear_weights(model: nn.Module) -> int:
-    """Return weights that every token is multiplied with in attention modules and MLPs."""
+    """Return the number of weights in attention modules and MLPs that multiply every token."""
     parts = [module for found in find_parts(model) for module in found]
     return sum(x.weight.numel() for part in parts for x in part.modules() if isinstance(x, nn.Linear))
 
 
 def _prompt(tokenizer: Any, text: str, tokens: int) -> Tensor:
-    """Return a prompt of this many tokens. A short text is repeated, which changes no timing."""
+    """Return a prompt of this many tokens. A short text is repeated, which does not change the times."""
     have = len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     return encode(tokenizer, text * (2 * tokens // max(1, have) + 1), tokens)
 
@@ -212,6 +212,6 @@ def _write_trace(path: Path, run: Callable[[], Any]) -> None:
         folder.mkdir()
         trace = folder / "trace.json"
         recorded.export_chrome_trace(str(trace))
-        if not trace.exists():  # the profiler only logs its errors, and leaves a file of its own
+        if not trace.exists():  # the profiler only logs its errors
             raise OSError(errno.EIO, "the profiler could not write its trace; is the disk full?", str(path))
         trace.replace(path)

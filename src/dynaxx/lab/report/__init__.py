@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dynaxx report`: one HTML page from the results in a folder."""
+"""`dynaxx report`: write the results in a folder as one HTML page."""

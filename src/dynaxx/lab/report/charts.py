@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small charts as inline SVG: no library, colours from the page's CSS variables, real text, a title on every mark.
+"""Small charts as inline SVG, without a library: colours from the page's CSS, real text, a title on every mark.
 
-Classes used: `ink`, `soft`, `accent` (strokes and fills follow the page's light or dark colours), `g1` .. `g3` greys.
+CSS classes: `ink`, `soft`, `accent` (strokes and fills follow the page's light or dark colours), `g1` .. `g3` greys.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Format = Callable[[float], str]
 
 
 class Point(NamedTuple):
-    """A measured point; `title` shows when the pointer rests on it."""
+    """A measured point. `title` is its tooltip."""
 
     x: float
     y: float
@@ -59,7 +59,7 @@ class Axes:
 
 
 def line_chart(series: Sequence[Series], axes: Axes, *, alt: str) -> str:
-    """Draw lines with their names at their ends. Points outside `y_range` are cut off; lines lead to them."""
+    """Draw lines with their names at their ends. Points outside `y_range` are clipped."""
     series = [each for each in series if each.points]
     right = 16 + max(len(each.name) for each in series) * CHAR
     left, top, bottom = 52.0, 30.0, axes.height - 44.0
@@ -114,7 +114,7 @@ def stacked_bars(
     labels: Sequence[str] = (),
     width: int = 400,
 ) -> str:
-    """Draw horizontal bars of shares that sum to 1; the first part has the accent colour, the others are grey.
+    """Draw horizontal bars of shares that sum to 1. The first part has the accent colour, the others are grey.
 
     Args:
         rows: (name, ((title, share), ...), note on the right).
@@ -152,7 +152,7 @@ def matrix(
     y_label: str,
     width: int = 980,
 ) -> str:
-    """Draw columns of cells between 0 and 1 (the more, the fuller); `names` stand below every few columns."""
+    """Draw columns of cells with values between 0 and 1 as opacity, with `names` below every few columns."""
     rows = max(len(column) for column in values)
     cell = min(34.0, (width - 48) / len(values))
     left, out = 48.0, []
@@ -182,7 +182,7 @@ def _dot(x: float, y: float, point: Point, series: Series) -> str:
 
 
 def _apart(labels: list[tuple[float, Series]], gap: float = 15.0) -> list[tuple[float, Series]]:
-    """Move names so that none covers another."""
+    """Move names apart, so that none covers another."""
     placed: list[tuple[float, Series]] = []
     for y, each in sorted(labels, key=lambda label: label[0]):
         placed.append((max(y, placed[-1][0] + gap) if placed else y, each))

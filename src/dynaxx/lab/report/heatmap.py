@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heat maps as PNG data URIs: no library, few colours, see-through where there is nothing."""
+"""Heat maps as PNG data URIs, without a library: few colours, transparent where empty."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import base64
 import struct
 import zlib
 
-LEVELS = 24  # shades of a heat map: more are not seen and cost bytes
+LEVELS = 24  # shades of a heat map; more are invisible and cost bytes
 INK = (9, 60, 56)  # colour of a full cell; the page inverts it in dark mode
 PALE = (64, 190, 172)  # colour of an almost empty cell
 
 
 def heatmap_uri(codes: bytes, size: int, *, low: int = 52, high: int = 240) -> str:
-    """Encode a heat map as a PNG data URI, transparent where there is nothing.
+    """Encode a heat map as a PNG data URI, transparent where it is empty.
 
     Args:
-        codes: `size` * `size` bytes: 0 is nothing, 1 to 255 are on a log scale.
-        size: rows and columns.
-        low: code that is drawn empty; with five decades from 1 to 255, a ten-thousandth.
-        high: code that is drawn full; a half.
+        codes: `size` * `size` bytes: 0 is zero, 1 to 255 are on a log scale.
+        size: number of rows and columns.
+        low: largest code that is drawn empty; with five decades from 1 to 255, the default is a share of 1e-4.
+        high: smallest code that is drawn full; the default is a share of one half.
     """
     ramp = bytes(
         0 if code <= low else min(LEVELS - 1, 1 + (code - low) * (LEVELS - 1) // (high - low)) for code in range(256)

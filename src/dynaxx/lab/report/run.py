@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write the report: one self-contained HTML page from the results in a folder.
 
-Each section reads one file that another tool wrote. A missing file becomes a sentence that says which command makes it,
-a file of an unknown shape one that says so; neither keeps the rest of the page from being made.
+Each section shows one file that another tool wrote. If the file is missing, the section names the command that writes
+it. If the file has an unknown form, the section says so. The rest of the page is not affected.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ COMMANDS = {
     "validation": "dynaxx validate {model} {folder}/policy.json --out {folder}",
 }
 KIND_WORDS = {
-    "local": "a window and the first tokens are enough",
-    "lines": "single keys or distances stand out: a selector finds their blocks",
-    "selected": "the blocks change with the query: a selector finds them",
-    "broad": "spread too wide for half of the blocks: keep dense",
-    "windowed": "the layer has a window of its own: leave it",
+    "local": "a window and the first tokens suffice",
+    "lines": "single keys or distances dominate; a selector finds their blocks",
+    "selected": "the blocks depend on the query; a selector finds them",
+    "broad": "half of the blocks hold too little; keep the head dense",
+    "windowed": "the layer already has a window; leave it",
 }
 ODD = (KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError, RecursionError)
 
 
 @dataclass
 class Section:
-    """One file's part of the page: its data, or why there is nothing to show."""
+    """One file's section of the page: its data, or why there is none."""
 
     name: str
     command: str
@@ -50,11 +50,11 @@ class Section:
 def write_report(run_dir: Path) -> Path:
     """Write `report.html` into a folder from the results there; return its path.
 
-    Reads whichever exist of profile.json, analysis.json, tuning.json, policy.json and validation.json. The page needs
+    Reads those of profile.json, analysis.json, tuning.json, policy.json and validation.json that exist. The page needs
     no network and runs no scripts.
 
     Raises:
-        ImportError: jinja2 is not installed; the message says how.
+        ImportError: jinja2 is not installed; the message says how to install it.
         ValueError: the folder does not exist.
         OSError: the page cannot be written.
     """
@@ -85,13 +85,13 @@ def write_report(run_dir: Path) -> Path:
     folder = run_dir.resolve().name
     try:
         page = template.render(_page(documents, problems, folder))
-    except odd:  # a file differs from what this version writes: find it, and make the page from the others
+    except odd:  # a file differs from what this version writes; find it, and write the page without it
         for name in list(documents):
             try:
                 template.render(_page({name: documents[name]}, {}, folder))
             except odd as error:
                 said = f"{type(error).__name__}: {printable(error, most=200)}"
-                problems[name] = f"{FILES[name]} is not as this version writes it ({said})."
+                problems[name] = f"{FILES[name]} does not have the form that this version writes ({said})."
                 del documents[name]
         page = template.render(_page(documents, problems, folder))
     return write_text(run_dir / "report.html", page)
@@ -137,7 +137,7 @@ def _page(documents: dict[str, Any], problems: dict[str, str], folder: str) -> d
 
 
 def _read(run_dir: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the documents that exist, and what is wrong with those that cannot be read."""
+    """Return the documents that exist, and the errors of those that cannot be read."""
     documents, problems = {}, {}
     for name, file in FILES.items():
         if not (run_dir / file).exists():

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turn the documents that tools wrote into the figures, tables and charts of the report.
+"""Turn the documents of the tools into the figures, tables and charts of the report.
 
-Each function takes the document and, where it looks at others, all of them; it raises where a field is missing or odd.
+Each function takes its document and all documents. It raises if a field is missing or malformed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ RULE_NAMES = {
     "min_max": "min/max bound",
     "last_query_probe": "last-query probe",
 }
-MOST_MAPS = 400  # with more heads, heat maps are smaller, to keep the page small
+MOST_MAPS = 400  # number of heads above which heat maps are reduced, to keep the page small
 
 
 def number(value: Any) -> str:
@@ -38,7 +38,7 @@ def profile_section(document: dict[str, Any], documents: dict[str, Any]) -> dict
     rows = []
     for length in lengths:
         seconds = dict(length["seconds"])
-        seconds["rest"] += seconds.get("windowed", 0.0)  # layers with a window of their own stay as they are
+        seconds["rest"] += seconds.get("windowed", 0.0)  # policies do not change layers with a window
         parts = [
             (f"{words}: {duration(seconds[part])}, {percent(seconds[part] / seconds['total'])}", seconds[part])
             for part, words in PARTS.items()
@@ -108,7 +108,7 @@ def _head(head: dict[str, Any], shrink: bool) -> dict[str, Any]:
 
 
 def _halved(codes: bytes, size: int) -> bytes:
-    """Keep every second row and column, the fuller of each two neighbours."""
+    """Halve rows and columns, taking the larger of each two neighbours."""
     half = size // 2
     best = bytearray(half * half)
     for y in range(half * 2):
@@ -123,7 +123,7 @@ def _recall_chart(document: dict[str, Any]) -> str:
     best = max((name for name in rules if name != "oracle"), key=lambda name: sum(rules[name]["recall"]))
     styles = {"oracle": "dashed", best: "accent"}
     series = []
-    for name, rule in sorted(rules.items(), key=lambda rule: rule[0] == best):  # the best is drawn last, on top
+    for name, rule in sorted(rules.items(), key=lambda rule: rule[0] == best):  # draw the best last, on top
         words = RULE_NAMES.get(name, name)
         points = [
             Point(100 * density, 100 * recall, f"{words}: {percent(recall, 1)} at {percent(density, 1)} density")
@@ -187,7 +187,7 @@ def _quality_chart(document: dict[str, Any]) -> str:
 
 
 def _speed_chart(timings: list[dict[str, Any]], name: str, alt: str, border: int | None = None) -> str:
-    """Draw dense over sparse seconds by length; `border` is where the policy begins to be sparse."""
+    """Draw dense over sparse seconds by length. `border` is the length from which the policy is sparse."""
     if not timings:
         return ""
     points = []
@@ -260,12 +260,12 @@ def validation_section(document: dict[str, Any], documents: dict[str, Any]) -> d
 
 
 def _picked(values: dict[str, Any], names: str) -> dict[str, Any]:
-    """Return the named values; a KeyError names the one that a file lacks."""
+    """Return the named values. A KeyError names the one that a file lacks."""
     return {name: values[name] for name in names.split()}
 
 
 def _table(rows: Any) -> dict[str, Any]:
-    """Turn a list of similar objects into header and rows; nested values are left out."""
+    """Turn a list of similar objects into header and rows, without nested values."""
     rows = [row for row in rows or [] if isinstance(row, dict)]
     header = [key for key, value in rows[0].items() if not isinstance(value, (dict, list))] if rows else []
     return {"header": header, "rows": [[row.get(key, "") for key in header] for row in rows]}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of charts as SVG: labels that cover nothing, marks, scales and ticks."""
+"""Parts of charts as SVG: labels that avoid each other, marks, scales and ticks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def document(width: float, height: float, parts: Sequence[str], alt: str) -> str
 
 
 def text(x: float, y: float, said: str, style: str, anchor: str = "start") -> str:
-    """Draw words at (x, baseline y); `style` is a class of the page's."""
+    """Draw text at (x, baseline y). `style` is a CSS class of the page."""
     return f'<text class="{style}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(said)}</text>'
 
 
@@ -36,7 +36,7 @@ class Labels:
         ]
 
     def place(self, said: str, spots: Sequence[tuple[float, float, str]]) -> str:
-        """Write at the first of the spots (x, baseline, anchor) that is free, or else at the first."""
+        """Write at the first free spot (x, baseline, anchor), or at the first spot if none is free."""
 
         def free(spot: tuple[float, float, str]) -> bool:
             left, right = _span(said, spot[0], spot[2])
@@ -45,7 +45,7 @@ class Labels:
         return self.put(said, *next(filter(free, spots), spots[0]), style="ink halo")
 
     def put(self, said: str, x: float, y: float, anchor: str = "start", *, style: str) -> str:
-        """Write here; later words keep away."""
+        """Write at this position, which later labels avoid."""
         left, right = _span(said, x, anchor)
         count = max(2, int((right - left) / 4))
         self._taken += [
@@ -75,7 +75,7 @@ def padded(low: float, high: float) -> tuple[float, float]:
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Round values within a range."""
+    """Return round values within a range."""
     raw = (high - low) / about
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= raw * 0.999)
@@ -84,7 +84,7 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
 
 
 def x_ticks(xs: Sequence[float], log: bool, to_x: Callable[[float], float]) -> list[float]:
-    """Round values, or on a log axis the measured ones, as many as fit."""
+    """Return round values, or on a log axis the measured values, as many as fit."""
     if not log:
         return [tick for tick in ticks(xs[0], xs[-1]) if xs[0] <= tick <= xs[-1]] if xs[-1] > xs[0] else list(xs)
     chosen: list[float] = []

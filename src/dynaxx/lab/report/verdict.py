@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the verdict on top of a report from the measurements that exist. It says no as plainly as yes."""
+"""Write the verdict at the top of a report from the measurements that exist."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 NBSP = "\N{NO-BREAK SPACE}"
-FASTER = 1.05  # a smaller speed-up counts as none
+FASTER = 1.05  # smallest speed-up that counts
 
 
 @dataclass(frozen=True)
 class Stat:
-    """A figure, its name, and what it is compared with."""
+    """A figure with its name and its baseline."""
 
     value: str
     label: str
@@ -21,7 +21,7 @@ class Stat:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on top of the page: title, text and figures."""
+    """The verdict at the top of the page: title, text and figures."""
 
     mark: str  # "yes", "no", "open"
     headline: str
@@ -30,12 +30,12 @@ class Verdict:
 
 
 def percent(value: float, digits: int = 0) -> str:
-    """Format a share as "21 %" with an unbreakable space."""
+    """Format a share as "21 %" with a no-break space."""
     return f"{100 * value:.{digits}f}{NBSP}%"
 
 
 def change(ratio: float) -> str:
-    """Format a ratio to dense as a signed change: 1.006 is "+0.6 %"."""
+    """Format a ratio to dense as a signed change: 1.006 gives "+0.6 %"."""
     return f"{100 * (ratio - 1):+.{2 if abs(ratio - 1) < 0.001 else 1}f}{NBSP}%"
 
 
@@ -51,10 +51,10 @@ def duration(seconds: float) -> str:
 
 
 def verdict(documents: dict[str, Any]) -> Verdict:
-    """Judge by the furthest step that was done.
+    """Return the verdict from the last step that was run.
 
     Args:
-        documents: any of "profile", "analysis", "tuning", "validation", as the tools write them.
+        documents: any of "profile", "analysis", "tuning", "validation", as written by the tools.
     """
     profile, tuning, validation = (documents.get(name) for name in ("profile", "tuning", "validation"))
     stats = _stats(documents)
@@ -103,7 +103,7 @@ def _tuned(tuning: dict[str, Any], sentence: str, stats: tuple[Stat, ...]) -> Ve
 
 
 def _sentence(documents: dict[str, Any]) -> str:
-    """Describe model, density, perplexity and speed in one line, as far as they are known."""
+    """Describe model, density, perplexity and speed in one line, if they are known."""
     model = next((document["model"] for document in documents.values() if document and document.get("model")), "")
     parts = []
     density = _density(documents)
@@ -168,7 +168,7 @@ def _perplexity(documents: dict[str, Any]) -> tuple[float | None, float | None]:
 
 
 def _any_speed(documents: dict[str, Any]) -> tuple[str, tuple[int, float] | None]:
-    """Describe the timing: of the whole prefill if it was validated, else of attention alone."""
+    """Return the timing of the whole prefill if it was validated, otherwise of attention alone."""
     validation, tuning = documents.get("validation") or {}, documents.get("tuning") or {}
     if validation.get("speed"):
         return "prefill", _speed(validation["speed"])

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Share one density among many heads so that the predicted loss is least.
+"""Distribute one density among many heads so that the predicted loss is smallest.
 
-Each head offers a few candidates, each with a density and a loss. On the lower convex hull of its points a head gains
-less and less for each block more; so spending block by block where the next one gains most is optimal for every total
-on the way (Lagrange). The hull steps of all heads are sorted once; any density is then a prefix of them.
+Each head has a few candidates with a density and a loss. On the lower convex hull of these points the gain per added
+block decreases. The greedy choice of the largest next gain is therefore optimal for every total that it reaches
+(Lagrange). The hull steps of all heads are sorted once, and every density is a prefix of them.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import Tensor
 
 
 class HullStep(NamedTuple):
-    """Give one head its next candidate on the hull."""
+    """The step of one head to its next candidate on the hull."""
 
     gain: float  # predicted loss saved per unit of density
     head: int
     candidate: int
-    density: float  # added to the head's density
+    density: float  # increase of the head's density
     saved: float
 
 
@@ -35,7 +35,7 @@ class Allocation(NamedTuple):
 
 
 def lower_hull(density: Sequence[float], loss: Sequence[float]) -> list[int]:
-    """Return indices of the points on the lower convex hull of falling losses, by ascending density."""
+    """Return the indices of the points on the lower convex hull with decreasing losses, by ascending density."""
     hull: list[int] = []
     for point in sorted(range(len(density)), key=lambda i: (density[i], loss[i])):
         if hull and loss[point] >= loss[hull[-1]]:
@@ -53,10 +53,11 @@ def lower_hull(density: Sequence[float], loss: Sequence[float]) -> list[int]:
 
 
 class Allocator:
-    """Returns the best allocation for any mean density.
+    """Find the best allocation for any mean density.
 
     Args:
-        density, loss: (candidates, heads); the heads of all layers side by side.
+        density: (candidates, heads), with the heads of all layers side by side.
+        loss: (candidates, heads).
     """
 
     def __init__(self, density: Tensor, loss: Tensor) -> None:
@@ -70,7 +71,7 @@ class Allocator:
             for a, b in pairwise(hull):
                 more, saved = float(density[b, head] - density[a, head]), float(loss[a, head] - loss[b, head])
                 steps.append(HullStep(saved / max(more, 1e-12), head, b, more, saved))
-        self._steps = sorted(steps, key=lambda step: -step.gain)  # stable: a head's own steps stay in order
+        self._steps = sorted(steps, key=lambda step: -step.gain)  # stable, so that the steps of a head stay in order
 
     @property
     def least_density(self) -> float:

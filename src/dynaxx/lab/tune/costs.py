@@ -19,7 +19,7 @@ Budgets = list[list[float]]  # per layer and q head
 
 
 class Costs(NamedTuple):
-    """The cost of every candidate for every head, by scorer; each tensor (budgets, layers * heads)."""
+    """The cost of every candidate for every head, by scorer. Each tensor is (budgets, layers * heads)."""
 
     layers: tuple[int, ...]
     density: dict[Scorer, Tensor]
@@ -30,11 +30,11 @@ class Costs(NamedTuple):
         return next(iter(self.density.values())).shape[1] // len(self.layers)
 
     def budgets(self, choice: Tensor) -> Budgets:
-        """Return the budgets that an allocation gives to each layer's heads."""
+        """Return the budgets of each layer's heads in an allocation."""
         return torch.tensor(BUDGETS, dtype=torch.float64)[choice].view(len(self.layers), self.heads).tolist()
 
     def uniform(self, scorer: Scorer, density: float) -> tuple[float, float]:
-        """Return a density, or the least possible one, and the budget for all heads that gives it."""
+        """Return the density (at least the smallest possible one), and the uniform budget that gives it."""
         densities = self.density[scorer].mean(1).tolist()
         return max(density, densities[0]), _interpolate(density, densities, BUDGETS)
 

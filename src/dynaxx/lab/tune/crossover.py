@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from dynaxx.policy import Policy
 
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
-GPU_LENGTHS = (*LENGTHS, 16384, 32768)  # dense attention is fast there for longer
+GPU_LENGTHS = (*LENGTHS, 16384, 32768)  # dense attention is fast up to longer lengths
 REPEATS = 5
-ROW = 8  # layers that are timed in a row on a GPU: launches of one hide behind the work of others
-LONG = 4096  # tokens from which repeats are fewer: they take seconds, and noise is small beside them
-GAIN = 1.25  # least speed-up that counts: less would hardly show in the whole model
+ROW = 8  # layers timed in a row on a GPU, so that launches overlap with the work of other layers
+LONG = 4096  # tokens from which there are fewer repeats, since runs take seconds and noise is small
+GAIN = 1.25  # smallest speed-up that counts; less would hardly show in the whole model
 HYSTERESIS = 1.25  # sparse_from / dense_below
 
 
@@ -48,16 +48,15 @@ def time_lengths(
 ) -> list[LengthTiming]:
     """Time dense (SDPA) and the policy's attention at several lengths, interleaved, on random inputs.
 
-    Three layers are timed, those of the lowest, middle and highest density, and their mean stands for all. On a GPU
-    each is a row of up to `ROW` calls that nothing waits between, as in a model: either the host or the GPU is what
-    takes the time.
+    The function times three layers, of the lowest, middle and highest density, and uses their mean for all. On a GPU it
+    times a row of up to `ROW` calls without synchronisation between them, as in a model.
 
     Args:
         model: a causal language model of transformers.
         policy: a policy for it.
-        lengths: by default those up to the model's context, and the context itself.
-        has_time: is told about how many seconds the next length will take; if it returns False, that length and longer
-            ones are left out.
+        lengths: lengths to time; by default some up to the model's context, and the context itself.
+        has_time: a function of the estimated seconds for the next length; if it returns False, that length and longer
+            ones are skipped.
     """
     plans = resolve(policy)
     if not plans:
@@ -68,7 +67,7 @@ def time_lengths(
     lengths = lengths or within(GPU_LENGTHS if parameter.device.type == "cuda" else LENGTHS, longest_prompt(model))
     row = min(ROW, len(plans)) if parameter.device.type == "cuda" else 1
     found: list[LengthTiming] = []
-    seconds = 0.0  # seconds of the length before
+    seconds = 0.0  # seconds of the previous length
     for seqlen in lengths:
         if found and not has_time(seconds * (seqlen / found[-1].seqlen) ** 2):
             break
@@ -87,7 +86,7 @@ def time_lengths(
 
 
 def within(lengths: Sequence[int], limit: int) -> list[int]:
-    """Return the lengths up to a limit, and the limit itself if it cuts some off."""
+    """Return the lengths up to a limit, and the limit itself if it excludes any."""
     return [*(length for length in lengths if length < limit), *([limit] if limit <= lengths[-1] else [])]
 
 
@@ -118,7 +117,7 @@ def _typical(plans: list[LayerPlan]) -> list[LayerPlan]:
 
 
 def interleaved(runs: Sequence[Callable[[], Any]], repeats: int, device: torch.device) -> list[float]:
-    """Return median seconds of each call, taken in turns so that a drifting machine is fair to all."""
+    """Return the median seconds of each call. Calls run in turns, so that changes of the machine affect all alike."""
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     seconds: list[list[float]] = [[] for _ in runs]
     for repeat in range(repeats + 1):
@@ -133,7 +132,7 @@ def interleaved(runs: Sequence[Callable[[], Any]], repeats: int, device: torch.d
 
 
 def dense_below(timings: Sequence[LengthTiming]) -> int | None:
-    """Return the shortest measured length from which sparse stays faster; None if it is not faster at the longest."""
+    """Return the shortest measured length from which sparse stays faster, or None if it is slower at the longest."""
     border = None
     for timing in sorted(timings, key=lambda each: -each.seqlen):
         if timing.dense_seconds < GAIN * timing.sparse_seconds:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find decode rules: the least share of a cache's pages that keeps the loss of tokens decoded one by one."""
+"""Find decode rules: the smallest share of a cache's pages that preserves the loss of tokens decoded one by one."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 SHARES = (0.5, 0.25, 0.125, 0.0625)  # shares of the pages, tried in this order
 STEPS = 256  # tokens decoded at the end of each text
 WINDOW = 256  # last tokens whose pages are always read
-ERRORS = 2  # standard errors that are added to a rise of perplexity before it is compared with the tolerance
+ERRORS = 2  # standard errors added to the rise of perplexity before the comparison with the tolerance
 
 
 @dataclass(frozen=True)
 class DecodeTrial:
-    """One share of pages: perplexity over that of dense decoding, its standard error, and whether it passed."""
+    """One share of pages: the ratio of perplexities to dense decoding, its standard error, and whether it passed."""
 
     share: float
     ratio: float
@@ -42,27 +42,27 @@ class DecodeTrial:
 
 @dataclass(frozen=True)
 class DecodeResult:
-    """The shares that were tried, and timings at the chosen one; `dense_below` is None if no rule is written."""
+    """The tried shares, and timings at the chosen share. `dense_below` is None if no rule is written."""
 
     trials: tuple[DecodeTrial, ...]
     share: float | None
     timings: tuple[LengthTiming, ...]
-    captured: tuple[LengthTiming, ...]  # the same in a CUDA graph; empty on a CPU
-    cuda_graph: bool  # whether the captured steps decide
+    captured: tuple[LengthTiming, ...]  # timings in a CUDA graph; empty on a CPU
+    cuda_graph: bool  # whether the decision uses the captured steps
     dense_below: int | None
     said: str  # summary, with a table of launched and captured steps
 
 
 def check_cuda_graph(model: Any, with_decode: bool, cuda_graph: bool) -> None:
-    """Raise ValueError for captured steps that nothing would ask for, or that there cannot be."""
+    """Raise ValueError if captured steps are requested without decode rules or without a GPU."""
     if cuda_graph and not with_decode:
-        raise ValueError("`cuda_graph` says how decode rules are decided on: ask for these, too (--decode)")
+        raise ValueError("`cuda_graph` needs decode rules; pass --decode as well")
     if cuda_graph and model.device.type != "cuda":
-        raise ValueError(f"`cuda_graph` needs a model on a GPU, this one is on {model.device}")
+        raise ValueError(f"`cuda_graph` needs a model on a GPU, got one on {model.device}")
 
 
 def decode_rule(share: float, layers: Sequence[int], page_size: int) -> Rule:
-    """Build the page budget of a step: the first page, the last `WINDOW` tokens, and a share of the pages between."""
+    """Build the decode rule: the first page, the last `WINDOW` tokens, and a share of the pages between."""
     from dynaxx.policy import Rule
 
     rule = Hybrid(Sink(page_size) | SlidingWindow(WINDOW), TopK(share, MinMax(bound=1.0)))
@@ -81,18 +81,19 @@ def tune_decode(
     say: Callable[[str], object] = lambda line: None,
     has_time: Callable[[], bool] = lambda: True,
 ) -> DecodeResult:
-    """Find the least share of pages for `layers` that keeps perplexity, and from which length it is faster.
+    """Find the smallest share of pages for `layers` that preserves perplexity, and the length from which it is faster.
 
     Args:
         model: a causal language model of transformers.
-        texts: token ids, (1, tokens) each; all but the last tokens are read densely, and the last ones are decoded.
+        texts: token ids, (1, tokens) each. The last tokens are decoded, all others prefilled densely.
         layers: layers that may decode by a budget.
         tolerance: allowed relative rise of perplexity.
         page_size: tokens per page.
-        cuda_graph: decide by steps that are captured in a CUDA graph, as engines run them, instead of eager ones.
-        remember: keeps the result of a step by its name.
-        say: is told what is being done.
-        has_time: is asked before each share but the first; if it returns False, smaller shares are not tried.
+        cuda_graph: decide by steps captured in a CUDA graph, as engines run them, instead of eager steps.
+        remember: a function that stores the result of a step by its name.
+        say: a function that reports the current step.
+        has_time: a function that is called before each share except the first; if it returns False, smaller shares are
+            not tried.
     """
     from dynaxx.integrations.transformers.apply_policy import model_facts
     from dynaxx.policy import Policy
@@ -103,7 +104,7 @@ def tune_decode(
 
     batches = (
         [torch.cat(list(texts))] if len({ids.shape for ids in texts}) == 1 else texts
-    )  # a step's time is the host's launches
+    )  # the launches on the host dominate the time of a step
 
     def losses(policy: Policy | None) -> list[float]:
         if not caches:
@@ -157,7 +158,7 @@ def _said(best: DecodeTrial, border: int | None, longest: int) -> str:
 
 @torch.no_grad()
 def _read(model: Any, ids: Tensor) -> Any:
-    """Return the cache of a prompt that was read densely."""
+    """Return the cache of a prompt after a dense prefill."""
     return model.base_model(ids.to(model.device), use_cache=True).past_key_values
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the length from which decoding by pages is faster than dense, launched one by one and as a captured graph."""
+"""Find the length from which decoding by pages is faster than dense decoding, eagerly and as a captured graph."""
 
 from __future__ import annotations
 
@@ -20,9 +20,13 @@ from dynaxx.selection.pages import PageBudget
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 GPU_LENGTHS = (*LENGTHS, 65536, 131072)
-ROW = 16  # layers that are timed in a row on a GPU, as a step runs them
-NO_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # cuDNN: one per length, slow
-CACHES_READ = 2  # caches together are this many times the size of the GPU's L2 cache
+ROW = 16  # layers timed in a row on a GPU, as in a step
+NO_PLANS = [
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]  # without cuDNN, which builds a plan per length
+CACHES_READ = 2  # total size of the caches over that of the GPU's L2 cache
 
 
 class _Layer(NamedTuple):
@@ -44,8 +48,8 @@ def time_steps(
 ) -> list[LengthTiming]:
     """Time one decoding step's attention in all layers, dense (the faster of two forms of SDPA) and by the budget.
 
-    On a GPU a row of up to `ROW` layers is timed at once, and nothing waits in between: either the host or the GPU is
-    what takes the time. Together they read more than its L2 cache holds.
+    On a GPU the function times a row of up to `ROW` layers without synchronisation between them. Together they read
+    more than the L2 cache holds.
 
     Args:
         model: a causal language model of transformers.
@@ -53,7 +57,7 @@ def time_steps(
         layers: number of layers.
         budget: pages to read in a sparse step.
         page_size: tokens per page.
-        captured: run the layers as one CUDA graph, which no launch from Python holds up; a GPU only.
+        captured: run the layers as one CUDA graph, without launches from Python. On a GPU only.
         lengths: cache lengths in tokens.
     """
     parameter = next(model.parameters())
@@ -105,7 +109,7 @@ def _dense(layer: _Layer) -> Tensor:
 
 
 def _dense_as_rows(layer: _Layer) -> Tensor:
-    """Reshape the heads of a group into rows of one head, since they see the same keys."""
+    """Attend densely with the heads of a group as rows of one head, since they see the same keys."""
     kv_heads, head_dim = layer.k.shape[1], layer.k.shape[3]
     return scaled_dot_product_attention(layer.q.view(1, kv_heads, -1, head_dim), layer.k, layer.v)
 

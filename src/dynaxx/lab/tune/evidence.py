@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A policy's evidence: where it was measured, with which command, and the figures."""
+"""The evidence of a policy: the machine, the command, and the figures."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 def with_evidence(result: TuneResult, device: str, dtype: str, longest: int) -> TuneResult:
-    """Return the result with a policy that states its border, its machine and its evidence.
+    """Return the result with a policy that contains its border, its machine and its evidence.
 
-    Without a chosen trial, or where sparse is never faster, the policy has no rules: it is dense everywhere. No border
-    lies beyond `longest`, the model's context.
+    Without a chosen trial, or if sparse attention is never faster, the policy has no rules and is dense everywhere.
+    Borders are at most `longest`, the model's context.
     """
     from dynaxx.policy import Evidence, MeasuredOn
 
@@ -51,7 +51,7 @@ def with_evidence(result: TuneResult, device: str, dtype: str, longest: int) -> 
 
 
 def with_decode_rules(result: TuneResult, found: DecodeResult, page_size: int, command: str) -> TuneResult:
-    """Return the result with the decoding measurements, and decode rules if they keep perplexity and pay."""
+    """Return the result with the decoding measurements, and with decode rules if they keep perplexity and save time."""
     from dynaxx.policy import Evidence
 
     policy = result.policy

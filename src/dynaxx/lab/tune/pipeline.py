@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`dynaxx tune` as one command: profile, analyze, tune, validate, report, into one folder.
 
-Steps that were done before, with the same settings, are not done again; a kill loses the step under way at most, and
-`tune` itself continues within it.
+Steps that were completed with the same settings are not repeated. A killed run loses at most the current step, and
+`tune` continues within its step.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ class TuneSettings:
 
     name: str
     out: Path
-    tolerance: float = 0.01  # perplexity may rise by this share
+    tolerance: float = 0.01  # allowed relative rise of perplexity
     tokens: int = 4096
     time_budget: float | None = None  # seconds for tuning
     lengths: tuple[int, ...] = ()  # lengths to profile and validate at; empty takes defaults
     block_size: int | None = None  # None takes the device's default
     price_per_hour: float | None = None
     seed: int = 0
-    command: str = "dynaxx tune"  # how to get these results again; kept as evidence
+    command: str = "dynaxx tune"  # the command that produces these results, stored as evidence
     resume: bool = True
-    decode: bool = False  # look for decode rules, too
-    cuda_graph: bool = False  # decode rules are decided by captured steps
+    decode: bool = False  # also search decode rules
+    cuda_graph: bool = False  # time decode rules in captured steps
     skip: frozenset[str] = frozenset()  # any of "profile", "analyze", "reference", "validate", "report"
 
 
 def run(
     model: Any, tokenizer: Any, text: str, plan: TuneSettings, *, progress: Progress | None = None
 ) -> PipelineResult:
-    """Do every step of `plan` that is not skipped or done; write each result as it is there.
+    """Run every step of `plan` that is neither skipped nor done, and write each result at once.
 
     Raises:
-        ValueError: settings or a text that a step refuses.
+        ValueError: a step refuses the settings or the text.
     """
     steps = _Steps(model, tokenizer, text, plan, progress or SilentProgress())
     with steps.progress.task(f"Tuning {plan.name}", sum(SHARES.values())) as task:
@@ -63,9 +63,9 @@ def run(
         profiled = steps.profile()
         task.advance(SHARES["profile"], "analyze: where the heads attend")
         analyzed = steps.analyze()
-        task.advance(SHARES["analyze"], "tune: the sparsest that keeps quality")
+        task.advance(SHARES["analyze"], "tune: the sparsest policy that keeps quality")
         tuned = steps.tune()
-        task.advance(SHARES["tune"], "validate: on text it has not seen")
+        task.advance(SHARES["tune"], "validate: on held-out text")
         tuned, validated, said = steps.validate(tuned, say=lambda line: task.advance(0, line))
         task.advance(SHARES["validate"], "report")
         steps.report()
@@ -74,7 +74,7 @@ def run(
 
 
 class _Steps:
-    """The steps of a run and the files written so far. Settings that a later step would refuse raise at once."""
+    """The steps of a run and the files written so far. The constructor raises for settings that a step would refuse."""
 
     def __init__(self, model: Any, tokenizer: Any, text: str, plan: TuneSettings, progress: Progress) -> None:
         from dynaxx.lab.tune.decode import check_cuda_graph
@@ -132,7 +132,7 @@ class _Steps:
         return tuned
 
     def validate(self, tuned: TuneResult, say: Callable[[str], None]) -> tuple[TuneResult, dict[str, Any] | None, str]:
-        """Return the tuned result (its border raised if only speed failed), the validation, and its checks."""
+        """Return the tuned result (with a higher border if only speed failed), the validation, and its checks."""
         from dynaxx.lab.tune.raise_border import validate_tuned
 
         plan = self.plan
@@ -143,7 +143,7 @@ class _Steps:
             tuned, found = validate_tuned(
                 self.model, self.tokenizer, tuned, self.text, **options, progress=self.progress
             )
-        except ValueError as error:  # the policy and the report are useful without it
+        except ValueError as error:  # the policy and the report are useful without a validation
             return tuned, None, str(error)
         validated = {**found.to_dict(), "command": plan.command}
         self.files.append(write_json(plan.out / "validation.json", validated))
@@ -156,7 +156,7 @@ class _Steps:
             self.files.append(write_report(self.plan.out))
 
     def _document(self, name: str, file: str, make: Callable[[], Any]) -> dict[str, Any] | None:
-        """Return a step's document: from an earlier run with these settings, or made now; None if it is skipped."""
+        """Return a step's document from a previous run with these settings, or run it. None if it is skipped."""
         if name in self.plan.skip:
             return None
         path = self.plan.out / file
@@ -169,11 +169,11 @@ class _Steps:
 
 
 def _earlier(path: Path) -> dict[str, Any] | None:
-    """Return what an earlier run wrote; None where that is not there or no longer whole, so that it is made again."""
+    """Return the document of a previous run, or None if it is missing or damaged and must be written again."""
     try:
         found = read_json(path) if path.exists() else None
     except (ValueError, OSError) as error:
-        logger.warning("%s; it is made again", error)
+        logger.warning("%s; running the step again", error)
         return None
     whole = isinstance(found, dict) and isinstance(found.get("command"), str)
     if whole and path.name == "profile.json":
@@ -182,15 +182,15 @@ def _earlier(path: Path) -> dict[str, Any] | None:
 
 
 def _has_rules(tuning: dict[str, Any]) -> bool:
-    """Whether tuning found something that keeps quality and pays, for prompts or for decoding."""
+    """Whether tuning found rules that keep quality and save time, for prompts or for decoding."""
     prompts = tuning.get("chosen") and tuning.get("dense_below") is not None
     return bool(prompts) or (tuning.get("decode") or {}).get("dense_below") is not None
 
 
 def _begin(model: Any, text: str, plan: TuneSettings, lengths: tuple[int, ...]) -> bool:
-    """Whether the folder holds a run of exactly these settings to go on with; if not, begin one.
+    """Return whether the folder holds a run of exactly these settings to continue; if not, begin one.
 
-    `tune` keeps its own state in the folder and checks it itself.
+    `tune` stores its state in the folder separately and checks it itself.
     """
     settings = {
         "model": plan.name,
@@ -215,9 +215,9 @@ def _begin(model: Any, text: str, plan: TuneSettings, lengths: tuple[int, ...]) 
 
 
 def _is_of(path: Path, settings: dict[str, Any]) -> bool:
-    """Whether a folder's run.json says these settings; one that cannot be read says none."""
+    """Return whether a folder's run.json has these settings. An unreadable file has none."""
     try:
         return path.exists() and bool(read_json(path) == settings)
     except (ValueError, OSError) as error:
-        logger.warning("%s; starting anew", error)
+        logger.warning("%s; starting over", error)
         return False

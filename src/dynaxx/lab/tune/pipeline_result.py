@@ -10,20 +10,20 @@ from typing import Any
 
 @dataclass(frozen=True)
 class PipelineResult:
-    """The documents of each step, made now or found."""
+    """The documents of each step, from this or a previous run."""
 
     profile: dict[str, Any] | None
     analysis: dict[str, Any] | None
     tuning: dict[str, Any]
     validation: dict[str, Any] | None
     validation_summary: (
-        str  # checks of the validation, or why there was none; empty if none was wanted or nothing is sparse
+        str  # checks of the validation, or why there was none; empty if it was skipped or nothing is sparse
     )
     files: tuple[Path, ...]
 
     @property
     def ok(self) -> bool:
-        """Whether the policy passed its validation, or none was wanted."""
+        """Whether the policy passed its validation, or validation was skipped."""
         return not self.validation_summary if self.validation is None else bool(self.validation["passed"])
 
     def to_dict(self) -> dict[str, Any]:
@@ -44,7 +44,11 @@ class PipelineResult:
         if chosen:
             lines.append(
                 f"tuned: {chosen['density']:.1%} of the blocks, perplexity {chosen['ratio'] - 1:+.2%}; "
-                + (f"one budget for all heads needs {uniform:.1%}" if uniform else "no one budget for all heads passes")
+                + (
+                    f"one budget for all heads needs {uniform:.1%}"
+                    if uniform
+                    else "no single budget for all heads passes"
+                )
             )
             if border is None:
                 longest = max((timing["seqlen"] for timing in self.tuning.get("crossover") or ()), default=0)
@@ -54,7 +58,7 @@ class PipelineResult:
                 lines.append(f"sparse is faster here: prompts run sparse from {start:,} tokens, shorter ones dense")
             for raised in self.tuning.get("raised", ())[-1:]:
                 lines.append(
-                    f"that is later than attention alone would say ({self.tuning['raised'][0]['before']:,}): the whole "
+                    f"attention alone is faster from {self.tuning['raised'][0]['before']:,} tokens, but the whole "
                     f"prefill of {raised['seqlen']:,} tokens took {1e3 * raised['sparse_seconds']:.3g} ms, dense "
                     f"{1e3 * raised['dense_seconds']:.3g}"
                 )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Validate a tuned policy, and raise its border if only speed fails.
 
-`tune` finds its border from attention alone. The whole model has the rest of its launches around it, and says otherwise
-where attention is little of its time.
+`tune` derives its border from attention alone. In the whole model, other launches surround attention, so the border may
+be higher if attention takes little of the time.
 """
 
 from __future__ import annotations
@@ -29,22 +29,24 @@ def validate_tuned(
     say: Callable[[str], object] = lambda line: None,
     **options: Any,
 ) -> tuple[TuneResult, ValidationResult]:
-    """Validate what `tune` wrote to `out`; where only speed fails, raise its border to the next length and again.
+    """Validate the policy in `out`. While only speed fails, raise its border to the next length and repeat.
 
     Args:
         model: the model that was tuned.
-        tokenizer: the model's.
-        tuned: result of `tune`.
+        tokenizer: the tokenizer of the model.
+        tuned: the result of `tune`.
         text: sample text; only its held-out part is used.
-        out: folder that `tune` wrote to.
-        say: is told of each raise.
+        out: the folder that `tune` wrote to.
+        say: a function that reports each raise.
         **options: options of `validate`.
 
     Returns:
         The tuned result with its final border, and the validation of that policy.
 
     Raises:
-        ValueError, PolicyError, UnsupportedInputError: as `validate`.
+        ValueError: see `validate`.
+        PolicyError: see `validate`.
+        UnsupportedInputError: see `validate`.
     """
     from dynaxx.lab.validate.run import validate
 
@@ -61,7 +63,7 @@ def validate_tuned(
 
 
 def with_border(tuned: TuneResult, border: int, found: ValidationResult) -> TuneResult:
-    """Return the result with a policy that runs prompts sparse from `border` tokens, with `found` as its evidence."""
+    """Return the result with a policy that runs prompts sparse from `border` tokens, with `found` as evidence."""
     from dynaxx.lab.tune.result import Raised
     from dynaxx.policy import Evidence
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Record the reference of a tuned policy: attention statistics on its text, against which drift is measured."""
+"""Record the reference of a tuned policy: attention statistics on its text, the baseline for drift."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dynaxx.lab.tune.time_budget import TimeBudget
 if TYPE_CHECKING:
     from dynaxx.policy import Profile
 
-SHARE = 0.25  # share of the time spent so far that recording may take
+SHARE = 0.25  # largest time of the recording, as a share of the time spent so far
 
 
 def with_reference(
@@ -28,9 +28,9 @@ def with_reference(
     time: TimeBudget,
     progress: Progress,
 ) -> TuneResult:
-    """Return the result with a policy that is watched and knows the attention that it was tuned for.
+    """Return the result with a policy that has a guard and a reference.
 
-    Where that cannot be recorded (no time, too little text, a policy that is dense), `reference` says why.
+    If the reference cannot be recorded (no time, too little text, or a dense policy), `reference` says why.
     """
     from dynaxx.lab.tune.retune import record
     from dynaxx.policy import Guard, Profile, rules_digest
@@ -39,7 +39,7 @@ def with_reference(
     if all(rule.phase == "decode" for rule in policy.rules):
         return dataclasses.replace(result, reference="none: prompts run dense")
     if not time.allows(1.0):
-        return dataclasses.replace(result, reference="none: no time was left to record one")
+        return dataclasses.replace(result, reference="none: no time was left to record it")
 
     def recorded() -> dict[str, Any]:
         found: Profile = record(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The result of `dynaxx tune`: every budget it evaluated, the chosen one, and the policy."""
+"""The result of `dynaxx tune`: all evaluated budgets, the chosen one, and the policy."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Budgeted = tuple[Trial | None, Callable[[float], tuple[float, Budgets]]]
 
 
 def sparser(tuned: Budgeted, uniform: Budgeted) -> Budgeted:
-    """Return the sparser of two that passed, with what makes its budgets; the tuned one where they are as sparse."""
+    """Return the sparser of two passing results with their budgets, the tuned one if they are equal."""
     if uniform[0] is None or (tuned[0] is not None and tuned[0].density <= uniform[0].density):
         return tuned
     return uniform
@@ -49,7 +49,7 @@ def sparser(tuned: Budgeted, uniform: Budgeted) -> Budgeted:
 
 @dataclass(frozen=True)
 class Raised:
-    """A raise of the border: prompts run sparse from `after` tokens, no longer from `before`.
+    """A raise of the border from `before` to `after` tokens.
 
     Validation found the whole prefill of `seqlen` tokens slower than dense.
     """
@@ -72,7 +72,7 @@ class TuneResult:
     dense_perplexity: float
     uniform: tuple[Trial, ...]
     tuned: tuple[Trial, ...]
-    chosen: Trial | None  # None: nothing sparse was within the tolerance
+    chosen: Trial | None  # None if no sparse trial was within the tolerance
     best_uniform_density: float | None
     crossover: tuple[LengthTiming, ...]
     dense_below: int | None
@@ -81,9 +81,9 @@ class TuneResult:
     seconds: float
     command: str
     policy: Policy
-    decode: DecodeResult | None = None  # None unless decode rules were asked for
+    decode: DecodeResult | None = None  # None unless decode rules were requested
     reference: str = ""  # summary of the policy's reference, or why it has none
-    raised: tuple[Raised, ...] = ()  # raises of the border by validation
+    raised: tuple[Raised, ...] = ()  # raises of the border by the validation
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON data."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dynaxx retune`: renew a policy from recorded statistics or from fresh text, and show what changed."""
+"""`dynaxx retune`: renew a policy from recorded statistics or from new text, and show the changes."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from dynaxx.policy.renew import HeadRenewal, renew
 if TYPE_CHECKING:
     from dynaxx.lab.models import LoadedModel
 
-REQUESTS = 96  # prompts of a fresh recording: a reference for windows of 64 calls
-FEWEST_REQUESTS = 32  # prompts of a recording at least, however little time there is
+REQUESTS = 96  # prompts of a new recording, enough for windows of 64 calls
+FEWEST_REQUESTS = 32  # smallest number of prompts in a recording
 
 
 @dataclass(frozen=True)
 class RetuneResult:
-    """The renewed policy and what changed."""
+    """The renewed policy and its changes."""
 
     policy: Policy
     diff: PolicyDiff
     renewals: tuple[HeadRenewal, ...]
-    calls: int  # fewest calls of each layer
-    recorded: bool  # whether it carries a new reference
+    calls: int  # smallest number of calls per layer
+    recorded: bool  # whether the policy has a new reference
 
     def to_dict(self) -> dict[str, Any]:
         renewals = [{**each._asdict(), "factor": None if each.factor == float("inf") else each.factor}
@@ -49,15 +49,15 @@ class RetuneResult:
     def summary(self) -> str:
         """Return the text that the command prints."""
         layers = len({each.layer for each in self.renewals})
-        lines = [f"{len(self.renewals)} heads of {layers} layers get other budgets, from {self.calls} calls a layer"]
+        lines = [f"{len(self.renewals)} heads of {layers} layers get new budgets, from {self.calls} calls per layer"]
         if not self.renewals:
-            lines = ["reference recorded" if self.recorded else "every head finds what it should"]
-            lines[0] += f", from {self.calls} calls a layer; budgets stay as they are"
+            lines = ["reference recorded" if self.recorded else "every head reaches its recall goal"]
+            lines[0] += f", from {self.calls} calls per layer; budgets are unchanged"
         if self.renewals:
             before, goal = (
                 sum(getattr(r, name) for r in self.renewals) / len(self.renewals) for name in ("recall", "goal")
             )
-            lines.append(f"their recall was {before:.3f} in the records, and {goal:.3f} is the goal")
+            lines.append(f"their mean recall was {before:.3f} in the statistics; the goal is {goal:.3f}")
         lines.append(self.diff.summary())
         if self.renewals:
             lines.append("validate it before you rely on it: dynaxx validate MODEL POLICY")
@@ -78,26 +78,27 @@ def retune(
     command: str = "dynaxx retune",
     progress: Progress | None = None,
 ) -> RetuneResult:
-    """Renew a policy's budgets, and its reference where a model is there to record it.
+    """Renew a policy's budgets, and its reference if there is a model to record it.
 
     Args:
         policy: the policy to renew.
-        statistics: statistics that a running process recorded under this policy; or give `loaded` and `text`.
+        statistics: statistics that a running process recorded under this policy. Otherwise give `loaded` and `text`.
         loaded: a model, to record statistics now.
         text: a sample of the model's traffic.
         requests: number of prompts to run.
-        lengths: lengths to draw the prompts' from; by default from the policy's border on.
+        lengths: lengths of the prompts, drawn at random; by default from the policy's border on.
         recall: one goal for all heads instead of the reference's.
-        record_only: keep the budgets; replace only the reference by what was recorded.
-        seed: chooses the prompts.
-        command: command to keep as evidence.
-        progress: is told of each prompt.
+        record_only: keep the budgets, and only replace the reference.
+        seed: seed for the choice of prompts.
+        command: the command, stored as evidence.
+        progress: reports each prompt.
 
     Raises:
-        ValueError, PolicyError: no source or two, statistics of other rules, no goal, a text or lengths too short.
+        ValueError: there is no source of statistics or two, or the text or lengths are too short.
+        PolicyError: the statistics belong to other rules, or there is no goal.
     """
     if (statistics is None) == (loaded is None):
-        raise ValueError("give either --stats FILE or --model MODEL: one source of statistics")
+        raise ValueError("give exactly one source of statistics, --stats FILE or --model MODEL")
     again = {"requests": requests, "lengths": lengths, "seed": seed, "command": command, "progress": progress}
     seen = statistics if statistics is not None else record(policy, loaded, text, **again)  # type: ignore[arg-type]
     renewals: list[HeadRenewal] = []
@@ -135,16 +136,16 @@ def record(
         loaded: the model and its tokenizer.
         text: a sample of the model's traffic.
         requests: number of prompts to run.
-        lengths: lengths to draw the prompts' from; by default from the policy's border on.
+        lengths: lengths of the prompts, drawn at random; by default from the policy's border on.
         time_budget: seconds after which no further prompt starts, once there are `FEWEST_REQUESTS`.
-        time_limit: seconds after which none starts in any case.
-        seed: chooses the prompts.
-        command: command to keep as evidence.
-        progress: is told of each prompt.
+        time_limit: seconds after which no further prompt starts in any case.
+        seed: seed for the choice of prompts.
+        command: the command, stored as evidence.
+        progress: reports each prompt.
 
     Raises:
-        ValueError: fewer than `FEWEST_REQUESTS` prompts within the time limit, a text too short, lengths at which the
-            policy is dense, or a policy that is dense everywhere.
+        ValueError: the time limit allows fewer than `FEWEST_REQUESTS` prompts, the text is too short, or the policy is
+            dense at these lengths or everywhere.
     """
     from dynaxx.integrations.transformers.apply_policy import apply
 
@@ -157,8 +158,8 @@ def record(
     wrong = [each for each in lengths if not max(border, 2) <= each < limit]
     if wrong or not lengths:
         raise ValueError(
-            f"lengths must be from {max(border, 2):,}, where the policy becomes sparse, to below {limit:,}, what model "
-            f"and text allow, got {wrong[0] if wrong else limit:,}"
+            f"lengths must be from {max(border, 2):,} (where the policy becomes sparse) to below {limit:,} (the limit "
+            f"of model and text), got {wrong[0] if wrong else limit:,}"
         )
     rows = policy.guard.rows if policy.guard else Guard().rows
     watched = policy.replace(guard=Guard(sample=1.0, rows=rows), rollout={}, reference=None)
@@ -170,7 +171,7 @@ def record(
             while done < requests:
                 late = time_budget is not None and time.monotonic() - started > time_budget
                 if done < FEWEST_REQUESTS and time.monotonic() - started > time_limit:
-                    raise ValueError(f"there was time for {done} prompts, and {FEWEST_REQUESTS} are needed")
+                    raise ValueError(f"there was time for {done} prompts, but {FEWEST_REQUESTS} are needed")
                 if late and done >= FEWEST_REQUESTS:
                     task.advance(requests - done)
                     break

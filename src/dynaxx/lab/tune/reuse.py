@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure the cost of reusing an earlier layer's blocks: recall, layer by layer, on real text."""
+"""Measure the recall lost by reusing the blocks of a previous layer, per layer, on real text."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ RULE = Hybrid(SlidingWindow(1024) | Sink(128), TopK(0.1))
 
 @dataclass(frozen=True)
 class LayerReuse:
-    """Share of a layer's attention mass in its own blocks, and in the blocks that it would reuse."""
+    """The share of a layer's attention mass in its own blocks, and in the blocks that it would reuse."""
 
     layer: int
-    source: int  # the layer that chose
+    source: int  # the layer whose blocks it would reuse
     own: float
     reused: float
 
 
 @dataclass(frozen=True)
 class ReuseCosts:
-    """Every layer that would use another's choice under a policy's `reuse`."""
+    """All layers that would reuse the blocks of another layer under a policy's `reuse`."""
 
     reuse: int
     rule: str
@@ -44,14 +44,14 @@ class ReuseCosts:
     def summary(self) -> str:
         """Return the text that the command prints."""
         if not self.layers:
-            return f"reuse {self.reuse}: no two layers see their whole context"
+            return f"reuse {self.reuse}: fewer than two layers see their whole context"
         own, reused = (
             sum(getattr(each, name) for each in self.layers) / len(self.layers) for name in ("own", "reused")
         )
         worst = max(self.layers, key=lambda each: each.own - each.reused)
         return (
-            f"reuse {self.reuse} with {self.rule}: recall {own:.4f} by each layer's own choice, {reused:.4f} by the "
-            f"choice before it; most lost by layer {worst.layer}: {worst.own:.4f}, {worst.reused:.4f}"
+            f"reuse {self.reuse} with {self.rule}: recall {own:.4f} with each layer's own blocks, {reused:.4f} with "
+            f"reused blocks; largest loss in layer {worst.layer}: {worst.own:.4f} to {worst.reused:.4f}"
         )
 
 
@@ -67,18 +67,18 @@ def measure_reuse(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> ReuseCosts:
-    """Measure the recall that a policy's `reuse` costs, if all layers that see their whole context had `rule`.
+    """Measure the recall that a policy's `reuse` loses, if all layers that see their whole context have `rule`.
 
     Raises:
-        ValueError: `reuse` below 2, too little text, or a model whose attention cannot be read.
+        ValueError: `reuse` is below 2, the text is too short, or the model's attention cannot be read.
     """
     if reuse < 2:
         raise ValueError(f"`reuse` must be >= 2 layers, got {reuse}")
-    chosen: list[tuple[int, BlockLayout]] = []  # index of the last layer that chose
+    chosen: list[tuple[int, BlockLayout]] = []  # the last layer that selected blocks
     served, found = 0, []
     config = model.config.get_text_config()
     group_size = config.num_attention_heads // config.num_key_value_heads
-    with (progress or SilentProgress()).task("what reuse costs", total=config.num_hidden_layers) as task:
+    with (progress or SilentProgress()).task("Measuring the cost of reuse", total=config.num_hidden_layers) as task:
 
         def visit(attention: LayerAttention) -> None:
             nonlocal served

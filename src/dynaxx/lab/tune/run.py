@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the sparsest policy that keeps a model's perplexity, and write it down with its evidence.
+"""Find the sparsest policy that preserves a model's perplexity, and write it with its evidence.
 
-Three ideas: a gradient tells what each head loses at each budget (`sensitivity`); one density is shared among all heads
-so that the predicted loss is least (`allocation`); and the real perplexity on text that was not used for either decides
-how low that density may go, from 50 % down. The best uniform budget is found the same way, to compare with.
+The method has three steps. A gradient estimates the loss of each head at each budget (`sensitivity`). One density is
+distributed among all heads so that the predicted loss is smallest (`allocation`). The real perplexity on other text
+then decides how low the density may be, starting at 50 %. The best uniform budget is found in the same way, for
+comparison.
 """
 
 from __future__ import annotations
@@ -42,26 +43,26 @@ def tune(
 
     Args:
         model: a causal language model of transformers.
-        tokenizer: the model's.
-        text: sample of the workload. Only its calibration part (`texts.split_text`) is used.
+        tokenizer: the tokenizer of the model.
+        text: a sample of the workload. Only its calibration part (`texts.split_text`) is used.
         out: folder for the results.
         tolerance: allowed relative rise of perplexity; 0.01 is 1 %.
         tokens: length of the texts.
         block_size: block size of the policy; `default_block_size` if None.
-        seed: draws the tokens whose gradients are taken, and the places of texts.
-        time_budget: seconds after which no further evaluation starts; the best found so far is written.
-        with_decode: also look for decode rules, written if they keep perplexity and are faster on this machine.
-        cuda_graph: time decoding as a captured CUDA graph, as engines run it, instead of single launches; a GPU only.
-        with_reference: also record attention statistics under the policy, against which drift is measured, and set a
-            `guard` that counts.
-        resume: go on from `out/tuning_state.json` if model, text and settings are the same.
-        progress: is told of each step.
-        command: command to keep as evidence.
+        seed: seed for the sampled tokens of the gradient, and for the places of texts.
+        time_budget: seconds after which no further evaluation starts; the best result so far is written.
+        with_decode: also search decode rules. They are written if they preserve perplexity and are faster here.
+        cuda_graph: time decoding as a captured CUDA graph, as engines run it, instead of single launches. GPU only.
+        with_reference: also record attention statistics under the policy as the baseline for drift, and set a `guard`
+            that counts.
+        resume: continue from `out/tuning_state.json` if model, text and settings are the same.
+        progress: reports each step.
+        command: the command, stored as evidence.
         name: name of the model in the result.
 
     Raises:
-        ValueError: too little text, or settings out of range.
-        UnsupportedInputError: a model that `dynaxx.apply` cannot serve.
+        ValueError: the text is too short, or a setting is out of range.
+        UnsupportedInputError: `dynaxx.apply` cannot serve the model.
     """
     check_cuda_graph(model, with_decode, cuda_graph)
     if not 0 < tolerance < 1:
@@ -72,5 +73,5 @@ def tune(
 
 
 def default_block_size(model: Any) -> int:
-    """Return 32 tokens on a CPU, where fine blocks cost nothing and choose better; 64 on a GPU."""
+    """Return 32 tokens on a CPU, where small blocks cost no time and select better, and 64 on a GPU."""
     return 32 if next(model.parameters()).device.type == "cpu" else 64

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Search a policy: which scorer, how low a density, from which length, and the evidence beside it."""
+"""Search a policy: the scorer, the density and the length from which it is sparse, with evidence."""
 
 from __future__ import annotations
 
@@ -35,27 +35,27 @@ from dynaxx.selection import Hybrid, Scorer, TopK
 if TYPE_CHECKING:
     from dynaxx.policy import Policy
 
-LOCAL_TOKENS = 128  # always visible before each q block, in whole blocks
-LAST_QUERIES = 64  # see everything: without it perplexity stays and retrieval suffers
+LOCAL_TOKENS = 128  # tokens before each q block that are always visible, in whole blocks
+LAST_QUERIES = 64  # last queries that see everything, which retrieval needs although perplexity does not
 SEARCH_TEXTS = 2
 SEARCH_STEPS = 5  # real evaluations per search, the first at 50 %
-SCORER_DENSITY = 0.25  # the scorer that loses least here is taken
-ERRORS = 2  # standard errors that are added to a rise of perplexity before it is compared with the tolerance
-FINE_ENOUGH = 1.1  # a search ends when the passing and the failing density are this close
+SCORER_DENSITY = 0.25  # density at which the best scorer is chosen
+ERRORS = 2  # standard errors added to the rise of perplexity before the comparison with the tolerance
+FINE_ENOUGH = 1.1  # ratio of the passing to the failing density at which a search ends
 
 
 def calibration_ids(tokenizer: Any, text: str, tokens: int) -> Tensor:
     """Return the token ids to tune on, from the calibration half of a text: (1, ...) int64.
 
     Raises:
-        ValueError: the text is too short; the message says how much it has.
+        ValueError: the text is too short; the message gives its length.
     """
     part = split_text(text).calibration
     return encode(tokenizer, part, (1 + SEARCH_TEXTS) * tokens + 1, part="the half of the text to tune on")
 
 
 class Search:
-    """One run: its texts, its remembered steps, its clock."""
+    """One run of the search: its texts, its stored steps, its clock."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Search:
             result = self._with_evidence(self._run(task, command, name))
             if with_decode:
                 result = self._with_decode(result, command, task, cuda_graph)
-            task.advance(1, "what its traffic looks like")
+            task.advance(1, "reference for drift")
             if traffic:
                 loaded, text = LoadedModel(self.model, self.tokenizer), split_text(traffic).calibration
                 result = with_reference(result, loaded, text, command, self.seed, self.steps, self.time, self.progress)
@@ -102,7 +102,7 @@ class Search:
     def _run(self, task: Task, command: str, name: str) -> TuneResult:
         task.advance(0, "dense perplexity")
         self.dense = torch.tensor(self.steps.remember("dense", lambda: self._losses(None)))
-        task.advance(1, "what each head loses")
+        task.advance(1, "loss of each head")
         costs = self._head_costs()
         layers = costs.layers
         task.advance(3, "which scorer")
@@ -156,7 +156,7 @@ class Search:
     def _head_costs(self) -> Costs:
         def measure() -> list[HeadCosts]:
             candidates = [self._rule(budget, scorer) for scorer in SCORERS for budget in BUDGETS]
-            with self.progress.task("what each head loses", total=layers) as inner:
+            with self.progress.task("Measuring the loss of each head", total=layers) as inner:
                 return measure_head_costs(
                     self.model,
                     self.cost_ids,
@@ -173,20 +173,20 @@ class Search:
         else:
             measured = measure()
             found = Costs.plain(measured)
-            if all(each.measured for each in measured):  # otherwise a later run, with more time, measures the others
+            if all(each.measured for each in measured):  # otherwise a later run with more time measures the others
                 self.steps.remember("head costs", lambda: found)
         if not found["layers"]:
-            raise ValueError("no layer of this model sees its whole context: there is nothing to make sparse")
+            raise ValueError("no layer of this model sees its whole context, so there is nothing to make sparse")
         return Costs.of(found)
 
     def _timings(self, policy: Policy) -> list[LengthTiming]:
-        """Time attention at as many lengths, the shortest first, as there is time for."""
+        """Time attention at increasing lengths, as long as there is time."""
         return time_lengths(self.model, policy, has_time=lambda seconds: self.time.allows(1.0, seconds))
 
     def _best_scorer(self, costs: Costs) -> tuple[Scorer, Allocator, Trial | None]:
-        """Return the scorer whose shared budgets lose least at one density in the model itself, and that trial.
+        """Return the scorer whose allocated budgets lose least at one density in the real model, and that trial.
 
-        Where there is no time to try them, the costs of the heads decide, and there is no trial.
+        Without time to try them, the predicted costs decide, and there is no trial.
         """
         tried: list[tuple[float, Scorer, Allocator, Trial | None]] = []
         for scorer in SCORERS:
@@ -208,7 +208,7 @@ class Search:
         until: float,
         known: Trial | None = None,
     ) -> tuple[list[Trial], Trial | None]:
-        """Evaluate densities from 50 % down (or up, if that fails), at most until a share of the time budget.
+        """Evaluate densities from 50 % down (or up, if 50 % fails), until a share of the time budget at most.
 
         Returns:
             The trials, densest first, and the sparsest that passed.
@@ -234,7 +234,7 @@ class Search:
         return sorted(trials, key=lambda trial: -trial.density), best
 
     def _rule(self, budget: float | tuple[float, ...], scorer: Scorer) -> Hybrid:
-        return Hybrid(self.pattern, TopK(budget, scorer, self.floor, per="head"))  # budgets are weighed head by head
+        return Hybrid(self.pattern, TopK(budget, scorer, self.floor, per="head"))  # budgets are per head
 
     def _evaluate(self, density: float, budgets: Budgets, layers: Sequence[int], scorer: Scorer) -> Trial:
         policy = self._policy(layers, budgets, scorer)
@@ -247,7 +247,7 @@ class Search:
         return Trial(density, perplexity(losses), ratio, error, passed)
 
     def _losses(self, policy: Policy | None) -> list[float]:
-        """Return loss of every token of the search texts, dense or under a policy."""
+        """Return the loss of every token of the search texts, dense or under a policy."""
         from dynaxx.integrations.transformers.apply_policy import apply
 
         started = time.monotonic()
@@ -284,9 +284,9 @@ class Search:
         return with_evidence(result, parameter.device.type, dtype, longest_prompt(self.model))
 
     def _with_decode(self, result: TuneResult, command: str, task: Task, cuda_graph: bool) -> TuneResult:
-        """Return the result with decode rules if they keep perplexity and pay."""
+        """Return the result with decode rules, if they preserve perplexity and save time."""
         if not self.time.allows(1.0):
-            said = "no rule: no time was left to look for one"
+            said = "no rule: no time was left to search for one"
             none = DecodeResult((), None, (), (), cuda_graph, None, said)
             return dataclasses.replace(result, decode=none)
         found = tune_decode(

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure the loss of each head at each budget with one forward and one backward pass.
 
-Dropping keys changes a head's output by some delta. To second order that raises the model's loss by 1/2 delta' F delta,
+Dropping keys changes a head's output by delta. To second order this raises the model's loss by 1/2 delta' F delta,
 where F is the Fisher information of the next-token distribution with respect to that output. The gradient g of the
-log-likelihood of tokens drawn from the model itself is a sample of it: the cost of a head is 1/2 sum over tokens of
-(g . delta)^2, in nats. Costs of heads add up, to first order, so a budget can be shared among them (`allocation`).
+log-likelihood of tokens drawn from the model samples F, so the cost of a head is 1/2 sum over tokens of (g . delta)^2,
+in nats. To first order the costs of heads add up, so a budget can be distributed among them (`allocation`).
 
-N tokens, H / G q and kv heads, D / E head_dim of q, k and of v.
+Shapes: N tokens, H / G q and kv heads, D / E head_dim of q, k and of v.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class HeadCosts(NamedTuple):
     layer: int
     loss: Tensor  # (candidates, H) fp64, nats per token
     density: Tensor  # (candidates, H) fp64, visited / causally visible blocks
-    measured: bool = True  # False: time ran out, and these are the means of the layers that were measured
+    measured: bool = True  # False if time ran out and these are means of the measured layers
 
 
 Visitor = Callable[[int, Tensor, Tensor, Tensor, Tensor, Tensor, float], None]
@@ -56,12 +56,13 @@ def measure_head_costs(
         ids: (1, N) one text.
         candidates: hybrids with one budget for all heads.
         block_size: tokens per block.
-        seed: draws the tokens whose gradient is taken.
-        done: is called with each layer's index when it is finished.
-        go_on: is asked before each layer but the first; if it returns False, the others get the mean of those measured.
+        seed: seed for the sampled tokens of the gradient.
+        done: a function that is called with the index of each finished layer.
+        go_on: a function that is called before each layer except the first; if it returns False, the other layers get
+            the mean of the measured ones.
 
     Returns:
-        The costs by layer, in ascending order. Layers with a sliding window of their own are left out.
+        The costs by layer, in ascending order. Layers with a sliding window are skipped.
     """
     found: list[HeadCosts] = []
     late: list[int] = []
@@ -95,7 +96,7 @@ def _head_density(layout: Any, heads: int) -> Tensor:
 
 
 def _fisher_gradient(model: Any, hidden: Tensor, seed: int) -> Tensor:
-    """Compute d(sum of log-likelihoods of tokens drawn from the model) / d(hidden), a chunk of logits at a time."""
+    """Return the gradient of the log-likelihoods of sampled tokens with respect to `hidden`, by chunks of logits."""
     generator = torch.Generator(hidden.device).manual_seed(seed)
     gradient = torch.empty_like(hidden)
     for start in range(0, hidden.shape[1], ROWS):
@@ -110,7 +111,7 @@ def _fisher_gradient(model: Any, hidden: Tensor, seed: int) -> Tensor:
 
 @contextmanager
 def _probing(model: Any, visit: Visitor) -> Iterator[None]:
-    """Route attention through `_probe`; parameters take no part in the backward pass."""
+    """Route attention through `_probe`, and exclude parameters from the backward pass."""
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     _visitors.append(visit)
     try:
@@ -127,13 +128,13 @@ def _probing(model: Any, visit: Visitor) -> Iterator[None]:
 def _probe(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Attend densely, (1, H, N, D) in and (1, N, H, E) out; show the layer once its gradient is known."""
+    """Attend densely, (1, H, N, D) -> (1, N, H, E), and call the visitor once the layer's gradient is known."""
     scale = query.shape[-1] ** -0.5 if kwargs.get("scaling") is None else float(kwargs["scaling"])
     out = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=attention_mask, is_causal=attention_mask is None, scale=scale, enable_gqa=True
     ).transpose(1, 2)
     if not out.requires_grad:
-        out.requires_grad_()  # the first layer: nothing before it is differentiated
+        out.requires_grad_()  # the first layer, before which nothing is differentiated
     if kwargs.get("sliding_window") is None:
         q, k, v = (x.detach().transpose(1, 2) for x in (query, key, value))
         kept, visit, layer = out.detach(), _visitors[-1], module.layer_idx

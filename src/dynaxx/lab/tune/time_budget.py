@@ -6,13 +6,13 @@ from __future__ import annotations
 import math
 import time
 
-# Shares of the budget by which the costs of heads, the search with budgets of their own and the search with one budget
-# for all heads are done. The rest is for timing, decode rules and the reference.
+# Shares of the budget by which three steps must end: the costs of heads, the search with budgets per head, and the
+# search with one budget for all heads. The rest is for timing, decode rules and the reference.
 COSTS_UNTIL, TUNED_UNTIL, UNIFORM_UNTIL = 0.4, 0.7, 0.85
 
 
 class TimeBudget:
-    """Seconds that may be spent from now on; None is no limit."""
+    """The seconds that may be spent from now on. None means no limit."""
 
     def __init__(self, seconds: float | None) -> None:
         self.seconds = seconds
@@ -29,5 +29,5 @@ class TimeBudget:
         return math.inf if self.seconds is None else self.seconds - self.spent
 
     def allows(self, share: float, seconds: float = 0.0) -> bool:
-        """Return whether `seconds` more fit into a share of the budget."""
+        """Return whether another `seconds` fit into a share of the budget."""
         return self.seconds is None or self.spent + seconds <= share * self.seconds

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure a model without a policy and under it: distributions, answers, generated text, time."""
+"""Measure a model with and without a policy: distributions, answers, generated text, time."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ NGRAM = 4
 
 
 class Comparison:
-    """The measurements, dense beside sparse; a step takes `share` percent of the progress that `task` shows.
+    """The measurements, dense and sparse. Each step advances `task` by `share` percent.
 
     Attributes:
-        density: of the layouts that ran on text, dense layers included.
-        layer_calls: what layer calls did there, as `Handle.stats`.
+        density: density of the layouts on held-out text, including dense layers.
+        layer_calls: counts of layer calls on held-out text, as in `Handle.stats`.
     """
 
     def __init__(self, model: Any, policy: Policy, task: Any) -> None:
@@ -171,7 +171,7 @@ class Comparison:
 
     @torch.no_grad()
     def _generate(self, prompts: Tensor) -> list[list[int]]:
-        """Generate greedily, also after an end-of-text token: repetition is a matter of attention, not of stopping."""
+        """Generate greedily, also past an end-of-text token, to measure repetition over equal lengths."""
         fed, cache, made = prompts.to(self.model.device), None, []
         for _ in range(NEW_TOKENS):
             out = self.model.base_model(fed, use_cache=True, past_key_values=cache)
@@ -218,13 +218,13 @@ def _compare_rows(model: Any, dense: Tensor, sparse: Tensor, ids: Tensor) -> tup
 
 
 def repeated(tokens: Sequence[int], n: int = NGRAM) -> float:
-    """Share of n-grams that occurred before."""
+    """Return the share of n-grams that occurred before."""
     grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
 def has_sparse_rule(policy: Policy) -> bool:
-    """Whether a policy has any prefill to compare."""
+    """Return whether a policy has any sparse prefill rule."""
     from dynaxx.policy import resolve
 
     return bool(resolve(policy))
@@ -242,6 +242,6 @@ def _added(total: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """Return the mean and its standard error; 0 for a single value."""
+    """Return the mean and its standard error, which is 0 for a single value."""
     error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
     return statistics.mean(values), error

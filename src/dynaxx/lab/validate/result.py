@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The result of `dynaxx validate`: every figure, and the checks."""
+"""The result of `dynaxx validate`: all figures, and the checks."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class KindRow:
 
 @dataclass(frozen=True)
 class LogitErrors:
-    """Next-token logits under the policy against dense, over all held-out tokens."""
+    """Next-token logits under the policy compared with dense, over all held-out tokens."""
 
     max_error: float
-    mean_error: float  # absolute
+    mean_error: float  # mean absolute error
     top1_agreement: float  # share of tokens with the same most likely next token
     kl: float  # mean KL(dense || sparse), nats
 
@@ -63,7 +63,7 @@ class Perplexities:
 
 @dataclass(frozen=True)
 class TaskScore:
-    """One retrieval task, mean over its samples."""
+    """One retrieval task, averaged over its samples."""
 
     task: str
     dense_accuracy: float
@@ -76,18 +76,18 @@ class TaskScore:
 
 @dataclass(frozen=True)
 class Repetition:
-    """Share of 4-grams that occurred before in greedily generated text, mean over prompts."""
+    """The share of repeated 4-grams in greedily generated text, averaged over prompts."""
 
     dense: float
     sparse: float
     increase: float
     increase_error: float  # standard error
-    same_tokens: float  # share of generated tokens that are the same
+    same_tokens: float  # share of generated tokens that are equal
 
 
 @dataclass(frozen=True)
 class SpeedRow:
-    """The whole prefill at one length: the fastest of interleaved runs, because disturbances only add time."""
+    """The whole prefill at one length: the fastest of interleaved runs, since disturbances only add time."""
 
     seqlen: int
     dense_seconds: float
@@ -100,7 +100,7 @@ class SpeedRow:
 
 @dataclass(frozen=True)
 class ValidationResult:
-    """The result of `validate`. `passed` is true if all of `checks` passed."""
+    """The result of `validate`. `passed` is True if all `checks` passed."""
 
     passed: bool
     checks: tuple[Check, ...]
@@ -110,14 +110,14 @@ class ValidationResult:
     repetition: Repetition
     speed: tuple[SpeedRow, ...]
     density: float  # visited / causally visible blocks over all layers that see the whole sequence, on held-out text
-    layer_calls: dict[str, Any]  # calls that ran sparse, and reasons of those that did not, on held-out text
+    layer_calls: dict[str, Any]  # sparse calls, and dense calls by reason, on held-out text
     windows: int
     window_tokens: int
     seed: int
     sparse_from: int | None = 0  # tokens from which the policy runs prompts sparse; None if it never does
-    kinds: tuple[KindRow, ...] = ()  # other kinds of text, where they were asked for
-    suite: SuiteResult | None = None  # long-context tasks, where they were asked for
-    noise: Noise | None = None  # the dense model's own differences, as a yardstick
+    kinds: tuple[KindRow, ...] = ()  # other kinds of text, if requested
+    suite: SuiteResult | None = None  # long-context tasks, if requested
+    noise: Noise | None = None  # differences of the dense model itself, for comparison
 
     def to_dict(self) -> dict[str, Any]:
         checks = [{**asdict(check), "said": check.to_text()} for check in self.checks]
@@ -125,28 +125,28 @@ class ValidationResult:
         return {**asdict(self), "checks": checks, "suite": suite, "advice": self.advice()}
 
     def advice(self) -> list[str]:
-        """Return one sentence per failed check that says what to do about it."""
+        """Return one sentence per failed check with its remedy."""
         failed = {check.name: check for check in self.checks if not check.passed}
         found = self._quality_advice(failed)
         slow = [row.seqlen for row in self.slow() if self._runs_sparse(row)]
         if slow:
             fast = [row.seqlen for row in self.speed if row.seqlen > max(slow) and row.speedup >= 1]
-            said = "Where it was slow, leave prompts dense: raise `dense_below` and `sparse_from` in the policy to "
+            said = "Leave slow lengths dense: raise `dense_below` and `sparse_from` in the policy to "
             found.append(said + (f"{min(fast):,} tokens." if fast else f"more than {max(slow):,} tokens."))
         if "slowdown" in failed:
-            small = "a pass under a policy takes the host some tenths of a millisecond, which a small model shows. "
-            said = "" if slow else f"It was slow where the policy leaves prompts dense: {small}"
-            found.append(said + "A busy machine times badly: measure again on a quiet one.")
+            small = "a policy costs the host some tenths of a millisecond per pass, which shows in a small model. "
+            said = "" if slow else f"It was slow at lengths that the policy leaves dense: {small}"
+            found.append(said + "A busy machine disturbs the times; measure again on a quiet one.")
         return found
 
     def _quality_advice(self, failed: dict[str, Check]) -> list[str]:
-        """Return what mends a loss of quality: other text to tune on, or a lower tolerance, and how low."""
+        """Return remedies for a loss of quality: other text to tune on, or a lower tolerance with its value."""
         found = []
         limit = next((check.limit for check in self.checks if check.name == "perplexity_ratio"), math.inf)
         worse = [row for row in self.kinds if row.ratio > limit]
         if worse:
             names, labels = ",".join(row.kind for row in worse), " and ".join(row.label for row in worse)
-            found.append(f"It was not tuned for {labels}: tune again with `--kinds {names}` beside your text.")
+            found.append(f"The policy was not tuned for {labels}; tune again with `--kinds {names}` in addition to your text.")
         if failed.keys() - {"slowdown"}:
             rises = [row.ratio - 1 for row in worse]
             rises += [c.value - 1 for c in self.checks if c.name == "perplexity_ratio" and not c.passed]
@@ -157,13 +157,13 @@ class ValidationResult:
         return found
 
     def later_border(self, lengths: Iterable[int] = ()) -> int | None:
-        """Return the next length from which prompts could run sparse, if slowness is all that failed.
+        """Return the next length from which prompts could run sparse, if only the check of speed failed.
 
         Args:
-            lengths: others that may do, beside those that were timed.
+            lengths: candidates besides the timed lengths.
 
         Returns:
-            None where something else failed, where no prompt that was slow ran sparse, or where no longer one may do.
+            The length, or None if another check failed, no slow prompt ran sparse, or there is no longer candidate.
         """
         slow = [row.seqlen for row in self.slow() if self._runs_sparse(row)]
         if not slow or {check.name for check in self.checks if not check.passed} != {"slowdown"}:
@@ -172,7 +172,7 @@ class ValidationResult:
         return min((n for n in (*fast, *lengths) if n > max(slow)), default=None)
 
     def slow(self) -> list[SpeedRow]:
-        """Return lengths that fail the check of speed."""
+        """Return the lengths that fail the check of speed."""
         limit = next((check.limit for check in self.checks if check.name == "slowdown"), math.inf)
         return [row for row in self.speed if 1 / row.speedup > limit]
 
@@ -190,6 +190,6 @@ class ValidationResult:
         if longest is not None:
             lines.append(f"{longest.speedup:.2f}x dense at {longest.seqlen:,} tokens, density {self.density:.1%}")
         if not self.layer_calls["sparse_calls"]:
-            lines.append("nothing of a prompt is sparse under this policy: dense was compared with dense")
+            lines.append("prompts run dense under this policy, so dense was compared with dense")
         lines += self.advice()
         return "\n".join(lines)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dynaxx validate`: compare a model under a policy with the dense model, by the policy's own tolerances.
+"""`dynaxx validate`: compare a model under a policy with the dense model, by the policy's tolerances.
 
-Everything is measured on text and tasks that tuning never saw, dense beside sparse in one process: next-token
-distributions, perplexity, retrieval, repetition in generated text, then time and memory of the whole prefill.
+Everything is measured on held-out text and tasks, dense and sparse in one process: next-token distributions,
+perplexity, retrieval, repetition in generated text, and time and memory of the whole prefill.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 TOKENS = 4096  # tokens of each stretch of held-out text, if the policy's border, the model and the text allow
 TASK_TOKENS = 2048
-TASK_SAMPLES = 3  # samples of each task
+TASK_SAMPLES = 3  # samples per task
 PROMPT_TOKENS = 1024  # prompt tokens before generated text
-LENGTHS = (512, 2048, 8192)  # lengths at which time and memory are measured, as far as the model and the text allow
-SHORTEST = 64  # tokens; the policy must not be slower even here
+LENGTHS = (512, 2048, 8192)  # lengths for time and memory, if the model and the text allow
+SHORTEST = 64  # tokens; the policy must not be slower at this length either
 
 
 def validate(
@@ -50,22 +50,23 @@ def validate(
 
     Args:
         model: a causal language model of transformers without a policy.
-        tokenizer: the model's.
+        tokenizer: the tokenizer of the model.
         policy: the policy to validate.
         text: sample text; only its held-out part (`split_text`) is used.
-        lengths: prompt lengths in tokens at which time and memory are measured; 64 and the policy's border join them.
-            By default 512, 2,048 and 8,192, cut to what the model and the text allow.
-        tokens: length of the stretches of text on which quality is measured; by default 4,096, or the policy's border,
-            or what there is.
-        kinds: other kinds of text (`kinds.KINDS`, or "all") whose perplexity is held to the same limit.
+        lengths: prompt lengths for time and memory, to which 64 and the policy's border are added. The default is 512,
+            2,048 and 8,192, limited by the model and the text.
+        tokens: length of the stretches of text for quality. The default is 4,096 or the policy's border, limited by
+            the text.
+        kinds: other kinds of text (`kinds.KINDS`, or "all") whose perplexity must meet the same limit.
         suite: long-context tasks to run instead of the three short retrieval tasks.
-        seed: draws the tasks.
-        progress: is told of each step.
+        seed: seed of the tasks.
+        progress: reports each step.
 
     Raises:
-        ValueError: a text too short, or lengths at which the policy would be dense, as all are where the model takes
-            no longer ones, so that nothing was validated.
-        PolicyError, UnsupportedInputError: as `dynaxx.apply`.
+        ValueError: the text is too short, or the policy is dense at all possible lengths, so that nothing can be
+            validated.
+        PolicyError: see `dynaxx.apply`.
+        UnsupportedInputError: see `dynaxx.apply`.
     """
     progress = progress or SilentProgress()
     border = policy.dense_below if policy.sparse_from is None else policy.sparse_from
@@ -73,16 +74,16 @@ def validate(
     limit, sparse = longest_prompt(model), has_sparse_rule(policy)
     if sparse and border > limit:
         raise ValueError(
-            f"the policy is dense below {border:,} tokens and the model takes {limit:,}: it never runs sparse, so "
-            "there is nothing to validate; tune it anew, or lower `dense_below` and `sparse_from`"
+            f"the policy is dense below {border:,} tokens and the model's limit is {limit:,}, so it never runs sparse "
+            "and cannot be validated; tune again, or lower `dense_below` and `sparse_from`"
         )
     border = border if sparse else 0
-    least = border + 1 if sparse else 0  # the last token is only predicted
+    least = border + 1 if sparse else 0  # the last token is predicted only
     window = min(tokens or max(TOKENS, least), max(limit, least), len(ids))
     if window < least:
         raise ValueError(
-            f"the policy is dense below {border:,} tokens, and quality would be measured at {window:,} "
-            f"(the held-out half of the text has {len(ids):,}, the model takes {limit:,}): give more text or `tokens`"
+            f"the policy is dense below {border:,} tokens, but quality would be measured at {window:,} "
+            f"(the held-out text has {len(ids):,}, the model's limit is {limit:,}); give more text or `tokens`"
         )
     longest = min(limit, len(ids))
     lengths = _lengths(within(LENGTHS, longest) if lengths is None else lengths, border, longest)
@@ -90,10 +91,10 @@ def validate(
     samples = [] if suite else make_samples(tokenizer, ids, at, TASK_SAMPLES, seed)
     others = [(kind, _stretch(tokenizer, kind, window)) for kind in kinds_of(kinds) if text_of(kind) != text]
     if suite is not None and max(suite.lengths) > limit:
-        raise ValueError(f"tasks of {max(suite.lengths):,} tokens were asked for, and the model takes {limit:,}")
+        raise ValueError(f"task lengths must be at most the model's limit {limit:,}, got {max(suite.lengths):,}")
     with evaluating(model), progress.task("Validating", 100) as task:
         run = Comparison(model, policy, task)
-        with run.applied():  # refuse a policy of another model before anything takes long
+        with run.applied():  # refuse a policy for another model before long work
             pass
         logits, perplexity = run.compare_text(ids, window, share=35)
         noise = run.noise(share=0)
@@ -124,17 +125,15 @@ def validate(
 
 
 def _stretch(tokenizer: Any, kind: str, tokens: int) -> Any:
-    """Return the first tokens of a kind's held-out half."""
+    """Return the first tokens of the held-out half of a kind of text."""
     held_out = split_text(text_of(kind)).held_out
     return encode(tokenizer, held_out, tokens, part=f"the held-out half of {label(kind)}")
 
 
 def _lengths(lengths: Sequence[int], border: int, longest: int) -> tuple[int, ...]:
-    """Return the lengths to time: those asked for, the shortest, and the border, where a policy gains least."""
+    """Return the lengths to time: the requested ones, the shortest, and the border, where a policy gains least."""
     wrong = [length for length in lengths if not 1 < length <= longest]
     if wrong:
-        raise ValueError(
-            f"`lengths` must be from 2 to {longest:,}, what the model and the text allow, got {wrong[0]:,}"
-        )
+        raise ValueError(f"`lengths` must be from 2 to {longest:,}, the limit of model and text, got {wrong[0]:,}")
     more = (n for n in (min(SHORTEST, max(lengths)), border) if 1 < n <= longest) if lengths else ()
     return tuple(sorted({*lengths, *more}))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make retrieval tasks: facts hidden in real text, a question at the end, an answer to score.
+"""Retrieval tasks: facts hidden in real text, a question at the end, and an answer to score.
 
-Answers are scored by teacher forcing: the log-probability of each answer token, and whether it was the most likely one.
-So even a small model, which would not generate the whole answer, shows how well it still finds what it needs.
+Answers are scored by teacher forcing, with the log-probability of each answer token and whether it was the most likely
+one. Even a small model that would not generate the whole answer then shows how well it finds the facts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dynaxx.lab.perplexity import logits_of
 
 PLACES = ("Lisbon", "Nairobi", "Osaka", "Quito", "Tromsø", "Perth", "Dakar", "Lima", "Riga", "Hanoi", "Oslo", "Cairo")
 TASKS = ("needle", "several keys", "variable tracing")
-KEYS = 6  # facts in a prompt, of which one is asked for
+KEYS = 6  # facts in a prompt, one of which is the answer
 CHAIN = 3  # variables that pass a value on
 
 
@@ -36,10 +36,12 @@ class RetrievalSample:
 def make_samples(
     tokenizer: Any, haystack: Sequence[int], tokens: int, samples: int, seed: int = 0
 ) -> list[RetrievalSample]:
-    """Draw `samples` prompts of each task, `tokens` long; a needle moves from early to late, other facts are anywhere.
+    """Draw `samples` prompts of `tokens` tokens for each task.
+
+    The fact of a single-fact task moves from early to late in the prompt; other facts are at random places.
 
     Raises:
-        ValueError: `tokens` leaves no room for text between the facts, or the haystack is shorter.
+        ValueError: `tokens` leaves no room for text between the facts, or the haystack is too short.
     """
     rng = random.Random(seed)
     made = []
@@ -65,7 +67,7 @@ def make_samples(
 
 
 def _task(task: str, rng: random.Random) -> tuple[list[str], str, str]:
-    """Return facts to hide, in order, the question, and its answer."""
+    """Return the facts to hide in order, the question, and its answer."""
     number = lambda: f"{rng.randrange(10_000, 100_000)}"
     if task == "variable tracing":
         names = ["".join(rng.sample("ABCDEFGHJKLMNPQRSTUVWXYZ", 3)) for _ in range(CHAIN)]
@@ -84,7 +86,7 @@ def _task(task: str, rng: random.Random) -> tuple[list[str], str, str]:
 def score(model: Any, sample: RetrievalSample) -> tuple[float, float]:
     """Return the mean log-probability of the answer's tokens in nats, and the share that were most likely.
 
-    As in use: the prompt is one prefill, then the answer is fed token by token over the cache.
+    The prompt is one prefill, then the answer is fed token by token over the cache, as in generation.
     """
     answer = sample.answer.to(model.device)
     fed, cache, found, right = sample.prompt.to(model.device), None, 0.0, 0
