@@ -24,7 +24,7 @@ def test_random_problems_agree_and_are_counted():
     assert {"no queries or no keys", "several lengths", "more queries than keys"} <= set(found.covered["lengths"])
     assert set(found.covered["memory"]) == set(MEMORY)
     assert found.to_dict()["next_seed"] == 140
-    assert "go on with --seed 140" in found.summary()
+    assert "continue with --seed 140" in found.summary()
 
 
 def test_every_pattern_selector_and_scorer_is_drawn():

@@ -44,7 +44,7 @@ def test_a_folder_loads(tiny):
     ("name", "message"),
     [
         ("nothing-here", "no model at 'nothing-here'.*smollm2"),
-        ("someone/somewhere", "no model at.*nothing is downloaded"),
+        ("someone/somewhere", "no model at.*dynaxx downloads nothing"),
         (".", "must hold a config.json"),
         ("weights.bin", "must be a .gguf"),
         ("broken.gguf", "is not a GGUF that transformers can read"),

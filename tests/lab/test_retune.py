@@ -112,7 +112,7 @@ def test_records_of_other_rules_and_missing_goals_are_refused(policy, seen):
         renew(policy.replace(block_size=32), seen, recall=0.9)
     with pytest.raises(dx.PolicyError, match=r"`reference` is empty.*--record"):
         renew(policy, seen)
-    with pytest.raises(ValueError, match="either --stats FILE or --model MODEL"):
+    with pytest.raises(ValueError, match="one source of statistics, --stats FILE or --model MODEL"):
         retune(policy)
 
 
@@ -164,7 +164,7 @@ def test_the_commands(folder, policy, seen, tmp_path):
     assert found["changed"] is True
     assert {each["layer"] for each in found["diff"]["heads"]} == {0, 1}
     assert "prefill, layer 0" in dynaxx("diff", old, new)
-    assert "either --stats FILE or --model" in dynaxx("retune", old, code=2)
+    assert "--stats FILE or --model" in dynaxx("retune", old, code=2)
     (tmp_path / "statistics.json").write_text("{")
     assert "no dynaxx profile" in dynaxx("retune", old, *stats, code=2)
 

@@ -262,7 +262,7 @@ def test_captured_steps_decide_where_they_are_asked_to(loaded, monkeypatch):
 def test_captured_steps_that_cannot_be(loaded, tmp_path):
     with pytest.raises(ValueError, match="--decode"):
         tune_module.tune(*loaded, TEXT, out=tmp_path, cuda_graph=True)
-    with pytest.raises(ValueError, match="on a GPU, this one is on cpu"):
+    with pytest.raises(ValueError, match="on a GPU, got one on cpu"):
         tune_module.tune(*loaded, TEXT, out=tmp_path, with_decode=True, cuda_graph=True)
 
 

@@ -109,8 +109,8 @@ def test_what_failed_comes_with_what_to_do():
     assert len(advice((slow, worse))) == 3
     busy = advice((slow,), rows, 2048)
     assert len(busy) == 1
-    assert busy[0].startswith("It was slow where the policy leaves prompts dense: a pass under a policy takes the host")
-    assert "A busy machine times badly" in busy[0]
+    assert busy[0].startswith("It was slow at lengths that the policy leaves dense: a policy costs the host")
+    assert "A busy machine disturbs the times" in busy[0]
     assert result((slow,)).later_border() == 2048
     assert result((slow,)).later_border([512, 1024, 8192]) == 1024
     assert result((slow,), rows[:2]).later_border() is None, "no longer length is known"
@@ -191,9 +191,9 @@ def test_a_policy_of_another_model_is_refused_before_anything_is_computed(model,
 
 
 def test_what_would_not_run_sparse_is_not_validated(model):
-    with pytest.raises(ValueError, match=r"dense below 900 tokens, and quality would be measured at 800"):
+    with pytest.raises(ValueError, match=r"dense below 900 tokens, but quality would be measured at 800"):
         check(model, dx.SlidingWindow(16), dense_below=300, sparse_from=900)
-    with pytest.raises(ValueError, match=r"dense below 5,000 tokens and the model takes 1,024: it never runs sparse"):
+    with pytest.raises(ValueError, match=r"dense below 5,000 tokens and the model's limit is 1,024, so it never runs sparse"):
         check(model, dx.SlidingWindow(16), dense_below=5000)
     with pytest.raises(ValueError, match=r"`lengths` must be from 2 to 1,024"):
         validate(model, Letters(), dx.Policy(model=model_facts(model)), TEXT, lengths=(2000,))

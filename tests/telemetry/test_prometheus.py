@@ -155,7 +155,7 @@ def test_several_processes_through_a_folder(tmp_path):
 
 def test_a_folder_that_cannot_be_used_is_refused(telemetry, tmp_path, monkeypatch):
     monkeypatch.setenv(FOLDER, str(tmp_path / "no"))
-    with pytest.raises(ValueError, match="must be a folder that can be written"):
+    with pytest.raises(ValueError, match="must be a writable folder"):
         prometheus.register()
     monkeypatch.setenv(FOLDER, str(tmp_path))
     with pytest.raises(ValueError, match="set after prometheus_client was imported"):
