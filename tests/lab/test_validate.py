@@ -193,7 +193,9 @@ def test_a_policy_of_another_model_is_refused_before_anything_is_computed(model,
 def test_what_would_not_run_sparse_is_not_validated(model):
     with pytest.raises(ValueError, match=r"dense below 900 tokens, but quality would be measured at 800"):
         check(model, dx.SlidingWindow(16), dense_below=300, sparse_from=900)
-    with pytest.raises(ValueError, match=r"dense below 5,000 tokens and the model's limit is 1,024, so it never runs sparse"):
+    with pytest.raises(
+        ValueError, match=r"dense below 5,000 tokens and the model's limit is 1,024, so it never runs sparse"
+    ):
         check(model, dx.SlidingWindow(16), dense_below=5000)
     with pytest.raises(ValueError, match=r"`lengths` must be from 2 to 1,024"):
         validate(model, Letters(), dx.Policy(model=model_facts(model)), TEXT, lengths=(2000,))

@@ -37,7 +37,9 @@ def test_second_derivatives_are_refused_and_not_left_out(needs_grad):
     plain = torch.autograd.grad(out, leaves, do, retain_graph=True)
     grads = torch.autograd.grad(out, leaves, do, create_graph=True)
     assert all(torch.equal(a, b) for a, b in zip(grads, plain, strict=True))
-    with pytest.raises(NotImplementedError, match="no second derivatives; use `sparse_attention` with backend='reference'"):
+    with pytest.raises(
+        NotImplementedError, match="no second derivatives; use `sparse_attention` with backend='reference'"
+    ):
         grads[0].square().sum().backward()
 
 

@@ -181,7 +181,7 @@ def test_a_clock_that_goes_back_bends_no_duration(telemetry, monkeypatch):
 
 
 def test_wrong_places_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="folder that exists"):
+    with pytest.raises(ValueError, match="existing folder"):
         SnapshotFile(tmp_path / "no" / "snapshot.json")
     with pytest.raises(ValueError, match="must be > 0 seconds"):
         SnapshotFile(tmp_path / "snapshot.json", interval=0)
@@ -193,8 +193,8 @@ def test_wrong_places_are_refused(tmp_path):
         (None, "does not exist"),
         ("", "is not JSON"),
         ("\x00\xff", "is not JSON"),
-        ("[1]", "no snapshot file"),
-        ('{"format": "dynaxx.policy"}', "no snapshot file"),
+        ("[1]", "not a snapshot file"),
+        ('{"format": "dynaxx.policy"}', "not a snapshot file"),
         ('{"format": "dynaxx.snapshot", "version": 2}', "upgrade dynaxx"),
         ('{"format": "dynaxx.snapshot", "version": 1}', "is damaged"),
         (

@@ -64,7 +64,7 @@ def validate(
     r"""Compare a policy with the dense model on held-out text. Writes DIR/validation.json; exit code 1 if it fails.
 
     Checks logits, perplexity, retrieval tasks and repetition against the policy's tolerances, and measures speed and
-    memory. --kinds also checks perplexity on other kinds of text; --suite runs long-context tasks, including RULER's 13.
+    memory. --kinds also checks perplexity on other kinds of text; --suite runs long-context tasks such as RULER's 13.
 
     \b
     Examples:

@@ -39,14 +39,15 @@ def flash_attn_func(
 
     Args:
         q: (batch, seqlen_q, q_heads, head_dim); fp16, bf16, fp32 or fp64, on a CPU or a GPU.
-        k, v: (batch, seqlen_k, kv_heads, head_dim).
+        k: (batch, seqlen_k, kv_heads, head_dim).
+        v: (batch, seqlen_k, kv_heads, head_dim).
         dropout_p: must be 0.0.
-        softmax_scale: default head_dim ** -0.5.
+        softmax_scale: softmax scale, head_dim ** -0.5 by default.
         causal: hide keys after the query; queries are aligned to the last keys.
         window_size: (left, right), keys visible besides the query's own; -1 is unlimited.
-        softcap: cap of the scores; 0.0 is none.
+        softcap: cap on scores; 0.0 means none.
         alibi_slopes: must be None.
-        deterministic: gradients that are bitwise the same every time. On a GPU this needs
+        deterministic: compute gradients bitwise deterministically. On a GPU this needs
             `torch.use_deterministic_algorithms(True)`.
         return_attn_probs: also return the log-sum-exp.
 
@@ -55,8 +56,9 @@ def flash_attn_func(
         sees nothing gives out = 0 and lse = -inf; flash-attn gives lse = inf there.
 
     Raises:
-        UnsupportedInputError: dropout, ALiBi, or inputs that no backend serves; with the reasons.
-        ValueError, TypeError: inputs that do not fit together.
+        UnsupportedInputError: the call has dropout or ALiBi, or no backend serves the inputs; it lists the reasons.
+        ValueError: the inputs do not fit together.
+        TypeError: an argument has a wrong type.
     """
     refuse("flash_attn_func", dropout_p=dropout_p, alibi_slopes=alibi_slopes)
     check_deterministic(deterministic, q, k, v)
@@ -86,23 +88,34 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
 ) -> Any:
-    """Attend as `flash_attn.flash_attn_varlen_func` does, over sequences behind one another. Differentiable.
+    """Attend as `flash_attn.flash_attn_varlen_func` does, over packed sequences. Differentiable.
 
     Args:
         q: (tokens_q, q_heads, head_dim).
-        k, v: (tokens_k, kv_heads, head_dim).
-        cu_seqlens_q, cu_seqlens_k: (num_seqs + 1,) cumulative lengths from 0. On a GPU they are read back, once per
-            call: pass host tensors or lists where the lengths are known there.
-        max_seqlen_q, max_seqlen_k: at least the longest sequence.
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic: as `flash_attn_func`.
+        k: (tokens_k, kv_heads, head_dim).
+        v: (tokens_k, kv_heads, head_dim).
+        cu_seqlens_q: (num_seqs + 1,) cumulative lengths from 0. Lengths on a GPU are read back once per call, so pass
+            host tensors or lists if you have them.
+        cu_seqlens_k: (num_seqs + 1,) cumulative lengths of the keys.
+        max_seqlen_q: at least the longest sequence of queries.
+        max_seqlen_k: at least the longest sequence of keys.
+        dropout_p: see `flash_attn_func`.
+        softmax_scale: see `flash_attn_func`.
+        causal: see `flash_attn_func`.
+        window_size: see `flash_attn_func`.
+        softcap: see `flash_attn_func`.
+        alibi_slopes: see `flash_attn_func`.
+        deterministic: see `flash_attn_func`.
         return_attn_probs: also return the log-sum-exp.
-        block_table: must be None; `flash_attn_with_kvcache` reads paged caches.
+        block_table: must be None; use `flash_attn_with_kvcache` for paged caches.
 
     Returns:
-        out (tokens_q, q_heads, head_dim), or (out, lse, None): lse (q_heads, tokens_q) fp32.
+        out (tokens_q, q_heads, head_dim), or (out, lse, None) with lse (q_heads, tokens_q) fp32.
 
     Raises:
-        UnsupportedInputError, ValueError, TypeError: as `flash_attn_func`.
+        UnsupportedInputError: see `flash_attn_func`.
+        ValueError: see `flash_attn_func`.
+        TypeError: see `flash_attn_func`.
     """
     refuse("flash_attn_varlen_func", dropout_p=dropout_p, alibi_slopes=alibi_slopes, block_table=block_table)
     check_deterministic(deterministic, q, k, v)

@@ -52,30 +52,39 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:
-    """Attend to a kv cache as `flash_attn.flash_attn_with_kvcache` does; new keys and values are written to it first.
+    """Attend to a kv cache as `flash_attn.flash_attn_with_kvcache` does, after appending new keys and values to it.
 
     Args:
         q: (batch, seqlen_q, q_heads, head_dim).
-        k_cache, v_cache: (batch_cache, seqlen_cache, kv_heads, head_dim), or with `block_table` (num_pages, page_size,
-            kv_heads, head_dim) with pages of 16, 32, 64, 128 or a multiple of 256 tokens.
-        k, v: (batch, seqlen_new, kv_heads, head_dim), written in place behind the keys that are there.
-        rotary_cos, rotary_sin: (seqlen, rotary_dim / 2), applied to k and q. Needs k.
-        cache_seqlens: keys that are there, of all sequences or (batch,) int32. All of a contiguous cache by default,
-            which leaves no room for k.
+        k_cache: (batch_cache, seqlen_cache, kv_heads, head_dim), or with `block_table` (num_pages, page_size, kv_heads,
+            head_dim) with pages of 16, 32, 64, 128 or a multiple of 256 tokens.
+        v_cache: the values, in the same form.
+        k: (batch, seqlen_new, kv_heads, head_dim), written in place after the cached keys.
+        v: (batch, seqlen_new, kv_heads, head_dim), written in place after the cached values.
+        rotary_cos: (seqlen, rotary_dim / 2), applied to k and q. Needs k.
+        rotary_sin: (seqlen, rotary_dim / 2), applied to k and q. Needs k.
+        cache_seqlens: number of cached keys, one integer for all sequences or (batch,) int32. The default is the whole
+            contiguous cache, which leaves no room for k.
         cache_batch_idx: (batch,) rows of a contiguous cache.
-        cache_leftpad: (batch,) int32, hidden keys at the start.
-        block_table: (batch, max_pages) int32; entries beyond a sequence's keys may hold anything.
-        softmax_scale, causal, window_size, softcap: as `flash_attn_func`.
-        rotary_interleaved: rotate neighbouring numbers (GPT-J), or else halves (GPT-NeoX).
+        cache_leftpad: (batch,) int32 number of hidden keys at the start.
+        block_table: (batch, max_pages) int32; entries beyond a sequence's keys are ignored.
+        softmax_scale: see `flash_attn_func`.
+        causal: see `flash_attn_func`.
+        window_size: see `flash_attn_func`.
+        softcap: see `flash_attn_func`.
+        rotary_interleaved: rotate neighbouring elements (GPT-J) if True, halves (GPT-NeoX) if False.
         alibi_slopes: must be None.
-        num_splits: must be 0: the kernel chooses.
+        num_splits: must be 0; the kernel chooses.
         return_softmax_lse: also return the log-sum-exp.
 
     Returns:
-        out (batch, seqlen_q, q_heads, head_dim), or (out, lse), lse (batch, q_heads, seqlen_q) fp32. No gradients.
+        out (batch, seqlen_q, q_heads, head_dim), or (out, lse) with lse (batch, q_heads, seqlen_q) fp32, without
+        gradients.
 
     Raises:
-        UnsupportedInputError, ValueError, TypeError: as `flash_attn_func`.
+        UnsupportedInputError: see `flash_attn_func`.
+        ValueError: see `flash_attn_func`.
+        TypeError: see `flash_attn_func`.
     """
     refuse("flash_attn_with_kvcache", alibi_slopes=alibi_slopes)
     cap, (left, right) = softcap_of(softcap), check_window(window_size)

@@ -55,11 +55,12 @@ def gathered_attention(
 
     Args:
         q: (B, Hq, N, D), aligned to the last keys.
-        k, v: (B, H, M, D), with M >= N.
-        rule: which pairs are visible.
+        k: (B, H, M, D), with M >= N.
+        v: (B, H, M, D).
+        rule: the visible pairs.
         scale: softmax scale.
-        key_mask: (B, M) bool, keys that may be seen; None for all.
-        known: masks of this pass by rule, which layers with one rule share.
+        key_mask: (B, M) bool, the keys that may be visible; None means all.
+        known: masks of this pass by rule, which layers with the same rule share.
 
     Returns:
         (B, N, Hq, D). A query that sees no key gets zeros.

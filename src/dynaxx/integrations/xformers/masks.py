@@ -117,9 +117,10 @@ def layout_of_mask(
         mask: an `attn_bias` of `xformers.ops.memory_efficient_attention`: `BlockDiagonalMask`, its causal and local
             variants, with padded or gappy keys; `LowerTriangularMask` and its variants,
             `LocalAttentionFromBottomRightMask`.
-        seqlen_q, seqlen_k: lengths, for masks that have none of their own alone; seqlen_k as seqlen_q by default.
-        block_size: tokens per block, as `Pattern.layout`.
-        device: of the layout. Lengths are read from the mask's host lists.
+        seqlen_q: number of queries, for masks without lengths only.
+        seqlen_k: number of keys, for masks without lengths only; `seqlen_q` by default.
+        block_size: tokens per block, as in `Pattern.layout`.
+        device: the device of the layout. Lengths are read from the mask's host lists.
 
     Returns:
         For a mask with sequences a `PackedLayout`, for `sparse_attention` with q, k, v of (tokens, heads, head_dim);

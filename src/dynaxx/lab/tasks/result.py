@@ -125,14 +125,15 @@ def judged(
     known: Sequence[float],
     limit: float | None,
 ) -> TaskRow:
-    """Return a task's row.
+    """Return the row of a task.
 
     Args:
-        task: name.
-        tokens: length.
-        dense, sparse: (log-probability, match) of each sample.
+        task: name of the task.
+        tokens: length of the prompts.
+        dense: (log-probability, match) of each sample, dense.
+        sparse: (log-probability, match) of each sample, sparse.
         known: dense log-probability of each answer without the context.
-        limit: nats per answer token that may be lost; None asks for nothing.
+        limit: allowed loss in nats per answer token; None means no limit.
     """
     drop = interval_of([before[0] - after[0] for before, after in zip(dense, sparse, strict=True)])
     gain = interval_of([before[0] - without for before, without in zip(dense, known, strict=True)])

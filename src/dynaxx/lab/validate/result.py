@@ -146,7 +146,9 @@ class ValidationResult:
         worse = [row for row in self.kinds if row.ratio > limit]
         if worse:
             names, labels = ",".join(row.kind for row in worse), " and ".join(row.label for row in worse)
-            found.append(f"The policy was not tuned for {labels}; tune again with `--kinds {names}` in addition to your text.")
+            found.append(
+                f"The policy was not tuned for {labels}; tune again with `--kinds {names}` in addition to your text."
+            )
         if failed.keys() - {"slowdown"}:
             rises = [row.ratio - 1 for row in worse]
             rises += [c.value - 1 for c in self.checks if c.name == "perplexity_ratio" and not c.passed]
