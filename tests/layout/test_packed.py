@@ -157,15 +157,15 @@ def test_the_layout_must_be_for_these_lengths():
     layout = dx.packed_layout(dx.Causal(), (0, 20, 64), block_size=16)
     batch = dx.Causal().layout(64, block_size=16)
     for call, message in (
-        (lambda: dx.sparse_attention(q, k, v, layout, cu_seqlens_q=(0, 21, 64)), "what the layout was built for"),
+        (lambda: dx.sparse_attention(q, k, v, layout, cu_seqlens_q=(0, 21, 64)), "equal the lengths of the layout"),
         (lambda: dx.sparse_attention(q, k, v, layout, cu_seqlens_q=(0, 64)), "the layout's 3 lengths"),
-        (lambda: dx.sparse_attention(q, k, v, layout, cu_seqlens_k=(0, 20, 64)), "needs `cu_seqlens_q`"),
+        (lambda: dx.sparse_attention(q, k, v, layout, cu_seqlens_k=(0, 20, 64)), "without `cu_seqlens_q`"),
         (lambda: dx.sparse_attention(q, k, v, batch), "with a packed layout"),
         (lambda: dx.sparse_attention(q, k, v, batch, cu_seqlens_q=(0, 20, 64)), "must be packed"),
         (lambda: dx.sparse_attention(q[None], k[None], v[None], layout, cu_seqlens_q=(0, 20, 64)), "packed `q` must"),
         (lambda: dx.sparse_attention(q[:50], k, v, layout), "50 x 64 tokens"),
-        (lambda: dx.packed_layout(dx.Causal(), (0, 5, 3)), "start at 0 and not fall"),
-        (lambda: dx.packed_layout(dx.Causal(), (0, 5), (0, 5, 7)), "as many sequences"),
+        (lambda: dx.packed_layout(dx.Causal(), (0, 5, 3)), "start at 0 and never decrease"),
+        (lambda: dx.packed_layout(dx.Causal(), (0, 5), (0, 5, 7)), "`cu_seqlens_q` and `cu_seqlens_k` must"),
         (lambda: pack_layouts([batch], (0, 60), block_size=16), r"`layouts\[0\]` must be for"),
         (lambda: pack_layouts([batch], (0, 64), block_size=32), "must agree in block size"),
     ):

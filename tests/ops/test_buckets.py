@@ -47,7 +47,7 @@ def test_groups():
 
 
 def test_bad_buckets_and_requests_are_refused():
-    with pytest.raises(ValueError, match="limits that rise"):
+    with pytest.raises(ValueError, match="increasing limits"):
         dx.bucket_by_length([1], BUCKETS[::-1])
     with pytest.raises(ValueError, match="request 1 has 101 keys"):
         dx.bucket_by_length([1, 101], BUCKETS[:2])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The currency of dynaxx: `BlockLayout`, its grid, its element masks, and conversions."""
+"""`BlockLayout`, the data structure that patterns and selectors produce and kernels consume, and its conversions."""
 
 from dynaxx.layout.block_layout import BlockLayout
 from dynaxx.layout.block_mask import from_block_mask, to_block_mask

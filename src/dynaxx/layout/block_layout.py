@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`BlockLayout`, the one currency: which kv blocks each q block visits, and which of their elements are visible.
+"""`BlockLayout`: which kv blocks each q block visits, and which pairs inside those blocks are visible.
 
-Everything that decides where to attend makes one, everything that computes attention reads one. It is a CSR of kv block
-indices whose rows hold the partial blocks first and the full blocks after them, so a kernel runs two plain loops.
+Patterns and selectors produce layouts; kernels consume them. A layout is a CSR of kv block indices. Each row stores its
+partial blocks first and its full blocks after them, so a kernel runs two plain loops: one with masks, one without.
 """
 
 from __future__ import annotations
@@ -29,25 +29,26 @@ from dynaxx.layout.validate import check_form, check_values
 
 @dataclass(frozen=True, eq=False)
 class BlockLayout:
-    """Visited kv blocks per q block, exact to the element.
+    """The kv blocks that each q block visits, and the visible pairs inside them.
 
-    Row `(b, h, i)` owns entries `kv_indptr[b, h, i] : kv_indptr[b, h, i + 1]`; the first `kv_num_partial[b, h, i]` of
-    them are partial blocks, masked by `masks`, the rest are full. A full block shows every pair that lies within the
-    lengths: kernels bound-check the last row and column of blocks themselves. Within each of the two parts the indices
-    ascend. `layout_batch` and `layout_heads` are 1 where the layout is shared; `layout_heads` counts q heads.
+    Row `(b, h, i)` owns the entries `kv_indptr[b, h, i] : kv_indptr[b, h, i + 1]`. Its first `kv_num_partial[b, h, i]`
+    entries are partial blocks, masked by `masks`; the remaining entries are full blocks. Block indices ascend within
+    the partial entries and within the full entries. A full block shows every pair that lies within the sequence
+    lengths; kernels bound-check the last row and the last column of blocks themselves. `layout_batch` is 1 if all batch
+    entries share the layout, and `layout_heads` is 1 if all heads share it; `layout_heads` counts q heads.
 
     Args:
-        seqlen_q, seqlen_k: tokens.
-        block_size: (q_block, kv_block) tokens, each 16, 32, 64 or 128.
+        seqlen_q, seqlen_k: sequence lengths in tokens.
+        block_size: (q_block, kv_block) in tokens, each 16, 32, 64 or 128.
         kv_indptr: (layout_batch, layout_heads, q_blocks + 1) int32, absolute offsets into `kv_indices`.
-        kv_num_partial: (layout_batch, layout_heads, q_blocks) int32.
+        kv_num_partial: (layout_batch, layout_heads, q_blocks) int32, number of partial blocks per row.
         kv_indices: (capacity >= nnz,) int32, 0 <= index < kv_blocks; entries past the last row are ignored.
-        kv_masks: (capacity,) int32: entry of `masks` for a partial block, -1 for a full one.
-        masks: the element masks of partial blocks.
+        kv_masks: (capacity,) int32, index into `masks` for a partial block, -1 for a full block.
+        masks: element masks of the partial blocks.
 
     Raises:
-        ValueError: on a wrong shape, dtype or device. Values are checked by `validate`, which constructors from a
-            user's data call, and before a launch by `sparse_attention` on the CPU.
+        ValueError: a tensor has the wrong shape, dtype or device. `validate` checks the values: constructors that take
+            user data call it, and `sparse_attention` calls it before a launch on the CPU.
     """
 
     seqlen_q: int
@@ -88,13 +89,13 @@ class BlockLayout:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All six: what a kernel, a compiler or a copy needs beside the lengths and the block size."""
+        """All six tensors of the layout; with the lengths and the block size they describe it completely."""
         masks = self.masks
         return self.kv_indptr, self.kv_num_partial, self.kv_indices, self.kv_masks, masks.bits, masks.bands
 
     @property
     def nnz(self) -> int:
-        """Visited blocks over all rows. Reads back from the device once."""
+        """Number of visited blocks over all rows. The first access reads it back from the device."""
         known = self.derived.nnz
         if known is None:
             known = self.derived.nnz = int(self.kv_indptr.flatten()[-1]) if self.q_blocks else 0
@@ -102,7 +103,7 @@ class BlockLayout:
 
     @property
     def kv_num_blocks(self) -> Tensor:
-        """Visited kv blocks per row, partial and full, (layout_batch, layout_heads, q_blocks) int32."""
+        """Number of visited kv blocks per row, partial and full: (layout_batch, layout_heads, q_blocks) int32."""
         known = self.derived.kv_num_blocks
         if known is None:
             known = self.derived.kv_num_blocks = self.kv_indptr.diff(dim=-1)
@@ -110,10 +111,10 @@ class BlockLayout:
 
     @property
     def kv_order(self) -> Tensor | None:
-        """Rows with the longest first, (layout_batch, layout_heads, q_blocks) int32: the order to start them in.
+        """Rows in the order kernels start them, longest first: (layout_batch, layout_heads, q_blocks) int32.
 
-        None where the last rows are the longest, as under a causal mask, and for a layout made on a GPU, which is not
-        read back: a kernel then starts with the last row.
+        The value is None if row lengths never decrease, as under a causal mask, and for layouts made on a GPU, whose
+        lengths are not read back. Kernels then start with the last row.
         """
         known = self.derived.kv_order
         if isinstance(known, Unset):
@@ -130,12 +131,12 @@ class BlockLayout:
 
     @property
     def form(self) -> Hashable | None:
-        """Common to layouts that were chosen alike on a GPU: their tensors differ in addresses and numbers alone."""
+        """Key shared by GPU layouts whose tensors differ only in addresses and values; None for all other layouts."""
         return self.derived.form
 
     @property
     def host(self) -> BlockLayout | None:
-        """This layout on the host, or the one there that it was copied from; None where the host has none."""
+        """This layout if it lies on the host, else the host layout that it was copied from, or None."""
         if self.device.type == "cpu":
             return self
         known = self.derived.host
@@ -145,24 +146,24 @@ class BlockLayout:
         return known
 
     def grid(self, causal: bool = True) -> BlockGrid:
-        """Its lengths and block size."""
+        """Return the lengths and block size of this layout as a `BlockGrid`."""
         return BlockGrid(self.seqlen_q, self.seqlen_k, self.block_size, causal)
 
     @typed
     @on_host
     def density(self, causal: bool = True) -> float:
-        """Visited blocks / (causally) visible blocks, averaged over batch and heads; 1.0 is dense."""
+        """Return visited blocks / (causally) visible blocks, averaged over batch and heads; 1.0 is dense."""
         return self.nnz / max(1, self.visible_blocks(causal))
 
     def visible_blocks(self, causal: bool = True) -> int:
-        """(Causally) visible blocks over all rows, what density is a share of. From lengths alone, on the host."""
+        """Return the number of (causally) visible blocks over all rows, computed on the host from the lengths alone."""
         return self.grid(causal).visible_blocks() * self.layout_batch * self.layout_heads
 
     def visible_pairs(self) -> Tensor:
-        """(layout_batch, layout_heads) int64: visible (query, key) pairs, what useful FLOPs are counted from."""
+        """Count the visible (query, key) pairs of each head: (layout_batch, layout_heads) int64."""
         return visible_pairs(self)
 
-    # ---- making one ----------------------------------------------------------------------------------------------
+    # ---- constructors --------------------------------------------------------------------------------------------
 
     @classmethod
     def from_entries(
@@ -176,12 +177,16 @@ class BlockLayout:
         layout_batch: int = 1,
         layout_heads: int = 1,
     ) -> BlockLayout:
-        """Sort visited blocks into a layout.
+        """Build a layout from an unsorted list of visited blocks.
 
         Args:
+            grid: sequence lengths and block size.
             lead: (n,) int64, flat row `(b * layout_heads + h) * q_blocks + i` of each visited block, in any order.
-            cols: (n,) int64, its kv block.
-            codes: (n,) int64, entry of `masks`, or FULL; EMPTY entries are dropped.
+            cols: (n,) int64, kv block of each visited block.
+            codes: (n,) int64, index into `masks` or FULL; entries with code EMPTY are dropped.
+            masks: element masks that `codes` refer to.
+            layout_batch: batch entries that `lead` counts; 1 if shared.
+            layout_heads: q heads that `lead` counts; 1 if shared.
         """
         return BlockLayout._of(grid, Entries(lead, cols, codes, masks, layout_batch, layout_heads))
 
@@ -201,16 +206,19 @@ class BlockLayout:
         block_size: int | tuple[int, int] = 128,
         causal: bool = True,
     ) -> BlockLayout:
-        """Take kv block indices as a selection gives them.
+        """Build a layout from kv block indices, for example from the result of a selection.
 
         Args:
-            block_indices: (batch | 1, q_heads | 1, q_blocks, slots), any integer dtype, in any order; -1 is an empty
-                slot. Blocks that lie wholly after the row's last query are dropped under `causal`.
-            seqlen_q, seqlen_k, block_size, causal: as `Pattern.layout`.
+            block_indices: (batch | 1, q_heads | 1, q_blocks, slots), any integer dtype, in any order; -1 marks an empty
+                slot. Under `causal`, blocks that lie entirely after the last query of their row are dropped.
+            seqlen_q: number of queries.
+            seqlen_k: number of keys; defaults to `seqlen_q`.
+            block_size: tokens per block, one number or (q_block, kv_block).
+            causal: hide keys after the query.
 
         Raises:
-            TypeError: no tensor, or not of integers.
-            ValueError: an index out of range, a duplicate in a row, or a wrong shape.
+            TypeError: `block_indices` is not an integer tensor.
+            ValueError: an index is out of range or occurs twice in a row, or the shape is wrong.
         """
         grid = BlockGrid(seqlen_q, seqlen_q if seqlen_k is None else seqlen_k, as_block_size(block_size), causal)
         return BlockLayout._of(grid, entries_of_block_indices(block_indices, grid))
@@ -219,20 +227,26 @@ class BlockLayout:
     @typed
     @on_host
     def from_dense(cls, mask: Tensor, *, block_size: int | tuple[int, int] = 128) -> BlockLayout:
-        """From a (seqlen_q, seqlen_k) or (batch | 1, q_heads | 1, seqlen_q, seqlen_k) bool mask, True = visible.
+        """Build a layout from a dense boolean mask.
+
+        Args:
+            mask: (seqlen_q, seqlen_k) or (batch | 1, q_heads | 1, seqlen_q, seqlen_k) bool, True = visible.
+            block_size: tokens per block, one number or (q_block, kv_block).
 
         Raises:
-            TypeError, ValueError: no bool tensor of such a shape, or another block size.
+            TypeError: `mask` is not a tensor.
+            ValueError: `mask` has another dtype or shape, or `block_size` is not supported.
         """
         return BlockLayout._of(*entries_of_dense(mask, as_block_size(block_size)))
 
     @classmethod
     @typed
     def stack_heads(cls, layouts: Sequence[BlockLayout]) -> BlockLayout:
-        """One layout from several of the same lengths and blocks, side by side along the heads.
+        """Concatenate layouts along the heads. All layouts must have the same lengths, block size, batch and device.
 
         Raises:
-            TypeError, ValueError: none, no layouts, or such as differ in lengths, block size, batch or device.
+            TypeError: an element is not a BlockLayout.
+            ValueError: `layouts` is empty, or its layouts differ in lengths, block size, batch or device.
         """
         for each in layouts:
             if not isinstance(each, BlockLayout):
@@ -240,19 +254,19 @@ class BlockLayout:
         entries = stacked_entries(layouts)
         return BlockLayout._of(layouts[0].grid(), entries)
 
-    # ---- reading one ---------------------------------------------------------------------------------------------
+    # ---- access and conversion -----------------------------------------------------------------------------------
 
     def entries(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Flat row, kv block and mask code of every visited block, each (nnz,) int64, in stored order."""
+        """Return the flat row, kv block and mask code of every visited block, each (nnz,) int64, in stored order."""
         counts = self.kv_num_blocks.flatten().long()
         lead = torch.repeat_interleave(torch.arange(counts.numel(), device=self.device), counts, output_size=self.nnz)
         return lead, self.kv_indices[: self.nnz].long(), self.kv_masks[: self.nnz].long()
 
     def validate(self) -> BlockLayout:
-        """Check every value; return self. Reads back from the device.
+        """Check every value and return self. Reads values back from the device.
 
         Raises:
-            ValueError: offsets that fall, counts or indices out of range, a block named twice in a row.
+            ValueError: offsets decrease, a count or index is out of range, or a row names a block twice.
         """
         self.drop_stale()
         check_values(self)
@@ -260,19 +274,19 @@ class BlockLayout:
         return self
 
     def ensure_valid(self) -> None:
-        """Raise as `validate` does. Checks once, and again after a tensor was written to."""
+        """Raise like `validate`, but check again only after a tensor was written to."""
         self.drop_stale()
         if not self.derived.validated:
             self.validate()
 
     def drop_stale(self) -> None:
-        """Drop derived values if a tensor was written to since they were computed."""
+        """Drop derived values if a tensor was written to after they were computed."""
         if self.derived.is_stale():
             self.derived.clear()
 
     @typed
     def to(self, device: torch.device | str) -> BlockLayout:
-        """Return the same layout on another device; a copy to a GPU does not wait for it."""
+        """Return this layout on another device. The call does not wait for a copy to a GPU to finish."""
         if torch.device(device) == self.device:
             return self
         parts = [*self.tensors, *([] if self.kv_order is None else [self.kv_order])]
@@ -284,30 +298,31 @@ class BlockLayout:
 
     @typed
     def head_slice(self, heads: Sequence[int]) -> BlockLayout:
-        """Return the layout of some heads only, in their order; a shared layout is returned as it is.
+        """Return the layout of the given heads, in their order. A layout that all heads share is returned unchanged.
 
         Raises:
-            ValueError: none, heads that are not there, or one named twice.
+            ValueError: `heads` is empty, contains a head that does not exist, or names a head twice.
         """
         return self if self.layout_heads == 1 else BlockLayout._of(self.grid(), entries_of_heads(self, heads))
 
     def to_dense(self) -> Tensor:
-        """(layout_batch, layout_heads, seqlen_q, seqlen_k) bool, True = visible. For tests and small inputs."""
+        """Return (layout_batch, layout_heads, seqlen_q, seqlen_k) bool, True = visible. For tests and small inputs."""
         return layout_to_dense(self)
 
     def plot(self, *, batch: int = 0, head: int = 0, ax: Any = None) -> Any:
         """Draw one head with matplotlib: visible pairs, and the hidden pairs of partial blocks. For small layouts.
 
         Args:
-            batch, head: entry to draw; 0 where the layout is shared.
-            ax: matplotlib axes to draw on; new ones by default.
+            batch: batch entry to draw; 0 if all share the layout.
+            head: q head to draw; 0 if all share the layout.
+            ax: matplotlib axes to draw on; created if omitted.
 
         Returns:
-            The axes. `layout.plot().figure.savefig("layout.svg")` keeps the picture.
+            The axes. `layout.plot().figure.savefig("layout.svg")` saves the picture.
 
         Raises:
             ImportError: matplotlib is not installed.
-            ValueError: a batch entry or head that the layout does not have.
+            ValueError: the layout has no such batch entry or head.
         """
         from dynaxx.layout.plot import plot_layout
 
@@ -315,7 +330,7 @@ class BlockLayout:
 
     @property
     def column_counts(self) -> Tensor:
-        """Visits of each kv block, (layout_batch, layout_heads, kv_blocks) int64; of a layout on the host."""
+        """Number of rows that visit each kv block: (layout_batch, layout_heads, kv_blocks) int64. For host layouts."""
         known = self.derived.column_counts
         if known is None:
             known = self.derived.column_counts = self._count_columns()
@@ -330,9 +345,9 @@ class BlockLayout:
 
     @property
     def transposed(self) -> TransposedLayout:
-        """The same blocks by kv block, for the backward pass over keys. Computed once, where the layout lies.
+        """The same blocks grouped by kv block, for the backward pass over keys. Computed once, on the layout's device.
 
-        A layout on a GPU is not read back: all slots up to the capacity are sorted, the unused ones to the end.
+        GPU layouts are not read back: all slots up to the capacity are sorted, and unused slots go to the end.
         """
         known = self.derived.transposed
         if known is None:
@@ -340,7 +355,7 @@ class BlockLayout:
         return known
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave derived values out of copies and pickles."""
+        """Exclude derived values from copies and pickles."""
         return {name: value for name, value in vars(self).items() if name != "derived"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`BlockLayout` from and to FlexAttention's `BlockMask`."""
+"""Conversion between `BlockLayout` and FlexAttention's `BlockMask`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def block_codes(layout: BlockLayout) -> Tensor:
-    """(layout_batch, layout_heads, q_blocks, kv_blocks) int64: the mask code of each block, EMPTY where not visited."""
+    """Return each block's mask code, (layout_batch, layout_heads, q_blocks, kv_blocks) int64; EMPTY if not visited."""
     lead, cols, codes = layout.entries()
     table = torch.full(
         (layout.layout_batch * layout.layout_heads * layout.q_blocks, layout.kv_blocks), EMPTY, device=layout.device
@@ -30,7 +30,7 @@ def block_codes(layout: BlockLayout) -> Tensor:
 
 @typed
 def to_block_mask(layout: BlockLayout) -> BlockMask:
-    """FlexAttention's `BlockMask` of a layout, full and partial blocks apart, its `mask_mod` reading our bits."""
+    """Return FlexAttention's `BlockMask` for a layout. Its `mask_mod` reads the element masks of the layout."""
     from torch.nn.attention.flex_attention import BlockMask
 
     codes = block_codes(layout)
@@ -60,10 +60,15 @@ def to_block_mask(layout: BlockLayout) -> BlockMask:
 
 @typed
 def from_block_mask(block_mask: BlockMask, *, chunk: int = 1024) -> BlockLayout:
-    """Return a `BlockLayout` of FlexAttention's `BlockMask`; `mask_mod` runs on partial blocks only, `chunk` at a time.
+    """Return the `BlockLayout` of FlexAttention's `BlockMask`.
+
+    Args:
+        block_mask: the mask to convert. Its `mask_mod` runs on partial blocks only.
+        chunk: number of partial blocks that one call of `mask_mod` covers.
 
     Raises:
-        ValueError: a block size that dynaxx does not have.
+        TypeError: `block_mask` is not a BlockMask.
+        ValueError: the block size is not supported, or `chunk` is below 1.
     """
     if chunk < 1:
         raise ValueError(f"`chunk` must be >= 1, got {chunk}")

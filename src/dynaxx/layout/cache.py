@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache of layouts, bounded by their bytes: a long prompt's layout takes as much as ten thousand short ones."""
+"""`LayoutCache`: memoizes functions that build layouts, bounded by the bytes that the cached layouts hold."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ from torch import Tensor
 
 MOST_BYTES = 256 * 1024 * 1024
 MOST_VALUES = 128
-GROWTH = 8  # what is computed from a layout later takes at most so many times its own bytes, estimated
+GROWTH = 8  # estimate: values derived from a layout later take at most this multiple of its own bytes
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class Kept(NamedTuple, Generic[T]):
-    """A value of the cache."""
+    """A cached value, with what is needed to detect writes to its tensors."""
 
     value: T
-    tensors: tuple[Tensor, ...]  # of the value when it was made; inference tensors, which are not counted, aside
-    versions: list[int]  # how often each had been written to
-    size: int  # bytes of these tensors
+    tensors: tuple[Tensor, ...]  # tensors of the new value; not inference tensors, whose writes torch does not count
+    versions: list[int]  # torch's write counter of each tensor when the value was cached
+    size: int  # total bytes of `tensors`
 
 
 class LayoutCache(Generic[P, T]):
-    """A function that makes layouts (or other values that hold tensors), and the values that it made last.
+    """Memoize a function that builds layouts or other values that hold tensors; evict the least recently used ones.
 
-    Every caller that asks for the same value gets the same tensors. One that somebody has written to since is made
-    anew, so that no caller gets the numbers of another. There is no lock, so a forked child never waits for a thread
-    that it does not have: at worst two threads make the same value.
+    All callers that pass the same arguments get the same tensors. If a caller has written to them, the next call builds
+    the value again, so no caller sees the numbers of another. The cache has no lock, so a forked child never waits for
+    a thread that does not exist in it; in the worst case two threads build the same value.
 
     Args:
-        make: returns the value for some hashable arguments.
-        most_bytes: of all values that are kept, with everything that was computed from them. One that is larger by
-            itself is not kept.
-        most: values to keep.
+        make: function to memoize; its arguments must be hashable.
+        most_bytes: upper bound for the bytes of all cached values, including values derived from them. A value that
+            alone exceeds the bound is not cached.
+        most: upper bound for the number of cached values.
     """
 
     def __init__(self, make: Callable[P, T], most_bytes: int = MOST_BYTES, most: int = MOST_VALUES) -> None:
         self._make = make
         self.most_bytes, self.most = most_bytes, most
-        self._kept: dict[Hashable, Kept[T]] = {}  # the least recently used first
-        self._size = 0  # of their own tensors, about: threads may lose an update
+        self._kept: dict[Hashable, Kept[T]] = {}  # least recently used first
+        self._size = 0  # approximate bytes of the values' own tensors: concurrent threads may lose an update
         functools.update_wrapper(self, make)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -65,21 +65,21 @@ class LayoutCache(Generic[P, T]):
 
     @property
     def bytes(self) -> int:
-        """Bytes of all values that are kept; a tensor that several share counts once."""
+        """Bytes of all cached values; a storage that several values share counts once."""
         return sum(_storages(_tensors([kept.value for kept in list(self._kept.values())])).values())
 
     def clear(self) -> None:
-        """Drop all values."""
+        """Drop all cached values."""
         self._kept.clear()
 
     def _evict(self) -> None:
-        """Drop the least recently used values until the rest is within the bounds."""
+        """Drop the least recently used values until the cache is within its bounds."""
         while len(self._kept) > self.most:
-            with suppress(StopIteration, KeyError, RuntimeError):  # another thread was faster
+            with suppress(StopIteration, KeyError, RuntimeError):  # another thread evicted this value first
                 self._size -= self._kept.pop(next(iter(self._kept))).size
         if GROWTH * self._size <= self.most_bytes:
             return
-        # A layout grows after it was made: transposes and orders are added at use. So everything is measured again.
+        # Layouts grow after they are cached, because transposes and row orders are derived at first use. Measure again.
         seen: dict[int, int] = {}
         total = 0
         for key, kept in reversed(list(self._kept.items())):
@@ -92,18 +92,18 @@ class LayoutCache(Generic[P, T]):
 
 
 def _own_tensors(value: Any) -> Iterable[Tensor]:
-    """Return the tensors that a value was made of."""
+    """Return the tensors that a value was built from, without tensors derived from them later."""
     tensors = getattr(value, "tensors", None)
     return tensors if isinstance(tensors, tuple) else _tensors(value)
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Return the bytes of every storage that some tensors have, by address."""
+    """Return the size in bytes of each distinct storage behind `tensors`, keyed by address."""
     return {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
 
 
 def _tensors(value: Any, depth: int = 6) -> Iterator[Tensor]:
-    """Yield the tensors that a value holds, through containers, dataclasses and whatever has `tensors`."""
+    """Yield the tensors inside a value: in containers, dataclasses and objects with a `tensors` attribute."""
     if isinstance(value, Tensor):
         yield value
         return

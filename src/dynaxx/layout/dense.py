@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts element by element: from a dense mask, to one, and how many pairs one shows. For tests and small inputs."""
+"""Conversions between layouts and dense masks, and the count of visible pairs. For tests and small inputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def entries_of_dense(mask: Tensor, block_size: tuple[int, int]) -> tuple[BlockGrid, Entries]:
-    """Check a dense mask and list the blocks that it shows; see `BlockLayout.from_dense`."""
+    """Check a dense mask and list its visited blocks; see `BlockLayout.from_dense`."""
     if mask.dtype != torch.bool or mask.ndim not in (2, 4):
         raise ValueError(
             "`mask` must be bool, (seqlen_q, seqlen_k) or (batch, heads, seqlen_q, seqlen_k), "
@@ -26,7 +26,10 @@ def entries_of_dense(mask: Tensor, block_size: tuple[int, int]) -> tuple[BlockGr
     mask = mask.view(1, 1, *mask.shape) if mask.ndim == 2 else mask
     batch, heads, seqlen_q, seqlen_k = mask.shape
     if not batch or not heads:
-        raise ValueError(f"`mask` must have a batch entry and a head, 1 where all share them, got {tuple(mask.shape)}")
+        raise ValueError(
+            "`mask` must have at least one batch entry and one head, size 1 if all of them share the mask, "
+            f"got {tuple(mask.shape)}"
+        )
     grid = BlockGrid(seqlen_q, seqlen_k, block_size, causal=False)
     (q_block, kv_block), (rows, cols) = block_size, (grid.q_blocks, grid.kv_blocks)
     pad = (0, cols * kv_block - seqlen_k, 0, rows * q_block - seqlen_q)
@@ -44,7 +47,7 @@ def entries_of_dense(mask: Tensor, block_size: tuple[int, int]) -> tuple[BlockGr
 
 
 def unique_masks(masks: ElementMasks) -> tuple[ElementMasks, Tensor]:
-    """Return the distinct ones of n masks, in the order of their bits, and the entry of each mask there, (n,) int64."""
+    """Return the distinct masks in bit order, and for each input mask its index among them, (num_masks,) int64."""
     bits = masks.bits
     if len(masks) < 2:
         return masks, torch.zeros(len(masks), dtype=torch.int64, device=bits.device)
@@ -55,7 +58,7 @@ def unique_masks(masks: ElementMasks) -> tuple[ElementMasks, Tensor]:
 
 
 def layout_to_dense(layout: BlockLayout) -> Tensor:
-    """Return every pair as bool; see `BlockLayout.to_dense`."""
+    """Return the visibility of every pair as bool; see `BlockLayout.to_dense`."""
     q_block, kv_block = layout.block_size
     shape = (layout.layout_batch, layout.layout_heads)
     lead, cols, codes = layout.entries()

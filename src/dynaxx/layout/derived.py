@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values computed from a layout and kept with it, and when they must be dropped."""
+"""`DerivedValues`: values computed from a layout and cached with it, dropped when its tensors are written to."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from dynaxx.layout.block_layout import BlockLayout
     from dynaxx.layout.transpose import TransposedLayout
 
-MOST_FORMS = 1024  # of which anything is kept
+MOST_FORMS = 1024  # layout forms for which `PerLayout` keeps a dict
 
 
 class Unset:
-    """Marks a value that was not computed yet, where None is one."""
+    """Type of `UNSET`, which marks a value that is not computed yet if None is a valid value."""
 
 
 UNSET = Unset()
@@ -26,10 +26,10 @@ UNSET = Unset()
 
 @dataclass(eq=False)
 class DerivedValues:
-    """Values derived from the tensors of one layout, and from nothing else.
+    """Values derived only from the tensors of one layout.
 
-    They hold as long as nobody writes to the tensors. `is_stale` says whether torch has counted such a write; writes
-    that it does not count (through numpy, or to inference tensors) are not seen.
+    They stay valid until the tensors are written to. `is_stale` reports writes that torch counts. It does not notice
+    writes through numpy or writes to inference tensors, because torch does not count them.
     """
 
     nnz: int | None = None
@@ -39,43 +39,48 @@ class DerivedValues:
     transposed: TransposedLayout | None = None
     validated: bool = False
     form: Hashable | None = None  # see `BlockLayout.form`
-    make_host: Callable[[], BlockLayout | None] | None = None  # makes `host`
-    host: BlockLayout | Unset | None = UNSET  # the layout on the host that this one was copied from
-    by_owner: dict[object, dict[Any, Any]] = field(default_factory=dict)  # see `PerLayout`
+    make_host: Callable[[], BlockLayout | None] | None = None  # computes `host` at first access
+    host: BlockLayout | Unset | None = UNSET  # the host layout that this layout was copied from
+    by_owner: dict[object, dict[Any, Any]] = field(default_factory=dict)  # one dict per `PerLayout` instance
     watched: tuple[Tensor, ...] = ()
     versions: tuple[int, ...] = ()
 
     def watch(self, tensors: Sequence[Tensor]) -> None:
-        """Take these tensors as they are now for what the values are derived from."""
+        """Start watching `tensors` for writes: their current contents are the source of the derived values."""
         if torch.compiler.is_compiling():
             return
         self.watched = tuple(x for x in tensors if not x.is_inference())
         self.versions = self.versions_now()
 
     def versions_now(self) -> tuple[int, ...]:
-        """Return how often each watched tensor has been written to."""
+        """Return torch's write counter of each watched tensor."""
         return tuple([x._version for x in self.watched])
 
     def is_stale(self) -> bool:
-        """Whether a tensor was written to since."""
+        """Return whether a watched tensor was written to since `watch`."""
         return self.versions_now() != self.versions
 
     def clear(self) -> None:
-        """Drop every value, and take the tensors as they are now."""
+        """Drop all values and watch the tensors from now on."""
         fresh = DerivedValues()
         fresh.watch(self.watched)
         vars(self).update(vars(fresh))
 
 
 class PerLayout:
-    """One dict for each layout, for values that another room computes from it. Layouts of one form share theirs."""
+    """A dict per layout, in which another room caches values that it computes from the layout.
+
+    GPU layouts with the same `form` share one dict.
+    """
 
     def __init__(self) -> None:
         self._by_form: dict[Hashable, dict[Any, Any]] = {}
 
     def of(self, layout: BlockLayout) -> dict[Any, Any]:
-        """Return the dict of a layout, empty at first. It lives as long as the layout does, and is dropped with its
-        other derived values when a tensor was written to."""
+        """Return the dict of a layout, initially empty.
+
+        The dict lives as long as the layout, and is dropped with the other derived values after a write to a tensor.
+        """
         form = layout.derived.form
         if form is None:
             kept = layout.derived.by_owner.get(self)
@@ -89,5 +94,5 @@ class PerLayout:
 
 
 def times_written(x: Tensor) -> int:
-    """Return a number that grows with each operation that writes to a tensor; 0 where torch does not count."""
+    """Return torch's write counter of a tensor; 0 for inference tensors, whose writes torch does not count."""
     return 0 if x.is_inference() else x._version

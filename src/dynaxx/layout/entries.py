@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Visited blocks as lists: from block indices and from other layouts, and sorted into the tensors of a layout."""
+"""`Entries`: lists of visited blocks, built from block indices or layouts and sorted into the tensors of a layout."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class Entries(NamedTuple):
-    """Visited blocks in any order, and the element masks that their codes name."""
+    """Visited blocks in any order, and the element masks that their codes refer to."""
 
     lead: Tensor  # (n,) int64, flat row `(b * layout_heads + h) * q_blocks + i`
     cols: Tensor  # (n,) int64, kv block
-    codes: Tensor  # (n,) int64, entry of `masks`, or FULL; EMPTY ones are dropped
+    codes: Tensor  # (n,) int64, index into `masks` or FULL; entries with EMPTY are dropped
     masks: ElementMasks
     layout_batch: int = 1
     layout_heads: int = 1
@@ -39,7 +39,7 @@ class SortedEntries(NamedTuple):
 
 
 def sorted_entries(grid: BlockGrid, entries: Entries) -> SortedEntries:
-    """Sort visited blocks by row, partial ones first, ascending in each part."""
+    """Sort visited blocks by row; within a row, partial blocks come first, and indices ascend in both parts."""
     kept = entries.codes != EMPTY
     lead, cols, codes = entries.lead[kept], entries.cols[kept], entries.codes[kept]
     full = (codes == FULL).long()
@@ -58,17 +58,17 @@ def sorted_entries(grid: BlockGrid, entries: Entries) -> SortedEntries:
 
 
 def row_offsets(counts: Tensor) -> Tensor:
-    """(b, h, n) counts -> (b, h, n + 1) int32 absolute offsets that go on from one head to the next."""
+    """Convert (b, h, n) counts to (b, h, n + 1) int32 absolute offsets that continue from one head to the next."""
     return running_sum(torch.nn.functional.pad(counts, (1, 0)))
 
 
 def running_sum(counts: Tensor) -> Tensor:
-    """`row_offsets` of counts that have a 0 before those of each head, (b, h, 1 + n)."""
+    """Return `row_offsets` of counts that already start with a 0 for each head, (b, h, 1 + n)."""
     return counts.flatten().cumsum(0, dtype=torch.int32).view(counts.shape)
 
 
 def entries_of_block_indices(block_indices: Tensor, grid: BlockGrid) -> Entries:
-    """Check block indices and list their blocks; see `BlockLayout.from_block_indices`."""
+    """Check block indices and list the blocks they name; see `BlockLayout.from_block_indices`."""
     if not isinstance(block_indices, Tensor):
         raise TypeError(f"`block_indices` must be a tensor, got {type(block_indices).__name__}")
     if block_indices.ndim != 4 or block_indices.shape[2] != grid.q_blocks:
@@ -78,7 +78,7 @@ def entries_of_block_indices(block_indices: Tensor, grid: BlockGrid) -> Entries:
         )
     if block_indices.is_floating_point() or block_indices.dtype == torch.bool:
         raise TypeError(f"`block_indices` must be integers, got {block_indices.dtype}")
-    block_indices = block_indices.long()  # there are integers without a sign
+    block_indices = block_indices.long()  # comparisons with -1 need a signed dtype
     wrong = (block_indices < -1) | (block_indices >= grid.kv_blocks)
     if wrong.any():
         raise ValueError(
@@ -94,24 +94,24 @@ def entries_of_block_indices(block_indices: Tensor, grid: BlockGrid) -> Entries:
 
 
 def has_duplicates(block_indices: Tensor) -> bool:
-    """Whether a row of (..., slots) block indices names a block twice; -1 is none."""
+    """Return whether a row of (..., slots) block indices names a block twice; empty slots (-1) do not count."""
     ordered = block_indices.sort(-1).values
     return bool(((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any())
 
 
 def stacked_entries(layouts: Sequence[BlockLayout]) -> Entries:
-    """Check layouts and list their blocks side by side; see `BlockLayout.stack_heads`."""
+    """Check layouts and concatenate their visited blocks along the heads; see `BlockLayout.stack_heads`."""
     if not layouts:
-        raise ValueError("`layouts` must hold at least one")
+        raise ValueError("`layouts` must contain at least one layout")
     first = layouts[0]
     for other in layouts:
         if other.device != first.device:
-            raise ValueError(f"`layouts` must be on one device, got {other.device} beside {first.device}")
+            raise ValueError(f"`layouts` must be on one device, got {first.device} and {other.device}")
         same = (other.seqlen_q, other.seqlen_k, other.block_size, other.layout_batch)
         if same != (first.seqlen_q, first.seqlen_k, first.block_size, first.layout_batch):
             raise ValueError(
-                "`layouts` must agree in lengths, block size and batch, got "
-                f"{same} beside {(first.seqlen_q, first.seqlen_k, first.block_size, first.layout_batch)}"
+                "`layouts` must agree in (seqlen_q, seqlen_k, block_size, layout_batch), got "
+                f"{(first.seqlen_q, first.seqlen_k, first.block_size, first.layout_batch)} and {same}"
             )
     heads = sum(layout.layout_heads for layout in layouts)
     masks, leads, cols, codes, done = layouts[0].masks, [], [], [], 0
@@ -131,10 +131,10 @@ def stacked_entries(layouts: Sequence[BlockLayout]) -> Entries:
 
 
 def entries_of_heads(layout: BlockLayout, heads: Sequence[int]) -> Entries:
-    """List the blocks of some heads; see `BlockLayout.head_slice`."""
+    """List the visited blocks of the given heads; see `BlockLayout.head_slice`."""
     heads = [as_integer("heads", head) for head in heads]
     if len(set(heads)) < len(heads) or not all(0 <= head < layout.layout_heads for head in heads) or not heads:
-        raise ValueError(f"`heads` must be different ones from 0 to {layout.layout_heads - 1}, got {heads}")
+        raise ValueError(f"`heads` must be distinct heads from 0 to {layout.layout_heads - 1}, got {heads}")
     lead, cols, codes = layout.entries()
     new_index = torch.full((layout.layout_heads,), -1, device=layout.device)
     new_index[torch.tensor(list(heads), device=layout.device)] = torch.arange(len(heads), device=layout.device)

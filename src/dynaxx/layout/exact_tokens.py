@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ExactTokens`: the few tokens of an 8-bit cache whose rounding would cost most, kept in 16 bits beside it."""
+"""`ExactTokens`: the first and last tokens of each sequence of an 8-bit cache, stored unquantized beside the cache."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from dynaxx.arguments import typed
 from dynaxx.layout.grid import as_integer
 
 EXACT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MOST = 1024  # first or last tokens
-SINKS, WINDOW = 4, 28  # tokens: one tile of a matrix unit together
+MOST = 1024  # upper bound for `sinks` and for `window`
+SINKS, WINDOW = 4, 28  # default numbers of first and last tokens; together they fill one tile of a matrix unit
 
 
 @typed
 @dataclass(frozen=True)
 class ExactTokens:
-    """The first and the last tokens of each sequence, as they were before they were rounded.
+    """The first and the last tokens of each sequence, unquantized.
 
-    Attention falls on both more than on any others, so most of what 8 bits cost is lost there. They are visible
-    whatever pages are read, and the cache's own copies of them are not. Token t of a sequence lies in slot
-    t - leftpad_k if that is below `sinks`, else in slot sinks + t % window.
+    These tokens receive the most attention, so most of the error of an 8-bit cache would come from rounding them. Every
+    query sees them, whichever pages are selected. Attention reads them from here and skips their copies in the cache.
+    Token t of a sequence lies in slot t - leftpad_k if that is below `sinks`, else in slot sinks + t % window.
 
     Args:
         k: (batch, sinks + window, kv_heads, head_dim), contiguous, fp16, bf16 or fp32.
         v: (batch, sinks + window, kv_heads, head_dim_v), contiguous, k's dtype.
-        sinks: how many of the slots hold first tokens.
+        sinks: number of slots for first tokens.
 
     Raises:
-        TypeError, ValueError: tensors that do not fit together.
+        TypeError, ValueError: the tensors do not match each other.
     """
 
     k: Tensor
@@ -41,11 +41,11 @@ class ExactTokens:
     def __post_init__(self) -> None:
         if self.k.ndim != 4 or self.v.ndim != 4 or self.k.shape[:3] != self.v.shape[:3]:
             raise ValueError(
-                "`k` and `v` must be (batch, sinks + window, kv_heads, head_dim) and agree but for head_dim, "
+                "`k` and `v` must be (batch, sinks + window, kv_heads, head_dim) and may differ in head_dim only, "
                 f"got {tuple(self.k.shape)} and {tuple(self.v.shape)}"
             )
         if not 0 <= self.sinks < self.k.shape[1]:
-            raise ValueError(f"`sinks` must be from 0 to below the {self.k.shape[1]} slots, got {self.sinks}")
+            raise ValueError(f"`sinks` must be >= 0 and less than the {self.k.shape[1]} slots, got {self.sinks}")
         if self.k.dtype not in EXACT_DTYPES or self.v.dtype != self.k.dtype:
             raise TypeError(f"`k` and `v` must both be one of {EXACT_DTYPES}, got {self.k.dtype} and {self.v.dtype}")
         if not (self.k.is_contiguous() and self.v.is_contiguous()):
@@ -62,15 +62,19 @@ class ExactTokens:
         sinks: int = SINKS,
         window: int = WINDOW,
     ) -> ExactTokens:
-        """Copy them out of a cache in full precision.
+        """Copy the first and last tokens out of a cache in full precision.
 
         Args:
-            k, v: (batch, seqlen_k, kv_heads, head_dim), contiguous caches.
-            seqused_k, leftpad_k: as in `PagedCache`.
+            k: (batch, seqlen_k, kv_heads, head_dim), a contiguous cache.
+            v: (batch, seqlen_k, kv_heads, head_dim_v).
+            seqused_k: (batch,) int32, keys in use, including padding.
+            leftpad_k: (batch,) int32, hidden keys at the start; None: none.
+            sinks: number of first tokens to store.
+            window: number of last tokens to store.
         """
         sinks, window = as_integer("sinks", sinks), as_integer("window", window)
         if not (0 <= sinks <= MOST and 1 <= window <= MOST):
-            raise ValueError(f"`sinks` must be from 0 and `window` from 1 to {MOST} tokens, got {sinks} and {window}")
+            raise ValueError(f"`sinks` must be 0 to {MOST} and `window` 1 to {MOST} tokens, got {sinks} and {window}")
         empty = lambda x: x.new_zeros(x.shape[0], sinks + window, *x.shape[2:])
         tokens = cls(empty(k), empty(v), sinks)
         places = tokens.positions(seqused_k, leftpad_k)
@@ -80,11 +84,11 @@ class ExactTokens:
 
     @property
     def window(self) -> int:
-        """How many of the last tokens there are."""
+        """Number of slots for last tokens."""
         return self.k.shape[1] - self.sinks
 
     def positions(self, seqused_k: Tensor, leftpad_k: Tensor | None = None) -> Tensor:
-        """(batch, sinks + window) int64: which token of its sequence each slot holds, -1 if none."""
+        """Return the token of its sequence that each slot holds, (batch, sinks + window) int64; -1 if it holds none."""
         slot = torch.arange(self.k.shape[1], device=seqused_k.device)
         used, first = seqused_k.long()[:, None], _first(seqused_k, leftpad_k)[:, None]
         last = used - 1 - (used - 1 - (slot - self.sinks)) % self.window
@@ -93,11 +97,13 @@ class ExactTokens:
         return torch.where(there, position, -1)
 
     def write(self, k: Tensor, v: Tensor, seqused_k: Tensor, leftpad_k: Tensor | None = None) -> None:
-        """Take in the last tokens of each sequence, in place; waits for no device.
+        """Store the newest tokens of each sequence, in place. Does not synchronise with the device.
 
         Args:
-            k, v: (batch, new_tokens, kv_heads, head_dim).
-            seqused_k: with the new ones.
+            k: (batch, new_tokens, kv_heads, head_dim).
+            v: (batch, new_tokens, kv_heads, head_dim_v).
+            seqused_k: (batch,) int32, keys in use including the new tokens.
+            leftpad_k: (batch,) int32, hidden keys at the start; None: none.
         """
         places = self.positions(seqused_k, leftpad_k)
         places = places - (seqused_k.long()[:, None] - k.shape[1])
@@ -105,7 +111,7 @@ class ExactTokens:
             _fill(own, x, places)
 
     def bounds(self, seqused_k: Tensor, leftpad_k: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """First token, and the one after the last, that each sequence reads from its cache, each (batch,) int32."""
+        """Return the token range that attention reads from the cache: first and last + 1, each (batch,) int32."""
         start = torch.minimum(_first(seqused_k, leftpad_k) + self.sinks, seqused_k)
         return start.int(), torch.maximum(start, seqused_k - self.window).int()
 
@@ -115,7 +121,7 @@ def _first(seqused_k: Tensor, leftpad_k: Tensor | None) -> Tensor:
 
 
 def _fill(own: Tensor, x: Tensor, places: Tensor) -> None:
-    """own[b, slot] = x[b, places[b, slot]] where there is such a place."""
+    """Set own[b, slot] = x[b, places[b, slot]] wherever places[b, slot] is an index of x."""
     if x.shape[1] == 0:
         return
     known = ((places >= 0) & (places < x.shape[1]))[..., None, None]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grid of blocks that a layout lives on: lengths, block sizes, and where block (row, col) lies.
+"""`BlockGrid`: the grid of blocks under a layout: sequence lengths, block sizes and positions of blocks.
 
-Legend: row = q block index, col = kv block index. Queries are bottom-right aligned to keys: query `i` stands at key
-position `i + offset`, offset = seqlen_k - seqlen_q.
+Legend: row = q block index, col = kv block index. Queries are bottom-right aligned to keys: query `i` has key position
+`i + offset`, where offset = seqlen_k - seqlen_q.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def as_block_size(block_size: int | tuple[int, int]) -> tuple[int, int]:
 
 
 def as_integer(name: str, value: object) -> int:
-    """Return a Python integer of one of any kind, as of numpy; a share or a text is none."""
+    """Convert an integer of any type, such as numpy's, to `int`; raise TypeError for floats and strings."""
     try:
         return index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -39,7 +39,7 @@ def as_integer(name: str, value: object) -> int:
 
 @dataclass(frozen=True)
 class BlockGrid:
-    """Lengths in tokens, block sizes in tokens, and whether keys after the query are hidden."""
+    """Sequence lengths and block sizes in tokens, and whether keys after the query are hidden."""
 
     seqlen_q: int
     seqlen_k: int
@@ -56,7 +56,7 @@ class BlockGrid:
 
     @property
     def offset(self) -> int:
-        """Key position of query 0; negative where there are more queries than keys."""
+        """Key position of query 0; negative if there are more queries than keys."""
         return self.seqlen_k - self.seqlen_q
 
     @property
@@ -68,11 +68,11 @@ class BlockGrid:
         return -(-self.seqlen_k // self.block_size[1])
 
     def spans(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """`q_span` of all rows for rules, which compute in numpy."""
+        """Return `q_span` of all rows as numpy arrays, in which patterns compute."""
         return _spans(self)
 
     def q_span(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """First and last key position at which the queries of each row stand (the last one clipped to seqlen_q)."""
+        """Return the key positions of the first and the last query of each row; the last is clipped to seqlen_q."""
         first = rows * self.block_size[0]
         last = (first + self.block_size[0]).clamp(max=self.seqlen_q) - 1
         return first + self.offset, last + self.offset
@@ -81,14 +81,14 @@ class BlockGrid:
         return torch.arange(self.q_blocks)
 
     def causal_kv_blocks(self, rows: Tensor) -> Tensor:
-        """How many kv blocks each row may visit at all: a prefix of the columns. Shape and device of `rows`."""
+        """Return how many kv blocks each row may visit, always a prefix of the columns. Shape and device of `rows`."""
         if not self.causal:
             return torch.full_like(rows, self.kv_blocks)
         _, last = self.q_span(rows)
         return torch.div(last, self.block_size[1], rounding_mode="floor").add(1).clamp(0, self.kv_blocks)
 
     def visible_blocks(self) -> int:
-        """How many blocks all rows may visit: what density is a share of."""
+        """Return how many blocks all rows together may visit; density is a share of this number."""
         return _visible_blocks(self)
 
 

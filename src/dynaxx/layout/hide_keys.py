@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`hide_keys`: the same layout without some keys, such as padding, which differ by sequence of a batch."""
+"""`hide_keys`: remove keys, such as padding, from a layout, separately for each sequence of a batch."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from dynaxx.layout.masks import EMPTY, ElementMasks
 
 
 def hide_keys(layout: BlockLayout, visible: Tensor) -> BlockLayout:
-    """Hide keys from every query. O(visited blocks x batch); the layout itself where nothing is hidden.
+    """Hide keys from every query. O(visited blocks x batch); returns the layout itself if no key is hidden.
 
     Args:
-        layout: shared by the batch (layout_batch 1).
-        visible: (batch, seqlen_k) bool, True = as the layout says, False = hidden.
+        layout: a layout that the batch shares (layout_batch 1).
+        visible: (batch, seqlen_k) bool; False hides the key, True leaves the layout unchanged.
 
     Returns:
-        A layout of batch 1 where all rows of `visible` are equal, else of `batch`. Blocks whose keys are all hidden
-        are not visited. Reads back from the device.
+        A layout with layout_batch 1 if all rows of `visible` are equal, else with layout_batch = batch. It does not
+        visit blocks whose keys are all hidden. Reads back from the device.
 
     Raises:
-        ValueError: a layout of a batch, or `visible` of another shape or dtype.
+        ValueError: `layout` has layout_batch > 1, or `visible` has another shape or dtype.
     """
     if layout.layout_batch != 1:
         raise ValueError(f"`layout` must be shared by the batch, got layout_batch = {layout.layout_batch}")
@@ -51,9 +51,9 @@ def hide_keys(layout: BlockLayout, visible: Tensor) -> BlockLayout:
 
 
 def _key_tiles(visible: Tensor, layout: BlockLayout) -> tuple[Tensor, Tensor]:
-    """Distinct rows of keys of a block, (tiles, kv_block) bool, and which of them each block has, (batch, kv_blocks).
+    """Return each block's entry in a table of key visibilities, (batch, kv_blocks), and the table, (n, kv_block) bool.
 
-    Keys beyond the sequence count as visible, as they do in full blocks, unless all keys of the block are hidden.
+    Keys beyond the sequence count as visible, as in full blocks, unless all keys of the block are hidden.
     """
     kv_block = layout.block_size[1]
     shape, beyond = (len(visible), layout.kv_blocks, kv_block), (0, layout.kv_blocks * kv_block - layout.seqlen_k)
@@ -64,7 +64,7 @@ def _key_tiles(visible: Tensor, layout: BlockLayout) -> tuple[Tensor, Tensor]:
 
 
 def _cut_masks(layout: BlockLayout, codes: Tensor, tile: Tensor, tiles: Tensor) -> tuple[ElementMasks, Tensor]:
-    """Return the table of masks with keys hidden, and the code of each block in it."""
+    """Combine element masks with hidden keys: return the extended mask table and the new code of each block."""
     whole = tiles.all(-1)[tile]
     pair = (codes + 1) * len(tiles) + tile
     pairs, entry = pair[~whole].unique(return_inverse=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors of the host: they say so, whatever `torch.set_default_device` says, and go to a GPU together."""
+"""Helpers that create tensors on the host under any `torch.set_default_device`, and copy several to a GPU at once."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ R = TypeVar("R")
 
 
 def on_host(function: Callable[P, R]) -> Callable[P, R]:
-    """Run a function so that tensors it makes without naming a device are made on the CPU.
+    """Decorate a function so that tensors it creates without a device are created on the CPU.
 
-    Layouts are computed there from integers of the host. Where a user has made another device the default, they would
-    silently be computed on that, or mixed with it.
+    Layouts are computed on the CPU from host integers. Under a user's `torch.set_default_device`, their tensors would
+    silently land on another device or be mixed with tensors there.
     """
 
     @wraps(function)
@@ -33,7 +33,7 @@ def on_host(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def on_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
-    """Integers as int32 tensors in one piece of memory, each at 16 bytes; to a GPU in one copy, without waiting."""
+    """Copy integer arrays to a device as int32 tensors in one allocation, 16-byte aligned, in one asynchronous copy."""
     places, size = [], 0
     for x in arrays:
         places.append(size)
@@ -46,7 +46,7 @@ def on_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tens
 
 
 def dense_views(numbers: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-    """Tensors of these shapes behind one another in one piece of memory, each at a multiple of four numbers."""
+    """Return consecutive views of one buffer with these shapes, each starting at a multiple of four elements."""
     found, place = [], 0
     for shape in shapes:
         steps, size = [], 1
@@ -59,9 +59,9 @@ def dense_views(numbers: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tens
 
 
 def moved_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """int32 tensors on another device: from the host to a GPU as `on_device`.
+    """Copy int32 tensors to a device; copies from the host to a GPU are made in one transfer by `on_device`.
 
-    To the host it waits: what has not arrived yet reads as anything.
+    Only a copy to a GPU is asynchronous. A copy to the host waits, because unfinished copies would read as garbage.
     """
     if device.type != "cuda" or any(x.device.type != "cpu" for x in tensors):
         return [x.to(device, non_blocking=device.type == "cuda") for x in tensors]

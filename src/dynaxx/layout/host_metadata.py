@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host-side metadata of GPU layouts, so that launches never synchronise and nothing is computed twice.
 
-It is kept with the layout, and by the layout's `kv_indptr`: a compiler takes a layout apart and passes on its tensors
-only.
+The metadata is stored with the layout, and also keyed by its `kv_indptr`, because a compiler splits a layout into
+tensors and passes on only those.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ if TYPE_CHECKING:
 
 
 class HostMetadata(NamedTuple):
-    """Where a layout on a GPU was copied from."""
+    """The host-side source of a GPU layout."""
 
-    make_host: Callable[[], BlockLayout | None]  # returns the layout on the host
+    make_host: Callable[[], BlockLayout | None]  # returns the host layout
     order: Tensor | None  # `BlockLayout.kv_order`, on the GPU
-    state: tuple[int, ...]  # of its tensors then: addresses, and how often they were written to
+    state: tuple[int, ...]  # addresses and write counters of the layout's tensors when this was recorded
 
 
-_known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by `kv_indptr`
+_known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # keyed by `kv_indptr`
 
 
 def attach(layout: BlockLayout, make_host: Callable[[], BlockLayout | None], order: Tensor | None) -> None:
-    """Keep the host-side metadata of a layout that lies on a GPU."""
+    """Store the host-side metadata of a GPU layout."""
     layout.derived.kv_order, layout.derived.make_host = order, make_host
     if not torch.compiler.is_compiling():
         _known[layout.kv_indptr] = HostMetadata(make_host, order, _state(layout))
 
 
 def restore(layout: BlockLayout, kv_indptr: Tensor) -> None:
-    """Give a layout the metadata of the one that had the same tensors, unless they were written to since."""
+    """Give a layout the metadata stored for `kv_indptr`, unless the tensors were written to since."""
     known: HostMetadata | None = _known.get(kv_indptr)
     if known is not None and known.state == _state(layout):
         layout.derived.kv_order, layout.derived.make_host = known.order, known.make_host
 
 
 def set_form(layout: BlockLayout, form: Hashable) -> BlockLayout:
-    """Give a layout a `BlockLayout.form` and its rows no other order than their own; return it."""
+    """Set `BlockLayout.form`, mark the rows as unsorted, and return the layout."""
     layout.derived.form, layout.derived.kv_order = form, None
     return layout
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Element masks of partial blocks: a table of the distinct masks that occur, each as bits and, where it is one, a band.
+"""`ElementMasks`: a table of the distinct masks inside partial blocks, each as packed bits and, if possible, as a band.
 
-Masks of real patterns repeat: a sliding window over a million tokens has three. So a layout stores a small table and
-each partial block names its entry. A kernel may read the packed bits, which say everything, or the closed form.
+Masks repeat in real patterns: a sliding window over a million tokens has three distinct masks. A layout therefore
+stores a small table, and each partial block stores an index into it. Kernels read either the packed bits, which
+represent any mask, or the band, which is a closed form.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ FULL = -1  # code of a block without an element mask
 EMPTY = -2  # code of a block that is not visited; never stored in a layout
 
 NO_BAND = (1, 0)
-EIGHT_BITS = 0x0102040810204080  # times eight bytes: byte i comes to bit 56 + i, and nothing is carried
+EIGHT_BITS = 0x0102040810204080  # multiplier that moves bit 0 of byte i to bit 56 + i of an int64, without carries
 
 
 @dataclass(frozen=True, eq=False)
 class ElementMasks:
-    """`num_masks` distinct masks of one block size. In-block coordinates: r = query row, c = key column."""
+    """`num_masks` distinct masks of one block size. Coordinates inside a block: r = query row, c = key column."""
 
     bits: Tensor  # (num_masks, q_block, ceil(kv_block / 32)) int32: (r, c) is visible iff bit c % 32 of word c // 32
     bands: Tensor  # (num_masks, 2) int32: (lo, hi) where the mask is exactly lo <= r - c <= hi, else (1, 0)
@@ -37,12 +38,12 @@ class ElementMasks:
 
     @classmethod
     def from_dense(cls, masks: Tensor) -> ElementMasks:
-        """Pack (num_masks, q_block, kv_block) bool."""
+        """Pack boolean masks, (num_masks, q_block, kv_block)."""
         count, q_block, kv_block = masks.shape
         if not count:
             return cls.empty((q_block, kv_block), masks.device)
         padded = torch.nn.functional.pad(masks, (0, -kv_block % 32)) if kv_block % 32 else masks.contiguous()
-        eights = (padded.view(torch.int64) * EIGHT_BITS) >> 56  # of eight bytes 0 or 1, the bits in order
+        eights = (padded.view(torch.int64) * EIGHT_BITS) >> 56  # packs eight bytes of 0 or 1 into eight bits, in order
         bits = (eights & 0xFF).to(torch.uint8).view(torch.int32)
         return cls(bits, torch.from_numpy(bands_of(bits.cpu().numpy(), kv_block)).to(masks.device), kv_block)
 
@@ -52,7 +53,7 @@ class ElementMasks:
         return cls(numbers.view(0, block_size[0], -(-block_size[1] // 32)), numbers.view(0, 2), block_size[1])
 
     def to_dense(self) -> Tensor:
-        """(num_masks, q_block, kv_block) bool."""
+        """Return the masks as (num_masks, q_block, kv_block) bool."""
         shifts = torch.arange(32, device=self.bits.device, dtype=torch.int32)
         bits = (self.bits[..., None] >> shifts) & 1
         return bits.flatten(-2)[..., : self.kv_block].bool()
@@ -61,25 +62,26 @@ class ElementMasks:
         return ElementMasks(self.bits.to(device), self.bands.to(device), self.kv_block)
 
     def some(self, kept: Tensor) -> ElementMasks:
-        """Return the entries that (num_masks,) bool or int64 names."""
+        """Return the masks that `kept` selects: (num_masks,) bool or int64 indices."""
         return ElementMasks(self.bits[kept], self.bands[kept], self.kv_block)
 
     def append(self, other: ElementMasks) -> ElementMasks:
-        """Return the entries of `other` behind these: its codes shift by `len(self)`."""
+        """Return this table followed by the masks of `other`, whose codes shift by `len(self)`."""
         return ElementMasks(torch.cat([self.bits, other.bits]), torch.cat([self.bands, other.bands]), self.kv_block)
 
 
 def bands_of(bits: NDArray[np.int32], kv_block: int) -> NDArray[np.int32]:
-    """Return the closed form of each mask: (lo, hi) if it is the band lo <= r - c <= hi and not empty, else (1, 0).
+    """Return the band of each mask: (lo, hi) if its visible pairs are exactly lo <= r - c <= hi, else (1, 0).
 
-    It is one if each row is the row above moved by a column, and the first row and column show distances without a gap.
+    A mask is a band if each row is the previous row shifted by one column, and if the distances r - c visible in the
+    first row and first column have no gap. Empty masks have no band.
     """
     moved = bits[:, :-1] << 1
     moved[..., 1:] |= bits[:, :-1, :-1] < 0  # bit 31 of a word is bit 0 of the next
     moved ^= bits[:, 1:]
-    moved[..., 0] &= -2 if kv_block >= 32 else (1 << kv_block) - 2  # nothing says what comes in
+    moved[..., 0] &= -2 if kv_block >= 32 else (1 << kv_block) - 2  # ignore bit 0, which the shift fills with zeros
     same = ~np.logical_or.reduce(moved, (1, 2))
-    shown = np.empty((len(bits), kv_block + bits.shape[1] - 1), np.bool_)  # by distance, from 1 - kv_block
+    shown = np.empty((len(bits), kv_block + bits.shape[1] - 1), np.bool_)  # indexed by distance, from 1 - kv_block
     shown[:, :kv_block] = np.unpackbits(bits[:, 0].view(np.uint8), axis=1, bitorder="little")[:, kv_block - 1 :: -1]
     shown[:, kv_block:] = bits[:, 1:, 0] & 1
     first, count = shown.argmax(1), np.add.reduce(shown, 1, np.int64)
@@ -92,7 +94,7 @@ def bands_of(bits: NDArray[np.int32], kv_block: int) -> NDArray[np.int32]:
 
 
 def causal_codes(grid: BlockGrid, rows: Tensor, cols: Tensor) -> Tensor:
-    """Code of each block under `grid.causal` alone: FULL, EMPTY, or the entry of `causal_masks(grid)`. O(1) each."""
+    """Return the code of each block under `grid.causal` alone: FULL, EMPTY or an index into `causal_masks(grid)`."""
     if not grid.causal:
         return torch.full_like(rows + cols, FULL)
     q_block, kv_block = grid.block_size
@@ -104,9 +106,9 @@ def causal_codes(grid: BlockGrid, rows: Tensor, cols: Tensor) -> Tensor:
 
 
 def causal_masks(grid: BlockGrid) -> ElementMasks:
-    """Return the masks of all blocks that the causal diagonal can cut, in the order that `causal_codes` counts them.
+    """Return the masks of all blocks that the causal diagonal can cut, in the order of `causal_codes`.
 
-    The tensors are the caller's own.
+    The tensors are copies that the caller may modify.
     """
     masks = _causal_masks(grid)
     return ElementMasks(masks.bits.clone(), masks.bands.clone(), masks.kv_block)
@@ -117,7 +119,7 @@ def _causal_masks(grid: BlockGrid) -> ElementMasks:
     q_block, kv_block = grid.block_size
     if not grid.causal:
         return ElementMasks.empty(grid.block_size)
-    with torch.inference_mode(False):  # what is cached must serve training, too
+    with torch.inference_mode(False):  # cached tensors must also be usable in training
         first, step = causal_code_terms(grid)
         distances = torch.arange(first, kv_block - 1, step)
         r, c = torch.arange(q_block)[:, None], torch.arange(kv_block)[None, :]
@@ -125,10 +127,10 @@ def _causal_masks(grid: BlockGrid) -> ElementMasks:
 
 
 def causal_code_terms(grid: BlockGrid) -> tuple[int, int]:
-    """(first, step) with which a block that the diagonal cuts has code (distance - first) // step.
+    """Return (first, step): a block that the diagonal cuts has code (distance - first) // step.
 
-    Block sizes are powers of two, so the smaller divides every distance but the offset; the first is the smallest
-    distance > -q_block that blocks of this grid can have.
+    Block sizes are powers of two, so the smaller one divides every distance up to the constant offset. `first` is the
+    smallest distance > -q_block that blocks of this grid can have.
     """
     step = min(grid.block_size)
     return 1 - grid.block_size[0] + (grid.offset - 1 + grid.block_size[0]) % step, step

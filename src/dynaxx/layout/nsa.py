@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Native Sparse Attention's sizes, and where its compressed tokens and selection blocks lie in packed sequences.
+"""Sizes of native sparse attention (NSA), and positions of compressed tokens and selection blocks in packed sequences.
 
-Everything is packed: tokens of all sequences behind one another on one axis, a batch being sequences of equal length.
-Queries of a sequence are aligned to its last keys, so a decode step is a sequence of one query.
+All sequences are packed: their tokens follow one another on one axis, and a batch is a set of sequences of equal
+length. The queries of a sequence are aligned to its last keys, so a decode step is a sequence with one query.
 
-Legend: p position of a query among the keys of its sequence, i compressed token, j selection block, each counted from
-the start of its sequence. Compressed token i covers keys [i * cmp_stride, i * cmp_stride + cmp_block) and is visible
-from its last key on; selection block j covers keys [j * slc_block, (j + 1) * slc_block).
+Legend: p = position of a query among the keys of its sequence, i = compressed token, j = selection block, each counted
+from the start of its sequence. Compressed token i covers keys [i * cmp_stride, i * cmp_stride + cmp_block) and becomes
+visible at its last key. Selection block j covers keys [j * slc_block, (j + 1) * slc_block).
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from dynaxx.layout.host import on_host
 from dynaxx.layout.packed import CuSeqlens, host_lengths
 from dynaxx.lazy import lazy
 
-MOST_BLOCKS = 1 << 16  # that a query selects
+MOST_BLOCKS = 1 << 16  # upper bound for `slc_count`
 
 
 @typed
 @dataclass(frozen=True)
 class NativeSizes:
-    """Sizes of the three branches, in tokens and blocks; the defaults are those of the paper (arXiv 2502.11089).
+    """Sizes of the three branches, in tokens and blocks. The defaults are those of the paper (arXiv 2502.11089).
 
     Args:
-        cmp_block: tokens per compressed token (l); a multiple of cmp_stride, at most slc_block.
-        cmp_stride: tokens between the starts of neighbours (d); divides slc_block.
+        cmp_block: tokens per compressed token (l in the paper); a multiple of cmp_stride, at most slc_block.
+        cmp_stride: tokens between the starts of neighbouring compressed tokens (d); divides slc_block.
         slc_block: tokens per selection block (l'): 16, 32, 64 or 128.
-        slc_count: blocks that each query selects (n), forced ones included.
-        first_blocks: blocks at the start that are always selected.
-        local_blocks: blocks up to and including the query's own that are always selected.
-        window: keys that the window branch sees, the query's own included (w).
-        pool: of compressed tokens' scores to a block's: "sum" (eq. 9), or "max", the best.
+        slc_count: blocks that each query selects (n), including forced blocks.
+        first_blocks: number of blocks at the start of the sequence that are always selected.
+        local_blocks: number of blocks, ending with the query's own block, that are always selected.
+        window: keys that the window branch sees, including the query's own key (w).
+        pool: how the scores of compressed tokens become the score of a block: "sum" (eq. 9) or "max".
 
     Raises:
-        ValueError: sizes that do not divide one another, or more forced blocks than are selected.
+        ValueError: sizes do not divide one another, or there are more forced blocks than selected ones.
     """
 
     cmp_block: int = 32
@@ -86,31 +86,31 @@ class NativeSizes:
             raise ValueError(f"`pool` must be 'sum' or 'max', got {self.pool!r}")
 
     def compressed(self, seqlen: int) -> int:
-        """How many compressed tokens a sequence of so many keys has: whole windows only."""
+        """Return how many compressed tokens `seqlen` keys have; only complete windows count."""
         return 0 if seqlen < self.cmp_block else (seqlen - self.cmp_block) // self.cmp_stride + 1
 
 
 @dataclass(frozen=True, eq=False)
 class NativeSpans:
-    """Where everything lies for sequences of given lengths; rows are rows of the packed q, k, and compressed k."""
+    """Positions of everything for sequences of given lengths. Rows index the packed q, k and compressed k."""
 
     sizes: NativeSizes
     ends_q: tuple[int, ...]  # (num_seqs + 1,) cumulative numbers of queries
-    ends_k: tuple[int, ...]  # of keys
-    ends_cmp: tuple[int, ...]  # of compressed tokens
-    last_key: Tensor  # (tokens_q,) int32, key row that the query stands at; before its sequence's first if p < 0
-    first_block: Tensor  # (tokens_q,) int32, row in block_start of its sequence's block 0
-    num_blocks: Tensor  # (tokens_q,) int32, selection blocks it may see: p // slc_block + 1
-    first_cmp: Tensor  # (tokens_q,) int32, row of its sequence's compressed token 0
-    num_cmp: Tensor  # (tokens_q,) int32, compressed tokens it may see
+    ends_k: tuple[int, ...]  # (num_seqs + 1,) cumulative numbers of keys
+    ends_cmp: tuple[int, ...]  # (num_seqs + 1,) cumulative numbers of compressed tokens
+    last_key: Tensor  # (tokens_q,) int32, row of the query's own key; the row before its sequence if p < 0
+    first_block: Tensor  # (tokens_q,) int32, row in block_start of block 0 of the query's sequence
+    num_blocks: Tensor  # (tokens_q,) int32, selection blocks that the query may see: p // slc_block + 1
+    first_cmp: Tensor  # (tokens_q,) int32, row of compressed token 0 of the query's sequence
+    num_cmp: Tensor  # (tokens_q,) int32, compressed tokens that the query may see
     block_start: Tensor  # (blocks,) int32, first key row of each selection block of all sequences
-    block_end: Tensor  # (blocks,) int32, its last key row + 1
+    block_end: Tensor  # (blocks,) int32, last key row + 1 of each selection block
     cmp_start: Tensor  # (tokens_cmp,) int32, first key row of each compressed token
-    layouts: dict[int, BlockLayout] = field(default_factory=dict)  # over compressed tokens, by block size, once made
+    layouts: dict[int, BlockLayout] = field(default_factory=dict)  # layouts over compressed tokens, by block size
 
     @lazy
     def max_blocks(self) -> int:
-        """Return selection blocks of the longest sequence."""
+        """Return the number of selection blocks of the longest sequence."""
         return max((-(-(b - a) // self.sizes.slc_block) for a, b in pairwise(self.ends_k)), default=0)
 
     @property
@@ -119,7 +119,7 @@ class NativeSpans:
 
     @lazy
     def uniform(self) -> tuple[int, int, int] | None:
-        """(num_seqs, queries each, keys each) where all sequences are alike, else None."""
+        """Return (num_seqs, queries per sequence, keys per sequence) if all sequences have equal lengths, else None."""
         lengths = {(b - a, d - c) for (a, b), (c, d) in zip(pairwise(self.ends_q), pairwise(self.ends_k), strict=True)}
         return (len(self.ends_q) - 1, *lengths.pop()) if len(lengths) == 1 else None
 
@@ -132,25 +132,26 @@ def native_spans(
     *,
     device: torch.device | str = "cpu",
 ) -> NativeSpans:
-    """Lay out packed sequences. Computed on the host, cached by value; lengths on a GPU are read back.
+    """Compute the positions of everything in packed sequences, on the host, cached by value.
 
     Args:
-        sizes: of the branches.
-        cu_seqlens_q: (num_seqs + 1,) cumulative numbers of queries, from 0; a sequence may be empty.
-        cu_seqlens_k: of keys; `cu_seqlens_q` by default.
-        device: of q and k.
+        sizes: sizes of the branches.
+        cu_seqlens_q: (num_seqs + 1,) cumulative numbers of queries, starting at 0; sequences may be empty. Lengths on a
+            GPU are read back.
+        cu_seqlens_k: (num_seqs + 1,) cumulative numbers of keys; defaults to `cu_seqlens_q`.
+        device: device of q and k.
 
     Returns:
-        Where queries, keys, compressed tokens and selection blocks of each sequence lie; for `select_native`.
+        Positions of the queries, keys, compressed tokens and selection blocks of each sequence, for `select_native`.
 
     Raises:
-        ValueError: lengths that do not start at 0, fall, or are of different numbers of sequences.
+        ValueError: lengths do not start at 0, decrease, or describe different numbers of sequences.
     """
     ends_q = host_lengths("cu_seqlens_q", cu_seqlens_q)
     ends_k = ends_q if cu_seqlens_k is None else host_lengths("cu_seqlens_k", cu_seqlens_k)
     if len(ends_q) != len(ends_k):
         raise ValueError(
-            "`cu_seqlens_q` and `cu_seqlens_k` must be of as many sequences, "
+            "`cu_seqlens_q` and `cu_seqlens_k` must describe the same number of sequences, "
             f"got {len(ends_q) - 1} and {len(ends_k) - 1}"
         )
     return _cached_spans(sizes, ends_q, ends_k, torch.device(device))
@@ -178,7 +179,7 @@ def _cached_spans(
     )
     seen_cmp = torch.div(position + 1 - sizes.cmp_block, sizes.cmp_stride, rounding_mode="floor") + 1
     place = lambda x: x.to(torch.int32).to(device, non_blocking=True)
-    with torch.inference_mode(False):  # what is cached must serve training, too
+    with torch.inference_mode(False):  # cached tensors must also be usable in training
         return NativeSpans(
             sizes=sizes,
             ends_q=ends_q,
@@ -196,7 +197,7 @@ def _cached_spans(
 
 
 def _starts(ends: tuple[int, ...], starts_k: Tensor, step: int) -> Tensor:
-    """First key row of each of `ends[-1]` things that lie `step` keys apart in their sequence."""
+    """Return the first key row of each item, when the items of a sequence lie `step` keys apart."""
     counts = torch.tensor(ends).diff()
     within = torch.arange(ends[-1]) - torch.repeat_interleave(torch.tensor(ends[:-1], dtype=torch.int64), counts)
     return torch.repeat_interleave(starts_k, counts) + within * step

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packed batches: sequences of any length behind one another on one axis, and the one layout that covers them all.
+"""`PackedLayout`: one layout for a packed batch, whose sequences follow one another on one axis.
 
-A packed layout is a `BlockLayout` of the packed axis, so every kernel serves it as a batch of one. Its blocks count
-from the start of the axis, the blocks of each sequence's own layout from the start of the sequence: each of these is
-cut at the packed grid into at most four pieces, and a packed block shows what its pieces show.
+A packed layout is a `BlockLayout` over the packed axis, so every kernel treats it as a batch of one. Its blocks are
+aligned to the start of the packed axis, but the blocks of a sequence's own layout are aligned to the start of the
+sequence. `pack_layouts` therefore cuts each source block at the packed grid into up to four pieces. A packed block
+shows the union of its pieces.
 """
 
 from __future__ import annotations
@@ -23,18 +24,19 @@ from dynaxx.layout.grid import BlockGrid, as_block_size, as_integer
 from dynaxx.layout.host import on_host
 from dynaxx.layout.masks import EMPTY, FULL, ElementMasks
 
-CuSeqlens: TypeAlias = Tensor | Sequence[int]  # cumulative lengths (0, ..., total), num_seqs + 1 of them
+CuSeqlens: TypeAlias = Tensor | Sequence[int]  # cumulative lengths (0, ..., total), num_seqs + 1 numbers
 
 PIECES_AT_ONCE = 256
 
 
 @dataclass(frozen=True, eq=False)
 class PackedLayout(BlockLayout):
-    """A layout over packed tokens. Sequence `s` has queries `cu_seqlens_q[s] : cu_seqlens_q[s + 1]`, keys likewise; no
-    query sees a key of another sequence.
+    """A layout over packed tokens; no query sees a key of another sequence.
+
+    Sequence `s` has queries `cu_seqlens_q[s] : cu_seqlens_q[s + 1]` and keys `cu_seqlens_k[s] : cu_seqlens_k[s + 1]`.
 
     Args:
-        cu_seqlens_q, cu_seqlens_k: (num_seqs + 1,) int32, on the host. The others as `BlockLayout`.
+        cu_seqlens_q, cu_seqlens_k: (num_seqs + 1,) int32, on the host. The other fields are those of `BlockLayout`.
     """
 
     cu_seqlens_q: Tensor
@@ -50,25 +52,25 @@ class PackedLayout(BlockLayout):
         return packed
 
     def visible_blocks(self, causal: bool = True) -> int:
-        """Blocks of the packed axis, over all rows, that hold a (causally) visible pair of one sequence."""
+        """Return how many blocks of the packed axis, over all rows, hold a (causally) visible pair of one sequence."""
         return _dense_blocks(self.cu_seqlens_q, self.cu_seqlens_k, self.block_size, causal) * self.layout_heads
 
     __repr__ = BlockLayout.__repr__
 
 
 def host_lengths(name: str, cu_seqlens: CuSeqlens) -> tuple[int, ...]:
-    """Cumulative lengths as host integers; reads them back from a GPU.
+    """Return cumulative lengths as host integers; reads them back from a GPU.
 
     Raises:
-        TypeError: they are no integers.
-        ValueError: they do not start at 0, or fall.
+        TypeError: the lengths are not integers.
+        ValueError: the lengths do not start at 0, or decrease.
     """
     if isinstance(cu_seqlens, Tensor) and cu_seqlens.ndim != 1:
         raise ValueError(f"`{name}` must be (num_seqs + 1,), got shape {tuple(cu_seqlens.shape)}")
     given = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
     ends = tuple(as_integer(name, end) for end in given)
     if not ends or ends[0] != 0 or any(b < a for a, b in pairwise(ends)):
-        raise ValueError(f"`{name}` must start at 0 and not fall, got {ends[:8]}")
+        raise ValueError(f"`{name}` must start at 0 and never decrease, got {ends[:8]}")
     return ends
 
 
@@ -81,21 +83,21 @@ def pack_layouts(
     *,
     block_size: int | tuple[int, int],
 ) -> PackedLayout:
-    """Make one layout over packed tokens from one layout per sequence. Exact; O(visited blocks).
+    """Merge one layout per sequence into one layout over packed tokens. Exact; O(visited blocks).
 
     Args:
-        layouts: of each sequence's own lengths, of batch 1 and as many heads each; None for a sequence
-            that shows nothing, as one without queries or keys.
-        cu_seqlens_q: (num_seqs + 1,) cumulative numbers of queries, from 0.
-        cu_seqlens_k: of keys; `cu_seqlens_q` by default.
-        block_size: of all layouts and of the result, tokens or (q_block, kv_block).
+        layouts: one layout per sequence, for the lengths of that sequence, with batch 1 and equal numbers of heads;
+            None for a sequence that shows nothing, for example one without queries or keys.
+        cu_seqlens_q: (num_seqs + 1,) cumulative numbers of queries, starting at 0.
+        cu_seqlens_k: (num_seqs + 1,) cumulative numbers of keys; defaults to `cu_seqlens_q`.
+        block_size: tokens per block of all layouts and of the result, one number or (q_block, kv_block).
 
     Returns:
-        A layout with layout_batch 1. Where sequences start inside of a block it visits more blocks than the layouts do
-        together, up to four times as many; none more where all starts are multiples of the block size.
+        A layout with layout_batch 1. If sequences start inside a block, it visits up to four times as many blocks as
+        all `layouts` together; if every start is a multiple of the block size, it visits equally many.
 
     Raises:
-        ValueError: layouts that do not fit the lengths or one another.
+        ValueError: the layouts do not match the lengths or one another.
     """
     starts_q = host_lengths("cu_seqlens_q", cu_seqlens_q)
     starts_k = starts_q if cu_seqlens_k is None else host_lengths("cu_seqlens_k", cu_seqlens_k)
@@ -128,7 +130,7 @@ def _with_lengths(base: BlockLayout, ends_q: CuSeqlens, ends_k: CuSeqlens) -> Pa
 
 
 def _as_list(ends: CuSeqlens) -> Sequence[int]:
-    """Return the lengths as numbers, so that a layout never shares a tensor of its caller."""
+    """Return cumulative lengths as numbers, so that a layout never shares a tensor with its caller."""
     return ends.tolist() if isinstance(ends, Tensor) else ends
 
 
@@ -138,10 +140,10 @@ def _checked(
     starts_k: tuple[int, ...],
     block_size: tuple[int, int],
 ) -> list[tuple[int, BlockLayout]]:
-    """(sequence, its layout) of every sequence that has one."""
+    """Check the layouts and return (sequence, layout) for every sequence that has a layout."""
     if not len(layouts) == len(starts_q) - 1 == len(starts_k) - 1:
         raise ValueError(
-            "`layouts`, `cu_seqlens_q` and `cu_seqlens_k` must be of as many sequences, "
+            "`layouts`, `cu_seqlens_q` and `cu_seqlens_k` must describe the same number of sequences, "
             f"got {len(layouts)}, {len(starts_q) - 1} and {len(starts_k) - 1}"
         )
     present = [(s, layout) for s, layout in enumerate(layouts) if layout is not None]
@@ -154,25 +156,26 @@ def _checked(
         if kind != (block_size, 1, first.layout_heads, first.device):
             raise ValueError(
                 "`layouts` must agree in block size, heads and device, with batch 1, "
-                f"got {kind} where {(block_size, 1, first.layout_heads, first.device)} is wanted"
+                "`layouts` must agree in block size, heads and device, and have batch 1: expected "
+                f"{(block_size, 1, first.layout_heads, first.device)}, got {kind}"
             )
     return present
 
 
 @dataclass(frozen=True)
 class _Pieces:
-    """n rectangles of visited blocks, each within one packed block. Tensors are (n,) int64."""
+    """n rectangular pieces of visited blocks, each inside one packed block. Tensors are (n,) int64."""
 
     block_size: tuple[int, int]
-    target: Tensor  # head * q_blocks * kv_blocks + row * kv_blocks + col, of the packed grid
-    code: Tensor  # entry of the table of masks, or FULL
+    target: Tensor  # packed block of the piece: (head * q_blocks + row) * kv_blocks + col
+    code: Tensor  # index into the table of masks, or FULL
     shift_q: Tensor  # first query of the source block minus first query of the target block, in tokens
-    shift_k: Tensor
-    rows: Tensor  # queries of the source block that are in its sequence
-    cols: Tensor
+    shift_k: Tensor  # first key of the source block minus first key of the target block, in tokens
+    rows: Tensor  # queries of the source block that lie in its sequence
+    cols: Tensor  # keys of the source block that lie in its sequence
 
     def area(self) -> Tensor:
-        """Pairs of the source block that lie in the target."""
+        """Return how many pairs of the source block lie in the target block."""
         q_block, kv_block = self.block_size
         height = (self.shift_q + self.rows).clamp(max=q_block) - self.shift_q.clamp(min=0)
         width = (self.shift_k + self.cols).clamp(max=kv_block) - self.shift_k.clamp(min=0)
@@ -186,10 +189,10 @@ class _Pieces:
 def _cut(
     present: list[tuple[int, BlockLayout]], starts_q: tuple[int, ...], starts_k: tuple[int, ...]
 ) -> tuple[_Pieces, ElementMasks]:
-    """Cut the blocks of every sequence at the packed grid; and the table that the pieces' codes name."""
+    """Cut the blocks of every sequence at the packed grid; return the pieces and the mask table for their codes."""
     first = present[0][1]
     (q_block, kv_block), device = first.block_size, first.device
-    tables: dict[int, int] = {}  # where the masks of a layout begin; sequences of one length share a layout
+    tables: dict[int, int] = {}  # offset of each layout's masks in `masks`; sequences of equal length share a layout
     masks, columns = ElementMasks.empty(first.block_size, device), []
     for s, layout in present:
         if id(layout) not in tables:
@@ -215,7 +218,7 @@ def _cut(
 def _union_masks(
     pieces: _Pieces, which: Tensor, partial: Tensor, table: ElementMasks, block_size: tuple[int, int]
 ) -> tuple[ElementMasks, Tensor]:
-    """Return the table of what the partial targets show, each kind drawn once, and each one's code in it."""
+    """Build the masks of partial packed blocks, each distinct one once; return the mask table and each block's code."""
     kept = partial[which]
     pieces, which = pieces.take(kept), (partial.cumsum(0) - 1)[which[kept]]
     kind = _kinds(pieces, which, int(partial.sum()))
@@ -229,7 +232,7 @@ def _union_masks(
     order = which.argsort(stable=True)
     pieces, which = pieces.take(order), which[order]
     tiles = torch.zeros(kinds, *block_size, dtype=torch.bool, device=kind.device)
-    sources = torch.cat([table.to_dense(), tiles.new_ones(1, *block_size)])  # code FULL = -1 is the last
+    sources = torch.cat([table.to_dense(), tiles.new_ones(1, *block_size)])  # code FULL = -1 indexes the last entry
     r, c = (torch.arange(size, device=kind.device) for size in block_size)
     for some in torch.arange(len(which), device=kind.device).split(PIECES_AT_ONCE):
         row, col = r - pieces.shift_q[some, None], c - pieces.shift_k[some, None]
@@ -245,7 +248,7 @@ def _union_masks(
 
 
 def _kinds(pieces: _Pieces, which: Tensor, num_targets: int) -> Tensor:
-    """(num_targets,) int64: equal for two targets only if their pieces are. `which` is each piece's target."""
+    """Return (num_targets,) int64, equal for two targets only if their pieces are. `which` is each piece's target."""
     q_block, kv_block = pieces.block_size
     key = pieces.code + 1
     for value, span in (
@@ -269,12 +272,12 @@ def _kinds(pieces: _Pieces, which: Tensor, num_targets: int) -> Tensor:
 
 
 def _dense_blocks(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, block_size: tuple[int, int], causal: bool) -> int:
-    """How many blocks of the packed axis hold a (causally) visible pair of one sequence. O(rows + sequences)."""
+    """Count the blocks of the packed axis that hold a (causally) visible pair of one sequence. O(rows + sequences)."""
     total, (q_block, kv_block) = 0, block_size
     last_row, last_col = -1, -1
     for (q0, q1), (k0, k1) in zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True):
         for row in range(q0 // q_block, -(-q1 // q_block) if q1 > q0 else 0):
-            end = k1 - q1 + min(q1, (row + 1) * q_block) if causal else k1  # one past the last key that the row sees
+            end = k1 - q1 + min(q1, (row + 1) * q_block) if causal else k1  # last key that the row sees, + 1
             if end <= k0:
                 continue
             begin = max(k0 // kv_block, last_col + 1 if row == last_row else 0)

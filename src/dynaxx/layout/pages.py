@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages of a cache: how large they may be, where things lie in them, and values in 8 bits."""
+"""Properties of cache pages: sizes, strides, and quantization to 8 bits."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from torch import Tensor
 
 from dynaxx.arguments import typed
 
-PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # those below 16 are meant for compressed tokens
-SCALED_DTYPES = (torch.float8_e4m3fn, torch.int8)  # stored with a scale
+PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # sizes below 16 are meant for compressed tokens
+SCALED_DTYPES = (torch.float8_e4m3fn, torch.int8)  # dtypes that are stored with a scale
 
 
 class PageStrides(NamedTuple):
-    """Where things lie, in elements: token t of page p, kv head h of batch entry b starts at b * batch + p * page + ..
+    """Strides of a cache in elements: token t of kv head h starts at b * batch + p * page + t * token + h * head.
 
-    p is the physical page where the cache is paged (batch is 0 then), the logical one where it is contiguous.
+    For a paged cache p is the physical page and `batch` is 0; for a contiguous cache p is the logical page of batch
+    entry b.
     """
 
     batch: int
@@ -27,26 +28,29 @@ class PageStrides(NamedTuple):
 
 
 def page_strides(x: Tensor) -> PageStrides:
-    """Of a (num_pages, kv_heads, n) tensor that has one row per page and head, or with batch before."""
+    """Return the strides of a tensor with one row per page and head: ([batch,] pages, kv_heads, n)."""
     *batch, page, head, _ = x.stride()
     return PageStrides(batch[0] if batch else 0, page, 0, head)
 
 
 @typed
 def quantize_pages(x: Tensor, dtype: torch.dtype, page_size: int | None = None) -> tuple[Tensor, Tensor]:
-    """Store keys or values in 8 bits, one scale per page and kv head, so that the largest of them is exact.
+    """Quantize keys or values to 8 bits with one scale per page and kv head.
+
+    The scale maps the largest magnitude of a page and head to the largest value of `dtype`.
 
     Args:
-        x: (num_pages, page_size, kv_heads, head_dim) of floats; contiguous (batch, seqlen, ...) with `page_size`.
+        x: (num_pages, page_size, kv_heads, head_dim) of floats; contiguous (batch, seqlen, kv_heads, head_dim) with
+            `page_size`.
         dtype: torch.float8_e4m3fn or torch.int8.
-        page_size: of a contiguous cache, one of PAGE_SIZES; None: pages as they lie.
+        page_size: page size of a contiguous cache, one of PAGE_SIZES; None if `x` is paged.
 
     Returns:
-        (stored, scale): x's shape in `dtype`, and fp32 (num_pages, kv_heads) or (batch, pages, kv_heads).
+        (stored, scale): `x` in `dtype`, and fp32 scales (num_pages, kv_heads) or (batch, pages, kv_heads).
 
     Raises:
-        TypeError: no tensor, or another dtype.
-        ValueError: no floats of four dimensions, or another page size.
+        TypeError: `x` is not a tensor, or `dtype` is not supported.
+        ValueError: `x` is not a four-dimensional float tensor, or `page_size` is not supported.
     """
     if x.ndim != 4 or x.shape[3] == 0 or not x.is_floating_point():
         raise ValueError(
@@ -56,7 +60,7 @@ def quantize_pages(x: Tensor, dtype: torch.dtype, page_size: int | None = None) 
     if dtype not in SCALED_DTYPES:
         raise TypeError(f"`dtype` must be one of {SCALED_DTYPES}, got {dtype}")
     if page_size is not None and not (isinstance(page_size, int) and page_size in PAGE_SIZES):
-        raise ValueError(f"`page_size` must be one of {PAGE_SIZES}, or None for pages as they lie, got {page_size!r}")
+        raise ValueError(f"`page_size` must be one of {PAGE_SIZES}, or None if `x` is paged, got {page_size!r}")
     largest = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
     if page_size is None:
         scale = (x.float().abs().amax((1, 3)) / largest).clamp(min=torch.finfo(torch.float32).tiny)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`PagedCache`: keys and values as a decoding engine keeps them, in pages; a contiguous cache is the trivial one."""
+"""`PagedCache`: keys and values in pages, as a decoding engine stores them, or in one contiguous tensor."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ CACHE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, *SC
 @typed
 @dataclass(frozen=True)
 class PagedCache:
-    """Keys and values in pages, and how far each sequence has come. Tensors are the engine's own: views, no copies.
+    """Keys and values in pages, and the current length of each sequence. Its tensors are views of the engine's memory.
 
-    Queries are aligned to the last key of their sequence. Keys before `leftpad_k` and from `seqused_k` on are hidden,
-    whatever their memory holds; a logical page whose entry is -1 holds nothing.
+    Queries are aligned to the last key of their sequence. Keys before `leftpad_k` and keys from `seqused_k` on are
+    hidden, whatever their memory holds. A logical page whose table entry is -1 holds nothing.
 
     Args:
-        k: (num_pages, page_size, kv_heads, head_dim), head_dim dense, in one of CACHE_DTYPES; contiguous:
+        k: (num_pages, page_size, kv_heads, head_dim) with a dense last dimension, dtype in CACHE_DTYPES; contiguous:
             (batch, seqlen_k, kv_heads, head_dim).
-        v: the same with head_dim_v, k's dtype.
-        seqused_k: (batch,) int32, keys in use, padding included.
-        page_table: (batch, max_pages) int32, physical page of each logical one; None: contiguous.
-        page_size: tokens, one of PAGE_SIZES; k's own where paged, to be given where contiguous.
+        v: like `k`, with head_dim_v and k's dtype.
+        seqused_k: (batch,) int32, keys in use, including padding.
+        page_table: (batch, max_pages) int32, physical page of each logical page; None: contiguous.
+        page_size: tokens per page, one of PAGE_SIZES; taken from `k` if paged, required if contiguous.
         leftpad_k: (batch,) int32, hidden keys at the start; None: none.
-        k_scale, v_scale: fp32, of 8-bit caches: key = stored * scale. One number (), or (kv_heads,), or of each page
-            (num_pages, kv_heads); contiguous (batch, pages, kv_heads).
-        summaries: needed where pages are chosen; `summarize_pages` makes them.
-        exact: of 8-bit caches: tokens that are read from there instead.
-        compressed: needed by `native_decode`; `compress_pages` makes them.
+        k_scale, v_scale: fp32 scales of 8-bit caches, key = stored * scale. Shape (), (kv_heads,) or, with one scale
+            per page, (num_pages, kv_heads); contiguous (batch, pages, kv_heads).
+        summaries: required where decoding selects pages; `summarize_pages` computes them.
+        exact: for 8-bit caches, tokens that attention reads from here instead of the cache.
+        compressed: required by `native_decode`; `compress_pages` computes them.
 
     Raises:
-        TypeError, ValueError: tensors that do not fit together. Values are checked where they are used.
+        TypeError, ValueError: the tensors do not match each other. Values are checked where they are used.
     """
 
     k: Tensor
@@ -67,11 +67,12 @@ class PagedCache:
             self.form.checked = True
 
     def _check(self) -> None:
-        """Return what a form is checked for once."""
+        """Check shapes, strides, dtypes and devices; runs once per `Form`."""
         if self.k.ndim != 4 or self.v.ndim != 4 or self.k.shape[:3] != self.v.shape[:3]:
             raise ValueError(
-                "`k` and `v` must be (num_pages, page_size, kv_heads, head_dim), contiguous (batch, seqlen, kv_heads, "
-                f"head_dim), and agree but for head_dim, got {tuple(self.k.shape)} and {tuple(self.v.shape)}"
+                "`k` and `v` must be (num_pages, page_size, kv_heads, head_dim), or contiguous "
+                "(batch, seqlen, kv_heads, head_dim), and may differ in head_dim only, "
+                f"got {tuple(self.k.shape)} and {tuple(self.v.shape)}"
             )
         if self.k.dtype not in CACHE_DTYPES or self.v.dtype != self.k.dtype:
             raise TypeError(f"`k` and `v` must both be one of {CACHE_DTYPES}, got {self.k.dtype} and {self.v.dtype}")
@@ -91,7 +92,7 @@ class PagedCache:
                 raise ValueError(f"`{name}` must be on k's device {self.device}, got {tensor.device}")
         if self.summaries is not None and not self.summaries.fits(self):
             raise ValueError(
-                f"`summaries` must be made for this cache, got {tuple(self.summaries.low.shape)} on "
+                f"`summaries` must match this cache, got {tuple(self.summaries.low.shape)} on "
                 f"{self.summaries.low.device} for k {tuple(self.k.shape)}; make them with summarize_pages(cache)"
             )
         if self.exact is not None:
@@ -100,7 +101,7 @@ class PagedCache:
             check_pages(self.page_size, self.compressed.sizes)
             if not self.compressed.fits(self):
                 raise ValueError(
-                    f"`compressed` must be made for this cache, got {tuple(self.compressed.k.shape)} for k "
+                    f"`compressed` must match this cache, got {tuple(self.compressed.k.shape)} for k "
                     f"{tuple(self.k.shape)}; make them with compress_pages(cache, sizes, ...)"
                 )
 
@@ -115,12 +116,14 @@ class PagedCache:
         seqused_k: Tensor | None = None,
         leftpad_k: Tensor | None = None,
     ) -> PagedCache:
-        """Return a cache without a page table.
+        """Wrap contiguous keys and values as a cache without a page table.
 
         Args:
-            k, v: (batch, seqlen_k, kv_heads, head_dim) and (..., head_dim_v).
-            page_size: tokens that are chosen together, one of PAGE_SIZES.
-            seqused_k, leftpad_k: as in `PagedCache`; all keys are in use by default.
+            k: (batch, seqlen_k, kv_heads, head_dim).
+            v: (batch, seqlen_k, kv_heads, head_dim_v).
+            page_size: tokens that are selected together, one of PAGE_SIZES.
+            seqused_k: (batch,) int32, keys in use, including padding; all keys by default.
+            leftpad_k: (batch,) int32, hidden keys at the start; None: none.
         """
         if k.ndim != 4:
             raise ValueError(f"`k` must be (batch, seqlen_k, kv_heads, head_dim), got shape {tuple(k.shape)}")
@@ -142,13 +145,17 @@ class PagedCache:
         sinks: int = SINKS,
         window: int = WINDOW,
     ) -> PagedCache:
-        """Return a contiguous cache in 8 bits, its scales by page and head, its first and last tokens exact.
+        """Quantize keys and values to a contiguous 8-bit cache, with scales per page and head and exact end tokens.
 
         Args:
-            k, v: (batch, seqlen_k, kv_heads, head_dim) of floats.
+            k: (batch, seqlen_k, kv_heads, head_dim) of floats.
+            v: (batch, seqlen_k, kv_heads, head_dim_v) of floats.
             dtype: torch.float8_e4m3fn or torch.int8.
-            page_size, seqused_k, leftpad_k: as `contiguous`.
-            sinks, window: first and last tokens of each sequence that stay in k's dtype; see `ExactTokens`.
+            page_size: tokens that are selected together, one of PAGE_SIZES.
+            seqused_k: (batch,) int32, keys in use, including padding; all keys by default.
+            leftpad_k: (batch,) int32, hidden keys at the start; None: none.
+            sinks: number of first tokens of each sequence that stay in k's dtype; see `ExactTokens`.
+            window: number of last tokens of each sequence that stay in k's dtype.
         """
         whole = cls.contiguous(k, v, page_size=page_size, seqused_k=seqused_k, leftpad_k=leftpad_k)
         exact = ExactTokens.of(k, v, whole.seqused_k, leftpad_k, sinks=sinks, window=window)
@@ -157,12 +164,12 @@ class PagedCache:
 
     @lazy
     def tensors(self) -> tuple[Tensor, ...]:
-        """All that there are, each once: fields in their order."""
+        """Return every tensor of the cache once, in the order of the fields."""
         return tuple(x for x in self._places if x is not None)
 
     @lazy
     def form(self) -> Form:
-        """Return the same for caches of which whatever depends on shapes, strides and dtypes is the same."""
+        """Return the cache's `Form`, equal for caches that agree in shapes, strides, dtypes, devices and settings."""
         bound = None if self.summaries is None else self.summaries.bound
         sinks = None if self.exact is None else self.exact.sinks
         sizes = None if self.compressed is None else self.compressed.sizes
@@ -195,12 +202,12 @@ class PagedCache:
 
     @property
     def max_pages(self) -> int:
-        """Logical pages that a sequence may have."""
+        """Largest number of logical pages per sequence."""
         return -(-self.k.shape[1] // self.page_size) if self.page_table is None else self.page_table.shape[1]
 
     @property
     def max_keys(self) -> int:
-        """Keys that a sequence may have."""
+        """Largest number of keys per sequence."""
         return self.k.shape[1] if self.page_table is None else self.page_table.shape[1] * self.page_size
 
     @property
@@ -220,7 +227,7 @@ class PagedCache:
         return self.k.device
 
     def strides(self, x: Tensor) -> PageStrides:
-        """Of `k` or `v`."""
+        """Return the strides of `k` or `v`."""
         first, token, head, _ = x.stride()
         return (
             PageStrides(0, first, token, head)
@@ -229,7 +236,7 @@ class PagedCache:
         )
 
     def scale_strides(self, scale: Tensor) -> PageStrides:
-        """Of `k_scale` or `v_scale`."""
+        """Return the strides of `k_scale` or `v_scale`."""
         if scale.ndim <= 1:
             return PageStrides(0, 0, 0, scale.stride(0) if scale.ndim else 0)
         return page_strides(scale[..., None])
@@ -253,19 +260,21 @@ class PagedCache:
         for name, scale in (("k_scale", self.k_scale), ("v_scale", self.v_scale)):
             if (scale is None) != (self.k.dtype not in SCALED_DTYPES):
                 raise ValueError(
-                    f"`{name}` must be given for fp8 and int8 caches and only for them, dtype {self.k.dtype}"
+                    f"`{name}` must be given for fp8 and int8 caches and for no others, got a cache of {self.k.dtype}"
                 )
             lead = (self.k.shape[0],) if self.is_paged else (self.batch, self.max_pages)
             allowed = [(), (self.kv_heads,), (*lead, self.kv_heads)]
             if scale is not None and (tuple(scale.shape) not in allowed or scale.dtype != torch.float32):
-                raise ValueError(f"`{name}` must be fp32 of one of {allowed}, got {scale.dtype} {tuple(scale.shape)}")
+                raise ValueError(
+                    f"`{name}` must be fp32 with one of the shapes {allowed}, got {scale.dtype} {tuple(scale.shape)}"
+                )
 
     def _check_exact(self, exact: ExactTokens) -> None:
         if self.k.dtype not in SCALED_DTYPES:
-            raise ValueError(f"`exact` is for fp8 and int8 caches, this one is {self.k.dtype}")
+            raise ValueError(f"`exact` is only for fp8 and int8 caches, got a cache of {self.k.dtype}")
         own, wanted = (*exact.k.shape, exact.v.shape[3]), (self.batch, self.kv_heads, self.head_dim, self.head_dim_v)
         if (own[0], *own[2:]) != wanted or exact.k.device != self.device:
             raise ValueError(
-                f"`exact` must be of this cache: (batch, kv_heads, head_dim, head_dim_v) = {wanted} on {self.device}, "
+                f"`exact` must match this cache: (batch, kv_heads, head_dim, head_dim_v) = {wanted} on {self.device}, "
                 f"got {(own[0], *own[2:])} on {exact.k.device}"
             )

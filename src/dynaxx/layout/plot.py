@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw a layout with matplotlib: full blocks, partial blocks, and the mask inside partial blocks."""
+"""Drawing of a layout with matplotlib: full blocks, partial blocks, and the masks inside partial blocks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 FULL_COLOR = "#3f51b5"
 PARTIAL_COLOR = "#9fa8da"
-MOST_PAIRS = 4096 * 4096  # pairs whose masks are still drawn one by one: 16 MB of pixels
+MOST_PAIRS = 4096 * 4096  # larger layouts are drawn by block, not by pair; 16 MB of pixels
 
 
 def plot_layout(layout: BlockLayout, *, batch: int, head: int, ax: Any) -> Any:
@@ -53,7 +53,7 @@ def plot_layout(layout: BlockLayout, *, batch: int, head: int, ax: Any) -> Any:
 
 
 def block_picture(layout: BlockLayout, batch: int, head: int) -> torch.Tensor:
-    """Return (q_blocks, kv_blocks) int64: 0 for a block that is not visited, 1 for a partial one, 2 for a full one."""
+    """Return (q_blocks, kv_blocks) int64: 0 for a block that is not visited, 1 for a partial and 2 for a full block."""
     row, col, code = layout.entries()
     first = (batch * layout.layout_heads + head) * layout.q_blocks
     ours = (row >= first) & (row < first + layout.q_blocks)
@@ -63,7 +63,7 @@ def block_picture(layout: BlockLayout, batch: int, head: int) -> torch.Tensor:
 
 
 def draw_grid(layout: BlockLayout, ax: Any) -> None:
-    """Draw the borders of the blocks, unless they would cover the picture."""
+    """Draw the borders of the blocks, unless there are so many that they would hide the picture."""
     if max(layout.q_blocks, layout.kv_blocks) > 64:
         return
     q_block, kv_block = layout.block_size

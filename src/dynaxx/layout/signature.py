@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`form_of`: what checks and launches ask of tensors beside their numbers, as one object that is quick to look up."""
+"""`Form`: shapes, strides, dtypes and devices of several tensors as one object, so that checks run once per form."""
 
 from __future__ import annotations
 
@@ -7,20 +7,23 @@ from collections.abc import Hashable, Sequence
 
 from torch import Tensor
 
-MOST_FORMS = 4096  # remembered; a cache that grows has another at every step
+MOST_FORMS = 4096  # cached forms; a growing cache has a new form at every step
 
 
 class Form:
-    """Shapes, strides, dtypes and devices of some tensors, and settings; one object as long as it is remembered."""
+    """Shapes, strides, dtypes and devices of tensors, plus settings. Equal forms are one object while cached."""
 
     __slots__ = ("checked",)
 
     def __init__(self) -> None:
-        self.checked = False  # whether tensors of it were found to fit together
+        self.checked = False  # whether tensors of this form passed their checks
 
 
 def form_of(tensors: Sequence[Tensor | None], *settings: Hashable) -> Form:
-    """Return the form of these tensors; settings of one type each, since equal numbers of two types are one key."""
+    """Return the form of these tensors and settings.
+
+    Each setting must always have the same type, because equal numbers of different types are the same dict key.
+    """
     key = (*settings, *[None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors])
     found = _known.get(key)
     if found is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layout by kv block: what the backward pass over keys reads."""
+"""`TransposedLayout`: a layout grouped by kv block, which the backward pass over keys reads."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class TransposedLayout:
-    """A `BlockLayout` by kv block: the q blocks that visit it, partial ones first, ascending in each part."""
+    """The q blocks that visit each kv block: partial blocks first, then full blocks, indices ascending in each part."""
 
     q_indptr: Tensor  # (layout_batch, layout_heads, kv_blocks + 1) int32, absolute offsets into `q_indices`
     q_num_partial: Tensor  # (layout_batch, layout_heads, kv_blocks) int32
     q_indices: Tensor  # (nnz,) int32; on a GPU (capacity,), entries past the last row are ignored
-    q_masks: Tensor  # as `q_indices`, values as `BlockLayout.kv_masks`
+    q_masks: Tensor  # shape like `q_indices`, values like `BlockLayout.kv_masks`
 
 
 def transpose(layout: BlockLayout) -> TransposedLayout:
-    """Return the same blocks by kv block, where the layout lies.
+    """Group the blocks of a layout by kv block, on the layout's device.
 
-    A layout on a GPU is not read back: all slots up to the capacity are sorted, the unused ones to the end.
+    GPU layouts are not read back: all slots up to the capacity are sorted, and unused slots go to the end.
     """
     heads = layout.layout_batch * layout.layout_heads
     lines = heads * layout.kv_blocks
@@ -46,9 +46,9 @@ def transpose(layout: BlockLayout) -> TransposedLayout:
     place = cols * 2 + (codes == FULL)
     if unused is not None:
         place = place.masked_fill(unused, 2 * lines)
-    place, order = place.sort(stable=True)  # slots go by rows, and so do those of one place
+    place, order = place.sort(stable=True)  # slots are in row order, and a stable sort keeps it within each column
     edges = torch.arange(2 * lines + 1, device=ends.device, dtype=torch.int32)
-    starts = torch.searchsorted(place, edges, out_int32=True)  # of partial and of full blocks in turn
+    starts = torch.searchsorted(place, edges, out_int32=True)  # start of each column's partial blocks, then full blocks
     shape = (layout.layout_batch, layout.layout_heads, layout.kv_blocks)
     steps = (2 * layout.layout_heads * layout.kv_blocks, 2 * layout.kv_blocks, 2)
     return TransposedLayout(

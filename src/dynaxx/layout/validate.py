@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kernels may trust of a layout: its shapes and dtypes, and its values."""
+"""Checks of a `BlockLayout`: shapes, dtypes and devices at construction, values on request."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def check_form(layout: BlockLayout) -> None:
-    """Check shapes, dtypes and devices; raises as `BlockLayout`."""
+    """Check shapes, dtypes and devices; raises like `BlockLayout`."""
     as_block_size(layout.block_size)
     tensors = {"kv_indptr": 3, "kv_num_partial": 3, "kv_indices": 1, "kv_masks": 1}
     for name, rank in tensors.items():
@@ -44,7 +44,7 @@ def check_form(layout: BlockLayout) -> None:
 
 
 def _check_masks(layout: BlockLayout) -> None:
-    """Check that the table of element masks is one of the layout's blocks, on its device."""
+    """Check that the element masks match the layout's block size and device."""
     masks, (q_block, kv_block) = layout.masks, layout.block_size
     if not isinstance(masks, ElementMasks):
         raise TypeError(f"`masks` must be ElementMasks, got {type(masks).__name__}")
@@ -68,16 +68,16 @@ def _check_masks(layout: BlockLayout) -> None:
         if tensor.device != layout.kv_indptr.device:
             raise ValueError(f"`masks.{name}` must be on {layout.kv_indptr.device}, got {tensor.device}")
     if masks.kv_block != kv_block:
-        raise ValueError(f"`masks` must be of block size {layout.block_size}, got kv_block = {masks.kv_block}")
+        raise ValueError(f"`masks` must have the layout's kv_block = {kv_block}, got {masks.kv_block}")
 
 
 def check_values(layout: BlockLayout) -> None:
-    """See `BlockLayout.validate`."""
+    """Check all values; see `BlockLayout.validate`."""
     if layout.q_blocks == 0 or _core_accepts(layout):
         return
     starts = layout.kv_indptr.flatten(0, 1)
     if int(starts[0, 0]) != 0 or (starts.diff(dim=-1) < 0).any() or (starts[1:, 0] != starts[:-1, -1]).any():
-        raise ValueError("`kv_indptr` must start at 0, not fall, and go on from one head to the next")
+        raise ValueError("`kv_indptr` must start at 0, never decrease, and continue from one head to the next")
     if layout.nnz > layout.kv_indices.numel():
         raise ValueError(f"`kv_indptr` must end within `kv_indices`, got {layout.nnz} > {layout.kv_indices.numel()}")
     if ((layout.kv_num_partial < 0) | (layout.kv_num_partial > layout.kv_num_blocks)).any():
@@ -97,7 +97,7 @@ def check_values(layout: BlockLayout) -> None:
 
 
 def _core_accepts(layout: BlockLayout) -> bool:
-    """Whether the C++ core finds every value in range; False also where it cannot look. One pass, O(nnz)."""
+    """Return whether the C++ core finds every value in range; False if it cannot be used. One pass, O(nnz)."""
     library = present_library() if layout.device.type == "cpu" else None
     if library is None:
         return False

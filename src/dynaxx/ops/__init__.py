@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Public functions: they document, check, choose a backend and call it. No math."""
+"""Public functions. They document and check their arguments, choose a backend and call it; they contain no math."""
 
 from dynaxx.ops.attention import SparseAttentionOutput, sparse_attention
 from dynaxx.ops.explain import explain

@@ -23,12 +23,12 @@ from dynaxx.ops.library import attention_forward, is_traced, layout_tensors
 
 
 class SparseAttentionOutput(NamedTuple):
-    """What attention with `return_lse=True` returns.
+    """Result of an attention call with `return_lse=True`.
 
     Attributes:
         out: (batch, seqlen_q, q_heads, head_dim_v), q's dtype; packed (tokens, q_heads, head_dim_v).
         lse: (batch, q_heads, seqlen_q) fp32 (fp64 for fp64), natural log of the sum of exponentials of the visible
-            scores, -inf where a query sees nothing; packed (q_heads, tokens).
+            scores, -inf for a query that sees nothing; packed (q_heads, tokens).
     """
 
     out: Tensor
@@ -87,30 +87,31 @@ def sparse_attention(
     """Attend over the blocks of `layout`, exactly. Differentiable.
 
     Args:
-        q: (batch, seqlen_q, q_heads, head_dim); fp16, bf16, fp32 or fp64. Any strides.
-            Under `torch.autocast` q, k and v are cast to its dtype, as `scaled_dot_product_attention` does.
-            Packed, (tokens, q_heads, head_dim): sequences of any length behind one another.
-        k, v: (batch, seqlen_k, kv_heads, head_dim) and (..., head_dim_v); q_heads must be a multiple of kv_heads.
-        layout: of the same lengths; shared, or one per batch entry and per q head. Packed: from `packed_layout`,
-            `select_packed_blocks` or `pack_layouts`.
-        cu_seqlens_q, cu_seqlens_k: packed only, (num_seqs + 1,) cumulative lengths from 0, `cu_seqlens_k` as
-            `cu_seqlens_q` by default. The layout knows its lengths; where these are given they must be the same. On a
-            GPU and under a compiler their values are not read, only how many there are (DYNAXX_DEBUG=1 waits for the
-            GPU and reads them).
+        q: (batch, seqlen_q, q_heads, head_dim); fp16, bf16, fp32 or fp64, any strides. Packed inputs are
+            (tokens, q_heads, head_dim), with sequences of any length one after another. Under `torch.autocast`, q, k
+            and v are cast to its dtype, as in `scaled_dot_product_attention`.
+        k: (batch, seqlen_k, kv_heads, head_dim); q_heads must be a multiple of kv_heads.
+        v: (batch, seqlen_k, kv_heads, head_dim_v).
+        layout: a layout for the same lengths, shared or one per batch entry and per q head. Packed inputs need a layout
+            from `packed_layout`, `select_packed_blocks` or `pack_layouts`.
+        cu_seqlens_q: packed inputs only: (num_seqs + 1,) cumulative lengths from 0. Optional, because the layout knows
+            its lengths; if given, they must match. On a GPU and under a compiler only their number is checked, unless
+            DYNAXX_DEBUG=1 is set, which waits for the GPU to read the values.
+        cu_seqlens_k: packed inputs only: cumulative lengths of the keys; defaults to `cu_seqlens_q`.
         scale: softmax scale, default head_dim ** -0.5.
-        softcap: c > 0 caps each score s to c * tanh(s / c), after the scale, as in Gemma 2.
-        sinks: (q_heads,), a logit per head that joins each softmax's denominator and has no value, as in gpt-oss; not
-            scaled, not capped, differentiable.
+        softcap: c > 0 caps each scaled score s to c * tanh(s / c), as in Gemma 2.
+        sinks: (q_heads,), one logit per head that is added to each softmax's denominator and has no value, as in
+            gpt-oss. Sinks are neither scaled nor capped, and are differentiable.
         return_lse: also return the log-sum-exp of the visible scores.
-        backend: "auto", or "reference", "cpu", "triton", "hopper".
+        backend: "auto", "reference", "cpu", "triton" or "hopper".
 
     Returns:
         out (batch, seqlen_q, q_heads, head_dim_v), or (out, lse); packed (tokens, q_heads, head_dim_v) and lse
-        (q_heads, tokens). A query that sees nothing gives out = 0, lse = -inf; with sinks lse = its head's sink.
+        (q_heads, tokens). A query that sees nothing has out = 0 and lse = -inf; with sinks, lse is its head's sink.
 
     Raises:
-        ValueError, TypeError: inputs that do not fit together.
-        UnsupportedInputError: no backend, or not the named one, can serve; with the reasons of each.
+        ValueError, TypeError: the inputs do not match each other.
+        UnsupportedInputError: no backend, or not the named one, can serve the call; lists the reasons of each.
     """
     q, k, v = follow_autocast(q, k, v)
     packed = isinstance(layout, PackedLayout) and q.ndim == 3
@@ -137,7 +138,7 @@ def _attend(
     sinks: Tensor | None,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """Check, choose and call: the backend itself, or its registered op where something traces."""
+    """Check the inputs, choose a backend, and call it directly, or through its registered op if something traces."""
     if is_traced(q):
         ATTENTION.check_name(backend)
         needs_grad = check_inputs(q, k, v, layout, softcap=softcap, values=False).needs_grad
@@ -145,7 +146,7 @@ def _attend(
         out, lse = attention_forward(q, k, v, tensors, *layout.block_size, scale, softcap, backend, needs_grad)
         return (out, lse) if sinks is None else add_sinks(out, lse, sinks)
     name, needs_grad = backend_for(q, k, v, layout, softcap, backend)
-    if q.is_neg() or k.is_neg() or v.is_neg():  # kernels read memory, which a view of the negative shares
+    if q.is_neg() or k.is_neg() or v.is_neg():  # a negative view shares memory with its base, and kernels read memory
         q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if sinks is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixed precision: attention computes in the dtype of `torch.autocast`, as `scaled_dot_product_attention` does."""
+"""`follow_autocast`: cast attention inputs to the dtype of `torch.autocast`, as in `scaled_dot_product_attention`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from torch import Tensor
 
 
 def follow_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v in the dtype of the autocast that is on for their device; unchanged without one, or in fp64.
+    """Cast q, k and v to the autocast dtype of their device; unchanged if autocast is off or the dtype is fp64.
 
-    Inputs that are no tensors are returned as they are: the checks that follow name them.
+    Arguments that are not tensors are returned unchanged, so that later checks can name them.
     """
     if not all(isinstance(x, Tensor) for x in (q, k, v)):
         return q, k, v

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`AttentionFunction`: gradients of `sparse_attention`, and its rules for `torch.func`'s grad, vjp and vmap."""
+"""`AttentionFunction`: gradients of `sparse_attention`, including grad, vjp and vmap of `torch.func`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dynaxx.ops.dispatch import load_backend, score_options
 
 
 class AttentionFunction(torch.autograd.Function):
-    """Join a backend's forward and backward. Gradients flow through `out` and through `lse`."""
+    """Combine a backend's forward and backward. Gradients flow through `out` and through `lse`."""
 
     @staticmethod
     def forward(
@@ -30,7 +30,7 @@ class AttentionFunction(torch.autograd.Function):
         softcap: float | None,
         name: str,
     ) -> Any:
-        """Return (out, lse) of the backend `name`."""
+        """Return (out, lse) from the backend `name`."""
         output = load_backend(name).attention_forward(q, k, v, layout, scale, **score_options(softcap, sinks))
         _save(ctx, (q, k, v, layout, scale, softcap, name), output, sinks)
         return output
@@ -38,7 +38,7 @@ class AttentionFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:
         """Return dq, dk, dv and the gradient of the sinks."""
-        saved = ctx.saved_tensors  # read once: checkpointing makes them anew for each reading
+        saved = ctx.saved_tensors  # read once: under checkpointing, every read recomputes them
         dq, dk, dv, *nothing = _backward(ctx, saved, do, dlse)
         out, lse, sinks = saved[3:]
         dsinks = sink_gradient(do, dlse, out, lse, sinks) if ctx.needs_input_grad[3] else None
@@ -46,18 +46,18 @@ class AttentionFunction(torch.autograd.Function):
 
 
 class MappableAttention(torch.autograd.Function):
-    """`AttentionFunction` for `torch.func`. Its apply binds arguments by signature, which takes 60 us longer."""
+    """`AttentionFunction` for `torch.func`. Its `apply` takes 60 us longer, because it binds arguments by signature."""
 
     @staticmethod
     def forward(
         q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float, softcap: float | None, name: str
     ) -> Any:
-        """Return (out, lse) of the backend `name`."""
+        """Return (out, lse) from the backend `name`."""
         return load_backend(name).attention_forward(q, k, v, layout, scale, **score_options(softcap))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Save what backward reads."""
+        """Save the tensors and settings that backward reads."""
         _save(ctx, inputs, output, None)
 
     @staticmethod
@@ -67,27 +67,27 @@ class MappableAttention(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
-        """Take the mapped dimension into the batch."""
+        """Fold the mapped dimension into the batch."""
         return _as_batch(MappableAttention, 3, info.batch_size, in_dims, inputs)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        """Refuse."""
+        """Raise NotImplementedError."""
         raise NotImplementedError("the kernels of dynaxx have no forward-mode derivatives")
 
 
 def _save(ctx: Any, inputs: Any, output: Any, sinks: Tensor | None) -> None:
-    """Save what backward reads, and how often the layout had been written to."""
+    """Save what backward reads, including the write counters of the layout."""
     q, k, v, layout, *ctx.settings = inputs
     ctx.save_for_backward(q, k, v, *output, sinks)
-    ctx.set_materialize_grads(False)  # no zeros for an lse without a gradient
+    ctx.set_materialize_grads(False)  # pass None, not zeros, for an lse without a gradient
     ctx.layout, ctx.written = layout, layout.derived.versions
 
 
 def _backward(ctx: Any, saved: Sequence[Any], do: Tensor | None, dlse: Tensor | None) -> Any:
     q, k, v, out, lse, _ = saved
     if ctx.layout.derived.versions_now() != ctx.written:
-        raise RuntimeError("`layout` was written to between forward and backward; use a copy of it for that")
+        raise RuntimeError("`layout` was written to between forward and backward; write to a copy of it instead")
     do = torch.zeros_like(out) if do is None else do.resolve_neg()
     dlse = None if dlse is None else dlse.resolve_neg()
     gradients = _Gradients.apply if torch.is_grad_enabled() or transforms_active() else _Gradients.forward
@@ -95,7 +95,7 @@ def _backward(ctx: Any, saved: Sequence[Any], do: Tensor | None, dlse: Tensor | 
 
 
 class _Gradients(torch.autograd.Function):
-    """A backend's backward as a function of its own, so that it can be mapped, and refuses to be differentiated."""
+    """A backend's backward as an autograd function that vmap can map and that refuses second derivatives."""
 
     @staticmethod
     def forward(
@@ -116,7 +116,7 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Nothing is saved."""
+        """Save nothing, because second derivatives are refused."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -132,9 +132,9 @@ class _Gradients(torch.autograd.Function):
 
 
 def _as_batch(function: Any, count: int, size: int, in_dims: tuple[Any, ...], inputs: tuple[Any, ...]) -> Any:
-    """Call a function whose first `count` inputs are tensors of (batch, ...), with `size` times the batch.
+    """Call a function of (batch, ...) tensors, its first `count` inputs, with a batch that is `size` times as large.
 
-    A layout that differs by batch entry is served one mapped entry after the other.
+    If the layout differs by batch entry, call the function once per mapped entry instead.
     """
     tensors, settings = inputs[:count], inputs[count:]
     layout: BlockLayout = settings[0]
@@ -162,7 +162,7 @@ def attend_with_gradients(
     softcap: float | None,
     name: str,
 ) -> tuple[Tensor, Tensor]:
-    """Call the backend `name` so that autograd and `torch.func` can follow."""
+    """Call the backend `name` with support for autograd and `torch.func`."""
     refuse_forward_mode(q, k, v)
     if not transforms_active():
         refuse_forward_mode(sinks)

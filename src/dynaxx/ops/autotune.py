@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`autotune`: the Triton kernels' tile sizes for one shape, found by timing and kept on disk."""
+"""`autotune`: time tile sizes of the Triton kernels for one problem shape and store the fastest on disk."""
 
 from __future__ import annotations
 
@@ -28,26 +28,32 @@ def autotune(
     softcap: float | None = None,
     gradients: bool = True,
 ) -> list[TunedKernel]:
-    """Time other tile sizes of the `triton` backend than its own choice, and use the fastest from now on.
+    """Time alternative tile sizes of the `triton` backend, and use the fastest from now on.
 
-    A choice holds for a dtype, head_dims, block size and kind of memory, on GPUs of this name with this Triton, in this
-    process and in later ones: it is kept under `DYNAXX_CACHE` (else the user's cache folder), in `tiles/`; remove the
-    file to be without it. Nothing is tuned that was not asked for. Each candidate is compiled, which takes minutes.
+    A result applies to one combination of dtype, head_dims, block size, memory kind, GPU name and Triton version, in
+    this process and in later ones. It is stored in the folder `tiles/` under `DYNAXX_CACHE` (default: the user's cache
+    folder); delete the file to discard it. dynaxx never tunes without this call. Every candidate is compiled, which
+    takes minutes.
 
     Args:
-        q, k, v, layout, scale, softcap: as `sparse_attention`; of the length and density that matter.
-        gradients: tune the backward kernels, too.
+        q: queries, as for `sparse_attention`; use the sequence length that matters to you.
+        k: keys, as for `sparse_attention`.
+        v: values, as for `sparse_attention`.
+        layout: a layout with the density that matters to you.
+        scale: softmax scale, default head_dim ** -0.5.
+        softcap: see `sparse_attention`.
+        gradients: also tune the backward kernels.
 
     Returns:
-        One entry per kernel: its tiles, and milliseconds with them and with the default.
+        One entry per kernel: the chosen tiles, and the time in milliseconds with them and with the default tiles.
 
     Raises:
-        ValueError, TypeError, UnsupportedInputError: as `sparse_attention(..., backend="triton")`, or no GPU.
+        ValueError, TypeError, UnsupportedInputError: like `sparse_attention(..., backend="triton")`, or no GPU.
         OSError: the file cannot be written.
     """
     choose_backend(check_inputs(q, k, v, layout, softcap=softcap, needs_grad=gradients), "triton")
     if not q.is_cuda:
-        raise ValueError(f"`q` must be on a GPU to be timed there, got {q.device}")
+        raise ValueError(f"`q` must be on a GPU, where the kernels are timed, got {q.device}")
     from dynaxx.kernels.triton.attention.autotune import autotune as tune
 
     scale = softmax_scale(scale, q.shape[-1])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests of mixed length: group them by length, and give each group its own pattern."""
+"""Attention for requests of mixed length: group requests by length, with one pattern or selector per group."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from dynaxx.selection import Hybrid, Selector, select_blocks
 
 
 class Bucket(NamedTuple):
-    """Requests up to a length, and where these attend.
+    """Requests up to a given length, and the rule that decides where they attend.
 
     Attributes:
-        max_seqlen: keys of the longest; None: of any length.
-        rule: a pattern, a selector, or both.
+        max_seqlen: largest number of keys; None: no limit.
+        rule: a pattern, a selector or a hybrid of both.
     """
 
     max_seqlen: int | None
@@ -29,7 +29,7 @@ class Bucket(NamedTuple):
 
 
 class Request(NamedTuple):
-    """One sequence, queries aligned to its last keys.
+    """One sequence, whose queries are aligned to its last keys.
 
     Attributes:
         q: (seqlen_q, q_heads, head_dim).
@@ -44,22 +44,22 @@ class Request(NamedTuple):
 
 @typed
 def bucket_by_length(lengths: Sequence[int], buckets: Sequence[Bucket]) -> list[list[int]]:
-    """Return for each bucket the requests that are its own: those it holds and no bucket before it does, in order.
+    """Return for each bucket the indices of its requests, in order. A request goes to the first bucket that fits it.
 
     Args:
-        lengths: keys of each request.
-        buckets: limits rising, None last.
+        lengths: number of keys of each request.
+        buckets: buckets with increasing limits; a limit of None comes last.
 
     Raises:
-        ValueError: buckets whose limits do not rise, or a length beyond the last.
+        ValueError: limits do not increase, or a length exceeds the last limit.
     """
     limits = [float("inf") if bucket.max_seqlen is None else bucket.max_seqlen for bucket in buckets]
     if not limits or any(b <= a for a, b in pairwise(limits)):
-        raise ValueError(f"`buckets` must have limits that rise, None last, got {[b.max_seqlen for b in buckets]}")
+        raise ValueError(f"`buckets` must have increasing limits, None last, got {[b.max_seqlen for b in buckets]}")
     members: list[list[int]] = [[] for _ in buckets]
     for request, length in enumerate(lengths):
         if length > limits[-1]:
-            raise ValueError(f"request {request} has {length} keys, more than any bucket's {buckets[-1].max_seqlen}")
+            raise ValueError(f"request {request} has {length} keys, the last bucket allows {buckets[-1].max_seqlen}")
         members[next(i for i, limit in enumerate(limits) if length <= limit)].append(request)
     return members
 
@@ -76,23 +76,26 @@ def attend_in_buckets(
     sinks: Tensor | None = None,
     backend: str = "auto",
 ) -> list[Tensor]:
-    """Attend for requests of mixed length, each by the rule of its bucket. Exact over what the rule shows.
+    """Attend for requests of mixed length, each with the rule of its bucket. Exact over the pairs that the rule shows.
 
-    Requests of one bucket and the same lengths are stacked to one batch, so that no block straddles two of them.
-    `packed_layout` serves where tokens already lie packed.
+    Requests of one bucket with equal lengths are stacked into a batch, so no block straddles two requests. Use
+    `packed_layout` if the tokens are already packed.
 
     Args:
-        requests: `Request` or (q, k, v) each, of the same heads and dtype.
-        buckets: limits rising, for instance `[Bucket(1024, Causal()), Bucket(None, SlidingWindow(512) | TopK(0.1))]`.
-        causal, block_size: as `Pattern.layout` and `select_blocks`.
-        scale, softcap, sinks, backend: as `sparse_attention`; scores that select blocks are neither capped nor do they
-            know of sinks.
+        requests: one `Request` or (q, k, v) per sequence, with equal heads and dtype.
+        buckets: increasing limits, e.g. `[Bucket(1024, Causal()), Bucket(None, SlidingWindow(512) | TopK(0.1))]`.
+        causal: hide keys after the query.
+        block_size: tokens per block, one number or (q_block, kv_block).
+        scale: softmax scale, default head_dim ** -0.5.
+        softcap: see `sparse_attention`; ignored by the scores that select blocks.
+        sinks: see `sparse_attention`; ignored by the scores that select blocks.
+        backend: see `sparse_attention`.
 
     Returns:
-        out (seqlen_q, q_heads, head_dim_v) of each request, in their order. Differentiable.
+        out (seqlen_q, q_heads, head_dim_v) of each request, in order. Differentiable.
 
     Raises:
-        ValueError: a request that is not (seqlen, heads, head_dim) or is longer than every bucket.
+        ValueError: a request is not (seqlen, heads, head_dim), or is longer than every bucket allows.
     """
     for number, request in enumerate(requests):
         if any(x.ndim != 3 for x in request):

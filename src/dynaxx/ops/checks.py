@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must hold of the inputs before any backend sees them."""
+"""Checks of attention inputs that run before any backend sees them."""
 
 from __future__ import annotations
 
@@ -24,15 +24,20 @@ def check_inputs(
     needs_grad: bool | None = None,
     values: bool = True,
 ) -> AttentionProblem:
-    """Check that the inputs fit together, and describe them.
+    """Check that the inputs match each other, and describe them as an `AttentionProblem`.
 
     Args:
-        needs_grad: whether a gradient will be asked for; by default what autograd says.
-        values: look into the layout, too; a tracer cannot.
+        q: (batch, seqlen_q, q_heads, head_dim).
+        k: (batch, seqlen_k, kv_heads, head_dim).
+        v: (batch, seqlen_k, kv_heads, head_dim_v).
+        layout: a layout for these lengths.
+        softcap: cap of the scores, or None.
+        needs_grad: whether the caller will need gradients; by default, ask autograd.
+        values: also check the values inside the layout; tracers cannot.
 
     Raises:
-        TypeError: an unsupported or mixed dtype, or a layout that is none.
-        ValueError: a shape, device or layout that does not fit, block indices out of range, or a softcap that is none.
+        TypeError: a dtype is not supported or differs from q's, or `layout` is not a BlockLayout.
+        ValueError: a shape, device, layout or softcap is wrong, or block indices are out of range.
     """
     _check_tensors(q, k, v)
     check_layout(layout)
@@ -85,7 +90,7 @@ def check_inputs(
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Each by itself: kind, rank, dtype, device."""
+    """Check the type, rank, dtype and device of each tensor."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"`{name}` must be a tensor, got {type(tensor).__name__}")
@@ -93,8 +98,8 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise ValueError(f"`{name}` must be a strided tensor, got {tensor.layout}; use to_dense()")
         if tensor.ndim != 4:
             raise ValueError(
-                f"`{name}` must be (batch, seqlen, heads, head_dim), (tokens, heads, head_dim) with a packed layout, "
-                f"got shape {tuple(tensor.shape)}"
+                f"`{name}` must be (batch, seqlen, heads, head_dim), or (tokens, heads, head_dim) with a packed layout,"
+                f" got shape {tuple(tensor.shape)}"
             )
         if tensor.dtype not in DTYPES:
             raise TypeError(f"`{name}` must be one of {DTYPES}, got {tensor.dtype}")
@@ -105,11 +110,11 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_layout(layout: object) -> None:
-    """Raise TypeError for a rule, or anything else, where a layout belongs."""
+    """Raise TypeError for anything but a layout, such as a pattern or a selector."""
     if not isinstance(layout, BlockLayout):
         raise TypeError(
-            f"`layout` must be a BlockLayout, got {type(layout).__name__}; pattern.layout(seqlen) makes one, and "
-            "select_blocks(q, k, rule)"
+            f"`layout` must be a BlockLayout, got {type(layout).__name__}; make one with pattern.layout(seqlen), or "
+            "with select_blocks(q, k, rule)"
         )
 
 
@@ -117,7 +122,7 @@ def check_softcap(softcap: float) -> float:
     """Return the softcap as a float.
 
     Raises:
-        ValueError: it is not > 0 and finite.
+        ValueError: the softcap is not positive and finite.
     """
     if not 0 < softcap < float("inf"):
         raise ValueError(f"`softcap` must be > 0 and finite, or None for no cap, got {softcap}")
@@ -128,8 +133,8 @@ def check_sinks(sinks: Tensor, q: Tensor) -> None:
     """Check that there is one sink logit per q head.
 
     Raises:
-        TypeError: no tensor, or not floating point.
-        ValueError: another shape or device.
+        TypeError: `sinks` is not a floating-point tensor.
+        ValueError: `sinks` has another shape or device.
     """
     q_heads = q.shape[-2]
     if not isinstance(sinks, Tensor):
@@ -150,22 +155,22 @@ def check_packed(
     cu_seqlens_q: CuSeqlens | None,
     cu_seqlens_k: CuSeqlens | None,
 ) -> None:
-    """Check what packed input has beside a batch: its rank, and a layout of the lengths given, if any.
+    """Check packed inputs: their rank, and that the layout is packed and has the given lengths.
 
     Raises:
-        ValueError: another rank, another kind of layout, or other lengths than the layout's.
+        ValueError: the rank is not 3, the layout is not packed, or its lengths differ from those given.
     """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.ndim != 3:
             raise ValueError(f"packed `{name}` must be (tokens, heads, head_dim), got shape {tuple(tensor.shape)}")
     if not isinstance(layout, PackedLayout):
         raise ValueError(
-            "`layout` of packed (tokens, heads, head_dim) inputs must be packed, from `packed_layout` or "
+            "`layout` for packed (tokens, heads, head_dim) inputs must be packed, from `packed_layout` or "
             f"`select_packed_blocks`, got a {type(layout).__name__}"
         )
     if cu_seqlens_q is None:
         if cu_seqlens_k is not None:
-            raise ValueError("`cu_seqlens_k` needs `cu_seqlens_q` beside it")
+            raise ValueError("`cu_seqlens_k` is given without `cu_seqlens_q`; pass both")
         return
     _check_lengths("cu_seqlens_q", cu_seqlens_q, layout.cu_seqlens_q)
     _check_lengths("cu_seqlens_k", cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k, layout.cu_seqlens_k)
@@ -173,21 +178,21 @@ def check_packed(
 
 def _check_lengths(name: str, given: CuSeqlens, built: Tensor) -> None:
     if (isinstance(given, Tensor) and given.ndim != 1) or len(given) != len(built):
-        raise ValueError(f"`{name}` must have the layout's {len(built)} lengths, got {given}")
+        raise ValueError(f"`{name}` must have as many entries as the layout, {len(built)}, got {given}")
     if torch.compiler.is_compiling():
         return
     if isinstance(given, Tensor) and not looks_at_values(given.device):
         return
     if not torch.equal(torch.as_tensor(given, dtype=torch.int32, device="cpu"), built):
-        raise ValueError(f"`{name}` must be what the layout was built for, {built.tolist()[:8]}, got {given}")
+        raise ValueError(f"`{name}` must equal the lengths of the layout, {built.tolist()[:8]}, got {given}")
 
 
 def looks_at_values(device: torch.device) -> bool:
-    """Whether checks read what tensors there hold: always on a CPU, on a GPU (they wait for it) by DYNAXX_DEBUG=1."""
+    """Return whether checks may read tensor values: always on a CPU, on a GPU only with DYNAXX_DEBUG=1 (it waits)."""
     return device.type == "cpu" or os.environ.get("DYNAXX_DEBUG") == "1"
 
 
 def check_values(layout: BlockLayout) -> None:
-    """Before a launch, once per layout."""
+    """Check the values inside a layout before a launch, once per layout."""
     if looks_at_values(layout.device):
         layout.ensure_valid()

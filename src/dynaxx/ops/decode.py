@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sparse_decode`: attention of a decoding step over a kv cache, over all of its pages or those worth reading."""
+"""`sparse_decode`: attention of a decode step over all pages of a kv cache, or over selected pages."""
 
 from __future__ import annotations
 
@@ -63,33 +63,34 @@ def sparse_decode(
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Tensor | SparseAttentionOutput:
-    """Attend from the last tokens of each sequence to its cache, exactly over the pages that are read.
+    """Attend from the last tokens of each sequence to its cache. Exact over the pages that are read.
 
     Args:
         q: (batch, seqlen_q, q_heads, head_dim), fp16, bf16, fp32 or fp64, any strides: the last `seqlen_q` tokens of
-            each sequence, whose keys are in the cache already. Causal among themselves.
-        cache: keys and values; q_heads must be a multiple of its kv_heads. fp8 and int8 are computed as their values.
-        pages: a budget: pages are chosen here, by the cache's summaries. Or block_indices (batch, kv_heads, slots)
-            int32: logical pages in any order, -1 = empty, no duplicates. Or None: all pages, which is dense attention.
+            each sequence. Their keys must be in the cache already. They see each other causally.
+        cache: keys and values; q_heads must be a multiple of its kv_heads. fp8 and int8 caches are dequantized.
+        pages: a budget, to select pages by the cache's summaries; or block_indices (batch, kv_heads, slots) int32,
+            logical pages in any order, -1 = empty, no duplicates; or None for all pages, which is dense attention.
         scale: softmax scale, default head_dim ** -0.5.
-        softcap: c > 0 caps each score s to c * tanh(s / c), after the scale, as in Gemma 2. It does not change which
-            pages a budget chooses.
-        sinks: (q_heads,), a logit per head that joins each softmax's denominator and has no value, as in gpt-oss; not
-            scaled, not capped.
-        window_size: (left, right), keys visible before and after a query's own; -1 = unlimited. right must be -1 or 0,
-            which mean the same here. A sliding window of W keys is (W - 1, 0). Not together with a budget.
+        softcap: c > 0 caps each scaled score s to c * tanh(s / c), as in Gemma 2. It does not affect which pages a
+            budget selects.
+        sinks: (q_heads,), one logit per head that is added to each softmax's denominator and has no value, as in
+            gpt-oss. Sinks are neither scaled nor capped.
+        window_size: (left, right), number of keys visible before and after the query's own; -1 = unlimited. `right`
+            must be -1 or 0, which are equivalent here. A sliding window of W keys is (W - 1, 0). Cannot be combined
+            with a budget.
         return_lse: also return the log-sum-exp of the visible scores.
-        backend: "auto", or "triton", "cpu", "reference".
+        backend: "auto", "triton", "cpu" or "reference".
 
     Returns:
-        out (batch, seqlen_q, q_heads, head_dim_v) in q's dtype, or (out, lse), lse (batch, q_heads, seqlen_q) fp32. A
-        query that sees nothing gives out = 0, lse = -inf; with sinks lse = its head's sink. No gradients: use
-        `sparse_attention` to train.
+        out (batch, seqlen_q, q_heads, head_dim_v) in q's dtype, or (out, lse) with lse (batch, q_heads, seqlen_q) fp32.
+        A query that sees nothing has out = 0 and lse = -inf; with sinks, lse is its head's sink. There are no
+        gradients; use `sparse_attention` for training.
 
     Raises:
-        ValueError, TypeError: inputs that do not fit together. Values (lengths, page numbers) are checked on a CPU, on
-            a GPU only with DYNAXX_DEBUG=1; there pages out of range are skipped.
-        UnsupportedInputError: no backend, or not the named one, can serve; with the reasons of each.
+        ValueError, TypeError: the inputs do not match each other. Lengths and page numbers are checked on a CPU, and on
+            a GPU with DYNAXX_DEBUG=1; otherwise GPU kernels skip pages that are out of range.
+        UnsupportedInputError: no backend, or not the named one, can serve the call; lists the reasons of each.
     """
     kernels = kernels_for(q, cache, backend)
     scale = softmax_scale(scale, q.shape[-1])
@@ -100,8 +101,8 @@ def sparse_decode(
     if isinstance(pages, PageBudget) and not pages.reads_everything:
         if left is not None:
             raise ValueError(
-                f"`window_size` must be (-1, -1) where a budget chooses pages, got {window_size}: "
-                "a window reads few pages already, leave `pages` out"
+                f"`window_size` must be (-1, -1) if a budget selects pages, got {window_size}; "
+                "a window already reads few pages, so leave `pages` out"
             )
         out, lse = kernels.select_and_attend(q, cache, *_choice(q, cache, pages), scale, softcap, sinks)
     else:
@@ -118,18 +119,22 @@ def sparse_decode(
 def select_pages(
     q: Tensor, cache: PagedCache, budget: PageBudget, *, scale: float | None = None, backend: str = "auto"
 ) -> Tensor:
-    """Choose the pages that `sparse_decode(q, cache, budget)` reads.
+    """Select the pages that `sparse_decode(q, cache, budget)` reads.
 
     Args:
-        q, cache, scale, backend: as `sparse_decode`; the cache with summaries.
-        budget: how many pages; see `PageBudget`.
+        q: queries, as for `sparse_decode`.
+        cache: a cache with summaries.
+        budget: how many pages to select; see `PageBudget`.
+        scale: softmax scale, default head_dim ** -0.5.
+        backend: as for `sparse_decode`.
 
     Returns:
-        block_indices (batch, kv_heads, slots) int32: logical pages, ascending, then -1. `slots` depends on sizes alone,
-        never on lengths.
+        block_indices (batch, kv_heads, slots) int32: logical pages in ascending order, padded with -1. `slots` depends
+        on the sizes of the tensors, never on sequence lengths.
 
     Raises:
-        As `sparse_decode`; ValueError, too, where the cache has no summaries, or some of another bound.
+        ValueError, TypeError, UnsupportedInputError: like `sparse_decode`; ValueError also if the cache has no
+            summaries or their `bound` differs from the budget's.
     """
     kernels = kernels_for(q, cache, backend)
     scale = softmax_scale(scale, q.shape[-1])
@@ -147,53 +152,53 @@ def summarize_pages(
     dtype: torch.dtype | None = None,
     backend: str = "auto",
 ) -> PagedCache:
-    """Make the summaries that choosing pages needs, or bring those of a cache up to date.
+    """Create the summaries that page selection needs, or update those of a cache.
 
-    A page's summary is made again from its keys, so it never drifts, and the call may cover more than is new. Call it
-    after writing keys and before the step that reads them.
+    Summaries are always recomputed from the keys of a page, so they never drift, and a call may cover more tokens than
+    are new. Call this function after writing keys and before the step that reads them.
 
     Args:
-        cache: with summaries: they are updated in place. Without: new ones are made.
-        bound: of new summaries, 1.0 by default; see `PageBudget`.
-        new_tokens: the most keys that a sequence has gained (or had rewritten) at its end since the last call; None:
-            all pages. A prefix that was cached by others is known by its physical pages.
-        dtype: of new summaries: int8 by default (fp64 for fp64 caches), or a float dtype of caches.
-        backend: as `sparse_decode`.
+        cache: summaries of the cache are updated in place; if it has none, new ones are created.
+        bound: bound of new summaries, 1.0 by default; see `PageBudget`.
+        new_tokens: upper bound for the number of keys that were appended or rewritten at the end of any sequence since
+            the last call; None: recompute all pages. Pages of a cached prefix keep their summaries.
+        dtype: dtype of new summaries: int8 by default (fp64 for fp64 caches), or a float dtype that caches may have.
+        backend: as for `sparse_decode`.
 
     Returns:
-        The cache, with its summaries.
+        The cache with its summaries.
 
     Raises:
-        TypeError: no cache.
-        ValueError: other settings than those of the summaries that a cache has, or an update of one that has none.
+        TypeError: `cache` is not a PagedCache.
+        ValueError: `bound` or `dtype` differs from that of existing summaries, or `new_tokens` is given without them.
     """
     check_cache(cache)
     if cache.summaries is None:
         if new_tokens is not None:
-            raise ValueError("`new_tokens` must be None where the cache has no summaries: all pages are to be read")
+            raise ValueError("`new_tokens` must be None if the cache has no summaries, because all pages must be read")
         cache = replace(cache, summaries=PageSummaries.empty(cache, 1.0 if bound is None else bound, dtype))
     elif bound not in (None, cache.summaries.bound) or dtype not in (None, cache.summaries.low.dtype):
         raise ValueError(
-            f"`bound` and `dtype` must be those of the cache's summaries, {cache.summaries.bound} and "
-            f"{cache.summaries.low.dtype}, or left out, got {bound} and {dtype}"
+            f"`bound` and `dtype` must match the cache's summaries, {cache.summaries.bound} and "
+            f"{cache.summaries.low.dtype}, or be omitted, got {bound} and {dtype}"
         )
     if new_tokens is not None and new_tokens < 0:
         raise ValueError(f"`new_tokens` must be >= 0, got {new_tokens}")
     kernels = kernels_for(None, cache, backend)
-    assert cache.summaries is not None, "made above"
+    assert cache.summaries is not None, "created above"
     kernels.summarize_pages(cache, cache.summaries, None if new_tokens is None else min(new_tokens, cache.max_keys))
     return cache
 
 
 def _choice(q: Tensor, cache: PagedCache, budget: PageBudget) -> tuple[Tensor, int, int, int]:
-    """Return what a choice of pages is told: wanted, sinks, window, slots."""
+    """Return the arguments of a page selection: wanted, sinks, window, slots."""
     if not isinstance(budget, PageBudget):
-        raise TypeError(f"`budget` must be a PageBudget, got {type(budget).__name__}; PageBudget.of(rule) makes one")
+        raise TypeError(f"`budget` must be a PageBudget, got {type(budget).__name__}; use PageBudget.of(rule)")
     if cache.summaries is None:
-        raise ValueError("`cache` must have summaries for pages to be chosen: cache = summarize_pages(cache)")
+        raise ValueError("`cache` must have summaries to select pages; add them with summarize_pages(cache)")
     if cache.summaries.bound != budget.bound:
         raise ValueError(
-            f"the cache's summaries have bound {cache.summaries.bound}, the budget asks for {budget.bound}: "
+            f"the cache's summaries have bound {cache.summaries.bound}, but the budget requires {budget.bound}; "
             "use summarize_pages(cache, bound=budget.bound)"
         )
     wanted = budget.wanted(cache.kv_heads, cache.device)

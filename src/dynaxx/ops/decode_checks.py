@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must hold of a decoding step's inputs before any backend sees them."""
+"""Checks of a decode step's inputs that run before any backend sees them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from dynaxx.ops.checks import DTYPES, looks_at_values
 
 
 def check_cache(cache: object) -> None:
-    """Raise TypeError for anything but a cache."""
+    """Raise TypeError for anything but a `PagedCache`."""
     if not isinstance(cache, PagedCache):
         raise TypeError(f"`cache` must be a PagedCache, got {type(cache).__name__}; see PagedCache.contiguous")
 
 
 def check_queries(q: Tensor, cache: PagedCache) -> None:
-    """Check that q fits the cache.
+    """Check that q matches the cache.
 
     Raises:
-        TypeError: an unsupported dtype.
-        ValueError: a shape or device that does not fit, or more tokens than the cache's exact ones cover.
+        TypeError: the dtype is not supported.
+        ValueError: a shape or device does not match, or q has more tokens than the cache's exact window covers.
     """
     if q.ndim != 4 or q.shape[0] != cache.batch or q.shape[3] != cache.head_dim:
         raise ValueError(
@@ -37,30 +37,30 @@ def check_queries(q: Tensor, cache: PagedCache) -> None:
     if cache.exact is not None and q.shape[1] > cache.exact.window:
         raise ValueError(
             f"`q` must have at most {cache.exact.window} tokens, the window of the cache's exact tokens, "
-            f"got {q.shape[1]}: use PagedCache.quantized(..., window={q.shape[1]}) or more"
+            f"got {q.shape[1]}; use PagedCache.quantized(..., window={q.shape[1]}) or a larger window"
         )
 
 
 def keys_before(window_size: tuple[int, int]) -> int | None:
-    """Return how many keys before its own a query sees, None for all.
+    """Return how many keys before its own a query sees; None for all.
 
     Raises:
         ValueError: `window_size` is not (left, right) with left >= -1 and right -1 or 0.
     """
     if len(window_size) != 2 or window_size[0] < -1 or window_size[1] not in (-1, 0):
         raise ValueError(
-            "`window_size` must be (left, right) with left >= -1 and right -1 or 0, as no key comes after the last "
+            "`window_size` must be (left, right) with left >= -1 and right -1 or 0, because no key follows the last "
             f"query's, got {window_size}; a sliding window of W keys is (W - 1, 0)"
         )
     return None if window_size[0] == -1 else int(window_size[0])
 
 
 def check_values(cache: PagedCache) -> None:
-    """Check lengths and page numbers against the cache's sizes, where that waits for no GPU or is asked for."""
+    """Check lengths and page numbers against the sizes of the cache, on a CPU or with DYNAXX_DEBUG=1."""
     if not looks_at_values(cache.device) or cache.batch == 0:
         return
     capacity = cache.max_keys
-    used = cache.seqused_k.tolist()  # one read: this is in the way of every step
+    used = cache.seqused_k.tolist()  # one read, because every decode step waits for it
     if min(used) < 0 or max(used) > capacity:
         raise ValueError(f"`seqused_k` must be from 0 to the cache's {capacity} keys, got {min(used)} to {max(used)}")
     if cache.leftpad_k is not None and (least := min(cache.leftpad_k.tolist())) < 0:
@@ -74,7 +74,7 @@ def check_values(cache: PagedCache) -> None:
 
 
 def check_block_indices(pages: Tensor, cache: PagedCache) -> None:
-    """Check that a choice of pages is one for this cache; its values where that waits for no GPU or is asked for."""
+    """Check block indices for this cache; their values only on a CPU or with DYNAXX_DEBUG=1."""
     if not isinstance(pages, Tensor):
         raise TypeError(f"`pages` must be a PageBudget, block_indices or None, got {type(pages).__name__}")
     if pages.ndim != 3 or pages.shape[:2] != (cache.batch, cache.kv_heads) or pages.dtype != torch.int32:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernels a decoding step runs on."""
+"""Choice of the kernels for a decode step."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from dynaxx.kernels.registry import DECODE, NSA_DECODE
 from dynaxx.layout.paging import PagedCache
 from dynaxx.ops.decode_checks import check_cache, check_queries, check_values
 
-MOST_FORMS = 1024  # of inputs that are remembered; a cache that grows has another at every step
+MOST_FORMS = 1024  # cached combinations of input shapes; a growing cache has a new one at every step
 
 
 class Serving(NamedTuple):
-    """The kernels of one backend."""
+    """The decode kernels of one backend."""
 
     decode: DecodeKernels
     nsa: NsaDecodeKernels
 
 
 def serving(q: Tensor | None, cache: PagedCache, backend: str) -> Serving:
-    """Check a call and return the kernels that serve it; without q, those that only read the cache.
+    """Check a call and return the kernels that serve it. Without q, the call only reads the cache.
 
-    The answer is kept by the shapes and dtypes of the inputs.
+    Results are cached by the shapes and dtypes of the inputs.
 
     Raises:
-        ValueError, TypeError, UnsupportedInputError: as `sparse_decode`.
+        ValueError, TypeError, UnsupportedInputError: like `sparse_decode`.
     """
     check_cache(cache)
     refuse_transforms("`sparse_decode`", q)
@@ -52,7 +52,7 @@ def serving(q: Tensor | None, cache: PagedCache, backend: str) -> Serving:
 
 
 def kernels_for(q: Tensor | None, cache: PagedCache, backend: str) -> DecodeKernels:
-    """Return the kernels of `sparse_decode` and its like; as `serving`."""
+    """Return the kernels for `sparse_decode` and page selection; raises like `serving`."""
     return serving(q, cache, backend).decode
 
 
@@ -60,7 +60,7 @@ _known: dict[Hashable, Serving] = {}
 
 
 def decode_problem(cache: PagedCache, q: Tensor | None) -> DecodeProblem:
-    """Return what a backend needs to know."""
+    """Describe a decode step for backends."""
     return DecodeProblem(
         device=cache.device,
         dtype=torch.float32 if q is None else q.dtype,

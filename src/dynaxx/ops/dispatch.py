@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which backend serves a call of `sparse_attention`, and why the others do not."""
+"""Choice of the backend for a call of `sparse_attention`."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from dynaxx.layout import BlockLayout
 from dynaxx.layout.derived import PerLayout
 from dynaxx.ops.checks import check_inputs, check_layout, check_values
 
-MOST_CHOICES = 64  # kept per layout
-BACKENDS = tuple(ATTENTION.backends)  # in the order that "auto" prefers
+MOST_CHOICES = 64  # cached choices per layout
+BACKENDS = tuple(ATTENTION.backends)  # in the order of preference of "auto"
 
 
 def load_backend(name: str) -> AttentionKernels:
-    """Return a backend's attention kernels; only then does triton or the compiled core load."""
+    """Return a backend's attention kernels. Triton and the compiled core are loaded only here, at first use."""
     return ATTENTION.kernels(name)
 
 
 def unsupported_reasons(name: str, problem: AttentionProblem) -> list[str]:
-    """Return why a backend cannot serve; an empty list means that it can."""
+    """Return the reasons why a backend cannot serve a problem; empty if it can."""
     return ATTENTION.reasons(name, problem)
 
 
 def choose_backend(problem: AttentionProblem, backend: str = "auto") -> str:
-    """Return the named backend, or the first that can serve.
+    """Return the named backend, or for "auto" the first one that can serve the problem.
 
     Raises:
-        ValueError: an unknown name.
-        UnsupportedInputError: the named backend, or all of them, cannot serve; with the reasons of each.
+        ValueError: the name is unknown.
+        UnsupportedInputError: the named backend, or every backend, cannot serve; lists the reasons of each.
     """
     return ATTENTION.resolve(problem, backend)
 
@@ -42,12 +42,12 @@ def choose_backend(problem: AttentionProblem, backend: str = "auto") -> str:
 def backend_for(
     q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, softcap: float | None, backend: str
 ) -> tuple[str, bool]:
-    """Check the inputs of a call; return its backend, and whether a gradient will be asked for.
+    """Check the inputs of a call; return its backend, and whether it needs gradients.
 
-    The answer is kept with the layout, so a later call of the same shapes, dtypes and devices costs one look-up.
+    The choice is cached with the layout, so a later call with the same shapes, dtypes and devices costs one lookup.
 
     Raises:
-        ValueError, TypeError, UnsupportedInputError: as `check_inputs` and `choose_backend`.
+        ValueError, TypeError, UnsupportedInputError: like `check_inputs` and `choose_backend`.
     """
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     tensors = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device)
@@ -71,6 +71,6 @@ _chosen = PerLayout()
 
 
 def score_options(softcap: float | None, sinks: Tensor | None = None) -> dict[str, Any]:
-    """Return optional arguments of a backend's functions; empty when unset."""
+    """Return the optional arguments of a backend's functions; empty when unset."""
     options: dict[str, Any] = {} if softcap is None else {"softcap": softcap}
     return options if sinks is None else {**options, "sinks": sinks}

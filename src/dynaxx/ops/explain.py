@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which backend would serve a call, and why the others would not."""
+"""`explain`: report which backend would serve a call, and why the others would not."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from dynaxx.selection.device import selection_problem
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain` found: print it, or read its fields."""
+    """Result of `explain`. Print it or read its fields."""
 
     problem: AttentionProblem | DecodeProblem | SelectionProblem
     chosen: str
-    reasons: Mapping[str, list[str]]  # by backend; empty where it could serve
-    density: float | None = None  # visited / causally visible blocks, of a layout
+    reasons: Mapping[str, list[str]]  # by backend; empty list if the backend could serve
+    density: float | None = None  # visited / causally visible blocks of the layout, if there is one
 
     def __str__(self) -> str:
         lines = [str(self.problem)]
         if self.density is not None:
-            lines.append(f"visited blocks: {self.density:.1%} of the causally visible ones")
+            lines.append(f"visited blocks: {self.density:.1%} of the causally visible blocks")
         for name, why in self.reasons.items():
-            verdict = "would run" if name == self.chosen else "; ".join(why) or "could serve, comes later in the order"
+            verdict = "would run" if name == self.chosen else "; ".join(why) or "could serve, but is less preferred"
             lines.append(f"  {name:<10} {verdict}")
         return "\n".join(lines)
 
@@ -43,16 +43,20 @@ class Explanation:
 def explain(
     q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, *, softcap: float | None = None, backend: str = "auto"
 ) -> Explanation:
-    """Say which backend `sparse_attention` would run on the same arguments, and why the others would not.
+    """Report which backend `sparse_attention` would run for these arguments, and why the others would not.
 
     See `explain_decode`, `explain_selected` and `explain_selection` for the other operations.
 
     Args:
-        q, k, v, layout, softcap, backend: as `sparse_attention`, packed inputs included; its other arguments do not
-            change the choice.
+        q: queries, as for `sparse_attention`; packed inputs are allowed.
+        k: keys, as for `sparse_attention`.
+        v: values, as for `sparse_attention`.
+        layout: as for `sparse_attention`.
+        softcap: as for `sparse_attention`, whose other arguments do not affect the choice.
+        backend: "auto" or a backend's name.
 
     Raises:
-        ValueError, TypeError, UnsupportedInputError: as `sparse_attention` would.
+        ValueError, TypeError, UnsupportedInputError: like `sparse_attention`.
     """
     if isinstance(layout, PackedLayout) and q.ndim == 3:
         check_packed(q, k, v, layout, None, None)
@@ -63,13 +67,15 @@ def explain(
 
 @typed
 def explain_decode(q: Tensor, cache: PagedCache, *, backend: str = "auto") -> Explanation:
-    """Say which backend `sparse_decode` would run on the same arguments, and why the others would not.
+    """Report which backend `sparse_decode` would run for these arguments, and why the others would not.
 
     Args:
-        q, cache, backend: as `sparse_decode`; its other arguments do not change the choice.
+        q: queries, as for `sparse_decode`.
+        cache: as for `sparse_decode`, whose other arguments do not affect the choice.
+        backend: "auto" or a backend's name.
 
     Raises:
-        ValueError, TypeError, UnsupportedInputError: as `sparse_decode` would.
+        ValueError, TypeError, UnsupportedInputError: like `sparse_decode`.
     """
     check_cache(cache)
     check_queries(q, cache)
@@ -81,13 +87,17 @@ def explain_decode(q: Tensor, cache: PagedCache, *, backend: str = "auto") -> Ex
 def explain_selection(
     q: Tensor, k: Tensor, rule: Selector | Hybrid, *, causal: bool = True, block_size: int | tuple[int, int] = 64
 ) -> Explanation:
-    """Say whether `select_blocks` would choose by GPU kernels or in torch ("torch"), and why.
+    """Report whether `select_blocks` would run GPU kernels or torch code ("torch"), and why.
 
     Args:
-        q, k, rule, causal, block_size: as `select_blocks`; its other arguments do not change the choice.
+        q: queries, as for `select_blocks`.
+        k: keys, as for `select_blocks`.
+        rule: a selector or a hybrid.
+        causal: hide keys after the query.
+        block_size: as for `select_blocks`, whose other arguments do not affect the choice.
 
     Raises:
-        ValueError, TypeError: as `select_blocks` would.
+        ValueError, TypeError: like `select_blocks`.
     """
     selector = rule.selector if isinstance(rule, Hybrid) else rule
     problem = selection_problem(q, selection_grid(q, k, block_size, causal), selector)

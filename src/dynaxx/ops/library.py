@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dynaxx::attention_forward` and `dynaxx::attention_backward` for `torch.library`: what compilers and tracers see.
+"""Registration of sparse attention with `torch.library`, for compilers and tracers.
 
-A compiler cannot see a `BlockLayout`, so the ops take its tensors. They cost about 0.1 ms more per call than the
-backend itself, which `sparse_attention` calls where nothing traces.
+The ops `dynaxx::attention_forward` and `dynaxx::attention_backward` take the tensors of a layout, because a compiler
+cannot handle a `BlockLayout`. An op costs about 0.1 ms per call more than the backend itself, so `sparse_attention`
+calls the backend directly if nothing traces.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dynaxx.ops.dispatch import choose_backend, load_backend, score_options
 
 
 def is_traced(q: Tensor) -> bool:
-    """Whether more than plain autograd looks at operations: a compiler, a tracer, a mode, a subclass, or meta."""
+    """Return whether something other than plain autograd intercepts ops: a compiler, tracer, mode, subclass or meta."""
     return (
         torch.compiler.is_compiling()
         or torch._C._get_tracing_state() is not None
@@ -30,7 +31,7 @@ def is_traced(q: Tensor) -> bool:
 
 
 def layout_tensors(layout: BlockLayout, q: Tensor) -> list[Tensor]:
-    """Return the tensors of a layout in the order of `_layout_of`; fake where q is fake outside a compiler."""
+    """Return the tensors of a layout in the order `_layout_of` expects; fake if q is fake and no compiler runs."""
     tensors = list(layout.tensors)
     if not torch.compiler.is_compiling() and hasattr(q, "fake_mode"):
         return [q.fake_mode.from_tensor(tensor) for tensor in tensors]
@@ -50,7 +51,7 @@ def attention_forward(
     backend: str,
     needs_grad: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return out and lse, both contiguous; `needs_grad` lets "auto" choose a backend that has a backward, too."""
+    """Return out and lse, both contiguous. With `needs_grad`, "auto" chooses a backend that has a backward."""
     built = _layout_of(layout, q.shape[1], k.shape[1], (q_block, kv_block))
     name = choose_backend(check_inputs(q, k, v, built, softcap=softcap, needs_grad=needs_grad), backend)
     out, lse = load_backend(name).attention_forward(q, k, v, built, scale, **score_options(softcap))
@@ -73,7 +74,7 @@ def attention_backward(
     softcap: float | None,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv, in memory as `torch.empty_like` lays them out."""
+    """Return dq, dk and dv with the strides of `torch.empty_like`."""
     built = _layout_of(layout, q.shape[1], k.shape[1], (q_block, kv_block))
     name = choose_backend(check_inputs(q, k, v, built, softcap=softcap, needs_grad=True), backend)
     dq, dk, dv = load_backend(name).attention_backward(
@@ -143,14 +144,14 @@ _layouts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def _layout_of(tensors: list[Tensor], seqlen_q: int, seqlen_k: int, block_size: tuple[int, int]) -> BlockLayout:
-    """Return the layout of these tensors, kept as long as the first of them lives, with what kernels cache.
+    """Return a layout of these tensors, including values that kernels cache with it.
 
-    Tensors written to since are read again.
+    The layout is cached for as long as its first tensor lives, and rebuilt if a tensor was written to.
     """
     state = (seqlen_q, seqlen_k, block_size, *((x.data_ptr(), x.shape, times_written(x)) for x in tensors))
     found = _layouts.get(tensors[0])
     if found is None or found[0] != state:
-        indptr, num_partial, indices, entry_masks, bits, bands = (x.detach() for x in tensors)  # not the key: no cycle
+        indptr, num_partial, indices, entry_masks, bits, bands = (x.detach() for x in tensors)  # no cycle with the key
         masks = ElementMasks(bits, bands, block_size[1])
         layout = BlockLayout(seqlen_q, seqlen_k, block_size, indptr, num_partial, indices, entry_masks, masks)
         restore(layout, tensors[0])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Native Sparse Attention (arXiv 2502.11089): compressed, selected and window attention, mixed by gates."""
+"""Native sparse attention (arXiv 2502.11089): compressed, selected and window attention, weighted by gates."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ from dynaxx.ops.nsa_branches import (
 from dynaxx.ops.packing import Packed, pack
 from dynaxx.ops.selected import attend_selected, nsa_backend
 
-FULL_ROWS = 1 << 19  # tokens times heads that fill a GPU: half as many take a tenth longer
+FULL_ROWS = 1 << 19  # tokens * heads that fill a GPU; with half as many, a call takes a tenth longer than its share
 
 
 @typed
 def compression_windows(x: Tensor, sizes: NativeSizes, *, cu_seqlens: CuSeqlens | None = None) -> Tensor:
-    """Gather the tokens that each compressed token stands for. Differentiable.
+    """Gather the tokens behind each compressed token. Differentiable.
 
     Args:
         x: (batch, seqlen, heads, dim), or packed (tokens, heads, dim).
-        sizes: `cmp_block` tokens, `cmp_stride` apart.
-        cu_seqlens: packed only, (num_seqs + 1,) cumulative lengths from 0.
+        sizes: windows of `cmp_block` tokens start every `cmp_stride` tokens.
+        cu_seqlens: packed inputs only: (num_seqs + 1,) cumulative lengths from 0.
 
     Returns:
-        (batch, compressed, cmp_block, heads, dim), or packed (compressed tokens, cmp_block, heads, dim).
+        (batch, compressed tokens, cmp_block, heads, dim), or packed (compressed tokens, cmp_block, heads, dim).
 
     Raises:
-        ValueError, TypeError: another rank or dtype, or lengths that do not fit.
+        ValueError, TypeError: the rank or dtype is wrong, or the lengths do not match `x`.
     """
     spans, packed = pack(x, x, x, sizes, cu_seqlens, None)
     windows = definition.compression_windows(packed.k, spans)
@@ -58,19 +58,19 @@ def compression_windows(x: Tensor, sizes: NativeSizes, *, cu_seqlens: CuSeqlens 
 def compress(
     x: Tensor, sizes: NativeSizes, weight: Tensor | None = None, *, cu_seqlens: CuSeqlens | None = None
 ) -> Tensor:
-    """Pool windows of tokens to compressed tokens: their mean, or a weighted sum. Differentiable.
+    """Pool windows of tokens into compressed tokens, by their mean or a weighted sum. Differentiable.
 
     Args:
         x: keys or values, (batch, seqlen, heads, dim), or packed (tokens, heads, dim).
-        sizes: `cmp_block` tokens, `cmp_stride` apart.
-        weight: (cmp_block, heads) of each position in a window; the mean by default.
-        cu_seqlens: packed only, (num_seqs + 1,) cumulative lengths from 0.
+        sizes: windows of `cmp_block` tokens start every `cmp_stride` tokens.
+        weight: (cmp_block, heads), weight of each position in a window; the mean by default.
+        cu_seqlens: packed inputs only: (num_seqs + 1,) cumulative lengths from 0.
 
     Returns:
-        (batch, compressed, heads, dim), or packed (compressed tokens, heads, dim), in x's dtype.
+        (batch, compressed tokens, heads, dim), or packed (compressed tokens, heads, dim), in x's dtype.
 
     Raises:
-        ValueError, TypeError: another rank or dtype, or lengths or weights that do not fit.
+        ValueError, TypeError: the rank, dtype or weight is wrong, or the lengths do not match `x`.
     """
     spans, packed = pack(x, x, x, sizes, cu_seqlens, None)
     if weight is not None and weight.shape != (sizes.cmp_block, x.shape[-2]):
@@ -82,7 +82,7 @@ def compress(
 
 
 def _pool(x: Tensor, weight: Tensor | None, spans: NativeSpans) -> Tensor:
-    """(M, H, D) -> (L, H, D), in one kernel where the backend has one for sequences that are alike."""
+    """Pool (tokens, heads, dim) to (compressed tokens, heads, dim); in one kernel if possible."""
     pooling = NSA.kernels(nsa_backend(x, x, x, spans.sizes.slc_block, "auto")).pooling
     if spans.uniform is not None and pooling is not None:
         return _Pool.apply(x, weight, spans, pooling)
@@ -116,29 +116,31 @@ def select_native(
     scale: float | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Choose the blocks of each query position from its attention to compressed tokens (arXiv 2502.11089, eq. 9 to 12).
+    """Select blocks per query position from its attention to compressed tokens (arXiv 2502.11089, eq. 9 to 12).
 
     Args:
         q: (tokens, q_heads, head_dim), packed.
         k_cmp: (compressed tokens, kv_heads, head_dim).
-        lse: (q_heads, tokens) of that attention; None to rank by q @ k_cmp itself, for compressed tokens that are the
-            blocks (cmp_block = cmp_stride = slc_block), one q head per selection head.
-        spans: `native_spans` of the lengths; its sizes say how many blocks, and which are forced.
-        select_heads: heads that choose for themselves, each for a group of q heads; kv_heads by default.
-        scale, backend: as `selected_attention`.
+        lse: (q_heads, tokens), log-sum-exp of the attention to compressed tokens. May be None to rank blocks by
+            q @ k_cmp itself, if each compressed token is one block (cmp_block = cmp_stride = slc_block) and every q
+            head selects for itself.
+        spans: `native_spans` of the lengths; its sizes define how many blocks are selected and which are forced.
+        select_heads: number of heads that select independently, each for a group of q heads; kv_heads by default.
+        scale: softmax scale, default head_dim ** -0.5.
+        backend: as for `selected_attention`.
 
     Returns:
-        block_indices for `selected_attention`, (tokens, select_heads, slc_count) int32, ascending, -1 behind. No
-        gradient flows through a choice.
+        block_indices for `selected_attention`, (tokens, select_heads, slc_count) int32, ascending, padded with -1. No
+        gradient flows through the selection.
 
     Raises:
-        ValueError, TypeError, UnsupportedInputError: as `selected_attention`; `lse` left out where it is needed.
+        ValueError, TypeError, UnsupportedInputError: like `selected_attention`; ValueError also if `lse` is required.
     """
     heads = k_cmp.shape[1] if select_heads is None else select_heads
     sizes = spans.sizes
     if lse is None and (sizes.cmp_block, sizes.cmp_stride, heads) != (sizes.slc_block, sizes.slc_block, q.shape[1]):
         raise ValueError(
-            "`lse` may be None only where cmp_block = cmp_stride = slc_block and select_heads = q_heads, "
+            "`lse` may be None only if cmp_block = cmp_stride = slc_block and select_heads = q_heads, "
             f"got {sizes} and {heads} heads for {q.shape[1]}"
         )
     if k_cmp.shape[0] != spans.ends_cmp[-1] or k_cmp.shape[2:] != q.shape[2:]:
@@ -165,32 +167,35 @@ def native_sparse_attention(
     scale: float | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Attend to compressed tokens, to selected blocks, and to a window; sum the three, each times its gate.
+    """Attend to compressed tokens, to selected blocks and to a window, and return the sum weighted by gates.
 
-    Differentiable in everything but the choice of blocks, which kv heads make for their group of q heads.
+    Differentiable except for the selection of blocks. Each kv head selects blocks for its group of q heads.
 
     Args:
-        q, k, v: as `selected_attention`; any group size, v of its own head_dim.
-        compressed: (k_cmp, v_cmp), each (batch, compressed tokens, kv_heads, dim) as `compress` gives them; packed
+        q: (batch, seqlen_q, q_heads, head_dim), aligned to the last keys; packed (tokens, q_heads, head_dim).
+        k: (batch, seqlen_k, kv_heads, head_dim); packed (tokens, kv_heads, head_dim). Any group size.
+        v: (batch, seqlen_k, kv_heads, head_dim_v); packed (tokens, kv_heads, head_dim_v).
+        compressed: (k_cmp, v_cmp), each (batch, compressed tokens, kv_heads, dim), as returned by `compress`; packed
             without batch.
-        gates: (batch, seqlen_q, q_heads, 3), of the compressed, selected and window branch; packed without batch.
-        sizes: of the branches.
-        cu_seqlens_q, cu_seqlens_k: packed only. Keys as queries by default.
+        gates: (batch, seqlen_q, q_heads, 3), for the compressed, selected and window branch; packed without batch.
+        sizes: sizes of the branches.
+        cu_seqlens_q: packed inputs only: (num_seqs + 1,) cumulative lengths from 0.
+        cu_seqlens_k: packed inputs only: cumulative lengths of the keys; defaults to `cu_seqlens_q`.
         scale: softmax scale, default head_dim ** -0.5.
-        backend: "auto" for the best of each branch; "reference", "cpu", "triton" or "hopper" for all of them.
+        backend: "auto" for the best backend of each branch; "reference", "cpu", "triton" or "hopper" for all of them.
 
     Returns:
         (batch, seqlen_q, q_heads, head_dim_v) in q's dtype; packed without batch.
 
     Raises:
-        ValueError, TypeError, UnsupportedInputError: as `selected_attention`.
+        ValueError, TypeError, UnsupportedInputError: like `selected_attention`.
     """
     spans, packed = pack(q, k, v, sizes, cu_seqlens_q, cu_seqlens_k)
     k_cmp, v_cmp = (x if packed.batch is None else x.flatten(0, 1) for x in compressed)
     wanted = [(spans.ends_cmp[-1], *x.shape[-2:]) for x in (k, v)]
     if [tuple(k_cmp.shape), tuple(v_cmp.shape)] != wanted:
         raise ValueError(
-            f"`compressed` must hold k_cmp and v_cmp of {wanted[0]} and {wanted[1]} in all (`compress` makes them), "
+            f"`compressed` must hold k_cmp {wanted[0]} and v_cmp {wanted[1]} over all sequences, as from `compress`, "
             f"got {tuple(k_cmp.shape)} and {tuple(v_cmp.shape)}"
         )
     if gates.shape != (*q.shape[:-1], 3):
@@ -205,8 +210,10 @@ def native_sparse_attention(
 
 
 def _kv_heads_at_once(q: Tensor, k: Tensor, *others: Tensor) -> int:
-    """All, but for groups of 1 on a GPU with gradients: as many as fill it, since dk and dv are as large as dq there,
-    and each branch has its own until they are added.
+    """Return how many kv heads to process together; usually all of them.
+
+    With gradients on a GPU and a group size of 1, dk and dv are as large as dq, and each branch keeps its own until all
+    are added. To save memory, only as many heads as fill the GPU then run together.
     """
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, *others))
     if not (needs_grad and q.is_cuda and q.shape[1] == k.shape[1]):
@@ -215,7 +222,7 @@ def _kv_heads_at_once(q: Tensor, k: Tensor, *others: Tensor) -> int:
 
 
 def _three_branches(inputs: tuple[Tensor, ...], spans: NativeSpans, scale: float, backend: str) -> Tensor:
-    """Out (T, Hq, E) of packed q, k, v, k_cmp, v_cmp and gates."""
+    """Return out (T, Hq, E) of packed q, k, v, k_cmp, v_cmp and gates."""
     q, k, v, k_cmp, v_cmp, gates = inputs
     packed = Packed(q, k, v, None)
     with torch.no_grad():
@@ -242,7 +249,7 @@ def _mixed_branches(
     scale: float,
     backend: str,
 ) -> Tensor:
-    """As `_three_branches`, with one function for all gradients; where the plan can, one kernel for blocks and sum."""
+    """Like `_three_branches`, with one autograd function for all gradients and, if possible, one kernel for the sum."""
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     with torch.no_grad():
         out, *results = _mixed_forward(inputs, compressed, plan, kernels, fused, scale, backend, needs_grad)
@@ -262,14 +269,14 @@ def _mixed_forward(
     backend: str,
     needs_grad: bool,
 ) -> tuple[Tensor, ...]:
-    """Return the sum, then results of compressed, selected and window branch, and their lse, for gradients."""
+    """Return the sum, then the outputs of the compressed, selected and window branch, then the lse of each."""
     q, k, v, *_, gates = inputs
     out_cmp, lse_cmp = compressed
     if not plan.attends_window:
         out_swa, lse_swa = window_attention(Packed(q, k, v, None), plan.spans, scale, backend)
     if not plan.mixes:
         out_slc, lse_slc = kernels.selected_forward(q, k, v, plan, scale)
-        assert kernels.gating is not None, "a backend that fuses branches has a kernel of their gated sum"
+        assert kernels.gating is not None, "a backend that fuses branches also has a kernel for their gated sum"
         out = kernels.gating.gated_sum_forward((out_cmp, out_slc, out_swa), gates)
         return out, out_cmp, out_slc, out_swa, lse_cmp, lse_slc, lse_swa
     out = q.new_empty(out_cmp.shape)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The branches of Native Sparse Attention: compressed tokens, selected blocks and a window, and their gated sum.
+"""The branches of native sparse attention: compressed tokens, selected blocks and a window, and their gated sum.
 
-Everything is packed: T queries, Hq q heads, E head_dim of v.
+Legend: T packed queries, Hq q heads, E head_dim of v.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from dynaxx.patterns.compressed import Compressed
 from dynaxx.patterns.local import SlidingWindow
 from dynaxx.patterns.packed import packed_layout
 
-LAYOUT_BLOCK = {"cpu": 64}  # others 128
+LAYOUT_BLOCK = {"cpu": 64}  # block size by device type; 128 for all others
 
 
 def compressed_attention(
     packed: Packed, k_cmp: Tensor, v_cmp: Tensor, spans: NativeSpans, scale: float, backend: str
 ) -> tuple[Tensor, Tensor]:
-    """Out (T, Hq, E) and lse (Hq, T) of attention over the compressed tokens."""
+    """Return out (T, Hq, E) and lse (Hq, T) of attention to the compressed tokens."""
     return _attend(
         packed.q, k_cmp, v_cmp, compressed_layout(spans, layout_block(packed.q)), spans.uniform, scale, backend
     )
 
 
 def compressed_layout(spans: NativeSpans, block_size: int) -> BlockLayout:
-    """Return the layout of queries over compressed tokens, kept with the spans; one for equal sequences."""
+    """Return the layout of queries over compressed tokens, cached with the spans; equal sequences share one."""
     sizes, alike = spans.sizes, spans.uniform
     build = lambda queries, keys: Compressed(sizes.cmp_block, sizes.cmp_stride, keys - queries).layout(
         queries,
@@ -68,10 +68,21 @@ def recorded(
     scale: float,
     backend: str,
 ) -> Tensor:
-    """Return the first of `results`, out and lse of attention over `layout`, with its gradients, as if it ran now.
+    """Return the output of an attention call that ran earlier, with gradients as if it ran now.
 
-    The results of a branch may be needed before those of another whose gradients shall come later.
-    Gradients go the reverse way: those of the selected branch, which need most memory, come last.
+    Autograd runs backward passes in reverse order of the forward calls. This function decouples the two orders: the
+    compressed branch runs first, because the selection needs its results, but is recorded last. Its backward therefore
+    runs before that of the selected branch, which needs the most memory and comes last.
+
+    Args:
+        q: (T, Hq, head_dim), queries.
+        k: keys that the call attended to.
+        v: values that the call attended to.
+        results: (out, lse) of the call.
+        layout: layout of the call.
+        spans: lengths of the sequences.
+        scale: softmax scale.
+        backend: name of the backend, or "auto".
     """
     alike, lse = spans.uniform, results[1]
     q, k, v, out = (_as_batch(x, alike) for x in (q, k, v, results[0]))
@@ -85,7 +96,7 @@ def recorded(
 
 
 class Recorded(torch.autograd.Function):
-    """Results of a backend's forward over a layout, with its backward."""
+    """The result of an earlier forward over a layout, with the backend's backward."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any) -> Tensor:
@@ -102,13 +113,13 @@ class Recorded(torch.autograd.Function):
 
 
 def window_attention(packed: Packed, spans: NativeSpans, scale: float, backend: str) -> tuple[Tensor, Tensor]:
-    """Out (T, Hq, E) and lse (Hq, T) of attention over the last `window` keys."""
+    """Return out (T, Hq, E) and lse (Hq, T) of attention to the last `window` keys."""
     layout = window_layout(spans, layout_block(packed.q))
     return _attend(packed.q, packed.k, packed.v, layout, spans.uniform, scale, backend)
 
 
 def window_layout(spans: NativeSpans, block_size: int) -> BlockLayout:
-    """Return the layout of queries over the window's keys; one for all sequences that are alike."""
+    """Return the layout of queries over the window's keys; equal sequences share one."""
     alike, window = spans.uniform, SlidingWindow(spans.sizes.window)
     if alike is not None:
         return window.layout(*alike[1:], block_size=block_size, device=spans.device)
@@ -118,7 +129,7 @@ def window_layout(spans: NativeSpans, block_size: int) -> BlockLayout:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, alike: tuple[int, int, int] | None, scale: float, backend: str
 ) -> tuple[Tensor, Tensor]:
-    """Attention of packed tensors: as a batch where sequences are alike, so that they share a layout."""
+    """Attend over packed tensors; as a batch if all sequences have equal lengths, so that they share a layout."""
     if alike is None:
         return sparse_attention(q, k, v, layout, scale=scale, return_lse=True, backend=backend)
     q, k, v = (_as_batch(x, alike) for x in (q, k, v))
@@ -127,17 +138,17 @@ def _attend(
 
 
 def _as_batch(x: Tensor, alike: tuple[int, int, int] | None) -> Tensor:
-    """Packed sequences as a batch: each by itself where they are alike, else as one."""
+    """View packed sequences as a batch: one entry per sequence if all lengths are equal, else a batch of one."""
     return x[None] if alike is None else x.unflatten(0, (alike[0], x.shape[0] // max(1, alike[0])))
 
 
 def layout_block(q: Tensor) -> int:
-    """Rows and keys of a block of the compressed and the window branch."""
+    """Return the block size, in queries and keys, of the layouts of the compressed and the window branch."""
     return LAYOUT_BLOCK.get(q.device.type, 128)
 
 
 def gated_sum(outs: tuple[Tensor, Tensor, Tensor], gates: Tensor, backend: str) -> Tensor:
-    """Each (T, Hq, E) branch times its (T, Hq, 3) gate, summed; in one kernel where the backend has one."""
+    """Return the sum of (T, Hq, E) branches weighted by (T, Hq, 3) gates; in one kernel if the backend has one."""
     gating = NSA.kernels(backend).gating
     return definition.gated_sum(outs, gates) if gating is None else GatedSum.apply(*outs, gates, gating)
 
@@ -160,11 +171,11 @@ class GatedSum(torch.autograd.Function):
 
 
 class MixedBranches(torch.autograd.Function):
-    """What a backend gave that mixes the branches, with the gradients of all of them."""
+    """The result of a backend that fuses the branches, with the gradients of all of them."""
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:
-        """Of q, k, v, k_cmp, v_cmp, gates; results of each branch, and lse of each; their sum; how they were made."""
+        """Take q, k, v, k_cmp, v_cmp, gates; each branch's out, then lse; the sum; kernels, plan, layouts and scale."""
         *tensors, out, ctx.kernels, ctx.plan, ctx.layouts, ctx.scale = given
         ctx.save_for_backward(*tensors)
         return out.view_as(out)
@@ -177,6 +188,6 @@ class MixedBranches(torch.autograd.Function):
         q, k, v, k_cmp, v_cmp, gates = tensors[:6]
         rows, d_gates = kernels.branch_rows(do, kernels.Branches(*tensors[6:]), gates, ctx.plan, ctx.layouts[1])
         del tensors
-        ctx.maybe_clear_saved_tensors()  # what the branches gave is read no more, and is much
+        ctx.maybe_clear_saved_tensors()  # frees the large branch outputs, which are not read again
         grads = kernels.mixed_backward(rows, q, k, v, k_cmp, v_cmp, ctx.plan, ctx.layouts, ctx.scale)
         return *grads, d_gates, *[None] * 11

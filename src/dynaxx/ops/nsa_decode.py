@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Native sparse attention of a decoding step, over pages: compressed tokens kept with them, blocks chosen, gates."""
+"""Native sparse attention of a decode step over a paged cache, and the compressed tokens that it needs."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from dynaxx.layout.paging import PagedCache
 from dynaxx.ops.decode import sparse_decode
 from dynaxx.ops.decode_dispatch import serving
 
-# How windows become tokens: their mean, weights (cmp_block, kv_heads), or a function of (windows, cmp_block, kv_heads,
-# dim) that gives (windows, kv_heads, dim).
+# How windows become compressed tokens. None: their mean. Tensor: a weighted sum with weights (cmp_block, kv_heads).
+# Callable: a function from (windows, cmp_block, kv_heads, dim) to (windows, kv_heads, dim).
 Pooling = None | Tensor | Callable[[Tensor], Tensor]
-WINDOWS_AT_ONCE = 4096  # of all sequences
+WINDOWS_AT_ONCE = 4096  # windows that one pass compresses, over all sequences
 
 
 class NativeDecodeOutput(NamedTuple):
-    """What `native_decode` returns.
+    """Result of `native_decode`.
 
     Attributes:
         out: (batch, seqlen_q, q_heads, head_dim_v) in q's dtype.
-        block_indices: (batch, seqlen_q, kv_heads, slots) int32, selection blocks that were read, -1 is none.
+        block_indices: (batch, seqlen_q, kv_heads, slots) int32, the selection blocks that were read; -1 = empty slot.
     """
 
     out: Tensor
@@ -49,37 +49,42 @@ def compress_pages(
     new_tokens: int | None = None,
     backend: str = "auto",
 ) -> PagedCache:
-    """Make the compressed tokens that `native_decode` needs, or bring those of a cache up to date.
+    """Create the compressed tokens that `native_decode` needs, or update those of a cache.
 
-    A window is compressed when its last key is there. What is made again is the same, so a call may cover more than is
-    new; call it after writing keys and before the step that reads them. Nothing is read back from a GPU.
+    A window is compressed once its last key is in the cache. Compressing a window again gives the same result, so a
+    call may cover more tokens than are new. Call this function after writing keys and before the step that reads them.
+    Nothing is read back from a GPU.
 
     Args:
-        cache: with compressed tokens: they are updated in place. Without: new ones are made, of these `sizes`.
-        sizes: of the branches; those of the cache's own compressed tokens by default, `cmp_block` and `cmp_stride` of
-            which stay.
-        compress_k, compress_v: how windows become tokens: None, their means; a weight (cmp_block, kv_heads), as
-            `compress` takes it; or a function, such as the modules of `dynaxx.nn`.
-        new_tokens: the most keys that a sequence has gained (or had rewritten) at its end since the last call; None:
-            all of them, pages of a prefix that others compressed included.
-        backend: as `native_decode`.
+        cache: compressed tokens of the cache are updated in place; if it has none, new ones are created with `sizes`.
+        sizes: sizes of the branches; by default those of the existing compressed tokens, whose `cmp_block` and
+            `cmp_stride` cannot change.
+        compress_k: how windows of keys become tokens. None: their mean; a weight (cmp_block, kv_heads) as for
+            `compress`; or a function, such as a module from `dynaxx.nn`.
+        compress_v: how windows of values become tokens, like `compress_k`.
+        new_tokens: upper bound for the number of keys that were appended or rewritten at the end of any sequence since
+            the last call; None: compress all windows, including pages of a prefix that another sequence compressed.
+        backend: as for `native_decode`.
 
     Returns:
-        The cache, with its compressed tokens.
+        The cache with its compressed tokens.
 
     Raises:
-        TypeError: no cache.
-        ValueError: pages that do not divide selection blocks, 8-bit caches, left padding, other sizes than before.
+        TypeError: `cache` is not a PagedCache.
+        ValueError: pages do not divide selection blocks, the cache has 8-bit values or left padding, or `sizes`
+            differs from that of existing compressed tokens.
     """
     _check_cache(cache)
     if cache.compressed is None:
         if sizes is None or new_tokens is not None:
-            raise ValueError("a cache without compressed tokens needs `sizes`, and `new_tokens` = None: all are made")
+            raise ValueError(
+                "a cache without compressed tokens needs `sizes`, and `new_tokens` = None, because all must be computed"
+            )
         cache = replace(cache, compressed=CompressedPages.empty(cache, sizes))
     kept = cache.compressed
-    assert kept is not None, "made above"
+    assert kept is not None, "created above"
     if sizes is not None and (sizes.cmp_block, sizes.cmp_stride) != (kept.sizes.cmp_block, kept.sizes.cmp_stride):
-        raise ValueError(f"the cache's compressed tokens are of {kept.sizes}, got {sizes}")
+        raise ValueError(f"`sizes` must keep cmp_block and cmp_stride of the cache's {kept.sizes}, got {sizes}")
     if new_tokens is not None and new_tokens < 0:
         raise ValueError(f"`new_tokens` must be >= 0, got {new_tokens}")
     if sizes is not None and sizes != kept.sizes:
@@ -117,36 +122,37 @@ def native_decode(
     scale: float | None = None,
     backend: str = "auto",
 ) -> NativeDecodeOutput:
-    """Attend from the last tokens of each sequence as `native_sparse_attention` does, over a paged cache.
+    """Attend like `native_sparse_attention` from the last tokens of each sequence to a paged cache.
 
-    Exact by default: the blocks of each query are chosen by its own attention to compressed tokens. With
-    `block_indices`, what an earlier step returned, that choice is spared and the result approximate: the free blocks
-    are those of then, the forced ones those of now.
+    The result is exact by default: each query selects blocks by its own attention to compressed tokens. Passing the
+    `block_indices` of an earlier step skips the selection, which is an approximation. The freely selected blocks then
+    come from the earlier step, and the forced blocks are updated to the current position.
 
     Args:
-        q: (batch, seqlen_q, q_heads, head_dim): the last `seqlen_q` tokens of each sequence, whose keys are in the
-            cache already and compressed (`compress_pages`). More than one need a page table.
-        cache: keys, values and compressed tokens. Any group size; ragged lengths, empty sequences too.
-        gates: (batch, seqlen_q, q_heads, 3), of the compressed, selected and window branch.
-        block_indices: (batch, seqlen_q, kv_heads, slots) int32 of an earlier step of these sequences; None: choose.
+        q: (batch, seqlen_q, q_heads, head_dim): the last `seqlen_q` tokens of each sequence. Their keys must be in the
+            cache already, and compressed (`compress_pages`). More than one token per sequence needs a page table.
+        cache: keys, values and compressed tokens. Any group size, ragged lengths and empty sequences are supported.
+        gates: (batch, seqlen_q, q_heads, 3), for the compressed, selected and window branch.
+        block_indices: (batch, seqlen_q, kv_heads, slots) int32 from an earlier step of these sequences; None: select.
         scale: softmax scale, default head_dim ** -0.5.
-        backend: "auto", or "triton", "cpu", "reference", as `sparse_decode`.
+        backend: "auto", "triton", "cpu" or "reference", as for `sparse_decode`.
 
     Returns:
-        out, and the blocks read. Later steps may pass these on.
+        The output, and the blocks that were read, which later steps may pass in.
 
     Raises:
-        ValueError, TypeError, UnsupportedInputError: as `sparse_decode`; a cache without compressed tokens.
+        ValueError, TypeError, UnsupportedInputError: like `sparse_decode`; ValueError also if the cache has no
+            compressed tokens.
     """
     _check_cache(cache)
     kernels = serving(q, cache, backend).nsa
     if cache.compressed is None:
-        raise ValueError("`cache` must have compressed tokens: cache = compress_pages(cache, sizes, ...)")
+        raise ValueError("`cache` must have compressed tokens; add them with compress_pages(cache, sizes, ...)")
     if gates.shape != (*q.shape[:-1], 3):
         raise ValueError(f"`gates` must be {(*q.shape[:-1], 3)}, got {tuple(gates.shape)}")
     if block_indices is not None and block_indices.shape[:3] != (*q.shape[:2], cache.kv_heads):
         raise ValueError(
-            f"`block_indices` must be (batch, seqlen_q, kv_heads, slots) = {(*q.shape[:2], cache.kv_heads)} and slots, "
+            f"`block_indices` must be (batch, seqlen_q, kv_heads) = {(*q.shape[:2], cache.kv_heads)} and then slots, "
             f"got {tuple(block_indices.shape)}"
         )
     scale = softmax_scale(scale, q.shape[-1])
@@ -166,7 +172,7 @@ def _step(
     scale: float,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """Out (T, Hq, E) and blocks (T, Hk, slots) of one query per sequence."""
+    """Return out (T, Hq, E) and blocks (T, Hk, slots) for one query per sequence."""
     compressed = cache.compressed
     assert compressed is not None, "checked before"
     sizes = compressed.sizes
@@ -185,12 +191,12 @@ def _step(
 
 
 def _one_query_each(q: Tensor, cache: PagedCache) -> tuple[Tensor, PagedCache]:
-    """Each query as a sequence of its own, which ends with it: they see different compressed tokens."""
+    """Turn each query into a sequence that ends with it, because queries see different compressed tokens."""
     steps = q.shape[1]
     if steps == 1:
         return q, cache
     if cache.page_table is None:
-        raise ValueError("several queries of a sequence need a cache with a page table")
+        raise ValueError("several queries per sequence need a cache with a page table")
     ends = cache.seqused_k[:, None] + torch.arange(1 - steps, 1, dtype=torch.int32, device=q.device)
     table = cache.page_table.repeat_interleave(steps, 0)
     return q.flatten(0, 1)[:, None], replace(cache, seqused_k=ends.flatten().clamp(min=0), page_table=table)
@@ -202,4 +208,4 @@ def _check_cache(cache: PagedCache) -> None:
     if cache.k.dtype in SCALED_DTYPES:
         raise ValueError(f"`cache` must hold floats of 16 bits or more, got {cache.k.dtype}")
     if cache.leftpad_k is not None:
-        raise ValueError("`cache` must have no `leftpad_k`: blocks and windows are counted from a sequence's first key")
+        raise ValueError("`cache` must have no `leftpad_k`, because blocks and windows count from the first key")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packed inputs of Native Sparse Attention: what must hold of them, and laying sequences behind one another."""
+"""Checks and packing of the inputs of native sparse attention: sequences are laid out one after another."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ class Packed:
     q: Tensor
     k: Tensor
     v: Tensor
-    batch: tuple[int, int] | None  # (batch, seqlen_q) that q had
+    batch: tuple[int, int] | None  # (batch, seqlen_q) of the caller's q; None if it was packed already
 
     def unpack(self, out: Tensor) -> Tensor:
-        """(tokens, ...) as the caller's q has them."""
+        """Reshape (tokens, ...) to the batch of the caller's q."""
         return out if self.batch is None else out.view(*self.batch, *out.shape[1:])
 
 
 def pack(
     q: Tensor, k: Tensor, v: Tensor, sizes: NativeSizes, ends_q: CuSeqlens | None, ends_k: CuSeqlens | None
 ) -> tuple[NativeSpans, Packed]:
-    """Check that q, k, v fit together, and lay their sequences behind one another.
+    """Check that q, k and v match each other, and pack their sequences.
 
     Raises:
-        ValueError, TypeError: shapes, dtypes, devices or lengths that do not fit.
+        ValueError, TypeError: a shape, dtype or device is wrong, or lengths do not match.
     """
     refuse_transforms("native sparse attention and selected attention", q, k, v)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim not in (3, 4) or x.ndim != q.ndim:
             raise ValueError(
                 f"`{name}` must be (batch, seqlen, heads, head_dim), or (tokens, heads, head_dim) with `cu_seqlens_q`, "
-                f"as q is, got {tuple(x.shape)}"
+                f"like q, got {tuple(x.shape)}"
             )
         if x.dtype not in DTYPES or x.dtype != q.dtype:
-            raise TypeError(f"`{name}` must be of q's dtype, one of {DTYPES}, got {x.dtype} beside {q.dtype}")
+            raise TypeError(f"`{name}` must have q's dtype, one of {DTYPES}, got {x.dtype} and q {q.dtype}")
         if x.device != q.device:
             raise ValueError(f"`{name}` must be on q's device {q.device}, got {x.device}")
     if k.shape[:-1] != v.shape[:-1] or k.shape[-1] != q.shape[-1] or k.shape[:-3] != q.shape[:-3]:
@@ -59,7 +59,7 @@ def pack(
         raise ValueError(f"head_dim must be >= 1, got {q.shape[-1]} and {v.shape[-1]}")
     if q.ndim == 4:
         if ends_q is not None or ends_k is not None:
-            raise ValueError("`cu_seqlens_q` and `cu_seqlens_k` go with packed (tokens, heads, head_dim) inputs")
+            raise ValueError("`cu_seqlens_q` and `cu_seqlens_k` need packed (tokens, heads, head_dim) inputs")
         batch = q.shape[0]
         ends_q, ends_k = (
             tuple(range(0, batch * n + 1, n)) if n else (0,) * (batch + 1) for n in (q.shape[1], k.shape[1])
@@ -72,20 +72,20 @@ def pack(
     spans = native_spans(sizes, ends_q, ends_k, device=q.device)
     if (spans.ends_q[-1], spans.ends_k[-1]) != (packed.q.shape[0], packed.k.shape[0]):
         raise ValueError(
-            f"`cu_seqlens_q` and `cu_seqlens_k` must end at the numbers of tokens {packed.q.shape[0]} and "
+            f"`cu_seqlens_q` and `cu_seqlens_k` must end at the token counts {packed.q.shape[0]} and "
             f"{packed.k.shape[0]}, got {spans.ends_q[-1]} and {spans.ends_k[-1]}"
         )
     return spans, packed
 
 
 def check_indices(block_indices: Tensor, packed: Packed, spans: NativeSpans) -> Tensor:
-    """Check block indices of a batch or of packed queries; their values where that does not wait for a GPU.
+    """Check block indices of a batch or of packed queries; their values only on a CPU or with DYNAXX_DEBUG=1.
 
     Returns:
-        (tokens, select_heads, slots), packed.
+        The indices as (tokens, select_heads, slots).
 
     Raises:
-        ValueError, TypeError: as `selected_attention`.
+        ValueError, TypeError: like `selected_attention`.
     """
     before = packed.batch or (packed.q.shape[0],)
     if block_indices.ndim != len(before) + 2 or block_indices.shape[:-2] != before:
@@ -111,7 +111,7 @@ def check_indices(block_indices: Tensor, packed: Packed, spans: NativeSpans) -> 
     if wrong.any():
         raise ValueError(
             "`block_indices` must be -1 or a block of the query's own sequence, "
-            f"got {indices[wrong][0].item()} where there are {blocks.expand_as(indices)[wrong][0].item()} blocks"
+            f"got {indices[wrong][0].item()}, but there are {blocks.expand_as(indices)[wrong][0].item()} blocks"
         )
     if has_duplicates(indices):
         raise ValueError("`block_indices` must not name a block twice for one query; set duplicates to -1")

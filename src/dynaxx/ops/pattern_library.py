@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dynaxx::pattern_attention` for `torch.library`: attention over a pattern, whose layout is found when the op runs.
+"""`dynaxx::pattern_attention` for `torch.library`: attention over a pattern, whose layout is built when the op runs.
 
-A compiler that meets a pattern cannot build its layout while it traces. This op takes the pattern by number and serves
-every length with one graph. The numbers are those of this process, so an exported program must not hold them.
+A compiler cannot build a pattern's layout while it traces. This op takes the pattern as a number instead, so one graph
+serves every length. The numbers are valid only in this process, so exported programs must not contain them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _patterns: list[Pattern] = []
 
 
 def number_of(pattern: Pattern) -> int:
-    """Return the number of a pattern, a new one where it has none."""
+    """Return the number of a pattern; assign the next free number to a new pattern."""
     if pattern not in _patterns:
         _patterns.append(pattern)
     return _patterns.index(pattern)

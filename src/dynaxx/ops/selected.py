@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`selected_attention`: each query position attends to its own blocks of keys, shared by a group of q heads."""
+"""`selected_attention`: every query position attends to its own blocks of keys, which a group of q heads shares."""
 
 from __future__ import annotations
 
@@ -37,28 +37,30 @@ def selected_attention(
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Tensor | SparseAttentionOutput:
-    """Attend, per query position, to the keys of its blocks at or before it, exactly. Differentiable.
+    """Attend from each query position to the keys of its blocks, up to its own position, exactly. Differentiable.
 
     Args:
         q: (batch, seqlen_q, q_heads, head_dim), aligned to the last keys; packed (tokens, q_heads, head_dim).
-        k, v: (batch, seqlen_k, kv_heads, head_dim) and (..., head_dim_v).
-        block_indices: (batch, seqlen_q, select_heads, slots), integers in any order, -1 for an empty slot; blocks
-            count from the start of the sequence. Each of the select_heads, a multiple of kv_heads, chooses for
-            q_heads / select_heads neighbouring q heads, any number of them.
+        k: (batch, seqlen_k, kv_heads, head_dim); packed without batch.
+        v: (batch, seqlen_k, kv_heads, head_dim_v); packed without batch.
+        block_indices: (batch, seqlen_q, select_heads, slots), integers in any order, -1 for an empty slot. Blocks
+            count from the start of the sequence. select_heads is a multiple of kv_heads; each of these heads selects
+            for q_heads / select_heads neighbouring q heads.
         block_size: keys per block: 16, 32, 64 or 128.
-        cu_seqlens_q, cu_seqlens_k: packed only, (num_seqs + 1,) cumulative lengths; keys as queries by default.
+        cu_seqlens_q: packed inputs only: (num_seqs + 1,) cumulative lengths from 0.
+        cu_seqlens_k: packed inputs only: cumulative lengths of the keys; defaults to `cu_seqlens_q`.
         scale: softmax scale, default head_dim ** -0.5.
         return_lse: also return the log-sum-exp of the visible scores.
-        backend: "auto", or "hopper", "triton", "cpu", "reference".
+        backend: "auto", "hopper", "triton", "cpu" or "reference".
 
     Returns:
         out (batch, seqlen_q, q_heads, head_dim_v), or (out, lse) with lse (batch, q_heads, seqlen_q) fp32; packed
-        without batch. A query that sees nothing gives out = 0, lse = -inf.
+        without batch. A query that sees nothing has out = 0 and lse = -inf.
 
     Raises:
-        ValueError, TypeError: inputs that do not fit together; on a CPU (and with DYNAXX_DEBUG=1 on a GPU) also an
-            index out of range, or a block named twice by one query. On a GPU kernels skip an index out of range.
-        UnsupportedInputError: no backend, or not the named one, can serve; with the reasons of each.
+        ValueError, TypeError: the inputs do not match each other. On a CPU, and on a GPU with DYNAXX_DEBUG=1, also if
+            an index is out of range or a query names a block twice; otherwise GPU kernels skip indices out of range.
+        UnsupportedInputError: no backend, or not the named one, can serve the call; lists the reasons of each.
     """
     count = block_indices.shape[-1] if block_indices.ndim else 0
     sizes = NativeSizes(block_size, block_size, block_size, max(1, count), 0, 0)
@@ -74,10 +76,10 @@ def selected_attention(
 
 
 def nsa_backend(q: Tensor, k: Tensor, v: Tensor, block_size: int, backend: str) -> str:
-    """Return the named backend, or the first that can serve packed q, k, v.
+    """Return the named backend, or for "auto" the first one that can serve packed q, k and v.
 
     Raises:
-        ValueError, UnsupportedInputError: as `selected_attention`.
+        ValueError, UnsupportedInputError: like `selected_attention`.
     """
     return _serving(nsa_problem(q, k, v, block_size), backend)
 
@@ -86,7 +88,7 @@ _serving = lru_cache(maxsize=256)(NSA.resolve)
 
 
 def nsa_problem(q: Tensor, k: Tensor, v: Tensor, block_size: int) -> AttentionProblem:
-    """Return what a backend needs to know; q blocks are single positions."""
+    """Describe a problem for backends; its q blocks are single positions."""
     return AttentionProblem(
         device=q.device,
         dtype=q.dtype,
@@ -105,7 +107,7 @@ def nsa_problem(q: Tensor, k: Tensor, v: Tensor, block_size: int) -> AttentionPr
 def attend_selected(
     q: Tensor, k: Tensor, v: Tensor, indices: Tensor, spans: NativeSpans, scale: float, backend: str
 ) -> tuple[Tensor, Tensor]:
-    """Choose a backend and call it: (out (T, Hq, E), lse (Hq, T)) of packed inputs that were checked."""
+    """Choose a backend and call it on packed, checked inputs; return out (T, Hq, E) and lse (Hq, T)."""
     name = nsa_backend(q, k, v, spans.sizes.slc_block, backend)
     kernels = NSA.kernels(name)
     plan = kernels.prepare_selected(indices.contiguous(), spans, q, k, v)
@@ -115,7 +117,7 @@ def attend_selected(
 
 
 class _SelectedAttention(torch.autograd.Function):
-    """Glue between a backend's forward and its backward; gradients flow through `out` and through `lse`."""
+    """Combine a backend's forward and backward; gradients flow through `out` and through `lse`."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Any, scale: float, kernels: NsaKernels) -> Any:
@@ -133,15 +135,15 @@ class _SelectedAttention(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class SelectedExplanation(Explanation):
-    """What `explain_selected` found: print it, or read its fields."""
+    """Result of `explain_selected`. Print it or read its fields."""
 
-    schedule: str = ""  # how the chosen backend goes through the blocks
-    overlap: float = 0.0  # share of a query's blocks that the query before it selected, too
+    schedule: str = ""  # order in which the chosen backend processes the blocks
+    overlap: float = 0.0  # share of a query's blocks that the previous query also selected
 
     def __str__(self) -> str:
         lines = [str(self.problem), f"neighbouring queries share {self.overlap:.0%} of their blocks"]
         for name, why in self.reasons.items():
-            verdict = f"would run, {self.schedule}" if name == self.chosen else "; ".join(why) or "could serve, too"
+            verdict = f"would run, {self.schedule}" if name == self.chosen else "; ".join(why) or "could serve too"
             lines.append(f"  {name:<10} {verdict}")
         return "\n".join(lines)
 
@@ -150,15 +152,20 @@ class SelectedExplanation(Explanation):
 def explain_selected(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *, block_size: int = 64, backend: str = "auto"
 ) -> SelectedExplanation:
-    """Say which backend `selected_attention` would run on a batch, by which schedule, and how alike its queries choose.
+    """Report the backend and schedule that `selected_attention` would use, and how similarly neighbours select.
 
     Reads the selection back from a GPU.
 
     Args:
-        q, k, v, block_indices, block_size, backend: as `selected_attention`, as a batch.
+        q: (batch, seqlen_q, q_heads, head_dim); packed inputs are not supported.
+        k: keys, as for `selected_attention`.
+        v: values, as for `selected_attention`.
+        block_indices: as for `selected_attention`.
+        block_size: keys per block: 16, 32, 64 or 128.
+        backend: "auto" or a backend's name.
 
     Raises:
-        ValueError, TypeError, UnsupportedInputError: as `selected_attention` would.
+        ValueError, TypeError, UnsupportedInputError: like `selected_attention`.
     """
     count = block_indices.shape[-1] if block_indices.ndim else 0
     sizes = NativeSizes(block_size, block_size, block_size, max(1, count), 0, 0)
@@ -173,7 +180,7 @@ def explain_selected(
 
 
 def _overlap(block_indices: Tensor) -> float:
-    """Share of the blocks of each query that its predecessor selected, too; O(queries x slots x slots)."""
+    """Return the share of each query's blocks that its predecessor also selected. O(queries x slots x slots)."""
     now, before = block_indices[:, 1:], block_indices[:, :-1]
     shared = ((now[..., :, None] == before[..., None, :]) & (now[..., :, None] >= 0)).sum()
     return float(shared / (now >= 0).sum().clamp(min=1))

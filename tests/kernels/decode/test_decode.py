@@ -254,7 +254,7 @@ def test_what_is_refused():
         (lambda: dx.PagedCache(k[:, :16].to(torch.int8), k[:, :16].to(torch.int8), used, table), "`k_scale`"),
         (lambda: dx.PagedCache(k[:, :16, :, ::2], k[:, :16], used, table), "dense last"),
         (lambda: dx.summarize_pages(cache, new_tokens=1), "`new_tokens`"),
-        (lambda: dx.summarize_pages(dx.summarize_pages(cache, bound=0.5), bound=1.0), "`bound` and `dtype` must be"),
+        (lambda: dx.summarize_pages(dx.summarize_pages(cache, bound=0.5), bound=1.0), "`bound` and `dtype` must match"),
         (lambda: dx.PageSummaries(k.to(torch.int8), k.to(torch.int8), 1.0), "`scale`"),
         (lambda: dx.PageSummaries(k, k + 1, 1.0, torch.ones(2, 64, 2)), "`scale`"),
         (lambda: dx.PageBudget(1.5), "`budget`"),

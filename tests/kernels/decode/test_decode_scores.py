@@ -160,7 +160,7 @@ def test_what_is_refused():
     for wrong in ((-2, 0), (3, 1), (3,)):
         with pytest.raises(ValueError, match="`window_size` must be"):
             dx.sparse_decode(q, cache, window_size=wrong)
-    with pytest.raises(ValueError, match="where a budget chooses pages"):
+    with pytest.raises(ValueError, match="if a budget selects pages"):
         dx.sparse_decode(q, dx.summarize_pages(cache), dx.PageBudget(0.5), window_size=(3, 0))
 
 

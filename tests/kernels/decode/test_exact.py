@@ -144,7 +144,7 @@ def test_what_does_not_fit_is_refused():
         dx.sparse_decode(torch.randn(1, 5, 2, 16), cache)
     with pytest.raises(ValueError, match="fp8 and int8"):
         replace(dx.PagedCache.contiguous(k, k), exact=cache.exact)
-    with pytest.raises(ValueError, match="of this cache"):
+    with pytest.raises(ValueError, match="match this cache"):
         replace(cache, exact=ExactTokens(torch.zeros(2, 6, 2, 16), torch.zeros(2, 6, 2, 16), 2))
     with pytest.raises(ValueError, match="sinks"):
         ExactTokens(torch.zeros(1, 6, 2, 16), torch.zeros(1, 6, 2, 16), 6)

@@ -220,7 +220,7 @@ def test_bad_inputs():
         ({"indices": indices[:, :, :1]}, ValueError, "select_heads"),
         ({"indices": indices[0]}, ValueError, "select_heads, slots"),
         ({"q": q.double()}, TypeError, "dtype"),
-        ({"q": q[0]}, ValueError, "as q is"),
+        ({"q": q[0]}, ValueError, "like q"),
         ({"q": q[..., :7]}, ValueError, "head_dim"),
         ({"q": q[:, :, :3]}, ValueError, "multiple of kv_heads"),
         ({"cu_seqlens_q": (0, 40)}, ValueError, "packed"),

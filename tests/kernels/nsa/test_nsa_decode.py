@@ -237,7 +237,7 @@ def test_bad_arguments():
         dx.native_decode(q, made, gates[..., :2])
     with pytest.raises(ValueError, match="`block_indices` must be"):
         dx.native_decode(q, made, gates, block_indices=torch.zeros(1, 2, 3, dtype=torch.int32))
-    with pytest.raises(ValueError, match="made for this cache"):
+    with pytest.raises(ValueError, match="match this cache"):
         replace(made, k=k[..., :8], v=k[..., :8])
 
 
