@@ -23,7 +23,7 @@ def case_layouts_and_rules(ranks: Ranks):
             whole_and_own(ranks, split, (q, k, v), lambda *x, layout=layout: dx.sparse_attention(*x, layout), own)
     split = dxd.SequenceSplit.zigzag(150, ranks.count, 32)
     if ranks.count > 2:  # two kv heads
-        with pytest.raises(ValueError, match="cannot choose together"):
+        with pytest.raises(ValueError, match="cannot select together"):
             dxd.sparse_attention_by_heads(
                 *[split.shard(x, ranks.rank) for x in (q, k, v)], dx.TopK(2), split, ranks.mesh
             )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sparse attention over several GPUs: a sequence split over ranks, or heads split over ranks, by torch.distributed."""
+"""Sparse attention on several GPUs with `torch.distributed`: split the sequence or the heads over ranks."""
 
 from dynaxx.distributed.attention import exchange_plan, sparse_attention
 from dynaxx.distributed.choose import SplitCost, sequence_split, split_cost

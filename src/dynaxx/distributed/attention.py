@@ -44,32 +44,36 @@ def sparse_attention(
     backend: str = "auto",
     stages: int | None = None,
 ) -> Tensor | SparseAttentionOutput:
-    """Attend over the blocks of `layout` from this rank's queries, to keys of all ranks, exactly. Differentiable.
+    """Attend from this rank's queries to the keys of all ranks, exactly, over the blocks of `layout`. Differentiable.
 
-    Every rank of the mesh calls it with its own tokens, as `SequenceSplit.shard` takes them out of the whole sequence.
-    Gradients of keys and values return to the rank that owns them. All ranks must also run the backward pass.
+    Every rank of the mesh calls this function with its own tokens, as returned by `SequenceSplit.shard`. Gradients of
+    keys and values return to the rank that owns them, so all ranks must also run the backward pass.
 
     Args:
-        q: (batch, own tokens, q_heads, head_dim); a packed batch (own tokens, q_heads, head_dim).
-        k, v: (batch, own tokens, kv_heads, head_dim) and (..., head_dim_v).
-        layout: of the whole sequence, the same on all ranks; or this rank's rows of one, from `ShardedLayout.of` or
-            `select_blocks`, which then knows the split.
-        mesh: a DeviceMesh of one dimension, or a process group: the ranks that share the sequence.
-        split: who owns which tokens; by default `sequence_split(layout, mesh)`. A pair (queries, keys) where these are
-            split apart.
-        scale, softcap, sinks, backend: as `dynaxx.sparse_attention`. The gradient of `sinks` is this rank's part of
-            it: sum it over the ranks, as that of any parameter.
+        q: (batch, own tokens, q_heads, head_dim); packed (own tokens, q_heads, head_dim).
+        k: (batch, own tokens, kv_heads, head_dim); packed without batch.
+        v: (batch, own tokens, kv_heads, head_dim_v); packed without batch.
+        layout: layout of the whole sequence, equal on all ranks; or this rank's rows of it, from `ShardedLayout.of` or
+            `select_split_blocks`, which include the split.
+        mesh: the ranks that share the sequence, as a one-dimensional DeviceMesh or a process group.
+        split: which rank owns which tokens; `sequence_split(layout, mesh)` by default. A pair (queries, keys) if
+            queries and keys are split differently.
+        scale: softmax scale, default head_dim ** -0.5.
+        softcap: as for `dynaxx.sparse_attention`.
+        sinks: as for `dynaxx.sparse_attention`. Each rank gets its part of the gradient; sum it over the ranks, like
+            the gradient of any parameter.
         return_lse: also return the log-sum-exp of the visible scores.
-        stages: groups of kv heads that are exchanged and computed in turn: more take less memory and some more time.
-            None is 1, and 2 in a backward pass that gathers much.
+        backend: as for `dynaxx.sparse_attention`.
+        stages: number of groups of kv heads that are exchanged and computed one after another. More stages need less
+            memory and slightly more time. None means 1, or 2 in a backward pass that gathers many tokens.
 
     Returns:
-        out (batch, own tokens, q_heads, head_dim_v), or (out, lse), lse (batch, q_heads, own tokens); a packed batch
-        without the first dimension.
+        out (batch, own tokens, q_heads, head_dim_v), or (out, lse) with lse (batch, q_heads, own tokens); packed
+        without batch.
 
     Raises:
-        ValueError, TypeError: inputs that do not fit together, or differ between ranks.
-        UnsupportedInputError: no backend, or not the named one, can serve.
+        ValueError, TypeError: the inputs do not match each other, or differ between ranks.
+        UnsupportedInputError: no backend, or not the named one, can serve the call.
         PeerError: another rank failed, or did not answer within the group's timeout.
     """
     group = group_of(mesh)
@@ -93,15 +97,15 @@ def sparse_attention(
 
 
 def shard_layout(layout: BlockLayout | ShardedLayout, group: ProcessGroup, split: Splits | None) -> ShardedLayout:
-    """Return this rank's rows of a layout, kept with it.
+    """Return this rank's rows of a layout, cached with the layout.
 
     Raises:
-        TypeError: no layout.
-        ValueError: a split beside rows that have one, or one of other sizes than the layout or the group.
+        TypeError: `layout` is neither a BlockLayout nor a ShardedLayout.
+        ValueError: `split` is given for a ShardedLayout, or does not match the layout or the group.
     """
     if isinstance(layout, ShardedLayout):
         if split is not None:
-            raise ValueError("`split` must be left out for a ShardedLayout, which has its own")
+            raise ValueError("`split` must be omitted for a ShardedLayout, which contains its split")
         _check_ranks(layout, group)
         return layout
     if not isinstance(layout, BlockLayout):
@@ -128,10 +132,16 @@ def exchange_plan(
     split: Splits | None = None,
     stages: int | None = None,
 ) -> ExchangePlan:
-    """Return what `sparse_attention` sends and receives for these shards. All ranks of the mesh must call it.
+    """Return the plan of what `sparse_attention` sends and receives for these shards. All ranks must call it.
 
     Args:
-        q, k, v, layout, mesh, split, stages: as `sparse_attention`.
+        q: queries, as for `sparse_attention`.
+        k: keys, as for `sparse_attention`.
+        v: values, as for `sparse_attention`.
+        layout: as for `sparse_attention`.
+        mesh: the ranks that share the sequence.
+        split: which rank owns which tokens.
+        stages: number of groups of kv heads, as for `sparse_attention`.
     """
     group = group_of(mesh)
     sharded = shard_layout(layout, group, split)
@@ -140,10 +150,10 @@ def exchange_plan(
 
 
 class _SplitAttention(torch.autograd.Function):
-    """Gather, compute and return gradients, stage by stage; a stage's exchange runs while another is computed.
+    """Gather, compute and return gradients in stages, so that the exchange of a stage overlaps with computation.
 
-    Keys and values of other ranks are gathered again in the backward pass and not kept: memory is what splits a
-    sequence.
+    The backward pass gathers the keys and values of other ranks again instead of keeping them, because sequences are
+    split to save memory.
     """
 
     @staticmethod
@@ -167,12 +177,12 @@ def _check_shards(q: Tensor, k: Tensor, v: Tensor, sharded: ShardedLayout) -> No
     for (name, split), x in zip(wanted.items(), (q, k, v), strict=True):
         if x.ndim != 4:
             raise ValueError(
-                f"`{name}` must be (batch, own tokens, heads, head_dim), packed without batch, got {tuple(x.shape)}"
+                f"`{name}` must be (batch, own tokens, heads, head_dim), without batch if packed, got {tuple(x.shape)}"
             )
         if x.shape[1] != split.length(sharded.rank):
             raise ValueError(
                 f"`{name}` must have the {split.length(sharded.rank)} tokens that rank {sharded.rank} owns "
-                f"(split.shard(x, rank) takes them), got {x.shape[1]}"
+                f"(use split.shard(x, rank)), got {x.shape[1]}"
             )
     if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
         raise ValueError(f"q_heads must be a multiple of kv_heads, both >= 1, got {q.shape[2]} and {k.shape[2]}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sequence_split`: deal the rows of a layout to ranks, by their work and by what they must receive."""
+"""`sequence_split`: assign the rows of a layout to ranks, balancing work and communication."""
 
 from __future__ import annotations
 
@@ -16,41 +16,41 @@ from dynaxx.distributed.group import Mesh, group_of
 from dynaxx.distributed.split import SequenceSplit
 from dynaxx.layout import BlockLayout
 
-BLOCKS_PER_KV_BLOCK = 3.0  # visited blocks whose computing takes as long as receiving one kv block, see cost_model
+BLOCKS_PER_KV_BLOCK = 3.0  # receiving one kv block takes as long as computing this many visited blocks, see cost_model
 
 
 @dataclass(frozen=True)
 class SplitCost:
-    """What a split makes of a layout, in visited blocks and kv blocks."""
+    """Work and communication of a split for one layout, in visited blocks and kv blocks."""
 
     work: tuple[int, ...]  # visited blocks of each rank, over all heads
-    received: tuple[int, ...]  # kv blocks that each rank visits and does not own
-    total: float  # the largest work plus what the largest exchange costs, in visited blocks per head
+    received: tuple[int, ...]  # kv blocks that each rank visits but does not own
+    total: float  # largest work plus the cost of the largest exchange, in visited blocks per head
 
     @property
     def imbalance(self) -> float:
-        """The largest work over the mean, 1.0 where it is even."""
+        """Largest work divided by the mean work; 1.0 if all ranks have equal work."""
         return max(self.work) * len(self.work) / max(1, sum(self.work))
 
 
 @typed
 def sequence_split(layout: BlockLayout, mesh: Mesh | int, *, chunk: int | None = None) -> SequenceSplit:
-    """Choose how to split a sequence over ranks for this layout: contiguous, zigzag, or dealt chunk by chunk.
+    """Choose how to split a sequence over ranks for a layout: contiguous, zigzag, or dealt chunk by chunk.
 
-    Ranks get equal numbers of tokens (up to one chunk). Among the three ways the one counts that has the least work on
-    the busiest rank plus the least to receive. Every rank finds the same split without communication.
+    All ranks get equal numbers of tokens, up to one chunk. The chosen split has the smallest sum of work and received
+    blocks on the busiest rank. Every rank computes the same split without communication.
 
     Args:
-        layout: of the whole sequence, as many queries as keys.
-        mesh: a DeviceMesh of one dimension, a process group, or a number of ranks.
-        chunk: tokens that stay together, a multiple of both block sizes; the larger block by default.
+        layout: layout of the whole sequence, with as many queries as keys.
+        mesh: a one-dimensional DeviceMesh, a process group, or a number of ranks.
+        chunk: tokens that stay together, a multiple of both block sizes; the larger block size by default.
 
     Raises:
-        ValueError: a layout of other numbers of keys than queries, or a chunk that cuts blocks.
+        ValueError: the layout has different numbers of queries and keys, or chunks would cut blocks.
     """
     if layout.seqlen_q != layout.seqlen_k:
         raise ValueError(
-            f"`layout` must have as many queries as keys, got {layout.seqlen_q} x {layout.seqlen_k}; give "
+            f"`layout` must have as many queries as keys, got {layout.seqlen_q} x {layout.seqlen_k}; pass "
             "`sparse_attention` a pair of splits"
         )
     ranks = mesh if isinstance(mesh, int) else dist.get_world_size(group_of(mesh))
@@ -74,7 +74,7 @@ def _best(layout: BlockLayout, ranks: int, chunk: int) -> SequenceSplit:
 
 @typed
 def split_cost(layout: BlockLayout, split: SequenceSplit) -> SplitCost:
-    """Count the work and the exchange of a split. O(visited blocks); reads a layout back from a GPU."""
+    """Compute work and communication of a split. O(visited blocks); reads a layout back from a GPU."""
     q_block, kv_block = layout.block_size
     lead, cols, _ = (x.cpu() for x in (layout.host or layout).entries())
     row_owner = _owners(split, q_block)
@@ -91,12 +91,12 @@ def split_cost(layout: BlockLayout, split: SequenceSplit) -> SplitCost:
 
 
 def rows_work(layout: BlockLayout) -> NDArray[np.int64]:
-    """(q_blocks,): visited blocks of each row of q blocks, over batch and heads."""
+    """Return the visited blocks of each row of q blocks, over batch and heads, (q_blocks,)."""
     return (layout.host or layout).kv_num_blocks.long().sum((0, 1)).cpu().numpy()
 
 
 def _owners(split: SequenceSplit, block: int) -> NDArray[np.int64]:
-    """Return the rank of each block of so many tokens."""
+    """Return the owner of each block of `block` tokens."""
     owners = np.repeat(np.asarray(split.owners, dtype=np.int64), split.chunk // block)
     return owners[: -(-split.seqlen // block)]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one rank computes of attention with a split sequence: stage by stage, inner rows before edge rows."""
+"""The computation of one rank for attention over a split sequence: stage by stage, inner rows before edge rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dynaxx.ops.dispatch import choose_backend, load_backend, score_options
 
 
 class Settings(NamedTuple):
-    """What a call has beside its tensors."""
+    """The arguments of a call other than its tensors."""
 
     plan: ExchangePlan
     group: ProcessGroup
@@ -27,7 +27,7 @@ class Settings(NamedTuple):
     needs_grad: bool
 
     def kernels(self, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout) -> Any:
-        """Return the backend that serves one layout of the plan, chosen once for these shapes."""
+        """Return the backend for one layout of the plan, chosen once per combination of shapes."""
         key = (id(layout), q.shape, k.shape, v.shape, q.dtype, self.softcap, self.backend, self.needs_grad)
         known = self.plan.backends
         if key not in known:
@@ -36,7 +36,7 @@ class Settings(NamedTuple):
         return load_backend(known[key])
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout) -> tuple[Tensor, Tensor]:
-        """Out and lse of one layout."""
+        """Return out and lse of one layout."""
         kernels = self.kernels(q, k, v, layout)
         found: tuple[Tensor, Tensor] = kernels.attention_forward(
             q, k, v, layout, self.scale, **score_options(self.softcap)
@@ -54,7 +54,7 @@ class Settings(NamedTuple):
         lse: Tensor,
         layout: BlockLayout,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk and dv of one layout."""
+        """Return dq, dk and dv of one layout."""
         kernels = self.kernels(q, k, v, layout)
         found: tuple[Tensor, Tensor, Tensor] = kernels.attention_backward(
             do, dlse, q, k, v, out, lse, layout, self.scale, **score_options(self.softcap)
@@ -63,12 +63,12 @@ class Settings(NamedTuple):
 
 
 def split_forward(q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
-    """Out (batch, own tokens, q_heads, head_dim_v) and lse (batch, q_heads, own tokens)."""
+    """Return out (batch, own tokens, q_heads, head_dim_v) and lse (batch, q_heads, own tokens)."""
     stages, group = settings.plan.stages, settings.group
     found: tuple[Tensor, Tensor] | None = None
     gathering: Gathering | None = Gathering(k, v, stages[0], group)
     for number, stage in enumerate(stages):
-        assert gathering is not None, "there is one per stage"
+        assert gathering is not None, "every stage has one"
         current, gathering = gathering, _next(k, v, stages, number, group)
         some = _forward_stage(q[:, :, slice(*stage.q_heads)], k, v, stage, current, settings)
         if len(stages) == 1:
@@ -78,14 +78,14 @@ def split_forward(q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> tuple[
             found = out, some[1].new_empty(q.shape[0], q.shape[2], q.shape[1])
         found[0][:, :, slice(*stage.q_heads)], found[1][:, slice(*stage.q_heads)] = some
         del some
-    assert found is not None, "a plan has a stage"
+    assert found is not None, "a plan has at least one stage"
     return found
 
 
 def _forward_stage(
     q: Tensor, k: Tensor, v: Tensor, stage: Stage, gathering: Gathering, settings: Settings
 ) -> tuple[Tensor, Tensor]:
-    """Out and lse of the q heads of one stage."""
+    """Return out and lse for the q heads of one stage."""
     if stage.inner is None or stage.rows is None:
         return settings.forward(q, *gathering.wait(), stage.layout)
     heads = slice(*stage.kv_heads)
@@ -100,13 +100,13 @@ def _forward_stage(
 def split_backward(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, settings: Settings
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv of own tokens; gradients of received keys and values return to their owners."""
+    """Return dq, dk and dv of own tokens, after gradients of received keys and values have returned to their owners."""
     stages, group = settings.plan.backward_stages, settings.group
     grads: list[Tensor] = []
     gathering: Gathering | None = Gathering(k, v, stages[0], group)
     returning = None
     for number, stage in enumerate(stages):
-        assert gathering is not None, "there is one per stage"
+        assert gathering is not None, "every stage has one"
         current, gathering = gathering, _next(k, v, stages, number, group)
         heads = slice(*stage.q_heads)
         own = (do[:, :, heads], None if dlse is None else dlse[:, heads], q[:, :, heads])
@@ -116,7 +116,7 @@ def split_backward(
         if before is not None:
             before.wait(*grads[1:])
         del sent
-    assert returning is not None, "a plan has a stage"
+    assert returning is not None, "a plan has at least one stage"
     returning.wait(*grads[1:])
     return grads[0], grads[1], grads[2]
 
@@ -136,10 +136,13 @@ def _backward_stage(
         own: do, dlse and q of the stage's heads.
         results: out and lse of these heads.
         whole: q, k and v of all heads.
-        grads: dq, dk and dv of all heads; none before the first stage.
+        grads: dq, dk and dv of all heads; empty before the first stage.
+        stage: the stage.
+        gathering: its keys and values, which may still be in transit.
+        settings: arguments of the call.
 
     Returns:
-        grads, and the gradients of the buffer's keys and values.
+        `grads`, and the gradients of the keys and values in the buffer.
     """
     heads, kv_heads = slice(*stage.q_heads), slice(*stage.kv_heads)
     alone = heads.stop - heads.start == whole[0].shape[2]
@@ -147,7 +150,7 @@ def _backward_stage(
         keys, values = whole[1][:, :, kv_heads], whole[2][:, :, kv_heads]
         written: tuple[Tensor, ...] = settings.backward(*own, keys, values, *results, stage.inner)
         buffer = gathering.wait()
-        sent = list(buffer)  # without edge rows there is no token in it
+        sent = list(buffer)  # the buffer is empty if there are no edge rows
         if stage.rows.numel():
             edge_own = (own[0].index_select(1, stage.rows), own[1], own[2].index_select(1, stage.rows))
             if own[1] is not None:
@@ -168,5 +171,5 @@ def _backward_stage(
 
 
 def _next(k: Tensor, v: Tensor, stages: tuple[Stage, ...], number: int, group: ProcessGroup) -> Gathering | None:
-    """Start the exchange of the stage after this one; None after the last."""
+    """Start the exchange of the next stage; return None after the last stage."""
     return None if number + 1 == len(stages) else Gathering(k, v, stages[number + 1], group)

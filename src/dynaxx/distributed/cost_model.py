@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cost model of attention with a split sequence: work per rank, bytes per link, time, and memory.
+"""Cost model of attention over a split sequence: work per rank, bytes per link, time and memory.
 
 Time of a pass on one GPU = visited blocks x time per block
                           + bytes received / link
                           + bytes copied / memory speed
                           + a constant per call.
-The numbers of one machine come from `benchmarks/distributed.py`; `benchmarks/distributed_model.py` compares the model
-with what that measured and extrapolates.
+`benchmarks/distributed.py` measures the numbers of a machine. `benchmarks/distributed_model.py` compares the model with
+the measurements and extrapolates.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Literal
 
 from dynaxx.arguments import typed
 
-BYTES = 2  # of a number in bf16
+BYTES = 2  # bytes per element in bf16
 
 
 @typed
@@ -27,7 +27,9 @@ class Shape:
     """Heads and blocks of one attention call, in bf16.
 
     Args:
-        q_heads, kv_heads, head_dim: of the model.
+        q_heads: number of q heads.
+        kv_heads: number of kv heads.
+        head_dim: elements per head.
         block: tokens per block, of queries and of keys.
     """
 
@@ -38,24 +40,24 @@ class Shape:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token's keys and values in all kv heads."""
+        """Bytes of one token's keys and values in all kv heads."""
         return 2 * self.kv_heads * self.head_dim * BYTES
 
     @property
     def query_bytes(self) -> int:
-        """Bytes of a token's queries in all q heads."""
+        """Bytes of one token's queries in all q heads."""
         return self.q_heads * self.head_dim * BYTES
 
 
 @typed
 @dataclass(frozen=True)
 class Workload:
-    """A causal pattern, by the blocks that a row visits.
+    """A causal pattern, described by the blocks that a row visits.
 
     Args:
-        kind: "window": the last `amount` tokens. "random": a share `amount` of the visible blocks, at random. "top_k":
-            `amount` blocks per row, wherever they are.
-        amount: tokens, a share, or blocks.
+        kind: "window": the last `amount` tokens. "random": a random share `amount` of the visible blocks. "top_k":
+            `amount` blocks per row, at any position.
+        amount: number of tokens, share, or number of blocks, depending on `kind`.
     """
 
     kind: Literal["window", "random", "top_k"]
@@ -71,9 +73,10 @@ class Workload:
         return full * per_row + (rows - full) * (rows - full + 1) / 2
 
     def received_tokens(self, seqlen: int, ranks: int, block: int) -> float:
-        """Return the most tokens whose keys and values a rank receives, for the split that suits the kind.
+        """Return the largest number of tokens whose keys and values a rank receives, with the best split for `kind`.
 
-        Exact for "window", and for "random" where each rank's rows visit nearly every block; an expectation otherwise.
+        The result is exact for "window", and for "random" if each rank's rows visit nearly every block; otherwise it is
+        an expected value.
         """
         if ranks == 1:
             return 0
@@ -82,7 +85,7 @@ class Workload:
             return min(seqlen - own, math.ceil((self.amount - 1) / block) * block)
         rows = own / block
         density = self.amount if self.kind == "random" else min(1.0, 2 * self.amount / (seqlen / block))
-        needed = 1 - (1 - density) ** (rows / 2)  # about half of the rows come after a block
+        needed = 1 - (1 - density) ** (rows / 2)  # about half of a rank's rows come after a given block
         return (seqlen - own) * (1.0 if needed >= 0.8 else needed)
 
 
@@ -92,13 +95,13 @@ class Machine:
     """Measured speeds of GPUs and links.
 
     Args:
-        forward: (own tokens, seconds per visited block and q head), ascending; between points by the logarithm.
-        backward: the same of a backward pass alone. It grows with what must stay in the L2 cache.
-        link: bytes per second that a GPU receives from others of its node while it sends as much.
-        network: the same from other nodes.
+        forward: (own tokens, seconds per visited block and q head), ascending; interpolated over the logarithm.
+        backward: like `forward`, for a backward pass alone. It grows with the data that must stay in the L2 cache.
+        link: bytes per second that a GPU receives from GPUs of its node while it sends as many.
+        network: bytes per second that a GPU receives from other nodes while it sends as many.
         node: GPUs per node.
         copy: bytes per second that a GPU's memory reads and writes.
-        call: seconds of a pass that nothing above explains, such as starting the exchange.
+        call: constant seconds per pass, for example to start the exchange.
     """
 
     forward: tuple[tuple[int, float], ...]
@@ -117,13 +120,13 @@ class Cost:
 
     compute: float  # seconds
     exchange: float  # seconds
-    other: float  # seconds: copies, and starting
+    other: float  # seconds for copies and for starting the exchange
     bytes_received: float
     memory: float  # bytes: inputs, results, gradients and buffers
 
     @property
     def seconds(self) -> float:
-        """All of it: nothing overlaps."""
+        """Total time; the model assumes that nothing overlaps."""
         return self.compute + self.exchange + self.other
 
 
@@ -139,19 +142,21 @@ def predict(
     imbalance: float = 1.0,
     by_heads: int = 1,
 ) -> Cost:
-    """Predict a forward pass, or a forward and a backward pass, on the busiest of some GPUs.
+    """Predict the cost of a forward pass, or of a forward and a backward pass, on the busiest GPU.
 
     Args:
-        workload, shape, machine: what is computed where.
+        workload: pattern of the attention.
+        shape: heads and blocks of the attention.
+        machine: speeds of GPUs and links.
         seqlen: tokens of the whole sequence.
-        ranks: GPUs that share it.
-        backward: whether gradients are computed, too. Keys and values are then gathered twice, and their gradients
-            return once.
-        imbalance: work of the busiest GPU over the mean.
-        by_heads: GPUs of a node that split the heads of the same tokens, so that each receives a part of the kv heads.
+        ranks: number of GPUs that share the sequence.
+        backward: include the backward pass. Keys and values are then gathered twice, and their gradients return once.
+        imbalance: work of the busiest GPU divided by the mean.
+        by_heads: number of GPUs per node that split the heads of the same tokens, so that each receives only a part of
+            the kv heads.
 
     Raises:
-        ValueError: sizes below 1, or more GPUs by heads than kv heads or than a node has.
+        ValueError: a size is below 1, or `by_heads` exceeds the number of kv heads or of GPUs per node.
     """
     if min(seqlen, ranks, by_heads) < 1 or by_heads > min(shape.kv_heads, machine.node) or ranks % by_heads:
         raise ValueError(
@@ -179,7 +184,7 @@ def predict(
 
 
 def between(points: tuple[tuple[int, float], ...], tokens: float) -> float:
-    """Return the value at so many tokens: linear in the logarithm between measured points, constant beyond them."""
+    """Interpolate the value at `tokens`: linear in the logarithm between measured points, constant beyond them."""
     if tokens <= points[0][0]:
         return points[0][1]
     for (a, low), (b, high) in pairwise(points):

@@ -2,7 +2,7 @@
 """Decoding with a cache whose pages are split over ranks.
 
 Every rank's cache has the logical pages of the whole sequence. Its page table is -1 for pages that other ranks hold,
-and `seqused_k` counts all keys. Queries are the same on all ranks. Each rank attends to its own pages, and the results
+and `seqused_k` counts all keys. All ranks have the same queries. Each rank attends to its own pages, and the results
 are merged by their log-sum-exp.
 """
 
@@ -38,29 +38,32 @@ def sparse_decode(
     """Attend from the last tokens of each sequence to pages on all ranks. All ranks of the mesh must call it.
 
     Args:
-        q: (batch, seqlen_q, q_heads, head_dim), the same on all ranks.
-        cache: this rank's part: with a page table that is -1 for pages of other ranks; each page is on one rank.
-        pages: a budget for all ranks together: the pages that one device would choose. None reads all pages.
-        mesh: a DeviceMesh of one dimension, or a process group.
-        scale, return_lse, backend: as `dynaxx.sparse_decode`.
+        q: (batch, seqlen_q, q_heads, head_dim), equal on all ranks.
+        cache: this rank's pages. Its page table is -1 for pages of other ranks, and each page is on exactly one rank.
+        pages: a budget over all ranks together, which selects the same pages as on one device; None: all pages.
+        mesh: a one-dimensional DeviceMesh or a process group.
+        scale: softmax scale, default head_dim ** -0.5.
+        return_lse: also return the log-sum-exp of the visible scores.
+        backend: as for `dynaxx.sparse_decode`.
 
     Returns:
-        As `dynaxx.sparse_decode`, the same on all ranks.
+        The result of `dynaxx.sparse_decode`, equal on all ranks.
 
     Raises:
-        ValueError, TypeError, UnsupportedInputError: as `dynaxx.sparse_decode`; a cache without a page table.
+        ValueError, TypeError, UnsupportedInputError: like `dynaxx.sparse_decode`; ValueError also if the cache has no
+            page table.
         PeerError: another rank failed.
     """
     group = group_of(mesh)
     if cache.page_table is None:
-        raise ValueError("`cache` must have a page table: it says which pages this rank holds")
+        raise ValueError("`cache` must have a page table that says which pages this rank holds")
     listed = None
     if pages is not None and not pages.reads_everything:
         chosen = select_split_pages(q, cache, pages, mesh, scale=scale)
         held = cache.page_table.gather(1, chosen.clamp(min=0).flatten(1).long()).view(chosen.shape) >= 0
         listed = torch.where(held, chosen, -1)
     out, lse = decode_on_one_device(q, cache, listed, scale=scale, return_lse=True, backend=backend)
-    with peer_errors("merging the results of a decoding step", group):
+    with peer_errors("merging the results of a decode step", group):
         outs, lses = (_of_all_ranks(x, group) for x in (out, lse))
     merged = merge_states(list(zip(outs, lses, strict=True)))
     return merged if return_lse else merged.out
@@ -71,23 +74,29 @@ def sparse_decode(
 def select_split_pages(
     q: Tensor, cache: PagedCache, budget: PageBudget, mesh: Mesh, *, scale: float | None = None
 ) -> Tensor:
-    """Choose the pages that a step reads, among those of all ranks: each rank scores its own, the largest score counts.
+    """Select the pages that a decode step reads, among those of all ranks.
+
+    Each rank scores its own pages; the ranks then compare scores, so all of them select the same pages.
 
     Args:
-        q, cache, budget, mesh, scale: as `sparse_decode`; the cache with summaries of the budget's bound.
+        q: queries, as for `sparse_decode`.
+        cache: this rank's pages, with summaries whose bound equals the budget's.
+        budget: how many pages to select over all ranks.
+        mesh: a one-dimensional DeviceMesh or a process group.
+        scale: softmax scale, default head_dim ** -0.5.
 
     Returns:
-        (batch, kv_heads, slots) int32: logical pages, ascending, then -1; the same on all ranks, and as
-        `dynaxx.select_pages` chooses on one device.
+        (batch, kv_heads, slots) int32: logical pages in ascending order, padded with -1; equal on all ranks, and equal
+        to what `dynaxx.select_pages` selects on one device.
 
     Raises:
-        ValueError: a cache without a page table or without summaries of this bound.
+        ValueError: the cache has no page table, or no summaries with this bound.
         PeerError: another rank failed.
     """
     if cache.page_table is None or cache.summaries is None or cache.summaries.bound != budget.bound:
         raise ValueError(
-            f"`cache` must have a page table and summaries of bound {budget.bound}: "
-            "cache = summarize_pages(cache, bound=budget.bound)"
+            f"`cache` must have a page table and summaries of bound {budget.bound}; use "
+            "summarize_pages(cache, bound=budget.bound)"
         )
     group = group_of(mesh)
     first, stop = page_range(cache)

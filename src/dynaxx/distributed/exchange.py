@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Point-to-point exchange of keys, values and their gradients, as an `ExchangePlan` says."""
+"""Point-to-point exchange of keys, values and their gradients, according to an `ExchangePlan`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dynaxx.distributed.plan import Sent, Stage
 
 @dataclass
 class Traffic:
-    """What this process has sent and received since it started, in bytes and messages."""
+    """Bytes and messages that this process has sent and received since it started."""
 
     bytes_sent: int = 0
     bytes_received: int = 0
@@ -28,15 +28,15 @@ _TOTAL = Traffic()
 
 
 def traffic() -> Traffic:
-    """Return a copy of the counts so far; the difference of two is what happened between them."""
+    """Return a copy of the current counts. Subtract two copies to measure an interval."""
     return replace(_TOTAL)
 
 
-Messages: TypeAlias = list[tuple[int, Tensor]]  # (rank of the other side, a contiguous tensor), in one order on both
+Messages: TypeAlias = list[tuple[int, Tensor]]  # (peer rank, contiguous tensor), in the same order on both sides
 
 
 class Transfer:
-    """Messages under way; `wait` before their buffers are read or written."""
+    """Messages in transit. Call `wait` before reading received buffers or writing sent ones."""
 
     def __init__(self, sends: Messages, receives: Messages, group: ProcessGroup, doing: str) -> None:
         self._group, self._doing, self._held = group, doing, (sends, receives)
@@ -50,7 +50,7 @@ class Transfer:
             self._works: list[Any] = dist.batch_isend_irecv(ops) if ops else []
 
     def wait(self) -> None:
-        """Wait for the messages: on a GPU the current stream waits, not the host."""
+        """Wait for the messages. On a GPU, the current stream waits, and the host does not."""
         with peer_errors(self._doing, self._group):
             for work in self._works:
                 work.wait()
@@ -58,7 +58,7 @@ class Transfer:
 
 
 class Gathering:
-    """Keys and values of one stage on their way into this rank's buffer."""
+    """Keys and values of one stage in transit to this rank's buffer."""
 
     def __init__(self, k: Tensor, v: Tensor, stage: Stage, group: ProcessGroup) -> None:
         heads = slice(*stage.kv_heads)
@@ -77,14 +77,14 @@ class Gathering:
         self._transfer = Transfer(sends, receives, group, "exchanging keys and values")
 
     def wait(self) -> tuple[Tensor, Tensor]:
-        """(batch, tokens, heads, head_dim) keys and values of the buffer; views of it."""
+        """Return the keys and values in the buffer as views, each (batch, tokens, heads, dim)."""
         self._transfer.wait()
         k, v = self._buffer.transpose(0, 1).split(self._dims, dim=-1)
         return k, v
 
 
 def _pack(k: Tensor, v: Tensor, sent: Sent, out: Tensor | None = None) -> Tensor:
-    """(tokens, batch, heads, head_dim + head_dim_v): some tokens, keys before values; into `out` where there is one."""
+    """Copy tokens into `out`, (tokens, batch, heads, head_dim + head_dim_v), keys before values; None: allocate it."""
     dims = (k.shape[-1], v.shape[-1])
     if out is None:
         out = k.new_empty(sent.tokens, k.shape[0], k.shape[2], sum(dims))
@@ -94,12 +94,12 @@ def _pack(k: Tensor, v: Tensor, sent: Sent, out: Tensor | None = None) -> Tensor
 
 
 def _taken(x: Tensor, sent: Sent) -> Tensor:
-    """Return some tokens of (batch, tokens, ...)."""
+    """Return the tokens of (batch, tokens, ...) that `sent` names."""
     return x[:, sent.first : sent.first + sent.tokens] if sent.index is None else x.index_select(1, sent.index)
 
 
 class Returning:
-    """Gradients of one stage's keys and values on their way to the ranks that own them."""
+    """Gradients of one stage's keys and values in transit to the ranks that own them."""
 
     def __init__(self, dk: Tensor, dv: Tensor, stage: Stage, group: ProcessGroup) -> None:
         self._stage, self._dims = stage, (dk.shape[-1], dv.shape[-1])
@@ -112,9 +112,10 @@ class Returning:
         self._transfer = Transfer(sends, receives, group, "returning gradients of keys and values")
 
     def wait(self, dk: Tensor, dv: Tensor) -> None:
-        """Put the sums for own tokens into this stage's heads of dk and dv; ranks are added in ascending order.
+        """Write the summed gradients of own tokens into this stage's heads of dk and dv.
 
-        Where the stage has inner rows, dk and dv hold their gradients already, and the sums are added to them.
+        Ranks are summed in ascending order. If the stage has inner rows, dk and dv already contain their gradients, and
+        the sums are added to them.
         """
         self._transfer.wait()
         stage, heads = self._stage, slice(*self._stage.kv_heads)
@@ -130,13 +131,13 @@ class Returning:
             if sent.index is None:
                 total[sent.first : sent.first + sent.tokens] += part
             else:
-                total.index_add_(0, sent.index, part.to(total.dtype))  # no token twice: one order of summation
+                total.index_add_(0, sent.index, part.to(total.dtype))  # deterministic: no token occurs twice
         for out, part in zip((dk, dv), total.transpose(0, 1).split(self._dims, dim=-1), strict=True):
             out[:, :, heads] = part
 
 
 def _add(sent: Sent, grads: Tensor, *totals: Tensor) -> None:
-    """Add (tokens, batch, heads, dims) gradients to some tokens of (batch, tokens, heads, dim) totals, by fp32."""
+    """Add (tokens, batch, heads, dims) gradients to the tokens of (batch, tokens, heads, dim) totals, in fp32."""
     parts = grads.transpose(0, 1).split([total.shape[-1] for total in totals], dim=-1)
     for total, part in zip(totals, parts, strict=True):
         wide = torch.promote_types(total.dtype, torch.float32)

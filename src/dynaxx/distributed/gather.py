@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and values of the whole sequence on every rank, in the order of the sequence, for what reads nearly all of them.
+"""Gathering of the whole sequence's keys and values on every rank, for selections that read nearly all of them.
 
-A rank's queries are runs of neighbouring tokens. A run that ends at token n sees, under a causal mask, the keys before
-n: it is a call of the one-device function with queries that are aligned to the last of n keys.
+A rank owns runs of neighbouring queries. Under a causal mask, a run that ends before token n sees only the first n
+keys. The one-device function can therefore compute it, because that function aligns queries to the last of the n keys.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from dynaxx.distributed.split import SequenceSplit
 
 
 class Run(NamedTuple):
-    """Neighbouring queries of a rank, and the keys that they may see."""
+    """A run of neighbouring queries of a rank, and the keys that it may see."""
 
-    first: int  # in own tokens
-    last: int  # + 1
-    position: int  # of the first query in the whole sequence
-    keys: int  # how many of the first keys are given to it
+    first: int  # first query, as index into own tokens
+    last: int  # last query + 1, as index into own tokens
+    position: int  # position of the first query in the whole sequence
+    keys: int  # the run may see keys 0 to keys - 1
 
 
 def query_runs(split: SequenceSplit, rank: int, causal: bool = True) -> list[Run]:
-    """Return the runs of queries that a rank owns; one empty run for a rank without tokens."""
+    """Return the runs of queries that a rank owns; a rank without tokens has one empty run."""
     runs, done = [], 0
     for a, b in split.runs(rank):
         runs.append(Run(done, done + b - a, a, b if causal else split.seqlen))
@@ -37,10 +37,13 @@ def query_runs(split: SequenceSplit, rank: int, causal: bool = True) -> list[Run
 
 
 class WholeGathering:
-    """Several tensors of all ranks on their way into one buffer, in the order of the sequence.
+    """Several tensors of all ranks in transit to one buffer, in sequence order.
 
     Args:
-        parts: each (batch, own tokens, heads, dim), of the same heads and dtype.
+        parts: tensors (batch, own tokens, heads, dim) with equal heads and dtype.
+        split: which rank owns which tokens.
+        rank: this rank.
+        group: the ranks.
     """
 
     @torch.no_grad()
@@ -59,15 +62,15 @@ class WholeGathering:
         self._transfer = Transfer(sends, receives, group, "gathering keys and values")
 
     def wait(self) -> list[Tensor]:
-        """Return the whole tensors, each (batch, seqlen, heads, dim); views of one buffer."""
+        """Return the tensors of the whole sequence, each (batch, seqlen, heads, dim); views of one buffer."""
         self._transfer.wait()
         return list(self._buffer.transpose(0, 1).split(self._dims, dim=-1))
 
 
 class GatherRuns(torch.autograd.Function):
-    """Whole keys and values, cut to what each run of queries may see.
+    """The gathered keys and values, cut to what each run of queries may see.
 
-    Returns (k of run 0, v of run 0, k of run 1, ...). Their gradients are added up and return to the owners.
+    Returns (k of run 0, v of run 0, k of run 1, ...). Gradients of all runs are summed and return to the owners.
     """
 
     @staticmethod
@@ -100,7 +103,7 @@ class GatherRuns(torch.autograd.Function):
 
 
 def _add_runs(total: Tensor, grads: list[tuple[Tensor, int]]) -> None:
-    """Write the sum of gradients of the first keys into (batch, seqlen, heads, dim); the longest is copied."""
+    """Write the sum of gradients of key prefixes into (batch, seqlen, heads, dim), starting with the longest prefix."""
     written = 0
     for grad, keys in sorted(grads, key=lambda pair: -pair[1]):
         if written:
@@ -111,9 +114,9 @@ def _add_runs(total: Tensor, grads: list[tuple[Tensor, int]]) -> None:
 
 
 def _return_gradients(whole: Tensor, split: SequenceSplit, rank: int, group: ProcessGroup) -> Tensor:
-    """(seqlen, ...) of each rank -> (own tokens, ...): their sum for own tokens, in ascending order of ranks.
+    """Exchange gradients (seqlen, ...) of all ranks and return their sum over ranks for own tokens, (own tokens, ...).
 
-    Summed in fp32 at least, rounded once.
+    Ranks are summed in ascending order, in fp32 or better, and the result is rounded once.
     """
     others, runs = [other for other in range(split.ranks) if other != rank], split.runs(rank)
     received = {source: whole.new_empty(split.length(rank), *whole.shape[1:]) for source in others}
@@ -133,11 +136,11 @@ def _return_gradients(whole: Tensor, split: SequenceSplit, rank: int, group: Pro
 def gather_runs(
     k: Tensor, v: Tensor, runs: list[Run], split: SequenceSplit, rank: int, group: ProcessGroup
 ) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values that each run may see, (batch, keys, heads, dim) each. Differentiable."""
+    """Return the keys and values that each run may see, each (batch, keys, heads, dim). Differentiable."""
     gathering = WholeGathering((k, v), split, rank, group)
     return pairs(GatherRuns.apply(k, v, gathering, runs, split, rank, group))
 
 
 def pairs(found: tuple[Tensor, ...]) -> list[tuple[Tensor, Tensor]]:
-    """(k of run 0, v of run 0, k of run 1, ...) as pairs."""
+    """Group (k of run 0, v of run 0, k of run 1, ...) into (k, v) pairs."""
     return list(zip(found[::2], found[1::2], strict=True))

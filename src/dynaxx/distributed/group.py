@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Process groups: which ranks share a sequence, and errors that say which of them is gone."""
+"""Process groups: the ranks that share a sequence, and an error for ranks that fail."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class PeerError(RuntimeError):
 
 
 def group_of(mesh: Mesh) -> ProcessGroup:
-    """Return the process group of a mesh of one dimension, or the group itself.
+    """Return the process group of a one-dimensional mesh, or the group itself.
 
     Raises:
-        TypeError: neither a mesh nor a group.
-        ValueError: a mesh of several dimensions.
+        TypeError: `mesh` is neither a mesh nor a group.
+        ValueError: the mesh has several dimensions.
     """
     if isinstance(mesh, DeviceMesh):
         if mesh.ndim != 1:
             names = mesh.mesh_dim_names or ()
             raise ValueError(
-                f"`mesh` must have one dimension, got {mesh.ndim}; take the one that splits the sequence, such as "
+                f"`mesh` must have one dimension, got {mesh.ndim}; pass the one that splits the sequence, such as "
                 f"mesh[{names[-1] if names else 'name'!r}]"
             )
         return mesh.get_group()
@@ -40,10 +40,10 @@ def group_of(mesh: Mesh) -> ProcessGroup:
 
 @contextmanager
 def peer_errors(doing: str, group: ProcessGroup) -> Iterator[None]:
-    """Turn a backend's error into a `PeerError` that says what this rank was doing.
+    """Convert errors of the communication library into a `PeerError` that says what this rank was doing.
 
     Raises:
-        PeerError: from the RuntimeError of the communication library.
+        PeerError: the body raised a RuntimeError.
     """
     try:
         yield
@@ -52,11 +52,11 @@ def peer_errors(doing: str, group: ProcessGroup) -> Iterator[None]:
     except RuntimeError as error:
         raise PeerError(
             f"rank {dist.get_rank(group)} of {dist.get_world_size(group)} failed while {doing}: another rank died, "
-            f"left, or did not answer within the group's timeout ({first_line(error)}). Restart the whole group, for "
-            "instance by torchrun, from the last checkpoint."
+            f"left, or did not answer within the group's timeout ({first_line(error)}). Restart the whole group from "
+            "the last checkpoint, for example with torchrun."
         ) from error
 
 
 def first_line(error: Any) -> str:
-    """Return the first line of an error's text."""
+    """Return the first line of an error's message."""
     return (str(error).splitlines() or [type(error).__name__])[0][:200]

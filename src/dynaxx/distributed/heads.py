@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads split over ranks: all-to-all before attention and after it, the whole sequence of some heads in between.
+"""Attention with the heads split over ranks, by all-to-all exchanges before and after attention.
 
-DeepSpeed calls this form Ulysses (arXiv 2309.14509). Outside of attention each rank has its own tokens of all heads;
-inside, all tokens of its own heads. A rule works as on one device, since a rank sees the whole sequence.
+DeepSpeed calls this scheme Ulysses (arXiv 2309.14509). Outside of attention, each rank has its own tokens of all heads;
+inside, it has all tokens of its own heads. Patterns and selectors work as on one device, because each rank sees the
+whole sequence.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from dynaxx.selection import Hybrid, Selector, select_blocks
 
 
 class HeadShare(NamedTuple):
-    """The heads of one rank: whole groups of q heads, or a part of one group with a copy of its kv head."""
+    """The heads of one rank: whole groups of q heads, or part of one group with a copy of its kv head."""
 
     q_heads: slice
     kv_heads: slice
@@ -39,12 +40,12 @@ def share_heads(q_heads: int, kv_heads: int, ranks: int) -> list[HeadShare]:
     """Return the heads of each rank.
 
     Raises:
-        ValueError: ranks that do not divide the q heads, or neither divide the kv heads nor are a multiple of them.
+        ValueError: the number of ranks does not divide q_heads, or neither divides kv_heads nor is a multiple of it.
     """
     if q_heads % ranks or (kv_heads % ranks and ranks % kv_heads):
         raise ValueError(
             "the number of ranks must divide `q_heads`, and divide `kv_heads` or be a multiple of it, "
-            f"got {ranks} ranks for {q_heads} and {kv_heads}"
+            f"got {ranks} ranks, {q_heads} q heads and {kv_heads} kv heads"
         )
     found = []
     for rank in range(ranks):
@@ -62,20 +63,21 @@ def attend_by_heads(
     split: SequenceSplit,
     mesh: Mesh,
 ) -> Tensor:
-    """Call a function on the whole sequence of this rank's heads, and give its result back by own tokens.
+    """Call a function on the whole sequence of this rank's heads, and return its result for own tokens.
 
     Args:
-        attend: (*tensors with all tokens of some heads, share=HeadShare) -> (batch, seqlen, its q heads, dim).
-        tensors: each (batch, own tokens, heads, dim), such as q, k, v and gates.
-        is_query: for each of them, whether its heads are q heads; else they are kv heads.
-        split: who owns which tokens.
-        mesh: the ranks, as `dynaxx.distributed.sparse_attention`.
+        attend: function (*tensors, share=HeadShare) -> (batch, seqlen, own q heads, dim), which receives all tokens of
+            own heads.
+        tensors: tensors (batch, own tokens, heads, dim), such as q, k, v and gates.
+        is_query: for each tensor, True if its heads are q heads, False if they are kv heads.
+        split: which rank owns which tokens.
+        mesh: the ranks, as for `dynaxx.distributed.sparse_attention`.
 
     Returns:
         (batch, own tokens, q_heads, dim). Differentiable.
 
     Raises:
-        ValueError: heads that do not divide among the ranks.
+        ValueError: the heads cannot be divided among the ranks.
         PeerError: another rank failed.
     """
     group = group_of(mesh)
@@ -84,7 +86,7 @@ def attend_by_heads(
         query: {x.shape[2] for x, own in zip(tensors, is_query, strict=True) if own == query} for query in is_query
     }
     if len(tensors) < 2 or any(len(counts) != 1 for counts in heads.values()) or len(heads) != 2:
-        raise ValueError("`tensors` must hold queries and keys, each kind with one number of heads")
+        raise ValueError("`tensors` must contain queries and keys, each kind with one number of heads")
     shares = share_heads(heads[True].pop(), heads[False].pop(), split.ranks)
     whole = []
     for x, query in zip(tensors, is_query, strict=True):
@@ -111,29 +113,37 @@ def sparse_attention_by_heads(
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Tensor | SparseAttentionOutput:
-    """Attend with the heads split over ranks; q, k and v come and go by own tokens. Differentiable.
+    """Attend with the heads split over ranks; inputs and outputs are split by tokens. Differentiable.
 
     Args:
-        q, k, v: (batch, own tokens, heads, head_dim).
-        layout: of the whole sequence, shared or per q head; or a pattern, a selector, pattern | selector, whose budgets
-            per head are sliced by rank.
-        split, mesh: who owns which tokens, and the ranks.
-        causal, block_size: of a rule, as `dynaxx.select_blocks`.
-        scale, softcap, sinks, return_lse, backend: as `dynaxx.sparse_attention`.
+        q: (batch, own tokens, q_heads, head_dim).
+        k: (batch, own tokens, kv_heads, head_dim).
+        v: (batch, own tokens, kv_heads, head_dim_v).
+        layout: layout of the whole sequence, shared or per q head; or a pattern, selector or hybrid, whose budgets per
+            head are distributed to the ranks.
+        split: which rank owns which tokens.
+        mesh: the ranks that share the sequence.
+        causal: hide keys after the query; only for patterns and selectors.
+        block_size: tokens per block; only for patterns and selectors.
+        scale: softmax scale, default head_dim ** -0.5.
+        softcap: as for `dynaxx.sparse_attention`.
+        sinks: as for `dynaxx.sparse_attention`.
+        return_lse: also return the log-sum-exp of the visible scores.
+        backend: as for `dynaxx.sparse_attention`.
 
     Returns:
-        As `dynaxx.distributed.sparse_attention`.
+        The result of `dynaxx.distributed.sparse_attention`.
 
     Raises:
-        ValueError, TypeError, UnsupportedInputError: as `dynaxx.sparse_attention`; ranks that do not divide the heads,
-            or that share a kv head whose q heads choose together.
+        ValueError, TypeError, UnsupportedInputError: like `dynaxx.sparse_attention`; ValueError also if the heads
+            cannot be divided, or if q heads that select together would lie on several ranks.
         PeerError: another rank failed.
     """
     selector = layout.selector if isinstance(layout, Hybrid) else layout
     if isinstance(selector, Selector) and selector.per == "group" and split.ranks > k.shape[2]:
         raise ValueError(
-            f'the rule must have per="head" where {split.ranks} ranks share {k.shape[2]} kv heads: the q heads of a '
-            "group lie on several ranks and cannot choose together"
+            f'the rule must have per="head" if {split.ranks} ranks share {k.shape[2]} kv heads, because the q heads of '
+            "a group lie on several ranks and cannot select together"
         )
 
     def attend(q_all: Tensor, k_all: Tensor, v_all: Tensor, *, share: HeadShare) -> Tensor:
@@ -165,7 +175,7 @@ def sparse_attention_by_heads(
 
 
 class _ToHeads(torch.autograd.Function):
-    """(batch, own tokens, heads, dim) -> (batch, seqlen, own heads, dim); kv heads may go to several ranks."""
+    """(batch, own tokens, heads, dim) -> (batch, seqlen, own heads, dim); several ranks may get the same kv head."""
 
     @staticmethod
     def forward(
@@ -217,7 +227,7 @@ def _gather_tokens(x: Tensor, slices: list[slice], split: SequenceSplit, rank: i
 def _gather_heads(
     x: Tensor, heads: int, slices: list[slice], split: SequenceSplit, rank: int, group: ProcessGroup
 ) -> Tensor:
-    """Send each rank its tokens of own heads; receive all heads of own tokens. Heads that come twice are added."""
+    """Send each rank its tokens of own heads; receive all heads of own tokens. Sum heads that several ranks send."""
     by_token = x.transpose(0, 1)
     others = [other for other in range(split.ranks) if other != rank]
     runs = split.runs(rank)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our attention modules with the sequence split over ranks."""
+"""`SplitModules`: run the attention modules of `dynaxx.nn` with the sequence split over ranks."""
 
 from __future__ import annotations
 
@@ -22,40 +22,40 @@ from dynaxx.patterns import Causal
 
 @typed
 class SplitModules:
-    """Attention modules that attend to the tokens of all ranks; `remove` gives them back as they were.
+    """Make a model's attention modules attend to the tokens of all ranks; `remove` restores them.
 
     Args:
-        model: any model with modules of `dynaxx.nn`; it is changed in place.
-        mesh: as `dynaxx.distributed.sparse_attention`.
-        split: who owns which tokens of the sequences to come. Set `split` again when the length changes.
+        model: a model with modules from `dynaxx.nn`; changed in place.
+        mesh: the ranks, as for `dynaxx.distributed.sparse_attention`.
+        split: which rank owns which tokens of the next sequences. Assign `split` again when the length changes.
 
     Raises:
-        ValueError: no module of `dynaxx.nn` in the model.
+        ValueError: the model has no module from `dynaxx.nn`.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, split: SequenceSplit) -> None:
         self.group, self.split = group_of(mesh), split
         self.modules = [module for module in model.modules() if isinstance(module, ProjectedAttention)]
         if not self.modules:
-            raise ValueError("`model` must have attention modules of dynaxx.nn, got none")
+            raise ValueError("`model` must have attention modules from dynaxx.nn, got none")
         for module in self.modules:
             vars(module)["attend"] = _Attend(module, self)
             vars(module)["attend_dense"] = _AttendDense(module, self)
 
     @property
     def rank(self) -> int:
-        """This process's rank among those that share the sequence."""
+        """Rank of this process among those that share the sequence."""
         return dist.get_rank(self.group)
 
     def remove(self) -> None:
-        """Let the modules attend to their own input alone, as before."""
+        """Restore the modules, which then attend only to their own input."""
         for module in self.modules:
             vars(module).pop("attend", None)
             vars(module).pop("attend_dense", None)
 
 
 class _Attend:
-    """What a module's `attend` is while its sequence is split."""
+    """Replacement for a module's `attend` while its sequence is split."""
 
     def __init__(self, module: ProjectedAttention, owner: SplitModules) -> None:
         self._module, self._owner = module, owner
@@ -63,7 +63,7 @@ class _Attend:
     def __call__(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: CuSeqlens | None, cache: Any) -> Tensor:
         if cu_seqlens is not None or cache is not None:
             raise ValueError(
-                "`cu_seqlens` and `cache` must be left out while the sequence is split over ranks; call remove() first"
+                "`cu_seqlens` and `cache` must be omitted while the sequence is split over ranks; call remove() first"
             )
         module, split = self._module, self._owner.split
         if isinstance(module, SparseAttention):
@@ -79,19 +79,17 @@ class _Attend:
         return torch.cat(outs, 1)
 
     def over(self, layout: BlockLayout, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention over a layout of the whole sequence."""
+        """Attend over a layout of the whole sequence."""
         owner = self._owner
         out = sparse_attention(q, k, v, layout, owner.group, split=owner.split, scale=self._module.scale)
         return cast(Tensor, out)
 
 
 class _AttendDense(_Attend):
-    """What a module's `attend_dense` is while its sequence is split."""
+    """Replacement for a module's `attend_dense` while its sequence is split."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: CuSeqlens | None) -> Tensor:  # type: ignore[override]
         if cu_seqlens is not None:
-            raise ValueError(
-                "`cu_seqlens` must be left out while the sequence is split over ranks; call remove() first"
-            )
+            raise ValueError("`cu_seqlens` must be omitted while the sequence is split over ranks; call remove() first")
         block = max(size for size in BLOCK_SIZES if self._owner.split.chunk % size == 0)
         return self.over(Causal().layout(self._owner.split.seqlen, block_size=block, device=q.device), q, k, v)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Native Sparse Attention with the sequence split over ranks."""
+"""Native sparse attention with the sequence split over ranks."""
 
 from __future__ import annotations
 
@@ -34,26 +34,30 @@ def native_sparse_attention(
 ) -> Tensor:
     """Attend from this rank's queries to compressed tokens, selected blocks and a window of the whole sequence.
 
-    Blocks are selected among those of all ranks, so the result is the one of `dynaxx.native_sparse_attention` on one
-    device. Keys and values are gathered, as the blocks that a rank's queries select are nearly all blocks together, and
-    compressed on each rank. Differentiable; gradients of keys and values return to their owners.
+    Blocks are selected among those of all ranks, so the result equals that of `dynaxx.native_sparse_attention` on one
+    device. Every rank gathers all keys and values and compresses them, because a rank's queries together select nearly
+    all blocks. Differentiable; gradients of keys and values return to their owners.
 
     Args:
-        q, k, v: (batch, own tokens, heads, head_dim).
+        q: (batch, own tokens, q_heads, head_dim).
+        k: (batch, own tokens, kv_heads, head_dim).
+        v: (batch, own tokens, kv_heads, head_dim_v).
         gates: (batch, own tokens, q_heads, 3).
-        sizes: of the branches.
-        split: who owns which tokens; zigzag evens out the compressed branch, whose work grows with the position.
-        mesh: as `dynaxx.distributed.sparse_attention`.
-        weights: (cmp_block, kv_heads) each, of k and of v, as `dynaxx.compress` takes; the mean by default. Their
-            gradient is this rank's part: sum it over the ranks.
-        scale, backend: as `dynaxx.native_sparse_attention`.
-        stages: groups of kv heads that are gathered and computed in turn: more take less memory and more time.
+        sizes: sizes of the branches.
+        split: which rank owns which tokens. Zigzag balances the compressed branch, whose work grows with the position.
+        mesh: the ranks, as for `dynaxx.distributed.sparse_attention`.
+        weights: (cmp_block, kv_heads) weights for k and for v, as for `dynaxx.compress`; the mean by default. Each rank
+            gets its part of their gradient; sum it over the ranks.
+        scale: softmax scale, default head_dim ** -0.5.
+        backend: as for `dynaxx.native_sparse_attention`.
+        stages: number of groups of kv heads that are gathered and computed one after another. More stages need less
+            memory and more time.
 
     Returns:
         (batch, own tokens, q_heads, head_dim_v).
 
     Raises:
-        ValueError, TypeError, UnsupportedInputError: as `dynaxx.native_sparse_attention`.
+        ValueError, TypeError, UnsupportedInputError: like `dynaxx.native_sparse_attention`.
         PeerError: another rank failed.
     """
     rank = dist.get_rank(group_of(mesh))

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ExchangePlan`: which keys and values travel between which ranks for one sharded layout.
+"""`ExchangePlan`: which keys and values each rank sends and receives for one sharded layout.
 
-A rank computes its rows over a buffer that holds its own tokens and the ones that it received. The kv heads may go in
-stages, which takes less memory: while one stage is computed, the next one's keys and values are on their way. Every
-rank knows what every other needs after one exchange of bitmaps, so messages have known sizes and no headers.
+A rank computes its rows over a buffer that holds own tokens and received tokens. The kv heads may be processed in
+stages to save memory: while one stage is computed, the keys and values of the next are in transit. The ranks exchange
+bitmaps of the blocks they need once, so that every message has a known size and needs no header.
 
-Legend: R ranks, Hn groups of heads that need different blocks (1 where all heads share a layout, else kv heads),
-C kv blocks of the whole sequence.
+Legend: R ranks; Hn groups of heads with different needs (1 if all heads share a layout, else kv heads); C kv blocks of
+the whole sequence.
 """
 
 from __future__ import annotations
@@ -28,39 +28,39 @@ from dynaxx.distributed.rows import onto, split_rows
 from dynaxx.distributed.sharded import ShardedLayout
 from dynaxx.layout import BlockLayout
 
-WHOLE_SHARE = 0.8  # of a peer's tokens: from here on sending all of them costs less than packing those that are needed
+WHOLE_SHARE = 0.8  # if a rank needs at least this share of a peer's tokens, sending all is cheaper than packing some
 
 
 @dataclass(frozen=True, eq=False)
 class Sent:
-    """Own tokens that go to one rank: a run of them, or a list."""
+    """Own tokens that are sent to one rank: a contiguous run, or a list of indices."""
 
-    first: int  # of the run, in own tokens
-    tokens: int
-    index: Tensor | None = None  # (tokens,) int64 own tokens, where they are no run
+    first: int  # first token of the run, as index into own tokens
+    tokens: int  # number of tokens
+    index: Tensor | None = None  # (tokens,) int64, indices into own tokens; None for a run
 
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """The exchange and the layouts of some kv heads.
+    """The exchange and the layouts for some kv heads.
 
-    Where few rows visit blocks of other ranks, as under a window, these rows alone are computed over the buffer. The
-    inner rows are computed over own keys and values, without waiting.
+    If few rows visit blocks of other ranks, as under a window, only these edge rows are computed over the buffer. The
+    inner rows are computed over own keys and values, without waiting for the exchange.
     """
 
     kv_heads: tuple[int, int]  # first, last + 1
-    q_heads: tuple[int, int]
-    layout: BlockLayout  # queries by tokens of the buffer: all own queries, or those of `rows`
-    own: tuple[int, int]  # where own tokens lie in the buffer
-    own_tokens: Sent  # which they are
-    sends: dict[int, Sent]  # by rank
-    received: dict[int, tuple[int, int]]  # by rank: where its tokens come to lie in the buffer
-    rows: Tensor | None = None  # (n,) int64, own queries that see other ranks' keys; None: all are computed together
-    inner: BlockLayout | None = None  # own queries by own tokens; those of `rows` see nothing there
+    q_heads: tuple[int, int]  # first, last + 1
+    layout: BlockLayout  # own queries, or only those in `rows`, over the tokens of the buffer
+    own: tuple[int, int]  # (first, last + 1) of own tokens in the buffer
+    own_tokens: Sent  # the own tokens that the buffer holds
+    sends: dict[int, Sent]  # by receiving rank
+    received: dict[int, tuple[int, int]]  # by sending rank: (first, last + 1) of its tokens in the buffer
+    rows: Tensor | None = None  # (n,) int64, own queries of edge rows; None: all queries are computed together
+    inner: BlockLayout | None = None  # own queries over own tokens; edge rows are empty
 
     @property
     def tokens(self) -> int:
-        """Tokens in the buffer."""
+        """Number of tokens in the buffer."""
         return self.layout.seqlen_k
 
 
@@ -68,45 +68,49 @@ class Stage:
 class ExchangePlan:
     """What one rank sends, receives and computes, stage by stage."""
 
-    stages: tuple[Stage, ...]  # of a forward pass
+    stages: tuple[Stage, ...]  # of the forward pass
     backward_stages: tuple[Stage, ...]
-    backends: dict[Hashable, str] = field(default_factory=dict)  # that were chosen, by shapes
+    backends: dict[Hashable, str] = field(default_factory=dict)  # chosen backends, by shapes
 
     def bytes_sent(self, k: Tensor, v: Tensor) -> int:
-        """Bytes that this rank sends in a forward pass for shards like these."""
+        """Return how many bytes this rank sends in a forward pass for shards like these."""
         return sent_tokens(self.stages) * _token_bytes(k, v)
 
     def bytes_received(self, k: Tensor, v: Tensor) -> int:
-        """Bytes that this rank receives in a forward pass for shards like these."""
+        """Return how many bytes this rank receives in a forward pass for shards like these."""
         return received_tokens(self.stages) * _token_bytes(k, v)
 
     def backward_bytes_sent(self, k: Tensor, v: Tensor) -> int:
-        """Bytes that this rank sends in a backward pass: keys and values again, and gradients to their owners."""
+        """Return how many bytes this rank sends in a backward pass: keys and values again, and gradients to owners."""
         return (sent_tokens(self.backward_stages) + received_tokens(self.backward_stages)) * _token_bytes(k, v)
 
 
 def sent_tokens(stages: tuple[Stage, ...]) -> int:
-    """Tokens that a rank sends, summed over kv heads and receivers."""
+    """Return how many tokens a rank sends, summed over kv heads and receivers."""
     return sum(_heads(stage) * sum(sent.tokens for sent in stage.sends.values()) for stage in stages)
 
 
 def received_tokens(stages: tuple[Stage, ...]) -> int:
-    """Tokens that a rank receives, summed over kv heads."""
+    """Return how many tokens a rank receives, summed over kv heads."""
     return sum(_heads(stage) * sum(b - a for a, b in stage.received.values()) for stage in stages)
 
 
 def plan_exchange(
     sharded: ShardedLayout, group: ProcessGroup, q_heads: int, kv_heads: int, token_bytes: int, stages: int | None
 ) -> ExchangePlan:
-    """Make the plan of this rank, or return the one that was made before. All ranks of the group must call it.
+    """Return the plan of this rank, cached with the layout. All ranks of the group must call it.
 
     Args:
+        sharded: this rank's rows.
+        group: the ranks.
+        q_heads: number of q heads.
+        kv_heads: number of kv heads.
         token_bytes: bytes of one token's key and value in one kv head, over the batch.
-        stages: groups of kv heads, a divisor of kv_heads. None is 1, and 2 in a backward pass that gathers much: stages
-            cost a tenth of the time and save memory (benchmarks/distributed.py --sweep).
+        stages: number of groups of kv heads, a divisor of kv_heads. None means 1, or 2 in a backward pass that gathers
+            many tokens: two stages take a tenth more time and save memory (benchmarks/distributed.py --sweep).
 
     Raises:
-        ValueError: on every rank, where ranks disagree on the split, the heads or the block size.
+        ValueError: the ranks disagree on the split, the heads or the block size; raised on every rank.
         PeerError: another rank failed.
     """
     key = (group.group_name, q_heads, kv_heads, token_bytes, stages)
@@ -121,7 +125,7 @@ def _make(
 ) -> ExchangePlan:
     own_needs = _needs(sharded, kv_heads)
     _check_agreement(sharded, group, (q_heads, kv_heads, token_bytes, stages or 0, own_needs.shape[0]))
-    with peer_errors("telling what it needs", group):
+    with peer_errors("announcing the blocks it needs", group):
         needs = _gathered(own_needs, group)  # (R, Hn, C)
     places = _Places(sharded, needs.cpu().numpy())
     if stages is not None and (stages < 1 or kv_heads % stages):
@@ -135,7 +139,7 @@ def _make(
 def _stages(sharded: ShardedLayout, places: _Places, q_heads: int, kv_heads: int, count: int) -> tuple[Stage, ...]:
     step, group_size = kv_heads // count, q_heads // kv_heads
     shared = sharded.rows.layout_heads == 1
-    made: dict[bytes, Stage] = {}  # stages that need the same blocks of a shared layout are alike
+    made: dict[bytes, Stage] = {}  # stages of a shared layout that need the same blocks are equal
     found = []
     for first in range(0, kv_heads, step):
         groups = slice(0, 1) if shared else slice(first, first + step)
@@ -153,7 +157,7 @@ def _stages(sharded: ShardedLayout, places: _Places, q_heads: int, kv_heads: int
 
 
 def _stage(rows: BlockLayout, needs: NDArray[np.bool_], places: _Places, heads: dict[str, Any]) -> Stage:
-    """Return the stage of a layout of own rows; `needs` is (R, C)."""
+    """Return the stage for a layout of own rows; `needs` is (R, C)."""
     own_blocks = places.own[places.rank]
     split = split_rows(rows, own_blocks, places.tokens(own_blocks))
     parts = places.messages(needs, own_blocks if split is None else split.own_blocks)
@@ -164,19 +168,19 @@ def _stage(rows: BlockLayout, needs: NDArray[np.bool_], places: _Places, heads: 
 
 
 class _Messages(NamedTuple):
-    order: NDArray[np.int64]  # kv blocks of the buffer
-    own: tuple[int, int]  # the others as in `Stage`
+    order: NDArray[np.int64]  # kv blocks in the buffer
+    own: tuple[int, int]  # this and the following fields as in `Stage`
     own_tokens: Sent
     sends: dict[int, Sent]
     received: dict[int, tuple[int, int]]
 
     def fields(self) -> dict[str, Any]:
-        """Return what a `Stage` has of it."""
+        """Return the fields that a `Stage` shares."""
         return {name: value for name, value in self._asdict().items() if name != "order"}
 
 
 class _Places:
-    """Who owns and needs which kv blocks, and where they lie. On the host."""
+    """Owners, needs and positions of kv blocks. On the host."""
 
     def __init__(self, sharded: ShardedLayout, needs: NDArray[np.bool_]) -> None:
         self.split, self.rank, self.block = sharded.kv_split, sharded.rank, sharded.rows.block_size[1]
@@ -185,7 +189,7 @@ class _Places:
         self.needs = self._whole_where_cheaper(needs.astype(np.bool_))
 
     def _whole_where_cheaper(self, needs: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Need all of a peer's blocks where nearly all of them are needed: they go without being packed."""
+        """Mark all of a peer's blocks as needed if nearly all are, so that they can be sent without packing."""
         for owner, blocks in enumerate(self.own):
             if len(blocks):
                 share = needs[:, :, blocks].mean(-1)
@@ -195,16 +199,16 @@ class _Places:
         return needs
 
     def received_tokens(self) -> int:
-        """Return the most tokens that a rank receives in one head."""
+        """Return the largest number of tokens that a rank receives in one head."""
         return int(self.needs.sum(-1).max()) * self.block if self.needs.size else 0
 
     def tokens(self, blocks: NDArray[np.int64]) -> int:
-        """Tokens in these blocks: the last block of the sequence may be short."""
+        """Return the number of tokens in these blocks; the last block of the sequence may be short."""
         short = len(blocks) > 0 and blocks[-1] == self.needs.shape[2] - 1
         return len(blocks) * self.block - (-self.split.seqlen % self.block if short else 0)
 
     def messages(self, needs: NDArray[np.bool_], own_blocks: NDArray[np.int64]) -> _Messages:
-        """Return what lies in the buffer, and the messages to and from each rank.
+        """Return the contents of the buffer, and the messages to and from each rank.
 
         Args:
             needs: (R, C).
@@ -212,7 +216,7 @@ class _Places:
         """
         ranks = [rank for rank in range(self.split.ranks) if rank != self.split.last_owner] + [self.split.last_owner]
         order, received, own, done = [], {}, (0, 0), 0
-        for source in ranks:  # the owner of the short block comes last: kernels know only a short end
+        for source in ranks:  # the owner of the short block comes last: kernels allow a short block only at the end
             blocks = own_blocks if source == self.rank else self.own[source][needs[self.rank, self.own[source]]]
             span = (done, done + self.tokens(blocks))
             done = span[1]
@@ -230,7 +234,7 @@ class _Places:
         return _Messages(np.concatenate(order), own, self._sent(slots), sends, received)
 
     def _sent(self, slots: NDArray[np.int64]) -> Sent:
-        """Own tokens of some own blocks, by their place among these."""
+        """Return the own tokens of some own blocks, given by their indices among own blocks."""
         tokens = self.tokens(self.own[self.rank][slots])
         if not len(slots) or slots[-1] - slots[0] + 1 == len(slots):
             return Sent(int(slots[0]) * self.block if len(slots) else 0, tokens)
@@ -239,7 +243,7 @@ class _Places:
 
 
 def _needs(sharded: ShardedLayout, kv_heads: int) -> Tensor:
-    """(Hn, C) uint8: the kv blocks that this rank's rows visit."""
+    """Return the kv blocks that this rank's rows visit, (Hn, C) uint8."""
     rows = sharded.rows
     groups = 1 if rows.layout_heads == 1 else kv_heads
     found = torch.zeros(groups * max(1, rows.kv_blocks), dtype=torch.uint8, device=rows.device)
@@ -252,14 +256,14 @@ def _needs(sharded: ShardedLayout, kv_heads: int) -> Tensor:
 
 
 def _gathered(x: Tensor, group: ProcessGroup) -> Tensor:
-    """(R, ...): x of every rank."""
+    """Gather x from every rank, (R, ...)."""
     found = x.new_empty(dist.get_world_size(group), *x.shape)
     dist.all_gather(list(found.unbind(0)), x.contiguous(), group=group)
     return found
 
 
 def _check_agreement(sharded: ShardedLayout, group: ProcessGroup, numbers: tuple[int, ...]) -> None:
-    """Raise ValueError on every rank where their splits, blocks or heads differ."""
+    """Raise ValueError on every rank if their splits, blocks or heads differ."""
     split, rows = sharded.kv_split, sharded.rows
     said = (digest(sharded.q_split), digest(split), *rows.block_size, rows.layout_batch, *numbers)
     own = torch.tensor(said, dtype=torch.int64, device=sharded.device)
@@ -269,13 +273,13 @@ def _check_agreement(sharded: ShardedLayout, group: ProcessGroup, numbers: tuple
     if wrong:
         raise ValueError(
             "`layout` and `split` must be the same on all ranks, with the same heads, dtypes and stages; "
-            f"rank {wrong[0]} has {all_said[wrong[0]]} where rank 0 has {all_said[0]} "
+            f"rank {wrong[0]} has {all_said[wrong[0]]}, but rank 0 has {all_said[0]} "
             "(q split, kv split, blocks, batch, heads, bytes per token, stages, groups of heads)"
         )
 
 
 def digest(split: Any) -> int:
-    """Return a number that is the same for equal splits in every process."""
+    """Return a hash that is equal for equal splits in every process."""
     from hashlib import blake2b
 
     text = repr((split.seqlen, split.chunk, split.owners, split.ranks)).encode()

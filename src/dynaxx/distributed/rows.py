@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of a sharded layout: with the columns of a buffer, and split into inner and edge rows."""
+"""Rows of a sharded layout: mapped to the columns of a buffer, and split into inner and edge rows."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from torch import Tensor
 from dynaxx.distributed.sharded import rows_of
 from dynaxx.layout import BlockGrid, BlockLayout
 
-MOST_EDGE_ROWS = 0.25  # of all rows: more are not worth a call of their own
+MOST_EDGE_ROWS = 0.25  # with a larger share of edge rows, a separate call for the inner rows does not pay
 
 
 class SplitRows(NamedTuple):
-    """Inner rows, which visit own blocks alone, and edge rows, which visit others, too."""
+    """Inner rows, which visit only own blocks, and edge rows, which also visit blocks of other ranks."""
 
-    inner: BlockLayout  # all own rows by own tokens; edge rows are empty
-    edge: BlockLayout  # edge rows by tokens of the whole sequence
-    rows: Tensor  # (n,) int64: own queries of edge rows
+    inner: BlockLayout  # all own rows over own tokens; edge rows are empty
+    edge: BlockLayout  # edge rows over the tokens of the whole sequence
+    rows: Tensor  # (n,) int64, own queries of edge rows
     own_blocks: NDArray[np.int64]  # own kv blocks that edge rows visit, ascending
 
 
 def split_rows(rows: BlockLayout, own_blocks: NDArray[np.int64], own_tokens: int) -> SplitRows | None:
-    """Split the rows of a rank; None where many of them visit blocks of other ranks.
+    """Split the rows of a rank; return None if too many of them visit blocks of other ranks.
 
     Args:
-        rows: own rows by tokens of the whole sequence.
+        rows: own rows over the tokens of the whole sequence.
         own_blocks: own kv blocks, ascending.
-        own_tokens: tokens in them.
+        own_tokens: number of tokens in own blocks.
     """
     source = rows.host or rows
     lead, cols, codes = source.entries()
@@ -60,7 +60,7 @@ def split_rows(rows: BlockLayout, own_blocks: NDArray[np.int64], own_tokens: int
 
 
 def onto(rows: BlockLayout, order: NDArray[np.int64], tokens: int) -> BlockLayout:
-    """Return the same rows with some kv blocks as columns, in this order; of `tokens` tokens."""
+    """Return the same rows with the kv blocks `order` as columns, in this order; they hold `tokens` tokens."""
     source = rows.host or rows
     column = np.full(max(1, source.kv_blocks), -1, dtype=np.int64)
     column[order] = np.arange(len(order))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules over data with the sequence split over ranks: the same blocks as on one device."""
+"""Patterns and selectors with the sequence split over ranks: they choose the same blocks as on one device."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ Rule = Pattern | Selector | Hybrid
 @typed
 @dataclass(frozen=True)
 class RowsOf(Pattern):
-    """Some rows of a pattern on a longer grid, as a pattern of these rows alone.
+    """Some rows of a pattern on a longer grid, as a pattern for these rows alone.
 
     Args:
-        pattern: of the whole sequence.
-        seqlen: of the whole sequence.
+        pattern: pattern of the whole sequence.
+        seqlen: length of the whole sequence.
         first: position of the first query, a multiple of the q block.
     """
 
@@ -58,10 +58,10 @@ class RowsOf(Pattern):
         return replace(rows, seqlen_k=self.seqlen if seqlen_k is None else seqlen_k).to(device)
 
     def visible(self, grid: BlockGrid, q_pos: Any, k_pos: Any) -> Any:
-        raise NotImplementedError("`RowsOf` is known by its layout alone")
+        raise NotImplementedError("`RowsOf` has only a layout")
 
     def visited(self, grid: BlockGrid) -> Visited:
-        raise NotImplementedError("`RowsOf` is known by its layout alone")
+        raise NotImplementedError("`RowsOf` has only a layout")
 
 
 @typed
@@ -78,24 +78,28 @@ def select_split_blocks(
     scale: float | None = None,
     memory_budget: int | None = None,
 ) -> ShardedLayout:
-    """Choose blocks for this rank's queries among the keys of all ranks: the blocks that one device would choose.
+    """Select blocks for this rank's queries among the keys of all ranks: the same blocks as on one device.
 
     `MeanPool` and `MinMax` with one summary per block gather these summaries; other scorers gather the keys. All ranks
-    of the mesh must call it.
+    of the mesh must call this function.
 
     Args:
-        q, k: (batch, own tokens, heads, head_dim).
-        rule: a pattern, a selector or pattern | selector, as `dynaxx.select_blocks` takes.
-        split: who owns which tokens.
-        mesh: as `sparse_attention`.
-        causal, block_size, scale, memory_budget: as `dynaxx.select_blocks`.
+        q: (batch, own tokens, q_heads, head_dim).
+        k: (batch, own tokens, kv_heads, head_dim).
+        rule: a pattern, a selector or a hybrid, as for `dynaxx.select_blocks`.
+        split: which rank owns which tokens.
+        mesh: the ranks, as for `sparse_attention`.
+        causal: hide keys after the query.
+        block_size: tokens per block, one number or (q_block, kv_block).
+        scale: softmax scale, default head_dim ** -0.5.
+        memory_budget: bytes for temporary tensors, as for `dynaxx.select_blocks`.
 
     Returns:
         This rank's rows, for `sparse_attention`.
 
     Raises:
-        ValueError, TypeError: as `dynaxx.select_blocks`.
-        UnsupportedInputError: a scorer that looks at queries of other ranks.
+        ValueError, TypeError: like `dynaxx.select_blocks`.
+        UnsupportedInputError: the scorer reads queries of other ranks.
     """
     group = group_of(mesh)
     rank, sizes = dist.get_rank(group), as_block_size(block_size)
@@ -135,23 +139,33 @@ def sparse_attention_by_rule(
     backend: str = "auto",
     stages: int = 1,
 ) -> Tensor | SparseAttentionOutput:
-    """Choose blocks and attend in one pass, with the keys and values of all ranks gathered.
+    """Select blocks and attend in one pass, with the keys and values of all ranks gathered.
 
-    The fastest way where the chosen blocks of all rows together are nearly all blocks, as for any budget above a few
-    blocks per row. `select_split_blocks` and `sparse_attention` send fewer bytes where they are few.
+    This is the fastest way if the rows of a rank together select nearly all blocks, as they do for budgets above a few
+    blocks per row. If they select few blocks, `select_split_blocks` and `sparse_attention` send fewer bytes.
 
     Args:
-        q, k, v: (batch, own tokens, heads, head_dim).
-        rule: a selector or pattern | selector.
-        split, mesh, causal, block_size: as `select_split_blocks`.
-        scale, softcap, sinks, return_lse, backend: as `dynaxx.sparse_attention`.
-        stages: groups of kv heads that are gathered and computed in turn: more take less memory and more time.
+        q: (batch, own tokens, q_heads, head_dim).
+        k: (batch, own tokens, kv_heads, head_dim).
+        v: (batch, own tokens, kv_heads, head_dim_v).
+        rule: a selector or a hybrid.
+        split: which rank owns which tokens.
+        mesh: the ranks that share the sequence.
+        causal: hide keys after the query.
+        block_size: tokens per block, one number or (q_block, kv_block).
+        scale: softmax scale, default head_dim ** -0.5.
+        softcap: as for `dynaxx.sparse_attention`.
+        sinks: as for `dynaxx.sparse_attention`.
+        return_lse: also return the log-sum-exp of the visible scores.
+        backend: as for `dynaxx.sparse_attention`.
+        stages: number of groups of kv heads that are gathered and computed one after another. More stages need less
+            memory and more time.
 
     Returns:
-        As `dynaxx.distributed.sparse_attention`.
+        The result of `dynaxx.distributed.sparse_attention`.
 
     Raises:
-        ValueError, TypeError, UnsupportedInputError, PeerError: as `select_split_blocks` and `sparse_attention`.
+        ValueError, TypeError, UnsupportedInputError, PeerError: like `select_split_blocks` and `sparse_attention`.
     """
     group = group_of(mesh)
     rank, sizes = dist.get_rank(group), as_block_size(block_size)
@@ -188,10 +202,12 @@ def sparse_attention_by_rule(
 def staged_runs(
     k: Tensor, v: Tensor, runs: list[Run], split: SequenceSplit, mesh: Mesh, stages: int
 ) -> Iterator[tuple[slice, list[tuple[Tensor, Tensor]]]]:
-    """kv heads of each stage, and the keys and values that each run may see; the next stage is on its way meanwhile.
+    """Yield for each stage its kv heads, and the keys and values that each run may see.
+
+    The exchange of the next stage runs while the caller processes a stage.
 
     Raises:
-        ValueError: stages that do not divide the kv heads.
+        ValueError: `stages` does not divide the number of kv heads.
     """
     group = group_of(mesh)
     rank, kv_heads = dist.get_rank(group), k.shape[2]
@@ -209,11 +225,11 @@ def staged_runs(
 
 
 def check_rule(rule: Rule, split: SequenceSplit, sizes: tuple[int, int]) -> None:
-    """Refuse a rule whose choice for a row depends on rows of other ranks, or on later keys.
+    """Reject a rule if its choice for a row depends on rows of other ranks or on later keys.
 
     Raises:
-        TypeError: no rule.
-        UnsupportedInputError: such a rule.
+        TypeError: `rule` is neither a selector nor a hybrid.
+        UnsupportedInputError: the rule depends on other rows.
     """
     if not isinstance(rule, Selector | Hybrid):
         raise TypeError(f"`rule` must be a selector or pattern | selector, got {type(rule).__name__}")
@@ -227,7 +243,7 @@ def check_rule(rule: Rule, split: SequenceSplit, sizes: tuple[int, int]) -> None
             f"a selection by {rule!r} with the sequence split over ranks",
             {
                 "distributed": [
-                    "a choice that is made row by row is the same on every rank: use TopK, TopP or Threshold with "
+                    "only a selection that is made row by row is equal on every rank: use TopK, TopP or Threshold with "
                     "MeanQuery(), MeanPool() or MinMax(), or split the heads instead (sparse_attention_by_heads)"
                 ]
             },
@@ -235,17 +251,17 @@ def check_rule(rule: Rule, split: SequenceSplit, sizes: tuple[int, int]) -> None
 
 
 def rule_of_run(rule: Selector | Hybrid, run: Run, split: SequenceSplit) -> Selector | Hybrid:
-    """Return the rule for the rows of one run alone."""
+    """Return the rule restricted to the rows of one run."""
     if isinstance(rule, Selector):
         return rule
     return Hybrid(RowsOf(rule.pattern, split.seqlen, run.position), rule.selector)
 
 
 def rule_of_heads(rule: Any, heads: slice, q_heads: int) -> Any:
-    """Return the rule for some q heads: budgets per head are sliced.
+    """Return the rule restricted to some q heads, with the budgets of these heads.
 
     Raises:
-        ValueError: budgets for another number of heads.
+        ValueError: the rule has budgets for another number of heads.
     """
     selector = rule.selector if isinstance(rule, Hybrid) else rule
     if not isinstance(selector, Selector):
@@ -263,7 +279,7 @@ def rule_of_heads(rule: Any, heads: slice, q_heads: int) -> Any:
 
 
 def _one_behind_another(layouts: list[BlockLayout], split: SequenceSplit, rank: int) -> BlockLayout:
-    """Return the rows of several layouts as rows of one, with the whole sequence as columns."""
+    """Concatenate the rows of several layouts into one layout over the whole sequence."""
     first, tokens = layouts[0], split.length(rank)
     grid = BlockGrid(tokens, split.seqlen, first.block_size, causal=False)
     masks, done = first.masks, 0

@@ -19,12 +19,13 @@ class ShardedLayout:
     """One rank's rows of q blocks, with the kv blocks of the whole sequence as columns.
 
     Args:
-        rows: seqlen_q is the number of queries that the rank owns, seqlen_k the length of the whole sequence.
-        q_split, kv_split: who owns which queries and which keys; the same object for self-attention.
-        rank: whose rows they are.
+        rows: layout whose seqlen_q is the number of own queries, and whose seqlen_k is that of the whole sequence.
+        q_split: which rank owns which queries.
+        kv_split: which rank owns which keys; the same object as `q_split` for self-attention.
+        rank: the rank that computes the rows.
 
     Raises:
-        ValueError: lengths, ranks or block sizes that do not fit together.
+        ValueError: lengths, ranks or block sizes do not match.
     """
 
     rows: BlockLayout
@@ -35,7 +36,7 @@ class ShardedLayout:
     def __post_init__(self) -> None:
         if self.q_split.ranks != self.kv_split.ranks or not 0 <= self.rank < self.q_split.ranks:
             raise ValueError(
-                "`q_split` and `kv_split` must have the same ranks, `rank` among them, "
+                "`q_split` and `kv_split` must have equal numbers of ranks, and `rank` must be one of them, "
                 f"got {self.q_split.ranks}, {self.kv_split.ranks} and rank {self.rank}"
             )
         wanted = (self.q_split.length(self.rank), self.kv_split.seqlen)
@@ -52,13 +53,13 @@ class ShardedLayout:
     def of(
         cls, layout: BlockLayout, q_split: SequenceSplit, rank: int, kv_split: SequenceSplit | None = None
     ) -> ShardedLayout:
-        """Take a rank's rows out of a layout of the whole sequence. O(visited blocks of these rows).
+        """Extract a rank's rows from a layout of the whole sequence. O(visited blocks of these rows).
 
         Args:
-            layout: of the whole sequence, on any device; of a packed batch, too.
-            q_split: who owns which queries.
-            rank: whose rows to take.
-            kv_split: who owns which keys, `q_split` by default.
+            layout: layout of the whole sequence or of a packed batch, on any device.
+            q_split: which rank owns which queries.
+            rank: the rank whose rows to extract.
+            kv_split: which rank owns which keys; `q_split` by default.
         """
         kv_split = q_split if kv_split is None else kv_split
         if (q_split.seqlen, kv_split.seqlen) != (layout.seqlen_q, layout.seqlen_k):
@@ -75,9 +76,9 @@ class ShardedLayout:
 
 
 def rows_of(layout: BlockLayout, rows: Tensor, tokens: int) -> BlockLayout:
-    """Return the layout of some rows of q blocks, in their order, as rows 0, 1, ... of `tokens` queries.
+    """Return a layout of the given rows of q blocks, in their order, as rows 0, 1, ... of `tokens` queries.
 
-    It is built on the host where the layout came from there, so that kernels find what the host knows of it.
+    The result is built on the host if the layout has a host copy, so that its host-side metadata is available.
     """
     source = layout.host or layout
     indptr = source.kv_indptr

@@ -20,17 +20,17 @@ from dynaxx.lazy import lazy
 class SequenceSplit:
     """A sequence cut into chunks of equal length, each owned by one rank.
 
-    A rank holds the tokens of its chunks behind one another, in ascending order. The last chunk may be shorter, and a
+    A rank stores the tokens of its chunks one after another, in ascending order. The last chunk may be shorter, and a
     rank may own nothing.
 
     Args:
-        seqlen: tokens of the whole sequence (or of the packed axis).
+        seqlen: tokens of the whole sequence, or of the packed axis.
         chunk: tokens per chunk; a multiple of both block sizes of every layout that is used with the split.
-        owners: rank of each chunk, ceil(seqlen / chunk) of them.
-        ranks: how many ranks share the sequence.
+        owners: the rank that owns each of the ceil(seqlen / chunk) chunks.
+        ranks: number of ranks that share the sequence.
 
     Raises:
-        ValueError: sizes below 1, another number of owners, or an owner that is no rank.
+        ValueError: a size is below 1, or `owners` has the wrong length or contains an invalid rank.
     """
 
     seqlen: int
@@ -51,11 +51,11 @@ class SequenceSplit:
         if any(not 0 <= owner < self.ranks for owner in self.owners):
             raise ValueError(f"`owners` must be ranks from 0 to {self.ranks - 1}, got {self.owners}")
 
-    # ---- making one ------------------------------------------------------------------------------------------------
+    # ---- constructors ----------------------------------------------------------------------------------------------
 
     @classmethod
     def contiguous(cls, seqlen: int, ranks: int, chunk: int = 128) -> SequenceSplit:
-        """Give each rank one run of chunks, of lengths that differ by at most one chunk. Best for windows."""
+        """Give each rank one contiguous run of chunks; lengths differ by at most one chunk. Best for windows."""
         seqlen, ranks, chunks = _sizes(seqlen, ranks, chunk)
         return cls(seqlen, chunk, tuple(i * ranks // chunks for i in range(chunks)), ranks)
 
@@ -63,7 +63,7 @@ class SequenceSplit:
     def zigzag(cls, seqlen: int, ranks: int, chunk: int = 128) -> SequenceSplit:
         """Cut the sequence into 2 * ranks runs and give rank r the runs r and 2 * ranks - 1 - r.
 
-        Under a causal mask an early run has little work and a late one much: their sum is the same for all ranks.
+        Under a causal mask, early runs have little work and late runs have much; the sum is equal for all ranks.
         """
         seqlen, ranks, chunks = _sizes(seqlen, ranks, chunk)
         runs = [i * 2 * ranks // chunks for i in range(chunks)]
@@ -71,12 +71,15 @@ class SequenceSplit:
 
     @classmethod
     def dealt(cls, seqlen: int, ranks: int, work: Sequence[float], chunk: int = 128) -> SequenceSplit:
-        """Deal chunks so that the work is even and the numbers of chunks differ by at most one.
+        """Assign chunks so that work is balanced and the numbers of chunks differ by at most one.
 
-        The heaviest chunk goes first, each to the rank with the least work so far among those with room.
+        Chunks are assigned in descending order of work, each to the rank with the least work that still has room.
 
         Args:
-            work: of each chunk, in any unit.
+            seqlen: tokens of the whole sequence.
+            ranks: number of ranks.
+            work: work of each chunk, in any unit.
+            chunk: tokens per chunk.
         """
         seqlen, ranks, chunks = _sizes(seqlen, ranks, chunk)
         if len(work) != chunks:
@@ -88,15 +91,15 @@ class SequenceSplit:
             owners[i], room[rank], done[rank] = rank, room[rank] - 1, done[rank] + work[i]
         return cls(seqlen, chunk, tuple(owners), ranks)
 
-    # ---- reading one -----------------------------------------------------------------------------------------------
+    # ---- access ----------------------------------------------------------------------------------------------------
 
     def length(self, rank: int) -> int:
-        """Tokens that a rank owns."""
+        """Return the number of tokens that a rank owns."""
         return self.lengths[rank]
 
     @lazy
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of each rank."""
+        """Return the number of tokens of each rank."""
         found = [0] * self.ranks
         for i, owner in enumerate(self.owners):
             found[owner] += min(self.chunk, self.seqlen - i * self.chunk)
@@ -104,11 +107,11 @@ class SequenceSplit:
 
     @property
     def last_owner(self) -> int:
-        """The rank of the last chunk, which may be short; 0 for an empty sequence."""
+        """Rank that owns the last chunk, which may be short; 0 for an empty sequence."""
         return self.owners[-1] if self.owners else 0
 
     def runs(self, rank: int) -> list[tuple[int, int]]:
-        """(first, last + 1) token of each run of neighbouring chunks that a rank owns, in order."""
+        """Return (first, last + 1) token of each run of neighbouring chunks that a rank owns, in order."""
         return self._runs[rank]
 
     @lazy
@@ -120,38 +123,37 @@ class SequenceSplit:
         return found
 
     def positions(self, rank: int, device: torch.device | str = "cpu") -> Tensor:
-        """(length,) int64: the position in the whole sequence of each token that a rank owns; for rotary embeddings."""
+        """Return the position in the whole sequence of each token of a rank, (length,) int64; for rotary embeddings."""
         runs = [torch.arange(a, b, device=device) for a, b in self.runs(rank)]
         return torch.cat([torch.zeros(0, dtype=torch.int64, device=device), *runs])
 
     def blocks(self, rank: int, block: int) -> Tensor:
-        """(n,) int64, on the host: the blocks of so many tokens that a rank owns, ascending."""
+        """Return the blocks of `block` tokens that a rank owns, ascending, (n,) int64 on the host."""
         self.check_block(block)
         runs = [torch.arange(a // block, -(-b // block), device="cpu") for a, b in self.runs(rank)]
         return torch.cat([torch.zeros(0, dtype=torch.int64, device="cpu"), *runs])
 
     def check_block(self, block: int) -> None:
-        """Raise ValueError where blocks of so many tokens would lie on two ranks."""
+        """Raise ValueError if blocks of `block` tokens would straddle two ranks."""
         if self.chunk % block:
             raise ValueError(
-                f"`split` must have chunks that are a multiple of the layout's blocks of {block} tokens, "
-                f"got {self.chunk}"
+                f"`split` must have chunks that are a multiple of the layout's block size {block}, got {self.chunk}"
             )
 
     @typed
     def shard(self, x: Tensor, rank: int, dim: int = 1) -> Tensor:
-        """Take a rank's tokens out of a tensor of the whole sequence. Differentiable.
+        """Extract a rank's tokens from a tensor of the whole sequence. Differentiable.
 
         Args:
-            x: any tensor with `seqlen` entries along `dim`.
-            rank: whose tokens.
-            dim: of the tokens: 1 for (batch, seqlen, ...), 0 for a packed (tokens, ...).
+            x: a tensor with `seqlen` entries along `dim`.
+            rank: the rank whose tokens to extract.
+            dim: token dimension: 1 for (batch, seqlen, ...), 0 for packed (tokens, ...).
 
         Returns:
             A contiguous tensor with `length(rank)` entries along `dim`.
 
         Raises:
-            ValueError: another number of tokens.
+            ValueError: `x` has another number of tokens.
         """
         self.check_tokens(x, self.seqlen, dim)
         parts = [x.narrow(dim, a, b - a) for a, b in self.runs(rank)] or [x.narrow(dim, 0, 0)]
@@ -159,14 +161,14 @@ class SequenceSplit:
 
     @typed
     def join(self, shards: Sequence[Tensor], dim: int = 1) -> Tensor:
-        """Put the shards of all ranks together to the whole sequence, the inverse of `shard`. Differentiable.
+        """Join the shards of all ranks into the whole sequence; inverse of `shard`. Differentiable.
 
         Args:
-            shards: of rank 0, 1, ... in order.
-            dim: of the tokens.
+            shards: shards of ranks 0, 1, ... in order.
+            dim: token dimension.
         """
         if len(shards) != self.ranks:
-            raise ValueError(f"`shards` must be of {self.ranks} ranks, got {len(shards)}")
+            raise ValueError(f"`shards` must have one entry per rank, {self.ranks}, got {len(shards)}")
         pieces: list[tuple[int, Tensor]] = []
         for rank, x in enumerate(shards):
             self.check_tokens(x, self.length(rank), dim)
@@ -179,13 +181,13 @@ class SequenceSplit:
 
     @staticmethod
     def check_tokens(x: Tensor, tokens: int, dim: int) -> None:
-        """Raise ValueError for a tensor with another number of tokens."""
+        """Raise ValueError if a tensor has another number of tokens along `dim`."""
         if not -x.ndim <= dim < x.ndim or x.shape[dim] != tokens:
             raise ValueError(f"`x` must have {tokens} tokens along dim {dim}, got shape {tuple(x.shape)}")
 
 
 def _sizes(seqlen: int, ranks: int, chunk: int) -> tuple[int, int, int]:
-    """Return checked lengths, ranks, and the number of chunks."""
+    """Check sizes; return the sequence length, the number of ranks and the number of chunks."""
     seqlen, ranks, chunk = as_integer("seqlen", seqlen), as_integer("ranks", ranks), as_integer("chunk", chunk)
     if seqlen < 0 or ranks < 1 or chunk < 1:
         raise ValueError(f"`seqlen` must be >= 0, `ranks` and `chunk` >= 1, got {seqlen}, {ranks} and {chunk}")

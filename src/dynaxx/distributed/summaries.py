@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Summaries of the keys of all ranks: what a choice of blocks needs to know, without the keys themselves."""
+"""Gathered summaries of the keys of all ranks, which let selectors score blocks without gathering the keys."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from dynaxx.selection.scorers.pooling import mean_tiles
 
 
 def has_summaries(selector: Selector) -> bool:
-    """Whether a selector scores kv blocks by one summary of each."""
+    """Return whether a selector scores kv blocks by one summary per block."""
     scorer = selector.scorer
     return isinstance(scorer, MeanPool | MinMax) and scorer.pool is None
 
 
 @dataclass(frozen=True, eq=False)
 class GatheredScorer(Scorer):
-    """A `MeanPool` or `MinMax` that is given the summaries instead of the keys.
+    """A `MeanPool` or `MinMax` that receives block summaries instead of keys.
 
     Args:
-        low, high: (batch, kv_heads, kv_blocks, head_dim) fp32: the vectors for the negative and the positive part of a
-            query. The same tensor where there is one vector per block.
+        low: (batch, kv_heads, kv_blocks, head_dim) fp32, vectors that multiply the negative part of a query.
+        high: vectors that multiply the positive part of a query; `low` itself if there is one vector per block.
     """
 
     low: Tensor
@@ -55,11 +55,14 @@ class GatheredScorer(Scorer):
 def with_summaries(
     rule: Any, k: Tensor, split: SequenceSplit, rank: int, group: ProcessGroup, size: int
 ) -> tuple[Any, Tensor]:
-    """Return the rule with a `GatheredScorer`, and a tensor of the whole keys' shape that holds nothing.
+    """Return the rule with a `GatheredScorer`, and an uninitialised tensor with the shape of the whole keys.
 
     Args:
-        rule: a selector or hybrid that `has_summaries`.
+        rule: a selector or hybrid for which `has_summaries` is true.
         k: (batch, own tokens, kv_heads, head_dim).
+        split: which rank owns which tokens.
+        rank: this rank.
+        group: the ranks.
         size: tokens per kv block.
     """
     selector = rule.selector if isinstance(rule, Hybrid) else rule
@@ -74,7 +77,7 @@ def with_summaries(
 
 
 def _own_summaries(scorer: Any, k: Tensor, size: int) -> tuple[Tensor, ...]:
-    """(batch, kv_heads, own blocks, head_dim) fp32 each, as the scorer makes them."""
+    """Return the scorer's summaries of own blocks, each (batch, kv_heads, own blocks, head_dim) fp32."""
     if isinstance(scorer, MeanPool):
         return (pooled(k, size),)
     low, high = (reduce_blocks(k, size, reduce, MEMORY_BUDGET) for reduce in (torch.amin, torch.amax))
@@ -87,7 +90,7 @@ def _own_summaries(scorer: Any, k: Tensor, size: int) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True, eq=False)
 class _ByTorch(Selector):
-    """A selector whose scorer holds tensors of this call: torch makes its choice, and no kernel's launch is kept."""
+    """A selector whose scorer holds tensors of one call. It selects in torch, so no kernel launch is cached for it."""
 
     selector: Selector
     scorer: Scorer

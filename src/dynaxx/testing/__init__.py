@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tools to check attention with: the fp64 oracle, derived error budgets, and random inputs."""
+"""Tools for checking attention: an fp64 oracle, derived error budgets and random inputs."""
 
 from dynaxx.testing.cases import AttentionCase, make_qkv, random_case, random_pattern, random_selector
 from dynaxx.testing.expected import Expected

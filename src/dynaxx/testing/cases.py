@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw random inputs that try to break things: odd lengths, any group, every pattern, more queries than keys."""
+"""Random inputs that try to break kernels: odd lengths, any group size, every pattern, more queries than keys."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LENGTHS = (1, 15, 17, 63, 64, 65, 100, 127, 128, 129, 200, 257)
 
 
 def random_pattern(rng: random.Random, seqlen_k: int) -> p.Pattern:
-    """Draw one rule, or two or three combined, of any kind."""
+    """Draw a pattern of any kind, or a combination of two or three."""
     cuts = sorted(rng.sample(range(seqlen_k + 1), min(seqlen_k, 3)))
     rules: tuple[Callable[[], p.Pattern], ...] = (
         lambda: p.SlidingWindow(rng.choice((1, 5, 16, 33, 100))),
@@ -89,7 +89,7 @@ def random_selector(rng: random.Random) -> Selector:
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """One random problem: inputs and a layout."""
+    """A random problem: inputs and a layout."""
 
     q: Tensor
     k: Tensor
@@ -112,7 +112,7 @@ def make_qkv(
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw Gaussian q, k, v in the library's shapes, on the CPU so that every device sees the same."""
+    """Draw Gaussian q, k, v in the library's shapes, on the CPU so that all devices get the same values."""
     generator = torch.Generator().manual_seed(seed)
     draw = lambda *shape: torch.randn(*shape, generator=generator).to(device=device, dtype=dtype)
     return (
@@ -132,7 +132,7 @@ def random_case(
     lengths: tuple[int, ...] = LENGTHS,
     block_sizes: tuple[int, ...] = BLOCK_SIZES,
 ) -> AttentionCase:
-    """Draw a random problem; the same seed gives the same one everywhere."""
+    """Draw a random problem; equal seeds give equal problems on every device."""
     rng = random.Random(seed)
     seqlen_k = rng.choice(lengths)
     seqlen_q = seqlen_k if rng.random() < 0.7 else rng.choice(lengths)
@@ -149,7 +149,7 @@ def random_case(
     q, k, v = make_qkv(batch, seqlen_q, seqlen_k, group_size * kv_heads, kv_heads, head_dim, head_dim_v,
                        dtype=dtype, device=device, seed=seed)  # fmt: skip
     layout, rules = BlockLayout.stack_heads(layouts), repr(patterns)
-    if rng.random() < 0.25:  # chosen from the data instead, on the CPU so that every device gets the same
+    if rng.random() < 0.25:  # select from the data instead, on the CPU so that all devices get the same blocks
         hybrid = patterns[0] | random_selector(rng)
         rules = repr(hybrid)
         chosen = select_blocks(q.cpu().float(), k.cpu().float(), hybrid, causal=causal, block_size=block_size)

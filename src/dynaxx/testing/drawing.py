@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw the parts of a random problem: dtypes, lengths, heads, blocks, rules, memory; and its visible pairs."""
+"""`Draw`: draw the parts of a random problem (dtypes, lengths, heads, blocks, rules, memory) and its visible pairs."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ SHORT = (1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 100)
 MEDIUM = (127, 128, 129, 200, 257)
 LONG = (500, 777, 1024)
 RAGGED = (0, 0, 1, 5, 16, 17, 33, 64, 70)
-MOST_PAIRS = 100_000  # batch * q_heads * N * M; more is cut to two heads of one batch entry, or one
+MOST_PAIRS = 100_000  # upper bound for batch * q_heads * N * M; larger problems are cut to one or two heads
 
 Rule = p.Pattern | Selector | Hybrid
-Piece = tuple[slice, slice]  # queries and keys of one sequence
+Piece = tuple[slice, slice]  # queries and keys of one sequence on the packed axis
 
 
 @dataclass
 class Draw:
-    """The random numbers of one seed; methods draw parts of a problem, count them, or define visible pairs."""
+    """The random state of one seed. Methods draw parts of a problem, record its traits or define visible pairs."""
 
     rng: random.Random
     seed: int
@@ -41,16 +41,16 @@ class Draw:
     block_size: tuple[int, int]
     causal: bool
     heads: tuple[int, int]  # q_heads, kv_heads
-    head_dims: tuple[int, int]  # head_dim of q and k, of v
-    traits: dict[str, list[str]] = field(default_factory=dict)
-    rules: list[Rule] = field(default_factory=list)
-    from_data: float = 0.5  # share of rules that look at the data
-    softcaps: tuple[float | None, ...] = ()  # sometimes one sequence is empty
-    memories: tuple[str, ...] = tuple(MEMORY)
+    head_dims: tuple[int, int]  # head_dim of q and k, head_dim of v
+    traits: dict[str, list[str]] = field(default_factory=dict)  # what the problem covers, for coverage counts
+    rules: list[Rule] = field(default_factory=list)  # the patterns and selectors drawn so far
+    from_data: float = 0.5  # probability that a rule is a selector or hybrid, which read the data
+    softcaps: tuple[float | None, ...] = ()  # softcaps to draw from; () for the default choice
+    memories: tuple[str, ...] = tuple(MEMORY)  # memory layouts to draw from
 
     @classmethod
     def of(cls, seed: int, device: torch.device, **fixed: Any) -> Draw:
-        """Draw by a seed; `fixed` fields are as given."""
+        """Draw the basic parts from a seed; `fixed` sets fields instead of drawing them."""
         rng = random.Random(seed)
         dtype, kv_heads, head_dim = rng.choice(DTYPES), rng.choice((1, 2)), rng.choice(HEAD_DIMS)
         heads = (rng.choice((1, 1, 2, 3, 3, 4, 5, 7, 8)) * kv_heads, kv_heads)
@@ -62,7 +62,7 @@ class Draw:
         return draw
 
     def note(self, kind: str, name: str) -> None:
-        """Count a trait, once per problem."""
+        """Record a trait, once per problem."""
         names = self.traits.setdefault(kind, [])
         if name not in names:
             names.append(name)
@@ -78,11 +78,11 @@ class Draw:
 
     @property
     def blocks(self) -> dict[str, Any]:
-        """The options that rules take."""
+        """Keyword arguments that every rule takes."""
         return {"causal": self.causal, "block_size": self.block_size}
 
     def pattern(self, seqlen_k: int, without: type[p.Pattern] | None = None) -> p.Pattern:
-        """Draw a pattern for sequences of so many keys (of any number, if it is without `Documents`)."""
+        """Draw a pattern for `seqlen_k` keys, or for any number of keys if `without` is `Documents`."""
         rule = random_pattern(self.rng, max(1, seqlen_k))
         while (not seqlen_k or without is not None) and any(isinstance(leaf, p.Documents) for leaf in leaves(rule)):
             rule = random_pattern(self.rng, 1)
@@ -108,7 +108,7 @@ class Draw:
     # ---- sizes and tensors -----------------------------------------------------------------------------------------
 
     def lengths(self) -> tuple[int, int, int]:
-        """Draw batch, N and M."""
+        """Draw the batch size, N and M."""
         (sizes,) = self.rng.choices((SHORT, MEDIUM, LONG, (0,)), (80, 15, 2, 3))
         seqlen_q = seqlen_k = self.rng.choice(sizes)
         if self.rng.random() < 0.35:
@@ -120,7 +120,7 @@ class Draw:
         return batch, seqlen_q, seqlen_k
 
     def ragged(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Draw cumulative lengths of some sequences of queries and of keys, from 0."""
+        """Draw cumulative lengths, from 0, for the queries and the keys of several sequences."""
         seqlens_q = [self.rng.choice(RAGGED) for _ in range(self.rng.randint(1, 6))]
         if self.rng.random() < 0.03:
             seqlens_q[0] = self.rng.choice(LONG)
@@ -130,7 +130,7 @@ class Draw:
         return tuple(cumulative(seqlens_q)), tuple(cumulative(seqlens_k))
 
     def _cut_heads(self, pairs: int) -> bool:
-        """Keep a problem of so many pairs per head small; say whether that took anything."""
+        """Reduce the heads if a problem with this many pairs per head is too large; return whether it was."""
         if self.heads[0] * pairs <= MOST_PAIRS:
             return False
         self.heads = (2, 1) if 2 * pairs <= MOST_PAIRS else (1, 1)
@@ -149,7 +149,7 @@ class Draw:
                 self.note("lengths", name)
 
     def tensors(self, batch: int, seqlen_q: int, seqlen_k: int) -> dict[str, Tensor]:
-        """Draw q, k, v, each in memory of its own kind."""
+        """Draw q, k and v, each in a memory layout of its own."""
         drawn = make_qkv(batch, seqlen_q, seqlen_k, *self.heads, *self.head_dims,
                          dtype=self.dtype, device=self.device, seed=self.seed)  # fmt: skip
         inputs = {}
@@ -159,11 +159,11 @@ class Draw:
         return inputs
 
     def scale(self) -> float | None:
-        """Draw a softmax scale, mostly the default."""
+        """Draw a softmax scale, usually the default."""
         return self.rng.choice((None,) * 7 + (0.3, -0.5, 0.0))
 
     def score_options(self, inputs: dict[str, Tensor]) -> dict[str, Any]:
-        """Draw scale and softcap, and sometimes sinks, which join the given inputs."""
+        """Draw scale and softcap, and sometimes sinks, which are added to `inputs`."""
         softcap = self.rng.choice(self.softcaps or (None,) * 9 + (self.rng.choice((0.5, 3.0, 30.0)),))
         self.note("scores", "plain" if softcap is None else "softcap")
         if inputs and self.rng.random() < 0.1:
@@ -176,13 +176,13 @@ class Draw:
         return torch.Generator().manual_seed(self.rng.getrandbits(32))
 
     def dense_mask(self, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> Tensor:
-        """Draw a mask without any structure, shared or not."""
+        """Draw an unstructured mask, shared or not."""
         shape = (self.rng.choice((1, batch)), self.rng.choice((1, heads)), seqlen_q, seqlen_k)
         share = self.rng.choice((0.0, 0.02, 0.5, 0.98, 1.0))
         return (torch.rand(shape, generator=self.generator) < share).to(self.device)
 
     def block_indices(self, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> tuple[Tensor, Tensor]:
-        """Draw blocks as a selection lists them, in any order with empty slots between, and the pairs they show."""
+        """Draw block indices in random order with empty slots, and return them with the pairs that they show."""
         grid = BlockGrid(seqlen_q, seqlen_k, self.block_size, self.causal)
         shape = (self.rng.choice((1, batch)), self.rng.choice((1, heads)), grid.q_blocks)
         order = torch.rand(*shape, grid.kv_blocks, generator=self.generator).argsort(-1)
@@ -195,10 +195,10 @@ class Draw:
         visible = shown[..., :seqlen_q, :seqlen_k] & self._definition(p.Full(), seqlen_q, seqlen_k).cpu()
         return indices.to(self.device), visible.to(self.device)
 
-    # ---- what must be visible --------------------------------------------------------------------------------------
+    # ---- visible pairs ---------------------------------------------------------------------------------------------
 
     def visible(self, rule: Rule, q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
-        """Return (batch | 1, heads | 1, N, M) bool: a pattern's visible pairs, or a selector's checked choice."""
+        """Return a pattern's visible pairs or a selector's checked result, (batch | 1, heads | 1, N, M) bool."""
         shape = (q.shape[1], k.shape[1])
         if isinstance(rule, p.Pattern):
             return self._definition(rule, *shape)[None, None]
@@ -211,14 +211,14 @@ class Draw:
     def block_diagonal(
         self, rules: Sequence[Rule], pieces: Sequence[Piece], q: Tensor, k: Tensor, scale: float | None = None
     ) -> Tensor:
-        """Return (1, heads | 1, N, M) bool: each sequence by its rule, nothing between sequences."""
+        """Return (1, heads | 1, N, M) bool: each sequence sees its rule's pairs, and no pairs span two sequences."""
         visible = torch.zeros(1, q.shape[2], q.shape[1], k.shape[1], dtype=torch.bool, device=self.device)
         for rule, (rows, cols) in zip(rules, pieces, strict=True):
             visible[:, :, rows, cols] = self.visible(rule, q[:, rows], k[:, cols], scale)
         return visible
 
     def check(self, layout: BlockLayout, visible: Tensor) -> None:
-        """Hold a layout to what must be visible, element by element."""
+        """Check that a layout shows exactly the pairs of `visible`."""
         shown = layout.validate().to_dense()
         assert not (shown ^ visible).any(), f"a layout shows other pairs than its rule: {self.describe()}"
 
@@ -230,12 +230,12 @@ class Draw:
 
 
 def leaves(rule: p.Pattern) -> list[p.Pattern]:
-    """Return the patterns that a combined one is made of."""
+    """Return the patterns that a combined pattern consists of."""
     if not isinstance(rule, Union | Intersection):
         return [rule]
     return [leaf for part in rule.parts for leaf in leaves(part)]
 
 
 def cumulative(lengths: Sequence[int]) -> list[int]:
-    """Return (0, ..., total)."""
+    """Return cumulative sums (0, ..., total)."""
     return [sum(lengths[:s]) for s in range(len(lengths) + 1)]

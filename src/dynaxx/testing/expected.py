@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The expected answers of one problem: fp64 and eager results, computed once for any number of backends."""
+"""`Expected`: fp64 and eager results of one problem, computed once and compared with any number of backends."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from dynaxx.testing.rounding import rounding_errors
 
 
 class Expected:
-    """Answers and gradients of one problem in fp64, and the rounding errors of the same math in q's dtype.
+    """Results and gradients of one problem in fp64, and the rounding errors of the same math in q's dtype.
 
     Args:
-        seed: of the gradients of out and lse.
+        problem: the problem.
+        seed: seed of the gradients of out and lse.
     """
 
     def __init__(self, problem: Problem, seed: int = 0) -> None:
@@ -41,11 +42,11 @@ class Expected:
         )
 
     def reports(self, attend: AttendAll, move: Callable[[Tensor], Tensor] | None = None) -> list[ErrorReport]:
-        """Report the errors of a function's answers, with and without gradients, and of its gradients.
+        """Report the errors of a function: results with and without gradients, and the gradients.
 
         Args:
             attend: the function.
-            move: puts the gradient of out into other memory before it reaches `attend`.
+            move: copies the gradient of out to another memory layout before it reaches `attend`.
         """
         with torch.no_grad():
             alone = _named(*attend(*self._inputs.values()))

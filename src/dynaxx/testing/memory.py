@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copy numbers into other memory: views of any stride, with NaN around them."""
+"""Copies of tensors in other memory layouts: views with any strides, surrounded by NaN."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def _among(x: Tensor, dim: int, before: int, after: int, step: int = 1) -> Tensor:
-    """Copy x into a slice of a larger tensor of NaN along `dim`."""
+    """Copy x into a slice along `dim` of a larger tensor of NaN."""
     shape = list(x.shape)
     shape[dim] = before + step * shape[dim] + after
     view = x.new_full(shape, torch.nan).narrow(dim, before, step * x.shape[dim])
@@ -20,7 +20,7 @@ def _among(x: Tensor, dim: int, before: int, after: int, step: int = 1) -> Tenso
 
 
 def _order(x: Tensor, *dims: int) -> Tensor:
-    """Copy x with its dimensions in another order in memory, outermost first."""
+    """Copy x to memory with its dimensions in the order `dims`, outermost first."""
     return x.permute(dims).contiguous().permute([dims.index(dim) for dim in range(x.ndim)])
 
 
@@ -39,6 +39,6 @@ MEMORY: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def random_memory(rng: random.Random, x: Tensor, kinds: Sequence[str] = tuple(MEMORY)) -> tuple[Tensor, str]:
-    """Move a (batch, seqlen, heads, head_dim) tensor to one kind of `MEMORY`; return it and the kind's name."""
+    """Copy a (batch, seqlen, heads, head_dim) tensor to a random layout of `MEMORY`; return it and its name."""
     name = rng.choice(kinds)
     return MEMORY[name](x), name

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw random problems of selected attention, and check them against fp64 with derived budgets."""
+"""Random problems for selected attention, checked against fp64 with derived budgets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dynaxx.testing.oracle import ErrorReport, check_forward, check_gradients
 
 @dataclass(frozen=True)
 class SelectedCase:
-    """One packed random problem. It stands in for a layout where the oracle asks for a mask."""
+    """A packed random problem. It takes the place of a layout in `check_forward` and `check_gradients`."""
 
     q: Tensor  # (1, tokens_q, q_heads, head_dim)
     k: Tensor
@@ -53,7 +53,7 @@ class SelectedCase:
         return run
 
     def check(self, backend: str, gradients: bool = True) -> list[ErrorReport]:
-        """Report errors of a backend against fp64, with their budgets."""
+        """Report the errors of a backend against fp64, with their budgets."""
         parts: tuple[Any, ...] = (self.attend(backend), self.q, self.k, self.v, self)
         reports = check_forward(*parts)
         return reports + check_gradients(*parts) if gradients and min(self.q.shape[1], self.k.shape[1]) else reports
@@ -70,7 +70,7 @@ def random_selected_case(
     blocks: tuple[int, ...] = (16, 32, 64, 128),
     slots: tuple[int, ...] = (1, 3, 6),
 ) -> SelectedCase:
-    """Draw ragged sequences by seed: any group and head_dim_v, rows without blocks, blocks of the future."""
+    """Draw ragged sequences: any group size and head_dim_v, rows without blocks, blocks after the query."""
     rng = random.Random(seed)
     lengths_q = [rng.choice(lengths) for _ in range(rng.choice((1, 1, 3)))]
     lengths_k = [n if rng.random() < 0.6 else max(1, n + rng.choice((-3, 1, 40))) for n in lengths_q]
@@ -94,14 +94,14 @@ def random_selected_case(
 def random_block_indices(
     rng: random.Random, spans: NativeSpans, heads: int, count: int, overlap: float = 0.0
 ) -> Tensor:
-    """Draw (tokens_q, heads, count) int32 blocks of each query's own sequence, in any order, some slots empty.
+    """Draw blocks of each query's own sequence, in any order with empty slots: (tokens_q, heads, count) int32.
 
     Args:
-        rng: generator.
+        rng: random generator.
         spans: the sequences.
-        heads: selection heads.
+        heads: number of selection heads.
         count: slots per query.
-        overlap: probability that a query keeps the blocks of the one before it.
+        overlap: probability that a query reuses the blocks of the previous query.
     """
     rows = []
     for (a, b), (c, d) in zip(pairwise(spans.ends_q), pairwise(spans.ends_k), strict=True):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fp64 oracle and the derived tolerance: error against it at most twice that of the same math done eagerly.
+"""The fp64 oracle, and the derived tolerance: at most twice the error of the same math done eagerly.
 
-The eager error is one draw of many that other orders of the same sums would give, and now and then a lucky one: where
-it is below the root mean square of these (`testing.rounding`), that counts. The oracle shares nothing with the kernels
-but the dense mask of a layout.
+The error of the eager computation depends on its order of summation, and may be small by luck. If it is below the root
+mean square error over all orders (`testing.rounding`), the latter is used instead. The oracle shares no code with the
+kernels; it takes only the dense mask of a layout.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch import Tensor
 from dynaxx.arguments import typed
 from dynaxx.testing.rounding import rounding_errors
 
-AttendAll: TypeAlias = Callable[..., tuple[Tensor, Tensor | None]]  # (q, k, v, ...) -> (out, lse, None if it has none)
+AttendAll: TypeAlias = Callable[..., tuple[Tensor, Tensor | None]]  # (q, k, v, ...) -> (out, lse or None)
 Attend = Callable[[Tensor, Tensor, Tensor, Any], tuple[Tensor, Tensor]]
 
 
 class HasMask(Protocol):
-    """Anything that says which pairs are visible, such as a `BlockLayout`."""
+    """Anything that defines which pairs are visible, such as a `BlockLayout`."""
 
     def to_dense(self) -> Tensor: ...
 
@@ -39,7 +39,7 @@ def oracle_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute softmax attention over the visible pairs as a formula, in the dtype of its inputs.
+    """Compute softmax attention over the visible pairs with the plain formula, in the dtype of the inputs.
 
     Args:
         q: (batch, seqlen_q, q_heads, head_dim).
@@ -48,14 +48,14 @@ def oracle_attention(
         mask: bool, broadcastable to (batch, q_heads, seqlen_q, seqlen_k), True = visible.
         scale: softmax scale, head_dim ** -0.5 by default.
         softcap: as in `sparse_attention`.
-        sinks: (q_heads,); a sink is one more key, of value zero, that every query sees.
+        sinks: (q_heads,); a sink acts as an additional key with value zero that every query sees.
 
     Returns:
         out (batch, seqlen_q, q_heads, head_dim_v) in q's dtype and lse (batch, q_heads, seqlen_q), fp32 or fp64.
     """
     group_size = q.shape[2] // k.shape[2]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if not k.shape[1]:  # one hidden key, because a maximum over none is undefined
+    if not k.shape[1]:  # add a hidden key, because a maximum over no keys is undefined
         k, v = (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, 1)) for x in (k, v))
         mask = torch.nn.functional.pad(mask, (0, 1))
     k, v = k.repeat_interleave(group_size, 2).transpose(1, 2), v.repeat_interleave(group_size, 2).transpose(1, 2)
@@ -77,12 +77,12 @@ def oracle_attention(
 
 @dataclass(frozen=True)
 class ErrorReport:
-    """Largest error of one tensor against fp64, and the budget it must keep."""
+    """Largest error of one tensor against fp64, and its budget."""
 
     name: str
     error: float
     budget: float
-    at: str = ""  # the element with that error: its value and the expected one
+    at: str = ""  # position of the largest error, with the value there and the expected value
 
     @property
     def ok(self) -> bool:
@@ -104,7 +104,7 @@ def check_forward(
     *,
     softcap: float | None = None,
 ) -> list[ErrorReport]:
-    """Report errors of `attend(q, k, v, layout) -> (out, lse)` against fp64, with their derived budgets."""
+    """Report errors of `attend(q, k, v, layout) -> (out, lse)` against fp64, with derived budgets."""
     mask = layout.to_dense()
     exact = oracle_attention(q.double(), k.double(), v.double(), mask, scale, softcap)
     eager = oracle_attention(q, k, v, mask, scale, softcap)
@@ -124,7 +124,7 @@ def check_gradients(
     *,
     softcap: float | None = None,
 ) -> list[ErrorReport]:
-    """Report errors of dq, dk, dv for random gradients of out and of lse, with their derived budgets."""
+    """Report errors of dq, dk and dv for random gradients of out and lse, with derived budgets."""
     mask = layout.to_dense()
     generator = generator_of_gradients(seed, q.device)
 
@@ -144,10 +144,10 @@ def check_gradients(
 
 
 def generator_of_gradients(seed: int, device: torch.device) -> torch.Generator:
-    """Return a generator whose numbers differ from inputs of the same seed, which would be q's own.
+    """Return a generator whose numbers differ from those of inputs drawn with the same seed.
 
-    Gradients that are the same numbers as q make errors add up that are independent otherwise, and a kernel that reads
-    one for the other would pass. `seed + 2**32` is no other seed: a CPU's generator takes 32 bits.
+    If the gradients had the same values as q, errors that are normally independent would add up, and a kernel that
+    mistakes one for the other would pass. `seed + 2**32` would not help, because CPU generators use 32 bits of a seed.
     """
     return torch.Generator(device).manual_seed(random.Random(f"gradients of {seed}").getrandbits(32))
 
@@ -159,13 +159,13 @@ def error_reports(
     exact: tuple[Tensor, ...],
     rounded: dict[str, float] | None = None,
 ) -> list[ErrorReport]:
-    """Report each named tensor's error beside its budget: twice the larger of eager and `rounded`, plus a rounding."""
+    """Report each tensor's error and its budget: twice the larger of the eager error and `rounded`, plus rounding."""
     least = [(rounded or {}).get(name, 0.0) for name in names]
     return [_report(*each) for each in zip(names, got, eager, exact, least, strict=True)]
 
 
 def _report(name: str, got: Tensor, eager: Tensor, exact: Tensor, rounded: float) -> ErrorReport:
-    """Compare the places of inf and nan first, then the largest difference of what is finite."""
+    """Compare the positions of inf and nan first, then the largest difference of finite elements."""
     if got.shape != exact.shape:
         return ErrorReport(name, float("nan"), 0.0, f"shape {tuple(got.shape)} for {tuple(exact.shape)}")
     finite = exact.isfinite()
@@ -182,6 +182,6 @@ def _report(name: str, got: Tensor, eager: Tensor, exact: Tensor, rounded: float
 
 
 def _place(got: Tensor, exact: Tensor, most: Tensor) -> str:
-    """Describe the element where `most` is largest: what is there and what must be."""
+    """Describe the element where `most` is largest: its index, its value and the expected value."""
     at = tuple(int(i) for i in torch.unravel_index(most.double().argmax(), most.shape))
     return f"{list(at)}: {float(got[at]):.6g} for {float(exact[at]):.6g}"

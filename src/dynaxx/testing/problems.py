@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw random problems that a user may ask of the library, with their visible pairs by the rules' definitions.
+"""Random problems covering what users may ask of the library, with visible pairs taken from the rules' definitions.
 
-A problem's tensors are (batch, seqlen, heads, head_dim) whatever it is about: packed sequences and requests of mixed
-length lie behind one another in a batch of one. N, M queries and keys, H heads.
+All tensors of a problem are (batch, seqlen, heads, head_dim): packed sequences and requests of mixed length follow one
+another in a batch of one. Legend: N queries, M keys, H heads.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ Attend = Callable[..., tuple[Tensor, Tensor | None]]
 
 @dataclass(frozen=True)
 class Problem:
-    """One random problem, ready to be asked of any backend."""
+    """A random problem that can be given to any backend."""
 
-    inputs: dict[str, Tensor]  # q, k, v, and sinks where there are some
-    attend: Attend  # (*inputs, backend=) -> (out, lse, None where the function gives none), on the inputs' device
+    inputs: dict[str, Tensor]  # q, k, v, and sinks if there are any
+    attend: Attend  # (*inputs, backend=) -> (out, lse or None), on the inputs' device
     exact: AttendAll  # the oracle over the visible pairs
-    eager: AttendAll | None  # the same math done eagerly, where that is more than one attention
+    eager: AttendAll | None  # the same math done eagerly, if it is more than one attention call
     visible: Tensor  # bool, broadcastable to (batch, q_heads, N, M)
     scale: float | None
     asks: AttentionProblem
-    traits: dict[str, list[str]]  # traits to count: "pattern": ["Sink", "Causal"], ...
+    traits: dict[str, list[str]]  # what the problem covers: {"pattern": ["Sink", "Causal"], ...}
     label: str
 
 
 @typed
 def random_problem(seed: int, device: torch.device | str = "cpu", **fixed: Any) -> Problem:
-    """Draw a random problem; the same seed gives the same one everywhere.
+    """Draw a random problem; equal seeds give equal problems on every device.
 
     Args:
         seed: seed of the generator.
         device: device of the tensors.
-        **fixed: fields of `Draw` that are given instead of drawn, such as what a kernel is compiled for.
+        **fixed: fields of `Draw` to set instead of drawing them, such as settings that a kernel is compiled for.
 
     Raises:
         AssertionError: a layout shows other pairs than its rule.
@@ -64,7 +64,7 @@ def random_problem(seed: int, device: torch.device | str = "cpu", **fixed: Any) 
 
 
 def _batch(draw: Draw) -> Problem:
-    """Draw a batch with one layout of any origin."""
+    """Draw a batch with one layout from any source."""
     batch, seqlen_q, seqlen_k = draw.lengths()
     inputs = draw.tensors(batch, seqlen_q, seqlen_k)
     layout, visible = _any_layout(draw, inputs["q"], inputs["k"])
@@ -107,7 +107,7 @@ def _any_layout(draw: Draw, q: Tensor, k: Tensor) -> tuple[BlockLayout, Tensor]:
 
 
 def _packed(draw: Draw) -> Problem:
-    """Draw ragged sequences on one axis, by one rule or each by its own."""
+    """Draw ragged sequences on one axis, with one rule for all or one rule each."""
     ends_q, ends_k = draw.ragged()
     inputs = draw.tensors(1, ends_q[-1], ends_k[-1])
     q, k = inputs["q"], inputs["k"]
@@ -141,7 +141,7 @@ def _packed(draw: Draw) -> Problem:
 
 
 def _merged(draw: Draw) -> Problem:
-    """Draw attention over disjoint pairs, merged by lse."""
+    """Draw attention over disjoint sets of pairs, merged by lse."""
     batch, seqlen_q, seqlen_k = draw.lengths()
     inputs = draw.tensors(batch, seqlen_q, seqlen_k)
     layout, visible = _any_layout(draw, inputs["q"], inputs["k"])

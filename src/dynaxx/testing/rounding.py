@@ -1,26 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predict the rounding errors of attention and its gradients, to first order, with sums taken in any order.
+"""Prediction of the rounding errors of attention and its gradients, to first order, for any order of summation.
 
-Errors are carried through the formulas as root mean squares. Each rounding is independent of the others and as large as
-it can be, u = eps / 2 of what is rounded (in the mean square it is 0.4 of that):
+Errors are propagated through the formulas as root mean squares (rms). Roundings are assumed to be independent and as
+large as possible, u = eps / 2 of the rounded value (their actual rms is 0.4 of that). The model:
 
-- A sum of n terms t is rounded at each of its n partial sums. In a random order the square of the m-th is on average
-  m (n - m) / n**2 sum(t**2) + (m / n)**2 sum(t)**2, so the sum's error is u sqrt(n (sum(t**2) / 6 + sum(t)**2 / 3)).
-- A GPU's matrix instructions cut off where others round, by up to 2 u and always towards zero. They take 16 terms at a
-  time, so there are fewer cuts: of products of fp16 with 32 to 256 terms the error was 0.25 to 0.47 of that (root mean
-  square, one H200), and of a sum in fp32 0.38 to 0.40. It is a share of the sum, not noise: not independent any more
-  where that sum comes back as a factor. (Gradients of out that were q itself made dk, a sum of q by errors of do . v,
-  3 times as wrong.)
-- A score is such a sum, rounded twice more: by the scale, and by the factor that makes exp a power of 2. Its absolute
-  error is a weight's relative one.
-- Weights of one pass are divided by their own sum, so out changes by sum(p e (v - out)). Those of the backward pass
-  come of other sums, and of a rounded lse; its error all weights of a query share.
-- ds = p (dp - delta) scale with dp = do . v and delta = do . out - dlse: the errors of dp and delta stay where the two
-  cancel. delta takes the out that was stored.
-- p, ds and out may be rounded to the inputs' dtype. Where out is made of parts (merged, or with a sink), so are the
-  parts, and the gradients that they are given.
+- A sum of n terms t is rounded at each of its n partial sums. In a random order, the mean square of the m-th partial
+  sum is m (n - m) / n**2 sum(t**2) + (m / n)**2 sum(t)**2. The error of the sum is therefore
+  u sqrt(n (sum(t**2) / 6 + sum(t)**2 / 3)).
+- Matrix instructions of GPUs truncate instead of rounding, by up to 2 u and always towards zero. They add 16 terms at
+  a time, so there are fewer truncations. For products of fp16 with 32 to 256 terms, the measured error was 0.25 to
+  0.47 of the prediction (rms, one H200), and for a sum in fp32 0.38 to 0.40. Truncation scales with the sum instead of
+  being noise, so its errors are not independent if the sum is used again as a factor. (With gradients of out equal to
+  q, dk sums q times the errors of do . v, and was 3 times as inaccurate.)
+- A score is such a sum, rounded twice more: by the scale, and by the factor that turns exp into a power of 2. The
+  absolute error of a score is the relative error of its weight.
+- In the forward pass, weights are divided by their own sum, so out changes by sum(p e (v - out)). The weights of the
+  backward pass are computed from new sums and a rounded lse, whose error all weights of a query share.
+- ds = p (dp - delta) scale with dp = do . v and delta = do . out - dlse. The errors of dp and delta remain even if
+  their values cancel. delta is computed from the stored out.
+- p, ds and out may be rounded to the inputs' dtype. If out is composed of parts (merged, or with a sink), the parts
+  and their gradients are rounded, too.
 
-B batch, H q heads, N and M queries and keys, D and E head_dim of q and k, of v; errors are named e_<what of>.
+Legend: B batch, H q heads, N queries, M keys, D head_dim of q and k, E head_dim of v; e_x is the error of x.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from torch.nn.functional import pad
 
 
 class _Weights(NamedTuple):
-    """Weights of every pair, and their errors; a sink is one more key."""
+    """Weights of all pairs, and their errors; a sink is an additional key."""
 
-    p: Tensor  # (B, H, N, M), 0 where hidden
+    p: Tensor  # (B, H, N, M), 0 for hidden pairs
     e_score: Tensor  # (B, H, N, M), error of the capped score
-    slope: Tensor  # (B, H, N, M), slope of the cap
-    e_slope: Tensor
+    slope: Tensor  # (B, H, N, M), derivative of the softcap
+    e_slope: Tensor  # (B, H, N, M)
     e_lse: Tensor  # (B, H, N, 1)
     visible: Tensor  # (B, H, N, M)
 
@@ -54,20 +55,20 @@ def rounding_errors(
     softcap: float | None = None,
     merged: bool = False,
 ) -> dict[str, float]:
-    """Return the largest root mean square error among the elements of out, lse, dq, dk, dv (and dsinks).
+    """Return the largest rms error of any element of out, lse, dq, dk, dv (and dsinks).
 
     Args:
-        inputs: q, k, v of (batch, seqlen, heads, head_dim), and sinks (q_heads,) where there are some.
+        inputs: q, k, v as (batch, seqlen, heads, head_dim), and sinks (q_heads,) if there are any.
         visible: bool, broadcastable to (B, H, N, M).
-        do: (B, N, H, E), the gradient of out; None for no gradients.
-        dlse: (B, H, N), the gradient of lse; None for none.
+        do: (B, N, H, E), gradient of out; None: compute no gradients.
+        dlse: (B, H, N), gradient of lse; None: zero.
         scale: softmax scale, head_dim ** -0.5 by default.
         softcap: as in `sparse_attention`.
-        merged: whether out is merged from parts.
+        merged: whether out is merged from several attention results.
     """
     dtype, scale = inputs["q"].dtype, inputs["q"].shape[-1] ** -0.5 if scale is None else scale
     u = torch.finfo(torch.promote_types(dtype, torch.float32)).eps / 2
-    stored = lambda x: torch.finfo(dtype).eps / 2 * x.abs() * (x.to(dtype) != x)  # 0 for 0, and for a weight of 1
+    stored = lambda x: torch.finfo(dtype).eps / 2 * x.abs() * (x.to(dtype) != x)  # 0 for exact values, such as 0 and 1
     q = inputs["q"].double().transpose(1, 2)
     group_size = q.shape[1] // inputs["k"].shape[2]
     k, v = (inputs[name].double().repeat_interleave(group_size, 2).transpose(1, 2) for name in "kv")
@@ -102,7 +103,7 @@ def rounding_errors(
     e_ds = _rms(e_of_pair, abs(scale) * p * slope * _rms(e_delta, e_lse * difference))
 
     dq, e_dq = _matmul(ds, k, keys, u)
-    of_query = _rms(e_delta * scale * ((p * slope) @ k), e_lse * dq)  # shared by all weights of a query
+    of_query = _rms(e_delta * scale * ((p * slope) @ k), e_lse * dq)  # errors that all weights of a query share
     found = {
         "out": e_out,
         "lse": e_lse,
@@ -111,7 +112,7 @@ def rounding_errors(
     }
     e_p = _rms(p * _rms(e_score, e_lse), stored(p))
     found["dv"] = _of_groups(_rms(_matmul(p.mT, do, queries, u)[1], (e_p.mT**2 @ do**2).sqrt()), group_size)
-    if "sinks" in inputs:  # a sink's weight is 1 minus the others', and its score has no factor
+    if "sinks" in inputs:  # a sink's weight is 1 minus the other weights, and its score is not scaled
         e_sinks = _rms(p * e_delta, _rms(p * _rms(e_score, e_lse), torch.full_like(p, u)) * (delta - dlse))[..., -1]
         found["dsinks"] = e_sinks.square().sum((0, 2)).sqrt()
     return _largest(found)
@@ -120,7 +121,7 @@ def rounding_errors(
 def _weights(
     q: Tensor, k: Tensor, visible: Tensor, sinks: Tensor | None, scale: float, softcap: float | None, u: float
 ) -> _Weights:
-    """Compute weights of (B, H, N, D) q and (B, H, M, D) k, the sink's last."""
+    """Compute the weights for (B, H, N, D) q and (B, H, M, D) k; the sink comes last."""
     score, e_score = _matmul(q, k.mT, q.shape[-1], u)
     score, e_score, visible = score * scale, e_score * abs(scale), visible.expand(score.shape)
     slope, e_slope = torch.ones_like(score), torch.zeros_like(score)
@@ -142,14 +143,14 @@ def _weights(
     lse = top.logsumexp(-1, keepdim=True) if top.shape[-1] else top.sum(-1, keepdim=True)
     p = (score - lse).exp().masked_fill(~visible, 0.0)
     lse, score = lse.masked_fill(~visible.any(-1, keepdim=True), 0.0), score.masked_fill(~visible, 0.0)
-    of_factor = 2 * u * (p * score).sum(-1, keepdim=True)  # the same relative error of every score
+    of_factor = 2 * u * (p * score).sum(-1, keepdim=True)  # all scores have the same relative error
     e_lse = _rms(((p * e_score) ** 2).sum(-1, keepdim=True).sqrt(), of_factor, u * lse, torch.full_like(lse, u))
-    e_score = _rms(e_score, 2 * u * score, torch.full_like(score, 2 * u))  # the factor, and exp itself
+    e_score = _rms(e_score, 2 * u * score, torch.full_like(score, 2 * u))  # errors of the factor and of exp
     return _Weights(p, e_score, slope, e_slope, e_lse, visible)
 
 
 def _matmul(a: Tensor, b: Tensor, terms: Tensor | int, u: float) -> tuple[Tensor, Tensor]:
-    """Compute a @ b, and its error for so many terms."""
+    """Compute a @ b, and its error for `terms` terms per sum."""
     found = a @ b
     return found, _error_of_sum(found, a**2 @ b**2, terms, u)
 
@@ -159,7 +160,7 @@ def _error_of_sum(total: Tensor, squares: Tensor, terms: Tensor | int, u: float)
 
 
 def _rms(*errors: Tensor) -> Tensor:
-    """Combine independent errors."""
+    """Combine independent errors by root sum of squares."""
     return torch.stack(torch.broadcast_tensors(*errors)).square().sum(0).sqrt()
 
 
