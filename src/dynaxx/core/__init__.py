@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The C++ core: its sources, how they are compiled, and the library of this process."""
+"""The C++ core: its sources, their compilation, and the library that this process has loaded."""

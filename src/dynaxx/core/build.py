@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile the C++ core. Standard library alone: `setup.py` runs this file before anything is installed.
+"""Compilation of the C++ core. Uses only the standard library, because `setup.py` runs it before anything is installed.
 
-One shared library per instruction set, not one with three bodies: inline functions of the standard library compiled for
-AVX-512 could otherwise be the ones that the linker keeps for all.
+Each instruction set gets a shared library of its own. In one library for all of them, the linker could keep an inline
+function of the C++ standard library that was compiled for AVX-512, and use it everywhere.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from functools import cache
 from pathlib import Path
 
 SOURCE = Path(__file__).parent / "source"
-TIMEOUT = 600  # seconds for one file; it takes ten on an idle machine
+TIMEOUT = 600  # seconds to compile one file, which takes ten on an idle machine
 
-# Fastest first. Flags of GCC and Clang.
+# Fastest first. The flags are those of GCC and Clang.
 ISAS: dict[str, tuple[str, ...]] = {
     "x86-64-v4-bf16": ("-march=x86-64-v4", "-mavx512bf16", "-mprefer-vector-width=512"),
     "x86-64-v4": ("-march=x86-64-v4", "-mprefer-vector-width=512"),
@@ -39,13 +39,13 @@ _CPU_FLAGS = {
 
 
 def buildable_isas() -> list[str]:
-    """Return the instruction sets to build for on this kind of machine, fastest first."""
+    """Return the instruction sets that can be built on this machine type, fastest first."""
     return list(ISAS) if platform.machine() in ("x86_64", "AMD64") else ["baseline"]
 
 
 @cache
 def supported_isas() -> tuple[str, ...]:
-    """Return the instruction sets this processor runs, fastest first; only the baseline where it cannot be asked."""
+    """Return the instruction sets that this processor supports, fastest first; only the baseline if that is unknown."""
     flags: set[str] = set()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -58,7 +58,7 @@ def supported_isas() -> tuple[str, ...]:
 
 @cache
 def source_hash() -> str:
-    """Return a hash of the source files of the core, which tells a library of other sources from one of these."""
+    """Return a hash of the core's source files, to detect libraries that were built from other sources."""
     digest = hashlib.sha256()
     for path in sorted(SOURCE.iterdir()):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -66,12 +66,12 @@ def source_hash() -> str:
 
 
 def library_name(isa: str) -> str:
-    """File name of a library, beside this file or in the cache."""
+    """Return the file name of a library, both in this folder and in the cache."""
     return f"_core_{isa.replace('-', '_')}.so"
 
 
 def find_compiler() -> str | None:
-    """Return the C++ compiler: $CXX, or the first of c++, g++, clang++ on the path; may carry arguments."""
+    """Return the C++ compiler command: $CXX, which may include arguments, or the first of c++, g++, clang++ found."""
     chosen = os.environ.get("CXX")
     if chosen:
         return chosen if shutil.which(shlex.split(chosen)[0]) else None
@@ -79,14 +79,14 @@ def find_compiler() -> str | None:
 
 
 def compile_library(isa: str, target: Path, compiler: str) -> None:
-    """Compile the core for `isa` into `target`, files side by side; the library appears whole or not at all.
+    """Compile the core for `isa` into `target`, several files in parallel. The library is replaced atomically.
 
-    No OpenMP runtime is linked: source/tasks.h calls the one that torch has loaded, whatever its file is called, so
-    that there is one pool of threads and `torch.set_num_threads` governs it.
+    No OpenMP runtime is linked. source/tasks.h calls the runtime that torch has loaded, so that there is one thread
+    pool, which `torch.set_num_threads` controls.
 
     Raises:
-        OSError: no such directory, or it cannot be written.
-        RuntimeError: the compiler failed, with what it said, or came to no end.
+        OSError: the directory does not exist or is not writable.
+        RuntimeError: the compiler failed or timed out; contains its output.
     """
     sources = [str(path) for path in sorted(SOURCE.glob("*.cpp"))]
     handle, temporary = tempfile.mkstemp(dir=target.parent, suffix=".so.tmp")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Libraries in a cache folder: opened only if nobody else can have written them.
+"""Loading of libraries from a cache folder, only if no other user can have written them.
 
-A library runs as whoever loads it, and a cache folder may be shared. So a library is loaded only where its folder and
-its file belong to this user or to root, nobody else can write to them, and its bytes have the digest that was written
-down when it was compiled.
+A library runs with the rights of the user who loads it, and a cache folder may be shared. A library is therefore loaded
+only if this user or root owns the folder and the file, if nobody else can write to them, and if the file has the digest
+that was recorded when it was compiled.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 class DigestError(ImportError):
-    """A library of this user's is not what was compiled there: cut short, or of another build."""
+    """The digest of a library is wrong: the file is truncated, or belongs to another build."""
 
 
 def write_digest(library: Path) -> None:
-    """Write down the digest of a library that was just compiled, whole or not at all."""
+    """Record the digest of a newly compiled library; the digest file is replaced atomically."""
     handle, temporary = tempfile.mkstemp(dir=library.parent, suffix=".sha256.tmp")
     try:
         with os.fdopen(handle, "w") as file:
@@ -36,33 +36,34 @@ def write_digest(library: Path) -> None:
 
 
 def digest_path(library: Path) -> Path:
-    """Return where the digest of a library is."""
+    """Return the path of a library's digest file."""
     return library.with_name(library.name + ".sha256")
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a folder that somebody else owns or can write to.
+    """Check that only this user or root owns a folder and can write to it.
 
     Raises:
-        ImportError: it is such a folder, or a link to one.
-        OSError: it cannot be looked at.
+        ImportError: another user owns the folder or can write to it, or it is a link.
+        OSError: the folder cannot be inspected.
     """
     _check_owner(os.lstat(folder), folder, stat.S_ISDIR)
 
 
 def load(library: Path) -> CDLL:
-    """Load a library of the cache.
+    """Load a library from the cache.
 
-    The file is opened once: what is checked is what is loaded, even if another file takes its place meanwhile.
+    The file is opened once and checked through its descriptor, so the checked file is the loaded file even if another
+    file replaces it in the meantime.
 
     Raises:
-        DigestError: its bytes are not those that were compiled.
-        ImportError: somebody else owns it or can write to it.
-        FileNotFoundError, OSError: it is not there, cannot be read, or does not load.
+        DigestError: the file differs from what was compiled.
+        ImportError: another user owns the file or can write to it.
+        FileNotFoundError, OSError: the file does not exist, is not readable, or cannot be loaded.
     """
     descriptor = _checked_descriptor(library)
     opened = Path(f"/proc/self/fd/{descriptor}")
-    # The descriptor stays open: the loader knows libraries by name, and this name must not come to mean another file.
+    # Keep the descriptor open: the loader identifies libraries by name, and this name must not be reused.
     return CDLL(str(opened if opened.exists() else library))
 
 
@@ -74,7 +75,7 @@ def _checked_descriptor(library: Path) -> int:
         with open(os.dup(descriptor), "rb") as file:
             found = hashlib.sha256(file.read()).hexdigest()
         if found != wanted:
-            raise DigestError(f"{library} is not the library that was compiled there: its digest is another one")
+            raise DigestError(f"{library} is not the library that was compiled there: its digest differs")
     except BaseException:
         os.close(descriptor)
         raise
@@ -82,7 +83,7 @@ def _checked_descriptor(library: Path) -> int:
 
 
 def _open(path: Path) -> int:
-    """Open a regular file of this user's, no link, for reading."""
+    """Open a regular file, not a link, that only this user or root can write to; return its descriptor."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
     try:
         _check_owner(os.fstat(descriptor), path, stat.S_ISREG)
@@ -99,7 +100,7 @@ def _read(path: Path) -> bytes:
 
 def _check_owner(found: os.stat_result, path: Path, is_kind: Callable[[int], bool]) -> None:
     if not is_kind(found.st_mode):
-        raise ImportError(f"{path} must be a regular file in a folder of its own, no link or device")
+        raise ImportError(f"{path} must be a regular file in a regular folder, not a link or a device")
     user = os.geteuid() if hasattr(os, "geteuid") else found.st_uid
     if found.st_uid not in (user, 0) or found.st_mode & WRITABLE_BY_OTHERS:
         raise ImportError(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find, compile or do without the C++ core, and say which.
+"""Loading of the C++ core, and a report of which core is active.
 
-In this order: a library that was built with the package; one compiled at first use and kept in the user's cache; none,
-and attention runs as gathers in torch.
+The core is, in this order: a library that was built with the package; one that was compiled at first use and stored in
+the user's cache; or none, and then attention runs as gathers in torch.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ CACHE_VARIABLE = "DYNAXX_CACHE"
 
 @dataclass(frozen=True)
 class CpuStatus:
-    """What serves attention on this CPU, and why."""
+    """What computes attention on this CPU, and why."""
 
-    kind: Literal["built", "compiled", "torch"]  # with the package; at first use; no core, gathers in torch
-    isa: str | None  # instruction set of the core, None without one
+    kind: Literal["built", "compiled", "torch"]  # built with the package, compiled at first use, no core
+    isa: str | None  # instruction set of the core; None without a core
     path: Path | None
     why: str
 
@@ -39,33 +39,33 @@ class CpuStatus:
 
 @dataclass(frozen=True)
 class Core:
-    """A loaded core, or none, and how that came."""
+    """A loaded core, or none, and its status."""
 
     library: CDLL | None
     status: CpuStatus
 
 
 def cpu_status() -> CpuStatus:
-    """Say whether the C++ core is active, for which instruction set, from where; or why not. Loads it."""
+    """Report whether the C++ core is active, for which instruction set and from which file, or why not. Loads it."""
     return load_core(os.environ.get(ISA_VARIABLE, "")).status
 
 
 def active_library() -> CDLL | None:
-    """Return the core that this process uses, None where gathers in torch serve."""
+    """Return the core of this process; None if attention runs as gathers in torch."""
     return load_core(os.environ.get(ISA_VARIABLE, "")).library
 
 
 def present_library() -> CDLL | None:
-    """Return the core where it need not be compiled first; for what is not worth waiting for that."""
+    """Return the core only if it need not be compiled first, for work that is too short to wait for a compiler."""
     return load_core(os.environ.get(ISA_VARIABLE, ""), may_compile=False).library
 
 
 @cache
 def load_core(isa: str, may_compile: bool = True) -> Core:
-    """Load the core for one instruction set, or the best this processor runs for ""; "torch" asks for none.
+    """Load the core for one instruction set; "" selects the fastest that the processor supports, "torch" selects none.
 
     Raises:
-        ValueError: an instruction set that this processor does not run.
+        ValueError: the processor does not support the instruction set.
     """
     choices = (*build.supported_isas(), "torch")
     if isa and isa not in choices:
@@ -85,13 +85,13 @@ def load_core(isa: str, may_compile: bool = True) -> Core:
 
 
 def _choice(isa: str) -> str:
-    return f"{ISA_VARIABLE}={isa}" if isa else "the fastest of what the processor runs"
+    return f"{ISA_VARIABLE}={isa}" if isa else "fastest instruction set of this processor"
 
 
 def _compiled_at_first_use(isa: str, choice: str, reasons: list[str], may_compile: bool = True) -> Core:
     reasons = reasons or ["no library was built with the package"]
     try:
-        directory = cache_directory() / f"core-{build.source_hash()}"  # a user without a home folder has none
+        directory = cache_directory() / f"core-{build.source_hash()}"  # raises for a user without a home folder
         path = directory / build.library_name(isa)
         library, found = _cached(path)
         if library is None and not may_compile:
@@ -99,14 +99,14 @@ def _compiled_at_first_use(isa: str, choice: str, reasons: list[str], may_compil
         if library is None:
             compiler = build.find_compiler()
             if compiler is None:
-                return _without_core("; ".join([*reasons, found, "no C++ compiler to build one with"]))
+                return _without_core("; ".join([*reasons, found, "no C++ compiler found"]))
             logger.info("compiling the CPU core for %s into %s", isa, path)
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
             cached_library.check_folder(directory)
             build.compile_library(isa, path, compiler)
             cached_library.write_digest(path)
             library = cached_library.load(path)
-        why = f"compiled at first use, as {'; '.join(reasons)}; {choice}"
+        why = f"compiled at first use: {'; '.join(reasons)}; {choice}"
         return Core(_declare(library), CpuStatus("compiled", isa, path, why))
     except (OSError, ImportError, RuntimeError) as error:
         logger.warning("no compiled CPU core, attention runs in torch: %s", error)
@@ -114,10 +114,10 @@ def _compiled_at_first_use(isa: str, choice: str, reasons: list[str], may_compil
 
 
 def _cached(path: Path) -> tuple[CDLL | None, str]:
-    """Return the library at a path of the cache, or why there is none that could be replaced.
+    """Return the library from the cache, or None and the reason why it must be compiled.
 
     Raises:
-        ImportError: a library or a folder that somebody else owns or can write to.
+        ImportError: another user owns the library or its folder, or can write to them.
     """
     _show_openmp()
     try:
@@ -133,7 +133,7 @@ def _without_core(why: str) -> Core:
 
 
 def cache_directory() -> Path:
-    """Where what is made once is kept: `DYNAXX_CACHE`, else the user's cache folder."""
+    """Return the folder for cached files: `DYNAXX_CACHE`, else `dynaxx` in the user's cache folder."""
     chosen = os.environ.get(CACHE_VARIABLE)
     if chosen:
         return Path(chosen)
@@ -141,7 +141,7 @@ def cache_directory() -> Path:
 
 
 def _show_openmp() -> None:
-    """Make the OpenMP runtime that torch has loaded visible to the core, where it is not already."""
+    """Make the OpenMP runtime that torch has loaded visible to the core, unless it is visible already."""
     maps = Path("/proc/self/maps")
     if hasattr(CDLL(None), "GOMP_parallel") or not maps.exists():
         return
@@ -153,21 +153,21 @@ def _show_openmp() -> None:
 
 
 def _open(path: Path) -> CDLL:
-    """Load a library that was built with the package; raises as `_declare`, OSError where it does not load."""
+    """Load a library that was built with the package; raises like `_declare`, and OSError if it cannot be loaded."""
     _show_openmp()
     return _declare(CDLL(str(path)))
 
 
 def _declare(library: CDLL) -> CDLL:
-    """Declare the functions of a library, and return it.
+    """Declare the functions of a library and return it.
 
     Raises:
-        ImportError: it was built from other sources than those beside it.
+        ImportError: the library was built from other sources.
     """
     library.dynaxx_cpu_source_hash.restype = ctypes.c_char_p
     found = library.dynaxx_cpu_source_hash().decode()
     if found != build.source_hash():
-        raise ImportError(f"built from other sources ({found}, expected {build.source_hash()}); build it again")
+        raise ImportError(f"built from other sources ({found}, expected {build.source_hash()}); rebuild it")
     pointer, size = ctypes.c_void_p, ctypes.c_int64
     arguments = {
         "plan_check": [pointer] * 4 + [size] * 5,

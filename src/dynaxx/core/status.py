@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Status codes of the C++ core, and the exceptions they stand for. The codes are those of `source/status.h`."""
+"""Status codes of the C++ core, equal to those in `source/status.h`, and the exceptions that they become."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ OK, NO_MEMORY, BAD_INPUT, FAILED = range(4)
 
 
 def raise_for_status(code: int) -> None:
-    """Raise what a status code of the core stands for; return for OK.
+    """Raise the exception for a status code of the core; return for OK.
 
     Raises:
         MemoryError: the core could not allocate its working memory.
-        ValueError: arguments that contradict one another, or lie outside of what the core computes with.
+        ValueError: arguments contradict one another or exceed the limits of the core.
         RuntimeError: any other failure.
     """
     if code == OK:
@@ -20,7 +20,7 @@ def raise_for_status(code: int) -> None:
         raise MemoryError("the CPU core could not allocate its working memory")
     if code == BAD_INPUT:
         raise ValueError(
-            "the CPU core refused its arguments: sizes that contradict one another, or a layout whose tensors were "
-            "changed while it was read"
+            "the CPU core refused its arguments: sizes contradict one another, or the tensors of a layout were changed "
+            "while they were read"
         )
     raise RuntimeError(f"the CPU core failed with status {code}")

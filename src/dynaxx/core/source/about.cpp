@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the loader asks before it trusts a library.
+// Functions that the loader calls to verify a library.
 #include "tasks.h"
 #include "vec.h"
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What Python passes, field by field as `arguments.py` lists them. Strides count elements; the last dimension is
-// contiguous. Everything is 8 bytes wide, so that both sides agree without thinking of padding.
+// Arguments from Python, field by field in the order of `arguments.py`. Strides count elements; the last dimension is
+// contiguous. Every field is 8 bytes wide, so that both sides agree without padding.
 #pragma once
 #include <cstdint>
 
@@ -10,42 +10,43 @@ struct Strides {
   int64_t batch, token, head;
 };
 
-// Rows of blocks of one side, and the blocks of the other side that each row visits. Forward, a row is a block of
-// queries that visits blocks of keys; backward, a block of keys that visits blocks of queries. Made once per layout.
+// The rows of blocks on one side, and the blocks of the other side that each row visits. In the forward pass, a row is
+// a block of queries that visits blocks of keys; in the backward pass, a block of keys that visits blocks of queries.
+// Built once per layout.
 struct Plan {
-  int64_t seqlen, block;                  // tokens of the rows' side and of its blocks
-  int64_t visited_seqlen, visited_block;  // the same of the visited side
-  int64_t layout_batch, layout_heads;     // 1 where shared
+  int64_t seqlen, block;                  // of the rows' side, in tokens
+  int64_t visited_seqlen, visited_block;  // of the visited side, in tokens
+  int64_t layout_batch, layout_heads;     // 1 if shared
   const int32_t* indptr;                  // (layout_batch, layout_heads, rows + 1)
   const int32_t* indices;                 // (nnz,) visited blocks
-  const int32_t* masks;                   // (nnz,) entry of the mask table, -1 for a full block
+  const int32_t* masks;                   // (nnz,) index into the mask table, -1 for a full block
   const int32_t* row_order;               // (layout_batch, layout_heads, rows), longest first
   const uint16_t* mask_words;             // (num_masks, panels, visited_block): bit i is token i of the row's panel
-  const uint8_t* mask_runs;               // (num_masks, panels, MAX_RUNS, 2): begin, end of visited tokens with a bit
-  const int32_t* ranks;  // (nnz,) how many rows before this one visit the same block; null for rows of queries
+  const uint8_t* mask_runs;               // (num_masks, panels, MAX_RUNS, 2): begin, end of runs of tokens with bits
+  const int32_t* ranks;  // (nnz,) number of earlier rows that visit the same block; null if rows are queries
 };
 
 struct ForwardArgs {
   const void *q, *k, *v;  // (batch, seqlen, heads, head_dim), any strides
   void* out;              // (batch, seqlen_q, q_heads, head_dim_v) contiguous
   float* lse;             // (batch, q_heads, seqlen_q) contiguous
-  int64_t element;        // of q, k, v and out; see elements.h
+  int64_t element;        // dtype of q, k, v and out; see elements.h
   int64_t batch, q_heads, kv_heads, head_dim, head_dim_v;
   Strides q_strides, k_strides, v_strides;
   const Plan* plan;  // rows of queries
-  double scale, softcap;  // softcap 0 for none
+  double scale, softcap;  // softcap 0: none
   int64_t threads;
-  const float* sinks;  // (q_heads,), null for none
+  const float* sinks;  // (q_heads,), null: none
 };
 
 struct BackwardArgs {
   const void *q, *k, *v;   // (batch, seqlen, heads, head_dim), any strides
   const void *out, *grad;  // (batch, seqlen_q, q_heads, head_dim_v), any strides: out and its gradient
-  void *dq, *dk, *dv;      // as q, k and v, any strides
-  int64_t element;         // of all eight
+  void *dq, *dk, *dv;      // like q, k and v, any strides
+  int64_t element;         // dtype of all eight tensors
   const float* lse;        // (batch, q_heads, seqlen_q) contiguous
-  const float* lse_grad;   // the same, or null for none
-  // Memory to work in. The halves are null for fp32, those of dk and dv also where part is the whole group.
+  const float* lse_grad;   // like lse; null: none
+  // Working memory. dq_low, dk_low and dv_low are null for fp32; dk_low and dv_low also if part is the whole group.
   float* delta;                // (wave, part, seqlen_q)
   int32_t* turns;              // (wave, part, q_blocks)
   uint16_t* dq_low;            // (wave, part, seqlen_q, head_dim)
@@ -53,9 +54,9 @@ struct BackwardArgs {
   int64_t batch, q_heads, kv_heads, head_dim, head_dim_v;
   Strides q_strides, k_strides, v_strides, out_strides, grad_strides, dq_strides, dk_strides, dv_strides;
   const Plan* plan;       // rows of keys
-  double scale, softcap;  // softcap 0 for none
+  double scale, softcap;  // softcap 0: none
   int64_t threads;
-  int64_t wave, part;  // at a time: kv heads, and q heads of the group of each
+  int64_t wave, part;  // heads processed together: kv heads, and q heads of each one's group
 };
 
 }  // namespace dynaxx

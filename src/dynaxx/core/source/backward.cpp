@@ -1,16 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
-// Backward: one task is one row of blocks of keys of one kv head, for the q heads of its group.
+// Backward pass. One task computes one row of blocks of keys of one kv head, for the q heads of its group.
 //
-// B batch, N / M queries and keys, D / E head_dim of q, k and of v. Keys lie in panels of 16; queries and the gradient
-// of out are the visited rows. With s = scale * q . k, p = exp(s - lse), delta = rowsum(grad * out) - lse_grad:
+// Legend: B batch; N queries, M keys; D head_dim of q and k, E head_dim of v. Keys lie in panels of 16 tokens; queries
+// and the gradient of out are the visited rows. With s = scale * q . k, p = exp(s - lse) and delta = rowsum(grad * out)
+// - lse_grad:
 //     dv = p^T grad,    ds = p * (grad . v - delta) * scale,    dk = ds^T q,    dq = ds k
-// which are five matmuls for each visited pair of blocks: two score tiles, two sums into panels, one into rows of dq.
+// For each visited pair of blocks these are five matmuls: two compute score tiles, two add to panels, one adds to rows
+// of dq.
 //
-// dk and dv are the task's own. dq is summed over tasks, in the order of their keys: a block of queries counts the rows
-// of keys that have added to it, and each waits for its turn. So results are bitwise the same on any number of threads,
-// and need no memory for partial sums: fp32 sums lie in dq itself, those of bf16 and fp16 half in it and half in dq_low.
-// Heads are taken in waves, as many as keep the threads from waiting and dq_low small. Where a group is too large for
-// that, a wave takes its q heads in parts, and the sums of dk and dv wait in halves, too.
+//     q, grad --> step of 128 rows -----+                     +--> dk, dv panels (task's own)
+//     k, v    --> panels of 16 keys ----+--> p, ds (tiles) ---+
+//                                                             +--> dq rows (shared, in order of rows)
+//
+// A task owns its dk and dv. Several tasks add to the same rows of dq, in the order of their keys: every block of
+// queries counts the rows of keys that have added to it, and each task waits for its turn. Results are therefore
+// bitwise equal for any number of threads, and partial sums need no memory. fp32 sums are stored in dq itself; for bf16
+// and fp16, the high half of a sum is stored in dq and the low half in dq_low.
+//
+// Heads are processed in waves, large enough to keep threads from waiting and small enough to keep dq_low small. If a
+// group is too large for one wave, its q heads are processed in parts, and sums of dk and dv are stored in halves, too.
 #include "prefetch.h"
 #include "gradient_tiles.h"
 #include "scratch.h"
@@ -23,15 +31,15 @@ namespace {
 
 constexpr int MAX_PANELS = 8;  // panels of one block of keys
 
-// What the gradient of a panel of keys needs, and the gradients so far.
+// The inputs for the gradients of a panel of keys, and the gradients so far.
 struct KeyPanel {
-  float* k;   // (D, PANEL) times the scale's sign, or pairs of these
-  float* v;   // (E, PANEL), or pairs of these
+  float* k;   // (D, PANEL) times the scale's sign, or packed in pairs
+  float* v;   // (E, PANEL), or packed in pairs
   float* dk;  // (D, PANEL)
   float* dv;  // (E, PANEL)
 };
 
-// Rows of a step.
+// A range of rows of a step.
 struct RowRange {
   int begin, end;
 };
@@ -39,13 +47,13 @@ struct RowRange {
 int64_t group_size(const BackwardArgs& args) { return args.q_heads / args.kv_heads; }
 int64_t num_q_blocks(const Plan& plan) { return (plan.visited_seqlen + plan.visited_block - 1) / plan.visited_block; }
 
-// One kv head of a wave, and the q heads of its group that are this part.
+// One kv head of a wave, and the q heads of its group that belong to the current part.
 struct KeyHead {
-  int64_t batch, head, place;  // place in the wave
-  int64_t begin, end;          // of the group
+  int64_t batch, head, place;  // place: index in the wave
+  int64_t begin, end;          // range of q heads in the group
 };
 
-// One q head of a part, and where the memory to work in has it.
+// One q head of a part, and its slices of the working memory.
 struct QueryHead {
   int64_t batch, head, slot;
 
@@ -69,7 +77,7 @@ struct QueryHead {
   int64_t of_all(const BackwardArgs& args) const { return batch * args.q_heads + head; }
 };
 
-// One row of blocks of keys.
+// Computation of one row of blocks of keys.
 class BackwardRow {
  public:
   BackwardRow(const BackwardArgs& args, const KeyHead& head, int64_t row, const std::atomic<int>& failed, float* memory)
@@ -114,7 +122,7 @@ class BackwardRow {
     return {tokens, width, worth_packing(tokens, width, num_panels_) ? packed : nullptr};
   }
 
-  // The block's keys and values as panels, and its keys as rows padded to whole vectors for dq.
+  // Load the block's keys and values as panels, and its keys as rows padded to whole vectors for dq.
   void load_keys() {
     const int64_t first = row_ * plan_.block;
     const Tokens k(args_.k, args_.element, args_.k_strides, head_.batch, head_.head);
@@ -136,7 +144,7 @@ class BackwardRow {
     }
   }
 
-  // What the parts before this one have summed.
+  // Load the sums of earlier parts.
   void load_sums(const Results& sums, const uint16_t* low, int p, int64_t width, float* panel) const {
     std::memset(panel, 0, sizeof(float) * width * PANEL);
     if (head_.begin == 0) return;
@@ -171,7 +179,7 @@ class BackwardRow {
     }
   }
 
-  // lse of each row of the step in units of log2 e; 0 where a query sees nothing: its scores are all -inf.
+  // Load lse of each row of the step in units of log2 e; 0 for a query that sees nothing, whose scores are all -inf.
   void load_bases(const Step& step, const float* lse) {
     for (int b = 0; b < step.num_blocks; b++) {
       const Block& block = step.blocks[b];
@@ -183,7 +191,7 @@ class BackwardRow {
     }
   }
 
-  // The step's rows as pairs, beside those in fp32 that are added up.
+  // Load the step's rows as pairs, in addition to the fp32 rows that are summed.
   void load_pairs(const Step& step, const Tokens& q, const Tokens& grad) {
     for (int b = 0; b < step.num_blocks; b++) {
       const Block& block = step.blocks[b];
@@ -194,7 +202,7 @@ class BackwardRow {
     }
   }
 
-  // Weights and score gradients of one panel, and what they add to dk and dv.
+  // Compute weights and score gradients of one panel, and adds their contributions to dk and dv.
   void add_key_grads(const Step& step, int panel, int64_t q_stride, int64_t grad_stride, const float* delta) {
     const KeyPanel& keys = panels_[panel];
     float* ds = ds_ + panel * STEP_ROWS * PANEL;
@@ -236,7 +244,7 @@ class BackwardRow {
     }
   }
 
-  // ds k of one block of queries, over all panels of keys that its rows see.
+  // Add ds k of one block of queries, over all panels of keys that its rows see.
   void add_query_grads(const Block& block, int index, const QueryHead& head) {
     const Results dq = head.dq(args_);
     if (args_.dq_low)
@@ -295,12 +303,12 @@ class BackwardRow {
   const KeyHead head_;
   const int64_t row_, D_, E_, k_stride_;
   const Scale scale_;
-  const bool pairs_;  // whether bf16 is multiplied in pairs
+  const bool pairs_;  // whether bf16 elements are multiplied in pairs
   const std::atomic<int>& failed_;
   float* memory_;
   int keys_, num_panels_;
   KeyPanel panels_[MAX_PANELS];
-  RowRange seen_[MAX_PANELS][MAX_BLOCKS];  // of each block of the step, what each panel sees of it
+  RowRange seen_[MAX_PANELS][MAX_BLOCKS];  // rows of each block of the step that each panel sees
   float *space_, *q_packed_, *grad_packed_, *q_pairs_, *grad_pairs_, *k_rows_, *p_, *ds_;
   Base* base_;
 };
@@ -315,8 +323,8 @@ float dot_rows(const float* a, const float* b, int64_t width) {
   return sum;
 }
 
-// Before a wave, of one block of queries: delta[i] = grad[i] . out[i] - lse_grad[i], and sums of nothing.
-// `space` holds 2 * E floats.
+// Prepare one block of queries before a wave: delta[i] = grad[i] . out[i] - lse_grad[i], and zero sums. `space` holds
+// 2 * E floats.
 void begin_queries(const BackwardArgs& args, const QueryHead& at, int64_t block, float* space) {
   const int64_t E = args.head_dim_v, D = args.head_dim, first = block * args.plan->visited_block;
   const int64_t last = std::min(args.plan->visited_seqlen, first + args.plan->visited_block);
@@ -337,7 +345,7 @@ void begin_queries(const BackwardArgs& args, const QueryHead& at, int64_t block,
   }
 }
 
-// After a wave: sums in two halves become bf16 or fp16. `space` holds D floats.
+// Round sums in two halves to bf16 or fp16 after a wave. `space` holds D floats.
 void round_queries(const BackwardArgs& args, const QueryHead& at, int64_t block, float* space) {
   const int64_t D = args.head_dim, first = block * args.plan->visited_block;
   const int64_t last = std::min(args.plan->visited_seqlen, first + args.plan->visited_block);
@@ -348,7 +356,7 @@ void round_queries(const BackwardArgs& args, const QueryHead& at, int64_t block,
   }
 }
 
-// All tasks of the heads [first, first + wave) and, of the group of each, the q heads [begin, end).
+// Run all tasks of kv heads [first, first + wave) and of q heads [begin, end) in each one's group.
 void run_wave(const BackwardArgs& args, int64_t first, int64_t wave, int64_t begin, int64_t end,
               std::atomic<int>& failed) {
   const int64_t rows = num_rows(*args.plan), blocks = num_q_blocks(*args.plan), heads = end - begin;
@@ -367,7 +375,7 @@ void run_wave(const BackwardArgs& args, int64_t first, int64_t wave, int64_t beg
   });
   for_each(wave * rows, BackwardRow::memory_needed(args), [&](int64_t task, float* memory) {
     const int64_t before = task / (args.threads * rows) * args.threads, side = std::min(args.threads, wave - before);
-    task -= before * rows;  // as many heads side by side as there are threads: none waits, and each stays in its caches
+    task -= before * rows;  // as many heads at once as threads: no thread waits, and each head stays in its caches
     BackwardRow(args, key_head(before + task % side), task / side, failed, memory).run();
   });
   if (args.dq_low)

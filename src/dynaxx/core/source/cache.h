@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A kv cache in pages, as `layout/paging.py` describes it: arguments, addresses, and stored elements made fp32.
+// A kv cache in pages, as in `layout/paging.py`: arguments, addresses, and conversion of stored elements to fp32.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -12,12 +12,12 @@
 
 namespace dynaxx {
 
-// Beside those of elements.h: two of 8 bits, which have scales.
+// The element types of elements.h, and two 8-bit types that are stored with scales.
 enum class Stored : int64_t { FP32 = 0, BF16 = 1, FP16 = 2, INT8 = 3, FP8 = 4 };
 
 DYNAXX_INLINE int64_t bytes_of(Stored stored) { return stored == Stored::FP32 ? 4 : stored <= Stored::FP16 ? 2 : 1; }
 
-// In elements; see PageStrides in paging.py.
+// Strides in elements; see PageStrides in layout/pages.py.
 struct PageStrides {
   int64_t batch, page, token, head;
 
@@ -28,19 +28,19 @@ struct CacheArgs {
   const void *k, *v;
   int64_t stored;
   PageStrides k_strides, v_strides;
-  const float *k_scale, *v_scale;  // null for 1
+  const float *k_scale, *v_scale;  // null: 1
   PageStrides k_scale_strides, v_scale_strides;
-  const int32_t* page_table;  // (batch, max_pages), null where contiguous
+  const int32_t* page_table;  // (batch, max_pages); null: contiguous
   int64_t table_stride;
   const int32_t* seqused;  // (batch,)
-  const int32_t* leftpad;  // (batch,), null for zeros
+  const int32_t* leftpad;  // (batch,); null: zeros
   int64_t batch, kv_heads, max_pages, page_size, head_dim, head_dim_v;
-  int64_t num_pages;  // physical ones; of a contiguous cache, max_pages
-  int64_t max_keys;   // of a sequence
+  int64_t num_pages;  // physical pages; max_pages for a contiguous cache
+  int64_t max_keys;   // per sequence
 };
 
-// A cache whose lengths and pages cannot change any more. Those of `CacheArgs` belong to an engine that may write to them
-// while this step runs: they are copied once and cut to what there is, so that a write gives other numbers at worst.
+// A cache with its own copy of lengths and pages. Those in `CacheArgs` belong to an engine that may write to them
+// during the step. They are read once and clamped to valid values, so a concurrent write at worst changes the results.
 struct Cache : CacheArgs {
   explicit Cache(const CacheArgs& args) : CacheArgs(args) {
     require(within(batch, 0, MOST_BATCH) && within(kv_heads, 1, MOST_HEADS) && within(page_size, 1, MOST_PAGE));
@@ -65,7 +65,7 @@ struct Cache : CacheArgs {
   int64_t stop_page(int64_t b) const { return (used_[b] + page_size - 1) / page_size; }
   int64_t width() const { return width_; }  // pages of the longest sequence
 
-  // Where a logical page lies, -1 for one that is not there; `page` is one from first_page to before stop_page.
+  // The physical page of a logical one, -1 if it is missing; `page` must be in [first_page, stop_page).
   int64_t physical(int64_t b, int64_t page) const { return page_table ? pages_[b * width_ + page] : page; }
 
  private:
@@ -79,11 +79,11 @@ struct Cache : CacheArgs {
   }
 
   std::vector<int64_t> used_, first_;
-  std::unique_ptr<int32_t[]> pages_;  // (batch, width); only pages in use are set
+  std::unique_ptr<int32_t[]> pages_;  // (batch, width); only entries of pages in use are initialised
   int64_t width_ = 0;
 };
 
-// NaN apart, e4m3 is fp32 with another bias and fewer bits; the multiplication makes subnormals right too.
+// Except for NaN, e4m3 is fp32 with another exponent bias and fewer bits; the multiplication also handles subnormals.
 DYNAXX_INLINE float widen_fp8(uint8_t x) {
   const float magnitude = from_bits(uint32_t(x & 0x7f) << 20) * 0x1p120f;
   uint32_t bits;
@@ -91,7 +91,7 @@ DYNAXX_INLINE float widen_fp8(uint8_t x) {
   return from_bits(((x & 0x7f) == 0x7f ? 0x7fc00000u : bits) | uint32_t(x & 0x80) << 24);
 }
 
-// `count` elements as they are stored to fp32, without their scale.
+// Convert `count` stored elements to fp32, without applying their scale.
 inline void widen(Stored stored, const void* from, int64_t count, float* __restrict to) {
   const uint16_t* __restrict half = (const uint16_t*)from;
   const uint8_t* __restrict byte = (const uint8_t*)from;
@@ -111,10 +111,10 @@ DYNAXX_INLINE void prefetch(const void* from, int64_t bytes) {
   for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch((const char*)from + at);
 }
 
-// A width that whole vectors fill.
+// Round a width up to whole vectors.
 DYNAXX_INLINE int64_t whole_vectors(int64_t width) { return (width + LANES - 1) / LANES * LANES; }
 
-// The sum of every four lanes that are LANES / 4 apart.
+// Sum groups of four lanes that are LANES / 4 apart.
 DYNAXX_INLINE vec4 quarter_sums(vec x) {
   vec4 quarters[LANES / 4];
 #if defined(__clang__) || __GNUC__ >= 12
@@ -134,7 +134,7 @@ DYNAXX_INLINE vec4 quarter_sums(vec x) {
   return sum;
 }
 
-// The sums of four vectors side by side: a transposition, so that nothing is summed across lanes one by one.
+// Return the sums of four vectors in four lanes. Transposing avoids one horizontal sum per vector.
 DYNAXX_INLINE vec4 sums_of(vec a, vec b, vec c, vec d) {
   const vec4 w = quarter_sums(a), x = quarter_sums(b), y = quarter_sums(c), z = quarter_sums(d);
   const vec4 wx = DYNAXX_SHUFFLE(w, x, 0, 4, 1, 5) + DYNAXX_SHUFFLE(w, x, 2, 6, 3, 7);  // w0+w2 x0+x2 w1+w3 x1+x3
@@ -147,7 +147,7 @@ DYNAXX_INLINE float sum_of(vec x) {
   return (sum[0] + sum[2]) + (sum[1] + sum[3]);
 }
 
-// One token of q, fp32, times `factor`, zeros behind.
+// Read one token of q as fp32, times `factor`, padded with zeros.
 inline void read_query(const Tokens& q, int64_t token, int64_t width, float factor, float* to) {
   q.read(token, width, to);
   for (int64_t d = 0; d < width; d++) to[d] *= factor;

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Decoding: the queries of a step attend to the pages of a cache that were chosen, or to all of them.
+// Decoding: the queries of a step attend to selected pages of a cache, or to all pages.
 //
-// One task is a run of pages of one sequence and kv head; the q heads of its group and all queries of the step are the
-// rows that meet each page. Long lists of pages are split so that every thread has work, and partial results are merged
-// in order: the result depends on the number of threads, not on which of them was faster.
+//     page list --> parts (one task each) --> chunks of 32 keys --> scores --> online softmax --> partial out --> merge
+//
+// One task processes a run of pages of one sequence and kv head. Its rows are the q heads of the group times the
+// queries of the step, and every row visits every page. Long page lists are split so that all threads have work.
+// Partial results are merged in a fixed order, so the result depends on the number of threads but not on their timing.
 #include <vector>
 
 #include "decode_tiles.h"
@@ -19,22 +21,22 @@ struct DecodeArgs {
   int64_t element;
   Strides q_strides;
   int64_t seqlen_q, q_heads;
-  const int32_t* pages;  // (batch, kv_heads, slots) logical, -1 = empty, contiguous; null for all
+  const int32_t* pages;  // (batch, kv_heads, slots) logical pages, -1 = empty, contiguous; null: all pages
   int64_t slots;
   float* out;  // (batch, seqlen_q, q_heads, head_dim_v) contiguous
   float* lse;  // (batch, q_heads, seqlen_q) contiguous
   double scale;
   int64_t threads;
-  const void *exact_k, *exact_v;  // (batch, exact_slots, kv_heads, head_dim) contiguous, see exact.py; null: none
+  const void *exact_k, *exact_v;  // (batch, exact_slots, kv_heads, head_dim) contiguous, see exact_tokens.py, or null
   int64_t exact_stored, exact_slots, exact_sinks;
-  double softcap;            // 0 for none
-  const float* sink_logits;  // (q_heads,), null for none
-  int64_t left;              // keys that a query sees before its own, -1 for all
+  double softcap;            // 0: none
+  const float* sink_logits;  // (q_heads,); null: none
+  int64_t left;              // keys that a query sees before its own; -1: all
 };
 
 namespace {
 
-constexpr int64_t FEWEST_KEYS = 256;  // of a split: merging should stay a small part
+constexpr int64_t FEWEST_KEYS = 256;  // keys per part at least, so that merging stays cheap
 
 // The first key that any query of a sequence sees.
 int64_t first_visible(const DecodeArgs& args, const Cache& cache, int64_t b) {
@@ -42,15 +44,15 @@ int64_t first_visible(const DecodeArgs& args, const Cache& cache, int64_t b) {
   return args.left < 0 ? first : std::max(first, cache.used(b) - args.seqlen_q - std::min(args.left, cache.max_keys));
 }
 
-// A run of pages of one (sequence, kv head), and where its partial result lies.
+// A run of pages of one sequence and kv head.
 struct Part {
   int64_t batch, head;
   const int32_t* pages;
   int64_t num_pages;
-  bool last;  // of its head: the exact tokens are its own, too
+  bool last;  // last part of its head, which also processes the exact tokens
 };
 
-// Up to CHUNK keys of one page, or exact ones.
+// Up to CHUNK keys of one page, or of the exact tokens.
 struct KeyChunk {
   const char *k, *v;
   Stored stored;
@@ -73,7 +75,8 @@ class Decoder {
     to_ = std::max(exact_sinks_stop_, used_ - (args.exact_slots - args.exact_sinks));
   }
 
-  // Of the result: out (rows, head_dim_v in whole vectors), then per row the largest score and the sum of weights.
+  // Floats of a partial result: out (rows, head_dim_v in whole vectors), then largest scores (rows,), weight sums
+  // (rows,).
   static int64_t result_size(const DecodeArgs& args) {
     return args.q_heads / args.cache->kv_heads * args.seqlen_q * (whole_vectors(args.cache->head_dim_v) + 2);
   }
@@ -108,7 +111,7 @@ class Decoder {
   }
 
  private:
-  // The next chunk of the part that holds a key in use.
+  // Find the part's next chunk that contains a key in use.
   bool advance(KeyChunk& chunk) {
     for (; page_ < part_.num_pages; page_++, offset_ = 0) {
       const int64_t logical = part_.pages[page_], start = logical * cache_.page_size;
@@ -132,7 +135,7 @@ class Decoder {
     return part_.last && args_.exact_k && advance_exact(chunk);
   }
 
-  // The next exact tokens whose slots are in a row: first those at the start of the sequence, then those at its end.
+  // Find the next exact tokens with consecutive slots: first those at the start of the sequence, then those at its end.
   bool advance_exact(KeyChunk& chunk) {
     if (exact_ >= exact_sinks_stop_) exact_ = std::max(exact_, to_);
     if (exact_ >= used_) return false;
@@ -170,7 +173,7 @@ class Decoder {
     }
   }
 
-  // Rows of whole fp32 vectors: the cache's own where they are, else a copy.
+  // Return rows of whole fp32 vectors: the cache's own memory if it has this form, else a copy.
   static const float* in_place_or_wide(Stored stored, const char* data, int64_t stride, int64_t width, int64_t padded,
                                        int rows, float* wide, int64_t& wide_stride) {
     if (stored == Stored::FP32 && width == padded) {
@@ -185,10 +188,10 @@ class Decoder {
     return wide;
   }
 
-  // Scores of row r become weights, and what was summed before is brought to the new largest score.
+  // Turn the scores of row r into weights, and rescales earlier sums to the new largest score.
   void weigh(const KeyChunk& chunk, int64_t r) {
     float* scores = scores_ + r * CHUNK;
-    const int64_t stop = used_ - args_.seqlen_q + r / group_ + 1;  // the row's own key is the last
+    const int64_t stop = used_ - args_.seqlen_q + r / group_ + 1;  // one past the row's own key
     const int visible = int(std::clamp<int64_t>(stop - chunk.position, 0, chunk.keys));
     const int64_t left = std::min(args_.left, cache_.max_keys);
     const int64_t first = left < 0 ? 0 : stop - 1 - left - chunk.position;
@@ -227,7 +230,7 @@ class Decoder {
   const Cache& cache_;
   const Part& part_;
   const int64_t used_, first_;
-  int64_t from_, to_;               // keys that are read from pages
+  int64_t from_, to_;               // range of keys that are read from pages
   const int64_t exact_sinks_stop_;  // end of the exact tokens at the start of the sequence
   int64_t exact_;                   // the next exact token
   const int64_t group_, rows_, D_, E_;
@@ -236,7 +239,8 @@ class Decoder {
   int64_t page_ = 0, offset_ = 0;
 };
 
-// The pages that each (sequence, kv head) reads: given and there, with a key in use. starts has one entry more.
+// List the pages that each (sequence, kv head) reads: requested, present and with a key in use. `starts` gets one entry
+// more than there are lists.
 void list_pages(const DecodeArgs& args, const Cache& cache, std::vector<int32_t>& pages, std::vector<int64_t>& starts) {
   for (int64_t b = 0; b < cache.batch; b++) {
     const int64_t first = first_visible(args, cache, b) / cache.page_size, stop = cache.stop_page(b);
@@ -254,8 +258,8 @@ void list_pages(const DecodeArgs& args, const Cache& cache, std::vector<int32_t>
   starts.push_back(int64_t(pages.size()));
 }
 
-// Runs of about the same number of pages, four for each thread where there are enough. firsts[i] is the first part of
-// (sequence, kv head) i; it has one entry more.
+// Split the lists into parts of about equal numbers of pages, four per thread if there are enough pages. firsts[i] is
+// the first part of (sequence, kv head) i; `firsts` gets one entry more than there are lists.
 void split(const DecodeArgs& args, const Cache& cache, const std::vector<int32_t>& pages,
            const std::vector<int64_t>& starts, std::vector<Part>& parts, std::vector<int64_t>& firsts) {
   const int64_t even = args.threads == 1 ? int64_t(pages.size()) : int64_t(pages.size()) / (4 * args.threads);
@@ -281,7 +285,7 @@ void check(const DecodeArgs& args, const Cache& cache) {
             within(args.exact_sinks, 0, args.exact_slots - 1));
 }
 
-// out and lse of one (sequence, kv head) from the results of its parts.
+// Compute out and lse of one (sequence, kv head) from the results of its parts.
 void merge(const DecodeArgs& args, int64_t batch, int64_t head, const float* results, int64_t num_parts) {
   const CacheArgs& cache = *args.cache;
   const Scale scale(args.scale, args.softcap);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Choosing pages: every page's score from its summary, the best of them without sorting, and the summaries themselves.
+// Page selection: scores of pages from their summaries, selection of the best without sorting, and the summaries.
 #include <limits>
 #include <vector>
 
@@ -12,13 +12,13 @@ using namespace dynaxx;
 
 struct SummaryArgs {
   const CacheArgs* cache;
-  void *low, *high;  // by physical page; the same tensor where they are the mean
+  void *low, *high;  // by physical page; the same tensor if both are the mean
   int64_t element;
   PageStrides strides;
-  float* scale;  // by physical page, of int8 summaries: what is stored is times that
+  float* scale;  // by physical page, for int8 summaries: value = stored * scale
   PageStrides scale_strides;
   double bound;
-  int64_t new_tokens;  // pages of the last so many keys, -1 for all
+  int64_t new_tokens;  // update only pages with the last `new_tokens` keys; -1: all pages
   int64_t threads;
 };
 
@@ -28,7 +28,7 @@ struct SelectArgs {
   int64_t element;
   Strides q_strides;
   int64_t seqlen_q, q_heads;
-  const float* wanted;  // (2, kv_heads) contiguous: pages beside sinks and window are row 0 + ceil(row 1 * pages)
+  const float* wanted;  // (2, kv_heads) contiguous: row 0 + ceil(row 1 * pages) pages, besides sinks and window
   int64_t sinks, window;
   int32_t* chosen;  // (batch, kv_heads, slots) contiguous
   int64_t slots;
@@ -43,7 +43,7 @@ constexpr int64_t PAGES_AHEAD = 12;
 
 // ---- scores ---------------------------------------------------------------------------------------------------------
 
-// Sums over the queries and heads of a group: to[0..D) of their positive parts, to[D..2D) of their negative ones.
+// Sum q over the queries and heads of a group: positive parts into to[0..D), negative parts into to[D..2D).
 void sum_queries(const SelectArgs& args, const Cache& cache, int64_t batch, int64_t head, float* space, float* to) {
   const int64_t D = whole_vectors(cache.head_dim), group = args.q_heads / cache.kv_heads;
   std::fill(to, to + 2 * D, 0.f);
@@ -58,7 +58,7 @@ void sum_queries(const SelectArgs& args, const Cache& cache, int64_t batch, int6
     }
 }
 
-// Scores of pages [from, to) of one sequence and kv head.
+// Compute scores of a range of pages of one sequence and kv head.
 class PageScorer {
  public:
   PageScorer(const SelectArgs& args, const Cache& cache, int64_t batch, int64_t head, const float* queries,
@@ -121,9 +121,9 @@ class PageScorer {
   float *low_, *high_, *mean_;
 };
 
-// ---- the best -------------------------------------------------------------------------------------------------------
+// ---- selection ------------------------------------------------------------------------------------------------------
 
-// Ascends with the score, and for equal scores descends with the page.
+// A key that ascends with the score and, for equal scores, descends with the page.
 DYNAXX_INLINE uint64_t sort_key(float score, int64_t page) {
   uint32_t bits;
   score += 0.f;  // -0 is 0
@@ -132,14 +132,14 @@ DYNAXX_INLINE uint64_t sort_key(float score, int64_t page) {
   return uint64_t(bits) << 32 | uint32_t(~uint32_t(page));
 }
 
-// How many pages beside sinks and window are wanted, at most those that there are. A budget may be any number.
+// The number of pages to select besides sinks and window, at most `pages`. A budget may be any number.
 int64_t num_wanted(const SelectArgs& args, const Cache& cache, int64_t head, int64_t pages) {
   const float wanted = args.wanted[head] + std::ceil(args.wanted[cache.kv_heads + head] * float(pages));
   if (!(wanted > 0)) return 0;
   return wanted < float(pages) ? int64_t(wanted) : pages;
 }
 
-// Sinks, window and the best of the others, ascending; the rest of the slots is -1.
+// Select sinks, window and the best of the other pages; writes them in ascending order, padded with -1.
 void choose(const SelectArgs& args, const Cache& cache, int64_t batch, int64_t head, const float* scores,
             int32_t* chosen) {
   const int64_t first = cache.first_page(batch), stop = cache.stop_page(batch), size = cache.page_size;
@@ -176,12 +176,12 @@ void narrow(Stored stored, const float* from, int64_t count, char* to) {
     if (stored == Stored::FP32)
       ((float*)to)[i] = from[i];
     else if (stored == Stored::INT8)
-      ((int8_t*)to)[i] = int8_t(std::nearbyint(std::max(-127.f, std::min(127.f, from[i]))));  // NaN: 127
+      ((int8_t*)to)[i] = int8_t(std::nearbyint(std::max(-127.f, std::min(127.f, from[i]))));  // NaN becomes 127
     else
       ((uint16_t*)to)[i] = narrow_bf16(from[i]);
 }
 
-// One page's keys in use to its row of low and of high.
+// Summarize the keys in use of one page into its rows of low and high.
 void summarize(const SummaryArgs& args, const Cache& cache, int64_t batch, int64_t head, int64_t page, float* memory) {
   const Stored stored = Stored(cache.stored), element = Stored(args.element);
   const int64_t D = cache.head_dim, start = page * cache.page_size, physical = cache.physical(batch, page);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The two matrix products of decoding: a few query rows that stay in registers meet keys, then values, that pass by.
+// The two matrix products of decoding. A few query rows stay in registers while keys, then values, stream past them.
 //
-// Widths are multiples of LANES. Rows of k and v that come next are prefetched here: they lie in pages anywhere, where no
-// hardware prefetcher finds them.
+// Widths are multiples of LANES. These loops also prefetch the rows of k and v that come next, because pages lie at
+// arbitrary addresses that no hardware prefetcher predicts.
 #pragma once
 #include <array>
 #include <utility>
@@ -11,15 +11,15 @@
 
 namespace dynaxx {
 
-constexpr int CHUNK = 32;                         // keys per softmax step; divides every page size but that of 16
+constexpr int CHUNK = 32;                         // keys per softmax step; divides every page size above 16
 constexpr int QUERY_ROWS = LANES == 16 ? 4 : 2;   // query rows per tile
-constexpr int KEYS = 4;                           // keys per tile: 4 x 4 accumulators of 32 registers, 2 x 4 of 16
-constexpr int VALUE_VECS = 4;                     // vectors of values per tile, the same
+constexpr int KEYS = 4;                           // keys per tile: 4 x 4 accumulators of 32 registers, or 2 x 4 of 16
+constexpr int VALUE_VECS = 4;                     // vectors of values per tile, for the same numbers of accumulators
 
-// Bytes to come: one row of them is asked for with every row that is worked on.
+// Rows to prefetch: one of them for every row that is processed.
 struct Ahead {
   const char* data;
-  int64_t stride, bytes;  // between rows, and of each
+  int64_t stride, bytes;  // distance between rows, and length of each
   int rows;
 
   static void ask(const Ahead& ahead, int row) {
@@ -63,7 +63,7 @@ static void score_keys(const float* q, const float* k, int64_t k_stride, int key
   }
 }
 
-// out (R, width) += weights (R, CHUNK) v (keys, width), for VECS vectors from column d on.
+// out (R, width) += weights (R, CHUNK) v (keys, width), for VECS vectors starting at column d.
 template <int R, int VECS>
 DYNAXX_INLINE void add_value_tile(const float* weights, const float* v, int64_t v_stride, int keys, int64_t width,
                                   int64_t d, const Ahead& ahead, float* out) {
@@ -99,7 +99,7 @@ static void add_values(const float* weights, const float* v, int64_t v_stride, i
   for (; d < width; d += LANES) add_value_tile<R, 1>(weights, v, v_stride, keys, width, d, ahead, out);
 }
 
-// The instances for 1 .. QUERY_ROWS rows: [R - 1].
+// The template instances for 1 .. QUERY_ROWS rows, at index R - 1.
 template <int... R>
 constexpr auto score_key_tiles(std::integer_sequence<int, R...>) {
   return std::array{&score_keys<R + 1>...};

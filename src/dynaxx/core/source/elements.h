@@ -1,6 +1,5 @@
-// SPDX-License-Identifier: Apache-2.0
-// Element types of the user's tensors. Everything is computed in fp32; bf16 and fp16 are widened as rows are gathered,
-// and results rounded as they are stored.
+// SPDX-License-Identifier: Apache-2.0 Element types of the user's tensors. All computation is in fp32: bf16 and fp16
+// are widened when rows are gathered, and results are rounded when they are stored.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -24,7 +23,7 @@ DYNAXX_INLINE float from_bits(uint32_t bits) {
 
 DYNAXX_INLINE float widen_bf16(uint16_t x) { return from_bits(uint32_t(x) << 16); }
 
-// The exponent moves from bias 15 to 127 by a multiplication, which makes subnormals right too; inf and NaN apart.
+// A multiplication changes the exponent bias from 15 to 127, which also handles subnormals; inf and NaN are separate.
 DYNAXX_INLINE float widen_fp16(uint16_t x) {
   const uint32_t magnitude = uint32_t(x & 0x7fff) << 13, sign = uint32_t(x & 0x8000) << 16;
   const float finite = from_bits(magnitude) * 0x1p112f;
@@ -39,13 +38,14 @@ DYNAXX_INLINE uint32_t bits_of(float x) {
   return bits;
 }
 
-// To the nearest, ties to even, as torch rounds.
+// Round to nearest, ties to even, as torch does.
 DYNAXX_INLINE uint16_t narrow_bf16(float x) {
   const uint32_t bits = bits_of(x), rounded = bits + 0x7fff + (bits >> 16 & 1);
   return uint16_t((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 | bits >> 16 : rounded >> 16);
 }
 
-// The same. Adding 1/2 rounds a magnitude below 2 ** -14 to a multiple of the least subnormal, in the low bits.
+// Round like narrow_bf16. For magnitudes below 2 ** -14, adding 1/2 rounds to a multiple of the smallest subnormal and
+// leaves it in the low bits.
 DYNAXX_INLINE uint16_t narrow_fp16(float x) {
   const uint32_t sign = bits_of(x) >> 16 & 0x8000, magnitude = bits_of(x) & 0x7fffffff;
   const uint32_t subnormal = bits_of(from_bits(magnitude) + 0.5f) - 0x3f000000;
@@ -54,7 +54,7 @@ DYNAXX_INLINE uint16_t narrow_fp16(float x) {
   return uint16_t(sign | (magnitude >= 0x47800000 ? large : magnitude < 0x38800000 ? subnormal : normal));
 }
 
-// Rows of fp16: eight numbers by one instruction where there is one, the rest by those above.
+// Widen rows of fp16: eight elements per instruction if the processor supports it, the rest one by one.
 DYNAXX_INLINE void widen_fp16(const uint16_t* __restrict from, int64_t width, float* __restrict to) {
   int64_t d = 0;
 #if defined(__F16C__)
@@ -72,11 +72,11 @@ DYNAXX_INLINE void narrow_fp16(const float* __restrict from, int64_t width, uint
   for (; d < width; d++) to[d] = narrow_fp16(from[d]);
 }
 
-// One batch entry and head of a tensor: rows of tokens.
+// The tokens of one batch entry and head of an input tensor.
 struct Tokens {
   const void* data;
   Element element;
-  int64_t start, stride;  // in elements: of token 0, and between tokens
+  int64_t start, stride;  // in elements: offset of token 0, and distance between tokens
 
   Tokens(const void* tensor, int64_t element, const Strides& strides, int64_t batch, int64_t head)
       : data(tensor),
@@ -84,13 +84,13 @@ struct Tokens {
         start(batch * strides.batch + head * strides.head),
         stride(strides.token) {}
 
-  // In place; fp32 only.
+  // Pointer to a token; fp32 only.
   const float* row(int64_t token) const { return (const float*)data + start + token * stride; }
 
-  // In place; bf16 and fp16 only.
+  // Pointer to a token; bf16 and fp16 only.
   const uint16_t* half_row(int64_t token) const { return (const uint16_t*)data + start + token * stride; }
 
-  // Into the second-level cache.
+  // Prefetch a token into the second-level cache.
   void prefetch(int64_t token, int64_t width) const {
     const int64_t size = element == Element::FP32 ? 4 : 2;
     const char* from = (const char*)data + (start + token * stride) * size;
@@ -109,8 +109,8 @@ struct Tokens {
   }
 };
 
-// fp32 in two halves of 16 bits, the high one in the memory of a bf16 or fp16 result while it is still a sum: it rounds
-// as fp32 does and needs half the extra memory.
+// Read fp32 sums that are stored as two 16-bit halves. The high half lies in the memory of a bf16 or fp16 result. Sums
+// round like fp32 and need only half the extra memory.
 DYNAXX_INLINE void read_halves(const uint16_t* __restrict high, const uint16_t* __restrict low, int64_t width,
                                float* __restrict to) {
   for (int64_t d = 0; d < width; d++) to[d] = from_bits(uint32_t(high[d]) << 16 | low[d]);
@@ -121,7 +121,7 @@ DYNAXX_INLINE void write_halves(const float* __restrict from, int64_t width, uin
   for (int64_t d = 0; d < width; d++) high[d] = uint16_t(bits_of(from[d]) >> 16), low[d] = uint16_t(bits_of(from[d]));
 }
 
-// The same of a tensor to write to.
+// The tokens of one batch entry and head of an output tensor.
 struct Results {
   void* data;
   Element element;
@@ -133,10 +133,10 @@ struct Results {
         start(batch * strides.batch + head * strides.head),
         stride(strides.token) {}
 
-  // In place; fp32 only.
+  // Pointer to a token; fp32 only.
   float* row(int64_t token) const { return (float*)data + start + token * stride; }
 
-  // In place; bf16 and fp16 only.
+  // Pointer to a token; bf16 and fp16 only.
   uint16_t* half_row(int64_t token) const { return (uint16_t*)data + start + token * stride; }
 
   void write(int64_t token, int64_t width, const float* __restrict from) const {

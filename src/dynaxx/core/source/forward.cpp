@@ -1,9 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Forward: one task is one row of blocks of one or more q heads that share their keys.
+// Forward pass. One task computes one row of blocks, for one or more q heads that share a kv head.
 //
-// B batch, N / M queries and keys, D / E head_dim of q, k and of v. A task packs its queries into panels of 16 and
-// walks its visited blocks in steps: a step's rows of k and v come together in the cache, then each panel meets them.
-// Panels, not blocks, are what element masks cut: a panel visits only keys it can see.
+// Legend: B batch; N queries, M keys; D head_dim of q and k, E head_dim of v.
+//
+//     q    --> panels of 16 queries (state: largest score, sum, out) --+
+//     k, v --> step of 128 visited rows in the cache ------------------+--> scores --> weights --> out += weights v
+//
+// A task packs its queries into panels of 16 and processes its visited blocks in steps. The rows of a step are gathered
+// in the cache once, and then every panel reads them. Element masks are applied per panel instead of per block, so a
+// panel reads only keys that it can see.
 #include <cmath>
 
 #include "prefetch.h"
@@ -15,7 +20,7 @@ using namespace dynaxx;
 
 namespace {
 
-constexpr int MAX_PANELS = 16;  // panels per task: their state stays in the second-level cache
+constexpr int MAX_PANELS = 16;  // panels per task, whose state must fit into the second-level cache
 
 struct Task {
   int64_t batch, head, num_heads;  // q heads [head, head + num_heads) of one kv head
@@ -112,7 +117,7 @@ class ForwardRow {
   const Task& task_;
   const int64_t D_, E_;
   const Scale scale_;
-  const bool pairs_;  // whether q and k are multiplied as pairs of bf16
+  const bool pairs_;  // whether bf16 elements of q and k are multiplied in pairs
   const int64_t depth_;
   float* memory_;
   float* space_;
@@ -121,7 +126,7 @@ class ForwardRow {
   QueryPanel panels_[MAX_PANELS];
 };
 
-// How many q heads of a group one task serves: rows of k and v are then gathered once for all of them.
+// Return how many q heads of a group one task computes. Rows of k and v are gathered once for all of them.
 int64_t heads_per_task(const ForwardArgs& args, int64_t rows) {
   if (args.plan->layout_heads != 1) return 1;
   const int64_t group = args.q_heads / args.kv_heads;

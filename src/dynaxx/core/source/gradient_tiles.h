@@ -1,18 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// The register tiles of the backward pass that tiles.h does not have: weights, gradients of scores, gradients of queries.
+// Register tiles that only the backward pass needs: weights, gradients of scores, gradients of queries.
 #pragma once
 #include "elements.h"
 #include "tiles.h"
 
 namespace dynaxx {
 
-// lse in units of log2 e, in two floats: its rounding to one would be a relative error of every weight.
+// lse in units of log2 e, as the sum of two floats. With one float, its rounding would be a relative error of all
+// weights.
 struct Base {
   float high, low;
 };
 
-// p[r][i] = 2 ** (score * factor - base[r]) of the score rows[r] . panel[:][i], 0 for hidden pairs. CAPPED, ds becomes
-// the slope of the cap at the score.
+// Compute weights p[r][i] = 2 ** (score * factor - base[r]), where score = rows[r] . panel[:][i]; 0 for hidden pairs.
+// If CAPPED, ds receives the derivative of the cap at the score.
 template <int R, bool CAPPED, bool PAIRS>
 static void weight_tile(const float* rows, int64_t stride, const float* panel, int64_t D, const uint16_t* words,
                         const Scale& scale, const Base* base, float* __restrict p, float* __restrict ds) {
@@ -35,7 +36,7 @@ static void weight_tile(const float* rows, int64_t stride, const float* panel, i
   }
 }
 
-// ds[r][i] = p[r][i] * (rows[r] . panel[:][i] - delta[r]) * scale, times the slope that it holds where CAPPED.
+// ds[r][i] = p[r][i] * (rows[r] . panel[:][i] - delta[r]) * scale, times the derivative that ds contains if CAPPED.
 template <int R, bool CAPPED, bool PAIRS>
 static void score_grad_tile(const float* rows, int64_t stride, const float* panel, int64_t E, const float* delta,
                             float scale, const float* __restrict p, float* __restrict ds) {
@@ -51,14 +52,14 @@ static void score_grad_tile(const float* rows, int64_t stride, const float* pane
   }
 }
 
-// Panels whose scores some rows have: where their ds begin, and their keys.
+// A panel in which some rows have scores: its ds and its keys.
 struct RowTerm {
   const float* ds;  // (R, PANEL)
   const float* k;   // (keys, stride)
   int keys;
 };
 
-// Rows of sums that tiles add to: fp32, or fp32 in two halves.
+// Rows of fp32 sums that tiles add to.
 struct WideSums {
   float* at;
   int64_t stride;
@@ -69,7 +70,7 @@ struct WideSums {
   }
   void add(int row, int64_t col, float x) const { at[row * stride + col] += x; }
 };
-
+// Rows of fp32 sums in two halves that tiles add to.
 struct SplitSums {
   uint16_t *high, *low;
   int64_t stride, low_stride;
@@ -90,7 +91,8 @@ struct SplitSums {
   }
 };
 
-// dq[r][first + c] += sum over terms and keys ds[r][key] * k[key][first + c], c < PANEL; only `cols` of them are there.
+// dq[r][first + c] += sum over terms and keys of ds[r][key] * k[key][first + c], for c < PANEL; only `cols` columns
+// exist.
 template <class Sums, int R>
 static void query_grad_tile(const RowTerm* terms, int num_terms, int64_t first, int64_t k_stride, int cols,
                             const Sums& dq, int row) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Turns: tasks that add to the same memory do so in a fixed order, so that sums round the same way every time.
+// Ordering of tasks that add to the same memory, so that sums always round in the same way.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -8,10 +8,10 @@
 
 namespace dynaxx {
 
-// Spin until `turn` earlier tasks have finished. Tasks begin in the order of their turns, so the one waited for is
-// running. It never finishes where a task has failed, which `failed` says.
+// Spin until `turn` earlier tasks have finished. Tasks start in the order of their turns, so the earlier task is
+// already running. It never finishes if a task has failed; then `failed` is set and this function throws.
 inline void await_turn(const int32_t* done, int32_t turn, const std::atomic<int>& failed) {
-  constexpr int PATIENCE = 256;  // looks before the processor is offered to others
+  constexpr int PATIENCE = 256;  // polls before the thread yields
   for (int look = 0; __atomic_load_n(done, __ATOMIC_ACQUIRE) != turn; look++) {
     if (failed) throw std::bad_alloc();
     if (look > PATIENCE) std::this_thread::yield();

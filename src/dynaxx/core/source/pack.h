@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Moving rows between the user's tensors and the panel form, where column i of every row belongs to query i.
+// Copies between rows of the user's tensors and panels, in which column i of every row belongs to query i.
 #pragma once
 #include <algorithm>
 #include <cstring>
@@ -20,7 +20,7 @@ typedef int32_t index4 __attribute__((vector_size(16)));
 #define DYNAXX_SHUFFLE_LANES(a, b, ...) __builtin_shuffle(a, b, ivec{__VA_ARGS__})
 #endif
 
-// Of rows a and b that are G apart, the second of each pair of G lanes of a changes places with the first of b.
+// For rows a and b that are G apart: in each pair of groups of G lanes, swap the second group of a with the first of b.
 template <int G, int... LANE>
 DYNAXX_INLINE void swap_lanes(vec& a, vec& b, std::integer_sequence<int, LANE...>) {
   const vec low = DYNAXX_SHUFFLE_LANES(a, b, (LANE & G ? LANES + LANE - G : LANE)...);
@@ -35,13 +35,13 @@ DYNAXX_INLINE void swap_all_lanes(vec (&x)[LANES]) {
     if (!(i & G)) swap_lanes<G>(x[i], x[i + G], std::make_integer_sequence<int, LANES>());
 }
 
-// A factor that is no number at all: what is transposed are bits.
+// A factor that does nothing, to transpose raw bits.
 struct Unscaled {
   template <class X>
   friend X operator*(X x, Unscaled) { return x; }
 };
 
-// to[j][i] = from[i][j] * factor for i, j < LANES: whole vectors are read and written, a transposition by halves between.
+// to[j][i] = from[i][j] * factor for i, j < LANES. Reads and writes whole vectors and transposes in registers.
 template <class Factor>
 DYNAXX_INLINE void transpose_square(const float* from, int64_t from_stride, float* to, int64_t to_stride, Factor factor) {
   vec x[LANES];
@@ -68,8 +68,8 @@ inline void transpose(const float* from, int64_t from_stride, int rows, int64_t 
       to[j * to_stride + i] = from[i * from_stride + j] * factor;
 }
 
-// `rows` (<= PANEL) tokens from `token` on as a panel (width, PANEL), times factor; the panel's other columns are 0.
-// `space` holds PANEL * width floats.
+// Pack `rows` (<= PANEL) tokens, starting at `token`, into a panel (width, PANEL), times factor; zeros the other
+// columns. `space` holds PANEL * width floats.
 inline void pack_panel(const Tokens& tokens, int64_t token, int rows, int64_t width, float factor, float* space,
                        float* panel) {
   if (rows < PANEL) std::memset(panel, 0, sizeof(float) * width * PANEL);
@@ -81,7 +81,7 @@ inline void pack_panel(const Tokens& tokens, int64_t token, int rows, int64_t wi
   transpose(space, width, rows, width, panel, PANEL, factor);
 }
 
-// The same of bf16 in pairs, a panel (num_pairs(width), PANEL), times a sign.
+// Like pack_panel, for bf16 in pairs: a panel (num_pairs(width), PANEL), times a sign.
 inline void pack_pairs(const Tokens& tokens, int64_t token, int rows, int64_t width, float sign, float* space,
                        float* panel) {
   const int64_t pairs = num_pairs(width);
@@ -90,7 +90,8 @@ inline void pack_pairs(const Tokens& tokens, int64_t token, int rows, int64_t wi
   transpose(space, pairs, rows, pairs, panel, PANEL);
 }
 
-// The first `rows` columns of a panel (width, PANEL) to tokens from `token` on. `space` holds PANEL * width floats.
+// Write the first `rows` columns of a panel (width, PANEL) to tokens, starting at `token`. `space` holds PANEL * width
+// floats.
 inline void unpack_panel(const float* panel, int64_t width, int rows, const Results& results, int64_t token,
                          float* space) {
   if (results.element == Element::FP32) {

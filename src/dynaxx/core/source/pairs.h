@@ -1,8 +1,8 @@
-// SPDX-License-Identifier: Apache-2.0
-// Products of bf16 in pairs: where the processor multiplies two by two and adds both up in fp32, a lane holds the elements
-// 2d and 2d + 1 of a token. Products of bf16 are exact in fp32, so such a matmul rounds no more than one of widened rows.
+// SPDX-License-Identifier: Apache-2.0 Products of bf16 in pairs, for processors that multiply two pairs of bf16 and add
+// both products in fp32. A lane holds elements 2d and 2d + 1 of a token. Products of bf16 are exact in fp32, so this
+// matmul rounds no more than one of widened rows.
 //
-// A pair travels as the bits of a float that nobody computes with: a build may flush what would be a subnormal.
+// A pair is stored as the bits of a float. No arithmetic touches this float, because a build may flush subnormals.
 #pragma once
 #if defined(__AVX512BF16__)
 #include <immintrin.h>
@@ -24,7 +24,7 @@ typedef uint16_t loose_half __attribute__((may_alias));
 
 DYNAXX_INLINE int64_t num_pairs(int64_t width) { return (width + 1) / 2; }
 
-// A row of bf16 as pairs, the last one filled up with 0; `flip` is 0x8000 for the negative.
+// Read a row of bf16 as pairs, padded with a 0 to an even length; `flip` = 0x8000 negates it.
 DYNAXX_INLINE void read_pairs(const Tokens& tokens, int64_t token, int64_t width, float* to, uint16_t flip = 0) {
   const uint16_t* __restrict from = tokens.half_row(token);
   loose_half* __restrict halves = (loose_half*)to;

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// One panel of 16 queries meets some spans of keys: scores, one step of the online softmax, weighted values.
+// The online softmax for one panel of 16 queries and some spans of keys: scores, weights, weighted values.
 #pragma once
 #include "tiles.h"
 
 namespace dynaxx {
 
-// The running state of a panel.
+// The state of a panel.
 struct QueryPanel {
-  float* q;    // (D, PANEL) times the scale's sign, or pairs of these
+  float* q;    // (D, PANEL) times the scale's sign, or packed in pairs
   float* out;  // (E, PANEL) sum of weights * values so far
   float* top;  // (PANEL,) largest score so far
   float* sum;  // (PANEL,) sum of 2 ** (score * factor - base) so far, base = top * factor rounded
@@ -18,7 +18,7 @@ DYNAXX_INLINE void reset(const QueryPanel& panel, int64_t E) {
   for (int i = 0; i < PANEL; i++) panel.top[i] = NEG_INF, panel.sum[i] = 0;
 }
 
-// Fill scores (rows, PANEL) where a span is, and raise panel.top. D is the number of pairs where q and k are such.
+// Compute scores (rows, PANEL) for the spans, and updates panel.top. If q and k are packed in pairs, D counts pairs.
 inline void score_spans(const QueryPanel& panel, const Span* spans, int num_spans, int64_t k_stride, int64_t D,
                         const Scale& scale, bool pairs, float* scores) {
   const auto& tiles = HAS_PAIRS && pairs ? (scale.capped() ? SCORE_TILES<true, HAS_PAIRS> : SCORE_TILES<false, HAS_PAIRS>)
@@ -34,15 +34,15 @@ inline void score_spans(const QueryPanel& panel, const Span* spans, int num_span
   }
 }
 
-// Turn scores into weights, in place; alpha is what the sums so far shrink by as the top rises.
+// Turn scores into weights, in place. alpha receives the factors that rescale earlier sums to the new largest scores.
 inline void softmax_step(const QueryPanel& panel, const Span* spans, int num_spans, const float* top_before,
                          float factor, float* scores, float* alpha) {
   DYNAXX_UNROLL
   for (int i = 0; i < PANEL; i += LANES) {
     const vec top = load(panel.top + i);
-    const vec base = top == splat(NEG_INF) ? splat(0.f) : top * factor;  // a query that saw nothing yet: no inf - inf
+    const vec base = top == splat(NEG_INF) ? splat(0.f) : top * factor;  // no inf - inf for queries without keys so far
     const vec shrink = exp2_nonpositive(load(top_before + i) * factor - base);
-    vec sum = {};  // of this step alone: a sum of sums keeps the rounding of long rows down
+    vec sum = {};  // of this step alone: adding sums of steps rounds less than one long sum
     store(alpha + i, shrink);
     for (int s = 0; s < num_spans; s++) {
       float* score = scores + spans[s].at * PANEL + i;

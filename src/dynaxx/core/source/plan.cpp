@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Prepare a layout: transpose the element masks to panels, find their runs of visible keys, order the rows.
+// Preparation of a layout: element masks transposed to panels, their runs of visible tokens, and the order of rows.
 #include "plan.h"
 
 #include <algorithm>
@@ -12,7 +12,7 @@ using namespace dynaxx;
 
 namespace {
 
-// One mask: (q_block, row_words) words of 32 bits.
+// An element mask, (q_block, row_words) words of 32 bits.
 struct Mask {
   const uint32_t* bits;
   int64_t row_words;
@@ -20,7 +20,7 @@ struct Mask {
   bool visible(int64_t query, int64_t key) const { return bits[query * row_words + key / 32] >> (key % 32) & 1; }
 };
 
-// words[x] bit i = whether token first + i of the rows' side and token x of the visited side see each other.
+// Set bit i of words[x] if token first + i of the rows' side and token x of the visited side see each other.
 void panel_words(const Mask& mask, bool rows_are_keys, int64_t first, int64_t visited_block, uint16_t* words) {
   for (int64_t x = 0; x < visited_block; x++) {
     words[x] = 0;
@@ -42,17 +42,17 @@ void find_runs(const uint16_t* words, int64_t visited_block, uint8_t* runs) {
 
 }  // namespace
 
-// Check the index ranges of `heads` heads of `rows` rows each, as `check_values` in layout/validate.py does: offsets that
-// start at 0, do not fall, go on from one head to the next and end within `capacity`; of each row `num_partial` blocks
-// with a mask before those without; indices below `visited`, none twice in a row. Others may write to the numbers while
-// they are read. Returns OK or BAD_INPUT.
+// Check the index ranges of `heads` heads with `rows` rows each, like `check_values` in layout/validate.py. Offsets
+// must start at 0, never decrease, continue from one head to the next and end within `capacity`. The first
+// `num_partial` blocks of a row must have a mask and the others none. Indices must be below `visited` and occur once
+// per row. Other threads may write to the arrays during the check. Returns OK or BAD_INPUT.
 extern "C" DYNAXX_EXPORT int dynaxx_cpu_plan_check(const int32_t* indptr, const int32_t* num_partial,
                                                    const int32_t* indices, const int32_t* masks, int64_t heads,
                                                    int64_t rows, int64_t visited, int64_t num_masks,
                                                    int64_t capacity) {
   return status_of([&] {
     require(within(rows, 0, INT32_MAX) && countable(heads, rows + 1) && within(visited, 0, INT32_MAX) && capacity >= 0);
-    std::vector<int64_t> seen(visited, -1);  // the last row that visited a block
+    std::vector<int64_t> seen(visited, -1);  // last row that visited each block
     int64_t entry = 0;
     for (int64_t row = 0; row < heads * rows; row++) {
       const int32_t* ends = indptr + row / rows * (rows + 1) + row % rows;
@@ -68,8 +68,8 @@ extern "C" DYNAXX_EXPORT int dynaxx_cpu_plan_check(const int32_t* indptr, const 
   });
 }
 
-// bits (num_masks, q_block, ceil(kv_block / 32)) -> words, runs as in Plan, for rows of queries or of keys. Returns a
-// `Status`.
+// Convert bits (num_masks, q_block, ceil(kv_block / 32)) to the words and runs of a Plan whose rows are queries or
+// keys. Returns a `Status`.
 extern "C" DYNAXX_EXPORT int dynaxx_cpu_plan_masks(const uint32_t* bits, int64_t num_masks, int64_t q_block,
                                                    int64_t kv_block, int64_t rows_are_keys, uint16_t* words,
                                                    uint8_t* runs) {
@@ -87,8 +87,8 @@ extern "C" DYNAXX_EXPORT int dynaxx_cpu_plan_masks(const uint32_t* bits, int64_t
   });
 }
 
-// Rows of each of `heads` CSR index ranges, longest first and otherwise in order: the last tasks are short ones. Returns
-// a `Status`.
+// Sort the rows of each of `heads` CSR index ranges by length, longest first and stable, so that the last tasks are
+// short. Returns a `Status`.
 extern "C" DYNAXX_EXPORT int dynaxx_cpu_plan_rows(const int32_t* indptr, int64_t heads, int64_t rows, int32_t* order) {
   return status_of([&] {
     require(within(rows, 0, INT32_MAX) && countable(heads, rows + 1));
@@ -100,8 +100,8 @@ extern "C" DYNAXX_EXPORT int dynaxx_cpu_plan_rows(const int32_t* indptr, int64_t
   });
 }
 
-// How many rows before its own visit the same of `visited` blocks, for each entry of `heads` CSR index ranges that
-// `dynaxx_cpu_plan_check` has passed. `counts` holds `visited` numbers. Returns a `Status`.
+// Count for each entry of `heads` CSR index ranges how many earlier rows visit the same block. `dynaxx_cpu_plan_check`
+// must have accepted the ranges. `counts` is working memory for `visited` numbers. Returns a `Status`.
 extern "C" DYNAXX_EXPORT int dynaxx_cpu_plan_ranks(const int32_t* indptr, const int32_t* indices, int64_t heads,
                                                    int64_t rows, int64_t visited, int32_t* counts, int32_t* ranks) {
   return status_of([&] {

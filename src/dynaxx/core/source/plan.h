@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Element masks as the panels read them.
+// Access to a plan: its rows, and the element masks of panels.
 #pragma once
 #include <algorithm>
 
@@ -9,8 +9,8 @@
 
 namespace dynaxx {
 
-// Runs of visible tokens kept apart per mask and panel. A gap of MIN_GAP or fewer hidden ones costs less to compute
-// (their bits hide them) than to break a tile for; what does not fit in MAX_RUNS joins the last run.
+// Runs of visible tokens that are stored per mask and panel. Gaps of up to MIN_GAP hidden tokens are computed and
+// masked, which is cheaper than interrupting a tile. Runs beyond MAX_RUNS are merged into the last one.
 constexpr int MAX_RUNS = 8;
 constexpr int MIN_GAP = 3;
 
@@ -20,12 +20,12 @@ DYNAXX_INLINE int64_t layout_head(const Plan& plan, int64_t batch, int64_t head)
   return (plan.layout_batch == 1 ? 0 : batch) * plan.layout_heads + (plan.layout_heads == 1 ? 0 : head);
 }
 
-// The row of blocks that is `rank`-th by length.
+// Return the row of blocks with the given rank in order of length.
 DYNAXX_INLINE int64_t row_at(const Plan& plan, int64_t batch, int64_t head, int64_t rank) {
   return plan.row_order[layout_head(plan, batch, head) * num_rows(plan) + rank];
 }
 
-// Two offsets into plan.indices: where the row's blocks begin and end.
+// Return a pointer to two offsets into plan.indices: begin and end of the row's blocks.
 DYNAXX_INLINE const int32_t* row_indptr(const Plan& plan, int64_t batch, int64_t head, int64_t row) {
   return plan.indptr + layout_head(plan, batch, head) * (num_rows(plan) + 1) + row;
 }
@@ -40,8 +40,8 @@ DYNAXX_INLINE MaskPanel mask_panel(const Plan& plan, int64_t mask, int64_t panel
   return {plan.mask_words + entry * plan.visited_block, plan.mask_runs + entry * 2 * MAX_RUNS};
 }
 
-// Refuse sizes that contradict one another or the plan. The plan's own numbers were checked when it was made, on a copy
-// that nobody else can write to.
+// Reject sizes that contradict one another or the plan. The plan's arrays were checked when it was built, on a copy
+// that no other thread can write to.
 template <class Args>
 void check(const Args& args, const Plan& plan) {
   require(within(args.batch, 0, MOST_BATCH) && within(args.q_heads, 1, MOST_HEADS) &&

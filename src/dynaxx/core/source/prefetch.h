@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of the next step begin to come into the cache while panels work on this one.
+// Prefetching of the next step's rows while panels process the current step.
 #pragma once
 #include "step.h"
 
 namespace dynaxx {
 
-// The rows of k and of v (forward; backward of q and of out's gradient) of the step from `entry` on, a share at a time.
-// Blocks that follow one another are left to the processor, which sees them coming.
+// The rows of k and v (backward: of q and of out's gradient) in the step that begins at `entry`, prefetched in shares.
+// Consecutive blocks are skipped, because the hardware prefetcher handles them.
 class Ahead {
  public:
   Ahead(const Plan& plan, int64_t entry, int64_t end, const Rows& k, const Rows& v) : k_(k), v_(v) {
@@ -18,7 +18,7 @@ class Ahead {
     }
   }
 
-  // One of `parts` shares.
+  // Prefetch one of `parts` shares.
   void fetch(int parts) {
     for (int rows = (STEP_ROWS + parts - 1) / parts; rows > 0 && at_ < num_runs_; rows--) {
       Run& run = runs_[at_];

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What each rule shows of the blocks of a row, in closed form.
+// The visible pairs of each rule, per row of blocks, in closed form.
 #include "rules.h"
 
 #include <algorithm>
@@ -27,7 +27,7 @@ void Track::add(int64_t start, int64_t end, int32_t kind) {
 
 namespace {
 
-// Sets bits first .. end - 1 of a row of words.
+// Set bits first .. end - 1 in a row of words.
 template <typename Word>
 void set_bits(Word* words, int64_t first, int64_t end) {
   constexpr int64_t width = 8 * sizeof(Word);
@@ -38,13 +38,13 @@ void set_bits(Word* words, int64_t first, int64_t end) {
   }
 }
 
-// ---- rules on distances ----
+// ---- rules over distances ----
 
-// Bit i: whether a block shows the distance of its last query and first key, less i. From bit q_block - 1 - r on it is
-// row r of the mask.
+// The distances that a block shows: bit i is the distance between its last query and first key, minus i. Row r of the
+// block's mask begins at bit q_block - 1 - r.
 using Line = std::array<uint64_t, 5>;
 
-// What a rule shows of `count` distances from `from` on, as far as it is plain.
+// Classify a rule over `count` distances starting at `from`: WHOLE or NOTHING if that is certain, else CUT.
 Kind plain_kind(const Rule& rule, int64_t from, int64_t count) {
   if (rule.op == BAND) {
     const int64_t lo = rule.numbers[0], hi = rule.numbers[1];
@@ -95,13 +95,14 @@ std::vector<uint32_t> rows_of(const Line& line, const Grid& grid) {
   return mask;
 }
 
-// All rows see the same distances: lists of runs by distance, one for each place that rows can have among kv blocks.
+// Build the track of a rule over distances. All rows see the same distances, so there is one list of runs for each
+// offset of a row within a kv block.
 Track by_distance(const Rule& rule, const Grid& grid) {
   const int64_t step = std::min(grid.q_block, grid.kv_block), up = grid.q_block / step, down = grid.kv_block / step;
   const int64_t rows = grid.q_blocks(), count = grid.q_block + grid.kv_block - 1;
   const int64_t most = (rows - 1) * up;
   int64_t least = -(grid.kv_blocks() - 1) * down;
-  if (grid.causal) least = std::max(least, -floor_div(grid.offset(), step) - up - 1);  // farther on nothing is seen
+  if (grid.causal) least = std::max(least, -floor_div(grid.offset(), step) - up - 1);  // smaller ones are not visible
   Line whole{};
   set_bits(whole.data(), 0, count);
   Track track;
@@ -128,25 +129,26 @@ Track by_distance(const Rule& rule, const Grid& grid) {
   track.kinds = CUT + int32_t(lines.size());
   track.mask = [lines, grid, made = int32_t(NOTHING), mask = std::vector<uint32_t>()](int32_t kind,
                                                                                       uint32_t* out) mutable {
-    if (kind != made) mask = rows_of(lines[kind - CUT], grid);  // else it is as for the block before
+    if (kind != made) mask = rows_of(lines[kind - CUT], grid);  // else reuse the mask of the previous block
     made = kind;
     std::copy(mask.begin(), mask.end(), out);
   };
   return track;
 }
 
-// ---- rules on positions ----
+// ---- rules over positions ----
 
 struct Held {
-  std::vector<Run> runs;                         // of blocks that hold some of the positions
-  std::vector<std::array<uint64_t, 2>> tokens;   // of each kind from CUT on: which tokens of a block are held
+  std::vector<Run> runs;                         // blocks that contain positions of the rule
+  std::vector<std::array<uint64_t, 2>> tokens;   // for each kind from CUT on: bits of the tokens in the rule
 };
 
-// Which of `blocks` blocks of `size` tokens hold positions of a KEYS or QUERIES rule, the first block at `offset`.
+// List which of `blocks` blocks of `size` tokens contain positions of a KEYS or QUERIES rule. The first block begins at
+// position `offset`.
 Held held_by(const Rule& rule, int64_t size, int64_t blocks, int64_t offset) {
   Held held;
   Track track;
-  int64_t block = -1;  // whose tokens are being gathered
+  int64_t block = -1;  // the block whose tokens are being collected
   std::array<uint64_t, 2> tokens{}, whole{};
   set_bits(whole.data(), 0, size);
   const auto finish = [&] {
@@ -206,10 +208,10 @@ Track by_query(const Rule& rule, const Grid& grid) {
 
 struct Documents {
   const int64_t* ends;  // cumulative lengths from 0
-  int64_t count;        // of documents
+  int64_t count;        // number of documents
 
-  // The document of a position, one from which on it lies being known. What lies before the first one counts to it,
-  // what lies past the end to the last one.
+  // Return the document of a position, searching upwards from document `from`. Positions before the first document
+  // belong to it, and positions past the end belong to the last document.
   int64_t of(int64_t position, int64_t from) const {
     while (from + 1 < count && ends[from + 1] <= position) from++;
     return from;
@@ -218,16 +220,16 @@ struct Documents {
   int64_t end(int64_t document) const { return document + 1 < count ? ends[document + 1] : INT64_MAX / 2; }
 };
 
-// Queries top .. bottom - 1 of a block and its keys left .. right - 1.
+// Queries top .. bottom - 1 and keys left .. right - 1 of a block.
 struct Rectangle {
   int64_t top, bottom, left, right;
 };
 
 struct CutBlock {
-  int64_t row, col, first, last;  // documents of the first and of the last query
+  int64_t row, col, first, last;  // first, last: documents of the block's first and last query
 };
 
-// What documents show of a block: calls `use` with a rectangle for each.
+// Call `use` with the rectangle that each document shows of a block.
 template <typename Use>
 void rectangles_of(const Documents& documents, const Grid& grid, const CutBlock& block, const Use& use) {
   const int64_t first = grid.first(block.row), first_key = block.col * grid.kv_block;
@@ -240,7 +242,7 @@ void rectangles_of(const Documents& documents, const Grid& grid, const CutBlock&
   }
 }
 
-// The same as one number; 0 where they are more than two.
+// Encode the rectangles of a block as one number; 0 if there are more than two.
 uint64_t number_of(const Documents& documents, const Grid& grid, const CutBlock& block) {
   uint64_t number = 0;
   int64_t count = 0;
@@ -253,20 +255,20 @@ uint64_t number_of(const Documents& documents, const Grid& grid, const CutBlock&
 
 Track by_document(const Rule& rule, const Grid& grid) {
   const Documents documents{rule.numbers + 1, rule.numbers[0] - 1};
-  std::vector<CutBlock> cut;  // of each kind from CUT on: one that has it
+  std::vector<CutBlock> cut;  // for each kind from CUT on: a block of that kind
   Table known;
   Track track;
   track.list.reserve(grid.q_blocks());
   track.ends.reserve(grid.q_blocks() + 1);
   track.runs.reserve(2 * grid.q_blocks());
-  int64_t from = 0, until = 0, to = 0;  // documents of a row's first query, the last that there is, and its last
+  int64_t from = 0, until = 0, to = 0;  // documents of a row's first query, last existing query, and last position
   for (int64_t row = 0; row < grid.q_blocks(); row++) {
     from = documents.of(grid.first(row), from);
     until = documents.of(grid.last(row), from);
     to = documents.of(grid.first(row) + grid.q_block - 1, until);
     const auto add_cut = [&](int64_t start, int64_t end) {
       const bool listed = int64_t(track.runs.size()) > track.ends.back() && track.runs.back().end > start;
-      if (listed || start >= end) return;  // a block at the end of the document before, too
+      if (listed || start >= end) return;  // the block also contains the end of the previous document
       int32_t kind = CUT + int32_t(cut.size());
       if (const uint64_t number = number_of(documents, grid, {row, start, from, to}))
         kind = *known.insert(number, kind).first;
@@ -293,7 +295,7 @@ Track by_document(const Rule& rule, const Grid& grid) {
   track.mask = [documents, cut, grid](int32_t kind, uint32_t* out) {
     const int64_t words = grid.words();
     int64_t done = 0;  // rows
-    rectangles_of(documents, grid, cut[kind - CUT], [&](const Rectangle& found) {  // each lower than the one before
+    rectangles_of(documents, grid, cut[kind - CUT], [&](const Rectangle& found) {  // in descending order of rows
       uint32_t *row = out + found.top * words, *end = out + found.bottom * words;
       std::fill(out + done * words, row + words, 0);
       set_bits(row, found.left, found.right);
@@ -305,7 +307,7 @@ Track by_document(const Rule& rule, const Grid& grid) {
   return track;
 }
 
-// ---- rules on whole blocks ----
+// ---- rules over whole blocks ----
 
 Track local_blocks(const Rule& rule, const Grid& grid) {
   Track track;
@@ -318,7 +320,7 @@ Track local_blocks(const Rule& rule, const Grid& grid) {
   return track;
 }
 
-// As `_hash` in patterns/whole_blocks.py: three rounds of multiply and xor-shift in 64 bits that wrap.
+// The hash `_hash` of patterns/whole_blocks.py: three rounds of multiply and xor-shift in 64 bits with wrap-around.
 uint32_t hashed(int64_t start, int64_t row, int64_t slot) {
   uint64_t x = uint64_t(row) * 0x9E3779B1u + uint64_t(slot) * 0x85EBCA77u + uint64_t(start);
   for (int round = 0; round < 3; round++) x = (x ^ uint64_t(int64_t(x) >> 29)) * 0x1B873593CC9E2D51u;
@@ -326,7 +328,7 @@ uint32_t hashed(int64_t start, int64_t row, int64_t slot) {
 }
 
 Track random_blocks(const Rule& rule, const Grid& grid) {
-  const int64_t blocks = std::min(rule.numbers[0], grid.kv_blocks());  // more find no block that is left
+  const int64_t blocks = std::min(rule.numbers[0], grid.kv_blocks());  // there are no more blocks to draw
   Track track;
   for (int64_t row = 0; row < grid.q_blocks(); row++) {
     const int64_t available = grid.limit(row);

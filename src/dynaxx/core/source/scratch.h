@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Memory of one thread, kept between launches: a fresh megabyte costs more page faults than a small problem costs time.
+// Working memory per thread, kept between launches: page faults of fresh memory would cost more than a small problem.
 #pragma once
 #include <cstdint>
 #include <cstdlib>
@@ -11,7 +11,7 @@ class Scratch {
  public:
   ~Scratch() { std::free(data_); }
 
-  // At least `floats` floats, on a cache line; what was there is gone.
+  // Return at least `floats` floats, aligned to a cache line. Previous contents are lost.
   float* reserve(int64_t floats) {
     if (floats > size_) {
       std::free(data_);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Layouts of static patterns: the runs of all rules side by side, row by row, and each element mask evaluated once.
+// Layouts of static patterns: the runs of all rules are merged row by row, and each element mask is computed once.
 //
-// Where the rules' kinds of a block are the same, so is its mask. Their kinds are counted as one number, whose code
-// (shown whole, not at all, or which mask) is found the first time that it occurs.
+// A block's mask depends only on the kind that each rule has there. The kinds are encoded as one number, the key. The
+// code of a key (full, empty, or index of a mask) is computed when the key first occurs.
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -20,11 +20,11 @@ namespace {
 
 constexpr int32_t FULL = -1, EMPTY = -2;  // as in layout/masks.py
 constexpr uint64_t MOST_KINDS = 1ull << 60;
-constexpr int64_t MOST_BLOCKS = 1 << 29;      // of a side, so that places of blocks fit into int32
+constexpr int64_t MOST_BLOCKS = 1 << 29;      // per side, so that indices of blocks fit into int32
 constexpr int64_t FAR = int64_t(1) << 62;     // as in patterns/program.py
-constexpr size_t DEEPEST = 64;                // rules within rules: they are walked by recursion
-constexpr size_t MOST_KEPT = 1 << 18;       // entries of a layout whose memory is kept
-constexpr size_t MOST_WORDS_KEPT = 1 << 20;  // of its masks
+constexpr size_t DEEPEST = 64;                // nesting depth of rules, which are processed recursively
+constexpr size_t MOST_KEPT = 1 << 18;         // entries of a layout whose memory is reused
+constexpr size_t MOST_WORDS_KEPT = 1 << 20;   // words of its masks
 
 using Mask = std::vector<uint32_t>;  // (q_block, words)
 
@@ -36,10 +36,10 @@ struct Layout {
   }
 };
 
-// A layout that was taken, whose memory serves this thread's next one.
+// The memory of a layout that was handed over, reused for this thread's next layout.
 thread_local std::unique_ptr<Layout> spare;
 
-// Never 0; `size` is a power of two.
+// Return a hash that is never 0; `size` must be a power of two.
 uint64_t hash_of(const uint32_t* words, size_t size) {
   std::array<uint32_t, 64> lanes{};
   const size_t width = std::min(size, lanes.size());
@@ -59,10 +59,10 @@ void check(const Grid& grid) {
   require(within(grid.seqlen_q, 1, longest) && within(grid.seqlen_k, 1, longest));
 }
 
-// Refuse numbers that an op does not know; `rule.numbers` are `rule.count`.
+// Reject invalid numbers of an op; there are `rule.count` of them.
 void check(const Rule& rule) {
   const int64_t *numbers = rule.numbers, *end = numbers + rule.count;
-  const bool hashed = rule.op == RANDOM_BLOCKS;  // its last number is any
+  const bool hashed = rule.op == RANDOM_BLOCKS;  // its last number may have any value
   require(std::all_of(numbers, end - hashed, [](int64_t number) { return within(number, -FAR, FAR); }));
   switch (rule.op) {
     case MULTIPLES: case LOCAL_BLOCKS: return require(numbers[0] >= 1);
@@ -73,7 +73,7 @@ void check(const Rule& rule) {
   }
 }
 
-// How many numbers follow an op, of which `left` are there.
+// Return how many numbers follow an op; `left` numbers are available.
 int64_t count_of(int64_t op, const int64_t* numbers, int64_t left) {
   require(left >= 1 && within(op, BAND, ALL));
   const int64_t n = numbers[0];
@@ -85,7 +85,7 @@ int64_t count_of(int64_t op, const int64_t* numbers, int64_t left) {
   }
 }
 
-// The rule that a program ends with. Each takes as many of those before it as it says.
+// Parse a program in postfix order: ANY and ALL take as operands the rules before them. Returns the last rule.
 Rule parsed(const int64_t* program, int64_t size) {
   std::vector<Rule> rules;
   std::vector<size_t> depths;
@@ -144,13 +144,13 @@ class Builder {
   }
 
  private:
-  // Where the sweep over a row stands in a track: at or before a run.
+  // A position in a track during the sweep over a row: at a run, or before it.
   struct Cursor {
     const Run *at, *last;
     int32_t shift;
     uint64_t radix;
     int32_t start, end;  // of the run
-    uint64_t key;        // its part of a key
+    uint64_t key;        // the run's contribution to a key
 
     void read() {
       start = at == last ? INT32_MAX : at->start + shift;
@@ -159,7 +159,7 @@ class Builder {
     }
   };
 
-  // The tracks of a rule's parts; what rests on distances alone is one.
+  // Collect the tracks of a rule's parts; a rule over distances alone has one track.
   void collect(const Rule& rule) {
     if (!only_distances(rule) && (rule.op == ANY || rule.op == ALL))
       for (const Rule& part : rule.parts) collect(part);
@@ -176,7 +176,7 @@ class Builder {
       const int32_t shift = track.shift.empty() ? 0 : track.shift[row];
       const Run *begin = track.runs.data() + track.ends[which], *end = track.runs.data() + track.ends[which + 1];
       begin = std::partition_point(begin, end, [&](const Run& run) { return run.end + shift <= 0; });
-      if (tracks_.size() == 1) {  // nothing to put together
+      if (tracks_.size() == 1) {  // nothing to merge
         for (; begin != end && begin->start + shift < limit; begin++)
           list(row, std::max(begin->start + shift, 0), std::min(begin->end + shift, limit), code_of(begin->kind));
         return;
@@ -215,7 +215,7 @@ class Builder {
       }
   }
 
-  // Whether a mask shows a pair within the lengths.
+  // Return whether a mask shows a pair within the sequence lengths.
   bool shows_any(int32_t code, int64_t row, int64_t col) const {
     const int64_t height = std::min(grid_.q_block, grid_.seqlen_q - row * grid_.q_block);
     const int64_t width = std::min(grid_.kv_block, grid_.seqlen_k - col * grid_.kv_block);
@@ -235,7 +235,7 @@ class Builder {
     return *code;
   }
 
-  // A mask is made where a new one will lie, and stays if it is new.
+  // Write the mask after the existing ones, and keeps it if it is new.
   int32_t code_by_kinds() {
     const size_t at = layout_.bits.size();
     layout_.bits.resize(at + whole_.size());
@@ -258,7 +258,7 @@ class Builder {
     }
   }
 
-  // What a rule shows of a block of the present kinds; where that is CUT, in `mask`. `next` is the first of its tracks.
+  // Return what a rule shows of a block with the current kinds; for CUT, writes `mask`. `next` is its first track.
   Kind shown(const Rule& rule, size_t& next, uint32_t* mask, size_t depth = 0) {
     if (only_distances(rule) || (rule.op != ANY && rule.op != ALL)) {
       const Track& track = tracks_[next];
@@ -283,19 +283,19 @@ class Builder {
     return all;
   }
 
-  // (lo, hi) where the mask is lo <= r - c <= hi, else (1, 0): each row is the row above moved by a column, and the
-  // first row and column show distances without a gap.
+  // Store (lo, hi) if the mask is exactly lo <= r - c <= hi, else (1, 0). A mask is a band if each row is the previous
+  // row shifted by one column, and if the distances visible in the first row and first column have no gap.
   void add_band(const uint32_t* mask) {
     const int64_t rows = grid_.q_block, cols = grid_.kv_block;
     const uint32_t words = uint32_t(grid_.words()), size = uint32_t(whole_.size());
     const auto at = [&](int64_t r, int64_t c) { return mask[r * words + c / 32] >> c % 32 & 1; };
     bool band = true;
-    for (int64_t distance = 1 - cols; band && distance < rows; distance += 8) {  // where it begins and ends, of some
+    for (int64_t distance = 1 - cols; band && distance < rows; distance += 8) {  // quick test: ends of some diagonals
       const int64_t end = std::min(rows, cols + distance) - 1;
       band = at(std::max<int64_t>(distance, 0), std::max<int64_t>(-distance, 0)) == at(end, end - distance);
     }
     if (band) {
-      uint32_t wrong = (mask[words] ^ mask[0] << 1) & ~1u;  // nothing is moved into a row's first column
+      uint32_t wrong = (mask[words] ^ mask[0] << 1) & ~1u;  // ignore the first column, into which nothing is shifted
       for (uint32_t i = words + 1; i < size; i++)
         wrong |= (mask[i] ^ (mask[i - words] << 1 | mask[i - words - 1] >> 31)) & (i & (words - 1) ? ~0u : ~1u);
       band = !(wrong & whole_[0]);
@@ -311,14 +311,14 @@ class Builder {
     layout_.bands.push_back(int32_t(band ? hi : 0));
   }
 
-  // Rows by their number of blocks, most first, where the last rows are not the longest anyway.
+  // Sort rows by number of blocks, longest first, unless row lengths never decrease.
   void order_rows() {
     const std::vector<int32_t>& indptr = layout_.indptr;
     const auto length = [&](int64_t row) { return indptr[row + 1] - indptr[row]; };
     bool falls = false;
     for (int64_t row = 1; row < grid_.q_blocks(); row++) falls |= length(row) < length(row - 1);
     if (!falls) return;
-    std::vector<int32_t> places(grid_.kv_blocks() + 2);  // of rows with so many blocks
+    std::vector<int32_t> places(grid_.kv_blocks() + 2);  // counting sort: positions of rows by number of blocks
     for (int64_t row = 0; row < grid_.q_blocks(); row++) places[grid_.kv_blocks() - length(row) + 1]++;
     for (size_t i = 1; i < places.size(); i++) places[i] += places[i - 1];
     layout_.order.resize(grid_.q_blocks());
@@ -330,21 +330,21 @@ class Builder {
   const Rule rule_;
   Layout& layout_;
   std::vector<Track> tracks_;
-  std::vector<uint64_t> radix_;   // of each track's kinds in a key
-  std::vector<int32_t> kinds_;    // of each track, those of a new key
+  std::vector<uint64_t> radix_;   // factor of each track's kind in a key
+  std::vector<int32_t> kinds_;    // kinds of a new key, by track
   Mask whole_;
-  int64_t ragged_row_ = -1, ragged_col_ = -1;  // blocks that the end of a sequence cuts
+  int64_t ragged_row_ = -1, ragged_col_ = -1;  // blocks that contain the end of a sequence
   Table codes_;                // by key
-  Table masks_;                // codes by a mask's hash, or the next that was free
-  std::vector<Mask> beside_;   // of each depth of rules: the mask of a part beside those before it
+  Table masks_;                // codes by hash of a mask; on collision, at the next free hash
+  std::vector<Mask> beside_;   // by nesting depth: mask of the current part, before it is combined with earlier parts
   std::vector<Cursor> cursors_;
-  std::vector<int32_t> full_;  // of the present row
+  std::vector<int32_t> full_;  // full blocks of the current row
 };
 
 }  // namespace
 
-// Build the layout of a pattern. `built` becomes a handle for `dynaxx_cpu_take_layout`, which frees it, and `sizes` how
-// many numbers of each part that will write. Returns a `Status`; where that is not OK there is no handle.
+// Build the layout of a pattern. `built` receives a handle for `dynaxx_cpu_take_layout`, which frees it; `sizes`
+// receives the length of each part. Returns a `Status`; unless it is OK, there is no handle.
 extern "C" DYNAXX_EXPORT int dynaxx_cpu_static_layout(const int64_t* program, int64_t size, const Grid* grid,
                                                       int64_t* sizes, void** built) {
   return status_of([&] {
@@ -359,8 +359,8 @@ extern "C" DYNAXX_EXPORT int dynaxx_cpu_static_layout(const int64_t* program, in
   });
 }
 
-// Write the parts of a layout, each to a multiple of 16 bytes, and free its handle; null numbers only free it.
-// `capacity` is how many int32 fit in `numbers`. Returns a `Status`.
+// Write the parts of a layout, each aligned to 16 bytes, and frees its handle; with null `numbers`, only frees it.
+// `capacity` is the number of int32 that fit into `numbers`. Returns a `Status`.
 extern "C" DYNAXX_EXPORT int dynaxx_cpu_take_layout(void* built, int32_t* numbers, int64_t capacity) {
   return status_of([&] {
     std::unique_ptr<Layout> layout(static_cast<Layout*>(built));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What exported functions return. No exception leaves the core: one that crosses `extern "C"` ends the process.
+// Status codes of exported functions. No exception may leave the core: crossing `extern "C"` would end the process.
 #pragma once
 #include <cstdint>
 #include <exception>
@@ -8,21 +8,21 @@
 
 namespace dynaxx {
 
-enum Status : int {  // as core/status.py reads them
+enum Status : int {  // equal to those in core/status.py
   OK = 0,
   NO_MEMORY = 1,
-  BAD_INPUT = 2,  // arguments that contradict one another, or lie outside of what the core computes with
+  BAD_INPUT = 2,  // arguments contradict one another or exceed the limits of the core
   FAILED = 3      // anything else
 };
 
-// Thrown where arguments are wrong.
+// Thrown if arguments are wrong.
 struct BadInput : std::exception {};
 
 inline void require(bool holds) {
   if (!holds) throw BadInput();
 }
 
-// Run a function that may throw, and return its status.
+// Run a function that may throw, and returns its status.
 template <class Run>
 int status_of(const Run& run) noexcept {
   try {
@@ -33,13 +33,13 @@ int status_of(const Run& run) noexcept {
   } catch (const std::bad_alloc&) {
     return NO_MEMORY;
   } catch (const std::length_error&) {
-    return NO_MEMORY;  // a container was asked for more than it can ever hold
+    return NO_MEMORY;  // a container was asked to exceed its maximum size
   } catch (...) {
     return FAILED;
   }
 }
 
-// ---- limits of arguments ----
+// ---- limits for arguments ----
 
 constexpr int64_t MOST_TOKENS = int64_t(1) << 40, MOST_HEADS = 1 << 20, MOST_DIM = 1 << 20, MOST_THREADS = 1 << 12,
                   MOST_BATCH = 1 << 24, MOST_PAGE = 1 << 20;
@@ -47,7 +47,7 @@ constexpr int64_t MOST_ELEMENTS = int64_t(1) << 60;
 
 inline bool within(int64_t value, int64_t least, int64_t most) { return value >= least && value <= most; }
 
-// Whether a tensor of these sizes, none negative, has elements that an int64 can count.
+// Return whether the number of elements of a tensor with these sizes, all >= 0, fits into int64.
 template <class... Sizes>
 bool countable(Sizes... sizes) {
   int64_t count = 1;

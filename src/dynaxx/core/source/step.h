@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A step: about 128 visited rows that come together in the cache before all panels of a task meet them.
+// A step: about 128 visited rows that are gathered in the cache before all panels of a task read them.
 #pragma once
 #include "args.h"
 #include "pack.h"
@@ -7,16 +7,16 @@
 
 namespace dynaxx {
 
-constexpr int STEP_ROWS = 128;                         // rows per step; a block is never split
+constexpr int STEP_ROWS = 128;                         // rows per step; blocks are never split
 constexpr int MAX_BLOCKS = STEP_ROWS / 16;             // blocks per step
 constexpr int MAX_SPANS = MAX_BLOCKS * MAX_RUNS;       // spans per step and panel
 
-// One of the two tensors whose rows a task visits.
+// One of the two tensors whose rows a task visits: k or v; in the backward pass, q or the gradient of out.
 struct Rows {
   Tokens tokens;
   int64_t width;
-  float* packed;  // (STEP_ROWS, width), or null to read in place
-  bool pairs = false;  // packed as pairs: (STEP_ROWS, num_pairs(width))
+  float* packed;  // (STEP_ROWS, width), or null to read the tensor in place
+  bool pairs = false;  // `packed` holds pairs: (STEP_ROWS, num_pairs(width))
 
   int64_t step_stride() const { return pairs ? num_pairs(width) : packed ? width : tokens.stride; }
 };
@@ -24,9 +24,9 @@ struct Rows {
 struct Block {
   const float* k;
   const float* v;
-  int64_t token;  // the first
+  int64_t token;  // first token
   int rows;
-  int at;  // rows of the step before it
+  int at;  // index of its first row in the step
   int32_t mask;
 };
 
@@ -36,8 +36,8 @@ struct Step {
   int rows = 0;
 };
 
-// Rows are copied where they need widening, and where several panels read them and they lie apart: rows between which
-// other heads lie share their cache sets and pages.
+// Return whether to copy rows: if they need widening, or if several panels read them and they are not contiguous. With
+// other heads in between, rows would conflict in cache sets and touch more pages.
 DYNAXX_INLINE bool worth_packing(const Tokens& tokens, int64_t width, int panels) {
   return tokens.element != Element::FP32 || (panels > 1 && tokens.stride != width);
 }
@@ -54,7 +54,7 @@ DYNAXX_INLINE const float* block_rows(const Rows& rows, int64_t token, int count
   return to;
 }
 
-// Gather visited blocks from `entry` on; returns the first entry not taken.
+// Gather visited blocks starting at `entry`; returns the first entry that was not gathered.
 inline int64_t gather_step(const Plan& plan, int64_t entry, int64_t end, const Rows& k, const Rows& v, Step& step) {
   for (; entry < end; entry++) {
     const int64_t token = plan.indices[entry] * plan.visited_block;
@@ -67,7 +67,7 @@ inline int64_t gather_step(const Plan& plan, int64_t entry, int64_t end, const R
   return entry;
 }
 
-// What a panel sees of a block; returns the number of spans.
+// List the spans of a block that a panel sees; returns their number.
 inline int block_spans(const Plan& plan, const Block& block, int64_t panel, int64_t k_stride, int64_t v_stride,
                        Span* spans) {
   if (block.mask < 0) {
@@ -85,13 +85,13 @@ inline int block_spans(const Plan& plan, const Block& block, int64_t panel, int6
   return count;
 }
 
-// Whether `next` goes on where `last` ends, both unmasked: one span then.
+// Return whether `next` continues `last` without a mask, so that both can form one span.
 DYNAXX_INLINE bool joins(const Span& last, const Span& next, int64_t k_stride, int64_t v_stride) {
   return !last.words && !next.words && last.k + last.rows * k_stride == next.k &&
          last.v + last.rows * v_stride == next.v && last.at + last.rows == next.at;
 }
 
-// What a panel sees of a step; returns the number of spans.
+// List the spans of a step that a panel sees; returns their number.
 inline int step_spans(const Plan& plan, const Step& step, int64_t panel, int64_t k_stride, int64_t v_stride,
                       Span* spans) {
   int count = 0;

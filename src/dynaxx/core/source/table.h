@@ -1,5 +1,5 @@
-// SPDX-License-Identifier: Apache-2.0
-// Numbers by key in one piece of memory: a node for each, as in the standard library's, costs more than what it numbers.
+// SPDX-License-Identifier: Apache-2.0 A hash table from keys to numbers in one allocation, because a node per key, as
+// in std::unordered_map, is too expensive.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -10,7 +10,7 @@ namespace dynaxx {
 
 class Table {
  public:
-  // The place of a key's number until the next call, and whether the key is new, its number then being `number`.
+  // Return a pointer to the key's number, valid until the next call, and whether the key is new; then it gets `number`.
   std::pair<int32_t*, bool> insert(uint64_t key, int32_t number) {
     if (2 * (count_ + 1) > slots_.size()) grow();
     Slot& slot = slot_of(key);
@@ -22,7 +22,7 @@ class Table {
 
  private:
   struct Slot {
-    uint64_t key = 0;  // of a free one; no key is 0
+    uint64_t key = 0;  // 0 in free slots; no key is 0
     int32_t number = 0;
   };
 
@@ -40,7 +40,7 @@ class Table {
       if (slot.key) slot_of(slot.key) = slot;
   }
 
-  std::vector<Slot> slots_;  // a power of two
+  std::vector<Slot> slots_;  // its size is a power of two
   size_t count_ = 0;
 };
 

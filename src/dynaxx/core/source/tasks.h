@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Work shared out to the threads of torch's own OpenMP runtime: from a counter, one task at a time.
+// Distribution of tasks to the threads of torch's OpenMP runtime: threads take tasks from a shared counter.
 #pragma once
 #include <unistd.h>
 
@@ -9,21 +9,21 @@
 
 #include "status.h"
 
-// The entry point of every OpenMP runtime that GCC's code can run on (libgomp; LLVM's libomp has it too). Called by name
-// instead of through `#pragma omp`, so that any compiler will do and no runtime is linked: the symbol resolves to the
-// runtime that torch has loaded. Weak: without one, tasks run on the calling thread.
+// The entry point of all OpenMP runtimes that support code from GCC (libgomp, and LLVM's libomp). Calling it directly,
+// without `#pragma omp`, works with any compiler and links no runtime: the symbol resolves to the runtime that torch
+// has loaded. It is weak; without a runtime, tasks run on the calling thread.
 extern "C" void GOMP_parallel(void (*run)(void*), void* data, unsigned threads, unsigned flags) __attribute__((weak));
 
 namespace dynaxx {
 
-// The process that loaded the library. A child forked from it has none of the runtime's threads and would wait for them
-// for ever: there, tasks run on the calling thread.
+// The process that loaded the library. A forked child has none of the runtime's threads and would wait for them
+// forever, so there, tasks run on the calling thread.
 inline const pid_t HOME_PROCESS = getpid();
 
-// Run `run(task)` for every task in [0, num_tasks), begun in that order, on up to `threads` threads.
+// Run `run(task)` for every task in [0, num_tasks) on up to `threads` threads; tasks start in this order.
 //
-// No exception may leave a thread of the runtime. The first one becomes `status`, which running tasks can watch, and the
-// tasks that have not begun are left out.
+// No exception may leave a thread of the runtime. The first exception is stored in `status`, which running tasks can
+// read; tasks that have not started are skipped.
 template <class Run>
 void for_each_task(int64_t num_tasks, int64_t threads, std::atomic<int>& status, const Run& run) {
   struct Shared {
@@ -49,7 +49,7 @@ void for_each_task(int64_t num_tasks, int64_t threads, std::atomic<int>& status,
     work(&shared);
 }
 
-// Raise in the calling thread what a task has raised.
+// Throw in the calling thread what a task has thrown.
 inline void rethrow(const std::atomic<int>& status) {
   switch (status.load()) {
     case OK: return;
@@ -59,7 +59,7 @@ inline void rethrow(const std::atomic<int>& status) {
   }
 }
 
-// `for_each_task` where no task needs to know of the others.
+// Run `for_each_task` for tasks that need not know whether another task failed.
 template <class Run>
 void for_each_task(int64_t num_tasks, int64_t threads, const Run& run) {
   std::atomic<int> status{OK};

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The matmuls of a panel, in register tiles of R rows by PANEL columns.
 //
-// Every right operand is a row of a panel (PANEL tokens side by side), every left one a broadcast scalar, so neither
-// needs packing for the tile, and what stands between the matmuls never crosses lanes.
+// The right operand is always a row of a panel (PANEL tokens side by side), and the left one a broadcast scalar.
+// Neither needs further packing, and operations between the matmuls never cross lanes.
 #pragma once
 #include <array>
 #include <utility>
@@ -12,23 +12,24 @@
 
 namespace dynaxx {
 
-// Consecutive visited rows that one panel meets: forward of k and v, backward of q and of out's gradient.
+// Consecutive visited rows that one panel reads: of k and v, or in the backward pass of q and the gradient of out.
 struct Span {
   const float* k;
   const float* v;
   int rows;
-  int at;                 // place of the first row's scores in the step
-  const uint16_t* words;  // (rows,) which of the panel's tokens see the row, null for all
+  int at;                 // index of the first row in the step
+  const uint16_t* words;  // (rows,) bits of the panel's tokens that see each row; null: all
 };
 
-// The next tile's rows of `left`: even shares, so that no tile is left with too few accumulators to hide latency.
+// Return the rows of the next tile, given `left` rows. Shares are even, so that no tile has too few accumulators to
+// hide latency.
 DYNAXX_INLINE int next_tile(int left, int most) {
   return left >= 2 * most ? most : left > most ? (left + 1) / 2 : left;
 }
 
-constexpr int64_t DOT_PART = 128;  // terms summed in a row: sums of sums keep the rounding of long rows down
+constexpr int64_t DOT_PART = 128;  // terms per partial sum: adding partial sums rounds less than one long sum
 
-// sum[r][i] = sum_d rows[r][d] * panel[d][i]; of PAIRS, D is their number.
+// sum[r][i] = sum_d rows[r][d] * panel[d][i]; with PAIRS, D counts pairs.
 template <int R, bool PAIRS>
 DYNAXX_INLINE void dot(const float* __restrict rows, int64_t stride, const float* __restrict panel, int64_t D,
                        vec (&sum)[R][VECS]) {
@@ -58,12 +59,12 @@ DYNAXX_INLINE void dot(const float* __restrict rows, int64_t stride, const float
     for (int i = 0; i < VECS; i++) sum[r][i] = total[r][i];
 }
 
-// Whether this build has products of pairs for these elements; a scale of 0 must meet inf and NaN as numbers.
+// Return whether this build multiplies these elements in pairs; with scale 0, inf and NaN need fp32 arithmetic.
 DYNAXX_INLINE bool multiplies_pairs(int64_t element, const Scale& scale) {
   return HAS_PAIRS && Element(element) == Element::BF16 && scale.sign != 0;
 }
 
-// Hidden pairs become -inf.
+// Set hidden pairs to -inf.
 template <int R>
 DYNAXX_INLINE void hide(const uint16_t* words, vec (&scores)[R][VECS]) {
   if (!words) return;
@@ -73,7 +74,7 @@ DYNAXX_INLINE void hide(const uint16_t* words, vec (&scores)[R][VECS]) {
   for (int i = 0; i < VECS; i++) scores[r][i] = lanes_set(words[r], i) ? scores[r][i] : splat(NEG_INF);
 }
 
-// Scores become tanh(cap * score).
+// Replace scores by tanh(cap * score).
 template <int R>
 DYNAXX_INLINE void cap_scores(float cap, vec (&scores)[R][VECS]) {
   DYNAXX_UNROLL
@@ -82,7 +83,7 @@ DYNAXX_INLINE void cap_scores(float cap, vec (&scores)[R][VECS]) {
   for (int i = 0; i < VECS; i++) scores[r][i] = tanh_of(scores[r][i] * splat(cap));
 }
 
-// scores[r][i] = rows[r] . panel[:][i], capped or not, hidden pairs -inf; top[i] = max(top[i], scores[..][i]).
+// scores[r][i] = rows[r] . panel[:][i], optionally capped, -inf for hidden pairs; top[i] = max(top[i], scores[..][i]).
 template <int R, bool CAPPED, bool PAIRS>
 static void score_tile(const float* rows, int64_t stride, const float* panel, int64_t D, const uint16_t* words,
                        float cap, float* __restrict scores, float* __restrict top) {
@@ -102,8 +103,8 @@ static void score_tile(const float* rows, int64_t stride, const float* panel, in
   }
 }
 
-// panel[c][i] = panel[c][i] * alpha[i] + sum over the rows of all spans row[first + c] * weights[row][i], c < R.
-// A span's row is its v, or its k where FROM_K. The step is summed by itself first: over long rows a sum of sums rounds less.
+// panel[c][i] = panel[c][i] * alpha[i] + sum of row[first + c] * weights[row][i] over the rows of all spans, for c < R.
+// Rows are those of v, or of k if FROM_K. Each step is summed separately, because adding partial sums rounds less.
 template <int R, bool FROM_K>
 static void sum_tile(const Span* spans, int num_spans, int64_t first, int64_t stride, const float* __restrict weights,
                      const float* __restrict alpha, float* __restrict panel) {
@@ -137,7 +138,7 @@ static void sum_tile(const Span* spans, int num_spans, int64_t first, int64_t st
   }
 }
 
-// The instances for 1 .. SCORE_ROWS and 1 .. VALUE_ROWS rows: TILES[R - 1].
+// The template instances for 1 .. SCORE_ROWS and 1 .. VALUE_ROWS rows, at index R - 1.
 template <bool CAPPED, bool PAIRS, int... R>
 constexpr auto score_tiles(std::integer_sequence<int, R...>) {
   return std::array{&score_tile<R + 1, CAPPED, PAIRS>...};
@@ -154,7 +155,7 @@ constexpr auto SCORE_TILES = score_tiles<CAPPED, PAIRS>(std::make_integer_sequen
 template <bool FROM_K>
 constexpr auto SUM_TILES = sum_tiles<FROM_K>(std::make_integer_sequence<int, VALUE_ROWS>());
 
-// panel (width, PANEL) = panel * alpha + rows^T weights, over the rows of all spans; alpha null for 1.
+// panel (width, PANEL) = panel * alpha + rows^T weights, over the rows of all spans; null alpha means 1.
 template <bool FROM_K>
 static void add_rows(const Span* spans, int num_spans, int64_t stride, int64_t width, const float* weights,
                      const float* alpha, float* panel) {

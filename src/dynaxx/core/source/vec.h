@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Vectors of the widest registers that the build may use, and the panel: 16 queries side by side.
 //
-// Plain vector extensions (GCC, Clang): the same source serves SSE2, AVX2, AVX-512 and NEON; only LANES changes.
+// Uses plain vector extensions of GCC and Clang: the same source serves SSE2, AVX2, AVX-512 and NEON; only LANES
+// differs.
 #pragma once
 #include <cstdint>
 #include <limits>
@@ -14,7 +15,7 @@ namespace dynaxx {
 
 #if defined(__AVX512F__)
 constexpr int LANES = 16;
-constexpr int SCORE_ROWS = 8, VALUE_ROWS = 16;  // rows far apart run out of address registers beyond 8
+constexpr int SCORE_ROWS = 8, VALUE_ROWS = 16;  // more than 8 distant rows would exhaust the address registers
 #elif defined(__AVX2__)
 constexpr int LANES = 8;
 constexpr int SCORE_ROWS = 6, VALUE_ROWS = 6;  // 6 x 2 accumulators, 2 operands and 1 broadcast of 16 registers
@@ -23,7 +24,7 @@ constexpr int LANES = 4;
 constexpr int SCORE_ROWS = 2, VALUE_ROWS = 2;  // 2 x 4 accumulators, 4 operands and 1 broadcast of 16 registers
 #endif
 
-constexpr int PANEL = 16;  // queries per panel: divides every block size, and is one AVX-512 register
+constexpr int PANEL = 16;  // queries per panel: divides every block size, and fills one AVX-512 register
 constexpr int VECS = PANEL / LANES;
 constexpr float NEG_INF = -std::numeric_limits<float>::infinity();
 
@@ -34,7 +35,7 @@ typedef float loose_vec __attribute__((vector_size(LANES * 4), aligned(4), may_a
 typedef uint16_t half_vec __attribute__((vector_size(LANES * 2)));
 typedef uint16_t loose_half_vec __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
 
-// 16 bits in each lane: into the low half of 32, and the low half of 32.
+// Conversion of lanes between 16 and 32 bits, keeping the low half.
 DYNAXX_INLINE ivec widen_bits(half_vec x) { return __builtin_convertvector(x, ivec); }
 DYNAXX_INLINE half_vec narrow_bits(ivec x) { return __builtin_convertvector(x, half_vec); }
 
@@ -42,10 +43,10 @@ DYNAXX_INLINE vec load(const float* p) { return *(const loose_vec*)p; }
 DYNAXX_INLINE void store(float* p, vec x) { *(loose_vec*)p = x; }
 DYNAXX_INLINE vec splat(float x) { return x - vec{}; }
 
-// As the maxps instruction: the second operand where either is NaN.
+// Like the maxps instruction: returns the second operand if either is NaN.
 DYNAXX_INLINE vec max_second_if_nan(vec a, vec b) { return a > b ? a : b; }
 
-// One lane per bit of `bits`: lanes of vector `i` of a panel are its bits i * LANES and up.
+// Return a lane mask from `bits`: lane j of a panel's vector `i` is bit i * LANES + j.
 DYNAXX_INLINE ivec lanes_set(uint16_t bits, int i) {
   ivec lane_bit;
   DYNAXX_UNROLL
