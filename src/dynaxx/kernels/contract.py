@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a backend provides for each operation. `kernels.registry` lists who provides it.
+"""The functions that a backend provides for each operation. `kernels.registry` lists the backends of each operation.
 
-A backend is a module (or a package) whose functions have these names, parameters and results. The functions are pure:
-they check nothing, hold no state and do no autograd. `kernels.reference` defines every result; the other backends are
+A backend is a module or package whose functions have these names, parameters and results. The functions are pure: they
+do not check arguments, keep state or use autograd. `kernels.reference` defines every result; the other backends are
 tested against it.
 
-Shapes: B batch, N / M queries and keys, T queries of all packed sequences, Hq / Hk / Hs query, kv and selection heads,
-D / E head_dim of q, k and of v, n slots, L compressed tokens.
+Legend: B batch; N queries, M keys; T queries of all packed sequences; Hq, Hk, Hs query, kv and selection heads;
+D head_dim of q and k, E head_dim of v; n slots; L compressed tokens.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class AttentionKernels(Protocol):
         scale: float,
         softcap: float | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq, dk, dv; `dlse` is None where lse has no gradient. With sinks, out and lse are those with them."""
+        """Return dq, dk, dv. `dlse` is None if lse has no gradient. With sinks, out and lse must include them."""
 
 
 class DecodeKernels(Protocol):
-    """A decoding step over a cache."""
+    """A decode step over a cache."""
 
     def attend_pages(
         self,
@@ -72,7 +72,7 @@ class DecodeKernels(Protocol):
     def select_pages(
         self, q: Tensor, cache: PagedCache, wanted: Tensor, sinks: int, window: int, slots: int, scale: float
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the chosen pages (B, Hk, slots) int32, and how many there are where the backend counts them."""
+        """Return the selected pages (B, Hk, slots) int32, and their counts if the backend computes them."""
 
     def select_and_attend(
         self,
@@ -86,20 +86,20 @@ class DecodeKernels(Protocol):
         softcap: float | None = None,
         sink_logits: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return out and lse over the pages that `select_pages` chooses."""
+        """Return out and lse over the pages that `select_pages` selects."""
 
     def summarize_pages(self, cache: PagedCache, summaries: PageSummaries, new_tokens: int | None) -> None:
-        """Write the summaries of all pages, or of those that the last `new_tokens` keys are in."""
+        """Write the summaries of all pages, or only of those that contain the last `new_tokens` keys."""
 
 
 class NsaKernels(Protocol):
-    """Native Sparse Attention of packed sequences. `plan` is what `prepare_selected` of the same backend returned."""
+    """Native sparse attention of packed sequences. `plan` is the result of this backend's `prepare_selected`."""
 
     def schedule_of(self, group_size: int, kv_block: int) -> str:
-        """Return in words how the backend goes through selected blocks."""
+        """Describe in words in which order the backend processes selected blocks."""
 
     def prepare_selected(self, block_indices: Tensor, spans: NativeSpans, q: Tensor, k: Tensor, v: Tensor) -> Any:
-        """Return what forward and backward share; `block_indices` is (T, Hs, n) int32."""
+        """Return a plan that forward and backward share; `block_indices` is (T, Hs, n) int32."""
 
     def selected_forward(self, q: Tensor, k: Tensor, v: Tensor, plan: Any, scale: float) -> tuple[Tensor, Tensor]:
         """Return out (T, Hq, E) and lse (Hq, T) fp32."""
@@ -121,23 +121,23 @@ class NsaKernels(Protocol):
     def select_blocks(
         self, q: Tensor, k_cmp: Tensor, lse: Tensor | None, spans: NativeSpans, heads: int, scale: float
     ) -> Tensor:
-        """Return the chosen blocks (T, Hs, n) int32, ascending, -1 behind."""
+        """Return the selected blocks (T, Hs, n) int32, ascending, padded with -1."""
 
     @property
     def pooling(self) -> Pooling | None:
-        """Kernels that pool windows of tokens; None: torch does."""
+        """Kernels that pool windows of tokens; None: use torch."""
 
     @property
     def gating(self) -> Gating | None:
-        """Kernels of the gated sum; None: torch does."""
+        """Kernels for the gated sum; None: use torch."""
 
     @property
     def fused(self) -> FusedBranches | None:
-        """Kernels for all branches together; None: each branch runs by itself."""
+        """Kernels that compute all branches together; None: each branch runs separately."""
 
 
 class Pooling(Protocol):
-    """Windows of tokens of sequences of one length, pooled to compressed tokens."""
+    """Pooling of windows of tokens to compressed tokens, for sequences of equal length."""
 
     def pool_forward(self, x: Tensor, weight: Tensor | None, spans: NativeSpans) -> Tensor:
         """Return (L, H, D): the mean of each window, or its sum weighted by `weight` (cmp_block, H)."""
@@ -149,10 +149,10 @@ class Pooling(Protocol):
 
 
 class Gating(Protocol):
-    """The sum of three branches, each times its gate."""
+    """The sum of three branches, weighted by gates."""
 
     def gated_sum_forward(self, outs: tuple[Tensor, Tensor, Tensor], gates: Tensor) -> Tensor:
-        """Return (T, Hq, E), of gates (T, Hq, 3)."""
+        """Return the sum (T, Hq, E); gates are (T, Hq, 3)."""
 
     def gated_sum_backward(
         self, do: Tensor, outs: tuple[Tensor, Tensor, Tensor], gates: Tensor
@@ -161,15 +161,15 @@ class Gating(Protocol):
 
 
 class FusedBranches(Protocol):
-    """The three branches of Native Sparse Attention together. Its types are the backend's own."""
+    """The three branches of native sparse attention in fused kernels. Each backend defines its own argument types."""
 
     @property
     def Mixture(self) -> Callable[..., Any]:
-        """Build what `selected_and_mixed` adds the selected branch to."""
+        """Constructor of the `mixture` argument: the other branches, to which `selected_and_mixed` adds its own."""
 
     @property
     def Branches(self) -> Callable[..., Any]:
-        """Build what the forward of the branches gave."""
+        """Constructor of the `branches` argument: the forward results of the branches."""
 
     def selected_and_mixed(
         self, q: Tensor, k: Tensor, v: Tensor, plan: Any, scale: float, mixture: Any
@@ -179,7 +179,7 @@ class FusedBranches(Protocol):
     def branch_rows(
         self, do: Tensor, branches: Any, gates: Tensor, plan: Any, layout: BlockLayout
     ) -> tuple[Any, Tensor]:
-        """Return what `mixed_backward` reads of queries, and the gradient of the gates."""
+        """Return the rows that `mixed_backward` reads for each query, and the gradient of the gates."""
 
     def mixed_backward(
         self,
@@ -197,13 +197,13 @@ class FusedBranches(Protocol):
 
 
 class NsaDecodeKernels(Protocol):
-    """What Native Sparse Attention needs in a decoding step beside `DecodeKernels`."""
+    """The functions that a decode step of native sparse attention needs in addition to `DecodeKernels`."""
 
     def record_or_replay(self, call: Callable[..., Any], cache: PagedCache, tensors: Any, *settings: Any) -> Any:
-        """Return `call(cache, *tensors, *settings)`; a GPU backend records its launches and replays them."""
+        """Return `call(cache, *tensors, *settings)`. GPU backends record the launches of a call and replay them."""
 
     def step_lengths(self, seqused: Tensor, sizes: NativeSizes) -> NativeLengths:
-        """Return the lengths of every branch."""
+        """Return the lengths that each branch reads."""
 
     def select_blocks(
         self,
@@ -215,68 +215,68 @@ class NsaDecodeKernels(Protocol):
         max_blocks: int,
         scale: float,
     ) -> Tensor:
-        """Return the chosen blocks (B, Hk, n) int32."""
+        """Return the selected blocks (B, Hk, n) int32."""
 
     def kept_blocks(self, blocks: Tensor, lengths: NativeLengths, sizes: NativeSizes) -> Tensor:
-        """Return an earlier choice with the forced blocks of now."""
+        """Return an earlier selection with the forced blocks of the current position."""
 
     def pages_of(self, blocks: Tensor, pages_per_block: int, max_pages: int) -> Tensor:
-        """Return the pages of blocks."""
+        """Return the pages of the given blocks."""
 
     def gated_sum(self, outs: tuple[Tensor, Tensor, Tensor], gates: Tensor) -> Tensor:
-        """Return the sum of the branches, each times its gate."""
+        """Return the sum of the branches, weighted by the gates."""
 
     def gather_windows(self, cache: PagedCache, sizes: NativeSizes, count: int, skip: int) -> tuple[Tensor, Tensor]:
-        """Return the tokens of the last windows of each sequence, of k and of v."""
+        """Return the tokens of the last windows of each sequence, for k and for v."""
 
     def compress_windows(
         self, cache: PagedCache, weights: tuple[Tensor | None, Tensor | None], count: int, skip: int
     ) -> None:
-        """Pool those windows, and store them."""
+        """Pool the last windows of each sequence and store them."""
 
     def store_compressed(
         self, cache: PagedCache, compressed: CompressedPages, k_cmp: Tensor, v_cmp: Tensor, count: int, skip: int
     ) -> None:
-        """Store compressed tokens that were pooled elsewhere."""
+        """Store compressed tokens that the caller has pooled."""
 
 
 class Candidates(NamedTuple):
-    """The kv blocks that a second stage of scoring looks at, a list per kv head and panel of neighbouring q blocks."""
+    """The kv blocks that a second scoring stage considers: a list per kv head and panel of neighbouring q blocks."""
 
-    blocks: Tensor  # (B, Hk, panels, slots) int32; -1 = empty slot, behind the others
+    blocks: Tensor  # (B, Hk, panels, slots) int32; -1 = empty slot, after all other slots
     panel: int  # q blocks per panel
 
 
 class SelectionKernels(Protocol):
-    """Scores of blocks, and the choice among them. Scores are (B, Hq, rows, kv blocks) fp32."""
+    """Scores of blocks, from which selectors choose. Scores are (B, Hq, rows, kv blocks) fp32."""
 
     def pool_blocks(self, x: Tensor, size: int, kind: str, scale: float = 1.0, dtype: Any = ...) -> Tensor:
-        """Return the mean, the smallest or the largest of each block of `size` tokens."""
+        """Return the mean, minimum or maximum of each block of `size` tokens."""
 
     def query_scores(
         self, queries: Tensor, k: Tensor, first_row: int, grid: BlockGrid, candidates: Candidates | None = None
     ) -> Tensor:
-        """Return the log of the mass that one query per row gives each block."""
+        """Return the log of the attention mass that one query per row gives to each block."""
 
     def quantised_keys(self, k: Tensor, center: Tensor, kv_block: int) -> Any:
-        """Return keys in 8 bits for `int8_scores`."""
+        """Return keys in 8 bits, for `int8_scores`."""
 
     def int8_scores(
         self, queries: Tensor, keys: Any, first_row: int, grid: BlockGrid, candidates: Candidates | None = None
     ) -> Tensor:
-        """Return `query_scores` of 8-bit products."""
+        """Return `query_scores`, computed with 8-bit products."""
 
     def probe_lines(self, probes: Tensor, k: Tensor, grid: BlockGrid, scale: float) -> tuple[Tensor, Tensor]:
-        """Return the mean attention of the last queries along columns and diagonals."""
+        """Return the mean attention of the last queries along columns and along diagonals."""
 
     def line_scores(self, vertical: Tensor, diagonal: Tensor, start: int, stop: int, grid: BlockGrid) -> Tensor:
-        """Return scores of blocks by the lines that cross them."""
+        """Return scores of blocks, computed from the columns and diagonals that cross them."""
 
     def tile_mass(
         self, queries: Tensor, keys: Tensor, first_tile: int, mass: Tensor, grid: BlockGrid, sizes: tuple[int, int],
         *, panel: int = 1, parts: int = 1, scale: float = 1.0,
     ) -> None:  # fmt: skip
-        """Write to `mass` what pooled queries give pooled keys."""
+        """Write to `mass` the attention mass between pooled queries and pooled keys."""
 
     def hash_counts(self, x: Tensor, size: int, planes: Tensor, center: Tensor, tables: int, bits: int) -> Tensor:
-        """Return how many tokens of each block fall into each bucket."""
+        """Return how many tokens of each block fall into each hash bucket."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU backend: a C++ core, compiled with the package or at first use; gathers in torch where there is none."""
+"""The CPU backend: the C++ core, compiled with the package or at first use, or gathers in torch if there is no core."""
 
 from dynaxx.core.library import CpuStatus, cpu_status
 from dynaxx.kernels.cpu.backward import attention_backward

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The structures of `core/source/args.h`, field by field, and how tensors fill them."""
+"""ctypes structures equal to those of `core/source/args.h`, and functions that fill them from tensors."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in core/source/elements.h
+ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # equal to those in core/source/elements.h
 
 
 class WorkPlan(Structure):
-    """A layout prepared for the core. Pointers only: `LayoutPlan` owns the memory."""
+    """A layout prepared for the core. It contains only pointers; `LayoutPlan` owns the memory."""
 
     _fields_: ClassVar = [
         ("seqlen", c_int64),
@@ -33,7 +33,7 @@ class WorkPlan(Structure):
     ]
 
 
-_FORWARD = Struct("=5Q 6q 3q3q3q Q 2d q Q")  # a ctypes.Structure takes three times as long, 1 us of each call
+_FORWARD = Struct("=5Q 6q 3q3q3q Q 2d q Q")  # a ctypes.Structure would take three times as long: 1 us more per call
 
 
 def forward_args(
@@ -47,7 +47,7 @@ def forward_args(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> bytes:
-    """Return `ForwardArgs` of one launch; `plan` is the address of the layout's plan."""
+    """Return the bytes of `ForwardArgs` for one launch; `plan` is the address of the layout's plan."""
     batch, _, q_heads, head_dim = q.shape
     return _FORWARD.pack(
         q.data_ptr(),
@@ -73,7 +73,7 @@ def forward_args(
 
 
 class BackwardArgs(Structure):
-    """One backward launch."""
+    """Arguments of one backward launch."""
 
     _fields_: ClassVar = [
         ("q", c_void_p),
@@ -115,11 +115,11 @@ class BackwardArgs(Structure):
 
 
 def readable(x: Tensor) -> Tensor:
-    """Return x with a contiguous last dimension: x itself, or a copy."""
+    """Return x if its last dimension is contiguous, else a contiguous copy."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def strides(x: Tensor) -> tuple[int, int, int]:
-    """Return (batch, token, head) strides in elements."""
+    """Return the (batch, token, head) strides in elements."""
     batch, token, head, _ = x.stride()
     return batch, token, head

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention backward: hand the tensors to the core, or let autograd run through the gathers in torch."""
+"""The backward pass of attention: call the core, or use autograd through the gathers in torch."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from dynaxx.kernels.cpu.plan import plan_of
 from dynaxx.layout import BlockLayout
 from dynaxx.layout.host import on_host
 
-WAVE_TOKENS = 4096  # tokens of work per thread in a wave of short heads, or threads would wait at its end
-LOW_SHARE = 0.1  # of all tensors: what lower halves of sums may take
-LOW_BYTES = 2 << 20  # or this
+WAVE_TOKENS = 4096  # tokens per thread in a wave of short heads; with fewer, threads would wait at the end of a wave
+LOW_SHARE = 0.1  # upper bound for the memory of low halves of sums, as a share of all tensors
+LOW_BYTES = 2 << 20  # lower limit of that bound
 
 
 @on_host
@@ -36,9 +36,9 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv in the dtype and shape of q, k, v.
 
-    They have tokens or heads outermost in memory as q, k, v have them. do (B, N, Hq, E) is the gradient of out, dlse
-    (B, Hq, N) that of lse or None; out and lse are results of the forward. Any strides. Sums run in a fixed order: the
-    same bits on any number of threads.
+    The gradients have tokens or heads outermost in memory, like q, k and v. do (B, N, Hq, E) is the gradient of out;
+    dlse (B, Hq, N) is that of lse, or None; out and lse are the results of the forward pass. Any strides. Sums have a
+    fixed order, so the result is bitwise equal for any number of threads.
     """
     library = active_library()
     if library is None:
@@ -113,10 +113,11 @@ def _core_backward(
 
 
 def heads_at_a_time(q: Tensor, v: Tensor, threads: int) -> tuple[int, int]:
-    """Return how many kv heads to process at a time, and how many q heads of each.
+    """Return how many kv heads to process together, and how many q heads of each one's group.
 
-    One kv head per thread, more where they are short, and whole groups. For bf16 and fp16 fewer where the lower halves
-    of sums would be large, down to single q heads: dk and dv then have lower halves, too, but dq only of one head.
+    By default, one kv head per thread (more if heads are short), with all q heads of its group. For bf16 and fp16,
+    fewer heads if the low halves of sums would take too much memory. In the extreme, one q head at a time: dk and dv
+    then need low halves too, but dq needs them for one head only.
     """
     batch, seqlen_q, q_heads, head_dim = q.shape
     kv_heads, head_dim_v = v.shape[2:]
@@ -134,7 +135,7 @@ def heads_at_a_time(q: Tensor, v: Tensor, threads: int) -> tuple[int, int]:
 
 
 def _empty_like(x: Tensor) -> Tensor:
-    """Allocate memory of x's shape and dtype, with tokens or heads outermost as in x."""
+    """Allocate a tensor with the shape and dtype of x, with tokens or heads outermost in memory, like x."""
     if x.stride(1) >= x.stride(2):
         return x.new_empty(x.shape)
     batch, seqlen, heads, head_dim = x.shape

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding on a CPU: pass the cache to the core. The structures are those of `cache.h` and `decode*.cpp`."""
+"""Decoding on a CPU: call the core. The ctypes structures are equal to those of `cache.h` and `decode*.cpp`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from dynaxx.layout.exact_tokens import ExactTokens
 from dynaxx.layout.host import on_host
 from dynaxx.layout.paging import PagedCache, PageStrides, PageSummaries
 
-STORED = {**ELEMENTS, torch.int8: 3, torch.float8_e4m3fn: 4}  # as in core/source/cache.h
+STORED = {**ELEMENTS, torch.int8: 3, torch.float8_e4m3fn: 4}  # equal to those in core/source/cache.h
 NO_STRIDES = PageStrides(0, 0, 0, 0)
 
 
 class CacheArgs(Structure):
-    """A cache."""
+    """Arguments that describe a cache."""
 
     _fields_: ClassVar = [
         ("k", c_void_p),
@@ -51,7 +51,7 @@ class CacheArgs(Structure):
 
 
 class DecodeArgs(Structure):
-    """Attention of one step."""
+    """Arguments of a decode step's attention."""
 
     _fields_: ClassVar = [
         ("cache", POINTER(CacheArgs)),
@@ -78,7 +78,7 @@ class DecodeArgs(Structure):
 
 
 class SummaryArgs(Structure):
-    """Summaries of a cache, and which of them to compute."""
+    """Arguments that describe summaries, and which of them to compute."""
 
     _fields_: ClassVar = [
         ("cache", POINTER(CacheArgs)),
@@ -95,7 +95,7 @@ class SummaryArgs(Structure):
 
 
 class SelectArgs(Structure):
-    """The choice of pages of one step."""
+    """Arguments of a decode step's page selection."""
 
     _fields_: ClassVar = [
         ("summaries", POINTER(SummaryArgs)),
@@ -115,14 +115,14 @@ class SelectArgs(Structure):
 
 
 def unsupported_reasons(problem: DecodeProblem) -> list[str]:
-    """Return why the core cannot serve: another device, fp64, or no core to run."""
+    """Return the reasons why the core cannot serve: another device, fp64, or no core."""
     reasons = []
     if problem.device.type != "cpu":
         reasons.append(f"tensors are on {problem.device}, not on the CPU")
     if problem.dtype not in ELEMENTS or problem.cache_dtype not in STORED:
-        reasons.append(f"computes in fp32, got {problem.dtype} over a cache of {problem.cache_dtype}")
+        reasons.append(f"computes in fp32, got {problem.dtype} with a cache of {problem.cache_dtype}")
     if not reasons and active_library() is None:
-        reasons.append("has no C++ core here; see dynaxx.kernels.cpu.cpu_status()")
+        reasons.append("no C++ core is available; see dynaxx.kernels.cpu.cpu_status()")
     return reasons
 
 
@@ -137,7 +137,7 @@ def attend_pages(
     left: int | None = None,
     sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return out and lse, as `kernels.reference.decode`; counts are not needed. Every dtype is widened in the core."""
+    """Return out and lse like `kernels.reference.decode`; `counts` is not used. The core widens all dtypes to fp32."""
     batch, seqlen_q, q_heads, _ = q.shape
     q = readable(q)
     pages = None if block_indices is None else block_indices.contiguous()
@@ -171,7 +171,7 @@ def attend_pages(
 def select_pages(
     q: Tensor, cache: PagedCache, wanted: Tensor, sinks: int, window: int, slots: int, scale: float
 ) -> tuple[Tensor, None]:
-    """Return the chosen pages, as `kernels.reference.decode`, without counts, which the core does not need."""
+    """Return the selected pages like `kernels.reference.decode`, and None for the counts, which the core does not use."""
     assert cache.summaries is not None, "checked before"
     q = readable(q)
     chosen = torch.empty(cache.batch, cache.kv_heads, slots, dtype=torch.int32)
@@ -208,19 +208,19 @@ def select_and_attend(
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return out and lse over chosen pages, as `kernels.reference.decode`."""
+    """Return out and lse over selected pages, like `kernels.reference.decode`."""
     pages = select_pages(q, cache, wanted, sinks, window, slots, scale)
     return attend_pages(q, cache, *pages, scale, softcap, sink_logits=sink_logits)
 
 
 def summarize_pages(cache: PagedCache, summaries: PageSummaries, new_tokens: int | None) -> None:
-    """Write summaries, as `kernels.reference.decode`."""
+    """Write summaries, like `kernels.reference.decode`."""
     arguments, _kept = _cache_args(cache)
     raise_for_status(_library().dynaxx_cpu_summarize_pages(byref(_summary_args(arguments, summaries, new_tokens))))
 
 
 def _cache_args(cache: PagedCache) -> tuple[CacheArgs, list[Tensor]]:
-    """Return the arguments, and the tensors that must live as long."""
+    """Return the arguments, and the tensors that must stay alive while they are in use."""
     table, seqused = cache.page_table, cache.seqused_k.contiguous()
     leftpad = None if cache.leftpad_k is None else cache.leftpad_k.contiguous()
     if table is not None and table.stride(1) != 1 and table.shape[1] > 1:
@@ -276,5 +276,5 @@ def _summary_args(cache: CacheArgs, summaries: PageSummaries, new_tokens: int | 
 
 def _library() -> CDLL:
     library = active_library()
-    assert library is not None, "`unsupported_reasons` was asked before"
+    assert library is not None, "`unsupported_reasons` refuses calls without a core"
     return library

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention forward: pass the tensors to the core, or gather in torch."""
+"""The forward pass of attention: call the core, or gather in torch."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor]:
     """Return out (B, N, Hq, E) in q's dtype and lse (B, Hq, N), natural log, in fp32; both contiguous.
 
-    q (B, N, Hq, D), k (B, M, Hk, D) and v (B, M, Hk, E) may have any strides; a last dimension that is not contiguous
-    is copied. fp16 and bf16 are widened in the core, computed in fp32 and rounded once. Runs on
+    q (B, N, Hq, D), k (B, M, Hk, D) and v (B, M, Hk, E) may have any strides, but a tensor whose last dimension is not
+    contiguous is copied. The core widens fp16 and bf16, computes in fp32 and rounds once. It runs on
     `torch.get_num_threads()` threads.
     """
     library = active_library()
@@ -50,7 +50,7 @@ def _core_forward(
     batch, seqlen_q, q_heads, _ = q.shape
     out = q.new_empty((batch, seqlen_q, q_heads, v.shape[3]))
     lse = q.new_empty((batch, q_heads, seqlen_q), dtype=torch.float32)
-    plan = plan_of(layout, library)  # kept until the core is done, whatever other threads do to the layout
+    plan = plan_of(layout, library)  # stays alive until the core is done, even if another thread changes the layout
     logits = None if sinks is None else sinks.detach().to(torch.float32).contiguous()
     args = forward_args(q, k, v, out, lse, plan.address, scale, softcap, logits)
     code = library.dynaxx_cpu_forward(args)

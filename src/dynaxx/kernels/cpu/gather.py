@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sparse attention in plain torch, O(visited blocks): gather each row's blocks, attend densely over them.
+"""Sparse attention in plain torch, O(visited blocks): gather the blocks of each row and attend densely to them.
 
-Serves where there is no C++ core. Exact like every backend, differentiable by autograd. Rows that visit the same number
-of blocks are processed together, as many at a time as keep the gathered rows in the cache.
+Used if there is no C++ core. Exact like every backend, and differentiable by autograd. Rows that visit equally many
+blocks are processed together, in chunks that fit into the cache.
 
-B batch, Hq / Hk query and kv heads, N / M queries and keys, D / E head_dim of q, k and of v; U units, one per row of
-blocks of one q head; S keys that a unit visits.
+Legend: B batch; Hq, Hk query and kv heads; N queries, M keys; D head_dim of q and k, E head_dim of v; U units, one per
+row of blocks of one q head; S keys that a unit visits.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from dynaxx.kernels.sinks import add_sinks
 from dynaxx.layout import BlockLayout
 from dynaxx.layout.host import on_host
 
-CHUNK_BYTES = 4 << 20  # of gathered k, v and scores; 1 to 8 MiB measure alike, more is slower
+CHUNK_BYTES = 4 << 20  # gathered k, v and scores per chunk; 1 to 8 MiB are equally fast, larger chunks are slower
 
 
 @dataclass(frozen=True)
 class Units:
-    """Rows of blocks of single q heads."""
+    """Rows of blocks of individual q heads."""
 
     batch: Tensor  # (U,) int64
     head: Tensor  # (U,) int64, q head
     row: Tensor  # (U,) int64, q block
-    start: Tensor  # (U,) int64, first entry of `kv_indices`
-    count: Tensor  # (U,) int64, visited blocks
+    start: Tensor  # (U,) int64, index of the first entry in `kv_indices`
+    count: Tensor  # (U,) int64, number of visited blocks
 
     def __getitem__(self, chosen: Tensor) -> Units:
         return Units(self.batch[chosen], self.head[chosen], self.row[chosen], self.start[chosen], self.count[chosen])
@@ -46,7 +46,7 @@ def attention_forward(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return out (B, N, Hq, E) in q's dtype and lse (B, Hq, N) in fp32 (fp64 for fp64), as the reference does."""
+    """Return out (B, N, Hq, E) in q's dtype and lse (B, Hq, N) in fp32 (fp64 for fp64), like the reference."""
     out_dtype, dtype = q.dtype, torch.float64 if q.dtype == torch.float64 else torch.float32
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     batch, seqlen_q, q_heads = q.shape[:3]
@@ -82,13 +82,13 @@ def attention_backward(
     scale: float,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv: run the forward again without sinks, and autograd through it."""
+    """Return dq, dk, dv by autograd through a second forward pass without sinks."""
     with torch.enable_grad():
         q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
         alone, lse_alone = attention_forward(q, k, v, layout, scale, softcap)
     if not alone.requires_grad:  # no row visits anything
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    # With sinks in `lse`, out = share * alone; share = 1 without them.
+    # With sinks included in `lse`, out = share * alone. Without sinks, share = 1.
     share = (lse_alone.detach() - lse).exp().masked_fill_(lse_alone == -torch.inf, 0.0)
     weight = share.transpose(1, 2)[..., None]
     product = (do.to(lse.dtype) * alone.detach()).sum(-1).transpose(1, 2)
@@ -101,7 +101,7 @@ def attention_backward(
 
 
 def _chunks(layout: BlockLayout, batch: int, q_heads: int, row_size: int) -> list[Units]:
-    """Yield all units that visit anything, grouped by how many blocks they visit, CHUNK_BYTES of gathered rows each."""
+    """List all units that visit any block, grouped by number of blocks, in chunks of CHUNK_BYTES of gathered rows."""
     shape = (batch, q_heads, layout.q_blocks)
     of_layout = lambda x: x.expand(*shape).flatten().long()
     b, h, i = (x.flatten() for x in torch.meshgrid(*map(torch.arange, shape), indexing="ij"))
@@ -117,7 +117,7 @@ def _chunks(layout: BlockLayout, batch: int, q_heads: int, row_size: int) -> lis
 
 
 def _query_places(units: Units, layout: BlockLayout, q_heads: int) -> tuple[Tensor, Tensor]:
-    """Return flat places (batch, token, head) of each unit's queries, and which queries exist; both (U, q_block)."""
+    """Return the flat index (batch, token, head) of each unit's queries, and which queries exist; both (U, q_block)."""
     token = units.row[:, None] * layout.block_size[0] + torch.arange(layout.block_size[0])
     place = (units.batch[:, None] * layout.seqlen_q + token) * q_heads + units.head[:, None]
     return place, token < layout.seqlen_q
@@ -133,7 +133,7 @@ def _attend(
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return out (U, q_block, E) and lse (U, q_block) of units that all visit equally many blocks."""
+    """Return out (U, q_block, E) and lse (U, q_block) of units that visit equally many blocks."""
     q_block, kv_block = layout.block_size
     entries = units.start[:, None] + torch.arange(int(units.count[0]))
     cols, codes = layout.kv_indices[entries].long(), layout.kv_masks[entries].long()

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Native Sparse Attention on the CPU: scores a few queries at a time, selected attention by the C++ core.
+"""Native sparse attention on the CPU: block scores in torch, selected attention in the C++ core.
 
-The core wants blocks of 16 queries that visit the same keys. So the q heads of a selection head become rows: a block of
-16 rows holds the heads of one position (group 16), or of a few neighbours. Neighbours visit the union of their
-selections, with an element mask that keeps them apart.
+The core needs blocks of 16 rows that visit the same keys. The q heads of a selection head therefore become rows: a
+block of 16 rows holds the heads of one position (for a group of 16) or of a few neighbouring positions. Neighbouring
+positions visit the union of their selections, and an element mask restores each position's own selection.
 
-T queries, M keys, n selected blocks, Hq / Hk / Hs query, kv and selection heads, G group, D / E head_dim.
+Legend: T queries, M keys, n selected blocks, L compressed tokens; Hq, Hk, Hs query, kv and selection heads; G q heads
+per selection head; D head_dim of q and k, E head_dim of v; t, l queries and compressed tokens of one step.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from dynaxx.layout.host import on_host
 from dynaxx.layout.nsa import NativeSpans
 
 ROWS = 16  # the smallest q block of a layout
-SCORE_BYTES = 8 << 20  # of scores held at once
-pooling = gating = fused = None  # torch pools, gates and sums the branches
+SCORE_BYTES = 8 << 20  # upper bound for the scores in memory
+pooling = gating = fused = None  # torch computes pooling, gated sum and the combination of branches
 
 
 @on_host
 def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor | None, spans: NativeSpans, heads: int, scale: float) -> Tensor:
-    """Return the chosen blocks, as `kernels.reference.nsa.select_blocks`, in fp32 and O(SCORE_BYTES) memory."""
+    """Return the selected blocks like `kernels.reference.nsa.select_blocks`, in fp32, with O(SCORE_BYTES) memory."""
     chosen = torch.empty(q.shape[0], heads, spans.sizes.slc_count, dtype=torch.int32)
     keys = k_cmp.float().movedim(0, 1).repeat_interleave(heads // k_cmp.shape[1], 0)  # (Hs, L, D)
     for (a, b), (c, d) in zip(pairwise(spans.ends_q), pairwise(spans.ends_cmp), strict=True):
@@ -49,7 +50,7 @@ def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor | None, spans: NativeSpa
 
 
 def _weights(q: Tensor, keys: Tensor, lse: Tensor | None, spans: NativeSpans, some: slice, scale: float) -> Tensor:
-    """Return weights (Hs, t, l) of the visible compressed tokens, summed over each group; without lse their logits."""
+    """Return weights (Hs, t, l) of visible compressed tokens, summed over each group; without lse, return logits."""
     heads, count = keys.shape[0], keys.shape[1]
     grouped = (q.float() * scale).unflatten(1, (heads, -1)).permute(1, 2, 0, 3)  # (Hs, G, t, D)
     logits = (grouped.flatten(1, 2) @ keys.mT).unflatten(1, grouped.shape[1:3])
@@ -61,7 +62,7 @@ def _weights(q: Tensor, keys: Tensor, lse: Tensor | None, spans: NativeSpans, so
 
 
 def _block_scores(weights: Tensor, spans: NativeSpans, blocks: int) -> Tensor:
-    """Pool (Hs, t, l) weights over the strides of each compressed token and of each block, to (Hs, t, blocks)."""
+    """Pool (Hs, t, l) weights over the strides of each compressed token and each block; return (Hs, t, blocks)."""
     per_token = spans.sizes.cmp_block // spans.sizes.cmp_stride
     per_block = spans.sizes.slc_block // spans.sizes.cmp_stride
     total = blocks * per_block
@@ -75,19 +76,19 @@ def _block_scores(weights: Tensor, spans: NativeSpans, blocks: int) -> Tensor:
 
 
 def _unscored(logits: Tensor, blocks: int) -> Tensor:
-    """Return logits of compressed tokens that are the blocks themselves; blocks without one get the lowest number."""
+    """Pad the logits of compressed tokens that are equal to blocks; missing blocks get the lowest number."""
     return pad(logits, (0, blocks - logits.shape[-1]), value=torch.finfo(logits.dtype).min)
 
 
 @dataclass(frozen=True)
 class CpuSelectedPlan:
-    """Layouts of the rows of each sequence."""
+    """A selection as one layout per sequence, whose rows are the q heads of each position."""
 
     ends_q: tuple[int, ...]
     ends_k: tuple[int, ...]
     heads: int  # selection heads
-    group: int  # q heads of each
-    rows: int  # rows of each position: the group, padded to a divisor or a multiple of ROWS
+    group: int  # q heads per selection head
+    rows: int  # rows per position: the group size, padded to a divisor or a multiple of ROWS
     layouts: tuple[BlockLayout, ...]
 
 
@@ -97,14 +98,14 @@ def rows_of(group_size: int) -> int:
 
 
 def schedule_of(group_size: int, kv_block: int) -> str:
-    """Return in words how blocks are visited, for `explain_selected`."""
+    """Describe the order of processing in words, for `explain_selected`."""
     together = max(1, ROWS // rows_of(group_size))
-    return f"by query, the union of {together} neighbouring positions" if together > 1 else "by query, each by itself"
+    return f"by query, union of {together} neighbouring positions" if together > 1 else "by query, one at a time"
 
 
 @on_host
 def prepare_selected(block_indices: Tensor, spans: NativeSpans, q: Tensor, k: Tensor, v: Tensor) -> CpuSelectedPlan:
-    """Turn a selection into one layout per sequence; forward and backward share them."""
+    """Turn a selection into one layout per sequence, which forward and backward share."""
     heads = block_indices.shape[1]
     group = q.shape[1] // heads
     rows = rows_of(group)
@@ -115,10 +116,10 @@ def prepare_selected(block_indices: Tensor, spans: NativeSpans, q: Tensor, k: Te
 
 
 def _rows_layout(block_indices: Tensor, seqlen_k: int, kv_block: int, rows: int, group: int) -> BlockLayout:
-    """Return one sequence's layout over its positions' rows.
+    """Return the layout of one sequence, whose rows are those of its positions.
 
-    A visited block's mask depends on which positions of its q block selected it, and on its distance from them. Few
-    such pairs are distinct, and each becomes one mask.
+    The mask of a visited block depends on which positions of its q block selected it, and on its distance from them.
+    There are few distinct combinations, and each becomes one mask.
     """
     queries, heads, _ = block_indices.shape
     grid = BlockGrid(queries * rows, seqlen_k, (ROWS, kv_block), causal=False)
@@ -129,7 +130,7 @@ def _rows_layout(block_indices: Tensor, seqlen_k: int, kv_block: int, rows: int,
     chosen = torch.zeros_like(cells).index_add_(0, which, 1 << (query % together))  # bit set of positions
     tile, column = cells // max(1, grid.kv_blocks), cells % max(1, grid.kv_blocks)
     head, tile = tile // max(1, -(-queries // together)), tile % max(1, -(-queries // together))
-    distance = seqlen_k - queries + tile * together - column * kv_block  # of the first position from the first key
+    distance = seqlen_k - queries + tile * together - column * kv_block  # first position minus first key
     distance = distance.clamp(-together, kv_block - 1)
     kinds, kind = (chosen * (kv_block + together) + distance + together).unique(return_inverse=True)
     masks, codes = _kind_masks(kinds, together, kv_block, rows)
@@ -139,7 +140,7 @@ def _rows_layout(block_indices: Tensor, seqlen_k: int, kv_block: int, rows: int,
 
 
 def _kind_masks(kinds: Tensor, together: int, kv_block: int, rows: int) -> tuple[ElementMasks, Tensor]:
-    """Return the element masks of each kind of visited block, and each kind's code; FULL and EMPTY have no mask."""
+    """Return the element masks of the kinds of visited blocks, and each kind's code; FULL and EMPTY have no mask."""
     chosen, distance = kinds // (kv_block + together), kinds % (kv_block + together) - together
     position = torch.arange(ROWS) // rows if together > 1 else torch.zeros(ROWS, dtype=torch.int64)
     selected = (chosen[:, None] >> position & 1).bool()
@@ -154,7 +155,7 @@ def _kind_masks(kinds: Tensor, together: int, kv_block: int, rows: int) -> tuple
 
 @on_host
 def selected_forward(q: Tensor, k: Tensor, v: Tensor, plan: CpuSelectedPlan, scale: float) -> tuple[Tensor, Tensor]:
-    """Return out (T, Hq, E) in q's dtype and lse (Hq, T) in fp32; one call of the core per sequence."""
+    """Return out (T, Hq, E) in q's dtype and lse (Hq, T) in fp32; calls the core once per sequence."""
     out, lse = q.new_zeros(*q.shape[:2], v.shape[2]), q.new_full((q.shape[1], q.shape[0]), -torch.inf).float()
     for some, keys, layout in _sequences(plan):
         part, part_lse = attention_forward(_as_rows(q[some], plan), k[None, keys], v[None, keys], layout, scale)
@@ -195,13 +196,13 @@ def selected_backward(
 
 
 def _sequences(plan: CpuSelectedPlan) -> list[tuple[slice, slice, BlockLayout]]:
-    """Return queries, keys and layout of each sequence that has both."""
+    """Return the queries, keys and layout of each sequence that has both queries and keys."""
     spans = zip(pairwise(plan.ends_q), pairwise(plan.ends_k), plan.layouts, strict=True)
     return [(slice(a, b), slice(c, d), layout) for (a, b), (c, d), layout in spans if b > a and d > c]
 
 
 def _as_rows(x: Tensor, plan: CpuSelectedPlan) -> Tensor:
-    """Return (1, t * rows, Hs, D) of x (t, Hq, D): a selection head's q heads as rows, padded with zeros."""
+    """Turn x (t, Hq, D) into (1, t * rows, Hs, D): the q heads of a selection head become rows, padded with zeros."""
     split = x.unflatten(1, (plan.heads, plan.group)).transpose(1, 2)  # (t, G, Hs, D)
     return pad(split, (0, 0, 0, 0, 0, plan.rows - plan.group)).flatten(0, 1)[None]
 

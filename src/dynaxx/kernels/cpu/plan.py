@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layout as the core reads it: private copies of its tensors, checked, with row orders, mask tables and ranks.
+"""`LayoutPlan`: a layout prepared for the core, with checked private copies, row orders, mask tables and ranks.
 
-Built once per layout and kept with it. The core never reads a tensor that somebody else can write to, so changing a
-layout while the core runs gives wrong numbers at worst.
+A plan is built once per layout and cached with it. The core never reads a tensor that other code can write to. Changing
+a layout while the core runs therefore gives wrong numbers at worst.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from dynaxx.layout import BlockLayout
 from dynaxx.layout.derived import PerLayout
 from dynaxx.layout.host import on_host
 
-PANEL = 16  # queries per panel, as in core/source/vec.h
-MAX_RUNS = 8  # as in core/source/plan.h
+PANEL = 16  # queries per panel, equal to that in core/source/vec.h
+MAX_RUNS = 8  # equal to that in core/source/plan.h
 
 
 class LayoutPlan:
-    """The prepared layout: a `WorkPlan` and the tensors that it points into.
+    """A prepared layout: a `WorkPlan` and the tensors that its pointers refer to.
 
     Raises:
-        ValueError: a layout whose numbers are out of range.
+        ValueError: an index or offset of the layout is out of range.
     """
 
     def __init__(self, layout: BlockLayout, library: CDLL, rows_are_keys: bool) -> None:
@@ -55,17 +55,19 @@ _plans = PerLayout()
 
 @on_host
 def plan_of(layout: BlockLayout, library: CDLL, *, rows_are_keys: bool = False) -> LayoutPlan:
-    """Return the plan of a layout, from its cache after the first time. Every build of the core reads the same plan.
+    """Return the plan of a layout, cached after the first call. All builds of the core use the same plan.
 
     Args:
-        rows_are_keys: rows of kv blocks that visit q blocks, for backward; else the layout's own rows.
+        layout: the layout.
+        library: the core.
+        rows_are_keys: make rows of kv blocks that visit q blocks, for the backward pass; else use the layout's rows.
 
     Raises:
-        ValueError: a layout whose numbers are out of range.
+        ValueError: an index or offset of the layout is out of range.
     """
     plans = _plans.of(layout)
     plan = plans.get(rows_are_keys)
-    if plan is None:  # where two threads get here at once, the first plan stays
+    if plan is None:  # if two threads build a plan at once, the first one is kept
         plan = plans.setdefault(rows_are_keys, LayoutPlan(layout, library, rows_are_keys))
     return plan
 
@@ -73,9 +75,9 @@ def plan_of(layout: BlockLayout, library: CDLL, *, rows_are_keys: bool = False) 
 def check_plan(
     indptr: Tensor, num_partial: Tensor, indices: Tensor, masks: Tensor, visited: int, num_masks: int, library: CDLL
 ) -> None:
-    """Check the numbers of a CSR that the core is about to read; raise ValueError where one is out of range.
+    """Check the numbers of a CSR that the core is about to read; raise ValueError if one is out of range.
 
-    A layout was checked when it was given to `sparse_attention`. This is for what was written to it since.
+    `sparse_attention` has checked the layout already; this check finds writes that happened later.
     """
     batch, heads, ends = indptr.shape
     pointers = (x.data_ptr() for x in (indptr, num_partial, indices, masks))
@@ -83,14 +85,14 @@ def check_plan(
     code = library.dynaxx_cpu_plan_check(*pointers, *sizes)
     if code == BAD_INPUT:
         raise ValueError(
-            "`layout` must hold the numbers that it was checked with, got others: a tensor of it was written to; "
-            "layout.validate() says what is wrong"
+            "`layout` was written to after it was checked, and its values are now out of range; "
+            "call layout.validate() for details"
         )
     raise_for_status(code)
 
 
 def row_order(indptr: Tensor, library: CDLL) -> Tensor:
-    """Return the rows of each head of a (batch, heads, rows + 1) CSR, longest first, (batch, heads, rows) int32."""
+    """Return the rows of each head of a (batch, heads, rows + 1) CSR, longest first: (batch, heads, rows) int32."""
     batch, heads, ends = indptr.shape
     order = torch.empty(batch, heads, ends - 1, dtype=torch.int32)
     raise_for_status(library.dynaxx_cpu_plan_rows(indptr.data_ptr(), batch * heads, ends - 1, order.data_ptr()))
@@ -98,7 +100,7 @@ def row_order(indptr: Tensor, library: CDLL) -> Tensor:
 
 
 def visit_ranks(indptr: Tensor, indices: Tensor, visited_blocks: int, library: CDLL) -> Tensor:
-    """Return how many rows before its own visit the same block, for each entry of a (batch, heads, rows + 1) CSR."""
+    """Count for each entry of a (batch, heads, rows + 1) CSR how many earlier rows visit the same block."""
     batch, heads, ends = indptr.shape
     counts, ranks = torch.empty(visited_blocks, dtype=torch.int32), torch.empty_like(indices)
     code = library.dynaxx_cpu_plan_ranks(
@@ -115,11 +117,11 @@ def visit_ranks(indptr: Tensor, indices: Tensor, visited_blocks: int, library: C
 
 
 def mask_tables(layout: BlockLayout, library: CDLL, rows_are_keys: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the element masks by panels of the rows' side: who sees each visited token, and the runs that anyone sees.
+    """Return the element masks per panel of the rows' side: bits for each visited token, and runs of visible tokens.
 
     Returns:
-        words (num_masks, block / PANEL, visited_block) int16, bit i is token i of the panel; runs (num_masks,
-        block / PANEL, MAX_RUNS, 2) uint8, begin and end, empty behind the last.
+        words (num_masks, block / PANEL, visited_block) int16, where bit i is token i of the panel; runs (num_masks,
+        block / PANEL, MAX_RUNS, 2) uint8, begin and end of each run, empty after the last.
     """
     q_block, kv_block = layout.block_size
     block, visited_block = (kv_block, q_block) if rows_are_keys else (q_block, kv_block)

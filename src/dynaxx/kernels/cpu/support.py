@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the CPU kernels serve, answered without loading the core."""
+"""The problems that the CPU backend serves, answered without loading the core."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dynaxx.kernels.problem import AttentionProblem
 
 
 def unsupported_reasons(problem: AttentionProblem) -> list[str]:
-    """Return why the core cannot serve: another device, or fp64, which it does not compute in."""
+    """Return the reasons why the CPU backend cannot serve: another device, or fp64, which the core does not support."""
     reasons = []
     if problem.device.type != "cpu":
         reasons.append(f"tensors are on {problem.device}, not on the CPU")

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared by the GPU backends: launching kernels, scheduling long rows, Native Sparse Attention in Triton."""
+"""Code that the GPU backends share: launching kernels, scheduling long rows, native sparse attention in Triton."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device functions that every Triton kernel may use: exponentials, and integers that sort as floats do."""
+"""Device functions for all Triton kernels: exponentials, and integers that sort like floats."""
 
 import triton
 import triton.language as tl
@@ -9,27 +9,27 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def ordered_bits(x):
-    """Return uint32 keys that sort as the fp32 numbers x do."""
+    """Return uint32 keys that sort like the fp32 numbers x."""
     bits = x.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.uint32, bitcast=True) ^ 0x80000000
 
 
 @triton.jit
 def from_ordered_bits(key):
-    """Return the fp32 numbers of keys from `ordered_bits`."""
+    """Return the fp32 numbers for keys from `ordered_bits`."""
     bits = (key ^ 0x80000000).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def exp_rounded(x):
-    """Return exp(x) for x <= 0, exact to about one unit in the last place; 0 below -87.
+    """Return exp(x) for x <= 0 with an error of about one unit in the last place; 0 below -87.
 
-    The GPU's own exp has three times that error.
+    The error of the GPU's own exp is three times as large.
     """
-    near = tl.where(x < -87.0, -87.0, tl.where(x > 88.0, 88.0, x))  # nan stays
+    near = tl.where(x < -87.0, -87.0, tl.where(x > 88.0, 88.0, x))  # keeps NaN
     n = tl.floor(near * LOG2E + 0.5)
-    f = near - n * 0.693359375  # ln 2 in two parts: the product with the first is exact
+    f = near - n * 0.693359375  # ln 2 is split in two parts, so that the first product is exact
     f = f + n * 2.12194440e-4
     p = 1.0 / 5040 + f * 0.0
     p = p * f + 1.0 / 720

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Native Sparse Attention in Triton, shared by the GPU backends."""
+"""Native sparse attention in Triton, shared by the GPU backends."""

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients of selected attention by key.
 
-Each program computes dk and dv of one item and, on request, the partial dq of its entries. `nsa.sums` adds them up.
-Names and shapes as in `nsa.gather`.
+    block of keys -> its entries (query, slot), in items -> dk, dv per item, partial dq per entry -> `nsa.sums`
+
+Each program computes dk and dv of one item and, if WITH_DQ, the partial dq of its entries. Names and shapes are those
+of `nsa.gather`.
 """
 
 from collections.abc import Callable
@@ -19,14 +21,14 @@ from dynaxx.kernels.gpu.nsa.sums import sum_entries, sum_items
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.layout.nsa import NativeSpans
 
-SEGMENT_TILES = tl.constexpr(8)  # tiles in one short sum of fp32
+SEGMENT_TILES = tl.constexpr(8)  # tiles per partial sum in fp32
 
 
 @triton.jit
 def _add_product(acc, a, b, PRECISION: tl.constexpr):
-    """Return acc + a @ b; in fp32 as one product and one sum, since a single chain of additions rounds more often."""
+    """Return acc + a @ b. In fp32, sum the product separately, because one chain of additions rounds more often."""
     if a.dtype == tl.float32:
-        acc = acc - tl.dot(-a, b, input_precision=PRECISION)  # a sum would become one chain again
+        acc = acc - tl.dot(-a, b, input_precision=PRECISION)  # an addition would be merged into one chain again
     else:
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
     return acc
@@ -69,7 +71,7 @@ def _accumulate_rows(
     PRECISION: tl.constexpr,
     WITH_DQ: tl.constexpr,
 ):
-    """Add the contributions of the entries at places begin..end."""
+    """Add the contributions of the entries at places begin .. end - 1."""
     STEP: tl.constexpr = ROWS // GROUP
     o_n = tl.arange(0, BLOCK_N)
     for first in range(begin, end, STEP):
@@ -81,7 +83,7 @@ def _accumulate_rows(
         weights = weights_of(scores, lse[None, :], scale, b_k.dtype == tl.float32)
         nearest = tl.load(p_last_key + tl.load(p_entries + first) // (heads * slots))  # entries ascend by query
         if nearest < from_key + BLOCK_N - 1:
-            place = first + tl.arange(0, ROWS) // GROUP  # read again, or every turn holds it in this layout
+            place = first + tl.arange(0, ROWS) // GROUP  # reload in this layout, so that no iteration has to keep it
             entry_again = tl.load(p_entries + place, mask=place < end, other=0, volatile=True)
             last_key = tl.load(p_last_key + entry_again // (heads * slots))
             weights = tl.where((from_key + o_n)[:, None] <= last_key[None, :], weights, 0.0)
@@ -104,8 +106,8 @@ def _selected_bwd_dkv_kernel(
     p_q,
     p_k,
     p_v,
-    p_rows,  # (T, Hq, 2) as `row_pairs` gives them
-    p_dq,  # (entries of these queries, SPLIT, group, D) contiguous; not written without WITH_DQ
+    p_rows,  # (T, Hq, 2) from `row_pairs`
+    p_dq,  # (entries of these queries, SPLIT, group, D) contiguous; written only if WITH_DQ
     p_dk,  # (items, KV_BLOCK, D) fp32
     p_dv,  # (items, KV_BLOCK, E) fp32
     p_entries,
@@ -153,7 +155,7 @@ def _selected_bwd_dkv_kernel(
     b_v = block_rows(p_v + i_head // heads_per_kv * stride_vh, from_key, keys, stride_vn, E, BLOCK_E, BLOCK_N)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
-    if EXACT:  # fp32 is exact only in short sums
+    if EXACT:  # fp32 is precise enough only in short partial sums
         for first in range(begin, end, SEGMENT):
             some_dk, some_dv = _accumulate_rows(
                 tl.zeros_like(dk), tl.zeros_like(dv), b_k, b_v, from_key, i_part, i_head, first,
@@ -183,7 +185,7 @@ def backward_chunk(
 ) -> None:  # fmt: skip
     """Write the contributions of a chunk of queries to dk and dv (added after the first chunk), and to dq unless None.
 
-    `items_dkv` replaces the kernel here for the dk and dv of a single chunk.
+    `items_dkv`, if given, replaces this file's kernel for dk and dv; it supports a single chunk only.
     """
     dq, dk, dv = grads
     heads, slots = indices.shape[1:]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pool windows of tokens to their mean or a weighted sum, with gradients, for sequences of one length.
+"""Pooling of windows of tokens to their mean or a weighted sum, with gradients, for sequences of equal length.
 
-B sequences of N tokens, each with L windows of WINDOW tokens, STRIDE apart; H heads of D. x is (B * N, H, D), the sums
-(B * L, H, D), weights (WINDOW, H). Sums are fp32, in one order.
+Legend: B sequences of N tokens; each has L windows of WINDOW tokens that start STRIDE tokens apart; H heads of head_dim
+D. x is (B * N, H, D), pooled tokens are (B * L, H, D), weights (WINDOW, H). Sums are in fp32, in a fixed order.
 """
 
 import torch
@@ -17,14 +17,14 @@ from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.layout.nsa import NativeSpans
 
 ROWS = 32
-FORWARD_ROWS = 8  # 32 read a third slower
-PARTS = 64  # programs that share the gradient of a weight
+FORWARD_ROWS = 8  # with 32, the kernel reads at two thirds of the speed
+PARTS = 64  # programs that share the gradient of one weight
 SIZES = ["rows", "tokens", "windows", "heads"]
 
 
 @triton.jit
 def _weight(p_weight, at, head, heads, WINDOW: tl.constexpr, WEIGHTED: tl.constexpr):
-    """Return the weights of places `at` in a window."""
+    """Return the weights at positions `at` of a window."""
     if WEIGHTED:
         return tl.load(p_weight + at * heads + head).to(tl.float32)
     return at * 0.0 + 1.0 / WINDOW
@@ -32,7 +32,7 @@ def _weight(p_weight, at, head, heads, WINDOW: tl.constexpr, WEIGHTED: tl.conste
 
 @triton.jit
 def _tile_of(rows, ROWS: tl.constexpr):
-    """Return the rows of a program, their head, and which of them exist."""
+    """Return the rows of a program, their head, and which rows exist."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     return row, tl.program_id(1), row < rows
 
@@ -61,7 +61,7 @@ def _pool_bwd_kernel(
     row, head, inside = _tile_of(rows, ROWS)
     position, base = row % tokens, row // tokens * windows
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    for i in tl.static_range(WINDOW // STRIDE):  # the windows that hold a token are neighbours
+    for i in tl.static_range(WINDOW // STRIDE):  # the windows that contain a token are neighbours
         window = position // STRIDE - i
         holds = inside & (window >= 0) & (window < windows)
         b_do = gather_rows(p_do, base + window, row * 0 + head, stride_n, stride_h, holds, D, BLOCK_D)
@@ -76,7 +76,7 @@ def _pool_bwd_weight_kernel(
     p_do, p_x, p_parts, rows, tokens, windows, heads, stride_don, stride_doh, stride_n, stride_h,
     D: tl.constexpr, BLOCK_D: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Compute what every num_programs-th tile of windows gives to one weight, (programs, WINDOW, H) fp32."""
+    """Sum every num_programs-th tile of windows into the gradient of one weight: (programs, WINDOW, H) fp32."""
     part, at, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     acc = tl.zeros([ROWS], tl.float32)
     for begin in range(part * ROWS, rows, tl.num_programs(0) * ROWS):
@@ -90,13 +90,13 @@ def _pool_bwd_weight_kernel(
 
 
 def pool_forward(x: Tensor, weight: Tensor | None, spans: NativeSpans) -> Tensor:
-    """Return the windows of sequences of one length, each as its mean or its sum weighted by `weight` (WINDOW, H)."""
+    """Return the windows of equally long sequences, each as its mean or its sum weighted by `weight` (WINDOW, H)."""
     out = x.new_empty(spans.ends_cmp[-1], *x.shape[1:])
     return _launch(_pool_fwd_kernel, x, weight, out, spans, FORWARD_ROWS)
 
 
 def pool_backward(do: Tensor, x: Tensor, weight: Tensor | None, spans: NativeSpans) -> tuple[Tensor, Tensor | None]:
-    """Return dx (B * N, H, D), and dweight, which is None for means."""
+    """Return dx (B * N, H, D) and dweight, which is None for means."""
     dx = do.new_empty(x.shape)
     if not do.shape[0]:
         return dx.zero_(), None if weight is None else torch.zeros_like(weight)
@@ -130,7 +130,7 @@ def pool_backward(do: Tensor, x: Tensor, weight: Tensor | None, spans: NativeSpa
 
 
 def _tokens(spans: NativeSpans) -> int:
-    """Return the tokens of each sequence."""
+    """Return the number of tokens per sequence."""
     alike = spans.uniform
     assert alike is not None, "sequences of unequal lengths have no closed form"
     return alike[2]

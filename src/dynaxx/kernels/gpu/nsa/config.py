@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedules and tile sizes of selected attention: pure functions of group, slots, head_dim and dtype.
+"""Schedules and tile sizes of selected attention: pure functions of group size, slots, head_dim and dtype.
 
-Those for head_dim up to 128 were the fastest of `benchmarks/nsa_tiles.py` on an H200.
+The values for head_dim up to 128 are the fastest ones found by `benchmarks/nsa_tiles.py` on an H200.
 """
 
 from __future__ import annotations
@@ -13,23 +13,24 @@ import torch
 
 from dynaxx.kernels.gpu.device import padded
 
-Schedule = Literal["union", "gather", "either"]  # by query, by key, and whichever the GPU finds to be faster
-UNION_WIDTH = 512  # slots of one tile's union that are sorted in one program
-MAX_POSITIONS = 16  # of a tile; at most the 32 bits of a slot's set of positions
+Schedule = Literal["union", "gather", "either"]  # by query, by key, or chosen on the GPU for each selection
+UNION_WIDTH = 512  # slots of one tile's union that one program sorts
+MAX_POSITIONS = 16  # query positions per tile; at most 32, the bits of a slot's set of positions
 ITEM_ROWS = 8192  # rows of q in one item of a kernel by key
-CHUNK_ITEM_ROWS = 1024  # where queries come in chunks: the first block has an entry of every query
-GROUP_FOR_UNION = 16  # smaller groups read too many keys per row
-AGREE = 0.16  # blocks in a union, per position and slot, up to which "either" goes by query: 3.4 ms at 0.08 and 6.3 at
-# 0.24 where by key takes 4.9 (32/8 heads, 32k)
+CHUNK_ITEM_ROWS = 1024  # the same if queries are processed in chunks: every query has an entry in the first block
+GROUP_FOR_UNION = 16  # for smaller groups, the schedule by query reads too many keys per row
+# "either" runs by query if unions hold at most this many blocks per position and slot. At 0.08, by query takes 3.4 ms
+# and at 0.24 6.3 ms, where by key takes 4.9 ms (32/8 heads, 32k).
+AGREE = 0.16
 
 
 @dataclass(frozen=True)
 class QueryTiles:
-    """Tile sizes of a program of the schedule by query."""
+    """Tile sizes for a program of the schedule by query."""
 
     positions: int  # neighbouring query positions
-    group: int  # rows of each: the group as a power of two
-    rows: int  # of the tile, at least the 16 of a matrix instruction
+    group: int  # rows per position: the group size as a power of two
+    rows: int  # rows per tile; a matrix instruction needs at least 16
     block_n: int
     num_warps: int
     num_stages: int
@@ -37,7 +38,7 @@ class QueryTiles:
 
 @dataclass(frozen=True)
 class KeyTiles:
-    """Tile sizes of a program of the schedule by key: one block of keys, `rows` gathered rows of q at a time."""
+    """Tile sizes for a program of the schedule by key: one block of keys, and `rows` gathered rows of q per step."""
 
     group: int
     rows: int
@@ -47,12 +48,12 @@ class KeyTiles:
 
 
 def group_rows(group_size: int) -> int:
-    """Return the group size as a power of two."""
+    """Return the smallest power of two >= the group size."""
     return 1 << (group_size - 1).bit_length()
 
 
 def query_tiles(group_size: int, slots: int, head_dim: int, head_dim_v: int, dtype: torch.dtype) -> QueryTiles:
-    """Return tiles of 64 rows in bf16 and fp16 where the slots of so many positions can be united, fewer in fp32."""
+    """Return tiles of 64 rows for bf16 and fp16, or fewer if the union would have too many slots; fewer for fp32."""
     wide = max(padded(head_dim), padded(head_dim_v))
     group, exact = group_rows(group_size), dtype == torch.float32
     positions = max(1, min(MAX_POSITIONS, (16 if exact else 64) // group))
@@ -73,7 +74,7 @@ def forward_key_tiles(group_size: int, head_dim: int, head_dim_v: int, dtype: to
 
 
 def backward_key_tiles(group_size: int, head_dim: int, head_dim_v: int, dtype: torch.dtype) -> KeyTiles:
-    """Return tile sizes for dk and dv by key, which stay in registers; eight warps take twice the time of four."""
+    """Return tile sizes for dk and dv by key, which stay in registers; eight warps take twice as long as four."""
     wide = max(padded(head_dim), padded(head_dim_v))
     group = group_rows(group_size)
     if dtype == torch.float32:
@@ -84,20 +85,20 @@ def backward_key_tiles(group_size: int, head_dim: int, head_dim_v: int, dtype: t
 
 
 def score_tiles(per_block: int, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Return compressed tokens per program of the score kernel (whole blocks of them), its warps and its stages."""
+    """Return compressed tokens per program of the score kernel (a multiple of a block), its warps and its stages."""
     return (max(per_block, 16), 4, 1) if dtype == torch.float32 else (max(per_block, 64), 8, 3)
 
 
 def top_warps(width: int) -> int:
-    """Return warps of the top-k kernel for a row of `width` scores: sums within one warp need no barrier."""
+    """Return warps of the top-k kernel for rows of `width` scores; sums within one warp need no barrier."""
     return 1 if width <= 1024 else 4
 
 
 def item_length(group_size: int, chunked: bool) -> int:
-    """Return the most entries of one item."""
+    """Return the largest number of entries in one item."""
     return max(64, (CHUNK_ITEM_ROWS if chunked else ITEM_ROWS) // group_rows(group_size))
 
 
 def choose_schedule(group_size: int) -> Schedule:
-    """Return "union" (by query) where a position's group fills a matrix instruction, else "gather" (by key)."""
+    """Return "union" (by query) if the group of one position fills a matrix instruction, else "gather" (by key)."""
     return "union" if group_size >= GROUP_FOR_UNION else "gather"

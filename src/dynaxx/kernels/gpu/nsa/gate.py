@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gated sum of the three branches, and its gradients, each in one pass over memory.
+"""The gated sum of the three branches and its gradients, each in one pass over memory.
 
-R rows (t, q head); E head_dim of v. Branches and result are (R, E) contiguous, gates (R, 3) contiguous.
+Legend: R rows (t, q head); E head_dim of v. Branches and result are (R, E) contiguous, gates (R, 3) contiguous.
 """
 
 import torch
@@ -17,7 +17,7 @@ ROWS = 32
 
 @triton.jit
 def _tile(p_x, row, rows, E: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Load [ROWS, BLOCK_E] fp32; return it with its offsets and its mask."""
+    """Load [ROWS, BLOCK_E] as fp32; return it with its offsets and its mask."""
     o_e = tl.arange(0, BLOCK_E)
     offsets = row.to(tl.int64)[:, None] * E + o_e[None, :]
     mask = (row < rows)[:, None] & (o_e < E)[None, :]
@@ -68,7 +68,7 @@ def _gated_sum_bwd_kernel(
 
 
 def gated_sum_forward(outs: tuple[Tensor, Tensor, Tensor], gates: Tensor) -> Tensor:
-    """Return the gated sum (T, Hq, E); as `kernels.reference.nsa.gated_sum`."""
+    """Return the gated sum (T, Hq, E), like `kernels.reference.nsa.gated_sum`."""
     branches, gates = [x.contiguous() for x in outs], gates.contiguous()
     out = torch.empty_like(branches[0])
     rows, dim = gates.numel() // 3, out.shape[-1]

@@ -2,12 +2,13 @@
 """Selected attention by key.
 
 A program holds one block of keys and gathers the queries that selected it; a second kernel merges the partial results
-of each query. Every row of q is read once per selected block, so that groups of any size fill a tile.
+of each query. Each row of q is read once per selected block, so groups of any size fill a tile.
 
     block of keys -> its entries (query, slot), in items -> partial out, lse per entry -> merged out, lse per query
 
-T queries, M keys, Hq / Hk / Hs query, kv and selection heads, n slots, C blocks; D / E head_dim of q, k and of v. An
-entry is (t * Hs + hs) * n + slot; a tile has ROWS rows, ROWS / GROUP entries, GROUP being the group as a power of two.
+Legend: T queries, M keys; Hq, Hk, Hs query, kv and selection heads; n slots; C blocks; D head_dim of q and k, E
+head_dim of v. Entry (t, hs, slot) has number (t * Hs + hs) * n + slot. A tile has ROWS rows and ROWS / GROUP entries,
+where GROUP is the group size as a power of two.
 """
 
 from collections.abc import Callable
@@ -29,14 +30,14 @@ RUNTIME_SIZES = ["blocks", "heads", "slots", "keys", "group_size", "heads_per_kv
 
 @triton.jit
 def item_block(p_cell, p_block_start, i_item, blocks, heads):
-    """Return selection head and first key row of an item's block; of any block for an empty item."""
+    """Return selection head and first key row of an item's block; of an arbitrary block for an empty item."""
     cell = tl.minimum(tl.load(p_cell + i_item), blocks * heads - 1)
     return (cell // blocks).to(tl.int64), tl.load(p_block_start + cell % blocks)
 
 
 @triton.jit
 def entry_rows(p_entries, first, end, i_head, heads, slots, group_size, GROUP: tl.constexpr, ROWS: tl.constexpr):
-    """Return entry, query row, q head and validity of the rows from place `first`, each [ROWS]."""
+    """Return entry, query row, q head and validity of the rows that begin at place `first`, each [ROWS]."""
     o_row = tl.arange(0, ROWS)
     place, member = first + o_row // GROUP, o_row % GROUP
     inside = (place < end) & (member < group_size)
@@ -58,7 +59,7 @@ def _selected_partial_kernel(
     p_end,
     p_block_start,
     p_last_key,
-    p_taken,  # (1,) int32, not 0 where out and lse are known; not read without CHOSEN
+    p_taken,  # (1,) int32, not 0 if out and lse are computed already; read only if CHOSEN
     blocks,
     heads,
     slots,
@@ -126,7 +127,7 @@ def _selected_partial_kernel(
 @triton.jit(do_not_specialize=RUNTIME_SIZES)
 def _selected_merge_kernel(
     p_partial,
-    p_partial_lse,  # -inf where there is nothing
+    p_partial_lse,  # -inf for entries without a result
     p_out,  # (T, Hq, E)
     p_lse,  # (Hq, T) contiguous
     p_taken,
@@ -134,7 +135,7 @@ def _selected_merge_kernel(
     queries,
     q_heads,
     slots,
-    rows,  # (t, q head) pairs of these queries
+    rows,  # number of (t, q head) pairs of these queries
     group_size,
     stride_on,
     stride_oh,
@@ -179,9 +180,10 @@ def forward_chunk(
     heads: int, spans: NativeSpans, tiles: KeyTiles, scale: float, taken: Tensor | None = None,
     partials: Callable[..., None] | None = None,
 ) -> None:  # fmt: skip
-    """Attend for a chunk of queries, and write their rows of out (T, Hq, E) and lse (Hq, T); scale > 0.
+    """Attend for a chunk of queries and write their rows of out (T, Hq, E) and lse (Hq, T); scale > 0.
 
-    Write nothing where `taken`, (1,) int32 on the device, is not 0. `partials` replaces the kernel of partial results.
+    Write nothing if `taken`, (1,) int32 on the device, is not 0. `partials`, if given, replaces this file's kernel for
+    partial results.
     """
     queries, group_size = index.queries(chunk, q.shape[0]), q.shape[1] // heads
     count = queries.stop - queries.start
@@ -234,7 +236,7 @@ def forward_chunk(
 def item_arguments(
     q: Tensor, k: Tensor, v: Tensor, index: Items, chunk: int, heads: int, slots: int, spans: NativeSpans
 ) -> dict[str, object]:
-    """Return kernel arguments of the tensors and the index, as every kernel by key takes them."""
+    """Return the kernel arguments for the tensors and the index that all kernels by key share."""
     return {
         "p_entries": index.entries,
         "p_cell": index.cell[chunk],

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Index a selection by key on the device, without waiting for it.
+"""Index a selection by key, on the device and without synchronisation.
 
-The queries of each block are listed in ascending order and cut into items of bounded length, so that a block which
-every query selects costs no program more than another.
+The queries of each block are listed in ascending order and cut into items of bounded length. A block that every query
+selects therefore occupies several programs instead of one slow one.
 
-T queries, Hs selection heads, n slots, C selection blocks of all sequences.
+    block_indices -> cell of each entry -> sort by cell -> where cells start -> items per cell -> list of items
+
+Legend: T queries, Hs selection heads, n slots, C selection blocks of all sequences.
 """
 
 from dataclasses import dataclass
@@ -17,22 +19,22 @@ from torch import Tensor
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.layout.nsa import NativeSpans
 
-WIDTH = 1024  # entries, cells or items of a program
+WIDTH = 1024  # entries, cells or items per program
 
 
 @dataclass(frozen=True)
 class Items:
-    """Entries sorted by block, for each chunk of queries by itself.
+    """The entries of each chunk of queries, sorted by block.
 
-    A cell is a block of a selection head, hs * C + block; an entry is a slot, (t * Hs + hs) * n + slot.
+    A cell is a block of a selection head, number hs * C + block. An entry is a slot, number (t * Hs + hs) * n + slot.
     """
 
     step: int  # queries per chunk
     entries: Tensor  # (T * Hs * n,) int32, sorted by chunk, cell and query
     first_item: Tensor  # (chunks, Hs * C + 1) int32: cell c has items first_item[c] : first_item[c + 1]
-    cell: Tensor  # (chunks, max_items) int32, Hs * C for an item that is none
-    begin: Tensor  # (chunks, max_items) int32, its first place in `entries`
-    end: Tensor  # (chunks, max_items) int32, its last place + 1
+    cell: Tensor  # (chunks, max_items) int32, cell of each item; Hs * C for unused items
+    begin: Tensor  # (chunks, max_items) int32, first place of the item in `entries`
+    end: Tensor  # (chunks, max_items) int32, last place of the item + 1
 
     def queries(self, chunk: int, total: int) -> slice:
         """Return the query rows of a chunk."""
@@ -41,7 +43,7 @@ class Items:
 
 @triton.jit
 def _first_above(p_sorted, value, size, turns, STRICT: tl.constexpr):
-    """Bisect `turns` times for the first of `size` ascending places with a number >= value (> where STRICT)."""
+    """Find by `turns` bisections the first of `size` ascending numbers that is >= value (> if STRICT)."""
     low, high = value * 0, value * 0 + size
     for _ in range(turns):
         middle = low + (high - low) // 2
@@ -57,7 +59,7 @@ def _cells_kernel(
     p_indices,  # (T, Hs, n) contiguous
     p_first_block,
     p_num_blocks,
-    p_cells,  # (T * Hs * n,) integers, the cell of each entry behind those of earlier chunks; `none` where it has none
+    p_cells,  # (T * Hs * n,) integers, the cell of each entry plus those of earlier chunks; `none` for empty slots
     total,
     heads,
     slots,
@@ -120,19 +122,19 @@ def _items_kernel(
 
 
 def items(indices: Tensor, spans: NativeSpans, step: int, length: int) -> Items:
-    """Return the entries of every `step` query rows sorted by block, at most `length` of them per item.
+    """Sort the entries of every `step` query rows by block, and cut them into items of at most `length` entries.
 
     Args:
         indices: (T, Hs, n) int32, T >= 1.
-        spans: where sequences lie.
+        spans: lengths of the sequences.
         step: queries per chunk.
-        length: the most entries of an item.
+        length: largest number of entries per item.
     """
     queries, heads, slots = indices.shape
     blocks, chunks, total = len(spans.block_start), -(-queries // step), indices.numel()
     cells = heads * blocks
-    most = -(-(cells + step * heads * slots // length) // 4) * 4  # rows of 16 bytes, which kernels are compiled for
-    few = chunks * cells < 1 << 15  # half the digits to sort
+    most = -(-(cells + step * heads * slots // length) // 4) * 4  # multiple of 16 bytes, which kernels are compiled for
+    few = chunks * cells < 1 << 15  # then int16 suffices, with half the digits to sort
     cell_of = indices.new_empty(total, dtype=torch.int16 if few else torch.int32)
     starts = indices.new_empty(chunks * cells + 1)
     _cells_kernel[(-(-total // WIDTH),)](

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Index a selection by query on the device, without waiting for it.
+"""Index a selection by query, on the device and without synchronisation.
 
-A tile of a few neighbouring positions visits the union of their blocks; each block carries the set of positions that
-selected it, as bits.
+A tile of a few neighbouring positions visits the union of their blocks. Each block of the union carries the set of
+positions that selected it, as bits.
 
-T queries, Hs selection heads, n slots, C selection blocks of all sequences; P positions per tile.
+Legend: T queries, Hs selection heads, n slots, C selection blocks of all sequences; P positions per tile.
 """
 
 from dataclasses import dataclass
@@ -17,22 +17,22 @@ from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.layout.nsa import NativeSpans
 
 MAX_POSITIONS = tl.constexpr(32)  # bits of a slot's set of positions
-NONE = tl.constexpr(0x7FFFFFFF)  # sorts behind every block
+NONE = tl.constexpr(0x7FFFFFFF)  # sorts after every block
 
 
 @dataclass(frozen=True)
 class Unions:
-    """Blocks of each tile of positions; the first `counts` slots of a tile are filled."""
+    """The blocks of each tile of positions; the first `counts` slots of a tile are filled."""
 
-    positions: int  # P, neighbouring query rows per tile
+    positions: int  # P, number of neighbouring query rows per tile
     starts: Tensor  # (tiles, Hs, P * n) int32, first key row of each block
-    members: Tensor  # (tiles, Hs, P * n) int32, bit i: position i of the tile selected the block
+    members: Tensor  # (tiles, Hs, P * n) int32, bit i is set if position i of the tile selected the block
     counts: Tensor  # (tiles, Hs) int32
 
 
 @triton.jit
 def _join(block, bits, next_block, next_bits):
-    """Combine the bits of neighbouring slots of one block; for a scan over slots sorted by block."""
+    """Combine the bits of neighbouring slots with the same block; for a scan over slots sorted by block."""
     return next_block, tl.where(block == next_block, bits, 0) | next_bits
 
 
@@ -92,7 +92,7 @@ def _choose_schedule_kernel(p_counts, p_taken, total, limit, BLOCK: tl.constexpr
 
 
 def choose(union: Unions, limit: int) -> Tensor:
-    """Return (1,) int32: 1 where all unions hold at most `limit` blocks together, else 0, and then empty them."""
+    """Return (1,) int32: 1 if all unions together hold at most `limit` blocks; otherwise empty them and return 0."""
     taken = union.counts.new_empty(1)
     _choose_schedule_kernel[(1,)](union.counts, taken, total=union.counts.numel(), limit=limit, BLOCK=4096, num_warps=8)
     return taken

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of the kernels of selected attention: loads, stores, softmax weights, and what a backward reads of each row.
+"""Helpers for rows in the kernels of selected attention: loads, stores, softmax weights, and per-row backward inputs.
 
-T queries, Hq q heads, E head_dim of v.
+Legend: T queries, Hq q heads, E head_dim of v.
 """
 
 import triton
@@ -15,7 +15,7 @@ from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 
 @triton.jit
 def gather_rows(p_base, first, second, stride_first, stride_second, inside, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
-    """Return [len(first), BLOCK_DIM] rows at first * stride_first + second * stride_second; zero where not inside."""
+    """Return [len(first), BLOCK_DIM] rows at first * stride_first + second * stride_second; zero if not inside."""
     o_d = tl.arange(0, BLOCK_DIM)
     offsets = first.to(tl.int64) * stride_first + second.to(tl.int64) * stride_second
     mask = inside[:, None] & (o_d < DIM)[None, :]
@@ -26,7 +26,7 @@ def gather_rows(p_base, first, second, stride_first, stride_second, inside, DIM:
 def scatter_rows(
     p_base, rows, first, second, stride_first, stride_second, inside, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr
 ):
-    """Store what `gather_rows` would load, in the pointer's dtype."""
+    """Store rows at the addresses that `gather_rows` would load from, in the pointer's dtype."""
     o_d = tl.arange(0, BLOCK_DIM)
     offsets = first.to(tl.int64) * stride_first + second.to(tl.int64) * stride_second
     mask = inside[:, None] & (o_d < DIM)[None, :]
@@ -35,7 +35,7 @@ def scatter_rows(
 
 @triton.jit
 def block_rows(p_base, start, keys, stride, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return [BLOCK_N, BLOCK_DIM] rows from key row `start` of one head; zero past the last key."""
+    """Return [BLOCK_N, BLOCK_DIM] rows of one head, starting at key row `start`; zero past the last key."""
     o_n, o_d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_DIM)
     mask = (start + o_n < keys)[:, None]
     if DIM < BLOCK_DIM:
@@ -46,7 +46,7 @@ def block_rows(p_base, start, keys, stride, DIM: tl.constexpr, BLOCK_DIM: tl.con
 
 @triton.jit
 def softmax_step(scores, row_max, scale, EXACT: tl.constexpr):
-    """Return the new maximum, the factor of earlier sums, and weights of unscaled scores; -inf is hidden."""
+    """Return the new maximum, the factor for earlier sums, and the weights of unscaled scores, where -inf is hidden."""
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     shift = tl.where(new_max == float("-inf"), 0.0, new_max)
     if EXACT:
@@ -60,16 +60,16 @@ def softmax_step(scores, row_max, scale, EXACT: tl.constexpr):
 
 @triton.jit
 def weights_of(scores, lse, scale, EXACT: tl.constexpr):
-    """Return exp(scores * scale - lse); lse = inf gives rows without weights. Broadcasts."""
+    """Return exp(scores * scale - lse); rows with lse = inf get zero weights. Broadcasts."""
     weights = exp_rounded(scores * scale - lse) if EXACT else tl.exp2(scores * (scale * LOG2E) - lse * LOG2E)
     return weights
 
 
 @triton.jit
 def row_values(p_rows, at, inside):
-    """Return lse and delta of rows `at` of `row_pairs`; invalid rows get lse = inf, so that their weights vanish.
+    """Return lse and delta of rows `at` of `row_pairs`; invalid rows get lse = inf, so that their weights are zero.
 
-    Loads both at once: Triton repeats loads of fewer elements than threads in every layout that uses them.
+    Load both values at once: with fewer elements than threads, Triton repeats a load for every layout that uses it.
     """
     pair = tl.arange(0, 2)[None, :]
     pairs = tl.load(p_rows + at.to(tl.int64)[:, None] * 2 + pair, mask=inside[:, None], other=float("inf"))
@@ -114,10 +114,10 @@ def row_pairs(do: Tensor, dlse: Tensor, out: Tensor, lse: Tensor) -> Tensor:
     """Return (T, Hq, 2) fp32: lse, and delta = rowsum(do * out) - dlse; inf and 0 for a row that sees nothing.
 
     Args:
-        do: (T, Hq, E), rows dense.
+        do: (T, Hq, E), with a dense last dimension.
         dlse: (Hq, T).
-        out: as do.
-        lse: as dlse.
+        out: (T, Hq, E).
+        lse: (Hq, T).
     """
     rows = lse.new_empty(*out.shape[:2], 2)
     _selected_rows_kernel[(triton.cdiv(out.shape[0] * out.shape[1], 32),)](

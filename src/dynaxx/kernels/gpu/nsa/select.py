@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selection: block scores from attention to compressed tokens, a bounded number of queries at a time, then top-k.
+"""Selection of blocks: scores from attention to compressed tokens, then top-k, in chunks of queries.
 
-A program of the score kernel holds some compressed tokens. It sums their weights exp(q @ k_cmp - lse) over the q heads
-of a group, then pools tokens to blocks: each token gives to its own block and, by its overlap, to the next one.
-`nsa.top` chooses blocks by these scores.
+    q tile x k_cmp tile -> weights exp(q @ k_cmp - lse), summed over a group -> pooled to blocks -> `nsa.top` -> indices
 
-T queries of a chunk, Hq / Hk / Hs query, kv and selection heads, C blocks of the longest sequence.
+A program of the score kernel holds some compressed tokens. It sums their weights over the q heads of a group, then
+pools tokens to blocks: each token contributes to the block in which it starts and, by its overlap, to the next one.
+
+Legend: T queries of a chunk; Hq, Hk, Hs query, kv and selection heads; C blocks of the longest sequence.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,9 +27,9 @@ from dynaxx.kernels.gpu.runtime.arguments import positive_scale, unit_stride
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.layout.nsa import NativeSpans
 
-SCORE_BYTES = 256 << 20  # of scores held at once
-QUERIES = 128  # per program of the score kernel
-FIELDS = 8  # of a unit of `RowTiles.units`, 32 bytes, so that any run of them begins at 16
+SCORE_BYTES = 256 << 20  # upper bound for the scores in memory
+QUERIES = 128  # queries per program of the score kernel
+FIELDS = 8  # fields per unit of `RowTiles.units`, 32 bytes, so that any run of units is 16-byte aligned
 
 
 @kernel_launcher
@@ -36,15 +37,15 @@ FIELDS = 8  # of a unit of `RowTiles.units`, 32 bytes, so that any run of them b
 def _nsa_scores_kernel(
     p_q,
     p_k,
-    p_lse,  # (Hq, all queries) contiguous; not read under RAW
-    p_own,  # (T, Hs, C) fp32, what tokens give to the block that they start in
-    p_next,  # (T, Hs, C) fp32, what a block gets from tokens that start in the one before; not where PER_TOKEN is 1
+    p_lse,  # (Hq, all queries) contiguous; not read if RAW
+    p_own,  # (T, Hs, C) fp32, contributions of tokens to the block in which they start
+    p_next,  # (T, Hs, C) fp32, contributions of tokens that start in the previous block; written only if PER_TOKEN > 1
     p_tile_first,
     p_tile_end,
     p_first_cmp,
     p_num_cmp,
-    first_row,  # of the chunk
-    queries,  # of all chunks
+    first_row,  # first row of the chunk
+    queries,  # number of rows in all chunks
     group_size,
     heads_per_kv,
     blocks,
@@ -55,11 +56,11 @@ def _nsa_scores_kernel(
     stride_kh,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    PER_TOKEN: tl.constexpr,  # strides in a compressed token
-    PER_BLOCK: tl.constexpr,  # strides in a block
+    PER_TOKEN: tl.constexpr,  # strides per compressed token
+    PER_BLOCK: tl.constexpr,  # strides per block
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    RAW: tl.constexpr,  # scores are q @ k_cmp itself
+    RAW: tl.constexpr,  # use q @ k_cmp itself as scores
     MAX: tl.constexpr,  # pool by maximum
     PRECISION: tl.constexpr,
 ):
@@ -67,7 +68,7 @@ def _nsa_scores_kernel(
     heads = tl.num_programs(0)
     i_head, i_part, i_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, end = tl.load(p_tile_first + i_tile), tl.load(p_tile_end + i_tile)
-    most = tl.load(p_num_cmp + end - 1)  # the last query of a sequence sees most
+    most = tl.load(p_num_cmp + end - 1)  # the last query of a sequence sees the most tokens
     if i_part * BLOCK_N < most:
         t = first + tl.arange(0, BLOCK_M)
         inside = t < end
@@ -98,7 +99,7 @@ def _nsa_scores_kernel(
         mask = inside[:, None] & (block < blocks)[None, :]
         tl.store(p_own + row[:, None] + block[None, :], own, mask=mask)
         if PER_TOKEN > 1:
-            over = PER_TOKEN - shared  # strides behind the block; without any, nothing: weights are not negative
+            over = PER_TOKEN - shared  # strides that lie in the next block; 0 if there are none, as weights are >= 0
             behind = tl.max(tl.where(over > 0, by_block, 0.0), 2) if MAX else tl.sum(by_block * over, 2)
             mask = inside[:, None] & (block + 1 < blocks)[None, :]
             tl.store(p_next + row[:, None] + block[None, :] + 1, behind, mask=mask)
@@ -106,20 +107,20 @@ def _nsa_scores_kernel(
 
 @dataclass(frozen=True)
 class RowTiles:
-    """Tiles of a few query rows that lie in one sequence each."""
+    """Tiles of a few query rows, each within one sequence."""
 
-    bounds: list[tuple[int, int]]  # rows
-    blocks: list[int]  # that the last row sees
-    tokens: list[tuple[int, int, int]]  # row of the sequence's compressed token 0, how many first and last row see
+    bounds: list[tuple[int, int]]  # first row, last row + 1 of each tile
+    blocks: list[int]  # number of blocks that the last row sees
+    tokens: list[tuple[int, int, int]]  # row of the sequence's token 0; tokens that the first and the last row see
     first: Tensor
     end: Tensor
     known_units: dict[tuple[int, int], tuple[Tensor, list[int]]] = field(default_factory=dict)
 
     def chunks(self, row_bytes: int) -> Iterator[tuple[slice, int]]:
-        """Yield runs of tiles, and the most blocks that one of their rows sees; scores of a run fit in SCORE_BYTES.
+        """Yield runs of tiles whose scores fit in SCORE_BYTES, each with the largest number of blocks that a row sees.
 
-        Four tiles at a time, so that each run of `first` and `end` starts at a multiple of 16 bytes; likewise 16
-        blocks.
+        A run consists of groups of four tiles, so that its parts of `first` and `end` are 16-byte aligned. The number
+        of blocks is rounded up to a multiple of 16.
         """
         begin = 0
         while begin < len(self.bounds):
@@ -137,8 +138,9 @@ class RowTiles:
     def units(self, some: slice, count: int, step: int) -> Tensor:
         """Return (units, FIELDS) int32: tiles cut into parts of at most `count` compressed tokens.
 
-        Fields: first row, last row + 1, first token, last token + 1, the row of token 0, tokens that the first row
-        sees. Parts of a tile are about equal, in multiples of `step`; each has a token that its last row sees.
+        Fields: first row, last row + 1, first token, last token + 1, row of token 0, number of tokens that the first
+        row sees. The parts of a tile are about equal, in multiples of `step`; the last row of a tile sees tokens in
+        each of them.
         """
         if (count, step) not in self.known_units:
             bounds, tokens = torch.tensor(self.bounds).view(-1, 2), torch.tensor(self.tokens).view(-1, 3)
@@ -158,16 +160,16 @@ class RowTiles:
 
 @dataclass(frozen=True)
 class Scores:
-    """Where scores of some queries go: what a block gets from tokens that start in it, and in the block before."""
+    """Tensors for the scores of some queries, split by where the contributing tokens start."""
 
-    own: Tensor  # (T, Hs, C) fp32
-    behind: Tensor  # the same; `own` where tokens are no longer than their stride
-    first_row: int  # of these queries
-    tiles: RowTiles  # of all queries
-    some: slice  # the tiles of these
+    own: Tensor  # (T, Hs, C) fp32, from tokens that start in the block
+    behind: Tensor  # (T, Hs, C) fp32, from tokens that start in the previous block; `own` if tokens do not overlap
+    first_row: int  # first row of these queries
+    tiles: RowTiles  # tiles of all queries
+    some: slice  # the tiles of these queries
 
 
-# How to fill them, of (q, k_cmp, lse, spans, scores, scale).
+# A function (q, k_cmp, lse, spans, scores, scale) that fills `scores`.
 Scorer = Callable[[Tensor, Tensor, Tensor | None, NativeSpans, Scores, float], None]
 
 _tiles: WeakKeyDictionary[NativeSpans, dict[int, RowTiles]] = WeakKeyDictionary()
@@ -181,7 +183,7 @@ def _tiles_of(spans: NativeSpans, rows: int) -> RowTiles:
         for (a, b), (c, d), token in sequences:
             for first in range(a, b, rows):
                 bounds.append((first, min(first + rows, b)))
-                few, keys = (max(0, row - b + d - c) for row in (first + 1, bounds[-1][1]))  # that first and last see
+                few, keys = (max(0, row - b + d - c) for row in (first + 1, bounds[-1][1]))  # of first and last row
                 blocks.append(-(-keys // spans.sizes.slc_block))
                 tokens.append((token, spans.sizes.compressed(few), spans.sizes.compressed(keys)))
         ends = torch.tensor(bounds, dtype=torch.int32).view(-1, 2).to(spans.device, non_blocking=True)
@@ -192,7 +194,7 @@ def _tiles_of(spans: NativeSpans, rows: int) -> RowTiles:
 def score_blocks(
     q: Tensor, k_cmp: Tensor, lse: Tensor | None, spans: NativeSpans, scores: Scores, scale: float
 ) -> None:
-    """Fill `scores` for tiles of QUERIES rows; a `Scorer`."""
+    """Fill `scores` for tiles of QUERIES rows; this is a `Scorer`."""
     heads, blocks = scores.own.shape[1:]
     per_token, per_block = strides_per(spans.sizes)
     block_n, num_warps, num_stages = config.score_tiles(per_block, q.dtype)
@@ -240,17 +242,17 @@ def select_blocks(
     scorer: Scorer = score_blocks,
     tile_rows: int = QUERIES,
 ) -> Tensor:
-    """Return the chosen blocks, as `kernels.reference.nsa.select_blocks`; holds SCORE_BYTES of scores.
+    """Return the selected blocks like `kernels.reference.nsa.select_blocks`, with at most SCORE_BYTES of scores.
 
     Args:
         q: (T, Hq, D).
         k_cmp: (compressed tokens, Hk, D).
-        lse: (Hq, T) of attention to compressed tokens; None ranks by q @ k_cmp.
-        spans: where sequences lie.
-        heads: selection heads.
+        lse: (Hq, T) of the attention to compressed tokens; None: rank by q @ k_cmp.
+        spans: lengths of the sequences.
+        heads: number of selection heads.
         scale: softmax scale.
-        scorer: computes the scores, for tiles of `tile_rows` queries.
-        tile_rows: see `scorer`.
+        scorer: function that computes the scores, for tiles of `tile_rows` queries.
+        tile_rows: query rows per tile.
     """
     sizes = spans.sizes
     indices = torch.empty(q.shape[0], heads, sizes.slc_count, dtype=torch.int32, device=q.device)

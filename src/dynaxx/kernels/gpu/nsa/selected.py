@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selected attention on GPUs, by one of two schedules. Both GPU backends share it.
+"""Selected attention on GPUs, with one of two schedules. Both GPU backends share this module.
 
 The schedule by query ("union") reads each block of keys once for a few neighbouring query positions. The schedule by
-key ("gather") reads each query once per block that it selected and merges partial results, for a bounded number of
-queries at a time.
+key ("gather") reads each query once per block that it selected, and merges partial results. It processes a bounded
+number of queries at a time.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from dynaxx.lazy import lazy
 if TYPE_CHECKING:
     from dynaxx.kernels.gpu.nsa.key_items import Items
 
-PARTIAL_BYTES = 1 << 30  # of partial outputs held at once
-PARTIAL_GRAD_BYTES = 256 << 20  # of partial dq: backward holds more besides
+PARTIAL_BYTES = 1 << 30  # upper bound for partial outputs in memory
+PARTIAL_GRAD_BYTES = 256 << 20  # upper bound for partial dq; smaller, because backward needs other memory as well
 
 
 class Mixture(NamedTuple):
-    """What the selected branch is added to, each branch times its gate."""
+    """The other branches, to which a kernel adds the selected branch; each branch is weighted by its gate."""
 
-    cmp: Tensor  # (T, Hq, E), the compressed branch
-    swa: Tensor  # (T, Hq, E), the window branch, or where to write it if `swa_lse` is given
-    gates: Tensor  # (T, Hq, 3), of the compressed, the selected and the window branch
-    out: Tensor  # (T, Hq, E), where the sum goes
-    alone: bool  # whether to return the selected branch by itself, too; else that result is undefined
-    swa_lse: Tensor | None  # (Hq, T) fp32, where to write the window branch's lse; None: the branch is given
+    cmp: Tensor  # (T, Hq, E), compressed branch
+    swa: Tensor  # (T, Hq, E), window branch; if `swa_lse` is given, the kernel computes and writes it
+    gates: Tensor  # (T, Hq, 3), for the compressed, selected and window branch
+    out: Tensor  # (T, Hq, E), receives the sum
+    alone: bool  # also return the selected branch; if False, that result is undefined
+    swa_lse: Tensor | None  # (Hq, T) fp32, receives the lse of the window branch; None: `swa` is given
 
 
 @dataclass(frozen=True)
 class SelectedPlan:
-    """A selection, prepared for forward and backward."""
+    """A selection prepared for forward and backward."""
 
     indices: Tensor  # (T, Hs, n) int32 contiguous
     spans: NativeSpans
@@ -57,8 +57,8 @@ class SelectedPlan:
     def forward_by_query(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, taken: Tensor | None, mixture: Mixture | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return out and lse; scale > 0. Unspecified where `choose` returned `taken` and it is 0."""
-        assert mixture is None, "this plan mixes nothing"
+        """Return out and lse; scale > 0. The results are undefined if `choose` returned a `taken` of 0."""
+        assert mixture is None, "this plan does not mix branches"
         from dynaxx.kernels.gpu.nsa import union
 
         return union.forward(q, k, v, self.union, self.spans, self.tiles, scale)
@@ -70,13 +70,14 @@ class SelectedPlan:
 
     @property
     def attends_window(self) -> bool:
-        """Whether `forward_by_query` computes the window branch, too, when it mixes."""
+        """Whether `forward_by_query` also computes the window branch if it mixes branches."""
         return False
 
     def choose(self) -> Tensor | None:
-        """Return (1,) int32 on the device: whether neighbours agree so much that by query is faster; None if known.
+        """Return (1,) int32 on the device: 1 if neighbours share so many blocks that by query is faster, else 0.
 
-        Where they do not, the unions are emptied, so that the kernels by query have nothing to do.
+        If the result is 0, the unions are emptied, so that the kernels by query have nothing to do. Return None if the
+        schedule is fixed.
         """
         if self.schedule != "either":
             return None
@@ -87,24 +88,24 @@ class SelectedPlan:
     def dq_by_query(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, scale: float, others_dq: Tensor | None = None
     ) -> Tensor:
-        """Return dq, added to `others_dq` if given; `rows` as `nsa.rows.row_pairs` returns them."""
+        """Return dq, added to `others_dq` if given; `rows` come from `nsa.rows.row_pairs`."""
         from dynaxx.kernels.gpu.nsa import union
 
         dq = union.backward_dq(do, q, k, v, rows, self.union, self.spans, self.tiles, scale)
         return dq if others_dq is None else others_dq.add_(dq)
 
     def partials(self) -> Callable[..., None] | None:
-        """Return a kernel that replaces the one for partial results by key, or None."""
+        """Return a kernel that replaces the default one for partial results by key, or None."""
         return None
 
     def items_dkv(self) -> Callable[..., None] | None:
-        """Return a kernel that replaces the one for dk and dv where queries are not cut into chunks, or None."""
+        """Return a kernel that replaces the default one for dk and dv if there is a single chunk, or None."""
         return None
 
     def by_heads(self, kv_heads: int, row_bytes: int, limit: int) -> list[tuple[slice, slice, SelectedPlan]]:
-        """Return kv heads, their q heads, and this plan for them alone, in parts of `limit` bytes of partial results.
+        """Split the plan by kv heads into parts (kv heads, q heads, plan) with `limit` bytes of partial results each.
 
-        A part has one kv head or more; `items` cuts the queries of a larger one.
+        A part has at least one kv head; if that still exceeds the limit, `items` splits its queries.
         """
         queries, heads, slots = self.indices.shape
         per_kv = heads // kv_heads
@@ -118,7 +119,10 @@ class SelectedPlan:
         return found
 
     def items(self, row_bytes: int | None, limit: int = 0) -> tuple[Items, range]:
-        """Return entries by block, and their chunks: `limit` bytes of partials, `row_bytes` per slot and head."""
+        """Return the entries by block, and the chunks of queries, with at most `limit` bytes of partial results each.
+
+        `row_bytes` is the size of a partial result per slot and q head; None: a single chunk.
+        """
         from dynaxx.kernels.gpu.nsa.key_items import items
 
         queries, heads, slots = self.indices.shape
@@ -130,14 +134,14 @@ class SelectedPlan:
 
 
 def schedule_of(group_size: int, kv_block: int) -> str:
-    """Return in words how blocks are visited, for `explain_selected`."""
+    """Describe the order of processing in words, for `explain_selected`."""
     if config.choose_schedule(group_size) == "gather":
-        return "by key: gathers the queries of each block, merges partial results, since so small a group fills no tile"
-    return "by query: the union of a few neighbouring positions, since groups of 16 fill a matrix instruction"
+        return "by key: gathers the queries of each block and merges partial results, as small groups fill no tile"
+    return "by query: visits the union of a few neighbouring positions, as groups of 16 fill a matrix instruction"
 
 
 def prepare_selected(block_indices: Tensor, spans: NativeSpans, q: Tensor, k: Tensor, v: Tensor) -> SelectedPlan:
-    """Return what forward and backward share."""
+    """Return a plan that forward and backward share."""
     group_size = q.shape[1] // block_indices.shape[1]
     tiles = config.query_tiles(group_size, block_indices.shape[2], q.shape[2], v.shape[2], q.dtype)
     return SelectedPlan(block_indices, spans, group_size, config.choose_schedule(group_size), tiles)
@@ -146,14 +150,14 @@ def prepare_selected(block_indices: Tensor, spans: NativeSpans, q: Tensor, k: Te
 def selected_and_mixed(
     q: Tensor, k: Tensor, v: Tensor, plan: SelectedPlan, scale: float, mixture: Mixture
 ) -> tuple[Tensor, Tensor]:
-    """Attend as `selected_forward`, for a plan that mixes; write the gated sum of all branches to `mixture.out`."""
+    """Attend like `selected_forward`, for a plan that mixes; write the gated sum of all branches to `mixture.out`."""
     q, scale = positive_scale(q, scale)
     q, k, v = (unit_stride(x) for x in (q, k, v))
     return plan.forward_by_query(q, k, v, scale, None, mixture)
 
 
 def selected_forward(q: Tensor, k: Tensor, v: Tensor, plan: SelectedPlan, scale: float) -> tuple[Tensor, Tensor]:
-    """Return out and lse, as `kernels.reference.nsa.selected_forward`; fp32 inputs are multiplied in full fp32."""
+    """Return out and lse like `kernels.reference.nsa.selected_forward`; products of fp32 inputs are in full fp32."""
     from dynaxx.kernels.gpu.nsa import gather
 
     q, scale = positive_scale(q, scale)
@@ -167,7 +171,7 @@ def selected_forward(q: Tensor, k: Tensor, v: Tensor, plan: SelectedPlan, scale:
     if taken is None:
         out = q.new_empty(*q.shape[:2], v.shape[2])
         lse = q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
-    else:  # what follows writes over it, or does nothing
+    else:  # the kernels by key overwrite these results, or do nothing
         out, lse = plan.forward_by_query(q, k, v, scale, taken)
     key_tiles = config.forward_key_tiles(plan.group_size, q.shape[2], v.shape[2], q.dtype)
     row_bytes = v.shape[2] * q.dtype.itemsize
@@ -192,7 +196,7 @@ def selected_backward(
     plan: SelectedPlan,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv in the dtypes of q, k, v; deterministic."""
+    """Return dq, dk, dv in the dtypes of q, k, v. Deterministic."""
     from dynaxx.kernels.gpu.nsa.rows import row_pairs
 
     if not (q.shape[0] and k.shape[0] and plan.indices.shape[2]):
@@ -205,7 +209,7 @@ def selected_backward_of_rows(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, plan: SelectedPlan, scale: float,
     others_dq: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return as `selected_backward`, from rows of `nsa.rows.row_pairs`; dq is added to `others_dq`, contiguous."""
+    """Compute `selected_backward` from the rows of `nsa.rows.row_pairs`; dq is added to contiguous `others_dq`."""
     from dynaxx.kernels.gpu.nsa import backward
 
     do, q, k, v = (unit_stride(x) for x in (do, q, k, v))
@@ -224,7 +228,7 @@ def selected_backward_of_rows(
         inputs = do[:, own], q[:, own], k[:, kv], v[:, kv], rows[:, own].contiguous()
         index, chunks = part.items(row_bytes, PARTIAL_GRAD_BYTES)
         sums = dk[:, kv], dv[:, kv]
-        if len(chunks) > 1:  # chunks add up in fp32
+        if len(chunks) > 1:  # sum the chunks in fp32
             sums = dk.new_empty(sums[0].shape, dtype=torch.float32), dv.new_empty(sums[1].shape, dtype=torch.float32)
         for chunk in chunks:
             backward.backward_chunk(*inputs, (dq[:, own], *sums), index, chunk, part.indices, plan.spans, tiles, scale)

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sum what items and entries of selected attention give to dk, dv and dq.
+"""Sums of the partial gradients of items and entries in selected attention: dk, dv and dq.
 
-Sums have a fixed order and no atomics: every run gives the same bits. Names and shapes as in `nsa.gather`.
+    dk, dv per item -> sum over the items of a block -> dk, dv        dq per entry -> sum over a query's slots -> dq
+
+Sums have a fixed order and use no atomics, so every run gives the same bits. Names and shapes are those of
+`nsa.gather`.
 """
 
 import triton
@@ -33,7 +36,7 @@ def _selected_sum_items_kernel(
     BLOCK_DIM: tl.constexpr,
     KV_BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    ADD: tl.constexpr,  # to what p_grad holds
+    ADD: tl.constexpr,  # add to the contents of p_grad
 ):
     """Sum the items of each block over the selection heads of its kv head."""
     i_block, i_head, i_part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -94,7 +97,7 @@ def _selected_sum_entries_kernel(
 
 
 def sum_items(items: Tensor, grad: Tensor, index: Items, chunk: int, heads: int, spans: NativeSpans) -> None:
-    """Sum the items of a chunk, fp32 (items, block, dim), to `grad` (M, Hk, dim); after the first chunk, add them."""
+    """Sum the items of a chunk, fp32 (items, block, dim), into `grad` (M, Hk, dim); add after the first chunk."""
     kv_heads, size = grad.shape[1], items.shape[1]
     _selected_sum_items_kernel[(len(spans.block_start), kv_heads, size // SUM_ROWS)](
         items,
@@ -116,7 +119,7 @@ def sum_items(items: Tensor, grad: Tensor, index: Items, chunk: int, heads: int,
 
 
 def sum_entries(entries: Tensor, dq: Tensor, indices: Tensor, queries: slice, spans: NativeSpans) -> None:
-    """Sum the entries (entries of these queries, parts of a block, group, D) of each query to its rows of dq."""
+    """Sum the entries of each query, (entries of these queries, parts of a block, group, D), into its rows of dq."""
     slots = indices.shape[2]
     rows, split, group_size = (queries.stop - queries.start) * dq.shape[1], entries.shape[1], entries.shape[2]
     _selected_sum_entries_kernel[(-(-rows // SUM_ROWS),)](

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Top-k: choose the blocks of a row of scores, forced ones and the best, ascending. A warp per row of up to 1,024.
+"""Top-k: select the forced blocks and the best others of a row of scores, in ascending order.
 
-The kernel bisects the range of the n-th best score until n are left, and so does not sort the row.
+    scores (own + behind) -> integer keys -> bisection for the n-th best key -> ties by position -> compacted indices
 
-T queries of a chunk, Hs selection heads, C blocks, n selected.
+The kernel does not sort. It bisects the range of the n-th best key until n blocks are left. A row of up to 1,024 blocks
+takes one warp.
+
+Legend: T queries of a chunk, Hs selection heads, C blocks, n selected blocks.
 """
 
 import triton
@@ -20,25 +23,26 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 @triton.jit
 def _bounds(key, need, WIDTH: tl.constexpr):
-    """Return two keys around the need-th best one: it is at least the first and less than the second.
+    """Return two bounds for the need-th best key: it is at least the first and less than the second.
 
-    Of GROUPS groups of keys, `need` have a best key of at least the need-th best of those.
+    The keys are split into GROUPS groups. The need-th best of their maxima is a lower bound, because `need` keys reach
+    it.
     """
     GROUPS: tl.constexpr = 32
     above = tl.max(key, 0) + 1
     least = tl.full([], 1, tl.uint32)
     if WIDTH > GROUPS:
-        FOURS: tl.constexpr = min(4, WIDTH // GROUPS)  # what a thread loads at once
+        FOURS: tl.constexpr = min(4, WIDTH // GROUPS)  # keys that a thread loads at once
         some = tl.max(tl.reshape(key, [WIDTH // GROUPS // FOURS, GROUPS, FOURS]), 2)
         best = tl.sort(tl.max(some, 0))
-        at = tl.arange(0, GROUPS) == GROUPS - need  # none where need > GROUPS
+        at = tl.arange(0, GROUPS) == GROUPS - need  # all False if need > GROUPS
         least = tl.maximum(tl.sum(tl.where(at, best, 0), 0).to(tl.uint32), 1)
     return least, above
 
 
 @triton.jit
 def _running(chosen, WIDTH: tl.constexpr):
-    """Return how many of a row are chosen up to each place; a word holds the counts of four runs: scans are slow."""
+    """Return the running count of chosen places. Scans are slow, so one word holds the counts of four runs."""
     RUN: tl.constexpr = 128
     if WIDTH <= RUN:
         running = tl.cumsum(chosen.to(tl.int32), 0)
@@ -47,7 +51,7 @@ def _running(chosen, WIDTH: tl.constexpr):
         byte = tl.arange(0, BYTES)[None, :]
         words = tl.sum(tl.reshape(chosen.to(tl.int32), [WIDTH // (BYTES * RUN), BYTES, RUN]) << 8 * byte[:, :, None], 1)
         inside = (tl.cumsum(words, 1)[:, None, :] >> 8 * byte[:, :, None]) & 255
-        total = tl.sum(words, 1)[:, None]  # of four runs
+        total = tl.sum(words, 1)[:, None]  # totals of four runs
         before = byte * 0
         for i in tl.static_range(BYTES - 1):
             before += tl.where(byte > i, (total >> 8 * i) & 255, 0)
@@ -75,21 +79,21 @@ def _choose(
     RAW: tl.constexpr,
     MAX: tl.constexpr,
 ):
-    """Choose the blocks of one row of scores: forced ones, then the best."""
+    """Select the blocks of one row of scores: the forced ones, then the best."""
     block = tl.arange(0, WIDTH)
     free = (block >= first_blocks) & (block < seen - local_blocks)
-    scored = tl.cdiv(tokens, PER_BLOCK)  # blocks that a visible token begins in
-    near = block // 4 * 4 < seen  # in fours, for wide loads; rows end at a multiple
+    scored = tl.cdiv(tokens, PER_BLOCK)  # number of blocks in which a visible token starts
+    near = block // 4 * 4 < seen  # in fours, for wide loads; the row length is a multiple of four
     score = tl.where(block < scored, tl.load(p_own + block, mask=near, other=0.0), LOWEST if RAW else 0.0)
     if PER_TOKEN > 1:
         behind = tl.load(p_next + block, mask=near, other=0.0)
         behind = tl.where((block > 0) & (block <= scored), behind, 0.0)
         score = tl.maximum(score, behind) if MAX else score + behind
-    key = ordered_bits(score) if RAW else score.to(tl.uint32, bitcast=True) + 1  # in order, since none is negative
-    key = tl.where(free, key, 0).to(tl.uint32)  # 0 is below every score
+    key = ordered_bits(score) if RAW else score.to(tl.uint32, bitcast=True) + 1  # ordered, because no score is negative
+    key = tl.where(free, key, 0).to(tl.uint32)  # 0 is less than the key of any score
     forced = tl.minimum(seen, first_blocks) + tl.maximum(seen - tl.maximum(first_blocks, seen - local_blocks), 0)
-    need = tl.minimum(seen, slots) - forced  # of the free ones
-    least, above = _bounds(key, need, WIDTH)  # the need-th best key is at least `least` and less than `above`
+    need = tl.minimum(seen, slots) - forced  # number of free blocks to select
+    least, above = _bounds(key, need, WIDTH)  # invariant: least <= need-th best key < above
     count = tl.sum((key >= least).to(tl.int32), 0)
     while (count > need) & (above - least > 1):
         middle = least + (above - least) // 2
@@ -99,7 +103,7 @@ def _choose(
             count = enough
         else:
             above = middle
-    if count > need:  # equal keys: the first of them
+    if count > need:  # of equal keys, keep the first ones
         ties = key == least
         rest = need - (count - tl.sum(ties.to(tl.int32), 0))
         key = tl.where(ties & (_running(ties, WIDTH) > rest), 0, key)
@@ -124,12 +128,12 @@ def _top_blocks_kernel(
     PER_TOKEN: tl.constexpr,
     PER_BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,  # C as a power of two
-    NARROWER: tl.constexpr,  # what it is divided by where a row sees that few
+    NARROWER: tl.constexpr,  # largest divisor of WIDTH for rows that see few blocks
     WIDE_SLOTS: tl.constexpr,  # n as a power of two
     RAW: tl.constexpr,
     MAX: tl.constexpr,
 ):
-    """Choose the blocks of one row of scores, in a tile no wider than it needs."""
+    """Select the blocks of one row of scores, in a tile no wider than necessary."""
     row = tl.program_id(0).to(tl.int64)
     t = first_row + row // heads
     seen, tokens = tl.load(p_num_blocks + t), tl.load(p_num_cmp + t)
@@ -150,7 +154,7 @@ def _top_blocks_kernel(
 
 
 def strides_per(sizes: NativeSizes) -> tuple[int, int]:
-    """Return the strides in a compressed token, and in a block."""
+    """Return the strides per compressed token and per block."""
     return sizes.cmp_block // sizes.cmp_stride, sizes.slc_block // sizes.cmp_stride
 
 
@@ -164,17 +168,17 @@ def top_blocks(
     sizes: NativeSizes,
     raw: bool = False,
 ) -> None:
-    """Choose the blocks of some queries by their scores.
+    """Select the blocks of some queries by their scores.
 
     Args:
-        own: (T, Hs, C) fp32, C a multiple of 16, as `nsa.select.Scores` holds them.
-        behind: as `own`.
-        indices: (all queries, Hs, n) int32, where the choice goes.
-        num_blocks: (all queries,) int32, blocks that each query sees.
-        num_cmp: (all queries,) int32, compressed tokens that each query sees.
-        first_row: of these queries.
-        sizes: of the branches.
-        raw: scores may be negative.
+        own: (T, Hs, C) fp32, C a multiple of 16; see `nsa.select.Scores`.
+        behind: (T, Hs, C) fp32; see `nsa.select.Scores`.
+        indices: (all queries, Hs, n) int32, receives the selection.
+        num_blocks: (all queries,) int32, number of blocks that each query sees.
+        num_cmp: (all queries,) int32, number of compressed tokens that each query sees.
+        first_row: first row of these queries.
+        sizes: sizes of the branches.
+        raw: whether scores may be negative.
     """
     count, heads, blocks = own.shape
     width = triton.next_power_of_2(blocks)

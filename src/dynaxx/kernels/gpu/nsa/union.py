@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Selected attention by query.
 
-A program holds the q heads of one selection head at a few neighbouring positions, and walks the union of their blocks.
-It reads each block once per tile, so it pays for groups of 16 and more, or where neighbours select the same blocks.
+    tile of positions x q heads -> for each block of the tile's union: scores, masked by position -> out, lse (or dq)
 
-T queries, M keys, Hq / Hk / Hs query, kv and selection heads; D / E head_dim of q, k and of v. A tile has POSITIONS *
-GROUP rows, position-major, GROUP being the group as a power of two.
+A program holds the q heads of one selection head at a few neighbouring positions and visits the union of their blocks.
+It reads each block once per tile. This pays for groups of 16 and more, or if neighbours select the same blocks.
+
+Legend: T queries, M keys; Hq, Hk, Hs query, kv and selection heads; D head_dim of q and k, E head_dim of v. A tile has
+POSITIONS * GROUP rows, position-major, where GROUP is the group size as a power of two.
 """
 
 from dataclasses import replace
@@ -36,7 +38,7 @@ RUNTIME_SIZES = ["queries", "keys", "group_size", "heads_per_kv"]
 def tile_rows(
     i_tile, i_head, p_last_key, queries, group_size, POSITIONS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Return position in the tile, query row, q head, validity and last visible key of each row of a tile [ROWS]."""
+    """Return position in the tile, query row, q head, validity and last visible key of each row of a tile, [ROWS]."""
     o_row = tl.arange(0, ROWS)
     position = o_row // GROUP
     member = o_row % GROUP
@@ -73,7 +75,7 @@ def _selected_fwd_kernel(
     E: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
-    SLOTS: tl.constexpr,  # of a tile's union
+    SLOTS: tl.constexpr,  # slots in a tile's union
     KV_BLOCK: tl.constexpr,
     POSITIONS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -122,7 +124,7 @@ def _selected_bwd_dq_kernel(
     p_q,
     p_k,
     p_v,
-    p_rows,  # (T, Hq, 2) as `row_pairs` gives them
+    p_rows,  # (T, Hq, 2) from `row_pairs`
     p_dq,  # (T, Hq, D) contiguous
     p_starts,
     p_members,

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launch compiled kernels with little host time: arguments, launcher, launch cache, recorder."""
+"""Launching of compiled kernels with little host time: arguments, launcher, launch cache, recorder."""
